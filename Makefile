@@ -1,0 +1,49 @@
+# make demo        see it work, from nothing: environment, tiny models, a comparison
+# make test        what continuous integration runs
+# make VENV=/path  any target, in an environment of yours instead of .venv
+
+VENV ?= .venv
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.sglang-smc-installed
+SOURCES := sglang_smc kernels patches tests bench
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check catalogue dist clean
+
+help:
+	@sed -n '/^$$/q; s/^# //p' Makefile
+
+venv: $(STAMP)
+
+# The stamp is older than pyproject.toml exactly when the requirements may have changed.
+$(STAMP): pyproject.toml
+	@echo "Installing sglang-smc, SGLang and test tools into $(VENV) (the first time: ~9 GB, minutes)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --editable '.[test,bench,dev]'
+	@touch $@
+
+demo: venv
+	$(BIN)/python bench/demo.py
+
+test: venv
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Lint, format and types, without running anything.
+check: venv
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# Through a variable: a failure must not leave an empty catalogue behind.
+catalogue: venv
+	@text="$$($(BIN)/python -W ignore -m sglang_smc.hooks)" && echo "$$text" > patches/README.md
+
+dist: venv
+	$(BIN)/python -m build
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

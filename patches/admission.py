@@ -1,0 +1,91 @@
+"""A request is admitted only when its arena fits beside it.
+
+SGLang's budget counts prompt and expected output. Without the arena a full pool would
+admit a request, retract it at its first round, and admit it again.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_smc import memory
+from sglang_smc.active import active_config
+from sglang_smc.hooks import Patch
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_policy import PrefillAdder
+    from sglang.srt.managers.tp_worker import TpModelWorker
+
+
+def init_budget(original: Callable, adder: "PrefillAdder", *args: Any, **kwargs: Any) -> None:
+    """Charge what running requests have yet to reserve, and the next request's arena in advance."""
+    original(adder, *args, **kwargs)
+    config = active_config()
+    if config is None:
+        return
+    running = adder.running_batch.reqs if adder.running_batch is not None else []
+    pending = sum(
+        max(0, req.kv_committed_len + memory.arena_of(config, req) - req.kv.kv_allocated_len)
+        for req in running
+        if req.kv is not None  # else it has finished and waits to be filtered out
+    )
+    _charge(adder, pending + memory.max_arena(config))
+
+
+def update_budget(original: Callable, adder: "PrefillAdder", *args: Any, **kwargs: Any) -> None:
+    """After an admission, charge the arena of the request that may come next."""
+    original(adder, *args, **kwargs)
+    config = active_config()
+    if config is not None:
+        _charge(adder, memory.max_arena(config))
+
+
+def worker_info(original: Callable, worker: "TpModelWorker") -> tuple:
+    """Shorten the longest request by an arena, so that what is accepted can be admitted."""
+    info = original(worker)
+    config = active_config()
+    if config is None:
+        return info
+    longest = min(info[_MAX_REQ_LEN], info[_MAX_TOTAL] - memory.max_arena(config) - 1)
+    return (*info[:_MAX_REQ_LEN], longest, longest - _INPUT_MARGIN, *info[_MAX_REQ_LEN + 2 :])
+
+
+def _charge(adder: "PrefillAdder", num_slots: int) -> None:
+    adder.rem_total_token_offset += num_slots
+    adder.cur_rem_token_offset += num_slots
+
+
+# Places in the tuple that TpModelWorker.get_worker_info returns.
+_MAX_TOTAL, _MAX_REQ_LEN = 0, 4
+_INPUT_MARGIN = 5  # what SGLang keeps between the longest request and its longest input
+
+PATCHES = (
+    Patch(
+        target="sglang.srt.managers.schedule_policy.PrefillAdder.__init__",
+        hook_type=HookType.AROUND,
+        function=init_budget,
+        what="Charges the arenas that running requests have yet to reserve, and one for the next.",
+        why="The adder's budget has no seam for memory beyond a request's own tokens.",
+        relies_on=("srt/managers/schedule_policy.py:477 (the two offsets of the budget)",),
+        retire_when="Admission asks the algorithm what a request reserves.",
+    ),
+    Patch(
+        target="sglang.srt.managers.schedule_policy.PrefillAdder._update_prefill_budget",
+        hook_type=HookType.AROUND,
+        function=update_budget,
+        what="Charges one more arena for each request admitted.",
+        why="As above.",
+        relies_on=("srt/managers/schedule_policy.py:741",),
+        retire_when="As above.",
+    ),
+    Patch(
+        target="sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info",
+        hook_type=HookType.AROUND,
+        function=worker_info,
+        what="Lowers the longest request and input by the arena.",
+        why="A request that fits the pool but not beside its arena would wait for ever.",
+        relies_on=("srt/managers/tp_worker.py:508 (the order of the tuple)",),
+        retire_when="As above.",
+    ),
+)

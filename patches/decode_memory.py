@@ -1,0 +1,95 @@
+"""Before each round, every running request's arena is topped up; here is also how large it will be.
+
+SGLang's own speculative decoding reserves a window behind the text. SMC owns an arena
+there, for the tails of N particles, whose size follows from what the request may still emit.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.allocation import alloc_token_slots
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_smc import memory
+from sglang_smc.active import active_config
+from sglang_smc.hooks import Patch
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+    from sglang_smc.config import SMCConfig
+
+
+def prepare_for_decode(original: Callable, batch: "ScheduleBatch") -> None:
+    """Give each request of a batch the slots that its next round may take."""
+    config = active_config()
+    if config is None:
+        original(batch)
+        return
+    spans = [(req.kv.kv_allocated_len, _allocated_after(config, req)) for req in batch.reqs]
+    _allocate(batch, spans)
+    for req, (_, end) in zip(batch.reqs, spans, strict=True):
+        req.kv.kv_allocated_len = end
+        req.decode_batch_idx += 1
+
+
+def _allocate(batch: "ScheduleBatch", spans: list[tuple[int, int]]) -> None:
+    """Fill each request's row with new slots from ``start`` to ``end`` of its span."""
+    sizes = torch.tensor([end - start for start, end in spans])
+    total = int(sizes.sum())
+    if total == 0:
+        return
+    slots = alloc_token_slots(batch.tree_cache, total)
+    owner = torch.repeat_interleave(sizes)  # [total] which request a slot goes to
+    starts = torch.tensor([start for start, _ in spans])
+    offset = torch.arange(total) - (sizes.cumsum(0) - sizes)[owner]
+    rows = torch.tensor([req.req_pool_idx for req in batch.reqs])[owner]
+    places = rows, starts[owner] + offset
+    batch.req_to_token_pool.write(
+        tuple(place.to(batch.device, non_blocking=True) for place in places), slots.int()
+    )
+
+
+def tokens_required(
+    original: Callable, batch: "ScheduleBatch", requests: "list[Req]", page_size: int
+) -> Any:
+    """What `prepare_for_decode` is about to allocate for these requests."""
+    config = active_config()
+    if config is None:
+        return original(batch, requests, page_size)
+    return sum(_allocated_after(config, req) - req.kv.kv_allocated_len for req in requests)
+
+
+def _allocated_after(config: "SMCConfig", req: "Req") -> int:
+    # Never less than now: an arena shrinks by committing, not by giving slots back.
+    wanted = req.kv_committed_len + memory.arena_of(config, req)
+    return max(req.kv.kv_allocated_len, wanted)
+
+
+PATCHES = (
+    Patch(
+        target="sglang.srt.speculative.spec_utils.spec_prepare_for_decode",
+        hook_type=HookType.AROUND,
+        function=prepare_for_decode,
+        what="Reserves each running request's arena instead of a window of 2 (K + 1) tokens.",
+        why="The dispatcher calls either EAGLE's preparation or, for DFLASH alone, the draft "
+        "input's own; a registered algorithm has no say.",
+        relies_on=(
+            "srt/speculative/spec_utils.py:1026 (the dispatcher)",
+            "srt/managers/schedule_batch.py:2962 (imports it at each call)",
+            "srt/mem_cache/allocation.py (alloc_token_slots evicts from the radix cache as needed)",
+        ),
+        retire_when="CustomSpecAlgo has a prepare_for_decode of its own.",
+    ),
+    Patch(
+        target="sglang.srt.managers.schedule_batch.ScheduleBatch"
+        "._new_tokens_required_next_decode_spec_v2",
+        hook_type=HookType.AROUND,
+        function=tokens_required,
+        what="Predicts the arena that the next round needs, so that retraction starts in time.",
+        why="The prediction is written against EAGLE's allocation, which the hook above replaces.",
+        relies_on=("srt/managers/schedule_batch.py:2716",),
+        retire_when="The algorithm that prepares a decode step also predicts its memory.",
+    ),
+)

@@ -1,0 +1,86 @@
+"""Requests as they come in, and answers as they go out, in SGLang's tokenizer manager."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_smc.active import is_smc
+from sglang_smc.diagnostics import META_PREFIX
+from sglang_smc.hooks import Patch
+from sglang_smc.request import check_request
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+
+def validate_request(
+    original: Callable, manager: "TokenizerManager", obj: Any, input_ids: list[int]
+) -> None:
+    """Refuse what SMC cannot honour, before anything else is made of the request."""
+    if is_smc(manager.server_args) and isinstance(obj, GenerateReqInput):
+        check_request(obj)
+    original(manager, obj, input_ids)
+
+
+def send_request(original: Callable, manager: "TokenizerManager", tokenized: Any) -> None:
+    """Number the seeds of parallel samples: the i-th of n runs with seed + i."""
+    if is_smc(manager.server_args) and isinstance(tokenized, TokenizedGenerateReqInput):
+        tokenized.sampling_params = _sample_params(manager, tokenized.sampling_params)
+    original(manager, tokenized)
+
+
+def add_meta_info(
+    original: Callable, manager: "TokenizerManager", meta_info: dict, recv_obj: Any, i: int
+) -> None:
+    """Show a finished request's totals as the numbers they are, not as lists of one."""
+    original(manager, meta_info, recv_obj, i)
+    accumulated = manager.rid_to_state[recv_obj.rids[i]].customized_info_accumulated
+    for name, values in accumulated.items():
+        if name.startswith(META_PREFIX):
+            meta_info[name] = values[-1]
+
+
+def _sample_params(manager: "TokenizerManager", params: Any) -> Any:
+    if params.n == 1 or params.sampling_seed is None or params.max_new_tokens == 0:
+        return params
+    # SGLang sends the n samples of a request one after another, all with this one object.
+    last, index = manager.__dict__.get("_smc_last_sample", (None, 0))
+    index = index + 1 if last is params else 0
+    manager._smc_last_sample = params, index  # type: ignore[attr-defined]
+    return msgspec.structs.replace(params, sampling_seed=params.sampling_seed + index)
+
+
+PATCHES = (
+    Patch(
+        target="sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        hook_type=HookType.AROUND,
+        function=validate_request,
+        what="Answers HTTP 400 to requests with fields that SMC cannot honour.",
+        why="SGLang asks no algorithm which requests it takes, DFLASH's own check apart; fields "
+        "that a worker does not read would be ignored.",
+        relies_on=("srt/managers/tokenizer_manager.py:1140 (raises ValueError for bad requests)",),
+        retire_when="CustomSpecAlgo has a validate_request.",
+    ),
+    Patch(
+        target="sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request",
+        hook_type=HookType.AROUND,
+        function=send_request,
+        what="Gives the i-th of n parallel samples the seed + i.",
+        why="All n share one sampling_params: with a seed they would be one text n times.",
+        relies_on=("srt/managers/tokenizer_manager.py:1852 (the loop over samples)",),
+        retire_when="SGLang tells parallel samples of a seeded request apart.",
+    ),
+    Patch(
+        target="sglang.srt.managers.tokenizer_manager.TokenizerManager"
+        "._calculate_spec_decoding_metrics",
+        hook_type=HookType.AROUND,
+        function=add_meta_info,
+        what="Unwraps spec_smc_* in the final meta_info.",
+        why="customized_info carries lists with one element per token; totals are numbers.",
+        relies_on=("srt/managers/tokenizer_manager.py:2276 and :2436",),
+        retire_when="customized_info can carry a value per request.",
+    ),
+)

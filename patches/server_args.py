@@ -1,0 +1,133 @@
+"""The `--speculative-smc-*` flags, as fields of SGLang's `ServerArgs`.
+
+`ServerArgs` is a dataclass, and SGLang derives everything from its fields: `--help`, `--config`
+files, `from_cli_args`, `dataclasses.replace`, the namespace bags, `/server_info`. So the flags
+become fields, at the end of the table that `dataclasses.fields` reads. The generated `__init__` was
+compiled before that and refuses keywords it does not know, hence the one hook.
+
+A flag that was not given is None, as for SGLang's own `speculative_num_steps`; `algorithm.py` fills
+in the default when SMC is selected. A value without SMC is refused, never ignored.
+"""
+
+import dataclasses
+from typing import Annotated, Any
+
+from sglang.srt.arg_groups.arg_utils import NS, Arg, namespace_of, resolvable_fields
+from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.server_args import ServerArgs
+
+from sglang_smc import config
+from sglang_smc.config import ALGORITHM, DEFAULTS
+from sglang_smc.hooks import Patch
+
+
+@dataclasses.dataclass(kw_only=True)
+class SMCFlags:
+    """Declared as SGLang declares its own; `add_fields` moves them over."""
+
+    speculative_smc_num_particles: Annotated[
+        int | None,
+        Arg(
+            help="SMC only. Particles: continuations kept alive per request "
+            f"(1 to {config.MAX_PARTICLES}, default {DEFAULTS.num_particles})."
+        ),
+        NS("spec"),
+    ] = None
+    speculative_smc_ess_threshold: Annotated[
+        float | None,
+        Arg(
+            help="SMC only. Resample when the effective sample size falls below this fraction of "
+            f"the particles (0 never, 1 always, default {DEFAULTS.ess_threshold})."
+        ),
+        NS("spec"),
+    ] = None
+    speculative_smc_resampling_method: Annotated[
+        str | None,
+        Arg(
+            help=f"SMC only. How ancestors are drawn (default {DEFAULTS.resampling_method}).",
+            choices=list(config.RESAMPLING_METHODS),
+        ),
+        NS("spec"),
+    ] = None
+    speculative_smc_resample_at: Annotated[
+        str | None,
+        Arg(
+            help="SMC only. 'block' resamples after a round, 'token' at the first drafted token "
+            f"where the threshold is crossed (default {DEFAULTS.resample_at}).",
+            choices=list(config.RESAMPLE_AT),
+        ),
+        NS("spec"),
+    ] = None
+    speculative_smc_selection: Annotated[
+        str | None,
+        Arg(
+            help="SMC only. The particle to answer with: 'sample' draws it by weight, 'argmax' "
+            f"takes the heaviest (default {DEFAULTS.selection}).",
+            choices=list(config.SELECTIONS),
+        ),
+        NS("spec"),
+    ] = None
+    speculative_smc_max_lag: Annotated[
+        int | None,
+        Arg(
+            help="SMC only. Tokens that particles may differ in before one is drawn by weight and "
+            "copied to all; bounds KV memory and streaming delay "
+            f"(at least 1, default {DEFAULTS.max_lag})."
+        ),
+        NS("spec"),
+    ] = None
+
+
+FLAG_FIELDS = tuple(field.name for field in dataclasses.fields(SMCFlags))
+
+
+def add_fields() -> None:
+    """Make the flags fields of `ServerArgs`; calling it again changes nothing."""
+    for field in dataclasses.fields(SMCFlags):
+        ServerArgs.__dataclass_fields__[field.name] = field
+        ServerArgs.__annotations__[field.name] = field.type
+        setattr(ServerArgs, field.name, field.default)
+    # Both remember their answer per class.
+    namespace_of.cache_clear()
+    resolvable_fields.cache_clear()
+
+
+def init_with_flags(original: Any, self: ServerArgs, *args: Any, **kwargs: Any) -> None:
+    """Set our keywords before the generated `__init__`, whose `__post_init__` validates them."""
+    for name in FLAG_FIELDS:
+        setattr(self, name, kwargs.pop(name, None))
+    original(self, *args, **kwargs)
+    _refuse_flags_without_smc(self)
+
+
+def _refuse_flags_without_smc(server_args: Any) -> None:
+    algorithm = server_args.speculative_algorithm
+    if (algorithm or "").upper() == ALGORITHM:
+        return
+    values = {name: getattr(server_args, name) for name in FLAG_FIELDS}
+    given = [f"--{k.replace('_', '-')} {v}" for k, v in values.items() if v is not None]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} given, but --speculative-algorithm is {algorithm}. These flags "
+            f"act with --speculative-algorithm {ALGORITHM} only: add it, or leave them out."
+        )
+
+
+PATCHES = (
+    Patch(
+        target="sglang.srt.server_args.ServerArgs.__init__",
+        hook_type=HookType.AROUND,
+        function=init_with_flags,
+        what="Accepts the keywords speculative_smc_*, which `add_fields` has made fields; refuses "
+        "them unless speculative_algorithm is SMC. Without them nothing changes.",
+        why="A plugin can register an algorithm, but not flags for it.",
+        relies_on=(
+            "srt/server_args.py:439 (ServerArgs is a plain dataclass)",
+            "srt/server_args.py:8214 (add_cli_args reads dataclasses.fields)",
+            "srt/server_args.py:8463 (from_cli_args does too)",
+            "srt/server_args.py:8582 (__setattr__ is open until resolution ends)",
+            "srt/arg_groups/arg_utils.py:103 (namespace_of reads NS markers)",
+        ),
+        retire_when="SpeculativeAlgorithm.register takes flag declarations.",
+    ),
+)

@@ -1,0 +1,204 @@
+"""The algorithm `SMC` as SGLang sees it: its answers about itself, and the servers it accepts.
+
+The model to imitate is STANDALONE: an independent draft model whose KV pool is indexed by the same
+slots as the target's. That predicate is True, the other builtin ones (`is_eagle`, ...) stay False,
+since the code behind them builds EAGLE's tree inputs.
+"""
+
+import logging
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.model_executor.cuda_graph_config import Backend
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from sglang_smc import hooks
+from sglang_smc.config import SERVER_ARGS_FIELDS, SMCConfig
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.managers.overlap_utils import FutureMap
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+# What SGLang sets for each of its own speculative algorithms.
+_DEFAULT_MAX_RUNNING_REQUESTS = 48
+
+
+class SMCAlgorithm(CustomSpecAlgo):
+    """Answers for SMC wherever SGLang dispatches on `spec_algorithm`."""
+
+    def carries_draft_hidden_states(self) -> bool:
+        """False: the draft is a plain language model."""
+        return False
+
+    def is_standalone(self) -> bool:
+        """True: so that the KV pool is sized for the draft's layers beside the target's."""
+        return True
+
+    def need_topk(self) -> bool:
+        """False: the next round starts from tokens alone, without the draft's top-k."""
+        return False
+
+    def create_future_map(
+        self,
+        device: "torch.device",
+        req_to_token_pool: "ReqToTokenPool",
+        needs_cpu_seq_lens: bool = True,
+        needs_confidence_relay: bool = False,
+    ) -> "FutureMap":
+        """The stock relay between rounds."""
+        from sglang.srt.managers.overlap_utils import FutureMap
+
+        return FutureMap(
+            device=device,
+            spec_algo=self,  # pyright: ignore[reportArgumentType] -- any registered algorithm
+            req_to_token_pool=req_to_token_pool,
+            needs_cpu_seq_lens=needs_cpu_seq_lens,
+            needs_confidence_relay=needs_confidence_relay,
+        )
+
+    def get_num_tokens_per_req_for_target_verify(
+        self, num_draft_tokens: int, is_draft_worker: bool
+    ) -> int:
+        """K + 1 positions for the target; one for the draft, which only ever decodes."""
+        return 1 if is_draft_worker else num_draft_tokens
+
+    def handle_server_args(self, server_args: "ServerArgs") -> None:
+        """Write the resolved settings back, after `validate_server_args` has accepted them."""
+        config = SMCConfig.from_server_args(server_args)
+        for name, attribute in SERVER_ARGS_FIELDS.items():
+            setattr(server_args, attribute, getattr(config, name))
+        # A chain: one candidate a step, and the K drafted tokens plus the bonus make a round.
+        server_args.speculative_eagle_topk = 1
+        server_args.speculative_num_draft_tokens = config.num_steps + 1
+        # The worker is not yet written for the overlap schedule, on any device.
+        server_args.disable_overlap_schedule = True
+        # SGLang's decode graphs hold one row a request; particles are N, and run eagerly.
+        server_args.cuda_graph_config.decode.backend = Backend.DISABLED
+        if server_args.max_running_requests is None:
+            server_args.max_running_requests = _DEFAULT_MAX_RUNNING_REQUESTS
+            logger.warning(
+                "--max-running-requests is set to %d for speculative decoding; pass it to choose.",
+                _DEFAULT_MAX_RUNNING_REQUESTS,
+            )
+        logger.info("SMC speculative decoding: %s", config)
+
+
+def worker_class(server_args: "ServerArgs") -> type:
+    """The worker's class, for the scheduler; hooks may have failed in this process alone."""
+    hooks.require_landed()
+    from sglang_smc.worker import SMCWorker
+
+    return SMCWorker
+
+
+class _Requirement(NamedTuple):
+    field: str  # of ServerArgs
+    allowed: tuple[Any, ...]
+    because: str
+
+
+_SHARED_KV = "particles share and exchange KV slot by slot, on one rank"
+_ONE_PROCESS = "draft and target run in one process, one stage"
+_NO_ADAPTERS = "the draft model has no adapters"
+_NO_PLUGINS = "SGLang loads no plugins in those processes"
+_NO_REJECTION = "SMC weighs the draft's tokens, it rejects none"
+_FIXED_K = "K is fixed: with no rejections there is no acceptance to adapt to"
+_OTHER = "this belongs to other algorithms and would have no effect"
+
+_REQUIREMENTS = (
+    _Requirement("page_size", (1,), _SHARED_KV),
+    _Requirement("enable_dp_attention", (False,), _SHARED_KV),
+    _Requirement("dcp_size", (1,), _SHARED_KV),
+    _Requirement("attn_cp_size", (1,), _SHARED_KV),
+    _Requirement("pp_size", (1,), _ONE_PROCESS),
+    _Requirement("disaggregation_mode", ("null",), _ONE_PROCESS),
+    _Requirement("decoupled_spec_role", ("null",), _ONE_PROCESS),
+    _Requirement("enable_lora", (None, False), _NO_ADAPTERS),
+    _Requirement("lora_paths", (None, []), _NO_ADAPTERS),
+    _Requirement("enable_mixed_chunk", (False,), "prefill and rounds are separate batches"),
+    _Requirement("enable_two_batch_overlap", (False,), "a round is one batch"),
+    _Requirement("tokenizer_worker_num", (1,), _NO_PLUGINS),
+    _Requirement("use_ray", (False,), _NO_PLUGINS),
+    _Requirement("speculative_adaptive", (False,), _FIXED_K),
+    _Requirement("speculative_eagle_topk", (None, 1), "each particle is one chain, not a tree"),
+    _Requirement("speculative_accept_threshold_single", (1.0,), _NO_REJECTION),
+    _Requirement("speculative_accept_threshold_acc", (1.0,), _NO_REJECTION),
+    _Requirement("speculative_use_rejection_sampling", (False,), _NO_REJECTION),
+    _Requirement("speculative_token_map", (None,), "the draft must reach the whole vocabulary"),
+    _Requirement("speculative_draft_window_size", (None,), _OTHER),
+    _Requirement("enable_multi_layer_eagle", (False,), _OTHER),
+)
+
+
+def validate_server_args(server_args: "ServerArgs") -> None:
+    """Raise ValueError, listing the reasons, for a server that SMC cannot run on.
+
+    Called by SGLang while it resolves the server arguments, in the process that starts the server.
+    """
+    hooks.require_landed()
+    problems = [
+        *_setting_problems(server_args),
+        *_draft_problems(server_args),
+        *_unsupported(server_args),
+        *_unsupported_model(server_args),
+    ]
+    if problems:
+        raise ValueError(
+            "--speculative-algorithm SMC cannot start this server:\n"
+            + "\n".join(f"  - {problem}" for problem in problems)
+        )
+
+
+def _setting_problems(server_args: "ServerArgs") -> list[str]:
+    try:
+        config = SMCConfig.from_server_args(server_args)
+    except ValueError as error:
+        return [str(error)]
+    given, expected = server_args.speculative_num_draft_tokens, config.num_steps + 1
+    if given in (None, expected):
+        return []
+    return [
+        f"--speculative-num-draft-tokens is {given}; allowed: --speculative-num-steps + 1 = "
+        f"{expected}. Leave it out and choose --speculative-num-steps alone."
+    ]
+
+
+def _draft_problems(server_args: "ServerArgs") -> list[str]:
+    if server_args.speculative_draft_model_path is not None:
+        return []
+    return [
+        "--speculative-draft-model-path is missing. Pass a folder or a Hugging Face id of a "
+        "smaller model with the target's vocabulary."
+    ]
+
+
+def _unsupported(server_args: "ServerArgs") -> list[str]:
+    # Until the end of resolution, fields may lag behind what earlier steps have declared.
+    view = resolved_view(server_args)
+    found = [(required, getattr(view, required.field)) for required in _REQUIREMENTS]
+    return [
+        f"--{required.field.replace('_', '-')} is {value!r}; allowed: "
+        f"{' or '.join(map(repr, required.allowed))}, since {required.because}. Leave it out."
+        for required, value in found
+        if value not in required.allowed
+    ]
+
+
+def _unsupported_model(server_args: "ServerArgs") -> list[str]:
+    model = server_args.get_model_config()
+    kinds = {
+        "sliding-window attention": model.is_hybrid_swa,
+        "a recurrent (Mamba-like) state": mambaish_config(model) is not None,
+        "an encoder and a decoder": model.is_encoder_decoder,
+    }
+    return [
+        f"--model-path {server_args.model_path} has {kind}; allowed: a decoder with full attention "
+        "in every layer. Choose another model or another --speculative-algorithm."
+        for kind, present in kinds.items()
+        if present
+    ]

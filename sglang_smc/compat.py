@@ -1,0 +1,192 @@
+"""The contract with SGLang: the one supported release, and every internal that we touch.
+
+`check` compares it with what is installed. `plugin.register` calls it in every process, before it
+changes anything; a server that does not select SMC never hears of a mismatch.
+"""
+
+import dis
+import inspect
+import os
+import pkgutil
+from types import FunctionType
+
+import msgspec
+import sglang
+
+SUPPORTED_VERSION = "0.5.17"
+
+# For work against another SGLang; the symbols are compared all the same.
+SKIP_VERSION_ENV = "SGLANG_SMC_DISABLE_VERSION_CHECK"
+
+
+class Symbol(msgspec.Struct, frozen=True):
+    """An SGLang name that must exist, with the shape that this package counts on."""
+
+    path: str
+
+    parameters: str | None = None
+    """Of a function: the names of all its parameters, in order. None: not compared."""
+
+    attributes: str = ""
+    """Of a class: some of its fields and methods, and of what its methods set on `self`."""
+
+
+# What the command-line flags need. Apart, so that a server on an unsupported SGLang can still
+# parse them and then read the true reason for the refusal, not "unrecognized arguments".
+FLAGS = (
+    Symbol("sglang.srt.arg_groups.arg_utils.Arg", attributes="help choices"),
+    Symbol("sglang.srt.arg_groups.arg_utils.NS", attributes="path"),
+    Symbol("sglang.srt.arg_groups.arg_utils.namespace_of", "cls"),
+    Symbol("sglang.srt.arg_groups.arg_utils.resolvable_fields", "cls"),
+    Symbol(
+        "sglang.srt.server_args.ServerArgs",
+        attributes="__dataclass_fields__ speculative_algorithm from_cli_args",
+    ),
+    Symbol("sglang.srt.server_args.ServerArgs.__init__"),
+)
+
+REGISTRATION = (
+    Symbol("sglang.srt.plugins.hook_registry.HookRegistry", attributes="_hooks _patched"),
+    Symbol(
+        "sglang.srt.plugins.hook_registry.HookRegistry.register", "target hook hook_type source"
+    ),
+    Symbol(
+        "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.register",
+        "name supports_overlap validate_server_args spec_class",
+    ),
+    Symbol(
+        "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_future_map",
+        "self device req_to_token_pool needs_cpu_seq_lens needs_confidence_relay",
+    ),
+    Symbol("sglang.srt.speculative.spec_registry.get_spec", "name"),
+    Symbol(
+        "sglang.srt.speculative.spec_registry.CustomSpecAlgo.__init__",
+        "self name factory supports_overlap validate_server_args",
+    ),
+    Symbol(
+        "sglang.srt.speculative.spec_registry.CustomSpecAlgo"
+        ".get_num_tokens_per_req_for_target_verify",
+        "self num_draft_tokens is_draft_worker",
+    ),
+    Symbol(
+        "sglang.srt.managers.overlap_utils.FutureMap.__init__",
+        "self device spec_algo req_to_token_pool needs_cpu_seq_lens needs_confidence_relay",
+    ),
+    Symbol("sglang.srt.arg_groups.overrides.resolved_view", "server_args"),
+    Symbol("sglang.srt.configs.hybrid_arch.mambaish_config", "model_config"),
+    Symbol(
+        "sglang.srt.configs.model_config.ModelConfig", attributes="is_hybrid_swa is_encoder_decoder"
+    ),
+)
+
+# Targets of the hooks in patches/, and what those functions touch.
+HOOKS = (
+    Symbol(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        "self obj input_ids",
+    ),
+    Symbol(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request",
+        "self tokenized_obj",
+    ),
+    Symbol(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
+        "self meta_info recv_obj i",
+    ),
+    Symbol(
+        "sglang.srt.managers.schedule_policy.PrefillAdder.__init__",
+        "self page_size tree_cache token_to_kv_pool_allocator running_batch new_token_ratio "
+        "rem_input_tokens rem_chunk_tokens num_mixed_decode_tokens "
+        "priority_scheduling_preemption_threshold max_prefill_bs max_running_requests "
+        "prefill_max_requests prefill_delayer_single_pass dllm_config waiting_queue_len",
+    ),
+    Symbol(
+        "sglang.srt.managers.schedule_policy.PrefillAdder._update_prefill_budget",
+        "self prefix_len extend_input_len max_new_tokens retracted_stain mamba_gap_reserve",
+    ),
+    Symbol("sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info", "self"),
+    Symbol("sglang.srt.speculative.spec_utils.spec_prepare_for_decode", "batch"),
+    Symbol(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch._new_tokens_required_next_decode_spec_v2",
+        "self requests page_size",
+    ),
+    Symbol(
+        "sglang.srt.managers.scheduler_components.batch_result_processor"
+        ".SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
+        "self result batch",
+    ),
+    Symbol("sglang.srt.managers.schedule_batch.Req.update_finish_state", "self new_accepted_len"),
+)
+
+CONTRACT = FLAGS + REGISTRATION + HOOKS
+
+
+def check() -> list[str]:
+    """What keeps us from running on the installed SGLang, one line each; empty if nothing."""
+    return check_version() + check_symbols(CONTRACT)
+
+
+def check_version() -> list[str]:
+    """One line if the installed release is not the supported one."""
+    installed = sglang.__version__
+    # A local suffix (0.5.17+cpu) names a build of the same source.
+    if installed.partition("+")[0] == SUPPORTED_VERSION or os.environ.get(SKIP_VERSION_ENV) == "1":
+        return []
+    return [f"sglang {installed} is installed, {SUPPORTED_VERSION} is supported"]
+
+
+def check_symbols(contract: tuple[Symbol, ...]) -> list[str]:
+    """One line for each symbol that is missing or has another shape."""
+    return [problem for symbol in contract for problem in _check_symbol(symbol)]
+
+
+def explain(problems: list[str]) -> str:
+    """The error for a user who selected SMC in spite of `problems`."""
+    listed = "\n".join(f"  - {problem}" for problem in problems)
+    return (
+        f"--speculative-algorithm SMC cannot run on this SGLang:\n{listed}\n"
+        f"Install the supported release (pip install 'sglang=={SUPPORTED_VERSION}'), or an "
+        "sglang-smc made for yours. To develop against another SGLang, set "
+        f"{SKIP_VERSION_ENV}=1, which skips the version number and nothing else."
+    )
+
+
+def _check_symbol(symbol: Symbol) -> list[str]:
+    try:
+        found = pkgutil.resolve_name(symbol.path)
+    except Exception as error:  # whatever importing it raises is what the user has to hear
+        return [f"{symbol.path} is missing ({error})"]
+    return _check_parameters(symbol, found) + _check_attributes(symbol, found)
+
+
+def _check_parameters(symbol: Symbol, found: object) -> list[str]:
+    if symbol.parameters is None:
+        return []
+    if not callable(found):
+        return [f"{symbol.path} is no function"]
+    actual = " ".join(inspect.signature(inspect.unwrap(found)).parameters)
+    if actual == symbol.parameters:
+        return []
+    return [f"{symbol.path} takes ({actual}), not the expected ({symbol.parameters})"]
+
+
+def _check_attributes(symbol: Symbol, found: object) -> list[str]:
+    expected = symbol.attributes.split()
+    names = _attribute_names(found) if expected else set()
+    return [f"{symbol.path} has no {name}" for name in expected if name not in names]
+
+
+def _attribute_names(found: object) -> set[str]:
+    names = set(dir(found))
+    for owner in inspect.getmro(found) if inspect.isclass(found) else ():
+        names.update(inspect.get_annotations(owner))
+        for member in vars(owner).values():
+            function = inspect.unwrap(member) if callable(member) else None
+            if isinstance(function, FunctionType):
+                names.update(_stored_names(function))
+    return names
+
+
+def _stored_names(function: FunctionType) -> set[str]:
+    instructions = dis.get_instructions(function)
+    return {step.argval for step in instructions if step.opname == "STORE_ATTR"}

@@ -1,0 +1,116 @@
+"""What a request's run says about itself: counters on the device, `meta_info` for the client.
+
+The effective sample size is the signal of quality: SMC keeps every drafted token
+by construction, so its accept length says how fast it is, not how faithful.
+"""
+
+import logging
+from typing import Any, NamedTuple
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+META_PREFIX = "spec_smc_"
+
+
+class Counters(NamedTuple):
+    """Running totals of the G requests in a batch, each ``[G]`` float64."""
+
+    rounds_ct: torch.Tensor
+    resample_ct: torch.Tensor
+    collapse_ct: torch.Tensor  # forced by the lag bound; the final draw is not counted
+    all_zero_ct: torch.Tensor  # rounds in which every particle died
+    ess_sum: torch.Tensor
+    log_evidence: torch.Tensor
+
+
+class CounterTable:
+    """Counters of all requests that hold a row of SGLang's request pool."""
+
+    def __init__(self, num_rows: int, device: str) -> None:
+        shape = (num_rows, len(Counters._fields))
+        self._values = torch.zeros(shape, dtype=torch.float64, device=device)
+
+    def begin(self, rows: torch.Tensor, carried: torch.Tensor) -> None:
+        """Start from ``carried`` ``[G, len(Counters)]``: zeros, or what a retracted run had."""
+        self._values[rows] = carried
+
+    def add_round(
+        self,
+        rows: torch.Tensor,
+        *,
+        resampled: torch.Tensor,
+        collapsed: torch.Tensor,
+        all_zero: torch.Tensor,
+        ess: torch.Tensor,
+        log_evidence: torch.Tensor,
+    ) -> torch.Tensor:
+        """Count one round, all arguments ``[G]``; returns the totals ``[G, len(Counters)]``."""
+        totals = Counters(*self._values[rows].unbind(1))
+        updated = Counters(
+            rounds_ct=totals.rounds_ct + 1,
+            resample_ct=totals.resample_ct + resampled,
+            collapse_ct=totals.collapse_ct + collapsed,
+            all_zero_ct=totals.all_zero_ct + all_zero,
+            ess_sum=totals.ess_sum + ess,
+            log_evidence=log_evidence,
+        )
+        values = torch.stack(updated, dim=1)
+        self._values[rows] = values
+        return values
+
+
+def meta_info(totals: list[float], num_particles: int) -> dict[str, Any]:
+    """The `meta_info` fields of one request, from a row of `CounterTable`."""
+    counters = Counters(*totals)  # type: ignore[arg-type]
+    rounds = int(counters.rounds_ct)
+    fields = {
+        "num_particles": num_particles,
+        "rounds_ct": rounds,
+        "resample_ct": int(counters.resample_ct),
+        "collapse_ct": int(counters.collapse_ct),
+        "all_zero_ct": int(counters.all_zero_ct),
+        # Before the first round the particles are equal.
+        "ess_mean": counters.ess_sum / rounds if rounds else float(num_particles),
+        "log_evidence": counters.log_evidence,
+    }
+    return {META_PREFIX + name: value for name, value in fields.items()}
+
+
+class IntervalLog:
+    """One log line per interval with the effective sample size and the resampling rate.
+
+    Args:
+        interval: rounds of the server between two lines; SGLang's --decode-log-interval.
+        num_particles: N.
+    """
+
+    def __init__(self, interval: int, num_particles: int) -> None:
+        self._interval = interval
+        self._num_particles = num_particles
+        self._num_batches = 0
+        self._sums = [0.0] * len(Counters._fields)
+
+    def add(self, before: list[float], after: list[float]) -> None:
+        """Count what one request's totals gained in a round."""
+        gains = (new - old for old, new in zip(before, after, strict=True))
+        self._sums = [total + gain for total, gain in zip(self._sums, gains, strict=True)]
+
+    def end_round(self) -> None:
+        """Write the line, and begin again, at each interval's end."""
+        self._num_batches += 1
+        if self._num_batches < self._interval:
+            return
+        sums = Counters(*self._sums)  # type: ignore[arg-type]
+        rounds = max(sums.rounds_ct, 1)
+        logger.info(
+            "SMC, #round: %d, ess / particles: %.2f, resample rate: %.2f, "
+            "#collapse: %d, #all-zero: %d",
+            sums.rounds_ct,
+            sums.ess_sum / rounds / self._num_particles,
+            sums.resample_ct / rounds,
+            sums.collapse_ct,
+            sums.all_zero_ct,
+        )
+        self._num_batches, self._sums = 0, [0.0] * len(self._sums)

@@ -1,0 +1,155 @@
+"""Who owns which KV slot: the request's own row of `req_to_token`, always.
+
+SGLang keeps one row a request, position -> KV slot. We keep to its book:
+
+row[0 : committed]            the emitted text, common to all particles, in order
+row[committed : allocated]    the arena: the slots of all tails, then the free ones
+
+so that finish, abort, retraction, the radix cache and the leak checks of the stock
+scheduler stay right without knowing of particles. A particle has a row of its own
+in the same tensor, below those that the scheduler hands out: the prefix as in the
+request's row, then its tail's slots. Resampling copies tails between these rows, a
+slot may serve many particles, and one that serves none is free. KV never moves.
+"""
+
+import torch
+
+
+class Ledger:
+    """Slots of particles, in a `req_to_token` that has room for their rows.
+
+    Args:
+        req_to_token: ``[num_rows * (1 + N), width]``; the first ``num_rows`` are SGLang's.
+        num_rows: SGLang's rows, the padding row included.
+        num_particles: N.
+        max_tail: the longest tail, in tokens; a tail of L tokens holds L slots.
+        num_slots: size of the KV pool, the padding slot 0 included.
+    """
+
+    def __init__(
+        self,
+        req_to_token: torch.Tensor,
+        *,
+        num_rows: int,
+        num_particles: int,
+        max_tail: int,
+        num_slots: int,
+    ) -> None:
+        device = req_to_token.device
+        self._table = req_to_token
+        self._num_rows = num_rows
+        self._num_particles = num_particles
+        self._tail = torch.arange(max_tail, device=device)
+        self._free_rank = max_tail + 1
+        self._rank = torch.full((num_slots,), self._free_rank, dtype=torch.int32, device=device)
+
+    def particle_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of the particles of each request, ``[G]`` to ``[G, N]``."""
+        particle = torch.arange(self._num_particles, device=rows.device)
+        return self._num_rows + rows.unsqueeze(1) * self._num_particles + particle
+
+    def open(self, row: int, committed: int) -> None:
+        """Give a request's particles the prefix that prefill left in its row."""
+        first = self._num_rows + row * self._num_particles
+        particles = self._table[first : first + self._num_particles]
+        particles[:, :committed] = self._table[row, :committed]
+
+    def reserve(
+        self,
+        rows: torch.Tensor,
+        *,
+        allocated: torch.Tensor,
+        starts: torch.Tensor,
+        idle: torch.Tensor,
+        num_columns: int,
+    ) -> torch.Tensor:
+        """Hand each particle free slots for the next ``num_columns`` positions.
+
+        Args:
+            rows: ``[G]`` requests.
+            allocated: ``[G]`` where each arena ends; its last N * num_columns slots are free.
+            starts: ``[G, N]`` first position to fill.
+            idle: ``[G, N]`` particles that get the padding slot 0 instead.
+
+        Returns:
+            Slots ``[G, N, num_columns]`` int64, also written to the particles' rows.
+        """
+        shape = (*starts.shape, num_columns)
+        count = self._num_particles * num_columns
+        column = torch.arange(num_columns, device=rows.device)
+        place = allocated.unsqueeze(1) - count + torch.arange(count, device=rows.device)
+        slots = self._table[rows.unsqueeze(1), place].view(shape)
+        slots = slots.masked_fill(idle.unsqueeze(2), 0)
+        self._table[self.particle_rows(rows).unsqueeze(2), starts.unsqueeze(2) + column] = slots
+        return slots.long()
+
+    def descend(self, rows: torch.Tensor, committed: torch.Tensor, ancestors: torch.Tensor) -> None:
+        """Exchange pointers: particle n takes over the tail of ``ancestors[g, n]``."""
+        tails = self._tails(rows, committed)
+        inherited = tails.gather(1, ancestors.unsqueeze(2).expand_as(tails))
+        self._write_tails(rows, committed, inherited)
+
+    def commit(
+        self,
+        rows: torch.Tensor,
+        *,
+        committed: torch.Tensor,
+        allocated: torch.Tensor,
+        lengths: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> None:
+        """Sort each arena: slots of the common lineage first, those in use next, free ones last.
+
+        Args:
+            committed, allocated: ``[G]`` bounds of each arena before the commit.
+            lengths: ``[G, N]`` tail lengths before the commit.
+            counts: ``[G]`` leading tail tokens to commit; the caller knows them to be common.
+        """
+        tails = self._tails(rows, committed)
+        common = self._tail < counts.view(-1, 1, 1)  # [G, 1, T]
+        # Equal tokens after an equal prefix have equal KV: particle 0's copy serves all.
+        tails = torch.where(common, tails[:, :1], tails)
+        self._write_tails(rows, committed, tails)
+        held = (self._tail < lengths.unsqueeze(2)) & ~common
+        self._partition(rows, committed, allocated, tails, held, common.squeeze(1))
+
+    def _partition(
+        self,
+        rows: torch.Tensor,
+        committed: torch.Tensor,
+        allocated: torch.Tensor,
+        tails: torch.Tensor,
+        held: torch.Tensor,
+        common: torch.Tensor,
+    ) -> None:
+        """Stable-sort each arena by rank: position for common slots, then held, then free."""
+        max_tail = len(self._tail)
+        arena_width = max_tail * self._num_particles
+        place = committed.unsqueeze(1) + torch.arange(arena_width, device=rows.device)
+        inside = place < allocated.unsqueeze(1)
+        # What lies outside an arena stands on SGLang's padding row, and is written back as it was.
+        where = torch.where(inside, rows.unsqueeze(1), 0), torch.where(inside, place, 0)
+        arena = self._table[where].long()  # [G, A]
+        # Padding slot 0 belongs to no arena: it takes the ranks that are not meant.
+        self._rank[torch.where(held, tails, 0)] = max_tail
+        self._rank[torch.where(common, tails[:, 0], 0)] = self._tail.int()
+        rank = torch.where(inside, self._rank[arena], self._free_rank + 1)
+        order = rank.argsort(dim=1, stable=True)
+        sorted_arena = torch.where(inside, arena.gather(1, order), arena)
+        self._table[where] = sorted_arena.int()
+        self._rank[arena] = self._free_rank
+
+    def _tails(self, rows: torch.Tensor, committed: torch.Tensor) -> torch.Tensor:
+        """Slots behind the committed text, ``[G, N, T]`` int64; stale past a tail's length."""
+        return self._table[self._tail_index(rows, committed)].long()
+
+    def _write_tails(
+        self, rows: torch.Tensor, committed: torch.Tensor, tails: torch.Tensor
+    ) -> None:
+        self._table[self._tail_index(rows, committed)] = tails.int()
+
+    def _tail_index(
+        self, rows: torch.Tensor, committed: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = committed.view(-1, 1, 1) + self._tail
+        return self.particle_rows(rows).unsqueeze(2), positions

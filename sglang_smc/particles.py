@@ -1,0 +1,121 @@
+"""The particles of all requests, as device tables that know slots and tokens but no models.
+
+One row of each table belongs to one request, under its index in SGLang's
+`req_to_token_pool`. A particle is the request's emitted text plus a *tail* of
+tokens that are not emitted yet, because the particles still disagree about them.
+
+Shapes: G groups in a batch, N particles a group, T tokens a tail can hold.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from sglang_smc.smc.rounds import common_prefix
+
+
+class Population(NamedTuple):
+    """The particles of the G groups in a batch. Every method returns a new one."""
+
+    tokens: torch.Tensor  # [G, N, T] int64: the tails; entries past a tail's length are stale
+    lengths: torch.Tensor  # [G, N] int64: tail lengths
+    ended: torch.Tensor  # [G, N] bool: absorbed; weight frozen, tail complete
+    log_weights: torch.Tensor  # [G, N] float64
+    anchor: torch.Tensor  # [G] int64: the last emitted token
+    num_emitted: torch.Tensor  # [G] int64: output tokens emitted so far
+    log_evidence: torch.Tensor  # [G] float64: log Z-hat banked at resampling steps
+
+    @property
+    def last_tokens(self) -> torch.Tensor:
+        """The token that each particle continues from, ``[G, N]``."""
+        in_tail = self.tokens.gather(2, (self.lengths - 1).clamp_min(0).unsqueeze(2)).squeeze(2)
+        return torch.where(self.lengths > 0, in_tail, self.anchor.unsqueeze(1))
+
+    @property
+    def output_lengths(self) -> torch.Tensor:
+        """Output tokens of each particle, emitted ones included, ``[G, N]``."""
+        return self.num_emitted.unsqueeze(1) + self.lengths
+
+    def append(self, tokens: torch.Tensor, counts: torch.Tensor) -> "Population":
+        """Extend each tail by the first ``counts[g, n]`` of ``tokens`` ``[G, N, J]``."""
+        column = torch.arange(tokens.shape[2], device=tokens.device)
+        # The tail's last place is never part of a tail: it takes what is not kept.
+        waste = torch.full_like(tokens, self.tokens.shape[2] - 1)
+        place = torch.where(column < counts.unsqueeze(2), self.lengths.unsqueeze(2) + column, waste)
+        return self._replace(
+            tokens=self.tokens.scatter(2, place, tokens), lengths=self.lengths + counts
+        )
+
+    def descend(self, ancestors: torch.Tensor) -> "Population":
+        """Make particle n a copy of ``ancestors[g, n]``; the weights are the caller's to set."""
+        expanded = ancestors.unsqueeze(2).expand_as(self.tokens)
+        return self._replace(
+            tokens=self.tokens.gather(1, expanded),
+            lengths=self.lengths.gather(1, ancestors),
+            ended=self.ended.gather(1, ancestors),
+        )
+
+    def num_common(self) -> torch.Tensor:
+        """How many leading tail tokens all particles of a group share, ``[G]``."""
+        return common_prefix(self.tokens, self.lengths)
+
+    def emit(self, counts: torch.Tensor) -> "Population":
+        """Drop the first ``counts[g]`` tokens, common to all tails, from each of them."""
+        column = torch.arange(self.tokens.shape[2], device=self.tokens.device)
+        source = (column + counts.view(-1, 1, 1)).clamp_max(self.tokens.shape[2] - 1)
+        newest = self.tokens[:, 0].gather(1, (counts - 1).clamp_min(0).unsqueeze(1)).squeeze(1)
+        return self._replace(
+            tokens=self.tokens.gather(2, source.expand_as(self.tokens)),
+            lengths=self.lengths - counts.unsqueeze(1),
+            anchor=torch.where(counts > 0, newest, self.anchor),
+            num_emitted=self.num_emitted + counts,
+        )
+
+
+class ParticleTable:
+    """Where populations live between rounds, one row a request.
+
+    Args:
+        num_rows: rows of SGLang's request pool, the padding row included.
+        num_particles: N.
+        max_tail: the longest tail, in tokens.
+    """
+
+    def __init__(self, num_rows: int, num_particles: int, max_tail: int, device: str) -> None:
+        shape = (num_rows, num_particles)
+        self.num_particles = num_particles
+        self._columns = Population(
+            tokens=torch.zeros(*shape, max_tail + 1, dtype=torch.int64, device=device),
+            lengths=torch.zeros(shape, dtype=torch.int64, device=device),
+            ended=torch.zeros(shape, dtype=torch.bool, device=device),
+            log_weights=torch.zeros(shape, dtype=torch.float64, device=device),
+            anchor=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            num_emitted=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            log_evidence=torch.zeros(num_rows, dtype=torch.float64, device=device),
+        )
+
+    def gather(self, rows: torch.Tensor) -> Population:
+        """The populations of the requests in ``rows`` ``[G]``."""
+        return Population(*(column[rows] for column in self._columns))
+
+    def scatter(self, rows: torch.Tensor, population: Population) -> None:
+        """Store the populations of the requests in ``rows`` ``[G]``."""
+        for column, values in zip(self._columns, population, strict=True):
+            column[rows] = values
+
+    def begin(
+        self,
+        rows: torch.Tensor,
+        *,
+        first_tokens: torch.Tensor,
+        num_emitted: torch.Tensor,
+        log_evidence: torch.Tensor,
+    ) -> None:
+        """Start N equal particles behind the token that prefill sampled, all ``[G]``."""
+        columns = self._columns
+        columns.lengths[rows] = 0
+        columns.ended[rows] = False
+        columns.log_weights[rows] = 0.0
+        columns.anchor[rows] = first_tokens
+        columns.num_emitted[rows] = num_emitted
+        columns.log_evidence[rows] = log_evidence

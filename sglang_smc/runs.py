@@ -1,0 +1,117 @@
+"""The host's notes on each request: its seed, and what it has counted so far.
+
+Everything else about a request lives on the device. The notes hang on SGLang's
+request object, as `smc_run`, and go when it goes; they outlive a retraction.
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from sglang_smc.diagnostics import Counters, meta_info
+from sglang_smc.sampling import RequestSpec, stop_tokens
+from sglang_smc.smc.randomness import derive_seed
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+
+class Run(msgspec.Struct):
+    """What is known of one request on the host."""
+
+    seed: int
+    num_particles: int
+    counters: list[float]
+    is_open: bool = False  # its particles have their prefix
+
+
+class Start(NamedTuple):
+    """What the device needs to begin a request, or to begin it again."""
+
+    spec: RequestSpec
+    num_emitted: int
+    counters: list[float]
+
+
+class RunBook:
+    """Begins requests and numbers those that bring no seed of their own.
+
+    Args:
+        num_particles: N, for `meta_info`.
+        random_seed: the server's; seeds of requests that bring none follow from it.
+    """
+
+    def __init__(self, num_particles: int, random_seed: int) -> None:
+        self._num_particles = num_particles
+        self._random_seed = random_seed
+        self._num_seeded = 0
+
+    def begin(self, reqs: "list[Req]") -> list[Start]:
+        """Open or reopen requests as they are prefilled, in batch order."""
+        return [self._begin(req) for req in reqs]
+
+    def _begin(self, req: "Req") -> Start:
+        run = run_of(req)
+        if run is None:
+            run = Run(self._seed(req), self._num_particles, [0.0] * len(Counters._fields))
+            req.smc_run = run  # type: ignore[attr-defined]
+        run.is_open = False
+        # A retracted request's particles are gone: what follows its text is drawn anew.
+        seed = derive_seed(run.seed, req.retraction_count)
+        return Start(_spec(req, seed), len(req.output_ids), run.counters)
+
+    def _seed(self, req: "Req") -> int:
+        if req.sampling_params.sampling_seed is not None:
+            return req.sampling_params.sampling_seed
+        self._num_seeded += 1
+        return derive_seed(self._random_seed, self._num_seeded)
+
+
+def run_of(req: "Req") -> Run | None:
+    """The notes on a request; None for one that SMC has not begun, or never will."""
+    return req.__dict__.get("smc_run")
+
+
+def unopened(reqs: "list[Req]") -> "list[Req]":
+    """Requests in their first round since prefill; each is named once."""
+    new = [req for req in reqs if not req.smc_run.is_open]  # type: ignore[attr-defined]
+    for req in new:
+        req.smc_run.is_open = True  # type: ignore[attr-defined]
+    return new
+
+
+def publish(req: "Req") -> None:
+    """Give a finished request's totals to SGLang's streamer, which takes them to `meta_info`."""
+    run = run_of(req)
+    if run is not None and req.finished():
+        fields = meta_info(run.counters, run.num_particles)
+        req.customized_info = {name: _Whole([value]) for name, value in fields.items()}
+
+
+class _Whole(list):
+    """A list of one that every slice leaves whole.
+
+    The streamer slices such lists by output token, one element each, but a total belongs
+    to the whole text.
+    """
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self) if isinstance(index, slice) else super().__getitem__(index)
+
+
+def _spec(req: "Req", seed: int) -> RequestSpec:
+    params = req.sampling_params
+    return RequestSpec(
+        row=req.req_pool_idx,
+        seed=seed,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        max_new_tokens=params.max_new_tokens,
+        min_new_tokens=params.min_new_tokens,
+        ignore_eos=params.ignore_eos,
+        stop_tokens=stop_tokens(
+            params.stop_token_ids, req.eos_token_ids, req.tokenizer, req.vocab_size
+        ),
+    )

@@ -1,0 +1,145 @@
+"""What each request asked for, as device tables, and the distributions that follow.
+
+The same rules shape p and q: temperature, top-k, top-p, min-p, and no end of text
+before `min_new_tokens`. One row of each table belongs to one request, under its
+index in SGLang's `req_to_token_pool`.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from sglang_smc.smc.proposal import SamplingRules, log_probs
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+
+class RequestSpec(NamedTuple):
+    """One request's settings on the host, ready to be written to the tables."""
+
+    row: int
+    seed: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    max_new_tokens: int
+    min_new_tokens: int
+    ignore_eos: bool
+    stop_tokens: frozenset[int]
+
+
+class Settings(NamedTuple):
+    """The settings of the G requests in a batch."""
+
+    seeds: torch.Tensor  # [G] int64
+    temperature: torch.Tensor  # [G] float32
+    top_k: torch.Tensor  # [G] int64
+    top_p: torch.Tensor  # [G] float32
+    min_p: torch.Tensor  # [G] float32
+    max_new_tokens: torch.Tensor  # [G] int64
+    min_new_tokens: torch.Tensor  # [G] int64
+    ignore_eos: torch.Tensor  # [G] bool
+    stop_mask: torch.Tensor  # [G, V] bool: tokens that end the text
+
+    def log_probs(
+        self, logits: torch.Tensor, positions: torch.Tensor, *, filtered: bool
+    ) -> torch.Tensor:
+        """The distribution of the next token, by the rules of each request.
+
+        Args:
+            logits: ``[G, M, V]``.
+            positions: ``[G, M]`` index of the output token that each row decides.
+            filtered: whether any request uses top-k, top-p or min-p.
+
+        Returns:
+            ``[G, M, V]`` float32.
+        """
+        too_early = (positions < self.min_new_tokens.unsqueeze(1)).unsqueeze(2)
+        legal = logits.masked_fill(too_early & self.stop_mask.unsqueeze(1), -torch.inf)
+        rules = SamplingRules(
+            *(
+                rule.unsqueeze(1)  # [G, 1]: one rule for the M rows of a request
+                for rule in (self.temperature, self.top_k, self.top_p, self.min_p)
+            )
+        )
+        return log_probs(legal, rules, filtered=filtered)
+
+    def ends(self, tokens: torch.Tensor, output_lengths: torch.Tensor) -> torch.Tensor:
+        """Does the text end with this token? ``[G, M]`` bool.
+
+        Args:
+            tokens: ``[G, M]``.
+            output_lengths: ``[G, M]`` output tokens up to and including this one.
+        """
+        stops = self.stop_mask.gather(1, tokens) & ~self.ignore_eos.unsqueeze(1)
+        return stops | (output_lengths >= self.max_new_tokens.unsqueeze(1))
+
+
+class RequestTable:
+    """Settings of all requests that hold a row of SGLang's request pool."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: str) -> None:
+        def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.zeros(num_rows, *shape, dtype=dtype, device=device)
+
+        self._device = device
+        self._columns = Settings(
+            seeds=zeros(torch.int64),
+            temperature=zeros(torch.float32),
+            top_k=zeros(torch.int64),
+            top_p=zeros(torch.float32),
+            min_p=zeros(torch.float32),
+            max_new_tokens=zeros(torch.int64),
+            min_new_tokens=zeros(torch.int64),
+            ignore_eos=zeros(torch.bool),
+            stop_mask=zeros(torch.bool, vocab_size),
+        )
+
+    def gather(self, rows: torch.Tensor) -> Settings:
+        """The settings of the requests in ``rows`` ``[G]``."""
+        return Settings(*(column[rows] for column in self._columns))
+
+    def write(self, specs: list[RequestSpec]) -> None:
+        """Store the settings of new requests."""
+        rows = self._column([spec.row for spec in specs])
+        columns = self._columns
+        for name, column in columns._asdict().items():
+            if name != "stop_mask":
+                field = "seed" if name == "seeds" else name
+                column[rows] = self._column([getattr(spec, field) for spec in specs]).to(
+                    column.dtype
+                )
+        columns.stop_mask[rows] = False
+        pairs = [(spec.row, token) for spec in specs for token in sorted(spec.stop_tokens)]
+        if pairs:
+            stop_rows, tokens = self._column(pairs).unbind(1)
+            columns.stop_mask[stop_rows, tokens] = True
+
+    def _column(self, values: list[Any]) -> torch.Tensor:
+        return torch.tensor(values).to(self._device, non_blocking=True)
+
+
+def stop_tokens(
+    request_tokens: Iterable[int] | None,
+    model_tokens: Iterable[int] | None,
+    tokenizer: Any | None,
+    vocab_size: int,
+) -> frozenset[int]:
+    """Every token that SGLang takes for an end: the request's, the model's, the tokenizer's."""
+    found = set(request_tokens or ()) | set(model_tokens or ())
+    if tokenizer is not None:
+        found |= {tokenizer.eos_token_id} | set(tokenizer.additional_stop_token_ids or ())
+    return frozenset(token for token in found if token is not None and 0 <= token < vocab_size)
+
+
+def uses_filters(reqs: "list[Req]") -> bool:
+    """Whether any of the requests uses top-k, top-p or min-p."""
+    return any(
+        req.sampling_params.top_k < req.vocab_size
+        or req.sampling_params.top_p < 1.0
+        or req.sampling_params.min_p > 0.0
+        for req in reqs
+    )

@@ -1,0 +1,79 @@
+"""From logits to the distributions p and q that a request asked for.
+
+Temperature, top-k, top-p and min-p act on the target and on the draft alike, so
+p is what the client wants to sample from and q lives under the same rules. The
+filters follow SGLang's sampler: temperature first, then top-k and top-p on the
+same probabilities ("joint" order), min-p relative to the largest one.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class SamplingRules(NamedTuple):
+    """Sampling parameters of each row of logits, on the same device."""
+
+    temperature: torch.Tensor  # > 0; greedy is top_k = 1
+    top_k: torch.Tensor  # >= 1; anything >= V keeps all
+    top_p: torch.Tensor  # in (0, 1]
+    min_p: torch.Tensor  # in [0, 1]
+
+
+def log_probs(logits: torch.Tensor, rules: SamplingRules, *, filtered: bool = True) -> torch.Tensor:
+    """Normalised log-probabilities under a request's rules.
+
+    Args:
+        logits: ``[..., V]``, any float type; ``-inf`` marks a forbidden token.
+        rules: one entry a row, or any shape that broadcasts to ``[...]``.
+        filtered: False promises that no row uses top-k, top-p or min-p, and saves the sort.
+
+    Returns:
+        ``[..., V]`` float32; ``-inf`` where the token is cut.
+    """
+    scaled = logits.float() / rules.temperature.float().unsqueeze(-1)
+    log_p = torch.log_softmax(scaled, dim=-1)
+    if not filtered:
+        return log_p
+    kept = log_p.masked_fill(~_kept_tokens(log_p.exp(), rules), -torch.inf)
+    return kept - torch.logsumexp(kept, dim=-1, keepdim=True)
+
+
+def sample(log_p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Draw one token a row by inverting the cumulative distribution.
+
+    A token of probability zero is never drawn, whatever the uniform and however
+    the sum was rounded.
+
+    Args:
+        log_p: ``[..., V]`` normalised log-probabilities.
+        uniforms: ``[...]`` float64 in [0, 1).
+
+    Returns:
+        ``[...]`` int64 token ids.
+    """
+    cumulative = log_p.double().exp().cumsum(-1)  # [..., V]
+    total = cumulative[..., -1:]
+    below = (cumulative <= uniforms.unsqueeze(-1) * total).sum(-1)
+    # The first index that reaches the total is the last token with any mass.
+    last = (cumulative < total).sum(-1)
+    return torch.minimum(below, last)
+
+
+def token_log_probs(log_p: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Pick ``log_p[..., token]``: ``[..., V]`` and ``[...]`` to ``[...]``."""
+    return log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def _kept_tokens(probs: torch.Tensor, rules: SamplingRules) -> torch.Tensor:
+    """Mask ``[..., V]`` of the tokens that top-k, top-p and min-p leave."""
+    # Stable: among equal logits the lowest id ranks first, as argmax chooses.
+    ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    mass_before = ordered.double().cumsum(-1) - ordered
+    top_p = rules.top_p.double().unsqueeze(-1)
+    in_top_k = rank < rules.top_k.unsqueeze(-1)
+    in_top_p = (mass_before <= top_p) | (top_p >= 1.0)
+    above_min_p = ordered >= ordered[..., :1] * rules.min_p.unsqueeze(-1)
+    keep = in_top_k & in_top_p & above_min_p
+    return torch.zeros_like(keep).scatter(-1, ids, keep)

@@ -1,0 +1,59 @@
+"""Importance weights in log space.
+
+A group of N particles carries unnormalised log-weights. They start at zero, add
+``log p - log q`` for each drafted token, and return to zero when the group is
+resampled; what they had gained by then goes into the evidence estimate.
+NaN never gets in: `accumulate` turns it into a dead particle.
+"""
+
+import torch
+
+
+def accumulate(log_weights: torch.Tensor, increments: torch.Tensor) -> torch.Tensor:
+    """Running log-weights after each drafted column.
+
+    Args:
+        log_weights: ``[..., N]`` before the block.
+        increments: ``[..., N, K]`` of ``log p(x) - log q(x)``; NaN counts as ``-inf``.
+
+    Returns:
+        ``[..., N, K + 1]`` float64; column ``k`` holds the weights after ``k`` tokens.
+    """
+    steps = torch.nan_to_num(
+        increments.double(), nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf
+    )
+    start = log_weights.double().unsqueeze(-1)
+    return torch.cat([start, steps], dim=-1).cumsum(-1)
+
+
+def log_mean_exp(log_weights: torch.Tensor) -> torch.Tensor:
+    """``log((1/N) sum_n w_n)`` over the last dimension; ``-inf`` if all are dead."""
+    return torch.logsumexp(log_weights, dim=-1) - _log_count(log_weights)
+
+
+def normalized(log_weights: torch.Tensor) -> torch.Tensor:
+    """Weights that sum to one over the last dimension; all zero if all are dead."""
+    unnormalized = _relative(log_weights)
+    total = unnormalized.sum(-1, keepdim=True)
+    return unnormalized / total.clamp_min(torch.finfo(total.dtype).tiny)
+
+
+def effective_sample_size(log_weights: torch.Tensor) -> torch.Tensor:
+    """``(sum w)^2 / sum w^2`` (Kong 1992), from 1 to N; 0 if all are dead.
+
+    Exactly N for equal weights, so that no threshold up to 1 resamples those.
+    """
+    unnormalized = _relative(log_weights)
+    squares = unnormalized.square().sum(-1)
+    return unnormalized.sum(-1).square() / squares.clamp_min(torch.finfo(squares.dtype).tiny)
+
+
+def _relative(log_weights: torch.Tensor) -> torch.Tensor:
+    """Weights over the largest one, so that equal log-weights give exact ones."""
+    highest = log_weights.amax(-1, keepdim=True)
+    # A dead group has no largest weight: shift by 0 and keep exp(-inf) = 0.
+    return torch.exp(log_weights - highest.masked_fill(highest == -torch.inf, 0.0))
+
+
+def _log_count(log_weights: torch.Tensor) -> torch.Tensor:
+    return torch.log(log_weights.new_tensor(log_weights.shape[-1]))

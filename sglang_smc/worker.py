@@ -1,0 +1,247 @@
+"""SMC speculative decoding as a worker of SGLang's scheduler.
+
+`_round` is the algorithm: draft, score, reweight, resample, bonus, commit, for
+all particles of all running requests at once. Its state lives on the device, in
+tables keyed by `req_pool_idx`. docs/algorithm.md explains the steps.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+
+from sglang_smc import memory
+from sglang_smc.config import SMCConfig
+from sglang_smc.diagnostics import CounterTable, IntervalLog
+from sglang_smc.draft_input import SMCDraftInput
+from sglang_smc.forward import ParticleForward
+from sglang_smc.ledger import Ledger
+from sglang_smc.particles import ParticleTable, Population
+from sglang_smc.result import SMCBatchResult
+from sglang_smc.runs import RunBook, unopened
+from sglang_smc.sampling import RequestTable, uses_filters
+from sglang_smc.smc import rounds
+from sglang_smc.smc.proposal import sample
+from sglang_smc.smc.randomness import Purpose, uniforms
+from sglang_smc.steps import Groups, Steps
+from sglang_smc.vocabulary import check_same_vocabulary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang.srt.distributed.parallel_state_wrapper import ParallelState
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.utils import GenerationBatchResult
+    from sglang.srt.server_args import ServerArgs
+
+
+class SMCWorker(BaseSpecWorker):
+    """Drives a target and an independent draft model; built by SGLang's scheduler."""
+
+    def __init__(
+        self,
+        server_args: "ServerArgs",
+        gpu_id: int,
+        ps: "ParallelState",
+        nccl_port: int,
+        target_worker: TpModelWorker,
+    ) -> None:
+        super().__init__()
+        self.config = SMCConfig.from_server_args(server_args)
+        self.device = server_args.device
+        self._target_worker = target_worker
+        self._draft_worker = TpModelWorker(
+            server_args=server_args,
+            gpu_id=gpu_id,
+            ps=replace(ps, pp_rank=0),
+            nccl_port=nccl_port,
+            is_draft_worker=True,
+        )
+        # SGLang looks for the draft's runner under this name.
+        self._draft_worker.draft_runner = self._draft_worker.model_runner
+        self._draft_worker.draft_runners = [self._draft_worker.model_runner]
+        check_same_vocabulary(target_worker, self._draft_worker)
+        self._log = IntervalLog(server_args.decode_log_interval, self.config.num_particles)
+        self._runs = RunBook(self.config.num_particles, target_worker.random_seed)
+
+    # -- set-up, in the order in which the scheduler calls it ------------------------------
+
+    def alloc_memory_pool(
+        self,
+        memory_pool_config: Any = None,
+        req_to_token_pool: Any = None,
+        token_to_kv_pool_allocator: Any = None,
+    ) -> None:
+        """Make room for the particles' rows, then give the draft its KV for the same slots."""
+        config, pool = self.config, req_to_token_pool
+        num_slots = token_to_kv_pool_allocator.size
+        memory.check_pool(config, num_slots)
+        num_rows, width = pool.req_to_token.shape
+        # Attention backends take the tensor as they are built, which is after this.
+        pool.req_to_token = torch.zeros(
+            num_rows * (1 + config.num_particles),
+            width + memory.max_arena(config),
+            dtype=torch.int32,
+            device=self.device,
+        )
+        super().alloc_memory_pool(memory_pool_config, pool, token_to_kv_pool_allocator)
+        vocab_size = self._target_worker.model_runner.model_config.vocab_size
+        max_tail = memory.max_tail(config)
+        self._requests = RequestTable(num_rows, vocab_size, self.device)
+        self._particles = ParticleTable(num_rows, config.num_particles, max_tail, self.device)
+        self._counters = CounterTable(num_rows, self.device)
+        self._ledger = Ledger(
+            pool.req_to_token,
+            num_rows=num_rows,
+            num_particles=config.num_particles,
+            max_tail=max_tail,
+            num_slots=num_slots + 1,
+        )
+
+    def init_attention_backends(self) -> None:
+        """Build the stock backends for prefill and our own, N times wider, for the particles."""
+        super().init_attention_backends()
+        max_rows = self.req_to_token_pool.size * self.config.num_particles
+        self._steps = Steps(
+            self.config,
+            target=ParticleForward(self._target_worker.model_runner, max_rows),
+            draft=ParticleForward(self._draft_worker.model_runner, max_rows),
+            ledger=self._ledger,
+        )
+
+    @property
+    def spec_v2_attn_backends(self) -> tuple:
+        """Every attention backend that a round touches."""
+        return self._steps.target.attn_backend, self._steps.draft.attn_backend
+
+    # -- one batch ------------------------------------------------------------------------
+
+    def forward_batch_generation(
+        self, batch: "ScheduleBatch", on_publish: "Callable | None" = None, **_: Any
+    ) -> "GenerationBatchResult":
+        """Prefill a batch of prompts, or run one round for all running requests."""
+        run = self._prefill if batch.forward_mode.is_extend() else self._round
+        result = run(batch)
+        if on_publish is not None:
+            on_publish(result.new_seq_lens)
+        return result
+
+    def _prefill(self, batch: "ScheduleBatch") -> "GenerationBatchResult":
+        """Both models read the prompt; the target's first token is an exact sample."""
+        result = self._prefill_target(batch)
+        self._prefill_draft(batch)
+        result.new_seq_lens = batch.seq_lens
+        result.next_draft_input = SMCDraftInput(result.next_token_ids)
+        return result
+
+    def _prefill_target(self, batch: "ScheduleBatch") -> "GenerationBatchResult":
+        worker = self._target_worker
+        if batch.is_prefill_only:
+            return worker.forward_batch_generation(batch)
+        worker.set_hicache_consumer(batch.hicache_consumer_index)
+        forward_batch = ForwardBatch.init_new(
+            batch, worker.model_runner, return_hidden_states_before_norm=False
+        )
+        result = worker.forward_batch_generation(None, forward_batch, is_verify=True)
+        result.next_token_ids = self._begin(batch, result.logits_output.next_token_logits)
+        if batch.return_logprob:  # scoring requests that share the batch
+            worker.model_runner.compute_logprobs_only(result.logits_output, forward_batch)
+        return result
+
+    def _prefill_draft(self, batch: "ScheduleBatch") -> None:
+        runner = self._draft_worker.model_runner
+        forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
+        forward_batch.return_logprob = False
+        runner.forward(forward_batch)
+
+    def _begin(self, batch: "ScheduleBatch", logits: torch.Tensor) -> torch.Tensor:
+        """Draw first tokens ``[G]`` from ``logits`` ``[G, V]`` and start the particles there."""
+        rows = batch.req_pool_indices
+        starts = self._runs.begin(batch.reqs)
+        self._requests.write([start.spec for start in starts])
+        num_emitted = self._tensor([start.num_emitted for start in starts])  # [G]
+        carried = self._tensor([start.counters for start in starts], torch.float64)
+        settings = self._requests.gather(rows)
+        log_p = settings.log_probs(
+            logits.unsqueeze(1), num_emitted.unsqueeze(1), filtered=uses_filters(batch.reqs)
+        )
+        first = torch.zeros_like(num_emitted)  # they belong to all particles; drawn as particle 0's
+        tokens = sample(
+            log_p.squeeze(1), uniforms(settings.seeds, num_emitted, first, Purpose.BONUS)
+        )
+        self._counters.begin(rows, carried)
+        self._particles.begin(
+            rows, first_tokens=tokens, num_emitted=num_emitted + 1, log_evidence=carried[:, -1]
+        )
+        return tokens
+
+    def _round(self, batch: "ScheduleBatch") -> SMCBatchResult:
+        """One round, from the last token of every particle to what all of them agree on."""
+        steps = self._steps
+        groups = self._open(batch)
+        before = self._particles.gather(groups.rows)
+        slots = steps.reserve(groups, before)
+
+        drafts = steps.propose(groups, before, slots)
+        log_p = steps.score(groups, before, drafts, slots)
+        cut, extended = steps.reweight(groups, before, drafts, log_p)
+        ancestors, resampled = steps.resample(groups, extended, cut)
+        continued = steps.add_bonus(groups, resampled, log_p, ancestors, cut.num_columns)
+        settled, forced = steps.collapse(groups, continued)
+        return self._commit(groups, settled, cut, forced)
+
+    # -- the steps of a round ---------------------------------------------------------------
+
+    def _open(self, batch: "ScheduleBatch") -> Groups:
+        for req in unopened(batch.reqs):
+            self._ledger.open(req.req_pool_idx, req.kv_committed_len)
+        return Groups(
+            reqs=batch.reqs,
+            rows=batch.req_pool_indices,
+            settings=self._requests.gather(batch.req_pool_indices),
+            filtered=uses_filters(batch.reqs),
+            committed=batch.seq_lens.long(),
+            allocated=self._tensor([req.kv.kv_allocated_len for req in batch.reqs]),
+        )
+
+    def _commit(
+        self, groups: Groups, population: Population, cut: rounds.Cut, forced: torch.Tensor
+    ) -> SMCBatchResult:
+        """Emit what all particles agree on, and store the rest for the next round."""
+        counts = population.num_common()
+        self._ledger.commit(
+            groups.rows,
+            committed=groups.committed,
+            allocated=groups.allocated,
+            lengths=population.lengths,
+            counts=counts,
+        )
+        after = population.emit(counts)
+        self._particles.scatter(groups.rows, after)
+        counters = self._counters.add_round(
+            groups.rows,
+            resampled=cut.resample,
+            collapsed=forced,
+            all_zero=cut.all_zero,
+            ess=cut.ess,
+            log_evidence=after.log_evidence,
+        )
+        tokens = population.tokens[:, 0]  # [G, T]: the first counts[g] are emitted
+        return SMCBatchResult(
+            next_token_ids=tokens.flatten(),
+            accept_lens=counts,
+            new_seq_lens=groups.committed + counts,
+            next_draft_input=SMCDraftInput(after.anchor),
+            speculative_num_draft_tokens=tokens.shape[1],
+            num_kept_columns=cut.num_columns,
+            counters=counters,
+            log=self._log,
+        )
+
+    # -- helpers ----------------------------------------------------------------------------
+
+    def _tensor(self, values: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)

@@ -1,0 +1,57 @@
+"""A process in which SGLang has loaded its plugins, as every server process does."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 256,
+    "torch_dtype": "float32",
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plugins() -> None:
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """Resolving server arguments exports some of them as environment variables."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a model's config.json, all that resolving server arguments reads."""
+    folder: Path = tmp_path_factory.mktemp("llama")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return str(folder)
+
+
+@pytest.fixture
+def smc(model_path: str) -> dict[str, Any]:
+    """The fewest `Engine` keywords that select SMC."""
+    return {
+        "model_path": model_path,
+        "speculative_algorithm": "SMC",
+        "speculative_draft_model_path": model_path,
+        "random_seed": 0,
+    }

@@ -1,0 +1,100 @@
+"""SMC is always registered; where it cannot run, selecting it says why, and nobody else notices."""
+
+import inspect
+
+import pytest
+import sglang
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative import spec_registry
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from sglang_smc import compat, plugin
+from sglang_smc.algorithm import SMCAlgorithm
+
+
+@pytest.fixture
+def unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec_registry, "_REGISTRY", {})
+
+
+def test_name_resolves_in_any_case() -> None:
+    assert isinstance(SpeculativeAlgorithm.from_string("smc"), SMCAlgorithm)
+
+
+def test_register_twice_changes_nothing() -> None:
+    algorithm = SpeculativeAlgorithm.from_string("SMC")
+    plugin.register()
+    assert SpeculativeAlgorithm.from_string("SMC") is algorithm
+
+
+def test_name_held_by_another_plugin_is_an_error(unregistered: None) -> None:
+    SpeculativeAlgorithm.register("SMC", supports_overlap=True)(lambda server_args: object)
+    with pytest.raises(ValueError, match="'SMC' already registered"):
+        plugin.register()
+
+
+def test_unsupported_sglang_is_told_to_those_who_select_smc(
+    unregistered: None, monkeypatch: pytest.MonkeyPatch, smc: dict
+) -> None:
+    broken = compat.Symbol("sglang.srt.gone")
+    monkeypatch.setattr(sglang, "__version__", "9.9.9")
+    monkeypatch.setattr(compat, "CONTRACT", (broken,))
+    plugin.register()
+    with pytest.raises(ValueError) as error:
+        ServerArgs(**smc, speculative_smc_num_particles=4)
+    for part in ("9.9.9", "0.5.17", "sglang.srt.gone", "pip install", compat.SKIP_VERSION_ENV):
+        assert part in str(error.value)
+    assert ServerArgs(model_path=smc["model_path"]).speculative_algorithm is None
+
+
+def test_unsupported_sglang_gets_no_hooks_but_the_flags(
+    unregistered: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang, "__version__", "9.9.9")
+    monkeypatch.setattr(HookRegistry, "_hooks", {})
+    registered: list[str] = []
+    monkeypatch.setattr(HookRegistry, "register", lambda target, *_: registered.append(target))
+    plugin.register()
+    assert registered == ["sglang.srt.server_args.ServerArgs.__init__"]
+
+
+def test_unsupported_server_args_get_no_flags(
+    unregistered: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "FLAGS", (compat.Symbol("sglang.srt.gone"),))
+    monkeypatch.setattr(compat, "CONTRACT", compat.FLAGS)
+    monkeypatch.setattr(HookRegistry, "register", None)
+    plugin.register()
+
+
+BUILTIN_METHODS = [
+    name
+    for name, member in vars(SpeculativeAlgorithm).items()
+    if inspect.isfunction(member) and not name.startswith("_")
+]
+
+
+@pytest.mark.parametrize("name", BUILTIN_METHODS)
+def test_algorithm_has_all_that_sglang_may_call(name: str) -> None:
+    """SGLang calls all algorithms alike, but checks only `is_*` and `supports_*` of ours."""
+    builtin = inspect.signature(getattr(SpeculativeAlgorithm, name))
+    assert list(inspect.signature(getattr(SMCAlgorithm, name)).parameters) == list(
+        builtin.parameters
+    )
+
+
+def test_standalone_is_the_only_builtin_branch_taken() -> None:
+    """It makes SGLang count the draft's layers when it sizes the KV pool, and no more."""
+    algorithm = SpeculativeAlgorithm.from_string("SMC")
+    true = {
+        name for name in BUILTIN_METHODS if name.startswith("is_") and getattr(algorithm, name)()
+    }
+    assert true == {"is_some", "is_speculative", "is_standalone"}
+
+
+def test_draft_decodes_while_target_verifies() -> None:
+    algorithm = SpeculativeAlgorithm.from_string("SMC")
+    width = algorithm.get_num_tokens_per_req_for_target_verify
+    assert width(9, is_draft_worker=False) == 9
+    assert width(9, is_draft_worker=True) == 1

@@ -1,0 +1,230 @@
+"""The flags behave as SGLang's own, and a server that SMC cannot run on does not start."""
+
+import argparse
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sglang
+from sglang.srt.arg_groups.arg_utils import namespace_of
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+from sglang_smc import algorithm
+from sglang_smc.patches.server_args import FLAG_FIELDS
+
+GIVEN = {
+    "speculative_smc_num_particles": 4,
+    "speculative_smc_ess_threshold": 0.25,
+    "speculative_smc_resampling_method": "residual",
+    "speculative_smc_resample_at": "token",
+    "speculative_smc_selection": "argmax",
+    "speculative_smc_max_lag": 32,
+}
+DEFAULTS = {
+    "speculative_smc_num_particles": 8,
+    "speculative_smc_ess_threshold": 0.5,
+    "speculative_smc_resampling_method": "systematic",
+    "speculative_smc_resample_at": "block",
+    "speculative_smc_selection": "sample",
+    "speculative_smc_max_lag": 256,
+}
+
+
+def ours(server_args: ServerArgs) -> dict[str, Any]:
+    return {name: getattr(server_args, name) for name in FLAG_FIELDS}
+
+
+def command_line(keywords: dict[str, Any]) -> list[str]:
+    return [part for k, v in keywords.items() for part in (f"--{k.replace('_', '-')}", str(v))]
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return parser
+
+
+def test_keywords(smc: dict) -> None:
+    assert ours(ServerArgs(**smc, **GIVEN)) == GIVEN
+
+
+def test_engine_validates_before_it_starts_anything(smc: dict) -> None:
+    with pytest.raises(ValueError, match="--speculative-smc-max-lag is 0; allowed"):
+        sglang.Engine(**smc, speculative_smc_max_lag=0)
+
+
+def test_command_line(smc: dict) -> None:
+    assert ours(prepare_server_args(command_line(smc | GIVEN))) == GIVEN
+
+
+def test_command_line_abbreviated(smc: dict) -> None:
+    args = [*command_line(smc), "--speculative-smc-num", "4", "--speculative-smc-ess=0.25"]
+    found = ours(prepare_server_args(args))
+    assert (found["speculative_smc_num_particles"], found["speculative_smc_ess_threshold"]) == (
+        4,
+        0.25,
+    )
+
+
+def test_help_shows_flags_and_defaults(parser: argparse.ArgumentParser) -> None:
+    text = " ".join(parser.format_help().split())
+    for name, default in DEFAULTS.items():
+        assert f"--{name.replace('_', '-')} " in text
+        assert f"default {default})" in text
+
+
+def test_stock_abbreviations_stay_unique(parser: argparse.ArgumentParser) -> None:
+    """All but one, which no longer tells `--speculative-skip-dp-mlp-sync` from ours."""
+    options = [o for o in parser._option_string_actions if o.startswith("--")]
+    stock = [o for o in options if not o.startswith("--speculative-smc-")]
+    lost = {
+        option[:end]
+        for option in stock
+        for end in range(3, len(option))
+        if sum(o.startswith(option[:end]) for o in stock) == 1
+        and sum(o.startswith(option[:end]) for o in options) > 1
+    }
+    assert lost == {"--speculative-s"}
+
+
+def test_settings_are_resolved(smc: dict) -> None:
+    args = ServerArgs(**smc)
+    assert ours(args) == DEFAULTS
+    assert (args.speculative_num_steps, args.speculative_num_draft_tokens) == (8, 9)
+    assert (args.speculative_eagle_topk, args.max_running_requests) == (1, 48)
+    assert args.disable_overlap_schedule
+
+
+def test_user_settings_win(smc: dict) -> None:
+    args = ServerArgs(**smc, speculative_num_steps=3, max_running_requests=5)
+    assert (args.speculative_num_steps, args.speculative_num_draft_tokens) == (3, 4)
+    assert args.max_running_requests == 5
+
+
+def test_resolved_arguments_resolve_again(smc: dict) -> None:
+    """SGLang calls `dataclasses.replace`, its tools `Engine(**dataclasses.asdict(args))`."""
+    args = ServerArgs(**smc, **GIVEN)
+    again = dataclasses.replace(args)
+    assert ours(again) == GIVEN
+    assert ours(ServerArgs(**dataclasses.asdict(args))) == GIVEN
+
+
+def test_arguments_reach_a_process_without_plugins(smc: dict) -> None:
+    """The detokenizer unpickles them and loads no plugins."""
+    data = pickle.dumps(ServerArgs(**smc, **GIVEN))
+    assert b"sglang_smc" not in data
+    assert ours(pickle.loads(data)) == GIVEN
+
+
+def test_flags_are_read_only_and_in_the_config_namespace(smc: dict) -> None:
+    args = ServerArgs(**smc)
+    with pytest.raises(AttributeError, match="read-only"):
+        args.speculative_smc_num_particles = 2  # type: ignore[attr-defined]
+    assert {namespace_of(ServerArgs)[name] for name in FLAG_FIELDS} == {"spec"}
+
+
+@pytest.mark.parametrize(("name", "value"), GIVEN.items())
+def test_flag_without_smc_is_refused(model_path: str, name: str, value: Any) -> None:
+    flag = f"--{name.replace('_', '-')} {value}"
+    with pytest.raises(ValueError, match=f"{flag} given, but --speculative-algorithm is None"):
+        ServerArgs(model_path=model_path, **{name: value})
+
+
+def test_server_without_smc_is_as_stock_makes_it(model_path: str) -> None:
+    keywords = {"model_path": model_path, "random_seed": 0, "port": 30000, "nccl_port": 30001}
+    hooked, stock = ServerArgs(**keywords), object.__new__(ServerArgs)
+    ServerArgs.__init__.__wrapped__(stock, **keywords)  # type: ignore[attr-defined]
+    with_flags = vars(hooked).keys() - vars(stock).keys()
+    assert with_flags == set(FLAG_FIELDS)
+    assert set(ours(hooked).values()) == {None}
+    assert repr(hooked) == repr(stock)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("speculative_num_steps", 0), ("speculative_smc_num_particles", 4096)],
+)
+def test_bad_setting_does_not_start(smc: dict, name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is {value}; allowed"):
+        ServerArgs(**smc, **{name: value})
+
+
+def test_round_length_follows_from_num_steps(smc: dict) -> None:
+    with pytest.raises(ValueError, match=r"--speculative-num-draft-tokens is 8; allowed: .* = 5"):
+        ServerArgs(**smc, speculative_num_steps=4, speculative_num_draft_tokens=8)
+
+
+def test_draft_model_is_required(smc: dict) -> None:
+    with pytest.raises(ValueError, match="--speculative-draft-model-path is missing"):
+        ServerArgs(**smc | {"speculative_draft_model_path": None})
+
+
+UNSUPPORTED = {
+    "page_size": 16,
+    "enable_dp_attention": True,
+    "dcp_size": 2,
+    "attn_cp_size": 2,
+    "pp_size": 2,
+    "disaggregation_mode": "decode",
+    "decoupled_spec_role": "drafter",
+    "enable_lora": True,
+    "lora_paths": ["adapter"],
+    "enable_mixed_chunk": True,
+    "enable_two_batch_overlap": True,
+    "tokenizer_worker_num": 2,
+    "use_ray": True,
+    "speculative_adaptive": True,
+    "speculative_eagle_topk": 4,
+    "speculative_accept_threshold_single": 0.5,
+    "speculative_accept_threshold_acc": 0.5,
+    "speculative_use_rejection_sampling": True,
+    "speculative_token_map": "map.pt",
+    "speculative_draft_window_size": 64,
+    "enable_multi_layer_eagle": True,
+}
+
+
+@pytest.mark.parametrize(("name", "value"), UNSUPPORTED.items())
+def test_unsupported_option_is_refused(
+    smc: dict, parser: argparse.ArgumentParser, name: str, value: Any
+) -> None:
+    args = ServerArgs(**smc)
+    args.override("test", **{name: value})
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(ValueError, match=f"{flag} is .*; allowed: "):
+        algorithm.validate_server_args(args)
+    assert flag in parser._option_string_actions
+
+
+def test_all_reasons_are_given_at_once(smc: dict) -> None:
+    args = ServerArgs(**smc)
+    args.override("test", pp_size=2, enable_mixed_chunk=True, speculative_draft_model_path=None)
+    with pytest.raises(ValueError) as error:
+        algorithm.validate_server_args(args)
+    for flag in ("--pp-size", "--enable-mixed-chunk", "--speculative-draft-model-path"):
+        assert flag in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("sliding-window attention", {"model_type": "gpt_oss", "arch": "GptOssForCausalLM"}),
+        ("a recurrent", {"model_type": "falcon_h1", "arch": "FalconH1ForCausalLM"}),
+        ("an encoder", {"model_type": "mllama", "arch": "MllamaForConditionalGeneration"}),
+    ],
+)
+def test_unsupported_model_is_refused(
+    monkeypatch: pytest.MonkeyPatch, smc: dict, tmp_path: Path, kind: str, config: dict[str, Any]
+) -> None:
+    config = {"max_position_embeddings": 256, "architectures": [config.pop("arch")], **config}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = ServerArgs(**smc)
+    args.override("test", model_path=str(tmp_path))
+    monkeypatch.setattr(ServerArgs, "get_model_config", ModelConfig.from_server_args)
+    with pytest.raises(ValueError, match=f"--model-path .* has {kind}"):
+        algorithm.validate_server_args(args)

@@ -1,0 +1,115 @@
+"""The law of the output against exact enumeration, through a real engine.
+
+Each test states its error probability for the fixed seeds: a p-value below
+``ALPHA`` happens by chance once in ten thousand runs of one such comparison.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from laws import Law, Sequence, enumerate_law, next_probs, p_value, total_variation
+from tiny_models import smc_arguments
+
+pytestmark = pytest.mark.engine
+
+ALPHA = 1e-4
+PROMPT = [3, 2, 3]
+EOS = 1
+MODEL = {"vocab_size": 4, "scale": 0.5}
+ROOM = {"max_running_requests": 128, "max_total_tokens": 60_000, "max_lag": 16}
+
+
+def draw(
+    engine: Any, num_samples: int, max_new_tokens: int, **params: Any
+) -> tuple[list[Sequence], list[dict]]:
+    """Independent outputs for one prompt, each with a seed of its own, and their meta_info."""
+    answers = engine.generate(
+        input_ids=[PROMPT] * num_samples,
+        sampling_params=[
+            {"max_new_tokens": max_new_tokens, "sampling_seed": seed, **params}
+            for seed in range(num_samples)
+        ],
+    )
+    return [tuple(a["output_ids"]) for a in answers], [a["meta_info"] for a in answers]
+
+
+@pytest.fixture
+def pair(tiny: Callable[..., str]) -> tuple[str, str]:
+    return tiny(seed=1, **MODEL), tiny(seed=2, **MODEL)
+
+
+@pytest.mark.parametrize("resample_at", ["block", "token"])
+def test_one_particle_follows_the_draft_at_drafted_positions(
+    engine: Callable[..., Any], pair: tuple[str, str], resample_at: str
+) -> None:
+    target, draft = pair
+    num_steps = 2
+    running = engine(
+        **smc_arguments(
+            *pair, num_particles=1, num_steps=num_steps, resample_at=resample_at, **ROOM
+        )
+    )
+    p, q = next_probs(target, PROMPT), next_probs(draft, PROMPT)
+    # Prefill draws position 0 from the target; then K drafts and a bonus, again and again.
+    law = enumerate_law(5, EOS, lambda position: p if position % (num_steps + 1) == 0 else q)
+    outputs, _ = draw(running, 6000, 5)
+    assert p_value(outputs, law) > ALPHA
+
+
+def test_draft_equal_to_target_is_exact_and_never_resamples(
+    engine: Callable[..., Any], pair: tuple[str, str]
+) -> None:
+    target, _ = pair
+    running = engine(**smc_arguments(target, target, num_particles=4, num_steps=2, **ROOM))
+    for params in ({}, {"temperature": 0.6, "top_p": 0.8}, {"top_k": 3, "temperature": 1.7}):
+        p = next_probs(target, PROMPT, **params)
+        outputs, infos = draw(running, 5000, 4, **params)
+        assert p_value(outputs, enumerate_law(4, EOS, lambda _, p=p: p)) > ALPHA
+        assert sum(info["spec_smc_resample_ct"] for info in infos) == 0
+        # The two models score in passes of different shape, so logits agree to rounding only.
+        assert all(abs(info["spec_smc_log_evidence"]) < 1e-4 for info in infos)
+
+
+@pytest.mark.parametrize("resample_at", ["block", "token"])
+def test_error_falls_with_particles_and_evidence_is_unbiased(
+    engine: Callable[..., Any], pair: tuple[str, str], resample_at: str
+) -> None:
+    # Hot enough for p and q to overlap: with hardly any overlap 1/N sets in far beyond N = 16.
+    p = next_probs(pair[0], PROMPT, temperature=2.0)
+    law = enumerate_law(4, EOS, lambda _: p)
+    distance = {}
+    for num_particles in (1, 4, 16):
+        settings = {"num_particles": num_particles, "num_steps": 2, "resample_at": resample_at}
+        running = engine(**smc_arguments(*pair, **settings, **ROOM))
+        outputs, infos = draw(running, 6000, 4, temperature=2.0)
+        distance[num_particles] = total_variation(outputs, law)
+        _check_evidence([math.exp(info["spec_smc_log_evidence"]) for info in infos])
+    assert distance[4] < 0.6 * distance[1]
+    assert distance[16] < 0.6 * distance[4]
+
+
+def distance_of_laws(one: Law, other: Law) -> float:
+    outputs = set(one) | set(other)
+    return 0.5 * sum(abs(one.get(output, 0.0) - other.get(output, 0.0)) for output in outputs)
+
+
+def _check_evidence(estimates: list[float]) -> None:
+    """E[Z-hat] = 1: within four standard errors (6e-5), and those not so wide as to say nothing."""
+    size = len(estimates)
+    mean = sum(estimates) / size
+    error = math.sqrt(sum((z - mean) ** 2 for z in estimates) / (size - 1) / size)
+    assert error < 0.1
+    assert abs(mean - 1.0) < 4 * error
+
+
+def test_top_k_cuts_p_where_q_has_mass(engine: Callable[..., Any], pair: tuple[str, str]) -> None:
+    running = engine(**smc_arguments(*pair, num_particles=4, num_steps=2, **ROOM))
+    p, q = (next_probs(model, PROMPT, top_k=2) for model in pair)
+    law = enumerate_law(4, EOS, lambda _: p)
+    outputs, infos = draw(running, 4000, 4, top_k=2)
+    assert set(outputs) <= set(law)  # a draft that p forbids is never emitted
+    of_draft = enumerate_law(4, EOS, lambda _: q)
+    assert total_variation(outputs, law) < 0.5 * distance_of_laws(of_draft, law)
+    assert sum(info["spec_smc_all_zero_ct"] for info in infos) > 0  # the fallback has run

@@ -1,0 +1,137 @@
+"""Many requests through a small pool: queueing, chunked prefill, retraction, aborts, no leaks.
+
+SGLang's strict memory checks run at every step; a leak or a double free ends the engine.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tiny_models import smc_arguments
+
+pytestmark = pytest.mark.engine
+
+SMALL_POOL = {
+    "num_particles": 4,
+    "num_steps": 3,
+    "max_lag": 16,
+    "max_total_tokens": 400,
+    "max_running_requests": 8,
+    "chunked_prefill_size": 24,
+}
+
+
+@pytest.fixture
+def pair(tiny: Callable[..., str]) -> tuple[str, str]:
+    model = {"vocab_size": 64, "scale": 0.3}
+    return tiny(seed=1, **model), tiny(seed=2, **model)
+
+
+def random_request(draw: random.Random) -> tuple[list[int], dict[str, Any]]:
+    prompt = [draw.randrange(2, 64) for _ in range(draw.choice([1, 3, 10, 40, 90]))]
+    params: dict[str, Any] = {
+        "max_new_tokens": draw.choice([1, 2, 5, 17, 40, 80]),
+        "temperature": draw.choice([0.0, 0.7, 1.5]),
+        "ignore_eos": draw.random() < 0.5,
+        "sampling_seed": draw.randrange(1 << 31),
+    }
+    if draw.random() < 0.2:
+        params["stop"] = ["t9 "]
+    if draw.random() < 0.2:
+        params["top_p"] = 0.8
+    return prompt, params
+
+
+def test_two_hundred_requests_aborts_and_stops_through_a_small_pool(
+    engine: Callable[..., Any], pair: tuple[str, str]
+) -> None:
+    running = engine(**smc_arguments(*pair, **SMALL_POOL))
+    draw = random.Random(0)
+    requests = [random_request(draw) for _ in range(200)]
+    aborted = {index for index in range(200) if draw.random() < 0.3}
+
+    async def one(index: int) -> dict[str, Any]:
+        prompt, params = requests[index]
+        rid = f"load-{index:03}"  # SGLang aborts by prefix
+        await asyncio.sleep(0.01 * index)
+        stream = await running.async_generate(
+            input_ids=prompt, sampling_params=params, stream=True, rid=rid
+        )
+        chunks = []
+        async for chunk in stream:
+            chunks.append(chunk)
+            if index in aborted:
+                running.tokenizer_manager.abort_request(rid=rid)
+        return chunks[-1]
+
+    async def everything() -> list[dict[str, Any]]:
+        return await asyncio.wait_for(asyncio.gather(*map(one, range(200))), timeout=600)
+
+    answers = asyncio.get_event_loop().run_until_complete(everything())
+    for index, (answer, (_, params)) in enumerate(zip(answers, requests, strict=True)):
+        reason = answer["meta_info"]["finish_reason"]["type"]
+        assert reason in {"stop", "length"} or (reason == "abort" and index in aborted)
+        if reason == "length":
+            assert len(answer["output_ids"]) == params["max_new_tokens"]
+    # The engine is alive, and idle: SGLang checks an idle pool for leaks before it flushes.
+    index = next(i for i in range(200) if i not in aborted and requests[i][1]["max_new_tokens"] > 5)
+    prompt, params = requests[index]
+    answer = running.generate(input_ids=[prompt], sampling_params=params)[0]
+    assert answer["meta_info"]["finish_reason"]["type"] in {"stop", "length"}
+    deadline = time.monotonic() + 30
+    while not running.flush_cache().success:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_full_pool_queues_and_every_request_gets_its_text(
+    engine: Callable[..., Any], pair: tuple[str, str]
+) -> None:
+    """What a request gets does not depend on how crowded the pool was, if it was not retracted."""
+    running = engine(**smc_arguments(*pair, **SMALL_POOL))
+    draw = random.Random(1)
+    prompts = [[draw.randrange(2, 64) for _ in range(8)] for _ in range(24)]
+    params = [
+        {"max_new_tokens": 60, "ignore_eos": True, "sampling_seed": seed} for seed in range(24)
+    ]
+    crowded = running.generate(input_ids=prompts, sampling_params=params)
+    assert all(len(answer["output_ids"]) == 60 for answer in crowded)
+    untouched = [i for i in range(24) if crowded[i]["meta_info"]["num_retractions"] == 0]
+    assert len(untouched) >= 12  # a full pool queues, it does not thrash
+    for i in untouched[:6]:
+        alone = running.generate(input_ids=[prompts[i]], sampling_params=params[i])[0]
+        assert alone["output_ids"] == crowded[i]["output_ids"]
+
+
+def test_a_retracted_request_goes_on(
+    engine: Callable[..., Any], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's own switch retracts every few steps; nothing is lost and evidence is carried on."""
+    monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
+    running = engine(**smc_arguments(*pair, **{**SMALL_POOL, "max_total_tokens": 4000}))
+    answers = running.generate(
+        input_ids=[[3, 4, 5 + i] for i in range(6)],
+        sampling_params={"max_new_tokens": 60, "ignore_eos": True},
+    )
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+    for answer in answers:
+        assert len(answer["output_ids"]) == 60
+        assert answer["meta_info"]["spec_smc_rounds_ct"] == answer["meta_info"]["spec_verify_ct"]
+
+
+def test_long_lag_is_bounded_by_a_collapse(
+    engine: Callable[..., Any], pair: tuple[str, str]
+) -> None:
+    """With resampling off, particles never meet: only the bound makes text flow."""
+    bounded = {**SMALL_POOL, "ess_threshold": 0.0, "max_lag": 6, "max_total_tokens": 4000}
+    running = engine(**smc_arguments(*pair, **bounded))
+    answer = running.generate(
+        input_ids=[[3, 4, 5]], sampling_params={"max_new_tokens": 60, "ignore_eos": True}
+    )[0]
+    assert len(answer["output_ids"]) == 60
+    # A round adds at most 4 tokens to a lag below 6: at least every second one collapses.
+    assert answer["meta_info"]["spec_smc_collapse_ct"] >= 6
+    assert answer["meta_info"]["spec_smc_resample_ct"] == 0

@@ -1,0 +1,156 @@
+"""What users install holds all that the checkout holds, under the names that the code imports."""
+
+import importlib.machinery
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MAPPED = {"kernels": "sglang_smc/kernels", "patches": "sglang_smc/patches"}
+DATA = ["sglang_smc/py.typed", "sglang_smc/kernels/README.md", "sglang_smc/patches/README.md"]
+ENTRY_POINTS = {
+    "sglang.srt.plugins": {"smc": "sglang_smc.plugin:register"},
+    "sglang.srt.platforms": {"smc_cpu": "sglang_smc.platform:activate"},
+}
+
+
+def expected_files() -> set[str]:
+    """By the real folders: rglob does not follow the links."""
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "sglang_smc").rglob("*.py")}
+    for folder, package in MAPPED.items():
+        sources = (path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*.py"))
+        files |= {f"{package}/{path}" for path in sources}
+    return files | set(DATA)
+
+
+def build(source: Path, *options: str) -> Path:
+    """Build in this environment, without an index; return the wheel."""
+    command = [sys.executable, "-m", "build", "--no-isolation", *options, str(source)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    (wheel,) = (source / "dist").glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy, since building leaves files behind."""
+    copy = tmp_path_factory.mktemp("checkout") / "sglang-smc"
+    junk = shutil.ignore_patterns("__pycache__")
+    for folder in ("sglang_smc", *MAPPED):
+        shutil.copytree(ROOT / folder, copy / folder, symlinks=True, ignore=junk)
+    for name in ("pyproject.toml", "LICENSE", "README.md"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, copy)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path) -> Path:
+    """Built as users of an index get it: a source distribution, and a wheel from that."""
+    return build(checkout)
+
+
+def contents(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    assert contents(wheel) == expected_files()
+
+
+def test_wheel_from_an_archive_that_lost_its_links(
+    checkout: Path, tmp_path: Path, wheel: Path
+) -> None:
+    """Zip archives and some file systems drop symbolic links; the wheel must not need them."""
+    unlinked = tmp_path / "sglang-smc"
+    shutil.copytree(
+        checkout, unlinked, symlinks=True, ignore=shutil.ignore_patterns("dist", "build")
+    )
+    for package in MAPPED.values():
+        (unlinked / package).unlink()
+    assert contents(build(unlinked, "--wheel")) == contents(wheel)
+
+
+def test_installed_wheel_works_from_an_empty_directory(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    found = subprocess.run(
+        [sys.executable, "-c", _PROBE],
+        cwd=empty,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    report = json.loads(found.stdout)
+    assert report["entry_points"] == ENTRY_POINTS
+    assert report["heavy"] == []
+    for origin in report["origins"]:
+        assert Path(origin).is_relative_to(tmp_path / "site")
+
+
+_PROBE = """
+import json, sys
+from importlib.metadata import distribution
+from importlib.util import find_spec
+import sglang_smc
+heavy = [name for name in ("torch", "sglang", "msgspec") if name in sys.modules]
+entry_points = {}
+for point in distribution("sglang-smc").entry_points:
+    entry_points.setdefault(point.group, {})[point.name] = point.value
+names = ["sglang_smc", "sglang_smc.plugin", "sglang_smc.patches.server_args", "sglang_smc.smc"]
+origins = [find_spec(name).origin for name in names]
+print(json.dumps({"heavy": heavy, "entry_points": entry_points, "origins": origins}))
+"""
+
+
+def test_entry_points_name_existing_functions() -> None:
+    for group in ENTRY_POINTS.values():
+        for value in group.values():
+            module, function = value.split(":")
+            source = (ROOT / module.replace(".", "/")).with_suffix(".py").read_text()
+            assert f"def {function}(" in source
+
+
+def test_wheel_metadata_pins_sglang(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        assert "Requires-Dist: sglang==0.5.17" in archive.read(metadata).decode()
+        (points,) = (name for name in archive.namelist() if name.endswith("/entry_points.txt"))
+        parser = ConfigParser()
+        parser.read_string(archive.read(points).decode())
+    assert {name: dict(parser[name]) for name in parser.sections()} == ENTRY_POINTS
+
+
+@pytest.mark.parametrize("folder", MAPPED)
+def test_links_stay_relative_links(folder: str) -> None:
+    link = ROOT / MAPPED[folder]
+    assert link.is_symlink()
+    assert os.readlink(link) == f"../{folder}"
+
+
+@pytest.mark.parametrize("folder", ["kernels", "patches", "tests", "bench"])
+def test_top_level_folder_is_no_package(folder: str) -> None:
+    assert not (ROOT / folder / "__init__.py").exists()
+
+
+def test_nothing_here_shadows_a_dependency() -> None:
+    """With the checkout first on the path, as in `python -m sglang.launch_server` run from it."""
+    elsewhere = [path for path in sys.path if path and Path(path).resolve() != ROOT]
+    for name in sorted(path.stem for path in ROOT.iterdir() if path.stem.isidentifier()):
+        dependency = importlib.machinery.PathFinder.find_spec(name, elsewhere)
+        if dependency is None or dependency.origin is None or name == "sglang_smc":
+            continue
+        found = importlib.machinery.PathFinder.find_spec(name, [str(ROOT), *elsewhere])
+        assert found is not None
+        assert found.origin == dependency.origin

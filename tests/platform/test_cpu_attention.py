@@ -1,0 +1,237 @@
+"""The batched CPU attention against a float64 loop over rows, heads and queries."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_smc import cpu_attention
+from sglang_smc.cpu_attention import LONG_ROW, CpuAttentionBackend
+
+HEAD_DIM = 16
+NUM_SLOTS = 4096
+LONG = LONG_ROW + 6
+
+
+class Harness:
+    """A backend over a real KV pool, with rows laid out at random slots."""
+
+    def __init__(self, prefix_lens, query_lens, *, q_heads, kv_heads, dtype, share=0):
+        generator = torch.Generator().manual_seed(0)
+        self.prefix_lens, self.query_lens = list(prefix_lens), list(query_lens)
+        self.layer = RadixAttention(q_heads, HEAD_DIM, 0.3, kv_heads, layer_id=0)
+        self.pool = MHATokenToKVPool(
+            NUM_SLOTS, 1, dtype, kv_heads, HEAD_DIM, 1, "cpu", enable_memory_saver=False
+        )
+        # Whatever no row owns is poison: reading it shows.
+        self.pool.get_key_buffer(0).fill_(float("nan"))
+        self.pool.get_value_buffer(0).fill_(float("nan"))
+        self.table, self.rows = self._layout(share, generator)
+        self._fill_cache(generator)
+        tokens = sum(self.query_lens)
+        self.q, self.k, self.v = (
+            torch.randn(tokens, heads, HEAD_DIM, generator=generator).to(dtype)
+            for heads in (q_heads, kv_heads, kv_heads)
+        )
+        self.backend = CpuAttentionBackend(self._runner(q_heads, kv_heads, dtype))
+
+    def _layout(self, share, generator):
+        """Rows of the table in scrambled order; the first ``share`` slots are everybody's."""
+        kv_lens = [p + n for p, n in zip(self.prefix_lens, self.query_lens, strict=True)]
+        slots = iter((torch.randperm(NUM_SLOTS, generator=generator) + 1).tolist())
+        table = torch.full((2 * len(kv_lens), max(kv_lens) + 5), 10**8, dtype=torch.int32)
+        rows = torch.randperm(len(table), generator=generator)[: len(kv_lens)]
+        shared = [next(slots) for _ in range(share)]
+        for row, kv_len in zip(rows, kv_lens, strict=True):
+            own = [next(slots) for _ in range(kv_len - share)]
+            table[row, :kv_len] = torch.tensor(shared + own)
+        return table, rows
+
+    def _fill_cache(self, generator):
+        for row, prefix in zip(self.rows, self.prefix_lens, strict=True):
+            for buffer in (self.pool.get_key_buffer(0), self.pool.get_value_buffer(0)):
+                fresh = torch.randn(prefix, *buffer.shape[1:], generator=generator)
+                buffer[self.table[row, :prefix].long()] = fresh.to(buffer.dtype)
+
+    def _runner(self, q_heads, kv_heads, dtype) -> Any:
+        return SimpleNamespace(
+            use_mla_backend=False,
+            req_to_token_pool=SimpleNamespace(req_to_token=self.table),
+            token_to_kv_pool=self.pool,
+            dtype=dtype,
+            ps=SimpleNamespace(tp_size=1),
+            model_config=SimpleNamespace(
+                get_num_attention_heads=lambda tp_size: q_heads // tp_size,
+                get_num_kv_heads=lambda tp_size: kv_heads // tp_size,
+            ),
+        )
+
+    def batch(self, mode, **fields) -> Any:
+        prefix, query = torch.tensor(self.prefix_lens), torch.tensor(self.query_lens)
+        new_slots = [
+            self.table[row, p : p + n]
+            for row, p, n in zip(self.rows, self.prefix_lens, self.query_lens, strict=True)
+        ]
+        defaults = {
+            "forward_mode": mode,
+            "req_pool_indices": self.rows,
+            "seq_lens": prefix + query,
+            "extend_prefix_lens": prefix.int(),
+            "extend_seq_lens": query.int(),
+            "input_ids": torch.zeros(len(self.q)),
+            "out_cache_loc": torch.cat(new_slots).long(),
+            "spec_info": None,
+        }
+        return SimpleNamespace(**(defaults | fields))
+
+    def run(self, mode, **fields):
+        batch = self.batch(mode, **fields)
+        self.backend.init_forward_metadata(batch)
+        flat = self.q.flatten(1)
+        return self.backend.forward(flat, self.k, self.v, self.layer, batch).view_as(self.q)
+
+    def reference(self):
+        """Softmax attention in float64, one query and one head at a time."""
+        keys, values = self.pool.get_key_buffer(0).double(), self.pool.get_value_buffer(0).double()
+        group = self.layer.tp_q_head_num // self.layer.tp_k_head_num
+        output, token = torch.empty_like(self.q, dtype=torch.float64), 0
+        for row, prefix, length in zip(self.rows, self.prefix_lens, self.query_lens, strict=True):
+            for seen in range(prefix + 1, prefix + length + 1):
+                slots = self.table[row, :seen].long()
+                for head in range(self.layer.tp_q_head_num):
+                    logits = keys[slots, head // group] @ self.q[token, head].double()
+                    weights = (logits * self.layer.scaling).softmax(0)
+                    output[token, head] = weights @ values[slots, head // group]
+                token += 1
+        return output
+
+    def assert_matches(self, result):
+        tolerance = 1e-5 if self.q.dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(
+            result.double(), self.reference(), atol=tolerance, rtol=tolerance
+        )
+
+
+@pytest.fixture(params=[(4, 4), (4, 2), (6, 1)], ids=["mha", "gqa", "mqa"])
+def heads(request):
+    return dict(zip(("q_heads", "kv_heads"), request.param, strict=True))
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def dtype(request):
+    return request.param
+
+
+@pytest.mark.parametrize("prefix_lens", [[7], [0], [3, 40, 1, 17], [9, 9, 9]])
+def test_decode(prefix_lens, heads, dtype):
+    h = Harness(prefix_lens, [1] * len(prefix_lens), **heads, dtype=dtype)
+    h.assert_matches(h.run(ForwardMode.DECODE, extend_prefix_lens=None, extend_seq_lens=None))
+
+
+def test_decode_of_particles_that_share_slots(heads, dtype):
+    h = Harness([30, 33, 31], [1] * 3, **heads, dtype=dtype, share=28)
+    h.assert_matches(h.run(ForwardMode.DECODE))
+
+
+@pytest.mark.parametrize(
+    ("prefix_lens", "query_lens"),
+    [
+        ([0], [1]),
+        ([0, 0, 0], [5, 2, 9]),
+        ([4, 0, 11, 90], [5, 1, 3, 30]),
+        ([0], [LONG]),
+        ([21], [LONG]),
+        ([3, 0, 7, 40], [2, LONG, 2, LONG + 1]),
+    ],
+)
+def test_extend(prefix_lens, query_lens, heads, dtype):
+    h = Harness(prefix_lens, query_lens, **heads, dtype=dtype)
+    h.assert_matches(h.run(ForwardMode.EXTEND))
+
+
+@pytest.mark.parametrize("prefix_lens", [[6], [3, 25, 1, 11]])
+def test_verify_with_extend_lengths(prefix_lens, heads, dtype):
+    h = Harness(prefix_lens, [5] * len(prefix_lens), **heads, dtype=dtype)
+    h.assert_matches(h.run(ForwardMode.TARGET_VERIFY))
+
+
+def test_verify_without_extend_lengths(heads, dtype):
+    """A stock verify batch: ``seq_lens`` holds what is cached, the width follows from the batch."""
+    h = Harness([3, 25, 1], [5] * 3, **heads, dtype=dtype)
+    stock = {
+        "extend_prefix_lens": None,
+        "extend_seq_lens": None,
+        "seq_lens": torch.tensor([3, 25, 1]),
+    }
+    h.assert_matches(h.run(ForwardMode.TARGET_VERIFY, **stock))
+
+
+def test_read_without_write():
+    """A layer that shares another's cache brings no keys of its own."""
+    h = Harness([3, 8], [1, 1], q_heads=4, kv_heads=2, dtype=torch.float32)
+    written = h.run(ForwardMode.DECODE)
+    batch = h.batch(ForwardMode.DECODE)
+    nothing: Any = None
+    again = h.backend.forward(h.q.flatten(1), nothing, nothing, h.layer, batch)
+    torch.testing.assert_close(again.view_as(written), written)
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY])
+def test_all_particles_are_one_call(mode, monkeypatch):
+    calls = []
+    real = cpu_attention.scaled_dot_product_attention
+
+    def counting(*args, **kwargs):
+        calls.append(args[0].shape)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(cpu_attention, "scaled_dot_product_attention", counting)
+    width = 1 if mode == ForwardMode.DECODE else 5
+    h = Harness(range(10, 42), [width] * 32, q_heads=4, kv_heads=2, dtype=torch.float32)
+    h.run(mode)
+    assert calls == [(32, 2, 2 * width, HEAD_DIM)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sliding_window_size": 128}, "sliding window"),
+        ({"logit_cap": 30.0}, "logit cap"),
+        ({"is_cross_attention": True}, "cross or bidirectional"),
+        ({"v_head_dim": 8}, "key and value widths"),
+        ({"num_kv_heads": 4}, "head groups"),
+    ],
+)
+def test_unsupported_layers_are_refused(change, message):
+    h = Harness([3], [1], q_heads=4, kv_heads=2, dtype=torch.float32)
+    arguments = {
+        "num_heads": 4,
+        "head_dim": HEAD_DIM,
+        "scaling": 1.0,
+        "num_kv_heads": 2,
+        "layer_id": 0,
+    }
+    h.layer = RadixAttention(**(arguments | change))
+    with pytest.raises(ValueError, match=message):
+        h.run(ForwardMode.DECODE)
+
+
+def test_attention_sinks_are_refused():
+    h = Harness([3], [1], q_heads=4, kv_heads=2, dtype=torch.float32)
+    batch = h.batch(ForwardMode.DECODE)
+    h.backend.init_forward_metadata(batch)
+    with pytest.raises(ValueError, match="sinks"):
+        h.backend.forward(h.q.flatten(1), h.k, h.v, h.layer, batch, sinks=torch.zeros(4))
+
+
+def test_token_trees_are_refused():
+    h = Harness([3], [5], q_heads=4, kv_heads=2, dtype=torch.float32)
+    tree = SimpleNamespace(custom_mask=torch.ones(5 * 8, dtype=torch.bool))
+    with pytest.raises(ValueError, match="chains only"):
+        h.run(ForwardMode.TARGET_VERIFY, spec_info=tree)

@@ -1,0 +1,71 @@
+"""Thread defaults: physical cores, container quota, and the user's word."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from sglang_smc import cpu_threads
+
+VARIABLES = (
+    "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    "SGLANG_CPU_OMP_THREADS_BIND",
+    "SGLANG_NCCL_SO_PATH",
+)
+
+
+@pytest.fixture
+def host(monkeypatch, tmp_path):
+    """A host whose logical CPUs ``i`` and ``i + cores`` are two threads of one core."""
+
+    def make(*, cores: int, quota: str = "max 100000") -> None:
+        affinity = set(range(2 * cores))
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: affinity)
+        for cpu in affinity:
+            (tmp_path / f"cpu{cpu}").write_text(f"{cpu % cores},{cpu % cores + cores}\n")
+        (tmp_path / "cpu.max").write_text(quota + "\n")
+        monkeypatch.setattr(cpu_threads, "_SIBLINGS", str(tmp_path / "cpu{}"))
+        monkeypatch.setattr(cpu_threads, "_CGROUP_CPU_MAX", tmp_path / "cpu.max")
+        for name in VARIABLES:
+            # setenv first: the variable set below is then undone after the test.
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+
+    return make
+
+
+def test_hyperthreads_share_a_core(host):
+    host(cores=8)
+    assert cpu_threads.physical_cpus() == list(range(8))
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("250000 100000", 2), ("50000 100000", 1)])
+def test_a_container_quota_counts(host, quota, cores):
+    host(cores=8, quota=quota)
+    assert cpu_threads.usable_cores() == cores
+
+
+@pytest.mark.parametrize(("tp_size", "threads"), [(1, "8"), (2, "4"), (16, "1")])
+def test_ranks_share_the_cores(host, tp_size, threads):
+    host(cores=8)
+    cpu_threads.set_default_environment(tp_size=tp_size)
+    assert os.environ["OMP_NUM_THREADS"] == threads
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "binding"), [(2, "0,2|1,3"), (4, "0|1|2|3"), (5, "0|1|2|3|0,1,2,3")]
+)
+def test_tensor_parallel_ranks_have_their_own_cores(host, tp_size, binding):
+    host(cores=4)
+    cpu_threads.set_default_environment(tp_size=tp_size)
+    assert os.environ["SGLANG_CPU_OMP_THREADS_BIND"] == binding
+
+
+def test_what_the_user_set_stays(host, monkeypatch):
+    host(cores=8)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    cpu_threads.set_default_environment(tp_size=1)
+    assert os.environ["OMP_NUM_THREADS"] == "3"

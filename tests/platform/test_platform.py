@@ -1,0 +1,111 @@
+"""When the CPU platform serves, what it defaults and what it refuses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt import platforms
+from sglang.srt.platforms.cpu import CpuSRTPlatform
+from sglang.srt.platforms.cuda import CudaSRTPlatform
+
+from sglang_smc import cpu_threads, platform
+from sglang_smc.cpu_pool import CpuTokenAllocator
+from sglang_smc.platform import PlainCpuPlatform
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Pretend that torch sees an accelerator (a CUDA device), or none."""
+    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+
+    def set_accelerator(present: bool) -> None:
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: present)
+        monkeypatch.setattr(platforms, "_is_cuda_available", lambda: present)
+
+    return set_accelerator
+
+
+# SGLang's own resolution, through the installed entry point.
+def test_serves_where_there_is_no_accelerator(machine):
+    machine(False)
+    assert type(platforms._resolve_platform()) is PlainCpuPlatform
+
+
+def test_steps_back_for_an_accelerator(machine):
+    machine(True)
+    assert type(platforms._resolve_platform()) is CudaSRTPlatform
+
+
+def test_sglang_platform_forces_it(machine, monkeypatch):
+    machine(True)
+    monkeypatch.setenv("SGLANG_PLATFORM", platform.PLATFORM_NAME)
+    assert type(platforms._resolve_platform()) is PlainCpuPlatform
+
+
+def test_steps_back_for_the_stock_cpu_engine(machine, monkeypatch):
+    machine(False)
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    assert type(platforms._resolve_platform()) is CpuSRTPlatform
+
+
+@pytest.fixture
+def make_args(monkeypatch):
+    """Server arguments as SGLang hands them over: device and AMX backend already filled in."""
+    monkeypatch.setattr(cpu_threads, "set_default_environment", lambda *, tp_size: None)
+
+    def make(**changes):
+        args: Any = SimpleNamespace(
+            device="cpu",
+            attention_backend="intel_amx",
+            dtype="auto",
+            page_size=None,
+            enable_torch_compile=False,
+            max_total_tokens=None,
+            mem_fraction_static=None,
+            tp_size=1,
+        )
+        args.__dict__.update(changes)
+        PlainCpuPlatform().apply_server_args_defaults(args)
+        return args
+
+    return make
+
+
+def test_defaults(make_args):
+    args = make_args()
+    assert (args.attention_backend, args.dtype) == ("torch_native", "float32")
+    assert args.max_total_tokens and args.mem_fraction_static
+
+
+def test_what_the_user_chose_stays(make_args):
+    chosen = {
+        "attention_backend": "flex_attention",
+        "dtype": "bfloat16",
+        "mem_fraction_static": 0.2,
+    }
+    args = make_args(**chosen)
+    assert {name: getattr(args, name) for name in chosen} == chosen
+    assert args.max_total_tokens is None  # a fraction asks for a cache sized by memory
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"device": "cuda"}, "hide the accelerator"),
+        ({"page_size": 16}, "page_size=16"),
+        ({"enable_torch_compile": True}, "enable_torch_compile"),
+    ],
+)
+def test_refusals(make_args, change, message):
+    with pytest.raises(ValueError, match=message):
+        make_args(**change)
+
+
+def test_allocator_refuses_pages():
+    no_cache: Any = None
+    with pytest.raises(ValueError, match="page-size 1"):
+        CpuTokenAllocator(8, 16, torch.float32, "cpu", no_cache, need_sort=False)
