@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def init_budget(original: Callable, adder: "PrefillAdder", *args: Any, **kwargs: Any) -> None:
-    """Charge what running requests have yet to reserve, and the next request's arena in advance."""
+    """Charge what running requests have yet to reserve, and room for any one more."""
     original(adder, *args, **kwargs)
     config = active_config()
     if config is None:
@@ -33,12 +33,22 @@ def init_budget(original: Callable, adder: "PrefillAdder", *args: Any, **kwargs:
     _charge(adder, pending + memory.max_arena(config))
 
 
-def update_budget(original: Callable, adder: "PrefillAdder", *args: Any, **kwargs: Any) -> None:
-    """After an admission, charge the arena of the request that may come next."""
-    original(adder, *args, **kwargs)
+def update_budget(
+    original: Callable,
+    adder: "PrefillAdder",
+    prefix_len: int,
+    extend_input_len: int,
+    max_new_tokens: int,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Charge the arena of the request that has just been admitted."""
+    original(adder, prefix_len, extend_input_len, max_new_tokens, *args, **kwargs)
     config = active_config()
     if config is not None:
-        _charge(adder, memory.max_arena(config))
+        # 0 stands for a prompt that is prefilled in part: its output comes later.
+        of_part = memory.max_arena(config)
+        _charge(adder, memory.arena(config, max_new_tokens) if max_new_tokens else of_part)
 
 
 def worker_info(original: Callable, worker: "TpModelWorker") -> tuple:
@@ -74,7 +84,7 @@ PATCHES = (
         target="sglang.srt.managers.schedule_policy.PrefillAdder._update_prefill_budget",
         hook_type=HookType.AROUND,
         function=update_budget,
-        what="Charges one more arena for each request admitted.",
+        what="Charges the arena of each request admitted.",
         why="As above.",
         relies_on=("srt/managers/schedule_policy.py:741",),
         retire_when="As above.",

@@ -13,7 +13,7 @@ from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from sglang_smc import hooks
+from sglang_smc import hooks, memory
 from sglang_smc.config import SERVER_ARGS_FIELDS, SMCConfig
 
 if TYPE_CHECKING:
@@ -78,7 +78,9 @@ class SMCAlgorithm(CustomSpecAlgo):
         # The worker is not yet written for the overlap schedule, on any device.
         server_args.disable_overlap_schedule = True
         # SGLang's decode graphs hold one row a request; particles are N, and run eagerly.
-        server_args.cuda_graph_config.decode.backend = Backend.DISABLED
+        graphs = server_args.cuda_graph_config
+        assert graphs is not None, "SGLang resolves its graphs before speculative decoding"
+        graphs.decode.backend = Backend.DISABLED
         if server_args.max_running_requests is None:
             server_args.max_running_requests = _DEFAULT_MAX_RUNNING_REQUESTS
             logger.warning(
@@ -122,6 +124,7 @@ _REQUIREMENTS = (
     _Requirement("lora_paths", (None, []), _NO_ADAPTERS),
     _Requirement("enable_mixed_chunk", (False,), "prefill and rounds are separate batches"),
     _Requirement("enable_two_batch_overlap", (False,), "a round is one batch"),
+    _Requirement("enable_hierarchical_cache", (False,), "the draft's KV is not offloaded yet"),
     _Requirement("tokenizer_worker_num", (1,), _NO_PLUGINS),
     _Requirement("use_ray", (False,), _NO_PLUGINS),
     _Requirement("speculative_adaptive", (False,), _FIXED_K),
@@ -160,12 +163,25 @@ def _setting_problems(server_args: "ServerArgs") -> list[str]:
     except ValueError as error:
         return [str(error)]
     given, expected = server_args.speculative_num_draft_tokens, config.num_steps + 1
+    pool_problems = _pool_problems(config, server_args.max_total_tokens)
     if given in (None, expected):
-        return []
+        return pool_problems
     return [
+        *pool_problems,
         f"--speculative-num-draft-tokens is {given}; allowed: --speculative-num-steps + 1 = "
-        f"{expected}. Leave it out and choose --speculative-num-steps alone."
+        f"{expected}. Leave it out and choose --speculative-num-steps alone.",
     ]
+
+
+def _pool_problems(config: SMCConfig, num_slots: int | None) -> list[str]:
+    """A pool whose size is given can be judged now, others when they are allocated."""
+    if num_slots is None:
+        return []
+    try:
+        memory.check_pool(config, num_slots)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _draft_problems(server_args: "ServerArgs") -> list[str]:

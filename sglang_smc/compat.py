@@ -118,7 +118,70 @@ HOOKS = (
     Symbol("sglang.srt.managers.schedule_batch.Req.update_finish_state", "self new_accepted_len"),
 )
 
-CONTRACT = FLAGS + REGISTRATION + HOOKS
+# What the worker builds on.
+WORKER = (
+    Symbol(
+        "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
+        "self batch forward_batch pp_proxy_tensors is_verify skip_attn_backend_init "
+        "capture_hidden_mode",
+    ),
+    Symbol("sglang.srt.managers.tp_worker.TpModelWorker.__init__"),
+    Symbol(
+        "sglang.srt.managers.tp_worker.TpModelWorker",
+        attributes="model_runner tokenizer random_seed set_hicache_consumer",
+    ),
+    Symbol(
+        "sglang.srt.speculative.base_spec_worker.BaseSpecWorker",
+        attributes="target_worker draft_worker alloc_memory_pool init_attention_backends "
+        "req_to_token_pool spec_v2_attn_backends",
+    ),
+    Symbol(
+        "sglang.srt.speculative.standalone_worker_v2.StandaloneWorkerV2"
+        "._validate_vocab_compatibility",
+        "self target_vocab_size target_tokenizer",
+    ),
+    Symbol(
+        "sglang.srt.model_executor.model_runner.ModelRunner._get_attention_backend",
+        "self init_new_workspace",
+    ),
+    Symbol(
+        "sglang.srt.model_executor.model_runner.ModelRunner.compute_logprobs_only",
+        "self logits_output forward_batch",
+    ),
+    Symbol(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+        "batch model_runner capture_hidden_mode return_hidden_states_before_norm",
+    ),
+    Symbol(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
+        attributes="forward_mode batch_size input_ids req_pool_indices seq_lens out_cache_loc "
+        "seq_lens_sum seq_lens_cpu positions spec_algorithm spec_info capture_hidden_mode",
+    ),
+    Symbol("sglang.srt.model_executor.forward_context.forward_context", "ctx"),
+    Symbol(
+        "sglang.srt.speculative.dflash_info.DFlashVerifyInput",
+        attributes="draft_token positions draft_token_num custom_mask capture_hidden_mode",
+    ),
+    Symbol("sglang.srt.speculative.spec_info.SpecInput.__init__", "self spec_input_type"),
+    Symbol(
+        "sglang.srt.managers.utils.GenerationBatchResult",
+        attributes="next_token_ids accept_lens new_seq_lens next_draft_input "
+        "speculative_num_draft_tokens num_correct_drafts num_correct_drafts_per_req_cpu "
+        "copy_to_cpu",
+    ),
+    Symbol(
+        "sglang.srt.managers.schedule_batch.Req",
+        attributes="sampling_params output_ids kv kv_committed_len req_pool_idx retraction_count "
+        "eos_token_ids tokenizer vocab_size customized_info to_finish is_retracted "
+        "spec_num_correct_drafts spec_correct_drafts_histogram "
+        "update_spec_correct_drafts_histogram",
+    ),
+    Symbol("sglang.srt.mem_cache.memory_pool.ReqToTokenPool", attributes="req_to_token size write"),
+    Symbol("sglang.srt.mem_cache.allocation.alloc_token_slots", "tree_cache num_tokens"),
+    Symbol("sglang.srt.runtime_context.get_server_args", ""),
+)
+
+CONTRACT = FLAGS + REGISTRATION + HOOKS + WORKER
 
 
 def check() -> list[str]:

@@ -26,6 +26,7 @@ from sglang_smc.sampling import RequestTable, uses_filters
 from sglang_smc.smc import rounds
 from sglang_smc.smc.proposal import sample
 from sglang_smc.smc.randomness import Purpose, uniforms
+from sglang_smc.smc.weights import log_mean_exp
 from sglang_smc.steps import Groups, Steps
 from sglang_smc.vocabulary import check_same_vocabulary
 
@@ -227,7 +228,8 @@ class SMCWorker(BaseSpecWorker):
             collapsed=forced,
             all_zero=cut.all_zero,
             ess=cut.ess,
-            log_evidence=after.log_evidence,
+            # What is banked, and what the weights have gained since: a retraction keeps both.
+            log_evidence=after.log_evidence + log_mean_exp(after.log_weights),
         )
         tokens = population.tokens[:, 0]  # [G, T]: the first counts[g] are emitted
         return SMCBatchResult(

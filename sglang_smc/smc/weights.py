@@ -14,14 +14,14 @@ def accumulate(log_weights: torch.Tensor, increments: torch.Tensor) -> torch.Ten
 
     Args:
         log_weights: ``[..., N]`` before the block.
-        increments: ``[..., N, K]`` of ``log p(x) - log q(x)``; NaN counts as ``-inf``.
+        increments: ``[..., N, K]`` of ``log p(x) - log q(x)``. NaN counts as ``-inf``, and so
+            does ``+inf``: a drawn token has q > 0, so only a broken draft can give one.
 
     Returns:
         ``[..., N, K + 1]`` float64; column ``k`` holds the weights after ``k`` tokens.
     """
-    steps = torch.nan_to_num(
-        increments.double(), nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf
-    )
+    dead = -torch.inf
+    steps = torch.nan_to_num(increments.double(), nan=dead, posinf=dead, neginf=dead)
     start = log_weights.double().unsqueeze(-1)
     return torch.cat([start, steps], dim=-1).cumsum(-1)
 

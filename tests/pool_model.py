@@ -1,0 +1,362 @@
+"""Drives a ledger and its particles as a round does, with a plain model of the pool beside it.
+
+The model knows for every slot what was written there: the text up to and including the slot's own
+token, which is what KV depends on. A particle that reads a slot with any other text would attend
+to the wrong KV. Particles, tails and ownership are modelled by lists and checked after every step.
+"""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from sglang_smc import memory
+from sglang_smc.config import SMCConfig
+from sglang_smc.ledger import Ledger
+from sglang_smc.particles import ParticleTable, Population
+
+Text = tuple[int, ...]
+EOS, VOCAB = 0, 3
+ENDS_WITH_PROBABILITY = 0.04
+
+
+@dataclass
+class Request:
+    """One request in plain Python."""
+
+    row: int
+    prompt: list[int]
+    max_new_tokens: int
+    output: list[int]
+    committed: int
+    allocated: int
+    tails: list[list[int]]
+    ended: list[bool]
+    is_open: bool = False
+    frozen: list[int] = field(default_factory=list)  # slots of the committed text so far
+
+    def text(self, particle: int) -> list[int]:
+        return self.prompt + self.output + self.tails[particle]
+
+    def ends_at(self, particle: int, new_tokens: list[int]) -> int | None:
+        """Index of the new token that ends the text."""
+        length = len(self.output) + len(self.tails[particle])
+        for index, token in enumerate(new_tokens):
+            if token == EOS or length + index + 1 >= self.max_new_tokens:
+                return index
+        return None
+
+
+class PoolModel:
+    """A pool, its requests, and the code under test."""
+
+    def __init__(self, config: SMCConfig, *, num_rows: int = 4, longest: int = 40) -> None:
+        self.config = config
+        num_slots = num_rows * (longest + memory.max_arena(config))
+        self.table = torch.zeros(
+            (num_rows + 1) * (1 + config.num_particles),
+            longest + memory.max_arena(config),
+            dtype=torch.int32,
+        )
+        self.ledger = Ledger(
+            self.table,
+            num_rows=num_rows + 1,
+            num_particles=config.num_particles,
+            max_tail=memory.max_tail(config),
+            num_slots=num_slots + 1,
+        )
+        self.particles = ParticleTable(
+            num_rows + 1, config.num_particles, memory.max_tail(config), "cpu"
+        )
+        self.longest = longest
+        self.all_slots = set(range(1, num_slots + 1))
+        self.free = list(range(1, num_slots + 1))
+        self.free_rows = list(range(1, num_rows + 1))
+        self.requests: dict[int, Request] = {}
+        self.content: dict[int, Text] = {}
+        self.operations = 0
+        self.seen: Counter[str] = Counter()  # situations that the programs met
+
+    # -- the scheduler's part -----------------------------------------------------------------
+
+    def start(self, rng: random.Random) -> Request:
+        prompt = [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 6))]
+        max_new_tokens = rng.randint(2, self.longest - len(prompt))
+        row = self.free_rows.pop(rng.randrange(len(self.free_rows)))
+        return self._prefill(row, prompt, max_new_tokens, [], rng)
+
+    def abort(self, request: Request, rng: random.Random) -> None:
+        """Free all that the row owns, as abort and retraction do, and give the row back."""
+        self.free += self.table[request.row, : request.allocated].tolist()
+        rng.shuffle(self.free)
+        self.free_rows.append(request.row)
+        del self.requests[request.row]
+        self.check()
+
+    def retract(self, request: Request, rng: random.Random) -> None:
+        """Abort, then prefill prompt and emitted text again, in another row perhaps."""
+        self.abort(request, rng)
+        row = self.free_rows.pop(rng.randrange(len(self.free_rows)))
+        self._prefill(row, request.prompt, request.max_new_tokens, request.output, rng)
+
+    def _prefill(
+        self, row: int, prompt: list[int], limit: int, output: list[int], rng: random.Random
+    ) -> Request:
+        text = prompt + output
+        slots = self._take(len(text), rng)
+        self.table[row, : len(text)] = torch.tensor(slots)
+        for position, slot in enumerate(slots):
+            self.content[slot] = tuple(text[: position + 1])
+        first = rng.randrange(1, VOCAB)
+        tails = [[] for _ in range(self.config.num_particles)]
+        request = Request(
+            row, prompt, limit, [*output, first], len(text), len(text), tails, [False] * len(tails)
+        )
+        self.particles.begin(
+            torch.tensor([row]),
+            first_tokens=torch.tensor([first]),
+            num_emitted=torch.tensor([len(request.output)]),
+            log_evidence=torch.zeros(1, dtype=torch.float64),
+        )
+        self.requests[row] = request
+        if len(request.output) >= limit:
+            self.abort(request, rng)
+        return request
+
+    def _take(self, count: int, rng: random.Random) -> list[int]:
+        rng.shuffle(self.free)
+        taken, self.free = self.free[:count], self.free[count:]
+        assert len(taken) == count, "the model's pool is too small"
+        return taken
+
+    def _top_up(self, request: Request, rng: random.Random) -> None:
+        remaining = request.max_new_tokens - len(request.output)
+        wanted = request.committed + memory.arena(self.config, remaining)
+        if wanted > request.allocated:
+            slots = self._take(wanted - request.allocated, rng)
+            self.table[request.row, request.allocated : wanted] = torch.tensor(slots).int()
+            request.allocated = wanted
+
+    # -- a round, with random drafts, cuts and ancestors -----------------------------------------
+
+    def play_round(self, batch: list[Request], rng: random.Random) -> None:
+        for request in batch:
+            self._top_up(request, rng)
+            if not request.is_open:
+                self.ledger.open(request.row, request.committed)
+                request.is_open = True
+        self.check()
+        rows = torch.tensor([request.row for request in batch])
+        population = self.particles.gather(rows)
+        self._check_population(population, batch)
+        drafts, counts = self._draft(batch, rows, population, rng)
+        population = self._extend(population, batch, torch.tensor(drafts), counts)
+        ancestors = [self._random_ancestors(rng) for _ in batch]
+        population = self._descend(batch, rows, population, ancestors)
+        bonus = [[[self._token(rng)] for _ in request.tails] for request in batch]
+        population = self._extend(
+            population, batch, torch.tensor(bonus), [[1] * len(r.tails) for r in batch]
+        )
+        population = self._descend(
+            batch, rows, population, [self._collapse(request, rng) for request in batch]
+        )
+        self._commit(batch, rows, population)
+        for request in batch:
+            if all(request.ended):
+                assert not any(request.tails)
+                self.abort(request, rng)
+
+    def _draft(
+        self,
+        batch: list[Request],
+        rows: torch.Tensor,
+        population: Population,
+        rng: random.Random,
+    ) -> tuple[list, list]:
+        """Reserve, write KV and draw where the group is cut; drafts and their kept counts."""
+        num_steps = self.config.num_steps
+        slots = self.ledger.reserve(
+            rows,
+            allocated=torch.tensor([request.allocated for request in batch]),
+            starts=torch.tensor([r.committed for r in batch]).unsqueeze(1) + population.lengths,
+            idle=population.ended,
+            num_columns=num_steps + 1,
+        ).tolist()
+        self._check_reserved(batch, slots)
+        drafts, counts = [], []
+        for group, request in enumerate(batch):
+            cut = rng.randint(0, num_steps)
+            drafts.append([[self._token(rng) for _ in range(num_steps)] for _ in request.tails])
+            counts.append([cut] * len(request.tails))
+            for particle, tokens in enumerate(drafts[group]):
+                if not request.ended[particle]:
+                    self._write(request.text(particle), tokens, slots[group][particle])
+        self.check()
+        return drafts, counts
+
+    def _write(self, text: list[int], drafted: list[int], slots: list[int]) -> None:
+        """KV of the last token and of the drafted ones, each with all that precedes it."""
+        for column, slot in enumerate(slots):
+            self.content[slot] = tuple(text + drafted[:column])
+
+    def _extend(
+        self,
+        population: Population,
+        batch: list[Request],
+        tokens: torch.Tensor,
+        limits: list[list[int]],
+    ) -> Population:
+        """Append up to ``limits`` tokens, no further than each text's end, on both sides."""
+        counts = []
+        for group, request in enumerate(batch):
+            counts.append([0] * len(request.tails))
+            for particle, tail in enumerate(request.tails):
+                if request.ended[particle]:
+                    continue
+                new = tokens[group, particle].tolist()[: limits[group][particle]]
+                end = request.ends_at(particle, new)
+                new = new if end is None else new[: end + 1]
+                tail += new
+                request.ended[particle] = end is not None
+                counts[group][particle] = len(new)
+        population = population.append(tokens, torch.tensor(counts))._replace(
+            ended=torch.tensor([request.ended for request in batch])
+        )
+        self._check_population(population, batch)
+        return population
+
+    def _descend(
+        self,
+        batch: list[Request],
+        rows: torch.Tensor,
+        population: Population,
+        ancestors: list[list[int]],
+    ) -> Population:
+        committed = torch.tensor([request.committed for request in batch])
+        self.ledger.descend(rows, committed, torch.tensor(ancestors))
+        population = population.descend(torch.tensor(ancestors))
+        for request, chosen in zip(batch, ancestors, strict=True):
+            request.tails = [list(request.tails[ancestor]) for ancestor in chosen]
+            request.ended = [request.ended[ancestor] for ancestor in chosen]
+        self._check_population(population, batch)
+        self.check()
+        return population
+
+    def _random_ancestors(self, rng: random.Random) -> list[int]:
+        num_particles = self.config.num_particles
+        if rng.random() < 0.4:
+            return list(range(num_particles))
+        return [rng.randrange(num_particles) for _ in range(num_particles)]
+
+    def _collapse(self, request: Request, rng: random.Random) -> list[int]:
+        num_particles = len(request.tails)
+        longest = max(map(len, request.tails))
+        if not all(request.ended) and longest < self.config.max_lag:
+            return list(range(num_particles))
+        return [rng.randrange(num_particles)] * num_particles
+
+    def _commit(self, batch: list[Request], rows: torch.Tensor, population: Population) -> None:
+        counts = [_num_common(request.tails) for request in batch]
+        self._note_situations(batch, counts)
+        assert population.num_common().tolist() == counts
+        self.ledger.commit(
+            rows,
+            committed=torch.tensor([request.committed for request in batch]),
+            allocated=torch.tensor([request.allocated for request in batch]),
+            lengths=population.lengths,
+            counts=torch.tensor(counts),
+        )
+        population = population.emit(torch.tensor(counts))
+        for request, count in zip(batch, counts, strict=True):
+            request.output += request.tails[0][:count]
+            request.tails = [tail[count:] for tail in request.tails]
+            request.committed += count
+        self._check_population(population, batch)
+        self.particles.scatter(rows, population)
+        self.check()
+
+    def _note_situations(self, batch: list[Request], counts: list[int]) -> None:
+        for request, count in zip(batch, counts, strict=True):
+            left = max(map(len, request.tails)) - count
+            self.seen["nothing common"] += count == 0
+            self.seen["something common, something not"] += count > 0 and left > 0
+            self.seen["some have ended"] += any(request.ended) and not all(request.ended)
+            self.seen["all have ended"] += all(request.ended)
+
+    def _token(self, rng: random.Random) -> int:
+        return EOS if rng.random() < ENDS_WITH_PROBABILITY else rng.randrange(1, VOCAB)
+
+    # -- what must always hold -------------------------------------------------------------------
+
+    def check(self) -> None:
+        self.operations += 1
+        owned: list[int] = []
+        for request in self.requests.values():
+            slots = self.table[request.row, : request.allocated].tolist()
+            assert slots[: len(request.frozen)] == request.frozen, "committed slots moved"
+            request.frozen = slots[: request.committed]
+            owned += slots
+            if request.is_open:
+                self._check_lineages(request, set(slots))
+        assert len(owned) == len(set(owned)), "a slot stands twice"
+        assert not set(owned) & set(self.free)
+        assert set(owned) | set(self.free) == self.all_slots
+        assert not self.table[0].any(), "SGLang's padding row was written to"
+
+    def _check_lineages(self, request: Request, owned: set[int]) -> None:
+        first = self.table.shape[0] // (1 + self.config.num_particles)
+        first += request.row * self.config.num_particles
+        rows = [request.row, *range(first, first + self.config.num_particles)]
+        for particle, row in enumerate(rows, start=-1):
+            tail = [] if particle < 0 else request.tails[particle]
+            read = self.table[row, : request.committed + len(tail)].tolist()
+            text = request.prompt + request.output + tail
+            assert set(read) <= owned, "a particle reads a slot that its request does not own"
+            for position, slot in enumerate(read):
+                assert self.content[slot] == tuple(text[: position + 1]), "wrong KV"
+
+    def _check_reserved(self, batch: list[Request], slots: list) -> None:
+        for request, of_group in zip(batch, slots, strict=True):
+            live = [s for s, ended in zip(of_group, request.ended, strict=True) if not ended]
+            reserved = [slot for row in live for slot in row]
+            assert len(reserved) == len(set(reserved)), "a slot was handed out twice"
+            arena = self.table[request.row, request.committed : request.allocated].tolist()
+            assert set(reserved) <= set(arena)
+            assert not set(reserved) & self._in_use(request), "a slot in use was handed out"
+            for row, ended in zip(of_group, request.ended, strict=True):
+                assert not ended or set(row) == {0}
+
+    def _in_use(self, request: Request) -> set[int]:
+        rows = self.ledger.particle_rows(torch.tensor([request.row]))[0].tolist()
+        spans = zip(rows, request.tails, strict=True)
+        begin = request.committed
+        return {
+            slot
+            for row, tail in spans
+            for slot in self.table[row, begin : begin + len(tail)].tolist()
+        }
+
+    def _check_population(self, population: Population, batch: list[Request]) -> None:
+        self.operations += 1
+        lengths = population.lengths.tolist()
+        assert lengths == [[len(tail) for tail in request.tails] for request in batch]
+        assert population.ended.tolist() == [request.ended for request in batch]
+        assert population.anchor.tolist() == [request.output[-1] for request in batch]
+        assert population.last_tokens.tolist() == [
+            [[*request.output, *tail][-1] for tail in request.tails] for request in batch
+        ]
+        assert population.output_lengths.tolist() == [
+            [len(request.output) + len(tail) for tail in request.tails] for request in batch
+        ]
+        for group, request in enumerate(batch):
+            for particle, tail in enumerate(request.tails):
+                assert population.tokens[group, particle, : len(tail)].tolist() == tail
+
+
+def _num_common(tails: list[list[int]]) -> int:
+    shortest = min(map(len, tails))
+    for index in range(shortest):
+        if len({tail[index] for tail in tails}) > 1:
+            return index
+    return shortest

@@ -1,0 +1,116 @@
+"""No slot is lost, shared by mistake or read with the wrong KV, whatever requests come and go.
+
+The checks themselves live in `pool_model.PoolModel`; these tests supply the programs.
+"""
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from pool_model import PoolModel, Request
+
+from sglang_smc.config import SMCConfig
+
+CONFIGS = {
+    "usual": SMCConfig(num_particles=4, num_steps=3, max_lag=8),
+    "long tails": SMCConfig(num_particles=3, num_steps=2, max_lag=30),
+    "emits every round": SMCConfig(num_particles=3, num_steps=2, max_lag=1),
+    "one particle": SMCConfig(num_particles=1, num_steps=4, max_lag=5),
+    "one step": SMCConfig(num_particles=8, num_steps=1, max_lag=3),
+}
+
+
+def act(model: PoolModel, rng: random.Random) -> None:
+    """One thing that a scheduler may do next; mostly a round for some of the requests."""
+    running = list(model.requests.values())
+    choice = rng.random()
+    if model.free_rows and (choice < 0.3 or not running):
+        model.start(rng)
+    elif choice < 0.04 + 0.3:
+        model.abort(rng.choice(running), rng)
+    elif choice < 0.08 + 0.3:
+        model.retract(rng.choice(running), rng)
+    else:
+        model.play_round(rng.sample(running, rng.randint(1, len(running))), rng)
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_long_programs(name: str) -> None:
+    rng = random.Random(name)
+    model = PoolModel(CONFIGS[name])
+    while model.operations < 4000:
+        act(model, rng)
+    if model.config.num_particles > 1 and model.config.max_lag > 1:
+        assert len(model.seen) == 4
+        assert min(model.seen.values()) > 5, model.seen
+    for request in list(model.requests.values()):
+        model.abort(request, rng)
+    assert set(model.free) == model.all_slots
+
+
+class Scheduler(RuleBasedStateMachine):
+    """The same, with programs that hypothesis can shrink."""
+
+    @initialize(name=st.sampled_from(list(CONFIGS)))
+    def create(self, name: str) -> None:
+        self.model = PoolModel(CONFIGS[name], num_rows=3, longest=24)
+
+    def pick(self, rng: random.Random) -> Request:
+        return rng.choice(list(self.model.requests.values()))
+
+    @precondition(lambda self: self.model.free_rows)
+    @rule(seed=st.integers(0, 2**16))
+    def start(self, seed: int) -> None:
+        self.model.start(random.Random(seed))
+
+    @precondition(lambda self: self.model.requests)
+    @rule(seed=st.integers(0, 2**16))
+    def play_round_of_some(self, seed: int) -> None:
+        rng = random.Random(seed)
+        running = list(self.model.requests.values())
+        self.model.play_round(rng.sample(running, rng.randint(1, len(running))), rng)
+
+    @precondition(lambda self: self.model.requests)
+    @rule(seed=st.integers(0, 2**16))
+    def play_round_of_all(self, seed: int) -> None:
+        self.model.play_round(list(self.model.requests.values()), random.Random(seed))
+
+    @precondition(lambda self: self.model.requests)
+    @rule(seed=st.integers(0, 2**16))
+    def abort(self, seed: int) -> None:
+        rng = random.Random(seed)
+        self.model.abort(self.pick(rng), rng)
+
+    @precondition(lambda self: self.model.requests)
+    @rule(seed=st.integers(0, 2**16))
+    def retract(self, seed: int) -> None:
+        rng = random.Random(seed)
+        self.model.retract(self.pick(rng), rng)
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        if "model" in self.__dict__:
+            self.model.check()
+
+
+def test_random_programs() -> None:
+    run_state_machine_as_test(
+        Scheduler,
+        settings=settings(
+            max_examples=25,
+            stateful_step_count=30,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

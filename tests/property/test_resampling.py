@@ -1,0 +1,127 @@
+"""Laws of the resampling schemes: E[offspring] = N w, and how far offspring may stray."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_smc.smc.resampling import SCHEMES
+from sglang_smc.smc.rounds import resample
+from sglang_smc.smc.weights import log_mean_exp, normalized
+
+NUM_DRAWS = 20_000
+# Normalised; dyadic, uneven, with zeros, nearly dead, more than one whole share.
+WEIGHTS = {
+    "uneven": [0.05, 0.45, 0.2, 0.3],
+    "zeros": [0.0, 0.26, 0.0, 0.64, 0.1],
+    "one heavy": [0.91, 0.03, 0.03, 0.01, 0.01, 0.01],
+    "equal": [1 / 7] * 7,
+    "two": [0.7, 0.3],
+    "whole shares": [0.5, 0.25, 0.25, 0.0],
+    "faint": [1e-9, 1 - 2e-9, 1e-9],
+}
+
+
+def offspring(name: str, weights: torch.Tensor, seed: int) -> torch.Tensor:
+    """Offspring counts of many independent draws, ``[NUM_DRAWS, N]``."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (NUM_DRAWS, len(weights))
+    u = torch.rand(shape, generator=generator, dtype=torch.float64)
+    ancestors = SCHEMES[name](weights.expand(shape).contiguous(), u)
+    return torch.zeros(shape).scatter_add(1, ancestors, torch.ones(shape)).double()
+
+
+@pytest.mark.parametrize("case", list(WEIGHTS))
+@pytest.mark.parametrize("name", list(SCHEMES))
+def test_expected_offspring_is_n_w(name: str, case: str) -> None:
+    """z-test of each mean at 5 standard errors: error probability 6e-7 a particle."""
+    w = torch.tensor(WEIGHTS[case], dtype=torch.float64)
+    counts = offspring(name, w, seed=1)
+    expected = len(w) * w
+    # Offspring that are 0 or 1 beyond the floor vary least; give the error that floor.
+    fraction = expected - expected.floor()
+    variance = torch.maximum(counts.var(0), fraction * (1 - fraction))
+    error = (variance / NUM_DRAWS).sqrt() + 1e-9
+    assert ((counts.mean(0) - expected).abs() < 5 * error).all()
+
+
+@pytest.mark.parametrize("case", list(WEIGHTS))
+@pytest.mark.parametrize("name", ["systematic", "ssp"])
+def test_offspring_is_floor_or_ceil_of_n_w(name: str, case: str) -> None:
+    w = torch.tensor(WEIGHTS[case], dtype=torch.float64)
+    counts = offspring(name, w, seed=2)
+    stray = 1e-9  # N w that misses a whole number by a rounding may go either way
+    assert (counts >= (len(w) * w - stray).floor()).all()
+    assert (counts <= (len(w) * w + stray).ceil()).all()
+
+
+@pytest.mark.parametrize("case", list(WEIGHTS))
+def test_residual_never_keeps_less_than_floor_n_w(case: str) -> None:
+    w = torch.tensor(WEIGHTS[case], dtype=torch.float64)
+    assert (offspring("residual", w, seed=3) >= (len(w) * w).floor()).all()
+
+
+@pytest.mark.parametrize("case", list(WEIGHTS))
+def test_stratified_offspring_strays_by_less_than_two(case: str) -> None:
+    w = torch.tensor(WEIGHTS[case], dtype=torch.float64)
+    assert ((offspring("stratified", w, seed=4) - len(w) * w).abs() < 2).all()
+
+
+@pytest.mark.parametrize("case", ["uneven", "one heavy", "equal"])
+def test_variances_are_ordered_as_theory_has_it(case: str) -> None:
+    """Not above multinomial's, up to 5 % noise; a scheme that ignores its strata would be."""
+    w = torch.tensor(WEIGHTS[case], dtype=torch.float64)
+    variance = {name: float(offspring(name, w, seed=5).var(0).sum()) for name in SCHEMES}
+    expected = float((len(w) * w * (1 - w)).sum())
+    assert variance["multinomial"] == pytest.approx(expected, rel=0.05)
+    for name in ("stratified", "residual", "systematic", "ssp"):
+        assert variance[name] <= 1.05 * variance["multinomial"]
+    if case != "equal":
+        assert variance["ssp"] < 0.8 * variance["multinomial"]
+
+
+@pytest.mark.parametrize("name", ["systematic", "ssp"])
+def test_marginal_law_of_an_offspring_count(name: str) -> None:
+    """P(ceil) is the fraction of N w: z-test at 5 standard errors."""
+    w = torch.tensor(WEIGHTS["uneven"], dtype=torch.float64)
+    fraction = len(w) * w - (len(w) * w).floor()
+    above = (offspring(name, w, seed=6) > (len(w) * w).floor()).double().mean(0)
+    error = (fraction * (1 - fraction) / NUM_DRAWS).sqrt() + 1e-9
+    assert ((above - fraction).abs() < 5 * error).all()
+
+
+log_weight = st.one_of(st.floats(-50, 50), st.just(-math.inf), st.sampled_from([0.0, 1.0]))
+uniform = st.one_of(
+    st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, math.nextafter(1.0, 0.0)])
+)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_any_weights_give_valid_ancestors_with_weight(data: st.DataObject) -> None:
+    values = data.draw(st.lists(log_weight, min_size=1, max_size=12))
+    values[data.draw(st.integers(0, len(values) - 1))] = data.draw(st.floats(-50, 50))
+    log_weights = torch.tensor([values], dtype=torch.float64)
+    size = len(values)
+    u = torch.tensor([data.draw(st.lists(uniform, min_size=size, max_size=size))])
+    w = normalized(log_weights)
+    for name, scheme in SCHEMES.items():
+        ancestors = scheme(w, u.double())
+        assert ancestors.shape == (1, size)
+        assert (w.gather(1, ancestors) > 0).all(), name
+        floor_ok = torch.bincount(ancestors[0], minlength=size) >= (size * w[0] - 1e-9).floor()
+        assert floor_ok.all() or name in ("multinomial", "stratified")
+
+
+@pytest.mark.parametrize("name", list(SCHEMES))
+def test_evidence_is_the_same_before_and_after_resampling(name: str) -> None:
+    generator = torch.Generator().manual_seed(7)
+    log_weights = torch.randn(50, 6, generator=generator, dtype=torch.float64) * 3
+    log_weights[:, 2] = -math.inf
+    u = torch.rand(50, 6, generator=generator, dtype=torch.float64)
+    where = torch.arange(50) % 2 == 0
+    step = resample(log_weights, where, u, name)
+    after = step.log_evidence + log_mean_exp(step.log_weights)
+    assert torch.allclose(after, log_mean_exp(log_weights), atol=1e-12)

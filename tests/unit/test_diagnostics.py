@@ -1,0 +1,102 @@
+"""Counters of a run, and what the client reads of them."""
+
+import logging
+
+import pytest
+import torch
+
+from sglang_smc.diagnostics import Counters, CounterTable, IntervalLog, meta_info
+
+
+def add(table: CounterTable, rows: list[int], ess: list[float], **flags: list[bool]) -> list:
+    nothing = [False] * len(rows)
+    totals = table.add_round(
+        torch.tensor(rows),
+        resampled=torch.tensor(flags.get("resampled", nothing)),
+        collapsed=torch.tensor(flags.get("collapsed", nothing)),
+        all_zero=torch.tensor(flags.get("all_zero", nothing)),
+        ess=torch.tensor(ess, dtype=torch.float64),
+        log_evidence=torch.tensor([-float(row) for row in rows], dtype=torch.float64),
+    )
+    return totals.tolist()
+
+
+def started(rows: list[int]) -> CounterTable:
+    table = CounterTable(5, "cpu")
+    size = len(rows), len(Counters._fields)
+    table.begin(torch.tensor(rows), torch.zeros(size, dtype=torch.float64))
+    return table
+
+
+def test_every_event_has_its_own_counter() -> None:
+    table = started([1, 2, 3])
+    add(table, [3, 1], [4.0, 2.0], resampled=[True, False])
+    add(table, [1, 3], [3.0, 1.0], collapsed=[False, True], all_zero=[True, False])
+    totals = add(table, [1, 2, 3], [1.0, 1.0, 1.0], resampled=[True, True, True])
+    by_row = [Counters(*row) for row in totals]
+    assert [c.rounds_ct for c in by_row] == [3, 1, 3]
+    assert [c.resample_ct for c in by_row] == [1, 1, 2]
+    assert [c.collapse_ct for c in by_row] == [0, 0, 1]
+    assert [c.all_zero_ct for c in by_row] == [1, 0, 0]
+    assert [c.ess_sum for c in by_row] == [6.0, 1.0, 6.0]
+
+
+def test_log_evidence_is_taken_over_not_added_up() -> None:
+    """The population carries the running total already."""
+    table = started([2])
+    add(table, [2], [1.0])
+    assert Counters(*add(table, [2], [1.0])[0]).log_evidence == -2.0
+
+
+def test_a_retracted_request_goes_on_counting() -> None:
+    table = started([1])
+    carried = add(table, [1], [3.0], resampled=[True])
+    table.begin(torch.tensor([4]), torch.tensor(carried, dtype=torch.float64))
+    counters = Counters(*add(table, [4], [1.0], resampled=[True])[0])
+    assert (counters.rounds_ct, counters.resample_ct, counters.ess_sum) == (2, 2, 4.0)
+
+
+def test_meta_info_is_prefixed_and_has_plain_numbers() -> None:
+    totals = Counters(4, 2, 1, 3, 10.0, -0.75)
+    assert meta_info([float(value) for value in totals], 8) == {
+        "spec_smc_num_particles": 8,
+        "spec_smc_rounds_ct": 4,
+        "spec_smc_resample_ct": 2,
+        "spec_smc_collapse_ct": 1,
+        "spec_smc_all_zero_ct": 3,
+        "spec_smc_ess_mean": 2.5,
+        "spec_smc_log_evidence": -0.75,
+    }
+    counts = [v for k, v in meta_info([4.0] * 6, 8).items() if k.endswith("_ct")]
+    assert all(type(count) is int for count in counts)
+
+
+def test_before_the_first_round_all_particles_count() -> None:
+    """A text of one token ends in prefill: no round, no division by zero."""
+    assert meta_info([0.0] * 6, 8)["spec_smc_ess_mean"] == pytest.approx(8.0)
+
+
+def test_the_log_has_one_line_an_interval_and_begins_again_after_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    log = IntervalLog(interval=2, num_particles=4)
+    nothing = [0.0] * len(Counters._fields)
+    after_one, after_two = [1.0, 1.0, 0.0, 0.0, 2.0, -9.0], [2.0, 1.0, 1.0, 0.0, 6.0, -9.0]
+    log.add(nothing, after_one)
+    log.end_round()
+    assert not caplog.messages
+    log.add(after_one, after_two)
+    log.end_round()
+    assert len(caplog.messages) == 1
+    line = caplog.messages[0]
+    for part in ("#round: 2", "ess / particles: 0.75", "resample rate: 0.50", "#collapse: 1"):
+        assert part in line
+    log.add(after_one, after_two)
+    log.end_round()
+    log.end_round()
+    assert "#round: 1, ess / particles: 1.00, resample rate: 0.00" in caplog.messages[1]
+
+
+def test_an_interval_without_rounds_is_no_division_by_zero() -> None:
+    IntervalLog(interval=1, num_particles=4).end_round()

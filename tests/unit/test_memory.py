@@ -1,0 +1,89 @@
+"""Is an arena large enough for any round, and does a small pool say so?
+
+`tests/property/test_ledger.py` fills arenas of this size with random programs.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_smc import memory
+from sglang_smc.config import SMCConfig
+
+configs = st.builds(
+    SMCConfig,
+    num_particles=st.integers(1, 64),
+    num_steps=st.integers(1, 20),
+    max_lag=st.integers(1, 300),
+)
+quick = settings(max_examples=300, deadline=None, derandomize=True, database=None)
+
+
+@quick
+@given(configs, st.integers(1, 1000))
+def test_an_arena_holds_the_longest_tails_and_a_round_of_each(
+    config: SMCConfig, remaining: int
+) -> None:
+    """Before a round a tail is shorter than the lag bound and than what may still be emitted."""
+    longest_before = min(config.max_lag, remaining) - 1
+    in_use = config.num_particles * longest_before
+    taken = config.num_particles * (config.num_steps + 1)
+    assert memory.arena(config, remaining) >= in_use + taken
+
+
+@quick
+@given(configs, st.integers(1, 1000))
+def test_no_arena_is_larger_than_the_largest(config: SMCConfig, remaining: int) -> None:
+    assert memory.arena(config, remaining) <= memory.max_arena(config)
+    assert memory.arena(config, config.max_lag) == memory.max_arena(config)
+
+
+@quick
+@given(configs)
+def test_a_tail_can_grow_by_a_round_from_the_bound(config: SMCConfig) -> None:
+    assert memory.max_tail(config) >= config.max_lag - 1 + config.num_steps + 1
+
+
+@quick
+@given(configs, st.integers(-5, 1000))
+def test_an_arena_never_grows_as_text_is_emitted(config: SMCConfig, remaining: int) -> None:
+    """A token emitted moves one slot out of the arena; what is owned in total may stay the same."""
+    assert memory.arena(config, remaining) >= memory.arena(config, remaining - 1)
+
+
+def test_the_arena_follows_what_a_request_has_emitted() -> None:
+    config = SMCConfig(num_particles=4, num_steps=3, max_lag=100)
+    params = SimpleNamespace(max_new_tokens=50)
+    req = SimpleNamespace(sampling_params=params, output_ids=[0] * 20)
+    assert memory.arena_of(config, req) == 4 * (30 + 3)
+    params.max_new_tokens = 500
+    assert memory.arena_of(config, req) == 4 * (100 + 3)
+    params.max_new_tokens = 10
+    assert memory.arena_of(config, req) == 4 * 3, "overshoot counts as nothing left"
+
+
+def test_check_pool_takes_a_pool_of_just_the_size_it_asks_for() -> None:
+    config = SMCConfig(num_particles=4, num_steps=3, max_lag=10)
+    with pytest.raises(ValueError, match=r"holds 10 tokens.*at least (\d+)") as raised:
+        memory.check_pool(config, 10)
+    needed = int(str(raised.value).split("at least ")[1].split()[0])
+    assert needed > memory.max_arena(config)
+    memory.check_pool(config, needed)
+    with pytest.raises(ValueError, match=f"holds {needed - 1} tokens"):
+        memory.check_pool(config, needed - 1)
+
+
+def test_check_pool_names_the_flags_their_values_and_the_mend() -> None:
+    with pytest.raises(ValueError) as raised:
+        memory.check_pool(SMCConfig(num_particles=7, num_steps=5, max_lag=33), 1)
+    message = str(raised.value)
+    for part in (
+        "--speculative-smc-num-particles 7",
+        "--speculative-smc-max-lag 33",
+        "--speculative-num-steps 5",
+        "--max-total-tokens",
+        "--mem-fraction-static",
+    ):
+        assert part in message

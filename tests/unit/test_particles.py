@@ -1,0 +1,113 @@
+"""Tails as tensors, at their borders; `tests/property/test_ledger.py` runs random programs."""
+
+import torch
+
+from sglang_smc.particles import ParticleTable, Population
+
+MAX_TAIL = 5
+
+
+def population(tails: list[list[list[int]]], anchor: int = 90) -> Population:
+    """Populations with these tails; what lies behind a tail is 99."""
+    groups, particles = len(tails), len(tails[0])
+    tokens = torch.full((groups, particles, MAX_TAIL + 1), 99)
+    for group, of_group in enumerate(tails):
+        for particle, tail in enumerate(of_group):
+            tokens[group, particle, : len(tail)] = torch.tensor(tail, dtype=torch.int64)
+    return Population(
+        tokens=tokens,
+        lengths=torch.tensor([[len(tail) for tail in of_group] for of_group in tails]),
+        ended=torch.zeros(groups, particles, dtype=torch.bool),
+        log_weights=torch.zeros(groups, particles, dtype=torch.float64),
+        anchor=torch.full((groups,), anchor),
+        num_emitted=torch.full((groups,), 10),
+        log_evidence=torch.zeros(groups, dtype=torch.float64),
+    )
+
+
+def tails_of(found: Population) -> list[list[list[int]]]:
+    return [
+        [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        for rows, lengths in zip(found.tokens.tolist(), found.lengths.tolist(), strict=True)
+    ]
+
+
+def test_last_tokens_are_the_tails_ends_or_the_anchor() -> None:
+    assert population([[[1, 2], [], [3]]]).last_tokens.tolist() == [[2, 90, 3]]
+
+
+def test_output_lengths_count_emitted_text_and_tail() -> None:
+    assert population([[[1, 2], [], [3]]]).output_lengths.tolist() == [[12, 10, 11]]
+
+
+def test_append_takes_as_many_as_each_particle_keeps() -> None:
+    new = torch.tensor([[[7, 8], [7, 8], [7, 8]]])
+    found = population([[[1, 2], [], [3]]]).append(new, torch.tensor([[0, 1, 2]]))
+    assert tails_of(found) == [[[1, 2], [7], [3, 7, 8]]]
+
+
+def test_append_fills_a_tail_to_its_last_place() -> None:
+    """What is not kept goes to a place of its own, never over a token."""
+    new = torch.tensor([[[6, 7], [6, 7]]])
+    found = population([[[1, 2, 3], [1, 2, 3, 4]]]).append(new, torch.tensor([[2, 1]]))
+    assert tails_of(found) == [[[1, 2, 3, 6, 7], [1, 2, 3, 4, 6]]]
+    full = found.append(torch.tensor([[[8], [8]]]), torch.tensor([[0, 0]]))
+    assert tails_of(full) == tails_of(found)
+
+
+def test_descend_copies_tail_length_and_end_from_the_ancestor() -> None:
+    before = population([[[1], [2, 2], [3, 3, 3]]])
+    before = before._replace(ended=torch.tensor([[False, True, False]]))
+    found = before.descend(torch.tensor([[1, 2, 1]]))
+    assert tails_of(found) == [[[2, 2], [3, 3, 3], [2, 2]]]
+    assert found.ended.tolist() == [[True, False, True]]
+
+
+def test_emit_moves_the_common_tokens_out() -> None:
+    before = population([[[1, 2, 3], [1, 2]], [[4], [5]], [[6], [6]]])
+    found = before.emit(torch.tensor([2, 0, 1]))
+    assert tails_of(found) == [[[3], []], [[4], [5]], [[], []]]
+    assert found.anchor.tolist() == [2, 90, 6]
+    assert found.num_emitted.tolist() == [12, 10, 11]
+    assert found.last_tokens.tolist() == [[3, 2], [4, 5], [6, 6]]
+    assert torch.equal(found.output_lengths, before.output_lengths)
+
+
+def test_methods_return_new_populations() -> None:
+    before = population([[[1], [2]]])
+    before.append(torch.tensor([[[5], [5]]]), torch.tensor([[1, 1]]))
+    before.descend(torch.tensor([[1, 1]]))
+    before.emit(torch.tensor([1]))
+    assert tails_of(before) == [[[1], [2]]]
+
+
+def test_a_table_gives_back_what_was_stored_in_any_order() -> None:
+    table = ParticleTable(5, 2, MAX_TAIL, "cpu")
+    table.scatter(torch.tensor([3, 1]), population([[[1], [2]], [[3], [4, 5]]]))
+    found = table.gather(torch.tensor([1, 3]))
+    assert tails_of(found) == [[[3], [4, 5]], [[1], [2]]]
+
+
+def test_begin_forgets_the_rows_former_request() -> None:
+    """Weights, ends and tails of the last owner would otherwise leak into the new text."""
+    table = ParticleTable(5, 2, MAX_TAIL, "cpu")
+    rows = torch.tensor([2])
+    old = population([[[1, 2], [3]]])._replace(
+        ended=torch.tensor([[True, False]]),
+        log_weights=torch.tensor([[-3.0, 5.0]], dtype=torch.float64),
+        log_evidence=torch.tensor([7.0], dtype=torch.float64),
+    )
+    table.scatter(rows, old)
+    table.begin(
+        rows,
+        first_tokens=torch.tensor([42]),
+        num_emitted=torch.tensor([3]),
+        log_evidence=torch.tensor([-0.5], dtype=torch.float64),
+    )
+    found = table.gather(rows)
+    assert tails_of(found) == [[[], []]]
+    assert not found.ended.any()
+    assert found.log_weights.tolist() == [[0.0, 0.0]]
+    assert found.last_tokens.tolist() == [[42, 42]]
+    assert found.output_lengths.tolist() == [[3, 3]]
+    assert found.log_evidence.tolist() == [-0.5]

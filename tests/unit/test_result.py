@@ -1,0 +1,135 @@
+"""The scheduler's books after SMC rounds: the identities that clients check."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from sglang.srt.managers.schedule_batch import Req
+
+from sglang_smc.diagnostics import Counters, IntervalLog
+from sglang_smc.result import SMCBatchResult
+
+
+class FakeReq:
+    """What the books of one request consist of."""
+
+    update_spec_correct_drafts_histogram = Req.update_spec_correct_drafts_histogram
+
+    def __init__(self, *, retracted: bool = False, done: bool = False) -> None:
+        self.is_retracted, self.done = retracted, done
+        self.spec_verify_ct = self.spec_num_correct_drafts = self.kv_committed_len = 0
+        self.spec_correct_drafts_histogram: list[int] = []
+        self.smc_run = SimpleNamespace(counters=[0.0] * len(Counters._fields))
+
+    def finished(self) -> bool:
+        return self.done
+
+
+def stock_resolve(result: SMCBatchResult, reqs: list[FakeReq]) -> Callable[[], list[list[int]]]:
+    """SGLang's accounting in `_resolve_spec_v2_tokens`: of n tokens emitted n - 1 are correct."""
+
+    def resolve() -> list[list[int]]:
+        emitted, stride = [], result.speculative_num_draft_tokens
+        lengths = result.accept_lens.tolist()
+        result.num_correct_drafts = sum(lengths) - len(reqs)
+        result.num_correct_drafts_per_req_cpu = [length - 1 for length in lengths]
+        for i, req in enumerate(reqs):
+            emitted.append(result.next_token_ids.tolist()[i * stride : i * stride + lengths[i]])
+            if not (req.is_retracted or req.finished()):
+                req.kv_committed_len += lengths[i]
+                req.spec_verify_ct += 1
+                req.spec_num_correct_drafts += lengths[i] - 1
+                req.update_spec_correct_drafts_histogram(lengths[i] - 1)
+        return emitted
+
+    return resolve
+
+
+def resolve(reqs: list[FakeReq], emitted: list[int], kept: list[int]) -> list[list[int]]:
+    stride = 12
+    result = SMCBatchResult(
+        next_token_ids=torch.arange(len(reqs) * stride),
+        accept_lens=torch.tensor(emitted),
+        speculative_num_draft_tokens=stride,
+        num_kept_columns=torch.tensor(kept),
+        counters=torch.arange(len(reqs)).view(-1, 1) + torch.zeros(1, len(Counters._fields)),
+        log=IntervalLog(100, 4),
+    )
+    tokens = result.resolve(SimpleNamespace(reqs=reqs), stock_resolve(result, reqs))
+    assert result.num_correct_drafts == sum(kept), "the server's accept length reads this"
+    assert result.num_correct_drafts_per_req_cpu == kept
+    return tokens
+
+
+def assert_identities(req: FakeReq) -> None:
+    histogram = req.spec_correct_drafts_histogram
+    assert all(count >= 0 for count in histogram)
+    assert sum(histogram) == req.spec_verify_ct
+    assert sum(i * count for i, count in enumerate(histogram)) == req.spec_num_correct_drafts
+
+
+def test_histogram_identities_over_rounds_that_emit_nothing_much_or_everything() -> None:
+    reqs = [FakeReq(), FakeReq()]
+    rounds = [([0, 3], [2, 2]), ([0, 0], [2, 0]), ([9, 1], [1, 0]), ([0, 12], [4, 4])]
+    for emitted, kept in rounds:
+        resolve(reqs, emitted, kept)
+        for req in reqs:
+            assert_identities(req)
+    assert reqs[0].spec_correct_drafts_histogram == [0, 1, 2, 0, 1]
+    assert reqs[1].spec_correct_drafts_histogram == [2, 0, 1, 0, 1]
+    assert [req.spec_num_correct_drafts for req in reqs] == [9, 6]
+
+
+def test_a_first_round_that_emits_nothing() -> None:
+    """SGLang would index an empty histogram with -1."""
+    req = FakeReq()
+    assert resolve([req], [0], [0]) == [[]]
+    assert req.spec_correct_drafts_histogram == [1]
+    assert req.spec_num_correct_drafts == 0
+
+
+def test_the_tokens_are_those_that_sglang_resolves() -> None:
+    assert resolve([FakeReq(), FakeReq(), FakeReq()], [2, 0, 3], [3, 3, 3]) == [
+        [0, 1],
+        [],
+        [24, 25, 26],
+    ]
+
+
+def test_requests_that_are_gone_keep_their_books() -> None:
+    gone = [FakeReq(retracted=True), FakeReq(done=True)]
+    for req in gone:
+        req.spec_verify_ct, req.spec_num_correct_drafts = 2, 3
+        req.spec_correct_drafts_histogram = [0, 1, 1]
+        req.smc_run.counters = [7.0]
+    live = FakeReq()
+    resolve([gone[0], live, gone[1]], [0, 1, 4], [2, 2, 2])
+    for req in gone:
+        assert req.spec_correct_drafts_histogram == [0, 1, 1]
+        assert req.spec_num_correct_drafts == 3
+        assert req.smc_run.counters == [7.0]
+    assert_identities(live)
+    assert live.smc_run.counters == [1.0] * len(Counters._fields), "its own row of the table"
+
+
+def test_a_request_that_the_books_find_finished_still_counts_its_last_round() -> None:
+    """Whether it was live is asked before SGLang's own resolve, which may end it."""
+    req = FakeReq()
+    result = SMCBatchResult(
+        next_token_ids=torch.zeros(4, dtype=torch.int64),
+        accept_lens=torch.tensor([4]),
+        speculative_num_draft_tokens=4,
+        num_kept_columns=torch.tensor([3]),
+        counters=torch.zeros(1, len(Counters._fields)),
+        log=IntervalLog(100, 4),
+    )
+    stock = stock_resolve(result, [req])
+
+    def finish() -> list[list[int]]:
+        tokens = stock()
+        req.done = True
+        return tokens
+
+    result.resolve(SimpleNamespace(reqs=[req]), finish)
+    assert_identities(req)
+    assert req.spec_num_correct_drafts == 3

@@ -1,0 +1,229 @@
+"""Where a round stops, who goes on, and what the particles share."""
+
+import math
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from sglang_smc.smc import rounds
+from sglang_smc.smc.rounds import Cut
+
+INF = math.inf
+EQUAL = [0.0, 0.0]
+
+
+def cut(
+    log_weights: list[float], increments: list[list[float]], tau: float, resample_at: str
+) -> Cut:
+    """`rounds.cut` for one group, increments given per particle."""
+    return rounds.cut(
+        torch.tensor([log_weights], dtype=torch.float64),
+        torch.tensor([increments]),
+        ess_threshold=tau,
+        resample_at=resample_at,
+    )
+
+
+def shape_of(found: Cut) -> tuple[int, bool, bool]:
+    return int(found.num_columns), bool(found.resample), bool(found.all_zero)
+
+
+class TestCut:
+    def test_block_keeps_all_columns_however_low_the_ess_falls_on_the_way(self) -> None:
+        found = cut(EQUAL, [[50.0, -50.0, 0.0], [0.0, 0.0, 0.0]], 0.9, "block")
+        assert shape_of(found) == (3, False, False)
+        assert found.ess == 2.0
+
+    def test_block_tests_the_last_column(self) -> None:
+        found = cut(EQUAL, [[0.0, 0.0, 9.0], [0.0, 0.0, 0.0]], 0.9, "block")
+        assert shape_of(found) == (3, True, False)
+        assert found.log_weights.tolist() == [[9.0, 0.0]]
+
+    def test_token_stops_at_the_first_failing_column_and_keeps_it(self) -> None:
+        found = cut(EQUAL, [[0.0, 9.0, -9.0, 0.0], [0.0, 0.0, 0.0, 0.0]], 0.9, "token")
+        assert shape_of(found) == (2, True, False)
+        assert found.log_weights.tolist() == [[9.0, 0.0]]
+        assert found.ess.item() == pytest.approx(1.0, abs=1e-3)
+
+    def test_token_stops_at_the_very_first_column(self) -> None:
+        assert shape_of(cut(EQUAL, [[9.0, 0.0], [0.0, 0.0]], 0.9, "token")) == (1, True, False)
+
+    def test_token_keeps_all_columns_where_none_fails(self) -> None:
+        found = cut(EQUAL, [[0.1, 0.1], [0.0, 0.0]], 0.5, "token")
+        assert shape_of(found) == (2, False, False)
+        assert found.log_weights[0, 0].item() == pytest.approx(0.2)
+
+    @pytest.mark.parametrize("resample_at", ["block", "token"])
+    def test_no_threshold_never_resamples(self, resample_at: str) -> None:
+        found = cut(EQUAL, [[99.0, 9.0], [0.0, -INF]], 0.0, resample_at)
+        assert shape_of(found) == (2, False, False)
+
+    @pytest.mark.parametrize("resample_at", ["block", "token"])
+    @pytest.mark.parametrize("num_particles", [1, 3, 49])
+    def test_full_threshold_does_not_resample_equal_weights(
+        self, num_particles: int, resample_at: str
+    ) -> None:
+        increments = [[0.1, -0.7, 1.3]] * num_particles
+        found = cut([0.0] * num_particles, increments, 1.0, resample_at)
+        assert shape_of(found) == (3, False, False)
+        assert found.ess == num_particles
+
+    @pytest.mark.parametrize("resample_at", ["block", "token"])
+    def test_full_threshold_resamples_the_slightest_difference(self, resample_at: str) -> None:
+        assert cut(EQUAL, [[1e-3], [0.0]], 1.0, resample_at).resample
+
+    @pytest.mark.parametrize("resample_at", ["block", "token"])
+    def test_an_ess_at_the_threshold_is_not_below_it(self, resample_at: str) -> None:
+        found = cut([0.0] * 4, [[0.0], [0.0], [-INF], [-INF]], 0.5, resample_at)
+        assert found.ess == 2.0
+        assert not found.resample
+
+    @pytest.mark.parametrize("resample_at", ["block", "token"])
+    @pytest.mark.parametrize("column", [0, 1, 2])
+    def test_both_stop_before_the_column_in_which_all_die(
+        self, column: int, resample_at: str
+    ) -> None:
+        increments = [[0.5 if i != column else -INF for i in range(3)]] * 2
+        found = cut([0.25, 0.25], increments, 0.5, resample_at)
+        assert shape_of(found) == (column, False, True)
+        assert found.log_weights.tolist() == [[0.25 + 0.5 * column] * 2]
+
+    def test_block_before_a_dead_column_tests_the_columns_it_keeps(self) -> None:
+        found = cut(EQUAL, [[9.0, -INF, 0.0], [0.0, -INF, 0.0]], 0.9, "block")
+        assert shape_of(found) == (1, True, True)
+
+    def test_particles_that_die_one_after_another(self) -> None:
+        """One dies in each column: the last column that leaves one alive is kept."""
+        increments = [[-INF, 0.0, 0.0], [0.0, -INF, 0.0], [0.0, 0.0, -INF]]
+        found = cut([0.0] * 3, increments, 0.1, "block")
+        assert shape_of(found) == (2, False, True)
+        assert found.log_weights.tolist() == [[-INF, -INF, 0.0]]
+
+    def test_token_stops_where_some_die_and_that_is_too_many(self) -> None:
+        found = cut([0.0] * 4, [[-INF, 0.0]] * 3 + [[0.0, 0.0]], 0.5, "token")
+        assert shape_of(found) == (1, True, False)
+
+    def test_the_partially_dead_go_on_with_weight_zero(self) -> None:
+        found = cut(EQUAL, [[-INF, 5.0], [0.0, 1.0]], 0.5, "block")
+        assert shape_of(found) == (2, False, False)
+        assert found.log_weights.tolist() == [[-INF, 1.0]]
+
+    @pytest.mark.parametrize("resample_at", ["block", "token"])
+    def test_particles_dead_before_the_round_stay_dead(self, resample_at: str) -> None:
+        found = cut([-INF, 0.0], [[3.0], [-INF]], 0.5, resample_at)
+        assert shape_of(found) == (0, False, True)
+        assert found.log_weights.tolist() == [[-INF, 0.0]]
+
+    @pytest.mark.parametrize("resample_at", ["block", "token"])
+    def test_nan_counts_as_dead(self, resample_at: str) -> None:
+        found = cut(EQUAL, [[math.nan], [math.nan]], 0.5, resample_at)
+        assert shape_of(found) == (0, False, True)
+        assert not found.log_weights.isnan().any()
+
+    @pytest.mark.parametrize("resample_at", ["block", "token"])
+    def test_one_particle_never_resamples(self, resample_at: str) -> None:
+        assert shape_of(cut([0.0], [[-7.0, 3.0]], 1.0, resample_at)) == (2, False, False)
+
+    @pytest.mark.parametrize("resample_at", ["block", "token"])
+    def test_greedy_is_verification_of_the_longest_agreeing_draft(self, resample_at: str) -> None:
+        """At temperature 0 an increment is 0 where the draft is the target's argmax, else -inf."""
+        agree = [[0.0, 0.0, -INF, 0.0]] * 2
+        assert shape_of(cut(EQUAL, agree, 0.5, resample_at)) == (2, False, True)
+        assert shape_of(cut(EQUAL, [[0.0] * 4] * 2, 0.5, resample_at)) == (4, False, False)
+        assert shape_of(cut(EQUAL, [[-INF] * 4] * 2, 0.5, resample_at)) == (0, False, True)
+
+    def test_groups_are_cut_each_at_their_own_column(self) -> None:
+        increments = torch.zeros(3, 2, 4)
+        increments[0, 0, 2] = 9.0
+        increments[1, :, 1] = -INF
+        found = rounds.cut(
+            torch.zeros(3, 2, dtype=torch.float64), increments, ess_threshold=0.9,
+            resample_at="token",
+        )  # fmt: skip
+        assert found.num_columns.tolist() == [3, 1, 4]
+        assert found.resample.tolist() == [True, False, False]
+        assert found.all_zero.tolist() == [False, True, False]
+
+
+class TestResample:
+    def test_only_the_named_groups_change(self) -> None:
+        log_weights = torch.tensor([[0.0, -INF], [1.0, -INF]], dtype=torch.float64)
+        u = torch.full((2, 2), 0.5, dtype=torch.float64)
+        step = rounds.resample(log_weights, torch.tensor([True, False]), u, "systematic")
+        assert step.ancestors.tolist() == [[0, 0], [0, 1]]
+        assert step.log_weights.tolist() == [[0.0, 0.0], [1.0, -INF]]
+        assert step.log_evidence.tolist() == pytest.approx([-math.log(2), 0.0])
+
+    def test_slot_i_copies_ancestor_i(self) -> None:
+        """All weight on the last particle: a reversed direction would point at slot numbers."""
+        log_weights = torch.tensor([[-INF, -INF, 2.0]], dtype=torch.float64)
+        u = torch.zeros(1, 3, dtype=torch.float64)
+        step = rounds.resample(log_weights, torch.tensor([True]), u, "multinomial")
+        assert step.ancestors.tolist() == [[2, 2, 2]]
+
+
+class TestCollapse:
+    def test_sample_draws_in_proportion_to_the_weights(self) -> None:
+        """Chi-square, error probability 1e-4."""
+        log_weights = torch.tensor([0.1, 0.0, 0.6, 0.3], dtype=torch.float64).log() + 5
+        size = 20_000
+        u = torch.rand(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        everywhere = torch.ones(size, dtype=torch.bool)
+        step = rounds.collapse(log_weights.expand(size, 4), everywhere, u, "sample")
+        assert (step.ancestors == step.ancestors[:, :1]).all(), "all follow one particle"
+        counts = torch.bincount(step.ancestors[:, 0], minlength=4)
+        assert counts[1] == 0
+        assert chisquare(counts[[0, 2, 3]], [0.1 * size, 0.6 * size, 0.3 * size]).pvalue > 1e-4
+        assert torch.allclose(step.log_evidence, torch.tensor(5 - math.log(4)).double())
+        assert not step.log_weights.any()
+
+    @pytest.mark.parametrize("uniform", [0.0, 0.5, math.nextafter(1.0, 0.0)])
+    def test_argmax_takes_the_heaviest_whatever_the_uniform(self, uniform: float) -> None:
+        log_weights = torch.tensor([[-1.0, 3.0, -INF], [0.0, 0.0, -1.0]], dtype=torch.float64)
+        u = torch.full((2,), uniform, dtype=torch.float64)
+        step = rounds.collapse(log_weights, torch.tensor([True, True]), u, "argmax")
+        assert step.ancestors.tolist() == [[1, 1, 1], [0, 0, 0]]
+
+    def test_other_groups_stay_as_they_are(self) -> None:
+        log_weights = torch.tensor([[0.5, 1.5]], dtype=torch.float64)
+        for selection in ("sample", "argmax"):
+            nowhere = torch.tensor([False])
+            u = torch.zeros(1, dtype=torch.float64)
+            step = rounds.collapse(log_weights, nowhere, u, selection)
+            assert step.ancestors.tolist() == [[0, 1]]
+            assert step.log_weights.tolist() == [[0.5, 1.5]]
+            assert step.log_evidence.tolist() == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ([0, 0, 0], [1, 1, 1]),
+        ([1, 0, 0], [1, 0, 0]),  # the end itself still counts
+        ([0, 1, 0], [1, 1, 0]),
+        ([0, 1, 1], [1, 1, 0]),
+        ([1, 1, 1], [1, 0, 0]),
+        ([0, 0, 1], [1, 1, 1]),
+    ],
+)
+def test_still_open(ends: list[int], expected: list[int]) -> None:
+    assert rounds.still_open(torch.tensor([[ends]], dtype=torch.bool)).int().tolist() == [
+        [expected]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lengths", "expected"),
+    [
+        ([[1, 2, 3], [1, 2, 4]], [3, 3], 2),
+        ([[1, 2, 3], [1, 2, 3]], [3, 3], 3),
+        ([[1, 2, 3], [1, 2, 3]], [3, 2], 2),  # the shorter one bounds it
+        ([[1, 2, 3], [1, 2, 3]], [0, 3], 0),
+        ([[9, 2, 3], [1, 2, 3]], [3, 3], 0),  # later agreement is no prefix
+        ([[1, 9, 3], [1, 2, 3]], [3, 3], 1),
+        ([[1, 2, 3]], [3], 3),
+    ],
+)
+def test_common_prefix(tokens: list[list[int]], lengths: list[int], expected: int) -> None:
+    assert rounds.common_prefix(torch.tensor([tokens]), torch.tensor([lengths])) == expected

@@ -1,0 +1,139 @@
+"""What requests asked for, as tables: their own rules, their own ends."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_smc.sampling import RequestSpec, RequestTable, Settings, stop_tokens
+
+VOCAB = 6
+
+
+def spec(row: int = 1, **changes: object) -> RequestSpec:
+    default = RequestSpec(
+        row=row,
+        seed=100 + row,
+        temperature=1.0,
+        top_k=1 << 30,
+        top_p=1.0,
+        min_p=0.0,
+        max_new_tokens=8,
+        min_new_tokens=0,
+        ignore_eos=False,
+        stop_tokens=frozenset({2}),
+    )
+    return default._replace(**changes)
+
+
+def settings_of(*specs: RequestSpec) -> Settings:
+    table = RequestTable(5, VOCAB, "cpu")
+    table.write(list(specs))
+    return table.gather(torch.tensor([one.row for one in specs]))
+
+
+def test_stop_tokens_have_no_mass_before_min_new_tokens_and_all_of_it_after() -> None:
+    settings = settings_of(spec(min_new_tokens=3, stop_tokens=frozenset({2, 4})))
+    positions = torch.arange(6).view(1, 6)
+    log_p = settings.log_probs(torch.zeros(1, 6, VOCAB), positions, filtered=False)[0]
+    assert (log_p[:3, [2, 4]] == -torch.inf).all(), "tokens 0, 1 and 2 may not end the text"
+    assert torch.allclose(log_p[:3, [0, 1, 3, 5]].exp(), torch.tensor(1 / 4))
+    assert torch.allclose(log_p[3:].exp(), torch.tensor(1 / 6))
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_min_new_tokens_acts_before_the_filters(filtered: bool) -> None:
+    """The likeliest token is a stop token: top-k must choose among the others."""
+    logits = torch.tensor([[[0.0, 1.0, 9.0, 0.5, 0.0, 0.0]]])
+    settings = settings_of(spec(min_new_tokens=1, top_k=1 if filtered else 1 << 30))
+    log_p = settings.log_probs(logits, torch.tensor([[0]]), filtered=filtered)
+    assert log_p.argmax(-1) == 1
+    assert log_p[0, 0, 2] == -torch.inf
+
+
+def test_every_request_keeps_its_own_rules_in_a_batch() -> None:
+    specs = [
+        spec(1, temperature=0.5, top_k=2),
+        spec(3, temperature=2.0, top_p=0.6),
+        spec(2, min_p=0.5, min_new_tokens=9),
+    ]
+    logits = torch.randn(3, 4, VOCAB, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(4).expand(3, 4)
+    together = settings_of(*specs).log_probs(logits, positions, filtered=True)
+    for group, one in enumerate(specs):
+        alone = settings_of(one).log_probs(logits[[group]], positions[[group]], filtered=True)
+        assert torch.equal(together[[group]], alone)
+    assert (together[0] > -torch.inf).sum(-1).tolist() == [2] * 4
+
+
+def test_log_probs_leaves_the_logits_as_they_are() -> None:
+    """The draft's logits may be a buffer that is used again."""
+    logits = torch.zeros(1, 1, VOCAB)
+    settings_of(spec(min_new_tokens=1)).log_probs(logits, torch.tensor([[0]]), filtered=True)
+    assert not logits.any()
+
+
+def test_a_text_ends_at_a_stop_token_or_at_its_limit() -> None:
+    settings = settings_of(spec(max_new_tokens=4))
+    tokens = torch.tensor([[2, 1, 1, 1, 2, 1]])
+    lengths = torch.tensor([[1, 2, 3, 4, 4, 5]])
+    assert settings.ends(tokens, lengths).tolist() == [[True, False, False, True, True, True]]
+
+
+def test_ignore_eos_leaves_the_limit_only() -> None:
+    settings = settings_of(spec(ignore_eos=True, max_new_tokens=3))
+    tokens, lengths = torch.tensor([[2, 2, 2]]), torch.tensor([[1, 2, 3]])
+    assert settings.ends(tokens, lengths).tolist() == [[False, False, True]]
+
+
+def test_stop_tokens_of_one_request_do_not_stop_another() -> None:
+    settings = settings_of(spec(1, stop_tokens=frozenset({3})), spec(2, stop_tokens=frozenset()))
+    tokens, lengths = torch.tensor([[3, 2], [3, 2]]), torch.ones(2, 2, dtype=torch.int64)
+    assert settings.ends(tokens, lengths).tolist() == [[True, False], [False, False]]
+
+
+def test_a_row_that_is_used_again_forgets_its_former_request() -> None:
+    table = RequestTable(3, VOCAB, "cpu")
+    table.write([spec(1, stop_tokens=frozenset({0, 3, 5}), ignore_eos=True, top_k=1)])
+    table.write([spec(1, stop_tokens=frozenset({4})), spec(2, seed=77)])
+    found = table.gather(torch.tensor([1, 2]))
+    assert found.stop_mask[0].nonzero().flatten().tolist() == [4]
+    assert found.ignore_eos.tolist() == [False, False]
+    assert found.top_k.tolist() == [1 << 30] * 2
+    assert found.seeds.tolist() == [101, 77]
+
+
+def test_large_seeds_and_small_fractions_survive_the_tables() -> None:
+    found = settings_of(spec(seed=2**63 - 1, top_p=1e-6, min_p=0.25, temperature=1e-3))
+    assert found.seeds.tolist() == [2**63 - 1]
+    assert found.top_p.item() == pytest.approx(1e-6)
+    assert found.min_p.item() == 0.25
+    assert found.temperature.item() == pytest.approx(1e-3)
+
+
+def tokenizer(eos: int | None, more: set[int] | None) -> SimpleNamespace:
+    return SimpleNamespace(eos_token_id=eos, additional_stop_token_ids=more)
+
+
+@pytest.mark.parametrize(
+    ("request_tokens", "model_tokens", "tokenizer_tokens", "expected"),
+    [
+        (None, None, None, set()),
+        ([5], None, None, {5}),
+        (None, {1, 2}, None, {1, 2}),
+        (None, None, tokenizer(3, None), {3}),
+        (None, None, tokenizer(3, {4}), {3, 4}),
+        (None, None, tokenizer(None, {4}), {4}),
+        ([5], {1}, tokenizer(3, {4}), {1, 3, 4, 5}),
+        ([-1, 6, 5], {99}, tokenizer(6, {-7}), {5}),  # ids outside the vocabulary
+        ([0], None, None, {0}),  # 0 is a token like any other
+    ],
+)
+def test_stop_tokens_come_from_request_model_and_tokenizer(
+    request_tokens: list[int] | None,
+    model_tokens: set[int] | None,
+    tokenizer_tokens: SimpleNamespace | None,
+    expected: set[int],
+) -> None:
+    found = stop_tokens(request_tokens, model_tokens, tokenizer_tokens, VOCAB)
+    assert found == frozenset(expected)

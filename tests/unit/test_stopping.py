@@ -1,0 +1,128 @@
+"""Stop strings and patterns, wherever the borders between tokens and between texts fall."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_smc.particles import Population
+from sglang_smc.stopping import first_match, has_stop_text, mark_stop_texts
+
+
+class Letters:
+    """Token i is the i-th word; a text is all of them in a row."""
+
+    words = ("a", "b", "c", "ST", "OP", "STOP!", " ", "7")
+
+    def encode(self, text: str) -> list[int]:
+        return [self.words.index(letter) for letter in text]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(self.words[token] for token in tokens)
+
+
+A, B, C, ST, OP, STOP, SPACE, SEVEN = range(8)
+
+
+def make_req(
+    *stops: str, regex: str | None = None, span: int = 2, output_ids: tuple[int, ...] = ()
+) -> Any:
+    """``span``: tokens that a stop text may take, as SGLang computes it from the tokenizer."""
+    params = SimpleNamespace(
+        stop_strs=list(stops),
+        stop_regex_strs=[regex] if regex else [],
+        stop_str_max_len=span if stops else 0,
+        stop_regex_max_len=span if regex else 0,
+    )
+    return SimpleNamespace(sampling_params=params, tokenizer=Letters(), output_ids=list(output_ids))
+
+
+def test_only_requests_with_stop_texts_are_looked_at() -> None:
+    assert not has_stop_text(make_req())
+    assert has_stop_text(make_req("x"))
+    assert has_stop_text(make_req(regex="x"))
+
+
+@pytest.mark.parametrize(
+    ("emitted", "tail", "new", "expected"),
+    [
+        ([A], [B], [A, STOP, C], 1),  # inside one token
+        ([A], [B], [A, ST, OP, C], 2),  # across two new tokens: it ends with the second
+        ([A], [B, ST], [OP, A], 0),  # begins in the tail
+        ([A, ST], [], [OP, A], 0),  # begins in the emitted text
+        ([ST], [OP], [A, A], None),  # between emitted text and tail: matched long ago, not now
+        ([A], [ST], [A, OP], None),  # not in a row
+        ([A], [], [ST, ST, OP], 2),
+        ([A], [B], [OP, ST], None),  # the wrong way round
+        ([], [], [STOP], 0),
+        ([A], [], [STOP, STOP], 0),  # the first counts
+        ([A], [B], [], None),
+    ],
+)
+def test_a_stop_string_ends_at_the_token_that_completes_it(
+    emitted: list[int], tail: list[int], new: list[int], expected: int | None
+) -> None:
+    req = make_req("STOP", span=1, output_ids=tuple(emitted))
+    assert first_match(req, tail, new) == expected
+
+
+def test_a_match_reaches_back_over_tail_and_emitted_text() -> None:
+    req = make_req("abcabc", span=6, output_ids=(B, A, B))
+    assert first_match(req, [C, A], [B, C, A]) == 1
+
+
+def test_the_first_of_several_stop_strings_ends_the_text() -> None:
+    assert first_match(make_req("cc", "ab", span=2), [], [C, A, B, C, C]) == 2
+
+
+def test_a_stop_pattern_matches_across_the_border_of_the_tail() -> None:
+    req = make_req(regex=r"a\d+ b", span=6, output_ids=(C, A))
+    assert first_match(req, [SEVEN], [SEVEN, SPACE, B, C]) == 2
+    assert first_match(req, [SPACE], [SEVEN, SPACE, B]) is None
+
+
+def test_strings_and_patterns_together() -> None:
+    req = make_req("STOP", regex=r"\d", span=2)
+    assert first_match(req, [], [A, SEVEN, STOP]) == 1
+    assert first_match(req, [], [STOP, SEVEN]) == 0
+
+
+def population(tails: list[list[list[int]]]) -> Population:
+    """Populations with given tails; stale tokens behind them would complete a match."""
+    groups, particles = len(tails), len(tails[0])
+    tokens = torch.full((groups, particles, 8), OP)
+    for group, of_group in enumerate(tails):
+        for particle, tail in enumerate(of_group):
+            tokens[group, particle, : len(tail)] = torch.tensor(tail, dtype=torch.int64)
+    lengths = torch.tensor([[len(tail) for tail in of_group] for of_group in tails])
+    zeros = torch.zeros(groups, particles)
+    one = torch.zeros(groups, dtype=torch.int64)
+    return Population(tokens, lengths, zeros.bool(), zeros.double(), one, one, one.double())
+
+
+def test_each_particle_is_marked_by_its_own_lineage_and_each_request_by_its_own_texts() -> None:
+    reqs = [make_req("STOP"), make_req(), make_req("ab")]
+    tails = population([[[ST], [A]], [[ST], [A]], [[ST], [A]]])
+    tokens = torch.tensor([[[OP, A], [OP, B]]] * 3)
+    ends = torch.zeros(3, 2, 2, dtype=torch.bool)
+    ends[0, 1, 1] = True  # an end that is already known stays
+    found = mark_stop_texts(ends, reqs, tails, tokens)
+    assert found.int().tolist() == [
+        [[1, 0], [0, 1]],
+        [[0, 0], [0, 0]],
+        [[0, 0], [0, 0]],
+    ]
+    again = mark_stop_texts(ends, reqs, tails, torch.tensor([[[B, A], [B, B]]] * 3))
+    assert again[2].int().tolist() == [[0, 0], [1, 0]]
+    assert ends.sum() == 1, "the argument is left as it was"
+
+
+def test_tokens_behind_the_end_of_a_tail_are_not_read() -> None:
+    found = mark_stop_texts(
+        torch.zeros(1, 2, 1, dtype=torch.bool),
+        [make_req("STOPa")],
+        population([[[ST], [ST, OP]]]),
+        torch.tensor([[[A], [A]]]),
+    )
+    assert found.tolist() == [[[False], [True]]]
