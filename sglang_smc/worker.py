@@ -68,8 +68,6 @@ class SMCWorker(BaseSpecWorker):
         self._log = IntervalLog(server_args.decode_log_interval, self.config.num_particles)
         self._runs = RunBook(self.config.num_particles, target_worker.random_seed)
 
-    # -- set-up, in the order in which the scheduler calls it ------------------------------
-
     def alloc_memory_pool(
         self,
         memory_pool_config: Any = None,
@@ -117,8 +115,6 @@ class SMCWorker(BaseSpecWorker):
     def spec_v2_attn_backends(self) -> tuple:
         """Every attention backend that a round touches."""
         return self._steps.target.attn_backend, self._steps.draft.attn_backend
-
-    # -- one batch ------------------------------------------------------------------------
 
     def forward_batch_generation(
         self, batch: "ScheduleBatch", on_publish: "Callable | None" = None, **_: Any
@@ -194,8 +190,6 @@ class SMCWorker(BaseSpecWorker):
         settled, forced = steps.collapse(groups, continued)
         return self._commit(groups, settled, cut, forced)
 
-    # -- the steps of a round ---------------------------------------------------------------
-
     def _open(self, batch: "ScheduleBatch") -> Groups:
         for req in unopened(batch.reqs):
             self._ledger.open(req.req_pool_idx, req.kv_committed_len)
@@ -242,8 +236,6 @@ class SMCWorker(BaseSpecWorker):
             counters=counters,
             log=self._log,
         )
-
-    # -- helpers ----------------------------------------------------------------------------
 
     def _tensor(self, values: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
