@@ -1,0 +1,128 @@
+"""Ask a server the held-out problems through the OpenAI chat route, streaming."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any
+
+from openai import DefaultHttpxClient, OpenAI
+from pair.task import Problem, check, held_out, messages
+from serving import progress_interval
+from tqdm import tqdm
+
+#: The longest worked answers of the task take about 130 tokens.
+MAX_TOKENS = 160
+REQUEST_TIMEOUT = 120.0
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How all requests of a run are sampled; problem i runs with seed + i."""
+
+    temperature: float
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client sees of one request, in seconds since it was sent."""
+
+    index: int
+    request_id: str
+    text: str
+    right: bool
+    finish_reason: str | None
+    seconds_to_first: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Pass:
+    """All answers of a run, the wall time it took, and the server's ``meta_info`` by request."""
+
+    answers: list[Answer]
+    seconds: float
+    meta_infos: dict[str, dict[str, Any]]
+
+
+def connect(url: str) -> OpenAI:
+    """A client that fails at the first error, since a retry would spoil the measurement."""
+    # Without the environment's proxies, which do not know this machine's own ports.
+    transport = DefaultHttpxClient(trust_env=False, timeout=REQUEST_TIMEOUT)
+    return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=transport)
+
+
+def ask(
+    client: OpenAI,
+    index: int,
+    sampling: Sampling,
+    on_text: Callable[[str], None] = lambda _: None,
+) -> Answer:
+    """Stream the answer to held-out problem ``index``; ``on_text`` sees each piece as it comes."""
+    item = held_out(index)
+    start = time.perf_counter()
+    pieces: list[str] = []
+    first, request_id, finish_reason = None, "", None
+    for chunk in _stream(client, item, index, sampling):
+        request_id = chunk.id
+        for choice in chunk.choices:
+            finish_reason = choice.finish_reason or finish_reason
+            if choice.delta.content:
+                first = first or time.perf_counter()
+                pieces.append(choice.delta.content)
+                on_text(choice.delta.content)
+    end = time.perf_counter()
+    text = "".join(pieces)
+    return Answer(
+        index=index,
+        request_id=request_id,
+        text=text,
+        # An answer cut off by the length limit may end in a right number by chance.
+        right=finish_reason == "stop" and check(text, item),
+        finish_reason=finish_reason,
+        seconds_to_first=(first or end) - start,
+        seconds=end - start,
+    )
+
+
+def _stream(client: OpenAI, item: Problem, index: int, sampling: Sampling) -> Iterable[Any]:
+    return client.chat.completions.create(
+        model="default",
+        messages=messages(item),  # type: ignore[arg-type]
+        temperature=sampling.temperature,
+        max_tokens=MAX_TOKENS,
+        seed=sampling.seed + index,
+        stream=True,
+    )
+
+
+def ask_all(
+    client: OpenAI, indices: Iterable[int], sampling: Sampling, *, concurrency: int, label: str
+) -> tuple[list[Answer], float]:
+    """Ask all problems, ``concurrency`` at a time; the answers by index, and the wall time."""
+    pool = ThreadPoolExecutor(concurrency)
+    try:
+        start = time.perf_counter()
+        futures = [pool.submit(ask, client, index, sampling) for index in indices]
+        answers, right = [], 0
+        for future in (bar := _progress(futures, label)):
+            answers.append(future.result())
+            right += answers[-1].right
+            bar.set_postfix_str(f"{right / len(answers):.0%} right", refresh=False)
+        return sorted(answers, key=lambda answer: answer.index), time.perf_counter() - start
+    finally:
+        # Not waiting: after Ctrl-C the server goes away next, and with it what still runs.
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _progress(futures: list[Future[Answer]], label: str) -> tqdm:
+    return tqdm(
+        as_completed(futures),
+        total=len(futures),
+        desc=label,
+        unit="problem",
+        mininterval=progress_interval(),
+    )

@@ -1,0 +1,150 @@
+"""Starting and stopping a server, with a stand-in for the server."""
+
+import itertools
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import serving
+from serving import (
+    Server,
+    ServerError,
+    free_port,
+    read_records,
+    running,
+    server_command,
+    smc_flags,
+    wait_for_records,
+)
+
+
+def flag_values(command: list[str]) -> dict[str, str]:
+    return {flag: value for flag, value in itertools.pairwise(command) if flag.startswith("--")}
+
+
+def test_command_of_a_plain_server(tmp_path: Path) -> None:
+    command = server_command(Path("m"), port=123, records=tmp_path, concurrency=8, seed=5)
+    assert command[:3] == [sys.executable, "-m", "sglang.launch_server"]
+    values = flag_values(command)
+    assert values["--model-path"] == "m"
+    assert values["--port"] == "123"
+    assert values["--max-running-requests"] == "8"
+    assert values["--random-seed"] == "5"
+    assert values["--export-metrics-to-file-dir"] == str(tmp_path)
+    assert not [flag for flag in command if flag.startswith("--speculative")]
+
+
+def test_smc_differs_from_plain_by_its_flags_alone(tmp_path: Path) -> None:
+    flags = smc_flags(Path("d"), num_particles=16, num_steps=4, resample_at="token")
+    settings: dict[str, Any] = {"port": 1, "records": tmp_path, "concurrency": 8, "seed": 0}
+    plain = server_command(Path("m"), **settings)
+    assert server_command(Path("m"), flags=flags, **settings) == plain + flags
+    assert flag_values(flags) == {
+        "--speculative-algorithm": "SMC",
+        "--speculative-draft-model-path": "d",
+        "--speculative-smc-num-particles": "16",
+        "--speculative-num-steps": "4",
+        "--speculative-smc-resample-at": "token",
+    }
+
+
+def test_smc_flags_exist(tmp_path: Path) -> None:
+    from sglang_smc.config import SERVER_ARGS_FIELDS
+
+    known = {"--" + field.replace("_", "-") for field in SERVER_ARGS_FIELDS.values()}
+    flags = flag_values(smc_flags(tmp_path, num_particles=8, num_steps=4, resample_at="block"))
+    assert flags.keys() - known == {"--speculative-algorithm", "--speculative-draft-model-path"}
+
+
+def test_a_free_port_can_be_bound() -> None:
+    with socket.socket() as listener:
+        listener.bind((serving.HOST, free_port()))
+
+
+def write_records(path: Path, ids: list[str], unfinished: str = "") -> None:
+    lines = [json.dumps({"id": key, "request_parameters": "{}", "n": 1}) + "\n" for key in ids]
+    path.write_text("".join(lines) + unfinished)
+
+
+def test_records_of_all_files_but_no_half_line(tmp_path: Path) -> None:
+    write_records(tmp_path / "10.log", ["a", "b"])
+    write_records(tmp_path / "11.log", ["c"], unfinished='{"id": "d", ')
+    assert read_records(tmp_path) == {key: {"id": key, "n": 1} for key in "abc"}
+
+
+def test_a_missing_record_is_an_error(tmp_path: Path) -> None:
+    write_records(tmp_path / "10.log", ["a", "b"])
+    server = Server("http://nowhere", tmp_path)
+    assert wait_for_records(server, ["a"]).keys() == {"a"}
+    with pytest.raises(ServerError, match="no record of 1 of 2"):
+        wait_for_records(server, ["a", "z"], timeout=0.0)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Make `running` start a Python program in place of SGLang."""
+
+    def use(program: str) -> None:
+        monkeypatch.setattr(
+            serving,
+            "server_command",
+            lambda *_, port, **__: [sys.executable, "-c", program, str(port)],
+        )
+
+    return use
+
+
+SERVE = """
+import http.server, os, subprocess, sys
+child = subprocess.Popen(["sleep", "600"])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+        self.wfile.write(str(child.pid).encode())
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks processes up in /proc")
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt], ids=["end", "ctrl-c"])
+def test_no_process_is_left(
+    stand_in: Callable[[str], None], tmp_path: Path, error: type[BaseException] | None
+) -> None:
+    import httpx
+
+    stand_in(SERVE)
+    try:
+        with running(Path("m"), label="it", log=tmp_path / "log", concurrency=1) as server:
+            child = int(httpx.get(f"{server.url}/health", trust_env=False).text)
+            assert is_alive(child)
+            assert server.records.is_dir()
+            if error:
+                raise error
+    except KeyboardInterrupt:
+        pass
+    assert not is_alive(child)
+    assert not server.records.exists()
+
+
+def test_a_server_that_dies_shows_its_log(stand_in: Callable[[str], None], tmp_path: Path) -> None:
+    stand_in("raise SystemExit('no such model')")
+    log = tmp_path / "log"
+    with (
+        pytest.raises(ServerError, match=r"(?s)it ended while starting.*no such model"),
+        running(Path("m"), label="it", log=log, concurrency=1),
+    ):
+        pytest.fail("it never came up")
