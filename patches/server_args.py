@@ -25,6 +25,16 @@ from sglang_smc.hooks import Patch
 class SMCFlags:
     """Declared as SGLang declares its own; `add_fields` moves them over."""
 
+    speculative_smc_mode: Annotated[
+        str | None,
+        Arg(
+            help="SMC only. 'smc' weighs and resamples particles: approximate, and keeps every "
+            "drafted token. 'exact' verifies them as one multi-draft: the output follows the "
+            f"target (default {DEFAULTS.mode}).",
+            choices=list(config.MODES),
+        ),
+        NS("spec"),
+    ] = None
     speculative_smc_num_particles: Annotated[
         int | None,
         Arg(

@@ -12,6 +12,7 @@ ALGORITHM = "SMC"
 """The name after `--speculative-algorithm`."""
 
 MAX_PARTICLES = 1024
+MODES = ("smc", "exact")
 RESAMPLING_METHODS = ("systematic", "stratified", "multinomial", "residual", "ssp")
 RESAMPLE_AT = ("block", "token")
 SELECTIONS = ("sample", "argmax")
@@ -19,6 +20,7 @@ SELECTIONS = ("sample", "argmax")
 # Field of SMCConfig -> attribute of ServerArgs. K is SGLang's own flag; the others are ours.
 SERVER_ARGS_FIELDS = {
     "num_steps": "speculative_num_steps",
+    "mode": "speculative_smc_mode",
     "num_particles": "speculative_smc_num_particles",
     "ess_threshold": "speculative_smc_ess_threshold",
     "resampling_method": "speculative_smc_resampling_method",
@@ -33,6 +35,9 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     num_steps: int = 8
     """K: tokens the draft proposes per round. A round yields K + 1, with the target's bonus."""
+
+    mode: str = "smc"
+    """`smc`: weigh and resample, every draft is kept. `exact`: verify; the output follows p."""
 
     num_particles: int = 8
     """N: continuations kept alive per request."""
@@ -63,6 +68,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     def validate(self) -> None:
         """Raise ValueError, naming the flag, at the first value outside its range."""
         _check_int("num_steps", self.num_steps, low=1)
+        _check_choice("mode", self.mode, MODES)
         _check_int("num_particles", self.num_particles, low=1, high=MAX_PARTICLES)
         _check_fraction("ess_threshold", self.ess_threshold)
         _check_choice("resampling_method", self.resampling_method, RESAMPLING_METHODS)

@@ -14,7 +14,7 @@ from sglang_smc.forward import ParticleForward
 from sglang_smc.ledger import Ledger
 from sglang_smc.particles import Population
 from sglang_smc.sampling import Settings
-from sglang_smc.smc import rounds
+from sglang_smc.smc import exact, rounds
 from sglang_smc.smc.proposal import sample, token_log_probs
 from sglang_smc.smc.randomness import Purpose, uniforms
 
@@ -34,8 +34,10 @@ class Groups(NamedTuple):
 
 
 class Drafts(NamedTuple):
+    """What the draft proposed, and with what probability."""
+
     tokens: torch.Tensor  # [G, N, K]
-    log_q: torch.Tensor  # [G, N, K]
+    log_q: torch.Tensor  # [G, N, K] of these tokens; in exact mode [G, N, K, V], of all
 
 
 class Steps:
@@ -64,6 +66,7 @@ class Steps:
         rows = self._ledger.particle_rows(groups.rows).flatten()  # [G * N]
         starts = (groups.committed.unsqueeze(1) + population.lengths).flatten()
         tokens, drawn, log_q = population.last_tokens, [], []
+        keep_all = self.config.mode == "exact"
         for step in range(self.config.num_steps):
             logits = self.draft.decode(
                 tokens.flatten(), rows, starts + step, slots[..., step].flatten()
@@ -74,7 +77,7 @@ class Steps:
             )
             tokens = sample(log_probs, self._uniforms(groups, positions, Purpose.DRAFT))
             drawn.append(tokens)
-            log_q.append(token_log_probs(log_probs, tokens))
+            log_q.append(log_probs if keep_all else token_log_probs(log_probs, tokens))
         # The last drafted token's KV, which the next round's draft reads if the token is kept.
         last = self.config.num_steps
         self.draft.decode(tokens.flatten(), rows, starts + last, slots[..., last].flatten())
@@ -149,11 +152,38 @@ class Steps:
             log_p[group, ancestors, num_columns.unsqueeze(1)],  # [G, N, V]
             self._uniforms(groups, positions, Purpose.BONUS),
         )
-        live = ~population.ended
-        ends = self._ends(groups, population, tokens.unsqueeze(2)).squeeze(2)
-        return population.append(tokens.unsqueeze(2), live.long())._replace(
-            ended=population.ended | (live & ends)
+        return self._append_live(groups, population, tokens)
+
+    def verify(
+        self, groups: Groups, population: Population, drafts: Drafts, log_p: torch.Tensor
+    ) -> tuple[rounds.Cut, Population]:
+        """Exact mode: accept what follows p, and let all particles go on as the winner.
+
+        They begin and end such a round with one text, so it is emitted at once.
+        """
+        ends = self._ends(groups, population, drafts.tokens)
+        found = exact.verify(
+            drafts.tokens, ends, log_p, drafts.log_q, self._accept_uniforms(groups, population)
         )
+        counts = found.num_columns.unsqueeze(1).expand_as(population.lengths)
+        column = torch.arange(self.config.num_steps, device=log_p.device)
+        extended = population.append(drafts.tokens, counts)._replace(
+            ended=(ends & (column < counts.unsqueeze(2))).any(2)
+        )
+        nothing = torch.zeros_like(population.log_evidence)
+        winners = found.winner.unsqueeze(1).expand_as(counts)
+        step = rounds.Resampled(winners, population.log_weights, nothing)
+        won = self._descend(groups, extended, step)
+        last = won.output_lengths[:, :1]
+        token = sample(found.next_probs.log(), self._uniforms(groups, last, Purpose.BONUS)[:, 0])
+        cut = rounds.Cut(
+            num_columns=found.num_columns,
+            log_weights=population.log_weights,
+            ess=nothing + self.config.num_particles,
+            resample=nothing > 0,
+            all_zero=nothing > 0,
+        )
+        return cut, self._append_live(groups, won, token.unsqueeze(1).expand_as(counts))
 
     def collapse(self, groups: Groups, population: Population) -> tuple[Population, torch.Tensor]:
         """The final draw where all have ended, and the same step at the lag bound ``[G]``."""
@@ -178,6 +208,16 @@ class Steps:
             log_evidence=population.log_evidence + step.log_evidence,
         )
 
+    def _append_live(
+        self, groups: Groups, population: Population, tokens: torch.Tensor
+    ) -> Population:
+        """Append one token ``[G, N]`` to each particle that has not ended."""
+        live = ~population.ended
+        ends = self._ends(groups, population, tokens.unsqueeze(2)).squeeze(2)
+        return population.append(tokens.unsqueeze(2), live.long())._replace(
+            ended=population.ended | (live & ends)
+        )
+
     def _ends(self, groups: Groups, population: Population, tokens: torch.Tensor) -> torch.Tensor:
         """Which of the tokens ``[G, N, C]`` that would come next end their text."""
         column = torch.arange(tokens.shape[2], device=tokens.device)
@@ -189,3 +229,10 @@ class Steps:
         """Uniforms ``[G, N]`` for the output positions ``[G, N]`` or ``[G, 1]``."""
         particle = torch.arange(self.config.num_particles, device=positions.device)
         return uniforms(groups.settings.seeds.unsqueeze(1), positions, particle, purpose)
+
+    def _accept_uniforms(self, groups: Groups, population: Population) -> torch.Tensor:
+        """Uniforms ``[G, N, K]`` for the drafted columns."""
+        column = torch.arange(self.config.num_steps, device=population.lengths.device)
+        particle = torch.arange(self.config.num_particles, device=column.device).unsqueeze(1)
+        positions = population.output_lengths.unsqueeze(2) + column
+        return uniforms(groups.settings.seeds.view(-1, 1, 1), positions, particle, Purpose.ACCEPT)

@@ -184,9 +184,12 @@ class SMCWorker(BaseSpecWorker):
 
         drafts = steps.propose(groups, before, slots)
         log_p = steps.score(groups, before, drafts, slots)
-        cut, extended = steps.reweight(groups, before, drafts, log_p)
-        ancestors, resampled = steps.resample(groups, extended, cut)
-        continued = steps.add_bonus(groups, resampled, log_p, ancestors, cut.num_columns)
+        if self.config.mode == "exact":
+            cut, continued = steps.verify(groups, before, drafts, log_p)
+        else:
+            cut, extended = steps.reweight(groups, before, drafts, log_p)
+            ancestors, resampled = steps.resample(groups, extended, cut)
+            continued = steps.add_bonus(groups, resampled, log_p, ancestors, cut.num_columns)
         settled, forced = steps.collapse(groups, continued)
         return self._commit(groups, settled, cut, forced)
 

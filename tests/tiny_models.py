@@ -87,6 +87,7 @@ def smc_arguments(target: str, draft: str, **settings: Any) -> dict[str, Any]:
         "speculative_num_steps": settings.pop("num_steps", 3),
     }
     own = (
+        "mode",
         "num_particles",
         "ess_threshold",
         "resampling_method",

@@ -23,6 +23,7 @@ class Purpose(IntEnum):
     BONUS = 2
     RESAMPLE = 3
     SELECT = 4
+    ACCEPT = 5
 
 
 def uniforms(

@@ -17,6 +17,7 @@ from sglang_smc import algorithm
 from sglang_smc.patches.server_args import FLAG_FIELDS
 
 GIVEN = {
+    "speculative_smc_mode": "exact",
     "speculative_smc_num_particles": 4,
     "speculative_smc_ess_threshold": 0.25,
     "speculative_smc_resampling_method": "residual",
@@ -25,6 +26,7 @@ GIVEN = {
     "speculative_smc_max_lag": 32,
 }
 DEFAULTS = {
+    "speculative_smc_mode": "smc",
     "speculative_smc_num_particles": 8,
     "speculative_smc_ess_threshold": 0.5,
     "speculative_smc_resampling_method": "systematic",

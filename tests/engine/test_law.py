@@ -113,3 +113,22 @@ def test_top_k_cuts_p_where_q_has_mass(engine: Callable[..., Any], pair: tuple[s
     of_draft = enumerate_law(4, EOS, lambda _: q)
     assert total_variation(outputs, law) < 0.5 * distance_of_laws(of_draft, law)
     assert sum(info["spec_smc_all_zero_ct"] for info in infos) > 0  # the fallback has run
+
+
+@pytest.mark.parametrize("num_particles", [1, 3, 8])
+def test_exact_mode_follows_the_target(
+    engine: Callable[..., Any], pair: tuple[str, str], num_particles: int
+) -> None:
+    settings = {"mode": "exact", "num_particles": num_particles, "num_steps": 3}
+    running = engine(**smc_arguments(*pair, **settings, **ROOM))
+    for params in (
+        {"temperature": 0.3},
+        {},
+        {"temperature": 1.7},
+        {"temperature": 1.7, "top_k": 3},
+        {"temperature": 1.7, "top_p": 0.9},
+    ):
+        p = next_probs(pair[0], PROMPT, **params)
+        outputs, infos = draw(running, 4000, 5, **params)
+        assert p_value(outputs, enumerate_law(5, EOS, lambda _, p=p: p)) > ALPHA
+        assert all(info["spec_smc_log_evidence"] == 0.0 for info in infos)

@@ -218,6 +218,6 @@ def test_greedy_is_the_targets_own_text(engine: Callable[..., Any], pair: tuple[
     inputs = prompts(100)
     limits = [{"temperature": 0, "max_new_tokens": 5 + i % 36} for i in range(100)]
     plain = [a["output_ids"] for a in generate(engine(model_path=pair[0]), inputs, limits)]
-    for resample_at in ("block", "token"):
-        running = engine(**smc_arguments(*pair, num_particles=3, resample_at=resample_at))
+    for settings in ({"resample_at": "block"}, {"resample_at": "token"}, {"mode": "exact"}):
+        running = engine(**smc_arguments(*pair, num_particles=3, **settings))
         assert [a["output_ids"] for a in generate(running, inputs, limits)] == plain
