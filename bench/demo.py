@@ -3,9 +3,10 @@
     make demo                                      # needs no arguments, takes a few minutes
     .venv/bin/python bench/demo.py --num-steps 8   # other settings: see --help
 
-One after another, three servers answer the same held-out problems through the OpenAI chat route:
-the target with SMC speculative decoding, the target alone, and the draft alone. The demo ends
-with a table; ``demo-output/`` holds the numbers, the answers, a plot and the servers' logs.
+One after another, four servers answer the same held-out problems through the OpenAI chat route:
+the target with SMC speculative decoding, the target alone, SMC's exact mode, and the draft alone.
+The demo ends with a table; ``demo-output/`` holds the numbers, the answers, a plot and the
+servers' logs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from plots import plot_rows
 from results import Row, answer_lines, hardware, provenance, summarise, table
 from serving import ServerError, describe_log, running, smc_flags, wait_for_records
 
-from sglang_smc.config import DEFAULTS, RESAMPLE_AT
+from sglang_smc.config import DEFAULTS, MODES, RESAMPLE_AT
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
@@ -68,6 +69,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--temperature", type=float, default=0.7)
     add("--concurrency", type=_positive, default=8, help="requests at a time")
     add("--seed", type=int, default=0, help="request i is sent with seed + i")
+    add("--no-exact", action="store_true", help="leave out the exact mode of SMC")
     add("--no-draft", action="store_true", help="leave out the draft alone")
     add("--pair", type=Path, default=HERE / "pair", help="folder of target and draft")
     add("--output-dir", type=Path, default=Path("demo-output"))
@@ -84,16 +86,22 @@ def _positive(text: str) -> int:
 def contenders(options: argparse.Namespace) -> list[Contender]:
     """SMC first, since its answers are shown, then what to hold it against."""
     target, draft = options.pair / "target", options.pair / "draft"
-    flags = smc_flags(
-        draft,
-        num_particles=options.num_particles,
-        num_steps=options.num_steps,
-        resample_at=options.resample_at,
-    )
+    flags = {
+        mode: smc_flags(
+            draft,
+            num_particles=options.num_particles,
+            num_steps=options.num_steps,
+            resample_at=options.resample_at,
+            mode=mode,
+        )
+        for mode in MODES
+    }
     found = [
-        Contender("SMC", "smc", target, tuple(flags)),
+        Contender("SMC", "smc", target, tuple(flags["smc"])),
         Contender("AR, target", "target", target),
     ]
+    if not options.no_exact:
+        found.append(Contender("SMC, exact", "exact", target, tuple(flags["exact"])))
     if not options.no_draft:
         found.append(Contender("AR, draft", "draft", draft, uses_target=False))
     return found

@@ -57,11 +57,13 @@ def _tokens_per_second(axes: Axes, rows: list[Row], hardware: str) -> None:
 
 
 def _particles(axes: Axes, rows: list[Row]) -> None:
+    """Of the first row that has particles: the exact mode's, if any, are never weighed."""
     for row in rows:
         if row.ess_share is not None and row.resample_rate is not None:
             heights = {"mean ESS / N": row.ess_share, "resampled\nrounds": row.resample_rate}
             _bars(axes, heights, (PARTICLES_COLOUR,), "{:.2f}")
             axes.set(title=f"Particles\n({row.name})", ylabel="share", ylim=(0, 1.09))
+            return
 
 
 def _bars(

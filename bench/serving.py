@@ -63,14 +63,18 @@ def server_command(
     ]
 
 
-def smc_flags(draft: Path, *, num_particles: int, num_steps: int, resample_at: str) -> list[str]:
+def smc_flags(
+    draft: Path, *, num_particles: int, num_steps: int, resample_at: str, mode: str = "smc"
+) -> list[str]:
     """What turns a server into one with SMC speculative decoding."""
     return [
         *("--speculative-algorithm", "SMC"),
         *("--speculative-draft-model-path", str(draft)),
         *("--speculative-smc-num-particles", str(num_particles)),
         *("--speculative-num-steps", str(num_steps)),
-        *("--speculative-smc-resample-at", resample_at),
+        *("--speculative-smc-mode", mode),
+        # The exact mode weighs nothing, and refuses what steers weights.
+        *(("--speculative-smc-resample-at", resample_at) if mode == "smc" else ()),
     ]
 
 

@@ -75,6 +75,8 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         _check_choice("resample_at", self.resample_at, RESAMPLE_AT)
         _check_choice("selection", self.selection, SELECTIONS)
         _check_int("max_lag", self.max_lag, low=1)
+        if self.mode == "exact":
+            _check_unused(self)
 
 
 DEFAULTS = SMCConfig()
@@ -106,6 +108,17 @@ def _check_fraction(name: str, value: object) -> None:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1:
         return  # NaN fails the comparison
     raise _out_of_range(name, value, "a number from 0 (never) to 1 (whenever weights differ)")
+
+
+def _check_unused(config: SMCConfig) -> None:
+    """Exact rounds have no weights and no lag: what steers those would be ignored."""
+    for name in ("ess_threshold", "resampling_method", "resample_at", "selection", "max_lag"):
+        value = getattr(config, name)
+        if value != getattr(DEFAULTS, name):
+            raise ValueError(
+                f"{flag_of(name)} is {value!r}, but {flag_of('mode')} is 'exact', where it has no "
+                f"effect. Leave one of the two out."
+            )
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -1,6 +1,6 @@
 """How many KV slots a request needs beyond its text: the size of its arena.
 
-A tail reaches at most ``max_lag - 1`` tokens before a round, or what is left of
+In SMC mode a tail reaches at most ``max_lag - 1`` tokens before a round, or what is left of
 `max_new_tokens`, and the round adds K + 1 to each of N tails. Tails that share
 nothing are the worst case, and what is reserved: a constant per request.
 """
@@ -13,9 +13,14 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 
+def lag(config: SMCConfig) -> int:
+    """The length that no tail reaches before a round; exact rounds leave no tail at all."""
+    return config.max_lag if config.mode == "smc" else 1
+
+
 def max_tail(config: SMCConfig) -> int:
     """The longest tail that a round can leave or look at, in tokens."""
-    return config.max_lag + config.num_steps
+    return lag(config) + config.num_steps
 
 
 def max_arena(config: SMCConfig) -> int:
@@ -25,7 +30,7 @@ def max_arena(config: SMCConfig) -> int:
 
 def arena(config: SMCConfig, remaining: int) -> int:
     """The arena of a request that may emit ``remaining`` more tokens, in KV slots."""
-    return config.num_particles * (min(config.max_lag, max(remaining, 0)) + config.num_steps)
+    return config.num_particles * (min(lag(config), max(remaining, 0)) + config.num_steps)
 
 
 def arena_of(config: SMCConfig, req: "Req") -> int:

@@ -13,12 +13,17 @@ def test_no_arguments_are_needed() -> None:
     assert options.pair == demo.HERE / "pair"
 
 
-def test_three_servers_in_order() -> None:
-    smc, target, draft = contenders(parse_arguments(["--pair", "p", "--resample-at", "token"]))
+def test_servers_in_order() -> None:
+    arguments = ["--pair", "p", "--resample-at", "token"]
+    smc, target, exact, draft = contenders(parse_arguments(arguments))
     assert "SMC" in smc.flags and "token" in smc.flags
+    assert "exact" in exact.flags and "token" not in exact.flags
     assert smc.model == target.model == Path("p/target")
     assert (draft.model, draft.flags, draft.uses_target) == (Path("p/draft"), (), False)
-    assert [c.slug for c in contenders(parse_arguments(["--no-draft"]))] == ["smc", "target"]
+    assert [c.slug for c in contenders(parse_arguments(["--no-draft", "--no-exact"]))] == [
+        "smc",
+        "target",
+    ]
 
 
 def test_settings_line_names_what_the_numbers_depend_on() -> None:

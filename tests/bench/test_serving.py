@@ -50,6 +50,7 @@ def test_smc_differs_from_plain_by_its_flags_alone(tmp_path: Path) -> None:
         "--speculative-smc-num-particles": "16",
         "--speculative-num-steps": "4",
         "--speculative-smc-resample-at": "token",
+        "--speculative-smc-mode": "smc",
     }
 
 

@@ -17,7 +17,7 @@ from sglang_smc import algorithm
 from sglang_smc.patches.server_args import FLAG_FIELDS
 
 GIVEN = {
-    "speculative_smc_mode": "exact",
+    "speculative_smc_mode": "smc",
     "speculative_smc_num_particles": 4,
     "speculative_smc_ess_threshold": 0.25,
     "speculative_smc_resampling_method": "residual",
@@ -230,3 +230,10 @@ def test_unsupported_model_is_refused(
     monkeypatch.setattr(ServerArgs, "get_model_config", ModelConfig.from_server_args)
     with pytest.raises(ValueError, match=f"--model-path .* has {kind}"):
         algorithm.validate_server_args(args)
+
+
+def test_exact_mode_refuses_what_it_would_ignore(smc: dict) -> None:
+    with pytest.raises(ValueError, match=r"--speculative-smc-ess-threshold is 0\.25, but"):
+        ServerArgs(**smc, speculative_smc_mode="exact", speculative_smc_ess_threshold=0.25)
+    resolved = ServerArgs(**smc, speculative_smc_mode="exact")
+    assert resolved.speculative_smc_mode == "exact"

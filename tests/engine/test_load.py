@@ -135,3 +135,22 @@ def test_long_lag_is_bounded_by_a_collapse(
     # A round adds at most 4 tokens to a lag below 6: at least every second one collapses.
     assert answer["meta_info"]["spec_smc_collapse_ct"] >= 6
     assert answer["meta_info"]["spec_smc_resample_ct"] == 0
+
+
+def test_exact_mode_streams_every_round_through_a_small_pool(
+    engine: Callable[..., Any], pair: tuple[str, str]
+) -> None:
+    """Its arena is small: forty requests share a pool that holds few SMC populations."""
+    pool = {"max_total_tokens": 300, "max_running_requests": 8, "chunked_prefill_size": 24}
+    running = engine(**smc_arguments(*pair, mode="exact", num_particles=4, num_steps=3, **pool))
+    params = [
+        {"max_new_tokens": 30 + i % 7, "ignore_eos": True, "sampling_seed": i} for i in range(40)
+    ]
+    answers = running.generate(input_ids=[[3, 4, 5 + i] for i in range(40)], sampling_params=params)
+    assert [len(a["output_ids"]) for a in answers] == [p["max_new_tokens"] for p in params]
+    for info in (answer["meta_info"] for answer in answers):
+        assert info["spec_smc_collapse_ct"] == info["spec_smc_resample_ct"] == 0
+        assert info["spec_accept_length"] > 1.0
+    calm = [i for i in range(40) if answers[i]["meta_info"]["num_retractions"] == 0]
+    alone = running.generate(input_ids=[[3, 4, 5 + calm[0]]], sampling_params=params[calm[0]])
+    assert alone[0]["output_ids"] == answers[calm[0]]["output_ids"]
