@@ -19,7 +19,7 @@ PARTICLES_COLOUR = "#E69F00"
 
 def plot_rows(rows: list[Row], path: Path, *, title: str, hardware: str) -> None:
     """Write the comparison as a PNG to ``path``; ``hardware`` says what ran the servers."""
-    widths = [max(2, len(rows)), 2, max(2, len(rows)), 2]
+    widths = [max(2, len(rows)), max(2, len(rows) - 1), max(2, len(rows)), 2]
     figure, panels = plt.subplots(
         1, 4, figsize=(14, 4.2), layout="constrained", width_ratios=widths
     )

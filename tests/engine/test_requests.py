@@ -214,6 +214,29 @@ def test_streaming_yields_chunks_of_the_final_text(running: Any) -> None:
     assert texts[-1] == whole["text"]
 
 
+def test_text_up_to_the_end_of_the_context(
+    engine: Callable[..., Any], tiny: Callable[..., str]
+) -> None:
+    """Drafts that would stand beyond the model's last position change nothing before it."""
+    models = [tiny(seed=seed, max_positions=48, **WIDE) for seed in (1, 2)]
+    limits = {"context_length": 48, "max_lag": 16, "num_steps": NUM_STEPS}
+    running = engine(**smc_arguments(*models, num_particles=4, **limits))
+    lengths = range(30, 42)
+    inputs = [[2 + i % 60 for i in range(length)] for length in lengths]
+
+    def ask(engine: Any, end: int) -> list[list[int]]:
+        limits = [
+            {"max_new_tokens": end - length, "ignore_eos": True, "temperature": 0}
+            for length in lengths
+        ]
+        return [answer["output_ids"] for answer in generate(engine, inputs, limits)]
+
+    found = ask(running, 48)
+    # SGLang leaves the last two positions of a context free.
+    assert [len(ids) for ids in found] == [46 - length for length in lengths]
+    assert found == ask(engine(model_path=tiny(seed=1, **WIDE)), 46)
+
+
 def test_greedy_is_the_targets_own_text(engine: Callable[..., Any], pair: tuple[str, str]) -> None:
     inputs = prompts(100)
     limits = [{"temperature": 0, "max_new_tokens": 5 + i % 36} for i in range(100)]
