@@ -53,7 +53,7 @@ _FIELDS = (
 # Scoring (max_new_tokens = 0) never meets the draft, so its log-probabilities are SGLang's own.
 _GENERATED_LOGPROBS = (
     _Refusal(
-        "return_logprob", bool, "Only scoring requests, with max_new_tokens 0, may ask for it"
+        "return_logprob", bool, "Only scoring requests, with max_new_tokens 0, may ask for logprobs"
     ),
 )
 

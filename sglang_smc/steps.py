@@ -1,7 +1,8 @@
 """The steps of a round, each for all particles of all running requests at once.
 
-`worker.SMCWorker._round` puts them in order. None of them waits for the device,
-except for requests that stop at a string.
+`worker.SMCWorker._round` puts them in order. On the way to the device and back they wait
+for it in two places only: where the forwards tell attention backends the lengths, and
+for requests that stop at a string.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
