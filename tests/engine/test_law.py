@@ -18,7 +18,8 @@ ALPHA = 1e-4
 PROMPT = [3, 2, 3]
 EOS = 1
 MODEL = {"vocab_size": 4, "scale": 0.5}
-ROOM = {"max_running_requests": 128, "max_total_tokens": 60_000, "max_lag": 16}
+POOL = {"max_running_requests": 128, "max_total_tokens": 60_000}
+ROOM = {**POOL, "max_lag": 16}
 
 
 def draw(
@@ -120,7 +121,7 @@ def test_exact_mode_follows_the_target(
     engine: Callable[..., Any], pair: tuple[str, str], num_particles: int
 ) -> None:
     settings = {"mode": "exact", "num_particles": num_particles, "num_steps": 3}
-    running = engine(**smc_arguments(*pair, **settings, **ROOM))
+    running = engine(**smc_arguments(*pair, **settings, **POOL))
     for params in (
         {"temperature": 0.3},
         {},
