@@ -162,15 +162,14 @@ def _setting_problems(server_args: "ServerArgs") -> list[str]:
         config = SMCConfig.from_server_args(server_args)
     except ValueError as error:
         return [str(error)]
+    problems = _pool_problems(config, server_args.max_total_tokens)
     given, expected = server_args.speculative_num_draft_tokens, config.num_steps + 1
-    pool_problems = _pool_problems(config, server_args.max_total_tokens)
-    if given in (None, expected):
-        return pool_problems
-    return [
-        *pool_problems,
-        f"--speculative-num-draft-tokens is {given}; allowed: --speculative-num-steps + 1 = "
-        f"{expected}. Leave it out and choose --speculative-num-steps alone.",
-    ]
+    if given not in (None, expected):
+        problems.append(
+            f"--speculative-num-draft-tokens is {given}; allowed: --speculative-num-steps + 1 = "
+            f"{expected}. Leave it out and choose --speculative-num-steps alone."
+        )
+    return problems
 
 
 def _pool_problems(config: SMCConfig, num_slots: int | None) -> list[str]:

@@ -1,8 +1,8 @@
 """The steps of a round, each for all particles of all running requests at once.
 
-`worker.SMCWorker._round` puts them in order. On the way to the device and back they wait
-for it in two places only: where the forwards tell attention backends the lengths, and
-for requests that stop at a string.
+`worker.SMCWorker._round` puts them in order. They wait for the device in two places only:
+where the forwards tell attention backends the lengths, and for requests that stop at a
+string.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -162,27 +162,35 @@ class Steps:
 
         They begin and end such a round with one text, so it is emitted at once.
         """
+        column = torch.arange(self.config.num_steps, device=log_p.device)
+        positions = population.output_lengths.unsqueeze(2) + column  # [G, N, K]
         ends = self._ends(groups, population, drafts.tokens)
         found = exact.verify(
-            drafts.tokens, ends, log_p, drafts.log_q, self._accept_uniforms(groups, population)
+            drafts.tokens,
+            ends,
+            log_p,
+            drafts.log_q,
+            self._uniforms(groups, positions, Purpose.ACCEPT),
         )
         counts = found.num_columns.unsqueeze(1).expand_as(population.lengths)
-        column = torch.arange(self.config.num_steps, device=log_p.device)
         extended = population.append(drafts.tokens, counts)._replace(
             ended=(ends & (column < counts.unsqueeze(2))).any(2)
         )
-        nothing = torch.zeros_like(population.log_evidence)
         winners = found.winner.unsqueeze(1).expand_as(counts)
-        step = rounds.Resampled(winners, population.log_weights, nothing)
-        won = self._descend(groups, extended, step)
+        # Weights stay equal, so that nothing is banked and no ESS is ever low.
+        unweighed = torch.zeros_like(population.log_evidence)
+        won = self._descend(
+            groups, extended, rounds.Resampled(winners, population.log_weights, unweighed)
+        )
         last = won.output_lengths[:, :1]
         token = sample(found.next_probs.log(), self._uniforms(groups, last, Purpose.BONUS)[:, 0])
+        never = torch.zeros_like(population.ended[:, 0])
         cut = rounds.Cut(
             num_columns=found.num_columns,
             log_weights=population.log_weights,
-            ess=nothing + self.config.num_particles,
-            resample=nothing > 0,
-            all_zero=nothing > 0,
+            ess=torch.full_like(unweighed, self.config.num_particles),
+            resample=never,
+            all_zero=never,
         )
         return cut, self._append_live(groups, won, token.unsqueeze(1).expand_as(counts))
 
@@ -227,13 +235,12 @@ class Steps:
         return stopping.mark_stop_texts(ends, groups.reqs, population, tokens)
 
     def _uniforms(self, groups: Groups, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:
-        """Uniforms ``[G, N]`` for the output positions ``[G, N]`` or ``[G, 1]``."""
+        """Uniforms for the output positions ``[G, N]``, ``[G, 1]`` or ``[G, N, C]``."""
+        columns = (1,) * (positions.dim() - 2)
         particle = torch.arange(self.config.num_particles, device=positions.device)
-        return uniforms(groups.settings.seeds.unsqueeze(1), positions, particle, purpose)
-
-    def _accept_uniforms(self, groups: Groups, population: Population) -> torch.Tensor:
-        """Uniforms ``[G, N, K]`` for the drafted columns."""
-        column = torch.arange(self.config.num_steps, device=population.lengths.device)
-        particle = torch.arange(self.config.num_particles, device=column.device).unsqueeze(1)
-        positions = population.output_lengths.unsqueeze(2) + column
-        return uniforms(groups.settings.seeds.view(-1, 1, 1), positions, particle, Purpose.ACCEPT)
+        return uniforms(
+            groups.settings.seeds.view(-1, 1, *columns),
+            positions,
+            particle.view(-1, *columns),
+            purpose,
+        )

@@ -1,6 +1,8 @@
-"""What every test needs: quiet thread pools, and no GPU tests without a GPU."""
+"""What every test needs: quiet thread pools, bench/ within reach, no GPU tests without a GPU."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +11,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# The benchmarks are scripts that import each other by name. Last, so that they hide nothing.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from serving import free_port
 
 pytestmark = pytest.mark.engine
 
@@ -34,9 +34,7 @@ class Server:
 def server(tiny: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     target, draft = (tiny(vocab_size=64, scale=0.3, seed=seed) for seed in (1, 2))
     log = tmp_path_factory.mktemp("server") / "log"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = (
         f"{sys.executable} -m sglang.launch_server --model-path {target} --port {port} "
         f"--speculative-algorithm SMC --speculative-draft-model-path {draft} "

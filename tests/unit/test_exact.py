@@ -29,8 +29,8 @@ def run_walks(
     def uniform(*shape: int) -> torch.Tensor:
         return torch.rand(shape, generator=generator, dtype=torch.float64)
 
-    before, last = torch.zeros(size, num_chains, dtype=torch.long), None
-    last = before.clone()
+    before = torch.zeros(size, num_chains, dtype=torch.long)
+    last = torch.zeros_like(before)
     tokens, log_q, log_p = [], [], []
     for _ in range(num_steps):
         log_p.append(p[before, last].log())
