@@ -1,4 +1,5 @@
 # make demo        see it work, from nothing: environment, tiny models, a comparison
+# make fidelity    SMC's accuracy, speed and divergence at many settings, resumable, up to 40 minutes
 # make test        what continuous integration runs
 # make VENV=/path  any target, in an environment of yours instead of .venv
 
@@ -9,7 +10,7 @@ STAMP := $(VENV)/.sglang-smc-installed
 SOURCES := sglang_smc kernels patches tests bench
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check catalogue dist clean
+.PHONY: help venv demo fidelity test check catalogue dist clean
 
 help:
 	@sed -n '/^$$/q; s/^# //p' Makefile
@@ -25,6 +26,10 @@ $(STAMP): pyproject.toml
 
 demo: venv
 	$(BIN)/python bench/demo.py
+
+# Interrupt it at will: the same command goes on where it stopped.
+fidelity: venv
+	$(BIN)/python bench/fidelity $(FIDELITY_ARGS)
 
 test: venv
 	$(BIN)/ruff check $(SOURCES)

@@ -1,10 +1,11 @@
 """SMC and plain decoding side by side, on real servers with the shipped model pair.
 
     make demo                                      # needs no arguments, takes a few minutes
-    .venv/bin/python bench/demo.py --num-steps 8   # other settings: see --help
+    .venv/bin/python bench/demo.py --num-steps 4   # other settings: see --help
 
-One after another, four servers answer the same held-out problems through the OpenAI chat route:
-the target with SMC speculative decoding, the target alone, SMC's exact mode, and the draft alone.
+One after another, five servers answer the same held-out problems through the OpenAI chat route:
+the target with SMC speculative decoding, the target alone, SMC's auto and exact modes, and the
+draft alone.
 The demo ends with a table; ``demo-output/`` holds the numbers, the answers, a plot and the
 servers' logs.
 """
@@ -17,7 +18,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -29,7 +30,7 @@ from plots import plot_rows
 from results import Row, answer_lines, hardware, provenance, summarise, table
 from serving import ServerError, describe_log, running, smc_flags, wait_for_records
 
-from sglang_smc.config import DEFAULTS, MODES, RESAMPLE_AT
+from sglang_smc.config import DEFAULTS, RESAMPLE_AT
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
@@ -53,6 +54,7 @@ class Contender(NamedTuple):
     model: Path
     flags: tuple[str, ...] = ()
     uses_target: bool = True
+    weighs: bool = False  # SMC whose particles have weights from round to round
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -64,11 +66,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--problems", type=_positive, default=300, help="held-out problems to measure on")
     add("--num-particles", type=_positive, default=DEFAULTS.num_particles, help="N")
-    add("--num-steps", type=_positive, default=4, help="K, drafted tokens a round")
-    add("--resample-at", choices=RESAMPLE_AT, default=DEFAULTS.resample_at)
+    add("--num-steps", type=_positive, default=DEFAULTS.num_steps, help="K, drafted a round")
+    add("--resample-at", choices=RESAMPLE_AT, default=DEFAULTS.resample_at, help="in mode smc")
     add("--temperature", type=float, default=0.7)
     add("--concurrency", type=_positive, default=8, help="requests at a time")
     add("--seed", type=int, default=0, help="request i is sent with seed + i")
+    add("--no-auto", action="store_true", help="leave out the auto mode of SMC")
     add("--no-exact", action="store_true", help="leave out the exact mode of SMC")
     add("--no-draft", action="store_true", help="leave out the draft alone")
     add("--pair", type=Path, default=HERE / "pair", help="folder of target and draft")
@@ -86,25 +89,29 @@ def _positive(text: str) -> int:
 def contenders(options: argparse.Namespace) -> list[Contender]:
     """SMC first, since its answers are shown, then what to hold it against."""
     target, draft = options.pair / "target", options.pair / "draft"
-    flags = {
-        mode: smc_flags(
-            draft,
+    found = [
+        Contender("SMC", "smc", target, _flags(options, "smc"), weighs=True),
+        Contender("AR, target", "target", target),
+    ]
+    if not options.no_auto:
+        found.append(Contender("SMC, auto", "auto", target, _flags(options, "auto")))
+    if not options.no_exact:
+        found.append(Contender("SMC, exact", "exact", target, _flags(options, "exact")))
+    if not options.no_draft:
+        found.append(Contender("AR, draft", "draft", draft, uses_target=False))
+    return found
+
+
+def _flags(options: argparse.Namespace, mode: str) -> tuple[str, ...]:
+    return tuple(
+        smc_flags(
+            options.pair / "draft",
             num_particles=options.num_particles,
             num_steps=options.num_steps,
             resample_at=options.resample_at,
             mode=mode,
         )
-        for mode in MODES
-    }
-    found = [
-        Contender("SMC", "smc", target, tuple(flags["smc"])),
-        Contender("AR, target", "target", target),
-    ]
-    if not options.no_exact:
-        found.append(Contender("SMC, exact", "exact", target, tuple(flags["exact"])))
-    if not options.no_draft:
-        found.append(Contender("AR, draft", "draft", draft, uses_target=False))
-    return found
+    )
 
 
 def check_pair(folder: Path) -> None:
@@ -180,6 +187,12 @@ def settings_line(options: argparse.Namespace) -> str:
     )
 
 
+def row_of(contender: Contender, run: Pass) -> Row:
+    """Its numbers; what is told of particles says nothing where rounds are verified."""
+    row = summarise(contender.name, run, uses_target=contender.uses_target)
+    return row if contender.weighs else replace(row, ess_share=None, resample_rate=None)
+
+
 def write_results(
     options: argparse.Namespace, rows: list[Row], runs: dict[Contender, Pass]
 ) -> None:
@@ -218,8 +231,8 @@ def demo(options: argparse.Namespace) -> None:
     options.output_dir.mkdir(parents=True, exist_ok=True)
     print(settings_line(options), flush=True)
     runs = {contender: measure(contender, options) for contender in contenders(options)}
-    smc, *plain = [summarise(c.name, run, uses_target=c.uses_target) for c, run in runs.items()]
-    rows = [plain[0], smc, *plain[1:]]  # what the others are read against comes first
+    smc, target, *others = [row_of(contender, run) for contender, run in runs.items()]
+    rows = [target, smc, *others]  # what the others are read against comes first
     write_results(options, rows, runs)
     print(f"\n{table(rows)}\n\n{READING}\n")
     print(

@@ -57,10 +57,10 @@ def _tokens_per_second(axes: Axes, rows: list[Row], hardware: str) -> None:
 
 
 def _particles(axes: Axes, rows: list[Row]) -> None:
-    """Of the first row that has particles: the exact mode's, if any, are never weighed."""
+    """Of the first row whose particles are weighed."""
     for row in rows:
         if row.ess_share is not None and row.resample_rate is not None:
-            heights = {"mean ESS / N": row.ess_share, "resampled\nrounds": row.resample_rate}
+            heights = {"mean\nESS / N": row.ess_share, "resampled\nrounds": row.resample_rate}
             _bars(axes, heights, (PARTICLES_COLOUR,), "{:.2f}")
             axes.set(title=f"Particles\n({row.name})", ylabel="share", ylim=(0, 1.09))
             return
@@ -71,7 +71,8 @@ def _bars(
 ) -> None:
     places = range(len(heights))
     shades = [colours[place % len(colours)] for place in places]
-    axes.bar(places, list(heights.values()), color=shades, width=0.6, tick_label=list(heights))
+    names = [name.replace(", ", ",\n") for name in heights]  # side by side they would touch
+    axes.bar(places, list(heights.values()), color=shades, width=0.6, tick_label=names)
     axes.margins(x=0.12, y=0.12)
     if form:
         for place, height in enumerate(heights.values()):

@@ -8,6 +8,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReq
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc.active import is_smc
+from sglang_smc.config import SMCConfig
 from sglang_smc.diagnostics import META_PREFIX
 from sglang_smc.hooks import Patch
 from sglang_smc.request import check_request
@@ -21,7 +22,7 @@ def validate_request(
 ) -> None:
     """Refuse what SMC cannot honour, before anything else is made of the request."""
     if is_smc(manager.server_args) and isinstance(obj, GenerateReqInput):
-        check_request(obj)
+        check_request(obj, SMCConfig.from_server_args(manager.server_args))
     original(manager, obj, input_ids)
 
 

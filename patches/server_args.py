@@ -30,7 +30,8 @@ class SMCFlags:
         Arg(
             help="SMC only. 'smc' weighs and resamples particles: approximate, and keeps every "
             "drafted token. 'exact' verifies them as one multi-draft: the output follows the "
-            f"target (default {DEFAULTS.mode}).",
+            "target. 'mixed' keeps a block where its evidence is high and verifies it elsewhere. "
+            f"'auto' is 'mixed' as tuned for accuracy (default {DEFAULTS.mode}).",
             choices=list(config.MODES),
         ),
         NS("spec"),
@@ -75,6 +76,29 @@ class SMCFlags:
             f"takes the heaviest (default {DEFAULTS.selection}).",
             choices=list(config.SELECTIONS),
         ),
+        NS("spec"),
+    ] = None
+    speculative_smc_power: Annotated[
+        float | None,
+        Arg(
+            help="SMC only. Sample whole texts from the target's law to this power, in mode 'smc' "
+            f"(above 0, default {DEFAULTS.power:g})."
+        ),
+        NS("spec"),
+    ] = None
+    speculative_smc_evidence_threshold: Annotated[
+        float | None,
+        Arg(
+            help="SMC only. In modes 'smc' and 'mixed', a round keeps drafted columns while their "
+            "evidence (mean weight) exceeds the threshold times a uniform. 0 keeps all, as the "
+            "paper does; large values verify nearly all "
+            f"(at least 0, default {config.EVIDENCE_THRESHOLD:g})."
+        ),
+        NS("spec"),
+    ] = None
+    speculative_smc_draft_temperature: Annotated[
+        float | None,
+        Arg(help="SMC only. Temperature of the draft model (above 0, default: the request's own)."),
         NS("spec"),
     ] = None
     speculative_smc_max_lag: Annotated[

@@ -1,10 +1,12 @@
 """The knobs of SMC speculative decoding: names, defaults, ranges.
 
 This module is the one place that knows them. `patches/server_args.py` turns them into command-line
-flags and `Engine` keywords, `algorithm.py` resolves them when a server starts. No SGLang in here.
+flags and `Engine` keywords, `algorithm.py` resolves them when a server starts, and a request may
+choose for itself in `custom_params={"smc": {...}}`, by the same names. No SGLang in here.
 """
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -12,10 +14,16 @@ ALGORITHM = "SMC"
 """The name after `--speculative-algorithm`."""
 
 MAX_PARTICLES = 1024
-MODES = ("smc", "exact")
+MODES = ("smc", "exact", "mixed", "auto")
 RESAMPLING_METHODS = ("systematic", "stratified", "multinomial", "residual", "ssp")
 RESAMPLE_AT = ("block", "token")
 SELECTIONS = ("sample", "argmax")
+
+EVIDENCE_THRESHOLD = 0.5
+"""Where none is given. Chosen by bench/fidelity, as the next."""
+
+AUTO_EVIDENCE_THRESHOLD = 1.0
+"""What `auto` runs `mixed` with."""
 
 # Field of SMCConfig -> attribute of ServerArgs. K is SGLang's own flag; the others are ours.
 SERVER_ARGS_FIELDS = {
@@ -26,6 +34,9 @@ SERVER_ARGS_FIELDS = {
     "resampling_method": "speculative_smc_resampling_method",
     "resample_at": "speculative_smc_resample_at",
     "selection": "speculative_smc_selection",
+    "power": "speculative_smc_power",
+    "evidence_threshold": "speculative_smc_evidence_threshold",
+    "draft_temperature": "speculative_smc_draft_temperature",
     "max_lag": "speculative_smc_max_lag",
 }
 
@@ -37,25 +48,37 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     """K: tokens the draft proposes per round. A round yields K + 1, with the target's bonus."""
 
     mode: str = "smc"
-    """`smc`: weigh and resample, every draft is kept. `exact`: verify; the output follows p."""
+    """`smc`: weigh and resample, every draft is kept. `exact`: verify; the output follows p.
+    `mixed`: keep a block where its evidence is high, verify elsewhere. `auto`: `mixed`, tuned."""
 
     num_particles: int = 8
     """N: continuations kept alive per request."""
 
     ess_threshold: float = 0.5
-    """Resample when the effective sample size falls below this fraction of N."""
+    """smc: resample when the effective sample size falls below this fraction of N."""
 
     resampling_method: str = "systematic"
-    """How ancestors are drawn from the weights."""
+    """smc: how ancestors are drawn from the weights."""
 
     resample_at: str = "block"
-    """`block`: after the whole round. `token`: at the first drafted token whose ESS is too low."""
+    """smc: `block`, after the whole round; `token`, at the first drafted token whose ESS is low."""
 
     selection: str = "sample"
-    """`sample` draws the particle to answer with by weight; `argmax` takes the heaviest."""
+    """smc: `sample` draws the particle to answer with by weight; `argmax` takes the heaviest."""
+
+    power: float = 1.0
+    """smc: alpha; the output follows p^alpha, on whole texts."""
+
+    evidence_threshold: float | None = None
+    """smc, mixed: c; columns are kept while their evidence exceeds c times a uniform. 0 keeps all.
+    Where it is not given: `EVIDENCE_THRESHOLD`, but 0 for a power of p, whose normaliser nobody
+    knows."""
+
+    draft_temperature: float | None = None
+    """The draft's temperature, where it is not to be the request's own."""
 
     max_lag: int = 256
-    """Tokens a particle may run ahead of the text all particles share, before they collapse."""
+    """smc: tokens a particle may run ahead of the text that all share, before they collapse."""
 
     @classmethod
     def from_server_args(cls, server_args: Any) -> "SMCConfig":
@@ -67,17 +90,93 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         """Raise ValueError, naming the flag, at the first value outside its range."""
-        _check_int("num_steps", self.num_steps, low=1)
-        _check_choice("mode", self.mode, MODES)
-        _check_int("num_particles", self.num_particles, low=1, high=MAX_PARTICLES)
-        _check_fraction("ess_threshold", self.ess_threshold)
-        _check_choice("resampling_method", self.resampling_method, RESAMPLING_METHODS)
-        _check_choice("resample_at", self.resample_at, RESAMPLE_AT)
-        _check_choice("selection", self.selection, SELECTIONS)
-        _check_int("max_lag", self.max_lag, low=1)
-        if self.mode == "exact":
-            _check_unused(self)
+        for name, allowed in RANGES.items():
+            value = getattr(self, name)
+            is_left_open = value is None and getattr(DEFAULTS, name) is None
+            if not (is_left_open or allowed.holds(value)):
+                raise _out_of_range(name, value, allowed)
+        if self.power != 1.0:
+            self._check_power()
 
+    def _check_power(self) -> None:
+        if self.mode != "smc":
+            raise ValueError(
+                f"{flag_of('power')} is {self.power!r}, but {flag_of('mode')} is {self.mode!r}; "
+                "allowed: mode 'smc', since verification knows no other target than p. "
+                "Leave one of the two out."
+            )
+        if self.evidence_threshold:
+            raise ValueError(
+                f"{flag_of('power')} is {self.power!r}, but {flag_of('evidence_threshold')} is "
+                f"{self.evidence_threshold!r}; allowed: 0, since evidence is measured against a "
+                "normaliser that only p itself has. Leave one of the two out."
+            )
+
+
+class Integer(NamedTuple):
+    """Integers from ``low`` to ``high``."""
+
+    low: int
+    high: int | None = None
+
+    def holds(self, value: Any) -> bool:
+        # bool is an int to Python, but `True` particles is a mistake.
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        return is_int and self.low <= value and (self.high is None or value <= self.high)
+
+    def __str__(self) -> str:
+        if self.high is None:
+            return f"an integer >= {self.low}"
+        return f"an integer from {self.low} to {self.high}"
+
+
+class Number(NamedTuple):
+    """Finite numbers from ``low`` to ``high``; ``low`` itself only where it is ``closed``."""
+
+    low: float
+    high: float = math.inf
+    closed: bool = True
+    meaning: str = ""
+
+    def holds(self, value: Any) -> bool:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (is_number and math.isfinite(value)):
+            return False
+        return (self.low <= value if self.closed else self.low < value) and value <= self.high
+
+    def __str__(self) -> str:
+        if self.meaning:
+            return self.meaning
+        return f"a finite number {'>=' if self.closed else '>'} {self.low:g}"
+
+
+class Choice(NamedTuple):
+    """One of several words."""
+
+    words: tuple[str, ...]
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, str) and value in self.words
+
+    def __str__(self) -> str:
+        return "one of " + ", ".join(self.words)
+
+
+Range = Integer | Number | Choice
+
+RANGES: dict[str, Range] = {
+    "num_steps": Integer(1),
+    "mode": Choice(MODES),
+    "num_particles": Integer(1, MAX_PARTICLES),
+    "ess_threshold": Number(0, 1, meaning="a number from 0 (never) to 1 (whenever weights differ)"),
+    "resampling_method": Choice(RESAMPLING_METHODS),
+    "resample_at": Choice(RESAMPLE_AT),
+    "selection": Choice(SELECTIONS),
+    "power": Number(0, closed=False),
+    "evidence_threshold": Number(0),
+    "draft_temperature": Number(0, closed=False),
+    "max_lag": Integer(1),
+}
 
 DEFAULTS = SMCConfig()
 
@@ -87,40 +186,9 @@ def flag_of(name: str) -> str:
     return "--" + SERVER_ARGS_FIELDS[name].replace("_", "-")
 
 
-def _out_of_range(name: str, value: object, allowed: str) -> ValueError:
+def _out_of_range(name: str, value: object, allowed: Range) -> ValueError:
     default = getattr(DEFAULTS, name)
     return ValueError(
         f"{flag_of(name)} is {value!r}; allowed: {allowed}. "
         f"Pass a value in that range, or leave the flag out to get {default!r}."
     )
-
-
-def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
-    # bool is an int to Python, but `True` particles is a mistake.
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    if is_int and low <= value and (high is None or value <= high):
-        return
-    allowed = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-    raise _out_of_range(name, value, allowed)
-
-
-def _check_fraction(name: str, value: object) -> None:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1:
-        return  # NaN fails the comparison
-    raise _out_of_range(name, value, "a number from 0 (never) to 1 (whenever weights differ)")
-
-
-def _check_unused(config: SMCConfig) -> None:
-    """Exact rounds have no weights and no lag: what steers those would be ignored."""
-    for name in ("ess_threshold", "resampling_method", "resample_at", "selection", "max_lag"):
-        value = getattr(config, name)
-        if value != getattr(DEFAULTS, name):
-            raise ValueError(
-                f"{flag_of(name)} is {value!r}, but {flag_of('mode')} is 'exact', where it has no "
-                f"effect. Leave one of the two out."
-            )
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise _out_of_range(name, value, "one of " + ", ".join(choices))

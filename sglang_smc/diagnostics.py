@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sglang_smc.request_config import RequestConfig
+from sglang_smc.smc.rounds import Cut
+
 logger = logging.getLogger(__name__)
 
 META_PREFIX = "spec_smc_"
@@ -21,8 +24,17 @@ class Counters(NamedTuple):
     resample_ct: torch.Tensor
     collapse_ct: torch.Tensor  # forced by the lag bound; the final draw is not counted
     all_zero_ct: torch.Tensor  # rounds in which every particle died
+    exact_ct: torch.Tensor  # rounds in which exact verification had the last word
     ess_sum: torch.Tensor
+    ess_min: torch.Tensor
+    ancestors: torch.Tensor  # particles of the start with descendants, before any collapse
     log_evidence: torch.Tensor
+
+
+def zero_counters(num_particles: int) -> list[float]:
+    """The totals of a request before its first round, when its particles are equal."""
+    start = dict.fromkeys(Counters._fields, 0.0)
+    return list((start | {"ess_min": num_particles, "ancestors": num_particles}).values())
 
 
 class CounterTable:
@@ -33,27 +45,30 @@ class CounterTable:
         self._values = torch.zeros(shape, dtype=torch.float64, device=device)
 
     def begin(self, rows: torch.Tensor, carried: torch.Tensor) -> None:
-        """Start from ``carried`` ``[G, len(Counters)]``: zeros, or what a retracted run had."""
+        """Start from ``carried`` ``[G, len(Counters)]``: nothing, or what a retracted run had."""
         self._values[rows] = carried
 
     def add_round(
         self,
         rows: torch.Tensor,
         *,
-        resampled: torch.Tensor,
+        cut: Cut,
+        verified: torch.Tensor,
         collapsed: torch.Tensor,
-        all_zero: torch.Tensor,
-        ess: torch.Tensor,
+        ancestors: torch.Tensor,
         log_evidence: torch.Tensor,
     ) -> torch.Tensor:
         """Count one round, all arguments ``[G]``; returns the totals ``[G, len(Counters)]``."""
         totals = Counters(*self._values[rows].unbind(1))
         updated = Counters(
             rounds_ct=totals.rounds_ct + 1,
-            resample_ct=totals.resample_ct + resampled,
+            resample_ct=totals.resample_ct + cut.resample,
             collapse_ct=totals.collapse_ct + collapsed,
-            all_zero_ct=totals.all_zero_ct + all_zero,
-            ess_sum=totals.ess_sum + ess,
+            all_zero_ct=totals.all_zero_ct + cut.all_zero,
+            exact_ct=totals.exact_ct + verified,
+            ess_sum=totals.ess_sum + cut.ess,
+            ess_min=torch.minimum(totals.ess_min, cut.ess),
+            ancestors=ancestors.double(),
             log_evidence=log_evidence,
         )
         values = torch.stack(updated, dim=1)
@@ -61,19 +76,26 @@ class CounterTable:
         return values
 
 
-def meta_info(totals: list[float], num_particles: int) -> dict[str, Any]:
+def meta_info(totals: list[float], config: RequestConfig) -> dict[str, Any]:
     """The `meta_info` fields of one request, from a row of `CounterTable`."""
     counters = Counters(*totals)  # type: ignore[arg-type]
     rounds = int(counters.rounds_ct)
+    weighed = config.mode not in ("mixed", "auto")
     fields = {
-        "num_particles": num_particles,
+        "mode": config.mode,
+        "num_particles": config.num_particles,
+        "num_steps": config.num_steps,
         "rounds_ct": rounds,
         "resample_ct": int(counters.resample_ct),
         "collapse_ct": int(counters.collapse_ct),
         "all_zero_ct": int(counters.all_zero_ct),
+        "exact_ct": int(counters.exact_ct),
         # Before the first round the particles are equal.
-        "ess_mean": counters.ess_sum / rounds if rounds else float(num_particles),
-        "log_evidence": counters.log_evidence,
+        "ess_mean": counters.ess_sum / rounds if rounds else float(config.num_particles),
+        "ess_min": counters.ess_min,
+        "distinct_ancestors": int(counters.ancestors),
+        # Blocks kept by their evidence are not weighed against those that are verified.
+        "log_evidence": counters.log_evidence if weighed else None,
     }
     return {META_PREFIX + name: value for name, value in fields.items()}
 

@@ -24,6 +24,8 @@ class Ledger:
         num_particles: N.
         max_tail: the longest tail, in tokens; a tail of L tokens holds L slots.
         num_slots: size of the KV pool, the padding slot 0 included.
+
+    Where a method takes ``max_tail``, no tail of its batch is longer: it looks no further.
     """
 
     def __init__(
@@ -40,12 +42,12 @@ class Ledger:
         self._num_rows = num_rows
         self._num_particles = num_particles
         self._tail = torch.arange(max_tail, device=device)
-        self._free_rank = max_tail + 1
+        self._held_rank, self._free_rank = max_tail, max_tail + 1
         self._rank = torch.full((num_slots,), self._free_rank, dtype=torch.int32, device=device)
 
-    def particle_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of the particles of each request, ``[G]`` to ``[G, N]``."""
-        particle = torch.arange(self._num_particles, device=rows.device)
+    def particle_rows(self, rows: torch.Tensor, num_particles: int) -> torch.Tensor:
+        """Rows of the first particles of each request, ``[G]`` to ``[G, num_particles]``."""
+        particle = torch.arange(num_particles, device=rows.device)
         return self._num_rows + rows.unsqueeze(1) * self._num_particles + particle
 
     def open(self, row: int, committed: int) -> None:
@@ -61,33 +63,48 @@ class Ledger:
         allocated: torch.Tensor,
         starts: torch.Tensor,
         idle: torch.Tensor,
-        num_columns: int,
+        num_particles: torch.Tensor,
+        num_columns: torch.Tensor,
+        width: int,
     ) -> torch.Tensor:
-        """Hand each particle free slots for the next ``num_columns`` positions.
+        """Hand each particle free slots for its next positions.
 
         Args:
             rows: ``[G]`` requests.
-            allocated: ``[G]`` where each arena ends; its last N * num_columns slots are free.
+            allocated: ``[G]`` where each arena ends; its last num_particles * num_columns slots
+                are free.
             starts: ``[G, N]`` first position to fill.
             idle: ``[G, N]`` particles that get the padding slot 0 instead.
+            num_particles, num_columns: ``[G]`` what each group has of the N particles and of the
+                ``width`` columns; the rest gets the padding slot, too.
+            width: the most columns of any group.
 
         Returns:
-            Slots ``[G, N, num_columns]`` int64, also written to the particles' rows.
+            Slots ``[G, N, width]`` int64, also written to the particles' rows.
         """
-        shape = (*starts.shape, num_columns)
-        count = self._num_particles * num_columns
-        column = torch.arange(num_columns, device=rows.device)
-        place = allocated.unsqueeze(1) - count + torch.arange(count, device=rows.device)
-        slots = self._table[rows.unsqueeze(1), place].view(shape)
-        slots = slots.masked_fill(idle.unsqueeze(2), 0)
-        self._table[self.particle_rows(rows).unsqueeze(2), starts.unsqueeze(2) + column] = slots
+        particle = torch.arange(starts.shape[1], device=rows.device).view(1, -1, 1)
+        column = torch.arange(width, device=rows.device)
+        per_particle = num_columns.view(-1, 1, 1)
+        first = (allocated - num_particles * num_columns).view(-1, 1, 1)
+        mine = (column < per_particle) & ~idle.unsqueeze(2)
+        place = (first + particle * per_particle + column).where(mine, 0)  # [G, N, width]
+        slots = self._table[rows.view(-1, 1, 1), place].where(mine, 0)
+        targets = self.particle_rows(rows, starts.shape[1]).unsqueeze(2)
+        self._table[targets, starts.unsqueeze(2) + column] = slots
         return slots.long()
 
-    def descend(self, rows: torch.Tensor, committed: torch.Tensor, ancestors: torch.Tensor) -> None:
+    def descend(
+        self,
+        rows: torch.Tensor,
+        *,
+        committed: torch.Tensor,
+        ancestors: torch.Tensor,
+        max_tail: int,
+    ) -> None:
         """Exchange pointers: particle n takes over the tail of ``ancestors[g, n]``."""
-        tails = self._tails(rows, committed)
-        inherited = tails.gather(1, ancestors.unsqueeze(2).expand_as(tails))
-        self._write_tails(rows, committed, inherited)
+        where = self._tail_index(rows, committed, ancestors.shape[1], max_tail)
+        tails = self._table[where]
+        self._table[where] = tails.gather(1, ancestors.unsqueeze(2).expand_as(tails))
 
     def commit(
         self,
@@ -97,6 +114,8 @@ class Ledger:
         allocated: torch.Tensor,
         lengths: torch.Tensor,
         counts: torch.Tensor,
+        max_tail: int,
+        max_arena: int,
     ) -> None:
         """Sort each arena: slots of the common lineage first, those in use next, free ones last.
 
@@ -104,52 +123,50 @@ class Ledger:
             committed, allocated: ``[G]`` bounds of each arena before the commit.
             lengths: ``[G, N]`` tail lengths before the commit.
             counts: ``[G]`` leading tail tokens to commit; the caller knows them to be common.
+            max_arena: no arena of the batch has more slots.
         """
-        tails = self._tails(rows, committed)
-        common = self._tail < counts.view(-1, 1, 1)  # [G, 1, T]
+        where = self._tail_index(rows, committed, lengths.shape[1], max_tail)
+        tails = self._table[where].long()  # [G, N, T]; stale past a tail's length
+        column = self._tail[:max_tail]
+        common = column < counts.view(-1, 1, 1)  # [G, 1, T]
         # Equal tokens after an equal prefix have equal KV: particle 0's copy serves all.
         tails = torch.where(common, tails[:, :1], tails)
-        self._write_tails(rows, committed, tails)
-        held = (self._tail < lengths.unsqueeze(2)) & ~common
-        self._partition(rows, committed, allocated, tails, held, common.squeeze(1))
+        self._table[where] = tails.int()
+        held = (column < lengths.unsqueeze(2)) & ~common
+        arena = committed.unsqueeze(1) + torch.arange(max_arena, device=rows.device)
+        self._partition(rows, arena, arena < allocated.unsqueeze(1), tails, held, common.squeeze(1))
 
     def _partition(
         self,
         rows: torch.Tensor,
-        committed: torch.Tensor,
-        allocated: torch.Tensor,
+        place: torch.Tensor,
+        inside: torch.Tensor,
         tails: torch.Tensor,
         held: torch.Tensor,
         common: torch.Tensor,
     ) -> None:
-        """Stable-sort each arena by rank: position for common slots, then held, then free."""
-        max_tail = len(self._tail)
-        arena_width = max_tail * self._num_particles
-        place = committed.unsqueeze(1) + torch.arange(arena_width, device=rows.device)
-        inside = place < allocated.unsqueeze(1)
+        """Stable-sort each arena by rank: position for common slots, then held, then free.
+
+        Args:
+            place: ``[G, A]`` positions in the rows, in an arena where ``inside``.
+            tails: ``[G, N, T]`` slots, those of particles where ``held``.
+            common: ``[G, T]`` of particle 0's slots, those to commit.
+        """
         # What lies outside an arena stands on SGLang's padding row, and is written back as it was.
         where = torch.where(inside, rows.unsqueeze(1), 0), torch.where(inside, place, 0)
         arena = self._table[where].long()  # [G, A]
         # Padding slot 0 belongs to no arena: it takes the ranks that are not meant.
-        self._rank[torch.where(held, tails, 0)] = max_tail
-        self._rank[torch.where(common, tails[:, 0], 0)] = self._tail.int()
+        self._rank[torch.where(held, tails, 0)] = self._held_rank
+        self._rank[torch.where(common, tails[:, 0], 0)] = self._tail[: tails.shape[2]].int()
         rank = torch.where(inside, self._rank[arena], self._free_rank + 1)
         order = rank.argsort(dim=1, stable=True)
         sorted_arena = torch.where(inside, arena.gather(1, order), arena)
         self._table[where] = sorted_arena.int()
         self._rank[arena] = self._free_rank
 
-    def _tails(self, rows: torch.Tensor, committed: torch.Tensor) -> torch.Tensor:
-        """Slots behind the committed text, ``[G, N, T]`` int64; stale past a tail's length."""
-        return self._table[self._tail_index(rows, committed)].long()
-
-    def _write_tails(
-        self, rows: torch.Tensor, committed: torch.Tensor, tails: torch.Tensor
-    ) -> None:
-        self._table[self._tail_index(rows, committed)] = tails.int()
-
     def _tail_index(
-        self, rows: torch.Tensor, committed: torch.Tensor
+        self, rows: torch.Tensor, committed: torch.Tensor, num_particles: int, max_tail: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        positions = committed.view(-1, 1, 1) + self._tail
-        return self.particle_rows(rows).unsqueeze(2), positions
+        """Where the tails stand in the table, as an index to ``[G, N, T]``."""
+        positions = committed.view(-1, 1, 1) + self._tail[:max_tail]
+        return self.particle_rows(rows, num_particles).unsqueeze(2), positions

@@ -1,41 +1,52 @@
 """How many KV slots a request needs beyond its text: the size of its arena.
 
-In SMC mode a tail reaches at most ``max_lag - 1`` tokens before a round, or what is left of
-`max_new_tokens`, and the round adds K + 1 to each of N tails. Tails that share
-nothing are the worst case, and what is reserved: a constant per request.
+Where particles are weighed, a tail reaches at most ``max_lag - 1`` tokens before a round, or what
+is left of `max_new_tokens`, and the round adds K + 1 to each of N tails. Tails that share nothing
+are the worst case, and what is reserved: a constant per request. Verification leaves no tails.
 """
 
 from typing import TYPE_CHECKING
 
 from sglang_smc.config import SMCConfig
+from sglang_smc.request_config import config_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 
 def lag(config: SMCConfig) -> int:
-    """The length that no tail reaches before a round; exact rounds leave no tail at all."""
+    """The length that no tail reaches before a round; verification leaves no tail at all."""
     return config.max_lag if config.mode == "smc" else 1
 
 
 def max_tail(config: SMCConfig) -> int:
-    """The longest tail that a round can leave or look at, in tokens."""
-    return lag(config) + config.num_steps
+    """The longest tail that a round can leave or look at in any mode, in tokens."""
+    return config.max_lag + config.num_steps
 
 
 def max_arena(config: SMCConfig) -> int:
-    """The largest arena, in KV slots."""
+    """The largest arena that a request can ask for, in KV slots."""
     return config.num_particles * max_tail(config)
+
+
+def tail(config: SMCConfig, remaining: int) -> int:
+    """The longest tail of a request that may emit ``remaining`` more tokens."""
+    return min(lag(config), max(remaining, 0)) + config.num_steps
 
 
 def arena(config: SMCConfig, remaining: int) -> int:
     """The arena of a request that may emit ``remaining`` more tokens, in KV slots."""
-    return config.num_particles * (min(lag(config), max(remaining, 0)) + config.num_steps)
+    return config.num_particles * tail(config, remaining)
 
 
-def arena_of(config: SMCConfig, req: "Req") -> int:
+def remaining(req: "Req") -> int:
+    """Tokens that a request may still emit."""
+    return req.sampling_params.max_new_tokens - len(req.output_ids)
+
+
+def arena_of(server: SMCConfig, req: "Req") -> int:
     """The arena that a running or waiting request needs now, in KV slots."""
-    return arena(config, req.sampling_params.max_new_tokens - len(req.output_ids))
+    return arena(config_of(server, req), remaining(req))
 
 
 def check_pool(config: SMCConfig, num_slots: int) -> None:

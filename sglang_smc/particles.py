@@ -4,7 +4,9 @@ One row of each table belongs to one request, under its index in SGLang's
 `req_to_token_pool`. A particle is the request's emitted text plus a *tail* of
 tokens that are not emitted yet, because the particles still disagree about them.
 
-Shapes: G groups in a batch, N particles a group, T tokens a tail can hold.
+Shapes: G groups in a batch, N particles a group, T tokens a tail can hold. A group with fewer
+particles than others in its batch leaves places empty: these are not `present`, have ended, and
+weigh nothing.
 """
 
 from typing import NamedTuple
@@ -24,6 +26,8 @@ class Population(NamedTuple):
     anchor: torch.Tensor  # [G] int64: the last emitted token
     num_emitted: torch.Tensor  # [G] int64: output tokens emitted so far
     log_evidence: torch.Tensor  # [G] float64: log Z-hat banked at resampling steps
+    present: torch.Tensor  # [G, N] bool: the particles that the group has
+    roots: torch.Tensor  # [G, N] int64: the first ancestor of each, among those of the start
 
     @property
     def last_tokens(self) -> torch.Tensor:
@@ -53,11 +57,18 @@ class Population(NamedTuple):
             tokens=self.tokens.gather(1, expanded),
             lengths=self.lengths.gather(1, ancestors),
             ended=self.ended.gather(1, ancestors),
+            roots=self.roots.gather(1, ancestors),
         )
 
     def num_common(self) -> torch.Tensor:
         """How many leading tail tokens all particles of a group share, ``[G]``."""
-        return common_prefix(self.tokens, self.lengths)
+        return common_prefix(self.tokens, self.lengths, self.present)
+
+    def num_roots(self) -> torch.Tensor:
+        """How many particles of the start have descendants, ``[G]``."""
+        place = torch.arange(self.roots.shape[1], device=self.roots.device)
+        has_root = (self.roots.unsqueeze(2) == place) & self.present.unsqueeze(2)
+        return has_root.any(1).sum(1)
 
     def emit(self, counts: torch.Tensor) -> "Population":
         """Drop the first ``counts[g]`` tokens, common to all tails, from each of them."""
@@ -66,7 +77,7 @@ class Population(NamedTuple):
         newest = self.tokens[:, 0].gather(1, (counts - 1).clamp_min(0).unsqueeze(1)).squeeze(1)
         return self._replace(
             tokens=self.tokens.gather(2, source.expand_as(self.tokens)),
-            lengths=self.lengths - counts.unsqueeze(1),
+            lengths=(self.lengths - counts.unsqueeze(1)).masked_fill(~self.present, 0),
             anchor=torch.where(counts > 0, newest, self.anchor),
             num_emitted=self.num_emitted + counts,
         )
@@ -92,16 +103,31 @@ class ParticleTable:
             anchor=torch.zeros(num_rows, dtype=torch.int64, device=device),
             num_emitted=torch.zeros(num_rows, dtype=torch.int64, device=device),
             log_evidence=torch.zeros(num_rows, dtype=torch.float64, device=device),
+            present=torch.zeros(shape, dtype=torch.bool, device=device),
+            roots=torch.zeros(shape, dtype=torch.int64, device=device),
         )
 
-    def gather(self, rows: torch.Tensor) -> Population:
-        """The populations of the requests in ``rows`` ``[G]``."""
-        return Population(*(column[rows] for column in self._columns))
+    def gather(self, rows: torch.Tensor, num_particles: int, max_tail: int) -> Population:
+        """The populations of the requests in ``rows`` ``[G]``, no larger than they need.
+
+        Args:
+            num_particles: the most that any of them has.
+            max_tail: the longest tail that any of them can have when the round ends.
+        """
+        views = self._views(num_particles, max_tail + 1)
+        return Population(*(view[rows] for view in views))
 
     def scatter(self, rows: torch.Tensor, population: Population) -> None:
         """Store the populations of the requests in ``rows`` ``[G]``."""
-        for column, values in zip(self._columns, population, strict=True):
-            column[rows] = values
+        _, num_particles, width = population.tokens.shape
+        for view, values in zip(self._views(num_particles, width), population, strict=True):
+            view[rows] = values
+
+    def _views(self, num_particles: int, width: int) -> Population:
+        """The part of the table that populations of this size live in."""
+        columns = self._columns
+        views = (column[:, :num_particles] if column.dim() > 1 else column for column in columns)
+        return Population(*views)._replace(tokens=columns.tokens[:, :num_particles, :width])
 
     def begin(
         self,
@@ -110,12 +136,17 @@ class ParticleTable:
         first_tokens: torch.Tensor,
         num_emitted: torch.Tensor,
         log_evidence: torch.Tensor,
+        num_particles: torch.Tensor,
     ) -> None:
         """Start N equal particles behind the token that prefill sampled, all ``[G]``."""
         columns = self._columns
+        place = torch.arange(self.num_particles, device=rows.device)
+        present = place < num_particles.unsqueeze(1)
+        columns.present[rows] = present
+        columns.roots[rows] = place
         columns.lengths[rows] = 0
-        columns.ended[rows] = False
-        columns.log_weights[rows] = 0.0
+        columns.ended[rows] = ~present
+        columns.log_weights[rows] = torch.where(present, 0.0, -torch.inf).double()
         columns.anchor[rows] = first_tokens
         columns.num_emitted[rows] = num_emitted
         columns.log_evidence[rows] = log_evidence

@@ -7,6 +7,9 @@ ignored. SGLang turns the ValueError into HTTP 400.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sglang_smc.config import SMCConfig
+from sglang_smc.request_config import request_config
+
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -58,18 +61,21 @@ _GENERATED_LOGPROBS = (
 )
 
 
-def check_request(request: "GenerateReqInput") -> None:
-    """Raise ValueError that names every field of one request that SMC cannot honour yet."""
+def check_request(request: "GenerateReqInput", server: SMCConfig) -> None:
+    """Raise ValueError that names every field of one request that SMC cannot honour.
+
+    ``server`` bounds what the request may choose for itself.
+    """
     params = request.sampling_params or {}
     problems = [
         *_used(_PARAMETERS, params.get),
         *_used(_FIELDS, lambda field: getattr(request, field)),
-        *_smc_parameters(params.get("custom_params")),
     ]
     if params.get("max_new_tokens") != 0:
         problems += _used(_GENERATED_LOGPROBS, lambda field: getattr(request, field))
     if problems:
         raise ValueError("SMC speculative decoding does not support " + " ".join(problems))
+    request_config(server, params.get("custom_params"))
 
 
 def _used(refusals: tuple[_Refusal, ...], read: Callable[[str], Any]) -> list[str]:
@@ -78,10 +84,3 @@ def _used(refusals: tuple[_Refusal, ...], read: Callable[[str], Any]) -> list[st
         for refusal in refusals
         if refusal.is_used(read(refusal.field))
     ]
-
-
-def _smc_parameters(custom_params: Any) -> list[str]:
-    if not isinstance(custom_params, dict) or "smc" not in custom_params:
-        return []
-    given = custom_params["smc"]
-    return [f"custom_params['smc']={given!r}. Set the --speculative-smc-* flags for the server."]

@@ -2,15 +2,57 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_smc.diagnostics import IntervalLog
+from sglang_smc.particles import Population
+from sglang_smc.runs import as_particle
+from sglang_smc.smc.weights import normalized
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+
+class Particles(NamedTuple):
+    """All particles as they stood before the final draw."""
+
+    tokens: torch.Tensor  # [G, N, T] tails
+    lengths: torch.Tensor  # [G, N]
+    log_weights: torch.Tensor  # [G, N]
+    present: torch.Tensor  # [G, N]
+    finished: torch.Tensor  # [G] all have ended
+
+    @classmethod
+    def of(cls, population: Population) -> "Particles":
+        """Taken from a population."""
+        return cls(
+            population.tokens,
+            population.lengths,
+            population.log_weights,
+            population.present,
+            population.ended.all(1),
+        )
+
+    def of_group(self, group: int, emitted: list[int]) -> list[dict[str, Any]] | None:
+        """One request's particles for `meta_info`; None while some have not ended."""
+        if not self.finished[group]:
+            return None
+        rows = zip(
+            self.tokens[group].tolist(),
+            self.lengths[group].tolist(),
+            normalized(self.log_weights[group]).tolist(),
+            self.log_weights[group].tolist(),
+            self.present[group].tolist(),
+            strict=True,
+        )
+        return [
+            as_particle([*emitted, *tail[:length]], weight, log_weight)
+            for tail, length, weight, log_weight, present in rows
+            if present
+        ]
 
 
 @dataclass
@@ -19,6 +61,7 @@ class SMCBatchResult(GenerationBatchResult):
 
     num_kept_columns: torch.Tensor | None = None  # [G] drafted tokens that the round kept
     counters: torch.Tensor | None = None  # [G, len(Counters)] float64
+    particles: Particles | None = None  # where some request wants them
     log: IntervalLog | None = None
 
     def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
@@ -26,6 +69,9 @@ class SMCBatchResult(GenerationBatchResult):
         assert self.num_kept_columns is not None and self.counters is not None
         self.num_kept_columns = self.num_kept_columns.to("cpu", non_blocking=True)
         self.counters = self.counters.to("cpu", non_blocking=True)
+        if self.particles is not None:
+            copied = (column.to("cpu", non_blocking=True) for column in self.particles)
+            self.particles = Particles(*copied)
         super().copy_to_cpu(*args, **kwargs)
 
     def resolve(
@@ -51,7 +97,9 @@ class SMCBatchResult(GenerationBatchResult):
                 req.update_spec_correct_drafts_histogram(kept[i])
                 run = req.smc_run  # type: ignore[attr-defined]
                 self.log.add(run.counters, totals[i])
-                run.counters = totals[i]
+                run.take(totals[i])
+                if self.particles is not None and run.config.return_particles:
+                    run.particles = self.particles.of_group(i, list(req.output_ids))
         self.log.end_round()
         return tokens
 

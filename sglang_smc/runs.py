@@ -7,8 +7,11 @@ request object, as `smc_run`, and go when it goes; they outlive a retraction.
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+import torch
 
-from sglang_smc.diagnostics import Counters, meta_info
+from sglang_smc.config import SMCConfig
+from sglang_smc.diagnostics import META_PREFIX, meta_info, zero_counters
+from sglang_smc.request_config import RequestConfig, config_of
 from sglang_smc.sampling import RequestSpec, stop_tokens
 from sglang_smc.smc.randomness import derive_seed
 
@@ -20,9 +23,36 @@ class Run(msgspec.Struct):
     """What is known of one request on the host."""
 
     seed: int
-    num_particles: int
+    config: RequestConfig
     counters: list[float]
     is_open: bool = False  # its particles have their prefix
+    first_log_sum: float = 0.0  # what the weights gained at the first token; in no counter yet
+    particles: list[dict[str, Any]] | None = None  # all of them, as they stood at the end
+
+    def take(self, totals: list[float]) -> None:
+        """Note what the device has counted by the end of a round."""
+        self.counters, self.first_log_sum = totals, 0.0
+
+    def meta_info(self, output_ids: list[int]) -> dict[str, Any]:
+        """The `meta_info` fields of the finished request."""
+        log_evidence = self.counters[-1] + self.first_log_sum
+        fields = meta_info([*self.counters[:-1], log_evidence], self.config)
+        if self.config.return_particles:
+            fields[META_PREFIX + "particles"] = self.particles or self._equal(output_ids)
+        return fields
+
+    def _equal(self, output_ids: list[int]) -> list[dict[str, Any]] | None:
+        """The particles of a text that ended with the token they all began with."""
+        if len(output_ids) != 1:
+            return None  # aborted on the way
+        num_particles = self.config.num_particles
+        weight = 1.0 / num_particles
+        return [as_particle(list(output_ids), weight, 0.0) for _ in range(num_particles)]
+
+
+def as_particle(output_ids: list[int], weight: float, log_weight: float) -> dict[str, Any]:
+    """How `meta_info` shows a particle."""
+    return {"output_ids": output_ids, "weight": weight, "log_weight": log_weight}
 
 
 class Start(NamedTuple):
@@ -37,12 +67,12 @@ class RunBook:
     """Begins requests and numbers those that bring no seed of their own.
 
     Args:
-        num_particles: N, for `meta_info`.
+        config: the server's.
         random_seed: the server's; seeds of requests that bring none follow from it.
     """
 
-    def __init__(self, num_particles: int, random_seed: int) -> None:
-        self._num_particles = num_particles
+    def __init__(self, config: SMCConfig, random_seed: int) -> None:
+        self._config = config
         self._random_seed = random_seed
         self._num_seeded = 0
 
@@ -53,12 +83,24 @@ class RunBook:
     def _begin(self, req: "Req") -> Start:
         run = run_of(req)
         if run is None:
-            run = Run(self._seed(req), self._num_particles, [0.0] * len(Counters._fields))
+            config = config_of(self._config, req)
+            run = Run(self._seed(req), config, zero_counters(config.num_particles))
             req.smc_run = run  # type: ignore[attr-defined]
         run.is_open = False
         # A retracted request's particles are gone: what follows its text is drawn anew.
         seed = derive_seed(run.seed, req.retraction_count)
-        return Start(_spec(req, seed), len(req.output_ids), run.counters)
+        return Start(_spec(req, seed, run.config), len(req.output_ids), run.counters)
+
+    def note_first(self, reqs: "list[Req]", log_sums: torch.Tensor) -> None:
+        """Note what first tokens ``[G]`` weigh, which is nothing but for a power of p.
+
+        An answer may end with that token, before the device has counted anything.
+        """
+        runs = [run_of(req) for req in reqs]
+        if any(run is not None and run.config.power != 1.0 for run in runs):
+            for run, log_sum in zip(runs, log_sums.tolist(), strict=True):
+                if run is not None:
+                    run.first_log_sum = log_sum
 
     def _seed(self, req: "Req") -> int:
         if req.sampling_params.sampling_seed is not None:
@@ -84,7 +126,7 @@ def publish(req: "Req") -> None:
     """Give a finished request's totals to SGLang's streamer, which takes them to `meta_info`."""
     run = run_of(req)
     if run is not None and req.finished():
-        fields = meta_info(run.counters, run.num_particles)
+        fields = run.meta_info(list(req.output_ids))
         req.customized_info = {name: _Whole([value]) for name, value in fields.items()}
 
 
@@ -99,7 +141,7 @@ class _Whole(list):
         return list(self) if isinstance(index, slice) else super().__getitem__(index)
 
 
-def _spec(req: "Req", seed: int) -> RequestSpec:
+def _spec(req: "Req", seed: int, config: RequestConfig) -> RequestSpec:
     params = req.sampling_params
     return RequestSpec(
         row=req.req_pool_idx,
@@ -114,4 +156,5 @@ def _spec(req: "Req", seed: int) -> RequestSpec:
         stop_tokens=stop_tokens(
             params.stop_token_ids, req.eos_token_ids, req.tokenizer, req.vocab_size
         ),
+        config=config,
     )

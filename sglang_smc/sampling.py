@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from sglang_smc.request_config import RequestConfig
 from sglang_smc.smc.proposal import SamplingRules, log_probs
+from sglang_smc.smc.rounds import Rules
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -29,6 +31,7 @@ class RequestSpec(NamedTuple):
     min_new_tokens: int
     ignore_eos: bool
     stop_tokens: frozenset[int]
+    config: RequestConfig
 
 
 class Settings(NamedTuple):
@@ -42,10 +45,24 @@ class Settings(NamedTuple):
     max_new_tokens: torch.Tensor  # [G] int64
     min_new_tokens: torch.Tensor  # [G] int64
     ignore_eos: torch.Tensor  # [G] bool
+    num_particles: torch.Tensor  # [G] int64 N
+    num_steps: torch.Tensor  # [G] int64 K
+    weighs: torch.Tensor  # [G] bool: its rounds weigh and resample; else they verify
+    ess_threshold: torch.Tensor  # [G] float64 tau
+    at_token: torch.Tensor  # [G] bool: resample at the first column whose ESS is low
+    heaviest: torch.Tensor  # [G] bool: answer with the heaviest particle
+    power: torch.Tensor  # [G] float64 alpha
+    evidence_threshold: torch.Tensor  # [G] float64 c; infinite where all is verified
+    draft_temperature: torch.Tensor  # [G] float32
     stop_mask: torch.Tensor  # [G, V] bool: tokens that end the text
 
+    @property
+    def rules(self) -> Rules:
+        """What steers the weights."""
+        return Rules(self.num_steps, self.ess_threshold, self.at_token, self.evidence_threshold)
+
     def log_probs(
-        self, logits: torch.Tensor, positions: torch.Tensor, *, filtered: bool
+        self, logits: torch.Tensor, positions: torch.Tensor, *, filtered: bool, draft: bool = False
     ) -> torch.Tensor:
         """The distribution of the next token, by the rules of each request.
 
@@ -53,16 +70,18 @@ class Settings(NamedTuple):
             logits: ``[G, M, V]``.
             positions: ``[G, M]`` index of the output token that each row decides.
             filtered: whether any request uses top-k, top-p or min-p.
+            draft: the logits are the draft's, which may have a temperature of its own.
 
         Returns:
             ``[G, M, V]`` float32.
         """
         too_early = (positions < self.min_new_tokens.unsqueeze(1)).unsqueeze(2)
         legal = logits.masked_fill(too_early & self.stop_mask.unsqueeze(1), -torch.inf)
+        temperature = self.draft_temperature if draft else self.temperature
         rules = SamplingRules(
             *(
                 rule.unsqueeze(1)  # [G, 1]: one rule for the M rows of a request
-                for rule in (self.temperature, self.top_k, self.top_p, self.min_p)
+                for rule in (temperature, self.top_k, self.top_p, self.min_p)
             )
         )
         return log_probs(legal, rules, filtered=filtered)
@@ -95,6 +114,15 @@ class RequestTable:
             max_new_tokens=zeros(torch.int64),
             min_new_tokens=zeros(torch.int64),
             ignore_eos=zeros(torch.bool),
+            num_particles=zeros(torch.int64),
+            num_steps=zeros(torch.int64),
+            weighs=zeros(torch.bool),
+            ess_threshold=zeros(torch.float64),
+            at_token=zeros(torch.bool),
+            heaviest=zeros(torch.bool),
+            power=zeros(torch.float64),
+            evidence_threshold=zeros(torch.float64),
+            draft_temperature=zeros(torch.float32),
             stop_mask=zeros(torch.bool, vocab_size),
         )
 
@@ -106,12 +134,10 @@ class RequestTable:
         """Store the settings of new requests."""
         rows = self._column([spec.row for spec in specs])
         columns = self._columns
+        values = [_values(spec) for spec in specs]
         for name, column in columns._asdict().items():
             if name != "stop_mask":
-                field = "seed" if name == "seeds" else name
-                column[rows] = self._column([getattr(spec, field) for spec in specs]).to(
-                    column.dtype
-                )
+                column[rows] = self._column([value[name] for value in values]).to(column.dtype)
         columns.stop_mask[rows] = False
         pairs = [(spec.row, token) for spec in specs for token in sorted(spec.stop_tokens)]
         if pairs:
@@ -120,6 +146,24 @@ class RequestTable:
 
     def _column(self, values: list[Any]) -> torch.Tensor:
         return torch.tensor(values).to(self._device, non_blocking=True)
+
+
+def _values(spec: RequestSpec) -> dict[str, Any]:
+    """One request's entry in each column but the mask."""
+    config = spec.config
+    return {
+        **spec._asdict(),
+        "seeds": spec.seed,
+        "num_particles": config.num_particles,
+        "num_steps": config.num_steps,
+        "weighs": config.weighs,
+        "ess_threshold": config.ess_threshold,
+        "at_token": config.resample_at == "token",
+        "heaviest": config.selection == "argmax",
+        "power": config.power,
+        "evidence_threshold": config.covering,
+        "draft_temperature": config.draft_temperature or spec.temperature,
+    }
 
 
 def stop_tokens(

@@ -18,16 +18,16 @@ from sglang_smc.config import SMCConfig
 from sglang_smc.diagnostics import CounterTable, IntervalLog
 from sglang_smc.draft_input import SMCDraftInput
 from sglang_smc.forward import ParticleForward
+from sglang_smc.groups import Groups, extent_of
 from sglang_smc.ledger import Ledger
 from sglang_smc.particles import ParticleTable, Population
-from sglang_smc.result import SMCBatchResult
+from sglang_smc.result import Particles, SMCBatchResult
 from sglang_smc.runs import RunBook, unopened
 from sglang_smc.sampling import RequestTable, uses_filters
-from sglang_smc.smc import rounds
-from sglang_smc.smc.proposal import sample
-from sglang_smc.smc.randomness import Purpose, uniforms
+from sglang_smc.smc.proposal import power_law, sample
+from sglang_smc.smc.randomness import Purpose, round_seeds, uniforms
 from sglang_smc.smc.weights import log_mean_exp
-from sglang_smc.steps import Groups, Steps
+from sglang_smc.steps import Decision, Steps
 from sglang_smc.vocabulary import check_same_vocabulary
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class SMCWorker(BaseSpecWorker):
         self._draft_worker.draft_runners = [self._draft_worker.model_runner]
         check_same_vocabulary(target_worker, self._draft_worker)
         self._log = IntervalLog(server_args.decode_log_interval, self.config.num_particles)
-        self._runs = RunBook(self.config.num_particles, target_worker.random_seed)
+        self._runs = RunBook(self.config, target_worker.random_seed)
 
     def alloc_memory_pool(
         self,
@@ -105,10 +105,10 @@ class SMCWorker(BaseSpecWorker):
         super().init_attention_backends()
         max_rows = self.req_to_token_pool.size * self.config.num_particles
         self._steps = Steps(
-            self.config,
             target=ParticleForward(self._target_worker.model_runner, max_rows),
             draft=ParticleForward(self._draft_worker.model_runner, max_rows),
             ledger=self._ledger,
+            max_lag=self.config.max_lag,
         )
 
     @property
@@ -165,78 +165,93 @@ class SMCWorker(BaseSpecWorker):
         log_p = settings.log_probs(
             logits.unsqueeze(1), num_emitted.unsqueeze(1), filtered=uses_filters(batch.reqs)
         )
+        law, log_sum = power_law(log_p.squeeze(1), settings.power)
         first = torch.zeros_like(num_emitted)  # they belong to all particles; drawn as particle 0's
-        tokens = sample(
-            log_p.squeeze(1), uniforms(settings.seeds, num_emitted, first, Purpose.BONUS)
-        )
+        tokens = sample(law, uniforms(settings.seeds, num_emitted, first, Purpose.BONUS))
+        carried[:, -1] += log_sum
         self._counters.begin(rows, carried)
         self._particles.begin(
-            rows, first_tokens=tokens, num_emitted=num_emitted + 1, log_evidence=carried[:, -1]
+            rows,
+            first_tokens=tokens,
+            num_emitted=num_emitted + 1,
+            log_evidence=carried[:, -1],
+            num_particles=settings.num_particles,
         )
+        self._runs.note_first(batch.reqs, log_sum)
         return tokens
 
     def _round(self, batch: "ScheduleBatch") -> SMCBatchResult:
         """One round, from the last token of every particle to what all of them agree on."""
         steps = self._steps
-        groups = self._open(batch)
-        before = self._particles.gather(groups.rows)
+        groups, before = self._open(batch)
         slots = steps.reserve(groups, before)
 
         drafts = steps.propose(groups, before, slots)
         log_p = steps.score(groups, before, drafts, slots)
-        if self.config.mode == "exact":
-            cut, continued = steps.verify(groups, before, drafts, log_p)
-        else:
-            cut, extended = steps.reweight(groups, before, drafts, log_p)
-            ancestors, resampled = steps.resample(groups, extended, cut)
-            continued = steps.add_bonus(groups, resampled, log_p, ancestors, cut.num_columns)
+        decision = steps.decide(groups, before, drafts, log_p)  # reweight and resample, or verify
+        extended = steps.extend(groups, before, drafts, decision)
+        continued = steps.add_bonus(groups, extended, decision.next_log_p)
         settled, forced = steps.collapse(groups, continued)
-        return self._commit(groups, settled, cut, forced)
+        return self._commit(groups, continued, settled, decision, forced)
 
-    def _open(self, batch: "ScheduleBatch") -> Groups:
+    def _open(self, batch: "ScheduleBatch") -> tuple[Groups, Population]:
         for req in unopened(batch.reqs):
             self._ledger.open(req.req_pool_idx, req.kv_committed_len)
-        return Groups(
+        rows, extent = batch.req_pool_indices, extent_of(self.config, batch.reqs)
+        before = self._particles.gather(rows, extent.num_particles, extent.max_tail)
+        settings = self._requests.gather(rows)
+        seeds = round_seeds(settings.seeds, before.output_lengths.amax(1))
+        groups = Groups(
             reqs=batch.reqs,
-            rows=batch.req_pool_indices,
-            settings=self._requests.gather(batch.req_pool_indices),
-            filtered=uses_filters(batch.reqs),
+            rows=rows,
+            settings=settings._replace(seeds=seeds),
             committed=batch.seq_lens.long(),
             allocated=self._tensor([req.kv.kv_allocated_len for req in batch.reqs]),
+            extent=extent,
         )
+        return groups, before
 
     def _commit(
-        self, groups: Groups, population: Population, cut: rounds.Cut, forced: torch.Tensor
+        self,
+        groups: Groups,
+        continued: Population,
+        settled: Population,
+        decision: Decision,
+        forced: torch.Tensor,
     ) -> SMCBatchResult:
         """Emit what all particles agree on, and store the rest for the next round."""
-        counts = population.num_common()
+        counts = settled.num_common()
         self._ledger.commit(
             groups.rows,
             committed=groups.committed,
             allocated=groups.allocated,
-            lengths=population.lengths,
+            lengths=settled.lengths,
             counts=counts,
+            max_tail=groups.extent.max_tail,
+            max_arena=groups.extent.max_arena,
         )
-        after = population.emit(counts)
+        after = settled.emit(counts)
         self._particles.scatter(groups.rows, after)
         counters = self._counters.add_round(
             groups.rows,
-            resampled=cut.resample,
+            cut=decision.cut,
+            verified=decision.verified,
             collapsed=forced,
-            all_zero=cut.all_zero,
-            ess=cut.ess,
+            ancestors=continued.num_roots(),
             # What is banked, and what the weights have gained since: a retraction keeps both.
-            log_evidence=after.log_evidence + log_mean_exp(after.log_weights),
+            log_evidence=after.log_evidence
+            + log_mean_exp(after.log_weights, groups.settings.num_particles),
         )
-        tokens = population.tokens[:, 0]  # [G, T]: the first counts[g] are emitted
+        tokens = settled.tokens[:, 0]  # [G, T]: the first counts[g] are emitted
         return SMCBatchResult(
             next_token_ids=tokens.flatten(),
             accept_lens=counts,
             new_seq_lens=groups.committed + counts,
             next_draft_input=SMCDraftInput(after.anchor),
             speculative_num_draft_tokens=tokens.shape[1],
-            num_kept_columns=cut.num_columns,
+            num_kept_columns=decision.cut.num_columns,
             counters=counters,
+            particles=Particles.of(continued) if groups.extent.shows_particles else None,
             log=self._log,
         )
 

@@ -7,49 +7,24 @@ to the wrong KV. Particles, tails and ownership are modelled by lists and checke
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
 
 import torch
+from pool_request import EOS, VOCAB, Request, Text, Window
 
 from sglang_smc import memory
 from sglang_smc.config import SMCConfig
 from sglang_smc.ledger import Ledger
 from sglang_smc.particles import ParticleTable, Population
+from sglang_smc.request_config import RequestConfig, request_config
 
-Text = tuple[int, ...]
-EOS, VOCAB = 0, 3
 ENDS_WITH_PROBABILITY = 0.04
 
 
-@dataclass
-class Request:
-    """One request in plain Python."""
-
-    row: int
-    prompt: list[int]
-    max_new_tokens: int
-    output: list[int]
-    committed: int
-    allocated: int
-    tails: list[list[int]]
-    ended: list[bool]
-    is_open: bool = False
-    frozen: list[int] = field(default_factory=list)  # slots of the committed text so far
-
-    def text(self, particle: int) -> list[int]:
-        return self.prompt + self.output + self.tails[particle]
-
-    def ends_at(self, particle: int, new_tokens: list[int]) -> int | None:
-        """Index of the new token that ends the text."""
-        length = len(self.output) + len(self.tails[particle])
-        for index, token in enumerate(new_tokens):
-            if token == EOS or length + index + 1 >= self.max_new_tokens:
-                return index
-        return None
-
-
 class PoolModel:
-    """A pool, its requests, and the code under test."""
+    """A pool, its requests, and the code under test.
+
+    Requests choose their own N, K and mode, no larger than those of ``config``.
+    """
 
     def __init__(self, config: SMCConfig, *, num_rows: int = 4, longest: int = 40) -> None:
         self.config = config
@@ -84,7 +59,16 @@ class PoolModel:
         prompt = [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 6))]
         max_new_tokens = rng.randint(2, self.longest - len(prompt))
         row = self.free_rows.pop(rng.randrange(len(self.free_rows)))
-        return self._prefill(row, prompt, max_new_tokens, [], rng)
+        return self._prefill(row, self._choose(rng), prompt, max_new_tokens, [], rng)
+
+    def _choose(self, rng: random.Random) -> RequestConfig:
+        chosen: dict[str, object] = {}
+        if rng.random() < 0.6:
+            chosen["num_particles"] = rng.randint(1, self.config.num_particles)
+            chosen["num_steps"] = rng.randint(1, self.config.num_steps)
+        if rng.random() < 0.2:
+            chosen["mode"] = rng.choice(["exact", "mixed"])
+        return request_config(self.config, {"smc": chosen})
 
     def abort(self, request: Request, rng: random.Random) -> None:
         """Free all that the row owns, as abort and retraction do, and give the row back."""
@@ -98,10 +82,18 @@ class PoolModel:
         """Abort, then prefill prompt and emitted text again, in another row perhaps."""
         self.abort(request, rng)
         row = self.free_rows.pop(rng.randrange(len(self.free_rows)))
-        self._prefill(row, request.prompt, request.max_new_tokens, request.output, rng)
+        self._prefill(
+            row, request.config, request.prompt, request.max_new_tokens, request.output, rng
+        )
 
     def _prefill(
-        self, row: int, prompt: list[int], limit: int, output: list[int], rng: random.Random
+        self,
+        row: int,
+        config: RequestConfig,
+        prompt: list[int],
+        limit: int,
+        output: list[int],
+        rng: random.Random,
     ) -> Request:
         text = prompt + output
         slots = self._take(len(text), rng)
@@ -109,15 +101,23 @@ class PoolModel:
         for position, slot in enumerate(slots):
             self.content[slot] = tuple(text[: position + 1])
         first = rng.randrange(1, VOCAB)
-        tails = [[] for _ in range(self.config.num_particles)]
         request = Request(
-            row, prompt, limit, [*output, first], len(text), len(text), tails, [False] * len(tails)
+            row=row,
+            config=config,
+            prompt=prompt,
+            max_new_tokens=limit,
+            output=[*output, first],
+            committed=len(text),
+            allocated=len(text),
+            tails=[[] for _ in range(config.num_particles)],
+            ended=[False] * config.num_particles,
         )
         self.particles.begin(
             torch.tensor([row]),
             first_tokens=torch.tensor([first]),
             num_emitted=torch.tensor([len(request.output)]),
             log_evidence=torch.zeros(1, dtype=torch.float64),
+            num_particles=torch.tensor([config.num_particles]),
         )
         self.requests[row] = request
         if len(request.output) >= limit:
@@ -131,8 +131,7 @@ class PoolModel:
         return taken
 
     def _top_up(self, request: Request, rng: random.Random) -> None:
-        remaining = request.max_new_tokens - len(request.output)
-        wanted = request.committed + memory.arena(self.config, remaining)
+        wanted = request.committed + memory.arena(request.config, request.remaining)
         if wanted > request.allocated:
             slots = self._take(wanted - request.allocated, rng)
             self.table[request.row, request.allocated : wanted] = torch.tensor(slots).int()
@@ -147,17 +146,17 @@ class PoolModel:
                 self.ledger.open(request.row, request.committed)
                 request.is_open = True
         self.check()
+        self.window = Window.of(batch)
         rows = torch.tensor([request.row for request in batch])
-        population = self.particles.gather(rows)
+        population = self.particles.gather(rows, self.window.num_particles, self.window.max_tail)
         self._check_population(population, batch)
         drafts, counts = self._draft(batch, rows, population, rng)
         population = self._extend(population, batch, torch.tensor(drafts), counts)
-        ancestors = [self._random_ancestors(rng) for _ in batch]
+        ancestors = [self._random_ancestors(request, rng) for request in batch]
         population = self._descend(batch, rows, population, ancestors)
-        bonus = [[[self._token(rng)] for _ in request.tails] for request in batch]
-        population = self._extend(
-            population, batch, torch.tensor(bonus), [[1] * len(r.tails) for r in batch]
-        )
+        bonus = torch.tensor([self._bonus(request, rng) for request in batch]).unsqueeze(2)
+        ones = [[1] * len(request.tails) for request in batch]
+        population = self._extend(population, batch, bonus, ones)
         population = self._descend(
             batch, rows, population, [self._collapse(request, rng) for request in batch]
         )
@@ -175,23 +174,31 @@ class PoolModel:
         rng: random.Random,
     ) -> tuple[list, list]:
         """Reserve, write KV and draw where the group is cut; drafts and their kept counts."""
-        num_steps = self.config.num_steps
+        num_steps = self.window.num_steps
         slots = self.ledger.reserve(
             rows,
             allocated=torch.tensor([request.allocated for request in batch]),
             starts=torch.tensor([r.committed for r in batch]).unsqueeze(1) + population.lengths,
             idle=population.ended,
-            num_columns=num_steps + 1,
+            num_particles=torch.tensor([request.config.num_particles for request in batch]),
+            num_columns=torch.tensor([request.config.num_steps + 1 for request in batch]),
+            width=num_steps + 1,
         ).tolist()
         self._check_reserved(batch, slots)
         drafts, counts = [], []
         for group, request in enumerate(batch):
-            cut = rng.randint(0, num_steps)
-            drafts.append([[self._token(rng) for _ in range(num_steps)] for _ in request.tails])
+            cut = rng.randint(0, request.config.num_steps)
+            drafts.append(
+                [
+                    [self._token(rng) for _ in range(num_steps)]
+                    for _ in range(self.window.num_particles)
+                ]
+            )
             counts.append([cut] * len(request.tails))
-            for particle, tokens in enumerate(drafts[group]):
-                if not request.ended[particle]:
-                    self._write(request.text(particle), tokens, slots[group][particle])
+            for particle, has_ended in enumerate(request.ended):
+                if not has_ended:
+                    own = slots[group][particle][: request.config.num_steps + 1]
+                    self._write(request.text(particle), drafts[group][particle], own)
         self.check()
         return drafts, counts
 
@@ -210,7 +217,7 @@ class PoolModel:
         """Append up to ``limits`` tokens, no further than each text's end, on both sides."""
         counts = []
         for group, request in enumerate(batch):
-            counts.append([0] * len(request.tails))
+            counts.append([0] * self.window.num_particles)
             for particle, tail in enumerate(request.tails):
                 if request.ended[particle]:
                     continue
@@ -221,7 +228,7 @@ class PoolModel:
                 request.ended[particle] = end is not None
                 counts[group][particle] = len(new)
         population = population.append(tokens, torch.tensor(counts))._replace(
-            ended=torch.tensor([request.ended for request in batch])
+            ended=torch.tensor([self.window.padded(request.ended, True) for request in batch])
         )
         self._check_population(population, batch)
         return population
@@ -234,8 +241,12 @@ class PoolModel:
         ancestors: list[list[int]],
     ) -> Population:
         committed = torch.tensor([request.committed for request in batch])
-        self.ledger.descend(rows, committed, torch.tensor(ancestors))
-        population = population.descend(torch.tensor(ancestors))
+        every = range(self.window.num_particles)  # those that are absent stay as they are
+        padded = torch.tensor([[*chosen, *every[len(chosen) :]] for chosen in ancestors])
+        self.ledger.descend(
+            rows, committed=committed, ancestors=padded, max_tail=self.window.max_tail
+        )
+        population = population.descend(padded)
         for request, chosen in zip(batch, ancestors, strict=True):
             request.tails = [list(request.tails[ancestor]) for ancestor in chosen]
             request.ended = [request.ended[ancestor] for ancestor in chosen]
@@ -243,16 +254,22 @@ class PoolModel:
         self.check()
         return population
 
-    def _random_ancestors(self, rng: random.Random) -> list[int]:
-        num_particles = self.config.num_particles
+    def _random_ancestors(self, request: Request, rng: random.Random) -> list[int]:
+        num_particles = request.config.num_particles
+        if not request.config.weighs:
+            return [rng.randrange(num_particles)] * num_particles
         if rng.random() < 0.4:
             return list(range(num_particles))
         return [rng.randrange(num_particles) for _ in range(num_particles)]
 
+    def _bonus(self, request: Request, rng: random.Random) -> list[int]:
+        tokens = [self._token(rng) for _ in range(self.window.num_particles)]
+        return tokens if request.config.weighs else tokens[:1] * len(tokens)
+
     def _collapse(self, request: Request, rng: random.Random) -> list[int]:
         num_particles = len(request.tails)
-        longest = max(map(len, request.tails))
-        if not all(request.ended) and longest < self.config.max_lag:
+        too_far = max(map(len, request.tails)) >= self.config.max_lag and request.config.weighs
+        if not all(request.ended) and not too_far:
             return list(range(num_particles))
         return [rng.randrange(num_particles)] * num_particles
 
@@ -266,6 +283,8 @@ class PoolModel:
             allocated=torch.tensor([request.allocated for request in batch]),
             lengths=population.lengths,
             counts=torch.tensor(counts),
+            max_tail=self.window.max_tail,
+            max_arena=self.window.max_arena,
         )
         population = population.emit(torch.tensor(counts))
         for request, count in zip(batch, counts, strict=True):
@@ -277,6 +296,9 @@ class PoolModel:
         self.check()
 
     def _note_situations(self, batch: list[Request], counts: list[int]) -> None:
+        sizes = {(request.config.num_particles, request.config.num_steps) for request in batch}
+        self.seen["groups of different size"] += len(sizes) > 1
+        self.seen["one verifies, one weighs"] += len({r.config.weighs for r in batch}) > 1
         for request, count in zip(batch, counts, strict=True):
             left = max(map(len, request.tails)) - count
             self.seen["nothing common"] += count == 0
@@ -307,7 +329,7 @@ class PoolModel:
     def _check_lineages(self, request: Request, owned: set[int]) -> None:
         first = self.table.shape[0] // (1 + self.config.num_particles)
         first += request.row * self.config.num_particles
-        rows = [request.row, *range(first, first + self.config.num_particles)]
+        rows = [request.row, *range(first, first + len(request.tails))]
         for particle, row in enumerate(rows, start=-1):
             tail = [] if particle < 0 else request.tails[particle]
             read = self.table[row, : request.committed + len(tail)].tolist()
@@ -318,17 +340,21 @@ class PoolModel:
 
     def _check_reserved(self, batch: list[Request], slots: list) -> None:
         for request, of_group in zip(batch, slots, strict=True):
-            live = [s for s, ended in zip(of_group, request.ended, strict=True) if not ended]
-            reserved = [slot for row in live for slot in row]
+            ended_here = self.window.padded(request.ended, True)
+            width = request.config.num_steps + 1
+            live = [s for s, ended in zip(of_group, ended_here, strict=True) if not ended]
+            reserved = [slot for row in live for slot in row[:width]]
             assert len(reserved) == len(set(reserved)), "a slot was handed out twice"
             arena = self.table[request.row, request.committed : request.allocated].tolist()
             assert set(reserved) <= set(arena)
             assert not set(reserved) & self._in_use(request), "a slot in use was handed out"
-            for row, ended in zip(of_group, request.ended, strict=True):
-                assert not ended or set(row) == {0}
+            for row, ended in zip(of_group, ended_here, strict=True):
+                assert set(row if ended else row[width:]) <= {0}, "more than its own columns"
 
     def _in_use(self, request: Request) -> set[int]:
-        rows = self.ledger.particle_rows(torch.tensor([request.row]))[0].tolist()
+        rows = self.ledger.particle_rows(torch.tensor([request.row]), len(request.tails))[
+            0
+        ].tolist()
         spans = zip(rows, request.tails, strict=True)
         begin = request.committed
         return {
@@ -339,19 +365,22 @@ class PoolModel:
 
     def _check_population(self, population: Population, batch: list[Request]) -> None:
         self.operations += 1
-        lengths = population.lengths.tolist()
-        assert lengths == [[len(tail) for tail in request.tails] for request in batch]
-        assert population.ended.tolist() == [request.ended for request in batch]
         assert population.anchor.tolist() == [request.output[-1] for request in batch]
-        assert population.last_tokens.tolist() == [
-            [[*request.output, *tail][-1] for tail in request.tails] for request in batch
-        ]
-        assert population.output_lengths.tolist() == [
-            [len(request.output) + len(tail) for tail in request.tails] for request in batch
-        ]
         for group, request in enumerate(batch):
+            size = len(request.tails)
+            assert population.lengths[group, :size].tolist() == list(map(len, request.tails))
+            assert population.ended[group, :size].tolist() == request.ended
+            assert population.last_tokens[group, :size].tolist() == [
+                [*request.output, *tail][-1] for tail in request.tails
+            ]
+            assert population.output_lengths[group, :size].tolist() == [
+                len(request.output) + len(tail) for tail in request.tails
+            ]
             for particle, tail in enumerate(request.tails):
                 assert population.tokens[group, particle, : len(tail)].tolist() == tail
+            assert population.present[group].tolist() == self.window.padded([True] * size, False)
+            assert population.ended[group, size:].all()
+            assert not population.lengths[group, size:].any()
 
 
 def _num_common(tails: list[list[int]]) -> int:

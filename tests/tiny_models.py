@@ -93,6 +93,9 @@ def smc_arguments(target: str, draft: str, **settings: Any) -> dict[str, Any]:
         "resampling_method",
         "resample_at",
         "selection",
+        "power",
+        "evidence_threshold",
+        "draft_temperature",
         "max_lag",
     )
     for name in own:

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 
 from sglang_smc.particles import Population
-from sglang_smc.smc import rounds
-from sglang_smc.smc.proposal import SamplingRules, log_probs, sample, token_log_probs
-from sglang_smc.smc.randomness import Purpose, uniforms
+from sglang_smc.smc import exact, mixed, rounds
+from sglang_smc.smc.proposal import SamplingRules, log_probs, power_law, sample, token_log_probs
+from sglang_smc.smc.randomness import Purpose, round_seeds, uniforms
+from sglang_smc.smc.siblings import same_text, still_same, stratify
 
 
 class Pair(NamedTuple):
@@ -22,7 +23,7 @@ class Pair(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """How to run it; the words are those of `SMCConfig`."""
+    """How to run it; the words are those of `SMCConfig`, the threshold that of the paper."""
 
     num_particles: int
     num_steps: int
@@ -31,6 +32,10 @@ class Setup(NamedTuple):
     resampling_method: str = "systematic"
     eos: int = -1  # no token
     max_lag: int = 1000
+    evidence_threshold: float = 0.0
+    power: float = 1.0
+    mode: str = "smc"  # or "mixed", whose evidence threshold may be infinite: "exact"
+    stratifies: bool = True  # as the package always does
 
 
 class Runs(NamedTuple):
@@ -39,6 +44,8 @@ class Runs(NamedTuple):
     num_resampled: int
     lowest_ess: float
     num_all_zero: int
+    num_rounds: int  # of all runs together
+    num_tokens: int  # that rounds made, of all runs together
 
 
 def random_logits(length: int, vocab: int, spread: float, seed: int) -> torch.Tensor:
@@ -77,6 +84,11 @@ def target_law(pair: Pair, eos: int = -1) -> torch.Tensor:
     return law([pair.target] * len(pair.target), eos)
 
 
+def power_sums(pair: Pair, power: float, eos: int = -1) -> torch.Tensor:
+    """p(x)^power of every output, not normalised, in the shape of `law`."""
+    return target_law(pair, eos).pow(power)
+
+
 def frequencies(outputs: torch.Tensor, vocab: int) -> torch.Tensor:
     """Counts of every output, in the shape of `law`."""
     length = outputs.shape[1]
@@ -88,8 +100,9 @@ def simulate(pair: Pair, setup: Setup, num_runs: int, seed: int = 0) -> Runs:
     """Run SMC to the end in ``num_runs`` groups, each with a seed of its own."""
     seeds = seed * 1_000_003 + torch.arange(num_runs)
     population = _begin(pair, setup, seeds)
-    num_resampled, num_all_zero, lowest_ess = 0, 0, float("inf")
+    num_resampled, num_all_zero, num_rounds, lowest_ess = 0, 0, 0, float("inf")
     while not bool(population.ended.all()):
+        num_rounds += int((~population.ended.all(1)).sum())
         population, cut = _round(pair, setup, population, seeds)
         num_resampled += int(cut.resample.sum())
         num_all_zero += int(cut.all_zero.sum())
@@ -101,16 +114,17 @@ def simulate(pair: Pair, setup: Setup, num_runs: int, seed: int = 0) -> Runs:
         column >= final.lengths[:, :1], max(setup.eos, 0)
     )
     outputs = torch.cat([final.anchor.unsqueeze(1), tail], dim=1)
-    return Runs(outputs, final.log_evidence, num_resampled, lowest_ess, num_all_zero)
+    num_tokens = int(final.lengths[:, 0].sum())
+    counts = (num_resampled, lowest_ess, num_all_zero, num_rounds, num_tokens)
+    return Runs(outputs, final.log_evidence, *counts)
 
 
 def _begin(pair: Pair, setup: Setup, seeds: torch.Tensor) -> Population:
     """The first token comes from the target and is common to all particles."""
     shape = (len(seeds), setup.num_particles)
     zero = torch.zeros_like(seeds)
-    first = sample(
-        pair.target[0, 0].expand(len(seeds), -1), uniforms(seeds, zero, zero, Purpose.BONUS)
-    )
+    first_law, log_sum = power_law(pair.target[0, 0], torch.tensor(setup.power))
+    first = sample(first_law.expand(len(seeds), -1), uniforms(seeds, zero, zero, Purpose.BONUS))
     return Population(
         tokens=torch.zeros(*shape, len(pair.target) + 1, dtype=torch.int64),
         lengths=torch.zeros(shape, dtype=torch.int64),
@@ -118,82 +132,172 @@ def _begin(pair: Pair, setup: Setup, seeds: torch.Tensor) -> Population:
         log_weights=torch.zeros(shape, dtype=torch.float64),
         anchor=first,
         num_emitted=torch.ones_like(seeds),
-        log_evidence=torch.zeros(len(seeds), dtype=torch.float64),
+        log_evidence=log_sum.double().expand(len(seeds)),
+        present=torch.ones(shape, dtype=torch.bool),
+        roots=torch.arange(setup.num_particles).expand(shape),
     )
+
+
+class _Drafts(NamedTuple):
+    tokens: torch.Tensor  # [G, N, K]
+    log_q: torch.Tensor  # [G, N, K, V]
+    log_p: torch.Tensor  # [G, N, K + 1, V]
+    ends: torch.Tensor  # [G, N, K]
+    is_open: torch.Tensor  # [G, N, K]
+
+    @property
+    def gained(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """log p and log q of the drafted tokens."""
+        log_p = token_log_probs(self.log_p[:, :, :-1], self.tokens)
+        return log_p, token_log_probs(self.log_q, self.tokens)
 
 
 def _round(
     pair: Pair, setup: Setup, before: Population, seeds: torch.Tensor
 ) -> tuple[Population, rounds.Cut]:
+    seeds = round_seeds(seeds, before.output_lengths.amax(1))
+    drafts = _propose(pair, setup, before, seeds)
+    weighs = setup.mode == "smc"
+    decide = _weigh if weighs else _verify
+    cut, num_kept, step, next_log_p = decide(setup, before, drafts, seeds)
+    kept = torch.arange(setup.num_steps) < num_kept.unsqueeze(2)
+    population = before.append(drafts.tokens, num_kept)._replace(
+        ended=before.ended | (drafts.ends & kept).any(2)
+    )
+    population = _descend(population, step)
+    population = _add_bonus(setup, population, next_log_p, seeds, len(pair.target))
+    forced = population.lengths.amax(1) % setup.max_lag == 0
+    return _collapse(population, forced & ~population.ended.all(1) & weighs, seeds), cut
+
+
+def _propose(pair: Pair, setup: Setup, before: Population, seeds: torch.Tensor) -> _Drafts:
     length = len(pair.target)
-    drafts, log_q = _propose(pair, setup, before, seeds)
-    chain = torch.cat([before.last_tokens.unsqueeze(2), drafts], dim=2)
-    column = torch.arange(setup.num_steps + 1)
-    positions = before.output_lengths.unsqueeze(2) + column
-    log_p = pair.target[positions.clamp_max(length - 1), chain]  # [G, N, K + 1, V]
-    ends = (drafts == setup.eos) | (positions[..., :-1] + 1 >= length)
-    is_open = rounds.still_open(ends) & ~before.ended.unsqueeze(2)
-    gained = token_log_probs(log_p[:, :, :-1], drafts) - log_q
+    tokens, drawn, laws = before.last_tokens, [before.last_tokens], []
+    siblings = _siblings(setup, before)
+    for step in range(setup.num_steps):
+        positions = before.output_lengths + step
+        laws.append(pair.draft[positions.clamp_max(length - 1), tokens])
+        noise = _uniforms(seeds, positions, setup.num_particles, Purpose.DRAFT)
+        tokens = sample(laws[-1], stratify(noise, siblings))
+        siblings = still_same(siblings, tokens)
+        drawn.append(tokens)
+    chain = torch.stack(drawn, dim=2)
+    positions = before.output_lengths.unsqueeze(2) + torch.arange(setup.num_steps + 1)
+    ends = (chain[..., 1:] == setup.eos) | (positions[..., :-1] + 1 >= length)
+    return _Drafts(
+        tokens=chain[..., 1:],
+        log_q=torch.stack(laws, dim=2),
+        log_p=pair.target[positions.clamp_max(length - 1), chain],
+        ends=ends,
+        is_open=rounds.still_open(ends) & ~before.ended.unsqueeze(2),
+    )
+
+
+Decision = tuple[rounds.Cut, torch.Tensor, rounds.Resampled, torch.Tensor]
+
+
+def _weigh(setup: Setup, before: Population, drafts: _Drafts, seeds: torch.Tensor) -> Decision:
+    size = len(seeds)
+    log_p, log_q = drafts.gained
     cut = rounds.cut(
         before.log_weights,
-        torch.where(is_open, gained, 0.0),
-        ess_threshold=setup.ess_threshold,
-        resample_at=setup.resample_at,
+        torch.where(drafts.is_open, log_p.double() * setup.power - log_q, 0.0),
+        rounds.Rules(
+            num_steps=torch.full((size,), setup.num_steps),
+            ess_threshold=torch.full((size,), setup.ess_threshold, dtype=torch.float64),
+            at_token=torch.full((size,), setup.resample_at == "token"),
+            evidence_threshold=torch.full((size,), setup.evidence_threshold, dtype=torch.float64),
+        ),
+        before.present,
+        _coins(before, seeds),
     )
-    kept = is_open & (column[:-1] < cut.num_columns.view(-1, 1, 1))
-    population = before.append(drafts, kept.sum(2))._replace(
-        ended=before.ended | (ends & kept).any(2), log_weights=cut.log_weights
-    )
-    where = population.output_lengths.amax(1, keepdim=True)
+    in_cut = torch.arange(setup.num_steps) < cut.num_columns.view(-1, 1, 1)
+    num_kept = (drafts.is_open & in_cut).sum(2)
+    where = (before.output_lengths + num_kept).amax(1, keepdim=True)
     step = rounds.resample(
-        population.log_weights,
+        cut.log_weights,
         cut.resample,
+        before.present,
         _uniforms(seeds, where, setup.num_particles, Purpose.RESAMPLE),
         setup.resampling_method,
     )
-    population = _descend(population, step)
-    group = torch.arange(len(seeds)).unsqueeze(1)
-    next_log_p = log_p[group, step.ancestors, cut.num_columns.unsqueeze(1)]
-    population = _add_bonus(setup, population, next_log_p, seeds, length)
-    forced = population.lengths.amax(1) % setup.max_lag == 0
-    return _collapse(population, forced & ~population.ended.all(1), seeds), cut
+    group = torch.arange(size).unsqueeze(1)
+    next_log_p = drafts.log_p[group, step.ancestors, cut.num_columns.unsqueeze(1)]
+    return cut, num_kept, step, next_log_p
 
 
-def _propose(
-    pair: Pair, setup: Setup, population: Population, seeds: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens, drawn, log_q = population.last_tokens, [], []
-    for step in range(setup.num_steps):
-        positions = population.output_lengths + step
-        log_table = pair.draft[positions.clamp_max(len(pair.draft) - 1), tokens]
-        tokens = sample(log_table, _uniforms(seeds, positions, setup.num_particles, Purpose.DRAFT))
-        drawn.append(tokens)
-        log_q.append(token_log_probs(log_table, tokens))
-    return torch.stack(drawn, dim=2), torch.stack(log_q, dim=2)
+def _verify(setup: Setup, before: Population, drafts: _Drafts, seeds: torch.Tensor) -> Decision:
+    """All particles have one text, and go on with one."""
+    positions = before.output_lengths.unsqueeze(2) + torch.arange(setup.num_steps)
+    particle = torch.arange(setup.num_particles).unsqueeze(1)
+    accept = uniforms(seeds.view(-1, 1, 1), positions, particle, Purpose.ACCEPT)
+    found = exact.verify(drafts.tokens, drafts.ends, drafts.log_p, drafts.log_q, accept)
+    log_p, log_q = drafts.gained
+    num_steps = torch.full((len(seeds),), setup.num_steps)
+    block = mixed.judge(
+        log_p - log_q,
+        drafts.is_open,
+        before.present,
+        num_steps,
+        torch.full((len(seeds),), setup.evidence_threshold, dtype=torch.float64),
+        _coins(before, seeds),
+        _uniforms(seeds, positions[:, :1, 0], setup.num_particles, Purpose.RESAMPLE)[:, 0],
+    )
+    kept, _ = mixed.longer(block, found, drafts.log_p, drafts.ends, num_steps)
+    never = torch.zeros(len(seeds), dtype=torch.bool)
+    unchanged = rounds.Resampled(
+        kept.winner.unsqueeze(1).expand_as(before.lengths),
+        before.log_weights,
+        torch.zeros_like(before.log_evidence),
+    )
+    return (
+        rounds.Cut(kept.num_columns, before.log_weights, block.ess, never, never),
+        kept.num_columns.unsqueeze(1).where(~before.ended, 0),
+        unchanged,
+        kept.next_probs.log().unsqueeze(1).expand(-1, setup.num_particles, -1),
+    )
 
 
 def _add_bonus(
     setup: Setup, population: Population, log_p: torch.Tensor, seeds: torch.Tensor, length: int
 ) -> Population:
     positions = population.output_lengths
-    tokens = sample(log_p, _uniforms(seeds, positions, setup.num_particles, Purpose.BONUS))
+    log_p, log_sum = power_law(log_p, torch.tensor(setup.power))
+    noise = _uniforms(seeds, positions, setup.num_particles, Purpose.BONUS)
+    spread = stratify(noise, _siblings(setup, population))
+    tokens = sample(log_p, spread if setup.mode == "smc" else noise[:, :1].expand_as(noise))
     live = ~population.ended
     ends = (tokens == setup.eos) | (positions + 1 >= length)
     return population.append(tokens.unsqueeze(2), live.long())._replace(
-        ended=population.ended | (live & ends)
+        ended=population.ended | (live & ends),
+        log_weights=population.log_weights + torch.where(live, log_sum, 0.0),
     )
+
+
+def _siblings(setup: Setup, population: Population) -> torch.Tensor:
+    itself = torch.eye(setup.num_particles, dtype=torch.bool)
+    if setup.mode != "smc" or not setup.stratifies:
+        return itself.expand(len(population.lengths), -1, -1)
+    return itself | same_text(population.tokens, population.lengths)
 
 
 def _collapse(population: Population, where: torch.Tensor, seeds: torch.Tensor) -> Population:
     positions = population.output_lengths.amax(1)
     u = uniforms(seeds, positions, torch.zeros_like(positions), Purpose.SELECT)
-    return _descend(population, rounds.collapse(population.log_weights, where, u, "sample"))
+    never = torch.zeros_like(where)
+    step = rounds.collapse(population.log_weights, where, population.present, u, never)
+    return _descend(population, step)
 
 
 def _descend(population: Population, step: rounds.Resampled) -> Population:
     return population.descend(step.ancestors)._replace(
         log_weights=step.log_weights, log_evidence=population.log_evidence + step.log_evidence
     )
+
+
+def _coins(population: Population, seeds: torch.Tensor) -> torch.Tensor:
+    start = population.output_lengths.amax(1)
+    return uniforms(seeds, start, torch.zeros_like(start), Purpose.KEEP)
 
 
 def _uniforms(

@@ -6,17 +6,20 @@ changes what it predicts, and with it the law of the output.
 """
 
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from sglang_smc import memory
 from sglang_smc.config import SMCConfig
+from sglang_smc.groups import Groups, extent_of
 from sglang_smc.ledger import Ledger
 from sglang_smc.particles import ParticleTable, Population
+from sglang_smc.request_config import config_of
 from sglang_smc.sampling import RequestSpec, RequestTable
-from sglang_smc.smc.rounds import Cut
-from sglang_smc.steps import Groups, Steps
+from sglang_smc.smc.proposal import power_law, sample
+from sglang_smc.smc.randomness import round_seeds
+from sglang_smc.steps import Decision, Steps
 
 PROMPT = (1, 0)
 NUM_CONTEXTS = 97
@@ -73,10 +76,34 @@ class Outcome(NamedTuple):
     log_evidence: torch.Tensor  # [G]
     num_forced: int
     num_emitted_early: int  # tokens emitted before a request's last round
+    num_rounds: int  # of all requests together
+
+
+class ToyRequest:
+    """What of SGLang's `Req` a round looks at."""
+
+    def __init__(self, row: int, first: int, limit: int, custom_params: Any) -> None:
+        self.row = row
+        self.output_ids = [first]
+        self.vocab_size = 0  # smaller than any top_k: no filters
+        self.kv_committed_len = len(PROMPT)
+        self.kv = SimpleNamespace(kv_allocated_len=0)
+        self.sampling_params = SimpleNamespace(
+            custom_params=custom_params,
+            max_new_tokens=limit,
+            stop_strs=[],
+            stop_regex_strs=[],
+            top_k=1 << 30,
+            top_p=1.0,
+            min_p=0.0,
+        )
 
 
 class ToyWorker:
-    """Requests with one prompt, all in one table, each in its own row and with its own seed."""
+    """Requests with one prompt, all in one table, each in its own row and with its own seed.
+
+    Row r asks for ``chosen[(r - 1) % len(chosen)]`` as its `custom_params["smc"]`.
+    """
 
     def __init__(
         self,
@@ -87,8 +114,9 @@ class ToyWorker:
         num_requests: int,
         max_new_tokens: int,
         eos: int,
+        chosen: tuple[dict[str, Any], ...] = ({},),
     ) -> None:
-        self.config, self.limit, self.eos = config, max_new_tokens, eos
+        self.config, self.limit, self.eos, self.chosen = config, max_new_tokens, eos, chosen
         width = len(PROMPT) + max_new_tokens + memory.max_arena(config)
         num_slots = 1 + num_requests * width
         self.table = torch.zeros(
@@ -96,98 +124,135 @@ class ToyWorker:
         )
         # Every request owns its slots from the start, scattered over the pool.
         shuffled = torch.randperm(num_slots - 1, generator=torch.Generator().manual_seed(0)) + 1
-        self.table[1 : 1 + num_requests] = shuffled.view(num_requests, width).int()
+        self.owned = shuffled.view(num_requests, width).int()
+        self.table[1 : 1 + num_requests] = self.owned
         longest = len(PROMPT) + max_new_tokens + config.num_steps + 1
         self.target = SlotModel(target, self.table[:, :longest], num_slots)
         self.draft = SlotModel(draft, self.table[:, :longest], num_slots)
         for model in (self.target, self.draft):
             model.prefill(self.table[1 : 1 + num_requests, : len(PROMPT)].long())
+        max_tail = memory.max_tail(config)
         self.ledger = Ledger(
             self.table,
             num_rows=1 + num_requests,
             num_particles=config.num_particles,
-            max_tail=memory.max_tail(config),
+            max_tail=max_tail,
             num_slots=num_slots,
         )
-        self.steps = Steps(config, self.target, self.draft, self.ledger)  # type: ignore[arg-type]
-        self.particles = ParticleTable(
-            1 + num_requests, config.num_particles, memory.max_tail(config), "cpu"
-        )
+        self.steps = Steps(self.target, self.draft, self.ledger, config.max_lag)  # type: ignore[arg-type]
+        self.particles = ParticleTable(1 + num_requests, config.num_particles, max_tail, "cpu")
         self.settings = RequestTable(1 + num_requests, target.logits.shape[1], "cpu")
 
-    def run(self, rows: list[int], first: torch.Tensor) -> Outcome:
-        """Serve the requests in ``rows``, whose prefill drew ``first``, in one batch to the end."""
-        self._begin(rows, first)
-        texts = [[int(token)] for token in first]
+    def run(self, rows: list[int], noise: torch.Tensor) -> Outcome:
+        """Serve the requests in ``rows`` in one batch; prefill draws by ``noise`` of each row."""
+        reqs = self._begin(rows, noise)
         emitted_in_last = [0] * len(rows)
-        evidence = torch.zeros(len(rows), dtype=torch.float64)
-        running = [i for i in range(len(rows)) if not self._is_over(texts[i])]
-        num_forced = 0
+        evidence = self.particles.gather(torch.tensor(rows), 1, 1).log_evidence
+        running = [i for i, req in enumerate(reqs) if not self._is_over(req)]
+        num_forced = num_rounds = 0
         while running:
-            population, counts, forced = self._round([rows[i] for i in running], texts, running)
+            num_rounds += len(running)
+            population, counts, forced = self._round([reqs[i] for i in running])
             num_forced += int(forced.sum())
             for group, i in enumerate(running):
                 new = population.tokens[group, 0, : counts[group]].tolist()
-                texts[i] += new
+                reqs[i].output_ids += new
+                reqs[i].kv_committed_len += len(new)
                 emitted_in_last[i] = len(new)
                 evidence[i] = population.log_evidence[group]
-            running = [i for i in running if not self._is_over(texts[i])]
+            running = [i for i in running if not self._is_over(reqs[i])]
+        texts = [req.output_ids for req in reqs]
         padded = [text + [self.eos] * (self.limit - len(text)) for text in texts]
         early = sum(map(len, texts)) - len(texts) - sum(emitted_in_last)
-        return Outcome(torch.tensor(padded), evidence, num_forced, early)
+        return Outcome(torch.tensor(padded), evidence, num_forced, early, num_rounds)
 
-    def _is_over(self, text: list[int]) -> bool:
-        return text[-1] == self.eos or len(text) >= self.limit
+    def check_owned(self) -> None:
+        """Each request still owns the slots that it began with, each once, and nobody else's."""
+        found = self.table[1 : 1 + len(self.owned)]
+        assert torch.equal(found.sort(1).values, self.owned.sort(1).values)
+        assert not self.table[0].any(), "SGLang's padding row was written to"
 
-    def _begin(self, rows: list[int], first: torch.Tensor) -> None:
-        self.settings.write(
-            [
-                RequestSpec(
-                    row, row, 1.0, 1 << 30, 1.0, 0.0, self.limit, 0, False, frozenset({self.eos})
-                )
-                for row in rows
-            ]
-        )
+    def _is_over(self, req: ToyRequest) -> bool:
+        return req.output_ids[-1] == self.eos or len(req.output_ids) >= self.limit
+
+    def _begin(self, rows: list[int], noise: torch.Tensor) -> list[ToyRequest]:
+        chosen = [{"smc": self.chosen[(row - 1) % len(self.chosen)]} for row in rows]
+        reqs = [
+            ToyRequest(row, 0, self.limit, mine) for row, mine in zip(rows, chosen, strict=True)
+        ]
+        self.settings.write([self._spec(req) for req in reqs])
+        index = torch.tensor(rows)
+        settings = self.settings.gather(index)
+        prompt_logits = self.target.language.after(()).expand(len(rows), -1)
+        law, log_sum = power_law(torch.log_softmax(prompt_logits, -1), settings.power)
+        first = sample(law, noise[index - 1])
+        for req, token in zip(reqs, first.tolist(), strict=True):
+            req.output_ids = [token]
         self.particles.begin(
-            torch.tensor(rows),
+            index,
             first_tokens=first,
             num_emitted=torch.ones_like(first),
-            log_evidence=torch.zeros(len(rows), dtype=torch.float64),
+            log_evidence=log_sum,
+            num_particles=settings.num_particles,
         )
         for row in rows:
             self.ledger.open(row, len(PROMPT))
+        return reqs
 
-    def _round(
-        self, rows: list[int], texts: list[list[int]], running: list[int]
-    ) -> tuple[Population, torch.Tensor, torch.Tensor]:
-        committed = torch.tensor([len(PROMPT) + len(texts[i]) - 1 for i in running])
-        arenas = [memory.arena(self.config, self.limit - len(texts[i])) for i in running]
-        params = SimpleNamespace(stop_strs=[], stop_regex_strs=[])
-        index = torch.tensor(rows)
-        groups = Groups(
-            reqs=[SimpleNamespace(sampling_params=params)] * len(rows),  # type: ignore[list-item]
-            rows=index,
-            settings=self.settings.gather(index),
-            filtered=False,
-            committed=committed,
-            allocated=committed + torch.tensor(arenas),
+    def _spec(self, req: ToyRequest) -> RequestSpec:
+        return RequestSpec(
+            row=req.row,
+            seed=req.row,
+            temperature=1.0,
+            top_k=1 << 30,
+            top_p=1.0,
+            min_p=0.0,
+            max_new_tokens=self.limit,
+            min_new_tokens=0,
+            ignore_eos=False,
+            stop_tokens=frozenset({self.eos}),
+            config=config_of(self.config, req),  # type: ignore[arg-type]
         )
-        steps, before = self.steps, self.particles.gather(index)
+
+    def _round(self, reqs: list[ToyRequest]) -> tuple[Population, torch.Tensor, torch.Tensor]:
+        """As `SMCWorker._round`, `_open` and `_commit`."""
+        groups, before = self._open(reqs)
+        steps = self.steps
         slots = steps.reserve(groups, before)
         drafts = steps.propose(groups, before, slots)
         log_p = steps.score(groups, before, drafts, slots)
-        cut: Cut
-        cut, extended = steps.reweight(groups, before, drafts, log_p)
-        ancestors, resampled = steps.resample(groups, extended, cut)
-        continued = steps.add_bonus(groups, resampled, log_p, ancestors, cut.num_columns)
+        decision: Decision = steps.decide(groups, before, drafts, log_p)
+        extended = steps.extend(groups, before, drafts, decision)
+        continued = steps.add_bonus(groups, extended, decision.next_log_p)
         settled, forced = steps.collapse(groups, continued)
         counts = settled.num_common()
         self.ledger.commit(
-            index,
-            committed=committed,
+            groups.rows,
+            committed=groups.committed,
             allocated=groups.allocated,
             lengths=settled.lengths,
             counts=counts,
+            max_tail=groups.extent.max_tail,
+            max_arena=groups.extent.max_arena,
         )
-        self.particles.scatter(index, settled.emit(counts))
+        self.particles.scatter(groups.rows, settled.emit(counts))
         return settled, counts, forced
+
+    def _open(self, reqs: list[ToyRequest]) -> tuple[Groups, Population]:
+        for req in reqs:
+            wanted = req.kv_committed_len + memory.arena_of(self.config, req)  # type: ignore[arg-type]
+            req.kv.kv_allocated_len = max(req.kv.kv_allocated_len, wanted)
+        extent = extent_of(self.config, reqs)  # type: ignore[arg-type]
+        rows = torch.tensor([req.row for req in reqs])
+        before = self.particles.gather(rows, extent.num_particles, extent.max_tail)
+        settings = self.settings.gather(rows)
+        seeds = round_seeds(settings.seeds, before.output_lengths.amax(1))
+        groups = Groups(
+            reqs=reqs,  # type: ignore[arg-type]
+            rows=rows,
+            settings=settings._replace(seeds=seeds),
+            committed=torch.tensor([req.kv_committed_len for req in reqs]),
+            allocated=torch.tensor([req.kv.kv_allocated_len for req in reqs]),
+            extent=extent,
+        )
+        return groups, before

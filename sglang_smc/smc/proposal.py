@@ -39,6 +39,27 @@ def log_probs(logits: torch.Tensor, rules: SamplingRules, *, filtered: bool = Tr
     return kept - torch.logsumexp(kept, dim=-1, keepdim=True)
 
 
+def power_law(log_p: torch.Tensor, power: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The next-token law of a target p^alpha on texts, and its weight.
+
+    A token drawn from p^alpha over its sum needs that sum as its weight, whichever token it is.
+
+    Args:
+        log_p: ``[..., V]`` normalised.
+        power: alpha, any shape that broadcasts to ``[...]``; where it is 1 nothing changes.
+
+    Returns:
+        ``[..., V]`` normalised log-probabilities and the logs of the sums, ``[...]`` float64.
+    """
+    raised = log_p.double() * power.unsqueeze(-1)
+    # 0 * -inf: a token that p excludes stays excluded.
+    raised = raised.masked_fill(log_p == -torch.inf, -torch.inf)
+    log_sum = torch.logsumexp(raised, dim=-1)
+    plain = power == 1.0
+    log_sum = torch.where(plain, 0.0, log_sum)
+    return torch.where(plain.unsqueeze(-1), log_p.double(), raised - log_sum.unsqueeze(-1)), log_sum
+
+
 def sample(log_p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Draw one token a row by inverting the cumulative distribution.
 

@@ -1,6 +1,6 @@
 """Counter-based uniforms: a pure function of who draws what, where.
 
-Each random number belongs to (seed, position, particle, purpose), so a request
+Each random number belongs to (seed, round, position, particle, purpose), so a request
 draws the same numbers alone or in any batch, on every tensor-parallel rank, on
 CPU and GPU, and no generator state has to be kept or restored. The hash is the
 finaliser of SplitMix64 (Steele, Lea and Flood 2014), applied once per key.
@@ -24,6 +24,7 @@ class Purpose(IntEnum):
     RESAMPLE = 3
     SELECT = 4
     ACCEPT = 5
+    KEEP = 6
 
 
 def uniforms(
@@ -36,13 +37,22 @@ def uniforms(
             a position is the index of the output token that the number decides.
         purpose: which decision the number is for.
     """
-    state = _mix(seeds ^ _signed(int(purpose) * _INCREMENT))
-    state = _mix(state ^ (positions * _INCREMENT))
-    state = _mix(state ^ (particles * _INCREMENT))
+    state = mix(seeds ^ _signed(int(purpose) * _INCREMENT))
+    state = mix(state ^ (positions * _INCREMENT))
+    state = mix(state ^ (particles * _INCREMENT))
     return _shift_right(state, 64 - _MANTISSA_BITS).double() * 2.0**-_MANTISSA_BITS
 
 
-def _mix(state: torch.Tensor) -> torch.Tensor:
+def round_seeds(seeds: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """Seeds of a round ``[G]``, from a request's seed and the output position it starts at.
+
+    A round may drop columns that it has looked at. The next one drafts those positions again,
+    and must not meet the numbers that decided where this one stopped.
+    """
+    return mix(mix(seeds) ^ (starts * _INCREMENT))
+
+
+def mix(state: torch.Tensor) -> torch.Tensor:
     """SplitMix64's finaliser on int64, whose products wrap around as unsigned ones do."""
     state = state + _INCREMENT
     state = (state ^ _shift_right(state, 30)) * _MULTIPLIER_1
@@ -59,8 +69,8 @@ def derive_seed(seed: int, *keys: int) -> int:
     """A seed in ``[0, 2^63)`` for each (seed, keys), on the host."""
     state = torch.tensor(_signed(seed))
     for key in keys:
-        state = _mix(state ^ (torch.tensor(_signed(key)) * _INCREMENT))
-    return int(_shift_right(_mix(state), 1))
+        state = mix(state ^ (torch.tensor(_signed(key)) * _INCREMENT))
+    return int(_shift_right(mix(state), 1))
 
 
 def _signed(number: int) -> int:

@@ -1,10 +1,12 @@
 """Resampling: which particles go on, and in how many copies.
 
-Every scheme has one signature, ``scheme(weights, uniforms) -> ancestors``:
+Every scheme has one signature, ``scheme(weights, uniforms, num_particles=None) -> ancestors``:
 
-weights     [..., N] normalised, float64, at least one positive
-uniforms    [..., N] float64 in [0, 1); a scheme uses as many as it needs
-ancestors   [..., N] int64; slot i becomes a copy of particle ``ancestors[i]``
+weights         [..., S] normalised, float64, at least one positive
+uniforms        [..., S] float64 in [0, 1); a scheme uses as many as it needs
+num_particles   [...] int64, N <= S: slots beyond N are empty and weigh nothing; None is N = S
+ancestors       [..., S] int64; slot i < N becomes a copy of particle ``ancestors[i]``,
+                what stands in the others means nothing
 
 All are unbiased, E[offspring of n] = N w_n, and none ever chooses a particle of
 weight zero. They differ in the variance that they add (Chopin and Papaspiliopoulos,
@@ -22,38 +24,48 @@ from collections.abc import Callable
 
 import torch
 
-Scheme = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Scheme = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
-def systematic(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def systematic(
+    weights: torch.Tensor, uniforms: torch.Tensor, num_particles: torch.Tensor | None = None
+) -> torch.Tensor:
     """Points ``(u + i) / N`` through the inverse distribution function."""
-    num_particles = weights.shape[-1]
-    return _inverse_cdf(weights, (uniforms[..., :1] + _slots(weights)) / num_particles)
+    points = (uniforms[..., :1] + _slots(weights)) / _count(weights, num_particles)
+    return _inverse_cdf(weights, points)
 
 
-def stratified(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def stratified(
+    weights: torch.Tensor, uniforms: torch.Tensor, num_particles: torch.Tensor | None = None
+) -> torch.Tensor:
     """One point in each interval ``[i / N, (i + 1) / N)``."""
-    num_particles = weights.shape[-1]
-    return _inverse_cdf(weights, (uniforms + _slots(weights)) / num_particles)
+    points = (uniforms + _slots(weights)) / _count(weights, num_particles)
+    return _inverse_cdf(weights, points)
 
 
-def multinomial(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def multinomial(
+    weights: torch.Tensor, uniforms: torch.Tensor, num_particles: torch.Tensor | None = None
+) -> torch.Tensor:
     """N independent draws."""
     return _inverse_cdf(weights, uniforms)
 
 
-def residual(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def residual(
+    weights: torch.Tensor, uniforms: torch.Tensor, num_particles: torch.Tensor | None = None
+) -> torch.Tensor:
     """``floor(N w_n)`` copies of each particle, what is left by multinomial draws."""
-    copies, fractions = _split(weights)
+    copies, fractions = _split(weights, num_particles)
     num_certain = copies.sum(-1, keepdim=True)
     certain = _repeat(copies)
     drawn = _inverse_cdf(fractions, uniforms)
     return torch.where(_slots(weights) < num_certain, certain, drawn)
 
 
-def ssp(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def ssp(
+    weights: torch.Tensor, uniforms: torch.Tensor, num_particles: torch.Tensor | None = None
+) -> torch.Tensor:
     """Round each ``N w_n`` up or down, pair by pair, so that each pair keeps its sum."""
-    copies, fractions = _split(weights)
+    copies, fractions = _split(weights, num_particles)
     undecided = torch.zeros_like(copies[..., :1])
     for other in range(1, weights.shape[-1]):
         fractions, undecided = _settle_one(fractions, undecided, other, uniforms[..., other, None])
@@ -79,9 +91,16 @@ def _inverse_cdf(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
     return torch.minimum(found, (cumulative < total).sum(-1, keepdim=True))
 
 
-def _split(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _count(weights: torch.Tensor, num_particles: torch.Tensor | None) -> torch.Tensor | int:
+    """N, as ``[..., 1]`` where groups differ in it."""
+    return weights.shape[-1] if num_particles is None else num_particles.unsqueeze(-1)
+
+
+def _split(
+    weights: torch.Tensor, num_particles: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``N w_n`` as whole copies (int64) and the fractions beyond them."""
-    expected = weights * weights.shape[-1]
+    expected = weights * _count(weights, num_particles)
     copies = expected.floor()
     return copies.long(), expected - copies
 

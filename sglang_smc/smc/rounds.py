@@ -2,14 +2,27 @@
 
 A round drafts K tokens for each particle, scores them, and then decides how
 many of the K columns the group keeps, and whether it is resampled there.
+
+Groups may differ in N and in K: ``present`` ``[G, N]`` marks the particles that a group has,
+``num_steps`` ``[G]`` its columns. An absent particle has weight zero and is left as it is.
 """
 
 from typing import NamedTuple
 
 import torch
 
+from sglang_smc.smc.evidence import covered_columns
 from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.smc.weights import accumulate, effective_sample_size, log_mean_exp, normalized
+
+
+class Rules(NamedTuple):
+    """What steers the weights of each group."""
+
+    num_steps: torch.Tensor  # [G] int64 K
+    ess_threshold: torch.Tensor  # [G] float64 tau; resample where ESS < tau * N
+    at_token: torch.Tensor  # [G] bool: look after every column, not only after the last
+    evidence_threshold: torch.Tensor  # [G] float64 c; keep columns that the drafts cover
 
 
 class Cut(NamedTuple):
@@ -33,75 +46,95 @@ class Resampled(NamedTuple):
 def cut(
     log_weights: torch.Tensor,
     increments: torch.Tensor,
-    *,
-    ess_threshold: float,
-    resample_at: str,
+    rules: Rules,
+    present: torch.Tensor,
+    coins: torch.Tensor,
 ) -> Cut:
     """Choose the columns that a round keeps (arXiv 2604.15672, section 3).
 
     ``block`` keeps all K and tests the effective sample size once, after them.
     ``token`` tests it after every column and stops at the first that fails.
-    Either stops before a column in which all particles die: the target's own draw
-    takes that column's place, so a round always advances by at least one token.
-    At temperature 0 this is greedy verification: keep the drafts that agree.
+    Either keeps no more columns than the evidence covers (`evidence.covered_columns`), and so
+    stops before one in which all particles die: the target's own draw takes that column's
+    place, so a round always advances by at least one token. At temperature 0 this is greedy
+    verification: keep the drafts that agree.
 
     Args:
         log_weights: ``[G, N]`` before the round.
         increments: ``[G, N, K]`` of ``log p - log q``, 0 where a particle has ended.
-        ess_threshold: tau; resample where ESS < tau * N.
-        resample_at: ``block`` or ``token``.
+        rules: of each group; columns beyond its own K count for nothing.
+        present: ``[G, N]`` bool.
+        coins: ``[G]`` float64 uniforms, for the evidence.
     """
     running = accumulate(log_weights, increments).transpose(1, 2)  # [G, K + 1, N]
     ess = effective_sample_size(running)  # [G, K + 1]
-    alive = (running > -torch.inf).any(-1)  # [G, K + 1]; a group never begins dead
-    num_alive_columns = alive.long().cumprod(-1).sum(-1) - 1  # [G]
-    low = ess < ess_threshold * log_weights.shape[-1]  # [G, K + 1]
-    num_columns = num_alive_columns
-    if resample_at == "token":
-        num_columns = torch.minimum(_first_true(low[:, 1:]) + 1, num_alive_columns)
-    at = num_columns.unsqueeze(-1)
+    covered = covered_columns(running, rules.evidence_threshold, rules.num_steps, coins)
+    low = ess < (rules.ess_threshold * present.sum(1)).unsqueeze(1)  # [G, K + 1]
+    first_low = torch.minimum(_first_true(low[:, 1:]) + 1, covered)
+    num_columns = torch.where(rules.at_token, first_low, covered)
+    dead = (running == -torch.inf).all(2)  # [G, K + 1]; a group never begins dead
+    next_column = (num_columns + 1).clamp_max(dead.shape[1] - 1).unsqueeze(1)
+    at = num_columns.unsqueeze(1)
     return Cut(
         num_columns=num_columns,
-        log_weights=running.gather(1, at.unsqueeze(-1).expand(-1, -1, running.shape[-1])).squeeze(
-            1
-        ),
+        log_weights=column_of(running, num_columns),
         ess=ess.gather(1, at).squeeze(1),
         resample=low.gather(1, at).squeeze(1),
-        all_zero=(num_columns == num_alive_columns) & (num_alive_columns < increments.shape[-1]),
+        all_zero=dead.gather(1, next_column).squeeze(1) & (num_columns < rules.num_steps),
     )
 
 
 def resample(
-    log_weights: torch.Tensor, where: torch.Tensor, uniforms: torch.Tensor, method: str
+    log_weights: torch.Tensor,
+    where: torch.Tensor,
+    present: torch.Tensor,
+    uniforms: torch.Tensor,
+    method: str,
 ) -> Resampled:
     """Resample the groups in ``where``; the others keep their particles and weights.
 
     Args:
         log_weights: ``[G, N]``, at least one finite a group.
         where: ``[G]`` bool.
+        present: ``[G, N]`` bool.
         uniforms: ``[G, N]`` float64.
         method: a key of `SCHEMES`.
     """
-    chosen = SCHEMES[method](normalized(log_weights), uniforms)
-    return _replace(log_weights, where, chosen)
+    chosen = SCHEMES[method](normalized(log_weights), uniforms, present.sum(1))
+    return _replace(log_weights, where, present, chosen)
 
 
 def collapse(
-    log_weights: torch.Tensor, where: torch.Tensor, uniforms: torch.Tensor, selection: str
+    log_weights: torch.Tensor,
+    where: torch.Tensor,
+    present: torch.Tensor,
+    uniforms: torch.Tensor,
+    heaviest: torch.Tensor,
 ) -> Resampled:
     """Let one particle stand for its whole group, in the groups of ``where``.
 
-    ``sample`` draws it in proportion to the weights, which keeps the method proper;
-    ``argmax`` takes the heaviest, which does not.
+    It is drawn in proportion to the weights, which keeps the method proper, or is the
+    heaviest, which does not.
 
     Args:
         uniforms: ``[G]`` float64.
+        heaviest: ``[G]`` bool.
     """
-    if selection == "argmax":
-        chosen = log_weights.argmax(-1, keepdim=True)
-    else:
-        chosen = SCHEMES["multinomial"](normalized(log_weights), uniforms.unsqueeze(-1))
-    return _replace(log_weights, where, chosen.expand_as(log_weights))
+    drawn = draw(log_weights, uniforms)
+    chosen = torch.where(heaviest, log_weights.argmax(-1), drawn).unsqueeze(1)
+    return _replace(log_weights, where, present, chosen.expand_as(log_weights))
+
+
+def draw(log_weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """One particle of each group in proportion to its weight: ``[G, N]``, ``[G]`` to ``[G]``."""
+    multinomial = SCHEMES["multinomial"]
+    return multinomial(normalized(log_weights), uniforms.unsqueeze(1), None).squeeze(1)
+
+
+def column_of(running: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Row ``columns[g]`` of each group: ``[G, C, N]``, ``[G]`` to ``[G, N]``."""
+    at = columns.view(-1, 1, 1).expand(-1, -1, running.shape[2])
+    return running.gather(1, at).squeeze(1)
 
 
 def still_open(ends: torch.Tensor) -> torch.Tensor:
@@ -109,28 +142,34 @@ def still_open(ends: torch.Tensor) -> torch.Tensor:
     return (ends.long().cumsum(-1) - ends.long()) == 0
 
 
-def common_prefix(tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Number of leading tokens that all particles of a group share.
+def common_prefix(
+    tokens: torch.Tensor, lengths: torch.Tensor, present: torch.Tensor
+) -> torch.Tensor:
+    """Number of leading tokens that all present particles of a group share.
 
     Args:
-        tokens: ``[G, N, T]``.
+        tokens: ``[G, N, T]``; particle 0 is present.
         lengths: ``[G, N]``; what lies beyond a particle's length is ignored.
+        present: ``[G, N]`` bool.
 
     Returns:
         ``[G]`` int64.
     """
-    agree = (tokens == tokens[:, :1]).all(1)  # [G, T]
-    return torch.minimum(agree.long().cumprod(-1).sum(-1), lengths.amin(-1))
+    agree = ((tokens == tokens[:, :1]) | ~present.unsqueeze(2)).all(1)  # [G, T]
+    shortest = lengths.masked_fill(~present, tokens.shape[2]).amin(-1)
+    return torch.minimum(_first_true(~agree), shortest)
 
 
-def _replace(log_weights: torch.Tensor, where: torch.Tensor, chosen: torch.Tensor) -> Resampled:
+def _replace(
+    log_weights: torch.Tensor, where: torch.Tensor, present: torch.Tensor, chosen: torch.Tensor
+) -> Resampled:
     """Make ``chosen`` the ancestors in ``where``, with equal weights and their mean banked."""
     stay = torch.arange(log_weights.shape[-1], device=log_weights.device)
-    selected = where.unsqueeze(-1)
+    selected = where.unsqueeze(-1) & present
     return Resampled(
         ancestors=torch.where(selected, chosen, stay),
         log_weights=torch.where(selected, 0.0, log_weights),
-        log_evidence=torch.where(where, log_mean_exp(log_weights), 0.0),
+        log_evidence=torch.where(where, log_mean_exp(log_weights, present.sum(1)), 0.0),
     )
 
 

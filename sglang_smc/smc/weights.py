@@ -26,9 +26,17 @@ def accumulate(log_weights: torch.Tensor, increments: torch.Tensor) -> torch.Ten
     return torch.cat([start, steps], dim=-1).cumsum(-1)
 
 
-def log_mean_exp(log_weights: torch.Tensor) -> torch.Tensor:
-    """``log((1/N) sum_n w_n)`` over the last dimension; ``-inf`` if all are dead."""
-    return torch.logsumexp(log_weights, dim=-1) - _log_count(log_weights)
+def log_mean_exp(
+    log_weights: torch.Tensor, num_particles: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``log((1/N) sum_n w_n)`` over the last dimension; ``-inf`` if all are dead.
+
+    N is the size of that dimension, or ``num_particles`` ``[...]`` where places are empty; an
+    empty place weighs nothing, like a dead particle, but does not count.
+    """
+    if num_particles is None:
+        num_particles = log_weights.new_tensor(log_weights.shape[-1])
+    return torch.logsumexp(log_weights, dim=-1) - torch.log(num_particles.to(log_weights))
 
 
 def normalized(log_weights: torch.Tensor) -> torch.Tensor:
@@ -53,7 +61,3 @@ def _relative(log_weights: torch.Tensor) -> torch.Tensor:
     highest = log_weights.amax(-1, keepdim=True)
     # A dead group has no largest weight: shift by 0 and keep exp(-inf) = 0.
     return torch.exp(log_weights - highest.masked_fill(highest == -torch.inf, 0.0))
-
-
-def _log_count(log_weights: torch.Tensor) -> torch.Tensor:
-    return torch.log(log_weights.new_tensor(log_weights.shape[-1]))

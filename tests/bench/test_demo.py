@@ -4,26 +4,57 @@ from pathlib import Path
 
 import demo
 import pytest
-from demo import contenders, main, parse_arguments, settings_line
+from chat import Answer, Pass
+from demo import Contender, contenders, main, parse_arguments, row_of, settings_line
+
+from sglang_smc.config import DEFAULTS
 
 
 def test_no_arguments_are_needed() -> None:
     options = parse_arguments([])
-    assert (options.num_particles, options.temperature) == (8, 0.7)
+    sizes = (options.num_particles, options.num_steps)
+    assert sizes == (DEFAULTS.num_particles, DEFAULTS.num_steps)
+    assert options.temperature == 0.7
     assert options.pair == demo.HERE / "pair"
 
 
 def test_servers_in_order() -> None:
     arguments = ["--pair", "p", "--resample-at", "token"]
-    smc, target, exact, draft = contenders(parse_arguments(arguments))
+    smc, target, auto, exact, draft = contenders(parse_arguments(arguments))
     assert "SMC" in smc.flags and "token" in smc.flags
+    assert "auto" in auto.flags and "token" not in auto.flags
     assert "exact" in exact.flags and "token" not in exact.flags
-    assert smc.model == target.model == Path("p/target")
+    assert {c.model for c in (smc, target, auto, exact)} == {Path("p/target")}
     assert (draft.model, draft.flags, draft.uses_target) == (Path("p/draft"), (), False)
-    assert [c.slug for c in contenders(parse_arguments(["--no-draft", "--no-exact"]))] == [
-        "smc",
-        "target",
-    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "slugs"),
+    [
+        (["--no-auto"], ["smc", "target", "exact", "draft"]),
+        (["--no-exact"], ["smc", "target", "auto", "draft"]),
+        (["--no-draft", "--no-exact", "--no-auto"], ["smc", "target"]),
+    ],
+)
+def test_servers_can_be_left_out(arguments: list[str], slugs: list[str]) -> None:
+    assert [c.slug for c in contenders(parse_arguments(arguments))] == slugs
+
+
+@pytest.mark.parametrize(("weighs", "ess"), [(True, 0.5), (False, None)])
+def test_particles_are_told_of_where_they_are_weighed(weighs: bool, ess: float | None) -> None:
+    info = {
+        "completion_tokens": 41,
+        "spec_verify_ct": 10,
+        "spec_smc_num_particles": 8,
+        "spec_smc_rounds_ct": 10,
+        "spec_smc_resample_ct": 5,
+        "spec_smc_ess_mean": 4.0,
+    }
+    answer = Answer(0, "id", "#### 1", True, "stop", seconds_to_first=0.1, seconds=0.5)
+    contender = Contender("SMC", "smc", Path("p/target"), weighs=weighs)
+    row = row_of(contender, Pass([answer], 1.0, {"id": info}))
+    assert (row.ess_share, row.resample_rate) == (ess, ess)
+    assert row.tokens_per_target_pass == 4.0
 
 
 def test_settings_line_names_what_the_numbers_depend_on() -> None:

@@ -23,10 +23,12 @@ def row(name: str, per_pass: float | None, ess_share: float | None) -> Row:
     )
 
 
-AR, SMC, DRAFT = row("AR", 1.0, None), row("SMC", 4.7, 0.5), row("draft", None, None)
+AR, SMC = row("AR, target", 1.0, None), row("SMC", 6.8, 0.5)
+AUTO, EXACT = row("SMC, auto", 6.2, None), row("SMC, exact", 5.7, None)
+DRAFT = row("AR, draft", None, None)
 
 
-@pytest.mark.parametrize("rows", [[AR, SMC], [AR, SMC, DRAFT]], ids=len)
+@pytest.mark.parametrize("rows", [[AR, SMC], [AR, SMC, AUTO, EXACT, DRAFT]], ids=len)
 def test_a_picture_is_written(rows: list[Row], tmp_path: Path) -> None:
     path = tmp_path / "comparison.png"
     plot_rows(rows, path, title="n=10", hardware="here")

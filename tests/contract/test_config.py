@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_smc.config import RESAMPLING_METHODS, SERVER_ARGS_FIELDS, SMCConfig, flag_of
+from sglang_smc.config import MODES, RESAMPLING_METHODS, SERVER_ARGS_FIELDS, SMCConfig, flag_of
 
 BAD = [
     ("num_steps", 0, "an integer >= 1"),
@@ -15,6 +15,8 @@ BAD = [
     ("num_particles", 1025, "an integer from 1 to 1024"),
     ("num_particles", True, "an integer from 1 to 1024"),
     ("num_particles", 2.0, "an integer from 1 to 1024"),
+    ("num_particles", 8.0, "an integer from 1 to 1024"),  # equal to the default, but no integer
+    ("num_steps", 8.0, "an integer >= 1"),
     ("ess_threshold", -0.1, "a number from 0"),
     ("ess_threshold", 1.1, "a number from 0"),
     ("ess_threshold", math.nan, "a number from 0"),
@@ -22,6 +24,21 @@ BAD = [
     ("resampling_method", "killing", "systematic, stratified, multinomial, residual, ssp"),
     ("resample_at", "round", "block, token"),
     ("selection", "best", "sample, argmax"),
+    ("mode", "fast", "smc, exact, mixed, auto"),
+    ("mode", None, "smc, exact, mixed, auto"),
+    ("power", 0, "a finite number > 0"),
+    ("power", -1.0, "a finite number > 0"),
+    ("power", math.inf, "a finite number > 0"),
+    ("power", math.nan, "a finite number > 0"),
+    ("power", True, "a finite number > 0"),
+    ("power", "2", "a finite number > 0"),
+    ("evidence_threshold", -0.1, "a finite number >= 0"),
+    ("evidence_threshold", math.inf, "a finite number >= 0"),
+    ("evidence_threshold", math.nan, "a finite number >= 0"),
+    ("evidence_threshold", False, "a finite number >= 0"),
+    ("draft_temperature", 0, "a finite number > 0"),
+    ("draft_temperature", math.inf, "a finite number > 0"),
+    ("draft_temperature", [1.0], "a finite number > 0"),
     ("max_lag", 0, "an integer >= 1"),
 ]
 
@@ -32,6 +49,14 @@ LIMITS = [
     ("ess_threshold", 0),
     ("ess_threshold", 1.0),
     ("max_lag", 1),
+    ("power", 1e-3),
+    ("power", 100),
+    ("evidence_threshold", 0),
+    ("evidence_threshold", 1e9),
+    ("evidence_threshold", None),
+    ("draft_temperature", 1e-3),
+    ("draft_temperature", None),
+    *(("mode", mode) for mode in MODES),
     *(("resampling_method", method) for method in RESAMPLING_METHODS),
 ]
 
@@ -47,6 +72,25 @@ def test_bad_value_names_flag_value_and_range(name: str, value: Any, allowed: st
 @pytest.mark.parametrize(("name", "value"), LIMITS)
 def test_limits_are_allowed(name: str, value: Any) -> None:
     SMCConfig(**{name: value}).validate()
+
+
+@pytest.mark.parametrize("mode", ["exact", "mixed", "auto"])
+def test_verification_knows_no_other_target_than_p(mode: str) -> None:
+    SMCConfig(mode=mode, power=1.0).validate()
+    with pytest.raises(ValueError) as error:
+        SMCConfig(mode=mode, power=2.0).validate()
+    for part in ("--speculative-smc-power is 2.0", "--speculative-smc-mode", repr(mode), "allowed"):
+        assert part in str(error.value)
+
+
+def test_evidence_is_measured_against_p_alone() -> None:
+    for threshold in (None, 0, 0.0):
+        SMCConfig(power=2.0, evidence_threshold=threshold).validate()
+    SMCConfig(power=1.0, evidence_threshold=0.5).validate()
+    with pytest.raises(ValueError) as error:
+        SMCConfig(power=0.5, evidence_threshold=0.25).validate()
+    for part in ("--speculative-smc-power is 0.5", "--speculative-smc-evidence-threshold is 0.25"):
+        assert part in str(error.value)
 
 
 def test_every_setting_has_a_flag() -> None:

@@ -14,6 +14,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from sglang_smc import algorithm
+from sglang_smc.config import EVIDENCE_THRESHOLD
 from sglang_smc.patches.server_args import FLAG_FIELDS
 
 GIVEN = {
@@ -23,6 +24,9 @@ GIVEN = {
     "speculative_smc_resampling_method": "residual",
     "speculative_smc_resample_at": "token",
     "speculative_smc_selection": "argmax",
+    "speculative_smc_power": 2.0,
+    "speculative_smc_evidence_threshold": 0,
+    "speculative_smc_draft_temperature": 0.9,
     "speculative_smc_max_lag": 32,
 }
 DEFAULTS = {
@@ -32,7 +36,16 @@ DEFAULTS = {
     "speculative_smc_resampling_method": "systematic",
     "speculative_smc_resample_at": "block",
     "speculative_smc_selection": "sample",
+    "speculative_smc_power": 1.0,
+    "speculative_smc_evidence_threshold": None,
+    "speculative_smc_draft_temperature": None,
     "speculative_smc_max_lag": 256,
+}
+
+HELP = DEFAULTS | {
+    "speculative_smc_power": 1,
+    "speculative_smc_evidence_threshold": EVIDENCE_THRESHOLD,
+    "speculative_smc_draft_temperature": "the request's own",
 }
 
 
@@ -75,9 +88,9 @@ def test_command_line_abbreviated(smc: dict) -> None:
 
 def test_help_shows_flags_and_defaults(parser: argparse.ArgumentParser) -> None:
     text = " ".join(parser.format_help().split())
-    for name, default in DEFAULTS.items():
+    for name, default in HELP.items():
         assert f"--{name.replace('_', '-')} " in text
-        assert f"default {default})" in text
+        assert f"default {default})" in text.replace("default: ", "default ")
 
 
 def test_stock_abbreviations_stay_unique(parser: argparse.ArgumentParser) -> None:
@@ -232,8 +245,15 @@ def test_unsupported_model_is_refused(
         algorithm.validate_server_args(args)
 
 
-def test_exact_mode_refuses_what_it_would_ignore(smc: dict) -> None:
-    with pytest.raises(ValueError, match=r"--speculative-smc-ess-threshold is 0\.25, but"):
-        ServerArgs(**smc, speculative_smc_mode="exact", speculative_smc_ess_threshold=0.25)
-    resolved = ServerArgs(**smc, speculative_smc_mode="exact")
-    assert resolved.speculative_smc_mode == "exact"
+@pytest.mark.parametrize("mode", ["exact", "mixed", "auto"])
+def test_a_server_that_verifies_may_set_how_requests_weigh_that_ask_for_it(
+    smc: dict, mode: str
+) -> None:
+    resolved = ServerArgs(**smc, speculative_smc_mode=mode, speculative_smc_ess_threshold=0.25)
+    assert resolved.speculative_smc_mode == mode
+    assert resolved.speculative_smc_ess_threshold == 0.25
+
+
+def test_a_power_that_verification_does_not_know_does_not_start(smc: dict) -> None:
+    with pytest.raises(ValueError, match=r"--speculative-smc-power is 2\.0, but"):
+        ServerArgs(**smc, speculative_smc_mode="exact", speculative_smc_power=2.0)

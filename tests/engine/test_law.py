@@ -18,18 +18,29 @@ ALPHA = 1e-4
 PROMPT = [3, 2, 3]
 EOS = 1
 MODEL = {"vocab_size": 4, "scale": 0.5}
-POOL = {"max_running_requests": 128, "max_total_tokens": 60_000}
-ROOM = {**POOL, "max_lag": 16}
+ROOM = {"max_running_requests": 128, "max_total_tokens": 60_000, "max_lag": 16}
+PLAIN = {"evidence_threshold": 0}  # the algorithm of the paper, whose laws are these
+MOST = {"num_particles": 16, "num_steps": 3}
 
 
 def draw(
-    engine: Any, num_samples: int, max_new_tokens: int, **params: Any
+    engine: Any,
+    num_samples: int,
+    max_new_tokens: int,
+    *,
+    smc: dict[str, Any] | None = None,
+    **params: Any,
 ) -> tuple[list[Sequence], list[dict]]:
     """Independent outputs for one prompt, each with a seed of its own, and their meta_info."""
     answers = engine.generate(
         input_ids=[PROMPT] * num_samples,
         sampling_params=[
-            {"max_new_tokens": max_new_tokens, "sampling_seed": seed, **params}
+            {
+                "max_new_tokens": max_new_tokens,
+                "sampling_seed": seed,
+                "custom_params": {"smc": PLAIN if smc is None else smc},
+                **params,
+            }
             for seed in range(num_samples)
         ],
     )
@@ -41,21 +52,29 @@ def pair(tiny: Callable[..., str]) -> tuple[str, str]:
     return tiny(seed=1, **MODEL), tiny(seed=2, **MODEL)
 
 
+@pytest.fixture
+def running(engine: Callable[..., Any], pair: tuple[str, str]) -> Any:
+    """One engine for all laws: each request says what it wants."""
+    return engine(**smc_arguments(*pair, **MOST, **ROOM))
+
+
 @pytest.mark.parametrize("resample_at", ["block", "token"])
 def test_one_particle_follows_the_draft_at_drafted_positions(
-    engine: Callable[..., Any], pair: tuple[str, str], resample_at: str
+    running: Any, pair: tuple[str, str], resample_at: str
 ) -> None:
-    target, draft = pair
-    num_steps = 2
-    running = engine(
-        **smc_arguments(
-            *pair, num_particles=1, num_steps=num_steps, resample_at=resample_at, **ROOM
-        )
-    )
-    p, q = next_probs(target, PROMPT), next_probs(draft, PROMPT)
+    p, q = (next_probs(model, PROMPT) for model in pair)
+    smc = {**PLAIN, "num_particles": 1, "num_steps": 2, "resample_at": resample_at}
     # Prefill draws position 0 from the target; then K drafts and a bonus, again and again.
-    law = enumerate_law(5, EOS, lambda position: p if position % (num_steps + 1) == 0 else q)
-    outputs, _ = draw(running, 6000, 5)
+    law = enumerate_law(5, EOS, lambda position: p if position % 3 == 0 else q)
+    outputs, _ = draw(running, 6000, 5, smc=smc)
+    assert p_value(outputs, law) > ALPHA
+
+
+def test_draft_temperature_is_the_draft_s_own(running: Any, pair: tuple[str, str]) -> None:
+    p, q = next_probs(pair[0], PROMPT), next_probs(pair[1], PROMPT, temperature=2.0)
+    smc = {**PLAIN, "num_particles": 1, "num_steps": 2, "draft_temperature": 2.0}
+    law = enumerate_law(5, EOS, lambda position: p if position % 3 == 0 else q)
+    outputs, _ = draw(running, 6000, 5, smc=smc)
     assert p_value(outputs, law) > ALPHA
 
 
@@ -75,20 +94,51 @@ def test_draft_equal_to_target_is_exact_and_never_resamples(
 
 @pytest.mark.parametrize("resample_at", ["block", "token"])
 def test_error_falls_with_particles_and_evidence_is_unbiased(
-    engine: Callable[..., Any], pair: tuple[str, str], resample_at: str
+    running: Any, pair: tuple[str, str], resample_at: str
 ) -> None:
     # Hot enough for p and q to overlap: with hardly any overlap 1/N sets in far beyond N = 16.
     p = next_probs(pair[0], PROMPT, temperature=2.0)
     law = enumerate_law(4, EOS, lambda _: p)
     distance = {}
     for num_particles in (1, 4, 16):
-        settings = {"num_particles": num_particles, "num_steps": 2, "resample_at": resample_at}
-        running = engine(**smc_arguments(*pair, **settings, **ROOM))
-        outputs, infos = draw(running, 6000, 4, temperature=2.0)
+        smc = {**PLAIN, "num_particles": num_particles, "num_steps": 2, "resample_at": resample_at}
+        outputs, infos = draw(running, 6000, 4, smc=smc, temperature=2.0)
         distance[num_particles] = total_variation(outputs, law)
-        _check_evidence([math.exp(info["spec_smc_log_evidence"]) for info in infos])
+        _check_evidence(infos, 1.0)
     assert distance[4] < 0.6 * distance[1]
     assert distance[16] < 0.6 * distance[4]
+
+
+@pytest.mark.parametrize("power", [0.5, 2.0])
+def test_a_power_of_the_target_is_sampled_and_its_normaliser_estimated(
+    running: Any, pair: tuple[str, str], power: float
+) -> None:
+    p = next_probs(pair[0], PROMPT, temperature=2.0)
+    raised = {text: mass**power for text, mass in enumerate_law(4, EOS, lambda _: p).items()}
+    total = sum(raised.values())
+    law = {text: mass / total for text, mass in raised.items()}
+    distance = {}
+    for num_particles in (1, 16):
+        smc = {"num_particles": num_particles, "num_steps": 2, "power": power}
+        outputs, infos = draw(running, 6000, 4, smc=smc, temperature=2.0)
+        distance[num_particles] = total_variation(outputs, law)
+        _check_evidence(infos, total)
+    assert distance[16] < 0.4 * distance[1]
+
+
+def test_mixed_lies_between_exact_and_weighing_alone(running: Any, pair: tuple[str, str]) -> None:
+    """The higher the evidence that a block needs, the nearer to p, and the fewer tokens a round."""
+    p = next_probs(pair[0], PROMPT, temperature=2.0)
+    law = enumerate_law(6, EOS, lambda _: p)
+    distance, tokens = [], []
+    for threshold in (0.0, 1.0, 1e9):
+        smc = {"mode": "mixed", "num_particles": 4, "evidence_threshold": threshold}
+        outputs, infos = draw(running, 6000, 6, smc=smc, temperature=2.0)
+        distance.append(total_variation(outputs, law))
+        rounds = sum(info["spec_smc_rounds_ct"] for info in infos)
+        tokens.append((sum(map(len, outputs)) - len(outputs)) / rounds)
+    assert distance[0] > distance[1] > distance[2]
+    assert tokens[0] > tokens[1] > tokens[2]
 
 
 def distance_of_laws(one: Law, other: Law) -> float:
@@ -96,20 +146,21 @@ def distance_of_laws(one: Law, other: Law) -> float:
     return 0.5 * sum(abs(one.get(output, 0.0) - other.get(output, 0.0)) for output in outputs)
 
 
-def _check_evidence(estimates: list[float]) -> None:
-    """E[Z-hat] = 1: within four standard errors (6e-5), and those not so wide as to say nothing."""
+def _check_evidence(infos: list[dict], expected: float) -> None:
+    """E[Z-hat] within four standard errors (6e-5), and those not so wide as to say nothing."""
+    estimates = [math.exp(info["spec_smc_log_evidence"]) for info in infos]
     size = len(estimates)
     mean = sum(estimates) / size
     error = math.sqrt(sum((z - mean) ** 2 for z in estimates) / (size - 1) / size)
-    assert error < 0.1
-    assert abs(mean - 1.0) < 4 * error
+    assert error < 0.1 * expected
+    assert abs(mean - expected) < 4 * error
 
 
-def test_top_k_cuts_p_where_q_has_mass(engine: Callable[..., Any], pair: tuple[str, str]) -> None:
-    running = engine(**smc_arguments(*pair, num_particles=4, num_steps=2, **ROOM))
+def test_top_k_cuts_p_where_q_has_mass(running: Any, pair: tuple[str, str]) -> None:
     p, q = (next_probs(model, PROMPT, top_k=2) for model in pair)
     law = enumerate_law(4, EOS, lambda _: p)
-    outputs, infos = draw(running, 4000, 4, top_k=2)
+    smc = {**PLAIN, "num_particles": 2, "num_steps": 2}  # few enough to die together at times
+    outputs, infos = draw(running, 4000, 4, smc=smc, top_k=2)
     assert set(outputs) <= set(law)  # a draft that p forbids is never emitted
     of_draft = enumerate_law(4, EOS, lambda _: q)
     assert total_variation(outputs, law) < 0.5 * distance_of_laws(of_draft, law)
@@ -118,10 +169,9 @@ def test_top_k_cuts_p_where_q_has_mass(engine: Callable[..., Any], pair: tuple[s
 
 @pytest.mark.parametrize("num_particles", [1, 3, 8])
 def test_exact_mode_follows_the_target(
-    engine: Callable[..., Any], pair: tuple[str, str], num_particles: int
+    running: Any, pair: tuple[str, str], num_particles: int
 ) -> None:
-    settings = {"mode": "exact", "num_particles": num_particles, "num_steps": 3}
-    running = engine(**smc_arguments(*pair, **settings, **POOL))
+    smc = {"mode": "exact", "num_particles": num_particles}
     for params in (
         {"temperature": 0.3},
         {},
@@ -130,6 +180,6 @@ def test_exact_mode_follows_the_target(
         {"temperature": 1.7, "top_p": 0.9},
     ):
         p = next_probs(pair[0], PROMPT, **params)
-        outputs, infos = draw(running, 4000, 5, **params)
+        outputs, infos = draw(running, 4000, 5, smc=smc, **params)
         assert p_value(outputs, enumerate_law(5, EOS, lambda _, p=p: p)) > ALPHA
         assert all(info["spec_smc_log_evidence"] == 0.0 for info in infos)

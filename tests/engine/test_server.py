@@ -98,6 +98,8 @@ def test_parallel_samples_through_openai(server: Server) -> None:
         {"logprobs": 1},
         {"regex": "a+"},
         {"custom_params": {"smc": 1}},
+        {"custom_params": {"smc": {"modus": "exact"}}},
+        {"custom_params": {"smc": {"num_particles": 5}}},
     ],
 )
 def test_refusals_are_http_400_and_name_the_field(server: Server, field: dict) -> None:
@@ -106,6 +108,21 @@ def test_refusals_are_http_400_and_name_the_field(server: Server, field: dict) -
     name = next(iter(field))
     assert {"logprobs": "return_logprob"}.get(name, name) in answer.text
     assert server.post("/v1/completions", model="m", prompt="t3", max_tokens=4).status_code == 200
+
+
+def test_openai_client_chooses_for_its_request(server: Server) -> None:
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+
+    def ask(**smc: object) -> str:
+        extra = {"ignore_eos": True, "custom_params": {"smc": smc}}
+        answer = client.completions.create(
+            model="default", prompt="t3 t4", max_tokens=30, seed=3, extra_body=extra
+        )
+        return answer.choices[0].text
+
+    texts = [ask(), ask(mode="exact"), ask(num_particles=1, evidence_threshold=0)]
+    assert len(set(texts)) == 3
+    assert ask(mode="exact") == texts[1]
 
 
 def test_native_route_reports_meta_info_while_streaming(server: Server) -> None:

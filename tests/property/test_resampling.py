@@ -122,6 +122,6 @@ def test_evidence_is_the_same_before_and_after_resampling(name: str) -> None:
     log_weights[:, 2] = -math.inf
     u = torch.rand(50, 6, generator=generator, dtype=torch.float64)
     where = torch.arange(50) % 2 == 0
-    step = resample(log_weights, where, u, name)
+    step = resample(log_weights, where, torch.ones_like(log_weights).bool(), u, name)
     after = step.log_evidence + log_mean_exp(step.log_weights)
     assert torch.allclose(after, log_mean_exp(log_weights), atol=1e-12)

@@ -4,73 +4,18 @@ Against `test_toy_smc.py` these add the steps themselves, slots, emission on the
 bound. Seeds are fixed; error probabilities are those of correct code, had they been drawn.
 """
 
-import itertools
 import math
 
 import pytest
 import torch
-from scipy.stats import chisquare
-from toy_worker import NUM_CONTEXTS, Language, Outcome, ToyWorker
+from toy_laws import LENGTH, NUM_RUNS, languages, law, p_value, run, total_variation
 
 from sglang_smc.config import SMCConfig
 
-VOCAB, EOS, LENGTH, NUM_RUNS = 3, 2, 5, 3000
-Text = tuple[int, ...]
-
-
-def languages(spread: float = 1.0, difference: float = 0.7) -> tuple[Language, Language]:
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(NUM_CONTEXTS, VOCAB, generator=generator) * spread
-    logits[:, EOS] -= 1.0
-    change = torch.randn(NUM_CONTEXTS, VOCAB, generator=generator) * difference
-    return Language(logits), Language(logits + change)
-
-
-def law(drawn_by: list[Language]) -> dict[Text, float]:
-    """Probability of every output, filled up with EOS; ``drawn_by[i]`` draws position i."""
-    found: dict[Text, float] = {}
-    for text in itertools.product(range(VOCAB), repeat=LENGTH):
-        mass = 1.0
-        for position, token in enumerate(text):
-            if position and text[position - 1] == EOS:
-                mass *= token == EOS
-            elif mass:
-                mass *= float(drawn_by[position].after(text[:position]).double().softmax(-1)[token])
-        found[text] = mass
-    return found
-
-
-def run(
-    config: SMCConfig, pair: tuple[Language, Language], rows: list[int] | None = None
-) -> Outcome:
-    target, draft = pair
-    worker = ToyWorker(config, target, draft, num_requests=NUM_RUNS, max_new_tokens=LENGTH, eos=EOS)
-    probs = target.after(()).double().softmax(-1).expand(NUM_RUNS, -1)
-    first = torch.multinomial(probs, 1, generator=torch.Generator().manual_seed(4)).squeeze(1)
-    rows = list(range(1, NUM_RUNS + 1)) if rows is None else rows
-    return worker.run(rows, first[torch.tensor(rows) - 1])
-
-
-def frequencies(outcome: Outcome) -> dict[Text, int]:
-    texts, counts = outcome.outputs.unique(dim=0, return_counts=True)
-    return {tuple(text): count for text, count in zip(texts.tolist(), counts.tolist(), strict=True)}
-
-
-def p_value(outcome: Outcome, expected: dict[Text, float]) -> float:
-    found, size = frequencies(outcome), len(outcome.outputs)
-    assert all(expected[text] > 0 for text in found)
-    common = [text for text, mass in expected.items() if mass * size >= 8]
-    observed = [found.get(text, 0) for text in common]
-    wanted = [expected[text] * size for text in common]
-    return float(chisquare([*observed, size - sum(observed)], [*wanted, size - sum(wanted)]).pvalue)
-
-
-def total_variation(outcome: Outcome, expected: dict[Text, float]) -> float:
-    found, size = frequencies(outcome), len(outcome.outputs)
-    return 0.5 * sum(abs(found.get(text, 0) / size - mass) for text, mass in expected.items())
-
 
 def settings(num_particles: int, num_steps: int, **more: object) -> SMCConfig:
+    """The plain algorithm of the paper, which keeps what it drafts."""
+    more = {"evidence_threshold": 0.0, **more}
     return SMCConfig(num_particles=num_particles, num_steps=num_steps, **more)
 
 
@@ -111,7 +56,8 @@ def test_evidence_is_unbiased(
     assert abs(evidence.mean() - 1) < 4 * evidence.std() / math.sqrt(NUM_RUNS)
     if num_steps + 1 < LENGTH:  # else one round may be all there is
         assert (outcome.num_forced > 0) == (max_lag < LENGTH)
-        assert outcome.num_emitted_early > 0
+        if max_lag < LENGTH or num_particles == 2:  # more siblings hardly ever agree by chance
+            assert outcome.num_emitted_early > 0
 
 
 @pytest.mark.parametrize("ess_threshold", [0.5, 1.0])

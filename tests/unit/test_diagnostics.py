@@ -5,17 +5,30 @@ import logging
 import pytest
 import torch
 
-from sglang_smc.diagnostics import Counters, CounterTable, IntervalLog, meta_info
+from sglang_smc.diagnostics import Counters, CounterTable, IntervalLog, meta_info, zero_counters
+from sglang_smc.request_config import RequestConfig
+from sglang_smc.smc.rounds import Cut
+
+ANCESTORS = 3
 
 
 def add(table: CounterTable, rows: list[int], ess: list[float], **flags: list[bool]) -> list:
-    nothing = [False] * len(rows)
+    def flag(name: str) -> torch.Tensor:
+        return torch.tensor(flags.get(name, [False] * len(rows)))
+
+    cut = Cut(
+        num_columns=torch.zeros(len(rows), dtype=torch.int64),
+        log_weights=torch.zeros(len(rows), 4, dtype=torch.float64),
+        ess=torch.tensor(ess, dtype=torch.float64),
+        resample=flag("resampled"),
+        all_zero=flag("all_zero"),
+    )
     totals = table.add_round(
         torch.tensor(rows),
-        resampled=torch.tensor(flags.get("resampled", nothing)),
-        collapsed=torch.tensor(flags.get("collapsed", nothing)),
-        all_zero=torch.tensor(flags.get("all_zero", nothing)),
-        ess=torch.tensor(ess, dtype=torch.float64),
+        cut=cut,
+        verified=flag("verified"),
+        collapsed=flag("collapsed"),
+        ancestors=torch.full((len(rows),), ANCESTORS),
         log_evidence=torch.tensor([-float(row) for row in rows], dtype=torch.float64),
     )
     return totals.tolist()
@@ -23,8 +36,7 @@ def add(table: CounterTable, rows: list[int], ess: list[float], **flags: list[bo
 
 def started(rows: list[int]) -> CounterTable:
     table = CounterTable(5, "cpu")
-    size = len(rows), len(Counters._fields)
-    table.begin(torch.tensor(rows), torch.zeros(size, dtype=torch.float64))
+    table.begin(torch.tensor(rows), torch.tensor([zero_counters(8)] * len(rows)).double())
     return table
 
 
@@ -32,13 +44,23 @@ def test_every_event_has_its_own_counter() -> None:
     table = started([1, 2, 3])
     add(table, [3, 1], [4.0, 2.0], resampled=[True, False])
     add(table, [1, 3], [3.0, 1.0], collapsed=[False, True], all_zero=[True, False])
+    add(table, [2], [5.0], verified=[True])
     totals = add(table, [1, 2, 3], [1.0, 1.0, 1.0], resampled=[True, True, True])
     by_row = [Counters(*row) for row in totals]
-    assert [c.rounds_ct for c in by_row] == [3, 1, 3]
+    assert [c.rounds_ct for c in by_row] == [3, 2, 3]
     assert [c.resample_ct for c in by_row] == [1, 1, 2]
     assert [c.collapse_ct for c in by_row] == [0, 0, 1]
     assert [c.all_zero_ct for c in by_row] == [1, 0, 0]
-    assert [c.ess_sum for c in by_row] == [6.0, 1.0, 6.0]
+    assert [c.exact_ct for c in by_row] == [0, 1, 0]
+    assert [c.ess_sum for c in by_row] == [6.0, 6.0, 6.0]
+
+
+def test_the_lowest_ess_stays_and_the_ancestors_are_the_last() -> None:
+    table = started([1])
+    for ess in (5.0, 2.0, 4.0):
+        totals = Counters(*add(table, [1], [ess])[0])
+    assert totals.ess_min == 2.0
+    assert totals.ancestors == ANCESTORS
 
 
 def test_log_evidence_is_taken_over_not_added_up() -> None:
@@ -56,24 +78,47 @@ def test_a_retracted_request_goes_on_counting() -> None:
     assert (counters.rounds_ct, counters.resample_ct, counters.ess_sum) == (2, 2, 4.0)
 
 
+TOTALS = Counters(4, 2, 1, 3, 5, 10.0, 1.5, 2.0, -0.75)
+
+
 def test_meta_info_is_prefixed_and_has_plain_numbers() -> None:
-    totals = Counters(4, 2, 1, 3, 10.0, -0.75)
-    assert meta_info([float(value) for value in totals], 8) == {
-        "spec_smc_num_particles": 8,
+    config = RequestConfig(num_particles=6, num_steps=3)
+    found = meta_info([float(value) for value in TOTALS], config)
+    assert found == {
+        "spec_smc_mode": "smc",
+        "spec_smc_num_particles": 6,
+        "spec_smc_num_steps": 3,
         "spec_smc_rounds_ct": 4,
         "spec_smc_resample_ct": 2,
         "spec_smc_collapse_ct": 1,
         "spec_smc_all_zero_ct": 3,
+        "spec_smc_exact_ct": 5,
         "spec_smc_ess_mean": 2.5,
+        "spec_smc_ess_min": 1.5,
+        "spec_smc_distinct_ancestors": 2,
         "spec_smc_log_evidence": -0.75,
     }
-    counts = [v for k, v in meta_info([4.0] * 6, 8).items() if k.endswith("_ct")]
+    counts = [v for k, v in found.items() if k.endswith(("_ct", "_ancestors"))]
     assert all(type(count) is int for count in counts)
+
+
+@pytest.mark.parametrize(
+    ("mode", "log_evidence"), [("smc", -0.75), ("exact", -0.75), ("mixed", None), ("auto", None)]
+)
+def test_only_where_all_is_weighed_or_all_verified_has_a_text_evidence(
+    mode: str, log_evidence: float | None
+) -> None:
+    found = meta_info(list(TOTALS), RequestConfig(mode=mode))
+    assert found["spec_smc_mode"] == mode
+    assert found["spec_smc_log_evidence"] == log_evidence
 
 
 def test_before_the_first_round_all_particles_count() -> None:
     """A text of one token ends in prefill: no round, no division by zero."""
-    assert meta_info([0.0] * 6, 8)["spec_smc_ess_mean"] == pytest.approx(8.0)
+    found = meta_info(zero_counters(5), RequestConfig(num_particles=5))
+    assert found["spec_smc_ess_mean"] == found["spec_smc_ess_min"] == 5.0
+    assert found["spec_smc_distinct_ancestors"] == 5
+    assert found["spec_smc_rounds_ct"] == 0
 
 
 def test_the_log_has_one_line_an_interval_and_begins_again_after_it(
@@ -82,7 +127,8 @@ def test_the_log_has_one_line_an_interval_and_begins_again_after_it(
     caplog.set_level(logging.INFO)
     log = IntervalLog(interval=2, num_particles=4)
     nothing = [0.0] * len(Counters._fields)
-    after_one, after_two = [1.0, 1.0, 0.0, 0.0, 2.0, -9.0], [2.0, 1.0, 1.0, 0.0, 6.0, -9.0]
+    after_one = [*Counters(1.0, 1.0, 0.0, 0.0, 0.0, 2.0, 2.0, 1.0, -9.0)]
+    after_two = [*Counters(2.0, 1.0, 1.0, 0.0, 0.0, 6.0, 2.0, 1.0, -9.0)]
     log.add(nothing, after_one)
     log.end_round()
     assert not caplog.messages

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_smc import memory
 from sglang_smc.config import SMCConfig
+from sglang_smc.request_config import request_config
 
 configs = st.builds(
     SMCConfig,
@@ -55,13 +56,39 @@ def test_an_arena_never_grows_as_text_is_emitted(config: SMCConfig, remaining: i
 
 def test_the_arena_follows_what_a_request_has_emitted() -> None:
     config = SMCConfig(num_particles=4, num_steps=3, max_lag=100)
-    params = SimpleNamespace(max_new_tokens=50)
+    params = SimpleNamespace(max_new_tokens=50, custom_params=None)
     req = SimpleNamespace(sampling_params=params, output_ids=[0] * 20)
     assert memory.arena_of(config, req) == 4 * (30 + 3)
     params.max_new_tokens = 500
     assert memory.arena_of(config, req) == 4 * (100 + 3)
     params.max_new_tokens = 10
     assert memory.arena_of(config, req) == 4 * 3, "overshoot counts as nothing left"
+
+
+def test_a_request_with_fewer_particles_and_steps_owns_less() -> None:
+    server = SMCConfig(num_particles=4, num_steps=3, max_lag=100)
+    chosen = {"smc": {"num_particles": 2, "num_steps": 1}}
+    params = SimpleNamespace(max_new_tokens=50, custom_params=chosen)
+    req = SimpleNamespace(sampling_params=params, output_ids=[])
+    assert memory.arena_of(server, req) == 2 * (50 + 1)
+
+
+@pytest.mark.parametrize("mode", ["exact", "mixed", "auto"])
+def test_verification_leaves_no_tail_to_hold(mode: str) -> None:
+    server = SMCConfig(num_particles=4, num_steps=3, max_lag=100)
+    config = request_config(server, {"smc": {"mode": mode}})
+    assert memory.arena(config, 50) == 4 * (1 + 3), "K + 1 new tokens each, from no tail"
+
+
+@quick
+@given(configs, st.integers(1, 1000), st.sampled_from(["smc", "exact", "mixed", "auto"]))
+def test_no_request_asks_for_more_than_the_largest_arena_of_its_server(
+    server: SMCConfig, remaining: int, mode: str
+) -> None:
+    chosen = {"mode": mode, "num_particles": (server.num_particles + 1) // 2, "num_steps": 1}
+    config = request_config(server, {"smc": chosen})
+    assert memory.arena(config, remaining) <= memory.max_arena(server)
+    assert memory.tail(config, remaining) <= memory.max_tail(server)
 
 
 def test_check_pool_takes_a_pool_of_just_the_size_it_asks_for() -> None:

@@ -22,6 +22,8 @@ def population(tails: list[list[list[int]]], anchor: int = 90) -> Population:
         anchor=torch.full((groups,), anchor),
         num_emitted=torch.full((groups,), 10),
         log_evidence=torch.zeros(groups, dtype=torch.float64),
+        present=torch.ones(groups, particles, dtype=torch.bool),
+        roots=torch.arange(particles).expand(groups, particles),
     )
 
 
@@ -84,7 +86,7 @@ def test_methods_return_new_populations() -> None:
 def test_a_table_gives_back_what_was_stored_in_any_order() -> None:
     table = ParticleTable(5, 2, MAX_TAIL, "cpu")
     table.scatter(torch.tensor([3, 1]), population([[[1], [2]], [[3], [4, 5]]]))
-    found = table.gather(torch.tensor([1, 3]))
+    found = table.gather(torch.tensor([1, 3]), 2, MAX_TAIL)
     assert tails_of(found) == [[[3], [4, 5]], [[1], [2]]]
 
 
@@ -103,11 +105,71 @@ def test_begin_forgets_the_rows_former_request() -> None:
         first_tokens=torch.tensor([42]),
         num_emitted=torch.tensor([3]),
         log_evidence=torch.tensor([-0.5], dtype=torch.float64),
+        num_particles=torch.tensor([2]),
     )
-    found = table.gather(rows)
+    found = table.gather(rows, 2, MAX_TAIL)
     assert tails_of(found) == [[[], []]]
     assert not found.ended.any()
     assert found.log_weights.tolist() == [[0.0, 0.0]]
     assert found.last_tokens.tolist() == [[42, 42]]
     assert found.output_lengths.tolist() == [[3, 3]]
     assert found.log_evidence.tolist() == [-0.5]
+
+
+def begin(table: ParticleTable, rows: list[int], num_particles: list[int]) -> None:
+    table.begin(
+        torch.tensor(rows),
+        first_tokens=torch.tensor([40 + row for row in rows]),
+        num_emitted=torch.ones(len(rows), dtype=torch.int64),
+        log_evidence=torch.zeros(len(rows), dtype=torch.float64),
+        num_particles=torch.tensor(num_particles),
+    )
+
+
+def test_a_group_begins_with_its_own_number_of_particles() -> None:
+    table = ParticleTable(4, 3, MAX_TAIL, "cpu")
+    begin(table, [1, 2], [3, 1])
+    found = table.gather(torch.tensor([1, 2]), 3, MAX_TAIL)
+    assert found.present.tolist() == [[True] * 3, [True, False, False]]
+    assert found.ended.tolist() == [[False] * 3, [False, True, True]]
+    assert found.log_weights.tolist() == [[0.0] * 3, [0.0, -torch.inf, -torch.inf]]
+    assert found.num_roots().tolist() == [3, 1]
+
+
+def test_roots_are_handed_down_and_counted_once() -> None:
+    before = population([[[1], [2], [3], [4]]])
+    once = before.descend(torch.tensor([[1, 1, 3, 0]]))
+    assert once.roots.tolist() == [[1, 1, 3, 0]]
+    assert once.num_roots().tolist() == [3]
+    twice = once.descend(torch.tensor([[0, 1, 1, 2]]))
+    assert twice.roots.tolist() == [[1, 1, 1, 3]], "of the start, not of the last step"
+    assert twice.num_roots().tolist() == [2]
+    some = twice._replace(present=torch.tensor([[True, True, True, False]]))
+    assert some.num_roots().tolist() == [1], "an absent particle has no ancestor that counts"
+
+
+def test_what_a_round_does_leaves_absent_particles_absent() -> None:
+    table = ParticleTable(3, 3, MAX_TAIL, "cpu")
+    begin(table, [1], [2])
+    before = table.gather(torch.tensor([1]), 3, MAX_TAIL)
+    grown = before.append(torch.tensor([[[5, 6]] * 3]), torch.tensor([[2, 2, 0]]))
+    found = grown.descend(torch.tensor([[1, 1, 2]])).emit(torch.tensor([2]))
+    assert found.lengths.tolist() == [[0, 0, 0]], "not what others have emitted below zero"
+    assert found.present.tolist() == [[True, True, False]]
+    assert found.ended.tolist() == [[False, False, True]]
+    assert found.log_weights[0, 2] == -torch.inf
+    assert grown.num_common().tolist() == [2], "an empty place does not disagree"
+
+
+def test_a_window_holds_what_its_groups_need_and_leaves_the_rest_alone() -> None:
+    """A batch of small groups writes nothing over particles and tokens beyond its own."""
+    table = ParticleTable(5, 4, MAX_TAIL, "cpu")
+    tails = [[[1, 2, 3, 4], [5], [6], [7, 7]], [[1], [2], [3], [4]]]
+    table.scatter(torch.tensor([1, 2]), population(tails))
+    small = table.gather(torch.tensor([2]), 2, 2)
+    assert small.tokens.shape == (1, 2, 3)
+    assert tails_of(small) == [[[1], [2]]]
+    longer = small.append(torch.tensor([[[8], [9]]]), torch.tensor([[1, 1]]))
+    table.scatter(torch.tensor([2]), longer)
+    found = table.gather(torch.tensor([1, 2]), 4, MAX_TAIL)
+    assert tails_of(found) == [tails[0], [[1, 8], [2, 9], [3], [4]]]

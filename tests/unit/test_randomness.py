@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.stats import chisquare, kstest
 
-from sglang_smc.smc.randomness import Purpose, derive_seed, uniforms
+from sglang_smc.smc.randomness import Purpose, derive_seed, round_seeds, uniforms
 
 INCREMENT = 0x9E3779B97F4A7C15
 
@@ -139,3 +139,27 @@ def test_derived_seeds_differ_by_every_key_and_their_order() -> None:
 def test_derived_seeds_are_reproducible_and_take_any_integer() -> None:
     assert derive_seed(42, 7) == derive_seed(42, 7)
     assert derive_seed(-1) == derive_seed(2**64 - 1)
+
+
+def test_rounds_have_seeds_of_their_own() -> None:
+    """Numbers that decided where a round stops are not met again by the next one."""
+    seeds, starts = torch.arange(300).view(-1, 1), torch.arange(300)
+    found = round_seeds(seeds, starts)
+    assert len(found.unique()) == found.numel()
+    assert torch.equal(found, round_seeds(seeds, starts)), "and are the same each time"
+
+
+def test_the_same_position_in_two_rounds_has_independent_numbers() -> None:
+    """The second round begins one token later. Error probability 1e-4 each."""
+    seeds, position = torch.arange(40_000), torch.tensor(9)
+    first, second = (
+        uniforms(round_seeds(seeds, torch.full_like(seeds, start)), position, position, purpose)
+        for start, purpose in ((7, Purpose.DRAFT), (8, Purpose.DRAFT))
+    )
+    assert pair_p_value(first, second) > 1e-4
+    assert kstest(second.numpy(), "uniform").pvalue > 1e-4
+
+
+def test_seeds_and_starts_do_not_stand_for_each_other() -> None:
+    one, two = torch.tensor([1]), torch.tensor([2])
+    assert round_seeds(one, two) != round_seeds(two, one)

@@ -5,7 +5,10 @@ from typing import Any
 import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_smc.request import check_request
+from sglang_smc.config import SMCConfig
+from sglang_smc.request import check_request as check_request_of
+
+SERVER = SMCConfig(num_particles=4, num_steps=3)
 
 REFUSED_PARAMETERS: dict[str, Any] = {
     "frequency_penalty": 0.1,
@@ -33,6 +36,10 @@ REFUSED_FIELDS: dict[str, Any] = {
     "return_entropy": True,
     "return_logprob": True,
 }
+
+
+def check_request(given: GenerateReqInput) -> None:
+    check_request_of(given, SERVER)
 
 
 def request(params: dict[str, Any] | None = None, **fields: Any) -> GenerateReqInput:
@@ -75,6 +82,8 @@ def test_all_problems_are_told_at_once() -> None:
         {"stop": ["\n"], "stop_token_ids": [5], "stop_regex": "a+"},
         {"custom_params": {"other": 1}},
         {"custom_params": None},
+        {"custom_params": {"smc": None}},
+        {"custom_params": {"smc": {}, "other": 1}},
     ],
 )
 def test_what_smc_honours_passes(params: dict[str, Any] | None) -> None:
@@ -89,10 +98,15 @@ def test_scoring_requests_may_ask_for_log_probabilities() -> None:
         check_request(request({}, return_logprob=True))
 
 
-@pytest.mark.parametrize("given", [{"num_particles": 4}, {}, None, 3])
-def test_per_request_smc_settings_are_refused_not_ignored(given: Any) -> None:
-    with pytest.raises(ValueError, match=r"custom_params\['smc'\].*--speculative-smc-"):
-        check_request(request({"custom_params": {"smc": given}}))
+def test_a_request_may_choose_for_itself_what_its_server_allows() -> None:
+    check_request(request({"custom_params": {"smc": {"num_particles": 4, "mode": "exact"}}}))
+    with pytest.raises(ValueError, match=r"custom_params\['smc'\] has num_particles=5; allowed"):
+        check_request(request({"custom_params": {"smc": {"num_particles": 5}}}))
+
+
+def test_scoring_requests_are_checked_too() -> None:
+    with pytest.raises(ValueError, match="unknown key 'particles'"):
+        check_request(request({"max_new_tokens": 0, "custom_params": {"smc": {"particles": 2}}}))
 
 
 def test_unlimited_thinking_is_no_limit() -> None:

@@ -1,13 +1,18 @@
 """The scheduler's books after SMC rounds: the identities that clients check."""
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import pytest
 import torch
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_smc.diagnostics import Counters, IntervalLog
-from sglang_smc.result import SMCBatchResult
+from sglang_smc.particles import Population
+from sglang_smc.request_config import RequestConfig
+from sglang_smc.result import Particles, SMCBatchResult
+from sglang_smc.runs import Run
 
 
 class FakeReq:
@@ -19,7 +24,8 @@ class FakeReq:
         self.is_retracted, self.done = retracted, done
         self.spec_verify_ct = self.spec_num_correct_drafts = self.kv_committed_len = 0
         self.spec_correct_drafts_histogram: list[int] = []
-        self.smc_run = SimpleNamespace(counters=[0.0] * len(Counters._fields))
+        self.output_ids: list[int] = []
+        self.smc_run = Run(0, RequestConfig(), [0.0] * len(Counters._fields))
 
     def finished(self) -> bool:
         return self.done
@@ -133,3 +139,53 @@ def test_a_request_that_the_books_find_finished_still_counts_its_last_round() ->
     result.resolve(SimpleNamespace(reqs=[req]), finish)
     assert_identities(req)
     assert req.spec_num_correct_drafts == 3
+
+
+def population() -> Population:
+    """Two groups of at most three particles; the first has two, and both of them have ended."""
+    return Population(
+        tokens=torch.tensor([[[5, 6, 99], [7, 99, 99], [0, 0, 0]], [[1, 1, 1]] * 3]),
+        lengths=torch.tensor([[2, 1, 0], [3, 3, 3]]),
+        ended=torch.tensor([[True, True, True], [True, False, True]]),
+        log_weights=torch.tensor([[3.0, 3.0 + math.log(3), -math.inf], [0.0] * 3]).double(),
+        anchor=torch.tensor([4, 4]),
+        num_emitted=torch.tensor([2, 2]),
+        log_evidence=torch.zeros(2).double(),
+        present=torch.tensor([[True, True, False], [True] * 3]),
+        roots=torch.arange(3).expand(2, 3),
+    )
+
+
+def test_particles_of_a_finished_group_are_whole_texts_with_normalised_weights() -> None:
+    """The emitted text stands before each tail, and nothing that is stale or absent comes along."""
+    found = Particles.of(population()).of_group(0, [8, 4])
+    assert found is not None
+    assert [particle["output_ids"] for particle in found] == [[8, 4, 5, 6], [8, 4, 7]]
+    assert [particle["weight"] for particle in found] == pytest.approx([0.25, 0.75])
+    assert [particle["log_weight"] for particle in found] == pytest.approx([3.0, 3 + math.log(3)])
+
+
+def test_particles_of_a_group_that_goes_on_are_not_shown() -> None:
+    assert Particles.of(population()).of_group(1, [8, 4]) is None
+
+
+def test_only_who_asked_is_given_the_particles() -> None:
+    """And it gets them with the text as it stood before this round's tokens were emitted."""
+    asked, silent = FakeReq(), FakeReq()
+    asked.smc_run.config = RequestConfig(return_particles=True)
+    asked.output_ids = [8, 4]
+    whole = population()
+    result = SMCBatchResult(
+        next_token_ids=torch.arange(6),
+        accept_lens=torch.tensor([1, 1]),
+        speculative_num_draft_tokens=3,
+        num_kept_columns=torch.tensor([1, 1]),
+        counters=torch.zeros(2, len(Counters._fields)),
+        particles=Particles.of(Population(*(column[[0, 0]] for column in whole))),
+        log=IntervalLog(100, 4),
+    )
+    reqs = [asked, silent]
+    result.resolve(SimpleNamespace(reqs=reqs), stock_resolve(result, reqs))
+    assert asked.smc_run.particles is not None
+    assert asked.smc_run.particles[0]["output_ids"] == [8, 4, 5, 6]
+    assert silent.smc_run.particles is None

@@ -7,22 +7,46 @@ import torch
 from scipy.stats import chisquare
 
 from sglang_smc.smc import rounds
-from sglang_smc.smc.rounds import Cut
+from sglang_smc.smc.resampling import SCHEMES
+from sglang_smc.smc.rounds import Cut, Rules
 
 INF = math.inf
 EQUAL = [0.0, 0.0]
 
 
+def rules(
+    size: int, num_steps: int, tau: float, resample_at: str, evidence_threshold: float = 0.0
+) -> Rules:
+    """The same rules for ``size`` groups; the evidence threshold is the paper's."""
+    return Rules(
+        num_steps=torch.full((size,), num_steps),
+        ess_threshold=torch.full((size,), tau, dtype=torch.float64),
+        at_token=torch.full((size,), resample_at == "token"),
+        evidence_threshold=torch.full((size,), evidence_threshold, dtype=torch.float64),
+    )
+
+
 def cut(
-    log_weights: list[float], increments: list[list[float]], tau: float, resample_at: str
+    log_weights: list[float],
+    increments: list[list[float]],
+    tau: float,
+    resample_at: str,
+    *,
+    evidence_threshold: float = 0.0,
+    coin: float = 0.5,
 ) -> Cut:
     """`rounds.cut` for one group, increments given per particle."""
     return rounds.cut(
         torch.tensor([log_weights], dtype=torch.float64),
         torch.tensor([increments]),
-        ess_threshold=tau,
-        resample_at=resample_at,
+        rules(1, len(increments[0]), tau, resample_at, evidence_threshold),
+        torch.ones(1, len(log_weights), dtype=torch.bool),
+        torch.tensor([coin], dtype=torch.float64),
     )
+
+
+def all_present(log_weights: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(log_weights, dtype=torch.bool)
 
 
 def shape_of(found: Cut) -> tuple[int, bool, bool]:
@@ -138,9 +162,12 @@ class TestCut:
         increments[0, 0, 2] = 9.0
         increments[1, :, 1] = -INF
         found = rounds.cut(
-            torch.zeros(3, 2, dtype=torch.float64), increments, ess_threshold=0.9,
-            resample_at="token",
-        )  # fmt: skip
+            torch.zeros(3, 2, dtype=torch.float64),
+            increments,
+            rules(3, 4, 0.9, "token"),
+            torch.ones(3, 2, dtype=torch.bool),
+            torch.full((3,), 0.5, dtype=torch.float64),
+        )
         assert found.num_columns.tolist() == [3, 1, 4]
         assert found.resample.tolist() == [True, False, False]
         assert found.all_zero.tolist() == [False, True, False]
@@ -150,7 +177,8 @@ class TestResample:
     def test_only_the_named_groups_change(self) -> None:
         log_weights = torch.tensor([[0.0, -INF], [1.0, -INF]], dtype=torch.float64)
         u = torch.full((2, 2), 0.5, dtype=torch.float64)
-        step = rounds.resample(log_weights, torch.tensor([True, False]), u, "systematic")
+        where = torch.tensor([True, False])
+        step = rounds.resample(log_weights, where, all_present(log_weights), u, "systematic")
         assert step.ancestors.tolist() == [[0, 0], [0, 1]]
         assert step.log_weights.tolist() == [[0.0, 0.0], [1.0, -INF]]
         assert step.log_evidence.tolist() == pytest.approx([-math.log(2), 0.0])
@@ -159,7 +187,8 @@ class TestResample:
         """All weight on the last particle: a reversed direction would point at slot numbers."""
         log_weights = torch.tensor([[-INF, -INF, 2.0]], dtype=torch.float64)
         u = torch.zeros(1, 3, dtype=torch.float64)
-        step = rounds.resample(log_weights, torch.tensor([True]), u, "multinomial")
+        where = torch.tensor([True])
+        step = rounds.resample(log_weights, where, all_present(log_weights), u, "multinomial")
         assert step.ancestors.tolist() == [[2, 2, 2]]
 
 
@@ -170,7 +199,8 @@ class TestCollapse:
         size = 20_000
         u = torch.rand(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         everywhere = torch.ones(size, dtype=torch.bool)
-        step = rounds.collapse(log_weights.expand(size, 4), everywhere, u, "sample")
+        log_weights = log_weights.expand(size, 4)
+        step = rounds.collapse(log_weights, everywhere, all_present(log_weights), u, ~everywhere)
         assert (step.ancestors == step.ancestors[:, :1]).all(), "all follow one particle"
         counts = torch.bincount(step.ancestors[:, 0], minlength=4)
         assert counts[1] == 0
@@ -182,15 +212,18 @@ class TestCollapse:
     def test_argmax_takes_the_heaviest_whatever_the_uniform(self, uniform: float) -> None:
         log_weights = torch.tensor([[-1.0, 3.0, -INF], [0.0, 0.0, -1.0]], dtype=torch.float64)
         u = torch.full((2,), uniform, dtype=torch.float64)
-        step = rounds.collapse(log_weights, torch.tensor([True, True]), u, "argmax")
+        both = torch.tensor([True, True])
+        step = rounds.collapse(log_weights, both, all_present(log_weights), u, both)
         assert step.ancestors.tolist() == [[1, 1, 1], [0, 0, 0]]
 
     def test_other_groups_stay_as_they_are(self) -> None:
         log_weights = torch.tensor([[0.5, 1.5]], dtype=torch.float64)
-        for selection in ("sample", "argmax"):
+        for heaviest in (False, True):
             nowhere = torch.tensor([False])
             u = torch.zeros(1, dtype=torch.float64)
-            step = rounds.collapse(log_weights, nowhere, u, selection)
+            step = rounds.collapse(
+                log_weights, nowhere, all_present(log_weights), u, torch.tensor([heaviest])
+            )
             assert step.ancestors.tolist() == [[0, 1]]
             assert step.log_weights.tolist() == [[0.5, 1.5]]
             assert step.log_evidence.tolist() == [0.0]
@@ -226,4 +259,107 @@ def test_still_open(ends: list[int], expected: list[int]) -> None:
     ],
 )
 def test_common_prefix(tokens: list[list[int]], lengths: list[int], expected: int) -> None:
-    assert rounds.common_prefix(torch.tensor([tokens]), torch.tensor([lengths])) == expected
+    present = torch.ones(1, len(lengths), dtype=torch.bool)
+    found = rounds.common_prefix(torch.tensor([tokens]), torch.tensor([lengths]), present)
+    assert found == expected
+
+
+def test_absent_particles_have_no_say_in_the_common_prefix() -> None:
+    """Neither what stands in their place nor its length 0."""
+    tokens = torch.tensor([[[1, 2, 3], [1, 2, 4], [9, 9, 9]]])
+    present = torch.tensor([[True, True, False]])
+    assert rounds.common_prefix(tokens, torch.tensor([[3, 3, 0]]), present) == 2
+    assert rounds.common_prefix(tokens, torch.tensor([[3, 3, 0]]), present | True) == 0
+
+
+class TestGroupsOfDifferentSize:
+    """Beside a group of four, one of two particles and two columns, and one alone."""
+
+    present = torch.tensor([[True] * 4, [True, True, False, False], [True] + [False] * 3])
+    log_weights = torch.where(present, 0.0, -INF).double()
+    num_steps = torch.tensor([3, 2, 1])
+
+    def cut(self, increments: torch.Tensor, tau: float, resample_at: str = "block") -> Cut:
+        coins = torch.full((3,), 0.5, dtype=torch.float64)
+        chosen = rules(3, 3, tau, resample_at)._replace(num_steps=self.num_steps)
+        return rounds.cut(self.log_weights, increments, chosen, self.present, coins)
+
+    def test_each_keeps_its_own_columns_and_none_is_dead(self) -> None:
+        found = self.cut(torch.zeros(3, 4, 3), 1.0)
+        assert found.num_columns.tolist() == [3, 2, 1]
+        assert not found.all_zero.any()
+
+    def test_the_threshold_is_a_fraction_of_a_groups_own_particles(self) -> None:
+        """Two equal particles of two are all there are; of four they would be too few."""
+        found = self.cut(torch.zeros(3, 4, 3), 1.0)
+        assert found.ess.tolist() == [4.0, 2.0, 1.0]
+        assert not found.resample.any()
+        uneven = torch.zeros(3, 4, 3)
+        uneven[1, 0, 0] = 1.0
+        assert self.cut(uneven, 1.0).resample.tolist() == [False, True, False]
+
+    def test_what_lies_beyond_a_groups_columns_kills_nobody(self) -> None:
+        increments = torch.zeros(3, 4, 3)
+        increments[1, :, 2] = -INF
+        found = self.cut(increments, 1.0, "token")
+        assert found.num_columns.tolist() == [3, 2, 1]
+        assert not found.all_zero.any()
+
+    @pytest.mark.parametrize("method", list(SCHEMES))
+    def test_resampling_leaves_absent_particles_as_they_are(self, method: str) -> None:
+        generator = torch.Generator().manual_seed(0)
+        log_weights = self.log_weights + torch.randn(3, 4, generator=generator).double()
+        u = torch.rand(3, 4, generator=generator, dtype=torch.float64)
+        everywhere = torch.ones(3, dtype=torch.bool)
+        step = rounds.resample(log_weights, everywhere, self.present, u, method)
+        stay = torch.arange(4).expand(3, 4)
+        assert torch.equal(step.ancestors[~self.present], stay[~self.present])
+        assert (step.log_weights[~self.present] == -INF).all()
+        assert self.present.gather(1, step.ancestors)[self.present].all()
+        for group, size in enumerate((4, 2, 1)):
+            alone = rounds.resample(
+                log_weights[[group], :size],
+                everywhere[:1],
+                torch.ones(1, size, dtype=torch.bool),
+                u[[group], :size],
+                method,
+            )
+            assert torch.equal(step.ancestors[[group], :size], alone.ancestors)
+            assert torch.allclose(step.log_evidence[[group]], alone.log_evidence, atol=1e-14)
+
+    def test_a_collapse_draws_nobody_who_is_absent(self) -> None:
+        everywhere = torch.ones(3, dtype=torch.bool)
+        for uniform in (0.0, 0.5, math.nextafter(1.0, 0.0)):
+            u = torch.full((3,), uniform, dtype=torch.float64)
+            step = rounds.collapse(self.log_weights, everywhere, self.present, u, ~everywhere)
+            assert self.present.gather(1, step.ancestors)[self.present].all()
+            assert (step.ancestors[~self.present] > 0).all(), "they stay their own"
+            assert torch.allclose(step.log_evidence, torch.zeros(3).double(), atol=1e-15)
+
+
+class TestEvidence:
+    """Two equally wrong drafts: the effective sample size is full, the evidence is not."""
+
+    WRONG = ((-1.0, -1.0), (-1.0, -1.0))
+
+    def kept(self, threshold: float, coin: float, resample_at: str = "block") -> int:
+        increments = [list(row) for row in self.WRONG]
+        found = cut(EQUAL, increments, 0.5, resample_at, evidence_threshold=threshold, coin=coin)
+        assert found.log_weights.tolist() == [[-1.0 * found.num_columns] * 2]
+        assert not found.all_zero, "the target's turn comes, but nobody has died"
+        return int(found.num_columns)
+
+    @pytest.mark.parametrize("resample_at", ["block", "token"])
+    def test_columns_end_where_the_coin_exceeds_their_evidence(self, resample_at: str) -> None:
+        """Evidence e^-1 = .368 and e^-2 = .135."""
+        assert self.kept(1.0, 0.1, resample_at) == 2
+        assert self.kept(1.0, 0.2, resample_at) == 1
+        assert self.kept(1.0, 0.4, resample_at) == 0
+        assert self.kept(0.5, 0.4, resample_at) == 1
+        assert self.kept(0.0, 0.999, resample_at) == 2
+        assert self.kept(INF, 0.0, resample_at) == 0
+
+    def test_token_stops_at_whichever_comes_first(self) -> None:
+        uneven = [[9.0, -9.0, -9.0], [0.0, 0.0, -9.0]]
+        assert shape_of(cut(EQUAL, uneven, 0.9, "token", evidence_threshold=1.0))[0] == 1
+        assert shape_of(cut(EQUAL, uneven, 0.0, "token", evidence_threshold=1.0))[0] == 2

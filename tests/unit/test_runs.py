@@ -4,12 +4,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from sglang_smc.diagnostics import Counters
-from sglang_smc.runs import RunBook, publish, run_of, unopened
+from sglang_smc.config import SMCConfig
+from sglang_smc.diagnostics import Counters, zero_counters
+from sglang_smc.runs import RunBook, as_particle, publish, run_of, unopened
+
+SERVER = SMCConfig(num_particles=4, num_steps=3)
 
 
-def make_req(seed: int | None = None, row: int = 1, **changes: Any) -> Any:
+def make_req(
+    seed: int | None = None, row: int = 1, smc: dict[str, Any] | None = None, **changes: Any
+) -> Any:
     params = SimpleNamespace(
         sampling_seed=seed,
         temperature=0.7,
@@ -20,6 +26,7 @@ def make_req(seed: int | None = None, row: int = 1, **changes: Any) -> Any:
         min_new_tokens=2,
         ignore_eos=False,
         stop_token_ids=[4],
+        custom_params={"smc": smc} if smc else None,
     )
     fields = {
         "sampling_params": params,
@@ -41,28 +48,30 @@ def seeds(book: RunBook, *reqs: Any) -> list[int]:
 
 
 def test_the_same_seed_gives_the_same_run_on_any_server_in_any_place() -> None:
-    first = seeds(RunBook(4, random_seed=1), make_req(7))
-    second = seeds(RunBook(8, random_seed=2), make_req(), make_req(7, row=3))
+    first = seeds(RunBook(SERVER, random_seed=1), make_req(7))
+    second = seeds(
+        RunBook(SMCConfig(num_particles=8), random_seed=2), make_req(), make_req(7, row=3)
+    )
     assert first == second[1:]
 
 
 def test_other_seeds_give_other_runs() -> None:
-    book = RunBook(4, random_seed=1)
+    book = RunBook(SERVER, random_seed=1)
     assert len(set(seeds(book, *(make_req(seed) for seed in range(50))))) == 50
 
 
 def test_requests_without_a_seed_all_differ_and_follow_from_the_servers() -> None:
-    first = seeds(RunBook(4, random_seed=1), *(make_req() for _ in range(20)))
-    again = seeds(RunBook(4, random_seed=1), *(make_req() for _ in range(20)))
-    other = seeds(RunBook(4, random_seed=2), *(make_req() for _ in range(20)))
+    first = seeds(RunBook(SERVER, random_seed=1), *(make_req() for _ in range(20)))
+    again = seeds(RunBook(SERVER, random_seed=1), *(make_req() for _ in range(20)))
+    other = seeds(RunBook(SERVER, random_seed=2), *(make_req() for _ in range(20)))
     assert len(set(first)) == 20
     assert first == again
     assert not set(first) & set(other)
 
 
 def test_seeded_requests_do_not_shift_the_seeds_of_the_others() -> None:
-    plain = seeds(RunBook(4, 1), make_req(), make_req())
-    mixed = seeds(RunBook(4, 1), make_req(), make_req(9), make_req())
+    plain = seeds(RunBook(SERVER, 1), make_req(), make_req())
+    mixed = seeds(RunBook(SERVER, 1), make_req(), make_req(9), make_req())
     assert plain == [mixed[0], mixed[2]]
 
 
@@ -78,14 +87,14 @@ def test_a_retracted_request_draws_new_numbers_but_the_same_each_time(seed: int 
             found += seeds(book, req)
         return found
 
-    found = life(RunBook(4, 1))
+    found = life(RunBook(SERVER, 1))
     assert len(set(found)) == 3
-    assert found == life(RunBook(4, 1))
+    assert found == life(RunBook(SERVER, 1))
 
 
 def test_what_was_counted_outlives_a_retraction() -> None:
-    book, req = RunBook(4, 1), make_req(7)
-    assert book.begin([req])[0].counters == [0.0] * len(Counters._fields)
+    book, req = RunBook(SERVER, 1), make_req(7)
+    assert book.begin([req])[0].counters == zero_counters(4)
     req.smc_run.counters = [float(i) for i in range(len(Counters._fields))]
     req.output_ids, req.retraction_count = [5, 6, 7], 1
     start = book.begin([req])[0]
@@ -94,7 +103,7 @@ def test_what_was_counted_outlives_a_retraction() -> None:
 
 
 def test_a_request_is_opened_once_after_each_prefill() -> None:
-    book, reqs = RunBook(4, 1), [make_req(1), make_req(2)]
+    book, reqs = RunBook(SERVER, 1), [make_req(1), make_req(2)]
     book.begin(reqs)
     assert unopened(reqs) == reqs
     assert unopened(reqs) == []
@@ -103,7 +112,7 @@ def test_a_request_is_opened_once_after_each_prefill() -> None:
 
 
 def test_the_spec_carries_what_the_request_asked_for() -> None:
-    spec = RunBook(4, 1).begin([make_req(7, row=3)])[0].spec
+    spec = RunBook(SERVER, 1).begin([make_req(7, row=3)])[0].spec
     assert (spec.row, spec.temperature, spec.top_k, spec.top_p, spec.min_p) == (3, 0.7, 5, 0.9, 0.1)
     assert (spec.max_new_tokens, spec.min_new_tokens, spec.ignore_eos) == (20, 2, False)
     assert spec.stop_tokens == {1, 4}
@@ -115,7 +124,7 @@ def test_only_finished_requests_of_smc_publish() -> None:
     assert run_of(stranger) is None
     assert "customized_info" not in stranger.__dict__
     running = make_req()
-    RunBook(4, 1).begin([running])
+    RunBook(SERVER, 1).begin([running])
     publish(running)
     assert "customized_info" not in running.__dict__
 
@@ -123,8 +132,8 @@ def test_only_finished_requests_of_smc_publish() -> None:
 def test_published_totals_are_whole_in_every_slice() -> None:
     """The streamer slices from the last sent token on; a plain list of one would be empty there."""
     req = make_req(is_finished=True)
-    RunBook(4, 1).begin([req])
-    req.smc_run.counters = [3.0, 2.0, 1.0, 0.0, 9.0, -0.5]
+    RunBook(SERVER, 1).begin([req])
+    req.smc_run.counters = [3.0, 2.0, 1.0, 0.0, 0.0, 9.0, 1.0, 2.0, -0.5]
     publish(req)
     values = req.customized_info["spec_smc_rounds_ct"]
     assert values[0] == values[-1] == 3
@@ -132,3 +141,58 @@ def test_published_totals_are_whole_in_every_slice() -> None:
         assert whole == [3]
     assert len(values) == 1
     assert all(name.startswith("spec_smc_") for name in req.customized_info)
+
+
+def test_the_spec_carries_what_the_request_chose() -> None:
+    book = RunBook(SERVER, 1)
+    req = make_req(smc={"num_particles": 2, "mode": "exact"})
+    start = book.begin([req])[0]
+    assert (start.spec.config.num_particles, start.spec.config.mode) == (2, "exact")
+    assert start.spec.config.num_steps == 3, "the server's, where the request is silent"
+    assert Counters(*start.counters).ess_min == 2, "counted from its own particles"
+
+
+def published(req: Any) -> dict[str, Any]:
+    req.is_finished = True
+    publish(req)
+    return {name: values[0] for name, values in req.customized_info.items()}
+
+
+def powered_req(**changes: Any) -> Any:
+    req = make_req(smc={"power": 2.0, "return_particles": True, "num_particles": 2}, **changes)
+    RunBook(SERVER, 1).begin([req])
+    return req
+
+
+def test_what_the_first_token_weighs_is_in_the_answer_and_counted_once() -> None:
+    """After a round the device's total holds it: added again it would stand there twice."""
+    ends_at_once, goes_on = powered_req(output_ids=[9]), powered_req(output_ids=[9, 8])
+    book = RunBook(SERVER, 1)
+    book.note_first([ends_at_once, goes_on], torch.tensor([-0.25, -0.5]).double())
+    goes_on.smc_run.take([*zero_counters(2)[:-1], -0.75])
+    assert published(ends_at_once)["spec_smc_log_evidence"] == -0.25
+    assert published(goes_on)["spec_smc_log_evidence"] == -0.75
+
+
+def test_a_plain_target_weighs_nothing_and_its_sums_are_not_read() -> None:
+    """Reading them would wait for the device at every prefill."""
+    req = make_req()
+    book = RunBook(SERVER, 1)
+    book.begin([req])
+    book.note_first([req], None)  # type: ignore[arg-type]
+    assert published(req)["spec_smc_log_evidence"] == 0.0
+
+
+def test_an_answer_of_one_token_has_equal_particles() -> None:
+    particles = published(powered_req(output_ids=[9]))["spec_smc_particles"]
+    assert particles == [as_particle([9], 0.5, 0.0)] * 2
+
+
+def test_an_answer_that_was_cut_off_has_no_particles() -> None:
+    assert published(powered_req(output_ids=[9, 8]))["spec_smc_particles"] is None
+
+
+def test_particles_are_shown_only_to_who_asked() -> None:
+    req = make_req()
+    RunBook(SERVER, 1).begin([req])
+    assert "spec_smc_particles" not in published(req)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang_smc.request_config import RequestConfig
 from sglang_smc.sampling import RequestSpec, RequestTable, Settings, stop_tokens
 
 VOCAB = 6
@@ -22,6 +23,7 @@ def spec(row: int = 1, **changes: object) -> RequestSpec:
         min_new_tokens=0,
         ignore_eos=False,
         stop_tokens=frozenset({2}),
+        config=RequestConfig(),
     )
     return default._replace(**changes)
 
@@ -109,6 +111,41 @@ def test_large_seeds_and_small_fractions_survive_the_tables() -> None:
     assert found.top_p.item() == pytest.approx(1e-6)
     assert found.min_p.item() == 0.25
     assert found.temperature.item() == pytest.approx(1e-3)
+
+
+def test_a_draft_temperature_shapes_the_drafts_law_alone() -> None:
+    own, shared = RequestConfig(draft_temperature=0.5), RequestConfig()
+    settings = settings_of(
+        spec(1, temperature=2.0, config=own), spec(2, temperature=2.0, config=shared)
+    )
+    logits = torch.randn(2, 1, VOCAB, generator=torch.Generator().manual_seed(1))
+    positions = torch.zeros(2, 1, dtype=torch.int64)
+    target = settings.log_probs(logits, positions, filtered=False)
+    draft = settings.log_probs(logits, positions, filtered=False, draft=True)
+    assert torch.equal(target, torch.log_softmax(logits / 2.0, -1))
+    assert torch.equal(draft[0], torch.log_softmax(logits[0] / 0.5, -1))
+    assert torch.equal(draft[1], target[1])
+
+
+def test_the_tables_carry_what_each_request_chose() -> None:
+    first = RequestConfig(
+        num_particles=3,
+        num_steps=2,
+        ess_threshold=0.25,
+        resample_at="token",
+        selection="argmax",
+        power=2.0,
+        draft_temperature=0.5,
+    )
+    found = settings_of(spec(1, config=first), spec(3, config=RequestConfig(mode="exact")))
+    assert found.num_particles.tolist() == [3, 8]
+    assert found.num_steps.tolist() == found.rules.num_steps.tolist() == [2, 8]
+    assert found.weighs.tolist() == [True, False]
+    assert found.rules.ess_threshold.tolist() == [0.25, 0.5]
+    assert found.rules.at_token.tolist() == [True, False]
+    assert found.heaviest.tolist() == [True, False]
+    assert found.power.tolist() == [2.0, 1.0]
+    assert found.rules.evidence_threshold.tolist() == [0.0, float("inf")]
 
 
 def tokenizer(eos: int | None, more: set[int] | None) -> SimpleNamespace:

@@ -1,51 +1,128 @@
 """The weight of a text counts its tokens up to its end, and none behind it."""
 
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 
 from sglang_smc.config import SMCConfig
+from sglang_smc.groups import Groups, extent_of
 from sglang_smc.particles import Population
+from sglang_smc.request_config import config_of
 from sglang_smc.sampling import RequestSpec, RequestTable
-from sglang_smc.steps import Drafts, Groups, Steps
+from sglang_smc.steps import Drafts, Steps
 
-EOS, VOCAB = 2, 4
+EOS, VOCAB, LIMIT = 2, 4, 100
+SERVER = SMCConfig(num_particles=3, num_steps=3, evidence_threshold=0.0)
+STEPS = Steps(None, None, None, max_lag=100)  # type: ignore[arg-type]
 
 
-def groups() -> Groups:
-    table = RequestTable(2, VOCAB, "cpu")
-    table.write([RequestSpec(1, 7, 1.0, VOCAB, 1.0, 0.0, 100, 0, False, frozenset({EOS}))])
-    params = SimpleNamespace(stop_strs=[], stop_regex_strs=[])
-    nothing = torch.zeros(1, dtype=torch.int64)
+def groups(*chosen: dict[str, Any]) -> Groups:
+    params = {"stop_strs": [], "stop_regex_strs": [], "top_k": VOCAB, "top_p": 1.0, "min_p": 0.0}
+    reqs: Any = [
+        SimpleNamespace(
+            sampling_params=SimpleNamespace(
+                custom_params={"smc": mine}, max_new_tokens=LIMIT, **params
+            ),
+            output_ids=[0],
+            vocab_size=VOCAB,
+            kv=SimpleNamespace(kv_allocated_len=0),
+            kv_committed_len=0,
+        )
+        for mine in chosen
+    ]
+    table = RequestTable(1 + len(reqs), VOCAB, "cpu")
+    table.write(
+        [
+            RequestSpec(
+                *(row, 7, 1.0, VOCAB, 1.0, 0.0, LIMIT, 0, False, frozenset({EOS})),
+                config=config_of(SERVER, req),
+            )
+            for row, req in enumerate(reqs, start=1)
+        ]
+    )
+    rows = torch.arange(1, 1 + len(reqs))
+    nothing = torch.zeros(len(reqs), dtype=torch.int64)
     return Groups(
-        reqs=[SimpleNamespace(sampling_params=params)],  # type: ignore[list-item]
-        rows=torch.tensor([1]),
-        settings=table.gather(torch.tensor([1])),
-        filtered=False,
+        reqs=reqs,
+        rows=rows,
+        settings=table.gather(rows),
         committed=nothing,
         allocated=nothing,
+        extent=extent_of(SERVER, reqs),
     )
+
+
+def population(ended: list[list[bool]], sizes: list[int]) -> Population:
+    size = len(ended)
+    present = torch.arange(3) < torch.tensor(sizes).unsqueeze(1)
+    return Population(
+        tokens=torch.zeros(size, 3, 10, dtype=torch.int64),
+        lengths=present.long(),
+        ended=torch.tensor(ended) | ~present,
+        log_weights=torch.where(present, 0.0, -torch.inf).double(),
+        anchor=torch.zeros(size, dtype=torch.int64),
+        num_emitted=torch.ones(size, dtype=torch.int64),
+        log_evidence=torch.zeros(size, dtype=torch.float64),
+        present=present,
+        roots=torch.arange(3).expand(size, 3),
+    )
+
+
+def drafts(tokens: torch.Tensor) -> Drafts:
+    return Drafts(tokens, torch.full(tokens.shape, -1.0), tokens == EOS, None)
+
+
+LOG_P = torch.tensor([-0.9, -0.99, -0.999, 5.0]).view(1, 1, 4, 1).expand(1, 3, 4, VOCAB)
+TOKENS = torch.tensor([[[0, 1, 0], [0, EOS, 1], [1, 1, 0]]])
 
 
 def test_weights_count_the_end_but_nothing_behind_it() -> None:
     """Ended before, ended by the second draft, never ended: 0, 2 and 3 columns of weight."""
-    steps = Steps(SMCConfig(num_particles=3, num_steps=3), None, None, None)  # type: ignore[arg-type]
-    before = Population(
-        tokens=torch.zeros(1, 3, 10, dtype=torch.int64),
-        lengths=torch.tensor([[1, 1, 1]]),
-        ended=torch.tensor([[True, False, False]]),
-        log_weights=torch.zeros(1, 3, dtype=torch.float64),
-        anchor=torch.tensor([0]),
-        num_emitted=torch.tensor([1]),
-        log_evidence=torch.zeros(1, dtype=torch.float64),
-    )
-    drafts = Drafts(
-        torch.tensor([[[0, 1, 0], [0, EOS, 1], [1, 1, 0]]]), torch.full((1, 3, 3), -1.0)
-    )
-    log_p = torch.tensor([-0.9, -0.99, -0.999, 5.0]).view(1, 1, 4, 1).expand(1, 3, 4, VOCAB)
-    cut, after = steps.reweight(groups(), before, drafts, log_p)
+    before = population([[True, False, False]], [3])
+    decision = STEPS.weigh(groups({}), before, drafts(TOKENS), LOG_P)
     expected = torch.tensor([[0.0, 0.1 + 0.01, 0.1 + 0.01 + 0.001]], dtype=torch.float64)
-    assert torch.allclose(cut.log_weights, expected, atol=1e-6)
-    assert torch.equal(after.log_weights, cut.log_weights)
+    assert torch.allclose(decision.cut.log_weights, expected, atol=1e-6)
+    assert torch.equal(decision.resampled.log_weights, decision.cut.log_weights)
+    assert decision.num_kept.tolist() == [[0, 2, 3]]
+
+
+def test_extending_ends_the_texts_whose_end_is_kept() -> None:
+    ledger = SimpleNamespace(descend=lambda *_, **__: None)
+    steps = Steps(None, None, ledger, max_lag=100)  # type: ignore[arg-type]
+    before, proposed = population([[True, False, False]], [3]), drafts(TOKENS)
+    decision = steps.weigh(groups({}), before, proposed, LOG_P)
+    after = steps.extend(groups({}), before, proposed, decision)
+    assert torch.equal(after.log_weights, decision.cut.log_weights)
     assert after.lengths.tolist() == [[1, 3, 4]]
     assert after.ended.tolist() == [[True, True, False]]
+    cut = decision._replace(num_kept=torch.tensor([[0, 1, 1]]))
+    after = steps.extend(groups({}), before, proposed, cut)
+    assert after.ended.tolist() == [[True, False, False]], "that end is not part of the text"
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 3.0])
+def test_a_power_weighs_p_and_leaves_q(power: float) -> None:
+    before = population([[False] * 3], [3])
+    tokens = torch.zeros(1, 3, 3, dtype=torch.int64)
+    log_p = LOG_P.clone()
+    log_p[:, 0] = -2.0
+    decision = STEPS.weigh(groups({"power": power}), before, drafts(tokens), log_p)
+    shared = power * (-0.9 - 0.99 - 0.999) + 3
+    expected = torch.tensor([[3 - 6 * power, shared, shared]], dtype=torch.float64)
+    assert torch.allclose(decision.cut.log_weights, expected, atol=1e-6)
+
+
+def test_a_group_weighs_its_own_columns_and_particles() -> None:
+    """Beside one of three particles and columns: two columns of two particles, and no more."""
+    chosen = ({}, {"num_particles": 2, "num_steps": 2})
+    tokens = torch.zeros(2, 3, 3, dtype=torch.int64)
+    before = population([[False] * 3] * 2, [3, 2])
+    log_p = LOG_P.expand(2, 3, 4, VOCAB)
+    decision = STEPS.weigh(groups(*chosen), before, drafts(tokens), log_p)
+    assert decision.cut.num_columns.tolist() == [3, 2]
+    assert decision.num_kept.tolist() == [[3, 3, 3], [2, 2, 0]]
+    expected = torch.tensor([[0.111] * 3, [0.11, 0.11, -torch.inf]], dtype=torch.float64)
+    assert torch.allclose(decision.cut.log_weights, expected, atol=1e-6)
+    assert (decision.next_log_p[1, :2] == LOG_P[0, 0, 2].double()).all(), "behind its own last"

@@ -98,7 +98,17 @@ def population(tails: list[list[list[int]]]) -> Population:
     lengths = torch.tensor([[len(tail) for tail in of_group] for of_group in tails])
     zeros = torch.zeros(groups, particles)
     one = torch.zeros(groups, dtype=torch.int64)
-    return Population(tokens, lengths, zeros.bool(), zeros.double(), one, one, one.double())
+    return Population(
+        tokens=tokens,
+        lengths=lengths,
+        ended=zeros.bool(),
+        log_weights=zeros.double(),
+        anchor=one,
+        num_emitted=one,
+        log_evidence=one.double(),
+        present=~zeros.bool(),
+        roots=torch.arange(particles).expand(groups, particles),
+    )
 
 
 def test_each_particle_is_marked_by_its_own_lineage_and_each_request_by_its_own_texts() -> None:

@@ -1,0 +1,49 @@
+"""Intervals and the frontier."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from statistics import fmean, stdev
+
+from results import Z95, Interval
+
+
+def paired_difference(
+    ours: Mapping[Hashable, bool], reference: Mapping[Hashable, bool]
+) -> Interval | None:
+    """Share right less the reference's, over the problems that both answered.
+
+    The interval is Bonett and Price's for paired proportions (2012): Wald's, after adding one
+    problem that only we solved and one that only the reference did. Unlike Wald's it keeps a
+    width where few problems differ.
+    """
+    common = ours.keys() & reference.keys()
+    n = len(common)
+    if not n:
+        return None
+    won = sum(ours[key] and not reference[key] for key in common)
+    lost = sum(reference[key] and not ours[key] for key in common)
+    up, down = (won + 1) / (n + 2), (lost + 1) / (n + 2)
+    half = Z95 * math.sqrt((up + down - (up - down) ** 2) / (n + 2))
+    low, high = max(-1.0, up - down - half), min(1.0, up - down + half)
+    return Interval((won - lost) / n, low, high, n)
+
+
+def mean_interval(values: Sequence[float]) -> Interval | None:
+    """A mean with its normal interval."""
+    n = len(values)
+    if not n:
+        return None
+    mean = fmean(values)
+    half = Z95 * stdev(values) / math.sqrt(n) if n > 1 else math.inf
+    return Interval(mean, mean - half, mean + half, n)
+
+
+def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points that no other beats in one coordinate without losing in the other, by x."""
+    best: list[tuple[float, float]] = []
+    for x, y in sorted(set(points), reverse=True):
+        if not best or y > best[-1][1]:
+            best.append((x, y))
+    return best[::-1]

@@ -1,0 +1,41 @@
+"""Stratified draws among siblings: particles whose whole text is the same.
+
+Siblings draw their next token from one distribution. With independent uniforms some of its mass
+is drawn twice by chance, and some is missed. Siblings that share one uniform instead, shifted by
+``rank / count`` around the circle, cover the distribution evenly, while each still draws from
+exactly that distribution. So no weight changes, and E[Z-hat] stays what it is.
+(Systematic resampling does the same to ancestors; Chopin and Papaspiliopoulos 2020, section 9.7.)
+"""
+
+import torch
+
+from sglang_smc.smc.randomness import mix
+
+
+def same_text(tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Which particles have one text: ``[G, N, T]`` tokens, ``[G, N]`` lengths to ``[G, N, N]``.
+
+    Texts are told apart by 64 bits. Were two ever taken for one, their draws would depend on each
+    other, and each would still have its law.
+    """
+    column = torch.arange(tokens.shape[2], device=tokens.device)
+    terms = mix(tokens ^ mix(column))
+    keys = torch.where(column < lengths.unsqueeze(2), terms, 0).sum(2)  # [G, N]
+    return keys.unsqueeze(2) == keys.unsqueeze(1)
+
+
+def still_same(siblings: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Siblings ``[G, N, N]`` that remain so after one more token each, ``[G, N]``."""
+    return siblings & (tokens.unsqueeze(2) == tokens.unsqueeze(1))
+
+
+def stratify(uniforms: torch.Tensor, siblings: torch.Tensor) -> torch.Tensor:
+    """Spread the uniforms of siblings evenly: ``[G, N]`` float64 to ``[G, N]``.
+
+    Args:
+        siblings: ``[G, N, N]`` bool, an equivalence; alone, a particle keeps its own uniform.
+    """
+    eldest = siblings.long().argmax(2)  # [G, N]: the sibling of the lowest index
+    rank = siblings.tril(-1).sum(2)
+    shifted = uniforms.gather(1, eldest) + rank / siblings.sum(2).double()
+    return shifted - shifted.floor()

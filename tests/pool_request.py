@@ -1,0 +1,65 @@
+"""Requests of `pool_model`, in plain Python."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from sglang_smc import memory
+from sglang_smc.request_config import RequestConfig
+
+Text = tuple[int, ...]
+EOS, VOCAB = 0, 3
+
+
+@dataclass
+class Request:
+    """One request in plain Python."""
+
+    row: int
+    config: RequestConfig
+    prompt: list[int]
+    max_new_tokens: int
+    output: list[int]
+    committed: int
+    allocated: int
+    tails: list[list[int]]
+    ended: list[bool]
+    is_open: bool = False
+    frozen: list[int] = field(default_factory=list)  # slots of the committed text so far
+
+    @property
+    def remaining(self) -> int:
+        return self.max_new_tokens - len(self.output)
+
+    def text(self, particle: int) -> list[int]:
+        return self.prompt + self.output + self.tails[particle]
+
+    def ends_at(self, particle: int, new_tokens: list[int]) -> int | None:
+        """Index of the new token that ends the text."""
+        length = len(self.output) + len(self.tails[particle])
+        for index, token in enumerate(new_tokens):
+            if token == EOS or length + index + 1 >= self.max_new_tokens:
+                return index
+        return None
+
+
+class Window(NamedTuple):
+    """The sizes that tensors of one round are cut to."""
+
+    num_particles: int
+    num_steps: int
+    max_tail: int
+    max_arena: int
+
+    @classmethod
+    def of(cls, batch: list[Request]) -> "Window":
+        """As small as they may be."""
+        return cls(
+            max(request.config.num_particles for request in batch),
+            max(request.config.num_steps for request in batch),
+            max(memory.tail(request.config, request.remaining) for request in batch),
+            max(request.allocated - request.committed for request in batch),
+        )
+
+    def padded(self, values: list, filling: object) -> list:
+        """One entry for each of the particles that the largest group has."""
+        return values + [filling] * (self.num_particles - len(values))

@@ -1,0 +1,79 @@
+"""Runs of `toy_worker` and the laws to hold them against."""
+
+import itertools
+from typing import Any
+
+import torch
+from scipy.stats import chisquare
+from toy_worker import NUM_CONTEXTS, Language, Outcome, ToyWorker
+
+from sglang_smc.config import SMCConfig
+
+VOCAB, EOS, LENGTH, NUM_RUNS = 3, 2, 5, 3000
+Text = tuple[int, ...]
+
+
+def languages(spread: float = 1.0, difference: float = 0.7) -> tuple[Language, Language]:
+    """A target, and a draft that is a perturbed target."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(NUM_CONTEXTS, VOCAB, generator=generator) * spread
+    logits[:, EOS] -= 1.0
+    change = torch.randn(NUM_CONTEXTS, VOCAB, generator=generator) * difference
+    return Language(logits), Language(logits + change)
+
+
+def law(drawn_by: list[Language]) -> dict[Text, float]:
+    """Probability of every output, filled up with EOS; ``drawn_by[i]`` draws position i."""
+    found: dict[Text, float] = {}
+    for text in itertools.product(range(VOCAB), repeat=LENGTH):
+        mass = 1.0
+        for position, token in enumerate(text):
+            if position and text[position - 1] == EOS:
+                mass *= token == EOS
+            elif mass:
+                mass *= float(drawn_by[position].after(text[:position]).double().softmax(-1)[token])
+        found[text] = mass
+    return found
+
+
+def run(
+    config: SMCConfig,
+    pair: tuple[Language, Language],
+    rows: list[int] | None = None,
+    *,
+    num_runs: int = NUM_RUNS,
+    chosen: tuple[dict[str, Any], ...] = ({},),
+) -> Outcome:
+    """Serve requests in ``rows``, or all of them, in one batch; every slot stays where it belongs.
+
+    Row r chooses ``chosen[(r - 1) % len(chosen)]`` for itself.
+    """
+    worker = ToyWorker(
+        config, *pair, num_requests=num_runs, max_new_tokens=LENGTH, eos=EOS, chosen=chosen
+    )
+    noise = torch.rand(num_runs, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    outcome = worker.run(list(range(1, num_runs + 1)) if rows is None else rows, noise)
+    worker.check_owned()
+    return outcome
+
+
+def frequencies(outcome: Outcome) -> dict[Text, int]:
+    """How often each text came out."""
+    texts, counts = outcome.outputs.unique(dim=0, return_counts=True)
+    return {tuple(text): count for text, count in zip(texts.tolist(), counts.tolist(), strict=True)}
+
+
+def p_value(outcome: Outcome, expected: dict[Text, float]) -> float:
+    """Chi-square p-value of what came out under a law; rare texts share a cell."""
+    found, size = frequencies(outcome), len(outcome.outputs)
+    assert all(expected[text] > 0 for text in found)
+    common = [text for text, mass in expected.items() if mass * size >= 8]
+    observed = [found.get(text, 0) for text in common]
+    wanted = [expected[text] * size for text in common]
+    return float(chisquare([*observed, size - sum(observed)], [*wanted, size - sum(wanted)]).pvalue)
+
+
+def total_variation(outcome: Outcome, expected: dict[Text, float]) -> float:
+    """Distance of what came out to a law."""
+    found, size = frequencies(outcome), len(outcome.outputs)
+    return 0.5 * sum(abs(found.get(text, 0) / size - mass) for text, mass in expected.items())

@@ -1,0 +1,208 @@
+"""What a request may choose for itself, and what it is told when it may not."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_smc.config import (
+    AUTO_EVIDENCE_THRESHOLD,
+    EVIDENCE_THRESHOLD,
+    SERVER_ARGS_FIELDS,
+    SMCConfig,
+)
+from sglang_smc.request_config import RequestConfig, config_of, request_config
+
+SERVER = SMCConfig(num_particles=6, num_steps=5)
+
+CHOICES: dict[str, Any] = {
+    "num_steps": 2,
+    "mode": "exact",
+    "num_particles": 3,
+    "ess_threshold": 0.9,
+    "resampling_method": "ssp",
+    "resample_at": "token",
+    "selection": "argmax",
+    "power": 2.5,
+    "evidence_threshold": 0.75,
+    "draft_temperature": 0.5,
+    "return_particles": True,
+}
+
+
+def choose(server: SMCConfig = SERVER, **chosen: Any) -> RequestConfig:
+    return request_config(server, {"smc": chosen})
+
+
+def refusal(server: SMCConfig = SERVER, **chosen: Any) -> str:
+    with pytest.raises(ValueError) as error:
+        choose(server, **chosen)
+    assert str(error.value).startswith("custom_params['smc'] ")
+    return str(error.value)
+
+
+def test_every_setting_but_the_lag_bound_may_be_chosen() -> None:
+    """The lag bound sizes memory. A new setting without a line here is noticed."""
+    assert set(CHOICES) == set(SERVER_ARGS_FIELDS) - {"max_lag"} | {"return_particles"}
+
+
+@pytest.mark.parametrize("name", list(CHOICES))
+def test_what_is_chosen_replaces_the_servers_and_nothing_else(name: str) -> None:
+    found = choose(**{name: CHOICES[name]})
+    assert getattr(found, name) == CHOICES[name]
+    for other in (*SERVER_ARGS_FIELDS, "return_particles"):
+        if other != name:
+            assert getattr(found, other) == getattr(choose(), other)
+
+
+@pytest.mark.parametrize(
+    "given", [None, {}, {"smc": None}, {"smc": {}}, {"other": {"num_steps": 99}}, "text"]
+)
+def test_who_chooses_nothing_gets_the_servers_settings(given: Any) -> None:
+    server = SMCConfig(num_particles=3, mode="mixed", max_lag=7, draft_temperature=0.3)
+    found = request_config(server, given)
+    assert not found.return_particles
+    for name in SERVER_ARGS_FIELDS:
+        assert getattr(found, name) == getattr(server, name)
+
+
+@pytest.mark.parametrize("given", [3, "mode=exact", [], [["mode", "exact"]], True, 0])
+def test_what_is_no_object_is_refused_with_the_keys_it_may_have(given: Any) -> None:
+    with pytest.raises(ValueError) as error:
+        request_config(SERVER, {"smc": given})
+    assert f"custom_params['smc'] is {given!r}; allowed: an object" in str(error.value)
+    for name in CHOICES:
+        assert name in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["max_lag", "particles", "", "NUM_STEPS", "temperature"])
+def test_unknown_keys_are_refused_with_those_that_are_known(name: str) -> None:
+    message = refusal(**{name: 1})
+    assert f"unknown key {name!r}; allowed: num_steps, mode" in message
+    assert "return_particles" in message
+
+
+INTEGER_6, INTEGER_5 = "an integer from 1 to 6", "an integer from 1 to 5"
+POSITIVE, WORDS = "a finite number > 0", "one of "
+BAD = [
+    *(("num_particles", value, INTEGER_6) for value in (0, -1, 7, True, "4", 2.0, None, [4])),
+    *(("num_steps", value, INTEGER_5) for value in (0, -1, 6, False, "4", math.nan, {})),
+    *(("mode", value, WORDS) for value in ("fast", "SMC", 1, None, True, ["smc"])),
+    *(("ess_threshold", value, "from 0") for value in (-0.1, 1.1, math.nan, True, "0.5", None)),
+    *(("resampling_method", value, WORDS) for value in ("killing", 0, None, [])),
+    *(("resample_at", value, WORDS) for value in ("round", 1, None)),
+    *(("selection", value, WORDS) for value in ("best", True)),
+    *(("power", value, POSITIVE) for value in (0, -1, math.inf, math.nan, True, "2", None, [2])),
+    *(("evidence_threshold", value, ">= 0") for value in (-1, math.inf, math.nan, True, "0", [])),
+    *(("draft_temperature", value, POSITIVE) for value in (0, -1, math.inf, math.nan, True, "1")),
+    *(("return_particles", value, "true or false") for value in (1, 0, "true", None, [])),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "allowed"), BAD)
+def test_a_bad_value_is_refused_with_its_key_and_what_is_allowed(
+    name: str, value: Any, allowed: str
+) -> None:
+    message = refusal(**{name: value})
+    for part in (f"has {name}={value!r}; allowed: ", allowed):
+        assert part in message
+
+
+def test_a_value_that_equals_the_servers_is_looked_at_all_the_same() -> None:
+    """True == 1.0 and 6.0 == 6 to Python."""
+    assert "has power=True" in refusal(power=True)
+    assert "has num_particles=6.0" in refusal(num_particles=6.0)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    message = refusal(num_steps=99, mode="fast", speed=11, power="2", return_particles=1)
+    for part in ("num_steps=99", "mode='fast'", "unknown key 'speed'", "power='2'", "particles=1"):
+        assert part in message
+
+
+WEIGHING = ("ess_threshold", "resampling_method", "resample_at", "selection", "return_particles")
+WITHOUT_EFFECT = [
+    *((mode, name) for mode in ("exact", "mixed", "auto") for name in (*WEIGHING, "power")),
+    *((mode, "evidence_threshold") for mode in ("exact", "auto")),
+]
+
+
+@pytest.mark.parametrize(("mode", "name"), WITHOUT_EFFECT)
+def test_a_key_without_effect_in_the_mode_is_refused_with_the_modes_that_know_it(
+    mode: str, name: str
+) -> None:
+    """The mode may be the request's own or the server's."""
+    for message in (
+        refusal(mode=mode, **{name: CHOICES[name]}),
+        refusal(SMCConfig(mode=mode), **{name: CHOICES[name]}),
+    ):
+        assert f"has {name}={CHOICES[name]!r}" in message
+        assert f"no effect in mode {mode!r}; allowed: mode 'smc'" in message
+        assert ("or 'mixed'" in message) == (name == "evidence_threshold")
+
+
+@pytest.mark.parametrize("mode", ["exact", "mixed", "auto"])
+def test_several_keys_without_effect_are_told_at_once(mode: str) -> None:
+    message = refusal(mode=mode, ess_threshold=0.5, selection="argmax")
+    assert "has ess_threshold=0.5" in message and "has selection='argmax'" in message
+
+
+@pytest.mark.parametrize("mode", ["exact", "mixed", "auto"])
+def test_what_is_so_anyway_may_be_said(mode: str) -> None:
+    assert choose(mode=mode, power=1, return_particles=False).mode == mode
+
+
+@pytest.mark.parametrize("mode", ["exact", "mixed", "auto"])
+def test_a_server_with_a_power_tells_requests_that_verify_how_to_go_without(mode: str) -> None:
+    server = SMCConfig(power=2.0)
+    message = refusal(server, mode=mode)
+    for part in (f"has mode={mode!r}", "--speculative-smc-power is 2.0", "Add power=1"):
+        assert part in message
+    assert choose(server, mode=mode, power=1).power == 1
+
+
+def test_a_power_of_p_has_no_evidence_to_measure() -> None:
+    message = refusal(power=2.0, evidence_threshold=0.5)
+    assert "has power=2.0 beside evidence_threshold=0.5; allowed: evidence_threshold 0" in message
+    assert choose(power=2.0, evidence_threshold=0).covering == 0.0
+    server = SMCConfig(evidence_threshold=0.5)
+    assert "evidence_threshold=0.5" in refusal(server, power=2.0), "though it is the server's"
+    assert choose(server, power=2.0, evidence_threshold=0).covering == 0.0
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ({"mode": "exact"}, math.inf),
+        ({"mode": "auto"}, AUTO_EVIDENCE_THRESHOLD),
+        ({"mode": "mixed"}, EVIDENCE_THRESHOLD),
+        ({"mode": "mixed", "evidence_threshold": 0.0}, 0.0),
+        ({"mode": "mixed", "evidence_threshold": 3}, 3),
+        ({"mode": "smc"}, EVIDENCE_THRESHOLD),
+        ({"mode": "smc", "evidence_threshold": 0.25}, 0.25),
+        ({"mode": "smc", "evidence_threshold": 0}, 0),
+        ({"mode": "smc", "power": 2.0}, 0.0),
+        ({"mode": "smc", "power": 1.0}, EVIDENCE_THRESHOLD),
+    ],
+)
+def test_the_evidence_threshold_in_force(chosen: dict[str, Any], expected: float) -> None:
+    found = choose(**chosen)
+    assert found.covering == expected
+    assert found.weighs == (found.mode == "smc")
+
+
+def test_a_servers_threshold_is_no_concern_of_modes_that_ignore_it() -> None:
+    server = SMCConfig(evidence_threshold=0.125)
+    assert choose(server, mode="exact").covering == math.inf
+    assert choose(server, mode="auto").covering == AUTO_EVIDENCE_THRESHOLD
+    assert choose(server, mode="mixed").covering == 0.125
+
+
+def test_a_request_in_the_scheduler_is_read_once() -> None:
+    params = SimpleNamespace(custom_params={"smc": {"num_particles": 2}})
+    req: Any = SimpleNamespace(sampling_params=params)
+    first = config_of(SERVER, req)
+    params.custom_params = {"smc": {"num_particles": 4}}
+    assert config_of(SERVER, req) is first
+    assert first.num_particles == 2
