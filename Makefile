@@ -1,5 +1,5 @@
 # make demo        see it work, from nothing: environment, tiny models, a comparison
-# make fidelity    SMC's accuracy, speed and divergence at many settings, resumable, up to 40 minutes
+# make fidelity    SMC's accuracy, speed and divergence at many settings, resumable, about 40 minutes
 # make test        what continuous integration runs
 # make VENV=/path  any target, in an environment of yours instead of .venv
 
