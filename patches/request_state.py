@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc.hooks import Patch
-from sglang_smc.runs import publish
+from sglang_smc.runs import publish, run_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -14,9 +14,26 @@ if TYPE_CHECKING:
 
 def update_finish_state(original: Callable, req: "Req", new_accepted_len: int = 1) -> None:
     """Look at new tokens only; with none, a request ends only if it is told to."""
-    if new_accepted_len > 0 or req.to_finish:
-        original(req, new_accepted_len)
+    num_new = new_accepted_len
+    run = run_of(req)
+    if run is not None and run.open_at is not None:
+        num_new = 0
+        run.hold(req)
+    elif run is not None and run.was_settled:
+        num_new += 1
+        run.was_settled = False
+    if num_new > 0 or req.to_finish:
+        original(req, num_new)
     publish(req)
+
+
+def reset_for_retract(original: Callable, req: "Req") -> None:
+    """Take back a token that was not settled, so that the next prefill does not read it."""
+    run = run_of(req)
+    if run is not None and run.open_at is not None:
+        del req.output_ids[run.open_at :]
+        run.release(req)
+    original(req)
 
 
 PATCHES = (
@@ -24,8 +41,9 @@ PATCHES = (
         target="sglang.srt.managers.schedule_batch.Req.update_finish_state",
         hook_type=HookType.AROUND,
         function=update_finish_state,
-        what="Skips the look for an end where a round emitted no token; hands a finished SMC "
-        "request's totals to the streamer as customized_info.",
+        what="Skips the look for an end where a round emitted no token, or one that may still "
+        "change, and holds its stream; hands a finished SMC request's totals to the streamer as "
+        "customized_info.",
         why="`output_ids[-0:]` is the whole output: an old token would be taken for a new end. "
         "No other place sees every request's end, in prefill and decode, before it is streamed.",
         relies_on=(
@@ -33,5 +51,14 @@ PATCHES = (
             "srt/managers/scheduler_components/output_streamer.py:592 (customized_info)",
         ),
         retire_when="update_finish_state(0) is a no-op upstream.",
+    ),
+    Patch(
+        target="sglang.srt.managers.schedule_batch.Req.reset_for_retract",
+        hook_type=HookType.AROUND,
+        function=reset_for_retract,
+        what="Drops the token that stands in for the first of each particle, for a power of p.",
+        why="Prefill must put out one token, but the particles of such a request differ in it.",
+        relies_on=("srt/managers/schedule_batch.py:1603",),
+        retire_when="A prefill can put out no token.",
     ),
 )

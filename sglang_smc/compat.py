@@ -116,6 +116,7 @@ HOOKS = (
         "self result batch",
     ),
     Symbol("sglang.srt.managers.schedule_batch.Req.update_finish_state", "self new_accepted_len"),
+    Symbol("sglang.srt.managers.schedule_batch.Req.reset_for_retract", "self"),
 )
 
 # What the worker builds on.
@@ -171,7 +172,8 @@ WORKER = (
     ),
     Symbol(
         "sglang.srt.managers.schedule_batch.Req",
-        attributes="sampling_params output_ids kv kv_committed_len req_pool_idx retraction_count "
+        attributes="sampling_params output_ids stream kv kv_committed_len req_pool_idx "
+        "retraction_count "
         "eos_token_ids tokenizer vocab_size customized_info to_finish is_retracted "
         "spec_num_correct_drafts spec_correct_drafts_histogram "
         "update_spec_correct_drafts_histogram",

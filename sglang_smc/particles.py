@@ -23,7 +23,7 @@ class Population(NamedTuple):
     lengths: torch.Tensor  # [G, N] int64: tail lengths
     ended: torch.Tensor  # [G, N] bool: absorbed; weight frozen, tail complete
     log_weights: torch.Tensor  # [G, N] float64
-    anchor: torch.Tensor  # [G] int64: the last emitted token
+    anchor: torch.Tensor  # [G, N] int64: the last emitted token, or what each particle has there
     num_emitted: torch.Tensor  # [G] int64: output tokens emitted so far
     log_evidence: torch.Tensor  # [G] float64: log Z-hat banked at resampling steps
     present: torch.Tensor  # [G, N] bool: the particles that the group has
@@ -33,7 +33,7 @@ class Population(NamedTuple):
     def last_tokens(self) -> torch.Tensor:
         """The token that each particle continues from, ``[G, N]``."""
         in_tail = self.tokens.gather(2, (self.lengths - 1).clamp_min(0).unsqueeze(2)).squeeze(2)
-        return torch.where(self.lengths > 0, in_tail, self.anchor.unsqueeze(1))
+        return torch.where(self.lengths > 0, in_tail, self.anchor)
 
     @property
     def output_lengths(self) -> torch.Tensor:
@@ -57,12 +57,18 @@ class Population(NamedTuple):
             tokens=self.tokens.gather(1, expanded),
             lengths=self.lengths.gather(1, ancestors),
             ended=self.ended.gather(1, ancestors),
+            anchor=self.anchor.gather(1, ancestors),
             roots=self.roots.gather(1, ancestors),
         )
 
+    def is_settled(self) -> torch.Tensor:
+        """Whether all particles of a group have one anchor, ``[G]`` bool; else none is emitted."""
+        return ((self.anchor == self.anchor[:, :1]) | ~self.present).all(1)
+
     def num_common(self) -> torch.Tensor:
         """How many leading tail tokens all particles of a group share, ``[G]``."""
-        return common_prefix(self.tokens, self.lengths, self.present)
+        shared = common_prefix(self.tokens, self.lengths, self.present)
+        return torch.where(self.is_settled(), shared, 0)
 
     def num_roots(self) -> torch.Tensor:
         """How many particles of the start have descendants, ``[G]``."""
@@ -78,7 +84,7 @@ class Population(NamedTuple):
         return self._replace(
             tokens=self.tokens.gather(2, source.expand_as(self.tokens)),
             lengths=(self.lengths - counts.unsqueeze(1)).masked_fill(~self.present, 0),
-            anchor=torch.where(counts > 0, newest, self.anchor),
+            anchor=torch.where(counts.unsqueeze(1) > 0, newest.unsqueeze(1), self.anchor),
             num_emitted=self.num_emitted + counts,
         )
 
@@ -100,7 +106,7 @@ class ParticleTable:
             lengths=torch.zeros(shape, dtype=torch.int64, device=device),
             ended=torch.zeros(shape, dtype=torch.bool, device=device),
             log_weights=torch.zeros(shape, dtype=torch.float64, device=device),
-            anchor=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            anchor=torch.zeros(shape, dtype=torch.int64, device=device),
             num_emitted=torch.zeros(num_rows, dtype=torch.int64, device=device),
             log_evidence=torch.zeros(num_rows, dtype=torch.float64, device=device),
             present=torch.zeros(shape, dtype=torch.bool, device=device),
@@ -137,16 +143,21 @@ class ParticleTable:
         num_emitted: torch.Tensor,
         log_evidence: torch.Tensor,
         num_particles: torch.Tensor,
+        ended: torch.Tensor | None = None,
     ) -> None:
-        """Start N equal particles behind the token that prefill sampled, all ``[G]``."""
+        """Start particles behind the token that prefill sampled; arguments ``[G]``.
+
+        Where particles begin with tokens of their own, ``first_tokens`` and ``ended`` are
+        ``[G, N]``, for the table's N.
+        """
         columns = self._columns
         place = torch.arange(self.num_particles, device=rows.device)
         present = place < num_particles.unsqueeze(1)
         columns.present[rows] = present
         columns.roots[rows] = place
         columns.lengths[rows] = 0
-        columns.ended[rows] = ~present
+        columns.ended[rows] = ~present if ended is None else ~present | ended
         columns.log_weights[rows] = torch.where(present, 0.0, -torch.inf).double()
-        columns.anchor[rows] = first_tokens
+        columns.anchor[rows] = first_tokens.view(len(rows), -1).expand_as(present)
         columns.num_emitted[rows] = num_emitted
         columns.log_evidence[rows] = log_evidence

@@ -9,7 +9,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_smc.diagnostics import IntervalLog
 from sglang_smc.particles import Population
-from sglang_smc.runs import as_particle
+from sglang_smc.runs import as_particle, first_is_open, settled_ids
 from sglang_smc.smc.weights import normalized
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class Particles(NamedTuple):
     """All particles as they stood before the final draw."""
 
+    anchor: torch.Tensor  # [G, N]
     tokens: torch.Tensor  # [G, N, T] tails
     lengths: torch.Tensor  # [G, N]
     log_weights: torch.Tensor  # [G, N]
@@ -29,6 +30,7 @@ class Particles(NamedTuple):
     def of(cls, population: Population) -> "Particles":
         """Taken from a population."""
         return cls(
+            population.anchor,
             population.tokens,
             population.lengths,
             population.log_weights,
@@ -36,11 +38,13 @@ class Particles(NamedTuple):
             population.ended.all(1),
         )
 
-    def of_group(self, group: int, emitted: list[int]) -> list[dict[str, Any]] | None:
+    def of_group(self, group: int, req: "Req") -> list[dict[str, Any]] | None:
         """One request's particles for `meta_info`; None while some have not ended."""
         if not self.finished[group]:
             return None
+        shared, is_open = settled_ids(req), first_is_open(req)
         rows = zip(
+            self.anchor[group].tolist(),
             self.tokens[group].tolist(),
             self.lengths[group].tolist(),
             normalized(self.log_weights[group]).tolist(),
@@ -49,8 +53,10 @@ class Particles(NamedTuple):
             strict=True,
         )
         return [
-            as_particle([*emitted, *tail[:length]], weight, log_weight)
-            for tail, length, weight, log_weight, present in rows
+            as_particle(
+                [*shared, *([anchor] if is_open else []), *tail[:length]], weight, log_weight
+            )
+            for anchor, tail, length, weight, log_weight, present in rows
             if present
         ]
 
@@ -62,6 +68,7 @@ class SMCBatchResult(GenerationBatchResult):
     num_kept_columns: torch.Tensor | None = None  # [G] drafted tokens that the round kept
     counters: torch.Tensor | None = None  # [G, len(Counters)] float64
     particles: Particles | None = None  # where some request wants them
+    firsts: torch.Tensor | None = None  # [G] token that prefill drew, -1 while particles differ
     log: IntervalLog | None = None
 
     def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
@@ -69,6 +76,8 @@ class SMCBatchResult(GenerationBatchResult):
         assert self.num_kept_columns is not None and self.counters is not None
         self.num_kept_columns = self.num_kept_columns.to("cpu", non_blocking=True)
         self.counters = self.counters.to("cpu", non_blocking=True)
+        if self.firsts is not None:
+            self.firsts = self.firsts.to("cpu", non_blocking=True)
         if self.particles is not None:
             copied = (column.to("cpu", non_blocking=True) for column in self.particles)
             self.particles = Particles(*copied)
@@ -99,7 +108,9 @@ class SMCBatchResult(GenerationBatchResult):
                 self.log.add(run.counters, totals[i])
                 run.take(totals[i])
                 if self.particles is not None and run.config.return_particles:
-                    run.particles = self.particles.of_group(i, list(req.output_ids))
+                    run.particles = self.particles.of_group(i, req)
+                if self.firsts is not None and run.open_at is not None and self.firsts[i] >= 0:
+                    run.settle(req, int(self.firsts[i]))
         self.log.end_round()
         return tokens
 

@@ -26,6 +26,10 @@ class Run(msgspec.Struct):
     config: RequestConfig
     counters: list[float]
     is_open: bool = False  # its particles have their prefix
+    open_at: int | None = None  # the output token that prefill drew, while particles differ in it
+    was_settled: bool = False  # in the round that is being taken
+    is_held: bool = False  # its stream, until the token is settled
+    has_lost_tails: bool = False  # a retraction dropped tokens that the evidence has counted
     first_log_sum: float = 0.0  # what the weights gained at the first token; in no counter yet
     particles: list[dict[str, Any]] | None = None  # all of them, as they stood at the end
 
@@ -37,17 +41,34 @@ class Run(msgspec.Struct):
         """The `meta_info` fields of the finished request."""
         log_evidence = self.counters[-1] + self.first_log_sum
         fields = meta_info([*self.counters[:-1], log_evidence], self.config)
+        if self.has_lost_tails:
+            fields[META_PREFIX + "log_evidence"] = None
         if self.config.return_particles:
             fields[META_PREFIX + "particles"] = self.particles or self._equal(output_ids)
         return fields
 
     def _equal(self, output_ids: list[int]) -> list[dict[str, Any]] | None:
         """The particles of a text that ended with the token they all began with."""
-        if len(output_ids) != 1:
+        if len(output_ids) != 1 or self.open_at is not None:
             return None  # aborted on the way
         num_particles = self.config.num_particles
         weight = 1.0 / num_particles
         return [as_particle(list(output_ids), weight, 0.0) for _ in range(num_particles)]
+
+    def settle(self, req: "Req", token: int) -> None:
+        """All particles have come to agree on the token that prefill drew for each of them."""
+        assert self.open_at is not None
+        req.output_ids[self.open_at] = token
+        self.open_at, self.was_settled = None, True
+        self.release(req)
+
+    def hold(self, req: "Req") -> None:
+        """Stream nothing of a request whose newest token may still change."""
+        self.is_held, req.stream = self.is_held or req.stream, False
+
+    def release(self, req: "Req") -> None:
+        """Let the stream go on."""
+        req.stream, self.is_held = req.stream or self.is_held, False
 
 
 def as_particle(output_ids: list[int], weight: float, log_weight: float) -> dict[str, Any]:
@@ -86,7 +107,13 @@ class RunBook:
             config = config_of(self._config, req)
             run = Run(self._seed(req), config, zero_counters(config.num_particles))
             req.smc_run = run  # type: ignore[attr-defined]
+        # For p itself what is dropped has a factor of mean 1; for a power it has not.
+        run.has_lost_tails |= run.config.power != 1.0 and req.retraction_count > 0
         run.is_open = False
+        # A power of p knows its next-token law only given all that may follow, so that a token
+        # drawn for all particles could not be corrected: each draws its own.
+        is_last = len(req.output_ids) + 1 >= req.sampling_params.max_new_tokens
+        run.open_at = None if run.config.power == 1.0 or is_last else len(req.output_ids)
         # A retracted request's particles are gone: what follows its text is drawn anew.
         seed = derive_seed(run.seed, req.retraction_count)
         return Start(_spec(req, seed, run.config), len(req.output_ids), run.counters)
@@ -112,6 +139,18 @@ class RunBook:
 def run_of(req: "Req") -> Run | None:
     """The notes on a request; None for one that SMC has not begun, or never will."""
     return req.__dict__.get("smc_run")
+
+
+def first_is_open(req: "Req") -> bool:
+    """Whether the newest output token stands in for one that the particles differ in."""
+    run = run_of(req)
+    return run is not None and run.open_at is not None
+
+
+def settled_ids(req: "Req") -> list[int]:
+    """The output tokens that all particles share."""
+    run = run_of(req)
+    return list(req.output_ids[: run.open_at if run is not None else None])
 
 
 def unopened(reqs: "list[Req]") -> "list[Req]":

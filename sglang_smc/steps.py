@@ -256,7 +256,9 @@ class Steps:
     def _siblings(self, groups: Groups, population: Population) -> torch.Tensor:
         """Particles that may share their noise, ``[G, N, N]``: verified chains are independent."""
         itself = torch.eye(groups.extent.num_particles, device=population.ended.device).bool()
+        anchor = population.anchor
         same = same_text(population.tokens, population.lengths)
+        same = same & (anchor.unsqueeze(2) == anchor.unsqueeze(1))
         both = population.present.unsqueeze(2) & population.present.unsqueeze(1)
         return itself | (same & both & groups.settings.weighs.view(-1, 1, 1))
 
@@ -271,7 +273,7 @@ class Steps:
         column = torch.arange(tokens.shape[2], device=tokens.device)
         lengths = population.output_lengths.unsqueeze(2) + column + 1
         ends = groups.settings.ends(tokens.flatten(1), lengths.flatten(1)).view_as(tokens)
-        return stopping.mark_stop_texts(ends, groups.reqs, population, tokens)
+        return stopping.mark_stop_texts(ends, groups.reqs, tokens, population)
 
     def _coins(self, groups: Groups, population: Population) -> torch.Tensor:
         """One uniform a round for what its evidence decides, ``[G]``."""

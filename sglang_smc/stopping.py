@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_smc.particles import Population
+from sglang_smc.runs import first_is_open, settled_ids
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -24,11 +25,11 @@ def first_match(req: "Req", tail: list[int], new_tokens: list[int]) -> int | Non
     """Index of the new token that completes a stop string or pattern, None without a match.
 
     Args:
-        req: the request; its `output_ids` are the emitted text.
-        tail: the particle's tokens beyond the emitted text.
+        req: the request; its `settled_ids` are the text that all particles share.
+        tail: the particle's tokens beyond it.
         new_tokens: what the particle may now append.
     """
-    lineage = [*req.output_ids[-_window(req) :], *tail]
+    lineage = [*settled_ids(req)[-_window(req) :], *tail]
     for index, token in enumerate(new_tokens):
         lineage.append(token)
         if _matches(req, lineage[-_window(req) :]):
@@ -51,19 +52,36 @@ def _matches(req: "Req", tokens: list[int]) -> bool:
 
 
 def mark_stop_texts(
-    ends: torch.Tensor, reqs: "list[Req]", population: Population, tokens: torch.Tensor
+    ends: torch.Tensor,
+    reqs: "list[Req]",
+    tokens: torch.Tensor,
+    population: Population | None = None,
 ) -> torch.Tensor:
-    """Add to ``ends`` ``[G, N, C]`` where the candidate ``tokens`` complete a stop text."""
+    """Add to ``ends`` ``[G, N, C]`` where the candidate ``tokens`` complete a stop text.
+
+    Without a population the tokens stand right behind the emitted text.
+    """
     groups = [group for group, req in enumerate(reqs) if has_stop_text(req)]
     if not groups:
         return ends
     ends = ends.clone()
     for group in groups:
-        tails = population.tokens[group].tolist()
-        lengths = population.lengths[group].tolist()
-        for particle, candidates in enumerate(tokens[group].tolist()):
-            tail = tails[particle][: lengths[particle]]
-            match = first_match(reqs[group], tail, candidates)
+        candidates = tokens[group].tolist()
+        tails = _tails(reqs[group], population, group) if population else [[]] * len(candidates)
+        for particle, tail in enumerate(tails):
+            match = first_match(reqs[group], tail, candidates[particle])
             if match is not None:
                 ends[group, particle, match] = True
     return ends
+
+
+def _tails(req: "Req", population: Population, group: int) -> list[list[int]]:
+    """What each particle of a request has beyond the text that is settled."""
+    anchors, lengths = population.anchor[group].tolist(), population.lengths[group].tolist()
+    is_open = first_is_open(req)
+    return [
+        [*([anchor] if is_open else []), *tail[:length]]
+        for anchor, tail, length in zip(
+            anchors, population.tokens[group].tolist(), lengths, strict=True
+        )
+    ]

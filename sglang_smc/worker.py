@@ -13,7 +13,7 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
-from sglang_smc import memory
+from sglang_smc import memory, stopping
 from sglang_smc.config import SMCConfig
 from sglang_smc.diagnostics import CounterTable, IntervalLog
 from sglang_smc.draft_input import SMCDraftInput
@@ -22,10 +22,11 @@ from sglang_smc.groups import Groups, extent_of
 from sglang_smc.ledger import Ledger
 from sglang_smc.particles import ParticleTable, Population
 from sglang_smc.result import Particles, SMCBatchResult
-from sglang_smc.runs import RunBook, unopened
-from sglang_smc.sampling import RequestTable, uses_filters
+from sglang_smc.runs import RunBook, first_is_open, unopened
+from sglang_smc.sampling import RequestTable, Settings, uses_filters
 from sglang_smc.smc.proposal import power_law, sample
 from sglang_smc.smc.randomness import Purpose, round_seeds, uniforms
+from sglang_smc.smc.siblings import stratify
 from sglang_smc.smc.weights import log_mean_exp
 from sglang_smc.steps import Decision, Steps
 from sglang_smc.vocabulary import check_same_vocabulary
@@ -166,8 +167,10 @@ class SMCWorker(BaseSpecWorker):
             logits.unsqueeze(1), num_emitted.unsqueeze(1), filtered=uses_filters(batch.reqs)
         )
         law, log_sum = power_law(log_p.squeeze(1), settings.power)
-        first = torch.zeros_like(num_emitted)  # they belong to all particles; drawn as particle 0's
-        tokens = sample(law, uniforms(settings.seeds, num_emitted, first, Purpose.BONUS))
+        is_open = self._tensor([first_is_open(req) for req in batch.reqs], torch.bool).unsqueeze(1)
+        tokens = self._first_tokens(settings, law, num_emitted, is_open)  # [G, N]
+        ends = settings.ends(tokens, (num_emitted + 1).unsqueeze(1).expand_as(tokens))
+        ends = stopping.mark_stop_texts(ends.unsqueeze(2), batch.reqs, tokens.unsqueeze(2))
         carried[:, -1] += log_sum
         self._counters.begin(rows, carried)
         self._particles.begin(
@@ -176,9 +179,28 @@ class SMCWorker(BaseSpecWorker):
             num_emitted=num_emitted + 1,
             log_evidence=carried[:, -1],
             num_particles=settings.num_particles,
+            ended=ends.squeeze(2) & is_open,  # SGLang itself looks at a token that all share
         )
         self._runs.note_first(batch.reqs, log_sum)
-        return tokens
+        return tokens[:, 0]
+
+    def _first_tokens(
+        self,
+        settings: Settings,
+        law: torch.Tensor,
+        num_emitted: torch.Tensor,
+        is_open: torch.Tensor,
+    ) -> torch.Tensor:
+        """First tokens ``[G, N]``: one for all particles, or one for each where ``is_open``."""
+        particle = torch.arange(self.config.num_particles, device=law.device)
+        noise = uniforms(
+            settings.seeds.unsqueeze(1), num_emitted.unsqueeze(1), particle, Purpose.BONUS
+        )
+        present = particle < settings.num_particles.unsqueeze(1)
+        siblings = present.unsqueeze(1) & present.unsqueeze(2)
+        itself = torch.eye(len(particle), dtype=torch.bool, device=law.device)
+        noise = torch.where(is_open, stratify(noise, siblings | itself), noise[:, :1])
+        return sample(law.unsqueeze(1).expand(-1, len(particle), -1), noise)
 
     def _round(self, batch: "ScheduleBatch") -> SMCBatchResult:
         """One round, from the last token of every particle to what all of them agree on."""
@@ -247,10 +269,13 @@ class SMCWorker(BaseSpecWorker):
             next_token_ids=tokens.flatten(),
             accept_lens=counts,
             new_seq_lens=groups.committed + counts,
-            next_draft_input=SMCDraftInput(after.anchor),
+            next_draft_input=SMCDraftInput(after.anchor[:, 0]),
             speculative_num_draft_tokens=tokens.shape[1],
             num_kept_columns=decision.cut.num_columns,
             counters=counters,
+            firsts=torch.where(settled.is_settled(), settled.anchor[:, 0], -1)
+            if groups.extent.powered
+            else None,
             particles=Particles.of(continued) if groups.extent.shows_particles else None,
             log=self._log,
         )

@@ -9,7 +9,7 @@ import random
 from collections import Counter
 
 import torch
-from pool_request import EOS, VOCAB, Request, Text, Window
+from pool_request import EOS, VOCAB, Request, Text, Window, num_common
 
 from sglang_smc import memory
 from sglang_smc.config import SMCConfig
@@ -83,7 +83,7 @@ class PoolModel:
         self.abort(request, rng)
         row = self.free_rows.pop(rng.randrange(len(self.free_rows)))
         self._prefill(
-            row, request.config, request.prompt, request.max_new_tokens, request.output, rng
+            row, request.config, request.prompt, request.max_new_tokens, request.settled, rng
         )
 
     def _prefill(
@@ -112,9 +112,14 @@ class PoolModel:
             tails=[[] for _ in range(config.num_particles)],
             ended=[False] * config.num_particles,
         )
+        if config.weighs and rng.random() < 0.3 and len(request.output) < limit:
+            request.firsts = [self._token(rng) for _ in request.tails]
+            request.output[-1] = request.firsts[0]
+            request.ended = [token == EOS for token in request.firsts]
         self.particles.begin(
             torch.tensor([row]),
-            first_tokens=torch.tensor([first]),
+            first_tokens=self._padded([request.anchors]),
+            ended=self._padded([request.ended]).bool(),
             num_emitted=torch.tensor([len(request.output)]),
             log_evidence=torch.zeros(1, dtype=torch.float64),
             num_particles=torch.tensor([config.num_particles]),
@@ -123,6 +128,10 @@ class PoolModel:
         if len(request.output) >= limit:
             self.abort(request, rng)
         return request
+
+    def _padded(self, rows: list[list]) -> torch.Tensor:
+        """As many as the tables have room for; what stands in the others means nothing."""
+        return torch.tensor([row + [0] * (self.config.num_particles - len(row)) for row in rows])
 
     def _take(self, count: int, rng: random.Random) -> list[int]:
         rng.shuffle(self.free)
@@ -248,6 +257,8 @@ class PoolModel:
         )
         population = population.descend(padded)
         for request, chosen in zip(batch, ancestors, strict=True):
+            if request.firsts:
+                request.firsts = [request.firsts[ancestor] for ancestor in chosen]
             request.tails = [list(request.tails[ancestor]) for ancestor in chosen]
             request.ended = [request.ended[ancestor] for ancestor in chosen]
         self._check_population(population, batch)
@@ -274,7 +285,9 @@ class PoolModel:
         return [rng.randrange(num_particles)] * num_particles
 
     def _commit(self, batch: list[Request], rows: torch.Tensor, population: Population) -> None:
-        counts = [_num_common(request.tails) for request in batch]
+        for request in batch:
+            request.settle()
+        counts = [0 if request.firsts else num_common(request.tails) for request in batch]
         self._note_situations(batch, counts)
         assert population.num_common().tolist() == counts
         self.ledger.commit(
@@ -301,6 +314,7 @@ class PoolModel:
         self.seen["one verifies, one weighs"] += len({r.config.weighs for r in batch}) > 1
         for request, count in zip(batch, counts, strict=True):
             left = max(map(len, request.tails)) - count
+            self.seen["first tokens differ"] += request.firsts is not None
             self.seen["nothing common"] += count == 0
             self.seen["something common, something not"] += count > 0 and left > 0
             self.seen["some have ended"] += any(request.ended) and not all(request.ended)
@@ -333,7 +347,7 @@ class PoolModel:
         for particle, row in enumerate(rows, start=-1):
             tail = [] if particle < 0 else request.tails[particle]
             read = self.table[row, : request.committed + len(tail)].tolist()
-            text = request.prompt + request.output + tail
+            text = request.prompt + request.output if particle < 0 else request.text(particle)
             assert set(read) <= owned, "a particle reads a slot that its request does not own"
             for position, slot in enumerate(read):
                 assert self.content[slot] == tuple(text[: position + 1]), "wrong KV"
@@ -365,13 +379,13 @@ class PoolModel:
 
     def _check_population(self, population: Population, batch: list[Request]) -> None:
         self.operations += 1
-        assert population.anchor.tolist() == [request.output[-1] for request in batch]
         for group, request in enumerate(batch):
             size = len(request.tails)
             assert population.lengths[group, :size].tolist() == list(map(len, request.tails))
             assert population.ended[group, :size].tolist() == request.ended
+            assert population.anchor[group, :size].tolist() == request.anchors
             assert population.last_tokens[group, :size].tolist() == [
-                [*request.output, *tail][-1] for tail in request.tails
+                request.text(particle)[-1] for particle in range(size)
             ]
             assert population.output_lengths[group, :size].tolist() == [
                 len(request.output) + len(tail) for tail in request.tails
@@ -381,11 +395,3 @@ class PoolModel:
             assert population.present[group].tolist() == self.window.padded([True] * size, False)
             assert population.ended[group, size:].all()
             assert not population.lengths[group, size:].any()
-
-
-def _num_common(tails: list[list[int]]) -> int:
-    shortest = min(map(len, tails))
-    for index in range(shortest):
-        if len({tail[index] for tail in tails}) > 1:
-            return index
-    return shortest

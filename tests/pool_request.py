@@ -24,14 +24,30 @@ class Request:
     tails: list[list[int]]
     ended: list[bool]
     is_open: bool = False
+    firsts: list[int] | None = None  # of each particle, where they differ in the newest token
     frozen: list[int] = field(default_factory=list)  # slots of the committed text so far
+
+    @property
+    def settled(self) -> list[int]:
+        """The output, without a token that particles differ in."""
+        return self.output[:-1] if self.firsts else self.output
 
     @property
     def remaining(self) -> int:
         return self.max_new_tokens - len(self.output)
 
     def text(self, particle: int) -> list[int]:
-        return self.prompt + self.output + self.tails[particle]
+        """Prompt, output and tail, with what the particle itself has in the newest place."""
+        return [*self.prompt, *self.output[:-1], self.anchors[particle], *self.tails[particle]]
+
+    @property
+    def anchors(self) -> list[int]:
+        return self.firsts or [self.output[-1]] * len(self.tails)
+
+    def settle(self) -> None:
+        """Take what all particles have in the newest place into the output."""
+        if len(set(self.anchors)) == 1:
+            self.output[-1], self.firsts = self.anchors[0], None
 
     def ends_at(self, particle: int, new_tokens: list[int]) -> int | None:
         """Index of the new token that ends the text."""
@@ -63,3 +79,12 @@ class Window(NamedTuple):
     def padded(self, values: list, filling: object) -> list:
         """One entry for each of the particles that the largest group has."""
         return values + [filling] * (self.num_particles - len(values))
+
+
+def num_common(tails: list[list[int]]) -> int:
+    """How many tokens all tails begin with."""
+    shortest = min(map(len, tails))
+    for index in range(shortest):
+        if len({tail[index] for tail in tails}) > 1:
+            return index
+    return shortest

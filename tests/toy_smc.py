@@ -109,29 +109,33 @@ def simulate(pair: Pair, setup: Setup, num_runs: int, seed: int = 0) -> Runs:
         lowest_ess = min(lowest_ess, float(cut.ess.min()))
     final = _collapse(population, torch.ones(num_runs, dtype=torch.bool), seeds)
     length = len(pair.target)
-    column = torch.arange(length - 1)
-    tail = final.tokens[:, 0, : length - 1].masked_fill(
-        column >= final.lengths[:, :1], max(setup.eos, 0)
-    )
-    outputs = torch.cat([final.anchor.unsqueeze(1), tail], dim=1)
-    num_tokens = int(final.lengths[:, 0].sum())
+    beyond = torch.arange(length) >= final.lengths[:, :1]
+    outputs = final.tokens[:, 0, :length].masked_fill(beyond, max(setup.eos, 0))
+    num_tokens = int((final.lengths[:, 0] - 1).sum())
     counts = (num_resampled, lowest_ess, num_all_zero, num_rounds, num_tokens)
     return Runs(outputs, final.log_evidence, *counts)
 
 
 def _begin(pair: Pair, setup: Setup, seeds: torch.Tensor) -> Population:
-    """The first token comes from the target and is common to all particles."""
+    """The first token comes from the target: one for all, or each its own for a power of p."""
     shape = (len(seeds), setup.num_particles)
-    zero = torch.zeros_like(seeds)
+    everywhere = torch.zeros(shape, dtype=torch.int64)
     first_law, log_sum = power_law(pair.target[0, 0], torch.tensor(setup.power))
-    first = sample(first_law.expand(len(seeds), -1), uniforms(seeds, zero, zero, Purpose.BONUS))
+    noise = _uniforms(seeds, everywhere, setup.num_particles, Purpose.BONUS)
+    if setup.power == 1.0:
+        noise = noise[:, :1].expand(shape)
+    else:
+        noise = stratify(noise, torch.ones(*shape, setup.num_particles, dtype=torch.bool))
+    first = sample(first_law.expand(*shape, -1), noise)
+    tokens = torch.zeros(*shape, len(pair.target) + 1, dtype=torch.int64)
+    tokens[..., 0] = first
     return Population(
-        tokens=torch.zeros(*shape, len(pair.target) + 1, dtype=torch.int64),
-        lengths=torch.zeros(shape, dtype=torch.int64),
-        ended=(first == setup.eos).unsqueeze(1).expand(shape),
+        tokens=tokens,
+        lengths=everywhere + 1,
+        ended=first == setup.eos,
         log_weights=torch.zeros(shape, dtype=torch.float64),
-        anchor=first,
-        num_emitted=torch.ones_like(seeds),
+        anchor=everywhere,  # position 0 follows token 0
+        num_emitted=torch.zeros_like(seeds),
         log_evidence=log_sum.double().expand(len(seeds)),
         present=torch.ones(shape, dtype=torch.bool),
         roots=torch.arange(setup.num_particles).expand(shape),
@@ -166,7 +170,7 @@ def _round(
     )
     population = _descend(population, step)
     population = _add_bonus(setup, population, next_log_p, seeds, len(pair.target))
-    forced = population.lengths.amax(1) % setup.max_lag == 0
+    forced = (population.lengths.amax(1) - 1) % setup.max_lag == 0
     return _collapse(population, forced & ~population.ended.all(1) & weighs, seeds), cut
 
 

@@ -16,9 +16,11 @@ from sglang_smc.groups import Groups, extent_of
 from sglang_smc.ledger import Ledger
 from sglang_smc.particles import ParticleTable, Population
 from sglang_smc.request_config import config_of
-from sglang_smc.sampling import RequestSpec, RequestTable
+from sglang_smc.runs import Run, first_is_open
+from sglang_smc.sampling import RequestSpec, RequestTable, Settings
 from sglang_smc.smc.proposal import power_law, sample
 from sglang_smc.smc.randomness import round_seeds
+from sglang_smc.smc.siblings import stratify
 from sglang_smc.steps import Decision, Steps
 
 PROMPT = (1, 0)
@@ -85,6 +87,7 @@ class ToyRequest:
     def __init__(self, row: int, first: int, limit: int, custom_params: Any) -> None:
         self.row = row
         self.output_ids = [first]
+        self.stream = False
         self.vocab_size = 0  # smaller than any top_k: no filters
         self.kv_committed_len = len(PROMPT)
         self.kv = SimpleNamespace(kv_allocated_len=0)
@@ -154,7 +157,10 @@ class ToyWorker:
             num_rounds += len(running)
             population, counts, forced = self._round([reqs[i] for i in running])
             num_forced += int(forced.sum())
+            is_settled = population.is_settled()
             for group, i in enumerate(running):
+                if first_is_open(reqs[i]) and is_settled[group]:  # type: ignore[arg-type]
+                    reqs[i].smc_run.settle(reqs[i], int(population.anchor[group, 0]))
                 new = population.tokens[group, 0, : counts[group]].tolist()
                 reqs[i].output_ids += new
                 reqs[i].kv_committed_len += len(new)
@@ -173,6 +179,8 @@ class ToyWorker:
         assert not self.table[0].any(), "SGLang's padding row was written to"
 
     def _is_over(self, req: ToyRequest) -> bool:
+        if first_is_open(req):  # type: ignore[arg-type]
+            return False
         return req.output_ids[-1] == self.eos or len(req.output_ids) >= self.limit
 
     def _begin(self, rows: list[int], noise: torch.Tensor) -> list[ToyRequest]:
@@ -185,19 +193,33 @@ class ToyWorker:
         settings = self.settings.gather(index)
         prompt_logits = self.target.language.after(()).expand(len(rows), -1)
         law, log_sum = power_law(torch.log_softmax(prompt_logits, -1), settings.power)
-        first = sample(law, noise[index - 1])
-        for req, token in zip(reqs, first.tolist(), strict=True):
+        is_open = settings.power != 1.0
+        first = sample(law.unsqueeze(1), self._first_noise(settings, noise[index - 1], is_open))
+        for req, token, opens in zip(reqs, first[:, 0].tolist(), is_open.tolist(), strict=True):
             req.output_ids = [token]
+            req.smc_run = Run(req.row, config_of(self.config, req), [])  # type: ignore[arg-type]
+            req.smc_run.open_at = 0 if opens else None
         self.particles.begin(
             index,
             first_tokens=first,
-            num_emitted=torch.ones_like(first),
+            num_emitted=torch.ones_like(index),
             log_evidence=log_sum,
             num_particles=settings.num_particles,
+            ended=(first == self.eos) & is_open.unsqueeze(1),
         )
         for row in rows:
             self.ledger.open(row, len(PROMPT))
         return reqs
+
+    def _first_noise(
+        self, settings: Settings, noise: torch.Tensor, is_open: torch.Tensor
+    ) -> torch.Tensor:
+        """One number for all particles, or spread among them where each draws its own token."""
+        size = self.config.num_particles
+        present = torch.arange(size) < settings.num_particles.unsqueeze(1)
+        siblings = (present.unsqueeze(1) & present.unsqueeze(2)) | torch.eye(size).bool()
+        shared = noise.unsqueeze(1).expand(-1, size)
+        return torch.where(is_open.unsqueeze(1), stratify(shared, siblings), shared)
 
     def _spec(self, req: ToyRequest) -> RequestSpec:
         return RequestSpec(

@@ -52,7 +52,7 @@ def test_long_programs(name: str) -> None:
     while model.operations < 4000:
         act(model, rng)
     if model.config.num_particles > 1 and model.config.max_lag > 1:
-        assert len(model.seen) == 6
+        assert len(model.seen) == 7
         assert min(model.seen.values()) > 5, model.seen
     for request in list(model.requests.values()):
         model.abort(request, rng)

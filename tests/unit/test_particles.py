@@ -19,7 +19,7 @@ def population(tails: list[list[list[int]]], anchor: int = 90) -> Population:
         lengths=torch.tensor([[len(tail) for tail in of_group] for of_group in tails]),
         ended=torch.zeros(groups, particles, dtype=torch.bool),
         log_weights=torch.zeros(groups, particles, dtype=torch.float64),
-        anchor=torch.full((groups,), anchor),
+        anchor=torch.full((groups, particles), anchor),
         num_emitted=torch.full((groups,), 10),
         log_evidence=torch.zeros(groups, dtype=torch.float64),
         present=torch.ones(groups, particles, dtype=torch.bool),
@@ -69,7 +69,7 @@ def test_emit_moves_the_common_tokens_out() -> None:
     before = population([[[1, 2, 3], [1, 2]], [[4], [5]], [[6], [6]]])
     found = before.emit(torch.tensor([2, 0, 1]))
     assert tails_of(found) == [[[3], []], [[4], [5]], [[], []]]
-    assert found.anchor.tolist() == [2, 90, 6]
+    assert found.anchor.tolist() == [[2, 2], [90, 90], [6, 6]]
     assert found.num_emitted.tolist() == [12, 10, 11]
     assert found.last_tokens.tolist() == [[3, 2], [4, 5], [6, 6]]
     assert torch.equal(found.output_lengths, before.output_lengths)
@@ -173,3 +173,42 @@ def test_a_window_holds_what_its_groups_need_and_leaves_the_rest_alone() -> None
     table.scatter(torch.tensor([2]), longer)
     found = table.gather(torch.tensor([1, 2]), 4, MAX_TAIL)
     assert tails_of(found) == [tails[0], [[1, 8], [2, 9], [3], [4]]]
+
+
+def open_population() -> Population:
+    """Particles that agree on all but the token before their tails; the third is absent."""
+    return population([[[1, 2], [1, 2], []]])._replace(
+        anchor=torch.tensor([[7, 8, 9]]), present=torch.tensor([[True, True, False]])
+    )
+
+
+def test_nothing_is_common_behind_tokens_that_differ() -> None:
+    before = open_population()
+    assert before.is_settled().tolist() == [False]
+    assert before.num_common().tolist() == [0]
+    assert before.last_tokens.tolist() == [[2, 2, 9]]
+    assert before.emit(before.num_common()).anchor.tolist() == [[7, 8, 9]], "each keeps its own"
+
+
+def test_copies_of_one_particle_agree_on_its_first_token() -> None:
+    """An absent particle's has no say."""
+    found = open_population().descend(torch.tensor([[1, 1, 2]]))
+    assert found.anchor.tolist() == [[8, 8, 9]]
+    assert found.is_settled().tolist() == [True]
+    assert found.num_common().tolist() == [2]
+
+
+def test_particles_may_begin_and_end_with_tokens_of_their_own() -> None:
+    table = ParticleTable(4, 3, MAX_TAIL, "cpu")
+    table.begin(
+        torch.tensor([1, 2]),
+        first_tokens=torch.tensor([[5, 6, 7], [4, 4, 4]]),
+        num_emitted=torch.tensor([1, 1]),
+        log_evidence=torch.zeros(2, dtype=torch.float64),
+        num_particles=torch.tensor([2, 3]),
+        ended=torch.tensor([[False, True, False], [False, False, False]]),
+    )
+    found = table.gather(torch.tensor([1, 2]), 3, MAX_TAIL)
+    assert found.last_tokens[0, :2].tolist() == [5, 6]
+    assert found.ended.tolist() == [[False, True, True], [False] * 3]
+    assert found.is_settled().tolist() == [False, True]

@@ -25,6 +25,7 @@ class FakeReq:
         self.spec_verify_ct = self.spec_num_correct_drafts = self.kv_committed_len = 0
         self.spec_correct_drafts_histogram: list[int] = []
         self.output_ids: list[int] = []
+        self.stream = False
         self.smc_run = Run(0, RequestConfig(), [0.0] * len(Counters._fields))
 
     def finished(self) -> bool:
@@ -148,7 +149,7 @@ def population() -> Population:
         lengths=torch.tensor([[2, 1, 0], [3, 3, 3]]),
         ended=torch.tensor([[True, True, True], [True, False, True]]),
         log_weights=torch.tensor([[3.0, 3.0 + math.log(3), -math.inf], [0.0] * 3]).double(),
-        anchor=torch.tensor([4, 4]),
+        anchor=torch.tensor([[4, 4, 0], [4, 4, 4]]),
         num_emitted=torch.tensor([2, 2]),
         log_evidence=torch.zeros(2).double(),
         present=torch.tensor([[True, True, False], [True] * 3]),
@@ -156,9 +157,15 @@ def population() -> Population:
     )
 
 
+def emitted_req(output_ids: list[int]) -> FakeReq:
+    req = FakeReq()
+    req.output_ids = output_ids
+    return req
+
+
 def test_particles_of_a_finished_group_are_whole_texts_with_normalised_weights() -> None:
     """The emitted text stands before each tail, and nothing that is stale or absent comes along."""
-    found = Particles.of(population()).of_group(0, [8, 4])
+    found = Particles.of(population()).of_group(0, emitted_req([8, 4]))
     assert found is not None
     assert [particle["output_ids"] for particle in found] == [[8, 4, 5, 6], [8, 4, 7]]
     assert [particle["weight"] for particle in found] == pytest.approx([0.25, 0.75])
@@ -166,7 +173,41 @@ def test_particles_of_a_finished_group_are_whole_texts_with_normalised_weights()
 
 
 def test_particles_of_a_group_that_goes_on_are_not_shown() -> None:
-    assert Particles.of(population()).of_group(1, [8, 4]) is None
+    assert Particles.of(population()).of_group(1, emitted_req([8, 4])) is None
+
+
+def test_particles_show_their_own_first_token_while_it_is_open() -> None:
+    whole = population()._replace(anchor=torch.tensor([[3, 2, 0], [4, 4, 4]]))
+    req = emitted_req([8, 4])
+    req.smc_run.open_at = 1
+    found = Particles.of(whole).of_group(0, req)
+    assert found is not None
+    assert [particle["output_ids"] for particle in found] == [[8, 3, 5, 6], [8, 2, 7]]
+
+
+def open_rounds(firsts: list[int], *reqs: FakeReq) -> None:
+    result = SMCBatchResult(
+        next_token_ids=torch.zeros(len(reqs), dtype=torch.int64),
+        accept_lens=torch.zeros(len(reqs), dtype=torch.int64),
+        speculative_num_draft_tokens=1,
+        num_kept_columns=torch.zeros(len(reqs), dtype=torch.int64),
+        counters=torch.zeros(len(reqs), len(Counters._fields)),
+        firsts=torch.tensor(firsts),
+        log=IntervalLog(100, 4),
+    )
+    result.resolve(SimpleNamespace(reqs=list(reqs)), stock_resolve(result, list(reqs)))
+
+
+def test_an_open_first_token_is_replaced_once_all_particles_agree() -> None:
+    req, plain = emitted_req([8, 4]), emitted_req([8, 4])
+    req.smc_run.open_at = 1
+    open_rounds([-1, 5], req, plain)
+    assert (req.output_ids, req.smc_run.open_at) == ([8, 4], 1), "they still differ"
+    open_rounds([6, 5], req, plain)
+    assert (req.output_ids, req.smc_run.open_at) == ([8, 6], None)
+    open_rounds([7, 5], req, plain)
+    assert req.output_ids == [8, 6], "and then it stays"
+    assert plain.output_ids == [8, 4], "a token that was never open is SGLang's"
 
 
 def test_only_who_asked_is_given_the_particles() -> None:

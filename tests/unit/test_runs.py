@@ -8,7 +8,16 @@ import torch
 
 from sglang_smc.config import SMCConfig
 from sglang_smc.diagnostics import Counters, zero_counters
-from sglang_smc.runs import RunBook, as_particle, publish, run_of, unopened
+from sglang_smc.patches.request_state import reset_for_retract, update_finish_state
+from sglang_smc.runs import (
+    RunBook,
+    as_particle,
+    first_is_open,
+    publish,
+    run_of,
+    settled_ids,
+    unopened,
+)
 
 SERVER = SMCConfig(num_particles=4, num_steps=3)
 
@@ -37,6 +46,8 @@ def make_req(
         "tokenizer": None,
         "vocab_size": 10,
         "is_finished": False,
+        "stream": True,
+        "to_finish": None,
     }
     req = SimpleNamespace(**{**fields, **changes})
     req.finished = lambda: req.is_finished
@@ -167,6 +178,7 @@ def powered_req(**changes: Any) -> Any:
 def test_what_the_first_token_weighs_is_in_the_answer_and_counted_once() -> None:
     """After a round the device's total holds it: added again it would stand there twice."""
     ends_at_once, goes_on = powered_req(output_ids=[9]), powered_req(output_ids=[9, 8])
+    ends_at_once.smc_run.open_at = goes_on.smc_run.open_at = None
     book = RunBook(SERVER, 1)
     book.note_first([ends_at_once, goes_on], torch.tensor([-0.25, -0.5]).double())
     goes_on.smc_run.take([*zero_counters(2)[:-1], -0.75])
@@ -184,7 +196,9 @@ def test_a_plain_target_weighs_nothing_and_its_sums_are_not_read() -> None:
 
 
 def test_an_answer_of_one_token_has_equal_particles() -> None:
-    particles = published(powered_req(output_ids=[9]))["spec_smc_particles"]
+    req = powered_req(output_ids=[9])
+    req.smc_run.open_at = None
+    particles = published(req)["spec_smc_particles"]
     assert particles == [as_particle([9], 0.5, 0.0)] * 2
 
 
@@ -196,3 +210,81 @@ def test_particles_are_shown_only_to_who_asked() -> None:
     req = make_req()
     RunBook(SERVER, 1).begin([req])
     assert "spec_smc_particles" not in published(req)
+
+
+def looked_at(req: Any, num_new: int) -> list[int]:
+    """For how many new tokens SGLang looks for an end; nothing where it does not look."""
+    seen: list[int] = []
+    update_finish_state(lambda _, count: seen.append(count), req, num_new)
+    return seen
+
+
+def begun(**changes: Any) -> Any:
+    """A request as prefill leaves it: its particles begun, one token put out."""
+    req = make_req(**changes)
+    RunBook(SERVER, 1).begin([req])
+    req.output_ids.append(9)
+    return req
+
+
+@pytest.mark.parametrize(("power", "is_open"), [(1.0, False), (2.0, True), (0.5, True)])
+def test_first_tokens_differ_for_a_power_of_p_alone(power: float, is_open: bool) -> None:
+    req = begun(smc={"power": power}, output_ids=[5])
+    assert first_is_open(req) == is_open
+    assert settled_ids(req) == ([5] if is_open else [5, 9])
+
+
+def test_a_token_behind_which_nothing_comes_is_never_open() -> None:
+    """Its own law is all that there is of the text."""
+    assert not first_is_open(begun(smc={"power": 2.0}, output_ids=[5] * 19))
+    assert first_is_open(begun(smc={"power": 2.0}, output_ids=[5] * 18))
+
+
+def test_nothing_is_streamed_nor_taken_for_an_end_until_the_token_is_settled() -> None:
+    """Then it is looked at along with what the round emits."""
+    req = begun(smc={"power": 2.0}, output_ids=[])
+    assert looked_at(req, 1) == looked_at(req, 0) == []
+    assert not req.stream
+    req.smc_run.settle(req, 4)
+    req.output_ids += [1, 2]
+    assert (req.output_ids, req.stream) == ([4, 1, 2], True)
+    assert looked_at(req, 2) == [3]
+    assert looked_at(req, 2) == [2], "once"
+
+
+def test_a_token_that_settles_in_a_round_without_others_is_looked_at() -> None:
+    req = begun(smc={"power": 2.0}, output_ids=[])
+    looked_at(req, 1)
+    req.smc_run.settle(req, 1)
+    assert looked_at(req, 0) == [1]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_stream_is_released_as_it_was(stream: bool) -> None:
+    req = begun(smc={"power": 2.0}, output_ids=[], stream=stream)
+    for _ in range(3):
+        looked_at(req, 0)
+    req.smc_run.settle(req, 4)
+    assert req.stream == stream
+
+
+def test_an_abort_is_heard_while_the_token_is_open() -> None:
+    req = begun(smc={"power": 2.0}, output_ids=[], to_finish="abort")
+    assert looked_at(req, 0) == [0]
+
+
+def test_a_retraction_takes_back_a_token_that_is_open_and_no_other() -> None:
+    """Prefill would read it as text, though no particle need have it."""
+    found = []
+    for power in (2.0, 1.0):
+        req = begun(smc={"power": power}, output_ids=[5, 6])
+        looked_at(req, 1)
+        reset_for_retract(lambda req: found.append(list(req.output_ids)), req)
+        assert req.stream
+    assert found == [[5, 6], [5, 6, 9]]
+
+
+def test_an_answer_that_was_cut_off_while_open_has_no_particles() -> None:
+    """The one token that stands there is none that all of them share."""
+    req = begun(smc={"power": 2.0, "return_particles": True}, output_ids=[])
+    assert published(req)["spec_smc_particles"] is None

@@ -62,7 +62,7 @@ def population(ended: list[list[bool]], sizes: list[int]) -> Population:
         lengths=present.long(),
         ended=torch.tensor(ended) | ~present,
         log_weights=torch.where(present, 0.0, -torch.inf).double(),
-        anchor=torch.zeros(size, dtype=torch.int64),
+        anchor=torch.zeros(size, 3, dtype=torch.int64),
         num_emitted=torch.ones(size, dtype=torch.int64),
         log_evidence=torch.zeros(size, dtype=torch.float64),
         present=present,

@@ -103,7 +103,7 @@ def population(tails: list[list[list[int]]]) -> Population:
         lengths=lengths,
         ended=zeros.bool(),
         log_weights=zeros.double(),
-        anchor=one,
+        anchor=torch.zeros_like(lengths),
         num_emitted=one,
         log_evidence=one.double(),
         present=~zeros.bool(),
@@ -117,13 +117,13 @@ def test_each_particle_is_marked_by_its_own_lineage_and_each_request_by_its_own_
     tokens = torch.tensor([[[OP, A], [OP, B]]] * 3)
     ends = torch.zeros(3, 2, 2, dtype=torch.bool)
     ends[0, 1, 1] = True  # an end that is already known stays
-    found = mark_stop_texts(ends, reqs, tails, tokens)
+    found = mark_stop_texts(ends, reqs, tokens, tails)
     assert found.int().tolist() == [
         [[1, 0], [0, 1]],
         [[0, 0], [0, 0]],
         [[0, 0], [0, 0]],
     ]
-    again = mark_stop_texts(ends, reqs, tails, torch.tensor([[[B, A], [B, B]]] * 3))
+    again = mark_stop_texts(ends, reqs, torch.tensor([[[B, A], [B, B]]] * 3), tails)
     assert again[2].int().tolist() == [[0, 0], [1, 0]]
     assert ends.sum() == 1, "the argument is left as it was"
 
@@ -132,7 +132,27 @@ def test_tokens_behind_the_end_of_a_tail_are_not_read() -> None:
     found = mark_stop_texts(
         torch.zeros(1, 2, 1, dtype=torch.bool),
         [make_req("STOPa")],
-        population([[[ST], [ST, OP]]]),
         torch.tensor([[[A], [A]]]),
+        population([[[ST], [ST, OP]]]),
     )
     assert found.tolist() == [[[False], [True]]]
+
+
+def test_first_tokens_that_prefill_drew_stand_right_behind_the_emitted_text() -> None:
+    tokens = torch.tensor([[[OP], [A]]])
+    nothing = torch.zeros(1, 2, 1, dtype=torch.bool)
+    found = mark_stop_texts(nothing, [make_req("STOP", output_ids=(A, ST))], tokens)
+    assert found.tolist() == [[[True], [False]]]
+
+
+@pytest.mark.parametrize(("open_at", "expected"), [(1, [True, False]), (None, [False, False])])
+def test_a_particle_reads_its_own_first_token_while_it_is_open(
+    open_at: int | None, expected: list[bool]
+) -> None:
+    """What stands in its place in the request's output is another particle's, or nobody's."""
+    req = make_req("STOP", output_ids=(A, C))
+    req.smc_run = SimpleNamespace(open_at=open_at)
+    tails = population([[[], []]])._replace(anchor=torch.tensor([[ST, A]]))
+    nothing = torch.zeros(1, 2, 1, dtype=torch.bool)
+    found = mark_stop_texts(nothing, [req], torch.tensor([[[OP], [OP]]]), tails)
+    assert found[0, :, 0].tolist() == expected
