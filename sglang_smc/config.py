@@ -22,7 +22,7 @@ SELECTIONS = ("sample", "argmax")
 EVIDENCE_THRESHOLD = 0.5
 """Where none is given. Chosen by bench/fidelity, as the next."""
 
-AUTO_EVIDENCE_THRESHOLD = 1.0
+AUTO_EVIDENCE_THRESHOLD = 0.5
 """What `auto` runs `mixed` with."""
 
 # Field of SMCConfig -> attribute of ServerArgs. K is SGLang's own flag; the others are ours.
