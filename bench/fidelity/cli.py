@@ -54,7 +54,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--problems", type=_positive, default=400, help="held-out problems for each cell")
     add("--temperatures", type=float, nargs="+", default=list(TEMPERATURES), metavar="T")
-    add("--bound-problems", type=_none_or_several, default=16, help="0: no bounds")
+    add("--bound-problems", type=_none_or_several, default=8, help="0: no bounds")
     add(
         "--only",
         nargs="+",
