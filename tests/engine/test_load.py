@@ -140,9 +140,13 @@ def test_long_lag_is_bounded_by_a_collapse(
 def test_exact_mode_streams_every_round_through_a_small_pool(
     engine: Callable[..., Any], pair: tuple[str, str]
 ) -> None:
-    """Its arena is small: forty requests share a pool that holds few SMC populations."""
+    """Its arena is small: forty requests share a pool that holds few SMC populations.
+
+    The lag is bounded, since any request might ask for mode smc, and one of those has to fit.
+    """
     pool = {"max_total_tokens": 300, "max_running_requests": 8, "chunked_prefill_size": 24}
-    running = engine(**smc_arguments(*pair, mode="exact", num_particles=4, num_steps=3, **pool))
+    settings = {"mode": "exact", "num_particles": 4, "num_steps": 3, "max_lag": 32}
+    running = engine(**smc_arguments(*pair, **settings, **pool))
     params = [
         {"max_new_tokens": 30 + i % 7, "ignore_eos": True, "sampling_seed": i} for i in range(40)
     ]
