@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import httpx
+from arguments import positive
 from chat import Pass, Sampling, ask, ask_all, connect
 from openai import OpenAI, OpenAIError
 from pair.task import held_out
@@ -64,12 +65,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--problems", type=_positive, default=300, help="held-out problems to measure on")
-    add("--num-particles", type=_positive, default=DEFAULTS.num_particles, help="N")
-    add("--num-steps", type=_positive, default=DEFAULTS.num_steps, help="K, drafted a round")
+    add("--problems", type=positive, default=300, help="held-out problems to measure on")
+    add("--num-particles", type=positive, default=DEFAULTS.num_particles, help="N")
+    add("--num-steps", type=positive, default=DEFAULTS.num_steps, help="K, drafted a round")
     add("--resample-at", choices=RESAMPLE_AT, default=DEFAULTS.resample_at, help="in mode smc")
     add("--temperature", type=float, default=0.7)
-    add("--concurrency", type=_positive, default=8, help="requests at a time")
+    add("--concurrency", type=positive, default=8, help="requests at a time")
     add("--seed", type=int, default=0, help="request i is sent with seed + i")
     add("--no-auto", action="store_true", help="leave out the auto mode of SMC")
     add("--no-exact", action="store_true", help="leave out the exact mode of SMC")
@@ -77,13 +78,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--pair", type=Path, default=HERE / "pair", help="folder of target and draft")
     add("--output-dir", type=Path, default=Path("demo-output"))
     return parser.parse_args(argv)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
-    return value
 
 
 def contenders(options: argparse.Namespace) -> list[Contender]:

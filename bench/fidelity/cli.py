@@ -19,6 +19,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+from arguments import positive
 from fidelity.bounding import Bound, bound_cells, by_plain_models, read_bounds
 from fidelity.engines import running
 from fidelity.grid import TEMPERATURES
@@ -52,7 +53,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--problems", type=_positive, default=400, help="held-out problems for each cell")
+    add("--problems", type=positive, default=400, help="held-out problems for each cell")
     add("--temperatures", type=float, nargs="+", default=list(TEMPERATURES), metavar="T")
     add("--bound-problems", type=_none_or_several, default=8, help="0: no bounds")
     add(
@@ -67,13 +68,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--publish", action="store_true", help="also copy the results to bench/results/fidelity")
     add("--output-dir", type=Path, default=Path("fidelity-output"))
     return parser.parse_args(argv)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
-    return value
 
 
 def _none_or_several(text: str) -> int:

@@ -7,45 +7,22 @@ code would have failed.
 """
 
 import math
-from collections.abc import Sequence
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from fidelity.bounds import LARGEST_ODDS, kl_bounds, main, normal_interval, variance_of_log_evidence
-from fidelity.reference import Models, Rows, Setting
+from fidelity.reference import Models, Setting
 from laws import enumerate_law
 from results import Z95, Interval
+from toy_reference import Table, Text
 from toy_smc import mild_pair
 
 NO_EOS, LENGTH, VOCAB = -1, 3, 3
 #: Two particles, drafted to the end in one round and never resampled.
 NEVER = Setting(2, 2, ess_threshold=0.0, stratified=False)
 BOUNDS = ("upper", "upper_of_runs", "lower", "reverse_upper", "reverse_lower")
-Text = tuple[int, ...]
-
-
-class Table:
-    """A language model that is a table of log-probabilities ``[position, last, next]``."""
-
-    def __init__(self, table: torch.Tensor) -> None:
-        self.table = table.double()
-
-    def read(self, prompt_ids: Sequence[int], num_rows: int) -> Rows:
-        return self  # nothing to remember
-
-    def log_probs(self, texts: torch.Tensor, columns: int, temperature: float) -> torch.Tensor:
-        chain = torch.cat([texts.new_zeros(len(texts), 1), texts], dim=1)
-        positions = torch.arange(chain.shape[1])[-columns:].clamp_max(len(self.table) - 1)
-        return (self.table[positions, chain[:, -columns:]] / temperature).log_softmax(-1)
-
-    def reorder(self, ancestors: torch.Tensor) -> None:
-        pass
-
-    def next_probs(self, text: Text) -> torch.Tensor:
-        return self.table[len(text), text[-1] if text else 0].softmax(-1)
 
 
 class Pair(NamedTuple):

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from fidelity.reference import HuggingFace, Models, Outcome, Rows, Setting, ancestral, run
+from fidelity.reference import HuggingFace, Models, Outcome, Setting, ancestral, run
 from laws import Law, enumerate_law, p_value
 from pair.task import held_out, messages
+from toy_reference import Table, Text
 from toy_smc import mild_pair
 from transformers import PreTrainedModel
 
@@ -37,29 +38,7 @@ SETTINGS = [
     replace(TWO, resample_at="token", resampling_method="multinomial"),
     replace(TWO, num_steps=1),
 ]
-Text = tuple[int, ...]
 Evidence = dict[tuple[Text, float], float]  # (answer, log Z-hat) -> probability
-
-
-class Table:
-    """A language model that is a table of log-probabilities ``[position, last, next]``."""
-
-    def __init__(self, table: torch.Tensor) -> None:
-        self.table = table.double()
-
-    def read(self, prompt_ids: Sequence[int], num_rows: int) -> Rows:
-        return self  # nothing to remember
-
-    def log_probs(self, texts: torch.Tensor, columns: int, temperature: float) -> torch.Tensor:
-        chain = torch.cat([texts.new_zeros(len(texts), 1), texts], dim=1)
-        positions = torch.arange(chain.shape[1])[-columns:].clamp_max(len(self.table) - 1)
-        return (self.table[positions, chain[:, -columns:]] / temperature).log_softmax(-1)
-
-    def reorder(self, ancestors: torch.Tensor) -> None:
-        pass
-
-    def next_probs(self, text: Text) -> torch.Tensor:
-        return self.table[len(text), text[-1] if text else 0].softmax(-1)
 
 
 PAIR = mild_pair(LENGTH, VOCAB)
