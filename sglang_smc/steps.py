@@ -256,6 +256,8 @@ class Steps:
     def _siblings(self, groups: Groups, population: Population) -> torch.Tensor:
         """Particles that may share their noise, ``[G, N, N]``: verified chains are independent."""
         itself = torch.eye(groups.extent.num_particles, device=population.ended.device).bool()
+        if not groups.extent.weighs:
+            return itself.expand(len(groups.reqs), -1, -1)
         anchor = population.anchor
         same = same_text(population.tokens, population.lengths)
         same = same & (anchor.unsqueeze(2) == anchor.unsqueeze(1))

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sglang.srt.distributed.parallel_state_wrapper import ParallelState
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.server_args import ServerArgs
 
@@ -167,10 +167,11 @@ class SMCWorker(BaseSpecWorker):
             logits.unsqueeze(1), num_emitted.unsqueeze(1), filtered=uses_filters(batch.reqs)
         )
         law, log_sum = power_law(log_p.squeeze(1), settings.power)
-        is_open = self._tensor([first_is_open(req) for req in batch.reqs], torch.bool).unsqueeze(1)
-        tokens = self._first_tokens(settings, law, num_emitted, is_open)  # [G, N]
-        ends = settings.ends(tokens, (num_emitted + 1).unsqueeze(1).expand_as(tokens))
-        ends = stopping.mark_stop_texts(ends.unsqueeze(2), batch.reqs, tokens.unsqueeze(2))
+        first = torch.zeros_like(num_emitted)  # they belong to all particles; drawn as particle 0's
+        tokens = sample(law, uniforms(settings.seeds, num_emitted, first, Purpose.BONUS))
+        tokens, ended = tokens.unsqueeze(1), None
+        if any(first_is_open(req) for req in batch.reqs):
+            tokens, ended = self._first_tokens(batch.reqs, settings, law, num_emitted, tokens)
         carried[:, -1] += log_sum
         self._counters.begin(rows, carried)
         self._particles.begin(
@@ -179,19 +180,20 @@ class SMCWorker(BaseSpecWorker):
             num_emitted=num_emitted + 1,
             log_evidence=carried[:, -1],
             num_particles=settings.num_particles,
-            ended=ends.squeeze(2) & is_open,  # SGLang itself looks at a token that all share
+            ended=ended,
         )
         self._runs.note_first(batch.reqs, log_sum)
         return tokens[:, 0]
 
     def _first_tokens(
         self,
+        reqs: "list[Req]",
         settings: Settings,
         law: torch.Tensor,
         num_emitted: torch.Tensor,
-        is_open: torch.Tensor,
-    ) -> torch.Tensor:
-        """First tokens ``[G, N]``: one for all particles, or one for each where ``is_open``."""
+        shared: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """First tokens ``[G, N]`` where some stay open, one for each particle, and their ends."""
         particle = torch.arange(self.config.num_particles, device=law.device)
         noise = uniforms(
             settings.seeds.unsqueeze(1), num_emitted.unsqueeze(1), particle, Purpose.BONUS
@@ -199,8 +201,14 @@ class SMCWorker(BaseSpecWorker):
         present = particle < settings.num_particles.unsqueeze(1)
         siblings = present.unsqueeze(1) & present.unsqueeze(2)
         itself = torch.eye(len(particle), dtype=torch.bool, device=law.device)
-        noise = torch.where(is_open, stratify(noise, siblings | itself), noise[:, :1])
-        return sample(law.unsqueeze(1).expand(-1, len(particle), -1), noise)
+        own = sample(
+            law.unsqueeze(1).expand(-1, len(particle), -1), stratify(noise, siblings | itself)
+        )
+        is_open = self._tensor([first_is_open(req) for req in reqs], torch.bool).unsqueeze(1)
+        tokens = torch.where(is_open, own, shared)
+        ends = settings.ends(tokens, (num_emitted + 1).unsqueeze(1).expand_as(tokens))
+        ends = stopping.mark_stop_texts(ends.unsqueeze(2), reqs, tokens.unsqueeze(2)).squeeze(2)
+        return tokens, ends & is_open  # SGLang itself looks at a token that all share
 
     def _round(self, batch: "ScheduleBatch") -> SMCBatchResult:
         """One round, from the last token of every particle to what all of them agree on."""

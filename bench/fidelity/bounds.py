@@ -51,8 +51,9 @@ from transformers import logging
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from fidelity.reference import Models, Outcome, Setting, ancestral, run
+from fidelity.stats import normal_interval
 from pair.task import held_out, messages
-from results import Z95, Interval
+from results import Interval
 
 from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.smc.weights import log_mean_exp
@@ -143,14 +144,6 @@ def variance_of_log_evidence(
         num_tokens = sum(len(outcome.tokens) for outcome in outcomes) / repeats
         found.append(float(variance) / (num_tokens / 100))
     return normal_interval(found)
-
-
-def normal_interval(values: Sequence[float]) -> Interval:
-    """The mean of independent values with its 95 % interval by the normal law."""
-    n, mean = len(values), math.fsum(values) / len(values)
-    squares = math.fsum((value - mean) ** 2 for value in values)
-    half = Z95 * math.sqrt(squares / (n - 1) / n)
-    return Interval(mean, mean - half, mean + half, n)
 
 
 def _each(

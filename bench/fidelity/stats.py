@@ -30,14 +30,18 @@ def paired_difference(
     return Interval((won - lost) / n, low, high, n)
 
 
-def mean_interval(values: Sequence[float]) -> Interval | None:
-    """A mean with its normal interval."""
-    n = len(values)
-    if not n:
-        return None
-    mean = fmean(values)
-    half = Z95 * stdev(values) / math.sqrt(n) if n > 1 else math.inf
+def normal_interval(values: Sequence[float]) -> Interval:
+    """The mean of two or more independent values with its 95 % interval by the normal law."""
+    n, mean = len(values), fmean(values)
+    half = Z95 * stdev(values) / math.sqrt(n)
     return Interval(mean, mean - half, mean + half, n)
+
+
+def mean_interval(values: Sequence[float]) -> Interval | None:
+    """The same for any number of values: one says nothing of its spread."""
+    if len(values) > 1:
+        return normal_interval(values)
+    return Interval(values[0], -math.inf, math.inf, 1) if values else None
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
