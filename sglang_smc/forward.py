@@ -7,7 +7,7 @@ its own buffers for. Hence an attention backend of our own beside the runner's.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import (
@@ -21,6 +21,15 @@ from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class Places(NamedTuple):
+    """Where the particles of a forward stand in `req_to_token`."""
+
+    rows: torch.Tensor  # [G] the requests' own: their text is the prefix that particles share
+    committed: torch.Tensor  # [G] its length
+    particle_rows: torch.Tensor  # [G, N] where the tails stand, from position `committed` on
+    max_tail: int  # no particle has more keys behind the prefix, the new tokens included
 
 
 class ParticleForward:
@@ -37,34 +46,40 @@ class ParticleForward:
         with _pool_of_size(runner.req_to_token_pool, max_rows):
             self.attn_backend = runner._get_attention_backend()
 
-    def decode(
-        self, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    def next_logits(
+        self, tokens: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor, places: Places
     ) -> torch.Tensor:
-        """One token a row; all arguments ``[R]``, logits ``[R, V]``."""
-        return self._run(ForwardMode.DECODE, tokens, rows, positions + 1, positions, slots)
+        """What follows a chain of tokens: like `chain_logits`, of the last column ``[G, N, V]``."""
+        if tokens.shape[2] > 1:
+            return self.chain_logits(tokens, starts, slots, places)[:, :, -1]
+        rows, starts = places.particle_rows.flatten(), starts.flatten()
+        logits = self._run(ForwardMode.DECODE, tokens, rows, starts + 1, starts, slots)
+        return logits.view(*tokens.shape[:2], -1)
 
-    def verify(
-        self, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    def chain_logits(
+        self, tokens: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor, places: Places
     ) -> torch.Tensor:
-        """A chain of C tokens a row in one pass.
+        """A chain of tokens for each particle, in one pass.
 
         Args:
-            tokens, slots: ``[R, C]``.
-            rows, positions: ``[R]``; a chain's first token stands at its row's position.
+            tokens: ``[G, N, C]``.
+            starts: ``[G, N]`` position of each chain's first token, ``committed - 1`` or later.
+            slots: ``[G, N, C]`` where their KV goes; 0 is nowhere.
 
         Returns:
-            Logits ``[R, C, V]``.
+            Logits ``[G, N, C, V]``.
         """
-        width = tokens.shape[1]
-        columns = positions.unsqueeze(1) + torch.arange(width, device=tokens.device)
+        width, starts = tokens.shape[2], starts.flatten()
+        columns = starts.unsqueeze(1) + torch.arange(width, device=tokens.device)
         chain = DFlashVerifyInput(
             draft_token=tokens.flatten(),
             positions=columns.flatten(),
             draft_token_num=width,
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
+        rows = places.particle_rows.flatten()
         logits = self._run(
-            ForwardMode.TARGET_VERIFY, tokens, rows, positions, columns, slots, spec_info=chain
+            ForwardMode.TARGET_VERIFY, tokens, rows, starts, columns, slots, spec_info=chain
         )
         return logits.view(*tokens.shape, -1)
 

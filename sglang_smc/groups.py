@@ -7,6 +7,7 @@ import torch
 from sglang_smc import memory
 from sglang_smc.config import SMCConfig
 from sglang_smc.request_config import config_of
+from sglang_smc.runs import running
 from sglang_smc.sampling import Settings, uses_filters
 
 if TYPE_CHECKING:
@@ -40,14 +41,18 @@ class Groups(NamedTuple):
 
 
 def extent_of(server: SMCConfig, reqs: "list[Req]") -> Extent:
-    """The extent of a batch."""
+    """The extent of a batch.
+
+    Under the overlap schedule the host's figures are one round old, and too large if anything.
+    """
     configs = [config_of(server, req) for req in reqs]
     pairs = list(zip(configs, reqs, strict=True))
+    arenas = [running(req).arena for req in reqs]
     return Extent(
         num_particles=max(config.num_particles for config in configs),
         num_steps=max(config.num_steps for config in configs),
         max_tail=max(memory.tail(config, memory.remaining(req)) for config, req in pairs),
-        max_arena=max(req.kv.kv_allocated_len - req.kv_committed_len for req in reqs),
+        max_arena=max(end - start for start, end in arenas),
         filtered=uses_filters(reqs),
         powered=any(config.power != 1.0 for config in configs),
         weighs=any(config.weighs for config in configs),

@@ -63,11 +63,12 @@ class Ledger:
         allocated: torch.Tensor,
         starts: torch.Tensor,
         idle: torch.Tensor,
+        unread: torch.Tensor,
         num_particles: torch.Tensor,
         num_columns: torch.Tensor,
         width: int,
     ) -> torch.Tensor:
-        """Hand each particle free slots for its next positions.
+        """Hand each particle free slots for its next positions, behind the one before them.
 
         Args:
             rows: ``[G]`` requests.
@@ -75,12 +76,14 @@ class Ledger:
                 are free.
             starts: ``[G, N]`` first position to fill.
             idle: ``[G, N]`` particles that get the padding slot 0 instead.
+            unread: ``[G]`` groups whose draft has yet to write the position before.
             num_particles, num_columns: ``[G]`` what each group has of the N particles and of the
                 ``width`` columns; the rest gets the padding slot, too.
             width: the most columns of any group.
 
         Returns:
-            Slots ``[G, N, width]`` int64, also written to the particles' rows.
+            Slots ``[G, N, 1 + width]`` int64. The first is that of the position before where it is
+            ``unread``, else the padding slot; the others are also written to the particles' rows.
         """
         particle = torch.arange(starts.shape[1], device=rows.device).view(1, -1, 1)
         column = torch.arange(width, device=rows.device)
@@ -89,9 +92,11 @@ class Ledger:
         mine = (column < per_particle) & ~idle.unsqueeze(2)
         place = (first + particle * per_particle + column).where(mine, 0)  # [G, N, width]
         slots = self._table[rows.view(-1, 1, 1), place].where(mine, 0)
-        targets = self.particle_rows(rows, starts.shape[1]).unsqueeze(2)
-        self._table[targets, starts.unsqueeze(2) + column] = slots
-        return slots.long()
+        targets, next_place = self.particle_rows(rows, starts.shape[1]), starts.unsqueeze(2)
+        self._table[targets.unsqueeze(2), next_place + column] = slots
+        owed = unread.view(-1, 1, 1) & ~idle.unsqueeze(2)  # [G, N, 1]
+        before = self._table[targets.unsqueeze(2), (next_place - 1).clamp_min(0)].where(owed, 0)
+        return torch.cat([before, slots], dim=2).long()
 
     def descend(
         self,

@@ -26,6 +26,7 @@ class Run(msgspec.Struct):
     config: RequestConfig
     counters: list[float]
     is_open: bool = False  # its particles have their prefix
+    arena: tuple[int, int] = (0, 0)  # from the end of the text that the host knew, when reserved
     open_at: int | None = None  # the output token that prefill drew, while particles differ in it
     was_settled: bool = False  # in the round that is being taken
     is_held: bool = False  # its stream, until the token is settled
@@ -141,6 +142,11 @@ def run_of(req: "Req") -> Run | None:
     return req.__dict__.get("smc_run")
 
 
+def running(req: "Req") -> Run:
+    """The notes on a request that decodes."""
+    return req.smc_run  # type: ignore[attr-defined]
+
+
 def first_is_open(req: "Req") -> bool:
     """Whether the newest output token stands in for one that the particles differ in."""
     run = run_of(req)
@@ -155,9 +161,9 @@ def settled_ids(req: "Req") -> list[int]:
 
 def unopened(reqs: "list[Req]") -> "list[Req]":
     """Requests in their first round since prefill; each is named once."""
-    new = [req for req in reqs if not req.smc_run.is_open]  # type: ignore[attr-defined]
+    new = [req for req in reqs if not running(req).is_open]
     for req in new:
-        req.smc_run.is_open = True  # type: ignore[attr-defined]
+        running(req).is_open = True
     return new
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_smc import stopping
-from sglang_smc.forward import ParticleForward
+from sglang_smc.forward import ParticleForward, Places
 from sglang_smc.groups import Groups
 from sglang_smc.ledger import Ledger
 from sglang_smc.particles import Population
@@ -51,33 +51,38 @@ class Steps:
         self._max_lag = max_lag
 
     def reserve(self, groups: Groups, population: Population) -> torch.Tensor:
-        """Free KV slots for the next K + 1 positions of each particle, ``[G, N, K + 1]``."""
+        """KV slots for the last token but one, the last and the drafts, ``[G, N, K + 2]``."""
         return self._ledger.reserve(
             groups.rows,
             allocated=groups.allocated,
             starts=groups.committed.unsqueeze(1) + population.lengths,
             idle=population.ended,
+            unread=population.unread,
             num_particles=groups.settings.num_particles,
             num_columns=groups.settings.num_steps + 1,
             width=groups.extent.num_steps + 1,
         )
 
     def propose(self, groups: Groups, population: Population, slots: torch.Tensor) -> Drafts:
-        """Draft x_1..x_K ~ q, one after another, from each particle's last token."""
-        rows, starts = self._places(groups, population)
+        """Draft x_1..x_K ~ q, one after another, from each particle's last token.
+
+        The last drafted token is not read: if it is kept, the next round reads it with the
+        token behind it, in the same pass.
+        """
+        places, starts = self._places(groups, population), self._starts(groups, population)
         siblings = self._siblings(groups, population)
-        tokens, drawn, log_q, laws = population.last_tokens, [], [], []
-        num_steps = groups.extent.num_steps
-        for step in range(num_steps):
-            logits = self.draft.decode(
-                tokens.flatten(), rows, starts + step, slots[..., step].flatten()
-            )
+        logits = self.draft.next_logits(
+            population.last_two, starts - 1, slots[:, :, :2], places
+        )  # [G, N, V]
+        drawn, log_q, laws = [], [], []
+        for step in range(groups.extent.num_steps):
+            if step:
+                logits = self.draft.next_logits(
+                    drawn[-1].unsqueeze(2), starts + step, slots[:, :, step + 1, None], places
+                )
             positions = population.output_lengths + step
             law = groups.settings.log_probs(
-                logits.view(*tokens.shape, -1),
-                positions,
-                filtered=groups.extent.filtered,
-                draft=True,
+                logits, positions, filtered=groups.extent.filtered, draft=True
             )
             noise = self._uniforms(groups, positions, Purpose.DRAFT)
             tokens = sample(law, stratify(noise, siblings))
@@ -85,8 +90,6 @@ class Steps:
             drawn.append(tokens)
             log_q.append(token_log_probs(law, tokens))
             laws.append(law if groups.extent.verifies else None)
-        # The last drafted token's KV, which the next round's draft reads if the token is kept.
-        self.draft.decode(tokens.flatten(), rows, starts + num_steps, slots[..., -1].flatten())
         chains = torch.stack(drawn, dim=2)
         return Drafts(
             chains,
@@ -100,12 +103,16 @@ class Steps:
     ) -> torch.Tensor:
         """One target pass over [last, x_1..x_K]: log p of what comes next, ``[G, N, K + 1, V]``."""
         chain = torch.cat([population.last_tokens.unsqueeze(2), drafts.tokens], dim=2)
-        rows, starts = self._places(groups, population)
-        logits = self.target.verify(chain.flatten(0, 1), rows, starts, slots.flatten(0, 1))
+        logits = self.target.chain_logits(
+            chain,
+            self._starts(groups, population),
+            slots[:, :, 1:],
+            self._places(groups, population),
+        )
         column = torch.arange(chain.shape[2], device=chain.device)
         positions = population.output_lengths.unsqueeze(2) + column  # [G, N, K + 1]
         log_p = groups.settings.log_probs(
-            logits.view(len(groups.reqs), -1, logits.shape[-1]),
+            logits.flatten(1, 2),
             positions.flatten(1),
             filtered=groups.extent.filtered,
         )
@@ -196,7 +203,8 @@ class Steps:
         column = torch.arange(drafts.tokens.shape[2], device=drafts.tokens.device)
         kept = column < decision.num_kept.unsqueeze(2)  # [G, N, K]
         extended = population.append(drafts.tokens, decision.num_kept)._replace(
-            ended=population.ended | (drafts.ends & kept).any(2)
+            ended=population.ended | (drafts.ends & kept).any(2),
+            unread=decision.cut.num_columns == groups.extent.num_steps,
         )
         return self._descend(groups, extended, decision.resampled)
 
@@ -248,10 +256,17 @@ class Steps:
             log_evidence=population.log_evidence + step.log_evidence,
         )
 
-    def _places(self, groups: Groups, population: Population) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each particle's row, and the position it continues at, both ``[G * N]``."""
-        rows = self._ledger.particle_rows(groups.rows, groups.extent.num_particles)
-        return rows.flatten(), (groups.committed.unsqueeze(1) + population.lengths).flatten()
+    def _starts(self, groups: Groups, population: Population) -> torch.Tensor:
+        """The position of each particle's last token, ``[G, N]``."""
+        return groups.committed.unsqueeze(1) + population.lengths
+
+    def _places(self, groups: Groups, population: Population) -> Places:
+        return Places(
+            rows=groups.rows,
+            committed=groups.committed,
+            particle_rows=self._ledger.particle_rows(groups.rows, groups.extent.num_particles),
+            max_tail=groups.extent.max_tail + 1,  # ended ones compute past their last token, too
+        )
 
     def _siblings(self, groups: Groups, population: Population) -> torch.Tensor:
         """Particles that may share their noise, ``[G, N, N]``: verified chains are independent."""

@@ -22,7 +22,7 @@ from sglang_smc.groups import Groups, extent_of
 from sglang_smc.ledger import Ledger
 from sglang_smc.particles import ParticleTable, Population
 from sglang_smc.result import Particles, SMCBatchResult
-from sglang_smc.runs import RunBook, first_is_open, unopened
+from sglang_smc.runs import RunBook, first_is_open, running, unopened
 from sglang_smc.sampling import RequestTable, Settings, uses_filters
 from sglang_smc.smc.proposal import power_law, sample
 from sglang_smc.smc.randomness import Purpose, round_seeds, uniforms
@@ -126,6 +126,14 @@ class SMCWorker(BaseSpecWorker):
         if on_publish is not None:
             on_publish(result.new_seq_lens)
         return result
+
+    def prepare_for_kv_cache_release(self, req: "Req") -> None:
+        """Keep the last slot of a finished text out of the radix cache.
+
+        The draft reads the last token of a round in the next one, which this text has not.
+        """
+        if len(req.output_ids) > 1:
+            req.kv_committed_len -= 1
 
     def _prefill(self, batch: "ScheduleBatch") -> "GenerationBatchResult":
         """Both models read the prompt; the target's first token is an exact sample."""
@@ -236,7 +244,7 @@ class SMCWorker(BaseSpecWorker):
             rows=rows,
             settings=settings._replace(seeds=seeds),
             committed=batch.seq_lens.long(),
-            allocated=self._tensor([req.kv.kv_allocated_len for req in batch.reqs]),
+            allocated=self._tensor([running(req).arena[1] for req in batch.reqs]),
             extent=extent,
         )
         return groups, before

@@ -12,6 +12,7 @@ import torch
 
 from sglang_smc import memory
 from sglang_smc.config import SMCConfig
+from sglang_smc.forward import Places
 from sglang_smc.groups import Groups, extent_of
 from sglang_smc.ledger import Ledger
 from sglang_smc.particles import ParticleTable, Population
@@ -56,21 +57,20 @@ class SlotModel:
     def prefill(self, slots: torch.Tensor) -> None:
         self._tokens[slots] = torch.tensor(PROMPT).expand_as(slots)
 
-    def decode(
-        self, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    def next_logits(
+        self, tokens: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor, places: Places
     ) -> torch.Tensor:
-        self._tokens[slots.long()] = tokens
-        read = self._tokens[self._table[rows].long()]
-        return self.language.logits[Language.contexts(read, positions + 1)]
+        return self.chain_logits(tokens, starts, slots, places)[:, :, -1]
 
-    def verify(
-        self, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    def chain_logits(
+        self, tokens: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor, places: Places
     ) -> torch.Tensor:
-        columns = [
-            self.decode(tokens[:, i], rows, positions + i, slots[:, i])
-            for i in range(tokens.shape[1])
-        ]
-        return torch.stack(columns, dim=1)
+        self._tokens[slots] = tokens
+        read = self._tokens[self._table[places.particle_rows.flatten()].long()]
+        read = read.unsqueeze(1).expand(-1, tokens.shape[2], -1).flatten(0, 1)
+        ends = starts.unsqueeze(2) + torch.arange(1, 1 + tokens.shape[2])
+        logits = self.language.logits[Language.contexts(read, ends.flatten())]
+        return logits.view(*tokens.shape, -1)
 
 
 class Outcome(NamedTuple):
@@ -90,7 +90,6 @@ class ToyRequest:
         self.stream = False
         self.vocab_size = 0  # smaller than any top_k: no filters
         self.kv_committed_len = len(PROMPT)
-        self.kv = SimpleNamespace(kv_allocated_len=0)
         self.sampling_params = SimpleNamespace(
             custom_params=custom_params,
             max_new_tokens=limit,
@@ -263,7 +262,8 @@ class ToyWorker:
     def _open(self, reqs: list[ToyRequest]) -> tuple[Groups, Population]:
         for req in reqs:
             wanted = req.kv_committed_len + memory.arena_of(self.config, req)  # type: ignore[arg-type]
-            req.kv.kv_allocated_len = max(req.kv.kv_allocated_len, wanted)
+            end = max(req.smc_run.arena[1], wanted)
+            req.smc_run.arena = req.kv_committed_len, end
         extent = extent_of(self.config, reqs)  # type: ignore[arg-type]
         rows = torch.tensor([req.row for req in reqs])
         before = self.particles.gather(rows, extent.num_particles, extent.max_tail)
@@ -274,7 +274,7 @@ class ToyWorker:
             rows=rows,
             settings=settings._replace(seeds=seeds),
             committed=torch.tensor([req.kv_committed_len for req in reqs]),
-            allocated=torch.tensor([req.kv.kv_allocated_len for req in reqs]),
+            allocated=torch.tensor([req.smc_run.arena[1] for req in reqs]),
             extent=extent,
         )
         return groups, before

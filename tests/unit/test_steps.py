@@ -27,8 +27,7 @@ def groups(*chosen: dict[str, Any]) -> Groups:
             ),
             output_ids=[0],
             vocab_size=VOCAB,
-            kv=SimpleNamespace(kv_allocated_len=0),
-            kv_committed_len=0,
+            smc_run=SimpleNamespace(arena=(0, 0)),
         )
         for mine in chosen
     ]
@@ -63,10 +62,12 @@ def population(ended: list[list[bool]], sizes: list[int]) -> Population:
         ended=torch.tensor(ended) | ~present,
         log_weights=torch.where(present, 0.0, -torch.inf).double(),
         anchor=torch.zeros(size, 3, dtype=torch.int64),
+        before=torch.zeros(size, 3, dtype=torch.int64),
         num_emitted=torch.ones(size, dtype=torch.int64),
         log_evidence=torch.zeros(size, dtype=torch.float64),
         present=present,
         roots=torch.arange(3).expand(size, 3),
+        unread=torch.zeros(size, dtype=torch.bool),
     )
 
 
