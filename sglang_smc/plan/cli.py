@@ -42,7 +42,6 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m sglang_smc.plan",
         description="Upper bounds on the speed of plain decoding (AR), speculative decoding (SD) "
         "and SMC from models, device and load, and the fastest N and K.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     _add_models_and_device(result)
     _add_load(result)
@@ -63,7 +62,7 @@ def _add_models_and_device(result: argparse.ArgumentParser) -> None:
         "sees none, in about three seconds (measured:cpu and measured:cuda insist)",
     )
     result.add_argument(
-        "--tp", type=positive, default=1, help="devices that split every pass, perfectly"
+        "--tp", type=positive, default=1, help="devices that split every pass, perfectly; default 1"
     )
     result.add_argument(
         "--dtype",
@@ -73,15 +72,18 @@ def _add_models_and_device(result: argparse.ArgumentParser) -> None:
 
 
 def _add_load(result: argparse.ArgumentParser) -> None:
-    result.add_argument("--batch", type=positive, default=1, help="requests at once")
+    result.add_argument("--batch", type=positive, default=1, help="requests at once; default 1")
     result.add_argument(
-        "--context", type=positive, default=1024, help="tokens that a request's particles share"
+        "--context",
+        type=positive,
+        default=1024,
+        help="tokens that a request's particles share; default 1024",
     )
     result.add_argument(
         "--tail",
         type=natural,
         default=128,
-        help="tokens that each particle has of its own, on average",
+        help="tokens that each particle has of its own, on average; default 128",
     )
     result.add_argument(
         "--no-shared-prefix",
@@ -92,16 +94,25 @@ def _add_load(result: argparse.ArgumentParser) -> None:
 
 def _add_settings(result: argparse.ArgumentParser) -> None:
     result.add_argument(
-        "--particles", type=positives, default=DEFAULT_PARTICLES, help="candidates for N, by commas"
+        "--particles",
+        type=positives,
+        default=DEFAULT_PARTICLES,
+        help="candidates for N; default 4,8,16",
     )
     result.add_argument(
-        "--steps", type=positives, default=DEFAULT_STEPS, help="candidates for K, by commas"
+        "--steps", type=positives, default=DEFAULT_STEPS, help="candidates for K; default 4,8,16"
     )
     result.add_argument(
-        "--min-particles", type=positive, default=1, help="the smallest N that the quality allows"
+        "--min-particles",
+        type=positive,
+        default=1,
+        help="the smallest N that the quality allows; default 1",
     )
     result.add_argument(
-        "--acceptance", type=probability, default=0.8, help="SD: how likely a draft is accepted"
+        "--acceptance",
+        type=probability,
+        default=0.8,
+        help="SD: how likely a draft is accepted; default 0.8",
     )
     result.add_argument(
         "--kept",

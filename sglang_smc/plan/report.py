@@ -15,15 +15,16 @@ LEFT_OUT = (
     "AR to win earlier than said here."
 )
 QUALITY = (
-    "N and K change the quality of the output, which no roofline sees: fewer particles are always "
-    "the faster ones. Choose N for the quality first (--min-particles)."
+    "N and K change the quality of the output, which no roofline sees: with all drafts kept, "
+    "fewer particles and longer blocks are the faster ones. Choose for the quality first "
+    "(--min-particles, --steps, --kept)."
 )
 COLUMNS = (
     "setting",
     "tokens a round",
     "ms a round",
-    "GB moved",
-    "TFLOP",
+    "moved",
+    "computed",
     "bound by",
     "tokens/s",
     "x AR",
@@ -148,14 +149,22 @@ def as_text(report: Report) -> str:
 
 def _model_line(shape: ModelShape) -> str:
     return (
-        f"{shape.num_parameters / 1e9:.2f} B parameters, {shape.streamed_bytes / 1e9:.2f} GB read "
-        f"a pass, {shape.kv_bytes_per_token / 1e3:.0f} kB of KV a token"
+        f"{_si(shape.num_parameters)} parameters, {_si(shape.streamed_bytes)}B read a pass, "
+        f"{_si(shape.kv_bytes_per_token)}B of KV a token"
     )
+
+
+def _si(value: float) -> str:
+    """Three digits and a decimal prefix, for a unit to follow: ``15 G``."""
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * factor:  # what rounds up to it
+            return f"{value / factor:.3g} {prefix}"
+    return f"{value:.3g} "
 
 
 def _device_line(report: Report) -> str:
     device = report.scenario.device
-    return f"{device.name}: {device.bandwidth / 1e12:.3g} TB/s, {device.flops / 1e12:.3g} TFLOP/s"
+    return f"{device.name}: {_si(device.bandwidth)}B/s, {_si(device.flops)}FLOP/s"
 
 
 def _ridge_rows(scenario: Scenario) -> float:
@@ -175,8 +184,8 @@ def _crossing(report: Report) -> str:
 def _too_large(report: Report) -> str:
     capacity = report.scenario.device.capacity or 0.0
     return (
-        f"It does not fit: weights and KV take {report.memory / 1e9:.0f} GB, "
-        f"{report.scenario.device.name} has {capacity / 1e9:.0f} GB. See --tp, --dtype, --batch."
+        f"It does not fit: weights and KV take {_si(report.memory)}B, "
+        f"{report.scenario.device.name} has {_si(capacity)}B. See --tp, --dtype, --batch."
     )
 
 
@@ -188,8 +197,8 @@ def _cells(report: Report) -> Iterator[tuple[str, ...]]:
             estimate.label + (" *" if estimate is report.plan.best else ""),
             f"{estimate.tokens:.2f}",
             f"{estimate.seconds * 1e3:.3g}",
-            f"{estimate.round.bytes / 1e9:.3g}",
-            f"{estimate.round.flops / 1e12:.3g}",
+            _si(estimate.round.bytes) + "B",
+            _si(estimate.round.flops) + "FLOP",
             estimate.bound,
             f"{estimate.tokens_per_second:,.0f}",
             f"{estimate.tokens_per_second / report.ar.tokens_per_second:.2f}",
