@@ -89,6 +89,13 @@ def test_kept_goes_by_steps(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["SMC N=8 K=8"][0] == "7.90"
 
 
+def test_plain_decoding_wins_earlier_where_less_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    one = ("--particles", "8", "--steps", "8")
+    whole = as_json(capsys, *H200, *one)["settings"][-1]
+    cut = as_json(capsys, *H200, *one, "--kept", "4")["settings"][-1]
+    assert cut["plain_wins_from"] < whole["plain_wins_from"]
+
+
 def test_models_that_do_not_fit_are_said_to(capsys: pytest.CaptureFixture[str]) -> None:
     """141 GB of bf16 weights and the draft's, on 141 GB; eight of them are enough."""
     large = ("--target", "llama-3.3-70b", "--draft", "llama-3.2-1b", "--device", "h200")

@@ -155,6 +155,17 @@ def test_impossible_rounds() -> None:
         sd_round(TOY, TOY, 1, 0, 10)
 
 
+def test_one_text_has_its_tail_in_its_context() -> None:
+    """All methods are compared at the same length of text."""
+    scenario = Scenario(TOY, SMALL, DEVICE, context=10, tail=4, shared_prefix=False)
+    assert scenario.ar(2).round == ar_step(TOY, 2, 14)
+    assert scenario.sd(2, 3, 0.5).round == sd_round(TOY, SMALL, 2, 3, 14)
+    assert scenario.smc(2, 4, 3).round == smc_round(TOY, SMALL, 2, 4, 3, 10, 4, False)
+    assert scenario.sd(2, 3, 0.5).tokens_per_second == pytest.approx(
+        2 * 1.875 / scenario.sd(2, 3, 0.5).seconds
+    )
+
+
 def test_best_settings_looks_at_all() -> None:
     plan = best_settings(*LLAMA, named("h200"), 1, 1024, particles=(4, 8), steps=(4, 8, 16))
     rates = {(e.num_particles, e.num_steps): e.tokens_per_second for e in plan.grid}
