@@ -7,9 +7,10 @@ row[committed : allocated]    the arena: the slots of all tails, then the free o
 
 so that finish, abort, retraction, the radix cache and the leak checks of the stock
 scheduler stay right without knowing of particles. A particle has a row of its own
-in the same tensor, below those that the scheduler hands out: the prefix as in the
-request's row, then its tail's slots. Resampling copies tails between these rows, a
-slot may serve many particles, and one that serves none is free. KV never moves.
+in the same tensor, below those that the scheduler hands out, for its tail's slots:
+they stand at their positions, behind the prefix that only the request's row holds.
+Resampling copies tails between these rows, a slot may serve many particles, and one
+that serves none is free. KV never moves.
 """
 
 import torch
@@ -49,12 +50,6 @@ class Ledger:
         """Rows of the first particles of each request, ``[G]`` to ``[G, num_particles]``."""
         particle = torch.arange(num_particles, device=rows.device)
         return self._num_rows + rows.unsqueeze(1) * self._num_particles + particle
-
-    def open(self, row: int, committed: int) -> None:
-        """Give a request's particles the prefix that prefill left in its row."""
-        first = self._num_rows + row * self._num_particles
-        particles = self._table[first : first + self._num_particles]
-        particles[:, :committed] = self._table[row, :committed]
 
     def reserve(
         self,

@@ -156,12 +156,10 @@ class PoolModel:
 
     def play_round(self, batch: list[Request], rng: random.Random) -> None:
         for request in batch:
-            if not self.overlap or not request.is_open:
+            if not self.overlap or not request.has_begun:
                 request.heard = request.committed, request.remaining + self.overlap
             self._top_up(request, rng)
-            if not request.is_open:
-                self.ledger.open(request.row, request.committed)
-                request.is_open = True
+            request.has_begun = True
         self.check()
         self.window = Window.of(batch)
         for request in batch:
@@ -354,7 +352,7 @@ class PoolModel:
             assert slots[: len(request.frozen)] == request.frozen, "committed slots moved"
             request.frozen = slots[: request.committed]
             owned += slots
-            if request.is_open:
+            if request.has_begun:
                 self._check_lineages(request, set(slots))
         assert len(owned) == len(set(owned)), "a slot stands twice"
         assert not set(owned) & set(self.free)
@@ -362,22 +360,28 @@ class PoolModel:
         assert not self.table[0].any(), "SGLang's padding row was written to"
 
     def _check_lineages(self, request: Request, owned: set[int]) -> None:
-        first = self.table.shape[0] // (1 + self.config.num_particles)
-        first += request.row * self.config.num_particles
-        rows = [request.row, *range(first, first + len(request.tails))]
-        for particle, row in enumerate(rows, start=-1):
-            tail = [] if particle < 0 else request.tails[particle]
-            read = self.table[row, : request.committed + len(tail)].tolist()
-            text = request.prompt + request.output if particle < 0 else request.text(particle)
-            assert set(read) <= owned, "a particle reads a slot that its request does not own"
-            for position, slot in enumerate(read):
-                assert self.content[slot] == tuple(text[: position + 1]), "wrong KV"
+        emitted = request.prompt + request.output
+        self._check_read(self.table[request.row, : request.committed].tolist(), emitted, owned)
+        for particle, tail in enumerate(request.tails):
+            read = self._slots_read(request, particle, request.committed + len(tail))
+            self._check_read(read, request.text(particle), owned)
+
+    def _check_read(self, read: list[int], text: list[int], owned: set[int]) -> None:
+        assert set(read) <= owned, "a particle reads a slot that its request does not own"
+        for position, slot in enumerate(read):
+            assert self.content[slot] == tuple(text[: position + 1]), "wrong KV"
+
+    def _slots_read(self, request: Request, particle: int, length: int) -> list[int]:
+        """Emitted text through the request's row, the tail through the particle's own."""
+        row = self.ledger.particle_rows(torch.tensor([request.row]), particle + 1)[0, particle]
+        committed = min(request.committed, length)
+        prefix, tail = self.table[request.row, :committed], self.table[row, committed:length]
+        return [*prefix.tolist(), *tail.tolist()]
 
     def _check_draft(self, request: Request, particle: int) -> None:
         """Before it drafts, the draft has read the particle's whole text, slot by slot."""
         text = request.text(particle)
-        row = self.ledger.particle_rows(torch.tensor([request.row]), particle + 1)[0, particle]
-        for position, slot in enumerate(self.table[row, : len(text)].tolist()):
+        for position, slot in enumerate(self._slots_read(request, particle, len(text))):
             assert self.draft_content[slot] == tuple(text[: position + 1]), "wrong KV of the draft"
 
     def _check_reserved(self, batch: list[Request], slots: list) -> None:

@@ -23,7 +23,7 @@ class Request:
     allocated: int
     tails: list[list[int]]
     ended: list[bool]
-    is_open: bool = False
+    has_begun: bool = False
     is_over: bool = False  # a round began with nothing left to do
     heard: tuple[int, int] = (0, 0)  # committed and remaining, as far as the host knows
     unread: bool = False  # the draft has yet to read the last token but one

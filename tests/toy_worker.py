@@ -15,6 +15,7 @@ from sglang_smc.config import SMCConfig
 from sglang_smc.forward import Places
 from sglang_smc.groups import Groups, extent_of
 from sglang_smc.ledger import Ledger
+from sglang_smc.ops import TORCH
 from sglang_smc.particles import ParticleTable, Population
 from sglang_smc.request_config import config_of
 from sglang_smc.runs import Run, first_is_open
@@ -66,8 +67,10 @@ class SlotModel:
         self, tokens: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor, places: Places
     ) -> torch.Tensor:
         self._tokens[slots] = tokens
-        read = self._tokens[self._table[places.particle_rows.flatten()].long()]
-        read = read.unsqueeze(1).expand(-1, tokens.shape[2], -1).flatten(0, 1)
+        in_prefix = torch.arange(self._table.shape[1]) < places.committed.view(-1, 1, 1)
+        prefix, tails = self._table[places.rows.unsqueeze(1)], self._table[places.particle_rows]
+        read = self._tokens[torch.where(in_prefix, prefix, tails).long()]  # [G, N, width]
+        read = read.unsqueeze(2).expand(-1, -1, tokens.shape[2], -1).flatten(0, 2)
         ends = starts.unsqueeze(2) + torch.arange(1, 1 + tokens.shape[2])
         logits = self.language.logits[Language.contexts(read, ends.flatten())]
         return logits.view(*tokens.shape, -1)
@@ -98,6 +101,7 @@ class ToyRequest:
             top_k=1 << 30,
             top_p=1.0,
             min_p=0.0,
+            min_new_tokens=0,
         )
 
 
@@ -141,7 +145,7 @@ class ToyWorker:
             max_tail=max_tail,
             num_slots=num_slots,
         )
-        self.steps = Steps(self.target, self.draft, self.ledger, config.max_lag)  # type: ignore[arg-type]
+        self.steps = Steps(self.target, self.draft, self.ledger, TORCH, config.max_lag)  # type: ignore[arg-type]
         self.particles = ParticleTable(1 + num_requests, config.num_particles, max_tail, "cpu")
         self.settings = RequestTable(1 + num_requests, target.logits.shape[1], "cpu")
 
@@ -206,8 +210,6 @@ class ToyWorker:
             num_particles=settings.num_particles,
             ended=(first == self.eos) & is_open.unsqueeze(1),
         )
-        for row in rows:
-            self.ledger.open(row, len(PROMPT))
         return reqs
 
     def _first_noise(
@@ -239,12 +241,12 @@ class ToyWorker:
         """As `SMCWorker._round`, `_open` and `_commit`."""
         groups, before = self._open(reqs)
         steps = self.steps
-        slots = steps.reserve(groups, before)
-        drafts = steps.propose(groups, before, slots)
-        log_p = steps.score(groups, before, drafts, slots)
-        decision: Decision = steps.decide(groups, before, drafts, log_p)
+        reserved = steps.reserve(groups, before)
+        drafts = steps.propose(groups, before, reserved)
+        law = steps.score(groups, before, drafts, reserved)
+        decision: Decision = steps.decide(groups, before, drafts, law)
         extended = steps.extend(groups, before, drafts, decision)
-        continued = steps.add_bonus(groups, extended, decision.next_log_p)
+        continued = steps.add_bonus(groups, extended, decision.next_law)
         settled, forced = steps.collapse(groups, continued)
         counts = settled.num_common()
         self.ledger.commit(
