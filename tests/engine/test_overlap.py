@@ -63,7 +63,7 @@ def serve(engine: Any, indices: list[int], aborted: frozenset[int]) -> dict[int,
 def essence(answer: dict[str, Any]) -> dict[str, Any]:
     info = answer["meta_info"]
     own = {name: value for name, value in info.items() if name.startswith("spec_smc_")}
-    ends = {name: info[name] for name in ("finish_reason", "completion_tokens", "spec_verify_ct")}
+    ends = {name: info.get(name) for name in ("finish_reason", "spec_verify_ct")}
     return {"output_ids": answer["output_ids"], **ends, **own}
 
 
