@@ -1,0 +1,50 @@
+"""Compiles every kernel for a GPU that need not be there: ``python compile_kernels.py 90``.
+
+A script of its own: in a process that interprets Triton, nothing compiles. It prints one line
+``module.kernel`` for each compiled kernel, and fails like the first that does not compile.
+"""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from sglang_smc.kernels.sample import sample_and_score, score_tokens
+
+G, N, K, V = 2, 5, 3, 151_936
+
+
+def absent(capability: int) -> Any:
+    """A CUDA device of some capability, as far as the compiler asks for it."""
+    return SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: device,
+    )
+
+
+def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    kernel: Any = run(self, *args, grid=grid, warmup=True, **options)
+    assert kernel.asm["cubin"]
+    print(f"{self.module.rpartition('.')[2]}.{self.__name__}")
+    return kernel
+
+
+def launch_sample() -> None:
+    rows = torch.arange(G * N)
+    ones, noise = torch.ones(G * N), torch.zeros(G * N, dtype=torch.float64)
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.zeros(G * N, V, dtype=dtype)
+        sample_and_score(logits, ones, noise)
+        sample_and_score(logits, ones, noise, rows)
+        score_tokens(logits, ones, rows)
+
+
+if __name__ == "__main__":
+    run, JITFunction.run = JITFunction.run, compile_only
+    driver.set_active(absent(int(sys.argv[1])))
+    launch_sample()
