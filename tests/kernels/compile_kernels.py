@@ -13,7 +13,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from sglang_smc.kernels.randomness import uniforms
 from sglang_smc.kernels.sample import sample_and_score, score_tokens
+from sglang_smc.kernels.siblings import spread
+from sglang_smc.smc.randomness import Purpose
 
 G, N, K, V = 2, 5, 3, 151_936
 
@@ -44,7 +47,16 @@ def launch_sample() -> None:
         score_tokens(logits, ones, rows)
 
 
+def launch_siblings() -> None:
+    positions = torch.zeros(G, N, dtype=torch.int64)
+    noise = uniforms(positions[:, 0], positions, Purpose.DRAFT)
+    siblings = torch.zeros(G, N, N, dtype=torch.bool)
+    spread(noise, siblings)
+    spread(noise, siblings, positions)
+
+
 if __name__ == "__main__":
     run, JITFunction.run = JITFunction.run, compile_only
     driver.set_active(absent(int(sys.argv[1])))
     launch_sample()
+    launch_siblings()
