@@ -13,10 +13,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from sglang_smc.kernels.collect import SCHEMES, collect
 from sglang_smc.kernels.randomness import uniforms
 from sglang_smc.kernels.sample import sample_and_score, score_tokens
 from sglang_smc.kernels.siblings import spread
 from sglang_smc.smc.randomness import Purpose
+from sglang_smc.smc.rounds import Rules
 
 G, N, K, V = 2, 5, 3, 151_936
 
@@ -55,8 +57,18 @@ def launch_siblings() -> None:
     spread(noise, siblings, positions)
 
 
+def launch_collect() -> None:
+    weights, scores = torch.zeros(G, N, dtype=torch.float64), torch.zeros(G, N, K)
+    of_groups = weights[:, 0]
+    rules = Rules(of_groups.long(), of_groups, of_groups.bool(), of_groups)
+    drafts = weights, scores, scores, scores.bool()
+    for scheme in SCHEMES:
+        collect(*drafts, of_groups, rules, weights.bool(), of_groups, weights, scheme)
+
+
 if __name__ == "__main__":
     run, JITFunction.run = JITFunction.run, compile_only
     driver.set_active(absent(int(sys.argv[1])))
     launch_sample()
     launch_siblings()
+    launch_collect()

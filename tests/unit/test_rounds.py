@@ -363,3 +363,45 @@ class TestEvidence:
         uneven = [[9.0, -9.0, -9.0], [0.0, 0.0, -9.0]]
         assert shape_of(cut(EQUAL, uneven, 0.9, "token", evidence_threshold=1.0))[0] == 1
         assert shape_of(cut(EQUAL, uneven, 0.0, "token", evidence_threshold=1.0))[0] == 2
+
+
+class TestCollect:
+    def test_closed_columns_weigh_nothing_and_are_not_kept(self) -> None:
+        """Particle 1 ends with its first token; its later scores belong to nobody."""
+        log_p = torch.tensor([[[-1.0, -1.0, -1.0], [-2.0, -9.0, math.nan]]])
+        is_open = torch.tensor([[[True, True, True], [True, False, False]]])
+        found = self.collect(log_p, is_open, power=1.0, tau=0.0)
+        assert found.num_kept.tolist() == [[3, 1]]
+        assert found.cut.log_weights.tolist() == [[0.0, -1.0]]
+        assert found.resampled.ancestors.tolist() == [[0, 1]]
+
+    def test_the_power_acts_on_the_target_alone(self) -> None:
+        log_p = torch.tensor([[[-1.0], [-2.0]]])
+        found = self.collect(log_p, torch.ones(1, 2, 1, dtype=torch.bool), power=3.0, tau=0.0)
+        assert found.cut.log_weights.tolist() == [[-2.0, -5.0]]
+
+    def test_columns_that_the_cut_drops_are_kept_by_no_particle(self) -> None:
+        log_p = torch.tensor([[[-1.0, -1.0, -INF], [-1.0, -90.0, -INF]]])
+        found = self.collect(log_p, torch.ones(1, 2, 3, dtype=torch.bool), power=1.0, tau=0.9)
+        assert found.num_kept.tolist() == [[2, 2]]
+        assert found.resampled.ancestors.tolist() == [[0, 0]]
+        assert found.resampled.log_evidence.item() == pytest.approx(math.log(0.5))
+
+    @staticmethod
+    def collect(
+        log_p: torch.Tensor, is_open: torch.Tensor, power: float, tau: float
+    ) -> rounds.Collected:
+        """One group, log q = -1 throughout."""
+        weights = torch.zeros(log_p.shape[:2], dtype=torch.float64)
+        return rounds.collect(
+            weights,
+            log_p,
+            torch.full_like(log_p, -1.0),
+            is_open,
+            torch.tensor([power], dtype=torch.float64),
+            rules(1, log_p.shape[2], tau, "block"),
+            torch.ones_like(weights, dtype=torch.bool),
+            torch.tensor([0.5], dtype=torch.float64),
+            torch.full_like(weights, 0.5),
+            "systematic",
+        )
