@@ -109,6 +109,18 @@ def _pick(of_columns, where):
 
 
 @triton.jit
+def _points(noise, particle, here, size, scheme: tl.constexpr):
+    """Where each slot's ancestor is looked up on [0, 1), as `resampling` says of the schemes."""
+    if scheme == "systematic":
+        points = (tl.load(noise) + particle) / size
+    else:
+        points = tl.load(noise + particle, mask=here, other=0.0)
+        if scheme == "stratified":
+            points = (points + particle) / size
+    return points
+
+
+@triton.jit
 def _ancestors(weights, points, particle):
     """The particle whose share of [0, 1) holds each point, as `resampling._inverse_cdf`."""
     alive = weights > 0
@@ -195,12 +207,7 @@ def _collect(
     unnormalized = tl.sum(tl.where(last[:, None], relative, 0.0), 0)
     mass = tl.sum(unnormalized, 0)
     weights = unnormalized / tl.where(mass > 0, mass, 1.0)
-    if scheme == "systematic":
-        points = (tl.load(noise + group * num_particles) + particle) / size
-    else:
-        points = tl.load(noise + own, mask=here, other=0.0)
-        if scheme == "stratified":
-            points = (points + particle) / size
+    points = _points(noise + group * num_particles, particle, here, size, scheme)
     replaced = resample & is_present
     ancestors = tl.where(replaced, _ancestors(weights, points, particle), particle)
     banked = tl.where(resample, _pick(total, last) - tl.log(size), 0.0)
