@@ -13,10 +13,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from sglang_smc.kernels.collect import SCHEMES, collect
+from sglang_smc.kernels.lineage import commit, descend
+from sglang_smc.kernels.prepare import reserve
 from sglang_smc.kernels.randomness import uniforms
 from sglang_smc.kernels.sample import sample_and_score, score_tokens
 from sglang_smc.kernels.siblings import spread
 from sglang_smc.smc.randomness import Purpose
+from sglang_smc.smc.rounds import Rules
 
 G, N, K, V = 2, 5, 3, 151_936
 
@@ -55,8 +59,52 @@ def launch_siblings() -> None:
     spread(noise, siblings, positions)
 
 
+def launch_collect() -> None:
+    weights, scores = torch.zeros(G, N, dtype=torch.float64), torch.zeros(G, N, K)
+    of_groups = weights[:, 0]
+    rules = Rules(of_groups.long(), of_groups, of_groups.bool(), of_groups)
+    drafts = weights, scores, scores, scores.bool()
+    for scheme in SCHEMES:
+        collect(*drafts, of_groups, rules, weights.bool(), of_groups, weights, scheme)
+
+
+def launch_ledger() -> None:
+    table, cells = torch.zeros(100, 500, dtype=torch.int32), torch.zeros(G, N, dtype=torch.int64)
+    rows = of_groups = cells[:, 0]
+    reserve(
+        table,
+        10,
+        N,
+        rows,
+        allocated=of_groups,
+        starts=cells,
+        idle=cells.bool(),
+        unread=of_groups.bool(),
+        num_particles=of_groups,
+        num_columns=of_groups,
+        width=K + 1,
+    )
+    descend(table, 10, N, rows, committed=of_groups, ancestors=cells, max_tail=260)
+    commit(
+        table,
+        table[0],
+        300,
+        10,
+        N,
+        rows,
+        committed=of_groups,
+        allocated=of_groups,
+        lengths=cells,
+        counts=of_groups,
+        max_tail=260,
+        max_arena=2100,
+    )
+
+
 if __name__ == "__main__":
     run, JITFunction.run = JITFunction.run, compile_only
     driver.set_active(absent(int(sys.argv[1])))
     launch_sample()
     launch_siblings()
+    launch_collect()
+    launch_ledger()

@@ -5,17 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
+def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("compile_kernels.py"), str(capability)],
+        [sys.executable, Path(__file__).with_name("compile_kernels.py"), "90"],
         env=environment,
         capture_output=True,
         text=True,
