@@ -110,6 +110,16 @@ class SMCFlags:
         ),
         NS("spec"),
     ] = None
+    speculative_smc_kernels: Annotated[
+        str | None,
+        Arg(
+            help="SMC only. What runs a round beside the models: 'triton' kernels or 'torch' "
+            "functions, which give the same tokens, to compare or debug. 'auto' takes kernels on "
+            f"a GPU and torch elsewhere (default {DEFAULTS.kernels}).",
+            choices=list(config.KERNELS),
+        ),
+        NS("spec"),
+    ] = None
 
 
 FLAG_FIELDS = tuple(field.name for field in dataclasses.fields(SMCFlags))

@@ -16,6 +16,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_smc import hooks, memory
 from sglang_smc.config import SERVER_ARGS_FIELDS, SMCConfig
+from sglang_smc.ops import kind_of
 
 if TYPE_CHECKING:
     import torch
@@ -173,6 +174,7 @@ def _setting_problems(server_args: "ServerArgs") -> list[str]:
     except ValueError as error:
         return [str(error)]
     problems = _pool_problems(config, server_args.max_total_tokens)
+    problems += _kernel_problems(config, server_args.device)
     given, expected = server_args.speculative_num_draft_tokens, config.num_steps + 1
     if given not in (None, expected):
         problems.append(
@@ -188,6 +190,14 @@ def _pool_problems(config: SMCConfig, num_slots: int | None) -> list[str]:
         return []
     try:
         memory.check_pool(config, num_slots)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _kernel_problems(config: SMCConfig, device: str | None) -> list[str]:
+    try:
+        kind_of(config.kernels, device or "cuda")
     except ValueError as error:
         return [str(error)]
     return []

@@ -18,6 +18,7 @@ MODES = ("smc", "exact", "mixed", "auto")
 RESAMPLING_METHODS = ("systematic", "stratified", "multinomial", "residual", "ssp")
 RESAMPLE_AT = ("block", "token")
 SELECTIONS = ("sample", "argmax")
+KERNELS = ("auto", "triton", "torch")
 
 EVIDENCE_THRESHOLD = 0.5
 """Where none is given. Chosen by bench/fidelity, as the next."""
@@ -38,7 +39,11 @@ SERVER_ARGS_FIELDS = {
     "evidence_threshold": "speculative_smc_evidence_threshold",
     "draft_temperature": "speculative_smc_draft_temperature",
     "max_lag": "speculative_smc_max_lag",
+    "kernels": "speculative_smc_kernels",
 }
+
+SERVER_FIELDS = ("max_lag", "kernels")
+"""They size memory or choose code, so a request has no say in them."""
 
 
 class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +84,10 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     max_lag: int = 256
     """smc: tokens a particle may run ahead of the text that all share, before they collapse."""
+
+    kernels: str = "auto"
+    """What runs a round beside the models: `triton` kernels or `torch` functions, which give the
+    same tokens. `auto`: kernels on a GPU, torch elsewhere."""
 
     @classmethod
     def from_server_args(cls, server_args: Any) -> "SMCConfig":
@@ -176,6 +185,7 @@ RANGES: dict[str, Range] = {
     "evidence_threshold": Number(0),
     "draft_temperature": Number(0, closed=False),
     "max_lag": Integer(1),
+    "kernels": Choice(KERNELS),
 }
 
 DEFAULTS = SMCConfig()

@@ -5,12 +5,16 @@ for devices where a launch costs more than the work that it does: there a round'
 torch calls would take as long as a model's forward.
 """
 
+import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
+from sglang_smc.ledger import Ledger
 from sglang_smc.smc import proposal, randomness, rounds, siblings
+
+Kind = Literal["torch", "triton"]
 
 
 class Ops(NamedTuple):
@@ -21,6 +25,7 @@ class Ops(NamedTuple):
     sample_and_score: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     score_tokens: Callable[..., torch.Tensor]
     collect: Callable[..., rounds.Collected]
+    ledger: type[Ledger]
 
 
 def _uniforms(
@@ -40,4 +45,31 @@ TORCH = Ops(
     sample_and_score=proposal.sample_and_score,
     score_tokens=proposal.score_tokens,
     collect=rounds.collect,
+    ledger=Ledger,
 )
+
+
+def kind_of(kernels: str, device: str) -> Kind:
+    """What `--speculative-smc-kernels` means on a device.
+
+    Raises:
+        ValueError: kernels are wanted where Triton has neither a GPU nor its interpreter.
+    """
+    if kernels == "auto":
+        return "torch" if device == "cpu" else "triton"
+    if kernels == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"--speculative-smc-kernels is {kernels!r} on --device {device}; allowed: 'auto' or "
+            "'torch', since Triton needs a GPU. Leave it out, or set TRITON_INTERPRET=1 to run "
+            "kernels in Triton's interpreter, thousands of times slower."
+        )
+    return "torch" if kernels == "torch" else "triton"
+
+
+def ops_of(kind: Kind) -> Ops:
+    """The implementation of that kind; Triton is imported only where it is wanted."""
+    if kind == "torch":
+        return TORCH
+    from sglang_smc.kernel_ops import TRITON
+
+    return TRITON

@@ -12,6 +12,7 @@ from sglang_smc.config import (
     AUTO_EVIDENCE_THRESHOLD,
     EVIDENCE_THRESHOLD,
     RANGES,
+    SERVER_FIELDS,
     Integer,
     Range,
     SMCConfig,
@@ -32,8 +33,7 @@ _MODES_OF = {
     PARTICLES_KEY: ("smc",),
     "evidence_threshold": ("smc", "mixed"),
 }
-# Sizes memory, so it is the server's to choose.
-_KEYS = (*(name for name in RANGES if name != "max_lag"), PARTICLES_KEY)
+_KEYS = (*(name for name in RANGES if name not in SERVER_FIELDS), PARTICLES_KEY)
 
 
 class RequestConfig(SMCConfig, frozen=True, kw_only=True):

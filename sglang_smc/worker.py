@@ -13,13 +13,13 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
-from sglang_smc import memory, ops, stopping
+from sglang_smc import memory, stopping
 from sglang_smc.config import SMCConfig
 from sglang_smc.diagnostics import CounterTable, IntervalLog
 from sglang_smc.draft_input import SMCDraftInput
 from sglang_smc.forward import ParticleForward
 from sglang_smc.groups import Groups, extent_of
-from sglang_smc.ledger import Ledger
+from sglang_smc.ops import kind_of, ops_of
 from sglang_smc.particles import ParticleTable, Population
 from sglang_smc.result import Particles, SMCBatchResult
 from sglang_smc.runs import RunBook, first_is_open, running
@@ -54,6 +54,8 @@ class SMCWorker(BaseSpecWorker):
         super().__init__()
         self.config = SMCConfig.from_server_args(server_args)
         self.device = server_args.device
+        self._kind = kind_of(self.config.kernels, self.device)
+        self._ops = ops_of(self._kind)
         self._target_worker = target_worker
         self._draft_worker = TpModelWorker(
             server_args=server_args,
@@ -93,7 +95,7 @@ class SMCWorker(BaseSpecWorker):
         self._requests = RequestTable(num_rows, vocab_size, self.device)
         self._particles = ParticleTable(num_rows, config.num_particles, max_tail, self.device)
         self._counters = CounterTable(num_rows, self.device)
-        self._ledger = Ledger(
+        self._ledger = self._ops.ledger(
             pool.req_to_token,
             num_rows=num_rows,
             num_particles=config.num_particles,
@@ -105,10 +107,10 @@ class SMCWorker(BaseSpecWorker):
         """Build the stock backends for prefill, and our own for the particles."""
         super().init_attention_backends()
         self._steps = Steps(
-            target=ParticleForward(self._target_worker.model_runner, "torch"),
-            draft=ParticleForward(self._draft_worker.model_runner, "torch"),
+            target=ParticleForward(self._target_worker.model_runner, self._kind),
+            draft=ParticleForward(self._draft_worker.model_runner, self._kind),
             ledger=self._ledger,
-            ops=ops.TORCH,
+            ops=self._ops,
             max_lag=self.config.max_lag,
         )
 

@@ -97,6 +97,7 @@ def smc_arguments(target: str, draft: str, **settings: Any) -> dict[str, Any]:
         "evidence_threshold",
         "draft_temperature",
         "max_lag",
+        "kernels",
     )
     for name in own:
         if name in settings:

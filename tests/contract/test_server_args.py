@@ -28,6 +28,7 @@ GIVEN = {
     "speculative_smc_evidence_threshold": 0,
     "speculative_smc_draft_temperature": 0.9,
     "speculative_smc_max_lag": 32,
+    "speculative_smc_kernels": "torch",
 }
 DEFAULTS = {
     "speculative_smc_mode": "smc",
@@ -40,6 +41,7 @@ DEFAULTS = {
     "speculative_smc_evidence_threshold": None,
     "speculative_smc_draft_temperature": None,
     "speculative_smc_max_lag": 256,
+    "speculative_smc_kernels": "auto",
 }
 
 HELP = DEFAULTS | {
