@@ -12,18 +12,18 @@ import torch
 
 from sglang_smc import memory
 from sglang_smc.config import SMCConfig
+from sglang_smc.diagnostics import Counters, CounterTable, IntervalLog, zero_counters
 from sglang_smc.forward import Places
-from sglang_smc.groups import Groups, extent_of
 from sglang_smc.ledger import Ledger
 from sglang_smc.ops import TORCH
-from sglang_smc.particles import ParticleTable, Population
+from sglang_smc.particles import ParticleTable
 from sglang_smc.request_config import config_of
 from sglang_smc.runs import Run, first_is_open
 from sglang_smc.sampling import RequestSpec, RequestTable, Settings
 from sglang_smc.smc.proposal import power_law, sample
-from sglang_smc.smc.randomness import round_seeds
 from sglang_smc.smc.siblings import stratify
-from sglang_smc.steps import Decision, Steps
+from sglang_smc.steps import Steps
+from sglang_smc.worker import SMCWorker
 
 PROMPT = (1, 0)
 NUM_CONTEXTS = 97
@@ -137,39 +137,52 @@ class ToyWorker:
         self.draft = SlotModel(draft, self.table[:, :longest], num_slots)
         for model in (self.target, self.draft):
             model.prefill(self.table[1 : 1 + num_requests, : len(PROMPT)].long())
-        max_tail = memory.max_tail(config)
-        self.ledger = Ledger(
+        self.device = str(self.table.device)
+        self.worker = self._make_worker(num_slots)
+
+    def _make_worker(self, num_slots: int) -> SMCWorker:
+        """The package's worker on these tables and models, without SGLang around it."""
+        worker, config = SMCWorker.__new__(SMCWorker), self.config
+        num_rows, max_tail = 1 + len(self.owned), memory.max_tail(config)
+        vocab_size = self.target.language.logits.shape[1]
+        worker.config, worker.device = config, self.device
+        worker._ledger = Ledger(
             self.table,
-            num_rows=1 + num_requests,
+            num_rows=num_rows,
             num_particles=config.num_particles,
             max_tail=max_tail,
             num_slots=num_slots,
         )
-        self.steps = Steps(self.target, self.draft, self.ledger, TORCH, config.max_lag)  # type: ignore[arg-type]
-        self.particles = ParticleTable(1 + num_requests, config.num_particles, max_tail, "cpu")
-        self.settings = RequestTable(1 + num_requests, target.logits.shape[1], "cpu")
+        models: Any = self.target, self.draft
+        worker._steps = Steps(*models, worker._ledger, TORCH, config.max_lag)
+        worker._particles = ParticleTable(num_rows, config.num_particles, max_tail, self.device)
+        worker._requests = RequestTable(num_rows, vocab_size, self.device)
+        worker._counters = CounterTable(num_rows, self.device)
+        worker._log = IntervalLog(40, config.num_particles)
+        return worker
 
     def run(self, rows: list[int], noise: torch.Tensor) -> Outcome:
         """Serve the requests in ``rows`` in one batch; prefill draws by ``noise`` of each row."""
-        reqs = self._begin(rows, noise)
+        reqs = self.begin(rows, noise)
         emitted_in_last = [0] * len(rows)
-        evidence = self.particles.gather(torch.tensor(rows), 1, 1).log_evidence
         running = [i for i, req in enumerate(reqs) if not self._is_over(req)]
-        num_forced = num_rounds = 0
+        num_rounds = 0
         while running:
             num_rounds += len(running)
-            population, counts, forced = self._round([reqs[i] for i in running])
-            num_forced += int(forced.sum())
-            is_settled = population.is_settled()
+            result = self.play_round([reqs[i] for i in running])
+            tokens = result.next_token_ids.view(len(running), -1)
+            firsts = [-1] * len(running) if result.firsts is None else result.firsts.tolist()
             for group, i in enumerate(running):
-                if first_is_open(reqs[i]) and is_settled[group]:  # type: ignore[arg-type]
-                    reqs[i].smc_run.settle(reqs[i], int(population.anchor[group, 0]))
-                new = population.tokens[group, 0, : counts[group]].tolist()
+                if first_is_open(reqs[i]) and firsts[group] >= 0:  # type: ignore[arg-type]
+                    reqs[i].smc_run.settle(reqs[i], firsts[group])
+                new = tokens[group, : result.accept_lens[group]].tolist()
                 reqs[i].output_ids += new
                 reqs[i].kv_committed_len += len(new)
+                reqs[i].smc_run.counters = result.counters[group].tolist()
                 emitted_in_last[i] = len(new)
-                evidence[i] = population.log_evidence[group]
             running = [i for i in running if not self._is_over(reqs[i])]
+        evidence = self.worker._particles.gather(torch.tensor(rows), 1, 1).log_evidence
+        num_forced = sum(int(Counters(*req.smc_run.counters).collapse_ct) for req in reqs)
         texts = [req.output_ids for req in reqs]
         padded = [text + [self.eos] * (self.limit - len(text)) for text in texts]
         early = sum(map(len, texts)) - len(texts) - sum(emitted_in_last)
@@ -186,23 +199,28 @@ class ToyWorker:
             return False
         return req.output_ids[-1] == self.eos or len(req.output_ids) >= self.limit
 
-    def _begin(self, rows: list[int], noise: torch.Tensor) -> list[ToyRequest]:
+    def begin(self, rows: list[int], noise: torch.Tensor) -> list[ToyRequest]:
+        """Prefill."""
         chosen = [{"smc": self.chosen[(row - 1) % len(self.chosen)]} for row in rows]
         reqs = [
             ToyRequest(row, 0, self.limit, mine) for row, mine in zip(rows, chosen, strict=True)
         ]
-        self.settings.write([self._spec(req) for req in reqs])
-        index = torch.tensor(rows)
-        settings = self.settings.gather(index)
+        requests, index = self.worker._requests, torch.tensor(rows)
+        requests.write([self._spec(req) for req in reqs])
+        settings = requests.gather(index)
         prompt_logits = self.target.language.after(()).expand(len(rows), -1)
         law, log_sum = power_law(torch.log_softmax(prompt_logits, -1), settings.power)
         is_open = settings.power != 1.0
         first = sample(law.unsqueeze(1), self._first_noise(settings, noise[index - 1], is_open))
         for req, token, opens in zip(reqs, first[:, 0].tolist(), is_open.tolist(), strict=True):
             req.output_ids = [token]
-            req.smc_run = Run(req.row, config_of(self.config, req), [])  # type: ignore[arg-type]
+            config = config_of(self.config, req)  # type: ignore[arg-type]
+            req.smc_run = Run(req.row, config, zero_counters(config.num_particles))
             req.smc_run.open_at = 0 if opens else None
-        self.particles.begin(
+        self.worker._counters.begin(
+            index, torch.tensor([req.smc_run.counters for req in reqs], dtype=torch.float64)
+        )
+        self.worker._particles.begin(
             index,
             first_tokens=first,
             num_emitted=torch.ones_like(index),
@@ -237,46 +255,20 @@ class ToyWorker:
             config=config_of(self.config, req),  # type: ignore[arg-type]
         )
 
-    def _round(self, reqs: list[ToyRequest]) -> tuple[Population, torch.Tensor, torch.Tensor]:
-        """As `SMCWorker._round`, `_open` and `_commit`."""
-        groups, before = self._open(reqs)
-        steps = self.steps
-        reserved = steps.reserve(groups, before)
-        drafts = steps.propose(groups, before, reserved)
-        law = steps.score(groups, before, drafts, reserved)
-        decision: Decision = steps.decide(groups, before, drafts, law)
-        extended = steps.extend(groups, before, drafts, decision)
-        continued = steps.add_bonus(groups, extended, decision.next_law)
-        settled, forced = steps.collapse(groups, continued)
-        counts = settled.num_common()
-        self.ledger.commit(
-            groups.rows,
-            committed=groups.committed,
-            allocated=groups.allocated,
-            lengths=settled.lengths,
-            counts=counts,
-            max_tail=groups.extent.max_tail,
-            max_arena=groups.extent.max_arena,
-        )
-        self.particles.scatter(groups.rows, settled.emit(counts))
-        return settled, counts, forced
+    def play_round(self, reqs: list[ToyRequest]) -> Any:
+        """Reserve memory as the scheduler does, then the worker's own round."""
+        self.reserve(reqs)
+        return self.worker._round(self.batch(reqs))
 
-    def _open(self, reqs: list[ToyRequest]) -> tuple[Groups, Population]:
+    def reserve(self, reqs: list[ToyRequest]) -> None:
         for req in reqs:
             wanted = req.kv_committed_len + memory.arena_of(self.config, req)  # type: ignore[arg-type]
-            end = max(req.smc_run.arena[1], wanted)
-            req.smc_run.arena = req.kv_committed_len, end
-        extent = extent_of(self.config, reqs)  # type: ignore[arg-type]
-        rows = torch.tensor([req.row for req in reqs])
-        before = self.particles.gather(rows, extent.num_particles, extent.max_tail)
-        settings = self.settings.gather(rows)
-        seeds = round_seeds(settings.seeds, before.output_lengths.amax(1))
-        groups = Groups(
-            reqs=reqs,  # type: ignore[arg-type]
-            rows=rows,
-            settings=settings._replace(seeds=seeds),
-            committed=torch.tensor([req.kv_committed_len for req in reqs]),
-            allocated=torch.tensor([req.smc_run.arena[1] for req in reqs]),
-            extent=extent,
+            req.smc_run.arena = req.kv_committed_len, max(req.smc_run.arena[1], wanted)
+
+    def batch(self, reqs: list[ToyRequest]) -> Any:
+        """What of SGLang's `ScheduleBatch` a round looks at."""
+        return SimpleNamespace(
+            reqs=reqs,
+            req_pool_indices=torch.tensor([req.row for req in reqs]),
+            seq_lens=torch.tensor([req.kv_committed_len for req in reqs]),
         )
-        return groups, before
