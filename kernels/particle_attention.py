@@ -65,10 +65,8 @@ def particle_attention(
     query = query.contiguous()
     own_rows, all_rows = num_columns * group, num_particles * num_columns * group
     block_rows = min(64, max(16, triton.next_power_of_2(all_rows)))
-    prefix_blocks, tail_blocks = (
-        triton.cdiv(all_rows, block_rows),
-        triton.cdiv(own_rows, block_rows),
-    )
+    prefix_blocks = triton.cdiv(all_rows, block_rows)
+    tail_blocks = triton.cdiv(own_rows, block_rows)
     block_keys = BLOCK_BYTES // keys.element_size()
     prefix_spans = num_prefix_spans(
         size * kv_heads * prefix_blocks, triton.cdiv(max_prefix, block_keys)
@@ -84,7 +82,6 @@ def particle_attention(
     log_sums = query.new_empty(spans, tokens, q_heads, dtype=torch.float32)
     output = torch.empty_like(query)
     shape = {
-        "num_particles": num_particles,
         "num_columns": num_columns,
         "kv_heads": kv_heads,
         "group": group,
@@ -96,15 +93,14 @@ def particle_attention(
         keys,
         values,
         req_to_token,
-        rows,
-        committed,
-        particle_rows,
-        starts,
+        *(places.contiguous() for places in (rows, committed, particle_rows, starts)),
         partial,
         log_sums,
         scaling * LOG2_E,
+        num_particles,
         tokens,
         num_prefix,
+        prefix_blocks,
         prefix_spans,
         tail_spans,
         keys.stride(0),
@@ -112,7 +108,6 @@ def particle_attention(
         values.stride(0),
         values.stride(1),
         req_to_token.stride(0),
-        prefix_blocks=prefix_blocks,
         tail_blocks=tail_blocks,
         tail_span=TAIL_SPAN,
         block_rows=block_rows,
@@ -140,7 +135,13 @@ def num_prefix_spans(num_programs: int, max_blocks: int) -> int:
     return max(1, min(wanted, MAX_PREFIX_SPANS, max_blocks))
 
 
-@triton.jit
+# What differs from batch to batch is not to be compiled in.
+@triton.jit(
+    do_not_specialize=[
+        *("num_particles", "num_tokens", "num_prefix"),
+        *("prefix_blocks", "prefix_spans", "tail_spans"),
+    ]
+)
 def _attend_spans(
     query_ptr,
     key_ptr,
@@ -153,8 +154,10 @@ def _attend_spans(
     partial_ptr,
     log_sum_ptr,
     scaling,
+    num_particles,
     num_tokens,
     num_prefix,
+    prefix_blocks,
     prefix_spans,
     tail_spans,
     key_stride,
@@ -162,12 +165,10 @@ def _attend_spans(
     value_stride,
     value_head_stride,
     table_stride,
-    num_particles: tl.constexpr,
     num_columns: tl.constexpr,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
-    prefix_blocks: tl.constexpr,
     tail_blocks: tl.constexpr,
     tail_span: tl.constexpr,
     block_rows: tl.constexpr,
@@ -268,7 +269,7 @@ def _attend_span(
     first_partial,
     key_stride,
     value_stride,
-    num_tokens: tl.constexpr,
+    num_tokens,
     num_columns: tl.constexpr,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
@@ -333,7 +334,7 @@ def _attend_span(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "spans"])
 def _join_spans(
     partial_ptr,
     log_sum_ptr,

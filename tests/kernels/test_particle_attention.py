@@ -103,3 +103,12 @@ def test_wide_heads_are_refused() -> None:
     case = make_case([3], [[0]], num_columns=1, head_dim=256)
     with pytest.raises(ValueError, match="head_dim=256; the Triton kernel takes at most 128"):
         run_kernel(case)
+
+
+def test_arguments_may_be_views() -> None:
+    case = make_case([40, 5], [[3, -1], [0, 2]], num_columns=2)
+    columns = {
+        name: getattr(case, name).t().contiguous().t() for name in ("starts", "particle_rows")
+    }
+    query = case.query.transpose(0, 3).contiguous().transpose(0, 3)
+    case.assert_close(run_kernel(case._replace(query=query, **columns)))
