@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from sglang_smc.forward import Places
 
+    Attend = Callable[..., torch.Tensor]  # of query, keys, values and scaling
+
 Implementation = Literal["torch", "triton"]
 
 
@@ -41,22 +43,21 @@ class ParticleAttention(AttentionBackend):
 
     def __init__(self, runner: "ModelRunner", implementation: Implementation) -> None:
         super().__init__()
-        if implementation != "torch":
-            raise ValueError(f"attention={implementation!r}; allowed: 'torch'")
         check_pool(runner)
         assert runner.req_to_token_pool is not None, "pools are built before backends"
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
-        self._implementation = implementation
+        self._plan = {"torch": self._plan_torch, "triton": self._plan_triton}[implementation]
         self._dtype = runner.dtype
+        self._max_prefix = runner.model_config.context_len
         self._group = head_group(runner)
         self._shape: tuple[int, ...]  # [G, N, C] of the running forward
-        self._attend: Callable[..., torch.Tensor]  # of the running forward
+        self._attend: Attend  # of the running forward
 
     def plan(self, places: "Places", starts: torch.Tensor, num_columns: int) -> None:
         """Prepare all layers of a forward over C tokens a particle, the first at ``starts``."""
         self._shape = (*starts.shape, num_columns)
-        self._attend = self._plan_torch(places, starts, num_columns)
+        self._attend = self._plan(places, starts, num_columns)
 
     def forward_extend(
         self,
@@ -89,9 +90,7 @@ class ParticleAttention(AttentionBackend):
     # A decode brings one column.
     forward_decode = forward_extend
 
-    def _plan_torch(
-        self, places: "Places", starts: torch.Tensor, num_columns: int
-    ) -> "Callable[..., torch.Tensor]":
+    def _plan_torch(self, places: "Places", starts: torch.Tensor, num_columns: int) -> "Attend":
         pool = self.token_to_kv_pool
         plan = plan_shared_prefix(
             self.req_to_token_pool.req_to_token,
@@ -105,3 +104,14 @@ class ParticleAttention(AttentionBackend):
             cache=pool.get_key_buffer(pool.start_layer),
         )
         return partial(shared_prefix_attention, plan=plan)
+
+    def _plan_triton(self, places: "Places", starts: torch.Tensor, num_columns: int) -> "Attend":
+        from sglang_smc.kernels.particle_attention import particle_attention
+
+        return partial(
+            particle_attention,
+            req_to_token=self.req_to_token_pool.req_to_token,
+            starts=starts,
+            max_prefix=self._max_prefix,
+            **places._asdict(),
+        )

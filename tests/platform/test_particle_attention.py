@@ -10,6 +10,7 @@ from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from sglang_smc.forward import ParticleForward, Places
 
@@ -140,3 +141,36 @@ def test_unsupported_layers_are_refused() -> None:
     h.model.layer.sliding_window_size = 128
     with pytest.raises(ValueError, match="sliding window"):
         h.run("next_logits")
+
+
+class NoLaunch:
+    """Stands in for a kernel: takes any grid that the host can compute, and writes nothing."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        assert all(isinstance(extent, int) for extent in grid)
+        return lambda *arguments, **options: None
+
+
+@pytest.mark.parametrize("name", ["next_logits", "chain_logits"])
+@pytest.mark.parametrize("num_columns", [1, 2, 9])
+def test_with_triton_nothing_waits_for_the_device(
+    name: str, num_columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors without data run through all of it; they refuse to tell the host a value."""
+    for launched in ("_attend_spans", "_join_spans"):
+        monkeypatch.setattr(f"sglang_smc.kernels.particle_attention.{launched}", NoLaunch())
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    waiting, h = (fake(Harness(case(num_columns), how), mode) for how in ("torch", "triton"))
+    with mode:
+        columns = () if name == "next_logits" else (num_columns,)
+        assert h.run(name).shape == (*h.case.starts.shape, *columns, 4 * 64)
+        with pytest.raises(DataDependentOutputException):
+            waiting.run(name)
+
+
+def fake(h: Harness, mode: FakeTensorMode) -> Harness:
+    parts = h.case._asdict()
+    tensors = {k: mode.from_tensor(v) for k, v in parts.items() if isinstance(v, torch.Tensor)}
+    h.case = h.case._replace(**tensors)
+    h.tokens, h.slots = mode.from_tensor(h.tokens), mode.from_tensor(h.slots)
+    return h

@@ -1,0 +1,365 @@
+"""Attention of particles that share a prefix: the kernel form of `sglang_smc.shared_prefix`.
+
+Flash decoding in one launch over *spans* of keys, and a second one that joins their softmaxes:
+
+- A prefix is cut into a number of spans that depends on shapes alone. Its queries are all of a
+  request's: N particles * C columns * the query heads of one key head, in blocks of rows.
+- A particle's tail is cut into spans of a fixed length, as many as the longest tail may have. Its
+  queries are its own C * group.
+
+Programs whose keys or queries do not exist leave at once. The grid follows from shapes and bounds
+that the host knows, so that a CUDA graph can capture it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_BYTES = 128  # of one element of each key in a block: 64 keys in half precision
+TAIL_SPAN = 512  # keys of a tail that one program reads
+MAX_PREFIX_SPANS = 64
+MAX_HEAD_DIM = 128
+# Programs per prefix pass that keep a large GPU busy; more spans only add partial results.
+ENOUGH_PROGRAMS = 512
+LOG2_E = 1.4426950408889634
+
+
+def particle_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,
+    committed: torch.Tensor,
+    particle_rows: torch.Tensor,
+    starts: torch.Tensor,
+    max_prefix: int,
+    max_tail: int,
+    scaling: float,
+) -> torch.Tensor:
+    """Causal softmax attention of particles over their prefix and tails; waits for nothing.
+
+    Args:
+        query: ``[G, N, C, q_heads, head_dim]``; heads that share a key head stand together.
+        keys, values: ``[slots, kv_heads, head_dim]`` of one layer, with the new tokens' in them.
+        req_to_token: ``[rows, width]`` slots by row and position.
+        rows, committed: ``[G]`` int64, rows of the shared prefixes and their lengths.
+        particle_rows: ``[G, N]`` int64, rows of the tails, which begin at ``committed``.
+        starts: ``[G, N]`` int64, position of each particle's first query, at least
+            ``committed - 1``.
+        max_prefix, max_tail: no prefix is longer, and no particle has more keys behind it.
+        scaling: factor of the scores, before the softmax.
+
+    Returns:
+        The shape of ``query``.
+
+    Raises:
+        ValueError: for heads of more than 128 dimensions, whose blocks do not fit on the chip.
+    """
+    size, num_particles, num_columns, q_heads, head_dim = query.shape
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim={head_dim}; the Triton kernel takes at most {MAX_HEAD_DIM}")
+    kv_heads = keys.shape[1]
+    group = q_heads // kv_heads
+    query = query.contiguous()
+    own_rows, all_rows = num_columns * group, num_particles * num_columns * group
+    block_rows = min(64, max(16, triton.next_power_of_2(all_rows)))
+    prefix_blocks = triton.cdiv(all_rows, block_rows)
+    tail_blocks = triton.cdiv(own_rows, block_rows)
+    block_keys = BLOCK_BYTES // keys.element_size()
+    prefix_spans = num_prefix_spans(
+        size * kv_heads * prefix_blocks, triton.cdiv(max_prefix, block_keys)
+    )
+    tail_spans = triton.cdiv(max_tail, TAIL_SPAN)
+    num_prefix = prefix_blocks * size * kv_heads * prefix_spans
+    num_tail = tail_blocks * size * num_particles * kv_heads * tail_spans
+
+    # Every query has a partial result from each span: [spans, G * N * C, q_heads, ...].
+    spans = prefix_spans + tail_spans
+    tokens = size * num_particles * num_columns
+    partial = query.new_empty(spans, tokens, q_heads, head_dim, dtype=torch.float32)
+    log_sums = query.new_empty(spans, tokens, q_heads, dtype=torch.float32)
+    output = torch.empty_like(query)
+    shape = {
+        "num_columns": num_columns,
+        "kv_heads": kv_heads,
+        "group": group,
+        "head_dim": head_dim,
+        "block_dim": triton.next_power_of_2(head_dim),
+    }
+    _attend_spans[(num_prefix + num_tail,)](
+        query,
+        keys,
+        values,
+        req_to_token,
+        *(places.contiguous() for places in (rows, committed, particle_rows, starts)),
+        partial,
+        log_sums,
+        scaling * LOG2_E,
+        num_particles,
+        tokens,
+        num_prefix,
+        prefix_blocks,
+        prefix_spans,
+        tail_spans,
+        keys.stride(0),
+        keys.stride(1),
+        values.stride(0),
+        values.stride(1),
+        req_to_token.stride(0),
+        tail_blocks=tail_blocks,
+        tail_span=TAIL_SPAN,
+        block_rows=block_rows,
+        block_keys=block_keys,
+        num_warps=4,
+        num_stages=2,
+        **shape,
+    )
+    _join_spans[(tokens * q_heads,)](
+        partial,
+        log_sums,
+        output,
+        tokens * q_heads,
+        spans,
+        head_dim=head_dim,
+        block_dim=shape["block_dim"],
+        num_warps=1,
+    )
+    return output
+
+
+def num_prefix_spans(num_programs: int, max_blocks: int) -> int:
+    """Spans of each prefix, for a pass of so many programs and blocks of keys without splitting."""
+    wanted = triton.cdiv(ENOUGH_PROGRAMS, num_programs)
+    return max(1, min(wanted, MAX_PREFIX_SPANS, max_blocks))
+
+
+# What differs from batch to batch is not to be compiled in.
+@triton.jit(
+    do_not_specialize=[
+        *("num_particles", "num_tokens", "num_prefix"),
+        *("prefix_blocks", "prefix_spans", "tail_spans"),
+    ]
+)
+def _attend_spans(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    rows_ptr,
+    committed_ptr,
+    particle_rows_ptr,
+    starts_ptr,
+    partial_ptr,
+    log_sum_ptr,
+    scaling,
+    num_particles,
+    num_tokens,
+    num_prefix,
+    prefix_blocks,
+    prefix_spans,
+    tail_spans,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    table_stride,
+    num_columns: tl.constexpr,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    tail_blocks: tl.constexpr,
+    tail_span: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_keys: tl.constexpr,
+    block_dim: tl.constexpr,
+):
+    """Each program: a block of query rows of one key head, one span of a prefix or of a tail."""
+    program = tl.program_id(0)
+    is_tail = program >= num_prefix
+    # The innermost index runs fastest: blocks of rows that read the same keys run side by side.
+    if is_tail:
+        rest = program - num_prefix
+        block, rest = rest % tail_blocks, rest // tail_blocks
+        span, rest = rest % tail_spans, rest // tail_spans
+        head, particle = rest % kv_heads, rest // kv_heads
+        committed = tl.load(committed_ptr + particle // num_particles).to(tl.int32)
+        start = tl.load(starts_ptr + particle).to(tl.int32)
+        begin = committed + span * tail_span
+        _attend_span(
+            query_ptr,
+            key_ptr + head * key_head_stride,
+            value_ptr + head * value_head_stride,
+            table_ptr + tl.load(particle_rows_ptr + particle) * table_stride,
+            partial_ptr,
+            log_sum_ptr,
+            scaling,
+            start,
+            begin,
+            tl.minimum(begin + tail_span, start + num_columns),
+            block,
+            head,
+            particle * num_columns,
+            (prefix_spans + span).to(tl.int64) * num_tokens,
+            key_stride,
+            value_stride,
+            num_columns,
+            num_columns,
+            kv_heads,
+            group,
+            head_dim,
+            True,
+            block_rows,
+            block_keys,
+            block_dim,
+        )
+    else:
+        block, rest = program % prefix_blocks, program // prefix_blocks
+        span, rest = rest % prefix_spans, rest // prefix_spans
+        head, request = rest % kv_heads, rest // kv_heads
+        committed = tl.load(committed_ptr + request).to(tl.int32)
+        # Whole blocks of keys, evenly among the spans.
+        length = tl.cdiv(committed, block_keys * prefix_spans) * block_keys
+        begin = span * length
+        _attend_span(
+            query_ptr,
+            key_ptr + head * key_head_stride,
+            value_ptr + head * value_head_stride,
+            table_ptr + tl.load(rows_ptr + request) * table_stride,
+            partial_ptr,
+            log_sum_ptr,
+            scaling,
+            0,
+            begin,
+            tl.minimum(begin + length, committed),
+            block,
+            head,
+            request * num_particles * num_columns,
+            span.to(tl.int64) * num_tokens,
+            key_stride,
+            value_stride,
+            num_particles * num_columns,
+            num_columns,
+            kv_heads,
+            group,
+            head_dim,
+            False,
+            block_rows,
+            block_keys,
+            block_dim,
+        )
+
+
+@triton.jit
+def _attend_span(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    slot_ptr,
+    partial_ptr,
+    log_sum_ptr,
+    scaling,
+    start,
+    begin,
+    end,
+    block,
+    head,
+    first_token,
+    first_partial,
+    key_stride,
+    value_stride,
+    num_tokens,
+    num_columns: tl.constexpr,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    causal: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_keys: tl.constexpr,
+    block_dim: tl.constexpr,
+):
+    """Flash attention of query rows (token, head of the group) over the positions [begin, end)."""
+    row = block * block_rows + tl.arange(0, block_rows)
+    token = first_token + row // group
+    dim = tl.arange(0, block_dim)
+    in_dim = dim < head_dim
+    # Nothing to see: nothing is loaded, the loop is empty, and log-sums of -inf are all that stays.
+    in_rows = row < num_tokens * group
+    place = token.to(tl.int64) * (kv_heads * group) + head * group + row % group
+    query = tl.load(
+        query_ptr + place[:, None] * head_dim + dim[None, :],
+        mask=(in_rows & (begin < end))[:, None] & in_dim[None, :],
+        other=0.0,
+    )
+    last_seen = start + (row // group) % num_columns
+
+    highest = tl.full([block_rows], float("-inf"), tl.float32)
+    total = tl.zeros([block_rows], tl.float32)
+    output = tl.zeros([block_rows, block_dim], tl.float32)
+    for at in range(begin, end, block_keys):
+        position = at + tl.arange(0, block_keys)
+        inside = position < end
+        slot = tl.load(slot_ptr + position, mask=inside, other=0).to(tl.int64)
+        loaded = inside[:, None] & in_dim[None, :]
+        key = tl.load(key_ptr + slot[:, None] * key_stride + dim[None, :], mask=loaded, other=0.0)
+        value = tl.load(
+            value_ptr + slot[:, None] * value_stride + dim[None, :], mask=loaded, other=0.0
+        )
+        scores = tl.dot(query, tl.trans(key).to(query.dtype), input_precision="tf32x3") * scaling
+        seen = inside[None, :]
+        if causal:
+            seen = seen & (position[None, :] <= last_seen[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        # A row that has seen nothing so far: -inf - 0, not -inf - -inf.
+        reference = tl.where(new_highest > float("-inf"), new_highest, 0.0)
+        weights = tl.exp2(scores - reference[:, None])
+        decay = tl.exp2(highest - reference)
+        total = total * decay + tl.sum(weights, 1)
+        output = output * decay[:, None] + tl.dot(
+            weights.to(query.dtype), value.to(query.dtype), input_precision="tf32x3"
+        )
+        highest = new_highest
+
+    some = total > 0
+    log_sum = tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+    tl.store(log_sum_ptr + first_partial * (kv_heads * group) + place, log_sum, mask=in_rows)
+    tl.store(
+        partial_ptr
+        + (first_partial * (kv_heads * group) + place)[:, None] * head_dim
+        + dim[None, :],
+        output / tl.where(some, total, 1.0)[:, None],
+        mask=(in_rows & some)[:, None] & in_dim[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "spans"])
+def _join_spans(
+    partial_ptr,
+    log_sum_ptr,
+    output_ptr,
+    num_rows,
+    spans,
+    head_dim: tl.constexpr,
+    block_dim: tl.constexpr,
+):
+    """Each program: one query row, from [spans, rows, head_dim] to [rows, head_dim]."""
+    row = tl.program_id(0).to(tl.int64)
+    dim = tl.arange(0, block_dim)
+    in_dim = dim < head_dim
+    highest = float("-inf")
+    total = 0.0
+    output = tl.zeros([block_dim], tl.float32)
+    for span in range(spans):
+        place = span * num_rows.to(tl.int64) + row
+        log_sum = tl.load(log_sum_ptr + place)
+        if log_sum > float("-inf"):  # else its part was never written
+            part = tl.load(partial_ptr + place * head_dim + dim, mask=in_dim, other=0.0)
+            new_highest = tl.maximum(highest, log_sum)
+            decay, weight = tl.exp2(highest - new_highest), tl.exp2(log_sum - new_highest)
+            total = total * decay + weight
+            output = output * decay + part * weight
+            highest = new_highest
+    output = output / tl.where(total > 0, total, 1.0)  # 0 for a padding request without keys
+    tl.store(output_ptr + row * head_dim + dim, output.to(output_ptr.dtype.element_ty), mask=in_dim)
