@@ -1,0 +1,4 @@
+"""How fast decoding can be at most: plain, speculative and SMC decoding on a device's roofline.
+
+The command is ``python -m sglang_smc.plan``; `roofline` is what it computes with.
+"""

@@ -1,0 +1,199 @@
+"""What a dense decoder weighs, reads and computes, from its configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+#: Attention with grouped heads, a gated MLP of three matrices, and an LM head.
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+REQUIRED = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "vocab_size",
+)
+FP8_METHODS = ("fp8", "fbgemm_fp8", "modelopt_fp8")
+SIXTEEN_BIT = 2.0
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a dense decoder. Norms and biases are left out: below 0.1 % of all weights."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied_embeddings: bool
+    weight_bytes: float = SIXTEEN_BIT  # a weight of a layer: 2 bf16, 1 fp8, 4 float32
+    kv_bytes: float = SIXTEEN_BIT  # a number in the KV cache
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of all layers together."""
+        queries = 2 * self.num_heads * self.head_dim  # and the output projection
+        keys_and_values = 2 * self.num_kv_heads * self.head_dim
+        one = self.hidden_size * (queries + keys_and_values + 3 * self.intermediate_size)
+        return self.num_layers * one
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights of the LM head, as many as the embedding table's."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        tables = 1 if self.tied_embeddings else 2
+        return self.layer_parameters + tables * self.head_parameters
+
+    @property
+    def head_bytes(self) -> float:
+        """Of a weight of the LM head: SGLang quantizes the layers only."""
+        return max(self.weight_bytes, SIXTEEN_BIT)
+
+    @property
+    def streamed_bytes(self) -> float:
+        """Weights that one pass reads: the layers and the LM head.
+
+        Of the embedding table a pass looks up a few rows, which do not count.
+        """
+        return self.layer_parameters * self.weight_bytes + self.head_parameters * self.head_bytes
+
+    @property
+    def resident_bytes(self) -> float:
+        """Weights in the device's memory."""
+        table = 0.0 if self.tied_embeddings else self.head_parameters * self.head_bytes
+        return self.streamed_bytes + table
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_bytes
+
+    @property
+    def attention_flops(self) -> int:
+        """Of one query and one key, in all layers: the score, and the value's weighted sum."""
+        return 4 * self.num_layers * self.num_heads * self.head_dim
+
+    def flops_per_token(self, context: float) -> float:
+        """To decode one token that attends to ``context`` tokens."""
+        weights = self.layer_parameters + self.head_parameters
+        return 2 * weights + self.attention_flops * context
+
+
+def _llama(
+    layers: int, hidden: int, mlp: int, heads: int, head_dim: int, *, tied: bool
+) -> ModelShape:
+    return ModelShape(layers, hidden, mlp, heads, 8, head_dim, 128256, tied)
+
+
+def _qwen3(layers: int, hidden: int, mlp: int, heads: int, *, tied: bool) -> ModelShape:
+    return ModelShape(layers, hidden, mlp, heads, 8, 128, 151936, tied)
+
+
+#: From the config.json of each model.
+BUILT_IN = {
+    "llama-3.1-8b": _llama(32, 4096, 14336, 32, 128, tied=False),
+    "llama-3.1-70b": _llama(80, 8192, 28672, 64, 128, tied=False),
+    "llama-3.2-1b": _llama(16, 2048, 8192, 32, 64, tied=True),
+    "llama-3.2-3b": _llama(28, 3072, 8192, 24, 128, tied=True),
+    "llama-3.3-70b": _llama(80, 8192, 28672, 64, 128, tied=False),
+    "qwen3-0.6b": _qwen3(28, 1024, 3072, 16, tied=True),
+    "qwen3-1.7b": _qwen3(28, 2048, 6144, 16, tied=True),
+    "qwen3-4b": _qwen3(36, 2560, 9728, 32, tied=True),
+    "qwen3-8b": _qwen3(36, 4096, 12288, 32, tied=False),
+    "qwen3-14b": _qwen3(40, 5120, 17408, 40, tied=False),
+    "qwen3-32b": _qwen3(64, 5120, 25600, 64, tied=False),
+}
+
+
+def from_config(
+    source: str | Path | Mapping[str, Any], weight_bytes: float | None = None
+) -> ModelShape:
+    """The shape of a model.
+
+    ``source`` is a Hugging Face ``config.json``, its folder, its contents, or a name in
+    `BUILT_IN`. ``weight_bytes`` overrides what the configuration says: 1 where it is quantized
+    to 8 bits, otherwise 2, since SGLang serves float32 checkpoints in 16 bits as well. The KV
+    cache is in 16 bits, or in 32 where weights are.
+
+    Raises ValueError for anything but dense decoders of the `ARCHITECTURES`.
+    """
+    shape = _read(source)
+    weight_bytes = weight_bytes or shape.weight_bytes
+    return replace(shape, weight_bytes=weight_bytes, kv_bytes=max(weight_bytes, SIXTEEN_BIT))
+
+
+def _read(source: str | Path | Mapping[str, Any]) -> ModelShape:
+    if isinstance(source, Mapping):
+        return _parse(source)
+    if str(source).lower() in BUILT_IN:
+        return BUILT_IN[str(source).lower()]
+    path = Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(
+            f"{str(source)!r} is neither a config.json, nor a folder with one, nor one of the "
+            f"models {', '.join(BUILT_IN)}. For a model of the Hub, download its config.json."
+        )
+    try:
+        return _parse(json.loads(path.read_text()))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def _parse(config: Mapping[str, Any]) -> ModelShape:
+    _refuse_unknown(config)
+    heads = config["num_attention_heads"]
+    return ModelShape(
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        vocab_size=config["vocab_size"],
+        tied_embeddings=config.get("tie_word_embeddings", False),
+        weight_bytes=_weight_bytes(config.get("quantization_config")),
+    )
+
+
+def _refuse_unknown(config: Mapping[str, Any]) -> None:
+    names = config.get("architectures") or ["none"]
+    if names[0] not in ARCHITECTURES:
+        raise ValueError(
+            f"The configuration's architecture is {names[0]}. Only dense decoders are planned "
+            f"for, without mixtures of experts: {', '.join(ARCHITECTURES)}."
+        )
+    missing = [key for key in REQUIRED if not isinstance(config.get(key), int)]
+    if missing:
+        raise ValueError(f"The configuration says no whole number for {', '.join(missing)}.")
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
+        raise ValueError(
+            f"The configuration limits attention to a window of {config['sliding_window']} "
+            "tokens. Only attention to the whole context is planned for."
+        )
+
+
+def _weight_bytes(quantization: Mapping[str, Any] | None) -> float:
+    """Of a layer's weight, by the configuration's ``quantization_config``."""
+    if quantization is None:
+        return SIXTEEN_BIT
+    method = quantization.get("quant_method")
+    if method in FP8_METHODS:
+        return 1.0
+    groups = (quantization.get("config_groups") or {}).values()
+    widths = {(group.get("weights") or {}).get("num_bits") for group in groups}
+    if method == "compressed-tensors" and widths == {8}:
+        return 1.0
+    raise ValueError(
+        f"The configuration's quantization is {method!r}; known are {', '.join(FP8_METHODS)} and "
+        "compressed-tensors with 8 bits. Say how many bytes a weight has (--dtype, weight_bytes)."
+    )
