@@ -32,8 +32,10 @@ from speed.measure import Bench, Start
 from speed.plan import Plan
 from speed.plot import plot_rows
 from speed.presets import PRESETS, write_models
+from speed.probing import StartProbed
 from speed.remote import Asker, EngineError, running
 from speed.report import CellRow, conclusions, make_rows, markdown, write_csv
+from speed.studies import STUDIES, outputs
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
@@ -62,6 +64,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--draft", type=Path, help="folder of real weights, with --target")
     add("--engine", nargs="+", type=_keyword, default=[], metavar="KEY=VALUE", help="for all")
     add("--dry-run", action="store_true", help="print the cells, and what is done, and stop")
+    study = parser.add_mutually_exclusive_group()
+    study.add_argument("--rounds", action="store_true", help="instead: where SMC's rounds go")
+    study.add_argument("--positions", action="store_true", help="instead: cost of late rounds")
     add("--fresh", action="store_true", help="forget what the output folder has of these cells")
     add("--publish", action="store_true", help="also copy the results to bench/results/speed")
     add("--output-dir", type=Path, default=Path("speed-output"))
@@ -89,8 +94,12 @@ def _preset_of_this_machine() -> str:
     return "h200-8b" if torch.cuda.is_available() else "cpu"
 
 
-def run(options: argparse.Namespace, start: Start | None = None) -> None:
-    """Complete the selected cells, then report on all that is known."""
+def run(
+    options: argparse.Namespace,
+    start: Start | None = None,
+    start_probed: StartProbed | None = None,
+) -> None:
+    """Do what the options ask for; the last two start engines, or stand-ins."""
     began = time.monotonic()
     plan = Plan(options, code_fingerprint(REPOSITORY))
     if options.fresh and not options.dry_run:
@@ -100,6 +109,17 @@ def run(options: argparse.Namespace, start: Start | None = None) -> None:
         print(plan.status())
         return
     prepare_folder(options.output_dir)
+    if study := next((study for study in STUDIES if getattr(options, study)), None):
+        print(f"\n{STUDIES[study](plan, origin_of(plan), start_probed)}\nIn {plan.folder}/.")
+        return
+    compare(plan, start)
+    print(f"{time.monotonic() - began:.0f} s. In {plan.folder}/: {', '.join(OUTPUTS)}, and logs.")
+    if options.publish:
+        publish(plan)
+
+
+def compare(plan: Plan, start: Start | None) -> None:
+    """Complete the selected cells, then report on all that is known."""
     todo, name = plan.todo(), time.strftime("%Y%m%dT%H%M%S")
     if todo:
         measure_machine(plan.preset, plan.folder / MACHINE)
@@ -107,11 +127,6 @@ def run(options: argparse.Namespace, start: Start | None = None) -> None:
     rows = make_rows(plan.known(), plan.preset, read_machine(plan.preset, plan.folder / MACHINE))
     write_outputs(rows, plan)
     print(f"\n{(plan.folder / TABLE).read_text()}\n{conclusions(rows)}\n")
-    print(
-        f"{time.monotonic() - began:.0f} s. In {plan.folder}/: {', '.join(OUTPUTS)}, engines' logs."
-    )
-    if options.publish:
-        publish(plan)
 
 
 def starter(plan: Plan) -> Start:
@@ -153,13 +168,18 @@ def note(plan: Plan, hardware: str, date: str) -> str:
     return " ".join(parts)
 
 
+def origin_of(plan: Plan) -> dict[str, Any]:
+    """What one needs to know to make the numbers again."""
+    origin = {"settings": plan.settings(), **provenance(REPOSITORY)}
+    del origin["argv"]  # it may name folders of this machine; the settings say it all
+    return origin
+
+
 def write_outputs(rows: list[CellRow], plan: Plan) -> None:
     """The CSV, the table, the plot, and what one needs to make them again."""
     if not rows:
         raise BenchError("Nothing was measured.")
-    origin = {"settings": plan.settings(), **provenance(REPOSITORY)}
-    del origin["argv"]  # it may name folders of this machine; the settings say it all
-    folder = plan.folder
+    folder, origin = plan.folder, origin_of(plan)
     (folder / ORIGIN).write_text(json.dumps(origin, indent=2, default=str) + "\n")
     write_csv(rows, folder / CSV, origin)
     (folder / TABLE).write_text(markdown(rows, note(plan, origin["hardware"], origin["date"][:10])))
@@ -172,15 +192,19 @@ def publish(plan: Plan) -> None:
         raise BenchError("Not published: some of the selected cells are not complete.")
     folder = PUBLISHED / plan.preset.name
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (*OUTPUTS, MACHINE):
-        shutil.copy(plan.folder / name, folder / name)
+    for path in [*(plan.folder / name for name in (*OUTPUTS, MACHINE)), *outputs(plan.folder)]:
+        shutil.copy(path, folder / path.name)
 
 
-def main(argv: list[str] | None = None, start: Start | None = None) -> int:
+def main(
+    argv: list[str] | None = None,
+    start: Start | None = None,
+    start_probed: StartProbed | None = None,
+) -> int:
     """Run the benchmark; the exit status is 0 where it came to its end."""
     options = parse_arguments(argv)
     try:
-        run(options, start)
+        run(options, start, start_probed)
     except (BenchError, EngineError) as error:
         print(f"\n{error}", file=sys.stderr)
         return 1

@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from logs import BenchError, Log
+from logs import BenchError, Log, digest
 from speed.engines import environment, settings
 from speed.grid import Cell, cells
 from speed.measure import TEMPERATURE
-from speed.presets import PRESETS, Pair, Preset, quick
+from speed.presets import PRESETS, Pair, Preset, long_answers, quick
+from speed.probing import PLUGIN
 from speed.store import CellLog
 
 from sglang_smc.plan.shapes import from_config
@@ -43,7 +44,15 @@ class Plan:
         return self.options.output_dir / self.preset.name
 
     def _log(self, cell: Cell) -> CellLog:
-        identity = {
+        return CellLog(Log(self.folder / "cells" / f"{cell.slug}.jsonl", self._identity(cell)))
+
+    def timers_log(self, cell: Cell) -> Log:
+        """Where what timers say of a cell is kept."""
+        identity = {**self._identity(cell), "probe": digest(PLUGIN.glob("*.py"))}
+        return Log(self.folder / "timers" / f"{cell.slug}.jsonl", identity)
+
+    def _identity(self, cell: Cell) -> dict[str, Any]:
+        return {
             **self._code,
             "cell": cell.slug,
             "pair": self.preset.pair.name,
@@ -52,12 +61,12 @@ class Plan:
             "new_tokens": self.preset.new_tokens,
             "temperature": TEMPERATURE,
         }
-        return CellLog(Log(self.folder / "cells" / f"{cell.slug}.jsonl", identity))
 
     def forget(self) -> None:
         """Delete what the selected cells have."""
         for cell in self.selected:
             self.logs[cell].log.delete()
+            self.timers_log(cell).delete()
 
     def check(self) -> None:
         """Raise BenchError, before anything is started, where a file does not fit."""
@@ -130,6 +139,7 @@ def preset_of(options: argparse.Namespace) -> Preset:
     """The preset with what the options change."""
     preset = PRESETS[options.preset]
     preset = quick(preset) if options.quick else preset
+    preset = long_answers(preset) if options.positions else preset
     if options.target:
         preset = replace(preset, pair=_real_pair(options), name=f"{preset.name}-real")
     changes = {

@@ -11,11 +11,13 @@ from logs import BenchError
 
 from sglang_smc.plan.shapes import BUILT_IN, ModelShape
 
-#: Longest lag and slack of the KV pool, in tokens; the lag is the server's default.
+#: Of the KV pool, for what the scheduler keeps free.
 POOL_SLACK = 1.1
 #: Prompts are of these tokens: not the padding, and not the end of text.
 FIRST_TOKEN = 2
 PADDING, END = 0, 1
+#: Tokens of an answer where the cost of a round is held against its position.
+LONG_ANSWER = 2000
 
 
 class Pair(NamedTuple):
@@ -139,6 +141,20 @@ def quick(preset: Preset) -> Preset:
         prompts=preset.prompts[:1],
         new_tokens=48,
         repeats=2,
+    )
+
+
+def long_answers(preset: Preset) -> Preset:
+    """Plain decoding and one setting of SMC, one request at a time, far into an answer."""
+    return replace(
+        preset,
+        name=f"{preset.name}-positions",
+        block_sizes=((8, 8),),
+        exact_sizes=(),
+        batches=preset.batches[:1],
+        prompts=preset.prompts[:1],
+        new_tokens=LONG_ANSWER,
+        repeats=1,
     )
 
 
