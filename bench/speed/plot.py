@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -88,7 +89,7 @@ def _height(row: CellRow, names: Sequence[str], batches: Sequence[int]) -> float
     return names.index(row.system) + 0.8 * apart
 
 
-def _style(row: CellRow, batches: Sequence[int]) -> dict[str, str]:
+def _style(row: CellRow, batches: Sequence[int]) -> dict[str, Any]:
     place = batches.index(row.batch)
     return {"color": COLOURS[place % len(COLOURS)], "fmt": MARKERS[place % len(MARKERS)]}
 
