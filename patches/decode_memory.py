@@ -14,6 +14,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_smc import memory
 from sglang_smc.active import active_config
 from sglang_smc.hooks import Patch
+from sglang_smc.runs import running
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -30,6 +31,7 @@ def prepare_for_decode(original: Callable, batch: "ScheduleBatch") -> None:
     spans = [(req.kv.kv_allocated_len, _allocated_after(config, req)) for req in batch.reqs]
     _allocate(batch, spans)
     for req, (_, end) in zip(batch.reqs, spans, strict=True):
+        running(req).arena = req.kv_committed_len, end
         req.kv.kv_allocated_len = end
         req.decode_batch_idx += 1
 

@@ -41,7 +41,10 @@ def add_meta_info(
     accumulated = manager.rid_to_state[recv_obj.rids[i]].customized_info_accumulated
     for name, values in accumulated.items():
         if name.startswith(META_PREFIX):
-            meta_info[name] = values[-1]
+            meta_info[name] = values[-1] if values else None
+            # SGLang fills in None for what only a neighbour in the batch has to tell.
+            if meta_info[name] is None and name != META_PREFIX + "log_evidence":
+                del meta_info[name]
 
 
 def _sample_params(manager: "TokenizerManager", params: Any) -> Any:

@@ -6,6 +6,7 @@ since the code behind them builds EAGLE's tree inputs.
 """
 
 import logging
+import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.arg_groups.overrides import resolved_view
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
+
+# For tests: results reach the scheduler one round late on a CPU, too, as they do on a GPU.
+CPU_OVERLAP_ENV = "SGLANG_SMC_CPU_OVERLAP"
 
 # What SGLang sets for each of its own speculative algorithms.
 _DEFAULT_MAX_RUNNING_REQUESTS = 48
@@ -50,10 +54,10 @@ class SMCAlgorithm(CustomSpecAlgo):
         needs_cpu_seq_lens: bool = True,
         needs_confidence_relay: bool = False,
     ) -> "FutureMap":
-        """The stock relay between rounds."""
-        from sglang.srt.managers.overlap_utils import FutureMap
+        """The stock relay between rounds, for sequence lengths alone."""
+        from sglang_smc.draft_input import LengthRelay
 
-        return FutureMap(
+        return LengthRelay(
             device=device,
             spec_algo=self,  # pyright: ignore[reportArgumentType] -- any registered algorithm
             req_to_token_pool=req_to_token_pool,
@@ -75,8 +79,9 @@ class SMCAlgorithm(CustomSpecAlgo):
         # A chain: one candidate a step, and the K drafted tokens plus the bonus make a round.
         server_args.speculative_eagle_topk = 1
         server_args.speculative_num_draft_tokens = config.num_steps + 1
-        # The worker is not yet written for the overlap schedule, on any device.
-        server_args.disable_overlap_schedule = True
+        # On a CPU there is nothing to overlap with, and each request would pay one idle round.
+        if server_args.device == "cpu" and not cpu_overlap_is_forced():
+            server_args.disable_overlap_schedule = True
         # SGLang's decode graphs hold one row a request; particles are N, and run eagerly.
         graphs = server_args.cuda_graph_config
         assert graphs is not None, "SGLang resolves its graphs before speculative decoding"
@@ -88,6 +93,11 @@ class SMCAlgorithm(CustomSpecAlgo):
                 _DEFAULT_MAX_RUNNING_REQUESTS,
             )
         logger.info("SMC speculative decoding: %s", config)
+
+
+def cpu_overlap_is_forced() -> bool:
+    """Whether the overlap schedule is wanted on a CPU."""
+    return os.environ.get(CPU_OVERLAP_ENV) == "1"
 
 
 def worker_class(server_args: "ServerArgs") -> type:

@@ -111,6 +111,10 @@ HOOKS = (
         "self requests page_size",
     ),
     Symbol(
+        "sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",
+        "self batch last_batch",
+    ),
+    Symbol(
         "sglang.srt.managers.scheduler_components.batch_result_processor"
         ".SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
         "self result batch",
@@ -121,6 +125,7 @@ HOOKS = (
 
 # What the worker builds on.
 WORKER = (
+    Symbol("sglang.srt.managers.overlap_utils.FutureMap._resolve_spec_extras", "self batch"),
     Symbol(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
         "self batch forward_batch pp_proxy_tensors is_verify skip_attn_backend_init "

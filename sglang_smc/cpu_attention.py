@@ -1,8 +1,9 @@
 """Batched attention for CPUs: one gather and one scaled_dot_product_attention for many rows.
 
-SGLang's ``torch_native`` backend loops over the rows of a batch in Python. Speculative decoding
-with particles runs many short rows, where that loop is most of the time. Here rows are padded to
-the longest and masked, so that decode and verify are one call per layer.
+SGLang's ``torch_native`` backend loops over the rows of a batch in Python. Many short rows, as in
+decoding, spend most of their time in that loop. Here rows are padded to the longest and masked, so
+that decode and verify are one call per layer. Particles have a backend of their own
+(`particle_attention`); this one serves prefill, and decoding without SMC.
 
 Every forward is read as an *extend*: row ``r`` brings ``query_lens[r]`` new tokens after
 ``prefix_lens[r]`` cached ones, and query ``i`` sees the keys ``0 .. prefix_lens[r] + i``. Decode is
@@ -20,6 +21,8 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from torch.nn.functional import scaled_dot_product_attention
+
+from sglang_smc.shared_prefix import gather_slots
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -123,16 +126,13 @@ class CpuAttentionBackend(AttentionBackend):
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__()
-        if model_runner.use_mla_backend:
-            raise ValueError("the smc_cpu attention backend does not support MLA models")
+        check_pool(model_runner)
         assert model_runner.req_to_token_pool is not None, "pools are built before backends"
         # The pool, not its tensor: a worker may put a taller table into it later.
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.dtype = model_runner.dtype
-        tp_size = model_runner.ps.tp_size
-        config = model_runner.model_config
-        self.group = config.get_num_attention_heads(tp_size) // config.get_num_kv_heads(tp_size)
+        self.group = head_group(model_runner)
         self.plan: ForwardPlan  # of the running forward
 
     def support_triton(self) -> bool:
@@ -221,8 +221,33 @@ def _check_chain(spec_info: Any) -> None:
         raise ValueError("the smc_cpu attention backend verifies chains only, not token trees")
 
 
+def head_group(model_runner: ModelRunner) -> int:
+    """Query heads per key head, on each tensor-parallel rank."""
+    tp_size, config = model_runner.ps.tp_size, model_runner.model_config
+    return config.get_num_attention_heads(tp_size) // config.get_num_kv_heads(tp_size)
+
+
+def check_pool(model_runner: ModelRunner) -> None:
+    """Refuse a KV cache that is not [slots, kv_heads, head_dim] of plain floating point."""
+    if model_runner.use_mla_backend:
+        raise ValueError("attention of sglang-smc does not support MLA models")
+    pool = model_runner.token_to_kv_pool
+    if pool.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"attention of sglang-smc does not support a quantized KV cache ({pool.dtype}): "
+            "pass --kv-cache-dtype auto"
+        )
+    shape = pool.get_key_buffer(pool.start_layer).shape
+    if len(shape) != 3:
+        raise ValueError(
+            f"attention of sglang-smc needs KV buffers of [slots, kv_heads, head_dim], got "
+            f"{list(shape)} from {type(pool).__name__}: unset SGLANG_USE_HND_KVCACHE, or use a "
+            "model with ordinary attention in all layers"
+        )
+
+
 def check_layer(layer: RadixAttention, group: int, kwargs: dict[str, Any]) -> None:
-    """Refuse what the causal softmax attention here would silently get wrong."""
+    """Refuse what the causal softmax attention of this package would silently get wrong."""
     unsupported = {
         "a sliding window": layer.sliding_window_size > -1,
         "a logit cap": layer.logit_cap > 0,
@@ -230,14 +255,12 @@ def check_layer(layer: RadixAttention, group: int, kwargs: dict[str, Any]) -> No
         or layer.attn_type != AttentionType.DECODER,
         "different key and value widths": layer.qk_head_dim != layer.v_head_dim,
         "layers of unlike head groups": layer.tp_q_head_num != group * layer.tp_k_head_num,
-        "a scaled (quantized) KV cache": layer.k_scale is not None,
     }
     unsupported |= {f"{name}=": value is not None for name, value in kwargs.items()}
     found = [what for what, present in unsupported.items() if present]
     if found:
         raise ValueError(
-            f"the smc_cpu attention backend does not support {', '.join(found)} "
-            f"(layer {layer.layer_id})"
+            f"attention of sglang-smc does not support {', '.join(found)} (layer {layer.layer_id})"
         )
 
 
@@ -325,7 +348,5 @@ def _causal_mask(position: torch.Tensor, kv_len: int, dtype: torch.dtype) -> tor
 
 
 def _gather_rows(cache: torch.Tensor, slots: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-    rows, kv_len = slots.shape
-    out = scratch[: rows * kv_len]
-    torch.index_select(cache, 0, slots.view(-1), out=out)
-    return out.view(rows, kv_len, *cache.shape[1:]).transpose(1, 2)
+    gathered = gather_slots(cache, slots.view(-1), scratch)
+    return gathered.view(*slots.shape, *cache.shape[1:]).transpose(1, 2)

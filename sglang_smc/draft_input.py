@@ -3,8 +3,21 @@
 The state of a round stays on the device, in tables keyed by `req_pool_idx`.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
+from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+
+class LengthRelay(FutureMap):
+    """Relays sequence lengths from round to round, and no tokens: those are in our tables."""
+
+    def _resolve_spec_extras(self, batch: "ScheduleBatch") -> None:
+        """Nothing; the stock method also takes every device for one with streams."""
 
 
 class SMCDraftInput(SpecInput):
@@ -14,7 +27,8 @@ class SMCDraftInput(SpecInput):
         bonus_tokens: ``[bs]`` last emitted tokens, for SGLang's relay between rounds.
     """
 
-    topk_p = topk_index = hidden_states = None  # read by the relay; STANDALONE has none either
+    # Read by the relay; STANDALONE has none either.
+    topk_p = topk_index = hidden_states = dsa_topk_indices = None
 
     def __init__(self, bonus_tokens: torch.Tensor) -> None:
         super().__init__(SpecInputType.EAGLE_DRAFT)

@@ -1,13 +1,6 @@
-"""Model forwards over particles, on SGLang's model runners.
+"""Model forwards over particles, on SGLang's model runners."""
 
-A particle is a row of `req_to_token` like any request, so the stock models and
-attention backends serve it; there are only N times more rows than SGLang sized
-its own buffers for. Hence an attention backend of our own beside the runner's.
-"""
-
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import (
@@ -16,96 +9,107 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+
+from sglang_smc.particle_attention import Implementation, ParticleAttention
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
+class Places(NamedTuple):
+    """Where the particles of a batch have their keys, in rows of ``req_to_token``.
+
+    Positions before ``committed`` stand in the request's own row, the others in the particle's.
+    """
+
+    rows: torch.Tensor  # [G] int64, the requests' own rows: their text is the shared prefix
+    committed: torch.Tensor  # [G] int64, its length
+    particle_rows: torch.Tensor  # [G, N] int64
+    # Known to the host: no particle has more keys than this behind `committed`, the new included.
+    max_tail: int
+
+
 class ParticleForward:
-    """Runs one model over rows of particles, eagerly.
+    """Runs one model over particles.
+
+    The models are stock; the attention backend is ours, for the duration of a forward.
 
     Args:
         runner: the target's or the draft's.
-        max_rows: particles that can run at once.
+        attention: how to attend, see `ParticleAttention`.
     """
 
-    def __init__(self, runner: "ModelRunner", max_rows: int) -> None:
+    def __init__(self, runner: "ModelRunner", attention: Implementation) -> None:
         self._runner = runner
         self._last_position = runner.model_config.context_len - 1
-        with _pool_of_size(runner.req_to_token_pool, max_rows):
-            self.attn_backend = runner._get_attention_backend()
+        self.attn_backend = ParticleAttention(runner, attention)
 
-    def decode(
-        self, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    def next_logits(
+        self, tokens: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor, places: Places
     ) -> torch.Tensor:
-        """One token a row; all arguments ``[R]``, logits ``[R, V]``."""
-        return self._run(ForwardMode.DECODE, tokens, rows, positions + 1, positions, slots)
-
-    def verify(
-        self, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
-        """A chain of C tokens a row in one pass.
+        """Run a chain of C tokens for each particle and tell what comes after its last.
 
         Args:
-            tokens, slots: ``[R, C]``.
-            rows, positions: ``[R]``; a chain's first token stands at its row's position.
+            tokens: ``[G, N, C]``.
+            starts: ``[G, N]`` position of each chain's first token, at least ``committed - 1``.
+            slots: ``[G, N, C]`` int64, where the tokens' KV goes; 0 for what nobody will read, or
+                what stands there already.
+            places: where the rest of the KV stands.
 
         Returns:
-            Logits ``[R, C, V]``.
+            Logits ``[G, N, V]`` float32.
         """
-        width = tokens.shape[1]
-        columns = positions.unsqueeze(1) + torch.arange(width, device=tokens.device)
-        chain = DFlashVerifyInput(
-            draft_token=tokens.flatten(),
-            positions=columns.flatten(),
-            draft_token_num=width,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-        )
-        logits = self._run(
-            ForwardMode.TARGET_VERIFY, tokens, rows, positions, columns, slots, spec_info=chain
-        )
-        return logits.view(*tokens.shape, -1)
+        mode = ForwardMode.DECODE if tokens.shape[2] == 1 else ForwardMode.EXTEND
+        return self._run(mode, tokens, starts, slots, places).unflatten(0, starts.shape)
+
+    def chain_logits(
+        self, tokens: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor, places: Places
+    ) -> torch.Tensor:
+        """As `next_logits`, but after each token of the chain: ``[G, N, C, V]``."""
+        logits = self._run(ForwardMode.TARGET_VERIFY, tokens, starts, slots, places)
+        return logits.unflatten(0, tokens.shape)
 
     def _run(
         self,
         mode: ForwardMode,
         tokens: torch.Tensor,
-        rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        positions: torch.Tensor,
+        starts: torch.Tensor,
         slots: torch.Tensor,
-        spec_info: DFlashVerifyInput | None = None,
+        places: Places,
     ) -> torch.Tensor:
-        seq_lens_cpu = seq_lens.cpu()
-        batch = ForwardBatch(
-            forward_mode=mode,
-            batch_size=len(rows),
-            input_ids=tokens.flatten(),
-            req_pool_indices=rows,
-            seq_lens=seq_lens,
-            out_cache_loc=slots.flatten(),
-            seq_lens_sum=int(seq_lens_cpu.sum()),
-            seq_lens_cpu=seq_lens_cpu,
-            # Columns past the context's end are never kept; they only must not overrun the
-            # rotary table.
-            positions=positions.flatten().clamp_max(self._last_position),
-            spec_algorithm=self._runner.spec_algorithm,
-            spec_info=spec_info,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-        )
+        num_columns = tokens.shape[2]
+        batch = self._batch(mode, tokens, starts, slots, places)
         with forward_context(ForwardContext(attn_backend=self.attn_backend)):
-            self.attn_backend.init_forward_metadata(batch)
+            self.attn_backend.plan(places, starts, num_columns)
             output = self._runner.model.forward(batch.input_ids, batch.positions, batch)
         return output.next_token_logits
 
-
-@contextmanager
-def _pool_of_size(pool: "ReqToTokenPool", size: int) -> Iterator[None]:
-    """Attention backends size their row buffers by the pool's nominal size as they are built."""
-    nominal, pool.size = pool.size, size
-    try:
-        yield
-    finally:
-        pool.size = nominal
+    def _batch(
+        self,
+        mode: ForwardMode,
+        tokens: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        places: Places,
+    ) -> ForwardBatch:
+        """What the model's layers look at; our attention has its plan instead."""
+        num_columns = tokens.shape[2]
+        positions = starts.unsqueeze(2) + torch.arange(num_columns, device=tokens.device)
+        first = starts.flatten()
+        return ForwardBatch(
+            forward_mode=mode,
+            batch_size=len(first),
+            input_ids=tokens.flatten(),
+            req_pool_indices=places.particle_rows.flatten(),
+            seq_lens=first + num_columns,
+            out_cache_loc=slots.flatten(),
+            seq_lens_sum=0,  # for stock attention backends, and only to be had by waiting
+            # Columns past the context's end are never kept; they only must not overrun the
+            # rotary table.
+            positions=positions.flatten().clamp_max(self._last_position),
+            # In an extend, SGLang computes logits for the last token of each row alone.
+            extend_seq_lens=torch.full_like(first, num_columns),
+            extend_prefix_lens=first,
+            spec_algorithm=self._runner.spec_algorithm,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )

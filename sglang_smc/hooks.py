@@ -19,6 +19,7 @@ PATCH_MODULES = (
     "ingress",
     "admission",
     "decode_memory",
+    "overlap",
     "batch_result",
     "request_state",
 )

@@ -7,9 +7,10 @@ row[committed : allocated]    the arena: the slots of all tails, then the free o
 
 so that finish, abort, retraction, the radix cache and the leak checks of the stock
 scheduler stay right without knowing of particles. A particle has a row of its own
-in the same tensor, below those that the scheduler hands out: the prefix as in the
-request's row, then its tail's slots. Resampling copies tails between these rows, a
-slot may serve many particles, and one that serves none is free. KV never moves.
+in the same tensor, below those that the scheduler hands out, for its tail's slots:
+they stand at their positions, behind the prefix that only the request's row holds.
+Resampling copies tails between these rows, a slot may serve many particles, and one
+that serves none is free. KV never moves.
 """
 
 import torch
@@ -50,12 +51,6 @@ class Ledger:
         particle = torch.arange(num_particles, device=rows.device)
         return self._num_rows + rows.unsqueeze(1) * self._num_particles + particle
 
-    def open(self, row: int, committed: int) -> None:
-        """Give a request's particles the prefix that prefill left in its row."""
-        first = self._num_rows + row * self._num_particles
-        particles = self._table[first : first + self._num_particles]
-        particles[:, :committed] = self._table[row, :committed]
-
     def reserve(
         self,
         rows: torch.Tensor,
@@ -63,11 +58,12 @@ class Ledger:
         allocated: torch.Tensor,
         starts: torch.Tensor,
         idle: torch.Tensor,
+        unread: torch.Tensor,
         num_particles: torch.Tensor,
         num_columns: torch.Tensor,
         width: int,
     ) -> torch.Tensor:
-        """Hand each particle free slots for its next positions.
+        """Hand each particle free slots for its next positions, behind the one before them.
 
         Args:
             rows: ``[G]`` requests.
@@ -75,12 +71,14 @@ class Ledger:
                 are free.
             starts: ``[G, N]`` first position to fill.
             idle: ``[G, N]`` particles that get the padding slot 0 instead.
+            unread: ``[G]`` groups whose draft has yet to write the position before.
             num_particles, num_columns: ``[G]`` what each group has of the N particles and of the
                 ``width`` columns; the rest gets the padding slot, too.
             width: the most columns of any group.
 
         Returns:
-            Slots ``[G, N, width]`` int64, also written to the particles' rows.
+            Slots ``[G, N, 1 + width]`` int64. The first is that of the position before where it is
+            ``unread``, else the padding slot; the others are also written to the particles' rows.
         """
         particle = torch.arange(starts.shape[1], device=rows.device).view(1, -1, 1)
         column = torch.arange(width, device=rows.device)
@@ -89,9 +87,11 @@ class Ledger:
         mine = (column < per_particle) & ~idle.unsqueeze(2)
         place = (first + particle * per_particle + column).where(mine, 0)  # [G, N, width]
         slots = self._table[rows.view(-1, 1, 1), place].where(mine, 0)
-        targets = self.particle_rows(rows, starts.shape[1]).unsqueeze(2)
-        self._table[targets, starts.unsqueeze(2) + column] = slots
-        return slots.long()
+        targets, next_place = self.particle_rows(rows, starts.shape[1]), starts.unsqueeze(2)
+        self._table[targets.unsqueeze(2), next_place + column] = slots
+        owed = unread.view(-1, 1, 1) & ~idle.unsqueeze(2)  # [G, N, 1]
+        before = self._table[targets.unsqueeze(2), (next_place - 1).clamp_min(0)].where(owed, 0)
+        return torch.cat([before, slots], dim=2).long()
 
     def descend(
         self,

@@ -3,6 +3,10 @@
 Where particles are weighed, a tail reaches at most ``max_lag - 1`` tokens before a round, or what
 is left of `max_new_tokens`, and the round adds K + 1 to each of N tails. Tails that share nothing
 are the worst case, and what is reserved: a constant per request. Verification leaves no tails.
+
+Under the overlap schedule the host reserves a round's arena before it has heard of the round that
+still runs. That round may commit c tokens, which takes c slots out of the arena, and c from each
+tail: with N > 1 the arena is short by K + 1 slots at most, which `in_flight` adds.
 """
 
 from typing import TYPE_CHECKING
@@ -26,7 +30,12 @@ def max_tail(config: SMCConfig) -> int:
 
 def max_arena(config: SMCConfig) -> int:
     """The largest arena that a request can ask for, in KV slots."""
-    return config.num_particles * max_tail(config)
+    return config.num_particles * max_tail(config) + in_flight(config)
+
+
+def in_flight(config: SMCConfig) -> int:
+    """What the arena is short of, at most, while the host has yet to hear of a round."""
+    return config.num_steps + 1
 
 
 def tail(config: SMCConfig, remaining: int) -> int:
@@ -36,7 +45,7 @@ def tail(config: SMCConfig, remaining: int) -> int:
 
 def arena(config: SMCConfig, remaining: int) -> int:
     """The arena of a request that may emit ``remaining`` more tokens, in KV slots."""
-    return config.num_particles * tail(config, remaining)
+    return config.num_particles * tail(config, remaining) + in_flight(config)
 
 
 def remaining(req: "Req") -> int:

@@ -24,16 +24,22 @@ class Population(NamedTuple):
     ended: torch.Tensor  # [G, N] bool: absorbed; weight frozen, tail complete
     log_weights: torch.Tensor  # [G, N] float64
     anchor: torch.Tensor  # [G, N] int64: the last emitted token, or what each particle has there
+    before: torch.Tensor  # [G, N] int64: the token before the anchor; unknown right after prefill
     num_emitted: torch.Tensor  # [G] int64: output tokens emitted so far
     log_evidence: torch.Tensor  # [G] float64: log Z-hat banked at resampling steps
     present: torch.Tensor  # [G, N] bool: the particles that the group has
     roots: torch.Tensor  # [G, N] int64: the first ancestor of each, among those of the start
+    unread: torch.Tensor  # [G] bool: the draft has yet to read the last token but one
+
+    @property
+    def last_two(self) -> torch.Tensor:
+        """The token that each particle continues from, behind the one before it: ``[G, N, 2]``."""
+        return self._two_at(self.lengths)
 
     @property
     def last_tokens(self) -> torch.Tensor:
         """The token that each particle continues from, ``[G, N]``."""
-        in_tail = self.tokens.gather(2, (self.lengths - 1).clamp_min(0).unsqueeze(2)).squeeze(2)
-        return torch.where(self.lengths > 0, in_tail, self.anchor)
+        return self.last_two[:, :, 1]
 
     @property
     def output_lengths(self) -> torch.Tensor:
@@ -58,6 +64,7 @@ class Population(NamedTuple):
             lengths=self.lengths.gather(1, ancestors),
             ended=self.ended.gather(1, ancestors),
             anchor=self.anchor.gather(1, ancestors),
+            before=self.before.gather(1, ancestors),
             roots=self.roots.gather(1, ancestors),
         )
 
@@ -80,13 +87,19 @@ class Population(NamedTuple):
         """Drop the first ``counts[g]`` tokens, common to all tails, from each of them."""
         column = torch.arange(self.tokens.shape[2], device=self.tokens.device)
         source = (column + counts.view(-1, 1, 1)).clamp_max(self.tokens.shape[2] - 1)
-        newest = self.tokens[:, 0].gather(1, (counts - 1).clamp_min(0).unsqueeze(1)).squeeze(1)
+        before, anchor = self._two_at(counts.unsqueeze(1).expand_as(self.lengths)).unbind(2)
         return self._replace(
             tokens=self.tokens.gather(2, source.expand_as(self.tokens)),
             lengths=(self.lengths - counts.unsqueeze(1)).masked_fill(~self.present, 0),
-            anchor=torch.where(counts.unsqueeze(1) > 0, newest.unsqueeze(1), self.anchor),
+            anchor=anchor,
+            before=before,
             num_emitted=self.num_emitted + counts,
         )
+
+    def _two_at(self, places: torch.Tensor) -> torch.Tensor:
+        """Two tokens of each text, the second the one that precedes ``tokens[g, n, places]``."""
+        texts = torch.cat([self.before.unsqueeze(2), self.anchor.unsqueeze(2), self.tokens], dim=2)
+        return texts.gather(2, places.unsqueeze(2) + torch.arange(2, device=places.device))
 
 
 class ParticleTable:
@@ -107,10 +120,12 @@ class ParticleTable:
             ended=torch.zeros(shape, dtype=torch.bool, device=device),
             log_weights=torch.zeros(shape, dtype=torch.float64, device=device),
             anchor=torch.zeros(shape, dtype=torch.int64, device=device),
+            before=torch.zeros(shape, dtype=torch.int64, device=device),
             num_emitted=torch.zeros(num_rows, dtype=torch.int64, device=device),
             log_evidence=torch.zeros(num_rows, dtype=torch.float64, device=device),
             present=torch.zeros(shape, dtype=torch.bool, device=device),
             roots=torch.zeros(shape, dtype=torch.int64, device=device),
+            unread=torch.zeros(num_rows, dtype=torch.bool, device=device),
         )
 
     def gather(self, rows: torch.Tensor, num_particles: int, max_tail: int) -> Population:
@@ -161,3 +176,4 @@ class ParticleTable:
         columns.anchor[rows] = first_tokens.view(len(rows), -1).expand_as(present)
         columns.num_emitted[rows] = num_emitted
         columns.log_evidence[rows] = log_evidence
+        columns.unread[rows] = False

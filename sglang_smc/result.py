@@ -9,7 +9,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_smc.diagnostics import IntervalLog
 from sglang_smc.particles import Population
-from sglang_smc.runs import as_particle, first_is_open, settled_ids
+from sglang_smc.runs import as_particle, first_is_open, running, settled_ids
 from sglang_smc.smc.weights import normalized
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class SMCBatchResult(GenerationBatchResult):
             if live[i]:
                 req.spec_num_correct_drafts += kept[i]
                 req.update_spec_correct_drafts_histogram(kept[i])
-                run = req.smc_run  # type: ignore[attr-defined]
+                run = running(req)
                 self.log.add(run.counters, totals[i])
                 run.take(totals[i])
                 if self.particles is not None and run.config.return_particles:

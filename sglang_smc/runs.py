@@ -25,7 +25,7 @@ class Run(msgspec.Struct):
     seed: int
     config: RequestConfig
     counters: list[float]
-    is_open: bool = False  # its particles have their prefix
+    arena: tuple[int, int] = (0, 0)  # from the end of the text that the host knew, when reserved
     open_at: int | None = None  # the output token that prefill drew, while particles differ in it
     was_settled: bool = False  # in the round that is being taken
     is_held: bool = False  # its stream, until the token is settled
@@ -109,7 +109,6 @@ class RunBook:
             req.smc_run = run  # type: ignore[attr-defined]
         # For p itself what is dropped has a factor of mean 1; for a power it has not.
         run.has_lost_tails |= run.config.power != 1.0 and req.retraction_count > 0
-        run.is_open = False
         # A power of p knows its next-token law only given all that may follow, so that a token
         # drawn for all particles could not be corrected: each draws its own.
         is_last = len(req.output_ids) + 1 >= req.sampling_params.max_new_tokens
@@ -141,6 +140,11 @@ def run_of(req: "Req") -> Run | None:
     return req.__dict__.get("smc_run")
 
 
+def running(req: "Req") -> Run:
+    """The notes on a request that decodes."""
+    return req.smc_run  # type: ignore[attr-defined]
+
+
 def first_is_open(req: "Req") -> bool:
     """Whether the newest output token stands in for one that the particles differ in."""
     run = run_of(req)
@@ -151,14 +155,6 @@ def settled_ids(req: "Req") -> list[int]:
     """The output tokens that all particles share."""
     run = run_of(req)
     return list(req.output_ids[: run.open_at if run is not None else None])
-
-
-def unopened(reqs: "list[Req]") -> "list[Req]":
-    """Requests in their first round since prefill; each is named once."""
-    new = [req for req in reqs if not req.smc_run.is_open]  # type: ignore[attr-defined]
-    for req in new:
-        req.smc_run.is_open = True  # type: ignore[attr-defined]
-    return new
 
 
 def publish(req: "Req") -> None:

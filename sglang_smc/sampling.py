@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from sglang_smc.law import Law
 from sglang_smc.request_config import RequestConfig
 from sglang_smc.smc.proposal import SamplingRules, log_probs
+from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.smc.rounds import Rules
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ class Settings(NamedTuple):
     num_steps: torch.Tensor  # [G] int64 K
     weighs: torch.Tensor  # [G] bool: its rounds weigh and resample; else they verify
     ess_threshold: torch.Tensor  # [G] float64 tau
+    scheme: torch.Tensor  # [G] int64 index of the resampling method in SCHEMES
     at_token: torch.Tensor  # [G] bool: resample at the first column whose ESS is low
     heaviest: torch.Tensor  # [G] bool: answer with the heaviest particle
     power: torch.Tensor  # [G] float64 alpha
@@ -86,6 +89,22 @@ class Settings(NamedTuple):
         )
         return log_probs(legal, rules, filtered=filtered)
 
+    def law(
+        self, logits: torch.Tensor, positions: torch.Tensor, kinds: "Kinds", *, draft: bool = False
+    ) -> Law:
+        """The same for the ``G * M`` rows of logits, not worked out yet where no rule cuts tokens.
+
+        Args:
+            logits: ``[G, M, V]``.
+            positions: ``[G, M]``.
+            kinds: of the batch.
+        """
+        if kinds.filtered or kinds.early:
+            log_p = self.log_probs(logits, positions, filtered=kinds.filtered, draft=draft)
+            return Law.of_log_probs(log_p.flatten(0, 1))
+        temperature = self.draft_temperature if draft else self.temperature
+        return Law(logits.flatten(0, 1), temperature.unsqueeze(1).expand_as(positions).flatten())
+
     def ends(self, tokens: torch.Tensor, output_lengths: torch.Tensor) -> torch.Tensor:
         """Does the text end with this token? ``[G, M]`` bool.
 
@@ -95,6 +114,21 @@ class Settings(NamedTuple):
         """
         stops = self.stop_mask.gather(1, tokens) & ~self.ignore_eos.unsqueeze(1)
         return stops | (output_lengths >= self.max_new_tokens.unsqueeze(1))
+
+
+class Kinds(NamedTuple):
+    """Which rules for tokens occur in a batch, known to the host."""
+
+    filtered: bool  # some request uses top-k, top-p or min-p
+    early: bool  # some request has tokens that it must not end before
+
+    @classmethod
+    def of(cls, reqs: "list[Req]") -> "Kinds":
+        """Of these requests."""
+        return cls(
+            filtered=uses_filters(reqs),
+            early=any(req.sampling_params.min_new_tokens > 0 for req in reqs),
+        )
 
 
 class RequestTable:
@@ -118,6 +152,7 @@ class RequestTable:
             num_steps=zeros(torch.int64),
             weighs=zeros(torch.bool),
             ess_threshold=zeros(torch.float64),
+            scheme=zeros(torch.int64),
             at_token=zeros(torch.bool),
             heaviest=zeros(torch.bool),
             power=zeros(torch.float64),
@@ -158,6 +193,7 @@ def _values(spec: RequestSpec) -> dict[str, Any]:
         "num_steps": config.num_steps,
         "weighs": config.weighs,
         "ess_threshold": config.ess_threshold,
+        "scheme": list(SCHEMES).index(config.resampling_method),
         "at_token": config.resample_at == "token",
         "heaviest": config.selection == "argmax",
         "power": config.power,

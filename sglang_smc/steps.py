@@ -1,8 +1,7 @@
 """The steps of a round, each for all particles of all running requests at once.
 
-`worker.SMCWorker._round` puts them in order. They wait for the device in two places only:
-where the forwards tell attention backends the lengths, and for requests that stop at a
-string.
+`worker.SMCWorker._round` puts them in order. Only requests that stop at a string make them wait
+for the device.
 """
 
 from typing import Any, NamedTuple
@@ -10,14 +9,25 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_smc import stopping
-from sglang_smc.forward import ParticleForward
+from sglang_smc.forward import ParticleForward, Places
 from sglang_smc.groups import Groups
+from sglang_smc.law import Law
 from sglang_smc.ledger import Ledger
+from sglang_smc.ops import Ops
 from sglang_smc.particles import Population
 from sglang_smc.smc import exact, mixed, rounds
-from sglang_smc.smc.proposal import power_law, sample, token_log_probs
-from sglang_smc.smc.randomness import Purpose, uniforms
-from sglang_smc.smc.siblings import same_text, still_same, stratify
+from sglang_smc.smc.proposal import power_law, token_log_probs
+from sglang_smc.smc.randomness import Purpose
+from sglang_smc.smc.resampling import SCHEMES
+from sglang_smc.smc.siblings import same_text
+
+
+class Reserved(NamedTuple):
+    """Where a round reads and writes."""
+
+    slots: torch.Tensor  # [G, N, K + 2] for the last token but one, the last and the drafts
+    starts: torch.Tensor  # [G, N] position of the last token
+    places: Places
 
 
 class Drafts(NamedTuple):
@@ -35,7 +45,7 @@ class Decision(NamedTuple):
     cut: rounds.Cut
     num_kept: torch.Tensor  # [G, N] drafted tokens that each particle keeps
     resampled: rounds.Resampled  # who goes on then, and with what weight
-    next_log_p: torch.Tensor  # [G, N, V] float64: law of each particle's next token
+    next_law: Law  # of the G * N particles' next tokens
     verified: torch.Tensor  # [G] bool: exact verification had the last word
 
 
@@ -43,117 +53,139 @@ class Steps:
     """Draft, score, decide, extend, bonus and collapse; populations in, populations out."""
 
     def __init__(
-        self, target: ParticleForward, draft: ParticleForward, ledger: Ledger, max_lag: int
+        self,
+        target: ParticleForward,
+        draft: ParticleForward,
+        ledger: Ledger,
+        ops: Ops,
+        max_lag: int,
     ) -> None:
         self.target = target
         self.draft = draft
         self._ledger = ledger
+        self._ops = ops
         self._max_lag = max_lag
 
-    def reserve(self, groups: Groups, population: Population) -> torch.Tensor:
-        """Free KV slots for the next K + 1 positions of each particle, ``[G, N, K + 1]``."""
-        return self._ledger.reserve(
+    def reserve(self, groups: Groups, population: Population) -> Reserved:
+        """Find the KV slots of the next K + 1 positions of each particle, and of the one before."""
+        starts = groups.committed.unsqueeze(1) + population.lengths
+        slots = self._ledger.reserve(
             groups.rows,
             allocated=groups.allocated,
-            starts=groups.committed.unsqueeze(1) + population.lengths,
+            starts=starts,
             idle=population.ended,
+            unread=population.unread,
             num_particles=groups.settings.num_particles,
             num_columns=groups.settings.num_steps + 1,
             width=groups.extent.num_steps + 1,
         )
+        places = Places(
+            rows=groups.rows,
+            committed=groups.committed,
+            particle_rows=self._ledger.particle_rows(groups.rows, groups.extent.num_particles),
+            max_tail=groups.extent.max_tail + 1,  # ended ones compute past their last token, too
+        )
+        return Reserved(slots, starts, places)
 
-    def propose(self, groups: Groups, population: Population, slots: torch.Tensor) -> Drafts:
-        """Draft x_1..x_K ~ q, one after another, from each particle's last token."""
-        rows, starts = self._places(groups, population)
-        siblings = self._siblings(groups, population)
-        tokens, drawn, log_q, laws = population.last_tokens, [], [], []
-        num_steps = groups.extent.num_steps
+    def propose(self, groups: Groups, population: Population, reserved: Reserved) -> Drafts:
+        """Draft x_1..x_K ~ q, one after another, from each particle's last token.
+
+        The last drafted token is not read: if it is kept, the next round reads it with the
+        token behind it, in the same pass.
+        """
+        num_steps, step = groups.extent.num_steps, torch.arange(groups.extent.num_steps)
+        positions = population.output_lengths.unsqueeze(2) + step.to(groups.rows.device)
+        noise = self._uniforms(groups, positions, Purpose.DRAFT)  # [G, N, K]
+        siblings, tokens = self._siblings(groups, population), None
+        drawn, log_q, laws = [], [], []
         for step in range(num_steps):
-            logits = self.draft.decode(
-                tokens.flatten(), rows, starts + step, slots[..., step].flatten()
+            logits = self._draft_logits(step, population, tokens, reserved)  # [G, N, V]
+            law = groups.settings.law(
+                logits, positions[:, :, step], groups.extent.kinds, draft=True
             )
-            positions = population.output_lengths + step
-            law = groups.settings.log_probs(
-                logits.view(*tokens.shape, -1),
-                positions,
-                filtered=groups.extent.filtered,
-                draft=True,
-            )
-            noise = self._uniforms(groups, positions, Purpose.DRAFT)
-            tokens = sample(law, stratify(noise, siblings))
-            siblings = still_same(siblings, tokens)
+            spread, siblings = self._ops.spread(noise[:, :, step], siblings, tokens)
+            tokens, log_q_of_tokens = law.sample(self._ops, spread)
             drawn.append(tokens)
-            log_q.append(token_log_probs(law, tokens))
-            laws.append(law if groups.extent.verifies else None)
-        # The last drafted token's KV, which the next round's draft reads if the token is kept.
-        self.draft.decode(tokens.flatten(), rows, starts + num_steps, slots[..., -1].flatten())
+            log_q.append(log_q_of_tokens)
+            laws.append(law)
         chains = torch.stack(drawn, dim=2)
         return Drafts(
             chains,
             torch.stack(log_q, dim=2),
             self._ends(groups, population, chains),
-            torch.stack(laws, dim=2) if groups.extent.verifies else None,
+            _all_log_probs(laws, chains.shape[:2]) if groups.extent.verifies else None,
         )
+
+    def _draft_logits(
+        self,
+        step: int,
+        population: Population,
+        tokens: torch.Tensor | None,
+        reserved: Reserved,
+    ) -> torch.Tensor:
+        """The draft's logits after the last token, or after the one just drawn: ``[G, N, V]``."""
+        slots, starts, places = reserved
+        if tokens is None:
+            return self.draft.next_logits(population.last_two, starts - 1, slots[:, :, :2], places)
+        here = slots[:, :, step + 1].unsqueeze(2)
+        return self.draft.next_logits(tokens.unsqueeze(2), starts + step, here, places)
 
     def score(
-        self, groups: Groups, population: Population, drafts: Drafts, slots: torch.Tensor
-    ) -> torch.Tensor:
-        """One target pass over [last, x_1..x_K]: log p of what comes next, ``[G, N, K + 1, V]``."""
+        self, groups: Groups, population: Population, drafts: Drafts, reserved: Reserved
+    ) -> Law:
+        """One target pass over [last, x_1..x_K]: p of what comes next, for G * N * (K + 1) rows."""
+        slots, starts, places = reserved
         chain = torch.cat([population.last_tokens.unsqueeze(2), drafts.tokens], dim=2)
-        rows, starts = self._places(groups, population)
-        logits = self.target.verify(chain.flatten(0, 1), rows, starts, slots.flatten(0, 1))
+        logits = self.target.chain_logits(chain, starts, slots[:, :, 1:], places)
         column = torch.arange(chain.shape[2], device=chain.device)
         positions = population.output_lengths.unsqueeze(2) + column  # [G, N, K + 1]
-        log_p = groups.settings.log_probs(
-            logits.view(len(groups.reqs), -1, logits.shape[-1]),
-            positions.flatten(1),
-            filtered=groups.extent.filtered,
-        )
-        return log_p.view(*chain.shape, -1)
+        return groups.settings.law(logits.flatten(1, 2), positions.flatten(1), groups.extent.kinds)
 
-    def decide(
-        self, groups: Groups, population: Population, drafts: Drafts, log_p: torch.Tensor
-    ) -> Decision:
+    def decide(self, groups: Groups, population: Population, drafts: Drafts, law: Law) -> Decision:
         """Weigh or verify, as each request asked for."""
         if not groups.extent.verifies:
-            return self.weigh(groups, population, drafts, log_p)
-        verified = self.verify(groups, population, drafts, log_p)
+            return self.weigh(groups, population, drafts, law)
+        verified = self.verify(groups, population, drafts, law)
         if not groups.extent.weighs:
             return verified
-        weighed = self.weigh(groups, population, drafts, log_p)
+        weighed = self.weigh(groups, population, drafts, law)
         return _choose(groups.settings.weighs, weighed, verified)
 
-    def weigh(
-        self, groups: Groups, population: Population, drafts: Drafts, log_p: torch.Tensor
-    ) -> Decision:
+    def weigh(self, groups: Groups, population: Population, drafts: Drafts, law: Law) -> Decision:
         """Weigh by log p - log q up to each particle's end; where the ESS is low, resample."""
         is_open = self._open_columns(groups, population, drafts)
-        scored = token_log_probs(log_p[:, :, :-1], drafts.tokens).double()
-        scored = scored * groups.settings.power.view(-1, 1, 1)
-        cut = rounds.cut(
+        # The last column has no drafted token to score: any will do.
+        tokens = torch.nn.functional.pad(drafts.tokens, (0, 1))  # [G, N, K + 1]
+        collected = self._collect(
+            groups,
             population.log_weights,
-            torch.where(is_open, scored - drafts.log_q, 0.0),
+            law.score(self._ops, tokens)[:, :, :-1],
+            drafts.log_q,
+            is_open,
+            groups.settings.power,
             groups.settings.rules,
             population.present,
-            self._coins(groups, population),
+            self._once(groups, population, Purpose.KEEP)[:, 0],
+            self._once(groups, population, Purpose.RESAMPLE),
         )
-        column = torch.arange(is_open.shape[2], device=is_open.device)
-        num_kept = (is_open & (column < cut.num_columns.view(-1, 1, 1))).sum(2)
-        position = (population.output_lengths + num_kept).amax(1, keepdim=True)
-        noise = self._uniforms(groups, position, Purpose.RESAMPLE)
-        resampled = _resample(groups, population, cut, noise)
-        group = torch.arange(len(groups.reqs), device=log_p.device).unsqueeze(1)
+        cut, num_kept, resampled = collected
+        group = torch.arange(len(groups.reqs), device=tokens.device).unsqueeze(1)
+        chain = group * tokens.shape[1] + resampled.ancestors  # [G, N]
+        row = chain * tokens.shape[2] + cut.num_columns.unsqueeze(1)
         return Decision(
-            cut=cut,
-            num_kept=num_kept,
-            resampled=resampled,
-            next_log_p=log_p[group, resampled.ancestors, cut.num_columns.unsqueeze(1)].double(),
-            verified=torch.zeros_like(cut.resample),
+            cut, num_kept, resampled, law.at(row.flatten()), torch.zeros_like(cut.resample)
         )
 
-    def verify(
-        self, groups: Groups, population: Population, drafts: Drafts, log_p: torch.Tensor
-    ) -> Decision:
+    def _collect(self, groups: Groups, *args: Any) -> rounds.Collected:
+        """Each request by its own method."""
+        first, *others = groups.extent.methods
+        collected = self._ops.collect(*args, first)
+        for method in others:
+            mine = groups.settings.scheme == list(SCHEMES).index(method)
+            collected = _choose(mine, self._ops.collect(*args, method), collected)
+        return collected
+
+    def verify(self, groups: Groups, population: Population, drafts: Drafts, law: Law) -> Decision:
         """Keep the columns that the block's evidence covers, or that exact verification accepts.
 
         Of the two the longer. All particles go on as one winner: they begin and end such a round
@@ -163,7 +195,7 @@ class Steps:
         settings, is_open = groups.settings, self._open_columns(groups, population, drafts)
         column = torch.arange(is_open.shape[2], device=is_open.device)
         positions = population.output_lengths.unsqueeze(2) + column  # [G, N, K]
-        first = positions[:, :1, 0]  # [G, 1]: all particles have one text
+        log_p = law.log_probs().unflatten(0, (*positions.shape[:2], -1))  # [G, N, K + 1, V]
         found = exact.verify(
             drafts.tokens,
             drafts.ends,
@@ -179,8 +211,8 @@ class Steps:
             population.present,
             settings.num_steps,
             settings.evidence_threshold,
-            self._coins(groups, population),
-            self._uniforms(groups, first, Purpose.RESAMPLE)[:, 0],
+            self._once(groups, population, Purpose.KEEP)[:, 0],
+            self._once(groups, population, Purpose.RESAMPLE)[:, 0],
         )
         kept, by_block = mixed.longer(block, found, log_p, drafts.ends, settings.num_steps)
         # Where nothing is kept by evidence, the chains' weights say nothing of the output.
@@ -196,23 +228,24 @@ class Steps:
         column = torch.arange(drafts.tokens.shape[2], device=drafts.tokens.device)
         kept = column < decision.num_kept.unsqueeze(2)  # [G, N, K]
         extended = population.append(drafts.tokens, decision.num_kept)._replace(
-            ended=population.ended | (drafts.ends & kept).any(2)
+            ended=population.ended | (drafts.ends & kept).any(2),
+            unread=decision.cut.num_columns == groups.extent.num_steps,
         )
         return self._descend(groups, extended, decision.resampled)
 
-    def add_bonus(
-        self, groups: Groups, population: Population, next_log_p: torch.Tensor
-    ) -> Population:
+    def add_bonus(self, groups: Groups, population: Population, law: Law) -> Population:
         """One more token from the target, after resampling, so that copies part at once."""
         live = ~population.ended
-        law, log_sum = next_log_p, torch.zeros_like(population.log_weights)
+        log_sum = torch.zeros_like(population.log_weights)
         if groups.extent.powered:
-            law, log_sum = power_law(next_log_p, groups.settings.power.unsqueeze(1))
+            powers = groups.settings.power.unsqueeze(1).expand_as(log_sum)
+            raised, log_sum = power_law(law.log_probs(), powers.flatten())
+            law, log_sum = Law.of_log_probs(raised), log_sum.view_as(powers)
         noise = self._uniforms(groups, population.output_lengths, Purpose.BONUS)
-        spread = stratify(noise, self._siblings(groups, population))
+        spread, _ = self._ops.spread(noise, self._siblings(groups, population))
         # After verification all particles go on as one, so they draw one token.
         noise = torch.where(groups.settings.weighs.unsqueeze(1), spread, noise[:, :1])
-        tokens = sample(law, noise)
+        tokens, _ = law.sample(self._ops, noise)
         ends = self._ends(groups, population, tokens.unsqueeze(2)).squeeze(2)
         return population.append(tokens.unsqueeze(2), live.long())._replace(
             ended=population.ended | ends,
@@ -224,12 +257,11 @@ class Steps:
         finished = population.ended.all(1)
         too_far = population.lengths.amax(1) >= self._max_lag
         forced = too_far & ~finished & groups.settings.weighs
-        position = population.output_lengths.amax(1, keepdim=True)
         step = rounds.collapse(
             population.log_weights,
             finished | forced,
             population.present,
-            self._uniforms(groups, position, Purpose.SELECT)[:, 0],
+            self._once(groups, population, Purpose.SELECT)[:, 0],
             groups.settings.heaviest,
         )
         return self._descend(groups, population, step), forced
@@ -247,11 +279,6 @@ class Steps:
             log_weights=step.log_weights,
             log_evidence=population.log_evidence + step.log_evidence,
         )
-
-    def _places(self, groups: Groups, population: Population) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each particle's row, and the position it continues at, both ``[G * N]``."""
-        rows = self._ledger.particle_rows(groups.rows, groups.extent.num_particles)
-        return rows.flatten(), (groups.committed.unsqueeze(1) + population.lengths).flatten()
 
     def _siblings(self, groups: Groups, population: Population) -> torch.Tensor:
         """Particles that may share their noise, ``[G, N, N]``: verified chains are independent."""
@@ -277,44 +304,28 @@ class Steps:
         ends = groups.settings.ends(tokens.flatten(1), lengths.flatten(1)).view_as(tokens)
         return stopping.mark_stop_texts(ends, groups.reqs, tokens, population)
 
-    def _coins(self, groups: Groups, population: Population) -> torch.Tensor:
-        """One uniform a round for what its evidence decides, ``[G]``."""
-        start = population.output_lengths.amax(1, keepdim=True)
-        return self._uniforms(groups, start, Purpose.KEEP)[:, 0]
+    def _once(self, groups: Groups, population: Population, purpose: Purpose) -> torch.Tensor:
+        """Uniforms ``[G, N]`` for what a group decides once a round."""
+        place = population.output_lengths.amax(1, keepdim=True).expand_as(population.lengths)
+        return self._uniforms(groups, place, purpose)
 
     def _uniforms(self, groups: Groups, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:
-        """Uniforms for the output positions ``[G, N]``, ``[G, 1]`` or ``[G, N, C]``."""
-        columns = (1,) * (positions.dim() - 2)
-        particle = torch.arange(groups.extent.num_particles, device=positions.device)
-        return uniforms(
-            groups.settings.seeds.view(-1, 1, *columns),
-            positions,
-            particle.view(-1, *columns),
-            purpose,
-        )
+        """Uniforms for the output positions ``[G, N]`` or ``[G, N, C]`` of particles."""
+        return self._ops.uniforms(groups.settings.seeds, positions, purpose)
 
 
-def _resample(
-    groups: Groups, population: Population, cut: rounds.Cut, noise: torch.Tensor
-) -> rounds.Resampled:
-    """Each request by its own method."""
-    found = [
-        (method, rounds.resample(cut.log_weights, cut.resample, population.present, noise, method))
-        for method in sorted(set(filter(None, groups.extent.methods)))
-    ]
-    chosen = found[0][1]
-    for method, resampled in found[1:]:
-        mine = torch.tensor([name == method for name in groups.extent.methods])
-        chosen = _choose(mine.to(noise.device, non_blocking=True), resampled, chosen)
-    return chosen
+def _all_log_probs(laws: list[Law], shape: torch.Size) -> torch.Tensor:
+    """K laws of G * N rows as ``[G, N, K, V]``."""
+    return torch.stack([law.log_probs().unflatten(0, shape) for law in laws], dim=2)
 
 
 def _one_lineage(
     population: Population, kept: exact.Verified, ess: torch.Tensor, by_block: torch.Tensor
 ) -> Decision:
     """All particles become the winner. Their weights stay equal, so nothing is ever banked."""
-    num_particles = population.present.shape[1]
+    size, num_particles = population.present.shape
     itself = torch.arange(num_particles, device=ess.device)
+    group = torch.arange(size, device=ess.device)
     never = torch.zeros_like(by_block)
     return Decision(
         cut=rounds.Cut(kept.num_columns, population.log_weights, ess, never, never),
@@ -324,13 +335,18 @@ def _one_lineage(
             log_weights=population.log_weights,
             log_evidence=torch.zeros_like(population.log_evidence),
         ),
-        next_log_p=kept.next_probs.log().unsqueeze(1).expand(-1, num_particles, -1),
+        next_law=Law.of_log_probs(
+            kept.next_probs.log(), group.unsqueeze(1).expand(-1, num_particles).flatten()
+        ),
         verified=~by_block,
     )
 
 
 def _choose(where: torch.Tensor, yes: Any, no: Any) -> Any:
-    """``yes`` or ``no`` for each group, of tensors ``[G, ...]`` or tuples of them."""
+    """``yes`` or ``no`` for each group, of tensors ``[G, ...]``, of laws, or of tuples of them."""
+    if isinstance(yes, Law):
+        one, other = (law.log_probs().unflatten(0, (len(where), -1)) for law in (yes, no))
+        return Law.of_log_probs(_choose(where, one, other).flatten(0, 1))
     if isinstance(yes, torch.Tensor):
         return torch.where(where.view(-1, *(1,) * (yes.dim() - 1)), yes, no)
     return type(yes)(*(_choose(where, a, b) for a, b in zip(yes, no, strict=True)))

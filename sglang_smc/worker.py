@@ -13,7 +13,7 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
-from sglang_smc import memory, stopping
+from sglang_smc import memory, ops, stopping
 from sglang_smc.config import SMCConfig
 from sglang_smc.diagnostics import CounterTable, IntervalLog
 from sglang_smc.draft_input import SMCDraftInput
@@ -22,7 +22,7 @@ from sglang_smc.groups import Groups, extent_of
 from sglang_smc.ledger import Ledger
 from sglang_smc.particles import ParticleTable, Population
 from sglang_smc.result import Particles, SMCBatchResult
-from sglang_smc.runs import RunBook, first_is_open, unopened
+from sglang_smc.runs import RunBook, first_is_open, running
 from sglang_smc.sampling import RequestTable, Settings, uses_filters
 from sglang_smc.smc.proposal import power_law, sample
 from sglang_smc.smc.randomness import Purpose, round_seeds, uniforms
@@ -102,13 +102,13 @@ class SMCWorker(BaseSpecWorker):
         )
 
     def init_attention_backends(self) -> None:
-        """Build the stock backends for prefill and our own, N times wider, for the particles."""
+        """Build the stock backends for prefill, and our own for the particles."""
         super().init_attention_backends()
-        max_rows = self.req_to_token_pool.size * self.config.num_particles
         self._steps = Steps(
-            target=ParticleForward(self._target_worker.model_runner, max_rows),
-            draft=ParticleForward(self._draft_worker.model_runner, max_rows),
+            target=ParticleForward(self._target_worker.model_runner, "torch"),
+            draft=ParticleForward(self._draft_worker.model_runner, "torch"),
             ledger=self._ledger,
+            ops=ops.TORCH,
             max_lag=self.config.max_lag,
         )
 
@@ -126,6 +126,14 @@ class SMCWorker(BaseSpecWorker):
         if on_publish is not None:
             on_publish(result.new_seq_lens)
         return result
+
+    def prepare_for_kv_cache_release(self, req: "Req") -> None:
+        """Keep the last slot of a finished text out of the radix cache.
+
+        The draft reads the last token of a round in the next one, which this text has not.
+        """
+        if len(req.output_ids) > 1:
+            req.kv_committed_len -= 1
 
     def _prefill(self, batch: "ScheduleBatch") -> "GenerationBatchResult":
         """Both models read the prompt; the target's first token is an exact sample."""
@@ -214,19 +222,17 @@ class SMCWorker(BaseSpecWorker):
         """One round, from the last token of every particle to what all of them agree on."""
         steps = self._steps
         groups, before = self._open(batch)
-        slots = steps.reserve(groups, before)
+        reserved = steps.reserve(groups, before)
 
-        drafts = steps.propose(groups, before, slots)
-        log_p = steps.score(groups, before, drafts, slots)
-        decision = steps.decide(groups, before, drafts, log_p)  # reweight and resample, or verify
+        drafts = steps.propose(groups, before, reserved)
+        law = steps.score(groups, before, drafts, reserved)
+        decision = steps.decide(groups, before, drafts, law)  # reweight and resample, or verify
         extended = steps.extend(groups, before, drafts, decision)
-        continued = steps.add_bonus(groups, extended, decision.next_log_p)
+        continued = steps.add_bonus(groups, extended, decision.next_law)
         settled, forced = steps.collapse(groups, continued)
         return self._commit(groups, continued, settled, decision, forced)
 
     def _open(self, batch: "ScheduleBatch") -> tuple[Groups, Population]:
-        for req in unopened(batch.reqs):
-            self._ledger.open(req.req_pool_idx, req.kv_committed_len)
         rows, extent = batch.req_pool_indices, extent_of(self.config, batch.reqs)
         before = self._particles.gather(rows, extent.num_particles, extent.max_tail)
         settings = self._requests.gather(rows)
@@ -236,7 +242,7 @@ class SMCWorker(BaseSpecWorker):
             rows=rows,
             settings=settings._replace(seeds=seeds),
             committed=batch.seq_lens.long(),
-            allocated=self._tensor([req.kv.kv_allocated_len for req in batch.reqs]),
+            allocated=self._tensor([running(req).arena[1] for req in batch.reqs]),
             extent=extent,
         )
         return groups, before

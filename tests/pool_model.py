@@ -1,8 +1,9 @@
 """Drives a ledger and its particles as a round does, with a plain model of the pool beside it.
 
-The model knows for every slot what was written there: the text up to and including the slot's own
-token, which is what KV depends on. A particle that reads a slot with any other text would attend
-to the wrong KV. Particles, tails and ownership are modelled by lists and checked after every step.
+The model knows for every slot what either model wrote there: the text up to and including the
+slot's own token, which is what KV depends on. A particle that reads a slot with any other text
+would attend to the wrong KV. Particles, tails and ownership are modelled by lists and checked
+after every step.
 """
 
 import random
@@ -23,11 +24,14 @@ ENDS_WITH_PROBABILITY = 0.04
 class PoolModel:
     """A pool, its requests, and the code under test.
 
-    Requests choose their own N, K and mode, no larger than those of ``config``.
+    Requests choose their own N, K and mode, no larger than those of ``config``. With ``overlap``
+    the host reserves a round's memory before it hears of the round before, as SGLang's does.
     """
 
-    def __init__(self, config: SMCConfig, *, num_rows: int = 4, longest: int = 40) -> None:
-        self.config = config
+    def __init__(
+        self, config: SMCConfig, *, num_rows: int = 4, longest: int = 40, overlap: bool = False
+    ) -> None:
+        self.config, self.overlap = config, overlap
         num_slots = num_rows * (longest + memory.max_arena(config))
         self.table = torch.zeros(
             (num_rows + 1) * (1 + config.num_particles),
@@ -50,6 +54,7 @@ class PoolModel:
         self.free_rows = list(range(1, num_rows + 1))
         self.requests: dict[int, Request] = {}
         self.content: dict[int, Text] = {}
+        self.draft_content: dict[int, Text] = {}  # the draft reads a round's last token in the next
         self.operations = 0
         self.seen: Counter[str] = Counter()  # situations that the programs met
 
@@ -99,7 +104,7 @@ class PoolModel:
         slots = self._take(len(text), rng)
         self.table[row, : len(text)] = torch.tensor(slots)
         for position, slot in enumerate(slots):
-            self.content[slot] = tuple(text[: position + 1])
+            self.content[slot] = self.draft_content[slot] = tuple(text[: position + 1])
         first = rng.randrange(1, VOCAB)
         request = Request(
             row=row,
@@ -140,7 +145,8 @@ class PoolModel:
         return taken
 
     def _top_up(self, request: Request, rng: random.Random) -> None:
-        wanted = request.committed + memory.arena(request.config, request.remaining)
+        committed, remaining = request.heard
+        wanted = committed + memory.arena(request.config, remaining)
         if wanted > request.allocated:
             slots = self._take(wanted - request.allocated, rng)
             self.table[request.row, request.allocated : wanted] = torch.tensor(slots).int()
@@ -150,12 +156,14 @@ class PoolModel:
 
     def play_round(self, batch: list[Request], rng: random.Random) -> None:
         for request in batch:
+            if not self.overlap or not request.has_begun:
+                request.heard = request.committed, request.remaining + self.overlap
             self._top_up(request, rng)
-            if not request.is_open:
-                self.ledger.open(request.row, request.committed)
-                request.is_open = True
+            request.has_begun = True
         self.check()
         self.window = Window.of(batch)
+        for request in batch:
+            request.heard = request.committed, request.remaining
         rows = torch.tensor([request.row for request in batch])
         population = self.particles.gather(rows, self.window.num_particles, self.window.max_tail)
         self._check_population(population, batch)
@@ -173,7 +181,9 @@ class PoolModel:
         for request in batch:
             if all(request.ended):
                 assert not any(request.tails)
-                self.abort(request, rng)
+                if request.is_over or not self.overlap:
+                    self.abort(request, rng)
+                request.is_over = True  # the host hears of it when the next round has begun
 
     def _draft(
         self,
@@ -189,6 +199,7 @@ class PoolModel:
             allocated=torch.tensor([request.allocated for request in batch]),
             starts=torch.tensor([r.committed for r in batch]).unsqueeze(1) + population.lengths,
             idle=population.ended,
+            unread=population.unread,
             num_particles=torch.tensor([request.config.num_particles for request in batch]),
             num_columns=torch.tensor([request.config.num_steps + 1 for request in batch]),
             width=num_steps + 1,
@@ -197,6 +208,7 @@ class PoolModel:
         drafts, counts = [], []
         for group, request in enumerate(batch):
             cut = rng.randint(0, request.config.num_steps)
+            request.unread = cut == num_steps
             drafts.append(
                 [
                     [self._token(rng) for _ in range(num_steps)]
@@ -206,15 +218,21 @@ class PoolModel:
             counts.append([cut] * len(request.tails))
             for particle, has_ended in enumerate(request.ended):
                 if not has_ended:
-                    own = slots[group][particle][: request.config.num_steps + 1]
+                    own = slots[group][particle][: request.config.num_steps + 2]
                     self._write(request.text(particle), drafts[group][particle], own)
+                    self._check_draft(request, particle)
         self.check()
         return drafts, counts
 
     def _write(self, text: list[int], drafted: list[int], slots: list[int]) -> None:
-        """KV of the last token and of the drafted ones, each with all that precedes it."""
-        for column, slot in enumerate(slots):
+        """KV of the last tokens and of the drafted ones, each with all that precedes it."""
+        before, *new = slots
+        for column, slot in enumerate(new):
             self.content[slot] = tuple(text + drafted[:column])
+        if before:
+            self.draft_content[before] = tuple(text[:-1])
+        for column, slot in enumerate(new[: self.window.num_steps]):
+            self.draft_content[slot] = tuple(text + drafted[:column])
 
     def _extend(
         self,
@@ -237,7 +255,8 @@ class PoolModel:
                 request.ended[particle] = end is not None
                 counts[group][particle] = len(new)
         population = population.append(tokens, torch.tensor(counts))._replace(
-            ended=torch.tensor([self.window.padded(request.ended, True) for request in batch])
+            ended=torch.tensor([self.window.padded(request.ended, True) for request in batch]),
+            unread=torch.tensor([request.unread for request in batch]),
         )
         self._check_population(population, batch)
         return population
@@ -333,7 +352,7 @@ class PoolModel:
             assert slots[: len(request.frozen)] == request.frozen, "committed slots moved"
             request.frozen = slots[: request.committed]
             owned += slots
-            if request.is_open:
+            if request.has_begun:
                 self._check_lineages(request, set(slots))
         assert len(owned) == len(set(owned)), "a slot stands twice"
         assert not set(owned) & set(self.free)
@@ -341,29 +360,42 @@ class PoolModel:
         assert not self.table[0].any(), "SGLang's padding row was written to"
 
     def _check_lineages(self, request: Request, owned: set[int]) -> None:
-        first = self.table.shape[0] // (1 + self.config.num_particles)
-        first += request.row * self.config.num_particles
-        rows = [request.row, *range(first, first + len(request.tails))]
-        for particle, row in enumerate(rows, start=-1):
-            tail = [] if particle < 0 else request.tails[particle]
-            read = self.table[row, : request.committed + len(tail)].tolist()
-            text = request.prompt + request.output if particle < 0 else request.text(particle)
-            assert set(read) <= owned, "a particle reads a slot that its request does not own"
-            for position, slot in enumerate(read):
-                assert self.content[slot] == tuple(text[: position + 1]), "wrong KV"
+        emitted = request.prompt + request.output
+        self._check_read(self.table[request.row, : request.committed].tolist(), emitted, owned)
+        for particle, tail in enumerate(request.tails):
+            read = self._slots_read(request, particle, request.committed + len(tail))
+            self._check_read(read, request.text(particle), owned)
+
+    def _check_read(self, read: list[int], text: list[int], owned: set[int]) -> None:
+        assert set(read) <= owned, "a particle reads a slot that its request does not own"
+        for position, slot in enumerate(read):
+            assert self.content[slot] == tuple(text[: position + 1]), "wrong KV"
+
+    def _slots_read(self, request: Request, particle: int, length: int) -> list[int]:
+        """Emitted text through the request's row, the tail through the particle's own."""
+        row = self.ledger.particle_rows(torch.tensor([request.row]), particle + 1)[0, particle]
+        committed = min(request.committed, length)
+        prefix, tail = self.table[request.row, :committed], self.table[row, committed:length]
+        return [*prefix.tolist(), *tail.tolist()]
+
+    def _check_draft(self, request: Request, particle: int) -> None:
+        """Before it drafts, the draft has read the particle's whole text, slot by slot."""
+        text = request.text(particle)
+        for position, slot in enumerate(self._slots_read(request, particle, len(text))):
+            assert self.draft_content[slot] == tuple(text[: position + 1]), "wrong KV of the draft"
 
     def _check_reserved(self, batch: list[Request], slots: list) -> None:
         for request, of_group in zip(batch, slots, strict=True):
             ended_here = self.window.padded(request.ended, True)
             width = request.config.num_steps + 1
             live = [s for s, ended in zip(of_group, ended_here, strict=True) if not ended]
-            reserved = [slot for row in live for slot in row[:width]]
+            reserved = [slot for row in live for slot in row[1 : 1 + width]]
             assert len(reserved) == len(set(reserved)), "a slot was handed out twice"
             arena = self.table[request.row, request.committed : request.allocated].tolist()
             assert set(reserved) <= set(arena)
             assert not set(reserved) & self._in_use(request), "a slot in use was handed out"
             for row, ended in zip(of_group, ended_here, strict=True):
-                assert set(row if ended else row[width:]) <= {0}, "more than its own columns"
+                assert set(row if ended else row[1 + width :]) <= {0}, "more than its own columns"
 
     def _in_use(self, request: Request) -> set[int]:
         rows = self.ledger.particle_rows(torch.tensor([request.row]), len(request.tails))[
@@ -387,6 +419,10 @@ class PoolModel:
             assert population.last_tokens[group, :size].tolist() == [
                 request.text(particle)[-1] for particle in range(size)
             ]
+            for particle in range(size):
+                if request.unread and not request.ended[particle]:
+                    expected = request.text(particle)[-2:]
+                    assert population.last_two[group, particle].tolist() == expected
             assert population.output_lengths[group, :size].tolist() == [
                 len(request.output) + len(tail) for tail in request.tails
             ]

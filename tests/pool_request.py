@@ -23,7 +23,10 @@ class Request:
     allocated: int
     tails: list[list[int]]
     ended: list[bool]
-    is_open: bool = False
+    has_begun: bool = False
+    is_over: bool = False  # a round began with nothing left to do
+    heard: tuple[int, int] = (0, 0)  # committed and remaining, as far as the host knows
+    unread: bool = False  # the draft has yet to read the last token but one
     firsts: list[int] | None = None  # of each particle, where they differ in the newest token
     frozen: list[int] = field(default_factory=list)  # slots of the committed text so far
 
@@ -72,8 +75,8 @@ class Window(NamedTuple):
         return cls(
             max(request.config.num_particles for request in batch),
             max(request.config.num_steps for request in batch),
-            max(memory.tail(request.config, request.remaining) for request in batch),
-            max(request.allocated - request.committed for request in batch),
+            max(memory.tail(request.config, request.heard[1]) for request in batch),
+            max(request.allocated - request.heard[0] for request in batch),
         )
 
     def padded(self, values: list, filling: object) -> list:

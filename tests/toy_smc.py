@@ -135,10 +135,12 @@ def _begin(pair: Pair, setup: Setup, seeds: torch.Tensor) -> Population:
         ended=first == setup.eos,
         log_weights=torch.zeros(shape, dtype=torch.float64),
         anchor=everywhere,  # position 0 follows token 0
+        before=everywhere,
         num_emitted=torch.zeros_like(seeds),
         log_evidence=log_sum.double().expand(len(seeds)),
         present=torch.ones(shape, dtype=torch.bool),
         roots=torch.arange(setup.num_particles).expand(shape),
+        unread=torch.zeros_like(seeds, dtype=torch.bool),
     )
 
 

@@ -12,8 +12,10 @@ import torch
 
 from sglang_smc import memory
 from sglang_smc.config import SMCConfig
+from sglang_smc.forward import Places
 from sglang_smc.groups import Groups, extent_of
 from sglang_smc.ledger import Ledger
+from sglang_smc.ops import TORCH
 from sglang_smc.particles import ParticleTable, Population
 from sglang_smc.request_config import config_of
 from sglang_smc.runs import Run, first_is_open
@@ -56,21 +58,22 @@ class SlotModel:
     def prefill(self, slots: torch.Tensor) -> None:
         self._tokens[slots] = torch.tensor(PROMPT).expand_as(slots)
 
-    def decode(
-        self, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    def next_logits(
+        self, tokens: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor, places: Places
     ) -> torch.Tensor:
-        self._tokens[slots.long()] = tokens
-        read = self._tokens[self._table[rows].long()]
-        return self.language.logits[Language.contexts(read, positions + 1)]
+        return self.chain_logits(tokens, starts, slots, places)[:, :, -1]
 
-    def verify(
-        self, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    def chain_logits(
+        self, tokens: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor, places: Places
     ) -> torch.Tensor:
-        columns = [
-            self.decode(tokens[:, i], rows, positions + i, slots[:, i])
-            for i in range(tokens.shape[1])
-        ]
-        return torch.stack(columns, dim=1)
+        self._tokens[slots] = tokens
+        in_prefix = torch.arange(self._table.shape[1]) < places.committed.view(-1, 1, 1)
+        prefix, tails = self._table[places.rows.unsqueeze(1)], self._table[places.particle_rows]
+        read = self._tokens[torch.where(in_prefix, prefix, tails).long()]  # [G, N, width]
+        read = read.unsqueeze(2).expand(-1, -1, tokens.shape[2], -1).flatten(0, 2)
+        ends = starts.unsqueeze(2) + torch.arange(1, 1 + tokens.shape[2])
+        logits = self.language.logits[Language.contexts(read, ends.flatten())]
+        return logits.view(*tokens.shape, -1)
 
 
 class Outcome(NamedTuple):
@@ -90,7 +93,6 @@ class ToyRequest:
         self.stream = False
         self.vocab_size = 0  # smaller than any top_k: no filters
         self.kv_committed_len = len(PROMPT)
-        self.kv = SimpleNamespace(kv_allocated_len=0)
         self.sampling_params = SimpleNamespace(
             custom_params=custom_params,
             max_new_tokens=limit,
@@ -99,6 +101,7 @@ class ToyRequest:
             top_k=1 << 30,
             top_p=1.0,
             min_p=0.0,
+            min_new_tokens=0,
         )
 
 
@@ -142,7 +145,7 @@ class ToyWorker:
             max_tail=max_tail,
             num_slots=num_slots,
         )
-        self.steps = Steps(self.target, self.draft, self.ledger, config.max_lag)  # type: ignore[arg-type]
+        self.steps = Steps(self.target, self.draft, self.ledger, TORCH, config.max_lag)  # type: ignore[arg-type]
         self.particles = ParticleTable(1 + num_requests, config.num_particles, max_tail, "cpu")
         self.settings = RequestTable(1 + num_requests, target.logits.shape[1], "cpu")
 
@@ -207,8 +210,6 @@ class ToyWorker:
             num_particles=settings.num_particles,
             ended=(first == self.eos) & is_open.unsqueeze(1),
         )
-        for row in rows:
-            self.ledger.open(row, len(PROMPT))
         return reqs
 
     def _first_noise(
@@ -240,12 +241,12 @@ class ToyWorker:
         """As `SMCWorker._round`, `_open` and `_commit`."""
         groups, before = self._open(reqs)
         steps = self.steps
-        slots = steps.reserve(groups, before)
-        drafts = steps.propose(groups, before, slots)
-        log_p = steps.score(groups, before, drafts, slots)
-        decision: Decision = steps.decide(groups, before, drafts, log_p)
+        reserved = steps.reserve(groups, before)
+        drafts = steps.propose(groups, before, reserved)
+        law = steps.score(groups, before, drafts, reserved)
+        decision: Decision = steps.decide(groups, before, drafts, law)
         extended = steps.extend(groups, before, drafts, decision)
-        continued = steps.add_bonus(groups, extended, decision.next_log_p)
+        continued = steps.add_bonus(groups, extended, decision.next_law)
         settled, forced = steps.collapse(groups, continued)
         counts = settled.num_common()
         self.ledger.commit(
@@ -263,7 +264,8 @@ class ToyWorker:
     def _open(self, reqs: list[ToyRequest]) -> tuple[Groups, Population]:
         for req in reqs:
             wanted = req.kv_committed_len + memory.arena_of(self.config, req)  # type: ignore[arg-type]
-            req.kv.kv_allocated_len = max(req.kv.kv_allocated_len, wanted)
+            end = max(req.smc_run.arena[1], wanted)
+            req.smc_run.arena = req.kv_committed_len, end
         extent = extent_of(self.config, reqs)  # type: ignore[arg-type]
         rows = torch.tensor([req.row for req in reqs])
         before = self.particles.gather(rows, extent.num_particles, extent.max_tail)
@@ -274,7 +276,7 @@ class ToyWorker:
             rows=rows,
             settings=settings._replace(seeds=seeds),
             committed=torch.tensor([req.kv_committed_len for req in reqs]),
-            allocated=torch.tensor([req.kv.kv_allocated_len for req in reqs]),
+            allocated=torch.tensor([req.smc_run.arena[1] for req in reqs]),
             extent=extent,
         )
         return groups, before

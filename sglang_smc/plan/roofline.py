@@ -18,8 +18,8 @@ from sglang_smc.plan.shapes import ModelShape
 
 #: Logits are written in float32 and read once, to draw from and score them.
 LOGIT_BYTES = 2 * 4
-DEFAULT_PARTICLES = (2, 4, 8, 16)
-DEFAULT_STEPS = (2, 4, 8, 16)
+DEFAULT_PARTICLES = (4, 8, 16)
+DEFAULT_STEPS = (4, 8, 16)
 #: Batches up to here are searched for the one from which plain decoding is as fast.
 LARGEST_BATCH = 1024
 

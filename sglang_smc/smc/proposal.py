@@ -31,8 +31,7 @@ def log_probs(logits: torch.Tensor, rules: SamplingRules, *, filtered: bool = Tr
     Returns:
         ``[..., V]`` float32; ``-inf`` where the token is cut.
     """
-    scaled = logits.float() / rules.temperature.float().unsqueeze(-1)
-    log_p = torch.log_softmax(scaled, dim=-1)
+    log_p = _tempered(logits, rules.temperature)
     if not filtered:
         return log_p
     kept = log_p.masked_fill(~_kept_tokens(log_p.exp(), rules), -torch.inf)
@@ -84,6 +83,44 @@ def sample(log_p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 def token_log_probs(log_p: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Pick ``log_p[..., token]``: ``[..., V]`` and ``[...]`` to ``[...]``."""
     return log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def sample_and_score(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    uniforms: torch.Tensor,
+    rows: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw tokens of requests that use no filter, and say how probable they were.
+
+    Args:
+        logits: ``[R, V]``, any float type.
+        temperature: ``[D]`` > 0, of each draw.
+        uniforms: ``[D]`` float64 in [0, 1).
+        rows: ``[D]`` int64, the row of logits that each draw uses; None is one draw a row, D = R.
+
+    Returns:
+        Tokens ``[D]`` int64 and their log-probabilities ``[D]`` float32.
+    """
+    log_p = _tempered(logits if rows is None else logits[rows], temperature)
+    tokens = sample(log_p, uniforms)
+    return tokens, token_log_probs(log_p, tokens)
+
+
+def score_tokens(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    tokens: torch.Tensor,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Log-probabilities ``[D]`` float32 of given tokens ``[D]``; else as `sample_and_score`."""
+    log_p = _tempered(logits if rows is None else logits[rows], temperature)
+    return token_log_probs(log_p, tokens)
+
+
+def _tempered(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Normalised log-probabilities ``[..., V]`` float32 before any filter."""
+    return torch.log_softmax(logits.float() / temperature.float().unsqueeze(-1), dim=-1)
 
 
 def _kept_tokens(probs: torch.Tensor, rules: SamplingRules) -> torch.Tensor:

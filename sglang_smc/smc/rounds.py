@@ -43,6 +43,48 @@ class Resampled(NamedTuple):
     log_evidence: torch.Tensor  # [G] what this step adds to log Z-hat
 
 
+class Collected(NamedTuple):
+    """What becomes of a block of drafts that is weighed."""
+
+    cut: Cut
+    num_kept: torch.Tensor  # [G, N] drafted tokens that each particle keeps
+    resampled: Resampled
+
+
+def collect(
+    log_weights: torch.Tensor,
+    log_p: torch.Tensor,
+    log_q: torch.Tensor,
+    is_open: torch.Tensor,
+    power: torch.Tensor,
+    rules: Rules,
+    present: torch.Tensor,
+    coins: torch.Tensor,
+    noise: torch.Tensor,
+    scheme: str,
+) -> Collected:
+    """Weigh a block of drafts, `cut` it, and `resample` where the effective sample size is low.
+
+    Args:
+        log_weights: ``[G, N]`` float64 before the block.
+        log_p, log_q: ``[G, N, K]`` of the drafted tokens.
+        is_open: ``[G, N, K]`` bool: columns up to a particle's end, within its request's K.
+        power: ``[G]`` float64 alpha: the drafts weigh ``alpha log p - log q``.
+        rules: of each group.
+        present: ``[G, N]`` bool.
+        coins: ``[G]`` float64 uniforms, for the evidence.
+        noise: ``[G, N]`` float64 uniforms, for the ancestors.
+        scheme: a key of `SCHEMES`.
+    """
+    scored = log_p.double() * power.view(-1, 1, 1)
+    increments = torch.where(is_open, scored - log_q, 0.0)
+    found = cut(log_weights, increments, rules, present, coins)
+    column = torch.arange(is_open.shape[2], device=is_open.device)
+    kept = is_open & (column < found.num_columns.view(-1, 1, 1))
+    resampled = resample(found.log_weights, found.resample, present, noise, scheme)
+    return Collected(found, kept.sum(2), resampled)
+
+
 def cut(
     log_weights: torch.Tensor,
     increments: torch.Tensor,

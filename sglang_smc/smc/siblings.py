@@ -39,3 +39,16 @@ def stratify(uniforms: torch.Tensor, siblings: torch.Tensor) -> torch.Tensor:
     rank = siblings.tril(-1).sum(2)
     shifted = uniforms.gather(1, eldest) + rank / siblings.sum(2).double()
     return shifted - shifted.floor()
+
+
+def spread(
+    uniforms: torch.Tensor, siblings: torch.Tensor, tokens: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Drop siblings that drew another of ``tokens`` ``[G, N]``, if given, then `stratify`.
+
+    Returns:
+        Uniforms ``[G, N]`` and the siblings that remain ``[G, N, N]``.
+    """
+    if tokens is not None:
+        siblings = still_same(siblings, tokens)
+    return stratify(uniforms, siblings), siblings

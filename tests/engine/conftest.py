@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from tiny_models import ENGINE_DEFAULTS, make_tiny_model
 
+from sglang_smc.algorithm import CPU_OVERLAP_ENV
+
 STRICT_CHECKS = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
@@ -29,6 +31,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return make
 
 
+@pytest.fixture(params=["in turn", "overlapped"])
+def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Results reach the scheduler at once, or one round late as they do on a GPU."""
+    monkeypatch.setenv(CPU_OVERLAP_ENV, str(int(request.param == "overlapped")))
+    return request.param
+
+
 @pytest.fixture(scope="module")
 def engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
     """Start engines by keyword, one at a time: asking for another shuts the last one down."""
@@ -38,7 +47,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
     running: dict[str, Any] = {}
 
     def start(**arguments: Any) -> Any:
-        key = repr(sorted(arguments.items()))
+        key = repr((sorted(arguments.items()), os.environ.get(CPU_OVERLAP_ENV)))
         if key not in running:
             while running:
                 running.popitem()[1].shutdown()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tiny_models import smc_arguments
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("schedule")]
 
 SMALL_POOL = {
     "num_particles": 4,

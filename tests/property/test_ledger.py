@@ -45,10 +45,11 @@ def act(model: PoolModel, rng: random.Random) -> None:
         model.play_round(rng.sample(running, rng.randint(1, len(running))), rng)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", list(CONFIGS))
-def test_long_programs(name: str) -> None:
+def test_long_programs(name: str, overlap: bool) -> None:
     rng = random.Random(name)
-    model = PoolModel(CONFIGS[name])
+    model = PoolModel(CONFIGS[name], overlap=overlap)
     while model.operations < 4000:
         act(model, rng)
     if model.config.num_particles > 1 and model.config.max_lag > 1:
@@ -62,9 +63,9 @@ def test_long_programs(name: str) -> None:
 class Scheduler(RuleBasedStateMachine):
     """The same, with programs that hypothesis can shrink."""
 
-    @initialize(name=st.sampled_from(list(CONFIGS)))
-    def create(self, name: str) -> None:
-        self.model = PoolModel(CONFIGS[name], num_rows=3, longest=24)
+    @initialize(name=st.sampled_from(list(CONFIGS)), overlap=st.booleans())
+    def create(self, name: str, overlap: bool) -> None:
+        self.model = PoolModel(CONFIGS[name], num_rows=3, longest=24, overlap=overlap)
 
     def pick(self, rng: random.Random) -> Request:
         return rng.choice(list(self.model.requests.values()))

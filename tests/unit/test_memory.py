@@ -58,11 +58,11 @@ def test_the_arena_follows_what_a_request_has_emitted() -> None:
     config = SMCConfig(num_particles=4, num_steps=3, max_lag=100)
     params = SimpleNamespace(max_new_tokens=50, custom_params=None)
     req = SimpleNamespace(sampling_params=params, output_ids=[0] * 20)
-    assert memory.arena_of(config, req) == 4 * (30 + 3)
+    assert memory.arena_of(config, req) == 4 * (30 + 3) + 4
     params.max_new_tokens = 500
-    assert memory.arena_of(config, req) == 4 * (100 + 3)
+    assert memory.arena_of(config, req) == 4 * (100 + 3) + 4
     params.max_new_tokens = 10
-    assert memory.arena_of(config, req) == 4 * 3, "overshoot counts as nothing left"
+    assert memory.arena_of(config, req) == 4 * 3 + 4, "overshoot counts as nothing left"
 
 
 def test_a_request_with_fewer_particles_and_steps_owns_less() -> None:
@@ -70,14 +70,14 @@ def test_a_request_with_fewer_particles_and_steps_owns_less() -> None:
     chosen = {"smc": {"num_particles": 2, "num_steps": 1}}
     params = SimpleNamespace(max_new_tokens=50, custom_params=chosen)
     req = SimpleNamespace(sampling_params=params, output_ids=[])
-    assert memory.arena_of(server, req) == 2 * (50 + 1)
+    assert memory.arena_of(server, req) == 2 * (50 + 1) + 2
 
 
 @pytest.mark.parametrize("mode", ["exact", "mixed", "auto"])
 def test_verification_leaves_no_tail_to_hold(mode: str) -> None:
     server = SMCConfig(num_particles=4, num_steps=3, max_lag=100)
     config = request_config(server, {"smc": {"mode": mode}})
-    assert memory.arena(config, 50) == 4 * (1 + 3), "K + 1 new tokens each, from no tail"
+    assert memory.arena(config, 50) == 4 * (1 + 3) + 4, "K + 1 tokens each, from no tail"
 
 
 @quick

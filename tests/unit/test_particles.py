@@ -1,5 +1,6 @@
 """Tails as tensors, at their borders; `tests/property/test_ledger.py` runs random programs."""
 
+import pytest
 import torch
 
 from sglang_smc.particles import ParticleTable, Population
@@ -20,10 +21,12 @@ def population(tails: list[list[list[int]]], anchor: int = 90) -> Population:
         ended=torch.zeros(groups, particles, dtype=torch.bool),
         log_weights=torch.zeros(groups, particles, dtype=torch.float64),
         anchor=torch.full((groups, particles), anchor),
+        before=torch.full((groups, particles), anchor - 1),
         num_emitted=torch.full((groups,), 10),
         log_evidence=torch.zeros(groups, dtype=torch.float64),
         present=torch.ones(groups, particles, dtype=torch.bool),
         roots=torch.arange(particles).expand(groups, particles),
+        unread=torch.zeros(groups, dtype=torch.bool),
     )
 
 
@@ -35,7 +38,19 @@ def tails_of(found: Population) -> list[list[list[int]]]:
 
 
 def test_last_tokens_are_the_tails_ends_or_the_anchor() -> None:
-    assert population([[[1, 2], [], [3]]]).last_tokens.tolist() == [[2, 90, 3]]
+    found = population([[[1, 2], [], [3]]])
+    assert found.last_tokens.tolist() == [[2, 90, 3]]
+    assert found.last_two.tolist() == [[[1, 2], [89, 90], [90, 3]]]
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"), [(0, [[89, 90], [89, 90]]), (1, [[90, 1], [90, 1]]), (2, [[1, 2]] * 2)]
+)
+def test_an_emission_keeps_the_last_two_emitted_tokens(
+    count: int, expected: list[list[int]]
+) -> None:
+    found = population([[[1, 2, 3], [1, 2]]]).emit(torch.tensor([count]))
+    assert torch.stack([found.before, found.anchor], dim=2)[0].tolist() == expected
 
 
 def test_output_lengths_count_emitted_text_and_tail() -> None:

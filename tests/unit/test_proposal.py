@@ -7,7 +7,14 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from sglang_smc.smc.proposal import SamplingRules, log_probs, sample, token_log_probs
+from sglang_smc.smc.proposal import (
+    SamplingRules,
+    log_probs,
+    sample,
+    sample_and_score,
+    score_tokens,
+    token_log_probs,
+)
 
 LARGEST = math.nextafter(1.0, 0.0)
 ALL = 1 << 30  # SGLang's top_k for "no top-k"
@@ -192,3 +199,22 @@ def test_token_log_probs_picks_the_token_of_each_row() -> None:
     log_p = torch.arange(24.0).view(2, 3, 4)
     tokens = torch.tensor([[0, 3, 1], [2, 2, 0]])
     assert token_log_probs(log_p, tokens).tolist() == [[0, 7, 9], [14, 18, 20]]
+
+
+def test_draws_without_filters_choose_their_rows_and_score_what_they_drew() -> None:
+    """Temperatures and uniforms belong to the draws, not to the rows they come from."""
+    logits = torch.tensor([[1.0, 2.0, 4.0], [3.0, -math.inf, 0.0]])
+    rows, temperature = torch.tensor([1, 0, 1]), torch.tensor([2.0, 0.5, 1.0])
+    noise = torch.tensor([LARGEST, 0.0, 0.5], dtype=torch.float64)
+    tokens, scores = sample_and_score(logits, temperature, noise, rows)
+    assert tokens.tolist() == [2, 0, 0]
+    expected = torch.log_softmax(
+        torch.stack([logits[1] / 2, logits[0] * 2, logits[1]]), dim=1
+    ).gather(1, tokens.unsqueeze(1))
+    assert torch.allclose(scores, expected.squeeze(1))
+    assert torch.equal(score_tokens(logits, temperature, tokens, rows), scores)
+    every = log_probs(logits, rules(temperature=0.5), filtered=False)
+    given = torch.tensor([2, 1])
+    assert torch.equal(
+        score_tokens(logits, torch.full((2,), 0.5), given), token_log_probs(every, given)
+    )

@@ -150,10 +150,12 @@ def population() -> Population:
         ended=torch.tensor([[True, True, True], [True, False, True]]),
         log_weights=torch.tensor([[3.0, 3.0 + math.log(3), -math.inf], [0.0] * 3]).double(),
         anchor=torch.tensor([[4, 4, 0], [4, 4, 4]]),
+        before=torch.zeros(2, 3, dtype=torch.int64),
         num_emitted=torch.tensor([2, 2]),
         log_evidence=torch.zeros(2).double(),
         present=torch.tensor([[True, True, False], [True] * 3]),
         roots=torch.arange(3).expand(2, 3),
+        unread=torch.zeros(2, dtype=torch.bool),
     )
 
 

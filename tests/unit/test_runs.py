@@ -16,7 +16,6 @@ from sglang_smc.runs import (
     publish,
     run_of,
     settled_ids,
-    unopened,
 )
 
 SERVER = SMCConfig(num_particles=4, num_steps=3)
@@ -111,15 +110,6 @@ def test_what_was_counted_outlives_a_retraction() -> None:
     start = book.begin([req])[0]
     assert start.counters == req.smc_run.counters
     assert start.num_emitted == 3
-
-
-def test_a_request_is_opened_once_after_each_prefill() -> None:
-    book, reqs = RunBook(SERVER, 1), [make_req(1), make_req(2)]
-    book.begin(reqs)
-    assert unopened(reqs) == reqs
-    assert unopened(reqs) == []
-    book.begin(reqs[:1])
-    assert unopened(reqs) == reqs[:1]
 
 
 def test_the_spec_carries_what_the_request_asked_for() -> None:

@@ -5,7 +5,7 @@ import torch
 from scipy.stats import kstest
 
 from sglang_smc.smc.proposal import sample
-from sglang_smc.smc.siblings import same_text, still_same, stratify
+from sglang_smc.smc.siblings import same_text, spread, still_same, stratify
 
 SIZE = 20_000
 
@@ -85,3 +85,15 @@ def test_siblings_draw_a_token_as_often_as_they_must_give_or_take_one(count: int
     assert (drawn >= (count * q - 1e-9).floor()).all()
     assert (drawn <= (count * q + 1e-9).ceil()).all()
     assert torch.allclose(drawn.mean(0), count * q, atol=4.5 * 0.5 / SIZE**0.5)
+
+
+def test_noise_is_spread_among_those_that_remain_siblings() -> None:
+    """Tokens part siblings before the noise is shared, not after."""
+    u = torch.tensor([[0.2, 0.7, 0.9]], dtype=torch.float64)
+    siblings = torch.ones(1, 3, 3, dtype=torch.bool)
+    parted, remaining = spread(u, siblings, torch.tensor([[4, 5, 4]]))
+    assert torch.allclose(parted, torch.tensor([[0.2, 0.7, 0.7]], dtype=torch.float64))
+    assert torch.equal(remaining, still_same(siblings, torch.tensor([[4, 5, 4]])))
+    together, same = spread(u, siblings)
+    assert torch.equal(together, stratify(u, siblings))
+    assert torch.equal(same, siblings)

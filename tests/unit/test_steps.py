@@ -8,6 +8,8 @@ import torch
 
 from sglang_smc.config import SMCConfig
 from sglang_smc.groups import Groups, extent_of
+from sglang_smc.law import Law
+from sglang_smc.ops import TORCH
 from sglang_smc.particles import Population
 from sglang_smc.request_config import config_of
 from sglang_smc.sampling import RequestSpec, RequestTable
@@ -15,11 +17,12 @@ from sglang_smc.steps import Drafts, Steps
 
 EOS, VOCAB, LIMIT = 2, 4, 100
 SERVER = SMCConfig(num_particles=3, num_steps=3, evidence_threshold=0.0)
-STEPS = Steps(None, None, None, max_lag=100)  # type: ignore[arg-type]
+STEPS = Steps(None, None, None, TORCH, max_lag=100)  # type: ignore[arg-type]
 
 
 def groups(*chosen: dict[str, Any]) -> Groups:
     params = {"stop_strs": [], "stop_regex_strs": [], "top_k": VOCAB, "top_p": 1.0, "min_p": 0.0}
+    params["min_new_tokens"] = 0
     reqs: Any = [
         SimpleNamespace(
             sampling_params=SimpleNamespace(
@@ -27,8 +30,7 @@ def groups(*chosen: dict[str, Any]) -> Groups:
             ),
             output_ids=[0],
             vocab_size=VOCAB,
-            kv=SimpleNamespace(kv_allocated_len=0),
-            kv_committed_len=0,
+            smc_run=SimpleNamespace(arena=(0, 0)),
         )
         for mine in chosen
     ]
@@ -63,25 +65,38 @@ def population(ended: list[list[bool]], sizes: list[int]) -> Population:
         ended=torch.tensor(ended) | ~present,
         log_weights=torch.where(present, 0.0, -torch.inf).double(),
         anchor=torch.zeros(size, 3, dtype=torch.int64),
+        before=torch.zeros(size, 3, dtype=torch.int64),
         num_emitted=torch.ones(size, dtype=torch.int64),
         log_evidence=torch.zeros(size, dtype=torch.float64),
         present=present,
         roots=torch.arange(3).expand(size, 3),
+        unread=torch.zeros(size, dtype=torch.bool),
     )
 
 
 def drafts(tokens: torch.Tensor) -> Drafts:
-    return Drafts(tokens, torch.full(tokens.shape, -1.0), tokens == EOS, None)
+    return Drafts(tokens, torch.full(tokens.shape, -2.0), tokens == EOS, None)
 
 
-LOG_P = torch.tensor([-0.9, -0.99, -0.999, 5.0]).view(1, 1, 4, 1).expand(1, 3, 4, VOCAB)
+def law_of(values: list[float]) -> torch.Tensor:
+    """One column a value, the log-probability of tokens 0, 1 and 2 there: ``[1, 3, 4, V]``."""
+    three = torch.tensor(values).view(-1, 1).expand(-1, 3)
+    rest = torch.log1p(-three.exp().sum(1, keepdim=True))
+    return torch.cat([three, rest], dim=1).expand(1, 3, -1, -1)
+
+
+def flat(log_p: torch.Tensor) -> Law:
+    return Law.of_log_probs(log_p.flatten(0, 2))
+
+
+LOG_P = law_of([-1.9, -1.99, -1.999, -3.0])
 TOKENS = torch.tensor([[[0, 1, 0], [0, EOS, 1], [1, 1, 0]]])
 
 
 def test_weights_count_the_end_but_nothing_behind_it() -> None:
     """Ended before, ended by the second draft, never ended: 0, 2 and 3 columns of weight."""
     before = population([[True, False, False]], [3])
-    decision = STEPS.weigh(groups({}), before, drafts(TOKENS), LOG_P)
+    decision = STEPS.weigh(groups({}), before, drafts(TOKENS), flat(LOG_P))
     expected = torch.tensor([[0.0, 0.1 + 0.01, 0.1 + 0.01 + 0.001]], dtype=torch.float64)
     assert torch.allclose(decision.cut.log_weights, expected, atol=1e-6)
     assert torch.equal(decision.resampled.log_weights, decision.cut.log_weights)
@@ -90,9 +105,9 @@ def test_weights_count_the_end_but_nothing_behind_it() -> None:
 
 def test_extending_ends_the_texts_whose_end_is_kept() -> None:
     ledger = SimpleNamespace(descend=lambda *_, **__: None)
-    steps = Steps(None, None, ledger, max_lag=100)  # type: ignore[arg-type]
+    steps = Steps(None, None, ledger, TORCH, max_lag=100)  # type: ignore[arg-type]
     before, proposed = population([[True, False, False]], [3]), drafts(TOKENS)
-    decision = steps.weigh(groups({}), before, proposed, LOG_P)
+    decision = steps.weigh(groups({}), before, proposed, flat(LOG_P))
     after = steps.extend(groups({}), before, proposed, decision)
     assert torch.equal(after.log_weights, decision.cut.log_weights)
     assert after.lengths.tolist() == [[1, 3, 4]]
@@ -107,10 +122,10 @@ def test_a_power_weighs_p_and_leaves_q(power: float) -> None:
     before = population([[False] * 3], [3])
     tokens = torch.zeros(1, 3, 3, dtype=torch.int64)
     log_p = LOG_P.clone()
-    log_p[:, 0] = -2.0
-    decision = STEPS.weigh(groups({"power": power}), before, drafts(tokens), log_p)
-    shared = power * (-0.9 - 0.99 - 0.999) + 3
-    expected = torch.tensor([[3 - 6 * power, shared, shared]], dtype=torch.float64)
+    log_p[:, 0] = law_of([-2.0] * 4)[:, 0]
+    decision = STEPS.weigh(groups({"power": power}), before, drafts(tokens), flat(log_p))
+    shared = power * (-1.9 - 1.99 - 1.999) + 6
+    expected = torch.tensor([[6 - 6 * power, shared, shared]], dtype=torch.float64)
     assert torch.allclose(decision.cut.log_weights, expected, atol=1e-6)
 
 
@@ -120,9 +135,10 @@ def test_a_group_weighs_its_own_columns_and_particles() -> None:
     tokens = torch.zeros(2, 3, 3, dtype=torch.int64)
     before = population([[False] * 3] * 2, [3, 2])
     log_p = LOG_P.expand(2, 3, 4, VOCAB)
-    decision = STEPS.weigh(groups(*chosen), before, drafts(tokens), log_p)
+    decision = STEPS.weigh(groups(*chosen), before, drafts(tokens), flat(log_p))
     assert decision.cut.num_columns.tolist() == [3, 2]
     assert decision.num_kept.tolist() == [[3, 3, 3], [2, 2, 0]]
     expected = torch.tensor([[0.111] * 3, [0.11, 0.11, -torch.inf]], dtype=torch.float64)
     assert torch.allclose(decision.cut.log_weights, expected, atol=1e-6)
-    assert (decision.next_log_p[1, :2] == LOG_P[0, 0, 2].double()).all(), "behind its own last"
+    next_log_p = decision.next_law.log_probs().view(2, 3, VOCAB)
+    assert torch.allclose(next_log_p[1, :2], LOG_P[0, 0, 2]), "behind its own last"

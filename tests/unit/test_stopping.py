@@ -104,10 +104,12 @@ def population(tails: list[list[list[int]]]) -> Population:
         ended=zeros.bool(),
         log_weights=zeros.double(),
         anchor=torch.zeros_like(lengths),
+        before=torch.zeros_like(lengths),
         num_emitted=one,
         log_evidence=one.double(),
         present=~zeros.bool(),
         roots=torch.arange(particles).expand(groups, particles),
+        unread=one.bool(),
     )
 
 

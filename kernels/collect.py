@@ -1,0 +1,216 @@
+"""From scored drafts to ancestors in one launch: weights, where a block is cut, resampling."""
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_smc.smc.rounds import Collected, Cut, Resampled, Rules
+
+SCHEMES = ("systematic", "stratified", "multinomial")
+
+
+def collect(
+    log_weights: torch.Tensor,
+    log_p: torch.Tensor,
+    log_q: torch.Tensor,
+    is_open: torch.Tensor,
+    power: torch.Tensor,
+    rules: Rules,
+    present: torch.Tensor,
+    coins: torch.Tensor,
+    noise: torch.Tensor,
+    scheme: str,
+) -> Collected:
+    """Weigh a block of drafts, cut it, and resample where the effective sample size is low.
+
+    Reference: `sglang_smc.smc.rounds.collect`. Numbers agree to rounding (1e-12), and so do the
+    decisions, unless one of them lies within rounding of its threshold.
+
+    Args:
+        log_weights: ``[G, N]`` float64 before the block.
+        log_p, log_q: ``[G, N, K]`` float32 of the drafted tokens, any strides.
+        is_open: ``[G, N, K]`` bool: columns up to a particle's end, within its request's K.
+        power: ``[G]`` float64 alpha: the drafts weigh ``alpha log p - log q``.
+        rules: of each group.
+        present: ``[G, N]`` bool.
+        coins: ``[G]`` float64 uniforms, for the evidence.
+        noise: ``[G, N]`` float64 uniforms, for the ancestors.
+        scheme: one of `SCHEMES`.
+
+    Raises:
+        ValueError: another scheme.
+    """
+    if scheme not in SCHEMES:
+        raise ValueError(
+            f"the kernel does not draw ancestors by {scheme!r}, only by {', '.join(SCHEMES)}: "
+            "use sglang_smc.smc.rounds.collect"
+        )
+    found = _like(log_weights, log_p.shape[2])
+    groups = log_weights, power, *rules, present, coins, noise
+    _collect[(len(log_weights),)](
+        *(argument.contiguous() for argument in (log_p, log_q, is_open, *groups)),
+        *found.cut,
+        found.num_kept,
+        *found.resampled,
+        *log_p.shape[1:],
+        scheme=scheme,
+        padded_particles=triton.next_power_of_2(log_p.shape[1]),
+        padded_columns=triton.next_power_of_2(log_p.shape[2] + 1),
+    )
+    return found
+
+
+def _like(log_weights: torch.Tensor, num_columns: int) -> Collected:
+    """Room for the results."""
+
+    def empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(like.shape, dtype=dtype, device=like.device)
+
+    of_groups = log_weights[:, 0]
+    return Collected(
+        cut=Cut(
+            num_columns=empty(of_groups, torch.int64),
+            log_weights=empty(log_weights, torch.float64),
+            ess=empty(of_groups, torch.float64),
+            resample=empty(of_groups, torch.bool),
+            all_zero=empty(of_groups, torch.bool),
+        ),
+        num_kept=empty(log_weights, torch.int64),
+        resampled=Resampled(
+            ancestors=empty(log_weights, torch.int64),
+            log_weights=empty(log_weights, torch.float64),
+            log_evidence=empty(of_groups, torch.float64),
+        ),
+    )
+
+
+@triton.jit
+def _increments(log_p, log_q, is_open, alpha, at, drafted):
+    """``alpha log p - log q`` where columns are open; a broken one kills, as in `accumulate`."""
+    is_open_here = tl.load(is_open + at, mask=drafted, other=0) != 0
+    scored = tl.load(log_p + at, mask=is_open_here, other=0.0).to(tl.float64) * alpha
+    steps = scored - tl.load(log_q + at, mask=is_open_here, other=0.0).to(tl.float64)
+    broken = (steps != steps) | (steps == float("inf"))
+    return tl.where(broken, -float("inf"), steps), is_open_here
+
+
+@triton.jit
+def _covered(total, column, num_drafted, log_coin, num_steps):
+    """The most columns that the evidence covers, as `evidence.covered_columns`."""
+    log_evidence = total - _pick(total, column == 0)
+    enough = (log_coin < log_evidence) & (column <= num_drafted)
+    return tl.minimum(tl.max(tl.where(enough, column, 0), 0), num_steps)
+
+
+@triton.jit
+def _pick(of_columns, where):
+    """The one entry that is meant; the others may be infinite."""
+    return tl.sum(tl.where(where, of_columns, 0), 0)
+
+
+@triton.jit
+def _points(noise, particle, here, size, scheme: tl.constexpr):
+    """Where each slot's ancestor is looked up on [0, 1), as `resampling` says of the schemes."""
+    if scheme == "systematic":
+        points = (tl.load(noise) + particle) / size
+    else:
+        points = tl.load(noise + particle, mask=here, other=0.0)
+        if scheme == "stratified":
+            points = (points + particle) / size
+    return points
+
+
+@triton.jit
+def _ancestors(weights, points, particle):
+    """The particle whose share of [0, 1) holds each point, as `resampling._inverse_cdf`."""
+    alive = weights > 0
+    targets = points * tl.sum(weights, 0)
+    reached = (tl.cumsum(weights, 0)[None, :] > targets[:, None]) & alive[None, :]
+    found = tl.min(tl.where(reached, particle[None, :], 0x7FFFFFFF), 1)
+    # Rounding may carry a point to the total itself: stay at the last positive weight.
+    return tl.minimum(found, tl.max(tl.where(alive, particle, 0), 0))
+
+
+@triton.jit
+def _collect(
+    log_p,
+    log_q,
+    is_open,
+    log_weights,
+    power,
+    num_steps,
+    ess_threshold,
+    at_token,
+    evidence_threshold,
+    present,
+    coins,
+    noise,
+    out_num_columns,
+    out_cut_log_weights,
+    out_ess,
+    out_resample,
+    out_all_zero,
+    out_num_kept,
+    out_ancestors,
+    out_log_weights,
+    out_log_evidence,
+    num_particles,
+    num_drafted,
+    scheme: tl.constexpr,
+    padded_particles: tl.constexpr,
+    padded_columns: tl.constexpr,
+):
+    group = tl.program_id(0)
+    particle = tl.arange(0, padded_particles)
+    column = tl.arange(0, padded_columns)  # 0 is before the block
+    here = particle < num_particles
+    own = group * num_particles + particle
+    start = tl.load(log_weights + own, mask=here, other=-float("inf"))
+    is_present = tl.load(present + own, mask=here, other=0) != 0
+    size = tl.sum(is_present.to(tl.int32), 0).to(tl.float64)
+    own_steps = tl.load(num_steps + group).to(tl.int32)
+
+    drafted = here[None, :] & (column > 0)[:, None] & (column <= num_drafted)[:, None]
+    at = own[None, :] * num_drafted + column[:, None] - 1
+    steps, is_open_here = _increments(log_p, log_q, is_open, tl.load(power + group), at, drafted)
+    running = tl.cumsum(tl.where((column == 0)[:, None], start[None, :], steps), 0)
+
+    # Relative to the largest weight, so that equal log-weights give exact ones.
+    highest = tl.max(running, 1)
+    dead = highest == -float("inf")
+    relative = tl.exp(running - tl.where(dead, 0.0, highest)[:, None])
+    sums = tl.sum(relative, 1)
+    ess = sums * sums / tl.where(dead, 1.0, tl.sum(relative * relative, 1))
+    total = tl.log(sums) + highest
+
+    log_coin = tl.log(tl.load(coins + group)) + tl.log(tl.load(evidence_threshold + group))
+    covered = _covered(total, column, num_drafted, log_coin, own_steps)
+    low = ess < tl.load(ess_threshold + group) * size
+    low_after = low & (column > 0) & (column <= num_drafted)
+    first_low = tl.min(tl.where(low_after, column, num_drafted + 1), 0)
+    stops_early = tl.load(at_token + group) != 0
+    num_columns = tl.where(stops_early, tl.minimum(first_low, covered), covered)
+
+    last = column == num_columns
+    following = column == tl.minimum(num_columns + 1, num_drafted)
+    all_zero = (_pick(dead.to(tl.int32), following) != 0) & (num_columns < own_steps)
+    resample = _pick(low.to(tl.int32), last) != 0
+    cut_log_weights = tl.sum(tl.where(last[:, None], running, 0.0), 0)
+    kept = is_open_here & (column <= num_columns)[:, None]
+    tl.store(out_num_columns + group, num_columns.to(tl.int64))
+    tl.store(out_cut_log_weights + own, cut_log_weights, mask=here)
+    tl.store(out_ess + group, _pick(ess, last))
+    tl.store(out_resample + group, resample)
+    tl.store(out_all_zero + group, all_zero)
+    tl.store(out_num_kept + own, tl.sum(kept.to(tl.int64), 0), mask=here)
+
+    unnormalized = tl.sum(tl.where(last[:, None], relative, 0.0), 0)
+    mass = tl.sum(unnormalized, 0)
+    weights = unnormalized / tl.where(mass > 0, mass, 1.0)
+    points = _points(noise + group * num_particles, particle, here, size, scheme)
+    replaced = resample & is_present
+    ancestors = tl.where(replaced, _ancestors(weights, points, particle), particle)
+    banked = tl.where(resample, _pick(total, last) - tl.log(size), 0.0)
+    tl.store(out_ancestors + own, ancestors.to(tl.int64), mask=here)
+    tl.store(out_log_weights + own, tl.where(replaced, 0.0, cut_log_weights), mask=here)
+    tl.store(out_log_evidence + group, banked)

@@ -1,0 +1,246 @@
+"""Tails of KV slots: handed down to copies of a particle, and committed once they are common."""
+
+import torch
+import triton
+import triton.language as tl
+
+_TAIL_BLOCK = 64
+_ARENA_BLOCK = 1024
+
+
+def descend(
+    table: torch.Tensor,
+    num_rows: int,
+    max_particles: int,
+    rows: torch.Tensor,
+    *,
+    committed: torch.Tensor,
+    ancestors: torch.Tensor,
+    max_tail: int,
+) -> None:
+    """Exchange pointers: particle n takes over the tail of ``ancestors[g, n]``. One launch.
+
+    Reference: `sglang_smc.ledger.Ledger.descend`.
+
+    Args:
+        table: ``[num_rows * (1 + max_particles), W]`` int32, written in place.
+        num_rows: SGLang's rows, which come first.
+        max_particles: rows of each request's particles.
+        rows: ``[G]`` int64 requests, no two the same where tails are to move.
+        committed: ``[G]`` int64 where the tails begin.
+        ancestors: ``[G, N]`` int64.
+        max_tail: the longest tail.
+    """
+    num_groups, num_particles = ancestors.shape
+    _descend[(num_groups, triton.cdiv(max_tail, _TAIL_BLOCK))](
+        table,
+        rows.contiguous(),
+        committed.contiguous(),
+        ancestors.contiguous(),
+        table.stride(0),
+        num_rows,
+        max_particles,
+        num_particles,
+        max_tail,
+        padded=triton.next_power_of_2(num_particles),
+        block=_TAIL_BLOCK,
+    )
+
+
+def commit(
+    table: torch.Tensor,
+    rank: torch.Tensor,
+    free_rank: int,
+    num_rows: int,
+    max_particles: int,
+    rows: torch.Tensor,
+    *,
+    committed: torch.Tensor,
+    allocated: torch.Tensor,
+    lengths: torch.Tensor,
+    counts: torch.Tensor,
+    max_tail: int,
+    max_arena: int,
+) -> None:
+    """Sort each arena: slots of the common lineage by position, then those in use, then free ones.
+
+    Reference: `sglang_smc.ledger.Ledger.commit`. A group without an arena is left alone. Three
+    launches, since programs of one do not wait for each other: mark the slots by their rank, place
+    them in order, and write them back, with the marks taken off.
+
+    Args:
+        table: ``[num_rows * (1 + max_particles), W]`` int32, written in place.
+        rank: ``[num_slots]`` int32 of ``free_rank``, and so again afterwards.
+        free_rank: at least 1 + ``max_tail``.
+        num_rows: SGLang's rows, which come first.
+        max_particles: rows of each request's particles.
+        rows: ``[G]`` int64 requests, no two the same where there is an arena.
+        committed, allocated: ``[G]`` int64 bounds of each arena before the commit.
+        lengths: ``[G, N]`` int64 tail lengths before the commit.
+        counts: ``[G]`` int64 leading tail tokens to commit; the caller knows them to be common.
+        max_tail: the longest tail.
+        max_arena: no arena of the batch has more slots.
+    """
+    num_groups, num_particles = lengths.shape
+    bounds = rows.contiguous(), committed.contiguous(), allocated.contiguous()
+    counts = counts.contiguous()
+    in_order = torch.empty(num_groups, max_arena, dtype=torch.int32, device=table.device)
+    _mark[(num_groups, triton.cdiv(max_tail, _TAIL_BLOCK))](
+        table,
+        *bounds,
+        rank,
+        counts,
+        lengths.contiguous(),
+        table.stride(0),
+        num_rows,
+        max_particles,
+        num_particles,
+        max_tail,
+        free_rank - 1,
+        padded=triton.next_power_of_2(num_particles),
+        block=_TAIL_BLOCK,
+    )
+    arenas = table, *bounds, rank, in_order
+    sizes = table.stride(0), max_arena, free_rank
+    _place[(num_groups,)](*arenas, counts, *sizes, block=_ARENA_BLOCK)
+    tiles = triton.cdiv(max_arena, _ARENA_BLOCK)
+    _write_back[(num_groups, tiles)](*arenas, *sizes, block=_ARENA_BLOCK)
+
+
+@triton.jit
+def _descend(
+    table,
+    rows,
+    committed,
+    ancestors,
+    stride,
+    num_rows,
+    max_particles,
+    num_particles,
+    max_tail,
+    padded: tl.constexpr,
+    block: tl.constexpr,
+):
+    group = tl.program_id(0)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    particle = tl.arange(0, padded)
+    here = particle < num_particles
+    ancestor = tl.load(ancestors + group * num_particles + particle, mask=here, other=0)
+    # All rows of these columns, and no others: nobody else reads or writes them.
+    first = num_rows + tl.load(rows + group) * max_particles
+    tails = table + first * stride + tl.load(committed + group) + column[None, :]
+    moves = (here & (ancestor != particle))[:, None] & (column < max_tail)[None, :]
+    slots = tl.load(tails + (ancestor * stride)[:, None], mask=moves, other=0)
+    tl.debug_barrier()  # a row may be read by one thread and overwritten by another
+    tl.store(tails + (particle.to(tl.int64) * stride)[:, None], slots, mask=moves)
+
+
+@triton.jit
+def _mark(
+    table,
+    rows,
+    committed,
+    allocated,
+    rank,
+    counts,
+    lengths,
+    stride,
+    num_rows,
+    max_particles,
+    num_particles,
+    max_tail,
+    held_rank,
+    padded: tl.constexpr,
+    block: tl.constexpr,
+):
+    group = tl.program_id(0)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    particle = tl.arange(0, padded)
+    here = (particle < num_particles)[:, None]
+    begin = tl.load(committed + group)
+    inside = (column < max_tail) & (begin < tl.load(allocated + group))
+    common = inside & (column < tl.load(counts + group))
+    first = num_rows + tl.load(rows + group) * max_particles
+    tails = table + first * stride + begin + column
+
+    # Equal tokens after an equal prefix have equal KV: particle 0's copy serves all.
+    shared = tl.load(tails, mask=common, other=0)
+    tl.store(rank + shared, column, mask=common)
+    rows_of_particles = tails[None, :] + (particle.to(tl.int64) * stride)[:, None]
+    others = here & (particle > 0)[:, None] & common[None, :]
+    tl.store(rows_of_particles, shared[None, :], mask=others)
+
+    # No slot is both common and held, since it stands at one position of every text it serves.
+    length = tl.load(lengths + group * num_particles + particle[:, None], mask=here, other=0)
+    held = (column[None, :] < length) & (inside & ~common)[None, :]
+    slots = tl.load(rows_of_particles, mask=held, other=0)
+    tl.store(rank + slots, held_rank, mask=held)
+
+
+@triton.jit
+def _arena(table, rows, committed, allocated, group, stride, max_arena):
+    """Where a group's arena begins, and how many slots it has."""
+    begin = tl.load(committed + group)
+    size = tl.minimum(tl.load(allocated + group) - begin, max_arena).to(tl.int32)
+    return table + tl.load(rows + group) * stride + begin, size
+
+
+@triton.jit
+def _place(
+    table,
+    rows,
+    committed,
+    allocated,
+    rank,
+    in_order,
+    counts,
+    stride,
+    max_arena,
+    free_rank,
+    block: tl.constexpr,
+):
+    group = tl.program_id(0)
+    arena, size = _arena(table, rows, committed, allocated, group, stride, max_arena)
+    held_rank = free_rank - 1
+    next_held = tl.load(counts + group).to(tl.int32)
+    next_free = next_held
+    for start in range(0, size, block):
+        place = start + tl.arange(0, block)
+        slots = tl.load(arena + place, mask=place < size, other=0)
+        ranks = tl.load(rank + slots, mask=place < size, other=free_rank)
+        next_free += tl.sum((ranks == held_rank).to(tl.int32), 0)
+    for start in range(0, size, block):
+        place = start + tl.arange(0, block)
+        inside = place < size
+        slots = tl.load(arena + place, mask=inside, other=0)
+        ranks = tl.load(rank + slots, mask=inside, other=0)
+        held = (ranks == held_rank).to(tl.int32)
+        free = (ranks == free_rank).to(tl.int32)
+        at_held = next_held + tl.cumsum(held, 0) - 1
+        at_free = next_free + tl.cumsum(free, 0) - 1
+        at = tl.where(held != 0, at_held, tl.where(free != 0, at_free, ranks))
+        tl.store(in_order + group * max_arena + at, slots, mask=inside)
+        next_held += tl.sum(held, 0)
+        next_free += tl.sum(free, 0)
+
+
+@triton.jit
+def _write_back(
+    table,
+    rows,
+    committed,
+    allocated,
+    rank,
+    in_order,
+    stride,
+    max_arena,
+    free_rank,
+    block: tl.constexpr,
+):
+    group = tl.program_id(0)
+    arena, size = _arena(table, rows, committed, allocated, group, stride, max_arena)
+    place = tl.program_id(1) * block + tl.arange(0, block)
+    inside = place < size
+    slots = tl.load(in_order + group * max_arena + place, mask=inside, other=0)
+    tl.store(arena + place, slots, mask=inside)
+    tl.store(rank + slots, free_rank, mask=inside)

@@ -1,0 +1,78 @@
+"""Counter-based uniforms of all particles of all groups: one launch."""
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_smc.smc.randomness import Purpose
+
+_BLOCK = 256
+_INCREMENT = tl.constexpr(0x9E3779B97F4A7C15)  # SplitMix64's constants
+_MULTIPLIER_1 = tl.constexpr(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = tl.constexpr(0x94D049BB133111EB)
+_BEYOND_MANTISSA = tl.constexpr(11)
+_ULP = tl.constexpr(2.0**-53)
+
+
+def uniforms(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:
+    """Independent uniforms on [0, 1), one per position of each particle.
+
+    Reference: `sglang_smc.smc.randomness.uniforms`, to the last bit.
+
+    Args:
+        seeds: ``[G]`` int64.
+        positions: ``[G, N]`` or ``[G, N, C]`` int64; the second index is the particle. Any
+            strides, so that one position a group is ``[G, 1].expand(-1, N)``.
+        purpose: which decision the numbers are for.
+
+    Returns:
+        float64 in the shape of ``positions``.
+    """
+    drawn = torch.empty(positions.shape, dtype=torch.float64, device=positions.device)
+    cells = positions if positions.dim() == 3 else positions.unsqueeze(2)  # [G, N, C]
+    _uniforms[(triton.cdiv(drawn.numel(), _BLOCK),)](
+        seeds.contiguous(),
+        cells,
+        drawn,
+        *cells.stride(),
+        *cells.shape,
+        purpose=int(purpose),
+        block=_BLOCK,
+    )
+    return drawn
+
+
+@triton.jit
+def _mix(state):
+    state += _INCREMENT
+    state = (state ^ (state >> 30)) * _MULTIPLIER_1
+    state = (state ^ (state >> 27)) * _MULTIPLIER_2
+    return state ^ (state >> 31)
+
+
+@triton.jit
+def _uniforms(
+    seeds,
+    positions,
+    drawn,
+    group_stride,
+    particle_stride,
+    column_stride,
+    num_groups,
+    num_particles,
+    num_columns,
+    purpose: tl.constexpr,
+    block: tl.constexpr,
+):
+    place = tl.program_id(0) * block + tl.arange(0, block)
+    inside = place < num_groups * num_particles * num_columns
+    column = place % num_columns
+    particle = place // num_columns % num_particles
+    group = place // (num_columns * num_particles)
+    at = group * group_stride + particle * particle_stride + column * column_stride
+    position = tl.load(positions + at, mask=inside, other=0).to(tl.uint64)
+    seed = tl.load(seeds + group, mask=inside, other=0).to(tl.uint64)
+    state = _mix(seed ^ (purpose * _INCREMENT % 2**64))
+    state = _mix(state ^ (position * _INCREMENT))
+    state = _mix(state ^ (particle.to(tl.uint64) * _INCREMENT))
+    tl.store(drawn + place, (state >> _BEYOND_MANTISSA).to(tl.float64) * _ULP, mask=inside)

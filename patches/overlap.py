@@ -1,0 +1,46 @@
+"""Rounds that must know the text so far on the host wait for the round before."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_smc.active import active_config
+from sglang_smc.hooks import Patch
+from sglang_smc.stopping import has_stop_text
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
+
+
+def is_disable_overlap_for_batch(
+    original: Callable,
+    scheduler: "Scheduler",
+    batch: "ScheduleBatch | None",
+    last_batch: "ScheduleBatch | None",
+) -> bool:
+    """Also for a round in which some request stops at a string or a pattern."""
+    if original(scheduler, batch, last_batch):
+        return True
+    if active_config() is None or batch is None or not scheduler.result_queue:
+        return False
+    return batch.forward_mode.is_decode() and any(has_stop_text(req) for req in batch.reqs)
+
+
+PATCHES = (
+    Patch(
+        target="sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",
+        hook_type=HookType.AROUND,
+        function=is_disable_overlap_for_batch,
+        what="Takes the last round's result before a batch starts that has a request with a stop "
+        "string or pattern.",
+        why="Particles are searched for stop texts in every round, before they are weighed, and "
+        "that needs the emitted text on the host. SGLang waits so for grammars, and them alone.",
+        relies_on=(
+            "srt/managers/scheduler.py:1744 (asks once a loop, after the batch is chosen)",
+            "srt/managers/scheduler.py:1789 (need_grammar_sync is the model)",
+        ),
+        retire_when="Stop texts are matched on the device.",
+    ),
+)

@@ -1,0 +1,46 @@
+"""Next-token distributions of many draws, worked out only as far as somebody asks."""
+
+from typing import NamedTuple
+
+import torch
+
+from sglang_smc.ops import Ops
+
+
+class Law(NamedTuple):
+    """What each of D draws is drawn from: logits over a temperature.
+
+    Where rules cut tokens, the scores are log-probabilities already, and the temperature is 1.
+    """
+
+    scores: torch.Tensor  # [R, V], any float type
+    temperature: torch.Tensor  # [D] float32 of each draw
+    rows: torch.Tensor | None = None  # [D] the row of scores that each draw uses; None: D = R
+
+    @classmethod
+    def of_log_probs(cls, log_p: torch.Tensor, rows: torch.Tensor | None = None) -> "Law":
+        """From log-probabilities ``[R, V]``, whose rows may serve several draws."""
+        num_draws = len(log_p) if rows is None else len(rows)
+        return cls(log_p, torch.ones(num_draws, device=log_p.device), rows)
+
+    def at(self, rows: torch.Tensor) -> "Law":
+        """The laws of some rows ``[D]``; nothing is copied."""
+        assert self.rows is None
+        return Law(self.scores, self.temperature[rows], rows)
+
+    def sample(self, ops: Ops, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and their log-probabilities, both of the shape of ``uniforms``, D in all."""
+        tokens, log_p = ops.sample_and_score(
+            self.scores, self.temperature, uniforms.flatten(), self.rows
+        )
+        return tokens.view_as(uniforms), log_p.view_as(uniforms)
+
+    def score(self, ops: Ops, tokens: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities of tokens, D in all, in their shape."""
+        log_p = ops.score_tokens(self.scores, self.temperature, tokens.flatten(), self.rows)
+        return log_p.view_as(tokens)
+
+    def log_probs(self) -> torch.Tensor:
+        """All of them, ``[D, V]`` float32."""
+        scores = self.scores if self.rows is None else self.scores[self.rows]
+        return torch.log_softmax(scores.float() / self.temperature.unsqueeze(-1), dim=-1)

@@ -1,0 +1,220 @@
+"""A plan in words: what was compared, a table, the best setting, and what the bound leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from sglang_smc.plan.roofline import LARGEST_BATCH, Estimate, Plan, Scenario
+from sglang_smc.plan.shapes import ModelShape
+
+LEFT_OUT = (
+    "These are upper bounds. Left out: launch gaps and waits between kernels, sampling, "
+    "resampling, activations, communication between devices. Published engines reach 50 to 70 % "
+    "of the bound with AR and about 35 % with SMC, whose passes are shorter, at batch 1: expect "
+    "AR to win earlier than said here."
+)
+QUALITY = (
+    "N and K change the quality of the output, which no roofline sees: with all drafts kept, "
+    "fewer particles and longer blocks are the faster ones. Choose for the quality first "
+    "(--min-particles, --steps, --kept)."
+)
+COLUMNS = (
+    "setting",
+    "tokens a round",
+    "ms a round",
+    "moved",
+    "computed",
+    "bound by",
+    "tokens/s",
+    "x AR",
+    "AR wins from batch",
+)
+
+
+class Report(NamedTuple):
+    """Everything that the table, the JSON and the plot show."""
+
+    target: str
+    draft: str
+    scenario: Scenario
+    batch: int
+    acceptance: float
+    kept: dict[int, float]
+    ar: Estimate
+    sd: list[Estimate]
+    plan: Plan
+
+    def at(self, estimate: Estimate, batch: int) -> Estimate:
+        """The same setting with another batch."""
+        if estimate.method == "AR":
+            return self.scenario.ar(batch)
+        k = estimate.num_steps
+        if estimate.method == "SD":
+            return self.scenario.sd(batch, k, self.acceptance)
+        return self.scenario.smc(batch, estimate.num_particles, k, self.kept.get(k))
+
+    def plain_wins_from(self, estimate: Estimate) -> int | None:
+        return self.scenario.plain_wins_from(lambda batch: self.at(estimate, batch))
+
+    @property
+    def best_sd(self) -> Estimate:
+        return max(self.sd, key=lambda estimate: estimate.tokens_per_second)
+
+    @property
+    def memory(self) -> float:
+        """Bytes of weights and KV with the most particles that were asked for."""
+        models = (self.scenario.target, self.scenario.draft)
+        particles = max(estimate.num_particles for estimate in self.plan.grid)
+        tokens = self.batch * (self.scenario.context + particles * self.scenario.tail)
+        return sum(model.resident_bytes + tokens * model.kv_bytes_per_token for model in models)
+
+    @property
+    def fits(self) -> bool:
+        capacity = self.scenario.device.capacity
+        return capacity is None or self.memory <= capacity
+
+
+def as_dict(report: Report) -> dict[str, Any]:
+    """For ``--json``; bytes, operations and seconds in their plain units."""
+    scenario, best = report.scenario, report.plan.best
+    return {
+        "target": {"name": report.target, **_model(scenario.target)},
+        "draft": {"name": report.draft, **_model(scenario.draft)},
+        "device": scenario.device._asdict(),
+        "batch": report.batch,
+        "context": scenario.context,
+        "tail": scenario.tail,
+        "shared_prefix": scenario.shared_prefix,
+        "acceptance": report.acceptance,
+        "memory_bytes": report.memory,
+        "fits": report.fits,
+        "largest_batch": LARGEST_BATCH,
+        "settings": [_setting(report, one) for one in (report.ar, *report.sd, *report.plan.grid)],
+        "best": {"num_particles": best.num_particles, "num_steps": best.num_steps},
+        "notes": [LEFT_OUT, QUALITY],
+    }
+
+
+def _model(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "num_parameters": shape.num_parameters,
+        "weight_bytes": shape.weight_bytes,
+        "streamed_bytes": shape.streamed_bytes,
+        "kv_bytes_per_token": shape.kv_bytes_per_token,
+    }
+
+
+def _setting(report: Report, estimate: Estimate) -> dict[str, Any]:
+    plain = estimate.method == "AR"
+    return {
+        "method": estimate.method,
+        "num_particles": estimate.num_particles,
+        "num_steps": estimate.num_steps,
+        "tokens_per_round": estimate.tokens,
+        "seconds": estimate.seconds,
+        "bytes": estimate.round.bytes,
+        "traffic": estimate.round.traffic,
+        "flops": estimate.round.flops,
+        "bound": estimate.bound,
+        "tokens_per_second": estimate.tokens_per_second,
+        "speedup": estimate.tokens_per_second / report.ar.tokens_per_second,
+        "plain_wins_from": None if plain else report.plain_wins_from(estimate),
+    }
+
+
+def as_text(report: Report) -> str:
+    scenario, best = report.scenario, report.plan.best
+    shared = "read once a request" if scenario.shared_prefix else "read by each particle"
+    lines = [
+        f"target  {report.target}: {_model_line(scenario.target)}",
+        f"draft   {report.draft}: {_model_line(scenario.draft)}",
+        f"device  {_device_line(report)}",
+        f"load    batch {report.batch}, {scenario.context:g} tokens of context ({shared}) and "
+        f"{scenario.tail:g} of each particle's own; SD accepts a draft at {report.acceptance:g}",
+        "",
+        *_table([COLUMNS, *_cells(report)]),
+        "",
+        f"Best: {best.label}, at most {best.tokens_per_second:,.0f} tokens/s, "
+        f"{best.tokens_per_second / report.ar.tokens_per_second:.2f} times AR. {_crossing(report)}",
+        f"A pass of the target is bound by memory up to about {_ridge_rows(scenario):.0f} token "
+        "rows: requests x N x (K + 1).",
+        QUALITY,
+        LEFT_OUT,
+    ]
+    if not report.fits:
+        lines.append(_too_large(report))
+    return "\n".join(lines)
+
+
+def _model_line(shape: ModelShape) -> str:
+    return (
+        f"{_si(shape.num_parameters)} parameters, {_si(shape.streamed_bytes)}B read a pass, "
+        f"{_si(shape.kv_bytes_per_token)}B of KV a token"
+    )
+
+
+def _si(value: float) -> str:
+    """Three digits and a decimal prefix, for a unit to follow: ``15 G``."""
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * factor:  # what rounds up to it
+            return f"{value / factor:.3g} {prefix}"
+    return f"{value:.3g} "
+
+
+def _device_line(report: Report) -> str:
+    device = report.scenario.device
+    return f"{device.name}: {_si(device.bandwidth)}B/s, {_si(device.flops)}FLOP/s"
+
+
+def _ridge_rows(scenario: Scenario) -> float:
+    """Each row multiplies by each weight once: two operations for the bytes of a weight."""
+    device, target = scenario.device, scenario.target
+    rows = device.ridge * target.streamed_bytes
+    return rows / target.flops_per_token(0)
+
+
+def _crossing(report: Report) -> str:
+    batch = report.plan.plain_wins_from
+    if batch is None:
+        return f"AR never catches up, up to batch {LARGEST_BATCH}."
+    return f"From batch {batch} on AR is as fast."
+
+
+def _too_large(report: Report) -> str:
+    capacity = report.scenario.device.capacity or 0.0
+    return (
+        f"It does not fit: weights and KV take {_si(report.memory)}B, "
+        f"{report.scenario.device.name} has {_si(capacity)}B. See --tp, --dtype, --batch."
+    )
+
+
+def _cells(report: Report) -> Iterator[tuple[str, ...]]:
+    for estimate in (report.ar, *report.sd, *report.plan.grid):
+        wins = None if estimate.method == "AR" else report.plain_wins_from(estimate)
+        never = "" if estimate.method == "AR" else "never"
+        yield (
+            estimate.label + (" *" if estimate is report.plan.best else ""),
+            f"{estimate.tokens:.2f}",
+            f"{estimate.seconds * 1e3:.3g}",
+            _si(estimate.round.bytes) + "B",
+            _si(estimate.round.flops) + "FLOP",
+            estimate.bound,
+            f"{estimate.tokens_per_second:,.0f}",
+            f"{estimate.tokens_per_second / report.ar.tokens_per_second:.2f}",
+            never if wins is None else str(wins),
+        )
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Columns of text to the left, of numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = {COLUMNS.index("setting"), COLUMNS.index("bound by")}
+    lines = []
+    for row in [rows[0], tuple("-" * width for width in widths), *rows[1:]]:
+        cells = (
+            cell.ljust(width) if place in left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        lines.append("  ".join(cells).rstrip())
+    return lines

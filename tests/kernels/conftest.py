@@ -1,0 +1,49 @@
+"""Where there is no GPU, kernels run in Triton's interpreter, on CPU tensors.
+
+Triton asks for TRITON_INTERPRET when a function is decorated, those of its own library included,
+which may have been imported long before these tests. So they are decorated anew here: Triton's
+library in place, and the kernels, which keep what they got. Nothing else in this process and no
+child process is to interpret, so the setting does not stay.
+"""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.experimental.gluon  # loaded on demand else, and would refuse the library redone here
+from triton import knobs
+
+KERNELS = sorted(path.stem for path in (Path(__file__).parents[2] / "kernels").glob("*.py"))
+
+
+def decorate_anew() -> None:
+    with knobs.runtime.scope():
+        knobs.runtime.interpret = True
+        importlib.reload(triton.language.standard)
+        importlib.reload(triton.language)
+        for name in KERNELS:
+            sys.modules.pop(f"sglang_smc.kernels.{name}", None)
+        for name in KERNELS:
+            importlib.import_module(f"sglang_smc.kernels.{name}")
+
+
+if not torch.cuda.is_available() and not knobs.runtime.interpret:
+    decorate_anew()
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where the kernels' tensors live: a GPU unless this process interprets."""
+    return "cuda" if torch.cuda.is_available() and not knobs.runtime.interpret else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def quiet_numpy() -> Iterator[None]:
+    """The interpreter computes in numpy, which warns of log 0 where a GPU gives -inf."""
+    with np.errstate(all="ignore"):
+        yield

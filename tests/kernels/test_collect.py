@@ -1,0 +1,168 @@
+"""From scored drafts to ancestors, kernel against reference."""
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_smc.kernels import collect as kernel
+from sglang_smc.smc import rounds
+from sglang_smc.smc.rounds import Collected, Rules
+
+INF = math.inf
+
+
+class Case(NamedTuple):
+    """Arguments of `collect` but for the scheme."""
+
+    log_weights: torch.Tensor
+    log_p: torch.Tensor
+    log_q: torch.Tensor
+    is_open: torch.Tensor
+    power: torch.Tensor
+    rules: Rules
+    present: torch.Tensor
+    coins: torch.Tensor
+    noise: torch.Tensor
+
+    def to(self, device: str) -> "Case":
+        rules = Rules(*(rule.to(device) for rule in self.rules))
+        moved = {name: getattr(self, name).to(device) for name in set(self._fields) - {"rules"}}
+        return Case(rules=rules, **moved)
+
+
+def any_of(values: list[float], shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    picked = torch.randint(len(values), shape, generator=generator)
+    return torch.tensor(values, dtype=torch.float64)[picked]
+
+
+def random_case(
+    num_groups: int, num_particles: int, num_steps: int, spread: float, p_dead: float, seed: int
+) -> Case:
+    """Groups of any size and K, particles that have ended or died, rules of every kind.
+
+    No decision lies on a threshold but by equal weights, whose effective sample size is exact.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shape = num_groups, num_particles, num_steps
+    column, particle = torch.arange(num_steps), torch.arange(num_particles)
+    sizes = torch.randint(1, num_particles + 1, (num_groups,), generator=generator)
+    steps = torch.randint(1, num_steps + 1, (num_groups,), generator=generator)
+    opened = torch.randint(num_steps + 1, shape[:2], generator=generator).unsqueeze(2)
+    present = particle < sizes.unsqueeze(1)
+    log_p = torch.randn(shape, generator=generator) * spread - 2
+    broken = torch.rand(shape, generator=generator) < p_dead
+    killers = any_of([-INF, -INF, INF, math.nan], shape, generator).float()
+    started = torch.randn(shape[:2], generator=generator, dtype=torch.float64) * spread
+    return Case(
+        log_weights=started.masked_fill(~present, -INF),
+        log_p=torch.where(broken, killers, log_p),
+        log_q=torch.randn(shape, generator=generator) * spread - 2,
+        is_open=(column < opened) & (column < steps.view(-1, 1, 1)) & present.unsqueeze(2),
+        power=any_of([1.0, 1.0, 2.0, 0.5], (num_groups,), generator),
+        rules=Rules(
+            num_steps=steps,
+            ess_threshold=any_of([0.0, 0.37, 0.71, 1.0, INF], (num_groups,), generator),
+            at_token=torch.rand(num_groups, generator=generator) < 0.5,
+            evidence_threshold=any_of([0.0, 0.3, 1.0, INF], (num_groups,), generator),
+        ),
+        present=present,
+        coins=torch.rand(num_groups, generator=generator, dtype=torch.float64),
+        noise=torch.rand(shape[:2], generator=generator, dtype=torch.float64),
+    )
+
+
+def check(case: Case, scheme: str, device: str) -> Collected:
+    found = kernel.collect(*case.to(device), scheme)
+    expected = rounds.collect(*case.to(device), scheme)
+    for part in ("cut", "resampled"):
+        pair = getattr(found, part)._asdict(), getattr(expected, part)._asdict()
+        torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-12)
+    assert torch.equal(found.num_kept, expected.num_kept)
+    return found
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    num_groups=st.integers(1, 3),
+    num_particles=st.sampled_from([1, 2, 3, 5, 8, 32]),
+    num_steps=st.sampled_from([1, 2, 3, 4, 7]),
+    spread=st.sampled_from([0.0, 0.1, 1.0, 20.0]),
+    p_dead=st.sampled_from([0.0, 0.2, 0.9, 1.0]),
+    scheme=st.sampled_from(kernel.SCHEMES),
+    seed=st.integers(0, 2**16),
+)
+def test_random_groups(
+    num_groups: int,
+    num_particles: int,
+    num_steps: int,
+    spread: float,
+    p_dead: float,
+    scheme: str,
+    seed: int,
+    device: str,
+) -> None:
+    """Integers and flags are equal: no point of these cases lies within rounding of a share."""
+    case = random_case(num_groups, num_particles, num_steps, spread, p_dead, seed)
+    check(case, scheme, device)
+
+
+def equal_case(num_particles: int, num_steps: int = 4) -> Case:
+    """A draft that is the target, with one group and a threshold of 1."""
+    log_p = torch.randn(1, num_particles, num_steps, generator=torch.Generator().manual_seed(1))
+    particles = torch.ones(1, num_particles, dtype=torch.float64)
+    one = particles[:, 0]
+    return Case(
+        log_weights=particles * 0.3,
+        log_p=log_p,
+        log_q=log_p,
+        is_open=torch.ones_like(log_p, dtype=torch.bool),
+        power=one,
+        rules=Rules(one.long() * num_steps, one, one == 0, one * 0),
+        present=particles > 0,
+        coins=one * 0.5,
+        noise=particles * 0.25,
+    )
+
+
+@pytest.mark.parametrize("num_particles", [1, 3, 7, 24, 32])
+def test_equal_weights_have_an_ess_of_exactly_n(num_particles: int, device: str) -> None:
+    found = check(equal_case(num_particles), "systematic", device)
+    assert found.cut.ess.tolist() == [num_particles]
+    assert not found.cut.resample.any()
+    assert found.cut.num_columns.tolist() == [4]
+
+
+@pytest.mark.parametrize("scheme", kernel.SCHEMES)
+@pytest.mark.parametrize("u", [0.0, math.nextafter(1.0, 0.0)])
+def test_a_dead_particle_is_no_ancestor_whatever_the_noise(
+    scheme: str, u: float, device: str
+) -> None:
+    """At both ends of the distribution function, and between equal weights."""
+    case = equal_case(4)
+    case.log_p[0, [0, 2, 3], 1] = -INF
+    rules = case.rules._replace(ess_threshold=case.power * 0.5)
+    case = case._replace(rules=rules, noise=torch.full_like(case.noise, u))
+    found = check(case, scheme, device)
+    assert found.cut.resample.all()
+    assert found.resampled.ancestors.tolist() == [[1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("at_token", [False, True])
+def test_a_column_that_kills_all_is_not_kept(at_token: bool, device: str) -> None:
+    case = equal_case(3)
+    case.log_p[:, :, 2] = -INF
+    rules = case.rules._replace(at_token=torch.tensor([at_token]))
+    found = check(case._replace(rules=rules), "stratified", device)
+    assert found.cut.num_columns.tolist() == [2]
+    assert found.cut.all_zero.all()
+    assert found.num_kept.tolist() == [[2, 2, 2]]
+
+
+@pytest.mark.parametrize("scheme", ["residual", "ssp", "best"])
+def test_other_schemes_are_refused(scheme: str) -> None:
+    with pytest.raises(ValueError, match="systematic, stratified, multinomial"):
+        kernel.collect(*equal_case(2), scheme)

@@ -1,0 +1,37 @@
+"""Counter-based uniforms, kernel against reference, bit for bit."""
+
+import pytest
+import torch
+
+from sglang_smc.kernels import randomness as kernel
+from sglang_smc.smc import randomness as reference
+from sglang_smc.smc.randomness import Purpose
+
+SEEDS = [0, 1, 2**62, -1, -(2**63), 2**63 - 1]
+
+
+@pytest.mark.parametrize("purpose", list(Purpose))
+@pytest.mark.parametrize("shape", [(6, 1), (6, 5), (6, 3, 1), (6, 32, 7)])
+def test_uniforms(purpose: Purpose, shape: tuple[int, ...], device: str) -> None:
+    """Extreme seeds, 64-bit positions; more numbers than a program draws."""
+    generator = torch.Generator().manual_seed(len(shape))
+    positions = torch.randint(-(2**40), 2**40, shape, generator=generator).to(device)
+    seeds = torch.tensor(SEEDS, device=device)
+    columns = (1,) * (len(shape) - 2)
+    expected = reference.uniforms(
+        seeds.view(-1, 1, *columns),
+        positions,
+        torch.arange(shape[1], device=device).view(-1, *columns),
+        purpose,
+    )
+    assert torch.equal(kernel.uniforms(seeds, positions, purpose), expected)
+
+
+def test_one_position_for_all_particles(device: str) -> None:
+    """A view without a copy: its stride is 0."""
+    seeds = torch.tensor(SEEDS, device=device)
+    position = torch.arange(6, device=device).unsqueeze(1)
+    particle = torch.arange(4, device=device)
+    expected = reference.uniforms(seeds.unsqueeze(1), position, particle, Purpose.RESAMPLE)
+    found = kernel.uniforms(seeds, position.expand(-1, 4), Purpose.RESAMPLE)
+    assert torch.equal(found, expected)

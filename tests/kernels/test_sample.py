@@ -1,0 +1,124 @@
+"""Draws and their probabilities, kernel against reference."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_smc.kernels import sample as kernel
+from sglang_smc.smc import proposal
+
+LARGEST = math.nextafter(1.0, 0.0)
+ROUNDING = 1e-6  # of a cumulative probability: within it of a boundary, either token is right
+
+
+def check_draws(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    uniforms: torch.Tensor,
+    rows: torch.Tensor | None = None,
+) -> None:
+    found, log_probs = (
+        x.cpu() for x in kernel.sample_and_score(logits, temperature, uniforms, rows)
+    )
+    expected, _ = (x.cpu() for x in proposal.sample_and_score(logits, temperature, uniforms, rows))
+    scores = proposal.score_tokens(logits, temperature, found.to(logits.device), rows).cpu()
+    assert (scores > -torch.inf).all(), "a token of probability zero was drawn"
+    torch.testing.assert_close(log_probs, scores, rtol=1e-5, atol=1e-5)
+
+    used = logits.cpu() if rows is None else logits.cpu()[rows.cpu()]
+    law = torch.log_softmax(used.float() / temperature.cpu().float().unsqueeze(1), 1)
+    cumulative = torch.nn.functional.pad(law.double().exp().cumsum(1), (1, 0))  # [D, V + 1]
+    cumulative, u = cumulative / cumulative[:, -1:], uniforms.cpu()
+
+    def margin(tokens: torch.Tensor) -> torch.Tensor:
+        """How far each uniform lies inside its token's share; below 0 outside."""
+        low, high = (cumulative.gather(1, (tokens + i).unsqueeze(1)).squeeze(1) for i in (0, 1))
+        return torch.minimum(u - low, high - u)
+
+    assert torch.equal(found[margin(expected) > ROUNDING], expected[margin(expected) > ROUNDING])
+    assert (margin(found) > -ROUNDING).all()
+
+
+def noise(size: int, generator: torch.Generator) -> torch.Tensor:
+    """Uniforms, the extreme ones among them."""
+    extreme = torch.tensor([0.0, LARGEST], dtype=torch.float64)
+    return torch.cat([extreme, torch.rand(size, generator=generator, dtype=torch.float64)])[:size]
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(
+    vocab_size=st.sampled_from([1, 2, 5, 31, 32, 33, 64, 100]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    spread=st.sampled_from([0.0, 1.0, 8.0, 60.0]),
+    forbidden=st.sampled_from([0.0, 0.3, 0.95]),
+    seed=st.integers(0, 2**16),
+)
+def test_small_rows(
+    vocab_size: int, dtype: torch.dtype, spread: float, forbidden: float, seed: int, device: str
+) -> None:
+    """Ties (spread 0, whole numbers), forbidden tokens and tiles, peaks; 4 tiles and more."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(6, vocab_size, generator=generator) * spread).round()
+    banned = torch.rand(logits.shape, generator=generator) < forbidden
+    banned[torch.arange(6), torch.randint(vocab_size, (6,), generator=generator)] = False
+    logits = logits.masked_fill(banned, -torch.inf).to(dtype)
+    temperature = torch.tensor([0.01, 0.3, 0.7, 1.0, 1.7, 50.0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "_TILE", 16)
+        check_draws(logits.to(device), temperature.to(device), noise(6, generator).to(device))
+
+
+@pytest.mark.parametrize("vocab_size", [4096, 4097, 50_257])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_real_vocabulary(vocab_size: int, dtype: torch.dtype, device: str) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = (torch.randn(4, vocab_size, generator=generator) * 3).to(dtype)
+    temperature = torch.tensor([0.5, 1.0, 2.0, 1.0])
+    check_draws(logits.to(device), temperature.to(device), noise(4, generator).to(device))
+
+
+def test_a_tile_far_below_the_others_is_drawn_from_right(device: str) -> None:
+    """Its masses relative to the row's largest logit are not numbers of float32."""
+    logits = torch.full((2, 8192), -torch.inf)
+    logits[:, 5000:5004] = torch.tensor([-400.0, -401.0, -402.0, -403.0])
+    logits[0, 7] = 0.0
+    uniforms = torch.tensor([LARGEST, 0.9], dtype=torch.float64, device=device)
+    check_draws(logits.to(device), torch.ones(2, device=device), uniforms)
+
+
+def test_draws_choose_their_rows(device: str) -> None:
+    """Rows may come twice or never; temperatures and uniforms belong to the draws."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(5, 40, generator=generator).to(device)
+    rows = torch.tensor([4, 0, 0, 3, 4, 1, 4], device=device)
+    temperature = torch.linspace(0.3, 2.0, 7, device=device)
+    check_draws(logits, temperature, noise(7, generator).to(device), rows)
+    tokens = torch.arange(7, device=device)
+    torch.testing.assert_close(
+        kernel.score_tokens(logits, temperature, tokens, rows),
+        proposal.score_tokens(logits, temperature, tokens, rows),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+def test_scores_of_given_tokens(device: str) -> None:
+    """A view with another stride between rows; forbidden tokens score -inf."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(6, 9000, generator=generator).bfloat16()[:, :8999].to(device)
+    logits[2, 17] = -torch.inf
+    tokens = torch.tensor([0, 8998, 17, 4095, 4096, 1], device=device)
+    temperature = torch.tensor([1.0, 0.2, 1.0, 3.0, 0.7, 1.0], device=device)
+    found = kernel.score_tokens(logits, temperature, tokens)
+    expected = proposal.score_tokens(logits, temperature, tokens)
+    assert found[2] == -torch.inf
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_vocabulary_in_strides_is_refused(device: str) -> None:
+    logits = torch.zeros(4, 6, device=device).t()
+    with pytest.raises(ValueError, match="must be 1"):
+        kernel.score_tokens(logits, torch.ones(6), torch.zeros(6, dtype=torch.int64))

@@ -1,0 +1,121 @@
+"""Particles over a shared prefix, laid out at random slots of a KV cache, and what they see."""
+
+from typing import NamedTuple
+
+import torch
+
+NUM_SLOTS = 1024
+SCALING = 0.3
+
+
+class Case(NamedTuple):
+    """G requests of N particles with C new tokens each; the cache holds all keys.
+
+    What no query may look at is NaN: slots that nobody owns, and slot 0.
+    """
+
+    query: torch.Tensor  # [G, N, C, q_heads, head_dim]
+    keys: torch.Tensor  # [NUM_SLOTS, kv_heads, head_dim]
+    values: torch.Tensor
+    req_to_token: torch.Tensor  # [rows, width] int32
+    rows: torch.Tensor  # [G]
+    committed: torch.Tensor  # [G]
+    particle_rows: torch.Tensor  # [G, N]
+    starts: torch.Tensor  # [G, N]
+    present: torch.Tensor  # [G, N] bool; an absent particle's keys stand in slot 0
+    max_tail: int
+
+    def expected(self) -> torch.Tensor:
+        """Softmax attention in float64, one query and one head at a time; NaN where absent."""
+        output = torch.full(self.query.shape, float("nan"), dtype=torch.float64)
+        group = self.query.shape[3] // self.keys.shape[1]
+        for g, n in self.present.nonzero().tolist():
+            for c in range(self.query.shape[2]):
+                slots = self.seen(g, n, c)
+                for head in range(self.query.shape[3]):
+                    keys = self.keys[slots, head // group].double()
+                    scores = keys @ self.query[g, n, c, head].double() * SCALING
+                    values = self.values[slots, head // group].double()
+                    output[g, n, c, head] = scores.softmax(0) @ values
+        return output
+
+    def seen(self, g: int, n: int, c: int) -> torch.Tensor:
+        """Slots of the keys that a query sees, in the order of their positions."""
+        committed, end = int(self.committed[g]), int(self.starts[g, n]) + c + 1
+        prefix = self.req_to_token[self.rows[g], :committed]
+        tail = self.req_to_token[self.particle_rows[g, n], committed:end]
+        return torch.cat([prefix, tail]).long()
+
+    def assert_close(self, output: torch.Tensor) -> None:
+        """``output`` is the expected, for all particles that are present."""
+        tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[output.dtype]
+        torch.testing.assert_close(
+            output.cpu().double()[self.present],
+            self.expected()[self.present],
+            atol=tolerance,
+            rtol=tolerance,
+        )
+
+
+def make_case(
+    committed: list[int],
+    ahead: list[list[int | None]],
+    *,
+    num_columns: int,
+    q_heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    """Lay out requests of the given prefix lengths.
+
+    Args:
+        committed: ``[G]`` lengths of the prefixes.
+        ahead: ``[G, N]`` how far each particle's first token stands behind ``committed``: -1 for
+            the last committed token itself; None for an absent particle.
+    """
+    generator = torch.Generator().manual_seed(0)
+    starts = torch.tensor([[a or 0 for a in row] for row in ahead])
+    size, num_particles = starts.shape
+    longest = int(starts.max()) + num_columns
+    free = (torch.randperm(NUM_SLOTS - 1, generator=generator) + 1).tolist()
+
+    num_rows = size * (num_particles + 2)
+    table = torch.full((num_rows, max(committed) + longest + 5), free.pop(), dtype=torch.int32)
+    scrambled = torch.randperm(num_rows, generator=generator)
+    rows, others = scrambled[:size], scrambled[size : size * (1 + num_particles)]
+    particle_rows = others.view(size, num_particles)
+    for g, length in enumerate(committed):
+        table[rows[g], :length] = torch.tensor([free.pop() for _ in range(length)])
+        common = [free.pop() for _ in range(longest // 2)]  # of tails with one ancestor
+        for row, distance in zip(particle_rows[g], ahead[g], strict=True):
+            tail = [0] * num_columns
+            if distance is not None:
+                inherited = common[: max(distance, 0)]
+                own = distance + num_columns - len(inherited)
+                tail = inherited + [free.pop() for _ in range(own)]
+            table[row, length : length + len(tail)] = torch.tensor(tail, dtype=torch.int32)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    owned = torch.zeros(NUM_SLOTS, 1, 1, dtype=torch.bool)
+    owned[table[torch.cat([rows, others])].flatten().long()] = True
+    owned[table[scrambled[-1], 0].long()] = False  # what fills the table where nothing stands
+    owned[0] = False
+    keys, values = (
+        normal(NUM_SLOTS, kv_heads, head_dim).where(owned, float("nan")) for _ in range(2)
+    )
+    lengths = torch.tensor(committed)
+    return Case(
+        query=normal(size, num_particles, num_columns, q_heads, head_dim),
+        keys=keys,
+        values=values,
+        req_to_token=table,
+        rows=rows,
+        committed=lengths,
+        particle_rows=particle_rows,
+        starts=lengths.unsqueeze(1) + starts,
+        present=torch.tensor([[a is not None for a in row] for row in ahead]),
+        max_tail=longest + 3,
+    )

@@ -1,0 +1,142 @@
+"""Forwards over particles: what a stock model sees of them, and what attention it gets."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from particle_cases import NUM_SLOTS, SCALING, Case, make_case
+from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+from sglang_smc.forward import ParticleForward, Places
+
+LAST_POSITION = 99
+
+
+class OneLayer:
+    """Attention alone as a model; it keeps what it was called with."""
+
+    def __init__(self, case: Case) -> None:
+        q_heads, kv_heads, head_dim = case.query.shape[3], *case.keys.shape[1:]
+        self.layer = RadixAttention(q_heads, head_dim, SCALING, kv_heads, layer_id=0)
+        self.query = case.query.flatten(0, 2).flatten(1)
+        self.keys = self.values = torch.zeros(len(self.query), kv_heads, head_dim)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> Any:
+        self.tokens, self.positions, self.batch = tokens, positions, batch
+        hidden = self.layer(self.query, self.keys, self.values, batch)
+        metadata = LogitsMetadata.from_forward_batch(batch)
+        nobody: Any = None
+        pruned = LogitsProcessor._get_pruned_states(nobody, hidden, None, None, metadata)
+        return SimpleNamespace(next_token_logits=pruned[0])
+
+
+class Harness:
+    """A forward over a real KV pool, in which the new tokens' keys are yet to be written."""
+
+    def __init__(self, case: Case, attention: Any = "torch") -> None:
+        self.case, dtype = case, case.keys.dtype
+        kv_heads, head_dim = case.keys.shape[1:]
+        pool = MHATokenToKVPool(
+            NUM_SLOTS - 1, 1, dtype, kv_heads, head_dim, 1, "cpu", enable_memory_saver=False
+        )
+        self.model = OneLayer(case)
+        self.slots = self._new_slots()
+        for name, buffer in zip(("keys", "values"), pool.get_kv_buffer(0), strict=True):
+            buffer.copy_(getattr(case, name))
+            setattr(self.model, name, buffer[self.slots.flatten()].clone())
+            buffer[self.slots.flatten()] = float("nan")
+        self.runner: Any = SimpleNamespace(
+            model=self.model,
+            use_mla_backend=False,
+            req_to_token_pool=SimpleNamespace(req_to_token=case.req_to_token),
+            token_to_kv_pool=pool,
+            dtype=dtype,
+            ps=SimpleNamespace(tp_size=1),
+            spec_algorithm=None,
+            model_config=SimpleNamespace(
+                context_len=LAST_POSITION + 1,
+                get_num_attention_heads=lambda tp_size: case.query.shape[3],
+                get_num_kv_heads=lambda tp_size: kv_heads,
+            ),
+        )
+        self.forward = ParticleForward(self.runner, attention)
+        self.tokens = torch.arange(self.slots.numel()).view_as(self.slots)
+
+    def _new_slots(self) -> torch.Tensor:
+        """Slots ``[G, N, C]`` of the new tokens, 0 for what stands in the prefix already."""
+        case = self.case
+        position = case.starts.unsqueeze(2) + torch.arange(case.query.shape[2])
+        slots = case.req_to_token[case.particle_rows.unsqueeze(2), position].long()
+        behind = position >= case.committed.view(-1, 1, 1)
+        return slots.where(behind & case.present.unsqueeze(2), 0)
+
+    def run(self, name: str) -> torch.Tensor:
+        case = self.case
+        places = Places(case.rows, case.committed, case.particle_rows, case.max_tail)
+        return getattr(self.forward, name)(self.tokens, case.starts, self.slots, places)
+
+
+def case(num_columns: int = 5, **shape: Any) -> Case:
+    return make_case(
+        [40, 3, 12], [[-1, 0, 5], [9, None, 2], [0, 0, None]], num_columns=num_columns, **shape
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_columns", [1, 2, 9])
+def test_after_each_token_of_a_chain(num_columns: int, dtype: torch.dtype) -> None:
+    h = Harness(case(num_columns, dtype=dtype))
+    output = h.run("chain_logits")
+    assert output.shape == (*h.slots.shape, 4 * 64)
+    h.case.assert_close(output.view(h.case.query.shape))
+    assert h.model.batch.forward_mode == ForwardMode.TARGET_VERIFY
+
+
+@pytest.mark.parametrize("num_columns", [1, 2, 9])
+def test_after_the_last_token_alone(num_columns: int) -> None:
+    h = Harness(case(num_columns))
+    output = h.run("next_logits")
+    assert output.shape == (*h.case.starts.shape, 4 * 64)
+    last = h.case._replace(query=h.case.query[:, :, -1:], starts=h.case.starts + num_columns - 1)
+    last.assert_close(output.view(last.query.shape))
+    mode = ForwardMode.DECODE if num_columns == 1 else ForwardMode.EXTEND
+    assert h.model.batch.forward_mode == mode
+
+
+def test_what_the_model_is_told() -> None:
+    h = Harness(make_case([98], [[0, -1]], num_columns=3))
+    h.run("chain_logits")
+    assert torch.equal(h.model.tokens, h.tokens.flatten())
+    assert h.model.positions.tolist() == [98, 99, 99, 97, 98, 99], "within the rotary table"
+    assert torch.equal(h.model.batch.out_cache_loc, h.slots.flatten())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_mla_backend": True}, "MLA"),
+        ({"dtype": torch.float8_e4m3fn}, "--kv-cache-dtype auto"),
+        ({"buffer": torch.zeros(8, 2, 1, 64)}, "SGLANG_USE_HND_KVCACHE"),
+    ],
+)
+def test_unsupported_caches_are_refused(change: dict[str, Any], message: str) -> None:
+    runner = Harness(case()).runner
+    runner.use_mla_backend = change.get("use_mla_backend", False)
+    runner.token_to_kv_pool = SimpleNamespace(
+        dtype=change.get("dtype", torch.float32),
+        start_layer=0,
+        get_key_buffer=lambda layer: change.get("buffer", torch.zeros(8, 2, 64)),
+    )
+    with pytest.raises(ValueError, match=message):
+        ParticleForward(runner, "torch")
+
+
+def test_unsupported_layers_are_refused() -> None:
+    h = Harness(case())
+    h.model.layer.sliding_window_size = 128
+    with pytest.raises(ValueError, match="sliding window"):
+        h.run("next_logits")

@@ -1,0 +1,84 @@
+"""Attention over a shared prefix and tails, against softmax attention one query at a time."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from particle_cases import SCALING, Case, make_case
+
+from sglang_smc import shared_prefix
+from sglang_smc.shared_prefix import attend, plan_shared_prefix, shared_prefix_attention
+
+
+def plan(case: Case) -> shared_prefix.SharedPrefixPlan:
+    return plan_shared_prefix(
+        case.req_to_token,
+        case.rows,
+        case.committed,
+        case.particle_rows,
+        case.starts,
+        num_columns=case.query.shape[2],
+        group=case.query.shape[3] // case.keys.shape[1],
+        dtype=case.query.dtype,
+        cache=case.keys,
+    )
+
+
+def run(case: Case) -> torch.Tensor:
+    return shared_prefix_attention(case.query, case.keys, case.values, plan(case), SCALING)
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    size, num_particles = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    kv_heads, group = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 3]))
+    ahead = st.lists(
+        st.none() | st.integers(-1, 12), min_size=num_particles, max_size=num_particles
+    )
+    return make_case(
+        draw(st.lists(st.integers(1, 70), min_size=size, max_size=size)),
+        draw(st.lists(ahead, min_size=size, max_size=size)),
+        num_columns=draw(st.sampled_from([1, 2, 9])),
+        q_heads=kv_heads * group,
+        kv_heads=kv_heads,
+        head_dim=16,
+    )
+
+
+@given(cases())
+def test_particles_see_their_prefix_and_their_own_tail(case: Case) -> None:
+    case.assert_close(run(case))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision(dtype: torch.dtype) -> None:
+    case = make_case([40, 3], [[-1, 0, 5], [9, None, 2]], num_columns=5, dtype=dtype)
+    output = run(case)
+    assert output.dtype == dtype
+    case.assert_close(output)
+
+
+def test_the_keys_of_a_prefix_are_gathered_once() -> None:
+    case = make_case([50], [[0] * 4], num_columns=2)
+    assert len(plan(case).slots) == 50 + 4 * 2
+
+
+def test_any_device_computes_what_the_cpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The formula that other devices use, run here, where torch's CPU kernel tells the truth."""
+    case = make_case([20, 7], [[-1, 4], [3, None]], num_columns=2)
+    monkeypatch.setattr(shared_prefix, "attend", shared_prefix.attend_anywhere)
+    case.assert_close(run(case))
+
+
+def test_what_sees_no_key_weighs_nothing() -> None:
+    query, keys = torch.ones(1, 1, 2, 4), torch.ones(1, 1, 3, 4)
+    mask = torch.zeros(1, 1, 2, 3)
+    mask[0, 0, 1] = torch.finfo(torch.float32).min
+    for attention in (attend, shared_prefix.attend_anywhere):
+        nothing = attention(query, keys, keys, mask, 1.0)
+        seen = attention(query, keys, 2 * keys, torch.zeros(1, 1, 1, 3), 1.0)
+        merged = shared_prefix.merge(nothing, seen)
+        assert torch.equal(merged[0, 0, 1], seen.output[0, 0, 1]), attention
+        assert torch.allclose(merged[0, 0, 0], torch.full((4,), 1.5)), attention
