@@ -183,13 +183,16 @@ def write_outputs(rows: list[CellRow], plan: Plan) -> None:
     (folder / ORIGIN).write_text(json.dumps(origin, indent=2, default=str) + "\n")
     write_csv(rows, folder / CSV, origin)
     (folder / TABLE).write_text(markdown(rows, note(plan, origin["hardware"], origin["date"][:10])))
-    plot_rows(rows, folder / PLOT, title=f"{plan.preset.pair.name} on {origin['hardware']}")
+    if any(not row.refused for row in rows):
+        plot_rows(rows, folder / PLOT, title=f"{plan.preset.pair.name} on {origin['hardware']}")
 
 
 def publish(plan: Plan) -> None:
     """Copy the results to where the repository keeps them; never a part of what was selected."""
     if plan.todo():
         raise BenchError("Not published: some of the selected cells are not complete.")
+    if not (plan.folder / PLOT).exists():
+        raise BenchError("Not published: none of the cells ran here.")
     folder = PUBLISHED / plan.preset.name
     folder.mkdir(parents=True, exist_ok=True)
     for path in [*(plan.folder / name for name in (*OUTPUTS, MACHINE)), *outputs(plan.folder)]:

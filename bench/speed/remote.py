@@ -126,13 +126,18 @@ def running(launch: Launch, log: Path) -> Iterator[RemoteEngine]:
             yield engine
             engine.stop()
         finally:
-            _end_group(process)
+            end_group(process)
 
 
-def _end_group(process: subprocess.Popen[str]) -> None:
+def end_group(process: subprocess.Popen[str]) -> None:
+    """End a process that leads its group, and all in it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    assert process.stdin is not None and process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):  # a question that it did not read
+        process.stdin.close()
+    process.stdout.close()
 
 
 def reason(log: str) -> str:

@@ -133,17 +133,22 @@ class Probe:
         return timed
 
     def _forward(self, model: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward; one called by another forward belongs to that."""
+
         @wraps(original)
         def timed(*arguments: Any, **keywords: Any) -> Any:
-            one, start = self._open, now()
+            one = self._open
+            if one is None or one.is_forwarding:
+                return original(*arguments, **keywords)
+            one.is_forwarding, start = True, now()
             result = original(*arguments, **keywords)
-            if one is not None:
-                part = len(one.parts)  # the one that is open, once it is closed
-                one.forwards.append((model, part, start, now()))
-                one.calls.append(lambda: original(*arguments, **keywords))
-                # The target's is the last of a round; tables are as the forwards found them.
-                if model == "target" and self._num_rounds % self._forwards_every == 0:
-                    one.run_alone()
+            part = len(one.parts)  # the one that is open, once it is closed
+            one.forwards.append((model, part, start, now()))
+            one.calls.append(lambda: original(*arguments, **keywords))
+            # The target's is the last of a round; tables are as the forwards found them.
+            if model == "target" and self._num_rounds % self._forwards_every == 0:
+                one.run_alone()
+            one.is_forwarding = False
             return result
 
         return timed
@@ -159,7 +164,7 @@ class Round:
         self.forwards: list[tuple[str, int, Moment, Moment]] = []
         self.calls: list[Callable[[], Any]] = []
         self.alone: tuple[int, Moment, Moment] | None = None
-        self.is_inside = False
+        self.is_inside = self.is_forwarding = False
 
     def run_alone(self) -> None:
         """Run the very same forwards again: same rows, tokens, tables and slots.
