@@ -1,5 +1,6 @@
 # make demo        see it work, from nothing: environment, tiny models, a comparison
 # make fidelity    SMC's accuracy, speed and divergence at many settings, resumable, about 40 minutes
+# make speed       AR, SGLang's speculative decoding and SMC side by side, resumable, 15 minutes or more
 # make test        what continuous integration runs
 # make VENV=/path  any target, in an environment of yours instead of .venv
 
@@ -10,7 +11,7 @@ STAMP := $(VENV)/.sglang-smc-installed
 SOURCES := sglang_smc kernels patches tests bench
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo fidelity test check catalogue dist clean
+.PHONY: help venv demo fidelity speed test check catalogue dist clean
 
 help:
 	@sed -n '/^$$/q; s/^# //p' Makefile
@@ -30,6 +31,10 @@ demo: venv
 # Interrupt it at will: the same command goes on where it stopped.
 fidelity: venv
 	$(BIN)/python bench/fidelity $(FIDELITY_ARGS)
+
+# Likewise; SPEED_ARGS=--quick for a look, --rounds for where the time goes.
+speed: venv
+	$(BIN)/python bench/speed $(SPEED_ARGS)
 
 test: venv
 	$(BIN)/ruff check $(SOURCES)

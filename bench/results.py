@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -129,17 +131,13 @@ def _cells(row: Row) -> list[str]:
         row.name,
         f"{mean:.1%} [{100 * low:.1f}, {100 * high:.1f}]",
         str(n),
-        _number(row.tokens_per_target_pass, ".2f"),
+        number_cell(row.tokens_per_target_pass, ".2f", "-"),
         f"{row.tokens_per_second:.0f}",
         f"{1000 * row.seconds_to_first:.0f} ms",
         f"{row.seconds_per_request:.2f} s",
-        _number(row.ess_share, ".2f"),
-        _number(row.resample_rate, ".0%"),
+        number_cell(row.ess_share, ".2f", "-"),
+        number_cell(row.resample_rate, ".0%", "-"),
     ]
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def answer_lines(name: str, run: Pass) -> list[dict[str, Any]]:
@@ -148,6 +146,48 @@ def answer_lines(name: str, run: Pass) -> list[dict[str, Any]]:
         {"server": name, **asdict(answer), "meta_info": run.meta_infos[answer.request_id]}
         for answer in run.answers
     ]
+
+
+def interval_columns(name: str, value: Interval | None) -> dict[str, float | None]:
+    """An interval as four columns of a CSV, empty ones where there is none."""
+    values = value or (None,) * len(Interval._fields)
+    parts = zip(Interval._fields, values, strict=True)
+    return {f"{name}_{part}": short(number) for part, number in parts}
+
+
+def short(value: Any) -> Any:
+    """A number with the digits that are worth keeping; anything else as it is."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def write_csv(
+    lines: Sequence[Mapping[str, Any]], path: Path, provenance: Mapping[str, Any]
+) -> None:
+    """One line for each row, with where it comes from in columns of their own."""
+    origin = {key: provenance[key] for key in ("date", "git_sha", "hardware")}
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*lines[0], *origin], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({**line, **origin} for line in lines)
+
+
+def markdown_table(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Lines of cells below headers; all but the first column are numbers."""
+    rule = ["---"] + ["---:"] * (len(headers) - 1)
+    return "\n".join("| " + " | ".join(line) + " |" for line in [headers, rule, *lines])
+
+
+def interval_cell(value: Interval | None, form: str, scale: float = 1.0) -> str:
+    """An interval for a table; nothing where there is none."""
+    if value is None:
+        return ""
+    mean, low, high = (format(scale * number, form) for number in value[:3])
+    return f"{mean} [{low}, {high}]"
+
+
+def number_cell(value: float | None, form: str, missing: str = "") -> str:
+    """A number for a table."""
+    return missing if value is None else format(value, form)
 
 
 def provenance(repository: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from fidelity.grid import Cell
 from fidelity.measure import MAX_TOKENS
-from fidelity.store import Log, digest
+from logs import Log, digest
 from results import Interval
 from serving import progress_interval
 from tqdm import tqdm

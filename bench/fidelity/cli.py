@@ -27,7 +27,8 @@ from fidelity.measure import Start, measure
 from fidelity.plan import Plan
 from fidelity.plot import plot_rows
 from fidelity.report import CellRow, conclusions, make_rows, markdown, write_csv
-from fidelity.store import FidelityError, fingerprint
+from fidelity.store import fingerprint
+from logs import BenchError, prepare_folder
 from results import provenance
 
 HERE = Path(__file__).resolve().parent
@@ -87,7 +88,7 @@ def run(options: argparse.Namespace, start: Start, bound: Bound) -> None:
     if options.list:
         print(plan.status())
         return
-    prepare(options.output_dir)
+    prepare_folder(options.output_dir)
     measure([(cell, plan.answers[cell]) for cell in plan.selected], start)
     bound_cells(plan.selected_bounds(), options.bound_problems, bound)
     rows = make_rows(plan.complete(), read_bounds(plan.complete_bounds()))
@@ -95,12 +96,6 @@ def run(options: argparse.Namespace, start: Start, bound: Bound) -> None:
     print(f"\n{conclusions(rows)}\n\n{time.monotonic() - began:.0f} s. {_where(options)}")
     if options.publish:
         publish(plan)
-
-
-def prepare(folder: Path) -> None:
-    """Make the output folder, which git is not to see wherever it is."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / ".gitignore").write_text("*\n")
 
 
 def _where(options: argparse.Namespace) -> str:
@@ -127,7 +122,7 @@ def publish(plan: Plan) -> None:
     """Copy the results to where the repository keeps them; never a part of the grid."""
     missing = len(plan.answers) - len(plan.complete())
     if missing:
-        raise FidelityError(
+        raise BenchError(
             f"Not published: {missing} of {len(plan.answers)} cells are not complete. "
             "Complete them with the same command without --only."
         )
@@ -145,7 +140,7 @@ def main(
     options = parse_arguments(argv)
     try:
         run(options, start, bound)
-    except FidelityError as error:
+    except BenchError as error:
         print(f"\n{error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

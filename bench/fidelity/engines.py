@@ -12,7 +12,7 @@ from typing import Any
 
 from fidelity.grid import MAX_PARTICLES, MAX_STEPS
 from fidelity.measure import Asker, Reply, Request
-from fidelity.store import FidelityError
+from logs import BenchError
 from pair.task import messages
 
 CONCURRENCY = 64
@@ -83,7 +83,7 @@ class EngineAsker:
             answer = await self._engine.async_generate(prompt, request.sampling_params)
         except ValueError as error:  # how SGLang reports a request that it refuses
             asked = request.sampling_params
-            raise FidelityError(f"The engine refused {asked}: {error}") from error
+            raise BenchError(f"The engine refused {asked}: {error}") from error
         return Reply(request.index, answer["text"], answer["meta_info"])
 
 

@@ -10,7 +10,8 @@ from fidelity.bounding import NUM_CONDITIONAL, bound_log, bounded
 from fidelity.engines import settings
 from fidelity.grid import Cell, cells
 from fidelity.measure import MAX_TOKENS
-from fidelity.store import Answers, FidelityError, Log, Record
+from fidelity.store import Answers, Record
+from logs import BenchError, Log
 
 
 class Plan:
@@ -21,9 +22,7 @@ class Plan:
         self._code = dict(code)
         self.selected = cells(options.temperatures, options.only)
         if not self.selected:
-            raise FidelityError(
-                f"No cell matches --only {' '.join(options.only)}; --list shows all."
-            )
+            raise BenchError(f"No cell matches --only {' '.join(options.only)}; --list shows all.")
         every = cells(options.temperatures)
         self.answers = {cell: self._answers(cell) for cell in every}
         self.bounds = {cell: self._bound_log(cell) for cell in bounded(every)}
@@ -73,12 +72,12 @@ class Plan:
             log.delete()
 
     def check(self) -> None:
-        """Raise FidelityError, before anything is started, where a file does not fit."""
+        """Raise BenchError, before anything is started, where a file does not fit."""
         try:
             for log in self.logs():
                 log.read()
-        except FidelityError as error:
-            raise FidelityError(
+        except BenchError as error:
+            raise BenchError(
                 f"{error}\nAsk for what was measured there, choose another --output-dir, or start "
                 "anew with --fresh, which deletes what the folder has of the selected cells."
             ) from error
@@ -107,6 +106,6 @@ class Plan:
 def _fits(log: Log) -> bool:
     try:
         log.read()
-    except FidelityError:
+    except BenchError:
         return False
     return True

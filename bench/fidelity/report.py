@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import results
 from fidelity.bounding import Divergence
 from fidelity.grid import AR_DRAFT, AR_TARGET, Cell
 from fidelity.stats import mean_interval, paired_difference
 from fidelity.store import Record, seconds
-from results import Interval, ess_share, resample_rate, tokens_per_pass, wilson
+from results import (
+    Interval,
+    ess_share,
+    interval_cell,
+    interval_columns,
+    markdown_table,
+    number_cell,
+    resample_rate,
+    short,
+    tokens_per_pass,
+    wilson,
+)
 
 from sglang_smc.config import DEFAULTS
 
@@ -113,12 +124,7 @@ def _with_evidence(cell: Cell, records: Sequence[Record], found: Divergence) -> 
 
 def write_csv(rows: Sequence[CellRow], path: Path, provenance: Mapping[str, Any]) -> None:
     """One line for each cell; every interval in four columns."""
-    origin = {key: provenance[key] for key in ("date", "git_sha", "hardware")}
-    lines = [{**flat(row), **origin} for row in rows]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, lines[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
+    results.write_csv([flat(row) for row in rows], path, provenance)
 
 
 def flat(row: CellRow) -> dict[str, Any]:
@@ -126,11 +132,9 @@ def flat(row: CellRow) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for name, value in {**vars(row), **_divergences(row)}.items():
         if name in INTERVALS:
-            values = value or (None,) * len(Interval._fields)
-            parts = zip(Interval._fields, values, strict=True)
-            content |= {f"{name}_{part}": _short(number) for part, number in parts}
+            content |= interval_columns(name, value)
         elif name != "divergence":
-            content[name] = _short(value)
+            content[name] = short(value)
     return content
 
 
@@ -140,10 +144,6 @@ def _divergences(row: CellRow) -> dict[str, Interval | None]:
 
 
 INTERVALS = ("accuracy", "difference", *(f"kl_{field.name}" for field in fields(Divergence)))
-
-
-def _short(value: Any) -> Any:
-    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 HEADERS = (
@@ -167,9 +167,7 @@ def markdown(rows: Sequence[CellRow], note: str) -> str:
     parts = [note]
     for temperature in sorted({row.temperature for row in rows}):
         lines = [_cells(row) for row in rows if row.temperature == temperature]
-        rule = ["---"] + ["---:"] * (len(HEADERS) - 1)
-        body = "\n".join("| " + " | ".join(line) + " |" for line in [list(HEADERS), rule, *lines])
-        parts.append(f"**Temperature {temperature:g}**\n\n{body}")
+        parts.append(f"**Temperature {temperature:g}**\n\n{markdown_table(HEADERS, lines)}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -177,29 +175,18 @@ def _cells(row: CellRow) -> list[str]:
     divergence = row.divergence
     return [
         row.label,
-        _interval(row.accuracy, ".1f", scale=100),
-        _interval(row.difference, "+.1f", scale=100),
-        _number(row.tokens_per_pass, ".2f"),
+        interval_cell(row.accuracy, ".1f", scale=100),
+        interval_cell(row.difference, "+.1f", scale=100),
+        number_cell(row.tokens_per_pass, ".2f"),
         f"{row.tokens_per_second:.0f}",
-        _number(row.ess_share, ".2f"),
-        _number(row.resample_rate, ".0%"),
-        _number(row.exact_rate, ".0%"),
-        _interval(divergence.upper, ".2f"),
-        _interval(divergence.lower, ".2f"),
-        _interval(divergence.tight_upper, ".2f"),
-        _interval(divergence.reverse_upper, ".2f"),
+        number_cell(row.ess_share, ".2f"),
+        number_cell(row.resample_rate, ".0%"),
+        number_cell(row.exact_rate, ".0%"),
+        interval_cell(divergence.upper, ".2f"),
+        interval_cell(divergence.lower, ".2f"),
+        interval_cell(divergence.tight_upper, ".2f"),
+        interval_cell(divergence.reverse_upper, ".2f"),
     ]
-
-
-def _interval(value: Interval | None, form: str, scale: float = 1.0) -> str:
-    if value is None:
-        return ""
-    mean, low, high = (format(scale * number, form) for number in value[:3])
-    return f"{mean} [{low}, {high}]"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
 
 
 def fastest_within(rows: Sequence[CellRow], points: float) -> CellRow | None:
@@ -234,5 +221,5 @@ def _winner(rows: Sequence[CellRow], points: float) -> str:
         return "none" if any(other.difference for other in rows) else "none was measured"
     return (
         f"{row.label}: {row.tokens_per_pass:.2f}, "
-        f"{_interval(row.difference, '+.1f', scale=100)} points"
+        f"{interval_cell(row.difference, '+.1f', scale=100)} points"
     )

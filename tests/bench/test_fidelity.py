@@ -12,7 +12,8 @@ from fidelity.bounding import Bound, Divergence
 from fidelity.engines import arguments
 from fidelity.grid import Cell, cells
 from fidelity.measure import MAX_TOKENS, WARM_UP, Asker, Reply, Request, grade, request
-from fidelity.store import FidelityError, Log, Record, seconds
+from fidelity.store import Record, seconds
+from logs import BenchError, Log
 from pair.task import held_out
 from results import Interval
 
@@ -352,7 +353,7 @@ def test_what_an_engine_refuses_is_said(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: object) -> Iterator[Reply]:
-        raise FidelityError("The engine refused it")
+        raise BenchError("The engine refused it")
 
     monkeypatch.setattr(FakeAsker, "ask", refuse)
     assert bench() == 1
@@ -370,5 +371,5 @@ def test_a_log_without_entries_is_empty(tmp_path: Path) -> None:
     with log.writing():
         pass
     assert log.read() == []
-    with pytest.raises(FidelityError, match=r"a is \[1, 2\] there and \[1\] here"):
+    with pytest.raises(BenchError, match=r"a is \[1, 2\] there and \[1\] here"):
         Log(log.path, {"a": (1,)}).read()

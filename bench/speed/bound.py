@@ -1,0 +1,93 @@
+"""What a round of each system must move and compute, and how fast this machine could."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from dataclasses import replace as replace_shape
+from pathlib import Path
+
+from speed.engines import SPECULATION
+from speed.grid import AR, AR_STOCK, CHAIN, NGRAM, TREE, Cell
+from speed.presets import Preset
+
+from sglang_smc.plan import devices
+from sglang_smc.plan.devices import Device
+from sglang_smc.plan.roofline import Round, Rows, ar_step, forward, sd_round, smc_round
+from sglang_smc.plan.shapes import ModelShape
+
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+
+
+def shapes(preset: Preset) -> tuple[ModelShape, ModelShape]:
+    """Target and draft as they are served: weights and KV in the preset's type."""
+    width = BYTES[preset.dtype]
+    found = []
+    for shape in preset.pair.target, preset.pair.draft:
+        weights = width if shape.weight_bytes >= 2 else shape.weight_bytes
+        found.append(replace_shape(shape, weight_bytes=weights, kv_bytes=width))
+    return found[0], found[1]
+
+
+def least_round(cell: Cell, preset: Preset) -> Round:
+    """The passes of a round halfway through the answers.
+
+    Of particles no KV is counted beyond what they share, which is the least that any weights allow.
+    """
+    target, draft = shapes(preset)
+    context = cell.prompt + preset.new_tokens / 2
+    family = cell.system.family
+    if family in (AR, AR_STOCK):
+        return ar_step(target, cell.batch, context)
+    if family == CHAIN:
+        return sd_round(
+            target, draft, cell.batch, SPECULATION[CHAIN]["speculative_num_steps"], context
+        )
+    if family in (TREE, NGRAM):
+        return _tree_round(target, draft, cell, context)
+    n, k = cell.system.num_particles or 1, cell.system.num_steps or 1
+    return smc_round(target, draft, cell.batch, n, k, context)
+
+
+def _tree_round(target: ModelShape, draft: ModelShape, cell: Cell, context: float) -> Round:
+    """Draft passes over the tree's leaves, and one target pass over its tokens."""
+    settings = SPECULATION[cell.system.family]
+    texts = Rows(cell.batch, 1, context, 0.0, shared_prefix=True)
+    passes = []
+    for step in range(settings.get("speculative_num_steps", 0)):
+        leaves = settings["speculative_eagle_topk"] if step else 1
+        rows = Rows(cell.batch, leaves, context, float(step), shared_prefix=True)
+        passes.append(forward("draft", draft, rows, 1, 1))
+    tokens = settings["speculative_num_draft_tokens"]
+    return Round((*passes, forward("verify", target, texts, tokens, tokens)))
+
+
+def measure_machine(preset: Preset, path: Path) -> Device:
+    """This machine's bandwidth and arithmetic, kept in ``path``: the best of this call and earlier.
+
+    Whatever else the machine does can only slow a measurement down.
+    """
+    width = BYTES[preset.dtype]
+    # A process of its own gives the memory back.
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        found = pool.apply(devices.measure, (preset.device, width))
+    if path.exists():
+        earlier = Device(**json.loads(path.read_text()))
+        found = found._replace(
+            bandwidth=max(found.bandwidth, earlier.bandwidth), flops=max(found.flops, earlier.flops)
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found._asdict(), indent=2) + "\n")
+    return found
+
+
+def read_machine(preset: Preset, path: Path) -> Device | None:
+    """What an earlier measurement found; None where there was none.
+
+    Eight-bit products are taken to be twice as fast as sixteen-bit ones, as data sheets have it.
+    """
+    if not path.exists():
+        return None
+    device = Device(**json.loads(path.read_text()))
+    eight_bit = preset.pair.target.weight_bytes < 2
+    return device._replace(flops=2 * device.flops) if eight_bit else device

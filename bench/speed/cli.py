@@ -1,0 +1,217 @@
+"""How fast is SMC next to plain decoding and to SGLang's own speculative decoding?
+
+    make speed                                           # what fits this machine, resumable
+    .venv/bin/python bench/speed --quick                 # a look, about 3 minutes on two cores
+    .venv/bin/python bench/speed --dry-run               # what there is to measure
+    .venv/bin/python bench/speed --preset h200-8b --only 'smc-block-n8-k8*' --batch 1 4
+
+Every sample is written down as it comes, so after an interruption the same command goes on where
+it stopped, and several calls that measure a part each add up to one table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from arguments import positive
+from logs import BenchError, code_fingerprint, prepare_folder
+from results import provenance
+from speed.bound import measure_machine, read_machine
+from speed.engines import launch
+from speed.grid import System
+from speed.measure import Bench, Start
+from speed.plan import Plan
+from speed.plot import plot_rows
+from speed.presets import PRESETS, write_models
+from speed.probing import StartProbed
+from speed.remote import Asker, EngineError, running
+from speed.report import CellRow, conclusions, make_rows, markdown, write_csv
+from speed.studies import STUDIES, outputs
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
+PUBLISHED = REPOSITORY / "bench" / "results" / "speed"
+CSV, TABLE, PLOT, ORIGIN = OUTPUTS = ("speed.csv", "speed.md", "speed.png", "provenance.json")
+MACHINE = "machine.json"
+GOES_ON = "All samples so far are kept: the same command goes on from here."
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="bench/speed",
+        description="Tokens per second of AR, SGLang's speculative decoding and SMC, side by side.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--preset", choices=list(PRESETS), help="by default what fits this machine")
+    add("--quick", action="store_true", help="one setting of each mode, few tokens")
+    add("--only", nargs="+", default=["*"], metavar="PATTERN", help="slugs, as a shell matches")
+    add("--batch", nargs="+", type=positive, metavar="B", help="instead of the preset's")
+    add("--prompt", nargs="+", type=positive, metavar="TOKENS", help="instead of the preset's")
+    add("--new-tokens", type=positive, help="instead of the preset's")
+    add("--repeats", type=positive, help="instead of the preset's")
+    add("--target", type=Path, help="folder of real weights, with --draft")
+    add("--draft", type=Path, help="folder of real weights, with --target")
+    add("--engine", nargs="+", type=_keyword, default=[], metavar="KEY=VALUE", help="for all")
+    add("--dry-run", action="store_true", help="print the cells, and what is done, and stop")
+    study = parser.add_mutually_exclusive_group()
+    study.add_argument("--rounds", action="store_true", help="instead: where SMC's rounds go")
+    study.add_argument("--positions", action="store_true", help="instead: cost of late rounds")
+    add("--fresh", action="store_true", help="forget what the output folder has of these cells")
+    add("--publish", action="store_true", help="also copy the results to bench/results/speed")
+    add("--output-dir", type=Path, default=Path("speed-output"))
+    options = parser.parse_args(argv)
+    if (options.target is None) != (options.draft is None):
+        parser.error("--target and --draft belong together")
+    options.preset = options.preset or _preset_of_this_machine()
+    return options
+
+
+def _keyword(text: str) -> tuple[str, Any]:
+    """A keyword of `sgl.Engine`; the value is JSON, or else a plain string."""
+    name, found, value = text.partition("=")
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def _preset_of_this_machine() -> str:
+    import torch  # takes seconds
+
+    return "h200-8b" if torch.cuda.is_available() else "cpu"
+
+
+def run(
+    options: argparse.Namespace,
+    start: Start | None = None,
+    start_probed: StartProbed | None = None,
+) -> None:
+    """Do what the options ask for; the last two start engines, or stand-ins."""
+    began = time.monotonic()
+    plan = Plan(options, code_fingerprint(REPOSITORY))
+    if options.fresh and not options.dry_run:
+        plan.forget()
+    plan.check()
+    if options.dry_run:
+        print(plan.status())
+        return
+    prepare_folder(options.output_dir)
+    if study := next((study for study in STUDIES if getattr(options, study)), None):
+        print(f"\n{STUDIES[study](plan, origin_of(plan), start_probed)}\nIn {plan.folder}/.")
+        return
+    compare(plan, start)
+    print(f"{time.monotonic() - began:.0f} s. In {plan.folder}/: {', '.join(OUTPUTS)}, and logs.")
+    if options.publish:
+        publish(plan)
+
+
+def compare(plan: Plan, start: Start | None) -> None:
+    """Complete the selected cells, then report on all that is known."""
+    todo, name = plan.todo(), time.strftime("%Y%m%dT%H%M%S")
+    if todo:
+        measure_machine(plan.preset, plan.folder / MACHINE)
+        Bench(plan.preset, plan.logs, start or starter(plan), name).measure(todo)
+    rows = make_rows(plan.known(), plan.preset, read_machine(plan.preset, plan.folder / MACHINE))
+    write_outputs(rows, plan)
+    print(f"\n{(plan.folder / TABLE).read_text()}\n{conclusions(rows)}\n")
+
+
+def starter(plan: Plan) -> Start:
+    """What starts real engines."""
+    models = write_models(plan.preset.pair, plan.options.output_dir / "models")
+    return partial(_start, plan, models)
+
+
+@contextmanager
+def _start(plan: Plan, models: tuple[Path, Path], system: System) -> Iterator[Asker]:
+    with running(
+        launch(system, plan.preset, models), plan.folder / "logs" / f"{system.slug}.log"
+    ) as engine:
+        yield engine
+
+
+def note(plan: Plan, hardware: str, date: str) -> str:
+    """What one has to know to read the table."""
+    preset = plan.preset
+    how = "in turns with AR" if preset.side_by_side else "between two runs of AR"
+    parts = [
+        f"{preset.pair.name} in {preset.pair.quantization or preset.dtype}, "
+        f"{preset.new_tokens} new tokens a request, {preset.repeats} repeats {how}; on {hardware}, "
+        f"{date}. Speeds are of all requests together; decoding is without the pass over the "
+        "prompts, and ratios are of decoding. In brackets 95 % intervals."
+    ]
+    if preset.pair.is_dummy:
+        parts.append(
+            "Weights are dummies: what STANDALONE accepts is simulated by SGLang "
+            "(SGLANG_SIMULATE_ACC_LEN), as published for Llama 8B + 1B; SMC exact accepts what "
+            "such weights make it accept, nearly all; SMC block keeps whole blocks by its rule."
+        )
+    machine = read_machine(preset, plan.folder / MACHINE)
+    if machine:
+        parts.append(
+            f"The bound is this machine's, measured before: {machine.bandwidth / 1e9:.1f} GB/s and "
+            f"{machine.flops / 1e9:.0f} GFLOP/s, for the weights, KV and logits of a round."
+        )
+    return " ".join(parts)
+
+
+def origin_of(plan: Plan) -> dict[str, Any]:
+    """What one needs to know to make the numbers again."""
+    origin = {"settings": plan.settings(), **provenance(REPOSITORY)}
+    del origin["argv"]  # it may name folders of this machine; the settings say it all
+    return origin
+
+
+def write_outputs(rows: list[CellRow], plan: Plan) -> None:
+    """The CSV, the table, the plot, and what one needs to make them again."""
+    if not rows:
+        raise BenchError("Nothing was measured.")
+    folder, origin = plan.folder, origin_of(plan)
+    (folder / ORIGIN).write_text(json.dumps(origin, indent=2, default=str) + "\n")
+    write_csv(rows, folder / CSV, origin)
+    (folder / TABLE).write_text(markdown(rows, note(plan, origin["hardware"], origin["date"][:10])))
+    if any(not row.refused for row in rows):
+        plot_rows(rows, folder / PLOT, title=f"{plan.preset.pair.name} on {origin['hardware']}")
+
+
+def publish(plan: Plan) -> None:
+    """Copy the results to where the repository keeps them; never a part of what was selected."""
+    if plan.todo():
+        raise BenchError("Not published: some of the selected cells are not complete.")
+    if not (plan.folder / PLOT).exists():
+        raise BenchError("Not published: none of the cells ran here.")
+    folder = PUBLISHED / plan.preset.name
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in [*(plan.folder / name for name in (*OUTPUTS, MACHINE)), *outputs(plan.folder)]:
+        shutil.copy(path, folder / path.name)
+
+
+def main(
+    argv: list[str] | None = None,
+    start: Start | None = None,
+    start_probed: StartProbed | None = None,
+) -> int:
+    """Run the benchmark; the exit status is 0 where it came to its end."""
+    options = parse_arguments(argv)
+    try:
+        run(options, start, start_probed)
+    except (BenchError, EngineError) as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"\nInterrupted. {GOES_ON}", file=sys.stderr)
+        return 130
+    return 0

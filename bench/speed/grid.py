@@ -1,0 +1,88 @@
+"""What is measured: the cells, one for each system, batch and prompt length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from speed.presets import Preset
+
+AR, AR_STOCK = "AR", "AR without the plugin"
+CHAIN, TREE, NGRAM = "STANDALONE chain", "STANDALONE tree", "NGRAM"
+BLOCK, EXACT = "SMC block", "SMC exact"
+STANDALONE = (CHAIN, TREE)
+SMC = (BLOCK, EXACT)
+
+
+@dataclass(frozen=True)
+class System:
+    """One way to decode, and one engine."""
+
+    family: str
+    num_particles: int | None = None
+    num_steps: int | None = None
+
+    @property
+    def name(self) -> str:
+        """As people read it: ``SMC block N=8 K=4``."""
+        if self.num_particles is None:
+            return self.family
+        return f"{self.family} N={self.num_particles} K={self.num_steps}"
+
+    @property
+    def slug(self) -> str:
+        """As files and patterns have it: ``smc-block-n8-k4``."""
+        return self.name.lower().replace("=", "").replace(" ", "-")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One system with ``batch`` requests at a time, of ``prompt`` tokens each."""
+
+    system: System
+    batch: int
+    prompt: int
+
+    @property
+    def slug(self) -> str:
+        return f"{self.system.slug}-b{self.batch}-p{self.prompt}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.system.name}, batch {self.batch}, prompts of {self.prompt}"
+
+    @property
+    def reference(self) -> Cell:
+        """Plain decoding of the same requests."""
+        return Cell(PLAIN, self.batch, self.prompt)
+
+
+PLAIN = System(AR)
+
+
+def systems(preset: Preset) -> list[System]:
+    """Everything that is compared; plain decoding first."""
+    return [
+        PLAIN,
+        System(AR_STOCK),
+        *(System(family) for family in (*STANDALONE, NGRAM)),
+        *(System(BLOCK, n, k) for n, k in preset.block_sizes),
+        *(System(EXACT, n, k) for n, k in preset.exact_sizes),
+    ]
+
+
+def cells(
+    preset: Preset,
+    patterns: Sequence[str] = ("*",),
+    batches: Iterable[int] | None = None,
+    prompts: Iterable[int] | None = None,
+) -> list[Cell]:
+    """The cells of these batches and prompts whose slug matches a pattern, engine by engine."""
+    found = [
+        Cell(system, batch, prompt)
+        for system in systems(preset)
+        for batch in (preset.batches if batches is None else batches)
+        for prompt in (preset.prompts if prompts is None else prompts)
+    ]
+    return [cell for cell in found if any(fnmatchcase(cell.slug, p) for p in patterns)]

@@ -1,0 +1,159 @@
+"""Ask the engines, plain decoding beside or around every other, and show how far it is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import groupby
+from typing import Any
+
+from logs import BenchError
+from serving import progress_interval
+from speed.grid import PLAIN, Cell, System
+from speed.presets import FIRST_TOKEN, Preset
+from speed.remote import Asker, EngineError, Sample, Work
+from speed.store import CellLog, Measured
+from tqdm import tqdm
+
+TEMPERATURE = 0.7
+WARM_UP, WARM_UP_TOKENS = "warm-up", 16
+
+#: Starts the engine of a system.
+Start = Callable[[System], AbstractContextManager[Asker]]
+
+
+def work(cell: Cell, repeat: int | str, preset: Preset) -> Work:
+    """The requests of a repeat: the same for every system, and others in every repeat."""
+    tokens = WARM_UP_TOKENS if repeat == WARM_UP else preset.new_tokens
+    limit = preset.pair.target.vocab_size
+    prompts = []
+    for index in range(cell.batch):
+        draw = random.Random(f"{cell.prompt} {repeat} {index}")
+        prompts.append([draw.randrange(FIRST_TOKEN, limit) for _ in range(cell.prompt)])
+    params: list[dict[str, Any]] = [
+        {
+            "temperature": TEMPERATURE,
+            "max_new_tokens": tokens,
+            "ignore_eos": True,
+            "sampling_seed": index,
+        }
+        for index in range(cell.batch)
+    ]
+    return Work(prompts, params)
+
+
+class Turn:
+    """One engine's samples, each cell warmed up once."""
+
+    def __init__(self, asker: Asker, preset: Preset) -> None:
+        self._asker, self._preset = asker, preset
+        self._warm: set[Cell] = set()
+
+    def warm_up(self, cell: Cell) -> None:
+        """Run a few tokens that do not count, where this cell has not run yet."""
+        if cell not in self._warm:
+            self._asker.ask(work(cell, WARM_UP, self._preset))
+            self._warm.add(cell)
+
+    def sample(self, cell: Cell, repeat: int) -> Sample:
+        """One repeat of a cell."""
+        self.warm_up(cell)
+        return self._asker.ask(work(cell, repeat, self._preset))
+
+
+class Bench:
+    """One call: what it has to measure, and where that goes."""
+
+    def __init__(
+        self, preset: Preset, logs: Mapping[Cell, CellLog], start: Start, run: str
+    ) -> None:
+        self._preset, self._logs, self._start, self._run = preset, logs, start, run
+
+    def measure(self, todo: Mapping[Cell, Sequence[int]]) -> None:
+        """Complete the cells; a system that fails is written down with its reason."""
+        self._todo = dict(todo)
+        if not todo:
+            return
+        with self._progress(sum(map(len, todo.values()))) as self._bar:
+            if self._preset.side_by_side:
+                self._side_by_side()
+            else:
+                self._one_at_a_time()
+
+    @staticmethod
+    def _progress(total: int) -> tqdm:
+        return tqdm(total=total, unit="sample", mininterval=progress_interval())
+
+    def _side_by_side(self) -> None:
+        """Plain decoding stays, the others come and go; the two take turns."""
+        with self._start(PLAIN) as asker:
+            plain = Turn(asker, self._preset)
+            for system, cells in self._systems():
+                if system == PLAIN:
+                    for cell in cells:
+                        self._repeats(cell, plain, None)
+                else:
+                    self._system(system, cells, plain)
+
+    def _one_at_a_time(self) -> None:
+        """Plain decoding before all others, and again after them."""
+        others = [(system, cells) for system, cells in self._systems() if system != PLAIN]
+        references = list(dict.fromkeys(cell.reference for cell in self._todo))
+        self._plain(references, range(self._preset.repeats))
+        for system, cells in others:
+            self._system(system, cells, None)
+        if others:
+            self._plain(references, range(self._preset.repeats, 2 * self._preset.repeats))
+
+    def _plain(self, cells: Sequence[Cell], repeats: Sequence[int]) -> None:
+        with self._start(PLAIN) as asker:
+            plain = Turn(asker, self._preset)
+            for cell in cells:
+                self._bar.set_description_str(cell.name)
+                for repeat in repeats:
+                    sample = plain.sample(cell, repeat)
+                    self._logs[cell].add(Measured(self._run, repeat, sample))
+                self._bar.update(len(self._todo.get(cell, ())) if repeats[0] == 0 else 0)
+
+    def _systems(self) -> list[tuple[System, list[Cell]]]:
+        groups = groupby(self._todo, key=lambda cell: cell.system)
+        return [(system, list(cells)) for system, cells in groups]
+
+    def _system(self, system: System, cells: list[Cell], plain: Turn | None) -> None:
+        """All cells of one engine, which is started again where one has brought it down."""
+        left = list(cells)
+        while left:
+            started = False
+            self._bar.set_description_str(f"starting {system.name}")
+            try:
+                with self._start(system) as asker:
+                    started, turn = True, Turn(asker, self._preset)
+                    while left:
+                        self._repeats(left[0], turn, plain)
+                        left.pop(0)
+            except EngineError as error:
+                for cell in left[:1] if started else left:
+                    self._refuse(cell, str(error))
+                left = left[1:] if started else []
+
+    def _refuse(self, cell: Cell, reason: str) -> None:
+        self._bar.write(f"{cell.name}: not run here: {reason}")
+        self._bar.update(len(self._logs[cell].missing(self._preset.repeats)))
+        self._logs[cell].refuse(reason)
+
+    def _repeats(self, cell: Cell, turn: Turn, plain: Turn | None) -> None:
+        self._bar.set_description_str(cell.name)
+        turn.warm_up(cell)
+        for repeat in self._todo[cell]:
+            beside = _beside(plain, cell, repeat) if plain else None
+            sample = turn.sample(cell, repeat)
+            self._logs[cell].add(Measured(self._run, repeat, sample, beside))
+            self._bar.update()
+
+
+def _beside(plain: Turn, cell: Cell, repeat: int) -> Sample:
+    try:
+        return plain.sample(cell.reference, repeat)
+    except EngineError as error:  # which says nothing of the cell
+        raise BenchError(f"Plain decoding failed beside {cell.name}: {error}") from error

@@ -1,0 +1,156 @@
+"""Which cells this run completes, and which files of the output folder it may read."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from logs import BenchError, Log, digest
+from speed.engines import environment, settings
+from speed.grid import Cell, cells
+from speed.measure import TEMPERATURE
+from speed.presets import PRESETS, Pair, Preset, long_answers, quick
+from speed.probing import PLUGIN
+from speed.store import CellLog
+
+from sglang_smc.plan.shapes import from_config
+
+
+class Plan:
+    """The cells of this run, and the files of all cells that the report may show."""
+
+    def __init__(self, options: argparse.Namespace, code: Mapping[str, Any]) -> None:
+        self.options = options
+        self.preset = preset_of(options)
+        self._code = dict(code)
+        _check_sizes(self.preset, options)
+        self.selected = cells(self.preset, options.only, options.batch, options.prompt)
+        if not self.selected:
+            raise BenchError(
+                f"No cell matches --only {' '.join(options.only)}; --dry-run shows all."
+            )
+        every = dict.fromkeys([*cells(self.preset), *self.selected, *self._references()])
+        self.logs = {cell: self._log(cell) for cell in every}
+
+    def _references(self) -> list[Cell]:
+        return [cell.reference for cell in self.selected]
+
+    @property
+    def folder(self) -> Path:
+        """Where the preset's files are."""
+        return self.options.output_dir / self.preset.name
+
+    def _log(self, cell: Cell) -> CellLog:
+        return CellLog(Log(self.folder / "cells" / f"{cell.slug}.jsonl", self._identity(cell)))
+
+    def timers_log(self, cell: Cell) -> Log:
+        """Where what timers say of a cell is kept."""
+        identity = {**self._identity(cell), "probe": digest(PLUGIN.glob("*.py"))}
+        return Log(self.folder / "timers" / f"{cell.slug}.jsonl", identity)
+
+    def _identity(self, cell: Cell) -> dict[str, Any]:
+        return {
+            **self._code,
+            "cell": cell.slug,
+            "pair": self.preset.pair.name,
+            "engine": settings(cell.system, self.preset),
+            "environment": environment(cell.system, self.preset),
+            "new_tokens": self.preset.new_tokens,
+            "temperature": TEMPERATURE,
+        }
+
+    def forget(self) -> None:
+        """Delete what the selected cells have."""
+        for cell in self.selected:
+            self.logs[cell].log.delete()
+            self.timers_log(cell).delete()
+
+    def check(self) -> None:
+        """Raise BenchError, before anything is started, where a file does not fit."""
+        try:
+            for cell in [*self.selected, *self._references()]:
+                self.logs[cell].log.read()
+        except BenchError as error:
+            raise BenchError(
+                f"{error}\nAsk for what was measured there, choose another --output-dir, or start "
+                "anew with --fresh, which deletes what the folder has of the selected cells."
+            ) from error
+
+    def todo(self) -> dict[Cell, list[int]]:
+        """The selected cells that miss repeats, and which."""
+        missing = {cell: self.logs[cell].missing(self.preset.repeats) for cell in self.selected}
+        return {cell: repeats for cell, repeats in missing.items() if repeats}
+
+    def known(self) -> dict[Cell, CellLog]:
+        """All cells of which something is known, by this run or an earlier one like it."""
+        return {cell: log for cell, log in self.logs.items() if _says_something(log)}
+
+    def status(self) -> str:
+        """A line for each selected cell."""
+        lines = []
+        for cell in self.selected:
+            log, repeats = self.logs[cell], self.preset.repeats
+            done = f"{repeats - len(log.missing(repeats))} of {repeats} repeats"
+            reason = log.refused()
+            lines.append(f"{cell.slug:30} {f'not run here: {reason}' if reason else done}")
+        return "\n".join(lines)
+
+    def settings(self) -> dict[str, Any]:
+        """What the numbers depend on."""
+        preset, used = self.preset, dict.fromkeys(cell.system for cell in self.known())
+        return {
+            "preset": preset.name,
+            "pair": preset.pair.name,
+            "weights": "dummy" if preset.pair.is_dummy else "real",
+            "new_tokens": preset.new_tokens,
+            "repeats": preset.repeats,
+            "temperature": TEMPERATURE,
+            "side_by_side": preset.side_by_side,
+            "engines": {system.name: settings(system, preset) for system in used},
+            "environments": {system.name: environment(system, preset) for system in used},
+            "code": self._code,
+        }
+
+
+def _says_something(log: CellLog) -> bool:
+    try:
+        return bool(log.log.read())
+    except BenchError:
+        return False
+
+
+def _check_sizes(preset: Preset, options: argparse.Namespace) -> None:
+    """Engines are sized for the preset, so that calls for parts of it measure the same engines."""
+    for name, asked, most in (
+        ("batch", options.batch, preset.max_batch),
+        ("prompt", options.prompt, max(preset.prompts)),
+    ):
+        if asked and max(asked) > most:
+            raise BenchError(
+                f"--{name} {max(asked)} is more than the {most} that the engines of preset "
+                f"{preset.name} are sized for; ask for at most that, or choose another preset."
+            )
+
+
+def preset_of(options: argparse.Namespace) -> Preset:
+    """The preset with what the options change."""
+    preset = PRESETS[options.preset]
+    preset = quick(preset) if options.quick else preset
+    preset = long_answers(preset) if options.positions else preset
+    if options.target:
+        preset = replace(preset, pair=_real_pair(options), name=f"{preset.name}-real")
+    changes = {
+        name: value
+        for name in ("new_tokens", "repeats")
+        if (value := getattr(options, name)) is not None
+    }
+    return replace(preset, engine=preset.engine | dict(options.engine), **changes)
+
+
+def _real_pair(options: argparse.Namespace) -> Pair:
+    target, draft = options.target, options.draft
+    name = f"{target.name}+{draft.name}"
+    return Pair(name, from_config(target), from_config(draft), folders=(target, draft))

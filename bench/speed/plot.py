@@ -1,0 +1,99 @@
+"""The picture: speed against plain decoding, and the share of the bound that is reached."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import PercentFormatter
+from plots import COLOURS
+from speed.report import CellRow
+
+MARKERS = "osD^v"
+INCHES_PER_SYSTEM, INCHES_BESIDE = 0.42, 2.0
+
+
+def plot_rows(rows: Sequence[CellRow], path: Path, *, title: str) -> None:
+    """Write the picture as a PNG to ``path``: a line of panels for each prompt length."""
+    shown = [row for row in rows if row.round_seconds]
+    names = list(dict.fromkeys(row.system for row in shown))
+    batches = sorted({row.batch for row in shown})
+    prompts = sorted({row.prompt for row in shown})
+    height = INCHES_BESIDE + INCHES_PER_SYSTEM * len(names)
+    figure, panels = plt.subplots(
+        len(prompts),
+        2,
+        figsize=(11, height * len(prompts)),
+        layout="constrained",
+        squeeze=False,
+        sharey=True,
+        dpi=150,
+    )
+    for (left, right), prompt in zip(panels, prompts, strict=True):
+        here = [row for row in shown if row.prompt == prompt]
+        _ratios(left, here, names, batches)
+        _bounds(right, here, names, batches)
+        left.set_yticks(range(len(names)), names)
+        left.set_title(f"Prompts of {prompt} tokens", loc="left", fontweight="bold")
+    panels[0][0].invert_yaxis()
+    handles, labels = panels[0][1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.suptitle(title)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _ratios(
+    axes: Axes, rows: Sequence[CellRow], names: Sequence[str], batches: Sequence[int]
+) -> None:
+    axes.axvline(1.0, color="black", lw=1)
+    for row in rows:
+        if row.ratio_to_ar:
+            mean, low, high, _ = row.ratio_to_ar
+            # One repeat has no interval to draw.
+            errors = [[mean - low], [high - mean]] if math.isfinite(high) else None
+            at = _height(row, names, batches)
+            axes.errorbar(mean, at, xerr=errors, capsize=3, **_style(row, batches))
+    axes.set_xlabel("decoding speed, as a multiple of AR's (95 % interval)")
+    _tidy(axes)
+    axes.set_xlim(left=0)
+
+
+def _bounds(
+    axes: Axes, rows: Sequence[CellRow], names: Sequence[str], batches: Sequence[int]
+) -> None:
+    labelled = set()
+    for row in rows:
+        if row.fraction_of_bound is not None:
+            label = None if row.batch in labelled else f"batch {row.batch}"
+            labelled.add(row.batch)
+            at = _height(row, names, batches)
+            axes.errorbar(row.fraction_of_bound, at, label=label, **_style(row, batches))
+    axes.set_xlabel("share of the roofline that is reached")
+    axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    _tidy(axes)
+    axes.set_xlim(left=0)
+
+
+def _height(row: CellRow, names: Sequence[str], batches: Sequence[int]) -> float:
+    """Where a row is drawn: batches of a system stand a little apart."""
+    apart = (batches.index(row.batch) - (len(batches) - 1) / 2) / (len(batches) + 1)
+    return names.index(row.system) + 0.8 * apart
+
+
+def _style(row: CellRow, batches: Sequence[int]) -> dict[str, Any]:
+    place = batches.index(row.batch)
+    return {"color": COLOURS[place % len(COLOURS)], "fmt": MARKERS[place % len(MARKERS)]}
+
+
+def _tidy(axes: Axes) -> None:
+    axes.grid(axis="x", alpha=0.25, lw=0.6)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,206 @@
+"""Timers inside SGLang's scheduler, as a plugin of SGLang: nothing but clocks is added.
+
+Found by SGLang where this folder is on the path, and active where `SPEED_PROBE_OUT` names a file.
+That gets a line of JSON whenever the scheduler has run out of work: what it did since the last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+OUT, EVERY = "SPEED_PROBE_OUT", "SPEED_PROBE_FORWARDS_EVERY"
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+#: The methods that run a model over particles, by what they return.
+FORWARDS = ("next_logits", "chain_logits", "decode", "verify")
+#: How often a round's forwards are run again, back to back.
+REPEATS = 3
+
+#: A moment: seconds, or an event on the GPU's own clock.
+Moment = Any
+
+
+def register() -> None:
+    """Called by SGLang in every process; only schedulers have what is hooked."""
+    if OUT not in os.environ:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    probe = Probe(os.environ[OUT], int(os.environ.get(EVERY, "0")))
+    HookRegistry.register(f"{SCHEDULER}.init_model_worker", probe.built, HookType.AROUND)
+    HookRegistry.register(f"{SCHEDULER}.run_batch", probe.ran, HookType.AROUND)
+    HookRegistry.register(f"{SCHEDULER}.maybe_sleep_on_idle", probe.idle, HookType.AROUND)
+
+
+def now() -> Moment:
+    """This moment, where the work queued so far ends."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds(start: Moment, end: Moment) -> float:
+    """From one moment to another; waits for the GPU to have passed both."""
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+class Probe:
+    """What one scheduler did since it was last idle."""
+
+    def __init__(self, path: str, forwards_every: int) -> None:
+        self._path, self._forwards_every = path, forwards_every
+        self._steps: list[tuple[Moment, int]] = []  # each decode step's start and batch size
+        self._rounds: list[Round] = []
+        self._open: Round | None = None
+        self._num_rounds = 0
+
+    def built(self, original: Callable[..., Any], scheduler: Any) -> None:
+        """The scheduler has its workers: time the rounds of an SMC worker."""
+        original(scheduler)
+        worker = getattr(scheduler, "draft_worker", None)
+        if self._forwards_every and hasattr(worker, "_round"):
+            self._wrap(worker)
+
+    def ran(self, original: Callable[..., Any], scheduler: Any, batch: Any, *rest: Any) -> Any:
+        """Note when each decode step begins."""
+        if batch.forward_mode.is_decode():
+            self._steps.append((now(), len(batch.reqs)))
+        return original(scheduler, batch, *rest)
+
+    def idle(self, original: Callable[..., Any], scheduler: Any) -> Any:
+        """Write down what was done."""
+        if self._steps:
+            origin = self._steps[0][0]
+            content = {
+                "steps": [[seconds(origin, moment), size] for moment, size in self._steps],
+                "rounds": [one.content() for one in self._rounds],
+            }
+            self._steps, self._rounds = [], []
+            with open(self._path, "a") as file:
+                file.write(json.dumps(content) + "\n")
+        return original(scheduler)
+
+    def _wrap(self, worker: Any) -> None:
+        steps = worker._steps
+        for name in public_methods(steps):
+            setattr(steps, name, self._part(name, getattr(steps, name)))
+        for name in ("_open", "_commit"):
+            setattr(worker, name, self._part(name.lstrip("_"), getattr(worker, name)))
+        for model in ("draft", "target"):
+            forward = getattr(steps, model)
+            for name in set(FORWARDS) & set(public_methods(forward)):
+                setattr(forward, name, self._forward(model, getattr(forward, name)))
+        worker._round = self._round(worker._round)
+
+    def _round(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def timed(batch: Any) -> Any:
+            self._num_rounds += 1
+            self._open = Round(len(batch.reqs))
+            result = original(batch)
+            self._open.end = now()
+            self._rounds.append(self._open)
+            self._open = None
+            return result
+
+        return timed
+
+    def _part(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A part of a round; one called by another part belongs to that."""
+
+        @wraps(original)
+        def timed(*arguments: Any, **keywords: Any) -> Any:
+            one = self._open
+            if one is None or one.is_inside:
+                return original(*arguments, **keywords)
+            one.is_inside, start = True, now()
+            result = original(*arguments, **keywords)
+            one.parts.append((name, start, now()))
+            one.is_inside = False
+            return result
+
+        return timed
+
+    def _forward(self, model: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward; one called by another forward belongs to that."""
+
+        @wraps(original)
+        def timed(*arguments: Any, **keywords: Any) -> Any:
+            one = self._open
+            if one is None or one.is_forwarding:
+                return original(*arguments, **keywords)
+            one.is_forwarding, start = True, now()
+            result = original(*arguments, **keywords)
+            part = len(one.parts)  # the one that is open, once it is closed
+            one.forwards.append((model, part, start, now()))
+            one.calls.append(lambda: original(*arguments, **keywords))
+            # The target's is the last of a round; tables are as the forwards found them.
+            if model == "target" and self._num_rounds % self._forwards_every == 0:
+                one.run_alone()
+            one.is_forwarding = False
+            return result
+
+        return timed
+
+
+class Round:
+    """The moments of one round."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self.start, self.end = now(), now()
+        self.parts: list[tuple[str, Moment, Moment]] = []
+        self.forwards: list[tuple[str, int, Moment, Moment]] = []
+        self.calls: list[Callable[[], Any]] = []
+        self.alone: tuple[int, Moment, Moment] | None = None
+        self.is_inside = self.is_forwarding = False
+
+    def run_alone(self) -> None:
+        """Run the very same forwards again: same rows, tokens, tables and slots.
+
+        They write the keys and values that stand there already.
+        """
+        start = now()
+        for call in self.calls * REPEATS:
+            call()
+        self.alone = len(self.parts), start, now()
+
+    def content(self) -> dict[str, Any]:
+        """Seconds: the round, its forwards, and its parts without these; all without `alone`."""
+        part, alone = -1, 0.0
+        if self.alone is not None:
+            part, *ends = self.alone
+            alone = seconds(*ends)
+        parts: dict[str, float] = {}
+        for place, (name, start, end) in enumerate(self.parts):
+            inside = sum(seconds(*moments) for _, at, *moments in self.forwards if at == place)
+            rest = seconds(start, end) - inside - (alone if place == part else 0.0)
+            parts[name] = parts.get(name, 0.0) + rest
+        forwards: dict[str, float] = {}
+        for model, _, *moments in self.forwards:
+            forwards[model] = forwards.get(model, 0.0) + seconds(*moments)
+        return {
+            "batch": self.batch,
+            "round": seconds(self.start, self.end) - alone,
+            "forwards": forwards,
+            "alone": alone / REPEATS if self.alone else None,
+            "parts": parts,
+        }
+
+
+def public_methods(instance: Any) -> list[str]:
+    """The names of an object's own methods that others call."""
+    return [
+        name for name, value in vars(type(instance)).items() if callable(value) and name[0] != "_"
+    ]

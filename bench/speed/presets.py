@@ -1,0 +1,221 @@
+"""Which models are measured, on what, and at which settings."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from logs import BenchError
+
+from sglang_smc.plan.shapes import BUILT_IN, ModelShape
+
+#: Of the KV pool, for what the scheduler keeps free.
+POOL_SLACK = 1.1
+#: Prompts are of these tokens: not the padding, and not the end of text.
+FIRST_TOKEN = 2
+PADDING, END = 0, 1
+#: Tokens of an answer where the cost of a round is held against its position.
+LONG_ANSWER = 2000
+
+
+class Pair(NamedTuple):
+    """A target and a draft of one vocabulary, served with dummy weights or from folders."""
+
+    name: str
+    target: ModelShape
+    draft: ModelShape
+    folders: tuple[Path, Path] | None = None  # of real weights
+
+    @property
+    def is_dummy(self) -> bool:
+        return self.folders is None
+
+    @property
+    def quantization(self) -> str | None:
+        """Of the target's layers."""
+        return "fp8" if self.target.weight_bytes < 2 else None
+
+
+def _small(layers: int, hidden: int, mlp: int, heads: int, kv_heads: int) -> ModelShape:
+    return ModelShape(layers, hidden, mlp, heads, kv_heads, 64, 16384, tied_embeddings=False)
+
+
+CPU_PAIR = Pair("0.1B+0.01B", _small(12, 768, 2048, 12, 4), _small(4, 256, 704, 4, 2))
+PAIR_8B = Pair("8B+1B", BUILT_IN["llama-3.1-8b"], BUILT_IN["llama-3.2-1b"])
+PAIR_70B = Pair(
+    "70B+1B",
+    replace(BUILT_IN["llama-3.1-70b"], weight_bytes=1.0),
+    BUILT_IN["llama-3.2-1b"],
+)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What a run measures. (N, K) are the particles and the tokens drafted a round."""
+
+    name: str
+    pair: Pair
+    device: str
+    dtype: str
+    block_sizes: tuple[tuple[int, int], ...]
+    exact_sizes: tuple[tuple[int, int], ...]
+    batches: tuple[int, ...]
+    prompts: tuple[int, ...]  # tokens
+    new_tokens: int
+    repeats: int
+    #: Whether plain decoding lives beside each other engine, so that the two take turns.
+    side_by_side: bool
+    engine: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def max_batch(self) -> int:
+        return max(self.batches)
+
+    @property
+    def context_length(self) -> int:
+        """Of every engine: the longest prompt and answer, and room for a round's drafts."""
+        return max(self.prompts) + self.new_tokens + 64
+
+    def pool_tokens(self, arena: int) -> int:
+        """KV slots for the largest batch, each request with an ``arena`` beside its text."""
+        return int(POOL_SLACK * self.max_batch * (self.context_length + arena))
+
+
+#: The sweep of the reference implementation's speed script, as (N, K).
+REFERENCE_SWEEP = ((8, 8), (8, 10), (6, 10), (8, 12), (8, 16), (6, 8), (4, 8), (6, 12))
+_GPU = Preset(
+    name="",
+    pair=PAIR_8B,
+    device="cuda",
+    dtype="bfloat16",
+    block_sizes=REFERENCE_SWEEP,
+    exact_sizes=((8, 8), (4, 8)),
+    batches=(1, 4, 8, 16, 32),
+    prompts=(256, 1024, 4096),
+    new_tokens=512,
+    repeats=3,
+    side_by_side=True,
+    engine={"mem_fraction_static": 0.55},
+)
+CPU = Preset(
+    name="cpu",
+    pair=CPU_PAIR,
+    device="cpu",
+    dtype="float32",
+    block_sizes=tuple((n, k) for n in (1, 4, 8) for k in (4, 8)),
+    exact_sizes=((4, 8), (8, 8)),
+    batches=(1, 8),
+    prompts=(256,),
+    new_tokens=96,
+    repeats=3,
+    side_by_side=True,
+    engine={"disable_cuda_graph": True},
+)
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        CPU,
+        replace(_GPU, name="h200-8b"),
+        replace(
+            _GPU,
+            name="h200-70b",
+            pair=PAIR_70B,
+            batches=(1, 4, 8),
+            side_by_side=False,  # one such engine fills the device
+            engine={"mem_fraction_static": 0.9},
+        ),
+    )
+}
+
+
+def quick(preset: Preset) -> Preset:
+    """A look at one setting of each mode, to see it work."""
+    return replace(
+        preset,
+        name=f"{preset.name}-quick",
+        block_sizes=((4, 4),),
+        exact_sizes=((4, 4),),
+        batches=(1,),
+        prompts=preset.prompts[:1],
+        new_tokens=48,
+        repeats=2,
+    )
+
+
+def long_answers(preset: Preset) -> Preset:
+    """Plain decoding and one setting of SMC, one request at a time, far into an answer."""
+    return replace(
+        preset,
+        name=f"{preset.name}-positions",
+        block_sizes=((8, 8),),
+        exact_sizes=(),
+        batches=preset.batches[:1],
+        prompts=preset.prompts[:1],
+        new_tokens=LONG_ANSWER,
+        repeats=1,
+    )
+
+
+def config(shape: ModelShape) -> dict[str, Any]:
+    """The ``config.json`` of a Llama of this shape."""
+    content: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 131072,
+        "pad_token_id": PADDING,
+        "eos_token_id": END,
+        "bos_token_id": None,
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "tie_word_embeddings": shape.tied_embeddings,
+    }
+    if shape.weight_bytes < 2:
+        # Weights are then made in eight bits at once; in sixteen they would not fit at first.
+        content["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    return content
+
+
+def write_models(pair: Pair, folder: Path) -> tuple[Path, Path]:
+    """The folders of target and draft; those of dummy weights are written under ``folder``."""
+    if pair.folders:
+        for model in pair.folders:
+            if not (model / "config.json").is_file():
+                raise BenchError(f"{model} holds no model: it has no config.json.")
+        return pair.folders
+    target, draft = folder / pair.name / "target", folder / pair.name / "draft"
+    _write_model(target, config(pair.target))
+    _write_model(draft, config(pair.draft))
+    return target, draft
+
+
+def _write_model(folder: Path, content: dict[str, Any]) -> None:
+    """A configuration and a tokenizer of words without meaning; weights are not needed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+    if not (folder / "tokenizer.json").exists():
+        _tokenizer(content["vocab_size"]).save_pretrained(folder)
+
+
+def _tokenizer(vocab_size: int) -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<eos>", *(f"t{i}" for i in range(FIRST_TOKEN, vocab_size))]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>"
+    )

@@ -1,0 +1,153 @@
+"""Start an engine in a process of its own, and ask it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from speed.engines import Launch
+
+CHILD = Path(__file__).resolve().parent / "child.py"
+#: An error as Python prints the last line of a traceback.
+ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): ?(.*)$")
+LONGEST_REASON = 300
+STOP_SECONDS = 20.0
+
+
+class EngineError(RuntimeError):
+    """The engine did not start or did not answer; the message is its own error, in a sentence."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Requests that are sent at once."""
+
+    prompts: list[list[int]]
+    params: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What was seen of a batch of requests; times in seconds since they were sent."""
+
+    first: list[float]
+    end: list[float]
+    infos: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(info["completion_tokens"] for info in self.infos)
+
+    @property
+    def seconds(self) -> float:
+        return max(self.end)
+
+    @property
+    def decode_tokens(self) -> int:
+        """All but the first of each request, which come from the pass over the prompts."""
+        return self.tokens - len(self.infos)
+
+    @property
+    def decode_seconds(self) -> float:
+        """From the moment when all requests have their first token."""
+        return max(self.end) - max(self.first)
+
+    @property
+    def rounds(self) -> int:
+        """Passes of the target after the prompt; those of a batch are the same passes."""
+        return max(info.get("spec_verify_ct", info["completion_tokens"] - 1) for info in self.infos)
+
+
+class Asker(Protocol):
+    """Whatever answers work: an engine, or a stand-in."""
+
+    def ask(self, work: Work) -> Sample:
+        """Raises EngineError where it cannot."""
+        ...
+
+
+class RemoteEngine:
+    """An engine in a child process."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        self._process, self._log = process, log
+
+    def ask(self, work: Work) -> Sample:
+        """Send the work and wait for all answers."""
+        return Sample(**self.exchange(asdict(work)))
+
+    def exchange(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Send one line, and return the next."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # the missing answer says it
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise EngineError(reason(self._log.read_text(errors="replace")))
+        return json.loads(answer)
+
+    def stop(self) -> None:
+        """Let it end by itself, so that it writes what it has to; not for ever."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_SECONDS)
+
+
+@contextlib.contextmanager
+def running(launch: Launch, log: Path) -> Iterator[RemoteEngine]:
+    """An engine for the ``with`` block; raises EngineError where it does not start."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", **launch.environment}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, str(CHILD)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            text=True,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for us alone, and all its processes are one group
+        )
+        try:
+            engine = RemoteEngine(process, log)
+            engine.exchange(launch.arguments)
+            yield engine
+            engine.stop()
+        finally:
+            end_group(process)
+
+
+def end_group(process: subprocess.Popen[str]) -> None:
+    """End a process that leads its group, and all in it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert process.stdin is not None and process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):  # a question that it did not read
+        process.stdin.close()
+    process.stdout.close()
+
+
+def reason(log: str) -> str:
+    """The last error in a log, in a sentence."""
+    lines = log.splitlines()
+    for place in range(len(lines) - 1, -1, -1):
+        found = ERROR.match(lines[place])
+        if found:
+            name = lines[place].split(":")[0]
+            message = found[1] or next((line for line in lines[place + 1 :] if line.strip()), "")
+            return f"{name}: {message.strip()}"[:LONGEST_REASON]
+    last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
+    return f"The engine ended without an error message; its last words: {last}"[:LONGEST_REASON]

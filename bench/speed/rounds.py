@@ -1,0 +1,152 @@
+"""Where the time of a round of SMC goes, and how it compares with its model forwards alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import results
+from logs import Log
+from plots import COLOURS
+from results import Interval, interval_cell, interval_columns, markdown_table, short
+from speed.grid import Cell
+from speed.ratios import log_ratio
+
+DRAFT, TARGET, BETWEEN = "draft forwards", "target forward", "between rounds"
+
+
+@dataclass(frozen=True)
+class RoundRow:
+    """A round of one cell, in seconds; medians over rounds, but for the ratio."""
+
+    slug: str
+    system: str
+    batch: int
+    prompt: int
+    rounds: int
+    round_seconds: float
+    forwards_alone_seconds: float
+    #: A round over its forwards alone, both of the same round.
+    ratio_to_forwards: Interval
+    parts: dict[str, float]  # of a round without forwards, then the forwards, and the scheduler
+
+
+def make_row(cell: Cell, entries: Sequence[Mapping[str, Any]]) -> RoundRow:
+    """From what the timers said. Rounds of fewer requests, at the end, are left out."""
+    bursts = [burst for entry in entries for burst in entry["bursts"]]
+    rounds = [one for burst in bursts for one in burst["rounds"] if one["batch"] == cell.batch]
+    both = [one for one in rounds if one["alone"]]
+    whole, alone = [one["round"] for one in both], [one["alone"] for one in both]
+    names = dict.fromkeys(name for one in rounds for name in one["parts"])
+    parts = {name: median(one["parts"].get(name, 0.0) for one in rounds) for name in names}
+    return RoundRow(
+        slug=cell.slug,
+        system=cell.system.name,
+        batch=cell.batch,
+        prompt=cell.prompt,
+        rounds=len(rounds),
+        round_seconds=median(one["round"] for one in rounds),
+        forwards_alone_seconds=median(alone),
+        ratio_to_forwards=log_ratio(whole, alone, paired=True).ratio(),
+        parts={
+            DRAFT: median(one["forwards"]["draft"] for one in rounds),
+            TARGET: median(one["forwards"]["target"] for one in rounds),
+            **parts,
+            BETWEEN: _between(bursts, cell.batch),
+        },
+    )
+
+
+def _between(bursts: Sequence[Mapping[str, Any]], batch: int) -> float:
+    """From the end of a round to the start of the next: the scheduler.
+
+    A step begins just before its round, so a step's length less its round's is what lies between.
+    Rounds whose forwards were run again are left out: their steps hold that, too.
+    """
+    found = [
+        later - earlier - one["round"]
+        for burst in bursts
+        for ((earlier, _), (later, _)), one in zip(
+            pairwise(burst["steps"]), burst["rounds"], strict=False
+        )
+        if one["batch"] == batch and not one["alone"]
+    ]
+    return median(found) if found else 0.0
+
+
+def make_rows(logs: Mapping[Cell, Log]) -> list[RoundRow]:
+    """A row for each cell that was timed."""
+    return [make_row(cell, entries) for cell, log in logs.items() if (entries := log.read())]
+
+
+def flat(row: RoundRow, names: Sequence[str]) -> dict[str, Any]:
+    """A row without nesting; ``names`` are the parts of all rows."""
+    content = {k: short(v) for k, v in vars(row).items() if k not in ("parts", "ratio_to_forwards")}
+    content |= interval_columns("ratio_to_forwards", row.ratio_to_forwards)
+    parts = {f"{name.replace(' ', '_')}_seconds": row.parts.get(name) for name in names}
+    return content | {name: short(value) for name, value in parts.items()}
+
+
+def part_names(rows: Sequence[RoundRow]) -> list[str]:
+    """The parts of all rows, the largest first."""
+    names = dict.fromkeys(name for row in rows for name in row.parts)
+    return sorted(names, key=lambda name: -fmean(row.parts.get(name, 0.0) for row in rows))
+
+
+def write_csv(rows: Sequence[RoundRow], path: Path, provenance: Mapping[str, Any]) -> None:
+    """One line for each cell."""
+    names = part_names(rows)
+    results.write_csv([flat(row, names) for row in rows], path, provenance)
+
+
+def markdown(rows: Sequence[RoundRow], note: str) -> str:
+    """Milliseconds of each part, below the whole round."""
+    names = part_names(rows)
+    headers = ["", "batch", "prompt", "ms / round", "forwards alone", "ratio", *names]
+    lines = [
+        [
+            row.system,
+            str(row.batch),
+            str(row.prompt),
+            _ms(row.round_seconds),
+            _ms(row.forwards_alone_seconds),
+            interval_cell(row.ratio_to_forwards, ".2f"),
+            *(_ms(row.parts.get(name, 0.0)) for name in names),
+        ]
+        for row in rows
+    ]
+    return f"{note}\n\n{markdown_table(headers, lines)}\n"
+
+
+def _ms(value: float) -> str:
+    return f"{1000 * value:.2f}"
+
+
+def plot_rows(rows: Sequence[RoundRow], path: Path, *, title: str) -> None:
+    """Each cell's round as a bar of its parts, and a mark for its forwards alone."""
+    figure, axes = plt.subplots(figsize=(11, 1.8 + 0.5 * len(rows)), layout="constrained", dpi=150)
+    labels = [f"{row.system}, batch {row.batch}, {row.prompt}" for row in rows]
+    left = [0.0] * len(rows)
+    for place, name in enumerate(part_names(rows)):
+        widths = [max(0.0, 1000 * row.parts.get(name, 0.0)) for row in rows]
+        # A colour for each of the first parts, and hatching where they come again.
+        colour, hatch = COLOURS[place % len(COLOURS)], ("", "//", "..")[place // len(COLOURS) % 3]
+        axes.barh(labels, widths, left=left, color=colour, hatch=hatch, label=name, ec="white")
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    alone = [1000 * row.forwards_alone_seconds for row in rows]
+    axes.plot(alone, labels, "k|", ms=18, mew=2, label="forwards alone")
+    axes.invert_yaxis()
+    axes.set(xlabel="ms a round", title=title)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=6, frameon=False)
+    figure.savefig(path)
+    plt.close(figure)

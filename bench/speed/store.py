@@ -1,0 +1,61 @@
+"""Samples on disk: one JSONL file for each cell, which a later run continues."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from logs import Log
+from speed.remote import Sample
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One repeat; ``beside`` is plain decoding of the same requests just before it."""
+
+    run: str  # the call that measured it
+    repeat: int
+    sample: Sample
+    beside: Sample | None = None
+
+
+class CellLog:
+    """What is known of a cell: its repeats, or why it cannot run here."""
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+
+    def measured(self) -> list[Measured]:
+        """The repeats."""
+        return [_measured(entry) for entry in self.log.read() if "refused" not in entry]
+
+    def refused(self) -> str | None:
+        """Why it cannot run here, in the engine's own words; None where nothing says so."""
+        reasons = [entry["refused"] for entry in self.log.read() if "refused" in entry]
+        return reasons[-1] if reasons else None
+
+    def missing(self, repeats: int) -> list[int]:
+        """The repeats that are still to be measured; none where it cannot run."""
+        if self.refused():
+            return []
+        return sorted(set(range(repeats)) - {one.repeat for one in self.measured()})
+
+    def add(self, measured: Measured) -> None:
+        """Write down one repeat."""
+        self._append(asdict(measured))
+
+    def refuse(self, reason: str) -> None:
+        """Write down that it cannot run here."""
+        self._append({"refused": reason})
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        with self.log.writing() as append:
+            append(entry)
+
+
+def _measured(entry: Mapping[str, Any]) -> Measured:
+    beside = entry["beside"]
+    return Measured(
+        entry["run"], entry["repeat"], Sample(**entry["sample"]), beside and Sample(**beside)
+    )

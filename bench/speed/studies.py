@@ -1,0 +1,83 @@
+"""The two studies with timers inside the scheduler: the parts of a round, and long answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from logs import BenchError
+from speed import positions, rounds
+from speed.engines import launch
+from speed.grid import AR, BLOCK, SMC, Cell, System
+from speed.plan import Plan
+from speed.presets import write_models
+from speed.probing import FORWARDS_EVERY, StartProbed, probe, start_probed
+
+ROUNDS, POSITIONS = "rounds", "positions"
+
+
+def probed_starter(plan: Plan, forwards_every: int) -> StartProbed:
+    """What starts engines with timers."""
+    models = write_models(plan.preset.pair, plan.options.output_dir / "models")
+
+    def start(system: System) -> Any:
+        return start_probed(
+            system, launch(system, plan.preset, models), plan.folder, forwards_every
+        )
+
+    return start
+
+
+def time_rounds(plan: Plan, origin: Mapping[str, Any], start: StartProbed | None) -> str:
+    """Time the rounds of the selected SMC cells, and write rounds.csv, .md and .png."""
+    logs = _complete(plan, SMC, start or probed_starter(plan, FORWARDS_EVERY))
+    rows = rounds.make_rows(logs)
+    _require(rows)
+    note = (
+        "Medians in ms. The ratio is of a whole round over its own forwards, run again alone on "
+        "the same rows, with a 95 % interval. Parts are without the forwards in them."
+    )
+    text = rounds.markdown(rows, note)
+    rounds.write_csv(rows, plan.folder / f"{ROUNDS}.csv", origin)
+    (plan.folder / f"{ROUNDS}.md").write_text(text)
+    title = f"A round of SMC, {plan.preset.pair.name} on {origin['hardware']}"
+    rounds.plot_rows(rows, plan.folder / f"{ROUNDS}.png", title=title)
+    return text
+
+
+def time_positions(plan: Plan, origin: Mapping[str, Any], start: StartProbed | None) -> str:
+    """Time long answers, and write positions.csv and .png."""
+    logs = _complete(plan, (AR, BLOCK), start or probed_starter(plan, 0))
+    points = positions.make_points(logs)
+    _require(points)
+    positions.write_csv(points, plan.folder / f"{POSITIONS}.csv", origin)
+    title = f"Cost of a round, {plan.preset.pair.name} on {origin['hardware']}"
+    positions.plot_points(points, plan.folder / f"{POSITIONS}.png", title=title)
+    return positions.growth(points)
+
+
+def _complete(plan: Plan, families: Sequence[str], start: StartProbed) -> dict[Cell, Any]:
+    cells = [cell for cell in plan.selected if cell.system.family in families]
+    if not cells:
+        raise BenchError(f"No cell of {', '.join(families)} matches --only; --dry-run shows all.")
+    logs = {cell: plan.timers_log(cell) for cell in cells}
+    probe(logs, plan.preset, plan.preset.repeats, start)
+    return logs
+
+
+def _require(found: Sequence[object]) -> None:
+    if not found:
+        raise BenchError("Nothing was timed.")
+
+
+#: By the option that asks for it: what runs, and the files that it writes.
+STUDIES: dict[str, Callable[[Plan, Mapping[str, Any], StartProbed | None], str]] = {
+    ROUNDS: time_rounds,
+    POSITIONS: time_positions,
+}
+
+
+def outputs(folder: Path) -> list[Path]:
+    """The files of both studies that are there."""
+    return [path for name in STUDIES for path in sorted(folder.glob(f"{name}.*"))]

@@ -1,0 +1,423 @@
+"""The speed benchmark's run: what is asked of which engine, how it resumes, how it refuses."""
+
+import contextlib
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from logs import BenchError
+from speed import child, cli, presets
+from speed.engines import SIMULATED_ACCEPTANCE, environment, launch, settings
+from speed.grid import AR, AR_STOCK, BLOCK, CHAIN, EXACT, NGRAM, TREE, Cell, System, cells, systems
+from speed.measure import WARM_UP, WARM_UP_TOKENS, work
+from speed.presets import CPU, PRESETS, REFERENCE_SWEEP, quick, write_models
+from speed.remote import Asker, EngineError, RemoteEngine, Work, end_group, reason
+from speed_stand_ins import BrokenEngine, FakeEngine
+
+from sglang_smc.config import SERVER_ARGS_FIELDS
+from sglang_smc.plan.shapes import from_config
+
+ORIGIN = {"argv": ["x"], "date": "2026-01-01", "git_sha": "abc", "hardware": "a CPU"}
+QUICK = ("--preset", "cpu", "--quick")
+GPU_8B, GPU_70B = PRESETS["h200-8b"], PRESETS["h200-70b"]
+B8 = System(BLOCK, 8, 8)
+
+
+class Bench:
+    """Runs the command with stand-ins, and remembers what they were asked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.asked: list[tuple[str, Work]] = []
+        self.started: list[str] = []
+        self.refuses: set[str] = set()
+        self.breaks_at: int | None = None
+
+    def __call__(self, *arguments: str, last: int = 10**6) -> int:
+        """The exit status; the stand-ins are interrupted after ``last`` answers."""
+        self.asked, self.started, budget = [], [], [last]
+
+        @contextlib.contextmanager
+        def start(system: System) -> Iterator[Asker]:
+            self.started.append(system.slug)
+            if system.family in self.refuses:
+                raise EngineError("ValueError: no such backend")
+            engine = FakeEngine(system, self.asked, budget)
+            broken = self.breaks_at is not None and system.family == BLOCK
+            yield BrokenEngine(engine, self.breaks_at or 0) if broken else engine
+
+        return cli.main([*arguments, "--output-dir", str(self.folder)], start)
+
+    def counted(self) -> list[tuple[str, Work]]:
+        """What was asked but for warm-ups."""
+        tokens = WARM_UP_TOKENS
+        return [(s, w) for s, w in self.asked if w.params[0]["max_new_tokens"] != tokens]
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.setattr(cli, "PUBLISHED", tmp_path / "published")
+    # What takes seconds and has tests of its own.
+    monkeypatch.setattr(cli, "plot_rows", lambda _, path, title: path.write_text("a picture"))
+    monkeypatch.setattr(cli, "provenance", lambda _: dict(ORIGIN))
+    device = {"name": "x", "bandwidth": 1e9, "flops": 1e12, "capacity": 1e9}
+    monkeypatch.setattr(cli, "measure_machine", lambda _, path: _write(path, json.dumps(device)))
+    return Bench(tmp_path / "out")
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_presets_have_the_parameters_that_they_claim() -> None:
+    millions = {
+        name: [shape.num_parameters / 1e6 for shape in (preset.pair.target, preset.pair.draft)]
+        for name, preset in PRESETS.items()
+    }
+    assert millions["cpu"] == pytest.approx([101, 11.4], rel=0.02)
+    assert millions["h200-8b"] == pytest.approx([8030, 1236], rel=0.002)
+    assert millions["h200-70b"] == pytest.approx([70554, 1236], rel=0.002)
+    assert (GPU_70B.pair.quantization, GPU_8B.pair.quantization) == ("fp8", None)
+
+
+def test_the_reference_sweep_is_covered() -> None:
+    sweep = {(8, 8), (8, 10), (6, 10), (8, 12), (8, 16), (6, 8), (4, 8), (6, 12)}
+    assert set(REFERENCE_SWEEP) == sweep
+    for preset in (GPU_8B, GPU_70B):
+        found = {(s.num_particles, s.num_steps) for s in systems(preset) if s.family == BLOCK}
+        assert found == sweep
+    assert GPU_8B.batches == (1, 4, 8, 16, 32)
+    assert GPU_8B.prompts == (256, 1024, 4096)
+
+
+@pytest.mark.parametrize("pair", [p.pair for p in PRESETS.values()], ids=lambda pair: pair.name)
+def test_dummy_models_have_the_shapes(pair: presets.Pair, tmp_path: Path) -> None:
+    target, draft = write_models(pair._replace(name="x"), tmp_path) if _small(pair) else (None,) * 2
+    if target is None or draft is None:  # a tokenizer of 128,256 words takes a while
+        assert from_config(presets.config(pair.target)) == pair.target
+        return
+    assert (from_config(target), from_config(draft)) == (pair.target, pair.draft)
+    assert (target / "tokenizer.json").exists()
+
+
+def _small(pair: presets.Pair) -> bool:
+    return pair.target.vocab_size < 100_000
+
+
+def test_cells_stand_engine_by_engine_and_can_be_picked() -> None:
+    order = [cell.system for cell in cells(CPU)]
+    assert order[0].family == AR
+    assert len(dict.fromkeys(order)) == sum(a != b for a, b in itertools.pairwise(order)) + 1
+    assert {s.family for s in order} == {AR, AR_STOCK, CHAIN, TREE, NGRAM, BLOCK, EXACT}
+    picked = cells(GPU_8B, ("smc-block-n8-k8-*", "ar-b*"), (1, 4), (256,))
+    assert [cell.slug for cell in picked] == [
+        "ar-b1-p256",
+        "ar-b4-p256",
+        "smc-block-n8-k8-b1-p256",
+        "smc-block-n8-k8-b4-p256",
+    ]
+
+
+def test_all_systems_get_the_same_prompts_and_each_repeat_others() -> None:
+    ours, plain = (work(Cell(system, 2, 256), 0, CPU) for system in (B8, System(AR)))
+    assert ours == plain
+    assert [len(prompt) for prompt in ours.prompts] == [256, 256]
+    assert ours.prompts[0] != ours.prompts[1]
+    assert work(Cell(B8, 2, 256), 1, CPU).prompts[0] != ours.prompts[0]
+    tokens = {token for prompt in ours.prompts for token in prompt}
+    assert min(tokens) >= 2 and max(tokens) < CPU.pair.target.vocab_size
+    assert ours.params[1] == {
+        "temperature": 0.7,
+        "max_new_tokens": CPU.new_tokens,
+        "ignore_eos": True,
+        "sampling_seed": 1,
+    }
+    assert work(Cell(B8, 1, 256), WARM_UP, CPU).params[0]["max_new_tokens"] == WARM_UP_TOKENS
+
+
+def test_engines_differ_by_their_speculation_alone() -> None:
+    plain = settings(System(AR), CPU)
+    assert settings(System(AR_STOCK), CPU) == plain
+    for system in systems(CPU):
+        found = settings(system, CPU)
+        other = {key for key in found if found[key] != plain.get(key)}
+        assert {key for key in other if not key.startswith("speculative_")} <= {"max_total_tokens"}
+
+
+def test_smc_keeps_whole_blocks_or_verifies() -> None:
+    block, exact = settings(B8, CPU), settings(System(EXACT, 4, 8), CPU)
+    assert block["speculative_smc_evidence_threshold"] == 0
+    assert (block["speculative_smc_mode"], exact["speculative_smc_mode"]) == ("smc", "exact")
+    assert "speculative_smc_evidence_threshold" not in exact
+    assert (exact["speculative_smc_num_particles"], exact["speculative_num_steps"]) == (4, 8)
+    known = {*SERVER_ARGS_FIELDS.values(), "speculative_algorithm"}
+    assert {key for key in block if key.startswith("speculative_")} <= known
+
+
+def test_acceptance_is_simulated_for_dummy_weights_alone() -> None:
+    chain = System(CHAIN)
+    told = {"SGLANG_SIMULATE_ACC_LEN": str(SIMULATED_ACCEPTANCE[CHAIN])}
+    assert environment(chain, CPU) == told
+    folders = (Path("t"), Path("d"))
+    real = presets.replace(CPU, pair=CPU.pair._replace(folders=folders))
+    assert environment(chain, real) == {}
+    assert settings(chain, real)["load_format"] == "auto"
+    assert environment(B8, CPU) == environment(System(AR), CPU) == {}
+
+
+def test_the_plugin_is_left_out_where_it_can_be() -> None:
+    stock = System(AR_STOCK)
+    assert environment(stock, CPU) == {"SGLANG_PLUGINS": "smc_cpu"}
+    assert environment(stock, GPU_8B) == {"SGLANG_PLUGINS": "none"}
+
+
+def test_only_those_that_draft_get_a_draft_model() -> None:
+    models = (Path("t"), Path("d"))
+    with_draft = {
+        system.family
+        for system in systems(CPU)
+        if "speculative_draft_model_path" in launch(system, CPU, models).arguments
+    }
+    assert with_draft == {CHAIN, TREE, BLOCK, EXACT}
+
+
+def test_the_pool_holds_the_arenas_of_the_largest_batch() -> None:
+    for preset in PRESETS.values():
+        for system in systems(preset):
+            if system.family in (BLOCK, EXACT):
+                n, k = system.num_particles or 0, system.num_steps or 0
+                text = max(preset.prompts) + preset.new_tokens + k
+                tokens = settings(system, preset)["max_total_tokens"]
+                assert tokens > max(preset.batches) * (text + n * (256 + k))
+
+
+def test_every_cell_is_measured_in_turns_with_plain_decoding(bench: Bench) -> None:
+    assert bench(*QUICK) == 0
+    assert bench.started[0] == "ar"
+    ours = [(slug, w) for slug, w in bench.counted() if slug in ("ar", "smc-block-n4-k4")]
+    at = next(i for i, (slug, _) in enumerate(ours) if slug != "ar")
+    assert [slug for slug, _ in ours[at - 1 : at + 3]] == ["ar", "smc-block-n4-k4"] * 2
+    assert ours[at - 1][1] == ours[at][1]
+    for name in cli.OUTPUTS:
+        assert (bench.folder / "cpu-quick" / name).stat().st_size > 0
+    origin = json.loads((bench.folder / "cpu-quick" / cli.ORIGIN).read_text())
+    assert origin["settings"]["weights"] == "dummy"
+    assert "argv" not in origin
+
+
+def test_where_one_engine_fits_plain_decoding_stands_around_the_others(bench: Bench) -> None:
+    only = ("--only", "smc-block-n8-k8*", "smc-exact-n8*", "--batch", "1", "--prompt", "256")
+    assert bench("--preset", "h200-70b", *only) == 0
+    assert bench.started == ["ar", "smc-block-n8-k8", "smc-exact-n8-k8", "ar"]
+    assert [slug for slug, _ in bench.counted()] == (
+        ["ar"] * 3 + ["smc-block-n8-k8"] * 3 + ["smc-exact-n8-k8"] * 3 + ["ar"] * 3
+    )
+
+
+def test_a_complete_run_asks_nothing_again(bench: Bench) -> None:
+    bench(*QUICK)
+    assert bench(*QUICK) == 0
+    assert (bench.asked, bench.started) == ([], [])
+
+
+def test_an_interrupted_run_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(*QUICK, "--only", "smc-*", last=7) == 130
+    assert "goes on from here" in capsys.readouterr().err
+    first = bench.counted()
+    assert bench(*QUICK, "--only", "smc-*") == 0
+    ours = [(slug, str(w)) for slug, w in first + bench.counted() if slug != "ar"]
+    assert len(ours) == len(set(ours)) == 4
+
+
+def test_more_repeats_extend_what_is_there(bench: Bench) -> None:
+    bench(*QUICK, "--only", "smc-block*")
+    assert bench(*QUICK, "--only", "smc-block*", "--repeats", "4") == 0
+    assert [slug for slug, _ in bench.counted()] == ["ar", "smc-block-n4-k4"] * 2
+
+
+def test_what_does_not_start_is_written_down_with_its_reason(bench: Bench) -> None:
+    bench.refuses = {CHAIN, TREE}
+    assert bench(*QUICK) == 0
+    assert {"smc-block-n4-k4", "ngram"} <= set(bench.started)
+    table = (bench.folder / "cpu-quick" / cli.TABLE).read_text()
+    assert "STANDALONE chain: not run here: ValueError: no such backend" in table
+    assert "no such backend" in (bench.folder / "cpu-quick" / cli.CSV).read_text()
+    assert bench(*QUICK) == 0
+    assert bench.started == []  # it would say the same again
+    assert bench(*QUICK, "--fresh", "--only", "standalone-chain*") == 0
+    assert bench.started == ["ar", "standalone-chain"]
+
+
+def test_a_cell_that_kills_its_engine_costs_itself_alone(bench: Bench) -> None:
+    bench.breaks_at = 1
+    assert bench("--preset", "cpu", "--only", "smc-block-n4-k4*") == 0
+    assert bench.started == ["ar", "smc-block-n4-k4", "smc-block-n4-k4"]
+    text = (bench.folder / "cpu" / cli.TABLE).read_text()
+    assert "SMC block N=4 K=4: not run here: OutOfMemoryError: too large" in text
+    assert [len(w.prompts) for slug, w in bench.counted() if slug != "ar"] == [8, 8, 8]
+
+
+def test_a_failure_of_plain_decoding_is_not_blamed_on_others(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def die(self: FakeEngine, _: Work) -> Any:
+        raise EngineError("it died")
+
+    monkeypatch.setattr(FakeEngine, "ask", die)
+    bench.refuses = {AR}
+    assert bench(*QUICK, "--only", "smc*") == 1
+    assert "no such backend" in capsys.readouterr().err
+    bench.refuses = set()
+    monkeypatch.setattr(
+        FakeEngine, "ask", lambda self, w: die(self, w) if self.system.family == AR else None
+    )
+    assert bench(*QUICK, "--only", "smc*") == 1
+    assert "Plain decoding failed" in capsys.readouterr().err
+    assert not list((bench.folder / "cpu-quick" / "cells").glob("smc*"))
+
+
+def test_other_settings_are_refused(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench(*QUICK, "--only", "smc-block*")
+    assert bench(*QUICK, "--only", "smc-block*", "--new-tokens", "7") == 1
+    error = capsys.readouterr().err
+    assert "new_tokens is 48 there and 7 here" in error and "--fresh" in error
+    assert bench.started == []
+    assert bench(*QUICK, "--only", "smc-block*", "--engine", "attention_backend=triton") == 1
+
+
+def test_engine_keywords_are_json_or_strings(bench: Bench) -> None:
+    options = cli.parse_arguments([*QUICK, "--engine", "a=true", "b=1.5", "c=fa3"])
+    assert dict(options.engine) == {"a": True, "b": 1.5, "c": "fa3"}
+    with pytest.raises(SystemExit, match="2"):
+        bench(*QUICK, "--engine", "nothing")
+
+
+@pytest.mark.parametrize(("option", "value"), [("--batch", "64"), ("--prompt", "300")])
+def test_more_than_engines_are_sized_for_is_refused(
+    bench: Bench, option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench("--preset", "cpu", option, value) == 1
+    assert f"{option} {value} is more than" in capsys.readouterr().err
+
+
+def test_a_dry_run_starts_nothing(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench(*QUICK, "--only", "smc-block*")
+    capsys.readouterr()
+    assert bench(*QUICK, "--dry-run", "--fresh") == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert len(lines) == len(cells(quick(CPU)))
+    assert lines["smc-block-n4-k4-b1-p256"].split()[1:] == ["2", "of", "2", "repeats"]
+    assert lines["ngram-b1-p256"].split()[1:] == ["0", "of", "2", "repeats"]
+    assert bench.started == []
+
+
+def test_parts_add_up_to_one_table(bench: Bench) -> None:
+    bench(*QUICK, "--only", "smc-block*")
+    bench(*QUICK, "--only", "standalone-tree*")
+    table = (bench.folder / "cpu-quick" / cli.TABLE).read_text()
+    assert "| SMC block N=4 K=4 |" in table and "| STANDALONE tree |" in table
+
+
+def test_no_such_cell(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(*QUICK, "--only", "nothing") == 1
+    assert "No cell matches --only nothing;" in capsys.readouterr().err
+
+
+def test_target_and_draft_belong_together(bench: Bench) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench(*QUICK, "--target", "x")
+
+
+def test_real_weights_must_be_there(tmp_path: Path) -> None:
+    pair = CPU.pair._replace(folders=(tmp_path, tmp_path))
+    with pytest.raises(BenchError, match="holds no model"):
+        write_models(pair, tmp_path)
+
+
+def test_published_results_are_complete(bench: Bench) -> None:
+    assert bench(*QUICK, "--publish") == 0
+    names = {path.name for path in (cli.PUBLISHED / "cpu-quick").iterdir()}
+    assert names == {*cli.OUTPUTS, cli.MACHINE}
+
+
+def test_what_nothing_ran_of_is_not_published(bench: Bench) -> None:
+    bench.refuses = {NGRAM}
+    assert bench(*QUICK, "--only", "ngram*", "--publish") == 1
+    assert not cli.PUBLISHED.exists()
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("x\nValueError: no\nlater\n", "ValueError: no"),
+        (
+            "torch.OutOfMemoryError: CUDA out of memory\n",
+            "torch.OutOfMemoryError: CUDA out of memory",
+        ),
+        (
+            "ImportError: \n\n[kernel] none\n- ModuleNotFoundError: x\n",
+            "ImportError: [kernel] none",
+        ),
+        ("KeyError: first\nRuntimeError: second\n", "RuntimeError: second"),
+        ("killed\n", "The engine ended without an error message; its last words: killed"),
+        ("", "The engine ended without an error message; its last words: it said nothing"),
+    ],
+)
+def test_the_reason_is_the_engines_own_error(log: str, said: str) -> None:
+    assert reason(log) == said
+
+
+def test_a_child_that_dies_is_an_engine_error(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("RuntimeError: gone\n")
+    command = [sys.executable, "-c", "print(input())"]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+    try:
+        engine = RemoteEngine(process, log)
+        assert engine.exchange({"a": 1}) == {"a": 1}
+        process.wait()
+        with pytest.raises(EngineError, match="RuntimeError: gone"):
+            engine.exchange({"a": 2})
+    finally:
+        end_group(process)
+
+
+class ChunkEngine:
+    """An engine whose requests of n tokens come in two chunks."""
+
+    def __init__(self) -> None:
+        import asyncio
+
+        self.loop = asyncio.new_event_loop()
+        self.flushed = 0
+
+    def flush_cache(self) -> None:
+        self.flushed += 1
+
+    async def async_generate(self, input_ids: list[int], sampling_params: Any, stream: bool) -> Any:
+        assert stream and sampling_params["stream_interval"] > 100
+
+        async def chunks() -> Any:
+            for tokens in (1, len(input_ids)):
+                yield {
+                    "meta_info": {"completion_tokens": tokens, "id": "x", "spec_smc_mode": "smc"}
+                }
+
+        return chunks()
+
+
+def test_a_child_times_first_tokens_and_ends() -> None:
+    engine = ChunkEngine()
+    found = child.measure(engine, {"prompts": [[2] * 3, [2] * 5], "params": [{}, {}]})
+    engine.loop.close()
+    assert engine.flushed == 1
+    assert [info["completion_tokens"] for info in found["infos"]] == [3, 5]
+    assert found["infos"][0] == {"completion_tokens": 3, "spec_smc_mode": "smc"}
+    assert all(0 < one < two for one, two in zip(found["first"], found["end"], strict=True))

@@ -1,0 +1,337 @@
+"""Timers inside the scheduler: what they wrap, what they write, and what is made of it."""
+
+import contextlib
+import csv
+import importlib.metadata
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from logs import BenchError
+from matplotlib.image import imread
+from speed import cli, positions, probing, rounds
+from speed.engines import Launch
+from speed.grid import AR, BLOCK, Cell, System
+from speed.measure import WARM_UP
+from speed.plugin import speed_probe
+from speed.plugin.speed_probe import REPEATS, Probe
+from speed.presets import CPU
+from speed.probing import PLUGIN, ProbedEngine
+from speed.remote import Sample, Work
+from speed_stand_ins import FakeEngine
+
+ORIGIN = {"date": "2026-01-01", "git_sha": "abc", "hardware": "a CPU"}
+BLOCK_CELL, PLAIN_CELL = Cell(System(BLOCK, 8, 8), 2, 256), Cell(System(AR), 2, 256)
+QUICK = ("--preset", "cpu", "--quick")
+FORWARD_SECONDS = 10.0
+
+
+class Clock:
+    """Time that passes by what is done, not by itself."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def pass_by(self, seconds: float) -> None:
+        self.time += seconds
+
+
+class Model:
+    """Stands in for what runs a model over particles."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.calls = clock, []
+
+    def next_logits(self, tokens: str) -> str:
+        self.clock.pass_by(FORWARD_SECONDS)
+        self.calls.append(tokens)
+        return f"logits of {tokens}"
+
+    def chain_logits(self, tokens: str) -> str:
+        return self.next_logits(tokens)
+
+    def _private(self) -> None:
+        raise AssertionError("nobody calls this")
+
+
+class Steps:
+    """Two drafts, a target pass, and a decision with a step in it; each takes a second itself."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.draft, self.target = clock, Model(clock), Model(clock)
+
+    def propose(self) -> None:
+        self.clock.pass_by(1)
+        for token in "ab":
+            assert self.draft.next_logits(token) == f"logits of {token}"
+
+    def score(self) -> None:
+        self.target.chain_logits("chain")
+        self.clock.pass_by(1)
+
+    def decide(self) -> None:
+        self.clock.pass_by(1)
+        self.weigh()
+
+    def weigh(self) -> None:
+        self.clock.pass_by(1)
+
+
+class Worker:
+    """A worker whose round is four parts, and half a second between them."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self._steps = clock, Steps(clock)
+
+    def _round(self, batch: Any) -> str:
+        self._open()
+        self._steps.propose()
+        self._steps.score()
+        self.clock.pass_by(0.5)
+        self._steps.decide()
+        self._commit()
+        return f"a round of {len(batch.reqs)}"
+
+    def _open(self) -> None:
+        self.clock.pass_by(2)
+
+    def _commit(self) -> None:
+        self.clock.pass_by(3)
+
+
+ROUND = 2 + 1 + 2 * FORWARD_SECONDS + FORWARD_SECONDS + 1 + 0.5 + 2 + 3
+
+
+class Scheduler:
+    """What the probe sees of SGLang's scheduler."""
+
+    def __init__(self, clock: Clock, out: Path, every: int) -> None:
+        self.clock, self.draft_worker = clock, Worker(clock)
+        self.probe = Probe(str(out), every)
+        self.probe.built(lambda _: None, self)
+
+    def run(self, num_rounds: int, size: int = 2) -> None:
+        for _ in range(num_rounds):
+            batch = SimpleNamespace(
+                reqs=[0] * size, forward_mode=SimpleNamespace(is_decode=lambda: True)
+            )
+            found = self.probe.ran(lambda _, b: self.draft_worker._round(b), self, batch)
+            assert found == f"a round of {size}"
+            self.clock.pass_by(0.25)
+        self.probe.idle(lambda _: None, self)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(speed_probe, "now", lambda: clock.time)
+    return clock
+
+
+def test_rounds_are_told_by_part(clock: Clock, tmp_path: Path) -> None:
+    Scheduler(clock, tmp_path / "out", every=2).run(3)
+    (line,) = (tmp_path / "out").read_text().splitlines()
+    found = json.loads(line)
+    assert [one["alone"] for one in found["rounds"]] == [None, 3 * FORWARD_SECONDS, None]
+    for one in found["rounds"]:  # whether or not forwards were run again within
+        assert one["batch"] == 2
+        assert one["round"] == pytest.approx(ROUND)
+        assert one["forwards"] == {"draft": 2 * FORWARD_SECONDS, "target": FORWARD_SECONDS}
+        # What a part calls is its own, and what lies between parts is nobody's.
+        assert one["parts"] == {"open": 2, "propose": 1, "score": 1, "decide": 2, "commit": 3}
+    starts = [start for start, _ in found["steps"]]
+    again = 3 * FORWARD_SECONDS * REPEATS
+    assert starts == pytest.approx([0, ROUND + 0.25, 2 * (ROUND + 0.25) + again])
+
+
+def test_the_same_forwards_are_run_again_alone(clock: Clock, tmp_path: Path) -> None:
+    scheduler = Scheduler(clock, tmp_path / "out", every=1)
+    scheduler.run(1)
+    steps = scheduler.draft_worker._steps
+    assert steps.draft.calls == [*"ab", *"ab" * REPEATS]
+    assert steps.target.calls == ["chain"] * (1 + REPEATS)
+
+
+def test_without_forwards_rounds_are_left_alone(clock: Clock, tmp_path: Path) -> None:
+    scheduler = Scheduler(clock, tmp_path / "out", every=0)
+    scheduler.run(2)
+    found = json.loads((tmp_path / "out").read_text())
+    assert (len(found["steps"]), found["rounds"]) == (2, [])
+    assert "_round" not in vars(scheduler.draft_worker)
+
+
+def test_each_idle_writes_what_is_new(clock: Clock, tmp_path: Path) -> None:
+    scheduler = Scheduler(clock, tmp_path / "out", every=1)
+    scheduler.run(1)
+    scheduler.run(2)
+    scheduler.run(0)
+    lines = (tmp_path / "out").read_text().splitlines()
+    assert [len(json.loads(line)["rounds"]) for line in lines] == [1, 2]
+
+
+def test_sglang_finds_the_plugin_on_the_path() -> None:
+    (found,) = importlib.metadata.distributions(path=[str(PLUGIN)])
+    (entry,) = found.entry_points
+    assert (entry.group, entry.name) == ("sglang.srt.plugins", "speed_probe")
+    module, function = entry.value.split(":")
+    assert (PLUGIN / f"{module}.py").exists() and hasattr(speed_probe, function)
+
+
+def test_the_plugin_hooks_what_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from sglang.srt.managers.scheduler import Scheduler as Stock
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    hooked: list[str] = []
+    monkeypatch.setattr(HookRegistry, "register", lambda target, *_: hooked.append(target))
+    monkeypatch.delenv(speed_probe.OUT, raising=False)
+    speed_probe.register()
+    assert hooked == []  # nobody asked
+    monkeypatch.setenv(speed_probe.OUT, str(tmp_path / "out"))
+    speed_probe.register()
+    assert len(hooked) == 3
+    for target in hooked:
+        owner, _, name = target.rpartition(".")
+        assert owner == f"{Stock.__module__}.{Stock.__name__}" and hasattr(Stock, name)
+
+
+def test_our_worker_has_what_the_timers_wrap() -> None:
+    from sglang_smc.forward import ParticleForward
+    from sglang_smc.worker import SMCWorker
+
+    assert {"_round", "_open", "_commit"} <= set(vars(SMCWorker))
+    assert set(speed_probe.FORWARDS) & set(vars(ParticleForward))
+
+
+def test_an_engine_with_timers_differs_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "mine")
+    launch = Launch({"a": 1}, {"B": "2"})
+    found = probing.probed(launch, Path("out"), 4)
+    assert found.arguments == launch.arguments
+    assert found.environment["B"] == "2"
+    assert found.environment["PYTHONPATH"] == f"{PLUGIN}{os.pathsep}mine"
+    assert found.environment[speed_probe.OUT] == str(Path("out").resolve())
+    assert found.environment[speed_probe.EVERY] == "4"
+
+
+class TimedEngine(FakeEngine):
+    """Writes what the timers of a real one would."""
+
+    def __init__(self, system: System, out: Path, asked: list[Any]) -> None:
+        super().__init__(system, asked, [-1])
+        self.out = out
+
+    def ask(self, work: Work) -> Sample:
+        found = super().ask(work)
+        batch = len(work.prompts)
+        one = {"batch": batch, "round": 1.1, "forwards": {"draft": 0.4, "target": 0.6}}
+        one |= {"alone": None, "parts": {"decide": 0.1}}
+        again = {**one, "alone": 1.0, "parts": {"decide": 0.1, "commit": 0.0}}
+        last = {**one, "batch": batch - 1, "round": 99.0}
+        steps = [[1.3 * place, batch] for place in range(found.rounds)]
+        burst = {"steps": steps, "rounds": [one, again, one, again, last]}
+        with self.out.open("a") as file:
+            file.write(json.dumps(burst) + "\n")
+        return found
+
+
+@pytest.fixture
+def timed(tmp_path: Path) -> ProbedEngine:
+    out = tmp_path / "timers"
+    return ProbedEngine(TimedEngine(BLOCK_CELL.system, out, []), out)
+
+
+def test_what_was_timed_belongs_to_its_question(timed: ProbedEngine) -> None:
+    timed.inside(BLOCK_CELL, WARM_UP, CPU)
+    found = timed.inside(BLOCK_CELL, 0, CPU)
+    assert len(found["bursts"]) == 1
+    assert found["tokens_per_round"] == pytest.approx(5)
+
+
+def test_timers_that_write_nothing_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probing, "PATIENCE", 0.0)
+    engine = ProbedEngine(FakeEngine(BLOCK_CELL.system, [], [-1]), tmp_path / "none")
+    with pytest.raises(BenchError, match="wrote nothing"):
+        engine.inside(BLOCK_CELL, 0, CPU)
+
+
+def test_a_round_against_its_forwards(timed: ProbedEngine) -> None:
+    row = rounds.make_row(BLOCK_CELL, [timed.inside(BLOCK_CELL, 0, CPU)])
+    assert row.ratio_to_forwards == pytest.approx((1.1, 1.1, 1.1, 2))
+    assert (row.rounds, row.round_seconds, row.forwards_alone_seconds) == (4, 1.1, 1.0)
+    assert row.parts[rounds.DRAFT] == 0.4
+    # Of rounds whose forwards were not run again.
+    assert row.parts[rounds.BETWEEN] == pytest.approx(0.2)
+    assert row.parts["commit"] == 0.0
+
+
+def test_rounds_as_table_csv_and_picture(timed: ProbedEngine, tmp_path: Path) -> None:
+    rows = [rounds.make_row(BLOCK_CELL, [timed.inside(BLOCK_CELL, 0, CPU)])]
+    text = rounds.markdown(rows, "A note.")
+    assert text.startswith("A note.")
+    assert "| SMC block N=8 K=8 | 2 | 256 | 1100.00 | 1000.00 | 1.10 [1.10, 1.10] |" in text
+    rounds.write_csv(rows, tmp_path / "r.csv", ORIGIN)
+    (line,) = csv.DictReader((tmp_path / "r.csv").open())
+    assert (line["ratio_to_forwards_mean"], line["decide_seconds"]) == ("1.1", "0.1")
+    assert (line["target_forward_seconds"], line["git_sha"]) == ("0.6", "abc")
+    rounds.plot_rows(rows, tmp_path / "r.png", title="x")
+    assert imread(tmp_path / "r.png").shape[1] > 600
+
+
+def test_positions_by_bins(tmp_path: Path) -> None:
+    steps = [[0.1 * place if place < 30 else 3 + 0.2 * (place - 30), 2] for place in range(60)]
+    entry = {"bursts": [{"steps": steps, "rounds": []}], "tokens_per_round": 10.0}
+    log = SimpleNamespace(read=lambda: [entry])
+    points = positions.make_points({BLOCK_CELL: log})  # type: ignore[dict-item]
+    # Round i begins at token 1 + 10 i, so ten rounds to each hundred positions.
+    assert [(point.position, point.rounds) for point in points] == [
+        *((100 * place, 10) for place in range(1, 6)),
+        (600, 9),
+    ]
+    assert [round(point.round_seconds, 3) for point in points] == [0.1] * 3 + [0.2] * 3
+    assert "100.0 ms a round up to position 100, 200.0 ms at 600, 2.00 times" in positions.growth(
+        points
+    )
+    positions.write_csv(points, tmp_path / "p.csv", ORIGIN)
+    assert len(list(csv.DictReader((tmp_path / "p.csv").open()))) == 6
+    positions.plot_points(points, tmp_path / "p.png", title="x")
+    assert imread(tmp_path / "p.png").shape[1] > 600
+
+
+@pytest.mark.parametrize(
+    ("study", "systems", "files"),
+    [
+        ("rounds", ["smc-block-n4-k4", "smc-exact-n4-k4"], {"rounds.csv", "rounds.md"}),
+        ("positions", ["ar", "smc-block-n8-k8"], {"positions.csv", "positions.png"}),
+    ],
+)
+def test_a_study_times_its_systems_once(
+    study: str,
+    systems: list[str],
+    files: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cli, "provenance", lambda _: {"argv": [], **ORIGIN})
+    monkeypatch.setattr(rounds, "plot_rows", lambda *_, **__: None)
+    started: list[str] = []
+    asked: list[Any] = []
+
+    @contextlib.contextmanager
+    def start(system: System) -> Iterator[ProbedEngine]:
+        started.append(system.slug)
+        out = tmp_path / f"{system.slug}.jsonl"
+        yield ProbedEngine(TimedEngine(system, out, asked), out)
+
+    arguments = [*QUICK, f"--{study}", "--output-dir", str(tmp_path / "out")]
+    assert cli.main(arguments, None, start) == 0
+    assert started == systems
+    written = {path.name for path in (tmp_path / "out").glob("*/*")}
+    assert files <= written
+    assert cli.main(arguments, None, start) == 0
+    assert started == systems

@@ -1,0 +1,216 @@
+"""The speed benchmark's numbers, from made-up samples: ratios, bounds, rows, table, picture."""
+
+import csv
+import math
+from pathlib import Path
+
+import pytest
+from logs import Log
+from matplotlib.image import imread
+from results import Interval
+from speed.bound import least_round, read_machine, shapes
+from speed.grid import AR, AR_STOCK, BLOCK, CHAIN, EXACT, NGRAM, TREE, Cell, System, cells
+from speed.measure import work
+from speed.plot import plot_rows
+from speed.presets import CPU, PRESETS, Preset
+from speed.ratios import estimate, log_ratio
+from speed.report import CellRow, conclusions, make_rows, markdown, write_csv
+from speed.store import CellLog, Measured
+from speed_stand_ins import FIRST, SECONDS, SMC_SECONDS, sample
+
+from sglang_smc.plan.devices import Device
+from sglang_smc.plan.roofline import ar_step, sd_round, smc_round
+
+ORIGIN = {"date": "2026-01-01", "git_sha": "abc", "hardware": "a CPU", "versions": {}}
+MACHINE = Device("x", bandwidth=1e10, flops=1e11)
+NOISE = (1.0, 1.2, 0.9)
+GPU_70B = PRESETS["h200-70b"]
+
+
+def test_interval_by_hand() -> None:
+    # Of 1, 2, 3: variance 1, so the mean's is 1/3; Student's 97.5 % point is 4.3027 at two.
+    half = 4.302653 / math.sqrt(3)
+    assert estimate([1.0, 2.0, 3.0]).interval() == pytest.approx((2, 2 - half, 2 + half, 3))
+
+
+def test_one_repeat_says_nothing_of_its_spread() -> None:
+    assert estimate([2.0]).interval() == (2.0, -math.inf, math.inf, 1)
+    ratio = log_ratio([2.0], [1.0], paired=True).ratio()
+    assert (ratio.mean, ratio.low) == (2.0, 0.0)
+    assert ratio.high > 1e300
+    assert log_ratio([2.0], [1.0, 1.1], paired=False).ratio().low == 0.0
+
+
+def test_measuring_in_turns_takes_out_what_both_have() -> None:
+    theirs = [10.0, 20.0, 5.0]
+    ours = [2 * value for value in theirs]
+    paired = log_ratio(ours, theirs, paired=True).ratio()
+    assert paired == pytest.approx((2, 2, 2, 3))
+    unpaired = log_ratio(ours, theirs, paired=False).ratio()
+    assert unpaired.mean == pytest.approx(2)
+    assert unpaired.low < 1 < unpaired.high
+
+
+def test_welch_by_hand() -> None:
+    one, other = estimate([1.0, 2.0, 3.0]), estimate([1.0, 5.0])
+    found = one.minus(other)
+    # Variances of the means 1/3 and 4, with 2 and 1 degrees of freedom.
+    total = 1 / 3 + 4
+    freedom = total**2 / ((1 / 3) ** 2 / 2 + 4**2 / 1)
+    assert found[:3] == pytest.approx((-1, total, freedom))
+
+
+def log_of(cell: Cell, folder: Path, preset: Preset, *, beside: bool) -> CellLog:
+    log = CellLog(Log(folder / preset.name / f"{cell.slug}.jsonl", {"a": 1}))
+    if cell.system.family == NGRAM:
+        log.refuse("ImportError: no kernels")
+        return log
+    for repeat, slower in enumerate(NOISE):
+        asked = work(cell, repeat, preset)
+        plain = sample(System(AR), asked, slower) if beside else None
+        log.add(Measured("now", repeat, sample(cell.system, asked, slower), plain))
+    return log
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[CellRow]:
+    """Every cell of the CPU preset; noise hits plain decoding and the others alike."""
+    folder = tmp_path_factory.mktemp("logs")
+    logs = {cell: log_of(cell, folder, CPU, beside=cell.system.family != AR) for cell in cells(CPU)}
+    return make_rows(logs, CPU, MACHINE)
+
+
+def row_of(rows: list[CellRow], slug: str) -> CellRow:
+    return next(row for row in rows if row.slug == slug)
+
+
+def mean(value: Interval | None) -> float:
+    assert value is not None
+    return value.mean
+
+
+def test_speeds_are_of_all_requests_and_decoding_is_without_prompts(rows: list[CellRow]) -> None:
+    row = row_of(rows, "smc-block-n8-k8-b8-p256")
+    tokens, decoding = CPU.new_tokens, [95 * SMC_SECONDS * slower for slower in NOISE]
+    expected = sum(8 * 95 / seconds for seconds in decoding) / 3
+    assert mean(row.decode_tokens_per_second) == pytest.approx(expected)
+    expected = sum(8 * tokens / (FIRST + seconds) for seconds in decoding) / 3
+    assert mean(row.tokens_per_second) == pytest.approx(expected)
+    assert mean(row.seconds_to_first) == FIRST
+    assert row.tokens_per_round == pytest.approx(5)
+    assert mean(row.round_seconds) == pytest.approx(sum(decoding) / 3 / 19)
+
+
+def test_ratios(rows: list[CellRow]) -> None:
+    row = row_of(rows, "smc-block-n8-k8-b1-p256")
+    assert row.ratio_to_ar == pytest.approx((5, 5, 5, 3))  # the noise is the same on both sides
+    # To the tree, the faster of the two.
+    assert mean(row.ratio_to_standalone) == pytest.approx(SECONDS[TREE] / SMC_SECONDS)
+    assert mean(row.ratio_to_ar_end_to_end) < 5
+    plain = row_of(rows, "ar-b1-p256")
+    assert (plain.ratio_to_ar, plain.ratio_to_standalone, plain.tokens_per_round) == (None, None, 1)
+    stock = row_of(rows, "ar-without-the-plugin-b1-p256")
+    assert mean(stock.ratio_to_ar) == pytest.approx(0.10 / 0.09)
+    assert stock.ratio_to_standalone is None
+
+
+def test_without_turns_a_ratio_is_to_plain_decoding_of_the_same_call(tmp_path: Path) -> None:
+    plain, block = Cell(System(AR), 1, 256), Cell(System(BLOCK, 8, 8), 1, 256)
+    logs = {cell: log_of(cell, tmp_path, GPU_70B, beside=False) for cell in (plain, block)}
+    other_day = sample(System(AR), work(plain, 0, GPU_70B), slower=100.0)
+    logs[plain].add(Measured("another day", 0, other_day))
+    found = row_of(make_rows(logs, GPU_70B, None), block.slug)
+    assert mean(found.ratio_to_ar) == pytest.approx(5)
+    assert found.ratio_to_ar is not None and found.ratio_to_ar.low < 4.5
+    assert (found.least_round_seconds, found.dtype) == (None, "fp8")
+
+
+def test_what_did_not_run_is_a_row_with_its_reason(rows: list[CellRow]) -> None:
+    row = row_of(rows, "ngram-b8-p256")
+    assert (row.refused, row.tokens_per_second) == ("ImportError: no kernels", None)
+
+
+def test_simulated_acceptance_is_said(rows: list[CellRow]) -> None:
+    assert row_of(rows, "standalone-tree-b1-p256").simulated_tokens_per_round == 4.47
+    assert row_of(rows, "smc-exact-n8-k8-b1-p256").simulated_tokens_per_round is None
+    assert markdown(rows, "").count("(simulated)") == 4
+
+
+def test_the_bound(rows: list[CellRow]) -> None:
+    row = row_of(rows, "ar-b1-p256")
+    target, _ = shapes(CPU)
+    step = ar_step(target, 1, 256 + 96 / 2)
+    assert row.least_round_bytes == step.bytes
+    assert row.least_round_seconds == pytest.approx(step.bytes / 1e10)
+    assert row.bound == "memory"
+    assert row.fraction_of_bound == pytest.approx(step.bytes / 1e10 / mean(row.round_seconds))
+
+
+def least(family: str, n: int | None = None, k: int | None = None, batch: int = 2) -> float:
+    return least_round(Cell(System(family, n, k), batch, 256), CPU).bytes
+
+
+def test_the_least_that_each_system_moves() -> None:
+    target, draft = shapes(CPU)
+    assert (target.weight_bytes, draft.kv_bytes) == (4, 4)
+    context = 256 + 96 / 2
+    assert least(BLOCK, 8, 4) == smc_round(target, draft, 2, 8, 4, context).bytes
+    assert least(EXACT, 8, 4) == least(BLOCK, 8, 4)
+    assert least(CHAIN) == sd_round(target, draft, 2, 4, context).bytes
+    assert least(AR_STOCK) == least(AR) == ar_step(target, 2, context).bytes
+    weights = target.streamed_bytes
+    assert weights < least(AR) < least(NGRAM) < weights * 1.2
+    # Six draft passes and one of the target.
+    assert weights + 6 * draft.streamed_bytes < least(TREE) < 1.3 * least(CHAIN)
+
+
+def test_eight_bit_weights_count_once() -> None:
+    target, draft = shapes(GPU_70B)
+    assert (target.weight_bytes, target.kv_bytes, draft.weight_bytes) == (1, 2, 2)
+
+
+def test_eight_bit_products_are_twice_as_fast(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    assert read_machine(CPU, path) is None
+    path.write_text('{"name": "x", "bandwidth": 2.0, "flops": 3.0, "capacity": null}')
+    machines = [read_machine(preset, path) for preset in (CPU, GPU_70B)]
+    assert [machine and machine.flops for machine in machines] == [3.0, 6.0]
+
+
+def test_csv_is_tidy(rows: list[CellRow], tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    write_csv(rows, path, ORIGIN)
+    lines = {line["slug"]: line for line in csv.DictReader(path.open())}
+    assert len(lines) == len(rows) == len(cells(CPU))
+    line = lines["smc-exact-n4-k8-b8-p256"]
+    assert (line["num_particles"], line["batch"], line["pair"]) == ("4", "8", "0.1B+0.01B")
+    assert (line["git_sha"], line["dtype"], line["ratio_to_ar_n"]) == ("abc", "float32", "3")
+    assert lines["ngram-b1-p256"]["refused"] == "ImportError: no kernels"
+    assert lines["ngram-b1-p256"]["ratio_to_ar_mean"] == ""
+
+
+def test_markdown_has_a_table_for_each_batch(rows: list[CellRow]) -> None:
+    text = markdown(rows, "A note.")
+    assert text.startswith("A note.\n\n**Batch 1, prompts of 256 tokens**")
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    measured = [row for row in rows if not row.refused]
+    assert len(lines) == 2 * 2 + len(measured)
+    assert len({line.count("|") for line in lines}) == 1
+    assert text.count("NGRAM: not run here: ImportError: no kernels") == 1
+
+
+def test_conclusions(rows: list[CellRow]) -> None:
+    lines = conclusions(rows).splitlines()
+    assert len(lines) == 4  # at each batch: the fastest SMC, and plain decoding without us
+    assert "SMC" in lines[0] and "5.00 [5.00, 5.00] times AR" in lines[0]
+    assert "AR without the plugin, 1.11" in lines[1]
+
+
+@pytest.mark.parametrize("pattern", ["*", "smc-block-*-b8-*", "ar-b1-*"])
+def test_a_picture_of_any_part(rows: list[CellRow], pattern: str, tmp_path: Path) -> None:
+    slugs = {cell.slug for cell in cells(CPU, (pattern,))}
+    path = tmp_path / "plot.png"
+    shown = [row for row in rows if row.slug in slugs]
+    plot_rows(shown, path, title="x")
+    height, width, _ = imread(path).shape
+    assert width > 600 and height > 200
