@@ -120,6 +120,16 @@ class SMCFlags:
         ),
         NS("spec"),
     ] = None
+    speculative_smc_round_graph: Annotated[
+        str | None,
+        Arg(
+            help="SMC only. Whether whole rounds are captured as CUDA graphs and launched at once. "
+            "'auto' captures them on a GPU unless --disable-cuda-graph is given "
+            f"(default {DEFAULTS.round_graph}).",
+            choices=list(config.ROUND_GRAPH),
+        ),
+        NS("spec"),
+    ] = None
 
 
 FLAG_FIELDS = tuple(field.name for field in dataclasses.fields(SMCFlags))

@@ -9,6 +9,7 @@ from sglang_smc.config import SMCConfig
 from sglang_smc.request_config import config_of
 from sglang_smc.runs import running
 from sglang_smc.sampling import Kinds, Settings
+from sglang_smc.stopping import has_stop_text
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -26,18 +27,75 @@ class Extent(NamedTuple):
     weighs: bool  # some request's rounds weigh and resample
     verifies: bool  # some request's rounds verify
     shows_particles: bool  # some request wants all of its particles with the answer
+    stops: bool  # some request stops at a string or pattern
     methods: tuple[str, ...]  # how ancestors are drawn, by one request or another
+
+    def covers(self, other: "Extent") -> bool:
+        """Whether a round of this extent does all that one of another does."""
+        sizes = zip(self._sizes(), other._sizes(), strict=True)
+        kinds = zip(self._kinds(), other._kinds(), strict=True)
+        return (
+            all(mine >= theirs for mine, theirs in sizes)
+            and all(mine or not theirs for mine, theirs in kinds)
+            and set(self.methods) >= set(other.methods)
+        )
+
+    def _sizes(self) -> tuple[int, ...]:
+        return self.num_particles, self.num_steps, self.max_tail, self.max_arena
+
+    def _kinds(self) -> tuple[bool, ...]:
+        of_round = self.powered, self.weighs, self.verifies, self.shows_particles, self.stops
+        return (*self.kinds, *of_round)
+
+
+class Figures(NamedTuple):
+    """What a round is told of its requests, each ``[G]`` int64; the rest stands in tables."""
+
+    rows: torch.Tensor  # in req_to_token_pool
+    committed: torch.Tensor  # KV slots of the emitted text
+    allocated: torch.Tensor  # KV slots owned
 
 
 class Groups(NamedTuple):
     """The requests of one round: who they are, what they asked for, what they own."""
 
     reqs: "list[Req]"
-    rows: torch.Tensor  # [G] in req_to_token_pool
+    figures: Figures
     settings: Settings
-    committed: torch.Tensor  # [G] KV slots of the emitted text
-    allocated: torch.Tensor  # [G] KV slots owned
     extent: Extent
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """``[G]`` in req_to_token_pool."""
+        return self.figures.rows
+
+    @property
+    def committed(self) -> torch.Tensor:
+        """``[G]`` KV slots of the emitted text."""
+        return self.figures.committed
+
+    @property
+    def allocated(self) -> torch.Tensor:
+        """``[G]`` KV slots owned."""
+        return self.figures.allocated
+
+
+def extent_of_server(config: SMCConfig) -> Extent:
+    """The largest extent of batches whose requests choose nothing but sizes for themselves."""
+    weighs = config.mode == "smc"
+    return Extent(
+        num_particles=config.num_particles,
+        num_steps=config.num_steps,
+        max_tail=memory.max_tail(config),
+        max_arena=memory.max_arena(config),
+        kinds=Kinds(filtered=False, early=False),
+        powered=config.power != 1.0,
+        weighs=weighs,
+        verifies=not weighs,
+        shows_particles=False,
+        stops=False,
+        methods=(config.resampling_method,) if weighs else (),
+    )
 
 
 def extent_of(server: SMCConfig, reqs: "list[Req]") -> Extent:
@@ -58,5 +116,6 @@ def extent_of(server: SMCConfig, reqs: "list[Req]") -> Extent:
         weighs=any(config.weighs for config in configs),
         verifies=not all(config.weighs for config in configs),
         shows_particles=any(config.return_particles for config in configs),
+        stops=any(has_stop_text(req) for req in reqs),
         methods=tuple(sorted({config.resampling_method for config in configs if config.weighs})),
     )

@@ -15,13 +15,14 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_smc import memory, stopping
 from sglang_smc.config import SMCConfig
-from sglang_smc.diagnostics import CounterTable, IntervalLog
+from sglang_smc.diagnostics import CounterTable, IntervalLog, zero_counters
 from sglang_smc.draft_input import SMCDraftInput
 from sglang_smc.forward import ParticleForward
-from sglang_smc.groups import Groups, extent_of
+from sglang_smc.groups import Extent, Figures, Groups, extent_of, extent_of_server
 from sglang_smc.ops import kind_of, ops_of
 from sglang_smc.particles import ParticleTable, Population
-from sglang_smc.result import Particles, SMCBatchResult
+from sglang_smc.result import Outcome, Particles, SMCBatchResult
+from sglang_smc.round_graph import RoundGraphs, cuda_recorder, measured
 from sglang_smc.runs import RunBook, first_is_open, running
 from sglang_smc.sampling import RequestTable, Settings, uses_filters
 from sglang_smc.smc.proposal import power_law, sample
@@ -32,7 +33,7 @@ from sglang_smc.steps import Decision, Steps
 from sglang_smc.vocabulary import check_same_vocabulary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from sglang.srt.distributed.parallel_state_wrapper import ParallelState
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -68,7 +69,9 @@ class SMCWorker(BaseSpecWorker):
         self._draft_worker.draft_runner = self._draft_worker.model_runner
         self._draft_worker.draft_runners = [self._draft_worker.model_runner]
         check_same_vocabulary(target_worker, self._draft_worker)
+        self._graph_sizes = _graph_sizes(server_args)
         self._log = IntervalLog(server_args.decode_log_interval, self.config.num_particles)
+        self._graphs: RoundGraphs | None = None
         self._runs = RunBook(self.config, target_worker.random_seed)
 
     def alloc_memory_pool(
@@ -112,6 +115,35 @@ class SMCWorker(BaseSpecWorker):
             ledger=self._ledger,
             ops=self._ops,
             max_lag=self.config.max_lag,
+        )
+
+    def init_cuda_graphs(self) -> None:
+        """Let the stock runners capture prefill, then capture whole rounds."""
+        super().init_cuda_graphs()
+        if self.config.round_graph == "off":
+            return
+        assert self._graph_sizes, "SGLang chooses sizes wherever it may capture"
+        extent = extent_of_server(self.config)
+        self._begin_padding()
+        graphs = RoundGraphs(self._play, extent, self._graph_sizes, self.device, cuda_recorder())
+        with measured(self.device) as usage:
+            graphs.capture()
+        self._additional_graph_memory_usage["smc_round"] = usage[0].gigabytes
+        self._additional_graph_time_usage["smc_round"] = usage[0].seconds
+        self._graphs = graphs
+
+    def _begin_padding(self) -> None:
+        """Give SGLang's padding row particles that have ended: they play what a batch leaves."""
+        self._requests.write([self._runs.padding()])
+        row = self._tensor([0])
+        self._counters.begin(row, self._tensor([zero_counters(1)], torch.float64))
+        self._particles.begin(
+            row,
+            first_tokens=row,
+            num_emitted=row,
+            log_evidence=torch.zeros_like(row, dtype=torch.float64),
+            num_particles=self._tensor([self.config.num_particles]),
+            ended=torch.ones(1, self.config.num_particles, dtype=torch.bool, device=self.device),
         )
 
     @property
@@ -221,9 +253,21 @@ class SMCWorker(BaseSpecWorker):
         return tokens, ends & is_open  # SGLang itself looks at a token that all share
 
     def _round(self, batch: "ScheduleBatch") -> SMCBatchResult:
+        """Launch a round; the host hears of it when the device has come so far."""
+        extent = extent_of(self.config, batch.reqs)
+        figures = Figures(
+            rows=batch.req_pool_indices,
+            committed=batch.seq_lens.long(),
+            allocated=self._tensor([running(req).arena[1] for req in batch.reqs]),
+        )
+        if self._graphs is not None and self._graphs.fits(extent, len(batch.reqs)):
+            return SMCBatchResult.of(self._graphs.replay(figures), self._log)
+        return SMCBatchResult.of(self._play(figures, extent, batch.reqs), self._log)
+
+    def _play(self, figures: Figures, extent: Extent, reqs: "Sequence[Req]" = ()) -> Outcome:
         """One round, from the last token of every particle to what all of them agree on."""
         steps = self._steps
-        groups, before = self._open(batch)
+        groups, before = self._open(figures, extent, reqs)
         reserved = steps.reserve(groups, before)
 
         drafts = steps.propose(groups, before, reserved)
@@ -234,20 +278,13 @@ class SMCWorker(BaseSpecWorker):
         settled, forced = steps.collapse(groups, continued)
         return self._commit(groups, continued, settled, decision, forced)
 
-    def _open(self, batch: "ScheduleBatch") -> tuple[Groups, Population]:
-        rows, extent = batch.req_pool_indices, extent_of(self.config, batch.reqs)
-        before = self._particles.gather(rows, extent.num_particles, extent.max_tail)
-        settings = self._requests.gather(rows)
+    def _open(
+        self, figures: Figures, extent: Extent, reqs: "Sequence[Req]"
+    ) -> tuple[Groups, Population]:
+        before = self._particles.gather(figures.rows, extent.num_particles, extent.max_tail)
+        settings = self._requests.gather(figures.rows)
         seeds = round_seeds(settings.seeds, before.output_lengths.amax(1))
-        groups = Groups(
-            reqs=batch.reqs,
-            rows=rows,
-            settings=settings._replace(seeds=seeds),
-            committed=batch.seq_lens.long(),
-            allocated=self._tensor([running(req).arena[1] for req in batch.reqs]),
-            extent=extent,
-        )
-        return groups, before
+        return Groups(list(reqs), figures, settings._replace(seeds=seeds), extent), before
 
     def _commit(
         self,
@@ -256,7 +293,7 @@ class SMCWorker(BaseSpecWorker):
         settled: Population,
         decision: Decision,
         forced: torch.Tensor,
-    ) -> SMCBatchResult:
+    ) -> Outcome:
         """Emit what all particles agree on, and store the rest for the next round."""
         counts = settled.num_common()
         self._ledger.commit(
@@ -280,21 +317,25 @@ class SMCWorker(BaseSpecWorker):
             log_evidence=after.log_evidence
             + log_mean_exp(after.log_weights, groups.settings.num_particles),
         )
-        tokens = settled.tokens[:, 0]  # [G, T]: the first counts[g] are emitted
-        return SMCBatchResult(
-            next_token_ids=tokens.flatten(),
-            accept_lens=counts,
+        is_settled, anchors = settled.is_settled(), settled.anchor[:, 0]
+        return Outcome(
+            tokens=settled.tokens[:, 0],
+            counts=counts,
             new_seq_lens=groups.committed + counts,
-            next_draft_input=SMCDraftInput(after.anchor[:, 0]),
-            speculative_num_draft_tokens=tokens.shape[1],
+            anchors=after.anchor[:, 0],
             num_kept_columns=decision.cut.num_columns,
             counters=counters,
-            firsts=torch.where(settled.is_settled(), settled.anchor[:, 0], -1)
-            if groups.extent.powered
-            else None,
+            firsts=torch.where(is_settled, anchors, -1) if groups.extent.powered else None,
             particles=Particles.of(continued) if groups.extent.shows_particles else None,
-            log=self._log,
         )
 
     def _tensor(self, values: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
+
+
+def _graph_sizes(server_args: "ServerArgs") -> list[int]:
+    """Batch sizes to capture: those that SGLang would, up to the most that can run."""
+    graphs = server_args.cuda_graph_config
+    largest = server_args.max_running_requests
+    assert graphs is not None and largest is not None
+    return sorted({min(size, largest) for size in graphs.decode.bs or ()})

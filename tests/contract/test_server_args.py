@@ -29,6 +29,7 @@ GIVEN = {
     "speculative_smc_draft_temperature": 0.9,
     "speculative_smc_max_lag": 32,
     "speculative_smc_kernels": "torch",
+    "speculative_smc_round_graph": "off",
 }
 DEFAULTS = {
     "speculative_smc_mode": "smc",
@@ -42,6 +43,7 @@ DEFAULTS = {
     "speculative_smc_draft_temperature": None,
     "speculative_smc_max_lag": 256,
     "speculative_smc_kernels": "auto",
+    "speculative_smc_round_graph": "auto",
 }
 
 HELP = DEFAULTS | {
