@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_smc import stopping
-from sglang_smc.forward import ParticleForward
+from sglang_smc.forward import ParticleForward, Places
 from sglang_smc.groups import Groups
 from sglang_smc.ledger import Ledger
 from sglang_smc.particles import Population
@@ -64,20 +64,17 @@ class Steps:
 
     def propose(self, groups: Groups, population: Population, slots: torch.Tensor) -> Drafts:
         """Draft x_1..x_K ~ q, one after another, from each particle's last token."""
-        rows, starts = self._places(groups, population)
+        starts, places = self._places(groups, population)
         siblings = self._siblings(groups, population)
         tokens, drawn, log_q, laws = population.last_tokens, [], [], []
         num_steps = groups.extent.num_steps
         for step in range(num_steps):
-            logits = self.draft.decode(
-                tokens.flatten(), rows, starts + step, slots[..., step].flatten()
+            logits = self.draft.next_logits(
+                tokens.unsqueeze(2), starts + step, slots[..., step : step + 1], places
             )
             positions = population.output_lengths + step
             law = groups.settings.log_probs(
-                logits.view(*tokens.shape, -1),
-                positions,
-                filtered=groups.extent.filtered,
-                draft=True,
+                logits, positions, filtered=groups.extent.filtered, draft=True
             )
             noise = self._uniforms(groups, positions, Purpose.DRAFT)
             tokens = sample(law, stratify(noise, siblings))
@@ -86,7 +83,7 @@ class Steps:
             log_q.append(token_log_probs(law, tokens))
             laws.append(law if groups.extent.verifies else None)
         # The last drafted token's KV, which the next round's draft reads if the token is kept.
-        self.draft.decode(tokens.flatten(), rows, starts + num_steps, slots[..., -1].flatten())
+        self.draft.next_logits(tokens.unsqueeze(2), starts + num_steps, slots[..., -1:], places)
         chains = torch.stack(drawn, dim=2)
         return Drafts(
             chains,
@@ -100,12 +97,12 @@ class Steps:
     ) -> torch.Tensor:
         """One target pass over [last, x_1..x_K]: log p of what comes next, ``[G, N, K + 1, V]``."""
         chain = torch.cat([population.last_tokens.unsqueeze(2), drafts.tokens], dim=2)
-        rows, starts = self._places(groups, population)
-        logits = self.target.verify(chain.flatten(0, 1), rows, starts, slots.flatten(0, 1))
+        starts, places = self._places(groups, population)
+        logits = self.target.chain_logits(chain, starts, slots, places)
         column = torch.arange(chain.shape[2], device=chain.device)
         positions = population.output_lengths.unsqueeze(2) + column  # [G, N, K + 1]
         log_p = groups.settings.log_probs(
-            logits.view(len(groups.reqs), -1, logits.shape[-1]),
+            logits.flatten(1, 2),
             positions.flatten(1),
             filtered=groups.extent.filtered,
         )
@@ -248,10 +245,15 @@ class Steps:
             log_evidence=population.log_evidence + step.log_evidence,
         )
 
-    def _places(self, groups: Groups, population: Population) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each particle's row, and the position it continues at, both ``[G * N]``."""
-        rows = self._ledger.particle_rows(groups.rows, groups.extent.num_particles)
-        return rows.flatten(), (groups.committed.unsqueeze(1) + population.lengths).flatten()
+    def _places(self, groups: Groups, population: Population) -> tuple[torch.Tensor, Places]:
+        """The position that each particle continues at, ``[G, N]``, and where its KV stands."""
+        places = Places(
+            rows=groups.rows,
+            committed=groups.committed,
+            particle_rows=self._ledger.particle_rows(groups.rows, groups.extent.num_particles),
+            max_tail=groups.extent.max_tail + 1,
+        )
+        return groups.committed.unsqueeze(1) + population.lengths, places
 
     def _siblings(self, groups: Groups, population: Population) -> torch.Tensor:
         """Particles that may share their noise, ``[G, N, N]``: verified chains are independent."""

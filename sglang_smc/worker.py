@@ -102,12 +102,12 @@ class SMCWorker(BaseSpecWorker):
         )
 
     def init_attention_backends(self) -> None:
-        """Build the stock backends for prefill and our own, N times wider, for the particles."""
+        """Build the stock backends for prefill, and our own for the particles."""
         super().init_attention_backends()
-        max_rows = self.req_to_token_pool.size * self.config.num_particles
+        attention = "triton" if self.device == "cuda" else "torch"
         self._steps = Steps(
-            target=ParticleForward(self._target_worker.model_runner, max_rows),
-            draft=ParticleForward(self._draft_worker.model_runner, max_rows),
+            target=ParticleForward(self._target_worker.model_runner, attention),
+            draft=ParticleForward(self._draft_worker.model_runner, attention),
             ledger=self._ledger,
             max_lag=self.config.max_lag,
         )
