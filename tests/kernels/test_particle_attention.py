@@ -1,29 +1,15 @@
 """The Triton kernel and its torch reference, against softmax attention one query at a time."""
 
-import importlib
 from typing import Any
 
 import pytest
 import torch
-import triton
-import triton.experimental.gluon  # loaded on demand else, and would refuse the library redone here
 from particle_cases import SCALING, Case, make_case
-from triton import knobs
 
 from sglang_smc.kernels import particle_attention as kernel
 from sglang_smc.shared_prefix import plan_shared_prefix, shared_prefix_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-# Triton asks whether to interpret when a function is decorated, those of its own library included,
-# which may have been imported long before: decorate them anew.
-if DEVICE == "cpu" and isinstance(triton.language.sum, triton.runtime.JITFunction):
-    with knobs.runtime.scope():
-        knobs.runtime.interpret = True
-        importlib.reload(triton.language.standard)
-        importlib.reload(triton.language)
-        importlib.reload(kernel)
-
 
 # What the interpreter says of every loop between loaded bounds.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
