@@ -48,7 +48,7 @@ def make_row(cell: Cell, entries: Sequence[Mapping[str, Any]]) -> RoundRow:
     if not both:
         raise BenchError(
             f"No forwards were seen in the rounds of {cell.name}: they run from a CUDA graph, "
-            "where no timer reaches. Ask for --engine disable_cuda_graph=true, in another --output-dir."
+            "where no timer reaches. Ask for --engine disable_cuda_graph=true and another folder."
         )
     whole, alone = [one["round"] for one in both], [one["alone"] for one in both]
     names = dict.fromkeys(name for one in rounds for name in one["parts"])
