@@ -18,6 +18,8 @@ from plots import COLOURS
 from speed.report import CellRow
 
 MARKERS = "osD^v"
+#: How far intervals are drawn, in multiples of the largest ratio.
+WIDEST = 1.5
 INCHES_PER_SYSTEM, INCHES_BESIDE = 0.42, 2.0
 
 
@@ -64,7 +66,9 @@ def _ratios(
             axes.errorbar(mean, at, xerr=errors, capsize=3, **_style(row, batches))
     axes.set_xlabel("decoding speed, as a multiple of AR's (95 % interval)")
     _tidy(axes)
-    axes.set_xlim(left=0)
+    # A wide interval is cut rather than let it squeeze everything else.
+    largest = max((row.ratio_to_ar.mean for row in rows if row.ratio_to_ar), default=1.0)
+    axes.set_xlim(0, WIDEST * max(1.0, largest))
 
 
 def _bounds(
