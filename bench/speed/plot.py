@@ -45,7 +45,7 @@ def plot_rows(rows: Sequence[CellRow], path: Path, *, title: str) -> None:
         _bounds(right, here, names, batches)
         left.set_yticks(range(len(names)), names)
         left.set_title(f"Prompts of {prompt} tokens", loc="left", fontweight="bold")
-    panels[0][0].invert_yaxis()
+    panels[0][0].set_ylim(len(names) - 0.5, -0.5)  # the first on top
     handles, labels = panels[0][1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.suptitle(title)
