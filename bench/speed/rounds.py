@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import results
-from logs import Log
+from logs import BenchError, Log
 from plots import COLOURS
 from results import Interval, interval_cell, interval_columns, markdown_table, short
 from speed.grid import Cell
@@ -45,6 +45,11 @@ def make_row(cell: Cell, entries: Sequence[Mapping[str, Any]]) -> RoundRow:
     bursts = [burst for entry in entries for burst in entry["bursts"]]
     rounds = [one for burst in bursts for one in burst["rounds"] if one["batch"] == cell.batch]
     both = [one for one in rounds if one["alone"]]
+    if not both:
+        raise BenchError(
+            f"No forwards were seen in the rounds of {cell.name}: they run from a CUDA graph, "
+            "where no timer reaches. Ask for --engine disable_cuda_graph=true and another folder."
+        )
     whole, alone = [one["round"] for one in both], [one["alone"] for one in both]
     names = dict.fromkeys(name for one in rounds for name in one["parts"])
     parts = {name: median(one["parts"].get(name, 0.0) for one in rounds) for name in names}
