@@ -88,7 +88,7 @@ def extent_of_server(config: SMCConfig) -> Extent:
         num_steps=config.num_steps,
         max_tail=memory.max_tail(config),
         max_arena=memory.max_arena(config),
-        kinds=Kinds(filtered=False, early=False),
+        kinds=Kinds(filtered=False, greedy=True, early=False),
         powered=config.power != 1.0,
         weighs=weighs,
         verifies=not weighs,

@@ -24,7 +24,7 @@ from sglang_smc.particles import ParticleTable, Population
 from sglang_smc.result import Outcome, Particles, SMCBatchResult
 from sglang_smc.round_graph import RoundGraphs, cuda_recorder, measured
 from sglang_smc.runs import RunBook, first_is_open, running
-from sglang_smc.sampling import RequestTable, Settings, uses_filters
+from sglang_smc.sampling import Kinds, RequestTable, Settings
 from sglang_smc.smc.proposal import power_law, sample
 from sglang_smc.smc.randomness import Purpose, round_seeds, uniforms
 from sglang_smc.smc.siblings import stratify
@@ -206,7 +206,7 @@ class SMCWorker(BaseSpecWorker):
         carried = self._tensor([start.counters for start in starts], torch.float64)
         settings = self._requests.gather(rows)
         log_p = settings.log_probs(
-            logits.unsqueeze(1), num_emitted.unsqueeze(1), filtered=uses_filters(batch.reqs)
+            logits.unsqueeze(1), num_emitted.unsqueeze(1), filtered=Kinds.of(batch.reqs).cuts
         )
         law, log_sum = power_law(log_p.squeeze(1), settings.power)
         first = torch.zeros_like(num_emitted)  # they belong to all particles; drawn as particle 0's
