@@ -145,7 +145,7 @@ def plot_rows(rows: Sequence[RoundRow], path: Path, *, title: str) -> None:
         widths = [max(0.0, 1000 * row.parts.get(name, 0.0)) for row in rows]
         # A colour for each of the first parts, and hatching where they come again.
         colour, hatch = COLOURS[place % len(COLOURS)], ("", "//", "..")[place // len(COLOURS) % 3]
-        axes.barh(labels, widths, left=left, color=colour, hatch=hatch, label=name, ec="white")
+        axes.barh(labels, widths, left=left, color=colour, hatch=hatch, label=name)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     alone = [1000 * row.forwards_alone_seconds for row in rows]
     axes.plot(alone, labels, "k|", ms=18, mew=2, label="forwards alone")
