@@ -40,9 +40,10 @@ SERVER_ARGS_FIELDS = {
     "draft_temperature": "speculative_smc_draft_temperature",
     "max_lag": "speculative_smc_max_lag",
     "kernels": "speculative_smc_kernels",
+    "adaptive": "speculative_smc_adaptive",
 }
 
-SERVER_FIELDS = ("max_lag", "kernels")
+SERVER_FIELDS = ("max_lag", "kernels", "adaptive")
 """They size memory or choose code, so a request has no say in them."""
 
 
@@ -88,6 +89,10 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     kernels: str = "auto"
     """What runs a round beside the models: `triton` kernels or `torch` functions, which give the
     same tokens. `auto`: kernels on a GPU, torch elsewhere."""
+
+    adaptive: bool = False
+    """N and K follow the load: under it requests get fewer than they ask for, down to N = 1, K = 0.
+    """
 
     @classmethod
     def from_server_args(cls, server_args: Any) -> "SMCConfig":
@@ -171,7 +176,17 @@ class Choice(NamedTuple):
         return "one of " + ", ".join(self.words)
 
 
-Range = Integer | Number | Choice
+class Switch:
+    """On or off."""
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, bool)
+
+    def __str__(self) -> str:
+        return "True or False"
+
+
+Range = Integer | Number | Choice | Switch
 
 RANGES: dict[str, Range] = {
     "num_steps": Integer(1),
@@ -186,6 +201,7 @@ RANGES: dict[str, Range] = {
     "draft_temperature": Number(0, closed=False),
     "max_lag": Integer(1),
     "kernels": Choice(KERNELS),
+    "adaptive": Switch(),
 }
 
 DEFAULTS = SMCConfig()

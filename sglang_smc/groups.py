@@ -7,6 +7,7 @@ import torch
 from sglang_smc import memory
 from sglang_smc.config import SMCConfig
 from sglang_smc.request_config import config_of
+from sglang_smc.rungs import Rung, joined, narrowed
 from sglang_smc.runs import running
 from sglang_smc.sampling import Kinds, Settings
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 class Extent(NamedTuple):
     """Sizes and kinds in a batch, known without asking the device; tensors are cut to them."""
 
+    rung: Rung | None  # that bounds N and K in this round
+    num_held: int  # the most particles that a request has or, as the round begins, had
+    resizes: bool  # some request has more or fewer than it had
     num_particles: int  # the most that a request has
     num_steps: int  # the most that a request drafts a round
     max_tail: int  # no tail is longer when the round ends
@@ -45,18 +49,28 @@ def extent_of(server: SMCConfig, reqs: "list[Req]") -> Extent:
 
     Under the overlap schedule the host's figures are one round old, and too large if anything.
     """
-    configs = [config_of(server, req) for req in reqs]
-    pairs = list(zip(configs, reqs, strict=True))
+    asked, rungs = [config_of(server, req) for req in reqs], [running(req).rungs for req in reqs]
+    befores, configs = (
+        [narrowed(*pair) for pair in zip(asked, of_round, strict=True)]
+        for of_round in zip(*rungs, strict=True)
+    )
+    spans = list(zip(map(joined, befores, configs), reqs, strict=True))
+    num_before, num_after = ([c.num_particles for c in each] for each in (befores, configs))
     arenas = [running(req).arena for req in reqs]
     return Extent(
-        num_particles=max(config.num_particles for config in configs),
+        rung=rungs[0][1],
+        num_held=max(num_before + num_after),
+        resizes=num_before != num_after,
+        num_particles=max(num_after),
         num_steps=max(config.num_steps for config in configs),
-        max_tail=max(memory.tail(config, memory.remaining(req)) for config, req in pairs),
+        max_tail=max(memory.tail(config, memory.remaining(req)) for config, req in spans),
         max_arena=max(end - start for start, end in arenas),
         kinds=Kinds.of(reqs),
         powered=any(config.power != 1.0 for config in configs),
         weighs=any(config.weighs for config in configs),
         verifies=not all(config.weighs for config in configs),
         shows_particles=any(config.return_particles for config in configs),
-        methods=tuple(sorted({config.resampling_method for config in configs if config.weighs})),
+        methods=tuple(
+            sorted({c.resampling_method for c in configs if c.weighs or c.num_steps == 0})
+        ),
     )

@@ -14,14 +14,18 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_smc import memory, stopping
+from sglang_smc.active import active_policy, active_rung, set_policy
+from sglang_smc.adaptive import Policy
 from sglang_smc.config import SMCConfig
 from sglang_smc.diagnostics import CounterTable, IntervalLog
 from sglang_smc.draft_input import SMCDraftInput
 from sglang_smc.forward import ParticleForward
 from sglang_smc.groups import Groups, extent_of
+from sglang_smc.measured import costs_of
 from sglang_smc.ops import kind_of, ops_of
 from sglang_smc.particles import ParticleTable, Population
 from sglang_smc.result import Particles, SMCBatchResult
+from sglang_smc.rungs import Rung
 from sglang_smc.runs import RunBook, first_is_open, running
 from sglang_smc.sampling import RequestTable, Settings, uses_filters
 from sglang_smc.smc.proposal import power_law, sample
@@ -68,7 +72,7 @@ class SMCWorker(BaseSpecWorker):
         self._draft_worker.draft_runner = self._draft_worker.model_runner
         self._draft_worker.draft_runners = [self._draft_worker.model_runner]
         check_same_vocabulary(target_worker, self._draft_worker)
-        self._log = IntervalLog(server_args.decode_log_interval, self.config.num_particles)
+        self._log = IntervalLog(server_args.decode_log_interval)
         self._runs = RunBook(self.config, target_worker.random_seed)
 
     def alloc_memory_pool(
@@ -113,6 +117,15 @@ class SMCWorker(BaseSpecWorker):
             ops=self._ops,
             max_lag=self.config.max_lag,
         )
+        if self.config.adaptive:
+            self._adapt()
+
+    def _adapt(self) -> None:
+        """Let N and K follow the load from now on."""
+        top = Rung(self.config.num_particles, self.config.num_steps)
+        most = self.req_to_token_pool.size * top.num_particles * (top.num_steps + 1)
+        group = self._target_worker.model_runner.tp_group
+        set_policy(Policy(top, costs_of(self._steps, self._ledger, self._ops, most, group)))
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
@@ -168,11 +181,12 @@ class SMCWorker(BaseSpecWorker):
     def _begin(self, batch: "ScheduleBatch", logits: torch.Tensor) -> torch.Tensor:
         """Draw first tokens ``[G]`` from ``logits`` ``[G, V]`` and start the particles there."""
         rows = batch.req_pool_indices
-        starts = self._runs.begin(batch.reqs)
+        rung = active_rung()
+        starts = self._runs.begin(batch.reqs, rung)
         self._requests.write([start.spec for start in starts])
         num_emitted = self._tensor([start.num_emitted for start in starts])  # [G]
         carried = self._tensor([start.counters for start in starts], torch.float64)
-        settings = self._requests.gather(rows)
+        settings = self._requests.gather(rows).within(rung)
         log_p = settings.log_probs(
             logits.unsqueeze(1), num_emitted.unsqueeze(1), filtered=uses_filters(batch.reqs)
         )
@@ -236,8 +250,8 @@ class SMCWorker(BaseSpecWorker):
 
     def _open(self, batch: "ScheduleBatch") -> tuple[Groups, Population]:
         rows, extent = batch.req_pool_indices, extent_of(self.config, batch.reqs)
-        before = self._particles.gather(rows, extent.num_particles, extent.max_tail)
-        settings = self._requests.gather(rows)
+        before = self._particles.gather(rows, extent.num_held, extent.max_tail)
+        settings = self._requests.gather(rows).within(extent.rung)
         seeds = round_seeds(settings.seeds, before.output_lengths.amax(1))
         groups = Groups(
             reqs=batch.reqs,
@@ -247,6 +261,10 @@ class SMCWorker(BaseSpecWorker):
             allocated=self._tensor([running(req).arena[1] for req in batch.reqs]),
             extent=extent,
         )
+        if extent.resizes:
+            before = self._steps.resize(groups, before)
+            self._particles.scatter(rows, before)  # also those that are no longer there
+            before = before.first(extent.num_particles)
         return groups, before
 
     def _commit(
@@ -276,6 +294,8 @@ class SMCWorker(BaseSpecWorker):
             verified=decision.verified,
             collapsed=forced,
             ancestors=continued.num_roots(),
+            num_particles=groups.settings.num_particles,
+            num_steps=groups.settings.num_steps,
             # What is banked, and what the weights have gained since: a retraction keeps both.
             log_evidence=after.log_evidence
             + log_mean_exp(after.log_weights, groups.settings.num_particles),
@@ -294,6 +314,8 @@ class SMCWorker(BaseSpecWorker):
             else None,
             particles=Particles.of(continued) if groups.extent.shows_particles else None,
             log=self._log,
+            rungs=[running(req).rung for req in groups.reqs],
+            policy=active_policy(),
         )
 
     def _tensor(self, values: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
