@@ -4,13 +4,13 @@
 for the device.
 """
 
-from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from sglang_smc import stopping
+from sglang_smc.by_group import by_method, choose
 from sglang_smc.forward import ParticleForward, Places
 from sglang_smc.groups import Groups
 from sglang_smc.law import Law
@@ -21,7 +21,6 @@ from sglang_smc.runs import running
 from sglang_smc.smc import exact, mixed, resizing, rounds
 from sglang_smc.smc.proposal import power_law, token_log_probs
 from sglang_smc.smc.randomness import Purpose
-from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.smc.siblings import same_text
 
 
@@ -95,7 +94,7 @@ class Steps:
         methods = sorted({running(req).config.resampling_method for req in groups.reqs})
         before = population.log_weights, population.present
         after = groups.settings.num_particles, self._once(groups, population, Purpose.RESIZE)
-        step = _by_method(groups, methods, partial(resizing.resize, *before, *after))
+        step = by_method(groups.settings.scheme, methods, partial(resizing.resize, *before, *after))
         # The draft may have yet to read the last emitted token, through the particle's own row.
         self._ledger.descend(
             groups.rows,
@@ -176,7 +175,7 @@ class Steps:
         if not groups.extent.weighs:
             return verified
         weighed = self.weigh(groups, population, drafts, law)
-        return _choose(groups.settings.weighs, weighed, verified)
+        return choose(groups.settings.weighs, weighed, verified)
 
     def weigh(self, groups: Groups, population: Population, drafts: Drafts, law: Law) -> Decision:
         """Weigh by log p - log q up to each particle's end; where the ESS is low, resample."""
@@ -207,7 +206,7 @@ class Steps:
         """Each request by its own method."""
         # Kernels want a column to work on.
         collect = self._ops.collect if groups.extent.num_steps else rounds.collect
-        return _by_method(groups, groups.extent.methods, partial(collect, *args))
+        return by_method(groups.settings.scheme, groups.extent.methods, partial(collect, *args))
 
     def verify(self, groups: Groups, population: Population, drafts: Drafts, law: Law) -> Decision:
         """Keep the columns that the block's evidence covers, or that exact verification accepts.
@@ -374,23 +373,3 @@ def _one_lineage(
         ),
         verified=~by_block,
     )
-
-
-def _by_method(groups: Groups, methods: Iterable[str], step: Callable[[str], Any]) -> Any:
-    """A resampling step of each request by its own method, one of ``methods``."""
-    first, *others = methods
-    found = step(first)
-    for method in others:
-        mine = groups.settings.scheme == list(SCHEMES).index(method)
-        found = _choose(mine, step(method), found)
-    return found
-
-
-def _choose(where: torch.Tensor, yes: Any, no: Any) -> Any:
-    """``yes`` or ``no`` for each group, of tensors ``[G, ...]``, of laws, or of tuples of them."""
-    if isinstance(yes, Law):
-        one, other = (law.log_probs().unflatten(0, (len(where), -1)) for law in (yes, no))
-        return Law.of_log_probs(_choose(where, one, other).flatten(0, 1))
-    if isinstance(yes, torch.Tensor):
-        return torch.where(where.view(-1, *(1,) * (yes.dim() - 1)), yes, no)
-    return type(yes)(*(_choose(where, a, b) for a, b in zip(yes, no, strict=True)))
