@@ -1,6 +1,6 @@
 # make demo        see it work, from nothing: environment, tiny models, a comparison
 # make fidelity    SMC's accuracy, speed and divergence at many settings, resumable, about 40 minutes
-# make speed       AR, SGLang's speculative decoding and SMC side by side, resumable, 15 minutes or more
+# make speed       AR, SGLang's speculative decoding and SMC side by side, resumable, about half an hour
 # make test        what continuous integration runs
 # make VENV=/path  any target, in an environment of yours instead of .venv
 

@@ -11,6 +11,8 @@ Programs whose keys or queries do not exist leave at once. The grid follows from
 that the host knows, so that a CUDA graph can capture it.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -63,20 +65,13 @@ def particle_attention(
     kv_heads = keys.shape[1]
     group = q_heads // kv_heads
     query = query.contiguous()
-    own_rows, all_rows = num_columns * group, num_particles * num_columns * group
-    block_rows = min(64, max(16, triton.next_power_of_2(all_rows)))
-    prefix_blocks = triton.cdiv(all_rows, block_rows)
-    tail_blocks = triton.cdiv(own_rows, block_rows)
-    block_keys = BLOCK_BYTES // keys.element_size()
-    prefix_spans = num_prefix_spans(
-        size * kv_heads * prefix_blocks, triton.cdiv(max_prefix, block_keys)
-    )
-    tail_spans = triton.cdiv(max_tail, TAIL_SPAN)
-    num_prefix = prefix_blocks * size * kv_heads * prefix_spans
-    num_tail = tail_blocks * size * num_particles * kv_heads * tail_spans
+    cut = cut_work(query.shape, kv_heads, keys.element_size(), max_prefix, max_tail)
+    prefixes, tails = size * kv_heads, size * num_particles * kv_heads
+    num_prefix = prefixes * cut.prefix_blocks * cut.prefix_spans
+    num_tail = tails * cut.tail_blocks * cut.tail_spans
 
     # Every query has a partial result from each span: [spans, G * N * C, q_heads, ...].
-    spans = prefix_spans + tail_spans
+    spans = cut.prefix_spans + cut.tail_spans
     tokens = size * num_particles * num_columns
     partial = query.new_empty(spans, tokens, q_heads, head_dim, dtype=torch.float32)
     log_sums = query.new_empty(spans, tokens, q_heads, dtype=torch.float32)
@@ -100,18 +95,18 @@ def particle_attention(
         num_particles,
         tokens,
         num_prefix,
-        prefix_blocks,
-        prefix_spans,
-        tail_spans,
+        cut.prefix_blocks,
+        cut.prefix_spans,
+        cut.tail_blocks,
+        cut.tail_spans,
         keys.stride(0),
         keys.stride(1),
         values.stride(0),
         values.stride(1),
         req_to_token.stride(0),
-        tail_blocks=tail_blocks,
         tail_span=TAIL_SPAN,
-        block_rows=block_rows,
-        block_keys=block_keys,
+        block_rows=cut.block_rows,
+        block_keys=cut.block_keys,
         num_warps=4,
         num_stages=2,
         **shape,
@@ -129,17 +124,40 @@ def particle_attention(
     return output
 
 
-def num_prefix_spans(num_programs: int, max_blocks: int) -> int:
-    """Spans of each prefix, for a pass of so many programs and blocks of keys without splitting."""
-    wanted = triton.cdiv(ENOUGH_PROGRAMS, num_programs)
-    return max(1, min(wanted, MAX_PREFIX_SPANS, max_blocks))
+class Cut(NamedTuple):
+    """How the work is cut into programs; follows from shapes and bounds alone."""
+
+    block_rows: int  # query rows of a program
+    block_keys: int  # keys that it looks at together
+    prefix_blocks: int  # blocks of query rows that share a prefix
+    prefix_spans: int
+    tail_blocks: int  # those of one particle
+    tail_spans: int
+
+
+def cut_work(
+    shape: torch.Size, kv_heads: int, element_size: int, max_prefix: int, max_tail: int
+) -> Cut:
+    """Cut up the work for queries ``[G, N, C, q_heads, head_dim]`` to keys of so many bytes."""
+    size, num_particles, num_columns, q_heads, _ = shape
+    own_rows = num_columns * q_heads // kv_heads
+    block_rows = min(64, max(16, triton.next_power_of_2(num_particles * own_rows)))
+    block_keys = BLOCK_BYTES // element_size
+    prefix_blocks = triton.cdiv(num_particles * own_rows, block_rows)
+    prefix_spans = min(
+        triton.cdiv(ENOUGH_PROGRAMS, size * kv_heads * prefix_blocks),
+        MAX_PREFIX_SPANS,
+        triton.cdiv(max_prefix, block_keys),
+    )
+    tail_blocks, tail_spans = triton.cdiv(own_rows, block_rows), triton.cdiv(max_tail, TAIL_SPAN)
+    return Cut(block_rows, block_keys, prefix_blocks, prefix_spans, tail_blocks, tail_spans)
 
 
 # What differs from batch to batch is not to be compiled in.
 @triton.jit(
     do_not_specialize=[
-        *("num_particles", "num_tokens", "num_prefix"),
-        *("prefix_blocks", "prefix_spans", "tail_spans"),
+        *("num_particles", "all_tokens", "num_prefix"),
+        *("prefix_blocks", "prefix_spans", "tail_blocks", "tail_spans"),
     ]
 )
 def _attend_spans(
@@ -155,10 +173,11 @@ def _attend_spans(
     log_sum_ptr,
     scaling,
     num_particles,
-    num_tokens,
+    all_tokens,
     num_prefix,
     prefix_blocks,
     prefix_spans,
+    tail_blocks,
     tail_spans,
     key_stride,
     key_head_stride,
@@ -169,7 +188,6 @@ def _attend_spans(
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
-    tail_blocks: tl.constexpr,
     tail_span: tl.constexpr,
     block_rows: tl.constexpr,
     block_keys: tl.constexpr,
@@ -179,76 +197,51 @@ def _attend_spans(
     program = tl.program_id(0)
     is_tail = program >= num_prefix
     # The innermost index runs fastest: blocks of rows that read the same keys run side by side.
-    if is_tail:
-        rest = program - num_prefix
-        block, rest = rest % tail_blocks, rest // tail_blocks
-        span, rest = rest % tail_spans, rest // tail_spans
-        head, particle = rest % kv_heads, rest // kv_heads
-        committed = tl.load(committed_ptr + particle // num_particles).to(tl.int32)
-        start = tl.load(starts_ptr + particle).to(tl.int32)
-        begin = committed + span * tail_span
-        _attend_span(
-            query_ptr,
-            key_ptr + head * key_head_stride,
-            value_ptr + head * value_head_stride,
-            table_ptr + tl.load(particle_rows_ptr + particle) * table_stride,
-            partial_ptr,
-            log_sum_ptr,
-            scaling,
-            start,
-            begin,
-            tl.minimum(begin + tail_span, start + num_columns),
-            block,
-            head,
-            particle * num_columns,
-            (prefix_spans + span).to(tl.int64) * num_tokens,
-            key_stride,
-            value_stride,
-            num_columns,
-            num_columns,
-            kv_heads,
-            group,
-            head_dim,
-            True,
-            block_rows,
-            block_keys,
-            block_dim,
-        )
-    else:
-        block, rest = program % prefix_blocks, program // prefix_blocks
-        span, rest = rest % prefix_spans, rest // prefix_spans
-        head, request = rest % kv_heads, rest // kv_heads
-        committed = tl.load(committed_ptr + request).to(tl.int32)
-        # Whole blocks of keys, evenly among the spans.
-        length = tl.cdiv(committed, block_keys * prefix_spans) * block_keys
-        begin = span * length
-        _attend_span(
-            query_ptr,
-            key_ptr + head * key_head_stride,
-            value_ptr + head * value_head_stride,
-            table_ptr + tl.load(rows_ptr + request) * table_stride,
-            partial_ptr,
-            log_sum_ptr,
-            scaling,
-            0,
-            begin,
-            tl.minimum(begin + length, committed),
-            block,
-            head,
-            request * num_particles * num_columns,
-            span.to(tl.int64) * num_tokens,
-            key_stride,
-            value_stride,
-            num_particles * num_columns,
-            num_columns,
-            kv_heads,
-            group,
-            head_dim,
-            False,
-            block_rows,
-            block_keys,
-            block_dim,
-        )
+    rest = program - tl.where(is_tail, num_prefix, 0)
+    blocks = tl.where(is_tail, tail_blocks, prefix_blocks)
+    block, rest = rest % blocks, rest // blocks
+    spans = tl.where(is_tail, tail_spans, prefix_spans)
+    span, rest = rest % spans, rest // spans
+    head, owner = rest % kv_heads, rest // kv_heads  # of a tail a particle, of a prefix a request
+
+    committed = tl.load(committed_ptr + owner // tl.where(is_tail, num_particles, 1)).to(tl.int32)
+    # A prefix is seen from everywhere.
+    start = tl.load(starts_ptr + owner, mask=is_tail, other=1 << 30).to(tl.int32)
+    own_row = tl.load(particle_rows_ptr + owner, mask=is_tail, other=0)
+    shared_row = tl.load(rows_ptr + owner, mask=program < num_prefix, other=0)
+    # The spans of a prefix are whole blocks of keys, as many in each.
+    even = tl.cdiv(committed, block_keys * prefix_spans) * block_keys
+    length = tl.where(is_tail, tail_span, even)
+    begin = tl.where(is_tail, committed, 0) + span * length
+    end = tl.where(is_tail, start + num_columns, committed)
+    num_tokens = tl.where(is_tail, 1, num_particles) * num_columns
+    partial_span = span + tl.where(is_tail, prefix_spans, 0)
+    _attend_span(
+        query_ptr,
+        key_ptr + head * key_head_stride,
+        value_ptr + head * value_head_stride,
+        table_ptr + (own_row + shared_row) * table_stride,
+        partial_ptr,
+        log_sum_ptr,
+        scaling,
+        start,
+        begin,
+        tl.minimum(begin + length, end),
+        block,
+        head,
+        owner * num_tokens,
+        num_tokens,
+        partial_span.to(tl.int64) * all_tokens,
+        key_stride,
+        value_stride,
+        num_columns,
+        kv_heads,
+        group,
+        head_dim,
+        block_rows,
+        block_keys,
+        block_dim,
+    )
 
 
 @triton.jit
@@ -266,15 +259,14 @@ def _attend_span(
     block,
     head,
     first_token,
+    num_tokens,
     first_partial,
     key_stride,
     value_stride,
-    num_tokens,
     num_columns: tl.constexpr,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
-    causal: tl.constexpr,
     block_rows: tl.constexpr,
     block_keys: tl.constexpr,
     block_dim: tl.constexpr,
@@ -307,9 +299,7 @@ def _attend_span(
             value_ptr + slot[:, None] * value_stride + dim[None, :], mask=loaded, other=0.0
         )
         scores = tl.dot(query, tl.trans(key).to(query.dtype), input_precision="tf32x3") * scaling
-        seen = inside[None, :]
-        if causal:
-            seen = seen & (position[None, :] <= last_seen[:, None])
+        seen = inside[None, :] & (position[None, :] <= last_seen[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         # A row that has seen nothing so far: -inf - 0, not -inf - -inf.

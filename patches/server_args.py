@@ -120,10 +120,20 @@ class SMCFlags:
         ),
         NS("spec"),
     ] = None
+    speculative_smc_round_graph: Annotated[
+        str | None,
+        Arg(
+            help="SMC only. Whether whole rounds are captured as CUDA graphs and launched at once. "
+            "'auto' captures them on a GPU unless --disable-cuda-graph is given "
+            f"(default {DEFAULTS.round_graph}).",
+            choices=list(config.ROUND_GRAPH),
+        ),
+        NS("spec"),
+    ] = None
     speculative_smc_adaptive: Annotated[
         bool | None,
         Arg(
-            help="SMC only. Particles and steps follow the load and the measured cost of passes: "
+            help="SMC only. Particles and steps follow the load and the measured cost of rounds: "
             "where speculation does not pay, requests get fewer than they ask for, down to one "
             "verified chain, or none "
             f"(default {DEFAULTS.adaptive})."

@@ -43,6 +43,9 @@ class Curve(NamedTuple):
         tokens, seconds = zip(*points, strict=True)
         return cls(tuple(zip(tokens, accumulate(seconds, max), strict=True)))
 
+    def __str__(self) -> str:
+        return ", ".join(f"{size}: {1e3 * seconds:.3g} ms" for size, seconds in self.points)
+
     def at(self, num_tokens: int) -> float:
         """Seconds of a pass over ``num_tokens``."""
         if len(self.points) == 1 or num_tokens <= self.points[0][0]:
@@ -58,6 +61,9 @@ class Costs(NamedTuple):
     draft: Curve
     target: Curve
     overhead: float = 0.0  # of a round, whatever its size
+
+    def __str__(self) -> str:
+        return f"passes by tokens: draft {self.draft}; target {self.target}"
 
     @classmethod
     def parse(cls, text: str) -> "Costs":
@@ -77,8 +83,12 @@ class Costs(NamedTuple):
         curves = (Curve.of(sorted(points)) for points in (given.draft, given.target))
         return cls(*curves, given.overhead)
 
-    def round(self, batch_size: int, rung: Rung) -> float:
-        """A round of ``batch_size`` requests. Without drafts the draft still reads along."""
+    def round(self, batch_size: int, rung: Rung, widest: Rung) -> float:
+        """A round of ``batch_size`` requests, none of which asked for more than ``widest``.
+
+        Without drafts the draft still reads along.
+        """
+        rung = rung.within(widest)
         num_chains = batch_size * rung.num_particles
         first, others = self.draft.at(2 * num_chains), self.draft.at(num_chains)
         return (
@@ -92,6 +102,20 @@ class Costs(NamedTuple):
 _Tokens = Annotated[int, msgspec.Meta(ge=1)]
 _Seconds = Annotated[float, msgspec.Meta(gt=0.0)]
 _Points = Annotated[list[tuple[_Tokens, _Seconds]], msgspec.Meta(min_length=1)]
+
+
+class RoundCosts(NamedTuple):
+    """What whole rounds cost, in seconds, where they are recorded and replayed in full."""
+
+    rounds: dict[Rung, Curve]  # by the number of requests
+
+    def __str__(self) -> str:
+        shown = (f"N {rung[0]} K {rung[1]} {curve}" for rung, curve in self.rounds.items())
+        return f"rounds by requests: {'; '.join(shown)}"
+
+    def round(self, batch_size: int, rung: Rung, widest: Rung) -> float:
+        """As `Costs.round`; who asked for less is padded."""
+        return self.rounds[rung].at(batch_size)
 
 
 class _Given(msgspec.Struct, forbid_unknown_fields=True):
@@ -140,10 +164,10 @@ class Policy:
 
     Args:
         top: the server's N and K; the first rung in force.
-        costs: of passes.
+        costs: of rounds.
     """
 
-    def __init__(self, top: Rung, costs: Costs) -> None:
+    def __init__(self, top: Rung, costs: Costs | RoundCosts) -> None:
         self.rung = top
         self._costs = costs
         self._rungs = ladder(top)
@@ -212,8 +236,8 @@ class Policy:
 
     def _rate(self, batch_size: int, rung: Rung, widest: Rung) -> float:
         """Tokens a second."""
-        real = rung.within(widest)
-        return batch_size * self._kept.tokens(real) / self._costs.round(batch_size, real)
+        seconds = self._costs.round(batch_size, rung, widest)
+        return batch_size * self._kept.tokens(rung.within(widest)) / seconds
 
 
 def _work(rung: Rung, widest: Rung) -> int:

@@ -83,9 +83,11 @@ class SMCAlgorithm(CustomSpecAlgo):
         # On a CPU there is nothing to overlap with, and each request would pay one idle round.
         if server_args.device == "cpu" and not cpu_overlap_is_forced():
             server_args.disable_overlap_schedule = True
-        # SGLang's decode graphs hold one row a request; particles are N, and run eagerly.
+        # SGLang's decode graphs hold one row a request, and no weights: we capture our own.
         graphs = server_args.cuda_graph_config
         assert graphs is not None, "SGLang resolves its graphs before speculative decoding"
+        if config.round_graph == "auto" and not _captures(config, server_args):
+            server_args.speculative_smc_round_graph = "off"  # pyright: ignore
         graphs.decode.backend = Backend.DISABLED
         if server_args.max_running_requests is None:
             server_args.max_running_requests = _DEFAULT_MAX_RUNNING_REQUESTS
@@ -99,6 +101,15 @@ class SMCAlgorithm(CustomSpecAlgo):
 def cpu_overlap_is_forced() -> bool:
     """Whether the overlap schedule is wanted on a CPU."""
     return os.environ.get(CPU_OVERLAP_ENV) == "1"
+
+
+def _captures(config: SMCConfig, server_args: "ServerArgs") -> bool:
+    """Whether rounds are captured where the user leaves it to us."""
+    graphs = server_args.cuda_graph_config
+    assert graphs is not None
+    device = server_args.device or "cuda"
+    on_gpu = device != "cpu" and kind_of(config.kernels, device) == "triton"
+    return on_gpu and graphs.decode.backend != Backend.DISABLED
 
 
 def worker_class(server_args: "ServerArgs") -> type:
@@ -197,9 +208,15 @@ def _pool_problems(config: SMCConfig, num_slots: int | None) -> list[str]:
 
 def _kernel_problems(config: SMCConfig, device: str | None) -> list[str]:
     try:
-        kind_of(config.kernels, device or "cuda")
+        kind = kind_of(config.kernels, device or "cuda")
     except ValueError as error:
         return [str(error)]
+    if config.round_graph == "on" and (device == "cpu" or kind == "torch"):
+        return [
+            f"--speculative-smc-round-graph is 'on' with --device {device} and "
+            f"--speculative-smc-kernels {config.kernels!r}; allowed: 'auto' or 'off', since only "
+            "rounds of Triton kernels on a GPU can be captured. Leave it out."
+        ]
     return []
 
 

@@ -147,10 +147,6 @@ WORKER = (
         "self target_vocab_size target_tokenizer",
     ),
     Symbol(
-        "sglang.srt.model_executor.model_runner.ModelRunner._get_attention_backend",
-        "self init_new_workspace",
-    ),
-    Symbol(
         "sglang.srt.model_executor.model_runner.ModelRunner.compute_logprobs_only",
         "self logits_output forward_batch",
     ),
@@ -161,13 +157,12 @@ WORKER = (
     Symbol(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
         attributes="forward_mode batch_size input_ids req_pool_indices seq_lens out_cache_loc "
-        "seq_lens_sum seq_lens_cpu positions spec_algorithm spec_info capture_hidden_mode",
+        "seq_lens_sum positions extend_seq_lens extend_prefix_lens spec_algorithm "
+        "capture_hidden_mode",
     ),
     Symbol("sglang.srt.model_executor.forward_context.forward_context", "ctx"),
-    Symbol(
-        "sglang.srt.speculative.dflash_info.DFlashVerifyInput",
-        attributes="draft_token positions draft_token_num custom_mask capture_hidden_mode",
-    ),
+    Symbol("sglang.srt.distributed.parallel_state.graph_capture", "stream"),
+    Symbol("sglang.srt.model_executor.runner_utils.capture_mode.model_capture_mode", ""),
     Symbol("sglang.srt.speculative.spec_info.SpecInput.__init__", "self spec_input_type"),
     Symbol(
         "sglang.srt.managers.utils.GenerationBatchResult",

@@ -19,6 +19,7 @@ RESAMPLING_METHODS = ("systematic", "stratified", "multinomial", "residual", "ss
 RESAMPLE_AT = ("block", "token")
 SELECTIONS = ("sample", "argmax")
 KERNELS = ("auto", "triton", "torch")
+ROUND_GRAPH = ("auto", "on", "off")
 
 EVIDENCE_THRESHOLD = 0.5
 """Where none is given. Chosen by bench/fidelity, as the next."""
@@ -40,10 +41,11 @@ SERVER_ARGS_FIELDS = {
     "draft_temperature": "speculative_smc_draft_temperature",
     "max_lag": "speculative_smc_max_lag",
     "kernels": "speculative_smc_kernels",
+    "round_graph": "speculative_smc_round_graph",
     "adaptive": "speculative_smc_adaptive",
 }
 
-SERVER_FIELDS = ("max_lag", "kernels", "adaptive")
+SERVER_FIELDS = ("max_lag", "kernels", "round_graph", "adaptive")
 """They size memory or choose code, so a request has no say in them."""
 
 
@@ -89,6 +91,10 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     kernels: str = "auto"
     """What runs a round beside the models: `triton` kernels or `torch` functions, which give the
     same tokens. `auto`: kernels on a GPU, torch elsewhere."""
+
+    round_graph: str = "auto"
+    """Whether rounds are captured as CUDA graphs, one launch each. `auto`: on a GPU, unless
+    SGLang's own --disable-cuda-graph is given."""
 
     adaptive: bool = False
     """N and K follow the load: under it requests get fewer than they ask for, down to N = 1, K = 0.
@@ -201,6 +207,7 @@ RANGES: dict[str, Range] = {
     "draft_temperature": Number(0, closed=False),
     "max_lag": Integer(1),
     "kernels": Choice(KERNELS),
+    "round_graph": Choice(ROUND_GRAPH),
     "adaptive": Switch(),
 }
 

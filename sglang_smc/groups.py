@@ -10,6 +10,7 @@ from sglang_smc.request_config import config_of
 from sglang_smc.rungs import Rung, joined, narrowed
 from sglang_smc.runs import running
 from sglang_smc.sampling import Kinds, Settings
+from sglang_smc.stopping import has_stop_text
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -30,18 +31,83 @@ class Extent(NamedTuple):
     weighs: bool  # some request's rounds weigh and resample
     verifies: bool  # some request's rounds verify
     shows_particles: bool  # some request wants all of its particles with the answer
+    stops: bool  # some request stops at a string or pattern
     methods: tuple[str, ...]  # how ancestors are drawn, by one request or another
+
+    def covers(self, other: "Extent") -> bool:
+        """Whether a round of this extent does all that one of another does."""
+        sizes = zip(self._sizes(), other._sizes(), strict=True)
+        kinds = zip(self._kinds(), other._kinds(), strict=True)
+        return (
+            all(mine >= theirs for mine, theirs in sizes)
+            and all(mine or not theirs for mine, theirs in kinds)
+            and set(self.methods) >= set(other.methods)
+        )
+
+    def _sizes(self) -> tuple[int, ...]:
+        return self.num_particles, self.num_steps, self.max_tail, self.max_arena
+
+    def _kinds(self) -> tuple[bool, ...]:
+        of_round = self.powered, self.weighs, self.verifies, self.shows_particles, self.stops
+        return (*self.kinds, *of_round)
+
+
+class Figures(NamedTuple):
+    """What a round is told of its requests, each ``[G]`` int64; the rest stands in tables."""
+
+    rows: torch.Tensor  # in req_to_token_pool
+    committed: torch.Tensor  # KV slots of the emitted text
+    allocated: torch.Tensor  # KV slots owned
 
 
 class Groups(NamedTuple):
     """The requests of one round: who they are, what they asked for, what they own."""
 
     reqs: "list[Req]"
-    rows: torch.Tensor  # [G] in req_to_token_pool
+    figures: Figures
     settings: Settings
-    committed: torch.Tensor  # [G] KV slots of the emitted text
-    allocated: torch.Tensor  # [G] KV slots owned
     extent: Extent
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """``[G]`` in req_to_token_pool."""
+        return self.figures.rows
+
+    @property
+    def committed(self) -> torch.Tensor:
+        """``[G]`` KV slots of the emitted text."""
+        return self.figures.committed
+
+    @property
+    def allocated(self) -> torch.Tensor:
+        """``[G]`` KV slots owned."""
+        return self.figures.allocated
+
+
+def extent_of_server(config: SMCConfig, rung: Rung | None = None) -> Extent:
+    """The largest extent of batches whose requests choose nothing but sizes for themselves.
+
+    On a ``rung`` tails and arenas may be there that larger ones have left.
+    """
+    now = narrowed(config, rung)
+    weighs = now.mode == "smc"
+    return Extent(
+        rung=rung,
+        num_held=now.num_particles,
+        resizes=False,
+        num_particles=now.num_particles,
+        num_steps=now.num_steps,
+        max_tail=memory.max_tail(config),
+        max_arena=memory.max_arena(config),
+        kinds=Kinds(filtered=False, greedy=True, early=False),
+        powered=config.power != 1.0,
+        # Without drafts the two are one.
+        weighs=weighs or now.num_steps == 0,
+        verifies=not weighs or now.num_steps == 0,
+        shows_particles=False,
+        stops=False,
+        methods=(config.resampling_method,) if weighs or now.num_steps == 0 else (),
+    )
 
 
 def extent_of(server: SMCConfig, reqs: "list[Req]") -> Extent:
@@ -70,6 +136,7 @@ def extent_of(server: SMCConfig, reqs: "list[Req]") -> Extent:
         weighs=any(config.weighs for config in configs),
         verifies=not all(config.weighs for config in configs),
         shows_particles=any(config.return_particles for config in configs),
+        stops=any(has_stop_text(req) for req in reqs),
         methods=tuple(
             sorted({c.resampling_method for c in configs if c.weighs or c.num_steps == 0})
         ),

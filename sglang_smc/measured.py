@@ -1,31 +1,36 @@
-"""What passes cost on this machine, measured as a server starts.
+"""What rounds cost on this machine, measured as a server starts.
 
-Short texts: what long ones add, to read their keys, is no part of it.
+Over short texts: what long ones add, to read their keys, is no part of it.
 """
 
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
-from sglang_smc.adaptive import COSTS_ENV, Costs, Curve
-from sglang_smc.forward import ParticleForward, Places
+from sglang_smc.adaptive import COSTS_ENV, Costs, Curve, RoundCosts
+from sglang_smc.forward import Places
 from sglang_smc.law import Law
 from sglang_smc.ledger import Ledger
 from sglang_smc.ops import Ops
+from sglang_smc.round_graph import RoundGraphs
+from sglang_smc.rungs import Rung
 from sglang_smc.steps import Steps
 
 logger = logging.getLogger(__name__)
 
+AnyCosts = Costs | RoundCosts
+
 _LARGEST = 2048  # tokens of a pass; far beyond the memory-bound region, where costs are linear
-_REPEATS = 3  # of which the fastest counts
+_REPEATS = 3
 
 
-def costs_of(steps: Steps, ledger: Ledger, ops: Ops, most_tokens: int, group: Any) -> Costs:
-    """The costs of passes over up to ``most_tokens``, the same on all ranks of ``group``.
+def costs_of(measure: Callable[[], AnyCosts], group: Any) -> AnyCosts:
+    """Those given in the environment, or measured: the same on all ranks of ``group``.
 
     Every rank must call it: passes of tensor-parallel models wait for each other.
     """
@@ -33,16 +38,26 @@ def costs_of(steps: Steps, ledger: Ledger, ops: Ops, most_tokens: int, group: An
     if given is not None:
         return Costs.parse(given)
     start = time.perf_counter()
+    found = group.broadcast_object(measure(), src=0)
+    logger.info("SMC measured in %.1f s %s", time.perf_counter() - start, found)
+    return found
+
+
+def costs_of_passes(steps: Steps, ledger: Ledger, ops: Ops, most_tokens: int) -> Costs:
+    """The costs of passes over up to ``most_tokens``."""
     passes = _Passes(steps, ledger, ops)
     sizes = list(_sizes(min(most_tokens, _LARGEST)))
-    found = Costs(*(Curve.of(passes.measure(sizes, run)) for run in (passes.draft, passes.target)))
-    found = group.broadcast_object(found, src=0)
-    logger.info(
-        "SMC measured its passes in %.1f s, milliseconds by tokens: draft %s, target %s",
-        time.perf_counter() - start,
-        *(_shown(curve) for curve in (found.draft, found.target)),
-    )
-    return found
+    return Costs(*(Curve.of(passes.measure(sizes, run)) for run in (passes.draft, passes.target)))
+
+
+def costs_of_graphs(graphs: dict[Rung | None, RoundGraphs], device: str) -> RoundCosts:
+    """The costs of rounds that have been recorded: of replays in which all groups are padding."""
+
+    def curve(of_rung: RoundGraphs) -> Curve:
+        runs = ((size, partial(of_rung.replay_padding, size)) for size in of_rung.sizes)
+        return Curve.of((size, _seconds(run, device)) for size, run in runs)
+
+    return RoundCosts({rung: curve(found) for rung, found in graphs.items() if rung is not None})
 
 
 class _Passes:
@@ -60,39 +75,39 @@ class _Passes:
         """Sizes in tokens, and seconds of a pass over so many."""
         with torch.no_grad():
             for size in sizes:
-                run(size)  # what is compiled or allocated once
-                yield size, min(self._seconds(run, size) for _ in range(_REPEATS))
+                yield size, _seconds(partial(run, size), self._device.type)
 
     def draft(self, num_tokens: int) -> object:
         """A forward of the draft and the draw behind each token."""
-        logits = self._forward(self._steps.draft, ParticleForward.next_logits, num_tokens)
+        logits = self._forward(self._steps.draft.next_logits, num_tokens)
         return _law(logits).sample(self._ops, self._zeros(num_tokens).double())
 
     def target(self, num_tokens: int) -> object:
         """A forward of the target and the score of each token."""
-        logits = self._forward(self._steps.target, ParticleForward.chain_logits, num_tokens)
+        logits = self._forward(self._steps.target.chain_logits, num_tokens)
         return _law(logits).score(self._ops, self._zeros(num_tokens))
 
-    def _forward(self, model: ParticleForward, call: Callable, num_tokens: int) -> torch.Tensor:
+    def _forward(self, forward: Callable[..., torch.Tensor], num_tokens: int) -> torch.Tensor:
         """Each token is a particle of its own request. Logits of any shape that ends in V."""
         rows, one = self._zeros(num_tokens), self._zeros(num_tokens) + 1
         places = Places(rows, one, self._ledger.particle_rows(rows, 1), max_tail=1)
         column = rows.view(-1, 1, 1)  # [G, 1, 1]
-        return call(model, column, one.unsqueeze(1), column, places)
+        return forward(column, one.unsqueeze(1), column, places)
 
     def _zeros(self, num_tokens: int) -> torch.Tensor:
         return torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
 
-    def _seconds(self, run: Callable[[int], object], size: int) -> float:
-        self._wait()
-        start = time.perf_counter()
-        run(size)
-        self._wait()
-        return time.perf_counter() - start
 
-    def _wait(self) -> None:
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).synchronize()
+def _seconds(run: Callable[[], object], device: str) -> float:
+    """Of the fastest run, but for the first, in which things are compiled or allocated."""
+    times = []
+    for _ in range(1 + _REPEATS):
+        start = time.perf_counter()
+        run()
+        if device != "cpu":
+            torch.get_device_module(device).synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
 
 
 def _law(logits: torch.Tensor) -> Law:
@@ -107,7 +122,3 @@ def _sizes(most: int) -> Iterator[int]:
     while size < most:
         size *= 2
         yield size
-
-
-def _shown(curve: Curve) -> str:
-    return ", ".join(f"{tokens}: {1e3 * seconds:.3g}" for tokens, seconds in curve.points)

@@ -77,11 +77,6 @@ class Population(NamedTuple):
             present=present,
         )
 
-    def first(self, num_particles: int) -> "Population":
-        """The first places of each group, where no other is present."""
-        columns = (column[:, :num_particles] if column.dim() > 1 else column for column in self)
-        return Population(*columns)
-
     def is_settled(self) -> torch.Tensor:
         """Whether all particles of a group have one anchor, ``[G]`` bool; else none is emitted."""
         return ((self.anchor == self.anchor[:, :1]) | ~self.present).all(1)

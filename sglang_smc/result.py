@@ -9,6 +9,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_smc.adaptive import Policy
 from sglang_smc.diagnostics import IntervalLog
+from sglang_smc.draft_input import SMCDraftInput
 from sglang_smc.particles import Population
 from sglang_smc.rungs import Rung
 from sglang_smc.runs import as_particle, first_is_open, running, settled_ids
@@ -63,6 +64,24 @@ class Particles(NamedTuple):
         ]
 
 
+class Outcome(NamedTuple):
+    """What a round leaves for the host, on the device; tables hold the rest."""
+
+    tokens: torch.Tensor  # [G, T]: the first counts[g] are emitted
+    counts: torch.Tensor  # [G]
+    new_seq_lens: torch.Tensor  # [G]
+    anchors: torch.Tensor  # [G] last emitted tokens
+    num_kept_columns: torch.Tensor  # [G] drafted tokens that the round kept
+    counters: torch.Tensor  # [G, len(Counters)] float64
+    firsts: torch.Tensor | None  # [G] token that prefill drew, -1 while particles differ
+    particles: Particles | None  # where some request wants them
+
+    def first(self, size: int) -> "Outcome":
+        """Copies of the first groups."""
+        assert self.particles is None
+        return Outcome(*(column if column is None else column[:size].clone() for column in self))
+
+
 @dataclass
 class SMCBatchResult(GenerationBatchResult):
     """A `GenerationBatchResult` with what SMC adds; filled by the worker, read on the host."""
@@ -74,6 +93,22 @@ class SMCBatchResult(GenerationBatchResult):
     log: IntervalLog | None = None
     rungs: list[Rung] | None = None  # N and K of each request in this round
     policy: Policy | None = None  # that learns from them
+
+    @classmethod
+    def of(cls, outcome: Outcome, log: IntervalLog) -> "SMCBatchResult":
+        """As the scheduler takes it."""
+        return cls(
+            next_token_ids=outcome.tokens.flatten(),
+            accept_lens=outcome.counts,
+            new_seq_lens=outcome.new_seq_lens,
+            next_draft_input=SMCDraftInput(outcome.anchors),
+            speculative_num_draft_tokens=outcome.tokens.shape[1],
+            num_kept_columns=outcome.num_kept_columns,
+            counters=outcome.counters,
+            firsts=outcome.firsts,
+            particles=outcome.particles,
+            log=log,
+        )
 
     def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
         """Copy our tensors along with SGLang's."""

@@ -11,7 +11,7 @@ import torch
 
 from sglang_smc.config import SMCConfig
 from sglang_smc.diagnostics import META_PREFIX, meta_info, zero_counters
-from sglang_smc.request_config import RequestConfig, config_of
+from sglang_smc.request_config import RequestConfig, config_of, request_config
 from sglang_smc.rungs import Rung, joined, narrowed
 from sglang_smc.sampling import RequestSpec, stop_tokens
 from sglang_smc.smc.randomness import derive_seed
@@ -134,6 +134,22 @@ class RunBook:
         # A retracted request's particles are gone: what follows its text is drawn anew.
         seed = derive_seed(run.seed, req.retraction_count)
         return Start(_spec(req, seed, run.config), len(req.output_ids), run.counters)
+
+    def padding(self) -> RequestSpec:
+        """What SGLang's padding row asks for: nothing, by the server's settings."""
+        return RequestSpec(
+            row=0,
+            seed=0,
+            temperature=1.0,
+            top_k=1 << 30,
+            top_p=1.0,
+            min_p=0.0,
+            max_new_tokens=1,
+            min_new_tokens=0,
+            ignore_eos=False,
+            stop_tokens=frozenset(),
+            config=request_config(self._config, None),
+        )
 
     def note_first(self, reqs: "list[Req]", log_sums: torch.Tensor) -> None:
         """Note what first tokens ``[G]`` weigh, which is nothing but for a power of p.

@@ -13,12 +13,13 @@ import torch
 from sglang_smc.law import Law
 from sglang_smc.request_config import RequestConfig
 from sglang_smc.rungs import Rung
-from sglang_smc.smc.proposal import SamplingRules, log_probs
+from sglang_smc.smc.proposal import SamplingRules, likeliest_only, log_probs
 from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.smc.rounds import Rules
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
 
 
 class RequestSpec(NamedTuple):
@@ -115,8 +116,10 @@ class Settings(NamedTuple):
             kinds: of the batch.
         """
         if kinds.filtered or kinds.early:
-            log_p = self.log_probs(logits, positions, filtered=kinds.filtered, draft=draft)
+            log_p = self.log_probs(logits, positions, filtered=kinds.cuts, draft=draft)
             return Law.of_log_probs(log_p.flatten(0, 1))
+        if kinds.greedy:
+            logits = likeliest_only(logits, (self.top_k == 1).unsqueeze(1))
         temperature = self.draft_temperature if draft else self.temperature
         return Law(logits.flatten(0, 1), temperature.unsqueeze(1).expand_as(positions).flatten())
 
@@ -134,16 +137,24 @@ class Settings(NamedTuple):
 class Kinds(NamedTuple):
     """Which rules for tokens occur in a batch, known to the host."""
 
-    filtered: bool  # some request uses top-k, top-p or min-p
+    filtered: bool  # some request uses top-k, top-p or min-p, and is not greedy
+    greedy: bool  # some request takes the likeliest token, which needs no sort
     early: bool  # some request has tokens that it must not end before
 
     @classmethod
     def of(cls, reqs: "list[Req]") -> "Kinds":
         """Of these requests."""
+        params = [(req.sampling_params, req.vocab_size) for req in reqs]
         return cls(
-            filtered=uses_filters(reqs),
-            early=any(req.sampling_params.min_new_tokens > 0 for req in reqs),
+            filtered=any(_uses_filters(one, vocab_size) for one, vocab_size in params),
+            greedy=any(one.top_k == 1 for one, _ in params),
+            early=any(one.min_new_tokens > 0 for one, _ in params),
         )
+
+    @property
+    def cuts(self) -> bool:
+        """Whether some request's rules cut tokens at any position."""
+        return self.filtered or self.greedy
 
 
 class RequestTable:
@@ -230,11 +241,6 @@ def stop_tokens(
     return frozenset(token for token in found if token is not None and 0 <= token < vocab_size)
 
 
-def uses_filters(reqs: "list[Req]") -> bool:
-    """Whether any of the requests uses top-k, top-p or min-p."""
-    return any(
-        req.sampling_params.top_k < req.vocab_size
-        or req.sampling_params.top_p < 1.0
-        or req.sampling_params.min_p > 0.0
-        for req in reqs
-    )
+def _uses_filters(params: "SamplingParams", vocab_size: int) -> bool:
+    cuts = params.top_k < vocab_size or params.top_p < 1.0 or params.min_p > 0.0
+    return cuts and params.top_k != 1

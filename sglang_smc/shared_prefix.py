@@ -51,29 +51,30 @@ def plan_shared_prefix(
         dtype: of the queries.
         cache: keys of some layer, ``[slots, kv_heads, head_dim]``.
     """
-    device = rows.device
-    first = req_to_token[rows, 0].view(-1, 1, 1)  # [G, 1, 1] a slot that is surely written
-    seen = (starts - committed.unsqueeze(1)).unsqueeze(2) + torch.arange(
-        1, num_columns + 1, device=device
-    )  # [G, N, C] keys in its own tail that each query sees
+    column = torch.arange(num_columns, device=rows.device)
+    # [G, N, C] keys of its own tail that each query sees
+    seen = (starts - committed.unsqueeze(1)).unsqueeze(2) + column + 1
     prefix_len, tail_len = _host_sizes(committed, seen)
+    position = torch.arange(max(prefix_len, tail_len), device=rows.device)
+    hidden = position[:prefix_len] >= committed.unsqueeze(1)  # [G, P]
+    unseen = position[:tail_len] >= seen.unsqueeze(3)  # [G, N, C, T]
 
-    position = torch.arange(prefix_len, device=device)
-    hidden = position >= committed.unsqueeze(1)  # [G, P]
-    prefix = req_to_token[rows.unsqueeze(1), position].where(~hidden, first.squeeze(2))
-
-    column = torch.arange(tail_len, device=device)
-    unseen = column >= seen.unsqueeze(3)  # [G, N, C, T]
-    place = committed.view(-1, 1, 1) + column  # [G, 1, T]
-    tails = req_to_token[particle_rows.unsqueeze(2), place].where(~unseen[:, :, -1], first)
-
-    slots = torch.cat([prefix.flatten(), tails.flatten()]).long()
+    prefix = req_to_token[rows.unsqueeze(1), position[:prefix_len]]
+    # [G, 1, T]; behind a short tail the table may end
+    place = (committed.view(-1, 1, 1) + position[:tail_len]).clamp_max(req_to_token.shape[1] - 1)
+    tails = req_to_token[particle_rows.unsqueeze(2), place]  # [G, N, T]
+    written = prefix[:, :1]
+    slots = torch.cat(
+        [
+            torch.where(hidden, written, prefix).flatten(),
+            torch.where(unseen[:, :, -1], written.unsqueeze(2), tails).flatten(),
+        ]
+    ).long()
+    tail_mask = _additive(unseen.flatten(0, 1), dtype).repeat_interleave(group, dim=1)
     return SharedPrefixPlan(
         slots=slots,
         prefix_mask=_additive(hidden, dtype).view(len(rows), 1, 1, prefix_len),
-        tail_mask=_additive(unseen.flatten(0, 1), dtype)
-        .repeat_interleave(group, dim=1)
-        .unsqueeze(1),
+        tail_mask=tail_mask.unsqueeze(1),
         key_scratch=cache.new_empty(len(slots), *cache.shape[1:]),
         value_scratch=cache.new_empty(len(slots), *cache.shape[1:]),
     )

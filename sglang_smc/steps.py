@@ -113,11 +113,12 @@ class Steps:
         The last drafted token is not read: if it is kept, the next round reads it with the
         token behind it, in the same pass. Without drafts the draft reads along all the same.
         """
-        if groups.extent.num_steps == 0:
+        num_steps = groups.extent.num_steps
+        if num_steps == 0:
             self._draft_logits(0, population, None, reserved)
             return _no_drafts(population)
-        num_steps, step = groups.extent.num_steps, torch.arange(groups.extent.num_steps)
-        positions = population.output_lengths.unsqueeze(2) + step.to(groups.rows.device)
+        column = torch.arange(num_steps, device=groups.rows.device)
+        positions = population.output_lengths.unsqueeze(2) + column
         noise = self._uniforms(groups, positions, Purpose.DRAFT)  # [G, N, K]
         siblings, tokens = self._siblings(groups, population), None
         drawn, log_q, laws = [], [], []
@@ -195,7 +196,7 @@ class Steps:
             self._once(groups, population, Purpose.RESAMPLE),
         )
         cut, num_kept, resampled = collected
-        group = torch.arange(len(groups.reqs), device=tokens.device).unsqueeze(1)
+        group = torch.arange(len(groups.rows), device=tokens.device).unsqueeze(1)
         chain = group * tokens.shape[1] + resampled.ancestors  # [G, N]
         row = chain * tokens.shape[2] + cut.num_columns.unsqueeze(1)
         return Decision(
@@ -309,7 +310,7 @@ class Steps:
         """Particles that may share their noise, ``[G, N, N]``: verified chains are independent."""
         itself = torch.eye(groups.extent.num_particles, device=population.ended.device).bool()
         if not groups.extent.weighs:
-            return itself.expand(len(groups.reqs), -1, -1)
+            return itself.expand(len(groups.rows), -1, -1)
         anchor = population.anchor
         same = same_text(population.tokens, population.lengths)
         same = same & (anchor.unsqueeze(2) == anchor.unsqueeze(1))

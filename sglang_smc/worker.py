@@ -6,6 +6,7 @@ tables keyed by `req_pool_idx`. docs/algorithm.md explains the steps.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,17 +18,18 @@ from sglang_smc import memory, stopping
 from sglang_smc.active import active_policy, active_rung, set_policy
 from sglang_smc.adaptive import Policy
 from sglang_smc.config import SMCConfig
-from sglang_smc.diagnostics import CounterTable, IntervalLog
+from sglang_smc.diagnostics import CounterTable, IntervalLog, zero_counters
 from sglang_smc.draft_input import SMCDraftInput
 from sglang_smc.forward import ParticleForward
-from sglang_smc.groups import Groups, extent_of
-from sglang_smc.measured import costs_of
+from sglang_smc.groups import Extent, Figures, Groups, extent_of, extent_of_server
+from sglang_smc.measured import costs_of, costs_of_graphs, costs_of_passes
 from sglang_smc.ops import kind_of, ops_of
 from sglang_smc.particles import ParticleTable, Population
-from sglang_smc.result import Particles, SMCBatchResult
-from sglang_smc.rungs import Rung
+from sglang_smc.result import Outcome, Particles, SMCBatchResult
+from sglang_smc.round_graph import Record, RoundGraphs, cuda_recorder, measured
+from sglang_smc.rungs import Rung, ladder
 from sglang_smc.runs import RunBook, first_is_open, running
-from sglang_smc.sampling import RequestTable, Settings, uses_filters
+from sglang_smc.sampling import Kinds, RequestTable, Settings
 from sglang_smc.smc.proposal import power_law, sample
 from sglang_smc.smc.randomness import Purpose, round_seeds, uniforms
 from sglang_smc.smc.siblings import stratify
@@ -36,7 +38,7 @@ from sglang_smc.steps import Decision, Steps
 from sglang_smc.vocabulary import check_same_vocabulary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from sglang.srt.distributed.parallel_state_wrapper import ParallelState
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -72,7 +74,9 @@ class SMCWorker(BaseSpecWorker):
         self._draft_worker.draft_runner = self._draft_worker.model_runner
         self._draft_worker.draft_runners = [self._draft_worker.model_runner]
         check_same_vocabulary(target_worker, self._draft_worker)
+        self._graph_sizes = _graph_sizes(server_args)
         self._log = IntervalLog(server_args.decode_log_interval)
+        self._graphs: dict[Rung | None, RoundGraphs] = {}
         self._runs = RunBook(self.config, target_worker.random_seed)
 
     def alloc_memory_pool(
@@ -117,15 +121,55 @@ class SMCWorker(BaseSpecWorker):
             ops=self._ops,
             max_lag=self.config.max_lag,
         )
+
+    def init_cuda_graphs(self) -> None:
+        """Let the stock runners capture prefill, then capture whole rounds."""
+        super().init_cuda_graphs()
+        if self.config.round_graph != "off":
+            assert self._graph_sizes, "SGLang chooses sizes wherever it may capture"
+            self._begin_padding()
+            with measured(self.device) as usage:
+                self._capture(cuda_recorder())
+            self._additional_graph_memory_usage["smc_round"] = usage[0].gigabytes
+            self._additional_graph_time_usage["smc_round"] = usage[0].seconds
         if self.config.adaptive:
             self._adapt()
 
+    def _capture(self, record: Record) -> None:
+        """Capture rounds, and where N and K adapt those of all rungs, the largest first."""
+        for rung in ladder(self._top) if self.config.adaptive else (None,):
+            extent = extent_of_server(self.config, rung)
+            graphs = RoundGraphs(self._play, extent, self._graph_sizes, self.device, record)
+            graphs.capture()
+            self._graphs[rung] = graphs
+
+    @property
+    def _top(self) -> Rung:
+        return Rung(self.config.num_particles, self.config.num_steps)
+
     def _adapt(self) -> None:
         """Let N and K follow the load from now on."""
-        top = Rung(self.config.num_particles, self.config.num_steps)
-        most = self.req_to_token_pool.size * top.num_particles * (top.num_steps + 1)
-        group = self._target_worker.model_runner.tp_group
-        set_policy(Policy(top, costs_of(self._steps, self._ledger, self._ops, most, group)))
+        most = self.req_to_token_pool.size * self._top.num_particles * (self._top.num_steps + 1)
+        if self._graphs:
+            measure = partial(costs_of_graphs, self._graphs, self.device)
+        else:
+            measure = partial(costs_of_passes, self._steps, self._ledger, self._ops, most)
+        costs = costs_of(measure, self._target_worker.model_runner.tp_group)
+        set_policy(Policy(self._top, costs))
+
+    def _begin_padding(self) -> None:
+        """Give SGLang's padding row particles that have ended: they play what a batch leaves."""
+        self._requests.write([self._runs.padding()])
+        row = self._tensor([0])
+        self._counters.begin(row, self._tensor([zero_counters(1)], torch.float64))
+        self._particles.begin(
+            row,
+            first_tokens=row,
+            num_emitted=row,
+            log_evidence=torch.zeros_like(row, dtype=torch.float64),
+            num_particles=self._tensor([self.config.num_particles]),
+            ended=torch.ones(1, self.config.num_particles, dtype=torch.bool, device=self.device),
+        )
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
@@ -188,7 +232,7 @@ class SMCWorker(BaseSpecWorker):
         carried = self._tensor([start.counters for start in starts], torch.float64)
         settings = self._requests.gather(rows).within(rung)
         log_p = settings.log_probs(
-            logits.unsqueeze(1), num_emitted.unsqueeze(1), filtered=uses_filters(batch.reqs)
+            logits.unsqueeze(1), num_emitted.unsqueeze(1), filtered=Kinds.of(batch.reqs).cuts
         )
         law, log_sum = power_law(log_p.squeeze(1), settings.power)
         first = torch.zeros_like(num_emitted)  # they belong to all particles; drawn as particle 0's
@@ -235,9 +279,33 @@ class SMCWorker(BaseSpecWorker):
         return tokens, ends & is_open  # SGLang itself looks at a token that all share
 
     def _round(self, batch: "ScheduleBatch") -> SMCBatchResult:
+        """Launch a round; the host hears of it when the device has come so far."""
+        extent = extent_of(self.config, batch.reqs)
+        figures = Figures(
+            rows=batch.req_pool_indices,
+            committed=batch.seq_lens.long(),
+            allocated=self._tensor([running(req).arena[1] for req in batch.reqs]),
+        )
+        if extent.resizes:
+            self._resize(figures, extent, batch.reqs)
+        graphs = self._graphs.get(extent.rung)
+        if graphs is not None and graphs.fits(extent, len(batch.reqs)):
+            outcome = graphs.replay(figures)
+        else:
+            outcome = self._play(figures, extent, batch.reqs)
+        result = SMCBatchResult.of(outcome, self._log)
+        result.policy, result.rungs = active_policy(), [running(req).rung for req in batch.reqs]
+        return result
+
+    def _resize(self, figures: Figures, extent: Extent, reqs: "Sequence[Req]") -> None:
+        """Bring populations to the sizes that they have in this round."""
+        groups, held = self._open(figures, extent._replace(num_particles=extent.num_held), reqs)
+        self._particles.scatter(figures.rows, self._steps.resize(groups, held))
+
+    def _play(self, figures: Figures, extent: Extent, reqs: "Sequence[Req]" = ()) -> Outcome:
         """One round, from the last token of every particle to what all of them agree on."""
         steps = self._steps
-        groups, before = self._open(batch)
+        groups, before = self._open(figures, extent, reqs)
         reserved = steps.reserve(groups, before)
 
         drafts = steps.propose(groups, before, reserved)
@@ -248,24 +316,13 @@ class SMCWorker(BaseSpecWorker):
         settled, forced = steps.collapse(groups, continued)
         return self._commit(groups, continued, settled, decision, forced)
 
-    def _open(self, batch: "ScheduleBatch") -> tuple[Groups, Population]:
-        rows, extent = batch.req_pool_indices, extent_of(self.config, batch.reqs)
-        before = self._particles.gather(rows, extent.num_held, extent.max_tail)
-        settings = self._requests.gather(rows).within(extent.rung)
+    def _open(
+        self, figures: Figures, extent: Extent, reqs: "Sequence[Req]"
+    ) -> tuple[Groups, Population]:
+        before = self._particles.gather(figures.rows, extent.num_particles, extent.max_tail)
+        settings = self._requests.gather(figures.rows).within(extent.rung)
         seeds = round_seeds(settings.seeds, before.output_lengths.amax(1))
-        groups = Groups(
-            reqs=batch.reqs,
-            rows=rows,
-            settings=settings._replace(seeds=seeds),
-            committed=batch.seq_lens.long(),
-            allocated=self._tensor([running(req).arena[1] for req in batch.reqs]),
-            extent=extent,
-        )
-        if extent.resizes:
-            before = self._steps.resize(groups, before)
-            self._particles.scatter(rows, before)  # also those that are no longer there
-            before = before.first(extent.num_particles)
-        return groups, before
+        return Groups(list(reqs), figures, settings._replace(seeds=seeds), extent), before
 
     def _commit(
         self,
@@ -274,7 +331,7 @@ class SMCWorker(BaseSpecWorker):
         settled: Population,
         decision: Decision,
         forced: torch.Tensor,
-    ) -> SMCBatchResult:
+    ) -> Outcome:
         """Emit what all particles agree on, and store the rest for the next round."""
         counts = settled.num_common()
         self._ledger.commit(
@@ -300,23 +357,25 @@ class SMCWorker(BaseSpecWorker):
             log_evidence=after.log_evidence
             + log_mean_exp(after.log_weights, groups.settings.num_particles),
         )
-        tokens = settled.tokens[:, 0]  # [G, T]: the first counts[g] are emitted
-        return SMCBatchResult(
-            next_token_ids=tokens.flatten(),
-            accept_lens=counts,
+        is_settled, anchors = settled.is_settled(), settled.anchor[:, 0]
+        return Outcome(
+            tokens=settled.tokens[:, 0],
+            counts=counts,
             new_seq_lens=groups.committed + counts,
-            next_draft_input=SMCDraftInput(after.anchor[:, 0]),
-            speculative_num_draft_tokens=tokens.shape[1],
+            anchors=after.anchor[:, 0],
             num_kept_columns=decision.cut.num_columns,
             counters=counters,
-            firsts=torch.where(settled.is_settled(), settled.anchor[:, 0], -1)
-            if groups.extent.powered
-            else None,
+            firsts=torch.where(is_settled, anchors, -1) if groups.extent.powered else None,
             particles=Particles.of(continued) if groups.extent.shows_particles else None,
-            log=self._log,
-            rungs=[running(req).rung for req in groups.reqs],
-            policy=active_policy(),
         )
 
     def _tensor(self, values: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
+
+
+def _graph_sizes(server_args: "ServerArgs") -> list[int]:
+    """Batch sizes to capture: those that SGLang would, up to the most that can run."""
+    graphs = server_args.cuda_graph_config
+    largest = server_args.max_running_requests
+    assert graphs is not None and largest is not None
+    return sorted({min(size, largest) for size in graphs.decode.bs or ()})

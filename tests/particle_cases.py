@@ -81,7 +81,8 @@ def make_case(
     free = (torch.randperm(NUM_SLOTS - 1, generator=generator) + 1).tolist()
 
     num_rows = size * (num_particles + 2)
-    table = torch.full((num_rows, max(committed) + longest + 5), free.pop(), dtype=torch.int32)
+    ends = torch.tensor(committed) + starts.amax(1) + num_columns
+    table = torch.full((num_rows, int(ends.max())), free.pop(), dtype=torch.int32)
     scrambled = torch.randperm(num_rows, generator=generator)
     rows, others = scrambled[:size], scrambled[size : size * (1 + num_particles)]
     particle_rows = others.view(size, num_particles)

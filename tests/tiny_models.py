@@ -98,6 +98,7 @@ def smc_arguments(target: str, draft: str, **settings: Any) -> dict[str, Any]:
         "draft_temperature",
         "max_lag",
         "kernels",
+        "round_graph",
         "adaptive",
     )
     for name in own:

@@ -162,6 +162,7 @@ class ToyWorker:
         worker._particles = ParticleTable(num_rows, config.num_particles, max_tail, self.device)
         worker._requests = RequestTable(num_rows, vocab_size, self.device)
         worker._counters = CounterTable(num_rows, self.device)
+        worker._graphs = {}
         worker._log = IntervalLog(40)
         return worker
 

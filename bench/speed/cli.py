@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
 import time
@@ -60,6 +61,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--prompt", nargs="+", type=positive, metavar="TOKENS", help="instead of the preset's")
     add("--new-tokens", type=positive, help="instead of the preset's")
     add("--repeats", type=positive, help="instead of the preset's")
+    add("--minutes", type=float, default=math.inf, help="begin nothing new after so many")
     add("--target", type=Path, help="folder of real weights, with --draft")
     add("--draft", type=Path, help="folder of real weights, with --target")
     add("--engine", nargs="+", type=_keyword, default=[], metavar="KEY=VALUE", help="for all")
@@ -123,7 +125,8 @@ def compare(plan: Plan, start: Start | None) -> None:
     todo, name = plan.todo(), time.strftime("%Y%m%dT%H%M%S")
     if todo:
         measure_machine(plan.preset, plan.folder / MACHINE)
-        Bench(plan.preset, plan.logs, start or starter(plan), name).measure(todo)
+        deadline = time.monotonic() + 60 * plan.options.minutes
+        Bench(plan.preset, plan.logs, start or starter(plan), name, deadline).measure(todo)
     rows = make_rows(plan.known(), plan.preset, read_machine(plan.preset, plan.folder / MACHINE))
     write_outputs(rows, plan)
     print(f"\n{(plan.folder / TABLE).read_text()}\n{conclusions(rows)}\n")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby
@@ -43,6 +45,10 @@ def work(cell: Cell, repeat: int | str, preset: Preset) -> Work:
     return Work(prompts, params)
 
 
+class TimeUpError(Exception):
+    """The call has used its minutes."""
+
+
 class Turn:
     """One engine's samples, each cell warmed up once."""
 
@@ -66,20 +72,27 @@ class Bench:
     """One call: what it has to measure, and where that goes."""
 
     def __init__(
-        self, preset: Preset, logs: Mapping[Cell, CellLog], start: Start, run: str
+        self,
+        preset: Preset,
+        logs: Mapping[Cell, CellLog],
+        start: Start,
+        run: str,
+        deadline: float = math.inf,
     ) -> None:
         self._preset, self._logs, self._start, self._run = preset, logs, start, run
+        self._deadline = deadline  # of `time.monotonic`; what has begun by then is completed
 
     def measure(self, todo: Mapping[Cell, Sequence[int]]) -> None:
         """Complete the cells; a system that fails is written down with its reason."""
         self._todo = dict(todo)
-        if not todo:
-            return
         with self._progress(sum(map(len, todo.values()))) as self._bar:
-            if self._preset.side_by_side:
-                self._side_by_side()
-            else:
-                self._one_at_a_time()
+            try:
+                if self._preset.side_by_side:
+                    self._side_by_side()
+                else:
+                    self._one_at_a_time()
+            except TimeUpError:
+                self._bar.write("Time is up: the same command goes on from here.")
 
     @staticmethod
     def _progress(total: int) -> tqdm:
@@ -101,10 +114,17 @@ class Bench:
         others = [(system, cells) for system, cells in self._systems() if system != PLAIN]
         references = list(dict.fromkeys(cell.reference for cell in self._todo))
         self._plain(references, range(self._preset.repeats))
-        for system, cells in others:
-            self._system(system, cells, None)
+        try:
+            for system, cells in others:
+                self._system(system, cells, None)
+        except TimeUpError:
+            self._plain_again(references)
+            raise
         if others:
-            self._plain(references, range(self._preset.repeats, 2 * self._preset.repeats))
+            self._plain_again(references)
+
+    def _plain_again(self, cells: Sequence[Cell]) -> None:
+        self._plain(cells, range(self._preset.repeats, 2 * self._preset.repeats))
 
     def _plain(self, cells: Sequence[Cell], repeats: Sequence[int]) -> None:
         with self._start(PLAIN) as asker:
@@ -124,6 +144,7 @@ class Bench:
         """All cells of one engine, which is started again where one has brought it down."""
         left = list(cells)
         while left:
+            self._check_time()
             started = False
             self._bar.set_description_str(f"starting {system.name}")
             try:
@@ -146,10 +167,15 @@ class Bench:
         self._bar.set_description_str(cell.name)
         turn.warm_up(cell)
         for repeat in self._todo[cell]:
+            self._check_time()
             beside = _beside(plain, cell, repeat) if plain else None
             sample = turn.sample(cell, repeat)
             self._logs[cell].add(Measured(self._run, repeat, sample, beside))
             self._bar.update()
+
+    def _check_time(self) -> None:
+        if time.monotonic() >= self._deadline:
+            raise TimeUpError
 
 
 def _beside(plain: Turn, cell: Cell, repeat: int) -> Sample:

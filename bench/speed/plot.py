@@ -18,6 +18,8 @@ from plots import COLOURS
 from speed.report import CellRow
 
 MARKERS = "osD^v"
+#: How far intervals are drawn, in multiples of the largest ratio.
+WIDEST = 1.5
 INCHES_PER_SYSTEM, INCHES_BESIDE = 0.42, 2.0
 
 
@@ -43,7 +45,7 @@ def plot_rows(rows: Sequence[CellRow], path: Path, *, title: str) -> None:
         _bounds(right, here, names, batches)
         left.set_yticks(range(len(names)), names)
         left.set_title(f"Prompts of {prompt} tokens", loc="left", fontweight="bold")
-    panels[0][0].invert_yaxis()
+    panels[0][0].set_ylim(len(names) - 0.5, -0.5)  # the first on top
     handles, labels = panels[0][1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.suptitle(title)
@@ -64,7 +66,9 @@ def _ratios(
             axes.errorbar(mean, at, xerr=errors, capsize=3, **_style(row, batches))
     axes.set_xlabel("decoding speed, as a multiple of AR's (95 % interval)")
     _tidy(axes)
-    axes.set_xlim(left=0)
+    # A wide interval is cut rather than let it squeeze everything else.
+    largest = max((row.ratio_to_ar.mean for row in rows if row.ratio_to_ar), default=1.0)
+    axes.set_xlim(0, WIDEST * max(1.0, largest))
 
 
 def _bounds(

@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import results
-from logs import Log
+from logs import BenchError, Log
 from plots import COLOURS
 from results import Interval, interval_cell, interval_columns, markdown_table, short
 from speed.grid import Cell
@@ -45,6 +45,11 @@ def make_row(cell: Cell, entries: Sequence[Mapping[str, Any]]) -> RoundRow:
     bursts = [burst for entry in entries for burst in entry["bursts"]]
     rounds = [one for burst in bursts for one in burst["rounds"] if one["batch"] == cell.batch]
     both = [one for one in rounds if one["alone"]]
+    if not both:
+        raise BenchError(
+            f"No forwards were seen in the rounds of {cell.name}: they run from a CUDA graph, "
+            "where no timer reaches. Ask for --engine disable_cuda_graph=true and another folder."
+        )
     whole, alone = [one["round"] for one in both], [one["alone"] for one in both]
     names = dict.fromkeys(name for one in rounds for name in one["parts"])
     parts = {name: median(one["parts"].get(name, 0.0) for one in rounds) for name in names}
@@ -140,7 +145,7 @@ def plot_rows(rows: Sequence[RoundRow], path: Path, *, title: str) -> None:
         widths = [max(0.0, 1000 * row.parts.get(name, 0.0)) for row in rows]
         # A colour for each of the first parts, and hatching where they come again.
         colour, hatch = COLOURS[place % len(COLOURS)], ("", "//", "..")[place // len(COLOURS) % 3]
-        axes.barh(labels, widths, left=left, color=colour, hatch=hatch, label=name, ec="white")
+        axes.barh(labels, widths, left=left, color=colour, hatch=hatch, label=name)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     alone = [1000 * row.forwards_alone_seconds for row in rows]
     axes.plot(alone, labels, "k|", ms=18, mew=2, label="forwards alone")

@@ -59,6 +59,18 @@ def power_law(log_p: torch.Tensor, power: torch.Tensor) -> tuple[torch.Tensor, t
     return torch.where(plain.unsqueeze(-1), log_p.double(), raised - log_sum.unsqueeze(-1)), log_sum
 
 
+def likeliest_only(logits: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """Forbid all tokens but the likeliest, of several the first, in some rows.
+
+    Args:
+        logits: ``[..., V]``.
+        where: bool, any shape that broadcasts to ``[...]``.
+    """
+    likeliest = logits.argmax(-1, keepdim=True)  # [..., 1]
+    token = torch.arange(logits.shape[-1], device=logits.device)
+    return logits.masked_fill(where.unsqueeze(-1) & (token != likeliest), -torch.inf)
+
+
 def sample(log_p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Draw one token a row by inverting the cumulative distribution.
 

@@ -235,6 +235,14 @@ def test_an_interrupted_run_goes_on(bench: Bench, capsys: pytest.CaptureFixture[
     assert len(ours) == len(set(ours)) == 4
 
 
+def test_a_call_that_is_out_of_time_begins_nothing_new(bench: Bench) -> None:
+    assert bench(*QUICK, "--minutes", "0") == 1  # and has nothing to report
+    assert bench.counted() == []
+    only = ("--only", "smc-block-n8-k8*", "--batch", "1", "--prompt", "256")
+    assert bench("--preset", "h200-70b", *only, "--minutes", "0") == 0
+    assert bench.started == ["ar", "ar"]  # around what would have been between
+
+
 def test_more_repeats_extend_what_is_there(bench: Bench) -> None:
     bench(*QUICK, "--only", "smc-block*")
     assert bench(*QUICK, "--only", "smc-block*", "--repeats", "4") == 0

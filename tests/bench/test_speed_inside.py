@@ -270,6 +270,14 @@ def test_a_round_against_its_forwards(timed: ProbedEngine) -> None:
     assert row.parts["commit"] == 0.0
 
 
+def test_rounds_that_no_timer_reaches_are_an_error(timed: ProbedEngine) -> None:
+    entry = timed.inside(BLOCK_CELL, 0, CPU)
+    for one in entry["bursts"][0]["rounds"]:
+        one["alone"] = None
+    with pytest.raises(BenchError, match="CUDA graph"):
+        rounds.make_row(BLOCK_CELL, [entry])
+
+
 def test_rounds_as_table_csv_and_picture(timed: ProbedEngine, tmp_path: Path) -> None:
     rows = [rounds.make_row(BLOCK_CELL, [timed.inside(BLOCK_CELL, 0, CPU)])]
     text = rounds.markdown(rows, "A note.")

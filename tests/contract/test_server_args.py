@@ -5,6 +5,7 @@ import dataclasses
 import json
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from sglang_smc import algorithm
-from sglang_smc.config import EVIDENCE_THRESHOLD
+from sglang_smc.config import EVIDENCE_THRESHOLD, SMCConfig
 from sglang_smc.patches.server_args import FLAG_FIELDS
 
 GIVEN = {
@@ -29,6 +30,7 @@ GIVEN = {
     "speculative_smc_draft_temperature": 0.9,
     "speculative_smc_max_lag": 32,
     "speculative_smc_kernels": "torch",
+    "speculative_smc_round_graph": "off",
     "speculative_smc_adaptive": True,
 }
 DEFAULTS = {
@@ -43,6 +45,7 @@ DEFAULTS = {
     "speculative_smc_draft_temperature": None,
     "speculative_smc_max_lag": 256,
     "speculative_smc_kernels": "auto",
+    "speculative_smc_round_graph": "auto",
     "speculative_smc_adaptive": False,
 }
 
@@ -115,10 +118,43 @@ def test_stock_abbreviations_stay_unique(parser: argparse.ArgumentParser) -> Non
 
 def test_settings_are_resolved(smc: dict) -> None:
     args = ServerArgs(**smc)
-    assert ours(args) == DEFAULTS
+    assert ours(args) == DEFAULTS | {"speculative_smc_round_graph": "off"}, "no GPU here"
     assert (args.speculative_num_steps, args.speculative_num_draft_tokens) == (8, 9)
     assert (args.speculative_eagle_topk, args.max_running_requests) == (1, 48)
     assert args.disable_overlap_schedule
+
+
+@pytest.mark.parametrize(
+    ("device", "kernels", "decode_graphs", "captures"),
+    [
+        ("cuda", "auto", "full", True),
+        ("cuda", "triton", "full", True),
+        ("cuda", "torch", "full", False),
+        ("cuda", "auto", "disabled", False),
+        ("cpu", "auto", "full", False),
+    ],
+)
+def test_rounds_are_captured_where_they_can_be(
+    device: str, kernels: str, decode_graphs: str, captures: bool
+) -> None:
+    """SGLang's --disable-cuda-graph turns ours off, too."""
+    server_args: Any = SimpleNamespace(
+        device=device,
+        cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=decode_graphs)),
+    )
+    assert algorithm._captures(SMCConfig(kernels=kernels), server_args) is captures
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"speculative_smc_kernels": "triton"}, "TRITON_INTERPRET"),
+        ({"speculative_smc_round_graph": "on"}, "--speculative-smc-round-graph is 'on'"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_without_one(smc: dict, given: dict, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        ServerArgs(**smc, **given)
 
 
 def test_user_settings_win(smc: dict) -> None:

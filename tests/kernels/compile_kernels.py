@@ -15,6 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from sglang_smc.kernels.collect import SCHEMES, collect
 from sglang_smc.kernels.lineage import commit, descend
+from sglang_smc.kernels.particle_attention import particle_attention
 from sglang_smc.kernels.prepare import reserve
 from sglang_smc.kernels.randomness import uniforms
 from sglang_smc.kernels.sample import sample_and_score, score_tokens
@@ -101,6 +102,26 @@ def launch_ledger() -> None:
     )
 
 
+def launch_particle_attention() -> None:
+    cells = torch.zeros(G, N, dtype=torch.int64)
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = torch.zeros(64, 8, 128, dtype=dtype)
+        for num_columns in (1, 2, K + 1):
+            particle_attention(
+                torch.zeros(G, N, num_columns, 32, 128, dtype=dtype),
+                cache,
+                cache,
+                req_to_token=torch.zeros(100, 500, dtype=torch.int32),
+                rows=cells[:, 0],
+                committed=cells[:, 0],
+                particle_rows=cells,
+                starts=cells,
+                max_prefix=8192,
+                max_tail=264,
+                scaling=0.1,
+            )
+
+
 if __name__ == "__main__":
     run, JITFunction.run = JITFunction.run, compile_only
     driver.set_active(absent(int(sys.argv[1])))
@@ -108,3 +129,4 @@ if __name__ == "__main__":
     launch_siblings()
     launch_collect()
     launch_ledger()
+    launch_particle_attention()

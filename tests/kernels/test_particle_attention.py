@@ -1,29 +1,15 @@
 """The Triton kernel and its torch reference, against softmax attention one query at a time."""
 
-import importlib
 from typing import Any
 
 import pytest
 import torch
-import triton
-import triton.experimental.gluon  # loaded on demand else, and would refuse the library redone here
 from particle_cases import SCALING, Case, make_case
-from triton import knobs
 
 from sglang_smc.kernels import particle_attention as kernel
 from sglang_smc.shared_prefix import plan_shared_prefix, shared_prefix_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-# Triton asks whether to interpret when a function is decorated, those of its own library included,
-# which may have been imported long before: decorate them anew.
-if DEVICE == "cpu" and isinstance(triton.language.sum, triton.runtime.JITFunction):
-    with knobs.runtime.scope():
-        knobs.runtime.interpret = True
-        importlib.reload(triton.language.standard)
-        importlib.reload(triton.language)
-        importlib.reload(kernel)
-
 
 # What the interpreter says of every loop between loaded bounds.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
@@ -88,15 +74,19 @@ def test_attention(name: str, run: Any) -> None:
 @pytest.mark.parametrize("spans", [1, 3, 12])
 def test_spans_of_a_prefix(spans: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it, several blocks of keys each, and more spans than there are blocks."""
-    monkeypatch.setattr(kernel, "num_prefix_spans", lambda *_: spans)
+    cut_work = kernel.cut_work
+    monkeypatch.setattr(kernel, "cut_work", lambda *a: cut_work(*a)._replace(prefix_spans=spans))
     case = make_case([300, 1, 65], [[3, None], [-1, 0], [0, 0]], num_columns=2)
     case.assert_close(run_kernel(case))
 
 
-def test_few_programs_are_split_and_many_are_not() -> None:
-    assert kernel.num_prefix_spans(10, 1000) > 40
-    assert kernel.num_prefix_spans(10, 5) == 5
-    assert kernel.num_prefix_spans(10**4, 1000) == 1
+def test_few_prefixes_are_cut_and_many_are_not() -> None:
+    def spans(size: int, max_prefix: int) -> int:
+        return kernel.cut_work(torch.Size([size, 4, 1, 8, 64]), 2, 2, max_prefix, 100).prefix_spans
+
+    assert spans(4, 2**17) == 64
+    assert spans(4, 300) == 5, "no more than there are blocks of keys"
+    assert spans(300, 2**17) == 1
 
 
 def test_wide_heads_are_refused() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_smc.adaptive import COSTS_ENV, Costs, Curve, Kept, Policy
+from sglang_smc.adaptive import COSTS_ENV, Costs, Curve, Kept, Policy, RoundCosts
 from sglang_smc.rungs import OFF, Rung, ladder
 
 TOP = Rung(8, 8)
@@ -134,8 +134,15 @@ def test_sizes_that_nobody_asked_for_cost_nothing() -> None:
 
 def test_a_round_costs_its_passes() -> None:
     costs = Costs(Curve.of([(1, 1.0), (101, 101.0)]), Curve.of([(1, 10.0)]), overhead=0.5)
-    assert costs.round(3, Rung(2, 4)) == 12 + 3 * 6 + 10 + 0.5
-    assert costs.round(3, OFF) == 6 + 10 + 0.5, "the draft reads along"
+    assert costs.round(3, Rung(2, 4), TOP) == 12 + 3 * 6 + 10 + 0.5
+    assert costs.round(3, TOP, Rung(2, 4)) == costs.round(3, Rung(2, 4), TOP)
+    assert costs.round(3, OFF, TOP) == 6 + 10 + 0.5, "the draft reads along"
+
+
+def test_a_recorded_round_costs_what_its_rung_does_whoever_plays() -> None:
+    costs = RoundCosts({TOP: Curve(((1, 2.0), (3, 4.0))), OFF: Curve(((1, 1.0),))})
+    assert costs.round(2, TOP, Rung(1, 1)) == 3.0
+    assert costs.round(2, OFF, TOP) == 1.0
 
 
 def test_a_curve_never_falls_and_goes_on_beyond_its_last_point() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_smc.request_config import RequestConfig
-from sglang_smc.sampling import RequestSpec, RequestTable, Settings, stop_tokens
+from sglang_smc.sampling import Kinds, RequestSpec, RequestTable, Settings, stop_tokens
 
 VOCAB = 6
 
@@ -174,3 +174,41 @@ def test_stop_tokens_come_from_request_model_and_tokenizer(
 ) -> None:
     found = stop_tokens(request_tokens, model_tokens, tokenizer_tokens, VOCAB)
     assert found == frozenset(expected)
+
+
+KINDS = {
+    "plain": ([spec(1, temperature=0.5), spec(2)], Kinds(False, False, False)),
+    "greedy beside plain": ([spec(1, top_k=1), spec(2)], Kinds(False, True, False)),
+    "filtered, greedy, plain": (
+        [spec(1, top_p=0.7), spec(2, top_k=1), spec(3)],
+        Kinds(True, True, False),
+    ),
+    "greedy, no early end": ([spec(1, top_k=1, min_new_tokens=9)], Kinds(False, True, True)),
+    "no early end": ([spec(1, min_new_tokens=2), spec(2)], Kinds(False, False, True)),
+}
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+@pytest.mark.parametrize("draft", [False, True])
+def test_a_law_is_what_the_rules_say_however_it_is_worked_out(name: str, draft: bool) -> None:
+    specs, kinds = KINDS[name]
+    logits = torch.randn(len(specs), 3, VOCAB, generator=torch.Generator().manual_seed(1))
+    logits[:, :, 1] = logits[:, :, 4] = 9.0  # among equals the first is the likeliest
+    positions = torch.arange(3).expand(len(specs), 3)
+    settings = settings_of(*specs)
+    expected = settings.log_probs(logits, positions, filtered=True, draft=draft).flatten(0, 1)
+    found = settings.law(logits, positions, kinds, draft=draft).log_probs()
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_kinds_are_those_of_the_requests() -> None:
+    def req(**params: object) -> SimpleNamespace:
+        default = {"top_k": VOCAB, "top_p": 1.0, "min_p": 0.0, "min_new_tokens": 0}
+        sampling_params = SimpleNamespace(**(default | params))
+        return SimpleNamespace(sampling_params=sampling_params, vocab_size=VOCAB)
+
+    assert Kinds.of([req()]) == Kinds(filtered=False, greedy=False, early=False)
+    assert Kinds.of([req(top_k=1, top_p=0.5)]) == Kinds(filtered=False, greedy=True, early=False)
+    for filters in ({"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}):
+        assert Kinds.of([req(), req(**filters)]) == Kinds(filtered=True, greedy=False, early=False)
+    assert Kinds.of([req(min_new_tokens=1)]) == Kinds(filtered=False, greedy=False, early=True)

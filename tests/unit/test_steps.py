@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sglang_smc.config import SMCConfig
-from sglang_smc.groups import Groups, extent_of
+from sglang_smc.groups import Figures, Groups, extent_of
 from sglang_smc.law import Law
 from sglang_smc.ops import TORCH
 from sglang_smc.particles import Population
@@ -49,10 +49,8 @@ def groups(*chosen: dict[str, Any]) -> Groups:
     nothing = torch.zeros(len(reqs), dtype=torch.int64)
     return Groups(
         reqs=reqs,
-        rows=rows,
+        figures=Figures(rows, nothing, nothing),
         settings=table.gather(rows),
-        committed=nothing,
-        allocated=nothing,
         extent=extent_of(SERVER, reqs),
     )
 

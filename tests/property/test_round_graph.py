@@ -1,0 +1,122 @@
+"""A recorded round is the round: batches of any size, padded to a recording's, change no answer.
+
+Without a GPU the recorder keeps the function and runs it again over the same tensors: what a graph
+adds to a round, its fixed places for figures and results, its padding and its choice of recording,
+is all here but the replay itself.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from toy_laws import EOS, LENGTH, languages
+from toy_worker import Outcome as Texts
+from toy_worker import ToyWorker
+
+from sglang_smc.config import SMCConfig
+from sglang_smc.groups import extent_of_server
+from sglang_smc.measured import costs_of_graphs
+from sglang_smc.result import Outcome
+from sglang_smc.round_graph import Record
+from sglang_smc.rungs import OFF, Rung
+from sglang_smc.runs import RunBook
+
+SIZES = [2, 3, 8]
+CHOSEN: tuple[dict[str, Any], ...] = ({}, {"num_particles": 2}, {"num_steps": 1})
+
+
+def in_place(played: list[int]) -> Record:
+    """Records by running anew, and writes where the first run did, as a graph would."""
+
+    def record(run: Any) -> tuple[Outcome, Any]:
+        outcome = run()
+
+        def replay() -> None:
+            played.append(len(outcome.counts))
+            for column, new in zip(outcome, run(), strict=True):
+                if column is not None:
+                    column.copy_(new)
+
+        return outcome, replay
+
+    return record
+
+
+def serve(
+    config: SMCConfig,
+    *,
+    rows: list[int],
+    recorded: list[int] | None,
+    rungs: tuple[Rung | None, ...] = (None,),
+) -> Texts:
+    """Texts of requests, by recordings of `SIZES` if there is a list to note them in."""
+    sizes = {"num_requests": 9, "max_new_tokens": LENGTH, "eos": EOS}
+    toy = ToyWorker(config, *languages(), **sizes, chosen=CHOSEN, rungs=rungs)
+    if recorded is not None:
+        worker = toy.worker
+        worker._runs = RunBook(config, random_seed=0)
+        worker._begin_padding()
+        worker._graph_sizes = SIZES
+        worker._capture(in_place(recorded))
+        costs = costs_of_graphs(worker._graphs, toy.device).rounds
+        assert list(costs) == [rung for rung in worker._graphs if rung is not None]
+        recorded.clear()
+    noise = torch.rand(9, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    texts = toy.run(rows, noise)
+    toy.check_owned()
+    return texts
+
+
+@pytest.mark.parametrize("mode", ["smc", "exact", "mixed"])
+@pytest.mark.parametrize("size", [1, 2, 5, 8])
+def test_recorded_rounds_give_the_same_texts(mode: str, size: int) -> None:
+    config = SMCConfig(num_particles=3, num_steps=2, mode=mode)
+    rows, recorded = list(range(1, size + 1)), []
+    by_graph = serve(config, rows=rows, recorded=recorded)
+    eager = serve(config, rows=rows, recorded=None)
+    assert torch.equal(by_graph.outputs, eager.outputs)
+    assert torch.equal(by_graph.log_evidence, eager.log_evidence)
+    assert by_graph.num_rounds == eager.num_rounds
+    assert recorded
+    assert recorded[0] == min(s for s in SIZES if s >= size), "the smallest that holds the batch"
+
+
+@pytest.mark.parametrize("mode", ["smc", "exact"])
+def test_recorded_rounds_of_changing_size_give_the_same_texts(mode: str) -> None:
+    """Each rung has recordings of its own; populations are resized before one is replayed."""
+    config = SMCConfig(num_particles=3, num_steps=2, mode=mode, adaptive=True)
+    rows, recorded = list(range(1, 6)), []
+    rungs = (Rung(3, 2), OFF, Rung(3, 1), Rung(1, 2))
+    by_graph = serve(config, rows=rows, recorded=recorded, rungs=rungs)
+    eager = serve(config, rows=rows, recorded=None, rungs=rungs)
+    assert torch.equal(by_graph.outputs, eager.outputs)
+    assert torch.equal(by_graph.log_evidence, eager.log_evidence)
+    assert len(recorded) > 1
+
+
+def test_what_no_recording_holds_plays_as_it_is() -> None:
+    config = SMCConfig(num_particles=3, num_steps=2)
+    recorded: list[int] = []
+    found = serve(config, rows=list(range(1, 10)), recorded=recorded)
+    assert torch.equal(found.outputs, serve(config, rows=list(range(1, 10)), recorded=None).outputs)
+    assert all(size <= 8 for size in recorded)
+
+
+def test_a_recording_covers_less_and_nothing_else() -> None:
+    extent = extent_of_server(SMCConfig(num_particles=4, num_steps=3))
+    assert extent.covers(extent)
+    assert extent.covers(extent._replace(num_particles=2, num_steps=1, max_tail=5, max_arena=9))
+    for change in (
+        {"num_particles": 5},
+        {"num_steps": 4},
+        {"max_tail": extent.max_tail + 1},
+        {"max_arena": extent.max_arena + 1},
+        {"kinds": extent.kinds._replace(filtered=True)},
+        {"kinds": extent.kinds._replace(early=True)},
+        {"powered": True},
+        {"verifies": True},
+        {"shows_particles": True},
+        {"stops": True},
+        {"methods": ("ssp",)},
+    ):
+        assert not extent.covers(extent._replace(**change)), change
