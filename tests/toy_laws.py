@@ -16,11 +16,12 @@ Text = tuple[int, ...]
 
 def languages(spread: float = 1.0, difference: float = 0.7) -> tuple[Language, Language]:
     """A target, and a draft that is a perturbed target."""
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(NUM_CONTEXTS, VOCAB, generator=generator) * spread
+    generator = torch.Generator("cpu").manual_seed(3)
+    shape = 2, NUM_CONTEXTS, VOCAB
+    drawn = torch.randn(shape, generator=generator, device="cpu").to(torch.get_default_device())
+    logits = drawn[0] * spread
     logits[:, EOS] -= 1.0
-    change = torch.randn(NUM_CONTEXTS, VOCAB, generator=generator) * difference
-    return Language(logits), Language(logits + change)
+    return Language(logits), Language(logits + drawn[1] * difference)
 
 
 def law(drawn_by: list[Language]) -> dict[Text, float]:

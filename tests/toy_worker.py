@@ -14,8 +14,7 @@ from sglang_smc import memory
 from sglang_smc.config import SMCConfig
 from sglang_smc.diagnostics import Counters, CounterTable, IntervalLog, zero_counters
 from sglang_smc.forward import Places
-from sglang_smc.ledger import Ledger
-from sglang_smc.ops import TORCH
+from sglang_smc.ops import TORCH, Ops
 from sglang_smc.particles import ParticleTable
 from sglang_smc.request_config import config_of
 from sglang_smc.rungs import Rung
@@ -124,7 +123,9 @@ class ToyWorker:
         eos: int,
         chosen: tuple[dict[str, Any], ...] = ({},),
         rungs: tuple[Rung | None, ...] = (None,),
+        ops: Ops = TORCH,
     ) -> None:
+        self.ops = ops
         self.config, self.limit, self.eos, self.chosen = config, max_new_tokens, eos, chosen
         self.rungs, self.num_reserved = rungs, 0
         width = len(PROMPT) + max_new_tokens + memory.max_arena(config)
@@ -133,8 +134,9 @@ class ToyWorker:
             (1 + num_requests) * (1 + config.num_particles), width, dtype=torch.int32
         )
         # Every request owns its slots from the start, scattered over the pool.
-        shuffled = torch.randperm(num_slots - 1, generator=torch.Generator().manual_seed(0)) + 1
-        self.owned = shuffled.view(num_requests, width).int()
+        generator = torch.Generator("cpu").manual_seed(0)
+        shuffled = torch.randperm(num_slots - 1, generator=generator, device="cpu") + 1
+        self.owned = shuffled.view(num_requests, width).int().to(self.table.device)
         self.table[1 : 1 + num_requests] = self.owned
         longest = len(PROMPT) + max_new_tokens + config.num_steps + 1
         self.target = SlotModel(target, self.table[:, :longest], num_slots)
@@ -150,7 +152,7 @@ class ToyWorker:
         num_rows, max_tail = 1 + len(self.owned), memory.max_tail(config)
         vocab_size = self.target.language.logits.shape[1]
         worker.config, worker.device = config, self.device
-        worker._ledger = Ledger(
+        worker._ledger = self.ops.ledger(
             self.table,
             num_rows=num_rows,
             num_particles=config.num_particles,
@@ -158,7 +160,7 @@ class ToyWorker:
             num_slots=num_slots,
         )
         models: Any = self.target, self.draft
-        worker._steps = Steps(*models, worker._ledger, TORCH, config.max_lag)
+        worker._steps = Steps(*models, worker._ledger, self.ops, config.max_lag)
         worker._particles = ParticleTable(num_rows, config.num_particles, max_tail, self.device)
         worker._requests = RequestTable(num_rows, vocab_size, self.device)
         worker._counters = CounterTable(num_rows, self.device)

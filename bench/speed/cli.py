@@ -17,7 +17,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -113,6 +113,8 @@ def run(
     prepare_folder(options.output_dir)
     if study := next((study for study in STUDIES if getattr(options, study)), None):
         print(f"\n{STUDIES[study](plan, origin_of(plan), start_probed)}\nIn {plan.folder}/.")
+        if options.publish:
+            copy(plan, outputs(plan.folder))
         return
     compare(plan, start)
     print(f"{time.monotonic() - began:.0f} s. In {plan.folder}/: {', '.join(OUTPUTS)}, and logs.")
@@ -196,9 +198,14 @@ def publish(plan: Plan) -> None:
         raise BenchError("Not published: some of the selected cells are not complete.")
     if not (plan.folder / PLOT).exists():
         raise BenchError("Not published: none of the cells ran here.")
+    copy(plan, [*(plan.folder / name for name in (*OUTPUTS, MACHINE)), *outputs(plan.folder)])
+
+
+def copy(plan: Plan, paths: Iterable[Path]) -> None:
+    """Copy files to where the repository keeps the preset's."""
     folder = PUBLISHED / plan.preset.name
     folder.mkdir(parents=True, exist_ok=True)
-    for path in [*(plan.folder / name for name in (*OUTPUTS, MACHINE)), *outputs(plan.folder)]:
+    for path in paths:
         shutil.copy(path, folder / path.name)
 
 

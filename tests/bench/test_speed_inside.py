@@ -341,5 +341,7 @@ def test_a_study_times_its_systems_once(
     assert started == systems
     written = {path.name for path in (tmp_path / "out").glob("*/*")}
     assert files <= written
-    assert cli.main(arguments, None, start) == 0
+    monkeypatch.setattr(cli, "PUBLISHED", tmp_path / "published")
+    assert cli.main([*arguments, "--publish"], None, start) == 0
     assert started == systems
+    assert files <= {path.name for path in (tmp_path / "published").glob("*/*")}

@@ -58,7 +58,7 @@ def act(model: PoolModel, rng: random.Random) -> None:
 def test_long_programs(name: str, overlap: bool, adapts: bool) -> None:
     rng, config = random.Random(name), CONFIGS[name]
     model = PoolModel(config, overlap=overlap, rungs=rungs(config, adapts))
-    while model.operations < 4000:
+    while model.operations < (6000 if adapts else 4000):  # more situations to meet
         act(model, rng)
     if model.config.num_particles > 1 and model.config.max_lag > 1:
         situations = {name for name in model.seen if adapts or "particles" not in name}

@@ -10,6 +10,7 @@ from sglang_smc.config import (
     AUTO_EVIDENCE_THRESHOLD,
     EVIDENCE_THRESHOLD,
     SERVER_ARGS_FIELDS,
+    SERVER_FIELDS,
     SMCConfig,
 )
 from sglang_smc.request_config import RequestConfig, config_of, request_config
@@ -42,9 +43,14 @@ def refusal(server: SMCConfig = SERVER, **chosen: Any) -> str:
     return str(error.value)
 
 
-def test_every_setting_but_the_lag_bound_may_be_chosen() -> None:
-    """The lag bound sizes memory. A new setting without a line here is noticed."""
-    assert set(CHOICES) == set(SERVER_ARGS_FIELDS) - {"max_lag"} | {"return_particles"}
+def test_every_setting_but_the_servers_own_may_be_chosen() -> None:
+    """A new setting without a line here is noticed."""
+    assert set(CHOICES) == set(SERVER_ARGS_FIELDS) - set(SERVER_FIELDS) | {"return_particles"}
+
+
+@pytest.mark.parametrize("name", SERVER_FIELDS)
+def test_what_sizes_memory_or_chooses_code_is_the_servers(name: str) -> None:
+    assert f"unknown key {name!r}" in refusal(**{name: getattr(SERVER, name)})
 
 
 @pytest.mark.parametrize("name", list(CHOICES))

@@ -1,0 +1,58 @@
+"""With kernels or without: for the same seeds a round gives the same tokens and weights."""
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from toy_laws import EOS, languages
+from toy_worker import Outcome, ToyWorker
+
+from sglang_smc.config import SMCConfig
+from sglang_smc.ops import TORCH, Ops
+
+CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
+    "weighed": ({}, {"num_particles": 2, "num_steps": 1}),
+    "at tokens, by other methods": (
+        {"resample_at": "token", "resampling_method": "multinomial", "ess_threshold": 1.0},
+        {"resampling_method": "stratified"},
+    ),
+    "by methods that torch draws": ({"resampling_method": "ssp", "ess_threshold": 1.0}, {}),
+    "verified": ({"mode": "exact"}, {"mode": "mixed"}),
+    "powered": ({"power": 2.0}, {}),
+}
+
+
+def kernels() -> Ops:
+    """With the kernels as `conftest` has decorated them."""
+    import sglang_smc.kernel_ops
+
+    return importlib.reload(sglang_smc.kernel_ops).TRITON
+
+
+def serve(chosen: tuple[dict[str, Any], ...], ops: Ops, device: str) -> Outcome:
+    config = SMCConfig(num_particles=3, num_steps=2, max_lag=4, evidence_threshold=0.0)
+    with torch.device(device):
+        toy = ToyWorker(
+            config,
+            *languages(),
+            num_requests=4,
+            max_new_tokens=9,
+            eos=EOS,
+            chosen=chosen,
+            ops=ops,
+        )
+        noise = torch.tensor([0.1, 0.4, 0.6, 0.9], dtype=torch.float64)
+        outcome = toy.run([1, 2, 3, 4], noise)
+        toy.check_owned()
+    return outcome
+
+
+@pytest.mark.parametrize("name", list(CHOICES))
+def test_kernels_change_no_token(name: str, device: str) -> None:
+    by_kernels = serve(CHOICES[name], kernels(), device)
+    by_torch = serve(CHOICES[name], TORCH, device)
+    assert torch.equal(by_kernels.outputs, by_torch.outputs)
+    assert torch.allclose(by_kernels.log_evidence, by_torch.log_evidence, atol=1e-5)
+    assert by_kernels.num_forced == by_torch.num_forced
+    assert len(by_torch.outputs.unique(dim=0)) > 1
