@@ -10,12 +10,18 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc import memory
-from sglang_smc.active import active_config
+from sglang_smc.active import active_config, active_rung
 from sglang_smc.hooks import Patch
+from sglang_smc.request_config import config_of
+from sglang_smc.rungs import narrowed
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.schedule_policy import PrefillAdder
     from sglang.srt.managers.tp_worker import TpModelWorker
+
+    from sglang_smc.config import SMCConfig
+    from sglang_smc.rungs import Rung
 
 
 def init_budget(original: Callable, adder: "PrefillAdder", *args: Any, **kwargs: Any) -> None:
@@ -24,9 +30,10 @@ def init_budget(original: Callable, adder: "PrefillAdder", *args: Any, **kwargs:
     config = active_config()
     if config is None:
         return
+    rung = active_rung()
     running = adder.running_batch.reqs if adder.running_batch is not None else []
     pending = sum(
-        max(0, req.kv_committed_len + memory.arena_of(config, req) - req.kv.kv_allocated_len)
+        max(0, req.kv_committed_len + _arena(req, config, rung) - req.kv.kv_allocated_len)
         for req in running
         if req.kv is not None  # else it has finished and waits to be filtered out
     )
@@ -48,7 +55,8 @@ def update_budget(
     if config is not None:
         # 0 stands for a prompt that is prefilled in part: its output comes later.
         of_part = memory.max_arena(config)
-        _charge(adder, memory.arena(config, max_new_tokens) if max_new_tokens else of_part)
+        of_whole = memory.arena(narrowed(config, active_rung()), max_new_tokens)
+        _charge(adder, of_whole if max_new_tokens else of_part)
 
 
 def worker_info(original: Callable, worker: "TpModelWorker") -> tuple:
@@ -59,6 +67,10 @@ def worker_info(original: Callable, worker: "TpModelWorker") -> tuple:
         return info
     longest = min(info[_MAX_REQ_LEN], info[_MAX_TOTAL] - memory.max_arena(config) - 1)
     return (*info[:_MAX_REQ_LEN], longest, longest - _INPUT_MARGIN, *info[_MAX_REQ_LEN + 2 :])
+
+
+def _arena(req: "Req", config: "SMCConfig", rung: "Rung | None") -> int:
+    return memory.arena(narrowed(config_of(config, req), rung), memory.remaining(req))
 
 
 def _charge(adder: "PrefillAdder", num_slots: int) -> None:

@@ -12,14 +12,13 @@ from sglang.srt.mem_cache.allocation import alloc_token_slots
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc import memory
-from sglang_smc.active import active_config
+from sglang_smc.active import active_config, active_policy, active_rung
 from sglang_smc.hooks import Patch
+from sglang_smc.rungs import Rung
 from sglang_smc.runs import running
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-
-    from sglang_smc.config import SMCConfig
 
 
 def prepare_for_decode(original: Callable, batch: "ScheduleBatch") -> None:
@@ -28,12 +27,38 @@ def prepare_for_decode(original: Callable, batch: "ScheduleBatch") -> None:
     if config is None:
         original(batch)
         return
-    spans = [(req.kv.kv_allocated_len, _allocated_after(config, req)) for req in batch.reqs]
+    rung = active_rung()
+    spans = [(req.kv.kv_allocated_len, _allocated_after(req, rung)) for req in batch.reqs]
     _allocate(batch, spans)
     for req, (_, end) in zip(batch.reqs, spans, strict=True):
+        running(req).step_to(rung)
         running(req).arena = req.kv_committed_len, end
         req.kv.kv_allocated_len = end
         req.decode_batch_idx += 1
+    _adapt(batch)
+
+
+def _adapt(batch: "ScheduleBatch") -> None:
+    """Choose N and K of the next round.
+
+    Here alone: between this and the next round's reservation, predictions must not change.
+    """
+    policy = active_policy()
+    if policy is None:
+        return
+    configs = [running(req).config for req in batch.reqs]
+    widest = Rung(max(c.num_particles for c in configs), max(c.num_steps for c in configs))
+    policy.choose(len(configs), widest, lambda rung: _num_new(batch.reqs, rung) <= _num_free(batch))
+
+
+def _num_free(batch: "ScheduleBatch") -> int:
+    """KV slots to be had without taking them from a running request."""
+    return batch.token_to_kv_pool_allocator.available_size() + batch.tree_cache.evictable_size()
+
+
+def _num_new(reqs: "list[Req]", rung: Rung | None) -> int:
+    """KV slots that a round on ``rung`` takes beside those that are owned."""
+    return sum(_allocated_after(req, rung) - req.kv.kv_allocated_len for req in reqs)
 
 
 def _allocate(batch: "ScheduleBatch", spans: list[tuple[int, int]]) -> None:
@@ -60,12 +85,13 @@ def tokens_required(
     config = active_config()
     if config is None:
         return original(batch, requests, page_size)
-    return sum(_allocated_after(config, req) - req.kv.kv_allocated_len for req in requests)
+    return _num_new(requests, active_rung())
 
 
-def _allocated_after(config: "SMCConfig", req: "Req") -> int:
+def _allocated_after(req: "Req", rung: Rung | None) -> int:
     # Never less than now: an arena shrinks by committing, not by giving slots back.
-    wanted = req.kv_committed_len + memory.arena_of(config, req)
+    span = running(req).span(rung)
+    wanted = req.kv_committed_len + memory.arena(span, memory.remaining(req))
     return max(req.kv.kv_allocated_len, wanted)
 
 

@@ -130,6 +130,16 @@ class SMCFlags:
         ),
         NS("spec"),
     ] = None
+    speculative_smc_adaptive: Annotated[
+        bool | None,
+        Arg(
+            help="SMC only. Particles and steps follow the load and the measured cost of rounds: "
+            "where speculation does not pay, requests get fewer than they ask for, down to one "
+            "verified chain, or none "
+            f"(default {DEFAULTS.adaptive})."
+        ),
+        NS("spec"),
+    ] = None
 
 
 FLAG_FIELDS = tuple(field.name for field in dataclasses.fields(SMCFlags))

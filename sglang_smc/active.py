@@ -4,15 +4,36 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.runtime_context import get_server_args
 
+from sglang_smc.adaptive import Policy
 from sglang_smc.config import ALGORITHM, SMCConfig
+from sglang_smc.rungs import Rung
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 
+_policy: Policy | None = None
+
+
 def is_smc(server_args: "ServerArgs") -> bool:
     """Whether these server arguments select SMC."""
     return (server_args.speculative_algorithm or "").upper() == ALGORITHM
+
+
+def set_policy(policy: Policy | None) -> None:
+    """Have this scheduler process adapt N and K to its load, or not."""
+    global _policy
+    _policy = policy
+
+
+def active_policy() -> Policy | None:
+    """What adapts N and K in this scheduler process; None where they stay."""
+    return _policy
+
+
+def active_rung() -> Rung | None:
+    """The bounds of N and K in force; None where they stay."""
+    return None if _policy is None else _policy.rung
 
 
 def active_config() -> SMCConfig | None:

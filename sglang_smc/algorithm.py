@@ -131,7 +131,7 @@ _ONE_PROCESS = "draft and target run in one process, one stage"
 _NO_ADAPTERS = "the draft model has no adapters"
 _NO_PLUGINS = "SGLang loads no plugins in those processes"
 _NO_REJECTION = "SMC weighs the draft's tokens, it rejects none"
-_FIXED_K = "K is fixed: with no rejections there is no acceptance to adapt to"
+_OWN_ADAPTIVE = "it adapts K alone; SMC's own is --speculative-smc-adaptive"
 _OTHER = "this belongs to other algorithms and would have no effect"
 
 _REQUIREMENTS = (
@@ -149,7 +149,7 @@ _REQUIREMENTS = (
     _Requirement("enable_hierarchical_cache", (False,), "the draft's KV is not offloaded yet"),
     _Requirement("tokenizer_worker_num", (1,), _NO_PLUGINS),
     _Requirement("use_ray", (False,), _NO_PLUGINS),
-    _Requirement("speculative_adaptive", (False,), _FIXED_K),
+    _Requirement("speculative_adaptive", (False,), _OWN_ADAPTIVE),
     _Requirement("speculative_eagle_topk", (None, 1), "each particle is one chain, not a tree"),
     _Requirement("speculative_accept_threshold_single", (1.0,), _NO_REJECTION),
     _Requirement("speculative_accept_threshold_acc", (1.0,), _NO_REJECTION),

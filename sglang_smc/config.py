@@ -42,9 +42,10 @@ SERVER_ARGS_FIELDS = {
     "max_lag": "speculative_smc_max_lag",
     "kernels": "speculative_smc_kernels",
     "round_graph": "speculative_smc_round_graph",
+    "adaptive": "speculative_smc_adaptive",
 }
 
-SERVER_FIELDS = ("max_lag", "kernels", "round_graph")
+SERVER_FIELDS = ("max_lag", "kernels", "round_graph", "adaptive")
 """They size memory or choose code, so a request has no say in them."""
 
 
@@ -94,6 +95,10 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     round_graph: str = "auto"
     """Whether rounds are captured as CUDA graphs, one launch each. `auto`: on a GPU, unless
     SGLang's own --disable-cuda-graph is given."""
+
+    adaptive: bool = False
+    """N and K follow the load: under it requests get fewer than they ask for, down to N = 1, K = 0.
+    """
 
     @classmethod
     def from_server_args(cls, server_args: Any) -> "SMCConfig":
@@ -177,7 +182,17 @@ class Choice(NamedTuple):
         return "one of " + ", ".join(self.words)
 
 
-Range = Integer | Number | Choice
+class Switch:
+    """On or off."""
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, bool)
+
+    def __str__(self) -> str:
+        return "True or False"
+
+
+Range = Integer | Number | Choice | Switch
 
 RANGES: dict[str, Range] = {
     "num_steps": Integer(1),
@@ -193,6 +208,7 @@ RANGES: dict[str, Range] = {
     "max_lag": Integer(1),
     "kernels": Choice(KERNELS),
     "round_graph": Choice(ROUND_GRAPH),
+    "adaptive": Switch(),
 }
 
 DEFAULTS = SMCConfig()

@@ -28,6 +28,8 @@ class Counters(NamedTuple):
     ess_sum: torch.Tensor
     ess_min: torch.Tensor
     ancestors: torch.Tensor  # particles of the start with descendants, before any collapse
+    particles_sum: torch.Tensor  # that its rounds had, which adapts to the load if the server does
+    steps_sum: torch.Tensor
     log_evidence: torch.Tensor
 
 
@@ -56,6 +58,8 @@ class CounterTable:
         verified: torch.Tensor,
         collapsed: torch.Tensor,
         ancestors: torch.Tensor,
+        num_particles: torch.Tensor,
+        num_steps: torch.Tensor,
         log_evidence: torch.Tensor,
     ) -> torch.Tensor:
         """Count one round, all arguments ``[G]``; returns the totals ``[G, len(Counters)]``."""
@@ -69,6 +73,8 @@ class CounterTable:
             ess_sum=totals.ess_sum + cut.ess,
             ess_min=torch.minimum(totals.ess_min, cut.ess),
             ancestors=ancestors.double(),
+            particles_sum=totals.particles_sum + num_particles,
+            steps_sum=totals.steps_sum + num_steps,
             log_evidence=log_evidence,
         )
         values = torch.stack(updated, dim=1)
@@ -85,6 +91,9 @@ def meta_info(totals: list[float], config: RequestConfig) -> dict[str, Any]:
         "mode": config.mode,
         "num_particles": config.num_particles,
         "num_steps": config.num_steps,
+        # Fewer than it asked for where the server adapts to its load.
+        "particles_mean": counters.particles_sum / rounds if rounds else config.num_particles,
+        "steps_mean": counters.steps_sum / rounds if rounds else config.num_steps,
         "rounds_ct": rounds,
         "resample_ct": int(counters.resample_ct),
         "collapse_ct": int(counters.collapse_ct),
@@ -105,12 +114,10 @@ class IntervalLog:
 
     Args:
         interval: rounds of the server between two lines; SGLang's --decode-log-interval.
-        num_particles: N.
     """
 
-    def __init__(self, interval: int, num_particles: int) -> None:
+    def __init__(self, interval: int) -> None:
         self._interval = interval
-        self._num_particles = num_particles
         self._num_batches = 0
         self._sums = [0.0] * len(Counters._fields)
 
@@ -130,7 +137,7 @@ class IntervalLog:
             "SMC, #round: %d, ess / particles: %.2f, resample rate: %.2f, "
             "#collapse: %d, #all-zero: %d",
             sums.rounds_ct,
-            sums.ess_sum / rounds / self._num_particles,
+            sums.ess_sum / max(sums.particles_sum, 1),
             sums.resample_ct / rounds,
             sums.collapse_ct,
             sums.all_zero_ct,

@@ -7,6 +7,7 @@ import torch
 from sglang_smc import memory
 from sglang_smc.config import SMCConfig
 from sglang_smc.request_config import config_of
+from sglang_smc.rungs import Rung, joined, narrowed
 from sglang_smc.runs import running
 from sglang_smc.sampling import Kinds, Settings
 from sglang_smc.stopping import has_stop_text
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 class Extent(NamedTuple):
     """Sizes and kinds in a batch, known without asking the device; tensors are cut to them."""
 
+    rung: Rung | None  # that bounds N and K in this round
+    num_held: int  # the most particles that a request has or, as the round begins, had
+    resizes: bool  # some request has more or fewer than it had
     num_particles: int  # the most that a request has
     num_steps: int  # the most that a request drafts a round
     max_tail: int  # no tail is longer when the round ends
@@ -80,21 +84,29 @@ class Groups(NamedTuple):
         return self.figures.allocated
 
 
-def extent_of_server(config: SMCConfig) -> Extent:
-    """The largest extent of batches whose requests choose nothing but sizes for themselves."""
-    weighs = config.mode == "smc"
+def extent_of_server(config: SMCConfig, rung: Rung | None = None) -> Extent:
+    """The largest extent of batches whose requests choose nothing but sizes for themselves.
+
+    On a ``rung`` tails and arenas may be there that larger ones have left.
+    """
+    now = narrowed(config, rung)
+    weighs = now.mode == "smc"
     return Extent(
-        num_particles=config.num_particles,
-        num_steps=config.num_steps,
+        rung=rung,
+        num_held=now.num_particles,
+        resizes=False,
+        num_particles=now.num_particles,
+        num_steps=now.num_steps,
         max_tail=memory.max_tail(config),
         max_arena=memory.max_arena(config),
         kinds=Kinds(filtered=False, greedy=True, early=False),
         powered=config.power != 1.0,
-        weighs=weighs,
-        verifies=not weighs,
+        # Without drafts the two are one.
+        weighs=weighs or now.num_steps == 0,
+        verifies=not weighs or now.num_steps == 0,
         shows_particles=False,
         stops=False,
-        methods=(config.resampling_method,) if weighs else (),
+        methods=(config.resampling_method,) if weighs or now.num_steps == 0 else (),
     )
 
 
@@ -103,13 +115,21 @@ def extent_of(server: SMCConfig, reqs: "list[Req]") -> Extent:
 
     Under the overlap schedule the host's figures are one round old, and too large if anything.
     """
-    configs = [config_of(server, req) for req in reqs]
-    pairs = list(zip(configs, reqs, strict=True))
+    asked, rungs = [config_of(server, req) for req in reqs], [running(req).rungs for req in reqs]
+    befores, configs = (
+        [narrowed(*pair) for pair in zip(asked, of_round, strict=True)]
+        for of_round in zip(*rungs, strict=True)
+    )
+    spans = list(zip(map(joined, befores, configs), reqs, strict=True))
+    num_before, num_after = ([c.num_particles for c in each] for each in (befores, configs))
     arenas = [running(req).arena for req in reqs]
     return Extent(
-        num_particles=max(config.num_particles for config in configs),
+        rung=rungs[0][1],
+        num_held=max(num_before + num_after),
+        resizes=num_before != num_after,
+        num_particles=max(num_after),
         num_steps=max(config.num_steps for config in configs),
-        max_tail=max(memory.tail(config, memory.remaining(req)) for config, req in pairs),
+        max_tail=max(memory.tail(config, memory.remaining(req)) for config, req in spans),
         max_arena=max(end - start for start, end in arenas),
         kinds=Kinds.of(reqs),
         powered=any(config.power != 1.0 for config in configs),
@@ -117,5 +137,7 @@ def extent_of(server: SMCConfig, reqs: "list[Req]") -> Extent:
         verifies=not all(config.weighs for config in configs),
         shows_particles=any(config.return_particles for config in configs),
         stops=any(has_stop_text(req) for req in reqs),
-        methods=tuple(sorted({config.resampling_method for config in configs if config.weighs})),
+        methods=tuple(
+            sorted({c.resampling_method for c in configs if c.weighs or c.num_steps == 0})
+        ),
     )

@@ -46,6 +46,11 @@ class Ledger:
         self._held_rank, self._free_rank = max_tail, max_tail + 1
         self._rank = torch.full((num_slots,), self._free_rank, dtype=torch.int32, device=device)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self._table.device
+
     def particle_rows(self, rows: torch.Tensor, num_particles: int) -> torch.Tensor:
         """Rows of the first particles of each request, ``[G]`` to ``[G, num_particles]``."""
         particle = torch.arange(num_particles, device=rows.device)

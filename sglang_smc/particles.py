@@ -68,6 +68,15 @@ class Population(NamedTuple):
             roots=self.roots.gather(1, ancestors),
         )
 
+    def resize(self, ancestors: torch.Tensor, present: torch.Tensor) -> "Population":
+        """Descend to the particles that are ``present`` ``[G, N]`` from now on."""
+        descended = self.descend(ancestors)
+        return descended._replace(
+            lengths=descended.lengths.masked_fill(~present, 0),
+            ended=descended.ended | ~present,
+            present=present,
+        )
+
     def is_settled(self) -> torch.Tensor:
         """Whether all particles of a group have one anchor, ``[G]`` bool; else none is emitted."""
         return ((self.anchor == self.anchor[:, :1]) | ~self.present).all(1)
@@ -79,9 +88,8 @@ class Population(NamedTuple):
 
     def num_roots(self) -> torch.Tensor:
         """How many particles of the start have descendants, ``[G]``."""
-        place = torch.arange(self.roots.shape[1], device=self.roots.device)
-        has_root = (self.roots.unsqueeze(2) == place) & self.present.unsqueeze(2)
-        return has_root.any(1).sum(1)
+        kin = (self.roots.unsqueeze(2) == self.roots.unsqueeze(1)) & self.present.unsqueeze(1)
+        return (self.present & ~kin.tril(-1).any(2)).sum(1)  # those without an elder of their root
 
     def emit(self, counts: torch.Tensor) -> "Population":
         """Drop the first ``counts[g]`` tokens, common to all tails, from each of them."""

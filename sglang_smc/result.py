@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
+from sglang_smc.adaptive import Policy
 from sglang_smc.diagnostics import IntervalLog
 from sglang_smc.draft_input import SMCDraftInput
 from sglang_smc.particles import Population
+from sglang_smc.rungs import Rung
 from sglang_smc.runs import as_particle, first_is_open, running, settled_ids
 from sglang_smc.smc.weights import normalized
 
@@ -89,6 +91,8 @@ class SMCBatchResult(GenerationBatchResult):
     particles: Particles | None = None  # where some request wants them
     firsts: torch.Tensor | None = None  # [G] token that prefill drew, -1 while particles differ
     log: IntervalLog | None = None
+    rungs: list[Rung] | None = None  # N and K of each request in this round
+    policy: Policy | None = None  # that learns from them
 
     @classmethod
     def of(cls, outcome: Outcome, log: IntervalLog) -> "SMCBatchResult":
@@ -141,12 +145,16 @@ class SMCBatchResult(GenerationBatchResult):
                 req.update_spec_correct_drafts_histogram(kept[i])
                 run = running(req)
                 self.log.add(run.counters, totals[i])
+                if self.policy is not None and self.rungs is not None:
+                    self.policy.learn(self.rungs[i], kept[i])
                 run.take(totals[i])
                 if self.particles is not None and run.config.return_particles:
                     run.particles = self.particles.of_group(i, req)
                 if self.firsts is not None and run.open_at is not None and self.firsts[i] >= 0:
                     run.settle(req, int(self.firsts[i]))
         self.log.end_round()
+        if self.policy is not None:
+            self.policy.end_round()
         return tokens
 
 

@@ -64,6 +64,15 @@ class RoundGraphs:
             outcome, replay = self._record(lambda inputs=figures: self._play(inputs, self._extent))
             self._recorded[size] = _Recorded(figures, outcome, replay)
 
+    def replay_padding(self, size: int) -> None:
+        """A round of ``size`` groups that play on the padding row, as all do until a replay."""
+        self._recorded[size].replay()
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of groups, ascending."""
+        return self._sizes
+
     def fits(self, extent: Extent, size: int) -> bool:
         """Whether a batch of ``size`` groups can be replayed."""
         return size <= self._sizes[-1] and self._extent.covers(extent)

@@ -12,6 +12,7 @@ import torch
 from sglang_smc.config import SMCConfig
 from sglang_smc.diagnostics import META_PREFIX, meta_info, zero_counters
 from sglang_smc.request_config import RequestConfig, config_of, request_config
+from sglang_smc.rungs import Rung, joined, narrowed
 from sglang_smc.sampling import RequestSpec, stop_tokens
 from sglang_smc.smc.randomness import derive_seed
 
@@ -25,6 +26,8 @@ class Run(msgspec.Struct):
     seed: int
     config: RequestConfig
     counters: list[float]
+    # The bounds of N and K, where the server adapts them: of the last round, and of the next.
+    rungs: tuple[Rung | None, Rung | None] = (None, None)
     arena: tuple[int, int] = (0, 0)  # from the end of the text that the host knew, when reserved
     open_at: int | None = None  # the output token that prefill drew, while particles differ in it
     was_settled: bool = False  # in the round that is being taken
@@ -32,6 +35,20 @@ class Run(msgspec.Struct):
     has_lost_tails: bool = False  # a retraction dropped tokens that the evidence has counted
     first_log_sum: float = 0.0  # what the weights gained at the first token; in no counter yet
     particles: list[dict[str, Any]] | None = None  # all of them, as they stood at the end
+
+    @property
+    def rung(self) -> Rung:
+        """N and K of its last round, or of the one that is prepared."""
+        config = narrowed(self.config, self.rungs[1])
+        return Rung(config.num_particles, config.num_steps)
+
+    def span(self, rung: Rung | None) -> RequestConfig:
+        """What memory must hold as the next round begins on ``rung``, and as it ends."""
+        return joined(narrowed(self.config, self.rungs[1]), narrowed(self.config, rung))
+
+    def step_to(self, rung: Rung | None) -> None:
+        """Let the next round run on ``rung``."""
+        self.rungs = self.rungs[1], rung
 
     def take(self, totals: list[float]) -> None:
         """Note what the device has counted by the end of a round."""
@@ -97,16 +114,17 @@ class RunBook:
         self._random_seed = random_seed
         self._num_seeded = 0
 
-    def begin(self, reqs: "list[Req]") -> list[Start]:
-        """Open or reopen requests as they are prefilled, in batch order."""
-        return [self._begin(req) for req in reqs]
+    def begin(self, reqs: "list[Req]", rung: Rung | None = None) -> list[Start]:
+        """Open or reopen requests as they are prefilled, in batch order, on ``rung``."""
+        return [self._begin(req, rung) for req in reqs]
 
-    def _begin(self, req: "Req") -> Start:
+    def _begin(self, req: "Req", rung: Rung | None) -> Start:
         run = run_of(req)
         if run is None:
             config = config_of(self._config, req)
             run = Run(self._seed(req), config, zero_counters(config.num_particles))
             req.smc_run = run  # type: ignore[attr-defined]
+        run.rungs = rung, rung
         # For p itself what is dropped has a factor of mean 1; for a power it has not.
         run.has_lost_tails |= run.config.power != 1.0 and req.retraction_count > 0
         # A power of p knows its next-token law only given all that may follow, so that a token

@@ -12,6 +12,7 @@ import torch
 
 from sglang_smc.law import Law
 from sglang_smc.request_config import RequestConfig
+from sglang_smc.rungs import Rung
 from sglang_smc.smc.proposal import SamplingRules, likeliest_only, log_probs
 from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.smc.rounds import Rules
@@ -64,6 +65,20 @@ class Settings(NamedTuple):
     def rules(self) -> Rules:
         """What steers the weights."""
         return Rules(self.num_steps, self.ess_threshold, self.at_token, self.evidence_threshold)
+
+    def within(self, rung: Rung | None) -> "Settings":
+        """What is left of N and K on a rung: `rungs.narrowed`, of all requests at once."""
+        if rung is None:
+            return self
+        fewer = self.num_particles.clamp_max(rung.num_particles)
+        num_particles = torch.where(self.power == 1.0, fewer, self.num_particles)
+        alone = (num_particles == 1) & (self.num_particles > 1)
+        return self._replace(
+            num_particles=num_particles,
+            num_steps=self.num_steps.clamp_max(rung.num_steps),
+            weighs=self.weighs & ~alone,
+            evidence_threshold=self.evidence_threshold.masked_fill(alone, torch.inf),
+        )
 
     def log_probs(
         self, logits: torch.Tensor, positions: torch.Tensor, *, filtered: bool, draft: bool = False

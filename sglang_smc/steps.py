@@ -4,21 +4,23 @@
 for the device.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from sglang_smc import stopping
+from sglang_smc.by_group import by_method, choose
 from sglang_smc.forward import ParticleForward, Places
 from sglang_smc.groups import Groups
 from sglang_smc.law import Law
 from sglang_smc.ledger import Ledger
 from sglang_smc.ops import Ops
 from sglang_smc.particles import Population
-from sglang_smc.smc import exact, mixed, rounds
+from sglang_smc.runs import running
+from sglang_smc.smc import exact, mixed, resizing, rounds
 from sglang_smc.smc.proposal import power_law, token_log_probs
 from sglang_smc.smc.randomness import Purpose
-from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.smc.siblings import same_text
 
 
@@ -87,13 +89,34 @@ class Steps:
         )
         return Reserved(slots, starts, places)
 
+    def resize(self, groups: Groups, population: Population) -> Population:
+        """Give groups the particles that they run with from now on, if those are more or fewer."""
+        methods = sorted({running(req).config.resampling_method for req in groups.reqs})
+        before = population.log_weights, population.present
+        after = groups.settings.num_particles, self._once(groups, population, Purpose.RESIZE)
+        step = by_method(groups.settings.scheme, methods, partial(resizing.resize, *before, *after))
+        # The draft may have yet to read the last emitted token, through the particle's own row.
+        self._ledger.descend(
+            groups.rows,
+            committed=groups.committed - 1,
+            ancestors=step.ancestors,
+            max_tail=groups.extent.max_tail,
+        )
+        return population.resize(step.ancestors, step.present)._replace(
+            log_weights=step.log_weights,
+            log_evidence=population.log_evidence + step.log_evidence,
+        )
+
     def propose(self, groups: Groups, population: Population, reserved: Reserved) -> Drafts:
         """Draft x_1..x_K ~ q, one after another, from each particle's last token.
 
         The last drafted token is not read: if it is kept, the next round reads it with the
-        token behind it, in the same pass.
+        token behind it, in the same pass. Without drafts the draft reads along all the same.
         """
         num_steps = groups.extent.num_steps
+        if num_steps == 0:
+            self._draft_logits(0, population, None, reserved)
+            return _no_drafts(population)
         column = torch.arange(num_steps, device=groups.rows.device)
         positions = population.output_lengths.unsqueeze(2) + column
         noise = self._uniforms(groups, positions, Purpose.DRAFT)  # [G, N, K]
@@ -144,13 +167,16 @@ class Steps:
 
     def decide(self, groups: Groups, population: Population, drafts: Drafts, law: Law) -> Decision:
         """Weigh or verify, as each request asked for."""
+        if groups.extent.num_steps == 0:  # nothing to verify: the target draws the next token
+            weighed = self.weigh(groups, population, drafts, law)
+            return weighed._replace(verified=~groups.settings.weighs)
         if not groups.extent.verifies:
             return self.weigh(groups, population, drafts, law)
         verified = self.verify(groups, population, drafts, law)
         if not groups.extent.weighs:
             return verified
         weighed = self.weigh(groups, population, drafts, law)
-        return _choose(groups.settings.weighs, weighed, verified)
+        return choose(groups.settings.weighs, weighed, verified)
 
     def weigh(self, groups: Groups, population: Population, drafts: Drafts, law: Law) -> Decision:
         """Weigh by log p - log q up to each particle's end; where the ESS is low, resample."""
@@ -179,12 +205,9 @@ class Steps:
 
     def _collect(self, groups: Groups, *args: Any) -> rounds.Collected:
         """Each request by its own method."""
-        first, *others = groups.extent.methods
-        collected = self._ops.collect(*args, first)
-        for method in others:
-            mine = groups.settings.scheme == list(SCHEMES).index(method)
-            collected = _choose(mine, self._ops.collect(*args, method), collected)
-        return collected
+        # Kernels want a column to work on.
+        collect = self._ops.collect if groups.extent.num_steps else rounds.collect
+        return by_method(groups.settings.scheme, groups.extent.methods, partial(collect, *args))
 
     def verify(self, groups: Groups, population: Population, drafts: Drafts, law: Law) -> Decision:
         """Keep the columns that the block's evidence covers, or that exact verification accepts.
@@ -230,7 +253,9 @@ class Steps:
         kept = column < decision.num_kept.unsqueeze(2)  # [G, N, K]
         extended = population.append(drafts.tokens, decision.num_kept)._replace(
             ended=population.ended | (drafts.ends & kept).any(2),
-            unread=decision.cut.num_columns == groups.extent.num_steps,
+            # The draft has read all but the last that it drafted itself, if it drafted any.
+            unread=(decision.cut.num_columns == groups.extent.num_steps)
+            & (groups.extent.num_steps > 0),
         )
         return self._descend(groups, extended, decision.resampled)
 
@@ -315,6 +340,11 @@ class Steps:
         return self._ops.uniforms(groups.settings.seeds, positions, purpose)
 
 
+def _no_drafts(population: Population) -> Drafts:
+    nothing = population.tokens[:, :, :0]  # [G, N, 0]
+    return Drafts(nothing, nothing.float(), nothing.bool(), None)
+
+
 def _all_log_probs(laws: list[Law], shape: torch.Size) -> torch.Tensor:
     """K laws of G * N rows as ``[G, N, K, V]``."""
     return torch.stack([law.log_probs().unflatten(0, shape) for law in laws], dim=2)
@@ -328,9 +358,12 @@ def _one_lineage(
     itself = torch.arange(num_particles, device=ess.device)
     group = torch.arange(size, device=ess.device)
     never = torch.zeros_like(by_block)
+    # One that was drawn for its group as this became smaller may have ended before the round.
+    live = population.present & ~population.ended
+    num_columns = kept.num_columns.where(live.any(1), 0)
     return Decision(
-        cut=rounds.Cut(kept.num_columns, population.log_weights, ess, never, never),
-        num_kept=kept.num_columns.unsqueeze(1).where(population.present, 0),
+        cut=rounds.Cut(num_columns, population.log_weights, ess, never, never),
+        num_kept=num_columns.unsqueeze(1).where(live, 0),
         resampled=rounds.Resampled(
             ancestors=kept.winner.unsqueeze(1).where(population.present, itself),
             log_weights=population.log_weights,
@@ -341,13 +374,3 @@ def _one_lineage(
         ),
         verified=~by_block,
     )
-
-
-def _choose(where: torch.Tensor, yes: Any, no: Any) -> Any:
-    """``yes`` or ``no`` for each group, of tensors ``[G, ...]``, of laws, or of tuples of them."""
-    if isinstance(yes, Law):
-        one, other = (law.log_probs().unflatten(0, (len(where), -1)) for law in (yes, no))
-        return Law.of_log_probs(_choose(where, one, other).flatten(0, 1))
-    if isinstance(yes, torch.Tensor):
-        return torch.where(where.view(-1, *(1,) * (yes.dim() - 1)), yes, no)
-    return type(yes)(*(_choose(where, a, b) for a, b in zip(yes, no, strict=True)))

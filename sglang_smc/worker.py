@@ -6,6 +6,7 @@ tables keyed by `req_pool_idx`. docs/algorithm.md explains the steps.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,15 +15,19 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_smc import memory, stopping
+from sglang_smc.active import active_policy, active_rung, set_policy
+from sglang_smc.adaptive import Policy
 from sglang_smc.config import SMCConfig
 from sglang_smc.diagnostics import CounterTable, IntervalLog, zero_counters
 from sglang_smc.draft_input import SMCDraftInput
 from sglang_smc.forward import ParticleForward
 from sglang_smc.groups import Extent, Figures, Groups, extent_of, extent_of_server
+from sglang_smc.measured import costs_of, costs_of_graphs, costs_of_passes
 from sglang_smc.ops import kind_of, ops_of
 from sglang_smc.particles import ParticleTable, Population
 from sglang_smc.result import Outcome, Particles, SMCBatchResult
-from sglang_smc.round_graph import RoundGraphs, cuda_recorder, measured
+from sglang_smc.round_graph import Record, RoundGraphs, cuda_recorder, measured
+from sglang_smc.rungs import Rung, ladder
 from sglang_smc.runs import RunBook, first_is_open, running
 from sglang_smc.sampling import Kinds, RequestTable, Settings
 from sglang_smc.smc.proposal import power_law, sample
@@ -70,8 +75,8 @@ class SMCWorker(BaseSpecWorker):
         self._draft_worker.draft_runners = [self._draft_worker.model_runner]
         check_same_vocabulary(target_worker, self._draft_worker)
         self._graph_sizes = _graph_sizes(server_args)
-        self._log = IntervalLog(server_args.decode_log_interval, self.config.num_particles)
-        self._graphs: RoundGraphs | None = None
+        self._log = IntervalLog(server_args.decode_log_interval)
+        self._graphs: dict[Rung | None, RoundGraphs] = {}
         self._runs = RunBook(self.config, target_worker.random_seed)
 
     def alloc_memory_pool(
@@ -120,17 +125,37 @@ class SMCWorker(BaseSpecWorker):
     def init_cuda_graphs(self) -> None:
         """Let the stock runners capture prefill, then capture whole rounds."""
         super().init_cuda_graphs()
-        if self.config.round_graph == "off":
-            return
-        assert self._graph_sizes, "SGLang chooses sizes wherever it may capture"
-        extent = extent_of_server(self.config)
-        self._begin_padding()
-        graphs = RoundGraphs(self._play, extent, self._graph_sizes, self.device, cuda_recorder())
-        with measured(self.device) as usage:
+        if self.config.round_graph != "off":
+            assert self._graph_sizes, "SGLang chooses sizes wherever it may capture"
+            self._begin_padding()
+            with measured(self.device) as usage:
+                self._capture(cuda_recorder())
+            self._additional_graph_memory_usage["smc_round"] = usage[0].gigabytes
+            self._additional_graph_time_usage["smc_round"] = usage[0].seconds
+        if self.config.adaptive:
+            self._adapt()
+
+    def _capture(self, record: Record) -> None:
+        """Capture rounds, and where N and K adapt those of all rungs, the largest first."""
+        for rung in ladder(self._top) if self.config.adaptive else (None,):
+            extent = extent_of_server(self.config, rung)
+            graphs = RoundGraphs(self._play, extent, self._graph_sizes, self.device, record)
             graphs.capture()
-        self._additional_graph_memory_usage["smc_round"] = usage[0].gigabytes
-        self._additional_graph_time_usage["smc_round"] = usage[0].seconds
-        self._graphs = graphs
+            self._graphs[rung] = graphs
+
+    @property
+    def _top(self) -> Rung:
+        return Rung(self.config.num_particles, self.config.num_steps)
+
+    def _adapt(self) -> None:
+        """Let N and K follow the load from now on."""
+        most = self.req_to_token_pool.size * self._top.num_particles * (self._top.num_steps + 1)
+        if self._graphs:
+            measure = partial(costs_of_graphs, self._graphs, self.device)
+        else:
+            measure = partial(costs_of_passes, self._steps, self._ledger, self._ops, most)
+        costs = costs_of(measure, self._target_worker.model_runner.tp_group)
+        set_policy(Policy(self._top, costs))
 
     def _begin_padding(self) -> None:
         """Give SGLang's padding row particles that have ended: they play what a batch leaves."""
@@ -200,11 +225,12 @@ class SMCWorker(BaseSpecWorker):
     def _begin(self, batch: "ScheduleBatch", logits: torch.Tensor) -> torch.Tensor:
         """Draw first tokens ``[G]`` from ``logits`` ``[G, V]`` and start the particles there."""
         rows = batch.req_pool_indices
-        starts = self._runs.begin(batch.reqs)
+        rung = active_rung()
+        starts = self._runs.begin(batch.reqs, rung)
         self._requests.write([start.spec for start in starts])
         num_emitted = self._tensor([start.num_emitted for start in starts])  # [G]
         carried = self._tensor([start.counters for start in starts], torch.float64)
-        settings = self._requests.gather(rows)
+        settings = self._requests.gather(rows).within(rung)
         log_p = settings.log_probs(
             logits.unsqueeze(1), num_emitted.unsqueeze(1), filtered=Kinds.of(batch.reqs).cuts
         )
@@ -260,9 +286,21 @@ class SMCWorker(BaseSpecWorker):
             committed=batch.seq_lens.long(),
             allocated=self._tensor([running(req).arena[1] for req in batch.reqs]),
         )
-        if self._graphs is not None and self._graphs.fits(extent, len(batch.reqs)):
-            return SMCBatchResult.of(self._graphs.replay(figures), self._log)
-        return SMCBatchResult.of(self._play(figures, extent, batch.reqs), self._log)
+        if extent.resizes:
+            self._resize(figures, extent, batch.reqs)
+        graphs = self._graphs.get(extent.rung)
+        if graphs is not None and graphs.fits(extent, len(batch.reqs)):
+            outcome = graphs.replay(figures)
+        else:
+            outcome = self._play(figures, extent, batch.reqs)
+        result = SMCBatchResult.of(outcome, self._log)
+        result.policy, result.rungs = active_policy(), [running(req).rung for req in batch.reqs]
+        return result
+
+    def _resize(self, figures: Figures, extent: Extent, reqs: "Sequence[Req]") -> None:
+        """Bring populations to the sizes that they have in this round."""
+        groups, held = self._open(figures, extent._replace(num_particles=extent.num_held), reqs)
+        self._particles.scatter(figures.rows, self._steps.resize(groups, held))
 
     def _play(self, figures: Figures, extent: Extent, reqs: "Sequence[Req]" = ()) -> Outcome:
         """One round, from the last token of every particle to what all of them agree on."""
@@ -282,7 +320,7 @@ class SMCWorker(BaseSpecWorker):
         self, figures: Figures, extent: Extent, reqs: "Sequence[Req]"
     ) -> tuple[Groups, Population]:
         before = self._particles.gather(figures.rows, extent.num_particles, extent.max_tail)
-        settings = self._requests.gather(figures.rows)
+        settings = self._requests.gather(figures.rows).within(extent.rung)
         seeds = round_seeds(settings.seeds, before.output_lengths.amax(1))
         return Groups(list(reqs), figures, settings._replace(seeds=seeds), extent), before
 
@@ -313,6 +351,8 @@ class SMCWorker(BaseSpecWorker):
             verified=decision.verified,
             collapsed=forced,
             ancestors=continued.num_roots(),
+            num_particles=groups.settings.num_particles,
+            num_steps=groups.settings.num_steps,
             # What is banked, and what the weights have gained since: a retraction keeps both.
             log_evidence=after.log_evidence
             + log_mean_exp(after.log_weights, groups.settings.num_particles),

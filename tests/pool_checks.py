@@ -68,7 +68,7 @@ class PoolChecks:
     def _check_reserved(self, batch: list[Request], slots: list) -> None:
         for request, of_group in zip(batch, slots, strict=True):
             ended_here = self.window.padded(request.ended, True)
-            width = request.config.num_steps + 1
+            width = request.now.num_steps + 1
             live = [s for s, ended in zip(of_group, ended_here, strict=True) if not ended]
             reserved = [slot for row in live for slot in row[1 : 1 + width]]
             assert len(reserved) == len(set(reserved)), "a slot was handed out twice"

@@ -18,6 +18,7 @@ from sglang_smc.config import SMCConfig
 from sglang_smc.ledger import Ledger
 from sglang_smc.particles import ParticleTable, Population
 from sglang_smc.request_config import RequestConfig, request_config
+from sglang_smc.rungs import Rung
 
 ENDS_WITH_PROBABILITY = 0.04
 
@@ -26,13 +27,20 @@ class PoolModel(PoolChecks):
     """A pool, its requests, and the code under test.
 
     Requests choose their own N, K and mode, no larger than those of ``config``. With ``overlap``
-    the host reserves a round's memory before it hears of the round before, as SGLang's does.
+    the host reserves a round's memory before it hears of the round before, as SGLang's does. Each
+    round is on one of ``rungs``, drawn at random.
     """
 
     def __init__(
-        self, config: SMCConfig, *, num_rows: int = 4, longest: int = 40, overlap: bool = False
+        self,
+        config: SMCConfig,
+        *,
+        num_rows: int = 4,
+        longest: int = 40,
+        overlap: bool = False,
+        rungs: tuple[Rung | None, ...] = (None,),
     ) -> None:
-        self.config, self.overlap = config, overlap
+        self.config, self.overlap, self.rungs = config, overlap, rungs
         num_slots = num_rows * (longest + memory.max_arena(config))
         self.table = torch.zeros(
             (num_rows + 1) * (1 + config.num_particles),
@@ -147,7 +155,7 @@ class PoolModel(PoolChecks):
 
     def _top_up(self, request: Request, rng: random.Random) -> None:
         committed, remaining = request.heard
-        wanted = committed + memory.arena(request.config, remaining)
+        wanted = committed + memory.arena(request.span, remaining)
         if wanted > request.allocated:
             slots = self._take(wanted - request.allocated, rng)
             self.table[request.row, request.allocated : wanted] = torch.tensor(slots).int()
@@ -156,9 +164,11 @@ class PoolModel(PoolChecks):
     # -- a round, with random drafts, cuts and ancestors -----------------------------------------
 
     def play_round(self, batch: list[Request], rng: random.Random) -> None:
+        rung = rng.choice(self.rungs)
         for request in batch:
             if not self.overlap or not request.has_begun:
                 request.heard = request.committed, request.remaining + self.overlap
+            request.rungs = request.rungs[1], rung
             self._top_up(request, rng)
             request.has_begun = True
         self.check()
@@ -166,10 +176,10 @@ class PoolModel(PoolChecks):
         for request in batch:
             request.heard = request.committed, request.remaining
         rows = torch.tensor([request.row for request in batch])
-        population = self.particles.gather(rows, self.window.num_particles, self.window.max_tail)
+        population = self._resized(batch, rows, rng)
         self._check_population(population, batch)
         drafts, counts = self._draft(batch, rows, population, rng)
-        population = self._extend(population, batch, torch.tensor(drafts), counts)
+        population = self._extend(population, batch, torch.tensor(drafts).long(), counts)
         ancestors = [self._random_ancestors(request, rng) for request in batch]
         population = self._descend(batch, rows, population, ancestors)
         bonus = torch.tensor([self._bonus(request, rng) for request in batch]).unsqueeze(2)
@@ -186,6 +196,34 @@ class PoolModel(PoolChecks):
                     self.abort(request, rng)
                 request.is_over = True  # the host hears of it when the next round has begun
 
+    def _resized(self, batch: list[Request], rows: torch.Tensor, rng: random.Random) -> Population:
+        """The populations as the round begins, of the size that they have in it."""
+        sizes = [request.now.num_particles for request in batch]
+        held = max(*sizes, *(len(request.tails) for request in batch))
+        population = self.particles.gather(rows, held, self.window.max_tail)
+        ancestors = []
+        for request, size in zip(batch, sizes, strict=True):
+            old = len(request.tails)
+            chosen = [rng.randrange(old) for _ in range(size)] if size != old else list(range(old))
+            request.resize(chosen)
+            ancestors.append([*chosen, *range(size, held)])
+            self.seen["more particles"] += size > old
+            self.seen["fewer particles"] += size < old
+        if population.present.sum(1).tolist() == sizes:
+            return population
+        chosen = torch.tensor(ancestors)
+        self.ledger.descend(
+            rows,
+            committed=torch.tensor([request.committed for request in batch]) - 1,
+            ancestors=chosen,
+            max_tail=self.window.max_tail,
+        )
+        present = torch.arange(held) < torch.tensor(sizes).unsqueeze(1)
+        population = population.resize(chosen, present)
+        self.particles.scatter(rows, population)
+        self.check()
+        return self.particles.gather(rows, self.window.num_particles, self.window.max_tail)
+
     def _draft(
         self,
         batch: list[Request],
@@ -201,15 +239,15 @@ class PoolModel(PoolChecks):
             starts=torch.tensor([r.committed for r in batch]).unsqueeze(1) + population.lengths,
             idle=population.ended,
             unread=population.unread,
-            num_particles=torch.tensor([request.config.num_particles for request in batch]),
-            num_columns=torch.tensor([request.config.num_steps + 1 for request in batch]),
+            num_particles=torch.tensor([request.now.num_particles for request in batch]),
+            num_columns=torch.tensor([request.now.num_steps + 1 for request in batch]),
             width=num_steps + 1,
         ).tolist()
         self._check_reserved(batch, slots)
         drafts, counts = [], []
         for group, request in enumerate(batch):
-            cut = rng.randint(0, request.config.num_steps)
-            request.unread = cut == num_steps
+            cut = rng.randint(0, request.now.num_steps)
+            request.unread = cut == num_steps > 0
             drafts.append(
                 [
                     [self._token(rng) for _ in range(num_steps)]
@@ -219,7 +257,7 @@ class PoolModel(PoolChecks):
             counts.append([cut] * len(request.tails))
             for particle, has_ended in enumerate(request.ended):
                 if not has_ended:
-                    own = slots[group][particle][: request.config.num_steps + 2]
+                    own = slots[group][particle][: request.now.num_steps + 2]
                     self._write(request.text(particle), drafts[group][particle], own)
                     self._check_draft(request, particle)
         self.check()
@@ -232,7 +270,8 @@ class PoolModel(PoolChecks):
             self.content[slot] = tuple(text + drafted[:column])
         if before:
             self.draft_content[before] = tuple(text[:-1])
-        for column, slot in enumerate(new[: self.window.num_steps]):
+        # Without drafts it reads the last token all the same.
+        for column, slot in enumerate(new[: max(self.window.num_steps, 1)]):
             self.draft_content[slot] = tuple(text + drafted[:column])
 
     def _extend(
@@ -277,17 +316,14 @@ class PoolModel(PoolChecks):
         )
         population = population.descend(padded)
         for request, chosen in zip(batch, ancestors, strict=True):
-            if request.firsts:
-                request.firsts = [request.firsts[ancestor] for ancestor in chosen]
-            request.tails = [list(request.tails[ancestor]) for ancestor in chosen]
-            request.ended = [request.ended[ancestor] for ancestor in chosen]
+            request.resize(chosen)
         self._check_population(population, batch)
         self.check()
         return population
 
     def _random_ancestors(self, request: Request, rng: random.Random) -> list[int]:
-        num_particles = request.config.num_particles
-        if not request.config.weighs:
+        num_particles = request.now.num_particles
+        if not request.now.weighs:
             return [rng.randrange(num_particles)] * num_particles
         if rng.random() < 0.4:
             return list(range(num_particles))
@@ -295,11 +331,11 @@ class PoolModel(PoolChecks):
 
     def _bonus(self, request: Request, rng: random.Random) -> list[int]:
         tokens = [self._token(rng) for _ in range(self.window.num_particles)]
-        return tokens if request.config.weighs else tokens[:1] * len(tokens)
+        return tokens if request.now.weighs else tokens[:1] * len(tokens)
 
     def _collapse(self, request: Request, rng: random.Random) -> list[int]:
         num_particles = len(request.tails)
-        too_far = max(map(len, request.tails)) >= self.config.max_lag and request.config.weighs
+        too_far = max(map(len, request.tails)) >= self.config.max_lag and request.now.weighs
         if not all(request.ended) and not too_far:
             return list(range(num_particles))
         return [rng.randrange(num_particles)] * num_particles
@@ -329,9 +365,9 @@ class PoolModel(PoolChecks):
         self.check()
 
     def _note_situations(self, batch: list[Request], counts: list[int]) -> None:
-        sizes = {(request.config.num_particles, request.config.num_steps) for request in batch}
+        sizes = {(request.now.num_particles, request.now.num_steps) for request in batch}
         self.seen["groups of different size"] += len(sizes) > 1
-        self.seen["one verifies, one weighs"] += len({r.config.weighs for r in batch}) > 1
+        self.seen["one verifies, one weighs"] += len({r.now.weighs for r in batch}) > 1
         for request, count in zip(batch, counts, strict=True):
             left = max(map(len, request.tails)) - count
             self.seen["first tokens differ"] += request.firsts is not None

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from sglang_smc import memory
 from sglang_smc.request_config import RequestConfig
+from sglang_smc.rungs import Rung, joined, narrowed
 
 Text = tuple[int, ...]
 EOS, VOCAB = 0, 3
@@ -23,12 +24,30 @@ class Request:
     allocated: int
     tails: list[list[int]]
     ended: list[bool]
+    rungs: tuple[Rung | None, Rung | None] = (None, None)  # of the last round, and of this one
     has_begun: bool = False
     is_over: bool = False  # a round began with nothing left to do
     heard: tuple[int, int] = (0, 0)  # committed and remaining, as far as the host knows
     unread: bool = False  # the draft has yet to read the last token but one
     firsts: list[int] | None = None  # of each particle, where they differ in the newest token
     frozen: list[int] = field(default_factory=list)  # slots of the committed text so far
+
+    @property
+    def now(self) -> RequestConfig:
+        """What this round runs with."""
+        return narrowed(self.config, self.rungs[1])
+
+    @property
+    def span(self) -> RequestConfig:
+        """What memory must hold from the last round's end to this one's."""
+        return joined(narrowed(self.config, self.rungs[0]), self.now)
+
+    def resize(self, ancestors: list[int]) -> None:
+        """Go on with copies of these particles."""
+        if self.firsts:
+            self.firsts = [self.firsts[ancestor] for ancestor in ancestors]
+        self.tails = [list(self.tails[ancestor]) for ancestor in ancestors]
+        self.ended = [self.ended[ancestor] for ancestor in ancestors]
 
     @property
     def settled(self) -> list[int]:
@@ -73,9 +92,9 @@ class Window(NamedTuple):
     def of(cls, batch: list[Request]) -> "Window":
         """As small as they may be."""
         return cls(
-            max(request.config.num_particles for request in batch),
-            max(request.config.num_steps for request in batch),
-            max(memory.tail(request.config, request.heard[1]) for request in batch),
+            max(request.now.num_particles for request in batch),
+            max(request.now.num_steps for request in batch),
+            max(memory.tail(request.span, request.heard[1]) for request in batch),
             max(request.allocated - request.heard[0] for request in batch),
         )
 

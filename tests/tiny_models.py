@@ -99,6 +99,7 @@ def smc_arguments(target: str, draft: str, **settings: Any) -> dict[str, Any]:
         "max_lag",
         "kernels",
         "round_graph",
+        "adaptive",
     )
     for name in own:
         if name in settings:

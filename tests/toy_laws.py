@@ -8,6 +8,7 @@ from scipy.stats import chisquare
 from toy_worker import NUM_CONTEXTS, Language, Outcome, ToyWorker
 
 from sglang_smc.config import SMCConfig
+from sglang_smc.rungs import Rung
 
 VOCAB, EOS, LENGTH, NUM_RUNS = 3, 2, 5, 3000
 Text = tuple[int, ...]
@@ -44,14 +45,14 @@ def run(
     *,
     num_runs: int = NUM_RUNS,
     chosen: tuple[dict[str, Any], ...] = ({},),
+    rungs: tuple[Rung | None, ...] = (None,),
 ) -> Outcome:
     """Serve requests in ``rows``, or all of them, in one batch; every slot stays where it belongs.
 
-    Row r chooses ``chosen[(r - 1) % len(chosen)]`` for itself.
+    Row r chooses ``chosen[(r - 1) % len(chosen)]`` for itself; ``rungs`` bound the rounds in turn.
     """
-    worker = ToyWorker(
-        config, *pair, num_requests=num_runs, max_new_tokens=LENGTH, eos=EOS, chosen=chosen
-    )
+    sizes = {"num_requests": num_runs, "max_new_tokens": LENGTH, "eos": EOS}
+    worker = ToyWorker(config, *pair, **sizes, chosen=chosen, rungs=rungs)
     noise = torch.rand(num_runs, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     outcome = worker.run(list(range(1, num_runs + 1)) if rows is None else rows, noise)
     worker.check_owned()

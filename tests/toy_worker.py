@@ -17,6 +17,7 @@ from sglang_smc.forward import Places
 from sglang_smc.ops import TORCH, Ops
 from sglang_smc.particles import ParticleTable
 from sglang_smc.request_config import config_of
+from sglang_smc.rungs import Rung
 from sglang_smc.runs import Run, first_is_open
 from sglang_smc.sampling import RequestSpec, RequestTable, Settings
 from sglang_smc.smc.proposal import power_law, sample
@@ -107,7 +108,8 @@ class ToyRequest:
 class ToyWorker:
     """Requests with one prompt, all in one table, each in its own row and with its own seed.
 
-    Row r asks for ``chosen[(r - 1) % len(chosen)]`` as its `custom_params["smc"]`.
+    Row r asks for ``chosen[(r - 1) % len(chosen)]`` as its `custom_params["smc"]`. The i-th round
+    is bounded by ``rungs[i % len(rungs)]``.
     """
 
     def __init__(
@@ -120,10 +122,12 @@ class ToyWorker:
         max_new_tokens: int,
         eos: int,
         chosen: tuple[dict[str, Any], ...] = ({},),
+        rungs: tuple[Rung | None, ...] = (None,),
         ops: Ops = TORCH,
     ) -> None:
         self.ops = ops
         self.config, self.limit, self.eos, self.chosen = config, max_new_tokens, eos, chosen
+        self.rungs, self.num_reserved = rungs, 0
         width = len(PROMPT) + max_new_tokens + memory.max_arena(config)
         num_slots = 1 + num_requests * width
         self.table = torch.zeros(
@@ -160,8 +164,8 @@ class ToyWorker:
         worker._particles = ParticleTable(num_rows, config.num_particles, max_tail, self.device)
         worker._requests = RequestTable(num_rows, vocab_size, self.device)
         worker._counters = CounterTable(num_rows, self.device)
-        worker._graphs = None
-        worker._log = IntervalLog(40, config.num_particles)
+        worker._graphs = {}
+        worker._log = IntervalLog(40)
         return worker
 
     def run(self, rows: list[int], noise: torch.Tensor) -> Outcome:
@@ -264,8 +268,12 @@ class ToyWorker:
         return self.worker._round(self.batch(reqs))
 
     def reserve(self, reqs: list[ToyRequest]) -> None:
+        rung = self.rungs[self.num_reserved % len(self.rungs)]
+        self.num_reserved += 1
         for req in reqs:
-            wanted = req.kv_committed_len + memory.arena_of(self.config, req)  # type: ignore[arg-type]
+            remaining = memory.remaining(req)  # type: ignore[arg-type]
+            wanted = req.kv_committed_len + memory.arena(req.smc_run.span(rung), remaining)
+            req.smc_run.step_to(rung)
             req.smc_run.arena = req.kv_committed_len, max(req.smc_run.arena[1], wanted)
 
     def batch(self, reqs: list[ToyRequest]) -> Any:

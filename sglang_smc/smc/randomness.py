@@ -25,6 +25,7 @@ class Purpose(IntEnum):
     SELECT = 4
     ACCEPT = 5
     KEEP = 6
+    RESIZE = 7
 
 
 def uniforms(

@@ -40,6 +40,8 @@ BAD = [
     ("draft_temperature", math.inf, "a finite number > 0"),
     ("draft_temperature", [1.0], "a finite number > 0"),
     ("max_lag", 0, "an integer >= 1"),
+    ("adaptive", 1, "True or False"),
+    ("adaptive", "yes", "True or False"),
 ]
 
 LIMITS = [
@@ -56,6 +58,7 @@ LIMITS = [
     ("evidence_threshold", None),
     ("draft_temperature", 1e-3),
     ("draft_temperature", None),
+    ("adaptive", True),
     *(("mode", mode) for mode in MODES),
     *(("resampling_method", method) for method in RESAMPLING_METHODS),
 ]

@@ -31,6 +31,7 @@ GIVEN = {
     "speculative_smc_max_lag": 32,
     "speculative_smc_kernels": "torch",
     "speculative_smc_round_graph": "off",
+    "speculative_smc_adaptive": True,
 }
 DEFAULTS = {
     "speculative_smc_mode": "smc",
@@ -45,6 +46,7 @@ DEFAULTS = {
     "speculative_smc_max_lag": 256,
     "speculative_smc_kernels": "auto",
     "speculative_smc_round_graph": "auto",
+    "speculative_smc_adaptive": False,
 }
 
 HELP = DEFAULTS | {
@@ -59,7 +61,9 @@ def ours(server_args: ServerArgs) -> dict[str, Any]:
 
 
 def command_line(keywords: dict[str, Any]) -> list[str]:
-    return [part for k, v in keywords.items() for part in (f"--{k.replace('_', '-')}", str(v))]
+    """A switch stands alone, other flags before their values."""
+    flags = {f"--{name.replace('_', '-')}": value for name, value in keywords.items()}
+    return [part for k, v in flags.items() for part in ([k] if v is True else [k, str(v)])]
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 from pool_model import PoolModel, Request
 
 from sglang_smc.config import SMCConfig
+from sglang_smc.rungs import Rung, ladder
 
 CONFIGS = {
     "usual": SMCConfig(num_particles=4, num_steps=3, max_lag=8),
@@ -29,6 +30,12 @@ CONFIGS = {
     "one particle": SMCConfig(num_particles=1, num_steps=4, max_lag=5),
     "one step": SMCConfig(num_particles=8, num_steps=1, max_lag=3),
 }
+
+
+def rungs(config: SMCConfig, adapts: bool) -> tuple[Rung | None, ...]:
+    """What rounds may be on: any rung of a server that adapts."""
+    top = Rung(config.num_particles, config.num_steps)
+    return (None, *ladder(top)) if adapts else (None,)
 
 
 def act(model: PoolModel, rng: random.Random) -> None:
@@ -45,16 +52,18 @@ def act(model: PoolModel, rng: random.Random) -> None:
         model.play_round(rng.sample(running, rng.randint(1, len(running))), rng)
 
 
+@pytest.mark.parametrize("adapts", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", list(CONFIGS))
-def test_long_programs(name: str, overlap: bool) -> None:
-    rng = random.Random(name)
-    model = PoolModel(CONFIGS[name], overlap=overlap)
-    while model.operations < 4000:
+def test_long_programs(name: str, overlap: bool, adapts: bool) -> None:
+    rng, config = random.Random(name), CONFIGS[name]
+    model = PoolModel(config, overlap=overlap, rungs=rungs(config, adapts))
+    while model.operations < (6000 if adapts else 4000):  # more situations to meet
         act(model, rng)
     if model.config.num_particles > 1 and model.config.max_lag > 1:
-        assert len(model.seen) == 7
-        assert min(model.seen.values()) > 5, model.seen
+        situations = {name for name in model.seen if adapts or "particles" not in name}
+        assert len(situations) == (9 if adapts else 7)
+        assert min(model.seen[name] for name in situations) > 5, model.seen
     for request in list(model.requests.values()):
         model.abort(request, rng)
     assert set(model.free) == model.all_slots
@@ -63,9 +72,10 @@ def test_long_programs(name: str, overlap: bool) -> None:
 class Scheduler(RuleBasedStateMachine):
     """The same, with programs that hypothesis can shrink."""
 
-    @initialize(name=st.sampled_from(list(CONFIGS)), overlap=st.booleans())
-    def create(self, name: str, overlap: bool) -> None:
-        self.model = PoolModel(CONFIGS[name], num_rows=3, longest=24, overlap=overlap)
+    @initialize(name=st.sampled_from(list(CONFIGS)), overlap=st.booleans(), adapts=st.booleans())
+    def create(self, name: str, overlap: bool, adapts: bool) -> None:
+        variant = {"overlap": overlap, "rungs": rungs(CONFIGS[name], adapts)}
+        self.model = PoolModel(CONFIGS[name], num_rows=3, longest=24, **variant)
 
     def pick(self, rng: random.Random) -> Request:
         return rng.choice(list(self.model.requests.values()))

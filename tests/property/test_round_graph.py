@@ -15,8 +15,10 @@ from toy_worker import ToyWorker
 
 from sglang_smc.config import SMCConfig
 from sglang_smc.groups import extent_of_server
+from sglang_smc.measured import costs_of_graphs
 from sglang_smc.result import Outcome
-from sglang_smc.round_graph import Record, RoundGraphs
+from sglang_smc.round_graph import Record
+from sglang_smc.rungs import OFF, Rung
 from sglang_smc.runs import RunBook
 
 SIZES = [2, 3, 8]
@@ -40,20 +42,25 @@ def in_place(played: list[int]) -> Record:
     return record
 
 
-def serve(config: SMCConfig, *, rows: list[int], recorded: list[int] | None) -> Texts:
+def serve(
+    config: SMCConfig,
+    *,
+    rows: list[int],
+    recorded: list[int] | None,
+    rungs: tuple[Rung | None, ...] = (None,),
+) -> Texts:
     """Texts of requests, by recordings of `SIZES` if there is a list to note them in."""
-    toy = ToyWorker(
-        config, *languages(), num_requests=9, max_new_tokens=LENGTH, eos=EOS, chosen=CHOSEN
-    )
+    sizes = {"num_requests": 9, "max_new_tokens": LENGTH, "eos": EOS}
+    toy = ToyWorker(config, *languages(), **sizes, chosen=CHOSEN, rungs=rungs)
     if recorded is not None:
         worker = toy.worker
         worker._runs = RunBook(config, random_seed=0)
         worker._begin_padding()
-        graphs = RoundGraphs(
-            worker._play, extent_of_server(config), SIZES, toy.device, in_place(recorded)
-        )
-        graphs.capture()
-        worker._graphs = graphs
+        worker._graph_sizes = SIZES
+        worker._capture(in_place(recorded))
+        costs = costs_of_graphs(worker._graphs, toy.device).rounds
+        assert list(costs) == [rung for rung in worker._graphs if rung is not None]
+        recorded.clear()
     noise = torch.rand(9, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     texts = toy.run(rows, noise)
     toy.check_owned()
@@ -72,6 +79,19 @@ def test_recorded_rounds_give_the_same_texts(mode: str, size: int) -> None:
     assert by_graph.num_rounds == eager.num_rounds
     assert recorded
     assert recorded[0] == min(s for s in SIZES if s >= size), "the smallest that holds the batch"
+
+
+@pytest.mark.parametrize("mode", ["smc", "exact"])
+def test_recorded_rounds_of_changing_size_give_the_same_texts(mode: str) -> None:
+    """Each rung has recordings of its own; populations are resized before one is replayed."""
+    config = SMCConfig(num_particles=3, num_steps=2, mode=mode, adaptive=True)
+    rows, recorded = list(range(1, 6)), []
+    rungs = (Rung(3, 2), OFF, Rung(3, 1), Rung(1, 2))
+    by_graph = serve(config, rows=rows, recorded=recorded, rungs=rungs)
+    eager = serve(config, rows=rows, recorded=None, rungs=rungs)
+    assert torch.equal(by_graph.outputs, eager.outputs)
+    assert torch.equal(by_graph.log_evidence, eager.log_evidence)
+    assert len(recorded) > 1
 
 
 def test_what_no_recording_holds_plays_as_it_is() -> None:

@@ -29,6 +29,8 @@ def add(table: CounterTable, rows: list[int], ess: list[float], **flags: list[bo
         verified=flag("verified"),
         collapsed=flag("collapsed"),
         ancestors=torch.full((len(rows),), ANCESTORS),
+        num_particles=torch.tensor(rows) * 2,
+        num_steps=torch.tensor(rows) * 3,
         log_evidence=torch.tensor([-float(row) for row in rows], dtype=torch.float64),
     )
     return totals.tolist()
@@ -53,6 +55,8 @@ def test_every_event_has_its_own_counter() -> None:
     assert [c.all_zero_ct for c in by_row] == [1, 0, 0]
     assert [c.exact_ct for c in by_row] == [0, 1, 0]
     assert [c.ess_sum for c in by_row] == [6.0, 6.0, 6.0]
+    assert [c.particles_sum for c in by_row] == [3 * 2, 2 * 4, 3 * 6]
+    assert [c.steps_sum for c in by_row] == [3 * 3, 2 * 6, 3 * 9]
 
 
 def test_the_lowest_ess_stays_and_the_ancestors_are_the_last() -> None:
@@ -78,7 +82,7 @@ def test_a_retracted_request_goes_on_counting() -> None:
     assert (counters.rounds_ct, counters.resample_ct, counters.ess_sum) == (2, 2, 4.0)
 
 
-TOTALS = Counters(4, 2, 1, 3, 5, 10.0, 1.5, 2.0, -0.75)
+TOTALS = Counters(4, 2, 1, 3, 5, 10.0, 1.5, 2.0, 22, 11, -0.75)
 
 
 def test_meta_info_is_prefixed_and_has_plain_numbers() -> None:
@@ -88,6 +92,8 @@ def test_meta_info_is_prefixed_and_has_plain_numbers() -> None:
         "spec_smc_mode": "smc",
         "spec_smc_num_particles": 6,
         "spec_smc_num_steps": 3,
+        "spec_smc_particles_mean": 5.5,
+        "spec_smc_steps_mean": 2.75,
         "spec_smc_rounds_ct": 4,
         "spec_smc_resample_ct": 2,
         "spec_smc_collapse_ct": 1,
@@ -117,7 +123,8 @@ def test_before_the_first_round_all_particles_count() -> None:
     """A text of one token ends in prefill: no round, no division by zero."""
     found = meta_info(zero_counters(5), RequestConfig(num_particles=5))
     assert found["spec_smc_ess_mean"] == found["spec_smc_ess_min"] == 5.0
-    assert found["spec_smc_distinct_ancestors"] == 5
+    assert found["spec_smc_distinct_ancestors"] == found["spec_smc_particles_mean"] == 5
+    assert found["spec_smc_steps_mean"] == 8
     assert found["spec_smc_rounds_ct"] == 0
 
 
@@ -125,10 +132,10 @@ def test_the_log_has_one_line_an_interval_and_begins_again_after_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    log = IntervalLog(interval=2, num_particles=4)
+    log = IntervalLog(interval=2)
     nothing = [0.0] * len(Counters._fields)
-    after_one = [*Counters(1.0, 1.0, 0.0, 0.0, 0.0, 2.0, 2.0, 1.0, -9.0)]
-    after_two = [*Counters(2.0, 1.0, 1.0, 0.0, 0.0, 6.0, 2.0, 1.0, -9.0)]
+    after_one = [*Counters(1.0, 1.0, 0.0, 0.0, 0.0, 2.0, 2.0, 1.0, 4.0, 3.0, -9.0)]
+    after_two = [*Counters(2.0, 1.0, 1.0, 0.0, 0.0, 6.0, 2.0, 1.0, 8.0, 6.0, -9.0)]
     log.add(nothing, after_one)
     log.end_round()
     assert not caplog.messages
@@ -145,4 +152,4 @@ def test_the_log_has_one_line_an_interval_and_begins_again_after_it(
 
 
 def test_an_interval_without_rounds_is_no_division_by_zero() -> None:
-    IntervalLog(interval=1, num_particles=4).end_round()
+    IntervalLog(interval=1).end_round()

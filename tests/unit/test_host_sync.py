@@ -16,6 +16,7 @@ from toy_laws import EOS, languages
 from toy_worker import ToyWorker
 
 from sglang_smc.config import SMCConfig
+from sglang_smc.rungs import OFF, Rung
 
 # Operators that read a value, or whose result has a size that depends on values.
 WAITING_OPERATORS = {
@@ -106,20 +107,26 @@ CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
     "weighed beside verified": ({}, {"mode": "exact"}),
     "powered": ({"power": 2.0}, {}),
     "shown": ({"return_particles": True},),
+    "powered, verified and weighed": ({"power": 2.0}, {"mode": "exact"}, {}),
+}
+RUNGS = {
+    "as asked": (None,),
+    "more and fewer": (Rung(3, 2), Rung(2, 1), Rung(1, 2), OFF, Rung(3, 1)),
 }
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rungs", list(RUNGS))
 @pytest.mark.parametrize("name", list(CHOICES))
-def test_a_round_never_waits_for_the_device(name: str, device: str) -> None:
+def test_a_round_never_waits_for_the_device(name: str, rungs: str, device: str) -> None:
     """The worker's own round, from the batch to the result, over models of a few tables."""
     config = SMCConfig(num_particles=3, num_steps=2, evidence_threshold=0.0)
     with torch.device(device):
-        toy = ToyWorker(
-            config, *languages(), num_requests=4, max_new_tokens=12, eos=EOS, chosen=CHOICES[name]
-        )
+        sizes = {"num_requests": 4, "max_new_tokens": 12, "eos": EOS}
+        variants = {"chosen": CHOICES[name], "rungs": RUNGS[rungs]}
+        toy = ToyWorker(config, *languages(), **sizes, **variants)
         reqs = toy.begin([1, 2, 3, 4], torch.rand(4, dtype=torch.float64))
-        for _ in range(4):
+        for _ in range(6):
             toy.reserve(reqs)
             batch = toy.batch(reqs)
             with no_waiting(device):

@@ -60,7 +60,7 @@ def resolve(reqs: list[FakeReq], emitted: list[int], kept: list[int]) -> list[li
         speculative_num_draft_tokens=stride,
         num_kept_columns=torch.tensor(kept),
         counters=torch.arange(len(reqs)).view(-1, 1) + torch.zeros(1, len(Counters._fields)),
-        log=IntervalLog(100, 4),
+        log=IntervalLog(100),
     )
     tokens = result.resolve(SimpleNamespace(reqs=reqs), stock_resolve(result, reqs))
     assert result.num_correct_drafts == sum(kept), "the server's accept length reads this"
@@ -128,7 +128,7 @@ def test_a_request_that_the_books_find_finished_still_counts_its_last_round() ->
         speculative_num_draft_tokens=4,
         num_kept_columns=torch.tensor([3]),
         counters=torch.zeros(1, len(Counters._fields)),
-        log=IntervalLog(100, 4),
+        log=IntervalLog(100),
     )
     stock = stock_resolve(result, [req])
 
@@ -195,7 +195,7 @@ def open_rounds(firsts: list[int], *reqs: FakeReq) -> None:
         num_kept_columns=torch.zeros(len(reqs), dtype=torch.int64),
         counters=torch.zeros(len(reqs), len(Counters._fields)),
         firsts=torch.tensor(firsts),
-        log=IntervalLog(100, 4),
+        log=IntervalLog(100),
     )
     result.resolve(SimpleNamespace(reqs=list(reqs)), stock_resolve(result, list(reqs)))
 
@@ -225,7 +225,7 @@ def test_only_who_asked_is_given_the_particles() -> None:
         num_kept_columns=torch.tensor([1, 1]),
         counters=torch.zeros(2, len(Counters._fields)),
         particles=Particles.of(Population(*(column[[0, 0]] for column in whole))),
-        log=IntervalLog(100, 4),
+        log=IntervalLog(100),
     )
     reqs = [asked, silent]
     result.resolve(SimpleNamespace(reqs=reqs), stock_resolve(result, reqs))

@@ -134,7 +134,7 @@ def test_published_totals_are_whole_in_every_slice() -> None:
     """The streamer slices from the last sent token on; a plain list of one would be empty there."""
     req = make_req(is_finished=True)
     RunBook(SERVER, 1).begin([req])
-    req.smc_run.counters = [3.0, 2.0, 1.0, 0.0, 0.0, 9.0, 1.0, 2.0, -0.5]
+    req.smc_run.counters = [3.0, 2.0, 1.0, 0.0, 0.0, 9.0, 1.0, 2.0, 6.0, 9.0, -0.5]
     publish(req)
     values = req.customized_info["spec_smc_rounds_ct"]
     assert values[0] == values[-1] == 3

@@ -11,7 +11,8 @@ from sglang_smc.groups import Figures, Groups, extent_of
 from sglang_smc.law import Law
 from sglang_smc.ops import TORCH
 from sglang_smc.particles import Population
-from sglang_smc.request_config import config_of
+from sglang_smc.request_config import config_of, request_config
+from sglang_smc.runs import Run
 from sglang_smc.sampling import RequestSpec, RequestTable
 from sglang_smc.steps import Drafts, Steps
 
@@ -30,7 +31,7 @@ def groups(*chosen: dict[str, Any]) -> Groups:
             ),
             output_ids=[0],
             vocab_size=VOCAB,
-            smc_run=SimpleNamespace(arena=(0, 0)),
+            smc_run=Run(0, request_config(SERVER, {"smc": mine}), []),
         )
         for mine in chosen
     ]

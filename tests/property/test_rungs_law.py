@@ -1,0 +1,123 @@
+"""What rounds of changing N and K answer: through the package's own steps, KV read by the ledger.
+
+A population is resized by weight and banks what it weighed; one chain is verified; without drafts
+the target decodes alone. Error probabilities are those of correct code, had seeds been drawn.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from toy_laws import LENGTH, NUM_RUNS, languages, law, p_value, run, total_variation
+
+from sglang_smc.config import RESAMPLING_METHODS, SMCConfig
+from sglang_smc.rungs import OFF, Rung
+
+SCRIPTS = {
+    "fewer": (Rung(4, 1), Rung(2, 1)),
+    "more": (Rung(2, 1), Rung(4, 1)),
+    "down to none and back": (Rung(4, 1), OFF, Rung(3, 1)),
+    "one chain and back": (Rung(1, 1), Rung(4, 1)),
+    "without drafts, then fewer": (Rung(4, 0), Rung(3, 1), Rung(2, 0)),
+}
+
+
+def weighing(num_particles: int, **more: Any) -> SMCConfig:
+    """The plain algorithm, which keeps what it drafts; seldom resampled, so that weights differ."""
+    more = {"evidence_threshold": 0.0, "ess_threshold": 0.2, "num_steps": 2, **more}
+    return SMCConfig(num_particles=num_particles, **more)
+
+
+@pytest.mark.parametrize("method", RESAMPLING_METHODS)
+@pytest.mark.parametrize("script", list(SCRIPTS))
+def test_evidence_stays_unbiased(script: str, method: str) -> None:
+    """E[Z-hat] = 1 within 4 standard errors (error probability 6e-5 each)."""
+    config = weighing(4, resampling_method=method)
+    evidence = run(config, languages(), rungs=SCRIPTS[script]).log_evidence.exp()
+    assert evidence.std() > 0.01, "nothing was weighed"
+    assert abs(evidence.mean() - 1) < 4 * evidence.std() / math.sqrt(NUM_RUNS)
+
+
+@pytest.mark.parametrize("max_lag", [1, 3, LENGTH])
+@pytest.mark.parametrize("script", list(SCRIPTS))
+def test_draft_equal_to_target_stays_exact(script: str, max_lag: int) -> None:
+    """Error probability 1e-4 each; a tail or a slot of another particle would change contexts."""
+    target, _ = languages()
+    outcome = run(weighing(4, max_lag=max_lag), (target, target), rungs=SCRIPTS[script])
+    assert p_value(outcome, law([target] * LENGTH)) > 1e-4
+    assert outcome.log_evidence.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("mode", ["smc", "exact", "mixed"])
+@pytest.mark.parametrize("rungs", [(OFF,), (Rung(1, 2),), (OFF, Rung(1, 2), Rung(1, 1))])
+def test_who_is_reduced_to_one_chain_or_none_follows_p(rungs: tuple[Rung, ...], mode: str) -> None:
+    """Error probability 1e-4 each; weighed, one chain would follow q where it is drafted."""
+    target, draft = languages()
+    outcome = run(SMCConfig(num_particles=4, mode=mode), (target, draft), rungs=rungs)
+    assert p_value(outcome, law([target] * LENGTH)) > 1e-4
+    assert outcome.log_evidence.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("script", list(SCRIPTS))
+def test_verified_texts_follow_p_whatever_the_rungs(script: str) -> None:
+    """Error probability 1e-4 each."""
+    target, draft = languages()
+    outcome = run(SMCConfig(num_particles=4, mode="exact"), (target, draft), rungs=SCRIPTS[script])
+    assert p_value(outcome, law([target] * LENGTH)) > 1e-4
+
+
+def test_who_asked_for_one_particle_gets_what_it_asked_for() -> None:
+    """Error probability 1e-4: it is weighed, as without a rung, and so follows q where drafted."""
+    target, draft = languages()
+    chosen = ({"num_particles": 1, "num_steps": 2},)
+    outcome = run(weighing(4), (target, draft), chosen=chosen, rungs=(Rung(1, 2),))
+    drawn_by = [target if t % 3 == 0 else draft for t in range(LENGTH)]
+    assert p_value(outcome, law(drawn_by)) > 1e-4
+
+
+@pytest.mark.parametrize("method", RESAMPLING_METHODS)
+@pytest.mark.parametrize(
+    "rungs", [(Rung(32, 2), OFF), (Rung(32, 2), Rung(16, 1)), (Rung(16, 1), Rung(32, 2))]
+)
+def test_many_particles_come_near_the_target(rungs: tuple[Rung, ...], method: str) -> None:
+    """Noise alone makes a TV of about .04; unweighted, the first draw would put it .15 away."""
+    target, draft = languages()
+    config = weighing(32, resampling_method=method)
+    outcome = run(config, (target, draft), rungs=rungs)
+    assert total_variation(outcome, law([target] * LENGTH)) < 0.065
+
+
+def test_a_power_keeps_its_particles() -> None:
+    """With one particle left its texts would follow powers of next-token laws, which are far."""
+    target, draft = languages()
+    config = weighing(24, power=2.0)
+    outcome = run(config, (target, draft), rungs=(OFF, Rung(1, 1)), num_runs=2500)
+    sums = {text: mass**2 for text, mass in law([target] * LENGTH).items()}
+    expected = {text: mass / sum(sums.values()) for text, mass in sums.items()}
+    assert total_variation(outcome, expected) < 0.08
+
+
+CHOICES: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_particles": 3, "num_steps": 1, "resampling_method": "ssp"},
+    {"num_particles": 1},
+    {"num_particles": 2, "resampling_method": "residual", "resample_at": "token"},
+    {"mode": "exact", "num_particles": 3},
+    {"mode": "mixed", "num_particles": 4},
+    {"power": 2.0, "num_particles": 3},
+)
+
+
+@pytest.mark.parametrize("script", list(SCRIPTS))
+def test_a_request_draws_the_same_text_among_its_own_kind_and_among_all(script: str) -> None:
+    """Of a batch some change their N and some do not: none takes a neighbour's size or slot."""
+    num_runs, rungs = 40 * len(CHOICES), SCRIPTS[script]
+    server, pair = SMCConfig(num_particles=4, num_steps=2, max_lag=3), languages()
+    together = run(server, pair, num_runs=num_runs, chosen=CHOICES, rungs=rungs)
+    for i, mine in enumerate(CHOICES):
+        rows = list(range(1 + i, num_runs + 1, len(CHOICES)))
+        apart = run(server, pair, rows, num_runs=num_runs, chosen=(mine,), rungs=rungs)
+        at = torch.tensor(rows) - 1
+        assert torch.equal(together.outputs[at], apart.outputs), mine
+        assert torch.allclose(together.log_evidence[at], apart.log_evidence, atol=1e-12), mine

@@ -1,0 +1,174 @@
+"""Which rung is chosen at which load, for machines of known costs."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_smc.adaptive import COSTS_ENV, Costs, Curve, Kept, Policy, RoundCosts
+from sglang_smc.rungs import OFF, Rung, ladder
+
+TOP = Rung(8, 8)
+BATCHES = [1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64, 100, 128, 256, 512]
+
+
+def roofline(free: int, pass_seconds: float = 0.01, draft: float = 0.1) -> Costs:
+    """Passes of up to ``free`` tokens are bound by memory; beyond that, time follows tokens."""
+    sizes = (1, free, 2 * free, 64 * free)
+    points = [(size, pass_seconds * max(1, size / free)) for size in sizes]
+    return Costs(Curve.of((n, draft * s) for n, s in points), Curve.of(points))
+
+
+def rounds(policy: Policy, batch_size: int, number: int, kept: float | None = None) -> list[Rung]:
+    """The rungs in force in so many rounds, of which each keeps that share of its drafts."""
+    rungs = []
+    for _ in range(number):
+        rungs.append(policy.rung)
+        if kept is not None:
+            for _ in range(batch_size):
+                policy.learn(policy.rung, round(kept * policy.rung.num_steps))
+            policy.end_round()
+        policy.choose(batch_size, TOP)
+    return rungs
+
+
+def test_a_ladder_halves_both_and_ends_without_drafts() -> None:
+    assert ladder(Rung(6, 2)) == (*((n, k) for n in (6, 3, 1) for k in (2, 1)), OFF)
+    assert ladder(Rung(1, 1)) == ((1, 1), OFF)
+
+
+def test_memory_bound_passes_are_free_for_all_particles_and_steps() -> None:
+    policy = Policy(TOP, roofline(free=4096, draft=0.01))
+    assert policy.best(1, TOP) == TOP
+    assert policy.best(32, TOP) == TOP
+
+
+def test_compute_bound_passes_pay_for_every_token() -> None:
+    """Past the ridge speculation only adds work, and the target decodes alone."""
+    policy = Policy(TOP, roofline(free=256))
+    assert policy.best(1, TOP) == TOP
+    assert policy.best(512, TOP) == OFF
+    assert 0 < policy.best(100, TOP).num_particles * policy.best(100, TOP).num_steps < 16
+
+
+def test_of_equally_fast_rungs_the_most_particles_are_kept() -> None:
+    policy = Policy(TOP, roofline(free=100_000))
+    assert policy.best(16, TOP).num_particles == 8, "they cost nothing"
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(
+    st.integers(1, 2000),
+    st.floats(0.001, 2.0),
+    st.lists(st.floats(0, 1), min_size=2, max_size=2),
+    st.sampled_from([Rung(8, 8), Rung(5, 3), Rung(1, 4), Rung(16, 1)]),
+)
+def test_more_requests_never_get_more_work(
+    free: int, draft: float, kept: list[float], widest: Rung
+) -> None:
+    policy = Policy(Rung(16, 8), roofline(free, draft=draft))
+    for rung, share in zip((Rung(8, 8), Rung(1, 8)), kept, strict=True):
+        policy.learn(rung, round(8 * share))
+    chosen = [policy.best(size, widest).within(widest) for size in BATCHES]
+    work = [rung.num_particles * rung.num_steps for rung in chosen]
+    assert all(later <= earlier for earlier, later in itertools.pairwise(work))
+
+
+def test_drafts_that_are_not_kept_are_not_made() -> None:
+    good, bad = (Policy(TOP, roofline(free=4096, draft=0.3)) for _ in range(2))
+    rounds(good, 4, 60, kept=1.0)
+    rounds(bad, 4, 60, kept=0.0)
+    assert good.rung == TOP
+    assert bad.rung.num_steps <= 1
+
+
+def test_who_does_not_speculate_forgets_why_and_tries_again() -> None:
+    """Where a second token costs something: else one draft costs what reading along does."""
+    policy = Policy(TOP, roofline(free=256, draft=0.3))
+    assert policy.best(180, TOP) == Rung(1, 1)
+    seen = rounds(policy, 180, 60, kept=0.0)
+    assert seen[-1] == OFF
+    later = rounds(policy, 180, 1000, kept=0.0)
+    assert any(rung.num_steps for rung in later)
+    assert later.count(OFF) > 700, "and finds again that it does not pay"
+
+
+def test_a_rung_is_left_for_a_clear_gain_only_and_not_at_once() -> None:
+    policy = Policy(TOP, roofline(free=256))
+    seen = rounds(policy, 512, 40)
+    assert seen[:7] == [TOP] * 7 and seen[-1] == OFF
+    assert len(list(itertools.groupby(seen))) == 2, "one change, and it stays"
+
+
+def test_loads_that_alternate_near_a_boundary_do_not_flap() -> None:
+    policy = Policy(TOP, roofline(free=256))
+    boundary = next(n for n in range(2, 512) if policy.best(n, TOP) != policy.best(1, TOP))
+    seen = [rounds(policy, boundary - index % 2, 1)[0] for index in range(400)]
+    assert len(list(itertools.groupby(seen))) <= 3
+
+
+def test_particles_come_back_when_the_load_has_gone() -> None:
+    policy = Policy(TOP, roofline(free=256))
+    rounds(policy, 512, 20)
+    assert policy.rung == OFF
+    rounds(policy, 1, 20)
+    assert policy.rung == TOP
+
+
+def test_a_rung_without_memory_is_not_taken() -> None:
+    policy = Policy(TOP, roofline(free=256))
+    rounds(policy, 512, 20)
+    for _ in range(20):
+        policy.choose(1, TOP, fits=lambda rung: rung == OFF)
+    assert policy.rung == OFF
+
+
+def test_sizes_that_nobody_asked_for_cost_nothing() -> None:
+    """Requests of two particles fit where those of eight would not."""
+    policy = Policy(TOP, roofline(free=256))
+    assert policy.best(16, TOP).num_particles < 8
+    assert policy.best(16, Rung(2, 4)).num_steps >= 4
+
+
+def test_a_round_costs_its_passes() -> None:
+    costs = Costs(Curve.of([(1, 1.0), (101, 101.0)]), Curve.of([(1, 10.0)]), overhead=0.5)
+    assert costs.round(3, Rung(2, 4), TOP) == 12 + 3 * 6 + 10 + 0.5
+    assert costs.round(3, TOP, Rung(2, 4)) == costs.round(3, Rung(2, 4), TOP)
+    assert costs.round(3, OFF, TOP) == 6 + 10 + 0.5, "the draft reads along"
+
+
+def test_a_recorded_round_costs_what_its_rung_does_whoever_plays() -> None:
+    costs = RoundCosts({TOP: Curve(((1, 2.0), (3, 4.0))), OFF: Curve(((1, 1.0),))})
+    assert costs.round(2, TOP, Rung(1, 1)) == 3.0
+    assert costs.round(2, OFF, TOP) == 1.0
+
+
+def test_a_curve_never_falls_and_goes_on_beyond_its_last_point() -> None:
+    curve = Curve.of([(1, 2.0), (2, 1.0), (4, 4.0), (8, 8.0)])
+    assert [curve.at(n) for n in (1, 2, 3, 4, 6, 8, 16)] == [2, 2, 3, 4, 6, 8, 16]
+
+
+def test_what_is_kept_is_learned_and_carried_over_to_other_steps() -> None:
+    kept = Kept()
+    assert kept.tokens(Rung(4, 2)) == pytest.approx(1 + 0.8 + 0.64), "until something is known"
+    for _ in range(400):
+        kept.add(Rung(4, 4), 1)  # 1 of 2 tokens tried
+    assert kept.chance(4) == pytest.approx(0.5, abs=0.02)
+    assert kept.tokens(Rung(4, 8)) == pytest.approx(2.0, abs=0.05)
+    assert kept.chance(8) == pytest.approx(0.5, abs=0.02), "as its like"
+    assert kept.chance(1) == 0.8, "which is verified, and unlike"
+
+
+def test_costs_are_read_from_json() -> None:
+    text = json.dumps({"draft": [[1, 0.1]], "target": [[4, 0.3], [1, 0.2]]})
+    assert Costs.parse(text) == Costs(Curve(((1, 0.1),)), Curve(((1, 0.2), (4, 0.3))), 0.0)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "7", '{"draft": [[1, 1]]}', '{"draft": [], "target": [[1, 1]]}', '{"x": 1}']
+)
+def test_bad_costs_name_the_variable_and_its_form(text: str) -> None:
+    with pytest.raises(ValueError, match=f"{COSTS_ENV} is .*allowed: .*draft.*unset it"):
+        Costs.parse(text)
