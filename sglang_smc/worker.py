@@ -126,7 +126,6 @@ class SMCWorker(BaseSpecWorker):
         """Let the stock runners capture prefill, then capture whole rounds."""
         super().init_cuda_graphs()
         if self.config.round_graph != "off":
-            assert self._graph_sizes, "SGLang chooses sizes wherever it may capture"
             self._begin_padding()
             with measured(self.device) as usage:
                 self._capture(cuda_recorder())
@@ -375,7 +374,7 @@ class SMCWorker(BaseSpecWorker):
 
 def _graph_sizes(server_args: "ServerArgs") -> list[int]:
     """Batch sizes to capture: those that SGLang would, up to the most that can run."""
-    graphs = server_args.cuda_graph_config
-    largest = server_args.max_running_requests
+    graphs, largest = server_args.cuda_graph_config, server_args.max_running_requests
     assert graphs is not None and largest is not None
-    return sorted({min(size, largest) for size in graphs.decode.bs or ()})
+    sizes = graphs.decode.bs or [1 << i for i in range(largest.bit_length() + 1)]
+    return sorted({min(size, largest) for size in sizes})
