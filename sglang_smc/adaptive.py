@@ -174,6 +174,8 @@ class Policy:
         self._kept = Kept()
         self._num_rounds = 0
         self._age = 0  # rounds since the rung has changed
+        # Until what is kept is looked at again:
+        self._tokens: dict[Rung, float] = {}  # expected of a round
         self._best: dict[Rung, dict[int, Rung]] = {}  # by the widest request and batch size
 
     def learn(self, rung: Rung, num_kept: int) -> None:
@@ -186,6 +188,7 @@ class Policy:
         self._kept.fade()
         self._num_rounds += 1
         if self._num_rounds % _REFRESH == 0:
+            self._tokens.clear()
             self._best.clear()
 
     def choose(
@@ -236,8 +239,10 @@ class Policy:
 
     def _rate(self, batch_size: int, rung: Rung, widest: Rung) -> float:
         """Tokens a second."""
-        seconds = self._costs.round(batch_size, rung, widest)
-        return batch_size * self._kept.tokens(rung.within(widest)) / seconds
+        real = rung.within(widest)
+        if real not in self._tokens:
+            self._tokens[real] = self._kept.tokens(real)
+        return batch_size * self._tokens[real] / self._costs.round(batch_size, rung, widest)
 
 
 def _work(rung: Rung, widest: Rung) -> int:

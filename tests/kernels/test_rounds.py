@@ -10,6 +10,7 @@ from toy_worker import Outcome, ToyWorker
 
 from sglang_smc.config import SMCConfig
 from sglang_smc.ops import TORCH, Ops
+from sglang_smc.rungs import OFF, Rung
 
 CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
     "weighed": ({}, {"num_particles": 2, "num_steps": 1}),
@@ -30,7 +31,15 @@ def kernels() -> Ops:
     return importlib.reload(sglang_smc.kernel_ops).TRITON
 
 
-def serve(chosen: tuple[dict[str, Any], ...], ops: Ops, device: str) -> Outcome:
+RUNGS = {
+    "as asked": (None,),
+    "of changing size": (Rung(3, 2), OFF, Rung(3, 1), Rung(2, 2), Rung(1, 2)),
+}
+
+
+def serve(
+    chosen: tuple[dict[str, Any], ...], rungs: tuple[Rung | None, ...], ops: Ops, device: str
+) -> Outcome:
     config = SMCConfig(num_particles=3, num_steps=2, max_lag=4, evidence_threshold=0.0)
     with torch.device(device):
         toy = ToyWorker(
@@ -40,6 +49,7 @@ def serve(chosen: tuple[dict[str, Any], ...], ops: Ops, device: str) -> Outcome:
             max_new_tokens=9,
             eos=EOS,
             chosen=chosen,
+            rungs=rungs,
             ops=ops,
         )
         noise = torch.tensor([0.1, 0.4, 0.6, 0.9], dtype=torch.float64)
@@ -48,10 +58,11 @@ def serve(chosen: tuple[dict[str, Any], ...], ops: Ops, device: str) -> Outcome:
     return outcome
 
 
+@pytest.mark.parametrize("rungs", list(RUNGS))
 @pytest.mark.parametrize("name", list(CHOICES))
-def test_kernels_change_no_token(name: str, device: str) -> None:
-    by_kernels = serve(CHOICES[name], kernels(), device)
-    by_torch = serve(CHOICES[name], TORCH, device)
+def test_kernels_change_no_token(name: str, rungs: str, device: str) -> None:
+    by_kernels = serve(CHOICES[name], RUNGS[rungs], kernels(), device)
+    by_torch = serve(CHOICES[name], RUNGS[rungs], TORCH, device)
     assert torch.equal(by_kernels.outputs, by_torch.outputs)
     assert torch.allclose(by_kernels.log_evidence, by_torch.log_evidence, atol=1e-5)
     assert by_kernels.num_forced == by_torch.num_forced

@@ -141,3 +141,20 @@ def test_a_group_weighs_its_own_columns_and_particles() -> None:
     assert torch.allclose(decision.cut.log_weights, expected, atol=1e-6)
     next_log_p = decision.next_law.log_probs().view(2, 3, VOCAB)
     assert torch.allclose(next_log_p[1, :2], LOG_P[0, 0, 2]), "behind its own last"
+
+
+def test_who_grows_gets_the_slot_before_its_tail_too() -> None:
+    """The draft may have yet to read it, through the particle's own row."""
+    called: list[dict[str, Any]] = []
+    ledger = SimpleNamespace(descend=lambda _, **arguments: called.append(arguments))
+    steps = Steps(None, None, ledger, TORCH, max_lag=100)  # type: ignore[arg-type]
+    of_three = groups({})
+    committed = torch.tensor([7])
+    of_three = of_three._replace(figures=of_three.figures._replace(committed=committed))
+    before = population([[False] * 3], [2])
+    after = steps.resize(of_three, before._replace(log_weights=before.log_weights + 0.5))
+    assert [arguments["committed"].tolist() for arguments in called] == [[6]]
+    assert after.lengths.tolist() == [[1, 1, 1]]
+    assert after.present.all() and not after.ended.any()
+    assert after.log_weights.tolist() == [[0.0] * 3]
+    assert after.log_evidence.item() == pytest.approx(0.5)
