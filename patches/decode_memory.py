@@ -100,13 +100,15 @@ PATCHES = (
         target="sglang.srt.speculative.spec_utils.spec_prepare_for_decode",
         hook_type=HookType.AROUND,
         function=prepare_for_decode,
-        what="Reserves each running request's arena instead of a window of 2 (K + 1) tokens.",
+        what="Reserves each running request's arena instead of a window of 2 (K + 1) tokens; with "
+        "--speculative-smc-adaptive, chooses N and K of the round after that.",
         why="The dispatcher calls either EAGLE's preparation or, for DFLASH alone, the draft "
         "input's own; a registered algorithm has no say.",
         relies_on=(
             "srt/speculative/spec_utils.py:1026 (the dispatcher)",
             "srt/managers/schedule_batch.py:2962 (imports it at each call)",
             "srt/mem_cache/allocation.py (alloc_token_slots evicts from the radix cache as needed)",
+            "srt/managers/schedule_batch.py:2732 (what is free, and what can be evicted)",
         ),
         retire_when="CustomSpecAlgo has a prepare_for_decode of its own.",
     ),

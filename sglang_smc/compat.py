@@ -180,6 +180,11 @@ WORKER = (
     ),
     Symbol("sglang.srt.mem_cache.memory_pool.ReqToTokenPool", attributes="req_to_token size write"),
     Symbol("sglang.srt.mem_cache.allocation.alloc_token_slots", "tree_cache num_tokens"),
+    Symbol("sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache.evictable_size", "self"),
+    Symbol("sglang.srt.mem_cache.allocator.token.TokenToKVPoolAllocator.available_size", "self"),
+    Symbol(
+        "sglang.srt.distributed.parallel_state.GroupCoordinator.broadcast_object", "self obj src"
+    ),
     Symbol("sglang.srt.runtime_context.get_server_args", ""),
 )
 
