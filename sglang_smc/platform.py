@@ -66,7 +66,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # SGLang has just put its AMX backend where the user named none.
         if server_args.attention_backend == "intel_amx":
             server_args.attention_backend = ATTENTION_BACKEND
-        # bfloat16 matmuls are emulated on most CPUs: slower than float32, and less exact.
+        # More exact, and faster wherever bfloat16 is emulated; not where the CPU has avx512_bf16.
         if server_args.dtype == "auto":
             server_args.dtype = "float32"
         if server_args.max_total_tokens is None and server_args.mem_fraction_static is None:
