@@ -12,16 +12,11 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_smc import memory
 from sglang_smc.active import active_config, active_rung
 from sglang_smc.hooks import Patch
-from sglang_smc.request_config import config_of
 from sglang_smc.rungs import narrowed
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.schedule_policy import PrefillAdder
     from sglang.srt.managers.tp_worker import TpModelWorker
-
-    from sglang_smc.config import SMCConfig
-    from sglang_smc.rungs import Rung
 
 
 def init_budget(original: Callable, adder: "PrefillAdder", *args: Any, **kwargs: Any) -> None:
@@ -33,7 +28,7 @@ def init_budget(original: Callable, adder: "PrefillAdder", *args: Any, **kwargs:
     rung = active_rung()
     running = adder.running_batch.reqs if adder.running_batch is not None else []
     pending = sum(
-        max(0, req.kv_committed_len + _arena(req, config, rung) - req.kv.kv_allocated_len)
+        max(0, req.kv_committed_len + memory.arena_of(config, req, rung) - req.kv.kv_allocated_len)
         for req in running
         if req.kv is not None  # else it has finished and waits to be filtered out
     )
@@ -67,10 +62,6 @@ def worker_info(original: Callable, worker: "TpModelWorker") -> tuple:
         return info
     longest = min(info[_MAX_REQ_LEN], info[_MAX_TOTAL] - memory.max_arena(config) - 1)
     return (*info[:_MAX_REQ_LEN], longest, longest - _INPUT_MARGIN, *info[_MAX_REQ_LEN + 2 :])
-
-
-def _arena(req: "Req", config: "SMCConfig", rung: "Rung | None") -> int:
-    return memory.arena(narrowed(config_of(config, req), rung), memory.remaining(req))
 
 
 def _charge(adder: "PrefillAdder", num_slots: int) -> None:

@@ -39,9 +39,10 @@ class Curve(NamedTuple):
 
     @classmethod
     def of(cls, points: Iterable[tuple[int, float]]) -> "Curve":
-        """From measurements, in which a larger pass may seem faster by chance."""
+        """From measurements. Chance only adds, so none takes longer than a larger one has."""
         tokens, seconds = zip(*points, strict=True)
-        return cls(tuple(zip(tokens, accumulate(seconds, max), strict=True)))
+        lowest = list(accumulate(reversed(seconds), min))[::-1]
+        return cls(tuple(zip(tokens, lowest, strict=True)))
 
     def __str__(self) -> str:
         return ", ".join(f"{size}: {1e3 * seconds:.3g} ms" for size, seconds in self.points)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from sglang_smc.config import SMCConfig
 from sglang_smc.request_config import config_of
+from sglang_smc.rungs import Rung, narrowed
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -53,9 +54,9 @@ def remaining(req: "Req") -> int:
     return req.sampling_params.max_new_tokens - len(req.output_ids)
 
 
-def arena_of(server: SMCConfig, req: "Req") -> int:
-    """The arena that a running or waiting request needs now, in KV slots."""
-    return arena(config_of(server, req), remaining(req))
+def arena_of(server: SMCConfig, req: "Req", rung: Rung | None = None) -> int:
+    """The arena that a running or waiting request needs now, on ``rung``, in KV slots."""
+    return arena(narrowed(config_of(server, req), rung), remaining(req))
 
 
 def check_pool(config: SMCConfig, num_slots: int) -> None:

@@ -147,7 +147,7 @@ def test_a_recorded_round_costs_what_its_rung_does_whoever_plays() -> None:
 
 def test_a_curve_never_falls_and_goes_on_beyond_its_last_point() -> None:
     curve = Curve.of([(1, 2.0), (2, 1.0), (4, 4.0), (8, 8.0)])
-    assert [curve.at(n) for n in (1, 2, 3, 4, 6, 8, 16)] == [2, 2, 3, 4, 6, 8, 16]
+    assert [curve.at(n) for n in (1, 2, 3, 4, 6, 8, 16)] == [1, 1, 2.5, 4, 6, 8, 16]
 
 
 def test_what_is_kept_is_learned_and_carried_over_to_other_steps() -> None:
