@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_smc.active import active_config
+from sglang_smc.active import is_smc
 from sglang_smc.hooks import Patch
 from sglang_smc.stopping import has_stop_text
 
@@ -23,7 +23,7 @@ def is_disable_overlap_for_batch(
     """Also for a round in which some request stops at a string or a pattern."""
     if original(scheduler, batch, last_batch):
         return True
-    if active_config() is None or batch is None or not scheduler.result_queue:
+    if batch is None or not (is_smc(scheduler.server_args) and scheduler.result_queue):
         return False
     return batch.forward_mode.is_decode() and any(has_stop_text(req) for req in batch.reqs)
 

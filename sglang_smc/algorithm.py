@@ -107,9 +107,13 @@ def _captures(config: SMCConfig, server_args: "ServerArgs") -> bool:
     """Whether rounds are captured where the user leaves it to us."""
     graphs = server_args.cuda_graph_config
     assert graphs is not None
-    device = server_args.device or "cuda"
-    on_gpu = device != "cpu" and kind_of(config.kernels, device) == "triton"
-    return on_gpu and graphs.decode.backend != Backend.DISABLED
+    wanted = graphs.decode.backend != Backend.DISABLED
+    return wanted and _can_capture(config, server_args.device)
+
+
+def _can_capture(config: SMCConfig, device: str | None) -> bool:
+    """Whether there are kernels, and a GPU that runs them."""
+    return kind_of(config.kernels, device or "cuda") == "triton" and device != "cpu"
 
 
 def worker_class(server_args: "ServerArgs") -> type:
@@ -208,10 +212,10 @@ def _pool_problems(config: SMCConfig, num_slots: int | None) -> list[str]:
 
 def _kernel_problems(config: SMCConfig, device: str | None) -> list[str]:
     try:
-        kind = kind_of(config.kernels, device or "cuda")
+        can_capture = _can_capture(config, device)
     except ValueError as error:
         return [str(error)]
-    if config.round_graph == "on" and (device == "cpu" or kind == "torch"):
+    if config.round_graph == "on" and not can_capture:
         return [
             f"--speculative-smc-round-graph is 'on' with --device {device} and "
             f"--speculative-smc-kernels {config.kernels!r}; allowed: 'auto' or 'off', since only "

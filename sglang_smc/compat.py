@@ -126,6 +126,7 @@ HOOKS = (
 # What the worker builds on.
 WORKER = (
     Symbol("sglang.srt.managers.overlap_utils.FutureMap._resolve_spec_extras", "self batch"),
+    Symbol("sglang.srt.managers.scheduler.Scheduler", attributes="server_args result_queue"),
     Symbol(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
         "self batch forward_batch pp_proxy_tensors is_verify skip_attn_backend_init "

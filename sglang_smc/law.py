@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_smc.ops import Ops
+from sglang_smc.smc.proposal import tempered
 
 
 class Law(NamedTuple):
@@ -43,4 +44,4 @@ class Law(NamedTuple):
     def log_probs(self) -> torch.Tensor:
         """All of them, ``[D, V]`` float32."""
         scores = self.scores if self.rows is None else self.scores[self.rows]
-        return torch.log_softmax(scores.float() / self.temperature.unsqueeze(-1), dim=-1)
+        return tempered(scores, self.temperature)

@@ -1,6 +1,6 @@
 """The steps of a round, each for all particles of all running requests at once.
 
-`worker.SMCWorker._round` puts them in order. Only requests that stop at a string make them wait
+`worker.SMCWorker._play` puts them in order. Only requests that stop at a string make them wait
 for the device.
 """
 

@@ -1,6 +1,6 @@
 """SMC speculative decoding as a worker of SGLang's scheduler.
 
-`_round` is the algorithm: draft, score, reweight, resample, bonus, commit, for
+`_play` is the algorithm: draft, score, reweight, resample, bonus, commit, for
 all particles of all running requests at once. Its state lives on the device, in
 tables keyed by `req_pool_idx`. docs/algorithm.md explains the steps.
 """

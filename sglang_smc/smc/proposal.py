@@ -31,7 +31,7 @@ def log_probs(logits: torch.Tensor, rules: SamplingRules, *, filtered: bool = Tr
     Returns:
         ``[..., V]`` float32; ``-inf`` where the token is cut.
     """
-    log_p = _tempered(logits, rules.temperature)
+    log_p = tempered(logits, rules.temperature)
     if not filtered:
         return log_p
     kept = log_p.masked_fill(~_kept_tokens(log_p.exp(), rules), -torch.inf)
@@ -114,7 +114,7 @@ def sample_and_score(
     Returns:
         Tokens ``[D]`` int64 and their log-probabilities ``[D]`` float32.
     """
-    log_p = _tempered(logits if rows is None else logits[rows], temperature)
+    log_p = tempered(logits if rows is None else logits[rows], temperature)
     tokens = sample(log_p, uniforms)
     return tokens, token_log_probs(log_p, tokens)
 
@@ -126,12 +126,12 @@ def score_tokens(
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Log-probabilities ``[D]`` float32 of given tokens ``[D]``; else as `sample_and_score`."""
-    log_p = _tempered(logits if rows is None else logits[rows], temperature)
+    log_p = tempered(logits if rows is None else logits[rows], temperature)
     return token_log_probs(log_p, tokens)
 
 
-def _tempered(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Normalised log-probabilities ``[..., V]`` float32 before any filter."""
+def tempered(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Normalised log-probabilities ``[..., V]`` float32 at a temperature ``[...]``, unfiltered."""
     return torch.log_softmax(logits.float() / temperature.float().unsqueeze(-1), dim=-1)
 
 
