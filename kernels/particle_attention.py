@@ -293,7 +293,8 @@ def _attend_span(
         position = at + tl.arange(0, block_keys)
         inside = position < end
         slot = tl.load(slot_ptr + position, mask=inside, other=0).to(tl.int64)
-        loaded = inside[:, None] & in_dim[None, :]
+        # All requests write to slot 0: what one leaves there may be NaN, even times a weight of 0.
+        loaded = (slot > 0)[:, None] & in_dim[None, :]
         key = tl.load(key_ptr + slot[:, None] * key_stride + dim[None, :], mask=loaded, other=0.0)
         value = tl.load(
             value_ptr + slot[:, None] * value_stride + dim[None, :], mask=loaded, other=0.0

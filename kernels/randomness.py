@@ -1,4 +1,4 @@
-"""Counter-based uniforms of all particles of all groups: one launch."""
+"""Counter-based uniforms of all particles of all groups, and seeds of rounds: one launch each."""
 
 import torch
 import triton
@@ -42,6 +42,25 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> 
     return drawn
 
 
+def round_seeds(seeds: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """Seeds of a round, from a request's seed and the output position it starts at.
+
+    Reference: `sglang_smc.smc.randomness.round_seeds`.
+
+    Args:
+        seeds: ``[G]`` int64.
+        starts: ``[G]`` int64.
+
+    Returns:
+        ``[G]`` int64.
+    """
+    derived = torch.empty_like(starts, memory_format=torch.contiguous_format)
+    _round_seeds[(triton.cdiv(len(starts), _BLOCK),)](
+        seeds.contiguous(), starts.contiguous(), derived, len(starts), block=_BLOCK
+    )
+    return derived
+
+
 @triton.jit
 def _mix(state):
     state += _INCREMENT
@@ -76,3 +95,12 @@ def _uniforms(
     state = _mix(state ^ (position * _INCREMENT))
     state = _mix(state ^ (particle.to(tl.uint64) * _INCREMENT))
     tl.store(drawn + place, (state >> _BEYOND_MANTISSA).to(tl.float64) * _ULP, mask=inside)
+
+
+@triton.jit
+def _round_seeds(seeds, starts, derived, num_groups, block: tl.constexpr):
+    group = tl.program_id(0) * block + tl.arange(0, block)
+    inside = group < num_groups
+    start = tl.load(starts + group, mask=inside, other=0).to(tl.uint64)
+    state = _mix(tl.load(seeds + group, mask=inside, other=0).to(tl.uint64))
+    tl.store(derived + group, _mix(state ^ (start * _INCREMENT)).to(tl.int64), mask=inside)

@@ -32,7 +32,8 @@ def sample_and_score(
         rows: ``[D]`` int64, the row of logits that each draw uses; None is one draw a row, D = R.
 
     Returns:
-        Tokens ``[D]`` int64 and their log-probabilities ``[D]`` float32.
+        Tokens ``[D]`` int64 and their log-probabilities ``[D]`` float32: token 0 and NaN where a
+        logit is NaN or ``inf``, or all are forbidden.
 
     Raises:
         ValueError: the vocabulary does not lie contiguously in memory.
@@ -203,7 +204,8 @@ def _draw(
     draw = tl.program_id(0)
     row = _row_of(rows, draw)
     masses, factors, largest = _tile_masses(highest, total, draw, num_tiles, padded_tiles)
-    target = tl.load(uniforms + draw) * tl.sum(masses, 0)
+    mass = tl.sum(masses, 0)  # NaN where some logit is NaN or infinite
+    target = tl.load(uniforms + draw) * mass
     part = tl.arange(0, padded_tiles)
     found = _find(masses, part, target)
     before = tl.sum(tl.where(part < found, masses, 0.0), 0)
@@ -214,7 +216,7 @@ def _draw(
     scaled = _scaled(logits, temperature, draw, row, stride, columns, inside)
     # Relative to the tile's own largest: a tile far below the row's would vanish in float32.
     inner = _relative(scaled, tl.max(scaled, 0)).to(tl.float64)
-    token = _find(inner, columns, (target - before) / factor)
+    token = tl.where(mass == mass, _find(inner, columns, (target - before) / factor), 0)
     tl.store(tokens + draw, token.to(tl.int64))
     of_token = _scaled(logits, temperature, draw, row, stride, token, token < vocab_size)
     _store_score(of_token, largest, masses, log_probs, draw)

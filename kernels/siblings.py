@@ -1,8 +1,45 @@
-"""Siblings that drew the same token remain so, and share their next noise: one launch."""
+"""Who has the same text, and shares noise with whom: one launch each."""
 
 import torch
 import triton
 import triton.language as tl
+
+from sglang_smc.kernels.randomness import _mix
+
+_BLOCK = 64  # tokens of each tail that are read at once
+
+
+def siblings(
+    tokens: torch.Tensor, lengths: torch.Tensor, anchor: torch.Tensor, may_share: torch.Tensor
+) -> torch.Tensor:
+    """The siblings among a group's particles, an equivalence.
+
+    Reference: `sglang_smc.smc.siblings.siblings`, to the last bit of the hash.
+
+    Args:
+        tokens: ``[G, N, T]`` int64 tails.
+        lengths: ``[G, N]`` int64 of the tails.
+        anchor: ``[G, N]`` int64, the token before each tail.
+        may_share: ``[G, N]`` bool; the others are siblings of nobody but themselves.
+
+    Returns:
+        ``[G, N, N]`` bool.
+    """
+    num_groups, num_particles, width = tokens.shape
+    shape = num_groups, num_particles, num_particles
+    found = torch.empty(shape, dtype=torch.bool, device=tokens.device)
+    _siblings[(num_groups,)](
+        tokens.contiguous(),
+        lengths.contiguous(),
+        anchor.contiguous(),
+        may_share.contiguous(),
+        found,
+        num_particles,
+        width,
+        padded=triton.next_power_of_2(num_particles),
+        block=_BLOCK,
+    )
+    return found
 
 
 def spread(
@@ -36,6 +73,40 @@ def spread(
         padded=triton.next_power_of_2(num_particles),
     )
     return spread_out, remaining
+
+
+@triton.jit
+def _siblings(
+    tokens,
+    lengths,
+    anchor,
+    may_share,
+    found,
+    num_particles,
+    width,
+    padded: tl.constexpr,
+    block: tl.constexpr,
+):
+    group = tl.program_id(0)
+    particle = tl.arange(0, padded)
+    own = group * num_particles + particle
+    here = particle < num_particles
+    length = tl.load(lengths + own, mask=here, other=0)
+    key = tl.zeros([padded], dtype=tl.uint64)
+    for start in range(0, width, block):
+        column = start + tl.arange(0, block)[None, :]
+        inside = column < length[:, None]
+        token = tl.load(tokens + own[:, None] * width + column, mask=inside, other=0)
+        term = _mix(token.to(tl.uint64) ^ _mix(column.to(tl.uint64)))
+        key += tl.sum(tl.where(inside, term, 0), 1)
+    before = tl.load(anchor + own, mask=here, other=0)
+    shares = tl.load(may_share + own, mask=here, other=0) != 0
+    same = (key[:, None] == key[None, :]) & (before[:, None] == before[None, :])
+    same = same & shares[:, None] & shares[None, :]
+    one, other = particle[:, None], particle[None, :]
+    pair = (group * num_particles + one) * num_particles + other
+    inside_pair = (one < num_particles) & (other < num_particles)
+    tl.store(found + pair, same | (one == other), mask=inside_pair)
 
 
 @triton.jit

@@ -11,10 +11,20 @@ from sglang_smc.active import is_smc
 from sglang_smc.config import SMCConfig
 from sglang_smc.diagnostics import META_PREFIX
 from sglang_smc.hooks import Patch
-from sglang_smc.request import check_request
+from sglang_smc.malformed import check_fields, check_form, check_ids
+from sglang_smc.request import check_logprobs, check_request, check_session
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+
+def generate_request(
+    original: Callable, manager: "TokenizerManager", obj: Any, request: Any = None
+) -> Any:
+    """Refuse what is no request at all, before anything is made of it."""
+    if is_smc(manager.server_args) and isinstance(obj, GenerateReqInput):
+        check_form(obj, manager.model_config.vocab_size)
+    return original(manager, obj, request)
 
 
 def validate_request(
@@ -22,7 +32,12 @@ def validate_request(
 ) -> None:
     """Refuse what SMC cannot honour, before anything else is made of the request."""
     if is_smc(manager.server_args) and isinstance(obj, GenerateReqInput):
+        vocab_size = manager.model_config.vocab_size
+        check_fields(obj, vocab_size)
         check_request(obj, SMCConfig.from_server_args(manager.server_args))
+        check_ids(input_ids, vocab_size)
+        check_logprobs(obj, vocab_size)
+        check_session(obj)
     original(manager, obj, input_ids)
 
 
@@ -58,6 +73,16 @@ def _sample_params(manager: "TokenizerManager", params: Any) -> Any:
 
 
 PATCHES = (
+    Patch(
+        target="sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+        hook_type=HookType.AROUND,
+        function=generate_request,
+        what="Answers HTTP 400 to requests with values of wrong types, unknown or too large ones.",
+        why="SGLang compares few types: a wrong one fails as HTTP 500, or in the scheduler, which "
+        "takes all other requests with it.",
+        relies_on=("srt/managers/tokenizer_manager.py:745 (the first that sees a request)",),
+        retire_when="SGLang checks the types of sampling_params, and token ids, itself.",
+    ),
     Patch(
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
         hook_type=HookType.AROUND,

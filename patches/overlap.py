@@ -7,6 +7,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc.active import is_smc
 from sglang_smc.hooks import Patch
+from sglang_smc.processors import has_processor
 from sglang_smc.stopping import has_stop_text
 
 if TYPE_CHECKING:
@@ -20,12 +21,14 @@ def is_disable_overlap_for_batch(
     batch: "ScheduleBatch | None",
     last_batch: "ScheduleBatch | None",
 ) -> bool:
-    """Also for a round in which some request stops at a string or a pattern."""
+    """Also for a round in which some request stops at a string, or brings a processor."""
     if original(scheduler, batch, last_batch):
         return True
     if batch is None or not (is_smc(scheduler.server_args) and scheduler.result_queue):
         return False
-    return batch.forward_mode.is_decode() and any(has_stop_text(req) for req in batch.reqs)
+    return batch.forward_mode.is_decode() and any(
+        has_stop_text(req) or has_processor(req) for req in batch.reqs
+    )
 
 
 PATCHES = (
@@ -34,9 +37,10 @@ PATCHES = (
         hook_type=HookType.AROUND,
         function=is_disable_overlap_for_batch,
         what="Takes the last round's result before a batch starts that has a request with a stop "
-        "string or pattern.",
+        "string or pattern, or with a custom logit processor.",
         why="Particles are searched for stop texts in every round, before they are weighed, and "
-        "that needs the emitted text on the host. SGLang waits so for grammars, and them alone.",
+        "processors read texts: that needs what is emitted on the host. SGLang waits so for "
+        "grammars, and them alone.",
         relies_on=(
             "srt/managers/scheduler.py:1744 (asks once a loop, after the batch is chosen)",
             "srt/managers/scheduler.py:1789 (need_grammar_sync is the model)",

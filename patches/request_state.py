@@ -5,7 +5,10 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_smc.active import active_monitor
+from sglang_smc.failures import end_failed, judge_prefill, take_mark
 from sglang_smc.hooks import Patch
+from sglang_smc.logprob_books import rewind_stream
 from sglang_smc.runs import publish, run_of
 
 if TYPE_CHECKING:
@@ -16,6 +19,14 @@ def update_finish_state(original: Callable, req: "Req", new_accepted_len: int = 
     """Look at new tokens only; with none, a request ends only if it is told to."""
     num_new = new_accepted_len
     run = run_of(req)
+    if run is not None and (code := take_mark(req)):
+        run.count_nan()
+        end_failed(req, code)
+        if (monitor := active_monitor()) is not None:
+            monitor.count_failed_prefill()
+    elif run is not None:
+        judge_prefill(req, run)
+        rewind_stream(req)
     if run is not None and run.open_at is not None:
         num_new = 0
         run.hold(req)
@@ -30,9 +41,8 @@ def update_finish_state(original: Callable, req: "Req", new_accepted_len: int = 
 def reset_for_retract(original: Callable, req: "Req") -> None:
     """Take back a token that was not settled, so that the next prefill does not read it."""
     run = run_of(req)
-    if run is not None and run.open_at is not None:
-        del req.output_ids[run.open_at :]
-        run.release(req)
+    if run is not None:
+        run.withdraw(req)
     original(req)
 
 
@@ -42,21 +52,24 @@ PATCHES = (
         hook_type=HookType.AROUND,
         function=update_finish_state,
         what="Skips the look for an end where a round emitted no token, or one that may still "
-        "change, and holds its stream; hands a finished SMC request's totals to the streamer as "
-        "customized_info.",
+        "change, and holds its stream; takes back the log-probability that SGLang counts as sent "
+        "with no token; ends a request whose prefill found logits that mean nothing; hands a "
+        "finished SMC request's totals to the streamer as customized_info.",
         why="`output_ids[-0:]` is the whole output: an old token would be taken for a new end. "
         "No other place sees every request's end, in prefill and decode, before it is streamed.",
         relies_on=(
             "srt/managers/schedule_batch.py:1568",
             "srt/managers/scheduler_components/output_streamer.py:592 (customized_info)",
+            "srt/managers/scheduler_components/output_streamer.py:506 (counts one at least)",
         ),
-        retire_when="update_finish_state(0) is a no-op upstream.",
+        retire_when="update_finish_state(0) is a no-op upstream, and so is a stream of no token.",
     ),
     Patch(
         target="sglang.srt.managers.schedule_batch.Req.reset_for_retract",
         hook_type=HookType.AROUND,
         function=reset_for_retract,
-        what="Drops the token that stands in for the first of each particle, for a power of p.",
+        what="Drops the token that stands in for the first of each particle, for a power of p or a "
+        "grammar.",
         why="Prefill must put out one token, but the particles of such a request differ in it.",
         relies_on=("srt/managers/schedule_batch.py:1603",),
         retire_when="A prefill can put out no token.",

@@ -6,6 +6,7 @@ from sglang.srt.runtime_context import get_server_args
 
 from sglang_smc.adaptive import Policy
 from sglang_smc.config import ALGORITHM, SMCConfig
+from sglang_smc.metrics import Monitor
 from sglang_smc.rungs import Rung
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 
 _policy: Policy | None = None
+_monitor: Monitor | None = None
 
 
 def is_smc(server_args: "ServerArgs") -> bool:
@@ -29,6 +31,17 @@ def set_policy(policy: Policy | None) -> None:
 def active_policy() -> Policy | None:
     """What adapts N and K in this scheduler process; None where they stay."""
     return _policy
+
+
+def set_monitor(monitor: Monitor | None) -> None:
+    """Have hooks of this scheduler process count there what no round does."""
+    global _monitor
+    _monitor = monitor
+
+
+def active_monitor() -> Monitor | None:
+    """What counts the rounds of this scheduler process; None before its worker is built."""
+    return _monitor
 
 
 def active_rung() -> Rung | None:

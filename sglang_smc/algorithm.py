@@ -7,14 +7,12 @@ since the code behind them builds EAGLE's tree inputs.
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
-from sglang.srt.arg_groups.overrides import resolved_view
-from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from sglang_smc import hooks, memory
+from sglang_smc import hooks, memory, model_checks, requirements
 from sglang_smc.config import SERVER_ARGS_FIELDS, SMCConfig
 from sglang_smc.ops import kind_of
 
@@ -124,46 +122,6 @@ def worker_class(server_args: "ServerArgs") -> type:
     return SMCWorker
 
 
-class _Requirement(NamedTuple):
-    field: str  # of ServerArgs
-    allowed: tuple[Any, ...]
-    because: str
-
-
-_SHARED_KV = "particles share and exchange KV slot by slot, on one rank"
-_ONE_PROCESS = "draft and target run in one process, one stage"
-_NO_ADAPTERS = "the draft model has no adapters"
-_NO_PLUGINS = "SGLang loads no plugins in those processes"
-_NO_REJECTION = "SMC weighs the draft's tokens, it rejects none"
-_OWN_ADAPTIVE = "it adapts K alone; SMC's own is --speculative-smc-adaptive"
-_OTHER = "this belongs to other algorithms and would have no effect"
-
-_REQUIREMENTS = (
-    _Requirement("page_size", (1,), _SHARED_KV),
-    _Requirement("enable_dp_attention", (False,), _SHARED_KV),
-    _Requirement("dcp_size", (1,), _SHARED_KV),
-    _Requirement("attn_cp_size", (1,), _SHARED_KV),
-    _Requirement("pp_size", (1,), _ONE_PROCESS),
-    _Requirement("disaggregation_mode", ("null",), _ONE_PROCESS),
-    _Requirement("decoupled_spec_role", ("null",), _ONE_PROCESS),
-    _Requirement("enable_lora", (None, False), _NO_ADAPTERS),
-    _Requirement("lora_paths", (None, []), _NO_ADAPTERS),
-    _Requirement("enable_mixed_chunk", (False,), "prefill and rounds are separate batches"),
-    _Requirement("enable_two_batch_overlap", (False,), "a round is one batch"),
-    _Requirement("enable_hierarchical_cache", (False,), "the draft's KV is not offloaded yet"),
-    _Requirement("tokenizer_worker_num", (1,), _NO_PLUGINS),
-    _Requirement("use_ray", (False,), _NO_PLUGINS),
-    _Requirement("speculative_adaptive", (False,), _OWN_ADAPTIVE),
-    _Requirement("speculative_eagle_topk", (None, 1), "each particle is one chain, not a tree"),
-    _Requirement("speculative_accept_threshold_single", (1.0,), _NO_REJECTION),
-    _Requirement("speculative_accept_threshold_acc", (1.0,), _NO_REJECTION),
-    _Requirement("speculative_use_rejection_sampling", (False,), _NO_REJECTION),
-    _Requirement("speculative_token_map", (None,), "the draft must reach the whole vocabulary"),
-    _Requirement("speculative_draft_window_size", (None,), _OTHER),
-    _Requirement("enable_multi_layer_eagle", (False,), _OTHER),
-)
-
-
 def validate_server_args(server_args: "ServerArgs") -> None:
     """Raise ValueError, listing the reasons, for a server that SMC cannot run on.
 
@@ -173,8 +131,8 @@ def validate_server_args(server_args: "ServerArgs") -> None:
     problems = [
         *_setting_problems(server_args),
         *_draft_problems(server_args),
-        *_unsupported(server_args),
-        *_unsupported_model(server_args),
+        *requirements.unmet(server_args),
+        *model_checks.problems(server_args),
     ]
     if problems:
         raise ValueError(
@@ -230,31 +188,4 @@ def _draft_problems(server_args: "ServerArgs") -> list[str]:
     return [
         "--speculative-draft-model-path is missing. Pass a folder or a Hugging Face id of a "
         "smaller model with the target's vocabulary."
-    ]
-
-
-def _unsupported(server_args: "ServerArgs") -> list[str]:
-    # Until the end of resolution, fields may lag behind what earlier steps have declared.
-    view = resolved_view(server_args)
-    found = [(required, getattr(view, required.field)) for required in _REQUIREMENTS]
-    return [
-        f"--{required.field.replace('_', '-')} is {value!r}; allowed: "
-        f"{' or '.join(map(repr, required.allowed))}, since {required.because}. Leave it out."
-        for required, value in found
-        if value not in required.allowed
-    ]
-
-
-def _unsupported_model(server_args: "ServerArgs") -> list[str]:
-    model = server_args.get_model_config()
-    kinds = {
-        "sliding-window attention": model.is_hybrid_swa,
-        "a recurrent (Mamba-like) state": mambaish_config(model) is not None,
-        "an encoder and a decoder": model.is_encoder_decoder,
-    }
-    return [
-        f"--model-path {server_args.model_path} has {kind}; allowed: a decoder with full attention "
-        "in every layer. Choose another model or another --speculative-algorithm."
-        for kind, present in kinds.items()
-        if present
     ]

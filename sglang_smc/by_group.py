@@ -22,8 +22,12 @@ def by_method(scheme: torch.Tensor, methods: Iterable[str], step: Callable[[str]
 def choose(where: torch.Tensor, yes: Any, no: Any) -> Any:
     """``yes`` or ``no`` for each group, of tensors ``[G, ...]``, of laws, or of tuples of them."""
     if isinstance(yes, Law):
-        one, other = (law.log_probs().unflatten(0, (len(where), -1)) for law in (yes, no))
-        return Law.of_log_probs(choose(where, one, other).flatten(0, 1))
+        columns = [(law.log_probs(), law.log_masses()) for law in (yes, no)]
+        log_p, log_mass = (
+            choose(where, *(column.unflatten(0, (len(where), -1)) for column in both)).flatten(0, 1)
+            for both in zip(*columns, strict=True)
+        )
+        return Law.of_log_probs(log_p)._replace(log_mass=log_mass)
     if isinstance(yes, torch.Tensor):
         return torch.where(where.view(-1, *(1,) * (yes.dim() - 1)), yes, no)
     return type(yes)(*(choose(where, a, b) for a, b in zip(yes, no, strict=True)))

@@ -82,6 +82,10 @@ REGISTRATION = (
 # Targets of the hooks in patches/, and what those functions touch.
 HOOKS = (
     Symbol(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+        "self obj request",
+    ),
+    Symbol(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
         "self obj input_ids",
     ),
@@ -104,6 +108,14 @@ HOOKS = (
         "sglang.srt.managers.schedule_policy.PrefillAdder._update_prefill_budget",
         "self prefix_len extend_input_len max_new_tokens retracted_stain mamba_gap_reserve",
     ),
+    Symbol(
+        "sglang.srt.session.streaming_session.StreamingSession._trim_overshoot",
+        "self req finished_len",
+    ),
+    Symbol(
+        "sglang.srt.session.streaming_session.StreamingSession._free_kv_aligned",
+        "self pool_idx target end",
+    ),
     Symbol("sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info", "self"),
     Symbol("sglang.srt.speculative.spec_utils.spec_prepare_for_decode", "batch"),
     Symbol(
@@ -121,6 +133,61 @@ HOOKS = (
     ),
     Symbol("sglang.srt.managers.schedule_batch.Req.update_finish_state", "self new_accepted_len"),
     Symbol("sglang.srt.managers.schedule_batch.Req.reset_for_retract", "self"),
+    Symbol(
+        "sglang.srt.constrained.xgrammar_backend._allocate_token_bitmask", "vocab_size batch_size"
+    ),
+    Symbol(
+        "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
+        "self logits vocab_mask",
+    ),
+    Symbol(
+        "sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter",
+        "self tp_rank pp_rank dp_rank",
+    ),
+    Symbol("sglang.srt.managers.scheduler.Scheduler.get_internal_state", "self recv_req"),
+    Symbol("sglang.srt.managers.scheduler.Scheduler.set_internal_state", "self recv_req"),
+    Symbol("sglang.srt.managers.scheduler.Scheduler.pause_generation", "self recv_req"),
+    Symbol(
+        "sglang.srt.managers.scheduler.Scheduler",
+        attributes="draft_worker metrics_reporter waiting_queue running_batch last_batch "
+        "chunked_req grammar_manager _engine_paused",
+    ),
+    Symbol(
+        "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter",
+        attributes="is_stats_logging_rank current_scheduler_metrics_enabled metrics_collector",
+    ),
+    Symbol(
+        "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector",
+        attributes="labels _counter_cls _histogram_cls",
+    ),
+    *(
+        Symbol(
+            "sglang.srt.managers.scheduler_components.weight_updater"
+            f".SchedulerWeightUpdaterManager.{name}",
+            "self recv_req",
+        )
+        for name in (
+            "update_weights_from_disk",
+            "update_weights_from_tensor",
+            "update_weights_from_distributed",
+            "flush_cache_after_weight_update",
+        )
+    ),
+    *(
+        Symbol(
+            f"sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.{name}",
+            "self obj request",
+        )
+        for name in ("release_memory_occupation", "resume_memory_occupation")
+    ),
+    Symbol(
+        "sglang.srt.managers.io_struct.UpdateWeightFromDiskReqInput",
+        attributes="model_path load_format recapture_cuda_graph flush_cache manifest",
+    ),
+    Symbol(
+        "sglang.srt.managers.tp_worker.TpModelWorker._deserialize_own_rank",
+        "self serialized_named_tensors",
+    ),
 )
 
 # What the worker builds on.
@@ -162,6 +229,20 @@ WORKER = (
         "capture_hidden_mode",
     ),
     Symbol("sglang.srt.model_executor.forward_context.forward_context", "ctx"),
+    Symbol(
+        "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar",
+        attributes="matcher accepted_tokens accept_token rollback is_terminated fill_vocab_mask",
+    ),
+    Symbol(
+        "sglang.srt.constrained.reasoner_grammar_backend.ReasonerGrammarObject",
+        attributes="grammar _thinking_match_history",
+    ),
+    Symbol(
+        "sglang.srt.managers.schedule_batch.FINISH_ABORT.__init__",
+        "self message status_code err_type",
+    ),
+    Symbol("sglang.srt.managers.schedule_batch.FINISH_MATCHED_TOKEN.__init__", "self matched"),
+    Symbol("sglang.srt.sampling.custom_logit_processor.CustomLogitProcessor.from_str", "json_str"),
     Symbol("sglang.srt.distributed.parallel_state.graph_capture", "stream"),
     Symbol("sglang.srt.model_executor.runner_utils.capture_mode.model_capture_mode", ""),
     Symbol("sglang.srt.speculative.spec_info.SpecInput.__init__", "self spec_input_type"),
@@ -173,11 +254,11 @@ WORKER = (
     ),
     Symbol(
         "sglang.srt.managers.schedule_batch.Req",
-        attributes="sampling_params output_ids stream kv kv_committed_len req_pool_idx "
+        attributes="sampling_params output_ids stream kv kv_committed_len req_pool_idx grammar "
         "retraction_count "
         "eos_token_ids tokenizer vocab_size customized_info to_finish is_retracted "
         "spec_num_correct_drafts spec_correct_drafts_histogram "
-        "update_spec_correct_drafts_histogram",
+        "update_spec_correct_drafts_histogram origin_input_ids custom_logit_processor",
     ),
     Symbol("sglang.srt.mem_cache.memory_pool.ReqToTokenPool", attributes="req_to_token size write"),
     Symbol("sglang.srt.mem_cache.allocation.alloc_token_slots", "tree_cache num_tokens"),

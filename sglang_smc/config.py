@@ -100,6 +100,11 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     """N and K follow the load: under it requests get fewer than they ask for, down to N = 1, K = 0.
     """
 
+    @property
+    def is_normalized(self) -> bool:
+        """Whether the target's next-token probabilities sum to 1, as those of p do."""
+        return self.power == 1.0
+
     @classmethod
     def from_server_args(cls, server_args: Any) -> "SMCConfig":
         """Read the flags, fill in the defaults of those not given, and validate."""
@@ -204,7 +209,8 @@ RANGES: dict[str, Range] = {
     "selection": Choice(SELECTIONS),
     "power": Number(0, closed=False),
     "evidence_threshold": Number(0),
-    "draft_temperature": Number(0, closed=False),
+    # As SGLang's own, below which sampling is greedy; division by less leaves float32.
+    "draft_temperature": Number(1e-6),
     "max_lag": Integer(1),
     "kernels": Choice(KERNELS),
     "round_graph": Choice(ROUND_GRAPH),

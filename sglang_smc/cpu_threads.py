@@ -8,6 +8,8 @@ from pathlib import Path
 _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 _SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
+_set_here: dict[str, str] = {}  # variables as this module has last set them
+
 
 def physical_cpus() -> list[int]:
     """One logical CPU id per physical core that this process may run on, ascending."""
@@ -42,26 +44,35 @@ def usable_cores() -> int:
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
-def set_default_environment(*, tp_size: int) -> None:
-    """Give each of ``tp_size`` model processes its share of the cores.
+def set_default_environment(*, tp_size: int, dp_size: int = 1) -> None:
+    """Give each of the ``tp_size * dp_size`` model processes its share of the cores.
 
     Child processes inherit the variables before they load OpenMP. Whatever the user has set
-    stays.
+    stays; what this function has set for an engine before does not.
     """
-    threads = max(1, usable_cores() // tp_size)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    threads = max(1, usable_cores() // (tp_size * dp_size))
+    _default("OMP_NUM_THREADS", str(threads))
     # Idle OpenMP threads spin by default and take the cores from the processes beside them.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if tp_size > 1:
-        _set_tensor_parallel_defaults(tp_size)
-
-
-def _set_tensor_parallel_defaults(tp_size: int) -> None:
-    cpus = physical_cpus()
-    shares = [cpus[rank::tp_size] or cpus for rank in range(tp_size)]
+    _default("OMP_WAIT_POLICY", "PASSIVE")
+    several = tp_size > 1
     # Without this list SGLang allows one rank for each NUMA node.
-    binding = "|".join(",".join(map(str, share)) for share in shares)
-    os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
+    _default("SGLANG_CPU_OMP_THREADS_BIND", _binding(tp_size) if several else None)
     # SGLang takes any NCCL that it can load, here the one of torch's CUDA wheel, and then needs a
     # CUDA device. A name that cannot be loaded leaves the ranks to gloo.
-    os.environ.setdefault("SGLANG_NCCL_SO_PATH", "no-nccl-on-a-cpu")
+    _default("SGLANG_NCCL_SO_PATH", "no-nccl-on-a-cpu" if several else None)
+
+
+def _binding(tp_size: int) -> str:
+    cpus = physical_cpus()
+    shares = [cpus[rank::tp_size] or cpus for rank in range(tp_size)]
+    return "|".join(",".join(map(str, share)) for share in shares)
+
+
+def _default(name: str, value: str | None) -> None:
+    """Set a variable, or unset it for None, unless it has a value that is not from here."""
+    if os.environ.get(name) not in (None, _set_here.get(name)):
+        return
+    os.environ.pop(name, None)
+    _set_here.pop(name, None)
+    if value is not None:
+        os.environ[name] = _set_here[name] = value

@@ -6,6 +6,9 @@ import torch
 
 from sglang_smc import memory
 from sglang_smc.config import SMCConfig
+from sglang_smc.edits import Edit, is_edited
+from sglang_smc.grammar import Masks, has_grammar
+from sglang_smc.logprobs import NOTHING, Widths
 from sglang_smc.request_config import config_of
 from sglang_smc.rungs import Rung, joined, narrowed
 from sglang_smc.runs import running
@@ -32,6 +35,9 @@ class Extent(NamedTuple):
     verifies: bool  # some request's rounds verify
     shows_particles: bool  # some request wants all of its particles with the answer
     stops: bool  # some request stops at a string or pattern
+    edited: bool  # some request changes logits
+    constrained: bool  # some request has a grammar
+    logprobs: Widths  # of the log-probabilities that requests want
     methods: tuple[str, ...]  # how ancestors are drawn, by one request or another
 
     def covers(self, other: "Extent") -> bool:
@@ -45,11 +51,17 @@ class Extent(NamedTuple):
         )
 
     def _sizes(self) -> tuple[int, ...]:
-        return self.num_particles, self.num_steps, self.max_tail, self.max_arena
+        of_round = self.num_particles, self.num_steps, self.max_tail, self.max_arena
+        return (*of_round, *self.logprobs)
 
     def _kinds(self) -> tuple[bool, ...]:
         of_round = self.powered, self.weighs, self.verifies, self.shows_particles, self.stops
-        return (*self.kinds, *of_round)
+        return (*self.kinds, *of_round, self.edited, self.constrained)
+
+    @property
+    def opens(self) -> bool:
+        """Whether particles of some request may differ in its first token."""
+        return self.powered or self.constrained
 
 
 class Figures(NamedTuple):
@@ -67,6 +79,8 @@ class Groups(NamedTuple):
     figures: Figures
     settings: Settings
     extent: Extent
+    edits: tuple[Edit, ...] = ()  # of all logits in the round
+    masks: Masks | None = None  # of the tokens that grammars allow
 
     @property
     def rows(self) -> torch.Tensor:
@@ -106,6 +120,9 @@ def extent_of_server(config: SMCConfig, rung: Rung | None = None) -> Extent:
         verifies=not weighs or now.num_steps == 0,
         shows_particles=False,
         stops=False,
+        edited=False,
+        constrained=False,
+        logprobs=NOTHING,
         methods=(config.resampling_method,) if weighs or now.num_steps == 0 else (),
     )
 
@@ -137,6 +154,9 @@ def extent_of(server: SMCConfig, reqs: "list[Req]") -> Extent:
         verifies=not all(config.weighs for config in configs),
         shows_particles=any(config.return_particles for config in configs),
         stops=any(has_stop_text(req) for req in reqs),
+        edited=any(is_edited(req) for req in reqs),
+        constrained=any(has_grammar(req) for req in reqs),
+        logprobs=Widths.of(reqs),
         methods=tuple(
             sorted({c.resampling_method for c in configs if c.weighs or c.num_steps == 0})
         ),

@@ -21,7 +21,11 @@ PATCH_MODULES = (
     "decode_memory",
     "overlap",
     "batch_result",
+    "streaming_session",
     "request_state",
+    "cpu_grammar",
+    "metrics",
+    "weights",
 )
 
 

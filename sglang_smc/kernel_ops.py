@@ -6,9 +6,9 @@ import torch
 
 from sglang_smc.kernels import collect as collect_kernel
 from sglang_smc.kernels import lineage, prepare
-from sglang_smc.kernels.randomness import uniforms
+from sglang_smc.kernels.randomness import round_seeds, uniforms
 from sglang_smc.kernels.sample import sample_and_score, score_tokens
-from sglang_smc.kernels.siblings import spread
+from sglang_smc.kernels.siblings import siblings, spread
 from sglang_smc.ledger import Ledger
 from sglang_smc.ops import Ops
 from sglang_smc.smc import rounds
@@ -43,6 +43,8 @@ def collect(*args: Any) -> rounds.Collected:
 
 TRITON = Ops(
     uniforms=uniforms,
+    round_seeds=round_seeds,
+    siblings=siblings,
     spread=spread,
     sample_and_score=sample_and_score,
     score_tokens=score_tokens,

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_smc.ops import Ops
-from sglang_smc.smc.proposal import tempered
+from sglang_smc.smc.proposal import power_law, tempered
 
 
 class Law(NamedTuple):
@@ -17,6 +17,7 @@ class Law(NamedTuple):
     scores: torch.Tensor  # [R, V], any float type
     temperature: torch.Tensor  # [D] float32 of each draw
     rows: torch.Tensor | None = None  # [D] the row of scores that each draw uses; None: D = R
+    log_mass: torch.Tensor | None = None  # [R] log of what a grammar leaves of p; None: all of it
 
     @classmethod
     def of_log_probs(cls, log_p: torch.Tensor, rows: torch.Tensor | None = None) -> "Law":
@@ -27,7 +28,7 @@ class Law(NamedTuple):
     def at(self, rows: torch.Tensor) -> "Law":
         """The laws of some rows ``[D]``; nothing is copied."""
         assert self.rows is None
-        return Law(self.scores, self.temperature[rows], rows)
+        return self._replace(temperature=self.temperature[rows], rows=rows)
 
     def sample(self, ops: Ops, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and their log-probabilities, both of the shape of ``uniforms``, D in all."""
@@ -37,11 +38,24 @@ class Law(NamedTuple):
         return tokens.view_as(uniforms), log_p.view_as(uniforms)
 
     def score(self, ops: Ops, tokens: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities of tokens, D in all, in their shape."""
+        """What tokens weigh, D in all, in their shape: log p, before a grammar renormalises it."""
         log_p = ops.score_tokens(self.scores, self.temperature, tokens.flatten(), self.rows)
+        if self.log_mass is not None:
+            log_p = log_p + self.log_masses()
         return log_p.view_as(tokens)
 
     def log_probs(self) -> torch.Tensor:
         """All of them, ``[D, V]`` float32."""
         scores = self.scores if self.rows is None else self.scores[self.rows]
         return tempered(scores, self.temperature)
+
+    def raised(self, power: torch.Tensor) -> tuple["Law", torch.Tensor]:
+        """p^alpha over its sum, and the log of the sum, for powers ``[D]``: what a draw weighs."""
+        log_p, log_sum = power_law(self.log_probs(), power)
+        return Law.of_log_probs(log_p), log_sum + power * self.log_masses()
+
+    def log_masses(self) -> torch.Tensor:
+        """What a grammar leaves of p at each draw, ``[D]`` float32 logs; 0 where there is none."""
+        if self.log_mass is None:
+            return torch.zeros_like(self.temperature)
+        return self.log_mass if self.rows is None else self.log_mass[self.rows]

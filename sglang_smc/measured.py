@@ -43,6 +43,27 @@ def costs_of(measure: Callable[[], AnyCosts], group: Any) -> AnyCosts:
     return found
 
 
+def rehearse(steps: Steps, ledger: Ledger, ops: Ops) -> None:
+    """Run each model once over a particle, so that one that cannot is told at start.
+
+    Raises:
+        ValueError: for a model whose layers ask for what rounds do not have.
+    """
+    passes = _Passes(steps, ledger, ops)
+    for name, run in (
+        ("--speculative-draft-model-path", passes.draft),
+        ("--model-path", passes.target),
+    ):
+        try:
+            with torch.no_grad():
+                run(1)
+        except Exception as error:
+            raise ValueError(
+                f"{name} cannot run over particles: {type(error).__name__}: {error}. Choose "
+                "another model or another --speculative-algorithm."
+            ) from error
+
+
 def costs_of_passes(steps: Steps, ledger: Ledger, ops: Ops, most_tokens: int) -> Costs:
     """The costs of passes over up to ``most_tokens``."""
     passes = _Passes(steps, ledger, ops)

@@ -21,6 +21,8 @@ class Ops(NamedTuple):
     """One implementation of each; signatures as in the torch functions below."""
 
     uniforms: Callable[..., torch.Tensor]
+    round_seeds: Callable[..., torch.Tensor]
+    siblings: Callable[..., torch.Tensor]
     spread: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     sample_and_score: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     score_tokens: Callable[..., torch.Tensor]
@@ -41,6 +43,8 @@ def _uniforms(
 
 TORCH = Ops(
     uniforms=_uniforms,
+    round_seeds=randomness.round_seeds,
+    siblings=siblings.siblings,
     spread=siblings.spread,
     sample_and_score=proposal.sample_and_score,
     score_tokens=proposal.score_tokens,

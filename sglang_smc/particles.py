@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from sglang_smc.logprobs import NOTHING, LogprobTable, TailLogprobs, Widths
 from sglang_smc.smc.rounds import common_prefix
 
 
@@ -30,6 +31,7 @@ class Population(NamedTuple):
     present: torch.Tensor  # [G, N] bool: the particles that the group has
     roots: torch.Tensor  # [G, N] int64: the first ancestor of each, among those of the start
     unread: torch.Tensor  # [G] bool: the draft has yet to read the last token but one
+    logprobs: TailLogprobs | None = None  # of the tails' tokens, where some request wants them
 
     @property
     def last_two(self) -> torch.Tensor:
@@ -66,6 +68,7 @@ class Population(NamedTuple):
             anchor=self.anchor.gather(1, ancestors),
             before=self.before.gather(1, ancestors),
             roots=self.roots.gather(1, ancestors),
+            logprobs=None if self.logprobs is None else self.logprobs.descend(ancestors),
         )
 
     def resize(self, ancestors: torch.Tensor, present: torch.Tensor) -> "Population":
@@ -75,6 +78,15 @@ class Population(NamedTuple):
             lengths=descended.lengths.masked_fill(~present, 0),
             ended=descended.ended | ~present,
             present=present,
+        )
+
+    def stop(self, where: torch.Tensor) -> "Population":
+        """Let groups ``[G]`` end without their tails: nothing more is emitted of them."""
+        all_of = where.unsqueeze(1)
+        return self._replace(
+            lengths=self.lengths.masked_fill(all_of, 0),
+            ended=self.ended | all_of,
+            log_weights=torch.where(all_of & self.present, 0.0, self.log_weights),
         )
 
     def is_settled(self) -> torch.Tensor:
@@ -102,6 +114,7 @@ class Population(NamedTuple):
             anchor=anchor,
             before=before,
             num_emitted=self.num_emitted + counts,
+            logprobs=None if self.logprobs is None else self.logprobs.emit(counts),
         )
 
     def _two_at(self, places: torch.Tensor) -> torch.Tensor:
@@ -122,6 +135,7 @@ class ParticleTable:
     def __init__(self, num_rows: int, num_particles: int, max_tail: int, device: str) -> None:
         shape = (num_rows, num_particles)
         self.num_particles = num_particles
+        self.logprobs = LogprobTable(num_rows, num_particles, max_tail, device)
         self._columns = Population(
             tokens=torch.zeros(*shape, max_tail + 1, dtype=torch.int64, device=device),
             lengths=torch.zeros(shape, dtype=torch.int64, device=device),
@@ -136,27 +150,34 @@ class ParticleTable:
             unread=torch.zeros(num_rows, dtype=torch.bool, device=device),
         )
 
-    def gather(self, rows: torch.Tensor, num_particles: int, max_tail: int) -> Population:
+    def gather(
+        self, rows: torch.Tensor, num_particles: int, max_tail: int, widths: Widths = NOTHING
+    ) -> Population:
         """The populations of the requests in ``rows`` ``[G]``, no larger than they need.
 
         Args:
             num_particles: the most that any of them has.
             max_tail: the longest tail that any of them can have when the round ends.
+            widths: of the log-probabilities that come along.
         """
-        views = self._views(num_particles, max_tail + 1)
-        return Population(*(view[rows] for view in views))
+        columns = (view[rows] for view in self._views(num_particles, max_tail + 1))
+        logprobs = self.logprobs.gather(rows, num_particles, max_tail, widths)
+        return Population(*columns, logprobs=logprobs)
 
     def scatter(self, rows: torch.Tensor, population: Population) -> None:
         """Store the populations of the requests in ``rows`` ``[G]``."""
         _, num_particles, width = population.tokens.shape
-        for view, values in zip(self._views(num_particles, width), population, strict=True):
+        *columns, logprobs = population
+        for view, values in zip(self._views(num_particles, width), columns, strict=True):
             view[rows] = values
+        if logprobs is not None:
+            self.logprobs.scatter(rows, logprobs)
 
-    def _views(self, num_particles: int, width: int) -> Population:
-        """The part of the table that populations of this size live in."""
-        columns = self._columns
-        views = (column[:, :num_particles] if column.dim() > 1 else column for column in columns)
-        return Population(*views)._replace(tokens=columns.tokens[:, :num_particles, :width])
+    def _views(self, num_particles: int, width: int) -> list[torch.Tensor]:
+        """The part of the table that populations of this size live in, but for `logprobs`."""
+        tokens, *others, _ = self._columns
+        small = (column[:, :num_particles] if column.dim() > 1 else column for column in others)
+        return [tokens[:, :num_particles, :width], *small]
 
     def begin(
         self,

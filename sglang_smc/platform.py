@@ -18,6 +18,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
 from sglang_smc import cpu_threads
+from sglang_smc.cpu_dtype import default_dtype
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -66,14 +67,15 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # SGLang has just put its AMX backend where the user named none.
         if server_args.attention_backend == "intel_amx":
             server_args.attention_backend = ATTENTION_BACKEND
-        # More exact, and faster wherever bfloat16 is emulated; not where the CPU has avx512_bf16.
         if server_args.dtype == "auto":
-            server_args.dtype = "float32"
+            server_args.dtype = default_dtype()
         if server_args.max_total_tokens is None and server_args.mem_fraction_static is None:
             server_args.max_total_tokens = MAX_TOTAL_TOKENS
         if server_args.mem_fraction_static is None:
             server_args.mem_fraction_static = MEM_FRACTION
-        cpu_threads.set_default_environment(tp_size=server_args.tp_size)
+        cpu_threads.set_default_environment(
+            tp_size=server_args.tp_size, dp_size=server_args.dp_size
+        )
 
     def init_backend(self) -> None:
         """Register the batched attention in each process that runs a model."""
@@ -101,6 +103,14 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_dispatch_key_name(self) -> str:
         """Operators run their ``forward_native``: torch only."""
         return "native"
+
+    def get_torch_profiler_activity_str(self) -> str:
+        """What /start_profile can record here."""
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        """The same, as torch's profiler takes it."""
+        return torch.profiler.ProfilerActivity.CPU
 
 
 def _create_attention_backend(model_runner: ModelRunner) -> CpuAttentionBackend:

@@ -42,6 +42,18 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
     return_particles: bool = False
     """smc: all particles and their weights go into `meta_info` with the answer."""
 
+    constrained: bool = False
+    """Not a key: whether the request has a grammar."""
+
+    @property
+    def is_normalized(self) -> bool:
+        """Whether its target's next-token probabilities sum to 1, as those of p do.
+
+        Those of a power of p and of p within a grammar do not. Verification renormalises the
+        latter token by token.
+        """
+        return self.power == 1.0 and not (self.constrained and self.weighs)
+
     @property
     def weighs(self) -> bool:
         """Whether its rounds weigh and resample; else they verify."""
@@ -54,20 +66,25 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
             return float("inf")
         if self.mode == "auto":
             return AUTO_EVIDENCE_THRESHOLD
+        if not self.is_normalized:
+            return 0.0
         if self.evidence_threshold is None:
-            return EVIDENCE_THRESHOLD if self.power == 1.0 else 0.0
+            return EVIDENCE_THRESHOLD
         return self.evidence_threshold
 
 
-def request_config(server: SMCConfig, given: Any) -> RequestConfig:
+def request_config(server: SMCConfig, given: Any, *, constrained: bool = False) -> RequestConfig:
     """The settings of a request whose `custom_params` are ``given``.
+
+    Args:
+        constrained: whether it has a grammar.
 
     Raises:
         ValueError: naming every key that is unknown, out of range or without effect.
     """
     chosen = _chosen(given)
     _raise_if(_problems(server, chosen))
-    config = RequestConfig(**{**asdict(server), **chosen})
+    config = RequestConfig(**{**asdict(server), **chosen}, constrained=constrained)
     _raise_if(_conflicts(config, chosen))
     return config
 
@@ -76,7 +93,8 @@ def config_of(server: SMCConfig, req: "Req") -> RequestConfig:
     """The settings of a request in the scheduler; what came that far has been checked."""
     found = req.__dict__.get("smc_config")
     if found is None:
-        found = request_config(server, req.sampling_params.custom_params)
+        constrained = req.grammar is not None
+        found = request_config(server, req.sampling_params.custom_params, constrained=constrained)
         req.smc_config = found  # type: ignore[attr-defined]
     return found
 
@@ -124,6 +142,12 @@ def _conflicts(config: RequestConfig, chosen: dict[str, Any]) -> list[str]:
         for name, modes in _MODES_OF.items()
         if name in chosen and config.mode not in modes and not _is_neutral(name, chosen[name])
     ]
+    if config.constrained and config.weighs and chosen.get("evidence_threshold"):
+        found.append(
+            f"has evidence_threshold={config.evidence_threshold!r} beside a grammar; allowed: "
+            "evidence_threshold 0, since only p itself has a known normaliser. Leave it out, or "
+            "add mode='mixed'."
+        )
     if config.power == 1.0:
         return found
     if not config.weighs and "power" not in chosen:

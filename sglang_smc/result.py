@@ -1,15 +1,21 @@
 """The result of a round, and how the scheduler's books take it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_smc.adaptive import Policy
-from sglang_smc.diagnostics import IntervalLog
+from sglang_smc.diagnostics import gained
 from sglang_smc.draft_input import SMCDraftInput
+from sglang_smc.failures import end_failed, fail_stuck
+from sglang_smc.logprob_books import deliver, settle
+from sglang_smc.logprobs import Emitted
+from sglang_smc.metrics import Monitor, Played
 from sglang_smc.particles import Population
 from sglang_smc.rungs import Rung
 from sglang_smc.runs import as_particle, first_is_open, running, settled_ids
@@ -73,12 +79,14 @@ class Outcome(NamedTuple):
     anchors: torch.Tensor  # [G] last emitted tokens
     num_kept_columns: torch.Tensor  # [G] drafted tokens that the round kept
     counters: torch.Tensor  # [G, len(Counters)] float64
+    failure: torch.Tensor  # [G] int64 `Failure`; such a request has emitted nothing
     firsts: torch.Tensor | None  # [G] token that prefill drew, -1 while particles differ
     particles: Particles | None  # where some request wants them
+    logprobs: Emitted | None  # of tokens and firsts, where some request wants them
 
     def first(self, size: int) -> "Outcome":
         """Copies of the first groups."""
-        assert self.particles is None
+        assert self.particles is None and self.logprobs is None
         return Outcome(*(column if column is None else column[:size].clone() for column in self))
 
 
@@ -88,14 +96,16 @@ class SMCBatchResult(GenerationBatchResult):
 
     num_kept_columns: torch.Tensor | None = None  # [G] drafted tokens that the round kept
     counters: torch.Tensor | None = None  # [G, len(Counters)] float64
+    failure: torch.Tensor | None = None  # [G] int64 `Failure`
     particles: Particles | None = None  # where some request wants them
     firsts: torch.Tensor | None = None  # [G] token that prefill drew, -1 while particles differ
-    log: IntervalLog | None = None
+    logprobs: Emitted | None = None  # of tokens and firsts, where some request wants them
+    monitor: Monitor | None = None
     rungs: list[Rung] | None = None  # N and K of each request in this round
     policy: Policy | None = None  # that learns from them
 
     @classmethod
-    def of(cls, outcome: Outcome, log: IntervalLog) -> "SMCBatchResult":
+    def of(cls, outcome: Outcome, monitor: Monitor) -> "SMCBatchResult":
         """As the scheduler takes it."""
         return cls(
             next_token_ids=outcome.tokens.flatten(),
@@ -105,21 +115,30 @@ class SMCBatchResult(GenerationBatchResult):
             speculative_num_draft_tokens=outcome.tokens.shape[1],
             num_kept_columns=outcome.num_kept_columns,
             counters=outcome.counters,
+            failure=outcome.failure,
             firsts=outcome.firsts,
             particles=outcome.particles,
-            log=log,
+            logits_output=None
+            if outcome.logprobs is None
+            else LogitsProcessorOutput(next_token_logits=None),
+            logprobs=outcome.logprobs,
+            monitor=monitor,
         )
 
     def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
         """Copy our tensors along with SGLang's."""
         assert self.num_kept_columns is not None and self.counters is not None
+        assert self.failure is not None
         self.num_kept_columns = self.num_kept_columns.to("cpu", non_blocking=True)
         self.counters = self.counters.to("cpu", non_blocking=True)
+        self.failure = self.failure.to("cpu", non_blocking=True)
         if self.firsts is not None:
             self.firsts = self.firsts.to("cpu", non_blocking=True)
         if self.particles is not None:
             copied = (column.to("cpu", non_blocking=True) for column in self.particles)
             self.particles = Particles(*copied)
+        if self.logprobs is not None:
+            self.logprobs = self.logprobs.to_cpu()
         super().copy_to_cpu(*args, **kwargs)
 
     def resolve(
@@ -131,31 +150,59 @@ class SMCBatchResult(GenerationBatchResult):
         nothing, or several rounds' tokens at once; what is true is how many columns it kept.
         """
         assert self.num_kept_columns is not None and self.counters is not None
-        assert self.log is not None
+        assert self.monitor is not None and self.failure is not None
         kept = self.num_kept_columns.tolist()
         live = [not (req.is_retracted or req.finished()) for req in batch.reqs]
         before = [_set_aside(req) for req in batch.reqs]
+        totals, failure = self.counters.tolist(), self.failure.tolist()
+        self._settle(batch.reqs, live)
+        self._fail_stuck(batch.reqs, live, totals)
         tokens = resolve()
         self.num_correct_drafts, self.num_correct_drafts_per_req_cpu = sum(kept), kept
-        totals = self.counters.tolist()
+        if self.logprobs is not None:
+            assert self.logits_output is not None
+            deliver(self.logits_output, self.logprobs.tails, list(map(len, tokens)), batch.reqs)
         for i, req in enumerate(batch.reqs):
             req.spec_num_correct_drafts, req.spec_correct_drafts_histogram = before[i]
             if live[i]:
                 req.spec_num_correct_drafts += kept[i]
                 req.update_spec_correct_drafts_histogram(kept[i])
                 run = running(req)
-                self.log.add(run.counters, totals[i])
+                gains = gained(run.counters, totals[i])
+                self.monitor.add(Played(gains, run.config.mode, kept[i], len(tokens[i])))
                 if self.policy is not None and self.rungs is not None:
                     self.policy.learn(self.rungs[i], kept[i])
                 run.take(totals[i])
+                end_failed(req, failure[i])
                 if self.particles is not None and run.config.return_particles:
                     run.particles = self.particles.of_group(i, req)
-                if self.firsts is not None and run.open_at is not None and self.firsts[i] >= 0:
-                    run.settle(req, int(self.firsts[i]))
-        self.log.end_round()
+        self.monitor.end_round()
         if self.policy is not None:
             self.policy.end_round()
         return tokens
+
+    def _settle(self, reqs: "list[Req]", live: list[bool]) -> None:
+        """Give open first tokens their values, before a grammar reads what follows them."""
+        if self.firsts is None:
+            return
+        each = zip(reqs, self.firsts.tolist(), live, strict=True)
+        for i, (req, first, lives) in enumerate(each):
+            if lives and first >= 0 and first_is_open(req):
+                self._settle_logprob(i, req, first)
+                running(req).settle(req, first)
+
+    def _settle_logprob(self, group: int, req: "Req", first: int) -> None:
+        place = running(req).open_at
+        if self.logprobs is not None and req.return_logprob and place is not None:
+            settle(req, place, first, float(self.logprobs.firsts[group]))
+
+    def _fail_stuck(self, reqs: "list[Req]", live: list[bool], totals: list[list[float]]) -> None:
+        """End requests whose particles all weigh nothing: no text of their grammar is left."""
+        assert self.accept_lens is not None
+        for i, req in enumerate(reqs):
+            if live[i] and req.grammar is not None and totals[i][-1] == -math.inf:
+                self.accept_lens[i], live[i] = 0, False
+                fail_stuck(req)
 
 
 def _set_aside(req: "Req") -> tuple[int, list[int]]:

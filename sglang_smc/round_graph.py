@@ -11,13 +11,16 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from tqdm import tqdm
 
 from sglang_smc.groups import Extent, Figures
 from sglang_smc.result import Outcome
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -127,3 +130,11 @@ def measured(device: str) -> Iterator[list[Usage]]:
     used = free - torch.cuda.mem_get_info(device)[0]
     usage.append(Usage(used / 2**30, time.monotonic() - start))
     logger.info("SMC round graphs: %.2f GB, %.1f s", *usage[0])
+
+
+def graph_sizes(server_args: "ServerArgs") -> list[int]:
+    """Batch sizes to capture: those that SGLang would, up to the most that can run."""
+    graphs, largest = server_args.cuda_graph_config, server_args.max_running_requests
+    assert graphs is not None and largest is not None
+    sizes = graphs.decode.bs or [1 << i for i in range(largest.bit_length() + 1)]
+    return sorted({min(size, largest) for size in sizes})

@@ -39,12 +39,13 @@ def narrowed(asked: _Config, rung: Rung | None) -> _Config:
 
     `sampling.Settings.within` is the same on the device. Weights of one particle say nothing, and
     its text would be the draft's: who has lost the others is verified. Verification knows no other
-    target than p, so that a power of p keeps its particles.
+    target than p, or p renormalised token by token, so that a power of p and, where it is weighed,
+    p within a grammar keep their particles.
     """
     if rung is None:
         return asked
     num_particles = asked.num_particles
-    if asked.power == 1.0:
+    if asked.is_normalized:
         num_particles = min(num_particles, rung.num_particles)
     return replace(
         asked,

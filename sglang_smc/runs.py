@@ -10,7 +10,8 @@ import msgspec
 import torch
 
 from sglang_smc.config import SMCConfig
-from sglang_smc.diagnostics import META_PREFIX, meta_info, zero_counters
+from sglang_smc.diagnostics import META_PREFIX, Counters, meta_info, zero_counters
+from sglang_smc.logprob_books import take_back
 from sglang_smc.request_config import RequestConfig, config_of, request_config
 from sglang_smc.rungs import Rung, joined, narrowed
 from sglang_smc.sampling import RequestSpec, stop_tokens
@@ -33,8 +34,14 @@ class Run(msgspec.Struct):
     was_settled: bool = False  # in the round that is being taken
     is_held: bool = False  # its stream, until the token is settled
     has_lost_tails: bool = False  # a retraction dropped tokens that the evidence has counted
+    is_stuck: bool = False  # its grammar let no token follow what prefill read
+    terminated_by: int | None = None  # the token that prefill drew, where it ends a grammar's text
     first_log_sum: float = 0.0  # what the weights gained at the first token; in no counter yet
     particles: list[dict[str, Any]] | None = None  # all of them, as they stood at the end
+    # Where it penalizes: [V] float32, how often its emitted text but for the last token has each.
+    counts: torch.Tensor | None = None
+    bias: torch.Tensor | None = None  # where it biases tokens: [V] float32
+    processor: Any = None  # its custom logit processor, loaded
 
     @property
     def rung(self) -> Rung:
@@ -53,6 +60,11 @@ class Run(msgspec.Struct):
     def take(self, totals: list[float]) -> None:
         """Note what the device has counted by the end of a round."""
         self.counters, self.first_log_sum = totals, 0.0
+
+    def count_nan(self) -> None:
+        """Note that prefill found logits that mean nothing; the device counts rounds alone."""
+        place = Counters._fields.index("nan_ct")
+        self.counters = [count + (i == place) for i, count in enumerate(self.counters)]
 
     def meta_info(self, output_ids: list[int]) -> dict[str, Any]:
         """The `meta_info` fields of the finished request."""
@@ -76,7 +88,21 @@ class Run(msgspec.Struct):
         """All particles have come to agree on the token that prefill drew for each of them."""
         assert self.open_at is not None
         req.output_ids[self.open_at] = token
+        if req.grammar is not None:  # it has read the stand-in
+            req.grammar.rollback(1)
+            req.grammar.accept_token(token)
         self.open_at, self.was_settled = None, True
+        self.release(req)
+
+    def withdraw(self, req: "Req") -> None:
+        """Take back a token that is not settled, so that the next prefill does not read it."""
+        if self.open_at is None:
+            return
+        num_open = len(req.output_ids) - self.open_at
+        if num_open and req.grammar is not None:
+            req.grammar.rollback(num_open)
+        del req.output_ids[self.open_at :]
+        take_back(req, self.open_at)
         self.release(req)
 
     def hold(self, req: "Req") -> None:
@@ -125,12 +151,12 @@ class RunBook:
             run = Run(self._seed(req), config, zero_counters(config.num_particles))
             req.smc_run = run  # type: ignore[attr-defined]
         run.rungs = rung, rung
-        # For p itself what is dropped has a factor of mean 1; for a power it has not.
-        run.has_lost_tails |= run.config.power != 1.0 and req.retraction_count > 0
-        # A power of p knows its next-token law only given all that may follow, so that a token
-        # drawn for all particles could not be corrected: each draws its own.
+        # For p itself what is dropped has a factor of mean 1; for other targets it has not.
+        run.has_lost_tails |= not run.config.is_normalized and req.retraction_count > 0
+        # A power of p, or p within a grammar, knows its next-token law only given all that may
+        # follow, so that a token drawn for all could not be corrected: each draws its own.
         is_last = len(req.output_ids) + 1 >= req.sampling_params.max_new_tokens
-        run.open_at = None if run.config.power == 1.0 or is_last else len(req.output_ids)
+        run.open_at = None if run.config.is_normalized or is_last else len(req.output_ids)
         # A retracted request's particles are gone: what follows its text is drawn anew.
         seed = derive_seed(run.seed, req.retraction_count)
         return Start(_spec(req, seed, run.config), len(req.output_ids), run.counters)
@@ -152,14 +178,15 @@ class RunBook:
         )
 
     def note_first(self, reqs: "list[Req]", log_sums: torch.Tensor) -> None:
-        """Note what first tokens ``[G]`` weigh, which is nothing but for a power of p.
+        """Note what first tokens ``[G]`` weigh: nothing, if p itself is the target.
 
-        An answer may end with that token, before the device has counted anything.
+        An answer may end with that token, before the device has counted anything; not so where
+        nothing could be drawn, whose log is infinite.
         """
         runs = [run_of(req) for req in reqs]
-        if any(run is not None and run.config.power != 1.0 for run in runs):
+        if any(run is not None and not run.config.is_normalized for run in runs):
             for run, log_sum in zip(runs, log_sums.tolist(), strict=True):
-                if run is not None:
+                if run is not None and not run.is_stuck:
                     run.first_log_sum = log_sum
 
     def _seed(self, req: "Req") -> int:

@@ -13,6 +13,7 @@ import torch
 from sglang_smc.law import Law
 from sglang_smc.request_config import RequestConfig
 from sglang_smc.rungs import Rung
+from sglang_smc.smc.masking import restrict
 from sglang_smc.smc.proposal import SamplingRules, likeliest_only, log_probs
 from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.smc.rounds import Rules
@@ -57,6 +58,7 @@ class Settings(NamedTuple):
     at_token: torch.Tensor  # [G] bool: resample at the first column whose ESS is low
     heaviest: torch.Tensor  # [G] bool: answer with the heaviest particle
     power: torch.Tensor  # [G] float64 alpha
+    normalized: torch.Tensor  # [G] bool: its target's next-token probabilities sum to 1
     evidence_threshold: torch.Tensor  # [G] float64 c; infinite where all is verified
     draft_temperature: torch.Tensor  # [G] float32
     stop_mask: torch.Tensor  # [G, V] bool: tokens that end the text
@@ -71,7 +73,7 @@ class Settings(NamedTuple):
         if rung is None:
             return self
         fewer = self.num_particles.clamp_max(rung.num_particles)
-        num_particles = torch.where(self.power == 1.0, fewer, self.num_particles)
+        num_particles = torch.where(self.normalized, fewer, self.num_particles)
         alone = (num_particles == 1) & (self.num_particles > 1)
         return self._replace(
             num_particles=num_particles,
@@ -94,8 +96,7 @@ class Settings(NamedTuple):
         Returns:
             ``[G, M, V]`` float32.
         """
-        too_early = (positions < self.min_new_tokens.unsqueeze(1)).unsqueeze(2)
-        legal = logits.masked_fill(too_early & self.stop_mask.unsqueeze(1), -torch.inf)
+        legal = self.without_early_ends(logits, positions)
         temperature = self.draft_temperature if draft else self.temperature
         rules = SamplingRules(
             *(
@@ -106,7 +107,13 @@ class Settings(NamedTuple):
         return log_probs(legal, rules, filtered=filtered)
 
     def law(
-        self, logits: torch.Tensor, positions: torch.Tensor, kinds: "Kinds", *, draft: bool = False
+        self,
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+        kinds: "Kinds",
+        *,
+        allowed: torch.Tensor | None = None,
+        draft: bool = False,
     ) -> Law:
         """The same for the ``G * M`` rows of logits, not worked out yet where no rule cuts tokens.
 
@@ -114,14 +121,25 @@ class Settings(NamedTuple):
             logits: ``[G, M, V]``.
             positions: ``[G, M]``.
             kinds: of the batch.
+            allowed: ``[G, M, V]`` bool, by the requests' grammars. Filters act within it.
         """
+        temperature, log_mass = self.draft_temperature if draft else self.temperature, None
+        if allowed is not None:
+            logits = self.without_early_ends(logits, positions)
+            logits, log_mass = restrict(logits, allowed, temperature.unsqueeze(1))
+            log_mass = log_mass.flatten()
         if kinds.filtered or kinds.early:
             log_p = self.log_probs(logits, positions, filtered=kinds.cuts, draft=draft)
-            return Law.of_log_probs(log_p.flatten(0, 1))
+            return Law.of_log_probs(log_p.flatten(0, 1))._replace(log_mass=log_mass)
         if kinds.greedy:
             logits = likeliest_only(logits, (self.top_k == 1).unsqueeze(1))
-        temperature = self.draft_temperature if draft else self.temperature
-        return Law(logits.flatten(0, 1), temperature.unsqueeze(1).expand_as(positions).flatten())
+        temperature = temperature.unsqueeze(1).expand_as(positions).flatten()
+        return Law(logits.flatten(0, 1), temperature, log_mass=log_mass)
+
+    def without_early_ends(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """No end of text before `min_new_tokens`; shapes as for `law`."""
+        too_early = (positions < self.min_new_tokens.unsqueeze(1)).unsqueeze(2)
+        return logits.masked_fill(too_early & self.stop_mask.unsqueeze(1), -torch.inf)
 
     def ends(self, tokens: torch.Tensor, output_lengths: torch.Tensor) -> torch.Tensor:
         """Does the text end with this token? ``[G, M]`` bool.
@@ -157,53 +175,55 @@ class Kinds(NamedTuple):
         return self.filtered or self.greedy
 
 
+# Settings of one type are rows of one table, so that a round reads each table once.
+_COLUMNS = {
+    torch.int64: (
+        "seeds",
+        "top_k",
+        "max_new_tokens",
+        "min_new_tokens",
+        "num_particles",
+        "num_steps",
+        "scheme",
+    ),
+    torch.float32: ("temperature", "top_p", "min_p", "draft_temperature"),
+    torch.float64: ("ess_threshold", "power", "evidence_threshold"),
+    torch.bool: ("ignore_eos", "weighs", "at_token", "heaviest", "normalized"),
+}
+
+
 class RequestTable:
     """Settings of all requests that hold a row of SGLang's request pool."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: str) -> None:
-        def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-            return torch.zeros(num_rows, *shape, dtype=dtype, device=device)
-
         self._device = device
-        self._columns = Settings(
-            seeds=zeros(torch.int64),
-            temperature=zeros(torch.float32),
-            top_k=zeros(torch.int64),
-            top_p=zeros(torch.float32),
-            min_p=zeros(torch.float32),
-            max_new_tokens=zeros(torch.int64),
-            min_new_tokens=zeros(torch.int64),
-            ignore_eos=zeros(torch.bool),
-            num_particles=zeros(torch.int64),
-            num_steps=zeros(torch.int64),
-            weighs=zeros(torch.bool),
-            ess_threshold=zeros(torch.float64),
-            scheme=zeros(torch.int64),
-            at_token=zeros(torch.bool),
-            heaviest=zeros(torch.bool),
-            power=zeros(torch.float64),
-            evidence_threshold=zeros(torch.float64),
-            draft_temperature=zeros(torch.float32),
-            stop_mask=zeros(torch.bool, vocab_size),
-        )
+        self.vocab_size = vocab_size
+        self._tables = {
+            dtype: torch.zeros(len(names), num_rows, dtype=dtype, device=device)
+            for dtype, names in _COLUMNS.items()
+        }
+        self._stop_mask = torch.zeros(num_rows, vocab_size, dtype=torch.bool, device=device)
 
     def gather(self, rows: torch.Tensor) -> Settings:
         """The settings of the requests in ``rows`` ``[G]``."""
-        return Settings(*(column[rows] for column in self._columns))
+        found: dict[str, torch.Tensor] = {}
+        for dtype, names in _COLUMNS.items():
+            values = self._tables[dtype].index_select(1, rows)  # [len(names), G]
+            found |= zip(names, values.unbind(), strict=True)
+        return Settings(**found, stop_mask=self._stop_mask[rows])
 
     def write(self, specs: list[RequestSpec]) -> None:
         """Store the settings of new requests."""
         rows = self._column([spec.row for spec in specs])
-        columns = self._columns
         values = [_values(spec) for spec in specs]
-        for name, column in columns._asdict().items():
-            if name != "stop_mask":
-                column[rows] = self._column([value[name] for value in values]).to(column.dtype)
-        columns.stop_mask[rows] = False
+        for dtype, names in _COLUMNS.items():
+            columns = [self._column([value[name] for value in values]).to(dtype) for name in names]
+            self._tables[dtype][:, rows] = torch.stack(columns)
+        self._stop_mask[rows] = False
         pairs = [(spec.row, token) for spec in specs for token in sorted(spec.stop_tokens)]
         if pairs:
             stop_rows, tokens = self._column(pairs).unbind(1)
-            columns.stop_mask[stop_rows, tokens] = True
+            self._stop_mask[stop_rows, tokens] = True
 
     def _column(self, values: list[Any]) -> torch.Tensor:
         return torch.tensor(values).to(self._device, non_blocking=True)
@@ -223,6 +243,7 @@ def _values(spec: RequestSpec) -> dict[str, Any]:
         "at_token": config.resample_at == "token",
         "heaviest": config.selection == "argmax",
         "power": config.power,
+        "normalized": config.is_normalized,
         "evidence_threshold": config.covering,
         "draft_temperature": config.draft_temperature or spec.temperature,
     }

@@ -16,7 +16,8 @@ class SharedPrefixPlan(NamedTuple):
     """Where the keys of one forward stand, and who sees them: the same in all layers."""
 
     # Prefixes [G * P], then tails [G * N * T]. Padding repeats a slot of the prefix, so that only
-    # written slots are read.
+    # the request's own slots are read: all write to slot 0, and what one leaves there may be NaN,
+    # of which a weight of 0 makes NaN.
     slots: torch.Tensor
     prefix_mask: torch.Tensor  # [G, 1, 1, P], added to the scores
     tail_mask: torch.Tensor  # [G * N, 1, C * group, T], the same
@@ -67,7 +68,7 @@ def plan_shared_prefix(
     slots = torch.cat(
         [
             torch.where(hidden, written, prefix).flatten(),
-            torch.where(unseen[:, :, -1], written.unsqueeze(2), tails).flatten(),
+            torch.where(unseen[:, :, -1] | (tails == 0), written.unsqueeze(2), tails).flatten(),
         ]
     ).long()
     tail_mask = _additive(unseen.flatten(0, 1), dtype).repeat_interleave(group, dim=1)

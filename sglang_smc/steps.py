@@ -11,17 +11,28 @@ import torch
 
 from sglang_smc import stopping
 from sglang_smc.by_group import by_method, choose
+from sglang_smc.decision import (
+    Decision,
+    Drafts,
+    all_log_probs,
+    log_mass_of_path,
+    no_drafts,
+    one_lineage,
+)
+from sglang_smc.edits import edited
+from sglang_smc.failures import failure_of_round
 from sglang_smc.forward import ParticleForward, Places
+from sglang_smc.grammar import mark_terminated
 from sglang_smc.groups import Groups
 from sglang_smc.law import Law
 from sglang_smc.ledger import Ledger
+from sglang_smc.logprobs import shown_law
 from sglang_smc.ops import Ops
 from sglang_smc.particles import Population
 from sglang_smc.runs import running
 from sglang_smc.smc import exact, mixed, resizing, rounds
-from sglang_smc.smc.proposal import power_law, token_log_probs
+from sglang_smc.smc.proposal import token_log_probs
 from sglang_smc.smc.randomness import Purpose
-from sglang_smc.smc.siblings import same_text
 
 
 class Reserved(NamedTuple):
@@ -30,25 +41,6 @@ class Reserved(NamedTuple):
     slots: torch.Tensor  # [G, N, K + 2] for the last token but one, the last and the drafts
     starts: torch.Tensor  # [G, N] position of the last token
     places: Places
-
-
-class Drafts(NamedTuple):
-    """What the draft proposed, and with what probability."""
-
-    tokens: torch.Tensor  # [G, N, K]
-    log_q: torch.Tensor  # [G, N, K] of these tokens
-    ends: torch.Tensor  # [G, N, K] bool: the text ends with this token
-    law: torch.Tensor | None  # [G, N, K, V] log q of all tokens; kept where some group verifies
-
-
-class Decision(NamedTuple):
-    """What becomes of the drafts: weighed or verified, both end in these."""
-
-    cut: rounds.Cut
-    num_kept: torch.Tensor  # [G, N] drafted tokens that each particle keeps
-    resampled: rounds.Resampled  # who goes on then, and with what weight
-    next_law: Law  # of the G * N particles' next tokens
-    verified: torch.Tensor  # [G] bool: exact verification had the last word
 
 
 class Steps:
@@ -116,18 +108,17 @@ class Steps:
         num_steps = groups.extent.num_steps
         if num_steps == 0:
             self._draft_logits(0, population, None, reserved)
-            return _no_drafts(population)
+            return no_drafts(population)
         column = torch.arange(num_steps, device=groups.rows.device)
         positions = population.output_lengths.unsqueeze(2) + column
-        noise = self._uniforms(groups, positions, Purpose.DRAFT)  # [G, N, K]
+        noise = self._uniforms(groups, positions, Purpose.DRAFT).permute(2, 0, 1)
+        noise = noise.contiguous()  # [K, G, N]: each step's in one piece
         siblings, tokens = self._siblings(groups, population), None
         drawn, log_q, laws = [], [], []
         for step in range(num_steps):
             logits = self._draft_logits(step, population, tokens, reserved)  # [G, N, V]
-            law = groups.settings.law(
-                logits, positions[:, :, step], groups.extent.kinds, draft=True
-            )
-            spread, siblings = self._ops.spread(noise[:, :, step], siblings, tokens)
+            law = self._draft_law(groups, population, logits, positions[:, :, step], drawn)
+            spread, siblings = self._ops.spread(noise[step], siblings, tokens)
             tokens, log_q_of_tokens = law.sample(self._ops, spread)
             drawn.append(tokens)
             log_q.append(log_q_of_tokens)
@@ -137,7 +128,25 @@ class Steps:
             chains,
             torch.stack(log_q, dim=2),
             self._ends(groups, population, chains),
-            _all_log_probs(laws, chains.shape[:2]) if groups.extent.verifies else None,
+            all_log_probs(laws, chains.shape[:2]) if groups.extent.verifies else None,
+        )
+
+    def _draft_law(
+        self,
+        groups: Groups,
+        population: Population,
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+        drawn: list[torch.Tensor],
+    ) -> Law:
+        """q after the tokens ``[G, N]`` that have been ``drawn``, from ``logits`` ``[G, N, V]``."""
+        allowed = None
+        if groups.edits or groups.masks:
+            chains = torch.stack(drawn, dim=2) if drawn else population.tokens[:, :, :0]
+            logits = edited(groups.edits, logits.unsqueeze(2), chains, len(drawn)).squeeze(2)
+            allowed = groups.masks.after(chains).squeeze(2) if groups.masks else None
+        return groups.settings.law(
+            logits, positions, groups.extent.kinds, allowed=allowed, draft=True
         )
 
     def _draft_logits(
@@ -156,14 +165,26 @@ class Steps:
 
     def score(
         self, groups: Groups, population: Population, drafts: Drafts, reserved: Reserved
-    ) -> Law:
-        """One target pass over [last, x_1..x_K]: p of what comes next, for G * N * (K + 1) rows."""
+    ) -> tuple[Law, Law | None]:
+        """One target pass over [last, x_1..x_K]: p of what comes next, for G * N * (K + 1) rows.
+
+        And what log-probabilities are taken from, where some request wants them.
+        """
         slots, starts, places = reserved
-        chain = torch.cat([population.last_tokens.unsqueeze(2), drafts.tokens], dim=2)
+        last = population.last_tokens.unsqueeze(2)
+        # Behind an end nothing is read that could break the columns before it: 0 * NaN is NaN.
+        read = torch.where(rounds.still_open(drafts.ends), drafts.tokens, last)
+        chain = torch.cat([last, read], dim=2)
         logits = self.target.chain_logits(chain, starts, slots[:, :, 1:], places)
+        logits = edited(groups.edits, logits, drafts.tokens, 0)  # [G, N, K + 1, V]
         column = torch.arange(chain.shape[2], device=chain.device)
-        positions = population.output_lengths.unsqueeze(2) + column  # [G, N, K + 1]
-        return groups.settings.law(logits.flatten(1, 2), positions.flatten(1), groups.extent.kinds)
+        positions = (population.output_lengths.unsqueeze(2) + column).flatten(1)
+        allowed = groups.masks.along(drafts.tokens).flatten(1, 2) if groups.masks else None
+        of_chains = logits.flatten(1, 2), positions, groups.extent.kinds
+        law = groups.settings.law(*of_chains, allowed=allowed)
+        if not groups.extent.logprobs.own:
+            return law, None
+        return law, shown_law(groups.settings, *of_chains, allowed=allowed)
 
     def decide(self, groups: Groups, population: Population, drafts: Drafts, law: Law) -> Decision:
         """Weigh or verify, as each request asked for."""
@@ -183,10 +204,11 @@ class Steps:
         is_open = self._open_columns(groups, population, drafts)
         # The last column has no drafted token to score: any will do.
         tokens = torch.nn.functional.pad(drafts.tokens, (0, 1))  # [G, N, K + 1]
+        log_p = law.score(self._ops, tokens)
         collected = self._collect(
             groups,
             population.log_weights,
-            law.score(self._ops, tokens)[:, :, :-1],
+            log_p[:, :, :-1],
             drafts.log_q,
             is_open,
             groups.settings.power,
@@ -200,7 +222,12 @@ class Steps:
         chain = group * tokens.shape[1] + resampled.ancestors  # [G, N]
         row = chain * tokens.shape[2] + cut.num_columns.unsqueeze(1)
         return Decision(
-            cut, num_kept, resampled, law.at(row.flatten()), torch.zeros_like(cut.resample)
+            cut,
+            num_kept,
+            resampled,
+            law.at(row.flatten()),
+            verified=torch.zeros_like(cut.resample),
+            failure=_failure(population, drafts, log_p, is_open),
         )
 
     def _collect(self, groups: Groups, *args: Any) -> rounds.Collected:
@@ -243,7 +270,13 @@ class Steps:
         ess = torch.where(
             settings.evidence_threshold < torch.inf, block.ess, settings.num_particles
         )
-        return _one_lineage(population, kept, ess, by_block)
+        failure = _failure(population, drafts, log_p[..., 0], is_open)
+        decision = one_lineage(population, kept, ess, by_block, failure)
+        if law.log_mass is None:
+            return decision
+        log_mass = law.log_mass.view(log_p.shape[:3])  # [G, N, K + 1]
+        leaves = log_mass_of_path(log_mass, kept, drafts.ends)
+        return decision._replace(next_law=decision.next_law._replace(log_mass=leaves))
 
     def extend(
         self, groups: Groups, population: Population, drafts: Drafts, decision: Decision
@@ -261,21 +294,26 @@ class Steps:
 
     def add_bonus(self, groups: Groups, population: Population, law: Law) -> Population:
         """One more token from the target, after resampling, so that copies part at once."""
-        live = ~population.ended
+        live, weighs = ~population.ended, groups.settings.weighs.unsqueeze(1)
         log_sum = torch.zeros_like(population.log_weights)
+        if groups.extent.constrained:
+            log_sum = law.log_masses().double().view_as(log_sum)
         if groups.extent.powered:
             powers = groups.settings.power.unsqueeze(1).expand_as(log_sum)
-            raised, log_sum = power_law(law.log_probs(), powers.flatten())
-            law, log_sum = Law.of_log_probs(raised), log_sum.view_as(powers)
+            law, log_sum = law.raised(powers.flatten())
+            log_sum = log_sum.view_as(powers)
         noise = self._uniforms(groups, population.output_lengths, Purpose.BONUS)
         spread, _ = self._ops.spread(noise, self._siblings(groups, population))
         # After verification all particles go on as one, so they draw one token.
-        noise = torch.where(groups.settings.weighs.unsqueeze(1), spread, noise[:, :1])
+        noise = torch.where(weighs, spread, noise[:, :1])
+        stuck = (~weighs & (log_sum == -torch.inf)).any(1)
         tokens, _ = law.sample(self._ops, noise)
         ends = self._ends(groups, population, tokens.unsqueeze(2)).squeeze(2)
         return population.append(tokens.unsqueeze(2), live.long())._replace(
             ended=population.ended | ends,
-            log_weights=population.log_weights + torch.where(live, log_sum, 0.0),
+            log_weights=population.log_weights + torch.where(weighs & live, log_sum, 0.0),
+            # Verified texts have no weight; this says that no token may follow one.
+            log_evidence=population.log_evidence.masked_fill(stuck, -torch.inf),
         )
 
     def collapse(self, groups: Groups, population: Population) -> tuple[Population, torch.Tensor]:
@@ -308,14 +346,10 @@ class Steps:
 
     def _siblings(self, groups: Groups, population: Population) -> torch.Tensor:
         """Particles that may share their noise, ``[G, N, N]``: verified chains are independent."""
-        itself = torch.eye(groups.extent.num_particles, device=population.ended.device).bool()
-        if not groups.extent.weighs:
-            return itself.expand(len(groups.rows), -1, -1)
-        anchor = population.anchor
-        same = same_text(population.tokens, population.lengths)
-        same = same & (anchor.unsqueeze(2) == anchor.unsqueeze(1))
-        both = population.present.unsqueeze(2) & population.present.unsqueeze(1)
-        return itself | (same & both & groups.settings.weighs.view(-1, 1, 1))
+        may_share = population.present & groups.settings.weighs.unsqueeze(1)
+        return self._ops.siblings(
+            population.tokens, population.lengths, population.anchor, may_share
+        )
 
     def _open_columns(self, groups: Groups, population: Population, drafts: Drafts) -> torch.Tensor:
         """The columns up to each particle's end, and within its request's K: ``[G, N, K]``."""
@@ -328,6 +362,8 @@ class Steps:
         column = torch.arange(tokens.shape[2], device=tokens.device)
         lengths = population.output_lengths.unsqueeze(2) + column + 1
         ends = groups.settings.ends(tokens.flatten(1), lengths.flatten(1)).view_as(tokens)
+        if groups.extent.constrained:
+            ends = mark_terminated(ends, groups.reqs, tokens, population)
         return stopping.mark_stop_texts(ends, groups.reqs, tokens, population)
 
     def _once(self, groups: Groups, population: Population, purpose: Purpose) -> torch.Tensor:
@@ -340,37 +376,7 @@ class Steps:
         return self._ops.uniforms(groups.settings.seeds, positions, purpose)
 
 
-def _no_drafts(population: Population) -> Drafts:
-    nothing = population.tokens[:, :, :0]  # [G, N, 0]
-    return Drafts(nothing, nothing.float(), nothing.bool(), None)
-
-
-def _all_log_probs(laws: list[Law], shape: torch.Size) -> torch.Tensor:
-    """K laws of G * N rows as ``[G, N, K, V]``."""
-    return torch.stack([law.log_probs().unflatten(0, shape) for law in laws], dim=2)
-
-
-def _one_lineage(
-    population: Population, kept: exact.Verified, ess: torch.Tensor, by_block: torch.Tensor
-) -> Decision:
-    """All particles become the winner. Their weights stay equal, so nothing is ever banked."""
-    size, num_particles = population.present.shape
-    itself = torch.arange(num_particles, device=ess.device)
-    group = torch.arange(size, device=ess.device)
-    never = torch.zeros_like(by_block)
-    # One that was drawn for its group as this became smaller may have ended before the round.
-    live = population.present & ~population.ended
-    num_columns = kept.num_columns.where(live.any(1), 0)
-    return Decision(
-        cut=rounds.Cut(num_columns, population.log_weights, ess, never, never),
-        num_kept=num_columns.unsqueeze(1).where(live, 0),
-        resampled=rounds.Resampled(
-            ancestors=kept.winner.unsqueeze(1).where(population.present, itself),
-            log_weights=population.log_weights,
-            log_evidence=torch.zeros_like(population.log_evidence),
-        ),
-        next_law=Law.of_log_probs(
-            kept.next_probs.log(), group.unsqueeze(1).expand(-1, num_particles).flatten()
-        ),
-        verified=~by_block,
-    )
+def _failure(
+    population: Population, drafts: Drafts, log_p: torch.Tensor, is_open: torch.Tensor
+) -> torch.Tensor:
+    return failure_of_round(log_p, drafts.log_q, is_open, drafts.ends, ~population.ended)

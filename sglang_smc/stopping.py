@@ -67,7 +67,7 @@ def mark_stop_texts(
     ends = ends.clone()
     for group in groups:
         candidates = tokens[group].tolist()
-        tails = _tails(reqs[group], population, group) if population else [[]] * len(candidates)
+        tails = tails_of(reqs[group], population, group) if population else [[]] * len(candidates)
         for particle, tail in enumerate(tails):
             match = first_match(reqs[group], tail, candidates[particle])
             if match is not None:
@@ -75,7 +75,7 @@ def mark_stop_texts(
     return ends
 
 
-def _tails(req: "Req", population: Population, group: int) -> list[list[int]]:
+def tails_of(req: "Req", population: Population, group: int) -> list[list[int]]:
     """What each particle of a request has beyond the text that is settled."""
     anchors, lengths = population.anchor[group].tolist(), population.lengths[group].tolist()
     is_open = first_is_open(req)

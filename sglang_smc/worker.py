@@ -12,41 +12,47 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
-from sglang_smc import memory, stopping
-from sglang_smc.active import active_policy, active_rung, set_policy
+from sglang_smc import edits, memory
+from sglang_smc.active import active_policy, active_rung, set_monitor, set_policy
 from sglang_smc.adaptive import Policy
 from sglang_smc.config import SMCConfig
-from sglang_smc.diagnostics import CounterTable, IntervalLog, zero_counters
+from sglang_smc.diagnostics import CounterTable, zero_counters
 from sglang_smc.draft_input import SMCDraftInput
+from sglang_smc.failures import failure_of_first, mark_first
+from sglang_smc.first_tokens import first_tokens
 from sglang_smc.forward import ParticleForward
+from sglang_smc.grammar import masks_of, note_prefill
 from sglang_smc.groups import Extent, Figures, Groups, extent_of, extent_of_server
-from sglang_smc.measured import costs_of, costs_of_graphs, costs_of_passes
+from sglang_smc.logprobs import shown_law
+from sglang_smc.measured import costs_of, costs_of_graphs, costs_of_passes, rehearse
+from sglang_smc.metrics import Monitor
+from sglang_smc.model_checks import check_layers
 from sglang_smc.ops import kind_of, ops_of
 from sglang_smc.particles import ParticleTable, Population
 from sglang_smc.result import Outcome, Particles, SMCBatchResult
-from sglang_smc.round_graph import Record, RoundGraphs, cuda_recorder, measured
+from sglang_smc.round_graph import Record, RoundGraphs, cuda_recorder, graph_sizes, measured
 from sglang_smc.rungs import Rung, ladder
 from sglang_smc.runs import RunBook, first_is_open, running
-from sglang_smc.sampling import Kinds, RequestTable, Settings
-from sglang_smc.smc.proposal import power_law, sample
-from sglang_smc.smc.randomness import Purpose, round_seeds, uniforms
-from sglang_smc.smc.siblings import stratify
+from sglang_smc.sampling import Kinds, RequestTable
+from sglang_smc.smc.proposal import sample
+from sglang_smc.smc.randomness import Purpose, derive_seed, uniforms
 from sglang_smc.smc.weights import log_mean_exp
 from sglang_smc.steps import Decision, Steps
 from sglang_smc.vocabulary import check_same_vocabulary
+from sglang_smc.weight_update import WeightUpdates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sglang.srt.distributed.parallel_state_wrapper import ParallelState
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.server_args import ServerArgs
 
 
-class SMCWorker(BaseSpecWorker):
+class SMCWorker(WeightUpdates):
     """Drives a target and an independent draft model; built by SGLang's scheduler."""
 
     def __init__(
@@ -74,10 +80,11 @@ class SMCWorker(BaseSpecWorker):
         self._draft_worker.draft_runner = self._draft_worker.model_runner
         self._draft_worker.draft_runners = [self._draft_worker.model_runner]
         check_same_vocabulary(target_worker, self._draft_worker)
-        self._graph_sizes = _graph_sizes(server_args)
-        self._log = IntervalLog(server_args.decode_log_interval)
+        self._graph_sizes = graph_sizes(server_args)
+        self.monitor = Monitor(server_args.decode_log_interval)
+        set_monitor(self.monitor)
         self._graphs: dict[Rung | None, RoundGraphs] = {}
-        self._runs = RunBook(self.config, target_worker.random_seed)
+        self._runs = RunBook(self.config, _replica_seed(target_worker.random_seed, ps.dp_rank))
 
     def alloc_memory_pool(
         self,
@@ -121,6 +128,9 @@ class SMCWorker(BaseSpecWorker):
             ops=self._ops,
             max_lag=self.config.max_lag,
         )
+        for worker in (self._target_worker, self._draft_worker):
+            check_layers(worker.model_runner)
+        rehearse(self._steps, self._ledger, self._ops)
 
     def init_cuda_graphs(self) -> None:
         """Let the stock runners capture prefill, then capture whole rounds."""
@@ -195,13 +205,15 @@ class SMCWorker(BaseSpecWorker):
 
     def _prefill(self, batch: "ScheduleBatch") -> "GenerationBatchResult":
         """Both models read the prompt; the target's first token is an exact sample."""
-        result = self._prefill_target(batch)
-        self._prefill_draft(batch)
+        draft_logits = self._prefill_draft(batch)
+        result = self._prefill_target(batch, draft_logits)
         result.new_seq_lens = batch.seq_lens
         result.next_draft_input = SMCDraftInput(result.next_token_ids)
         return result
 
-    def _prefill_target(self, batch: "ScheduleBatch") -> "GenerationBatchResult":
+    def _prefill_target(
+        self, batch: "ScheduleBatch", draft_logits: torch.Tensor
+    ) -> "GenerationBatchResult":
         worker = self._target_worker
         if batch.is_prefill_only:
             return worker.forward_batch_generation(batch)
@@ -210,35 +222,48 @@ class SMCWorker(BaseSpecWorker):
             batch, worker.model_runner, return_hidden_states_before_norm=False
         )
         result = worker.forward_batch_generation(None, forward_batch, is_verify=True)
-        result.next_token_ids = self._begin(batch, result.logits_output.next_token_logits)
-        if batch.return_logprob:  # scoring requests that share the batch
-            worker.model_runner.compute_logprobs_only(result.logits_output, forward_batch)
+        tokens, failure = self._begin(batch, result.logits_output, draft_logits)
+        result.next_token_ids = mark_first(tokens, failure)
         return result
 
-    def _prefill_draft(self, batch: "ScheduleBatch") -> None:
+    def _prefill_draft(self, batch: "ScheduleBatch") -> torch.Tensor:
         runner = self._draft_worker.model_runner
         forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
         forward_batch.return_logprob = False
-        runner.forward(forward_batch)
+        return runner.forward(forward_batch).logits_output.next_token_logits  # [G, V]
 
-    def _begin(self, batch: "ScheduleBatch", logits: torch.Tensor) -> torch.Tensor:
-        """Draw first tokens ``[G]`` from ``logits`` ``[G, V]`` and start the particles there."""
-        rows = batch.req_pool_indices
+    def _begin(
+        self, batch: "ScheduleBatch", output: "LogitsProcessorOutput", draft_logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw first tokens ``[G]`` from logits ``[G, V]`` and start the particles there.
+
+        Where either model's logits mean nothing there is a `Failure`, ``[G]``.
+        """
+        rows, logits = batch.req_pool_indices, output.next_token_logits
+        assert logits is not None
         rung = active_rung()
         starts = self._runs.begin(batch.reqs, rung)
         self._requests.write([start.spec for start in starts])
         num_emitted = self._tensor([start.num_emitted for start in starts])  # [G]
         carried = self._tensor([start.counters for start in starts], torch.float64)
         settings = self._requests.gather(rows).within(rung)
-        log_p = settings.log_probs(
-            logits.unsqueeze(1), num_emitted.unsqueeze(1), filtered=Kinds.of(batch.reqs).cuts
-        )
-        law, log_sum = power_law(log_p.squeeze(1), settings.power)
+        masks = masks_of(batch.reqs, None, self._requests.vocab_size, self.device)
+        allowed = masks.first() if masks else None
+        logits = edits.begin(batch.reqs, logits).unsqueeze(1)  # [G, 1, V]
+        of_last = logits, num_emitted.unsqueeze(1), Kinds.of(batch.reqs)
+        raised, log_sum = settings.law(*of_last, allowed=allowed).raised(settings.power)
+        law = raised.log_probs()
         first = torch.zeros_like(num_emitted)  # they belong to all particles; drawn as particle 0's
         tokens = sample(law, uniforms(settings.seeds, num_emitted, first, Purpose.BONUS))
-        tokens, ended = tokens.unsqueeze(1), None
+        failure = failure_of_first(law, draft_logits)
+        tokens, ended = tokens.unsqueeze(1), (failure > 0).unsqueeze(1)  # [G, 1], for all particles
         if any(first_is_open(req) for req in batch.reqs):
-            tokens, ended = self._first_tokens(batch.reqs, settings, law, num_emitted, tokens)
+            own = self.config.num_particles, batch.reqs, settings, law, num_emitted
+            tokens, ends = first_tokens(*own, shared=tokens)
+            ended = ended | ends
+        if masks:
+            note_prefill(batch.reqs, tokens[:, 0], log_sum)
+        log_sum = log_sum.masked_fill(~settings.weighs, 0.0)
         carried[:, -1] += log_sum
         self._counters.begin(rows, carried)
         self._particles.begin(
@@ -250,32 +275,10 @@ class SMCWorker(BaseSpecWorker):
             ended=ended,
         )
         self._runs.note_first(batch.reqs, log_sum)
-        return tokens[:, 0]
-
-    def _first_tokens(
-        self,
-        reqs: "list[Req]",
-        settings: Settings,
-        law: torch.Tensor,
-        num_emitted: torch.Tensor,
-        shared: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """First tokens ``[G, N]`` where some stay open, one for each particle, and their ends."""
-        particle = torch.arange(self.config.num_particles, device=law.device)
-        noise = uniforms(
-            settings.seeds.unsqueeze(1), num_emitted.unsqueeze(1), particle, Purpose.BONUS
-        )
-        present = particle < settings.num_particles.unsqueeze(1)
-        siblings = present.unsqueeze(1) & present.unsqueeze(2)
-        itself = torch.eye(len(particle), dtype=torch.bool, device=law.device)
-        own = sample(
-            law.unsqueeze(1).expand(-1, len(particle), -1), stratify(noise, siblings | itself)
-        )
-        is_open = self._tensor([first_is_open(req) for req in reqs], torch.bool).unsqueeze(1)
-        tokens = torch.where(is_open, own, shared)
-        ends = settings.ends(tokens, (num_emitted + 1).unsqueeze(1).expand_as(tokens))
-        ends = stopping.mark_stop_texts(ends.unsqueeze(2), reqs, tokens.unsqueeze(2)).squeeze(2)
-        return tokens, ends & is_open  # SGLang itself looks at a token that all share
+        if batch.return_logprob:
+            shown = shown_law(settings, *of_last, allowed=allowed)
+            self._particles.logprobs.begin(batch, shown.log_probs(), tokens, output)
+        return tokens[:, 0], failure
 
     def _round(self, batch: "ScheduleBatch") -> SMCBatchResult:
         """Launch a round; the host hears of it when the device has come so far."""
@@ -292,13 +295,14 @@ class SMCWorker(BaseSpecWorker):
             outcome = graphs.replay(figures)
         else:
             outcome = self._play(figures, extent, batch.reqs)
-        result = SMCBatchResult.of(outcome, self._log)
+        result = SMCBatchResult.of(outcome, self.monitor)
         result.policy, result.rungs = active_policy(), [running(req).rung for req in batch.reqs]
         return result
 
     def _resize(self, figures: Figures, extent: Extent, reqs: "Sequence[Req]") -> None:
         """Bring populations to the sizes that they have in this round."""
-        groups, held = self._open(figures, extent._replace(num_particles=extent.num_held), reqs)
+        as_held = extent._replace(num_particles=extent.num_held, edited=False, constrained=False)
+        groups, held = self._open(figures, as_held, reqs)
         self._particles.scatter(figures.rows, self._steps.resize(groups, held))
 
     def _play(self, figures: Figures, extent: Extent, reqs: "Sequence[Req]" = ()) -> Outcome:
@@ -308,20 +312,31 @@ class SMCWorker(BaseSpecWorker):
         reserved = steps.reserve(groups, before)
 
         drafts = steps.propose(groups, before, reserved)
-        law = steps.score(groups, before, drafts, reserved)
+        law, shown = steps.score(groups, before, drafts, reserved)
         decision = steps.decide(groups, before, drafts, law)  # reweight and resample, or verify
         extended = steps.extend(groups, before, drafts, decision)
         continued = steps.add_bonus(groups, extended, decision.next_law)
+        if shown is not None:
+            continued = self._particles.logprobs.note(
+                groups.rows, before, continued, decision.resampled.ancestors, shown, self._ops
+            )
+        continued = continued.stop(decision.failure > 0)
         settled, forced = steps.collapse(groups, continued)
         return self._commit(groups, continued, settled, decision, forced)
 
     def _open(
         self, figures: Figures, extent: Extent, reqs: "Sequence[Req]"
     ) -> tuple[Groups, Population]:
-        before = self._particles.gather(figures.rows, extent.num_particles, extent.max_tail)
+        before = self._particles.gather(
+            figures.rows, extent.num_particles, extent.max_tail, extent.logprobs
+        )
         settings = self._requests.gather(figures.rows).within(extent.rung)
-        seeds = round_seeds(settings.seeds, before.output_lengths.amax(1))
-        return Groups(list(reqs), figures, settings._replace(seeds=seeds), extent), before
+        seeds = self._ops.round_seeds(settings.seeds, before.output_lengths.amax(1))
+        settings = settings._replace(seeds=seeds)
+        of_round = edits.edits_of(list(reqs), before) if extent.edited else ()
+        grammars = reqs if extent.constrained else ()
+        masks = masks_of(grammars, before, self._requests.vocab_size, self.device)
+        return Groups(list(reqs), figures, settings, extent, of_round, masks), before
 
     def _commit(
         self,
@@ -342,12 +357,16 @@ class SMCWorker(BaseSpecWorker):
             max_tail=groups.extent.max_tail,
             max_arena=groups.extent.max_arena,
         )
+        if groups.edits:
+            edits.commit(groups.reqs, settled, counts)
         after = settled.emit(counts)
         self._particles.scatter(groups.rows, after)
         counters = self._counters.add_round(
             groups.rows,
             cut=decision.cut,
+            failed=decision.failure > 0,
             verified=decision.verified,
+            killed=decision.num_killed(continued.present),
             collapsed=forced,
             ancestors=continued.num_roots(),
             num_particles=groups.settings.num_particles,
@@ -364,17 +383,16 @@ class SMCWorker(BaseSpecWorker):
             anchors=after.anchor[:, 0],
             num_kept_columns=decision.cut.num_columns,
             counters=counters,
-            firsts=torch.where(is_settled, anchors, -1) if groups.extent.powered else None,
+            failure=decision.failure,
+            firsts=torch.where(is_settled, anchors, -1) if groups.extent.opens else None,
             particles=Particles.of(continued) if groups.extent.shows_particles else None,
+            logprobs=self._particles.logprobs.emitted(groups.rows, settled),
         )
 
     def _tensor(self, values: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
 
 
-def _graph_sizes(server_args: "ServerArgs") -> list[int]:
-    """Batch sizes to capture: those that SGLang would, up to the most that can run."""
-    graphs, largest = server_args.cuda_graph_config, server_args.max_running_requests
-    assert graphs is not None and largest is not None
-    sizes = graphs.decode.bs or [1 << i for i in range(largest.bit_length() + 1)]
-    return sorted({min(size, largest) for size in sizes})
+def _replica_seed(random_seed: int, dp_rank: int | None) -> int:
+    """Replicas number their requests alike, and must not draw alike."""
+    return derive_seed(random_seed, dp_rank) if dp_rank else random_seed

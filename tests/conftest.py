@@ -1,8 +1,13 @@
-"""What every test needs: quiet thread pools, bench/ within reach, no GPU tests without a GPU."""
+"""What every test needs: quiet thread pools, bench/ within reach, no GPU tests without a GPU.
+
+And what several need: tiny models, and real engines with SGLang's strict memory checks on.
+"""
 
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,3 +30,57 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """A tiny random model, made once for each set of arguments."""
+    from tiny_models import make_tiny_model
+
+    folder: Path = tmp_path_factory.mktemp("models")
+    made: dict[str, str] = {}
+
+    def make(**arguments: Any) -> str:
+        key = "-".join(f"{name}{value}" for name, value in sorted(arguments.items()))
+        if key not in made:
+            made[key] = make_tiny_model(folder / key, **arguments)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="module", params=["in turn", "overlapped"])
+def schedule(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Results reach the scheduler at once, or one round late as they do on a GPU.
+
+    All tests of a module run under one, then under the other, so that engines are shared.
+    """
+    from sglang_smc.algorithm import CPU_OVERLAP_ENV
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CPU_OVERLAP_ENV, str(int(request.param == "overlapped")))
+        yield request.param
+
+
+@pytest.fixture(scope="module")
+def engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+    """Start engines by keyword, one at a time: asking for another shuts the last one down."""
+    import sglang
+    from tiny_models import ENGINE_DEFAULTS, STRICT_CHECKS
+
+    from sglang_smc.algorithm import CPU_OVERLAP_ENV
+
+    os.environ.update(STRICT_CHECKS)
+    running: dict[str, Any] = {}
+
+    def start(**arguments: Any) -> Any:
+        key = repr((sorted(arguments.items()), os.environ.get(CPU_OVERLAP_ENV)))
+        if key not in running:
+            while running:
+                running.popitem()[1].shutdown()
+            running[key] = sglang.Engine(**{**ENGINE_DEFAULTS, **arguments})
+        return running[key]
+
+    yield start
+    for engine in running.values():
+        engine.shutdown()

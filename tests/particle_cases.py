@@ -23,6 +23,7 @@ class Case(NamedTuple):
     particle_rows: torch.Tensor  # [G, N]
     starts: torch.Tensor  # [G, N]
     present: torch.Tensor  # [G, N] bool; an absent particle's keys stand in slot 0
+    open_columns: torch.Tensor  # [G] new tokens that a request has; the keys of others do, too
     max_tail: int
 
     def expected(self) -> torch.Tensor:
@@ -30,7 +31,7 @@ class Case(NamedTuple):
         output = torch.full(self.query.shape, float("nan"), dtype=torch.float64)
         group = self.query.shape[3] // self.keys.shape[1]
         for g, n in self.present.nonzero().tolist():
-            for c in range(self.query.shape[2]):
+            for c in range(min(int(self.open_columns[g]), self.query.shape[2])):
                 slots = self.seen(g, n, c)
                 for head in range(self.query.shape[3]):
                     keys = self.keys[slots, head // group].double()
@@ -48,10 +49,12 @@ class Case(NamedTuple):
 
     def assert_close(self, output: torch.Tensor) -> None:
         """``output`` is the expected, for all particles that are present."""
+        column = torch.arange(self.query.shape[2])
+        asked = self.present.unsqueeze(2) & (column < self.open_columns.view(-1, 1, 1))
         tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[output.dtype]
         torch.testing.assert_close(
-            output.cpu().double()[self.present],
-            self.expected()[self.present],
+            output.cpu().double()[asked],
+            self.expected()[asked],
             atol=tolerance,
             rtol=tolerance,
         )
@@ -66,6 +69,7 @@ def make_case(
     kv_heads: int = 2,
     head_dim: int = 64,
     dtype: torch.dtype = torch.float32,
+    open_columns: list[int] | None = None,
 ) -> Case:
     """Lay out requests of the given prefix lengths.
 
@@ -73,6 +77,7 @@ def make_case(
         committed: ``[G]`` lengths of the prefixes.
         ahead: ``[G, N]`` how far each particle's first token stands behind ``committed``: -1 for
             the last committed token itself; None for an absent particle.
+        open_columns: ``[G]`` how many of the columns each request has itself; None for all.
     """
     generator = torch.Generator().manual_seed(0)
     starts = torch.tensor([[a or 0 for a in row] for row in ahead])
@@ -97,6 +102,10 @@ def make_case(
                 tail = inherited + [free.pop() for _ in range(own)]
             table[row, length : length + len(tail)] = torch.tensor(tail, dtype=torch.int32)
 
+    for g, columns in enumerate(open_columns or []):
+        for row, start in zip(particle_rows[g], committed[g] + starts[g], strict=True):
+            table[row, int(start) + columns : int(start) + num_columns] = 0
+
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
@@ -118,5 +127,6 @@ def make_case(
         particle_rows=particle_rows,
         starts=lengths.unsqueeze(1) + starts,
         present=torch.tensor([[a is not None for a in row] for row in ahead]),
+        open_columns=torch.tensor(open_columns or [num_columns] * size),
         max_tail=longest + 3,
     )

@@ -21,6 +21,7 @@ from sglang_smc.request_config import RequestConfig, request_config
 from sglang_smc.rungs import Rung
 
 ENDS_WITH_PROBABILITY = 0.04
+BREAKS_WITH_PROBABILITY = 0.02
 
 
 class PoolModel(PoolChecks):
@@ -185,6 +186,7 @@ class PoolModel(PoolChecks):
         bonus = torch.tensor([self._bonus(request, rng) for request in batch]).unsqueeze(2)
         ones = [[1] * len(request.tails) for request in batch]
         population = self._extend(population, batch, bonus, ones)
+        population = self._break(population, batch, rng)
         population = self._descend(
             batch, rows, population, [self._collapse(request, rng) for request in batch]
         )
@@ -332,6 +334,19 @@ class PoolModel(PoolChecks):
     def _bonus(self, request: Request, rng: random.Random) -> list[int]:
         tokens = [self._token(rng) for _ in range(self.window.num_particles)]
         return tokens if request.now.weighs else tokens[:1] * len(tokens)
+
+    def _break(
+        self, population: Population, batch: list[Request], rng: random.Random
+    ) -> Population:
+        """Some requests come to where logits mean nothing: they stand still until they are gone."""
+        breaks = [rng.random() < BREAKS_WITH_PROBABILITY for _ in batch]
+        population = population.stop(torch.tensor(breaks))
+        for request in (request for request, broken in zip(batch, breaks, strict=True) if broken):
+            self.seen["a broken request had tails"] += any(request.tails)
+            request.tails = [[] for _ in request.tails]
+            request.ended = [True] * len(request.tails)
+        self._check_population(population, batch)
+        return population
 
     def _collapse(self, request: Request, rng: random.Random) -> list[int]:
         num_particles = len(request.tails)

@@ -24,6 +24,12 @@ ENGINE_DEFAULTS: dict[str, Any] = {
     "log_level": "error",
 }
 
+# SGLang checks after every batch that no KV slot is lost.
+STRICT_CHECKS = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+}
+
 
 def make_tiny_model(
     path: str | Path,
@@ -63,11 +69,11 @@ def make_tiny_model(
         model = LlamaForCausalLM(config).float()
     model.generation_config.pad_token_id = 0
     model.save_pretrained(path)
-    _tiny_tokenizer(vocab_size, eos).save_pretrained(path)
+    tiny_tokenizer(vocab_size, eos).save_pretrained(path)
     return str(path)
 
 
-def _tiny_tokenizer(vocab_size: int, eos: int) -> PreTrainedTokenizerFast:
+def tiny_tokenizer(vocab_size: int, eos: int) -> PreTrainedTokenizerFast:
     words = [f"t{i}" for i in range(vocab_size)]
     words[0], words[eos] = "<pad>", "<eos>"
     word_level = models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<pad>")

@@ -1,6 +1,7 @@
 """Runs of `toy_worker` and the laws to hold them against."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,13 +47,17 @@ def run(
     num_runs: int = NUM_RUNS,
     chosen: tuple[dict[str, Any], ...] = ({},),
     rungs: tuple[Rung | None, ...] = (None,),
+    grammar: Callable[[], Any] = lambda: None,
+    asked: dict[str, Any] | None = None,
 ) -> Outcome:
     """Serve requests in ``rows``, or all of them, in one batch; every slot stays where it belongs.
 
     Row r chooses ``chosen[(r - 1) % len(chosen)]`` for itself; ``rungs`` bound the rounds in turn.
+    All have ``asked`` for sampling parameters.
     """
     sizes = {"num_requests": num_runs, "max_new_tokens": LENGTH, "eos": EOS}
-    worker = ToyWorker(config, *pair, **sizes, chosen=chosen, rungs=rungs)
+    own = {"chosen": chosen, "rungs": rungs, "grammar": grammar, "asked": asked}
+    worker = ToyWorker(config, *pair, **sizes, **own)
     noise = torch.rand(num_runs, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     outcome = worker.run(list(range(1, num_runs + 1)) if rows is None else rows, noise)
     worker.check_owned()

@@ -5,22 +5,27 @@ tokens that a particle's row of `req_to_token` leads to, so a wrong slot anywher
 changes what it predicts, and with it the law of the output.
 """
 
+import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from edit_cases import NEUTRAL
 
-from sglang_smc import memory
+from sglang_smc import edits, memory
 from sglang_smc.config import SMCConfig
-from sglang_smc.diagnostics import Counters, CounterTable, IntervalLog, zero_counters
+from sglang_smc.diagnostics import Counters, CounterTable, zero_counters
 from sglang_smc.forward import Places
+from sglang_smc.grammar import Masks
+from sglang_smc.metrics import Monitor
 from sglang_smc.ops import TORCH, Ops
 from sglang_smc.particles import ParticleTable
 from sglang_smc.request_config import config_of
 from sglang_smc.rungs import Rung
 from sglang_smc.runs import Run, first_is_open
-from sglang_smc.sampling import RequestSpec, RequestTable, Settings
-from sglang_smc.smc.proposal import power_law, sample
+from sglang_smc.sampling import Kinds, RequestSpec, RequestTable, Settings
+from sglang_smc.smc.proposal import sample
 from sglang_smc.smc.siblings import stratify
 from sglang_smc.steps import Steps
 from sglang_smc.worker import SMCWorker
@@ -84,32 +89,59 @@ class Outcome(NamedTuple):
     num_rounds: int  # of all requests together
 
 
+_ASKED: dict[str, Any] = {
+    "custom_params": None,
+    "stop_strs": [],
+    "stop_regex_strs": [],
+    "top_k": 1 << 30,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "min_new_tokens": 0,
+    **NEUTRAL,
+}
+
+
 class ToyRequest:
     """What of SGLang's `Req` a round looks at."""
 
-    def __init__(self, row: int, first: int, limit: int, custom_params: Any) -> None:
+    def __init__(
+        self, row: int, vocab_size: int, limit: int, asked: dict[str, Any], grammar: Any
+    ) -> None:
         self.row = row
-        self.output_ids = [first]
+        self.rid = str(row)
+        self.custom_logit_processor = asked.get("custom_logit_processor")
+        self.to_finish = None
+        self.origin_input_ids = list(PROMPT)
+        self.output_ids: list[int] = []
         self.stream = False
-        self.vocab_size = 0  # smaller than any top_k: no filters
+        self.vocab_size = vocab_size
+        self.grammar = grammar
         self.kv_committed_len = len(PROMPT)
-        self.sampling_params = SimpleNamespace(
-            custom_params=custom_params,
-            max_new_tokens=limit,
-            stop_strs=[],
-            stop_regex_strs=[],
-            top_k=1 << 30,
-            top_p=1.0,
-            min_p=0.0,
-            min_new_tokens=0,
-        )
+        self.return_logprob = False
+        self.logprob: Any = None
+        self.sampling_params = SimpleNamespace(**{**_ASKED, "max_new_tokens": limit, **asked})
+
+    def finished(self) -> bool:
+        return False
+
+    @property
+    def is_stuck(self) -> bool:
+        return self.smc_run.counters[-1] == -math.inf
+
+    def say(self, tokens: list[int]) -> None:
+        """As SGLang's books take tokens."""
+        self.output_ids += tokens
+        if self.grammar is not None:
+            for token in tokens:
+                self.grammar.accept_token(token)
 
 
 class ToyWorker:
     """Requests with one prompt, all in one table, each in its own row and with its own seed.
 
-    Row r asks for ``chosen[(r - 1) % len(chosen)]`` as its `custom_params["smc"]`. The i-th round
-    is bounded by ``rungs[i % len(rungs)]``.
+    Row r asks for ``chosen[(r - 1) % len(chosen)]`` as its `custom_params["smc"]`, all rows for
+    ``asked``: sampling parameters and a custom logit processor. Each has the grammar that
+    ``grammar()`` makes for it. The i-th round is bounded by ``rungs[i % len(rungs)]``.
     """
 
     def __init__(
@@ -123,9 +155,11 @@ class ToyWorker:
         eos: int,
         chosen: tuple[dict[str, Any], ...] = ({},),
         rungs: tuple[Rung | None, ...] = (None,),
+        grammar: Callable[[], Any] = lambda: None,
+        asked: dict[str, Any] | None = None,
         ops: Ops = TORCH,
     ) -> None:
-        self.ops = ops
+        self.ops, self.grammar, self.asked = ops, grammar, asked or {}
         self.config, self.limit, self.eos, self.chosen = config, max_new_tokens, eos, chosen
         self.rungs, self.num_reserved = rungs, 0
         width = len(PROMPT) + max_new_tokens + memory.max_arena(config)
@@ -150,8 +184,7 @@ class ToyWorker:
         """The package's worker on these tables and models, without SGLang around it."""
         worker, config = SMCWorker.__new__(SMCWorker), self.config
         num_rows, max_tail = 1 + len(self.owned), memory.max_tail(config)
-        vocab_size = self.target.language.logits.shape[1]
-        worker.config, worker.device = config, self.device
+        worker.config, worker.device, worker._ops = config, self.device, self.ops
         worker._ledger = self.ops.ledger(
             self.table,
             num_rows=num_rows,
@@ -162,11 +195,15 @@ class ToyWorker:
         models: Any = self.target, self.draft
         worker._steps = Steps(*models, worker._ledger, self.ops, config.max_lag)
         worker._particles = ParticleTable(num_rows, config.num_particles, max_tail, self.device)
-        worker._requests = RequestTable(num_rows, vocab_size, self.device)
+        worker._requests = RequestTable(num_rows, self.vocab_size, self.device)
         worker._counters = CounterTable(num_rows, self.device)
         worker._graphs = {}
-        worker._log = IntervalLog(40)
+        worker.monitor = Monitor(40)
         return worker
+
+    @property
+    def vocab_size(self) -> int:
+        return self.target.language.logits.shape[1]
 
     def run(self, rows: list[int], noise: torch.Tensor) -> Outcome:
         """Serve the requests in ``rows`` in one batch; prefill draws by ``noise`` of each row."""
@@ -182,13 +219,15 @@ class ToyWorker:
             for group, i in enumerate(running):
                 if first_is_open(reqs[i]) and firsts[group] >= 0:  # type: ignore[arg-type]
                     reqs[i].smc_run.settle(reqs[i], firsts[group])
-                new = tokens[group, : result.accept_lens[group]].tolist()
-                reqs[i].output_ids += new
-                reqs[i].kv_committed_len += len(new)
                 reqs[i].smc_run.counters = result.counters[group].tolist()
+                count = 0 if reqs[i].is_stuck else int(result.accept_lens[group])
+                new = tokens[group, :count].tolist()
+                reqs[i].say(new)
+                reqs[i].kv_committed_len += len(new)
                 emitted_in_last[i] = len(new)
             running = [i for i in running if not self._is_over(reqs[i])]
         evidence = self.worker._particles.gather(torch.tensor(rows), 1, 1).log_evidence
+        evidence = evidence.masked_fill(torch.tensor([req.is_stuck for req in reqs]), -math.inf)
         num_forced = sum(int(Counters(*req.smc_run.counters).collapse_ct) for req in reqs)
         texts = [req.output_ids for req in reqs]
         padded = [text + [self.eos] * (self.limit - len(text)) for text in texts]
@@ -202,6 +241,8 @@ class ToyWorker:
         assert not self.table[0].any(), "SGLang's padding row was written to"
 
     def _is_over(self, req: ToyRequest) -> bool:
+        if req.is_stuck:
+            return True
         if first_is_open(req):  # type: ignore[arg-type]
             return False
         return req.output_ids[-1] == self.eos or len(req.output_ids) >= self.limit
@@ -210,19 +251,22 @@ class ToyWorker:
         """Prefill."""
         chosen = [{"smc": self.chosen[(row - 1) % len(self.chosen)]} for row in rows]
         reqs = [
-            ToyRequest(row, 0, self.limit, mine) for row, mine in zip(rows, chosen, strict=True)
+            ToyRequest(
+                *(row, self.vocab_size, self.limit, {"custom_params": mine, **self.asked}),
+                self.grammar(),
+            )
+            for row, mine in zip(rows, chosen, strict=True)
         ]
         requests, index = self.worker._requests, torch.tensor(rows)
         requests.write([self._spec(req) for req in reqs])
         settings = requests.gather(index)
-        prompt_logits = self.target.language.after(()).expand(len(rows), -1)
-        law, log_sum = power_law(torch.log_softmax(prompt_logits, -1), settings.power)
-        is_open = settings.power != 1.0
-        first = sample(law.unsqueeze(1), self._first_noise(settings, noise[index - 1], is_open))
-        for req, token, opens in zip(reqs, first[:, 0].tolist(), is_open.tolist(), strict=True):
-            req.output_ids = [token]
+        for req in reqs:
             config = config_of(self.config, req)  # type: ignore[arg-type]
             req.smc_run = Run(req.row, config, zero_counters(config.num_particles))
+        is_open, law, log_sum = ~settings.normalized, *self._first_law(reqs, settings)
+        first = sample(law.unsqueeze(1), self._first_noise(settings, noise[index - 1], is_open))
+        for req, token, opens in zip(reqs, first[:, 0].tolist(), is_open.tolist(), strict=True):
+            req.say([token])
             req.smc_run.open_at = 0 if opens else None
         self.worker._counters.begin(
             index, torch.tensor([req.smc_run.counters for req in reqs], dtype=torch.float64)
@@ -236,6 +280,20 @@ class ToyWorker:
             ended=(first == self.eos) & is_open.unsqueeze(1),
         )
         return reqs
+
+    def _first_law(
+        self, reqs: list[ToyRequest], settings: Settings
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities of first tokens ``[G, V]``, and what they weigh ``[G]``."""
+        logits = self.target.language.after(()).expand(len(reqs), -1)
+        masks = Masks(reqs, None, self.vocab_size, self.device)  # type: ignore[arg-type]
+        law, log_sum = settings.law(
+            edits.begin(reqs, logits).unsqueeze(1),  # type: ignore[arg-type]
+            torch.zeros(len(reqs), 1, dtype=torch.int64),
+            Kinds.of(reqs),  # type: ignore[arg-type]
+            allowed=masks.first(),
+        ).raised(settings.power)
+        return law.log_probs(), log_sum.masked_fill(~settings.weighs, 0.0)
 
     def _first_noise(
         self, settings: Settings, noise: torch.Tensor, is_open: torch.Tensor

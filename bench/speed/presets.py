@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from logs import BenchError
 
+from sglang_smc.cpu_dtype import default_dtype
 from sglang_smc.plan.shapes import BUILT_IN, ModelShape
 
 #: Of the KV pool, for what the scheduler keeps free.
@@ -103,7 +104,7 @@ CPU = Preset(
     name="cpu",
     pair=CPU_PAIR,
     device="cpu",
-    dtype="float32",
+    dtype=default_dtype(),
     block_sizes=tuple((n, k) for n in (1, 4, 8) for k in (4, 8)),
     exact_sizes=((4, 8), (8, 8)),
     batches=(1, 8),

@@ -24,7 +24,8 @@ def log_probs(logits: torch.Tensor, rules: SamplingRules, *, filtered: bool = Tr
     """Normalised log-probabilities under a request's rules.
 
     Args:
-        logits: ``[..., V]``, any float type; ``-inf`` marks a forbidden token.
+        logits: ``[..., V]``, any float type; ``-inf`` marks a forbidden token. NaN, ``inf`` or
+            nothing but ``-inf`` gives no law: all of the row is NaN.
         rules: one entry a row, or any shape that broadcasts to ``[...]``.
         filtered: False promises that no row uses top-k, top-p or min-p, and saves the sort.
 
@@ -112,7 +113,8 @@ def sample_and_score(
         rows: ``[D]`` int64, the row of logits that each draw uses; None is one draw a row, D = R.
 
     Returns:
-        Tokens ``[D]`` int64 and their log-probabilities ``[D]`` float32.
+        Tokens ``[D]`` int64 and their log-probabilities ``[D]`` float32: token 0 and NaN where a
+        logit is NaN or ``inf``, or all are forbidden.
     """
     log_p = tempered(logits if rows is None else logits[rows], temperature)
     tokens = sample(log_p, uniforms)

@@ -24,6 +24,22 @@ def same_text(tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return keys.unsqueeze(2) == keys.unsqueeze(1)
 
 
+def siblings(
+    tokens: torch.Tensor, lengths: torch.Tensor, anchor: torch.Tensor, may_share: torch.Tensor
+) -> torch.Tensor:
+    """The siblings among a group's particles, an equivalence ``[G, N, N]`` bool.
+
+    Args:
+        tokens: ``[G, N, T]`` tails.
+        lengths: ``[G, N]`` of the tails.
+        anchor: ``[G, N]`` the token before each tail; what precedes it is common to all.
+        may_share: ``[G, N]`` bool; the others are siblings of nobody but themselves.
+    """
+    same = same_text(tokens, lengths) & (anchor.unsqueeze(2) == anchor.unsqueeze(1))
+    itself = torch.eye(anchor.shape[1], dtype=torch.bool, device=anchor.device)
+    return itself | (same & may_share.unsqueeze(2) & may_share.unsqueeze(1))
+
+
 def still_same(siblings: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Siblings ``[G, N, N]`` that remain so after one more token each, ``[G, N]``."""
     return siblings & (tokens.unsqueeze(2) == tokens.unsqueeze(1))

@@ -2,6 +2,7 @@
 
 import csv
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from speed.bound import least_round, read_machine, shapes
 from speed.grid import AR, AR_STOCK, BLOCK, CHAIN, EXACT, NGRAM, TREE, Cell, System, cells
 from speed.measure import work
 from speed.plot import plot_rows
-from speed.presets import CPU, PRESETS, Preset
+from speed.presets import PRESETS, Preset
 from speed.ratios import estimate, log_ratio
 from speed.report import CellRow, conclusions, make_rows, markdown, write_csv
 from speed.store import CellLog, Measured
@@ -24,6 +25,7 @@ from sglang_smc.plan.roofline import ar_step, sd_round, smc_round
 ORIGIN = {"date": "2026-01-01", "git_sha": "abc", "hardware": "a CPU", "versions": {}}
 MACHINE = Device("x", bandwidth=1e10, flops=1e11)
 NOISE = (1.0, 1.2, 0.9)
+CPU = replace(PRESETS["cpu"], dtype="float32")  # on any processor
 GPU_70B = PRESETS["h200-70b"]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import sglang
+from server_arg_fields import LOOKED_AT
 from sglang.srt.arg_groups.arg_utils import namespace_of
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs, prepare_server_args
@@ -17,6 +18,7 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang_smc import algorithm
 from sglang_smc.config import EVIDENCE_THRESHOLD, SMCConfig
 from sglang_smc.patches.server_args import FLAG_FIELDS
+from sglang_smc.requirements import REQUIREMENTS, Requirement
 
 GIVEN = {
     "speculative_smc_mode": "smc",
@@ -221,41 +223,38 @@ def test_draft_model_is_required(smc: dict) -> None:
         ServerArgs(**smc | {"speculative_draft_model_path": None})
 
 
-UNSUPPORTED = {
-    "page_size": 16,
-    "enable_dp_attention": True,
-    "dcp_size": 2,
-    "attn_cp_size": 2,
-    "pp_size": 2,
-    "disaggregation_mode": "decode",
-    "decoupled_spec_role": "drafter",
-    "enable_lora": True,
-    "lora_paths": ["adapter"],
-    "enable_mixed_chunk": True,
-    "enable_two_batch_overlap": True,
-    "tokenizer_worker_num": 2,
-    "use_ray": True,
-    "speculative_adaptive": True,
-    "speculative_eagle_topk": 4,
-    "speculative_accept_threshold_single": 0.5,
-    "speculative_accept_threshold_acc": 0.5,
-    "speculative_use_rejection_sampling": True,
-    "speculative_token_map": "map.pt",
-    "speculative_draft_window_size": 64,
-    "enable_multi_layer_eagle": True,
-}
+def other_than(allowed: tuple[Any, ...]) -> Any:
+    """A value of about the same kind that is not allowed."""
+    first = allowed[0]
+    if isinstance(first, bool):
+        return not first
+    return max(allowed[-1], first) + 1 if isinstance(first, int | float) else "something else"
 
 
-@pytest.mark.parametrize(("name", "value"), UNSUPPORTED.items())
+@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=lambda requirement: requirement.field)
 def test_unsupported_option_is_refused(
-    smc: dict, parser: argparse.ArgumentParser, name: str, value: Any
+    smc: dict, parser: argparse.ArgumentParser, requirement: Requirement
 ) -> None:
     args = ServerArgs(**smc)
-    args.override("test", **{name: value})
-    flag = f"--{name.replace('_', '-')}"
+    args.override("test", **{requirement.field: other_than(requirement.allowed)})
+    flag = f"--{requirement.field.replace('_', '-')}"
     with pytest.raises(ValueError, match=f"{flag} is .*; allowed: "):
         algorithm.validate_server_args(args)
     assert flag in parser._option_string_actions
+
+
+def test_every_field_of_sglang_has_been_looked_at() -> None:
+    refused = [requirement.field for requirement in REQUIREMENTS]
+    known = [*refused, *LOOKED_AT, *FLAG_FIELDS]
+    assert sorted(known) == sorted(field.name for field in dataclasses.fields(ServerArgs))
+
+
+def test_a_server_that_loads_no_plugins_is_refused(
+    smc: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    with pytest.raises(ValueError, match="SGLANG_RUST_SERVER is set; allowed: "):
+        ServerArgs(**smc)
 
 
 def test_all_reasons_are_given_at_once(smc: dict) -> None:
@@ -267,24 +266,59 @@ def test_all_reasons_are_given_at_once(smc: dict) -> None:
         assert flag in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("kind", "config"),
-    [
-        ("sliding-window attention", {"model_type": "gpt_oss", "arch": "GptOssForCausalLM"}),
-        ("a recurrent", {"model_type": "falcon_h1", "arch": "FalconH1ForCausalLM"}),
-        ("an encoder", {"model_type": "mllama", "arch": "MllamaForConditionalGeneration"}),
-    ],
-)
-def test_unsupported_model_is_refused(
-    monkeypatch: pytest.MonkeyPatch, smc: dict, tmp_path: Path, kind: str, config: dict[str, Any]
-) -> None:
-    config = {"max_position_embeddings": 256, "architectures": [config.pop("arch")], **config}
+MODELS = {
+    "sliding-window attention": {"model_type": "gpt_oss", "arch": "GptOssForCausalLM"},
+    "attention sinks": {"model_type": "gpt_oss", "arch": "GptOssForCausalLM"},
+    "latent attention": {
+        "model_type": "deepseek_v2",
+        "arch": "DeepseekV2ForCausalLM",
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    "a recurrent": {"model_type": "falcon_h1", "arch": "FalconH1ForCausalLM"},
+    "an encoder": {"model_type": "mllama", "arch": "MllamaForConditionalGeneration"},
+    "inputs that are no text": {
+        "model_type": "qwen2_vl",
+        "arch": "Qwen2VLForConditionalGeneration",
+    },
+    "no next-token head": {"model_type": "llama", "arch": "LlamaForSequenceClassification"},
+}
+
+
+@pytest.fixture(params=MODELS)
+def other_model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str]:
+    """What is said of a model, and a folder with its configuration."""
+    config = {"max_position_embeddings": 256, **MODELS[request.param]}
+    config["architectures"] = [config.pop("arch")]
     (tmp_path / "config.json").write_text(json.dumps(config))
+    return request.param, str(tmp_path)
+
+
+def test_unsupported_model_is_refused(
+    monkeypatch: pytest.MonkeyPatch, smc: dict, other_model: tuple[str, str]
+) -> None:
+    kind, path = other_model
     args = ServerArgs(**smc)
-    args.override("test", model_path=str(tmp_path))
+    args.override("test", model_path=path)
     monkeypatch.setattr(ServerArgs, "get_model_config", ModelConfig.from_server_args)
     with pytest.raises(ValueError, match=f"--model-path .* has {kind}"):
         algorithm.validate_server_args(args)
+
+
+def test_unsupported_draft_is_refused(smc: dict, other_model: tuple[str, str]) -> None:
+    kind, path = other_model
+    with pytest.raises(ValueError, match=f"--speculative-draft-model-path .* has {kind}"):
+        ServerArgs(**smc | {"speculative_draft_model_path": path})
+
+
+def test_a_draft_that_sglang_takes_for_extra_layers_is_refused(smc: dict, tmp_path: Path) -> None:
+    """Qwen3-MoE as a draft is loaded as one layer that reads the target's hidden states."""
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="has the architecture Qwen3MoeForCausalLM, which"):
+        ServerArgs(**smc | {"speculative_draft_model_path": str(tmp_path)})
 
 
 @pytest.mark.parametrize("mode", ["exact", "mixed", "auto"])

@@ -165,13 +165,8 @@ def test_scoring_passes_through(running: Any) -> None:
 @pytest.mark.parametrize(
     ("params", "fields", "named"),
     [
-        ({"frequency_penalty": 0.5}, {}, "frequency_penalty"),
-        ({"repetition_penalty": 1.2}, {}, "repetition_penalty"),
-        ({"logit_bias": {"3": 1.0}}, {}, "logit_bias"),
-        ({"json_schema": "{}"}, {}, "json_schema"),
-        ({"regex": "a+"}, {}, "regex"),
         ({"custom_params": {"smc": {"particles": 2}}}, {}, "custom_params"),
-        ({}, {"return_logprob": True}, "return_logprob"),
+        ({}, {"return_hidden_states": True}, "return_hidden_states"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(

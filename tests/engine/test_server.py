@@ -1,70 +1,24 @@
 """The HTTP server as a client sees it: stock routes, streaming, refusals, and the log."""
 
 import json
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
 import pytest
-from serving import free_port
+from http_server import Server, running_server
+from tiny_models import smc_arguments
 
 pytestmark = pytest.mark.engine
-
-START_TIMEOUT = 300.0
-
-
-class Server:
-    """A running server's address and log."""
-
-    def __init__(self, port: int, log: Path) -> None:
-        self.url = f"http://127.0.0.1:{port}"
-        self.log = log
-
-    def post(self, route: str, **body: Any) -> httpx.Response:
-        return httpx.post(self.url + route, json=body, timeout=120)
 
 
 @pytest.fixture(scope="module")
 def server(tiny: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     target, draft = (tiny(vocab_size=64, scale=0.3, seed=seed) for seed in (1, 2))
-    log = tmp_path_factory.mktemp("server") / "log"
-    port = free_port()
-    command = (
-        f"{sys.executable} -m sglang.launch_server --model-path {target} --port {port} "
-        f"--speculative-algorithm SMC --speculative-draft-model-path {draft} "
-        "--speculative-smc-num-particles 4 --speculative-num-steps 3 --speculative-smc-max-lag 32 "
-        "--context-length 256 --decode-log-interval 5 --max-total-tokens 4096"
-    )
-    with log.open("w") as sink:
-        process = subprocess.Popen(
-            command.split(), stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        running = Server(port, log)
-        try:
-            _wait(running, process)
-            yield running
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(timeout=60)
-
-
-def _wait(server: Server, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + START_TIMEOUT
-    while time.monotonic() < deadline:
-        assert process.poll() is None, server.log.read_text()[-3000:]
-        try:
-            if httpx.get(server.url + "/health_generate", timeout=5).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.5)
-    raise TimeoutError(server.log.read_text()[-3000:])
+    settings = {"num_particles": 4, "num_steps": 3, "max_lag": 32, "decode_log_interval": 5}
+    folder = tmp_path_factory.mktemp("server")
+    with running_server(folder, **smc_arguments(target, draft, **settings)) as running:
+        yield running
 
 
 def test_openai_client_streams_and_seeds(server: Server) -> None:
@@ -93,10 +47,8 @@ def test_parallel_samples_through_openai(server: Server) -> None:
 @pytest.mark.parametrize(
     "field",
     [
-        {"frequency_penalty": 1.0},
-        {"logit_bias": {"5": 2.0}},
-        {"logprobs": 1},
-        {"regex": "a+"},
+        {"logprobs": 129},
+        {"return_hidden_states": True},
         {"custom_params": {"smc": 1}},
         {"custom_params": {"smc": {"modus": "exact"}}},
         {"custom_params": {"smc": {"num_particles": 5}}},
@@ -106,7 +58,7 @@ def test_refusals_are_http_400_and_name_the_field(server: Server, field: dict) -
     answer = server.post("/v1/completions", model="m", prompt="t3", max_tokens=4, **field)
     assert answer.status_code == 400
     name = next(iter(field))
-    assert {"logprobs": "return_logprob"}.get(name, name) in answer.text
+    assert {"logprobs": "top_logprobs_num"}.get(name, name) in answer.text
     assert server.post("/v1/completions", model="m", prompt="t3", max_tokens=4).status_code == 200
 
 

@@ -17,9 +17,9 @@ from sglang_smc.kernels.collect import SCHEMES, collect
 from sglang_smc.kernels.lineage import commit, descend
 from sglang_smc.kernels.particle_attention import particle_attention
 from sglang_smc.kernels.prepare import reserve
-from sglang_smc.kernels.randomness import uniforms
+from sglang_smc.kernels.randomness import round_seeds, uniforms
 from sglang_smc.kernels.sample import sample_and_score, score_tokens
-from sglang_smc.kernels.siblings import spread
+from sglang_smc.kernels.siblings import siblings, spread
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.rounds import Rules
 
@@ -55,9 +55,11 @@ def launch_sample() -> None:
 def launch_siblings() -> None:
     positions = torch.zeros(G, N, dtype=torch.int64)
     noise = uniforms(positions[:, 0], positions, Purpose.DRAFT)
-    siblings = torch.zeros(G, N, N, dtype=torch.bool)
-    spread(noise, siblings)
-    spread(noise, siblings, positions)
+    round_seeds(positions[:, 0], positions[:, 0])
+    pairs = torch.zeros(G, N, N, dtype=torch.bool)
+    spread(noise, pairs)
+    spread(noise, pairs, positions)
+    siblings(torch.zeros(G, N, 265, dtype=torch.int64), positions, positions, positions.bool())
 
 
 def launch_collect() -> None:

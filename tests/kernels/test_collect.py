@@ -53,14 +53,16 @@ def random_case(
     steps = torch.randint(1, num_steps + 1, (num_groups,), generator=generator)
     opened = torch.randint(num_steps + 1, shape[:2], generator=generator).unsqueeze(2)
     present = particle < sizes.unsqueeze(1)
-    log_p = torch.randn(shape, generator=generator) * spread - 2
-    broken = torch.rand(shape, generator=generator) < p_dead
+    log_p, log_q = (torch.randn(shape, generator=generator) * spread - 2 for _ in range(2))
+    broken, broken_draft = (
+        torch.rand(shape, generator=generator) < p for p in (p_dead, p_dead / 4)
+    )
     killers = any_of([-INF, -INF, INF, math.nan], shape, generator).float()
     started = torch.randn(shape[:2], generator=generator, dtype=torch.float64) * spread
     return Case(
         log_weights=started.masked_fill(~present, -INF),
         log_p=torch.where(broken, killers, log_p),
-        log_q=torch.randn(shape, generator=generator) * spread - 2,
+        log_q=torch.where(broken_draft, killers, log_q),
         is_open=(column < opened) & (column < steps.view(-1, 1, 1)) & present.unsqueeze(2),
         power=any_of([1.0, 1.0, 2.0, 0.5], (num_groups,), generator),
         rules=Rules(

@@ -19,6 +19,7 @@ CASES: dict[str, tuple[list[int], list[list[int | None]], int, dict[str, Any]]] 
     "catch up": ([70, 3], [[-1, 4, -1], [-1, 9, None]], 2, {}),
     "verify": ([1, 129], [[-1, 5], [None, 30]], 9, {}),
     "no tail at all": ([64, 10], [[-1, -1], [-1, None]], 1, {}),
+    "of unlike columns": ([40, 3], [[2, 0], [-1, 5]], 5, {"open_columns": [2, 4]}),
     "one particle": ([33], [[2]], 9, {}),
     "a tail of two spans": ([5], [[300, 10, 513]], 2, {}),
     "head by head": ([20], [[1, 2]], 2, {"q_heads": 3, "kv_heads": 3}),
@@ -38,7 +39,7 @@ def on_device(case: Case) -> dict[str, Any]:
 
 def run_kernel(case: Case) -> torch.Tensor:
     arguments = on_device(case)
-    del arguments["present"]
+    del arguments["present"], arguments["open_columns"]
     max_prefix = int(case.committed.max()) + 7
     return kernel.particle_attention(**arguments, max_prefix=max_prefix, scaling=SCALING)
 

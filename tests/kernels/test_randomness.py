@@ -35,3 +35,12 @@ def test_one_position_for_all_particles(device: str) -> None:
     expected = reference.uniforms(seeds.unsqueeze(1), position, particle, Purpose.RESAMPLE)
     found = kernel.uniforms(seeds, position.expand(-1, 4), Purpose.RESAMPLE)
     assert torch.equal(found, expected)
+
+
+def test_round_seeds(device: str) -> None:
+    """More groups than a program takes; no two seeds alike."""
+    seeds = torch.tensor(SEEDS, device=device).repeat(60)
+    starts = torch.arange(len(seeds), device=device)
+    found = kernel.round_seeds(seeds, starts)
+    assert torch.equal(found, reference.round_seeds(seeds, starts))
+    assert len(set(found.tolist())) == len(seeds)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from toy_laws import EOS, languages
+from toy_logprobs import AskingWorker
 from toy_worker import Outcome, ToyWorker
 
 from sglang_smc.config import SMCConfig
@@ -67,3 +68,23 @@ def test_kernels_change_no_token(name: str, rungs: str, device: str) -> None:
     assert torch.allclose(by_kernels.log_evidence, by_torch.log_evidence, atol=1e-5)
     assert by_kernels.num_forced == by_torch.num_forced
     assert len(by_torch.outputs.unique(dim=0)) > 1
+
+
+def books(chosen: tuple[dict[str, Any], ...], ops: Ops, device: str) -> list[list[float]]:
+    """Log-probabilities of each request's tokens."""
+    config = SMCConfig(num_particles=3, num_steps=2, max_lag=4, evidence_threshold=0.0)
+    sizes = {"num_requests": 3, "max_new_tokens": 9, "eos": EOS}
+    with torch.device(device):
+        shown = ((0, None), (2, [1]))
+        toy = AskingWorker(config, *languages(), **sizes, chosen=chosen, shown=shown, ops=ops)
+        toy.run([1, 2, 3], torch.tensor([0.1, 0.4, 0.6], dtype=torch.float64))
+    return [req.logprob.output_token_logprobs_val for req in toy.begun]
+
+
+@pytest.mark.parametrize("name", ["weighed", "verified"])
+def test_kernels_change_no_log_probability(name: str, device: str) -> None:
+    by_kernels = books(CHOICES[name], kernels(), device)
+    by_torch = books(CHOICES[name], TORCH, device)
+    for one, other in zip(by_kernels, by_torch, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+    assert max(map(len, by_torch)) > 3

@@ -89,6 +89,34 @@ def test_a_tile_far_below_the_others_is_drawn_from_right(device: str) -> None:
     check_draws(logits.to(device), torch.ones(2, device=device), uniforms)
 
 
+@pytest.mark.parametrize("vocab_size", [7, 9000])
+def test_rows_without_a_law_give_token_0_and_nan_and_spoil_no_other(
+    vocab_size: int, device: str
+) -> None:
+    """NaN, infinities and nothing but forbidden tokens, at either end and in a tile between."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(12, vocab_size, generator=generator)
+    for row, place in enumerate((0, vocab_size // 2, vocab_size - 1)):
+        logits[1 + 3 * row, place] = math.nan
+        logits[2 + 3 * row, place] = torch.inf
+    logits[10] = -torch.inf
+    logits[11, :] = math.nan
+    broken = [1, 2, 4, 5, 7, 8, 10, 11]
+    whole = [row for row in range(12) if row not in broken]
+    temperature = torch.linspace(0.5, 2.0, 12).to(device)
+    uniforms = noise(12, generator).to(device)
+    logits = logits.to(device)
+    for sample in (kernel.sample_and_score, proposal.sample_and_score):
+        tokens, log_probs = sample(logits, temperature, uniforms)
+        assert tokens[broken].tolist() == [0] * len(broken)
+        assert log_probs[broken].isnan().all()
+        assert log_probs[whole].isfinite().all()
+    tokens = torch.full((12,), vocab_size - 1, device=device)
+    for score in (kernel.score_tokens, proposal.score_tokens):
+        assert score(logits, temperature, tokens).isnan().nonzero().flatten().tolist() == broken
+    check_draws(logits[whole], temperature[whole], uniforms[whole])
+
+
 def test_draws_choose_their_rows(device: str) -> None:
     """Rows may come twice or never; temperatures and uniforms belong to the draws."""
     generator = torch.Generator().manual_seed(3)

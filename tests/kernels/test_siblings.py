@@ -49,3 +49,33 @@ def test_arguments_may_be_views(device: str) -> None:
     found = kernel.spread(uniforms, itself, chains[:, :, 1])
     assert torch.equal(found[0], uniforms)
     assert torch.equal(found[1], itself)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(
+    num_groups=st.integers(1, 3),
+    num_particles=st.sampled_from([1, 2, 3, 5, 8]),
+    width=st.sampled_from([1, 7, 64, 65, 200]),
+    seed=st.integers(0, 2**16),
+)
+def test_siblings(num_groups: int, num_particles: int, width: int, seed: int, device: str) -> None:
+    """Texts that agree to the end, part at any token, are of unlike length, or may not share."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = num_groups, num_particles
+
+    def draw(high: int, *more: int) -> torch.Tensor:
+        return torch.randint(high, (*shape, *more), generator=generator)
+
+    tokens = draw(2**40, width)[:, :1].repeat(1, num_particles, 1)
+    tokens.scatter_(2, draw(width, 1), draw(2, 1))
+    lengths = (width - draw(3)).clamp_min(0)
+    arguments = [x.to(device) for x in (tokens, lengths, draw(2), draw(4) > 0)]
+    found = kernel.siblings(*arguments)
+    assert torch.equal(found, reference.siblings(*arguments))
+
+
+def test_stale_tokens_beyond_a_text_do_not_tell_texts_apart(device: str) -> None:
+    tokens = torch.tensor([[[5, 6, 7], [5, 6, 8]]], device=device)
+    lengths, anchor = torch.full((2, 1, 2), 2, device=device)
+    may_share = torch.ones(1, 2, dtype=torch.bool, device=device)
+    assert kernel.siblings(tokens, lengths, anchor, may_share).all()

@@ -28,6 +28,7 @@ def host(monkeypatch, tmp_path):
         (tmp_path / "cpu.max").write_text(quota + "\n")
         monkeypatch.setattr(cpu_threads, "_SIBLINGS", str(tmp_path / "cpu{}"))
         monkeypatch.setattr(cpu_threads, "_CGROUP_CPU_MAX", tmp_path / "cpu.max")
+        monkeypatch.setattr(cpu_threads, "_set_here", {})
         for name in VARIABLES:
             # setenv first: the variable set below is then undone after the test.
             monkeypatch.setenv(name, "")
@@ -55,6 +56,12 @@ def test_ranks_share_the_cores(host, tp_size, threads):
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
+def test_replicas_share_the_cores_too(host):
+    host(cores=8)
+    cpu_threads.set_default_environment(tp_size=2, dp_size=2)
+    assert os.environ["OMP_NUM_THREADS"] == "2"
+
+
 @pytest.mark.parametrize(
     ("tp_size", "binding"), [(2, "0,2|1,3"), (4, "0|1|2|3"), (5, "0|1|2|3|0,1,2,3")]
 )
@@ -69,3 +76,12 @@ def test_what_the_user_set_stays(host, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     cpu_threads.set_default_environment(tp_size=1)
     assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+def test_the_next_engine_of_a_process_gets_its_own_share(host, monkeypatch):
+    host(cores=8)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    cpu_threads.set_default_environment(tp_size=2)
+    cpu_threads.set_default_environment(tp_size=1)
+    found = [os.environ.get(name) for name in VARIABLES]
+    assert found == ["8", "ACTIVE", None, None]

@@ -55,7 +55,7 @@ def test_steps_back_for_the_stock_cpu_engine(machine, monkeypatch):
 @pytest.fixture
 def make_args(monkeypatch):
     """Server arguments as SGLang hands them over: device and AMX backend already filled in."""
-    monkeypatch.setattr(cpu_threads, "set_default_environment", lambda *, tp_size: None)
+    monkeypatch.setattr(cpu_threads, "set_default_environment", lambda **sizes: None)
 
     def make(**changes):
         args: Any = SimpleNamespace(
@@ -67,6 +67,7 @@ def make_args(monkeypatch):
             max_total_tokens=None,
             mem_fraction_static=None,
             tp_size=1,
+            dp_size=1,
         )
         args.__dict__.update(changes)
         PlainCpuPlatform().apply_server_args_defaults(args)
@@ -75,9 +76,15 @@ def make_args(monkeypatch):
     return make
 
 
+@pytest.mark.parametrize(("multiplies_it", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_bfloat16_where_the_processor_multiplies_it(make_args, monkeypatch, multiplies_it, dtype):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: multiplies_it)
+    assert make_args().dtype == dtype
+
+
 def test_defaults(make_args):
     args = make_args()
-    assert (args.attention_backend, args.dtype) == ("torch_native", "float32")
+    assert args.attention_backend == "torch_native"
     assert args.max_total_tokens and args.mem_fraction_static
 
 

@@ -15,6 +15,7 @@ from toy_worker import ToyWorker
 
 from sglang_smc.config import SMCConfig
 from sglang_smc.groups import extent_of_server
+from sglang_smc.logprobs import Widths
 from sglang_smc.measured import costs_of_graphs
 from sglang_smc.result import Outcome
 from sglang_smc.round_graph import Record
@@ -117,6 +118,7 @@ def test_a_recording_covers_less_and_nothing_else() -> None:
         {"verifies": True},
         {"shows_particles": True},
         {"stops": True},
+        {"logprobs": Widths(1, 0, 0)},
         {"methods": ("ssp",)},
     ):
         assert not extent.covers(extent._replace(**change)), change

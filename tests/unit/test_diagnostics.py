@@ -5,14 +5,32 @@ import logging
 import pytest
 import torch
 
-from sglang_smc.diagnostics import Counters, CounterTable, IntervalLog, meta_info, zero_counters
+from sglang_smc.diagnostics import (
+    LOW_ESS,
+    LOW_ESS_ROUNDS,
+    LOW_ESS_SECONDS,
+    Counters,
+    CounterTable,
+    IntervalLog,
+    LowESSWarning,
+    gained,
+    meta_info,
+    num_childless,
+    zero_counters,
+)
 from sglang_smc.request_config import RequestConfig
 from sglang_smc.smc.rounds import Cut
 
 ANCESTORS = 3
 
 
-def add(table: CounterTable, rows: list[int], ess: list[float], **flags: list[bool]) -> list:
+def add(
+    table: CounterTable,
+    rows: list[int],
+    ess: list[float],
+    killed: list[int] | None = None,
+    **flags: list[bool],
+) -> list:
     def flag(name: str) -> torch.Tensor:
         return torch.tensor(flags.get(name, [False] * len(rows)))
 
@@ -26,7 +44,9 @@ def add(table: CounterTable, rows: list[int], ess: list[float], **flags: list[bo
     totals = table.add_round(
         torch.tensor(rows),
         cut=cut,
+        failed=flag("failed"),
         verified=flag("verified"),
+        killed=torch.tensor(killed or [0] * len(rows)),
         collapsed=flag("collapsed"),
         ancestors=torch.full((len(rows),), ANCESTORS),
         num_particles=torch.tensor(rows) * 2,
@@ -44,16 +64,18 @@ def started(rows: list[int]) -> CounterTable:
 
 def test_every_event_has_its_own_counter() -> None:
     table = started([1, 2, 3])
-    add(table, [3, 1], [4.0, 2.0], resampled=[True, False])
+    add(table, [3, 1], [4.0, 2.0], [2, 1], resampled=[True, False])
     add(table, [1, 3], [3.0, 1.0], collapsed=[False, True], all_zero=[True, False])
-    add(table, [2], [5.0], verified=[True])
-    totals = add(table, [1, 2, 3], [1.0, 1.0, 1.0], resampled=[True, True, True])
+    add(table, [2], [5.0], verified=[True], failed=[True])
+    totals = add(table, [1, 2, 3], [1.0, 1.0, 1.0], [4, 3, 0], resampled=[True, True, True])
     by_row = [Counters(*row) for row in totals]
     assert [c.rounds_ct for c in by_row] == [3, 2, 3]
     assert [c.resample_ct for c in by_row] == [1, 1, 2]
     assert [c.collapse_ct for c in by_row] == [0, 0, 1]
     assert [c.all_zero_ct for c in by_row] == [1, 0, 0]
+    assert [c.nan_ct for c in by_row] == [0, 1, 0]
     assert [c.exact_ct for c in by_row] == [0, 1, 0]
+    assert [c.killed_ct for c in by_row] == [5, 3, 2]
     assert [c.ess_sum for c in by_row] == [6.0, 6.0, 6.0]
     assert [c.particles_sum for c in by_row] == [3 * 2, 2 * 4, 3 * 6]
     assert [c.steps_sum for c in by_row] == [3 * 3, 2 * 6, 3 * 9]
@@ -82,7 +104,7 @@ def test_a_retracted_request_goes_on_counting() -> None:
     assert (counters.rounds_ct, counters.resample_ct, counters.ess_sum) == (2, 2, 4.0)
 
 
-TOTALS = Counters(4, 2, 1, 3, 5, 10.0, 1.5, 2.0, 22, 11, -0.75)
+TOTALS = Counters(4, 2, 1, 3, 7, 5, 9, 10.0, 1.5, 2.0, 22, 11, -0.75)
 
 
 def test_meta_info_is_prefixed_and_has_plain_numbers() -> None:
@@ -98,6 +120,7 @@ def test_meta_info_is_prefixed_and_has_plain_numbers() -> None:
         "spec_smc_resample_ct": 2,
         "spec_smc_collapse_ct": 1,
         "spec_smc_all_zero_ct": 3,
+        "spec_smc_nan_ct": 7,
         "spec_smc_exact_ct": 5,
         "spec_smc_ess_mean": 2.5,
         "spec_smc_ess_min": 1.5,
@@ -133,19 +156,22 @@ def test_the_log_has_one_line_an_interval_and_begins_again_after_it(
 ) -> None:
     caplog.set_level(logging.INFO)
     log = IntervalLog(interval=2)
-    nothing = [0.0] * len(Counters._fields)
-    after_one = [*Counters(1.0, 1.0, 0.0, 0.0, 0.0, 2.0, 2.0, 1.0, 4.0, 3.0, -9.0)]
-    after_two = [*Counters(2.0, 1.0, 1.0, 0.0, 0.0, 6.0, 2.0, 1.0, 8.0, 6.0, -9.0)]
-    log.add(nothing, after_one)
+    log.add(row(rounds_ct=1, resample_ct=1, ess_sum=2, particles_sum=4))
     log.end_round()
     assert not caplog.messages
-    log.add(after_one, after_two)
+    log.add(row(rounds_ct=1, collapse_ct=1, nan_ct=3, ess_sum=4, particles_sum=4))
     log.end_round()
     assert len(caplog.messages) == 1
     line = caplog.messages[0]
-    for part in ("#round: 2", "ess / particles: 0.75", "resample rate: 0.50", "#collapse: 1"):
+    for part in (
+        "#round: 2",
+        "ess / particles: 0.75",
+        "resample rate: 0.50",
+        "#collapse: 1",
+        "#nan: 3",
+    ):
         assert part in line
-    log.add(after_one, after_two)
+    log.add(row(rounds_ct=1, ess_sum=4, particles_sum=4))
     log.end_round()
     log.end_round()
     assert "#round: 1, ess / particles: 1.00, resample rate: 0.00" in caplog.messages[1]
@@ -153,3 +179,78 @@ def test_the_log_has_one_line_an_interval_and_begins_again_after_it(
 
 def test_an_interval_without_rounds_is_no_division_by_zero() -> None:
     IntervalLog(interval=1).end_round()
+
+
+def test_what_a_round_gains_is_the_difference_of_totals() -> None:
+    before = [*row(rounds_ct=3, ess_sum=10, killed_ct=2)]
+    after = [*row(rounds_ct=4, ess_sum=12.5, killed_ct=5)]
+    assert gained(before, after) == row(rounds_ct=1, ess_sum=2.5, killed_ct=3)
+
+
+def test_the_childless_are_those_that_no_present_place_descends_from() -> None:
+    """Places 2 and 3 of the second group are empty, and name themselves."""
+    ancestors = torch.tensor([[0, 0, 0, 3], [1, 1, 2, 3], [0, 1, 2, 3], [2, 2, 2, 2]])
+    present = torch.ones(4, 4, dtype=torch.bool)
+    present[1, 2:] = False
+    assert num_childless(ancestors, present).tolist() == [2, 1, 0, 3]
+
+
+def row(**values: float) -> Counters:
+    return Counters(**{**dict.fromkeys(Counters._fields, 0.0), **values})
+
+
+class Clock:
+    """A clock that stands still between tests' words."""
+
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def play(warning: LowESSWarning, share: float, num_rounds: int, num_particles: int = 8) -> None:
+    ess = 1 + share * (num_particles - 1)
+    for _ in range(num_rounds):
+        warning.add(row(rounds_ct=1, ess_sum=ess, particles_sum=num_particles, steps_sum=6))
+
+
+@pytest.mark.parametrize("num_particles", [2, 8, 64])
+def test_a_low_ess_is_warned_of_with_advice(
+    caplog: pytest.LogCaptureFixture, num_particles: int
+) -> None:
+    """For two particles, too, whose ESS / N is never below a half."""
+    play(LowESSWarning(), LOW_ESS * 0.9, LOW_ESS_ROUNDS, num_particles)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    ess = 1 + LOW_ESS * 0.9 * (num_particles - 1)
+    assert f"{ess:.1f} of {num_particles}.0 particles, with 6.0 tokens" in record.message
+    for flag in (
+        *("--speculative-smc-mode", "--speculative-num-steps", "--speculative-smc-resample-at"),
+        *("--speculative-smc-num-particles", "--speculative-draft-model-path"),
+    ):
+        assert flag in record.message
+
+
+def test_no_warning_before_enough_rounds_or_above_the_level(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warning = LowESSWarning()
+    play(warning, 0.0, LOW_ESS_ROUNDS - 1)
+    play(warning, 1.0, 1)
+    assert len(caplog.messages) == 1, "the mean, not the last round"
+    caplog.clear()
+    play(warning, LOW_ESS * 1.1, 3 * LOW_ESS_ROUNDS)
+    play(warning, 0.0, LOW_ESS_ROUNDS - 1)
+    assert not caplog.messages
+
+
+def test_the_warning_is_not_repeated_within_its_interval(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    warning = LowESSWarning(clock)
+    play(warning, 0.0, 3 * LOW_ESS_ROUNDS)
+    clock.seconds = LOW_ESS_SECONDS - 1
+    play(warning, 0.0, LOW_ESS_ROUNDS)
+    assert len(caplog.messages) == 1
+    clock.seconds = LOW_ESS_SECONDS
+    play(warning, 0.0, LOW_ESS_ROUNDS)
+    assert len(caplog.messages) == 2

@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_laws import EOS, languages
+from toy_logprobs import AskingWorker
 from toy_worker import ToyWorker
 
 from sglang_smc.config import SMCConfig
@@ -120,17 +121,45 @@ RUNGS = {
 @pytest.mark.parametrize("name", list(CHOICES))
 def test_a_round_never_waits_for_the_device(name: str, rungs: str, device: str) -> None:
     """The worker's own round, from the batch to the result, over models of a few tables."""
+    play_rounds(device, chosen=CHOICES[name], rungs=RUNGS[rungs])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["weighed", "powered, verified and weighed"])
+def test_penalties_and_biases_never_wait_for_the_device(name: str, device: str) -> None:
+    penalties = {"frequency_penalty": 0.5, "presence_penalty": -0.5, "repetition_penalty": 1.5}
+    asked = {**penalties, "logit_bias": {"1": 0.5}}
+    play_rounds(device, chosen=CHOICES[name], rungs=RUNGS["more and fewer"], asked=asked)
+
+
+def play_rounds(device: str, **variants: Any) -> None:
+    """Six rounds of four requests, none of which may wait."""
+    config = SMCConfig(num_particles=3, num_steps=2, evidence_threshold=0.0)
+    with torch.device(device):
+        sizes = {"num_requests": 4, "max_new_tokens": 12, "eos": EOS}
+        play(ToyWorker(config, *languages(), **sizes, **variants), device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rungs", list(RUNGS))
+@pytest.mark.parametrize("name", ["weighed beside verified", "powered"])
+def test_log_probabilities_make_no_round_wait(name: str, rungs: str, device: str) -> None:
     config = SMCConfig(num_particles=3, num_steps=2, evidence_threshold=0.0)
     with torch.device(device):
         sizes = {"num_requests": 4, "max_new_tokens": 12, "eos": EOS}
         variants = {"chosen": CHOICES[name], "rungs": RUNGS[rungs]}
-        toy = ToyWorker(config, *languages(), **sizes, **variants)
-        reqs = toy.begin([1, 2, 3, 4], torch.rand(4, dtype=torch.float64))
-        for _ in range(6):
-            toy.reserve(reqs)
-            batch = toy.batch(reqs)
-            with no_waiting(device):
-                result = toy.worker._round(batch)
-            assert result.new_seq_lens is not None
-            for req, length in zip(reqs, result.new_seq_lens.tolist(), strict=True):
-                req.kv_committed_len = length
+        shown = ((2, [0, 1]), None, (0, None))
+        play(AskingWorker(config, *languages(), shown=shown, **sizes, **variants), device)
+
+
+def play(toy: ToyWorker, device: str) -> None:
+    """Some rounds of four requests, none of which may wait."""
+    reqs = toy.begin([1, 2, 3, 4], torch.rand(4, dtype=torch.float64))
+    for _ in range(6):
+        toy.reserve(reqs)
+        batch = toy.batch(reqs)
+        with no_waiting(device):
+            result = toy.worker._round(batch)
+        assert result.new_seq_lens is not None
+        for req, length in zip(reqs, result.new_seq_lens.tolist(), strict=True):
+            req.kv_committed_len = length

@@ -1,8 +1,13 @@
 """Tails as tensors, at their borders; `tests/property/test_ledger.py` runs random programs."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.schedule_batch import ReqLogprob
 
+from sglang_smc.logprobs import TailLogprobs, Widths
 from sglang_smc.particles import ParticleTable, Population
 
 MAX_TAIL = 5
@@ -227,3 +232,52 @@ def test_particles_may_begin_and_end_with_tokens_of_their_own() -> None:
     assert found.last_tokens[0, :2].tolist() == [5, 6]
     assert found.ended.tolist() == [[False, True, True], [False] * 3]
     assert found.is_settled().tolist() == [False, True]
+
+
+def with_logprobs() -> Population:
+    """Two groups of particles; each token's log-probability is minus its number."""
+    found = population([[[10, 11, 12], [10, 21]], [[30, 31], [40]]])
+    number = -found.tokens.float()
+    wide = number.unsqueeze(3)
+    ids = found.tokens.unsqueeze(3).expand(-1, -1, -1, 2)
+    tails = TailLogprobs(number, wide.expand_as(ids), ids, wide)
+    return found._replace(logprobs=tails)
+
+
+def assert_with_their_tokens(found: Population) -> None:
+    assert found.logprobs is not None
+    own, top, top_ids, listed = found.logprobs
+    assert torch.equal(own, -found.tokens.float())
+    assert torch.equal(top, own.unsqueeze(3).expand_as(top))
+    assert torch.equal(top_ids, found.tokens.unsqueeze(3).expand_as(top_ids))
+    assert torch.equal(listed, own.unsqueeze(3))
+
+
+def test_log_probabilities_go_where_their_tokens_go() -> None:
+    before = with_logprobs()
+    assert_with_their_tokens(before.descend(torch.tensor([[1, 0], [1, 1]])))
+    assert_with_their_tokens(before.emit(torch.tensor([1, 0])))
+    present = torch.tensor([[True, True], [True, False]])
+    assert_with_their_tokens(before.resize(torch.tensor([[1, 1], [1, 1]]), present))
+    both = before.descend(torch.tensor([[0, 0], [1, 0]])).emit(torch.tensor([3, 0]))
+    assert_with_their_tokens(both)
+
+
+def test_a_table_keeps_log_probabilities_beside_the_tails() -> None:
+    table, rows = ParticleTable(5, 2, MAX_TAIL, "cpu"), torch.tensor([3, 1])
+    asking = SimpleNamespace(
+        sampling_params=SimpleNamespace(max_new_tokens=4),
+        return_logprob=True,
+        logprob=ReqLogprob(top_logprobs_num=2, token_ids_logprob=[7]),
+    )
+    batch = SimpleNamespace(
+        reqs=[asking] * 2,
+        req_pool_indices=rows,
+        top_logprobs_nums=[2, 2],
+        token_ids_logprobs=[[7], [7]],
+    )
+    log_p, tokens = torch.zeros(2, 9), torch.tensor([[1], [2]])
+    table.logprobs.begin(batch, log_p, tokens, LogitsProcessorOutput(None))  # type: ignore[arg-type]
+    table.scatter(rows, with_logprobs())
+    assert_with_their_tokens(table.gather(rows, 2, MAX_TAIL, Widths(1, 2, 1)))
+    assert table.gather(rows, 2, MAX_TAIL).logprobs is None, "unless somebody wants them"

@@ -1,27 +1,19 @@
 """What SMC cannot honour is refused by name; everything else passes."""
 
+import re
 from typing import Any
 
 import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
 from sglang_smc.config import SMCConfig
+from sglang_smc.request import check_logprobs, check_session
 from sglang_smc.request import check_request as check_request_of
 
 SERVER = SMCConfig(num_particles=4, num_steps=3)
 
-REFUSED_PARAMETERS: dict[str, Any] = {
-    "frequency_penalty": 0.1,
-    "presence_penalty": -0.5,
-    "repetition_penalty": 1.1,
-    "logit_bias": {"5": 1.0},
-    "json_schema": "{}",
-    "regex": "a+",
-    "ebnf": "root ::= 'a'",
-    "structural_tag": "{}",
-}
 REFUSED_FIELDS: dict[str, Any] = {
-    "custom_logit_processor": "processor",
     "max_thinking_tokens": 10,
     "lora_path": "adapter",
     "image_data": "image",
@@ -34,7 +26,6 @@ REFUSED_FIELDS: dict[str, Any] = {
     "return_indexer_topk": True,
     "return_sampling_mask": True,
     "return_entropy": True,
-    "return_logprob": True,
 }
 
 
@@ -46,27 +37,19 @@ def request(params: dict[str, Any] | None = None, **fields: Any) -> GenerateReqI
     return GenerateReqInput(input_ids=[1, 2], sampling_params=params, **fields)
 
 
-@pytest.mark.parametrize("name", list(REFUSED_PARAMETERS))
-def test_refused_sampling_parameters_are_named_with_their_value(name: str) -> None:
-    value = REFUSED_PARAMETERS[name]
-    with pytest.raises(ValueError) as raised:
-        check_request(request({name: value, "max_new_tokens": 4}))
-    assert f"{name}={value!r}" in str(raised.value)
-    assert str(raised.value).startswith("SMC speculative decoding does not support")
-
-
 @pytest.mark.parametrize("name", list(REFUSED_FIELDS))
 def test_refused_fields_are_named_with_their_value(name: str) -> None:
     value = REFUSED_FIELDS[name]
     with pytest.raises(ValueError) as raised:
         check_request(request({"max_new_tokens": 4}, **{name: value}))
     assert f"{name}={value!r}" in str(raised.value)
+    assert str(raised.value).startswith("SMC speculative decoding does not support")
 
 
 def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(ValueError) as raised:
-        check_request(request(dict(REFUSED_PARAMETERS), **REFUSED_FIELDS))
-    for name in (*REFUSED_PARAMETERS, *REFUSED_FIELDS):
+        check_request(request({}, **REFUSED_FIELDS))
+    for name in REFUSED_FIELDS:
         assert f"{name}=" in str(raised.value)
 
 
@@ -75,8 +58,10 @@ def test_all_problems_are_told_at_once() -> None:
     [
         None,
         {},
-        {"frequency_penalty": 0.0, "presence_penalty": 0, "repetition_penalty": 1.0},
-        {"frequency_penalty": None, "logit_bias": None, "logit_bias_": {}, "regex": None},
+        {"frequency_penalty": 0.5, "presence_penalty": -1, "repetition_penalty": 1.2},
+        {"frequency_penalty": None, "logit_bias": None, "regex": None},
+        {"logit_bias": {"5": 1, "6": -1e9, "7": 0.5}},
+        {"logit_bias": {}},
         {"temperature": 0.0, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "sampling_seed": 7},
         {"max_new_tokens": 9, "min_new_tokens": 3, "ignore_eos": True, "n": 4},
         {"stop": ["\n"], "stop_token_ids": [5], "stop_regex": "a+"},
@@ -90,12 +75,95 @@ def test_what_smc_honours_passes(params: dict[str, Any] | None) -> None:
     check_request(request(params))
 
 
-def test_scoring_requests_may_ask_for_log_probabilities() -> None:
-    check_request(request({"max_new_tokens": 0}, return_logprob=True))
-    with pytest.raises(ValueError, match="return_logprob=True"):
-        check_request(request({"max_new_tokens": 1}, return_logprob=True))
-    with pytest.raises(ValueError, match="return_logprob=True"):
-        check_request(request({}, return_logprob=True))
+VOCAB_SIZE = 1000
+
+
+def asking(max_new_tokens: int = 4, **fields: Any) -> GenerateReqInput:
+    given = {"return_logprob": True, "logprob_start_len": -1, "top_logprobs_num": 0, **fields}
+    return request({"max_new_tokens": max_new_tokens}, **given)
+
+
+def test_log_probabilities_within_bounds_pass() -> None:
+    check_logprobs(asking(), VOCAB_SIZE)
+    check_logprobs(asking(top_logprobs_num=128, token_ids_logprob=[5] * 128), VOCAB_SIZE)
+    check_logprobs(asking(logprob_start_len=0), VOCAB_SIZE)
+    scoring = {"top_logprobs_num": VOCAB_SIZE, "token_ids_logprob": list(range(VOCAB_SIZE))}
+    check_logprobs(asking(max_new_tokens=0, **scoring), VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"top_logprobs_num": 129}, "top_logprobs_num is 129; allowed: a whole number, 0 to 128"),
+        ({"top_logprobs_num": -1}, "top_logprobs_num is -1"),
+        ({"top_logprobs_num": 2.5}, "top_logprobs_num is 2.5"),
+        ({"top_logprobs_num": True}, "top_logprobs_num is True"),
+        ({"token_ids_logprob": [5] * 129}, "the length of token_ids_logprob is 129"),
+        ({"logprob_start_len": -2}, "logprob_start_len is -2; allowed: a whole number, -1 or more"),
+        (
+            {"top_logprobs_num": VOCAB_SIZE + 1, "max_new_tokens": 0},
+            "top_logprobs_num is 1001; allowed: a whole number, 0 to 1000",
+        ),
+    ],
+)
+def test_log_probabilities_out_of_bounds_are_refused(fields: dict, message: str) -> None:
+    """SGLang's scheduler would die of them, or hold more than there is memory for."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_logprobs(asking(**fields), VOCAB_SIZE)
+
+
+def test_a_turn_that_replaces_says_which() -> None:
+    """Without a rid SGLang's scheduler would end."""
+    check_session(request({}))
+    check_session(request({}, session_params={"id": "s", "replace": False}))
+    check_session(request({}, session_params={"id": "s", "replace": True, "rid": "turn"}))
+    with pytest.raises(ValueError, match="replace=True without a rid; allowed: the rid"):
+        check_session(request({}, session_params={"id": "s", "replace": True}))
+
+
+def test_a_small_vocabulary_bounds_log_probabilities() -> None:
+    with pytest.raises(ValueError, match="0 to 64"):
+        check_logprobs(asking(top_logprobs_num=65), 64)
+
+
+def test_bounds_are_those_of_requests_that_ask() -> None:
+    check_logprobs(asking(return_logprob=False, top_logprobs_num=10**9), VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [
+        [5],
+        "5",
+        {"5": "much"},
+        {"5": None},
+        {"5": float("nan")},
+        {"5": 1e39},
+        {"5": [1.0]},
+        {"5": True},
+    ],
+)
+def test_a_bias_is_a_number_for_each_token(bias: Any) -> None:
+    with pytest.raises(ValueError, match=r"logit_bias=.*allowed: an object of token ids"):
+        check_request(request({"logit_bias": bias}))
+
+
+def test_a_processor_is_what_sglang_serialized() -> None:
+    check_request(request({}, custom_logit_processor=DisallowedTokensLogitsProcessor.to_str()))
+    for given in (
+        "code",
+        "{}",
+        "5",
+        '{"callable": "xyz"}',
+        '{"callable": 5}',
+        "[" * 9999,
+        7,
+        {"a": 1},
+    ):
+        with pytest.raises(
+            ValueError, match=r"custom_logit_processor=.*allowed: what `to_str\(\)`"
+        ):
+            check_request(request({}, custom_logit_processor=given))
 
 
 def test_a_request_may_choose_for_itself_what_its_server_allows() -> None:
@@ -111,3 +179,58 @@ def test_scoring_requests_are_checked_too() -> None:
 
 def test_unlimited_thinking_is_no_limit() -> None:
     check_request(request({}, max_thinking_tokens=-1))
+
+
+GRAMMARS = {"json_schema": "{}", "regex": "a+", "ebnf": "root ::= 'a'", "structural_tag": "{}"}
+
+
+@pytest.mark.parametrize("name", list(GRAMMARS))
+def test_a_grammar_is_weighed_with_all_columns_or_verified(name: str) -> None:
+    """The evidence of p within a grammar has no known mean; verification renormalises it."""
+
+    def ask(**smc: Any) -> None:
+        check_request(request({name: GRAMMARS[name], "custom_params": {"smc": smc}}))
+
+    for chosen in ({}, {"evidence_threshold": 0}, {"mode": "exact"}, {"power": 2.0}):
+        ask(**chosen)
+    ask(mode="mixed", evidence_threshold=0.5)
+    with pytest.raises(ValueError, match=r"evidence_threshold=0.5 beside a grammar; allowed: "):
+        ask(evidence_threshold=0.5)
+
+
+def nested(depth: int) -> str:
+    return '{"items":' * depth + "{}" + "}" * depth
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("regex", "\0", "NUL"),
+        ("regex", "a\0b", "NUL"),
+        ("ebnf", 'root ::= "a\0"', "NUL"),
+        ("json_schema", '{"pattern": "\\u0000"}', "NUL"),
+        ("json_schema", '{"properties": {"a\\u0000": {}}}', "NUL"),
+        ("structural_tag", '{"format": {"type": "regex", "pattern": "\\u0000"}}', "NUL"),
+        ("regex", "\ud800", "surrogate"),
+        ("json_schema", '{"const": "\\ud800"}', "surrogate"),
+        ("json_schema", "[" * 100_000, "too deeply"),
+        ("structural_tag", nested(101), "too deeply"),
+        ("json_schema", "{", "no JSON"),
+        ("regex", 5, "a string"),
+    ],
+)
+def test_grammars_that_would_end_the_server_are_refused(name: str, text: Any, message: str) -> None:
+    """Each of the first ones did, or was cut short."""
+    with pytest.raises(ValueError, match=f"{name}.*{message}"):
+        check_request(request({name: text}))
+
+
+def test_deep_and_strange_grammars_pass() -> None:
+    for name, text in (
+        ("json_schema", nested(99)),
+        ("json_schema", "$$ANY$$"),
+        ("json_schema", '{"const": "\\ud83d\\ude00"}'),
+        ("regex", "\n\t\\x00"),
+        ("regex", "("),
+    ):
+        check_request(request({name: text}))

@@ -101,7 +101,7 @@ BAD = [
     *(("selection", value, WORDS) for value in ("best", True)),
     *(("power", value, POSITIVE) for value in (0, -1, math.inf, math.nan, True, "2", None, [2])),
     *(("evidence_threshold", value, ">= 0") for value in (-1, math.inf, math.nan, True, "0", [])),
-    *(("draft_temperature", value, POSITIVE) for value in (0, -1, math.inf, math.nan, True, "1")),
+    *(("draft_temperature", value, ">= 1e-06") for value in (0, -1, math.inf, math.nan, True, "1")),
     *(("return_particles", value, "true or false") for value in (1, 0, "true", None, [])),
 ]
 
@@ -207,7 +207,7 @@ def test_a_servers_threshold_is_no_concern_of_modes_that_ignore_it() -> None:
 
 def test_a_request_in_the_scheduler_is_read_once() -> None:
     params = SimpleNamespace(custom_params={"smc": {"num_particles": 2}})
-    req: Any = SimpleNamespace(sampling_params=params)
+    req: Any = SimpleNamespace(sampling_params=params, grammar=None)
     first = config_of(SERVER, req)
     params.custom_params = {"smc": {"num_particles": 4}}
     assert config_of(SERVER, req) is first

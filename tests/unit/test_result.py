@@ -6,9 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.schedule_batch import Req, ReqLogprob
 
-from sglang_smc.diagnostics import Counters, IntervalLog
+from sglang_smc.diagnostics import Counters
+from sglang_smc.logprobs import Emitted, TailLogprobs
+from sglang_smc.metrics import Monitor
 from sglang_smc.particles import Population
 from sglang_smc.request_config import RequestConfig
 from sglang_smc.result import Particles, SMCBatchResult
@@ -26,6 +29,7 @@ class FakeReq:
         self.spec_correct_drafts_histogram: list[int] = []
         self.output_ids: list[int] = []
         self.stream = False
+        self.grammar = None
         self.smc_run = Run(0, RequestConfig(), [0.0] * len(Counters._fields))
 
     def finished(self) -> bool:
@@ -60,7 +64,8 @@ def resolve(reqs: list[FakeReq], emitted: list[int], kept: list[int]) -> list[li
         speculative_num_draft_tokens=stride,
         num_kept_columns=torch.tensor(kept),
         counters=torch.arange(len(reqs)).view(-1, 1) + torch.zeros(1, len(Counters._fields)),
-        log=IntervalLog(100),
+        monitor=Monitor(100),
+        failure=torch.zeros(len(reqs), dtype=torch.int64),
     )
     tokens = result.resolve(SimpleNamespace(reqs=reqs), stock_resolve(result, reqs))
     assert result.num_correct_drafts == sum(kept), "the server's accept length reads this"
@@ -128,7 +133,8 @@ def test_a_request_that_the_books_find_finished_still_counts_its_last_round() ->
         speculative_num_draft_tokens=4,
         num_kept_columns=torch.tensor([3]),
         counters=torch.zeros(1, len(Counters._fields)),
-        log=IntervalLog(100),
+        monitor=Monitor(100),
+        failure=torch.zeros(1, dtype=torch.int64),
     )
     stock = stock_resolve(result, [req])
 
@@ -194,8 +200,9 @@ def open_rounds(firsts: list[int], *reqs: FakeReq) -> None:
         speculative_num_draft_tokens=1,
         num_kept_columns=torch.zeros(len(reqs), dtype=torch.int64),
         counters=torch.zeros(len(reqs), len(Counters._fields)),
+        failure=torch.zeros(len(reqs), dtype=torch.int64),
         firsts=torch.tensor(firsts),
-        log=IntervalLog(100),
+        monitor=Monitor(100),
     )
     result.resolve(SimpleNamespace(reqs=list(reqs)), stock_resolve(result, list(reqs)))
 
@@ -224,11 +231,77 @@ def test_only_who_asked_is_given_the_particles() -> None:
         speculative_num_draft_tokens=3,
         num_kept_columns=torch.tensor([1, 1]),
         counters=torch.zeros(2, len(Counters._fields)),
-        particles=Particles.of(Population(*(column[[0, 0]] for column in whole))),
-        log=IntervalLog(100),
+        failure=torch.zeros(2, dtype=torch.int64),
+        particles=Particles.of(Population(*(column[[0, 0]] for column in whole[:-1]))),
+        monitor=Monitor(100),
     )
     reqs = [asked, silent]
     result.resolve(SimpleNamespace(reqs=reqs), stock_resolve(result, reqs))
     assert asked.smc_run.particles is not None
     assert asked.smc_run.particles[0]["output_ids"] == [8, 4, 5, 6]
     assert silent.smc_run.particles is None
+
+
+def with_logprobs(*reqs: FakeReq, lengths: list[int], firsts: list[int] | None) -> SMCBatchResult:
+    """A round of which each token's log-probability is minus its place, 10 a request."""
+    number = -torch.arange(10.0).expand(len(reqs), -1) - 10 * torch.arange(len(reqs)).unsqueeze(1)
+    top = number.unsqueeze(2).expand(-1, -1, 2)
+    tails = TailLogprobs(number, top, top.long(), number.unsqueeze(2))
+    return SMCBatchResult(
+        failure=torch.zeros(len(reqs), dtype=torch.int64),
+        next_token_ids=torch.zeros(10 * len(reqs), dtype=torch.int64),
+        accept_lens=torch.tensor(lengths),
+        speculative_num_draft_tokens=10,
+        num_kept_columns=torch.zeros(len(reqs), dtype=torch.int64),
+        counters=torch.zeros(len(reqs), len(Counters._fields)),
+        firsts=None if firsts is None else torch.tensor(firsts),
+        logits_output=LogitsProcessorOutput(next_token_logits=None),
+        logprobs=Emitted(tails, torch.tensor([-0.25, -0.5])),
+        monitor=Monitor(100),
+    )
+
+
+def asking(num_top: int, ids: list[int] | None, **books: list) -> FakeReq:
+    req = emitted_req([8, 4])
+    req.return_logprob, req.logprob = (
+        True,
+        ReqLogprob(top_logprobs_num=num_top, token_ids_logprob=ids, **books),
+    )  # type: ignore[attr-defined]
+    return req
+
+
+def test_sglang_finds_each_emitted_tokens_log_probabilities_where_it_looks() -> None:
+    """A rectangle of as many tokens for each request, row after row, cut to what each asked for."""
+    reqs = [asking(2, None), asking(1, [7])]
+    result = with_logprobs(*reqs, lengths=[1, 3], firsts=None)
+    result.resolve(SimpleNamespace(reqs=reqs), stock_resolve(result, reqs))
+    output = result.logits_output
+    assert output is not None
+    assert output.next_token_logprobs.tolist() == [[0, -1, -2], [-10, -11, -12]]
+    found = [[row.tolist() for row in rows] for rows in (output.next_token_top_logprobs_val,)]
+    assert found == [[[0, 0], [-1, -1], [-2, -2], [-10], [-11], [-12]]]
+    assert [row.tolist() for row in output.next_token_top_logprobs_idx][3:] == [[-10], [-11], [-12]]
+    listed = [row.tolist() for row in output.next_token_token_ids_logprobs_val]
+    assert listed == [[], [], [], [-10], [-11], [-12]]
+    assert output.next_token_token_ids_logprobs_idx == [[], [], [], [7], [7], [7]]
+
+
+def test_a_round_that_emits_nothing_has_no_log_probabilities() -> None:
+    reqs = [asking(2, [7])]
+    result = with_logprobs(*reqs, lengths=[0], firsts=None)
+    result.resolve(SimpleNamespace(reqs=reqs), stock_resolve(result, reqs))
+    assert result.logits_output is not None
+    assert result.logits_output.next_token_logprobs.tolist() == [[]]
+
+
+def test_a_settled_first_token_brings_its_own_log_probability() -> None:
+    books = {"output_token_logprobs_val": [-9.0, -9.0], "output_token_logprobs_idx": [8, 4]}
+    req, quiet = asking(0, None, **books), emitted_req([8, 4])
+    quiet.return_logprob = False  # type: ignore[attr-defined]
+    req.smc_run.open_at = quiet.smc_run.open_at = 1
+    result = with_logprobs(req, quiet, lengths=[0, 0], firsts=[6, 5])
+    result.resolve(SimpleNamespace(reqs=[req, quiet]), stock_resolve(result, [req, quiet]))
+    assert req.output_ids == [8, 6]
+    assert req.logprob.output_token_logprobs_val == [-9.0, -0.25]  # type: ignore[attr-defined]
+    assert req.logprob.output_token_logprobs_idx == [8, 6]  # type: ignore[attr-defined]
+    assert quiet.output_ids == [8, 5]

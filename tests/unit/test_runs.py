@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers.schedule_batch import ReqLogprob
 
 from sglang_smc.config import SMCConfig
 from sglang_smc.diagnostics import Counters, zero_counters
@@ -46,7 +47,9 @@ def make_req(
         "vocab_size": 10,
         "is_finished": False,
         "stream": True,
+        "return_logprob": False,
         "to_finish": None,
+        "grammar": None,
     }
     req = SimpleNamespace(**{**fields, **changes})
     req.finished = lambda: req.is_finished
@@ -134,7 +137,7 @@ def test_published_totals_are_whole_in_every_slice() -> None:
     """The streamer slices from the last sent token on; a plain list of one would be empty there."""
     req = make_req(is_finished=True)
     RunBook(SERVER, 1).begin([req])
-    req.smc_run.counters = [3.0, 2.0, 1.0, 0.0, 0.0, 9.0, 1.0, 2.0, 6.0, 9.0, -0.5]
+    req.smc_run.counters[0] = 3.0
     publish(req)
     values = req.customized_info["spec_smc_rounds_ct"]
     assert values[0] == values[-1] == 3
@@ -269,9 +272,28 @@ def test_a_retraction_takes_back_a_token_that_is_open_and_no_other() -> None:
     for power in (2.0, 1.0):
         req = begun(smc={"power": power}, output_ids=[5, 6])
         looked_at(req, 1)
+        req.return_logprob, req.logprob = True, books([-5.0, -6.0, -9.0])
         reset_for_retract(lambda req: found.append(list(req.output_ids)), req)
+        found.append(req.logprob.output_token_logprobs_val)
         assert req.stream
-    assert found == [[5, 6], [5, 6, 9]]
+    assert found == [[5, 6], [-5.0, -6.0], [5, 6, 9], [-5.0, -6.0, -9.0]]
+
+
+def test_a_stream_without_tokens_sends_no_log_probability() -> None:
+    """SGLang counts one as sent with a request that was retracted before its first token."""
+    for sent, at, expected in ((0, 1, 0), (3, 3, 3)):
+        req = begun(output_ids=[5, 6], return_logprob=True)
+        req.send_token_offset, req.send_output_token_logprobs_offset = sent, at
+        looked_at(req, 1)
+        assert req.send_output_token_logprobs_offset == expected
+
+
+def books(values: list[float]) -> ReqLogprob:
+    """Log-probabilities of output tokens, and of nothing beside them."""
+    kinds = [f"output_{kind}_logprobs_val" for kind in ("top", "token_ids")]
+    empty = {name: [] for kind in kinds for name in (kind, kind.replace("val", "idx"))}
+    own = {"output_token_logprobs_val": values, "output_token_logprobs_idx": list(values)}
+    return ReqLogprob(top_logprobs_num=0, token_ids_logprob=None, **own, **empty)
 
 
 def test_an_answer_that_was_cut_off_while_open_has_no_particles() -> None:

@@ -5,7 +5,7 @@ import torch
 from scipy.stats import kstest
 
 from sglang_smc.smc.proposal import sample
-from sglang_smc.smc.siblings import same_text, spread, still_same, stratify
+from sglang_smc.smc.siblings import same_text, siblings, spread, still_same, stratify
 
 SIZE = 20_000
 
@@ -34,11 +34,20 @@ def test_texts_that_are_all_empty_are_the_same() -> None:
     assert same_text(torch.tensor([[[3], [4]]]), torch.zeros(1, 2, dtype=torch.int64)).all()
 
 
+def test_siblings_have_one_anchor_and_one_tail_and_may_share() -> None:
+    tokens = torch.tensor([[[4], [4], [4], [5], [4]]])
+    lengths, anchor = torch.ones(1, 5, dtype=torch.int64), torch.tensor([[7, 7, 8, 7, 7]])
+    may_share = torch.tensor([[True, True, True, True, False]])
+    expected = torch.eye(5, dtype=torch.bool)
+    expected[0, 1] = expected[1, 0] = True
+    assert torch.equal(siblings(tokens, lengths, anchor, may_share)[0], expected)
+
+
 def test_siblings_remain_so_as_long_as_they_draw_the_same() -> None:
-    siblings = torch.tensor([[[1, 1, 0], [1, 1, 0], [0, 0, 1]]], dtype=torch.bool)
-    same = still_same(siblings, torch.tensor([[4, 4, 4]]))
-    assert torch.equal(same, siblings), "strangers do not become siblings by one token"
-    assert torch.equal(still_same(siblings, torch.tensor([[4, 5, 4]]))[0], torch.eye(3).bool())
+    pairs = torch.tensor([[[1, 1, 0], [1, 1, 0], [0, 0, 1]]], dtype=torch.bool)
+    same = still_same(pairs, torch.tensor([[4, 4, 4]]))
+    assert torch.equal(same, pairs), "strangers do not become siblings by one token"
+    assert torch.equal(still_same(pairs, torch.tensor([[4, 5, 4]]))[0], torch.eye(3).bool())
 
 
 def test_alone_a_particle_keeps_its_uniform() -> None:
@@ -90,10 +99,10 @@ def test_siblings_draw_a_token_as_often_as_they_must_give_or_take_one(count: int
 def test_noise_is_spread_among_those_that_remain_siblings() -> None:
     """Tokens part siblings before the noise is shared, not after."""
     u = torch.tensor([[0.2, 0.7, 0.9]], dtype=torch.float64)
-    siblings = torch.ones(1, 3, 3, dtype=torch.bool)
-    parted, remaining = spread(u, siblings, torch.tensor([[4, 5, 4]]))
+    pairs = torch.ones(1, 3, 3, dtype=torch.bool)
+    parted, remaining = spread(u, pairs, torch.tensor([[4, 5, 4]]))
     assert torch.allclose(parted, torch.tensor([[0.2, 0.7, 0.7]], dtype=torch.float64))
-    assert torch.equal(remaining, still_same(siblings, torch.tensor([[4, 5, 4]])))
-    together, same = spread(u, siblings)
-    assert torch.equal(together, stratify(u, siblings))
-    assert torch.equal(same, siblings)
+    assert torch.equal(remaining, still_same(pairs, torch.tensor([[4, 5, 4]])))
+    together, same = spread(u, pairs)
+    assert torch.equal(together, stratify(u, pairs))
+    assert torch.equal(same, pairs)

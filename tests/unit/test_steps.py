@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from edit_cases import NEUTRAL
 
 from sglang_smc.config import SMCConfig
 from sglang_smc.groups import Figures, Groups, extent_of
@@ -23,14 +24,17 @@ STEPS = Steps(None, None, None, TORCH, max_lag=100)  # type: ignore[arg-type]
 
 def groups(*chosen: dict[str, Any]) -> Groups:
     params = {"stop_strs": [], "stop_regex_strs": [], "top_k": VOCAB, "top_p": 1.0, "min_p": 0.0}
-    params["min_new_tokens"] = 0
+    params |= {"min_new_tokens": 0, **NEUTRAL}
     reqs: Any = [
         SimpleNamespace(
             sampling_params=SimpleNamespace(
                 custom_params={"smc": mine}, max_new_tokens=LIMIT, **params
             ),
+            custom_logit_processor=None,
             output_ids=[0],
             vocab_size=VOCAB,
+            grammar=None,
+            return_logprob=False,
             smc_run=Run(0, request_config(SERVER, {"smc": mine}), []),
         )
         for mine in chosen

@@ -1,0 +1,172 @@
+"""Leave a server alone with a crowd for a while, and then count what it has lost.
+
+    make soak                                     # three minutes
+    .venv/bin/python bench/soak --minutes 600     # overnight
+
+Clients of all kinds arrive at random, a third of them leaves before the end, and the pool is too
+small for them. SGLang's strict memory checks are on. The exit status is 0 where nothing is lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+import httpx
+from arguments import positive
+from logs import prepare_folder
+from results import provenance
+from serving import ServerError, describe_log, progress_interval, running, smc_flags
+from soak.clients import Clients, Ending
+from soak.traffic import MAX_LAG, NUM_PARTICLES, NUM_STEPS, requests
+from soak.verdict import Verdict, judge
+from soak.watch import Watch
+from tqdm import tqdm
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
+STRICT = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+}
+REST = 60.0  # seconds that a server may take to come to rest
+MEAN_PAUSE = 0.02
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="bench/soak",
+        description="Many clients, a pool that is too small, and no request lost.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--minutes", type=float, default=3.0, help="of traffic; verifying comes on top")
+    add("--verify", type=positive, default=200, metavar="N", help="texts to ask for again, alone")
+    add("--crowd", type=positive, default=48, help="requests with the server at once")
+    add("--running", type=positive, default=24, help="of which so many run at most")
+    add("--pool", type=positive, default=1400, metavar="TOKENS", help="KV slots of the server")
+    add("--leave", type=float, default=1 / 3, help="share of the clients that leave early")
+    add("--seed", type=int, default=0, help="of the traffic")
+    add("--pair", type=Path, default=HERE.parent / "pair", help="folder of target/ and draft/")
+    add("--output-dir", type=Path, default=Path("soak-output"))
+    return parser.parse_args(argv)
+
+
+def server_flags(options: argparse.Namespace) -> list[str]:
+    """What makes the server's life hard."""
+    return [
+        *smc_flags(
+            options.pair / "draft",
+            num_particles=NUM_PARTICLES,
+            num_steps=NUM_STEPS,
+            resample_at="block",
+        ),
+        *("--speculative-smc-max-lag", str(MAX_LAG)),
+        *("--dtype", "float32"),
+        *("--max-total-tokens", str(options.pool)),
+        *("--chunked-prefill-size", "64"),
+        # Admit as if requests ended early, so that the pool fills up and some are retracted.
+        *("--schedule-conservativeness", "0.1"),
+    ]
+
+
+def run(options: argparse.Namespace) -> Verdict:
+    """Start a server, send it traffic, and judge what came of it."""
+    prepare_folder(options.output_dir)
+    os.environ.update(STRICT)
+    log = options.output_dir / "server.log"
+    with running(
+        options.pair / "target",
+        label="SMC server",
+        log=log,
+        concurrency=options.running,
+        flags=server_flags(options),
+    ) as server:
+        endings, watch = soak(server.url, options)
+        lost = at_rest(server.url)
+        if lost:
+            lost.append(describe_log(log))
+        alone = {} if lost else verify(server.url, endings, options)
+        lost += [] if lost else at_rest(server.url)
+    return judge(endings, alone, watch.usage, watch.memory, lost)
+
+
+def soak(url: str, options: argparse.Namespace) -> tuple[list[Ending], Watch]:
+    """Traffic for as long as was asked for."""
+    endings: list[Ending] = []
+    seconds, begin = 60.0 * options.minutes, time.monotonic()
+    form = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}<{remaining}{postfix}"
+    with (
+        Watch(url) as watch,
+        tqdm(
+            total=round(seconds), desc="Soaking", bar_format=form, mininterval=progress_interval()
+        ) as bar,
+    ):
+
+        def ended(ending: Ending) -> None:
+            endings.append(ending)
+            errors, usage = sum(e.is_error for e in endings), watch.usage[-1:] or [0.0]
+            bar.set_postfix_str(
+                f"{len(endings)} requests, {errors} errors, pool {usage[0]:.0%}", refresh=False
+            )
+            bar.update(min(round(time.monotonic() - begin), bar.total) - bar.n)
+
+        traffic = requests(options.seed, options.leave, MEAN_PAUSE)
+        asyncio.run(Clients(url, options.crowd, ended).run(traffic, seconds))
+    return endings, watch
+
+
+def at_rest(url: str) -> list[str]:
+    """What is still in use once nobody asks any more, in words; SGLang's own checks run, too."""
+    deadline = time.monotonic() + REST
+    state = "the server does not answer"
+    while time.monotonic() < deadline:
+        try:
+            flushed = httpx.post(f"{url}/flush_cache", timeout=REST, trust_env=False).is_success
+            load = httpx.get(f"{url}/v1/loads", timeout=REST, trust_env=False).json()["loads"][0]
+        except httpx.HTTPError as error:
+            return [f"the server is gone: {type(error).__name__}"]
+        names = ("num_used_tokens", "num_running_reqs", "num_waiting_reqs")
+        if flushed and not any(load[name] for name in names):
+            return []
+        state = ", ".join(f"{name} is {load[name]}" for name in names)
+        time.sleep(0.5)
+    return [f"{REST:.0f} s after the last request {state}"]
+
+
+def verify(url: str, endings: list[Ending], options: argparse.Namespace) -> dict[str, list[int]]:
+    """Texts of some requests alone, by their ids."""
+    candidates = [ending.request for ending in endings if ending.is_verifiable]
+    number = min(options.verify, len(candidates))
+    chosen = random.Random(options.seed).sample(candidates, number)
+    with tqdm(
+        total=number, desc="Asking again, alone", unit="request", mininterval=progress_interval()
+    ) as bar:
+        clients = Clients(url, 1, lambda _: None)
+        texts = asyncio.run(clients.alone(chosen, bar.update))
+    return {request.rid: text for request, text in zip(chosen, texts, strict=True)}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run it; the exit status is 0 where all is well."""
+    options = parse_arguments(argv)
+    try:
+        verdict = run(options)
+    except ServerError as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        return 130
+    report = {"verdict": verdict.to_json(), **provenance(REPOSITORY)}
+    path = options.output_dir / "soak.json"
+    path.write_text(json.dumps(report, indent=2, default=str) + "\n")
+    print(f"\n{verdict}\nIn {options.output_dir}/: {path.name}, server.log.")
+    return 1 if verdict.problems else 0

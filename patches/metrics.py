@@ -1,0 +1,110 @@
+"""SMC's totals beside SGLang's: on /metrics, and in each scheduler's internal state."""
+
+import logging
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_smc.active import active_rung, is_smc
+from sglang_smc.config import SERVER_ARGS_FIELDS, SMCConfig
+from sglang_smc.hooks import Patch
+from sglang_smc.request_config import request_config
+from sglang_smc.rungs import narrowed
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import (
+        GetInternalStateReq,
+        GetInternalStateReqOutput,
+        SetInternalStateReq,
+    )
+    from sglang.srt.managers.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+# SGLang lets a running server change these, of which SMC reads none.
+_UNREAD = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
+
+
+def init_metrics_reporter(
+    original: Callable, scheduler: "Scheduler", *args: Any, **kwargs: Any
+) -> None:
+    """Show the worker where, and with what labels, SGLang reports."""
+    original(scheduler, *args, **kwargs)
+    if is_smc(scheduler.server_args):
+        scheduler.draft_worker.monitor.report_as(scheduler.metrics_reporter)
+
+
+def get_internal_state(
+    original: Callable, scheduler: "Scheduler", recv_req: "GetInternalStateReq"
+) -> "GetInternalStateReqOutput":
+    """Add what SMC runs with, and what it has done."""
+    output = original(scheduler, recv_req)
+    if is_smc(scheduler.server_args):
+        output.internal_state["smc"] = _state(scheduler)
+    return output
+
+
+def _state(scheduler: "Scheduler") -> dict[str, Any]:
+    config = request_config(SMCConfig.from_server_args(scheduler.server_args), None)
+    now = narrowed(config, active_rung())
+    names = (name for name in SERVER_ARGS_FIELDS if name != "evidence_threshold")
+    threshold = config.covering if math.isfinite(config.covering) else None  # None: all is verified
+    return {
+        "settings": {name: getattr(config, name) for name in names}
+        | {"evidence_threshold": threshold},
+        # Less than the settings while the server adapts to its load.
+        "in_force": {name: getattr(now, name) for name in ("mode", "num_particles", "num_steps")},
+        "since_start": scheduler.draft_worker.monitor.totals(),
+    }
+
+
+def set_internal_state(
+    original: Callable, scheduler: "Scheduler", recv_req: "SetInternalStateReq"
+) -> Any:
+    """Refuse thresholds that SMC does not read."""
+    from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+
+    unread = [name for name in _UNREAD if name in recv_req.server_args]
+    if not (is_smc(scheduler.server_args) and unread):
+        return original(scheduler, recv_req)
+    logger.warning("SMC reads no %s: nothing is updated.", " and no ".join(unread))
+    return SetInternalStateReqOutput(updated=False)
+
+
+PATCHES = (
+    Patch(
+        target="sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter",
+        hook_type=HookType.AROUND,
+        function=init_metrics_reporter,
+        what="Hands the worker SGLang's metrics reporter, to export sglang:spec_smc_* with its "
+        "labels, on its ranks.",
+        why="Workers are built without it. `stat_loggers` replaces the whole collector, by a "
+        "class that is the user's to choose.",
+        relies_on=(
+            "srt/managers/scheduler.py:1174 (an override point, after the worker is built)",
+            "srt/observability/metrics_collector.py:238 (labels, and the classes of metrics)",
+        ),
+        retire_when="A worker may register metrics of its own.",
+    ),
+    Patch(
+        target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        hook_type=HookType.AROUND,
+        function=get_internal_state,
+        what="Adds `smc` to each internal state that /server_info shows: settings, N and K in "
+        "force, totals since the start.",
+        why="It asks one algorithm, DSpark, for what it has to add.",
+        relies_on=("srt/managers/scheduler.py:4163 (internal_state is a plain dictionary)",),
+        retire_when="BaseSpecWorker has an internal state to show.",
+    ),
+    Patch(
+        target="sglang.srt.managers.scheduler.Scheduler.set_internal_state",
+        hook_type=HookType.AROUND,
+        function=set_internal_state,
+        what="Refuses to set the acceptance thresholds of other algorithms.",
+        why="They would be accepted and have no effect.",
+        relies_on=("srt/managers/scheduler.py:4219 (the names it lets through)",),
+        retire_when="SGLang asks the algorithm which of its settings may change.",
+    ),
+)

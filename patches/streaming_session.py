@@ -1,0 +1,48 @@
+"""What a streaming session keeps of a turn for the next one."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_smc.active import active_config
+from sglang_smc.hooks import Patch
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.session.streaming_session import StreamingSession
+
+
+def trim_overshoot(
+    original: Callable, sessions: "StreamingSession", req: "Req", finished_len: int
+) -> None:
+    """Give the arena back first, so that the session keeps only slots that hold the text's KV."""
+    if active_config() is not None:
+        end = _end_of_read_text(req)
+        sessions._free_kv_aligned(req.req_pool_idx, end, req.kv.kv_allocated_len)
+        req.kv.kv_allocated_len = req.kv_committed_len = end
+    original(sessions, req, finished_len)
+
+
+def _end_of_read_text(req: "Req") -> int:
+    """Both models have read the row up to here; the draft is one token behind the target."""
+    prompt, written = len(req.origin_input_ids), len(req.output_ids)
+    return min(req.kv_committed_len, prompt + max(0, written - 2))
+
+
+PATCHES = (
+    Patch(
+        target="sglang.srt.session.streaming_session.StreamingSession._trim_overshoot",
+        hook_type=HookType.AROUND,
+        function=trim_overshoot,
+        what="Frees a finished or retracted turn's arena before the session takes over its row.",
+        why="A session keeps the row up to the last output token wherever a slot is allocated, "
+        "taking it for that token's. In SMC it is a slot of the arena: the next turn would read "
+        "another token's KV. `prepare_for_kv_cache_release` is not called on retraction.",
+        relies_on=(
+            "srt/session/streaming_session.py:347 (min(target, kv_allocated_len))",
+            "srt/session/streaming_session.py:557 (the free that keeps pages whole)",
+        ),
+        retire_when="A session keeps no more than the request has committed.",
+    ),
+)

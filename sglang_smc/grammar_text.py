@@ -1,0 +1,60 @@
+"""Grammars that would end the server, or be cut short unheard, before one is compiled.
+
+SGLang compiles grammars in its scheduler's process. What xgrammar says of a bad one ends that
+request alone. But a NUL character ends a pattern for it, and one that begins with NUL, like JSON
+nested ten thousands deep, ends the process.
+"""
+
+import json
+from typing import Any
+
+FIELDS = ("json_schema", "regex", "ebnf", "structural_tag")
+"""Of the sampling parameters. SGLang sends tool_choice and response_format on as one of these."""
+
+MAX_DEPTH = 100
+_ANY_JSON = "$$ANY$$"  # SGLang's word for it, in place of a schema
+
+
+def check_grammars(params: dict[str, Any]) -> None:
+    """Raise ValueError for a grammar in ``params`` that must not reach a compiler."""
+    for field in FIELDS:
+        if text := params.get(field):
+            _check(field, text)
+
+
+def _check(field: str, text: Any) -> None:
+    if not isinstance(text, str):
+        raise ValueError(f"{field}={text!r:.100}; allowed: a string.")
+    if field in ("regex", "ebnf") or text == _ANY_JSON:
+        _check_characters(field, text)
+        return
+    try:
+        pending = [(json.loads(text), 1)]
+    except RecursionError:
+        raise _too_deep(field) from None
+    except ValueError as error:
+        raise ValueError(f"{field} is no JSON: {error}. Send JSON, as a string.") from None
+    while pending:
+        value, depth = pending.pop()
+        if depth > MAX_DEPTH:
+            raise _too_deep(field)
+        if isinstance(value, str):
+            _check_characters(field, value)
+        elif isinstance(value, (dict, list)):
+            inner = [*value, *value.values()] if isinstance(value, dict) else value
+            pending += [(one, depth + 1) for one in inner]
+
+
+def _check_characters(field: str, text: str) -> None:
+    if "\0" in text:
+        raise ValueError(f"{field} has a NUL character in {text!r:.100}. Leave it out.")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{field} has one half of a surrogate pair in {text!r:.100}. Send the whole character."
+        ) from None
+
+
+def _too_deep(field: str) -> ValueError:
+    return ValueError(f"{field} is nested too deeply; allowed: {MAX_DEPTH} levels.")

@@ -1,0 +1,209 @@
+"""Requests that are no requests: wrong types, values beyond all ranges, words that nobody knows.
+
+SGLang checks most of a request's values but not their types, and takes the rest as it comes. What
+it cannot work with then fails as HTTP 500, or in the scheduler, which takes the server down with
+all of its requests. So types are compared with those that SGLang declares, as soon as a request
+comes in. SGLang turns the ValueError into HTTP 400.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Optional
+
+import msgspec
+from sglang.srt.managers.io_struct import (
+    GenerateReqInput,
+    SessionParams,
+    TokenizedGenerateReqInput,
+)
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+MAX_SAMPLES = 4096
+"""Parallel samples of one request: SGLang makes a request of its own of each, before it checks."""
+
+_INT64 = range(-(2**63), 2**63)
+_FLOAT32 = 3.4e38
+
+
+def _like(struct: type, names: Iterable[str]) -> Any:
+    """A type of some fields of a struct, each of which may be left out or null, and no others."""
+    types = {field.name: field.type for field in msgspec.structs.fields(struct)}
+    optional = [(name, Optional[types[name]], None) for name in names]  # noqa: UP045 -- at run time
+    return msgspec.defstruct(struct.__name__, optional, forbid_unknown_fields=True, kw_only=True)
+
+
+def _is_plain(kind: msgspec.inspect.Type) -> bool:
+    """Whether a type is made of what JSON has."""
+    if isinstance(kind, msgspec.inspect.UnionType):
+        return all(map(_is_plain, kind.types))
+    if isinstance(kind, msgspec.inspect.ListType):
+        return _is_plain(kind.item_type)
+    return not isinstance(kind, (msgspec.inspect.CustomType, msgspec.inspect.StructType))
+
+
+# SGLang fills these in itself; given by a client they would pass for checked.
+_INTERNAL = (
+    "stop_strs",
+    "stop_regex_strs",
+    "stop_str_max_len",
+    "stop_regex_max_len",
+    "is_normalized",
+)
+_Params = _like(
+    SamplingParams, (name for name in SamplingParams.__struct_fields__ if name not in _INTERNAL)
+)
+_SessionParams = _like(SessionParams, SessionParams.__struct_fields__)
+# What goes to the scheduler as the client sent it.
+_FIELDS = [
+    field.name
+    for field in msgspec.structs.fields(TokenizedGenerateReqInput)
+    if field.name in GenerateReqInput.__dataclass_fields__
+    and _is_plain(msgspec.inspect.type_info(field.type))
+]
+# May be a list, of a value for each request of a batch.
+_BATCHED = (
+    "sampling_params",
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "return_hidden_states",
+    "custom_logit_processor",
+    "extra_key",
+    "lora_path",
+)
+_Fields = _like(TokenizedGenerateReqInput, _FIELDS)
+
+
+def check_form(request: GenerateReqInput, vocab_size: int) -> None:
+    """Raise ValueError for a request, as its client has sent it, that nobody can work with."""
+    for name, value in vars(request).items():
+        if name != "input_ids":
+            _check_numbers(name, value)
+    _check_batch(request)
+    for text in _each(request.text):
+        _check_text(text)
+    for ids in _prompts(request.input_ids):
+        check_ids(ids, vocab_size)
+    for params in _each(request.sampling_params):
+        _check_params(params)
+
+
+def check_fields(request: GenerateReqInput, vocab_size: int) -> None:
+    """Raise ValueError where a single request has values that the scheduler cannot work with.
+
+    Of a batch it is one of the requests that SGLang makes of it.
+    """
+    _convert("the request", {name: getattr(request, name) for name in _FIELDS}, _Fields)
+    if not isinstance(request.rid, str):
+        raise ValueError(f"rid is {request.rid!r}; allowed: a string for each request.")
+    ranges = {"logprob_start_len": range(-1, 2**31), "top_logprobs_num": range(vocab_size + 1)}
+    _check_ranges(vars(request), ranges)
+    if request.session_params is not None:
+        _convert("session_params", request.session_params, _SessionParams)
+
+
+def check_ids(ids: Any, vocab_size: int) -> None:
+    """Raise ValueError for a prompt that is not a list of tokens, at least one."""
+    if not isinstance(ids, Sequence) or isinstance(ids, str) or not len(ids):
+        raise ValueError(f"A prompt is {ids!r:.100}; allowed: token ids, at least one.")
+    try:
+        beyond = [token for token in (min(ids), max(ids)) if not 0 <= token < vocab_size]
+    except TypeError:
+        raise ValueError(f"A prompt is {ids!r:.100}; allowed: a list of token ids.") from None
+    if beyond:
+        raise ValueError(
+            f"input_ids contains {beyond[0]!r}; allowed: token ids from 0 to {vocab_size - 1}."
+        )
+
+
+def _check_batch(request: GenerateReqInput) -> None:
+    """Lists must bring one value for each prompt, and none where there is but one."""
+    prompts = request.text if request.text is not None else request.input_ids
+    if prompts == []:
+        raise ValueError("There is no prompt in text or input_ids; send at least one.")
+    is_batch = isinstance(prompts, list) and not isinstance(prompts[0], int)
+    for name in _BATCHED:
+        value = getattr(request, name)
+        if isinstance(value, list) and not (is_batch and len(value) == len(prompts)):
+            number = len(prompts) if is_batch else "no list, for one prompt"
+            raise ValueError(f"{name} has {len(value)} entries; allowed: {number}.")
+
+
+def _each(value: Any) -> Iterable[Any]:
+    """What a batch brings for each of its requests, or a single request for itself."""
+    if value is None:
+        return ()
+    return value if isinstance(value, list) else (value,)
+
+
+def _prompts(input_ids: Any) -> Iterable[Any]:
+    if input_ids is None:
+        return ()
+    return (input_ids,) if not len(input_ids) or isinstance(input_ids[0], int) else input_ids
+
+
+def _check_text(text: Any) -> None:
+    if not isinstance(text, str):
+        raise ValueError(f"text is {text!r}; allowed: a string, or a list of strings.")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            "text is no valid Unicode: it contains one half of a surrogate pair. Send the whole "
+            "character."
+        ) from None
+
+
+def _check_params(params: Any) -> None:
+    if not isinstance(params, dict):
+        raise ValueError(f"sampling_params is {params!r}; allowed: an object.")
+    _convert("sampling_params", params, _Params)
+    _check_ranges(params, {"n": range(1, MAX_SAMPLES + 1), "top_k": range(-1, 2**31)})
+    for text in _each(params.get("stop")):
+        _check_text(text)
+    for pattern in _each(params.get("stop_regex")):
+        _check_pattern(pattern)
+
+
+def _convert(name: str, value: Any, expected: type) -> None:
+    try:
+        msgspec.convert(value, expected)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{name} is malformed: {error}. Send what SGLang documents.") from None
+
+
+def _check_ranges(values: dict[str, Any], ranges: dict[str, range]) -> None:
+    """Of what SGLang's own checks let pass."""
+    for name, allowed in ranges.items():
+        value = values.get(name)
+        if value is not None and value not in allowed:
+            raise ValueError(
+                f"{name} is {value}; allowed: an integer from {allowed[0]} to {allowed[-1]}."
+            )
+
+
+def _check_pattern(pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(
+            f"stop_regex is {pattern[:100]!r}, which is no regular expression: {error}. Mend it."
+        ) from None
+
+
+def _check_numbers(name: str, value: Any) -> None:
+    """Refuse numbers that no tensor, and no message between processes, can hold."""
+    pending = [value]
+    while pending:  # a client nests as deep as it likes, a stack is not deeper
+        inner = pending.pop()
+        if isinstance(inner, dict):
+            pending += inner.values()
+        elif isinstance(inner, (list, set, tuple)):
+            pending += inner
+        elif isinstance(inner, int) and inner not in _INT64:
+            raise ValueError(
+                f"{name} has an integer of {inner.bit_length()} bits; allowed: at most 64."
+            )
+        elif isinstance(inner, float) and _FLOAT32 < abs(inner) < math.inf:
+            raise ValueError(f"{name} has {inner}; allowed: numbers up to {_FLOAT32:.3g}.")

@@ -1,0 +1,51 @@
+"""The README's curl examples, as they stand there."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from http_server import Server
+
+pytestmark = pytest.mark.engine
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+EXAMPLES = [block for block in re.findall(r"```bash\n(.*?)```", README, re.S) if "curl " in block]
+
+
+def run(example: str, server: Server, folder: Path) -> str:
+    """What the example prints; an HTTP error is a failure of curl's."""
+    (folder / ".curlrc").write_text("fail-with-body\nsilent\nshow-error\n")
+    script = example.replace("localhost:30000", server.url.removeprefix("http://"))
+    assert script != example
+    done = subprocess.run(
+        ["bash", "-euc", script],
+        env={"PATH": "/usr/local/bin:/usr/bin:/bin", "CURL_HOME": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def chat_text(printed: str) -> str:
+    """The answer's text, streamed or whole."""
+    if not printed.startswith("data: "):
+        return json.loads(printed)["choices"][0]["message"]["content"]
+    lines = [line.removeprefix("data: ") for line in printed.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    return "".join(json.loads(line)["choices"][0]["delta"].get("content") or "" for line in lines)
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) >= 2
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_example_works_as_printed(example: str, server: Server, tmp_path: Path) -> None:
+    printed = run(example, server, tmp_path)
+    assert printed
+    if "/v1/chat/completions" in example:
+        assert chat_text(printed)

@@ -1,0 +1,87 @@
+"""Nothing in this package turns data into code, or into a path, but where it is listed here.
+
+None of the listed places sees anything of a request.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(
+    path
+    for folder in ("sglang_smc", "kernels", "patches")
+    for path in (ROOT / folder).rglob("*.py")
+)
+
+CODE_MODULES = {
+    "cloudpickle", "code", "ctypes", "dill", "importlib", "joblib", "marshal", "pickle", "runpy",
+    "shelve", "subprocess",
+}  # fmt: skip
+CODE_CALLS = {
+    "eval", "exec", "compile", "__import__", "torch.load", "torch.jit.load", "numpy.load",
+    "np.load", "yaml.load", "os.system", "os.popen",
+}  # fmt: skip
+FILE_METHODS = {
+    "open", "read_text", "read_bytes", "write_text", "write_bytes", "unlink", "mkdir", "savefig",
+}  # fmt: skip
+
+# SGLang's own reader of a pickled processor.
+PICKLE_METHODS = {"from_str"}
+
+LISTED = {
+    # Where the server's owner has given --enable-custom-logit-processor, which is off by default.
+    ("sglang_smc/processors.py", "from_str"),
+    # The names of our own patch files, as they stand in this module.
+    ("sglang_smc/hooks.py", "importlib"),
+    # Descriptions of the machine, below /sys.
+    ("sglang_smc/cpu_threads.py", "read_text"),
+    # The planner, a command line tool: models and plots where its user says.
+    ("sglang_smc/plan/plot.py", "savefig"),
+    ("sglang_smc/plan/shapes.py", "read_text"),
+}
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` as written; what is called in between is left out."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def risks(path: Path) -> Iterator[str]:
+    """Imports and calls by which data may become code or a path."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            named = [alias.name for alias in node.names]
+            modules = named if isinstance(node, ast.Import) else [node.module or ""]
+            yield from {name.partition(".")[0] for name in modules} & CODE_MODULES
+        elif isinstance(node, ast.Call):
+            name = dotted(node.func)
+            if name in CODE_CALLS:
+                yield name
+            elif name.rpartition(".")[2] in FILE_METHODS | PICKLE_METHODS:
+                yield name.rpartition(".")[2]
+
+
+def test_data_becomes_code_or_a_path_only_where_it_is_listed() -> None:
+    found = {(str(path.relative_to(ROOT)), risk) for path in FILES for risk in risks(path)}
+    assert found == LISTED
+
+
+def test_the_search_finds_what_it_looks_for(tmp_path: Path) -> None:
+    for number, (line, risk) in enumerate(
+        [
+            ("import pickle", "pickle"),
+            ("from dill import loads", "dill"),
+            ("from importlib import import_module as load", "importlib"),
+            ("eval(text)", "eval"),
+            ("torch.load(path, weights_only=True)", "torch.load"),
+            ("CustomLogitProcessor.from_str(text)", "from_str"),
+            ("open(path)", "open"),
+            ("Path(name).read_text()", "read_text"),
+        ]
+    ):
+        path = tmp_path / f"{number}.py"
+        path.write_text(line)
+        assert list(risks(path)) == [risk]

@@ -1,0 +1,117 @@
+"""Requests that change logits, populations with given texts, and what SGLang makes of both."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.sampling import penaltylib
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+from sglang_smc.particles import Population
+from sglang_smc.request_config import RequestConfig
+from sglang_smc.runs import Run
+
+NEUTRAL: dict[str, Any] = {
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+}
+
+
+class Echo(CustomLogitProcessor):
+    """Prefers the token of two before, in prompt and output."""
+
+    def __call__(
+        self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None
+    ) -> torch.Tensor:
+        for row, params in zip(logits, custom_param_list or [], strict=True):
+            request = params["__req__"]
+            row[[*request.origin_input_ids, *request.output_ids][-2]] += 1.5
+        return logits
+
+
+def make_req(output_ids: list[int], **params: Any) -> Any:
+    """A request that has been begun; ``params`` are sampling parameters."""
+    given = {"custom_params": None, **NEUTRAL, **params}
+    return SimpleNamespace(
+        rid="a",
+        sampling_params=SimpleNamespace(**given),
+        custom_logit_processor=None,
+        origin_input_ids=[7, 8],
+        output_ids=list(output_ids),
+        to_finish=None,
+        smc_run=Run(0, RequestConfig(), []),
+        finished=lambda: False,
+    )
+
+
+def make_population(anchors: list[list[int]], tails: list[list[list[int]]]) -> Population:
+    """One with these anchors and tails; stale tokens behind a tail are 0."""
+    longest = max(len(tail) for of_group in tails for tail in of_group)
+    padded = [[tail + [0] * (longest + 1 - len(tail)) for tail in rows] for rows in tails]
+    lengths = torch.tensor([[len(tail) for tail in of_group] for of_group in tails])
+    zeros, per_group = torch.zeros_like(lengths), torch.zeros(len(tails), dtype=torch.int64)
+    return Population(
+        tokens=torch.tensor(padded),
+        lengths=lengths,
+        ended=zeros.bool(),
+        log_weights=zeros.double(),
+        anchor=torch.tensor(anchors),
+        before=zeros,
+        num_emitted=per_group,
+        log_evidence=per_group.double(),
+        present=~zeros.bool(),
+        roots=zeros,
+        unread=per_group.bool(),
+    )
+
+
+def stock_edit(logits: torch.Tensor, output_ids: list[int], params: dict[str, Any]) -> torch.Tensor:
+    """Logits ``[V]`` after SGLang's own penalties and biases, for a request with this output."""
+    req = SimpleNamespace(sampling_params=SimpleNamespace(**{**NEUTRAL, **params}))
+    batch: Any = _Batch([req])
+    orchestrator = penaltylib.BatchedPenalizerOrchestrator(
+        vocab_size=len(logits),
+        batch=batch,
+        penalizers={
+            penaltylib.BatchedFrequencyPenalizer,
+            penaltylib.BatchedPresencePenalizer,
+            penaltylib.BatchedRepetitionPenalizer,
+        },
+    )
+    for token in output_ids:
+        orchestrator.cumulate_output_tokens(torch.tensor([token]))
+    one = torch.ones(1)
+    info = SamplingBatchInfo(
+        *(one, one, one, one),
+        *(False, False, False, False, False),
+        vocab_size=len(logits),
+        penalizer_orchestrator=orchestrator,
+        logit_bias=_dense(params.get("logit_bias"), len(logits)),
+        device="cpu",
+    )
+    row = logits.clone().unsqueeze(0)
+    with torch.compiler.set_stance("force_eager"):
+        info.copy_for_forward().apply_logits_bias(row)
+    return row[0]
+
+
+class _Batch:
+    """What of `ScheduleBatch` penalizers look at; they hold it by a weak reference."""
+
+    device = "cpu"
+
+    def __init__(self, reqs: list[Any]) -> None:
+        self.reqs = reqs
+
+
+def _dense(bias: dict[str, float] | None, vocab_size: int) -> torch.Tensor | None:
+    """As `SamplingBatchInfo.from_schedule_batch` spells it out."""
+    if bias is None:
+        return None
+    row = torch.zeros(1, vocab_size)
+    for token, value in bias.items():
+        row[0, int(token)] = value
+    return row

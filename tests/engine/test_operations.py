@@ -1,0 +1,394 @@
+"""What an operator does to a running server: it goes on, with the same texts, and loses nothing.
+
+SGLang's strict memory checks run at every step; a leak or a double free ends the server.
+"""
+
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from http_server import Server, running_server
+from operator_client import (
+    GROUP,
+    LONG,
+    assert_paused,
+    broadcasting,
+    count_left,
+    count_processes,
+    generate,
+    load,
+    names_in_dashboard,
+    pause,
+    resume,
+    samples,
+    send_tensors,
+    state,
+    status_of_health,
+    streaming,
+    tensors_of,
+    texts,
+    values,
+)
+from tiny_models import smc_arguments
+
+from sglang_smc.algorithm import CPU_OVERLAP_ENV
+from sglang_smc.metrics import PREFIX
+
+pytestmark = pytest.mark.engine
+
+SETTINGS = {"num_particles": 4, "num_steps": 3, "max_lag": 32, "decode_log_interval": 5}
+# As on a GPU: a round is in flight when the scheduler is told something.
+OVERLAPPED = {CPU_OVERLAP_ENV: "1"}
+
+
+class Models(NamedTuple):
+    """Two pairs of checkpoints, alike in all but their weights, and a draft of another size."""
+
+    target: str
+    draft: str
+    new_target: str
+    new_draft: str
+    other_size: str
+
+
+@pytest.fixture(scope="module")
+def models(tiny: Callable[..., str]) -> Models:
+    alike = [tiny(vocab_size=64, scale=0.3, seed=seed) for seed in (1, 2, 3, 4)]
+    return Models(*alike, tiny(vocab_size=64, scale=0.3, seed=2, layers=1))
+
+
+class Ending(NamedTuple):
+    """A server with the new weights from the start, and how it ended at SIGTERM."""
+
+    texts: list[str]
+    answer: dict[str, Any]  # of a request that was running
+    refused: int  # the status of /health meanwhile
+    returncode: int
+    num_processes: tuple[int, int]  # before and after
+
+
+@pytest.fixture(scope="module")
+def ending(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Ending:
+    folder = tmp_path_factory.mktemp("ending")
+    arguments = smc_arguments(models.new_target, models.new_draft, **SETTINGS)
+    with running_server(folder, OVERLAPPED, **arguments) as server:
+        group = server.process.pid  # it leads a process group of its own
+        expected, before = texts(server), count_processes(group)
+        with streaming(server) as stream:
+            server.process.send_signal(signal.SIGTERM)
+            refused = status_of_health(server)
+            answer = stream.finish()
+        returncode = server.process.wait(timeout=90)
+        return Ending(expected, answer, refused, returncode, (before, count_left(group)))
+
+
+def test_sigterm_lets_a_running_request_end_and_leaves_no_process(ending: Ending) -> None:
+    assert ending.answer["meta_info"]["completion_tokens"] == LONG
+    assert ending.answer["meta_info"]["finish_reason"]["type"] == "length"
+    assert ending.refused == 503, "a load balancer has to hear that it is going"
+    assert ending.returncode in (0, -signal.SIGKILL), "SGLang ends by killing its own tree"
+    before, after = ending.num_processes
+    assert before >= 3 and after == 0
+
+
+@pytest.fixture(scope="module")
+def server(
+    ending: Ending, models: Models, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """After ``ending``: one server at a time."""
+    arguments = smc_arguments(models.target, models.draft, enable_metrics=True, **SETTINGS)
+    with running_server(tmp_path_factory.mktemp("server"), OVERLAPPED, **arguments) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(server: Server) -> list[str]:
+    found = texts(server)
+    assert len(set(found)) == len(found)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def unharmed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test the server gives the texts that it gave at first, and holds nothing."""
+    if "server" not in request.fixturenames:
+        yield
+        return
+    server, expected = map(request.getfixturevalue, ("server", "expected"))
+    yield
+    assert texts(server) == expected
+    assert server.get("/flush_cache", params={"timeout": 30}).status_code == 200
+
+
+def test_metrics_count_what_requests_report(server: Server) -> None:
+    before = values(server)
+    answers = [answer["meta_info"] for answer in generate(server)]
+    gained = {name: value - before[name] for name, value in values(server).items()}
+
+    def total(field: str) -> float:
+        return sum(info["spec_smc_" + field] for info in answers)
+
+    assert gained["rounds_total"] == total("rounds_ct")
+    assert gained["resamplings_total"] == total("resample_ct") > 0
+    assert gained["exact_rounds_total"] == total("exact_ct") > 0
+    assert gained["forced_collapses_total"] == total("collapse_ct")
+    assert gained["all_zero_rounds_total"] == total("all_zero_ct")
+    assert gained["killed_particles_total"] >= gained["resamplings_total"], "at least one each"
+    rounds = [info["spec_smc_rounds_ct"] for info in answers]
+    assert gained["particles_total"] == 4 * sum(rounds[:3]) + 2 * rounds[3]
+    assert gained["drafted_columns_total"] == 3 * sum(rounds)
+    # The first token of each answer comes from prefill.
+    emitted = sum(info["completion_tokens"] - 1 for info in answers)
+    assert gained["emitted_tokens_total"] == emitted
+    weighed = answers[0], answers[3]
+    assert gained["ess_ratio_count"] == sum(info["spec_smc_rounds_ct"] for info in weighed)
+    ratios = (
+        info["spec_smc_ess_mean"] * info["spec_smc_rounds_ct"] / info["spec_smc_num_particles"]
+        for info in weighed
+    )
+    assert gained["ess_ratio_sum"] == pytest.approx(sum(ratios))
+
+
+def test_metrics_carry_the_labels_of_sglangs_own(server: Server) -> None:
+    found = samples(server)
+    (stock,) = (sample.labels for sample in found if sample.name == "sglang:token_usage")
+    ours = [sample.labels for sample in found if sample.name.startswith(PREFIX)]
+    assert ours and all({**labels, "le": ""} == {**stock, "le": ""} for labels in ours)
+    assert {"model_name", "engine_type", "tp_rank"} <= stock.keys()
+
+
+def test_server_info_shows_settings_and_the_same_totals(server: Server) -> None:
+    found, exported = state(server), values(server)
+    assert found["settings"]["num_particles"] == 4
+    assert found["settings"]["evidence_threshold"] == 0.5, "the one in force, given or not"
+    assert found["in_force"] == {"mode": "smc", "num_particles": 4, "num_steps": 3}
+    totals = found["since_start"]
+    counted = {name for name in exported if name.endswith("_total")}
+    assert {name: totals[name.removesuffix("_total")] for name in counted} == {
+        name: exported[name] for name in counted
+    }
+    mean = exported["ess_ratio_sum"] / exported["ess_ratio_count"]
+    assert totals["mean_ess_ratio"] == pytest.approx(mean)
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are(server: Server) -> None:
+    exported = {sample.name for sample in samples(server)}
+    asked = names_in_dashboard()
+    assert {name for name in asked if name.startswith(PREFIX)}
+    assert {name for name in asked if not name.startswith(PREFIX)}
+    assert asked <= exported, sorted(asked - exported)
+
+
+@pytest.mark.parametrize("route", ["/health", "/health_generate"])
+def test_health_idle_and_busy(server: Server, route: str) -> None:
+    assert server.get(route).status_code == 200
+    with streaming(server) as stream:
+        assert server.get(route).status_code == 200
+        assert stream.finish()["meta_info"]["completion_tokens"] == LONG
+
+
+def test_flush_is_refused_while_requests_run(server: Server) -> None:
+    with streaming(server) as stream:
+        assert server.get("/flush_cache").status_code == 400
+        assert stream.finish()["meta_info"]["completion_tokens"] == LONG
+
+
+def test_pause_in_place_in_mid_tail_changes_no_text(server: Server) -> None:
+    with streaming(server) as stream:
+        undisturbed = stream.finish()
+    with streaming(server) as stream:
+        pause(server, "in_place")
+        assert_paused(server)
+        resume(server)
+        assert stream.finish()["text"] == undisturbed["text"]
+
+
+def test_pause_with_retraction_reads_the_text_anew(server: Server) -> None:
+    with streaming(server) as stream:
+        pause(server, "retract")
+        assert_paused(server)
+        so_far = stream.last["text"]
+        resume(server)
+        answer = stream.finish()
+    assert answer["text"].startswith(so_far)
+    assert answer["meta_info"]["completion_tokens"] == LONG
+    assert answer["meta_info"]["num_retractions"] == 1
+
+
+def test_pause_with_abort_tells_the_client(server: Server) -> None:
+    with streaming(server) as stream:
+        pause(server, "abort")
+        answer = stream.finish()
+        resume(server)
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_abort_of_one_spares_its_neighbour(server: Server) -> None:
+    with streaming(server) as stream:
+        undisturbed = stream.finish()["text"]
+    with streaming(server, seed=8) as mine, streaming(server) as other:
+        assert server.post("/abort_request", rid=mine.rid).status_code == 200
+        assert mine.finish()["meta_info"]["finish_reason"]["type"] == "abort"
+        assert other.finish()["text"] == undisturbed
+
+
+def test_abort_of_all(server: Server) -> None:
+    with streaming(server) as one, streaming(server, seed=8) as two:
+        assert server.post("/abort_request", abort_all=True).status_code == 200
+        ended = [stream.finish()["meta_info"]["finish_reason"]["type"] for stream in (one, two)]
+    assert ended == ["abort", "abort"]
+
+
+@pytest.fixture
+def loaded_back(server: Server, models: Models) -> Iterator[None]:
+    """Ends with the weights that the server began with."""
+    yield
+    assert load(server, models.target, models.draft).status_code == 200
+
+
+def test_new_weights_from_disk_are_those_of_a_fresh_server(
+    server: Server, expected: list[str], models: Models, ending: Ending, loaded_back: None
+) -> None:
+    answer = load(server, models.new_target, models.new_draft)
+    assert (answer.status_code, answer.json()["success"]) == (200, True)
+    assert texts(server) == ending.texts != expected
+    assert load(server, models.target).status_code == 200
+    assert texts(server) != expected, "the draft keeps its weights where none are named"
+
+
+def test_new_weights_while_requests_are_retracted(
+    server: Server, models: Models, ending: Ending, loaded_back: None
+) -> None:
+    with streaming(server) as stream:
+        pause(server, "retract")
+        assert load(server, models.new_target, models.new_draft).status_code == 200
+        assert_paused(server)
+        resume(server)
+        assert stream.finish()["meta_info"]["completion_tokens"] == LONG
+    assert texts(server) == ending.texts
+
+
+def test_new_weights_while_requests_hold_kv(
+    server: Server, models: Models, loaded_back: None
+) -> None:
+    """Refused if their KV is to be dropped; else they go on from it."""
+    with streaming(server) as stream:
+        pause(server, "in_place")
+        refused = load(server, models.new_target)
+        assert (refused.status_code, "'retract'" in refused.text) == (400, True)
+        assert load(server, models.new_target, flush_cache=False).status_code == 200
+        resume(server)
+        assert stream.finish()["meta_info"]["completion_tokens"] == LONG
+
+
+def test_new_weights_wait_for_running_requests(
+    server: Server, models: Models, loaded_back: None
+) -> None:
+    with streaming(server) as stream:
+        undisturbed = stream.finish()["text"]
+    with streaming(server) as stream:
+        assert load(server, models.new_target).status_code == 200
+        assert stream.finish()["text"] == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"model_path": "/nowhere"}, "/nowhere"),
+        ({"manifest": {"draft": "x"}}, "draft_model_path"),
+        ({"manifest": {"draft_model_path": 7}}, "draft_model_path"),
+        ({"load_format": "dummy"}, "safetensors"),
+        ({"recapture_cuda_graph": True}, "in place"),
+    ],
+)
+def test_updates_that_cannot_be(
+    server: Server, models: Models, given: dict[str, Any], reason: str
+) -> None:
+    answer = server.post("/update_weights_from_disk", **{"model_path": models.target, **given})
+    assert answer.status_code == 400
+    assert reason in answer.json()["message"]
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_loaded(
+    server: Server, models: Models, tmp_path: Path
+) -> None:
+    """A draft of another size, beside a target that would fit; and a file that is cut off."""
+    answer = load(server, models.new_target, models.other_size)
+    assert answer.status_code == 400
+    assert "layers.1" in answer.json()["message"]
+    (source,) = Path(models.new_target).glob("*.safetensors")
+    (tmp_path / source.name).write_bytes(source.read_bytes()[:-64])
+    answer = load(server, str(tmp_path))
+    assert answer.status_code == 400
+
+
+def test_new_weights_fromtensors_of(
+    server: Server,
+    models: Models,
+    ending: Ending,
+    loaded_back: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those named `draft.` go to the draft, as /weights_checker names them."""
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    # By name: descriptors are handed to child processes alone.
+    monkeypatch.setattr(torch.multiprocessing, "_sharing_strategy", "file_system")
+    own, draft = (tensors_of(path) for path in (models.new_target, models.new_draft))
+    named = [*own.items(), *((f"draft.{name}", tensor) for name, tensor in draft.items())]
+    answer = send_tensors(server, MultiprocessingSerializer.serialize(named))
+    assert answer.status_code == 200, answer.text
+    assert texts(server) == ending.texts
+
+
+def test_tensors_that_cannot_be_read_are_refused(server: Server) -> None:
+    answer = send_tensors(server, b"no pickle")
+    assert (answer.status_code, answer.json()["success"]) == (400, False)
+
+
+def test_new_weights_by_broadcast(server: Server, models: Models, loaded_back: None) -> None:
+    """Of the target alone."""
+    tensors = tensors_of(models.new_target)
+    with broadcasting(server) as group, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(
+            server.post,
+            "/update_weights_from_distributed",
+            names=list(tensors),
+            dtypes=["float32"] * len(tensors),
+            shapes=[list(tensor.shape) for tensor in tensors.values()],
+            group_name=GROUP,
+        )
+        for tensor in tensors.values():
+            torch.distributed.broadcast(tensor, src=0, group=group)
+        assert answer.result().status_code == 200, answer.result().text
+    found = texts(server)
+    assert load(server, models.new_target, models.draft).status_code == 200
+    assert texts(server) == found
+
+
+@pytest.mark.parametrize("route", ["/release_memory_occupation", "/resume_memory_occupation"])
+def test_memory_is_not_released(server: Server, route: str) -> None:
+    answer = server.post(route)
+    assert answer.status_code == 400
+    assert "SMC gives no memory back" in answer.text
+
+
+def test_a_profile_is_written(server: Server, tmp_path: Path) -> None:
+    started = server.post("/start_profile", output_dir=str(tmp_path), with_stack=False)
+    assert started.status_code == 200
+    server.post("/generate", input_ids=[3], sampling_params={"max_new_tokens": 4})
+    assert server.post("/stop_profile").status_code == 200
+    assert list(tmp_path.rglob("*.json.gz"))
+
+
+def test_internal_state_that_smc_does_not_read_is_not_set(server: Server) -> None:
+    def put(**arguments: float) -> Any:
+        return server.post("/set_internal_state", server_args=arguments).json()
+
+    assert put(pp_max_micro_batch_size=4) == [True]
+    assert put(speculative_accept_threshold_acc=0.5) == [False]
+    assert put(speculative_accept_threshold_single=0.5) == [False]

@@ -1,0 +1,109 @@
+"""Reasoning and tool calls on the chat route: parsers read the text that particles agree on."""
+
+import json
+from collections.abc import Iterator
+
+import openai
+import pytest
+from http_server import Server, running_server
+from scripted_model import make_scripted_model
+from tiny_models import smc_arguments
+
+pytestmark = pytest.mark.engine
+
+REASONING = ["it", "is", "about", "the", "weather"]
+SAID = ["I", "will", "look", "out"]
+ARGUMENTS = {"city": "Paris", "days": 3}
+CALL = ['{"name":', '"forecast",', '"arguments":', '{"city":', '"Paris",', '"days":', "3}}"]
+WORDS = [
+    "<think>",
+    *REASONING,
+    "</think>",
+    *SAID,
+    "<tool_call>",
+    *CALL,
+    "</tool_call>",
+]
+CONTENT = " ".join(SAID)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "forecast",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        },
+    },
+}
+QUESTION = {"role": "user", "content": "about the weather"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Its draft is less sure of its words than the target is."""
+    folder = tmp_path_factory.mktemp("scripted")
+    pair = [
+        make_scripted_model(folder / name, WORDS, certainty=certainty)
+        for name, certainty in (("target", 30.0), ("draft", 4.0))
+    ]
+    parsers = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
+    settings = {"num_particles": 4, "num_steps": 3, "enable_cache_report": True}
+    with running_server(folder, **smc_arguments(*pair, **settings, **parsers)) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+
+
+def test_reasoning_and_calls_are_told_apart(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="m", messages=[QUESTION], tools=[TOOL], seed=1)
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.reasoning_content.split() == REASONING  # type: ignore[attr-defined]
+    assert (choice.message.content or "").strip() == CONTENT
+    [call] = choice.message.tool_calls or []
+    assert call.function.name == "forecast"  # type: ignore[union-attr]
+    assert json.loads(call.function.arguments) == ARGUMENTS  # type: ignore[union-attr]
+
+
+def test_streams_tell_them_apart(client: openai.OpenAI) -> None:
+    """A chunk may bring several tokens at once, and end within a marker's neighbourhood."""
+    stream = client.chat.completions.create(
+        model="m", messages=[QUESTION], tools=[TOOL], seed=1, stream=True
+    )
+    reasoning, content, names, arguments, reasons = "", "", "", "", set()
+    for chunk in stream:
+        delta, reason = chunk.choices[0].delta, chunk.choices[0].finish_reason
+        reasoning += getattr(delta, "reasoning_content", None) or ""
+        content += delta.content or ""
+        for call in delta.tool_calls or []:
+            assert call.function is not None
+            names += call.function.name or ""
+            arguments += call.function.arguments or ""
+        reasons |= {reason} - {None}
+    assert reasoning.split() == REASONING
+    assert content.strip() == CONTENT
+    assert (names, json.loads(arguments)) == ("forecast", ARGUMENTS)
+    assert reasons == {"tool_calls"}
+
+
+def test_without_tools_the_call_is_text(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="m", messages=[QUESTION], seed=1)
+    choice = answer.choices[0]
+    assert choice.finish_reason == "stop"
+    assert not choice.message.tool_calls
+    expected = f"{CONTENT} <tool_call> {' '.join(CALL)} </tool_call>"
+    assert (choice.message.content or "").strip() == expected
+
+
+def test_a_second_turn_finds_the_first_in_the_cache(client: openai.OpenAI) -> None:
+    first = [{"role": "user", "content": " ".join(["weather"] * 20)}]
+    history = [*first, {"role": "assistant", "content": "out"}, {"role": "user", "content": "look"}]
+    for messages in (first, history):
+        answer = client.chat.completions.create(model="m", messages=messages, seed=1)  # type: ignore[arg-type]
+        assert answer.choices[0].message.reasoning_content.split() == REASONING  # type: ignore[attr-defined]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 20

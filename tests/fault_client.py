@@ -1,0 +1,87 @@
+"""Clients of a server that is having a hard time, and what must be true of it afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+import httpx
+from http_server import Server
+
+Found = TypeVar("Found")
+TIMEOUT = 120.0
+
+
+def request(prompt: list[int], seed: int, *, tokens: int = 20, **params: Any) -> dict[str, Any]:
+    """The body of a request to /generate, of a fixed length."""
+    asked = {"max_new_tokens": tokens, "ignore_eos": True, "sampling_seed": seed, **params}
+    return {"input_ids": prompt, "sampling_params": asked, "rid": f"fault-{seed:05}-{tokens:03}"}
+
+
+def text_of(answer: dict[str, Any]) -> list[int]:
+    """What was generated; a retracted request draws the rest of its text anew, so it has none."""
+    assert answer["meta_info"]["num_retractions"] == 0
+    return answer["output_ids"]
+
+
+class FaultServer:
+    """A `Server`, asked many things at once."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+
+    def together(self, *asking: Coroutine[Any, Any, Found]) -> list[Found]:
+        """Let them all run at once; none may take for ever."""
+
+        async def everything() -> list[Found]:
+            return await asyncio.wait_for(asyncio.gather(*asking), timeout=4 * TIMEOUT)
+
+        # Not asyncio.run, which would leave other tests without an event loop.
+        loop = asyncio.new_event_loop()
+        try:
+            return loop.run_until_complete(everything())
+        finally:
+            loop.close()
+
+    def alone(self, bodies: list[dict[str, Any]]) -> list[list[int]]:
+        """The texts of requests that are asked one after another."""
+        return [text_of(self.server.post("/generate", **body).json()) for body in bodies]
+
+    async def ask(self, body: dict[str, Any], route: str = "/generate") -> httpx.Response:
+        async with httpx.AsyncClient(timeout=TIMEOUT) as client:
+            return await client.post(self.server.url + route, json=body)
+
+    async def stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Chunks of an answer; leaving the loop early is leaving the server."""
+        url = self.server.url + "/generate"
+        async with (
+            httpx.AsyncClient(timeout=TIMEOUT) as client,
+            client.stream("POST", url, json={**body, "stream": True}) as lines,
+        ):
+            async for line in lines.aiter_lines():
+                if line.startswith("data: {"):
+                    yield json.loads(line.removeprefix("data: "))
+
+    async def abort(self, rid: str) -> None:
+        await self.ask({"rid": rid}, "/abort_request")
+
+    def assert_nothing_is_lost(self) -> None:
+        """It comes to rest, and then all of its pool is free; SGLang's own checks run, too."""
+        deadline = time.monotonic() + TIMEOUT
+        while self.server.post("/flush_cache").status_code != 200:
+            assert time.monotonic() < deadline, self.server.ending()
+            time.sleep(0.1)
+        while (load := self._load()) != {"running": 0, "waiting": 0, "used": 0}:
+            assert time.monotonic() < deadline, (load, self.server.ending())
+            time.sleep(0.1)
+
+    def _load(self) -> dict[str, int]:
+        load = self.server.get("/v1/loads").json()["loads"][0]
+        return {
+            "running": load["num_running_reqs"],
+            "waiting": load["num_waiting_reqs"],
+            "used": load["num_used_tokens"],
+        }

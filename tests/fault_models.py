@@ -1,0 +1,63 @@
+"""Tiny models that are healthy but for a few tokens, which spoil the requests that have them.
+
+Requests come to such a token by their prompts, or at a high temperature: at 1 and below nobody
+ever draws one. Healthy and sick requests can so share a server.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import make_tiny_model
+from transformers import LlamaForCausalLM
+
+VOCAB = 64
+# Behind a token of NaN all logits are NaN; right behind one of infinity, one of them is infinite.
+TARGET_NAN, TARGET_INF, DRAFT_NAN, DRAFT_INF = RARE = (63, 62, 61, 60)
+# The draft that never agrees proposes this token alone, and the target never does.
+STUBBORN = 7
+_CONSTANT, _SIGNAL = 0, 1  # dimensions of the residual stream that no layer writes to
+_RARE_LOGIT, _SURE_LOGIT = -60.0, 500.0
+
+
+def fault_pair(folder: Path, *, stubborn: bool = False) -> tuple[str, str]:
+    """A target and a draft over one vocabulary; with a draft that is ``stubborn``, no token breaks.
+
+    `RARE` tokens are the broken ones.
+    """
+    if stubborn:
+        never, always = {STUBBORN: -_SURE_LOGIT}, {STUBBORN: _SURE_LOGIT}
+        return _save(folder / "target", 1, never), _save(folder / "stubborn", 2, always)
+    rare = dict.fromkeys(RARE, _RARE_LOGIT)
+    return (
+        _save(folder / "target", 1, rare, nan=TARGET_NAN, infinite=TARGET_INF),
+        _save(folder / "draft", 2, rare, nan=DRAFT_NAN, infinite=DRAFT_INF),
+    )
+
+
+def _save(
+    path: Path,
+    seed: int,
+    offsets: dict[int, float],
+    nan: int | None = None,
+    infinite: int | None = None,
+) -> str:
+    made: dict[str, Any] = {"vocab_size": VOCAB, "scale": 0.3, "seed": seed}
+    model = LlamaForCausalLM.from_pretrained(make_tiny_model(path, **made), dtype=torch.float32)
+    embeddings, head = model.model.embed_tokens.weight, model.lm_head.weight
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[[_CONSTANT, _SIGNAL]] = 0.0
+            layer.mlp.down_proj.weight[[_CONSTANT, _SIGNAL]] = 0.0
+        embeddings[:, _CONSTANT], embeddings[:, _SIGNAL] = 3.0, 0.0
+        head[:, [_CONSTANT, _SIGNAL]] = 0.0
+        for token, offset in offsets.items():
+            head[token, _CONSTANT] = offset
+        if infinite is not None:
+            # The norm leaves at most sqrt(hidden) of the signal, here over 2: more than float32.
+            embeddings[infinite, _SIGNAL] = 100.0
+            head[STUBBORN, _SIGNAL] = 3e38
+        if nan is not None:
+            embeddings[nan] = torch.nan
+    model.save_pretrained(path)
+    return str(path)

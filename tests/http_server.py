@@ -1,0 +1,102 @@
+"""A real HTTP server, for tests that are its clients."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+from serving import free_port
+from tiny_models import ENGINE_DEFAULTS, STRICT_CHECKS
+
+START_TIMEOUT = 300.0
+STOP_TIMEOUT = 60.0
+
+
+class Server:
+    """A running server: its process, its address, its log."""
+
+    def __init__(self, process: subprocess.Popen, port: int, log: Path) -> None:
+        self.process = process
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+
+    def get(self, route: str, **arguments: Any) -> httpx.Response:
+        return httpx.get(self.url + route, **{"timeout": 120, **arguments})
+
+    def post(self, route: str, **body: Any) -> httpx.Response:
+        return httpx.post(self.url + route, json=body, timeout=120)
+
+    def ending(self) -> str:
+        """The end of the log, for a message."""
+        return self.log.read_text(errors="replace")[-3000:]
+
+
+@contextlib.contextmanager
+def running_server(
+    folder: Path, environment: dict[str, str] | None = None, **arguments: Any
+) -> Iterator[Server]:
+    """A server for the ``with`` block, with SGLang's strict memory checks on.
+
+    Args:
+        folder: where its log goes.
+        environment: added to ours.
+        arguments: as `sgl.Engine` takes them, over the tests' defaults.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    port, log = free_port(), folder / "server.log"
+    given = {**ENGINE_DEFAULTS, "skip_server_warmup": False, "log_level": "info", **arguments}
+    command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port), *flags(given)]
+    with log.open("w") as sink:
+        process = subprocess.Popen(
+            command,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **STRICT_CHECKS, **(environment or {})},
+            start_new_session=True,
+        )
+        server = Server(process, port, log)
+        try:
+            _wait_until_ready(server)
+            yield server
+        finally:
+            _end(process)
+
+
+def flags(arguments: dict[str, Any]) -> list[str]:
+    """Engine keywords as a command line: `tp_size=2` is `--tp-size 2`, True a bare switch."""
+    found: list[str] = []
+    for name, value in arguments.items():
+        if value is not None and value is not False:
+            found.append("--" + name.replace("_", "-"))
+            found += [] if value is True else [str(value)]
+    return found
+
+
+def _wait_until_ready(server: Server) -> None:
+    deadline = time.monotonic() + START_TIMEOUT
+    while time.monotonic() < deadline:
+        assert server.process.poll() is None, server.ending()
+        with contextlib.suppress(httpx.HTTPError):
+            if server.get("/health_generate", timeout=5).status_code == 200:
+                return
+        time.sleep(0.5)
+    raise TimeoutError(server.ending())
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Politely, and then for good, with all that it started."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=STOP_TIMEOUT)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,85 @@
+"""What SGLang's kits ask, and answers that satisfy them."""
+
+from __future__ import annotations
+
+import json
+
+from sglang.test.kits.basic_scheduler_stress_kit import _CONCURRENT_PREFIX, _CONCURRENT_QA
+from sglang.test.kits.json_constrained_kit import JSONConstrainedMixin
+from sglang.test.kits.matched_stop_kit import MANY_NEW_TOKENS_PROMPT
+
+#: Of the kit's long prompt: not a lesson, but to be read as whole words.
+FILLER = "the quick brown fox jumps over the lazy dog. " * 20
+_SYSTEM = "<|user|>You are a helpful AI assistant<|user|>"
+_STORY = "The rain fell on the old tower.\nA wizard and a queen looked for the sword."
+_CODE = (
+    "from fastapi import FastAPI\n\napp = FastAPI()\n\n\n@app.get('/')\ndef root():\n    return {}"
+)
+_ENDLESS = " and so on," * 100 + "..."
+_FACTS = '{"name": "Paris", "population": 2100000}'
+_LLAMA_PROMPT = """\
+<|begin_of_text|><|start_header_id|>system<|end_header_id|>
+You are a helpful assistant.<|eot_id|><|start_header_id|>user<|end_header_id|>
+What is 2 + 2?<|eot_id|><|start_header_id|>assistant<|end_header_id|>
+        """
+_JSON_PROMPT = "Introduce the capital of France. Return in a JSON format. The JSON Schema is: "
+
+_PLAIN = {
+    "Q: What is the capital of France?\nA:": " Paris.",
+    "Q: What is 17 multiplied by 23? Reply with just the number.\nA:": " 391",
+    "Q: The three primary colors are red, blue, and ___. Fill in the blank.\nA:": " Yellow.",
+    "Write a single sentence about a sunny day in the park.": " Birds sang in the warm sun.",
+    "Briefly explain what gravity is.": " It is the pull between all things that have mass.",
+    "Q: What is the capital of France? Reply in one word.\nA:": " Paris\n",
+    "Q: What is the capital of France? Just one word.\nA:": " Paris",
+    "The capital of France is": " Paris, a city on the Seine with two million people.",
+    "Hello, my name is": " Ann, and I live in a small town by the sea.",
+    "The president of the United States is": " elected every four years, in November.",
+    "The future of AI is": " what people make of it, today and tomorrow.",
+    "Human: Give me a fully functional FastAPI server. Show the python code.\n\nAssistant:": _CODE,
+    "Generate an email address:": "user@example.com",
+    "Generate a greeting:": "Hello",
+    "Generate a three-digit number:": "123",
+    "Generate a phone number:": "(123) 456-7890",
+    "Generate a date in YYYY-MM-DD format:": "2024-01-01",
+    "Generate a hex color code:": "#12AB3F",
+    "Generate a simple JSON with name, age, and city:": '{"name":"Ann","age":7,"city":"Rome"}',
+    "Generate a log entry:": "[2024-01-01T12:00:00Z] INFO: System.process"
+    " - Operation done successfully",
+    "Configure the service with optional settings:": '{"name":"config_service", '
+    '"arguments":{"theme":"dark"}}',
+    "Here is the information of the capital of France in the JSON format.\n": '{"name": "Paris",'
+    ' "population": 2100000, "country": "France", "capital": "Paris"}',
+    _LLAMA_PROMPT: "4",
+    MANY_NEW_TOKENS_PROMPT: _STORY,
+    "Tell me a very long story about a wizard.": _ENDLESS,
+    "Question 0: Write a short essay about the number 0.": _ENDLESS,
+    "Question 1: Write a short essay about the number 1.": _ENDLESS,
+}
+
+_CHATS = {
+    "<|user|>Say hi in one word.": "Hi",
+    _SYSTEM + MANY_NEW_TOKENS_PROMPT: _STORY,
+    _SYSTEM + "What is 2 + 2?": "4",
+    "<|user|>You are a helpful assistant.<|user|>Give me a json": '{"a": 1}',
+}
+
+
+def lessons() -> list[tuple[str, str]]:
+    """Prompts as the model sees them, and answers; one that ends in dots is not to end there."""
+    plain = dict(_PLAIN)
+    for question, city in _CONCURRENT_QA:
+        plain[_CONCURRENT_PREFIX + question] = " " + city.capitalize()
+    for schema in (JSONConstrainedMixin.json_schema, None):
+        plain[_JSON_PROMPT + json.dumps(schema)] = _FACTS
+    chats = {
+        **_CHATS,
+        _SYSTEM + _JSON_PROMPT + json.dumps(JSONConstrainedMixin.json_schema): _FACTS,
+    }
+    question = "<|user|>What is 1+3?<|assistant|>"
+    return [
+        *plain.items(),
+        *((chat + "<|assistant|>", answer) for chat, answer in chats.items()),
+        (question, "<think>1 and 3 make 4.</think>It is 4."),
+        (question + "<think></think>", "It is 4."),
+    ]

@@ -1,0 +1,170 @@
+"""SGLang's own test kits against SMC servers; docs/test-kits.md lists what runs, and what cannot.
+
+The kits are mixins for unittest. What a kit lets its user set is set here for a CPU and two
+tiny models; what it fixes too large is patched smaller.
+"""
+
+import random
+import unittest
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+from kits.by_heart import VOCAB_SIZE
+from sglang.test.kits import (
+    abort_timeout_kit,
+    basic_api_contract_kit,
+    basic_decode_correctness_kit,
+    basic_scheduler_stress_kit,
+    cache_hit_kit,
+    matched_stop_kit,
+    pause_generation_kit,
+    radix_cache_server_kit,
+    reasoning_kit,
+    spec_decoding_kit,
+    spec_server_kits,
+    streaming_session_kit,
+)
+from sglang.test.server_fixtures import streaming_session_fixture
+from sglang.test.server_fixtures.spec_eagle_fixture import SpecEagleServerBase
+from transformers import LlamaForCausalLM
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+class Case(unittest.TestCase):
+    """What the kits expect of a class; conftest.py starts the server of its ``kind``."""
+
+    kind = "plain"
+    base_url: str
+    model: str
+    tokenizer: Any
+    process: Any
+
+    def setUp(self) -> None:
+        random.seed(0)
+
+
+class FewIds(random.Random):
+    """Draws no token that the tiny models lack; the kits' models have 32,000."""
+
+    def randint(self, a: int, b: int) -> int:
+        return super().randint(a, min(b, VOCAB_SIZE - 1))
+
+
+class TestAPIContract(basic_api_contract_kit.BasicAPIContractMixin, Case):
+    pass
+
+
+class TestDecodeCorrectness(basic_decode_correctness_kit.BasicDecodeCorrectnessMixin, Case):
+    pass
+
+
+class TestSchedulerStress(basic_scheduler_stress_kit.BasicSchedulerStressMixin, Case):
+    pass
+
+
+class TestMatchedStop(matched_stop_kit.MatchedStopMixin, Case):
+    pass
+
+
+class TestAbortAll(abort_timeout_kit.AbortAllMixin, Case):
+    abort_all_max_new_tokens = 2000
+
+
+class TestPause(pause_generation_kit.PauseResumeInPlaceMixin, Case):
+    pause_num_requests = 8
+    pause_max_new_tokens = 256
+    pause_duration = 2
+
+
+class TestSpecCorrectness(spec_server_kits.SpecCorrectnessKit, Case):
+    pass
+
+
+class TestSpecSpeed(spec_decoding_kit.SpecDecodingMixin, Case):
+    accept_length_thres = 3.0
+    bs_1_speed_thres = 1.0  # a CPU's speed says nothing
+
+
+class TestSpecParity(spec_server_kits.SpecParityKit, Case):
+    @classmethod
+    def setUpClass(cls) -> None:
+        """Take the reference from transformers: SGLang's would be one more server."""
+        model = LlamaForCausalLM.from_pretrained(cls.model)
+
+        def greedy(prompt: str) -> str:
+            asked = cls.tokenizer(prompt, return_tensors="pt").input_ids
+            ids = model.generate(asked, do_sample=False, max_new_tokens=48)[0, asked.shape[1] :]  # type: ignore[operator]
+            return cls.tokenizer.decode(ids, skip_special_tokens=True)
+
+        cls.parity_ref_outputs = {prompt: greedy(prompt) for prompt in cls.parity_prompts}
+
+
+class TestSpecFeatures(spec_server_kits.SpecFeatureKit, Case):
+    send_request = SpecEagleServerBase.send_request
+    send_requests_abort = SpecEagleServerBase.send_requests_abort
+    test_constrained_decoding = None  # type: ignore[assignment]
+
+    def test_radix_attention(self) -> None:
+        smaller = partial(radix_cache_server_kit.gen_radix_tree, num_nodes=60, chunk_len=64)
+        with (
+            mock.patch.object(radix_cache_server_kit, "random", FewIds(0)),
+            mock.patch.object(radix_cache_server_kit, "gen_radix_tree", smaller),
+        ):
+            super().test_radix_attention()
+
+
+class TestCacheHit(Case):
+    def test_multiturn_cache_hit(self) -> None:
+        """The kit is a function; its prompts are random ids instead of a download.
+
+        The tolerance is 2: the draft has not read the last token but one.
+        """
+        ids = partial(cache_hit_kit.sample_random_requests, random_sample=False)
+        with mock.patch.object(cache_hit_kit, "sample_random_requests", ids):
+            cache_hit_kit.run_multiturn_cache_hit_test(
+                self.base_url, self.model, num_clients=4, request_length=64, miss_tolerance=2
+            )
+
+
+class TestStreamingSessions(streaming_session_kit.StreamingSessionKitMixin, Case):
+    kind = "sessions"
+    # The draft has not read the last token but one, where that is not the prompt's.
+    kv_inherit_offsets = (-2, -1)
+    test_leak_logprob_concurrent = None  # type: ignore[assignment]
+
+
+class TestReasoningTokens(reasoning_kit.ReasoningTokenUsageMixin, Case):
+    kind = "sessions"
+    reasoning_parser_name = "qwen3"
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.init_reasoning_token_verifier()
+
+
+class TestSeparateReasoning(reasoning_kit.SeparateReasoningMixin, Case):
+    kind = "sessions"
+    api_key = "none"
+
+
+class TestWaitingTimeout(abort_timeout_kit.WaitingTimeoutMixin, Case):
+    kind = "short wait"
+
+
+class TestRunningTimeout(abort_timeout_kit.RunningTimeoutTwoWaveMixin, Case):
+    kind = "short run"
+    running_timeout_sleep = 2
+
+
+class TestSessionLeaks(streaming_session_kit.AbortLeakReproKitMixin, Case):
+    kind = "short run"
+
+    def test_abort_heavy_chunked_prefill_does_not_leak(self) -> None:
+        with (
+            mock.patch.object(streaming_session_fixture, "ABORT_REPRO_ABORT_TOKENS", 4500),
+            mock.patch.object(streaming_session_fixture, "ABORT_REPRO_ROUNDS", 3),
+        ):
+            super().test_abort_heavy_chunked_prefill_does_not_leak()

@@ -1,0 +1,205 @@
+"""What an operator asks of a running server, and long answers to ask it under."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from http_server import Server
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+from safetensors.torch import load_file
+from serving import free_port
+
+from sglang_smc.metrics import PREFIX
+
+LONG = 220
+MODES = ({}, {"mode": "exact"}, {"mode": "auto"}, {"num_particles": 2, "resample_at": "token"})
+DASHBOARD = Path(__file__).parents[1] / "examples/grafana/dashboards/sglang-smc.json"
+GROUP = "new weights"
+NUMBERS = itertools.count()
+
+
+def body(seeds: Sequence[int], tokens: int, smc: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One request for each seed, in one batch."""
+    params = {"max_new_tokens": tokens, "ignore_eos": True}
+    own = zip(seeds, smc, strict=True)
+    return {
+        "input_ids": [[3, 4, 5 + seed] for seed in seeds],
+        "sampling_params": [
+            {**params, "sampling_seed": seed, "custom_params": {"smc": chosen}}
+            for seed, chosen in own
+        ],
+    }
+
+
+def generate(server: Server) -> list[dict[str, Any]]:
+    """Answers that follow from seeds and weights alone, in all modes."""
+    answer = server.post("/generate", **body(range(len(MODES)), 40, MODES))
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def texts(server: Server) -> list[str]:
+    return [answer["text"] for answer in generate(server)]
+
+
+class Stream:
+    """A long answer, read as far as a test wants."""
+
+    def __init__(self, response: httpx.Response, rid: str) -> None:
+        self.rid = rid
+        self._lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+        self.last = self._next()
+
+    def _next(self) -> dict[str, Any]:
+        line = next(self._lines)
+        return {} if line == "[DONE]" else json.loads(line)
+
+    def finish(self) -> dict[str, Any]:
+        """The last chunk."""
+        while chunk := self._next():
+            self.last = chunk
+        return self.last
+
+
+@contextmanager
+def streaming(server: Server, seed: int = 9) -> Iterator[Stream]:
+    """A request whose first tokens have come, and most have not."""
+    # Never the same again: SGLang aborts a stream's rid once more, seconds after its end.
+    rid = f"stream-{next(NUMBERS)}"
+    given = {**body([seed], LONG, [{}]), "stream": True, "rid": [rid]}
+    with httpx.stream("POST", server.url + "/generate", json=given, timeout=300) as response:
+        stream = Stream(response, rid)
+        assert stream.last["meta_info"]["completion_tokens"] < LONG / 2
+        yield stream
+
+
+def names_in_dashboard() -> set[str]:
+    """The metrics that its panels ask for."""
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    queries = (target["expr"] for panel in panels for target in panel.get("targets", ()))
+    return {name for query in queries for name in re.findall(r"sglang:\w+", query)}
+
+
+def state(server: Server) -> dict[str, Any]:
+    return server.get("/server_info").json()["internal_states"][0]["smc"]
+
+
+def samples(server: Server) -> list[Sample]:
+    families = text_string_to_metric_families(server.get("/metrics").text)
+    return [sample for family in families for sample in family.samples]
+
+
+def values(server: Server) -> dict[str, float]:
+    """SMC's metrics by name, buckets aside."""
+    return {
+        sample.name.removeprefix(PREFIX): sample.value
+        for sample in samples(server)
+        if sample.name.startswith(PREFIX) and "le" not in sample.labels
+    }
+
+
+def pause(server: Server, mode: str) -> None:
+    assert server.post("/pause_generation", mode=mode).status_code == 200
+
+
+def resume(server: Server) -> None:
+    assert server.post("/continue_generation").status_code == 200
+
+
+def assert_paused(server: Server) -> None:
+    rounds = state(server)["since_start"]["rounds"]
+    time.sleep(0.2)
+    assert state(server)["since_start"]["rounds"] == rounds
+
+
+def status_of_health(server: Server) -> int:
+    """As soon as the signal has arrived."""
+    for _ in range(50):
+        status = server.get("/health").status_code
+        if status != 200:
+            return status
+        time.sleep(0.05)
+    return status
+
+
+def count_processes(group: int) -> int:
+    """Processes of a process group that run, zombies aside."""
+    paths = Path("/proc").glob("[0-9]*/stat")
+    stats = (_read(path).rpartition(")")[2].split() for path in paths)
+    return sum(stat[0] != "Z" and int(stat[2]) == group for stat in stats if stat)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # it has just ended
+        return ""
+
+
+def count_left(group: int) -> int:
+    """The same, when those that were killed have had time to go."""
+    deadline = time.monotonic() + 30
+    while (left := count_processes(group)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
+
+
+def load(server: Server, target: str, draft: str | None = None, **given: Any) -> httpx.Response:
+    manifest = {"draft_model_path": draft} if draft else None
+    return server.post(
+        "/update_weights_from_disk", **{"model_path": target, "manifest": manifest, **given}
+    )
+
+
+def send_tensors(server: Server, serialized: bytes) -> httpx.Response:
+    sent = base64.b64encode(serialized).decode()
+    return server.post("/update_weights_from_tensor", serialized_named_tensors=[sent])
+
+
+@contextmanager
+def broadcasting(server: Server) -> Iterator[Any]:
+    """A process group of this process, as rank 0, and the server."""
+    from sglang.srt.utils import init_custom_process_group
+
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(
+            server.post,
+            "/init_weights_update_group",
+            master_address="127.0.0.1",
+            master_port=port,
+            rank_offset=1,
+            world_size=2,
+            group_name=GROUP,
+            backend="gloo",
+        )
+        group = init_custom_process_group(
+            backend="gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            world_size=2,
+            rank=0,
+            group_name=GROUP,
+            timeout=timedelta(minutes=2),
+        )
+        assert joined.result().status_code == 200, joined.result().text
+    yield group
+    assert server.post("/destroy_weights_update_group", group_name=GROUP).status_code == 200
+    torch.distributed.destroy_process_group(group)
+
+
+def tensors_of(folder: str) -> dict[str, Any]:
+    (file,) = Path(folder).glob("*.safetensors")
+    return load_file(file)

@@ -1,0 +1,48 @@
+"""What each rank of an SMC server holds after each round, as a plugin of SGLang, for tests.
+
+SGLang finds it where this folder is on the path; it writes where `RANK_PROBE_OUT` names a folder.
+There each scheduler process gets a file with one line a round: a digest of all numbers that the
+round has decided and of the weights that it leaves, bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+OUT = "RANK_PROBE_OUT"
+
+
+def register() -> None:
+    """Called by SGLang in every process."""
+    if OUT in os.environ:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        HookRegistry.register("sglang_smc.worker.SMCWorker._play", play, HookType.AROUND)
+
+
+def play(original: Callable, worker: Any, figures: Any, extent: Any, *rest: Any) -> Any:
+    """One round, and its line."""
+    outcome = original(worker, figures, extent, *rest)
+    after = worker._particles.gather(figures.rows, extent.num_particles, extent.max_tail)
+    digest = hashlib.sha256(repr(extent).encode())
+    for tensor in tensors((figures, outcome, after)):
+        digest.update(tensor.contiguous().numpy().tobytes())
+    rank = worker._target_worker.model_runner.ps.tp_rank
+    with (Path(os.environ[OUT]) / f"rank{rank}.txt").open("a") as file:
+        file.write(f"{len(figures.rows)} {digest.hexdigest()}\n")
+    return outcome
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from tensors(part)

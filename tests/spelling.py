@@ -1,0 +1,77 @@
+"""Tiny models that spell, grammars for them, and who tells what is legal.
+
+The tokenizer is the shipped pair's; the vocabulary is larger, as that of many models is.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tiny_models import make_tiny_model
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+PAIR = Path(__file__).parents[1] / "bench" / "pair"
+TOKENIZER = PAIR / "target"
+VOCAB = 540
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["ann", "bob"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 9},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+_TAG = {"type": "tag", "begin": "<call>", "end": "</call>"}
+_TAG["content"] = {"type": "json_schema", "json_schema": PERSON}  # type: ignore[assignment]
+
+# Each with random letters of a random model an answer of a few dozen tokens at most.
+GRAMMARS: dict[str, dict[str, Any]] = {
+    "regex": {"regex": r"[a-c]{2,4}-\d{2}(é|ß)?"},
+    "json_schema": {"json_schema": json.dumps(PERSON)},
+    "ebnf": {"ebnf": 'root ::= ("yes" | "no") (" " [x-z])? "!"'},
+    "structural_tag": {
+        "structural_tag": json.dumps({"type": "structural_tag", "format": _TAG}),
+    },
+}
+# Most JSON that a random model writes is whitespace.
+SERVER = {"constrained_json_disable_any_whitespace": True}
+
+
+def spelling_model(path: Path, seed: int) -> str:
+    """A random model with the shipped tokenizer and chat template."""
+    made = make_tiny_model(path, vocab_size=VOCAB, scale=0.3, seed=seed)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(TOKENIZER / name, path / name)
+    return made
+
+
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(TOKENIZER)
+
+
+def is_person(text: str) -> bool:
+    """Whether a text is JSON by the schema."""
+    found = json.loads(text)
+    return (
+        found.keys() == {"name", "age"}
+        and found["name"] in ("ann", "bob")
+        and 0 <= found["age"] <= 9
+    )
+
+
+def _is_call(text: str) -> bool:
+    inner = re.fullmatch(r"<call>(.*)</call>", text, re.DOTALL)
+    return inner is not None and is_person(inner[1])
+
+
+IS_LEGAL: dict[str, Callable[[str], bool]] = {
+    "regex": lambda text: re.fullmatch(GRAMMARS["regex"]["regex"], text) is not None,
+    "json_schema": is_person,
+    "ebnf": lambda text: re.fullmatch(r"(yes|no)( [x-z])?!", text) is not None,
+    "structural_tag": _is_call,
+}

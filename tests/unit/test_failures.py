@@ -1,0 +1,193 @@
+"""Who is told that its logits mean nothing, and that nobody else is touched by it."""
+
+from http import HTTPStatus
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from toy_laws import EOS, languages
+from toy_worker import Language, ToyWorker
+
+from sglang_smc.config import SMCConfig
+from sglang_smc.diagnostics import Counters
+from sglang_smc.failures import (
+    Failure,
+    end_request,
+    failure_of_first,
+    failure_of_round,
+    mark_first,
+    take_mark,
+)
+from sglang_smc.metrics import Monitor
+from sglang_smc.request_config import RequestConfig
+from sglang_smc.result import SMCBatchResult
+from sglang_smc.runs import Run
+
+NAN, INF = float("nan"), float("inf")
+
+
+class FakeReq:
+    """What of SGLang's `Req` ends it."""
+
+    def __init__(self, output_ids: tuple[int, ...] = (), to_finish: Any = None) -> None:
+        self.rid, self.output_ids, self.to_finish = "r", list(output_ids), to_finish
+        self.is_retracted, self.done, self.return_logprob = False, False, True
+        self.spec_num_correct_drafts, self.spec_correct_drafts_histogram = 0, []
+        self.grammar = None
+        self.smc_run = Run(0, RequestConfig(), [0.0] * len(Counters._fields))
+
+    def finished(self) -> bool:
+        return self.done
+
+    def update_spec_correct_drafts_histogram(self, num: int) -> None:
+        pass
+
+
+def test_an_ended_request_carries_status_and_sentence_and_leaves_no_kv() -> None:
+    req: Any = FakeReq()
+    end_request(req, "what, and what to do", HTTPStatus.BAD_REQUEST)
+    assert req.to_finish.to_json() == {
+        "type": "abort",
+        "message": "what, and what to do",
+        "status_code": 400,
+        "err_type": "BAD_REQUEST",
+    }
+    assert req.skip_radix_cache_insert
+
+
+@pytest.mark.parametrize("ending", ["by its client", "already"])
+def test_who_ends_anyway_ends_as_it_would(ending: str) -> None:
+    req: Any = FakeReq(to_finish="abort" if ending == "by its client" else None)
+    req.done = ending == "already"
+    end_request(req, "late", HTTPStatus.BAD_REQUEST)
+    assert req.to_finish in ("abort", None)
+
+
+def test_a_mark_stands_for_the_first_token_and_goes_with_it() -> None:
+    tokens = mark_first(torch.tensor([7, 0, 9]), torch.tensor([0, 2, 0]))
+    assert tokens.tolist() == [7, -2, 9]
+    marked: Any = FakeReq((5, -2))
+    assert take_mark(marked) == Failure.DRAFT_LOGITS
+    assert marked.output_ids == [5]
+    assert not marked.return_logprob
+    for whole in (FakeReq((5, 0)), FakeReq()):
+        before = list(whole.output_ids)
+        assert take_mark(whole) == 0  # type: ignore[arg-type]
+        assert whole.output_ids == before
+
+
+@pytest.mark.parametrize("broken", [[NAN, 0.0], [INF, 0.0], [-INF, -INF]])
+def test_first_tokens(broken: list[float]) -> None:
+    good = [0.5, -INF]
+    target = torch.tensor([good, broken, good, broken]).log_softmax(1)
+    draft = torch.tensor([good, good, broken, broken])
+    assert failure_of_first(target, draft).tolist() == [0, 1, 2, 1]
+
+
+def test_only_laws_that_a_text_asks_for_matter() -> None:
+    """Two particles, two columns: the first ends with its first token, the second goes on."""
+    is_open = torch.tensor([[[True, False], [True, True]]])
+    ends = torch.tensor([[[True, False], [False, False]]])
+    live = torch.tensor([[True, True]])
+
+    def code(target: tuple[int, int] | None, draft: tuple[int, int] | None) -> int:
+        log_p, log_q = torch.zeros(1, 2, 3), torch.zeros(1, 2, 2)
+        for scores, place in ((log_p, target), (log_q, draft)):
+            if place is not None:
+                scores[0, place[0], place[1]] = NAN
+        return int(failure_of_round(log_p, log_q, is_open, ends, live))
+
+    asked = {(0, 0), (1, 0), (1, 1), (1, 2)}
+    every = [(n, column) for n in (0, 1) for column in (0, 1, 2)]
+    assert {place for place in every if code(place, None) == Failure.TARGET_LOGITS} == asked
+    drafted = {place for place in every if place[1] < 2 and code(None, place)}
+    assert drafted == {(0, 0), (1, 0), (1, 1)}
+    assert code((1, 1), (1, 1)) == Failure.TARGET_LOGITS
+    nobody = torch.zeros_like(live)
+    log_p = torch.full((1, 2, 3), NAN)
+    closed = torch.zeros_like(is_open)
+    assert int(failure_of_round(log_p, log_p[:, :, :2], closed, ends, nobody)) == 0
+
+
+def test_the_books_end_a_request_by_its_code_and_no_other() -> None:
+    reqs = [FakeReq(), FakeReq(), FakeReq()]
+    reqs[2].is_retracted = True  # its results mean nothing any more
+    result = SMCBatchResult(
+        num_kept_columns=torch.zeros(3, dtype=torch.int64),
+        counters=torch.zeros(3, len(Counters._fields)),
+        accept_lens=torch.zeros(3, dtype=torch.int64),
+        failure=torch.tensor([0, 2, 1]),
+        monitor=Monitor(100),
+    )
+    result.resolve(SimpleNamespace(reqs=reqs), lambda: [[], [], []])  # type: ignore[arg-type]
+    assert [req.to_finish is not None for req in reqs] == [False, True, False]
+    assert "draft model's logits" in reqs[1].to_finish.message
+
+
+CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
+    "weighed": ({}, {"num_particles": 2, "num_steps": 1}),
+    "at tokens": ({"resample_at": "token", "resampling_method": "ssp", "ess_threshold": 1.0},),
+    "verified": ({"mode": "exact"}, {"mode": "mixed"}),
+    "weighed beside verified": ({}, {"mode": "exact"}),
+    "powered": ({"power": 2.0}, {}),
+}
+ROWS = list(range(1, 25))
+
+
+def broken(language: Language, value: float, contexts: slice) -> Language:
+    logits = language.logits.clone()
+    logits[contexts, 1] = value
+    return Language(logits)
+
+
+def serve(pair: tuple[Language, Language], chosen: Any, rows: list[int]) -> dict[int, tuple]:
+    """Text and code of each request; one that fails plays on, as it does under overlap."""
+    config = SMCConfig(num_particles=3, num_steps=2, max_lag=4, evidence_threshold=0.0)
+    sizes = {"num_requests": len(ROWS), "max_new_tokens": 10, "eos": EOS}
+    toy = ToyWorker(config, *pair, **sizes, chosen=chosen)
+    noise = torch.rand(len(ROWS), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    reqs = toy.begin(rows, noise)
+    codes = dict.fromkeys(rows, 0)
+    for _ in range(10):  # tokens at most, and a round commits something
+        result = toy.play_round(reqs)
+        tokens = result.next_token_ids.view(len(reqs), -1)
+        for group, req in enumerate(reqs):
+            new = tokens[group, : result.accept_lens[group]].tolist()
+            assert not (new and codes[req.row]), "a failed request went on"
+            codes[req.row] = codes[req.row] or int(result.failure[group])
+            assert not (new and codes[req.row]), "a broken round emitted"
+            req.output_ids += new
+            req.kv_committed_len += len(new)
+            totals = Counters(*result.counters[group].tolist())
+            assert totals.nan_ct == (codes[req.row] > 0)
+            assert totals.ess_sum == totals.ess_sum
+            if req.smc_run.open_at is not None and result.firsts[group] >= 0:
+                req.output_ids[0], req.smc_run.open_at = int(result.firsts[group]), None
+    toy.check_owned()
+    return {req.row: (req.output_ids, codes[req.row]) for req in reqs}
+
+
+@pytest.mark.parametrize(("model", "value"), [("target", NAN), ("draft", NAN), ("target", INF)])
+@pytest.mark.parametrize("name", list(CHOICES))
+def test_a_broken_context_ends_its_requests_and_leaves_others_their_texts(
+    name: str, model: str, value: float
+) -> None:
+    """Logits that mean nothing in some contexts: in a batch each request fares as it does alone."""
+    target, draft = languages()
+    where = slice(0, 3 if model == "target" else 7)
+    if model == "target":
+        target = broken(target, value, where)
+    else:
+        draft = broken(draft, value, where)
+    together = serve((target, draft), CHOICES[name], ROWS)
+    code = Failure.TARGET_LOGITS if model == "target" else Failure.DRAFT_LOGITS
+    codes = [code for _, code in together.values()]
+    assert set(codes) == {0, code}
+    for row in (codes.index(0), codes.index(code)):
+        alone = serve((target, draft), CHOICES[name], [ROWS[row]])
+        assert alone == {ROWS[row]: together[ROWS[row]]}
+    # What does not fail is what it would have been without the fault.
+    whole = serve(languages(), CHOICES[name], ROWS)
+    for row in (row for row in ROWS if not together[row][1]):
+        assert together[row][0] == whole[row][0]

@@ -1,0 +1,171 @@
+"""Each particle's own state of its request's grammar."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
+from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
+from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo
+
+from sglang_smc.grammar import Masks, forked, mark_terminated, masks_of
+from sglang_smc.particles import Population
+
+A, B, C, EOS, VOCAB = 0, 1, 2, 3, 40  # the vocabulary of the logits is larger than that
+COMPILER = GrammarCompiler(
+    TokenizerInfo(["a", "b", "c", "</s>"], vocab_size=VOCAB, stop_token_ids=[EOS])
+)
+
+
+def grammar_of(regex: str) -> XGrammarGrammar:
+    compiled = COMPILER.compile_regex(regex)
+    return XGrammarGrammar(GrammarMatcher(compiled), VOCAB, compiled, None, regex)
+
+
+def thinking(regex: str) -> ReasonerGrammarObject:
+    """Anything goes until `b a`, then the grammar."""
+    found = ReasonerGrammarObject(grammar_of(regex), [B, A])
+    found.maybe_init_reasoning(True)
+    return found
+
+
+def request(grammar: Any, output: tuple[int, ...] = (), open_at: int | None = None) -> Any:
+    """One whose grammar has read its output, as SGLang has it."""
+    for token in output:
+        grammar.accept_token(token)
+    return SimpleNamespace(
+        grammar=grammar,
+        output_ids=list(output),
+        smc_run=SimpleNamespace(open_at=open_at),
+        vocab_size=VOCAB,
+        finished=lambda: False,
+    )
+
+
+def population(*tails: list[int], anchors: list[int] | None = None, **changes: Any) -> Population:
+    """One group; a tail of -1 stands for no particle."""
+    size = len(tails)
+    tokens = torch.zeros(1, size, 8, dtype=torch.int64)
+    for place, tail in enumerate(tails):
+        tokens[0, place, : len(tail)] = torch.tensor(tail)
+    zeros = torch.zeros(1, size, dtype=torch.int64)
+    fields: dict[str, Any] = {
+        "tokens": tokens,
+        "lengths": torch.tensor([[len(tail) for tail in tails]]),
+        "ended": zeros.bool(),
+        "log_weights": zeros.double(),
+        "anchor": zeros if anchors is None else torch.tensor([anchors]),
+        "before": zeros,
+        "num_emitted": zeros[:, 0],
+        "log_evidence": zeros[:, 0].double(),
+        "present": zeros == 0,
+        "roots": zeros,
+        "unread": zeros[:, 0].bool(),
+    }
+    return Population(**{**fields, **changes})
+
+
+def legal(mask: torch.Tensor) -> list[int]:
+    return mask.nonzero().flatten().tolist()
+
+
+def masks(req: Any, of: Population) -> Masks:
+    return Masks([req], of, VOCAB, "cpu")
+
+
+def drafted(*chains: list[int]) -> torch.Tensor:
+    return torch.tensor([list(chains)])
+
+
+EVERYTHING = list(range(VOCAB))
+
+
+def test_particles_go_their_own_ways_and_leave_the_requests_grammar_alone() -> None:
+    req = request(grammar_of("ab(ca|b*c)"), (A,))
+    found = masks(req, population([B], [B, B], [B, B]))
+    assert [legal(mask) for mask in found.after(drafted([], [], []).long())[0, :, 0]] == [
+        *([B, C], [B, C], [B, C])
+    ]
+    chains = drafted([C, A], [B, C], [C, EOS])
+    along = found.along(chains)[0]
+    assert [legal(mask) for mask in along[0]] == [[B, C], [A, EOS], [EOS]]
+    assert [legal(mask) for mask in along[1]] == [[B, C], [B, C], [EOS]]
+    assert [legal(mask) for mask in along[2]] == [[B, C], [EOS], EVERYTHING]
+    assert [legal(mask) for mask in found.after(chains[:, :, :1])[0, :, 0]] == [
+        *([A, EOS], [B, C], [EOS])
+    ]
+    assert req.grammar.accepted_tokens == [A]
+    assert not req.grammar.is_terminated()
+
+
+def test_who_weighs_nothing_and_who_has_ended_may_say_anything() -> None:
+    """A dead particle's tail may hold what no grammar has ever read, so nobody reads it."""
+    req = request(grammar_of("ab*"), (A,))
+    of = population(
+        [B, VOCAB - 1],
+        [EOS],
+        [B],
+        log_weights=torch.tensor([[-torch.inf, 0.0, 0.0]]).double(),
+        ended=torch.tensor([[False, True, False]]),
+    )
+    found = masks(req, of).along(drafted([A], [A], [B]))[0]
+    assert [legal(mask[0]) for mask in found] == [EVERYTHING, EVERYTHING, [B, EOS]]
+
+
+def test_a_token_that_is_illegal_ends_the_reading() -> None:
+    """One beyond the tokenizer's own vocabulary would end the process in xgrammar."""
+    found = masks(request(grammar_of("a*")), population([], []))
+    along = found.along(drafted([VOCAB - 1, A], [B, A]))[0]
+    assert all(legal(mask) == EVERYTHING for mask in along[:, 1:].flatten(0, 1))
+
+
+def test_an_open_first_token_is_each_particles_own() -> None:
+    """The request's grammar has read the stand-in, which may even have ended its text."""
+    for stand_in in (A, EOS):
+        req = request(grammar_of("(ab|ba)?"), (stand_in,), open_at=0)
+        found = masks(req, population([], [], [A], anchors=[A, B, B]))
+        mask = found.along(drafted([], [], []).long())[0, :, 0]
+        assert [legal(one) for one in mask] == [[B], [A], [EOS]]
+
+
+def test_thinking_is_free_until_its_end() -> None:
+    req = request(thinking("a*c"), (C,))
+    found = masks(req, population([], [B], [B, A])).along(drafted([EOS], [A], [A]))[0]
+    assert [legal(mask) for mask in found[0]] == [EVERYTHING, EVERYTHING]
+    assert [legal(mask) for mask in found[1]] == [EVERYTHING, [A, C]]
+    assert [legal(mask) for mask in found[2]] == [[A, C], [A, C]]
+    assert req.grammar._is_thinking()
+    # What the particles read has gone by the request's own grammar; and a token can be taken back.
+    twin = forked(req.grammar)
+    twin.accept_token(B)
+    twin.rollback(1)
+    twin.accept_token(B)
+    twin.accept_token(A)
+    assert not twin._is_thinking() and req.grammar._thinking_match_history == [0]
+
+
+def test_a_batch_without_grammars_has_no_masks_and_others_are_left_alone() -> None:
+    plain, bound = request(None), request(grammar_of("a"))
+    assert masks_of([plain], population([]), VOCAB, "cpu") is None
+    both = masks_of([plain, bound], None, VOCAB, "cpu")
+    assert both is not None
+    assert [legal(mask[0]) for mask in both.first()] == [EVERYTHING, [A]]
+
+
+def test_only_xgrammars_states_are_copied() -> None:
+    with pytest.raises(TypeError, match="BaseGrammarObject"):
+        forked(BaseGrammarObject())
+
+
+def test_the_end_of_a_grammar_is_an_end() -> None:
+    """With `ignore_eos` nothing else says so. EOS is none while thinking, nor where illegal."""
+    bound, thinks = request(grammar_of("ab?")), request(thinking("a"))
+    tokens = drafted([A, EOS], [EOS, EOS], [A, B])
+    nothing = torch.zeros_like(tokens, dtype=torch.bool)
+    found = mark_terminated(nothing, [bound], tokens, population([], [A], [A]))
+    assert found.tolist() == [[[False, True], [True, False], [False, False]]]
+    found = mark_terminated(nothing, [thinks], tokens, population([], [B, A, A], []))
+    assert found.tolist() == [[[False, False], [True, False], [False, False]]]
+    assert mark_terminated(nothing[:, :1], [bound], drafted([A, EOS])).tolist() == [[[False, True]]]

@@ -1,0 +1,217 @@
+"""Log-probabilities by SGLang's definition, and where they lie until their tokens are emitted."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.logprob_processor import compute_spec_v2_logprobs
+from sglang.srt.managers.schedule_batch import ReqLogprob
+
+from sglang_smc.logprob_books import take_back
+from sglang_smc.logprobs import NOTHING, LogprobTable, TailLogprobs, Widths, score, shown_law
+from sglang_smc.ops import TORCH
+from sglang_smc.sampling import Kinds, Settings
+
+VOCAB, PARTS = 11, ("_val", "_idx")
+EARLY = Kinds(filtered=True, greedy=True, early=True)
+ROWS = torch.tensor([3, 1])
+
+
+def settings(temperatures: list[float]) -> Settings:
+    """What log-probabilities depend on: temperature, and ends that come too early."""
+    unused = dict.fromkeys(Settings._fields, torch.empty(0))
+    stops = torch.zeros(len(temperatures), VOCAB, dtype=torch.bool)
+    stops[:, 4] = True
+    own = {
+        "temperature": torch.tensor(temperatures),
+        "min_new_tokens": torch.full((len(temperatures),), 2),
+        "stop_mask": stops,
+    }
+    return Settings(**{**unused, **own})
+
+
+def stock(logits: torch.Tensor, tokens: torch.Tensor, temperatures: list[float]) -> Any:
+    """SGLang's own log-probabilities of a verified round, ``[G, J, V]`` and ``[G, J]``."""
+    num_groups, num_columns = tokens.shape
+    batch = SimpleNamespace(
+        seq_lens=[0] * num_groups,
+        sampling_info=SimpleNamespace(
+            is_all_greedy=False, temperatures=torch.tensor(temperatures).unsqueeze(1)
+        ),
+        top_logprobs_nums=[3] * num_groups,
+        token_ids_logprobs=[[0, 7]] * num_groups,
+    )
+    output = LogitsProcessorOutput(next_token_logits=logits.flatten(0, 1))
+    every = torch.arange(tokens.numel()).view_as(tokens)
+    compute_spec_v2_logprobs(batch, output, tokens.flatten(), every, num_columns - 1)
+    return output
+
+
+@pytest.mark.parametrize("original", ["0", "1"])
+def test_they_are_those_of_sglangs_speculative_workers(
+    original: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the temperature in them, and without where SGLang's switch leaves it out."""
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", original)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 4, VOCAB, generator=generator) * 3
+    logits[0, 1, 5] = -torch.inf
+    tokens = torch.randint(VOCAB, (2, 4), generator=generator)
+    tokens[0, 1] = 5
+    temperatures = [0.7, 1.3]
+    law = shown_law(settings(temperatures), logits, torch.full((2, 4), 9), EARLY)
+    rows, ids = torch.arange(8).view(2, 1, 4), torch.tensor([[0, 7]] * 2)
+    found = score(TORCH, law, tokens.unsqueeze(1), rows, ids, 3)
+    expected = stock(logits, tokens, temperatures)
+    torch.testing.assert_close(found.own[:, 0], expected.next_token_logprobs)
+    tops = torch.stack(expected.next_token_top_logprobs_val)
+    torch.testing.assert_close(found.top.flatten(0, 2), tops)
+    assert torch.equal(
+        found.top_ids.flatten(0, 2), torch.stack(expected.next_token_top_logprobs_idx)
+    )
+    listed = torch.stack(expected.next_token_token_ids_logprobs_val)
+    torch.testing.assert_close(found.listed.flatten(0, 2), listed)
+    assert found.own.isfinite().all(), "no infinity reaches JSON"
+
+
+def test_ends_that_come_too_early_have_no_mass() -> None:
+    """As SGLang's sampler sees them before `min_new_tokens`; the others share what is left."""
+    places = torch.tensor([[1, 2]])
+    law = shown_law(settings([1.0]), torch.zeros(1, 2, VOCAB), places, EARLY)
+    log_p = law.log_probs()
+    assert log_p[0, 4] == -torch.inf
+    assert log_p[0, 0].exp().item() == pytest.approx(1 / (VOCAB - 1))
+    assert log_p[1, 4].exp().item() == pytest.approx(1 / VOCAB)
+
+
+def test_tokens_outside_a_grammar_have_no_mass() -> None:
+    """As SGLang's sampler sees them behind its mask; where none is left they stay as they are."""
+    allowed = torch.zeros(1, 2, VOCAB, dtype=torch.bool)
+    allowed[0, 0, [3, 5]] = True
+    places, kinds = torch.tensor([[8, 9]]), EARLY._replace(early=False)
+    law = shown_law(settings([0.5]), torch.zeros(1, 2, VOCAB), places, kinds, allowed=allowed)
+    log_p = law.log_probs().exp()
+    assert log_p[0, [3, 5]].tolist() == pytest.approx([0.5, 0.5])
+    assert log_p[0].sum().item() == pytest.approx(1.0)
+    assert log_p[1].tolist() == pytest.approx([1 / VOCAB] * VOCAB)
+
+
+def req(**fields: Any) -> Any:
+    return SimpleNamespace(
+        return_logprob=fields.pop("return_logprob", True),
+        sampling_params=SimpleNamespace(max_new_tokens=fields.pop("max_new_tokens", 4)),
+        logprob=ReqLogprob(**{"top_logprobs_num": 0, "token_ids_logprob": None, **fields}),
+    )
+
+
+def test_a_batch_needs_what_most_is_asked_for_by_who_asks() -> None:
+    assert Widths.of([]) == NOTHING
+    silent = req(return_logprob=False, top_logprobs_num=9, token_ids_logprob=[1, 2, 3])
+    assert Widths.of([silent]) == NOTHING
+    assert Widths.of([silent, req()]) == Widths(1, 0, 0)
+    several = [req(top_logprobs_num=2), req(token_ids_logprob=[5, 6]), silent]
+    assert Widths.of(several) == Widths(1, 2, 2)
+
+
+def test_a_scoring_request_may_ask_for_all_and_widens_no_tail() -> None:
+    """What it wants is there after prefill; under the overlap schedule it still sees a round."""
+    scoring = req(max_new_tokens=0, top_logprobs_num=VOCAB, token_ids_logprob=[2] * 500)
+    assert Widths.of([scoring]) == Widths(1, 0, 0)
+    table = LogprobTable(5, 3, 3, "cpu")
+    output = begin(table, 3, scoring)
+    assert len(output.next_token_token_ids_logprobs_val[0]) == 500  # type: ignore[index]
+    found = table.gather(ROWS, 3, 3, Widths.of([scoring]))
+    assert found is not None
+    assert found.top.shape == found.listed.shape == (2, 3, 4, 0)
+
+
+def begin(table: LogprobTable, row: int, asking: Any) -> LogitsProcessorOutput:
+    """Start one request in ``row`` behind token 2, of which p is the softmax of 0..V-1."""
+    batch: Any = SimpleNamespace(
+        reqs=[asking],
+        req_pool_indices=torch.tensor([row]),
+        top_logprobs_nums=[asking.logprob.top_logprobs_num],
+        token_ids_logprobs=[asking.logprob.token_ids_logprob],
+    )
+    output = LogitsProcessorOutput(next_token_logits=None)
+    log_p = torch.log_softmax(torch.arange(float(VOCAB)), -1).unsqueeze(0)
+    table.begin(batch, log_p, torch.tensor([[2]]), output)
+    return output
+
+
+def tails(num_top: int, num_listed: int) -> TailLogprobs:
+    """Two groups of three particles with four places; all numbers differ."""
+    numbers = torch.arange(24.0).view(2, 3, 4)
+    top = numbers.unsqueeze(3) + torch.arange(num_top) * 100.0
+    return TailLogprobs(numbers, top, top.long(), numbers.unsqueeze(3) + torch.zeros(num_listed))
+
+
+def test_a_table_widens_for_who_asks_for_more_and_loses_nothing() -> None:
+    """A request that is under way when another begins keeps its tails' numbers."""
+    table = LogprobTable(5, 3, 3, "cpu")
+    begin(table, 3, req(top_logprobs_num=2))
+    table.scatter(ROWS, tails(2, 0))
+    begin(table, 4, req(top_logprobs_num=4, token_ids_logprob=[7, 0]))
+    found = table.gather(ROWS, 3, 3, Widths(1, 4, 2))
+    assert found is not None
+    assert found.top.shape == found.top_ids.shape == (2, 3, 4, 4)
+    assert found.listed.shape == (2, 3, 4, 2)
+    for column, expected in zip(found[:3], tails(2, 0)[:3], strict=True):
+        kept = column if column.dim() == 3 else column[..., :2]
+        assert torch.equal(kept, expected)
+    begin(table, 2, req())
+    assert table.gather(ROWS, 3, 3, Widths(1, 4, 2)) is not None, "and never shrinks"
+
+
+def test_a_window_is_no_larger_than_its_batch_needs_and_leaves_the_rest_alone() -> None:
+    table = LogprobTable(5, 3, 3, "cpu")
+    begin(table, 3, req(top_logprobs_num=3, token_ids_logprob=[1]))
+    table.scatter(ROWS, tails(3, 1))
+    small = table.gather(ROWS[:1], 2, 1, Widths(1, 1, 0))
+    assert small is not None
+    shapes = [tuple(column.shape) for column in small]
+    assert shapes == [(1, 2, 2), (1, 2, 2, 1), (1, 2, 2, 1), (1, 2, 2, 0)]
+    table.scatter(ROWS[:1], TailLogprobs(*(column * 0 - 1 for column in small)))
+    found, expected = table.gather(ROWS, 3, 3, Widths(1, 3, 1)), tails(3, 1)
+    assert found is not None
+    assert (found.own[0, :2, :2] == -1).all()
+    assert (found.top[0, :2, :2, 0] == -1).all()
+    assert torch.equal(found.top[..., 1:], expected.top[..., 1:])
+    assert torch.equal(found.own[1], expected.own[1])
+    assert torch.equal(found.own[0, 2], expected.own[0, 2])
+    assert torch.equal(found.own[0, :, 2:], expected.own[0, :, 2:])
+    assert torch.equal(found.listed, expected.listed)
+
+
+def test_nobody_asks_nothing_is_carried() -> None:
+    assert LogprobTable(5, 3, 3, "cpu").gather(ROWS, 3, 3, NOTHING) is None
+
+
+def test_first_tokens_are_shown_as_a_stock_sampler_shows_them() -> None:
+    """Also beside a request that lists no tokens, at which SGLang's own lists break."""
+    table = LogprobTable(5, 3, 3, "cpu")
+    batch: Any = SimpleNamespace(
+        reqs=[req(token_ids_logprob=[7, 0]), req(top_logprobs_num=2)],
+        req_pool_indices=ROWS,
+        top_logprobs_nums=[0, 2],
+        token_ids_logprobs=[[7, 0], None],
+    )
+    output = LogitsProcessorOutput(next_token_logits=None)
+    log_p = torch.log_softmax(torch.arange(float(VOCAB)), -1).expand(2, -1).clone()
+    table.begin(batch, log_p, torch.tensor([[2], [3]]), output)
+    assert torch.equal(output.next_token_logprobs, log_p[0, [2, 3]])  # type: ignore[arg-type]
+    listed = [row.tolist() for row in output.next_token_token_ids_logprobs_val]  # type: ignore[union-attr]
+    assert listed == [log_p[0, [7, 0]].tolist(), []]
+    assert [row.tolist() for row in output.next_token_top_logprobs_idx] == [[], [10, 9]]  # type: ignore[union-attr]
+
+
+def test_what_is_taken_back_leaves_the_books() -> None:
+    """A retraction drops an open first token: what SGLang appends next is of the next one."""
+    kinds = [f"output_{kind}_logprobs" + part for kind in ("token", "top") for part in PARTS]
+    ids = ["output_token_ids_logprobs" + part for part in PARTS]
+    books = req(**{name: [1, 2, 3] for name in kinds}, **{name: [] for name in ids})
+    take_back(books, 2)
+    assert [getattr(books.logprob, name) for name in kinds] == [[1, 2]] * 4
+    take_back(req(return_logprob=False), 0)

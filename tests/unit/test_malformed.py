@@ -1,0 +1,98 @@
+"""What SGLang lets pass, and then fails on: refused with the name of what is wrong."""
+
+from typing import Any
+
+import pytest
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from sglang_smc.malformed import check_fields, check_form, check_ids
+
+VOCAB = 64
+
+
+def check(**fields: Any) -> None:
+    """As a request comes in, and as SGLang then looks at each one of a batch."""
+    given = {"input_ids": [1, 2], **fields}
+    request = GenerateReqInput(**given)
+    check_form(request, VOCAB)
+    request.normalize_batch_and_arguments()
+    single = [request] if request.is_single else [request[i] for i in range(request.batch_size)]
+    for one in single:
+        check_fields(one, VOCAB)
+
+
+GOOD: tuple[dict[str, Any], ...] = (
+    {},
+    {"sampling_params": {"max_new_tokens": 5, "temperature": 0, "top_p": None, "top_k": -1}},
+    {"sampling_params": {"stop": ["a", "b"], "stop_token_ids": [1, 2], "stop_regex": "a+"}},
+    {"sampling_params": {"logit_bias": {"3": 1}, "custom_params": {"smc": {"mode": "exact"}}}},
+    {"sampling_params": {"n": 3, "sampling_seed": -(2**63)}},
+    {"input_ids": [[1], [2, 63]], "sampling_params": [{"n": 2}, {"n": 2}]},
+    {"input_ids": None, "text": "t3 \u00e9"},
+    {"input_ids": None, "text": ["t3", "t4"], "extra_key": ["a", "b"], "rid": ["x", "y"]},
+    {"session_params": {"id": "a", "offset": 3}, "priority": 3, "extra_key": "a"},
+    {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 64},
+)
+
+
+@pytest.mark.parametrize("fields", GOOD)
+def test_requests_that_are_well_formed_pass(fields: dict[str, Any]) -> None:
+    check(**fields)
+
+
+BAD: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"sampling_params": {"max_new_tokens": "5"}}, "max_new_tokens"),
+    ({"sampling_params": {"max_new_tokens": True}}, "max_new_tokens"),
+    ({"sampling_params": {"is_normalized": True}}, "unknown field `is_normalized`"),
+    ({"sampling_params": {"stop_strs": ["a"]}}, "unknown field `stop_strs`"),
+    ({"sampling_params": {"temperatur": 1}}, "unknown field `temperatur`"),
+    ({"sampling_params": {"custom_params": {"smc": {"mode": {"a": 1}}}}}, "custom_params"),
+    ({"sampling_params": {"sampling_seed": 2**63}}, "integer of 64 bits; allowed"),
+    ({"sampling_params": {"temperature": 1e300}}, "1e\\+300; allowed: numbers up to 3.4e"),
+    ({"sampling_params": {"top_k": 2**31}}, "top_k is 2147483648; allowed"),
+    ({"sampling_params": {"n": 0}}, "n is 0; allowed: an integer from 1 to 4096"),
+    ({"sampling_params": {"n": 4097}}, "n is 4097"),
+    ({"sampling_params": {"stop_regex": "(" * 5000}}, "no regular expression"),
+    ({"sampling_params": {"stop_regex": ["a", "a{2,1}"]}}, "no regular expression"),
+    ({"sampling_params": {"stop": ["\ud800"]}}, "surrogate"),
+    ({"sampling_params": []}, "sampling_params has 0 entries; allowed: no list"),
+    ({"sampling_params": [{}]}, "sampling_params has 1 entries; allowed: no list"),
+    ({"input_ids": [[1], [2]], "sampling_params": [{}]}, "1 entries; allowed: 2"),
+    ({"input_ids": []}, "no prompt"),
+    ({"input_ids": [[1], []]}, "at least one"),
+    ({"input_ids": [3, VOCAB]}, "contains 64; allowed: token ids from 0 to 63"),
+    ({"input_ids": [[3], [-1]]}, "contains -1"),
+    ({"input_ids": [3, [4]]}, "a list of token ids"),
+    ({"input_ids": ["a"]}, "A prompt is 'a'"),
+    ({"input_ids": None, "text": "\ud800"}, "surrogate"),
+    ({"input_ids": None, "text": ["a", 5]}, "text is 5"),
+    ({"input_ids": None, "text": []}, "no prompt"),
+    ({"rid": 5}, "rid"),
+    ({"extra_key": 5}, "extra_key"),
+    ({"extra_key": ["a"]}, "extra_key has 1 entries; allowed: no list"),
+    ({"return_logprob": [True, False]}, "return_logprob has 2 entries"),
+    ({"logprob_start_len": -2}, "logprob_start_len is -2; allowed: an integer from -1"),
+    ({"top_logprobs_num": VOCAB + 1}, "top_logprobs_num is 65"),
+    ({"priority": 2**64}, "priority has an integer of 65 bits"),
+    ({"session_params": {"nobody": 1}}, "session_params is malformed.*nobody"),
+    ({"session_params": {"offset": "a"}}, "session_params is malformed.*offset"),
+)
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD)
+def test_what_would_fail_later_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(**fields)
+
+
+def test_nesting_is_followed_as_deep_as_it_goes() -> None:
+    deep: Any = 2**70
+    for _ in range(10_000):
+        deep = [deep]
+    with pytest.raises(ValueError, match="71 bits"):
+        check(session_params={"id": deep})
+
+
+def test_a_prompt_that_the_tokenizer_makes_nothing_of() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        check_ids([], VOCAB)

@@ -1,0 +1,78 @@
+"""A model that particles cannot run on is told as the worker is built, not by its first request."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+
+from sglang_smc.ledger import Ledger
+from sglang_smc.measured import rehearse
+from sglang_smc.model_checks import check_layers
+from sglang_smc.ops import ops_of
+
+
+def runner(**layer: Any) -> Any:
+    """A model runner whose second layer is as told."""
+    plain = {"num_heads": 4, "head_dim": 8, "scaling": 1.0, "num_kv_heads": 2}
+    layers = [RadixAttention(**plain, layer_id=0), RadixAttention(**plain | layer, layer_id=1)]
+    config = SimpleNamespace(get_num_attention_heads=lambda _: 4, get_num_kv_heads=lambda _: 2)
+    return SimpleNamespace(
+        model=torch.nn.Sequential(*layers), model_config=config, ps=SimpleNamespace(tp_size=1)
+    )
+
+
+def test_full_attention_passes() -> None:
+    check_layers(runner())
+
+
+@pytest.mark.parametrize(
+    ("layer", "named"),
+    [
+        ({"sliding_window_size": 31}, "a sliding window"),
+        ({"logit_cap": 50.0}, "a logit cap"),
+        ({"v_head_dim": 4}, "different key and value widths"),
+        ({"num_kv_heads": 4}, "layers of unlike head groups"),
+    ],
+)
+def test_other_attention_is_refused(layer: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"does not support {named} .layer 1"):
+        check_layers(runner(**layer))
+
+
+class Model:
+    """Stands for a `ParticleForward`; its layers may want what no round has."""
+
+    def __init__(self, wants: str | None = None) -> None:
+        self.wants = wants
+
+    def next_logits(self, tokens: torch.Tensor, *_: Any) -> torch.Tensor:
+        if self.wants:
+            raise AttributeError(f"'NoneType' object has no attribute '{self.wants}'")
+        return torch.zeros(*tokens.shape[:2], 8)
+
+    def chain_logits(self, tokens: torch.Tensor, *_: Any) -> torch.Tensor:
+        return self.next_logits(tokens).unsqueeze(2)
+
+
+def rehearsed(target: Model, draft: Model) -> None:
+    table = torch.zeros(4, 16, dtype=torch.int32)
+    ledger = Ledger(table, num_rows=2, num_particles=1, max_tail=4, num_slots=8)
+    steps: Any = SimpleNamespace(target=target, draft=draft)
+    rehearse(steps, ledger, ops_of("torch"))
+
+
+def test_models_that_run_pass() -> None:
+    rehearsed(Model(), Model())
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "flag"),
+    [("mrope", None, "--model-path"), (None, "mrope", "--speculative-draft-model-path")],
+)
+def test_a_model_that_wants_more_than_rounds_have_is_named(
+    target: str | None, draft: str | None, flag: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{flag} cannot run over particles: Attr.*'mrope'"):
+        rehearsed(Model(target), Model(draft))

@@ -1,0 +1,129 @@
+"""Custom processors read each row's own text, and fail for themselves alone."""
+
+from array import array
+from typing import Any
+
+import pytest
+import torch
+from edit_cases import make_population, make_req
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.sampling.custom_logit_processor import (
+    CustomLogitProcessor,
+    DeepseekOCRNoRepeatNGramLogitProcessor,
+    DisallowedTokensLogitsProcessor,
+)
+
+from sglang_smc import edits
+
+VOCAB = 6
+
+
+class Recorder(CustomLogitProcessor):
+    """Adds one to the token of a text's length, and remembers what it was shown."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def __call__(
+        self, logits: torch.Tensor, custom_param_list: list[Any] | None = None
+    ) -> torch.Tensor:
+        assert custom_param_list is not None
+        for row, params in zip(logits, custom_param_list, strict=True):
+            text = None if params is None else list(params["__req__"].output_ids)
+            self.seen.append(text)
+            row[len(text or [])] += 1
+        return logits
+
+
+def with_processor(output_ids: list[int], processor: Any, **custom_params: Any) -> Any:
+    req = make_req(output_ids, custom_params=custom_params)
+    req.origin_input_ids = array("q", [7, 8])
+    req.custom_logit_processor = "loaded"
+    req.smc_run.processor = processor
+    return req
+
+
+def apply(
+    reqs: list[Any], anchors: list[list[int]], tails: list, chains: list, first: int = 0
+) -> torch.Tensor:
+    (edit,) = edits.edits_of(reqs, make_population(anchors, tails))
+    drafted = torch.tensor(chains, dtype=torch.int64)
+    num_columns = 1 if first else drafted.shape[2] + 1
+    return edit(torch.zeros(*drafted.shape[:2], num_columns, VOCAB), drafted, first)
+
+
+def test_each_row_is_shown_what_it_follows() -> None:
+    recorder = Recorder()
+    reqs = [make_req([1]), with_processor([1, 2], recorder)]
+    found = apply(reqs, [[1, 1], [2, 2]], [[[], []], [[3], []]], [[[0], [0]], [[4], [5]]])
+    assert recorder.seen == [[1, 2, 3], [1, 2, 3, 4], [1, 2], [1, 2, 5]]
+    assert found[1].argmax(2).tolist() == [[3, 4], [2, 3]]
+    assert not found[0].any(), "a neighbour without a processor"
+
+
+def test_a_step_of_drafting_is_shown_what_has_been_drafted() -> None:
+    recorder = Recorder()
+    apply([with_processor([1], recorder)], [[1, 1]], [[[], [2]]], [[[3, 4], [5, 0]]], first=2)
+    assert recorder.seen == [[1, 3, 4], [1, 2, 5, 0]]
+
+
+def test_a_particle_reads_its_own_first_token_while_it_is_open() -> None:
+    recorder = Recorder()
+    req = with_processor([1, 0], recorder)
+    req.smc_run.open_at = 1
+    apply([req], [[4, 5]], [[[], []]], [[[], []]])
+    assert recorder.seen == [[1, 4], [1, 5]]
+
+
+def test_a_particle_that_has_ended_is_not_shown() -> None:
+    recorder = Recorder()
+    population = make_population([[1, 1]], [[[2], [3]]])
+    population = population._replace(ended=torch.tensor([[True, False]]))
+    (edit,) = edits.edits_of([with_processor([1], recorder)], population)
+    edit(torch.zeros(1, 2, 1, VOCAB), torch.empty(1, 2, 0, dtype=torch.int64), 0)
+    assert recorder.seen == [[1, 3]]
+
+
+def test_a_first_token_follows_the_emitted_text() -> None:
+    recorder = Recorder()
+    found = edits.begin([make_req([]), with_processor([1, 2], recorder)], torch.zeros(2, VOCAB))
+    assert recorder.seen == [[1, 2]]
+    assert found.tolist() == [[0] * VOCAB, [0, 0, 1, 0, 0, 0]]
+
+
+def test_without_parameters_a_processor_gets_none_as_in_sglang() -> None:
+    recorder = Recorder()
+    req = with_processor([1], recorder)
+    req.sampling_params.custom_params = None
+    apply([req], [[1]], [[[]]], [[[]]])
+    assert recorder.seen == [None]
+
+
+def test_sglang_s_own_processors_read_prompt_and_output_as_they_do_there() -> None:
+    """Bigrams of prompt 7 8 and of 1 2 1: what follows a 1 may be no 2, and after 1 2 no 1."""
+    req = with_processor(
+        [1, 2], DeepseekOCRNoRepeatNGramLogitProcessor(), ngram_size=2, window_size=9, smc={}
+    )
+    found = apply([req], [[2]], [[[1]]], [[[2]]])[0, 0]
+    assert (found == -torch.inf).nonzero().tolist() == [[0, 2], [1, 1]]
+    disallowed = with_processor([1], DisallowedTokensLogitsProcessor(), token_ids=[3, 5])
+    assert apply([disallowed], [[1]], [[[]]], [[[]]])[0, 0, 0].isinf().nonzero().tolist() == [
+        [3],
+        [5],
+    ]
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_processor_that_fails_ends_its_own_request_alone(loaded: bool) -> None:
+    broken = with_processor([1], DisallowedTokensLogitsProcessor() if loaded else None)
+    broken.custom_logit_processor = '{"callable": "00"}'
+    recorder = Recorder()
+    reqs = [broken, with_processor([1], recorder)]
+    found = edits.begin(reqs, torch.zeros(2, VOCAB))
+    assert isinstance(broken.to_finish, FINISH_ABORT)
+    assert "custom logit processor raised" in broken.to_finish.message
+    assert broken.to_finish.status_code == 400
+    assert reqs[1].to_finish is None
+    assert found.tolist() == [[0] * VOCAB, [0, 1, 0, 0, 0, 0]]
+    apply(reqs, [[1], [1]], [[[]], [[]]], [[[]], [[]]])
+    assert len(recorder.seen) == 2
