@@ -24,6 +24,12 @@ from sglang_smc.smc.rounds import Cut
 ANCESTORS = 3
 
 
+@pytest.fixture(autouse=True)
+def _all_levels(caplog: pytest.LogCaptureFixture) -> None:
+    """An engine that ran before in this process may have left the root logger at errors alone."""
+    caplog.set_level(logging.INFO)
+
+
 def add(
     table: CounterTable,
     rows: list[int],
@@ -154,7 +160,6 @@ def test_before_the_first_round_all_particles_count() -> None:
 def test_the_log_has_one_line_an_interval_and_begins_again_after_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO)
     log = IntervalLog(interval=2)
     log.add(row(rounds_ct=1, resample_ct=1, ess_sum=2, particles_sum=4))
     log.end_round()
