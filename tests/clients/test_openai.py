@@ -97,6 +97,40 @@ def test_stop_and_max_tokens_end_answers(client: openai.OpenAI) -> None:
     assert whole.startswith(text_of(short))
 
 
+@pytest.mark.parametrize("mode", ["smc", "exact", "auto"])
+def test_log_probabilities_whole_and_streamed(client: openai.OpenAI, mode: str) -> None:
+    asked = {
+        **{"temperature": 1.0, "seed": 11, "logprobs": True, "top_logprobs": 4},
+        "extra_body": {CHOICES: {"smc": {"mode": mode}}},
+    }
+    whole = ask(client, **asked)
+    places = whole.choices[0].logprobs.content  # type: ignore[union-attr]
+    assert places and "".join(place.token for place in places).startswith(text_of(whole))
+    for place in places:
+        likeliest = [other.logprob for other in place.top_logprobs]
+        assert len(likeliest) == 4 and likeliest == sorted(likeliest, reverse=True)
+        if place.token in (other.token for other in place.top_logprobs):
+            assert place.logprob in likeliest
+        else:
+            assert place.logprob <= likeliest[-1]
+    chunks = [chunk.choices[0] for chunk in ask(client, **asked, stream=True) if chunk.choices]
+    streamed = [place for c in chunks if c.logprobs for place in c.logprobs.content]
+    assert [place.token for place in streamed] == [place.token for place in places]
+    # Now the prompt is cached, and its last pass has another shape.
+    values = [place.logprob for place in places]
+    assert [place.logprob for place in streamed] == pytest.approx(values, abs=1e-3)
+
+
+def test_log_probabilities_of_a_completion(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="default", prompt=prompt_of(SOLVED[0]), temperature=0, max_tokens=9, logprobs=3
+    )
+    found = answer.choices[0].logprobs
+    assert found is not None and found.tokens and "".join(found.tokens) == answer.choices[0].text
+    for value, others in zip(found.token_logprobs, found.top_logprobs, strict=True):
+        assert value == pytest.approx(max(others.values())), "the likeliest, at temperature 0"
+
+
 def test_several_prompts_in_one_completion(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model="default", prompt=[prompt_of(i) for i in SOLVED], temperature=0, max_tokens=160
