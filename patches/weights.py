@@ -37,28 +37,16 @@ def update_from_disk(
     return original(manager, recv_req)
 
 
-def update_from_tensor(
-    original: Callable,
-    manager: "SchedulerWeightUpdaterManager",
-    recv_req: "io_struct.UpdateWeightsFromTensorReqInput",
-) -> Any:
-    """Look at the requests in progress first."""
-    reason = _held(manager, recv_req)
-    if reason is not None:
-        return io_struct.UpdateWeightsFromTensorReqOutput(success=False, message=reason)
-    return original(manager, recv_req)
+def unless_held(output: Callable[..., Any]) -> Callable:
+    """A hook that looks at the requests in progress first, for an update that answers `output`."""
 
+    def update(original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: Any) -> Any:
+        reason = _held(manager, recv_req)
+        if reason is not None:
+            return output(success=False, message=reason)
+        return original(manager, recv_req)
 
-def update_from_distributed(
-    original: Callable,
-    manager: "SchedulerWeightUpdaterManager",
-    recv_req: "io_struct.UpdateWeightsFromDistributedReqInput",
-) -> Any:
-    """Look at the requests in progress first."""
-    reason = _held(manager, recv_req)
-    if reason is not None:
-        return io_struct.UpdateWeightsFromDistributedReqOutput(success=False, message=reason)
-    return original(manager, recv_req)
+    return update
 
 
 def flush_after_update(
@@ -136,7 +124,7 @@ PATCHES = (
     Patch(
         target=_UPDATER + "update_weights_from_tensor",
         hook_type=HookType.AROUND,
-        function=update_from_tensor,
+        function=unless_held(io_struct.UpdateWeightsFromTensorReqOutput),
         what=_HELD_WHAT,
         why=_HELD_WHY,
         relies_on=("srt/managers/scheduler_components/weight_updater.py:158",),
@@ -145,7 +133,7 @@ PATCHES = (
     Patch(
         target=_UPDATER + "update_weights_from_distributed",
         hook_type=HookType.AROUND,
-        function=update_from_distributed,
+        function=unless_held(io_struct.UpdateWeightsFromDistributedReqOutput),
         what=_HELD_WHAT,
         why=_HELD_WHY,
         relies_on=("srt/managers/scheduler_components/weight_updater.py:143",),

@@ -4,13 +4,13 @@ Costs are given, so that the batch size alone decides. SGLang's strict memory ch
 step.
 """
 
-import asyncio
 import json
 import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from crowd import last_chunks
 from tiny_models import smc_arguments
 
 from sglang_smc.adaptive import COSTS_ENV
@@ -95,28 +95,22 @@ def test_requests_of_all_kinds_come_and_go_through_a_small_pool(start: Callable[
     ]
     limits = [draw.choice([1, 2, 17, 40, 80]) for _ in range(70)]
 
-    async def one(index: int) -> dict[str, Any]:
-        # Two crowds, and thin traffic between and behind them.
-        await asyncio.sleep(0.02 * index + (2.0 if index > 35 else 0.0))
+    def request(index: int) -> dict[str, Any]:
         params = {"max_new_tokens": limits[index], "ignore_eos": True, "temperature": 1.2}
         params["custom_params"] = {"smc": kinds[index % len(kinds)]}
         if index % 9 == 0:
             params["stop"] = ["t9 "]
         prompt = [draw.randrange(2, 64) for _ in range(draw.choice([1, 3, 10, 40]))]
-        stream = await running.async_generate(
-            input_ids=prompt, sampling_params=params, stream=True, rid=f"adapt-{index:03}"
-        )
-        chunks = []
-        async for chunk in stream:
-            chunks.append(chunk)
-            if index % 11 == 0:
-                running.tokenizer_manager.abort_request(rid=f"adapt-{index:03}")
-        return chunks[-1]
+        return {"input_ids": prompt, "sampling_params": params}
 
-    async def everything() -> list[dict[str, Any]]:
-        return await asyncio.wait_for(asyncio.gather(*map(one, range(70))), timeout=500)
-
-    answers = asyncio.get_event_loop().run_until_complete(everything())
+    answers = last_chunks(
+        running,
+        [request(index) for index in range(len(limits))],
+        # Two crowds, and thin traffic between and behind them.
+        arrival=lambda index: 0.02 * index + (2.0 if index > 35 else 0.0),
+        aborted=range(0, len(limits), 11),
+        timeout=500,
+    )
     ends = [answer["meta_info"]["finish_reason"]["type"] for answer in answers]
     for index, (end, answer) in enumerate(zip(ends, answers, strict=True)):
         assert end in {"stop", "length"} or index % 11 == 0

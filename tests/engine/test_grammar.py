@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from crowd import last_chunks
 from laws import enumerate_law, next_probs, p_value, total_variation
 from spelling import GRAMMARS, IS_LEGAL, SERVER, spelling_model
 from tiny_models import smc_arguments
@@ -164,25 +165,16 @@ def test_retraction_aborts_and_results_one_round_late(
     kinds = [list(GRAMMARS)[index % 4] for index in range(32)]
     aborted = {5, 6, 14, 23}
 
-    async def one(index: int) -> dict[str, Any]:
-        await asyncio.sleep(0.02 * index)
-        rid, chunks = f"grammar-{index:03}", []
-        stream = await running.async_generate(
-            input_ids=PROMPT * (1 + index % 9),
-            sampling_params=ask(kinds[index], index, mode=MODES[index // 4 % 4]),
-            stream=True,
-            rid=rid,
-        )
-        async for chunk in stream:
-            chunks.append(chunk)
-            if index in aborted:
-                running.tokenizer_manager.abort_request(rid=rid)
-        return chunks[-1]
-
-    async def everything() -> list[dict[str, Any]]:
-        return await asyncio.wait_for(asyncio.gather(*map(one, range(32))), timeout=300)
-
-    answers = asyncio.get_event_loop().run_until_complete(everything())
+    requests = [
+        {
+            "input_ids": PROMPT * (1 + index % 9),
+            "sampling_params": ask(kind, index, mode=MODES[index // 4 % 4]),
+        }
+        for index, kind in enumerate(kinds)
+    ]
+    answers = last_chunks(
+        running, requests, arrival=lambda index: 0.02 * index, aborted=aborted, timeout=300
+    )
     for index, (kind, answer) in enumerate(zip(kinds, answers, strict=True)):
         if index not in aborted:
             assert_legal(kind, answer)

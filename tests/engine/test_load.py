@@ -3,13 +3,13 @@
 SGLang's strict memory checks run at every step; a leak or a double free ends the engine.
 """
 
-import asyncio
 import random
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from crowd import last_chunks
 from tiny_models import smc_arguments
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("schedule")]
@@ -53,24 +53,13 @@ def test_two_hundred_requests_aborts_and_stops_through_a_small_pool(
     requests = [random_request(draw) for _ in range(200)]
     aborted = {index for index in range(200) if draw.random() < 0.3}
 
-    async def one(index: int) -> dict[str, Any]:
-        prompt, params = requests[index]
-        rid = f"load-{index:03}"  # SGLang aborts by prefix
-        await asyncio.sleep(0.01 * index)
-        stream = await running.async_generate(
-            input_ids=prompt, sampling_params=params, stream=True, rid=rid
-        )
-        chunks = []
-        async for chunk in stream:
-            chunks.append(chunk)
-            if index in aborted:
-                running.tokenizer_manager.abort_request(rid=rid)
-        return chunks[-1]
-
-    async def everything() -> list[dict[str, Any]]:
-        return await asyncio.wait_for(asyncio.gather(*map(one, range(200))), timeout=600)
-
-    answers = asyncio.get_event_loop().run_until_complete(everything())
+    answers = last_chunks(
+        running,
+        [{"input_ids": prompt, "sampling_params": params} for prompt, params in requests],
+        arrival=lambda index: 0.01 * index,
+        aborted=aborted,
+        timeout=600,
+    )
     for index, (answer, (_, params)) in enumerate(zip(answers, requests, strict=True)):
         reason = answer["meta_info"]["finish_reason"]["type"]
         assert reason in {"stop", "length"} or (reason == "abort" and index in aborted)

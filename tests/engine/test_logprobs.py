@@ -187,7 +187,7 @@ def test_prompts_are_scored_with_and_without_generation(running: Any) -> None:
 
 def test_more_than_a_tail_can_hold_is_refused(running: Any) -> None:
     asked = {"return_logprob": True, "top_logprobs_num": VOCAB_SIZE + 1}
-    with pytest.raises(ValueError, match="top_logprobs_num is 65; allowed: .* 0 to 64"):
+    with pytest.raises(ValueError, match=r"top_logprobs_num is 65; allowed: .* 0 to 64"):
         running.generate(input_ids=[3, 4], sampling_params={"max_new_tokens": 2}, **asked)
 
 

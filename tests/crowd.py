@@ -1,0 +1,39 @@
+"""Many clients of one engine, who come one after another, stream, and in part leave early."""
+
+import asyncio
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+
+def last_chunks(
+    engine: Any,
+    requests: Sequence[dict[str, Any]],
+    *,
+    arrival: Callable[[int], float],
+    aborted: Container[int],
+    timeout: float,
+) -> list[dict[str, Any]]:
+    """The end of each request's stream.
+
+    Args:
+        engine: an `sgl.Engine`.
+        requests: keywords of `async_generate`.
+        arrival: seconds after the start at which the i-th request comes.
+        aborted: indices of those that are aborted at every chunk.
+        timeout: seconds for all of them.
+    """
+
+    async def one(index: int, given: dict[str, Any]) -> dict[str, Any]:
+        rid, chunks = f"crowd-{index:03}", []  # SGLang aborts by prefix
+        await asyncio.sleep(arrival(index))
+        async for chunk in await engine.async_generate(**given, stream=True, rid=rid):
+            chunks.append(chunk)
+            if index in aborted:
+                engine.tokenizer_manager.abort_request(rid=rid)
+        return chunks[-1]
+
+    async def everyone() -> list[dict[str, Any]]:
+        streams = (one(index, given) for index, given in enumerate(requests))
+        return await asyncio.wait_for(asyncio.gather(*streams), timeout=timeout)
+
+    return asyncio.get_event_loop().run_until_complete(everyone())
