@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import importlib.metadata
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -293,7 +294,10 @@ def test_rounds_as_table_csv_and_picture(timed: ProbedEngine, tmp_path: Path) ->
 
 def test_positions_by_bins(tmp_path: Path) -> None:
     steps = [[0.1 * place if place < 30 else 3 + 0.2 * (place - 30), 2] for place in range(60)]
-    entry = {"bursts": [{"steps": steps, "rounds": []}], "tokens_per_round": 10.0}
+    # All but 7 ms of a step are forwards, however long it takes.
+    lengths = [end - start for (start, _), (end, _) in itertools.pairwise(steps)]
+    timed = [{"forwards": {"draft": 0.02, "target": length - 0.027}} for length in lengths]
+    entry = {"bursts": [{"steps": steps, "rounds": timed}], "tokens_per_round": 10.0}
     log = SimpleNamespace(read=lambda: [entry])
     points = positions.make_points({BLOCK_CELL: log})  # type: ignore[dict-item]
     # Round i begins at token 1 + 10 i, so ten rounds to each hundred positions.
@@ -302,9 +306,9 @@ def test_positions_by_bins(tmp_path: Path) -> None:
         (600, 9),
     ]
     assert [round(point.round_seconds, 3) for point in points] == [0.1] * 3 + [0.2] * 3
-    assert "100.0 ms a round up to position 100, 200.0 ms at 600, 2.00 times" in positions.growth(
-        points
-    )
+    told = positions.growth(points)
+    assert "100.0 ms a round up to position 100, 200.0 ms at 600, 2.00 times as much" in told
+    assert told.endswith("beside the models 7.0 and 7.0 ms")
     positions.write_csv(points, tmp_path / "p.csv", ORIGIN)
     assert len(list(csv.DictReader((tmp_path / "p.csv").open()))) == 6
     positions.plot_points(points, tmp_path / "p.png", title="x")
