@@ -7,25 +7,33 @@ tiny models; what it fixes too large is patched smaller.
 import random
 import unittest
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 from kits.by_heart import VOCAB_SIZE
+from sglang.test import kl_test_utils
 from sglang.test.kits import (
     abort_timeout_kit,
     basic_api_contract_kit,
     basic_decode_correctness_kit,
     basic_scheduler_stress_kit,
     cache_hit_kit,
+    ebnf_constrained_kit,
+    json_constrained_kit,
+    kl_divergence_kit,
     matched_stop_kit,
     pause_generation_kit,
     radix_cache_server_kit,
     reasoning_kit,
+    regex_constrained_kit,
     spec_decoding_kit,
     spec_server_kits,
     streaming_session_kit,
+    unified_radix_cache_kit,
 )
+from sglang.test.kl_multiturn_utils import default_decode_cache_assert
 from sglang.test.server_fixtures import streaming_session_fixture
 from sglang.test.server_fixtures.spec_eagle_fixture import SpecEagleServerBase
 from transformers import LlamaForCausalLM
@@ -51,6 +59,11 @@ class FewIds(random.Random):
 
     def randint(self, a: int, b: int) -> int:
         return super().randint(a, min(b, VOCAB_SIZE - 1))
+
+
+def random_prompts(number: int, length: int) -> list[list[int]]:
+    draw = random.Random(0)
+    return [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for _ in range(number)]
 
 
 class TestAPIContract(basic_api_contract_kit.BasicAPIContractMixin, Case):
@@ -105,7 +118,6 @@ class TestSpecParity(spec_server_kits.SpecParityKit, Case):
 class TestSpecFeatures(spec_server_kits.SpecFeatureKit, Case):
     send_request = SpecEagleServerBase.send_request
     send_requests_abort = SpecEagleServerBase.send_requests_abort
-    test_constrained_decoding = None  # type: ignore[assignment]
 
     def test_radix_attention(self) -> None:
         smaller = partial(radix_cache_server_kit.gen_radix_tree, num_nodes=60, chunk_len=64)
@@ -114,6 +126,57 @@ class TestSpecFeatures(spec_server_kits.SpecFeatureKit, Case):
             mock.patch.object(radix_cache_server_kit, "gen_radix_tree", smaller),
         ):
             super().test_radix_attention()
+
+
+class TestEBNF(ebnf_constrained_kit.EBNFConstrainedMixin, Case):
+    pass
+
+
+class TestJSON(json_constrained_kit.JSONConstrainedMixin, Case):
+    pass
+
+
+class TestRegex(regex_constrained_kit.RegexConstrainedMixin, Case):
+    pass
+
+
+class TestSpecGrammar(spec_server_kits.SpecGrammarKit, Case):
+    pass
+
+
+class TestSpecPenalties(spec_server_kits.SpecPenaltyKit, Case):
+    run_decode = SpecEagleServerBase.run_decode
+
+
+class TestSpecLogprobs(spec_server_kits.SpecLogprobKit, Case):
+    logprob_match_delta = 1e-3  # the kit's 0.5 is for bfloat16
+
+
+class TestKLDivergence(kl_divergence_kit.KLDivergenceMixin, Case):
+    kl_div_thres = 1e-8  # float32 stays below 1e-11
+    kl_div_max_samples = 8
+    kl_div_prefill_max_new_tokens = kl_div_decode_max_new_tokens = 32
+
+    def setUp(self) -> None:
+        """Random ids as prompts, instead of a download."""
+        super().setUp()
+        prompts = random_prompts(self.kl_div_max_samples, 300)
+        given = mock.patch.object(kl_test_utils, "get_input_ids", lambda **_: prompts)
+        given.start()
+        self.addCleanup(given.stop)
+
+
+@mock.patch.object(unified_radix_cache_kit, "random", SimpleNamespace(Random=FewIds))
+class TestMultiturnCache(unified_radix_cache_kit.UnifiedRadixTreeTestMixin, Case):
+    test_gsm8k = test_mmlu = None  # type: ignore[assignment]
+    kl_threshold = 1e-8
+    max_new_tokens = 32
+    input_ids = random_prompts(4, 512)
+
+    @staticmethod
+    def decode_cache_assert(result: dict, history_len: int, output_len: int, label: str) -> None:
+        """All but the last two tokens, as above."""
+        default_decode_cache_assert(result, history_len, output_len - 2, label)
 
 
 class TestCacheHit(Case):
@@ -133,7 +196,10 @@ class TestStreamingSessions(streaming_session_kit.StreamingSessionKitMixin, Case
     kind = "sessions"
     # The draft has not read the last token but one, where that is not the prompt's.
     kv_inherit_offsets = (-2, -1)
-    test_leak_logprob_concurrent = None  # type: ignore[assignment]
+
+    def test_leak_logprob_concurrent(self) -> None:
+        with mock.patch.object(streaming_session_fixture, "CONCURRENT_LOGPROB_ROUNDS", 2):
+            super().test_leak_logprob_concurrent()
 
 
 class TestReasoningTokens(reasoning_kit.ReasoningTokenUsageMixin, Case):
