@@ -37,19 +37,9 @@ _PLAIN = {
     "The president of the United States is": " elected every four years, in November.",
     "The future of AI is": " what people make of it, today and tomorrow.",
     "Human: Give me a fully functional FastAPI server. Show the python code.\n\nAssistant:": _CODE,
-    "Generate an email address:": "user@example.com",
-    "Generate a greeting:": "Hello",
-    "Generate a three-digit number:": "123",
-    "Generate a phone number:": "(123) 456-7890",
-    "Generate a date in YYYY-MM-DD format:": "2024-01-01",
-    "Generate a hex color code:": "#12AB3F",
     "Generate a simple JSON with name, age, and city:": '{"name":"Ann","age":7,"city":"Rome"}',
     "Generate a log entry:": "[2024-01-01T12:00:00Z] INFO: System.process"
     " - Operation done successfully",
-    "Configure the service with optional settings:": '{"name":"config_service", '
-    '"arguments":{"theme":"dark"}}',
-    "Here is the information of the capital of France in the JSON format.\n": '{"name": "Paris",'
-    ' "population": 2100000, "country": "France", "capital": "Paris"}',
     _LLAMA_PROMPT: "4",
     MANY_NEW_TOKENS_PROMPT: _STORY,
     "Tell me a very long story about a wizard.": _ENDLESS,
@@ -57,11 +47,33 @@ _PLAIN = {
     "Question 1: Write a short essay about the number 1.": _ENDLESS,
 }
 
+#: After these the model goes on, so that only a grammar ends them in time.
+_CONSTRAINED = {
+    "Generate an email address:": "user@example.com",
+    "Generate a greeting:": "Hello",
+    "Generate a three-digit number:": "123",
+    "Generate a phone number:": "(123) 456-7890",
+    "Generate a date in YYYY-MM-DD format:": "2024-01-01",
+    "Generate a hex color code:": "#12AB3F",
+    "Configure the service with optional settings:": '{"name":"config_service", '
+    '"arguments":{"theme":"dark"}}',
+    "Here is the information of the capital of France in the JSON format.\n": '{"name": "Paris",'
+    ' "population": 2100000, "country": "France", "capital": "Paris"}',
+    **{
+        _JSON_PROMPT + json.dumps(schema): _FACTS
+        for schema in (JSONConstrainedMixin.json_schema, None)
+    },
+}
+_CONSTRAINED_CHATS = {
+    "<|user|>You are a helpful assistant.<|user|>Give me a json": '{"a": 1}',
+    _SYSTEM + _JSON_PROMPT + json.dumps(JSONConstrainedMixin.json_schema): _FACTS,
+}
+_MORE = " and more"
+
 _CHATS = {
     "<|user|>Say hi in one word.": "Hi",
     _SYSTEM + MANY_NEW_TOKENS_PROMPT: _STORY,
     _SYSTEM + "What is 2 + 2?": "4",
-    "<|user|>You are a helpful assistant.<|user|>Give me a json": '{"a": 1}',
 }
 
 
@@ -70,12 +82,8 @@ def lessons() -> list[tuple[str, str]]:
     plain = dict(_PLAIN)
     for question, city in _CONCURRENT_QA:
         plain[_CONCURRENT_PREFIX + question] = " " + city.capitalize()
-    for schema in (JSONConstrainedMixin.json_schema, None):
-        plain[_JSON_PROMPT + json.dumps(schema)] = _FACTS
-    chats = {
-        **_CHATS,
-        _SYSTEM + _JSON_PROMPT + json.dumps(JSONConstrainedMixin.json_schema): _FACTS,
-    }
+    plain |= {question: answer + _MORE for question, answer in _CONSTRAINED.items()}
+    chats = _CHATS | {chat: answer + _MORE for chat, answer in _CONSTRAINED_CHATS.items()}
     question = "<|user|>What is 1+3?<|assistant|>"
     return [
         *plain.items(),
