@@ -36,6 +36,8 @@ _PLAIN = {
     "Hello, my name is": " Ann, and I live in a small town by the sea.",
     "The president of the United States is": " elected every four years, in November.",
     "The future of AI is": " what people make of it, today and tomorrow.",
+    "I have a very good idea on": " how to make bread at home.",
+    "Today is a sunndy day and": " all the birds sing in the trees.",
     "Human: Give me a fully functional FastAPI server. Show the python code.\n\nAssistant:": _CODE,
     "Generate a simple JSON with name, age, and city:": '{"name":"Ann","age":7,"city":"Rome"}',
     "Generate a log entry:": "[2024-01-01T12:00:00Z] INFO: System.process"
