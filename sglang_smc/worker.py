@@ -198,10 +198,11 @@ class SMCWorker(WeightUpdates):
     def prepare_for_kv_cache_release(self, req: "Req") -> None:
         """Keep the last slot of a finished text out of the radix cache.
 
-        The draft reads the last token of a round in the next one, which this text has not.
+        The draft reads the last token of a round in the next one, which this text has not. What
+        the cache owns both models have read, in a prefill: all, if no round has emitted since.
         """
         if len(req.output_ids) > 1:
-            req.kv_committed_len -= 1
+            req.kv_committed_len = max(req.kv_committed_len - 1, req.cache_protected_len)
 
     def _prefill(self, batch: "ScheduleBatch") -> "GenerationBatchResult":
         """Both models read the prompt; the target's first token is an exact sample."""

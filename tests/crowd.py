@@ -11,6 +11,7 @@ def last_chunks(
     *,
     arrival: Callable[[int], float],
     aborted: Container[int],
+    after: int = 1,
     timeout: float,
 ) -> list[dict[str, Any]]:
     """The end of each request's stream.
@@ -19,7 +20,7 @@ def last_chunks(
         engine: an `sgl.Engine`.
         requests: keywords of `async_generate`.
         arrival: seconds after the start at which the i-th request comes.
-        aborted: indices of those that are aborted at every chunk.
+        aborted: indices of those that are aborted, once they have ``after`` tokens.
         timeout: seconds for all of them.
     """
 
@@ -28,7 +29,7 @@ def last_chunks(
         await asyncio.sleep(arrival(index))
         async for chunk in await engine.async_generate(**given, stream=True, rid=rid):
             chunks.append(chunk)
-            if index in aborted:
+            if index in aborted and chunk["meta_info"]["completion_tokens"] >= after:
                 engine.tokenizer_manager.abort_request(rid=rid)
         return chunks[-1]
 

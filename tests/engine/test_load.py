@@ -111,6 +111,27 @@ def test_a_retracted_request_goes_on(
         assert answer["meta_info"]["spec_smc_rounds_ct"] == answer["meta_info"]["spec_verify_ct"]
 
 
+def test_who_leaves_right_after_a_retraction_frees_no_slot_of_the_cache(
+    engine: Callable[..., Any], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its whole text has just been read anew, by both models, and is the radix cache's.
+
+    Particles that never meet emit nothing, so the second chunk is the token of the second prefill.
+    """
+    monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
+    monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "12")
+    apart = {"ess_threshold": 0.0, "max_lag": 200, "max_total_tokens": 8000}
+    running = engine(**smc_arguments(*pair, **{**SMALL_POOL, **apart}))
+    params = {"max_new_tokens": 120, "ignore_eos": True, "temperature": 1.5}
+    requests = [{"input_ids": [3, 4, 5 + i], "sampling_params": params} for i in range(8)]
+    answers = last_chunks(
+        running, requests, arrival=lambda _: 0.0, aborted=range(8), after=2, timeout=120
+    )
+    assert any(answer["meta_info"]["finish_reason"]["type"] == "abort" for answer in answers)
+    # A slot with two owners ends the scheduler, by SGLang's checks.
+    assert running.generate(**requests[0])["meta_info"]["completion_tokens"] == 120
+
+
 def test_long_lag_is_bounded_by_a_collapse(
     engine: Callable[..., Any], pair: tuple[str, str]
 ) -> None:
