@@ -25,6 +25,8 @@ from tqdm import tqdm
 PLUGIN = Path(__file__).resolve().parent / "plugin"
 #: Of so many rounds the forwards of one are run again, alone.
 FORWARDS_EVERY = 2
+#: Or of none: they are timed where they run.
+FORWARDS_ONCE = 1 << 30
 PATIENCE = 30.0
 
 

@@ -12,7 +12,7 @@ from speed.engines import launch
 from speed.grid import AR, BLOCK, SMC, Cell, System
 from speed.plan import Plan
 from speed.presets import write_models
-from speed.probing import FORWARDS_EVERY, StartProbed, probe, start_probed
+from speed.probing import FORWARDS_EVERY, FORWARDS_ONCE, StartProbed, probe, start_probed
 
 ROUNDS, POSITIONS = "rounds", "positions"
 
@@ -48,7 +48,7 @@ def time_rounds(plan: Plan, origin: Mapping[str, Any], start: StartProbed | None
 
 def time_positions(plan: Plan, origin: Mapping[str, Any], start: StartProbed | None) -> str:
     """Time long answers, and write positions.csv and .png."""
-    logs = _complete(plan, (AR, BLOCK), start or probed_starter(plan, 0))
+    logs = _complete(plan, (AR, BLOCK), start or probed_starter(plan, FORWARDS_ONCE))
     points = positions.make_points(logs)
     _require(points)
     positions.write_csv(points, plan.folder / f"{POSITIONS}.csv", origin)
