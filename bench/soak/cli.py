@@ -3,8 +3,9 @@
     make soak                                     # three minutes
     .venv/bin/python bench/soak --minutes 600     # overnight
 
-Clients of all kinds arrive at random, a third of them leaves before the end, and the pool is too
-small for them. SGLang's strict memory checks are on. The exit status is 0 where nothing is lost.
+Clients of all kinds arrive at random, about a third of them leave before the end, and the pool is
+too small for them. SGLang's strict memory checks are on. The exit status is 0 where nothing is
+lost.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import random
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import httpx
@@ -23,7 +25,8 @@ from arguments import positive
 from logs import prepare_folder
 from results import provenance
 from serving import ServerError, describe_log, progress_interval, running, smc_flags
-from soak.clients import Clients, Ending
+from soak.answers import Ending
+from soak.clients import Clients
 from soak.traffic import MAX_LAG, NUM_PARTICLES, NUM_STEPS, requests
 from soak.verdict import Verdict, judge
 from soak.watch import Watch
@@ -31,9 +34,13 @@ from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
-STRICT = {
+ENVIRONMENT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+    # Admit as if texts hardly grew, so that the pool fills up and some requests are retracted. That
+    # makes SGLang careful; after so many rounds it has forgotten.
+    "SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR": "0.01",
+    "SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "5",
 }
 REST = 60.0  # seconds that a server may take to come to rest
 MEAN_PAUSE = 0.02
@@ -49,10 +56,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--minutes", type=float, default=3.0, help="of traffic; verifying comes on top")
     add("--verify", type=positive, default=200, metavar="N", help="texts to ask for again, alone")
-    add("--crowd", type=positive, default=48, help="requests with the server at once")
-    add("--running", type=positive, default=24, help="of which so many run at most")
-    add("--pool", type=positive, default=1400, metavar="TOKENS", help="KV slots of the server")
-    add("--leave", type=float, default=1 / 3, help="share of the clients that leave early")
+    add("--crowd", type=positive, default=80, help="requests with the server at once")
+    add("--running", type=positive, default=40, help="of which so many run at most")
+    add("--pool", type=positive, default=2400, metavar="TOKENS", help="KV slots of the server")
+    add("--leave", type=float, default=0.4, help="share of the clients that mean to leave early")
     add("--seed", type=int, default=0, help="of the traffic")
     add("--pair", type=Path, default=HERE.parent / "pair", help="folder of target/ and draft/")
     add("--output-dir", type=Path, default=Path("soak-output"))
@@ -72,15 +79,15 @@ def server_flags(options: argparse.Namespace) -> list[str]:
         *("--dtype", "float32"),
         *("--max-total-tokens", str(options.pool)),
         *("--chunked-prefill-size", "64"),
-        # Admit as if requests ended early, so that the pool fills up and some are retracted.
-        *("--schedule-conservativeness", "0.1"),
+        "--enable-priority-scheduling",
+        *("--load-snapshot-publish-interval", "1"),
     ]
 
 
-def run(options: argparse.Namespace) -> Verdict:
+def run(options: argparse.Namespace) -> tuple[Verdict, Watch]:
     """Start a server, send it traffic, and judge what came of it."""
     prepare_folder(options.output_dir)
-    os.environ.update(STRICT)
+    os.environ.update(ENVIRONMENT)
     log = options.output_dir / "server.log"
     with running(
         options.pair / "target",
@@ -91,11 +98,12 @@ def run(options: argparse.Namespace) -> Verdict:
     ) as server:
         endings, watch = soak(server.url, options)
         lost = at_rest(server.url)
-        if lost:
-            lost.append(describe_log(log))
-        alone = {} if lost else verify(server.url, endings, options)
+        alone = [] if lost else verify(server.url, endings, options)
         lost += [] if lost else at_rest(server.url)
-    return judge(endings, alone, watch.usage, watch.memory, lost)
+    if lost:
+        lost.append(describe_log(log))
+    usage = watch.usage_until(60.0 * options.minutes)  # then the pool drains
+    return judge(endings, alone, usage, watch.memory, lost), watch
 
 
 def soak(url: str, options: argparse.Namespace) -> tuple[list[Ending], Watch]:
@@ -110,11 +118,12 @@ def soak(url: str, options: argparse.Namespace) -> tuple[list[Ending], Watch]:
         ) as bar,
     ):
 
-        def ended(ending: Ending) -> None:
-            endings.append(ending)
-            errors, usage = sum(e.is_error for e in endings), watch.usage[-1:] or [0.0]
+        def ended(some: list[Ending]) -> None:
+            endings.extend(some)
+            problems = sum(bool(e.problem) for e in endings)
+            full = watch.usage[-1][1] if watch.usage else 0.0
             bar.set_postfix_str(
-                f"{len(endings)} requests, {errors} errors, pool {usage[0]:.0%}", refresh=False
+                f"{len(endings)} answers, {problems} problems, pool {full:.0%}", refresh=False
             )
             bar.update(min(round(time.monotonic() - begin), bar.total) - bar.n)
 
@@ -141,31 +150,29 @@ def at_rest(url: str) -> list[str]:
     return [f"{REST:.0f} s after the last request {state}"]
 
 
-def verify(url: str, endings: list[Ending], options: argparse.Namespace) -> dict[str, list[int]]:
-    """Texts of some requests alone, by their ids."""
-    candidates = [ending.request for ending in endings if ending.is_verifiable]
+def verify(url: str, endings: list[Ending], options: argparse.Namespace) -> list[Ending]:
+    """Some of the answers again, alone."""
+    candidates = [ending for ending in endings if ending.is_verifiable]
     number = min(options.verify, len(candidates))
     chosen = random.Random(options.seed).sample(candidates, number)
     with tqdm(
-        total=number, desc="Asking again, alone", unit="request", mininterval=progress_interval()
+        total=number, desc="Asking again, alone", unit="answer", mininterval=progress_interval()
     ) as bar:
-        clients = Clients(url, 1, lambda _: None)
-        texts = asyncio.run(clients.alone(chosen, bar.update))
-    return {request.rid: text for request, text in zip(chosen, texts, strict=True)}
+        return asyncio.run(Clients(url, 1, lambda _: None).alone(chosen, bar.update))
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run it; the exit status is 0 where all is well."""
     options = parse_arguments(argv)
     try:
-        verdict = run(options)
+        verdict, watch = run(options)
     except ServerError as error:
         print(f"\n{error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         return 130
-    report = {"verdict": verdict.to_json(), **provenance(REPOSITORY)}
+    report = {"verdict": asdict(verdict), "watch": watch.to_json(), **provenance(REPOSITORY)}
     path = options.output_dir / "soak.json"
     path.write_text(json.dumps(report, indent=2, default=str) + "\n")
     print(f"\n{verdict}\nIn {options.output_dir}/: {path.name}, server.log.")

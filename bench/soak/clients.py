@@ -7,29 +7,14 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from soak.answers import Ending, ending, failed, was_queued
 from soak.traffic import Request
 
-PATIENCE = 180.0  # seconds that any answer may take, queueing included
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How one request ended for its client."""
-
-    request: Request
-    reason: str  # SGLang's finish reason, "left" without one, or what went wrong
-    output_ids: list[int]
-    retractions: int = 0
-    is_error: bool = False
-
-    @property
-    def is_verifiable(self) -> bool:
-        """Whether its text follows from its seed: one that is retracted is drawn anew."""
-        return bool(self.output_ids) and self.retractions == 0 and not self.is_error
+PATIENCE = 600.0  # seconds that any answer may take, queueing included
+NEVER_BEGUN = 499  # of an abort that comes before SGLang has made n requests of one
 
 
 class Clients:
@@ -41,50 +26,68 @@ class Clients:
         ended: is told of each.
     """
 
-    def __init__(self, url: str, crowd: int, ended: Callable[[Ending], None]) -> None:
+    def __init__(self, url: str, crowd: int, ended: Callable[[list[Ending]], None]) -> None:
         self._url, self._crowd, self._ended = url, crowd, ended
+        self._is_gone = False  # the server
 
     async def run(self, requests: Iterator[Request], seconds: float) -> None:
         """Send requests for so long, then wait for all that are under way."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self._crowd)
-        timeout = httpx.Timeout(PATIENCE)
-        async with httpx.AsyncClient(
-            base_url=self._url, timeout=timeout, limits=limits, trust_env=False
-        ) as client:
+        async with self._client(limits=limits) as client:
             room, deadline = asyncio.Semaphore(self._crowd), time.monotonic() + seconds
             async with asyncio.TaskGroup() as group:
-                while time.monotonic() < deadline:
+                while time.monotonic() < deadline and not self._is_gone:
                     request = next(requests)
                     await room.acquire()
                     group.create_task(self._serve(client, request, room))
                     await asyncio.sleep(request.pause)
 
-    async def alone(self, requests: list[Request], done: Callable[[], None]) -> list[list[int]]:
-        """The texts of the same requests, one after another."""
-        texts = []
-        async with httpx.AsyncClient(
-            base_url=self._url, timeout=PATIENCE, trust_env=False
-        ) as client:
-            for request in requests:
-                answer = await client.post("/generate", json=request.body)
-                texts.append(answer.raise_for_status().json()["output_ids"])
+    async def alone(self, answers: list[Ending], done: Callable[[], None]) -> list[Ending]:
+        """The same answers, each asked for when no other is under way."""
+        found = []
+        async with self._client() as client:
+            for answer in answers:
+                found.append(await self._again(client, answer))
                 done()
-        return texts
+        return found
+
+    async def _again(self, client: httpx.AsyncClient, answer: Ending) -> Ending:
+        request, index = answer.request, answer.index
+        try:
+            came = await client.post("/generate", json=request.alone(index))
+            return ending(request, index, came.raise_for_status().json())
+        except httpx.HTTPError as error:
+            return Ending(request, index, "failed", problem=f"{type(error).__name__}: {error}")
+
+    def _client(self, **more: Any) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self._url, timeout=PATIENCE, trust_env=False, **more)
 
     async def _serve(
         self, client: httpx.AsyncClient, request: Request, room: asyncio.Semaphore
     ) -> None:
         try:
-            ask = _stream if request.stream else _ask
-            ending = await ask(client, request)
-        except (httpx.HTTPError, TimeoutError, ValueError) as error:
-            ending = Ending(request, f"{type(error).__name__}: {error}", [], is_error=True)
+            endings = await serve(client, request)
+        except httpx.HTTPError as error:
+            self._is_gone = self._is_gone or isinstance(error, httpx.ConnectError)
+            endings = failed(request, f"{type(error).__name__}: {error}")
         finally:
             room.release()
-        self._ended(ending)
+        self._ended(endings)
 
 
-async def _ask(client: httpx.AsyncClient, request: Request) -> Ending:
+async def serve(client: httpx.AsyncClient, request: Request) -> list[Ending]:
+    """Ask, do what the request says, and tell how it ended.
+
+    Raises:
+        httpx.HTTPError: where the server does not answer.
+    """
+    try:
+        return await (_stream if request.stream else _ask)(client, request)
+    except (LookupError, TypeError, ValueError) as error:
+        return failed(request, f"cannot be read: {type(error).__name__}: {error}")
+
+
+async def _ask(client: httpx.AsyncClient, request: Request) -> list[Ending]:
     sent = asyncio.create_task(client.post("/generate", json=request.body))
     if request.leaves is not None:
         await asyncio.wait([sent], timeout=request.after)
@@ -92,36 +95,58 @@ async def _ask(client: httpx.AsyncClient, request: Request) -> Ending:
             sent.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await sent
-            return Ending(request, "left", [])
+            return [Ending(request, index, "left") for index in range(request.n)]
         if not sent.done():
             await _abort(client, request)
     answer = await sent
+    if answer.status_code == NEVER_BEGUN and request.leaves == "abort":
+        return [Ending(request, index, "abort") for index in range(request.n)]
     if answer.status_code != 200:
-        return Ending(request, f"HTTP {answer.status_code}: {answer.text}", [], is_error=True)
-    return _ending(request, answer.json())
+        return failed(request, f"HTTP {answer.status_code}: {answer.text}")
+    found = answer.json()
+    answers = found if request.n > 1 else [found]
+    if len(answers) != request.n:
+        return failed(request, f"{len(answers)} answers of {request.n}")
+    return [ending(request, index, answer) for index, answer in enumerate(answers)]
 
 
-async def _stream(client: httpx.AsyncClient, request: Request) -> Ending:
-    last: dict[str, Any] | None = None
-    num_chunks = 0
+async def _stream(client: httpx.AsyncClient, request: Request) -> list[Ending]:
+    last: dict[int, dict[str, Any]] = {}
+    num_chunks, left = 0, False
     async with contextlib.aclosing(_chunks(client, request)) as chunks:
         async for chunk in chunks:
             if "error" in chunk:
-                return Ending(request, chunk["error"]["message"], [], is_error=True)
-            last, num_chunks = chunk, num_chunks + 1
+                return failed(request, chunk["error"]["message"])
+            index = chunk.get("index", 0)
+            if index in last and (problem := _join(last[index], chunk)):
+                return failed(request, problem)
+            last[index], num_chunks = chunk, num_chunks + 1
             if request.leaves is not None and num_chunks == request.at_chunk:
-                if request.leaves == "disconnect":
-                    ids, info = last["output_ids"], last["meta_info"]
-                    return Ending(request, "left", ids, info["num_retractions"])
+                left = request.leaves == "disconnect"
+                if left:
+                    break
                 await _abort(client, request)
-    if last is None:
-        return Ending(request, "a stream without a chunk", [], is_error=True)
-    return _ending(request, last)
+    missing = [index for index in range(request.n) if index not in last]
+    if missing and not left:
+        return failed(request, f"a stream without a chunk of {missing}")
+    unseen = [Ending(request, index, "left") for index in missing]
+    return [*(ending(request, index, last[index], left=left) for index in last), *unseen]
+
+
+def _join(before: dict[str, Any], chunk: dict[str, Any]) -> str:
+    """What is wrong with a chunk behind another: a text may but grow."""
+    old, new = before["output_ids"], chunk["output_ids"]
+    if was_queued(chunk):
+        chunk["output_ids"] = old
+    elif new[: len(old)] != old:
+        return f"a stream said {old} and then {new}"
+    return ""
 
 
 async def _chunks(client: httpx.AsyncClient, request: Request) -> AsyncIterator[dict[str, Any]]:
-    body = {**request.body, "stream": True}
-    async with client.stream("POST", "/generate", json=body) as lines:
+    async with client.stream("POST", "/generate", json=request.body) as lines:
+        if lines.status_code != 200:  # before the first chunk, so that no client has left yet
+            raise ValueError(f"HTTP {lines.status_code}: {(await lines.aread()).decode()}")
         async for line in lines.aiter_lines():
             if line.startswith("data: {"):
                 yield json.loads(line.removeprefix("data: "))
@@ -129,16 +154,3 @@ async def _chunks(client: httpx.AsyncClient, request: Request) -> AsyncIterator[
 
 async def _abort(client: httpx.AsyncClient, request: Request) -> None:
     await client.post("/abort_request", json={"rid": request.rid})
-
-
-def _ending(request: Request, answer: dict[str, Any]) -> Ending:
-    info = answer["meta_info"]
-    reason = (info["finish_reason"] or {"type": "no finish reason"})["type"]
-    allowed = {"stop", "length"} | ({"abort"} if request.leaves == "abort" else set())
-    return Ending(
-        request,
-        reason,
-        answer["output_ids"],
-        info["num_retractions"],
-        is_error=reason not in allowed,
-    )

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from soak.grammars import GRAMMARS, Grammar
+
 VOCAB = 512  # of the shipped pair
-NUM_PARTICLES, NUM_STEPS, MAX_LAG = 4, 3, 12
+NUM_PARTICLES, NUM_STEPS, MAX_LAG = 4, 3, 8
 WAYS = ("abort", "disconnect")
+#: Of a hundred; above SGLang's threshold for preemption, so that the pool is taken from others.
+URGENT = 100
 SMC: tuple[dict[str, Any], ...] = (
     {},
     {"num_particles": 2},
@@ -24,11 +29,24 @@ SMC: tuple[dict[str, Any], ...] = (
     {"return_particles": True, "draft_temperature": 1.3},
 )
 FILTERS: tuple[dict[str, Any], ...] = ({}, {}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05})
+EDITS: tuple[dict[str, Any], ...] = (
+    *({} for _ in range(6)),
+    {"frequency_penalty": 0.7},
+    {"presence_penalty": 1.0, "repetition_penalty": 1.2},
+    {"logit_bias": {"17": 3.0, "30": -100.0}},
+)
 STOPS: tuple[dict[str, Any], ...] = (
     *({} for _ in range(6)),
     {"stop": ["7", ". "]},
     {"stop_regex": r"\d\d"},
     {"stop_token_ids": [17, 30, 99]},
+    {"min_new_tokens": 5},
+)
+LOGPROBS: tuple[dict[str, Any], ...] = (
+    *({} for _ in range(5)),
+    {"return_logprob": True},
+    {"return_logprob": True, "top_logprobs_num": 3, "token_ids_logprob": [5, 17]},
+    {"return_logprob": True, "logprob_start_len": 0},
 )
 
 
@@ -39,7 +57,10 @@ class Request:
     rid: str
     prompt: list[int]
     params: dict[str, Any]
-    stream: bool
+    options: dict[str, Any] = field(default_factory=dict)  # of /generate, beside the params
+    grammar: Grammar | None = None
+    n: int = 1
+    stream: bool = False
     leaves: str | None = None  # a way, or None to wait for the answer
     after: float = 0.0  # leaves so many seconds after sending, if it does not stream,
     at_chunk: int = 0  # else at this chunk
@@ -48,10 +69,18 @@ class Request:
     @property
     def body(self) -> dict[str, Any]:
         """For /generate."""
-        return {"rid": self.rid, "input_ids": self.prompt, "sampling_params": self.params}
+        return self._body({**self.params, "n": self.n}, stream=self.stream)
+
+    def alone(self, index: int) -> dict[str, Any]:
+        """What gives the ``index``-th of its n answers, and nothing else."""
+        return self._body({**self.params, "sampling_seed": self.params["sampling_seed"] + index})
+
+    def _body(self, params: dict[str, Any], **more: Any) -> dict[str, Any]:
+        given = {"rid": self.rid, "input_ids": self.prompt, "sampling_params": params}
+        return {**given, **self.options, **more}
 
 
-def requests(seed: int, share_leaving: float, mean_pause: float) -> Any:
+def requests(seed: int, share_leaving: float, mean_pause: float) -> Iterator[Request]:
     """Requests without end: the i-th is the same in every run."""
     index = 0
     while True:
@@ -61,25 +90,34 @@ def requests(seed: int, share_leaving: float, mean_pause: float) -> Any:
 
 def _request(draw: random.Random, index: int, share_leaving: float, mean_pause: float) -> Request:
     leaves = draw.random() < share_leaving
+    grammar = draw.choice(GRAMMARS) if draw.random() < 0.15 else None
     return Request(
         rid=f"soak-{index:06}",  # none a prefix of another: SGLang aborts by prefix
-        prompt=[draw.randrange(3, VOCAB) for _ in range(draw.choice([1, 4, 12, 40, 150]))],
-        params=_params(draw, index),
+        prompt=[draw.randrange(4, VOCAB) for _ in range(draw.choice([1, 4, 12, 40, 150]))],
+        params=_params(draw, index, grammar),
+        options={**draw.choice(LOGPROBS), "priority": draw.choice([0] * 19 + [URGENT])},
+        grammar=grammar,
+        n=draw.choice([1] * 9 + [2]),
         stream=draw.random() < 0.5,
         leaves=draw.choice(WAYS) if leaves else None,
-        after=draw.expovariate(1.0),
-        at_chunk=draw.choice([1, 1, 2, 4, 8, 16]),
+        after=draw.expovariate(0.5),
+        at_chunk=draw.choice([1, 1, 2, 3, 5, 8]),
         pause=draw.expovariate(1.0 / mean_pause),
     )
 
 
-def _params(draw: random.Random, index: int) -> dict[str, Any]:
-    return {
+def _params(draw: random.Random, index: int, grammar: Grammar | None) -> dict[str, Any]:
+    # A stop would cut a grammar's text short, and a minimum forbid its end.
+    ends = draw.choice(STOPS) if grammar is None else grammar.params
+    params = {
         "max_new_tokens": draw.choice([1, 2, 5, 16, 40, 80, 120]),
         "temperature": draw.choice([0.0, 0.6, 1.0, 1.4]),
-        "sampling_seed": index,
+        "sampling_seed": 10 * index,  # the i-th of n answers has the i-th seed from here
         "ignore_eos": draw.random() < 0.7,
         "custom_params": {"smc": draw.choice(SMC)},
         **draw.choice(FILTERS),
-        **draw.choice(STOPS),
+        **draw.choice(EDITS),
+        **ends,
     }
+    params["min_new_tokens"] = min(params.get("min_new_tokens", 0), params["max_new_tokens"])
+    return params
