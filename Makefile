@@ -1,6 +1,7 @@
 # make demo        see it work, from nothing: environment, tiny models, a comparison
 # make fidelity    SMC's accuracy, speed and divergence at many settings, resumable, about 40 minutes
 # make speed       AR, SGLang's speculative decoding and SMC side by side, resumable, about half an hour
+# make soak        a crowd of all kinds of requests, three minutes, and nothing lost
 # make test        what continuous integration runs
 # make VENV=/path  any target, in an environment of yours instead of .venv
 
@@ -11,7 +12,7 @@ STAMP := $(VENV)/.sglang-smc-installed
 SOURCES := sglang_smc kernels patches tests bench
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo fidelity speed test check catalogue dist clean
+.PHONY: help venv demo fidelity speed soak test check catalogue dist clean
 
 help:
 	@sed -n '/^$$/q; s/^# //p' Makefile
@@ -35,6 +36,10 @@ fidelity: venv
 # Likewise; SPEED_ARGS=--quick for a look, --rounds for where the time goes.
 speed: venv
 	$(BIN)/python bench/speed $(SPEED_ARGS)
+
+# SOAK_ARGS='--minutes 600' for a night.
+soak: venv
+	$(BIN)/python bench/soak $(SOAK_ARGS)
 
 test: venv
 	$(BIN)/ruff check $(SOURCES)
