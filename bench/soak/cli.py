@@ -41,6 +41,11 @@ ENVIRONMENT = {
     # makes SGLang careful; after so many rounds it has forgotten.
     "SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR": "0.01",
     "SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "5",
+    "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "16",
+    # glibc keeps much of what is freed, which looks like growth for minutes: what is left then is
+    # what somebody holds.
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
 }
 REST = 60.0  # seconds that a server may take to come to rest
 MEAN_PAUSE = 0.02

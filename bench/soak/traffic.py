@@ -12,7 +12,7 @@ from soak.grammars import GRAMMARS, Grammar
 VOCAB = 512  # of the shipped pair
 NUM_PARTICLES, NUM_STEPS, MAX_LAG = 4, 3, 8
 WAYS = ("abort", "disconnect")
-#: Of a hundred; above SGLang's threshold for preemption, so that the pool is taken from others.
+# More than SGLang's threshold for preemption above the others, which it takes the pool from.
 URGENT = 100
 SMC: tuple[dict[str, Any], ...] = (
     {},
@@ -95,7 +95,7 @@ def _request(draw: random.Random, index: int, share_leaving: float, mean_pause: 
         rid=f"soak-{index:06}",  # none a prefix of another: SGLang aborts by prefix
         prompt=[draw.randrange(4, VOCAB) for _ in range(draw.choice([1, 4, 12, 40, 150]))],
         params=_params(draw, index, grammar),
-        options={**draw.choice(LOGPROBS), "priority": draw.choice([0] * 19 + [URGENT])},
+        options={**draw.choice(LOGPROBS), "priority": draw.choice([0] * 9 + [URGENT])},
         grammar=grammar,
         n=draw.choice([1] * 9 + [2]),
         stream=draw.random() < 0.5,
@@ -110,7 +110,7 @@ def _params(draw: random.Random, index: int, grammar: Grammar | None) -> dict[st
     # A stop would cut a grammar's text short, and a minimum forbid its end.
     ends = draw.choice(STOPS) if grammar is None else grammar.params
     params = {
-        "max_new_tokens": draw.choice([1, 2, 5, 16, 40, 80, 120]),
+        "max_new_tokens": draw.choice([1, 2, 8, 40, 80, 120, 160]),
         "temperature": draw.choice([0.0, 0.6, 1.0, 1.4]),
         "sampling_seed": 10 * index,  # the i-th of n answers has the i-th seed from here
         "ignore_eos": draw.random() < 0.7,
