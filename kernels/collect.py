@@ -1,4 +1,4 @@
-"""From scored drafts to ancestors in one launch: weights, where a block is cut, resampling."""
+"""From weights to ancestors, one launch each: where a block is cut, resampling, the final draw."""
 
 import torch
 import triton
@@ -45,7 +45,7 @@ def collect(
             f"the kernel does not draw ancestors by {scheme!r}, only by {', '.join(SCHEMES)}: "
             "use sglang_smc.smc.rounds.collect"
         )
-    found = _like(log_weights, log_p.shape[2])
+    found = _like(log_weights)
     groups = log_weights, power, *rules, present, coins, noise
     _collect[(len(log_weights),)](
         *(argument.contiguous() for argument in (log_p, log_q, is_open, *groups)),
@@ -60,28 +60,61 @@ def collect(
     return found
 
 
-def _like(log_weights: torch.Tensor, num_columns: int) -> Collected:
+def _like(log_weights: torch.Tensor) -> Collected:
     """Room for the results."""
-
-    def empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(like.shape, dtype=dtype, device=like.device)
-
     of_groups = log_weights[:, 0]
     return Collected(
         cut=Cut(
-            num_columns=empty(of_groups, torch.int64),
-            log_weights=empty(log_weights, torch.float64),
-            ess=empty(of_groups, torch.float64),
-            resample=empty(of_groups, torch.bool),
-            all_zero=empty(of_groups, torch.bool),
+            num_columns=_empty(of_groups, torch.int64),
+            log_weights=_empty(log_weights, torch.float64),
+            ess=_empty(of_groups, torch.float64),
+            resample=_empty(of_groups, torch.bool),
+            all_zero=_empty(of_groups, torch.bool),
         ),
-        num_kept=empty(log_weights, torch.int64),
-        resampled=Resampled(
-            ancestors=empty(log_weights, torch.int64),
-            log_weights=empty(log_weights, torch.float64),
-            log_evidence=empty(of_groups, torch.float64),
-        ),
+        num_kept=_empty(log_weights, torch.int64),
+        resampled=_like_resampled(log_weights),
     )
+
+
+def _like_resampled(log_weights: torch.Tensor) -> Resampled:
+    return Resampled(
+        ancestors=_empty(log_weights, torch.int64),
+        log_weights=_empty(log_weights, torch.float64),
+        log_evidence=_empty(log_weights[:, 0], torch.float64),
+    )
+
+
+def _empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=dtype, device=like.device)
+
+
+def collapse(
+    log_weights: torch.Tensor,
+    where: torch.Tensor,
+    present: torch.Tensor,
+    uniforms: torch.Tensor,
+    heaviest: torch.Tensor,
+) -> Resampled:
+    """Let one particle stand for its whole group, in the groups of ``where``, in one launch.
+
+    Reference: `sglang_smc.smc.rounds.collapse`.
+
+    Args:
+        log_weights: ``[G, N]`` float64.
+        where: ``[G]`` bool.
+        present: ``[G, N]`` bool.
+        uniforms: ``[G]`` float64.
+        heaviest: ``[G]`` bool: the heaviest instead of one drawn by weight.
+    """
+    found = _like_resampled(log_weights)
+    arguments = log_weights, where, present, uniforms, heaviest
+    _collapse[(len(log_weights),)](
+        *(argument.contiguous() for argument in arguments),
+        *found,
+        log_weights.shape[1],
+        padded_particles=triton.next_power_of_2(log_weights.shape[1]),
+    )
+    return found
 
 
 @triton.jit
@@ -129,6 +162,12 @@ def _ancestors(weights, points, particle):
     found = tl.min(tl.where(reached, particle[None, :], 0x7FFFFFFF), 1)
     # Rounding may carry a point to the total itself: stay at the last positive weight.
     return tl.minimum(found, tl.max(tl.where(alive, particle, 0), 0))
+
+
+@triton.jit
+def _normalized(unnormalized):
+    mass = tl.sum(unnormalized, 0)
+    return unnormalized / tl.where(mass > 0, mass, 1.0)
 
 
 @triton.jit
@@ -204,9 +243,7 @@ def _collect(
     tl.store(out_all_zero + group, all_zero)
     tl.store(out_num_kept + own, tl.sum(kept.to(tl.int64), 0), mask=here)
 
-    unnormalized = tl.sum(tl.where(last[:, None], relative, 0.0), 0)
-    mass = tl.sum(unnormalized, 0)
-    weights = unnormalized / tl.where(mass > 0, mass, 1.0)
+    weights = _normalized(tl.sum(tl.where(last[:, None], relative, 0.0), 0))
     points = _points(noise + group * num_particles, particle, here, size, scheme)
     replaced = resample & is_present
     ancestors = tl.where(replaced, _ancestors(weights, points, particle), particle)
@@ -214,3 +251,41 @@ def _collect(
     tl.store(out_ancestors + own, ancestors.to(tl.int64), mask=here)
     tl.store(out_log_weights + own, tl.where(replaced, 0.0, cut_log_weights), mask=here)
     tl.store(out_log_evidence + group, banked)
+
+
+@triton.jit
+def _collapse(
+    log_weights,
+    where,
+    present,
+    uniforms,
+    heaviest,
+    out_ancestors,
+    out_log_weights,
+    out_log_evidence,
+    num_particles,
+    padded_particles: tl.constexpr,
+):
+    group = tl.program_id(0)
+    particle = tl.arange(0, padded_particles)
+    here = particle < num_particles
+    own = group * num_particles + particle
+    weight = tl.load(log_weights + own, mask=here, other=-float("inf"))
+    is_present = tl.load(present + own, mask=here, other=0) != 0
+    collapses = tl.load(where + group) != 0
+
+    highest = tl.max(weight, 0)
+    shift = tl.where(highest == -float("inf"), 0.0, highest)
+    relative = tl.exp(weight - shift)
+    point = tl.load(uniforms + group) + tl.zeros([padded_particles], dtype=tl.float64)
+    drawn = _ancestors(_normalized(relative), point, particle)
+    first_heaviest = tl.min(tl.where(weight == highest, particle, padded_particles), 0)
+    chosen = tl.where(tl.load(heaviest + group) != 0, first_heaviest, drawn)
+
+    replaced = collapses & is_present
+    size = tl.sum(is_present.to(tl.int32), 0).to(tl.float64)
+    banked = tl.log(tl.sum(relative, 0)) + highest - tl.log(size)
+    ancestors = tl.where(replaced, chosen, particle)
+    tl.store(out_ancestors + own, ancestors.to(tl.int64), mask=here)
+    tl.store(out_log_weights + own, tl.where(replaced, 0.0, weight), mask=here)
+    tl.store(out_log_evidence + group, tl.where(collapses, banked, 0.0))

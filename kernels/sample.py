@@ -27,7 +27,7 @@ def sample_and_score(
 
     Args:
         logits: ``[R, V]``, any float type; ``-inf`` marks a forbidden token.
-        temperature: ``[D]`` > 0, of each draw.
+        temperature: ``[G]`` > 0, each of D / G draws one after another.
         uniforms: ``[D]`` float64 in [0, 1).
         rows: ``[D]`` int64, the row of logits that each draw uses; None is one draw a row, D = R.
 
@@ -69,7 +69,7 @@ def score_tokens(
 
     Args:
         logits: ``[R, V]``, any float type; ``-inf`` marks a forbidden token.
-        temperature: ``[D]`` > 0, of each token.
+        temperature: ``[G]`` > 0, each of D / G tokens one after another.
         tokens: ``[D]`` int64.
         rows: ``[D]`` int64, the row of logits that each token is read from; None is D = R.
 
@@ -99,6 +99,7 @@ class _Source(NamedTuple):
 
     logits: torch.Tensor
     temperature: torch.Tensor
+    draws_each: int
     rows: torch.Tensor | None
     stride: int
     vocab_size: int
@@ -111,13 +112,17 @@ def _source(logits: torch.Tensor, temperature: torch.Tensor, rows: torch.Tensor 
             "vocabulary, which must be 1: pass logits.contiguous()"
         )
     rows = rows if rows is None else rows.contiguous()
-    return _Source(logits, temperature.contiguous(), rows, logits.stride(0), logits.shape[1])
+    draws_each = len(logits if rows is None else rows) // len(temperature)
+    return _Source(
+        logits, temperature.contiguous(), draws_each, rows, logits.stride(0), logits.shape[1]
+    )
 
 
 def _sum_tiles(source: _Source) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Largest scaled logit and sum of exponentials relative to it, of each tile ``[D, tiles]``."""
     tile = min(_TILE, triton.next_power_of_2(source.vocab_size))
-    shape = len(source.temperature), triton.cdiv(source.vocab_size, tile)
+    num_draws = len(source.temperature) * source.draws_each
+    shape = num_draws, triton.cdiv(source.vocab_size, tile)
     highest = torch.empty(shape, dtype=torch.float32, device=source.logits.device)
     total = torch.empty_like(highest)
     _sum_tile[shape](*source, highest, total, tile=tile, num_warps=8)
@@ -130,19 +135,30 @@ def _row_of(rows, draw):
 
 
 @triton.jit
-def _scaled(logits, temperature, draw, row, stride, columns, inside):
+def _scaled(logits, temperature, group, row, stride, columns, inside):
     """Logits over temperature, divided as torch does: then they agree bit for bit."""
     raw = tl.load(logits + row * stride + columns, mask=inside, other=-float("inf"))
-    return tl.div_rn(raw.to(tl.float32), tl.load(temperature + draw).to(tl.float32))
+    return tl.div_rn(raw.to(tl.float32), tl.load(temperature + group).to(tl.float32))
 
 
 @triton.jit
-def _sum_tile(logits, temperature, rows, stride, vocab_size, highest, total, tile: tl.constexpr):
+def _sum_tile(
+    logits,
+    temperature,
+    draws_each,
+    rows,
+    stride,
+    vocab_size,
+    highest,
+    total,
+    tile: tl.constexpr,
+):
     draw = tl.program_id(0)
+    group = draw // draws_each
     part = tl.program_id(1)
     columns = part * tile + tl.arange(0, tile)
     row = _row_of(rows, draw)
-    scaled = _scaled(logits, temperature, draw, row, stride, columns, columns < vocab_size)
+    scaled = _scaled(logits, temperature, group, row, stride, columns, columns < vocab_size)
     largest = tl.max(scaled, 0)
     at = draw * tl.num_programs(1) + part
     tl.store(highest + at, largest)
@@ -189,6 +205,7 @@ def _store_score(scaled, largest, masses, log_probs, draw):
 def _draw(
     logits,
     temperature,
+    draws_each,
     rows,
     stride,
     vocab_size,
@@ -202,6 +219,7 @@ def _draw(
     tile: tl.constexpr,
 ):
     draw = tl.program_id(0)
+    group = draw // draws_each
     row = _row_of(rows, draw)
     masses, factors, largest = _tile_masses(highest, total, draw, num_tiles, padded_tiles)
     mass = tl.sum(masses, 0)  # NaN where some logit is NaN or infinite
@@ -213,12 +231,12 @@ def _draw(
 
     columns = found * tile + tl.arange(0, tile)
     inside = columns < vocab_size
-    scaled = _scaled(logits, temperature, draw, row, stride, columns, inside)
+    scaled = _scaled(logits, temperature, group, row, stride, columns, inside)
     # Relative to the tile's own largest: a tile far below the row's would vanish in float32.
     inner = _relative(scaled, tl.max(scaled, 0)).to(tl.float64)
     token = tl.where(mass == mass, _find(inner, columns, (target - before) / factor), 0)
     tl.store(tokens + draw, token.to(tl.int64))
-    of_token = _scaled(logits, temperature, draw, row, stride, token, token < vocab_size)
+    of_token = _scaled(logits, temperature, group, row, stride, token, token < vocab_size)
     _store_score(of_token, largest, masses, log_probs, draw)
 
 
@@ -226,6 +244,7 @@ def _draw(
 def _score(
     logits,
     temperature,
+    draws_each,
     rows,
     stride,
     vocab_size,
@@ -240,5 +259,7 @@ def _score(
     masses, _, largest = _tile_masses(highest, total, draw, num_tiles, padded_tiles)
     token = tl.load(tokens + draw)
     row = _row_of(rows, draw)
-    scaled = _scaled(logits, temperature, draw, row, stride, token, token < vocab_size)
+    scaled = _scaled(
+        logits, temperature, draw // draws_each, row, stride, token, token < vocab_size
+    )
     _store_score(scaled, largest, masses, log_probs, draw)

@@ -9,29 +9,27 @@ from sglang_smc.kernels.randomness import _mix
 _BLOCK = 64  # tokens of each tail that are read at once
 
 
-def siblings(
-    tokens: torch.Tensor, lengths: torch.Tensor, anchor: torch.Tensor, may_share: torch.Tensor
-) -> torch.Tensor:
+def siblings(texts: torch.Tensor, lengths: torch.Tensor, may_share: torch.Tensor) -> torch.Tensor:
     """The siblings among a group's particles, an equivalence.
 
     Reference: `sglang_smc.smc.siblings.siblings`, to the last bit of the hash.
 
     Args:
-        tokens: ``[G, N, T]`` int64 tails.
+        texts: ``[G, N, J]`` int64: the token before each tail, and the tail.
         lengths: ``[G, N]`` int64 of the tails.
-        anchor: ``[G, N]`` int64, the token before each tail.
         may_share: ``[G, N]`` bool; the others are siblings of nobody but themselves.
 
     Returns:
         ``[G, N, N]`` bool.
     """
-    num_groups, num_particles, width = tokens.shape
+    num_groups, num_particles, width = texts.shape
     shape = num_groups, num_particles, num_particles
-    found = torch.empty(shape, dtype=torch.bool, device=tokens.device)
+    found = torch.empty(shape, dtype=torch.bool, device=texts.device)
+    rows = texts.flatten(0, 1)  # a view of a population's texts, of which the first token is cut
     _siblings[(num_groups,)](
-        tokens.contiguous(),
+        rows,
+        *rows.stride(),
         lengths.contiguous(),
-        anchor.contiguous(),
         may_share.contiguous(),
         found,
         num_particles,
@@ -77,9 +75,10 @@ def spread(
 
 @triton.jit
 def _siblings(
-    tokens,
+    texts,
+    text_stride,
+    token_stride,
     lengths,
-    anchor,
     may_share,
     found,
     num_particles,
@@ -95,14 +94,13 @@ def _siblings(
     key = tl.zeros([padded], dtype=tl.uint64)
     for start in range(0, width, block):
         column = start + tl.arange(0, block)[None, :]
-        inside = column < length[:, None]
-        token = tl.load(tokens + own[:, None] * width + column, mask=inside, other=0)
+        inside = here[:, None] & (column <= length[:, None])
+        at = own[:, None] * text_stride + column * token_stride
+        token = tl.load(texts + at, mask=inside, other=0)
         term = _mix(token.to(tl.uint64) ^ _mix(column.to(tl.uint64)))
         key += tl.sum(tl.where(inside, term, 0), 1)
-    before = tl.load(anchor + own, mask=here, other=0)
     shares = tl.load(may_share + own, mask=here, other=0) != 0
-    same = (key[:, None] == key[None, :]) & (before[:, None] == before[None, :])
-    same = same & shares[:, None] & shares[None, :]
+    same = (key[:, None] == key[None, :]) & shares[:, None] & shares[None, :]
     one, other = particle[:, None], particle[None, :]
     pair = (group * num_particles + one) * num_particles + other
     inside_pair = (one < num_particles) & (other < num_particles)

@@ -16,6 +16,7 @@ class Drafts(NamedTuple):
     tokens: torch.Tensor  # [G, N, K]
     log_q: torch.Tensor  # [G, N, K] of these tokens
     ends: torch.Tensor  # [G, N, K] bool: the text ends with this token
+    is_open: torch.Tensor  # [G, N, K] bool: up to the particle's end, within its request's K
     law: torch.Tensor | None  # [G, N, K, V] log q of all tokens; kept where some group verifies
 
 
@@ -37,9 +38,21 @@ class Decision(NamedTuple):
         return num_childless(self.resampled.ancestors, present) * self.cut.resample
 
 
+def open_columns(ends: torch.Tensor, num_steps: torch.Tensor, ended: torch.Tensor) -> torch.Tensor:
+    """The columns up to each particle's end, and within its request's K: ``[G, N, K]`` bool.
+
+    Args:
+        ends: ``[G, N, K]`` bool: the text ends with this token.
+        num_steps: ``[G]`` K of each.
+        ended: ``[G, N]`` bool: before the round.
+    """
+    in_block = torch.arange(ends.shape[2], device=ends.device) < num_steps.view(-1, 1, 1)
+    return rounds.still_open(ends) & in_block & ~ended.unsqueeze(2)
+
+
 def no_drafts(population: Population) -> Drafts:
     nothing = population.tokens[:, :, :0]  # [G, N, 0]
-    return Drafts(nothing, nothing.float(), nothing.bool(), None)
+    return Drafts(nothing, nothing.float(), nothing.bool(), nothing.bool(), None)
 
 
 def all_log_probs(laws: list[Law], shape: torch.Size) -> torch.Tensor:

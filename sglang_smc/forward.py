@@ -94,8 +94,12 @@ class ParticleForward:
     ) -> ForwardBatch:
         """What the model's layers look at; our attention has its plan instead."""
         num_columns = tokens.shape[2]
-        positions = starts.unsqueeze(2) + torch.arange(num_columns, device=tokens.device)
         first = starts.flatten()
+        positions, lengths = starts.unsqueeze(2), None
+        if num_columns > 1:
+            positions = positions + torch.arange(num_columns, device=tokens.device)
+        if mode == ForwardMode.EXTEND:  # SGLang computes logits for the last token of each row
+            lengths = torch.full_like(first, num_columns)
         return ForwardBatch(
             forward_mode=mode,
             batch_size=len(first),
@@ -107,8 +111,7 @@ class ParticleForward:
             # Columns past the context's end are never kept; they only must not overrun the
             # rotary table.
             positions=positions.flatten().clamp_max(self._last_position),
-            # In an extend, SGLang computes logits for the last token of each row alone.
-            extend_seq_lens=torch.full_like(first, num_columns),
+            extend_seq_lens=lengths,
             extend_prefix_lens=first,
             spec_algorithm=self._runner.spec_algorithm,
             capture_hidden_mode=CaptureHiddenMode.NULL,

@@ -49,5 +49,6 @@ TRITON = Ops(
     sample_and_score=sample_and_score,
     score_tokens=score_tokens,
     collect=collect,
+    collapse=collect_kernel.collapse,
     ledger=KernelLedger,
 )

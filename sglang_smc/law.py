@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_smc.ops import Ops
-from sglang_smc.smc.proposal import power_law, tempered
+from sglang_smc.smc.proposal import of_each_draw, power_law, tempered
 
 
 class Law(NamedTuple):
@@ -15,20 +15,24 @@ class Law(NamedTuple):
     """
 
     scores: torch.Tensor  # [R, V], any float type
-    temperature: torch.Tensor  # [D] float32 of each draw
+    temperature: torch.Tensor  # [G] float32, each of D / G draws one after another
     rows: torch.Tensor | None = None  # [D] the row of scores that each draw uses; None: D = R
     log_mass: torch.Tensor | None = None  # [R] log of what a grammar leaves of p; None: all of it
 
     @classmethod
     def of_log_probs(cls, log_p: torch.Tensor, rows: torch.Tensor | None = None) -> "Law":
         """From log-probabilities ``[R, V]``, whose rows may serve several draws."""
-        num_draws = len(log_p) if rows is None else len(rows)
-        return cls(log_p, torch.ones(num_draws, device=log_p.device), rows)
+        return cls(log_p, torch.ones(1, device=log_p.device), rows)
+
+    @property
+    def num_draws(self) -> int:
+        """D."""
+        return len(self.scores if self.rows is None else self.rows)
 
     def at(self, rows: torch.Tensor) -> "Law":
-        """The laws of some rows ``[D]``; nothing is copied."""
+        """The laws of some rows ``[D]``, as many of each group; nothing is copied."""
         assert self.rows is None
-        return self._replace(temperature=self.temperature[rows], rows=rows)
+        return self._replace(rows=rows)
 
     def sample(self, ops: Ops, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and their log-probabilities, both of the shape of ``uniforms``, D in all."""
@@ -47,7 +51,7 @@ class Law(NamedTuple):
     def log_probs(self) -> torch.Tensor:
         """All of them, ``[D, V]`` float32."""
         scores = self.scores if self.rows is None else self.scores[self.rows]
-        return tempered(scores, self.temperature)
+        return tempered(scores, of_each_draw(self.temperature, len(scores)))
 
     def raised(self, power: torch.Tensor) -> tuple["Law", torch.Tensor]:
         """p^alpha over its sum, and the log of the sum, for powers ``[D]``: what a draw weighs."""
@@ -57,5 +61,5 @@ class Law(NamedTuple):
     def log_masses(self) -> torch.Tensor:
         """What a grammar leaves of p at each draw, ``[D]`` float32 logs; 0 where there is none."""
         if self.log_mass is None:
-            return torch.zeros_like(self.temperature)
+            return self.temperature.new_zeros(self.num_draws)
         return self.log_mass if self.rows is None else self.log_mass[self.rows]

@@ -104,14 +104,14 @@ def shown_law(
 
     Arguments as for `Settings.law`, the logits edited.
     """
-    temperature = settings.temperature.unsqueeze(1)  # [G, 1]
+    temperature = settings.temperature  # [G]
     if envs.SGLANG_RETURN_ORIGINAL_LOGPROB.get():
         temperature = torch.ones_like(temperature)
     if kinds.early or allowed is not None:
         logits = settings.without_early_ends(logits, positions)
     if allowed is not None:
-        logits, _ = restrict(logits, allowed, temperature)
-    return Law(logits.flatten(0, 1), temperature.expand_as(positions).flatten())
+        logits, _ = restrict(logits, allowed, temperature.unsqueeze(1))
+    return Law(logits.flatten(0, 1), temperature)
 
 
 def score(
@@ -209,7 +209,7 @@ class LogprobTable:
         assert population.logprobs is not None
         num_groups, num_particles, width = population.tokens.shape
         starts = before.lengths.gather(1, ancestors)
-        num_columns = len(shown.temperature) // ancestors.numel()
+        num_columns = shown.num_draws // ancestors.numel()
         column = torch.arange(num_columns, device=rows.device)
         # Places past a tail's new end mean nothing, and the last is never part of a tail.
         place = (starts.unsqueeze(2) + column).clamp_max(width - 1)

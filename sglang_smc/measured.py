@@ -133,7 +133,7 @@ def _seconds(run: Callable[[], object], device: str) -> float:
 
 def _law(logits: torch.Tensor) -> Law:
     logits = logits.flatten(0, -2)
-    return Law(logits, torch.ones(len(logits), device=logits.device))
+    return Law(logits, torch.ones(1, device=logits.device))
 
 
 def _sizes(most: int) -> Iterator[int]:

@@ -27,6 +27,7 @@ class Ops(NamedTuple):
     sample_and_score: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     score_tokens: Callable[..., torch.Tensor]
     collect: Callable[..., rounds.Collected]
+    collapse: Callable[..., rounds.Resampled]
     ledger: type[Ledger]
 
 
@@ -49,6 +50,7 @@ TORCH = Ops(
     sample_and_score=proposal.sample_and_score,
     score_tokens=proposal.score_tokens,
     collect=rounds.collect,
+    collapse=rounds.collapse,
     ledger=Ledger,
 )
 

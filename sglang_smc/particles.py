@@ -4,7 +4,7 @@ One row of each table belongs to one request, under its index in SGLang's
 `req_to_token_pool`. A particle is the request's emitted text plus a *tail* of
 tokens that are not emitted yet, because the particles still disagree about them.
 
-Shapes: G groups in a batch, N particles a group, T tokens a tail can hold. A group with fewer
+Shapes: G groups in a batch, N particles a group, T places of a tail. A group with fewer
 particles than others in its batch leaves places empty: these are not `present`, have ended, and
 weigh nothing.
 """
@@ -20,12 +20,10 @@ from sglang_smc.smc.rounds import common_prefix
 class Population(NamedTuple):
     """The particles of the G groups in a batch. Every method returns a new one."""
 
-    tokens: torch.Tensor  # [G, N, T] int64: the tails; entries past a tail's length are stale
+    texts: torch.Tensor  # [G, N, 2 + T] int64: `before`, `anchor`, and the tail, `tokens`
     lengths: torch.Tensor  # [G, N] int64: tail lengths
     ended: torch.Tensor  # [G, N] bool: absorbed; weight frozen, tail complete
     log_weights: torch.Tensor  # [G, N] float64
-    anchor: torch.Tensor  # [G, N] int64: the last emitted token, or what each particle has there
-    before: torch.Tensor  # [G, N] int64: the token before the anchor; unknown right after prefill
     num_emitted: torch.Tensor  # [G] int64: output tokens emitted so far
     log_evidence: torch.Tensor  # [G] float64: log Z-hat banked at resampling steps
     present: torch.Tensor  # [G, N] bool: the particles that the group has
@@ -34,14 +32,30 @@ class Population(NamedTuple):
     logprobs: TailLogprobs | None = None  # of the tails' tokens, where some request wants them
 
     @property
+    def tokens(self) -> torch.Tensor:
+        """The tails, ``[G, N, T]``; entries past a tail's length are stale."""
+        return self.texts[:, :, 2:]
+
+    @property
+    def anchor(self) -> torch.Tensor:
+        """The last emitted token, or what each particle has in its place, ``[G, N]``."""
+        return self.texts[:, :, 1]
+
+    @property
+    def before(self) -> torch.Tensor:
+        """The token before the anchor, ``[G, N]``; unknown right after prefill."""
+        return self.texts[:, :, 0]
+
+    @property
     def last_two(self) -> torch.Tensor:
         """The token that each particle continues from, behind the one before it: ``[G, N, 2]``."""
-        return self._two_at(self.lengths)
+        place = torch.arange(2, device=self.lengths.device)
+        return self.texts.gather(2, self.lengths.unsqueeze(2) + place)
 
     @property
     def last_tokens(self) -> torch.Tensor:
         """The token that each particle continues from, ``[G, N]``."""
-        return self.last_two[:, :, 1]
+        return self.texts.gather(2, self.lengths.unsqueeze(2) + 1).squeeze(2)
 
     @property
     def output_lengths(self) -> torch.Tensor:
@@ -51,22 +65,20 @@ class Population(NamedTuple):
     def append(self, tokens: torch.Tensor, counts: torch.Tensor) -> "Population":
         """Extend each tail by the first ``counts[g, n]`` of ``tokens`` ``[G, N, J]``."""
         column = torch.arange(tokens.shape[2], device=tokens.device)
-        # The tail's last place is never part of a tail: it takes what is not kept.
-        waste = torch.full_like(tokens, self.tokens.shape[2] - 1)
-        place = torch.where(column < counts.unsqueeze(2), self.lengths.unsqueeze(2) + column, waste)
+        # The last place is never part of a tail: it takes what is not kept.
+        waste = self.texts.shape[2] - 1
+        place = self.lengths.unsqueeze(2) + (2 + column)
+        place = torch.where(column < counts.unsqueeze(2), place, waste)
         return self._replace(
-            tokens=self.tokens.scatter(2, place, tokens), lengths=self.lengths + counts
+            texts=self.texts.scatter(2, place, tokens), lengths=self.lengths + counts
         )
 
     def descend(self, ancestors: torch.Tensor) -> "Population":
         """Make particle n a copy of ``ancestors[g, n]``; the weights are the caller's to set."""
-        expanded = ancestors.unsqueeze(2).expand_as(self.tokens)
         return self._replace(
-            tokens=self.tokens.gather(1, expanded),
+            texts=self.texts.gather(1, ancestors.unsqueeze(2).expand_as(self.texts)),
             lengths=self.lengths.gather(1, ancestors),
             ended=self.ended.gather(1, ancestors),
-            anchor=self.anchor.gather(1, ancestors),
-            before=self.before.gather(1, ancestors),
             roots=self.roots.gather(1, ancestors),
             logprobs=None if self.logprobs is None else self.logprobs.descend(ancestors),
         )
@@ -93,6 +105,10 @@ class Population(NamedTuple):
         """Whether all particles of a group have one anchor, ``[G]`` bool; else none is emitted."""
         return ((self.anchor == self.anchor[:, :1]) | ~self.present).all(1)
 
+    def first_anchor(self) -> torch.Tensor:
+        """The anchor of all particles of a group, ``[G]``; -1 where they have not one."""
+        return torch.where(self.is_settled(), self.anchor[:, 0], -1)
+
     def num_common(self) -> torch.Tensor:
         """How many leading tail tokens all particles of a group share, ``[G]``."""
         shared = common_prefix(self.tokens, self.lengths, self.present)
@@ -105,22 +121,14 @@ class Population(NamedTuple):
 
     def emit(self, counts: torch.Tensor) -> "Population":
         """Drop the first ``counts[g]`` tokens, common to all tails, from each of them."""
-        column = torch.arange(self.tokens.shape[2], device=self.tokens.device)
-        source = (column + counts.view(-1, 1, 1)).clamp_max(self.tokens.shape[2] - 1)
-        before, anchor = self._two_at(counts.unsqueeze(1).expand_as(self.lengths)).unbind(2)
+        place = torch.arange(self.texts.shape[2], device=self.texts.device)
+        source = (place + counts.view(-1, 1, 1)).clamp_max(len(place) - 1)
         return self._replace(
-            tokens=self.tokens.gather(2, source.expand_as(self.tokens)),
+            texts=self.texts.gather(2, source.expand_as(self.texts)),
             lengths=(self.lengths - counts.unsqueeze(1)).masked_fill(~self.present, 0),
-            anchor=anchor,
-            before=before,
             num_emitted=self.num_emitted + counts,
             logprobs=None if self.logprobs is None else self.logprobs.emit(counts),
         )
-
-    def _two_at(self, places: torch.Tensor) -> torch.Tensor:
-        """Two tokens of each text, the second the one that precedes ``tokens[g, n, places]``."""
-        texts = torch.cat([self.before.unsqueeze(2), self.anchor.unsqueeze(2), self.tokens], dim=2)
-        return texts.gather(2, places.unsqueeze(2) + torch.arange(2, device=places.device))
 
 
 class ParticleTable:
@@ -137,12 +145,10 @@ class ParticleTable:
         self.num_particles = num_particles
         self.logprobs = LogprobTable(num_rows, num_particles, max_tail, device)
         self._columns = Population(
-            tokens=torch.zeros(*shape, max_tail + 1, dtype=torch.int64, device=device),
+            texts=torch.zeros(*shape, 2 + max_tail + 1, dtype=torch.int64, device=device),
             lengths=torch.zeros(shape, dtype=torch.int64, device=device),
             ended=torch.zeros(shape, dtype=torch.bool, device=device),
             log_weights=torch.zeros(shape, dtype=torch.float64, device=device),
-            anchor=torch.zeros(shape, dtype=torch.int64, device=device),
-            before=torch.zeros(shape, dtype=torch.int64, device=device),
             num_emitted=torch.zeros(num_rows, dtype=torch.int64, device=device),
             log_evidence=torch.zeros(num_rows, dtype=torch.float64, device=device),
             present=torch.zeros(shape, dtype=torch.bool, device=device),
@@ -160,13 +166,13 @@ class ParticleTable:
             max_tail: the longest tail that any of them can have when the round ends.
             widths: of the log-probabilities that come along.
         """
-        columns = (view[rows] for view in self._views(num_particles, max_tail + 1))
+        columns = (view[rows] for view in self._views(num_particles, 2 + max_tail + 1))
         logprobs = self.logprobs.gather(rows, num_particles, max_tail, widths)
         return Population(*columns, logprobs=logprobs)
 
     def scatter(self, rows: torch.Tensor, population: Population) -> None:
         """Store the populations of the requests in ``rows`` ``[G]``."""
-        _, num_particles, width = population.tokens.shape
+        _, num_particles, width = population.texts.shape
         *columns, logprobs = population
         for view, values in zip(self._views(num_particles, width), columns, strict=True):
             view[rows] = values
@@ -175,9 +181,9 @@ class ParticleTable:
 
     def _views(self, num_particles: int, width: int) -> list[torch.Tensor]:
         """The part of the table that populations of this size live in, but for `logprobs`."""
-        tokens, *others, _ = self._columns
+        texts, *others, _ = self._columns
         small = (column[:, :num_particles] if column.dim() > 1 else column for column in others)
-        return [tokens[:, :num_particles, :width], *small]
+        return [texts[:, :num_particles, :width], *small]
 
     def begin(
         self,
@@ -202,7 +208,7 @@ class ParticleTable:
         columns.lengths[rows] = 0
         columns.ended[rows] = ~present if ended is None else ~present | ended
         columns.log_weights[rows] = torch.where(present, 0.0, -torch.inf).double()
-        columns.anchor[rows] = first_tokens.view(len(rows), -1).expand_as(present)
+        columns.texts[rows, :, 1] = first_tokens.view(len(rows), -1).expand_as(present)
         columns.num_emitted[rows] = num_emitted
         columns.log_evidence[rows] = log_evidence
         columns.unread[rows] = False

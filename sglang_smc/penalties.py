@@ -160,7 +160,7 @@ def _emitted(reqs: "list[Req]", chosen: list[int]) -> torch.Tensor:
 
 def _texts(population: Population) -> torch.Tensor:
     """``[G, N, 1 + T]``: what each particle has for the last emitted token, and its tail."""
-    return torch.cat([population.anchor.unsqueeze(2), population.tokens], dim=2)
+    return population.texts[:, :, 1:]
 
 
 def _with_tails(emitted: torch.Tensor, texts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

@@ -133,7 +133,6 @@ class Settings(NamedTuple):
             return Law.of_log_probs(log_p.flatten(0, 1))._replace(log_mass=log_mass)
         if kinds.greedy:
             logits = likeliest_only(logits, (self.top_k == 1).unsqueeze(1))
-        temperature = temperature.unsqueeze(1).expand_as(positions).flatten()
         return Law(logits.flatten(0, 1), temperature, log_mass=log_mass)
 
     def without_early_ends(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

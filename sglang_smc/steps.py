@@ -18,6 +18,7 @@ from sglang_smc.decision import (
     log_mass_of_path,
     no_drafts,
     one_lineage,
+    open_columns,
 )
 from sglang_smc.edits import edited
 from sglang_smc.failures import failure_of_round
@@ -36,10 +37,10 @@ from sglang_smc.smc.randomness import Purpose
 
 
 class Reserved(NamedTuple):
-    """Where a round reads and writes."""
+    """Where a round reads and writes: for the last token but one, the last and the K drafts."""
 
-    slots: torch.Tensor  # [G, N, K + 2] for the last token but one, the last and the drafts
-    starts: torch.Tensor  # [G, N] position of the last token
+    slots: torch.Tensor  # [K + 2, G, N]
+    positions: torch.Tensor  # [K + 2, G, N]
     places: Places
 
 
@@ -79,7 +80,9 @@ class Steps:
             particle_rows=self._ledger.particle_rows(groups.rows, groups.extent.num_particles),
             max_tail=groups.extent.max_tail + 1,  # ended ones compute past their last token, too
         )
-        return Reserved(slots, starts, places)
+        slots = slots.permute(2, 0, 1).contiguous()  # each draft step's in one piece
+        column = torch.arange(-1, len(slots) - 1, device=starts.device)
+        return Reserved(slots, starts + column.view(-1, 1, 1), places)
 
     def resize(self, groups: Groups, population: Population) -> Population:
         """Give groups the particles that they run with from now on, if those are more or fewer."""
@@ -124,10 +127,12 @@ class Steps:
             log_q.append(log_q_of_tokens)
             laws.append(law)
         chains = torch.stack(drawn, dim=2)
+        ends = self._ends(groups, population, chains)
         return Drafts(
             chains,
             torch.stack(log_q, dim=2),
-            self._ends(groups, population, chains),
+            ends,
+            open_columns(ends, groups.settings.num_steps, population.ended),
             all_log_probs(laws, chains.shape[:2]) if groups.extent.verifies else None,
         )
 
@@ -157,11 +162,12 @@ class Steps:
         reserved: Reserved,
     ) -> torch.Tensor:
         """The draft's logits after the last token, or after the one just drawn: ``[G, N, V]``."""
-        slots, starts, places = reserved
+        slots, positions, places = reserved
         if tokens is None:
-            return self.draft.next_logits(population.last_two, starts - 1, slots[:, :, :2], places)
-        here = slots[:, :, step + 1].unsqueeze(2)
-        return self.draft.next_logits(tokens.unsqueeze(2), starts + step, here, places)
+            two = slots[:2].permute(1, 2, 0)
+            return self.draft.next_logits(population.last_two, positions[0], two, places)
+        here = slots[step + 1].unsqueeze(2)
+        return self.draft.next_logits(tokens.unsqueeze(2), positions[step + 1], here, places)
 
     def score(
         self, groups: Groups, population: Population, drafts: Drafts, reserved: Reserved
@@ -170,12 +176,12 @@ class Steps:
 
         And what log-probabilities are taken from, where some request wants them.
         """
-        slots, starts, places = reserved
+        slots = reserved.slots[1:].permute(1, 2, 0)  # [G, N, K + 1]
         last = population.last_tokens.unsqueeze(2)
         # Behind an end nothing is read that could break the columns before it: 0 * NaN is NaN.
-        read = torch.where(rounds.still_open(drafts.ends), drafts.tokens, last)
+        read = torch.where(drafts.is_open, drafts.tokens, last)
         chain = torch.cat([last, read], dim=2)
-        logits = self.target.chain_logits(chain, starts, slots[:, :, 1:], places)
+        logits = self.target.chain_logits(chain, reserved.positions[1], slots, reserved.places)
         logits = edited(groups.edits, logits, drafts.tokens, 0)  # [G, N, K + 1, V]
         column = torch.arange(chain.shape[2], device=chain.device)
         positions = (population.output_lengths.unsqueeze(2) + column).flatten(1)
@@ -201,7 +207,6 @@ class Steps:
 
     def weigh(self, groups: Groups, population: Population, drafts: Drafts, law: Law) -> Decision:
         """Weigh by log p - log q up to each particle's end; where the ESS is low, resample."""
-        is_open = self._open_columns(groups, population, drafts)
         # The last column has no drafted token to score: any will do.
         tokens = torch.nn.functional.pad(drafts.tokens, (0, 1))  # [G, N, K + 1]
         log_p = law.score(self._ops, tokens)
@@ -210,7 +215,7 @@ class Steps:
             population.log_weights,
             log_p[:, :, :-1],
             drafts.log_q,
-            is_open,
+            drafts.is_open,
             groups.settings.power,
             groups.settings.rules,
             population.present,
@@ -227,7 +232,7 @@ class Steps:
             resampled,
             law.at(row.flatten()),
             verified=torch.zeros_like(cut.resample),
-            failure=_failure(population, drafts, log_p, is_open),
+            failure=_failure(population, drafts, log_p),
         )
 
     def _collect(self, groups: Groups, *args: Any) -> rounds.Collected:
@@ -243,8 +248,8 @@ class Steps:
         with one text, which is emitted at once.
         """
         assert drafts.law is not None
-        settings, is_open = groups.settings, self._open_columns(groups, population, drafts)
-        column = torch.arange(is_open.shape[2], device=is_open.device)
+        settings = groups.settings
+        column = torch.arange(drafts.tokens.shape[2], device=drafts.tokens.device)
         positions = population.output_lengths.unsqueeze(2) + column  # [G, N, K]
         log_p = law.log_probs().unflatten(0, (*positions.shape[:2], -1))  # [G, N, K + 1, V]
         found = exact.verify(
@@ -258,7 +263,7 @@ class Steps:
         )
         block = mixed.judge(
             token_log_probs(log_p[:, :, :-1], drafts.tokens) - drafts.log_q,
-            is_open,
+            drafts.is_open,
             population.present,
             settings.num_steps,
             settings.evidence_threshold,
@@ -270,7 +275,7 @@ class Steps:
         ess = torch.where(
             settings.evidence_threshold < torch.inf, block.ess, settings.num_particles
         )
-        failure = _failure(population, drafts, log_p[..., 0], is_open)
+        failure = _failure(population, drafts, log_p[..., 0])
         decision = one_lineage(population, kept, ess, by_block, failure)
         if law.log_mass is None:
             return decision
@@ -294,24 +299,32 @@ class Steps:
 
     def add_bonus(self, groups: Groups, population: Population, law: Law) -> Population:
         """One more token from the target, after resampling, so that copies part at once."""
-        live, weighs = ~population.ended, groups.settings.weighs.unsqueeze(1)
-        log_sum = torch.zeros_like(population.log_weights)
-        if groups.extent.constrained:
-            log_sum = law.log_masses().double().view_as(log_sum)
-        if groups.extent.powered:
-            powers = groups.settings.power.unsqueeze(1).expand_as(log_sum)
-            law, log_sum = law.raised(powers.flatten())
-            log_sum = log_sum.view_as(powers)
+        if groups.extent.opens:
+            law, population = self._weigh_bonus(groups, population, law)
         noise = self._uniforms(groups, population.output_lengths, Purpose.BONUS)
         spread, _ = self._ops.spread(noise, self._siblings(groups, population))
-        # After verification all particles go on as one, so they draw one token.
-        noise = torch.where(weighs, spread, noise[:, :1])
-        stuck = (~weighs & (log_sum == -torch.inf)).any(1)
-        tokens, _ = law.sample(self._ops, noise)
+        if groups.extent.verifies:
+            # After verification all particles go on as one, so they draw one token.
+            spread = torch.where(groups.settings.weighs.unsqueeze(1), spread, noise[:, :1])
+        tokens, _ = law.sample(self._ops, spread)
         ends = self._ends(groups, population, tokens.unsqueeze(2)).squeeze(2)
-        return population.append(tokens.unsqueeze(2), live.long())._replace(
-            ended=population.ended | ends,
-            log_weights=population.log_weights + torch.where(weighs & live, log_sum, 0.0),
+        extended = population.append(tokens.unsqueeze(2), (~population.ended).long())
+        return extended._replace(ended=population.ended | ends)
+
+    def _weigh_bonus(
+        self, groups: Groups, population: Population, law: Law
+    ) -> tuple[Law, Population]:
+        """Raise the bonus token's law to each power, and weigh by the mass of what may come."""
+        weighs, shape = groups.settings.weighs.unsqueeze(1), population.log_weights.shape
+        log_sum = law.log_masses().double()
+        if groups.extent.powered:
+            powers = groups.settings.power.unsqueeze(1).expand(shape)
+            law, log_sum = law.raised(powers.flatten())
+        log_sum = log_sum.view(shape)
+        counts = weighs & ~population.ended
+        stuck = (~weighs & (log_sum == -torch.inf)).any(1)
+        return law, population._replace(
+            log_weights=population.log_weights + torch.where(counts, log_sum, 0.0),
             # Verified texts have no weight; this says that no token may follow one.
             log_evidence=population.log_evidence.masked_fill(stuck, -torch.inf),
         )
@@ -321,7 +334,7 @@ class Steps:
         finished = population.ended.all(1)
         too_far = population.lengths.amax(1) >= self._max_lag
         forced = too_far & ~finished & groups.settings.weighs
-        step = rounds.collapse(
+        step = self._ops.collapse(
             population.log_weights,
             finished | forced,
             population.present,
@@ -347,20 +360,12 @@ class Steps:
     def _siblings(self, groups: Groups, population: Population) -> torch.Tensor:
         """Particles that may share their noise, ``[G, N, N]``: verified chains are independent."""
         may_share = population.present & groups.settings.weighs.unsqueeze(1)
-        return self._ops.siblings(
-            population.tokens, population.lengths, population.anchor, may_share
-        )
-
-    def _open_columns(self, groups: Groups, population: Population, drafts: Drafts) -> torch.Tensor:
-        """The columns up to each particle's end, and within its request's K: ``[G, N, K]``."""
-        column = torch.arange(drafts.tokens.shape[2], device=drafts.tokens.device)
-        in_block = column < groups.settings.num_steps.view(-1, 1, 1)
-        return rounds.still_open(drafts.ends) & in_block & ~population.ended.unsqueeze(2)
+        return self._ops.siblings(population.texts[:, :, 1:], population.lengths, may_share)
 
     def _ends(self, groups: Groups, population: Population, tokens: torch.Tensor) -> torch.Tensor:
         """Which of the tokens ``[G, N, C]`` that would come next end their text."""
-        column = torch.arange(tokens.shape[2], device=tokens.device)
-        lengths = population.output_lengths.unsqueeze(2) + column + 1
+        column = torch.arange(1, 1 + tokens.shape[2], device=tokens.device)
+        lengths = population.output_lengths.unsqueeze(2) + column
         ends = groups.settings.ends(tokens.flatten(1), lengths.flatten(1)).view_as(tokens)
         if groups.extent.constrained:
             ends = mark_terminated(ends, groups.reqs, tokens, population)
@@ -376,7 +381,7 @@ class Steps:
         return self._ops.uniforms(groups.settings.seeds, positions, purpose)
 
 
-def _failure(
-    population: Population, drafts: Drafts, log_p: torch.Tensor, is_open: torch.Tensor
-) -> torch.Tensor:
-    return failure_of_round(log_p, drafts.log_q, is_open, drafts.ends, ~population.ended)
+def _failure(population: Population, drafts: Drafts, log_p: torch.Tensor) -> torch.Tensor:
+    """Of log-probabilities ``[G, N, K + 1]`` under the target."""
+    live = ~population.ended
+    return failure_of_round(log_p, drafts.log_q, drafts.is_open, drafts.ends, live)

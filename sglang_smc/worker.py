@@ -376,7 +376,6 @@ class SMCWorker(WeightUpdates):
             log_evidence=after.log_evidence
             + log_mean_exp(after.log_weights, groups.settings.num_particles),
         )
-        is_settled, anchors = settled.is_settled(), settled.anchor[:, 0]
         return Outcome(
             tokens=settled.tokens[:, 0],
             counts=counts,
@@ -385,7 +384,7 @@ class SMCWorker(WeightUpdates):
             num_kept_columns=decision.cut.num_columns,
             counters=counters,
             failure=decision.failure,
-            firsts=torch.where(is_settled, anchors, -1) if groups.extent.opens else None,
+            firsts=settled.first_anchor() if groups.extent.opens else None,
             particles=Particles.of(continued) if groups.extent.shows_particles else None,
             logprobs=self._particles.logprobs.emitted(groups.rows, settled),
         )

@@ -1,4 +1,4 @@
-"""Requests that change logits, populations with given texts, and what SGLang makes of both."""
+"""Requests that change logits, and what SGLang makes of them."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +8,6 @@ from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from sglang_smc.particles import Population
 from sglang_smc.request_config import RequestConfig
 from sglang_smc.runs import Run
 
@@ -44,27 +43,6 @@ def make_req(output_ids: list[int], **params: Any) -> Any:
         to_finish=None,
         smc_run=Run(0, RequestConfig(), []),
         finished=lambda: False,
-    )
-
-
-def make_population(anchors: list[list[int]], tails: list[list[list[int]]]) -> Population:
-    """One with these anchors and tails; stale tokens behind a tail are 0."""
-    longest = max(len(tail) for of_group in tails for tail in of_group)
-    padded = [[tail + [0] * (longest + 1 - len(tail)) for tail in rows] for rows in tails]
-    lengths = torch.tensor([[len(tail) for tail in of_group] for of_group in tails])
-    zeros, per_group = torch.zeros_like(lengths), torch.zeros(len(tails), dtype=torch.int64)
-    return Population(
-        tokens=torch.tensor(padded),
-        lengths=lengths,
-        ended=zeros.bool(),
-        log_weights=zeros.double(),
-        anchor=torch.tensor(anchors),
-        before=zeros,
-        num_emitted=per_group,
-        log_evidence=per_group.double(),
-        present=~zeros.bool(),
-        roots=zeros,
-        unread=per_group.bool(),
     )
 
 

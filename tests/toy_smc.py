@@ -7,6 +7,7 @@ pure functions alone, so that a law that fails here fails without a model, memor
 from typing import NamedTuple
 
 import torch
+from populations import texts_of
 
 from sglang_smc.particles import Population
 from sglang_smc.smc import exact, mixed, rounds
@@ -130,12 +131,10 @@ def _begin(pair: Pair, setup: Setup, seeds: torch.Tensor) -> Population:
     tokens = torch.zeros(*shape, len(pair.target) + 1, dtype=torch.int64)
     tokens[..., 0] = first
     return Population(
-        tokens=tokens,
+        texts=texts_of(tokens, everywhere, everywhere),  # position 0 follows token 0
         lengths=everywhere + 1,
         ended=first == setup.eos,
         log_weights=torch.zeros(shape, dtype=torch.float64),
-        anchor=everywhere,  # position 0 follows token 0
-        before=everywhere,
         num_emitted=torch.zeros_like(seeds),
         log_evidence=log_sum.double().expand(len(seeds)),
         present=torch.ones(shape, dtype=torch.bool),

@@ -108,7 +108,7 @@ def sample_and_score(
 
     Args:
         logits: ``[R, V]``, any float type.
-        temperature: ``[D]`` > 0, of each draw.
+        temperature: ``[G]`` > 0, each of D / G draws one after another.
         uniforms: ``[D]`` float64 in [0, 1).
         rows: ``[D]`` int64, the row of logits that each draw uses; None is one draw a row, D = R.
 
@@ -116,7 +116,8 @@ def sample_and_score(
         Tokens ``[D]`` int64 and their log-probabilities ``[D]`` float32: token 0 and NaN where a
         logit is NaN or ``inf``, or all are forbidden.
     """
-    log_p = tempered(logits if rows is None else logits[rows], temperature)
+    used = logits if rows is None else logits[rows]
+    log_p = tempered(used, of_each_draw(temperature, len(used)))
     tokens = sample(log_p, uniforms)
     return tokens, token_log_probs(log_p, tokens)
 
@@ -128,8 +129,13 @@ def score_tokens(
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Log-probabilities ``[D]`` float32 of given tokens ``[D]``; else as `sample_and_score`."""
-    log_p = tempered(logits if rows is None else logits[rows], temperature)
-    return token_log_probs(log_p, tokens)
+    used = logits if rows is None else logits[rows]
+    return token_log_probs(tempered(used, of_each_draw(temperature, len(used))), tokens)
+
+
+def of_each_draw(of_groups: torch.Tensor, num_draws: int) -> torch.Tensor:
+    """Give each of D draws what its group has: ``[G]`` to ``[D]``, D / G draws a group."""
+    return of_groups.unsqueeze(1).expand(-1, num_draws // len(of_groups)).flatten()
 
 
 def tempered(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:

@@ -181,7 +181,7 @@ def column_of(running: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 
 def still_open(ends: torch.Tensor) -> torch.Tensor:
     """Which columns still lie open: ``[..., K]`` ends to ``[..., K]`` "none before this one"."""
-    return (ends.long().cumsum(-1) - ends.long()) == 0
+    return ends.cumsum(-1) == ends
 
 
 def common_prefix(
@@ -197,9 +197,10 @@ def common_prefix(
     Returns:
         ``[G]`` int64.
     """
-    agree = ((tokens == tokens[:, :1]) | ~present.unsqueeze(2)).all(1)  # [G, T]
-    shortest = lengths.masked_fill(~present, tokens.shape[2]).amin(-1)
-    return torch.minimum(_first_true(~agree), shortest)
+    absent = ~present
+    agree = ((tokens == tokens[:, :1]) | absent.unsqueeze(2)).all(1)  # [G, T]
+    shortest = lengths.masked_fill(absent, tokens.shape[2]).amin(-1)
+    return torch.minimum(agree.cumprod(-1).sum(-1), shortest)
 
 
 def _replace(
@@ -217,4 +218,4 @@ def _replace(
 
 def _first_true(flags: torch.Tensor) -> torch.Tensor:
     """Index of the first True along the last dimension, its size where there is none."""
-    return (~flags).long().cumprod(-1).sum(-1)
+    return (~flags).cumprod(-1).sum(-1)

@@ -12,31 +12,28 @@ import torch
 from sglang_smc.smc.randomness import mix
 
 
-def same_text(tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Which particles have one text: ``[G, N, T]`` tokens, ``[G, N]`` lengths to ``[G, N, N]``.
+def same_text(texts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Which particles have one text: ``[G, N, J]`` texts, ``[G, N]`` lengths to ``[G, N, N]``.
 
     Texts are told apart by 64 bits. Were two ever taken for one, their draws would depend on each
     other, and each would still have its law.
     """
-    column = torch.arange(tokens.shape[2], device=tokens.device)
-    terms = mix(tokens ^ mix(column))
+    column = torch.arange(texts.shape[2], device=texts.device)
+    terms = mix(texts ^ mix(column))
     keys = torch.where(column < lengths.unsqueeze(2), terms, 0).sum(2)  # [G, N]
     return keys.unsqueeze(2) == keys.unsqueeze(1)
 
 
-def siblings(
-    tokens: torch.Tensor, lengths: torch.Tensor, anchor: torch.Tensor, may_share: torch.Tensor
-) -> torch.Tensor:
+def siblings(texts: torch.Tensor, lengths: torch.Tensor, may_share: torch.Tensor) -> torch.Tensor:
     """The siblings among a group's particles, an equivalence ``[G, N, N]`` bool.
 
     Args:
-        tokens: ``[G, N, T]`` tails.
+        texts: ``[G, N, J]`` the token before each tail, and the tail; the rest is common to all.
         lengths: ``[G, N]`` of the tails.
-        anchor: ``[G, N]`` the token before each tail; what precedes it is common to all.
         may_share: ``[G, N]`` bool; the others are siblings of nobody but themselves.
     """
-    same = same_text(tokens, lengths) & (anchor.unsqueeze(2) == anchor.unsqueeze(1))
-    itself = torch.eye(anchor.shape[1], dtype=torch.bool, device=anchor.device)
+    same = same_text(texts, lengths + 1)
+    itself = torch.eye(texts.shape[1], dtype=torch.bool, device=texts.device)
     return itself | (same & may_share.unsqueeze(2) & may_share.unsqueeze(1))
 
 

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from sglang_smc.kernels.collect import SCHEMES, collect
+from sglang_smc.kernels.collect import SCHEMES, collapse, collect
 from sglang_smc.kernels.lineage import commit, descend
 from sglang_smc.kernels.particle_attention import particle_attention
 from sglang_smc.kernels.prepare import reserve
@@ -44,7 +44,7 @@ def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **optio
 
 def launch_sample() -> None:
     rows = torch.arange(G * N)
-    ones, noise = torch.ones(G * N), torch.zeros(G * N, dtype=torch.float64)
+    ones, noise = torch.ones(G), torch.zeros(G * N, dtype=torch.float64)
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.zeros(G * N, V, dtype=dtype)
         sample_and_score(logits, ones, noise)
@@ -59,7 +59,7 @@ def launch_siblings() -> None:
     pairs = torch.zeros(G, N, N, dtype=torch.bool)
     spread(noise, pairs)
     spread(noise, pairs, positions)
-    siblings(torch.zeros(G, N, 265, dtype=torch.int64), positions, positions, positions.bool())
+    siblings(torch.zeros(G, N, 266, dtype=torch.int64), positions, positions.bool())
 
 
 def launch_collect() -> None:
@@ -69,6 +69,8 @@ def launch_collect() -> None:
     drafts = weights, scores, scores, scores.bool()
     for scheme in SCHEMES:
         collect(*drafts, of_groups, rules, weights.bool(), of_groups, weights, scheme)
+    where = of_groups.bool()
+    collapse(weights, where, weights.bool(), of_groups, where)
 
 
 def launch_ledger() -> None:

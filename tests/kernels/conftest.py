@@ -10,6 +10,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -17,6 +18,9 @@ import torch
 import triton
 import triton.experimental.gluon  # loaded on demand else, and would refuse the library redone here
 from triton import knobs
+
+if TYPE_CHECKING:
+    from sglang_smc.ops import Ops
 
 KERNELS = sorted(path.stem for path in (Path(__file__).parents[2] / "kernels").glob("*.py"))
 
@@ -40,6 +44,14 @@ if not torch.cuda.is_available() and not knobs.runtime.interpret:
 def device() -> str:
     """Where the kernels' tensors live: a GPU unless this process interprets."""
     return "cuda" if torch.cuda.is_available() and not knobs.runtime.interpret else "cpu"
+
+
+@pytest.fixture(scope="session")
+def kernels() -> "Ops":
+    """The operations of a round with the kernels as they are decorated here."""
+    import sglang_smc.kernel_ops
+
+    return importlib.reload(sglang_smc.kernel_ops).TRITON
 
 
 @pytest.fixture(autouse=True)

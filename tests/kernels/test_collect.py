@@ -168,3 +168,43 @@ def test_a_column_that_kills_all_is_not_kept(at_token: bool, device: str) -> Non
 def test_other_schemes_are_refused(scheme: str) -> None:
     with pytest.raises(ValueError, match="systematic, stratified, multinomial"):
         kernel.collect(*equal_case(2), scheme)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    num_groups=st.integers(1, 3),
+    num_particles=st.sampled_from([1, 2, 3, 5, 8, 32]),
+    spread=st.sampled_from([0.0, 1.0, 20.0]),
+    p_dead=st.sampled_from([0.0, 0.5, 1.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_collapse(
+    num_groups: int, num_particles: int, spread: float, p_dead: float, seed: int, device: str
+) -> None:
+    """Groups of any size, equal weights and dead particles, drawn ones and heaviest ones."""
+    case = random_case(num_groups, num_particles, 1, spread, 0.0, seed)
+    generator = torch.Generator().manual_seed(seed)
+    dead = torch.rand(case.present.shape, generator=generator) < p_dead
+    where, heaviest = (torch.rand(num_groups, generator=generator) < p for p in (0.7, 0.5))
+    arguments = [
+        argument.to(device)
+        for argument in (
+            case.log_weights.masked_fill(dead, -INF),
+            where,
+            case.present,
+            case.coins,
+            heaviest,
+        )
+    ]
+    found, expected = kernel.collapse(*arguments), rounds.collapse(*arguments)
+    torch.testing.assert_close(found._asdict(), expected._asdict(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("u", [0.0, math.nextafter(1.0, 0.0)])
+def test_a_group_never_becomes_a_dead_particle(u: float, device: str) -> None:
+    weights = torch.tensor([[-INF, 0.0, -INF, -INF]], dtype=torch.float64, device=device)
+    present = torch.ones_like(weights, dtype=torch.bool)
+    one = present[:, 0]
+    for heaviest in (one, ~one):
+        found = kernel.collapse(weights, one, present, weights[:, 1] + u, heaviest)
+        assert found.ancestors.tolist() == [[1, 1, 1, 1]]

@@ -1,6 +1,5 @@
 """With kernels or without: for the same seeds a round gives the same tokens and weights."""
 
-import importlib
 from typing import Any
 
 import pytest
@@ -23,13 +22,6 @@ CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
     "verified": ({"mode": "exact"}, {"mode": "mixed"}),
     "powered": ({"power": 2.0}, {}),
 }
-
-
-def kernels() -> Ops:
-    """With the kernels as `conftest` has decorated them."""
-    import sglang_smc.kernel_ops
-
-    return importlib.reload(sglang_smc.kernel_ops).TRITON
 
 
 RUNGS = {
@@ -61,8 +53,8 @@ def serve(
 
 @pytest.mark.parametrize("rungs", list(RUNGS))
 @pytest.mark.parametrize("name", list(CHOICES))
-def test_kernels_change_no_token(name: str, rungs: str, device: str) -> None:
-    by_kernels = serve(CHOICES[name], RUNGS[rungs], kernels(), device)
+def test_kernels_change_no_token(name: str, rungs: str, device: str, kernels: Ops) -> None:
+    by_kernels = serve(CHOICES[name], RUNGS[rungs], kernels, device)
     by_torch = serve(CHOICES[name], RUNGS[rungs], TORCH, device)
     assert torch.equal(by_kernels.outputs, by_torch.outputs)
     assert torch.allclose(by_kernels.log_evidence, by_torch.log_evidence, atol=1e-5)
@@ -82,8 +74,8 @@ def books(chosen: tuple[dict[str, Any], ...], ops: Ops, device: str) -> list[lis
 
 
 @pytest.mark.parametrize("name", ["weighed", "verified"])
-def test_kernels_change_no_log_probability(name: str, device: str) -> None:
-    by_kernels = books(CHOICES[name], kernels(), device)
+def test_kernels_change_no_log_probability(name: str, device: str, kernels: Ops) -> None:
+    by_kernels = books(CHOICES[name], kernels, device)
     by_torch = books(CHOICES[name], TORCH, device)
     for one, other in zip(by_kernels, by_torch, strict=True):
         assert one == pytest.approx(other, abs=1e-5)

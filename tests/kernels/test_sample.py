@@ -29,7 +29,8 @@ def check_draws(
     torch.testing.assert_close(log_probs, scores, rtol=1e-5, atol=1e-5)
 
     used = logits.cpu() if rows is None else logits.cpu()[rows.cpu()]
-    law = torch.log_softmax(used.float() / temperature.cpu().float().unsqueeze(1), 1)
+    heat = temperature.cpu().float().repeat_interleave(len(used) // len(temperature))
+    law = torch.log_softmax(used.float() / heat.unsqueeze(1), 1)
     cumulative = torch.nn.functional.pad(law.double().exp().cumsum(1), (1, 0))  # [D, V + 1]
     cumulative, u = cumulative / cumulative[:, -1:], uniforms.cpu()
 
@@ -54,18 +55,28 @@ def noise(size: int, generator: torch.Generator) -> torch.Tensor:
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
     spread=st.sampled_from([0.0, 1.0, 8.0, 60.0]),
     forbidden=st.sampled_from([0.0, 0.3, 0.95]),
+    num_groups=st.sampled_from([6, 3, 1]),
     seed=st.integers(0, 2**16),
 )
 def test_small_rows(
-    vocab_size: int, dtype: torch.dtype, spread: float, forbidden: float, seed: int, device: str
+    vocab_size: int,
+    dtype: torch.dtype,
+    spread: float,
+    forbidden: float,
+    num_groups: int,
+    seed: int,
+    device: str,
 ) -> None:
-    """Ties (spread 0, whole numbers), forbidden tokens and tiles, peaks; 4 tiles and more."""
+    """Ties (spread 0, whole numbers), forbidden tokens and tiles, peaks; 4 tiles and more.
+
+    A group has one temperature for all of its rows.
+    """
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(6, vocab_size, generator=generator) * spread).round()
     banned = torch.rand(logits.shape, generator=generator) < forbidden
     banned[torch.arange(6), torch.randint(vocab_size, (6,), generator=generator)] = False
     logits = logits.masked_fill(banned, -torch.inf).to(dtype)
-    temperature = torch.tensor([0.01, 0.3, 0.7, 1.0, 1.7, 50.0])
+    temperature = torch.tensor([0.01, 0.3, 0.7, 1.0, 1.7, 50.0])[:num_groups]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "_TILE", 16)
         check_draws(logits.to(device), temperature.to(device), noise(6, generator).to(device))

@@ -66,16 +66,18 @@ def test_siblings(num_groups: int, num_particles: int, width: int, seed: int, de
     def draw(high: int, *more: int) -> torch.Tensor:
         return torch.randint(high, (*shape, *more), generator=generator)
 
-    tokens = draw(2**40, width)[:, :1].repeat(1, num_particles, 1)
-    tokens.scatter_(2, draw(width, 1), draw(2, 1))
+    texts = draw(2**40, 2 + width)[:, :1].repeat(1, num_particles, 1)
+    texts.scatter_(2, draw(2 + width, 1), draw(2, 1))
     lengths = (width - draw(3)).clamp_min(0)
-    arguments = [x.to(device) for x in (tokens, lengths, draw(2), draw(4) > 0)]
+    texts, lengths, may_share = (x.to(device) for x in (texts, lengths, draw(4) > 0))
+    arguments = texts[:, :, 1:], lengths, may_share  # the ends of wider rows, as in a round
     found = kernel.siblings(*arguments)
     assert torch.equal(found, reference.siblings(*arguments))
 
 
 def test_stale_tokens_beyond_a_text_do_not_tell_texts_apart(device: str) -> None:
-    tokens = torch.tensor([[[5, 6, 7], [5, 6, 8]]], device=device)
-    lengths, anchor = torch.full((2, 1, 2), 2, device=device)
+    texts = torch.tensor([[[2, 5, 6, 7], [2, 5, 6, 8]]], device=device)
+    lengths = torch.full((1, 2), 2, device=device)
     may_share = torch.ones(1, 2, dtype=torch.bool, device=device)
-    assert kernel.siblings(tokens, lengths, anchor, may_share).all()
+    assert kernel.siblings(texts, lengths, may_share).all()
+    assert not kernel.siblings(texts, lengths + 1, may_share).all()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from populations import population_of
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
@@ -45,26 +46,8 @@ def request(grammar: Any, output: tuple[int, ...] = (), open_at: int | None = No
 
 
 def population(*tails: list[int], anchors: list[int] | None = None, **changes: Any) -> Population:
-    """One group; a tail of -1 stands for no particle."""
-    size = len(tails)
-    tokens = torch.zeros(1, size, 8, dtype=torch.int64)
-    for place, tail in enumerate(tails):
-        tokens[0, place, : len(tail)] = torch.tensor(tail)
-    zeros = torch.zeros(1, size, dtype=torch.int64)
-    fields: dict[str, Any] = {
-        "tokens": tokens,
-        "lengths": torch.tensor([[len(tail) for tail in tails]]),
-        "ended": zeros.bool(),
-        "log_weights": zeros.double(),
-        "anchor": zeros if anchors is None else torch.tensor([anchors]),
-        "before": zeros,
-        "num_emitted": zeros[:, 0],
-        "log_evidence": zeros[:, 0].double(),
-        "present": zeros == 0,
-        "roots": zeros,
-        "unread": zeros[:, 0].bool(),
-    }
-    return Population(**{**fields, **changes})
+    """One group."""
+    return population_of([list(tails)], anchors and [anchors], width=8, **changes)
 
 
 def legal(mask: torch.Tensor) -> list[int]:

@@ -41,10 +41,10 @@ def test_the_law_within_a_mask_and_its_mass(temperature: float) -> None:
 
 
 def test_masses_follow_the_rows_that_draws_use() -> None:
-    law = Law(torch.zeros(3, 2), torch.ones(3), log_mass=torch.tensor([-1.0, -2.0, -3.0]))
+    law = Law(torch.zeros(3, 2), torch.ones(1), log_mass=torch.tensor([-1.0, -2.0, -3.0]))
     rows = torch.tensor([2, 0])
     assert law.at(rows).log_masses().tolist() == [-3.0, -1.0]
-    plain = Law(torch.zeros(2, 2), torch.ones(2))
+    plain = Law(torch.zeros(2, 2), torch.ones(1))
     chosen = choose(torch.tensor([True, False]), law.at(rows), plain)
     assert chosen.log_masses().tolist() == [-3.0, 0.0]
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from populations import population_of, texts_of
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ReqLogprob
 
@@ -15,23 +16,11 @@ MAX_TAIL = 5
 
 def population(tails: list[list[list[int]]], anchor: int = 90) -> Population:
     """Populations with these tails; what lies behind a tail is 99."""
-    groups, particles = len(tails), len(tails[0])
-    tokens = torch.full((groups, particles, MAX_TAIL + 1), 99)
-    for group, of_group in enumerate(tails):
-        for particle, tail in enumerate(of_group):
-            tokens[group, particle, : len(tail)] = torch.tensor(tail, dtype=torch.int64)
-    return Population(
-        tokens=tokens,
-        lengths=torch.tensor([[len(tail) for tail in of_group] for of_group in tails]),
-        ended=torch.zeros(groups, particles, dtype=torch.bool),
-        log_weights=torch.zeros(groups, particles, dtype=torch.float64),
-        anchor=torch.full((groups, particles), anchor),
-        before=torch.full((groups, particles), anchor - 1),
-        num_emitted=torch.full((groups,), 10),
-        log_evidence=torch.zeros(groups, dtype=torch.float64),
-        present=torch.ones(groups, particles, dtype=torch.bool),
-        roots=torch.arange(particles).expand(groups, particles),
-        unread=torch.zeros(groups, dtype=torch.bool),
+    found = population_of(tails, stale=99, width=MAX_TAIL + 1)
+    anchors = torch.full_like(found.lengths, anchor)
+    return found._replace(
+        texts=texts_of(found.tokens, anchors, anchors - 1),
+        num_emitted=torch.full((len(tails),), 10),
     )
 
 
@@ -197,9 +186,8 @@ def test_a_window_holds_what_its_groups_need_and_leaves_the_rest_alone() -> None
 
 def open_population() -> Population:
     """Particles that agree on all but the token before their tails; the third is absent."""
-    return population([[[1, 2], [1, 2], []]])._replace(
-        anchor=torch.tensor([[7, 8, 9]]), present=torch.tensor([[True, True, False]])
-    )
+    tails, present = [[[1, 2], [1, 2], []]], torch.tensor([[True, True, False]])
+    return population_of(tails, [[7, 8, 9]], width=MAX_TAIL + 1, present=present)
 
 
 def test_nothing_is_common_behind_tokens_that_differ() -> None:

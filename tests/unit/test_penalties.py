@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from edit_cases import make_population, make_req, stock_edit
+from edit_cases import make_req, stock_edit
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from populations import population_of
 
 from sglang_smc import edits
 
@@ -53,7 +54,7 @@ def begun(case: dict[str, Any]) -> list[Any]:
         anchor, rest = emitted[start], emitted[start + 1 :]
         for emit in (rest[:2], [], rest[2:]):  # none, one or several tokens a round
             tails = [[[*emit, 5, 5], emit]]  # beyond what is emitted, particles differ
-            settled = make_population([[anchor, anchor]], tails)
+            settled = population_of(tails, [[anchor, anchor]])
             edits.commit([req], settled, torch.tensor([len(emit)]))
             anchor = emit[-1] if emit else anchor
         reqs.append(req)
@@ -69,7 +70,7 @@ def logits_of(case: dict[str, Any], num_columns: int) -> torch.Tensor:
 def check(case: dict[str, Any], logits: torch.Tensor, chains: torch.Tensor, first: int) -> None:
     size, num_particles, num_columns, _ = logits.shape
     anchors = [[emitted[-1]] * num_particles for emitted in case["emitted"]]
-    population = make_population(anchors, case["tails"])
+    population = population_of(case["tails"], anchors)
     of_round = edits.edits_of(begun(case), population)
     found = edits.edited(of_round, logits.clone(), chains, first)
     for g in range(size):
@@ -116,7 +117,7 @@ def test_particles_that_differ_in_their_first_token_each_count_their_own() -> No
     req.smc_run.open_at = 1
     edits.begin([req], torch.zeros(1, VOCAB))
     req.output_ids.append(2)
-    open_one = make_population([[3, 1]], [[[], [1]]])
+    open_one = population_of([[[], [1]]], [[3, 1]])
     (edit,) = edits.edits_of([req], open_one)
     found = edit(torch.zeros(1, 2, 1, VOCAB), torch.empty(1, 2, 0, dtype=torch.int64), 0)
     assert found[0, :, 0].tolist() == [[0, 0, 0, -1, -1, 0], [0, -2, 0, 0, -1, 0]]
@@ -140,6 +141,6 @@ def test_a_neighbour_s_logits_are_left_alone(params: dict[str, Any]) -> None:
     reqs = [make_req([0]), make_req([0], **params), make_req([0])]
     edits.begin(reqs, torch.zeros(3, VOCAB))
     logits = torch.zeros(3, 1, 1, VOCAB)
-    (edit,) = edits.edits_of(reqs, make_population([[0]] * 3, [[[]]] * 3))
+    (edit,) = edits.edits_of(reqs, population_of([[[]]] * 3))
     found = edit(logits, torch.empty(3, 1, 0, dtype=torch.int64), 0)
     assert found[:, 0, 0, 0].tolist() == [0.0, -1.0 if "presence_penalty" in params else -2.0, 0.0]

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from edit_cases import make_population, make_req
+from edit_cases import make_req
+from populations import population_of
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.sampling.custom_logit_processor import (
     CustomLogitProcessor,
@@ -46,7 +47,7 @@ def with_processor(output_ids: list[int], processor: Any, **custom_params: Any) 
 def apply(
     reqs: list[Any], anchors: list[list[int]], tails: list, chains: list, first: int = 0
 ) -> torch.Tensor:
-    (edit,) = edits.edits_of(reqs, make_population(anchors, tails))
+    (edit,) = edits.edits_of(reqs, population_of(tails, anchors))
     drafted = torch.tensor(chains, dtype=torch.int64)
     num_columns = 1 if first else drafted.shape[2] + 1
     return edit(torch.zeros(*drafted.shape[:2], num_columns, VOCAB), drafted, first)
@@ -77,7 +78,7 @@ def test_a_particle_reads_its_own_first_token_while_it_is_open() -> None:
 
 def test_a_particle_that_has_ended_is_not_shown() -> None:
     recorder = Recorder()
-    population = make_population([[1, 1]], [[[2], [3]]])
+    population = population_of([[[2], [3]]], [[1, 1]])
     population = population._replace(ended=torch.tensor([[True, False]]))
     (edit,) = edits.edits_of([with_processor([1], recorder)], population)
     edit(torch.zeros(1, 2, 1, VOCAB), torch.empty(1, 2, 0, dtype=torch.int64), 0)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from populations import texts_of
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req, ReqLogprob
 
@@ -148,15 +149,16 @@ def test_a_request_that_the_books_find_finished_still_counts_its_last_round() ->
     assert req.spec_num_correct_drafts == 3
 
 
-def population() -> Population:
+def population(anchors: list[list[int]] | None = None) -> Population:
     """Two groups of at most three particles; the first has two, and both of them have ended."""
     return Population(
-        tokens=torch.tensor([[[5, 6, 99], [7, 99, 99], [0, 0, 0]], [[1, 1, 1]] * 3]),
+        texts=texts_of(
+            tokens=torch.tensor([[[5, 6, 99], [7, 99, 99], [0, 0, 0]], [[1, 1, 1]] * 3]),
+            anchor=torch.tensor(anchors or [[4, 4, 0], [4, 4, 4]]),
+        ),
         lengths=torch.tensor([[2, 1, 0], [3, 3, 3]]),
         ended=torch.tensor([[True, True, True], [True, False, True]]),
         log_weights=torch.tensor([[3.0, 3.0 + math.log(3), -math.inf], [0.0] * 3]).double(),
-        anchor=torch.tensor([[4, 4, 0], [4, 4, 4]]),
-        before=torch.zeros(2, 3, dtype=torch.int64),
         num_emitted=torch.tensor([2, 2]),
         log_evidence=torch.zeros(2).double(),
         present=torch.tensor([[True, True, False], [True] * 3]),
@@ -185,7 +187,7 @@ def test_particles_of_a_group_that_goes_on_are_not_shown() -> None:
 
 
 def test_particles_show_their_own_first_token_while_it_is_open() -> None:
-    whole = population()._replace(anchor=torch.tensor([[3, 2, 0], [4, 4, 4]]))
+    whole = population([[3, 2, 0], [4, 4, 4]])
     req = emitted_req([8, 4])
     req.smc_run.open_at = 1
     found = Particles.of(whole).of_group(0, req)

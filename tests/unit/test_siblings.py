@@ -35,12 +35,12 @@ def test_texts_that_are_all_empty_are_the_same() -> None:
 
 
 def test_siblings_have_one_anchor_and_one_tail_and_may_share() -> None:
-    tokens = torch.tensor([[[4], [4], [4], [5], [4]]])
-    lengths, anchor = torch.ones(1, 5, dtype=torch.int64), torch.tensor([[7, 7, 8, 7, 7]])
+    texts = torch.tensor([[[7, 4], [7, 4], [8, 4], [7, 5], [7, 4]]])
+    lengths = torch.ones(1, 5, dtype=torch.int64)
     may_share = torch.tensor([[True, True, True, True, False]])
     expected = torch.eye(5, dtype=torch.bool)
     expected[0, 1] = expected[1, 0] = True
-    assert torch.equal(siblings(tokens, lengths, anchor, may_share)[0], expected)
+    assert torch.equal(siblings(texts, lengths, may_share)[0], expected)
 
 
 def test_siblings_remain_so_as_long_as_they_draw_the_same() -> None:

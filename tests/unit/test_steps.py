@@ -8,6 +8,7 @@ import torch
 from edit_cases import NEUTRAL
 
 from sglang_smc.config import SMCConfig
+from sglang_smc.decision import Drafts, open_columns
 from sglang_smc.groups import Figures, Groups, extent_of
 from sglang_smc.law import Law
 from sglang_smc.ops import TORCH
@@ -15,7 +16,7 @@ from sglang_smc.particles import Population
 from sglang_smc.request_config import config_of, request_config
 from sglang_smc.runs import Run
 from sglang_smc.sampling import RequestSpec, RequestTable
-from sglang_smc.steps import Drafts, Steps
+from sglang_smc.steps import Steps
 
 EOS, VOCAB, LIMIT = 2, 4, 100
 SERVER = SMCConfig(num_particles=3, num_steps=3, evidence_threshold=0.0)
@@ -63,12 +64,10 @@ def population(ended: list[list[bool]], sizes: list[int]) -> Population:
     size = len(ended)
     present = torch.arange(3) < torch.tensor(sizes).unsqueeze(1)
     return Population(
-        tokens=torch.zeros(size, 3, 10, dtype=torch.int64),
+        texts=torch.zeros(size, 3, 2 + 10, dtype=torch.int64),
         lengths=present.long(),
         ended=torch.tensor(ended) | ~present,
         log_weights=torch.where(present, 0.0, -torch.inf).double(),
-        anchor=torch.zeros(size, 3, dtype=torch.int64),
-        before=torch.zeros(size, 3, dtype=torch.int64),
         num_emitted=torch.ones(size, dtype=torch.int64),
         log_evidence=torch.zeros(size, dtype=torch.float64),
         present=present,
@@ -77,8 +76,10 @@ def population(ended: list[list[bool]], sizes: list[int]) -> Population:
     )
 
 
-def drafts(tokens: torch.Tensor) -> Drafts:
-    return Drafts(tokens, torch.full(tokens.shape, -2.0), tokens == EOS, None)
+def drafts(of: Groups, before: Population, tokens: torch.Tensor) -> Drafts:
+    ends = tokens == EOS
+    is_open = open_columns(ends, of.settings.num_steps, before.ended)
+    return Drafts(tokens, torch.full(tokens.shape, -2.0), ends, is_open, None)
 
 
 def law_of(values: list[float]) -> torch.Tensor:
@@ -99,7 +100,8 @@ TOKENS = torch.tensor([[[0, 1, 0], [0, EOS, 1], [1, 1, 0]]])
 def test_weights_count_the_end_but_nothing_behind_it() -> None:
     """Ended before, ended by the second draft, never ended: 0, 2 and 3 columns of weight."""
     before = population([[True, False, False]], [3])
-    decision = STEPS.weigh(groups({}), before, drafts(TOKENS), flat(LOG_P))
+    of = groups({})
+    decision = STEPS.weigh(of, before, drafts(of, before, TOKENS), flat(LOG_P))
     expected = torch.tensor([[0.0, 0.1 + 0.01, 0.1 + 0.01 + 0.001]], dtype=torch.float64)
     assert torch.allclose(decision.cut.log_weights, expected, atol=1e-6)
     assert torch.equal(decision.resampled.log_weights, decision.cut.log_weights)
@@ -109,14 +111,15 @@ def test_weights_count_the_end_but_nothing_behind_it() -> None:
 def test_extending_ends_the_texts_whose_end_is_kept() -> None:
     ledger = SimpleNamespace(descend=lambda *_, **__: None)
     steps = Steps(None, None, ledger, TORCH, max_lag=100)  # type: ignore[arg-type]
-    before, proposed = population([[True, False, False]], [3]), drafts(TOKENS)
-    decision = steps.weigh(groups({}), before, proposed, flat(LOG_P))
-    after = steps.extend(groups({}), before, proposed, decision)
+    of, before = groups({}), population([[True, False, False]], [3])
+    proposed = drafts(of, before, TOKENS)
+    decision = steps.weigh(of, before, proposed, flat(LOG_P))
+    after = steps.extend(of, before, proposed, decision)
     assert torch.equal(after.log_weights, decision.cut.log_weights)
     assert after.lengths.tolist() == [[1, 3, 4]]
     assert after.ended.tolist() == [[True, True, False]]
     cut = decision._replace(num_kept=torch.tensor([[0, 1, 1]]))
-    after = steps.extend(groups({}), before, proposed, cut)
+    after = steps.extend(of, before, proposed, cut)
     assert after.ended.tolist() == [[True, False, False]], "that end is not part of the text"
 
 
@@ -126,7 +129,8 @@ def test_a_power_weighs_p_and_leaves_q(power: float) -> None:
     tokens = torch.zeros(1, 3, 3, dtype=torch.int64)
     log_p = LOG_P.clone()
     log_p[:, 0] = law_of([-2.0] * 4)[:, 0]
-    decision = STEPS.weigh(groups({"power": power}), before, drafts(tokens), flat(log_p))
+    of = groups({"power": power})
+    decision = STEPS.weigh(of, before, drafts(of, before, tokens), flat(log_p))
     shared = power * (-1.9 - 1.99 - 1.999) + 6
     expected = torch.tensor([[6 - 6 * power, shared, shared]], dtype=torch.float64)
     assert torch.allclose(decision.cut.log_weights, expected, atol=1e-6)
@@ -134,11 +138,11 @@ def test_a_power_weighs_p_and_leaves_q(power: float) -> None:
 
 def test_a_group_weighs_its_own_columns_and_particles() -> None:
     """Beside one of three particles and columns: two columns of two particles, and no more."""
-    chosen = ({}, {"num_particles": 2, "num_steps": 2})
+    of = groups({}, {"num_particles": 2, "num_steps": 2})
     tokens = torch.zeros(2, 3, 3, dtype=torch.int64)
     before = population([[False] * 3] * 2, [3, 2])
     log_p = LOG_P.expand(2, 3, 4, VOCAB)
-    decision = STEPS.weigh(groups(*chosen), before, drafts(tokens), flat(log_p))
+    decision = STEPS.weigh(of, before, drafts(of, before, tokens), flat(log_p))
     assert decision.cut.num_columns.tolist() == [3, 2]
     assert decision.num_kept.tolist() == [[3, 3, 3], [2, 2, 0]]
     expected = torch.tensor([[0.111] * 3, [0.11, 0.11, -torch.inf]], dtype=torch.float64)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from populations import population_of
 
 from sglang_smc.particles import Population
 from sglang_smc.stopping import first_match, has_stop_text, mark_stop_texts
@@ -88,29 +89,9 @@ def test_strings_and_patterns_together() -> None:
     assert first_match(req, [], [STOP, SEVEN]) == 0
 
 
-def population(tails: list[list[list[int]]]) -> Population:
+def population(tails: list[list[list[int]]], anchors: list[list[int]] | None = None) -> Population:
     """Populations with given tails; stale tokens behind them would complete a match."""
-    groups, particles = len(tails), len(tails[0])
-    tokens = torch.full((groups, particles, 8), OP)
-    for group, of_group in enumerate(tails):
-        for particle, tail in enumerate(of_group):
-            tokens[group, particle, : len(tail)] = torch.tensor(tail, dtype=torch.int64)
-    lengths = torch.tensor([[len(tail) for tail in of_group] for of_group in tails])
-    zeros = torch.zeros(groups, particles)
-    one = torch.zeros(groups, dtype=torch.int64)
-    return Population(
-        tokens=tokens,
-        lengths=lengths,
-        ended=zeros.bool(),
-        log_weights=zeros.double(),
-        anchor=torch.zeros_like(lengths),
-        before=torch.zeros_like(lengths),
-        num_emitted=one,
-        log_evidence=one.double(),
-        present=~zeros.bool(),
-        roots=torch.arange(particles).expand(groups, particles),
-        unread=one.bool(),
-    )
+    return population_of(tails, anchors, stale=OP, width=8)
 
 
 def test_each_particle_is_marked_by_its_own_lineage_and_each_request_by_its_own_texts() -> None:
@@ -154,7 +135,7 @@ def test_a_particle_reads_its_own_first_token_while_it_is_open(
     """What stands in its place in the request's output is another particle's, or nobody's."""
     req = make_req("STOP", output_ids=(A, C))
     req.smc_run = SimpleNamespace(open_at=open_at)
-    tails = population([[[], []]])._replace(anchor=torch.tensor([[ST, A]]))
+    tails = population([[[], []]], [[ST, A]])
     nothing = torch.zeros(1, 2, 1, dtype=torch.bool)
     found = mark_stop_texts(nothing, [req], torch.tensor([[[OP], [OP]]]), tails)
     assert found[0, :, 0].tolist() == expected

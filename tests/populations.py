@@ -1,0 +1,52 @@
+"""Populations with given texts."""
+
+from typing import Any
+
+import torch
+
+from sglang_smc.particles import Population
+
+
+def texts_of(
+    tokens: torch.Tensor, anchor: torch.Tensor, before: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``[G, N, 2 + T]`` from tails ``[G, N, T]`` and the tokens that stand before them."""
+    before = torch.zeros_like(anchor) if before is None else before
+    return torch.cat([before.unsqueeze(2), anchor.unsqueeze(2), tokens], dim=2)
+
+
+def population_of(
+    tails: list[list[list[int]]],
+    anchors: list[list[int]] | None = None,
+    *,
+    stale: int = 0,
+    width: int | None = None,
+    **fields: Any,
+) -> Population:
+    """G groups of N particles with these tails.
+
+    Args:
+        tails: of each particle of each group.
+        anchors: of each, else 0.
+        stale: the token in all places behind a tail.
+        width: T; one more than the longest tail has, unless given.
+        fields: of the population, in place of those of one that has just begun.
+    """
+    lengths = torch.tensor([[len(tail) for tail in of_group] for of_group in tails])
+    tokens = torch.full((*lengths.shape, width or int(lengths.max()) + 1), stale)
+    for group, of_group in enumerate(tails):
+        for particle, tail in enumerate(of_group):
+            tokens[group, particle, : len(tail)] = torch.tensor(tail, dtype=torch.int64)
+    per_particle, per_group = torch.zeros_like(lengths), torch.zeros_like(lengths[:, 0])
+    begun = {
+        "texts": texts_of(tokens, torch.tensor(anchors) if anchors else per_particle),
+        "lengths": lengths,
+        "ended": per_particle.bool(),
+        "log_weights": per_particle.double(),
+        "num_emitted": per_group,
+        "log_evidence": per_group.double(),
+        "present": per_particle == 0,
+        "roots": torch.arange(lengths.shape[1]).expand_as(lengths),
+        "unread": per_group.bool(),
+    }
+    return Population(**{**begun, **fields})
