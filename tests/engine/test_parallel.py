@@ -5,6 +5,7 @@ text as on one rank.
 """
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,20 @@ def ranks(
     environment: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[Callable[[], list[list[str]]]]:
     """What the ranks of the engine to be started hold after each round, a list of lines each."""
+
+    def read() -> list[list[str]]:
+        # The first rank answers; the second may have yet to write its last line.
+        deadline = time.monotonic() + 30
+        while True:
+            found = [path.read_text().splitlines() for path in sorted(tmp_path.iterdir())]
+            if len(set(map(len, found))) == 1 or time.monotonic() > deadline:
+                return found
+            time.sleep(0.1)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANK_PROBE_OUT", str(tmp_path))
         patch.syspath_prepend(str(request.config.rootpath / "tests" / "rank_probe"))
-        yield lambda: [path.read_text().splitlines() for path in sorted(tmp_path.iterdir())]
+        yield read
 
 
 def params(index: int) -> dict[str, Any]:
