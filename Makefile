@@ -54,7 +54,7 @@ check: venv
 
 # Through a variable: a failure must not leave an empty catalogue behind.
 catalogue: venv
-	@text="$$($(BIN)/python -W ignore -m sglang_smc.hooks)" && echo "$$text" > patches/README.md
+	@text="$$($(BIN)/python -W ignore -m sglang_smc.server.hooks)" && echo "$$text" > patches/README.md
 
 dist: venv
 	$(BIN)/python -m build

@@ -31,7 +31,7 @@ from plots import plot_rows
 from results import Row, answer_lines, hardware, provenance, summarise, table
 from serving import ServerError, describe_log, running, smc_flags, wait_for_records
 
-from sglang_smc.config import DEFAULTS, RESAMPLE_AT
+from sglang_smc.options.server import DEFAULTS, RESAMPLE_AT
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent

@@ -20,7 +20,7 @@ def descend(
 ) -> None:
     """Exchange pointers: particle n takes over the tail of ``ancestors[g, n]``. One launch.
 
-    Reference: `sglang_smc.ledger.Ledger.descend`.
+    Reference: `sglang_smc.memory.ledger.Ledger.descend`.
 
     Args:
         table: ``[num_rows * (1 + max_particles), W]`` int32, written in place.
@@ -64,9 +64,9 @@ def commit(
 ) -> None:
     """Sort each arena: slots of the common lineage by position, then those in use, then free ones.
 
-    Reference: `sglang_smc.ledger.Ledger.commit`. A group without an arena is left alone. Three
-    launches, since programs of one do not wait for each other: mark the slots by their rank, place
-    them in order, and write them back, with the marks taken off.
+    Reference: `sglang_smc.memory.ledger.Ledger.commit`. A group without an arena is left alone.
+    Three launches, since programs of one do not wait for each other: mark the slots by their rank,
+    place them in order, and write them back, with the marks taken off.
 
     Args:
         table: ``[num_rows * (1 + max_particles), W]`` int32, written in place.

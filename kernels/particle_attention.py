@@ -1,4 +1,4 @@
-"""Attention of particles that share a prefix: the kernel form of `sglang_smc.shared_prefix`.
+"""Attention of particles that share a prefix: the kernel form of `sglang_smc.models.shared_prefix`.
 
 Flash decoding in one launch over *spans* of keys, and a second one that joins their softmaxes:
 

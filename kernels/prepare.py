@@ -23,7 +23,7 @@ def reserve(
 ) -> torch.Tensor:
     """Hand each particle free slots for its next positions, behind the one before them.
 
-    Reference: `sglang_smc.ledger.Ledger.reserve`.
+    Reference: `sglang_smc.memory.ledger.Ledger.reserve`.
 
     Args:
         table: ``[num_rows * (1 + max_particles), W]`` int32, written in place.

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_smc import memory
-from sglang_smc.active import active_config, active_rung
-from sglang_smc.hooks import Patch
-from sglang_smc.rungs import narrowed
+from sglang_smc.memory import arena
+from sglang_smc.options.budget import narrowed
+from sglang_smc.process import active_config, active_rung
+from sglang_smc.server.hooks import Patch
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_policy import PrefillAdder
@@ -28,11 +28,11 @@ def init_budget(original: Callable, adder: "PrefillAdder", *args: Any, **kwargs:
     rung = active_rung()
     running = adder.running_batch.reqs if adder.running_batch is not None else []
     pending = sum(
-        max(0, req.kv_committed_len + memory.arena_of(config, req, rung) - req.kv.kv_allocated_len)
+        max(0, req.kv_committed_len + arena.arena_of(config, req, rung) - req.kv.kv_allocated_len)
         for req in running
         if req.kv is not None  # else it has finished and waits to be filtered out
     )
-    _charge(adder, pending + memory.max_arena(config))
+    _charge(adder, pending + arena.max_arena(config))
 
 
 def update_budget(
@@ -49,8 +49,8 @@ def update_budget(
     config = active_config()
     if config is not None:
         # 0 stands for a prompt that is prefilled in part: its output comes later.
-        of_part = memory.max_arena(config)
-        of_whole = memory.arena(narrowed(config, active_rung()), max_new_tokens)
+        of_part = arena.max_arena(config)
+        of_whole = arena.arena(narrowed(config, active_rung()), max_new_tokens)
         _charge(adder, of_whole if max_new_tokens else of_part)
 
 
@@ -60,7 +60,7 @@ def worker_info(original: Callable, worker: "TpModelWorker") -> tuple:
     config = active_config()
     if config is None:
         return info
-    longest = min(info[_MAX_REQ_LEN], info[_MAX_TOTAL] - memory.max_arena(config) - 1)
+    longest = min(info[_MAX_REQ_LEN], info[_MAX_TOTAL] - arena.max_arena(config) - 1)
     return (*info[:_MAX_REQ_LEN], longest, longest - _INPUT_MARGIN, *info[_MAX_REQ_LEN + 2 :])
 
 

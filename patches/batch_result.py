@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_smc.hooks import Patch
-from sglang_smc.result import SMCBatchResult
+from sglang_smc.round.result import SMCBatchResult
+from sglang_smc.server.hooks import Patch
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch

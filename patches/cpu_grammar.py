@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_smc.hooks import Patch
+from sglang_smc.server.hooks import Patch
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar

@@ -11,11 +11,11 @@ import torch
 from sglang.srt.mem_cache.allocation import alloc_token_slots
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_smc import memory
-from sglang_smc.active import active_config, active_policy, active_rung
-from sglang_smc.hooks import Patch
-from sglang_smc.rungs import Rung
-from sglang_smc.runs import running
+from sglang_smc.memory import arena
+from sglang_smc.options.budget import Rung
+from sglang_smc.process import active_config, active_policy, active_rung
+from sglang_smc.requests.state import running
+from sglang_smc.server.hooks import Patch
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -91,7 +91,7 @@ def tokens_required(
 def _allocated_after(req: "Req", rung: Rung | None) -> int:
     # Never less than now: an arena shrinks by committing, not by giving slots back.
     span = running(req).span(rung)
-    wanted = req.kv_committed_len + memory.arena(span, memory.remaining(req))
+    wanted = req.kv_committed_len + arena.arena(span, arena.remaining(req))
     return max(req.kv.kv_allocated_len, wanted)
 
 

@@ -7,12 +7,12 @@ import msgspec
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_smc.active import is_smc
-from sglang_smc.config import SMCConfig
-from sglang_smc.diagnostics import META_PREFIX
-from sglang_smc.hooks import Patch
-from sglang_smc.malformed import check_fields, check_form, check_ids
-from sglang_smc.request import check_logprobs, check_request, check_session
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.process import is_smc
+from sglang_smc.server.hooks import Patch
+from sglang_smc.server.malformed import check_fields, check_form, check_ids
+from sglang_smc.server.refusals import check_logprobs, check_request, check_session
+from sglang_smc.state.counters import META_PREFIX
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_smc.active import active_rung, is_smc
-from sglang_smc.config import SERVER_ARGS_FIELDS, SMCConfig
-from sglang_smc.hooks import Patch
-from sglang_smc.request_config import request_config
-from sglang_smc.rungs import narrowed
+from sglang_smc.options.budget import narrowed
+from sglang_smc.options.request import request_config
+from sglang_smc.options.server import SERVER_ARGS_FIELDS, SMCConfig
+from sglang_smc.process import active_rung, is_smc
+from sglang_smc.server.hooks import Patch
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import (

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_smc.active import is_smc
-from sglang_smc.hooks import Patch
-from sglang_smc.processors import has_processor
-from sglang_smc.stopping import has_stop_text
+from sglang_smc.process import is_smc
+from sglang_smc.requests.processors import has_processor
+from sglang_smc.requests.stopping import has_stop_text
+from sglang_smc.server.hooks import Patch
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_smc.active import active_monitor
-from sglang_smc.failures import end_failed, judge_prefill, take_mark
-from sglang_smc.hooks import Patch
-from sglang_smc.logprob_books import rewind_stream
-from sglang_smc.runs import publish, run_of
+from sglang_smc.process import active_monitor
+from sglang_smc.requests.failures import end_failed, judge_prefill, take_mark
+from sglang_smc.requests.logprob_books import rewind_stream
+from sglang_smc.requests.state import publish, run_of
+from sglang_smc.server.hooks import Patch
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

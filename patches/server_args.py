@@ -16,9 +16,9 @@ from sglang.srt.arg_groups.arg_utils import NS, Arg, namespace_of, resolvable_fi
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import ServerArgs
 
-from sglang_smc import config
-from sglang_smc.config import ALGORITHM, DEFAULTS
-from sglang_smc.hooks import Patch
+from sglang_smc.options import server
+from sglang_smc.options.server import ALGORITHM, DEFAULTS
+from sglang_smc.server.hooks import Patch
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -32,7 +32,7 @@ class SMCFlags:
             "drafted token. 'exact' verifies them as one multi-draft: the output follows the "
             "target. 'mixed' keeps a block where its evidence is high and verifies it elsewhere. "
             f"'auto' is 'mixed' as tuned for accuracy (default {DEFAULTS.mode}).",
-            choices=list(config.MODES),
+            choices=list(server.MODES),
         ),
         NS("spec"),
     ] = None
@@ -40,7 +40,7 @@ class SMCFlags:
         int | None,
         Arg(
             help="SMC only. Particles: continuations kept alive per request "
-            f"(1 to {config.MAX_PARTICLES}, default {DEFAULTS.num_particles})."
+            f"(1 to {server.MAX_PARTICLES}, default {DEFAULTS.num_particles})."
         ),
         NS("spec"),
     ] = None
@@ -56,7 +56,7 @@ class SMCFlags:
         str | None,
         Arg(
             help=f"SMC only. How ancestors are drawn (default {DEFAULTS.resampling_method}).",
-            choices=list(config.RESAMPLING_METHODS),
+            choices=list(server.RESAMPLING_METHODS),
         ),
         NS("spec"),
     ] = None
@@ -65,7 +65,7 @@ class SMCFlags:
         Arg(
             help="SMC only. 'block' resamples after a round, 'token' at the first drafted token "
             f"where the threshold is crossed (default {DEFAULTS.resample_at}).",
-            choices=list(config.RESAMPLE_AT),
+            choices=list(server.RESAMPLE_AT),
         ),
         NS("spec"),
     ] = None
@@ -74,7 +74,7 @@ class SMCFlags:
         Arg(
             help="SMC only. The particle to answer with: 'sample' draws it by weight, 'argmax' "
             f"takes the heaviest (default {DEFAULTS.selection}).",
-            choices=list(config.SELECTIONS),
+            choices=list(server.SELECTIONS),
         ),
         NS("spec"),
     ] = None
@@ -92,7 +92,7 @@ class SMCFlags:
             help="SMC only. In modes 'smc' and 'mixed', a round keeps drafted columns while their "
             "evidence (mean weight) exceeds the threshold times a uniform. 0 keeps all, as the "
             "paper does; large values verify nearly all "
-            f"(at least 0, default {config.EVIDENCE_THRESHOLD:g})."
+            f"(at least 0, default {server.EVIDENCE_THRESHOLD:g})."
         ),
         NS("spec"),
     ] = None
@@ -116,7 +116,7 @@ class SMCFlags:
             help="SMC only. What runs a round beside the models: 'triton' kernels or 'torch' "
             "functions, which give the same tokens, to compare or debug. 'auto' takes kernels on "
             f"a GPU and torch elsewhere (default {DEFAULTS.kernels}).",
-            choices=list(config.KERNELS),
+            choices=list(server.KERNELS),
         ),
         NS("spec"),
     ] = None
@@ -126,7 +126,7 @@ class SMCFlags:
             help="SMC only. Whether whole rounds are captured as CUDA graphs and launched at once. "
             "'auto' captures them on a GPU unless --disable-cuda-graph is given "
             f"(default {DEFAULTS.round_graph}).",
-            choices=list(config.ROUND_GRAPH),
+            choices=list(server.ROUND_GRAPH),
         ),
         NS("spec"),
     ] = None

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from sglang.srt.managers import io_struct
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_smc.active import is_smc
-from sglang_smc.hooks import Patch
+from sglang_smc.process import is_smc
+from sglang_smc.server.hooks import Patch
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler

@@ -7,12 +7,12 @@ whoever selects it.
 
 from typing import NoReturn
 
-from sglang_smc.config import ALGORITHM
+from sglang_smc.options.server import ALGORITHM
 
 
 def register() -> None:
     """Register the algorithm, its flags and its hooks; a second call changes nothing."""
-    from sglang_smc import compat
+    from sglang_smc.server import compat
 
     problems = compat.check()
     if not problems:
@@ -28,7 +28,7 @@ def _register_algorithm() -> None:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import get_spec
 
-    from sglang_smc import algorithm
+    from sglang_smc.server import algorithm
 
     if isinstance(get_spec(ALGORITHM), algorithm.SMCAlgorithm):
         return
@@ -57,15 +57,15 @@ def _register_refusal(message: str) -> None:
 
 def _install_flags() -> None:
     """So that a command line with our flags gets as far as the refusal."""
-    from sglang_smc import hooks
     from sglang_smc.patches import server_args
+    from sglang_smc.server import hooks
 
     server_args.add_fields()
     hooks.install(server_args.PATCHES)
 
 
 def _install_everything() -> None:
-    from sglang_smc import hooks
+    from sglang_smc.server import hooks
 
     _install_flags()
     hooks.install(hooks.collect())

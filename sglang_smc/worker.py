@@ -13,34 +13,35 @@ import torch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from sglang_smc import edits, memory
-from sglang_smc.active import active_policy, active_rung, set_monitor, set_policy
-from sglang_smc.adaptive import Policy
-from sglang_smc.config import SMCConfig
-from sglang_smc.diagnostics import CounterTable, zero_counters
-from sglang_smc.draft_input import SMCDraftInput
-from sglang_smc.failures import failure_of_first, mark_first
-from sglang_smc.first_tokens import first_tokens
-from sglang_smc.forward import ParticleForward
-from sglang_smc.grammar import masks_of, note_prefill
-from sglang_smc.groups import Extent, Figures, Groups, extent_of, extent_of_server
-from sglang_smc.logprobs import shown_law
-from sglang_smc.measured import costs_of, costs_of_graphs, costs_of_passes, rehearse
-from sglang_smc.metrics import Monitor
-from sglang_smc.model_checks import check_layers
-from sglang_smc.ops import kind_of, ops_of
-from sglang_smc.particles import ParticleTable, Population
-from sglang_smc.result import Outcome, Particles, SMCBatchResult
-from sglang_smc.round_graph import Record, RoundGraphs, cuda_recorder, graph_sizes, measured
-from sglang_smc.rungs import Rung, ladder
-from sglang_smc.runs import RunBook, first_is_open, running
-from sglang_smc.sampling import Kinds, RequestTable
+from sglang_smc.memory import arena
+from sglang_smc.models.forward import ParticleForward
+from sglang_smc.models.supported import check_layers
+from sglang_smc.models.vocabulary import check_same_vocabulary
+from sglang_smc.models.weight_update import WeightUpdates
+from sglang_smc.ops.select import kind_of, ops_of
+from sglang_smc.options.budget import Rung, ladder
+from sglang_smc.options.policy import Policy
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.process import active_policy, active_rung, set_monitor, set_policy
+from sglang_smc.requests import logit_edits
+from sglang_smc.requests.failures import failure_of_first, mark_first
+from sglang_smc.requests.first_tokens import first_tokens
+from sglang_smc.requests.grammar import masks_of, note_prefill
+from sglang_smc.requests.state import RunBook, first_is_open, running
+from sglang_smc.round.batch import Extent, Figures, Groups, extent_of, extent_of_server
+from sglang_smc.round.costs import costs_of, costs_of_graphs, costs_of_passes, rehearse
+from sglang_smc.round.draft_input import SMCDraftInput
+from sglang_smc.round.graph import Record, RoundGraphs, cuda_recorder, graph_sizes, measured
+from sglang_smc.round.result import Outcome, Particles, SMCBatchResult
+from sglang_smc.round.steps import Decision, Steps
 from sglang_smc.smc.proposal import sample
 from sglang_smc.smc.randomness import Purpose, derive_seed, uniforms
 from sglang_smc.smc.weights import log_mean_exp
-from sglang_smc.steps import Decision, Steps
-from sglang_smc.vocabulary import check_same_vocabulary
-from sglang_smc.weight_update import WeightUpdates
+from sglang_smc.state.counters import CounterTable, zero_counters
+from sglang_smc.state.logprobs import shown_law
+from sglang_smc.state.monitor import Monitor
+from sglang_smc.state.population import ParticleTable, Population
+from sglang_smc.state.settings import Kinds, RequestTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -95,18 +96,18 @@ class SMCWorker(WeightUpdates):
         """Make room for the particles' rows, then give the draft its KV for the same slots."""
         config, pool = self.config, req_to_token_pool
         num_slots = token_to_kv_pool_allocator.size
-        memory.check_pool(config, num_slots)
+        arena.check_pool(config, num_slots)
         num_rows, width = pool.req_to_token.shape
         # Attention backends take the tensor as they are built, which is after this.
         pool.req_to_token = torch.zeros(
             num_rows * (1 + config.num_particles),
-            width + memory.max_arena(config),
+            width + arena.max_arena(config),
             dtype=torch.int32,
             device=self.device,
         )
         super().alloc_memory_pool(memory_pool_config, pool, token_to_kv_pool_allocator)
         vocab_size = self._target_worker.model_runner.model_config.vocab_size
-        max_tail = memory.max_tail(config)
+        max_tail = arena.max_tail(config)
         self._requests = RequestTable(num_rows, vocab_size, self.device)
         self._particles = ParticleTable(num_rows, config.num_particles, max_tail, self.device)
         self._counters = CounterTable(num_rows, self.device)
@@ -250,7 +251,7 @@ class SMCWorker(WeightUpdates):
         settings = self._requests.gather(rows).within(rung)
         masks = masks_of(batch.reqs, None, self._requests.vocab_size, self.device)
         allowed = masks.first() if masks else None
-        logits = edits.begin(batch.reqs, logits).unsqueeze(1)  # [G, 1, V]
+        logits = logit_edits.begin(batch.reqs, logits).unsqueeze(1)  # [G, 1, V]
         of_last = logits, num_emitted.unsqueeze(1), Kinds.of(batch.reqs)
         raised, log_sum = settings.law(*of_last, allowed=allowed).raised(settings.power)
         law = raised.log_probs()
@@ -334,7 +335,7 @@ class SMCWorker(WeightUpdates):
         settings = self._requests.gather(figures.rows).within(extent.rung)
         seeds = self._ops.round_seeds(settings.seeds, before.output_lengths.amax(1))
         settings = settings._replace(seeds=seeds)
-        of_round = edits.edits_of(list(reqs), before) if extent.edited else ()
+        of_round = logit_edits.edits_of(list(reqs), before) if extent.edited else ()
         grammars = reqs if extent.constrained else ()
         masks = masks_of(grammars, before, self._requests.vocab_size, self.device)
         return Groups(list(reqs), figures, settings, extent, of_round, masks), before
@@ -359,7 +360,7 @@ class SMCWorker(WeightUpdates):
             max_arena=groups.extent.max_arena,
         )
         if groups.edits:
-            edits.commit(groups.reqs, settled, counts)
+            logit_edits.commit(groups.reqs, settled, counts)
         after = settled.emit(counts)
         self._particles.scatter(groups.rows, after)
         counters = self._counters.add_round(

@@ -8,8 +8,8 @@ from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from sglang_smc.request_config import RequestConfig
-from sglang_smc.runs import Run
+from sglang_smc.options.request import RequestConfig
+from sglang_smc.requests.state import Run
 
 NEUTRAL: dict[str, Any] = {
     "frequency_penalty": 0.0,

@@ -22,7 +22,7 @@ from prometheus_client.samples import Sample
 from safetensors.torch import load_file
 from serving import free_port
 
-from sglang_smc.metrics import PREFIX
+from sglang_smc.state.monitor import PREFIX
 
 LONG = 220
 MODES = ({}, {"mode": "exact"}, {"mode": "auto"}, {"num_particles": 2, "resample_at": "token"})

@@ -5,9 +5,9 @@ from collections import Counter
 import torch
 from pool_request import Request, Text, Window
 
-from sglang_smc.config import SMCConfig
-from sglang_smc.ledger import Ledger
-from sglang_smc.particles import Population
+from sglang_smc.memory.ledger import Ledger
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.state.population import Population
 
 
 class PoolChecks:

@@ -13,12 +13,12 @@ import torch
 from pool_checks import PoolChecks
 from pool_request import EOS, VOCAB, Request, Text, Window, num_common
 
-from sglang_smc import memory
-from sglang_smc.config import SMCConfig
-from sglang_smc.ledger import Ledger
-from sglang_smc.particles import ParticleTable, Population
-from sglang_smc.request_config import RequestConfig, request_config
-from sglang_smc.rungs import Rung
+from sglang_smc.memory import arena
+from sglang_smc.memory.ledger import Ledger
+from sglang_smc.options.budget import Rung
+from sglang_smc.options.request import RequestConfig, request_config
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.state.population import ParticleTable, Population
 
 ENDS_WITH_PROBABILITY = 0.04
 BREAKS_WITH_PROBABILITY = 0.02
@@ -42,21 +42,21 @@ class PoolModel(PoolChecks):
         rungs: tuple[Rung | None, ...] = (None,),
     ) -> None:
         self.config, self.overlap, self.rungs = config, overlap, rungs
-        num_slots = num_rows * (longest + memory.max_arena(config))
+        num_slots = num_rows * (longest + arena.max_arena(config))
         self.table = torch.zeros(
             (num_rows + 1) * (1 + config.num_particles),
-            longest + memory.max_arena(config),
+            longest + arena.max_arena(config),
             dtype=torch.int32,
         )
         self.ledger = Ledger(
             self.table,
             num_rows=num_rows + 1,
             num_particles=config.num_particles,
-            max_tail=memory.max_tail(config),
+            max_tail=arena.max_tail(config),
             num_slots=num_slots + 1,
         )
         self.particles = ParticleTable(
-            num_rows + 1, config.num_particles, memory.max_tail(config), "cpu"
+            num_rows + 1, config.num_particles, arena.max_tail(config), "cpu"
         )
         self.longest = longest
         self.all_slots = set(range(1, num_slots + 1))
@@ -156,7 +156,7 @@ class PoolModel(PoolChecks):
 
     def _top_up(self, request: Request, rng: random.Random) -> None:
         committed, remaining = request.heard
-        wanted = committed + memory.arena(request.span, remaining)
+        wanted = committed + arena.arena(request.span, remaining)
         if wanted > request.allocated:
             slots = self._take(wanted - request.allocated, rng)
             self.table[request.row, request.allocated : wanted] = torch.tensor(slots).int()

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sglang_smc import memory
-from sglang_smc.request_config import RequestConfig
-from sglang_smc.rungs import Rung, joined, narrowed
+from sglang_smc.memory import arena
+from sglang_smc.options.budget import Rung, joined, narrowed
+from sglang_smc.options.request import RequestConfig
 
 Text = tuple[int, ...]
 EOS, VOCAB = 0, 3
@@ -94,7 +94,7 @@ class Window(NamedTuple):
         return cls(
             max(request.now.num_particles for request in batch),
             max(request.now.num_steps for request in batch),
-            max(memory.tail(request.span, request.heard[1]) for request in batch),
+            max(arena.tail(request.span, request.heard[1]) for request in batch),
             max(request.allocated - request.heard[0] for request in batch),
         )
 

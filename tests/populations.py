@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from sglang_smc.particles import Population
+from sglang_smc.state.population import Population
 
 
 def texts_of(

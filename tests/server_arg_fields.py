@@ -1,7 +1,7 @@
 """Every field of SGLang's server arguments, and what it means for an SMC server.
 
-Those that SMC refuses stand in `sglang_smc.requirements`. A field that SGLang adds belongs to
-neither until someone has looked at it.
+Those that SMC refuses stand in `sglang_smc.server.requirements`. A field that SGLang adds belongs
+to neither until someone has looked at it.
 """
 
 ACTS: dict[str, str] = {

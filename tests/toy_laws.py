@@ -8,8 +8,8 @@ import torch
 from scipy.stats import chisquare
 from toy_worker import NUM_CONTEXTS, Language, Outcome, ToyWorker
 
-from sglang_smc.config import SMCConfig
-from sglang_smc.rungs import Rung
+from sglang_smc.options.budget import Rung
+from sglang_smc.options.server import SMCConfig
 
 VOCAB, EOS, LENGTH, NUM_RUNS = 3, 2, 5, 3000
 Text = tuple[int, ...]

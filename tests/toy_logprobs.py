@@ -11,8 +11,8 @@ from sglang.srt.managers.scheduler_components.batch_result_processor import (
 )
 from toy_worker import ToyRequest, ToyWorker
 
-from sglang_smc.logprob_books import deliver, settle
-from sglang_smc.runs import first_is_open
+from sglang_smc.requests.logprob_books import deliver, settle
+from sglang_smc.requests.state import first_is_open
 
 Shown = tuple[int, list[int] | None] | None
 """How many of the likeliest tokens, and which tokens of its own; None asks for nothing."""

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from populations import texts_of
 
-from sglang_smc.particles import Population
 from sglang_smc.smc import exact, mixed, rounds
 from sglang_smc.smc.proposal import SamplingRules, log_probs, power_law, sample, token_log_probs
 from sglang_smc.smc.randomness import Purpose, round_seeds, uniforms
 from sglang_smc.smc.siblings import same_text, still_same, stratify
+from sglang_smc.state.population import Population
 
 
 class Pair(NamedTuple):

@@ -13,21 +13,22 @@ from typing import Any, NamedTuple
 import torch
 from edit_cases import NEUTRAL
 
-from sglang_smc import edits, memory
-from sglang_smc.config import SMCConfig
-from sglang_smc.diagnostics import Counters, CounterTable, zero_counters
-from sglang_smc.forward import Places
-from sglang_smc.grammar import Masks
-from sglang_smc.metrics import Monitor
-from sglang_smc.ops import TORCH, Ops
-from sglang_smc.particles import ParticleTable
-from sglang_smc.request_config import config_of
-from sglang_smc.rungs import Rung
-from sglang_smc.runs import Run, first_is_open
-from sglang_smc.sampling import Kinds, RequestSpec, RequestTable, Settings
+from sglang_smc.memory import arena
+from sglang_smc.models.forward import Places
+from sglang_smc.ops.select import TORCH, Ops
+from sglang_smc.options.budget import Rung
+from sglang_smc.options.request import config_of
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.requests import logit_edits
+from sglang_smc.requests.grammar import Masks
+from sglang_smc.requests.state import Run, first_is_open
+from sglang_smc.round.steps import Steps
 from sglang_smc.smc.proposal import sample
 from sglang_smc.smc.siblings import stratify
-from sglang_smc.steps import Steps
+from sglang_smc.state.counters import Counters, CounterTable, zero_counters
+from sglang_smc.state.monitor import Monitor
+from sglang_smc.state.population import ParticleTable
+from sglang_smc.state.settings import Kinds, RequestSpec, RequestTable, Settings
 from sglang_smc.worker import SMCWorker
 
 PROMPT = (1, 0)
@@ -162,7 +163,7 @@ class ToyWorker:
         self.ops, self.grammar, self.asked = ops, grammar, asked or {}
         self.config, self.limit, self.eos, self.chosen = config, max_new_tokens, eos, chosen
         self.rungs, self.num_reserved = rungs, 0
-        width = len(PROMPT) + max_new_tokens + memory.max_arena(config)
+        width = len(PROMPT) + max_new_tokens + arena.max_arena(config)
         num_slots = 1 + num_requests * width
         self.table = torch.zeros(
             (1 + num_requests) * (1 + config.num_particles), width, dtype=torch.int32
@@ -183,7 +184,7 @@ class ToyWorker:
     def _make_worker(self, num_slots: int) -> SMCWorker:
         """The package's worker on these tables and models, without SGLang around it."""
         worker, config = SMCWorker.__new__(SMCWorker), self.config
-        num_rows, max_tail = 1 + len(self.owned), memory.max_tail(config)
+        num_rows, max_tail = 1 + len(self.owned), arena.max_tail(config)
         worker.config, worker.device, worker._ops = config, self.device, self.ops
         worker._ledger = self.ops.ledger(
             self.table,
@@ -288,7 +289,7 @@ class ToyWorker:
         logits = self.target.language.after(()).expand(len(reqs), -1)
         masks = Masks(reqs, None, self.vocab_size, self.device)  # type: ignore[arg-type]
         law, log_sum = settings.law(
-            edits.begin(reqs, logits).unsqueeze(1),  # type: ignore[arg-type]
+            logit_edits.begin(reqs, logits).unsqueeze(1),  # type: ignore[arg-type]
             torch.zeros(len(reqs), 1, dtype=torch.int64),
             Kinds.of(reqs),  # type: ignore[arg-type]
             allowed=masks.first(),
@@ -329,8 +330,8 @@ class ToyWorker:
         rung = self.rungs[self.num_reserved % len(self.rungs)]
         self.num_reserved += 1
         for req in reqs:
-            remaining = memory.remaining(req)  # type: ignore[arg-type]
-            wanted = req.kv_committed_len + memory.arena(req.smc_run.span(rung), remaining)
+            remaining = arena.remaining(req)  # type: ignore[arg-type]
+            wanted = req.kv_committed_len + arena.arena(req.smc_run.span(rung), remaining)
             req.smc_run.step_to(rung)
             req.smc_run.arena = req.kv_committed_len, max(req.smc_run.arena[1], wanted)
 

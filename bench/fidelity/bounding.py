@@ -20,7 +20,7 @@ from results import Interval
 from serving import progress_interval
 from tqdm import tqdm
 
-from sglang_smc.cpu_threads import usable_cores
+from sglang_smc.cpu.threads import usable_cores
 
 HERE = Path(__file__).resolve().parent
 #: Conditional runs given an answer; more make the bounds tighter, and cost that many runs.

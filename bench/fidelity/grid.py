@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from sglang_smc.config import AUTO_EVIDENCE_THRESHOLD, DEFAULTS, EVIDENCE_THRESHOLD
+from sglang_smc.options.server import AUTO_EVIDENCE_THRESHOLD, DEFAULTS, EVIDENCE_THRESHOLD
 
 #: The SMC engine's own N and K; no request may ask for more.
 MAX_PARTICLES, MAX_STEPS = 16, 8

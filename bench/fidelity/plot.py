@@ -33,7 +33,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 from matplotlib.transforms import Bbox
 
-from sglang_smc.config import DEFAULTS
+from sglang_smc.options.server import DEFAULTS
 
 
 class Style(NamedTuple):

@@ -25,7 +25,7 @@ from results import (
     wilson,
 )
 
-from sglang_smc.config import DEFAULTS
+from sglang_smc.options.server import DEFAULTS
 
 
 @dataclass(frozen=True)

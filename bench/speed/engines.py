@@ -9,8 +9,8 @@ from typing import Any
 from speed.grid import AR_STOCK, BLOCK, CHAIN, NGRAM, SMC, STANDALONE, TREE, System
 from speed.presets import Preset
 
-from sglang_smc import memory
-from sglang_smc.config import SMCConfig
+from sglang_smc.memory import arena
+from sglang_smc.options.server import SMCConfig
 
 #: SGLang's speculative decoding as its published comparisons with SMC-SD run it.
 SPECULATION: dict[str, dict[str, Any]] = {
@@ -76,7 +76,7 @@ def _arena(system: System) -> int:
         tokens = SPECULATION.get(system.family, {}).get("speculative_num_draft_tokens", 0)
         return 4 * tokens  # SGLang reserves twice what a round drafts, ahead and again
     sizes = SMCConfig(num_particles=system.num_particles, num_steps=system.num_steps)
-    return memory.max_arena(sizes)
+    return arena.max_arena(sizes)
 
 
 def environment(system: System, preset: Preset) -> dict[str, str]:

@@ -7,7 +7,7 @@ import pytest
 from chat import Answer, Pass
 from demo import Contender, contenders, main, parse_arguments, row_of, settings_line
 
-from sglang_smc.config import DEFAULTS
+from sglang_smc.options.server import DEFAULTS
 
 
 def test_no_arguments_are_needed() -> None:

@@ -17,8 +17,8 @@ from logs import BenchError, Log
 from pair.task import held_out
 from results import Interval
 
-from sglang_smc.config import SMCConfig
-from sglang_smc.request_config import request_config
+from sglang_smc.options.request import request_config
+from sglang_smc.options.server import SMCConfig
 
 INTERVAL = Interval(1.0, 0.5, 1.5, 2)
 ORIGIN = {"argv": ["x"], "date": "2026-01-01", "git_sha": "abc", "hardware": "a CPU"}

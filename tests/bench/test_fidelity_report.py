@@ -16,7 +16,7 @@ from fidelity.store import Record
 from matplotlib.image import imread
 from results import Interval
 
-from sglang_smc.config import AUTO_EVIDENCE_THRESHOLD, EVIDENCE_THRESHOLD
+from sglang_smc.options.server import AUTO_EVIDENCE_THRESHOLD, EVIDENCE_THRESHOLD
 
 N = 100
 ORIGIN = {"date": "2026-01-01", "git_sha": "abc", "hardware": "a CPU", "versions": {}}

@@ -55,7 +55,7 @@ def test_smc_differs_from_plain_by_its_flags_alone(tmp_path: Path) -> None:
 
 
 def test_smc_flags_exist(tmp_path: Path) -> None:
-    from sglang_smc.config import SERVER_ARGS_FIELDS
+    from sglang_smc.options.server import SERVER_ARGS_FIELDS
 
     known = {"--" + field.replace("_", "-") for field in SERVER_ARGS_FIELDS.values()}
     flags = flag_values(smc_flags(tmp_path, num_particles=8, num_steps=4, resample_at="block"))

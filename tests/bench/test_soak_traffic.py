@@ -19,8 +19,8 @@ from soak.traffic import MAX_LAG, NUM_PARTICLES, NUM_STEPS, SMC, URGENT, VOCAB, 
 from soak.verdict import Verdict
 from soak.watch import Watch
 
-from sglang_smc.config import SMCConfig
-from sglang_smc.request_config import request_config
+from sglang_smc.options.request import request_config
+from sglang_smc.options.server import SMCConfig
 
 TRAFFIC = list(itertools.islice(requests(0, 0.4, 0.02), 2000))
 SERVER = SMCConfig(num_particles=NUM_PARTICLES, num_steps=NUM_STEPS, max_lag=MAX_LAG)

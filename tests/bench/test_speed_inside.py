@@ -200,7 +200,7 @@ def test_the_plugin_hooks_what_there_is(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_our_worker_has_what_the_timers_wrap() -> None:
-    from sglang_smc.forward import ParticleForward
+    from sglang_smc.models.forward import ParticleForward
     from sglang_smc.worker import SMCWorker
 
     assert {"_round", "_open", "_commit"} <= set(vars(SMCWorker))

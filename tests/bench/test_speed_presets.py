@@ -10,7 +10,7 @@ from speed.grid import AR, AR_STOCK, BLOCK, CHAIN, EXACT, NGRAM, TREE, Cell, Sys
 from speed.measure import WARM_UP, WARM_UP_TOKENS, work
 from speed.presets import CPU, PRESETS, REFERENCE_SWEEP, write_models
 
-from sglang_smc.config import SERVER_ARGS_FIELDS
+from sglang_smc.options.server import SERVER_ARGS_FIELDS
 from sglang_smc.plan.shapes import from_config
 
 GPU_8B, GPU_70B = PRESETS["h200-8b"], PRESETS["h200-70b"]

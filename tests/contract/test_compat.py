@@ -3,8 +3,8 @@
 import pytest
 import sglang
 
-from sglang_smc import compat, hooks
-from sglang_smc.compat import Symbol
+from sglang_smc.server import compat, hooks
+from sglang_smc.server.compat import Symbol
 
 REGISTER = "sglang.srt.plugins.hook_registry.HookRegistry.register"
 REGISTRY = "sglang.srt.plugins.hook_registry.HookRegistry"

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from sglang_smc.config import MODES, RESAMPLING_METHODS, SERVER_ARGS_FIELDS, SMCConfig, flag_of
+from sglang_smc.options.server import (
+    MODES,
+    RESAMPLING_METHODS,
+    SERVER_ARGS_FIELDS,
+    SMCConfig,
+    flag_of,
+)
 
 BAD = [
     ("num_steps", 0, "an integer >= 1"),

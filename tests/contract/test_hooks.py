@@ -6,7 +6,7 @@ import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
 
-from sglang_smc import algorithm, hooks
+from sglang_smc.server import algorithm, hooks
 
 ROOT = Path(__file__).parents[2]
 

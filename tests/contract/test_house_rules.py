@@ -13,7 +13,7 @@ FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.p
 PURE = [path for path in FILES if path.is_relative_to(ROOT / "sglang_smc" / "smc")]
 NO_SGLANG = [
     *PURE,
-    ROOT / "sglang_smc" / "config.py",
+    ROOT / "sglang_smc" / "options" / "server.py",
     *(path for path in FILES if path.is_relative_to(ROOT / "kernels")),
 ]
 

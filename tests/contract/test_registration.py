@@ -9,8 +9,9 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative import spec_registry
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_smc import compat, plugin
-from sglang_smc.algorithm import SMCAlgorithm
+from sglang_smc import plugin
+from sglang_smc.server import compat
+from sglang_smc.server.algorithm import SMCAlgorithm
 
 
 @pytest.fixture

@@ -31,11 +31,11 @@ PICKLE_METHODS = {"from_str"}
 
 LISTED = {
     # Where the server's owner has given --enable-custom-logit-processor, which is off by default.
-    ("sglang_smc/processors.py", "from_str"),
+    ("sglang_smc/requests/processors.py", "from_str"),
     # The names of our own patch files, as they stand in this module.
-    ("sglang_smc/hooks.py", "importlib"),
+    ("sglang_smc/server/hooks.py", "importlib"),
     # Descriptions of the machine, below /sys.
-    ("sglang_smc/cpu_threads.py", "read_text"),
+    ("sglang_smc/cpu/threads.py", "read_text"),
     # The planner, a command line tool: models and plots where its user says.
     ("sglang_smc/plan/plot.py", "savefig"),
     ("sglang_smc/plan/shapes.py", "read_text"),

@@ -15,10 +15,10 @@ from sglang.srt.arg_groups.arg_utils import namespace_of
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-from sglang_smc import algorithm
-from sglang_smc.config import EVIDENCE_THRESHOLD, SMCConfig
+from sglang_smc.options.server import EVIDENCE_THRESHOLD, SMCConfig
 from sglang_smc.patches.server_args import FLAG_FIELDS
-from sglang_smc.requirements import REQUIREMENTS, Requirement
+from sglang_smc.server import algorithm
+from sglang_smc.server.requirements import REQUIREMENTS, Requirement
 
 GIVEN = {
     "speculative_smc_mode": "smc",

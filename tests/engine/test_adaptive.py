@@ -13,7 +13,7 @@ import pytest
 from crowd import last_chunks
 from tiny_models import smc_arguments
 
-from sglang_smc.adaptive import COSTS_ENV
+from sglang_smc.options.policy import COSTS_ENV
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("schedule")]
 

@@ -20,7 +20,7 @@ import triton.experimental.gluon  # loaded on demand else, and would refuse the 
 from triton import knobs
 
 if TYPE_CHECKING:
-    from sglang_smc.ops import Ops
+    from sglang_smc.ops.select import Ops
 
 KERNELS = sorted(path.stem for path in (Path(__file__).parents[2] / "kernels").glob("*.py"))
 
@@ -49,9 +49,9 @@ def device() -> str:
 @pytest.fixture(scope="session")
 def kernels() -> "Ops":
     """The operations of a round with the kernels as they are decorated here."""
-    import sglang_smc.kernel_ops
+    import sglang_smc.ops.triton_ops
 
-    return importlib.reload(sglang_smc.kernel_ops).TRITON
+    return importlib.reload(sglang_smc.ops.triton_ops).TRITON
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from toy_laws import EOS, languages
 from toy_worker import SlotModel, ToyWorker
 from triton.runtime.interpreter import GridExecutor
 
-from sglang_smc.config import SMCConfig
-from sglang_smc.ops import Ops
+from sglang_smc.ops.select import Ops
+from sglang_smc.options.server import SMCConfig
 
 MOST = 252  # at N = K = 8, in mode smc: three kernels for each of 8 draft steps among them
 NO_LAUNCH = {"empty", "empty_like", "new_empty", "_unsafe_view", "scalar_tensor"}

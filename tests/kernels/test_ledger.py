@@ -14,9 +14,9 @@ import pytest
 import torch
 from pool_model import PoolModel
 
-from sglang_smc.config import SMCConfig
 from sglang_smc.kernels import lineage, prepare
-from sglang_smc.ledger import Ledger
+from sglang_smc.memory.ledger import Ledger
+from sglang_smc.options.server import SMCConfig
 
 # Of the interpreter's own loops over a range that ends at a loaded number.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")

@@ -8,9 +8,9 @@ from toy_laws import EOS, languages
 from toy_logprobs import AskingWorker
 from toy_worker import Outcome, ToyWorker
 
-from sglang_smc.config import SMCConfig
-from sglang_smc.ops import TORCH, Ops
-from sglang_smc.rungs import OFF, Rung
+from sglang_smc.ops.select import TORCH, Ops
+from sglang_smc.options.budget import OFF, Rung
+from sglang_smc.options.server import SMCConfig
 
 CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
     "weighed": ({}, {"num_particles": 2, "num_steps": 1}),

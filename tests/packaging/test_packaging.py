@@ -17,7 +17,7 @@ MAPPED = {"kernels": "sglang_smc/kernels", "patches": "sglang_smc/patches"}
 DATA = ["sglang_smc/py.typed", "sglang_smc/kernels/README.md", "sglang_smc/patches/README.md"]
 ENTRY_POINTS = {
     "sglang.srt.plugins": {"smc": "sglang_smc.plugin:register"},
-    "sglang.srt.platforms": {"smc_cpu": "sglang_smc.platform:activate"},
+    "sglang.srt.platforms": {"smc_cpu": "sglang_smc.cpu.platform:activate"},
 }
 
 

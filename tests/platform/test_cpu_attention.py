@@ -11,8 +11,8 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_smc import cpu_attention
-from sglang_smc.cpu_attention import LONG_ROW, CpuAttentionBackend
+from sglang_smc.cpu import attention
+from sglang_smc.cpu.attention import LONG_ROW, CpuAttentionBackend
 
 HEAD_DIM = 16
 NUM_SLOTS = 4096
@@ -185,13 +185,13 @@ def test_read_without_write():
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY])
 def test_all_particles_are_one_call(mode, monkeypatch):
     calls = []
-    real = cpu_attention.scaled_dot_product_attention
+    real = attention.scaled_dot_product_attention
 
     def counting(*args, **kwargs):
         calls.append(args[0].shape)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(cpu_attention, "scaled_dot_product_attention", counting)
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", counting)
     width = 1 if mode == ForwardMode.DECODE else 5
     h = Harness(range(10, 42), [width] * 32, q_heads=4, kv_heads=2, dtype=torch.float32)
     h.run(mode)

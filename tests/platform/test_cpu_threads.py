@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from sglang_smc import cpu_threads
+from sglang_smc.cpu import threads
 
 VARIABLES = (
     "OMP_NUM_THREADS",
@@ -26,9 +26,9 @@ def host(monkeypatch, tmp_path):
         for cpu in affinity:
             (tmp_path / f"cpu{cpu}").write_text(f"{cpu % cores},{cpu % cores + cores}\n")
         (tmp_path / "cpu.max").write_text(quota + "\n")
-        monkeypatch.setattr(cpu_threads, "_SIBLINGS", str(tmp_path / "cpu{}"))
-        monkeypatch.setattr(cpu_threads, "_CGROUP_CPU_MAX", tmp_path / "cpu.max")
-        monkeypatch.setattr(cpu_threads, "_set_here", {})
+        monkeypatch.setattr(threads, "_SIBLINGS", str(tmp_path / "cpu{}"))
+        monkeypatch.setattr(threads, "_CGROUP_CPU_MAX", tmp_path / "cpu.max")
+        monkeypatch.setattr(threads, "_set_here", {})
         for name in VARIABLES:
             # setenv first: the variable set below is then undone after the test.
             monkeypatch.setenv(name, "")
@@ -39,26 +39,26 @@ def host(monkeypatch, tmp_path):
 
 def test_hyperthreads_share_a_core(host):
     host(cores=8)
-    assert cpu_threads.physical_cpus() == list(range(8))
+    assert threads.physical_cpus() == list(range(8))
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("250000 100000", 2), ("50000 100000", 1)])
 def test_a_container_quota_counts(host, quota, cores):
     host(cores=8, quota=quota)
-    assert cpu_threads.usable_cores() == cores
+    assert threads.usable_cores() == cores
 
 
 @pytest.mark.parametrize(("tp_size", "threads"), [(1, "8"), (2, "4"), (16, "1")])
 def test_ranks_share_the_cores(host, tp_size, threads):
     host(cores=8)
-    cpu_threads.set_default_environment(tp_size=tp_size)
+    threads.set_default_environment(tp_size=tp_size)
     assert os.environ["OMP_NUM_THREADS"] == threads
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 def test_replicas_share_the_cores_too(host):
     host(cores=8)
-    cpu_threads.set_default_environment(tp_size=2, dp_size=2)
+    threads.set_default_environment(tp_size=2, dp_size=2)
     assert os.environ["OMP_NUM_THREADS"] == "2"
 
 
@@ -67,21 +67,21 @@ def test_replicas_share_the_cores_too(host):
 )
 def test_tensor_parallel_ranks_have_their_own_cores(host, tp_size, binding):
     host(cores=4)
-    cpu_threads.set_default_environment(tp_size=tp_size)
+    threads.set_default_environment(tp_size=tp_size)
     assert os.environ["SGLANG_CPU_OMP_THREADS_BIND"] == binding
 
 
 def test_what_the_user_set_stays(host, monkeypatch):
     host(cores=8)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    cpu_threads.set_default_environment(tp_size=1)
+    threads.set_default_environment(tp_size=1)
     assert os.environ["OMP_NUM_THREADS"] == "3"
 
 
 def test_the_next_engine_of_a_process_gets_its_own_share(host, monkeypatch):
     host(cores=8)
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    cpu_threads.set_default_environment(tp_size=2)
-    cpu_threads.set_default_environment(tp_size=1)
+    threads.set_default_environment(tp_size=2)
+    threads.set_default_environment(tp_size=1)
     found = [os.environ.get(name) for name in VARIABLES]
     assert found == ["8", "ACTIVE", None, None]

@@ -11,9 +11,9 @@ from sglang.srt import platforms
 from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.platforms.cuda import CudaSRTPlatform
 
-from sglang_smc import cpu_threads, platform
-from sglang_smc.cpu_pool import CpuTokenAllocator
-from sglang_smc.platform import PlainCpuPlatform
+from sglang_smc.cpu import platform, threads
+from sglang_smc.cpu.platform import PlainCpuPlatform
+from sglang_smc.cpu.pool import CpuTokenAllocator
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_steps_back_for_the_stock_cpu_engine(machine, monkeypatch):
 @pytest.fixture
 def make_args(monkeypatch):
     """Server arguments as SGLang hands them over: device and AMX backend already filled in."""
-    monkeypatch.setattr(cpu_threads, "set_default_environment", lambda **sizes: None)
+    monkeypatch.setattr(threads, "set_default_environment", lambda **sizes: None)
 
     def make(**changes):
         args: Any = SimpleNamespace(

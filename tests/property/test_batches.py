@@ -10,7 +10,7 @@ import pytest
 import torch
 from toy_laws import LENGTH, languages, law, p_value, run
 
-from sglang_smc.config import SMCConfig
+from sglang_smc.options.server import SMCConfig
 
 CHOICES: tuple[dict[str, Any], ...] = (
     {},

@@ -13,7 +13,7 @@ from edit_cases import Echo, stock_edit
 from toy_laws import EOS, LENGTH, NUM_RUNS, languages, law, p_value, run, total_variation
 from toy_worker import PROMPT, Language, Outcome
 
-from sglang_smc.config import SMCConfig
+from sglang_smc.options.server import SMCConfig
 
 PENALTIES: dict[str, Any] = {
     "frequency_penalty": 1.2,

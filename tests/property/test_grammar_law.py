@@ -14,8 +14,8 @@ from toy_grammar import conditional_law, local_law, maker, potential
 from toy_laws import LENGTH, p_value, total_variation
 from toy_worker import Outcome
 
-from sglang_smc.config import SMCConfig
-from sglang_smc.rungs import Rung
+from sglang_smc.options.budget import Rung
+from sglang_smc.options.server import SMCConfig
 
 # Behind an a only bb may come, behind a b anything: a local mask takes a far too often.
 UNEVEN = "abb|b(a|b)*"

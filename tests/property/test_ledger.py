@@ -21,8 +21,8 @@ from hypothesis.stateful import (
 )
 from pool_model import PoolModel, Request
 
-from sglang_smc.config import SMCConfig
-from sglang_smc.rungs import Rung, ladder
+from sglang_smc.options.budget import Rung, ladder
+from sglang_smc.options.server import SMCConfig
 
 CONFIGS = {
     "usual": SMCConfig(num_particles=4, num_steps=3, max_lag=8),

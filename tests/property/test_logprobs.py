@@ -8,8 +8,8 @@ from toy_laws import EOS, languages
 from toy_logprobs import AskingWorker, Shown
 from toy_worker import ToyRequest
 
-from sglang_smc.config import SMCConfig
-from sglang_smc.rungs import OFF, Rung
+from sglang_smc.options.budget import OFF, Rung
+from sglang_smc.options.server import SMCConfig
 
 CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
     "weighed": ({},),

@@ -13,7 +13,7 @@ import torch
 import toy_laws
 from toy_smc import Setup, frequencies, mild_pair, power_sums, simulate
 
-from sglang_smc.config import SMCConfig
+from sglang_smc.options.server import SMCConfig
 from sglang_smc.smc.proposal import power_law
 
 EOS = 1

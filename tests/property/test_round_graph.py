@@ -13,14 +13,14 @@ from toy_laws import EOS, LENGTH, languages
 from toy_worker import Outcome as Texts
 from toy_worker import ToyWorker
 
-from sglang_smc.config import SMCConfig
-from sglang_smc.groups import extent_of_server
-from sglang_smc.logprobs import Widths
-from sglang_smc.measured import costs_of_graphs
-from sglang_smc.result import Outcome
-from sglang_smc.round_graph import Record
-from sglang_smc.rungs import OFF, Rung
-from sglang_smc.runs import RunBook
+from sglang_smc.options.budget import OFF, Rung
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.requests.state import RunBook
+from sglang_smc.round.batch import extent_of_server
+from sglang_smc.round.costs import costs_of_graphs
+from sglang_smc.round.graph import Record
+from sglang_smc.round.result import Outcome
+from sglang_smc.state.logprobs import Widths
 
 SIZES = [2, 3, 8]
 CHOSEN: tuple[dict[str, Any], ...] = ({}, {"num_particles": 2}, {"num_steps": 1})

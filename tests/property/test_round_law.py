@@ -10,7 +10,7 @@ import pytest
 import torch
 from toy_laws import LENGTH, NUM_RUNS, languages, law, p_value, run, total_variation
 
-from sglang_smc.config import SMCConfig
+from sglang_smc.options.server import SMCConfig
 
 
 def settings(num_particles: int, num_steps: int, **more: object) -> SMCConfig:

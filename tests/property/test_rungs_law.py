@@ -11,8 +11,8 @@ import pytest
 import torch
 from toy_laws import LENGTH, NUM_RUNS, VOCAB, languages, law, p_value, run, total_variation
 
-from sglang_smc.config import RESAMPLING_METHODS, SMCConfig
-from sglang_smc.rungs import OFF, Rung
+from sglang_smc.options.budget import OFF, Rung
+from sglang_smc.options.server import RESAMPLING_METHODS, SMCConfig
 
 SCRIPTS = {
     "fewer": (Rung(4, 1), Rung(2, 1)),

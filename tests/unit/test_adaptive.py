@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_smc.adaptive import COSTS_ENV, Costs, Curve, Kept, Policy, RoundCosts
-from sglang_smc.rungs import OFF, Rung, ladder
+from sglang_smc.options.budget import OFF, Rung, ladder
+from sglang_smc.options.policy import COSTS_ENV, Costs, Curve, Kept, Policy, RoundCosts
 
 TOP = Rung(8, 8)
 BATCHES = [1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64, 100, 128, 256, 512]

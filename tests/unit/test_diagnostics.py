@@ -5,7 +5,9 @@ import logging
 import pytest
 import torch
 
-from sglang_smc.diagnostics import (
+from sglang_smc.options.request import RequestConfig
+from sglang_smc.smc.rounds import Cut
+from sglang_smc.state.counters import (
     LOW_ESS,
     LOW_ESS_ROUNDS,
     LOW_ESS_SECONDS,
@@ -18,8 +20,6 @@ from sglang_smc.diagnostics import (
     num_childless,
     zero_counters,
 )
-from sglang_smc.request_config import RequestConfig
-from sglang_smc.smc.rounds import Cut
 
 ANCESTORS = 3
 

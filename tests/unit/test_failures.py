@@ -9,9 +9,9 @@ import torch
 from toy_laws import EOS, languages
 from toy_worker import Language, ToyWorker
 
-from sglang_smc.config import SMCConfig
-from sglang_smc.diagnostics import Counters
-from sglang_smc.failures import (
+from sglang_smc.options.request import RequestConfig
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.requests.failures import (
     Failure,
     end_request,
     failure_of_first,
@@ -19,10 +19,10 @@ from sglang_smc.failures import (
     mark_first,
     take_mark,
 )
-from sglang_smc.metrics import Monitor
-from sglang_smc.request_config import RequestConfig
-from sglang_smc.result import SMCBatchResult
-from sglang_smc.runs import Run
+from sglang_smc.requests.state import Run
+from sglang_smc.round.result import SMCBatchResult
+from sglang_smc.state.counters import Counters
+from sglang_smc.state.monitor import Monitor
 
 NAN, INF = float("nan"), float("inf")
 

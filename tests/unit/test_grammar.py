@@ -11,8 +11,8 @@ from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObjec
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo
 
-from sglang_smc.grammar import Masks, forked, mark_terminated, masks_of
-from sglang_smc.particles import Population
+from sglang_smc.requests.grammar import Masks, forked, mark_terminated, masks_of
+from sglang_smc.state.population import Population
 
 A, B, C, EOS, VOCAB = 0, 1, 2, 3, 40  # the vocabulary of the logits is larger than that
 COMPILER = GrammarCompiler(

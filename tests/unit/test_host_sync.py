@@ -16,8 +16,8 @@ from toy_laws import EOS, languages
 from toy_logprobs import AskingWorker
 from toy_worker import ToyWorker
 
-from sglang_smc.config import SMCConfig
-from sglang_smc.rungs import OFF, Rung
+from sglang_smc.options.budget import OFF, Rung
+from sglang_smc.options.server import SMCConfig
 
 # Operators that read a value, or whose result has a size that depends on values.
 WAITING_OPERATORS = {

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_smc.malformed import check_fields, check_form, check_ids
+from sglang_smc.server.malformed import check_fields, check_form, check_ids
 
 VOCAB = 64
 

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_smc.by_group import choose
-from sglang_smc.law import Law
-from sglang_smc.ops import TORCH
+from sglang_smc.ops.select import TORCH
+from sglang_smc.round.select import choose
 from sglang_smc.smc.masking import restrict, unpack
+from sglang_smc.state.distribution import Law
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=70))

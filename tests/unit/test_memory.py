@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_smc import memory
-from sglang_smc.config import SMCConfig
-from sglang_smc.request_config import request_config
+from sglang_smc.memory import arena
+from sglang_smc.options.request import request_config
+from sglang_smc.options.server import SMCConfig
 
 configs = st.builds(
     SMCConfig,
@@ -31,38 +31,38 @@ def test_an_arena_holds_the_longest_tails_and_a_round_of_each(
     longest_before = min(config.max_lag, remaining) - 1
     in_use = config.num_particles * longest_before
     taken = config.num_particles * (config.num_steps + 1)
-    assert memory.arena(config, remaining) >= in_use + taken
+    assert arena.arena(config, remaining) >= in_use + taken
 
 
 @quick
 @given(configs, st.integers(1, 1000))
 def test_no_arena_is_larger_than_the_largest(config: SMCConfig, remaining: int) -> None:
-    assert memory.arena(config, remaining) <= memory.max_arena(config)
-    assert memory.arena(config, config.max_lag) == memory.max_arena(config)
+    assert arena.arena(config, remaining) <= arena.max_arena(config)
+    assert arena.arena(config, config.max_lag) == arena.max_arena(config)
 
 
 @quick
 @given(configs)
 def test_a_tail_can_grow_by_a_round_from_the_bound(config: SMCConfig) -> None:
-    assert memory.max_tail(config) >= config.max_lag - 1 + config.num_steps + 1
+    assert arena.max_tail(config) >= config.max_lag - 1 + config.num_steps + 1
 
 
 @quick
 @given(configs, st.integers(-5, 1000))
 def test_an_arena_never_grows_as_text_is_emitted(config: SMCConfig, remaining: int) -> None:
     """A token emitted moves one slot out of the arena; what is owned in total may stay the same."""
-    assert memory.arena(config, remaining) >= memory.arena(config, remaining - 1)
+    assert arena.arena(config, remaining) >= arena.arena(config, remaining - 1)
 
 
 def test_the_arena_follows_what_a_request_has_emitted() -> None:
     config = SMCConfig(num_particles=4, num_steps=3, max_lag=100)
     params = SimpleNamespace(max_new_tokens=50, custom_params=None)
     req = SimpleNamespace(sampling_params=params, output_ids=[0] * 20, grammar=None)
-    assert memory.arena_of(config, req) == 4 * (30 + 3) + 4
+    assert arena.arena_of(config, req) == 4 * (30 + 3) + 4
     params.max_new_tokens = 500
-    assert memory.arena_of(config, req) == 4 * (100 + 3) + 4
+    assert arena.arena_of(config, req) == 4 * (100 + 3) + 4
     params.max_new_tokens = 10
-    assert memory.arena_of(config, req) == 4 * 3 + 4, "overshoot counts as nothing left"
+    assert arena.arena_of(config, req) == 4 * 3 + 4, "overshoot counts as nothing left"
 
 
 def test_a_request_with_fewer_particles_and_steps_owns_less() -> None:
@@ -70,14 +70,14 @@ def test_a_request_with_fewer_particles_and_steps_owns_less() -> None:
     chosen = {"smc": {"num_particles": 2, "num_steps": 1}}
     params = SimpleNamespace(max_new_tokens=50, custom_params=chosen)
     req = SimpleNamespace(sampling_params=params, output_ids=[], grammar=None)
-    assert memory.arena_of(server, req) == 2 * (50 + 1) + 2
+    assert arena.arena_of(server, req) == 2 * (50 + 1) + 2
 
 
 @pytest.mark.parametrize("mode", ["exact", "mixed", "auto"])
 def test_verification_leaves_no_tail_to_hold(mode: str) -> None:
     server = SMCConfig(num_particles=4, num_steps=3, max_lag=100)
     config = request_config(server, {"smc": {"mode": mode}})
-    assert memory.arena(config, 50) == 4 * (1 + 3) + 4, "K + 1 tokens each, from no tail"
+    assert arena.arena(config, 50) == 4 * (1 + 3) + 4, "K + 1 tokens each, from no tail"
 
 
 @quick
@@ -87,24 +87,24 @@ def test_no_request_asks_for_more_than_the_largest_arena_of_its_server(
 ) -> None:
     chosen = {"mode": mode, "num_particles": (server.num_particles + 1) // 2, "num_steps": 1}
     config = request_config(server, {"smc": chosen})
-    assert memory.arena(config, remaining) <= memory.max_arena(server)
-    assert memory.tail(config, remaining) <= memory.max_tail(server)
+    assert arena.arena(config, remaining) <= arena.max_arena(server)
+    assert arena.tail(config, remaining) <= arena.max_tail(server)
 
 
 def test_check_pool_takes_a_pool_of_just_the_size_it_asks_for() -> None:
     config = SMCConfig(num_particles=4, num_steps=3, max_lag=10)
     with pytest.raises(ValueError, match=r"holds 10 tokens.*at least (\d+)") as raised:
-        memory.check_pool(config, 10)
+        arena.check_pool(config, 10)
     needed = int(str(raised.value).split("at least ")[1].split()[0])
-    assert needed > memory.max_arena(config)
-    memory.check_pool(config, needed)
+    assert needed > arena.max_arena(config)
+    arena.check_pool(config, needed)
     with pytest.raises(ValueError, match=f"holds {needed - 1} tokens"):
-        memory.check_pool(config, needed - 1)
+        arena.check_pool(config, needed - 1)
 
 
 def test_check_pool_names_the_flags_their_values_and_the_mend() -> None:
     with pytest.raises(ValueError) as raised:
-        memory.check_pool(SMCConfig(num_particles=7, num_steps=5, max_lag=33), 1)
+        arena.check_pool(SMCConfig(num_particles=7, num_steps=5, max_lag=33), 1)
     message = str(raised.value)
     for part in (
         "--speculative-smc-num-particles 7",

@@ -11,15 +11,16 @@ import torch
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_smc import active, diagnostics
-from sglang_smc.diagnostics import Counters, zero_counters
-from sglang_smc.law import Law
-from sglang_smc.metrics import ESS_RATIO_BUCKETS, PREFIX, TOTALS, Monitor, Played
+from sglang_smc import process
+from sglang_smc.options.request import RequestConfig
 from sglang_smc.patches.request_state import update_finish_state
-from sglang_smc.request_config import RequestConfig
-from sglang_smc.runs import Run
+from sglang_smc.requests.state import Run
+from sglang_smc.round.steps import Decision
 from sglang_smc.smc.rounds import Cut, Resampled
-from sglang_smc.steps import Decision
+from sglang_smc.state import counters
+from sglang_smc.state.counters import Counters, zero_counters
+from sglang_smc.state.distribution import Law
+from sglang_smc.state.monitor import ESS_RATIO_BUCKETS, PREFIX, TOTALS, Monitor, Played
 
 LABELS = {"model_name": "m", "engine_type": "unified", "tp_rank": "0"}
 
@@ -131,7 +132,7 @@ def test_a_prefill_that_fails_is_counted_though_it_is_no_round(
 ) -> None:
     """Through the hook that ends such a request: a broken model shows in its prefill first."""
     counting = monitor()
-    monkeypatch.setattr(active, "_monitor", counting)
+    monkeypatch.setattr(process, "_monitor", counting)
     output_ids = [-1]  # a code of `Failure` in place of the first token
     run = Run(0, RequestConfig(), zero_counters(4))
     req: Any = SimpleNamespace(
@@ -194,7 +195,7 @@ def test_log_and_warning_come_from_one_rank_and_of_weighed_rounds(
     num_lines: int,
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(diagnostics, "LOW_ESS_ROUNDS", 2)
+    monkeypatch.setattr(counters, "LOW_ESS_ROUNDS", 2)
     low = [played(mode=mode, ess_sum=1.0)]
     found = Monitor(interval=2)
     found.report_as(reporter(exports=False, logs=logs))

@@ -7,10 +7,10 @@ import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from sglang_smc.ledger import Ledger
-from sglang_smc.measured import rehearse
-from sglang_smc.model_checks import check_layers
-from sglang_smc.ops import ops_of
+from sglang_smc.memory.ledger import Ledger
+from sglang_smc.models.supported import check_layers
+from sglang_smc.ops.select import ops_of
+from sglang_smc.round.costs import rehearse
 
 
 def runner(**layer: Any) -> Any:

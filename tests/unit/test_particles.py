@@ -8,8 +8,8 @@ from populations import population_of, texts_of
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ReqLogprob
 
-from sglang_smc.logprobs import TailLogprobs, Widths
-from sglang_smc.particles import ParticleTable, Population
+from sglang_smc.state.logprobs import TailLogprobs, Widths
+from sglang_smc.state.population import ParticleTable, Population
 
 MAX_TAIL = 5
 

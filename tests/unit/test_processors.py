@@ -14,7 +14,7 @@ from sglang.srt.sampling.custom_logit_processor import (
     DisallowedTokensLogitsProcessor,
 )
 
-from sglang_smc import edits
+from sglang_smc.requests import logit_edits
 
 VOCAB = 6
 
@@ -47,7 +47,7 @@ def with_processor(output_ids: list[int], processor: Any, **custom_params: Any) 
 def apply(
     reqs: list[Any], anchors: list[list[int]], tails: list, chains: list, first: int = 0
 ) -> torch.Tensor:
-    (edit,) = edits.edits_of(reqs, population_of(tails, anchors))
+    (edit,) = logit_edits.edits_of(reqs, population_of(tails, anchors))
     drafted = torch.tensor(chains, dtype=torch.int64)
     num_columns = 1 if first else drafted.shape[2] + 1
     return edit(torch.zeros(*drafted.shape[:2], num_columns, VOCAB), drafted, first)
@@ -80,14 +80,16 @@ def test_a_particle_that_has_ended_is_not_shown() -> None:
     recorder = Recorder()
     population = population_of([[[2], [3]]], [[1, 1]])
     population = population._replace(ended=torch.tensor([[True, False]]))
-    (edit,) = edits.edits_of([with_processor([1], recorder)], population)
+    (edit,) = logit_edits.edits_of([with_processor([1], recorder)], population)
     edit(torch.zeros(1, 2, 1, VOCAB), torch.empty(1, 2, 0, dtype=torch.int64), 0)
     assert recorder.seen == [[1, 3]]
 
 
 def test_a_first_token_follows_the_emitted_text() -> None:
     recorder = Recorder()
-    found = edits.begin([make_req([]), with_processor([1, 2], recorder)], torch.zeros(2, VOCAB))
+    found = logit_edits.begin(
+        [make_req([]), with_processor([1, 2], recorder)], torch.zeros(2, VOCAB)
+    )
     assert recorder.seen == [[1, 2]]
     assert found.tolist() == [[0] * VOCAB, [0, 0, 1, 0, 0, 0]]
 
@@ -120,7 +122,7 @@ def test_a_processor_that_fails_ends_its_own_request_alone(loaded: bool) -> None
     broken.custom_logit_processor = '{"callable": "00"}'
     recorder = Recorder()
     reqs = [broken, with_processor([1], recorder)]
-    found = edits.begin(reqs, torch.zeros(2, VOCAB))
+    found = logit_edits.begin(reqs, torch.zeros(2, VOCAB))
     assert isinstance(broken.to_finish, FINISH_ABORT)
     assert "custom logit processor raised" in broken.to_finish.message
     assert broken.to_finish.status_code == 400

@@ -7,9 +7,9 @@ import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
-from sglang_smc.config import SMCConfig
-from sglang_smc.request import check_logprobs, check_session
-from sglang_smc.request import check_request as check_request_of
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.server.refusals import check_logprobs, check_session
+from sglang_smc.server.refusals import check_request as check_request_of
 
 SERVER = SMCConfig(num_particles=4, num_steps=3)
 

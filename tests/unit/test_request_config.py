@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from sglang_smc.config import (
+from sglang_smc.options.request import RequestConfig, config_of, request_config
+from sglang_smc.options.server import (
     AUTO_EVIDENCE_THRESHOLD,
     EVIDENCE_THRESHOLD,
     SERVER_ARGS_FIELDS,
     SERVER_FIELDS,
     SMCConfig,
 )
-from sglang_smc.request_config import RequestConfig, config_of, request_config
 
 SERVER = SMCConfig(num_particles=6, num_steps=5)
 

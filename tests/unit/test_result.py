@@ -10,13 +10,13 @@ from populations import texts_of
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req, ReqLogprob
 
-from sglang_smc.diagnostics import Counters
-from sglang_smc.logprobs import Emitted, TailLogprobs
-from sglang_smc.metrics import Monitor
-from sglang_smc.particles import Population
-from sglang_smc.request_config import RequestConfig
-from sglang_smc.result import Particles, SMCBatchResult
-from sglang_smc.runs import Run
+from sglang_smc.options.request import RequestConfig
+from sglang_smc.requests.state import Run
+from sglang_smc.round.result import Particles, SMCBatchResult
+from sglang_smc.state.counters import Counters
+from sglang_smc.state.logprobs import Emitted, TailLogprobs
+from sglang_smc.state.monitor import Monitor
+from sglang_smc.state.population import Population
 
 
 class FakeReq:

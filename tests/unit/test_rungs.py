@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 
-from sglang_smc import memory
-from sglang_smc.config import SMCConfig
-from sglang_smc.request_config import RequestConfig, request_config
-from sglang_smc.rungs import OFF, Rung, joined, narrowed
-from sglang_smc.sampling import RequestSpec, RequestTable
+from sglang_smc.memory import arena
+from sglang_smc.options.budget import OFF, Rung, joined, narrowed
+from sglang_smc.options.request import RequestConfig, request_config
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.state.settings import RequestSpec, RequestTable
 
 SERVER = SMCConfig(num_particles=8, num_steps=6)
 ASKED = [
@@ -70,9 +70,9 @@ def test_memory_holds_the_tails_so_far_and_the_drafts_to_come(
 ) -> None:
     for asked in ASKED:
         last, new = narrowed(asked, before), narrowed(asked, now)
-        in_use = last.num_particles * (memory.lag(last) - 1)
+        in_use = last.num_particles * (arena.lag(last) - 1)
         taken = new.num_particles * (new.num_steps + 1)
         span = joined(last, new)
-        assert memory.arena(span, 1000) >= in_use + taken
-        assert memory.arena(span, 1000) <= memory.max_arena(SERVER)
-        assert memory.tail(span, 1000) >= memory.lag(last) - 1 + new.num_steps + 1
+        assert arena.arena(span, 1000) >= in_use + taken
+        assert arena.arena(span, 1000) <= arena.max_arena(SERVER)
+        assert arena.tail(span, 1000) >= arena.lag(last) - 1 + new.num_steps + 1

@@ -7,10 +7,9 @@ import pytest
 import torch
 from sglang.srt.managers.schedule_batch import ReqLogprob
 
-from sglang_smc.config import SMCConfig
-from sglang_smc.diagnostics import Counters, zero_counters
+from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches.request_state import reset_for_retract, update_finish_state
-from sglang_smc.runs import (
+from sglang_smc.requests.state import (
     RunBook,
     as_particle,
     first_is_open,
@@ -18,6 +17,7 @@ from sglang_smc.runs import (
     run_of,
     settled_ids,
 )
+from sglang_smc.state.counters import Counters, zero_counters
 
 SERVER = SMCConfig(num_particles=4, num_steps=3)
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_smc.request_config import RequestConfig
-from sglang_smc.sampling import Kinds, RequestSpec, RequestTable, Settings, stop_tokens
+from sglang_smc.options.request import RequestConfig
+from sglang_smc.state.settings import Kinds, RequestSpec, RequestTable, Settings, stop_tokens
 
 VOCAB = 6
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from particle_cases import SCALING, Case, make_case
 
-from sglang_smc import shared_prefix
-from sglang_smc.shared_prefix import attend, plan_shared_prefix, shared_prefix_attention
+from sglang_smc.models import shared_prefix
+from sglang_smc.models.shared_prefix import attend, plan_shared_prefix, shared_prefix_attention
 
 
 def plan(case: Case) -> shared_prefix.SharedPrefixPlan:

@@ -7,16 +7,16 @@ import pytest
 import torch
 from edit_cases import NEUTRAL
 
-from sglang_smc.config import SMCConfig
-from sglang_smc.decision import Drafts, open_columns
-from sglang_smc.groups import Figures, Groups, extent_of
-from sglang_smc.law import Law
-from sglang_smc.ops import TORCH
-from sglang_smc.particles import Population
-from sglang_smc.request_config import config_of, request_config
-from sglang_smc.runs import Run
-from sglang_smc.sampling import RequestSpec, RequestTable
-from sglang_smc.steps import Steps
+from sglang_smc.ops.select import TORCH
+from sglang_smc.options.request import config_of, request_config
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.requests.state import Run
+from sglang_smc.round.batch import Figures, Groups, extent_of
+from sglang_smc.round.decision import Drafts, open_columns
+from sglang_smc.round.steps import Steps
+from sglang_smc.state.distribution import Law
+from sglang_smc.state.population import Population
+from sglang_smc.state.settings import RequestSpec, RequestTable
 
 EOS, VOCAB, LIMIT = 2, 4, 100
 SERVER = SMCConfig(num_particles=3, num_steps=3, evidence_threshold=0.0)

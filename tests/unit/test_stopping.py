@@ -7,8 +7,8 @@ import pytest
 import torch
 from populations import population_of
 
-from sglang_smc.particles import Population
-from sglang_smc.stopping import first_match, has_stop_text, mark_stop_texts
+from sglang_smc.requests.stopping import first_match, has_stop_text, mark_stop_texts
+from sglang_smc.state.population import Population
 
 
 class Letters:

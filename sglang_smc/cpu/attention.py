@@ -1,0 +1,352 @@
+"""Batched attention for CPUs: one gather and one scaled_dot_product_attention for many rows.
+
+SGLang's ``torch_native`` backend loops over the rows of a batch in Python. Many short rows, as in
+decoding, spend most of their time in that loop. Here rows are padded to the longest and masked, so
+that decode and verify are one call per layer. Particles have a backend of their own
+(`particle_attention`); this one serves prefill, and decoding without SMC.
+
+Every forward is read as an *extend*: row ``r`` brings ``query_lens[r]`` new tokens after
+``prefix_lens[r]`` cached ones, and query ``i`` sees the keys ``0 .. prefix_lens[r] + i``. Decode is
+the case of one new token, verify that of K + 1. The keys of a row stand in the slots
+``req_to_token[req_pool_indices[r], :kv_len]``, as everywhere in SGLang.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from torch.nn.functional import scaled_dot_product_attention
+
+from sglang_smc.models.shared_prefix import gather_slots
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+# A row with more new tokens than this keeps the cores busy by itself: padding it to its
+# neighbours would only add work, and its mask would be large.
+LONG_ROW = 64
+
+
+class PaddedRows(msgspec.Struct, frozen=True):
+    """Short rows that share one attention call, padded to their longest."""
+
+    # Positions of the rows' queries in the flat batch. Padding repeats a row's last token.
+    tokens: torch.Tensor  # [rows, query_len] int64
+    # Slots of the rows' keys. Padding repeats a row's last slot, so only written slots are read.
+    slots: torch.Tensor  # [rows, kv_len] int64
+    # 0 or -inf; query heads that share a key head are folded into the query axis.
+    mask: torch.Tensor  # [rows, 1, query_len * group, kv_len]
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scaling: float,
+        output: torch.Tensor,
+    ) -> None:
+        """Fill these rows' part of ``output``; query and output are [tokens, q_heads, head_dim].
+
+        ``keys`` and ``values`` are [rows, kv_heads, kv_len, head_dim]. The query heads of a key
+        head are folded into the query axis, so that no key is repeated in memory.
+        """
+        rows, query_len = self.tokens.shape
+        kv_heads, head_dim = keys.shape[1], keys.shape[3]
+        tokens = self.tokens.view(-1)
+        folded = query[tokens].view(rows, query_len, kv_heads, -1, head_dim).transpose(1, 2)
+        result = scaled_dot_product_attention(
+            folded.reshape(
+                rows, kv_heads, -1, head_dim
+            ),  # [rows, kv_heads, query_len * group, dim]
+            keys,
+            values,
+            attn_mask=self.mask,
+            scale=scaling,
+        )
+        unfolded = result.view(rows, kv_heads, query_len, -1, head_dim).transpose(1, 2)
+        # A padding query repeats its row's last one: equal values are written to one place.
+        output[tokens] = unfolded.reshape(-1, *query.shape[1:])
+
+
+class LongRow(msgspec.Struct, frozen=True):
+    """One row with many new tokens: the queries ``start .. start + query_len``."""
+
+    start: int
+    slots: torch.Tensor  # [1, kv_len] int64
+    mask: torch.Tensor | None  # [query_len, kv_len]; None: no prefix, plain causal
+    query_len: int
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scaling: float,
+        output: torch.Tensor,
+    ) -> None:
+        """Like ``PaddedRows.attend``, for [1, kv_heads, kv_len, head_dim].
+
+        Key heads become the batch axis: keys are broadcast over their query heads as views.
+        """
+        own = slice(self.start, self.start + self.query_len)
+        kv_heads, head_dim = keys.shape[1], keys.shape[3]
+        grouped = query[own].view(self.query_len, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+        broadcast = (-1, grouped.shape[1], -1, -1)  # [kv_heads, group, kv_len, head_dim]
+        result = scaled_dot_product_attention(
+            grouped,  # [kv_heads, group, query_len, head_dim]
+            keys[0].unsqueeze(1).expand(broadcast),
+            values[0].unsqueeze(1).expand(broadcast),
+            attn_mask=self.mask,
+            is_causal=self.mask is None,
+            scale=scaling,
+        )
+        output[own] = result.permute(2, 0, 1, 3).reshape(self.query_len, -1, head_dim)
+
+
+class ForwardPlan(msgspec.Struct, frozen=True):
+    """What all layers of one forward share."""
+
+    calls: list[PaddedRows | LongRow]
+    # Destinations of the gathers. Fresh pages for every layer would cost more than the copy.
+    keys: torch.Tensor  # [max slots of a call, kv_heads, head_dim]
+    values: torch.Tensor  # the same shape
+
+
+class CpuAttentionBackend(AttentionBackend):
+    """Causal decoder attention for a plain CPU; eager only (no graph capture)."""
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, model_runner: ModelRunner) -> None:
+        super().__init__()
+        check_pool(model_runner)
+        assert model_runner.req_to_token_pool is not None, "pools are built before backends"
+        # The pool, not its tensor: a worker may put a taller table into it later.
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.dtype = model_runner.dtype
+        self.group = head_group(model_runner)
+        self.plan: ForwardPlan  # of the running forward
+
+    def support_triton(self) -> bool:
+        return False
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Plan the calls of this forward once, for all its layers."""
+        if forward_batch.forward_mode.is_idle():
+            return
+        prefix_lens, query_lens = row_lengths(forward_batch)
+        calls = plan_calls(
+            req_to_token=self.req_to_token_pool.req_to_token,
+            req_pool_indices=forward_batch.req_pool_indices,
+            prefix_lens=prefix_lens,
+            query_lens=query_lens,
+            group=self.group,
+            dtype=self.dtype,
+        )
+        self.plan = ForwardPlan(calls, *self._scratch(calls))
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attend with the plan of ``init_forward_metadata``.
+
+        Args:
+            q: [tokens, q_heads * head_dim]
+            k, v: [tokens, kv_heads, head_dim], written to ``out_cache_loc`` first;
+                None where the layer reads another layer's cache.
+
+        Returns:
+            [tokens, q_heads * head_dim]
+        """
+        check_layer(layer, self.group, kwargs)
+        if save_kv_cache and k is not None and v is not None:
+            self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        query = q.view(-1, layer.tp_q_head_num, layer.head_dim)  # [tokens, q_heads, head_dim]
+        output = torch.empty_like(query)
+        for call in self.plan.calls:
+            keys, values = self._gather(layer.layer_id, call.slots)
+            call.attend(query, keys.to(q.dtype), values.to(q.dtype), layer.scaling, output)
+        return output.view(q.shape)
+
+    # Decode is an extend by one token.
+    forward_decode = forward_extend
+
+    def _scratch(self, calls: list[PaddedRows | LongRow]) -> tuple[torch.Tensor, torch.Tensor]:
+        # Every layer of a pool has the same row shape: [kv_heads, head_dim].
+        cache = self.token_to_kv_pool.get_key_buffer(self.token_to_kv_pool.start_layer)
+        size = max(call.slots.numel() for call in calls)
+        return cache.new_empty(size, *cache.shape[1:]), cache.new_empty(size, *cache.shape[1:])
+
+    def _gather(self, layer_id: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values in ``slots`` [rows, kv_len] as [rows, kv_heads, kv_len, head_dim]."""
+        pool = self.token_to_kv_pool
+        keys = _gather_rows(pool.get_key_buffer(layer_id), slots, self.plan.keys)
+        values = _gather_rows(pool.get_value_buffer(layer_id), slots, self.plan.values)
+        return keys, values
+
+
+def row_lengths(forward_batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cached and new tokens of every row: two int64 tensors [rows]."""
+    mode, seq_lens = forward_batch.forward_mode, forward_batch.seq_lens.long()
+    prefix_lens, query_lens = forward_batch.extend_prefix_lens, forward_batch.extend_seq_lens
+    if mode.is_decode():
+        return seq_lens - 1, torch.ones_like(seq_lens)
+    if mode.is_target_verify():
+        _check_chain(forward_batch.spec_info)
+        if query_lens is None:
+            # A verify batch without extend lengths counts only what is cached in seq_lens.
+            width = forward_batch.input_ids.numel() // seq_lens.numel()
+            return seq_lens, torch.full_like(seq_lens, width)
+    assert prefix_lens is not None and query_lens is not None, "an extend batch has its lengths"
+    return prefix_lens.long(), query_lens.long()
+
+
+def _check_chain(spec_info: Any) -> None:
+    if spec_info is not None and spec_info.custom_mask is not None:
+        raise ValueError("the smc_cpu attention backend verifies chains only, not token trees")
+
+
+def head_group(model_runner: ModelRunner) -> int:
+    """Query heads per key head, on each tensor-parallel rank."""
+    tp_size, config = model_runner.ps.tp_size, model_runner.model_config
+    return config.get_num_attention_heads(tp_size) // config.get_num_kv_heads(tp_size)
+
+
+def check_pool(model_runner: ModelRunner) -> None:
+    """Refuse a KV cache that is not [slots, kv_heads, head_dim] of plain floating point."""
+    if model_runner.use_mla_backend:
+        raise ValueError("attention of sglang-smc does not support MLA models")
+    pool = model_runner.token_to_kv_pool
+    if pool.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"attention of sglang-smc does not support a quantized KV cache ({pool.dtype}): "
+            "pass --kv-cache-dtype auto"
+        )
+    shape = pool.get_key_buffer(pool.start_layer).shape
+    if len(shape) != 3:
+        raise ValueError(
+            f"attention of sglang-smc needs KV buffers of [slots, kv_heads, head_dim], got "
+            f"{list(shape)} from {type(pool).__name__}: unset SGLANG_USE_HND_KVCACHE, or use a "
+            "model with ordinary attention in all layers"
+        )
+
+
+def check_layer(layer: RadixAttention, group: int, kwargs: dict[str, Any]) -> None:
+    """Refuse what the causal softmax attention of this package would silently get wrong."""
+    unsupported = {
+        "a sliding window": layer.sliding_window_size > -1,
+        "a logit cap": layer.logit_cap > 0,
+        "cross or bidirectional attention": layer.is_cross_attention
+        or layer.attn_type != AttentionType.DECODER,
+        "different key and value widths": layer.qk_head_dim != layer.v_head_dim,
+        "layers of unlike head groups": layer.tp_q_head_num != group * layer.tp_k_head_num,
+    }
+    unsupported |= {f"{name}=": value is not None for name, value in kwargs.items()}
+    found = [what for what, present in unsupported.items() if present]
+    if found:
+        raise ValueError(
+            f"attention of sglang-smc does not support {', '.join(found)} (layer {layer.layer_id})"
+        )
+
+
+def plan_calls(
+    *,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    query_lens: torch.Tensor,
+    group: int,
+    dtype: torch.dtype,
+) -> list[PaddedRows | LongRow]:
+    """Split a batch into attention calls that waste little padding.
+
+    Rows of one length (decode, verify) are one call. Short rows of unlike lengths share a call
+    where query and key lengths agree within a factor of two; long rows stand alone.
+
+    Args:
+        req_to_token: [max rows, max length], slots by row and position
+        req_pool_indices: [rows], each row's index into ``req_to_token``
+        prefix_lens, query_lens: [rows] int64, cached and new tokens
+        group: query heads per key head
+        dtype: of the queries
+    """
+    starts = query_lens.cumsum(0) - query_lens  # [rows], first query of each row
+    calls: list[PaddedRows | LongRow] = []
+    for rows in _buckets(prefix_lens.tolist(), query_lens.tolist()):
+        index = torch.tensor(rows)
+        prefix, length, start = prefix_lens[index], query_lens[index], starts[index]
+        slots = _padded_slots(req_to_token, req_pool_indices[index], prefix + length)
+        if length[0] > LONG_ROW:
+            calls.append(_long_row(int(start), slots, int(prefix), int(length), dtype))
+        else:
+            calls.append(_padded_rows(start, slots, prefix, length, group, dtype))
+    return calls
+
+
+def _buckets(prefix_lens: list[int], query_lens: list[int]) -> list[list[int]]:
+    """Rows of each call."""
+    if len(set(query_lens)) == 1 and query_lens[0] <= LONG_ROW:
+        return [list(range(len(query_lens)))]
+    buckets: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    for row, (prefix, length) in enumerate(zip(prefix_lens, query_lens, strict=True)):
+        if length > LONG_ROW:
+            buckets[(row,)].append(row)
+        else:
+            buckets[length.bit_length(), (prefix + length).bit_length()].append(row)
+    return list(buckets.values())
+
+
+def _padded_slots(
+    req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor
+) -> torch.Tensor:
+    column = torch.arange(int(kv_lens.max())).minimum(kv_lens[:, None] - 1)  # [rows, kv_len]
+    return req_to_token[req_pool_indices[:, None], column].long()
+
+
+def _long_row(
+    start: int, slots: torch.Tensor, prefix: int, length: int, dtype: torch.dtype
+) -> LongRow:
+    mask = None
+    if prefix:
+        mask = _causal_mask(torch.arange(prefix, prefix + length), slots.shape[1], dtype)
+    return LongRow(start=start, slots=slots, mask=mask, query_len=length)
+
+
+def _padded_rows(
+    start: torch.Tensor,
+    slots: torch.Tensor,
+    prefix: torch.Tensor,
+    length: torch.Tensor,
+    group: int,
+    dtype: torch.dtype,
+) -> PaddedRows:
+    offset = torch.arange(int(length.max())).minimum(length[:, None] - 1)  # [rows, query_len]
+    mask = _causal_mask(prefix[:, None] + offset, slots.shape[1], dtype)
+    folded = mask.repeat_interleave(group, dim=1).unsqueeze(1)
+    return PaddedRows(tokens=start[:, None] + offset, slots=slots, mask=folded)
+
+
+def _causal_mask(position: torch.Tensor, kv_len: int, dtype: torch.dtype) -> torch.Tensor:
+    """Additive mask [*position.shape, kv_len]: a query at ``position`` sees keys up to itself."""
+    hidden = torch.arange(kv_len) > position.unsqueeze(-1)
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+
+
+def _gather_rows(cache: torch.Tensor, slots: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    gathered = gather_slots(cache, slots.view(-1), scratch)
+    return gathered.view(*slots.shape, *cache.shape[1:]).transpose(1, 2)

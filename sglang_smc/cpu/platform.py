@@ -1,0 +1,129 @@
+"""A plain-torch CPU platform for stock SGLang.
+
+SGLang's own CPU engine needs Intel's AMX kernels (a special build of ``sgl-kernel``). This
+platform runs the same scheduler, radix cache and HTTP server with torch operators alone, for
+Llama-type models on any x86 CPU: laptops and continuous integration.
+
+SGLang finds ``activate`` through the entry point ``smc_cpu`` of group ``sglang.srt.platforms``.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+
+from sglang_smc.cpu import threads
+from sglang_smc.cpu.dtype import default_dtype
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_smc.cpu.attention import CpuAttentionBackend
+
+PLATFORM_NAME = "smc_cpu"
+
+# SGLang sizes its KV cache for a device that it has to itself: 85 % of the memory, whatever the
+# model. A host also serves the rest of the system, and every page of the cache is written at start.
+MEM_FRACTION = 0.7
+MAX_TOTAL_TOKENS = 1 << 17
+
+# The batched attention takes the place of SGLang's row loop under the loop's own name: SGLang
+# tells by this name (`support_triton`, `get_last_loc`) that Triton kernels are out of reach.
+ATTENTION_BACKEND = "torch_native"
+
+
+def activate() -> str | None:
+    """Return the platform's qualified name where it should serve, else None.
+
+    ``SGLANG_PLATFORM=smc_cpu`` forces it. Otherwise it steps back for any accelerator that
+    torch sees, and for a user who asked for SGLang's own CPU engine.
+    """
+    forced = os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME
+    stock_cpu = os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1"
+    if forced or not (stock_cpu or torch.accelerator.is_available()):
+        return "sglang_smc.cpu.platform:PlainCpuPlatform"
+    return None
+
+
+class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """CPU platform of SGLang that needs no kernels but torch's."""
+
+    # OOT, not CPU: only out-of-tree platforms are asked for their pools and backends.
+    _enum = PlatformEnum.OOT
+
+    def get_device(self, local_rank: int | None = None) -> str:
+        """The device as a string: ServerArgs splits off an index and compares names."""
+        return "cpu"
+
+    def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
+        """Fill in what the user left open; refuse what cannot run here."""
+        _check_server_args(server_args)
+        # SGLang has just put its AMX backend where the user named none.
+        if server_args.attention_backend == "intel_amx":
+            server_args.attention_backend = ATTENTION_BACKEND
+        if server_args.dtype == "auto":
+            server_args.dtype = default_dtype()
+        if server_args.max_total_tokens is None and server_args.mem_fraction_static is None:
+            server_args.max_total_tokens = MAX_TOTAL_TOKENS
+        if server_args.mem_fraction_static is None:
+            server_args.mem_fraction_static = MEM_FRACTION
+        threads.set_default_environment(tp_size=server_args.tp_size, dp_size=server_args.dp_size)
+
+    def init_backend(self) -> None:
+        """Register the batched attention in each process that runs a model."""
+        from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+        register_attention_backend(ATTENTION_BACKEND)(_create_attention_backend)
+
+    def get_default_attention_backend(self) -> str:
+        return ATTENTION_BACKEND
+
+    def get_mha_kv_pool_cls(self) -> type:
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        return MHATokenToKVPool
+
+    def get_paged_allocator_cls(self) -> type:
+        from sglang_smc.cpu.pool import CpuTokenAllocator
+
+        return CpuTokenAllocator
+
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        """For SGLang's small compiled helpers; inductor would need a C++ compiler and minutes."""
+        return "eager"
+
+    def get_dispatch_key_name(self) -> str:
+        """Operators run their ``forward_native``: torch only."""
+        return "native"
+
+    def get_torch_profiler_activity_str(self) -> str:
+        """What /start_profile can record here."""
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        """The same, as torch's profiler takes it."""
+        return torch.profiler.ProfilerActivity.CPU
+
+
+def _create_attention_backend(model_runner: ModelRunner) -> CpuAttentionBackend:
+    from sglang_smc.cpu.attention import CpuAttentionBackend
+
+    return CpuAttentionBackend(model_runner)
+
+
+def _check_server_args(server_args: ServerArgs) -> None:
+    refused = {
+        f"device={server_args.device!r} (pass --device cpu and hide the accelerator, "
+        "for example with CUDA_VISIBLE_DEVICES='')": server_args.device != "cpu",
+        f"page_size={server_args.page_size}": server_args.page_size not in (None, 1),
+        "enable_torch_compile": server_args.enable_torch_compile,
+    }
+    found = [what for what, present in refused.items() if present]
+    if found:
+        raise ValueError(f"the {PLATFORM_NAME} platform does not support {', '.join(found)}")

@@ -1,0 +1,72 @@
+"""How many KV slots a request needs beyond its text: the size of its arena.
+
+Where particles are weighed, a tail reaches at most ``max_lag - 1`` tokens before a round, or what
+is left of `max_new_tokens`, and the round adds K + 1 to each of N tails. Tails that share nothing
+are the worst case, and what is reserved: a constant per request. Verification leaves no tails.
+
+Under the overlap schedule the host reserves a round's arena before it has heard of the round that
+still runs. That round may commit c tokens, which takes c slots out of the arena, and c from each
+tail: with N > 1 the arena is short by K + 1 slots at most, which `in_flight` adds.
+"""
+
+from typing import TYPE_CHECKING
+
+from sglang_smc.options.budget import Rung, narrowed
+from sglang_smc.options.request import config_of
+from sglang_smc.options.server import SMCConfig
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+
+def lag(config: SMCConfig) -> int:
+    """The length that no tail reaches before a round; verification leaves no tail at all."""
+    return config.max_lag if config.mode == "smc" else 1
+
+
+def max_tail(config: SMCConfig) -> int:
+    """The longest tail that a round can leave or look at in any mode, in tokens."""
+    return config.max_lag + config.num_steps
+
+
+def max_arena(config: SMCConfig) -> int:
+    """The largest arena that a request can ask for, in KV slots."""
+    return config.num_particles * max_tail(config) + in_flight(config)
+
+
+def in_flight(config: SMCConfig) -> int:
+    """What the arena is short of, at most, while the host has yet to hear of a round."""
+    return config.num_steps + 1
+
+
+def tail(config: SMCConfig, remaining: int) -> int:
+    """The longest tail of a request that may emit ``remaining`` more tokens."""
+    return min(lag(config), max(remaining, 0)) + config.num_steps
+
+
+def arena(config: SMCConfig, remaining: int) -> int:
+    """The arena of a request that may emit ``remaining`` more tokens, in KV slots."""
+    return config.num_particles * tail(config, remaining) + in_flight(config)
+
+
+def remaining(req: "Req") -> int:
+    """Tokens that a request may still emit."""
+    return req.sampling_params.max_new_tokens - len(req.output_ids)
+
+
+def arena_of(server: SMCConfig, req: "Req", rung: Rung | None = None) -> int:
+    """The arena that a running or waiting request needs now, on ``rung``, in KV slots."""
+    return arena(narrowed(config_of(server, req), rung), remaining(req))
+
+
+def check_pool(config: SMCConfig, num_slots: int) -> None:
+    """Raise ValueError where a pool cannot hold one request with room to spare."""
+    needed = max_arena(config) + config.num_steps + 2
+    if num_slots < needed:
+        raise ValueError(
+            f"The KV pool holds {num_slots} tokens, but one request alone needs at least {needed} "
+            f"with --speculative-smc-num-particles {config.num_particles}, "
+            f"--speculative-smc-max-lag {config.max_lag} and "
+            f"--speculative-num-steps {config.num_steps} (particles * (lag + steps) and a prompt). "
+            "Raise --max-total-tokens or --mem-fraction-static, or lower one of the three."
+        )

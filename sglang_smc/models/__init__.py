@@ -1,0 +1,1 @@
+"""Two models run over particles."""

@@ -1,0 +1,117 @@
+"""The attention backend of all forwards over particles: draft steps and verification.
+
+Stock backends take particles for unrelated rows and read the prompt's KV once for each. This one
+reads it once per request, by a Triton kernel or in plain torch.
+"""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from sglang_smc.cpu.attention import check_layer, check_pool, head_group
+from sglang_smc.models.shared_prefix import plan_shared_prefix, shared_prefix_attention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_smc.models.forward import Places
+
+    Attend = Callable[..., torch.Tensor]  # of query, keys, values and scaling
+
+Implementation = Literal["torch", "triton"]
+
+
+class ParticleAttention(AttentionBackend):
+    """Causal attention of particles over the prefix that they share and over their tails.
+
+    Args:
+        runner: the target's or the draft's, its pools built.
+        implementation: "triton" waits for no device, so that a CUDA graph can capture it; "torch"
+            runs anywhere and reads lengths on the host.
+
+    Raises:
+        ValueError: for a model or a KV cache that this attention would get wrong.
+    """
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, runner: "ModelRunner", implementation: Implementation) -> None:
+        super().__init__()
+        check_pool(runner)
+        assert runner.req_to_token_pool is not None, "pools are built before backends"
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self._plan = {"torch": self._plan_torch, "triton": self._plan_triton}[implementation]
+        self._dtype = runner.dtype
+        self._max_prefix = runner.model_config.context_len
+        self._group = head_group(runner)
+        self._shape: tuple[int, ...]  # [G, N, C] of the running forward
+        self._attend: Attend  # of the running forward
+
+    def plan(self, places: "Places", starts: torch.Tensor, num_columns: int) -> None:
+        """Prepare all layers of a forward over C tokens a particle, the first at ``starts``."""
+        self._shape = (*starts.shape, num_columns)
+        self._attend = self._plan(places, starts, num_columns)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: "RadixAttention",
+        forward_batch: "ForwardBatch",
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attend as `plan` said.
+
+        Args:
+            q: ``[G * N * C, q_heads * head_dim]``.
+            k, v: ``[G * N * C, kv_heads, head_dim]``, written to ``out_cache_loc`` first; None
+                where the layer reads another layer's cache.
+
+        Returns:
+            The shape of ``q``.
+        """
+        check_layer(layer, self._group, kwargs)
+        pool = self.token_to_kv_pool
+        if save_kv_cache and k is not None and v is not None:
+            pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        query = q.view(*self._shape, layer.tp_q_head_num, layer.head_dim)
+        keys, values = pool.get_kv_buffer(layer.layer_id)
+        return self._attend(query, keys, values, scaling=layer.scaling).view(q.shape)
+
+    # A decode brings one column.
+    forward_decode = forward_extend
+
+    def _plan_torch(self, places: "Places", starts: torch.Tensor, num_columns: int) -> "Attend":
+        pool = self.token_to_kv_pool
+        plan = plan_shared_prefix(
+            self.req_to_token_pool.req_to_token,
+            places.rows,
+            places.committed,
+            places.particle_rows,
+            starts,
+            num_columns=num_columns,
+            group=self._group,
+            dtype=self._dtype,
+            cache=pool.get_key_buffer(pool.start_layer),
+        )
+        return partial(shared_prefix_attention, plan=plan)
+
+    def _plan_triton(self, places: "Places", starts: torch.Tensor, num_columns: int) -> "Attend":
+        from sglang_smc.kernels.particle_attention import particle_attention
+
+        return partial(
+            particle_attention,
+            req_to_token=self.req_to_token_pool.req_to_token,
+            starts=starts,
+            max_prefix=self._max_prefix,
+            **places._asdict(),
+        )

@@ -1,0 +1,118 @@
+"""Model forwards over particles, on SGLang's model runners."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+from sglang_smc.models.attention import Implementation, ParticleAttention
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class Places(NamedTuple):
+    """Where the particles of a batch have their keys, in rows of ``req_to_token``.
+
+    Positions before ``committed`` stand in the request's own row, the others in the particle's.
+    """
+
+    rows: torch.Tensor  # [G] int64, the requests' own rows: their text is the shared prefix
+    committed: torch.Tensor  # [G] int64, its length
+    particle_rows: torch.Tensor  # [G, N] int64
+    # Known to the host: no particle has more keys than this behind `committed`, the new included.
+    max_tail: int
+
+
+class ParticleForward:
+    """Runs one model over particles.
+
+    The models are stock; the attention backend is ours, for the duration of a forward.
+
+    Args:
+        runner: the target's or the draft's.
+        attention: how to attend, see `ParticleAttention`.
+    """
+
+    def __init__(self, runner: "ModelRunner", attention: Implementation) -> None:
+        self._runner = runner
+        self._last_position = runner.model_config.context_len - 1
+        self.attn_backend = ParticleAttention(runner, attention)
+
+    def next_logits(
+        self, tokens: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor, places: Places
+    ) -> torch.Tensor:
+        """Run a chain of C tokens for each particle and tell what comes after its last.
+
+        Args:
+            tokens: ``[G, N, C]``.
+            starts: ``[G, N]`` position of each chain's first token, at least ``committed - 1``.
+            slots: ``[G, N, C]`` int64, where the tokens' KV goes; 0 for what nobody will read, or
+                what stands there already.
+            places: where the rest of the KV stands.
+
+        Returns:
+            Logits ``[G, N, V]`` float32.
+        """
+        mode = ForwardMode.DECODE if tokens.shape[2] == 1 else ForwardMode.EXTEND
+        return self._run(mode, tokens, starts, slots, places).unflatten(0, starts.shape)
+
+    def chain_logits(
+        self, tokens: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor, places: Places
+    ) -> torch.Tensor:
+        """As `next_logits`, but after each token of the chain: ``[G, N, C, V]``."""
+        logits = self._run(ForwardMode.TARGET_VERIFY, tokens, starts, slots, places)
+        return logits.unflatten(0, tokens.shape)
+
+    def _run(
+        self,
+        mode: ForwardMode,
+        tokens: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        places: Places,
+    ) -> torch.Tensor:
+        num_columns = tokens.shape[2]
+        batch = self._batch(mode, tokens, starts, slots, places)
+        with forward_context(ForwardContext(attn_backend=self.attn_backend)):
+            self.attn_backend.plan(places, starts, num_columns)
+            output = self._runner.model.forward(batch.input_ids, batch.positions, batch)
+        return output.next_token_logits
+
+    def _batch(
+        self,
+        mode: ForwardMode,
+        tokens: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        places: Places,
+    ) -> ForwardBatch:
+        """What the model's layers look at; our attention has its plan instead."""
+        num_columns = tokens.shape[2]
+        first = starts.flatten()
+        positions, lengths = starts.unsqueeze(2), None
+        if num_columns > 1:
+            positions = positions + torch.arange(num_columns, device=tokens.device)
+        if mode == ForwardMode.EXTEND:  # SGLang computes logits for the last token of each row
+            lengths = torch.full_like(first, num_columns)
+        return ForwardBatch(
+            forward_mode=mode,
+            batch_size=len(first),
+            input_ids=tokens.flatten(),
+            req_pool_indices=places.particle_rows.flatten(),
+            seq_lens=first + num_columns,
+            out_cache_loc=slots.flatten(),
+            seq_lens_sum=0,  # for stock attention backends, and only to be had by waiting
+            # Columns past the context's end are never kept; they only must not overrun the
+            # rotary table.
+            positions=positions.flatten().clamp_max(self._last_position),
+            extend_seq_lens=lengths,
+            extend_prefix_lens=first,
+            spec_algorithm=self._runner.spec_algorithm,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )

@@ -1,0 +1,54 @@
+"""The operations of a round as Triton kernels, where they replace torch calls."""
+
+from typing import Any
+
+import torch
+
+from sglang_smc.kernels import collect as collect_kernel
+from sglang_smc.kernels import lineage, prepare
+from sglang_smc.kernels.randomness import round_seeds, uniforms
+from sglang_smc.kernels.sample import sample_and_score, score_tokens
+from sglang_smc.kernels.siblings import siblings, spread
+from sglang_smc.memory.ledger import Ledger
+from sglang_smc.ops.select import Ops
+from sglang_smc.smc import rounds
+
+
+class KernelLedger(Ledger):
+    """The same ledger: three methods, each a launch or three."""
+
+    def reserve(self, rows: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        return prepare.reserve(self._table, self._num_rows, self._num_particles, rows, **arguments)
+
+    def descend(self, rows: torch.Tensor, **arguments: Any) -> None:
+        lineage.descend(self._table, self._num_rows, self._num_particles, rows, **arguments)
+
+    def commit(self, rows: torch.Tensor, **arguments: Any) -> None:
+        lineage.commit(
+            self._table,
+            self._rank,
+            self._free_rank,
+            self._num_rows,
+            self._num_particles,
+            rows,
+            **arguments,
+        )
+
+
+def collect(*args: Any) -> rounds.Collected:
+    """The kernel, but torch for the schemes that it does not draw by."""
+    in_kernel = args[-1] in collect_kernel.SCHEMES
+    return (collect_kernel.collect if in_kernel else rounds.collect)(*args)
+
+
+TRITON = Ops(
+    uniforms=uniforms,
+    round_seeds=round_seeds,
+    siblings=siblings,
+    spread=spread,
+    sample_and_score=sample_and_score,
+    score_tokens=score_tokens,
+    collect=collect,
+    collapse=collect_kernel.collapse,
+    ledger=KernelLedger,
+)

@@ -1,0 +1,1 @@
+"""What a server and a request may choose."""

@@ -1,0 +1,168 @@
+"""What one request asks of SMC: the server's settings, with its own in their place.
+
+A request chooses in `custom_params={"smc": {...}}`, by the names of `SMCConfig`. What it does not
+name is the server's. A key that its mode would ignore is refused, like one that nobody knows.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import asdict
+
+from sglang_smc.options.server import (
+    AUTO_EVIDENCE_THRESHOLD,
+    EVIDENCE_THRESHOLD,
+    RANGES,
+    SERVER_FIELDS,
+    Integer,
+    Range,
+    SMCConfig,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+PARTICLES_KEY = "return_particles"
+
+# Key -> the modes in which it means something; all others mean something in every mode.
+_MODES_OF = {
+    "ess_threshold": ("smc",),
+    "resampling_method": ("smc",),
+    "resample_at": ("smc",),
+    "selection": ("smc",),
+    "power": ("smc",),
+    PARTICLES_KEY: ("smc",),
+    "evidence_threshold": ("smc", "mixed"),
+}
+_KEYS = (*(name for name in RANGES if name not in SERVER_FIELDS), PARTICLES_KEY)
+
+
+class RequestConfig(SMCConfig, frozen=True, kw_only=True):
+    """`SMCConfig` of one request."""
+
+    return_particles: bool = False
+    """smc: all particles and their weights go into `meta_info` with the answer."""
+
+    constrained: bool = False
+    """Not a key: whether the request has a grammar."""
+
+    @property
+    def is_normalized(self) -> bool:
+        """Whether its target's next-token probabilities sum to 1, as those of p do.
+
+        Those of a power of p and of p within a grammar do not. Verification renormalises the
+        latter token by token.
+        """
+        return self.power == 1.0 and not (self.constrained and self.weighs)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether its rounds weigh and resample; else they verify."""
+        return self.mode == "smc"
+
+    @property
+    def covering(self) -> float:
+        """The evidence threshold in force; infinite where all is verified."""
+        if self.mode == "exact":
+            return float("inf")
+        if self.mode == "auto":
+            return AUTO_EVIDENCE_THRESHOLD
+        if not self.is_normalized:
+            return 0.0
+        if self.evidence_threshold is None:
+            return EVIDENCE_THRESHOLD
+        return self.evidence_threshold
+
+
+def request_config(server: SMCConfig, given: Any, *, constrained: bool = False) -> RequestConfig:
+    """The settings of a request whose `custom_params` are ``given``.
+
+    Args:
+        constrained: whether it has a grammar.
+
+    Raises:
+        ValueError: naming every key that is unknown, out of range or without effect.
+    """
+    chosen = _chosen(given)
+    _raise_if(_problems(server, chosen))
+    config = RequestConfig(**{**asdict(server), **chosen}, constrained=constrained)
+    _raise_if(_conflicts(config, chosen))
+    return config
+
+
+def config_of(server: SMCConfig, req: "Req") -> RequestConfig:
+    """The settings of a request in the scheduler; what came that far has been checked."""
+    found = req.__dict__.get("smc_config")
+    if found is None:
+        constrained = req.grammar is not None
+        found = request_config(server, req.sampling_params.custom_params, constrained=constrained)
+        req.smc_config = found  # type: ignore[attr-defined]
+    return found
+
+
+def _raise_if(problems: list[str]) -> None:
+    if problems:
+        raise ValueError("custom_params['smc'] " + " ".join(problems))
+
+
+def _chosen(given: Any) -> dict[str, Any]:
+    if not isinstance(given, dict) or given.get("smc") is None:
+        return {}
+    if not isinstance(given["smc"], dict):
+        raise ValueError(
+            f"custom_params['smc'] is {given['smc']!r}; allowed: an object with keys of "
+            f"{', '.join(_KEYS)}."
+        )
+    return given["smc"]
+
+
+def _problems(server: SMCConfig, chosen: dict[str, Any]) -> list[str]:
+    found = []
+    for name, value in chosen.items():
+        if name not in _KEYS:
+            found.append(f"has the unknown key {name!r}; allowed: {', '.join(_KEYS)}.")
+        elif name == PARTICLES_KEY:
+            if not isinstance(value, bool):
+                found.append(f"has {name}={value!r}; allowed: true or false.")
+        elif not (allowed := _range_of(name, server)).holds(value):
+            found.append(f"has {name}={value!r}; allowed: {allowed}.")
+    return found
+
+
+def _range_of(name: str, server: SMCConfig) -> Range:
+    """Tables and graphs are made for the server's N and K: a request may have fewer."""
+    if name in ("num_particles", "num_steps"):
+        return Integer(1, getattr(server, name))
+    return RANGES[name]
+
+
+def _conflicts(config: RequestConfig, chosen: dict[str, Any]) -> list[str]:
+    found = [
+        f"has {name}={chosen[name]!r}, which has no effect in mode {config.mode!r}; allowed: mode "
+        f"{' or '.join(map(repr, modes))}. Leave one of the two out."
+        for name, modes in _MODES_OF.items()
+        if name in chosen and config.mode not in modes and not _is_neutral(name, chosen[name])
+    ]
+    if config.constrained and config.weighs and chosen.get("evidence_threshold"):
+        found.append(
+            f"has evidence_threshold={config.evidence_threshold!r} beside a grammar; allowed: "
+            "evidence_threshold 0, since only p itself has a known normaliser. Leave it out, or "
+            "add mode='mixed'."
+        )
+    if config.power == 1.0:
+        return found
+    if not config.weighs and "power" not in chosen:
+        found.append(
+            f"has mode={config.mode!r}, but this server's --speculative-smc-power is "
+            f"{config.power!r}, which only mode 'smc' samples from. Add power=1, or leave mode out."
+        )
+    if config.weighs and config.evidence_threshold:
+        found.append(
+            f"has power={config.power!r} beside evidence_threshold={config.evidence_threshold!r}; "
+            "allowed: evidence_threshold 0, since only p itself has a known normaliser."
+        )
+    return found
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Saying what is so anyway does no harm."""
+    return (name == "power" and value == 1.0) or (name == PARTICLES_KEY and not value)

@@ -1,0 +1,55 @@
+"""Is this an SMC server? Every hook asks before it does anything."""
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.runtime_context import get_server_args
+
+from sglang_smc.options.budget import Rung
+from sglang_smc.options.policy import Policy
+from sglang_smc.options.server import ALGORITHM, SMCConfig
+from sglang_smc.state.monitor import Monitor
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+
+_policy: Policy | None = None
+_monitor: Monitor | None = None
+
+
+def is_smc(server_args: "ServerArgs") -> bool:
+    """Whether these server arguments select SMC."""
+    return (server_args.speculative_algorithm or "").upper() == ALGORITHM
+
+
+def set_policy(policy: Policy | None) -> None:
+    """Have this scheduler process adapt N and K to its load, or not."""
+    global _policy
+    _policy = policy
+
+
+def active_policy() -> Policy | None:
+    """What adapts N and K in this scheduler process; None where they stay."""
+    return _policy
+
+
+def set_monitor(monitor: Monitor | None) -> None:
+    """Have hooks of this scheduler process count there what no round does."""
+    global _monitor
+    _monitor = monitor
+
+
+def active_monitor() -> Monitor | None:
+    """What counts the rounds of this scheduler process; None before its worker is built."""
+    return _monitor
+
+
+def active_rung() -> Rung | None:
+    """The bounds of N and K in force; None where they stay."""
+    return None if _policy is None else _policy.rung
+
+
+def active_config() -> SMCConfig | None:
+    """The SMC settings of this scheduler process; None where it runs anything else."""
+    server_args = get_server_args()
+    return SMCConfig.from_server_args(server_args) if is_smc(server_args) else None

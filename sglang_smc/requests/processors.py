@@ -1,0 +1,120 @@
+"""SGLang's custom logit processors, each row shown the text that it follows.
+
+A processor is the client's Python code and reads host objects: rounds with one wait for the round
+before (`patches/overlap.py`), and for the device. What it reads of its request as
+`custom_params["__req__"]` is the request as one particle continues it.
+"""
+
+import logging
+from array import array
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+from sglang_smc.requests.failures import end_request
+from sglang_smc.requests.state import running, settled_ids
+from sglang_smc.requests.stopping import tails_of
+from sglang_smc.state.population import Population
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+logger = logging.getLogger(__name__)
+
+
+def has_processor(req: "Req") -> bool:
+    """Whether a request brings code of its own."""
+    return bool(req.custom_logit_processor)
+
+
+class ParticleView:
+    """A request with a particle's output for its own; everything else is the request's."""
+
+    def __init__(self, req: "Req", output_ids: list[int]) -> None:
+        self._req = req
+        self.output_ids = array("q", output_ids)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._req, name)
+
+
+class Processors:
+    """The `Edit` of the requests with a processor.
+
+    Args:
+        texts: by group, its request and the output of each particle that goes on.
+    """
+
+    def __init__(self, texts: "dict[int, tuple[Req, dict[int, list[int]]]]") -> None:
+        self._texts = texts
+
+    @classmethod
+    def of(cls, reqs: "list[Req]", population: Population | None) -> "Processors | None":
+        """For texts as they stand in ``population``, or as emitted; None if nobody has one."""
+        chosen = {group: req for group, req in enumerate(reqs) if has_processor(req)}
+        if not chosen:
+            return None
+        return cls(
+            {group: (req, _outputs(req, population, group)) for group, req in chosen.items()}
+        )
+
+    def __call__(self, logits: torch.Tensor, chains: torch.Tensor, first: int) -> torch.Tensor:
+        """See `Edit`."""
+        for group, (req, outputs) in self._texts.items():
+            if req.to_finish or not outputs:
+                continue
+            drafted = chains[group].tolist()
+            params = [
+                _params(req, output + drafted[particle][: first + column])
+                for particle, output in outputs.items()
+                for column in range(logits.shape[2])
+            ]
+            try:
+                logits[group, list(outputs)] = _processed(req, logits[group, list(outputs)], params)
+            except Exception as error:  # the client's code
+                _abort(req, error)
+        return logits
+
+
+def begin(reqs: "list[Req]") -> None:
+    """Load the processors of requests, as they are prefilled."""
+    for req in reqs:
+        if has_processor(req) and running(req).processor is None:
+            try:
+                running(req).processor = CustomLogitProcessor.from_str(req.custom_logit_processor)
+            except Exception as error:
+                _abort(req, error)
+
+
+def _processed(req: "Req", logits: torch.Tensor, params: list[Any]) -> torch.Tensor:
+    """The logits ``[n, C, V]`` of one request's particles, each row with its params."""
+    rows = running(req).processor(logits.flatten(0, 1), params)  # type: ignore[misc]
+    return rows.view_as(logits)
+
+
+def _outputs(req: "Req", population: Population | None, group: int) -> dict[int, list[int]]:
+    """The output of each particle that goes on, before this round."""
+    shared = settled_ids(req)
+    if population is None:
+        return {0: shared}
+    ended = population.ended[group].tolist()
+    return {
+        particle: shared + tail
+        for particle, tail in enumerate(tails_of(req, population, group))
+        if not ended[particle]
+    }
+
+
+def _params(req: "Req", output_ids: list[int]) -> dict[str, Any] | None:
+    """What SGLang hands to a processor for one row: nothing where the request gave nothing."""
+    given = req.sampling_params.custom_params
+    return given if given is None else {**given, "__req__": ParticleView(req, output_ids)}
+
+
+def _abort(req: "Req", error: Exception) -> None:
+    """Tell the client that its code failed; only its request ends."""
+    logger.exception("The custom logit processor of request %s failed", req.rid)
+    message = f"The custom logit processor raised {type(error).__name__}: {error}"
+    end_request(req, message, HTTPStatus.BAD_REQUEST)

@@ -1,0 +1,1 @@
+"""One round: draft, score, decide, extend, bonus, commit."""

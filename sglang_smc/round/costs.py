@@ -1,0 +1,145 @@
+"""What rounds cost on this machine, measured as a server starts.
+
+Over short texts: what long ones add, to read their keys, is no part of it.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from sglang_smc.memory.ledger import Ledger
+from sglang_smc.models.forward import Places
+from sglang_smc.ops.select import Ops
+from sglang_smc.options.budget import Rung
+from sglang_smc.options.policy import COSTS_ENV, Costs, Curve, RoundCosts
+from sglang_smc.round.graph import RoundGraphs
+from sglang_smc.round.steps import Steps
+from sglang_smc.state.distribution import Law
+
+logger = logging.getLogger(__name__)
+
+AnyCosts = Costs | RoundCosts
+
+_LARGEST = 2048  # tokens of a pass; far beyond the memory-bound region, where costs are linear
+_REPEATS = 3
+
+
+def costs_of(measure: Callable[[], AnyCosts], group: Any) -> AnyCosts:
+    """Those given in the environment, or measured: the same on all ranks of ``group``.
+
+    Every rank must call it: passes of tensor-parallel models wait for each other.
+    """
+    given = os.environ.get(COSTS_ENV)
+    if given is not None:
+        return Costs.parse(given)
+    start = time.perf_counter()
+    found = group.broadcast_object(measure(), src=0)
+    logger.info("SMC measured in %.1f s %s", time.perf_counter() - start, found)
+    return found
+
+
+def rehearse(steps: Steps, ledger: Ledger, ops: Ops) -> None:
+    """Run each model once over a particle, so that one that cannot is told at start.
+
+    Raises:
+        ValueError: for a model whose layers ask for what rounds do not have.
+    """
+    passes = _Passes(steps, ledger, ops)
+    for name, run in (
+        ("--speculative-draft-model-path", passes.draft),
+        ("--model-path", passes.target),
+    ):
+        try:
+            with torch.no_grad():
+                run(1)
+        except Exception as error:
+            raise ValueError(
+                f"{name} cannot run over particles: {type(error).__name__}: {error}. Choose "
+                "another model or another --speculative-algorithm."
+            ) from error
+
+
+def costs_of_passes(steps: Steps, ledger: Ledger, ops: Ops, most_tokens: int) -> Costs:
+    """The costs of passes over up to ``most_tokens``."""
+    passes = _Passes(steps, ledger, ops)
+    sizes = list(_sizes(min(most_tokens, _LARGEST)))
+    return Costs(*(Curve.of(passes.measure(sizes, run)) for run in (passes.draft, passes.target)))
+
+
+def costs_of_graphs(graphs: dict[Rung | None, RoundGraphs], device: str) -> RoundCosts:
+    """The costs of rounds that have been recorded: of replays in which all groups are padding."""
+
+    def curve(of_rung: RoundGraphs) -> Curve:
+        runs = ((size, partial(of_rung.replay_padding, size)) for size in of_rung.sizes)
+        return Curve.of((size, _seconds(run, device)) for size, run in runs)
+
+    return RoundCosts({rung: curve(found) for rung, found in graphs.items() if rung is not None})
+
+
+class _Passes:
+    """Passes over SGLang's padding row: its particles, and its KV slot 0."""
+
+    def __init__(self, steps: Steps, ledger: Ledger, ops: Ops) -> None:
+        self._steps = steps
+        self._ledger = ledger
+        self._ops = ops
+        self._device = ledger.device
+
+    def measure(
+        self, sizes: list[int], run: Callable[[int], object]
+    ) -> Iterator[tuple[int, float]]:
+        """Sizes in tokens, and seconds of a pass over so many."""
+        with torch.no_grad():
+            for size in sizes:
+                yield size, _seconds(partial(run, size), self._device.type)
+
+    def draft(self, num_tokens: int) -> object:
+        """A forward of the draft and the draw behind each token."""
+        logits = self._forward(self._steps.draft.next_logits, num_tokens)
+        return _law(logits).sample(self._ops, self._zeros(num_tokens).double())
+
+    def target(self, num_tokens: int) -> object:
+        """A forward of the target and the score of each token."""
+        logits = self._forward(self._steps.target.chain_logits, num_tokens)
+        return _law(logits).score(self._ops, self._zeros(num_tokens))
+
+    def _forward(self, forward: Callable[..., torch.Tensor], num_tokens: int) -> torch.Tensor:
+        """Each token is a particle of its own request. Logits of any shape that ends in V."""
+        rows, one = self._zeros(num_tokens), self._zeros(num_tokens) + 1
+        places = Places(rows, one, self._ledger.particle_rows(rows, 1), max_tail=1)
+        column = rows.view(-1, 1, 1)  # [G, 1, 1]
+        return forward(column, one.unsqueeze(1), column, places)
+
+    def _zeros(self, num_tokens: int) -> torch.Tensor:
+        return torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
+
+
+def _seconds(run: Callable[[], object], device: str) -> float:
+    """Of the fastest run, but for the first, in which things are compiled or allocated."""
+    times = []
+    for _ in range(1 + _REPEATS):
+        start = time.perf_counter()
+        run()
+        if device != "cpu":
+            torch.get_device_module(device).synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def _law(logits: torch.Tensor) -> Law:
+    logits = logits.flatten(0, -2)
+    return Law(logits, torch.ones(1, device=logits.device))
+
+
+def _sizes(most: int) -> Iterator[int]:
+    """Powers of two, up to the first that is not below ``most``."""
+    size = 1
+    yield size
+    while size < most:
+        size *= 2
+        yield size

@@ -1,0 +1,140 @@
+"""Rounds as CUDA graphs: one launch instead of some thousand, captured once per batch size.
+
+A round has no shape that depends on values, and waits for nothing. So all of it, draft passes,
+verification, weights, resampling, commit and bonus, can be recorded with its kernels' arguments,
+once for each of a few batch sizes, and replayed for any batch that is no larger. What a batch does
+not fill plays on SGLang's padding row, whose particles have all ended.
+"""
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from sglang_smc.round.batch import Extent, Figures
+from sglang_smc.round.result import Outcome
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+Play = Callable[[Figures, Extent], Outcome]
+Replay = Callable[[], None]
+Record = Callable[[Callable[[], Outcome]], tuple[Outcome, Replay]]
+"""Runs a function and returns what it returned, with a way to compute it anew, in place."""
+
+# Where the padding row's text ends: its first slot, SGLang's padding slot, is there to be read.
+_PADDING = Figures(rows=0, committed=1, allocated=1)  # type: ignore[arg-type]
+
+
+class _Recorded(NamedTuple):
+    figures: Figures  # [B] what the recording reads
+    outcome: Outcome  # [B, ...] what it writes
+    replay: Replay
+
+
+class RoundGraphs:
+    """Recordings of one kind of round.
+
+    Args:
+        play: the round, of as many groups as the figures have.
+        extent: sizes and kinds that the recordings are made for.
+        sizes: numbers of groups to record.
+        device: of all tensors.
+        record: how to record: `cuda_recorder`, or something that runs anywhere.
+    """
+
+    def __init__(
+        self, play: Play, extent: Extent, sizes: Sequence[int], device: str, record: Record
+    ) -> None:
+        self._play = play
+        self._extent = extent
+        self._sizes = sorted(set(sizes))
+        self._device = device
+        self._record = record
+        self._recorded: dict[int, _Recorded] = {}
+
+    def capture(self) -> None:
+        """Record all sizes, the largest first, so that smaller ones reuse its memory."""
+        for size in tqdm(self._sizes[::-1], desc="Capturing SMC rounds", unit="graph"):
+            figures = Figures(*(self._column(size, value) for value in _PADDING))
+            outcome, replay = self._record(lambda inputs=figures: self._play(inputs, self._extent))
+            self._recorded[size] = _Recorded(figures, outcome, replay)
+
+    def replay_padding(self, size: int) -> None:
+        """A round of ``size`` groups that play on the padding row, as all do until a replay."""
+        self._recorded[size].replay()
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of groups, ascending."""
+        return self._sizes
+
+    def fits(self, extent: Extent, size: int) -> bool:
+        """Whether a batch of ``size`` groups can be replayed."""
+        return size <= self._sizes[-1] and self._extent.covers(extent)
+
+    def replay(self, figures: Figures) -> Outcome:
+        """The round's outcome for figures ``[G]``, in tensors that the next replay leaves alone."""
+        size = len(figures.rows)
+        recorded = self._recorded[self._sizes[bisect_left(self._sizes, size)]]
+        for column, values, padding in zip(recorded.figures, figures, _PADDING, strict=True):
+            column[:size] = values
+            column[size:] = padding
+        recorded.replay()
+        return recorded.outcome.first(size)
+
+    def _column(self, size: int, value: int) -> torch.Tensor:
+        return torch.full((size,), value, dtype=torch.int64, device=self._device)
+
+
+def cuda_recorder() -> Record:
+    """Records CUDA graphs, which share one pool of memory."""
+    from sglang.srt.distributed.parallel_state import graph_capture
+    from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
+
+    pool = torch.cuda.graph_pool_handle()
+
+    def record(run: Callable[[], Outcome]) -> tuple[Outcome, Replay]:
+        graph = torch.cuda.CUDAGraph()
+        with graph_capture() as context, model_capture_mode():
+            for _ in range(2):  # compile kernels, and let allocations settle
+                run()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, pool=pool, stream=context.stream):
+                outcome = run()
+        return outcome, graph.replay
+
+    return record
+
+
+class Usage(NamedTuple):
+    """What a capture cost."""
+
+    gigabytes: float
+    seconds: float
+
+
+@contextmanager
+def measured(device: str) -> Iterator[list[Usage]]:
+    """Yields a list that holds the `Usage` of the block afterwards."""
+    usage: list[Usage] = []
+    free, start = torch.cuda.mem_get_info(device)[0], time.monotonic()
+    yield usage
+    used = free - torch.cuda.mem_get_info(device)[0]
+    usage.append(Usage(used / 2**30, time.monotonic() - start))
+    logger.info("SMC round graphs: %.2f GB, %.1f s", *usage[0])
+
+
+def graph_sizes(server_args: "ServerArgs") -> list[int]:
+    """Batch sizes to capture: those that SGLang would, up to the most that can run."""
+    graphs, largest = server_args.cuda_graph_config, server_args.max_running_requests
+    assert graphs is not None and largest is not None
+    sizes = graphs.decode.bs or [1 << i for i in range(largest.bit_length() + 1)]
+    return sorted({min(size, largest) for size in sizes})

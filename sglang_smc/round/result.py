@@ -1,0 +1,212 @@
+"""The result of a round, and how the scheduler's books take it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.utils import GenerationBatchResult
+
+from sglang_smc.options.budget import Rung
+from sglang_smc.options.policy import Policy
+from sglang_smc.requests.failures import end_failed, fail_stuck
+from sglang_smc.requests.logprob_books import deliver, settle
+from sglang_smc.requests.state import as_particle, first_is_open, running, settled_ids
+from sglang_smc.round.draft_input import SMCDraftInput
+from sglang_smc.smc.weights import normalized
+from sglang_smc.state.counters import gained
+from sglang_smc.state.logprobs import Emitted
+from sglang_smc.state.monitor import Monitor, Played
+from sglang_smc.state.population import Population
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+
+class Particles(NamedTuple):
+    """All particles as they stood before the final draw."""
+
+    anchor: torch.Tensor  # [G, N]
+    tokens: torch.Tensor  # [G, N, T] tails
+    lengths: torch.Tensor  # [G, N]
+    log_weights: torch.Tensor  # [G, N]
+    present: torch.Tensor  # [G, N]
+    finished: torch.Tensor  # [G] all have ended
+
+    @classmethod
+    def of(cls, population: Population) -> "Particles":
+        """Taken from a population."""
+        return cls(
+            population.anchor,
+            population.tokens,
+            population.lengths,
+            population.log_weights,
+            population.present,
+            population.ended.all(1),
+        )
+
+    def of_group(self, group: int, req: "Req") -> list[dict[str, Any]] | None:
+        """One request's particles for `meta_info`; None while some have not ended."""
+        if not self.finished[group]:
+            return None
+        shared, is_open = settled_ids(req), first_is_open(req)
+        rows = zip(
+            self.anchor[group].tolist(),
+            self.tokens[group].tolist(),
+            self.lengths[group].tolist(),
+            normalized(self.log_weights[group]).tolist(),
+            self.log_weights[group].tolist(),
+            self.present[group].tolist(),
+            strict=True,
+        )
+        return [
+            as_particle(
+                [*shared, *([anchor] if is_open else []), *tail[:length]], weight, log_weight
+            )
+            for anchor, tail, length, weight, log_weight, present in rows
+            if present
+        ]
+
+
+class Outcome(NamedTuple):
+    """What a round leaves for the host, on the device; tables hold the rest."""
+
+    tokens: torch.Tensor  # [G, T]: the first counts[g] are emitted
+    counts: torch.Tensor  # [G]
+    new_seq_lens: torch.Tensor  # [G]
+    anchors: torch.Tensor  # [G] last emitted tokens
+    num_kept_columns: torch.Tensor  # [G] drafted tokens that the round kept
+    counters: torch.Tensor  # [G, len(Counters)] float64
+    failure: torch.Tensor  # [G] int64 `Failure`; such a request has emitted nothing
+    firsts: torch.Tensor | None  # [G] token that prefill drew, -1 while particles differ
+    particles: Particles | None  # where some request wants them
+    logprobs: Emitted | None  # of tokens and firsts, where some request wants them
+
+    def first(self, size: int) -> "Outcome":
+        """Copies of the first groups."""
+        assert self.particles is None and self.logprobs is None
+        return Outcome(*(column if column is None else column[:size].clone() for column in self))
+
+
+@dataclass
+class SMCBatchResult(GenerationBatchResult):
+    """A `GenerationBatchResult` with what SMC adds; filled by the worker, read on the host."""
+
+    num_kept_columns: torch.Tensor | None = None  # [G] drafted tokens that the round kept
+    counters: torch.Tensor | None = None  # [G, len(Counters)] float64
+    failure: torch.Tensor | None = None  # [G] int64 `Failure`
+    particles: Particles | None = None  # where some request wants them
+    firsts: torch.Tensor | None = None  # [G] token that prefill drew, -1 while particles differ
+    logprobs: Emitted | None = None  # of tokens and firsts, where some request wants them
+    monitor: Monitor | None = None
+    rungs: list[Rung] | None = None  # N and K of each request in this round
+    policy: Policy | None = None  # that learns from them
+
+    @classmethod
+    def of(cls, outcome: Outcome, monitor: Monitor) -> "SMCBatchResult":
+        """As the scheduler takes it."""
+        return cls(
+            next_token_ids=outcome.tokens.flatten(),
+            accept_lens=outcome.counts,
+            new_seq_lens=outcome.new_seq_lens,
+            next_draft_input=SMCDraftInput(outcome.anchors),
+            speculative_num_draft_tokens=outcome.tokens.shape[1],
+            num_kept_columns=outcome.num_kept_columns,
+            counters=outcome.counters,
+            failure=outcome.failure,
+            firsts=outcome.firsts,
+            particles=outcome.particles,
+            logits_output=None
+            if outcome.logprobs is None
+            else LogitsProcessorOutput(next_token_logits=None),
+            logprobs=outcome.logprobs,
+            monitor=monitor,
+        )
+
+    def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
+        """Copy our tensors along with SGLang's."""
+        assert self.num_kept_columns is not None and self.counters is not None
+        assert self.failure is not None
+        self.num_kept_columns = self.num_kept_columns.to("cpu", non_blocking=True)
+        self.counters = self.counters.to("cpu", non_blocking=True)
+        self.failure = self.failure.to("cpu", non_blocking=True)
+        if self.firsts is not None:
+            self.firsts = self.firsts.to("cpu", non_blocking=True)
+        if self.particles is not None:
+            copied = (column.to("cpu", non_blocking=True) for column in self.particles)
+            self.particles = Particles(*copied)
+        if self.logprobs is not None:
+            self.logprobs = self.logprobs.to_cpu()
+        super().copy_to_cpu(*args, **kwargs)
+
+    def resolve(
+        self, batch: "ScheduleBatch", resolve: Callable[[], list[list[int]]]
+    ) -> list[list[int]]:
+        """Run SGLang's ``resolve`` of the emitted tokens, with SMC's statistics for its own.
+
+        SGLang takes what a round emits, less one, for correct drafts. An SMC round may emit
+        nothing, or several rounds' tokens at once; what is true is how many columns it kept.
+        """
+        assert self.num_kept_columns is not None and self.counters is not None
+        assert self.monitor is not None and self.failure is not None
+        kept = self.num_kept_columns.tolist()
+        live = [not (req.is_retracted or req.finished()) for req in batch.reqs]
+        before = [_set_aside(req) for req in batch.reqs]
+        totals, failure = self.counters.tolist(), self.failure.tolist()
+        self._settle(batch.reqs, live)
+        self._fail_stuck(batch.reqs, live, totals)
+        tokens = resolve()
+        self.num_correct_drafts, self.num_correct_drafts_per_req_cpu = sum(kept), kept
+        if self.logprobs is not None:
+            assert self.logits_output is not None
+            deliver(self.logits_output, self.logprobs.tails, list(map(len, tokens)), batch.reqs)
+        for i, req in enumerate(batch.reqs):
+            req.spec_num_correct_drafts, req.spec_correct_drafts_histogram = before[i]
+            if live[i]:
+                req.spec_num_correct_drafts += kept[i]
+                req.update_spec_correct_drafts_histogram(kept[i])
+                run = running(req)
+                gains = gained(run.counters, totals[i])
+                self.monitor.add(Played(gains, run.config.mode, kept[i], len(tokens[i])))
+                if self.policy is not None and self.rungs is not None:
+                    self.policy.learn(self.rungs[i], kept[i])
+                run.take(totals[i])
+                end_failed(req, failure[i])
+                if self.particles is not None and run.config.return_particles:
+                    run.particles = self.particles.of_group(i, req)
+        self.monitor.end_round()
+        if self.policy is not None:
+            self.policy.end_round()
+        return tokens
+
+    def _settle(self, reqs: "list[Req]", live: list[bool]) -> None:
+        """Give open first tokens their values, before a grammar reads what follows them."""
+        if self.firsts is None:
+            return
+        each = zip(reqs, self.firsts.tolist(), live, strict=True)
+        for i, (req, first, lives) in enumerate(each):
+            if lives and first >= 0 and first_is_open(req):
+                self._settle_logprob(i, req, first)
+                running(req).settle(req, first)
+
+    def _settle_logprob(self, group: int, req: "Req", first: int) -> None:
+        place = running(req).open_at
+        if self.logprobs is not None and req.return_logprob and place is not None:
+            settle(req, place, first, float(self.logprobs.firsts[group]))
+
+    def _fail_stuck(self, reqs: "list[Req]", live: list[bool], totals: list[list[float]]) -> None:
+        """End requests whose particles all weigh nothing: no text of their grammar is left."""
+        assert self.accept_lens is not None
+        for i, req in enumerate(reqs):
+            if live[i] and req.grammar is not None and totals[i][-1] == -math.inf:
+                self.accept_lens[i], live[i] = 0, False
+                fail_stuck(req)
+
+
+def _set_aside(req: "Req") -> tuple[int, list[int]]:
+    """Take a request's accept statistics, and leave a histogram that even -1 can index."""
+    saved = req.spec_num_correct_drafts, req.spec_correct_drafts_histogram
+    req.spec_correct_drafts_histogram = [0]
+    return saved

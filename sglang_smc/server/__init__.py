@@ -1,0 +1,1 @@
+"""What SGLang asks of SMC as a server starts and as requests come in."""

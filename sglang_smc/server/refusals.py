@@ -1,0 +1,142 @@
+"""Which requests an SMC server takes, and what it answers to the others.
+
+What SMC cannot honour in p, in q and in the weights is refused by name, never
+ignored. SGLang turns the ValueError into HTTP 400.
+"""
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sglang_smc.options.request import request_config
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.server.grammar_text import FIELDS as GRAMMARS
+from sglang_smc.server.grammar_text import check_grammars
+from sglang_smc.state.logprobs import MOST_LISTED
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+
+class _Refusal(NamedTuple):
+    field: str
+    is_used: Callable[[Any], bool]
+    instead: str
+
+
+def _is_not(default: float) -> Callable[[Any], bool]:
+    return lambda value: value is not None and value != default
+
+
+_WITHOUT_IT = "Leave it out, or send the request to a server without --speculative-algorithm SMC"
+
+_FIELDS = (
+    _Refusal("max_thinking_tokens", _is_not(-1), _WITHOUT_IT),
+    _Refusal("lora_path", bool, _WITHOUT_IT),
+    _Refusal("image_data", bool, "Send text only"),
+    _Refusal("video_data", bool, "Send text only"),
+    _Refusal("audio_data", bool, "Send text only"),
+    _Refusal("input_embeds", bool, "Send text or input_ids"),
+    _Refusal("positional_embed_overrides", bool, "Send text or input_ids"),
+    _Refusal("return_hidden_states", bool, _WITHOUT_IT),
+    _Refusal("return_routed_experts", bool, _WITHOUT_IT),
+    _Refusal("return_indexer_topk", bool, _WITHOUT_IT),
+    _Refusal("return_sampling_mask", bool, _WITHOUT_IT),
+    _Refusal("return_entropy", bool, _WITHOUT_IT),
+)
+
+
+def check_request(request: "GenerateReqInput", server: SMCConfig) -> None:
+    """Raise ValueError that names every field of one request that SMC cannot honour.
+
+    ``server`` bounds what the request may choose for itself.
+    """
+    params = request.sampling_params or {}
+    problems = _used(_FIELDS, lambda field: getattr(request, field))
+    if problems:
+        raise ValueError("SMC speculative decoding does not support " + " ".join(problems))
+    _check_edits(params.get("logit_bias"), request.custom_logit_processor)
+    check_grammars(params)
+    constrained = any(params.get(field) for field in GRAMMARS)
+    request_config(server, params.get("custom_params"), constrained=constrained)
+
+
+def check_logprobs(request: "GenerateReqInput", vocab_size: int) -> None:
+    """Raise ValueError where one request asks for more log-probabilities than there can be.
+
+    SGLang itself looks at none of these numbers, and its scheduler dies of some.
+    """
+    if not request.return_logprob:
+        return
+    # Scoring (max_new_tokens = 0) carries nothing from round to round, so that it has no bound.
+    scores = (request.sampling_params or {}).get("max_new_tokens") == 0
+    most = vocab_size if scores else min(MOST_LISTED, vocab_size)
+    listed = request.token_ids_logprob
+    num_listed = len(listed) if isinstance(listed, list) else 0  # SGLang refuses what is no list
+    for name, given, allowed in (
+        ("logprob_start_len", request.logprob_start_len, (-1, None)),
+        ("top_logprobs_num", request.top_logprobs_num, (0, most)),
+        ("the length of token_ids_logprob", num_listed, (0, most)),
+    ):
+        _check_range(name, given, *allowed)
+
+
+def check_session(request: "GenerateReqInput") -> None:
+    """Raise ValueError for a turn that would end SGLang's scheduler.
+
+    It empties a dictionary while it walks through it (srt/session/session_controller.py:242).
+    """
+    turn = request.session_params
+    if isinstance(turn, dict) and turn.get("replace") and turn.get("rid") is None:
+        raise ValueError(
+            "session_params has replace=True without a rid; allowed: the rid of the turn to go on "
+            "from, whose later turns are dropped. Open another session to begin anew."
+        )
+
+
+def _check_range(name: str, given: Any, least: int, most: int | None) -> None:
+    whole = isinstance(given, int) and not isinstance(given, bool)
+    if whole and given >= least and (most is None or given <= most):
+        return
+    allowed = f"{least} or more" if most is None else f"{least} to {most}"
+    raise ValueError(f"{name} is {given!r}; allowed: a whole number, {allowed}.")
+
+
+def _used(refusals: tuple[_Refusal, ...], read: Callable[[str], Any]) -> list[str]:
+    return [
+        f"{refusal.field}={read(refusal.field)!r}. {refusal.instead}."
+        for refusal in refusals
+        if refusal.is_used(read(refusal.field))
+    ]
+
+
+_HIGHEST_BIAS = 1e30  # over the lowest temperature it is still a float32
+
+
+def _check_edits(logit_bias: Any, processor: Any) -> None:
+    """What SGLang would find out in its scheduler, and die of."""
+    if logit_bias is not None and not _is_bias(logit_bias):
+        raise ValueError(
+            f"logit_bias={logit_bias!r}; allowed: an object of token ids, as strings, and numbers "
+            f"from -{_HIGHEST_BIAS:g} to {_HIGHEST_BIAS:g}."
+        )
+    if processor and not _is_serialized(processor):
+        raise ValueError(
+            f"custom_logit_processor={processor!r}; allowed: what `to_str()` of a subclass of "
+            "sglang.srt.sampling.custom_logit_processor.CustomLogitProcessor returns."
+        )
+
+
+def _is_bias(given: Any) -> bool:
+    return isinstance(given, dict) and all(
+        isinstance(token, str) and type(value) in (int, float) and abs(value) <= _HIGHEST_BIAS
+        for token, value in given.items()
+    )
+
+
+def _is_serialized(given: Any) -> bool:
+    """Whether SGLang could read the text; not what it would make of it."""
+    try:
+        return bool(bytes.fromhex(json.loads(given)["callable"]))
+    except (TypeError, KeyError, ValueError, RecursionError):
+        return False

@@ -1,0 +1,1 @@
+"""What the device knows of requests, as tables by request row."""

@@ -1,0 +1,188 @@
+"""What a running server tells its operator: totals, Prometheus metrics, log lines, warnings.
+
+The counters of a round travel to the host with its result, so nothing here reads the device.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sglang_smc.state.counters import Counters, IntervalLog, LowESSWarning
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
+    from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
+
+PREFIX = "sglang:spec_smc_"
+
+ESS_RATIO = "ess_ratio"
+ESS_RATIO_BUCKETS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
+
+
+class Played(NamedTuple):
+    """What one round did for one request."""
+
+    gained: Counters  # what its counters gained, as numbers
+    mode: str  # that it asked for
+    num_kept: int  # columns
+    num_emitted: int  # tokens
+
+    @property
+    def is_weighed(self) -> bool:
+        """Whether its weights were there to be uneven: one particle has no rival.
+
+        Nor have weights of logits that are NaN any size, and one such would spoil every sum.
+        """
+        has_rivals = self.mode == "smc" and self.gained.particles_sum > 1
+        return has_rivals and math.isfinite(self.gained.ess_sum)
+
+
+class Total(NamedTuple):
+    """A sum over all rounds of all requests since the server's start."""
+
+    name: str
+    documentation: str
+    of: Callable[[Played], Any]  # a number
+
+
+TOTALS = (
+    Total("rounds", "Rounds, counted for each request.", lambda r: r.gained.rounds_ct),
+    Total("particles", "Particles that rounds had.", lambda r: r.gained.particles_sum),
+    Total("drafted_columns", "Tokens drafted by each particle.", lambda r: r.gained.steps_sum),
+    Total("kept_columns", "Drafted columns that rounds kept.", lambda r: r.num_kept),
+    Total("emitted_tokens", "Tokens that rounds emitted.", lambda r: r.num_emitted),
+    Total("silent_rounds", "Rounds that emitted nothing.", lambda r: r.num_emitted == 0),
+    Total("resamplings", "Rounds that resampled.", lambda r: r.gained.resample_ct),
+    Total(
+        "killed_particles",
+        "Particles that had no descendant after a resampling.",
+        lambda r: r.gained.killed_ct,
+    ),
+    Total(
+        "forced_collapses",
+        "Collapses to one particle that the lag bound forced.",
+        lambda r: r.gained.collapse_ct,
+    ),
+    Total(
+        "exact_rounds",
+        "Rounds in which exact verification had the last word.",
+        lambda r: r.gained.exact_ct,
+    ),
+    Total(
+        "all_zero_rounds", "Rounds in which every particle died.", lambda r: r.gained.all_zero_ct
+    ),
+    Total(
+        "nan_rounds",
+        "Rounds, prefill included, that ended a request by unusable logits.",
+        lambda r: r.gained.nan_ct,
+    ),
+)
+
+
+class Monitor:
+    """Counts what rounds do, and tells it: one for each worker.
+
+    Args:
+        interval: batches between two log lines; SGLang's --decode-log-interval.
+    """
+
+    def __init__(self, interval: int) -> None:
+        self._log = IntervalLog(interval)
+        self._low_ess = LowESSWarning()
+        self._totals = dict.fromkeys((total.name for total in TOTALS), 0.0)
+        self._ess_ratios = 0.0, 0  # their sum and number
+        self._round: list[Played] = []
+        self._prometheus: Prometheus | None = None
+        self._is_silent = False
+
+    def report_as(self, reporter: "SchedulerMetricsReporter") -> None:
+        """Log on the ranks on which SGLang does, and export metrics where it does."""
+        self._is_silent = not reporter.is_stats_logging_rank
+        if reporter.current_scheduler_metrics_enabled and reporter.metrics_collector is not None:
+            self._prometheus = Prometheus(reporter.metrics_collector)
+
+    def add(self, played: Played) -> None:
+        """Count one request's part of a round."""
+        self._round.append(played)
+
+    def count_failed_prefill(self) -> None:
+        """Count a request whose prefill gave unusable logits, and which has no round."""
+        self._totals["nan_rounds"] += 1
+        if self._prometheus is not None:
+            self._prometheus.add({"nan_rounds": 1}, ())
+
+    def end_round(self) -> None:
+        """Pass on what the round did for the requests of its batch."""
+        sums = {total.name: sum(map(total.of, self._round)) for total in TOTALS}
+        ratios = [r.gained.ess_sum / r.gained.particles_sum for r in self._round if r.is_weighed]
+        self._totals = {name: self._totals[name] + sums[name] for name in sums}
+        self._ess_ratios = self._ess_ratios[0] + sum(ratios), self._ess_ratios[1] + len(ratios)
+        if self._prometheus is not None:
+            self._prometheus.add(sums, ratios)
+        if not self._is_silent:
+            self._write_log()
+        self._round = []
+
+    def _write_log(self) -> None:
+        for played in self._round:
+            self._log.add(played.gained)
+            if played.is_weighed:
+                self._low_ess.add(played.gained)
+        self._log.end_round()
+
+    def totals(self) -> dict[str, Any]:
+        """Sums since the start, and means over them; a mean of nothing is None."""
+        sums = {name: int(value) for name, value in self._totals.items()}
+        per_round = {
+            "mean_particles": sums["particles"],
+            "mean_steps": sums["drafted_columns"],
+            "mean_kept_columns": sums["kept_columns"],
+            "mean_emitted_tokens": sums["emitted_tokens"],
+        }
+        means = {name: _mean(value, sums["rounds"]) for name, value in per_round.items()}
+        return {**sums, **means, "mean_ess_ratio": _mean(*self._ess_ratios)}
+
+
+class Prometheus:
+    """SMC's metrics, with the labels of the scheduler's own.
+
+    Args:
+        collector: SGLang's, whose metric classes and labels these share.
+    """
+
+    def __init__(self, collector: "SchedulerMetricsCollector") -> None:
+        # Not earlier: the client reads PROMETHEUS_MULTIPROC_DIR as it is imported.
+        from prometheus_client import Counter, Histogram
+
+        counter, histogram = (
+            collector._counter_cls or Counter,
+            collector._histogram_cls or Histogram,
+        )
+        labels = collector.labels
+        # A metric shows from the start, as 0, once it has its labels.
+        self._counters = {
+            total.name: counter(
+                name=f"{PREFIX}{total.name}_total",
+                documentation=total.documentation,
+                labelnames=labels.keys(),
+            ).labels(**labels)
+            for total in TOTALS
+        }
+        self._ess_ratio = histogram(
+            name=PREFIX + ESS_RATIO,
+            documentation="ESS / N of each round and request in mode smc that has N > 1.",
+            labelnames=labels.keys(),
+            buckets=ESS_RATIO_BUCKETS,
+        ).labels(**labels)
+
+    def add(self, sums: dict[str, float], ess_ratios: Iterable[Any]) -> None:
+        """Count one round of a batch."""
+        for name, value in sums.items():
+            if value:
+                self._counters[name].inc(value)
+        for ratio in ess_ratios:
+            self._ess_ratio.observe(ratio)
+
+
+def _mean(total: Any, count: int) -> float | None:
+    return total / count if count else None

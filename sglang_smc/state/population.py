@@ -1,0 +1,214 @@
+"""The particles of all requests, as device tables that know slots and tokens but no models.
+
+One row of each table belongs to one request, under its index in SGLang's
+`req_to_token_pool`. A particle is the request's emitted text plus a *tail* of
+tokens that are not emitted yet, because the particles still disagree about them.
+
+Shapes: G groups in a batch, N particles a group, T places of a tail. A group with fewer
+particles than others in its batch leaves places empty: these are not `present`, have ended, and
+weigh nothing.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from sglang_smc.smc.rounds import common_prefix
+from sglang_smc.state.logprobs import NOTHING, LogprobTable, TailLogprobs, Widths
+
+
+class Population(NamedTuple):
+    """The particles of the G groups in a batch. Every method returns a new one."""
+
+    texts: torch.Tensor  # [G, N, 2 + T] int64: `before`, `anchor`, and the tail, `tokens`
+    lengths: torch.Tensor  # [G, N] int64: tail lengths
+    ended: torch.Tensor  # [G, N] bool: absorbed; weight frozen, tail complete
+    log_weights: torch.Tensor  # [G, N] float64
+    num_emitted: torch.Tensor  # [G] int64: output tokens emitted so far
+    log_evidence: torch.Tensor  # [G] float64: log Z-hat banked at resampling steps
+    present: torch.Tensor  # [G, N] bool: the particles that the group has
+    roots: torch.Tensor  # [G, N] int64: the first ancestor of each, among those of the start
+    unread: torch.Tensor  # [G] bool: the draft has yet to read the last token but one
+    logprobs: TailLogprobs | None = None  # of the tails' tokens, where some request wants them
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The tails, ``[G, N, T]``; entries past a tail's length are stale."""
+        return self.texts[:, :, 2:]
+
+    @property
+    def anchor(self) -> torch.Tensor:
+        """The last emitted token, or what each particle has in its place, ``[G, N]``."""
+        return self.texts[:, :, 1]
+
+    @property
+    def before(self) -> torch.Tensor:
+        """The token before the anchor, ``[G, N]``; unknown right after prefill."""
+        return self.texts[:, :, 0]
+
+    @property
+    def last_two(self) -> torch.Tensor:
+        """The token that each particle continues from, behind the one before it: ``[G, N, 2]``."""
+        place = torch.arange(2, device=self.lengths.device)
+        return self.texts.gather(2, self.lengths.unsqueeze(2) + place)
+
+    @property
+    def last_tokens(self) -> torch.Tensor:
+        """The token that each particle continues from, ``[G, N]``."""
+        return self.texts.gather(2, self.lengths.unsqueeze(2) + 1).squeeze(2)
+
+    @property
+    def output_lengths(self) -> torch.Tensor:
+        """Output tokens of each particle, emitted ones included, ``[G, N]``."""
+        return self.num_emitted.unsqueeze(1) + self.lengths
+
+    def append(self, tokens: torch.Tensor, counts: torch.Tensor) -> "Population":
+        """Extend each tail by the first ``counts[g, n]`` of ``tokens`` ``[G, N, J]``."""
+        column = torch.arange(tokens.shape[2], device=tokens.device)
+        # The last place is never part of a tail: it takes what is not kept.
+        waste = self.texts.shape[2] - 1
+        place = self.lengths.unsqueeze(2) + (2 + column)
+        place = torch.where(column < counts.unsqueeze(2), place, waste)
+        return self._replace(
+            texts=self.texts.scatter(2, place, tokens), lengths=self.lengths + counts
+        )
+
+    def descend(self, ancestors: torch.Tensor) -> "Population":
+        """Make particle n a copy of ``ancestors[g, n]``; the weights are the caller's to set."""
+        return self._replace(
+            texts=self.texts.gather(1, ancestors.unsqueeze(2).expand_as(self.texts)),
+            lengths=self.lengths.gather(1, ancestors),
+            ended=self.ended.gather(1, ancestors),
+            roots=self.roots.gather(1, ancestors),
+            logprobs=None if self.logprobs is None else self.logprobs.descend(ancestors),
+        )
+
+    def resize(self, ancestors: torch.Tensor, present: torch.Tensor) -> "Population":
+        """Descend to the particles that are ``present`` ``[G, N]`` from now on."""
+        descended = self.descend(ancestors)
+        return descended._replace(
+            lengths=descended.lengths.masked_fill(~present, 0),
+            ended=descended.ended | ~present,
+            present=present,
+        )
+
+    def stop(self, where: torch.Tensor) -> "Population":
+        """Let groups ``[G]`` end without their tails: nothing more is emitted of them."""
+        all_of = where.unsqueeze(1)
+        return self._replace(
+            lengths=self.lengths.masked_fill(all_of, 0),
+            ended=self.ended | all_of,
+            log_weights=torch.where(all_of & self.present, 0.0, self.log_weights),
+        )
+
+    def is_settled(self) -> torch.Tensor:
+        """Whether all particles of a group have one anchor, ``[G]`` bool; else none is emitted."""
+        return ((self.anchor == self.anchor[:, :1]) | ~self.present).all(1)
+
+    def first_anchor(self) -> torch.Tensor:
+        """The anchor of all particles of a group, ``[G]``; -1 where they have not one."""
+        return torch.where(self.is_settled(), self.anchor[:, 0], -1)
+
+    def num_common(self) -> torch.Tensor:
+        """How many leading tail tokens all particles of a group share, ``[G]``."""
+        shared = common_prefix(self.tokens, self.lengths, self.present)
+        return torch.where(self.is_settled(), shared, 0)
+
+    def num_roots(self) -> torch.Tensor:
+        """How many particles of the start have descendants, ``[G]``."""
+        kin = (self.roots.unsqueeze(2) == self.roots.unsqueeze(1)) & self.present.unsqueeze(1)
+        return (self.present & ~kin.tril(-1).any(2)).sum(1)  # those without an elder of their root
+
+    def emit(self, counts: torch.Tensor) -> "Population":
+        """Drop the first ``counts[g]`` tokens, common to all tails, from each of them."""
+        place = torch.arange(self.texts.shape[2], device=self.texts.device)
+        source = (place + counts.view(-1, 1, 1)).clamp_max(len(place) - 1)
+        return self._replace(
+            texts=self.texts.gather(2, source.expand_as(self.texts)),
+            lengths=(self.lengths - counts.unsqueeze(1)).masked_fill(~self.present, 0),
+            num_emitted=self.num_emitted + counts,
+            logprobs=None if self.logprobs is None else self.logprobs.emit(counts),
+        )
+
+
+class ParticleTable:
+    """Where populations live between rounds, one row a request.
+
+    Args:
+        num_rows: rows of SGLang's request pool, the padding row included.
+        num_particles: N.
+        max_tail: the longest tail, in tokens.
+    """
+
+    def __init__(self, num_rows: int, num_particles: int, max_tail: int, device: str) -> None:
+        shape = (num_rows, num_particles)
+        self.num_particles = num_particles
+        self.logprobs = LogprobTable(num_rows, num_particles, max_tail, device)
+        self._columns = Population(
+            texts=torch.zeros(*shape, 2 + max_tail + 1, dtype=torch.int64, device=device),
+            lengths=torch.zeros(shape, dtype=torch.int64, device=device),
+            ended=torch.zeros(shape, dtype=torch.bool, device=device),
+            log_weights=torch.zeros(shape, dtype=torch.float64, device=device),
+            num_emitted=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            log_evidence=torch.zeros(num_rows, dtype=torch.float64, device=device),
+            present=torch.zeros(shape, dtype=torch.bool, device=device),
+            roots=torch.zeros(shape, dtype=torch.int64, device=device),
+            unread=torch.zeros(num_rows, dtype=torch.bool, device=device),
+        )
+
+    def gather(
+        self, rows: torch.Tensor, num_particles: int, max_tail: int, widths: Widths = NOTHING
+    ) -> Population:
+        """The populations of the requests in ``rows`` ``[G]``, no larger than they need.
+
+        Args:
+            num_particles: the most that any of them has.
+            max_tail: the longest tail that any of them can have when the round ends.
+            widths: of the log-probabilities that come along.
+        """
+        columns = (view[rows] for view in self._views(num_particles, 2 + max_tail + 1))
+        logprobs = self.logprobs.gather(rows, num_particles, max_tail, widths)
+        return Population(*columns, logprobs=logprobs)
+
+    def scatter(self, rows: torch.Tensor, population: Population) -> None:
+        """Store the populations of the requests in ``rows`` ``[G]``."""
+        _, num_particles, width = population.texts.shape
+        *columns, logprobs = population
+        for view, values in zip(self._views(num_particles, width), columns, strict=True):
+            view[rows] = values
+        if logprobs is not None:
+            self.logprobs.scatter(rows, logprobs)
+
+    def _views(self, num_particles: int, width: int) -> list[torch.Tensor]:
+        """The part of the table that populations of this size live in, but for `logprobs`."""
+        texts, *others, _ = self._columns
+        small = (column[:, :num_particles] if column.dim() > 1 else column for column in others)
+        return [texts[:, :num_particles, :width], *small]
+
+    def begin(
+        self,
+        rows: torch.Tensor,
+        *,
+        first_tokens: torch.Tensor,
+        num_emitted: torch.Tensor,
+        log_evidence: torch.Tensor,
+        num_particles: torch.Tensor,
+        ended: torch.Tensor | None = None,
+    ) -> None:
+        """Start particles behind the token that prefill sampled; arguments ``[G]``.
+
+        Where particles begin with tokens of their own, ``first_tokens`` and ``ended`` are
+        ``[G, N]``, for the table's N.
+        """
+        columns = self._columns
+        place = torch.arange(self.num_particles, device=rows.device)
+        present = place < num_particles.unsqueeze(1)
+        columns.present[rows] = present
+        columns.roots[rows] = place
+        columns.lengths[rows] = 0
+        columns.ended[rows] = ~present if ended is None else ~present | ended
+        columns.log_weights[rows] = torch.where(present, 0.0, -torch.inf).double()
+        columns.texts[rows, :, 1] = first_tokens.view(len(rows), -1).expand_as(present)
+        columns.num_emitted[rows] = num_emitted
+        columns.log_evidence[rows] = log_evidence
+        columns.unread[rows] = False
