@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 # Before torch starts its pool. SGLang runs several processes; on few cores their pools fight each
 # other, and a tiny model becomes a hundred times slower. Child processes inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+warm.install()  # engines and servers start in a second
 
 # The benchmarks are scripts that import each other by name. Last, so that they hide nothing.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
