@@ -44,8 +44,8 @@ MODULES = (
 )
 #: Read by libraries in C, unseen by `_names_read`.
 READ_IN_C = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON")
-#: Set by SGLang before it starts processes; only logs of a GPU library depend on them.
-OF_NO_CONSEQUENCE = {"CUTE_DSL_LOG_LEVEL", "CUTE_DSL_LOG_TO_CONSOLE"}
+#: Set before processes start: logs of a GPU library, and how threads wait, of which there is one.
+OF_NO_CONSEQUENCE = {"CUTE_DSL_LOG_LEVEL", "CUTE_DSL_LOG_TO_CONSOLE", "OMP_WAIT_POLICY"}
 LOW_FDS = 400  # below are those of a starting process, above what libraries opened on import
 LARGEST = 1 << 20
 MOST_KEPT = 2
@@ -72,18 +72,18 @@ class Interpreter:
         self.pid = pid
         self._channel = channel
         self._lock = threading.Lock()
-        _, (self.environment, self._names) = _receive(channel)  # once it is ready
+        _, (self._before, self._after, self._names) = _receive(channel)  # once it is ready
 
-    def needed(self, environment: dict[str, str]) -> dict[str, str]:
-        """The part of an environment that is read on import."""
-        return {
-            name: value
-            for name, value in environment.items()
-            if (name in self._names or name.startswith(READ_IN_C)) and name not in OF_NO_CONSEQUENCE
+    def misfits(self, environment: dict[str, str]) -> set[str]:
+        """Names that had another value when they were read, and that no import sets itself."""
+        read = self._names | {
+            name for name in {**environment, **self._before} if name.startswith(READ_IN_C)
         }
-
-    def fits(self, environment: dict[str, str]) -> bool:
-        return self.needed(environment) == self.needed(self.environment)
+        return {
+            name
+            for name in read - OF_NO_CONSEQUENCE
+            if environment.get(name) not in (self._before.get(name), self._after.get(name))
+        }
 
     def copy(self, request: Request, files: Sequence[int]) -> int:
         """Start a process with ``files`` as ``request.fds``, as a child of ours; its pid."""
@@ -134,17 +134,17 @@ class Warm:
 
     def interpreter(self, environment: dict[str, str]) -> Interpreter:
         for found in self.interpreters:
-            if found.fits(environment):
+            if not found.misfits(environment):
                 return found
         base = dict(self.environment)
         if self.interpreters:
-            first = self.interpreters[0]
-            base = {k: v for k, v in base.items() if k not in first.needed(base)}
-            base |= first.needed(environment)
+            for name in self.interpreters[0].misfits(environment):
+                base.pop(name, None)
+                base |= {name: environment[name]} if name in environment else {}
         if len(self.interpreters) == MOST_KEPT:
             self.interpreters.pop().end()
         self.interpreters.append(_new_interpreter(base))
-        return self.interpreter(environment)
+        return self.interpreters[-1]
 
 
 _warm: Warm | None = None
@@ -341,7 +341,7 @@ def _wait_for_own_processes() -> None:
     multiprocessing.util.spawnv_passfds = _spawn  # type: ignore[assignment]
 
 
-_told: list[object] = []  # the environment on import, and its names that were read
+_told: list[object] = []  # the environment before and after imports, and the names read
 
 
 def _main() -> None:
@@ -352,7 +352,9 @@ def _main() -> None:
     while (fd := os.dup(0)) < LOW_FDS:
         taken.append(fd)
     os.close(fd)
-    _told.extend((dict(os.environ), _names_read()))
+    before = dict(os.environ)
+    names = _names_read()
+    _told.extend((before, dict(os.environ), names))
     sys.stdout.flush()
     for fd in taken:
         os.close(fd)
