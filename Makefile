@@ -2,7 +2,9 @@
 # make fidelity    SMC's accuracy, speed and divergence at many settings, resumable, about 40 minutes
 # make speed       AR, SGLang's speculative decoding and SMC side by side, resumable, about half an hour
 # make soak        a crowd of all kinds of requests, three minutes, and nothing lost
-# make test        what continuous integration runs
+# make quick       unit and contract tests, no engine, two minutes
+# make test        what continuous integration runs, a quarter of an hour on two cores
+# make test-all    that and the thorough tests: SGLang's kits, both schedules, soak
 # make VENV=/path  any target, in an environment of yours instead of .venv
 
 VENV ?= .venv
@@ -12,7 +14,7 @@ STAMP := $(VENV)/.sglang-smc-installed
 SOURCES := sglang_smc kernels patches tests bench
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo fidelity speed soak test check catalogue dist clean
+.PHONY: help venv demo fidelity speed soak quick test test-all lint check catalogue dist clean
 
 help:
 	@sed -n '/^$$/q; s/^# //p' Makefile
@@ -41,15 +43,25 @@ speed: venv
 soak: venv
 	$(BIN)/python bench/soak $(SOAK_ARGS)
 
-test: venv
+# In collection order, which ends with the short ones, so that both processes end together.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder --durations 10
+
+quick: lint
+	$(PYTEST) tests/unit tests/contract $(PYTEST_ARGS)
+
+test: lint
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-all: lint
+	$(PYTEST) --thorough $(PYTEST_ARGS)
+
+lint: venv
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # Lint, format and types, without running anything.
-check: venv
-	$(BIN)/ruff check $(SOURCES)
-	$(BIN)/ruff format --check $(SOURCES)
+check: lint
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # Through a variable: a failure must not leave an empty catalogue behind.

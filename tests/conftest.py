@@ -10,18 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 # Before torch starts its pool. SGLang runs several processes; on few cores their pools fight each
 # other, and a tiny model becomes a hundred times slower. Child processes inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+warm.install()  # engines and servers start in a second
+
+SHARED_SERVER = ("tests/clients/", "tests/faults/test_", "tests/kits/")
 
 # The benchmarks are scripts that import each other by name. Last, so that they hide nothing.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="run tests marked `thorough` too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--thorough"):
+        left_out = [item for item in items if "thorough" in item.keywords]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if "thorough" not in item.keywords]
     gpu_items = [item for item in items if "gpu" in item.keywords]
     if not gpu_items:
         return
@@ -30,6 +42,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of several test processes one runs all of a file, or of a folder that shares a server."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return next((folder for folder in SHARED_SERVER if file.startswith(folder)), file)
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +73,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return make
 
 
-@pytest.fixture(scope="module", params=["in turn", "overlapped"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("in turn", marks=pytest.mark.thorough), "overlapped"]
+)
 def schedule(request: pytest.FixtureRequest) -> Iterator[str]:
     """Results reach the scheduler at once, or one round late as they do on a GPU.
 

@@ -6,13 +6,13 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import warm
 from serving import free_port
 from tiny_models import ENGINE_DEFAULTS, STRICT_CHECKS
 
@@ -23,7 +23,7 @@ STOP_TIMEOUT = 60.0
 class Server:
     """A running server: its process, its address, its log."""
 
-    def __init__(self, process: subprocess.Popen, port: int, log: Path) -> None:
+    def __init__(self, process: warm.Process | subprocess.Popen, port: int, log: Path) -> None:
         self.process = process
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
@@ -41,27 +41,23 @@ class Server:
 
 @contextlib.contextmanager
 def running_server(
-    folder: Path, environment: dict[str, str] | None = None, **arguments: Any
+    folder: Path, environment: dict[str, str] | None = None, *, cold: bool = False, **arguments: Any
 ) -> Iterator[Server]:
     """A server for the ``with`` block, with SGLang's strict memory checks on.
 
     Args:
         folder: where its log goes.
         environment: added to ours.
+        cold: start it as users do; else it is a copy of an interpreter that waits (`warm`).
         arguments: as `sgl.Engine` takes them, over the tests' defaults.
     """
     folder.mkdir(parents=True, exist_ok=True)
     port, log = free_port(), folder / "server.log"
     given = {**ENGINE_DEFAULTS, "skip_server_warmup": False, "log_level": "info", **arguments}
-    command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port), *flags(given)]
-    with log.open("w") as sink:
-        process = subprocess.Popen(
-            command,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **STRICT_CHECKS, **(environment or {})},
-            start_new_session=True,
-        )
+    command = ["-m", "sglang.launch_server", "--port", str(port), *flags(given)]
+    with log.open("w") as sink, warm.cold() if cold else contextlib.nullcontext():
+        variables = {**os.environ, **STRICT_CHECKS, **(environment or {})}
+        process = warm.start(command, variables, sink.fileno())
         server = Server(process, port, log)
         try:
             _wait_until_ready(server)
@@ -91,7 +87,7 @@ def _wait_until_ready(server: Server) -> None:
     raise TimeoutError(server.ending())
 
 
-def _end(process: subprocess.Popen) -> None:
+def _end(process: warm.Process | subprocess.Popen) -> None:
     """Politely, and then for good, with all that it started."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)

@@ -24,5 +24,5 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         tool_call_parser="pythonic",
         constrained_json_disable_any_whitespace=True,  # what the pair writes, where it may
     )
-    with running_server(tmp_path_factory.mktemp("clients"), **arguments) as running:
+    with running_server(tmp_path_factory.mktemp("clients"), cold=True, **arguments) as running:
         yield running

@@ -13,7 +13,7 @@ from pair.task import Problem, check, held_out, messages
 from tiny_models import smc_arguments
 from transformers import AutoTokenizer
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.thorough]
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
 TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")

@@ -21,7 +21,9 @@ SMALL = {
 }
 
 
-@pytest.fixture(scope="session", params=["in turn", "overlapped"])
+@pytest.fixture(
+    scope="session", params=[pytest.param("in turn", marks=pytest.mark.thorough), "overlapped"]
+)
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[FaultServer]:

@@ -38,7 +38,7 @@ def test_a_killed_scheduler_ends_the_server_and_its_clients(
 ) -> None:
     target, draft = (tiny(vocab_size=64, scale=0.3, seed=seed) for seed in (1, 2))
     arguments = smc_arguments(target, draft, num_particles=4, num_steps=2, max_lag=64)
-    with running_server(tmp_path, **arguments) as server, ThreadPoolExecutor(8) as pool:
+    with running_server(tmp_path, cold=True, **arguments) as server, ThreadPoolExecutor(8) as pool:
         processes = psutil.Process(server.process.pid).children(recursive=True)
         clients = [pool.submit(outcome, server, stream=i % 2 == 0) for i in range(8)]
         time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""The soak of continuous integration: three minutes of a crowd, and nothing is lost."""
+"""Three minutes of a crowd, and nothing is lost."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from soak.verdict import LEAST_FULL
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.thorough]
 
 SOAK = Path(__file__).parents[2] / "bench" / "soak"
 NUM_VERIFIED = 60

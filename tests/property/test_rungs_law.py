@@ -33,7 +33,10 @@ def weighing(num_particles: int, **more: Any) -> SMCConfig:
     ("script", "method"),
     [
         *((script, "systematic") for script in SCRIPTS),
-        *(("down to none and back", method) for method in RESAMPLING_METHODS[1:]),
+        *(
+            pytest.param("down to none and back", method, marks=pytest.mark.thorough)
+            for method in RESAMPLING_METHODS[1:]
+        ),
     ],
 )
 def test_texts_stay_properly_weighted(script: str, method: str) -> None:
@@ -53,7 +56,7 @@ def test_texts_stay_properly_weighted(script: str, method: str) -> None:
         assert abs(line.mean() - mean) < 4 * line.std() / math.sqrt(NUM_RUNS)
 
 
-@pytest.mark.parametrize("max_lag", [1, LENGTH])
+@pytest.mark.parametrize("max_lag", [pytest.param(1, marks=pytest.mark.thorough), LENGTH])
 @pytest.mark.parametrize("script", list(SCRIPTS))
 def test_draft_equal_to_target_stays_exact(script: str, max_lag: int) -> None:
     """Error probability 1e-4 each; a tail or a slot of another particle would change contexts."""
@@ -93,7 +96,11 @@ def test_who_asked_for_one_particle_gets_what_it_asked_for() -> None:
 @pytest.mark.parametrize(
     ("rungs", "method"),
     [
-        *(((Rung(32, 2), OFF), method) for method in RESAMPLING_METHODS),
+        ((Rung(32, 2), OFF), "systematic"),
+        *(
+            pytest.param((Rung(32, 2), OFF), method, marks=pytest.mark.thorough)
+            for method in RESAMPLING_METHODS[1:]
+        ),
         ((Rung(32, 2), Rung(16, 1)), "systematic"),
         ((Rung(16, 1), Rung(32, 2)), "systematic"),
     ],
