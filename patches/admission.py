@@ -69,7 +69,7 @@ def _charge(adder: "PrefillAdder", num_slots: int) -> None:
     adder.cur_rem_token_offset += num_slots
 
 
-# Places in the tuple that TpModelWorker.get_worker_info returns.
+# KVLocations in the tuple that TpModelWorker.get_worker_info returns.
 _MAX_TOTAL, _MAX_REQ_LEN = 0, 4
 _INPUT_MARGIN = 5  # what SGLang keeps between the longest request and its longest input
 

@@ -15,8 +15,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_smc.memory import arena
 from sglang_smc.models.forward import ParticleForward
-from sglang_smc.models.supported import check_layers
-from sglang_smc.models.vocabulary import check_same_vocabulary
+from sglang_smc.models.supported import check_layers, check_same_vocabulary
 from sglang_smc.models.weight_update import WeightUpdates
 from sglang_smc.ops.select import kind_of, ops_of
 from sglang_smc.options.budget import Rung, ladder
@@ -28,7 +27,7 @@ from sglang_smc.requests.failures import failure_of_first, mark_first
 from sglang_smc.requests.first_tokens import first_tokens
 from sglang_smc.requests.grammar import masks_of, note_prefill
 from sglang_smc.requests.state import RunBook, first_is_open, running
-from sglang_smc.round.batch import Extent, Figures, Groups, extent_of, extent_of_server
+from sglang_smc.round.batch import RoundBatch, RoundInputs, RoundShape, shape_of, shape_of_server
 from sglang_smc.round.costs import costs_of, costs_of_graphs, costs_of_passes, rehearse
 from sglang_smc.round.draft_input import SMCDraftInput
 from sglang_smc.round.graph import Record, RoundGraphs, cuda_recorder, graph_sizes, measured
@@ -148,8 +147,8 @@ class SMCWorker(WeightUpdates):
     def _capture(self, record: Record) -> None:
         """Capture rounds, and where N and K adapt those of all rungs, the largest first."""
         for rung in ladder(self._top) if self.config.adaptive else (None,):
-            extent = extent_of_server(self.config, rung)
-            graphs = RoundGraphs(self._play, extent, self._graph_sizes, self.device, record)
+            shape = shape_of_server(self.config, rung)
+            graphs = RoundGraphs(self._play, shape, self._graph_sizes, self.device, record)
             graphs.capture()
             self._graphs[rung] = graphs
 
@@ -284,65 +283,65 @@ class SMCWorker(WeightUpdates):
 
     def _round(self, batch: "ScheduleBatch") -> SMCBatchResult:
         """Launch a round; the host hears of it when the device has come so far."""
-        extent = extent_of(self.config, batch.reqs)
-        figures = Figures(
+        shape = shape_of(self.config, batch.reqs)
+        inputs = RoundInputs(
             rows=batch.req_pool_indices,
             committed=batch.seq_lens.long(),
             allocated=self._tensor([running(req).arena[1] for req in batch.reqs]),
         )
-        if extent.resizes:
-            self._resize(figures, extent, batch.reqs)
-        graphs = self._graphs.get(extent.rung)
-        if graphs is not None and graphs.fits(extent, len(batch.reqs)):
-            outcome = graphs.replay(figures)
+        if shape.resizes:
+            self._resize(inputs, shape, batch.reqs)
+        graphs = self._graphs.get(shape.rung)
+        if graphs is not None and graphs.fits(shape, len(batch.reqs)):
+            outcome = graphs.replay(inputs)
         else:
-            outcome = self._play(figures, extent, batch.reqs)
+            outcome = self._play(inputs, shape, batch.reqs)
         result = SMCBatchResult.of(outcome, self.monitor)
         result.policy, result.rungs = active_policy(), [running(req).rung for req in batch.reqs]
         return result
 
-    def _resize(self, figures: Figures, extent: Extent, reqs: "Sequence[Req]") -> None:
+    def _resize(self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]") -> None:
         """Bring populations to the sizes that they have in this round."""
-        as_held = extent._replace(num_particles=extent.num_held, edited=False, constrained=False)
-        groups, held = self._open(figures, as_held, reqs)
-        self._particles.scatter(figures.rows, self._steps.resize(groups, held))
+        as_held = shape._replace(num_particles=shape.num_held, edited=False, constrained=False)
+        batch, held = self._open(inputs, as_held, reqs)
+        self._particles.scatter(inputs.rows, self._steps.resize(batch, held))
 
-    def _play(self, figures: Figures, extent: Extent, reqs: "Sequence[Req]" = ()) -> Outcome:
+    def _play(self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]" = ()) -> Outcome:
         """One round, from the last token of every particle to what all of them agree on."""
         steps = self._steps
-        groups, before = self._open(figures, extent, reqs)
-        reserved = steps.reserve(groups, before)
+        batch, before = self._open(inputs, shape, reqs)
+        reserved = steps.reserve(batch, before)
 
-        drafts = steps.propose(groups, before, reserved)
-        law, shown = steps.score(groups, before, drafts, reserved)
-        decision = steps.decide(groups, before, drafts, law)  # reweight and resample, or verify
-        extended = steps.extend(groups, before, drafts, decision)
-        continued = steps.add_bonus(groups, extended, decision.next_law)
+        drafts = steps.propose(batch, before, reserved)
+        law, shown = steps.score(batch, before, drafts, reserved)
+        decision = steps.decide(batch, before, drafts, law)  # reweight and resample, or verify
+        extended = steps.extend(batch, before, drafts, decision)
+        continued = steps.add_bonus(batch, extended, decision.next_law)
         if shown is not None:
             continued = self._particles.logprobs.note(
-                groups.rows, before, continued, decision.resampled.ancestors, shown, self._ops
+                batch.rows, before, continued, decision.resampled.ancestors, shown, self._ops
             )
         continued = continued.stop(decision.failure > 0)
-        settled, forced = steps.collapse(groups, continued)
-        return self._commit(groups, continued, settled, decision, forced)
+        settled, forced = steps.collapse(batch, continued)
+        return self._commit(batch, continued, settled, decision, forced)
 
     def _open(
-        self, figures: Figures, extent: Extent, reqs: "Sequence[Req]"
-    ) -> tuple[Groups, Population]:
+        self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]"
+    ) -> tuple[RoundBatch, Population]:
         before = self._particles.gather(
-            figures.rows, extent.num_particles, extent.max_tail, extent.logprobs
+            inputs.rows, shape.num_particles, shape.max_tail, shape.logprobs
         )
-        settings = self._requests.gather(figures.rows).within(extent.rung)
+        settings = self._requests.gather(inputs.rows).within(shape.rung)
         seeds = self._ops.round_seeds(settings.seeds, before.output_lengths.amax(1))
         settings = settings._replace(seeds=seeds)
-        of_round = logit_edits.edits_of(list(reqs), before) if extent.edited else ()
-        grammars = reqs if extent.constrained else ()
+        of_round = logit_edits.edits_of(list(reqs), before) if shape.edited else ()
+        grammars = reqs if shape.constrained else ()
         masks = masks_of(grammars, before, self._requests.vocab_size, self.device)
-        return Groups(list(reqs), figures, settings, extent, of_round, masks), before
+        return RoundBatch(list(reqs), inputs, settings, shape, of_round, masks), before
 
     def _commit(
         self,
-        groups: Groups,
+        batch: RoundBatch,
         continued: Population,
         settled: Population,
         decision: Decision,
@@ -351,43 +350,43 @@ class SMCWorker(WeightUpdates):
         """Emit what all particles agree on, and store the rest for the next round."""
         counts = settled.num_common()
         self._ledger.commit(
-            groups.rows,
-            committed=groups.committed,
-            allocated=groups.allocated,
+            batch.rows,
+            committed=batch.committed,
+            allocated=batch.allocated,
             lengths=settled.lengths,
             counts=counts,
-            max_tail=groups.extent.max_tail,
-            max_arena=groups.extent.max_arena,
+            max_tail=batch.shape.max_tail,
+            max_arena=batch.shape.max_arena,
         )
-        if groups.edits:
-            logit_edits.commit(groups.reqs, settled, counts)
+        if batch.edits:
+            logit_edits.commit(batch.reqs, settled, counts)
         after = settled.emit(counts)
-        self._particles.scatter(groups.rows, after)
+        self._particles.scatter(batch.rows, after)
         counters = self._counters.add_round(
-            groups.rows,
+            batch.rows,
             cut=decision.cut,
             failed=decision.failure > 0,
             verified=decision.verified,
             killed=decision.num_killed(continued.present),
             collapsed=forced,
             ancestors=continued.num_roots(),
-            num_particles=groups.settings.num_particles,
-            num_steps=groups.settings.num_steps,
+            num_particles=batch.settings.num_particles,
+            num_steps=batch.settings.num_steps,
             # What is banked, and what the weights have gained since: a retraction keeps both.
             log_evidence=after.log_evidence
-            + log_mean_exp(after.log_weights, groups.settings.num_particles),
+            + log_mean_exp(after.log_weights, batch.settings.num_particles),
         )
         return Outcome(
             tokens=settled.tokens[:, 0],
             counts=counts,
-            new_seq_lens=groups.committed + counts,
+            new_seq_lens=batch.committed + counts,
             anchors=after.anchor[:, 0],
             num_kept_columns=decision.cut.num_columns,
             counters=counters,
             failure=decision.failure,
-            firsts=settled.first_anchor() if groups.extent.opens else None,
-            particles=Particles.of(continued) if groups.extent.shows_particles else None,
-            logprobs=self._particles.logprobs.emitted(groups.rows, settled),
+            firsts=settled.first_anchor() if batch.shape.opens else None,
+            particles=Particles.of(continued) if batch.shape.shows_particles else None,
+            logprobs=self._particles.logprobs.emitted(batch.rows, settled),
         )
 
     def _tensor(self, values: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:

@@ -14,8 +14,9 @@ import torch
 from edit_cases import NEUTRAL
 
 from sglang_smc.memory import arena
-from sglang_smc.models.forward import Places
-from sglang_smc.ops.select import TORCH, Ops
+from sglang_smc.models.attention import KVLocations
+from sglang_smc.ops.interface import Ops
+from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.budget import Rung
 from sglang_smc.options.request import config_of
 from sglang_smc.options.server import SMCConfig
@@ -65,16 +66,27 @@ class SlotModel:
         self._tokens[slots] = torch.tensor(PROMPT).expand_as(slots)
 
     def next_logits(
-        self, tokens: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor, places: Places
+        self,
+        tokens: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        locations: KVLocations,
     ) -> torch.Tensor:
-        return self.chain_logits(tokens, starts, slots, places)[:, :, -1]
+        return self.chain_logits(tokens, starts, slots, locations)[:, :, -1]
 
     def chain_logits(
-        self, tokens: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor, places: Places
+        self,
+        tokens: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        locations: KVLocations,
     ) -> torch.Tensor:
         self._tokens[slots] = tokens
-        in_prefix = torch.arange(self._table.shape[1]) < places.committed.view(-1, 1, 1)
-        prefix, tails = self._table[places.rows.unsqueeze(1)], self._table[places.particle_rows]
+        in_prefix = torch.arange(self._table.shape[1]) < locations.committed.view(-1, 1, 1)
+        prefix, tails = (
+            self._table[locations.rows.unsqueeze(1)],
+            self._table[locations.particle_rows],
+        )
         read = self._tokens[torch.where(in_prefix, prefix, tails).long()]  # [G, N, width]
         read = read.unsqueeze(2).expand(-1, -1, tokens.shape[2], -1).flatten(0, 2)
         ends = starts.unsqueeze(2) + torch.arange(1, 1 + tokens.shape[2])

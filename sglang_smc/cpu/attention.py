@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.radix_attention import AttentionType
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_smc.models.shared_prefix import gather_slots
+from sglang_smc.models.supported import check_layer, check_pool, head_group
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -219,49 +219,6 @@ def row_lengths(forward_batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor
 def _check_chain(spec_info: Any) -> None:
     if spec_info is not None and spec_info.custom_mask is not None:
         raise ValueError("the smc_cpu attention backend verifies chains only, not token trees")
-
-
-def head_group(model_runner: ModelRunner) -> int:
-    """Query heads per key head, on each tensor-parallel rank."""
-    tp_size, config = model_runner.ps.tp_size, model_runner.model_config
-    return config.get_num_attention_heads(tp_size) // config.get_num_kv_heads(tp_size)
-
-
-def check_pool(model_runner: ModelRunner) -> None:
-    """Refuse a KV cache that is not [slots, kv_heads, head_dim] of plain floating point."""
-    if model_runner.use_mla_backend:
-        raise ValueError("attention of sglang-smc does not support MLA models")
-    pool = model_runner.token_to_kv_pool
-    if pool.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"attention of sglang-smc does not support a quantized KV cache ({pool.dtype}): "
-            "pass --kv-cache-dtype auto"
-        )
-    shape = pool.get_key_buffer(pool.start_layer).shape
-    if len(shape) != 3:
-        raise ValueError(
-            f"attention of sglang-smc needs KV buffers of [slots, kv_heads, head_dim], got "
-            f"{list(shape)} from {type(pool).__name__}: unset SGLANG_USE_HND_KVCACHE, or use a "
-            "model with ordinary attention in all layers"
-        )
-
-
-def check_layer(layer: RadixAttention, group: int, kwargs: dict[str, Any]) -> None:
-    """Refuse what the causal softmax attention of this package would silently get wrong."""
-    unsupported = {
-        "a sliding window": layer.sliding_window_size > -1,
-        "a logit cap": layer.logit_cap > 0,
-        "cross or bidirectional attention": layer.is_cross_attention
-        or layer.attn_type != AttentionType.DECODER,
-        "different key and value widths": layer.qk_head_dim != layer.v_head_dim,
-        "layers of unlike head groups": layer.tp_q_head_num != group * layer.tp_k_head_num,
-    }
-    unsupported |= {f"{name}=": value is not None for name, value in kwargs.items()}
-    found = [what for what, present in unsupported.items() if present]
-    if found:
-        raise ValueError(
-            f"attention of sglang-smc does not support {', '.join(found)} (layer {layer.layer_id})"
-        )
 
 
 def plan_calls(

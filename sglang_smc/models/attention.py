@@ -5,13 +5,13 @@ reads it once per request, by a Triton kernel or in plain torch.
 """
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_smc.cpu.attention import check_layer, check_pool, head_group
 from sglang_smc.models.shared_prefix import plan_shared_prefix, shared_prefix_attention
+from sglang_smc.models.supported import check_layer, check_pool, head_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,11 +20,22 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_smc.models.forward import Places
-
     Attend = Callable[..., torch.Tensor]  # of query, keys, values and scaling
 
 Implementation = Literal["torch", "triton"]
+
+
+class KVLocations(NamedTuple):
+    """Where the particles of a batch have their keys, in rows of ``req_to_token``.
+
+    Positions before ``committed`` stand in the request's own row, the others in the particle's.
+    """
+
+    rows: torch.Tensor  # [G] int64, the requests' own rows: their text is the shared prefix
+    committed: torch.Tensor  # [G] int64, its length
+    particle_rows: torch.Tensor  # [G, N] int64
+    # Known to the host: no particle has more keys than this behind `committed`, the new included.
+    max_tail: int
 
 
 class ParticleAttention(AttentionBackend):
@@ -54,10 +65,10 @@ class ParticleAttention(AttentionBackend):
         self._shape: tuple[int, ...]  # [G, N, C] of the running forward
         self._attend: Attend  # of the running forward
 
-    def plan(self, places: "Places", starts: torch.Tensor, num_columns: int) -> None:
+    def plan(self, locations: KVLocations, starts: torch.Tensor, num_columns: int) -> None:
         """Prepare all layers of a forward over C tokens a particle, the first at ``starts``."""
         self._shape = (*starts.shape, num_columns)
-        self._attend = self._plan(places, starts, num_columns)
+        self._attend = self._plan(locations, starts, num_columns)
 
     def forward_extend(
         self,
@@ -90,13 +101,15 @@ class ParticleAttention(AttentionBackend):
     # A decode brings one column.
     forward_decode = forward_extend
 
-    def _plan_torch(self, places: "Places", starts: torch.Tensor, num_columns: int) -> "Attend":
+    def _plan_torch(
+        self, locations: KVLocations, starts: torch.Tensor, num_columns: int
+    ) -> "Attend":
         pool = self.token_to_kv_pool
         plan = plan_shared_prefix(
             self.req_to_token_pool.req_to_token,
-            places.rows,
-            places.committed,
-            places.particle_rows,
+            locations.rows,
+            locations.committed,
+            locations.particle_rows,
             starts,
             num_columns=num_columns,
             group=self._group,
@@ -105,7 +118,9 @@ class ParticleAttention(AttentionBackend):
         )
         return partial(shared_prefix_attention, plan=plan)
 
-    def _plan_triton(self, places: "Places", starts: torch.Tensor, num_columns: int) -> "Attend":
+    def _plan_triton(
+        self, locations: KVLocations, starts: torch.Tensor, num_columns: int
+    ) -> "Attend":
         from sglang_smc.kernels.particle_attention import particle_attention
 
         return partial(
@@ -113,5 +128,5 @@ class ParticleAttention(AttentionBackend):
             req_to_token=self.req_to_token_pool.req_to_token,
             starts=starts,
             max_prefix=self._max_prefix,
-            **places._asdict(),
+            **locations._asdict(),
         )

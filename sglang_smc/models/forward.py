@@ -1,6 +1,6 @@
 """Model forwards over particles, on SGLang's model runners."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import (
@@ -10,23 +10,10 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from sglang_smc.models.attention import Implementation, ParticleAttention
+from sglang_smc.models.attention import Implementation, KVLocations, ParticleAttention
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-
-class Places(NamedTuple):
-    """Where the particles of a batch have their keys, in rows of ``req_to_token``.
-
-    Positions before ``committed`` stand in the request's own row, the others in the particle's.
-    """
-
-    rows: torch.Tensor  # [G] int64, the requests' own rows: their text is the shared prefix
-    committed: torch.Tensor  # [G] int64, its length
-    particle_rows: torch.Tensor  # [G, N] int64
-    # Known to the host: no particle has more keys than this behind `committed`, the new included.
-    max_tail: int
 
 
 class ParticleForward:
@@ -45,7 +32,11 @@ class ParticleForward:
         self.attn_backend = ParticleAttention(runner, attention)
 
     def next_logits(
-        self, tokens: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor, places: Places
+        self,
+        tokens: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        locations: KVLocations,
     ) -> torch.Tensor:
         """Run a chain of C tokens for each particle and tell what comes after its last.
 
@@ -54,19 +45,23 @@ class ParticleForward:
             starts: ``[G, N]`` position of each chain's first token, at least ``committed - 1``.
             slots: ``[G, N, C]`` int64, where the tokens' KV goes; 0 for what nobody will read, or
                 what stands there already.
-            places: where the rest of the KV stands.
+            locations: where the rest of the KV stands.
 
         Returns:
             Logits ``[G, N, V]`` float32.
         """
         mode = ForwardMode.DECODE if tokens.shape[2] == 1 else ForwardMode.EXTEND
-        return self._run(mode, tokens, starts, slots, places).unflatten(0, starts.shape)
+        return self._run(mode, tokens, starts, slots, locations).unflatten(0, starts.shape)
 
     def chain_logits(
-        self, tokens: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor, places: Places
+        self,
+        tokens: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        locations: KVLocations,
     ) -> torch.Tensor:
         """As `next_logits`, but after each token of the chain: ``[G, N, C, V]``."""
-        logits = self._run(ForwardMode.TARGET_VERIFY, tokens, starts, slots, places)
+        logits = self._run(ForwardMode.TARGET_VERIFY, tokens, starts, slots, locations)
         return logits.unflatten(0, tokens.shape)
 
     def _run(
@@ -75,12 +70,12 @@ class ParticleForward:
         tokens: torch.Tensor,
         starts: torch.Tensor,
         slots: torch.Tensor,
-        places: Places,
+        locations: KVLocations,
     ) -> torch.Tensor:
         num_columns = tokens.shape[2]
-        batch = self._batch(mode, tokens, starts, slots, places)
+        batch = self._batch(mode, tokens, starts, slots, locations)
         with forward_context(ForwardContext(attn_backend=self.attn_backend)):
-            self.attn_backend.plan(places, starts, num_columns)
+            self.attn_backend.plan(locations, starts, num_columns)
             output = self._runner.model.forward(batch.input_ids, batch.positions, batch)
         return output.next_token_logits
 
@@ -90,7 +85,7 @@ class ParticleForward:
         tokens: torch.Tensor,
         starts: torch.Tensor,
         slots: torch.Tensor,
-        places: Places,
+        locations: KVLocations,
     ) -> ForwardBatch:
         """What the model's layers look at; our attention has its plan instead."""
         num_columns = tokens.shape[2]
@@ -104,7 +99,7 @@ class ParticleForward:
             forward_mode=mode,
             batch_size=len(first),
             input_ids=tokens.flatten(),
-            req_pool_indices=places.particle_rows.flatten(),
+            req_pool_indices=locations.particle_rows.flatten(),
             seq_lens=first + num_columns,
             out_cache_loc=slots.flatten(),
             seq_lens_sum=0,  # for stock attention backends, and only to be had by waiting

@@ -4,16 +4,17 @@ What a configuration does not tell is found when the models are built: `check_la
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.utils.hf_transformers_utils import get_config
 
-from sglang_smc.cpu.attention import check_layer, head_group
-
 if TYPE_CHECKING:
+    from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
@@ -79,3 +80,63 @@ def check_layers(runner: "ModelRunner") -> None:
     for layer in runner.model.modules():
         if isinstance(layer, RadixAttention):
             check_layer(layer, group, {})
+
+
+def head_group(runner: "ModelRunner") -> int:
+    """Query heads per key head, on each tensor-parallel rank."""
+    tp_size, config = runner.ps.tp_size, runner.model_config
+    return config.get_num_attention_heads(tp_size) // config.get_num_kv_heads(tp_size)
+
+
+def check_pool(runner: "ModelRunner") -> None:
+    """Refuse a KV cache that is not [slots, kv_heads, head_dim] of plain floating point."""
+    if runner.use_mla_backend:
+        raise ValueError("attention of sglang-smc does not support MLA models")
+    pool = runner.token_to_kv_pool
+    if pool.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"attention of sglang-smc does not support a quantized KV cache ({pool.dtype}): "
+            "pass --kv-cache-dtype auto"
+        )
+    shape = pool.get_key_buffer(pool.start_layer).shape
+    if len(shape) != 3:
+        raise ValueError(
+            f"attention of sglang-smc needs KV buffers of [slots, kv_heads, head_dim], got "
+            f"{list(shape)} from {type(pool).__name__}: unset SGLANG_USE_HND_KVCACHE, or use a "
+            "model with ordinary attention in all layers"
+        )
+
+
+def check_layer(layer: RadixAttention, group: int, kwargs: dict[str, Any]) -> None:
+    """Refuse what the causal softmax attention of this package would silently get wrong."""
+    unsupported = {
+        "a sliding window": layer.sliding_window_size > -1,
+        "a logit cap": layer.logit_cap > 0,
+        "cross or bidirectional attention": layer.is_cross_attention
+        or layer.attn_type != AttentionType.DECODER,
+        "different key and value widths": layer.qk_head_dim != layer.v_head_dim,
+        "layers of unlike head groups": layer.tp_q_head_num != group * layer.tp_k_head_num,
+    }
+    unsupported |= {f"{name}=": value is not None for name, value in kwargs.items()}
+    found = [what for what, present in unsupported.items() if present]
+    if found:
+        raise ValueError(
+            f"attention of sglang-smc does not support {', '.join(found)} (layer {layer.layer_id})"
+        )
+
+
+def check_same_vocabulary(target_worker: "TpModelWorker", draft_worker: "TpModelWorker") -> None:
+    """Raise SGLang's ValueError where the vocabularies differ in size or in any token."""
+    from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
+
+    # The method reads nothing of its worker but these two attributes of the draft's.
+    standalone = SimpleNamespace(
+        _draft_worker=SimpleNamespace(
+            draft_runner=draft_worker.model_runner, draft_worker=draft_worker
+        )
+    )
+    StandaloneWorkerV2._validate_vocab_compatibility(
+        standalone,  # type: ignore[arg-type]
+        target_vocab_size=target_worker.model_runner.model_config.vocab_size,
+        target_tokenizer=target_worker.tokenizer,
+    )

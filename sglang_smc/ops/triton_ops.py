@@ -10,7 +10,7 @@ from sglang_smc.kernels.randomness import round_seeds, uniforms
 from sglang_smc.kernels.sample import sample_and_score, score_tokens
 from sglang_smc.kernels.siblings import siblings, spread
 from sglang_smc.memory.ledger import Ledger
-from sglang_smc.ops.select import Ops
+from sglang_smc.ops.interface import Ops
 from sglang_smc.smc import rounds
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 
-class Extent(NamedTuple):
+class RoundShape(NamedTuple):
     """Sizes and kinds in a batch, known without asking the device; tensors are cut to them."""
 
     rung: Rung | None  # that bounds N and K in this round
@@ -40,7 +40,7 @@ class Extent(NamedTuple):
     logprobs: Widths  # of the log-probabilities that requests want
     methods: tuple[str, ...]  # how ancestors are drawn, by one request or another
 
-    def covers(self, other: "Extent") -> bool:
+    def covers(self, other: "RoundShape") -> bool:
         """Whether a round of this extent does all that one of another does."""
         sizes = zip(self._sizes(), other._sizes(), strict=True)
         kinds = zip(self._kinds(), other._kinds(), strict=True)
@@ -64,7 +64,7 @@ class Extent(NamedTuple):
         return self.powered or self.constrained
 
 
-class Figures(NamedTuple):
+class RoundInputs(NamedTuple):
     """What a round is told of its requests, each ``[G]`` int64; the rest stands in tables."""
 
     rows: torch.Tensor  # in req_to_token_pool
@@ -72,40 +72,40 @@ class Figures(NamedTuple):
     allocated: torch.Tensor  # KV slots owned
 
 
-class Groups(NamedTuple):
+class RoundBatch(NamedTuple):
     """The requests of one round: who they are, what they asked for, what they own."""
 
     reqs: "list[Req]"
-    figures: Figures
+    inputs: RoundInputs
     settings: Settings
-    extent: Extent
+    shape: RoundShape
     edits: tuple[Edit, ...] = ()  # of all logits in the round
     masks: Masks | None = None  # of the tokens that grammars allow
 
     @property
     def rows(self) -> torch.Tensor:
         """``[G]`` in req_to_token_pool."""
-        return self.figures.rows
+        return self.inputs.rows
 
     @property
     def committed(self) -> torch.Tensor:
         """``[G]`` KV slots of the emitted text."""
-        return self.figures.committed
+        return self.inputs.committed
 
     @property
     def allocated(self) -> torch.Tensor:
         """``[G]`` KV slots owned."""
-        return self.figures.allocated
+        return self.inputs.allocated
 
 
-def extent_of_server(config: SMCConfig, rung: Rung | None = None) -> Extent:
+def shape_of_server(config: SMCConfig, rung: Rung | None = None) -> RoundShape:
     """The largest extent of batches whose requests choose nothing but sizes for themselves.
 
     On a ``rung`` tails and arenas may be there that larger ones have left.
     """
     now = narrowed(config, rung)
     weighs = now.mode == "smc"
-    return Extent(
+    return RoundShape(
         rung=rung,
         num_held=now.num_particles,
         resizes=False,
@@ -127,7 +127,7 @@ def extent_of_server(config: SMCConfig, rung: Rung | None = None) -> Extent:
     )
 
 
-def extent_of(server: SMCConfig, reqs: "list[Req]") -> Extent:
+def shape_of(server: SMCConfig, reqs: "list[Req]") -> RoundShape:
     """The extent of a batch.
 
     Under the overlap schedule the host's figures are one round old, and too large if anything.
@@ -140,7 +140,7 @@ def extent_of(server: SMCConfig, reqs: "list[Req]") -> Extent:
     spans = list(zip(map(joined, befores, configs), reqs, strict=True))
     num_before, num_after = ([c.num_particles for c in each] for each in (befores, configs))
     arenas = [running(req).arena for req in reqs]
-    return Extent(
+    return RoundShape(
         rung=rungs[0][1],
         num_held=max(num_before + num_after),
         resizes=num_before != num_after,

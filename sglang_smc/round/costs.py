@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from sglang_smc.memory.ledger import Ledger
-from sglang_smc.models.forward import Places
-from sglang_smc.ops.select import Ops
+from sglang_smc.models.attention import KVLocations
+from sglang_smc.ops.interface import Ops
 from sglang_smc.options.budget import Rung
 from sglang_smc.options.policy import COSTS_ENV, Costs, Curve, RoundCosts
 from sglang_smc.round.graph import RoundGraphs
@@ -111,9 +111,9 @@ class _Passes:
     def _forward(self, forward: Callable[..., torch.Tensor], num_tokens: int) -> torch.Tensor:
         """Each token is a particle of its own request. Logits of any shape that ends in V."""
         rows, one = self._zeros(num_tokens), self._zeros(num_tokens) + 1
-        places = Places(rows, one, self._ledger.particle_rows(rows, 1), max_tail=1)
+        locations = KVLocations(rows, one, self._ledger.particle_rows(rows, 1), max_tail=1)
         column = rows.view(-1, 1, 1)  # [G, 1, 1]
-        return forward(column, one.unsqueeze(1), column, places)
+        return forward(column, one.unsqueeze(1), column, locations)
 
     def _zeros(self, num_tokens: int) -> torch.Tensor:
         return torch.zeros(num_tokens, dtype=torch.int64, device=self._device)

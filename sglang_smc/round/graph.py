@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from tqdm import tqdm
 
-from sglang_smc.round.batch import Extent, Figures
+from sglang_smc.round.batch import RoundInputs, RoundShape
 from sglang_smc.round.result import Outcome
 
 if TYPE_CHECKING:
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Play = Callable[[Figures, Extent], Outcome]
+Play = Callable[[RoundInputs, RoundShape], Outcome]
 Replay = Callable[[], None]
 Record = Callable[[Callable[[], Outcome]], tuple[Outcome, Replay]]
 """Runs a function and returns what it returned, with a way to compute it anew, in place."""
 
 # Where the padding row's text ends: its first slot, SGLang's padding slot, is there to be read.
-_PADDING = Figures(rows=0, committed=1, allocated=1)  # type: ignore[arg-type]
+_PADDING = RoundInputs(rows=0, committed=1, allocated=1)  # type: ignore[arg-type]
 
 
 class _Recorded(NamedTuple):
-    figures: Figures  # [B] what the recording reads
+    inputs: RoundInputs  # [B] what the recording reads
     outcome: Outcome  # [B, ...] what it writes
     replay: Replay
 
@@ -44,17 +44,17 @@ class RoundGraphs:
 
     Args:
         play: the round, of as many groups as the figures have.
-        extent: sizes and kinds that the recordings are made for.
+        shape: sizes and kinds that the recordings are made for.
         sizes: numbers of groups to record.
         device: of all tensors.
         record: how to record: `cuda_recorder`, or something that runs anywhere.
     """
 
     def __init__(
-        self, play: Play, extent: Extent, sizes: Sequence[int], device: str, record: Record
+        self, play: Play, shape: RoundShape, sizes: Sequence[int], device: str, record: Record
     ) -> None:
         self._play = play
-        self._extent = extent
+        self._shape = shape
         self._sizes = sorted(set(sizes))
         self._device = device
         self._record = record
@@ -63,9 +63,9 @@ class RoundGraphs:
     def capture(self) -> None:
         """Record all sizes, the largest first, so that smaller ones reuse its memory."""
         for size in tqdm(self._sizes[::-1], desc="Capturing SMC rounds", unit="graph"):
-            figures = Figures(*(self._column(size, value) for value in _PADDING))
-            outcome, replay = self._record(lambda inputs=figures: self._play(inputs, self._extent))
-            self._recorded[size] = _Recorded(figures, outcome, replay)
+            inputs = RoundInputs(*(self._column(size, value) for value in _PADDING))
+            outcome, replay = self._record(lambda inputs=inputs: self._play(inputs, self._shape))
+            self._recorded[size] = _Recorded(inputs, outcome, replay)
 
     def replay_padding(self, size: int) -> None:
         """A round of ``size`` groups that play on the padding row, as all do until a replay."""
@@ -76,15 +76,15 @@ class RoundGraphs:
         """Numbers of groups, ascending."""
         return self._sizes
 
-    def fits(self, extent: Extent, size: int) -> bool:
+    def fits(self, shape: RoundShape, size: int) -> bool:
         """Whether a batch of ``size`` groups can be replayed."""
-        return size <= self._sizes[-1] and self._extent.covers(extent)
+        return size <= self._sizes[-1] and self._shape.covers(shape)
 
-    def replay(self, figures: Figures) -> Outcome:
+    def replay(self, inputs: RoundInputs) -> Outcome:
         """The round's outcome for figures ``[G]``, in tensors that the next replay leaves alone."""
-        size = len(figures.rows)
+        size = len(inputs.rows)
         recorded = self._recorded[self._sizes[bisect_left(self._sizes, size)]]
-        for column, values, padding in zip(recorded.figures, figures, _PADDING, strict=True):
+        for column, values, padding in zip(recorded.inputs, inputs, _PADDING, strict=True):
             column[:size] = values
             column[size:] = padding
         recorded.replay()

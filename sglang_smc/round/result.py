@@ -85,7 +85,7 @@ class Outcome(NamedTuple):
     logprobs: Emitted | None  # of tokens and firsts, where some request wants them
 
     def first(self, size: int) -> "Outcome":
-        """Copies of the first groups."""
+        """Copies of the first batch."""
         assert self.particles is None and self.logprobs is None
         return Outcome(*(column if column is None else column[:size].clone() for column in self))
 

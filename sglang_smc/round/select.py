@@ -1,4 +1,4 @@
-"""Groups of one batch that take different ways: all are taken, and each group keeps its own."""
+"""RoundBatch of one batch that take different ways: all are taken, and each group keeps its own."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -3,7 +3,7 @@
 A round drafts K tokens for each particle, scores them, and then decides how
 many of the K columns the group keeps, and whether it is resampled there.
 
-Groups may differ in N and in K: ``present`` ``[G, N]`` marks the particles that a group has,
+RoundBatch may differ in N and in K: ``present`` ``[G, N]`` marks the particles that a group has,
 ``num_steps`` ``[G]`` its columns. An absent particle has weight zero and is left as it is.
 """
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_smc.ops.select import Ops
+from sglang_smc.ops.interface import Ops
 from sglang_smc.smc.proposal import of_each_draw, power_law, tempered
 
 

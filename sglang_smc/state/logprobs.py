@@ -15,7 +15,7 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.logprob_processor import OutputLogprobProcessor
 
-from sglang_smc.ops.select import Ops
+from sglang_smc.ops.interface import Ops
 from sglang_smc.smc.masking import restrict
 from sglang_smc.state.distribution import Law
 
@@ -211,7 +211,7 @@ class LogprobTable:
         starts = before.lengths.gather(1, ancestors)
         num_columns = shown.num_draws // ancestors.numel()
         column = torch.arange(num_columns, device=rows.device)
-        # Places past a tail's new end mean nothing, and the last is never part of a tail.
+        # KVLocations past a tail's new end mean nothing, and the last is never part of a tail.
         place = (starts.unsqueeze(2) + column).clamp_max(width - 1)
         group = torch.arange(num_groups, device=rows.device).unsqueeze(1)
         chain = group * num_particles + ancestors  # [G, N]

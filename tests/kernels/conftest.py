@@ -20,7 +20,7 @@ import triton.experimental.gluon  # loaded on demand else, and would refuse the 
 from triton import knobs
 
 if TYPE_CHECKING:
-    from sglang_smc.ops.select import Ops
+    from sglang_smc.ops.interface import Ops
 
 KERNELS = sorted(path.stem for path in (Path(__file__).parents[2] / "kernels").glob("*.py"))
 

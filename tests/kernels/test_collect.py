@@ -42,7 +42,7 @@ def any_of(values: list[float], shape: tuple[int, ...], generator: torch.Generat
 def random_case(
     num_groups: int, num_particles: int, num_steps: int, spread: float, p_dead: float, seed: int
 ) -> Case:
-    """Groups of any size and K, particles that have ended or died, rules of every kind.
+    """RoundBatch of any size and K, particles that have ended or died, rules of every kind.
 
     No decision lies on a threshold but by equal weights, whose effective sample size is exact.
     """
@@ -181,7 +181,7 @@ def test_other_schemes_are_refused(scheme: str) -> None:
 def test_collapse(
     num_groups: int, num_particles: int, spread: float, p_dead: float, seed: int, device: str
 ) -> None:
-    """Groups of any size, equal weights and dead particles, drawn ones and heaviest ones."""
+    """RoundBatch of any size, equal weights and dead particles, drawn ones and heaviest ones."""
     case = random_case(num_groups, num_particles, 1, spread, 0.0, seed)
     generator = torch.Generator().manual_seed(seed)
     dead = torch.rand(case.present.shape, generator=generator) < p_dead

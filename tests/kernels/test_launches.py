@@ -15,7 +15,7 @@ from toy_laws import EOS, languages
 from toy_worker import SlotModel, ToyWorker
 from triton.runtime.interpreter import GridExecutor
 
-from sglang_smc.ops.select import Ops
+from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
 
 MOST = 252  # at N = K = 8, in mode smc: three kernels for each of 8 draft steps among them

@@ -8,7 +8,8 @@ from toy_laws import EOS, languages
 from toy_logprobs import AskingWorker
 from toy_worker import Outcome, ToyWorker
 
-from sglang_smc.ops.select import TORCH, Ops
+from sglang_smc.ops.interface import Ops
+from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.budget import OFF, Rung
 from sglang_smc.options.server import SMCConfig
 

@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from sglang_smc.models.forward import ParticleForward, Places
+from sglang_smc.models.attention import KVLocations, ParticleForward
 
 LAST_POSITION = 99
 
@@ -77,8 +77,8 @@ class Harness:
 
     def run(self, name: str) -> torch.Tensor:
         case = self.case
-        places = Places(case.rows, case.committed, case.particle_rows, case.max_tail)
-        return getattr(self.forward, name)(self.tokens, case.starts, self.slots, places)
+        locations = KVLocations(case.rows, case.committed, case.particle_rows, case.max_tail)
+        return getattr(self.forward, name)(self.tokens, case.starts, self.slots, locations)
 
 
 def case(num_columns: int = 5, **shape: Any) -> Case:

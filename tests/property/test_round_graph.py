@@ -16,7 +16,7 @@ from toy_worker import ToyWorker
 from sglang_smc.options.budget import OFF, Rung
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.requests.state import RunBook
-from sglang_smc.round.batch import extent_of_server
+from sglang_smc.round.batch import shape_of_server
 from sglang_smc.round.costs import costs_of_graphs
 from sglang_smc.round.graph import Record
 from sglang_smc.round.result import Outcome
@@ -104,16 +104,16 @@ def test_what_no_recording_holds_plays_as_it_is() -> None:
 
 
 def test_a_recording_covers_less_and_nothing_else() -> None:
-    extent = extent_of_server(SMCConfig(num_particles=4, num_steps=3))
-    assert extent.covers(extent)
-    assert extent.covers(extent._replace(num_particles=2, num_steps=1, max_tail=5, max_arena=9))
+    shape = shape_of_server(SMCConfig(num_particles=4, num_steps=3))
+    assert shape.covers(shape)
+    assert shape.covers(shape._replace(num_particles=2, num_steps=1, max_tail=5, max_arena=9))
     for change in (
         {"num_particles": 5},
         {"num_steps": 4},
-        {"max_tail": extent.max_tail + 1},
-        {"max_arena": extent.max_arena + 1},
-        {"kinds": extent.kinds._replace(filtered=True)},
-        {"kinds": extent.kinds._replace(early=True)},
+        {"max_tail": shape.max_tail + 1},
+        {"max_arena": shape.max_arena + 1},
+        {"kinds": shape.kinds._replace(filtered=True)},
+        {"kinds": shape.kinds._replace(early=True)},
         {"powered": True},
         {"verifies": True},
         {"shows_particles": True},
@@ -121,4 +121,4 @@ def test_a_recording_covers_less_and_nothing_else() -> None:
         {"logprobs": Widths(1, 0, 0)},
         {"methods": ("ssp",)},
     ):
-        assert not extent.covers(extent._replace(**change)), change
+        assert not shape.covers(shape._replace(**change)), change

@@ -26,16 +26,16 @@ def register() -> None:
         HookRegistry.register("sglang_smc.worker.SMCWorker._play", play, HookType.AROUND)
 
 
-def play(original: Callable, worker: Any, figures: Any, extent: Any, *rest: Any) -> Any:
+def play(original: Callable, worker: Any, inputs: Any, shape: Any, *rest: Any) -> Any:
     """One round, and its line."""
-    outcome = original(worker, figures, extent, *rest)
-    after = worker._particles.gather(figures.rows, extent.num_particles, extent.max_tail)
-    digest = hashlib.sha256(repr(extent).encode())
-    for tensor in tensors((figures, outcome, after)):
+    outcome = original(worker, inputs, shape, *rest)
+    after = worker._particles.gather(inputs.rows, shape.num_particles, shape.max_tail)
+    digest = hashlib.sha256(repr(shape).encode())
+    for tensor in tensors((inputs, outcome, after)):
         digest.update(tensor.contiguous().numpy().tobytes())
     rank = worker._target_worker.model_runner.ps.tp_rank
     with (Path(os.environ[OUT]) / f"rank{rank}.txt").open("a") as file:
-        file.write(f"{len(figures.rows)} {digest.hexdigest()}\n")
+        file.write(f"{len(inputs.rows)} {digest.hexdigest()}\n")
     return outcome
 
 

@@ -193,7 +193,7 @@ def test_what_a_round_gains_is_the_difference_of_totals() -> None:
 
 
 def test_the_childless_are_those_that_no_present_place_descends_from() -> None:
-    """Places 2 and 3 of the second group are empty, and name themselves."""
+    """KVLocations 2 and 3 of the second group are empty, and name themselves."""
     ancestors = torch.tensor([[0, 0, 0, 3], [1, 1, 2, 3], [0, 1, 2, 3], [2, 2, 2, 2]])
     present = torch.ones(4, 4, dtype=torch.bool)
     present[1, 2:] = False

@@ -9,7 +9,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_v2_logprobs
 from sglang.srt.managers.schedule_batch import ReqLogprob
 
-from sglang_smc.ops.select import TORCH
+from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.requests.logprob_books import take_back
 from sglang_smc.state.logprobs import NOTHING, LogprobTable, TailLogprobs, Widths, score, shown_law
 from sglang_smc.state.settings import Kinds, Settings

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_smc.ops.select import TORCH
+from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.round.select import choose
 from sglang_smc.smc.masking import restrict, unpack
 from sglang_smc.state.distribution import Law

@@ -7,11 +7,11 @@ import pytest
 import torch
 from edit_cases import NEUTRAL
 
-from sglang_smc.ops.select import TORCH
+from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.request import config_of, request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.requests.state import Run
-from sglang_smc.round.batch import Figures, Groups, extent_of
+from sglang_smc.round.batch import RoundBatch, RoundInputs, shape_of
 from sglang_smc.round.decision import Drafts, open_columns
 from sglang_smc.round.steps import Steps
 from sglang_smc.state.distribution import Law
@@ -23,7 +23,7 @@ SERVER = SMCConfig(num_particles=3, num_steps=3, evidence_threshold=0.0)
 STEPS = Steps(None, None, None, TORCH, max_lag=100)  # type: ignore[arg-type]
 
 
-def groups(*chosen: dict[str, Any]) -> Groups:
+def groups(*chosen: dict[str, Any]) -> RoundBatch:
     params = {"stop_strs": [], "stop_regex_strs": [], "top_k": VOCAB, "top_p": 1.0, "min_p": 0.0}
     params |= {"min_new_tokens": 0, **NEUTRAL}
     reqs: Any = [
@@ -52,11 +52,11 @@ def groups(*chosen: dict[str, Any]) -> Groups:
     )
     rows = torch.arange(1, 1 + len(reqs))
     nothing = torch.zeros(len(reqs), dtype=torch.int64)
-    return Groups(
+    return RoundBatch(
         reqs=reqs,
-        figures=Figures(rows, nothing, nothing),
+        inputs=RoundInputs(rows, nothing, nothing),
         settings=table.gather(rows),
-        extent=extent_of(SERVER, reqs),
+        shape=shape_of(SERVER, reqs),
     )
 
 
@@ -76,7 +76,7 @@ def population(ended: list[list[bool]], sizes: list[int]) -> Population:
     )
 
 
-def drafts(of: Groups, before: Population, tokens: torch.Tensor) -> Drafts:
+def drafts(of: RoundBatch, before: Population, tokens: torch.Tensor) -> Drafts:
     ends = tokens == EOS
     is_open = open_columns(ends, of.settings.num_steps, before.ended)
     return Drafts(tokens, torch.full(tokens.shape, -2.0), ends, is_open, None)
@@ -158,7 +158,7 @@ def test_who_grows_gets_the_slot_before_its_tail_too() -> None:
     steps = Steps(None, None, ledger, TORCH, max_lag=100)  # type: ignore[arg-type]
     of_three = groups({})
     committed = torch.tensor([7])
-    of_three = of_three._replace(figures=of_three.figures._replace(committed=committed))
+    of_three = of_three._replace(inputs=of_three.inputs._replace(committed=committed))
     before = population([[False] * 3], [2])
     after = steps.resize(of_three, before._replace(log_weights=before.log_weights + 0.5))
     assert [arguments["committed"].tolist() for arguments in called] == [[6]]

@@ -1,0 +1,30 @@
+"""The small operations of a round, which kernels and torch functions both have.
+
+Both give the same tokens for the same seed; the torch functions are the definition. Kernels are
+for devices where a launch costs more than the work that it does: there a round's hundreds of small
+torch calls would take as long as a model's forward.
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+
+from sglang_smc.memory.ledger import Ledger
+from sglang_smc.smc import rounds
+
+Kind = Literal["torch", "triton"]
+
+
+class Ops(NamedTuple):
+    """One implementation of each; signatures as in `torch_ops`."""
+
+    uniforms: Callable[..., torch.Tensor]
+    round_seeds: Callable[..., torch.Tensor]
+    siblings: Callable[..., torch.Tensor]
+    spread: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    sample_and_score: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    score_tokens: Callable[..., torch.Tensor]
+    collect: Callable[..., rounds.Collected]
+    collapse: Callable[..., rounds.Resampled]
+    ledger: type[Ledger]

@@ -1,0 +1,31 @@
+"""The operations of a round as torch functions: they define what kernels compute."""
+
+import torch
+
+from sglang_smc.memory.ledger import Ledger
+from sglang_smc.ops.interface import Ops
+from sglang_smc.smc import proposal, randomness, rounds, siblings
+
+
+def _uniforms(
+    seeds: torch.Tensor, positions: torch.Tensor, purpose: randomness.Purpose
+) -> torch.Tensor:
+    """`randomness.uniforms` for positions ``[G, N]`` or ``[G, N, C]`` of N particles."""
+    columns = (1,) * (positions.dim() - 2)
+    particle = torch.arange(positions.shape[1], device=positions.device)
+    return randomness.uniforms(
+        seeds.view(-1, 1, *columns), positions, particle.view(-1, *columns), purpose
+    )
+
+
+TORCH = Ops(
+    uniforms=_uniforms,
+    round_seeds=randomness.round_seeds,
+    siblings=siblings.siblings,
+    spread=siblings.spread,
+    sample_and_score=proposal.sample_and_score,
+    score_tokens=proposal.score_tokens,
+    collect=rounds.collect,
+    collapse=rounds.collapse,
+    ledger=Ledger,
+)
