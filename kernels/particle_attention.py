@@ -124,7 +124,7 @@ def particle_attention(
     return output
 
 
-class Cut(NamedTuple):
+class WorkSplit(NamedTuple):
     """How the work is cut into programs; follows from shapes and bounds alone."""
 
     block_rows: int  # query rows of a program
@@ -137,8 +137,8 @@ class Cut(NamedTuple):
 
 def cut_work(
     shape: torch.Size, kv_heads: int, element_size: int, max_prefix: int, max_tail: int
-) -> Cut:
-    """Cut up the work for queries ``[G, N, C, q_heads, head_dim]`` to keys of so many bytes."""
+) -> WorkSplit:
+    """WorkSplit up the work for queries ``[G, N, C, q_heads, head_dim]`` to keys of so many bytes."""
     size, num_particles, num_columns, q_heads, _ = shape
     own_rows = num_columns * q_heads // kv_heads
     block_rows = min(64, max(16, triton.next_power_of_2(num_particles * own_rows)))
@@ -150,7 +150,7 @@ def cut_work(
         triton.cdiv(max_prefix, block_keys),
     )
     tail_blocks, tail_spans = triton.cdiv(own_rows, block_rows), triton.cdiv(max_tail, TAIL_SPAN)
-    return Cut(block_rows, block_keys, prefix_blocks, prefix_spans, tail_blocks, tail_spans)
+    return WorkSplit(block_rows, block_keys, prefix_blocks, prefix_spans, tail_blocks, tail_spans)
 
 
 # What differs from batch to batch is not to be compiled in.

@@ -159,7 +159,7 @@ class _Drafts(NamedTuple):
 
 def _round(
     pair: Pair, setup: Setup, before: Population, seeds: torch.Tensor
-) -> tuple[Population, rounds.Cut]:
+) -> tuple[Population, rounds.BlockCut]:
     seeds = round_seeds(seeds, before.output_lengths.amax(1))
     drafts = _propose(pair, setup, before, seeds)
     weighs = setup.mode == "smc"
@@ -198,7 +198,7 @@ def _propose(pair: Pair, setup: Setup, before: Population, seeds: torch.Tensor) 
     )
 
 
-Decision = tuple[rounds.Cut, torch.Tensor, rounds.Resampled, torch.Tensor]
+Decision = tuple[rounds.BlockCut, torch.Tensor, rounds.Resampled, torch.Tensor]
 
 
 def _weigh(setup: Setup, before: Population, drafts: _Drafts, seeds: torch.Tensor) -> Decision:
@@ -256,7 +256,7 @@ def _verify(setup: Setup, before: Population, drafts: _Drafts, seeds: torch.Tens
         torch.zeros_like(before.log_evidence),
     )
     return (
-        rounds.Cut(kept.num_columns, before.log_weights, block.ess, never, never),
+        rounds.BlockCut(kept.num_columns, before.log_weights, block.ess, never, never),
         kept.num_columns.unsqueeze(1).where(~before.ended, 0),
         unchanged,
         kept.next_probs.log().unsqueeze(1).expand(-1, setup.num_particles, -1),

@@ -25,6 +25,6 @@ class Ops(NamedTuple):
     spread: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     sample_and_score: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     score_tokens: Callable[..., torch.Tensor]
-    collect: Callable[..., rounds.Collected]
+    reweight_and_resample: Callable[..., rounds.Reweighted]
     collapse: Callable[..., rounds.Resampled]
     ledger: type[Ledger]

@@ -25,7 +25,7 @@ TORCH = Ops(
     spread=siblings.spread,
     sample_and_score=proposal.sample_and_score,
     score_tokens=proposal.score_tokens,
-    collect=rounds.collect,
+    reweight_and_resample=rounds.reweight_and_resample,
     collapse=rounds.collapse,
     ledger=Ledger,
 )

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from sglang_smc.kernels import collect as collect_kernel
 from sglang_smc.kernels import lineage, prepare
+from sglang_smc.kernels import reweight as reweight_kernel
 from sglang_smc.kernels.randomness import round_seeds, uniforms
 from sglang_smc.kernels.sample import sample_and_score, score_tokens
 from sglang_smc.kernels.siblings import siblings, spread
@@ -35,10 +35,12 @@ class KernelLedger(Ledger):
         )
 
 
-def collect(*args: Any) -> rounds.Collected:
+def reweight_and_resample(*args: Any) -> rounds.Reweighted:
     """The kernel, but torch for the schemes that it does not draw by."""
-    in_kernel = args[-1] in collect_kernel.SCHEMES
-    return (collect_kernel.collect if in_kernel else rounds.collect)(*args)
+    in_kernel = args[-1] in reweight_kernel.SCHEMES
+    return (reweight_kernel.reweight_and_resample if in_kernel else rounds.reweight_and_resample)(
+        *args
+    )
 
 
 TRITON = Ops(
@@ -48,7 +50,7 @@ TRITON = Ops(
     spread=spread,
     sample_and_score=sample_and_score,
     score_tokens=score_tokens,
-    collect=collect,
-    collapse=collect_kernel.collapse,
+    reweight_and_resample=reweight_and_resample,
+    collapse=reweight_kernel.collapse,
     ledger=KernelLedger,
 )

@@ -23,7 +23,7 @@ class Drafts(NamedTuple):
 class Decision(NamedTuple):
     """What becomes of the drafts: weighed or verified, both end in these."""
 
-    cut: rounds.Cut
+    cut: rounds.BlockCut
     num_kept: torch.Tensor  # [G, N] drafted tokens that each particle keeps
     resampled: rounds.Resampled  # who goes on then, and with what weight
     next_law: Law  # of the G * N particles' next tokens
@@ -94,7 +94,7 @@ def one_lineage(
     live = population.present & ~population.ended
     num_columns = kept.num_columns.where(live.any(1), 0)
     return Decision(
-        cut=rounds.Cut(num_columns, population.log_weights, ess, never, never),
+        cut=rounds.BlockCut(num_columns, population.log_weights, ess, never, never),
         num_kept=num_columns.unsqueeze(1).where(live, 0),
         resampled=rounds.Resampled(
             ancestors=kept.winner.unsqueeze(1).where(population.present, itself),

@@ -237,10 +237,14 @@ class Steps:
             failure=_failure(population, drafts, log_p),
         )
 
-    def _collect(self, batch: RoundBatch, *args: Any) -> rounds.Collected:
+    def _collect(self, batch: RoundBatch, *args: Any) -> rounds.Reweighted:
         """Each request by its own method."""
         # Kernels want a column to work on.
-        collect = self._ops.collect if batch.shape.num_steps else rounds.collect
+        collect = (
+            self._ops.reweight_and_resample
+            if batch.shape.num_steps
+            else rounds.reweight_and_resample
+        )
         return by_method(batch.settings.scheme, batch.shape.methods, partial(collect, *args))
 
     def verify(

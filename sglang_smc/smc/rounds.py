@@ -25,7 +25,7 @@ class Rules(NamedTuple):
     evidence_threshold: torch.Tensor  # [G] float64 c; keep columns that the drafts cover
 
 
-class Cut(NamedTuple):
+class BlockCut(NamedTuple):
     """Where a round stops, per group."""
 
     num_columns: torch.Tensor  # [G] int64 in 0..K: drafted tokens kept
@@ -43,15 +43,15 @@ class Resampled(NamedTuple):
     log_evidence: torch.Tensor  # [G] what this step adds to log Z-hat
 
 
-class Collected(NamedTuple):
+class Reweighted(NamedTuple):
     """What becomes of a block of drafts that is weighed."""
 
-    cut: Cut
+    cut: BlockCut
     num_kept: torch.Tensor  # [G, N] drafted tokens that each particle keeps
     resampled: Resampled
 
 
-def collect(
+def reweight_and_resample(
     log_weights: torch.Tensor,
     log_p: torch.Tensor,
     log_q: torch.Tensor,
@@ -62,7 +62,7 @@ def collect(
     coins: torch.Tensor,
     noise: torch.Tensor,
     scheme: str,
-) -> Collected:
+) -> Reweighted:
     """Weigh a block of drafts, `cut` it, and `resample` where the effective sample size is low.
 
     Args:
@@ -82,7 +82,7 @@ def collect(
     column = torch.arange(is_open.shape[2], device=is_open.device)
     kept = is_open & (column < found.num_columns.view(-1, 1, 1))
     resampled = resample(found.log_weights, found.resample, present, noise, scheme)
-    return Collected(found, kept.sum(2), resampled)
+    return Reweighted(found, kept.sum(2), resampled)
 
 
 def cut(
@@ -91,7 +91,7 @@ def cut(
     rules: Rules,
     present: torch.Tensor,
     coins: torch.Tensor,
-) -> Cut:
+) -> BlockCut:
     """Choose the columns that a round keeps (arXiv 2604.15672, section 3).
 
     ``block`` keeps all K and tests the effective sample size once, after them.
@@ -117,7 +117,7 @@ def cut(
     dead = (running == -torch.inf).all(2)  # [G, K + 1]; a group never begins dead
     next_column = (num_columns + 1).clamp_max(dead.shape[1] - 1).unsqueeze(1)
     at = num_columns.unsqueeze(1)
-    return Cut(
+    return BlockCut(
         num_columns=num_columns,
         log_weights=column_of(running, num_columns),
         ess=ess.gather(1, at).squeeze(1),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.smc.rounds import Cut
+from sglang_smc.smc.rounds import BlockCut
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class CounterTable:
         self,
         rows: torch.Tensor,
         *,
-        cut: Cut,
+        cut: BlockCut,
         failed: torch.Tensor,
         verified: torch.Tensor,
         killed: torch.Tensor,

@@ -13,11 +13,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from sglang_smc.kernels.collect import SCHEMES, collapse, collect
 from sglang_smc.kernels.lineage import commit, descend
 from sglang_smc.kernels.particle_attention import particle_attention
 from sglang_smc.kernels.prepare import reserve
 from sglang_smc.kernels.randomness import round_seeds, uniforms
+from sglang_smc.kernels.reweight import SCHEMES, collapse, reweight_and_resample
 from sglang_smc.kernels.sample import sample_and_score, score_tokens
 from sglang_smc.kernels.siblings import siblings, spread
 from sglang_smc.smc.randomness import Purpose
@@ -68,7 +68,7 @@ def launch_collect() -> None:
     rules = Rules(of_groups.long(), of_groups, of_groups.bool(), of_groups)
     drafts = weights, scores, scores, scores.bool()
     for scheme in SCHEMES:
-        collect(*drafts, of_groups, rules, weights.bool(), of_groups, weights, scheme)
+        reweight_and_resample(*drafts, of_groups, rules, weights.bool(), of_groups, weights, scheme)
     where = of_groups.bool()
     collapse(weights, where, weights.bool(), of_groups, where)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.smc.rounds import Cut
+from sglang_smc.smc.rounds import BlockCut
 from sglang_smc.state.counters import (
     LOW_ESS,
     LOW_ESS_ROUNDS,
@@ -40,7 +40,7 @@ def add(
     def flag(name: str) -> torch.Tensor:
         return torch.tensor(flags.get(name, [False] * len(rows)))
 
-    cut = Cut(
+    cut = BlockCut(
         num_columns=torch.zeros(len(rows), dtype=torch.int64),
         log_weights=torch.zeros(len(rows), 4, dtype=torch.float64),
         ess=torch.tensor(ess, dtype=torch.float64),

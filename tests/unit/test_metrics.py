@@ -16,7 +16,7 @@ from sglang_smc.options.request import RequestConfig
 from sglang_smc.patches.request_state import update_finish_state
 from sglang_smc.requests.state import Run
 from sglang_smc.round.steps import Decision
-from sglang_smc.smc.rounds import Cut, Resampled
+from sglang_smc.smc.rounds import BlockCut, Resampled
 from sglang_smc.state import counters
 from sglang_smc.state.counters import Counters, zero_counters
 from sglang_smc.state.distribution import Law
@@ -207,7 +207,7 @@ def test_log_and_warning_come_from_one_rank_and_of_weighed_rounds(
 
 def test_only_resamplings_kill() -> None:
     """A verification's winner is handed to all as well, but the others were its rivals."""
-    cut = Cut(*(torch.zeros(2) for _ in range(3)), torch.tensor([True, False]), torch.zeros(2))
+    cut = BlockCut(*(torch.zeros(2) for _ in range(3)), torch.tensor([True, False]), torch.zeros(2))
     heirs = Resampled(torch.tensor([[1, 1, 1], [1, 1, 1]]), torch.zeros(2, 3), torch.zeros(2))
     nothing = torch.zeros(2, 3)
     decision = Decision(cut, nothing, heirs, Law.of_log_probs(nothing), nothing.bool(), nothing)

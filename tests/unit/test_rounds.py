@@ -8,7 +8,7 @@ from scipy.stats import chisquare
 
 from sglang_smc.smc import rounds
 from sglang_smc.smc.resampling import SCHEMES
-from sglang_smc.smc.rounds import Cut, Rules
+from sglang_smc.smc.rounds import BlockCut, Rules
 
 INF = math.inf
 EQUAL = [0.0, 0.0]
@@ -34,7 +34,7 @@ def cut(
     *,
     evidence_threshold: float = 0.0,
     coin: float = 0.5,
-) -> Cut:
+) -> BlockCut:
     """`rounds.cut` for one group, increments given per particle."""
     return rounds.cut(
         torch.tensor([log_weights], dtype=torch.float64),
@@ -49,7 +49,7 @@ def all_present(log_weights: torch.Tensor) -> torch.Tensor:
     return torch.ones_like(log_weights, dtype=torch.bool)
 
 
-def shape_of(found: Cut) -> tuple[int, bool, bool]:
+def shape_of(found: BlockCut) -> tuple[int, bool, bool]:
     return int(found.num_columns), bool(found.resample), bool(found.all_zero)
 
 
@@ -279,7 +279,7 @@ class TestGroupsOfDifferentSize:
     log_weights = torch.where(present, 0.0, -INF).double()
     num_steps = torch.tensor([3, 2, 1])
 
-    def cut(self, increments: torch.Tensor, tau: float, resample_at: str = "block") -> Cut:
+    def cut(self, increments: torch.Tensor, tau: float, resample_at: str = "block") -> BlockCut:
         coins = torch.full((3,), 0.5, dtype=torch.float64)
         chosen = rules(3, 3, tau, resample_at)._replace(num_steps=self.num_steps)
         return rounds.cut(self.log_weights, increments, chosen, self.present, coins)

@@ -8,15 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_smc.kernels import collect as kernel
+from sglang_smc.kernels import reweight as kernel
 from sglang_smc.smc import rounds
-from sglang_smc.smc.rounds import Collected, Rules
+from sglang_smc.smc.rounds import Reweighted, Rules
 
 INF = math.inf
 
 
 class Case(NamedTuple):
-    """Arguments of `collect` but for the scheme."""
+    """Arguments of `reweight_and_resample` but for the scheme."""
 
     log_weights: torch.Tensor
     log_p: torch.Tensor
@@ -77,9 +77,9 @@ def random_case(
     )
 
 
-def check(case: Case, scheme: str, device: str) -> Collected:
-    found = kernel.collect(*case.to(device), scheme)
-    expected = rounds.collect(*case.to(device), scheme)
+def check(case: Case, scheme: str, device: str) -> Reweighted:
+    found = kernel.reweight_and_resample(*case.to(device), scheme)
+    expected = rounds.reweight_and_resample(*case.to(device), scheme)
     for part in ("cut", "resampled"):
         pair = getattr(found, part)._asdict(), getattr(expected, part)._asdict()
         torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-12)
@@ -167,7 +167,7 @@ def test_a_column_that_kills_all_is_not_kept(at_token: bool, device: str) -> Non
 @pytest.mark.parametrize("scheme", ["residual", "ssp", "best"])
 def test_other_schemes_are_refused(scheme: str) -> None:
     with pytest.raises(ValueError, match="systematic, stratified, multinomial"):
-        kernel.collect(*equal_case(2), scheme)
+        kernel.reweight_and_resample(*equal_case(2), scheme)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)

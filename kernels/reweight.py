@@ -4,12 +4,12 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.smc.rounds import Collected, Cut, Resampled, Rules
+from sglang_smc.smc.rounds import BlockCut, Resampled, Reweighted, Rules
 
 SCHEMES = ("systematic", "stratified", "multinomial")
 
 
-def collect(
+def reweight_and_resample(
     log_weights: torch.Tensor,
     log_p: torch.Tensor,
     log_q: torch.Tensor,
@@ -20,10 +20,10 @@ def collect(
     coins: torch.Tensor,
     noise: torch.Tensor,
     scheme: str,
-) -> Collected:
+) -> Reweighted:
     """Weigh a block of drafts, cut it, and resample where the effective sample size is low.
 
-    Reference: `sglang_smc.smc.rounds.collect`. Numbers agree to rounding (1e-12), and so do the
+    Reference: `sglang_smc.smc.rounds.reweight_and_resample`. Numbers agree to rounding (1e-12), and so do the
     decisions, unless one of them lies within rounding of its threshold.
 
     Args:
@@ -43,7 +43,7 @@ def collect(
     if scheme not in SCHEMES:
         raise ValueError(
             f"the kernel does not draw ancestors by {scheme!r}, only by {', '.join(SCHEMES)}: "
-            "use sglang_smc.smc.rounds.collect"
+            "use sglang_smc.smc.rounds.reweight_and_resample"
         )
     found = _like(log_weights)
     groups = log_weights, power, *rules, present, coins, noise
@@ -60,11 +60,11 @@ def collect(
     return found
 
 
-def _like(log_weights: torch.Tensor) -> Collected:
+def _like(log_weights: torch.Tensor) -> Reweighted:
     """Room for the results."""
     of_groups = log_weights[:, 0]
-    return Collected(
-        cut=Cut(
+    return Reweighted(
+        cut=BlockCut(
             num_columns=_empty(of_groups, torch.int64),
             log_weights=_empty(log_weights, torch.float64),
             ess=_empty(of_groups, torch.float64),

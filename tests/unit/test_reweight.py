@@ -1,4 +1,4 @@
-"""A block of drafts, from its scores to the ancestors: what `rounds.collect` adds to its parts."""
+"""A block of drafts, from its scores to the ancestors: what `rounds.reweight_and_resample` adds to its parts."""
 
 import math
 
@@ -8,9 +8,9 @@ import torch
 from sglang_smc.smc import rounds
 
 
-def collect(
+def reweight_and_resample(
     log_p: torch.Tensor, is_open: torch.Tensor, power: float, tau: float
-) -> rounds.Collected:
+) -> rounds.Reweighted:
     """One group, log q = -1 throughout."""
     weights = torch.zeros(log_p.shape[:2], dtype=torch.float64)
     one = torch.ones(1, dtype=torch.float64)
@@ -20,7 +20,7 @@ def collect(
         at_token=one == 0,
         evidence_threshold=one * 0,
     )
-    return rounds.collect(
+    return rounds.reweight_and_resample(
         weights,
         log_p,
         torch.full_like(log_p, -1.0),
@@ -38,7 +38,7 @@ def test_closed_columns_weigh_nothing_and_are_not_kept() -> None:
     """Particle 1 ends with its first token; its later scores belong to nobody."""
     log_p = torch.tensor([[[-1.0, -1.0, -1.0], [-2.0, -9.0, math.nan]]])
     is_open = torch.tensor([[[True, True, True], [True, False, False]]])
-    found = collect(log_p, is_open, power=1.0, tau=0.0)
+    found = reweight_and_resample(log_p, is_open, power=1.0, tau=0.0)
     assert found.num_kept.tolist() == [[3, 1]]
     assert found.cut.log_weights.tolist() == [[0.0, -1.0]]
     assert found.resampled.ancestors.tolist() == [[0, 1]]
@@ -46,13 +46,13 @@ def test_closed_columns_weigh_nothing_and_are_not_kept() -> None:
 
 def test_the_power_acts_on_the_target_alone() -> None:
     log_p = torch.tensor([[[-1.0], [-2.0]]])
-    found = collect(log_p, torch.ones(1, 2, 1, dtype=torch.bool), power=3.0, tau=0.0)
+    found = reweight_and_resample(log_p, torch.ones(1, 2, 1, dtype=torch.bool), power=3.0, tau=0.0)
     assert found.cut.log_weights.tolist() == [[-2.0, -5.0]]
 
 
 def test_columns_that_the_cut_drops_are_kept_by_no_particle() -> None:
     log_p = torch.tensor([[[-1.0, -1.0, -math.inf], [-1.0, -90.0, -math.inf]]])
-    found = collect(log_p, torch.ones(1, 2, 3, dtype=torch.bool), power=1.0, tau=0.9)
+    found = reweight_and_resample(log_p, torch.ones(1, 2, 3, dtype=torch.bool), power=1.0, tau=0.9)
     assert found.num_kept.tolist() == [[2, 2]]
     assert found.resampled.ancestors.tolist() == [[0, 0]]
     assert found.resampled.log_evidence.item() == pytest.approx(math.log(0.5))
