@@ -1,4 +1,4 @@
-"""Kinds of command-line arguments that the benchmarks share."""
+"""FilterKinds of command-line arguments that the benchmarks share."""
 
 import argparse
 

@@ -40,7 +40,7 @@ from sglang_smc.state.counters import CounterTable, zero_counters
 from sglang_smc.state.logprobs import shown_law
 from sglang_smc.state.monitor import Monitor
 from sglang_smc.state.population import ParticleTable, Population
-from sglang_smc.state.settings import Kinds, RequestTable
+from sglang_smc.state.settings import FilterKinds, RequestTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -251,7 +251,7 @@ class SMCWorker(WeightUpdates):
         masks = masks_of(batch.reqs, None, self._requests.vocab_size, self.device)
         allowed = masks.first() if masks else None
         logits = logit_edits.begin(batch.reqs, logits).unsqueeze(1)  # [G, 1, V]
-        of_last = logits, num_emitted.unsqueeze(1), Kinds.of(batch.reqs)
+        of_last = logits, num_emitted.unsqueeze(1), FilterKinds.of(batch.reqs)
         raised, log_sum = settings.law(*of_last, allowed=allowed).raised(settings.power)
         law = raised.log_probs()
         first = torch.zeros_like(num_emitted)  # they belong to all particles; drawn as particle 0's

@@ -29,7 +29,7 @@ from sglang_smc.smc.siblings import stratify
 from sglang_smc.state.counters import Counters, CounterTable, zero_counters
 from sglang_smc.state.monitor import Monitor
 from sglang_smc.state.population import ParticleTable
-from sglang_smc.state.settings import Kinds, RequestSpec, RequestTable, Settings
+from sglang_smc.state.settings import FilterKinds, RequestSpec, RequestTable, Settings
 from sglang_smc.worker import SMCWorker
 
 PROMPT = (1, 0)
@@ -303,7 +303,7 @@ class ToyWorker:
         law, log_sum = settings.law(
             logit_edits.begin(reqs, logits).unsqueeze(1),  # type: ignore[arg-type]
             torch.zeros(len(reqs), 1, dtype=torch.int64),
-            Kinds.of(reqs),  # type: ignore[arg-type]
+            FilterKinds.of(reqs),  # type: ignore[arg-type]
             allowed=masks.first(),
         ).raised(settings.power)
         return law.log_probs(), log_sum.masked_fill(~settings.weighs, 0.0)

@@ -12,8 +12,8 @@ from sglang_smc.requests.grammar import Masks, has_grammar
 from sglang_smc.requests.logit_edits import Edit, is_edited
 from sglang_smc.requests.state import running
 from sglang_smc.requests.stopping import has_stop_text
-from sglang_smc.state.logprobs import NOTHING, Widths
-from sglang_smc.state.settings import Kinds, Settings
+from sglang_smc.state.logprobs import NO_LOGPROBS, LogprobWidths
+from sglang_smc.state.settings import FilterKinds, Settings
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -29,7 +29,7 @@ class RoundShape(NamedTuple):
     num_steps: int  # the most that a request drafts a round
     max_tail: int  # no tail is longer when the round ends
     max_arena: int  # no request owns more KV slots behind its emitted text
-    kinds: Kinds
+    kinds: FilterKinds
     powered: bool  # some request samples from a power of p
     weighs: bool  # some request's rounds weigh and resample
     verifies: bool  # some request's rounds verify
@@ -37,7 +37,7 @@ class RoundShape(NamedTuple):
     stops: bool  # some request stops at a string or pattern
     edited: bool  # some request changes logits
     constrained: bool  # some request has a grammar
-    logprobs: Widths  # of the log-probabilities that requests want
+    logprobs: LogprobWidths  # of the log-probabilities that requests want
     methods: tuple[str, ...]  # how ancestors are drawn, by one request or another
 
     def covers(self, other: "RoundShape") -> bool:
@@ -113,7 +113,7 @@ def shape_of_server(config: SMCConfig, rung: Rung | None = None) -> RoundShape:
         num_steps=now.num_steps,
         max_tail=arena.max_tail(config),
         max_arena=arena.max_arena(config),
-        kinds=Kinds(filtered=False, greedy=True, early=False),
+        kinds=FilterKinds(filtered=False, greedy=True, early=False),
         powered=config.power != 1.0,
         # Without drafts the two are one.
         weighs=weighs or now.num_steps == 0,
@@ -122,7 +122,7 @@ def shape_of_server(config: SMCConfig, rung: Rung | None = None) -> RoundShape:
         stops=False,
         edited=False,
         constrained=False,
-        logprobs=NOTHING,
+        logprobs=NO_LOGPROBS,
         methods=(config.resampling_method,) if weighs or now.num_steps == 0 else (),
     )
 
@@ -148,7 +148,7 @@ def shape_of(server: SMCConfig, reqs: "list[Req]") -> RoundShape:
         num_steps=max(config.num_steps for config in configs),
         max_tail=max(arena.tail(config, arena.remaining(req)) for config, req in spans),
         max_arena=max(end - start for start, end in arenas),
-        kinds=Kinds.of(reqs),
+        kinds=FilterKinds.of(reqs),
         powered=any(config.power != 1.0 for config in configs),
         weighs=any(config.weighs for config in configs),
         verifies=not all(config.weighs for config in configs),
@@ -156,7 +156,7 @@ def shape_of(server: SMCConfig, reqs: "list[Req]") -> RoundShape:
         stops=any(has_stop_text(req) for req in reqs),
         edited=any(is_edited(req) for req in reqs),
         constrained=any(has_grammar(req) for req in reqs),
-        logprobs=Widths.of(reqs),
+        logprobs=LogprobWidths.of(reqs),
         methods=tuple(
             sorted({c.resampling_method for c in configs if c.weighs or c.num_steps == 0})
         ),

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
     from sglang_smc.state.population import Population
-    from sglang_smc.state.settings import Kinds, Settings
+    from sglang_smc.state.settings import FilterKinds, Settings
 
 MOST_LISTED = 128
 """The most likeliest tokens, and the most tokens of its own choice, that a request may ask for
 beside each generated one: what a tail holds is bounded."""
 
 
-class Widths(NamedTuple):
+class LogprobWidths(NamedTuple):
     """How much is wanted in a batch, known to the host."""
 
     own: int  # 1 where some request wants log-probabilities at all
@@ -39,7 +39,7 @@ class Widths(NamedTuple):
     listed: int  # the most tokens of its own choice beside each
 
     @classmethod
-    def of(cls, reqs: "list[Req]") -> "Widths":
+    def of(cls, reqs: "list[Req]") -> "LogprobWidths":
         """Of these requests; scoring ones get all that they ask for in prefill."""
         asking = [req for req in reqs if req.return_logprob]
         rounds = [req.logprob for req in asking if req.sampling_params.max_new_tokens]
@@ -50,7 +50,7 @@ class Widths(NamedTuple):
         )
 
 
-NOTHING = Widths(0, 0, 0)
+NO_LOGPROBS = LogprobWidths(0, 0, 0)
 
 
 class TailLogprobs(NamedTuple):
@@ -96,7 +96,7 @@ def shown_law(
     settings: "Settings",
     logits: torch.Tensor,
     positions: torch.Tensor,
-    kinds: "Kinds",
+    kinds: "FilterKinds",
     *,
     allowed: torch.Tensor | None = None,
 ) -> Law:
@@ -151,7 +151,7 @@ class LogprobTable:
     def __init__(self, num_rows: int, num_particles: int, max_tail: int, device: str) -> None:
         self._shape = (num_rows, num_particles, max_tail + 1)
         self._device = device
-        self._widths = NOTHING
+        self._widths = NO_LOGPROBS
         self._columns: TailLogprobs | None = None
         self._ids = torch.zeros(num_rows, MOST_LISTED, dtype=torch.int64, device=device)
         self._first = torch.zeros(num_rows, num_particles, device=device)
@@ -178,7 +178,7 @@ class LogprobTable:
             values, none = found.token_ids_logprobs_val, log_p.new_empty(0)
             found.token_ids_logprobs_val = [row if len(row) else none for row in values]
         found.write_output_to(output)
-        widths, rows = Widths.of(batch.reqs), batch.req_pool_indices
+        widths, rows = LogprobWidths.of(batch.reqs), batch.req_pool_indices
         self._make_room(widths)
         self._first[rows] = log_p.gather(1, tokens).expand(-1, self._shape[1])
         if widths.listed:
@@ -234,7 +234,7 @@ class LogprobTable:
         return Emitted(tails, self._first[rows, population.roots[:, 0]])
 
     def gather(
-        self, rows: torch.Tensor, num_particles: int, max_tail: int, widths: Widths
+        self, rows: torch.Tensor, num_particles: int, max_tail: int, widths: LogprobWidths
     ) -> TailLogprobs | None:
         """As `ParticleTable.gather`; None where nobody wants any."""
         if not widths.own:
@@ -258,10 +258,10 @@ class LogprobTable:
         tops = top[..., :num_top], top_ids[..., :num_top]
         return TailLogprobs(own, *tops, listed[..., :num_listed])
 
-    def _make_room(self, widths: Widths) -> None:
+    def _make_room(self, widths: LogprobWidths) -> None:
         """Widen the table to what these requests want; it never shrinks."""
         had, before = self._widths, self._columns
-        self._widths = Widths(*map(max, had, widths))
+        self._widths = LogprobWidths(*map(max, had, widths))
         if self._widths == had:
             return
 

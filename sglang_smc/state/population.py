@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_smc.smc.rounds import common_prefix
-from sglang_smc.state.logprobs import NOTHING, LogprobTable, TailLogprobs, Widths
+from sglang_smc.state.logprobs import NO_LOGPROBS, LogprobTable, LogprobWidths, TailLogprobs
 
 
 class Population(NamedTuple):
@@ -157,7 +157,11 @@ class ParticleTable:
         )
 
     def gather(
-        self, rows: torch.Tensor, num_particles: int, max_tail: int, widths: Widths = NOTHING
+        self,
+        rows: torch.Tensor,
+        num_particles: int,
+        max_tail: int,
+        widths: LogprobWidths = NO_LOGPROBS,
     ) -> Population:
         """The populations of the requests in ``rows`` ``[G]``, no larger than they need.
 

@@ -110,7 +110,7 @@ class Settings(NamedTuple):
         self,
         logits: torch.Tensor,
         positions: torch.Tensor,
-        kinds: "Kinds",
+        kinds: "FilterKinds",
         *,
         allowed: torch.Tensor | None = None,
         draft: bool = False,
@@ -151,7 +151,7 @@ class Settings(NamedTuple):
         return stops | (output_lengths >= self.max_new_tokens.unsqueeze(1))
 
 
-class Kinds(NamedTuple):
+class FilterKinds(NamedTuple):
     """Which rules for tokens occur in a batch, known to the host."""
 
     filtered: bool  # some request uses top-k, top-p or min-p, and is not greedy
@@ -159,7 +159,7 @@ class Kinds(NamedTuple):
     early: bool  # some request has tokens that it must not end before
 
     @classmethod
-    def of(cls, reqs: "list[Req]") -> "Kinds":
+    def of(cls, reqs: "list[Req]") -> "FilterKinds":
         """Of these requests."""
         params = [(req.sampling_params, req.vocab_size) for req in reqs]
         return cls(

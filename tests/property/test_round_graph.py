@@ -20,7 +20,7 @@ from sglang_smc.round.batch import shape_of_server
 from sglang_smc.round.costs import costs_of_graphs
 from sglang_smc.round.graph import Record
 from sglang_smc.round.result import Outcome
-from sglang_smc.state.logprobs import Widths
+from sglang_smc.state.logprobs import LogprobWidths
 
 SIZES = [2, 3, 8]
 CHOSEN: tuple[dict[str, Any], ...] = ({}, {"num_particles": 2}, {"num_steps": 1})
@@ -118,7 +118,7 @@ def test_a_recording_covers_less_and_nothing_else() -> None:
         {"verifies": True},
         {"shows_particles": True},
         {"stops": True},
-        {"logprobs": Widths(1, 0, 0)},
+        {"logprobs": LogprobWidths(1, 0, 0)},
         {"methods": ("ssp",)},
     ):
         assert not shape.covers(shape._replace(**change)), change

@@ -11,11 +11,18 @@ from sglang.srt.managers.schedule_batch import ReqLogprob
 
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.requests.logprob_books import take_back
-from sglang_smc.state.logprobs import NOTHING, LogprobTable, TailLogprobs, Widths, score, shown_law
-from sglang_smc.state.settings import Kinds, Settings
+from sglang_smc.state.logprobs import (
+    NO_LOGPROBS,
+    LogprobTable,
+    LogprobWidths,
+    TailLogprobs,
+    score,
+    shown_law,
+)
+from sglang_smc.state.settings import FilterKinds, Settings
 
 VOCAB, PARTS = 11, ("_val", "_idx")
-EARLY = Kinds(filtered=True, greedy=True, early=True)
+EARLY = FilterKinds(filtered=True, greedy=True, early=True)
 ROWS = torch.tensor([3, 1])
 
 
@@ -107,22 +114,22 @@ def req(**fields: Any) -> Any:
 
 
 def test_a_batch_needs_what_most_is_asked_for_by_who_asks() -> None:
-    assert Widths.of([]) == NOTHING
+    assert LogprobWidths.of([]) == NO_LOGPROBS
     silent = req(return_logprob=False, top_logprobs_num=9, token_ids_logprob=[1, 2, 3])
-    assert Widths.of([silent]) == NOTHING
-    assert Widths.of([silent, req()]) == Widths(1, 0, 0)
+    assert LogprobWidths.of([silent]) == NO_LOGPROBS
+    assert LogprobWidths.of([silent, req()]) == LogprobWidths(1, 0, 0)
     several = [req(top_logprobs_num=2), req(token_ids_logprob=[5, 6]), silent]
-    assert Widths.of(several) == Widths(1, 2, 2)
+    assert LogprobWidths.of(several) == LogprobWidths(1, 2, 2)
 
 
 def test_a_scoring_request_may_ask_for_all_and_widens_no_tail() -> None:
     """What it wants is there after prefill; under the overlap schedule it still sees a round."""
     scoring = req(max_new_tokens=0, top_logprobs_num=VOCAB, token_ids_logprob=[2] * 500)
-    assert Widths.of([scoring]) == Widths(1, 0, 0)
+    assert LogprobWidths.of([scoring]) == LogprobWidths(1, 0, 0)
     table = LogprobTable(5, 3, 3, "cpu")
     output = begin(table, 3, scoring)
     assert len(output.next_token_token_ids_logprobs_val[0]) == 500  # type: ignore[index]
-    found = table.gather(ROWS, 3, 3, Widths.of([scoring]))
+    found = table.gather(ROWS, 3, 3, LogprobWidths.of([scoring]))
     assert found is not None
     assert found.top.shape == found.listed.shape == (2, 3, 4, 0)
 
@@ -154,7 +161,7 @@ def test_a_table_widens_for_who_asks_for_more_and_loses_nothing() -> None:
     begin(table, 3, req(top_logprobs_num=2))
     table.scatter(ROWS, tails(2, 0))
     begin(table, 4, req(top_logprobs_num=4, token_ids_logprob=[7, 0]))
-    found = table.gather(ROWS, 3, 3, Widths(1, 4, 2))
+    found = table.gather(ROWS, 3, 3, LogprobWidths(1, 4, 2))
     assert found is not None
     assert found.top.shape == found.top_ids.shape == (2, 3, 4, 4)
     assert found.listed.shape == (2, 3, 4, 2)
@@ -162,19 +169,19 @@ def test_a_table_widens_for_who_asks_for_more_and_loses_nothing() -> None:
         kept = column if column.dim() == 3 else column[..., :2]
         assert torch.equal(kept, expected)
     begin(table, 2, req())
-    assert table.gather(ROWS, 3, 3, Widths(1, 4, 2)) is not None, "and never shrinks"
+    assert table.gather(ROWS, 3, 3, LogprobWidths(1, 4, 2)) is not None, "and never shrinks"
 
 
 def test_a_window_is_no_larger_than_its_batch_needs_and_leaves_the_rest_alone() -> None:
     table = LogprobTable(5, 3, 3, "cpu")
     begin(table, 3, req(top_logprobs_num=3, token_ids_logprob=[1]))
     table.scatter(ROWS, tails(3, 1))
-    small = table.gather(ROWS[:1], 2, 1, Widths(1, 1, 0))
+    small = table.gather(ROWS[:1], 2, 1, LogprobWidths(1, 1, 0))
     assert small is not None
     shapes = [tuple(column.shape) for column in small]
     assert shapes == [(1, 2, 2), (1, 2, 2, 1), (1, 2, 2, 1), (1, 2, 2, 0)]
     table.scatter(ROWS[:1], TailLogprobs(*(column * 0 - 1 for column in small)))
-    found, expected = table.gather(ROWS, 3, 3, Widths(1, 3, 1)), tails(3, 1)
+    found, expected = table.gather(ROWS, 3, 3, LogprobWidths(1, 3, 1)), tails(3, 1)
     assert found is not None
     assert (found.own[0, :2, :2] == -1).all()
     assert (found.top[0, :2, :2, 0] == -1).all()
@@ -186,7 +193,7 @@ def test_a_window_is_no_larger_than_its_batch_needs_and_leaves_the_rest_alone() 
 
 
 def test_nobody_asks_nothing_is_carried() -> None:
-    assert LogprobTable(5, 3, 3, "cpu").gather(ROWS, 3, 3, NOTHING) is None
+    assert LogprobTable(5, 3, 3, "cpu").gather(ROWS, 3, 3, NO_LOGPROBS) is None
 
 
 def test_first_tokens_are_shown_as_a_stock_sampler_shows_them() -> None:

@@ -8,7 +8,7 @@ from populations import population_of, texts_of
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ReqLogprob
 
-from sglang_smc.state.logprobs import TailLogprobs, Widths
+from sglang_smc.state.logprobs import LogprobWidths, TailLogprobs
 from sglang_smc.state.population import ParticleTable, Population
 
 MAX_TAIL = 5
@@ -267,5 +267,5 @@ def test_a_table_keeps_log_probabilities_beside_the_tails() -> None:
     log_p, tokens = torch.zeros(2, 9), torch.tensor([[1], [2]])
     table.logprobs.begin(batch, log_p, tokens, LogitsProcessorOutput(None))  # type: ignore[arg-type]
     table.scatter(rows, with_logprobs())
-    assert_with_their_tokens(table.gather(rows, 2, MAX_TAIL, Widths(1, 2, 1)))
+    assert_with_their_tokens(table.gather(rows, 2, MAX_TAIL, LogprobWidths(1, 2, 1)))
     assert table.gather(rows, 2, MAX_TAIL).logprobs is None, "unless somebody wants them"

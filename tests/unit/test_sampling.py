@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.state.settings import Kinds, RequestSpec, RequestTable, Settings, stop_tokens
+from sglang_smc.state.settings import FilterKinds, RequestSpec, RequestTable, Settings, stop_tokens
 
 VOCAB = 6
 
@@ -177,14 +177,14 @@ def test_stop_tokens_come_from_request_model_and_tokenizer(
 
 
 KINDS = {
-    "plain": ([spec(1, temperature=0.5), spec(2)], Kinds(False, False, False)),
-    "greedy beside plain": ([spec(1, top_k=1), spec(2)], Kinds(False, True, False)),
+    "plain": ([spec(1, temperature=0.5), spec(2)], FilterKinds(False, False, False)),
+    "greedy beside plain": ([spec(1, top_k=1), spec(2)], FilterKinds(False, True, False)),
     "filtered, greedy, plain": (
         [spec(1, top_p=0.7), spec(2, top_k=1), spec(3)],
-        Kinds(True, True, False),
+        FilterKinds(True, True, False),
     ),
-    "greedy, no early end": ([spec(1, top_k=1, min_new_tokens=9)], Kinds(False, True, True)),
-    "no early end": ([spec(1, min_new_tokens=2), spec(2)], Kinds(False, False, True)),
+    "greedy, no early end": ([spec(1, top_k=1, min_new_tokens=9)], FilterKinds(False, True, True)),
+    "no early end": ([spec(1, min_new_tokens=2), spec(2)], FilterKinds(False, False, True)),
 }
 
 
@@ -207,8 +207,14 @@ def test_kinds_are_those_of_the_requests() -> None:
         sampling_params = SimpleNamespace(**(default | params))
         return SimpleNamespace(sampling_params=sampling_params, vocab_size=VOCAB)
 
-    assert Kinds.of([req()]) == Kinds(filtered=False, greedy=False, early=False)
-    assert Kinds.of([req(top_k=1, top_p=0.5)]) == Kinds(filtered=False, greedy=True, early=False)
+    assert FilterKinds.of([req()]) == FilterKinds(filtered=False, greedy=False, early=False)
+    assert FilterKinds.of([req(top_k=1, top_p=0.5)]) == FilterKinds(
+        filtered=False, greedy=True, early=False
+    )
     for filters in ({"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}):
-        assert Kinds.of([req(), req(**filters)]) == Kinds(filtered=True, greedy=False, early=False)
-    assert Kinds.of([req(min_new_tokens=1)]) == Kinds(filtered=False, greedy=False, early=True)
+        assert FilterKinds.of([req(), req(**filters)]) == FilterKinds(
+            filtered=True, greedy=False, early=False
+        )
+    assert FilterKinds.of([req(min_new_tokens=1)]) == FilterKinds(
+        filtered=False, greedy=False, early=True
+    )
