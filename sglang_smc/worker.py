@@ -37,7 +37,7 @@ from sglang_smc.smc.proposal import sample
 from sglang_smc.smc.randomness import Purpose, derive_seed, uniforms
 from sglang_smc.smc.weights import log_mean_exp
 from sglang_smc.state.counters import CounterTable, zero_counters
-from sglang_smc.state.logprobs import shown_law
+from sglang_smc.state.logprobs import logprob_distribution
 from sglang_smc.state.monitor import Monitor
 from sglang_smc.state.population import ParticleTable, Population
 from sglang_smc.state.settings import FilterKinds, RequestTable
@@ -252,7 +252,7 @@ class SMCWorker(WeightUpdates):
         allowed = masks.first() if masks else None
         logits = logit_edits.begin(batch.reqs, logits).unsqueeze(1)  # [G, 1, V]
         of_last = logits, num_emitted.unsqueeze(1), FilterKinds.of(batch.reqs)
-        raised, log_sum = settings.law(*of_last, allowed=allowed).raised(settings.power)
+        raised, log_sum = settings.law(*of_last, allowed=allowed).to_power(settings.power)
         law = raised.log_probs()
         first = torch.zeros_like(num_emitted)  # they belong to all particles; drawn as particle 0's
         tokens = sample(law, uniforms(settings.seeds, num_emitted, first, Purpose.BONUS))
@@ -277,7 +277,7 @@ class SMCWorker(WeightUpdates):
         )
         self._runs.note_first(batch.reqs, log_sum)
         if batch.return_logprob:
-            shown = shown_law(settings, *of_last, allowed=allowed)
+            shown = logprob_distribution(settings, *of_last, allowed=allowed)
             self._particles.logprobs.begin(batch, shown.log_probs(), tokens, output)
         return tokens[:, 0], failure
 
@@ -316,7 +316,7 @@ class SMCWorker(WeightUpdates):
         law, shown = steps.score(batch, before, drafts, reserved)
         decision = steps.decide(batch, before, drafts, law)  # reweight and resample, or verify
         extended = steps.extend(batch, before, drafts, decision)
-        continued = steps.add_bonus(batch, extended, decision.next_law)
+        continued = steps.add_bonus(batch, extended, decision.next_tokens)
         if shown is not None:
             continued = self._particles.logprobs.note(
                 batch.rows, before, continued, decision.resampled.ancestors, shown, self._ops

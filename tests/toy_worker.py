@@ -305,7 +305,7 @@ class ToyWorker:
             torch.zeros(len(reqs), 1, dtype=torch.int64),
             FilterKinds.of(reqs),  # type: ignore[arg-type]
             allowed=masks.first(),
-        ).raised(settings.power)
+        ).to_power(settings.power)
         return law.log_probs(), log_sum.masked_fill(~settings.weighs, 0.0)
 
     def _first_noise(

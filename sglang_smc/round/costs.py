@@ -19,7 +19,7 @@ from sglang_smc.options.budget import Rung
 from sglang_smc.options.policy import COSTS_ENV, Costs, Curve, RoundCosts
 from sglang_smc.round.graph import RoundGraphs
 from sglang_smc.round.steps import Steps
-from sglang_smc.state.distribution import Law
+from sglang_smc.state.distribution import TokenDistribution
 
 logger = logging.getLogger(__name__)
 
@@ -131,9 +131,9 @@ def _seconds(run: Callable[[], object], device: str) -> float:
     return min(times[1:])
 
 
-def _law(logits: torch.Tensor) -> Law:
+def _law(logits: torch.Tensor) -> TokenDistribution:
     logits = logits.flatten(0, -2)
-    return Law(logits, torch.ones(1, device=logits.device))
+    return TokenDistribution(logits, torch.ones(1, device=logits.device))
 
 
 def _sizes(most: int) -> Iterator[int]:

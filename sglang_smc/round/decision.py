@@ -6,7 +6,7 @@ import torch
 
 from sglang_smc.smc import exact, rounds
 from sglang_smc.state.counters import num_childless
-from sglang_smc.state.distribution import Law
+from sglang_smc.state.distribution import TokenDistribution
 from sglang_smc.state.population import Population
 
 
@@ -26,7 +26,7 @@ class Decision(NamedTuple):
     cut: rounds.BlockCut
     num_kept: torch.Tensor  # [G, N] drafted tokens that each particle keeps
     resampled: rounds.Resampled  # who goes on then, and with what weight
-    next_law: Law  # of the G * N particles' next tokens
+    next_tokens: TokenDistribution  # of the G * N particles' next tokens
     verified: torch.Tensor  # [G] bool: exact verification had the last word
     failure: torch.Tensor  # [G] int64 `Failure`, where logits gave no law to decide by
 
@@ -55,7 +55,7 @@ def no_drafts(population: Population) -> Drafts:
     return Drafts(nothing, nothing.float(), nothing.bool(), nothing.bool(), None)
 
 
-def all_log_probs(laws: list[Law], shape: torch.Size) -> torch.Tensor:
+def all_log_probs(laws: list[TokenDistribution], shape: torch.Size) -> torch.Tensor:
     """K laws of G * N rows as ``[G, N, K, V]``."""
     return torch.stack([law.log_probs().unflatten(0, shape) for law in laws], dim=2)
 
@@ -101,7 +101,7 @@ def one_lineage(
             log_weights=population.log_weights,
             log_evidence=torch.zeros_like(population.log_evidence),
         ),
-        next_law=Law.of_log_probs(
+        next_tokens=TokenDistribution.of_log_probs(
             kept.next_probs.log(), group.unsqueeze(1).expand(-1, num_particles).flatten()
         ),
         verified=~by_block,

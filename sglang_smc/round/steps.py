@@ -31,8 +31,8 @@ from sglang_smc.round.select import by_method, choose
 from sglang_smc.smc import exact, mixed, resizing, rounds
 from sglang_smc.smc.proposal import token_log_probs
 from sglang_smc.smc.randomness import Purpose
-from sglang_smc.state.distribution import Law
-from sglang_smc.state.logprobs import shown_law
+from sglang_smc.state.distribution import TokenDistribution
+from sglang_smc.state.logprobs import logprob_distribution
 from sglang_smc.state.population import Population
 
 
@@ -143,7 +143,7 @@ class Steps:
         logits: torch.Tensor,
         positions: torch.Tensor,
         drawn: list[torch.Tensor],
-    ) -> Law:
+    ) -> TokenDistribution:
         """q after the tokens ``[G, N]`` that have been ``drawn``, from ``logits`` ``[G, N, V]``."""
         allowed = None
         if batch.edits or batch.masks:
@@ -169,7 +169,7 @@ class Steps:
 
     def score(
         self, batch: RoundBatch, population: Population, drafts: Drafts, reserved: DraftSlots
-    ) -> tuple[Law, Law | None]:
+    ) -> tuple[TokenDistribution, TokenDistribution | None]:
         """One target pass over [last, x_1..x_K]: p of what comes next, for G * N * (K + 1) rows.
 
         And what log-probabilities are taken from, where some request wants them.
@@ -188,10 +188,10 @@ class Steps:
         law = batch.settings.law(*of_chains, allowed=allowed)
         if not batch.shape.logprobs.own:
             return law, None
-        return law, shown_law(batch.settings, *of_chains, allowed=allowed)
+        return law, logprob_distribution(batch.settings, *of_chains, allowed=allowed)
 
     def decide(
-        self, batch: RoundBatch, population: Population, drafts: Drafts, law: Law
+        self, batch: RoundBatch, population: Population, drafts: Drafts, law: TokenDistribution
     ) -> Decision:
         """Weigh or verify, as each request asked for."""
         if batch.shape.num_steps == 0:  # nothing to verify: the target draws the next token
@@ -206,7 +206,7 @@ class Steps:
         return choose(batch.settings.weighs, weighed, verified)
 
     def weigh(
-        self, batch: RoundBatch, population: Population, drafts: Drafts, law: Law
+        self, batch: RoundBatch, population: Population, drafts: Drafts, law: TokenDistribution
     ) -> Decision:
         """Weigh by log p - log q up to each particle's end; where the ESS is low, resample."""
         # The last column has no drafted token to score: any will do.
@@ -232,7 +232,7 @@ class Steps:
             cut,
             num_kept,
             resampled,
-            law.at(row.flatten()),
+            law.of_rows(row.flatten()),
             verified=torch.zeros_like(cut.resample),
             failure=_failure(population, drafts, log_p),
         )
@@ -248,7 +248,7 @@ class Steps:
         return by_method(batch.settings.scheme, batch.shape.methods, partial(collect, *args))
 
     def verify(
-        self, batch: RoundBatch, population: Population, drafts: Drafts, law: Law
+        self, batch: RoundBatch, population: Population, drafts: Drafts, law: TokenDistribution
     ) -> Decision:
         """Keep the columns that the block's evidence covers, or that exact verification accepts.
 
@@ -289,7 +289,7 @@ class Steps:
             return decision
         log_mass = law.log_mass.view(log_p.shape[:3])  # [G, N, K + 1]
         leaves = log_mass_of_path(log_mass, kept, drafts.ends)
-        return decision._replace(next_law=decision.next_law._replace(log_mass=leaves))
+        return decision._replace(next_tokens=decision.next_tokens._replace(log_mass=leaves))
 
     def extend(
         self, batch: RoundBatch, population: Population, drafts: Drafts, decision: Decision
@@ -305,7 +305,9 @@ class Steps:
         )
         return self._descend(batch, extended, decision.resampled)
 
-    def add_bonus(self, batch: RoundBatch, population: Population, law: Law) -> Population:
+    def add_bonus(
+        self, batch: RoundBatch, population: Population, law: TokenDistribution
+    ) -> Population:
         """One more token from the target, after resampling, so that copies part at once."""
         if batch.shape.opens:
             law, population = self._weigh_bonus(batch, population, law)
@@ -320,14 +322,14 @@ class Steps:
         return extended._replace(ended=population.ended | ends)
 
     def _weigh_bonus(
-        self, batch: RoundBatch, population: Population, law: Law
-    ) -> tuple[Law, Population]:
+        self, batch: RoundBatch, population: Population, law: TokenDistribution
+    ) -> tuple[TokenDistribution, Population]:
         """Raise the bonus token's law to each power, and weigh by the mass of what may come."""
         weighs, shape = batch.settings.weighs.unsqueeze(1), population.log_weights.shape
         log_sum = law.log_masses().double()
         if batch.shape.powered:
             powers = batch.settings.power.unsqueeze(1).expand(shape)
-            law, log_sum = law.raised(powers.flatten())
+            law, log_sum = law.to_power(powers.flatten())
         log_sum = log_sum.view(shape)
         counts = weighs & ~population.ended
         stuck = (~weighs & (log_sum == -torch.inf)).any(1)

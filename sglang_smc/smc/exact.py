@@ -256,7 +256,7 @@ def _sort(target: torch.Tensor, draft: torch.Tensor, count: torch.Tensor) -> _So
 
 
 def _best_density(ranked: _Sorted, count: torch.Tensor) -> torch.Tensor:
-    """Law over draft ``[G, V]``, in order, of the best rule that rises as little as possible.
+    """TokenDistribution over draft ``[G, V]``, in order, of the best rule that rises as little as possible.
 
     All draws fall below the cut with probability forced = draft^m, more than the target has
     there, else one above it is selected, which the target can take. So the law may exceed the
@@ -312,7 +312,7 @@ def _levels(ranked: _Sorted, density: torch.Tensor, count: torch.Tensor) -> torc
 def _law(
     levels: torch.Tensor, draft: torch.Tensor, count: torch.Tensor, max_siblings: int
 ) -> torch.Tensor:
-    """Law over draft of the selected token, per level, ``[G, levels]``.
+    """TokenDistribution over draft of the selected token, per level, ``[G, levels]``.
 
     A tier that holds the draft's mass from x to y is selected with probability y^m - x^m, and
     then gives the draft restricted to it: density (y^m - x^m) / (y - x), here as a sum of

@@ -8,7 +8,7 @@ from sglang_smc.ops.interface import Ops
 from sglang_smc.smc.proposal import of_each_draw, power_law, tempered
 
 
-class Law(NamedTuple):
+class TokenDistribution(NamedTuple):
     """What each of D draws is drawn from: logits over a temperature.
 
     Where rules cut tokens, the scores are log-probabilities already, and the temperature is 1.
@@ -20,7 +20,9 @@ class Law(NamedTuple):
     log_mass: torch.Tensor | None = None  # [R] log of what a grammar leaves of p; None: all of it
 
     @classmethod
-    def of_log_probs(cls, log_p: torch.Tensor, rows: torch.Tensor | None = None) -> "Law":
+    def of_log_probs(
+        cls, log_p: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> "TokenDistribution":
         """From log-probabilities ``[R, V]``, whose rows may serve several draws."""
         return cls(log_p, torch.ones(1, device=log_p.device), rows)
 
@@ -29,7 +31,7 @@ class Law(NamedTuple):
         """D."""
         return len(self.scores if self.rows is None else self.rows)
 
-    def at(self, rows: torch.Tensor) -> "Law":
+    def at(self, rows: torch.Tensor) -> "TokenDistribution":
         """The laws of some rows ``[D]``, as many of each group; nothing is copied."""
         assert self.rows is None
         return self._replace(rows=rows)
@@ -53,10 +55,10 @@ class Law(NamedTuple):
         scores = self.scores if self.rows is None else self.scores[self.rows]
         return tempered(scores, of_each_draw(self.temperature, len(scores)))
 
-    def raised(self, power: torch.Tensor) -> tuple["Law", torch.Tensor]:
+    def to_power(self, power: torch.Tensor) -> tuple["TokenDistribution", torch.Tensor]:
         """p^alpha over its sum, and the log of the sum, for powers ``[D]``: what a draw weighs."""
         log_p, log_sum = power_law(self.log_probs(), power)
-        return Law.of_log_probs(log_p), log_sum + power * self.log_masses()
+        return TokenDistribution.of_log_probs(log_p), log_sum + power * self.log_masses()
 
     def log_masses(self) -> torch.Tensor:
         """What a grammar leaves of p at each draw, ``[D]`` float32 logs; 0 where there is none."""

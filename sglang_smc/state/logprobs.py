@@ -17,7 +17,7 @@ from sglang.srt.layers.logprob_processor import OutputLogprobProcessor
 
 from sglang_smc.ops.interface import Ops
 from sglang_smc.smc.masking import restrict
-from sglang_smc.state.distribution import Law
+from sglang_smc.state.distribution import TokenDistribution
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -92,14 +92,14 @@ class Emitted(NamedTuple):
         return Emitted(TailLogprobs(*tails), self.firsts.to("cpu", non_blocking=True))
 
 
-def shown_law(
+def logprob_distribution(
     settings: "Settings",
     logits: torch.Tensor,
     positions: torch.Tensor,
     kinds: "FilterKinds",
     *,
     allowed: torch.Tensor | None = None,
-) -> Law:
+) -> TokenDistribution:
     """What log-probabilities are taken from, for the ``G * M`` rows of the target's logits.
 
     Arguments as for `Settings.law`, the logits edited.
@@ -111,11 +111,16 @@ def shown_law(
         logits = settings.without_early_ends(logits, positions)
     if allowed is not None:
         logits, _ = restrict(logits, allowed, temperature.unsqueeze(1))
-    return Law(logits.flatten(0, 1), temperature)
+    return TokenDistribution(logits.flatten(0, 1), temperature)
 
 
 def score(
-    ops: Ops, law: Law, tokens: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, num_top: int
+    ops: Ops,
+    law: TokenDistribution,
+    tokens: torch.Tensor,
+    rows: torch.Tensor,
+    ids: torch.Tensor,
+    num_top: int,
 ) -> TailLogprobs:
     """Log-probabilities of tokens, and of the likeliest and the listed ones in their places.
 
@@ -127,7 +132,7 @@ def score(
         num_top: W.
     """
     lowest = torch.finfo(torch.float32).min  # SGLang's, in place of -inf
-    own = law.at(rows.flatten()).score(ops, tokens).clamp_min(lowest)
+    own = law.of_rows(rows.flatten()).score(ops, tokens).clamp_min(lowest)
     if num_top == 0 and ids.shape[1] == 0:
         none = own.unsqueeze(3)[..., :0]
         return TailLogprobs(own, none, none.long(), none)
@@ -192,7 +197,7 @@ class LogprobTable:
         before: "Population",
         population: "Population",
         ancestors: torch.Tensor,
-        shown: Law,
+        shown: TokenDistribution,
         ops: Ops,
     ) -> "Population":
         """Note what the target says of the tokens that a round has added, drafted or its own.

@@ -16,7 +16,7 @@ from sglang_smc.smc.masking import restrict
 from sglang_smc.smc.proposal import SamplingRules, likeliest_only, log_probs
 from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.smc.rounds import Rules
-from sglang_smc.state.distribution import Law
+from sglang_smc.state.distribution import TokenDistribution
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -114,7 +114,7 @@ class Settings(NamedTuple):
         *,
         allowed: torch.Tensor | None = None,
         draft: bool = False,
-    ) -> Law:
+    ) -> TokenDistribution:
         """The same for the ``G * M`` rows of logits, not worked out yet where no rule cuts tokens.
 
         Args:
@@ -130,10 +130,10 @@ class Settings(NamedTuple):
             log_mass = log_mass.flatten()
         if kinds.filtered or kinds.early:
             log_p = self.log_probs(logits, positions, filtered=kinds.cuts, draft=draft)
-            return Law.of_log_probs(log_p.flatten(0, 1))._replace(log_mass=log_mass)
+            return TokenDistribution.of_log_probs(log_p.flatten(0, 1))._replace(log_mass=log_mass)
         if kinds.greedy:
             logits = likeliest_only(logits, (self.top_k == 1).unsqueeze(1))
-        return Law(logits.flatten(0, 1), temperature, log_mass=log_mass)
+        return TokenDistribution(logits.flatten(0, 1), temperature, log_mass=log_mass)
 
     def without_early_ends(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """No end of text before `min_new_tokens`; shapes as for `law`."""

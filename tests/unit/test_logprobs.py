@@ -16,8 +16,8 @@ from sglang_smc.state.logprobs import (
     LogprobTable,
     LogprobWidths,
     TailLogprobs,
+    logprob_distribution,
     score,
-    shown_law,
 )
 from sglang_smc.state.settings import FilterKinds, Settings
 
@@ -68,7 +68,7 @@ def test_they_are_those_of_sglangs_speculative_workers(
     tokens = torch.randint(VOCAB, (2, 4), generator=generator)
     tokens[0, 1] = 5
     temperatures = [0.7, 1.3]
-    law = shown_law(settings(temperatures), logits, torch.full((2, 4), 9), EARLY)
+    law = logprob_distribution(settings(temperatures), logits, torch.full((2, 4), 9), EARLY)
     rows, ids = torch.arange(8).view(2, 1, 4), torch.tensor([[0, 7]] * 2)
     found = score(TORCH, law, tokens.unsqueeze(1), rows, ids, 3)
     expected = stock(logits, tokens, temperatures)
@@ -86,7 +86,7 @@ def test_they_are_those_of_sglangs_speculative_workers(
 def test_ends_that_come_too_early_have_no_mass() -> None:
     """As SGLang's sampler sees them before `min_new_tokens`; the others share what is left."""
     places = torch.tensor([[1, 2]])
-    law = shown_law(settings([1.0]), torch.zeros(1, 2, VOCAB), places, EARLY)
+    law = logprob_distribution(settings([1.0]), torch.zeros(1, 2, VOCAB), places, EARLY)
     log_p = law.log_probs()
     assert log_p[0, 4] == -torch.inf
     assert log_p[0, 0].exp().item() == pytest.approx(1 / (VOCAB - 1))
@@ -98,7 +98,9 @@ def test_tokens_outside_a_grammar_have_no_mass() -> None:
     allowed = torch.zeros(1, 2, VOCAB, dtype=torch.bool)
     allowed[0, 0, [3, 5]] = True
     places, kinds = torch.tensor([[8, 9]]), EARLY._replace(early=False)
-    law = shown_law(settings([0.5]), torch.zeros(1, 2, VOCAB), places, kinds, allowed=allowed)
+    law = logprob_distribution(
+        settings([0.5]), torch.zeros(1, 2, VOCAB), places, kinds, allowed=allowed
+    )
     log_p = law.log_probs().exp()
     assert log_p[0, [3, 5]].tolist() == pytest.approx([0.5, 0.5])
     assert log_p[0].sum().item() == pytest.approx(1.0)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.round.select import choose
 from sglang_smc.smc.masking import restrict, unpack
-from sglang_smc.state.distribution import Law
+from sglang_smc.state.distribution import TokenDistribution
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=70))
@@ -33,7 +33,7 @@ def test_the_law_within_a_mask_and_its_mass(temperature: float) -> None:
     mass = (p * allowed).sum(-1)
     assert torch.allclose(log_mass.exp(), mass, atol=1e-6)
     assert log_mass[3] == 0.0 and log_mass[2] == -torch.inf
-    law = Law(left, heat, log_mass=log_mass)
+    law = TokenDistribution(left, heat, log_mass=log_mass)
     assert torch.allclose(law.log_probs()[:2].exp(), (p * allowed / mass.unsqueeze(1))[:2])
     assert torch.allclose(law.log_probs()[2].exp(), p[2]), "something can be drawn"
     scores = law.score(TORCH, torch.tensor([1, 1, 1, 1])).exp()
@@ -41,11 +41,13 @@ def test_the_law_within_a_mask_and_its_mass(temperature: float) -> None:
 
 
 def test_masses_follow_the_rows_that_draws_use() -> None:
-    law = Law(torch.zeros(3, 2), torch.ones(1), log_mass=torch.tensor([-1.0, -2.0, -3.0]))
+    law = TokenDistribution(
+        torch.zeros(3, 2), torch.ones(1), log_mass=torch.tensor([-1.0, -2.0, -3.0])
+    )
     rows = torch.tensor([2, 0])
-    assert law.at(rows).log_masses().tolist() == [-3.0, -1.0]
-    plain = Law(torch.zeros(2, 2), torch.ones(1))
-    chosen = choose(torch.tensor([True, False]), law.at(rows), plain)
+    assert law.of_rows(rows).log_masses().tolist() == [-3.0, -1.0]
+    plain = TokenDistribution(torch.zeros(2, 2), torch.ones(1))
+    chosen = choose(torch.tensor([True, False]), law.of_rows(rows), plain)
     assert chosen.log_masses().tolist() == [-3.0, 0.0]
 
 
@@ -53,6 +55,8 @@ def test_a_power_raises_the_mass_too() -> None:
     """(m p)^2 over its sum, and the sum: 0.04 + 0.09."""
     logits = torch.tensor([[0.2, 0.3, 0.5]]).log()
     left, log_mass = restrict(logits, torch.tensor([[True, True, False]]), torch.ones(1))
-    raised, log_sum = Law(left, torch.ones(1), log_mass=log_mass).raised(torch.tensor([2.0]))
+    raised, log_sum = TokenDistribution(left, torch.ones(1), log_mass=log_mass).to_power(
+        torch.tensor([2.0])
+    )
     assert log_sum.exp().item() == pytest.approx(0.13)
     assert raised.log_probs().exp()[0].tolist() == pytest.approx([4 / 13, 9 / 13, 0.0])

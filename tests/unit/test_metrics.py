@@ -19,7 +19,7 @@ from sglang_smc.round.steps import Decision
 from sglang_smc.smc.rounds import BlockCut, Resampled
 from sglang_smc.state import counters
 from sglang_smc.state.counters import Counters, zero_counters
-from sglang_smc.state.distribution import Law
+from sglang_smc.state.distribution import TokenDistribution
 from sglang_smc.state.monitor import ESS_RATIO_BUCKETS, PREFIX, TOTALS, Monitor, Played
 
 LABELS = {"model_name": "m", "engine_type": "unified", "tp_rank": "0"}
@@ -210,5 +210,7 @@ def test_only_resamplings_kill() -> None:
     cut = BlockCut(*(torch.zeros(2) for _ in range(3)), torch.tensor([True, False]), torch.zeros(2))
     heirs = Resampled(torch.tensor([[1, 1, 1], [1, 1, 1]]), torch.zeros(2, 3), torch.zeros(2))
     nothing = torch.zeros(2, 3)
-    decision = Decision(cut, nothing, heirs, Law.of_log_probs(nothing), nothing.bool(), nothing)
+    decision = Decision(
+        cut, nothing, heirs, TokenDistribution.of_log_probs(nothing), nothing.bool(), nothing
+    )
     assert decision.num_killed(torch.ones(2, 3).bool()).tolist() == [2, 0]

@@ -14,7 +14,7 @@ from sglang_smc.requests.state import Run
 from sglang_smc.round.batch import RoundBatch, RoundInputs, shape_of
 from sglang_smc.round.decision import Drafts, open_columns
 from sglang_smc.round.steps import Steps
-from sglang_smc.state.distribution import Law
+from sglang_smc.state.distribution import TokenDistribution
 from sglang_smc.state.population import Population
 from sglang_smc.state.settings import RequestSpec, RequestTable
 
@@ -89,8 +89,8 @@ def law_of(values: list[float]) -> torch.Tensor:
     return torch.cat([three, rest], dim=1).expand(1, 3, -1, -1)
 
 
-def flat(log_p: torch.Tensor) -> Law:
-    return Law.of_log_probs(log_p.flatten(0, 2))
+def flat(log_p: torch.Tensor) -> TokenDistribution:
+    return TokenDistribution.of_log_probs(log_p.flatten(0, 2))
 
 
 LOG_P = law_of([-1.9, -1.99, -1.999, -3.0])
@@ -147,7 +147,7 @@ def test_a_group_weighs_its_own_columns_and_particles() -> None:
     assert decision.num_kept.tolist() == [[3, 3, 3], [2, 2, 0]]
     expected = torch.tensor([[0.111] * 3, [0.11, 0.11, -torch.inf]], dtype=torch.float64)
     assert torch.allclose(decision.cut.log_weights, expected, atol=1e-6)
-    next_log_p = decision.next_law.log_probs().view(2, 3, VOCAB)
+    next_log_p = decision.next_tokens.log_probs().view(2, 3, VOCAB)
     assert torch.allclose(next_log_p[1, :2], LOG_P[0, 0, 2]), "behind its own last"
 
 
