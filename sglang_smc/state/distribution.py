@@ -31,7 +31,7 @@ class TokenDistribution(NamedTuple):
         """D."""
         return len(self.scores if self.rows is None else self.rows)
 
-    def at(self, rows: torch.Tensor) -> "TokenDistribution":
+    def of_rows(self, rows: torch.Tensor) -> "TokenDistribution":
         """The laws of some rows ``[D]``, as many of each group; nothing is copied."""
         assert self.rows is None
         return self._replace(rows=rows)
