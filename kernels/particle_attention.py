@@ -138,7 +138,7 @@ class WorkSplit(NamedTuple):
 def cut_work(
     shape: torch.Size, kv_heads: int, element_size: int, max_prefix: int, max_tail: int
 ) -> WorkSplit:
-    """WorkSplit up the work for queries ``[G, N, C, q_heads, head_dim]`` to keys of so many bytes."""
+    """Cut up the work for queries ``[G, N, C, q_heads, head_dim]`` to keys of so many bytes."""
     size, num_particles, num_columns, q_heads, _ = shape
     own_rows = num_columns * q_heads // kv_heads
     block_rows = min(64, max(16, triton.next_power_of_2(num_particles * own_rows)))

@@ -23,8 +23,8 @@ def reweight_and_resample(
 ) -> Reweighted:
     """Weigh a block of drafts, cut it, and resample where the effective sample size is low.
 
-    Reference: `sglang_smc.smc.rounds.reweight_and_resample`. Numbers agree to rounding (1e-12), and so do the
-    decisions, unless one of them lies within rounding of its threshold.
+    Reference: `sglang_smc.smc.rounds.reweight_and_resample`. Numbers agree to rounding (1e-12), and
+    so do the decisions, unless one of them lies within rounding of its threshold.
 
     Args:
         log_weights: ``[G, N]`` float64 before the block.

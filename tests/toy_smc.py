@@ -12,7 +12,7 @@ from populations import texts_of
 from sglang_smc.smc import exact, mixed, rounds
 from sglang_smc.smc.proposal import SamplingRules, log_probs, power_law, sample, token_log_probs
 from sglang_smc.smc.randomness import Purpose, round_seeds, uniforms
-from sglang_smc.smc.siblings import same_text, still_same, stratify
+from sglang_smc.smc.stratify import equal_texts, still_same, stratified
 from sglang_smc.state.population import Population
 
 
@@ -126,7 +126,7 @@ def _begin(pair: Pair, setup: Setup, seeds: torch.Tensor) -> Population:
     if setup.power == 1.0:
         noise = noise[:, :1].expand(shape)
     else:
-        noise = stratify(noise, torch.ones(*shape, setup.num_particles, dtype=torch.bool))
+        noise = stratified(noise, torch.ones(*shape, setup.num_particles, dtype=torch.bool))
     first = sample(first_law.expand(*shape, -1), noise)
     tokens = torch.zeros(*shape, len(pair.target) + 1, dtype=torch.int64)
     tokens[..., 0] = first
@@ -178,13 +178,13 @@ def _round(
 def _propose(pair: Pair, setup: Setup, before: Population, seeds: torch.Tensor) -> _Drafts:
     length = len(pair.target)
     tokens, drawn, laws = before.last_tokens, [before.last_tokens], []
-    siblings = _siblings(setup, before)
+    same_text = _same_text(setup, before)
     for step in range(setup.num_steps):
         positions = before.output_lengths + step
         laws.append(pair.draft[positions.clamp_max(length - 1), tokens])
         noise = _uniforms(seeds, positions, setup.num_particles, Purpose.DRAFT)
-        tokens = sample(laws[-1], stratify(noise, siblings))
-        siblings = still_same(siblings, tokens)
+        tokens = sample(laws[-1], stratified(noise, same_text))
+        same_text = still_same(same_text, tokens)
         drawn.append(tokens)
     chain = torch.stack(drawn, dim=2)
     positions = before.output_lengths.unsqueeze(2) + torch.arange(setup.num_steps + 1)
@@ -269,7 +269,7 @@ def _add_bonus(
     positions = population.output_lengths
     log_p, log_sum = power_law(log_p, torch.tensor(setup.power))
     noise = _uniforms(seeds, positions, setup.num_particles, Purpose.BONUS)
-    spread = stratify(noise, _siblings(setup, population))
+    spread = stratified(noise, _same_text(setup, population))
     tokens = sample(log_p, spread if setup.mode == "smc" else noise[:, :1].expand_as(noise))
     live = ~population.ended
     ends = (tokens == setup.eos) | (positions + 1 >= length)
@@ -279,11 +279,11 @@ def _add_bonus(
     )
 
 
-def _siblings(setup: Setup, population: Population) -> torch.Tensor:
+def _same_text(setup: Setup, population: Population) -> torch.Tensor:
     itself = torch.eye(setup.num_particles, dtype=torch.bool)
     if setup.mode != "smc" or not setup.stratifies:
         return itself.expand(len(population.lengths), -1, -1)
-    return itself | same_text(population.tokens, population.lengths)
+    return itself | equal_texts(population.tokens, population.lengths)
 
 
 def _collapse(population: Population, where: torch.Tensor, seeds: torch.Tensor) -> Population:

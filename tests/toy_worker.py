@@ -25,7 +25,7 @@ from sglang_smc.requests.grammar import Masks
 from sglang_smc.requests.state import Run, first_is_open
 from sglang_smc.round.steps import Steps
 from sglang_smc.smc.proposal import sample
-from sglang_smc.smc.siblings import stratify
+from sglang_smc.smc.stratify import stratified
 from sglang_smc.state.counters import Counters, CounterTable, zero_counters
 from sglang_smc.state.monitor import Monitor
 from sglang_smc.state.population import ParticleTable
@@ -314,9 +314,9 @@ class ToyWorker:
         """One number for all particles, or spread among them where each draws its own token."""
         size = self.config.num_particles
         present = torch.arange(size) < settings.num_particles.unsqueeze(1)
-        siblings = (present.unsqueeze(1) & present.unsqueeze(2)) | torch.eye(size).bool()
+        same_text = (present.unsqueeze(1) & present.unsqueeze(2)) | torch.eye(size).bool()
         shared = noise.unsqueeze(1).expand(-1, size)
-        return torch.where(is_open.unsqueeze(1), stratify(shared, siblings), shared)
+        return torch.where(is_open.unsqueeze(1), stratified(shared, same_text), shared)
 
     def _spec(self, req: ToyRequest) -> RequestSpec:
         return RequestSpec(

@@ -21,8 +21,8 @@ class Ops(NamedTuple):
 
     uniforms: Callable[..., torch.Tensor]
     round_seeds: Callable[..., torch.Tensor]
-    siblings: Callable[..., torch.Tensor]
-    spread: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    same_text: Callable[..., torch.Tensor]
+    stratify: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     sample_and_score: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     score_tokens: Callable[..., torch.Tensor]
     reweight_and_resample: Callable[..., rounds.Reweighted]

@@ -4,7 +4,8 @@ import torch
 
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.ops.interface import Ops
-from sglang_smc.smc import proposal, randomness, rounds, siblings
+from sglang_smc.smc import proposal, randomness, rounds
+from sglang_smc.smc.stratify import same_text, stratify
 
 
 def _uniforms(
@@ -21,8 +22,8 @@ def _uniforms(
 TORCH = Ops(
     uniforms=_uniforms,
     round_seeds=randomness.round_seeds,
-    siblings=siblings.siblings,
-    spread=siblings.spread,
+    same_text=same_text,
+    stratify=stratify,
     sample_and_score=proposal.sample_and_score,
     score_tokens=proposal.score_tokens,
     reweight_and_resample=rounds.reweight_and_resample,

@@ -8,7 +8,7 @@ from sglang_smc.kernels import lineage, prepare
 from sglang_smc.kernels import reweight as reweight_kernel
 from sglang_smc.kernels.randomness import round_seeds, uniforms
 from sglang_smc.kernels.sample import sample_and_score, score_tokens
-from sglang_smc.kernels.siblings import siblings, spread
+from sglang_smc.kernels.stratify import same_text, stratify
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.ops.interface import Ops
 from sglang_smc.smc import rounds
@@ -46,8 +46,8 @@ def reweight_and_resample(*args: Any) -> rounds.Reweighted:
 TRITON = Ops(
     uniforms=uniforms,
     round_seeds=round_seeds,
-    siblings=siblings,
-    spread=spread,
+    same_text=same_text,
+    stratify=stratify,
     sample_and_score=sample_and_score,
     score_tokens=score_tokens,
     reweight_and_resample=reweight_and_resample,

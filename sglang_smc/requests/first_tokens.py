@@ -13,7 +13,7 @@ from sglang_smc.requests.grammar import mark_terminated
 from sglang_smc.requests.state import first_is_open
 from sglang_smc.smc.proposal import sample
 from sglang_smc.smc.randomness import Purpose, uniforms
-from sglang_smc.smc.siblings import stratify
+from sglang_smc.smc.stratify import stratified
 from sglang_smc.state.settings import Settings
 
 if TYPE_CHECKING:
@@ -40,9 +40,11 @@ def first_tokens(
     particle = torch.arange(num_particles, device=law.device)
     noise = uniforms(settings.seeds.unsqueeze(1), num_emitted.unsqueeze(1), particle, Purpose.BONUS)
     present = particle < settings.num_particles.unsqueeze(1)
-    siblings = present.unsqueeze(1) & present.unsqueeze(2)
+    same_text = present.unsqueeze(1) & present.unsqueeze(2)
     itself = torch.eye(num_particles, dtype=torch.bool, device=law.device)
-    own = sample(law.unsqueeze(1).expand(-1, num_particles, -1), stratify(noise, siblings | itself))
+    own = sample(
+        law.unsqueeze(1).expand(-1, num_particles, -1), stratified(noise, same_text | itself)
+    )
     is_open = torch.tensor([[first_is_open(req)] for req in reqs]).to(law.device, non_blocking=True)
     tokens = torch.where(is_open, own, shared)
     ends = settings.ends(tokens, (num_emitted + 1).unsqueeze(1).expand_as(tokens))

@@ -116,12 +116,12 @@ class Steps:
         positions = population.output_lengths.unsqueeze(2) + column
         noise = self._uniforms(batch, positions, Purpose.DRAFT).permute(2, 0, 1)
         noise = noise.contiguous()  # [K, G, N]: each step's in one piece
-        siblings, tokens = self._siblings(batch, population), None
+        same_text, tokens = self._same_text(batch, population), None
         drawn, log_q, laws = [], [], []
         for step in range(num_steps):
             logits = self._draft_logits(step, population, tokens, reserved)  # [G, N, V]
             law = self._draft_law(batch, population, logits, positions[:, :, step], drawn)
-            spread, siblings = self._ops.spread(noise[step], siblings, tokens)
+            spread, same_text = self._ops.stratify(noise[step], same_text, tokens)
             tokens, log_q_of_tokens = law.sample(self._ops, spread)
             drawn.append(tokens)
             log_q.append(log_q_of_tokens)
@@ -312,7 +312,7 @@ class Steps:
         if batch.shape.opens:
             law, population = self._weigh_bonus(batch, population, law)
         noise = self._uniforms(batch, population.output_lengths, Purpose.BONUS)
-        spread, _ = self._ops.spread(noise, self._siblings(batch, population))
+        spread, _ = self._ops.stratify(noise, self._same_text(batch, population))
         if batch.shape.verifies:
             # After verification all particles go on as one, so they draw one token.
             spread = torch.where(batch.settings.weighs.unsqueeze(1), spread, noise[:, :1])
@@ -369,10 +369,10 @@ class Steps:
             log_evidence=population.log_evidence + step.log_evidence,
         )
 
-    def _siblings(self, batch: RoundBatch, population: Population) -> torch.Tensor:
+    def _same_text(self, batch: RoundBatch, population: Population) -> torch.Tensor:
         """Particles that may share their noise, ``[G, N, N]``: verified chains are independent."""
-        may_share = population.present & batch.settings.weighs.unsqueeze(1)
-        return self._ops.siblings(population.texts[:, :, 1:], population.lengths, may_share)
+        may_stratify = population.present & batch.settings.weighs.unsqueeze(1)
+        return self._ops.same_text(population.texts[:, :, 1:], population.lengths, may_stratify)
 
     def _ends(
         self, batch: RoundBatch, population: Population, tokens: torch.Tensor

@@ -256,7 +256,7 @@ def _sort(target: torch.Tensor, draft: torch.Tensor, count: torch.Tensor) -> _So
 
 
 def _best_density(ranked: _Sorted, count: torch.Tensor) -> torch.Tensor:
-    """TokenDistribution over draft ``[G, V]``, in order, of the best rule that rises as little as possible.
+    """Law over draft ``[G, V]``, in order, of the best rule that rises as little as possible.
 
     All draws fall below the cut with probability forced = draft^m, more than the target has
     there, else one above it is selected, which the target can take. So the law may exceed the

@@ -19,7 +19,7 @@ from sglang_smc.kernels.prepare import reserve
 from sglang_smc.kernels.randomness import round_seeds, uniforms
 from sglang_smc.kernels.reweight import SCHEMES, collapse, reweight_and_resample
 from sglang_smc.kernels.sample import sample_and_score, score_tokens
-from sglang_smc.kernels.siblings import siblings, spread
+from sglang_smc.kernels.stratify import same_text, stratify
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.rounds import Rules
 
@@ -52,14 +52,14 @@ def launch_sample() -> None:
         score_tokens(logits, ones, rows)
 
 
-def launch_siblings() -> None:
+def launch_same_text() -> None:
     positions = torch.zeros(G, N, dtype=torch.int64)
     noise = uniforms(positions[:, 0], positions, Purpose.DRAFT)
     round_seeds(positions[:, 0], positions[:, 0])
     pairs = torch.zeros(G, N, N, dtype=torch.bool)
-    spread(noise, pairs)
-    spread(noise, pairs, positions)
-    siblings(torch.zeros(G, N, 266, dtype=torch.int64), positions, positions.bool())
+    stratify(noise, pairs)
+    stratify(noise, pairs, positions)
+    same_text(torch.zeros(G, N, 266, dtype=torch.int64), positions, positions.bool())
 
 
 def launch_collect() -> None:
@@ -130,7 +130,7 @@ if __name__ == "__main__":
     run, JITFunction.run = JITFunction.run, compile_only
     driver.set_active(absent(int(sys.argv[1])))
     launch_sample()
-    launch_siblings()
+    launch_same_text()
     launch_collect()
     launch_ledger()
     launch_particle_attention()

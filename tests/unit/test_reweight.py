@@ -1,4 +1,4 @@
-"""A block of drafts, from its scores to the ancestors: what `rounds.reweight_and_resample` adds to its parts."""
+"""A block of drafts, from its scores to its ancestors: what joins the parts of that."""
 
 import math
 

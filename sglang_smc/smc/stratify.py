@@ -12,7 +12,7 @@ import torch
 from sglang_smc.smc.randomness import mix
 
 
-def same_text(texts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def equal_texts(texts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Which particles have one text: ``[G, N, J]`` texts, ``[G, N]`` lengths to ``[G, N, N]``.
 
     Texts are told apart by 64 bits. Were two ever taken for one, their draws would depend on each
@@ -24,38 +24,40 @@ def same_text(texts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return keys.unsqueeze(2) == keys.unsqueeze(1)
 
 
-def siblings(texts: torch.Tensor, lengths: torch.Tensor, may_share: torch.Tensor) -> torch.Tensor:
+def same_text(
+    texts: torch.Tensor, lengths: torch.Tensor, may_stratify: torch.Tensor
+) -> torch.Tensor:
     """The siblings among a group's particles, an equivalence ``[G, N, N]`` bool.
 
     Args:
         texts: ``[G, N, J]`` the token before each tail, and the tail; the rest is common to all.
         lengths: ``[G, N]`` of the tails.
-        may_share: ``[G, N]`` bool; the others are siblings of nobody but themselves.
+        may_stratify: ``[G, N]`` bool; the others are siblings of nobody but themselves.
     """
-    same = same_text(texts, lengths + 1)
+    same = equal_texts(texts, lengths + 1)
     itself = torch.eye(texts.shape[1], dtype=torch.bool, device=texts.device)
-    return itself | (same & may_share.unsqueeze(2) & may_share.unsqueeze(1))
+    return itself | (same & may_stratify.unsqueeze(2) & may_stratify.unsqueeze(1))
 
 
-def still_same(siblings: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def still_same(same_text: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Siblings ``[G, N, N]`` that remain so after one more token each, ``[G, N]``."""
-    return siblings & (tokens.unsqueeze(2) == tokens.unsqueeze(1))
+    return same_text & (tokens.unsqueeze(2) == tokens.unsqueeze(1))
 
 
-def stratify(uniforms: torch.Tensor, siblings: torch.Tensor) -> torch.Tensor:
+def stratified(uniforms: torch.Tensor, same_text: torch.Tensor) -> torch.Tensor:
     """Spread the uniforms of siblings evenly: ``[G, N]`` float64 to ``[G, N]``.
 
     Args:
-        siblings: ``[G, N, N]`` bool, an equivalence; alone, a particle keeps its own uniform.
+        same_text: ``[G, N, N]`` bool, an equivalence; alone, a particle keeps its own uniform.
     """
-    eldest = siblings.long().argmax(2)  # [G, N]: the sibling of the lowest index
-    rank = siblings.tril(-1).sum(2)
-    shifted = uniforms.gather(1, eldest) + rank / siblings.sum(2).double()
+    eldest = same_text.long().argmax(2)  # [G, N]: the sibling of the lowest index
+    rank = same_text.tril(-1).sum(2)
+    shifted = uniforms.gather(1, eldest) + rank / same_text.sum(2).double()
     return shifted - shifted.floor()
 
 
-def spread(
-    uniforms: torch.Tensor, siblings: torch.Tensor, tokens: torch.Tensor | None = None
+def stratify(
+    uniforms: torch.Tensor, same_text: torch.Tensor, tokens: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Drop siblings that drew another of ``tokens`` ``[G, N]``, if given, then `stratify`.
 
@@ -63,5 +65,5 @@ def spread(
         Uniforms ``[G, N]`` and the siblings that remain ``[G, N, N]``.
     """
     if tokens is not None:
-        siblings = still_same(siblings, tokens)
-    return stratify(uniforms, siblings), siblings
+        same_text = still_same(same_text, tokens)
+    return stratified(uniforms, same_text), same_text

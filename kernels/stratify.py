@@ -9,15 +9,17 @@ from sglang_smc.kernels.randomness import _mix
 _BLOCK = 64  # tokens of each tail that are read at once
 
 
-def siblings(texts: torch.Tensor, lengths: torch.Tensor, may_share: torch.Tensor) -> torch.Tensor:
+def same_text(
+    texts: torch.Tensor, lengths: torch.Tensor, may_stratify: torch.Tensor
+) -> torch.Tensor:
     """The siblings among a group's particles, an equivalence.
 
-    Reference: `sglang_smc.smc.siblings.siblings`, to the last bit of the hash.
+    Reference: `sglang_smc.smc.stratify.siblings`, to the last bit of the hash.
 
     Args:
         texts: ``[G, N, J]`` int64: the token before each tail, and the tail.
         lengths: ``[G, N]`` int64 of the tails.
-        may_share: ``[G, N]`` bool; the others are siblings of nobody but themselves.
+        may_stratify: ``[G, N]`` bool; the others are siblings of nobody but themselves.
 
     Returns:
         ``[G, N, N]`` bool.
@@ -26,11 +28,11 @@ def siblings(texts: torch.Tensor, lengths: torch.Tensor, may_share: torch.Tensor
     shape = num_groups, num_particles, num_particles
     found = torch.empty(shape, dtype=torch.bool, device=texts.device)
     rows = texts.flatten(0, 1)  # a view of a population's texts, of which the first token is cut
-    _siblings[(num_groups,)](
+    _same_text[(num_groups,)](
         rows,
         *rows.stride(),
         lengths.contiguous(),
-        may_share.contiguous(),
+        may_stratify.contiguous(),
         found,
         num_particles,
         width,
@@ -40,30 +42,30 @@ def siblings(texts: torch.Tensor, lengths: torch.Tensor, may_share: torch.Tensor
     return found
 
 
-def spread(
-    uniforms: torch.Tensor, siblings: torch.Tensor, tokens: torch.Tensor | None = None
+def stratify(
+    uniforms: torch.Tensor, same_text: torch.Tensor, tokens: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keep as siblings those with equal tokens, then spread the uniforms of siblings evenly.
 
-    Reference: `sglang_smc.smc.siblings.spread`, to the last bit.
+    Reference: `sglang_smc.smc.stratify.stratify`, to the last bit.
 
     Args:
         uniforms: ``[G, N]`` float64.
-        siblings: ``[G, N, N]`` bool, an equivalence.
+        same_text: ``[G, N, N]`` bool, an equivalence.
         tokens: ``[G, N]`` int64, one more token each; None leaves the siblings as they are.
 
     Returns:
-        Uniforms ``[G, N]`` and siblings ``[G, N, N]``.
+        Uniforms ``[G, N]`` and the siblings that remain ``[G, N, N]``.
     """
     num_groups, num_particles = uniforms.shape
     spread_out = torch.empty_like(uniforms, memory_format=torch.contiguous_format)
-    remaining = siblings  # [G, N, N]
+    remaining = same_text  # [G, N, N]
     if tokens is not None:
-        remaining = torch.empty_like(siblings, memory_format=torch.contiguous_format)
+        remaining = torch.empty_like(same_text, memory_format=torch.contiguous_format)
         tokens = tokens.contiguous()
     _spread[(num_groups,)](
         uniforms.contiguous(),
-        siblings.contiguous(),
+        same_text.contiguous(),
         tokens,
         spread_out,
         remaining,
@@ -74,12 +76,12 @@ def spread(
 
 
 @triton.jit
-def _siblings(
+def _same_text(
     texts,
     text_stride,
     token_stride,
     lengths,
-    may_share,
+    may_stratify,
     found,
     num_particles,
     width,
@@ -99,7 +101,7 @@ def _siblings(
         token = tl.load(texts + at, mask=inside, other=0)
         term = _mix(token.to(tl.uint64) ^ _mix(column.to(tl.uint64)))
         key += tl.sum(tl.where(inside, term, 0), 1)
-    shares = tl.load(may_share + own, mask=here, other=0) != 0
+    shares = tl.load(may_stratify + own, mask=here, other=0) != 0
     same = (key[:, None] == key[None, :]) & shares[:, None] & shares[None, :]
     one, other = particle[:, None], particle[None, :]
     pair = (group * num_particles + one) * num_particles + other
@@ -108,13 +110,15 @@ def _siblings(
 
 
 @triton.jit
-def _spread(uniforms, siblings, tokens, spread_out, remaining, num_particles, padded: tl.constexpr):
+def _spread(
+    uniforms, same_text, tokens, spread_out, remaining, num_particles, padded: tl.constexpr
+):
     group = tl.program_id(0)
     particle = tl.arange(0, padded)
     one, other = particle[:, None], particle[None, :]
     inside = (one < num_particles) & (other < num_particles)
     pair = (group * num_particles + one) * num_particles + other
-    same = tl.load(siblings + pair, mask=inside, other=0) != 0
+    same = tl.load(same_text + pair, mask=inside, other=0) != 0
     if tokens is not None:
         drawn = tokens + group * num_particles
         token = tl.load(drawn + one, mask=one < num_particles, other=0)
