@@ -17,8 +17,8 @@ def reweight_and_resample(
     power: torch.Tensor,
     rules: Rules,
     present: torch.Tensor,
-    coins: torch.Tensor,
-    noise: torch.Tensor,
+    keep_uniforms: torch.Tensor,
+    uniforms: torch.Tensor,
     scheme: str,
 ) -> Reweighted:
     """Weigh a block of drafts, cut it, and resample where the effective sample size is low.
@@ -33,8 +33,8 @@ def reweight_and_resample(
         power: ``[G]`` float64 alpha: the drafts weigh ``alpha log p - log q``.
         rules: of each group.
         present: ``[G, N]`` bool.
-        coins: ``[G]`` float64 uniforms, for the evidence.
-        noise: ``[G, N]`` float64 uniforms, for the ancestors.
+        keep_uniforms: ``[G]`` float64 uniforms, for the evidence.
+        uniforms: ``[G, N]`` float64 uniforms, for the ancestors.
         scheme: one of `SCHEMES`.
 
     Raises:
@@ -46,7 +46,7 @@ def reweight_and_resample(
             "use sglang_smc.smc.rounds.reweight_and_resample"
         )
     found = _like(log_weights)
-    groups = log_weights, power, *rules, present, coins, noise
+    groups = log_weights, power, *rules, present, keep_uniforms, uniforms
     _collect[(len(log_weights),)](
         *(argument.contiguous() for argument in (log_p, log_q, is_open, *groups)),
         *found.cut,
@@ -142,12 +142,12 @@ def _pick(of_columns, where):
 
 
 @triton.jit
-def _points(noise, particle, here, size, scheme: tl.constexpr):
+def _points(uniforms, particle, here, size, scheme: tl.constexpr):
     """Where each slot's ancestor is looked up on [0, 1), as `resampling` says of the schemes."""
     if scheme == "systematic":
-        points = (tl.load(noise) + particle) / size
+        points = (tl.load(uniforms) + particle) / size
     else:
-        points = tl.load(noise + particle, mask=here, other=0.0)
+        points = tl.load(uniforms + particle, mask=here, other=0.0)
         if scheme == "stratified":
             points = (points + particle) / size
     return points
@@ -182,8 +182,8 @@ def _collect(
     at_token,
     evidence_threshold,
     present,
-    coins,
-    noise,
+    keep_uniforms,
+    uniforms,
     out_num_columns,
     out_cut_log_weights,
     out_ess,
@@ -222,7 +222,7 @@ def _collect(
     ess = sums * sums / tl.where(dead, 1.0, tl.sum(relative * relative, 1))
     total = tl.log(sums) + highest
 
-    log_coin = tl.log(tl.load(coins + group)) + tl.log(tl.load(evidence_threshold + group))
+    log_coin = tl.log(tl.load(keep_uniforms + group)) + tl.log(tl.load(evidence_threshold + group))
     covered = _covered(total, column, num_drafted, log_coin, own_steps)
     low = ess < tl.load(ess_threshold + group) * size
     low_after = low & (column > 0) & (column <= num_drafted)
@@ -244,7 +244,7 @@ def _collect(
     tl.store(out_num_kept + own, tl.sum(kept.to(tl.int64), 0), mask=here)
 
     weights = _normalized(tl.sum(tl.where(last[:, None], relative, 0.0), 0))
-    points = _points(noise + group * num_particles, particle, here, size, scheme)
+    points = _points(uniforms + group * num_particles, particle, here, size, scheme)
     replaced = resample & is_present
     ancestors = tl.where(replaced, _ancestors(weights, points, particle), particle)
     banked = tl.where(resample, _pick(total, last) - tl.log(size), 0.0)

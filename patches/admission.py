@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc.memory import arena
-from sglang_smc.options.budget import narrowed
-from sglang_smc.process import active_config, active_rung
+from sglang_smc.options.budget import apply_budget
+from sglang_smc.process import active_budget, active_config
 from sglang_smc.server.hooks import Patch
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ def init_budget(original: Callable, adder: "PrefillAdder", *args: Any, **kwargs:
     config = active_config()
     if config is None:
         return
-    rung = active_rung()
+    budget = active_budget()
     running = adder.running_batch.reqs if adder.running_batch is not None else []
     pending = sum(
-        max(0, req.kv_committed_len + arena.arena_of(config, req, rung) - req.kv.kv_allocated_len)
+        max(0, req.kv_committed_len + arena.arena_of(config, req, budget) - req.kv.kv_allocated_len)
         for req in running
         if req.kv is not None  # else it has finished and waits to be filtered out
     )
@@ -50,7 +50,7 @@ def update_budget(
     if config is not None:
         # 0 stands for a prompt that is prefilled in part: its output comes later.
         of_part = arena.max_arena(config)
-        of_whole = arena.arena(narrowed(config, active_rung()), max_new_tokens)
+        of_whole = arena.arena(apply_budget(config, active_budget()), max_new_tokens)
         _charge(adder, of_whole if max_new_tokens else of_part)
 
 

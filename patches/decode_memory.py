@@ -12,8 +12,8 @@ from sglang.srt.mem_cache.allocation import alloc_token_slots
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc.memory import arena
-from sglang_smc.options.budget import Rung
-from sglang_smc.process import active_config, active_policy, active_rung
+from sglang_smc.options.budget import Budget
+from sglang_smc.process import active_budget, active_config, active_policy
 from sglang_smc.requests.state import running
 from sglang_smc.server.hooks import Patch
 
@@ -27,11 +27,11 @@ def prepare_for_decode(original: Callable, batch: "ScheduleBatch") -> None:
     if config is None:
         original(batch)
         return
-    rung = active_rung()
-    spans = [(req.kv.kv_allocated_len, _allocated_after(req, rung)) for req in batch.reqs]
+    budget = active_budget()
+    spans = [(req.kv.kv_allocated_len, _allocated_after(req, budget)) for req in batch.reqs]
     _allocate(batch, spans)
     for req, (_, end) in zip(batch.reqs, spans, strict=True):
-        running(req).step_to(rung)
+        running(req).step_to(budget)
         running(req).arena = req.kv_committed_len, end
         req.kv.kv_allocated_len = end
         req.decode_batch_idx += 1
@@ -47,8 +47,10 @@ def _adapt(batch: "ScheduleBatch") -> None:
     if policy is None:
         return
     configs = [running(req).config for req in batch.reqs]
-    widest = Rung(max(c.num_particles for c in configs), max(c.num_steps for c in configs))
-    policy.choose(len(configs), widest, lambda rung: _num_new(batch.reqs, rung) <= _num_free(batch))
+    widest = Budget(max(c.num_particles for c in configs), max(c.num_steps for c in configs))
+    policy.choose(
+        len(configs), widest, lambda budget: _num_new(batch.reqs, budget) <= _num_free(batch)
+    )
 
 
 def _num_free(batch: "ScheduleBatch") -> int:
@@ -56,9 +58,9 @@ def _num_free(batch: "ScheduleBatch") -> int:
     return batch.token_to_kv_pool_allocator.available_size() + batch.tree_cache.evictable_size()
 
 
-def _num_new(reqs: "list[Req]", rung: Rung | None) -> int:
-    """KV slots that a round on ``rung`` takes beside those that are owned."""
-    return sum(_allocated_after(req, rung) - req.kv.kv_allocated_len for req in reqs)
+def _num_new(reqs: "list[Req]", budget: Budget | None) -> int:
+    """KV slots that a round on ``budget`` takes beside those that are owned."""
+    return sum(_allocated_after(req, budget) - req.kv.kv_allocated_len for req in reqs)
 
 
 def _allocate(batch: "ScheduleBatch", spans: list[tuple[int, int]]) -> None:
@@ -85,12 +87,12 @@ def tokens_required(
     config = active_config()
     if config is None:
         return original(batch, requests, page_size)
-    return _num_new(requests, active_rung())
+    return _num_new(requests, active_budget())
 
 
-def _allocated_after(req: "Req", rung: Rung | None) -> int:
+def _allocated_after(req: "Req", budget: Budget | None) -> int:
     # Never less than now: an arena shrinks by committing, not by giving slots back.
-    span = running(req).span(rung)
+    span = running(req).span(budget)
     wanted = req.kv_committed_len + arena.arena(span, arena.remaining(req))
     return max(req.kv.kv_allocated_len, wanted)
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_smc.options.budget import narrowed
+from sglang_smc.options.budget import apply_budget
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SERVER_ARGS_FIELDS, SMCConfig
-from sglang_smc.process import active_rung, is_smc
+from sglang_smc.process import active_budget, is_smc
 from sglang_smc.server.hooks import Patch
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def get_internal_state(
 
 def _state(scheduler: "Scheduler") -> dict[str, Any]:
     config = request_config(SMCConfig.from_server_args(scheduler.server_args), None)
-    now = narrowed(config, active_rung())
+    now = apply_budget(config, active_budget())
     names = (name for name in SERVER_ARGS_FIELDS if name != "evidence_threshold")
     threshold = config.covering if math.isfinite(config.covering) else None  # None: all is verified
     return {

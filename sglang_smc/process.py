@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.runtime_context import get_server_args
 
-from sglang_smc.options.budget import Rung
+from sglang_smc.options.budget import Budget
 from sglang_smc.options.policy import Policy
 from sglang_smc.options.server import ALGORITHM, SMCConfig
 from sglang_smc.state.monitor import Monitor
@@ -44,9 +44,9 @@ def active_monitor() -> Monitor | None:
     return _monitor
 
 
-def active_rung() -> Rung | None:
+def active_budget() -> Budget | None:
     """The bounds of N and K in force; None where they stay."""
-    return None if _policy is None else _policy.rung
+    return None if _policy is None else _policy.budget
 
 
 def active_config() -> SMCConfig | None:

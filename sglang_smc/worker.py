@@ -18,10 +18,10 @@ from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.supported import check_layers, check_same_vocabulary
 from sglang_smc.models.weight_update import WeightUpdates
 from sglang_smc.ops.select import kind_of, ops_of
-from sglang_smc.options.budget import Rung, ladder
+from sglang_smc.options.budget import Budget, budgets
 from sglang_smc.options.policy import Policy
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.process import active_policy, active_rung, set_monitor, set_policy
+from sglang_smc.process import active_budget, active_policy, set_monitor, set_policy
 from sglang_smc.requests import logit_edits
 from sglang_smc.requests.failures import failure_of_first, mark_first
 from sglang_smc.requests.first_tokens import first_tokens
@@ -83,7 +83,7 @@ class SMCWorker(WeightUpdates):
         self._graph_sizes = graph_sizes(server_args)
         self.monitor = Monitor(server_args.decode_log_interval)
         set_monitor(self.monitor)
-        self._graphs: dict[Rung | None, RoundGraphs] = {}
+        self._graphs: dict[Budget | None, RoundGraphs] = {}
         self._runs = RunBook(self.config, _replica_seed(target_worker.random_seed, ps.dp_rank))
 
     def alloc_memory_pool(
@@ -145,16 +145,16 @@ class SMCWorker(WeightUpdates):
             self._adapt()
 
     def _capture(self, record: Record) -> None:
-        """Capture rounds, and where N and K adapt those of all rungs, the largest first."""
-        for rung in ladder(self._top) if self.config.adaptive else (None,):
-            shape = shape_of_server(self.config, rung)
+        """Capture rounds, and where N and K adapt those of all budgets, the largest first."""
+        for budget in budgets(self._top) if self.config.adaptive else (None,):
+            shape = shape_of_server(self.config, budget)
             graphs = RoundGraphs(self._play, shape, self._graph_sizes, self.device, record)
             graphs.capture()
-            self._graphs[rung] = graphs
+            self._graphs[budget] = graphs
 
     @property
-    def _top(self) -> Rung:
-        return Rung(self.config.num_particles, self.config.num_steps)
+    def _top(self) -> Budget:
+        return Budget(self.config.num_particles, self.config.num_steps)
 
     def _adapt(self) -> None:
         """Let N and K follow the load from now on."""
@@ -242,12 +242,12 @@ class SMCWorker(WeightUpdates):
         """
         rows, logits = batch.req_pool_indices, output.next_token_logits
         assert logits is not None
-        rung = active_rung()
-        starts = self._runs.begin(batch.reqs, rung)
+        budget = active_budget()
+        starts = self._runs.begin(batch.reqs, budget)
         self._requests.write([start.spec for start in starts])
         num_emitted = self._tensor([start.num_emitted for start in starts])  # [G]
         carried = self._tensor([start.counters for start in starts], torch.float64)
-        settings = self._requests.gather(rows).within(rung)
+        settings = self._requests.gather(rows).within(budget)
         masks = masks_of(batch.reqs, None, self._requests.vocab_size, self.device)
         allowed = masks.first() if masks else None
         logits = logit_edits.begin(batch.reqs, logits).unsqueeze(1)  # [G, 1, V]
@@ -291,13 +291,13 @@ class SMCWorker(WeightUpdates):
         )
         if shape.resizes:
             self._resize(inputs, shape, batch.reqs)
-        graphs = self._graphs.get(shape.rung)
+        graphs = self._graphs.get(shape.budget)
         if graphs is not None and graphs.fits(shape, len(batch.reqs)):
             outcome = graphs.replay(inputs)
         else:
             outcome = self._play(inputs, shape, batch.reqs)
         result = SMCBatchResult.of(outcome, self.monitor)
-        result.policy, result.rungs = active_policy(), [running(req).rung for req in batch.reqs]
+        result.policy, result.budgets = active_policy(), [running(req).budget for req in batch.reqs]
         return result
 
     def _resize(self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]") -> None:
@@ -331,7 +331,7 @@ class SMCWorker(WeightUpdates):
         before = self._particles.gather(
             inputs.rows, shape.num_particles, shape.max_tail, shape.logprobs
         )
-        settings = self._requests.gather(inputs.rows).within(shape.rung)
+        settings = self._requests.gather(inputs.rows).within(shape.budget)
         seeds = self._ops.round_seeds(settings.seeds, before.output_lengths.amax(1))
         settings = settings._replace(seeds=seeds)
         of_round = logit_edits.edits_of(list(reqs), before) if shape.edited else ()

@@ -176,7 +176,7 @@ def broadcasting(server: Server) -> Iterator[Any]:
 
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
-        joined = pool.submit(
+        union = pool.submit(
             server.post,
             "/init_weights_update_group",
             master_address="127.0.0.1",
@@ -194,7 +194,7 @@ def broadcasting(server: Server) -> Iterator[Any]:
             group_name=GROUP,
             timeout=timedelta(minutes=2),
         )
-        assert joined.result().status_code == 200, joined.result().text
+        assert union.result().status_code == 200, union.result().text
     yield group
     assert server.post("/destroy_weights_update_group", group_name=GROUP).status_code == 200
     torch.distributed.destroy_process_group(group)

@@ -15,7 +15,7 @@ from pool_request import EOS, VOCAB, Request, Text, Window, num_common
 
 from sglang_smc.memory import arena
 from sglang_smc.memory.ledger import Ledger
-from sglang_smc.options.budget import Rung
+from sglang_smc.options.budget import Budget
 from sglang_smc.options.request import RequestConfig, request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.state.population import ParticleTable, Population
@@ -29,7 +29,7 @@ class PoolModel(PoolChecks):
 
     Requests choose their own N, K and mode, no larger than those of ``config``. With ``overlap``
     the host reserves a round's memory before it hears of the round before, as SGLang's does. Each
-    round is on one of ``rungs``, drawn at random.
+    round is on one of ``budgets``, drawn at random.
     """
 
     def __init__(
@@ -39,9 +39,9 @@ class PoolModel(PoolChecks):
         num_rows: int = 4,
         longest: int = 40,
         overlap: bool = False,
-        rungs: tuple[Rung | None, ...] = (None,),
+        budgets: tuple[Budget | None, ...] = (None,),
     ) -> None:
-        self.config, self.overlap, self.rungs = config, overlap, rungs
+        self.config, self.overlap, self.budgets = config, overlap, budgets
         num_slots = num_rows * (longest + arena.max_arena(config))
         self.table = torch.zeros(
             (num_rows + 1) * (1 + config.num_particles),
@@ -165,11 +165,11 @@ class PoolModel(PoolChecks):
     # -- a round, with random drafts, cuts and ancestors -----------------------------------------
 
     def play_round(self, batch: list[Request], rng: random.Random) -> None:
-        rung = rng.choice(self.rungs)
+        budget = rng.choice(self.budgets)
         for request in batch:
             if not self.overlap or not request.has_begun:
                 request.heard = request.committed, request.remaining + self.overlap
-            request.rungs = request.rungs[1], rung
+            request.budgets = request.budgets[1], budget
             self._top_up(request, rng)
             request.has_begun = True
         self.check()

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sglang_smc.memory import arena
-from sglang_smc.options.budget import Rung, joined, narrowed
+from sglang_smc.options.budget import Budget, apply_budget, union
 from sglang_smc.options.request import RequestConfig
 
 Text = tuple[int, ...]
@@ -24,7 +24,10 @@ class Request:
     allocated: int
     tails: list[list[int]]
     ended: list[bool]
-    rungs: tuple[Rung | None, Rung | None] = (None, None)  # of the last round, and of this one
+    budgets: tuple[Budget | None, Budget | None] = (
+        None,
+        None,
+    )  # of the last round, and of this one
     has_begun: bool = False
     is_over: bool = False  # a round began with nothing left to do
     heard: tuple[int, int] = (0, 0)  # committed and remaining, as far as the host knows
@@ -35,12 +38,12 @@ class Request:
     @property
     def now(self) -> RequestConfig:
         """What this round runs with."""
-        return narrowed(self.config, self.rungs[1])
+        return apply_budget(self.config, self.budgets[1])
 
     @property
     def span(self) -> RequestConfig:
         """What memory must hold from the last round's end to this one's."""
-        return joined(narrowed(self.config, self.rungs[0]), self.now)
+        return union(apply_budget(self.config, self.budgets[0]), self.now)
 
     def resize(self, ancestors: list[int]) -> None:
         """Go on with copies of these particles."""

@@ -8,7 +8,7 @@ import torch
 from scipy.stats import chisquare
 from toy_worker import NUM_CONTEXTS, Language, Outcome, ToyWorker
 
-from sglang_smc.options.budget import Rung
+from sglang_smc.options.budget import Budget
 from sglang_smc.options.server import SMCConfig
 
 VOCAB, EOS, LENGTH, NUM_RUNS = 3, 2, 5, 3000
@@ -46,17 +46,17 @@ def run(
     *,
     num_runs: int = NUM_RUNS,
     chosen: tuple[dict[str, Any], ...] = ({},),
-    rungs: tuple[Rung | None, ...] = (None,),
+    budgets: tuple[Budget | None, ...] = (None,),
     grammar: Callable[[], Any] = lambda: None,
     asked: dict[str, Any] | None = None,
 ) -> Outcome:
     """Serve requests in ``rows``, or all of them, in one batch; every slot stays where it belongs.
 
-    Row r chooses ``chosen[(r - 1) % len(chosen)]`` for itself; ``rungs`` bound the rounds in turn.
+    Row r chooses ``chosen[(r - 1) % len(chosen)]`` for itself; ``budgets`` bound the rounds in turn.
     All have ``asked`` for sampling parameters.
     """
     sizes = {"num_requests": num_runs, "max_new_tokens": LENGTH, "eos": EOS}
-    own = {"chosen": chosen, "rungs": rungs, "grammar": grammar, "asked": asked}
+    own = {"chosen": chosen, "budgets": budgets, "grammar": grammar, "asked": asked}
     worker = ToyWorker(config, *pair, **sizes, **own)
     noise = torch.rand(num_runs, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     outcome = worker.run(list(range(1, num_runs + 1)) if rows is None else rows, noise)

@@ -17,7 +17,7 @@ from sglang_smc.memory import arena
 from sglang_smc.models.attention import KVLocations
 from sglang_smc.ops.interface import Ops
 from sglang_smc.ops.torch_ops import TORCH
-from sglang_smc.options.budget import Rung
+from sglang_smc.options.budget import Budget
 from sglang_smc.options.request import config_of
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.requests import logit_edits
@@ -154,7 +154,7 @@ class ToyWorker:
 
     Row r asks for ``chosen[(r - 1) % len(chosen)]`` as its `custom_params["smc"]`, all rows for
     ``asked``: sampling parameters and a custom logit processor. Each has the grammar that
-    ``grammar()`` makes for it. The i-th round is bounded by ``rungs[i % len(rungs)]``.
+    ``grammar()`` makes for it. The i-th round is bounded by ``budgets[i % len(budgets)]``.
     """
 
     def __init__(
@@ -167,14 +167,14 @@ class ToyWorker:
         max_new_tokens: int,
         eos: int,
         chosen: tuple[dict[str, Any], ...] = ({},),
-        rungs: tuple[Rung | None, ...] = (None,),
+        budgets: tuple[Budget | None, ...] = (None,),
         grammar: Callable[[], Any] = lambda: None,
         asked: dict[str, Any] | None = None,
         ops: Ops = TORCH,
     ) -> None:
         self.ops, self.grammar, self.asked = ops, grammar, asked or {}
         self.config, self.limit, self.eos, self.chosen = config, max_new_tokens, eos, chosen
-        self.rungs, self.num_reserved = rungs, 0
+        self.budgets, self.num_reserved = budgets, 0
         width = len(PROMPT) + max_new_tokens + arena.max_arena(config)
         num_slots = 1 + num_requests * width
         self.table = torch.zeros(
@@ -339,12 +339,12 @@ class ToyWorker:
         return self.worker._round(self.batch(reqs))
 
     def reserve(self, reqs: list[ToyRequest]) -> None:
-        rung = self.rungs[self.num_reserved % len(self.rungs)]
+        budget = self.budgets[self.num_reserved % len(self.budgets)]
         self.num_reserved += 1
         for req in reqs:
             remaining = arena.remaining(req)  # type: ignore[arg-type]
-            wanted = req.kv_committed_len + arena.arena(req.smc_run.span(rung), remaining)
-            req.smc_run.step_to(rung)
+            wanted = req.kv_committed_len + arena.arena(req.smc_run.span(budget), remaining)
+            req.smc_run.step_to(budget)
             req.smc_run.arena = req.kv_committed_len, max(req.smc_run.arena[1], wanted)
 
     def batch(self, reqs: list[ToyRequest]) -> Any:

@@ -11,7 +11,7 @@ tail: with N > 1 the arena is short by K + 1 slots at most, which `in_flight` ad
 
 from typing import TYPE_CHECKING
 
-from sglang_smc.options.budget import Rung, narrowed
+from sglang_smc.options.budget import Budget, apply_budget
 from sglang_smc.options.request import config_of
 from sglang_smc.options.server import SMCConfig
 
@@ -54,9 +54,9 @@ def remaining(req: "Req") -> int:
     return req.sampling_params.max_new_tokens - len(req.output_ids)
 
 
-def arena_of(server: SMCConfig, req: "Req", rung: Rung | None = None) -> int:
-    """The arena that a running or waiting request needs now, on ``rung``, in KV slots."""
-    return arena(narrowed(config_of(server, req), rung), remaining(req))
+def arena_of(server: SMCConfig, req: "Req", budget: Budget | None = None) -> int:
+    """The arena that a running or waiting request needs now, on ``budget``, in KV slots."""
+    return arena(apply_budget(config_of(server, req), budget), remaining(req))
 
 
 def check_pool(config: SMCConfig, num_slots: int) -> None:

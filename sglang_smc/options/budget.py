@@ -1,6 +1,6 @@
 """What a request runs with where the server adapts N and K to its load.
 
-A *rung* bounds both for all requests of a batch; what a request asked for bounds them, too. On the
+A *budget* bounds both for all requests of a batch; what a request asked for bounds them, too. On the
 lowest, N = 1 and K = 0, nothing is drafted, and the target decodes alone.
 """
 
@@ -14,48 +14,48 @@ from sglang_smc.options.server import SMCConfig
 _Config = TypeVar("_Config", bound=SMCConfig)
 
 
-class Rung(NamedTuple):
+class Budget(NamedTuple):
     """The most particles and drafted tokens that a request gets in a round."""
 
     num_particles: int
     num_steps: int
 
-    def within(self, bound: "Rung") -> "Rung":
+    def within(self, bound: "Budget") -> "Budget":
         """No more than ``bound`` of either."""
-        return Rung(*map(min, self, bound))
+        return Budget(*map(min, self, bound))
 
 
-OFF = Rung(1, 0)
+OFF = Budget(1, 0)
 
 
-def ladder(top: Rung) -> tuple[Rung, ...]:
-    """All rungs, from ``top`` down: N and K halved in all combinations, and `OFF`."""
+def budgets(top: Budget) -> tuple[Budget, ...]:
+    """All budgets, from ``top`` down: N and K halved in all combinations, and `OFF`."""
     sizes = [(n, k) for n in _halved(top.num_particles) for k in _halved(top.num_steps)]
-    return *(Rung(*size) for size in sizes), OFF
+    return *(Budget(*size) for size in sizes), OFF
 
 
-def narrowed(asked: _Config, rung: Rung | None) -> _Config:
-    """What a request runs with on a rung; None is what it asked for.
+def apply_budget(asked: _Config, budget: Budget | None) -> _Config:
+    """What a request runs with on a budget; None is what it asked for.
 
     `sampling.Settings.within` is the same on the device. Weights of one particle say nothing, and
     its text would be the draft's: who has lost the others is verified. Verification knows no other
     target than p, or p renormalised token by token, so that a power of p and, where it is weighed,
     p within a grammar keep their particles.
     """
-    if rung is None:
+    if budget is None:
         return asked
     num_particles = asked.num_particles
     if asked.is_normalized:
-        num_particles = min(num_particles, rung.num_particles)
+        num_particles = min(num_particles, budget.num_particles)
     return replace(
         asked,
         num_particles=num_particles,
-        num_steps=min(asked.num_steps, rung.num_steps),
+        num_steps=min(asked.num_steps, budget.num_steps),
         mode="exact" if num_particles == 1 < asked.num_particles else asked.mode,
     )
 
 
-def joined(before: RequestConfig, now: RequestConfig) -> RequestConfig:
+def union(before: RequestConfig, now: RequestConfig) -> RequestConfig:
     """As large as either, in N, in K and in the tails that it may have: what memory must hold."""
     return replace(
         now,

@@ -13,16 +13,16 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from sglang_smc.options.budget import Rung, ladder
+from sglang_smc.options.budget import Budget, budgets
 
 logger = logging.getLogger(__name__)
 
 COSTS_ENV = "SGLANG_SMC_ADAPTIVE_COSTS"
 """Costs to go by instead of measured ones, as JSON in the form of `Costs`."""
 
-_CLOSE = 0.98  # of the best: among rungs this good, the most particles
-_GAIN = 1.05  # over the rung that is in force, or it stays
-_PATIENCE = 8  # rounds that a rung stays for at least
+_CLOSE = 0.98  # of the best: among budgets this good, the most particles
+_GAIN = 1.05  # over the budget that is in force, or it stays
+_PATIENCE = 8  # rounds that a budget stays for at least
 _REFRESH = 16  # rounds after which what has been kept is looked at again
 _PRIOR = 0.8  # chance that a drafted token is kept, until it is known
 _PRIOR_TOKENS = 32.0  # how many tokens that guess is worth
@@ -84,18 +84,18 @@ class Costs(NamedTuple):
         curves = (Curve.of(sorted(points)) for points in (given.draft, given.target))
         return cls(*curves, given.overhead)
 
-    def round(self, batch_size: int, rung: Rung, widest: Rung) -> float:
+    def round(self, batch_size: int, budget: Budget, widest: Budget) -> float:
         """A round of ``batch_size`` requests, none of which asked for more than ``widest``.
 
         Without drafts the draft still reads along.
         """
-        rung = rung.within(widest)
-        num_chains = batch_size * rung.num_particles
+        budget = budget.within(widest)
+        num_chains = batch_size * budget.num_particles
         first, others = self.draft.at(2 * num_chains), self.draft.at(num_chains)
         return (
             first
-            + max(rung.num_steps - 1, 0) * others
-            + self.target.at(num_chains * (rung.num_steps + 1))
+            + max(budget.num_steps - 1, 0) * others
+            + self.target.at(num_chains * (budget.num_steps + 1))
             + self.overhead
         )
 
@@ -108,15 +108,15 @@ _Points = Annotated[list[tuple[_Tokens, _Seconds]], msgspec.Meta(min_length=1)]
 class RoundCosts(NamedTuple):
     """What whole rounds cost, in seconds, where they are recorded and replayed in full."""
 
-    rounds: dict[Rung, Curve]  # by the number of requests
+    rounds: dict[Budget, Curve]  # by the number of requests
 
     def __str__(self) -> str:
-        shown = (f"N {rung[0]} K {rung[1]} {curve}" for rung, curve in self.rounds.items())
+        shown = (f"N {budget[0]} K {budget[1]} {curve}" for budget, curve in self.rounds.items())
         return f"rounds by requests: {'; '.join(shown)}"
 
-    def round(self, batch_size: int, rung: Rung, widest: Rung) -> float:
+    def round(self, batch_size: int, budget: Budget, widest: Budget) -> float:
         """As `Costs.round`; who asked for less is padded."""
-        return self.rounds[rung].at(batch_size)
+        return self.rounds[budget].at(batch_size)
 
 
 class _Given(msgspec.Struct, forbid_unknown_fields=True):
@@ -136,11 +136,11 @@ class Kept:
     def __init__(self) -> None:
         self._counts: dict[int, tuple[float, float]] = {}  # N -> tokens kept, tokens tried
 
-    def add(self, rung: Rung, num_kept: int) -> None:
+    def add(self, budget: Budget, num_kept: int) -> None:
         """Count one request's round; with K tokens tried, none behind the first not kept."""
-        kept, tried = self._counts.get(rung.num_particles, (0.0, 0.0))
-        num_tried = min(num_kept + 1, rung.num_steps)
-        self._counts[rung.num_particles] = kept + num_kept, tried + num_tried
+        kept, tried = self._counts.get(budget.num_particles, (0.0, 0.0))
+        num_tried = min(num_kept + 1, budget.num_steps)
+        self._counts[budget.num_particles] = kept + num_kept, tried + num_tried
 
     def fade(self) -> None:
         """Let what is known be worth less, once a round."""
@@ -152,37 +152,37 @@ class Kept:
         shared = _mean(_PRIOR, sum(c[0] for c in alike), sum(c[1] for c in alike))
         return _mean(shared, *self._counts.get(num_particles, (0.0, 0.0)))
 
-    def tokens(self, rung: Rung) -> float:
+    def tokens(self, budget: Budget) -> float:
         """Expected tokens of a round, the target's own included."""
-        chance = self.chance(rung.num_particles)
-        return 1.0 + sum(chance**column for column in range(1, rung.num_steps + 1))
+        chance = self.chance(budget.num_particles)
+        return 1.0 + sum(chance**column for column in range(1, budget.num_steps + 1))
 
 
 class Policy:
-    """The rung in force, and when to change it.
+    """The budget in force, and when to change it.
 
     All ranks of a server must give it the same calls and the same costs, so that they agree.
 
     Args:
-        top: the server's N and K; the first rung in force.
+        top: the server's N and K; the first budget in force.
         costs: of rounds.
     """
 
-    def __init__(self, top: Rung, costs: Costs | RoundCosts) -> None:
-        self.rung = top
+    def __init__(self, top: Budget, costs: Costs | RoundCosts) -> None:
+        self.budget = top
         self._costs = costs
-        self._rungs = ladder(top)
+        self._budgets = budgets(top)
         self._kept = Kept()
         self._num_rounds = 0
-        self._age = 0  # rounds since the rung has changed
+        self._age = 0  # rounds since the budget has changed
         # Until what is kept is looked at again:
-        self._tokens: dict[Rung, float] = {}  # expected of a round
-        self._best: dict[Rung, dict[int, Rung]] = {}  # by the widest request and batch size
+        self._tokens: dict[Budget, float] = {}  # expected of a round
+        self._best: dict[Budget, dict[int, Budget]] = {}  # by the widest request and batch size
 
-    def learn(self, rung: Rung, num_kept: int) -> None:
-        """One request's round with N and K of ``rung`` kept so many drafted tokens."""
-        if rung.num_steps:
-            self._kept.add(rung, num_kept)
+    def learn(self, budget: Budget, num_kept: int) -> None:
+        """One request's round with N and K of ``budget`` kept so many drafted tokens."""
+        if budget.num_steps:
+            self._kept.add(budget, num_kept)
 
     def end_round(self) -> None:
         """All requests of a round have been told of."""
@@ -193,32 +193,32 @@ class Policy:
             self._best.clear()
 
     def choose(
-        self, batch_size: int, widest: Rung, fits: Callable[[Rung], bool] = lambda _: True
+        self, batch_size: int, widest: Budget, fits: Callable[[Budget], bool] = lambda _: True
     ) -> None:
-        """Set the rung for the rounds to come; called once a round.
+        """Set the budget for the rounds to come; called once a round.
 
         Args:
             batch_size: running requests.
             widest: the most particles, and the most steps, that any of them asked for.
-            fits: whether there is memory for a rung.
+            fits: whether there is memory for a budget.
         """
         self._age += 1
         if self._age < _PATIENCE:
             return
         best = self.best(batch_size, widest)
-        more_particles = best.num_particles > self.rung.num_particles
-        gain = self._rate(batch_size, best, widest) / self._rate(batch_size, self.rung, widest)
-        if best == self.rung or not (more_particles or gain > _GAIN) or not fits(best):
+        more_particles = best.num_particles > self.budget.num_particles
+        gain = self._rate(batch_size, best, widest) / self._rate(batch_size, self.budget, widest)
+        if best == self.budget or not (more_particles or gain > _GAIN) or not fits(best):
             return
         logger.info(
             "SMC adapts to %d running requests: particles %d -> %d, steps %d -> %d",
-            *(batch_size, self.rung.num_particles, best.num_particles),
-            *(self.rung.num_steps, best.num_steps),
+            *(batch_size, self.budget.num_particles, best.num_particles),
+            *(self.budget.num_steps, best.num_steps),
         )
-        self.rung, self._age = best, 0
+        self.budget, self._age = best, 0
 
-    def best(self, batch_size: int, widest: Rung) -> Rung:
-        """The rung of most tokens a second; of those nearly as good, the one of most particles.
+    def best(self, batch_size: int, widest: Budget) -> Budget:
+        """The budget of most tokens a second; of those nearly as good, the one of most particles.
 
         Batches of more requests never get more work, N K, than smaller ones. Sizes are rounded up
         to a quarter of a power of two.
@@ -231,23 +231,25 @@ class Policy:
             most_work = _work(best[size], widest)
         return best[size]
 
-    def _best_of(self, batch_size: int, widest: Rung, most_work: int) -> Rung:
-        allowed = [rung for rung in self._rungs if _work(rung, widest) <= most_work]
-        rates = {rung: self._rate(batch_size, rung, widest) for rung in allowed}
+    def _best_of(self, batch_size: int, widest: Budget, most_work: int) -> Budget:
+        allowed = [budget for budget in self._budgets if _work(budget, widest) <= most_work]
+        rates = {budget: self._rate(batch_size, budget, widest) for budget in allowed}
         enough = _CLOSE * max(rates.values())
-        close = [rung for rung in allowed if rates[rung] >= enough]
-        return max(close, key=lambda rung: (rung.num_particles, rates[rung], rung.num_steps))
+        close = [budget for budget in allowed if rates[budget] >= enough]
+        return max(
+            close, key=lambda budget: (budget.num_particles, rates[budget], budget.num_steps)
+        )
 
-    def _rate(self, batch_size: int, rung: Rung, widest: Rung) -> float:
+    def _rate(self, batch_size: int, budget: Budget, widest: Budget) -> float:
         """Tokens a second."""
-        real = rung.within(widest)
+        real = budget.within(widest)
         if real not in self._tokens:
             self._tokens[real] = self._kept.tokens(real)
-        return batch_size * self._tokens[real] / self._costs.round(batch_size, rung, widest)
+        return batch_size * self._tokens[real] / self._costs.round(batch_size, budget, widest)
 
 
-def _work(rung: Rung, widest: Rung) -> int:
-    num_particles, num_steps = rung.within(widest)
+def _work(budget: Budget, widest: Budget) -> int:
+    num_particles, num_steps = budget.within(widest)
     return num_particles * num_steps
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import torch
 
-from sglang_smc.options.budget import Rung, joined, narrowed
+from sglang_smc.options.budget import Budget, apply_budget, union
 from sglang_smc.options.request import RequestConfig, config_of, request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.requests.logprob_books import take_back
@@ -28,7 +28,7 @@ class Run(msgspec.Struct):
     config: RequestConfig
     counters: list[float]
     # The bounds of N and K, where the server adapts them: of the last round, and of the next.
-    rungs: tuple[Rung | None, Rung | None] = (None, None)
+    budgets: tuple[Budget | None, Budget | None] = (None, None)
     arena: tuple[int, int] = (0, 0)  # from the end of the text that the host knew, when reserved
     open_at: int | None = None  # the output token that prefill drew, while particles differ in it
     was_settled: bool = False  # in the round that is being taken
@@ -44,18 +44,18 @@ class Run(msgspec.Struct):
     processor: Any = None  # its custom logit processor, loaded
 
     @property
-    def rung(self) -> Rung:
+    def budget(self) -> Budget:
         """N and K of its last round, or of the one that is prepared."""
-        config = narrowed(self.config, self.rungs[1])
-        return Rung(config.num_particles, config.num_steps)
+        config = apply_budget(self.config, self.budgets[1])
+        return Budget(config.num_particles, config.num_steps)
 
-    def span(self, rung: Rung | None) -> RequestConfig:
-        """What memory must hold as the next round begins on ``rung``, and as it ends."""
-        return joined(narrowed(self.config, self.rungs[1]), narrowed(self.config, rung))
+    def span(self, budget: Budget | None) -> RequestConfig:
+        """What memory must hold as the next round begins on ``budget``, and as it ends."""
+        return union(apply_budget(self.config, self.budgets[1]), apply_budget(self.config, budget))
 
-    def step_to(self, rung: Rung | None) -> None:
-        """Let the next round run on ``rung``."""
-        self.rungs = self.rungs[1], rung
+    def step_to(self, budget: Budget | None) -> None:
+        """Let the next round run on ``budget``."""
+        self.budgets = self.budgets[1], budget
 
     def take(self, totals: list[float]) -> None:
         """Note what the device has counted by the end of a round."""
@@ -140,17 +140,17 @@ class RunBook:
         self._random_seed = random_seed
         self._num_seeded = 0
 
-    def begin(self, reqs: "list[Req]", rung: Rung | None = None) -> list[Start]:
-        """Open or reopen requests as they are prefilled, in batch order, on ``rung``."""
-        return [self._begin(req, rung) for req in reqs]
+    def begin(self, reqs: "list[Req]", budget: Budget | None = None) -> list[Start]:
+        """Open or reopen requests as they are prefilled, in batch order, on ``budget``."""
+        return [self._begin(req, budget) for req in reqs]
 
-    def _begin(self, req: "Req", rung: Rung | None) -> Start:
+    def _begin(self, req: "Req", budget: Budget | None) -> Start:
         run = run_of(req)
         if run is None:
             config = config_of(self._config, req)
             run = Run(self._seed(req), config, zero_counters(config.num_particles))
             req.smc_run = run  # type: ignore[attr-defined]
-        run.rungs = rung, rung
+        run.budgets = budget, budget
         # For p itself what is dropped has a factor of mean 1; for other targets it has not.
         run.has_lost_tails |= not run.config.is_normalized and req.retraction_count > 0
         # A power of p, or p within a grammar, knows its next-token law only given all that may

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from sglang_smc.memory import arena
-from sglang_smc.options.budget import Rung, joined, narrowed
+from sglang_smc.options.budget import Budget, apply_budget, union
 from sglang_smc.options.request import config_of
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.requests.grammar import Masks, has_grammar
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class RoundShape(NamedTuple):
     """Sizes and kinds in a batch, known without asking the device; tensors are cut to them."""
 
-    rung: Rung | None  # that bounds N and K in this round
+    budget: Budget | None  # that bounds N and K in this round
     num_held: int  # the most particles that a request has or, as the round begins, had
     resizes: bool  # some request has more or fewer than it had
     num_particles: int  # the most that a request has
@@ -98,15 +98,15 @@ class RoundBatch(NamedTuple):
         return self.inputs.allocated
 
 
-def shape_of_server(config: SMCConfig, rung: Rung | None = None) -> RoundShape:
+def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundShape:
     """The largest extent of batches whose requests choose nothing but sizes for themselves.
 
-    On a ``rung`` tails and arenas may be there that larger ones have left.
+    On a ``budget`` tails and arenas may be there that larger ones have left.
     """
-    now = narrowed(config, rung)
+    now = apply_budget(config, budget)
     weighs = now.mode == "smc"
     return RoundShape(
-        rung=rung,
+        budget=budget,
         num_held=now.num_particles,
         resizes=False,
         num_particles=now.num_particles,
@@ -132,16 +132,19 @@ def shape_of(server: SMCConfig, reqs: "list[Req]") -> RoundShape:
 
     Under the overlap schedule the host's figures are one round old, and too large if anything.
     """
-    asked, rungs = [config_of(server, req) for req in reqs], [running(req).rungs for req in reqs]
-    befores, configs = (
-        [narrowed(*pair) for pair in zip(asked, of_round, strict=True)]
-        for of_round in zip(*rungs, strict=True)
+    asked, budgets = (
+        [config_of(server, req) for req in reqs],
+        [running(req).budgets for req in reqs],
     )
-    spans = list(zip(map(joined, befores, configs), reqs, strict=True))
+    befores, configs = (
+        [apply_budget(*pair) for pair in zip(asked, of_round, strict=True)]
+        for of_round in zip(*budgets, strict=True)
+    )
+    spans = list(zip(map(union, befores, configs), reqs, strict=True))
     num_before, num_after = ([c.num_particles for c in each] for each in (befores, configs))
     arenas = [running(req).arena for req in reqs]
     return RoundShape(
-        rung=rungs[0][1],
+        budget=budgets[0][1],
         num_held=max(num_before + num_after),
         resizes=num_before != num_after,
         num_particles=max(num_after),

@@ -15,7 +15,7 @@ import torch
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.models.attention import KVLocations
 from sglang_smc.ops.interface import Ops
-from sglang_smc.options.budget import Rung
+from sglang_smc.options.budget import Budget
 from sglang_smc.options.policy import COSTS_ENV, Costs, Curve, RoundCosts
 from sglang_smc.round.graph import RoundGraphs
 from sglang_smc.round.steps import Steps
@@ -71,14 +71,16 @@ def costs_of_passes(steps: Steps, ledger: Ledger, ops: Ops, most_tokens: int) ->
     return Costs(*(Curve.of(passes.measure(sizes, run)) for run in (passes.draft, passes.target)))
 
 
-def costs_of_graphs(graphs: dict[Rung | None, RoundGraphs], device: str) -> RoundCosts:
+def costs_of_graphs(graphs: dict[Budget | None, RoundGraphs], device: str) -> RoundCosts:
     """The costs of rounds that have been recorded: of replays in which all groups are padding."""
 
-    def curve(of_rung: RoundGraphs) -> Curve:
-        runs = ((size, partial(of_rung.replay_padding, size)) for size in of_rung.sizes)
+    def curve(of_budget: RoundGraphs) -> Curve:
+        runs = ((size, partial(of_budget.replay_padding, size)) for size in of_budget.sizes)
         return Curve.of((size, _seconds(run, device)) for size, run in runs)
 
-    return RoundCosts({rung: curve(found) for rung, found in graphs.items() if rung is not None})
+    return RoundCosts(
+        {budget: curve(found) for budget, found in graphs.items() if budget is not None}
+    )
 
 
 class _Passes:

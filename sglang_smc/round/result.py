@@ -9,7 +9,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from sglang_smc.options.budget import Rung
+from sglang_smc.options.budget import Budget
 from sglang_smc.options.policy import Policy
 from sglang_smc.requests.failures import end_failed, fail_stuck
 from sglang_smc.requests.logprob_books import deliver, settle
@@ -101,7 +101,7 @@ class SMCBatchResult(GenerationBatchResult):
     firsts: torch.Tensor | None = None  # [G] token that prefill drew, -1 while particles differ
     logprobs: Emitted | None = None  # of tokens and firsts, where some request wants them
     monitor: Monitor | None = None
-    rungs: list[Rung] | None = None  # N and K of each request in this round
+    budgets: list[Budget] | None = None  # N and K of each request in this round
     policy: Policy | None = None  # that learns from them
 
     @classmethod
@@ -170,8 +170,8 @@ class SMCBatchResult(GenerationBatchResult):
                 run = running(req)
                 gains = gained(run.counters, totals[i])
                 self.monitor.add(Played(gains, run.config.mode, kept[i], len(tokens[i])))
-                if self.policy is not None and self.rungs is not None:
-                    self.policy.learn(self.rungs[i], kept[i])
+                if self.policy is not None and self.budgets is not None:
+                    self.policy.learn(self.budgets[i], kept[i])
                 run.take(totals[i])
                 end_failed(req, failure[i])
                 if self.particles is not None and run.config.return_particles:

@@ -23,7 +23,7 @@ def covered_columns(
     running: torch.Tensor,
     evidence_threshold: torch.Tensor,
     num_steps: torch.Tensor,
-    coins: torch.Tensor,
+    keep_uniforms: torch.Tensor,
 ) -> torch.Tensor:
     """The most columns that a group may keep, ``[G]`` int64.
 
@@ -31,11 +31,11 @@ def covered_columns(
         running: ``[G, K + 1, N]`` log-weights after each column, the first before the block.
         evidence_threshold: ``[G]`` float64 c >= 0; infinite to keep none.
         num_steps: ``[G]`` int64: a group's own K.
-        coins: ``[G]`` float64 in [0, 1).
+        keep_uniforms: ``[G]`` float64 in [0, 1).
     """
     total = torch.logsumexp(running, dim=2)  # [G, K + 1]
     log_evidence = total - total[:, :1]
     # In logs, where nothing underflows: -inf is not below -inf, so what has died is not kept.
-    enough = (coins.log() + evidence_threshold.log()).unsqueeze(1) < log_evidence
+    enough = (keep_uniforms.log() + evidence_threshold.log()).unsqueeze(1) < log_evidence
     column = torch.arange(running.shape[1], device=running.device)
     return torch.minimum((enough * column).amax(1), num_steps)

@@ -31,7 +31,7 @@ def judge(
     present: torch.Tensor,
     num_steps: torch.Tensor,
     evidence_threshold: torch.Tensor,
-    coins: torch.Tensor,
+    keep_uniforms: torch.Tensor,
     uniforms: torch.Tensor,
 ) -> Block:
     """Draw a chain by weight where the evidence of the block still covers it.
@@ -42,12 +42,12 @@ def judge(
         present: ``[G, N]`` bool.
         num_steps: ``[G]`` K of each group.
         evidence_threshold: ``[G]`` float64 c >= 0; infinite to keep none.
-        coins, uniforms: ``[G]`` float64 in [0, 1), to decide and to draw the chain.
+        keep_uniforms, uniforms: ``[G]`` float64 in [0, 1), to decide and to draw the chain.
     """
     start = torch.where(present, 0.0, -torch.inf).double()
     gained = torch.where(is_open, increments, 0.0)
     running = accumulate(start, gained).transpose(1, 2)  # [G, K + 1, N]
-    covered = covered_columns(running, evidence_threshold, num_steps, coins)
+    covered = covered_columns(running, evidence_threshold, num_steps, keep_uniforms)
     winner = draw(column_of(running, covered), uniforms)
     group = torch.arange(len(winner), device=running.device)
     return Block(

@@ -59,8 +59,8 @@ def reweight_and_resample(
     power: torch.Tensor,
     rules: Rules,
     present: torch.Tensor,
-    coins: torch.Tensor,
-    noise: torch.Tensor,
+    keep_uniforms: torch.Tensor,
+    uniforms: torch.Tensor,
     scheme: str,
 ) -> Reweighted:
     """Weigh a block of drafts, `cut` it, and `resample` where the effective sample size is low.
@@ -72,16 +72,16 @@ def reweight_and_resample(
         power: ``[G]`` float64 alpha: the drafts weigh ``alpha log p - log q``.
         rules: of each group.
         present: ``[G, N]`` bool.
-        coins: ``[G]`` float64 uniforms, for the evidence.
-        noise: ``[G, N]`` float64 uniforms, for the ancestors.
+        keep_uniforms: ``[G]`` float64 uniforms, for the evidence.
+        uniforms: ``[G, N]`` float64 uniforms, for the ancestors.
         scheme: a key of `SCHEMES`.
     """
     scored = log_p.double() * power.view(-1, 1, 1)
     increments = torch.where(is_open, scored - log_q, 0.0)
-    found = cut(log_weights, increments, rules, present, coins)
+    found = cut(log_weights, increments, rules, present, keep_uniforms)
     column = torch.arange(is_open.shape[2], device=is_open.device)
     kept = is_open & (column < found.num_columns.view(-1, 1, 1))
-    resampled = resample(found.log_weights, found.resample, present, noise, scheme)
+    resampled = resample(found.log_weights, found.resample, present, uniforms, scheme)
     return Reweighted(found, kept.sum(2), resampled)
 
 
@@ -90,7 +90,7 @@ def cut(
     increments: torch.Tensor,
     rules: Rules,
     present: torch.Tensor,
-    coins: torch.Tensor,
+    keep_uniforms: torch.Tensor,
 ) -> BlockCut:
     """Choose the columns that a round keeps (arXiv 2604.15672, section 3).
 
@@ -106,11 +106,11 @@ def cut(
         increments: ``[G, N, K]`` of ``log p - log q``, 0 where a particle has ended.
         rules: of each group; columns beyond its own K count for nothing.
         present: ``[G, N]`` bool.
-        coins: ``[G]`` float64 uniforms, for the evidence.
+        keep_uniforms: ``[G]`` float64 uniforms, for the evidence.
     """
     running = accumulate(log_weights, increments).transpose(1, 2)  # [G, K + 1, N]
     ess = effective_sample_size(running)  # [G, K + 1]
-    covered = covered_columns(running, rules.evidence_threshold, rules.num_steps, coins)
+    covered = covered_columns(running, rules.evidence_threshold, rules.num_steps, keep_uniforms)
     low = ess < (rules.ess_threshold * present.sum(1)).unsqueeze(1)  # [G, K + 1]
     first_low = torch.minimum(_first_true(low[:, 1:]) + 1, covered)
     num_columns = torch.where(rules.at_token, first_low, covered)

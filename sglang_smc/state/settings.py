@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from sglang_smc.options.budget import Rung
+from sglang_smc.options.budget import Budget
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.smc.masking import restrict
 from sglang_smc.smc.proposal import SamplingRules, likeliest_only, log_probs
@@ -68,16 +68,16 @@ class Settings(NamedTuple):
         """What steers the weights."""
         return Rules(self.num_steps, self.ess_threshold, self.at_token, self.evidence_threshold)
 
-    def within(self, rung: Rung | None) -> "Settings":
-        """What is left of N and K on a rung: `rungs.narrowed`, of all requests at once."""
-        if rung is None:
+    def within(self, budget: Budget | None) -> "Settings":
+        """What is left of N and K on a budget: `budgets.apply_budget`, of all requests at once."""
+        if budget is None:
             return self
-        fewer = self.num_particles.clamp_max(rung.num_particles)
+        fewer = self.num_particles.clamp_max(budget.num_particles)
         num_particles = torch.where(self.normalized, fewer, self.num_particles)
         alone = (num_particles == 1) & (self.num_particles > 1)
         return self._replace(
             num_particles=num_particles,
-            num_steps=self.num_steps.clamp_max(rung.num_steps),
+            num_steps=self.num_steps.clamp_max(budget.num_steps),
             weighs=self.weighs & ~alone,
             evidence_threshold=self.evidence_threshold.masked_fill(alone, torch.inf),
         )

@@ -75,7 +75,7 @@ def test_a_crowd_decodes_plainly_and_who_comes_after_it_speculates(
         assert particles < 2 and steps < 1.5, "most rounds had one particle, or drafted nothing"
         assert info["spec_smc_num_particles"] == 4, "what was asked for"
         assert info["spec_smc_rounds_ct"] == info["spec_verify_ct"]
-    alone(running)  # a rung stays for some rounds
+    alone(running)  # a budget stays for some rounds
     assert sizes(alone(running)) == (4, 3), "and speculation has come back"
 
 

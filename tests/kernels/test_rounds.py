@@ -10,7 +10,7 @@ from toy_worker import Outcome, ToyWorker
 
 from sglang_smc.ops.interface import Ops
 from sglang_smc.ops.torch_ops import TORCH
-from sglang_smc.options.budget import OFF, Rung
+from sglang_smc.options.budget import OFF, Budget
 from sglang_smc.options.server import SMCConfig
 
 CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
@@ -27,12 +27,12 @@ CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
 
 RUNGS = {
     "as asked": (None,),
-    "of changing size": (Rung(3, 2), OFF, Rung(3, 1), Rung(2, 2), Rung(1, 2)),
+    "of changing size": (Budget(3, 2), OFF, Budget(3, 1), Budget(2, 2), Budget(1, 2)),
 }
 
 
 def serve(
-    chosen: tuple[dict[str, Any], ...], rungs: tuple[Rung | None, ...], ops: Ops, device: str
+    chosen: tuple[dict[str, Any], ...], budgets: tuple[Budget | None, ...], ops: Ops, device: str
 ) -> Outcome:
     config = SMCConfig(num_particles=3, num_steps=2, max_lag=4, evidence_threshold=0.0)
     with torch.device(device):
@@ -43,7 +43,7 @@ def serve(
             max_new_tokens=9,
             eos=EOS,
             chosen=chosen,
-            rungs=rungs,
+            budgets=budgets,
             ops=ops,
         )
         noise = torch.tensor([0.1, 0.4, 0.6, 0.9], dtype=torch.float64)
@@ -52,11 +52,11 @@ def serve(
     return outcome
 
 
-@pytest.mark.parametrize("rungs", list(RUNGS))
+@pytest.mark.parametrize("budgets", list(RUNGS))
 @pytest.mark.parametrize("name", list(CHOICES))
-def test_kernels_change_no_token(name: str, rungs: str, device: str, kernels: Ops) -> None:
-    by_kernels = serve(CHOICES[name], RUNGS[rungs], kernels, device)
-    by_torch = serve(CHOICES[name], RUNGS[rungs], TORCH, device)
+def test_kernels_change_no_token(name: str, budgets: str, device: str, kernels: Ops) -> None:
+    by_kernels = serve(CHOICES[name], RUNGS[budgets], kernels, device)
+    by_torch = serve(CHOICES[name], RUNGS[budgets], TORCH, device)
     assert torch.equal(by_kernels.outputs, by_torch.outputs)
     assert torch.allclose(by_kernels.log_evidence, by_torch.log_evidence, atol=1e-5)
     assert by_kernels.num_forced == by_torch.num_forced

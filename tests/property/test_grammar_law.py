@@ -14,7 +14,7 @@ from toy_grammar import conditional_law, local_law, maker, potential
 from toy_laws import LENGTH, p_value, total_variation
 from toy_worker import Outcome
 
-from sglang_smc.options.budget import Rung
+from sglang_smc.options.budget import Budget
 from sglang_smc.options.server import SMCConfig
 
 # Behind an a only bb may come, behind a b anything: a local mask takes a far too often.
@@ -26,9 +26,9 @@ TARGET = PAIR[0]
 
 
 def run(regex: str, *, pair: Any = PAIR, size: int = 2000, **settings: Any) -> Outcome:
-    rungs = settings.pop("rungs", (None,))
+    budgets = settings.pop("budgets", (None,))
     config = SMCConfig(**{"num_particles": 24, "num_steps": 2, **settings})
-    return toy_laws.run(config, pair, num_runs=size, rungs=rungs, grammar=maker(regex))
+    return toy_laws.run(config, pair, num_runs=size, budgets=budgets, grammar=maker(regex))
 
 
 def assert_unbiased(outcome: Outcome, expected: float) -> None:
@@ -62,7 +62,7 @@ def test_many_particles_come_near_p_given_the_grammar(resample_at: str) -> None:
         {"num_particles": 4, "num_steps": 4},
         {"num_particles": 4, "resample_at": "token", "ess_threshold": 0.9},
         {"num_particles": 4, "max_lag": 1},
-        {"num_particles": 4, "rungs": (Rung(4, 2), Rung(4, 0), Rung(1, 1))},
+        {"num_particles": 4, "budgets": (Budget(4, 2), Budget(4, 0), Budget(1, 1))},
     ],
     ids=str,
 )

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 from pool_model import PoolModel, Request
 
-from sglang_smc.options.budget import Rung, ladder
+from sglang_smc.options.budget import Budget, budgets
 from sglang_smc.options.server import SMCConfig
 
 CONFIGS = {
@@ -35,10 +35,10 @@ CONFIGS = {
 }
 
 
-def rungs(config: SMCConfig, adapts: bool) -> tuple[Rung | None, ...]:
-    """What rounds may be on: any rung of a server that adapts."""
-    top = Rung(config.num_particles, config.num_steps)
-    return (None, *ladder(top)) if adapts else (None,)
+def some_budgets(config: SMCConfig, adapts: bool) -> tuple[Budget | None, ...]:
+    """What rounds may be on: any budget of a server that adapts."""
+    top = Budget(config.num_particles, config.num_steps)
+    return (None, *budgets(top)) if adapts else (None,)
 
 
 def act(model: PoolModel, rng: random.Random) -> None:
@@ -62,7 +62,7 @@ def test_long_programs(
     name: str, overlap: bool, adapts: bool, request: pytest.FixtureRequest
 ) -> None:
     rng, config = random.Random(name), CONFIGS[name]
-    model = PoolModel(config, overlap=overlap, rungs=rungs(config, adapts))
+    model = PoolModel(config, overlap=overlap, budgets=some_budgets(config, adapts))
     every_kind = config.num_particles > 1 and config.max_lag > 1
     longest = 6000 if adapts else 4000  # more situations to meet
     least = longest if request.config.getoption("--thorough") else 1500
@@ -87,7 +87,7 @@ class Scheduler(RuleBasedStateMachine):
 
     @initialize(name=st.sampled_from(list(CONFIGS)), overlap=st.booleans(), adapts=st.booleans())
     def create(self, name: str, overlap: bool, adapts: bool) -> None:
-        variant = {"overlap": overlap, "rungs": rungs(CONFIGS[name], adapts)}
+        variant = {"overlap": overlap, "budgets": some_budgets(CONFIGS[name], adapts)}
         self.model = PoolModel(CONFIGS[name], num_rows=3, longest=24, **variant)
 
     def pick(self, rng: random.Random) -> Request:

@@ -8,7 +8,7 @@ from toy_laws import EOS, languages
 from toy_logprobs import AskingWorker, Shown
 from toy_worker import ToyRequest
 
-from sglang_smc.options.budget import OFF, Rung
+from sglang_smc.options.budget import OFF, Budget
 from sglang_smc.options.server import SMCConfig
 
 CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
@@ -21,18 +21,18 @@ CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
 }
 RUNGS = {
     "as asked": (None,),
-    "more and fewer": (Rung(3, 2), Rung(2, 1), Rung(1, 2), OFF, Rung(3, 1)),
+    "more and fewer": (Budget(3, 2), Budget(2, 1), Budget(1, 2), OFF, Budget(3, 1)),
 }
 SHOWN: tuple[Shown, ...] = ((3, [0, 2]), (0, None), (1, None), None, (0, [1]))
 
 
-@pytest.mark.parametrize("rungs", list(RUNGS))
+@pytest.mark.parametrize("budgets", list(RUNGS))
 @pytest.mark.parametrize("name", list(CHOICES))
-def test_each_token_has_what_the_target_says_of_it_in_its_place(name: str, rungs: str) -> None:
+def test_each_token_has_what_the_target_says_of_it_in_its_place(name: str, budgets: str) -> None:
     config = SMCConfig(num_particles=3, num_steps=2, max_lag=5, evidence_threshold=0.0)
     sizes = {"num_requests": 40, "max_new_tokens": 14, "eos": EOS}
     toy = AskingWorker(
-        config, *languages(), **sizes, chosen=CHOICES[name], rungs=RUNGS[rungs], shown=SHOWN
+        config, *languages(), **sizes, chosen=CHOICES[name], budgets=RUNGS[budgets], shown=SHOWN
     )
     noise = torch.rand(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     toy.run(list(range(1, 41)), noise)

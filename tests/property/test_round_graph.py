@@ -13,7 +13,7 @@ from toy_laws import EOS, LENGTH, languages
 from toy_worker import Outcome as Texts
 from toy_worker import ToyWorker
 
-from sglang_smc.options.budget import OFF, Rung
+from sglang_smc.options.budget import OFF, Budget
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.requests.state import RunBook
 from sglang_smc.round.batch import shape_of_server
@@ -48,11 +48,11 @@ def serve(
     *,
     rows: list[int],
     recorded: list[int] | None,
-    rungs: tuple[Rung | None, ...] = (None,),
+    budgets: tuple[Budget | None, ...] = (None,),
 ) -> Texts:
     """Texts of requests, by recordings of `SIZES` if there is a list to note them in."""
     sizes = {"num_requests": 9, "max_new_tokens": LENGTH, "eos": EOS}
-    toy = ToyWorker(config, *languages(), **sizes, chosen=CHOSEN, rungs=rungs)
+    toy = ToyWorker(config, *languages(), **sizes, chosen=CHOSEN, budgets=budgets)
     if recorded is not None:
         worker = toy.worker
         worker._runs = RunBook(config, random_seed=0)
@@ -60,7 +60,7 @@ def serve(
         worker._graph_sizes = SIZES
         worker._capture(in_place(recorded))
         costs = costs_of_graphs(worker._graphs, toy.device).rounds
-        assert list(costs) == [rung for rung in worker._graphs if rung is not None]
+        assert list(costs) == [budget for budget in worker._graphs if budget is not None]
         recorded.clear()
     noise = torch.rand(9, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     texts = toy.run(rows, noise)
@@ -84,12 +84,12 @@ def test_recorded_rounds_give_the_same_texts(mode: str, size: int) -> None:
 
 @pytest.mark.parametrize("mode", ["smc", "exact"])
 def test_recorded_rounds_of_changing_size_give_the_same_texts(mode: str) -> None:
-    """Each rung has recordings of its own; populations are resized before one is replayed."""
+    """Each budget has recordings of its own; populations are resized before one is replayed."""
     config = SMCConfig(num_particles=3, num_steps=2, mode=mode, adaptive=True)
     rows, recorded = list(range(1, 6)), []
-    rungs = (Rung(3, 2), OFF, Rung(3, 1), Rung(1, 2))
-    by_graph = serve(config, rows=rows, recorded=recorded, rungs=rungs)
-    eager = serve(config, rows=rows, recorded=None, rungs=rungs)
+    budgets = (Budget(3, 2), OFF, Budget(3, 1), Budget(1, 2))
+    by_graph = serve(config, rows=rows, recorded=recorded, budgets=budgets)
+    eager = serve(config, rows=rows, recorded=None, budgets=budgets)
     assert torch.equal(by_graph.outputs, eager.outputs)
     assert torch.equal(by_graph.log_evidence, eager.log_evidence)
     assert len(recorded) > 1

@@ -1,4 +1,4 @@
-"""Which rung is chosen at which load, for machines of known costs."""
+"""Which budget is chosen at which load, for machines of known costs."""
 
 import itertools
 import json
@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_smc.options.budget import OFF, Rung, ladder
+from sglang_smc.options.budget import OFF, Budget, budgets
 from sglang_smc.options.policy import COSTS_ENV, Costs, Curve, Kept, Policy, RoundCosts
 
-TOP = Rung(8, 8)
+TOP = Budget(8, 8)
 BATCHES = [1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64, 100, 128, 256, 512]
 
 
@@ -21,22 +21,22 @@ def roofline(free: int, pass_seconds: float = 0.01, draft: float = 0.1) -> Costs
     return Costs(Curve.of((n, draft * s) for n, s in points), Curve.of(points))
 
 
-def rounds(policy: Policy, batch_size: int, number: int, kept: float | None = None) -> list[Rung]:
-    """The rungs in force in so many rounds, of which each keeps that share of its drafts."""
-    rungs = []
+def rounds(policy: Policy, batch_size: int, number: int, kept: float | None = None) -> list[Budget]:
+    """The budgets in force in so many rounds, of which each keeps that share of its drafts."""
+    budgets = []
     for _ in range(number):
-        rungs.append(policy.rung)
+        budgets.append(policy.budget)
         if kept is not None:
             for _ in range(batch_size):
-                policy.learn(policy.rung, round(kept * policy.rung.num_steps))
+                policy.learn(policy.budget, round(kept * policy.budget.num_steps))
             policy.end_round()
         policy.choose(batch_size, TOP)
-    return rungs
+    return budgets
 
 
-def test_a_ladder_halves_both_and_ends_without_drafts() -> None:
-    assert ladder(Rung(6, 2)) == (*((n, k) for n in (6, 3, 1) for k in (2, 1)), OFF)
-    assert ladder(Rung(1, 1)) == ((1, 1), OFF)
+def test_budgets_halve_both_and_ends_without_drafts() -> None:
+    assert budgets(Budget(6, 2)) == (*((n, k) for n in (6, 3, 1) for k in (2, 1)), OFF)
+    assert budgets(Budget(1, 1)) == ((1, 1), OFF)
 
 
 def test_memory_bound_passes_are_free_for_all_particles_and_steps() -> None:
@@ -63,16 +63,16 @@ def test_of_equally_fast_rungs_the_most_particles_are_kept() -> None:
     st.integers(1, 2000),
     st.floats(0.001, 2.0),
     st.lists(st.floats(0, 1), min_size=2, max_size=2),
-    st.sampled_from([Rung(8, 8), Rung(5, 3), Rung(1, 4), Rung(16, 1)]),
+    st.sampled_from([Budget(8, 8), Budget(5, 3), Budget(1, 4), Budget(16, 1)]),
 )
 def test_more_requests_never_get_more_work(
-    free: int, draft: float, kept: list[float], widest: Rung
+    free: int, draft: float, kept: list[float], widest: Budget
 ) -> None:
-    policy = Policy(Rung(16, 8), roofline(free, draft=draft))
-    for rung, share in zip((Rung(8, 8), Rung(1, 8)), kept, strict=True):
-        policy.learn(rung, round(8 * share))
+    policy = Policy(Budget(16, 8), roofline(free, draft=draft))
+    for budget, share in zip((Budget(8, 8), Budget(1, 8)), kept, strict=True):
+        policy.learn(budget, round(8 * share))
     chosen = [policy.best(size, widest).within(widest) for size in BATCHES]
-    work = [rung.num_particles * rung.num_steps for rung in chosen]
+    work = [budget.num_particles * budget.num_steps for budget in chosen]
     assert all(later <= earlier for earlier, later in itertools.pairwise(work))
 
 
@@ -80,18 +80,18 @@ def test_drafts_that_are_not_kept_are_not_made() -> None:
     good, bad = (Policy(TOP, roofline(free=4096, draft=0.3)) for _ in range(2))
     rounds(good, 4, 60, kept=1.0)
     rounds(bad, 4, 60, kept=0.0)
-    assert good.rung == TOP
-    assert bad.rung.num_steps <= 1
+    assert good.budget == TOP
+    assert bad.budget.num_steps <= 1
 
 
 def test_who_does_not_speculate_forgets_why_and_tries_again() -> None:
     """Where a second token costs something: else one draft costs what reading along does."""
     policy = Policy(TOP, roofline(free=256, draft=0.3))
-    assert policy.best(180, TOP) == Rung(1, 1)
+    assert policy.best(180, TOP) == Budget(1, 1)
     seen = rounds(policy, 180, 60, kept=0.0)
     assert seen[-1] == OFF
     later = rounds(policy, 180, 1000, kept=0.0)
-    assert any(rung.num_steps for rung in later)
+    assert any(budget.num_steps for budget in later)
     assert later.count(OFF) > 700, "and finds again that it does not pay"
 
 
@@ -112,36 +112,36 @@ def test_loads_that_alternate_near_a_boundary_do_not_flap() -> None:
 def test_particles_come_back_when_the_load_has_gone() -> None:
     policy = Policy(TOP, roofline(free=256))
     rounds(policy, 512, 20)
-    assert policy.rung == OFF
+    assert policy.budget == OFF
     rounds(policy, 1, 20)
-    assert policy.rung == TOP
+    assert policy.budget == TOP
 
 
 def test_a_rung_without_memory_is_not_taken() -> None:
     policy = Policy(TOP, roofline(free=256))
     rounds(policy, 512, 20)
     for _ in range(20):
-        policy.choose(1, TOP, fits=lambda rung: rung == OFF)
-    assert policy.rung == OFF
+        policy.choose(1, TOP, fits=lambda budget: budget == OFF)
+    assert policy.budget == OFF
 
 
 def test_sizes_that_nobody_asked_for_cost_nothing() -> None:
     """Requests of two particles fit where those of eight would not."""
     policy = Policy(TOP, roofline(free=256))
     assert policy.best(16, TOP).num_particles < 8
-    assert policy.best(16, Rung(2, 4)).num_steps >= 4
+    assert policy.best(16, Budget(2, 4)).num_steps >= 4
 
 
 def test_a_round_costs_its_passes() -> None:
     costs = Costs(Curve.of([(1, 1.0), (101, 101.0)]), Curve.of([(1, 10.0)]), overhead=0.5)
-    assert costs.round(3, Rung(2, 4), TOP) == 12 + 3 * 6 + 10 + 0.5
-    assert costs.round(3, TOP, Rung(2, 4)) == costs.round(3, Rung(2, 4), TOP)
+    assert costs.round(3, Budget(2, 4), TOP) == 12 + 3 * 6 + 10 + 0.5
+    assert costs.round(3, TOP, Budget(2, 4)) == costs.round(3, Budget(2, 4), TOP)
     assert costs.round(3, OFF, TOP) == 6 + 10 + 0.5, "the draft reads along"
 
 
 def test_a_recorded_round_costs_what_its_rung_does_whoever_plays() -> None:
     costs = RoundCosts({TOP: Curve(((1, 2.0), (3, 4.0))), OFF: Curve(((1, 1.0),))})
-    assert costs.round(2, TOP, Rung(1, 1)) == 3.0
+    assert costs.round(2, TOP, Budget(1, 1)) == 3.0
     assert costs.round(2, OFF, TOP) == 1.0
 
 
@@ -152,11 +152,11 @@ def test_a_curve_never_falls_and_goes_on_beyond_its_last_point() -> None:
 
 def test_what_is_kept_is_learned_and_carried_over_to_other_steps() -> None:
     kept = Kept()
-    assert kept.tokens(Rung(4, 2)) == pytest.approx(1 + 0.8 + 0.64), "until something is known"
+    assert kept.tokens(Budget(4, 2)) == pytest.approx(1 + 0.8 + 0.64), "until something is known"
     for _ in range(400):
-        kept.add(Rung(4, 4), 1)  # 1 of 2 tokens tried
+        kept.add(Budget(4, 4), 1)  # 1 of 2 tokens tried
     assert kept.chance(4) == pytest.approx(0.5, abs=0.02)
-    assert kept.tokens(Rung(4, 8)) == pytest.approx(2.0, abs=0.05)
+    assert kept.tokens(Budget(4, 8)) == pytest.approx(2.0, abs=0.05)
     assert kept.chance(8) == pytest.approx(0.5, abs=0.02), "as its like"
     assert kept.chance(1) == 0.8, "which is verified, and unlike"
 

@@ -16,7 +16,7 @@ from toy_laws import EOS, languages
 from toy_logprobs import AskingWorker
 from toy_worker import ToyWorker
 
-from sglang_smc.options.budget import OFF, Rung
+from sglang_smc.options.budget import OFF, Budget
 from sglang_smc.options.server import SMCConfig
 
 # Operators that read a value, or whose result has a size that depends on values.
@@ -112,16 +112,16 @@ CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
 }
 RUNGS = {
     "as asked": (None,),
-    "more and fewer": (Rung(3, 2), Rung(2, 1), Rung(1, 2), OFF, Rung(3, 1)),
+    "more and fewer": (Budget(3, 2), Budget(2, 1), Budget(1, 2), OFF, Budget(3, 1)),
 }
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rungs", list(RUNGS))
+@pytest.mark.parametrize("budgets", list(RUNGS))
 @pytest.mark.parametrize("name", list(CHOICES))
-def test_a_round_never_waits_for_the_device(name: str, rungs: str, device: str) -> None:
+def test_a_round_never_waits_for_the_device(name: str, budgets: str, device: str) -> None:
     """The worker's own round, from the batch to the result, over models of a few tables."""
-    play_rounds(device, chosen=CHOICES[name], rungs=RUNGS[rungs])
+    play_rounds(device, chosen=CHOICES[name], budgets=RUNGS[budgets])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -129,7 +129,7 @@ def test_a_round_never_waits_for_the_device(name: str, rungs: str, device: str) 
 def test_penalties_and_biases_never_wait_for_the_device(name: str, device: str) -> None:
     penalties = {"frequency_penalty": 0.5, "presence_penalty": -0.5, "repetition_penalty": 1.5}
     asked = {**penalties, "logit_bias": {"1": 0.5}}
-    play_rounds(device, chosen=CHOICES[name], rungs=RUNGS["more and fewer"], asked=asked)
+    play_rounds(device, chosen=CHOICES[name], budgets=RUNGS["more and fewer"], asked=asked)
 
 
 def play_rounds(device: str, **variants: Any) -> None:
@@ -141,13 +141,13 @@ def play_rounds(device: str, **variants: Any) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rungs", list(RUNGS))
+@pytest.mark.parametrize("budgets", list(RUNGS))
 @pytest.mark.parametrize("name", ["weighed beside verified", "powered"])
-def test_log_probabilities_make_no_round_wait(name: str, rungs: str, device: str) -> None:
+def test_log_probabilities_make_no_round_wait(name: str, budgets: str, device: str) -> None:
     config = SMCConfig(num_particles=3, num_steps=2, evidence_threshold=0.0)
     with torch.device(device):
         sizes = {"num_requests": 4, "max_new_tokens": 12, "eos": EOS}
-        variants = {"chosen": CHOICES[name], "rungs": RUNGS[rungs]}
+        variants = {"chosen": CHOICES[name], "budgets": RUNGS[budgets]}
         shown = ((2, [0, 1]), None, (0, None))
         play(AskingWorker(config, *languages(), shown=shown, **sizes, **variants), device)
 

@@ -1,4 +1,4 @@
-"""What a request runs with on a rung, on the host and on the device alike."""
+"""What a request runs with on a budget, on the host and on the device alike."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_smc.memory import arena
-from sglang_smc.options.budget import OFF, Rung, joined, narrowed
+from sglang_smc.options.budget import OFF, Budget, apply_budget, union
 from sglang_smc.options.request import RequestConfig, request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.state.settings import RequestSpec, RequestTable
@@ -24,40 +24,40 @@ ASKED = [
         {"power": 2.0},
     )
 ]
-RUNGS = [None, Rung(8, 6), Rung(4, 3), Rung(2, 6), Rung(1, 3), OFF]
+RUNGS = [None, Budget(8, 6), Budget(4, 3), Budget(2, 6), Budget(1, 3), OFF]
 
 
 def test_a_rung_bounds_and_never_adds() -> None:
-    found = narrowed(ASKED[2], Rung(8, 6))
+    found = apply_budget(ASKED[2], Budget(8, 6))
     assert found == ASKED[2]
-    found = narrowed(ASKED[2], Rung(2, 1))
+    found = apply_budget(ASKED[2], Budget(2, 1))
     assert (found.num_particles, found.num_steps, found.mode) == (2, 1, "smc")
 
 
 @pytest.mark.parametrize("mode", ["smc", "exact", "mixed", "auto"])
 def test_who_loses_all_particles_but_one_is_verified(mode: str) -> None:
     asked = RequestConfig(num_particles=4, mode=mode)
-    for rung in (OFF, Rung(1, 4)):
-        assert narrowed(asked, rung).mode == "exact"
-    assert narrowed(asked, Rung(2, 0)).mode == mode
+    for budget in (OFF, Budget(1, 4)):
+        assert apply_budget(asked, budget).mode == "exact"
+    assert apply_budget(asked, Budget(2, 0)).mode == mode
 
 
 def test_a_power_keeps_its_particles_and_who_has_one_keeps_its_mode() -> None:
-    assert narrowed(ASKED[6], OFF).num_particles == 8
-    assert narrowed(ASKED[6], OFF).num_steps == 0
-    assert narrowed(ASKED[1], OFF).mode == "smc"
+    assert apply_budget(ASKED[6], OFF).num_particles == 8
+    assert apply_budget(ASKED[6], OFF).num_steps == 0
+    assert apply_budget(ASKED[1], OFF).mode == "smc"
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_the_device_comes_to_the_same(rung: Rung | None) -> None:
+@pytest.mark.parametrize("budget", RUNGS)
+def test_the_device_comes_to_the_same(budget: Budget | None) -> None:
     table = RequestTable(1 + len(ASKED), 4, "cpu")
     specs = [
         RequestSpec(*(row, 7, 1.0, 4, 1.0, 0.0, 9, 0, False, frozenset()), config=config)
         for row, config in enumerate(ASKED, start=1)
     ]
     table.write(specs)
-    found = table.gather(torch.arange(1, 1 + len(ASKED))).within(rung)
-    expected = [narrowed(config, rung) for config in ASKED]
+    found = table.gather(torch.arange(1, 1 + len(ASKED))).within(budget)
+    expected = [apply_budget(config, budget) for config in ASKED]
     assert found.num_particles.tolist() == [config.num_particles for config in expected]
     assert found.num_steps.tolist() == [config.num_steps for config in expected]
     assert found.weighs.tolist() == [config.weighs for config in expected]
@@ -66,13 +66,13 @@ def test_the_device_comes_to_the_same(rung: Rung | None) -> None:
 
 @pytest.mark.parametrize(("before", "now"), itertools.product(RUNGS, RUNGS))
 def test_memory_holds_the_tails_so_far_and_the_drafts_to_come(
-    before: Rung | None, now: Rung | None
+    before: Budget | None, now: Budget | None
 ) -> None:
     for asked in ASKED:
-        last, new = narrowed(asked, before), narrowed(asked, now)
+        last, new = apply_budget(asked, before), apply_budget(asked, now)
         in_use = last.num_particles * (arena.lag(last) - 1)
         taken = new.num_particles * (new.num_steps + 1)
-        span = joined(last, new)
+        span = union(last, new)
         assert arena.arena(span, 1000) >= in_use + taken
         assert arena.arena(span, 1000) <= arena.max_arena(SERVER)
         assert arena.tail(span, 1000) >= arena.lag(last) - 1 + new.num_steps + 1

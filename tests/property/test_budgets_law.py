@@ -11,15 +11,15 @@ import pytest
 import torch
 from toy_laws import LENGTH, NUM_RUNS, VOCAB, languages, law, p_value, run, total_variation
 
-from sglang_smc.options.budget import OFF, Rung
+from sglang_smc.options.budget import OFF, Budget
 from sglang_smc.options.server import RESAMPLING_METHODS, SMCConfig
 
 SCRIPTS = {
-    "fewer": (Rung(4, 1), Rung(2, 1)),
-    "more": (Rung(2, 1), Rung(4, 1)),
-    "down to none and back": (Rung(4, 1), OFF, Rung(3, 1)),
-    "one chain and back": (Rung(1, 1), Rung(4, 1)),
-    "without drafts, then fewer": (Rung(4, 0), Rung(3, 1), Rung(2, 0)),
+    "fewer": (Budget(4, 1), Budget(2, 1)),
+    "more": (Budget(2, 1), Budget(4, 1)),
+    "down to none and back": (Budget(4, 1), OFF, Budget(3, 1)),
+    "one chain and back": (Budget(1, 1), Budget(4, 1)),
+    "without drafts, then fewer": (Budget(4, 0), Budget(3, 1), Budget(2, 0)),
 }
 
 
@@ -46,7 +46,7 @@ def test_texts_stay_properly_weighted(script: str, method: str) -> None:
     of the text would miss it: here how often each token is the text's third, and 1 itself.
     """
     target, draft = languages(difference=1.2)
-    outcome = run(weighing(4, resampling_method=method), (target, draft), rungs=SCRIPTS[script])
+    outcome = run(weighing(4, resampling_method=method), (target, draft), budgets=SCRIPTS[script])
     evidence, thirds = outcome.log_evidence.exp(), outcome.outputs[:, 2]
     expected = [0.0] * VOCAB
     for text, mass in law([target] * LENGTH).items():
@@ -61,55 +61,59 @@ def test_texts_stay_properly_weighted(script: str, method: str) -> None:
 def test_draft_equal_to_target_stays_exact(script: str, max_lag: int) -> None:
     """Error probability 1e-4 each; a tail or a slot of another particle would change contexts."""
     target, _ = languages()
-    outcome = run(weighing(4, max_lag=max_lag), (target, target), rungs=SCRIPTS[script])
+    outcome = run(weighing(4, max_lag=max_lag), (target, target), budgets=SCRIPTS[script])
     assert p_value(outcome, law([target] * LENGTH)) > 1e-4
     assert outcome.log_evidence.abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("mode", ["smc", "exact", "mixed"])
-@pytest.mark.parametrize("rungs", [(OFF,), (Rung(1, 2),), (OFF, Rung(1, 2), Rung(1, 1))])
-def test_who_is_reduced_to_one_chain_or_none_follows_p(rungs: tuple[Rung, ...], mode: str) -> None:
+@pytest.mark.parametrize("budgets", [(OFF,), (Budget(1, 2),), (OFF, Budget(1, 2), Budget(1, 1))])
+def test_who_is_reduced_to_one_chain_or_none_follows_p(
+    budgets: tuple[Budget, ...], mode: str
+) -> None:
     """Error probability 1e-4 each; weighed, one chain would follow q where it is drafted."""
     target, draft = languages()
-    outcome = run(SMCConfig(num_particles=4, mode=mode), (target, draft), rungs=rungs)
+    outcome = run(SMCConfig(num_particles=4, mode=mode), (target, draft), budgets=budgets)
     assert p_value(outcome, law([target] * LENGTH)) > 1e-4
     assert outcome.log_evidence.abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("script", list(SCRIPTS))
-def test_verified_texts_follow_p_whatever_the_rungs(script: str) -> None:
+def test_verified_texts_follow_p_whatever_the_budgets(script: str) -> None:
     """Error probability 1e-4 each."""
     target, draft = languages()
-    outcome = run(SMCConfig(num_particles=4, mode="exact"), (target, draft), rungs=SCRIPTS[script])
+    outcome = run(
+        SMCConfig(num_particles=4, mode="exact"), (target, draft), budgets=SCRIPTS[script]
+    )
     assert p_value(outcome, law([target] * LENGTH)) > 1e-4
 
 
 def test_who_asked_for_one_particle_gets_what_it_asked_for() -> None:
-    """Error probability 1e-4: it is weighed, as without a rung, and so follows q where drafted."""
+    """Error probability 1e-4: it is weighed, as without a budget, and so follows q where drafted."""
     target, draft = languages()
     chosen = ({"num_particles": 1, "num_steps": 2},)
-    outcome = run(weighing(4), (target, draft), chosen=chosen, rungs=(Rung(1, 2),))
+    outcome = run(weighing(4), (target, draft), chosen=chosen, budgets=(Budget(1, 2),))
     drawn_by = [target if t % 3 == 0 else draft for t in range(LENGTH)]
     assert p_value(outcome, law(drawn_by)) > 1e-4
 
 
 @pytest.mark.parametrize(
-    ("rungs", "method"),
+    ("budgets", "method"),
     [
-        ((Rung(32, 2), OFF), "systematic"),
+        ((Budget(32, 2), OFF), "systematic"),
         *(
-            pytest.param((Rung(32, 2), OFF), method, marks=pytest.mark.thorough)
+            pytest.param((Budget(32, 2), OFF), method, marks=pytest.mark.thorough)
             for method in RESAMPLING_METHODS[1:]
         ),
-        ((Rung(32, 2), Rung(16, 1)), "systematic"),
-        ((Rung(16, 1), Rung(32, 2)), "systematic"),
+        ((Budget(32, 2), Budget(16, 1)), "systematic"),
+        ((Budget(16, 1), Budget(32, 2)), "systematic"),
     ],
 )
-def test_many_particles_come_near_the_target(rungs: tuple[Rung, ...], method: str) -> None:
+def test_many_particles_come_near_the_target(budgets: tuple[Budget, ...], method: str) -> None:
     """Noise alone makes a TV of about .04; unweighted, the first draw would put it .15 away."""
     target, draft = languages()
     config = weighing(32, resampling_method=method)
-    outcome = run(config, (target, draft), rungs=rungs)
+    outcome = run(config, (target, draft), budgets=budgets)
     assert total_variation(outcome, law([target] * LENGTH)) < 0.065
 
 
@@ -117,7 +121,7 @@ def test_a_power_keeps_its_particles() -> None:
     """With one particle left its texts would follow powers of next-token laws, which are far."""
     target, draft = languages()
     config = weighing(24, power=2.0)
-    outcome = run(config, (target, draft), rungs=(OFF, Rung(1, 1)), num_runs=2500)
+    outcome = run(config, (target, draft), budgets=(OFF, Budget(1, 1)), num_runs=2500)
     sums = {text: mass**2 for text, mass in law([target] * LENGTH).items()}
     expected = {text: mass / sum(sums.values()) for text, mass in sums.items()}
     assert total_variation(outcome, expected) < 0.08
@@ -137,12 +141,12 @@ CHOICES: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("script", list(SCRIPTS))
 def test_a_request_draws_the_same_text_among_its_own_kind_and_among_all(script: str) -> None:
     """Of a batch some change their N and some do not: none takes a neighbour's size or slot."""
-    num_runs, rungs = 40 * len(CHOICES), SCRIPTS[script]
+    num_runs, budgets = 40 * len(CHOICES), SCRIPTS[script]
     server, pair = SMCConfig(num_particles=4, num_steps=2, max_lag=3), languages()
-    together = run(server, pair, num_runs=num_runs, chosen=CHOICES, rungs=rungs)
+    together = run(server, pair, num_runs=num_runs, chosen=CHOICES, budgets=budgets)
     for i, mine in enumerate(CHOICES):
         rows = list(range(1 + i, num_runs + 1, len(CHOICES)))
-        apart = run(server, pair, rows, num_runs=num_runs, chosen=(mine,), rungs=rungs)
+        apart = run(server, pair, rows, num_runs=num_runs, chosen=(mine,), budgets=budgets)
         at = torch.tensor(rows) - 1
         assert torch.equal(together.outputs[at], apart.outputs), mine
         assert torch.allclose(together.log_evidence[at], apart.log_evidence, atol=1e-12), mine
