@@ -14,7 +14,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_smc.memory import arena
 from sglang_smc.options.budget import Budget
 from sglang_smc.process import active_budget, active_config, active_policy
-from sglang_smc.requests.state import running
+from sglang_smc.requests.state import state_of
 from sglang_smc.server.hooks import Patch
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ def prepare_for_decode(original: Callable, batch: "ScheduleBatch") -> None:
     spans = [(req.kv.kv_allocated_len, _allocated_after(req, budget)) for req in batch.reqs]
     _allocate(batch, spans)
     for req, (_, end) in zip(batch.reqs, spans, strict=True):
-        running(req).step_to(budget)
-        running(req).arena = req.kv_committed_len, end
+        state_of(req).step_to(budget)
+        state_of(req).arena = req.kv_committed_len, end
         req.kv.kv_allocated_len = end
         req.decode_batch_idx += 1
     _adapt(batch)
@@ -46,7 +46,7 @@ def _adapt(batch: "ScheduleBatch") -> None:
     policy = active_policy()
     if policy is None:
         return
-    configs = [running(req).config for req in batch.reqs]
+    configs = [state_of(req).config for req in batch.reqs]
     widest = Budget(max(c.num_particles for c in configs), max(c.num_steps for c in configs))
     policy.choose(
         len(configs), widest, lambda budget: _num_new(batch.reqs, budget) <= _num_free(batch)
@@ -92,7 +92,7 @@ def tokens_required(
 
 def _allocated_after(req: "Req", budget: Budget | None) -> int:
     # Never less than now: an arena shrinks by committing, not by giving slots back.
-    span = running(req).span(budget)
+    span = state_of(req).span(budget)
     wanted = req.kv_committed_len + arena.arena(span, arena.remaining(req))
     return max(req.kv.kv_allocated_len, wanted)
 

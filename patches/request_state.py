@@ -8,7 +8,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_smc.process import active_monitor
 from sglang_smc.requests.failures import end_failed, judge_prefill, take_mark
 from sglang_smc.requests.logprob_books import rewind_stream
-from sglang_smc.requests.state import publish, run_of
+from sglang_smc.requests.state import find_state, publish
 from sglang_smc.server.hooks import Patch
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def update_finish_state(original: Callable, req: "Req", new_accepted_len: int = 1) -> None:
     """Look at new tokens only; with none, a request ends only if it is told to."""
     num_new = new_accepted_len
-    run = run_of(req)
+    run = find_state(req)
     if run is not None and (code := take_mark(req)):
         run.count_nan()
         end_failed(req, code)
@@ -40,7 +40,7 @@ def update_finish_state(original: Callable, req: "Req", new_accepted_len: int = 
 
 def reset_for_retract(original: Callable, req: "Req") -> None:
     """Take back a token that was not settled, so that the next prefill does not read it."""
-    run = run_of(req)
+    run = find_state(req)
     if run is not None:
         run.withdraw(req)
     original(req)

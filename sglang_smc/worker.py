@@ -26,7 +26,7 @@ from sglang_smc.requests import logit_edits
 from sglang_smc.requests.failures import failure_of_first, mark_first
 from sglang_smc.requests.first_tokens import first_tokens
 from sglang_smc.requests.grammar import masks_of, note_prefill
-from sglang_smc.requests.state import RunBook, first_is_open, running
+from sglang_smc.requests.state import RequestStates, first_is_open, state_of
 from sglang_smc.round.batch import RoundBatch, RoundInputs, RoundShape, shape_of, shape_of_server
 from sglang_smc.round.costs import costs_of, costs_of_graphs, costs_of_passes, rehearse
 from sglang_smc.round.draft_input import SMCDraftInput
@@ -84,7 +84,9 @@ class SMCWorker(WeightUpdates):
         self.monitor = Monitor(server_args.decode_log_interval)
         set_monitor(self.monitor)
         self._graphs: dict[Budget | None, RoundGraphs] = {}
-        self._runs = RunBook(self.config, _replica_seed(target_worker.random_seed, ps.dp_rank))
+        self._runs = RequestStates(
+            self.config, _replica_seed(target_worker.random_seed, ps.dp_rank)
+        )
 
     def alloc_memory_pool(
         self,
@@ -287,7 +289,7 @@ class SMCWorker(WeightUpdates):
         inputs = RoundInputs(
             rows=batch.req_pool_indices,
             committed=batch.seq_lens.long(),
-            allocated=self._tensor([running(req).arena[1] for req in batch.reqs]),
+            allocated=self._tensor([state_of(req).arena[1] for req in batch.reqs]),
         )
         if shape.resizes:
             self._resize(inputs, shape, batch.reqs)
@@ -297,7 +299,10 @@ class SMCWorker(WeightUpdates):
         else:
             outcome = self._play(inputs, shape, batch.reqs)
         result = SMCBatchResult.of(outcome, self.monitor)
-        result.policy, result.budgets = active_policy(), [running(req).budget for req in batch.reqs]
+        result.policy, result.budgets = (
+            active_policy(),
+            [state_of(req).budget for req in batch.reqs],
+        )
         return result
 
     def _resize(self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]") -> None:

@@ -9,7 +9,7 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.requests.state import Run
+from sglang_smc.requests.state import RequestState
 
 NEUTRAL: dict[str, Any] = {
     "frequency_penalty": 0.0,
@@ -41,7 +41,7 @@ def make_req(output_ids: list[int], **params: Any) -> Any:
         origin_input_ids=[7, 8],
         output_ids=list(output_ids),
         to_finish=None,
-        smc_run=Run(0, RequestConfig(), []),
+        smc_state=RequestState(0, RequestConfig(), []),
         finished=lambda: False,
     )
 

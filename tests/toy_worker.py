@@ -22,7 +22,7 @@ from sglang_smc.options.request import config_of
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.requests import logit_edits
 from sglang_smc.requests.grammar import Masks
-from sglang_smc.requests.state import Run, first_is_open
+from sglang_smc.requests.state import RequestState, first_is_open
 from sglang_smc.round.steps import Steps
 from sglang_smc.smc.proposal import sample
 from sglang_smc.smc.stratify import stratified
@@ -139,7 +139,7 @@ class ToyRequest:
 
     @property
     def is_stuck(self) -> bool:
-        return self.smc_run.counters[-1] == -math.inf
+        return self.smc_state.counters[-1] == -math.inf
 
     def say(self, tokens: list[int]) -> None:
         """As SGLang's books take tokens."""
@@ -231,8 +231,8 @@ class ToyWorker:
             firsts = [-1] * len(running) if result.firsts is None else result.firsts.tolist()
             for group, i in enumerate(running):
                 if first_is_open(reqs[i]) and firsts[group] >= 0:  # type: ignore[arg-type]
-                    reqs[i].smc_run.settle(reqs[i], firsts[group])
-                reqs[i].smc_run.counters = result.counters[group].tolist()
+                    reqs[i].smc_state.settle(reqs[i], firsts[group])
+                reqs[i].smc_state.counters = result.counters[group].tolist()
                 count = 0 if reqs[i].is_stuck else int(result.accept_lens[group])
                 new = tokens[group, :count].tolist()
                 reqs[i].say(new)
@@ -241,7 +241,7 @@ class ToyWorker:
             running = [i for i in running if not self._is_over(reqs[i])]
         evidence = self.worker._particles.gather(torch.tensor(rows), 1, 1).log_evidence
         evidence = evidence.masked_fill(torch.tensor([req.is_stuck for req in reqs]), -math.inf)
-        num_forced = sum(int(Counters(*req.smc_run.counters).collapse_ct) for req in reqs)
+        num_forced = sum(int(Counters(*req.smc_state.counters).collapse_ct) for req in reqs)
         texts = [req.output_ids for req in reqs]
         padded = [text + [self.eos] * (self.limit - len(text)) for text in texts]
         early = sum(map(len, texts)) - len(texts) - sum(emitted_in_last)
@@ -275,14 +275,14 @@ class ToyWorker:
         settings = requests.gather(index)
         for req in reqs:
             config = config_of(self.config, req)  # type: ignore[arg-type]
-            req.smc_run = Run(req.row, config, zero_counters(config.num_particles))
+            req.smc_state = RequestState(req.row, config, zero_counters(config.num_particles))
         is_open, law, log_sum = ~settings.normalized, *self._first_law(reqs, settings)
         first = sample(law.unsqueeze(1), self._first_noise(settings, noise[index - 1], is_open))
         for req, token, opens in zip(reqs, first[:, 0].tolist(), is_open.tolist(), strict=True):
             req.say([token])
-            req.smc_run.open_at = 0 if opens else None
+            req.smc_state.open_at = 0 if opens else None
         self.worker._counters.begin(
-            index, torch.tensor([req.smc_run.counters for req in reqs], dtype=torch.float64)
+            index, torch.tensor([req.smc_state.counters for req in reqs], dtype=torch.float64)
         )
         self.worker._particles.begin(
             index,
@@ -343,9 +343,9 @@ class ToyWorker:
         self.num_reserved += 1
         for req in reqs:
             remaining = arena.remaining(req)  # type: ignore[arg-type]
-            wanted = req.kv_committed_len + arena.arena(req.smc_run.span(budget), remaining)
-            req.smc_run.step_to(budget)
-            req.smc_run.arena = req.kv_committed_len, max(req.smc_run.arena[1], wanted)
+            wanted = req.kv_committed_len + arena.arena(req.smc_state.span(budget), remaining)
+            req.smc_state.step_to(budget)
+            req.smc_state.arena = req.kv_committed_len, max(req.smc_state.arena[1], wanted)
 
     def batch(self, reqs: list[ToyRequest]) -> Any:
         """What of SGLang's `ScheduleBatch` a round looks at."""

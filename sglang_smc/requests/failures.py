@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_MATCHED_TOKEN
 
-from sglang_smc.requests.state import Run, settled_ids
+from sglang_smc.requests.state import RequestState, settled_ids
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -86,7 +86,7 @@ def fail_stuck(req: "Req") -> None:
     end_request(req, message, HTTPStatus.BAD_REQUEST)
 
 
-def judge_prefill(req: "Req", run: Run) -> None:
+def judge_prefill(req: "Req", run: RequestState) -> None:
     """Let SGLang end a request at the token that prefill drew, where the notes say so."""
     if run.is_stuck:
         del req.output_ids[-1:]  # drawn for want of a legal one

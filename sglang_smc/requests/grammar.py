@@ -14,7 +14,7 @@ from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
-from sglang_smc.requests.state import running, settled_ids
+from sglang_smc.requests.state import settled_ids, state_of
 from sglang_smc.requests.stopping import tails_of
 from sglang_smc.smc.masking import unpack
 from sglang_smc.state.population import Population
@@ -191,7 +191,7 @@ def note_prefill(reqs: "Sequence[Req]", tokens: torch.Tensor, log_sums: torch.Te
     found = zip(tokens.tolist(), ends.flatten().tolist(), log_sums.tolist(), strict=True)
     for req, (token, is_end, log_sum) in zip(reqs, found, strict=True):
         if has_grammar(req):
-            run = running(req)
+            run = state_of(req)
             run.is_stuck = log_sum == -math.inf
             run.terminated_by = token if is_end and run.open_at is None else None
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from sglang_smc.requests.state import running, settled_ids
+from sglang_smc.requests.state import settled_ids, state_of
 from sglang_smc.state.population import Population
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Bias:
         chosen = [group for group, req in enumerate(reqs) if has_bias(req)]
         if not chosen:
             return None
-        values = torch.stack([running(reqs[group]).bias for group in chosen])
+        values = torch.stack([state_of(reqs[group]).bias for group in chosen])
         return cls(_on(values.device, chosen), values)
 
     def __call__(self, logits: torch.Tensor, chains: torch.Tensor, first: int) -> torch.Tensor:
@@ -124,7 +124,7 @@ class Bias:
 def begin(reqs: "list[Req]", vocab_size: int, device: torch.device) -> None:
     """Note what requests have emitted, as they are prefilled, and what they bias."""
     for req in reqs:
-        run, nothing = running(req), torch.zeros(vocab_size, device=device)
+        run, nothing = state_of(req), torch.zeros(vocab_size, device=device)
         if penalizes(req):
             ids = _on(device, settled_ids(req)).long()
             run.counts = nothing.index_add(0, ids, torch.ones_like(ids, dtype=torch.float32))
@@ -145,7 +145,7 @@ def commit(reqs: "list[Req]", settled: Population, counts: torch.Tensor) -> None
         _emitted(reqs, chosen), _texts(settled)[places, :1], counts[places, None] - 1
     )
     for group, of_group in zip(chosen, after, strict=True):
-        running(reqs[group]).counts = of_group[0]
+        state_of(reqs[group]).counts = of_group[0]
 
 
 def _rates(req: "Req") -> tuple[float, float, float]:
@@ -155,7 +155,7 @@ def _rates(req: "Req") -> tuple[float, float, float]:
 
 def _emitted(reqs: "list[Req]", chosen: list[int]) -> torch.Tensor:
     """Counts ``[P, V]`` of each token in the emitted texts, which lack the particles' anchors."""
-    return torch.stack([running(reqs[group]).counts for group in chosen])
+    return torch.stack([state_of(reqs[group]).counts for group in chosen])
 
 
 def _texts(population: Population) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from sglang_smc.requests.failures import end_request
-from sglang_smc.requests.state import running, settled_ids
+from sglang_smc.requests.state import settled_ids, state_of
 from sglang_smc.requests.stopping import tails_of
 from sglang_smc.state.population import Population
 
@@ -81,16 +81,16 @@ class Processors:
 def begin(reqs: "list[Req]") -> None:
     """Load the processors of requests, as they are prefilled."""
     for req in reqs:
-        if has_processor(req) and running(req).processor is None:
+        if has_processor(req) and state_of(req).processor is None:
             try:
-                running(req).processor = CustomLogitProcessor.from_str(req.custom_logit_processor)
+                state_of(req).processor = CustomLogitProcessor.from_str(req.custom_logit_processor)
             except Exception as error:
                 _abort(req, error)
 
 
 def _processed(req: "Req", logits: torch.Tensor, params: list[Any]) -> torch.Tensor:
     """The logits ``[n, C, V]`` of one request's particles, each row with its params."""
-    rows = running(req).processor(logits.flatten(0, 1), params)  # type: ignore[misc]
+    rows = state_of(req).processor(logits.flatten(0, 1), params)  # type: ignore[misc]
     return rows.view_as(logits)
 
 

@@ -1,7 +1,7 @@
 """The host's notes on each request: its seed, and what it has counted so far.
 
 Everything else about a request lives on the device. The notes hang on SGLang's
-request object, as `smc_run`, and go when it goes; they outlive a retraction.
+request object, as `smc_state`, and go when it goes; they outlive a retraction.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 
-class Run(msgspec.Struct):
+class RequestState(msgspec.Struct):
     """What is known of one request on the host."""
 
     seed: int
@@ -127,7 +127,7 @@ class Start(NamedTuple):
     counters: list[float]
 
 
-class RunBook:
+class RequestStates:
     """Begins requests and numbers those that bring no seed of their own.
 
     Args:
@@ -145,11 +145,11 @@ class RunBook:
         return [self._begin(req, budget) for req in reqs]
 
     def _begin(self, req: "Req", budget: Budget | None) -> Start:
-        run = run_of(req)
+        run = find_state(req)
         if run is None:
             config = config_of(self._config, req)
-            run = Run(self._seed(req), config, zero_counters(config.num_particles))
-            req.smc_run = run  # type: ignore[attr-defined]
+            run = RequestState(self._seed(req), config, zero_counters(config.num_particles))
+            req.smc_state = run  # type: ignore[attr-defined]
         run.budgets = budget, budget
         # For p itself what is dropped has a factor of mean 1; for other targets it has not.
         run.has_lost_tails |= not run.config.is_normalized and req.retraction_count > 0
@@ -183,7 +183,7 @@ class RunBook:
         An answer may end with that token, before the device has counted anything; not so where
         nothing could be drawn, whose log is infinite.
         """
-        runs = [run_of(req) for req in reqs]
+        runs = [find_state(req) for req in reqs]
         if any(run is not None and not run.config.is_normalized for run in runs):
             for run, log_sum in zip(runs, log_sums.tolist(), strict=True):
                 if run is not None and not run.is_stuck:
@@ -196,31 +196,31 @@ class RunBook:
         return derive_seed(self._random_seed, self._num_seeded)
 
 
-def run_of(req: "Req") -> Run | None:
+def find_state(req: "Req") -> RequestState | None:
     """The notes on a request; None for one that SMC has not begun, or never will."""
-    return req.__dict__.get("smc_run")
+    return req.__dict__.get("smc_state")
 
 
-def running(req: "Req") -> Run:
+def state_of(req: "Req") -> RequestState:
     """The notes on a request that decodes."""
-    return req.smc_run  # type: ignore[attr-defined]
+    return req.smc_state  # type: ignore[attr-defined]
 
 
 def first_is_open(req: "Req") -> bool:
     """Whether the newest output token stands in for one that the particles differ in."""
-    run = run_of(req)
+    run = find_state(req)
     return run is not None and run.open_at is not None
 
 
 def settled_ids(req: "Req") -> list[int]:
     """The output tokens that all particles share."""
-    run = run_of(req)
+    run = find_state(req)
     return list(req.output_ids[: run.open_at if run is not None else None])
 
 
 def publish(req: "Req") -> None:
     """Give a finished request's totals to SGLang's streamer, which takes them to `meta_info`."""
-    run = run_of(req)
+    run = find_state(req)
     if run is not None and req.finished():
         fields = run.meta_info(list(req.output_ids))
         req.customized_info = {name: _Whole([value]) for name, value in fields.items()}

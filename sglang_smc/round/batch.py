@@ -10,7 +10,7 @@ from sglang_smc.options.request import config_of
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.requests.grammar import Masks, has_grammar
 from sglang_smc.requests.logit_edits import Edit, is_edited
-from sglang_smc.requests.state import running
+from sglang_smc.requests.state import state_of
 from sglang_smc.requests.stopping import has_stop_text
 from sglang_smc.state.logprobs import NO_LOGPROBS, LogprobWidths
 from sglang_smc.state.settings import FilterKinds, Settings
@@ -134,7 +134,7 @@ def shape_of(server: SMCConfig, reqs: "list[Req]") -> RoundShape:
     """
     asked, budgets = (
         [config_of(server, req) for req in reqs],
-        [running(req).budgets for req in reqs],
+        [state_of(req).budgets for req in reqs],
     )
     befores, configs = (
         [apply_budget(*pair) for pair in zip(asked, of_round, strict=True)]
@@ -142,7 +142,7 @@ def shape_of(server: SMCConfig, reqs: "list[Req]") -> RoundShape:
     )
     spans = list(zip(map(union, befores, configs), reqs, strict=True))
     num_before, num_after = ([c.num_particles for c in each] for each in (befores, configs))
-    arenas = [running(req).arena for req in reqs]
+    arenas = [state_of(req).arena for req in reqs]
     return RoundShape(
         budget=budgets[0][1],
         num_held=max(num_before + num_after),

@@ -13,7 +13,7 @@ from sglang_smc.options.budget import Budget
 from sglang_smc.options.policy import Policy
 from sglang_smc.requests.failures import end_failed, fail_stuck
 from sglang_smc.requests.logprob_books import deliver, settle
-from sglang_smc.requests.state import as_particle, first_is_open, running, settled_ids
+from sglang_smc.requests.state import as_particle, first_is_open, settled_ids, state_of
 from sglang_smc.round.draft_input import SMCDraftInput
 from sglang_smc.smc.weights import normalized
 from sglang_smc.state.counters import gained
@@ -167,7 +167,7 @@ class SMCBatchResult(GenerationBatchResult):
             if live[i]:
                 req.spec_num_correct_drafts += kept[i]
                 req.update_spec_correct_drafts_histogram(kept[i])
-                run = running(req)
+                run = state_of(req)
                 gains = gained(run.counters, totals[i])
                 self.monitor.add(Played(gains, run.config.mode, kept[i], len(tokens[i])))
                 if self.policy is not None and self.budgets is not None:
@@ -189,10 +189,10 @@ class SMCBatchResult(GenerationBatchResult):
         for i, (req, first, lives) in enumerate(each):
             if lives and first >= 0 and first_is_open(req):
                 self._settle_logprob(i, req, first)
-                running(req).settle(req, first)
+                state_of(req).settle(req, first)
 
     def _settle_logprob(self, group: int, req: "Req", first: int) -> None:
-        place = running(req).open_at
+        place = state_of(req).open_at
         if self.logprobs is not None and req.return_logprob and place is not None:
             settle(req, place, first, float(self.logprobs.firsts[group]))
 

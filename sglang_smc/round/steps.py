@@ -16,7 +16,7 @@ from sglang_smc.requests import stopping
 from sglang_smc.requests.failures import failure_of_round
 from sglang_smc.requests.grammar import mark_terminated
 from sglang_smc.requests.logit_edits import edited
-from sglang_smc.requests.state import running
+from sglang_smc.requests.state import state_of
 from sglang_smc.round.batch import RoundBatch
 from sglang_smc.round.decision import (
     Decision,
@@ -86,7 +86,7 @@ class Steps:
 
     def resize(self, batch: RoundBatch, population: Population) -> Population:
         """Give groups the particles that they run with from now on, if those are more or fewer."""
-        methods = sorted({running(req).config.resampling_method for req in batch.reqs})
+        methods = sorted({state_of(req).config.resampling_method for req in batch.reqs})
         before = population.log_weights, population.present
         after = batch.settings.num_particles, self._once(batch, population, Purpose.RESIZE)
         step = by_method(batch.settings.scheme, methods, partial(resizing.resize, *before, *after))

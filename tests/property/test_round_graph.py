@@ -15,7 +15,7 @@ from toy_worker import ToyWorker
 
 from sglang_smc.options.budget import OFF, Budget
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.requests.state import RunBook
+from sglang_smc.requests.state import RequestStates
 from sglang_smc.round.batch import shape_of_server
 from sglang_smc.round.costs import costs_of_graphs
 from sglang_smc.round.graph import Record
@@ -55,7 +55,7 @@ def serve(
     toy = ToyWorker(config, *languages(), **sizes, chosen=CHOSEN, budgets=budgets)
     if recorded is not None:
         worker = toy.worker
-        worker._runs = RunBook(config, random_seed=0)
+        worker._runs = RequestStates(config, random_seed=0)
         worker._begin_padding()
         worker._graph_sizes = SIZES
         worker._capture(in_place(recorded))

@@ -19,7 +19,7 @@ from sglang_smc.requests.failures import (
     mark_first,
     take_mark,
 )
-from sglang_smc.requests.state import Run
+from sglang_smc.requests.state import RequestState
 from sglang_smc.round.result import SMCBatchResult
 from sglang_smc.state.counters import Counters
 from sglang_smc.state.monitor import Monitor
@@ -35,7 +35,7 @@ class FakeReq:
         self.is_retracted, self.done, self.return_logprob = False, False, True
         self.spec_num_correct_drafts, self.spec_correct_drafts_histogram = 0, []
         self.grammar = None
-        self.smc_run = Run(0, RequestConfig(), [0.0] * len(Counters._fields))
+        self.smc_state = RequestState(0, RequestConfig(), [0.0] * len(Counters._fields))
 
     def finished(self) -> bool:
         return self.done
@@ -162,8 +162,8 @@ def serve(pair: tuple[Language, Language], chosen: Any, rows: list[int]) -> dict
             totals = Counters(*result.counters[group].tolist())
             assert totals.nan_ct == (codes[req.row] > 0)
             assert totals.ess_sum == totals.ess_sum
-            if req.smc_run.open_at is not None and result.firsts[group] >= 0:
-                req.output_ids[0], req.smc_run.open_at = int(result.firsts[group]), None
+            if req.smc_state.open_at is not None and result.firsts[group] >= 0:
+                req.output_ids[0], req.smc_state.open_at = int(result.firsts[group]), None
     toy.check_owned()
     return {req.row: (req.output_ids, codes[req.row]) for req in reqs}
 

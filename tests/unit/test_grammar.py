@@ -39,7 +39,7 @@ def request(grammar: Any, output: tuple[int, ...] = (), open_at: int | None = No
     return SimpleNamespace(
         grammar=grammar,
         output_ids=list(output),
-        smc_run=SimpleNamespace(open_at=open_at),
+        smc_state=SimpleNamespace(open_at=open_at),
         vocab_size=VOCAB,
         finished=lambda: False,
     )

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sglang_smc import process
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.patches.request_state import update_finish_state
-from sglang_smc.requests.state import Run
+from sglang_smc.requests.state import RequestState
 from sglang_smc.round.steps import Decision
 from sglang_smc.smc.rounds import BlockCut, Resampled
 from sglang_smc.state import counters
@@ -134,9 +134,9 @@ def test_a_prefill_that_fails_is_counted_though_it_is_no_round(
     counting = monitor()
     monkeypatch.setattr(process, "_monitor", counting)
     output_ids = [-1]  # a code of `Failure` in place of the first token
-    run = Run(0, RequestConfig(), zero_counters(4))
+    run = RequestState(0, RequestConfig(), zero_counters(4))
     req: Any = SimpleNamespace(
-        smc_run=run, output_ids=output_ids, to_finish=None, rid="r", finished=lambda: False
+        smc_state=run, output_ids=output_ids, to_finish=None, rid="r", finished=lambda: False
     )
     update_finish_state(lambda *_: None, req)
     totals = counting.totals()

@@ -114,7 +114,7 @@ def test_a_first_token_follows_what_had_been_emitted_before_a_retraction(
 def test_particles_that_differ_in_their_first_token_each_count_their_own() -> None:
     """As for a power of p: what stands in the request's output is nobody's yet."""
     req = make_req([4], frequency_penalty=1.0)
-    req.smc_run.open_at = 1
+    req.smc_state.open_at = 1
     logit_edits.begin([req], torch.zeros(1, VOCAB))
     req.output_ids.append(2)
     open_one = population_of([[[], [1]]], [[3, 1]])

@@ -40,7 +40,7 @@ def with_processor(output_ids: list[int], processor: Any, **custom_params: Any) 
     req = make_req(output_ids, custom_params=custom_params)
     req.origin_input_ids = array("q", [7, 8])
     req.custom_logit_processor = "loaded"
-    req.smc_run.processor = processor
+    req.smc_state.processor = processor
     return req
 
 
@@ -71,7 +71,7 @@ def test_a_step_of_drafting_is_shown_what_has_been_drafted() -> None:
 def test_a_particle_reads_its_own_first_token_while_it_is_open() -> None:
     recorder = Recorder()
     req = with_processor([1, 0], recorder)
-    req.smc_run.open_at = 1
+    req.smc_state.open_at = 1
     apply([req], [[4, 5]], [[[], []]], [[[], []]])
     assert recorder.seen == [[1, 4], [1, 5]]
 

@@ -11,7 +11,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req, ReqLogprob
 
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.requests.state import Run
+from sglang_smc.requests.state import RequestState
 from sglang_smc.round.result import Particles, SMCBatchResult
 from sglang_smc.state.counters import Counters
 from sglang_smc.state.logprobs import Emitted, TailLogprobs
@@ -31,7 +31,7 @@ class FakeReq:
         self.output_ids: list[int] = []
         self.stream = False
         self.grammar = None
-        self.smc_run = Run(0, RequestConfig(), [0.0] * len(Counters._fields))
+        self.smc_state = RequestState(0, RequestConfig(), [0.0] * len(Counters._fields))
 
     def finished(self) -> bool:
         return self.done
@@ -114,15 +114,15 @@ def test_requests_that_are_gone_keep_their_books() -> None:
     for req in gone:
         req.spec_verify_ct, req.spec_num_correct_drafts = 2, 3
         req.spec_correct_drafts_histogram = [0, 1, 1]
-        req.smc_run.counters = [7.0]
+        req.smc_state.counters = [7.0]
     live = FakeReq()
     resolve([gone[0], live, gone[1]], [0, 1, 4], [2, 2, 2])
     for req in gone:
         assert req.spec_correct_drafts_histogram == [0, 1, 1]
         assert req.spec_num_correct_drafts == 3
-        assert req.smc_run.counters == [7.0]
+        assert req.smc_state.counters == [7.0]
     assert_identities(live)
-    assert live.smc_run.counters == [1.0] * len(Counters._fields), "its own row of the table"
+    assert live.smc_state.counters == [1.0] * len(Counters._fields), "its own row of the table"
 
 
 def test_a_request_that_the_books_find_finished_still_counts_its_last_round() -> None:
@@ -189,7 +189,7 @@ def test_particles_of_a_group_that_goes_on_are_not_shown() -> None:
 def test_particles_show_their_own_first_token_while_it_is_open() -> None:
     whole = population([[3, 2, 0], [4, 4, 4]])
     req = emitted_req([8, 4])
-    req.smc_run.open_at = 1
+    req.smc_state.open_at = 1
     found = Particles.of(whole).of_group(0, req)
     assert found is not None
     assert [particle["output_ids"] for particle in found] == [[8, 3, 5, 6], [8, 2, 7]]
@@ -211,11 +211,11 @@ def open_rounds(firsts: list[int], *reqs: FakeReq) -> None:
 
 def test_an_open_first_token_is_replaced_once_all_particles_agree() -> None:
     req, plain = emitted_req([8, 4]), emitted_req([8, 4])
-    req.smc_run.open_at = 1
+    req.smc_state.open_at = 1
     open_rounds([-1, 5], req, plain)
-    assert (req.output_ids, req.smc_run.open_at) == ([8, 4], 1), "they still differ"
+    assert (req.output_ids, req.smc_state.open_at) == ([8, 4], 1), "they still differ"
     open_rounds([6, 5], req, plain)
-    assert (req.output_ids, req.smc_run.open_at) == ([8, 6], None)
+    assert (req.output_ids, req.smc_state.open_at) == ([8, 6], None)
     open_rounds([7, 5], req, plain)
     assert req.output_ids == [8, 6], "and then it stays"
     assert plain.output_ids == [8, 4], "a token that was never open is SGLang's"
@@ -224,7 +224,7 @@ def test_an_open_first_token_is_replaced_once_all_particles_agree() -> None:
 def test_only_who_asked_is_given_the_particles() -> None:
     """And it gets them with the text as it stood before this round's tokens were emitted."""
     asked, silent = FakeReq(), FakeReq()
-    asked.smc_run.config = RequestConfig(return_particles=True)
+    asked.smc_state.config = RequestConfig(return_particles=True)
     asked.output_ids = [8, 4]
     whole = population()
     result = SMCBatchResult(
@@ -239,9 +239,9 @@ def test_only_who_asked_is_given_the_particles() -> None:
     )
     reqs = [asked, silent]
     result.resolve(SimpleNamespace(reqs=reqs), stock_resolve(result, reqs))
-    assert asked.smc_run.particles is not None
-    assert asked.smc_run.particles[0]["output_ids"] == [8, 4, 5, 6]
-    assert silent.smc_run.particles is None
+    assert asked.smc_state.particles is not None
+    assert asked.smc_state.particles[0]["output_ids"] == [8, 4, 5, 6]
+    assert silent.smc_state.particles is None
 
 
 def with_logprobs(*reqs: FakeReq, lengths: list[int], firsts: list[int] | None) -> SMCBatchResult:
@@ -300,7 +300,7 @@ def test_a_settled_first_token_brings_its_own_log_probability() -> None:
     books = {"output_token_logprobs_val": [-9.0, -9.0], "output_token_logprobs_idx": [8, 4]}
     req, quiet = asking(0, None, **books), emitted_req([8, 4])
     quiet.return_logprob = False  # type: ignore[attr-defined]
-    req.smc_run.open_at = quiet.smc_run.open_at = 1
+    req.smc_state.open_at = quiet.smc_state.open_at = 1
     result = with_logprobs(req, quiet, lengths=[0, 0], firsts=[6, 5])
     result.resolve(SimpleNamespace(reqs=[req, quiet]), stock_resolve(result, [req, quiet]))
     assert req.output_ids == [8, 6]

@@ -10,11 +10,11 @@ from sglang.srt.managers.schedule_batch import ReqLogprob
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches.request_state import reset_for_retract, update_finish_state
 from sglang_smc.requests.state import (
-    RunBook,
+    RequestStates,
     as_particle,
+    find_state,
     first_is_open,
     publish,
-    run_of,
     settled_ids,
 )
 from sglang_smc.state.counters import Counters, zero_counters
@@ -56,35 +56,35 @@ def make_req(
     return req
 
 
-def seeds(book: RunBook, *reqs: Any) -> list[int]:
+def seeds(book: RequestStates, *reqs: Any) -> list[int]:
     return [start.spec.seed for start in book.begin(list(reqs))]
 
 
 def test_the_same_seed_gives_the_same_run_on_any_server_in_any_place() -> None:
-    first = seeds(RunBook(SERVER, random_seed=1), make_req(7))
+    first = seeds(RequestStates(SERVER, random_seed=1), make_req(7))
     second = seeds(
-        RunBook(SMCConfig(num_particles=8), random_seed=2), make_req(), make_req(7, row=3)
+        RequestStates(SMCConfig(num_particles=8), random_seed=2), make_req(), make_req(7, row=3)
     )
     assert first == second[1:]
 
 
 def test_other_seeds_give_other_runs() -> None:
-    book = RunBook(SERVER, random_seed=1)
+    book = RequestStates(SERVER, random_seed=1)
     assert len(set(seeds(book, *(make_req(seed) for seed in range(50))))) == 50
 
 
 def test_requests_without_a_seed_all_differ_and_follow_from_the_servers() -> None:
-    first = seeds(RunBook(SERVER, random_seed=1), *(make_req() for _ in range(20)))
-    again = seeds(RunBook(SERVER, random_seed=1), *(make_req() for _ in range(20)))
-    other = seeds(RunBook(SERVER, random_seed=2), *(make_req() for _ in range(20)))
+    first = seeds(RequestStates(SERVER, random_seed=1), *(make_req() for _ in range(20)))
+    again = seeds(RequestStates(SERVER, random_seed=1), *(make_req() for _ in range(20)))
+    other = seeds(RequestStates(SERVER, random_seed=2), *(make_req() for _ in range(20)))
     assert len(set(first)) == 20
     assert first == again
     assert not set(first) & set(other)
 
 
 def test_seeded_requests_do_not_shift_the_seeds_of_the_others() -> None:
-    plain = seeds(RunBook(SERVER, 1), make_req(), make_req())
-    mixed = seeds(RunBook(SERVER, 1), make_req(), make_req(9), make_req())
+    plain = seeds(RequestStates(SERVER, 1), make_req(), make_req())
+    mixed = seeds(RequestStates(SERVER, 1), make_req(), make_req(9), make_req())
     assert plain == [mixed[0], mixed[2]]
 
 
@@ -92,7 +92,7 @@ def test_seeded_requests_do_not_shift_the_seeds_of_the_others() -> None:
 def test_a_retracted_request_draws_new_numbers_but_the_same_each_time(seed: int | None) -> None:
     """The old ones led to the tails that were lost: drawn again they would bias the text."""
 
-    def life(book: RunBook) -> list[int]:
+    def life(book: RequestStates) -> list[int]:
         req = make_req(seed)
         found = seeds(book, req)
         for count in (1, 2):
@@ -100,23 +100,23 @@ def test_a_retracted_request_draws_new_numbers_but_the_same_each_time(seed: int 
             found += seeds(book, req)
         return found
 
-    found = life(RunBook(SERVER, 1))
+    found = life(RequestStates(SERVER, 1))
     assert len(set(found)) == 3
-    assert found == life(RunBook(SERVER, 1))
+    assert found == life(RequestStates(SERVER, 1))
 
 
 def test_what_was_counted_outlives_a_retraction() -> None:
-    book, req = RunBook(SERVER, 1), make_req(7)
+    book, req = RequestStates(SERVER, 1), make_req(7)
     assert book.begin([req])[0].counters == zero_counters(4)
-    req.smc_run.counters = [float(i) for i in range(len(Counters._fields))]
+    req.smc_state.counters = [float(i) for i in range(len(Counters._fields))]
     req.output_ids, req.retraction_count = [5, 6, 7], 1
     start = book.begin([req])[0]
-    assert start.counters == req.smc_run.counters
+    assert start.counters == req.smc_state.counters
     assert start.num_emitted == 3
 
 
 def test_the_spec_carries_what_the_request_asked_for() -> None:
-    spec = RunBook(SERVER, 1).begin([make_req(7, row=3)])[0].spec
+    spec = RequestStates(SERVER, 1).begin([make_req(7, row=3)])[0].spec
     assert (spec.row, spec.temperature, spec.top_k, spec.top_p, spec.min_p) == (3, 0.7, 5, 0.9, 0.1)
     assert (spec.max_new_tokens, spec.min_new_tokens, spec.ignore_eos) == (20, 2, False)
     assert spec.stop_tokens == {1, 4}
@@ -125,10 +125,10 @@ def test_the_spec_carries_what_the_request_asked_for() -> None:
 def test_only_finished_requests_of_smc_publish() -> None:
     stranger = make_req(is_finished=True)
     publish(stranger)
-    assert run_of(stranger) is None
+    assert find_state(stranger) is None
     assert "customized_info" not in stranger.__dict__
     running = make_req()
-    RunBook(SERVER, 1).begin([running])
+    RequestStates(SERVER, 1).begin([running])
     publish(running)
     assert "customized_info" not in running.__dict__
 
@@ -136,8 +136,8 @@ def test_only_finished_requests_of_smc_publish() -> None:
 def test_published_totals_are_whole_in_every_slice() -> None:
     """The streamer slices from the last sent token on; a plain list of one would be empty there."""
     req = make_req(is_finished=True)
-    RunBook(SERVER, 1).begin([req])
-    req.smc_run.counters[0] = 3.0
+    RequestStates(SERVER, 1).begin([req])
+    req.smc_state.counters[0] = 3.0
     publish(req)
     values = req.customized_info["spec_smc_rounds_ct"]
     assert values[0] == values[-1] == 3
@@ -148,7 +148,7 @@ def test_published_totals_are_whole_in_every_slice() -> None:
 
 
 def test_the_spec_carries_what_the_request_chose() -> None:
-    book = RunBook(SERVER, 1)
+    book = RequestStates(SERVER, 1)
     req = make_req(smc={"num_particles": 2, "mode": "exact"})
     start = book.begin([req])[0]
     assert (start.spec.config.num_particles, start.spec.config.mode) == (2, "exact")
@@ -164,17 +164,17 @@ def published(req: Any) -> dict[str, Any]:
 
 def powered_req(**changes: Any) -> Any:
     req = make_req(smc={"power": 2.0, "return_particles": True, "num_particles": 2}, **changes)
-    RunBook(SERVER, 1).begin([req])
+    RequestStates(SERVER, 1).begin([req])
     return req
 
 
 def test_what_the_first_token_weighs_is_in_the_answer_and_counted_once() -> None:
     """After a round the device's total holds it: added again it would stand there twice."""
     ends_at_once, goes_on = powered_req(output_ids=[9]), powered_req(output_ids=[9, 8])
-    ends_at_once.smc_run.open_at = goes_on.smc_run.open_at = None
-    book = RunBook(SERVER, 1)
+    ends_at_once.smc_state.open_at = goes_on.smc_state.open_at = None
+    book = RequestStates(SERVER, 1)
     book.note_first([ends_at_once, goes_on], torch.tensor([-0.25, -0.5]).double())
-    goes_on.smc_run.take([*zero_counters(2)[:-1], -0.75])
+    goes_on.smc_state.take([*zero_counters(2)[:-1], -0.75])
     assert published(ends_at_once)["spec_smc_log_evidence"] == -0.25
     assert published(goes_on)["spec_smc_log_evidence"] == -0.75
 
@@ -182,7 +182,7 @@ def test_what_the_first_token_weighs_is_in_the_answer_and_counted_once() -> None
 def test_a_plain_target_weighs_nothing_and_its_sums_are_not_read() -> None:
     """Reading them would wait for the device at every prefill."""
     req = make_req()
-    book = RunBook(SERVER, 1)
+    book = RequestStates(SERVER, 1)
     book.begin([req])
     book.note_first([req], None)  # type: ignore[arg-type]
     assert published(req)["spec_smc_log_evidence"] == 0.0
@@ -190,7 +190,7 @@ def test_a_plain_target_weighs_nothing_and_its_sums_are_not_read() -> None:
 
 def test_an_answer_of_one_token_has_equal_particles() -> None:
     req = powered_req(output_ids=[9])
-    req.smc_run.open_at = None
+    req.smc_state.open_at = None
     particles = published(req)["spec_smc_particles"]
     assert particles == [as_particle([9], 0.5, 0.0)] * 2
 
@@ -201,7 +201,7 @@ def test_an_answer_that_was_cut_off_has_no_particles() -> None:
 
 def test_particles_are_shown_only_to_who_asked() -> None:
     req = make_req()
-    RunBook(SERVER, 1).begin([req])
+    RequestStates(SERVER, 1).begin([req])
     assert "spec_smc_particles" not in published(req)
 
 
@@ -215,7 +215,7 @@ def looked_at(req: Any, num_new: int) -> list[int]:
 def begun(**changes: Any) -> Any:
     """A request as prefill leaves it: its particles begun, one token put out."""
     req = make_req(**changes)
-    RunBook(SERVER, 1).begin([req])
+    RequestStates(SERVER, 1).begin([req])
     req.output_ids.append(9)
     return req
 
@@ -238,7 +238,7 @@ def test_nothing_is_streamed_nor_taken_for_an_end_until_the_token_is_settled() -
     req = begun(smc={"power": 2.0}, output_ids=[])
     assert looked_at(req, 1) == looked_at(req, 0) == []
     assert not req.stream
-    req.smc_run.settle(req, 4)
+    req.smc_state.settle(req, 4)
     req.output_ids += [1, 2]
     assert (req.output_ids, req.stream) == ([4, 1, 2], True)
     assert looked_at(req, 2) == [3]
@@ -248,7 +248,7 @@ def test_nothing_is_streamed_nor_taken_for_an_end_until_the_token_is_settled() -
 def test_a_token_that_settles_in_a_round_without_others_is_looked_at() -> None:
     req = begun(smc={"power": 2.0}, output_ids=[])
     looked_at(req, 1)
-    req.smc_run.settle(req, 1)
+    req.smc_state.settle(req, 1)
     assert looked_at(req, 0) == [1]
 
 
@@ -257,7 +257,7 @@ def test_a_stream_is_released_as_it_was(stream: bool) -> None:
     req = begun(smc={"power": 2.0}, output_ids=[], stream=stream)
     for _ in range(3):
         looked_at(req, 0)
-    req.smc_run.settle(req, 4)
+    req.smc_state.settle(req, 4)
     assert req.stream == stream
 
 

@@ -10,7 +10,7 @@ from edit_cases import NEUTRAL
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.request import config_of, request_config
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.requests.state import Run
+from sglang_smc.requests.state import RequestState
 from sglang_smc.round.batch import RoundBatch, RoundInputs, shape_of
 from sglang_smc.round.decision import Drafts, open_columns
 from sglang_smc.round.steps import Steps
@@ -36,7 +36,7 @@ def groups(*chosen: dict[str, Any]) -> RoundBatch:
             vocab_size=VOCAB,
             grammar=None,
             return_logprob=False,
-            smc_run=Run(0, request_config(SERVER, {"smc": mine}), []),
+            smc_state=RequestState(0, request_config(SERVER, {"smc": mine}), []),
         )
         for mine in chosen
     ]

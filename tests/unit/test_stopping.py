@@ -134,7 +134,7 @@ def test_a_particle_reads_its_own_first_token_while_it_is_open(
 ) -> None:
     """What stands in its place in the request's output is another particle's, or nobody's."""
     req = make_req("STOP", output_ids=(A, C))
-    req.smc_run = SimpleNamespace(open_at=open_at)
+    req.smc_state = SimpleNamespace(open_at=open_at)
     tails = population([[[], []]], [[ST, A]])
     nothing = torch.zeros(1, 2, 1, dtype=torch.bool)
     found = mark_stop_texts(nothing, [req], torch.tensor([[[OP], [OP]]]), tails)
