@@ -13,7 +13,7 @@ def reweight_and_resample(
     log_weights: torch.Tensor,
     log_p: torch.Tensor,
     log_q: torch.Tensor,
-    is_open: torch.Tensor,
+    before_end: torch.Tensor,
     power: torch.Tensor,
     rules: Rules,
     present: torch.Tensor,
@@ -29,7 +29,7 @@ def reweight_and_resample(
     Args:
         log_weights: ``[G, N]`` float64 before the block.
         log_p, log_q: ``[G, N, K]`` float32 of the drafted tokens, any strides.
-        is_open: ``[G, N, K]`` bool: columns up to a particle's end, within its request's K.
+        before_end: ``[G, N, K]`` bool: columns up to a particle's end, within its request's K.
         power: ``[G]`` float64 alpha: the drafts weigh ``alpha log p - log q``.
         rules: of each group.
         present: ``[G, N]`` bool.
@@ -48,7 +48,7 @@ def reweight_and_resample(
     found = _like(log_weights)
     groups = log_weights, power, *rules, present, keep_uniforms, uniforms
     _collect[(len(log_weights),)](
-        *(argument.contiguous() for argument in (log_p, log_q, is_open, *groups)),
+        *(argument.contiguous() for argument in (log_p, log_q, before_end, *groups)),
         *found.cut,
         found.num_kept,
         *found.resampled,
@@ -118,9 +118,9 @@ def collapse(
 
 
 @triton.jit
-def _increments(log_p, log_q, is_open, alpha, at, drafted):
+def _increments(log_p, log_q, before_end, alpha, at, drafted):
     """``alpha log p - log q`` where columns are open; a broken one kills, as in `accumulate`."""
-    is_open_here = tl.load(is_open + at, mask=drafted, other=0) != 0
+    is_open_here = tl.load(before_end + at, mask=drafted, other=0) != 0
     scored = tl.load(log_p + at, mask=is_open_here, other=0.0).to(tl.float64) * alpha
     steps = scored - tl.load(log_q + at, mask=is_open_here, other=0.0).to(tl.float64)
     broken = (steps != steps) | (steps == float("inf"))
@@ -174,7 +174,7 @@ def _normalized(unnormalized):
 def _collect(
     log_p,
     log_q,
-    is_open,
+    before_end,
     log_weights,
     power,
     num_steps,
@@ -211,7 +211,7 @@ def _collect(
 
     drafted = here[None, :] & (column > 0)[:, None] & (column <= num_drafted)[:, None]
     at = own[None, :] * num_drafted + column[:, None] - 1
-    steps, is_open_here = _increments(log_p, log_q, is_open, tl.load(power + group), at, drafted)
+    steps, is_open_here = _increments(log_p, log_q, before_end, tl.load(power + group), at, drafted)
     running = tl.cumsum(tl.where((column == 0)[:, None], start[None, :], steps), 0)
 
     # Relative to the largest weight, so that equal log-weights give exact ones.

@@ -27,7 +27,7 @@ def update_finish_state(original: Callable, req: "Req", new_accepted_len: int = 
     elif run is not None:
         judge_prefill(req, run)
         rewind_stream(req)
-    if run is not None and run.open_at is not None:
+    if run is not None and run.open_token_at is not None:
         num_new = 0
         run.hold(req)
     elif run is not None and run.was_settled:

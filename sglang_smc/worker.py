@@ -26,7 +26,7 @@ from sglang_smc.requests import logit_edits
 from sglang_smc.requests.failures import failure_of_first, mark_first
 from sglang_smc.requests.first_tokens import first_tokens
 from sglang_smc.requests.grammar import masks_of, note_prefill
-from sglang_smc.requests.state import RequestStates, first_is_open, state_of
+from sglang_smc.requests.state import RequestStates, has_open_token, state_of
 from sglang_smc.round.batch import RoundBatch, RoundInputs, RoundShape, shape_of, shape_of_server
 from sglang_smc.round.costs import costs_of, costs_of_graphs, costs_of_passes, rehearse
 from sglang_smc.round.draft_input import SMCDraftInput
@@ -260,7 +260,7 @@ class SMCWorker(WeightUpdates):
         tokens = sample(law, uniforms(settings.seeds, num_emitted, first, Purpose.BONUS))
         failure = failure_of_first(law, draft_logits)
         tokens, ended = tokens.unsqueeze(1), (failure > 0).unsqueeze(1)  # [G, 1], for all particles
-        if any(first_is_open(req) for req in batch.reqs):
+        if any(has_open_token(req) for req in batch.reqs):
             own = self.config.num_particles, batch.reqs, settings, law, num_emitted
             tokens, ends = first_tokens(*own, shared=tokens)
             ended = ended | ends
@@ -385,11 +385,11 @@ class SMCWorker(WeightUpdates):
             tokens=settled.tokens[:, 0],
             counts=counts,
             new_seq_lens=batch.committed + counts,
-            anchors=after.anchor[:, 0],
+            last_emitted=after.last_emitted[:, 0],
             num_kept_columns=decision.cut.num_columns,
             counters=counters,
             failure=decision.failure,
-            firsts=settled.first_anchor() if batch.shape.opens else None,
+            first_tokens=settled.first_token() if batch.shape.opens else None,
             particles=Particles.of(continued) if batch.shape.shows_particles else None,
             logprobs=self._particles.logprobs.emitted(batch.rows, settled),
         )

@@ -96,7 +96,7 @@ class PoolChecks:
             size = len(request.tails)
             assert population.lengths[group, :size].tolist() == list(map(len, request.tails))
             assert population.ended[group, :size].tolist() == request.ended
-            assert population.anchor[group, :size].tolist() == request.anchors
+            assert population.last_emitted[group, :size].tolist() == request.last_emitted
             assert population.last_tokens[group, :size].tolist() == [
                 request.text(particle)[-1] for particle in range(size)
             ]

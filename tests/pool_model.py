@@ -128,12 +128,12 @@ class PoolModel(PoolChecks):
             ended=[False] * config.num_particles,
         )
         if config.weighs and rng.random() < 0.3 and len(request.output) < limit:
-            request.firsts = [self._token(rng) for _ in request.tails]
-            request.output[-1] = request.firsts[0]
-            request.ended = [token == EOS for token in request.firsts]
+            request.first_tokens = [self._token(rng) for _ in request.tails]
+            request.output[-1] = request.first_tokens[0]
+            request.ended = [token == EOS for token in request.first_tokens]
         self.particles.begin(
             torch.tensor([row]),
-            first_tokens=self._padded([request.anchors]),
+            first_tokens=self._padded([request.last_emitted]),
             ended=self._padded([request.ended]).bool(),
             num_emitted=torch.tensor([len(request.output)]),
             log_evidence=torch.zeros(1, dtype=torch.float64),
@@ -358,7 +358,7 @@ class PoolModel(PoolChecks):
     def _commit(self, batch: list[Request], rows: torch.Tensor, population: Population) -> None:
         for request in batch:
             request.settle()
-        counts = [0 if request.firsts else num_common(request.tails) for request in batch]
+        counts = [0 if request.first_tokens else num_common(request.tails) for request in batch]
         self._note_situations(batch, counts)
         assert population.num_common().tolist() == counts
         self.ledger.commit(
@@ -385,7 +385,7 @@ class PoolModel(PoolChecks):
         self.seen["one verifies, one weighs"] += len({r.now.weighs for r in batch}) > 1
         for request, count in zip(batch, counts, strict=True):
             left = max(map(len, request.tails)) - count
-            self.seen["first tokens differ"] += request.firsts is not None
+            self.seen["first tokens differ"] += request.first_tokens is not None
             self.seen["nothing common"] += count == 0
             self.seen["something common, something not"] += count > 0 and left > 0
             self.seen["some have ended"] += any(request.ended) and not all(request.ended)

@@ -32,7 +32,7 @@ class Request:
     is_over: bool = False  # a round began with nothing left to do
     heard: tuple[int, int] = (0, 0)  # committed and remaining, as far as the host knows
     unread: bool = False  # the draft has yet to read the last token but one
-    firsts: list[int] | None = None  # of each particle, where they differ in the newest token
+    first_tokens: list[int] | None = None  # of each particle, where they differ in the newest token
     frozen: list[int] = field(default_factory=list)  # slots of the committed text so far
 
     @property
@@ -47,15 +47,15 @@ class Request:
 
     def resize(self, ancestors: list[int]) -> None:
         """Go on with copies of these particles."""
-        if self.firsts:
-            self.firsts = [self.firsts[ancestor] for ancestor in ancestors]
+        if self.first_tokens:
+            self.first_tokens = [self.first_tokens[ancestor] for ancestor in ancestors]
         self.tails = [list(self.tails[ancestor]) for ancestor in ancestors]
         self.ended = [self.ended[ancestor] for ancestor in ancestors]
 
     @property
     def settled(self) -> list[int]:
         """The output, without a token that particles differ in."""
-        return self.output[:-1] if self.firsts else self.output
+        return self.output[:-1] if self.first_tokens else self.output
 
     @property
     def remaining(self) -> int:
@@ -63,16 +63,16 @@ class Request:
 
     def text(self, particle: int) -> list[int]:
         """Prompt, output and tail, with what the particle itself has in the newest place."""
-        return [*self.prompt, *self.output[:-1], self.anchors[particle], *self.tails[particle]]
+        return [*self.prompt, *self.output[:-1], self.last_emitted[particle], *self.tails[particle]]
 
     @property
-    def anchors(self) -> list[int]:
-        return self.firsts or [self.output[-1]] * len(self.tails)
+    def last_emitted(self) -> list[int]:
+        return self.first_tokens or [self.output[-1]] * len(self.tails)
 
     def settle(self) -> None:
         """Take what all particles have in the newest place into the output."""
-        if len(set(self.anchors)) == 1:
-            self.output[-1], self.firsts = self.anchors[0], None
+        if len(set(self.last_emitted)) == 1:
+            self.output[-1], self.first_tokens = self.last_emitted[0], None
 
     def ends_at(self, particle: int, new_tokens: list[int]) -> int | None:
         """Index of the new token that ends the text."""

@@ -8,16 +8,16 @@ from sglang_smc.state.population import Population
 
 
 def texts_of(
-    tokens: torch.Tensor, anchor: torch.Tensor, before: torch.Tensor | None = None
+    tokens: torch.Tensor, last_emitted: torch.Tensor, before: torch.Tensor | None = None
 ) -> torch.Tensor:
     """``[G, N, 2 + T]`` from tails ``[G, N, T]`` and the tokens that stand before them."""
-    before = torch.zeros_like(anchor) if before is None else before
-    return torch.cat([before.unsqueeze(2), anchor.unsqueeze(2), tokens], dim=2)
+    before = torch.zeros_like(last_emitted) if before is None else before
+    return torch.cat([before.unsqueeze(2), last_emitted.unsqueeze(2), tokens], dim=2)
 
 
 def population_of(
     tails: list[list[list[int]]],
-    anchors: list[list[int]] | None = None,
+    last_emitted: list[list[int]] | None = None,
     *,
     stale: int = 0,
     width: int | None = None,
@@ -27,7 +27,7 @@ def population_of(
 
     Args:
         tails: of each particle of each group.
-        anchors: of each, else 0.
+        last_emitted: of each, else 0.
         stale: the token in all places behind a tail.
         width: T; one more than the longest tail has, unless given.
         fields: of the population, in place of those of one that has just begun.
@@ -39,7 +39,7 @@ def population_of(
             tokens[group, particle, : len(tail)] = torch.tensor(tail, dtype=torch.int64)
     per_particle, per_group = torch.zeros_like(lengths), torch.zeros_like(lengths[:, 0])
     begun = {
-        "texts": texts_of(tokens, torch.tensor(anchors) if anchors else per_particle),
+        "texts": texts_of(tokens, torch.tensor(last_emitted) if last_emitted else per_particle),
         "lengths": lengths,
         "ended": per_particle.bool(),
         "log_weights": per_particle.double(),

@@ -12,7 +12,7 @@ from sglang.srt.managers.scheduler_components.batch_result_processor import (
 from toy_worker import ToyRequest, ToyWorker
 
 from sglang_smc.requests.logprob_books import deliver, settle
-from sglang_smc.requests.state import first_is_open
+from sglang_smc.requests.state import has_open_token
 
 Shown = tuple[int, list[int] | None] | None
 """How many of the likeliest tokens, and which tokens of its own; None asks for nothing."""
@@ -36,9 +36,9 @@ class AskingWorker(ToyWorker):
         batch.token_ids_logprobs = [req.logprob.token_ids_logprob for req in reqs]
         table, width = self.worker._particles, self.config.num_particles
         log_p = torch.log_softmax(self.target.language.after(()), -1).expand(len(rows), -1).clone()
-        anchors = table.gather(batch.req_pool_indices, width, 1).anchor
+        last_emitted = table.gather(batch.req_pool_indices, width, 1).last_emitted
         output = LogitsProcessorOutput(next_token_logits=None)
-        table.logprobs.begin(batch, log_p, anchors, output)
+        table.logprobs.begin(batch, log_p, last_emitted, output)
         Books.move_logprobs_to_cpu(None, batch=_returning(batch), logits_output=output)  # type: ignore[arg-type]
         for i, req in enumerate(reqs):
             if req.return_logprob:
@@ -69,8 +69,8 @@ class AskingWorker(ToyWorker):
 
     def _book(self, i: int, req: Any, batch: Any, found: Any, result: Any) -> None:
         tokens, logprobs = found
-        if first_is_open(req) and result.firsts[i] >= 0:
-            settle(req, 0, int(result.firsts[i]), float(result.logprobs.firsts[i]))
+        if has_open_token(req) and result.first_tokens[i] >= 0:
+            settle(req, 0, int(result.first_tokens[i]), float(result.logprobs.first_tokens[i]))
         Books._apply_decode_logprobs(
             None,  # type: ignore[arg-type]
             req=req,

@@ -148,7 +148,7 @@ class _Drafts(NamedTuple):
     log_q: torch.Tensor  # [G, N, K, V]
     log_p: torch.Tensor  # [G, N, K + 1, V]
     ends: torch.Tensor  # [G, N, K]
-    is_open: torch.Tensor  # [G, N, K]
+    before_end: torch.Tensor  # [G, N, K]
 
     @property
     def gained(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,7 +194,7 @@ def _propose(pair: Pair, setup: Setup, before: Population, seeds: torch.Tensor) 
         log_q=torch.stack(laws, dim=2),
         log_p=pair.target[positions.clamp_max(length - 1), chain],
         ends=ends,
-        is_open=rounds.still_open(ends) & ~before.ended.unsqueeze(2),
+        before_end=rounds.still_open(ends) & ~before.ended.unsqueeze(2),
     )
 
 
@@ -206,7 +206,7 @@ def _weigh(setup: Setup, before: Population, drafts: _Drafts, seeds: torch.Tenso
     log_p, log_q = drafts.gained
     cut = rounds.cut(
         before.log_weights,
-        torch.where(drafts.is_open, log_p.double() * setup.power - log_q, 0.0),
+        torch.where(drafts.before_end, log_p.double() * setup.power - log_q, 0.0),
         rounds.Rules(
             num_steps=torch.full((size,), setup.num_steps),
             ess_threshold=torch.full((size,), setup.ess_threshold, dtype=torch.float64),
@@ -217,7 +217,7 @@ def _weigh(setup: Setup, before: Population, drafts: _Drafts, seeds: torch.Tenso
         _coins(before, seeds),
     )
     in_cut = torch.arange(setup.num_steps) < cut.num_columns.view(-1, 1, 1)
-    num_kept = (drafts.is_open & in_cut).sum(2)
+    num_kept = (drafts.before_end & in_cut).sum(2)
     where = (before.output_lengths + num_kept).amax(1, keepdim=True)
     step = rounds.resample(
         cut.log_weights,
@@ -241,7 +241,7 @@ def _verify(setup: Setup, before: Population, drafts: _Drafts, seeds: torch.Tens
     num_steps = torch.full((len(seeds),), setup.num_steps)
     block = mixed.judge(
         log_p - log_q,
-        drafts.is_open,
+        drafts.before_end,
         before.present,
         num_steps,
         torch.full((len(seeds),), setup.evidence_threshold, dtype=torch.float64),

@@ -22,7 +22,7 @@ from sglang_smc.options.request import config_of
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.requests import logit_edits
 from sglang_smc.requests.grammar import Masks
-from sglang_smc.requests.state import RequestState, first_is_open
+from sglang_smc.requests.state import RequestState, has_open_token
 from sglang_smc.round.steps import Steps
 from sglang_smc.smc.proposal import sample
 from sglang_smc.smc.stratify import stratified
@@ -228,10 +228,12 @@ class ToyWorker:
             num_rounds += len(running)
             result = self.play_round([reqs[i] for i in running])
             tokens = result.next_token_ids.view(len(running), -1)
-            firsts = [-1] * len(running) if result.firsts is None else result.firsts.tolist()
+            first_tokens = (
+                [-1] * len(running) if result.first_tokens is None else result.first_tokens.tolist()
+            )
             for group, i in enumerate(running):
-                if first_is_open(reqs[i]) and firsts[group] >= 0:  # type: ignore[arg-type]
-                    reqs[i].smc_state.settle(reqs[i], firsts[group])
+                if has_open_token(reqs[i]) and first_tokens[group] >= 0:  # type: ignore[arg-type]
+                    reqs[i].smc_state.settle(reqs[i], first_tokens[group])
                 reqs[i].smc_state.counters = result.counters[group].tolist()
                 count = 0 if reqs[i].is_stuck else int(result.accept_lens[group])
                 new = tokens[group, :count].tolist()
@@ -256,7 +258,7 @@ class ToyWorker:
     def _is_over(self, req: ToyRequest) -> bool:
         if req.is_stuck:
             return True
-        if first_is_open(req):  # type: ignore[arg-type]
+        if has_open_token(req):  # type: ignore[arg-type]
             return False
         return req.output_ids[-1] == self.eos or len(req.output_ids) >= self.limit
 
@@ -280,7 +282,7 @@ class ToyWorker:
         first = sample(law.unsqueeze(1), self._first_noise(settings, noise[index - 1], is_open))
         for req, token, opens in zip(reqs, first[:, 0].tolist(), is_open.tolist(), strict=True):
             req.say([token])
-            req.smc_state.open_at = 0 if opens else None
+            req.smc_state.open_token_at = 0 if opens else None
         self.worker._counters.begin(
             index, torch.tensor([req.smc_state.counters for req in reqs], dtype=torch.float64)
         )

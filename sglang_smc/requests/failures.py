@@ -123,7 +123,7 @@ def failure_of_first(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
 def failure_of_round(
     target: torch.Tensor,
     draft: torch.Tensor,
-    is_open: torch.Tensor,
+    before_end: torch.Tensor,
     ends: torch.Tensor,
     live: torch.Tensor,
 ) -> torch.Tensor:
@@ -133,13 +133,13 @@ def failure_of_round(
         target: ``[G, N, K + 1]`` log-probabilities of any token in each column; NaN where there is
             no law, since a law's normaliser is NaN then.
         draft: ``[G, N, K]`` log-probabilities of the drafted tokens, the same.
-        is_open: ``[G, N, K]`` bool: up to each particle's end, and within its request's K.
+        before_end: ``[G, N, K]`` bool: up to each particle's end, and within its request's K.
         ends: ``[G, N, K]`` bool: the text ends with this token.
         live: ``[G, N]`` bool: present, and not ended.
     """
     # The target is asked for what follows each open column, unless the text ends there.
-    asked = torch.cat([live.unsqueeze(2), is_open & ~ends], dim=2)  # [G, N, K + 1]
-    return _codes(_any(target.isnan() & asked), _any(draft.isnan() & is_open))
+    asked = torch.cat([live.unsqueeze(2), before_end & ~ends], dim=2)  # [G, N, K + 1]
+    return _codes(_any(target.isnan() & asked), _any(draft.isnan() & before_end))
 
 
 def _any(flags: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from sglang_smc.requests import stopping
 from sglang_smc.requests.grammar import mark_terminated
-from sglang_smc.requests.state import first_is_open
+from sglang_smc.requests.state import has_open_token
 from sglang_smc.smc.proposal import sample
 from sglang_smc.smc.randomness import Purpose, uniforms
 from sglang_smc.smc.stratify import stratified
@@ -45,7 +45,9 @@ def first_tokens(
     own = sample(
         law.unsqueeze(1).expand(-1, num_particles, -1), stratified(noise, same_text | itself)
     )
-    is_open = torch.tensor([[first_is_open(req)] for req in reqs]).to(law.device, non_blocking=True)
+    is_open = torch.tensor([[has_open_token(req)] for req in reqs]).to(
+        law.device, non_blocking=True
+    )
     tokens = torch.where(is_open, own, shared)
     ends = settings.ends(tokens, (num_emitted + 1).unsqueeze(1).expand_as(tokens))
     ends = stopping.mark_stop_texts(ends.unsqueeze(2), reqs, tokens.unsqueeze(2))

@@ -193,7 +193,7 @@ def note_prefill(reqs: "Sequence[Req]", tokens: torch.Tensor, log_sums: torch.Te
         if has_grammar(req):
             run = state_of(req)
             run.is_stuck = log_sum == -math.inf
-            run.terminated_by = token if is_end and run.open_at is None else None
+            run.terminated_by = token if is_end and run.open_token_at is None else None
 
 
 def _ending_column(text: _Text | None, tokens: list[int]) -> int | None:

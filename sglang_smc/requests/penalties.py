@@ -140,7 +140,7 @@ def commit(reqs: "list[Req]", settled: Population, counts: torch.Tensor) -> None
     if not chosen:
         return
     places = _on(counts.device, chosen)
-    # The anchor is emitted text for good once a token is emitted behind it.
+    # The last_emitted is emitted text for good once a token is emitted behind it.
     after = _with_tails(
         _emitted(reqs, chosen), _texts(settled)[places, :1], counts[places, None] - 1
     )
@@ -154,7 +154,7 @@ def _rates(req: "Req") -> tuple[float, float, float]:
 
 
 def _emitted(reqs: "list[Req]", chosen: list[int]) -> torch.Tensor:
-    """Counts ``[P, V]`` of each token in the emitted texts, which lack the particles' anchors."""
+    """Counts ``[P, V]`` of each token in the emitted texts, which lack the particles' last_emitted."""
     return torch.stack([state_of(reqs[group]).counts for group in chosen])
 
 

@@ -30,7 +30,9 @@ class RequestState(msgspec.Struct):
     # The bounds of N and K, where the server adapts them: of the last round, and of the next.
     budgets: tuple[Budget | None, Budget | None] = (None, None)
     arena: tuple[int, int] = (0, 0)  # from the end of the text that the host knew, when reserved
-    open_at: int | None = None  # the output token that prefill drew, while particles differ in it
+    open_token_at: int | None = (
+        None  # the output token that prefill drew, while particles differ in it
+    )
     was_settled: bool = False  # in the round that is being taken
     is_held: bool = False  # its stream, until the token is settled
     has_lost_tails: bool = False  # a retraction dropped tokens that the evidence has counted
@@ -78,7 +80,7 @@ class RequestState(msgspec.Struct):
 
     def _equal(self, output_ids: list[int]) -> list[dict[str, Any]] | None:
         """The particles of a text that ended with the token they all began with."""
-        if len(output_ids) != 1 or self.open_at is not None:
+        if len(output_ids) != 1 or self.open_token_at is not None:
             return None  # aborted on the way
         num_particles = self.config.num_particles
         weight = 1.0 / num_particles
@@ -86,23 +88,23 @@ class RequestState(msgspec.Struct):
 
     def settle(self, req: "Req", token: int) -> None:
         """All particles have come to agree on the token that prefill drew for each of them."""
-        assert self.open_at is not None
-        req.output_ids[self.open_at] = token
+        assert self.open_token_at is not None
+        req.output_ids[self.open_token_at] = token
         if req.grammar is not None:  # it has read the stand-in
             req.grammar.rollback(1)
             req.grammar.accept_token(token)
-        self.open_at, self.was_settled = None, True
+        self.open_token_at, self.was_settled = None, True
         self.release(req)
 
     def withdraw(self, req: "Req") -> None:
         """Take back a token that is not settled, so that the next prefill does not read it."""
-        if self.open_at is None:
+        if self.open_token_at is None:
             return
-        num_open = len(req.output_ids) - self.open_at
+        num_open = len(req.output_ids) - self.open_token_at
         if num_open and req.grammar is not None:
             req.grammar.rollback(num_open)
-        del req.output_ids[self.open_at :]
-        take_back(req, self.open_at)
+        del req.output_ids[self.open_token_at :]
+        take_back(req, self.open_token_at)
         self.release(req)
 
     def hold(self, req: "Req") -> None:
@@ -156,7 +158,7 @@ class RequestStates:
         # A power of p, or p within a grammar, knows its next-token law only given all that may
         # follow, so that a token drawn for all could not be corrected: each draws its own.
         is_last = len(req.output_ids) + 1 >= req.sampling_params.max_new_tokens
-        run.open_at = None if run.config.is_normalized or is_last else len(req.output_ids)
+        run.open_token_at = None if run.config.is_normalized or is_last else len(req.output_ids)
         # A retracted request's particles are gone: what follows its text is drawn anew.
         seed = derive_seed(run.seed, req.retraction_count)
         return Start(_spec(req, seed, run.config), len(req.output_ids), run.counters)
@@ -206,16 +208,16 @@ def state_of(req: "Req") -> RequestState:
     return req.smc_state  # type: ignore[attr-defined]
 
 
-def first_is_open(req: "Req") -> bool:
+def has_open_token(req: "Req") -> bool:
     """Whether the newest output token stands in for one that the particles differ in."""
     run = find_state(req)
-    return run is not None and run.open_at is not None
+    return run is not None and run.open_token_at is not None
 
 
 def settled_ids(req: "Req") -> list[int]:
     """The output tokens that all particles share."""
     run = find_state(req)
-    return list(req.output_ids[: run.open_at if run is not None else None])
+    return list(req.output_ids[: run.open_token_at if run is not None else None])
 
 
 def publish(req: "Req") -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_smc.requests.state import first_is_open, settled_ids
+from sglang_smc.requests.state import has_open_token, settled_ids
 from sglang_smc.state.population import Population
 
 if TYPE_CHECKING:
@@ -77,11 +77,14 @@ def mark_stop_texts(
 
 def tails_of(req: "Req", population: Population, group: int) -> list[list[int]]:
     """What each particle of a request has beyond the text that is settled."""
-    anchors, lengths = population.anchor[group].tolist(), population.lengths[group].tolist()
-    is_open = first_is_open(req)
+    last_emitted, lengths = (
+        population.last_emitted[group].tolist(),
+        population.lengths[group].tolist(),
+    )
+    is_open = has_open_token(req)
     return [
-        [*([anchor] if is_open else []), *tail[:length]]
-        for anchor, tail, length in zip(
-            anchors, population.tokens[group].tolist(), lengths, strict=True
+        [*([last_emitted] if is_open else []), *tail[:length]]
+        for last_emitted, tail, length in zip(
+            last_emitted, population.tokens[group].tolist(), lengths, strict=True
         )
     ]

@@ -16,7 +16,7 @@ class Drafts(NamedTuple):
     tokens: torch.Tensor  # [G, N, K]
     log_q: torch.Tensor  # [G, N, K] of these tokens
     ends: torch.Tensor  # [G, N, K] bool: the text ends with this token
-    is_open: torch.Tensor  # [G, N, K] bool: up to the particle's end, within its request's K
+    before_end: torch.Tensor  # [G, N, K] bool: up to the particle's end, within its request's K
     law: torch.Tensor | None  # [G, N, K, V] log q of all tokens; kept where some group verifies
 
 

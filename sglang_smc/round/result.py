@@ -13,7 +13,7 @@ from sglang_smc.options.budget import Budget
 from sglang_smc.options.policy import Policy
 from sglang_smc.requests.failures import end_failed, fail_stuck
 from sglang_smc.requests.logprob_books import deliver, settle
-from sglang_smc.requests.state import as_particle, first_is_open, settled_ids, state_of
+from sglang_smc.requests.state import as_particle, has_open_token, settled_ids, state_of
 from sglang_smc.round.draft_input import SMCDraftInput
 from sglang_smc.smc.weights import normalized
 from sglang_smc.state.counters import gained
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Particles(NamedTuple):
     """All particles as they stood before the final draw."""
 
-    anchor: torch.Tensor  # [G, N]
+    last_emitted: torch.Tensor  # [G, N]
     tokens: torch.Tensor  # [G, N, T] tails
     lengths: torch.Tensor  # [G, N]
     log_weights: torch.Tensor  # [G, N]
@@ -39,7 +39,7 @@ class Particles(NamedTuple):
     def of(cls, population: Population) -> "Particles":
         """Taken from a population."""
         return cls(
-            population.anchor,
+            population.last_emitted,
             population.tokens,
             population.lengths,
             population.log_weights,
@@ -51,9 +51,9 @@ class Particles(NamedTuple):
         """One request's particles for `meta_info`; None while some have not ended."""
         if not self.finished[group]:
             return None
-        shared, is_open = settled_ids(req), first_is_open(req)
+        shared, is_open = settled_ids(req), has_open_token(req)
         rows = zip(
-            self.anchor[group].tolist(),
+            self.last_emitted[group].tolist(),
             self.tokens[group].tolist(),
             self.lengths[group].tolist(),
             normalized(self.log_weights[group]).tolist(),
@@ -63,9 +63,9 @@ class Particles(NamedTuple):
         )
         return [
             as_particle(
-                [*shared, *([anchor] if is_open else []), *tail[:length]], weight, log_weight
+                [*shared, *([last_emitted] if is_open else []), *tail[:length]], weight, log_weight
             )
-            for anchor, tail, length, weight, log_weight, present in rows
+            for last_emitted, tail, length, weight, log_weight, present in rows
             if present
         ]
 
@@ -76,13 +76,13 @@ class Outcome(NamedTuple):
     tokens: torch.Tensor  # [G, T]: the first counts[g] are emitted
     counts: torch.Tensor  # [G]
     new_seq_lens: torch.Tensor  # [G]
-    anchors: torch.Tensor  # [G] last emitted tokens
+    last_emitted: torch.Tensor  # [G] last emitted tokens
     num_kept_columns: torch.Tensor  # [G] drafted tokens that the round kept
     counters: torch.Tensor  # [G, len(Counters)] float64
     failure: torch.Tensor  # [G] int64 `Failure`; such a request has emitted nothing
-    firsts: torch.Tensor | None  # [G] token that prefill drew, -1 while particles differ
+    first_tokens: torch.Tensor | None  # [G] token that prefill drew, -1 while particles differ
     particles: Particles | None  # where some request wants them
-    logprobs: Emitted | None  # of tokens and firsts, where some request wants them
+    logprobs: Emitted | None  # of tokens and first_tokens, where some request wants them
 
     def first(self, size: int) -> "Outcome":
         """Copies of the first batch."""
@@ -98,8 +98,10 @@ class SMCBatchResult(GenerationBatchResult):
     counters: torch.Tensor | None = None  # [G, len(Counters)] float64
     failure: torch.Tensor | None = None  # [G] int64 `Failure`
     particles: Particles | None = None  # where some request wants them
-    firsts: torch.Tensor | None = None  # [G] token that prefill drew, -1 while particles differ
-    logprobs: Emitted | None = None  # of tokens and firsts, where some request wants them
+    first_tokens: torch.Tensor | None = (
+        None  # [G] token that prefill drew, -1 while particles differ
+    )
+    logprobs: Emitted | None = None  # of tokens and first_tokens, where some request wants them
     monitor: Monitor | None = None
     budgets: list[Budget] | None = None  # N and K of each request in this round
     policy: Policy | None = None  # that learns from them
@@ -111,12 +113,12 @@ class SMCBatchResult(GenerationBatchResult):
             next_token_ids=outcome.tokens.flatten(),
             accept_lens=outcome.counts,
             new_seq_lens=outcome.new_seq_lens,
-            next_draft_input=SMCDraftInput(outcome.anchors),
+            next_draft_input=SMCDraftInput(outcome.last_emitted),
             speculative_num_draft_tokens=outcome.tokens.shape[1],
             num_kept_columns=outcome.num_kept_columns,
             counters=outcome.counters,
             failure=outcome.failure,
-            firsts=outcome.firsts,
+            first_tokens=outcome.first_tokens,
             particles=outcome.particles,
             logits_output=None
             if outcome.logprobs is None
@@ -132,8 +134,8 @@ class SMCBatchResult(GenerationBatchResult):
         self.num_kept_columns = self.num_kept_columns.to("cpu", non_blocking=True)
         self.counters = self.counters.to("cpu", non_blocking=True)
         self.failure = self.failure.to("cpu", non_blocking=True)
-        if self.firsts is not None:
-            self.firsts = self.firsts.to("cpu", non_blocking=True)
+        if self.first_tokens is not None:
+            self.first_tokens = self.first_tokens.to("cpu", non_blocking=True)
         if self.particles is not None:
             copied = (column.to("cpu", non_blocking=True) for column in self.particles)
             self.particles = Particles(*copied)
@@ -183,18 +185,18 @@ class SMCBatchResult(GenerationBatchResult):
 
     def _settle(self, reqs: "list[Req]", live: list[bool]) -> None:
         """Give open first tokens their values, before a grammar reads what follows them."""
-        if self.firsts is None:
+        if self.first_tokens is None:
             return
-        each = zip(reqs, self.firsts.tolist(), live, strict=True)
+        each = zip(reqs, self.first_tokens.tolist(), live, strict=True)
         for i, (req, first, lives) in enumerate(each):
-            if lives and first >= 0 and first_is_open(req):
+            if lives and first >= 0 and has_open_token(req):
                 self._settle_logprob(i, req, first)
                 state_of(req).settle(req, first)
 
     def _settle_logprob(self, group: int, req: "Req", first: int) -> None:
-        place = state_of(req).open_at
+        place = state_of(req).open_token_at
         if self.logprobs is not None and req.return_logprob and place is not None:
-            settle(req, place, first, float(self.logprobs.firsts[group]))
+            settle(req, place, first, float(self.logprobs.first_tokens[group]))
 
     def _fail_stuck(self, reqs: "list[Req]", live: list[bool], totals: list[list[float]]) -> None:
         """End requests whose particles all weigh nothing: no text of their grammar is left."""

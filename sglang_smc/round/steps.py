@@ -177,7 +177,7 @@ class Steps:
         slots = reserved.slots[1:].permute(1, 2, 0)  # [G, N, K + 1]
         last = population.last_tokens.unsqueeze(2)
         # Behind an end nothing is read that could break the columns before it: 0 * NaN is NaN.
-        read = torch.where(drafts.is_open, drafts.tokens, last)
+        read = torch.where(drafts.before_end, drafts.tokens, last)
         chain = torch.cat([last, read], dim=2)
         logits = self.target.chain_logits(chain, reserved.positions[1], slots, reserved.locations)
         logits = edited(batch.edits, logits, drafts.tokens, 0)  # [G, N, K + 1, V]
@@ -217,7 +217,7 @@ class Steps:
             population.log_weights,
             log_p[:, :, :-1],
             drafts.log_q,
-            drafts.is_open,
+            drafts.before_end,
             batch.settings.power,
             batch.settings.rules,
             population.present,
@@ -271,7 +271,7 @@ class Steps:
         )
         block = mixed.judge(
             token_log_probs(log_p[:, :, :-1], drafts.tokens) - drafts.log_q,
-            drafts.is_open,
+            drafts.before_end,
             population.present,
             settings.num_steps,
             settings.evidence_threshold,
@@ -400,4 +400,4 @@ class Steps:
 def _failure(population: Population, drafts: Drafts, log_p: torch.Tensor) -> torch.Tensor:
     """Of log-probabilities ``[G, N, K + 1]`` under the target."""
     live = ~population.ended
-    return failure_of_round(log_p, drafts.log_q, drafts.is_open, drafts.ends, live)
+    return failure_of_round(log_p, drafts.log_q, drafts.before_end, drafts.ends, live)

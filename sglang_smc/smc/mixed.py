@@ -27,7 +27,7 @@ class Block(NamedTuple):
 
 def judge(
     increments: torch.Tensor,
-    is_open: torch.Tensor,
+    before_end: torch.Tensor,
     present: torch.Tensor,
     num_steps: torch.Tensor,
     evidence_threshold: torch.Tensor,
@@ -38,21 +38,21 @@ def judge(
 
     Args:
         increments: ``[G, N, K]`` of ``log p - log q``.
-        is_open: ``[G, N, K]`` bool: up to each chain's end, and within the group's own K.
+        before_end: ``[G, N, K]`` bool: up to each chain's end, and within the group's own K.
         present: ``[G, N]`` bool.
         num_steps: ``[G]`` K of each group.
         evidence_threshold: ``[G]`` float64 c >= 0; infinite to keep none.
         keep_uniforms, uniforms: ``[G]`` float64 in [0, 1), to decide and to draw the chain.
     """
     start = torch.where(present, 0.0, -torch.inf).double()
-    gained = torch.where(is_open, increments, 0.0)
+    gained = torch.where(before_end, increments, 0.0)
     running = accumulate(start, gained).transpose(1, 2)  # [G, K + 1, N]
     covered = covered_columns(running, evidence_threshold, num_steps, keep_uniforms)
     winner = draw(column_of(running, covered), uniforms)
     group = torch.arange(len(winner), device=running.device)
     return Block(
         covered=covered,
-        num_columns=torch.minimum(covered, is_open[group, winner].sum(1)),
+        num_columns=torch.minimum(covered, before_end[group, winner].sum(1)),
         winner=winner,
         ess=effective_sample_size(running[:, -1]),
     )

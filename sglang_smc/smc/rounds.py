@@ -55,7 +55,7 @@ def reweight_and_resample(
     log_weights: torch.Tensor,
     log_p: torch.Tensor,
     log_q: torch.Tensor,
-    is_open: torch.Tensor,
+    before_end: torch.Tensor,
     power: torch.Tensor,
     rules: Rules,
     present: torch.Tensor,
@@ -68,7 +68,7 @@ def reweight_and_resample(
     Args:
         log_weights: ``[G, N]`` float64 before the block.
         log_p, log_q: ``[G, N, K]`` of the drafted tokens.
-        is_open: ``[G, N, K]`` bool: columns up to a particle's end, within its request's K.
+        before_end: ``[G, N, K]`` bool: columns up to a particle's end, within its request's K.
         power: ``[G]`` float64 alpha: the drafts weigh ``alpha log p - log q``.
         rules: of each group.
         present: ``[G, N]`` bool.
@@ -77,10 +77,10 @@ def reweight_and_resample(
         scheme: a key of `SCHEMES`.
     """
     scored = log_p.double() * power.view(-1, 1, 1)
-    increments = torch.where(is_open, scored - log_q, 0.0)
+    increments = torch.where(before_end, scored - log_q, 0.0)
     found = cut(log_weights, increments, rules, present, keep_uniforms)
-    column = torch.arange(is_open.shape[2], device=is_open.device)
-    kept = is_open & (column < found.num_columns.view(-1, 1, 1))
+    column = torch.arange(before_end.shape[2], device=before_end.device)
+    kept = before_end & (column < found.num_columns.view(-1, 1, 1))
     resampled = resample(found.log_weights, found.resample, present, uniforms, scheme)
     return Reweighted(found, kept.sum(2), resampled)
 

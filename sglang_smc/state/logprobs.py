@@ -84,12 +84,12 @@ class Emitted(NamedTuple):
     """What a round shows of each group's first particle, whose tokens it emits."""
 
     tails: TailLogprobs  # [G, T, ...]
-    firsts: torch.Tensor  # [G] float32, of the token that it began with
+    first_tokens: torch.Tensor  # [G] float32, of the token that it began with
 
     def to_cpu(self) -> "Emitted":
         """Copies on the host, there once the device has come so far."""
         tails = (column.to("cpu", non_blocking=True) for column in self.tails)
-        return Emitted(TailLogprobs(*tails), self.firsts.to("cpu", non_blocking=True))
+        return Emitted(TailLogprobs(*tails), self.first_tokens.to("cpu", non_blocking=True))
 
 
 def logprob_distribution(

@@ -20,7 +20,9 @@ from sglang_smc.state.logprobs import NO_LOGPROBS, LogprobTable, LogprobWidths, 
 class Population(NamedTuple):
     """The particles of the G groups in a batch. Every method returns a new one."""
 
-    texts: torch.Tensor  # [G, N, 2 + T] int64: `before`, `anchor`, and the tail, `tokens`
+    texts: (
+        torch.Tensor
+    )  # [G, N, 2 + T] int64: `second_last`, `last_emitted`, and the tail, `tokens`
     lengths: torch.Tensor  # [G, N] int64: tail lengths
     ended: torch.Tensor  # [G, N] bool: absorbed; weight frozen, tail complete
     log_weights: torch.Tensor  # [G, N] float64
@@ -37,13 +39,13 @@ class Population(NamedTuple):
         return self.texts[:, :, 2:]
 
     @property
-    def anchor(self) -> torch.Tensor:
+    def last_emitted(self) -> torch.Tensor:
         """The last emitted token, or what each particle has in its place, ``[G, N]``."""
         return self.texts[:, :, 1]
 
     @property
-    def before(self) -> torch.Tensor:
-        """The token before the anchor, ``[G, N]``; unknown right after prefill."""
+    def second_last(self) -> torch.Tensor:
+        """The token before the last_emitted, ``[G, N]``; unknown right after prefill."""
         return self.texts[:, :, 0]
 
     @property
@@ -102,12 +104,12 @@ class Population(NamedTuple):
         )
 
     def is_settled(self) -> torch.Tensor:
-        """Whether all particles of a group have one anchor, ``[G]`` bool; else none is emitted."""
-        return ((self.anchor == self.anchor[:, :1]) | ~self.present).all(1)
+        """Whether all particles of a group have one last_emitted, ``[G]`` bool; else none is emitted."""
+        return ((self.last_emitted == self.last_emitted[:, :1]) | ~self.present).all(1)
 
-    def first_anchor(self) -> torch.Tensor:
-        """The anchor of all particles of a group, ``[G]``; -1 where they have not one."""
-        return torch.where(self.is_settled(), self.anchor[:, 0], -1)
+    def first_token(self) -> torch.Tensor:
+        """The last_emitted of all particles of a group, ``[G]``; -1 where they have not one."""
+        return torch.where(self.is_settled(), self.last_emitted[:, 0], -1)
 
     def num_common(self) -> torch.Tensor:
         """How many leading tail tokens all particles of a group share, ``[G]``."""

@@ -21,7 +21,7 @@ class Case(NamedTuple):
     log_weights: torch.Tensor
     log_p: torch.Tensor
     log_q: torch.Tensor
-    is_open: torch.Tensor
+    before_end: torch.Tensor
     power: torch.Tensor
     rules: Rules
     present: torch.Tensor
@@ -63,7 +63,7 @@ def random_case(
         log_weights=started.masked_fill(~present, -INF),
         log_p=torch.where(broken, killers, log_p),
         log_q=torch.where(broken_draft, killers, log_q),
-        is_open=(column < opened) & (column < steps.view(-1, 1, 1)) & present.unsqueeze(2),
+        before_end=(column < opened) & (column < steps.view(-1, 1, 1)) & present.unsqueeze(2),
         power=any_of([1.0, 1.0, 2.0, 0.5], (num_groups,), generator),
         rules=Rules(
             num_steps=steps,
@@ -121,7 +121,7 @@ def equal_case(num_particles: int, num_steps: int = 4) -> Case:
         log_weights=particles * 0.3,
         log_p=log_p,
         log_q=log_p,
-        is_open=torch.ones_like(log_p, dtype=torch.bool),
+        before_end=torch.ones_like(log_p, dtype=torch.bool),
         power=one,
         rules=Rules(one.long() * num_steps, one, one == 0, one * 0),
         present=particles > 0,

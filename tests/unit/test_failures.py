@@ -87,7 +87,7 @@ def test_first_tokens(broken: list[float]) -> None:
 
 def test_only_laws_that_a_text_asks_for_matter() -> None:
     """Two particles, two columns: the first ends with its first token, the second goes on."""
-    is_open = torch.tensor([[[True, False], [True, True]]])
+    before_end = torch.tensor([[[True, False], [True, True]]])
     ends = torch.tensor([[[True, False], [False, False]]])
     live = torch.tensor([[True, True]])
 
@@ -96,7 +96,7 @@ def test_only_laws_that_a_text_asks_for_matter() -> None:
         for scores, place in ((log_p, target), (log_q, draft)):
             if place is not None:
                 scores[0, place[0], place[1]] = NAN
-        return int(failure_of_round(log_p, log_q, is_open, ends, live))
+        return int(failure_of_round(log_p, log_q, before_end, ends, live))
 
     asked = {(0, 0), (1, 0), (1, 1), (1, 2)}
     every = [(n, column) for n in (0, 1) for column in (0, 1, 2)]
@@ -106,7 +106,7 @@ def test_only_laws_that_a_text_asks_for_matter() -> None:
     assert code((1, 1), (1, 1)) == Failure.TARGET_LOGITS
     nobody = torch.zeros_like(live)
     log_p = torch.full((1, 2, 3), NAN)
-    closed = torch.zeros_like(is_open)
+    closed = torch.zeros_like(before_end)
     assert int(failure_of_round(log_p, log_p[:, :, :2], closed, ends, nobody)) == 0
 
 
@@ -162,8 +162,11 @@ def serve(pair: tuple[Language, Language], chosen: Any, rows: list[int]) -> dict
             totals = Counters(*result.counters[group].tolist())
             assert totals.nan_ct == (codes[req.row] > 0)
             assert totals.ess_sum == totals.ess_sum
-            if req.smc_state.open_at is not None and result.firsts[group] >= 0:
-                req.output_ids[0], req.smc_state.open_at = int(result.firsts[group]), None
+            if req.smc_state.open_token_at is not None and result.first_tokens[group] >= 0:
+                req.output_ids[0], req.smc_state.open_token_at = (
+                    int(result.first_tokens[group]),
+                    None,
+                )
     toy.check_owned()
     return {req.row: (req.output_ids, codes[req.row]) for req in reqs}
 

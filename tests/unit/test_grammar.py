@@ -32,22 +32,24 @@ def thinking(regex: str) -> ReasonerGrammarObject:
     return found
 
 
-def request(grammar: Any, output: tuple[int, ...] = (), open_at: int | None = None) -> Any:
+def request(grammar: Any, output: tuple[int, ...] = (), open_token_at: int | None = None) -> Any:
     """One whose grammar has read its output, as SGLang has it."""
     for token in output:
         grammar.accept_token(token)
     return SimpleNamespace(
         grammar=grammar,
         output_ids=list(output),
-        smc_state=SimpleNamespace(open_at=open_at),
+        smc_state=SimpleNamespace(open_token_at=open_token_at),
         vocab_size=VOCAB,
         finished=lambda: False,
     )
 
 
-def population(*tails: list[int], anchors: list[int] | None = None, **changes: Any) -> Population:
+def population(
+    *tails: list[int], last_emitted: list[int] | None = None, **changes: Any
+) -> Population:
     """One group."""
-    return population_of([list(tails)], anchors and [anchors], width=8, **changes)
+    return population_of([list(tails)], last_emitted and [last_emitted], width=8, **changes)
 
 
 def legal(mask: torch.Tensor) -> list[int]:
@@ -107,8 +109,8 @@ def test_a_token_that_is_illegal_ends_the_reading() -> None:
 def test_an_open_first_token_is_each_particles_own() -> None:
     """The request's grammar has read the stand-in, which may even have ended its text."""
     for stand_in in (A, EOS):
-        req = request(grammar_of("(ab|ba)?"), (stand_in,), open_at=0)
-        found = masks(req, population([], [], [A], anchors=[A, B, B]))
+        req = request(grammar_of("(ab|ba)?"), (stand_in,), open_token_at=0)
+        found = masks(req, population([], [], [A], last_emitted=[A, B, B]))
         mask = found.along(drafted([], [], []).long())[0, :, 0]
         assert [legal(one) for one in mask] == [[B], [A], [EOS]]
 

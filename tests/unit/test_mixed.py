@@ -19,14 +19,14 @@ def judged(
     increments: list[list[float]],
     threshold: float,
     *,
-    is_open: list[list[int]] | None = None,
+    before_end: list[list[int]] | None = None,
     coin: float = 0.5,
     uniform: float = 0.0,
     absent: int = 0,
 ) -> Block:
     size, num_steps = len(increments), len(increments[0])
     present = torch.arange(size) < size - absent
-    opened = torch.ones(1, size, num_steps) if is_open is None else torch.tensor([is_open])
+    opened = torch.ones(1, size, num_steps) if before_end is None else torch.tensor([before_end])
     return judge(
         one_group(increments),
         opened.bool(),
@@ -56,7 +56,7 @@ def test_the_chain_is_drawn_by_weight_where_the_block_is_cut(uniform: float, win
 
 
 def test_a_chain_that_ends_keeps_its_columns_up_to_the_end_and_its_weight() -> None:
-    found = judged([[0.0, 9.0, 9.0]], 1.0, is_open=[[1, 0, 0]])
+    found = judged([[0.0, 9.0, 9.0]], 1.0, before_end=[[1, 0, 0]])
     assert (int(found.covered), int(found.num_columns)) == (3, 1)
     assert found.ess == 1.0
 

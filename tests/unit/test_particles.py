@@ -14,12 +14,12 @@ from sglang_smc.state.population import ParticleTable, Population
 MAX_TAIL = 5
 
 
-def population(tails: list[list[list[int]]], anchor: int = 90) -> Population:
+def population(tails: list[list[list[int]]], last_emitted: int = 90) -> Population:
     """Populations with these tails; what lies behind a tail is 99."""
     found = population_of(tails, stale=99, width=MAX_TAIL + 1)
-    anchors = torch.full_like(found.lengths, anchor)
+    last_emitted = torch.full_like(found.lengths, last_emitted)
     return found._replace(
-        texts=texts_of(found.tokens, anchors, anchors - 1),
+        texts=texts_of(found.tokens, last_emitted, last_emitted - 1),
         num_emitted=torch.full((len(tails),), 10),
     )
 
@@ -44,7 +44,7 @@ def test_an_emission_keeps_the_last_two_emitted_tokens(
     count: int, expected: list[list[int]]
 ) -> None:
     found = population([[[1, 2, 3], [1, 2]]]).emit(torch.tensor([count]))
-    assert torch.stack([found.before, found.anchor], dim=2)[0].tolist() == expected
+    assert torch.stack([found.second_last, found.last_emitted], dim=2)[0].tolist() == expected
 
 
 def test_output_lengths_count_emitted_text_and_tail() -> None:
@@ -78,7 +78,7 @@ def test_emit_moves_the_common_tokens_out() -> None:
     before = population([[[1, 2, 3], [1, 2]], [[4], [5]], [[6], [6]]])
     found = before.emit(torch.tensor([2, 0, 1]))
     assert tails_of(found) == [[[3], []], [[4], [5]], [[], []]]
-    assert found.anchor.tolist() == [[2, 2], [90, 90], [6, 6]]
+    assert found.last_emitted.tolist() == [[2, 2], [90, 90], [6, 6]]
     assert found.num_emitted.tolist() == [12, 10, 11]
     assert found.last_tokens.tolist() == [[3, 2], [4, 5], [6, 6]]
     assert torch.equal(found.output_lengths, before.output_lengths)
@@ -195,13 +195,15 @@ def test_nothing_is_common_behind_tokens_that_differ() -> None:
     assert before.is_settled().tolist() == [False]
     assert before.num_common().tolist() == [0]
     assert before.last_tokens.tolist() == [[2, 2, 9]]
-    assert before.emit(before.num_common()).anchor.tolist() == [[7, 8, 9]], "each keeps its own"
+    assert before.emit(before.num_common()).last_emitted.tolist() == [[7, 8, 9]], (
+        "each keeps its own"
+    )
 
 
 def test_copies_of_one_particle_agree_on_its_first_token() -> None:
     """An absent particle's has no say."""
     found = open_population().descend(torch.tensor([[1, 1, 2]]))
-    assert found.anchor.tolist() == [[8, 8, 9]]
+    assert found.last_emitted.tolist() == [[8, 8, 9]]
     assert found.is_settled().tolist() == [True]
     assert found.num_common().tolist() == [2]
 

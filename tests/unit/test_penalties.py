@@ -51,12 +51,12 @@ def begun(case: dict[str, Any]) -> list[Any]:
         start = min(case["num_before_prefill"], len(emitted) - 1)
         req = make_req(emitted[:start], **params)
         logit_edits.begin([req], torch.zeros(1, VOCAB))
-        anchor, rest = emitted[start], emitted[start + 1 :]
+        last_emitted, rest = emitted[start], emitted[start + 1 :]
         for emit in (rest[:2], [], rest[2:]):  # none, one or several tokens a round
             tails = [[[*emit, 5, 5], emit]]  # beyond what is emitted, particles differ
-            settled = population_of(tails, [[anchor, anchor]])
+            settled = population_of(tails, [[last_emitted, last_emitted]])
             logit_edits.commit([req], settled, torch.tensor([len(emit)]))
-            anchor = emit[-1] if emit else anchor
+            last_emitted = emit[-1] if emit else last_emitted
         reqs.append(req)
     return reqs
 
@@ -69,8 +69,8 @@ def logits_of(case: dict[str, Any], num_columns: int) -> torch.Tensor:
 
 def check(case: dict[str, Any], logits: torch.Tensor, chains: torch.Tensor, first: int) -> None:
     size, num_particles, num_columns, _ = logits.shape
-    anchors = [[emitted[-1]] * num_particles for emitted in case["emitted"]]
-    population = population_of(case["tails"], anchors)
+    last_emitted = [[emitted[-1]] * num_particles for emitted in case["emitted"]]
+    population = population_of(case["tails"], last_emitted)
     of_round = logit_edits.edits_of(begun(case), population)
     found = logit_edits.edited(of_round, logits.clone(), chains, first)
     for g in range(size):
@@ -114,7 +114,7 @@ def test_a_first_token_follows_what_had_been_emitted_before_a_retraction(
 def test_particles_that_differ_in_their_first_token_each_count_their_own() -> None:
     """As for a power of p: what stands in the request's output is nobody's yet."""
     req = make_req([4], frequency_penalty=1.0)
-    req.smc_state.open_at = 1
+    req.smc_state.open_token_at = 1
     logit_edits.begin([req], torch.zeros(1, VOCAB))
     req.output_ids.append(2)
     open_one = population_of([[[], [1]]], [[3, 1]])

@@ -45,9 +45,9 @@ def with_processor(output_ids: list[int], processor: Any, **custom_params: Any) 
 
 
 def apply(
-    reqs: list[Any], anchors: list[list[int]], tails: list, chains: list, first: int = 0
+    reqs: list[Any], last_emitted: list[list[int]], tails: list, chains: list, first: int = 0
 ) -> torch.Tensor:
-    (edit,) = logit_edits.edits_of(reqs, population_of(tails, anchors))
+    (edit,) = logit_edits.edits_of(reqs, population_of(tails, last_emitted))
     drafted = torch.tensor(chains, dtype=torch.int64)
     num_columns = 1 if first else drafted.shape[2] + 1
     return edit(torch.zeros(*drafted.shape[:2], num_columns, VOCAB), drafted, first)
@@ -71,7 +71,7 @@ def test_a_step_of_drafting_is_shown_what_has_been_drafted() -> None:
 def test_a_particle_reads_its_own_first_token_while_it_is_open() -> None:
     recorder = Recorder()
     req = with_processor([1, 0], recorder)
-    req.smc_state.open_at = 1
+    req.smc_state.open_token_at = 1
     apply([req], [[4, 5]], [[[], []]], [[[], []]])
     assert recorder.seen == [[1, 4], [1, 5]]
 

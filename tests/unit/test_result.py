@@ -149,12 +149,12 @@ def test_a_request_that_the_books_find_finished_still_counts_its_last_round() ->
     assert req.spec_num_correct_drafts == 3
 
 
-def population(anchors: list[list[int]] | None = None) -> Population:
+def population(last_emitted: list[list[int]] | None = None) -> Population:
     """Two groups of at most three particles; the first has two, and both of them have ended."""
     return Population(
         texts=texts_of(
             tokens=torch.tensor([[[5, 6, 99], [7, 99, 99], [0, 0, 0]], [[1, 1, 1]] * 3]),
-            anchor=torch.tensor(anchors or [[4, 4, 0], [4, 4, 4]]),
+            last_emitted=torch.tensor(last_emitted or [[4, 4, 0], [4, 4, 4]]),
         ),
         lengths=torch.tensor([[2, 1, 0], [3, 3, 3]]),
         ended=torch.tensor([[True, True, True], [True, False, True]]),
@@ -189,13 +189,13 @@ def test_particles_of_a_group_that_goes_on_are_not_shown() -> None:
 def test_particles_show_their_own_first_token_while_it_is_open() -> None:
     whole = population([[3, 2, 0], [4, 4, 4]])
     req = emitted_req([8, 4])
-    req.smc_state.open_at = 1
+    req.smc_state.open_token_at = 1
     found = Particles.of(whole).of_group(0, req)
     assert found is not None
     assert [particle["output_ids"] for particle in found] == [[8, 3, 5, 6], [8, 2, 7]]
 
 
-def open_rounds(firsts: list[int], *reqs: FakeReq) -> None:
+def open_rounds(first_tokens: list[int], *reqs: FakeReq) -> None:
     result = SMCBatchResult(
         next_token_ids=torch.zeros(len(reqs), dtype=torch.int64),
         accept_lens=torch.zeros(len(reqs), dtype=torch.int64),
@@ -203,7 +203,7 @@ def open_rounds(firsts: list[int], *reqs: FakeReq) -> None:
         num_kept_columns=torch.zeros(len(reqs), dtype=torch.int64),
         counters=torch.zeros(len(reqs), len(Counters._fields)),
         failure=torch.zeros(len(reqs), dtype=torch.int64),
-        firsts=torch.tensor(firsts),
+        first_tokens=torch.tensor(first_tokens),
         monitor=Monitor(100),
     )
     result.resolve(SimpleNamespace(reqs=list(reqs)), stock_resolve(result, list(reqs)))
@@ -211,11 +211,11 @@ def open_rounds(firsts: list[int], *reqs: FakeReq) -> None:
 
 def test_an_open_first_token_is_replaced_once_all_particles_agree() -> None:
     req, plain = emitted_req([8, 4]), emitted_req([8, 4])
-    req.smc_state.open_at = 1
+    req.smc_state.open_token_at = 1
     open_rounds([-1, 5], req, plain)
-    assert (req.output_ids, req.smc_state.open_at) == ([8, 4], 1), "they still differ"
+    assert (req.output_ids, req.smc_state.open_token_at) == ([8, 4], 1), "they still differ"
     open_rounds([6, 5], req, plain)
-    assert (req.output_ids, req.smc_state.open_at) == ([8, 6], None)
+    assert (req.output_ids, req.smc_state.open_token_at) == ([8, 6], None)
     open_rounds([7, 5], req, plain)
     assert req.output_ids == [8, 6], "and then it stays"
     assert plain.output_ids == [8, 4], "a token that was never open is SGLang's"
@@ -244,7 +244,9 @@ def test_only_who_asked_is_given_the_particles() -> None:
     assert silent.smc_state.particles is None
 
 
-def with_logprobs(*reqs: FakeReq, lengths: list[int], firsts: list[int] | None) -> SMCBatchResult:
+def with_logprobs(
+    *reqs: FakeReq, lengths: list[int], first_tokens: list[int] | None
+) -> SMCBatchResult:
     """A round of which each token's log-probability is minus its place, 10 a request."""
     number = -torch.arange(10.0).expand(len(reqs), -1) - 10 * torch.arange(len(reqs)).unsqueeze(1)
     top = number.unsqueeze(2).expand(-1, -1, 2)
@@ -256,7 +258,7 @@ def with_logprobs(*reqs: FakeReq, lengths: list[int], firsts: list[int] | None) 
         speculative_num_draft_tokens=10,
         num_kept_columns=torch.zeros(len(reqs), dtype=torch.int64),
         counters=torch.zeros(len(reqs), len(Counters._fields)),
-        firsts=None if firsts is None else torch.tensor(firsts),
+        first_tokens=None if first_tokens is None else torch.tensor(first_tokens),
         logits_output=LogitsProcessorOutput(next_token_logits=None),
         logprobs=Emitted(tails, torch.tensor([-0.25, -0.5])),
         monitor=Monitor(100),
@@ -275,7 +277,7 @@ def asking(num_top: int, ids: list[int] | None, **books: list) -> FakeReq:
 def test_sglang_finds_each_emitted_tokens_log_probabilities_where_it_looks() -> None:
     """A rectangle of as many tokens for each request, row after row, cut to what each asked for."""
     reqs = [asking(2, None), asking(1, [7])]
-    result = with_logprobs(*reqs, lengths=[1, 3], firsts=None)
+    result = with_logprobs(*reqs, lengths=[1, 3], first_tokens=None)
     result.resolve(SimpleNamespace(reqs=reqs), stock_resolve(result, reqs))
     output = result.logits_output
     assert output is not None
@@ -290,7 +292,7 @@ def test_sglang_finds_each_emitted_tokens_log_probabilities_where_it_looks() -> 
 
 def test_a_round_that_emits_nothing_has_no_log_probabilities() -> None:
     reqs = [asking(2, [7])]
-    result = with_logprobs(*reqs, lengths=[0], firsts=None)
+    result = with_logprobs(*reqs, lengths=[0], first_tokens=None)
     result.resolve(SimpleNamespace(reqs=reqs), stock_resolve(result, reqs))
     assert result.logits_output is not None
     assert result.logits_output.next_token_logprobs.tolist() == [[]]
@@ -300,8 +302,8 @@ def test_a_settled_first_token_brings_its_own_log_probability() -> None:
     books = {"output_token_logprobs_val": [-9.0, -9.0], "output_token_logprobs_idx": [8, 4]}
     req, quiet = asking(0, None, **books), emitted_req([8, 4])
     quiet.return_logprob = False  # type: ignore[attr-defined]
-    req.smc_state.open_at = quiet.smc_state.open_at = 1
-    result = with_logprobs(req, quiet, lengths=[0, 0], firsts=[6, 5])
+    req.smc_state.open_token_at = quiet.smc_state.open_token_at = 1
+    result = with_logprobs(req, quiet, lengths=[0, 0], first_tokens=[6, 5])
     result.resolve(SimpleNamespace(reqs=[req, quiet]), stock_resolve(result, [req, quiet]))
     assert req.output_ids == [8, 6]
     assert req.logprob.output_token_logprobs_val == [-9.0, -0.25]  # type: ignore[attr-defined]

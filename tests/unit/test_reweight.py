@@ -9,7 +9,7 @@ from sglang_smc.smc import rounds
 
 
 def reweight_and_resample(
-    log_p: torch.Tensor, is_open: torch.Tensor, power: float, tau: float
+    log_p: torch.Tensor, before_end: torch.Tensor, power: float, tau: float
 ) -> rounds.Reweighted:
     """One group, log q = -1 throughout."""
     weights = torch.zeros(log_p.shape[:2], dtype=torch.float64)
@@ -24,7 +24,7 @@ def reweight_and_resample(
         weights,
         log_p,
         torch.full_like(log_p, -1.0),
-        is_open,
+        before_end,
         one * power,
         rules,
         torch.ones_like(weights, dtype=torch.bool),
@@ -37,8 +37,8 @@ def reweight_and_resample(
 def test_closed_columns_weigh_nothing_and_are_not_kept() -> None:
     """Particle 1 ends with its first token; its later scores belong to nobody."""
     log_p = torch.tensor([[[-1.0, -1.0, -1.0], [-2.0, -9.0, math.nan]]])
-    is_open = torch.tensor([[[True, True, True], [True, False, False]]])
-    found = reweight_and_resample(log_p, is_open, power=1.0, tau=0.0)
+    before_end = torch.tensor([[[True, True, True], [True, False, False]]])
+    found = reweight_and_resample(log_p, before_end, power=1.0, tau=0.0)
     assert found.num_kept.tolist() == [[3, 1]]
     assert found.cut.log_weights.tolist() == [[0.0, -1.0]]
     assert found.resampled.ancestors.tolist() == [[0, 1]]

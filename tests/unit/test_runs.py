@@ -13,7 +13,7 @@ from sglang_smc.requests.state import (
     RequestStates,
     as_particle,
     find_state,
-    first_is_open,
+    has_open_token,
     publish,
     settled_ids,
 )
@@ -171,7 +171,7 @@ def powered_req(**changes: Any) -> Any:
 def test_what_the_first_token_weighs_is_in_the_answer_and_counted_once() -> None:
     """After a round the device's total holds it: added again it would stand there twice."""
     ends_at_once, goes_on = powered_req(output_ids=[9]), powered_req(output_ids=[9, 8])
-    ends_at_once.smc_state.open_at = goes_on.smc_state.open_at = None
+    ends_at_once.smc_state.open_token_at = goes_on.smc_state.open_token_at = None
     book = RequestStates(SERVER, 1)
     book.note_first([ends_at_once, goes_on], torch.tensor([-0.25, -0.5]).double())
     goes_on.smc_state.take([*zero_counters(2)[:-1], -0.75])
@@ -190,7 +190,7 @@ def test_a_plain_target_weighs_nothing_and_its_sums_are_not_read() -> None:
 
 def test_an_answer_of_one_token_has_equal_particles() -> None:
     req = powered_req(output_ids=[9])
-    req.smc_state.open_at = None
+    req.smc_state.open_token_at = None
     particles = published(req)["spec_smc_particles"]
     assert particles == [as_particle([9], 0.5, 0.0)] * 2
 
@@ -223,14 +223,14 @@ def begun(**changes: Any) -> Any:
 @pytest.mark.parametrize(("power", "is_open"), [(1.0, False), (2.0, True), (0.5, True)])
 def test_first_tokens_differ_for_a_power_of_p_alone(power: float, is_open: bool) -> None:
     req = begun(smc={"power": power}, output_ids=[5])
-    assert first_is_open(req) == is_open
+    assert has_open_token(req) == is_open
     assert settled_ids(req) == ([5] if is_open else [5, 9])
 
 
 def test_a_token_behind_which_nothing_comes_is_never_open() -> None:
     """Its own law is all that there is of the text."""
-    assert not first_is_open(begun(smc={"power": 2.0}, output_ids=[5] * 19))
-    assert first_is_open(begun(smc={"power": 2.0}, output_ids=[5] * 18))
+    assert not has_open_token(begun(smc={"power": 2.0}, output_ids=[5] * 19))
+    assert has_open_token(begun(smc={"power": 2.0}, output_ids=[5] * 18))
 
 
 def test_nothing_is_streamed_nor_taken_for_an_end_until_the_token_is_settled() -> None:

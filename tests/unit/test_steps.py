@@ -78,8 +78,8 @@ def population(ended: list[list[bool]], sizes: list[int]) -> Population:
 
 def drafts(of: RoundBatch, before: Population, tokens: torch.Tensor) -> Drafts:
     ends = tokens == EOS
-    is_open = open_columns(ends, of.settings.num_steps, before.ended)
-    return Drafts(tokens, torch.full(tokens.shape, -2.0), ends, is_open, None)
+    before_end = open_columns(ends, of.settings.num_steps, before.ended)
+    return Drafts(tokens, torch.full(tokens.shape, -2.0), ends, before_end, None)
 
 
 def law_of(values: list[float]) -> torch.Tensor:

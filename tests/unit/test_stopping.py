@@ -89,9 +89,11 @@ def test_strings_and_patterns_together() -> None:
     assert first_match(req, [], [STOP, SEVEN]) == 0
 
 
-def population(tails: list[list[list[int]]], anchors: list[list[int]] | None = None) -> Population:
+def population(
+    tails: list[list[list[int]]], last_emitted: list[list[int]] | None = None
+) -> Population:
     """Populations with given tails; stale tokens behind them would complete a match."""
-    return population_of(tails, anchors, stale=OP, width=8)
+    return population_of(tails, last_emitted, stale=OP, width=8)
 
 
 def test_each_particle_is_marked_by_its_own_lineage_and_each_request_by_its_own_texts() -> None:
@@ -128,13 +130,15 @@ def test_first_tokens_that_prefill_drew_stand_right_behind_the_emitted_text() ->
     assert found.tolist() == [[[True], [False]]]
 
 
-@pytest.mark.parametrize(("open_at", "expected"), [(1, [True, False]), (None, [False, False])])
+@pytest.mark.parametrize(
+    ("open_token_at", "expected"), [(1, [True, False]), (None, [False, False])]
+)
 def test_a_particle_reads_its_own_first_token_while_it_is_open(
-    open_at: int | None, expected: list[bool]
+    open_token_at: int | None, expected: list[bool]
 ) -> None:
     """What stands in its place in the request's output is another particle's, or nobody's."""
     req = make_req("STOP", output_ids=(A, C))
-    req.smc_state = SimpleNamespace(open_at=open_at)
+    req.smc_state = SimpleNamespace(open_token_at=open_token_at)
     tails = population([[[], []]], [[ST, A]])
     nothing = torch.zeros(1, 2, 1, dtype=torch.bool)
     found = mark_stop_texts(nothing, [req], torch.tensor([[[OP], [OP]]]), tails)
