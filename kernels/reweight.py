@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.smc.rounds import BlockCut, Resampled, Reweighted, Rules
+from sglang_smc.smc.rounds import BlockCut, Resampled, Reweighted, WeightRules
 
 SCHEMES = ("systematic", "stratified", "multinomial")
 
@@ -15,7 +15,7 @@ def reweight_and_resample(
     log_q: torch.Tensor,
     before_end: torch.Tensor,
     power: torch.Tensor,
-    rules: Rules,
+    rules: WeightRules,
     present: torch.Tensor,
     keep_uniforms: torch.Tensor,
     uniforms: torch.Tensor,

@@ -22,7 +22,7 @@ def sample_and_score(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw a token a row, and say how probable it was.
 
-    Reference: `sglang_smc.smc.proposal.sample_and_score`. Tokens are equal to its tokens unless a
+    Reference: `sglang_smc.smc.distribution.sample_and_score`. Tokens are its tokens unless a
     uniform lies within rounding (1e-6) of the boundary between two.
 
     Args:
@@ -65,7 +65,7 @@ def score_tokens(
 ) -> torch.Tensor:
     """Log-probabilities of given tokens.
 
-    Reference: `sglang_smc.smc.proposal.score_tokens`.
+    Reference: `sglang_smc.smc.distribution.score_tokens`.
 
     Args:
         logits: ``[R, V]``, any float type; ``-inf`` marks a forbidden token.

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc.process import is_smc
-from sglang_smc.requests.processors import has_processor
-from sglang_smc.requests.stopping import has_stop_text
+from sglang_smc.requests.rules import needs_host
 from sglang_smc.server.hooks import Patch
 
 if TYPE_CHECKING:
@@ -21,14 +20,12 @@ def is_disable_overlap_for_batch(
     batch: "ScheduleBatch | None",
     last_batch: "ScheduleBatch | None",
 ) -> bool:
-    """Also for a round in which some request stops at a string, or brings a processor."""
+    """Also for a round in which some request's rules read texts on the host."""
     if original(scheduler, batch, last_batch):
         return True
     if batch is None or not (is_smc(scheduler.server_args) and scheduler.result_queue):
         return False
-    return batch.forward_mode.is_decode() and any(
-        has_stop_text(req) or has_processor(req) for req in batch.reqs
-    )
+    return batch.forward_mode.is_decode() and any(map(needs_host, batch.reqs))
 
 
 PATCHES = (
@@ -36,14 +33,14 @@ PATCHES = (
         target="sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",
         hook_type=HookType.AROUND,
         function=is_disable_overlap_for_batch,
-        what="Takes the last round's result before a batch starts that has a request with a stop "
-        "string or pattern, or with a custom logit processor.",
+        what="Takes the last round's result before a batch starts that has a request with a rule "
+        "that reads texts on the host: a stop string or pattern, a custom logit processor.",
         why="Particles are searched for stop texts in every round, before they are weighed, and "
         "processors read texts: that needs what is emitted on the host. SGLang waits so for "
-        "grammars, and them alone.",
+        "structured output, and for nothing else.",
         relies_on=(
             "srt/managers/scheduler.py:1744 (asks once a loop, after the batch is chosen)",
-            "srt/managers/scheduler.py:1789 (need_grammar_sync is the model)",
+            "srt/managers/scheduler.py:1789 (what structured output waits by is the model)",
         ),
         retire_when="Stop texts are matched on the device.",
     ),

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc.process import active_monitor
-from sglang_smc.requests.failures import end_failed, judge_prefill, take_mark
+from sglang_smc.requests import rules
+from sglang_smc.requests.failures import end_failed, take_mark
 from sglang_smc.requests.logprob_books import rewind_stream
-from sglang_smc.requests.state import find_state, publish
+from sglang_smc.requests.state import RequestState, find_state, publish
 from sglang_smc.server.hooks import Patch
 
 if TYPE_CHECKING:
@@ -17,32 +18,38 @@ if TYPE_CHECKING:
 
 def update_finish_state(original: Callable, req: "Req", new_accepted_len: int = 1) -> None:
     """Look at new tokens only; with none, a request ends only if it is told to."""
-    num_new = new_accepted_len
-    run = find_state(req)
-    if run is not None and (code := take_mark(req)):
-        run.count_nan()
-        end_failed(req, code)
-        if (monitor := active_monitor()) is not None:
-            monitor.count_failed_prefill()
-    elif run is not None:
-        judge_prefill(req, run)
-        rewind_stream(req)
-    if run is not None and run.open_token_at is not None:
-        num_new = 0
-        run.hold(req)
-    elif run is not None and run.was_settled:
-        num_new += 1
-        run.was_settled = False
+    state = find_state(req)
+    if state is None:
+        num_new = new_accepted_len
+    else:
+        _judge_prefill(req, state)
+        num_new = new_accepted_len + state.open_token.take()
+        if state.open_token.is_open:
+            num_new = 0
+            state.open_token.hold(req)
     if num_new > 0 or req.to_finish:
         original(req, num_new)
     publish(req)
 
 
+def _judge_prefill(req: "Req", state: RequestState) -> None:
+    """End a request whose prefill has found that it cannot go on."""
+    code = take_mark(req)
+    if not code:
+        rules.judge_first(req)
+        rewind_stream(req)
+        return
+    rules.forget(req)
+    state.count_nan()
+    end_failed(req, code)
+    if (monitor := active_monitor()) is not None:
+        monitor.count_failed_prefill()
+
+
 def reset_for_retract(original: Callable, req: "Req") -> None:
     """Take back a token that was not settled, so that the next prefill does not read it."""
-    run = find_state(req)
-    if run is not None:
-        run.withdraw(req)
+    if find_state(req) is not None:
+        rules.withdraw(req)
     original(req)
 
 
@@ -68,8 +75,7 @@ PATCHES = (
         target="sglang.srt.managers.schedule_batch.Req.reset_for_retract",
         hook_type=HookType.AROUND,
         function=reset_for_retract,
-        what="Drops the token that stands in for the first of each particle, for a power of p or a "
-        "grammar.",
+        what="Drops the token that stands in for the first of each particle, where these differ.",
         why="Prefill must put out one token, but the particles of such a request differ in it.",
         relies_on=("srt/managers/schedule_batch.py:1603",),
         retire_when="A prefill can put out no token.",

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.runtime_context import get_server_args
 
 from sglang_smc.options.budget import Budget
-from sglang_smc.options.policy import Policy
+from sglang_smc.options.policy import Costs, Policy, RoundCosts
 from sglang_smc.options.server import ALGORITHM, SMCConfig
 from sglang_smc.state.monitor import Monitor
 
@@ -26,6 +26,11 @@ def set_policy(policy: Policy | None) -> None:
     """Have this scheduler process adapt N and K to its load, or not."""
     global _policy
     _policy = policy
+
+
+def adapt(config: SMCConfig, costs: Costs | RoundCosts) -> None:
+    """Have this scheduler process adapt N and K to its load, by what rounds cost."""
+    set_policy(Policy(Budget(config.num_particles, config.num_steps), costs))
 
 
 def active_policy() -> Policy | None:

@@ -34,11 +34,11 @@ class AskingWorker(ToyWorker):
         batch: Any = self.batch(reqs)
         batch.top_logprobs_nums = [req.logprob.top_logprobs_num for req in reqs]
         batch.token_ids_logprobs = [req.logprob.token_ids_logprob for req in reqs]
-        table, width = self.worker._particles, self.config.num_particles
+        tables, width = self.worker._tables, self.config.num_particles
         log_p = torch.log_softmax(self.target.language.after(()), -1).expand(len(rows), -1).clone()
-        last_emitted = table.gather(batch.req_pool_indices, width, 1).last_emitted
+        last_emitted = tables.particles.gather(batch.req_pool_indices, width, 1).last_emitted
         output = LogitsProcessorOutput(next_token_logits=None)
-        table.logprobs.begin(batch, log_p, last_emitted, output)
+        tables.logprobs.begin(batch, log_p, last_emitted, output)
         Books.move_logprobs_to_cpu(None, batch=_returning(batch), logits_output=output)  # type: ignore[arg-type]
         for i, req in enumerate(reqs):
             if req.return_logprob:
@@ -70,7 +70,7 @@ class AskingWorker(ToyWorker):
     def _book(self, i: int, req: Any, batch: Any, found: Any, result: Any) -> None:
         tokens, logprobs = found
         if has_open_token(req) and result.first_tokens[i] >= 0:
-            settle(req, 0, int(result.first_tokens[i]), float(result.logprobs.first_tokens[i]))
+            settle(req, 0, int(result.first_tokens[i]), float(result.logprobs.first[i]))
         Books._apply_decode_logprobs(
             None,  # type: ignore[arg-type]
             req=req,

@@ -10,7 +10,7 @@ import torch
 from populations import texts_of
 
 from sglang_smc.smc import exact, mixed, rounds
-from sglang_smc.smc.proposal import SamplingRules, log_probs, power_law, sample, token_log_probs
+from sglang_smc.smc.distribution import SamplingRules, log_probs, power_law, sample, token_log_probs
 from sglang_smc.smc.randomness import Purpose, round_seeds, uniforms
 from sglang_smc.smc.stratify import equal_texts, still_same, stratified
 from sglang_smc.state.population import Population
@@ -207,7 +207,7 @@ def _weigh(setup: Setup, before: Population, drafts: _Drafts, seeds: torch.Tenso
     cut = rounds.cut(
         before.log_weights,
         torch.where(drafts.before_end, log_p.double() * setup.power - log_q, 0.0),
-        rounds.Rules(
+        rounds.WeightRules(
             num_steps=torch.full((size,), setup.num_steps),
             ess_threshold=torch.full((size,), setup.ess_threshold, dtype=torch.float64),
             at_token=torch.full((size,), setup.resample_at == "token"),

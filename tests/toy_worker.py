@@ -20,16 +20,17 @@ from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.budget import Budget
 from sglang_smc.options.request import config_of
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.requests import logit_edits
-from sglang_smc.requests.grammar import Masks
-from sglang_smc.requests.state import RequestState, has_open_token
+from sglang_smc.requests import rules
+from sglang_smc.requests.rules import TextRules
+from sglang_smc.requests.state import RequestState, RequestStates, has_open_token
+from sglang_smc.round.round import Round
 from sglang_smc.round.steps import Steps
-from sglang_smc.smc.proposal import sample
+from sglang_smc.round.tables import Tables
+from sglang_smc.smc.distribution import sample
 from sglang_smc.smc.stratify import stratified
-from sglang_smc.state.counters import Counters, CounterTable, zero_counters
+from sglang_smc.state.counters import Counters
 from sglang_smc.state.monitor import Monitor
-from sglang_smc.state.population import ParticleTable
-from sglang_smc.state.settings import FilterKinds, RequestSpec, RequestTable, Settings
+from sglang_smc.state.settings import FilterKinds, RequestSpec, Settings
 from sglang_smc.worker import SMCWorker
 
 PROMPT = (1, 0)
@@ -196,20 +197,20 @@ class ToyWorker:
     def _make_worker(self, num_slots: int) -> SMCWorker:
         """The package's worker on these tables and models, without SGLang around it."""
         worker, config = SMCWorker.__new__(SMCWorker), self.config
-        num_rows, max_tail = 1 + len(self.owned), arena.max_tail(config)
-        worker.config, worker.device, worker._ops = config, self.device, self.ops
-        worker._ledger = self.ops.ledger(
+        worker.config, worker.device = config, self.device
+        worker._tables = tables = Tables.of(
+            config,
+            self.ops,
             self.table,
-            num_rows=num_rows,
-            num_particles=config.num_particles,
-            max_tail=max_tail,
+            num_rows=1 + len(self.owned),
             num_slots=num_slots,
+            vocab_size=self.vocab_size,
+            device=self.device,
         )
         models: Any = self.target, self.draft
-        worker._steps = Steps(*models, worker._ledger, self.ops, config.max_lag)
-        worker._particles = ParticleTable(num_rows, config.num_particles, max_tail, self.device)
-        worker._requests = RequestTable(num_rows, self.vocab_size, self.device)
-        worker._counters = CounterTable(num_rows, self.device)
+        worker._steps = Steps(*models, tables.ledger, self.ops, config.max_lag)
+        worker._round = Round(worker._steps, tables, self.ops)
+        worker._states = RequestStates(config, random_seed=0)
         worker._graphs = {}
         worker.monitor = Monitor(40)
         return worker
@@ -233,7 +234,7 @@ class ToyWorker:
             )
             for group, i in enumerate(running):
                 if has_open_token(reqs[i]) and first_tokens[group] >= 0:  # type: ignore[arg-type]
-                    reqs[i].smc_state.settle(reqs[i], first_tokens[group])
+                    rules.settle(reqs[i], first_tokens[group], None)  # type: ignore[arg-type]
                 reqs[i].smc_state.counters = result.counters[group].tolist()
                 count = 0 if reqs[i].is_stuck else int(result.accept_lens[group])
                 new = tokens[group, :count].tolist()
@@ -241,7 +242,7 @@ class ToyWorker:
                 reqs[i].kv_committed_len += len(new)
                 emitted_in_last[i] = len(new)
             running = [i for i in running if not self._is_over(reqs[i])]
-        evidence = self.worker._particles.gather(torch.tensor(rows), 1, 1).log_evidence
+        evidence = self.worker._tables.particles.gather(torch.tensor(rows), 1, 1).log_evidence
         evidence = evidence.masked_fill(torch.tensor([req.is_stuck for req in reqs]), -math.inf)
         num_forced = sum(int(Counters(*req.smc_state.counters).collapse_ct) for req in reqs)
         texts = [req.output_ids for req in reqs]
@@ -272,21 +273,21 @@ class ToyWorker:
             )
             for row, mine in zip(rows, chosen, strict=True)
         ]
-        requests, index = self.worker._requests, torch.tensor(rows)
+        requests, index = self.worker._tables.requests, torch.tensor(rows)
         requests.write([self._spec(req) for req in reqs])
         settings = requests.gather(index)
         for req in reqs:
             config = config_of(self.config, req)  # type: ignore[arg-type]
-            req.smc_state = RequestState(req.row, config, zero_counters(config.num_particles))
+            req.smc_state = RequestState.of(req.row, config)
         is_open, law, log_sum = ~settings.normalized, *self._first_law(reqs, settings)
         first = sample(law.unsqueeze(1), self._first_noise(settings, noise[index - 1], is_open))
         for req, token, opens in zip(reqs, first[:, 0].tolist(), is_open.tolist(), strict=True):
             req.say([token])
-            req.smc_state.open_token_at = 0 if opens else None
-        self.worker._counters.begin(
+            req.smc_state.open_token.begin(0 if opens else None)
+        self.worker._tables.counters.begin(
             index, torch.tensor([req.smc_state.counters for req in reqs], dtype=torch.float64)
         )
-        self.worker._particles.begin(
+        self.worker._tables.particles.begin(
             index,
             first_tokens=first,
             num_emitted=torch.ones_like(index),
@@ -301,12 +302,14 @@ class ToyWorker:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities of first tokens ``[G, V]``, and what they weigh ``[G]``."""
         logits = self.target.language.after(()).expand(len(reqs), -1)
-        masks = Masks(reqs, None, self.vocab_size, self.device)  # type: ignore[arg-type]
-        law, log_sum = settings.law(
-            logit_edits.begin(reqs, logits).unsqueeze(1),  # type: ignore[arg-type]
+        nothing = torch.empty(len(reqs), 1, 0, dtype=torch.int64)  # [G, N, J]
+        of_texts = TextRules.begin(reqs, self.vocab_size, self.device)  # type: ignore[arg-type]
+        edited, allowed = of_texts.apply(logits.clone().view(len(reqs), 1, 1, -1), nothing, 0)
+        law, log_sum = settings.distribution(
+            edited.squeeze(2),
             torch.zeros(len(reqs), 1, dtype=torch.int64),
             FilterKinds.of(reqs),  # type: ignore[arg-type]
-            allowed=masks.first(),
+            allowed=None if allowed is None else allowed.squeeze(2),
         ).to_power(settings.power)
         return law.log_probs(), log_sum.masked_fill(~settings.weighs, 0.0)
 
@@ -338,7 +341,7 @@ class ToyWorker:
     def play_round(self, reqs: list[ToyRequest]) -> Any:
         """Reserve memory as the scheduler does, then the worker's own round."""
         self.reserve(reqs)
-        return self.worker._round(self.batch(reqs))
+        return self.worker.launch_round(self.batch(reqs))
 
     def reserve(self, reqs: list[ToyRequest]) -> None:
         budget = self.budgets[self.num_reserved % len(self.budgets)]

@@ -40,7 +40,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from sglang_smc.smc.proposal import sample, token_log_probs
+from sglang_smc.smc.distribution import sample, token_log_probs
 from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.smc.weights import effective_sample_size, log_mean_exp, normalized
 

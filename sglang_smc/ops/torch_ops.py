@@ -4,7 +4,7 @@ import torch
 
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.ops.interface import Ops
-from sglang_smc.smc import proposal, randomness, rounds
+from sglang_smc.smc import distribution, randomness, rounds
 from sglang_smc.smc.stratify import same_text, stratify
 
 
@@ -24,8 +24,8 @@ TORCH = Ops(
     round_seeds=randomness.round_seeds,
     same_text=same_text,
     stratify=stratify,
-    sample_and_score=proposal.sample_and_score,
-    score_tokens=proposal.score_tokens,
+    sample_and_score=distribution.sample_and_score,
+    score_tokens=distribution.score_tokens,
     reweight_and_resample=rounds.reweight_and_resample,
     collapse=rounds.collapse,
     ledger=Ledger,

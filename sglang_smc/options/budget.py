@@ -1,7 +1,7 @@
 """What a request runs with where the server adapts N and K to its load.
 
-A *budget* bounds both for all requests of a batch; what a request asked for bounds them, too. On the
-lowest, N = 1 and K = 0, nothing is drafted, and the target decodes alone.
+A *budget* bounds both for all requests of a batch; what a request asked for bounds them, too. On
+the lowest, N = 1 and K = 0, nothing is drafted, and the target decodes alone.
 """
 
 from typing import NamedTuple, TypeVar
@@ -37,10 +37,10 @@ def budgets(top: Budget) -> tuple[Budget, ...]:
 def apply_budget(asked: _Config, budget: Budget | None) -> _Config:
     """What a request runs with on a budget; None is what it asked for.
 
-    `sampling.Settings.within` is the same on the device. Weights of one particle say nothing, and
+    The one place that knows: rounds are told the outcome. Weights of one particle say nothing, and
     its text would be the draft's: who has lost the others is verified. Verification knows no other
     target than p, or p renormalised token by token, so that a power of p and, where it is weighed,
-    p within a grammar keep their particles.
+    p under a mask keep their particles.
     """
     if budget is None:
         return asked

@@ -101,6 +101,11 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     @property
+    def tokens_of_round(self) -> int:
+        """Tokens that the target reads for one request in a round: N (K + 1)."""
+        return self.num_particles * (self.num_steps + 1)
+
+    @property
     def is_normalized(self) -> bool:
         """Whether the target's next-token probabilities sum to 1, as those of p do."""
         return self.power == 1.0

@@ -12,9 +12,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_MATCHED_TOKEN
-
-from sglang_smc.requests.state import RequestState, settled_ids
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -50,13 +48,6 @@ _ANSWERS = {
 }
 
 
-_STUCK = (
-    "The grammar (json_schema, regex, ebnf or structural_tag) admits no text here: behind the "
-    "{num_tokens} output tokens so far no token can follow that it allows, that the vocabulary has "
-    "and that min_new_tokens and logit edits leave. Loosen the grammar, or leave those out."
-)
-
-
 def end_request(req: "Req", message: str, status: HTTPStatus) -> None:
     """Let a request end at its next look for an end, with an error.
 
@@ -79,23 +70,6 @@ def end_failed(req: "Req", code: int) -> None:
         end_request(req, *_ANSWERS[Failure(code)])
 
 
-def fail_stuck(req: "Req") -> None:
-    """End a request where nothing that its grammar allows can follow what has been said."""
-    req.grammar = None  # else SGLang has it read a token that it does not allow
-    message = _STUCK.format(num_tokens=len(settled_ids(req)))
-    end_request(req, message, HTTPStatus.BAD_REQUEST)
-
-
-def judge_prefill(req: "Req", run: RequestState) -> None:
-    """Let SGLang end a request at the token that prefill drew, where the notes say so."""
-    if run.is_stuck:
-        del req.output_ids[-1:]  # drawn for want of a legal one
-        fail_stuck(req)
-    elif run.terminated_by is not None:
-        req.to_finish = FINISH_MATCHED_TOKEN(matched=run.terminated_by)
-    run.is_stuck, run.terminated_by = False, None
-
-
 def mark_first(tokens: torch.Tensor, failure: torch.Tensor) -> torch.Tensor:
     """First tokens ``[G]``, with codes ``[G]`` in place of those that mean nothing."""
     return torch.where(failure > 0, -failure, tokens)
@@ -106,7 +80,6 @@ def take_mark(req: "Req") -> int:
     if not req.output_ids or req.output_ids[-1] >= 0:
         return 0
     req.return_logprob = False  # there is no token for one
-    req.grammar = None  # nor for it to read
     return -req.output_ids.pop()
 
 

@@ -7,15 +7,18 @@ other numbers of particles need no word here.
 
 import copy
 import math
-from typing import TYPE_CHECKING
+from http import HTTPStatus
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
 
-from sglang_smc.requests.state import settled_ids, state_of
-from sglang_smc.requests.stopping import tails_of
+from sglang_smc.requests.failures import end_request
+from sglang_smc.requests.state import settled_ids, state_of, tails_of
+from sglang_smc.requests.text_rule import TextRule
 from sglang_smc.smc.masking import unpack
 from sglang_smc.state.population import Population
 
@@ -26,10 +29,11 @@ if TYPE_CHECKING:
 
 WORD = 32  # bits of a mask's words
 
-
-def has_grammar(req: "Req") -> bool:
-    """Whether a request's text must follow a grammar."""
-    return req.grammar is not None
+_STUCK = (
+    "The grammar (json_schema, regex, ebnf or structural_tag) admits no text here: behind the "
+    "{num_tokens} output tokens so far no token can follow that it allows, that the vocabulary has "
+    "and that min_new_tokens and logit edits leave. Loosen the grammar, or leave those out."
+)
 
 
 def forked(grammar: BaseGrammarObject) -> BaseGrammarObject:
@@ -81,18 +85,14 @@ class _Text:
         return _Text(grammar, self.row.shape[1])
 
 
-class Masks:
+class Grammar(TextRule):
     """What the grammars of a batch let each particle say, token by token.
 
     Requests without a grammar and particles that have ended may say anything, and so may those
     that have died: they weigh nothing.
-
-    Args:
-        reqs: G requests.
-        population: their particles as the round starts; None at a prefill, where N is 1.
-        vocab_size: V, of the logits.
-        device: of the masks.
     """
+
+    needs_host = True
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Masks:
         vocab_size: int,
         device: torch.device | str,
     ) -> None:
-        self._vocab_size, self._device = vocab_size, device
+        self._reqs, self._vocab_size, self._device = reqs, vocab_size, device
         num_words = -(-vocab_size // WORD)
         self._anything = torch.full((1, num_words), -1, dtype=torch.int32)
         self._texts = [
@@ -109,19 +109,85 @@ class Masks:
         ]
         self._columns = [self._rows()]  # [G, N, W] int32 each
 
-    def first(self) -> torch.Tensor:
-        """What may come first at a prefill, ``[G, 1, V]`` bool."""
-        return self._unpacked(0, 0).squeeze(2)
+    @classmethod
+    def applies(cls, req: "Req") -> bool:
+        """Whether a request's text must follow a grammar."""
+        return req.grammar is not None
 
-    def after(self, chains: torch.Tensor) -> torch.Tensor:
-        """What may follow ``chains`` ``[G, N, J]`` of drafted tokens: ``[G, N, 1, V]`` bool."""
-        self._walk(chains)
-        return self._unpacked(chains.shape[2], chains.shape[2])
+    @classmethod
+    def of(
+        cls,
+        reqs: "list[Req]",
+        population: Population | None,
+        vocab_size: int,
+        device: torch.device | str,
+    ) -> "Grammar":
+        """See `TextRule.of`."""
+        return cls(reqs, population, vocab_size, device)
 
-    def along(self, chains: torch.Tensor) -> torch.Tensor:
-        """What may follow the first 0, 1, ..., J tokens of ``chains``: ``[G, N, J + 1, V]``."""
+    def allowed(self, chains: torch.Tensor, first: int) -> torch.Tensor:
+        """See `TextRule.allowed`."""
         self._walk(chains)
-        return self._unpacked(0, chains.shape[2])
+        packed = torch.stack(self._columns[first : chains.shape[2] + 1], dim=2)  # [G, N, C, W]
+        return unpack(packed.to(self._device, non_blocking=True), self._vocab_size)
+
+    def ends(
+        self, ends: torch.Tensor, tokens: torch.Tensor, population: Population | None
+    ) -> torch.Tensor:
+        """See `TextRule.ends`.
+
+        Mostly these are ends already, by the model's own stop tokens; not so with `ignore_eos`,
+        which no grammar knows.
+        """
+        ends = ends.clone()
+        for group, req in enumerate(self._reqs):
+            if self.applies(req):
+                _mark_ends(ends[group], req, tokens[group].tolist(), population, group)
+        return ends
+
+    def note_first(self, tokens: torch.Tensor, log_sums: torch.Tensor) -> None:
+        """See `TextRule.note_first`: SGLang looks for neither when it takes a prefill's token."""
+        drawn = tokens.view(-1, 1, 1)
+        ends = self.ends(torch.zeros_like(drawn, dtype=torch.bool), drawn, None)
+        found = zip(tokens.tolist(), ends.flatten().tolist(), log_sums.tolist(), strict=True)
+        for req, (token, is_end, log_sum) in zip(self._reqs, found, strict=True):
+            if self.applies(req):
+                state = state_of(req)
+                ends_here = is_end and not state.open_token.is_open
+                noted = _Noted(log_sum == -math.inf, token if ends_here else None)
+                state.kept[Grammar] = noted
+
+    @classmethod
+    def judge_first(cls, req: "Req") -> None:
+        """See `TextRule.judge_first`."""
+        noted = state_of(req).kept.pop(cls, None)
+        if noted is None:
+            return
+        if noted.is_stuck:
+            del req.output_ids[-1:]  # drawn for want of a legal one
+            cls.end_stuck(req)
+        elif noted.terminated_by is not None:
+            req.to_finish = FINISH_MATCHED_TOKEN(matched=noted.terminated_by)
+
+    @classmethod
+    def reread(cls, req: "Req", num_dropped: int, tokens: list[int]) -> None:
+        """See `TextRule.reread`."""
+        req.grammar.rollback(num_dropped)
+        for token in tokens:
+            req.grammar.accept_token(token)
+
+    @classmethod
+    def forget(cls, req: "Req") -> None:
+        """See `TextRule.forget`."""
+        req.grammar = None
+
+    @classmethod
+    def end_stuck(cls, req: "Req") -> bool:
+        """See `TextRule.end_stuck`: nothing that the grammar allows can follow."""
+        cls.forget(req)  # else SGLang has it read a token that it does not allow
+        message = _STUCK.format(num_tokens=len(settled_ids(req)))
+        end_request(req, message, HTTPStatus.BAD_REQUEST)
+        return True
 
     def _walk(self, chains: torch.Tensor) -> None:
         """Read what has been drafted since the last call."""
@@ -137,63 +203,30 @@ class Masks:
         rows = [[text.row if text else self._anything for text in each] for each in self._texts]
         return torch.stack([torch.cat(each) for each in rows])
 
-    def _unpacked(self, first: int, last: int) -> torch.Tensor:
-        packed = torch.stack(self._columns[first : last + 1], dim=2)  # [G, N, C, W]
-        return unpack(packed.to(self._device, non_blocking=True), self._vocab_size)
+
+class _Noted(NamedTuple):
+    """What a prefill has found of one request."""
+
+    is_stuck: bool  # no token may follow what it has read
+    terminated_by: int | None  # the token that ends the text
 
 
-def masks_of(
-    reqs: "Sequence[Req]",
-    population: Population | None,
-    vocab_size: int,
-    device: torch.device | str,
-) -> Masks | None:
-    """The same, where some request has a grammar."""
-    return Masks(reqs, population, vocab_size, device) if any(map(has_grammar, reqs)) else None
-
-
-def mark_terminated(
+def _mark_ends(
     ends: torch.Tensor,
-    reqs: "Sequence[Req]",
-    tokens: torch.Tensor,
-    population: Population | None = None,
-) -> torch.Tensor:
-    """Add to ``ends`` ``[G, N, C]`` where the candidate ``tokens`` end a grammar's text.
-
-    Without a population the tokens stand right behind the emitted text. Mostly these are ends
-    already, by the model's own stop tokens; not so with `ignore_eos`, which no grammar knows.
-    """
-    ends = ends.clone()
-    for group, req in enumerate(reqs):
-        if not has_grammar(req):
-            continue
-        stops = stop_ids(req.grammar)
-        candidates, known = tokens[group].tolist(), ends[group].tolist()
-        beyond = _tails(req, population, group, len(candidates))
-        for particle, both in enumerate(zip(candidates, known, strict=True)):
-            if any(token in stops and not end for token, end in zip(*both, strict=True)):
-                (text,) = _texts(req, beyond[particle : particle + 1], -(-req.vocab_size // WORD))
-                column = _ending_column(text, candidates[particle])
-                if column is not None:
-                    ends[group, particle, column] = True
-    return ends
-
-
-def note_prefill(reqs: "Sequence[Req]", tokens: torch.Tensor, log_sums: torch.Tensor) -> None:
-    """Note what SGLang does not look for when it takes a prefill's token.
-
-    Args:
-        tokens: ``[G]`` drawn.
-        log_sums: ``[G]`` of what grammars left to draw from; -inf where that is nothing.
-    """
-    drawn = tokens.view(-1, 1, 1)
-    ends = mark_terminated(torch.zeros_like(drawn, dtype=torch.bool), reqs, drawn)
-    found = zip(tokens.tolist(), ends.flatten().tolist(), log_sums.tolist(), strict=True)
-    for req, (token, is_end, log_sum) in zip(reqs, found, strict=True):
-        if has_grammar(req):
-            run = state_of(req)
-            run.is_stuck = log_sum == -math.inf
-            run.terminated_by = token if is_end and run.open_token_at is None else None
+    req: "Req",
+    candidates: list[list[int]],
+    population: Population | None,
+    group: int,
+) -> None:
+    """Mark in ``ends`` ``[N, C]`` which candidates end the text of one request's grammar."""
+    stops, known = stop_ids(req.grammar), ends.tolist()
+    beyond = _tails(req, population, group, len(candidates))
+    for particle, both in enumerate(zip(candidates, known, strict=True)):
+        if any(token in stops and not end for token, end in zip(*both, strict=True)):
+            (text,) = _texts(req, beyond[particle : particle + 1], -(-req.vocab_size // WORD))
+            column = _ending_column(text, candidates[particle])
+            if column is not None:
+                ends[particle, column] = True
 
 
 def _ending_column(text: _Text | None, tokens: list[int]) -> int | None:
@@ -212,7 +245,7 @@ def _tails(
 
     None for one that has ended, or has died: what it says weighs nothing.
     """
-    if population is None or not has_grammar(req):
+    if population is None or not Grammar.applies(req):
         return [[]] * (num_particles if population is None else population.ended.shape[1])
     lives = (~population.ended[group] & (population.log_weights[group] > -torch.inf)).tolist()
     found = zip(tails_of(req, population, group), lives, strict=True)
@@ -240,7 +273,7 @@ def _read(grammar: BaseGrammarObject, tokens: list[int]) -> BaseGrammarObject:
 
 def _emitted(req: "Req") -> BaseGrammarObject | None:
     """A request's grammar behind the text that all of its particles share; None if it has none."""
-    if not has_grammar(req) or req.finished():
+    if not Grammar.applies(req) or req.finished():
         return None
     grammar = forked(req.grammar)
     if num_open := len(req.output_ids) - len(settled_ids(req)):

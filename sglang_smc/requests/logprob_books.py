@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_smc.state.logprobs import TailLogprobs
+from sglang_smc.state.tail_logprobs import TailLogprobs
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput

@@ -10,20 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from sglang_smc.requests.state import settled_ids, state_of
+from sglang_smc.requests.text_rule import TextRule
 from sglang_smc.state.population import Population
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-
-
-def penalizes(req: "Req") -> bool:
-    """Whether a request penalizes tokens that its text has already."""
-    return _rates(req) != (0.0, 0.0, 1.0)
-
-
-def has_bias(req: "Req") -> bool:
-    """Whether a request biases tokens."""
-    return bool(req.sampling_params.logit_bias)
 
 
 class Rates(NamedTuple):
@@ -46,36 +37,58 @@ class Rates(NamedTuple):
         return torch.where(lowered < 0, lowered * factor, lowered / factor)
 
 
-class Penalties:
-    """The `Edit` of the requests that penalize.
+class Penalties(TextRule):
+    """The requests that penalize tokens which their text has already.
 
     Args:
+        reqs: theirs.
         places: ``[P]`` int64, their groups.
         counts: ``[P, N, V]`` float32, of each token in each particle's text.
         rates: theirs.
     """
 
-    def __init__(self, places: torch.Tensor, counts: torch.Tensor, rates: Rates) -> None:
+    def __init__(
+        self, reqs: "list[Req]", places: torch.Tensor, counts: torch.Tensor, rates: Rates
+    ) -> None:
+        self._reqs = reqs
         self._places = places
         self._counts = counts
         self._rates = rates
 
     @classmethod
-    def of(cls, reqs: "list[Req]", population: Population | None) -> "Penalties | None":
-        """For texts as they stand in ``population``, or as emitted; None if nobody penalizes."""
-        chosen = [group for group, req in enumerate(reqs) if penalizes(req)]
-        if not chosen:
-            return None
-        emitted = _emitted(reqs, chosen)  # [P, V]
+    def applies(cls, req: "Req") -> bool:
+        """Whether some rate is not neutral."""
+        return _rates(req) != (0.0, 0.0, 1.0)
+
+    @classmethod
+    def begin(cls, req: "Req", vocab_size: int, device: torch.device | str) -> None:
+        """Count what the request has emitted, but for its last token: ``[V]`` float32."""
+        ids = _on(device, settled_ids(req)).long()
+        nothing = torch.zeros(vocab_size, device=device)
+        counts = nothing.index_add(0, ids, torch.ones_like(ids, dtype=torch.float32))
+        state_of(req).kept[cls] = counts
+
+    @classmethod
+    def of(
+        cls,
+        reqs: "list[Req]",
+        population: Population | None,
+        vocab_size: int,
+        device: torch.device | str,
+    ) -> "Penalties":
+        """See `TextRule.of`."""
+        chosen = [group for group, req in enumerate(reqs) if cls.applies(req)]
+        own = [reqs[group] for group in chosen]
+        emitted = _emitted(own)  # [P, V]
         places = _on(emitted.device, chosen)
-        rates = _on(emitted.device, [_rates(reqs[group]) for group in chosen]).float()
+        rates = _on(emitted.device, [_rates(req) for req in own]).float()
         counts = emitted.unsqueeze(1)
         if population is not None:
             counts = _with_tails(emitted, _texts(population)[places], population.lengths[places])
-        return cls(places, counts, Rates(*rates.view(-1, 3, 1, 1, 1).unbind(1)))
+        return cls(own, places, counts, Rates(*rates.view(-1, 3, 1, 1, 1).unbind(1)))
 
-    def __call__(self, logits: torch.Tensor, chains: torch.Tensor, first: int) -> torch.Tensor:
-        """See `Edit`."""
+    def edit(self, logits: torch.Tensor, chains: torch.Tensor, first: int) -> torch.Tensor:
+        """See `TextRule.edit`."""
         mine, chain = logits[self._places], chains[self._places]  # [P, N, C, V], [P, N, J]
         tokens = chain.unsqueeze(2).expand(-1, -1, mine.shape[2], -1)  # [P, N, C, J]
         in_chain = self._rates.apply(
@@ -93,9 +106,20 @@ class Penalties:
         before = (same.unsqueeze(2) & (place < first + column)).sum(4)
         return self._counts.gather(2, chain).unsqueeze(2) + before
 
+    def commit(self, collapsed: Population, counts: torch.Tensor) -> None:
+        """See `TextRule.commit`."""
+        # The last emitted token is text for good once a token is emitted behind it.
+        after = _with_tails(
+            _emitted(self._reqs),
+            _texts(collapsed)[self._places, :1],
+            counts[self._places, None] - 1,
+        )
+        for req, of_group in zip(self._reqs, after, strict=True):
+            state_of(req).kept[Penalties] = of_group[0]
 
-class Bias:
-    """The `Edit` of the requests that bias tokens.
+
+class Bias(TextRule):
+    """The requests that bias tokens.
 
     Args:
         places: ``[B]`` int64, their groups.
@@ -107,45 +131,35 @@ class Bias:
         self._values = values
 
     @classmethod
-    def of(cls, reqs: "list[Req]") -> "Bias | None":
-        """None if nobody biases."""
-        chosen = [group for group, req in enumerate(reqs) if has_bias(req)]
-        if not chosen:
-            return None
-        values = torch.stack([state_of(reqs[group]).bias for group in chosen])
+    def applies(cls, req: "Req") -> bool:
+        """Whether a request biases any token."""
+        return bool(req.sampling_params.logit_bias)
+
+    @classmethod
+    def begin(cls, req: "Req", vocab_size: int, device: torch.device | str) -> None:
+        """Spread the biases over the vocabulary: ``[V]`` float32."""
+        values = {int(token): value for token, value in req.sampling_params.logit_bias.items()}
+        ids, nothing = _on(device, list(values)), torch.zeros(vocab_size, device=device)
+        biases = nothing.index_copy(0, ids, _on(device, list(values.values())).float())
+        state_of(req).kept[cls] = biases
+
+    @classmethod
+    def of(
+        cls,
+        reqs: "list[Req]",
+        population: Population | None,
+        vocab_size: int,
+        device: torch.device | str,
+    ) -> "Bias":
+        """See `TextRule.of`."""
+        chosen = [group for group, req in enumerate(reqs) if cls.applies(req)]
+        values = torch.stack([state_of(reqs[group]).kept[cls] for group in chosen])
         return cls(_on(values.device, chosen), values)
 
-    def __call__(self, logits: torch.Tensor, chains: torch.Tensor, first: int) -> torch.Tensor:
-        """See `Edit`."""
+    def edit(self, logits: torch.Tensor, chains: torch.Tensor, first: int) -> torch.Tensor:
+        """See `TextRule.edit`."""
         values = self._values.view(-1, 1, 1, logits.shape[3])
         return logits.index_copy_(0, self._places, logits[self._places] + values)
-
-
-def begin(reqs: "list[Req]", vocab_size: int, device: torch.device) -> None:
-    """Note what requests have emitted, as they are prefilled, and what they bias."""
-    for req in reqs:
-        run, nothing = state_of(req), torch.zeros(vocab_size, device=device)
-        if penalizes(req):
-            ids = _on(device, settled_ids(req)).long()
-            run.counts = nothing.index_add(0, ids, torch.ones_like(ids, dtype=torch.float32))
-        if has_bias(req):
-            values = {int(token): value for token, value in req.sampling_params.logit_bias.items()}
-            ids = _on(device, list(values))
-            run.bias = nothing.index_copy(0, ids, _on(device, list(values.values())).float())
-
-
-def commit(reqs: "list[Req]", settled: Population, counts: torch.Tensor) -> None:
-    """Note that all particles of group g emit the first ``counts[g]`` tokens of their tails."""
-    chosen = [group for group, req in enumerate(reqs) if penalizes(req)]
-    if not chosen:
-        return
-    places = _on(counts.device, chosen)
-    # The last_emitted is emitted text for good once a token is emitted behind it.
-    after = _with_tails(
-        _emitted(reqs, chosen), _texts(settled)[places, :1], counts[places, None] - 1
-    )
-    for group, of_group in zip(chosen, after, strict=True):
-        state_of(reqs[group]).counts = of_group[0]
 
 
 def _rates(req: "Req") -> tuple[float, float, float]:
@@ -153,9 +167,9 @@ def _rates(req: "Req") -> tuple[float, float, float]:
     return params.frequency_penalty, params.presence_penalty, params.repetition_penalty
 
 
-def _emitted(reqs: "list[Req]", chosen: list[int]) -> torch.Tensor:
-    """Counts ``[P, V]`` of each token in the emitted texts, which lack the particles' last_emitted."""
-    return torch.stack([state_of(reqs[group]).counts for group in chosen])
+def _emitted(reqs: "list[Req]") -> torch.Tensor:
+    """Counts ``[P, V]`` of each token in the emitted texts but for their last tokens."""
+    return torch.stack([state_of(req).kept[Penalties] for req in reqs])
 
 
 def _texts(population: Population) -> torch.Tensor:
@@ -170,5 +184,5 @@ def _with_tails(emitted: torch.Tensor, texts: torch.Tensor, lengths: torch.Tenso
     return counts.scatter_add(2, texts, (place <= lengths.unsqueeze(2)).to(counts.dtype))
 
 
-def _on(device: torch.device, values: list[Any]) -> torch.Tensor:
+def _on(device: torch.device | str, values: list[Any]) -> torch.Tensor:
     return torch.tensor(values).to(device, non_blocking=True)

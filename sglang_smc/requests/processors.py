@@ -14,19 +14,14 @@ import torch
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from sglang_smc.requests.failures import end_request
-from sglang_smc.requests.state import settled_ids, state_of
-from sglang_smc.requests.stopping import tails_of
+from sglang_smc.requests.state import settled_ids, state_of, tails_of
+from sglang_smc.requests.text_rule import TextRule
 from sglang_smc.state.population import Population
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 logger = logging.getLogger(__name__)
-
-
-def has_processor(req: "Req") -> bool:
-    """Whether a request brings code of its own."""
-    return bool(req.custom_logit_processor)
 
 
 class ParticleView:
@@ -40,28 +35,50 @@ class ParticleView:
         return getattr(self._req, name)
 
 
-class Processors:
-    """The `Edit` of the requests with a processor.
+class Processors(TextRule):
+    """The requests that bring code of their own.
 
     Args:
         texts: by group, its request and the output of each particle that goes on.
     """
 
+    needs_host = True
+
     def __init__(self, texts: "dict[int, tuple[Req, dict[int, list[int]]]]") -> None:
         self._texts = texts
 
     @classmethod
-    def of(cls, reqs: "list[Req]", population: Population | None) -> "Processors | None":
-        """For texts as they stand in ``population``, or as emitted; None if nobody has one."""
-        chosen = {group: req for group, req in enumerate(reqs) if has_processor(req)}
-        if not chosen:
-            return None
+    def applies(cls, req: "Req") -> bool:
+        """Whether a request brings a processor."""
+        return bool(req.custom_logit_processor)
+
+    @classmethod
+    def begin(cls, req: "Req", vocab_size: int, device: torch.device | str) -> None:
+        """Load the processor, once."""
+        if cls in state_of(req).kept:
+            return
+        try:
+            loaded = CustomLogitProcessor.from_str(req.custom_logit_processor)
+            state_of(req).kept[cls] = loaded
+        except Exception as error:
+            _abort(req, error)
+
+    @classmethod
+    def of(
+        cls,
+        reqs: "list[Req]",
+        population: Population | None,
+        vocab_size: int,
+        device: torch.device | str,
+    ) -> "Processors":
+        """See `TextRule.of`."""
+        chosen = {group: req for group, req in enumerate(reqs) if cls.applies(req)}
         return cls(
             {group: (req, _outputs(req, population, group)) for group, req in chosen.items()}
         )
 
-    def __call__(self, logits: torch.Tensor, chains: torch.Tensor, first: int) -> torch.Tensor:
-        """See `Edit`."""
+    def edit(self, logits: torch.Tensor, chains: torch.Tensor, first: int) -> torch.Tensor:
+        """See `TextRule.edit`."""
         for group, (req, outputs) in self._texts.items():
             if req.to_finish or not outputs:
                 continue
@@ -78,19 +95,9 @@ class Processors:
         return logits
 
 
-def begin(reqs: "list[Req]") -> None:
-    """Load the processors of requests, as they are prefilled."""
-    for req in reqs:
-        if has_processor(req) and state_of(req).processor is None:
-            try:
-                state_of(req).processor = CustomLogitProcessor.from_str(req.custom_logit_processor)
-            except Exception as error:
-                _abort(req, error)
-
-
 def _processed(req: "Req", logits: torch.Tensor, params: list[Any]) -> torch.Tensor:
     """The logits ``[n, C, V]`` of one request's particles, each row with its params."""
-    rows = state_of(req).processor(logits.flatten(0, 1), params)  # type: ignore[misc]
+    rows = state_of(req).kept[Processors](logits.flatten(0, 1), params)
     return rows.view_as(logits)
 
 

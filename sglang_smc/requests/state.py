@@ -1,9 +1,10 @@
-"""The host's notes on each request: its seed, and what it has counted so far.
+"""The host's view of each request: seed, options, sizes, counters, and whether its text is open.
 
-Everything else about a request lives on the device. The notes hang on SGLang's
-request object, as `smc_state`, and go when it goes; they outlive a retraction.
+It hangs on SGLang's request object, as `smc_state`, and goes when that goes; it outlives a
+retraction. The particles' texts, weights and slots are on the device.
 """
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -12,9 +13,10 @@ import torch
 from sglang_smc.options.budget import Budget, apply_budget, union
 from sglang_smc.options.request import RequestConfig, config_of, request_config
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.requests.logprob_books import take_back
+from sglang_smc.requests.open_token import OpenToken
 from sglang_smc.smc.randomness import derive_seed
 from sglang_smc.state.counters import META_PREFIX, Counters, meta_info, zero_counters
+from sglang_smc.state.population import Population
 from sglang_smc.state.settings import RequestSpec, stop_tokens
 
 if TYPE_CHECKING:
@@ -25,39 +27,43 @@ class RequestState(msgspec.Struct):
     """What is known of one request on the host."""
 
     seed: int
-    config: RequestConfig
+    config: RequestConfig  # what it asked for
     counters: list[float]
-    # The bounds of N and K, where the server adapts them: of the last round, and of the next.
-    budgets: tuple[Budget | None, Budget | None] = (None, None)
+    # What its last round ran with, and what the next one will: less where the server adapts.
+    last: RequestConfig
+    now: RequestConfig
+    budget: Budget | None = None  # that bounds the next round
     arena: tuple[int, int] = (0, 0)  # from the end of the text that the host knew, when reserved
-    open_token_at: int | None = (
-        None  # the output token that prefill drew, while particles differ in it
-    )
-    was_settled: bool = False  # in the round that is being taken
-    is_held: bool = False  # its stream, until the token is settled
+    open_token: OpenToken = msgspec.field(default_factory=OpenToken)
     has_lost_tails: bool = False  # a retraction dropped tokens that the evidence has counted
-    is_stuck: bool = False  # its grammar let no token follow what prefill read
-    terminated_by: int | None = None  # the token that prefill drew, where it ends a grammar's text
     first_log_sum: float = 0.0  # what the weights gained at the first token; in no counter yet
     particles: list[dict[str, Any]] | None = None  # all of them, as they stood at the end
-    # Where it penalizes: [V] float32, how often its emitted text but for the last token has each.
-    counts: torch.Tensor | None = None
-    bias: torch.Tensor | None = None  # where it biases tokens: [V] float32
-    processor: Any = None  # its custom logit processor, loaded
+    kept: dict[type, Any] = {}  # what each rule of its text has to remember, by the rule
+
+    @classmethod
+    def of(cls, seed: int, config: RequestConfig) -> "RequestState":
+        """Of a request that has just come."""
+        return cls(seed, config, zero_counters(config.num_particles), config, config)
 
     @property
-    def budget(self) -> Budget:
+    def sizes(self) -> Budget:
         """N and K of its last round, or of the one that is prepared."""
-        config = apply_budget(self.config, self.budgets[1])
-        return Budget(config.num_particles, config.num_steps)
+        return Budget(self.now.num_particles, self.now.num_steps)
 
     def span(self, budget: Budget | None) -> RequestConfig:
         """What memory must hold as the next round begins on ``budget``, and as it ends."""
-        return union(apply_budget(self.config, self.budgets[1]), apply_budget(self.config, budget))
+        return union(self.now, apply_budget(self.config, budget))
+
+    def begin(self, budget: Budget | None) -> None:
+        """Let particles begin anew on ``budget``."""
+        self.budget = budget
+        self.last = self.now = apply_budget(self.config, budget)
 
     def step_to(self, budget: Budget | None) -> None:
         """Let the next round run on ``budget``."""
-        self.budgets = self.budgets[1], budget
+        self.last = self.now
+        if budget != self.budget:
+            self.budget, self.now = budget, apply_budget(self.config, budget)
 
     def take(self, totals: list[float]) -> None:
         """Note what the device has counted by the end of a round."""
@@ -80,40 +86,11 @@ class RequestState(msgspec.Struct):
 
     def _equal(self, output_ids: list[int]) -> list[dict[str, Any]] | None:
         """The particles of a text that ended with the token they all began with."""
-        if len(output_ids) != 1 or self.open_token_at is not None:
+        if len(output_ids) != 1 or self.open_token.is_open:
             return None  # aborted on the way
         num_particles = self.config.num_particles
         weight = 1.0 / num_particles
         return [as_particle(list(output_ids), weight, 0.0) for _ in range(num_particles)]
-
-    def settle(self, req: "Req", token: int) -> None:
-        """All particles have come to agree on the token that prefill drew for each of them."""
-        assert self.open_token_at is not None
-        req.output_ids[self.open_token_at] = token
-        if req.grammar is not None:  # it has read the stand-in
-            req.grammar.rollback(1)
-            req.grammar.accept_token(token)
-        self.open_token_at, self.was_settled = None, True
-        self.release(req)
-
-    def withdraw(self, req: "Req") -> None:
-        """Take back a token that is not settled, so that the next prefill does not read it."""
-        if self.open_token_at is None:
-            return
-        num_open = len(req.output_ids) - self.open_token_at
-        if num_open and req.grammar is not None:
-            req.grammar.rollback(num_open)
-        del req.output_ids[self.open_token_at :]
-        take_back(req, self.open_token_at)
-        self.release(req)
-
-    def hold(self, req: "Req") -> None:
-        """Stream nothing of a request whose newest token may still change."""
-        self.is_held, req.stream = self.is_held or req.stream, False
-
-    def release(self, req: "Req") -> None:
-        """Let the stream go on."""
-        req.stream, self.is_held = req.stream or self.is_held, False
 
 
 def as_particle(output_ids: list[int], weight: float, log_weight: float) -> dict[str, Any]:
@@ -142,26 +119,31 @@ class RequestStates:
         self._random_seed = random_seed
         self._num_seeded = 0
 
+    @classmethod
+    def of_replica(
+        cls, config: SMCConfig, random_seed: int, dp_rank: int | None
+    ) -> "RequestStates":
+        """Those of a data-parallel replica: replicas number alike, and must not draw alike."""
+        return cls(config, derive_seed(random_seed, dp_rank) if dp_rank else random_seed)
+
     def begin(self, reqs: "list[Req]", budget: Budget | None = None) -> list[Start]:
         """Open or reopen requests as they are prefilled, in batch order, on ``budget``."""
         return [self._begin(req, budget) for req in reqs]
 
     def _begin(self, req: "Req", budget: Budget | None) -> Start:
-        run = find_state(req)
-        if run is None:
-            config = config_of(self._config, req)
-            run = RequestState(self._seed(req), config, zero_counters(config.num_particles))
-            req.smc_state = run  # type: ignore[attr-defined]
-        run.budgets = budget, budget
+        state = find_state(req)
+        if state is None:
+            state = RequestState.of(self._seed(req), config_of(self._config, req))
+            req.smc_state = state  # type: ignore[attr-defined]
+        state.begin(budget)
         # For p itself what is dropped has a factor of mean 1; for other targets it has not.
-        run.has_lost_tails |= not run.config.is_normalized and req.retraction_count > 0
-        # A power of p, or p within a grammar, knows its next-token law only given all that may
-        # follow, so that a token drawn for all could not be corrected: each draws its own.
+        state.has_lost_tails |= not state.config.is_normalized and req.retraction_count > 0
         is_last = len(req.output_ids) + 1 >= req.sampling_params.max_new_tokens
-        run.open_token_at = None if run.config.is_normalized or is_last else len(req.output_ids)
+        shared = state.config.is_normalized or is_last
+        state.open_token.begin(None if shared else len(req.output_ids))
         # A retracted request's particles are gone: what follows its text is drawn anew.
-        seed = derive_seed(run.seed, req.retraction_count)
-        return Start(_spec(req, seed, run.config), len(req.output_ids), run.counters)
+        seed = derive_seed(state.seed, req.retraction_count)
+        return Start(_spec(req, seed, state.config), len(req.output_ids), state.counters)
 
     def padding(self) -> RequestSpec:
         """What SGLang's padding row asks for: nothing, by the server's settings."""
@@ -185,11 +167,12 @@ class RequestStates:
         An answer may end with that token, before the device has counted anything; not so where
         nothing could be drawn, whose log is infinite.
         """
-        runs = [find_state(req) for req in reqs]
-        if any(run is not None and not run.config.is_normalized for run in runs):
-            for run, log_sum in zip(runs, log_sums.tolist(), strict=True):
-                if run is not None and not run.is_stuck:
-                    run.first_log_sum = log_sum
+        states = [state_of(req) for req in reqs]
+        if all(state.config.is_normalized for state in states):
+            return
+        for state, log_sum in zip(states, log_sums.tolist(), strict=True):
+            if log_sum != -math.inf:
+                state.first_log_sum = log_sum
 
     def _seed(self, req: "Req") -> int:
         if req.sampling_params.sampling_seed is not None:
@@ -199,32 +182,47 @@ class RequestStates:
 
 
 def find_state(req: "Req") -> RequestState | None:
-    """The notes on a request; None for one that SMC has not begun, or never will."""
+    """The state of a request; None for one that SMC has not begun, or never will."""
     return req.__dict__.get("smc_state")
 
 
 def state_of(req: "Req") -> RequestState:
-    """The notes on a request that decodes."""
+    """The state of a request that decodes."""
     return req.smc_state  # type: ignore[attr-defined]
 
 
 def has_open_token(req: "Req") -> bool:
     """Whether the newest output token stands in for one that the particles differ in."""
-    run = find_state(req)
-    return run is not None and run.open_token_at is not None
+    state = find_state(req)
+    return state is not None and state.open_token.is_open
 
 
 def settled_ids(req: "Req") -> list[int]:
     """The output tokens that all particles share."""
-    run = find_state(req)
-    return list(req.output_ids[: run.open_token_at if run is not None else None])
+    state = find_state(req)
+    return list(req.output_ids[: state.open_token.place if state is not None else None])
+
+
+def tails_of(req: "Req", population: Population, group: int) -> list[list[int]]:
+    """What each particle of a request has beyond the text that is settled."""
+    last_emitted, lengths = (
+        population.last_emitted[group].tolist(),
+        population.lengths[group].tolist(),
+    )
+    is_open = has_open_token(req)
+    return [
+        [*([last_emitted] if is_open else []), *tail[:length]]
+        for last_emitted, tail, length in zip(
+            last_emitted, population.tokens[group].tolist(), lengths, strict=True
+        )
+    ]
 
 
 def publish(req: "Req") -> None:
     """Give a finished request's totals to SGLang's streamer, which takes them to `meta_info`."""
-    run = find_state(req)
-    if run is not None and req.finished():
-        fields = run.meta_info(list(req.output_ids))
+    state = find_state(req)
+    if state is not None and req.finished():
+        fields = state.meta_info(list(req.output_ids))
         req.customized_info = {name: _Whole([value]) for name, value in fields.items()}
 
 

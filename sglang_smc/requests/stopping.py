@@ -9,16 +9,55 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_smc.requests.state import has_open_token, settled_ids
+from sglang_smc.requests.state import settled_ids, tails_of
+from sglang_smc.requests.text_rule import TextRule
 from sglang_smc.state.population import Population
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 
-def has_stop_text(req: "Req") -> bool:
-    """Whether a request stops at a string or a pattern."""
-    return bool(req.sampling_params.stop_strs or req.sampling_params.stop_regex_strs)
+class StopTexts(TextRule):
+    """The requests that stop at a string or a pattern.
+
+    Args:
+        reqs: by group.
+    """
+
+    needs_host = True
+
+    def __init__(self, reqs: "dict[int, Req]") -> None:
+        self._reqs = reqs
+
+    @classmethod
+    def applies(cls, req: "Req") -> bool:
+        """Whether a request stops at a string or a pattern."""
+        return bool(req.sampling_params.stop_strs or req.sampling_params.stop_regex_strs)
+
+    @classmethod
+    def of(
+        cls,
+        reqs: "list[Req]",
+        population: Population | None,
+        vocab_size: int,
+        device: torch.device | str,
+    ) -> "StopTexts":
+        """See `TextRule.of`."""
+        return cls({group: req for group, req in enumerate(reqs) if cls.applies(req)})
+
+    def ends(
+        self, ends: torch.Tensor, tokens: torch.Tensor, population: Population | None
+    ) -> torch.Tensor:
+        """See `TextRule.ends`."""
+        ends = ends.clone()
+        for group, req in self._reqs.items():
+            candidates = tokens[group].tolist()
+            tails = tails_of(req, population, group) if population else [[]] * len(candidates)
+            for particle, tail in enumerate(tails):
+                match = first_match(req, tail, candidates[particle])
+                if match is not None:
+                    ends[group, particle, match] = True
+        return ends
 
 
 def first_match(req: "Req", tail: list[int], new_tokens: list[int]) -> int | None:
@@ -49,42 +88,3 @@ def _matches(req: "Req", tokens: list[int]) -> bool:
     return any(stop in text for stop in params.stop_strs) or any(
         re.search(pattern, text) for pattern in params.stop_regex_strs
     )
-
-
-def mark_stop_texts(
-    ends: torch.Tensor,
-    reqs: "list[Req]",
-    tokens: torch.Tensor,
-    population: Population | None = None,
-) -> torch.Tensor:
-    """Add to ``ends`` ``[G, N, C]`` where the candidate ``tokens`` complete a stop text.
-
-    Without a population the tokens stand right behind the emitted text.
-    """
-    groups = [group for group, req in enumerate(reqs) if has_stop_text(req)]
-    if not groups:
-        return ends
-    ends = ends.clone()
-    for group in groups:
-        candidates = tokens[group].tolist()
-        tails = tails_of(reqs[group], population, group) if population else [[]] * len(candidates)
-        for particle, tail in enumerate(tails):
-            match = first_match(reqs[group], tail, candidates[particle])
-            if match is not None:
-                ends[group, particle, match] = True
-    return ends
-
-
-def tails_of(req: "Req", population: Population, group: int) -> list[list[int]]:
-    """What each particle of a request has beyond the text that is settled."""
-    last_emitted, lengths = (
-        population.last_emitted[group].tolist(),
-        population.lengths[group].tolist(),
-    )
-    is_open = has_open_token(req)
-    return [
-        [*([last_emitted] if is_open else []), *tail[:length]]
-        for last_emitted, tail, length in zip(
-            last_emitted, population.tokens[group].tolist(), lengths, strict=True
-        )
-    ]

@@ -6,17 +6,15 @@ import torch
 
 from sglang_smc.memory import arena
 from sglang_smc.options.budget import Budget, apply_budget, union
-from sglang_smc.options.request import config_of
+from sglang_smc.options.request import RequestConfig
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.requests.grammar import Masks, has_grammar
-from sglang_smc.requests.logit_edits import Edit, is_edited
-from sglang_smc.requests.state import state_of
-from sglang_smc.requests.stopping import has_stop_text
-from sglang_smc.state.logprobs import NO_LOGPROBS, LogprobWidths
+from sglang_smc.requests.rules import TextRules, has_rules
+from sglang_smc.requests.state import RequestState, state_of
 from sglang_smc.state.settings import FilterKinds, Settings
+from sglang_smc.state.tail_logprobs import NO_LOGPROBS, LogprobWidths
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 
 class RoundShape(NamedTuple):
@@ -34,14 +32,13 @@ class RoundShape(NamedTuple):
     weighs: bool  # some request's rounds weigh and resample
     verifies: bool  # some request's rounds verify
     shows_particles: bool  # some request wants all of its particles with the answer
-    stops: bool  # some request stops at a string or pattern
-    edited: bool  # some request changes logits
-    constrained: bool  # some request has a grammar
+    has_open_token: bool  # particles of some request may differ in its first token
+    has_rules: bool  # some request's text obeys rules of its own
     logprobs: LogprobWidths  # of the log-probabilities that requests want
     methods: tuple[str, ...]  # how ancestors are drawn, by one request or another
 
     def covers(self, other: "RoundShape") -> bool:
-        """Whether a round of this extent does all that one of another does."""
+        """Whether a round of this shape does all that one of another does."""
         sizes = zip(self._sizes(), other._sizes(), strict=True)
         kinds = zip(self._kinds(), other._kinds(), strict=True)
         return (
@@ -55,13 +52,8 @@ class RoundShape(NamedTuple):
         return (*of_round, *self.logprobs)
 
     def _kinds(self) -> tuple[bool, ...]:
-        of_round = self.powered, self.weighs, self.verifies, self.shows_particles, self.stops
-        return (*self.kinds, *of_round, self.edited, self.constrained)
-
-    @property
-    def opens(self) -> bool:
-        """Whether particles of some request may differ in its first token."""
-        return self.powered or self.constrained
+        of_round = self.powered, self.weighs, self.verifies, self.shows_particles
+        return (*self.kinds, *of_round, self.has_open_token, self.has_rules)
 
 
 class RoundInputs(NamedTuple):
@@ -70,36 +62,57 @@ class RoundInputs(NamedTuple):
     rows: torch.Tensor  # in req_to_token_pool
     committed: torch.Tensor  # KV slots of the emitted text
     allocated: torch.Tensor  # KV slots owned
+    # Where the server adapts: what is left of what each request asked for.
+    num_particles: torch.Tensor
+    num_steps: torch.Tensor
+    is_exact: torch.Tensor  # 1 where its one particle is verified
+
+    @classmethod
+    def of(cls, batch: "ScheduleBatch", device: str) -> "RoundInputs":
+        """Of a batch that SGLang has prepared; one copy to the device."""
+        known = [_known(state_of(req)) for req in batch.reqs]
+        columns = torch.tensor(known).to(device, non_blocking=True).unbind(1)
+        return cls(batch.req_pool_indices, batch.seq_lens.long(), *columns)
+
+
+def _known(state: RequestState) -> tuple[int, int, int, bool]:
+    now = state.now
+    return state.arena[1], now.num_particles, now.num_steps, now.mode == "exact"
+
+
+class Padding(NamedTuple):
+    """`RoundInputs` of SGLang's padding row, whose particles have all ended."""
+
+    rows: int
+    committed: int
+    allocated: int
+    num_particles: int
+    num_steps: int
+    is_exact: int
+
+    @classmethod
+    def of(cls, config: SMCConfig, budget: Budget | None) -> "Padding":
+        """By the server's settings. Its text ends where its first slot, 0, is there to be read."""
+        now = apply_budget(config, budget)
+        sizes = now.num_particles, now.num_steps, int(now.mode == "exact")
+        return cls(0, 1, 1, *sizes)
 
 
 class RoundBatch(NamedTuple):
     """The requests of one round: who they are, what they asked for, what they own."""
 
     reqs: "list[Req]"
-    inputs: RoundInputs
-    settings: Settings
     shape: RoundShape
-    edits: tuple[Edit, ...] = ()  # of all logits in the round
-    masks: Masks | None = None  # of the tokens that grammars allow
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """``[G]`` in req_to_token_pool."""
-        return self.inputs.rows
-
-    @property
-    def committed(self) -> torch.Tensor:
-        """``[G]`` KV slots of the emitted text."""
-        return self.inputs.committed
-
-    @property
-    def allocated(self) -> torch.Tensor:
-        """``[G]`` KV slots owned."""
-        return self.inputs.allocated
+    rows: torch.Tensor  # [G] int64 in req_to_token_pool
+    committed: torch.Tensor  # [G] int64 KV slots of the emitted text
+    allocated: torch.Tensor  # [G] int64 KV slots owned
+    starts: torch.Tensor  # [G, N] int64 output tokens of each particle as the round begins
+    settings: Settings
+    rules: TextRules
 
 
 def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundShape:
-    """The largest extent of batches whose requests choose nothing but sizes for themselves.
+    """The largest shape of batches whose requests choose nothing but sizes for themselves.
 
     On a ``budget`` tails and arenas may be there that larger ones have left.
     """
@@ -119,48 +132,45 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
         weighs=weighs or now.num_steps == 0,
         verifies=not weighs or now.num_steps == 0,
         shows_particles=False,
-        stops=False,
-        edited=False,
-        constrained=False,
+        has_open_token=config.power != 1.0,
+        has_rules=False,
         logprobs=NO_LOGPROBS,
         methods=(config.resampling_method,) if weighs or now.num_steps == 0 else (),
     )
 
 
-def shape_of(server: SMCConfig, reqs: "list[Req]") -> RoundShape:
-    """The extent of a batch.
+def shape_of(reqs: "list[Req]") -> RoundShape:
+    """The shape of a batch.
 
-    Under the overlap schedule the host's figures are one round old, and too large if anything.
+    Under the overlap schedule the host's numbers are one round old, and too large if anything.
     """
-    asked, budgets = (
-        [config_of(server, req) for req in reqs],
-        [state_of(req).budgets for req in reqs],
-    )
-    befores, configs = (
-        [apply_budget(*pair) for pair in zip(asked, of_round, strict=True)]
-        for of_round in zip(*budgets, strict=True)
-    )
-    spans = list(zip(map(union, befores, configs), reqs, strict=True))
-    num_before, num_after = ([c.num_particles for c in each] for each in (befores, configs))
-    arenas = [state_of(req).arena for req in reqs]
+    states = [state_of(req) for req in reqs]
+    configs = [state.now for state in states]
+    sizes = [(state.last.num_particles, state.now.num_particles) for state in states]
     return RoundShape(
-        budget=budgets[0][1],
-        num_held=max(num_before + num_after),
-        resizes=num_before != num_after,
-        num_particles=max(num_after),
+        budget=states[0].budget,
+        num_held=max(map(max, sizes)),
+        resizes=any(before != after for before, after in sizes),
+        num_particles=max(config.num_particles for config in configs),
         num_steps=max(config.num_steps for config in configs),
-        max_tail=max(arena.tail(config, arena.remaining(req)) for config, req in spans),
-        max_arena=max(end - start for start, end in arenas),
+        max_tail=max(_longest_tail(req, state) for req, state in zip(reqs, states, strict=True)),
+        max_arena=max(end - start for start, end in (state.arena for state in states)),
         kinds=FilterKinds.of(reqs),
         powered=any(config.power != 1.0 for config in configs),
         weighs=any(config.weighs for config in configs),
         verifies=not all(config.weighs for config in configs),
         shows_particles=any(config.return_particles for config in configs),
-        stops=any(has_stop_text(req) for req in reqs),
-        edited=any(is_edited(req) for req in reqs),
-        constrained=any(has_grammar(req) for req in reqs),
+        has_open_token=not all(config.is_normalized for config in configs),
+        has_rules=any(has_rules(req) for req in reqs),
         logprobs=LogprobWidths.of(reqs),
-        methods=tuple(
-            sorted({c.resampling_method for c in configs if c.weighs or c.num_steps == 0})
-        ),
+        methods=_methods(configs),
     )
+
+
+def _longest_tail(req: "Req", state: RequestState) -> int:
+    return arena.tail(union(state.last, state.now), arena.remaining(req))
+
+
+def _methods(configs: list[RequestConfig]) -> tuple[str, ...]:
+    draws = (config for config in configs if config.weighs or config.num_steps == 0)
+    return tuple(sorted({config.resampling_method for config in draws}))

@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 
-from sglang_smc.memory.ledger import Ledger
 from sglang_smc.models.attention import KVLocations
-from sglang_smc.ops.interface import Ops
 from sglang_smc.options.budget import Budget
 from sglang_smc.options.policy import COSTS_ENV, Costs, Curve, RoundCosts
 from sglang_smc.round.graph import RoundGraphs
 from sglang_smc.round.steps import Steps
-from sglang_smc.state.distribution import TokenDistribution
+from sglang_smc.smc.distribution import TokenDistribution
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +41,13 @@ def costs_of(measure: Callable[[], AnyCosts], group: Any) -> AnyCosts:
     return found
 
 
-def rehearse(steps: Steps, ledger: Ledger, ops: Ops) -> None:
+def rehearse(steps: Steps) -> None:
     """Run each model once over a particle, so that one that cannot is told at start.
 
     Raises:
         ValueError: for a model whose layers ask for what rounds do not have.
     """
-    passes = _Passes(steps, ledger, ops)
+    passes = _Passes(steps)
     for name, run in (
         ("--speculative-draft-model-path", passes.draft),
         ("--model-path", passes.target),
@@ -64,9 +62,9 @@ def rehearse(steps: Steps, ledger: Ledger, ops: Ops) -> None:
             ) from error
 
 
-def costs_of_passes(steps: Steps, ledger: Ledger, ops: Ops, most_tokens: int) -> Costs:
+def costs_of_passes(steps: Steps, most_tokens: int) -> Costs:
     """The costs of passes over up to ``most_tokens``."""
-    passes = _Passes(steps, ledger, ops)
+    passes = _Passes(steps)
     sizes = list(_sizes(min(most_tokens, _LARGEST)))
     return Costs(*(Curve.of(passes.measure(sizes, run)) for run in (passes.draft, passes.target)))
 
@@ -86,11 +84,11 @@ def costs_of_graphs(graphs: dict[Budget | None, RoundGraphs], device: str) -> Ro
 class _Passes:
     """Passes over SGLang's padding row: its particles, and its KV slot 0."""
 
-    def __init__(self, steps: Steps, ledger: Ledger, ops: Ops) -> None:
+    def __init__(self, steps: Steps) -> None:
         self._steps = steps
-        self._ledger = ledger
-        self._ops = ops
-        self._device = ledger.device
+        self._ledger = steps.ledger
+        self._ops = steps.ops
+        self._device = steps.ledger.device
 
     def measure(
         self, sizes: list[int], run: Callable[[int], object]
@@ -103,12 +101,12 @@ class _Passes:
     def draft(self, num_tokens: int) -> object:
         """A forward of the draft and the draw behind each token."""
         logits = self._forward(self._steps.draft.next_logits, num_tokens)
-        return _law(logits).sample(self._ops, self._zeros(num_tokens).double())
+        return _distribution(logits).sample(self._ops, self._zeros(num_tokens).double())
 
     def target(self, num_tokens: int) -> object:
         """A forward of the target and the score of each token."""
         logits = self._forward(self._steps.target.chain_logits, num_tokens)
-        return _law(logits).score(self._ops, self._zeros(num_tokens))
+        return _distribution(logits).score(self._ops, self._zeros(num_tokens))
 
     def _forward(self, forward: Callable[..., torch.Tensor], num_tokens: int) -> torch.Tensor:
         """Each token is a particle of its own request. Logits of any shape that ends in V."""
@@ -133,7 +131,7 @@ def _seconds(run: Callable[[], object], device: str) -> float:
     return min(times[1:])
 
 
-def _law(logits: torch.Tensor) -> TokenDistribution:
+def _distribution(logits: torch.Tensor) -> TokenDistribution:
     logits = logits.flatten(0, -2)
     return TokenDistribution(logits, torch.ones(1, device=logits.device))
 

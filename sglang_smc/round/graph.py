@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from tqdm import tqdm
 
-from sglang_smc.round.batch import RoundInputs, RoundShape
+from sglang_smc.options.budget import Budget, budgets
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.round.batch import Padding, RoundInputs, RoundShape, shape_of_server
 from sglang_smc.round.result import Outcome
 
 if TYPE_CHECKING:
@@ -29,9 +31,6 @@ Replay = Callable[[], None]
 Record = Callable[[Callable[[], Outcome]], tuple[Outcome, Replay]]
 """Runs a function and returns what it returned, with a way to compute it anew, in place."""
 
-# Where the padding row's text ends: its first slot, SGLang's padding slot, is there to be read.
-_PADDING = RoundInputs(rows=0, committed=1, allocated=1)  # type: ignore[arg-type]
-
 
 class _Recorded(NamedTuple):
     inputs: RoundInputs  # [B] what the recording reads
@@ -43,18 +42,26 @@ class RoundGraphs:
     """Recordings of one kind of round.
 
     Args:
-        play: the round, of as many groups as the figures have.
+        play: the round, of as many groups as the inputs have.
         shape: sizes and kinds that the recordings are made for.
+        padding: inputs of a group that plays on the padding row, as numbers.
         sizes: numbers of groups to record.
         device: of all tensors.
         record: how to record: `cuda_recorder`, or something that runs anywhere.
     """
 
     def __init__(
-        self, play: Play, shape: RoundShape, sizes: Sequence[int], device: str, record: Record
+        self,
+        play: Play,
+        shape: RoundShape,
+        padding: Padding,
+        sizes: Sequence[int],
+        device: str,
+        record: Record,
     ) -> None:
         self._play = play
         self._shape = shape
+        self._padding = padding
         self._sizes = sorted(set(sizes))
         self._device = device
         self._record = record
@@ -63,7 +70,7 @@ class RoundGraphs:
     def capture(self) -> None:
         """Record all sizes, the largest first, so that smaller ones reuse its memory."""
         for size in tqdm(self._sizes[::-1], desc="Capturing SMC rounds", unit="graph"):
-            inputs = RoundInputs(*(self._column(size, value) for value in _PADDING))
+            inputs = RoundInputs(*(self._column(size, value) for value in self._padding))
             outcome, replay = self._record(lambda inputs=inputs: self._play(inputs, self._shape))
             self._recorded[size] = _Recorded(inputs, outcome, replay)
 
@@ -81,10 +88,10 @@ class RoundGraphs:
         return size <= self._sizes[-1] and self._shape.covers(shape)
 
     def replay(self, inputs: RoundInputs) -> Outcome:
-        """The round's outcome for figures ``[G]``, in tensors that the next replay leaves alone."""
+        """The round's outcome for inputs ``[G]``, in tensors that the next replay leaves alone."""
         size = len(inputs.rows)
         recorded = self._recorded[self._sizes[bisect_left(self._sizes, size)]]
-        for column, values, padding in zip(recorded.inputs, inputs, _PADDING, strict=True):
+        for column, values, padding in zip(recorded.inputs, inputs, self._padding, strict=True):
             column[:size] = values
             column[size:] = padding
         recorded.replay()
@@ -92,6 +99,26 @@ class RoundGraphs:
 
     def _column(self, size: int, value: int) -> torch.Tensor:
         return torch.full((size,), value, dtype=torch.int64, device=self._device)
+
+
+Graphs = dict[Budget | None, RoundGraphs]
+"""Recordings by the budget that bounds their rounds; None where nothing adapts."""
+
+
+def capture_all(
+    play: Play, config: SMCConfig, sizes: Sequence[int], device: str, record: Record
+) -> Graphs:
+    """Capture rounds, and where N and K adapt those of all budgets, the largest first.
+
+    Arguments as for `RoundGraphs`.
+    """
+    top = Budget(config.num_particles, config.num_steps)
+    found: Graphs = {}
+    for budget in budgets(top) if config.adaptive else (None,):
+        shape, padding = shape_of_server(config, budget), Padding.of(config, budget)
+        found[budget] = RoundGraphs(play, shape, padding, sizes, device, record)
+        found[budget].capture()
+    return found
 
 
 def cuda_recorder() -> Record:
@@ -122,7 +149,7 @@ class Usage(NamedTuple):
 
 
 @contextmanager
-def measured(device: str) -> Iterator[list[Usage]]:
+def usage_of(device: str) -> Iterator[list[Usage]]:
     """Yields a list that holds the `Usage` of the block afterwards."""
     usage: list[Usage] = []
     free, start = torch.cuda.mem_get_info(device)[0], time.monotonic()

@@ -11,15 +11,16 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_smc.options.budget import Budget
 from sglang_smc.options.policy import Policy
-from sglang_smc.requests.failures import end_failed, fail_stuck
-from sglang_smc.requests.logprob_books import deliver, settle
+from sglang_smc.requests import rules
+from sglang_smc.requests.failures import end_failed
+from sglang_smc.requests.logprob_books import deliver
 from sglang_smc.requests.state import as_particle, has_open_token, settled_ids, state_of
 from sglang_smc.round.draft_input import SMCDraftInput
 from sglang_smc.smc.weights import normalized
 from sglang_smc.state.counters import gained
-from sglang_smc.state.logprobs import Emitted
 from sglang_smc.state.monitor import Monitor, Played
 from sglang_smc.state.population import Population
+from sglang_smc.state.tail_logprobs import Emitted
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -77,7 +78,7 @@ class Outcome(NamedTuple):
     counts: torch.Tensor  # [G]
     new_seq_lens: torch.Tensor  # [G]
     last_emitted: torch.Tensor  # [G] last emitted tokens
-    num_kept_columns: torch.Tensor  # [G] drafted tokens that the round kept
+    num_correct_drafts: torch.Tensor  # [G] drafted tokens that the round kept
     counters: torch.Tensor  # [G, len(Counters)] float64
     failure: torch.Tensor  # [G] int64 `Failure`; such a request has emitted nothing
     first_tokens: torch.Tensor | None  # [G] token that prefill drew, -1 while particles differ
@@ -94,7 +95,7 @@ class Outcome(NamedTuple):
 class SMCBatchResult(GenerationBatchResult):
     """A `GenerationBatchResult` with what SMC adds; filled by the worker, read on the host."""
 
-    num_kept_columns: torch.Tensor | None = None  # [G] drafted tokens that the round kept
+    correct_drafts: torch.Tensor | None = None  # [G] drafted tokens that the round kept
     counters: torch.Tensor | None = None  # [G, len(Counters)] float64
     failure: torch.Tensor | None = None  # [G] int64 `Failure`
     particles: Particles | None = None  # where some request wants them
@@ -115,7 +116,7 @@ class SMCBatchResult(GenerationBatchResult):
             new_seq_lens=outcome.new_seq_lens,
             next_draft_input=SMCDraftInput(outcome.last_emitted),
             speculative_num_draft_tokens=outcome.tokens.shape[1],
-            num_kept_columns=outcome.num_kept_columns,
+            correct_drafts=outcome.num_correct_drafts,
             counters=outcome.counters,
             failure=outcome.failure,
             first_tokens=outcome.first_tokens,
@@ -129,9 +130,9 @@ class SMCBatchResult(GenerationBatchResult):
 
     def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
         """Copy our tensors along with SGLang's."""
-        assert self.num_kept_columns is not None and self.counters is not None
+        assert self.correct_drafts is not None and self.counters is not None
         assert self.failure is not None
-        self.num_kept_columns = self.num_kept_columns.to("cpu", non_blocking=True)
+        self.correct_drafts = self.correct_drafts.to("cpu", non_blocking=True)
         self.counters = self.counters.to("cpu", non_blocking=True)
         self.failure = self.failure.to("cpu", non_blocking=True)
         if self.first_tokens is not None:
@@ -151,15 +152,15 @@ class SMCBatchResult(GenerationBatchResult):
         SGLang takes what a round emits, less one, for correct drafts. An SMC round may emit
         nothing, or several rounds' tokens at once; what is true is how many columns it kept.
         """
-        assert self.num_kept_columns is not None and self.counters is not None
+        assert self.correct_drafts is not None and self.counters is not None
         assert self.monitor is not None and self.failure is not None
-        kept = self.num_kept_columns.tolist()
         live = [not (req.is_retracted or req.finished()) for req in batch.reqs]
         before = [_set_aside(req) for req in batch.reqs]
-        totals, failure = self.counters.tolist(), self.failure.tolist()
+        totals = self.counters.tolist()
         self._settle(batch.reqs, live)
-        self._fail_stuck(batch.reqs, live, totals)
+        self._end_stuck(batch.reqs, live, totals)
         tokens = resolve()
+        kept = self.correct_drafts.tolist()
         self.num_correct_drafts, self.num_correct_drafts_per_req_cpu = sum(kept), kept
         if self.logprobs is not None:
             assert self.logits_output is not None
@@ -167,44 +168,45 @@ class SMCBatchResult(GenerationBatchResult):
         for i, req in enumerate(batch.reqs):
             req.spec_num_correct_drafts, req.spec_correct_drafts_histogram = before[i]
             if live[i]:
-                req.spec_num_correct_drafts += kept[i]
-                req.update_spec_correct_drafts_histogram(kept[i])
-                run = state_of(req)
-                gains = gained(run.counters, totals[i])
-                self.monitor.add(Played(gains, run.config.mode, kept[i], len(tokens[i])))
-                if self.policy is not None and self.budgets is not None:
-                    self.policy.learn(self.budgets[i], kept[i])
-                run.take(totals[i])
-                end_failed(req, failure[i])
-                if self.particles is not None and run.config.return_particles:
-                    run.particles = self.particles.of_group(i, req)
+                self._take(i, req, kept[i], len(tokens[i]), totals[i])
         self.monitor.end_round()
         if self.policy is not None:
             self.policy.end_round()
         return tokens
 
+    def _take(
+        self, group: int, req: "Req", num_kept: int, num_emitted: int, totals: list[float]
+    ) -> None:
+        """Book one request's round."""
+        assert self.monitor is not None and self.failure is not None
+        state = state_of(req)
+        req.spec_num_correct_drafts += num_kept
+        req.update_spec_correct_drafts_histogram(num_kept)
+        gains = gained(state.counters, totals)
+        self.monitor.add(Played(gains, state.config.mode, num_kept, num_emitted))
+        if self.policy is not None and self.budgets is not None:
+            self.policy.learn(self.budgets[group], num_kept)
+        state.take(totals)
+        end_failed(req, int(self.failure[group]))
+        if self.particles is not None and state.config.return_particles:
+            state.particles = self.particles.of_group(group, req)
+
     def _settle(self, reqs: "list[Req]", live: list[bool]) -> None:
-        """Give open first tokens their values, before a grammar reads what follows them."""
+        """Give open first tokens their values, before rules read what follows them."""
         if self.first_tokens is None:
             return
         each = zip(reqs, self.first_tokens.tolist(), live, strict=True)
-        for i, (req, first, lives) in enumerate(each):
-            if lives and first >= 0 and has_open_token(req):
-                self._settle_logprob(i, req, first)
-                state_of(req).settle(req, first)
+        for i, (req, token, lives) in enumerate(each):
+            if lives and token >= 0 and has_open_token(req):
+                shows = self.logprobs is not None and req.return_logprob
+                rules.settle(req, token, float(self.logprobs.first[i]) if shows else None)
 
-    def _settle_logprob(self, group: int, req: "Req", first: int) -> None:
-        place = state_of(req).open_token_at
-        if self.logprobs is not None and req.return_logprob and place is not None:
-            settle(req, place, first, float(self.logprobs.first_tokens[group]))
-
-    def _fail_stuck(self, reqs: "list[Req]", live: list[bool], totals: list[list[float]]) -> None:
-        """End requests whose particles all weigh nothing: no text of their grammar is left."""
+    def _end_stuck(self, reqs: "list[Req]", live: list[bool], totals: list[list[float]]) -> None:
+        """End requests whose particles all weigh nothing: their rules leave no text."""
         assert self.accept_lens is not None
         for i, req in enumerate(reqs):
-            if live[i] and req.grammar is not None and totals[i][-1] == -math.inf:
+            if live[i] and totals[i][-1] == -math.inf and rules.end_stuck(req):
                 self.accept_lens[i], live[i] = 0, False
-                fail_stuck(req)
 
 
 def _set_aside(req: "Req") -> tuple[int, list[int]]:

@@ -1,37 +1,37 @@
 """The steps of a round, each for all particles of all running requests at once.
 
-`worker.SMCWorker._play` puts them in order. Only requests that stop at a string make them wait
-for the device.
+`round.Round.play` puts them in order. Glossary, with G requests (groups), N particles each, K
+drafted tokens a round, V tokens in the vocabulary:
+
+    particle     a request's emitted text and a *tail* of tokens that are not emitted yet
+    draft        a token that the draft model proposed, drawn from q
+    column       the j-th drafted token of all particles of a request
+    weight       p / q, multiplied up since the last resampling, of each particle
+    ESS          effective sample size: how many equal weights would say as much
+    resampling   heavy particles hand down their texts, light ones go: `ancestors`
+    evidence     what a block of drafts multiplies the mean weight by
+    bonus        one more token, from the target's own distribution
+    collapse     one particle is drawn by weight and stands for all
+
+A round waits for the device only where some request's text obeys rules that read it on the host.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from sglang_smc.memory.ledger import Ledger
-from sglang_smc.models.attention import KVLocations, ParticleForward
+from sglang_smc.models.attention import KVLocations
+from sglang_smc.models.forward import ParticleForward
 from sglang_smc.ops.interface import Ops
-from sglang_smc.requests import stopping
-from sglang_smc.requests.failures import failure_of_round
-from sglang_smc.requests.grammar import mark_terminated
-from sglang_smc.requests.logit_edits import edited
 from sglang_smc.requests.state import state_of
 from sglang_smc.round.batch import RoundBatch
-from sglang_smc.round.decision import (
-    Decision,
-    Drafts,
-    all_log_probs,
-    log_mass_of_path,
-    no_drafts,
-    one_lineage,
-    open_columns,
-)
-from sglang_smc.round.select import by_method, choose
-from sglang_smc.smc import exact, mixed, resizing, rounds
-from sglang_smc.smc.proposal import token_log_probs
+from sglang_smc.round.decision import Decision, Drafts, by_method, choose, no_drafts
+from sglang_smc.round.verification import failure_of, once, verify
+from sglang_smc.smc import resizing, rounds
+from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.randomness import Purpose
-from sglang_smc.state.distribution import TokenDistribution
 from sglang_smc.state.logprobs import logprob_distribution
 from sglang_smc.state.population import Population
 
@@ -45,7 +45,14 @@ class DraftSlots(NamedTuple):
 
 
 class Steps:
-    """Draft, score, decide, extend, bonus and collapse; populations in, populations out."""
+    """Draft, score, decide, extend, bonus and collapse; populations in, populations out.
+
+    Args:
+        target, draft: the two models, over particles.
+        ledger: of their KV slots.
+        ops: the small operations.
+        max_lag: tokens that no tail reaches before a round.
+    """
 
     def __init__(
         self,
@@ -57,14 +64,14 @@ class Steps:
     ) -> None:
         self.target = target
         self.draft = draft
-        self._ledger = ledger
-        self._ops = ops
+        self.ledger = ledger
+        self.ops = ops
         self._max_lag = max_lag
 
     def reserve(self, batch: RoundBatch, population: Population) -> DraftSlots:
         """Find the KV slots of the next K + 1 positions of each particle, and of the one before."""
         starts = batch.committed.unsqueeze(1) + population.lengths
-        slots = self._ledger.reserve(
+        slots = self.ledger.reserve(
             batch.rows,
             allocated=batch.allocated,
             starts=starts,
@@ -77,7 +84,7 @@ class Steps:
         locations = KVLocations(
             rows=batch.rows,
             committed=batch.committed,
-            particle_rows=self._ledger.particle_rows(batch.rows, batch.shape.num_particles),
+            particle_rows=self.ledger.particle_rows(batch.rows, batch.shape.num_particles),
             max_tail=batch.shape.max_tail + 1,  # ended ones compute past their last token, too
         )
         slots = slots.permute(2, 0, 1).contiguous()  # each draft step's in one piece
@@ -87,11 +94,19 @@ class Steps:
     def resize(self, batch: RoundBatch, population: Population) -> Population:
         """Give groups the particles that they run with from now on, if those are more or fewer."""
         methods = sorted({state_of(req).config.resampling_method for req in batch.reqs})
-        before = population.log_weights, population.present
-        after = batch.settings.num_particles, self._once(batch, population, Purpose.RESIZE)
-        step = by_method(batch.settings.scheme, methods, partial(resizing.resize, *before, *after))
+        step = by_method(
+            batch.settings.scheme,
+            methods,
+            partial(
+                resizing.resize,
+                population.log_weights,
+                population.present,
+                batch.settings.num_particles,
+                self._once(batch, batch.starts, Purpose.RESIZE),
+            ),
+        )
         # The draft may have yet to read the last emitted token, through the particle's own row.
-        self._ledger.descend(
+        self.ledger.descend(
             batch.rows,
             committed=batch.committed - 1,
             ancestors=step.ancestors,
@@ -102,41 +117,61 @@ class Steps:
             log_evidence=population.log_evidence + step.log_evidence,
         )
 
-    def propose(self, batch: RoundBatch, population: Population, reserved: DraftSlots) -> Drafts:
+    def propose(self, batch: RoundBatch, population: Population, slots: DraftSlots) -> Drafts:
         """Draft x_1..x_K ~ q, one after another, from each particle's last token.
 
         The last drafted token is not read: if it is kept, the next round reads it with the
         token behind it, in the same pass. Without drafts the draft reads along all the same.
         """
         num_steps = batch.shape.num_steps
+        logits = self._logits_of_last(population, slots)  # [G, N, V]
         if num_steps == 0:
-            self._draft_logits(0, population, None, reserved)
             return no_drafts(population)
         column = torch.arange(num_steps, device=batch.rows.device)
-        positions = population.output_lengths.unsqueeze(2) + column
-        noise = self._uniforms(batch, positions, Purpose.DRAFT).permute(2, 0, 1)
-        noise = noise.contiguous()  # [K, G, N]: each step's in one piece
-        same_text, tokens = self._same_text(batch, population), None
-        drawn, log_q, laws = [], [], []
+        positions = batch.starts.unsqueeze(2) + column  # [G, N, K]
+        same_text = self._same_text(batch, population)
+        numbers = self.ops.uniforms(batch.settings.seeds, positions, Purpose.DRAFT)
+        numbers = numbers.permute(2, 0, 1).contiguous()  # [K, G, N]: each step's in one piece
+        tokens: torch.Tensor | None = None
+        drawn: list[torch.Tensor] = []
+        log_q: list[torch.Tensor] = []
+        distributions: list[TokenDistribution] = []
         for step in range(num_steps):
-            logits = self._draft_logits(step, population, tokens, reserved)  # [G, N, V]
-            law = self._draft_law(batch, population, logits, positions[:, :, step], drawn)
-            spread, same_text = self._ops.stratify(noise[step], same_text, tokens)
-            tokens, log_q_of_tokens = law.sample(self._ops, spread)
+            if tokens is not None:
+                logits = self._logits_of_draft(step, tokens, slots)
+            at_step, same_text = self.ops.stratify(numbers[step], same_text, tokens)
+            q = self._draft_distribution(batch, population, logits, positions[:, :, step], drawn)
+            tokens, log_q_of_tokens = q.sample(self.ops, at_step)
             drawn.append(tokens)
             log_q.append(log_q_of_tokens)
-            laws.append(law)
-        chains = torch.stack(drawn, dim=2)
-        ends = self._ends(batch, population, chains)
+            distributions.append(q)
+        chains = torch.stack(drawn, dim=2)  # [G, N, K]
+        ends = self._ends(batch, population, batch.starts, chains)
+        within = column < batch.settings.num_steps.view(-1, 1, 1)  # [G, 1, K]
         return Drafts(
             chains,
             torch.stack(log_q, dim=2),
             ends,
-            open_columns(ends, batch.settings.num_steps, population.ended),
-            all_log_probs(laws, chains.shape[:2]) if batch.shape.verifies else None,
+            rounds.still_open(ends) & within & ~population.ended.unsqueeze(2),
+            _all_log_probs(distributions, chains) if batch.shape.verifies else None,
         )
 
-    def _draft_law(
+    def _logits_of_last(self, population: Population, slots: DraftSlots) -> torch.Tensor:
+        """The draft's logits behind each particle's last token: ``[G, N, V]``.
+
+        It reads the token before that one, too, which it may have drafted itself and not read.
+        """
+        two = slots.slots[:2].permute(1, 2, 0)  # [G, N, 2]
+        return self.draft.next_logits(population.last_two, slots.positions[0], two, slots.locations)
+
+    def _logits_of_draft(self, step: int, tokens: torch.Tensor, slots: DraftSlots) -> torch.Tensor:
+        """The draft's logits behind the tokens ``[G, N]`` that it has just drawn."""
+        here = slots.slots[step + 1].unsqueeze(2)
+        return self.draft.next_logits(
+            tokens.unsqueeze(2), slots.positions[step + 1], here, slots.locations
+        )
+
+    def _draft_distribution(
         self,
         batch: RoundBatch,
         population: Population,
@@ -146,85 +181,82 @@ class Steps:
     ) -> TokenDistribution:
         """q after the tokens ``[G, N]`` that have been ``drawn``, from ``logits`` ``[G, N, V]``."""
         allowed = None
-        if batch.edits or batch.masks:
+        if batch.shape.has_rules:
             chains = torch.stack(drawn, dim=2) if drawn else population.tokens[:, :, :0]
-            logits = edited(batch.edits, logits.unsqueeze(2), chains, len(drawn)).squeeze(2)
-            allowed = batch.masks.after(chains).squeeze(2) if batch.masks else None
-        return batch.settings.law(logits, positions, batch.shape.kinds, allowed=allowed, draft=True)
-
-    def _draft_logits(
-        self,
-        step: int,
-        population: Population,
-        tokens: torch.Tensor | None,
-        reserved: DraftSlots,
-    ) -> torch.Tensor:
-        """The draft's logits after the last token, or after the one just drawn: ``[G, N, V]``."""
-        slots, positions, locations = reserved
-        if tokens is None:
-            two = slots[:2].permute(1, 2, 0)
-            return self.draft.next_logits(population.last_two, positions[0], two, locations)
-        here = slots[step + 1].unsqueeze(2)
-        return self.draft.next_logits(tokens.unsqueeze(2), positions[step + 1], here, locations)
+            edited, allowed = batch.rules.apply(logits.unsqueeze(2), chains, len(drawn))
+            logits = edited.squeeze(2)
+            allowed = allowed if allowed is None else allowed.squeeze(2)
+        return batch.settings.distribution(
+            logits, positions, batch.shape.kinds, allowed=allowed, draft=True
+        )
 
     def score(
-        self, batch: RoundBatch, population: Population, drafts: Drafts, reserved: DraftSlots
+        self, batch: RoundBatch, population: Population, drafts: Drafts, slots: DraftSlots
     ) -> tuple[TokenDistribution, TokenDistribution | None]:
         """One target pass over [last, x_1..x_K]: p of what comes next, for G * N * (K + 1) rows.
 
         And what log-probabilities are taken from, where some request wants them.
         """
-        slots = reserved.slots[1:].permute(1, 2, 0)  # [G, N, K + 1]
         last = population.last_tokens.unsqueeze(2)
         # Behind an end nothing is read that could break the columns before it: 0 * NaN is NaN.
         read = torch.where(drafts.before_end, drafts.tokens, last)
-        chain = torch.cat([last, read], dim=2)
-        logits = self.target.chain_logits(chain, reserved.positions[1], slots, reserved.locations)
-        logits = edited(batch.edits, logits, drafts.tokens, 0)  # [G, N, K + 1, V]
+        chain = torch.cat([last, read], dim=2)  # [G, N, K + 1]
+        where = slots.slots[1:].permute(1, 2, 0)
+        logits = self.target.chain_logits(chain, slots.positions[1], where, slots.locations)
+        allowed = None
+        if batch.shape.has_rules:
+            logits, allowed = batch.rules.apply(logits, drafts.tokens, 0)  # [G, N, K + 1, V]
+            allowed = allowed if allowed is None else allowed.flatten(1, 2)
         column = torch.arange(chain.shape[2], device=chain.device)
-        positions = (population.output_lengths.unsqueeze(2) + column).flatten(1)
-        allowed = batch.masks.along(drafts.tokens).flatten(1, 2) if batch.masks else None
+        positions = (batch.starts.unsqueeze(2) + column).flatten(1)
         of_chains = logits.flatten(1, 2), positions, batch.shape.kinds
-        law = batch.settings.law(*of_chains, allowed=allowed)
+        p = batch.settings.distribution(*of_chains, allowed=allowed)
         if not batch.shape.logprobs.own:
-            return law, None
-        return law, logprob_distribution(batch.settings, *of_chains, allowed=allowed)
+            return p, None
+        return p, logprob_distribution(batch.settings, *of_chains, allowed=allowed)
 
     def decide(
-        self, batch: RoundBatch, population: Population, drafts: Drafts, law: TokenDistribution
+        self, batch: RoundBatch, population: Population, drafts: Drafts, p: TokenDistribution
     ) -> Decision:
         """Weigh or verify, as each request asked for."""
-        if batch.shape.num_steps == 0:  # nothing to verify: the target draws the next token
-            weighed = self.weigh(batch, population, drafts, law)
-            return weighed._replace(verified=~batch.settings.weighs)
-        if not batch.shape.verifies:
-            return self.weigh(batch, population, drafts, law)
-        verified = self.verify(batch, population, drafts, law)
-        if not batch.shape.weighs:
+        shape, weighs = batch.shape, batch.settings.weighs
+        if shape.num_steps == 0:  # nothing to verify: the target draws the next token
+            return self.weigh(batch, population, drafts, p)._replace(verified=~weighs)
+        if not shape.verifies:
+            return self.weigh(batch, population, drafts, p)
+        verified = verify(batch, population, drafts, p, self.ops)
+        if not shape.weighs:
             return verified
-        weighed = self.weigh(batch, population, drafts, law)
-        return choose(batch.settings.weighs, weighed, verified)
+        return choose(weighs, self.weigh(batch, population, drafts, p), verified)
 
     def weigh(
-        self, batch: RoundBatch, population: Population, drafts: Drafts, law: TokenDistribution
+        self, batch: RoundBatch, population: Population, drafts: Drafts, p: TokenDistribution
     ) -> Decision:
         """Weigh by log p - log q up to each particle's end; where the ESS is low, resample."""
         # The last column has no drafted token to score: any will do.
         tokens = torch.nn.functional.pad(drafts.tokens, (0, 1))  # [G, N, K + 1]
-        log_p = law.score(self._ops, tokens)
-        collected = self._collect(
-            batch,
-            population.log_weights,
-            log_p[:, :, :-1],
-            drafts.log_q,
-            drafts.before_end,
-            batch.settings.power,
-            batch.settings.rules,
-            population.present,
-            self._once(batch, population, Purpose.KEEP)[:, 0],
-            self._once(batch, population, Purpose.RESAMPLE),
-        )
-        cut, num_kept, resampled = collected
+        log_p = p.score(self.ops, tokens)
+        keep = self._once(batch, batch.starts, Purpose.KEEP)[:, 0]
+        numbers = self._once(batch, batch.starts, Purpose.RESAMPLE)
+        # Kernels want a column to work on.
+        own = self.ops.reweight_and_resample
+        reweight_and_resample = own if batch.shape.num_steps else rounds.reweight_and_resample
+
+        def step(method: str) -> rounds.Reweighted:
+            return reweight_and_resample(
+                population.log_weights,
+                log_p[:, :, :-1],
+                drafts.log_q,
+                drafts.before_end,
+                batch.settings.power,
+                batch.settings.weight_rules,
+                population.present,
+                keep,
+                numbers,
+                method,
+            )
+
+        cut, num_kept, resampled = by_method(batch.settings.scheme, batch.shape.methods, step)
         group = torch.arange(len(batch.rows), device=tokens.device).unsqueeze(1)
         chain = group * tokens.shape[1] + resampled.ancestors  # [G, N]
         row = chain * tokens.shape[2] + cut.num_columns.unsqueeze(1)
@@ -232,108 +264,56 @@ class Steps:
             cut,
             num_kept,
             resampled,
-            law.of_rows(row.flatten()),
+            p.of_rows(row.flatten()),
             verified=torch.zeros_like(cut.resample),
-            failure=_failure(population, drafts, log_p),
+            failure=failure_of(population, drafts, log_p),
         )
-
-    def _collect(self, batch: RoundBatch, *args: Any) -> rounds.Reweighted:
-        """Each request by its own method."""
-        # Kernels want a column to work on.
-        collect = (
-            self._ops.reweight_and_resample
-            if batch.shape.num_steps
-            else rounds.reweight_and_resample
-        )
-        return by_method(batch.settings.scheme, batch.shape.methods, partial(collect, *args))
-
-    def verify(
-        self, batch: RoundBatch, population: Population, drafts: Drafts, law: TokenDistribution
-    ) -> Decision:
-        """Keep the columns that the block's evidence covers, or that exact verification accepts.
-
-        Of the two the longer. All particles go on as one winner: they begin and end such a round
-        with one text, which is emitted at once.
-        """
-        assert drafts.law is not None
-        settings = batch.settings
-        column = torch.arange(drafts.tokens.shape[2], device=drafts.tokens.device)
-        positions = population.output_lengths.unsqueeze(2) + column  # [G, N, K]
-        log_p = law.log_probs().unflatten(0, (*positions.shape[:2], -1))  # [G, N, K + 1, V]
-        found = exact.verify(
-            drafts.tokens,
-            drafts.ends,
-            log_p,
-            drafts.law,
-            self._uniforms(batch, positions, Purpose.ACCEPT),
-            num_chains=settings.num_particles,
-            num_steps=settings.num_steps,
-        )
-        block = mixed.judge(
-            token_log_probs(log_p[:, :, :-1], drafts.tokens) - drafts.log_q,
-            drafts.before_end,
-            population.present,
-            settings.num_steps,
-            settings.evidence_threshold,
-            self._once(batch, population, Purpose.KEEP)[:, 0],
-            self._once(batch, population, Purpose.RESAMPLE)[:, 0],
-        )
-        kept, by_block = mixed.longer(block, found, log_p, drafts.ends, settings.num_steps)
-        # Where nothing is kept by evidence, the chains' weights say nothing of the output.
-        ess = torch.where(
-            settings.evidence_threshold < torch.inf, block.ess, settings.num_particles
-        )
-        failure = _failure(population, drafts, log_p[..., 0])
-        decision = one_lineage(population, kept, ess, by_block, failure)
-        if law.log_mass is None:
-            return decision
-        log_mass = law.log_mass.view(log_p.shape[:3])  # [G, N, K + 1]
-        leaves = log_mass_of_path(log_mass, kept, drafts.ends)
-        return decision._replace(next_tokens=decision.next_tokens._replace(log_mass=leaves))
 
     def extend(
         self, batch: RoundBatch, population: Population, drafts: Drafts, decision: Decision
     ) -> Population:
         """Append the drafts that are kept, and let ancestors hand down their texts."""
+        num_steps = batch.shape.num_steps
         column = torch.arange(drafts.tokens.shape[2], device=drafts.tokens.device)
         kept = column < decision.num_kept.unsqueeze(2)  # [G, N, K]
         extended = population.append(drafts.tokens, decision.num_kept)._replace(
             ended=population.ended | (drafts.ends & kept).any(2),
             # The draft has read all but the last that it drafted itself, if it drafted any.
-            unread=(decision.cut.num_columns == batch.shape.num_steps)
-            & (batch.shape.num_steps > 0),
+            unread=(decision.cut.num_columns == num_steps) & (num_steps > 0),
         )
         return self._descend(batch, extended, decision.resampled)
 
     def add_bonus(
-        self, batch: RoundBatch, population: Population, law: TokenDistribution
+        self, batch: RoundBatch, population: Population, p: TokenDistribution
     ) -> Population:
         """One more token from the target, after resampling, so that copies part at once."""
-        if batch.shape.opens:
-            law, population = self._weigh_bonus(batch, population, law)
-        noise = self._uniforms(batch, population.output_lengths, Purpose.BONUS)
-        spread, _ = self._ops.stratify(noise, self._same_text(batch, population))
+        if batch.shape.powered or p.log_mass is not None:
+            p, population = self._weigh_bonus(batch, population, p)
+        positions = population.output_lengths
+        same_text = self._same_text(batch, population)
+        own = self.ops.uniforms(batch.settings.seeds, positions, Purpose.BONUS)
+        numbers, _ = self.ops.stratify(own, same_text)
         if batch.shape.verifies:
             # After verification all particles go on as one, so they draw one token.
-            spread = torch.where(batch.settings.weighs.unsqueeze(1), spread, noise[:, :1])
-        tokens, _ = law.sample(self._ops, spread)
-        ends = self._ends(batch, population, tokens.unsqueeze(2)).squeeze(2)
+            numbers = torch.where(batch.settings.weighs.unsqueeze(1), numbers, own[:, :1])
+        tokens, _ = p.sample(self.ops, numbers)
+        ends = self._ends(batch, population, positions, tokens.unsqueeze(2)).squeeze(2)
         extended = population.append(tokens.unsqueeze(2), (~population.ended).long())
         return extended._replace(ended=population.ended | ends)
 
     def _weigh_bonus(
-        self, batch: RoundBatch, population: Population, law: TokenDistribution
+        self, batch: RoundBatch, population: Population, p: TokenDistribution
     ) -> tuple[TokenDistribution, Population]:
         """Raise the bonus token's law to each power, and weigh by the mass of what may come."""
         weighs, shape = batch.settings.weighs.unsqueeze(1), population.log_weights.shape
-        log_sum = law.log_masses().double()
+        log_sum = p.log_masses().double()
         if batch.shape.powered:
             powers = batch.settings.power.unsqueeze(1).expand(shape)
-            law, log_sum = law.to_power(powers.flatten())
+            p, log_sum = p.to_power(powers.flatten())
         log_sum = log_sum.view(shape)
         counts = weighs & ~population.ended
         stuck = (~weighs & (log_sum == -torch.inf)).any(1)
-        return law, population._replace(
+        return p, population._replace(
             log_weights=population.log_weights + torch.where(counts, log_sum, 0.0),
             # Verified texts have no weight; this says that no token may follow one.
             log_evidence=population.log_evidence.masked_fill(stuck, -torch.inf),
@@ -346,11 +326,11 @@ class Steps:
         finished = population.ended.all(1)
         too_far = population.lengths.amax(1) >= self._max_lag
         forced = too_far & ~finished & batch.settings.weighs
-        step = self._ops.collapse(
+        step = self.ops.collapse(
             population.log_weights,
             finished | forced,
             population.present,
-            self._once(batch, population, Purpose.SELECT)[:, 0],
+            self._once(batch, population.output_lengths, Purpose.SELECT)[:, 0],
             batch.settings.heaviest,
         )
         return self._descend(batch, population, step), forced
@@ -358,7 +338,7 @@ class Steps:
     def _descend(
         self, batch: RoundBatch, population: Population, step: rounds.Resampled
     ) -> Population:
-        self._ledger.descend(
+        self.ledger.descend(
             batch.rows,
             committed=batch.committed,
             ancestors=step.ancestors,
@@ -370,34 +350,28 @@ class Steps:
         )
 
     def _same_text(self, batch: RoundBatch, population: Population) -> torch.Tensor:
-        """Particles that may share their noise, ``[G, N, N]``: verified chains are independent."""
+        """Particles that may share their uniforms, ``[G, N, N]``: verified ones are independent."""
         may_stratify = population.present & batch.settings.weighs.unsqueeze(1)
-        return self._ops.same_text(population.texts[:, :, 1:], population.lengths, may_stratify)
+        return self.ops.same_text(population.texts[:, :, 1:], population.lengths, may_stratify)
 
     def _ends(
-        self, batch: RoundBatch, population: Population, tokens: torch.Tensor
+        self,
+        batch: RoundBatch,
+        population: Population,
+        starts: torch.Tensor,
+        tokens: torch.Tensor,
     ) -> torch.Tensor:
-        """Which of the tokens ``[G, N, C]`` that would come next end their text."""
+        """Which of the tokens ``[G, N, C]`` behind ``starts`` ``[G, N]`` others end their text."""
         column = torch.arange(1, 1 + tokens.shape[2], device=tokens.device)
-        lengths = population.output_lengths.unsqueeze(2) + column
+        lengths = starts.unsqueeze(2) + column
         ends = batch.settings.ends(tokens.flatten(1), lengths.flatten(1)).view_as(tokens)
-        if batch.shape.constrained:
-            ends = mark_terminated(ends, batch.reqs, tokens, population)
-        return stopping.mark_stop_texts(ends, batch.reqs, tokens, population)
+        return batch.rules.ends(ends, tokens, population) if batch.shape.has_rules else ends
 
-    def _once(self, batch: RoundBatch, population: Population, purpose: Purpose) -> torch.Tensor:
-        """Uniforms ``[G, N]`` for what a group decides once a round."""
-        place = population.output_lengths.amax(1, keepdim=True).expand_as(population.lengths)
-        return self._uniforms(batch, place, purpose)
-
-    def _uniforms(
-        self, batch: RoundBatch, positions: torch.Tensor, purpose: Purpose
-    ) -> torch.Tensor:
-        """Uniforms for the output positions ``[G, N]`` or ``[G, N, C]`` of particles."""
-        return self._ops.uniforms(batch.settings.seeds, positions, purpose)
+    def _once(self, batch: RoundBatch, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:
+        return once(self.ops, batch.settings.seeds, positions, purpose)
 
 
-def _failure(population: Population, drafts: Drafts, log_p: torch.Tensor) -> torch.Tensor:
-    """Of log-probabilities ``[G, N, K + 1]`` under the target."""
-    live = ~population.ended
-    return failure_of_round(log_p, drafts.log_q, drafts.before_end, drafts.ends, live)
+def _all_log_probs(distributions: list[TokenDistribution], chains: torch.Tensor) -> torch.Tensor:
+    """K distributions of G * N draws as ``[G, N, K, V]``."""
+    columns = [one.log_probs().unflatten(0, chains.shape[:2]) for one in distributions]
+    return torch.stack(columns, dim=2)

@@ -12,7 +12,7 @@ from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.server.grammar_text import FIELDS as GRAMMARS
 from sglang_smc.server.grammar_text import check_grammars
-from sglang_smc.state.logprobs import MOST_LISTED
+from sglang_smc.state.tail_logprobs import MOST_LISTED
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput

@@ -1,9 +1,9 @@
-"""A grammar as a potential: p and q restricted to the tokens that may come next.
+"""A mask as a potential: p and q restricted to the tokens that may come next.
 
-A grammar that knows which tokens may follow a text multiplies p(x | text) by m(x | text), which is
-0 or 1. To sample whole texts from that product, drafts come from q m over its sum and weigh log p
+What knows which tokens may follow a text multiplies p(x | text) by m(x | text), which is 0 or 1.
+To sample whole texts from that product, drafts come from q m over its sum and weigh log p
 minus its log-probability, with p as it is; the bonus token comes from p m over its sum Z, and log Z
-is its weight, whichever token it is. Z is the mass that the grammar leaves of p.
+is its weight, whichever token it is. Z is the mass that the mask leaves of p.
 """
 
 import torch

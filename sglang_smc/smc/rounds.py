@@ -16,7 +16,7 @@ from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.smc.weights import accumulate, effective_sample_size, log_mean_exp, normalized
 
 
-class Rules(NamedTuple):
+class WeightRules(NamedTuple):
     """What steers the weights of each group."""
 
     num_steps: torch.Tensor  # [G] int64 K
@@ -57,7 +57,7 @@ def reweight_and_resample(
     log_q: torch.Tensor,
     before_end: torch.Tensor,
     power: torch.Tensor,
-    rules: Rules,
+    rules: WeightRules,
     present: torch.Tensor,
     keep_uniforms: torch.Tensor,
     uniforms: torch.Tensor,
@@ -88,7 +88,7 @@ def reweight_and_resample(
 def cut(
     log_weights: torch.Tensor,
     increments: torch.Tensor,
-    rules: Rules,
+    rules: WeightRules,
     present: torch.Tensor,
     keep_uniforms: torch.Tensor,
 ) -> BlockCut:

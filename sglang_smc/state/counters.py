@@ -104,15 +104,6 @@ class CounterTable:
         return values
 
 
-def num_childless(ancestors: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-    """How many particles have no descendant among ``ancestors`` ``[G, N]``: ``[G]``.
-
-    Absent places are their own ancestors.
-    """
-    has_child = torch.zeros_like(present).scatter(1, ancestors, True)
-    return (present & ~has_child).sum(1)
-
-
 def gained(before: list[float], after: list[float]) -> Counters:
     """What one request's totals gained in a round."""
     gains = (new - old for old, new in zip(before, after, strict=True))

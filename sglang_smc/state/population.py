@@ -14,7 +14,11 @@ from typing import NamedTuple
 import torch
 
 from sglang_smc.smc.rounds import common_prefix
-from sglang_smc.state.logprobs import NO_LOGPROBS, LogprobTable, LogprobWidths, TailLogprobs
+from sglang_smc.state.tail_logprobs import TailLogprobs
+
+# Columns of `Population.texts` beside the tail: two tokens before it, and one place that takes what
+# is not kept.
+_NO_TAIL = 3
 
 
 class Population(NamedTuple):
@@ -104,11 +108,14 @@ class Population(NamedTuple):
         )
 
     def is_settled(self) -> torch.Tensor:
-        """Whether all particles of a group have one last_emitted, ``[G]`` bool; else none is emitted."""
+        """Whether a group's particles agree on the last emitted token, ``[G]`` bool.
+
+        Where they do not, nothing behind it is emitted.
+        """
         return ((self.last_emitted == self.last_emitted[:, :1]) | ~self.present).all(1)
 
     def first_token(self) -> torch.Tensor:
-        """The last_emitted of all particles of a group, ``[G]``; -1 where they have not one."""
+        """The last emitted token of all particles of a group, ``[G]``; -1 where they differ."""
         return torch.where(self.is_settled(), self.last_emitted[:, 0], -1)
 
     def num_common(self) -> torch.Tensor:
@@ -145,9 +152,8 @@ class ParticleTable:
     def __init__(self, num_rows: int, num_particles: int, max_tail: int, device: str) -> None:
         shape = (num_rows, num_particles)
         self.num_particles = num_particles
-        self.logprobs = LogprobTable(num_rows, num_particles, max_tail, device)
         self._columns = Population(
-            texts=torch.zeros(*shape, 2 + max_tail + 1, dtype=torch.int64, device=device),
+            texts=torch.zeros(*shape, max_tail + _NO_TAIL, dtype=torch.int64, device=device),
             lengths=torch.zeros(shape, dtype=torch.int64, device=device),
             ended=torch.zeros(shape, dtype=torch.bool, device=device),
             log_weights=torch.zeros(shape, dtype=torch.float64, device=device),
@@ -158,38 +164,28 @@ class ParticleTable:
             unread=torch.zeros(num_rows, dtype=torch.bool, device=device),
         )
 
-    def gather(
-        self,
-        rows: torch.Tensor,
-        num_particles: int,
-        max_tail: int,
-        widths: LogprobWidths = NO_LOGPROBS,
-    ) -> Population:
+    def gather(self, rows: torch.Tensor, num_particles: int, max_tail: int) -> Population:
         """The populations of the requests in ``rows`` ``[G]``, no larger than they need.
 
         Args:
             num_particles: the most that any of them has.
             max_tail: the longest tail that any of them can have when the round ends.
-            widths: of the log-probabilities that come along.
         """
-        columns = (view[rows] for view in self._views(num_particles, 2 + max_tail + 1))
-        logprobs = self.logprobs.gather(rows, num_particles, max_tail, widths)
-        return Population(*columns, logprobs=logprobs)
+        return Population(*(view[rows] for view in self._views(num_particles, max_tail)))
 
     def scatter(self, rows: torch.Tensor, population: Population) -> None:
-        """Store the populations of the requests in ``rows`` ``[G]``."""
+        """Store the populations of the requests in ``rows`` ``[G]``, without log-probabilities."""
         _, num_particles, width = population.texts.shape
-        *columns, logprobs = population
-        for view, values in zip(self._views(num_particles, width), columns, strict=True):
+        *columns, _ = population
+        views = self._views(num_particles, width - _NO_TAIL)
+        for view, values in zip(views, columns, strict=True):
             view[rows] = values
-        if logprobs is not None:
-            self.logprobs.scatter(rows, logprobs)
 
-    def _views(self, num_particles: int, width: int) -> list[torch.Tensor]:
-        """The part of the table that populations of this size live in, but for `logprobs`."""
+    def _views(self, num_particles: int, max_tail: int) -> list[torch.Tensor]:
+        """The part of the table that populations of this size live in."""
         texts, *others, _ = self._columns
         small = (column[:, :num_particles] if column.dim() > 1 else column for column in others)
-        return [texts[:, :num_particles, :width], *small]
+        return [texts[:, :num_particles, : max_tail + _NO_TAIL], *small]
 
     def begin(
         self,

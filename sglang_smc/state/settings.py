@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from sglang_smc.options.budget import Budget
 from sglang_smc.options.request import RequestConfig
+from sglang_smc.smc.distribution import SamplingRules, TokenDistribution, likeliest_only, log_probs
 from sglang_smc.smc.masking import restrict
-from sglang_smc.smc.proposal import SamplingRules, likeliest_only, log_probs
 from sglang_smc.smc.resampling import SCHEMES
-from sglang_smc.smc.rounds import Rules
-from sglang_smc.state.distribution import TokenDistribution
+from sglang_smc.smc.rounds import WeightRules
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -64,20 +62,24 @@ class Settings(NamedTuple):
     stop_mask: torch.Tensor  # [G, V] bool: tokens that end the text
 
     @property
-    def rules(self) -> Rules:
+    def weight_rules(self) -> WeightRules:
         """What steers the weights."""
-        return Rules(self.num_steps, self.ess_threshold, self.at_token, self.evidence_threshold)
+        return WeightRules(
+            self.num_steps, self.ess_threshold, self.at_token, self.evidence_threshold
+        )
 
-    def within(self, budget: Budget | None) -> "Settings":
-        """What is left of N and K on a budget: `budgets.apply_budget`, of all requests at once."""
-        if budget is None:
-            return self
-        fewer = self.num_particles.clamp_max(budget.num_particles)
-        num_particles = torch.where(self.normalized, fewer, self.num_particles)
-        alone = (num_particles == 1) & (self.num_particles > 1)
+    def bounded(
+        self, num_particles: torch.Tensor, num_steps: torch.Tensor, is_exact: torch.Tensor
+    ) -> "Settings":
+        """With what `options.budget.apply_budget` leaves of N and K, each ``[G]`` int64.
+
+        Args:
+            is_exact: not 0 where one particle is left, which is verified.
+        """
+        alone = is_exact > 0
         return self._replace(
             num_particles=num_particles,
-            num_steps=self.num_steps.clamp_max(budget.num_steps),
+            num_steps=num_steps,
             weighs=self.weighs & ~alone,
             evidence_threshold=self.evidence_threshold.masked_fill(alone, torch.inf),
         )
@@ -106,7 +108,7 @@ class Settings(NamedTuple):
         )
         return log_probs(legal, rules, filtered=filtered)
 
-    def law(
+    def distribution(
         self,
         logits: torch.Tensor,
         positions: torch.Tensor,
@@ -115,13 +117,16 @@ class Settings(NamedTuple):
         allowed: torch.Tensor | None = None,
         draft: bool = False,
     ) -> TokenDistribution:
-        """The same for the ``G * M`` rows of logits, not worked out yet where no rule cuts tokens.
+        """What the next tokens of ``G * M`` rows of logits are drawn from.
+
+        Nothing is worked out yet where no rule cuts tokens.
 
         Args:
             logits: ``[G, M, V]``.
-            positions: ``[G, M]``.
+            positions: ``[G, M]`` index of the output token that each row decides.
             kinds: of the batch.
-            allowed: ``[G, M, V]`` bool, by the requests' grammars. Filters act within it.
+            allowed: ``[G, M, V]`` bool, by the rules of texts. Filters act within it.
+            draft: the logits are the draft's, which may have a temperature of its own.
         """
         temperature, log_mass = self.draft_temperature if draft else self.temperature, None
         if allowed is not None:
@@ -136,7 +141,7 @@ class Settings(NamedTuple):
         return TokenDistribution(logits.flatten(0, 1), temperature, log_mass=log_mass)
 
     def without_early_ends(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """No end of text before `min_new_tokens`; shapes as for `law`."""
+        """No end of text before `min_new_tokens`; shapes as for `distribution`."""
         too_early = (positions < self.min_new_tokens.unsqueeze(1)).unsqueeze(2)
         return logits.masked_fill(too_early & self.stop_mask.unsqueeze(1), -torch.inf)
 

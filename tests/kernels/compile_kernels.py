@@ -21,7 +21,7 @@ from sglang_smc.kernels.reweight import SCHEMES, collapse, reweight_and_resample
 from sglang_smc.kernels.sample import sample_and_score, score_tokens
 from sglang_smc.kernels.stratify import same_text, stratify
 from sglang_smc.smc.randomness import Purpose
-from sglang_smc.smc.rounds import Rules
+from sglang_smc.smc.rounds import WeightRules
 
 G, N, K, V = 2, 5, 3, 151_936
 
@@ -65,7 +65,7 @@ def launch_same_text() -> None:
 def launch_collect() -> None:
     weights, scores = torch.zeros(G, N, dtype=torch.float64), torch.zeros(G, N, K)
     of_groups = weights[:, 0]
-    rules = Rules(of_groups.long(), of_groups, of_groups.bool(), of_groups)
+    rules = WeightRules(of_groups.long(), of_groups, of_groups.bool(), of_groups)
     drafts = weights, scores, scores, scores.bool()
     for scheme in SCHEMES:
         reweight_and_resample(*drafts, of_groups, rules, weights.bool(), of_groups, weights, scheme)

@@ -73,5 +73,5 @@ def test_a_round_has_few_launches(
     toy.reserve(reqs)
     batch = toy.batch(reqs)
     with launches:
-        toy.worker._round(batch)
+        toy.worker.launch_round(batch)
     assert 100 < launches.count <= MOST

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_smc.kernels import reweight as kernel
 from sglang_smc.smc import rounds
-from sglang_smc.smc.rounds import Reweighted, Rules
+from sglang_smc.smc.rounds import Reweighted, WeightRules
 
 INF = math.inf
 
@@ -23,13 +23,13 @@ class Case(NamedTuple):
     log_q: torch.Tensor
     before_end: torch.Tensor
     power: torch.Tensor
-    rules: Rules
+    rules: WeightRules
     present: torch.Tensor
     coins: torch.Tensor
     noise: torch.Tensor
 
     def to(self, device: str) -> "Case":
-        rules = Rules(*(rule.to(device) for rule in self.rules))
+        rules = WeightRules(*(rule.to(device) for rule in self.rules))
         moved = {name: getattr(self, name).to(device) for name in set(self._fields) - {"rules"}}
         return Case(rules=rules, **moved)
 
@@ -65,7 +65,7 @@ def random_case(
         log_q=torch.where(broken_draft, killers, log_q),
         before_end=(column < opened) & (column < steps.view(-1, 1, 1)) & present.unsqueeze(2),
         power=any_of([1.0, 1.0, 2.0, 0.5], (num_groups,), generator),
-        rules=Rules(
+        rules=WeightRules(
             num_steps=steps,
             ess_threshold=any_of([0.0, 0.37, 0.71, 1.0, INF], (num_groups,), generator),
             at_token=torch.rand(num_groups, generator=generator) < 0.5,
@@ -123,7 +123,7 @@ def equal_case(num_particles: int, num_steps: int = 4) -> Case:
         log_q=log_p,
         before_end=torch.ones_like(log_p, dtype=torch.bool),
         power=one,
-        rules=Rules(one.long() * num_steps, one, one == 0, one * 0),
+        rules=WeightRules(one.long() * num_steps, one, one == 0, one * 0),
         present=particles > 0,
         coins=one * 0.5,
         noise=particles * 0.25,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_smc.kernels import sample as kernel
-from sglang_smc.smc import proposal
+from sglang_smc.smc import distribution
 
 LARGEST = math.nextafter(1.0, 0.0)
 ROUNDING = 1e-6  # of a cumulative probability: within it of a boundary, either token is right
@@ -23,8 +23,10 @@ def check_draws(
     found, log_probs = (
         x.cpu() for x in kernel.sample_and_score(logits, temperature, uniforms, rows)
     )
-    expected, _ = (x.cpu() for x in proposal.sample_and_score(logits, temperature, uniforms, rows))
-    scores = proposal.score_tokens(logits, temperature, found.to(logits.device), rows).cpu()
+    expected, _ = (
+        x.cpu() for x in distribution.sample_and_score(logits, temperature, uniforms, rows)
+    )
+    scores = distribution.score_tokens(logits, temperature, found.to(logits.device), rows).cpu()
     assert (scores > -torch.inf).all(), "a token of probability zero was drawn"
     torch.testing.assert_close(log_probs, scores, rtol=1e-5, atol=1e-5)
 
@@ -117,13 +119,13 @@ def test_rows_without_a_law_give_token_0_and_nan_and_spoil_no_other(
     temperature = torch.linspace(0.5, 2.0, 12).to(device)
     uniforms = noise(12, generator).to(device)
     logits = logits.to(device)
-    for sample in (kernel.sample_and_score, proposal.sample_and_score):
+    for sample in (kernel.sample_and_score, distribution.sample_and_score):
         tokens, log_probs = sample(logits, temperature, uniforms)
         assert tokens[broken].tolist() == [0] * len(broken)
         assert log_probs[broken].isnan().all()
         assert log_probs[whole].isfinite().all()
     tokens = torch.full((12,), vocab_size - 1, device=device)
-    for score in (kernel.score_tokens, proposal.score_tokens):
+    for score in (kernel.score_tokens, distribution.score_tokens):
         assert score(logits, temperature, tokens).isnan().nonzero().flatten().tolist() == broken
     check_draws(logits[whole], temperature[whole], uniforms[whole])
 
@@ -138,7 +140,7 @@ def test_draws_choose_their_rows(device: str) -> None:
     tokens = torch.arange(7, device=device)
     torch.testing.assert_close(
         kernel.score_tokens(logits, temperature, tokens, rows),
-        proposal.score_tokens(logits, temperature, tokens, rows),
+        distribution.score_tokens(logits, temperature, tokens, rows),
         rtol=1e-5,
         atol=1e-5,
     )
@@ -152,7 +154,7 @@ def test_scores_of_given_tokens(device: str) -> None:
     tokens = torch.tensor([0, 8998, 17, 4095, 4096, 1], device=device)
     temperature = torch.tensor([1.0, 0.2, 1.0, 3.0, 0.7, 1.0], device=device)
     found = kernel.score_tokens(logits, temperature, tokens)
-    expected = proposal.score_tokens(logits, temperature, tokens)
+    expected = distribution.score_tokens(logits, temperature, tokens)
     assert found[2] == -torch.inf
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 

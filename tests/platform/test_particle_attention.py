@@ -12,7 +12,8 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from sglang_smc.models.attention import KVLocations, ParticleForward
+from sglang_smc.models.attention import KVLocations
+from sglang_smc.models.forward import ParticleForward
 
 LAST_POSITION = 99
 

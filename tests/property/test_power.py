@@ -14,7 +14,7 @@ import toy_laws
 from toy_smc import Setup, frequencies, mild_pair, power_sums, simulate
 
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.smc.proposal import power_law
+from sglang_smc.smc.distribution import power_law
 
 EOS = 1
 PAIR = mild_pair(length=4, vocab=3)

@@ -15,12 +15,11 @@ from toy_worker import ToyWorker
 
 from sglang_smc.options.budget import OFF, Budget
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.requests.state import RequestStates
 from sglang_smc.round.batch import shape_of_server
 from sglang_smc.round.costs import costs_of_graphs
 from sglang_smc.round.graph import Record
 from sglang_smc.round.result import Outcome
-from sglang_smc.state.logprobs import LogprobWidths
+from sglang_smc.state.tail_logprobs import LogprobWidths
 
 SIZES = [2, 3, 8]
 CHOSEN: tuple[dict[str, Any], ...] = ({}, {"num_particles": 2}, {"num_steps": 1})
@@ -55,8 +54,6 @@ def serve(
     toy = ToyWorker(config, *languages(), **sizes, chosen=CHOSEN, budgets=budgets)
     if recorded is not None:
         worker = toy.worker
-        worker._runs = RequestStates(config, random_seed=0)
-        worker._begin_padding()
         worker._graph_sizes = SIZES
         worker._capture(in_place(recorded))
         costs = costs_of_graphs(worker._graphs, toy.device).rounds
@@ -117,7 +114,7 @@ def test_a_recording_covers_less_and_nothing_else() -> None:
         {"powered": True},
         {"verifies": True},
         {"shows_particles": True},
-        {"stops": True},
+        {"has_rules": True},
         {"logprobs": LogprobWidths(1, 0, 0)},
         {"methods": ("ssp",)},
     ):

@@ -23,17 +23,17 @@ def register() -> None:
     if OUT in os.environ:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        HookRegistry.register("sglang_smc.worker.SMCWorker._play", play, HookType.AROUND)
+        HookRegistry.register("sglang_smc.round.round.Round.play", play, HookType.AROUND)
 
 
-def play(original: Callable, worker: Any, inputs: Any, shape: Any, *rest: Any) -> Any:
+def play(original: Callable, of_server: Any, inputs: Any, shape: Any, *rest: Any) -> Any:
     """One round, and its line."""
-    outcome = original(worker, inputs, shape, *rest)
-    after = worker._particles.gather(inputs.rows, shape.num_particles, shape.max_tail)
+    outcome = original(of_server, inputs, shape, *rest)
+    after = of_server._tables.particles.gather(inputs.rows, shape.num_particles, shape.max_tail)
     digest = hashlib.sha256(repr(shape).encode())
     for tensor in tensors((inputs, outcome, after)):
         digest.update(tensor.contiguous().numpy().tobytes())
-    rank = worker._target_worker.model_runner.ps.tp_rank
+    rank = of_server._steps.target._runner.ps.tp_rank
     with (Path(os.environ[OUT]) / f"rank{rank}.txt").open("a") as file:
         file.write(f"{len(inputs.rows)} {digest.hexdigest()}\n")
     return outcome

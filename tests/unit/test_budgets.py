@@ -1,6 +1,8 @@
 """What a request runs with on a budget, on the host and on the device alike."""
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ from sglang_smc.memory import arena
 from sglang_smc.options.budget import OFF, Budget, apply_budget, union
 from sglang_smc.options.request import RequestConfig, request_config
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.requests.state import RequestState
+from sglang_smc.round.batch import RoundInputs
 from sglang_smc.state.settings import RequestSpec, RequestTable
 
 SERVER = SMCConfig(num_particles=8, num_steps=6)
@@ -49,14 +53,21 @@ def test_a_power_keeps_its_particles_and_who_has_one_keeps_its_mode() -> None:
 
 
 @pytest.mark.parametrize("budget", RUNGS)
-def test_the_device_comes_to_the_same(budget: Budget | None) -> None:
+def test_the_device_runs_with_what_the_host_has_bounded(budget: Budget | None) -> None:
     table = RequestTable(1 + len(ASKED), 4, "cpu")
     specs = [
         RequestSpec(*(row, 7, 1.0, 4, 1.0, 0.0, 9, 0, False, frozenset()), config=config)
         for row, config in enumerate(ASKED, start=1)
     ]
     table.write(specs)
-    found = table.gather(torch.arange(1, 1 + len(ASKED))).within(budget)
+    states = [RequestState.of(7, config) for config in ASKED]
+    for state in states:
+        state.step_to(budget)
+    rows = torch.arange(1, 1 + len(ASKED))
+    reqs = [SimpleNamespace(smc_state=state) for state in states]
+    batch: Any = SimpleNamespace(reqs=reqs, req_pool_indices=rows, seq_lens=rows)
+    inputs = RoundInputs.of(batch, "cpu")
+    found = table.gather(rows).bounded(inputs.num_particles, inputs.num_steps, inputs.is_exact)
     expected = [apply_budget(config, budget) for config in ASKED]
     assert found.num_particles.tolist() == [config.num_particles for config in expected]
     assert found.num_steps.tolist() == [config.num_steps for config in expected]

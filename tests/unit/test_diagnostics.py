@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sglang_smc.options.request import RequestConfig
+from sglang_smc.smc.resampling import num_childless
 from sglang_smc.smc.rounds import BlockCut
 from sglang_smc.state.counters import (
     LOW_ESS,
@@ -17,7 +18,6 @@ from sglang_smc.state.counters import (
     LowESSWarning,
     gained,
     meta_info,
-    num_childless,
     zero_counters,
 )
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from sglang_smc.smc.distribution import sample
 from sglang_smc.smc.exact import _OFFSETS, _select, _selection_rule, verify
-from sglang_smc.smc.proposal import sample
 
 ALPHA = 1e-4
 VOCAB = 4

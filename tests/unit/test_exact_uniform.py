@@ -17,8 +17,8 @@ import pytest
 import torch
 from scipy.stats import chi2, kstest
 
+from sglang_smc.smc.distribution import SamplingRules, log_probs, sample
 from sglang_smc.smc.exact import Verified, verify
-from sglang_smc.smc.proposal import SamplingRules, log_probs, sample
 
 VOCAB, EOS, START = 4, 0, 4  # START stands for what comes before the text
 MAX_LENGTH = 4

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from edit_cases import NEUTRAL
 from toy_laws import EOS, languages
 from toy_worker import Language, ToyWorker
 
@@ -19,7 +20,8 @@ from sglang_smc.requests.failures import (
     mark_first,
     take_mark,
 )
-from sglang_smc.requests.state import RequestState
+from sglang_smc.requests.rules import settle
+from sglang_smc.requests.state import RequestState, has_open_token
 from sglang_smc.round.result import SMCBatchResult
 from sglang_smc.state.counters import Counters
 from sglang_smc.state.monitor import Monitor
@@ -34,8 +36,9 @@ class FakeReq:
         self.rid, self.output_ids, self.to_finish = "r", list(output_ids), to_finish
         self.is_retracted, self.done, self.return_logprob = False, False, True
         self.spec_num_correct_drafts, self.spec_correct_drafts_histogram = 0, []
-        self.grammar = None
-        self.smc_state = RequestState(0, RequestConfig(), [0.0] * len(Counters._fields))
+        self.grammar = self.custom_logit_processor = None
+        self.sampling_params = SimpleNamespace(**NEUTRAL)
+        self.smc_state = RequestState.of(0, RequestConfig())
 
     def finished(self) -> bool:
         return self.done
@@ -114,7 +117,7 @@ def test_the_books_end_a_request_by_its_code_and_no_other() -> None:
     reqs = [FakeReq(), FakeReq(), FakeReq()]
     reqs[2].is_retracted = True  # its results mean nothing any more
     result = SMCBatchResult(
-        num_kept_columns=torch.zeros(3, dtype=torch.int64),
+        correct_drafts=torch.zeros(3, dtype=torch.int64),
         counters=torch.zeros(3, len(Counters._fields)),
         accept_lens=torch.zeros(3, dtype=torch.int64),
         failure=torch.tensor([0, 2, 1]),
@@ -162,11 +165,8 @@ def serve(pair: tuple[Language, Language], chosen: Any, rows: list[int]) -> dict
             totals = Counters(*result.counters[group].tolist())
             assert totals.nan_ct == (codes[req.row] > 0)
             assert totals.ess_sum == totals.ess_sum
-            if req.smc_state.open_token_at is not None and result.first_tokens[group] >= 0:
-                req.output_ids[0], req.smc_state.open_token_at = (
-                    int(result.first_tokens[group]),
-                    None,
-                )
+            if has_open_token(req) and result.first_tokens[group] >= 0:  # type: ignore[arg-type]
+                settle(req, int(result.first_tokens[group]), None)  # type: ignore[arg-type]
     toy.check_owned()
     return {req.row: (req.output_ids, codes[req.row]) for req in reqs}
 

@@ -11,7 +11,8 @@ from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObjec
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo
 
-from sglang_smc.requests.grammar import Masks, forked, mark_terminated, masks_of
+from sglang_smc.requests.grammar import Grammar, forked
+from sglang_smc.requests.open_token import OpenToken
 from sglang_smc.state.population import Population
 
 A, B, C, EOS, VOCAB = 0, 1, 2, 3, 40  # the vocabulary of the logits is larger than that
@@ -36,10 +37,12 @@ def request(grammar: Any, output: tuple[int, ...] = (), open_token_at: int | Non
     """One whose grammar has read its output, as SGLang has it."""
     for token in output:
         grammar.accept_token(token)
+    open_token = OpenToken()
+    open_token.begin(open_token_at)
     return SimpleNamespace(
         grammar=grammar,
         output_ids=list(output),
-        smc_state=SimpleNamespace(open_token_at=open_token_at),
+        smc_state=SimpleNamespace(open_token=open_token),
         vocab_size=VOCAB,
         finished=lambda: False,
     )
@@ -56,8 +59,18 @@ def legal(mask: torch.Tensor) -> list[int]:
     return mask.nonzero().flatten().tolist()
 
 
-def masks(req: Any, of: Population) -> Masks:
-    return Masks([req], of, VOCAB, "cpu")
+def masks(req: Any, of: Population | None) -> Grammar:
+    return Grammar([req], of, VOCAB, "cpu")
+
+
+def along(of: Grammar, chains: torch.Tensor) -> torch.Tensor:
+    """What may follow the first 0, 1, ..., J drafted tokens, ``[N, J + 1, V]``."""
+    return of.allowed(chains, 0)[0]
+
+
+def after(of: Grammar, chains: torch.Tensor) -> torch.Tensor:
+    """What may follow all of them, ``[N, V]``."""
+    return of.allowed(chains, chains.shape[2])[0, :, 0]
 
 
 def drafted(*chains: list[int]) -> torch.Tensor:
@@ -70,17 +83,15 @@ EVERYTHING = list(range(VOCAB))
 def test_particles_go_their_own_ways_and_leave_the_requests_grammar_alone() -> None:
     req = request(grammar_of("ab(ca|b*c)"), (A,))
     found = masks(req, population([B], [B, B], [B, B]))
-    assert [legal(mask) for mask in found.after(drafted([], [], []).long())[0, :, 0]] == [
+    assert [legal(mask) for mask in after(found, drafted([], [], []).long())] == [
         *([B, C], [B, C], [B, C])
     ]
     chains = drafted([C, A], [B, C], [C, EOS])
-    along = found.along(chains)[0]
-    assert [legal(mask) for mask in along[0]] == [[B, C], [A, EOS], [EOS]]
-    assert [legal(mask) for mask in along[1]] == [[B, C], [B, C], [EOS]]
-    assert [legal(mask) for mask in along[2]] == [[B, C], [EOS], EVERYTHING]
-    assert [legal(mask) for mask in found.after(chains[:, :, :1])[0, :, 0]] == [
-        *([A, EOS], [B, C], [EOS])
-    ]
+    of_chains = along(found, chains)
+    assert [legal(mask) for mask in of_chains[0]] == [[B, C], [A, EOS], [EOS]]
+    assert [legal(mask) for mask in of_chains[1]] == [[B, C], [B, C], [EOS]]
+    assert [legal(mask) for mask in of_chains[2]] == [[B, C], [EOS], EVERYTHING]
+    assert [legal(mask) for mask in after(found, chains[:, :, :1])] == [*([A, EOS], [B, C], [EOS])]
     assert req.grammar.accepted_tokens == [A]
     assert not req.grammar.is_terminated()
 
@@ -95,15 +106,15 @@ def test_who_weighs_nothing_and_who_has_ended_may_say_anything() -> None:
         log_weights=torch.tensor([[-torch.inf, 0.0, 0.0]]).double(),
         ended=torch.tensor([[False, True, False]]),
     )
-    found = masks(req, of).along(drafted([A], [A], [B]))[0]
+    found = along(masks(req, of), drafted([A], [A], [B]))
     assert [legal(mask[0]) for mask in found] == [EVERYTHING, EVERYTHING, [B, EOS]]
 
 
 def test_a_token_that_is_illegal_ends_the_reading() -> None:
     """One beyond the tokenizer's own vocabulary would end the process in xgrammar."""
     found = masks(request(grammar_of("a*")), population([], []))
-    along = found.along(drafted([VOCAB - 1, A], [B, A]))[0]
-    assert all(legal(mask) == EVERYTHING for mask in along[:, 1:].flatten(0, 1))
+    of_chains = along(found, drafted([VOCAB - 1, A], [B, A]))
+    assert all(legal(mask) == EVERYTHING for mask in of_chains[:, 1:].flatten(0, 1))
 
 
 def test_an_open_first_token_is_each_particles_own() -> None:
@@ -111,13 +122,13 @@ def test_an_open_first_token_is_each_particles_own() -> None:
     for stand_in in (A, EOS):
         req = request(grammar_of("(ab|ba)?"), (stand_in,), open_token_at=0)
         found = masks(req, population([], [], [A], last_emitted=[A, B, B]))
-        mask = found.along(drafted([], [], []).long())[0, :, 0]
+        mask = along(found, drafted([], [], []).long())[:, 0]
         assert [legal(one) for one in mask] == [[B], [A], [EOS]]
 
 
 def test_thinking_is_free_until_its_end() -> None:
     req = request(thinking("a*c"), (C,))
-    found = masks(req, population([], [B], [B, A])).along(drafted([EOS], [A], [A]))[0]
+    found = along(masks(req, population([], [B], [B, A])), drafted([EOS], [A], [A]))
     assert [legal(mask) for mask in found[0]] == [EVERYTHING, EVERYTHING]
     assert [legal(mask) for mask in found[1]] == [EVERYTHING, [A, C]]
     assert [legal(mask) for mask in found[2]] == [[A, C], [A, C]]
@@ -131,12 +142,12 @@ def test_thinking_is_free_until_its_end() -> None:
     assert not twin._is_thinking() and req.grammar._thinking_match_history == [0]
 
 
-def test_a_batch_without_grammars_has_no_masks_and_others_are_left_alone() -> None:
+def test_only_requests_with_a_grammar_are_masked() -> None:
     plain, bound = request(None), request(grammar_of("a"))
-    assert masks_of([plain], population([]), VOCAB, "cpu") is None
-    both = masks_of([plain, bound], None, VOCAB, "cpu")
-    assert both is not None
-    assert [legal(mask[0]) for mask in both.first()] == [EVERYTHING, [A]]
+    assert [Grammar.applies(req) for req in (plain, bound)] == [False, True]
+    both = Grammar([plain, bound], None, VOCAB, "cpu")
+    nothing = torch.empty(2, 1, 0, dtype=torch.int64)
+    assert [legal(mask[0, 0]) for mask in both.allowed(nothing, 0)] == [EVERYTHING, [A]]
 
 
 def test_only_xgrammars_states_are_copied() -> None:
@@ -149,8 +160,9 @@ def test_the_end_of_a_grammar_is_an_end() -> None:
     bound, thinks = request(grammar_of("ab?")), request(thinking("a"))
     tokens = drafted([A, EOS], [EOS, EOS], [A, B])
     nothing = torch.zeros_like(tokens, dtype=torch.bool)
-    found = mark_terminated(nothing, [bound], tokens, population([], [A], [A]))
+    found = masks(bound, None).ends(nothing, tokens, population([], [A], [A]))
     assert found.tolist() == [[[False, True], [True, False], [False, False]]]
-    found = mark_terminated(nothing, [thinks], tokens, population([], [B, A, A], []))
+    found = masks(thinks, None).ends(nothing, tokens, population([], [B, A, A], []))
     assert found.tolist() == [[[False, False], [True, False], [False, False]]]
-    assert mark_terminated(nothing[:, :1], [bound], drafted([A, EOS])).tolist() == [[[False, True]]]
+    found = masks(bound, None).ends(nothing[:, :1], drafted([A, EOS]), None)
+    assert found.tolist() == [[[False, True]]]

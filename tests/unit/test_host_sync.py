@@ -159,7 +159,7 @@ def play(toy: ToyWorker, device: str) -> None:
         toy.reserve(reqs)
         batch = toy.batch(reqs)
         with no_waiting(device):
-            result = toy.worker._round(batch)
+            result = toy.worker.launch_round(batch)
         assert result.new_seq_lens is not None
         for req, length in zip(reqs, result.new_seq_lens.tolist(), strict=True):
             req.kv_committed_len = length

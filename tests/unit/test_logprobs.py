@@ -11,15 +11,14 @@ from sglang.srt.managers.schedule_batch import ReqLogprob
 
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.requests.logprob_books import take_back
-from sglang_smc.state.logprobs import (
+from sglang_smc.state.logprobs import logprob_distribution, score
+from sglang_smc.state.settings import FilterKinds, Settings
+from sglang_smc.state.tail_logprobs import (
     NO_LOGPROBS,
     LogprobTable,
     LogprobWidths,
     TailLogprobs,
-    logprob_distribution,
-    score,
 )
-from sglang_smc.state.settings import FilterKinds, Settings
 
 VOCAB, PARTS = 11, ("_val", "_idx")
 EARLY = FilterKinds(filtered=True, greedy=True, early=True)
@@ -132,7 +131,6 @@ def test_a_scoring_request_may_ask_for_all_and_widens_no_tail() -> None:
     output = begin(table, 3, scoring)
     assert len(output.next_token_token_ids_logprobs_val[0]) == 500  # type: ignore[index]
     found = table.gather(ROWS, 3, 3, LogprobWidths.of([scoring]))
-    assert found is not None
     assert found.top.shape == found.listed.shape == (2, 3, 4, 0)
 
 
@@ -164,14 +162,13 @@ def test_a_table_widens_for_who_asks_for_more_and_loses_nothing() -> None:
     table.scatter(ROWS, tails(2, 0))
     begin(table, 4, req(top_logprobs_num=4, token_ids_logprob=[7, 0]))
     found = table.gather(ROWS, 3, 3, LogprobWidths(1, 4, 2))
-    assert found is not None
     assert found.top.shape == found.top_ids.shape == (2, 3, 4, 4)
     assert found.listed.shape == (2, 3, 4, 2)
     for column, expected in zip(found[:3], tails(2, 0)[:3], strict=True):
         kept = column if column.dim() == 3 else column[..., :2]
         assert torch.equal(kept, expected)
     begin(table, 2, req())
-    assert table.gather(ROWS, 3, 3, LogprobWidths(1, 4, 2)) is not None, "and never shrinks"
+    assert table.gather(ROWS, 3, 3, LogprobWidths(1, 4, 2)).top.shape[3] == 4, "and never shrinks"
 
 
 def test_a_window_is_no_larger_than_its_batch_needs_and_leaves_the_rest_alone() -> None:
@@ -179,12 +176,10 @@ def test_a_window_is_no_larger_than_its_batch_needs_and_leaves_the_rest_alone() 
     begin(table, 3, req(top_logprobs_num=3, token_ids_logprob=[1]))
     table.scatter(ROWS, tails(3, 1))
     small = table.gather(ROWS[:1], 2, 1, LogprobWidths(1, 1, 0))
-    assert small is not None
     shapes = [tuple(column.shape) for column in small]
     assert shapes == [(1, 2, 2), (1, 2, 2, 1), (1, 2, 2, 1), (1, 2, 2, 0)]
     table.scatter(ROWS[:1], TailLogprobs(*(column * 0 - 1 for column in small)))
     found, expected = table.gather(ROWS, 3, 3, LogprobWidths(1, 3, 1)), tails(3, 1)
-    assert found is not None
     assert (found.own[0, :2, :2] == -1).all()
     assert (found.top[0, :2, :2, 0] == -1).all()
     assert torch.equal(found.top[..., 1:], expected.top[..., 1:])
@@ -192,10 +187,6 @@ def test_a_window_is_no_larger_than_its_batch_needs_and_leaves_the_rest_alone() 
     assert torch.equal(found.own[0, 2], expected.own[0, 2])
     assert torch.equal(found.own[0, :, 2:], expected.own[0, :, 2:])
     assert torch.equal(found.listed, expected.listed)
-
-
-def test_nobody_asks_nothing_is_carried() -> None:
-    assert LogprobTable(5, 3, 3, "cpu").gather(ROWS, 3, 3, NO_LOGPROBS) is None
 
 
 def test_first_tokens_are_shown_as_a_stock_sampler_shows_them() -> None:

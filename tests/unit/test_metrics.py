@@ -8,6 +8,7 @@ from typing import Any
 import prometheus_client
 import pytest
 import torch
+from edit_cases import NEUTRAL
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -16,10 +17,10 @@ from sglang_smc.options.request import RequestConfig
 from sglang_smc.patches.request_state import update_finish_state
 from sglang_smc.requests.state import RequestState
 from sglang_smc.round.steps import Decision
+from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.rounds import BlockCut, Resampled
 from sglang_smc.state import counters
-from sglang_smc.state.counters import Counters, zero_counters
-from sglang_smc.state.distribution import TokenDistribution
+from sglang_smc.state.counters import Counters
 from sglang_smc.state.monitor import ESS_RATIO_BUCKETS, PREFIX, TOTALS, Monitor, Played
 
 LABELS = {"model_name": "m", "engine_type": "unified", "tp_rank": "0"}
@@ -134,10 +135,12 @@ def test_a_prefill_that_fails_is_counted_though_it_is_no_round(
     counting = monitor()
     monkeypatch.setattr(process, "_monitor", counting)
     output_ids = [-1]  # a code of `Failure` in place of the first token
-    run = RequestState(0, RequestConfig(), zero_counters(4))
+    run = RequestState.of(0, RequestConfig(num_particles=4))
     req: Any = SimpleNamespace(
         smc_state=run, output_ids=output_ids, to_finish=None, rid="r", finished=lambda: False
     )
+    req.grammar = req.custom_logit_processor = None
+    req.sampling_params = SimpleNamespace(**NEUTRAL)
     update_finish_state(lambda *_: None, req)
     totals = counting.totals()
     assert (totals["nan_rounds"], totals["rounds"]) == (1, 0)

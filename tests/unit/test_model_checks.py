@@ -9,8 +9,9 @@ from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.models.supported import check_layers
-from sglang_smc.ops.select import ops_of
+from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.round.costs import rehearse
+from sglang_smc.round.steps import Steps
 
 
 def runner(**layer: Any) -> Any:
@@ -59,8 +60,7 @@ class Model:
 def rehearsed(target: Model, draft: Model) -> None:
     table = torch.zeros(4, 16, dtype=torch.int32)
     ledger = Ledger(table, num_rows=2, num_particles=1, max_tail=4, num_slots=8)
-    steps: Any = SimpleNamespace(target=target, draft=draft)
-    rehearse(steps, ledger, ops_of("torch"))
+    rehearse(Steps(target, draft, ledger, TORCH, max_lag=4))  # type: ignore[arg-type]
 
 
 def test_models_that_run_pass() -> None:

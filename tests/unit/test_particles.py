@@ -8,8 +8,8 @@ from populations import population_of, texts_of
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ReqLogprob
 
-from sglang_smc.state.logprobs import LogprobWidths, TailLogprobs
 from sglang_smc.state.population import ParticleTable, Population
+from sglang_smc.state.tail_logprobs import LogprobTable, LogprobWidths, TailLogprobs
 
 MAX_TAIL = 5
 
@@ -254,7 +254,7 @@ def test_log_probabilities_go_where_their_tokens_go() -> None:
 
 
 def test_a_table_keeps_log_probabilities_beside_the_tails() -> None:
-    table, rows = ParticleTable(5, 2, MAX_TAIL, "cpu"), torch.tensor([3, 1])
+    table, rows = LogprobTable(5, 2, MAX_TAIL, "cpu"), torch.tensor([3, 1])
     asking = SimpleNamespace(
         sampling_params=SimpleNamespace(max_new_tokens=4),
         return_logprob=True,
@@ -267,7 +267,9 @@ def test_a_table_keeps_log_probabilities_beside_the_tails() -> None:
         token_ids_logprobs=[[7], [7]],
     )
     log_p, tokens = torch.zeros(2, 9), torch.tensor([[1], [2]])
-    table.logprobs.begin(batch, log_p, tokens, LogitsProcessorOutput(None))  # type: ignore[arg-type]
-    table.scatter(rows, with_logprobs())
-    assert_with_their_tokens(table.gather(rows, 2, MAX_TAIL, LogprobWidths(1, 2, 1)))
-    assert table.gather(rows, 2, MAX_TAIL).logprobs is None, "unless somebody wants them"
+    table.begin(batch, log_p, tokens, LogitsProcessorOutput(None))  # type: ignore[arg-type]
+    before = with_logprobs()
+    assert before.logprobs is not None
+    table.scatter(rows, before.logprobs)
+    kept = table.gather(rows, 2, MAX_TAIL, LogprobWidths(1, 2, 1))
+    assert_with_their_tokens(before._replace(logprobs=kept))

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from edit_cases import make_req, stock_edit
+from edit_cases import begin_rules, make_req, rules_of, stock_edit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from populations import population_of
 
-from sglang_smc.requests import logit_edits
+from sglang_smc.requests.rules import has_rules
 
 VOCAB = 6
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=7)
@@ -50,12 +50,12 @@ def begun(case: dict[str, Any]) -> list[Any]:
     for params, emitted in zip(case["params"], case["emitted"], strict=True):
         start = min(case["num_before_prefill"], len(emitted) - 1)
         req = make_req(emitted[:start], **params)
-        logit_edits.begin([req], torch.zeros(1, VOCAB))
+        begin_rules([req], torch.zeros(1, VOCAB))
         last_emitted, rest = emitted[start], emitted[start + 1 :]
         for emit in (rest[:2], [], rest[2:]):  # none, one or several tokens a round
             tails = [[[*emit, 5, 5], emit]]  # beyond what is emitted, particles differ
             settled = population_of(tails, [[last_emitted, last_emitted]])
-            logit_edits.commit([req], settled, torch.tensor([len(emit)]))
+            rules_of([req], None, VOCAB).commit(settled, torch.tensor([len(emit)]))
             last_emitted = emit[-1] if emit else last_emitted
         reqs.append(req)
     return reqs
@@ -71,8 +71,8 @@ def check(case: dict[str, Any], logits: torch.Tensor, chains: torch.Tensor, firs
     size, num_particles, num_columns, _ = logits.shape
     last_emitted = [[emitted[-1]] * num_particles for emitted in case["emitted"]]
     population = population_of(case["tails"], last_emitted)
-    of_round = logit_edits.edits_of(begun(case), population)
-    found = logit_edits.edited(of_round, logits.clone(), chains, first)
+    of_round = rules_of(begun(case), population, VOCAB)
+    found, _ = of_round.apply(logits.clone(), chains, first)
     for g in range(size):
         for n in range(num_particles):
             for c in range(num_columns):
@@ -105,7 +105,7 @@ def test_a_first_token_follows_what_had_been_emitted_before_a_retraction(
 ) -> None:
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
     before = logits.clone()
-    found = logit_edits.begin([make_req([1]), make_req(output_ids, **params)], logits)
+    found = begin_rules([make_req([1]), make_req(output_ids, **params)], logits)
     torch.testing.assert_close(found[0], before[0])
     torch.testing.assert_close(found[1], stock_edit(before[1], output_ids, params))
     assert torch.equal(logits, before), "SGLang's own logits stay as they are"
@@ -114,33 +114,32 @@ def test_a_first_token_follows_what_had_been_emitted_before_a_retraction(
 def test_particles_that_differ_in_their_first_token_each_count_their_own() -> None:
     """As for a power of p: what stands in the request's output is nobody's yet."""
     req = make_req([4], frequency_penalty=1.0)
-    req.smc_state.open_token_at = 1
-    logit_edits.begin([req], torch.zeros(1, VOCAB))
+    req.smc_state.open_token.begin(1)
+    begin_rules([req], torch.zeros(1, VOCAB))
     req.output_ids.append(2)
     open_one = population_of([[[], [1]]], [[3, 1]])
-    (edit,) = logit_edits.edits_of([req], open_one)
-    found = edit(torch.zeros(1, 2, 1, VOCAB), torch.empty(1, 2, 0, dtype=torch.int64), 0)
+    nothing = torch.empty(1, 2, 0, dtype=torch.int64)
+    found, _ = rules_of([req], open_one, VOCAB).apply(torch.zeros(1, 2, 1, VOCAB), nothing, 0)
     assert found[0, :, 0].tolist() == [[0, 0, 0, -1, -1, 0], [0, -2, 0, 0, -1, 0]]
 
 
-def test_only_requests_that_change_logits_are_edited() -> None:
-    assert not logit_edits.is_edited(make_req([1]))
+def test_only_requests_that_change_logits_have_rules() -> None:
+    assert not has_rules(make_req([1]))
     for params in (
         {"frequency_penalty": -0.1},
         {"presence_penalty": 0.1},
         {"repetition_penalty": 0.9},
         {"logit_bias": {"3": 1.0}},
     ):
-        assert logit_edits.is_edited(make_req([1], **params))
-    assert not logit_edits.is_edited(make_req([1], logit_bias={}))
-    assert logit_edits.edits_of([make_req([1])], None) == ()
+        assert has_rules(make_req([1], **params))
+    assert not has_rules(make_req([1], logit_bias={}))
 
 
 @pytest.mark.parametrize("params", [{"presence_penalty": 1.0}, {"logit_bias": {"0": -2.0}}])
 def test_a_neighbour_s_logits_are_left_alone(params: dict[str, Any]) -> None:
     reqs = [make_req([0]), make_req([0], **params), make_req([0])]
-    logit_edits.begin(reqs, torch.zeros(3, VOCAB))
+    begin_rules(reqs, torch.zeros(3, VOCAB))
     logits = torch.zeros(3, 1, 1, VOCAB)
-    (edit,) = logit_edits.edits_of(reqs, population_of([[[]]] * 3))
-    found = edit(logits, torch.empty(3, 1, 0, dtype=torch.int64), 0)
+    of_round = rules_of(reqs, population_of([[[]]] * 3), VOCAB)
+    found, _ = of_round.apply(logits, torch.empty(3, 1, 0, dtype=torch.int64), 0)
     assert found[:, 0, 0, 0].tolist() == [0.0, -1.0 if "presence_penalty" in params else -2.0, 0.0]

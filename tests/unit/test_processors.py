@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from edit_cases import make_req
+from edit_cases import begin_rules, make_req, rules_of
 from populations import population_of
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.sampling.custom_logit_processor import (
@@ -14,7 +14,7 @@ from sglang.srt.sampling.custom_logit_processor import (
     DisallowedTokensLogitsProcessor,
 )
 
-from sglang_smc.requests import logit_edits
+from sglang_smc.requests.processors import Processors
 
 VOCAB = 6
 
@@ -40,17 +40,19 @@ def with_processor(output_ids: list[int], processor: Any, **custom_params: Any) 
     req = make_req(output_ids, custom_params=custom_params)
     req.origin_input_ids = array("q", [7, 8])
     req.custom_logit_processor = "loaded"
-    req.smc_state.processor = processor
+    if processor is not None:
+        req.smc_state.kept[Processors] = processor
     return req
 
 
 def apply(
     reqs: list[Any], last_emitted: list[list[int]], tails: list, chains: list, first: int = 0
 ) -> torch.Tensor:
-    (edit,) = logit_edits.edits_of(reqs, population_of(tails, last_emitted))
+    of_round = rules_of(reqs, population_of(tails, last_emitted), VOCAB)
     drafted = torch.tensor(chains, dtype=torch.int64)
     num_columns = 1 if first else drafted.shape[2] + 1
-    return edit(torch.zeros(*drafted.shape[:2], num_columns, VOCAB), drafted, first)
+    logits = torch.zeros(*drafted.shape[:2], num_columns, VOCAB)
+    return of_round.apply(logits, drafted, first)[0]
 
 
 def test_each_row_is_shown_what_it_follows() -> None:
@@ -71,7 +73,7 @@ def test_a_step_of_drafting_is_shown_what_has_been_drafted() -> None:
 def test_a_particle_reads_its_own_first_token_while_it_is_open() -> None:
     recorder = Recorder()
     req = with_processor([1, 0], recorder)
-    req.smc_state.open_token_at = 1
+    req.smc_state.open_token.begin(1)
     apply([req], [[4, 5]], [[[], []]], [[[], []]])
     assert recorder.seen == [[1, 4], [1, 5]]
 
@@ -80,16 +82,14 @@ def test_a_particle_that_has_ended_is_not_shown() -> None:
     recorder = Recorder()
     population = population_of([[[2], [3]]], [[1, 1]])
     population = population._replace(ended=torch.tensor([[True, False]]))
-    (edit,) = logit_edits.edits_of([with_processor([1], recorder)], population)
-    edit(torch.zeros(1, 2, 1, VOCAB), torch.empty(1, 2, 0, dtype=torch.int64), 0)
+    of_round = rules_of([with_processor([1], recorder)], population, VOCAB)
+    of_round.apply(torch.zeros(1, 2, 1, VOCAB), torch.empty(1, 2, 0, dtype=torch.int64), 0)
     assert recorder.seen == [[1, 3]]
 
 
 def test_a_first_token_follows_the_emitted_text() -> None:
     recorder = Recorder()
-    found = logit_edits.begin(
-        [make_req([]), with_processor([1, 2], recorder)], torch.zeros(2, VOCAB)
-    )
+    found = begin_rules([make_req([]), with_processor([1, 2], recorder)], torch.zeros(2, VOCAB))
     assert recorder.seen == [[1, 2]]
     assert found.tolist() == [[0] * VOCAB, [0, 0, 1, 0, 0, 0]]
 
@@ -122,7 +122,7 @@ def test_a_processor_that_fails_ends_its_own_request_alone(loaded: bool) -> None
     broken.custom_logit_processor = '{"callable": "00"}'
     recorder = Recorder()
     reqs = [broken, with_processor([1], recorder)]
-    found = logit_edits.begin(reqs, torch.zeros(2, VOCAB))
+    found = begin_rules(reqs, torch.zeros(2, VOCAB))
     assert isinstance(broken.to_finish, FINISH_ABORT)
     assert "custom logit processor raised" in broken.to_finish.message
     assert broken.to_finish.status_code == 400

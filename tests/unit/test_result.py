@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from edit_cases import NEUTRAL
 from populations import texts_of
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req, ReqLogprob
@@ -14,9 +15,9 @@ from sglang_smc.options.request import RequestConfig
 from sglang_smc.requests.state import RequestState
 from sglang_smc.round.result import Particles, SMCBatchResult
 from sglang_smc.state.counters import Counters
-from sglang_smc.state.logprobs import Emitted, TailLogprobs
 from sglang_smc.state.monitor import Monitor
 from sglang_smc.state.population import Population
+from sglang_smc.state.tail_logprobs import Emitted, TailLogprobs
 
 
 class FakeReq:
@@ -30,8 +31,10 @@ class FakeReq:
         self.spec_correct_drafts_histogram: list[int] = []
         self.output_ids: list[int] = []
         self.stream = False
-        self.grammar = None
-        self.smc_state = RequestState(0, RequestConfig(), [0.0] * len(Counters._fields))
+        self.grammar = self.custom_logit_processor = None
+        self.sampling_params = SimpleNamespace(**NEUTRAL)
+        self.return_logprob = False
+        self.smc_state = RequestState.of(0, RequestConfig())
 
     def finished(self) -> bool:
         return self.done
@@ -63,7 +66,7 @@ def resolve(reqs: list[FakeReq], emitted: list[int], kept: list[int]) -> list[li
         next_token_ids=torch.arange(len(reqs) * stride),
         accept_lens=torch.tensor(emitted),
         speculative_num_draft_tokens=stride,
-        num_kept_columns=torch.tensor(kept),
+        correct_drafts=torch.tensor(kept),
         counters=torch.arange(len(reqs)).view(-1, 1) + torch.zeros(1, len(Counters._fields)),
         monitor=Monitor(100),
         failure=torch.zeros(len(reqs), dtype=torch.int64),
@@ -132,7 +135,7 @@ def test_a_request_that_the_books_find_finished_still_counts_its_last_round() ->
         next_token_ids=torch.zeros(4, dtype=torch.int64),
         accept_lens=torch.tensor([4]),
         speculative_num_draft_tokens=4,
-        num_kept_columns=torch.tensor([3]),
+        correct_drafts=torch.tensor([3]),
         counters=torch.zeros(1, len(Counters._fields)),
         monitor=Monitor(100),
         failure=torch.zeros(1, dtype=torch.int64),
@@ -189,7 +192,7 @@ def test_particles_of_a_group_that_goes_on_are_not_shown() -> None:
 def test_particles_show_their_own_first_token_while_it_is_open() -> None:
     whole = population([[3, 2, 0], [4, 4, 4]])
     req = emitted_req([8, 4])
-    req.smc_state.open_token_at = 1
+    req.smc_state.open_token.begin(1)
     found = Particles.of(whole).of_group(0, req)
     assert found is not None
     assert [particle["output_ids"] for particle in found] == [[8, 3, 5, 6], [8, 2, 7]]
@@ -200,7 +203,7 @@ def open_rounds(first_tokens: list[int], *reqs: FakeReq) -> None:
         next_token_ids=torch.zeros(len(reqs), dtype=torch.int64),
         accept_lens=torch.zeros(len(reqs), dtype=torch.int64),
         speculative_num_draft_tokens=1,
-        num_kept_columns=torch.zeros(len(reqs), dtype=torch.int64),
+        correct_drafts=torch.zeros(len(reqs), dtype=torch.int64),
         counters=torch.zeros(len(reqs), len(Counters._fields)),
         failure=torch.zeros(len(reqs), dtype=torch.int64),
         first_tokens=torch.tensor(first_tokens),
@@ -211,11 +214,11 @@ def open_rounds(first_tokens: list[int], *reqs: FakeReq) -> None:
 
 def test_an_open_first_token_is_replaced_once_all_particles_agree() -> None:
     req, plain = emitted_req([8, 4]), emitted_req([8, 4])
-    req.smc_state.open_token_at = 1
+    req.smc_state.open_token.begin(1)
     open_rounds([-1, 5], req, plain)
-    assert (req.output_ids, req.smc_state.open_token_at) == ([8, 4], 1), "they still differ"
+    assert (req.output_ids, req.smc_state.open_token.place) == ([8, 4], 1), "they still differ"
     open_rounds([6, 5], req, plain)
-    assert (req.output_ids, req.smc_state.open_token_at) == ([8, 6], None)
+    assert (req.output_ids, req.smc_state.open_token.place) == ([8, 6], None)
     open_rounds([7, 5], req, plain)
     assert req.output_ids == [8, 6], "and then it stays"
     assert plain.output_ids == [8, 4], "a token that was never open is SGLang's"
@@ -231,7 +234,7 @@ def test_only_who_asked_is_given_the_particles() -> None:
         next_token_ids=torch.arange(6),
         accept_lens=torch.tensor([1, 1]),
         speculative_num_draft_tokens=3,
-        num_kept_columns=torch.tensor([1, 1]),
+        correct_drafts=torch.tensor([1, 1]),
         counters=torch.zeros(2, len(Counters._fields)),
         failure=torch.zeros(2, dtype=torch.int64),
         particles=Particles.of(Population(*(column[[0, 0]] for column in whole[:-1]))),
@@ -256,7 +259,7 @@ def with_logprobs(
         next_token_ids=torch.zeros(10 * len(reqs), dtype=torch.int64),
         accept_lens=torch.tensor(lengths),
         speculative_num_draft_tokens=10,
-        num_kept_columns=torch.zeros(len(reqs), dtype=torch.int64),
+        correct_drafts=torch.zeros(len(reqs), dtype=torch.int64),
         counters=torch.zeros(len(reqs), len(Counters._fields)),
         first_tokens=None if first_tokens is None else torch.tensor(first_tokens),
         logits_output=LogitsProcessorOutput(next_token_logits=None),
@@ -302,7 +305,8 @@ def test_a_settled_first_token_brings_its_own_log_probability() -> None:
     books = {"output_token_logprobs_val": [-9.0, -9.0], "output_token_logprobs_idx": [8, 4]}
     req, quiet = asking(0, None, **books), emitted_req([8, 4])
     quiet.return_logprob = False  # type: ignore[attr-defined]
-    req.smc_state.open_token_at = quiet.smc_state.open_token_at = 1
+    for one in (req, quiet):
+        one.smc_state.open_token.begin(1)
     result = with_logprobs(req, quiet, lengths=[0, 0], first_tokens=[6, 5])
     result.resolve(SimpleNamespace(reqs=[req, quiet]), stock_resolve(result, [req, quiet]))
     assert req.output_ids == [8, 6]

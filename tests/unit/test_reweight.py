@@ -14,7 +14,7 @@ def reweight_and_resample(
     """One group, log q = -1 throughout."""
     weights = torch.zeros(log_p.shape[:2], dtype=torch.float64)
     one = torch.ones(1, dtype=torch.float64)
-    rules = rounds.Rules(
+    rules = rounds.WeightRules(
         num_steps=torch.tensor([log_p.shape[2]]),
         ess_threshold=one * tau,
         at_token=one == 0,

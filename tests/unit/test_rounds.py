@@ -8,7 +8,7 @@ from scipy.stats import chisquare
 
 from sglang_smc.smc import rounds
 from sglang_smc.smc.resampling import SCHEMES
-from sglang_smc.smc.rounds import BlockCut, Rules
+from sglang_smc.smc.rounds import BlockCut, WeightRules
 
 INF = math.inf
 EQUAL = [0.0, 0.0]
@@ -16,9 +16,9 @@ EQUAL = [0.0, 0.0]
 
 def rules(
     size: int, num_steps: int, tau: float, resample_at: str, evidence_threshold: float = 0.0
-) -> Rules:
+) -> WeightRules:
     """The same rules for ``size`` groups; the evidence threshold is the paper's."""
-    return Rules(
+    return WeightRules(
         num_steps=torch.full((size,), num_steps),
         ess_threshold=torch.full((size,), tau, dtype=torch.float64),
         at_token=torch.full((size,), resample_at == "token"),

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from edit_cases import NEUTRAL
 from sglang.srt.managers.schedule_batch import ReqLogprob
 
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches.request_state import reset_for_retract, update_finish_state
+from sglang_smc.requests.rules import settle
 from sglang_smc.requests.state import (
     RequestStates,
     as_particle,
@@ -36,6 +38,7 @@ def make_req(
         ignore_eos=False,
         stop_token_ids=[4],
         custom_params={"smc": smc} if smc else None,
+        **NEUTRAL,
     )
     fields = {
         "sampling_params": params,
@@ -50,6 +53,7 @@ def make_req(
         "return_logprob": False,
         "to_finish": None,
         "grammar": None,
+        "custom_logit_processor": None,
     }
     req = SimpleNamespace(**{**fields, **changes})
     req.finished = lambda: req.is_finished
@@ -171,7 +175,8 @@ def powered_req(**changes: Any) -> Any:
 def test_what_the_first_token_weighs_is_in_the_answer_and_counted_once() -> None:
     """After a round the device's total holds it: added again it would stand there twice."""
     ends_at_once, goes_on = powered_req(output_ids=[9]), powered_req(output_ids=[9, 8])
-    ends_at_once.smc_state.open_token_at = goes_on.smc_state.open_token_at = None
+    for req in (ends_at_once, goes_on):
+        req.smc_state.open_token.begin(None)
     book = RequestStates(SERVER, 1)
     book.note_first([ends_at_once, goes_on], torch.tensor([-0.25, -0.5]).double())
     goes_on.smc_state.take([*zero_counters(2)[:-1], -0.75])
@@ -190,7 +195,7 @@ def test_a_plain_target_weighs_nothing_and_its_sums_are_not_read() -> None:
 
 def test_an_answer_of_one_token_has_equal_particles() -> None:
     req = powered_req(output_ids=[9])
-    req.smc_state.open_token_at = None
+    req.smc_state.open_token.begin(None)
     particles = published(req)["spec_smc_particles"]
     assert particles == [as_particle([9], 0.5, 0.0)] * 2
 
@@ -238,7 +243,7 @@ def test_nothing_is_streamed_nor_taken_for_an_end_until_the_token_is_settled() -
     req = begun(smc={"power": 2.0}, output_ids=[])
     assert looked_at(req, 1) == looked_at(req, 0) == []
     assert not req.stream
-    req.smc_state.settle(req, 4)
+    settle(req, 4, None)
     req.output_ids += [1, 2]
     assert (req.output_ids, req.stream) == ([4, 1, 2], True)
     assert looked_at(req, 2) == [3]
@@ -248,7 +253,7 @@ def test_nothing_is_streamed_nor_taken_for_an_end_until_the_token_is_settled() -
 def test_a_token_that_settles_in_a_round_without_others_is_looked_at() -> None:
     req = begun(smc={"power": 2.0}, output_ids=[])
     looked_at(req, 1)
-    req.smc_state.settle(req, 1)
+    settle(req, 1, None)
     assert looked_at(req, 0) == [1]
 
 
@@ -257,7 +262,7 @@ def test_a_stream_is_released_as_it_was(stream: bool) -> None:
     req = begun(smc={"power": 2.0}, output_ids=[], stream=stream)
     for _ in range(3):
         looked_at(req, 0)
-    req.smc_state.settle(req, 4)
+    settle(req, 4, None)
     assert req.stream == stream
 
 

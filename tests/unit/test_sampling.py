@@ -139,13 +139,13 @@ def test_the_tables_carry_what_each_request_chose() -> None:
     )
     found = settings_of(spec(1, config=first), spec(3, config=RequestConfig(mode="exact")))
     assert found.num_particles.tolist() == [3, 8]
-    assert found.num_steps.tolist() == found.rules.num_steps.tolist() == [2, 8]
+    assert found.num_steps.tolist() == found.weight_rules.num_steps.tolist() == [2, 8]
     assert found.weighs.tolist() == [True, False]
-    assert found.rules.ess_threshold.tolist() == [0.25, 0.5]
-    assert found.rules.at_token.tolist() == [True, False]
+    assert found.weight_rules.ess_threshold.tolist() == [0.25, 0.5]
+    assert found.weight_rules.at_token.tolist() == [True, False]
     assert found.heaviest.tolist() == [True, False]
     assert found.power.tolist() == [2.0, 1.0]
-    assert found.rules.evidence_threshold.tolist() == [0.0, float("inf")]
+    assert found.weight_rules.evidence_threshold.tolist() == [0.0, float("inf")]
 
 
 def tokenizer(eos: int | None, more: set[int] | None) -> SimpleNamespace:
@@ -197,7 +197,7 @@ def test_a_law_is_what_the_rules_say_however_it_is_worked_out(name: str, draft: 
     positions = torch.arange(3).expand(len(specs), 3)
     settings = settings_of(*specs)
     expected = settings.log_probs(logits, positions, filtered=True, draft=draft).flatten(0, 1)
-    found = settings.law(logits, positions, kinds, draft=draft).log_probs()
+    found = settings.distribution(logits, positions, kinds, draft=draft).log_probs()
     assert torch.allclose(found, expected, atol=1e-6)
 
 

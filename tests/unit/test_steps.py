@@ -10,11 +10,13 @@ from edit_cases import NEUTRAL
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.request import config_of, request_config
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.requests.rules import TextRules
 from sglang_smc.requests.state import RequestState
-from sglang_smc.round.batch import RoundBatch, RoundInputs, shape_of
-from sglang_smc.round.decision import Drafts, open_columns
+from sglang_smc.round.batch import RoundBatch, shape_of
+from sglang_smc.round.decision import Drafts
 from sglang_smc.round.steps import Steps
-from sglang_smc.state.distribution import TokenDistribution
+from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.rounds import still_open
 from sglang_smc.state.population import Population
 from sglang_smc.state.settings import RequestSpec, RequestTable
 
@@ -24,7 +26,7 @@ STEPS = Steps(None, None, None, TORCH, max_lag=100)  # type: ignore[arg-type]
 
 
 def groups(*chosen: dict[str, Any]) -> RoundBatch:
-    params = {"stop_strs": [], "stop_regex_strs": [], "top_k": VOCAB, "top_p": 1.0, "min_p": 0.0}
+    params = {"top_k": VOCAB, "top_p": 1.0, "min_p": 0.0}
     params |= {"min_new_tokens": 0, **NEUTRAL}
     reqs: Any = [
         SimpleNamespace(
@@ -36,7 +38,7 @@ def groups(*chosen: dict[str, Any]) -> RoundBatch:
             vocab_size=VOCAB,
             grammar=None,
             return_logprob=False,
-            smc_state=RequestState(0, request_config(SERVER, {"smc": mine}), []),
+            smc_state=RequestState.of(0, request_config(SERVER, {"smc": mine})),
         )
         for mine in chosen
     ]
@@ -54,9 +56,13 @@ def groups(*chosen: dict[str, Any]) -> RoundBatch:
     nothing = torch.zeros(len(reqs), dtype=torch.int64)
     return RoundBatch(
         reqs=reqs,
-        inputs=RoundInputs(rows, nothing, nothing),
+        shape=shape_of(reqs),
+        rows=rows,
+        committed=nothing,
+        allocated=nothing,
+        starts=torch.zeros(len(reqs), 3, dtype=torch.int64),
         settings=table.gather(rows),
-        shape=shape_of(SERVER, reqs),
+        rules=TextRules(),
     )
 
 
@@ -78,7 +84,8 @@ def population(ended: list[list[bool]], sizes: list[int]) -> Population:
 
 def drafts(of: RoundBatch, before: Population, tokens: torch.Tensor) -> Drafts:
     ends = tokens == EOS
-    before_end = open_columns(ends, of.settings.num_steps, before.ended)
+    within = torch.arange(tokens.shape[2]) < of.settings.num_steps.view(-1, 1, 1)
+    before_end = still_open(ends) & within & ~before.ended.unsqueeze(2)
     return Drafts(tokens, torch.full(tokens.shape, -2.0), ends, before_end, None)
 
 
@@ -158,7 +165,7 @@ def test_who_grows_gets_the_slot_before_its_tail_too() -> None:
     steps = Steps(None, None, ledger, TORCH, max_lag=100)  # type: ignore[arg-type]
     of_three = groups({})
     committed = torch.tensor([7])
-    of_three = of_three._replace(inputs=of_three.inputs._replace(committed=committed))
+    of_three = of_three._replace(committed=committed)
     before = population([[False] * 3], [2])
     after = steps.resize(of_three, before._replace(log_weights=before.log_weights + 0.5))
     assert [arguments["committed"].tolist() for arguments in called] == [[6]]

@@ -7,7 +7,8 @@ import pytest
 import torch
 from populations import population_of
 
-from sglang_smc.requests.stopping import first_match, has_stop_text, mark_stop_texts
+from sglang_smc.requests.open_token import OpenToken
+from sglang_smc.requests.stopping import StopTexts, first_match
 from sglang_smc.state.population import Population
 
 
@@ -21,6 +22,12 @@ class Letters:
 
     def decode(self, tokens: list[int]) -> str:
         return "".join(self.words[token] for token in tokens)
+
+
+def mark_stop_texts(
+    ends: torch.Tensor, reqs: list[Any], tokens: torch.Tensor, population: Population | None = None
+) -> torch.Tensor:
+    return StopTexts.of(reqs, population, 8, "cpu").ends(ends, tokens, population)
 
 
 A, B, C, ST, OP, STOP, SPACE, SEVEN = range(8)
@@ -40,9 +47,9 @@ def make_req(
 
 
 def test_only_requests_with_stop_texts_are_looked_at() -> None:
-    assert not has_stop_text(make_req())
-    assert has_stop_text(make_req("x"))
-    assert has_stop_text(make_req(regex="x"))
+    assert not StopTexts.applies(make_req())
+    assert StopTexts.applies(make_req("x"))
+    assert StopTexts.applies(make_req(regex="x"))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +145,8 @@ def test_a_particle_reads_its_own_first_token_while_it_is_open(
 ) -> None:
     """What stands in its place in the request's output is another particle's, or nobody's."""
     req = make_req("STOP", output_ids=(A, C))
-    req.smc_state = SimpleNamespace(open_token_at=open_token_at)
+    req.smc_state = SimpleNamespace(open_token=OpenToken())
+    req.smc_state.open_token.begin(open_token_at)
     tails = population([[[], []]], [[ST, A]])
     nothing = torch.zeros(1, 2, 1, dtype=torch.bool)
     found = mark_stop_texts(nothing, [req], torch.tensor([[[OP], [OP]]]), tails)

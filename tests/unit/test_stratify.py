@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from sglang_smc.smc.proposal import sample
+from sglang_smc.smc.distribution import sample
 from sglang_smc.smc.stratify import equal_texts, same_text, still_same, stratified, stratify
 
 SIZE = 20_000

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from sglang_smc.smc.proposal import (
+from sglang_smc.smc.distribution import (
     SamplingRules,
     log_probs,
     sample,

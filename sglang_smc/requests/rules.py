@@ -1,0 +1,134 @@
+"""All rules that texts obey, and what they come to together.
+
+A new rule is one file with a `TextRule`, and one word in `RULES`.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_smc.requests.grammar import Grammar
+from sglang_smc.requests.penalties import Bias, Penalties
+from sglang_smc.requests.processors import Processors
+from sglang_smc.requests.state import state_of
+from sglang_smc.requests.stopping import StopTexts
+from sglang_smc.requests.text_rule import TextRule
+from sglang_smc.state.population import Population
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+RULES: tuple[type[TextRule], ...] = (Penalties, Bias, Processors, Grammar, StopTexts)
+"""In the order in which they act: for logits that of SGLang's sampler."""
+
+
+def rules_of_request(req: "Req") -> tuple[type[TextRule], ...]:
+    """The rules that one request has."""
+    return tuple(rule for rule in RULES if rule.applies(req))
+
+
+def has_rules(req: "Req") -> bool:
+    """Whether a request has any."""
+    return any(rule.applies(req) for rule in RULES)
+
+
+def needs_host(req: "Req") -> bool:
+    """Whether rounds of a request wait until the host knows its text."""
+    return any(rule.needs_host and rule.applies(req) for rule in RULES)
+
+
+class TextRules:
+    """The rules of one batch; empty where no request has one.
+
+    Args:
+        rules: made for this round, in the order of `RULES`.
+    """
+
+    def __init__(self, rules: tuple[TextRule, ...] = ()) -> None:
+        self._rules = rules
+
+    @classmethod
+    def of(
+        cls,
+        reqs: "list[Req]",
+        population: Population | None,
+        vocab_size: int,
+        device: torch.device | str,
+    ) -> "TextRules":
+        """For a round or a prefill; arguments as for `TextRule.of`."""
+        chosen = (rule for rule in RULES if any(rule.applies(req) for req in reqs))
+        return cls(tuple(rule.of(reqs, population, vocab_size, device) for rule in chosen))
+
+    @classmethod
+    def begin(cls, reqs: "list[Req]", vocab_size: int, device: torch.device | str) -> "TextRules":
+        """For a prefill, with what the requests' rounds will need noted."""
+        for req in reqs:
+            for rule in rules_of_request(req):
+                rule.begin(req, vocab_size, device)
+        return cls.of(reqs, None, vocab_size, device)
+
+    def apply(
+        self, logits: torch.Tensor, chains: torch.Tensor, first: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits as all rules leave them, and what all of them allow; shapes as in `TextRule`."""
+        allowed: torch.Tensor | None = None
+        for rule in self._rules:
+            logits = rule.edit(logits, chains, first)
+            mask = rule.allowed(chains, first)
+            if mask is not None:
+                allowed = mask if allowed is None else allowed & mask
+        return logits, allowed
+
+    def ends(
+        self, ends: torch.Tensor, tokens: torch.Tensor, population: Population | None
+    ) -> torch.Tensor:
+        """All ends ``[G, N, C]``, of which the sampling parameters know ``ends``."""
+        for rule in self._rules:
+            ends = rule.ends(ends, tokens, population)
+        return ends
+
+    def note_first(self, tokens: torch.Tensor, log_sums: torch.Tensor) -> None:
+        """As `TextRule.note_first`, of all rules."""
+        for rule in self._rules:
+            rule.note_first(tokens, log_sums)
+
+    def commit(self, collapsed: Population, counts: torch.Tensor) -> None:
+        """As `TextRule.commit`, of all rules."""
+        for rule in self._rules:
+            rule.commit(collapsed, counts)
+
+
+def judge_first(req: "Req") -> None:
+    """End a request at the token that prefill drew, where some rule noted so."""
+    for rule in RULES:
+        rule.judge_first(req)
+
+
+def forget(req: "Req") -> None:
+    """Have no rule read on in a request that is about to end."""
+    for rule in rules_of_request(req):
+        rule.forget(req)
+
+
+def end_stuck(req: "Req") -> bool:
+    """End a request whose particles all weigh nothing, if some rule can be the cause."""
+    ended = [rule.end_stuck(req) for rule in rules_of_request(req)]
+    return any(ended)
+
+
+def settle(req: "Req", token: int, logprob: float | None) -> None:
+    """Let all particles agree on the open token, in SGLang's books and in what rules have read."""
+    state_of(req).open_token.settle(req, token, logprob)
+    _reread(req, 1, [token])
+
+
+def withdraw(req: "Req") -> None:
+    """Take an open token back, so that the next prefill does not read it."""
+    num_dropped = state_of(req).open_token.withdraw(req)
+    _reread(req, num_dropped, [])
+
+
+def _reread(req: "Req", num_dropped: int, tokens: list[int]) -> None:
+    if num_dropped or tokens:
+        for rule in rules_of_request(req):
+            rule.reread(req, num_dropped, tokens)

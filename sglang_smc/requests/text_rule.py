@@ -1,0 +1,109 @@
+"""The form of every rule that a request's text obeys beyond the sampling parameters.
+
+Penalties, biases, custom processors, structured output and stop texts are such rules, each in a
+file of its own. `rules` lists them and joins them; nothing else in this package names one.
+"""
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from sglang_smc.state.population import Population
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+
+class TextRule:
+    """One rule over the texts of a batch, made for one round or for one prefill.
+
+    Each particle has a text of its own, so every row of logits is treated by the text that it
+    follows. A rule overrides what it does; the methods here do nothing. What a rule has to
+    remember of a request from round to round it keeps in `RequestState.kept`, under its class.
+
+    Shapes: G requests, N particles (1 in a prefill), C rows of logits each, J drafted tokens.
+    """
+
+    needs_host: ClassVar[bool] = False
+    """Whether it reads texts on the host, so that its rounds wait for the round before."""
+
+    @classmethod
+    def applies(cls, req: "Req") -> bool:
+        """Whether a request has this rule."""
+        raise NotImplementedError
+
+    @classmethod
+    def begin(cls, req: "Req", vocab_size: int, device: torch.device | str) -> None:
+        """Note what rounds will need of a request that has this rule, as it is prefilled."""
+
+    @classmethod
+    def of(
+        cls,
+        reqs: "list[Req]",
+        population: Population | None,
+        vocab_size: int,
+        device: torch.device | str,
+    ) -> "TextRule":
+        """The rule for a round that starts from ``population``, or for a prefill, which has none.
+
+        Args:
+            reqs: the batch; at least one has this rule.
+            population: their particles; None: the texts are what requests have emitted.
+            vocab_size: V, of the logits.
+            device: of the logits.
+        """
+        raise NotImplementedError
+
+    def edit(self, logits: torch.Tensor, chains: torch.Tensor, first: int) -> torch.Tensor:
+        """Change logits of either model, before temperature and filters.
+
+        Args:
+            logits: ``[G, N, C, V]``. Row c of a particle follows its text at the start of the round
+                and ``chains[:, :, : first + c]``.
+            chains: ``[G, N, J]`` what the particles have drafted in this round, J >= first + C - 1.
+            first: drafted tokens that row 0 follows.
+
+        Returns:
+            ``[G, N, C, V]``; the argument may have been changed in place.
+        """
+        return logits
+
+    def allowed(self, chains: torch.Tensor, first: int) -> torch.Tensor | None:
+        """What may follow the first ``first``, ..., J tokens of ``chains`` ``[G, N, J]``.
+
+        Returns:
+            ``[G, N, J - first + 1, V]`` bool; None: anything.
+        """
+        return None
+
+    def ends(
+        self, ends: torch.Tensor, tokens: torch.Tensor, population: Population | None
+    ) -> torch.Tensor:
+        """Add to ``ends`` ``[G, N, C]`` where candidate ``tokens`` ``[G, N, C]`` end a text.
+
+        The tokens stand behind the texts of ``population``, or behind the emitted ones for None.
+        """
+        return ends
+
+    def note_first(self, tokens: torch.Tensor, log_sums: torch.Tensor) -> None:
+        """Note the tokens ``[G]`` that prefill drew, from rows whose masks left logs ``[G]``."""
+
+    def commit(self, collapsed: Population, counts: torch.Tensor) -> None:
+        """Note that all particles of group g emit the first ``counts[g]`` tokens of their tails."""
+
+    @classmethod
+    def judge_first(cls, req: "Req") -> None:
+        """End a request at the token that prefill drew, where it was noted so."""
+
+    @classmethod
+    def reread(cls, req: "Req", num_dropped: int, tokens: list[int]) -> None:
+        """Take back the last ``num_dropped`` output tokens that were read, and read ``tokens``."""
+
+    @classmethod
+    def forget(cls, req: "Req") -> None:
+        """Read no more of a request, which is about to end."""
+
+    @classmethod
+    def end_stuck(cls, req: "Req") -> bool:
+        """End a request none of whose particles has any weight, if this rule can be the cause."""
+        return False

@@ -1,0 +1,183 @@
+"""Prefill: both models read the prompts, and particles begin behind the target's first token."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+from sglang_smc.options.budget import Budget
+from sglang_smc.requests.failures import failure_of_first, mark_first
+from sglang_smc.requests.rules import TextRules
+from sglang_smc.requests.state import RequestStates, has_open_token, state_of
+from sglang_smc.round.draft_input import SMCDraftInput
+from sglang_smc.round.tables import Tables
+from sglang_smc.smc.distribution import sample
+from sglang_smc.smc.randomness import Purpose, uniforms
+from sglang_smc.smc.stratify import stratified
+from sglang_smc.state.logprobs import logprob_distribution
+from sglang_smc.state.settings import FilterKinds, Settings
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.utils import GenerationBatchResult
+
+
+class Prefill:
+    """Reads prompts with both models.
+
+    Args:
+        target, draft: SGLang's workers of the two models.
+        states: begins requests on the host.
+        tables: begin them on the device.
+        num_particles: N of the server; requests may have fewer.
+    """
+
+    def __init__(
+        self,
+        target: TpModelWorker,
+        draft: TpModelWorker,
+        states: RequestStates,
+        tables: Tables,
+        num_particles: int,
+    ) -> None:
+        self._target = target
+        self._draft = draft
+        self._states = states
+        self._tables = tables
+        self._num_particles = num_particles
+
+    def run(self, batch: "ScheduleBatch", budget: Budget | None) -> "GenerationBatchResult":
+        """Read a batch of prompts; the target's first token is an exact sample."""
+        draft_logits = self._read_with_draft(batch)
+        result = self._read_with_target(batch, draft_logits, budget)
+        result.new_seq_lens = batch.seq_lens
+        result.next_draft_input = SMCDraftInput(result.next_token_ids)
+        return result
+
+    def _read_with_draft(self, batch: "ScheduleBatch") -> torch.Tensor:
+        runner = self._draft.model_runner
+        forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
+        forward_batch.return_logprob = False
+        return runner.forward(forward_batch).logits_output.next_token_logits  # [G, V]
+
+    def _read_with_target(
+        self, batch: "ScheduleBatch", draft_logits: torch.Tensor, budget: Budget | None
+    ) -> "GenerationBatchResult":
+        if batch.is_prefill_only:
+            return self._target.forward_batch_generation(batch)
+        self._target.set_hicache_consumer(batch.hicache_consumer_index)
+        forward_batch = ForwardBatch.init_new(
+            batch, self._target.model_runner, return_hidden_states_before_norm=False
+        )
+        result = self._target.forward_batch_generation(None, forward_batch, is_verify=True)
+        tokens, failure = self.begin(batch, result.logits_output, draft_logits, budget)
+        result.next_token_ids = mark_first(tokens, failure)
+        return result
+
+    def begin(
+        self,
+        batch: "ScheduleBatch",
+        output: "LogitsProcessorOutput",
+        draft_logits: torch.Tensor,
+        budget: Budget | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw first tokens ``[G]`` from logits ``[G, V]`` and start the particles there.
+
+        Where either model's logits mean nothing there is a `Failure`, ``[G]``.
+        """
+        tables, reqs, rows = self._tables, batch.reqs, batch.req_pool_indices
+        logits = output.next_token_logits
+        assert logits is not None
+        device = logits.device
+        starts = self._states.begin(reqs, budget)
+        tables.requests.write([start.spec for start in starts])
+        num_emitted = _on(device, [start.num_emitted for start in starts])  # [G]
+        carried = _on(device, [start.counters for start in starts]).double()
+        settings = tables.requests.gather(rows)
+        if budget is not None:
+            settings = settings.bounded(*_sizes(reqs, device))
+        rules = TextRules.begin(reqs, logits.shape[1], device)
+        edited, allowed = _by_rules(rules, logits)
+        of_last = edited.unsqueeze(1), num_emitted.unsqueeze(1), FilterKinds.of(reqs)
+        powered, log_sum = settings.distribution(*of_last, allowed=allowed).to_power(settings.power)
+        log_p = powered.log_probs()  # [G, V]
+        failure = failure_of_first(log_p, draft_logits)
+        tokens, ended = self._draw(reqs, rules, settings, log_p, num_emitted)
+        rules.note_first(tokens[:, 0], log_sum)
+        log_sum = log_sum.masked_fill(~settings.weighs, 0.0)
+        carried[:, -1] += log_sum
+        tables.counters.begin(rows, carried)
+        tables.particles.begin(
+            rows,
+            first_tokens=tokens,
+            num_emitted=num_emitted + 1,
+            log_evidence=carried[:, -1],
+            num_particles=settings.num_particles,
+            ended=ended | (failure > 0).unsqueeze(1),
+        )
+        self._states.note_first(reqs, log_sum)
+        if batch.return_logprob:
+            shown = logprob_distribution(settings, *of_last, allowed=allowed)
+            tables.logprobs.begin(batch, shown.log_probs(), tokens, output)
+        return tokens[:, 0], failure
+
+    def _draw(
+        self,
+        reqs: "list[Req]",
+        rules: TextRules,
+        settings: Settings,
+        log_p: torch.Tensor,
+        num_emitted: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """First tokens and whether each ends its text, ``[G, 1]`` or, if any is open, ``[G, N]``.
+
+        Args:
+            log_p: ``[G, V]`` normalised.
+            num_emitted: ``[G]`` output tokens before this one.
+        """
+        particle = torch.zeros_like(num_emitted)  # what all share is drawn as particle 0's
+        drawn = sample(log_p, uniforms(settings.seeds, num_emitted, particle, Purpose.BONUS))
+        shared = drawn.unsqueeze(1)
+        if not any(has_open_token(req) for req in reqs):
+            return shared, torch.zeros_like(shared, dtype=torch.bool)
+        own = self._own_tokens(settings, log_p, num_emitted)
+        is_open = _on(log_p.device, [[has_open_token(req)] for req in reqs])
+        tokens = torch.where(is_open, own, shared)
+        lengths = (num_emitted + 1).unsqueeze(1).expand_as(tokens)
+        ends = settings.ends(tokens, lengths).unsqueeze(2)
+        ends = rules.ends(ends, tokens.unsqueeze(2), None).squeeze(2)
+        return tokens, ends & is_open  # SGLang itself looks at a token that all share
+
+    def _own_tokens(
+        self, settings: Settings, log_p: torch.Tensor, num_emitted: torch.Tensor
+    ) -> torch.Tensor:
+        """A first token of each particle's own, ``[G, N]``: they part at once."""
+        particle = torch.arange(self._num_particles, device=log_p.device)
+        places = num_emitted.unsqueeze(1)
+        numbers = uniforms(settings.seeds.unsqueeze(1), places, particle, Purpose.BONUS)
+        present = particle < settings.num_particles.unsqueeze(1)
+        itself = torch.eye(len(particle), dtype=torch.bool, device=log_p.device)
+        same_text = (present.unsqueeze(1) & present.unsqueeze(2)) | itself
+        rows = log_p.unsqueeze(1).expand(-1, len(particle), -1)
+        return sample(rows, stratified(numbers, same_text))
+
+
+def _by_rules(rules: TextRules, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """First tokens' logits ``[G, V]`` by the rules, and what these allow, ``[G, 1, V]``."""
+    rows = logits.clone().unsqueeze(1).unsqueeze(1)  # SGLang may read its own again
+    nothing = torch.empty(len(logits), 1, 0, dtype=torch.int64, device=logits.device)  # [G, N, J]
+    edited, allowed = rules.apply(rows, nothing, 0)
+    return edited.view_as(logits), None if allowed is None else allowed.squeeze(2)
+
+
+def _sizes(reqs: "list[Req]", device: torch.device) -> tuple[torch.Tensor, ...]:
+    """N, K and whether it verifies alone, of each request as it begins: ``[G]`` int64."""
+    now = [state_of(req).now for req in reqs]
+    known = [(one.num_particles, one.num_steps, one.mode == "exact") for one in now]
+    return _on(device, known).unbind(1)
+
+
+def _on(device: torch.device, values: list) -> torch.Tensor:
+    return torch.tensor(values).to(device, non_blocking=True)

@@ -1,0 +1,154 @@
+"""One round of SMC speculative decoding, for all particles of all running requests at once.
+
+`Round.play` is the algorithm: draft, score, reweight and resample (or verify), extend, bonus,
+collapse, commit. `steps` has the steps; docs/algorithm.md explains them.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_smc.ops.interface import Ops
+from sglang_smc.requests.rules import TextRules
+from sglang_smc.round.batch import RoundBatch, RoundInputs, RoundShape
+from sglang_smc.round.decision import Decision
+from sglang_smc.round.result import Outcome, Particles
+from sglang_smc.round.steps import Steps
+from sglang_smc.round.tables import Tables
+from sglang_smc.smc.weights import log_mean_exp
+from sglang_smc.state.logprobs import score_tails
+from sglang_smc.state.population import Population
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+NO_RULES = TextRules()
+
+
+class Round:
+    """Plays rounds on the tables of a server.
+
+    Args:
+        steps: with its models.
+        tables: where requests live between rounds.
+        ops: the small operations.
+    """
+
+    def __init__(self, steps: Steps, tables: Tables, ops: Ops) -> None:
+        self._steps = steps
+        self._tables = tables
+        self._ops = ops
+
+    def play(self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]" = ()) -> Outcome:
+        """From the last token of every particle to what all of them agree on.
+
+        Args:
+            inputs: of the G requests.
+            shape: of the batch.
+            reqs: the requests themselves, for rules that read texts on the host.
+        """
+        steps = self._steps
+        batch, before = self._load_round(inputs, shape, reqs)
+        slots = steps.reserve(batch, before)
+
+        drafts = steps.propose(batch, before, slots)
+        p, shown = steps.score(batch, before, drafts, slots)
+        decision = steps.decide(batch, before, drafts, p)  # reweight and resample, or verify
+        extended = steps.extend(batch, before, drafts, decision)
+        continued = steps.add_bonus(batch, extended, decision.next_tokens)
+        if shown is not None:
+            listed = self._tables.logprobs.listed_ids(batch.rows, shape.logprobs.listed)
+            ancestors = decision.resampled.ancestors
+            continued = score_tails(self._ops, before, continued, ancestors, shown, listed)
+        continued = continued.stop(decision.failure > 0)
+        collapsed, forced = steps.collapse(batch, continued)
+        return self._commit(batch, continued, collapsed, decision, forced)
+
+    def resize(self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]") -> None:
+        """Bring populations to the sizes that they have in this round."""
+        as_held = shape._replace(num_particles=shape.num_held, has_rules=False)
+        batch, held = self._load_round(inputs, as_held, reqs)
+        self._tables.particles.scatter(batch.rows, self._steps.resize(batch, held))
+
+    def _load_round(
+        self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]"
+    ) -> tuple[RoundBatch, Population]:
+        """The batch and its particles, as they stand in the tables."""
+        tables, rows = self._tables, inputs.rows
+        before = tables.particles.gather(rows, shape.num_particles, shape.max_tail)
+        starts = before.output_lengths  # [G, N]
+        if shape.logprobs.own:
+            sizes = shape.num_particles, shape.max_tail
+            carried = tables.logprobs.gather(rows, *sizes, shape.logprobs)
+            before = before._replace(logprobs=carried)
+        settings = tables.requests.gather(rows)
+        if shape.budget is not None:
+            settings = settings.bounded(inputs.num_particles, inputs.num_steps, inputs.is_exact)
+        settings = settings._replace(seeds=self._ops.round_seeds(settings.seeds, starts.amax(1)))
+        rules = NO_RULES
+        if shape.has_rules:
+            rules = TextRules.of(list(reqs), before, tables.requests.vocab_size, rows.device)
+        of_inputs = rows, inputs.committed, inputs.allocated
+        return RoundBatch(list(reqs), shape, *of_inputs, starts, settings, rules), before
+
+    def _commit(
+        self,
+        batch: RoundBatch,
+        continued: Population,
+        collapsed: Population,
+        decision: Decision,
+        forced: torch.Tensor,
+    ) -> Outcome:
+        """Emit what all particles agree on, and store the rest for the next round.
+
+        Args:
+            continued: before the final draw, which ``collapsed`` has behind it.
+            forced: ``[G]`` bool: the lag bound forced that draw.
+        """
+        tables, shape = self._tables, batch.shape
+        counts = collapsed.num_common()  # [G]
+        tables.ledger.commit(
+            batch.rows,
+            committed=batch.committed,
+            allocated=batch.allocated,
+            lengths=collapsed.lengths,
+            counts=counts,
+            max_tail=shape.max_tail,
+            max_arena=shape.max_arena,
+        )
+        if shape.has_rules:
+            batch.rules.commit(collapsed, counts)
+        after = collapsed.emit(counts)
+        tables.particles.scatter(batch.rows, after)
+        if after.logprobs is not None:
+            tables.logprobs.scatter(batch.rows, after.logprobs)
+        settings, gained = (
+            batch.settings,
+            log_mean_exp(after.log_weights, batch.settings.num_particles),
+        )
+        counters = tables.counters.add_round(
+            batch.rows,
+            cut=decision.cut,
+            failed=decision.failure > 0,
+            verified=decision.verified,
+            killed=decision.num_killed(continued.present),
+            collapsed=forced,
+            ancestors=continued.num_roots(),
+            num_particles=settings.num_particles,
+            num_steps=settings.num_steps,
+            # What is banked, and what the weights have gained since: a retraction keeps both.
+            log_evidence=after.log_evidence + gained,
+        )
+        return Outcome(
+            tokens=collapsed.tokens[:, 0],
+            counts=counts,
+            new_seq_lens=batch.committed + counts,
+            last_emitted=after.last_emitted[:, 0],
+            num_correct_drafts=decision.cut.num_columns,
+            counters=counters,
+            failure=decision.failure,
+            first_tokens=collapsed.first_token() if shape.has_open_token else None,
+            particles=Particles.of(continued) if shape.shows_particles else None,
+            logprobs=tables.logprobs.emitted(batch.rows, collapsed.logprobs, collapsed.roots[:, 0]),
+        )

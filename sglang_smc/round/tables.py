@@ -1,0 +1,74 @@
+"""What the device keeps of all requests from one round to the next."""
+
+from typing import NamedTuple
+
+import torch
+
+from sglang_smc.memory import arena
+from sglang_smc.memory.ledger import Ledger
+from sglang_smc.ops.interface import Ops
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.state.counters import CounterTable, zero_counters
+from sglang_smc.state.population import ParticleTable
+from sglang_smc.state.settings import RequestSpec, RequestTable
+from sglang_smc.state.tail_logprobs import LogprobTable
+
+
+class Tables(NamedTuple):
+    """One row for each request that SGLang's request pool can hold; row 0 pads batches."""
+
+    requests: RequestTable  # what each asked for
+    particles: ParticleTable  # texts, weights, ends
+    logprobs: LogprobTable  # beside their tails
+    counters: CounterTable  # what its rounds have come to
+    ledger: Ledger  # KV slots, in SGLang's own req_to_token
+
+    @classmethod
+    def of(
+        cls,
+        config: SMCConfig,
+        ops: Ops,
+        req_to_token: torch.Tensor,
+        *,
+        num_rows: int,
+        num_slots: int,
+        vocab_size: int,
+        device: str,
+    ) -> "Tables":
+        """Empty tables.
+
+        Args:
+            req_to_token: ``[num_rows * (1 + N), width]``; the first ``num_rows`` are SGLang's.
+            num_rows: rows of the request pool, the padding row included.
+            num_slots: size of the KV pool, the padding slot 0 included.
+            vocab_size: V, of the target's logits.
+        """
+        num_particles, max_tail = config.num_particles, arena.max_tail(config)
+        return cls(
+            requests=RequestTable(num_rows, vocab_size, device),
+            particles=ParticleTable(num_rows, num_particles, max_tail, device),
+            logprobs=LogprobTable(num_rows, num_particles, max_tail, device),
+            counters=CounterTable(num_rows, device),
+            ledger=ops.ledger(
+                req_to_token,
+                num_rows=num_rows,
+                num_particles=num_particles,
+                max_tail=max_tail,
+                num_slots=num_slots,
+            ),
+        )
+
+    def begin_padding(self, spec: RequestSpec, num_particles: int, device: str) -> None:
+        """Give SGLang's padding row particles that have ended: they play what a batch leaves."""
+        self.requests.write([spec])
+        row = torch.zeros(1, dtype=torch.int64, device=device)
+        zeros = torch.tensor([zero_counters(1)], dtype=torch.float64, device=device)
+        self.counters.begin(row, zeros)
+        self.particles.begin(
+            row,
+            first_tokens=row,
+            num_emitted=row,
+            log_evidence=torch.zeros_like(row, dtype=torch.float64),
+            num_particles=row + num_particles,
+            ended=torch.ones(1, num_particles, dtype=torch.bool, device=device),
+        )

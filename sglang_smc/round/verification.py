@@ -1,0 +1,123 @@
+"""Modes exact, mixed and auto: the chains of a round verified as one multi-draft."""
+
+import torch
+
+from sglang_smc.ops.interface import Ops
+from sglang_smc.requests.failures import failure_of_round
+from sglang_smc.round.batch import RoundBatch
+from sglang_smc.round.decision import Decision, Drafts
+from sglang_smc.smc import exact, mixed, rounds
+from sglang_smc.smc.distribution import TokenDistribution, token_log_probs
+from sglang_smc.smc.randomness import Purpose
+from sglang_smc.state.population import Population
+
+
+def verify(
+    batch: RoundBatch, population: Population, drafts: Drafts, p: TokenDistribution, ops: Ops
+) -> Decision:
+    """Keep the columns that the block's evidence covers, or that exact verification accepts.
+
+    Of the two the longer. All particles go on as one winner: they begin and end such a round
+    with one text, which is emitted at once.
+    """
+    assert drafts.q is not None
+    settings = batch.settings
+    column = torch.arange(drafts.tokens.shape[2], device=drafts.tokens.device)
+    positions = batch.starts.unsqueeze(2) + column  # [G, N, K]
+    log_p = p.log_probs().unflatten(0, (*positions.shape[:2], -1))  # [G, N, K + 1, V]
+    found = exact.verify(
+        drafts.tokens,
+        drafts.ends,
+        log_p,
+        drafts.q,
+        ops.uniforms(settings.seeds, positions, Purpose.ACCEPT),
+        num_chains=settings.num_particles,
+        num_steps=settings.num_steps,
+    )
+    block = mixed.judge(
+        token_log_probs(log_p[:, :, :-1], drafts.tokens) - drafts.log_q,
+        drafts.before_end,
+        population.present,
+        settings.num_steps,
+        settings.evidence_threshold,
+        once(ops, settings.seeds, batch.starts, Purpose.KEEP)[:, 0],
+        once(ops, settings.seeds, batch.starts, Purpose.RESAMPLE)[:, 0],
+    )
+    kept, by_block = mixed.longer(block, found, log_p, drafts.ends, settings.num_steps)
+    # Where nothing is kept by evidence, the chains' weights say nothing of the output.
+    ess = torch.where(settings.evidence_threshold < torch.inf, block.ess, settings.num_particles)
+    failure = failure_of(population, drafts, log_p[..., 0])
+    decision = one_lineage(population, kept, ess, by_block, failure)
+    if p.log_mass is None:
+        return decision
+    log_mass = p.log_mass.view(log_p.shape[:3])  # [G, N, K + 1]
+    leaves = log_mass_of_path(log_mass, kept, drafts.ends)
+    return decision._replace(next_tokens=decision.next_tokens._replace(log_mass=leaves))
+
+
+def log_mass_of_path(
+    log_mass: torch.Tensor, kept: exact.Verified, ends: torch.Tensor
+) -> torch.Tensor:
+    """``[G]``: 0, or -inf where no token may follow some prefix of what a group keeps.
+
+    Args:
+        log_mass: ``[G, N, K + 1]`` of what masks leave of p behind each prefix.
+        ends: ``[G, N, K]`` bool: the text ends with this token.
+    """
+    group = torch.arange(len(log_mass), device=log_mass.device)
+    column = torch.arange(log_mass.shape[2], device=log_mass.device)
+    within = column < kept.num_columns.unsqueeze(1)  # [G, K + 1]
+    has_ended = (ends[group, kept.winner] & within[:, :-1]).any(1, keepdim=True)
+    follows = within | ((column == kept.num_columns.unsqueeze(1)) & ~has_ended)
+    stuck = (log_mass[group, kept.winner] == -torch.inf) & follows
+    return torch.zeros_like(log_mass[:, 0, 0]).masked_fill(stuck.any(1), -torch.inf)
+
+
+def one_lineage(
+    population: Population,
+    kept: exact.Verified,
+    ess: torch.Tensor,
+    by_block: torch.Tensor,
+    failure: torch.Tensor,
+) -> Decision:
+    """All particles become the winner. Their weights stay equal, so nothing is ever banked.
+
+    Args:
+        kept: what verification keeps of each group's winner.
+        ess: ``[G]``.
+        by_block: ``[G]`` bool: kept by the block's evidence, not by exact verification.
+        failure: ``[G]`` int64 `Failure`.
+    """
+    size, num_particles = population.present.shape
+    itself = torch.arange(num_particles, device=ess.device)
+    group = torch.arange(size, device=ess.device)
+    never = torch.zeros_like(by_block)
+    # One that was drawn for its group as this became smaller may have ended before the round.
+    live = population.present & ~population.ended
+    num_columns = kept.num_columns.where(live.any(1), 0)
+    return Decision(
+        cut=rounds.BlockCut(num_columns, population.log_weights, ess, never, never),
+        num_kept=num_columns.unsqueeze(1).where(live, 0),
+        resampled=rounds.Resampled(
+            ancestors=kept.winner.unsqueeze(1).where(population.present, itself),
+            log_weights=population.log_weights,
+            log_evidence=torch.zeros_like(population.log_evidence),
+        ),
+        next_tokens=TokenDistribution.of_log_probs(
+            kept.next_probs.log(), group.unsqueeze(1).expand(-1, num_particles).flatten()
+        ),
+        verified=~by_block,
+        failure=failure,
+    )
+
+
+def once(ops: Ops, seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:
+    """Uniforms ``[G, N]`` for what a group decides once, at the furthest of ``positions``."""
+    furthest = positions.amax(1, keepdim=True).expand_as(positions)
+    return ops.uniforms(seeds, furthest, purpose)
+
+
+def failure_of(population: Population, drafts: Drafts, log_p: torch.Tensor) -> torch.Tensor:
+    """Codes ``[G]`` of `Failure`, by log-probabilities ``[G, N, K + 1]`` under the target."""
+    live = ~population.ended
+    return failure_of_round(log_p, drafts.log_q, drafts.before_end, drafts.ends, live)
