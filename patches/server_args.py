@@ -3,10 +3,13 @@
 `ServerArgs` is a dataclass, and SGLang derives everything from its fields: `--help`, `--config`
 files, `from_cli_args`, `dataclasses.replace`, the namespace bags, `/server_info`. So the flags
 become fields, at the end of the table that `dataclasses.fields` reads. The generated `__init__` was
-compiled before that and refuses keywords it does not know, hence the one hook.
+compiled before that and refuses keywords it does not know, hence the first hook.
 
-A flag that was not given is None, as for SGLang's own `speculative_num_steps`; `algorithm.py` fills
+A flag that was not given is None, as for SGLang's own `speculative_num_steps`; `arguments.py` fills
 in the default when SMC is selected. A value without SMC is refused, never ignored.
+
+The second hook brings all others into the process that launches an SMC server. This module is
+imported wherever the plugin is loaded, so it imports nothing heavy.
 """
 
 import dataclasses
@@ -18,6 +21,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_smc.options import server
 from sglang_smc.options.server import ALGORITHM, DEFAULTS
+from sglang_smc.server import hooks
 from sglang_smc.server.hooks import Patch
 
 
@@ -147,13 +151,14 @@ FLAG_FIELDS = tuple(field.name for field in dataclasses.fields(SMCFlags))
 
 def add_fields() -> None:
     """Make the flags fields of `ServerArgs`; calling it again changes nothing."""
+    # Both remember their answer per class. First, since only this can fail on another SGLang, and
+    # fields without the hook would break servers without SMC.
+    namespace_of.cache_clear()
+    resolvable_fields.cache_clear()
     for field in dataclasses.fields(SMCFlags):
         ServerArgs.__dataclass_fields__[field.name] = field
         ServerArgs.__annotations__[field.name] = field.type
         setattr(ServerArgs, field.name, field.default)
-    # Both remember their answer per class.
-    namespace_of.cache_clear()
-    resolvable_fields.cache_clear()
 
 
 def init_with_flags(original: Any, self: ServerArgs, *args: Any, **kwargs: Any) -> None:
@@ -164,10 +169,21 @@ def init_with_flags(original: Any, self: ServerArgs, *args: Any, **kwargs: Any) 
     _refuse_flags_without_smc(self)
 
 
-def _refuse_flags_without_smc(server_args: Any) -> None:
-    algorithm = server_args.speculative_algorithm
-    if (algorithm or "").upper() == ALGORITHM:
+def check_with_hooks(original: Any, self: ServerArgs) -> None:
+    """Install what else an SMC server needs in this process, before any of it is used."""
+    original(self)
+    if _selects_smc(self):
+        hooks.put_in_force(hooks.SMC)
+
+
+def _selects_smc(server_args: ServerArgs) -> bool:
+    return (server_args.speculative_algorithm or "").upper() == ALGORITHM
+
+
+def _refuse_flags_without_smc(server_args: ServerArgs) -> None:
+    if _selects_smc(server_args):
         return
+    algorithm = server_args.speculative_algorithm
     values = {name: getattr(server_args, name) for name in FLAG_FIELDS}
     given = [f"--{k.replace('_', '-')} {v}" for k, v in values.items() if v is not None]
     if given:
@@ -193,5 +209,19 @@ PATCHES = (
             "srt/arg_groups/arg_utils.py:103 (namespace_of reads NS markers)",
         ),
         retire_when="SpeculativeAlgorithm.register takes flag declarations.",
+    ),
+    Patch(
+        target="sglang.srt.server_args.ServerArgs.check_server_args",
+        hook_type=HookType.AROUND,
+        function=check_with_hooks,
+        what="Installs the hooks of an SMC server in the process that launches it. Without SMC "
+        "nothing changes.",
+        why="Loaded plugins are not told the arguments. `validate_server_args` is, but not in a "
+        "process that was handed its arguments resolved, as by multiprocessing.",
+        relies_on=(
+            "srt/entrypoints/engine.py:1054 (every launch, right after plugins are loaded, and "
+            "before the tokenizer manager and the schedulers)",
+        ),
+        retire_when="SGLang tells the algorithm in every process that its server starts.",
     ),
 )

@@ -1,26 +1,33 @@
 """Entry point of the group `sglang.srt.plugins`.
 
-SGLang calls `register` in every process, swallows what it raises and goes on. So nothing here may
-fail unheard: the name SMC is registered first, whatever `compat` finds, and carries the findings to
-whoever selects it.
+SGLang calls `register` in every process, of servers without SMC too. So it brings what argument
+parsing needs and no more: the name, the flags, and one hook that installs all others once a server
+has selected SMC (`patches/server_args.py`).
+
+SGLang swallows what `register` raises and goes on, so nothing may fail unheard: on a release that
+is not supported, the name SMC is registered all the same, and tells the reason to whoever selects
+it.
 """
 
+from contextlib import suppress
 from typing import NoReturn
 
 from sglang_smc.options.server import ALGORITHM
 
 
 def register() -> None:
-    """Register the algorithm, its flags and its hooks; a second call changes nothing."""
+    """Register the algorithm and its flags; a second call changes nothing."""
     from sglang_smc.server import compat
 
-    problems = compat.check()
-    if not problems:
+    problem = compat.problem()
+    if problem is None:
         _register_algorithm()
-        _install_everything()
+        _install_flags()
         return
-    _register_refusal(compat.explain(problems))
-    if not compat.check_symbols(compat.FLAGS):
+    _register_refusal(problem)
+    # So that a command line with our flags gets as far as the refusal. Where they cannot even be
+    # declared, SGLang itself calls them unknown; servers without them must not hear of it.
+    with suppress(Exception):
         _install_flags()
 
 
@@ -56,16 +63,8 @@ def _register_refusal(message: str) -> None:
 
 
 def _install_flags() -> None:
-    """So that a command line with our flags gets as far as the refusal."""
     from sglang_smc.patches import server_args
     from sglang_smc.server import hooks
 
     server_args.add_fields()
-    hooks.install(server_args.PATCHES)
-
-
-def _install_everything() -> None:
-    from sglang_smc.server import hooks
-
-    _install_flags()
-    hooks.install(hooks.collect())
+    hooks.hand_over(server_args.PATCHES)

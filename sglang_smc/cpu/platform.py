@@ -4,7 +4,8 @@ SGLang's own CPU engine needs Intel's AMX kernels (a special build of ``sgl-kern
 platform runs the same scheduler, radix cache and HTTP server with torch operators alone, for
 Llama-type models on any x86 CPU: laptops and continuous integration.
 
-SGLang finds ``activate`` through the entry point ``smc_cpu`` of group ``sglang.srt.platforms``.
+SGLang finds ``activate`` through the entry point ``smc_cpu`` of group ``sglang.srt.platforms``, and
+calls it in every process, on machines with an accelerator too. So nothing heavy is imported here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
@@ -21,6 +21,7 @@ from sglang_smc.cpu import threads
 from sglang_smc.cpu.dtype import default_dtype
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
@@ -44,6 +45,8 @@ def activate() -> str | None:
     ``SGLANG_PLATFORM=smc_cpu`` forces it. Otherwise it steps back for any accelerator that
     torch sees, and for a user who asked for SGLang's own CPU engine.
     """
+    import torch
+
     forced = os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME
     stock_cpu = os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1"
     if forced or not (stock_cpu or torch.accelerator.is_available()):
@@ -76,10 +79,13 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         threads.set_default_environment(tp_size=server_args.tp_size, dp_size=server_args.dp_size)
 
     def init_backend(self) -> None:
-        """Register the batched attention in each process that runs a model."""
+        """Register the batched attention, and our hooks, in each process that may run a model."""
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
+        from sglang_smc.server import hooks
+
         register_attention_backend(ATTENTION_BACKEND)(_create_attention_backend)
+        hooks.put_in_force(hooks.CPU_PLATFORM)
 
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND
@@ -108,6 +114,8 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
         """The same, as torch's profiler takes it."""
+        import torch
+
         return torch.profiler.ProfilerActivity.CPU
 
 

@@ -1,39 +1,67 @@
 """The records of what this package changes inside SGLang, and their installation.
 
 Each file in `patches/` covers one touchpoint and exports `PATCHES`, a tuple of `Patch` records.
-`PATCH_MODULES` lists those files. SGLang's own `HookRegistry` applies the records; it logs a hook
-that fails and goes on, so `require_landed` asks it afterwards.
+`GROUPS` lists those files by the processes that need them; the others never import them. SGLang's
+own `HookRegistry` applies the records; it logs a hook that fails and goes on, so `require_landed`
+asks it afterwards.
 
 `python -m sglang_smc.server.hooks > patches/README.md` writes the catalogue.
 """
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-PATCH_MODULES = (
-    "server_args",
-    "ingress",
-    "admission",
-    "decode_memory",
-    "overlap",
-    "batch_result",
-    "streaming_session",
-    "request_state",
-    "cpu_grammar",
-    "metrics",
-    "weights",
+
+class Group(NamedTuple):
+    """Files of `patches/` whose hooks are installed together."""
+
+    modules: tuple[str, ...]
+    where: str
+    when: str
+
+
+FLAGS = Group(
+    ("server_args",),
+    where="In every process that loads plugins",
+    when="By `plugin.register`, before arguments are parsed, whether SMC is selected or not.",
 )
+SMC = Group(
+    (
+        "ingress",
+        "admission",
+        "decode_memory",
+        "overlap",
+        "batch_result",
+        "streaming_session",
+        "request_state",
+        "metrics",
+        "weights",
+    ),
+    where="In the processes of an SMC server",
+    when="By the hook on `ServerArgs.check_server_args` in the process that launches it and holds "
+    "the tokenizer manager; by `algorithm.worker_class` in its schedulers, before they build the "
+    "worker.",
+)
+CPU_PLATFORM = Group(
+    ("cpu_grammar",),
+    where="In processes that run models on the platform `smc_cpu`",
+    when="By `PlainCpuPlatform.init_backend`, with SMC or without.",
+)
+GROUPS = (FLAGS, SMC, CPU_PLATFORM)
+
+# In SGLang's log lines about hooks.
+_SOURCE = HookSource("smc", "sglang-smc")
 
 
 class Patch(msgspec.Struct, frozen=True, kw_only=True):
     """One hook on one SGLang function. The texts make up the catalogue."""
 
     target: str
-    """Dotted path of the function; `compat.CONTRACT` holds its signature."""
+    """Dotted path of the function; tests/contract/symbols.py holds its signature."""
 
     hook_type: HookType
     function: Callable[..., Any]
@@ -51,34 +79,56 @@ class Patch(msgspec.Struct, frozen=True, kw_only=True):
     """What has to happen upstream before the hook can go."""
 
 
-def collect() -> tuple[Patch, ...]:
-    """All records, in the order of `PATCH_MODULES`."""
-    modules = (import_module(f"sglang_smc.patches.{name}") for name in PATCH_MODULES)
+def collect(*groups: Group) -> tuple[Patch, ...]:
+    """All records of these groups, in their order."""
+    names = (name for group in groups for name in group.modules)
+    modules = (import_module(f"sglang_smc.patches.{name}") for name in names)
     return tuple(patch for module in modules for patch in module.PATCHES)
 
 
-def install(patches: tuple[Patch, ...]) -> None:
-    """Hand the records to SGLang's registry, each once; SGLang applies them once plugins ran."""
+def hand_over(patches: tuple[Patch, ...]) -> None:
+    """Give the records to SGLang's registry, each once; SGLang applies them once plugins ran."""
     for patch in patches:
         if not _is_registered(patch):
-            HookRegistry.register(patch.target, patch.function, patch.hook_type)
+            HookRegistry.register(patch.target, patch.function, patch.hook_type, source=_SOURCE)
 
 
-def missing() -> list[str]:
+def put_in_force(group: Group) -> None:
+    """Install a group of hooks in this process, now; RuntimeError if one did not land.
+
+    In time even for names that are imported already: the registry replaces those too.
+    """
+    patches = collect(group)
+    taken = [patch for patch in patches if patch.target in HookRegistry._patched]
+    for patch in taken:
+        _put_around(patch)
+    hand_over(patches)
+    HookRegistry.apply_hooks()
+    require_landed(group)
+
+
+def _put_around(patch: Patch) -> None:
+    """A hook on what another plugin has hooked before: the registry patches no target twice."""
+    if not _is_registered(patch):
+        hand_over((patch,))
+        HookRegistry._apply_target(patch.target, HookRegistry._hooks[patch.target][-1:])
+
+
+def missing(group: Group) -> list[str]:
     """Targets whose hook is not in force in this process."""
     return [
         patch.target
-        for patch in collect()
+        for patch in collect(group)
         if not (_is_registered(patch) and patch.target in HookRegistry._patched)
     ]
 
 
-def require_landed() -> None:
+def require_landed(group: Group) -> None:
     """Raise RuntimeError, naming them, if hooks did not land in this process."""
-    targets = missing()
+    targets = missing(group)
     if targets:
         raise RuntimeError(
-            "SMC speculative decoding cannot start: SGLang did not apply the hook(s) on "
+            "sglang-smc cannot start: SGLang did not apply the hook(s) on "
             f"{', '.join(targets)}. The log line 'Failed to apply hooks to ...' has the cause; "
             "without one, load_plugins() did not run before the server arguments were built."
         )
@@ -90,9 +140,9 @@ def _is_registered(patch: Patch) -> bool:
     return any(function is patch.function for _type, function, _source in hooks)
 
 
-def catalogue(patches: tuple[Patch, ...]) -> str:
+def catalogue() -> str:
     """The text of `patches/README.md`."""
-    return _CATALOGUE_HEAD + "".join(_entry(patch) for patch in patches)
+    return _CATALOGUE_HEAD + "".join(_section(group) for group in GROUPS)
 
 
 _CATALOGUE_HEAD = """\
@@ -101,15 +151,21 @@ _CATALOGUE_HEAD = """\
 Generated by `make catalogue`; edit the records, not this file.
 
 No SGLang file is changed: SGLang's plugin registry applies these hooks at run time, and each stands
-here because no stock seam does the same. Selecting `SMC` fails if one of them is not in force.
+here because no stock seam does the same. A server does not start if one of its hooks is not in
+force.
 """
+
+
+def _section(group: Group) -> str:
+    entries = "".join(_entry(patch) for patch in collect(group))
+    return f"\n## {group.where}\n\n{group.when}\n{entries}"
 
 
 def _entry(patch: Patch) -> str:
     name = patch.target.rpartition("srt.")[2]
     source = patch.function.__module__.rpartition(".")[2]
     lines = [
-        f"\n## `{name}`\n",
+        f"\n### `{name}`\n",
         f"{patch.hook_type.name}, in [`{source}.py`]({source}.py).\n",
         f"- **What:** {patch.what}",
         f"- **Why:** {patch.why}",
@@ -123,4 +179,4 @@ if __name__ == "__main__":
     # Imported by its real name: the records' class must not exist twice, here as __main__.
     from sglang_smc.server import hooks
 
-    print(hooks.catalogue(hooks.collect()), end="")
+    print(hooks.catalogue(), end="")

@@ -1,59 +1,145 @@
-"""Hooks are listed, recorded, in force, and missed when they are not."""
+"""Hooks are listed, recorded, installed where they are needed, and missed when they are not."""
 
+import pickle
+import sys
+from collections import defaultdict
 from pathlib import Path
+from types import ModuleType
 
 import pytest
-from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import ServerArgs
 
+from sglang_smc.cpu.platform import PlainCpuPlatform
 from sglang_smc.server import algorithm, hooks
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_patch_file_is_listed() -> None:
-    files = {path.stem for path in (ROOT / "patches").glob("*.py")}
-    assert files == set(hooks.PATCH_MODULES)
+def targets(group: hooks.Group) -> list[str]:
+    return [patch.target for patch in hooks.collect(group)]
+
+
+@pytest.fixture
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[hooks.Group]:
+    """The groups that are to be put in force; none is."""
+    asked: list[hooks.Group] = []
+    monkeypatch.setattr(hooks, "put_in_force", asked.append)
+    return asked
+
+
+@pytest.fixture
+def lost(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """A target that SGLang fails to patch."""
+    for group in hooks.GROUPS:
+        hooks.put_in_force(group)
+    monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {request.param})
+    monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)
+    return request.param
+
+
+def test_every_patch_file_is_listed_once() -> None:
+    files = sorted(path.stem for path in (ROOT / "patches").glob("*.py"))
+    assert files == sorted(name for group in hooks.GROUPS for name in group.modules)
 
 
 def test_catalogue_is_fresh() -> None:
     written = (ROOT / "patches" / "README.md").read_text()
-    assert written == hooks.catalogue(hooks.collect()), "run `make catalogue`"
+    assert written == hooks.catalogue(), "run `make catalogue`"
 
 
-def test_all_hooks_are_in_force() -> None:
-    assert hooks.missing() == []
+def test_launching_smc_puts_its_hooks_in_force(smc: dict) -> None:
+    ServerArgs(**smc).check_server_args()
+    assert hooks.missing(hooks.SMC) == []
 
 
-@pytest.mark.parametrize("target", [patch.target for patch in hooks.collect()])
-def test_hook_that_did_not_land_is_named(
-    monkeypatch: pytest.MonkeyPatch, smc: dict, target: str
+def test_arguments_resolved_elsewhere_install_them_too(
+    smc: dict, asked_for: list[hooks.Group]
 ) -> None:
-    monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {target})
-    with pytest.raises(RuntimeError, match=target):
+    """A process may be handed its arguments by multiprocessing, and launch with them."""
+    pickle.loads(pickle.dumps(ServerArgs(**smc))).check_server_args()
+    assert asked_for == [hooks.SMC]
+
+
+def test_launching_without_smc_installs_none(model_path: str, asked_for: list[hooks.Group]) -> None:
+    ServerArgs(model_path=model_path).check_server_args()
+    assert asked_for == []
+
+
+def test_scheduler_installs_them_when_it_asks_for_the_worker(
+    asked_for: list[hooks.Group],
+) -> None:
+    algorithm.worker_class(ServerArgs(model_path="dummy"))
+    assert asked_for == [hooks.SMC]
+
+
+@pytest.mark.parametrize("lost", targets(hooks.FLAGS), indirect=True)
+def test_flag_hook_that_did_not_land_is_named(lost: str, smc: dict) -> None:
+    with pytest.raises(RuntimeError, match=lost):
         ServerArgs(**smc)
-    with pytest.raises(RuntimeError, match=target):  # the scheduler is a process of its own
+    with pytest.raises(RuntimeError, match=lost):  # the scheduler is a process of its own
         algorithm.worker_class(ServerArgs(model_path="dummy"))
 
 
-@pytest.mark.parametrize("target", [patch.target for patch in hooks.collect()])
+@pytest.mark.parametrize("lost", targets(hooks.SMC), indirect=True)
+def test_hook_that_did_not_land_is_named(lost: str, smc: dict) -> None:
+    with pytest.raises(RuntimeError, match=lost):
+        ServerArgs(**smc).check_server_args()
+    with pytest.raises(RuntimeError, match=lost):
+        algorithm.worker_class(ServerArgs(model_path="dummy"))
+
+
+@pytest.mark.parametrize("lost", targets(hooks.CPU_PLATFORM), indirect=True)
+def test_platform_hook_that_did_not_land_is_named(lost: str) -> None:
+    with pytest.raises(RuntimeError, match=lost):
+        PlainCpuPlatform().init_backend()
+
+
+@pytest.mark.parametrize("target", targets(hooks.SMC))
 def test_target_patched_by_others_does_not_count(
     monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
+    hooks.put_in_force(hooks.SMC)
     monkeypatch.setitem(HookRegistry._hooks, target, [])
-    assert set(hooks.missing()) == {target}
+    assert set(hooks.missing(hooks.SMC)) == {target}
 
 
-def test_install_is_idempotent() -> None:
+@pytest.mark.parametrize("group", hooks.GROUPS, ids=lambda group: group.modules[0])
+def test_install_is_idempotent(group: hooks.Group) -> None:
+    hooks.put_in_force(group)
     before = {target: list(found) for target, found in HookRegistry._hooks.items()}
-    hooks.install(hooks.collect())
+    hooks.put_in_force(group)
     assert dict(HookRegistry._hooks) == before
+
+
+def test_hook_on_what_another_plugin_has_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours come later than those that SGLang applies when it loads plugins."""
+    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    source, user = ModuleType("hooked"), ModuleType("user")
+    source.f = user.f = lambda: ["f"]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "hooked", source)
+    monkeypatch.setitem(sys.modules, "user", user)
+    HookRegistry.register("hooked.f", lambda f: [*f(), "theirs"], HookType.AROUND)
+    HookRegistry.apply_hooks()
+    ours = hooks.Patch(
+        target="hooked.f",
+        hook_type=HookType.AROUND,
+        function=lambda f: [*f(), "ours"],
+        what="",
+        why="",
+        relies_on=(),
+        retire_when="",
+    )
+    monkeypatch.setattr(hooks, "collect", lambda group: (ours,))
+    for _ in range(2):
+        hooks.put_in_force(hooks.SMC)
+        assert source.f() == user.f() == ["f", "theirs", "ours"]
 
 
 def test_patch_file_that_does_not_import_is_told(
     monkeypatch: pytest.MonkeyPatch, smc: dict
 ) -> None:
-    """SGLang swallows the error when it loads plugins; selecting SMC must bring it back."""
-    monkeypatch.setattr(hooks, "PATCH_MODULES", ("gone",))
+    monkeypatch.setattr(hooks, "SMC", hooks.SMC._replace(modules=("gone",)))
     with pytest.raises(ModuleNotFoundError, match=r"sglang_smc\.patches\.gone"):
-        ServerArgs(**smc)
+        ServerArgs(**smc).check_server_args()

@@ -10,6 +10,7 @@ from sglang.srt.speculative import spec_registry
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_smc import plugin
+from sglang_smc.patches import server_args
 from sglang_smc.server import compat
 from sglang_smc.server.algorithm import SMCAlgorithm
 
@@ -35,38 +36,50 @@ def test_name_held_by_another_plugin_is_an_error(unregistered: None) -> None:
         plugin.register()
 
 
+@pytest.fixture
+def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Targets of hooks that SGLang's registry is given."""
+    targets: list[str] = []
+    monkeypatch.setattr(HookRegistry, "_hooks", {})
+    monkeypatch.setattr(HookRegistry, "register", lambda target, *_, **__: targets.append(target))
+    return targets
+
+
 def test_unsupported_sglang_is_told_to_those_who_select_smc(
     unregistered: None, monkeypatch: pytest.MonkeyPatch, smc: dict
 ) -> None:
-    broken = compat.Symbol("sglang.srt.gone")
     monkeypatch.setattr(sglang, "__version__", "9.9.9")
-    monkeypatch.setattr(compat, "CONTRACT", (broken,))
     plugin.register()
     with pytest.raises(ValueError) as error:
         ServerArgs(**smc, speculative_smc_num_particles=4)
-    for part in ("9.9.9", "0.5.17", "sglang.srt.gone", "pip install", compat.SKIP_VERSION_ENV):
+    for part in ("9.9.9", "allowed: 0.5.17", "pip install", compat.SKIP_VERSION_ENV):
         assert part in str(error.value)
     assert ServerArgs(model_path=smc["model_path"]).speculative_algorithm is None
 
 
-def test_unsupported_sglang_gets_no_hooks_but_the_flags(
-    unregistered: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("version", [compat.SUPPORTED_VERSION, "9.9.9"])
+def test_no_hooks_are_handed_over_but_those_of_the_flags(
+    unregistered: None, handed_over: list[str], monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
+    monkeypatch.setattr(sglang, "__version__", version)
+    plugin.register()
+    assert handed_over == [patch.target for patch in server_args.PATCHES]
+
+
+def test_server_args_that_take_no_flags_get_none(
+    unregistered: None, handed_over: list[str], monkeypatch: pytest.MonkeyPatch, smc: dict
+) -> None:
+    """On an unsupported release a server without SMC must hear nothing of it."""
     monkeypatch.setattr(sglang, "__version__", "9.9.9")
-    monkeypatch.setattr(HookRegistry, "_hooks", {})
-    registered: list[str] = []
-    monkeypatch.setattr(HookRegistry, "register", lambda target, *_: registered.append(target))
+    monkeypatch.setattr(server_args, "namespace_of", object())
+    fields = dict(ServerArgs.__dataclass_fields__)
+    for name in server_args.FLAG_FIELDS:
+        monkeypatch.delitem(ServerArgs.__dataclass_fields__, name)
     plugin.register()
-    assert registered == ["sglang.srt.server_args.ServerArgs.__init__"]
-
-
-def test_unsupported_server_args_get_no_flags(
-    unregistered: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compat, "FLAGS", (compat.Symbol("sglang.srt.gone"),))
-    monkeypatch.setattr(compat, "CONTRACT", compat.FLAGS)
-    monkeypatch.setattr(HookRegistry, "register", None)
-    plugin.register()
+    assert handed_over == []
+    assert ServerArgs.__dataclass_fields__.keys() == fields.keys() - set(server_args.FLAG_FIELDS)
+    with pytest.raises(ValueError, match=r"9\.9\.9"):
+        ServerArgs(**smc)
 
 
 BUILTIN_METHODS = [

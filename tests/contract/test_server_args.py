@@ -17,7 +17,7 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from sglang_smc.options.server import EVIDENCE_THRESHOLD, SMCConfig
 from sglang_smc.patches.server_args import FLAG_FIELDS
-from sglang_smc.server import algorithm
+from sglang_smc.server import algorithm, arguments
 from sglang_smc.server.requirements import REQUIREMENTS, Requirement
 
 GIVEN = {
@@ -144,7 +144,7 @@ def test_rounds_are_captured_where_they_can_be(
         device=device,
         cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=decode_graphs)),
     )
-    assert algorithm._captures(SMCConfig(kernels=kernels), server_args) is captures
+    assert arguments._captures(SMCConfig(kernels=kernels), server_args) is captures
 
 
 @pytest.mark.parametrize(

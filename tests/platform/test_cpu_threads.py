@@ -48,11 +48,11 @@ def test_a_container_quota_counts(host, quota, cores):
     assert threads.usable_cores() == cores
 
 
-@pytest.mark.parametrize(("tp_size", "threads"), [(1, "8"), (2, "4"), (16, "1")])
-def test_ranks_share_the_cores(host, tp_size, threads):
+@pytest.mark.parametrize(("tp_size", "share"), [(1, "8"), (2, "4"), (16, "1")])
+def test_ranks_share_the_cores(host, tp_size, share):
     host(cores=8)
     threads.set_default_environment(tp_size=tp_size)
-    assert os.environ["OMP_NUM_THREADS"] == threads
+    assert os.environ["OMP_NUM_THREADS"] == share
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
 

@@ -1,0 +1,125 @@
+"""The server arguments that SMC accepts, and those that it fills in."""
+
+import logging
+from typing import TYPE_CHECKING
+
+from sglang.srt.model_executor.cuda_graph_config import Backend
+
+from sglang_smc.memory import arena
+from sglang_smc.models import supported
+from sglang_smc.ops.select import kind_of
+from sglang_smc.options.server import SERVER_ARGS_FIELDS, SMCConfig
+from sglang_smc.server import requirements
+from sglang_smc.server.algorithm import cpu_overlap_is_forced
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+# What SGLang sets for each of its own speculative algorithms.
+_DEFAULT_MAX_RUNNING_REQUESTS = 48
+
+
+def check(server_args: "ServerArgs") -> None:
+    """Raise ValueError, listing the reasons, for a server that SMC cannot run on."""
+    problems = [
+        *_setting_problems(server_args),
+        *_draft_problems(server_args),
+        *requirements.unmet(server_args),
+        *supported.problems(server_args),
+    ]
+    if problems:
+        raise ValueError(
+            "--speculative-algorithm SMC cannot start this server:\n"
+            + "\n".join(f"  - {problem}" for problem in problems)
+        )
+
+
+def resolve(server_args: "ServerArgs") -> None:
+    """Write the settings that follow from accepted arguments back into them."""
+    config = SMCConfig.from_server_args(server_args)
+    for name, attribute in SERVER_ARGS_FIELDS.items():
+        setattr(server_args, attribute, getattr(config, name))
+    # A chain: one candidate a step, and the K drafted tokens plus the bonus make a round.
+    server_args.speculative_eagle_topk = 1
+    server_args.speculative_num_draft_tokens = config.num_steps + 1
+    # On a CPU there is nothing to overlap with, and each request would pay one idle round.
+    if server_args.device == "cpu" and not cpu_overlap_is_forced():
+        server_args.disable_overlap_schedule = True
+    # SGLang's decode graphs hold one row a request, and no weights: we capture our own.
+    graphs = server_args.cuda_graph_config
+    assert graphs is not None, "SGLang resolves its graphs before speculative decoding"
+    if config.round_graph == "auto" and not _captures(config, server_args):
+        server_args.speculative_smc_round_graph = "off"  # pyright: ignore
+    graphs.decode.backend = Backend.DISABLED
+    if server_args.max_running_requests is None:
+        server_args.max_running_requests = _DEFAULT_MAX_RUNNING_REQUESTS
+        logger.warning(
+            "--max-running-requests is set to %d for speculative decoding; pass it to choose.",
+            _DEFAULT_MAX_RUNNING_REQUESTS,
+        )
+    logger.info("SMC speculative decoding: %s", config)
+
+
+def _captures(config: SMCConfig, server_args: "ServerArgs") -> bool:
+    """Whether rounds are captured where the user leaves it to us."""
+    graphs = server_args.cuda_graph_config
+    assert graphs is not None
+    wanted = graphs.decode.backend != Backend.DISABLED
+    return wanted and _can_capture(config, server_args.device)
+
+
+def _can_capture(config: SMCConfig, device: str | None) -> bool:
+    """Whether there are kernels, and a GPU that runs them."""
+    return kind_of(config.kernels, device or "cuda") == "triton" and device != "cpu"
+
+
+def _setting_problems(server_args: "ServerArgs") -> list[str]:
+    try:
+        config = SMCConfig.from_server_args(server_args)
+    except ValueError as error:
+        return [str(error)]
+    problems = _pool_problems(config, server_args.max_total_tokens)
+    problems += _kernel_problems(config, server_args.device)
+    given, expected = server_args.speculative_num_draft_tokens, config.num_steps + 1
+    if given not in (None, expected):
+        problems.append(
+            f"--speculative-num-draft-tokens is {given}; allowed: --speculative-num-steps + 1 = "
+            f"{expected}. Leave it out and choose --speculative-num-steps alone."
+        )
+    return problems
+
+
+def _pool_problems(config: SMCConfig, num_slots: int | None) -> list[str]:
+    """A pool whose size is given can be judged now, others when they are allocated."""
+    if num_slots is None:
+        return []
+    try:
+        arena.check_pool(config, num_slots)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _kernel_problems(config: SMCConfig, device: str | None) -> list[str]:
+    try:
+        can_capture = _can_capture(config, device)
+    except ValueError as error:
+        return [str(error)]
+    if config.round_graph == "on" and not can_capture:
+        return [
+            f"--speculative-smc-round-graph is 'on' with --device {device} and "
+            f"--speculative-smc-kernels {config.kernels!r}; allowed: 'auto' or 'off', since only "
+            "rounds of Triton kernels on a GPU can be captured. Leave it out."
+        ]
+    return []
+
+
+def _draft_problems(server_args: "ServerArgs") -> list[str]:
+    if server_args.speculative_draft_model_path is not None:
+        return []
+    return [
+        "--speculative-draft-model-path is missing. Pass a folder or a Hugging Face id of a "
+        "smaller model with the target's vocabulary."
+    ]

@@ -1,0 +1,263 @@
+"""The contract with SGLang: every internal that this package touches.
+
+Read by `test_symbols.py`, which compares it with the installed release (`symbol_check.py`).
+"""
+
+import msgspec
+
+
+class Symbol(msgspec.Struct, frozen=True):
+    """An SGLang name that must exist, with the shape that this package counts on."""
+
+    path: str
+
+    parameters: str | None = None
+    """Of a function: the names of all its parameters, in order. None: not compared."""
+
+    attributes: str = ""
+    """Of a class: some of its fields and methods, and of what its methods set on `self`."""
+
+
+# What the command-line flags need.
+FLAGS = (
+    Symbol("sglang.srt.arg_groups.arg_utils.Arg", attributes="help choices"),
+    Symbol("sglang.srt.arg_groups.arg_utils.NS", attributes="path"),
+    Symbol("sglang.srt.arg_groups.arg_utils.namespace_of", "cls"),
+    Symbol("sglang.srt.arg_groups.arg_utils.resolvable_fields", "cls"),
+    Symbol(
+        "sglang.srt.server_args.ServerArgs",
+        attributes="__dataclass_fields__ speculative_algorithm from_cli_args",
+    ),
+    Symbol("sglang.srt.server_args.ServerArgs.__init__"),
+    Symbol("sglang.srt.server_args.ServerArgs.check_server_args", "self"),
+)
+
+REGISTRATION = (
+    Symbol("sglang.srt.plugins.hook_registry.HookRegistry", attributes="_hooks _patched"),
+    Symbol(
+        "sglang.srt.plugins.hook_registry.HookRegistry.register", "target hook hook_type source"
+    ),
+    Symbol("sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks", ""),
+    Symbol("sglang.srt.plugins.hook_registry.HookRegistry._apply_target", "target hooks"),
+    Symbol("sglang.srt.plugins.hook_registry.HookSource", "plugin_name dist_name"),
+    Symbol(
+        "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.register",
+        "name supports_overlap validate_server_args spec_class",
+    ),
+    Symbol(
+        "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_future_map",
+        "self device req_to_token_pool needs_cpu_seq_lens needs_confidence_relay",
+    ),
+    Symbol("sglang.srt.speculative.spec_registry.get_spec", "name"),
+    Symbol(
+        "sglang.srt.speculative.spec_registry.CustomSpecAlgo.__init__",
+        "self name factory supports_overlap validate_server_args",
+    ),
+    Symbol(
+        "sglang.srt.speculative.spec_registry.CustomSpecAlgo"
+        ".get_num_tokens_per_req_for_target_verify",
+        "self num_draft_tokens is_draft_worker",
+    ),
+    Symbol(
+        "sglang.srt.managers.overlap_utils.FutureMap.__init__",
+        "self device spec_algo req_to_token_pool needs_cpu_seq_lens needs_confidence_relay",
+    ),
+    Symbol("sglang.srt.arg_groups.overrides.resolved_view", "server_args"),
+    Symbol("sglang.srt.configs.hybrid_arch.mambaish_config", "model_config"),
+    Symbol(
+        "sglang.srt.configs.model_config.ModelConfig", attributes="is_hybrid_swa is_encoder_decoder"
+    ),
+)
+
+# Targets of the hooks in patches/, and what those functions touch.
+HOOKS = (
+    Symbol(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+        "self obj request",
+    ),
+    Symbol(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        "self obj input_ids",
+    ),
+    Symbol(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request",
+        "self tokenized_obj",
+    ),
+    Symbol(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
+        "self meta_info recv_obj i",
+    ),
+    Symbol(
+        "sglang.srt.managers.schedule_policy.PrefillAdder.__init__",
+        "self page_size tree_cache token_to_kv_pool_allocator running_batch new_token_ratio "
+        "rem_input_tokens rem_chunk_tokens num_mixed_decode_tokens "
+        "priority_scheduling_preemption_threshold max_prefill_bs max_running_requests "
+        "prefill_max_requests prefill_delayer_single_pass dllm_config waiting_queue_len",
+    ),
+    Symbol(
+        "sglang.srt.managers.schedule_policy.PrefillAdder._update_prefill_budget",
+        "self prefix_len extend_input_len max_new_tokens retracted_stain mamba_gap_reserve",
+    ),
+    Symbol(
+        "sglang.srt.session.streaming_session.StreamingSession._trim_overshoot",
+        "self req finished_len",
+    ),
+    Symbol(
+        "sglang.srt.session.streaming_session.StreamingSession._free_kv_aligned",
+        "self pool_idx target end",
+    ),
+    Symbol("sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info", "self"),
+    Symbol("sglang.srt.speculative.spec_utils.spec_prepare_for_decode", "batch"),
+    Symbol(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch._new_tokens_required_next_decode_spec_v2",
+        "self requests page_size",
+    ),
+    Symbol(
+        "sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",
+        "self batch last_batch",
+    ),
+    Symbol(
+        "sglang.srt.managers.scheduler_components.batch_result_processor"
+        ".SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
+        "self result batch",
+    ),
+    Symbol("sglang.srt.managers.schedule_batch.Req.update_finish_state", "self new_accepted_len"),
+    Symbol("sglang.srt.managers.schedule_batch.Req.reset_for_retract", "self"),
+    Symbol(
+        "sglang.srt.constrained.xgrammar_backend._allocate_token_bitmask", "vocab_size batch_size"
+    ),
+    Symbol(
+        "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
+        "self logits vocab_mask",
+    ),
+    Symbol(
+        "sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter",
+        "self tp_rank pp_rank dp_rank",
+    ),
+    Symbol("sglang.srt.managers.scheduler.Scheduler.get_internal_state", "self recv_req"),
+    Symbol("sglang.srt.managers.scheduler.Scheduler.set_internal_state", "self recv_req"),
+    Symbol("sglang.srt.managers.scheduler.Scheduler.pause_generation", "self recv_req"),
+    Symbol(
+        "sglang.srt.managers.scheduler.Scheduler",
+        attributes="draft_worker metrics_reporter waiting_queue running_batch last_batch "
+        "chunked_req grammar_manager _engine_paused",
+    ),
+    Symbol(
+        "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter",
+        attributes="is_stats_logging_rank current_scheduler_metrics_enabled metrics_collector",
+    ),
+    Symbol(
+        "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector",
+        attributes="labels _counter_cls _histogram_cls",
+    ),
+    *(
+        Symbol(
+            "sglang.srt.managers.scheduler_components.weight_updater"
+            f".SchedulerWeightUpdaterManager.{name}",
+            "self recv_req",
+        )
+        for name in (
+            "update_weights_from_disk",
+            "update_weights_from_tensor",
+            "update_weights_from_distributed",
+            "flush_cache_after_weight_update",
+        )
+    ),
+    *(
+        Symbol(
+            f"sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.{name}",
+            "self obj request",
+        )
+        for name in ("release_memory_occupation", "resume_memory_occupation")
+    ),
+    Symbol(
+        "sglang.srt.managers.io_struct.UpdateWeightFromDiskReqInput",
+        attributes="model_path load_format recapture_cuda_graph flush_cache manifest",
+    ),
+    Symbol(
+        "sglang.srt.managers.tp_worker.TpModelWorker._deserialize_own_rank",
+        "self serialized_named_tensors",
+    ),
+)
+
+# What the worker builds on.
+WORKER = (
+    Symbol("sglang.srt.managers.overlap_utils.FutureMap._resolve_spec_extras", "self batch"),
+    Symbol("sglang.srt.managers.scheduler.Scheduler", attributes="server_args result_queue"),
+    Symbol(
+        "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
+        "self batch forward_batch pp_proxy_tensors is_verify skip_attn_backend_init "
+        "capture_hidden_mode",
+    ),
+    Symbol("sglang.srt.managers.tp_worker.TpModelWorker.__init__"),
+    Symbol(
+        "sglang.srt.managers.tp_worker.TpModelWorker",
+        attributes="model_runner tokenizer random_seed set_hicache_consumer",
+    ),
+    Symbol(
+        "sglang.srt.speculative.base_spec_worker.BaseSpecWorker",
+        attributes="target_worker draft_worker alloc_memory_pool init_attention_backends "
+        "req_to_token_pool spec_v2_attn_backends",
+    ),
+    Symbol(
+        "sglang.srt.speculative.standalone_worker_v2.StandaloneWorkerV2"
+        "._validate_vocab_compatibility",
+        "self target_vocab_size target_tokenizer",
+    ),
+    Symbol(
+        "sglang.srt.model_executor.model_runner.ModelRunner.compute_logprobs_only",
+        "self logits_output forward_batch",
+    ),
+    Symbol(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+        "batch model_runner capture_hidden_mode return_hidden_states_before_norm",
+    ),
+    Symbol(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
+        attributes="forward_mode batch_size input_ids req_pool_indices seq_lens out_cache_loc "
+        "seq_lens_sum positions extend_seq_lens extend_prefix_lens spec_algorithm "
+        "capture_hidden_mode",
+    ),
+    Symbol("sglang.srt.model_executor.forward_context.forward_context", "ctx"),
+    Symbol(
+        "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar",
+        attributes="matcher accepted_tokens accept_token rollback is_terminated fill_vocab_mask",
+    ),
+    Symbol(
+        "sglang.srt.constrained.reasoner_grammar_backend.ReasonerGrammarObject",
+        attributes="grammar _thinking_match_history",
+    ),
+    Symbol(
+        "sglang.srt.managers.schedule_batch.FINISH_ABORT.__init__",
+        "self message status_code err_type",
+    ),
+    Symbol("sglang.srt.managers.schedule_batch.FINISH_MATCHED_TOKEN.__init__", "self matched"),
+    Symbol("sglang.srt.sampling.custom_logit_processor.CustomLogitProcessor.from_str", "json_str"),
+    Symbol("sglang.srt.distributed.parallel_state.graph_capture", "stream"),
+    Symbol("sglang.srt.model_executor.runner_utils.capture_mode.model_capture_mode", ""),
+    Symbol("sglang.srt.speculative.spec_info.SpecInput.__init__", "self spec_input_type"),
+    Symbol(
+        "sglang.srt.managers.utils.GenerationBatchResult",
+        attributes="next_token_ids accept_lens new_seq_lens next_draft_input "
+        "speculative_num_draft_tokens num_correct_drafts num_correct_drafts_per_req_cpu "
+        "copy_to_cpu",
+    ),
+    Symbol(
+        "sglang.srt.managers.schedule_batch.Req",
+        attributes="sampling_params output_ids stream kv kv_committed_len req_pool_idx grammar "
+        "retraction_count "
+        "eos_token_ids tokenizer vocab_size customized_info to_finish is_retracted "
+        "spec_num_correct_drafts spec_correct_drafts_histogram "
+        "update_spec_correct_drafts_histogram origin_input_ids custom_logit_processor",
+    ),
+    Symbol("sglang.srt.mem_cache.memory_pool.ReqToTokenPool", attributes="req_to_token size write"),
+    Symbol("sglang.srt.mem_cache.allocation.alloc_token_slots", "tree_cache num_tokens"),
+    Symbol("sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache.evictable_size", "self"),
+    Symbol("sglang.srt.mem_cache.allocator.token.TokenToKVPoolAllocator.available_size", "self"),
+    Symbol(
+        "sglang.srt.distributed.parallel_state.GroupCoordinator.broadcast_object", "self obj src"
+    ),
+    Symbol("sglang.srt.runtime_context.get_server_args", ""),
+)
+
+CONTRACT = FLAGS + REGISTRATION + HOOKS + WORKER
