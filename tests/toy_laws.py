@@ -52,7 +52,7 @@ def run(
 ) -> Outcome:
     """Serve requests in ``rows``, or all of them, in one batch; every slot stays where it belongs.
 
-    Row r chooses ``chosen[(r - 1) % len(chosen)]`` for itself; ``budgets`` bound the rounds in turn.
+    Row r chooses ``chosen[(r - 1) % len(chosen)]`` for itself; ``budgets`` bound rounds in turn.
     All have ``asked`` for sampling parameters.
     """
     sizes = {"num_requests": num_runs, "max_new_tokens": LENGTH, "eos": EOS}

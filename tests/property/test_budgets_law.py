@@ -89,7 +89,7 @@ def test_verified_texts_follow_p_whatever_the_budgets(script: str) -> None:
 
 
 def test_who_asked_for_one_particle_gets_what_it_asked_for() -> None:
-    """Error probability 1e-4: it is weighed, as without a budget, and so follows q where drafted."""
+    """Error probability 1e-4: it is weighed, as without one, and so follows q where drafted."""
     target, draft = languages()
     chosen = ({"num_particles": 1, "num_steps": 2},)
     outcome = run(weighing(4), (target, draft), chosen=chosen, budgets=(Budget(1, 2),))
