@@ -56,8 +56,8 @@ SMC = "SMC"  # the row that is held against AR in words
 TEXT_TOKENS = 1024
 
 WHY = """\
-Why one user and {concurrency} differ: with SMC a pass of the target has N x (K + 1) = {width}
-tokens of each request, with AR one. Some costs of a pass are paid once, whatever is in it: reading the
+Why one user and {concurrency} differ: with SMC a target pass has N x (K + 1) = {width} tokens
+of each request, with AR one. Some costs of a pass are paid once, whatever is in it: reading the
 weights, starting its operations. Others are paid for each token. While the first are the larger,
 more tokens in a pass are nearly free. On a GPU that holds up to hundreds of tokens, since reading
 memory is the limit. On a CPU with models this small it ends soon: there particles are paid in

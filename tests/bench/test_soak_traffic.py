@@ -5,7 +5,6 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,8 +15,6 @@ from soak.answers import Ending, ending
 from soak.clients import Clients
 from soak.grammars import GRAMMARS
 from soak.traffic import MAX_LAG, NUM_PARTICLES, NUM_STEPS, SMC, URGENT, VOCAB, Request, requests
-from soak.verdict import Verdict
-from soak.watch import Watch
 
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
@@ -178,13 +175,6 @@ def stream_of(*chunks: dict[str, Any]) -> Callable[[httpx.Request], httpx.Respon
     return lambda _: httpx.Response(200, text="".join([*lines, "data: [DONE]\n\n"]))
 
 
-def test_answers() -> None:
-    (found,), _ = asked(request(), json_of(answer([1, 2])))
-    assert (found.reason, found.output_ids, found.problem) == ("stop", [1, 2], "")
-    both, _ = asked(request(n=2), json_of([answer([1, 2]), answer([1, 2, 3], "length")]))
-    assert [e.name for e in both] == ["soak-000007[0]", "soak-000007[1]"]
-
-
 @pytest.mark.parametrize(
     ("one", "reply", "says"),
     [
@@ -268,23 +258,3 @@ def test_rest(resting: dict[str, Any]) -> None:
 
 def test_a_dead_server_is_no_rest() -> None:
     assert cli.at_rest("http://127.0.0.1:9") == ["the server is gone: ConnectError"]
-
-
-@pytest.mark.parametrize(("problems", "status"), [([], 0), (["leak"], 1)])
-def test_exit_status_and_file(
-    problems: list[str], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watch = Watch("http://server")
-    watch.usage.extend((float(second), 0.5) for second in range(1000))
-    verdict = Verdict(3, 9, 1, 1, 2, 0.5, {"scheduler 7": 0}, problems)
-    monkeypatch.setattr(cli, "run", lambda _: (verdict, watch))
-    assert cli.main(["--output-dir", str(tmp_path)]) == status
-    report = json.loads((tmp_path / "soak.json").read_text())
-    assert report["verdict"]["problems"] == problems
-    assert 100 < len(report["watch"]["usage"]) <= 200
-
-
-def test_only_what_came_with_the_traffic_fills_the_pool() -> None:
-    watch = Watch("http://server")
-    watch.usage.extend([(1.0, 0.95), (2.0, 0.92), (3.0, 0.1)])
-    assert watch.usage_until(2.5) == [0.95, 0.92]
