@@ -140,12 +140,6 @@ def test_everything_is_measured_and_written(bench: Bench) -> None:
     assert origin["settings"]["problems"] == 6
 
 
-def test_a_complete_run_asks_nothing_again(bench: Bench) -> None:
-    bench()
-    assert bench() == 0
-    assert (bench.asked, bench.started, bench.bounded) == ([], [], [])
-
-
 def test_an_interrupted_run_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("--only", "smc-*", last=9) == 130
     assert "goes on from here" in capsys.readouterr().err
@@ -154,54 +148,11 @@ def test_an_interrupted_run_goes_on(bench: Bench, capsys: pytest.CaptureFixture[
     assert bench("--only", "smc-*") == 0
     again = [(e.index, str(e.sampling_params)) for _, e in first + bench.asked]
     assert len(again) == len(set(again)) == 6 * len(matching(cells((0.7,)), ["smc-*"]))
+    assert bench("--only", "smc-*") == 0
+    assert (bench.asked, bench.started, bench.bounded) == ([], [], [])
     path = bench.folder / "answers" / "smc-block-n4-k8-t0.7.jsonl"
     parts = [json.loads(line)["part"] for line in path.read_text().splitlines()[1:]]
     assert parts == [0, 0, 0, 1, 1, 1]
-
-
-def test_half_a_line_is_asked_again(bench: Bench) -> None:
-    bench("--only", "ar-target*", last=3)
-    path = bench.folder / "answers" / "ar-target-t0.7.jsonl"
-    path.write_bytes(path.read_bytes()[:-9])
-    assert bench("--only", "ar-target*") == 0
-    assert [entry.index for _, entry in bench.asked] == [2, 3, 4, 5]
-    indices = [json.loads(line)["index"] for line in path.read_text().splitlines()[1:]]
-    assert sorted(indices) == list(range(6))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (("--problems", "7"), "problems is 6 there and 7 here"),
-        (("--bound-problems", "3"), "bound_problems is 2 there and 3 here"),
-    ],
-)
-def test_other_settings_are_refused(
-    bench: Bench, capsys: pytest.CaptureFixture[str], change: tuple[str, str], message: str
-) -> None:
-    only = ("--only", "smc-block-n4-k4*")
-    bench(*only)
-    assert bench(*only, *change) == 1
-    error = capsys.readouterr().err
-    assert message in error and "--fresh" in error and "--output-dir" in error
-    assert bench.started == []
-
-
-def test_other_code_is_refused(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bench("--only", "ar-target*")
-    monkeypatch.setattr(cli, "fingerprint", lambda *_: {"plugin": "other"})
-    assert bench("--only", "ar-target*") == 1
-    assert "and 'other' here" in capsys.readouterr().err
-
-
-def test_fresh_forgets_the_selected_cells_only(bench: Bench) -> None:
-    bench("--only", "ar-*")
-    assert bench("--only", "ar-draft*", "--problems", "7", "--fresh") == 0
-    assert [engine for engine, _ in bench.asked] == ["draft"] * 7
-    assert bench("--only", "ar-target*") == 0
-    assert bench.asked == []
 
 
 def test_only_a_whole_grid_is_published(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:

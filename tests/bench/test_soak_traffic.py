@@ -14,7 +14,7 @@ from soak import cli
 from soak.answers import Ending, ending
 from soak.clients import Clients
 from soak.grammars import GRAMMARS
-from soak.traffic import MAX_LAG, NUM_PARTICLES, NUM_STEPS, SMC, URGENT, VOCAB, Request, requests
+from soak.traffic import MAX_LAG, NUM_PARTICLES, NUM_STEPS, SMC, VOCAB, Request, requests
 
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
@@ -51,13 +51,6 @@ def queued(ids: list[int]) -> dict[str, Any]:
     return {"text": "", "output_ids": ids, "meta_info": {"finish_reason": {"type": "abort"}}}
 
 
-def test_traffic_follows_from_its_seed() -> None:
-    again = list(itertools.islice(requests(0, 0.4, 0.02), 50))
-    assert [r.body for r in again] == [r.body for r in TRAFFIC[:50]]
-    other = list(itertools.islice(requests(1, 0.4, 0.02), 50))
-    assert [r.body for r in other] != [r.body for r in again]
-
-
 def test_traffic_has_everything() -> None:
     assert {json.dumps(r.params["custom_params"]["smc"]) for r in TRAFFIC} == {
         json.dumps(choice) for choice in SMC
@@ -68,11 +61,8 @@ def test_traffic_has_everything() -> None:
         *("repetition_penalty", "logit_bias", "stop", "stop_regex", "stop_token_ids"),
         *("regex", "json_schema", "return_logprob", "top_logprobs_num", "token_ids_logprob"),
     }
-    assert {r.n for r in TRAFFIC} == {1, 2}
-    assert {r.stream for r in TRAFFIC} == {False, True}
-    assert {r.leaves for r in TRAFFIC} == {None, "abort", "disconnect"}
-    assert {r.options["priority"] for r in TRAFFIC} == {0, URGENT}
-    assert any(r.params["min_new_tokens"] for r in TRAFFIC)
+    ways = {(r.n, r.stream, r.leaves, r.options["priority"]) for r in TRAFFIC}
+    assert len(ways) == 2 * 2 * 3 * 2
     leaving = sum(r.leaves is not None for r in TRAFFIC) / len(TRAFFIC)
     assert leaving == pytest.approx(0.4, abs=0.04)
 
@@ -95,28 +85,11 @@ def test_an_answer_alone_has_its_own_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "legal"),
-    [
-        ("#### 77", [True, False, False]),
-        ("yes, no, maybe.", [False, True, False]),
-        ("yes, no.", [False, False, False]),
-        ('{"count": -3, "unit": "coins"}', [False, False, True]),
-        ('{"count": -3, "unit": "c', [False, False, False]),
-        ('{"count": true, "unit": "coins"}', [False, False, False]),
-        ('{"count": 3}', [False, False, False]),
-    ],
-)
-def test_what_is_legal(text: str, legal: list[bool]) -> None:
-    assert [grammar.is_legal(text) for grammar in GRAMMARS] == legal
-
-
-@pytest.mark.parametrize(
     ("fields", "came", "says"),
     [
         ({}, answer([1, 2, 3], "length"), ""),
         ({}, answer([1, 2]), ""),
         ({}, answer([1, 2], "length"), "has 2 tokens of 3 and ended with length"),
-        ({}, answer([1, 2, 3, 4]), "has 4 tokens of 3"),
         ({}, answer([1]), "at least 2 were asked for"),
         ({}, answer([1, 2], "abort"), "ended with {'type': 'abort'}"),
         ({"leaves": "abort"}, answer([1], "abort"), ""),
@@ -126,7 +99,6 @@ def test_what_is_legal(text: str, legal: list[bool]) -> None:
         ({"grammar": GRAMMARS[1]}, answer([1, 2]), "illegal text '#### 77'"),
         ({"grammar": GRAMMARS[1]}, answer([1, 2, 3], "length"), ""),
         ({"options": TOLD}, answer([1, 2], **told([1, 2])), ""),
-        ({"options": TOLD}, answer([1, 2], **told([1])), "has log-probabilities of [1]"),
         ({"options": TOLD}, answer([1, 2], **told([1, 3])), "has log-probabilities of [1, 3]"),
         ({"options": TOLD}, answer([1, 2], **told([1, 2], 1)), "has [1, 1] output_top_logprobs"),
     ],
@@ -185,8 +157,6 @@ def stream_of(*chunks: dict[str, Any]) -> Callable[[httpx.Request], httpx.Respon
         (request(stream=True), stream_of(), "without a chunk of [0]"),
         (request(stream=True, n=2), stream_of(answer([1, 2])), "without a chunk of [1]"),
         (request(stream=True), stream_of({"error": {"message": "dead"}}), "dead"),
-        (request(stream=True), stream_of(answer([1], None)), "ended with None"),
-        (request(stream=True), json_of("no", 500), "HTTP 500"),
         (
             request(stream=True),
             stream_of(answer([1, 2], None), answer([1, 3, 4], "length")),
@@ -217,13 +187,6 @@ def test_leaving_a_stream() -> None:
         "abort",
         "abort",
     ]
-
-
-def test_what_two_streams_share() -> None:
-    chunks = [{**answer([1, 2], None), "index": 0}, {**answer([4, 5]), "index": 1}]
-    whole = {**answer([1, 2, 3], "length"), "index": 0}
-    found, _ = asked(request(stream=True, n=2), stream_of(*chunks, whole))
-    assert {e.index: e.output_ids for e in found} == {0: [1, 2, 3], 1: [4, 5]}
 
 
 def test_a_server_that_is_gone_gets_no_more_requests() -> None:

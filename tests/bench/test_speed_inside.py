@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import csv
 import importlib.metadata
 import importlib.util
 import itertools
@@ -14,14 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from matplotlib.image import imread
-from speed import cli, positions, probing, rounds
+from speed import cli, positions, rounds
 from speed.grid import AR, BLOCK, Cell, System
-from speed.measure import WARM_UP
 from speed.plugin import speed_probe
 from speed.plugin.speed_probe import REPEATS, Probe
 from speed.presets import CPU
-from speed.probing import PLUGIN, ProbedEngine
+from speed.probing import ProbedEngine
 from speed.remote import Sample, Work
 from speed_stand_ins import FakeEngine
 from study import BenchError
@@ -158,14 +155,6 @@ def test_the_same_forwards_are_run_again_alone(clock: Clock, tmp_path: Path) -> 
     assert steps.target.calls == ["chain"] * (1 + REPEATS)
 
 
-def test_sglang_finds_the_plugin_on_the_path() -> None:
-    (found,) = importlib.metadata.distributions(path=[str(PLUGIN)])
-    (entry,) = found.entry_points
-    assert (entry.group, entry.name) == ("sglang.srt.plugins", "speed_probe")
-    module, function = entry.value.split(":")
-    assert (PLUGIN / f"{module}.py").exists() and hasattr(speed_probe, function)
-
-
 def methods(package: str, path: str, name: str) -> set[str]:
     """What a class defines, read without importing it, which would take seconds."""
     spec = importlib.util.find_spec(package)
@@ -220,22 +209,6 @@ def timed(tmp_path: Path) -> ProbedEngine:
     return ProbedEngine(TimedEngine(BLOCK_CELL.system, out, []), out)
 
 
-def test_what_was_timed_belongs_to_its_question(timed: ProbedEngine) -> None:
-    timed.inside(BLOCK_CELL, WARM_UP, CPU)
-    found = timed.inside(BLOCK_CELL, 0, CPU)
-    assert len(found["bursts"]) == 1
-    assert found["tokens_per_round"] == pytest.approx(5)
-
-
-def test_timers_that_write_nothing_are_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(probing, "PATIENCE", 0.0)
-    engine = ProbedEngine(FakeEngine(BLOCK_CELL.system, [], [-1]), tmp_path / "none")
-    with pytest.raises(BenchError, match="wrote nothing"):
-        engine.inside(BLOCK_CELL, 0, CPU)
-
-
 def test_a_round_against_its_forwards(timed: ProbedEngine) -> None:
     row = rounds.make_row(BLOCK_CELL, [timed.inside(BLOCK_CELL, 0, CPU)])
     assert row.ratio_to_forwards == pytest.approx((1.1, 1.1, 1.1, 2))
@@ -254,7 +227,7 @@ def test_rounds_that_no_timer_reaches_are_an_error(timed: ProbedEngine) -> None:
         rounds.make_row(BLOCK_CELL, [entry])
 
 
-def test_positions_by_bins(tmp_path: Path) -> None:
+def test_positions_by_bins() -> None:
     steps = [[0.1 * place if place < 30 else 3 + 0.2 * (place - 30), 2] for place in range(60)]
     # All but 7 ms of a step are forwards, however long it takes.
     lengths = [end - start for (start, _), (end, _) in itertools.pairwise(steps)]
@@ -271,10 +244,6 @@ def test_positions_by_bins(tmp_path: Path) -> None:
     told = positions.growth(points)
     assert "100.0 ms a round up to position 100, 200.0 ms at 600, 2.00 times as much" in told
     assert told.endswith("beside the models 7.0 and 7.0 ms")
-    positions.write_csv(points, tmp_path / "p.csv", ORIGIN)
-    assert len(list(csv.DictReader((tmp_path / "p.csv").open()))) == 6
-    positions.plot_points(points, tmp_path / "p.png", title="x")
-    assert imread(tmp_path / "p.png").shape[1] > 600
 
 
 @pytest.mark.parametrize(
