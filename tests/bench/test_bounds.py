@@ -120,12 +120,12 @@ def test_the_expected_bounds_bracket_and_close_in(pair: Pair) -> None:
 def test_bounds_are_estimated_without_bias(pair: Pair, num_conditional: int) -> None:
     """Error probability 6e-5 for each of the five."""
     found = kl_bounds(
-        TOY, [[0]] * 150, NEVER, 1.0, num_conditional=num_conditional, max_new_tokens=LENGTH
+        TOY, [[0]] * 100, NEVER, 1.0, num_conditional=num_conditional, max_new_tokens=LENGTH
     )
     for name, expected in exact_bounds(pair, num_conditional).items():
         interval = found._asdict()[name]
         assert abs(interval.mean - expected) < 4 * standard_error(interval), name
-    assert found.answer_tokens == Interval(LENGTH, LENGTH, LENGTH, 150)
+    assert found.answer_tokens == Interval(LENGTH, LENGTH, LENGTH, 100)
 
 
 @pytest.mark.parametrize("resample_at", ["block", "token"])
