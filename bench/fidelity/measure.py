@@ -178,4 +178,5 @@ class Forecast:
         self._spent += seconds
         at = self._engines_left.index(cell.kind.engine)
         starts = len(set(self._engines_left[at:]) - {cell.kind.engine})
-        return self._left * self._spent / self._done + starts * START_SECONDS
+        left = max(0.0, self._left)  # sums of costs may end just below
+        return left * self._spent / self._done + starts * START_SECONDS

@@ -14,7 +14,7 @@ from soak import cli
 from soak.answers import Ending, ending
 from soak.clients import Clients
 from soak.grammars import GRAMMARS
-from soak.traffic import MAX_LAG, NUM_PARTICLES, NUM_STEPS, SMC, VOCAB, Request, requests
+from soak.traffic import MAX_LAG, NUM_PARTICLES, NUM_STEPS, SMC, URGENT, VOCAB, Request, requests
 
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
