@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
 from openai import DefaultHttpxClient, OpenAI
 from pair.task import Problem, check, held_out, messages
-from serving import progress_interval
-from tqdm import tqdm
 
 #: The longest worked answers of the task take about 130 tokens.
 MAX_TOKENS = 160
@@ -20,10 +18,14 @@ REQUEST_TIMEOUT = 120.0
 
 @dataclass(frozen=True)
 class Sampling:
-    """How all requests of a run are sampled; problem i runs with seed + i."""
+    """How all requests of a run are sampled; problem i runs with seed + i.
+
+    ``smc`` is what they ask of an SMC server, which ignores nothing and fills in the rest.
+    """
 
     temperature: float
     seed: int = 0
+    smc: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,6 @@ class Answer:
     finish_reason: str | None
     seconds_to_first: float
     seconds: float
-
-
-@dataclass(frozen=True)
-class Pass:
-    """All answers of a run, the wall time it took, and the server's ``meta_info`` by request."""
-
-    answers: list[Answer]
-    seconds: float
-    meta_infos: dict[str, dict[str, Any]]
 
 
 def connect(url: str) -> OpenAI:
@@ -96,33 +89,24 @@ def _stream(client: OpenAI, item: Problem, index: int, sampling: Sampling) -> It
         max_tokens=MAX_TOKENS,
         seed=sampling.seed + index,
         stream=True,
+        extra_body=None if sampling.smc is None else {"custom_params": {"smc": sampling.smc}},
     )
 
 
 def ask_all(
-    client: OpenAI, indices: Iterable[int], sampling: Sampling, *, concurrency: int, label: str
-) -> tuple[list[Answer], float]:
-    """Ask all problems, ``concurrency`` at a time; the answers by index, and the wall time."""
+    client: OpenAI,
+    indices: Iterable[int],
+    sampling: Sampling,
+    *,
+    concurrency: int,
+    answered: Callable[[Answer], object],
+) -> None:
+    """Ask all problems, ``concurrency`` at a time; ``answered`` sees each answer as it comes."""
     pool = ThreadPoolExecutor(concurrency)
     try:
-        start = time.perf_counter()
         futures = [pool.submit(ask, client, index, sampling) for index in indices]
-        answers, right = [], 0
-        for future in (bar := _progress(futures, label)):
-            answers.append(future.result())
-            right += answers[-1].right
-            bar.set_postfix_str(f"{right / len(answers):.0%} right", refresh=False)
-        return sorted(answers, key=lambda answer: answer.index), time.perf_counter() - start
+        for future in as_completed(futures):
+            answered(future.result())
     finally:
         # Not waiting: after Ctrl-C the server goes away next, and with it what still runs.
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _progress(futures: list[Future[Answer]], label: str) -> tqdm:
-    return tqdm(
-        as_completed(futures),
-        total=len(futures),
-        desc=label,
-        unit="problem",
-        mininterval=progress_interval(),
-    )

@@ -3,59 +3,88 @@
     make demo                                      # needs no arguments, takes a few minutes
     .venv/bin/python bench/demo.py --num-steps 4   # other settings: see --help
 
-One after another, five servers answer the same held-out problems through the OpenAI chat route:
-the target with SMC speculative decoding, the target alone, SMC's auto and exact modes, and the
-draft alone.
-The demo ends with a table; ``demo-output/`` holds the numbers, the answers, a plot and the
-servers' logs.
+A server with SMC speculative decoding starts, and its first answers appear as they are streamed.
+Then the target alone and the draft alone start beside it, and all answer the same held-out problems
+in turns: first one request at a time, as one user asks, then several at a time. The demo ends with
+tables; ``demo-output/`` holds them, the answers, a plot and the servers' logs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import signal
 import sys
+import textwrap
 import time
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn
 
 import httpx
-from arguments import positive
-from chat import Pass, Sampling, ask, ask_all, connect
+from chat import Answer, Sampling, ask, ask_all, connect
+from comparison import (
+    Contender,
+    Run,
+    Turn,
+    answer_lines,
+    conclusions,
+    plain,
+    row_of,
+    tables,
+)
 from openai import OpenAI, OpenAIError
 from pair.task import held_out
-from plots import plot_rows
-from results import Row, answer_lines, hardware, provenance, summarise, table
-from serving import ServerError, describe_log, running, smc_flags, wait_for_records
+from results import provenance
+from serving import Launch, Server, ServerError, describe_log, running, smc_flags, wait_for_records
+from study import REPOSITORY, as_script, bar, main_of, positive, prepare_folder
+from tqdm import tqdm
 
-from sglang_smc.options.server import DEFAULTS, RESAMPLE_AT
+from sglang_smc.memory.arena import max_arena
+from sglang_smc.options.server import DEFAULTS, RESAMPLE_AT, SMCConfig
 
-HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parent
-NUM_SHOWN = 3
+#: The published fidelity tables use problems below this, each with its number as the seed.
+FIRST_PROBLEM = 10_000
 #: Problems shown, and used to warm up, lie beyond all that are measured.
 FIRST_SHOWN = 1_000_000
+NUM_SHOWN = 3
+#: The problems asked several at a time come in so many blocks, and slow rows answer some of them.
+NUM_TURNS, NUM_SLOW_TURNS = 4, 3
+SMC = "SMC"  # the row that is held against AR in words
+#: Of a problem and its answer, with room to spare.
+TEXT_TOKENS = 1024
 
+WHY = """\
+Why one user and {concurrency} differ: with SMC a target pass has N x (K + 1) = {width} tokens
+of each request, with AR one. Some costs of a pass are paid once, whatever is in it: reading the
+weights, starting its operations. Others are paid for each token. While the first are the larger,
+more tokens in a pass are nearly free. On a GPU that holds up to hundreds of tokens, since reading
+memory is the limit. On a CPU with models this small it ends soon: there particles are paid in
+full, and the more so the more requests share a pass already. SMC is for few requests at a time.
+Tokens per target pass carries over to other machines; tokens per second does not."""
 READING = """\
-How to read it: the draft alone is the accuracy that speculation must not fall to, the target alone
-the one that it must keep. Tokens per target pass is what carries over to GPUs, where a pass takes
-about as long for many tokens as for one. Tokens per second is what this machine made of it: on a
-CPU with models this small a pass is not bound by memory, extra particles cost their full price,
-and plain decoding is favoured."""
+The draft alone has the accuracy that speculation must not fall to, the target alone the one that it
+must keep. The problems, {first:,} and up, and their seeds are none of those behind the published
+fidelity tables."""
 
 
-class Contender(NamedTuple):
-    """One server to measure."""
+@dataclass(frozen=True)
+class Party:
+    """A running server, and a client of it."""
 
-    name: str
-    slug: str
-    model: Path
-    flags: tuple[str, ...] = ()
-    uses_target: bool = True
-    weighs: bool = False  # SMC whose particles have weights from round to round
+    launch: Launch
+    server: Server
+    client: OpenAI
+
+    @contextlib.contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Errors within become a ServerError with the end of the server's log."""
+        try:
+            yield
+        except (OpenAIError, httpx.HTTPError, ServerError) as error:
+            told = describe_log(self.launch.log)
+            raise ServerError(f"{self.launch.label}: {error}\n{told}") from error
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -65,47 +94,62 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--problems", type=positive, default=300, help="held-out problems to measure on")
+    add("--one-user", type=positive, default=16, help="problems asked one at a time")
+    add("--problems", type=positive, default=128, help="other problems, asked several at a time")
+    add("--concurrency", type=positive, default=8, help="how many at a time")
     add("--num-particles", type=positive, default=DEFAULTS.num_particles, help="N")
     add("--num-steps", type=positive, default=DEFAULTS.num_steps, help="K, drafted a round")
     add("--resample-at", choices=RESAMPLE_AT, default=DEFAULTS.resample_at, help="in mode smc")
     add("--temperature", type=float, default=0.7)
-    add("--concurrency", type=positive, default=8, help="requests at a time")
-    add("--seed", type=int, default=0, help="request i is sent with seed + i")
+    add("--seed", type=int, default=0, help="problem i is sent with seed + i")
     add("--no-auto", action="store_true", help="leave out the auto mode of SMC")
     add("--no-exact", action="store_true", help="leave out the exact mode of SMC")
     add("--no-draft", action="store_true", help="leave out the draft alone")
-    add("--pair", type=Path, default=HERE / "pair", help="folder of target and draft")
+    add("--pair", type=Path, default=REPOSITORY / "bench" / "pair", help="target and draft")
     add("--output-dir", type=Path, default=Path("demo-output"))
     return parser.parse_args(argv)
 
 
 def contenders(options: argparse.Namespace) -> list[Contender]:
-    """SMC first, since its answers are shown, then what to hold it against."""
-    target, draft = options.pair / "target", options.pair / "draft"
+    """The rows; the three of SMC are answered by one server, each request with its mode."""
+    smc = {"mode": "smc", "resample_at": options.resample_at}
     found = [
-        Contender("SMC", "smc", target, _flags(options, "smc"), weighs=True),
-        Contender("AR, target", "target", target),
+        Contender("AR, target", "target", "target"),
+        Contender(SMC, "smc", "smc", smc, weighs=True),
+        Contender("SMC, auto", "auto", "smc", {"mode": "auto"}, is_slow=True),
+        Contender("SMC, exact", "exact", "smc", {"mode": "exact"}, is_slow=True),
+        Contender("AR, draft", "draft", "draft", is_slow=True),
     ]
-    if not options.no_auto:
-        found.append(Contender("SMC, auto", "auto", target, _flags(options, "auto")))
-    if not options.no_exact:
-        found.append(Contender("SMC, exact", "exact", target, _flags(options, "exact")))
-    if not options.no_draft:
-        found.append(Contender("AR, draft", "draft", draft, uses_target=False))
-    return found
+    left_out = {name for name in ("auto", "exact", "draft") if getattr(options, f"no_{name}")}
+    return [contender for contender in found if contender.slug not in left_out]
 
 
-def _flags(options: argparse.Namespace, mode: str) -> tuple[str, ...]:
-    return tuple(
-        smc_flags(
-            options.pair / "draft",
-            num_particles=options.num_particles,
-            num_steps=options.num_steps,
-            resample_at=options.resample_at,
-            mode=mode,
-        )
-    )
+def launches(options: argparse.Namespace) -> dict[str, Launch]:
+    """The servers; their command lines differ by the SMC flags or the model, and nothing else."""
+    target, draft = options.pair / "target", options.pair / "draft"
+    sizes = {"num_particles": options.num_particles, "num_steps": options.num_steps}
+    slots = options.concurrency * (TEXT_TOKENS + 2 * max_arena(SMCConfig(**sizes)))
+    common = ("--max-total-tokens", str(slots), "--sleep-on-idle")  # they live beside each other
+
+    def launch(label: str, name: str, model: Path, flags: Sequence[str] = ()) -> Launch:
+        log = options.output_dir / f"server-{name}.log"
+        return Launch(label, model, log, options.concurrency, options.seed, (*common, *flags))
+
+    return {
+        "smc": launch("the server with SMC", "smc", target, smc_flags(draft, **sizes)),
+        "target": launch("the target alone", "target", target),
+        "draft": launch("the draft alone", "draft", draft),
+    }
+
+
+@contextlib.contextmanager
+def parties(started: Mapping[str, Launch]) -> Iterator[dict[str, Party]]:
+    """These servers for the ``with`` block, started together, each with a client."""
+    with running(*started.values()) as servers:
+        yield {
+            name: Party(launch, server, connect(server.url))
+            for (name, launch), server in zip(started.items(), servers, strict=True)
+        }
 
 
 def check_pair(folder: Path) -> None:
@@ -115,98 +159,137 @@ def check_pair(folder: Path) -> None:
             raise ServerError(f"{model} holds no checkpoint; see bench/pair/ for how to train one.")
 
 
-def measure(contender: Contender, options: argparse.Namespace) -> Pass:
-    """Start the server, warm it up (for SMC: show answers), ask everything, stop it."""
-    sampling = Sampling(options.temperature, options.seed)
-    log = options.output_dir / f"server-{contender.slug}.log"
-    with running(
-        contender.model,
-        label=f"server: {contender.name}",
-        log=log,
-        concurrency=options.concurrency,
-        seed=options.seed,
-        flags=contender.flags,
-    ) as server:
-        try:
-            client = connect(server.url)
-            warm_up(client, sampling, shown=contender.slug == "smc")
-            answers, seconds = ask_all(
-                client,
-                range(options.problems),
-                sampling,
-                concurrency=options.concurrency,
-                label=contender.name,
-            )
-            ids = [answer.request_id for answer in answers]
-            return Pass(answers, seconds, wait_for_records(server, ids))
-        except (OpenAIError, httpx.HTTPError, ServerError) as error:
-            raise ServerError(f"{contender.name}: {error}\n{describe_log(log)}") from error
-
-
-def warm_up(client: OpenAI, sampling: Sampling, *, shown: bool) -> None:
-    """Ask a few problems that do not count."""
+def show(party: Party, options: argparse.Namespace, began: float) -> None:
+    """Print questions, their answers as they come, and whether they are right."""
     for index in range(FIRST_SHOWN, FIRST_SHOWN + NUM_SHOWN):
-        if shown:
-            show(client, index, sampling)
-        else:
-            ask(client, index, sampling)
-
-
-def show(client: OpenAI, index: int, sampling: Sampling) -> None:
-    """Print a question, its answer as it comes, and whether it is right."""
-    item = held_out(index)
-    print(f"\n{_paint(item.question, BOLD)}", flush=True)
-    answer = ask(client, index, sampling, on_text=lambda text: print(text, end="", flush=True))
-    verdict = _paint("right", GREEN) if answer.right else _paint("wrong", RED)
-    print(
-        f"\n-> {verdict} (the answer is {item.number}); first token after "
-        f"{1000 * answer.seconds_to_first:.0f} ms, all after {answer.seconds:.2f} s"
-    )
+        item = held_out(index)
+        print(f"\n{_paint(item.question, BOLD)}", flush=True)
+        asked = time.monotonic()
+        with party.blamed():
+            sampling = Sampling(options.temperature, options.seed)
+            answer = ask(
+                party.client, index, sampling, lambda text: print(text, end="", flush=True)
+            )
+        verdict = _paint("right", GREEN) if answer.right else _paint("wrong", RED)
+        print(
+            f"\n-> {verdict} (the answer is {item.number}); first token after "
+            f"{1000 * answer.seconds_to_first:.0f} ms, all after {answer.seconds:.2f} s"
+        )
+        if index == FIRST_SHOWN:
+            print(f"It came {asked + answer.seconds_to_first - began:.0f} s after the demo began.")
+    print()
 
 
 BOLD, GREEN, RED = "1", "32", "31"
 
 
 def _paint(text: str, code: str) -> str:
-    plain = "NO_COLOR" in os.environ or not sys.stdout.isatty()
-    return text if plain else f"\033[{code}m{text}\033[0m"
+    is_plain = "NO_COLOR" in os.environ or not sys.stdout.isatty()
+    return text if is_plain else f"\033[{code}m{text}\033[0m"
+
+
+def blocks(options: argparse.Namespace) -> list[range]:
+    """The problems asked several at a time, in as many blocks as there are turns."""
+    first = FIRST_PROBLEM + options.one_user
+    size = -(-options.problems // NUM_TURNS)
+    return [
+        range(first + start, first + min(start + size, options.problems))
+        for start in range(0, options.problems, size)
+    ]
+
+
+def measure(runs: Sequence[Run], others: Mapping[str, Party], options: argparse.Namespace) -> None:
+    """Warm up; then one problem at a time of each in turn, then a block of each in turn."""
+    single = range(FIRST_PROBLEM, FIRST_PROBLEM + options.one_user)
+    for run in runs:
+        _turn(run, others, range(FIRST_SHOWN, FIRST_SHOWN + 1), options, 1)
+    total = len(runs) * len(single)
+    with bar(total=total, desc="One user", unit="problem") as line:
+        for index in single:
+            for run in runs:
+                run.alone.append(_turn(run, others, range(index, index + 1), options, 1, line))
+    work = [
+        (run, block)
+        for place, block in enumerate(blocks(options))
+        for run in runs
+        if place < NUM_SLOW_TURNS or not run.contender.is_slow
+    ]
+    title = f"{options.concurrency} at a time"
+    with bar(total=sum(len(b) for _, b in work), desc=title, unit="problem") as line:
+        for run, block in work:
+            run.crowd.append(_turn(run, others, block, options, options.concurrency, line))
+    _collect(runs, others)
+
+
+def _turn(
+    run: Run,
+    others: Mapping[str, Party],
+    indices: range,
+    options: argparse.Namespace,
+    concurrency: int,
+    line: tqdm | None = None,
+) -> Turn:
+    """Ask one contender a block of problems."""
+    party, found = others[run.contender.server], []
+    sampling = Sampling(options.temperature, options.seed, run.contender.smc)
+
+    def answered(answer: Answer) -> None:
+        found.append(answer)
+        if line is not None:
+            line.set_postfix_str(run.contender.name, refresh=False)
+            line.update()
+
+    began = time.perf_counter()
+    with party.blamed():
+        ask_all(party.client, indices, sampling, concurrency=concurrency, answered=answered)
+    return Turn(sorted(found, key=lambda answer: answer.index), time.perf_counter() - began)
+
+
+def _collect(runs: Sequence[Run], others: Mapping[str, Party]) -> None:
+    """Ask the servers' records what they say of each answer."""
+    for run in runs:
+        party = others[run.contender.server]
+        with party.blamed():
+            ids = [answer.request_id for answer in run.answers]
+            run.infos = wait_for_records(party.server, ids)
 
 
 def settings_line(options: argparse.Namespace) -> str:
     """The settings that the numbers depend on, in one line."""
     return (
-        f"n={options.problems} problems, N={options.num_particles} particles, "
-        f"K={options.num_steps} drafted tokens, temperature {options.temperature:g}, "
-        f"{options.resample_at} resampling, {options.concurrency} requests at a time"
+        f"N={options.num_particles} particles, K={options.num_steps} drafted tokens, temperature "
+        f"{options.temperature:g}, {options.resample_at} resampling, problems "
+        f"{FIRST_PROBLEM} to {FIRST_PROBLEM + options.one_user + options.problems - 1}"
     )
 
 
-def row_of(contender: Contender, run: Pass) -> Row:
-    """Its numbers; what is told of particles says nothing where rounds are verified."""
-    row = summarise(contender.name, run, uses_target=contender.uses_target)
-    return row if contender.weighs else replace(row, ess_share=None, resample_rate=None)
+def report(runs: Sequence[Run], options: argparse.Namespace) -> str:
+    """Write everything to the output folder; the tables, and what may be said of them."""
+    from plots import plot_rows  # takes a second, and is needed once all is measured
 
-
-def write_results(
-    options: argparse.Namespace, rows: list[Row], runs: dict[Contender, Pass]
-) -> None:
-    """Write results.json, answers.jsonl and comparison.png."""
-    folder = options.output_dir
-    content = {
-        "settings": {name: _plain(value) for name, value in vars(options).items()},
-        "rows": [{**asdict(row), "accuracy": row.accuracy._asdict()} for row in rows],
-        "provenance": provenance(REPOSITORY),
-    }
+    rows = [row_of(run, runs[0]) for run in runs]
+    origin = provenance({name: _plain(value) for name, value in vars(options).items()})
+    folder, concurrency = options.output_dir, options.concurrency
+    content = {"rows": [plain(row) for row in rows], "provenance": origin}
     (folder / "results.json").write_text(json.dumps(content, indent=2) + "\n")
-    lines = [line for c, run in runs.items() for line in answer_lines(c.name, run)]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "answers.jsonl").write_text(text)
-    plot_rows(
-        rows,
-        folder / "comparison.png",
-        title=settings_line(options),
-        hardware=f"here, on {hardware()}",
+    lines = [json.dumps(line) + "\n" for run in runs for line in answer_lines(run)]
+    (folder / "answers.jsonl").write_text("".join(lines))
+    note = f"{settings_line(options)}; on {origin['hardware']}, {origin['date'][:10]}."
+    markdown = tables(rows, concurrency, style="github")
+    (folder / "comparison.md").write_text(f"{note}\n\n{markdown}\n")
+    plot_rows(rows, folder / "comparison.png", title=note, concurrency=concurrency)
+    smc = next(row for row in rows if row.name == SMC)
+    return f"{tables(rows, concurrency)}\n\n{conclusions(smc, concurrency)}\n\n{why(options)}"
+
+
+def why(options: argparse.Namespace) -> str:
+    """What explains the numbers, and is true whatever they are."""
+    width = options.num_particles * (options.num_steps + 1)
+    parts = (
+        WHY.format(width=width, concurrency=options.concurrency),
+        READING.format(first=FIRST_PROBLEM),
     )
+    return "\n\n".join(textwrap.fill(part, 100) for part in parts)
 
 
 def _plain(value: object) -> object:
@@ -219,47 +302,33 @@ def _plain(value: object) -> object:
 
 
 def demo(options: argparse.Namespace) -> None:
-    """Measure all contenders and report."""
-    start = time.monotonic()
+    """Show some answers, measure all contenders, and report."""
+    began = time.monotonic()
     check_pair(options.pair)
-    options.output_dir.mkdir(parents=True, exist_ok=True)
+    prepare_folder(options.output_dir)
     print(settings_line(options), flush=True)
-    runs = {contender: measure(contender, options) for contender in contenders(options)}
-    smc, target, *others = [row_of(contender, run) for contender, run in runs.items()]
-    rows = [target, smc, *others]  # what the others are read against comes first
-    write_results(options, rows, runs)
-    print(f"\n{table(rows)}\n\n{READING}\n")
+    runs = [Run(contender) for contender in contenders(options)]
+    needed = {run.contender.server for run in runs}
+    first, later = {}, {}
+    for name, launch in launches(options).items():
+        (first if name == "smc" else later)[name] = launch
+    later = {name: launch for name, launch in later.items() if name in needed}
+    with parties(first) as smc:
+        show(smc["smc"], options, began)
+        with parties(later) as others:
+            measure(runs, {**smc, **others}, options)
+    print(f"\n{report(runs, options)}\n")
     print(
-        f"{time.monotonic() - start:.0f} s in all. In {options.output_dir}/: comparison.png, "
-        "results.json, answers.jsonl and the servers' logs."
+        f"{time.monotonic() - began:.0f} s in all. In {options.output_dir}/: comparison.png, "
+        "comparison.md, results.json, answers.jsonl and the servers' logs."
     )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the demo; the exit status is 0 where it came to its end."""
     options = parse_arguments(argv)
-    try:
-        demo(options)
-    except ServerError as error:
-        print(f"\n{_paint('The demo failed.', RED)} {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nInterrupted; the server is stopped.", file=sys.stderr)
-        return 130
-    return 0
-
-
-def treat_as_ctrl_c(*numbers: signal.Signals) -> None:
-    """Let other signals end the demo as Ctrl-C does, so that they stop the server too."""
-
-    def interrupt(number: int, frame: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    for number in numbers:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
-            signal.signal(number, interrupt)
+    return main_of(lambda: demo(options), "The servers are stopped.")
 
 
 if __name__ == "__main__":
-    treat_as_ctrl_c(signal.SIGTERM, signal.SIGHUP)
-    sys.exit(main())
+    as_script(main)

@@ -1,4 +1,4 @@
-"""From answers to a table: intervals, the rows to compare, and where the numbers come from."""
+"""Intervals, what servers tell of SMC, tables, and where the numbers come from."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import math
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from chat import Pass
-from tabulate import tabulate
+from study import REPOSITORY
 
 Z95 = 1.959964
 PACKAGES = ("sglang-smc", "sglang", "torch", "transformers", "openai")
@@ -29,22 +26,6 @@ class Interval(NamedTuple):
     low: float
     high: float
     n: int
-
-
-@dataclass(frozen=True)
-class Row:
-    """One server's numbers; ``None`` where a number makes no sense for it."""
-
-    name: str
-    accuracy: Interval
-    tokens_per_target_pass: float | None
-    tokens_per_second: float
-    seconds_to_first: float
-    seconds_per_request: float
-    ess_share: float | None
-    resample_rate: float | None
-    completion_tokens: int
-    seconds: float
 
 
 def wilson(hits: int, n: int, z: float = Z95) -> Interval:
@@ -85,67 +66,6 @@ def resample_rate(meta_infos: list[dict[str, Any]]) -> float | None:
 
 def _rounds(meta_infos: list[dict[str, Any]]) -> int:
     return sum(info.get("spec_smc_rounds_ct", 0) for info in meta_infos)
-
-
-def summarise(name: str, run: Pass, *, uses_target: bool = True) -> Row:
-    """The row of one server."""
-    infos, n = list(run.meta_infos.values()), len(run.answers)
-    tokens = sum(info["completion_tokens"] for info in infos)
-    return Row(
-        name=name,
-        accuracy=wilson(sum(answer.right for answer in run.answers), n),
-        tokens_per_target_pass=tokens_per_pass(infos) if uses_target else None,
-        tokens_per_second=tokens / run.seconds,
-        seconds_to_first=sum(answer.seconds_to_first for answer in run.answers) / n,
-        seconds_per_request=sum(answer.seconds for answer in run.answers) / n,
-        ess_share=ess_share(infos),
-        resample_rate=resample_rate(infos),
-        completion_tokens=tokens,
-        seconds=run.seconds,
-    )
-
-
-HEADERS = (
-    "",
-    "accuracy\n[95 %]",
-    "n",
-    "tokens\n/ target\npass",
-    "tokens\n/ s",
-    "first\ntoken",
-    "whole\nanswer",
-    "mean\nESS / N",
-    "resampled\nrounds",
-)
-
-
-def table(rows: list[Row]) -> str:
-    """The rows side by side, for a terminal."""
-    cells = [_cells(row) for row in rows]
-    align = ("left", *["right"] * (len(HEADERS) - 1))
-    return tabulate(cells, HEADERS, tablefmt="simple", colalign=align, disable_numparse=True)
-
-
-def _cells(row: Row) -> list[str]:
-    mean, low, high, n = row.accuracy
-    return [
-        row.name,
-        f"{mean:.1%} [{100 * low:.1f}, {100 * high:.1f}]",
-        str(n),
-        number_cell(row.tokens_per_target_pass, ".2f", "-"),
-        f"{row.tokens_per_second:.0f}",
-        f"{1000 * row.seconds_to_first:.0f} ms",
-        f"{row.seconds_per_request:.2f} s",
-        number_cell(row.ess_share, ".2f", "-"),
-        number_cell(row.resample_rate, ".0%", "-"),
-    ]
-
-
-def answer_lines(name: str, run: Pass) -> list[dict[str, Any]]:
-    """One entry for each answer: what the client saw, and what the server said about it."""
-    return [
-        {"server": name, **asdict(answer), "meta_info": run.meta_infos[answer.request_id]}
-        for answer in run.answers
-    ]
 
 
 def interval_columns(name: str, value: Interval | None) -> dict[str, float | None]:
@@ -190,13 +110,16 @@ def number_cell(value: float | None, form: str, missing: str = "") -> str:
     return missing if value is None else format(value, form)
 
 
-def provenance(repository: Path) -> dict[str, Any]:
-    """What one needs to know to make the numbers again."""
+def provenance(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What one needs to know to make the numbers again: settings, not the words they came in.
+
+    The command line may name folders of this machine.
+    """
     return {
-        "argv": sys.argv,
+        "settings": dict(settings),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "git_sha": _git(repository, "rev-parse", "HEAD"),
-        "git_changes": bool(_git(repository, "status", "--porcelain")),
+        "git_sha": _git("rev-parse", "HEAD"),
+        "git_changes": bool(_git("status", "--porcelain")),
         "versions": {"python": platform.python_version()}
         | {package: _version(package) for package in PACKAGES},
         "platform": platform.platform(),
@@ -221,8 +144,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _git(repository: Path, *arguments: str) -> str | None:
-    command = ["git", "-C", str(repository), *arguments]
+def _git(*arguments: str) -> str | None:
+    command = ["git", "-C", str(REPOSITORY), *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

@@ -11,12 +11,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-from tqdm import tqdm
+from study import BenchError, bar
 
 HOST = "127.0.0.1"
 START_TIMEOUT = 600.0
@@ -24,8 +25,20 @@ RECORDS_TIMEOUT = 15.0
 LOG_TAIL_LINES = 25
 
 
-class ServerError(RuntimeError):
+class ServerError(BenchError):
     """The server did not start, or did not do what it should; the message says what to read."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A server to start; ``flags`` come last on its command line, so they win."""
+
+    label: str
+    model: Path
+    log: Path
+    concurrency: int
+    seed: int = 0
+    flags: Sequence[str] = ()
 
 
 class Server(NamedTuple):
@@ -42,62 +55,59 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def server_command(
-    model: Path, *, port: int, records: Path, concurrency: int, seed: int, flags: Iterable[str] = ()
-) -> list[str]:
-    """The command line of a server; ``flags`` come last, so they win.
+def server_command(launch: Launch, port: int, records: Path) -> list[str]:
+    """The command line of a server.
 
     The OpenAI routes return no ``meta_info`` with a stream. SGLang can write it to a file
     instead, one line for each request, under the id that the client sees.
     """
     return [
         *(sys.executable, "-m", "sglang.launch_server"),
-        *("--model-path", str(model)),
+        *("--model-path", str(launch.model)),
         *("--host", HOST),
         *("--port", str(port)),
-        *("--max-running-requests", str(concurrency)),
-        *("--random-seed", str(seed)),
+        *("--max-running-requests", str(launch.concurrency)),
+        *("--random-seed", str(launch.seed)),
         "--export-metrics-to-file",
         *("--export-metrics-to-file-dir", str(records)),
-        *flags,
+        *launch.flags,
     ]
 
 
-def smc_flags(
-    draft: Path, *, num_particles: int, num_steps: int, resample_at: str, mode: str = "smc"
-) -> list[str]:
-    """What turns a server into one with SMC speculative decoding."""
+def smc_flags(draft: Path, *, num_particles: int, num_steps: int) -> list[str]:
+    """What turns a server into one with SMC speculative decoding, whose requests choose a mode."""
     return [
         *("--speculative-algorithm", "SMC"),
         *("--speculative-draft-model-path", str(draft)),
         *("--speculative-smc-num-particles", str(num_particles)),
         *("--speculative-num-steps", str(num_steps)),
-        *("--speculative-smc-mode", mode),
-        # The exact mode weighs nothing, and refuses what steers weights.
-        *(("--speculative-smc-resample-at", resample_at) if mode == "smc" else ()),
     ]
 
 
 @contextlib.contextmanager
-def running(
-    model: Path,
-    *,
-    label: str,
-    log: Path,
-    concurrency: int,
-    seed: int = 0,
-    flags: Iterable[str] = (),
-) -> Iterator[Server]:
-    """A server for the ``with`` block; its output goes to ``log``."""
+def running(*launches: Launch) -> Iterator[list[Server]]:
+    """Servers for the ``with`` block, all started at once."""
+    with contextlib.ExitStack() as stack:
+        started = [stack.enter_context(_starting(launch)) for launch in launches]
+        for one in started:
+            _wait_until_ready(one)
+        yield [one.server for one in started]
+
+
+class _Started(NamedTuple):
+    launch: Launch
+    process: subprocess.Popen[bytes]
+    server: Server
+
+
+@contextlib.contextmanager
+def _starting(launch: Launch) -> Iterator[_Started]:
+    """A server that may not be up yet; its output goes to its log."""
     with tempfile.TemporaryDirectory(prefix="smc-records-") as folder:
         port, records = free_port(), Path(folder)
-        command = server_command(
-            model, port=port, records=records, concurrency=concurrency, seed=seed, flags=flags
-        )
-        url = f"http://{HOST}:{port}"
-        with log.open("wb") as output, _own_group(command, output) as process:
-            _wait_until_ready(process, url, label, log)
-            yield Server(url, records)
+        command = server_command(launch, port, records)
+        with launch.log.open("wb") as output, _own_group(command, output) as process:
+            yield _Started(launch, process, Server(f"http://{HOST}:{port}", records))
 
 
 @contextlib.contextmanager
@@ -115,28 +125,18 @@ def _own_group(command: list[str], output: Any) -> Iterator[subprocess.Popen[byt
         process.wait()
 
 
-def _wait_until_ready(
-    process: subprocess.Popen[bytes],
-    url: str,
-    label: str,
-    log: Path,
-    timeout: float = START_TIMEOUT,
-) -> None:
+def _wait_until_ready(started: _Started, timeout: float = START_TIMEOUT) -> None:
     deadline = time.monotonic() + timeout
+    label, log = started.launch.label, started.launch.log
     form = "{desc} {elapsed} (20 to 60 s, most of it imports)"
-    with tqdm(desc=f"Starting {label}", bar_format=form, mininterval=progress_interval()) as line:
-        while not _is_healthy(url):
+    with bar(desc=f"Starting {label}", bar_format=form) as line:
+        while not _is_healthy(started.server.url):
             line.update()
-            if process.poll() is not None:
+            if started.process.poll() is not None:
                 raise ServerError(f"{label} ended while starting.\n{describe_log(log)}")
             if time.monotonic() > deadline:
                 raise ServerError(f"{label} was not up in {timeout:.0f} s.\n{describe_log(log)}")
             time.sleep(0.3)
-
-
-def progress_interval() -> float:
-    """Seconds between two states of a progress bar: fewer where each becomes a line of a log."""
-    return 0.2 if sys.stderr.isatty() else 10.0
 
 
 def _is_healthy(url: str) -> bool:

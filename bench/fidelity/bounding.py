@@ -15,10 +15,8 @@ from typing import Any
 
 from fidelity.grid import Cell
 from fidelity.measure import MAX_TOKENS
-from logs import Log, digest
 from results import Interval
-from serving import progress_interval
-from tqdm import tqdm
+from study import Log, bar, digest
 
 from sglang_smc.cpu.threads import usable_cores
 
@@ -72,10 +70,7 @@ def bound_cells(todo: dict[Cell, Log], problems: int, bound: Bound) -> None:
     if not missing:
         return
     results = bound(missing, problems)
-    interval = progress_interval()
-    for place, found in tqdm(
-        results, total=len(missing), desc="bounds", unit="cell", mininterval=interval
-    ):
+    for place, found in bar(iterable=results, total=len(missing), desc="bounds", unit="cell"):
         with todo[missing[place]].writing() as append:
             append(vars(found))
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from fidelity.grid import MAX_PARTICLES, MAX_STEPS
 from fidelity.measure import Asker, Reply, Request
-from logs import BenchError
 from pair.task import messages
+from study import BenchError
 
 CONCURRENCY = 64
 #: The same for all three; part of what makes answers comparable.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
+
+from study import slug_of
 
 from sglang_smc.options.server import AUTO_EVIDENCE_THRESHOLD, DEFAULTS, EVIDENCE_THRESHOLD
 
@@ -52,7 +53,7 @@ class Kind:
     @property
     def slug(self) -> str:
         """As files and patterns have it: ``smc-block-n8-k4``."""
-        return self.name.lower().replace("=", "").replace(" ", "-")
+        return slug_of(self.name)
 
 
 @dataclass(frozen=True)
@@ -128,13 +129,8 @@ def _cost(num_particles: int) -> float:
     return 0.04 + 0.012 * num_particles
 
 
-def cells(temperatures: Iterable[float], patterns: Sequence[str] = ("*",)) -> list[Cell]:
-    """The cells whose slug matches a pattern, engine by engine: each starts only once."""
+def cells(temperatures: Iterable[float]) -> list[Cell]:
+    """All cells, engine by engine: each starts only once."""
     found = [Cell(kind, t) for t in temperatures for kind in kinds()]
-    found = [cell for cell in found if _matches(cell.slug, patterns)]
     engines = list(dict.fromkeys(kind.engine for kind in kinds()))
     return sorted(found, key=lambda cell: engines.index(cell.kind.engine))
-
-
-def _matches(slug: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(slug, pattern) for pattern in patterns)

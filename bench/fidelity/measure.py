@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from fidelity.grid import Cell
 from fidelity.store import Answers, Record
 from pair.task import Problem, check, held_out
-from serving import progress_interval
+from study import bar
 from tqdm import tqdm
 
 #: The longest worked answers of the task take about 130 tokens.
@@ -112,10 +112,9 @@ class Progress:
     def __init__(self, missing: dict[Cell, list[int]]) -> None:
         self._cells = [cell for cell, indices in missing.items() if indices]
         self._forecast = Forecast({cell: len(missing[cell]) for cell in self._cells})
-        self._all = tqdm(
+        self._all = bar(
             total=self._forecast.total,
             bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}{postfix}",
-            mininterval=progress_interval(),
             disable=not self._cells,
         )
         self._one: tqdm | None = None
@@ -138,13 +137,12 @@ class Progress:
         self._end_cell()
         self._cell, self._right, self._count = cell, 0, 0
         self._all.set_description_str(f"cell {self._cells.index(cell) + 1}/{len(self._cells)}")
-        self._one = tqdm(
+        self._one = bar(
             total=problems,
             initial=problems - missing,
             desc=cell.name,
             unit="answer",
             leave=False,
-            mininterval=progress_interval(),
         )
 
     def answered(self, record: Record, seconds: float) -> None:
@@ -180,4 +178,5 @@ class Forecast:
         self._spent += seconds
         at = self._engines_left.index(cell.kind.engine)
         starts = len(set(self._engines_left[at:]) - {cell.kind.engine})
-        return self._left * self._spent / self._done + starts * START_SECONDS
+        left = max(0.0, self._left)  # sums of costs may end just below
+        return left * self._spent / self._done + starts * START_SECONDS

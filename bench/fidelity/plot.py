@@ -7,10 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")
-
+import charts  # noqa: F401  (no screen)
 import matplotlib.pyplot as plt
 from fidelity.grid import (
     AR_DRAFT,

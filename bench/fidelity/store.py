@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from logs import Log, code_fingerprint, digest
+from study import REPOSITORY, Log, code_fingerprint, digest
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ def seconds(records: list[Record]) -> float:
     return sum(ends.values())
 
 
-def fingerprint(repository: Path, pair: Path) -> dict[str, Any]:
+def fingerprint(pair: Path) -> dict[str, Any]:
     """The code and models that answers depend on."""
     models = [path for name in ("target", "draft") for path in (pair / name).iterdir()]
-    task = repository / "bench" / "pair" / "task.py"
-    return {**code_fingerprint(repository), "pair": digest([*models, task])}
+    task = REPOSITORY / "bench" / "pair" / "task.py"
+    return {**code_fingerprint(), "pair": digest([*models, task])}

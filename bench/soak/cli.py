@@ -15,25 +15,20 @@ import asyncio
 import json
 import os
 import random
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
 import httpx
-from arguments import positive
-from logs import prepare_folder
 from results import provenance
-from serving import ServerError, describe_log, progress_interval, running, smc_flags
+from serving import Launch, describe_log, running, smc_flags
 from soak.answers import Ending
 from soak.clients import Clients
 from soak.traffic import MAX_LAG, NUM_PARTICLES, NUM_STEPS, requests
 from soak.verdict import Verdict, judge
 from soak.watch import Watch
-from tqdm import tqdm
+from study import PAIR, bar, main_of, parser, positive, prepare_folder
 
-HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parents[1]
 ENVIRONMENT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
@@ -53,12 +48,8 @@ MEAN_PAUSE = 0.02
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(
-        prog="bench/soak",
-        description="Many clients, a pool that is too small, and no request lost.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
+    found = parser("soak", "Many clients, a pool that is too small, and no request lost.")
+    add = found.add_argument
     add("--minutes", type=float, default=3.0, help="of traffic; verifying comes on top")
     add("--verify", type=positive, default=200, metavar="N", help="texts to ask for again, alone")
     add("--crowd", type=positive, default=80, help="requests with the server at once")
@@ -66,20 +57,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--pool", type=positive, default=2400, metavar="TOKENS", help="KV slots of the server")
     add("--leave", type=float, default=0.4, help="share of the clients that mean to leave early")
     add("--seed", type=int, default=0, help="of the traffic")
-    add("--pair", type=Path, default=HERE.parent / "pair", help="folder of target/ and draft/")
-    add("--output-dir", type=Path, default=Path("soak-output"))
-    return parser.parse_args(argv)
+    add("--pair", type=Path, default=PAIR, help="folder of target/ and draft/")
+    return found.parse_args(argv)
 
 
 def server_flags(options: argparse.Namespace) -> list[str]:
     """What makes the server's life hard."""
     return [
-        *smc_flags(
-            options.pair / "draft",
-            num_particles=NUM_PARTICLES,
-            num_steps=NUM_STEPS,
-            resample_at="block",
-        ),
+        *smc_flags(options.pair / "draft", num_particles=NUM_PARTICLES, num_steps=NUM_STEPS),
         *("--speculative-smc-max-lag", str(MAX_LAG)),
         *("--dtype", "float32"),
         *("--max-total-tokens", str(options.pool)),
@@ -93,14 +78,9 @@ def run(options: argparse.Namespace) -> tuple[Verdict, Watch]:
     """Start a server, send it traffic, and judge what came of it."""
     prepare_folder(options.output_dir)
     os.environ.update(ENVIRONMENT)
-    log = options.output_dir / "server.log"
-    with running(
-        options.pair / "target",
-        label="SMC server",
-        log=log,
-        concurrency=options.running,
-        flags=server_flags(options),
-    ) as server:
+    log, target = options.output_dir / "server.log", options.pair / "target"
+    launch = Launch("SMC server", target, log, options.running, flags=server_flags(options))
+    with running(launch) as (server,):
         endings, watch = soak(server.url, options)
         lost = at_rest(server.url)
         alone = [] if lost else verify(server.url, endings, options)
@@ -118,19 +98,17 @@ def soak(url: str, options: argparse.Namespace) -> tuple[list[Ending], Watch]:
     form = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}<{remaining}{postfix}"
     with (
         Watch(url) as watch,
-        tqdm(
-            total=round(seconds), desc="Soaking", bar_format=form, mininterval=progress_interval()
-        ) as bar,
+        bar(total=round(seconds), desc="Soaking", bar_format=form) as line,
     ):
 
         def ended(some: list[Ending]) -> None:
             endings.extend(some)
             problems = sum(bool(e.problem) for e in endings)
             full = watch.usage[-1][1] if watch.usage else 0.0
-            bar.set_postfix_str(
+            line.set_postfix_str(
                 f"{len(endings)} answers, {problems} problems, pool {full:.0%}", refresh=False
             )
-            bar.update(min(round(time.monotonic() - begin), bar.total) - bar.n)
+            line.update(min(round(time.monotonic() - begin), line.total) - line.n)
 
         traffic = requests(options.seed, options.leave, MEAN_PAUSE)
         asyncio.run(Clients(url, options.crowd, ended).run(traffic, seconds))
@@ -160,24 +138,20 @@ def verify(url: str, endings: list[Ending], options: argparse.Namespace) -> list
     candidates = [ending for ending in endings if ending.is_verifiable]
     number = min(options.verify, len(candidates))
     chosen = random.Random(options.seed).sample(candidates, number)
-    with tqdm(
-        total=number, desc="Asking again, alone", unit="answer", mininterval=progress_interval()
-    ) as bar:
-        return asyncio.run(Clients(url, 1, lambda _: None).alone(chosen, bar.update))
+    with bar(total=number, desc="Asking again, alone", unit="answer") as line:
+        return asyncio.run(Clients(url, 1, lambda _: None).alone(chosen, line.update))
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run it; the exit status is 0 where all is well."""
     options = parse_arguments(argv)
-    try:
-        verdict, watch = run(options)
-    except ServerError as error:
-        print(f"\n{error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nInterrupted.", file=sys.stderr)
-        return 130
-    report = {"verdict": asdict(verdict), "watch": watch.to_json(), **provenance(REPOSITORY)}
+    return main_of(lambda: _report(options), "")
+
+
+def _report(options: argparse.Namespace) -> int:
+    verdict, watch = run(options)
+    origin = provenance({name: str(value) for name, value in vars(options).items()})
+    report = {"verdict": asdict(verdict), "watch": watch.to_json(), **origin}
     path = options.output_dir / "soak.json"
     path.write_text(json.dumps(report, indent=2, default=str) + "\n")
     print(f"\n{verdict}\nIn {options.output_dir}/: {path.name}, server.log.")

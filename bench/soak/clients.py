@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -35,14 +35,16 @@ class Clients:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self._crowd)
         async with self._client(limits=limits) as client:
             room, deadline = asyncio.Semaphore(self._crowd), time.monotonic() + seconds
-            async with asyncio.TaskGroup() as group:
-                while time.monotonic() < deadline and not self._is_gone:
-                    request = next(requests)
-                    await room.acquire()
-                    group.create_task(self._serve(client, request, room))
-                    await asyncio.sleep(request.pause)
+            under_way: set[asyncio.Task[None]] = set()
+            while time.monotonic() < deadline and not self._is_gone:
+                request = next(requests)
+                await room.acquire()
+                under_way = {task for task in under_way if not task.done() or task.exception()}
+                under_way.add(asyncio.create_task(self._serve(client, request, room)))
+                await asyncio.sleep(request.pause)
+            await asyncio.gather(*under_way)
 
-    async def alone(self, answers: list[Ending], done: Callable[[], None]) -> list[Ending]:
+    async def alone(self, answers: list[Ending], done: Callable[[], object]) -> list[Ending]:
         """The same answers, each asked for when no other is under way."""
         found = []
         async with self._client() as client:
@@ -143,7 +145,9 @@ def _join(before: dict[str, Any], chunk: dict[str, Any]) -> str:
     return ""
 
 
-async def _chunks(client: httpx.AsyncClient, request: Request) -> AsyncIterator[dict[str, Any]]:
+async def _chunks(
+    client: httpx.AsyncClient, request: Request
+) -> AsyncGenerator[dict[str, Any], None]:
     async with client.stream("POST", "/generate", json=request.body) as lines:
         if lines.status_code != 200:  # before the first chunk, so that no client has left yet
             raise ValueError(f"HTTP {lines.status_code}: {(await lines.aread()).decode()}")

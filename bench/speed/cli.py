@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shutil
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,24 +21,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from arguments import positive
-from logs import BenchError, code_fingerprint, prepare_folder
 from results import provenance
 from speed.bound import measure_machine, read_machine
 from speed.engines import launch
 from speed.grid import System
 from speed.measure import Bench, Start
-from speed.plan import Plan
+from speed.plan import SpeedPlan
 from speed.plot import plot_rows
 from speed.presets import PRESETS, write_models
 from speed.probing import StartProbed
-from speed.remote import Asker, EngineError, running
+from speed.remote import Asker, running
 from speed.report import CellRow, conclusions, make_rows, markdown, write_csv
 from speed.studies import STUDIES, outputs
+from study import (
+    PUBLISHED,
+    BenchError,
+    code_fingerprint,
+    complete,
+    copy,
+    grid_parser,
+    main_of,
+    positive,
+)
 
-HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parents[1]
-PUBLISHED = REPOSITORY / "bench" / "results" / "speed"
 CSV, TABLE, PLOT, ORIGIN = OUTPUTS = ("speed.csv", "speed.md", "speed.png", "provenance.json")
 MACHINE = "machine.json"
 GOES_ON = "All samples so far are kept: the same command goes on from here."
@@ -48,15 +51,14 @@ GOES_ON = "All samples so far are kept: the same command goes on from here."
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(
-        prog="bench/speed",
-        description="Tokens per second of AR, SGLang's speculative decoding and SMC, side by side.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = grid_parser(
+        "speed",
+        "Tokens per second of AR, SGLang's speculative decoding and SMC, side by side.",
+        look="--dry-run",
     )
     add = parser.add_argument
     add("--preset", choices=list(PRESETS), help="by default what fits this machine")
     add("--quick", action="store_true", help="one setting of each mode, few tokens")
-    add("--only", nargs="+", default=["*"], metavar="PATTERN", help="slugs, as a shell matches")
     add("--batch", nargs="+", type=positive, metavar="B", help="instead of the preset's")
     add("--prompt", nargs="+", type=positive, metavar="TOKENS", help="instead of the preset's")
     add("--new-tokens", type=positive, help="instead of the preset's")
@@ -65,13 +67,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--target", type=Path, help="folder of real weights, with --draft")
     add("--draft", type=Path, help="folder of real weights, with --target")
     add("--engine", nargs="+", type=_keyword, default=[], metavar="KEY=VALUE", help="for all")
-    add("--dry-run", action="store_true", help="print the cells, and what is done, and stop")
     study = parser.add_mutually_exclusive_group()
     study.add_argument("--rounds", action="store_true", help="instead: where SMC's rounds go")
     study.add_argument("--positions", action="store_true", help="instead: cost of late rounds")
-    add("--fresh", action="store_true", help="forget what the output folder has of these cells")
-    add("--publish", action="store_true", help="also copy the results to bench/results/speed")
-    add("--output-dir", type=Path, default=Path("speed-output"))
     options = parser.parse_args(argv)
     if (options.target is None) != (options.draft is None):
         parser.error("--target and --draft belong together")
@@ -96,59 +94,33 @@ def _preset_of_this_machine() -> str:
     return "h200-8b" if torch.cuda.is_available() else "cpu"
 
 
-def run(
-    options: argparse.Namespace,
-    start: Start | None = None,
-    start_probed: StartProbed | None = None,
-) -> None:
-    """Do what the options ask for; the last two start engines, or stand-ins."""
-    began = time.monotonic()
-    plan = Plan(options, code_fingerprint(REPOSITORY))
-    if options.fresh and not options.dry_run:
-        plan.forget()
-    plan.check()
-    if options.dry_run:
-        print(plan.status())
-        return
-    prepare_folder(options.output_dir)
-    if study := next((study for study in STUDIES if getattr(options, study)), None):
-        print(f"\n{STUDIES[study](plan, origin_of(plan), start_probed)}\nIn {plan.folder}/.")
-        if options.publish:
-            copy(plan, outputs(plan.folder))
-        return
-    compare(plan, start)
-    print(f"{time.monotonic() - began:.0f} s. In {plan.folder}/: {', '.join(OUTPUTS)}, and logs.")
-    if options.publish:
-        publish(plan)
-
-
-def compare(plan: Plan, start: Start | None) -> None:
+def compared(plan: SpeedPlan, start: Start | None) -> str:
     """Complete the selected cells, then report on all that is known."""
     todo, name = plan.todo(), time.strftime("%Y%m%dT%H%M%S")
     if todo:
         measure_machine(plan.preset, plan.folder / MACHINE)
         deadline = time.monotonic() + 60 * plan.options.minutes
-        Bench(plan.preset, plan.logs, start or starter(plan), name, deadline).measure(todo)
+        Bench(plan.preset, plan.cell_logs, start or starter(plan), name, deadline).measure(todo)
     rows = make_rows(plan.known(), plan.preset, read_machine(plan.preset, plan.folder / MACHINE))
     write_outputs(rows, plan)
-    print(f"\n{(plan.folder / TABLE).read_text()}\n{conclusions(rows)}\n")
+    return f"{(plan.folder / TABLE).read_text()}\n{conclusions(rows)}"
 
 
-def starter(plan: Plan) -> Start:
+def starter(plan: SpeedPlan) -> Start:
     """What starts real engines."""
     models = write_models(plan.preset.pair, plan.options.output_dir / "models")
     return partial(_start, plan, models)
 
 
 @contextmanager
-def _start(plan: Plan, models: tuple[Path, Path], system: System) -> Iterator[Asker]:
+def _start(plan: SpeedPlan, models: tuple[Path, Path], system: System) -> Iterator[Asker]:
     with running(
         launch(system, plan.preset, models), plan.folder / "logs" / f"{system.slug}.log"
     ) as engine:
         yield engine
 
 
-def note(plan: Plan, hardware: str, date: str) -> str:
+def note(plan: SpeedPlan, hardware: str, date: str) -> str:
     """What one has to know to read the table."""
     preset = plan.preset
     how = "in turns with AR" if preset.side_by_side else "between two runs of AR"
@@ -173,18 +145,11 @@ def note(plan: Plan, hardware: str, date: str) -> str:
     return " ".join(parts)
 
 
-def origin_of(plan: Plan) -> dict[str, Any]:
-    """What one needs to know to make the numbers again."""
-    origin = {"settings": plan.settings(), **provenance(REPOSITORY)}
-    del origin["argv"]  # it may name folders of this machine; the settings say it all
-    return origin
-
-
-def write_outputs(rows: list[CellRow], plan: Plan) -> None:
+def write_outputs(rows: list[CellRow], plan: SpeedPlan) -> None:
     """The CSV, the table, the plot, and what one needs to make them again."""
     if not rows:
         raise BenchError("Nothing was measured.")
-    folder, origin = plan.folder, origin_of(plan)
+    folder, origin = plan.folder, provenance(plan.settings())
     (folder / ORIGIN).write_text(json.dumps(origin, indent=2, default=str) + "\n")
     write_csv(rows, folder / CSV, origin)
     (folder / TABLE).write_text(markdown(rows, note(plan, origin["hardware"], origin["date"][:10])))
@@ -192,21 +157,17 @@ def write_outputs(rows: list[CellRow], plan: Plan) -> None:
         plot_rows(rows, folder / PLOT, title=f"{plan.preset.pair.name} on {origin['hardware']}")
 
 
-def publish(plan: Plan) -> None:
+def publish(plan: SpeedPlan) -> None:
     """Copy the results to where the repository keeps them; never a part of what was selected."""
     if plan.todo():
         raise BenchError("Not published: some of the selected cells are not complete.")
     if not (plan.folder / PLOT).exists():
         raise BenchError("Not published: none of the cells ran here.")
-    copy(plan, [*(plan.folder / name for name in (*OUTPUTS, MACHINE)), *outputs(plan.folder)])
+    _copy(plan, [*(plan.folder / name for name in (*OUTPUTS, MACHINE)), *outputs(plan.folder)])
 
 
-def copy(plan: Plan, paths: Iterable[Path]) -> None:
-    """Copy files to where the repository keeps the preset's."""
-    folder = PUBLISHED / plan.preset.name
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in paths:
-        shutil.copy(path, folder / path.name)
+def _copy(plan: SpeedPlan, paths: Iterable[Path]) -> None:
+    copy(paths, PUBLISHED / "speed" / plan.preset.name)
 
 
 def main(
@@ -214,14 +175,21 @@ def main(
     start: Start | None = None,
     start_probed: StartProbed | None = None,
 ) -> int:
-    """Run the benchmark; the exit status is 0 where it came to its end."""
+    """Run the benchmark; the exit status is 0 where it came to its end.
+
+    Args:
+        start: starts engines, or stand-ins.
+        start_probed: the same for engines with timers.
+    """
     options = parse_arguments(argv)
-    try:
-        run(options, start, start_probed)
-    except (BenchError, EngineError) as error:
-        print(f"\n{error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"\nInterrupted. {GOES_ON}", file=sys.stderr)
-        return 130
-    return 0
+    study = next((name for name in STUDIES if vars(options)[name]), None)
+
+    def run() -> None:
+        plan = SpeedPlan(options, code_fingerprint())
+        if study is None:
+            complete(plan, lambda: compared(plan, start), lambda: publish(plan))
+        else:
+            timed = partial(STUDIES[study], plan, provenance(plan.settings()), start_probed)
+            complete(plan, timed, lambda: _copy(plan, outputs(plan.folder)))
+
+    return main_of(run, GOES_ON)

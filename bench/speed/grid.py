@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from speed.presets import Preset
+from study import slug_of
 
 AR, AR_STOCK = "AR", "AR without the plugin"
 CHAIN, TREE, NGRAM = "STANDALONE chain", "STANDALONE tree", "NGRAM"
@@ -33,7 +33,7 @@ class System:
     @property
     def slug(self) -> str:
         """As files and patterns have it: ``smc-block-n8-k4``."""
-        return self.name.lower().replace("=", "").replace(" ", "-")
+        return slug_of(self.name)
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,13 @@ def systems(preset: Preset) -> list[System]:
 
 def cells(
     preset: Preset,
-    patterns: Sequence[str] = ("*",),
     batches: Iterable[int] | None = None,
     prompts: Iterable[int] | None = None,
 ) -> list[Cell]:
-    """The cells of these batches and prompts whose slug matches a pattern, engine by engine."""
-    found = [
+    """The cells of these batches and prompts, engine by engine."""
+    return [
         Cell(system, batch, prompt)
         for system in systems(preset)
         for batch in (preset.batches if batches is None else batches)
         for prompt in (preset.prompts if prompts is None else prompts)
     ]
-    return [cell for cell in found if any(fnmatchcase(cell.slug, p) for p in patterns)]

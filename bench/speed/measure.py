@@ -10,13 +10,11 @@ from contextlib import AbstractContextManager
 from itertools import groupby
 from typing import Any
 
-from logs import BenchError
-from serving import progress_interval
 from speed.grid import PLAIN, Cell, System
 from speed.presets import FIRST_TOKEN, Preset
 from speed.remote import Asker, EngineError, Sample, Work
 from speed.store import CellLog, Measured
-from tqdm import tqdm
+from study import BenchError, bar
 
 TEMPERATURE = 0.7
 WARM_UP, WARM_UP_TOKENS = "warm-up", 16
@@ -85,7 +83,7 @@ class Bench:
     def measure(self, todo: Mapping[Cell, Sequence[int]]) -> None:
         """Complete the cells; a system that fails is written down with its reason."""
         self._todo = dict(todo)
-        with self._progress(sum(map(len, todo.values()))) as self._bar:
+        with bar(total=sum(map(len, todo.values())), unit="sample") as self._bar:
             try:
                 if self._preset.side_by_side:
                     self._side_by_side()
@@ -93,10 +91,6 @@ class Bench:
                     self._one_at_a_time()
             except TimeUpError:
                 self._bar.write("Time is up: the same command goes on from here.")
-
-    @staticmethod
-    def _progress(total: int) -> tqdm:
-        return tqdm(total=total, unit="sample", mininterval=progress_interval())
 
     def _side_by_side(self) -> None:
         """Plain decoding stays, the others come and go; the two take turns."""

@@ -8,18 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from logs import BenchError, Log, digest
 from speed.engines import environment, settings
 from speed.grid import Cell, cells
 from speed.measure import TEMPERATURE
 from speed.presets import PRESETS, Pair, Preset, long_answers, quick
 from speed.probing import PLUGIN
 from speed.store import CellLog
+from study import BenchError, Log, digest, selected
 
 from sglang_smc.plan.shapes import from_config
 
 
-class Plan:
+class SpeedPlan:
     """The cells of this run, and the files of all cells that the report may show."""
 
     def __init__(self, options: argparse.Namespace, code: Mapping[str, Any]) -> None:
@@ -27,13 +27,10 @@ class Plan:
         self.preset = preset_of(options)
         self._code = dict(code)
         _check_sizes(self.preset, options)
-        self.selected = cells(self.preset, options.only, options.batch, options.prompt)
-        if not self.selected:
-            raise BenchError(
-                f"No cell matches --only {' '.join(options.only)}; --dry-run shows all."
-            )
+        asked = cells(self.preset, options.batch, options.prompt)
+        self.selected = selected(asked, options.only, look="--dry-run")
         every = dict.fromkeys([*cells(self.preset), *self.selected, *self._references()])
-        self.logs = {cell: self._log(cell) for cell in every}
+        self.cell_logs = {cell: self._log(cell) for cell in every}
 
     def _references(self) -> list[Cell]:
         return [cell.reference for cell in self.selected]
@@ -62,37 +59,33 @@ class Plan:
             "temperature": TEMPERATURE,
         }
 
-    def forget(self) -> None:
-        """Delete what the selected cells have."""
-        for cell in self.selected:
-            self.logs[cell].log.delete()
-            self.timers_log(cell).delete()
+    def own_logs(self) -> list[Log]:
+        """The files of the selected cells."""
+        samples = [self.cell_logs[cell].log for cell in self.selected]
+        return samples + [self.timers_log(cell) for cell in self.selected]
 
-    def check(self) -> None:
-        """Raise BenchError, before anything is started, where a file does not fit."""
-        try:
-            for cell in [*self.selected, *self._references()]:
-                self.logs[cell].log.read()
-        except BenchError as error:
-            raise BenchError(
-                f"{error}\nAsk for what was measured there, choose another --output-dir, or start "
-                "anew with --fresh, which deletes what the folder has of the selected cells."
-            ) from error
+    def logs(self) -> list[Log]:
+        """Those with samples, and plain decoding's, which they are measured with."""
+        return [self.cell_logs[cell].log for cell in [*self.selected, *self._references()]]
 
     def todo(self) -> dict[Cell, list[int]]:
         """The selected cells that miss repeats, and which."""
-        missing = {cell: self.logs[cell].missing(self.preset.repeats) for cell in self.selected}
+        missing = {
+            cell: self.cell_logs[cell].missing(self.preset.repeats) for cell in self.selected
+        }
         return {cell: repeats for cell, repeats in missing.items() if repeats}
 
     def known(self) -> dict[Cell, CellLog]:
         """All cells of which something is known, by this run or an earlier one like it."""
-        return {cell: log for cell, log in self.logs.items() if _says_something(log)}
+        return {
+            cell: log for cell, log in self.cell_logs.items() if log.log.fits and log.log.read()
+        }
 
     def status(self) -> str:
         """A line for each selected cell."""
         lines = []
         for cell in self.selected:
-            log, repeats = self.logs[cell], self.preset.repeats
+            log, repeats = self.cell_logs[cell], self.preset.repeats
             done = f"{repeats - len(log.missing(repeats))} of {repeats} repeats"
             reason = log.refused()
             lines.append(f"{cell.slug:30} {f'not run here: {reason}' if reason else done}")
@@ -113,13 +106,6 @@ class Plan:
             "environments": {system.name: environment(system, preset) for system in used},
             "code": self._code,
         }
-
-
-def _says_something(log: CellLog) -> bool:
-    try:
-        return bool(log.log.read())
-    except BenchError:
-        return False
 
 
 def _check_sizes(preset: Preset, options: argparse.Namespace) -> None:

@@ -7,14 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 import matplotlib.pyplot as plt
+from charts import COLOURS
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
-from plots import COLOURS
 from speed.report import CellRow
 
 MARKERS = "osD^v"

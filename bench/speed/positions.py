@@ -9,16 +9,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 import matplotlib.pyplot as plt
 import results
-from logs import Log
-from plots import COLOURS
+from charts import COLOURS
 from results import short
 from speed.grid import Cell
+from study import Log
 
 #: Positions are put together in bins of so many tokens.
 BIN = 100

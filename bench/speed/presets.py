@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from logs import BenchError
+from study import BenchError
 
 from sglang_smc.cpu.dtype import default_dtype
 from sglang_smc.plan.shapes import BUILT_IN, ModelShape

@@ -13,13 +13,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from logs import BenchError, Log
-from serving import progress_interval
 from speed.engines import Launch
 from speed.grid import Cell, System
 from speed.measure import WARM_UP, work
 from speed.presets import Preset
 from speed.remote import Asker, EngineError, running
+from study import BenchError, Log, bar
 from tqdm import tqdm
 
 PLUGIN = Path(__file__).resolve().parent / "plugin"
@@ -93,14 +92,14 @@ def probe(todo: Mapping[Cell, Log], preset: Preset, repeats: int, start: StartPr
     missing = {cell: repeats - len(log.read()) for cell, log in todo.items()}
     total = sum(max(0, number) for number in missing.values())
     left = [cell for cell in todo if missing[cell] > 0]
-    with tqdm(total=total, unit="sample", mininterval=progress_interval(), disable=not left) as bar:
+    with bar(total=total, unit="sample", disable=not left) as line:
         for system, cells in groupby(left, key=lambda cell: cell.system):
-            bar.set_description_str(f"starting {system.name} with timers")
+            line.set_description_str(f"starting {system.name} with timers")
             try:
                 with start(system) as engine:
-                    _complete(list(cells), todo, missing, engine, preset, bar)
+                    _complete(list(cells), todo, missing, engine, preset, line)
             except EngineError as error:
-                bar.write(f"{system.name}: not run here: {error}")
+                line.write(f"{system.name}: not run here: {error}")
 
 
 def _complete(
@@ -109,13 +108,13 @@ def _complete(
     missing: Mapping[Cell, int],
     engine: ProbedEngine,
     preset: Preset,
-    bar: tqdm,
+    line: tqdm,
 ) -> None:
     for cell in cells:
-        bar.set_description_str(f"timers: {cell.name}")
+        line.set_description_str(f"timers: {cell.name}")
         engine.inside(cell, WARM_UP, preset)
         for repeat in range(missing[cell]):
             found = engine.inside(cell, repeat, preset)
             with todo[cell].writing() as append:
                 append(found)
-            bar.update()
+            line.update()

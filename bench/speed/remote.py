@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from speed.engines import Launch
+from study import BenchError
 
 CHILD = Path(__file__).resolve().parent / "child.py"
 #: An error as Python prints the last line of a traceback.
@@ -23,7 +24,7 @@ LONGEST_REASON = 300
 STOP_SECONDS = 20.0
 
 
-class EngineError(RuntimeError):
+class EngineError(BenchError):
     """The engine did not start or did not answer; the message is its own error, in a sentence."""
 
 

@@ -9,17 +9,13 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 import matplotlib.pyplot as plt
 import results
-from logs import BenchError, Log
-from plots import COLOURS
+from charts import COLOURS
 from results import Interval, interval_cell, interval_columns, markdown_table, short
 from speed.grid import Cell
 from speed.ratios import log_ratio
+from study import BenchError, Log
 
 DRAFT, TARGET, BETWEEN = "draft forwards", "target forward", "between rounds"
 

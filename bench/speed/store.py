@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from logs import Log
 from speed.remote import Sample
+from study import Log
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from logs import BenchError
 from speed import positions, rounds
 from speed.engines import launch
 from speed.grid import AR, BLOCK, SMC, Cell, System
-from speed.plan import Plan
+from speed.plan import SpeedPlan
 from speed.presets import write_models
 from speed.probing import FORWARDS_EVERY, FORWARDS_ONCE, StartProbed, probe, start_probed
+from study import BenchError
 
 ROUNDS, POSITIONS = "rounds", "positions"
 
 
-def probed_starter(plan: Plan, forwards_every: int) -> StartProbed:
+def probed_starter(plan: SpeedPlan, forwards_every: int) -> StartProbed:
     """What starts engines with timers."""
     models = write_models(plan.preset.pair, plan.options.output_dir / "models")
 
@@ -29,7 +29,7 @@ def probed_starter(plan: Plan, forwards_every: int) -> StartProbed:
     return start
 
 
-def time_rounds(plan: Plan, origin: Mapping[str, Any], start: StartProbed | None) -> str:
+def time_rounds(plan: SpeedPlan, origin: Mapping[str, Any], start: StartProbed | None) -> str:
     """Time the rounds of the selected SMC cells, and write rounds.csv, .md and .png."""
     logs = _complete(plan, SMC, start or probed_starter(plan, FORWARDS_EVERY))
     rows = rounds.make_rows(logs)
@@ -46,7 +46,7 @@ def time_rounds(plan: Plan, origin: Mapping[str, Any], start: StartProbed | None
     return text
 
 
-def time_positions(plan: Plan, origin: Mapping[str, Any], start: StartProbed | None) -> str:
+def time_positions(plan: SpeedPlan, origin: Mapping[str, Any], start: StartProbed | None) -> str:
     """Time long answers, and write positions.csv and .png."""
     logs = _complete(plan, (AR, BLOCK), start or probed_starter(plan, FORWARDS_ONCE))
     points = positions.make_points(logs)
@@ -57,7 +57,7 @@ def time_positions(plan: Plan, origin: Mapping[str, Any], start: StartProbed | N
     return positions.growth(points)
 
 
-def _complete(plan: Plan, families: Sequence[str], start: StartProbed) -> dict[Cell, Any]:
+def _complete(plan: SpeedPlan, families: Sequence[str], start: StartProbed) -> dict[Cell, Any]:
     cells = [cell for cell in plan.selected if cell.system.family in families]
     if not cells:
         raise BenchError(f"No cell of {', '.join(families)} matches --only; --dry-run shows all.")
@@ -72,7 +72,7 @@ def _require(found: Sequence[object]) -> None:
 
 
 #: By the option that asks for it: what runs, and the files that it writes.
-STUDIES: dict[str, Callable[[Plan, Mapping[str, Any], StartProbed | None], str]] = {
+STUDIES: dict[str, Callable[[SpeedPlan, Mapping[str, Any], StartProbed | None], str]] = {
     ROUNDS: time_rounds,
     POSITIONS: time_positions,
 }

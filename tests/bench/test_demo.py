@@ -1,85 +1,134 @@
-"""The demo's command line, and how it fails."""
+"""The demo's numbers from canned answers, what its words may say, and what it asks."""
 
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
-import demo
 import pytest
-from chat import Answer, Pass
-from demo import Contender, contenders, main, parse_arguments, row_of, settings_line
+from chat import Answer
+from comparison import Contender, Run, Speed, Turn, conclusions, plain, row_of, tables
+from demo import FIRST_PROBLEM, blocks, contenders, launches, main, parse_arguments
+from plots import plot_rows
+from results import Interval, wilson
 
-from sglang_smc.options.server import DEFAULTS
+from sglang_smc.options.request import request_config
+from sglang_smc.options.server import SMCConfig
+
+SMC_INFO = {
+    "completion_tokens": 41,
+    "spec_verify_ct": 10,
+    "spec_smc_num_particles": 8,
+    "spec_smc_rounds_ct": 10,
+    "spec_smc_resample_ct": 5,
+    "spec_smc_ess_mean": 4.0,
+}
+NAMES = ("target", "smc", "auto", "exact", "draft")
 
 
-def test_no_arguments_are_needed() -> None:
-    options = parse_arguments([])
-    sizes = (options.num_particles, options.num_steps)
-    assert sizes == (DEFAULTS.num_particles, DEFAULTS.num_steps)
-    assert options.temperature == 0.7
-    assert options.pair == demo.HERE / "pair"
+def run_of(contender: Contender, info: dict[str, Any], seconds: list[float]) -> Run:
+    """One answer of each turn's seconds alone, the same two at a time; all but the first right."""
+    run = Run(contender)
+    for turns, size in ((run.alone, 1), (run.crowd, 2)):
+        for spent in seconds:
+            first = len(run.answers)
+            answers = [
+                Answer(i, f"id{i}", "#### 1", i > 0, "stop", seconds_to_first=0.1, seconds=spent)
+                for i in range(first, first + size)
+            ]
+            turns.append(Turn(answers, spent))
+    run.infos = {answer.request_id: info for answer in run.answers}
+    return run
 
 
-def test_servers_in_order() -> None:
-    arguments = ["--pair", "p", "--resample-at", "token"]
-    smc, target, auto, exact, draft = contenders(parse_arguments(arguments))
-    assert "SMC" in smc.flags and "token" in smc.flags
-    assert "auto" in auto.flags and "token" not in auto.flags
-    assert "exact" in exact.flags and "token" not in exact.flags
-    assert {c.model for c in (smc, target, auto, exact)} == {Path("p/target")}
-    assert (draft.model, draft.flags, draft.uses_target) == (Path("p/draft"), (), False)
+@pytest.fixture
+def reference() -> Run:
+    return run_of(contenders(parse_arguments([]))[0], {"completion_tokens": 41}, [1.0, 2.0, 4.0])
+
+
+def test_a_row(reference: Run) -> None:
+    smc = Contender("SMC", "smc", "smc", weighs=True)
+    row = row_of(run_of(smc, SMC_INFO, [0.5, 1.0, 2.0]), reference)
+    assert row.accuracy == wilson(8, 9)
+    assert row.alone.to_ar == pytest.approx((2, 2, 2, 3))  # what both have is taken out
+    assert (row.alone.n, row.crowd.n) == (3, 6)
+    assert row.alone.tokens_per_second == pytest.approx(3 * 41 / 3.5)
+    assert row.crowd.tokens_per_second == pytest.approx(6 * 41 / 3.5)
+    assert (row.tokens_per_target_pass, row.ess_share, row.resample_rate) == (4.0, 0.5, 0.5)
+    plain_row = row_of(reference, reference)
+    assert (plain_row.alone.to_ar, plain_row.tokens_per_target_pass) == (None, 1.0)
+
+
+def test_a_row_that_answered_fewer_is_held_against_the_same_problems(reference: Run) -> None:
+    draft = Contender("AR, draft", "draft", "draft")
+    row = row_of(run_of(draft, {"completion_tokens": 41}, [0.5, 1.0]), reference)
+    assert row.crowd.to_ar is not None
+    assert (row.crowd.to_ar.mean, row.crowd.to_ar.n) == (pytest.approx(2), 2)
+    assert row.tokens_per_target_pass is None  # it has no target
+
+
+def test_particles_are_told_of_where_they_are_weighed(reference: Run) -> None:
+    auto = Contender("SMC, auto", "auto", "smc")
+    row = row_of(run_of(auto, SMC_INFO, [1.0]), reference)
+    assert (row.ess_share, row.resample_rate) == (None, None)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "slugs"),
-    [
-        (["--no-auto"], ["smc", "target", "exact", "draft"]),
-        (["--no-exact"], ["smc", "target", "auto", "draft"]),
-        (["--no-draft", "--no-exact", "--no-auto"], ["smc", "target"]),
-    ],
+    ("low", "high", "says"), [(1.1, 1.4, "faster"), (0.6, 0.9, "slower"), (0.9, 1.3, "no diff")]
 )
-def test_servers_can_be_left_out(arguments: list[str], slugs: list[str]) -> None:
-    assert [c.slug for c in contenders(parse_arguments(arguments))] == slugs
+def test_words_follow_from_the_interval(reference: Run, low: float, high: float, says: str) -> None:
+    speed = Speed(1.0, Interval(1.2, low, high, 4), 1.0, 1.0, 4)
+    smc = row_of(run_of(Contender("SMC", "smc", "smc"), SMC_INFO, [1.0]), reference)
+    lines = conclusions(replace(smc, alone=speed, crowd=speed), 8).splitlines()
+    assert len(lines) == 2
+    assert all(line.split(": ")[-1].startswith(says) for line in lines)
 
 
-@pytest.mark.parametrize(("weighs", "ess"), [(True, 0.5), (False, None)])
-def test_particles_are_told_of_where_they_are_weighed(weighs: bool, ess: float | None) -> None:
-    info = {
-        "completion_tokens": 41,
-        "spec_verify_ct": 10,
-        "spec_smc_num_particles": 8,
-        "spec_smc_rounds_ct": 10,
-        "spec_smc_resample_ct": 5,
-        "spec_smc_ess_mean": 4.0,
+def test_it_ends_with_tables_a_picture_and_json(reference: Run, tmp_path: Path) -> None:
+    """Five minutes of answers must not end in a picture that cannot be drawn."""
+    found = contenders(parse_arguments([]))
+    rows = [row_of(run_of(c, SMC_INFO, [1.0, 2.0]), reference) for c in found]
+    plot_rows(rows, tmp_path / "it.png", title="x", concurrency=8)
+    assert (tmp_path / "it.png").stat().st_size > 0
+    text = tables(rows, 8)
+    assert max(map(len, text.splitlines())) <= 100
+    assert text.index("One user") < text.index("8 at a time")
+    assert plain(rows[0])["accuracy"]["n"] == 6
+
+
+def test_one_server_takes_every_mode() -> None:
+    options = parse_arguments(["--resample-at", "token"])
+    asked = {c.slug: c.smc for c in contenders(options) if c.server == "smc"}
+    configs = {slug: request_config(SMCConfig(), {"smc": smc}) for slug, smc in asked.items()}
+    assert {slug: config.mode for slug, config in configs.items()} == {
+        slug: slug for slug in ("smc", "auto", "exact")
     }
-    answer = Answer(0, "id", "#### 1", True, "stop", seconds_to_first=0.1, seconds=0.5)
-    contender = Contender("SMC", "smc", Path("p/target"), weighs=weighs)
-    row = row_of(contender, Pass([answer], 1.0, {"id": info}))
-    assert (row.ess_share, row.resample_rate) == (ess, ess)
-    assert row.tokens_per_target_pass == 4.0
+    assert configs["smc"].resample_at == "token"
 
 
-def test_settings_line_names_what_the_numbers_depend_on() -> None:
-    line = settings_line(parse_arguments(["--problems", "9", "--num-steps", "3"]))
-    assert "n=9 " in line and "N=8 " in line and "K=3 " in line and "temperature 0.7" in line
+def test_servers_differ_by_smc_or_the_model_alone() -> None:
+    smc, target, draft = launches(parse_arguments(["--pair", "p"])).values()
+    assert smc.flags[: len(target.flags)] == target.flags == draft.flags
+    assert (smc.model, target.model, draft.model) == tuple(
+        Path("p") / name for name in ("target", "target", "draft")
+    )
 
 
-@pytest.mark.parametrize("arguments", [["--problems", "0"], ["--resample-at", "never"]])
-def test_bad_values_are_refused(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        parse_arguments(arguments)
+@pytest.mark.parametrize("left_out", ["auto", "exact", "draft"])
+def test_rows_can_be_left_out(left_out: str) -> None:
+    found = [c.slug for c in contenders(parse_arguments([f"--no-{left_out}"]))]
+    assert found == [name for name in NAMES if name != left_out]
+
+
+@pytest.mark.parametrize("problems", [1, 5, 128])
+def test_no_problem_is_asked_twice_or_was_published(problems: int) -> None:
+    options = parse_arguments(["--problems", str(problems), "--one-user", "3"])
+    asked = list(chain.from_iterable(blocks(options)))
+    assert asked == list(range(FIRST_PROBLEM + 3, FIRST_PROBLEM + 3 + problems))
+    assert FIRST_PROBLEM > 2000  # of the largest published table
 
 
 def test_a_missing_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--pair", str(tmp_path), "--output-dir", str(tmp_path / "out")]) == 1
     assert str(tmp_path / "target") in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_ctrl_c_ends_quietly(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(demo, "demo", interrupted)
-    assert main([]) == 130
-    assert "Interrupted" in capsys.readouterr().err

@@ -28,7 +28,7 @@ from sglang_smc.smc.resampling import SCHEMES
 
 FOLDER = Path(__file__).parents[2] / "bench" / "pair"
 EOS, LENGTH, VOCAB = 1, 4, 3
-RUNS = 600
+RUNS = 300
 TWO = Setting(2, 2, "block", 0.9, "systematic", stratified=True)
 #: Two values of each option, such that every two options meet in three of four ways.
 SETTINGS = [
@@ -225,13 +225,13 @@ def test_conditional_runs_from_the_target_keep_its_law_and_tell_that_of_answers(
     generator = torch.Generator().manual_seed(2)
     texts, masses = list(P_LAW), torch.tensor(list(P_LAW.values()))
     outcomes, inverse = [], defaultdict(list)
-    for index in masses.multinomial(800, replacement=True, generator=generator).tolist():
+    for index in masses.multinomial(500, replacement=True, generator=generator).tolist():
         retained = list(texts[index])
         outcome = run(TOY, [0], setting, 1.0, generator, max_new_tokens=LENGTH, retained=retained)
         outcomes.append(outcome)
         inverse[texts[index]].append(math.exp(-outcome.log_evidence))
     assert standard_errors_off([math.exp(-o.log_evidence) for o in outcomes], 1.0) < 4
-    common = {text: values for text, values in inverse.items() if len(values) >= 35}
+    common = {text: values for text, values in inverse.items() if len(values) >= 30}
     law = answer_law(setting)
     assert sum(P_LAW[text] for text in common) > 0.5
     for text, values in common.items():
@@ -243,11 +243,11 @@ def test_conditional_runs_from_the_target_keep_its_law_and_tell_that_of_answers(
 def test_evidence_is_unbiased_forwards_and_backwards(method: str) -> None:
     """E[Z-hat] = 1 for runs, E[1 / Z-hat] = 1 for conditional ones from p: error 6e-5 each."""
     setting = Setting(4, 1, "token", 0.9, method)
-    outcomes = run_toy(setting, 250)
+    outcomes = run_toy(setting, 120)
     assert standard_errors_off([math.exp(o.log_evidence) for o in outcomes], 1.0) < 4
     generator = torch.Generator().manual_seed(3)
     inverse = []
-    for _ in range(250):
+    for _ in range(120):
         text = ancestral(TARGET, [0], EOS, 1.0, generator, max_new_tokens=LENGTH)
         outcome = run(TOY, [0], setting, 1.0, generator, max_new_tokens=LENGTH, retained=text)
         inverse.append(math.exp(-outcome.log_evidence))
@@ -262,7 +262,7 @@ def test_one_particle_follows_q_where_drafted_and_p_where_bonus(num_steps: int) 
         EOS,
         lambda position: (DRAFT if position % (num_steps + 1) else TARGET).next_probs,
     )
-    texts = texts_of(run_toy(Setting(1, num_steps), RUNS))
+    texts = texts_of(run_toy(Setting(1, num_steps), 2 * RUNS))
     assert p_value(texts, law) > 1e-4
     assert p_value(texts, P_LAW) < 1e-6, "the test could not tell them apart"
 
@@ -279,42 +279,12 @@ def test_a_draft_equal_to_the_target_is_exact(resample_at: str, stratified: bool
     assert p_value(texts_of(outcomes), P_LAW) > 1e-4
 
 
-def test_the_law_tends_to_the_targets() -> None:
-    """The event that one particle overrates most is .2 off; 64 particles leave noise (6e-5)."""
-    alone = enumerate_law(LENGTH, EOS, lambda at: (DRAFT if at % 3 else TARGET).next_probs)
-    overrated = {text for text in P_LAW if alone[text] > P_LAW[text]}
-    right = sum(P_LAW[text] for text in overrated)
-    assert sum(alone[text] for text in overrated) > right + 0.1
-    outcomes = run_toy(Setting(64, 2), RUNS)
-    hits = [float(text in overrated) for text in texts_of(outcomes)]
-    assert standard_errors_off(hits, right) < 4
-
-
-def test_stratified_draws_lower_the_variance_of_the_evidence() -> None:
-    """By a third to a half here; the standard error of the ratio is about .06."""
-    variances = [
-        torch.tensor([o.log_evidence for o in run_toy(Setting(8, 1, stratified=s), RUNS)]).var()
-        for s in (True, False)
-    ]
-    assert variances[0] < 0.75 * variances[1], variances
-
-
 def test_temperature_acts_on_both_models() -> None:
     """Error probability 1e-4."""
     cold = Table((TARGET.table / 0.5).log_softmax(-1))
     expected = enumerate_law(LENGTH, EOS, lambda position: cold.next_probs)
     outcomes = run_toy(Setting(2, 2), RUNS, models=replace(TOY, draft=TARGET), temperature=0.5)
     assert p_value(texts_of(outcomes), expected) > 1e-4
-
-
-def test_ancestral_samples_follow_the_model() -> None:
-    """Error probability 1e-4."""
-    generator = torch.Generator().manual_seed(4)
-    texts = [
-        tuple(ancestral(TARGET, [0], EOS, 1.0, generator, max_new_tokens=LENGTH))
-        for _ in range(RUNS)
-    ]
-    assert p_value(texts, P_LAW) > 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -366,13 +336,3 @@ def test_a_particle_alone_is_weighed_token_by_token(pair: Models, limit: int) ->
     assert outcome.tokens == text
     assert math.isclose(outcome.log_evidence, float((log_p - log_q)[drafted].sum()), abs_tol=1e-3)
     assert outcome.num_rounds == math.ceil((len(text) - 1) / 5)
-
-
-def test_a_run_repeats_with_its_seed(pair: Models) -> None:
-    prompt = pair.prompt_ids(messages(held_out(1)))
-    one, two, other = (
-        run(pair, prompt, Setting(4, 4), 0.7, torch.Generator().manual_seed(seed))
-        for seed in (7, 7, 8)
-    )
-    assert one == two != other
-    assert pair.text(one.tokens).startswith(pair.text(one.tokens[:-1]))

@@ -3,21 +3,19 @@
 import itertools
 import json
 import os
-import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import serving
 from serving import (
+    Launch,
     Server,
     ServerError,
-    free_port,
     read_records,
     running,
-    server_command,
     smc_flags,
     wait_for_records,
 )
@@ -27,44 +25,12 @@ def flag_values(command: list[str]) -> dict[str, str]:
     return {flag: value for flag, value in itertools.pairwise(command) if flag.startswith("--")}
 
 
-def test_command_of_a_plain_server(tmp_path: Path) -> None:
-    command = server_command(Path("m"), port=123, records=tmp_path, concurrency=8, seed=5)
-    assert command[:3] == [sys.executable, "-m", "sglang.launch_server"]
-    values = flag_values(command)
-    assert values["--model-path"] == "m"
-    assert values["--port"] == "123"
-    assert values["--max-running-requests"] == "8"
-    assert values["--random-seed"] == "5"
-    assert values["--export-metrics-to-file-dir"] == str(tmp_path)
-    assert not [flag for flag in command if flag.startswith("--speculative")]
-
-
-def test_smc_differs_from_plain_by_its_flags_alone(tmp_path: Path) -> None:
-    flags = smc_flags(Path("d"), num_particles=16, num_steps=4, resample_at="token")
-    settings: dict[str, Any] = {"port": 1, "records": tmp_path, "concurrency": 8, "seed": 0}
-    plain = server_command(Path("m"), **settings)
-    assert server_command(Path("m"), flags=flags, **settings) == plain + flags
-    assert flag_values(flags) == {
-        "--speculative-algorithm": "SMC",
-        "--speculative-draft-model-path": "d",
-        "--speculative-smc-num-particles": "16",
-        "--speculative-num-steps": "4",
-        "--speculative-smc-resample-at": "token",
-        "--speculative-smc-mode": "smc",
-    }
-
-
 def test_smc_flags_exist(tmp_path: Path) -> None:
     from sglang_smc.options.server import SERVER_ARGS_FIELDS
 
     known = {"--" + field.replace("_", "-") for field in SERVER_ARGS_FIELDS.values()}
-    flags = flag_values(smc_flags(tmp_path, num_particles=8, num_steps=4, resample_at="block"))
+    flags = flag_values(smc_flags(tmp_path, num_particles=8, num_steps=4))
     assert flags.keys() - known == {"--speculative-algorithm", "--speculative-draft-model-path"}
-
-
-def test_a_free_port_can_be_bound() -> None:
-    with socket.socket() as listener:
-        listener.bind((serving.HOST, free_port()))
 
 
 def write_records(path: Path, ids: list[str], unfinished: str = "") -> None:
@@ -94,7 +60,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         monkeypatch.setattr(
             serving,
             "server_command",
-            lambda *_, port, **__: [sys.executable, "-c", program, str(port)],
+            lambda _, port, __: [sys.executable, "-c", program, str(port)],
         )
 
     return use
@@ -129,7 +95,7 @@ def test_no_process_is_left(
 
     stand_in(SERVE)
     try:
-        with running(Path("m"), label="it", log=tmp_path / "log", concurrency=1) as server:
+        with running(Launch("it", Path("m"), tmp_path / "log", 1)) as (server,):
             child = int(httpx.get(f"{server.url}/health", trust_env=False).text)
             assert is_alive(child)
             assert server.records.is_dir()
@@ -137,15 +103,17 @@ def test_no_process_is_left(
                 raise error
     except KeyboardInterrupt:
         pass
+    deadline = time.monotonic() + 20  # a busy machine takes a moment to end what is killed
+    while is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert not is_alive(child)
     assert not server.records.exists()
 
 
 def test_a_server_that_dies_shows_its_log(stand_in: Callable[[str], None], tmp_path: Path) -> None:
     stand_in("raise SystemExit('no such model')")
-    log = tmp_path / "log"
     with (
         pytest.raises(ServerError, match=r"(?s)it ended while starting.*no such model"),
-        running(Path("m"), label="it", log=log, concurrency=1),
+        running(Launch("it", Path("m"), tmp_path / "log", 1)),
     ):
         pytest.fail("it never came up")

@@ -5,7 +5,6 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,8 +15,6 @@ from soak.answers import Ending, ending
 from soak.clients import Clients
 from soak.grammars import GRAMMARS
 from soak.traffic import MAX_LAG, NUM_PARTICLES, NUM_STEPS, SMC, URGENT, VOCAB, Request, requests
-from soak.verdict import Verdict
-from soak.watch import Watch
 
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
@@ -54,13 +51,6 @@ def queued(ids: list[int]) -> dict[str, Any]:
     return {"text": "", "output_ids": ids, "meta_info": {"finish_reason": {"type": "abort"}}}
 
 
-def test_traffic_follows_from_its_seed() -> None:
-    again = list(itertools.islice(requests(0, 0.4, 0.02), 50))
-    assert [r.body for r in again] == [r.body for r in TRAFFIC[:50]]
-    other = list(itertools.islice(requests(1, 0.4, 0.02), 50))
-    assert [r.body for r in other] != [r.body for r in again]
-
-
 def test_traffic_has_everything() -> None:
     assert {json.dumps(r.params["custom_params"]["smc"]) for r in TRAFFIC} == {
         json.dumps(choice) for choice in SMC
@@ -71,11 +61,8 @@ def test_traffic_has_everything() -> None:
         *("repetition_penalty", "logit_bias", "stop", "stop_regex", "stop_token_ids"),
         *("regex", "json_schema", "return_logprob", "top_logprobs_num", "token_ids_logprob"),
     }
-    assert {r.n for r in TRAFFIC} == {1, 2}
-    assert {r.stream for r in TRAFFIC} == {False, True}
-    assert {r.leaves for r in TRAFFIC} == {None, "abort", "disconnect"}
+    assert len({(r.n, r.stream, r.leaves) for r in TRAFFIC}) == 2 * 2 * 3
     assert {r.options["priority"] for r in TRAFFIC} == {0, URGENT}
-    assert any(r.params["min_new_tokens"] for r in TRAFFIC)
     leaving = sum(r.leaves is not None for r in TRAFFIC) / len(TRAFFIC)
     assert leaving == pytest.approx(0.4, abs=0.04)
 
@@ -98,28 +85,11 @@ def test_an_answer_alone_has_its_own_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "legal"),
-    [
-        ("#### 77", [True, False, False]),
-        ("yes, no, maybe.", [False, True, False]),
-        ("yes, no.", [False, False, False]),
-        ('{"count": -3, "unit": "coins"}', [False, False, True]),
-        ('{"count": -3, "unit": "c', [False, False, False]),
-        ('{"count": true, "unit": "coins"}', [False, False, False]),
-        ('{"count": 3}', [False, False, False]),
-    ],
-)
-def test_what_is_legal(text: str, legal: list[bool]) -> None:
-    assert [grammar.is_legal(text) for grammar in GRAMMARS] == legal
-
-
-@pytest.mark.parametrize(
     ("fields", "came", "says"),
     [
         ({}, answer([1, 2, 3], "length"), ""),
         ({}, answer([1, 2]), ""),
         ({}, answer([1, 2], "length"), "has 2 tokens of 3 and ended with length"),
-        ({}, answer([1, 2, 3, 4]), "has 4 tokens of 3"),
         ({}, answer([1]), "at least 2 were asked for"),
         ({}, answer([1, 2], "abort"), "ended with {'type': 'abort'}"),
         ({"leaves": "abort"}, answer([1], "abort"), ""),
@@ -129,7 +99,6 @@ def test_what_is_legal(text: str, legal: list[bool]) -> None:
         ({"grammar": GRAMMARS[1]}, answer([1, 2]), "illegal text '#### 77'"),
         ({"grammar": GRAMMARS[1]}, answer([1, 2, 3], "length"), ""),
         ({"options": TOLD}, answer([1, 2], **told([1, 2])), ""),
-        ({"options": TOLD}, answer([1, 2], **told([1])), "has log-probabilities of [1]"),
         ({"options": TOLD}, answer([1, 2], **told([1, 3])), "has log-probabilities of [1, 3]"),
         ({"options": TOLD}, answer([1, 2], **told([1, 2], 1)), "has [1, 1] output_top_logprobs"),
     ],
@@ -178,13 +147,6 @@ def stream_of(*chunks: dict[str, Any]) -> Callable[[httpx.Request], httpx.Respon
     return lambda _: httpx.Response(200, text="".join([*lines, "data: [DONE]\n\n"]))
 
 
-def test_answers() -> None:
-    (found,), _ = asked(request(), json_of(answer([1, 2])))
-    assert (found.reason, found.output_ids, found.problem) == ("stop", [1, 2], "")
-    both, _ = asked(request(n=2), json_of([answer([1, 2]), answer([1, 2, 3], "length")]))
-    assert [e.name for e in both] == ["soak-000007[0]", "soak-000007[1]"]
-
-
 @pytest.mark.parametrize(
     ("one", "reply", "says"),
     [
@@ -195,8 +157,6 @@ def test_answers() -> None:
         (request(stream=True), stream_of(), "without a chunk of [0]"),
         (request(stream=True, n=2), stream_of(answer([1, 2])), "without a chunk of [1]"),
         (request(stream=True), stream_of({"error": {"message": "dead"}}), "dead"),
-        (request(stream=True), stream_of(answer([1], None)), "ended with None"),
-        (request(stream=True), json_of("no", 500), "HTTP 500"),
         (
             request(stream=True),
             stream_of(answer([1, 2], None), answer([1, 3, 4], "length")),
@@ -227,13 +187,6 @@ def test_leaving_a_stream() -> None:
         "abort",
         "abort",
     ]
-
-
-def test_what_two_streams_share() -> None:
-    chunks = [{**answer([1, 2], None), "index": 0}, {**answer([4, 5]), "index": 1}]
-    whole = {**answer([1, 2, 3], "length"), "index": 0}
-    found, _ = asked(request(stream=True, n=2), stream_of(*chunks, whole))
-    assert {e.index: e.output_ids for e in found} == {0: [1, 2, 3], 1: [4, 5]}
 
 
 def test_a_server_that_is_gone_gets_no_more_requests() -> None:
@@ -268,23 +221,3 @@ def test_rest(resting: dict[str, Any]) -> None:
 
 def test_a_dead_server_is_no_rest() -> None:
     assert cli.at_rest("http://127.0.0.1:9") == ["the server is gone: ConnectError"]
-
-
-@pytest.mark.parametrize(("problems", "status"), [([], 0), (["leak"], 1)])
-def test_exit_status_and_file(
-    problems: list[str], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watch = Watch("http://server")
-    watch.usage.extend((float(second), 0.5) for second in range(1000))
-    verdict = Verdict(3, 9, 1, 1, 2, 0.5, {"scheduler 7": 0}, problems)
-    monkeypatch.setattr(cli, "run", lambda _: (verdict, watch))
-    assert cli.main(["--output-dir", str(tmp_path)]) == status
-    report = json.loads((tmp_path / "soak.json").read_text())
-    assert report["verdict"]["problems"] == problems
-    assert 100 < len(report["watch"]["usage"]) <= 200
-
-
-def test_only_what_came_with_the_traffic_fills_the_pool() -> None:
-    watch = Watch("http://server")
-    watch.usage.extend([(1.0, 0.95), (2.0, 0.92), (3.0, 0.1)])
-    assert watch.usage_until(2.5) == [0.95, 0.92]
