@@ -13,6 +13,7 @@ import pytest
 from sglang.srt.server_args import ServerArgs
 
 from sglang_smc.options import request, server
+from sglang_smc.plan import cli as plan
 from sglang_smc.server import refusals
 from sglang_smc.state import counters, monitor
 
@@ -189,3 +190,16 @@ def test_every_kernel_is_listed() -> None:
                 ast.get_docstring(node) or ""
             ):
                 assert f"`{node.name}`" in page
+
+
+def test_the_plan_prints_the_rows_that_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "performance.md"
+    (command,) = (words for words in commands_of(page) if "sglang_smc.plan" in words)
+    assert plan.main(command[3 : command.index("--plot")]) == 0
+    printed = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+    shown = page.read_text().partition("sglang_smc.plan")[2].partition("\n## ")[0]
+    rows = [
+        row.strip("|").split("|") for row in shown.splitlines() if re.match(r"\| \w+.* x?\d", row)
+    ]
+    assert len(rows) == 5
+    assert {" ".join(" ".join(row).split()) for row in rows} <= printed
