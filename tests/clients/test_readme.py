@@ -1,4 +1,4 @@
-"""The README's curl examples, as they stand there."""
+"""The curl examples of all pages, as they stand there."""
 
 import json
 import re
@@ -10,8 +10,19 @@ from http_server import Server
 
 pytestmark = pytest.mark.engine
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-EXAMPLES = [block for block in re.findall(r"```bash\n(.*?)```", README, re.S) if "curl " in block]
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = [
+    pytest.param(block, id=f"{page.stem}-{number}")
+    for page in PAGES
+    for number, block in enumerate(re.findall(r"```bash\n(.*?)```", page.read_text(), re.S))
+    if "curl " in block
+]
+# What a page cannot know: where the server is, and where its reader has checkpoints.
+PLACES = {
+    "/models/target-step-200": str(ROOT / "bench" / "pair" / "target"),
+    "/models/draft-step-200": str(ROOT / "bench" / "pair" / "draft"),
+}
 
 
 def run(example: str, server: Server, folder: Path) -> str:
@@ -19,6 +30,8 @@ def run(example: str, server: Server, folder: Path) -> str:
     (folder / ".curlrc").write_text("fail-with-body\nsilent\nshow-error\n")
     script = example.replace("localhost:30000", server.url.removeprefix("http://"))
     assert script != example
+    for there, here in PLACES.items():
+        script = script.replace(there, here)
     done = subprocess.run(
         ["bash", "-euc", script],
         env={"PATH": "/usr/local/bin:/usr/bin:/bin", "CURL_HOME": str(folder)},
@@ -40,12 +53,18 @@ def chat_text(printed: str) -> str:
 
 
 def test_there_are_examples() -> None:
-    assert len(EXAMPLES) >= 2
+    assert len(EXAMPLES) >= 4
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_example_works_as_printed(example: str, server: Server, tmp_path: Path) -> None:
     printed = run(example, server, tmp_path)
-    assert printed
     if "/v1/chat/completions" in example:
         assert chat_text(printed)
+    elif "/generate" in example:
+        answer = json.loads(printed)
+        assert answer["text"]
+        particles = answer["meta_info"].get("spec_smc_particles")
+        assert bool(particles) == ("return_particles" in example)
+    else:
+        assert json.loads(printed)["success"]

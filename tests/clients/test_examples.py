@@ -1,0 +1,50 @@
+"""The programs in examples/, as a user starts them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from http_server import Server
+from pair.task import check, held_out
+
+pytestmark = pytest.mark.engine
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SOLVED = held_out(1)  # at temperature 0, by the target
+
+
+def run(script: str, *arguments: str) -> str:
+    """What an example prints; it must end well."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / script), *arguments],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("mode", ["smc", "exact"])
+def test_chat_streams_an_answer(server: Server, mode: str) -> None:
+    asked = ["--url", f"{server.url}/v1", "--mode", mode, "--temperature", "0"]
+    assert check(run("chat.py", *asked, SOLVED.question).rstrip("\n"), SOLVED)
+
+
+def test_chat_takes_questions_one_after_another(server: Server) -> None:
+    printed = run("chat.py", "--url", f"{server.url}/v1", "--max-tokens", "8", "Why?", "And now?")
+    assert len(printed.splitlines()) >= 2
+
+
+def test_offline_answers_in_each_mode_and_tells_how() -> None:
+    printed = run("offline.py", SOLVED.question)
+    streamed, *modes = printed.split("\n--- ")
+    assert streamed.strip()
+    assert [part.split("\n", 1)[0] for part in modes] == ["smc", "auto", "exact"]
+    for part in modes:
+        name, text = part.split("\n", 1)
+        assert f"'spec_smc_mode': '{name}'" in text
+        assert "'spec_smc_rounds_ct': " in text and "'spec_smc_rounds_ct': 0" not in text

@@ -1,0 +1,205 @@
+"""What the pages say of files, flags, keys and fields is so."""
+
+import argparse
+import ast
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from sglang.srt.server_args import ServerArgs
+
+from sglang_smc.options import request, server
+from sglang_smc.plan import cli as plan
+from sglang_smc.server import refusals
+from sglang_smc.state import counters, monitor
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/*.md", "kernels/*.md", "patches/*.md", "bench/*.md", "*/*/*.md")
+    for path in ROOT.glob(pattern)
+    if not any(part.startswith(".") or part in ("build", "dist") for part in path.parts)
+)
+REFERENCE = (ROOT / "docs" / "reference.md").read_text()
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+CODE = re.compile(r"```(\w+)\n(.*?)```", re.S)
+FOLDERS = "sglang_smc|kernels|patches|tests|bench|docs|examples"
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def prose_of(page: Path) -> str:
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+
+
+def blocks_of(page: Path, language: str) -> list[str]:
+    return [code for kind, code in CODE.findall(page.read_text()) if kind == language]
+
+
+def anchors_of(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", prose_of(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def is_there(page: Path, link: str) -> bool:
+    target, _, anchor = link.partition("#")
+    path = (page.parent / target).resolve() if target else page
+    if not path.exists():
+        return False
+    if re.fullmatch(r"L\d+", anchor):
+        return int(anchor[1:]) <= len(path.read_text().splitlines())
+    return not anchor or anchor in anchors_of(path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_and_paths_lead_somewhere(page: Path) -> None:
+    prose = prose_of(page)
+    links = [link for link in LINK.findall(prose) if not re.match(r"\w+:", link)]
+    assert [link for link in links if not is_there(page, link)] == []
+    paths = re.findall(rf"`((?:{FOLDERS})/[\w./-]+\.\w+)`", prose)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def commands_of(page: Path) -> Iterator[list[str]]:
+    """The command lines in its shell blocks, comments dropped."""
+    for block in blocks_of(page, "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            if "curl" in block:
+                break
+            if words := shlex.split(line, comments=True):
+                yield words
+
+
+def known_flags(module: str) -> set[str]:
+    if module == "sglang.launch_server":
+        parser = argparse.ArgumentParser()
+        ServerArgs.add_cli_args(parser)
+    else:
+        parser = importlib.import_module(f"{module}.cli").parser()
+    return {flag for action in parser._actions for flag in action.option_strings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_are_known(page: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for words in commands_of(page):
+        if words[0] == "make":
+            assert targets.issuperset(word for word in words[1:] if "=" not in word)
+        elif words[:2] == ["python", "-m"]:
+            flags = {word for word in words[3:] if word.startswith("--")}
+            assert flags <= known_flags(words[2])
+        elif words[0] == "python":
+            assert (ROOT / words[1]).exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_flags_of_speculative_decoding_exist(page: Path) -> None:
+    named = set(re.findall(r"--(speculative-[a-z-]*[a-z])", page.read_text()))
+    known = {field.name.replace("_", "-") for field in fields(ServerArgs)}
+    assert named <= known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_python_on_pages_compiles_and_names_real_keywords(page: Path) -> None:
+    known = {field.name for field in fields(ServerArgs)}
+    for code in blocks_of(page, "python"):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "sgl.Engine":
+                assert {keyword.arg for keyword in node.keywords} <= known
+
+
+def rows_below(heading: str) -> list[str]:
+    """First cells of the table rows below a heading of the reference."""
+    section = REFERENCE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return [row.split(" | ")[0] for row in section.splitlines() if row.startswith("| `")]
+
+
+def test_every_flag_has_a_row_with_its_default() -> None:
+    rows = [row for row in REFERENCE.splitlines() if row.startswith("| `--")]
+    stated = {row.split("`")[1]: row.split(" | ")[1].strip() for row in rows}
+    assert stated.pop("--speculative-draft-model-path") == "required"
+    defaults = {
+        server.flag_of(name): getattr(server.DEFAULTS, name) for name in server.SERVER_ARGS_FIELDS
+    }
+    in_words = {
+        server.flag_of("evidence_threshold"): f"{server.EVIDENCE_THRESHOLD:g}",
+        server.flag_of("draft_temperature"): "the request's",
+        server.flag_of("adaptive"): "off",
+    }
+    as_text = {flag: f"{v:g}" if isinstance(v, float) else str(v) for flag, v in defaults.items()}
+    assert stated == as_text | in_words
+
+
+def test_every_choice_of_a_flag_is_named() -> None:
+    for name, allowed in server.RANGES.items():
+        if isinstance(allowed, server.Choice):
+            (row,) = (
+                r for r in REFERENCE.splitlines() if r.startswith(f"| `{server.flag_of(name)}`")
+            )
+            missing = [word for word in allowed.words if f"`{word}`" not in row]
+            assert missing == [], f"{name}: {missing}"
+
+
+def test_every_request_key_has_a_row() -> None:
+    keys = [row.split("`")[1] for row in rows_below("Request keys") if row.count("`") == 2]
+    assert set(request._KEYS) <= set(keys)
+
+
+def test_every_answer_field_has_a_row() -> None:
+    config = request.RequestConfig()
+    told = counters.meta_info(counters.zero_counters(1), config)
+    rows = "".join(rows_below("Answer fields"))
+    named = set(re.findall(r"`(\w+)`", rows))
+    assert named == {*told, counters.META_PREFIX + "particles"}
+
+
+def test_every_refused_field_is_listed() -> None:
+    section = REFERENCE.partition("\n## What is HTTP 400\n")[2]
+    missing = [r.field for r in refusals._FIELDS if f"`{r.field}`" not in section]
+    assert missing == []
+
+
+def test_every_environment_variable_is_listed() -> None:
+    sources = [*(ROOT / "sglang_smc").rglob("*.py"), *(ROOT / "patches").glob("*.py")]
+    read = {
+        name for path in sources for name in re.findall(r'"(SGLANG_SMC_\w+)"', path.read_text())
+    }
+    named = set(re.findall(r"`(SGLANG_SMC_\w+)", "".join(rows_below("Environment variables"))))
+    assert named == read
+
+
+def test_every_metric_is_listed() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    missing = [total.name for total in monitor.TOTALS if f"`{total.name}_total`" not in page]
+    assert missing == [] and f"`{monitor.ESS_RATIO}`" in page
+
+
+def test_every_kernel_is_listed() -> None:
+    page = (ROOT / "kernels" / "README.md").read_text()
+    for path in (ROOT / "kernels").glob("*.py"):
+        assert f"`{path.name}`" in page
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and "Reference:" in (
+                ast.get_docstring(node) or ""
+            ):
+                assert f"`{node.name}`" in page
+
+
+def test_the_plan_prints_the_rows_that_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "performance.md"
+    (command,) = (words for words in commands_of(page) if "sglang_smc.plan" in words)
+    assert plan.main(command[3 : command.index("--plot")]) == 0
+    printed = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+    shown = page.read_text().partition("sglang_smc.plan")[2].partition("\n## ")[0]
+    rows = [
+        row.strip("|").split("|") for row in shown.splitlines() if re.match(r"\| \w+.* x?\d", row)
+    ]
+    assert len(rows) == 5
+    assert {" ".join(" ".join(row).split()) for row in rows} <= printed

@@ -1,0 +1,130 @@
+"""Round and example of docs/algorithm.md: the functions that rounds use give the numbers shown."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from sglang_smc.smc import rounds, siblings
+from sglang_smc.smc.evidence import covered_columns
+from sglang_smc.smc.resampling import systematic
+from sglang_smc.smc.weights import accumulate, effective_sample_size, normalized
+
+DOCS = Path(__file__).parents[2] / "docs"
+EXAMPLE = (
+    (DOCS / "algorithm.md")
+    .read_text()
+    .partition("\n## One round in numbers\n")[2]
+    .partition("\n## ")[0]
+)
+P = torch.tensor([[0.25, 0.8, 0.2], [0.4, 0.5, 0.35]], dtype=torch.float64)
+Q = torch.tensor([[0.5, 0.8, 0.5], [0.2, 0.5, 0.5]], dtype=torch.float64)
+THRESHOLD, KEEP_ALL = 0.75, 0.5
+TEXTS = [["Paris", "in", "spring"], ["Rome", "for", "Easter"]]
+
+
+def uniforms(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def found() -> rounds.Collected:
+    """The two particles' round."""
+    rules = rounds.Rules(
+        num_steps=torch.tensor([3]),
+        ess_threshold=uniforms(THRESHOLD),
+        at_token=torch.tensor([False]),
+        evidence_threshold=uniforms(KEEP_ALL),
+    )
+    return rounds.collect(
+        torch.zeros(1, 2, dtype=torch.float64),
+        P.log().unsqueeze(0),
+        Q.log().unsqueeze(0),
+        torch.ones(1, 2, 3, dtype=torch.bool),
+        uniforms(1.0),
+        rules,
+        torch.ones(1, 2, dtype=torch.bool),
+        uniforms(0.999),  # whatever the uniform, all is kept
+        uniforms(0.3, 0.3).unsqueeze(0),
+        "systematic",
+    )
+
+
+def shown(*rows: tuple[torch.Tensor, torch.Tensor]) -> list[str]:
+    """The table's rows of p / q, with the weight behind them."""
+    return [
+        "| p / q | "
+        + " | ".join(f"{p:g} / {q:g}" for p, q in zip(above.tolist(), below.tolist(), strict=True))
+        + f" | **{(above / below).prod():.1f}** |"
+        for above, below in rows
+    ]
+
+
+def test_the_table(found: rounds.Collected) -> None:
+    for row in shown(*zip(P, Q, strict=True)):
+        assert row in EXAMPLE
+    for text in TEXTS:
+        assert " | ".join(text) in EXAMPLE
+    running = accumulate(torch.zeros(2), (P / Q).log())  # [N, K + 1]
+    evidence = running.exp().mean(0)[1:]
+    assert "| evidence up to here | " + " | ".join(f"{e:.4g}" for e in evidence) in EXAMPLE
+    cut = covered_columns(running.T.unsqueeze(0), uniforms(0.9), torch.tensor([3]), uniforms(0.99))
+    assert cut.tolist() == [2], "a larger c can cut there"
+
+
+def test_the_decision(found: rounds.Collected) -> None:
+    weights = found.cut.log_weights
+    ess, shares = effective_sample_size(weights), normalized(weights)[0]
+    assert found.cut.num_columns.tolist() == [3]
+    assert found.cut.resample.tolist() == [True]
+    assert f"= {ess.item():.2f}, below τN = {THRESHOLD * 2:g}: resample" in EXAMPLE
+    assert f"The shares are {shares[0]:.3f} and {shares[1]:.3f}" in EXAMPLE
+    assert found.resampled.ancestors.tolist() == [[1, 1]]
+    assert found.resampled.log_weights.tolist() == [[0.0, 0.0]]
+    banked = f"{found.resampled.log_evidence.item():.3f}".replace("-", "\N{MINUS SIGN}")
+    assert f"log Ẑ += log 0.8 = {banked}" in EXAMPLE
+    for uniform, first in ((0.2499, 0), (0.2501, 1)):
+        assert systematic(shares, uniforms(uniform, 0)).tolist() == [first, 1]
+
+
+def test_the_bonus(found: rounds.Collected) -> None:
+    same = torch.ones(1, 2, 2, dtype=torch.bool)
+    drawn = siblings.stratify(uniforms(0.35, 0.7).unsqueeze(0), same)[0]
+    assert drawn.tolist() == pytest.approx([0.35, 0.85])
+    cumulative = uniforms(0.6, 0.9, 1.0)
+    assert torch.searchsorted(cumulative, drawn, right=True).tolist() == [0, 1]
+    assert '"." 0.6 and "and" 0.3' in EXAMPLE and '0.35 draws ".", 0.85 draws "and"' in EXAMPLE
+    heirs = torch.tensor([[[1, 2, 3, 4], [1, 2, 3, 5]]])
+    here = torch.ones(1, 2, dtype=torch.bool)
+    assert rounds.common_prefix(heirs, torch.full((1, 2), 4), here).tolist() == [3]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """`docs/draw_round.py`."""
+    spec = importlib.util.spec_from_file_location("draw_round", DOCS / "draw_round.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_picture_is_what_its_script_draws(script: ModuleType) -> None:
+    drawn = (DOCS / "round.svg").read_text(encoding="utf-8")
+    assert script.draw() == drawn
+    ElementTree.fromstring(drawn)
+
+
+def test_the_picture_computes_as_rounds_do(script: ModuleType) -> None:
+    p, q = (uniforms(*(v for draft in script.DRAFTS for v in draft[at])) for at in (1, 2))
+    log_weights = (p / q).log().view(4, 3).sum(1)
+    assert script.weights() == pytest.approx(log_weights.exp().tolist())
+    ess = effective_sample_size(log_weights).item()
+    assert script.effective_sample_size(script.weights()) == pytest.approx(ess)
+    assert ess < script.ESS_THRESHOLD * 4, "the picture shows a resampling"
+    for uniform in (0.0, 0.3, script.UNIFORM, 0.99):
+        expected = systematic(normalized(log_weights), uniforms(uniform, 0, 0, 0)).tolist()
+        assert script.ancestors(script.weights(), uniform) == expected
