@@ -1,0 +1,291 @@
+"""Checks that need no more than the target's own law, which every server can be asked for."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from sglang_smc.testing import statistics
+from sglang_smc.testing.laws import short_law
+from sglang_smc.testing.model import Answer, Model, Position
+from sglang_smc.testing.prompts import PROMPTS
+from sglang_smc.testing.result import Result, Verdict
+from sglang_smc.testing.statistics import Fit, Mean, Text
+
+ALPHA = 2.5e-4
+"""A check's own chance to fail although all is well."""
+
+SWITCHES = (
+    "start again with --speculative-smc-kernels torch --speculative-smc-round-graph off; if that "
+    "mends it, a kernel or a captured round is wrong here. Report it with this table"
+)
+_TEMPERATURES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+_PILOT = 64
+_WIDEST_EVIDENCE = 0.1  # standard error beyond which a mean of 1 says nothing
+_WIDEST_LAW = 0.05  # nats a token
+_LARGEST_SHARE = 0.1  # of the sum, for one answer
+
+
+def check_evidence(
+    smc: Model,
+    prompts: Sequence[str] = PROMPTS,
+    *,
+    num_answers: int = 1536,
+    alpha: float = ALPHA,
+    seed: int = 0,
+) -> Result:
+    """E[Z] = 1 in mode smc with evidence threshold 0, for any N and K."""
+    known = {
+        "check": "evidence",
+        "proves": "weights are p over q and resampling keeps them proper: E[Z] = 1",
+        "statistic": "mean of exp(log evidence)",
+        "expected": 1.0,
+        "alpha": alpha,
+    }
+    if smc.settings["adaptive"]:
+        return Result(**known, verdict=Verdict.NOT_APPLICABLE, note=_ADAPTIVE)
+    smc.seed_from(seed)
+    texts = token_ids(smc, prompts)
+    settings = {
+        "mode": "smc",
+        "evidence_threshold": 0,
+        "power": 1.0,
+        "num_steps": min(2, smc.settings["num_steps"]),
+    }
+    temperature = _mildest(smc, texts, settings)
+    evidence = _evidence(smc, _repeated(texts, num_answers), settings, temperature)
+    mean = statistics.mean_of(evidence)
+    # Of heavy tails a sample sees too little, and its mean is too low: that is no evidence.
+    p_value = mean.p_value(1.0)
+    known |= {
+        "estimate": mean.estimate,
+        "standard_error": mean.standard_error,
+        "p_value": p_value,
+        "num_answers": num_answers,
+    }
+    missing = _what_evidence_lacks(evidence, mean, smc.same_models)
+    if missing and p_value >= alpha:
+        return Result(**known, verdict=Verdict.NOT_ENOUGH_DATA, note=missing)
+    note = f"At temperature {temperature:g}, where the two models overlap enough."
+    return judged(known, p_value, alpha, note, f"Weights or resampling are wrong: {SWITCHES}.")
+
+
+def check_exact_answers(
+    smc: Model,
+    prompts: Sequence[str] = PROMPTS[:4],
+    *,
+    num_answers: int = 2048,
+    alpha: float = ALPHA,
+    seed: int = 10_000_000,
+) -> Result:
+    """Short answers of mode exact against the target's own law, cell by cell."""
+    smc.seed_from(seed)
+    settings = {"mode": "exact", "power": 1.0, "num_steps": min(2, smc.settings["num_steps"])}
+    fit = _fit(smc, token_ids(smc, prompts), num_answers // len(prompts), settings)
+    known = fitted(
+        "exact-answers",
+        "answers of mode exact follow the target's own law",
+        fit,
+        alpha,
+        num_answers,
+    )
+    return judged_fit(
+        known, fit, f"Mode exact is not lossless here: {SWITCHES}. Meanwhile serve without SMC."
+    )
+
+
+def check_mode(
+    smc: Model,
+    mode: str = "exact",
+    prompts: Sequence[str] = PROMPTS,
+    *,
+    draft: Model | None = None,
+    num_answers: int = 128,
+    length: int = 16,
+    alpha: float = ALPHA,
+    seed: int = 20_000_000,
+) -> Result:
+    """Log-probabilities of a mode's answers against what the target says of its own.
+
+    Args:
+        mode: ``exact`` must pass; of the others the distance is measured.
+        draft: a model of the draft; with it the distance is told as one towards the draft.
+        length: most tokens of an answer.
+    """
+    smc.seed_from(seed)
+    asked = _repeated(token_ids(smc, prompts), num_answers)
+    answers = [a.text for a in smc.answers(asked, length, {"mode": mode, "power": 1.0})]
+    found = _measured(
+        smc.score(asked, answers), draft.score(asked, answers) if draft else None, seed
+    )
+    known = {
+        "check": f"law-of-{mode}",
+        "statistic": "log p + H a token" if found.tilt is None else "log q/p a token",
+        "expected": 0.0,
+        "num_answers": num_answers,
+    }
+    shown = found.innovation if found.tilt is None else found.tilt
+    known |= {"estimate": shown.estimate, "standard_error": shown.standard_error}
+    note = _in_words(found)
+    if mode != "exact":
+        proves = "how far an approximate mode is from the target, token by token"
+        return Result(**known, proves=proves, verdict=Verdict.MEASURED, note=note)
+    known["proves"] = "tokens of mode exact are as likely as the target's own, in long answers too"
+    known |= {"alpha": alpha, "p_value": found.p_value}
+    if shown.standard_error > _WIDEST_LAW and found.p_value >= alpha:
+        known["verdict"] = Verdict.NOT_ENOUGH_DATA
+        return Result(**known, note=f"{note} Ask for more answers with --scale.")
+    return judged(known, found.p_value, alpha, note, f"Mode exact is not lossless: {SWITCHES}.")
+
+
+def token_ids(model: Model, prompts: Sequence[str]) -> list[Text]:
+    """Prompts as the model's tokenizer reads them."""
+    texts = [model.token_ids(prompt) for prompt in prompts]
+    if all(texts):
+        return texts
+    raise ValueError(
+        f"--prompts: {prompts[texts.index(())]!r} has no token in this model's vocabulary; needed: "
+        "one or more. Give other prompts."
+    )
+
+
+def judged(known: dict[str, Any], p_value: float, alpha: float, note: str, advice: str) -> Result:
+    """Pass, or fail with advice, by a p-value."""
+    if p_value < alpha:
+        return Result(**known, verdict=Verdict.FAIL, note=f"{note} {advice}".strip())
+    return Result(**known, verdict=Verdict.PASS, note=note)
+
+
+def fitted(check: str, proves: str, fit: Fit, alpha: float, num_answers: int) -> dict[str, Any]:
+    """The fields of a result that a chi-square has."""
+    return {
+        "check": check,
+        "proves": proves,
+        "statistic": f"chi-square, {fit.df} df",
+        "estimate": fit.statistic,
+        "expected": float(fit.df),
+        "standard_error": math.sqrt(2 * fit.df),
+        "p_value": fit.p_value,
+        "alpha": alpha,
+        "num_answers": num_answers,
+    }
+
+
+def judged_fit(known: dict[str, Any], fit: Fit, advice: str) -> Result:
+    """The verdict on a chi-square; one without two cells says nothing."""
+    if fit.df:
+        return judged(known, fit.p_value, known["alpha"], "", advice)
+    note = "Each prompt has one likely answer only. Ask for more answers with --scale, or --prompts"
+    return Result(**known, verdict=Verdict.NOT_ENOUGH_DATA, note=f"{note} that leave a choice.")
+
+
+_ADAPTIVE = (
+    "This server has --speculative-smc-adaptive, so that N and K are not the request's own. "
+    "Start one without it."
+)
+
+
+class _Measured(NamedTuple):
+    """How answers differ from the target's own."""
+
+    innovation: Mean
+    tilt: Mean | None
+    ranks: Fit
+
+    @property
+    def p_value(self) -> float:
+        """Of all together: the smallest, times how many there are (Bonferroni)."""
+        values = [self.innovation.p_value(), self.ranks.p_value]
+        if self.tilt is not None:
+            values.append(self.tilt.p_value())
+        return min(1.0, len(values) * min(values))
+
+
+def _measured(
+    scored: list[list[Position]], of_draft: list[list[Position]] | None, seed: int
+) -> _Measured:
+    uniforms = random.Random(seed)
+    lengths = [len(positions) for positions in scored]
+    innovations = [
+        math.fsum(statistics.innovation(x.token, x.top) for x in positions) for positions in scored
+    ]
+    ranks = [
+        statistics.rank_uniform(x.token, x.top, uniforms.random())
+        for positions in scored
+        for x in positions
+    ]
+    tilt = None
+    if of_draft is not None:
+        tilts = [
+            math.fsum(
+                statistics.tilt(x.token, x.top, y.top) for x, y in zip(ours, theirs, strict=True)
+            )
+            for ours, theirs in zip(scored, of_draft, strict=True)
+        ]
+        tilt = statistics.per_token(tilts, lengths)
+    return _Measured(statistics.per_token(innovations, lengths), tilt, statistics.uniformity(ranks))
+
+
+def _in_words(found: _Measured) -> str:
+    gap, error = found.innovation
+    words = f"log p + H {gap:+.3f} ± {2 * error:.3f} nats a token"
+    if abs(gap) > 2 * error:
+        words += " (sharper than the target)" if gap > 0 else " (flatter than the target)"
+    if found.tilt is not None:
+        gap, error = found.tilt
+        where = "nearer to" if gap > 0 else "further from"
+        words = f"{abs(gap):.3f} ± {2 * error:.3f} nats a token {where} the draft; {words}"
+    return f"{words}; ranks p = {found.ranks.p_value:.2g}."
+
+
+def _what_evidence_lacks(evidence: Sequence[float], mean: Mean, same_models: bool) -> str:
+    """Why these values say nothing of their mean; empty where they do."""
+    share = max(evidence) / max(math.fsum(evidence), 1e-300)
+    if mean.standard_error > _WIDEST_EVIDENCE or share > _LARGEST_SHARE:
+        return (
+            f"The heaviest answer is {share:.0%} of the sum: the draft misses what the target "
+            "says. Ask for more answers with --scale, or for --prompts that both models know."
+        )
+    if mean.standard_error == 0.0 and not same_models:
+        return "No answer was weighed: the evidence is always 1. Is the draft a copy of the target?"
+    return ""
+
+
+def _fit(smc: Model, prompts: Sequence[Text], size: int, settings: dict[str, Any]) -> Fit:
+    """Answers to each prompt against the law of its first tokens; statistics add up."""
+    length = settings["num_steps"] + 2  # the first token, a round, and the next
+    fits = Fit(0.0, 0)
+    for prompt in prompts:
+        law = short_law([smc] * length, prompt, statistics.SMALLEST_CELL / size)
+        answers = smc.answers([prompt] * size, length, settings, ignore_eos=True)
+        fits += statistics.goodness_of_fit([answer.text for answer in answers], law)
+    return fits
+
+
+def _mildest(smc: Model, texts: Sequence[Text], settings: dict[str, Any]) -> float:
+    """The lowest temperature at which a few answers' evidence varies little.
+
+    The answers that are judged are others, so that the choice does not bias them.
+    """
+    for temperature in _TEMPERATURES:
+        evidence = _evidence(smc, _repeated(texts, _PILOT), settings, temperature)
+        mean, error = statistics.mean_of(evidence)
+        if error * math.sqrt(_PILOT) < 1.5 and 0.5 < mean < 2.0:
+            break
+    return temperature
+
+
+def _evidence(
+    smc: Model, asked: Sequence[Text], settings: dict[str, Any], temperature: float
+) -> list[float]:
+    length = 2 * settings["num_steps"] + 3  # two rounds and the first token
+    answers: list[Answer] = smc.answers(
+        asked, length, settings, ignore_eos=True, temperature=temperature
+    )
+    return [math.exp(answer.log_evidence) for answer in answers]
+
+
+def _repeated(texts: Sequence[Text], size: int) -> list[Text]:
+    return [texts[index % len(texts)] for index in range(size)]
