@@ -7,23 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sglang_smc.testing.engines import starting
 from sglang_smc.testing.model import Model, RefusedError
 
 TIMEOUT = 600.0
 _ROUNDING = {"float32": 1e-3}  # nats a token
 _COARSE_ROUNDING = 0.05  # of 16-bit models
-
-#: Room for short texts of many particles; how engines of this process differ from a server.
-_ENGINE: dict[str, Any] = {
-    "random_seed": 0,
-    "context_length": 1024,
-    "max_running_requests": 64,
-    "max_total_tokens": 131_072,
-    "skip_server_warmup": True,
-    "sleep_on_idle": True,
-    "watchdog_timeout": 600,
-    "log_level": "error",
-}
 
 
 class Pair(NamedTuple):
@@ -79,34 +68,9 @@ def started(target: str, draft: str, **arguments: Any) -> Iterator[Pair]:
     """
     for flag, path in (("--target", target), ("--draft", draft)):
         _check_folder(flag, path)
-    import sglang
-
     with contextlib.ExitStack() as stack:
-        models = []
-        for name, model in (("target and draft", target), ("the draft twice", draft)):
-            engine = sglang.Engine(
-                **_ENGINE
-                | arguments
-                | {
-                    "model_path": model,
-                    "speculative_algorithm": "SMC",
-                    "speculative_draft_model_path": draft,
-                }
-            )
-            stack.callback(engine.shutdown)
-            models.append(_of_engine(engine, name))
-        yield Pair(*models)
-
-
-def _of_engine(engine: Any, name: str) -> Model:
-    def send(body: dict[str, Any]) -> list[dict[str, Any]]:
-        given = dict(body)
-        try:
-            return engine.generate(prompt=given.pop("text", None), **given)
-        except ValueError as error:  # how an engine reports a request that it refuses
-            raise RefusedError(str(error)) from error
-
-    return _model(send, name, engine.get_server_info(), True)
+        both = [stack.enter_context(starting(m, draft, **arguments)) for m in (target, draft)]
+        yield Pair(*(_model(engine.send, engine.models, engine.ready(), True) for engine in both))
 
 
 def _server_info(url: str, reply: Any) -> dict[str, Any]:
