@@ -23,7 +23,7 @@ SWITCHES = (
 )
 _TEMPERATURES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 _PILOT = 64
-_WIDEST_EVIDENCE = 0.1  # standard error beyond which a mean of 1 says nothing
+_WIDEST_EVIDENCE = 0.1  # of the mean; a wider standard error says nothing
 _WIDEST_LAW = 0.05  # nats a token
 _LARGEST_SHARE = 0.1  # of the sum, for one answer
 
@@ -57,8 +57,7 @@ def check_evidence(
     temperature = _mildest(smc, texts, settings)
     evidence = _evidence(smc, _repeated(texts, num_answers), settings, temperature)
     mean = statistics.mean_of(evidence)
-    # Of heavy tails a sample sees too little, and its mean is too low: that is no evidence.
-    p_value = mean.p_value(1.0)
+    p_value = statistics.p_value_of_mean(evidence, 1.0)
     known |= {
         "estimate": mean.estimate,
         "standard_error": mean.standard_error,
@@ -66,7 +65,7 @@ def check_evidence(
         "num_answers": num_answers,
     }
     missing = _what_evidence_lacks(evidence, mean, smc.same_models)
-    if missing and p_value >= alpha:
+    if missing:
         return Result(**known, verdict=Verdict.NOT_ENOUGH_DATA, note=missing)
     note = f"At temperature {temperature:g}, where the two models overlap enough."
     return judged(known, p_value, alpha, note, f"Weights or resampling are wrong: {SWITCHES}.")
@@ -117,27 +116,20 @@ def check_mode(
     smc.seed_from(seed)
     asked = _repeated(token_ids(smc, prompts), num_answers)
     answers = [a.text for a in smc.answers(asked, length, {"mode": mode, "power": 1.0})]
-    found = _measured(
-        smc.score(asked, answers), draft.score(asked, answers) if draft else None, seed
-    )
+    of_draft = draft.score(asked, answers) if draft else None
+    found = _measured(smc.score(asked, answers), of_draft, seed)
     known = {
         "check": f"law-of-{mode}",
         "statistic": "log p + H a token" if found.tilt is None else "log q/p a token",
         "expected": 0.0,
+        "estimate": found.shown.estimate,
+        "standard_error": found.shown.standard_error,
         "num_answers": num_answers,
     }
-    shown = found.innovation if found.tilt is None else found.tilt
-    known |= {"estimate": shown.estimate, "standard_error": shown.standard_error}
-    note = _in_words(found)
-    if mode != "exact":
-        proves = "how far an approximate mode is from the target, token by token"
-        return Result(**known, proves=proves, verdict=Verdict.MEASURED, note=note)
-    known["proves"] = "tokens of mode exact are as likely as the target's own, in long answers too"
-    known |= {"alpha": alpha, "p_value": found.p_value}
-    if shown.standard_error > _WIDEST_LAW and found.p_value >= alpha:
-        known["verdict"] = Verdict.NOT_ENOUGH_DATA
-        return Result(**known, note=f"{note} Ask for more answers with --scale.")
-    return judged(known, found.p_value, alpha, note, f"Mode exact is not lossless: {SWITCHES}.")
+    if mode == "exact":
+        return _judged_law(known, found, alpha)
+    proves = "how far an approximate mode is from the target, token by token"
+    return Result(**known, proves=proves, verdict=Verdict.MEASURED, note=_in_words(found))
 
 
 def token_ids(model: Model, prompts: Sequence[str]) -> list[Text]:
@@ -193,14 +185,13 @@ class _Measured(NamedTuple):
     innovation: Mean
     tilt: Mean | None
     ranks: Fit
+    p_value: float
+    """Of all together: the smallest, times how many there are (Bonferroni)."""
 
     @property
-    def p_value(self) -> float:
-        """Of all together: the smallest, times how many there are (Bonferroni)."""
-        values = [self.innovation.p_value(), self.ranks.p_value]
-        if self.tilt is not None:
-            values.append(self.tilt.p_value())
-        return min(1.0, len(values) * min(values))
+    def shown(self) -> Mean:
+        """What the table has of it: the direction in which speculation errs, where it is known."""
+        return self.innovation if self.tilt is None else self.tilt
 
 
 def _measured(
@@ -208,24 +199,38 @@ def _measured(
 ) -> _Measured:
     uniforms = random.Random(seed)
     lengths = [len(positions) for positions in scored]
-    innovations = [
-        math.fsum(statistics.innovation(x.token, x.top) for x in positions) for positions in scored
-    ]
-    ranks = [
-        statistics.rank_uniform(x.token, x.top, uniforms.random())
-        for positions in scored
-        for x in positions
-    ]
+    flat = [position for positions in scored for position in positions]
+    ranks = statistics.uniformity(
+        [statistics.rank_uniform(x.token, x.top, uniforms.random()) for x in flat]
+    )
+    innovations = [math.fsum(statistics.innovation(x.token, x.top) for x in xs) for xs in scored]
+    p_values = [ranks.p_value, statistics.p_value_of_mean(innovations, 0.0)]
     tilt = None
     if of_draft is not None:
-        tilts = [
-            math.fsum(
-                statistics.tilt(x.token, x.top, y.top) for x, y in zip(ours, theirs, strict=True)
-            )
-            for ours, theirs in zip(scored, of_draft, strict=True)
-        ]
+        tilts = list(map(_tilt, scored, of_draft))
+        p_values.append(statistics.p_value_of_mean(tilts, 0.0))
         tilt = statistics.per_token(tilts, lengths)
-    return _Measured(statistics.per_token(innovations, lengths), tilt, statistics.uniformity(ranks))
+    p_value = min(1.0, len(p_values) * min(p_values))
+    return _Measured(statistics.per_token(innovations, lengths), tilt, ranks, p_value)
+
+
+def _tilt(of_target: list[Position], of_draft: list[Position]) -> float:
+    return math.fsum(
+        statistics.tilt(x.token, x.top, y.top) for x, y in zip(of_target, of_draft, strict=True)
+    )
+
+
+def _judged_law(known: dict[str, Any], found: _Measured, alpha: float) -> Result:
+    known = known | {
+        "proves": "tokens of mode exact are as likely as the target's own, in long answers too",
+        "alpha": alpha,
+        "p_value": found.p_value,
+    }
+    note = _in_words(found)
+    if found.shown.standard_error > _WIDEST_LAW and found.p_value >= alpha:
+        note += " Ask for more answers with --scale."
+        return Result(**known, verdict=Verdict.NOT_ENOUGH_DATA, note=note)
+    return judged(known, found.p_value, alpha, note, f"Mode exact is not lossless: {SWITCHES}.")
 
 
 def _in_words(found: _Measured) -> str:
@@ -243,7 +248,7 @@ def _in_words(found: _Measured) -> str:
 def _what_evidence_lacks(evidence: Sequence[float], mean: Mean, same_models: bool) -> str:
     """Why these values say nothing of their mean; empty where they do."""
     share = max(evidence) / max(math.fsum(evidence), 1e-300)
-    if mean.standard_error > _WIDEST_EVIDENCE or share > _LARGEST_SHARE:
+    if mean.standard_error > _WIDEST_EVIDENCE * mean.estimate or share > _LARGEST_SHARE:
         return (
             f"The heaviest answer is {share:.0%} of the sum: the draft misses what the target "
             "says. Ask for more answers with --scale, or for --prompts that both models know."

@@ -6,11 +6,12 @@ import itertools
 import math
 import random
 
+import numpy
 import pytest
 from scipy.stats import binom, chi2
 
 from sglang_smc.testing import statistics
-from sglang_smc.testing.statistics import Fit, Mean, goodness_of_fit
+from sglang_smc.testing.statistics import Fit, goodness_of_fit
 
 P = [0.4, 0.3, 0.17, 0.09, 0.04]
 Q = [0.1, 0.3, 0.2, 0.1, 0.3]
@@ -66,10 +67,23 @@ def test_chi_square_tail_is_the_library_s() -> None:
 
 
 def test_the_mean_s_p_value_is_two_sided() -> None:
-    assert Mean(1.3, 0.1).p_value(1.0) == pytest.approx(0.0026998, rel=1e-4)
-    assert Mean(0.7, 0.1).p_value(1.0) == pytest.approx(0.0026998, rel=1e-4)
-    assert Mean(1.0, 0.0).p_value(1.0) == 1.0
-    assert Mean(1.1, 0.0).p_value(1.0) == 0.0
+    """Values without skewness: the transformation leaves Student's t nearly as it is."""
+    values = [-1.0, 1.0] * 5000
+    for expected in (0.03, -0.03):
+        p_value = statistics.p_value_of_mean(values, expected)
+        assert p_value == pytest.approx(0.0027, rel=0.01)
+    assert statistics.p_value_of_mean([1.0, 1.0], 1.0) == 1.0
+    assert statistics.p_value_of_mean([1.0, 1.0], 1.1) == 0.0
+
+
+def test_false_alarms_of_skewed_means_are_nearly_as_rare_as_stated() -> None:
+    """Log-normal weights, as evidence is: 1.7 times as often as stated, Student's t 5.2 times."""
+    weights = numpy.random.default_rng(0).lognormal(-0.5, 1.0, size=(10_000, 400))
+    level = 1e-3
+    alarms = sum(statistics.p_value_of_mean(row, 1.0) < level for row in weights.tolist())
+    most = binom.ppf(1 - ALPHA, len(weights), 1.7 * level)
+    assert 0 < alarms <= most
+    assert most < 0.8 * 5.2 * level * len(weights)
 
 
 def test_error_per_token_is_that_of_independent_answers() -> None:
