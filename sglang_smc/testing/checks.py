@@ -83,16 +83,10 @@ def check_exact_answers(
     smc.seed_from(seed)
     settings = {"mode": "exact", "power": 1.0, "num_steps": min(2, smc.settings["num_steps"])}
     fit = _fit(smc, token_ids(smc, prompts), num_answers // len(prompts), settings)
-    known = fitted(
-        "exact-answers",
-        "answers of mode exact follow the target's own law",
-        fit,
-        alpha,
-        num_answers,
-    )
-    return judged_fit(
-        known, fit, f"Mode exact is not lossless here: {SWITCHES}. Meanwhile serve without SMC."
-    )
+    proves = "answers of mode exact follow the target's own law"
+    known = fitted("exact-answers", proves, fit, alpha, num_answers)
+    advice = f"Mode exact is not lossless here: {SWITCHES}. Meanwhile serve without SMC."
+    return judged_fit(known, fit, advice)
 
 
 def check_mode(
@@ -240,8 +234,10 @@ def _in_words(found: _Measured) -> str:
         words += " (sharper than the target)" if gap > 0 else " (flatter than the target)"
     if found.tilt is not None:
         gap, error = found.tilt
-        where = "nearer to" if gap > 0 else "further from"
-        words = f"{abs(gap):.3f} ± {2 * error:.3f} nats a token {where} the draft; {words}"
+        towards = f"log q/p {gap:+.3f} ± {2 * error:.3f} nats a token"
+        if abs(gap) > 2 * error:
+            towards += " (nearer to the draft)" if gap > 0 else " (further from the draft)"
+        words = f"{towards}; {words}"
     return f"{words}; ranks p = {found.ranks.p_value:.2g}."
 
 

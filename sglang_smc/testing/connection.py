@@ -39,7 +39,13 @@ def connect(url: str, *, api_key: str | None = None, needs_smc: bool = True) -> 
     address = url.rstrip("/")
 
     def send(body: dict[str, Any]) -> list[dict[str, Any]]:
-        reply = session.post(f"{address}/generate", json=body, timeout=TIMEOUT)
+        try:
+            reply = session.post(f"{address}/generate", json=body, timeout=TIMEOUT)
+        except requests.RequestException as error:
+            raise ValueError(
+                f"--url {url}: the server stopped answering ({type(error).__name__}). Its own log "
+                "says why."
+            ) from error
         if reply.status_code != 200:
             raise RefusedError(f"{address} answered HTTP {reply.status_code}: {reply.text[:500]}")
         return reply.json()

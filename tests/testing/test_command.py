@@ -43,6 +43,9 @@ def fake_server() -> Iterator[Callable[[int, Any], str]]:
                 self.end_headers()
                 self.wfile.write(json.dumps(body).encode())
 
+            def do_POST(self) -> None:
+                self.connection.close()
+
             def log_message(self, *_: Any) -> None:
                 pass
 
@@ -154,3 +157,13 @@ def test_fewer_tokens_are_asked_for_where_the_vocabulary_has_fewer(model: MakeMo
     """64 are refused, until as many as there are."""
     (top,) = model().following([(1, 2)])
     assert len(top) == 8
+
+
+def test_a_server_that_stops_answering_is_no_traceback(
+    fake_server: Callable[[int, Any], str],
+) -> None:
+    """It closes the connection at each POST."""
+    body = {**PLAIN, "speculative_draft_model_path": None}
+    url = fake_server(200, body)
+    with pytest.raises(ValueError, match="stopped answering"):
+        connect(url, needs_smc=False).token_ids("a")
