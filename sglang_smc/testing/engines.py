@@ -78,6 +78,9 @@ def starting(target: str, draft: str, **arguments: Any) -> Iterator[Engine]:
     theirs.close()
     try:
         yield Engine(f"--target {target} --draft {draft}", ours)
+    except BaseException:
+        process.terminate()  # it may still be starting, which nobody waits for now
+        raise
     finally:
         ours.close()
         process.join(_STOP_SECONDS)
