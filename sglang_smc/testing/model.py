@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -108,7 +109,7 @@ class Model:
         """The model's law at each token of texts behind prompts, by a pass over them."""
         both = [(*prompt, *text) for prompt, text in zip(prompts, texts, strict=True)]
         replies = self._scored(both, [len(prompt) - 1 for prompt in prompts])
-        return [_positions(meta) for meta in replies]
+        return [_positions(text, meta) for text, meta in zip(texts, replies, strict=True)]
 
     def following(self, texts: Sequence[Text]) -> list[dict[int, float]]:
         """The likeliest next tokens and their log-probabilities, most likely first."""
@@ -149,13 +150,21 @@ def _scoring(body: dict[str, Any]) -> dict[str, Any]:
     return {**body, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
 
 
-def _positions(meta: dict[str, Any]) -> list[Position]:
-    """The first entry is the token before the text, of which SGLang has no law."""
-    tokens, tops = meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:]
-    return [
-        Position(token, logprob, _top(top))
-        for (logprob, token, _), top in zip(tokens, tops, strict=True)
-    ]
+def _positions(text: Text, meta: dict[str, Any]) -> list[Position]:
+    """The first entry is the token before the text, of which SGLang has no law.
+
+    SGLang scores the last token of a vocabulary as token 0
+    (srt/managers/scheduler_components/logprob_result_processor.py:54), so the token is the
+    text's own, and its number comes from the likeliest where they have it.
+    """
+    entries = zip(
+        text, meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:], strict=True
+    )
+    found = []
+    for token, (logprob, told, _), likeliest in entries:
+        top = _top(likeliest)
+        found.append(Position(token, top.get(token, logprob if told == token else -math.inf), top))
+    return found
 
 
 def _top(entries: list[list[Any]]) -> dict[int, float]:

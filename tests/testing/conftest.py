@@ -39,7 +39,7 @@ def mixed(one: Table, other: Table, share: float) -> Table:
 
 
 class Toy:
-    """Answers /generate bodies as SGLang does, by the laws that it is given.
+    """Answers /generate bodies as SGLang does, with its slip at the vocabulary's last token.
 
     Args:
         p, q: the target and the draft, as scoring tells them.
@@ -80,7 +80,8 @@ class Toy:
     def _scored(self, text: tuple[int, ...], start: int, top: int) -> dict[str, Any]:
         tokens, tops = [[None, text[start], None]], [None]
         for last, token in zip(text[start:], text[start + 1 :], strict=False):
-            tokens.append([math.log(self.p[last][token]), token, None])
+            told = 0 if token == VOCAB - 1 else token  # as SGLang does
+            tokens.append([math.log(self.p[last][told]), told, None])
             tops.append(self._top(last, top))
         meta = {
             "input_token_logprobs": tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -167,3 +168,11 @@ def test_a_server_that_stops_answering_is_no_traceback(
     url = fake_server(200, body)
     with pytest.raises(ValueError, match="stopped answering"):
         connect(url, needs_smc=False).token_ids("a")
+
+
+def test_the_last_token_of_a_vocabulary_is_scored_as_itself(
+    model: MakeModel, tables: tuple[Any, Any]
+) -> None:
+    ((position,),) = model().score([(1, 2)], [(7,)])
+    assert position.token == 7
+    assert position.logprob == pytest.approx(math.log(tables[0][2][7]))
