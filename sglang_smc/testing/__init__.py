@@ -1,0 +1,35 @@
+"""Checks that a pair of models, on this machine, gives the texts that SMC promises.
+
+The command is ``python -m sglang_smc.testing``; the same checks as a library::
+
+    from sglang_smc.testing import check_exact_answers, connect
+
+    def test_exact_mode_is_lossless():
+        result = check_exact_answers(connect("http://localhost:30000"))
+        assert not result.failed, result.note
+"""
+
+from sglang_smc.testing.checks import (
+    check_evidence,
+    check_exact_answers,
+    check_mode,
+)
+from sglang_smc.testing.connection import connect, started
+from sglang_smc.testing.draft_checks import check_draft_law, check_equal_models
+from sglang_smc.testing.model import Answer, Model, Position
+from sglang_smc.testing.result import Result, Verdict
+
+__all__ = [
+    "Answer",
+    "Model",
+    "Position",
+    "Result",
+    "Verdict",
+    "check_draft_law",
+    "check_equal_models",
+    "check_evidence",
+    "check_exact_answers",
+    "check_mode",
+    "connect",
+    "started",
+]

@@ -1,0 +1,182 @@
+"""A toy in a server's place: two tables of next-token laws, sampled rightly or wrongly."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from sglang_smc.testing import Model
+
+Table = list[list[float]]  # last token -> law of the next
+VOCAB = 8
+SETTINGS = {"num_particles": 4, "num_steps": 2, "mode": "smc", "adaptive": False}
+
+
+def random_table(seed: int, flatness: float = 0.8) -> Table:
+    """Laws that differ much from token to token, and from seed to seed."""
+    source = random.Random(seed)
+    return [
+        normalized([source.expovariate(1.0) ** (1 / flatness) for _ in range(VOCAB)])
+        for _ in range(VOCAB)
+    ]
+
+
+def normalized(masses: list[float]) -> list[float]:
+    total = math.fsum(masses)
+    return [mass / total for mass in masses]
+
+
+def mixed(one: Table, other: Table, share: float) -> Table:
+    """So much of the other in the one: what a flawed sampler might do."""
+    return [
+        [(1 - share) * a + share * b for a, b in zip(x, y, strict=True)]
+        for x, y in zip(one, other, strict=True)
+    ]
+
+
+class Toy:
+    """Answers /generate bodies as SGLang does, with its slip at the vocabulary's last token.
+
+    Args:
+        p, q: the target and the draft, as scoring tells them.
+        drawn: what texts of mode exact really follow; p where it is right.
+        drafted: what drafts really follow; q where it is right.
+        factor: what weights are multiplied by; 1 where they are right.
+        weighs: whether answers tell their evidence, or always 1.
+    """
+
+    def __init__(
+        self,
+        p: Table,
+        q: Table,
+        *,
+        drawn: Table | None = None,
+        drafted: Table | None = None,
+        factor: float = 1.0,
+        weighs: bool = True,
+    ) -> None:
+        self.p, self.q = p, q
+        self.drawn, self.drafted = drawn or p, drafted or q
+        self.factor, self.weighs = factor, weighs
+
+    def send(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        if "text" in body:
+            return [self._scored((1, 2), 0, 0) for _ in body["text"]]
+        if body.get("return_logprob"):
+            if body["top_logprobs_num"] > VOCAB:
+                raise_refusal()
+            starts = body["logprob_start_len"]
+            return [
+                self._scored(tuple(text), start, body["top_logprobs_num"])
+                for text, start in zip(body["input_ids"], starts, strict=True)
+            ]
+        pairs = zip(body["input_ids"], body["sampling_params"], strict=True)
+        return [self._answer(tuple(text), params) for text, params in pairs]
+
+    def _scored(self, text: tuple[int, ...], start: int, top: int) -> dict[str, Any]:
+        tokens, tops = [[None, text[start], None]], [None]
+        for last, token in zip(text[start:], text[start + 1 :], strict=False):
+            told = 0 if token == VOCAB - 1 else token  # as SGLang does
+            tokens.append([math.log(self.p[last][told]), told, None])
+            tops.append(self._top(last, top))
+        meta = {
+            "input_token_logprobs": tokens,
+            "input_top_logprobs": tops,
+            "output_top_logprobs": [self._top(text[-1], top)],
+        }
+        return {"output_ids": [], "meta_info": meta}
+
+    def _top(self, last: int, top: int) -> list[list[Any]]:
+        ranked = sorted(range(VOCAB), key=lambda token: -self.p[last][token])
+        return [[math.log(self.p[last][token]), token, None] for token in ranked[:top]]
+
+    def _answer(self, prompt: tuple[int, ...], params: dict[str, Any]) -> dict[str, Any]:
+        source = random.Random(params["sampling_seed"])
+        smc = params["custom_params"]["smc"]
+        length, temperature = params["max_new_tokens"], params["temperature"]
+        if smc["mode"] == "exact":
+            text, log_evidence = self._walk(prompt, length, [self.drawn] * length, source), 0.0
+        else:
+            text, log_evidence = self._weighed(prompt, length, smc, temperature, source)
+        log_evidence *= self.weighs
+        meta = {"spec_smc_log_evidence": log_evidence, "spec_smc_resample_ct": 0}
+        return {"output_ids": list(text), "meta_info": meta}
+
+    def _weighed(
+        self,
+        prompt: tuple[int, ...],
+        length: int,
+        smc: dict[str, Any],
+        temperature: float,
+        source: random.Random,
+    ) -> tuple[tuple[int, ...], float]:
+        """Importance sampling: no resampling, one particle drawn by weight."""
+        p, q = warmed(self.p, temperature), warmed(self.q, temperature)
+        of_target = [
+            index % (smc.get("num_steps", SETTINGS["num_steps"]) + 1) == 0
+            for index in range(length)
+        ]
+        drafted = warmed(self.drafted, temperature)
+        laws = [p if from_target else drafted for from_target in of_target]
+        texts, weights = [], []
+        for _ in range(smc.get("num_particles", SETTINGS["num_particles"])):
+            text = self._walk(prompt, length, laws, source)
+            texts.append(text)
+            weight = 1.0
+            for last, token, known in zip((prompt[-1], *text), text, of_target, strict=False):
+                weight *= 1.0 if known else self.factor * p[last][token] / q[last][token]
+            weights.append(weight)
+        (chosen,) = source.choices(texts, weights)
+        return chosen, math.log(math.fsum(weights) / len(weights))
+
+    def _walk(
+        self, prompt: tuple[int, ...], length: int, laws: list[Table], source: random.Random
+    ) -> tuple[int, ...]:
+        text = prompt
+        for law in laws:
+            text += tuple(source.choices(range(VOCAB), law[text[-1]]))
+        return text[len(prompt) :][:length]
+
+
+def warmed(table: Table, temperature: float) -> Table:
+    return [normalized([mass ** (1 / temperature) for mass in row]) for row in table]
+
+
+def raise_refusal() -> None:
+    from sglang_smc.testing.model import RefusedError
+
+    raise RefusedError("top_logprobs_num is too large")
+
+
+@pytest.fixture
+def tables() -> tuple[Table, Table]:
+    """A target and a draft that overlap, and differ."""
+    return random_table(1), mixed(random_table(2), random_table(1), 0.4)
+
+
+@pytest.fixture
+def model(tables: tuple[Table, Table]) -> Callable[..., Model]:
+    """Makes the model of a toy; keywords say what is wrong with it."""
+
+    def make(
+        *,
+        p: Table = tables[0],
+        q: Table = tables[1],
+        settings: dict[str, Any] | None = None,
+        same_models: bool = False,
+        **wrong: Any,
+    ) -> Model:
+        known = {**SETTINGS, **(settings or {})}
+        return Model(Toy(p, q, **wrong).send, "toy", known, same_models=same_models)
+
+    return make
+
+
+@pytest.fixture
+def draft(tables: tuple[Table, Table]) -> Model:
+    """A plain server of the draft."""
+    return Model(Toy(tables[1], tables[1]).send, "toy draft", {})

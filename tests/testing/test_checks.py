@@ -1,0 +1,169 @@
+"""Each check passes what is right, and turns red on a sampler that is wrong in its own way.
+
+Seeds are fixed. With others a right sampler would fail a check with probability ``ALPHA``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+
+from sglang_smc.testing import (
+    Model,
+    Verdict,
+    check_draft_law,
+    check_equal_models,
+    check_evidence,
+    check_exact_answers,
+    check_mode,
+)
+from sglang_smc.testing.checks import ALPHA
+from sglang_smc.testing.laws import short_law
+
+PROMPTS = ("one", "two")
+MakeModel = Callable[..., Model]
+Table = list[list[float]]
+
+
+def blend(one: Table, other: Table, share: float) -> Table:
+    return [
+        [(1 - share) * a + share * b for a, b in zip(x, y, strict=True)]
+        for x, y in zip(one, other, strict=True)
+    ]
+
+
+def test_right_samplers_pass_everything(model: MakeModel, draft: Model) -> None:
+    right = model()
+    found = [
+        check_evidence(right, PROMPTS),
+        check_exact_answers(right, PROMPTS),
+        check_mode(right, "exact", PROMPTS, num_answers=600),
+        check_mode(right, "exact", PROMPTS, draft=draft, num_answers=600),
+        check_draft_law(right, PROMPTS),
+        check_draft_law(right, PROMPTS, draft=draft),
+    ]
+    assert [result.verdict for result in found] == [Verdict.PASS] * len(found)
+    assert all(result.alpha == ALPHA for result in found)
+
+
+def test_exact_answers_turn_red_where_a_tenth_is_the_draft_s(
+    model: MakeModel, tables: tuple[Table, Table]
+) -> None:
+    result = check_exact_answers(model(drawn=blend(*tables, 0.1)), PROMPTS)
+    assert result.failed
+    assert "--speculative-smc-kernels torch" in result.note
+
+
+@pytest.mark.parametrize("with_draft", [False, True])
+def test_log_probabilities_turn_red_where_a_fifth_is_the_draft_s(
+    model: MakeModel, draft: Model, tables: tuple[Table, Table], with_draft: bool
+) -> None:
+    wrong = model(drawn=blend(*tables, 0.2))
+    asked = {"num_answers": 600, "draft": draft if with_draft else None}
+    assert check_mode(wrong, "exact", PROMPTS, **asked).failed
+
+
+def test_log_probabilities_turn_red_on_a_sharpened_target(
+    model: MakeModel, tables: tuple[Table, Table]
+) -> None:
+    sharp = [[mass**1.15 for mass in row] for row in tables[0]]
+    drawn = [[mass / math.fsum(row) for mass in row] for row in sharp]
+    result = check_mode(model(drawn=drawn), "exact", PROMPTS, num_answers=600)
+    assert result.failed
+    assert "sharper" in result.note
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.1])
+def test_evidence_turns_red_where_weights_are_a_tenth_off(model: MakeModel, factor: float) -> None:
+    assert check_evidence(model(factor=factor), PROMPTS, num_answers=4000).failed
+
+
+def test_evidence_turns_red_where_drafts_are_weighed_by_another_law(
+    model: MakeModel, tables: tuple[Table, Table]
+) -> None:
+    wrong = model(drafted=blend(tables[1], tables[0], 0.4))
+    assert check_evidence(wrong, PROMPTS, num_answers=8000).failed
+
+
+@pytest.mark.parametrize("with_draft", [False, True])
+def test_draft_law_turns_red_where_drafts_follow_another(
+    model: MakeModel, draft: Model, tables: tuple[Table, Table], with_draft: bool
+) -> None:
+    """By the draft's own law, and by the law that weights claim."""
+    wrong = model(drafted=blend(tables[1], tables[0], 0.3))
+    assert check_draft_law(wrong, PROMPTS, draft=draft if with_draft else None).failed
+
+
+def test_evidence_that_never_varies_is_no_evidence(model: MakeModel) -> None:
+    silent = model(weighs=False)
+    assert check_evidence(silent, PROMPTS).verdict is Verdict.NOT_ENOUGH_DATA
+    assert check_draft_law(silent, PROMPTS).failed  # p is not what they were drawn with
+
+
+def test_evidence_of_a_draft_that_misses_is_not_enough(model: MakeModel) -> None:
+    hopeless = [[1e-12 if token else 1.0 for token in range(8)] for _ in range(8)]
+    assert (
+        check_evidence(model(q=hopeless), PROMPTS, num_answers=64).verdict
+        is Verdict.NOT_ENOUGH_DATA
+    )
+
+
+def test_an_approximate_mode_is_measured_towards_the_draft(model: MakeModel, draft: Model) -> None:
+    """The toy's mode smc is importance sampling with few particles: between p and q."""
+    result = check_mode(model(), "smc", PROMPTS, draft=draft, num_answers=600)
+    assert result.verdict is Verdict.MEASURED
+    assert result.estimate is not None and result.standard_error is not None
+    assert result.estimate > 4 * result.standard_error
+    assert "nearer to the draft" in result.note
+
+
+def test_equal_models_need_equal_weights(model: MakeModel, tables: tuple[Table, Table]) -> None:
+    assert check_equal_models(model(), PROMPTS).verdict is Verdict.NOT_APPLICABLE
+    target = tables[0]
+    for factor, verdict in ((1.0, Verdict.PASS), (1.01, Verdict.FAIL)):
+        twins = model(q=target, factor=factor, same_models=True)
+        assert check_equal_models(twins, PROMPTS).verdict is verdict
+
+
+def test_adaptive_servers_are_not_judged_by_their_weights(model: MakeModel) -> None:
+    adaptive = model(settings={"adaptive": True})
+    assert check_evidence(adaptive, PROMPTS).verdict is Verdict.NOT_APPLICABLE
+    assert check_draft_law(adaptive, PROMPTS).verdict is Verdict.NOT_APPLICABLE
+
+
+def test_short_law_is_the_product_of_its_models(
+    model: MakeModel, draft: Model, tables: tuple[Table, Table]
+) -> None:
+    """Whole without a smallest mass, and with one the rest stays with the prefix."""
+    p, q = tables
+    whole = short_law([model(), draft], (1, 2), 0.0)
+    for first, second in itertools.product(range(8), repeat=2):
+        assert whole[first, second] == pytest.approx(p[2][first] * q[first][second])
+    cut = short_law([model(), draft], (1, 2), 0.02)
+    assert math.fsum(cut.values()) == pytest.approx(1.0)
+    assert all(mass >= 0.02 for text, mass in cut.items() if len(text) == 2)
+    assert 0 < cut[()] == pytest.approx(math.fsum(mass for mass in p[2] if mass < 0.02))
+
+
+def test_false_alarms_of_log_probabilities_are_as_rare_as_stated(
+    model: MakeModel, draft: Model
+) -> None:
+    """Of 200 right samplers 10 fail at 5 %; more than 22 would, with probability 1e-4."""
+    right = model()
+    alarms = sum(
+        check_mode(
+            right,
+            "exact",
+            PROMPTS,
+            draft=draft,
+            num_answers=60,
+            length=6,
+            alpha=0.05,
+            seed=1000 * repeat,
+        ).failed
+        for repeat in range(200)
+    )
+    assert alarms <= 22

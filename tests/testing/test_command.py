@@ -1,0 +1,178 @@
+"""The command: exit codes, table, JSON, and errors that say what to do. Toys answer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_smc.testing import Model, cli, connect, report
+from sglang_smc.testing.connection import Pair
+from sglang_smc.testing.prompts import read_prompts
+from sglang_smc.testing.result import Result, Verdict
+
+MakeModel = Callable[..., Model]
+FEW = ["--url", "http://toy", "--scale", "0.5"]
+
+
+@pytest.fixture
+def answered_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Pair], None]:
+    """Puts toys in the server's place."""
+
+    def put(pair: Pair) -> None:
+        monkeypatch.setattr(cli, "_models", lambda arguments: contextlib.nullcontext(pair))
+
+    return put
+
+
+@pytest.fixture
+def fake_server() -> Iterator[Callable[[int, Any], str]]:
+    """Starts a server that gives every GET the same answer."""
+    servers: list[HTTPServer] = []
+
+    def start(status: int, body: Any) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(json.dumps(body).encode())
+
+            def do_POST(self) -> None:
+                self.connection.close()
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        server = HTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_right_models_give_zero_and_all_numbers(
+    answered_by: Callable[[Pair], None],
+    model: MakeModel,
+    draft: Model,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    answered_by(Pair(model(), draft))
+    assert cli.main([*FEW, "--json", str(tmp_path / "found.json")]) == 0
+    written = json.loads((tmp_path / "found.json").read_text())
+    verdicts = {result["check"]: result["verdict"] for result in written["results"]}
+    assert list(verdicts) == list(cli.NAMES)
+    assert verdicts.pop("equal-models") == "not applicable"
+    assert {name for name, verdict in verdicts.items() if verdict == "pass"} == set(cli.TESTS)
+    assert written["false_alarm"] == pytest.approx(cli.TOTAL_ALPHA)
+    assert "at most 0.001" in capsys.readouterr().out
+
+
+def test_a_wrong_sampler_gives_one_and_says_which_check(
+    answered_by: Callable[[Pair], None],
+    model: MakeModel,
+    tables: tuple[Any, Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    answered_by(Pair(model(drawn=tables[1])))
+    assert cli.main([*FEW, "--only", "exact-answers,draft-law"]) == 1
+    shown = capsys.readouterr().out
+    (row,) = [line for line in shown.splitlines() if "FAIL" in line]
+    assert row.startswith("exact-answers")
+    assert "1 pass, 1 fail" in shown
+
+
+def test_what_was_not_judged_raises_no_alarm() -> None:
+    skipped = Result("a", "b", Verdict.NOT_APPLICABLE, "c", alpha=0.5)
+    assert report.false_alarm([skipped]) == 0.0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--target", "t"], ["--url", "http://a", "--draft", "d"], ["--draft-url", "http://a"]],
+)
+def test_half_a_pair_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    assert "both --target and --draft" in capsys.readouterr().err
+
+
+def test_folders_without_a_model_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["--target", str(tmp_path), "--draft", str(tmp_path)]) == 2
+    assert f"--target {tmp_path}: no config.json" in capsys.readouterr().err
+
+
+PLAIN = {"model_path": "m", "speculative_algorithm": None, "internal_states": [{}]}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "needle"),
+    [
+        (200, PLAIN, "--speculative-algorithm None; needed: SMC"),
+        (200, {"hello": "world"}, "not as an SGLang server"),
+        (404, {}, "not as an SGLang server"),
+        (401, {}, "--api-key"),
+    ],
+)
+def test_other_servers_are_refused(
+    fake_server: Callable[[int, Any], str], status: int, body: Any, needle: str
+) -> None:
+    with pytest.raises(ValueError, match=needle):
+        connect(fake_server(status, body))
+
+
+def test_a_url_that_does_not_answer_is_refused() -> None:
+    with pytest.raises(ValueError, match="no server answers there"):
+        connect("http://127.0.0.1:9")
+
+
+def test_a_plain_server_may_be_the_draft_s(fake_server: Callable[[int, Any], str]) -> None:
+    body = {**PLAIN, "speculative_draft_model_path": None}
+    assert connect(fake_server(200, body), needs_smc=False).settings == {}
+
+
+def test_prompts_are_lines(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("One line.\n\n  Another. \n")
+    assert read_prompts(file) == ("One line.", "Another.")
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="one a line"):
+        read_prompts(file)
+    with pytest.raises(ValueError, match="Give a text file"):
+        read_prompts(tmp_path / "missing")
+
+
+def test_fewer_tokens_are_asked_for_where_the_vocabulary_has_fewer(model: MakeModel) -> None:
+    """64 are refused, until as many as there are."""
+    (top,) = model().following([(1, 2)])
+    assert len(top) == 8
+
+
+def test_a_server_that_stops_answering_is_no_traceback(
+    fake_server: Callable[[int, Any], str],
+) -> None:
+    """It closes the connection at each POST."""
+    body = {**PLAIN, "speculative_draft_model_path": None}
+    url = fake_server(200, body)
+    with pytest.raises(ValueError, match="stopped answering"):
+        connect(url, needs_smc=False).token_ids("a")
+
+
+def test_the_last_token_of_a_vocabulary_is_scored_as_itself(
+    model: MakeModel, tables: tuple[Any, Any]
+) -> None:
+    ((position,),) = model().score([(1, 2)], [(7,)])
+    assert position.token == 7
+    assert position.logprob == pytest.approx(math.log(tables[0][2][7]))
