@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from populations import texts_of
 
+from sglang_smc.round.steps import still_open
 from sglang_smc.smc import exact, mixed, rounds
 from sglang_smc.smc.distribution import SamplingRules, log_probs, power_law, sample, token_log_probs
 from sglang_smc.smc.randomness import Purpose, round_seeds, uniforms
@@ -194,7 +195,7 @@ def _propose(pair: Pair, setup: Setup, before: Population, seeds: torch.Tensor) 
         log_q=torch.stack(laws, dim=2),
         log_p=pair.target[positions.clamp_max(length - 1), chain],
         ends=ends,
-        before_end=rounds.still_open(ends) & ~before.ended.unsqueeze(2),
+        before_end=still_open(ends) & ~before.ended.unsqueeze(2),
     )
 
 

@@ -7,7 +7,7 @@ import torch
 
 from sglang_smc.smc import rounds
 from sglang_smc.smc.distribution import TokenDistribution
-from sglang_smc.smc.resampling import SCHEMES, num_childless
+from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.smc.resizing import Resized
 from sglang_smc.state.population import Population
 
@@ -31,13 +31,6 @@ class Decision(NamedTuple):
     next_tokens: TokenDistribution  # of the G * N particles
     verified: torch.Tensor  # [G] bool: exact verification had the last word
     failure: torch.Tensor  # [G] int64 `Failure`, where logits gave no law to decide by
-
-    def num_killed(self, present: torch.Tensor) -> torch.Tensor:
-        """Particles of ``present`` ``[G, N]`` that left no child where weights resampled: ``[G]``.
-
-        The winner of a verification is no resampling: all others were its rivals, not its equals.
-        """
-        return num_childless(self.resampled.ancestors, present) * self.cut.resample
 
 
 def no_drafts(population: Population) -> Drafts:

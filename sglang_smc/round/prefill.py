@@ -12,11 +12,11 @@ from sglang_smc.requests.rules import TextRules
 from sglang_smc.requests.state import RequestStates, has_open_token, state_of
 from sglang_smc.round.draft_input import SMCDraftInput
 from sglang_smc.round.tables import Tables
-from sglang_smc.smc.distribution import sample
+from sglang_smc.smc.distribution import TokenDistribution, sample
 from sglang_smc.smc.randomness import Purpose, uniforms
 from sglang_smc.smc.stratify import stratified
 from sglang_smc.state.logprobs import logprob_distribution
-from sglang_smc.state.settings import FilterKinds, Settings
+from sglang_smc.state.settings import Settings, filter_kinds
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -100,8 +100,11 @@ class Prefill:
             settings = settings.bounded(*_sizes(reqs, device))
         rules = TextRules.begin(reqs, logits.shape[1], device)
         edited, allowed = _by_rules(rules, logits)
-        of_last = edited.unsqueeze(1), num_emitted.unsqueeze(1), FilterKinds.of(reqs)
-        powered, log_sum = settings.distribution(*of_last, allowed=allowed).to_power(settings.power)
+        last, kinds = edited.unsqueeze(1), filter_kinds(reqs)  # [G, 1, V]
+        if kinds.early:
+            last = settings.without_early_ends(last, num_emitted.unsqueeze(1))
+        p = TokenDistribution.of(last, settings.sampling_rules(), kinds, allowed)
+        powered, log_sum = p.to_power(settings.power)
         log_p = powered.log_probs()  # [G, V]
         failure = failure_of_first(log_p, draft_logits)
         tokens, ended = self._draw(reqs, rules, settings, log_p, num_emitted)
@@ -119,7 +122,7 @@ class Prefill:
         )
         self._states.note_first(reqs, log_sum)
         if batch.return_logprob:
-            shown = logprob_distribution(settings, *of_last, allowed=allowed)
+            shown = logprob_distribution(last, settings.temperature, allowed)
             tables.logprobs.begin(batch, shown.log_probs(), tokens, output)
         return tokens[:, 0], failure
 
@@ -166,6 +169,8 @@ class Prefill:
 
 def _by_rules(rules: TextRules, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """First tokens' logits ``[G, V]`` by the rules, and what these allow, ``[G, 1, V]``."""
+    if rules.is_empty:
+        return logits, None
     rows = logits.clone().unsqueeze(1).unsqueeze(1)  # SGLang may read its own again
     nothing = torch.empty(len(logits), 1, 0, dtype=torch.int64, device=logits.device)  # [G, N, J]
     edited, allowed = rules.apply(rows, nothing, 0)

@@ -131,12 +131,8 @@ class LogprobTable:
         """Tokens of their own choice that the requests in ``rows`` listed, ``[G, num_listed]``."""
         return self._ids[rows, :num_listed]
 
-    def emitted(
-        self, rows: torch.Tensor, logprobs: TailLogprobs | None, roots: torch.Tensor
-    ) -> Emitted | None:
-        """Those of the groups' first particles, of roots ``[G]``; None where nobody wants any."""
-        if logprobs is None:
-            return None
+    def emitted(self, rows: torch.Tensor, logprobs: TailLogprobs, roots: torch.Tensor) -> Emitted:
+        """Those of the groups' first particles, of roots ``[G]``."""
         tails = TailLogprobs(*(column[:, 0] for column in logprobs))
         # A particle began with what its first ancestor did.
         return Emitted(tails, self._first[rows, roots])
