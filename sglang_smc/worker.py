@@ -67,7 +67,7 @@ class SMCWorker(WeightUpdates):
             nccl_port=nccl_port,
             is_draft_worker=True,
         )
-        # SGLang looks for the draft's runner under these names, which EAGLE's workers alone declare.
+        # SGLang looks for the draft's runner under names that only EAGLE's workers declare.
         runner = self._draft_worker.model_runner
         self._draft_worker.draft_runner = runner  # pyright: ignore[reportAttributeAccessIssue] -- as said
         self._draft_worker.draft_runners = [runner]  # pyright: ignore[reportAttributeAccessIssue] -- as said

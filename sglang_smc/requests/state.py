@@ -135,7 +135,7 @@ class RequestStates:
         state = find_state(req)
         if state is None:
             state = RequestState.of(self._seed(req), config_of(self._config, req))
-            req.smc_state = state  # type: ignore[attr-defined]
+            req.smc_state = state  # pyright: ignore[reportAttributeAccessIssue] -- ours
         state.begin(budget)
         # For p itself what is dropped has a factor of mean 1; for other targets it has not.
         state.has_lost_tails |= not state.config.is_normalized and req.retraction_count > 0
@@ -189,7 +189,7 @@ def find_state(req: "Req") -> RequestState | None:
 
 def state_of(req: "Req") -> RequestState:
     """The state of a request that decodes."""
-    return req.smc_state  # type: ignore[attr-defined]
+    return req.smc_state  # pyright: ignore[reportAttributeAccessIssue] -- ours
 
 
 def has_open_token(req: "Req") -> bool:
