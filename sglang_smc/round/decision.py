@@ -56,14 +56,17 @@ def by_method(
 
 def choose(where: torch.Tensor, yes: Chosen, no: Chosen) -> Chosen:
     """``yes`` for the groups ``where`` ``[G]`` bool, ``no`` for the others."""
-    return type(yes)(*(_choose(where, a, b) for a, b in zip(yes, no, strict=True)))
+    return yes._make(_choose(where, a, b) for a, b in zip(yes, no, strict=True))
 
 
-def _choose(where: torch.Tensor, yes: object, no: object) -> object:
-    """As `choose`, of one field: a tensor ``[G, ...]``, a distribution, or a tuple of such."""
+Field = torch.Tensor | TokenDistribution | rounds.BlockCut | rounds.Resampled
+
+
+def _choose(where: torch.Tensor, yes: Field, no: Field) -> Field:
+    """As `choose`, of one field: a tensor ``[G, ...]``, a distribution, or a tuple of tensors."""
     if isinstance(yes, torch.Tensor) and isinstance(no, torch.Tensor):
         return torch.where(where.view(-1, *(1,) * (yes.dim() - 1)), yes, no)
     if isinstance(yes, TokenDistribution) and isinstance(no, TokenDistribution):
         return yes.where(where, no)
-    assert isinstance(yes, tuple) and isinstance(no, tuple)
-    return type(yes)(*(_choose(where, a, b) for a, b in zip(yes, no, strict=True)))
+    assert isinstance(yes, (rounds.BlockCut, rounds.Resampled)) and isinstance(no, type(yes))
+    return yes._make(_choose(where, a, b) for a, b in zip(yes, no, strict=True))

@@ -178,7 +178,8 @@ class ParticleTable:
             num_particles: the most that any of them has.
             max_tail: the longest tail that any of them can have when the round ends.
         """
-        return Population(*(view[rows] for view in self._views(num_particles, max_tail)))
+        views = self._views(num_particles, max_tail)
+        return Population(*(view[rows] for view in views), logprobs=None)
 
     def scatter(self, rows: torch.Tensor, population: Population) -> None:
         """Store the populations of the requests in ``rows`` ``[G]``, without log-probabilities."""

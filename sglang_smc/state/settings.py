@@ -16,7 +16,6 @@ from sglang_smc.smc.resampling import SCHEMES
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.sampling.sampling_params import SamplingParams
 
 
 class RequestSpec(NamedTuple):
@@ -102,11 +101,10 @@ class Settings(NamedTuple):
 
 def filter_kinds(reqs: "list[Req]") -> FilterKinds:
     """The kinds of these requests."""
-    params = [(req.sampling_params, req.vocab_size) for req in reqs]
     return FilterKinds(
-        filtered=any(_uses_filters(one, vocab_size) for one, vocab_size in params),
-        greedy=any(one.top_k == 1 for one, _ in params),
-        early=any(one.min_new_tokens > 0 for one, _ in params),
+        filtered=any(map(_uses_filters, reqs)),
+        greedy=any(req.sampling_params.top_k == 1 for req in reqs),
+        early=any(req.sampling_params.min_new_tokens > 0 for req in reqs),
     )
 
 
@@ -197,6 +195,8 @@ def stop_tokens(
     return frozenset(token for token in found if token is not None and 0 <= token < vocab_size)
 
 
-def _uses_filters(params: "SamplingParams", vocab_size: int) -> bool:
-    cuts = params.top_k < vocab_size or params.top_p < 1.0 or params.min_p > 0.0
+def _uses_filters(req: "Req") -> bool:
+    params = req.sampling_params
+    assert req.vocab_size is not None, "SGLang's scheduler sets it on each request"
+    cuts = params.top_k < req.vocab_size or params.top_p < 1.0 or params.min_p > 0.0
     return cuts and params.top_k != 1
