@@ -184,7 +184,7 @@ def sample_and_score(
     """Draw tokens of requests that use no filter, and say how probable they were.
 
     Args:
-        logits: ``[R, V]``, any float type.
+        logits: ``[R, V]``, any float type; ``-inf`` marks a forbidden token.
         temperature: ``[G]`` > 0, each of D / G draws one after another.
         uniforms: ``[D]`` float64 in [0, 1).
         rows: ``[D]`` int64, the row of logits that each draw uses; None is one draw a row, D = R.

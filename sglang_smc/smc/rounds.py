@@ -159,8 +159,11 @@ def collapse(
     heaviest, which does not.
 
     Args:
+        log_weights: ``[G, N]`` float64.
+        where: ``[G]`` bool.
+        present: ``[G, N]`` bool.
         uniforms: ``[G]`` float64.
-        heaviest: ``[G]`` bool.
+        heaviest: ``[G]`` bool: the heaviest instead of one drawn by weight.
     """
     drawn = draw(log_weights, uniforms)
     chosen = torch.where(heaviest, log_weights.argmax(-1), drawn).unsqueeze(1)
