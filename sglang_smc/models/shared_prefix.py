@@ -200,5 +200,5 @@ def _by_head(gathered: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _by_query(attended: Attended) -> Attended:
-    """From ``[B, H, Q, ...]`` to ``[B * Q, H, ...]``."""
+    """Attention ``[B, H, Q, ...]`` as ``[B * Q, H, ...]``."""
     return Attended(*(part.transpose(1, 2).flatten(0, 1) for part in attended))

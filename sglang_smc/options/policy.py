@@ -38,7 +38,7 @@ class Curve(NamedTuple):
 
     @classmethod
     def of(cls, points: Iterable[tuple[int, float]]) -> "Curve":
-        """From measurements. Chance only adds, so none takes longer than a larger one has."""
+        """A curve of measurements. Chance only adds: none takes longer than a larger one has."""
         sizes, seconds = zip(*points, strict=True)
         lowest = list(accumulate(reversed(seconds), min))[::-1]
         return cls(tuple(zip(sizes, lowest, strict=True)))
@@ -67,7 +67,7 @@ class Costs(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Costs":
-        """From JSON: ``{"draft": [[1, 0.001], ...], "target": [[1, 0.01], ...], "overhead": 0}``.
+        """Costs as JSON: ``{"draft": [[1, 0.001], ...], "target": [[1, 0.01]], "overhead": 0}``.
 
         Raises:
             ValueError: for anything else.
@@ -168,7 +168,7 @@ class Policy:
             self._kept.add(budget, num_kept)
 
     def end_round(self) -> None:
-        """All requests of a round have been told of."""
+        """End a round: all its requests have been told of."""
         self._kept.fade()
 
     def choose(
@@ -210,7 +210,7 @@ class Policy:
         return best
 
     def _rates(self, of: Iterable[Budget], batch_size: int, widest: Budget) -> dict[Budget, float]:
-        """Tokens a second on each budget."""
+        """Tokens a second, by budget."""
         return {
             budget: batch_size
             * self._kept.tokens(budget.within(widest))

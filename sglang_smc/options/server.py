@@ -22,7 +22,7 @@ KERNELS = ("auto", "triton", "torch")
 ROUND_GRAPH = ("auto", "on", "off")
 
 EVIDENCE_THRESHOLD = 0.5
-"""Where none is given. Chosen by bench/fidelity, as the next."""
+"""The threshold where none is given. Chosen by bench/fidelity, as the next."""
 
 AUTO_EVIDENCE_THRESHOLD = 0.5
 """`auto` is a name for `mixed` with this threshold, whatever the server's own is."""
@@ -203,7 +203,7 @@ class Choice(NamedTuple):
 
 
 class Switch:
-    """On or off."""
+    """A switch: True or False."""
 
     def holds(self, value: Any) -> bool:
         return isinstance(value, bool)

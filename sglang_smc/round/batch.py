@@ -69,7 +69,7 @@ class RoundInputs(NamedTuple):
 
     @classmethod
     def of(cls, batch: "ScheduleBatch", device: str) -> "RoundInputs":
-        """Of a batch that SGLang has prepared; one copy to the device."""
+        """The inputs of a batch that SGLang has prepared; one copy to the device."""
         known = [_known(state_of(req)) for req in batch.reqs]
         columns = torch.tensor(known).to(device, non_blocking=True).unbind(1)
         return cls(batch.req_pool_indices, batch.seq_lens.long(), *columns)
@@ -92,7 +92,7 @@ class Padding(NamedTuple):
 
     @classmethod
     def of(cls, config: SMCConfig, budget: Budget | None) -> "Padding":
-        """By the server's settings. Its text ends where its first slot, 0, is there to be read."""
+        """A row by the server's settings, whose text ends where slot 0 is there to be read."""
         now = apply_budget(config, budget)
         sizes = now.num_particles, now.num_steps, int(now.is_exact)
         return cls(0, 1, 1, *sizes)

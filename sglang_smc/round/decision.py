@@ -67,7 +67,7 @@ def choose(where: torch.Tensor, yes: Chosen, no: Chosen) -> Chosen:
 
 
 def _choose(where: torch.Tensor, yes: object, no: object) -> object:
-    """As `choose`, of one field: a tensor ``[G, ...]``, a distribution, or a tuple of such."""
+    """One field of `choose`: a tensor ``[G, ...]``, a distribution, or a tuple of such."""
     if isinstance(yes, torch.Tensor) and isinstance(no, torch.Tensor):
         return torch.where(where.view(-1, *(1,) * (yes.dim() - 1)), yes, no)
     if isinstance(yes, TokenDistribution) and isinstance(no, TokenDistribution):

@@ -109,7 +109,7 @@ class SMCBatchResult(GenerationBatchResult):
 
     @classmethod
     def of(cls, outcome: Outcome, monitor: Monitor) -> "SMCBatchResult":
-        """As the scheduler takes it."""
+        """A round's outcome, as the scheduler takes it."""
         return cls(
             next_token_ids=outcome.tokens.flatten(),
             accept_lens=outcome.counts,

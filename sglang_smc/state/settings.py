@@ -63,7 +63,7 @@ class Settings(NamedTuple):
 
     @property
     def weight_rules(self) -> WeightRules:
-        """What steers the weights."""
+        """The settings that steer the weights."""
         return WeightRules(
             self.num_steps, self.ess_threshold, self.at_token, self.evidence_threshold
         )
@@ -71,7 +71,7 @@ class Settings(NamedTuple):
     def bounded(
         self, num_particles: torch.Tensor, num_steps: torch.Tensor, is_exact: torch.Tensor
     ) -> "Settings":
-        """With what `options.budget.apply_budget` leaves of N and K, each ``[G]`` int64.
+        """Settings with what `options.budget.apply_budget` leaves of N and K, each ``[G]`` int64.
 
         Args:
             is_exact: not 0 where one particle is left, which is verified.
@@ -141,7 +141,7 @@ class Settings(NamedTuple):
         return TokenDistribution(logits.flatten(0, 1), temperature, log_mass=log_mass)
 
     def without_early_ends(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """No end of text before `min_new_tokens`; shapes as for `distribution`."""
+        """Logits that end no text before `min_new_tokens`; shapes as for `distribution`."""
         too_early = (positions < self.min_new_tokens.unsqueeze(1)).unsqueeze(2)
         return logits.masked_fill(too_early & self.stop_mask.unsqueeze(1), -torch.inf)
 
@@ -165,7 +165,7 @@ class FilterKinds(NamedTuple):
 
     @classmethod
     def of(cls, reqs: "list[Req]") -> "FilterKinds":
-        """Of these requests."""
+        """The kinds of filters that these requests have."""
         params = [(req.sampling_params, req.vocab_size) for req in reqs]
         return cls(
             filtered=any(_uses_filters(one, vocab_size) for one, vocab_size in params),
