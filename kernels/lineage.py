@@ -20,16 +20,13 @@ def descend(
 ) -> None:
     """Exchange pointers: particle n takes over the tail of ``ancestors[g, n]``. One launch.
 
-    Reference: `sglang_smc.memory.ledger.Ledger.descend`.
+    Reference: `sglang_smc.memory.ledger.Ledger.descend`, same arguments after the first three. No
+    two ``rows`` are the same where tails are to move.
 
     Args:
         table: ``[num_rows * (1 + max_particles), W]`` int32, written in place.
         num_rows: SGLang's rows, which come first.
         max_particles: rows of each request's particles.
-        rows: ``[G]`` int64 requests, no two the same where tails are to move.
-        committed: ``[G]`` int64 where the tails begin.
-        ancestors: ``[G, N]`` int64.
-        max_tail: the longest tail.
     """
     num_groups, num_particles = ancestors.shape
     _descend[(num_groups, triton.cdiv(max_tail, _TAIL_BLOCK))](
@@ -64,27 +61,21 @@ def commit(
 ) -> None:
     """Sort each arena: slots of the common lineage by position, then those in use, then free ones.
 
-    Reference: `sglang_smc.memory.ledger.Ledger.commit`. A group without an arena is left alone.
-    Three launches, since programs of one do not wait for each other: mark the slots by their rank,
-    place them in order, and write them back, with the marks taken off.
+    Reference: `sglang_smc.memory.ledger.Ledger.commit`, same arguments after the first five. No two
+    ``rows`` are the same where there is an arena; a group without one is left alone. Three
+    launches, since programs of one do not wait for each other: mark the slots by their rank, place
+    them in order, and write them back, with the marks taken off.
 
     Args:
-        table: ``[num_rows * (1 + max_particles), W]`` int32, written in place.
+        table, num_rows, max_particles: as in `descend`.
         rank: ``[num_slots]`` int32 of ``free_rank``, and so again afterwards.
         free_rank: at least 1 + ``max_tail``.
-        num_rows: SGLang's rows, which come first.
-        max_particles: rows of each request's particles.
-        rows: ``[G]`` int64 requests, no two the same where there is an arena.
-        committed, allocated: ``[G]`` int64 bounds of each arena before the commit.
-        lengths: ``[G, N]`` int64 tail lengths before the commit.
-        counts: ``[G]`` int64 leading tail tokens to commit; the caller knows them to be common.
-        max_tail: the longest tail.
-        max_arena: no arena of the batch has more slots.
     """
     num_groups, num_particles = lengths.shape
     bounds = rows.contiguous(), committed.contiguous(), allocated.contiguous()
     counts = counts.contiguous()
-    in_order = torch.empty(num_groups, max_arena, dtype=torch.int32, device=table.device)
+    shape = num_groups, max_arena
+    in_order = torch.empty(shape, dtype=torch.int32, device=table.device)  # [G, A]
     _mark[(num_groups, triton.cdiv(max_tail, _TAIL_BLOCK))](
         table,
         *bounds,

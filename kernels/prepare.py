@@ -23,27 +23,16 @@ def reserve(
 ) -> torch.Tensor:
     """Hand each particle free slots for its next positions, behind the one before them.
 
-    Reference: `sglang_smc.memory.ledger.Ledger.reserve`.
+    Reference: `sglang_smc.memory.ledger.Ledger.reserve`, same arguments after the first three, and
+    the same result.
 
     Args:
         table: ``[num_rows * (1 + max_particles), W]`` int32, written in place.
         num_rows: SGLang's rows, which come first.
         max_particles: rows of each request's particles.
-        rows: ``[G]`` int64 requests.
-        allocated: ``[G]`` int64 where each arena ends; its last num_particles * num_columns slots
-            are free.
-        starts: ``[G, N]`` int64 first position to fill.
-        idle: ``[G, N]`` bool, particles that get the padding slot 0 instead.
-        unread: ``[G]`` bool, groups whose draft has yet to write the position before.
-        num_particles, num_columns: ``[G]`` int64 what each group has of the N particles and of the
-            ``width`` columns; the rest gets the padding slot, too.
-        width: the most columns of any group.
-
-    Returns:
-        Slots ``[G, N, 1 + width]`` int64. The first is that of the position before where it is
-        ``unread``, else the padding slot; the others are also written to the particles' rows.
     """
-    slots = torch.empty(*starts.shape, 1 + width, dtype=torch.int64, device=table.device)
+    shape = *starts.shape, 1 + width
+    slots = torch.empty(shape, dtype=torch.int64, device=table.device)  # [G, N, 1 + width]
     of_groups = rows, allocated, starts, idle, unread, num_particles, num_columns
     _reserve[(triton.cdiv(slots.numel(), _BLOCK),)](
         table,

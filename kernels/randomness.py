@@ -17,18 +17,17 @@ _ULP = tl.constexpr(2.0**-53)
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:
     """Independent uniforms on [0, 1), one per position of each particle.
 
-    Reference: `sglang_smc.smc.randomness.uniforms`, to the last bit.
+    Reference: `sglang_smc.smc.randomness.uniforms`, to the last bit. Here the particle is the
+    second index of ``positions``.
 
     Args:
         seeds: ``[G]`` int64.
-        positions: ``[G, N]`` or ``[G, N, C]`` int64; the second index is the particle. Any
-            strides, so that one position a group is ``[G, 1].expand(-1, N)``.
+        positions: ``[G, N]`` or ``[G, N, C]`` int64. Any strides, so that one position a group is
+            ``[G, 1].expand(-1, N)``.
         purpose: which decision the numbers are for.
-
-    Returns:
-        float64 in the shape of ``positions``.
     """
-    drawn = torch.empty(positions.shape, dtype=torch.float64, device=positions.device)
+    shape = positions.shape
+    drawn = torch.empty(shape, dtype=torch.float64, device=positions.device)  # [G, N(, C)]
     cells = positions if positions.dim() == 3 else positions.unsqueeze(2)  # [G, N, C]
     _uniforms[(triton.cdiv(drawn.numel(), _BLOCK),)](
         seeds.contiguous(),
@@ -45,16 +44,9 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> 
 def round_seeds(seeds: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     """Seeds of a round, from a request's seed and the output position it starts at.
 
-    Reference: `sglang_smc.smc.randomness.round_seeds`.
-
-    Args:
-        seeds: ``[G]`` int64.
-        starts: ``[G]`` int64.
-
-    Returns:
-        ``[G]`` int64.
+    Reference: `sglang_smc.smc.randomness.round_seeds`, same arguments, to the last bit.
     """
-    derived = torch.empty_like(starts, memory_format=torch.contiguous_format)
+    derived = torch.empty_like(starts, memory_format=torch.contiguous_format)  # [G]
     _round_seeds[(triton.cdiv(len(starts), _BLOCK),)](
         seeds.contiguous(), starts.contiguous(), derived, len(starts), block=_BLOCK
     )

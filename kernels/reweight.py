@@ -23,19 +23,9 @@ def reweight_and_resample(
 ) -> Reweighted:
     """Weigh a block of drafts, cut it, and resample where the effective sample size is low.
 
-    Reference: `sglang_smc.smc.rounds.reweight_and_resample`. Numbers agree to rounding (1e-12), and
-    so do the decisions, unless one of them lies within rounding of its threshold.
-
-    Args:
-        log_weights: ``[G, N]`` float64 before the block.
-        log_p, log_q: ``[G, N, K]`` float32 of the drafted tokens, any strides.
-        before_end: ``[G, N, K]`` bool: columns up to a particle's end, within its request's K.
-        power: ``[G]`` float64 alpha: the drafts weigh ``alpha log p - log q``.
-        rules: of each group.
-        present: ``[G, N]`` bool.
-        keep_uniforms: ``[G]`` float64 uniforms, for the evidence.
-        uniforms: ``[G, N]`` float64 uniforms, for the ancestors.
-        scheme: one of `SCHEMES`.
+    Reference: `sglang_smc.smc.rounds.reweight_and_resample`, same arguments, of any strides;
+    ``scheme`` is one of `SCHEMES`. Numbers agree to rounding (1e-12), and so do the decisions,
+    unless one of them lies within rounding of its threshold.
 
     Raises:
         ValueError: another scheme.
@@ -47,7 +37,7 @@ def reweight_and_resample(
         )
     found = _like(log_weights)
     groups = log_weights, power, *rules, present, keep_uniforms, uniforms
-    _collect[(len(log_weights),)](
+    _reweight[(len(log_weights),)](
         *(argument.contiguous() for argument in (log_p, log_q, before_end, *groups)),
         *found.cut,
         found.num_kept,
@@ -61,8 +51,8 @@ def reweight_and_resample(
 
 
 def _like(log_weights: torch.Tensor) -> Reweighted:
-    """Room for the results."""
-    of_groups = log_weights[:, 0]
+    """Room for the results, ``[G, N]`` or ``[G]`` as `BlockCut` says."""
+    of_groups = log_weights[:, 0]  # [G]
     return Reweighted(
         cut=BlockCut(
             num_columns=_empty(of_groups, torch.int64),
@@ -77,6 +67,7 @@ def _like(log_weights: torch.Tensor) -> Reweighted:
 
 
 def _like_resampled(log_weights: torch.Tensor) -> Resampled:
+    """Room for a resampling step, ``[G, N]`` or ``[G]`` as `Resampled` says."""
     return Resampled(
         ancestors=_empty(log_weights, torch.int64),
         log_weights=_empty(log_weights, torch.float64),
@@ -97,14 +88,7 @@ def collapse(
 ) -> Resampled:
     """Let one particle stand for its whole group, in the groups of ``where``, in one launch.
 
-    Reference: `sglang_smc.smc.rounds.collapse`.
-
-    Args:
-        log_weights: ``[G, N]`` float64.
-        where: ``[G]`` bool.
-        present: ``[G, N]`` bool.
-        uniforms: ``[G]`` float64.
-        heaviest: ``[G]`` bool: the heaviest instead of one drawn by weight.
+    Reference: `sglang_smc.smc.rounds.collapse`, same arguments.
     """
     found = _like_resampled(log_weights)
     arguments = log_weights, where, present, uniforms, heaviest
@@ -171,7 +155,7 @@ def _normalized(unnormalized):
 
 
 @triton.jit
-def _collect(
+def _reweight(
     log_p,
     log_q,
     before_end,

@@ -22,24 +22,14 @@ def sample_and_score(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw a token a row, and say how probable it was.
 
-    Reference: `sglang_smc.smc.distribution.sample_and_score`. Tokens are its tokens unless a
-    uniform lies within rounding (1e-6) of the boundary between two.
-
-    Args:
-        logits: ``[R, V]``, any float type; ``-inf`` marks a forbidden token.
-        temperature: ``[G]`` > 0, each of D / G draws one after another.
-        uniforms: ``[D]`` float64 in [0, 1).
-        rows: ``[D]`` int64, the row of logits that each draw uses; None is one draw a row, D = R.
-
-    Returns:
-        Tokens ``[D]`` int64 and their log-probabilities ``[D]`` float32: token 0 and NaN where a
-        logit is NaN or ``inf``, or all are forbidden.
+    Reference: `sglang_smc.smc.distribution.sample_and_score`, same arguments. Tokens are its tokens
+    unless a uniform lies within rounding (1e-6) of the boundary between two.
 
     Raises:
         ValueError: the vocabulary does not lie contiguously in memory.
     """
     tokens = torch.empty_like(uniforms, dtype=torch.int64)  # [D]
-    log_probs = torch.empty_like(uniforms, dtype=torch.float32)
+    log_probs = torch.empty_like(uniforms, dtype=torch.float32)  # [D]
     source = _source(logits, temperature, rows)
     highest, total, tile = _sum_tiles(source)
     _draw[(len(tokens),)](
@@ -65,16 +55,7 @@ def score_tokens(
 ) -> torch.Tensor:
     """Log-probabilities of given tokens.
 
-    Reference: `sglang_smc.smc.distribution.score_tokens`.
-
-    Args:
-        logits: ``[R, V]``, any float type; ``-inf`` marks a forbidden token.
-        temperature: ``[G]`` > 0, each of D / G tokens one after another.
-        tokens: ``[D]`` int64.
-        rows: ``[D]`` int64, the row of logits that each token is read from; None is D = R.
-
-    Returns:
-        ``[D]`` float32.
+    Reference: `sglang_smc.smc.distribution.score_tokens`, same arguments.
 
     Raises:
         ValueError: the vocabulary does not lie contiguously in memory.
@@ -123,7 +104,7 @@ def _sum_tiles(source: _Source) -> tuple[torch.Tensor, torch.Tensor, int]:
     tile = min(_TILE, triton.next_power_of_2(source.vocab_size))
     num_draws = len(source.temperature) * source.draws_each
     shape = num_draws, triton.cdiv(source.vocab_size, tile)
-    highest = torch.empty(shape, dtype=torch.float32, device=source.logits.device)
+    highest = torch.empty(shape, dtype=torch.float32, device=source.logits.device)  # [D, tiles]
     total = torch.empty_like(highest)
     _sum_tile[shape](*source, highest, total, tile=tile, num_warps=8)
     return highest, total, tile

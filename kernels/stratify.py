@@ -12,21 +12,13 @@ _BLOCK = 64  # tokens of each tail that are read at once
 def same_text(
     texts: torch.Tensor, lengths: torch.Tensor, may_stratify: torch.Tensor
 ) -> torch.Tensor:
-    """The siblings among a group's particles, an equivalence.
+    """The siblings among a group's particles, an equivalence ``[G, N, N]`` bool.
 
-    Reference: `sglang_smc.smc.stratify.siblings`, to the last bit of the hash.
-
-    Args:
-        texts: ``[G, N, J]`` int64: the token before each tail, and the tail.
-        lengths: ``[G, N]`` int64 of the tails.
-        may_stratify: ``[G, N]`` bool; the others are siblings of nobody but themselves.
-
-    Returns:
-        ``[G, N, N]`` bool.
+    Reference: `sglang_smc.smc.stratify.same_text`, same arguments, to the last bit of the hash.
     """
     num_groups, num_particles, width = texts.shape
     shape = num_groups, num_particles, num_particles
-    found = torch.empty(shape, dtype=torch.bool, device=texts.device)
+    found = torch.empty(shape, dtype=torch.bool, device=texts.device)  # [G, N, N]
     rows = texts.flatten(0, 1)  # a view of a population's texts, of which the first token is cut
     _same_text[(num_groups,)](
         rows,
@@ -47,23 +39,15 @@ def stratify(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keep as siblings those with equal tokens, then spread the uniforms of siblings evenly.
 
-    Reference: `sglang_smc.smc.stratify.stratify`, to the last bit.
-
-    Args:
-        uniforms: ``[G, N]`` float64.
-        same_text: ``[G, N, N]`` bool, an equivalence.
-        tokens: ``[G, N]`` int64, one more token each; None leaves the siblings as they are.
-
-    Returns:
-        Uniforms ``[G, N]`` and the siblings that remain ``[G, N, N]``.
+    Reference: `sglang_smc.smc.stratify.stratify`, same arguments, to the last bit.
     """
     num_groups, num_particles = uniforms.shape
-    spread_out = torch.empty_like(uniforms, memory_format=torch.contiguous_format)
+    spread_out = torch.empty_like(uniforms, memory_format=torch.contiguous_format)  # [G, N]
     remaining = same_text  # [G, N, N]
     if tokens is not None:
         remaining = torch.empty_like(same_text, memory_format=torch.contiguous_format)
         tokens = tokens.contiguous()
-    _spread[(num_groups,)](
+    _stratify[(num_groups,)](
         uniforms.contiguous(),
         same_text.contiguous(),
         tokens,
@@ -110,7 +94,7 @@ def _same_text(
 
 
 @triton.jit
-def _spread(
+def _stratify(
     uniforms, same_text, tokens, spread_out, remaining, num_particles, padded: tl.constexpr
 ):
     group = tl.program_id(0)

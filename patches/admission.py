@@ -88,9 +88,9 @@ PATCHES = (
         hook_type=HookType.AROUND,
         function=update_budget,
         what="Charges the arena of each request admitted.",
-        why="As above.",
+        why="The adder charges a request's prompt and output, and has no seam for more.",
         relies_on=("srt/managers/schedule_policy.py:741",),
-        retire_when="As above.",
+        retire_when="Admission asks the algorithm what a request reserves.",
     ),
     Patch(
         target="sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info",
@@ -99,6 +99,6 @@ PATCHES = (
         what="Lowers the longest request and input by the arena.",
         why="A request that fits the pool but not beside its arena would wait for ever.",
         relies_on=("srt/managers/tp_worker.py:508 (the order of the tuple)",),
-        retire_when="As above.",
+        retire_when="The longest request may depend on what the algorithm reserves.",
     ),
 )

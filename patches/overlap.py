@@ -20,7 +20,7 @@ def is_disable_overlap_for_batch(
     batch: "ScheduleBatch | None",
     last_batch: "ScheduleBatch | None",
 ) -> bool:
-    """Also for a round in which some request's rules read texts on the host."""
+    """Whether to wait for the last round: also where some request's rules read texts."""
     if original(scheduler, batch, last_batch):
         return True
     if batch is None or not (is_smc(scheduler.server_args) and scheduler.result_queue):

@@ -26,7 +26,7 @@ def trim_overshoot(
 
 
 def _end_of_read_text(req: "Req") -> int:
-    """Both models have read the row up to here; the draft is one token behind the target."""
+    """The end of what both models have read; the draft is one token behind the target."""
     prompt, written = len(req.origin_input_ids), len(req.output_ids)
     read = min(req.kv_committed_len, prompt + max(0, written - 2))
     return max(read, req.cache_protected_len)  # read in a prefill, and not ours to free

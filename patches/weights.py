@@ -133,7 +133,7 @@ PATCHES = (
         what=_HELD_WHAT,
         why=_HELD_WHY,
         relies_on=("srt/managers/scheduler_components/weight_updater.py:158",),
-        retire_when="As above.",
+        retire_when="SGLang checks that it can flush before it loads.",
     ),
     Patch(
         target=_UPDATER + "update_weights_from_distributed",
@@ -142,7 +142,7 @@ PATCHES = (
         what=_HELD_WHAT,
         why=_HELD_WHY,
         relies_on=("srt/managers/scheduler_components/weight_updater.py:143",),
-        retire_when="As above.",
+        retire_when="SGLang checks that it can flush before it loads.",
     ),
     Patch(
         target=_UPDATER + "flush_cache_after_weight_update",
@@ -178,6 +178,6 @@ PATCHES = (
         what="Answers HTTP 400 to /resume_memory_occupation.",
         why="Nothing was released; SGLang's own would end the scheduler with a KeyError.",
         relies_on=("srt/entrypoints/http_server.py:1474",),
-        retire_when="As above.",
+        retire_when="Memory comes back for draft models, too.",
     ),
 )

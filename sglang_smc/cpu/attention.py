@@ -91,7 +91,7 @@ class LongRow(msgspec.Struct, frozen=True):
         scaling: float,
         output: torch.Tensor,
     ) -> None:
-        """Like ``PaddedRows.attend``, for [1, kv_heads, kv_len, head_dim].
+        """Fill this row's part of ``output``; arguments as for ``PaddedRows.attend``, of one row.
 
         Key heads become the batch axis: keys are broadcast over their query heads as views.
         """

@@ -101,7 +101,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return CpuTokenAllocator
 
     def get_compile_backend(self, mode: str | None = None) -> str:
-        """For SGLang's small compiled helpers; inductor would need a C++ compiler and minutes."""
+        """The backend of SGLang's compiled helpers; inductor would need a compiler and minutes."""
         return "eager"
 
     def get_dispatch_key_name(self) -> str:
@@ -113,7 +113,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "CPU"
 
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
-        """The same, as torch's profiler takes it."""
+        """What /start_profile can record here, as torch's profiler takes it."""
         import torch
 
         return torch.profiler.ProfilerActivity.CPU

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def lag(config: SMCConfig) -> int:
     """The length that no tail reaches before a round; verification leaves no tail at all."""
-    return config.max_lag if config.mode == "smc" else 1
+    return config.max_lag if config.weighs else 1
 
 
 def max_tail(config: SMCConfig) -> int:

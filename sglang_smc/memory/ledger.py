@@ -71,14 +71,14 @@ class Ledger:
         """Hand each particle free slots for its next positions, behind the one before them.
 
         Args:
-            rows: ``[G]`` requests.
-            allocated: ``[G]`` where each arena ends; its last num_particles * num_columns slots
-                are free.
-            starts: ``[G, N]`` first position to fill.
-            idle: ``[G, N]`` particles that get the padding slot 0 instead.
-            unread: ``[G]`` groups whose draft has yet to write the position before.
-            num_particles, num_columns: ``[G]`` what each group has of the N particles and of the
-                ``width`` columns; the rest gets the padding slot, too.
+            rows: ``[G]`` int64 requests.
+            allocated: ``[G]`` int64 where each arena ends; its last num_particles * num_columns
+                slots are free.
+            starts: ``[G, N]`` int64 first position to fill.
+            idle: ``[G, N]`` bool, particles that get the padding slot 0 instead.
+            unread: ``[G]`` bool, groups whose draft has yet to write the position before.
+            num_particles, num_columns: ``[G]`` int64 what each group has of the N particles and of
+                the ``width`` columns; the rest gets the padding slot, too.
             width: the most columns of any group.
 
         Returns:
@@ -106,7 +106,14 @@ class Ledger:
         ancestors: torch.Tensor,
         max_tail: int,
     ) -> None:
-        """Exchange pointers: particle n takes over the tail of ``ancestors[g, n]``."""
+        """Exchange pointers: particle n takes over the tail of ``ancestors[g, n]``.
+
+        Args:
+            rows: ``[G]`` int64 requests.
+            committed: ``[G]`` int64 where the tails begin.
+            ancestors: ``[G, N]`` int64.
+            max_tail: the longest tail.
+        """
         where = self._tail_index(rows, committed, ancestors.shape[1], max_tail)
         tails = self._table[where]
         self._table[where] = tails.gather(1, ancestors.unsqueeze(2).expand_as(tails))
@@ -125,9 +132,11 @@ class Ledger:
         """Sort each arena: slots of the common lineage first, those in use next, free ones last.
 
         Args:
-            committed, allocated: ``[G]`` bounds of each arena before the commit.
-            lengths: ``[G, N]`` tail lengths before the commit.
-            counts: ``[G]`` leading tail tokens to commit; the caller knows them to be common.
+            rows: ``[G]`` int64 requests.
+            committed, allocated: ``[G]`` int64 bounds of each arena before the commit.
+            lengths: ``[G, N]`` int64 tail lengths before the commit.
+            counts: ``[G]`` int64 leading tail tokens to commit; the caller knows them to be common.
+            max_tail: the longest tail.
             max_arena: no arena of the batch has more slots.
         """
         where = self._tail_index(rows, committed, lengths.shape[1], max_tail)

@@ -60,7 +60,7 @@ class ParticleForward:
         slots: torch.Tensor,
         locations: KVLocations,
     ) -> torch.Tensor:
-        """As `next_logits`, but after each token of the chain: ``[G, N, C, V]``."""
+        """Logits ``[G, N, C, V]`` after each token of a chain; arguments as for `next_logits`."""
         logits = self._run(ForwardMode.TARGET_VERIFY, tokens, starts, slots, locations)
         return logits.unflatten(0, tokens.shape)
 

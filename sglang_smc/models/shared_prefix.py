@@ -3,7 +3,7 @@
 The particles of a request agree on its committed text and differ in their tails. So the keys of
 that text are gathered once per request, and its particles, columns and query heads of a key head
 are all queries to them; each particle's tail is attended to by itself, and the two softmaxes are
-union by their log-sum-exp. A query stands at the last committed token or behind it, so it sees
+joined by their log-sum-exp. A query stands at the last committed token or behind it, so it sees
 the whole prefix: only tails need a causal mask.
 """
 
@@ -120,8 +120,8 @@ def shared_prefix_attention(
         plan.tail_mask,
         scaling,
     )
-    union = merge(_by_query(prefix), _by_query(tails))  # [G * N * C * group, kv_heads, dim]
-    unfolded = union.view(size, num_particles, num_columns, -1, kv_heads, head_dim)
+    joined = merge(_by_query(prefix), _by_query(tails))  # [G * N * C * group, kv_heads, dim]
+    unfolded = joined.view(size, num_particles, num_columns, -1, kv_heads, head_dim)
     return unfolded.transpose(3, 4).reshape(query.shape)
 
 
@@ -200,5 +200,5 @@ def _by_head(gathered: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _by_query(attended: Attended) -> Attended:
-    """From ``[B, H, Q, ...]`` to ``[B * Q, H, ...]``."""
+    """Attention ``[B, H, Q, ...]`` as ``[B * Q, H, ...]``."""
     return Attended(*(part.transpose(1, 2).flatten(0, 1) for part in attended))

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
 
 DRAFT_KEY = "draft_model_path"
-"""In the `manifest` of an update from disk: the draft's new checkpoint."""
+"""The key in the `manifest` of an update from disk that names the draft's new checkpoint."""
 
 DRAFT_PREFIX = "draft."
-"""Of the names of the draft's tensors; SGLang's /weights_checker names them so."""
+"""What the names of the draft's tensors begin with, as in SGLang's /weights_checker."""
 
 LOAD_FORMATS = ("auto", "safetensors")
 

@@ -15,7 +15,7 @@ from sglang_smc.smc import rounds
 
 
 class KernelLedger(Ledger):
-    """The same ledger: three methods, each a launch or three."""
+    """A ledger whose three methods are kernels, each a launch or three."""
 
     def reserve(self, rows: torch.Tensor, **arguments: Any) -> torch.Tensor:
         return prepare.reserve(self._table, self._num_rows, self._num_particles, rows, **arguments)

@@ -21,7 +21,7 @@ class Budget(NamedTuple):
     num_steps: int
 
     def within(self, bound: "Budget") -> "Budget":
-        """No more than ``bound`` of either."""
+        """The smaller of this and ``bound``, in N and in K."""
         return Budget(*map(min, self, bound))
 
 
@@ -29,7 +29,7 @@ OFF = Budget(1, 0)
 
 
 def budgets(top: Budget) -> tuple[Budget, ...]:
-    """All budgets, from ``top`` down: N and K halved in all combinations, and `OFF`."""
+    """The budgets from ``top`` down: N and K halved in all combinations, and `OFF`."""
     sizes = [(n, k) for n in _halved(top.num_particles) for k in _halved(top.num_steps)]
     return *(Budget(*size) for size in sizes), OFF
 
@@ -56,7 +56,7 @@ def apply_budget(asked: _Config, budget: Budget | None) -> _Config:
 
 
 def union(before: RequestConfig, now: RequestConfig) -> RequestConfig:
-    """As large as either, in N, in K and in the tails that it may have: what memory must hold."""
+    """What memory must hold for two rounds: the larger N, the larger K and the longer tails."""
     return replace(
         now,
         num_particles=max(before.num_particles, now.num_particles),

@@ -20,44 +20,43 @@ logger = logging.getLogger(__name__)
 COSTS_ENV = "SGLANG_SMC_ADAPTIVE_COSTS"
 """Costs to go by instead of measured ones, as JSON in the form of `Costs`."""
 
-_CLOSE = 0.98  # of the best: among budgets this good, the most particles
-_GAIN = 1.05  # over the budget that is in force, or it stays
-_PATIENCE = 8  # rounds that a budget stays for at least
-_REFRESH = 16  # rounds after which what has been kept is looked at again
+_PERIOD = 8  # rounds for which a budget stays before another is considered
+_TAKEN = 0.98  # of the best rate: of the budgets this good, the one of most particles is taken
+_LEFT = 1 / 1.05  # of that one's rate: a budget this good stays, unless it has fewer particles
 _PRIOR = 0.8  # chance that a drafted token is kept, until it is known
 _PRIOR_TOKENS = 32.0  # how many tokens that guess is worth
 _MEMORY = 0.98  # what a round that has been counted is worth one round later
 
 
 class Curve(NamedTuple):
-    """Seconds of a pass by the number of tokens in it: linear between points and beyond the last.
+    """Seconds by size: linear between points and beyond the last.
 
-    At least one point; tokens ascend, and seconds never fall.
+    At least one point; sizes ascend, and seconds never fall.
     """
 
     points: tuple[tuple[int, float], ...]
 
     @classmethod
     def of(cls, points: Iterable[tuple[int, float]]) -> "Curve":
-        """From measurements. Chance only adds, so none takes longer than a larger one has."""
-        tokens, seconds = zip(*points, strict=True)
+        """A curve of measurements. Chance only adds: none takes longer than a larger one has."""
+        sizes, seconds = zip(*points, strict=True)
         lowest = list(accumulate(reversed(seconds), min))[::-1]
-        return cls(tuple(zip(tokens, lowest, strict=True)))
+        return cls(tuple(zip(sizes, lowest, strict=True)))
 
     def __str__(self) -> str:
         return ", ".join(f"{size}: {1e3 * seconds:.3g} ms" for size, seconds in self.points)
 
-    def at(self, num_tokens: int) -> float:
-        """Seconds of a pass over ``num_tokens``."""
-        if len(self.points) == 1 or num_tokens <= self.points[0][0]:
+    def at(self, size: int) -> float:
+        """Seconds at ``size``."""
+        if len(self.points) == 1 or size <= self.points[0][0]:
             return self.points[0][1]
-        upper = min(bisect_left(self.points, (num_tokens,)), len(self.points) - 1)
+        upper = min(bisect_left(self.points, (size,)), len(self.points) - 1)
         (x0, y0), (x1, y1) = self.points[upper - 1 : upper + 1]
-        return y0 + (y1 - y0) * (num_tokens - x0) / (x1 - x0)
+        return y0 + (y1 - y0) * (size - x0) / (x1 - x0)
 
 
 class Costs(NamedTuple):
-    """What the parts of a round cost, in seconds."""
+    """What the parts of a round cost, in seconds; passes by their number of tokens."""
 
     draft: Curve
     target: Curve
@@ -68,7 +67,7 @@ class Costs(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Costs":
-        """From JSON: ``{"draft": [[1, 0.001], ...], "target": [[1, 0.01], ...], "overhead": 0}``.
+        """Costs as JSON: ``{"draft": [[1, 0.001], ...], "target": [[1, 0.01]], "overhead": 0}``.
 
         Raises:
             ValueError: for anything else.
@@ -89,20 +88,10 @@ class Costs(NamedTuple):
 
         Without drafts the draft still reads along.
         """
-        budget = budget.within(widest)
-        num_chains = batch_size * budget.num_particles
-        first, others = self.draft.at(2 * num_chains), self.draft.at(num_chains)
-        return (
-            first
-            + max(budget.num_steps - 1, 0) * others
-            + self.target.at(num_chains * (budget.num_steps + 1))
-            + self.overhead
-        )
-
-
-_Tokens = Annotated[int, msgspec.Meta(ge=1)]
-_Seconds = Annotated[float, msgspec.Meta(gt=0.0)]
-_Points = Annotated[list[tuple[_Tokens, _Seconds]], msgspec.Meta(min_length=1)]
+        num_particles, num_steps = budget.within(widest)
+        chains = batch_size * num_particles
+        drafts = self.draft.at(2 * chains) + max(num_steps - 1, 0) * self.draft.at(chains)
+        return drafts + self.target.at(chains * (num_steps + 1)) + self.overhead
 
 
 class RoundCosts(NamedTuple):
@@ -115,8 +104,12 @@ class RoundCosts(NamedTuple):
         return f"rounds by requests: {'; '.join(shown)}"
 
     def round(self, batch_size: int, budget: Budget, widest: Budget) -> float:
-        """As `Costs.round`; who asked for less is padded."""
+        """A round of ``batch_size`` requests; those that asked for less are padded."""
         return self.rounds[budget].at(batch_size)
+
+
+_Point = tuple[Annotated[int, msgspec.Meta(ge=1)], Annotated[float, msgspec.Meta(gt=0.0)]]
+_Points = Annotated[list[_Point], msgspec.Meta(min_length=1)]
 
 
 class _Given(msgspec.Struct, forbid_unknown_fields=True):
@@ -126,36 +119,30 @@ class _Given(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Kept:
-    """How many drafted tokens rounds keep, as a chance per token, by the number of particles.
+    """How many drafted tokens rounds keep, as a chance per token.
 
-    For a number that has not been seen it is what the others keep; one particle, which is verified,
-    has a chance of its own. What has not been seen for long is forgotten, so that a server that has
-    stopped to speculate tries again in the end.
+    One chance for particles, and one for a single particle, which is verified. What has not been
+    seen for long is forgotten: a server that has stopped to speculate tries again in the end.
     """
 
     def __init__(self) -> None:
-        self._counts: dict[int, tuple[float, float]] = {}  # N -> tokens kept, tokens tried
+        self._counts = dict.fromkeys((False, True), (0.0, 0.0))  # N = 1 -> tokens kept, tried
 
     def add(self, budget: Budget, num_kept: int) -> None:
         """Count one request's round; with K tokens tried, none behind the first not kept."""
-        kept, tried = self._counts.get(budget.num_particles, (0.0, 0.0))
-        num_tried = min(num_kept + 1, budget.num_steps)
-        self._counts[budget.num_particles] = kept + num_kept, tried + num_tried
+        kept, tried = self._counts[budget.num_particles == 1]
+        tried += min(num_kept + 1, budget.num_steps)
+        self._counts[budget.num_particles == 1] = kept + num_kept, tried
 
     def fade(self) -> None:
         """Let what is known be worth less, once a round."""
-        self._counts = {n: (k * _MEMORY, t * _MEMORY) for n, (k, t) in self._counts.items()}
-
-    def chance(self, num_particles: int) -> float:
-        """That a drafted token is kept whose predecessors are."""
-        alike = [c for n, c in self._counts.items() if (n == 1) == (num_particles == 1)]
-        shared = _mean(_PRIOR, sum(c[0] for c in alike), sum(c[1] for c in alike))
-        return _mean(shared, *self._counts.get(num_particles, (0.0, 0.0)))
+        self._counts = {one: (k * _MEMORY, t * _MEMORY) for one, (k, t) in self._counts.items()}
 
     def tokens(self, budget: Budget) -> float:
         """Expected tokens of a round, the target's own included."""
-        chance = self.chance(budget.num_particles)
-        return 1.0 + sum(chance**column for column in range(1, budget.num_steps + 1))
+        kept, tried = self._counts[budget.num_particles == 1]
+        chance = (kept + _PRIOR_TOKENS * _PRIOR) / (tried + _PRIOR_TOKENS)
+        return (1.0 - chance ** (budget.num_steps + 1)) / (1.0 - chance)
 
 
 class Policy:
@@ -174,10 +161,6 @@ class Policy:
         self._budgets = budgets(top)
         self._kept = Kept()
         self._num_rounds = 0
-        self._age = 0  # rounds since the budget has changed
-        # Until what is kept is looked at again:
-        self._tokens: dict[Budget, float] = {}  # expected of a round
-        self._best: dict[Budget, dict[int, Budget]] = {}  # by the widest request and batch size
 
     def learn(self, budget: Budget, num_kept: int) -> None:
         """One request's round with N and K of ``budget`` kept so many drafted tokens."""
@@ -185,12 +168,8 @@ class Policy:
             self._kept.add(budget, num_kept)
 
     def end_round(self) -> None:
-        """All requests of a round have been told of."""
+        """End a round: all its requests have been told of."""
         self._kept.fade()
-        self._num_rounds += 1
-        if self._num_rounds % _REFRESH == 0:
-            self._tokens.clear()
-            self._best.clear()
 
     def choose(
         self, batch_size: int, widest: Budget, fits: Callable[[Budget], bool] = lambda _: True
@@ -202,50 +181,42 @@ class Policy:
             widest: the most particles, and the most steps, that any of them asked for.
             fits: whether there is memory for a budget.
         """
-        self._age += 1
-        if self._age < _PATIENCE:
+        self._num_rounds += 1
+        if self._num_rounds % _PERIOD:
             return
-        best = self.best(batch_size, widest)
-        more_particles = best.num_particles > self.budget.num_particles
-        gain = self._rate(batch_size, best, widest) / self._rate(batch_size, self.budget, widest)
-        if best == self.budget or not (more_particles or gain > _GAIN) or not fits(best):
+        best, now = self.best(batch_size, widest), self.budget
+        rates = self._rates((best, now), batch_size, widest)
+        stays = best.num_particles <= now.num_particles and rates[now] >= _LEFT * rates[best]
+        if best == now or stays or not fits(best):
             return
         logger.info(
             "SMC adapts to %d running requests: particles %d -> %d, steps %d -> %d",
-            *(batch_size, self.budget.num_particles, best.num_particles),
-            *(self.budget.num_steps, best.num_steps),
+            *(batch_size, now.num_particles, best.num_particles, now.num_steps, best.num_steps),
         )
-        self.budget, self._age = best, 0
+        self.budget = best
 
     def best(self, batch_size: int, widest: Budget) -> Budget:
         """The budget of most tokens a second; of those nearly as good, the one of most particles.
 
-        Batches of more requests never get more work, N K, than smaller ones. Sizes are rounded up
-        to a quarter of a power of two.
+        Batches of more requests never get more work, N K, than smaller ones: sizes are gone through
+        from 1, in steps of a quarter of a power of two.
         """
-        best = self._best.setdefault(widest, {})
-        most_work = widest.num_particles * widest.num_steps
+        best, allowed = self._budgets[0], list(self._budgets)
         for size in _sizes(batch_size):
-            if size not in best:
-                best[size] = self._best_of(size, widest, most_work)
-            most_work = _work(best[size], widest)
-        return best[size]
+            rates = self._rates(allowed, size, widest)
+            enough = _TAKEN * max(rates.values())
+            best = max((b for b in allowed if rates[b] >= enough), key=lambda b: (b[0], rates[b]))
+            allowed = [b for b in allowed if _work(b, widest) <= _work(best, widest)]
+        return best
 
-    def _best_of(self, batch_size: int, widest: Budget, most_work: int) -> Budget:
-        allowed = [budget for budget in self._budgets if _work(budget, widest) <= most_work]
-        rates = {budget: self._rate(batch_size, budget, widest) for budget in allowed}
-        enough = _CLOSE * max(rates.values())
-        close = [budget for budget in allowed if rates[budget] >= enough]
-        return max(
-            close, key=lambda budget: (budget.num_particles, rates[budget], budget.num_steps)
-        )
-
-    def _rate(self, batch_size: int, budget: Budget, widest: Budget) -> float:
-        """Tokens a second."""
-        real = budget.within(widest)
-        if real not in self._tokens:
-            self._tokens[real] = self._kept.tokens(real)
-        return batch_size * self._tokens[real] / self._costs.round(batch_size, budget, widest)
+    def _rates(self, of: Iterable[Budget], batch_size: int, widest: Budget) -> dict[Budget, float]:
+        """Tokens a second, by budget."""
+        return {
+            budget: batch_size
+            * self._kept.tokens(budget.within(widest))
+            / self._costs.round(batch_size, budget, widest)
+            for budget in of
+        }
 
 
 def _work(budget: Budget, widest: Budget) -> int:
@@ -260,7 +231,3 @@ def _sizes(last: int) -> Iterator[int]:
     while size < last:
         size += 1 << max(size.bit_length() - 3, 0)
         yield size
-
-
-def _mean(prior: float, kept: float, tried: float) -> float:
-    return (kept + _PRIOR_TOKENS * prior) / (tried + _PRIOR_TOKENS)

@@ -55,14 +55,12 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
         return self.power == 1.0 and not (self.constrained and self.weighs)
 
     @property
-    def weighs(self) -> bool:
-        """Whether its rounds weigh and resample; else they verify."""
-        return self.mode == "smc"
-
-    @property
     def covering(self) -> float:
-        """The evidence threshold in force; infinite where all is verified."""
-        if self.mode == "exact":
+        """The evidence threshold in force; infinite where all is verified.
+
+        The one place that knows what `auto` is short for.
+        """
+        if self.is_exact:
             return float("inf")
         if self.mode == "auto":
             return AUTO_EVIDENCE_THRESHOLD

@@ -22,10 +22,10 @@ KERNELS = ("auto", "triton", "torch")
 ROUND_GRAPH = ("auto", "on", "off")
 
 EVIDENCE_THRESHOLD = 0.5
-"""Where none is given. Chosen by bench/fidelity, as the next."""
+"""The threshold where none is given. Chosen by bench/fidelity, as the next."""
 
 AUTO_EVIDENCE_THRESHOLD = 0.5
-"""What `auto` runs `mixed` with."""
+"""`auto` is a name for `mixed` with this threshold, whatever the server's own is."""
 
 # Field of SMCConfig -> attribute of ServerArgs. K is SGLang's own flag; the others are ours.
 SERVER_ARGS_FIELDS = {
@@ -106,6 +106,16 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_particles * (self.num_steps + 1)
 
     @property
+    def weighs(self) -> bool:
+        """Whether rounds weigh and resample particles; else they verify."""
+        return self.mode == "smc"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether rounds verify all that is drafted."""
+        return self.mode == "exact"
+
+    @property
     def is_normalized(self) -> bool:
         """Whether the target's next-token probabilities sum to 1, as those of p do."""
         return self.power == 1.0
@@ -129,7 +139,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             self._check_power()
 
     def _check_power(self) -> None:
-        if self.mode != "smc":
+        if not self.weighs:
             raise ValueError(
                 f"{flag_of('power')} is {self.power!r}, but {flag_of('mode')} is {self.mode!r}; "
                 "allowed: mode 'smc', since verification knows no other target than p. "
@@ -193,7 +203,7 @@ class Choice(NamedTuple):
 
 
 class Switch:
-    """On or off."""
+    """A switch: True or False."""
 
     def holds(self, value: Any) -> bool:
         return isinstance(value, bool)

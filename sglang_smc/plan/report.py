@@ -46,7 +46,7 @@ class Report(NamedTuple):
     plan: Plan
 
     def at(self, estimate: Estimate, batch: int) -> Estimate:
-        """The same setting with another batch."""
+        """An estimate with another batch, and all else as in ``estimate``."""
         if estimate.method == "AR":
             return self.scenario.ar(batch)
         k = estimate.num_steps
@@ -76,7 +76,7 @@ class Report(NamedTuple):
 
 
 def as_dict(report: Report) -> dict[str, Any]:
-    """For ``--json``; bytes, operations and seconds in their plain units."""
+    """The report for ``--json``; bytes, operations and seconds in their plain units."""
     scenario, best = report.scenario, report.plan.best
     return {
         "target": {"name": report.target, **_model(scenario.target)},
@@ -168,7 +168,7 @@ def _device_line(report: Report) -> str:
 
 
 def _ridge_rows(scenario: Scenario) -> float:
-    """Each row multiplies by each weight once: two operations for the bytes of a weight."""
+    """Rows at which a pass turns compute-bound; a row costs each weight two operations."""
     device, target = scenario.device, scenario.target
     rows = device.ridge * target.streamed_bytes
     return rows / target.flops_per_token(0)

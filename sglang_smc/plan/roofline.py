@@ -34,7 +34,7 @@ class Cost(NamedTuple):
         return max(self.bytes / device.bandwidth, self.flops / device.flops)
 
     def bound(self, device: Device) -> str:
-        """What limits it: ``memory`` or ``compute``."""
+        """What limits the work: ``memory`` or ``compute``."""
         memory = self.bytes / device.bandwidth >= self.flops / device.flops
         return "memory" if memory else "compute"
 
@@ -220,7 +220,7 @@ class Estimate(NamedTuple):
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all requests together."""
+        """Tokens a second of all requests together."""
         return self.batch * self.tokens / self.seconds
 
     @property

@@ -56,7 +56,7 @@ class ModelShape:
 
     @property
     def head_bytes(self) -> float:
-        """Of a weight of the LM head: SGLang quantizes the layers only."""
+        """Bytes of a weight of the LM head: SGLang quantizes the layers only."""
         return max(self.weight_bytes, SIXTEEN_BIT)
 
     @property
@@ -79,11 +79,11 @@ class ModelShape:
 
     @property
     def attention_flops(self) -> int:
-        """Of one query and one key, in all layers: the score, and the value's weighted sum."""
+        """Operations for one query and one key, in all layers: score and weighted value."""
         return 4 * self.num_layers * self.num_heads * self.head_dim
 
     def flops_per_token(self, context: float) -> float:
-        """To decode one token that attends to ``context`` tokens."""
+        """Operations to decode one token that attends to ``context`` tokens."""
         weights = self.layer_parameters + self.head_parameters
         return 2 * weights + self.attention_flops * context
 
@@ -183,7 +183,7 @@ def _refuse_unknown(config: Mapping[str, Any]) -> None:
 
 
 def _weight_bytes(quantization: Mapping[str, Any] | None) -> float:
-    """Of a layer's weight, by the configuration's ``quantization_config``."""
+    """Bytes of a layer's weight, by the configuration's ``quantization_config``."""
     if quantization is None:
         return SIXTEEN_BIT
     method = quantization.get("quant_method")

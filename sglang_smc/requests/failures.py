@@ -120,6 +120,6 @@ def _any(flags: torch.Tensor) -> torch.Tensor:
 
 
 def _codes(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
-    """From flags ``[G]``; a broken target says it all."""
+    """The codes of flags ``[G]``; a broken target says it all."""
     code = torch.where(draft, int(Failure.DRAFT_LOGITS), 0)
     return torch.where(target, int(Failure.TARGET_LOGITS), code)

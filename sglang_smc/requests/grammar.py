@@ -251,7 +251,7 @@ def _ending_column(text: _Text | None, tokens: list[int]) -> int | None:
 def _tails(
     req: "Req", population: Population | None, group: int, num_particles: int = 1
 ) -> list[list[int] | None]:
-    """What each particle of a request has beyond the text that is settled.
+    """What each particle of a request has beyond the text that is settled, while it lives.
 
     None for one that has ended, or has died: what it says weighs nothing.
     """

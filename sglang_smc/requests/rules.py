@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 RULES: tuple[type[TextRule], ...] = (Penalties, Bias, Processors, Grammar, StopTexts)
-"""In the order in which they act: for logits that of SGLang's sampler."""
+"""All rules, in the order in which they act: for logits that of SGLang's sampler."""
 
 
 def rules_of_request(req: "Req") -> tuple[type[TextRule], ...]:
@@ -28,7 +28,7 @@ def rules_of_request(req: "Req") -> tuple[type[TextRule], ...]:
 
 
 def has_rules(req: "Req") -> bool:
-    """Whether a request has any."""
+    """Whether a request has any rule."""
     return any(rule.applies(req) for rule in RULES)
 
 
@@ -55,7 +55,7 @@ class TextRules:
         vocab_size: int,
         device: torch.device | str,
     ) -> "TextRules":
-        """For a round or a prefill; arguments as for `TextRule.of`."""
+        """The rules of a round or a prefill; arguments as for `TextRule.of`."""
         chosen = (rule for rule in RULES if any(rule.applies(req) for req in reqs))
         return cls(tuple(rule.of(reqs, population, vocab_size, device) for rule in chosen))
 
@@ -66,7 +66,7 @@ class TextRules:
 
     @classmethod
     def begin(cls, reqs: "list[Req]", vocab_size: int, device: torch.device | str) -> "TextRules":
-        """For a prefill, with what the requests' rounds will need noted."""
+        """The rules of a prefill, which note what the requests' rounds will need."""
         for req in reqs:
             for rule in rules_of_request(req):
                 rule.begin(req, vocab_size, device)
@@ -87,18 +87,18 @@ class TextRules:
     def ends(
         self, ends: torch.Tensor, tokens: torch.Tensor, population: Population | None
     ) -> torch.Tensor:
-        """All ends ``[G, N, C]``, of which the sampling parameters know ``ends``."""
+        """Where texts end ``[G, N, C]``: at ``ends``, or where a rule says so."""
         for rule in self._rules:
             ends = rule.ends(ends, tokens, population)
         return ends
 
     def note_first(self, tokens: torch.Tensor, log_sums: torch.Tensor) -> None:
-        """As `TextRule.note_first`, of all rules."""
+        """Tell all rules of a prefill's draws; see `TextRule.note_first`."""
         for rule in self._rules:
             rule.note_first(tokens, log_sums)
 
     def commit(self, collapsed: Population, counts: torch.Tensor) -> None:
-        """As `TextRule.commit`, of all rules."""
+        """Tell all rules of a round's end; see `TextRule.commit`."""
         for rule in self._rules:
             rule.commit(collapsed, counts)
 

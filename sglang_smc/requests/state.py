@@ -43,7 +43,7 @@ class RequestState(msgspec.Struct):
 
     @classmethod
     def of(cls, seed: int, config: RequestConfig) -> "RequestState":
-        """Of a request that has just come."""
+        """The state of a request that has just come."""
         return cls(seed, config, zero_counters(config.num_particles), config, config)
 
     @property
@@ -124,7 +124,7 @@ class RequestStates:
     def of_replica(
         cls, config: SMCConfig, random_seed: int, dp_rank: int | None
     ) -> "RequestStates":
-        """Those of a data-parallel replica: replicas number alike, and must not draw alike."""
+        """The states of a data-parallel replica: all number alike, and must not draw alike."""
         return cls(config, derive_seed(random_seed, dp_rank) if dp_rank else random_seed)
 
     def begin(self, reqs: "list[Req]", budget: Budget | None = None) -> list[Start]:

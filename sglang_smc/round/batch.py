@@ -70,7 +70,7 @@ class RoundInputs(NamedTuple):
 
     @classmethod
     def of(cls, batch: "ScheduleBatch", device: str) -> "RoundInputs":
-        """Of a batch that SGLang has prepared; one copy to the device."""
+        """The inputs of a batch that SGLang has prepared; one copy to the device."""
         known = [_known(state_of(req)) for req in batch.reqs]
         columns = torch.tensor(known).to(device, non_blocking=True).unbind(1)
         return cls(batch.req_pool_indices, batch.seq_lens.long(), *columns)
@@ -78,7 +78,7 @@ class RoundInputs(NamedTuple):
 
 def _known(state: RequestState) -> tuple[int, int, int, bool]:
     now = state.now
-    return state.arena[1], now.num_particles, now.num_steps, now.mode == "exact"
+    return state.arena[1], now.num_particles, now.num_steps, now.is_exact
 
 
 class Padding(NamedTuple):
@@ -93,9 +93,9 @@ class Padding(NamedTuple):
 
     @classmethod
     def of(cls, config: SMCConfig, budget: Budget | None) -> "Padding":
-        """By the server's settings. Its text ends where its first slot, 0, is there to be read."""
+        """A row by the server's settings, whose text ends where slot 0 is there to be read."""
         now = apply_budget(config, budget)
-        sizes = now.num_particles, now.num_steps, int(now.mode == "exact")
+        sizes = now.num_particles, now.num_steps, int(now.is_exact)
         return cls(0, 1, 1, *sizes)
 
 
@@ -123,7 +123,6 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
     On a ``budget`` tails and arenas may be there that larger ones have left.
     """
     now = apply_budget(config, budget)
-    weighs = now.mode == "smc"
     return RoundShape(
         budget=budget,
         num_held=now.num_particles,
@@ -135,13 +134,13 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
         kinds=FilterKinds(filtered=False, greedy=True, early=False),
         powered=config.power != 1.0,
         # Without drafts the two are one.
-        weighs=weighs or now.num_steps == 0,
-        verifies=not weighs or now.num_steps == 0,
+        weighs=now.weighs or now.num_steps == 0,
+        verifies=not now.weighs or now.num_steps == 0,
         shows_particles=False,
         has_open_token=config.power != 1.0,
         has_rules=False,
         logprobs=NO_LOGPROBS,
-        methods=(config.resampling_method,) if weighs or now.num_steps == 0 else (),
+        methods=(config.resampling_method,) if now.weighs or now.num_steps == 0 else (),
     )
 
 

@@ -28,7 +28,7 @@ _REPEATS = 3
 
 
 def costs_of(measure: Callable[[], AnyCosts], group: Any) -> AnyCosts:
-    """Those given in the environment, or measured: the same on all ranks of ``group``.
+    """Costs given in the environment, or measured: the same on all ranks of ``group``.
 
     Every rank must call it: passes of tensor-parallel models wait for each other.
     """
@@ -110,7 +110,7 @@ class _Passes:
         return _distribution(logits).score(self._ops, self._zeros(num_tokens))
 
     def _forward(self, forward: Callable[..., torch.Tensor], num_tokens: int) -> torch.Tensor:
-        """Each token is a particle of its own request. Logits of any shape that ends in V."""
+        """Logits ``[..., V]``; each token is a particle of its own request."""
         rows, one = self._zeros(num_tokens), self._zeros(num_tokens) + 1
         locations = KVLocations(rows, one, self._ledger.particle_rows(rows, 1), max_tail=1)
         column = rows.view(-1, 1, 1)  # [G, 1, 1]
@@ -121,7 +121,7 @@ class _Passes:
 
 
 def _seconds(run: Callable[[], object], device: str) -> float:
-    """Of the fastest run, but for the first, in which things are compiled or allocated."""
+    """Seconds of the fastest run but the first, in which things are compiled or allocated."""
     times = []
     for _ in range(1 + _REPEATS):
         start = time.perf_counter()

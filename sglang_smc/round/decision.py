@@ -63,7 +63,7 @@ Field = torch.Tensor | TokenDistribution | rounds.BlockCut | rounds.Resampled
 
 
 def _choose(where: torch.Tensor, yes: Field, no: Field) -> Field:
-    """As `choose`, of one field: a tensor ``[G, ...]``, a distribution, or a tuple of tensors."""
+    """One field of `choose`: a tensor ``[G, ...]``, a distribution, or a tuple of tensors."""
     if isinstance(yes, torch.Tensor) and isinstance(no, torch.Tensor):
         return torch.where(where.view(-1, *(1,) * (yes.dim() - 1)), yes, no)
     if isinstance(yes, TokenDistribution) and isinstance(no, TokenDistribution):

@@ -188,7 +188,7 @@ def _by_rules(rules: TextRules, logits: torch.Tensor) -> tuple[torch.Tensor, tor
 def _sizes(reqs: "list[Req]", device: torch.device) -> tuple[torch.Tensor, ...]:
     """N, K and whether it verifies alone, of each request as it begins: ``[G]`` int64."""
     now = [state_of(req).now for req in reqs]
-    known = [(one.num_particles, one.num_steps, one.mode == "exact") for one in now]
+    known = [(one.num_particles, one.num_steps, one.is_exact) for one in now]
     return _on(device, known).unbind(1)
 
 

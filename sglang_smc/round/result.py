@@ -111,7 +111,7 @@ class SMCBatchResult(GenerationBatchResult):
 
     @classmethod
     def of(cls, outcome: Outcome, monitor: Monitor) -> "SMCBatchResult":
-        """As the scheduler takes it."""
+        """A round's outcome, as the scheduler takes it."""
         return cls(
             next_token_ids=outcome.tokens.flatten(),
             accept_lens=outcome.counts,
@@ -185,7 +185,7 @@ class SMCBatchResult(GenerationBatchResult):
         req.spec_num_correct_drafts += num_kept
         req.update_spec_correct_drafts_histogram(num_kept)
         gains = gained(state.counters, totals)
-        self.monitor.add(Played(gains, state.config.mode, num_kept, num_emitted))
+        self.monitor.add(Played(gains, state.config.weighs, num_kept, num_emitted))
         if self.policy is not None and self.budgets is not None:
             self.policy.learn(self.budgets[group], num_kept)
         state.take(totals)

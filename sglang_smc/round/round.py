@@ -41,7 +41,7 @@ class Round:
         self._ops = ops
 
     def play(self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]" = ()) -> Outcome:
-        """From the last token of every particle to what all of them agree on.
+        """Play a round: from every particle's last token to what all of them agree on.
 
         Args:
             inputs: of the G requests.

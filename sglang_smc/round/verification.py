@@ -82,7 +82,7 @@ def one_lineage(
     by_block: torch.Tensor,
     failure: torch.Tensor,
 ) -> Decision:
-    """All particles become the winner. Their weights stay equal, so nothing is ever banked.
+    """Make all particles the winner. Their weights stay equal, so nothing is ever banked.
 
     Args:
         kept: what verification keeps of each group's winner.

@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 FIELDS = ("json_schema", "regex", "ebnf", "structural_tag")
-"""Of the sampling parameters. SGLang sends tool_choice and response_format on as one of these."""
+"""Sampling parameters that bring a grammar; tool_choice and response_format become one of them."""
 
 MAX_DEPTH = 100
 _ANY_JSON = "$$ANY$$"  # SGLang's word for it, in place of a schema

@@ -80,7 +80,7 @@ class Patch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def collect(*groups: Group) -> tuple[Patch, ...]:
-    """All records of these groups, in their order."""
+    """The records of these groups, in their order."""
     names = (name for group in groups for name in group.modules)
     modules = (import_module(f"sglang_smc.patches.{name}") for name in names)
     return tuple(patch for module in modules for patch in module.PATCHES)

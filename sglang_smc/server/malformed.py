@@ -175,7 +175,7 @@ def _convert(name: str, value: Any, expected: type) -> None:
 
 
 def _check_ranges(values: dict[str, Any], ranges: dict[str, range]) -> None:
-    """Of what SGLang's own checks let pass."""
+    """Raise ValueError for a number out of range that SGLang's own checks let pass."""
     for name, allowed in ranges.items():
         value = values.get(name)
         if value is not None and value not in allowed:

@@ -89,12 +89,12 @@ class TokenDistribution(NamedTuple):
     def of_log_probs(
         cls, log_p: torch.Tensor, rows: torch.Tensor | None = None
     ) -> "TokenDistribution":
-        """From log-probabilities ``[R, V]``, whose rows may serve several draws."""
+        """The distribution of log-probabilities ``[R, V]``; a row may serve several draws."""
         return cls(log_p, torch.ones(1, device=log_p.device), rows)
 
     @property
     def num_draws(self) -> int:
-        """D."""
+        """The number of draws, D."""
         return len(self.scores if self.rows is None else self.rows)
 
     def sample(self, ops: Draws, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,14 +105,14 @@ class TokenDistribution(NamedTuple):
         return tokens.view_as(uniforms), log_p.view_as(uniforms)
 
     def score(self, ops: Draws, tokens: torch.Tensor) -> torch.Tensor:
-        """What tokens weigh, D in all, in their shape: log p, before masks renormalise it."""
+        """Log p of tokens, D in all, in their shape, before masks renormalise it."""
         log_p = ops.score_tokens(self.scores, self.temperature, tokens.flatten(), self.rows)
         if self.log_mass is not None:
             log_p = log_p + self.log_masses()
         return log_p.view_as(tokens)
 
     def log_probs(self) -> torch.Tensor:
-        """All of them, ``[D, V]`` float32."""
+        """Log-probabilities of all tokens at each draw, ``[D, V]`` float32."""
         scores = self.scores if self.rows is None else self.scores[self.rows]
         return tempered(scores, of_each_draw(self.temperature, len(scores)))
 
@@ -122,7 +122,7 @@ class TokenDistribution(NamedTuple):
         return TokenDistribution.of_log_probs(log_p), log_sum + power * self.log_masses()
 
     def where(self, mine: torch.Tensor, other: "TokenDistribution") -> "TokenDistribution":
-        """Of the groups ``mine`` ``[G]`` bool from here, of the others from ``other``."""
+        """This distribution in the groups ``mine`` ``[G]`` bool, ``other`` in the others."""
         of_draws = of_each_draw(mine, self.num_draws)
         log_p = torch.where(of_draws.unsqueeze(1), self.log_probs(), other.log_probs())
         log_mass = torch.where(of_draws, self.log_masses(), other.log_masses())
@@ -222,7 +222,7 @@ def sample_and_score(
     """Draw tokens of requests that use no filter, and say how probable they were.
 
     Args:
-        logits: ``[R, V]``, any float type.
+        logits: ``[R, V]``, any float type; ``-inf`` marks a forbidden token.
         temperature: ``[G]`` > 0, each of D / G draws one after another.
         uniforms: ``[D]`` float64 in [0, 1).
         rows: ``[D]`` int64, the row of logits that each draw uses; None is one draw a row, D = R.

@@ -131,7 +131,7 @@ def verify(
 
 
 def _begin(log_p: torch.Tensor, num_chains: torch.Tensor | None) -> _Walk:
-    """All groups at the root, with all chains that they have."""
+    """The walk of all groups at the root, with all chains that they have."""
     size, max_chains = log_p.shape[:2]
     chain = torch.arange(max_chains, device=log_p.device).expand(size, -1)
     bound = max_chains if num_chains is None else num_chains.unsqueeze(1)

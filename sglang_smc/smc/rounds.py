@@ -1,10 +1,19 @@
 """The decisions of one round, for all groups at once.
 
-A round drafts K tokens for each particle, scores them, and then decides how
-many of the K columns the group keeps, and whether it is resampled there.
+A round drafts K tokens for each particle, scores them, and then decides how many of the K columns
+the group keeps, and whether it is resampled there. Glossary:
 
-RoundBatch may differ in N and in K: ``present`` ``[G, N]`` marks the particles that a group has,
-``num_steps`` ``[G]`` its columns. An absent particle has weight zero and is left as it is.
+    group        the G requests of a batch, with up to N particles each
+    column       the j-th drafted token of all particles of a group, j = 1 ... K
+    weight       p / q, multiplied up since the last resampling, of each particle: here its log
+    ESS          effective sample size: how many equal weights would say as much
+    evidence     what a block of drafts multiplies the mean weight by
+    cut          the choice of the columns that a round keeps
+    resampling   heavy particles hand down their texts, light ones go: `ancestors`
+    collapse     one particle is drawn by weight and stands for all
+    present      the particles that a group has, as groups may differ in N, as in K
+
+A particle that is not present has weight zero and is left as it is.
 """
 
 from typing import NamedTuple
@@ -161,8 +170,11 @@ def collapse(
     heaviest, which does not.
 
     Args:
+        log_weights: ``[G, N]`` float64.
+        where: ``[G]`` bool.
+        present: ``[G, N]`` bool.
         uniforms: ``[G]`` float64.
-        heaviest: ``[G]`` bool.
+        heaviest: ``[G]`` bool: the heaviest instead of one drawn by weight.
     """
     weights = Weights.of(log_weights, present.sum(1))
     drawn = draw(weights.shares, uniforms)

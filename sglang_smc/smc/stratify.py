@@ -59,7 +59,12 @@ def stratified(uniforms: torch.Tensor, same_text: torch.Tensor) -> torch.Tensor:
 def stratify(
     uniforms: torch.Tensor, same_text: torch.Tensor, tokens: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Drop siblings that drew another of ``tokens`` ``[G, N]``, if given, then `stratify`.
+    """Keep as siblings those with equal tokens, then spread the uniforms of siblings evenly.
+
+    Args:
+        uniforms: ``[G, N]`` float64.
+        same_text: ``[G, N, N]`` bool, an equivalence.
+        tokens: ``[G, N]`` int64, one more token each; None leaves the siblings as they are.
 
     Returns:
         Uniforms ``[G, N]`` and the siblings that remain ``[G, N, N]``.

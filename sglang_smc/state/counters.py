@@ -114,7 +114,6 @@ def meta_info(totals: list[float], config: RequestConfig) -> dict[str, Any]:
     """The `meta_info` fields of one request, from a row of `CounterTable`."""
     counters = Counters._make(totals)
     rounds = int(counters.rounds_ct)
-    weighed = config.mode not in ("mixed", "auto")
     fields = {
         "mode": config.mode,
         "num_particles": config.num_particles,
@@ -133,7 +132,7 @@ def meta_info(totals: list[float], config: RequestConfig) -> dict[str, Any]:
         "ess_min": counters.ess_min,
         "distinct_ancestors": int(counters.ancestors),
         # Blocks kept by their evidence are not weighed against those that are verified.
-        "log_evidence": counters.log_evidence if weighed else None,
+        "log_evidence": counters.log_evidence if config.weighs or config.is_exact else None,
     }
     return {META_PREFIX + name: value for name, value in fields.items()}
 

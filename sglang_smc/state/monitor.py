@@ -23,7 +23,7 @@ class Played(NamedTuple):
     """What one round did for one request."""
 
     gained: Counters  # what its counters gained, as numbers
-    mode: str  # that it asked for
+    weighs: bool  # whether that is what it asked for
     num_kept: int  # columns
     num_emitted: int  # tokens
 
@@ -33,7 +33,7 @@ class Played(NamedTuple):
 
         Nor have weights of logits that are NaN any size, and one such would spoil every sum.
         """
-        has_rivals = self.mode == "smc" and bool(self.gained.particles_sum > 1)
+        has_rivals = self.weighs and bool(self.gained.particles_sum > 1)
         return has_rivals and math.isfinite(self.gained.ess_sum)
 
 

@@ -148,7 +148,7 @@ class Population(NamedTuple):
 
 
 class ParticleTable:
-    """Where populations live between rounds, one row a request.
+    """The populations between rounds, one row a request.
 
     Args:
         num_rows: rows of SGLang's request pool, the padding row included.

@@ -61,7 +61,7 @@ class Settings(NamedTuple):
     def bounded(
         self, num_particles: torch.Tensor, num_steps: torch.Tensor, is_exact: torch.Tensor
     ) -> "Settings":
-        """With what `options.budget.apply_budget` leaves of N and K, each ``[G]`` int64.
+        """Settings with what `options.budget.apply_budget` leaves of N and K, each ``[G]`` int64.
 
         Args:
             is_exact: not 0 where one particle is left, which is verified.

@@ -28,7 +28,7 @@ class LogprobWidths(NamedTuple):
 
     @classmethod
     def of(cls, reqs: "list[Req]") -> "LogprobWidths":
-        """Of these requests; scoring ones get all that they ask for in prefill."""
+        """The most that requests want of a round; scoring ones get theirs in prefill."""
         asking = [req for req in reqs if req.return_logprob]
         rounds = [req.logprob for req in asking if req.sampling_params.max_new_tokens]
         return cls(
@@ -81,7 +81,7 @@ class Emitted(NamedTuple):
 
 
 class LogprobTable:
-    """Where they live between rounds, one row a request; made when the first request asks.
+    """Log-probabilities of tails between rounds, one row a request; made as the first request asks.
 
     Args:
         num_rows: rows of SGLang's request pool, the padding row included.
@@ -134,7 +134,7 @@ class LogprobTable:
         return self._ids[rows, :num_listed]
 
     def emitted(self, rows: torch.Tensor, logprobs: TailLogprobs, roots: torch.Tensor) -> Emitted:
-        """Those of the groups' first particles, of roots ``[G]``."""
+        """What each group's first particle shows, of roots ``[G]``."""
         tails = TailLogprobs(*(column[:, 0] for column in logprobs))
         # A particle began with what its first ancestor did.
         return Emitted(tails, self._first[rows, roots])

@@ -180,11 +180,11 @@ class _Measured(NamedTuple):
     tilt: Mean | None
     ranks: Fit
     p_value: float
-    """Of all together: the smallest, times how many there are (Bonferroni)."""
+    """The p-value of all together: the smallest, times how many there are (Bonferroni)."""
 
     @property
     def shown(self) -> Mean:
-        """What the table has of it: the direction in which speculation errs, where it is known."""
+        """The mean to show: in the direction in which speculation errs, where it is known."""
         return self.innovation if self.tilt is None else self.tilt
 
 

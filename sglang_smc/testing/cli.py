@@ -110,7 +110,7 @@ def _evidence(pair: Pair, prompts: Sequence[str], scale: float, alpha: float, se
 def _equal_models(
     pair: Pair, prompts: Sequence[str], scale: float, alpha: float, seed: int
 ) -> Result:
-    """With the pair where its models are equal, else with the draft's own engine."""
+    """Check the pair where its models are equal, else the draft's own engine."""
     twins = pair.draft if pair.draft and pair.draft.settings else pair.smc
     model = pair.smc if pair.smc.same_models else twins
     return draft_checks.check_equal_models(model, prompts, seed=seed + 40_000_000)

@@ -131,7 +131,7 @@ class Model:
             yield from (reply["meta_info"] for reply in self._ask_for_top(body))
 
     def _ask_for_top(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """With as many of the likeliest tokens as the vocabulary has."""
+        """Ask with as many of the likeliest tokens as the vocabulary has."""
         while True:
             try:
                 return self._ask(_scoring({**body, "top_logprobs_num": self._top}))

@@ -24,7 +24,7 @@ def as_text(results: Sequence[Result]) -> str:
 
 
 def as_dict(results: Sequence[Result], **about: Any) -> dict[str, Any]:
-    """All that is known, for `json.dump`."""
+    """The report with all that is known, for `json.dump`."""
     return {
         **about,
         "false_alarm": false_alarm(results),

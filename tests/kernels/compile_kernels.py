@@ -62,7 +62,7 @@ def launch_same_text() -> None:
     same_text(torch.zeros(G, N, 266, dtype=torch.int64), positions, positions.bool())
 
 
-def launch_collect() -> None:
+def launch_reweight() -> None:
     weights, scores = torch.zeros(G, N, dtype=torch.float64), torch.zeros(G, N, K)
     of_groups = weights[:, 0]
     rules = WeightRules(of_groups.long(), of_groups, of_groups.bool(), of_groups)
@@ -131,6 +131,6 @@ if __name__ == "__main__":
     driver.set_active(absent(int(sys.argv[1])))
     launch_sample()
     launch_same_text()
-    launch_collect()
+    launch_reweight()
     launch_ledger()
     launch_particle_attention()

@@ -11,6 +11,7 @@ from sglang_smc.options.budget import OFF, Budget, budgets
 from sglang_smc.options.policy import COSTS_ENV, Costs, Curve, Kept, Policy, RoundCosts
 
 TOP = Budget(8, 8)
+PATIENT = 8  # rounds for which a budget stays at least
 BATCHES = [1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64, 100, 128, 256, 512]
 
 
@@ -23,15 +24,15 @@ def roofline(free: int, pass_seconds: float = 0.01, draft: float = 0.1) -> Costs
 
 def rounds(policy: Policy, batch_size: int, number: int, kept: float | None = None) -> list[Budget]:
     """The budgets in force in so many rounds, of which each keeps that share of its drafts."""
-    budgets = []
+    seen = []
     for _ in range(number):
-        budgets.append(policy.budget)
+        seen.append(policy.budget)
         if kept is not None:
             for _ in range(batch_size):
                 policy.learn(policy.budget, round(kept * policy.budget.num_steps))
             policy.end_round()
         policy.choose(batch_size, TOP)
-    return budgets
+    return seen
 
 
 def test_budgets_halve_both_and_ends_without_drafts() -> None:
@@ -53,12 +54,12 @@ def test_compute_bound_passes_pay_for_every_token() -> None:
     assert 0 < policy.best(100, TOP).num_particles * policy.best(100, TOP).num_steps < 16
 
 
-def test_of_equally_fast_rungs_the_most_particles_are_kept() -> None:
+def test_of_equally_fast_budgets_the_most_particles_are_kept() -> None:
     policy = Policy(TOP, roofline(free=100_000))
     assert policy.best(16, TOP).num_particles == 8, "they cost nothing"
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(
     st.integers(1, 2000),
     st.floats(0.001, 2.0),
@@ -95,17 +96,17 @@ def test_who_does_not_speculate_forgets_why_and_tries_again() -> None:
     assert later.count(OFF) > 700, "and finds again that it does not pay"
 
 
-def test_a_rung_is_left_for_a_clear_gain_only_and_not_at_once() -> None:
+def test_a_budget_is_left_for_a_clear_gain_only_and_not_at_once() -> None:
     policy = Policy(TOP, roofline(free=256))
     seen = rounds(policy, 512, 40)
-    assert seen[:7] == [TOP] * 7 and seen[-1] == OFF
+    assert seen[:PATIENT] == [TOP] * PATIENT and seen[-1] == OFF
     assert len(list(itertools.groupby(seen))) == 2, "one change, and it stays"
 
 
 def test_loads_that_alternate_near_a_boundary_do_not_flap() -> None:
     policy = Policy(TOP, roofline(free=256))
     boundary = next(n for n in range(2, 512) if policy.best(n, TOP) != policy.best(1, TOP))
-    seen = [rounds(policy, boundary - index % 2, 1)[0] for index in range(400)]
+    seen = [rounds(policy, boundary - index % 2, PATIENT)[-1] for index in range(100)]
     assert len(list(itertools.groupby(seen))) <= 3
 
 
@@ -117,7 +118,7 @@ def test_particles_come_back_when_the_load_has_gone() -> None:
     assert policy.budget == TOP
 
 
-def test_a_rung_without_memory_is_not_taken() -> None:
+def test_a_budget_without_memory_is_not_taken() -> None:
     policy = Policy(TOP, roofline(free=256))
     rounds(policy, 512, 20)
     for _ in range(20):
@@ -139,7 +140,7 @@ def test_a_round_costs_its_passes() -> None:
     assert costs.round(3, OFF, TOP) == 6 + 10 + 0.5, "the draft reads along"
 
 
-def test_a_recorded_round_costs_what_its_rung_does_whoever_plays() -> None:
+def test_a_recorded_round_costs_what_its_budget_does_whoever_plays() -> None:
     costs = RoundCosts({TOP: Curve(((1, 2.0), (3, 4.0))), OFF: Curve(((1, 1.0),))})
     assert costs.round(2, TOP, Budget(1, 1)) == 3.0
     assert costs.round(2, OFF, TOP) == 1.0
@@ -155,10 +156,9 @@ def test_what_is_kept_is_learned_and_carried_over_to_other_steps() -> None:
     assert kept.tokens(Budget(4, 2)) == pytest.approx(1 + 0.8 + 0.64), "until something is known"
     for _ in range(400):
         kept.add(Budget(4, 4), 1)  # 1 of 2 tokens tried
-    assert kept.chance(4) == pytest.approx(0.5, abs=0.02)
     assert kept.tokens(Budget(4, 8)) == pytest.approx(2.0, abs=0.05)
-    assert kept.chance(8) == pytest.approx(0.5, abs=0.02), "as its like"
-    assert kept.chance(1) == 0.8, "which is verified, and unlike"
+    assert kept.tokens(Budget(8, 1)) == pytest.approx(1.5, abs=0.02), "as its like"
+    assert kept.tokens(Budget(1, 1)) == pytest.approx(1.8), "which is verified, and unlike"
 
 
 def test_costs_are_read_from_json() -> None:

@@ -47,10 +47,10 @@ def reporter(*, exports: bool = True, logs: bool = True) -> Any:
     )
 
 
-def played(mode: str = "smc", kept: int = 0, emitted: int = 0, **gains: float) -> Played:
+def played(*, weighs: bool = True, kept: int = 0, emitted: int = 0, **gains: float) -> Played:
     given = {"rounds_ct": 1, "particles_sum": 4, "ess_sum": 2.0, **gains}
     zeros = dict.fromkeys(Counters._fields, 0.0)
-    return Played(Counters(**{**zeros, **given}), mode, kept, emitted)
+    return Played(Counters(**{**zeros, **given}), weighs, kept, emitted)
 
 
 def monitor(*rounds: list[Played], **reporting: bool) -> Monitor:
@@ -77,7 +77,7 @@ def samples(registry: CollectorRegistry) -> dict[str, float]:
 EVERYTHING = (
     [
         played(kept=3, emitted=0, resample_ct=1, killed_ct=2, steps_sum=3, ess_sum=1.0),
-        played(mode="exact", kept=1, emitted=2, exact_ct=1, steps_sum=5, ess_sum=4.0),
+        played(weighs=False, kept=1, emitted=2, exact_ct=1, steps_sum=5, ess_sum=4.0),
     ],
     [
         played(
@@ -112,7 +112,7 @@ def test_each_event_has_a_counter_of_its_own(registry: CollectorRegistry) -> Non
 def test_the_ess_is_observed_where_weights_can_be_uneven(registry: CollectorRegistry) -> None:
     """Not where a request is verified, one particle has no rival, or logits are NaN."""
     lone, lost = played(particles_sum=1, ess_sum=1.0), played(ess_sum=math.nan)
-    monitor(*EVERYTHING, [lone, lost, played(mode="auto"), played(mode="mixed")])
+    monitor(*EVERYTHING, [lone, lost, played(weighs=False)])
     found = samples(registry)
     assert (found["ess_ratio_count"], found["ess_ratio_sum"]) == (2, 1.25)
     assert (found["ess_ratio_bucket 0.2"], found["ess_ratio_bucket 0.3"]) == (0, 1)
@@ -188,18 +188,18 @@ def test_other_metric_classes_are_taken_where_the_collector_has_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("logs", "mode", "num_lines"), [(True, "smc", 2), (True, "auto", 1), (False, "smc", 0)]
+    ("logs", "weighs", "num_lines"), [(True, True, 2), (True, False, 1), (False, True, 0)]
 )
 def test_log_and_warning_come_from_one_rank_and_of_weighed_rounds(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     logs: bool,
-    mode: str,
+    weighs: bool,
     num_lines: int,
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(counters, "LOW_ESS_ROUNDS", 2)
-    low = [played(mode=mode, ess_sum=1.0)]
+    low = [played(weighs=weighs, ess_sum=1.0)]
     found = Monitor(interval=2)
     found.report_as(reporter(exports=False, logs=logs))
     for one in low * 2:
