@@ -13,19 +13,15 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 
 from sglang_smc import process
 from sglang_smc.memory import arena
-from sglang_smc.models.forward import ParticleForward
-from sglang_smc.models.supported import check_layers, check_same_vocabulary
+from sglang_smc.models.supported import check_same_vocabulary
 from sglang_smc.models.weight_update import WeightUpdates
-from sglang_smc.ops.interface import Kind
 from sglang_smc.ops.select import kind_of, ops_of
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.requests.state import RequestStates, state_of
 from sglang_smc.round import costs, graph
 from sglang_smc.round.batch import RoundInputs, shape_of
-from sglang_smc.round.prefill import Prefill
+from sglang_smc.round.parts import assemble
 from sglang_smc.round.result import SMCBatchResult
-from sglang_smc.round.round import Round
-from sglang_smc.round.steps import Steps
 from sglang_smc.round.tables import Tables
 from sglang_smc.state.monitor import Monitor
 
@@ -57,7 +53,7 @@ class SMCWorker(WeightUpdates):
         self.config = SMCConfig.from_server_args(server_args)
         assert server_args.device is not None, "SGLang finds one as it reads its arguments"
         self.device = server_args.device
-        self._kind: Kind = kind_of(self.config.kernels, self.device)
+        self._kind = kind_of(self.config.kernels, self.device)
         self._ops = ops_of(self._kind)
         self._target_worker = target_worker
         self._draft_worker = TpModelWorker(
@@ -112,20 +108,14 @@ class SMCWorker(WeightUpdates):
     def init_attention_backends(self) -> None:
         """Build the stock backends for prefill, and our own for the particles."""
         super().init_attention_backends()
-        target, draft = self._target_worker, self._draft_worker
-        self._steps = Steps(
-            target=ParticleForward(target.model_runner, self._kind),
-            draft=ParticleForward(draft.model_runner, self._kind),
-            ledger=self._tables.ledger,
-            ops=self._ops,
-            max_lag=self.config.max_lag,
+        self._steps, self._prefill, self._round = assemble(
+            self._target_worker,
+            self._draft_worker,
+            config=self.config,
+            kind=self._kind,
+            states=self._states,
+            tables=self._tables,
         )
-        for worker in (target, draft):
-            check_layers(worker.model_runner)
-        costs.rehearse(self._steps)
-        num_particles = self.config.num_particles
-        self._prefill = Prefill(target, draft, self._states, self._tables, num_particles)
-        self._round = Round(self._steps, self._tables, self._ops)
 
     def init_cuda_graphs(self) -> None:
         """Let the stock runners capture prefill, then capture whole rounds."""

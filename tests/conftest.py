@@ -81,7 +81,7 @@ def schedule(request: pytest.FixtureRequest) -> Iterator[str]:
 
     All tests of a module run under one, then under the other, so that engines are shared.
     """
-    from sglang_smc.server.algorithm import CPU_OVERLAP_ENV
+    from sglang_smc.options.server import CPU_OVERLAP_ENV
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CPU_OVERLAP_ENV, str(int(request.param == "overlapped")))
@@ -94,7 +94,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
     import sglang
     from tiny_models import ENGINE_DEFAULTS, STRICT_CHECKS
 
-    from sglang_smc.server.algorithm import CPU_OVERLAP_ENV
+    from sglang_smc.options.server import CPU_OVERLAP_ENV
 
     os.environ.update(STRICT_CHECKS)
     running: dict[str, Any] = {}

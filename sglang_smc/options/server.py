@@ -6,12 +6,16 @@ choose for itself in `custom_params={"smc": {...}}`, by the same names. No SGLan
 """
 
 import math
+import os
 from typing import Any, NamedTuple
 
 import msgspec
 
 ALGORITHM = "SMC"
 """The name after `--speculative-algorithm`."""
+
+# For tests: results reach the scheduler one round late on a CPU, too, as they do on a GPU.
+CPU_OVERLAP_ENV = "SGLANG_SMC_CPU_OVERLAP"
 
 MAX_PARTICLES = 1024
 MODES = ("smc", "exact", "mixed", "auto")
@@ -246,3 +250,8 @@ def _out_of_range(name: str, value: object, allowed: Range) -> ValueError:
         f"{flag_of(name)} is {value!r}; allowed: {allowed}. "
         f"Pass a value in that range, or leave the flag out to get {default!r}."
     )
+
+
+def cpu_overlap_is_forced() -> bool:
+    """Whether the overlap schedule is wanted on a CPU."""
+    return os.environ.get(CPU_OVERLAP_ENV) == "1"

@@ -69,7 +69,10 @@ class Round:
         """Bring populations to the sizes that they have in this round."""
         as_held = shape._replace(num_particles=shape.num_held, has_rules=False)
         batch, held = self._load_round(inputs, as_held, reqs)
-        self._tables.particles.scatter(batch.rows, self._steps.resize(batch, held))
+        resized = self._steps.resize(batch, held)
+        self._tables.particles.scatter(batch.rows, resized)
+        if resized.logprobs is not None:
+            self._tables.logprobs.scatter(batch.rows, resized.logprobs)
 
     def _load_round(
         self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]"

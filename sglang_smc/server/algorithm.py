@@ -7,7 +7,6 @@ since the code behind them builds EAGLE's tree inputs.
 This module is imported wherever the plugin is loaded: all else is imported by those who select SMC.
 """
 
-import os
 from typing import TYPE_CHECKING
 
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.overlap_utils import FutureMap
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.server_args import ServerArgs
-
-# For tests: results reach the scheduler one round late on a CPU, too, as they do on a GPU.
-CPU_OVERLAP_ENV = "SGLANG_SMC_CPU_OVERLAP"
 
 
 class SMCAlgorithm(CustomSpecAlgo):
@@ -68,11 +64,6 @@ class SMCAlgorithm(CustomSpecAlgo):
         from sglang_smc.server import arguments
 
         arguments.resolve(server_args)
-
-
-def cpu_overlap_is_forced() -> bool:
-    """Whether the overlap schedule is wanted on a CPU."""
-    return os.environ.get(CPU_OVERLAP_ENV) == "1"
 
 
 def worker_class(server_args: "ServerArgs") -> type:

@@ -8,9 +8,8 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang_smc.memory import arena
 from sglang_smc.models import supported
 from sglang_smc.ops.select import kind_of
-from sglang_smc.options.server import SERVER_ARGS_FIELDS, SMCConfig
+from sglang_smc.options.server import SERVER_ARGS_FIELDS, SMCConfig, cpu_overlap_is_forced
 from sglang_smc.server import requirements
-from sglang_smc.server.algorithm import cpu_overlap_is_forced
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs

@@ -12,7 +12,7 @@ import torch
 def unpack(packed: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Bits of 32-bit words, the lowest first: ``[..., W]`` int32 to ``[..., V]`` bool.
 
-    V is at most 32 W. The layout is that of xgrammar's token bitmasks.
+    V is at most 32 W. The layout is that of SGLang's token bitmasks.
     """
     octets = packed.contiguous().view(torch.uint8).unsqueeze(-1)  # [..., 4 W, 1]
     bits = (octets >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1

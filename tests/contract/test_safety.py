@@ -39,6 +39,9 @@ LISTED = {
     # The planner, a command line tool: models and plots where its user says.
     ("sglang_smc/plan/plot.py", "savefig"),
     ("sglang_smc/plan/shapes.py", "read_text"),
+    # The checks of a user's own pair, another: prompts and a report where its user says.
+    ("sglang_smc/testing/prompts.py", "read_text"),
+    ("sglang_smc/testing/cli.py", "write_text"),
 }
 
 

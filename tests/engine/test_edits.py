@@ -16,7 +16,7 @@ from sglang.srt.sampling.custom_logit_processor import (
 )
 from tiny_models import ENGINE_DEFAULTS, smc_arguments
 
-from sglang_smc.server.algorithm import CPU_OVERLAP_ENV
+from sglang_smc.options.server import CPU_OVERLAP_ENV
 
 pytestmark = pytest.mark.engine
 

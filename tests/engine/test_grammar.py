@@ -11,7 +11,7 @@ from laws import enumerate_law, next_probs, p_value, total_variation
 from spelling import GRAMMARS, IS_LEGAL, SERVER, spelling_model
 from tiny_models import smc_arguments
 
-from sglang_smc.server.algorithm import CPU_OVERLAP_ENV
+from sglang_smc.options.server import CPU_OVERLAP_ENV
 
 pytestmark = pytest.mark.engine
 

@@ -35,7 +35,7 @@ from operator_client import (
 )
 from tiny_models import smc_arguments
 
-from sglang_smc.server.algorithm import CPU_OVERLAP_ENV
+from sglang_smc.options.server import CPU_OVERLAP_ENV
 from sglang_smc.state.monitor import PREFIX
 
 pytestmark = pytest.mark.engine

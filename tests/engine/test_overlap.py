@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tiny_models import smc_arguments
 
-from sglang_smc.server.algorithm import CPU_OVERLAP_ENV
+from sglang_smc.options.server import CPU_OVERLAP_ENV
 
 pytestmark = pytest.mark.engine
 

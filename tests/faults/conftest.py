@@ -8,7 +8,7 @@ from fault_models import fault_pair
 from http_server import running_server
 from tiny_models import smc_arguments
 
-from sglang_smc.server.algorithm import CPU_OVERLAP_ENV
+from sglang_smc.options.server import CPU_OVERLAP_ENV
 
 # Holds few populations; a prompt of more than 24 tokens is prefilled in several steps.
 SMALL = {

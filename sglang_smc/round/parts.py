@@ -1,0 +1,60 @@
+"""The parts of a server's rounds, put together once its pools are there."""
+
+from typing import NamedTuple
+
+from sglang.srt.managers.tp_worker import TpModelWorker
+
+from sglang_smc.models.forward import ParticleForward
+from sglang_smc.models.supported import check_layers
+from sglang_smc.ops.interface import Kind
+from sglang_smc.ops.select import ops_of
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.requests.state import RequestStates
+from sglang_smc.round.costs import rehearse
+from sglang_smc.round.prefill import Prefill
+from sglang_smc.round.round import Round
+from sglang_smc.round.steps import Steps
+from sglang_smc.round.tables import Tables
+
+
+class Parts(NamedTuple):
+    """What a worker runs."""
+
+    steps: Steps
+    prefill: Prefill
+    round: Round
+
+
+def assemble(
+    target: TpModelWorker,
+    draft: TpModelWorker,
+    *,
+    config: SMCConfig,
+    kind: Kind,
+    states: RequestStates,
+    tables: Tables,
+) -> Parts:
+    """The parts of a server, each model run once over a particle.
+
+    Args:
+        target, draft: SGLang's workers of the two models, their pools built.
+        kind: of the small operations.
+        states: begins requests on the host.
+        tables: where they live on the device.
+
+    Raises:
+        ValueError: for a model that rounds cannot run.
+    """
+    ops = ops_of(kind)
+    steps = Steps(
+        target=ParticleForward(target.model_runner, kind),
+        draft=ParticleForward(draft.model_runner, kind),
+        ledger=tables.ledger,
+        ops=ops,
+        max_lag=config.max_lag,
+    )
+    for worker in (target, draft):
+        check_layers(worker.model_runner)
+    rehearse(steps)
+    prefill = Prefill(target, draft, states, tables, config.num_particles)
+    return Parts(steps, prefill, Round(steps, tables, ops))

@@ -1,0 +1,116 @@
+"""The house as a whole: which folder may import which, and how far a reader has to go."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from house_measures import OWN, ROOT, Measures, measured, own_imports
+
+PACKAGE = ROOT / "sglang_smc"
+
+# From the ground up; folders of one level import none of each other.
+LEVELS = (
+    ("smc",),
+    ("options",),
+    ("memory", "models"),
+    ("ops",),
+    ("state",),
+    ("process", "requests"),
+    ("round",),
+    ("worker",),
+    ("server",),
+    ("cpu", "patches"),
+    ("plugin",),
+)
+APART = ("plan", "testing")  # tools: nothing imports them, and they import nothing of the server
+MOST_MODULES = 12
+KERNELS = "kernels"  # between the mathematics and `ops`, which alone imports them
+
+
+def room_of(module: str) -> str:
+    """`sglang_smc.round.steps` is in `round`, `sglang_smc.worker` in `worker`."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def module_of(path: Path) -> str:
+    inner = path.relative_to(ROOT).with_suffix("")
+    parts = inner.parts if inner.parts[0] == "sglang_smc" else ("sglang_smc", *inner.parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+SOURCES = [path for folder in OWN for path in sorted((ROOT / folder).rglob("*.py"))]
+LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_of)
+def test_no_room_imports_one_above_it(path: Path) -> None:
+    here = room_of(module_of(path))
+    found = {room_of(module) for module in own_imports(path)} - {here, ""}
+    if here in APART:
+        assert found <= {"options"} | set(APART), "a tool that leans on the server"
+        return
+    assert not found & set(APART)
+    if here == KERNELS:
+        assert found <= {"smc"}
+        return
+    on_call = {"algorithm.py": {"worker"}, "hooks.py": {"patches"}, "plugin.py": set()}
+    above = {
+        room
+        for room in found - {KERNELS}
+        if LEVEL_OF[room] >= LEVEL_OF[here] and room not in on_call.get(path.name, set())
+    }
+    assert not above, f"{here} is no higher than {above}"
+
+
+def test_no_import_circle() -> None:
+    """Within a room, too; types that are only named count."""
+    graph = {module_of(path): set(own_imports(path)) for path in SOURCES}
+    for module, targets in graph.items():  # `python -m` imports a module by its real name
+        graph[module] = targets & graph.keys() - {module}
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, " -> ".join((*trail[trail.index(module) :], module))
+        if module not in done:
+            for target in sorted(graph[module]):
+                visit(target, (*trail, module))
+            done.add(module)
+
+    for module in sorted(graph):
+        visit(module, ())
+
+
+@pytest.mark.parametrize(
+    "folder", sorted(path for path in PACKAGE.iterdir() if path.is_dir()), ids=lambda p: p.name
+)
+def test_a_room_is_small_and_says_what_it_is_for(folder: Path) -> None:
+    modules = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+    assert len(modules) <= MOST_MODULES
+    if not folder.is_symlink() and modules:
+        assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+
+
+@pytest.fixture(scope="module")
+def found() -> Measures:
+    return measured()
+
+
+def test_a_round_is_read_in_few_files(found: Measures) -> None:
+    print("file changes in a round:", found.file_changes)
+    assert found.file_changes <= 60
+
+
+def test_a_round_needs_few_types(found: Measures) -> None:
+    print("types in a round:", len(found.types), found.types)
+    assert len(found.types) <= 25
+
+
+def test_the_worker_leans_on_few_modules(found: Measures) -> None:
+    print("modules that the worker imports:", len(found.worker_imports))
+    assert len(found.worker_imports) <= 14
+
+
+def test_a_rule_of_texts_is_known_in_few_files(found: Measures) -> None:
+    print("files that mention a grammar:", len(found.grammar_files), found.grammar_files)
+    assert len(found.grammar_files) <= 8
