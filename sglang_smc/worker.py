@@ -53,8 +53,7 @@ class SMCWorker(WeightUpdates):
         self.config = SMCConfig.from_server_args(server_args)
         assert server_args.device is not None, "SGLang finds one as it reads its arguments"
         self.device = server_args.device
-        self._kind = kind_of(self.config.kernels, self.device)
-        self._ops = ops_of(self._kind)
+        self._ops = ops_of(kind_of(self.config.kernels, self.device))
         self._target_worker = target_worker
         self._draft_worker = TpModelWorker(
             server_args=server_args,
@@ -112,7 +111,7 @@ class SMCWorker(WeightUpdates):
             self._target_worker,
             self._draft_worker,
             config=self.config,
-            kind=self._kind,
+            ops=self._ops,
             states=self._states,
             tables=self._tables,
         )

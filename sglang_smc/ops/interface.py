@@ -19,6 +19,7 @@ Kind = Literal["torch", "triton"]
 class Ops(NamedTuple):
     """One implementation of each; signatures as in `torch_ops`."""
 
+    kind: Kind
     uniforms: Callable[..., torch.Tensor]
     round_seeds: Callable[..., torch.Tensor]
     same_text: Callable[..., torch.Tensor]

@@ -6,6 +6,7 @@ from sglang_smc.smc import distribution, randomness, rounds
 from sglang_smc.smc.stratify import same_text, stratify
 
 TORCH = Ops(
+    kind="torch",
     uniforms=randomness.particle_uniforms,
     round_seeds=randomness.round_seeds,
     same_text=same_text,

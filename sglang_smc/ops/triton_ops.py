@@ -44,6 +44,7 @@ def reweight_and_resample(*args: Any) -> rounds.Reweighted:
 
 
 TRITON = Ops(
+    kind="triton",
     uniforms=uniforms,
     round_seeds=round_seeds,
     same_text=same_text,

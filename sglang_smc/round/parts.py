@@ -6,8 +6,7 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.supported import check_layers
-from sglang_smc.ops.interface import Kind
-from sglang_smc.ops.select import ops_of
+from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.requests.state import RequestStates
 from sglang_smc.round.costs import rehearse
@@ -30,7 +29,7 @@ def assemble(
     draft: TpModelWorker,
     *,
     config: SMCConfig,
-    kind: Kind,
+    ops: Ops,
     states: RequestStates,
     tables: Tables,
 ) -> Parts:
@@ -38,17 +37,16 @@ def assemble(
 
     Args:
         target, draft: SGLang's workers of the two models, their pools built.
-        kind: of the small operations.
+        ops: the small operations.
         states: begins requests on the host.
         tables: where they live on the device.
 
     Raises:
         ValueError: for a model that rounds cannot run.
     """
-    ops = ops_of(kind)
     steps = Steps(
-        target=ParticleForward(target.model_runner, kind),
-        draft=ParticleForward(draft.model_runner, kind),
+        target=ParticleForward(target.model_runner, ops.kind),
+        draft=ParticleForward(draft.model_runner, ops.kind),
         ledger=tables.ledger,
         ops=ops,
         max_lag=config.max_lag,
