@@ -11,7 +11,7 @@ VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.sglang-smc-installed
-SOURCES := sglang_smc kernels patches tests bench
+SOURCES := sglang_smc kernels patches tests bench docs examples
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo fidelity speed soak quick test test-all lint check catalogue dist clean

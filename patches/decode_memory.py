@@ -18,7 +18,7 @@ from sglang_smc.requests.state import state_of
 from sglang_smc.server.hooks import Patch
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ReqKvInfo, ScheduleBatch
 
 
 def prepare_for_decode(original: Callable, batch: "ScheduleBatch") -> None:
@@ -28,14 +28,20 @@ def prepare_for_decode(original: Callable, batch: "ScheduleBatch") -> None:
         original(batch)
         return
     budget = active_budget()
-    spans = [(req.kv.kv_allocated_len, _allocated_after(req, budget)) for req in batch.reqs]
+    spans = [(_kv(req).kv_allocated_len, _allocated_after(req, budget)) for req in batch.reqs]
     _allocate(batch, spans)
     for req, (_, end) in zip(batch.reqs, spans, strict=True):
         state_of(req).step_to(budget)
         state_of(req).arena = req.kv_committed_len, end
-        req.kv.kv_allocated_len = end
+        _kv(req).kv_allocated_len = end
         req.decode_batch_idx += 1
     _adapt(batch)
+
+
+def _kv(req: "Req") -> "ReqKvInfo":
+    """What SGLang knows of a running request's slots."""
+    assert req.kv is not None, "set as a request gets its row, until it gives that back"
+    return req.kv
 
 
 def _adapt(batch: "ScheduleBatch") -> None:
@@ -60,7 +66,7 @@ def _num_free(batch: "ScheduleBatch") -> int:
 
 def _num_new(reqs: "list[Req]", budget: Budget | None) -> int:
     """KV slots that a round on ``budget`` takes beside those that are owned."""
-    return sum(_allocated_after(req, budget) - req.kv.kv_allocated_len for req in reqs)
+    return sum(_allocated_after(req, budget) - _kv(req).kv_allocated_len for req in reqs)
 
 
 def _allocate(batch: "ScheduleBatch", spans: list[tuple[int, int]]) -> None:
@@ -94,7 +100,7 @@ def _allocated_after(req: "Req", budget: Budget | None) -> int:
     # Never less than now: an arena shrinks by committing, not by giving slots back.
     span = state_of(req).span(budget)
     wanted = req.kv_committed_len + arena.arena(span, arena.remaining(req))
-    return max(req.kv.kv_allocated_len, wanted)
+    return max(_kv(req).kv_allocated_len, wanted)
 
 
 PATCHES = (

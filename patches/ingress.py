@@ -68,7 +68,7 @@ def _sample_params(manager: "TokenizerManager", params: Any) -> Any:
     # SGLang sends the n samples of a request one after another, all with this one object.
     last, index = manager.__dict__.get("_smc_last_sample", (None, 0))
     index = index + 1 if last is params else 0
-    manager._smc_last_sample = params, index  # type: ignore[attr-defined]
+    manager._smc_last_sample = params, index  # pyright: ignore[reportAttributeAccessIssue] -- ours
     return msgspec.structs.replace(params, sampling_seed=params.sampling_seed + index)
 
 

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sglang.srt.plugins.hook_registry import HookType
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     )
     from sglang.srt.managers.scheduler import Scheduler
 
+    from sglang_smc.state.monitor import Monitor
+    from sglang_smc.worker import SMCWorker
+
 logger = logging.getLogger(__name__)
 
 # SGLang lets a running server change these, of which SMC reads none.
@@ -33,7 +36,7 @@ def init_metrics_reporter(
     """Show the worker where, and with what labels, SGLang reports."""
     original(scheduler, *args, **kwargs)
     if is_smc(scheduler.server_args):
-        scheduler.draft_worker.monitor.report_as(scheduler.metrics_reporter)
+        _monitor(scheduler).report_as(scheduler.metrics_reporter)
 
 
 def get_internal_state(
@@ -46,6 +49,11 @@ def get_internal_state(
     return output
 
 
+def _monitor(scheduler: "Scheduler") -> "Monitor":
+    """The worker's, which is SMC's own where the server arguments select SMC."""
+    return cast("SMCWorker", scheduler.draft_worker).monitor
+
+
 def _state(scheduler: "Scheduler") -> dict[str, Any]:
     config = request_config(SMCConfig.from_server_args(scheduler.server_args), None)
     now = apply_budget(config, active_budget())
@@ -56,7 +64,7 @@ def _state(scheduler: "Scheduler") -> dict[str, Any]:
         | {"evidence_threshold": threshold},
         # Less than the settings while the server adapts to its load.
         "in_force": {name: getattr(now, name) for name in ("mode", "num_particles", "num_steps")},
-        "since_start": scheduler.draft_worker.monitor.totals(),
+        "since_start": _monitor(scheduler).totals(),
     }
 
 

@@ -18,6 +18,7 @@ def trim_overshoot(
 ) -> None:
     """Give the arena back first, so that the session keeps only slots that hold the text's KV."""
     if active_config() is not None:
+        assert req.kv is not None and req.req_pool_idx is not None, "the turn still owns its row"
         end = _end_of_read_text(req)
         sessions._free_kv_aligned(req.req_pool_idx, end, req.kv.kv_allocated_len)
         req.kv.kv_allocated_len = req.kv_committed_len = end

@@ -30,7 +30,7 @@ def update_from_disk(
     recv_req: "io_struct.UpdateWeightFromDiskReqInput",
 ) -> Any:
     """Look at the checkpoints and at the requests in progress before anything is loaded."""
-    if is_smc(manager.scheduler.server_args):
+    if is_smc(_scheduler(manager).server_args):
         reason = _held(manager, recv_req) or manager.draft_worker.reason_not_to_update(recv_req)
         if reason is not None:
             return io_struct.UpdateWeightFromDiskReqOutput(success=False, message=reason)
@@ -53,10 +53,10 @@ def flush_after_update(
     original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: Any
 ) -> None:
     """Flush although requests wait: these own no KV."""
-    if not (is_smc(manager.scheduler.server_args) and recv_req.flush_cache):
+    if not (is_smc(_scheduler(manager).server_args) and recv_req.flush_cache):
         original(manager, recv_req)
         return
-    with _nothing_held(manager.scheduler):
+    with _nothing_held(_scheduler(manager)):
         original(manager, recv_req)
 
 
@@ -74,8 +74,13 @@ def _refuse_to_release() -> NoReturn:
     )
 
 
+def _scheduler(manager: "SchedulerWeightUpdaterManager") -> "Scheduler":
+    assert manager.scheduler is not None, "a scheduler hands itself to its manager"
+    return manager.scheduler
+
+
 def _held(manager: "SchedulerWeightUpdaterManager", recv_req: Any) -> str | None:
-    scheduler = manager.scheduler
+    scheduler = _scheduler(manager)
     if not (is_smc(scheduler.server_args) and recv_req.flush_cache):
         return None
     # Of a server that is not paused SGLang has let all requests end before it asks.

@@ -16,6 +16,7 @@ from sglang_smc.memory import arena
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.supported import check_layers, check_same_vocabulary
 from sglang_smc.models.weight_update import WeightUpdates
+from sglang_smc.ops.interface import Kind
 from sglang_smc.ops.select import kind_of, ops_of
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.requests.state import RequestStates, state_of
@@ -54,8 +55,9 @@ class SMCWorker(WeightUpdates):
     ) -> None:
         super().__init__()
         self.config = SMCConfig.from_server_args(server_args)
+        assert server_args.device is not None, "SGLang finds one as it reads its arguments"
         self.device = server_args.device
-        self._kind = kind_of(self.config.kernels, self.device)
+        self._kind: Kind = kind_of(self.config.kernels, self.device)
         self._ops = ops_of(self._kind)
         self._target_worker = target_worker
         self._draft_worker = TpModelWorker(
@@ -65,15 +67,18 @@ class SMCWorker(WeightUpdates):
             nccl_port=nccl_port,
             is_draft_worker=True,
         )
-        # SGLang looks for the draft's runner under this name.
-        self._draft_worker.draft_runner = self._draft_worker.model_runner
-        self._draft_worker.draft_runners = [self._draft_worker.model_runner]
+        # SGLang looks for the draft's runner under names that only EAGLE's workers declare.
+        runner = self._draft_worker.model_runner
+        self._draft_worker.draft_runner = runner  # pyright: ignore[reportAttributeAccessIssue] -- as said
+        self._draft_worker.draft_runners = [runner]  # pyright: ignore[reportAttributeAccessIssue] -- as said
         check_same_vocabulary(target_worker, self._draft_worker)
         self._graph_sizes = graph.graph_sizes(server_args)
         self._graphs: graph.Graphs = {}
         self.monitor = Monitor(server_args.decode_log_interval)
         process.set_monitor(self.monitor)
-        self._states = RequestStates.of_replica(self.config, target_worker.random_seed, ps.dp_rank)
+        seed = target_worker.random_seed
+        assert seed is not None, "SGLang draws one where it is given none"
+        self._states = RequestStates.of_replica(self.config, seed, ps.dp_rank)
 
     def alloc_memory_pool(
         self,
@@ -146,6 +151,7 @@ class SMCWorker(WeightUpdates):
         if self._graphs:
             measure = partial(costs.costs_of_graphs, self._graphs, self.device)
         else:
+            assert self.req_to_token_pool is not None, "pools are built before rounds"
             most_tokens = self.req_to_token_pool.size * self.config.tokens_of_round
             measure = partial(costs.costs_of_passes, self._steps, most_tokens)
         found = costs.costs_of(measure, self._target_worker.model_runner.tp_group)

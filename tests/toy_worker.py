@@ -26,11 +26,11 @@ from sglang_smc.requests.state import RequestState, RequestStates, has_open_toke
 from sglang_smc.round.round import Round
 from sglang_smc.round.steps import Steps
 from sglang_smc.round.tables import Tables
-from sglang_smc.smc.distribution import sample
+from sglang_smc.smc.distribution import TokenDistribution, sample
 from sglang_smc.smc.stratify import stratified
 from sglang_smc.state.counters import Counters
 from sglang_smc.state.monitor import Monitor
-from sglang_smc.state.settings import FilterKinds, RequestSpec, Settings
+from sglang_smc.state.settings import RequestSpec, Settings, filter_kinds
 from sglang_smc.worker import SMCWorker
 
 PROMPT = (1, 0)
@@ -318,11 +318,11 @@ class ToyWorker:
         nothing = torch.empty(len(reqs), 1, 0, dtype=torch.int64)  # [G, N, J]
         of_texts = TextRules.begin(reqs, self.vocab_size, self.device)  # type: ignore[arg-type]
         edited, allowed = of_texts.apply(logits.clone().view(len(reqs), 1, 1, -1), nothing, 0)
-        law, log_sum = settings.distribution(
+        law, log_sum = TokenDistribution.of(
             edited.squeeze(2),
-            torch.zeros(len(reqs), 1, dtype=torch.int64),
-            FilterKinds.of(reqs),  # type: ignore[arg-type]
-            allowed=None if allowed is None else allowed.squeeze(2),
+            settings.sampling_rules(),
+            filter_kinds(reqs),  # type: ignore[arg-type]
+            None if allowed is None else allowed.squeeze(2),
         ).to_power(settings.power)
         return law.log_probs(), log_sum.masked_fill(~settings.weighs, 0.0)
 

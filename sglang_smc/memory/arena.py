@@ -51,7 +51,9 @@ def arena(config: SMCConfig, remaining: int) -> int:
 
 def remaining(req: "Req") -> int:
     """Tokens that a request may still emit."""
-    return req.sampling_params.max_new_tokens - len(req.output_ids)
+    most = req.sampling_params.max_new_tokens
+    assert most is not None, "SGLang's scheduler bounds it as a request comes in"
+    return most - len(req.output_ids)
 
 
 def arena_of(server: SMCConfig, req: "Req", budget: Budget | None = None) -> int:

@@ -108,6 +108,6 @@ class ParticleForward:
             positions=positions.flatten().clamp_max(self._last_position),
             extend_seq_lens=lengths,
             extend_prefix_lens=first,
-            spec_algorithm=self._runner.spec_algorithm,
+            spec_algorithm=self._runner.spec_algorithm,  # pyright: ignore[reportArgumentType] -- any registered one
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )

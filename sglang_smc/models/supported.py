@@ -136,7 +136,7 @@ def check_same_vocabulary(target_worker: "TpModelWorker", draft_worker: "TpModel
         )
     )
     StandaloneWorkerV2._validate_vocab_compatibility(
-        standalone,  # type: ignore[arg-type]
+        standalone,  # pyright: ignore[reportArgumentType] -- stands in for a worker
         target_vocab_size=target_worker.model_runner.model_config.vocab_size,
         target_tokenizer=target_worker.tokenizer,
     )

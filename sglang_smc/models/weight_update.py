@@ -32,6 +32,13 @@ _KEEPS_DRAFT = "Succeeded to update model weights. The draft keeps its own."
 class WeightUpdates(BaseSpecWorker):
     """The part of the worker that takes new weights; SGLang updates the target first."""
 
+    _draft_worker: "TpModelWorker"
+
+    @property
+    def draft_worker(self) -> "TpModelWorker":
+        """The draft's, which is a whole model."""
+        return self._draft_worker
+
     def reason_not_to_update(self, recv_req: UpdateWeightFromDiskReqInput) -> str | None:
         """Why an update from disk would fail; nothing has been loaded when it is asked."""
         manifest = recv_req.manifest or {}
@@ -62,6 +69,7 @@ class WeightUpdates(BaseSpecWorker):
         if path is None:
             return True, _KEEPS_DRAFT
         updater = self.draft_worker.model_runner.weight_updater
+        assert recv_req.load_format is not None, "SGLang's tokenizer manager fills in the server's"
         return updater.update_weights_from_disk(path, recv_req.load_format)
 
     def update_weights_from_ipc(self, recv_req: "UpdateWeightsFromIPCReqInput") -> tuple[bool, str]:
@@ -100,7 +108,10 @@ class WeightUpdates(BaseSpecWorker):
                 "Send the draft's without load_format."
             )
         updater = self.target_worker.model_runner.weight_updater
-        return updater.update_weights_from_tensor(bucket, "flattened_bucket")
+        return updater.update_weights_from_tensor(
+            bucket,  # pyright: ignore[reportArgumentType] -- a dict in this format
+            "flattened_bucket",
+        )
 
 
 def _draft_path(recv_req: UpdateWeightFromDiskReqInput) -> str | None:

@@ -80,8 +80,8 @@ class Costs(NamedTuple):
                 '"target": [...], "overhead": seconds}, at least one point each. Mend it, or '
                 "unset it to have costs measured."
             ) from None
-        curves = (Curve.of(sorted(points)) for points in (given.draft, given.target))
-        return cls(*curves, given.overhead)
+        draft, target = Curve.of(sorted(given.draft)), Curve.of(sorted(given.target))
+        return cls(draft, target, given.overhead)
 
     def round(self, batch_size: int, budget: Budget, widest: Budget) -> float:
         """A round of ``batch_size`` requests, none of which asked for more than ``widest``.

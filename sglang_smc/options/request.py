@@ -93,7 +93,7 @@ def config_of(server: SMCConfig, req: "Req") -> RequestConfig:
     if found is None:
         constrained = req.grammar is not None
         found = request_config(server, req.sampling_params.custom_params, constrained=constrained)
-        req.smc_config = found  # type: ignore[attr-defined]
+        req.smc_config = found  # pyright: ignore[reportAttributeAccessIssue] -- ours
     return found
 
 

@@ -7,6 +7,7 @@ other numbers of particles need no word here.
 
 import copy
 import math
+from concurrent.futures import Future
 from http import HTTPStatus
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -172,9 +173,10 @@ class Grammar(TextRule):
     @classmethod
     def reread(cls, req: "Req", num_dropped: int, tokens: list[int]) -> None:
         """See `TextRule.reread`."""
-        req.grammar.rollback(num_dropped)
+        grammar = _grammar(req)
+        grammar.rollback(num_dropped)
         for token in tokens:
-            req.grammar.accept_token(token)
+            grammar.accept_token(token)
 
     @classmethod
     def forget(cls, req: "Req") -> None:
@@ -204,6 +206,13 @@ class Grammar(TextRule):
         return torch.stack([torch.cat(each) for each in rows])
 
 
+def _grammar(req: "Req") -> BaseGrammarObject:
+    """The grammar of a request that has one."""
+    grammar = req.grammar
+    assert grammar is not None and not isinstance(grammar, Future), "compiled before it is queued"
+    return grammar
+
+
 class _Noted(NamedTuple):
     """What a prefill has found of one request."""
 
@@ -219,8 +228,9 @@ def _mark_ends(
     group: int,
 ) -> None:
     """Mark in ``ends`` ``[N, C]`` which candidates end the text of one request's grammar."""
-    stops, known = stop_ids(req.grammar), ends.tolist()
+    stops, known = stop_ids(_grammar(req)), ends.tolist()
     beyond = _tails(req, population, group, len(candidates))
+    assert req.vocab_size is not None, "SGLang's scheduler sets it on each request"
     for particle, both in enumerate(zip(candidates, known, strict=True)):
         if any(token in stops and not end for token, end in zip(*both, strict=True)):
             (text,) = _texts(req, beyond[particle : particle + 1], -(-req.vocab_size // WORD))
@@ -275,7 +285,7 @@ def _emitted(req: "Req") -> BaseGrammarObject | None:
     """A request's grammar behind the text that all of its particles share; None if it has none."""
     if not Grammar.applies(req) or req.finished():
         return None
-    grammar = forked(req.grammar)
+    grammar = forked(_grammar(req))
     if num_open := len(req.output_ids) - len(settled_ids(req)):
         grammar.rollback(num_open)  # SGLang has it read the token that stands in for an open one
     return None if grammar.is_terminated() else grammar

@@ -37,8 +37,9 @@ def settle(req: "Req", place: int, token: int, logprob: float) -> None:
 
     What is likely in that place does not depend on it.
     """
-    req.logprob.output_token_logprobs_idx[place] = token
-    req.logprob.output_token_logprobs_val[place] = logprob
+    tokens, values = req.logprob.output_token_logprobs_idx, req.logprob.output_token_logprobs_val
+    assert tokens is not None and values is not None, "there where a request asks for any"
+    tokens[place], values[place] = token, logprob
 
 
 def rewind_stream(req: "Req") -> None:
@@ -67,8 +68,8 @@ _BOOKS = tuple(
 )
 
 
-def _rows(values: torch.Tensor, widths: list[int]) -> list[torch.Tensor]:
-    """One row for each request and token, ``[G, C, W]`` to ``[widths[g]]``."""
+def _rows(values: torch.Tensor, widths: list[int]) -> list[list[float] | torch.Tensor]:
+    """One tensor for each request and token, ``[G, C, W]`` to ``[widths[g]]``."""
     return [
         row[:width] for of_req, width in zip(values, widths, strict=True) for row in of_req.unbind()
     ]

@@ -138,7 +138,9 @@ class Bias(TextRule):
     @classmethod
     def begin(cls, req: "Req", vocab_size: int, device: torch.device | str) -> None:
         """Spread the biases over the vocabulary: ``[V]`` float32."""
-        values = {int(token): value for token, value in req.sampling_params.logit_bias.items()}
+        biased = req.sampling_params.logit_bias
+        assert biased is not None, "only for requests that it applies to"
+        values = {int(token): value for token, value in biased.items()}
         ids, nothing = _on(device, list(values)), torch.zeros(vocab_size, device=device)
         biases = nothing.index_copy(0, ids, _on(device, list(values.values())).float())
         state_of(req).kept[cls] = biases

@@ -57,6 +57,7 @@ class Processors(TextRule):
         """Load the processor, once."""
         if cls in state_of(req).kept:
             return
+        assert req.custom_logit_processor is not None, "only for requests that it applies to"
         try:
             loaded = CustomLogitProcessor.from_str(req.custom_logit_processor)
             state_of(req).kept[cls] = loaded

@@ -59,6 +59,11 @@ class TextRules:
         chosen = (rule for rule in RULES if any(rule.applies(req) for req in reqs))
         return cls(tuple(rule.of(reqs, population, vocab_size, device) for rule in chosen))
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody has a rule."""
+        return not self._rules
+
     @classmethod
     def begin(cls, reqs: "list[Req]", vocab_size: int, device: torch.device | str) -> "TextRules":
         """The rules of a prefill, which note what the requests' rounds will need."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import torch
 
+from sglang_smc.memory.arena import remaining
 from sglang_smc.options.budget import Budget, apply_budget, union
 from sglang_smc.options.request import RequestConfig, config_of, request_config
 from sglang_smc.options.server import SMCConfig
@@ -134,11 +135,11 @@ class RequestStates:
         state = find_state(req)
         if state is None:
             state = RequestState.of(self._seed(req), config_of(self._config, req))
-            req.smc_state = state  # type: ignore[attr-defined]
+            req.smc_state = state  # pyright: ignore[reportAttributeAccessIssue] -- ours
         state.begin(budget)
         # For p itself what is dropped has a factor of mean 1; for other targets it has not.
         state.has_lost_tails |= not state.config.is_normalized and req.retraction_count > 0
-        is_last = len(req.output_ids) + 1 >= req.sampling_params.max_new_tokens
+        is_last = remaining(req) <= 1
         shared = state.config.is_normalized or is_last
         state.open_token.begin(None if shared else len(req.output_ids))
         # A retracted request's particles are gone: what follows its text is drawn anew.
@@ -188,7 +189,7 @@ def find_state(req: "Req") -> RequestState | None:
 
 def state_of(req: "Req") -> RequestState:
     """The state of a request that decodes."""
-    return req.smc_state  # type: ignore[attr-defined]
+    return req.smc_state  # pyright: ignore[reportAttributeAccessIssue] -- ours
 
 
 def has_open_token(req: "Req") -> bool:
@@ -239,6 +240,8 @@ class _Whole(list):
 
 def _spec(req: "Req", seed: int, config: RequestConfig) -> RequestSpec:
     params = req.sampling_params
+    assert req.req_pool_idx is not None, "SGLang gives a request its row before its prefill"
+    assert params.max_new_tokens is not None and req.vocab_size is not None, "set as it comes in"
     return RequestSpec(
         row=req.req_pool_idx,
         seed=seed,

@@ -5,7 +5,7 @@ only for requests that have one.
 """
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -15,6 +15,7 @@ from sglang_smc.state.population import Population
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from transformers import PreTrainedTokenizerBase
 
 
 class StopTexts(TextRule):
@@ -83,8 +84,11 @@ def _window(req: "Req") -> int:
 
 
 def _matches(req: "Req", tokens: list[int]) -> bool:
-    text = req.tokenizer.decode(tokens)
+    # SGLang declares it as None, and refuses stop texts where it has no tokenizer.
+    text = cast("PreTrainedTokenizerBase", req.tokenizer).decode(tokens)
     params = req.sampling_params
+    assert isinstance(text, str), "it is a list for a list of texts alone"
+    assert params.stop_strs is not None and params.stop_regex_strs is not None, "normalized"
     return any(stop in text for stop in params.stop_strs) or any(
         re.search(pattern, text) for pattern in params.stop_regex_strs
     )

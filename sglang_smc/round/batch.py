@@ -10,7 +10,8 @@ from sglang_smc.options.request import RequestConfig
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.requests.rules import TextRules, has_rules
 from sglang_smc.requests.state import RequestState, state_of
-from sglang_smc.state.settings import FilterKinds, Settings
+from sglang_smc.smc.distribution import FilterKinds, SamplingRules
+from sglang_smc.state.settings import Settings, filter_kinds
 from sglang_smc.state.tail_logprobs import NO_LOGPROBS, LogprobWidths
 
 if TYPE_CHECKING:
@@ -107,7 +108,12 @@ class RoundBatch(NamedTuple):
     committed: torch.Tensor  # [G] int64 KV slots of the emitted text
     allocated: torch.Tensor  # [G] int64 KV slots owned
     starts: torch.Tensor  # [G, N] int64 output tokens of each particle as the round begins
+    furthest: torch.Tensor  # [G, N] int64 the most of any: where a group decides for all
+    last_two: torch.Tensor  # [G, N, 2] int64 the token that each continues from, and one before
+    may_stratify: torch.Tensor  # [G, N] bool: weighed; verified chains are independent
     settings: Settings
+    p_rules: SamplingRules  # of the target's rows
+    q_rules: SamplingRules  # of the draft's
     rules: TextRules
 
 
@@ -154,7 +160,7 @@ def shape_of(reqs: "list[Req]") -> RoundShape:
         num_steps=max(config.num_steps for config in configs),
         max_tail=max(_longest_tail(req, state) for req, state in zip(reqs, states, strict=True)),
         max_arena=max(end - start for start, end in (state.arena for state in states)),
-        kinds=FilterKinds.of(reqs),
+        kinds=filter_kinds(reqs),
         powered=any(config.power != 1.0 for config in configs),
         weighs=any(config.weighs for config in configs),
         verifies=not all(config.weighs for config in configs),

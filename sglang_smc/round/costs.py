@@ -66,7 +66,8 @@ def costs_of_passes(steps: Steps, most_tokens: int) -> Costs:
     """The costs of passes over up to ``most_tokens``."""
     passes = _Passes(steps)
     sizes = list(_sizes(min(most_tokens, _LARGEST)))
-    return Costs(*(Curve.of(passes.measure(sizes, run)) for run in (passes.draft, passes.target)))
+    draft = Curve.of(passes.measure(sizes, passes.draft))
+    return Costs(draft, Curve.of(passes.measure(sizes, passes.target)))
 
 
 def costs_of_graphs(graphs: dict[Budget | None, RoundGraphs], device: str) -> RoundCosts:

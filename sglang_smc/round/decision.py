@@ -7,7 +7,7 @@ import torch
 
 from sglang_smc.smc import rounds
 from sglang_smc.smc.distribution import TokenDistribution
-from sglang_smc.smc.resampling import SCHEMES, num_childless
+from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.smc.resizing import Resized
 from sglang_smc.state.population import Population
 
@@ -31,13 +31,6 @@ class Decision(NamedTuple):
     next_tokens: TokenDistribution  # of the G * N particles
     verified: torch.Tensor  # [G] bool: exact verification had the last word
     failure: torch.Tensor  # [G] int64 `Failure`, where logits gave no law to decide by
-
-    def num_killed(self, present: torch.Tensor) -> torch.Tensor:
-        """Particles of ``present`` ``[G, N]`` that left no child where weights resampled: ``[G]``.
-
-        The winner of a verification is no resampling: all others were its rivals, not its equals.
-        """
-        return num_childless(self.resampled.ancestors, present) * self.cut.resample
 
 
 def no_drafts(population: Population) -> Drafts:
@@ -63,14 +56,17 @@ def by_method(
 
 def choose(where: torch.Tensor, yes: Chosen, no: Chosen) -> Chosen:
     """``yes`` for the groups ``where`` ``[G]`` bool, ``no`` for the others."""
-    return type(yes)(*(_choose(where, a, b) for a, b in zip(yes, no, strict=True)))
+    return yes._make(_choose(where, a, b) for a, b in zip(yes, no, strict=True))
 
 
-def _choose(where: torch.Tensor, yes: object, no: object) -> object:
-    """One field of `choose`: a tensor ``[G, ...]``, a distribution, or a tuple of such."""
+Field = torch.Tensor | TokenDistribution | rounds.BlockCut | rounds.Resampled
+
+
+def _choose(where: torch.Tensor, yes: Field, no: Field) -> Field:
+    """One field of `choose`: a tensor ``[G, ...]``, a distribution, or a tuple of tensors."""
     if isinstance(yes, torch.Tensor) and isinstance(no, torch.Tensor):
         return torch.where(where.view(-1, *(1,) * (yes.dim() - 1)), yes, no)
     if isinstance(yes, TokenDistribution) and isinstance(no, TokenDistribution):
         return yes.where(where, no)
-    assert isinstance(yes, tuple) and isinstance(no, tuple)
-    return type(yes)(*(_choose(where, a, b) for a, b in zip(yes, no, strict=True)))
+    assert isinstance(yes, (rounds.BlockCut, rounds.Resampled)) and isinstance(no, type(yes))
+    return yes._make(_choose(where, a, b) for a, b in zip(yes, no, strict=True))

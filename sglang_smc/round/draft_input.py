@@ -3,7 +3,7 @@
 The state of a round stays on the device, in tables keyed by `req_pool_idx`.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from sglang.srt.managers.overlap_utils import FutureMap
@@ -11,6 +11,7 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.speculative.eagle_info import EagleDraftInput
 
 
 class LengthRelay(FutureMap):
@@ -48,3 +49,8 @@ class SMCDraftInput(SpecInput):
         self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
         if self.future_indices is not None and other.future_indices is not None:
             self.future_indices = torch.cat([self.future_indices, other.future_indices])
+
+
+def as_eagle(draft_input: SMCDraftInput) -> "EagleDraftInput":
+    """The same: SGLang's annotations know EAGLE's alone, but its relay asks for no more."""
+    return cast("EagleDraftInput", draft_input)

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -10,18 +11,18 @@ from sglang_smc.options.budget import Budget
 from sglang_smc.requests.failures import failure_of_first, mark_first
 from sglang_smc.requests.rules import TextRules
 from sglang_smc.requests.state import RequestStates, has_open_token, state_of
-from sglang_smc.round.draft_input import SMCDraftInput
+from sglang_smc.round.draft_input import SMCDraftInput, as_eagle
 from sglang_smc.round.tables import Tables
-from sglang_smc.smc.distribution import sample
+from sglang_smc.smc.distribution import TokenDistribution, sample
 from sglang_smc.smc.randomness import Purpose, uniforms
 from sglang_smc.smc.stratify import stratified
 from sglang_smc.state.logprobs import logprob_distribution
-from sglang_smc.state.settings import FilterKinds, Settings
+from sglang_smc.state.settings import Settings, filter_kinds
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.utils import GenerationBatchResult
+    from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 
 
 class Prefill:
@@ -53,14 +54,15 @@ class Prefill:
         draft_logits = self._read_with_draft(batch)
         result = self._read_with_target(batch, draft_logits, budget)
         result.new_seq_lens = batch.seq_lens
-        result.next_draft_input = SMCDraftInput(result.next_token_ids)
+        assert isinstance(result.next_token_ids, torch.Tensor), "there is one pipeline stage alone"
+        result.next_draft_input = as_eagle(SMCDraftInput(result.next_token_ids))
         return result
 
     def _read_with_draft(self, batch: "ScheduleBatch") -> torch.Tensor:
         runner = self._draft.model_runner
         forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
         forward_batch.return_logprob = False
-        return runner.forward(forward_batch).logits_output.next_token_logits  # [G, V]
+        return _logits(runner.forward(forward_batch).logits_output)  # [G, V]
 
     def _read_with_target(
         self, batch: "ScheduleBatch", draft_logits: torch.Tensor, budget: Budget | None
@@ -72,6 +74,7 @@ class Prefill:
             batch, self._target.model_runner, return_hidden_states_before_norm=False
         )
         result = self._target.forward_batch_generation(None, forward_batch, is_verify=True)
+        assert result.logits_output is not None, "there is one pipeline stage alone"
         tokens, failure = self.begin(batch, result.logits_output, draft_logits, budget)
         result.next_token_ids = mark_first(tokens, failure)
         return result
@@ -79,7 +82,7 @@ class Prefill:
     def begin(
         self,
         batch: "ScheduleBatch",
-        output: "LogitsProcessorOutput",
+        output: LogitsProcessorOutput,
         draft_logits: torch.Tensor,
         budget: Budget | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,8 +91,7 @@ class Prefill:
         Where either model's logits mean nothing there is a `Failure`, ``[G]``.
         """
         tables, reqs, rows = self._tables, batch.reqs, batch.req_pool_indices
-        logits = output.next_token_logits
-        assert logits is not None
+        logits = _logits(output)
         device = logits.device
         starts = self._states.begin(reqs, budget)
         tables.requests.write([start.spec for start in starts])
@@ -100,8 +102,11 @@ class Prefill:
             settings = settings.bounded(*_sizes(reqs, device))
         rules = TextRules.begin(reqs, logits.shape[1], device)
         edited, allowed = _by_rules(rules, logits)
-        of_last = edited.unsqueeze(1), num_emitted.unsqueeze(1), FilterKinds.of(reqs)
-        powered, log_sum = settings.distribution(*of_last, allowed=allowed).to_power(settings.power)
+        last, kinds = edited.unsqueeze(1), filter_kinds(reqs)  # [G, 1, V]
+        if kinds.early:
+            last = settings.without_early_ends(last, num_emitted.unsqueeze(1))
+        p = TokenDistribution.of(last, settings.sampling_rules(), kinds, allowed)
+        powered, log_sum = p.to_power(settings.power)
         log_p = powered.log_probs()  # [G, V]
         failure = failure_of_first(log_p, draft_logits)
         tokens, ended = self._draw(reqs, rules, settings, log_p, num_emitted)
@@ -119,7 +124,7 @@ class Prefill:
         )
         self._states.note_first(reqs, log_sum)
         if batch.return_logprob:
-            shown = logprob_distribution(settings, *of_last, allowed=allowed)
+            shown = logprob_distribution(last, settings.temperature, allowed)
             tables.logprobs.begin(batch, shown.log_probs(), tokens, output)
         return tokens[:, 0], failure
 
@@ -164,8 +169,16 @@ class Prefill:
         return sample(rows, stratified(numbers, same_text))
 
 
+def _logits(output: "LogitsProcessorOutput | PPProxyTensors | None") -> torch.Tensor:
+    """What follows each prompt, ``[G, V]``, as the last pipeline stage has it: there is but one."""
+    assert isinstance(output, LogitsProcessorOutput) and output.next_token_logits is not None
+    return output.next_token_logits
+
+
 def _by_rules(rules: TextRules, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """First tokens' logits ``[G, V]`` by the rules, and what these allow, ``[G, 1, V]``."""
+    if rules.is_empty:
+        return logits, None
     rows = logits.clone().unsqueeze(1).unsqueeze(1)  # SGLang may read its own again
     nothing = torch.empty(len(logits), 1, 0, dtype=torch.int64, device=logits.device)  # [G, N, J]
     edited, allowed = rules.apply(rows, nothing, 0)

@@ -15,7 +15,7 @@ from sglang_smc.requests import rules
 from sglang_smc.requests.failures import end_failed
 from sglang_smc.requests.logprob_books import deliver
 from sglang_smc.requests.state import as_particle, has_open_token, settled_ids, state_of
-from sglang_smc.round.draft_input import SMCDraftInput
+from sglang_smc.round.draft_input import SMCDraftInput, as_eagle
 from sglang_smc.smc.weights import normalized
 from sglang_smc.state.counters import gained
 from sglang_smc.state.monitor import Monitor, Played
@@ -88,7 +88,9 @@ class Outcome(NamedTuple):
     def first(self, size: int) -> "Outcome":
         """Copies of the first batch."""
         assert self.particles is None and self.logprobs is None
-        return Outcome(*(column if column is None else column[:size].clone() for column in self))
+        return self._make(
+            column[:size].clone() if isinstance(column, torch.Tensor) else None for column in self
+        )
 
 
 @dataclass
@@ -114,7 +116,7 @@ class SMCBatchResult(GenerationBatchResult):
             next_token_ids=outcome.tokens.flatten(),
             accept_lens=outcome.counts,
             new_seq_lens=outcome.new_seq_lens,
-            next_draft_input=SMCDraftInput(outcome.last_emitted),
+            next_draft_input=as_eagle(SMCDraftInput(outcome.last_emitted)),
             speculative_num_draft_tokens=outcome.tokens.shape[1],
             correct_drafts=outcome.num_correct_drafts,
             counters=outcome.counters,
@@ -198,8 +200,8 @@ class SMCBatchResult(GenerationBatchResult):
         each = zip(reqs, self.first_tokens.tolist(), live, strict=True)
         for i, (req, token, lives) in enumerate(each):
             if lives and token >= 0 and has_open_token(req):
-                shows = self.logprobs is not None and req.return_logprob
-                rules.settle(req, token, float(self.logprobs.first[i]) if shows else None)
+                logprobs = self.logprobs if req.return_logprob else None
+                rules.settle(req, token, None if logprobs is None else float(logprobs.first[i]))
 
     def _end_stuck(self, reqs: "list[Req]", live: list[bool], totals: list[list[float]]) -> None:
         """End requests whose particles all weigh nothing: their rules leave no text."""

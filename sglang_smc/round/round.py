@@ -18,7 +18,7 @@ from sglang_smc.round.steps import Steps
 from sglang_smc.round.tables import Tables
 from sglang_smc.smc.weights import log_mean_exp
 from sglang_smc.state.logprobs import score_tails
-from sglang_smc.state.population import Population
+from sglang_smc.state.population import Population, num_childless
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -53,7 +53,7 @@ class Round:
         slots = steps.reserve(batch, before)
 
         drafts = steps.propose(batch, before, slots)
-        p, shown = steps.score(batch, before, drafts, slots)
+        p, shown = steps.score(batch, drafts, slots)
         decision = steps.decide(batch, before, drafts, p)  # reweight and resample, or verify
         extended = steps.extend(batch, before, drafts, decision)
         continued = steps.add_bonus(batch, extended, decision.next_tokens)
@@ -77,7 +77,8 @@ class Round:
         """The batch and its particles, as they stand in the tables."""
         tables, rows = self._tables, inputs.rows
         before = tables.particles.gather(rows, shape.num_particles, shape.max_tail)
-        starts = before.output_lengths  # [G, N]
+        starts, last_two = before.output_lengths, before.last_two
+        furthest = starts.amax(1, keepdim=True)  # [G, 1]
         if shape.logprobs.own:
             sizes = shape.num_particles, shape.max_tail
             carried = tables.logprobs.gather(rows, *sizes, shape.logprobs)
@@ -85,12 +86,28 @@ class Round:
         settings = tables.requests.gather(rows)
         if shape.budget is not None:
             settings = settings.bounded(inputs.num_particles, inputs.num_steps, inputs.is_exact)
-        settings = settings._replace(seeds=self._ops.round_seeds(settings.seeds, starts.amax(1)))
+        p_rules, q_rules = settings.sampling_rules(), settings.sampling_rules(draft=True)
+        seeds = self._ops.round_seeds(settings.seeds, furthest.squeeze(1))
+        settings = settings._replace(seeds=seeds)
         rules = NO_RULES
         if shape.has_rules:
             rules = TextRules.of(list(reqs), before, tables.requests.vocab_size, rows.device)
-        of_inputs = rows, inputs.committed, inputs.allocated
-        return RoundBatch(list(reqs), shape, *of_inputs, starts, settings, rules), before
+        batch = RoundBatch(
+            reqs=list(reqs),
+            shape=shape,
+            rows=rows,
+            committed=inputs.committed,
+            allocated=inputs.allocated,
+            starts=starts,
+            furthest=furthest.expand_as(starts),
+            last_two=last_two,
+            may_stratify=before.present & settings.weighs.unsqueeze(1),
+            settings=settings,
+            p_rules=p_rules,
+            q_rules=q_rules,
+            rules=rules,
+        )
+        return batch, before
 
     def _commit(
         self,
@@ -119,36 +136,41 @@ class Round:
         )
         if shape.has_rules:
             batch.rules.commit(collapsed, counts)
-        after = collapsed.emit(counts)
+        after, num_roots = collapsed.emit(counts), continued.num_roots()
+        ancestors = decision.resampled.ancestors
+        killed = num_childless(ancestors, continued.present) * decision.cut.resample
+        tokens, last_emitted = collapsed.tokens[:, 0], after.last_emitted[:, 0]
+        first_token = collapsed.first_token() if shape.has_open_token else None
         tables.particles.scatter(batch.rows, after)
-        if after.logprobs is not None:
+        emitted = None
+        if after.logprobs is not None and collapsed.logprobs is not None:
             tables.logprobs.scatter(batch.rows, after.logprobs)
-        settings, gained = (
-            batch.settings,
-            log_mean_exp(after.log_weights, batch.settings.num_particles),
-        )
+            roots = collapsed.roots[:, 0]
+            emitted = tables.logprobs.emitted(batch.rows, collapsed.logprobs, roots)
+        settings = batch.settings
         counters = tables.counters.add_round(
             batch.rows,
             cut=decision.cut,
             failed=decision.failure > 0,
             verified=decision.verified,
-            killed=decision.num_killed(continued.present),
+            killed=killed,
             collapsed=forced,
-            ancestors=continued.num_roots(),
+            ancestors=num_roots,
             num_particles=settings.num_particles,
             num_steps=settings.num_steps,
             # What is banked, and what the weights have gained since: a retraction keeps both.
-            log_evidence=after.log_evidence + gained,
+            log_evidence=after.log_evidence
+            + log_mean_exp(after.log_weights, settings.num_particles),
         )
         return Outcome(
-            tokens=collapsed.tokens[:, 0],
+            tokens=tokens,
             counts=counts,
             new_seq_lens=batch.committed + counts,
-            last_emitted=after.last_emitted[:, 0],
+            last_emitted=last_emitted,
             num_correct_drafts=decision.cut.num_columns,
             counters=counters,
             failure=decision.failure,
-            first_tokens=collapsed.first_token() if shape.has_open_token else None,
+            first_tokens=first_token,
             particles=Particles.of(continued) if shape.shows_particles else None,
-            logprobs=tables.logprobs.emitted(batch.rows, collapsed.logprobs, collapsed.roots[:, 0]),
+            logprobs=emitted,
         )

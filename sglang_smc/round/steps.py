@@ -25,10 +25,11 @@ from sglang_smc.memory.ledger import Ledger
 from sglang_smc.models.attention import KVLocations
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.ops.interface import Ops
+from sglang_smc.requests.failures import failure_of_round
 from sglang_smc.requests.state import state_of
 from sglang_smc.round.batch import RoundBatch
 from sglang_smc.round.decision import Decision, Drafts, by_method, choose, no_drafts
-from sglang_smc.round.verification import failure_of, once, verify
+from sglang_smc.round.verification import verify
 from sglang_smc.smc import resizing, rounds
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.randomness import Purpose
@@ -102,7 +103,7 @@ class Steps:
                 population.log_weights,
                 population.present,
                 batch.settings.num_particles,
-                self._once(batch, batch.starts, Purpose.RESIZE),
+                self.ops.uniforms(batch.settings.seeds, batch.furthest, Purpose.RESIZE),
             ),
         )
         # The draft may have yet to read the last emitted token, through the particle's own row.
@@ -123,58 +124,53 @@ class Steps:
         The last drafted token is not read: if it is kept, the next round reads it with the
         token behind it, in the same pass. Without drafts the draft reads along all the same.
         """
-        num_steps = batch.shape.num_steps
-        logits = self._logits_of_last(population, slots)  # [G, N, V]
+        num_steps, settings = batch.shape.num_steps, batch.settings
+        two = slots.slots[:2].permute(1, 2, 0)  # [G, N, 2]: the first it may have yet to read
+        logits = self.draft.next_logits(
+            batch.last_two, slots.positions[0], two, slots.locations
+        )  # [G, N, V]
         if num_steps == 0:
             return no_drafts(population)
         column = torch.arange(num_steps, device=batch.rows.device)
         positions = batch.starts.unsqueeze(2) + column  # [G, N, K]
-        same_text = self._same_text(batch, population)
-        numbers = self.ops.uniforms(batch.settings.seeds, positions, Purpose.DRAFT)
+        texts = population.texts[:, :, 1:]
+        same_text = self.ops.same_text(texts, population.lengths, batch.may_stratify)
+        numbers = self.ops.uniforms(settings.seeds, positions, Purpose.DRAFT)
         numbers = numbers.permute(2, 0, 1).contiguous()  # [K, G, N]: each step's in one piece
         tokens: torch.Tensor | None = None
         drawn: list[torch.Tensor] = []
         log_q: list[torch.Tensor] = []
         distributions: list[TokenDistribution] = []
         for step in range(num_steps):
+            at_step, same_text = self.ops.stratify(numbers[step], same_text, tokens)
             if tokens is not None:
                 logits = self._logits_of_draft(step, tokens, slots)
-            at_step, same_text = self.ops.stratify(numbers[step], same_text, tokens)
-            q = self._draft_distribution(batch, population, logits, positions[:, :, step], drawn)
+            q = self._q(batch, logits, positions[:, :, step], drawn)
             tokens, log_q_of_tokens = q.sample(self.ops, at_step)
             drawn.append(tokens)
             log_q.append(log_q_of_tokens)
             distributions.append(q)
         chains = torch.stack(drawn, dim=2)  # [G, N, K]
         ends = self._ends(batch, population, batch.starts, chains)
-        within = column < batch.settings.num_steps.view(-1, 1, 1)  # [G, 1, K]
+        within = column < settings.num_steps.view(-1, 1, 1)  # [G, 1, K]
         return Drafts(
             chains,
             torch.stack(log_q, dim=2),
             ends,
-            rounds.still_open(ends) & within & ~population.ended.unsqueeze(2),
+            still_open(ends) & within & ~population.ended.unsqueeze(2),
             _all_log_probs(distributions, chains) if batch.shape.verifies else None,
         )
 
-    def _logits_of_last(self, population: Population, slots: DraftSlots) -> torch.Tensor:
-        """The draft's logits behind each particle's last token: ``[G, N, V]``.
-
-        It reads the token before that one, too, which it may have drafted itself and not read.
-        """
-        two = slots.slots[:2].permute(1, 2, 0)  # [G, N, 2]
-        return self.draft.next_logits(population.last_two, slots.positions[0], two, slots.locations)
-
     def _logits_of_draft(self, step: int, tokens: torch.Tensor, slots: DraftSlots) -> torch.Tensor:
-        """The draft's logits behind the tokens ``[G, N]`` that it has just drawn."""
+        """The draft's logits ``[G, N, V]`` behind the tokens ``[G, N]`` that it has just drawn."""
         here = slots.slots[step + 1].unsqueeze(2)
         return self.draft.next_logits(
             tokens.unsqueeze(2), slots.positions[step + 1], here, slots.locations
         )
 
-    def _draft_distribution(
+    def _q(
         self,
         batch: RoundBatch,
-        population: Population,
         logits: torch.Tensor,
         positions: torch.Tensor,
         drawn: list[torch.Tensor],
@@ -182,22 +178,23 @@ class Steps:
         """q after the tokens ``[G, N]`` that have been ``drawn``, from ``logits`` ``[G, N, V]``."""
         allowed = None
         if batch.shape.has_rules:
-            chains = torch.stack(drawn, dim=2) if drawn else population.tokens[:, :, :0]
+            nothing = positions.new_empty(*positions.shape, 0)  # [G, N, 0]
+            chains = torch.stack(drawn, dim=2) if drawn else nothing
             edited, allowed = batch.rules.apply(logits.unsqueeze(2), chains, len(drawn))
             logits = edited.squeeze(2)
             allowed = allowed if allowed is None else allowed.squeeze(2)
-        return batch.settings.distribution(
-            logits, positions, batch.shape.kinds, allowed=allowed, draft=True
-        )
+        if batch.shape.kinds.early:
+            logits = batch.settings.without_early_ends(logits, positions)
+        return TokenDistribution.of(logits, batch.q_rules, batch.shape.kinds, allowed)
 
     def score(
-        self, batch: RoundBatch, population: Population, drafts: Drafts, slots: DraftSlots
+        self, batch: RoundBatch, drafts: Drafts, slots: DraftSlots
     ) -> tuple[TokenDistribution, TokenDistribution | None]:
         """One target pass over [last, x_1..x_K]: p of what comes next, for G * N * (K + 1) rows.
 
         And what log-probabilities are taken from, where some request wants them.
         """
-        last = population.last_tokens.unsqueeze(2)
+        last = batch.last_two[:, :, 1:]
         # Behind an end nothing is read that could break the columns before it: 0 * NaN is NaN.
         read = torch.where(drafts.before_end, drafts.tokens, last)
         chain = torch.cat([last, read], dim=2)  # [G, N, K + 1]
@@ -207,13 +204,15 @@ class Steps:
         if batch.shape.has_rules:
             logits, allowed = batch.rules.apply(logits, drafts.tokens, 0)  # [G, N, K + 1, V]
             allowed = allowed if allowed is None else allowed.flatten(1, 2)
-        column = torch.arange(chain.shape[2], device=chain.device)
-        positions = (batch.starts.unsqueeze(2) + column).flatten(1)
-        of_chains = logits.flatten(1, 2), positions, batch.shape.kinds
-        p = batch.settings.distribution(*of_chains, allowed=allowed)
+        logits = logits.flatten(1, 2)
+        if batch.shape.kinds.early:
+            column = torch.arange(chain.shape[2], device=chain.device)
+            positions = (batch.starts.unsqueeze(2) + column).flatten(1)
+            logits = batch.settings.without_early_ends(logits, positions)
+        p = TokenDistribution.of(logits, batch.p_rules, batch.shape.kinds, allowed)
         if not batch.shape.logprobs.own:
             return p, None
-        return p, logprob_distribution(batch.settings, *of_chains, allowed=allowed)
+        return p, logprob_distribution(logits, batch.p_rules.temperature, allowed)
 
     def decide(
         self, batch: RoundBatch, population: Population, drafts: Drafts, p: TokenDistribution
@@ -236,27 +235,29 @@ class Steps:
         # The last column has no drafted token to score: any will do.
         tokens = torch.nn.functional.pad(drafts.tokens, (0, 1))  # [G, N, K + 1]
         log_p = p.score(self.ops, tokens)
-        keep = self._once(batch, batch.starts, Purpose.KEEP)[:, 0]
-        numbers = self._once(batch, batch.starts, Purpose.RESAMPLE)
-        # Kernels want a column to work on.
-        own = self.ops.reweight_and_resample
-        reweight_and_resample = own if batch.shape.num_steps else rounds.reweight_and_resample
-
-        def step(method: str) -> rounds.Reweighted:
-            return reweight_and_resample(
-                population.log_weights,
-                log_p[:, :, :-1],
-                drafts.log_q,
-                drafts.before_end,
-                batch.settings.power,
-                batch.settings.weight_rules,
-                population.present,
-                keep,
-                numbers,
-                method,
-            )
-
-        cut, num_kept, resampled = by_method(batch.settings.scheme, batch.shape.methods, step)
+        settings, methods = batch.settings, batch.shape.methods
+        numbers = partial(self.ops.uniforms, settings.seeds, batch.furthest)
+        own = self.ops.reweight_and_resample  # kernels want a column to work on
+        step = partial(
+            own if batch.shape.num_steps else rounds.reweight_and_resample,
+            population.log_weights,
+            log_p[:, :, :-1],
+            drafts.log_q,
+            drafts.before_end,
+            settings.power,
+            rounds.WeightRules(
+                settings.num_steps,
+                settings.ess_threshold,
+                settings.at_token,
+                settings.evidence_threshold,
+            ),
+            population.present,
+            numbers(Purpose.KEEP)[:, 0],
+            numbers(Purpose.RESAMPLE),
+        )
+        alike = len(methods) == 1
+        found = step(methods[0]) if alike else by_method(settings.scheme, methods, step)
+        cut, num_kept, resampled = found
         group = torch.arange(len(batch.rows), device=tokens.device).unsqueeze(1)
         chain = group * tokens.shape[1] + resampled.ancestors  # [G, N]
         row = chain * tokens.shape[2] + cut.num_columns.unsqueeze(1)
@@ -264,9 +265,11 @@ class Steps:
             cut,
             num_kept,
             resampled,
-            p.of_rows(row.flatten()),
+            p._replace(rows=row.flatten()),
             verified=torch.zeros_like(cut.resample),
-            failure=failure_of(population, drafts, log_p),
+            failure=failure_of_round(
+                log_p, drafts.log_q, drafts.before_end, drafts.ends, ~population.ended
+            ),
         )
 
     def extend(
@@ -276,12 +279,18 @@ class Steps:
         num_steps = batch.shape.num_steps
         column = torch.arange(drafts.tokens.shape[2], device=drafts.tokens.device)
         kept = column < decision.num_kept.unsqueeze(2)  # [G, N, K]
-        extended = population.append(drafts.tokens, decision.num_kept)._replace(
-            ended=population.ended | (drafts.ends & kept).any(2),
-            # The draft has read all but the last that it drafted itself, if it drafted any.
-            unread=(decision.cut.num_columns == num_steps) & (num_steps > 0),
+        ended = population.ended | (drafts.ends & kept).any(2)
+        # The draft has read all but the last that it drafted itself, if it drafted any.
+        unread = (decision.cut.num_columns == num_steps) & (num_steps > 0)
+        resampled = decision.resampled
+        self.ledger.descend(
+            batch.rows,
+            committed=batch.committed,
+            ancestors=resampled.ancestors,
+            max_tail=batch.shape.max_tail,
         )
-        return self._descend(batch, extended, decision.resampled)
+        extended = population.append(drafts.tokens, decision.num_kept)
+        return extended._replace(ended=ended, unread=unread).hand_down(resampled)
 
     def add_bonus(
         self, batch: RoundBatch, population: Population, p: TokenDistribution
@@ -289,13 +298,14 @@ class Steps:
         """One more token from the target, after resampling, so that copies part at once."""
         if batch.shape.powered or p.log_mass is not None:
             p, population = self._weigh_bonus(batch, population, p)
-        positions = population.output_lengths
-        same_text = self._same_text(batch, population)
-        own = self.ops.uniforms(batch.settings.seeds, positions, Purpose.BONUS)
+        settings, positions = batch.settings, population.output_lengths
+        texts = population.texts[:, :, 1:]
+        same_text = self.ops.same_text(texts, population.lengths, batch.may_stratify)
+        own = self.ops.uniforms(settings.seeds, positions, Purpose.BONUS)
         numbers, _ = self.ops.stratify(own, same_text)
         if batch.shape.verifies:
             # After verification all particles go on as one, so they draw one token.
-            numbers = torch.where(batch.settings.weighs.unsqueeze(1), numbers, own[:, :1])
+            numbers = torch.where(settings.weighs.unsqueeze(1), numbers, own[:, :1])
         tokens, _ = p.sample(self.ops, numbers)
         ends = self._ends(batch, population, positions, tokens.unsqueeze(2)).squeeze(2)
         extended = population.append(tokens.unsqueeze(2), (~population.ended).long())
@@ -326,33 +336,21 @@ class Steps:
         finished = population.ended.all(1)
         too_far = population.lengths.amax(1) >= self._max_lag
         forced = too_far & ~finished & batch.settings.weighs
+        furthest = population.output_lengths.amax(1, keepdim=True)  # [G, 1]
         step = self.ops.collapse(
             population.log_weights,
             finished | forced,
             population.present,
-            self._once(batch, population.output_lengths, Purpose.SELECT)[:, 0],
+            self.ops.uniforms(batch.settings.seeds, furthest, Purpose.SELECT)[:, 0],
             batch.settings.heaviest,
         )
-        return self._descend(batch, population, step), forced
-
-    def _descend(
-        self, batch: RoundBatch, population: Population, step: rounds.Resampled
-    ) -> Population:
         self.ledger.descend(
             batch.rows,
             committed=batch.committed,
             ancestors=step.ancestors,
             max_tail=batch.shape.max_tail,
         )
-        return population.descend(step.ancestors)._replace(
-            log_weights=step.log_weights,
-            log_evidence=population.log_evidence + step.log_evidence,
-        )
-
-    def _same_text(self, batch: RoundBatch, population: Population) -> torch.Tensor:
-        """Particles that may share their uniforms, ``[G, N, N]``: verified ones are independent."""
-        may_stratify = population.present & batch.settings.weighs.unsqueeze(1)
-        return self.ops.same_text(population.texts[:, :, 1:], population.lengths, may_stratify)
+        return population.hand_down(step), forced
 
     def _ends(
         self,
@@ -367,11 +365,13 @@ class Steps:
         ends = batch.settings.ends(tokens.flatten(1), lengths.flatten(1)).view_as(tokens)
         return batch.rules.ends(ends, tokens, population) if batch.shape.has_rules else ends
 
-    def _once(self, batch: RoundBatch, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:
-        return once(self.ops, batch.settings.seeds, positions, purpose)
-
 
 def _all_log_probs(distributions: list[TokenDistribution], chains: torch.Tensor) -> torch.Tensor:
     """K distributions of G * N draws as ``[G, N, K, V]``."""
     columns = [one.log_probs().unflatten(0, chains.shape[:2]) for one in distributions]
     return torch.stack(columns, dim=2)
+
+
+def still_open(ends: torch.Tensor) -> torch.Tensor:
+    """Which columns still lie open: ``[..., K]`` ends to ``[..., K]`` "none before this one"."""
+    return ends.cumsum(-1) == ends

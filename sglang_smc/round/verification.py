@@ -40,13 +40,15 @@ def verify(
         population.present,
         settings.num_steps,
         settings.evidence_threshold,
-        once(ops, settings.seeds, batch.starts, Purpose.KEEP)[:, 0],
-        once(ops, settings.seeds, batch.starts, Purpose.RESAMPLE)[:, 0],
+        ops.uniforms(settings.seeds, batch.furthest, Purpose.KEEP)[:, 0],
+        ops.uniforms(settings.seeds, batch.furthest, Purpose.RESAMPLE)[:, 0],
     )
     kept, by_block = mixed.longer(block, found, log_p, drafts.ends, settings.num_steps)
     # Where nothing is kept by evidence, the chains' weights say nothing of the output.
     ess = torch.where(settings.evidence_threshold < torch.inf, block.ess, settings.num_particles)
-    failure = failure_of(population, drafts, log_p[..., 0])
+    failure = failure_of_round(
+        log_p[..., 0], drafts.log_q, drafts.before_end, drafts.ends, ~population.ended
+    )
     decision = one_lineage(population, kept, ess, by_block, failure)
     if p.log_mass is None:
         return decision
@@ -109,15 +111,3 @@ def one_lineage(
         verified=~by_block,
         failure=failure,
     )
-
-
-def once(ops: Ops, seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:
-    """Uniforms ``[G, N]`` for what a group decides once, at the furthest of ``positions``."""
-    furthest = positions.amax(1, keepdim=True).expand_as(positions)
-    return ops.uniforms(seeds, furthest, purpose)
-
-
-def failure_of(population: Population, drafts: Drafts, log_p: torch.Tensor) -> torch.Tensor:
-    """Codes ``[G]`` of `Failure`, by log-probabilities ``[G, N, K + 1]`` under the target."""
-    live = ~population.ended
-    return failure_of_round(log_p, drafts.log_q, drafts.before_end, drafts.ends, live)

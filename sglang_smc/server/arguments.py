@@ -51,7 +51,7 @@ def resolve(server_args: "ServerArgs") -> None:
     graphs = server_args.cuda_graph_config
     assert graphs is not None, "SGLang resolves its graphs before speculative decoding"
     if config.round_graph == "auto" and not _captures(config, server_args):
-        server_args.speculative_smc_round_graph = "off"  # pyright: ignore
+        server_args.speculative_smc_round_graph = "off"  # pyright: ignore[reportAttributeAccessIssue] -- ours
     graphs.decode.backend = Backend.DISABLED
     if server_args.max_running_requests is None:
         server_args.max_running_requests = _DEFAULT_MAX_RUNNING_REQUESTS

@@ -122,11 +122,12 @@ def _check_batch(request: GenerateReqInput) -> None:
     prompts = request.text if request.text is not None else request.input_ids
     if prompts == []:
         raise ValueError("There is no prompt in text or input_ids; send at least one.")
-    is_batch = isinstance(prompts, list) and not isinstance(prompts[0], int)
+    number: int | str = "no list, for one prompt"
+    if isinstance(prompts, list) and not isinstance(prompts[0], int):
+        number = len(prompts)
     for name in _BATCHED:
         value = getattr(request, name)
-        if isinstance(value, list) and not (is_batch and len(value) == len(prompts)):
-            number = len(prompts) if is_batch else "no list, for one prompt"
+        if isinstance(value, list) and len(value) != number:
             raise ValueError(f"{name} has {len(value)} entries; allowed: {number}.")
 
 

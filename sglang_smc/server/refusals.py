@@ -51,7 +51,7 @@ def check_request(request: "GenerateReqInput", server: SMCConfig) -> None:
 
     ``server`` bounds what the request may choose for itself.
     """
-    params = request.sampling_params or {}
+    params = _params(request)
     problems = _used(_FIELDS, lambda field: getattr(request, field))
     if problems:
         raise ValueError("SMC speculative decoding does not support " + " ".join(problems))
@@ -69,7 +69,7 @@ def check_logprobs(request: "GenerateReqInput", vocab_size: int) -> None:
     if not request.return_logprob:
         return
     # Scoring (max_new_tokens = 0) carries nothing from round to round, so that it has no bound.
-    scores = (request.sampling_params or {}).get("max_new_tokens") == 0
+    scores = _params(request).get("max_new_tokens") == 0
     most = vocab_size if scores else min(MOST_LISTED, vocab_size)
     listed = request.token_ids_logprob
     num_listed = len(listed) if isinstance(listed, list) else 0  # SGLang refuses what is no list
@@ -92,6 +92,12 @@ def check_session(request: "GenerateReqInput") -> None:
             "session_params has replace=True without a rid; allowed: the rid of the turn to go on "
             "from, whose later turns are dropped. Open another session to begin anew."
         )
+
+
+def _params(request: "GenerateReqInput") -> dict[str, Any]:
+    params = request.sampling_params or {}
+    assert isinstance(params, dict), "of one request, which `malformed` has looked at"
+    return params
 
 
 def _check_range(name: str, given: Any, least: int, most: int | None) -> None:

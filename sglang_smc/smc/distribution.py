@@ -11,6 +11,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from sglang_smc.smc.masking import restrict
+
 
 class SamplingRules(NamedTuple):
     """Sampling parameters of each row of logits, on the same device."""
@@ -19,6 +21,19 @@ class SamplingRules(NamedTuple):
     top_k: torch.Tensor  # >= 1; anything >= V keeps all
     top_p: torch.Tensor  # in (0, 1]
     min_p: torch.Tensor  # in [0, 1]
+
+
+class FilterKinds(NamedTuple):
+    """Which rules for tokens occur in a batch, known to the host."""
+
+    filtered: bool  # some request uses top-k, top-p or min-p, and is not greedy
+    greedy: bool  # some request takes the likeliest token, which needs no sort
+    early: bool  # some request has tokens that it must not end before
+
+    @property
+    def cuts(self) -> bool:
+        """Whether some request's rules cut tokens at any position."""
+        return self.filtered or self.greedy
 
 
 class Draws(Protocol):
@@ -43,6 +58,34 @@ class TokenDistribution(NamedTuple):
     log_mass: torch.Tensor | None = None  # [R] log of what masks leave of p; None: all of it
 
     @classmethod
+    def of(
+        cls,
+        logits: torch.Tensor,
+        rules: SamplingRules,
+        kinds: FilterKinds,
+        allowed: torch.Tensor | None = None,
+    ) -> "TokenDistribution":
+        """What ``G * M`` rows of logits are drawn from, not worked out where no rule cuts tokens.
+
+        Args:
+            logits: ``[G, M, V]``; ``-inf`` marks a token that is forbidden.
+            rules: ``[G]`` each, one for the M rows of a request.
+            kinds: of the batch.
+            allowed: ``[G, M, V]`` bool. Filters act within it.
+        """
+        log_mass = None
+        if allowed is not None:
+            logits, log_mass = restrict(logits, allowed, rules.temperature.unsqueeze(1))
+            log_mass = log_mass.flatten()
+        if kinds.filtered or kinds.early:
+            of_rows = SamplingRules(*(rule.unsqueeze(1) for rule in rules))  # [G, 1]
+            log_p = log_probs(logits, of_rows, filtered=kinds.cuts)
+            return cls.of_log_probs(log_p.flatten(0, 1))._replace(log_mass=log_mass)
+        if kinds.greedy:
+            logits = likeliest_only(logits, (rules.top_k == 1).unsqueeze(1))
+        return cls(logits.flatten(0, 1), rules.temperature, log_mass=log_mass)
+
+    @classmethod
     def of_log_probs(
         cls, log_p: torch.Tensor, rows: torch.Tensor | None = None
     ) -> "TokenDistribution":
@@ -53,11 +96,6 @@ class TokenDistribution(NamedTuple):
     def num_draws(self) -> int:
         """The number of draws, D."""
         return len(self.scores if self.rows is None else self.rows)
-
-    def of_rows(self, rows: torch.Tensor) -> "TokenDistribution":
-        """The distributions of some rows ``[D]``, as many of each group; nothing is copied."""
-        assert self.rows is None
-        return self._replace(rows=rows)
 
     def sample(self, ops: Draws, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and their log-probabilities, both of the shape of ``uniforms``, D in all."""

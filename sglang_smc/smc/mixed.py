@@ -13,7 +13,7 @@ import torch
 from sglang_smc.smc.evidence import covered_columns
 from sglang_smc.smc.exact import Verified
 from sglang_smc.smc.rounds import column_of, draw
-from sglang_smc.smc.weights import accumulate, effective_sample_size
+from sglang_smc.smc.weights import accumulate, effective_sample_size, normalized
 
 
 class Block(NamedTuple):
@@ -48,7 +48,7 @@ def judge(
     gained = torch.where(before_end, increments, 0.0)
     running = accumulate(start, gained).transpose(1, 2)  # [G, K + 1, N]
     covered = covered_columns(running, evidence_threshold, num_steps, keep_uniforms)
-    winner = draw(column_of(running, covered), uniforms)
+    winner = draw(normalized(column_of(running, covered)), uniforms)
     group = torch.arange(len(winner), device=running.device)
     return Block(
         covered=covered,

@@ -44,6 +44,21 @@ def uniforms(
     return _shift_right(state, 64 - _MANTISSA_BITS).double() * 2.0**-_MANTISSA_BITS
 
 
+def particle_uniforms(
+    seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose
+) -> torch.Tensor:
+    """Uniforms of N particles of each request, of the shape of ``positions``.
+
+    Args:
+        seeds: ``[G]`` int64.
+        positions: ``[G, N]`` or ``[G, N, C]`` int64.
+        purpose: which decision the numbers are for.
+    """
+    columns = (1,) * (positions.dim() - 2)
+    particle = torch.arange(positions.shape[1], device=positions.device).view(-1, *columns)
+    return uniforms(seeds.view(-1, 1, *columns), positions, particle, purpose)
+
+
 def round_seeds(seeds: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     """Seeds of a round ``[G]``, from a request's seed and the output position it starts at.
 

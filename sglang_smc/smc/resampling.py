@@ -131,12 +131,3 @@ def _settle_one(
     a, b = torch.where(raise_a, high, low), torch.where(raise_a, low, high)
     fractions = fractions.scatter(-1, undecided, a).scatter(-1, others, b)
     return fractions, torch.where(raise_a == full, others, undecided)
-
-
-def num_childless(ancestors: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-    """How many particles have no descendant among ``ancestors`` ``[G, N]``: ``[G]``.
-
-    Absent places are their own ancestors.
-    """
-    has_child = torch.zeros_like(present).scatter(1, ancestors, True)
-    return (present & ~has_child).sum(1)

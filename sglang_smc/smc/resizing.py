@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_smc.smc.resampling import SCHEMES
-from sglang_smc.smc.weights import log_mean_exp, normalized
+from sglang_smc.smc.weights import Weights
 
 
 class Resized(NamedTuple):
@@ -41,12 +41,13 @@ def resize(
     place = torch.arange(log_weights.shape[1], device=log_weights.device)
     changes = present.sum(1) != num_particles
     after = place < num_particles.unsqueeze(1)
-    drawn = SCHEMES[method](normalized(log_weights), uniforms, num_particles)
+    weights = Weights.of(log_weights, present.sum(1))
+    drawn = SCHEMES[method](weights.shares, uniforms, num_particles)
     equal = torch.where(after, 0.0, -torch.inf).to(log_weights)
     redrawn = changes.unsqueeze(1)
     return Resized(
         ancestors=torch.where(redrawn & after, drawn, place),
         log_weights=torch.where(redrawn, equal, log_weights),
-        log_evidence=torch.where(changes, log_mean_exp(log_weights, present.sum(1)), 0.0),
+        log_evidence=torch.where(changes, weights.log_mean, 0.0),
         present=after,
     )

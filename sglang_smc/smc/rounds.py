@@ -22,7 +22,7 @@ import torch
 
 from sglang_smc.smc.evidence import covered_columns
 from sglang_smc.smc.resampling import SCHEMES
-from sglang_smc.smc.weights import accumulate, effective_sample_size, log_mean_exp, normalized
+from sglang_smc.smc.weights import Weights, accumulate, effective_sample_size
 
 
 class WeightRules(NamedTuple):
@@ -151,8 +151,10 @@ def resample(
         uniforms: ``[G, N]`` float64.
         method: a key of `SCHEMES`.
     """
-    chosen = SCHEMES[method](normalized(log_weights), uniforms, present.sum(1))
-    return _replace(log_weights, where, present, chosen)
+    num_particles = present.sum(1)
+    weights = Weights.of(log_weights, num_particles)
+    chosen = SCHEMES[method](weights.shares, uniforms, num_particles)
+    return _replace(weights, where, present, chosen)
 
 
 def collapse(
@@ -174,15 +176,15 @@ def collapse(
         uniforms: ``[G]`` float64.
         heaviest: ``[G]`` bool: the heaviest instead of one drawn by weight.
     """
-    drawn = draw(log_weights, uniforms)
+    weights = Weights.of(log_weights, present.sum(1))
+    drawn = draw(weights.shares, uniforms)
     chosen = torch.where(heaviest, log_weights.argmax(-1), drawn).unsqueeze(1)
-    return _replace(log_weights, where, present, chosen.expand_as(log_weights))
+    return _replace(weights, where, present, chosen.expand_as(log_weights))
 
 
-def draw(log_weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """One particle of each group in proportion to its weight: ``[G, N]``, ``[G]`` to ``[G]``."""
-    multinomial = SCHEMES["multinomial"]
-    return multinomial(normalized(log_weights), uniforms.unsqueeze(1), None).squeeze(1)
+def draw(shares: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """One particle of each group by its share of the weight: ``[G, N]``, ``[G]`` to ``[G]``."""
+    return SCHEMES["multinomial"](shares, uniforms.unsqueeze(1), None).squeeze(1)
 
 
 def column_of(running: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -191,40 +193,16 @@ def column_of(running: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return running.gather(1, at).squeeze(1)
 
 
-def still_open(ends: torch.Tensor) -> torch.Tensor:
-    """Which columns still lie open: ``[..., K]`` ends to ``[..., K]`` "none before this one"."""
-    return ends.cumsum(-1) == ends
-
-
-def common_prefix(
-    tokens: torch.Tensor, lengths: torch.Tensor, present: torch.Tensor
-) -> torch.Tensor:
-    """Number of leading tokens that all present particles of a group share.
-
-    Args:
-        tokens: ``[G, N, T]``; particle 0 is present.
-        lengths: ``[G, N]``; what lies beyond a particle's length is ignored.
-        present: ``[G, N]`` bool.
-
-    Returns:
-        ``[G]`` int64.
-    """
-    absent = ~present
-    agree = ((tokens == tokens[:, :1]) | absent.unsqueeze(2)).all(1)  # [G, T]
-    shortest = lengths.masked_fill(absent, tokens.shape[2]).amin(-1)
-    return torch.minimum(agree.cumprod(-1).sum(-1), shortest)
-
-
 def _replace(
-    log_weights: torch.Tensor, where: torch.Tensor, present: torch.Tensor, chosen: torch.Tensor
+    weights: Weights, where: torch.Tensor, present: torch.Tensor, chosen: torch.Tensor
 ) -> Resampled:
     """Make ``chosen`` the ancestors in ``where``, with equal weights and their mean banked."""
-    stay = torch.arange(log_weights.shape[-1], device=log_weights.device)
+    stay = torch.arange(chosen.shape[-1], device=chosen.device)
     selected = where.unsqueeze(-1) & present
     return Resampled(
         ancestors=torch.where(selected, chosen, stay),
-        log_weights=torch.where(selected, 0.0, log_weights),
-        log_evidence=torch.where(where, log_mean_exp(log_weights, present.sum(1)), 0.0),
+        log_weights=torch.where(selected, 0.0, weights.log),
+        log_evidence=torch.where(where, weights.log_mean, 0.0),
     )
 
 

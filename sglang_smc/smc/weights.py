@@ -6,7 +6,23 @@ resampled; what they had gained by then goes into the evidence estimate.
 NaN never gets in: `accumulate` turns it into a dead particle.
 """
 
+from typing import NamedTuple
+
 import torch
+
+
+class Weights(NamedTuple):
+    """The weights of a group, and what follows from them, worked out once."""
+
+    log: torch.Tensor  # [..., N] unnormalised, float64
+    shares: torch.Tensor  # [..., N] they sum to one; all zero if all are dead
+    log_mean: torch.Tensor  # [...] log((1/N) sum_n w_n); -inf if all are dead
+
+    @classmethod
+    def of(cls, log_weights: torch.Tensor, num_particles: torch.Tensor) -> "Weights":
+        """From log-weights ``[..., N]`` of which ``num_particles`` ``[...]`` are there."""
+        log_mean = log_mean_exp(log_weights, num_particles)
+        return cls(log_weights, normalized(log_weights), log_mean)
 
 
 def accumulate(log_weights: torch.Tensor, increments: torch.Tensor) -> torch.Tensor:

@@ -107,12 +107,12 @@ class CounterTable:
 def gained(before: list[float], after: list[float]) -> Counters:
     """What one request's totals gained in a round."""
     gains = (new - old for old, new in zip(before, after, strict=True))
-    return Counters(*gains)  # type: ignore[arg-type]
+    return Counters._make(gains)
 
 
 def meta_info(totals: list[float], config: RequestConfig) -> dict[str, Any]:
     """The `meta_info` fields of one request, from a row of `CounterTable`."""
-    counters = Counters(*totals)  # type: ignore[arg-type]
+    counters = Counters._make(totals)
     rounds = int(counters.rounds_ct)
     fields = {
         "mode": config.mode,
@@ -158,7 +158,7 @@ class IntervalLog:
         self._num_batches += 1
         if self._num_batches < self._interval:
             return
-        sums = Counters(*self._sums)  # type: ignore[arg-type]
+        sums = Counters._make(self._sums)
         rounds = max(sums.rounds_ct, 1)
         logger.info(
             "SMC, #round: %d, ess / particles: %.2f, resample rate: %.2f, "

@@ -12,27 +12,21 @@ from sglang_smc.ops.interface import Ops
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.masking import restrict
 from sglang_smc.state.population import Population
-from sglang_smc.state.settings import FilterKinds, Settings
 from sglang_smc.state.tail_logprobs import TailLogprobs
 
 
 def logprob_distribution(
-    settings: Settings,
-    logits: torch.Tensor,
-    positions: torch.Tensor,
-    kinds: FilterKinds,
-    *,
-    allowed: torch.Tensor | None = None,
+    logits: torch.Tensor, temperature: torch.Tensor, allowed: torch.Tensor | None = None
 ) -> TokenDistribution:
-    """What log-probabilities are taken from, for the ``G * M`` rows of the target's logits.
+    """What log-probabilities are taken from, for ``G * M`` rows of the target's logits.
 
-    Arguments as for `Settings.law`, the logits edited.
+    Args:
+        logits: ``[G, M, V]``, edited, and without ends that come too early.
+        temperature: ``[G]``.
+        allowed: ``[G, M, V]`` bool, by the rules of texts.
     """
-    temperature = settings.temperature  # [G]
     if envs.SGLANG_RETURN_ORIGINAL_LOGPROB.get():
         temperature = torch.ones_like(temperature)
-    if kinds.early or allowed is not None:
-        logits = settings.without_early_ends(logits, positions)
     if allowed is not None:
         logits, _ = restrict(logits, allowed, temperature.unsqueeze(1))
     return TokenDistribution(logits.flatten(0, 1), temperature)
@@ -56,7 +50,7 @@ def score(
         num_top: W.
     """
     lowest = torch.finfo(torch.float32).min  # SGLang's, in place of -inf
-    own = law.of_rows(rows.flatten()).score(ops, tokens).clamp_min(lowest)
+    own = law._replace(rows=rows.flatten()).score(ops, tokens).clamp_min(lowest)
     if num_top == 0 and ids.shape[1] == 0:
         none = own.unsqueeze(3)[..., :0]
         return TailLogprobs(own, none, none.long(), none)

@@ -4,7 +4,7 @@ The counters of a round travel to the host with its result, so nothing here read
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_smc.state.counters import Counters, IntervalLog, LowESSWarning
@@ -33,7 +33,7 @@ class Played(NamedTuple):
 
         Nor have weights of logits that are NaN any size, and one such would spoil every sum.
         """
-        has_rivals = self.weighs and self.gained.particles_sum > 1
+        has_rivals = self.weighs and bool(self.gained.particles_sum > 1)
         return has_rivals and math.isfinite(self.gained.ess_sum)
 
 
@@ -175,7 +175,7 @@ class Prometheus:
             buckets=ESS_RATIO_BUCKETS,
         ).labels(**labels)
 
-    def add(self, sums: dict[str, float], ess_ratios: Iterable[Any]) -> None:
+    def add(self, sums: Mapping[str, float], ess_ratios: Iterable[Any]) -> None:
         """Count one round of a batch."""
         for name, value in sums.items():
             if value:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_smc.smc.rounds import common_prefix
+from sglang_smc.smc.rounds import Resampled
 from sglang_smc.state.tail_logprobs import TailLogprobs
 
 # Columns of `Population.texts` beside the tail: two tokens before it, and one place that takes what
@@ -87,6 +87,13 @@ class Population(NamedTuple):
             ended=self.ended.gather(1, ancestors),
             roots=self.roots.gather(1, ancestors),
             logprobs=None if self.logprobs is None else self.logprobs.descend(ancestors),
+        )
+
+    def hand_down(self, step: Resampled) -> "Population":
+        """Descend as a resampling step says, with the weights that it leaves."""
+        return self.descend(step.ancestors)._replace(
+            log_weights=step.log_weights,
+            log_evidence=self.log_evidence + step.log_evidence,
         )
 
     def resize(self, ancestors: torch.Tensor, present: torch.Tensor) -> "Population":
@@ -171,7 +178,8 @@ class ParticleTable:
             num_particles: the most that any of them has.
             max_tail: the longest tail that any of them can have when the round ends.
         """
-        return Population(*(view[rows] for view in self._views(num_particles, max_tail)))
+        views = self._views(num_particles, max_tail)
+        return Population(*(view[rows] for view in views), logprobs=None)
 
     def scatter(self, rows: torch.Tensor, population: Population) -> None:
         """Store the populations of the requests in ``rows`` ``[G]``, without log-probabilities."""
@@ -214,3 +222,31 @@ class ParticleTable:
         columns.num_emitted[rows] = num_emitted
         columns.log_evidence[rows] = log_evidence
         columns.unread[rows] = False
+
+
+def common_prefix(
+    tokens: torch.Tensor, lengths: torch.Tensor, present: torch.Tensor
+) -> torch.Tensor:
+    """Number of leading tokens that all present particles of a group share.
+
+    Args:
+        tokens: ``[G, N, T]``; particle 0 is present.
+        lengths: ``[G, N]``; what lies beyond a particle's length is ignored.
+        present: ``[G, N]`` bool.
+
+    Returns:
+        ``[G]`` int64.
+    """
+    absent = ~present
+    agree = ((tokens == tokens[:, :1]) | absent.unsqueeze(2)).all(1)  # [G, T]
+    shortest = lengths.masked_fill(absent, tokens.shape[2]).amin(-1)
+    return torch.minimum(agree.cumprod(-1).sum(-1), shortest)
+
+
+def num_childless(ancestors: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
+    """How many particles have no descendant among ``ancestors`` ``[G, N]``: ``[G]``.
+
+    Absent places are their own ancestors.
+    """
+    has_child = torch.zeros_like(present).scatter(1, ancestors, True)
+    return (present & ~has_child).sum(1)

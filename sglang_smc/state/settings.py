@@ -11,14 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.smc.distribution import SamplingRules, TokenDistribution, likeliest_only, log_probs
-from sglang_smc.smc.masking import restrict
+from sglang_smc.smc.distribution import FilterKinds, SamplingRules
 from sglang_smc.smc.resampling import SCHEMES
-from sglang_smc.smc.rounds import WeightRules
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.sampling.sampling_params import SamplingParams
 
 
 class RequestSpec(NamedTuple):
@@ -61,13 +58,6 @@ class Settings(NamedTuple):
     draft_temperature: torch.Tensor  # [G] float32
     stop_mask: torch.Tensor  # [G, V] bool: tokens that end the text
 
-    @property
-    def weight_rules(self) -> WeightRules:
-        """The settings that steer the weights."""
-        return WeightRules(
-            self.num_steps, self.ess_threshold, self.at_token, self.evidence_threshold
-        )
-
     def bounded(
         self, num_particles: torch.Tensor, num_steps: torch.Tensor, is_exact: torch.Tensor
     ) -> "Settings":
@@ -84,64 +74,17 @@ class Settings(NamedTuple):
             evidence_threshold=self.evidence_threshold.masked_fill(alone, torch.inf),
         )
 
-    def log_probs(
-        self, logits: torch.Tensor, positions: torch.Tensor, *, filtered: bool, draft: bool = False
-    ) -> torch.Tensor:
-        """The distribution of the next token, by the rules of each request.
-
-        Args:
-            logits: ``[G, M, V]``.
-            positions: ``[G, M]`` index of the output token that each row decides.
-            filtered: whether any request uses top-k, top-p or min-p.
-            draft: the logits are the draft's, which may have a temperature of its own.
-
-        Returns:
-            ``[G, M, V]`` float32.
-        """
-        legal = self.without_early_ends(logits, positions)
+    def sampling_rules(self, *, draft: bool = False) -> SamplingRules:
+        """How next tokens are drawn, ``[G]`` each; the draft may have its own temperature."""
         temperature = self.draft_temperature if draft else self.temperature
-        rules = SamplingRules(
-            *(
-                rule.unsqueeze(1)  # [G, 1]: one rule for the M rows of a request
-                for rule in (temperature, self.top_k, self.top_p, self.min_p)
-            )
-        )
-        return log_probs(legal, rules, filtered=filtered)
-
-    def distribution(
-        self,
-        logits: torch.Tensor,
-        positions: torch.Tensor,
-        kinds: "FilterKinds",
-        *,
-        allowed: torch.Tensor | None = None,
-        draft: bool = False,
-    ) -> TokenDistribution:
-        """What the next tokens of ``G * M`` rows of logits are drawn from.
-
-        Nothing is worked out yet where no rule cuts tokens.
-
-        Args:
-            logits: ``[G, M, V]``.
-            positions: ``[G, M]`` index of the output token that each row decides.
-            kinds: of the batch.
-            allowed: ``[G, M, V]`` bool, by the rules of texts. Filters act within it.
-            draft: the logits are the draft's, which may have a temperature of its own.
-        """
-        temperature, log_mass = self.draft_temperature if draft else self.temperature, None
-        if allowed is not None:
-            logits = self.without_early_ends(logits, positions)
-            logits, log_mass = restrict(logits, allowed, temperature.unsqueeze(1))
-            log_mass = log_mass.flatten()
-        if kinds.filtered or kinds.early:
-            log_p = self.log_probs(logits, positions, filtered=kinds.cuts, draft=draft)
-            return TokenDistribution.of_log_probs(log_p.flatten(0, 1))._replace(log_mass=log_mass)
-        if kinds.greedy:
-            logits = likeliest_only(logits, (self.top_k == 1).unsqueeze(1))
-        return TokenDistribution(logits.flatten(0, 1), temperature, log_mass=log_mass)
+        return SamplingRules(temperature, self.top_k, self.top_p, self.min_p)
 
     def without_early_ends(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits that end no text before `min_new_tokens`; shapes as for `distribution`."""
+        """Logits ``[G, M, V]`` without an end of text before `min_new_tokens`.
+
+        Args:
+            positions: ``[G, M]`` index of the output token that each row decides.
+        """
         too_early = (positions < self.min_new_tokens.unsqueeze(1)).unsqueeze(2)
         return logits.masked_fill(too_early & self.stop_mask.unsqueeze(1), -torch.inf)
 
@@ -156,27 +99,13 @@ class Settings(NamedTuple):
         return stops | (output_lengths >= self.max_new_tokens.unsqueeze(1))
 
 
-class FilterKinds(NamedTuple):
-    """Which rules for tokens occur in a batch, known to the host."""
-
-    filtered: bool  # some request uses top-k, top-p or min-p, and is not greedy
-    greedy: bool  # some request takes the likeliest token, which needs no sort
-    early: bool  # some request has tokens that it must not end before
-
-    @classmethod
-    def of(cls, reqs: "list[Req]") -> "FilterKinds":
-        """The kinds of filters that these requests have."""
-        params = [(req.sampling_params, req.vocab_size) for req in reqs]
-        return cls(
-            filtered=any(_uses_filters(one, vocab_size) for one, vocab_size in params),
-            greedy=any(one.top_k == 1 for one, _ in params),
-            early=any(one.min_new_tokens > 0 for one, _ in params),
-        )
-
-    @property
-    def cuts(self) -> bool:
-        """Whether some request's rules cut tokens at any position."""
-        return self.filtered or self.greedy
+def filter_kinds(reqs: "list[Req]") -> FilterKinds:
+    """The kinds of these requests."""
+    return FilterKinds(
+        filtered=any(map(_uses_filters, reqs)),
+        greedy=any(req.sampling_params.top_k == 1 for req in reqs),
+        early=any(req.sampling_params.min_new_tokens > 0 for req in reqs),
+    )
 
 
 # Settings of one type are rows of one table, so that a round reads each table once.
@@ -266,6 +195,8 @@ def stop_tokens(
     return frozenset(token for token in found if token is not None and 0 <= token < vocab_size)
 
 
-def _uses_filters(params: "SamplingParams", vocab_size: int) -> bool:
-    cuts = params.top_k < vocab_size or params.top_p < 1.0 or params.min_p > 0.0
+def _uses_filters(req: "Req") -> bool:
+    params = req.sampling_params
+    assert req.vocab_size is not None, "SGLang's scheduler sets it on each request"
+    cuts = params.top_k < req.vocab_size or params.top_p < 1.0 or params.min_p > 0.0
     return cuts and params.top_k != 1

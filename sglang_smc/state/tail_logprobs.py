@@ -112,8 +112,10 @@ class LogprobTable:
             tokens: ``[G, N]`` that particles begin with, or one for all, ``[G, 1]``.
             output: takes the log-probabilities, as a stock sampler leaves them.
         """
-        wanted = batch.top_logprobs_nums, batch.token_ids_logprobs
-        found = OutputLogprobProcessor().compute_logprobs(log_p, *wanted, tokens[:, 0])
+        num_top, listed = batch.top_logprobs_nums, batch.token_ids_logprobs
+        assert num_top is not None and listed is not None, "there where a request asks for any"
+        processor = OutputLogprobProcessor()
+        found = processor.compute_logprobs(log_p, num_top, listed, tokens[:, 0])
         if found.token_ids_logprobs_val is not None:
             # SGLang leaves a list for who asked for none, and then takes all for tensors.
             values, none = found.token_ids_logprobs_val, log_p.new_empty(0)
@@ -123,7 +125,7 @@ class LogprobTable:
         self._make_room(widths)
         self._first[rows] = log_p.gather(1, tokens).expand(-1, self._shape[1])
         if widths.listed:
-            lists = [(ids or [])[: widths.listed] for ids in batch.token_ids_logprobs]
+            lists = [(ids or [])[: widths.listed] for ids in listed]
             padded = torch.tensor([[*ids, *[0] * (widths.listed - len(ids))] for ids in lists])
             self._ids[rows, : widths.listed] = padded.to(self._device, non_blocking=True)
 
@@ -131,12 +133,8 @@ class LogprobTable:
         """Tokens of their own choice that the requests in ``rows`` listed, ``[G, num_listed]``."""
         return self._ids[rows, :num_listed]
 
-    def emitted(
-        self, rows: torch.Tensor, logprobs: TailLogprobs | None, roots: torch.Tensor
-    ) -> Emitted | None:
-        """What each group's first particle shows, of roots ``[G]``; None where nobody asks."""
-        if logprobs is None:
-            return None
+    def emitted(self, rows: torch.Tensor, logprobs: TailLogprobs, roots: torch.Tensor) -> Emitted:
+        """What each group's first particle shows, of roots ``[G]``."""
         tails = TailLogprobs(*(column[:, 0] for column in logprobs))
         # A particle began with what its first ancestor did.
         return Emitted(tails, self._first[rows, roots])

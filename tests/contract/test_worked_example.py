@@ -8,10 +8,12 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from sglang_smc.smc import rounds, siblings
+from sglang_smc.smc import rounds
 from sglang_smc.smc.evidence import covered_columns
 from sglang_smc.smc.resampling import systematic
+from sglang_smc.smc.stratify import stratify
 from sglang_smc.smc.weights import accumulate, effective_sample_size, normalized
+from sglang_smc.state.population import common_prefix
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLE = (
@@ -31,15 +33,15 @@ def uniforms(*values: float) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def found() -> rounds.Collected:
+def found() -> rounds.Reweighted:
     """The two particles' round."""
-    rules = rounds.Rules(
+    rules = rounds.WeightRules(
         num_steps=torch.tensor([3]),
         ess_threshold=uniforms(THRESHOLD),
         at_token=torch.tensor([False]),
         evidence_threshold=uniforms(KEEP_ALL),
     )
-    return rounds.collect(
+    return rounds.reweight_and_resample(
         torch.zeros(1, 2, dtype=torch.float64),
         P.log().unsqueeze(0),
         Q.log().unsqueeze(0),
@@ -63,7 +65,7 @@ def shown(*rows: tuple[torch.Tensor, torch.Tensor]) -> list[str]:
     ]
 
 
-def test_the_table(found: rounds.Collected) -> None:
+def test_the_table(found: rounds.Reweighted) -> None:
     for row in shown(*zip(P, Q, strict=True)):
         assert row in EXAMPLE
     for text in TEXTS:
@@ -75,7 +77,7 @@ def test_the_table(found: rounds.Collected) -> None:
     assert cut.tolist() == [2], "a larger c can cut there"
 
 
-def test_the_decision(found: rounds.Collected) -> None:
+def test_the_decision(found: rounds.Reweighted) -> None:
     weights = found.cut.log_weights
     ess, shares = effective_sample_size(weights), normalized(weights)[0]
     assert found.cut.num_columns.tolist() == [3]
@@ -90,16 +92,16 @@ def test_the_decision(found: rounds.Collected) -> None:
         assert systematic(shares, uniforms(uniform, 0)).tolist() == [first, 1]
 
 
-def test_the_bonus(found: rounds.Collected) -> None:
+def test_the_bonus(found: rounds.Reweighted) -> None:
     same = torch.ones(1, 2, 2, dtype=torch.bool)
-    drawn = siblings.stratify(uniforms(0.35, 0.7).unsqueeze(0), same)[0]
+    drawn = stratify(uniforms(0.35, 0.7).unsqueeze(0), same)[0]
     assert drawn.tolist() == pytest.approx([0.35, 0.85])
     cumulative = uniforms(0.6, 0.9, 1.0)
     assert torch.searchsorted(cumulative, drawn, right=True).tolist() == [0, 1]
     assert '"." 0.6 and "and" 0.3' in EXAMPLE and '0.35 draws ".", 0.85 draws "and"' in EXAMPLE
     heirs = torch.tensor([[[1, 2, 3, 4], [1, 2, 3, 5]]])
     here = torch.ones(1, 2, dtype=torch.bool)
-    assert rounds.common_prefix(heirs, torch.full((1, 2), 4), here).tolist() == [3]
+    assert common_prefix(heirs, torch.full((1, 2), 4), here).tolist() == [3]
 
 
 @pytest.fixture(scope="module")

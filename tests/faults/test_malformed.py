@@ -8,7 +8,7 @@ from fault_client import FaultServer, request
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("server", ["in turn"], indirect=True)
+@pytest.mark.parametrize("server", ["overlapped"], indirect=True)
 def test_a_bad_request_is_an_error_of_its_client_alone(server: FaultServer) -> None:
     good = request([3, 4, 5], 7)
     expected = server.alone([good])

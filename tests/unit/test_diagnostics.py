@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.smc.resampling import num_childless
 from sglang_smc.smc.rounds import BlockCut
 from sglang_smc.state.counters import (
     LOW_ESS,
@@ -20,6 +19,7 @@ from sglang_smc.state.counters import (
     meta_info,
     zero_counters,
 )
+from sglang_smc.state.population import num_childless
 
 ANCESTORS = 3
 

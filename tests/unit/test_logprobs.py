@@ -12,7 +12,7 @@ from sglang.srt.managers.schedule_batch import ReqLogprob
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.requests.logprob_books import take_back
 from sglang_smc.state.logprobs import logprob_distribution, score
-from sglang_smc.state.settings import FilterKinds, Settings
+from sglang_smc.state.settings import Settings
 from sglang_smc.state.tail_logprobs import (
     NO_LOGPROBS,
     LogprobTable,
@@ -21,7 +21,6 @@ from sglang_smc.state.tail_logprobs import (
 )
 
 VOCAB, PARTS = 11, ("_val", "_idx")
-EARLY = FilterKinds(filtered=True, greedy=True, early=True)
 ROWS = torch.tensor([3, 1])
 
 
@@ -67,7 +66,7 @@ def test_they_are_those_of_sglangs_speculative_workers(
     tokens = torch.randint(VOCAB, (2, 4), generator=generator)
     tokens[0, 1] = 5
     temperatures = [0.7, 1.3]
-    law = logprob_distribution(settings(temperatures), logits, torch.full((2, 4), 9), EARLY)
+    law = logprob_distribution(logits, torch.tensor(temperatures))
     rows, ids = torch.arange(8).view(2, 1, 4), torch.tensor([[0, 7]] * 2)
     found = score(TORCH, law, tokens.unsqueeze(1), rows, ids, 3)
     expected = stock(logits, tokens, temperatures)
@@ -85,7 +84,9 @@ def test_they_are_those_of_sglangs_speculative_workers(
 def test_ends_that_come_too_early_have_no_mass() -> None:
     """As SGLang's sampler sees them before `min_new_tokens`; the others share what is left."""
     places = torch.tensor([[1, 2]])
-    law = logprob_distribution(settings([1.0]), torch.zeros(1, 2, VOCAB), places, EARLY)
+    of_one = settings([1.0])
+    legal = of_one.without_early_ends(torch.zeros(1, 2, VOCAB), places)
+    law = logprob_distribution(legal, of_one.temperature)
     log_p = law.log_probs()
     assert log_p[0, 4] == -torch.inf
     assert log_p[0, 0].exp().item() == pytest.approx(1 / (VOCAB - 1))
@@ -96,10 +97,7 @@ def test_tokens_outside_a_grammar_have_no_mass() -> None:
     """As SGLang's sampler sees them behind its mask; where none is left they stay as they are."""
     allowed = torch.zeros(1, 2, VOCAB, dtype=torch.bool)
     allowed[0, 0, [3, 5]] = True
-    places, kinds = torch.tensor([[8, 9]]), EARLY._replace(early=False)
-    law = logprob_distribution(
-        settings([0.5]), torch.zeros(1, 2, VOCAB), places, kinds, allowed=allowed
-    )
+    law = logprob_distribution(torch.zeros(1, 2, VOCAB), torch.tensor([0.5]), allowed)
     log_p = law.log_probs().exp()
     assert log_p[0, [3, 5]].tolist() == pytest.approx([0.5, 0.5])
     assert log_p[0].sum().item() == pytest.approx(1.0)

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_smc.ops.torch_ops import TORCH
-from sglang_smc.round.select import choose
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.masking import restrict, unpack
 
@@ -45,9 +44,9 @@ def test_masses_follow_the_rows_that_draws_use() -> None:
         torch.zeros(3, 2), torch.ones(1), log_mass=torch.tensor([-1.0, -2.0, -3.0])
     )
     rows = torch.tensor([2, 0])
-    assert law.of_rows(rows).log_masses().tolist() == [-3.0, -1.0]
+    assert law._replace(rows=rows).log_masses().tolist() == [-3.0, -1.0]
     plain = TokenDistribution(torch.zeros(2, 2), torch.ones(1))
-    chosen = choose(torch.tensor([True, False]), law.of_rows(rows), plain)
+    chosen = law._replace(rows=rows).where(torch.tensor([True, False]), plain)
     assert chosen.log_masses().tolist() == [-3.0, 0.0]
 
 

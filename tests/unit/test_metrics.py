@@ -11,14 +11,14 @@ import torch
 from edit_cases import NEUTRAL
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from toy_laws import EOS, languages
+from toy_worker import ToyWorker
 
 from sglang_smc import process
 from sglang_smc.options.request import RequestConfig
+from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches.request_state import update_finish_state
 from sglang_smc.requests.state import RequestState
-from sglang_smc.round.steps import Decision
-from sglang_smc.smc.distribution import TokenDistribution
-from sglang_smc.smc.rounds import BlockCut, Resampled
 from sglang_smc.state import counters
 from sglang_smc.state.counters import Counters
 from sglang_smc.state.monitor import ESS_RATIO_BUCKETS, PREFIX, TOTALS, Monitor, Played
@@ -208,12 +208,11 @@ def test_log_and_warning_come_from_one_rank_and_of_weighed_rounds(
     assert len(caplog.messages) == num_lines
 
 
-def test_only_resamplings_kill() -> None:
+@pytest.mark.parametrize(("mode", "kills"), [("smc", True), ("exact", False)])
+def test_only_resamplings_kill(mode: str, kills: bool) -> None:
     """A verification's winner is handed to all as well, but the others were its rivals."""
-    cut = BlockCut(*(torch.zeros(2) for _ in range(3)), torch.tensor([True, False]), torch.zeros(2))
-    heirs = Resampled(torch.tensor([[1, 1, 1], [1, 1, 1]]), torch.zeros(2, 3), torch.zeros(2))
-    nothing = torch.zeros(2, 3)
-    decision = Decision(
-        cut, nothing, heirs, TokenDistribution.of_log_probs(nothing), nothing.bool(), nothing
-    )
-    assert decision.num_killed(torch.ones(2, 3).bool()).tolist() == [2, 0]
+    config = SMCConfig(num_particles=4, num_steps=2, mode=mode, ess_threshold=1.0)
+    toy = ToyWorker(config, *languages(), num_requests=8, max_new_tokens=12, eos=EOS)
+    reqs = toy.begin(list(range(1, 9)), torch.full((8,), 0.3, dtype=torch.float64))
+    totals = toy.play_round(reqs).counters.tolist()
+    assert any(Counters(*row).killed_ct for row in totals) == kills

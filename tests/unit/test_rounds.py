@@ -6,9 +6,11 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from sglang_smc.round.steps import still_open
 from sglang_smc.smc import rounds
 from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.smc.rounds import BlockCut, WeightRules
+from sglang_smc.state.population import common_prefix
 
 INF = math.inf
 EQUAL = [0.0, 0.0]
@@ -241,9 +243,7 @@ class TestCollapse:
     ],
 )
 def test_still_open(ends: list[int], expected: list[int]) -> None:
-    assert rounds.still_open(torch.tensor([[ends]], dtype=torch.bool)).int().tolist() == [
-        [expected]
-    ]
+    assert still_open(torch.tensor([[ends]], dtype=torch.bool)).int().tolist() == [[expected]]
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_still_open(ends: list[int], expected: list[int]) -> None:
 )
 def test_common_prefix(tokens: list[list[int]], lengths: list[int], expected: int) -> None:
     present = torch.ones(1, len(lengths), dtype=torch.bool)
-    found = rounds.common_prefix(torch.tensor([tokens]), torch.tensor([lengths]), present)
+    found = common_prefix(torch.tensor([tokens]), torch.tensor([lengths]), present)
     assert found == expected
 
 
@@ -268,8 +268,8 @@ def test_absent_particles_have_no_say_in_the_common_prefix() -> None:
     """Neither what stands in their place nor its length 0."""
     tokens = torch.tensor([[[1, 2, 3], [1, 2, 4], [9, 9, 9]]])
     present = torch.tensor([[True, True, False]])
-    assert rounds.common_prefix(tokens, torch.tensor([[3, 3, 0]]), present) == 2
-    assert rounds.common_prefix(tokens, torch.tensor([[3, 3, 0]]), present | True) == 0
+    assert common_prefix(tokens, torch.tensor([[3, 3, 0]]), present) == 2
+    assert common_prefix(tokens, torch.tensor([[3, 3, 0]]), present | True) == 0
 
 
 class TestGroupsOfDifferentSize:

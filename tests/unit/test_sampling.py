@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.state.settings import FilterKinds, RequestSpec, RequestTable, Settings, stop_tokens
+from sglang_smc.smc.distribution import FilterKinds, SamplingRules, TokenDistribution, log_probs
+from sglang_smc.state.settings import (
+    RequestSpec,
+    RequestTable,
+    Settings,
+    filter_kinds,
+    stop_tokens,
+)
 
 VOCAB = 6
 
@@ -28,6 +35,20 @@ def spec(row: int = 1, **changes: object) -> RequestSpec:
     return default._replace(**changes)
 
 
+def log_probs_of(
+    settings: Settings,
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    filtered: bool,
+    draft: bool = False,
+) -> torch.Tensor:
+    """The next token's law by the rules of each request, ``[G, M, V]``."""
+    rules = SamplingRules(*(rule.unsqueeze(1) for rule in settings.sampling_rules(draft=draft)))
+    legal = settings.without_early_ends(logits, positions)
+    return log_probs(legal, rules, filtered=filtered)
+
+
 def settings_of(*specs: RequestSpec) -> Settings:
     table = RequestTable(5, VOCAB, "cpu")
     table.write(list(specs))
@@ -37,7 +58,7 @@ def settings_of(*specs: RequestSpec) -> Settings:
 def test_stop_tokens_have_no_mass_before_min_new_tokens_and_all_of_it_after() -> None:
     settings = settings_of(spec(min_new_tokens=3, stop_tokens=frozenset({2, 4})))
     positions = torch.arange(6).view(1, 6)
-    log_p = settings.log_probs(torch.zeros(1, 6, VOCAB), positions, filtered=False)[0]
+    log_p = log_probs_of(settings, torch.zeros(1, 6, VOCAB), positions, filtered=False)[0]
     assert (log_p[:3, [2, 4]] == -torch.inf).all(), "tokens 0, 1 and 2 may not end the text"
     assert torch.allclose(log_p[:3, [0, 1, 3, 5]].exp(), torch.tensor(1 / 4))
     assert torch.allclose(log_p[3:].exp(), torch.tensor(1 / 6))
@@ -48,7 +69,7 @@ def test_min_new_tokens_acts_before_the_filters(filtered: bool) -> None:
     """The likeliest token is a stop token: top-k must choose among the others."""
     logits = torch.tensor([[[0.0, 1.0, 9.0, 0.5, 0.0, 0.0]]])
     settings = settings_of(spec(min_new_tokens=1, top_k=1 if filtered else 1 << 30))
-    log_p = settings.log_probs(logits, torch.tensor([[0]]), filtered=filtered)
+    log_p = log_probs_of(settings, logits, torch.tensor([[0]]), filtered=filtered)
     assert log_p.argmax(-1) == 1
     assert log_p[0, 0, 2] == -torch.inf
 
@@ -61,9 +82,9 @@ def test_every_request_keeps_its_own_rules_in_a_batch() -> None:
     ]
     logits = torch.randn(3, 4, VOCAB, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(4).expand(3, 4)
-    together = settings_of(*specs).log_probs(logits, positions, filtered=True)
+    together = log_probs_of(settings_of(*specs), logits, positions, filtered=True)
     for group, one in enumerate(specs):
-        alone = settings_of(one).log_probs(logits[[group]], positions[[group]], filtered=True)
+        alone = log_probs_of(settings_of(one), logits[[group]], positions[[group]], filtered=True)
         assert torch.equal(together[[group]], alone)
     assert (together[0] > -torch.inf).sum(-1).tolist() == [2] * 4
 
@@ -71,7 +92,7 @@ def test_every_request_keeps_its_own_rules_in_a_batch() -> None:
 def test_log_probs_leaves_the_logits_as_they_are() -> None:
     """The draft's logits may be a buffer that is used again."""
     logits = torch.zeros(1, 1, VOCAB)
-    settings_of(spec(min_new_tokens=1)).log_probs(logits, torch.tensor([[0]]), filtered=True)
+    log_probs_of(settings_of(spec(min_new_tokens=1)), logits, torch.tensor([[0]]), filtered=True)
     assert not logits.any()
 
 
@@ -120,8 +141,8 @@ def test_a_draft_temperature_shapes_the_drafts_law_alone() -> None:
     )
     logits = torch.randn(2, 1, VOCAB, generator=torch.Generator().manual_seed(1))
     positions = torch.zeros(2, 1, dtype=torch.int64)
-    target = settings.log_probs(logits, positions, filtered=False)
-    draft = settings.log_probs(logits, positions, filtered=False, draft=True)
+    target = log_probs_of(settings, logits, positions, filtered=False)
+    draft = log_probs_of(settings, logits, positions, filtered=False, draft=True)
     assert torch.equal(target, torch.log_softmax(logits / 2.0, -1))
     assert torch.equal(draft[0], torch.log_softmax(logits[0] / 0.5, -1))
     assert torch.equal(draft[1], target[1])
@@ -139,13 +160,13 @@ def test_the_tables_carry_what_each_request_chose() -> None:
     )
     found = settings_of(spec(1, config=first), spec(3, config=RequestConfig(mode="exact")))
     assert found.num_particles.tolist() == [3, 8]
-    assert found.num_steps.tolist() == found.weight_rules.num_steps.tolist() == [2, 8]
+    assert found.num_steps.tolist() == [2, 8]
     assert found.weighs.tolist() == [True, False]
-    assert found.weight_rules.ess_threshold.tolist() == [0.25, 0.5]
-    assert found.weight_rules.at_token.tolist() == [True, False]
+    assert found.ess_threshold.tolist() == [0.25, 0.5]
+    assert found.at_token.tolist() == [True, False]
     assert found.heaviest.tolist() == [True, False]
     assert found.power.tolist() == [2.0, 1.0]
-    assert found.weight_rules.evidence_threshold.tolist() == [0.0, float("inf")]
+    assert found.evidence_threshold.tolist() == [0.0, float("inf")]
 
 
 def tokenizer(eos: int | None, more: set[int] | None) -> SimpleNamespace:
@@ -196,8 +217,10 @@ def test_a_law_is_what_the_rules_say_however_it_is_worked_out(name: str, draft: 
     logits[:, :, 1] = logits[:, :, 4] = 9.0  # among equals the first is the likeliest
     positions = torch.arange(3).expand(len(specs), 3)
     settings = settings_of(*specs)
-    expected = settings.log_probs(logits, positions, filtered=True, draft=draft).flatten(0, 1)
-    found = settings.distribution(logits, positions, kinds, draft=draft).log_probs()
+    expected = log_probs_of(settings, logits, positions, filtered=True, draft=draft).flatten(0, 1)
+    legal = settings.without_early_ends(logits, positions) if kinds.early else logits
+    of_rows = TokenDistribution.of(legal, settings.sampling_rules(draft=draft), kinds)
+    found = of_rows.log_probs()
     assert torch.allclose(found, expected, atol=1e-6)
 
 
@@ -207,14 +230,14 @@ def test_kinds_are_those_of_the_requests() -> None:
         sampling_params = SimpleNamespace(**(default | params))
         return SimpleNamespace(sampling_params=sampling_params, vocab_size=VOCAB)
 
-    assert FilterKinds.of([req()]) == FilterKinds(filtered=False, greedy=False, early=False)
-    assert FilterKinds.of([req(top_k=1, top_p=0.5)]) == FilterKinds(
+    assert filter_kinds([req()]) == FilterKinds(filtered=False, greedy=False, early=False)
+    assert filter_kinds([req(top_k=1, top_p=0.5)]) == FilterKinds(
         filtered=False, greedy=True, early=False
     )
     for filters in ({"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}):
-        assert FilterKinds.of([req(), req(**filters)]) == FilterKinds(
+        assert filter_kinds([req(), req(**filters)]) == FilterKinds(
             filtered=True, greedy=False, early=False
         )
-    assert FilterKinds.of([req(min_new_tokens=1)]) == FilterKinds(
+    assert filter_kinds([req(min_new_tokens=1)]) == FilterKinds(
         filtered=False, greedy=False, early=True
     )

@@ -14,9 +14,8 @@ from sglang_smc.requests.rules import TextRules
 from sglang_smc.requests.state import RequestState
 from sglang_smc.round.batch import RoundBatch, shape_of
 from sglang_smc.round.decision import Drafts
-from sglang_smc.round.steps import Steps
+from sglang_smc.round.steps import Steps, still_open
 from sglang_smc.smc.distribution import TokenDistribution
-from sglang_smc.smc.rounds import still_open
 from sglang_smc.state.population import Population
 from sglang_smc.state.settings import RequestSpec, RequestTable
 
@@ -53,15 +52,21 @@ def groups(*chosen: dict[str, Any]) -> RoundBatch:
         ]
     )
     rows = torch.arange(1, 1 + len(reqs))
-    nothing = torch.zeros(len(reqs), dtype=torch.int64)
+    nothing, settings = torch.zeros(len(reqs), dtype=torch.int64), table.gather(rows)
+    starts = torch.zeros(len(reqs), 3, dtype=torch.int64)
     return RoundBatch(
         reqs=reqs,
         shape=shape_of(reqs),
         rows=rows,
         committed=nothing,
         allocated=nothing,
-        starts=torch.zeros(len(reqs), 3, dtype=torch.int64),
-        settings=table.gather(rows),
+        starts=starts,
+        furthest=starts,
+        last_two=starts.unsqueeze(2).expand(-1, -1, 2),
+        may_stratify=starts == 0,
+        settings=settings,
+        p_rules=settings.sampling_rules(),
+        q_rules=settings.sampling_rules(draft=True),
         rules=TextRules(),
     )
 
