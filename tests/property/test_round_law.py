@@ -172,8 +172,8 @@ def test_siblings_that_share_their_noise_lower_the_variance_of_z_hat(
 
 @pytest.mark.parametrize("resample_at", ["block", "token"])
 @pytest.mark.parametrize("num_steps", [1, 2, 4])
-def test_an_end_inside_a_block_ends_the_weight_there(num_steps: int, resample_at: str) -> None:
-    """The two models end texts at very different rates; wrong weights after an EOS would show."""
+def test_an_end_inside_a_block_is_weighed_as_any_token(num_steps: int, resample_at: str) -> None:
+    """The two models end texts at very different rates; an end that does not weigh would show."""
     target, _ = languages()
     hasty = target.logits.clone()
     hasty[:, EOS] += 1.5
