@@ -8,6 +8,8 @@ import torch
 from scipy.stats import chisquare
 from toy_worker import NUM_CONTEXTS, Language, Outcome, ToyWorker
 
+from sglang_smc.ops.interface import Ops
+from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.budget import Budget
 from sglang_smc.options.server import SMCConfig
 
@@ -39,6 +41,15 @@ def law(drawn_by: list[Language]) -> dict[Text, float]:
     return found
 
 
+def unstratified(ops: Ops) -> Ops:
+    """Operations whose particles share no uniform, though their texts be the same."""
+
+    def itself(texts: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return torch.eye(texts.shape[1], dtype=torch.bool).expand(len(texts), -1, -1)
+
+    return ops._replace(same_text=itself)
+
+
 def run(
     config: SMCConfig,
     pair: tuple[Language, Language],
@@ -49,6 +60,7 @@ def run(
     budgets: tuple[Budget | None, ...] = (None,),
     grammar: Callable[[], Any] = lambda: None,
     asked: dict[str, Any] | None = None,
+    ops: Ops = TORCH,
 ) -> Outcome:
     """Serve requests in ``rows``, or all of them, in one batch; every slot stays where it belongs.
 
@@ -56,7 +68,7 @@ def run(
     All have ``asked`` for sampling parameters.
     """
     sizes = {"num_requests": num_runs, "max_new_tokens": LENGTH, "eos": EOS}
-    own = {"chosen": chosen, "budgets": budgets, "grammar": grammar, "asked": asked}
+    own = {"chosen": chosen, "budgets": budgets, "grammar": grammar, "asked": asked, "ops": ops}
     worker = ToyWorker(config, *pair, **sizes, **own)
     noise = torch.rand(num_runs, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     outcome = worker.run(list(range(1, num_runs + 1)) if rows is None else rows, noise)

@@ -100,7 +100,10 @@ class Outcome(NamedTuple):
     log_evidence: torch.Tensor  # [G]
     num_forced: int
     num_emitted_early: int  # tokens emitted before a request's last round
-    num_rounds: int  # of all requests together
+    num_rounds: int  # of all requests together, as all that follow
+    num_tokens: int  # that rounds made
+    num_resampled: int
+    num_all_zero: int
 
 
 _ASKED: dict[str, Any] = {
@@ -244,11 +247,21 @@ class ToyWorker:
             running = [i for i in running if not self._is_over(reqs[i])]
         evidence = self.worker._tables.particles.gather(torch.tensor(rows), 1, 1).log_evidence
         evidence = evidence.masked_fill(torch.tensor([req.is_stuck for req in reqs]), -math.inf)
-        num_forced = sum(int(Counters(*req.smc_state.counters).collapse_ct) for req in reqs)
+        columns = zip(*(req.smc_state.counters for req in reqs), strict=True)
+        totals = Counters(*map(sum, columns))  # type: ignore[arg-type]
         texts = [req.output_ids for req in reqs]
         padded = [text + [self.eos] * (self.limit - len(text)) for text in texts]
-        early = sum(map(len, texts)) - len(texts) - sum(emitted_in_last)
-        return Outcome(torch.tensor(padded), evidence, num_forced, early, num_rounds)
+        num_tokens = sum(map(len, texts)) - len(texts)
+        return Outcome(
+            outputs=torch.tensor(padded),
+            log_evidence=evidence,
+            num_forced=int(totals.collapse_ct),
+            num_emitted_early=num_tokens - sum(emitted_in_last),
+            num_rounds=num_rounds,
+            num_tokens=num_tokens,
+            num_resampled=int(totals.resample_ct),
+            num_all_zero=int(totals.all_zero_ct),
+        )
 
     def check_owned(self) -> None:
         """Each request still owns the slots that it began with, each once, and nobody else's."""

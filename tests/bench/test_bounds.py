@@ -17,7 +17,7 @@ from fidelity.reference import Models, Setting
 from laws import enumerate_law
 from results import Z95, Interval
 from toy_reference import Table, Text
-from toy_smc import mild_pair
+from toy_tables import mild_pair
 
 NO_EOS, LENGTH, VOCAB = -1, 3, 3
 #: Two particles, drafted to the end in one round and never resampled.

@@ -21,7 +21,7 @@ from fidelity.reference import HuggingFace, Models, Outcome, Setting, ancestral,
 from laws import Law, enumerate_law, p_value
 from pair.task import held_out, messages
 from toy_reference import Table, Text
-from toy_smc import mild_pair
+from toy_tables import mild_pair
 from transformers import PreTrainedModel
 
 from sglang_smc.smc.resampling import SCHEMES

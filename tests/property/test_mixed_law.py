@@ -1,6 +1,6 @@
 """Between exact and SMC: what the evidence threshold trades, on models that hardly agree.
 
-Seeds are fixed; margins are several times the noise. All on the pure functions.
+Seeds are fixed; margins are several times the noise.
 """
 
 import itertools
@@ -8,42 +8,53 @@ import math
 
 import pytest
 import torch
-from toy_smc import Pair, Runs, Setup, frequencies, random_logits, simulate, table, target_law
+from toy_laws import EOS, LENGTH, NUM_CONTEXTS, VOCAB, languages, law, run, total_variation
+from toy_worker import Language, Outcome
 
-SIZE, VOCAB, EOS = 8_000, 3, 1
-NOISE = 0.075  # TV of 729 texts that follow p, at this size, is about .06
+from sglang_smc.options.server import SMCConfig
 
-
-def hard_pair() -> Pair:
-    """At every third place or so the draft likes least what the target likes most."""
-    logits = random_logits(6, VOCAB, 1.2, seed=5)
-    nearly = logits + random_logits(6, VOCAB, 0.3, seed=6)
-    is_hard = torch.rand(6, VOCAB, 1, generator=torch.Generator().manual_seed(7)) < 0.35
-    return Pair(table(logits), table(torch.where(is_hard, -1.5 * logits, nearly)))
+NOISE = 0.06  # TV of texts that follow p, at this many runs, is about .04
 
 
-def total_variation(runs: Runs, eos: int = -1) -> float:
-    found = frequencies(runs.outputs, VOCAB) / len(runs.outputs)
-    return 0.5 * float((found - target_law(hard_pair(), eos)).abs().sum())
+def hard_pair() -> tuple[Language, Language]:
+    """After every third text or so the draft likes least what the target likes most.
+
+    No text ends before its limit.
+    """
+    generator = torch.Generator().manual_seed(7)
+    logits = torch.randn(NUM_CONTEXTS, VOCAB, generator=generator) * 1.2
+    nearly = logits + torch.randn(NUM_CONTEXTS, VOCAB, generator=generator) * 0.3
+    is_hard = torch.rand(NUM_CONTEXTS, 1, generator=generator) < 0.35
+    draft = torch.where(is_hard, -1.5 * logits, nearly)
+    logits[:, EOS] = draft[:, EOS] = -torch.inf
+    return Language(logits), Language(draft)
 
 
-def sweep(mode: str, num_particles: int, thresholds: tuple[float, ...]) -> list[Runs]:
-    setup = Setup(num_particles, 4, mode=mode)
-    return [
-        simulate(hard_pair(), setup._replace(evidence_threshold=threshold), SIZE, seed=1)
+def distance(outcome: Outcome) -> float:
+    return total_variation(outcome, law([hard_pair()[0]] * LENGTH))
+
+
+def sweep(num_particles: int, thresholds: tuple[float, ...]) -> list[Outcome]:
+    """What `mixed` says with each threshold; an infinite one is `exact`."""
+    choices = [
+        {"mode": "mixed", "evidence_threshold": threshold}
+        if math.isfinite(threshold)
+        else {"mode": "exact"}
         for threshold in thresholds
     ]
+    sizes = {"num_particles": num_particles, "num_steps": LENGTH - 2}
+    return [run(SMCConfig(**sizes, **chosen), hard_pair()) for chosen in choices]
 
 
 @pytest.mark.parametrize("num_particles", [1, 4])
 def test_a_higher_threshold_is_nearer_to_p_and_slower(num_particles: int) -> None:
     """A coin on the wrong side, or a threshold that divides where it multiplies, turns it round."""
-    found = sweep("mixed", num_particles, (0.0, 0.25, 1.0, math.inf))
-    distances = [total_variation(runs) for runs in found]
-    speeds = [runs.num_tokens / runs.num_rounds for runs in found]
+    found = sweep(num_particles, (0.0, 0.25, 1.0, math.inf))
+    distances = [distance(outcome) for outcome in found]
+    speeds = [outcome.num_tokens / outcome.num_rounds for outcome in found]
     assert all(later < earlier - 0.1 for earlier, later in itertools.pairwise(distances))
     assert all(later < earlier - 0.1 for earlier, later in itertools.pairwise(speeds))
-    assert speeds[0] == 5.0, "0 keeps every whole block"
+    assert speeds[0] == LENGTH - 1, "0 keeps every whole block"
     assert distances[2] < 0.5 * distances[0], "1 is much nearer than SMC with one lineage"
     assert distances[3] < NOISE
 
@@ -52,15 +63,21 @@ def test_a_higher_threshold_is_nearer_to_p_and_slower(num_particles: int) -> Non
 def test_texts_that_end_early_are_neither_lost_nor_preferred(num_particles: int) -> None:
     """How often a text of p ends before its limit, at 5 standard errors where all is verified.
 
-    Going on with the result that has more tokens would lose early ends: by .06 at c = 1.
+    Going on with the result that has more tokens would lose early ends.
     """
-    logits = random_logits(6, VOCAB, 1.0, seed=20)
-    pair = Pair(table(logits), table(logits + random_logits(6, VOCAB, 0.7, seed=21)))
-    law, texts = target_law(pair, EOS), itertools.product(range(VOCAB), repeat=6)
-    expected = sum(float(law[text]) for text in texts if EOS in text[1:4])
-    for threshold, margin in ((math.inf, 0.0175), (1.0, 0.035)):
-        setup = Setup(num_particles, 5, eos=EOS, mode="mixed", evidence_threshold=threshold)
-        outputs = simulate(pair, setup, SIZE, seed=3).outputs
+    target, draft = languages()
+    logits = target.logits.clone()
+    logits[:, EOS] += 1.0
+    pair = Language(logits), Language(draft.logits + logits - target.logits)
+    of_texts = law([pair[0]] * LENGTH)
+    expected = sum(mass for text, mass in of_texts.items() if EOS in text[1:4])
+    error = math.sqrt(expected * (1 - expected) / 3000)
+    sizes = {"num_particles": num_particles, "num_steps": LENGTH - 1}
+    for chosen, margin in (
+        ({"mode": "exact"}, 5 * error),
+        ({"mode": "mixed", "evidence_threshold": 1.0}, 0.045),
+    ):
+        outputs = run(SMCConfig(**sizes, **chosen), pair).outputs
         found = float((outputs[:, 1:4] == EOS).any(1).double().mean())
         assert abs(found - expected) < margin
 
@@ -71,8 +88,17 @@ def test_smc_is_nearer_to_p_with_a_threshold_than_without(
     num_particles: int, resample_at: str
 ) -> None:
     """Where q misses the mass of p, equal weights of equally wrong drafts say nothing of it."""
-    setup = Setup(num_particles, 4, 0.5, resample_at)
-    plain = simulate(hard_pair(), setup, SIZE, seed=1)
-    covered = simulate(hard_pair(), setup._replace(evidence_threshold=1.0), SIZE, seed=1)
-    assert total_variation(covered) < 0.75 * total_variation(plain)
+    plain, covered = (
+        run(
+            SMCConfig(
+                num_particles=num_particles,
+                num_steps=LENGTH - 2,
+                resample_at=resample_at,
+                evidence_threshold=threshold,
+            ),
+            hard_pair(),
+        )
+        for threshold in (0.0, 1.0)
+    )
+    assert distance(covered) < 0.75 * distance(plain)
     assert covered.num_rounds > plain.num_rounds

@@ -22,6 +22,12 @@ def roofline(free: int, pass_seconds: float = 0.01, draft: float = 0.1) -> Costs
     return Costs(Curve.of((n, draft * s) for n, s in points), Curve.of(points))
 
 
+def stairs(free: int) -> Costs:
+    """Beyond ``free`` tokens a pass takes longer, but not the longer the more there are."""
+    curve = Curve(((free, 0.01), (free + 1, 0.03), (1000 * free, 0.03)))
+    return Costs(curve, curve)
+
+
 def rounds(policy: Policy, batch_size: int, number: int, kept: float | None = None) -> list[Budget]:
     """The budgets in force in so many rounds, of which each keeps that share of its drafts."""
     seen = []
@@ -61,15 +67,16 @@ def test_of_equally_fast_budgets_the_most_particles_are_kept() -> None:
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(
-    st.integers(1, 2000),
-    st.floats(0.001, 2.0),
+    st.one_of(
+        st.builds(roofline, st.integers(1, 2000), draft=st.floats(0.001, 2.0)),
+        st.builds(stairs, st.integers(1, 2000)),
+    ),
     st.lists(st.floats(0, 1), min_size=2, max_size=2),
     st.sampled_from([Budget(8, 8), Budget(5, 3), Budget(1, 4), Budget(16, 1)]),
 )
-def test_more_requests_never_get_more_work(
-    free: int, draft: float, kept: list[float], widest: Budget
-) -> None:
-    policy = Policy(Budget(16, 8), roofline(free, draft=draft))
+def test_more_requests_never_get_more_work(costs: Costs, kept: list[float], widest: Budget) -> None:
+    """Though it may pay: passes of some sizes cost what larger ones do."""
+    policy = Policy(Budget(16, 8), costs)
     for budget, share in zip((Budget(8, 8), Budget(1, 8)), kept, strict=True):
         policy.learn(budget, round(8 * share))
     chosen = [policy.best(size, widest).within(widest) for size in BATCHES]
