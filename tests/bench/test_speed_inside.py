@@ -177,7 +177,8 @@ def test_what_the_timers_wrap_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path
     for target in hooked:
         owner, _, name = target.rpartition(".")
         assert owner == "sglang.srt.managers.scheduler.Scheduler" and name in stock
-    assert {"_round", "_open", "_commit"} <= methods("sglang_smc", "worker.py", "SMCWorker")
+    assert "launch_round" in methods("sglang_smc", "worker.py", "SMCWorker")
+    assert set(speed_probe.OWN_PARTS) <= methods("sglang_smc", "round/round.py", "Round")
     forwards = methods("sglang_smc", "models/forward.py", "ParticleForward")
     assert set(speed_probe.FORWARDS) & forwards
 

@@ -11,7 +11,7 @@ import torch
 from sglang_smc.smc import rounds
 from sglang_smc.smc.evidence import covered_columns
 from sglang_smc.smc.resampling import systematic
-from sglang_smc.smc.stratify import stratify
+from sglang_smc.smc.stratify import stratified
 from sglang_smc.smc.weights import accumulate, effective_sample_size, normalized
 from sglang_smc.state.population import common_prefix
 
@@ -94,7 +94,7 @@ def test_the_decision(found: rounds.Reweighted) -> None:
 
 def test_the_bonus(found: rounds.Reweighted) -> None:
     same = torch.ones(1, 2, 2, dtype=torch.bool)
-    drawn = stratify(uniforms(0.35, 0.7).unsqueeze(0), same)[0]
+    drawn = stratified(uniforms(0.35, 0.7).unsqueeze(0), same)[0]
     assert drawn.tolist() == pytest.approx([0.35, 0.85])
     cumulative = uniforms(0.6, 0.9, 1.0)
     assert torch.searchsorted(cumulative, drawn, right=True).tolist() == [0, 1]

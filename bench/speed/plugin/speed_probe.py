@@ -19,6 +19,8 @@ OUT, EVERY = "SPEED_PROBE_OUT", "SPEED_PROBE_FORWARDS_EVERY"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 #: The methods that run a model over particles, by what they return.
 FORWARDS = ("next_logits", "chain_logits", "decode", "verify")
+#: What a round itself does beside its steps, and how that is shown.
+OWN_PARTS = {"_load_round": "open", "_commit": "commit"}
 #: How often a round's forwards are run again, back to back.
 REPEATS = 3
 
@@ -69,7 +71,7 @@ class Probe:
         """The scheduler has its workers: time the rounds of an SMC worker."""
         original(scheduler)
         worker = getattr(scheduler, "draft_worker", None)
-        if self._forwards_every and hasattr(worker, "_round"):
+        if self._forwards_every and hasattr(worker, "launch_round"):
             self._wrap(worker)
 
     def ran(self, original: Callable[..., Any], scheduler: Any, batch: Any, *rest: Any) -> Any:
@@ -95,13 +97,13 @@ class Probe:
         steps = worker._steps
         for name in public_methods(steps):
             setattr(steps, name, self._part(name, getattr(steps, name)))
-        for name in ("_open", "_commit"):
-            setattr(worker, name, self._part(name.lstrip("_"), getattr(worker, name)))
+        for name, shown in OWN_PARTS.items():
+            setattr(worker._round, name, self._part(shown, getattr(worker._round, name)))
         for model in ("draft", "target"):
             forward = getattr(steps, model)
             for name in set(FORWARDS) & set(public_methods(forward)):
                 setattr(forward, name, self._forward(model, getattr(forward, name)))
-        worker._round = self._round(worker._round)
+        worker.launch_round = self._round(worker.launch_round)
 
     def _round(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
