@@ -50,10 +50,10 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --no-loadscope-reord
 quick: lint
 	$(PYTEST) tests/unit tests/contract $(PYTEST_ARGS)
 
-test: lint
+test: check
 	$(PYTEST) $(PYTEST_ARGS)
 
-test-all: lint
+test-all: check
 	$(PYTEST) --thorough $(PYTEST_ARGS)
 
 lint: venv
