@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from edit_cases import NEUTRAL
+from table_entries import entry
 
 from sglang_smc.memory import arena
 from sglang_smc.models.attention import KVLocations
@@ -30,7 +31,7 @@ from sglang_smc.smc.distribution import TokenDistribution, sample
 from sglang_smc.smc.stratify import stratified
 from sglang_smc.state.counters import Counters
 from sglang_smc.state.monitor import Monitor
-from sglang_smc.state.settings import RequestSpec, Settings, filter_kinds
+from sglang_smc.state.settings import Settings, TableEntry, filter_kinds
 from sglang_smc.worker import SMCWorker
 
 PROMPT = (1, 0)
@@ -287,7 +288,7 @@ class ToyWorker:
             for row, mine in zip(rows, chosen, strict=True)
         ]
         requests, index = self.worker._tables.requests, torch.tensor(rows)
-        requests.write([self._spec(req) for req in reqs])
+        requests.write([self._entry(req) for req in reqs])
         settings = requests.gather(index)
         for req in reqs:
             config = config_of(self.config, req)  # type: ignore[arg-type]
@@ -336,20 +337,10 @@ class ToyWorker:
         shared = noise.unsqueeze(1).expand(-1, size)
         return torch.where(is_open.unsqueeze(1), stratified(shared, same_text), shared)
 
-    def _spec(self, req: ToyRequest) -> RequestSpec:
-        return RequestSpec(
-            row=req.row,
-            seed=req.row,
-            temperature=1.0,
-            top_k=1 << 30,
-            top_p=1.0,
-            min_p=0.0,
-            max_new_tokens=self.limit,
-            min_new_tokens=0,
-            ignore_eos=False,
-            stop_tokens=frozenset({self.eos}),
-            config=config_of(self.config, req),  # type: ignore[arg-type]
-        )
+    def _entry(self, req: ToyRequest) -> TableEntry:
+        config = config_of(self.config, req)  # type: ignore[arg-type]
+        stops = frozenset({self.eos})
+        return entry(req.row, config, seed=req.row, max_new_tokens=self.limit, stop_tokens=stops)
 
     def play_round(self, reqs: list[ToyRequest]) -> Any:
         """Reserve memory as the scheduler does, then the worker's own round."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_smc.memory.arena import remaining
 from sglang_smc.options.budget import Budget, apply_budget, union
@@ -18,7 +19,7 @@ from sglang_smc.requests.open_token import OpenToken
 from sglang_smc.smc.randomness import derive_seed
 from sglang_smc.state.counters import META_PREFIX, Counters, meta_info, zero_counters
 from sglang_smc.state.population import Population
-from sglang_smc.state.settings import RequestSpec, stop_tokens
+from sglang_smc.state.settings import TableEntry, stop_tokens
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -102,7 +103,7 @@ def as_particle(output_ids: list[int], weight: float, log_weight: float) -> dict
 class Start(NamedTuple):
     """What the device needs to begin a request, or to begin it again."""
 
-    spec: RequestSpec
+    entry: TableEntry
     num_emitted: int
     counters: list[float]
 
@@ -144,23 +145,12 @@ class RequestStates:
         state.open_token.begin(None if shared else len(req.output_ids))
         # A retracted request's particles are gone: what follows its text is drawn anew.
         seed = derive_seed(state.seed, req.retraction_count)
-        return Start(_spec(req, seed, state.config), len(req.output_ids), state.counters)
+        return Start(_entry(req, seed, state.config), len(req.output_ids), state.counters)
 
-    def padding(self) -> RequestSpec:
+    def padding(self) -> TableEntry:
         """What SGLang's padding row asks for: nothing, by the server's settings."""
-        return RequestSpec(
-            row=0,
-            seed=0,
-            temperature=1.0,
-            top_k=1 << 30,
-            top_p=1.0,
-            min_p=0.0,
-            max_new_tokens=1,
-            min_new_tokens=0,
-            ignore_eos=False,
-            stop_tokens=frozenset(),
-            config=request_config(self._config, None),
-        )
+        params = SamplingParams(max_new_tokens=1)
+        return TableEntry(0, 0, params, request_config(self._config, None), frozenset())
 
     def note_first(self, reqs: "list[Req]", log_sums: torch.Tensor) -> None:
         """Note what first tokens ``[G]`` weigh: nothing, if p itself is the target.
@@ -238,22 +228,9 @@ class _Whole(list):
         return list(self) if isinstance(index, slice) else super().__getitem__(index)
 
 
-def _spec(req: "Req", seed: int, config: RequestConfig) -> RequestSpec:
+def _entry(req: "Req", seed: int, config: RequestConfig) -> TableEntry:
     params = req.sampling_params
     assert req.req_pool_idx is not None, "SGLang gives a request its row before its prefill"
     assert params.max_new_tokens is not None and req.vocab_size is not None, "set as it comes in"
-    return RequestSpec(
-        row=req.req_pool_idx,
-        seed=seed,
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        max_new_tokens=params.max_new_tokens,
-        min_new_tokens=params.min_new_tokens,
-        ignore_eos=params.ignore_eos,
-        stop_tokens=stop_tokens(
-            params.stop_token_ids, req.eos_token_ids, req.tokenizer, req.vocab_size
-        ),
-        config=config,
-    )
+    stops = stop_tokens(params.stop_token_ids, req.eos_token_ids, req.tokenizer, req.vocab_size)
+    return TableEntry(req.req_pool_idx, seed, params, config, stops)

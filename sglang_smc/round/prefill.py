@@ -94,7 +94,7 @@ class Prefill:
         logits = _logits(output)
         device = logits.device
         starts = self._states.begin(reqs, budget)
-        tables.requests.write([start.spec for start in starts])
+        tables.requests.write([start.entry for start in starts])
         num_emitted = _on(device, [start.num_emitted for start in starts])  # [G]
         carried = _on(device, [start.counters for start in starts]).double()
         settings = tables.requests.gather(rows)

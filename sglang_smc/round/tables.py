@@ -10,7 +10,7 @@ from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.state.counters import CounterTable, zero_counters
 from sglang_smc.state.population import ParticleTable
-from sglang_smc.state.settings import RequestSpec, RequestTable
+from sglang_smc.state.settings import RequestTable, TableEntry
 from sglang_smc.state.tail_logprobs import LogprobTable
 
 
@@ -58,9 +58,9 @@ class Tables(NamedTuple):
             ),
         )
 
-    def begin_padding(self, spec: RequestSpec, num_particles: int, device: str) -> None:
+    def begin_padding(self, entry: TableEntry, num_particles: int, device: str) -> None:
         """Give SGLang's padding row particles that have ended: they play what a batch leaves."""
-        self.requests.write([spec])
+        self.requests.write([entry])
         row = torch.zeros(1, dtype=torch.int64, device=device)
         zeros = torch.tensor([zero_counters(1)], dtype=torch.float64, device=device)
         self.counters.begin(row, zeros)

@@ -16,22 +16,17 @@ from sglang_smc.smc.resampling import SCHEMES
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
 
 
-class RequestSpec(NamedTuple):
-    """One request's settings on the host, ready to be written to the tables."""
+class TableEntry(NamedTuple):
+    """What one row of the tables is written from: the request's own options, not a copy of them."""
 
     row: int
     seed: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    max_new_tokens: int
-    min_new_tokens: int
-    ignore_eos: bool
-    stop_tokens: frozenset[int]
+    params: "SamplingParams"
     config: RequestConfig
+    stop_tokens: frozenset[int]
 
 
 class Settings(NamedTuple):
@@ -145,15 +140,15 @@ class RequestTable:
             found |= zip(names, values.unbind(), strict=True)
         return Settings(**found, stop_mask=self._stop_mask[rows])
 
-    def write(self, specs: list[RequestSpec]) -> None:
+    def write(self, entries: list[TableEntry]) -> None:
         """Store the settings of new requests."""
-        rows = self._column([spec.row for spec in specs])
-        values = [_values(spec) for spec in specs]
+        rows = self._column([entry.row for entry in entries])
+        values = [_values(entry) for entry in entries]
         for dtype, names in _COLUMNS.items():
             columns = [self._column([value[name] for value in values]).to(dtype) for name in names]
             self._tables[dtype][:, rows] = torch.stack(columns)
         self._stop_mask[rows] = False
-        pairs = [(spec.row, token) for spec in specs for token in sorted(spec.stop_tokens)]
+        pairs = [(entry.row, token) for entry in entries for token in sorted(entry.stop_tokens)]
         if pairs:
             stop_rows, tokens = self._column(pairs).unbind(1)
             self._stop_mask[stop_rows, tokens] = True
@@ -162,12 +157,18 @@ class RequestTable:
         return torch.tensor(values).to(self._device, non_blocking=True)
 
 
-def _values(spec: RequestSpec) -> dict[str, Any]:
+def _values(entry: TableEntry) -> dict[str, Any]:
     """One request's entry in each column but the mask."""
-    config = spec.config
+    params, config = entry.params, entry.config
     return {
-        **spec._asdict(),
-        "seeds": spec.seed,
+        "seeds": entry.seed,
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "max_new_tokens": params.max_new_tokens,
+        "min_new_tokens": params.min_new_tokens,
+        "ignore_eos": params.ignore_eos,
         "num_particles": config.num_particles,
         "num_steps": config.num_steps,
         "weighs": config.weighs,
@@ -178,7 +179,7 @@ def _values(spec: RequestSpec) -> dict[str, Any]:
         "power": config.power,
         "normalized": config.is_normalized,
         "evidence_threshold": config.covering,
-        "draft_temperature": config.draft_temperature or spec.temperature,
+        "draft_temperature": config.draft_temperature or params.temperature,
     }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from table_entries import entry
 
 from sglang_smc.memory import arena
 from sglang_smc.options.budget import OFF, Budget, apply_budget, union
@@ -13,7 +14,7 @@ from sglang_smc.options.request import RequestConfig, request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.requests.state import RequestState
 from sglang_smc.round.batch import RoundInputs
-from sglang_smc.state.settings import RequestSpec, RequestTable
+from sglang_smc.state.settings import RequestTable
 
 SERVER = SMCConfig(num_particles=8, num_steps=6)
 ASKED = [
@@ -55,11 +56,7 @@ def test_a_power_keeps_its_particles_and_who_has_one_keeps_its_mode() -> None:
 @pytest.mark.parametrize("budget", RUNGS)
 def test_the_device_runs_with_what_the_host_has_bounded(budget: Budget | None) -> None:
     table = RequestTable(1 + len(ASKED), 4, "cpu")
-    specs = [
-        RequestSpec(*(row, 7, 1.0, 4, 1.0, 0.0, 9, 0, False, frozenset()), config=config)
-        for row, config in enumerate(ASKED, start=1)
-    ]
-    table.write(specs)
+    table.write([entry(row, config) for row, config in enumerate(ASKED, start=1)])
     states = [RequestState.of(7, config) for config in ASKED]
     for state in states:
         state.step_to(budget)

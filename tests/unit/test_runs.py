@@ -61,7 +61,7 @@ def make_req(
 
 
 def seeds(book: RequestStates, *reqs: Any) -> list[int]:
-    return [start.spec.seed for start in book.begin(list(reqs))]
+    return [start.entry.seed for start in book.begin(list(reqs))]
 
 
 def test_the_same_seed_gives_the_same_run_on_any_server_in_any_place() -> None:
@@ -120,9 +120,10 @@ def test_what_was_counted_outlives_a_retraction() -> None:
 
 
 def test_the_spec_carries_what_the_request_asked_for() -> None:
-    spec = RequestStates(SERVER, 1).begin([make_req(7, row=3)])[0].spec
-    assert (spec.row, spec.temperature, spec.top_k, spec.top_p, spec.min_p) == (3, 0.7, 5, 0.9, 0.1)
-    assert (spec.max_new_tokens, spec.min_new_tokens, spec.ignore_eos) == (20, 2, False)
+    spec = RequestStates(SERVER, 1).begin([make_req(7, row=3)])[0].entry
+    params = spec.params
+    assert (spec.row, params.temperature, params.top_k, params.top_p) == (3, 0.7, 5, 0.9)
+    assert (params.max_new_tokens, params.min_new_tokens, params.ignore_eos) == (20, 2, False)
     assert spec.stop_tokens == {1, 4}
 
 
@@ -155,8 +156,8 @@ def test_the_spec_carries_what_the_request_chose() -> None:
     book = RequestStates(SERVER, 1)
     req = make_req(smc={"num_particles": 2, "mode": "exact"})
     start = book.begin([req])[0]
-    assert (start.spec.config.num_particles, start.spec.config.mode) == (2, "exact")
-    assert start.spec.config.num_steps == 3, "the server's, where the request is silent"
+    assert (start.entry.config.num_particles, start.entry.config.mode) == (2, "exact")
+    assert start.entry.config.num_steps == 3, "the server's, where the request is silent"
     assert Counters(*start.counters).ess_min == 2, "counted from its own particles"
 
 

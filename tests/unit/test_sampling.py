@@ -1,16 +1,18 @@
 """What requests asked for, as tables: their own rules, their own ends."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from table_entries import entry
 
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.smc.distribution import FilterKinds, SamplingRules, TokenDistribution, log_probs
 from sglang_smc.state.settings import (
-    RequestSpec,
     RequestTable,
     Settings,
+    TableEntry,
     filter_kinds,
     stop_tokens,
 )
@@ -18,21 +20,8 @@ from sglang_smc.state.settings import (
 VOCAB = 6
 
 
-def spec(row: int = 1, **changes: object) -> RequestSpec:
-    default = RequestSpec(
-        row=row,
-        seed=100 + row,
-        temperature=1.0,
-        top_k=1 << 30,
-        top_p=1.0,
-        min_p=0.0,
-        max_new_tokens=8,
-        min_new_tokens=0,
-        ignore_eos=False,
-        stop_tokens=frozenset({2}),
-        config=RequestConfig(),
-    )
-    return default._replace(**changes)
+def spec(row: int = 1, **changes: Any) -> TableEntry:
+    return entry(row, **{"stop_tokens": frozenset({2}), **changes})
 
 
 def log_probs_of(
@@ -49,7 +38,7 @@ def log_probs_of(
     return log_probs(legal, rules, filtered=filtered)
 
 
-def settings_of(*specs: RequestSpec) -> Settings:
+def settings_of(*specs: TableEntry) -> Settings:
     table = RequestTable(5, VOCAB, "cpu")
     table.write(list(specs))
     return table.gather(torch.tensor([one.row for one in specs]))

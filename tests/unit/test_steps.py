@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from edit_cases import NEUTRAL
+from table_entries import entry
 
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.request import config_of, request_config
@@ -17,7 +18,7 @@ from sglang_smc.round.decision import Drafts
 from sglang_smc.round.steps import Steps, still_open
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.state.population import Population
-from sglang_smc.state.settings import RequestSpec, RequestTable
+from sglang_smc.state.settings import RequestTable
 
 EOS, VOCAB, LIMIT = 2, 4, 100
 SERVER = SMCConfig(num_particles=3, num_steps=3, evidence_threshold=0.0)
@@ -44,9 +45,12 @@ def groups(*chosen: dict[str, Any]) -> RoundBatch:
     table = RequestTable(1 + len(reqs), VOCAB, "cpu")
     table.write(
         [
-            RequestSpec(
-                *(row, 7, 1.0, VOCAB, 1.0, 0.0, LIMIT, 0, False, frozenset({EOS})),
-                config=config_of(SERVER, req),
+            entry(
+                row,
+                config_of(SERVER, req),
+                top_k=VOCAB,
+                max_new_tokens=LIMIT,
+                stop_tokens=frozenset({EOS}),
             )
             for row, req in enumerate(reqs, start=1)
         ]

@@ -1,0 +1,31 @@
+"""Entries of the request table, by keyword."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from sglang_smc.options.request import RequestConfig
+from sglang_smc.state.settings import TableEntry
+
+PARAMS: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_k": 1 << 30,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "max_new_tokens": 8,
+    "min_new_tokens": 0,
+    "ignore_eos": False,
+}
+
+
+def entry(
+    row: int,
+    config: RequestConfig | None = None,
+    *,
+    seed: int | None = None,
+    stop_tokens: frozenset[int] = frozenset(),
+    **params: Any,
+) -> TableEntry:
+    """A request that asks for nothing but what is given."""
+    asked: Any = SimpleNamespace(**{**PARAMS, **params})
+    own = 100 + row if seed is None else seed
+    return TableEntry(row, own, asked, config or RequestConfig(), stop_tokens)
