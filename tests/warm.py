@@ -23,6 +23,7 @@ import multiprocessing.util
 import os
 import pickle
 import re
+import resource
 import runpy
 import socket
 import subprocess
@@ -46,7 +47,11 @@ MODULES = (
 READ_IN_C = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON")
 #: Set before processes start: logs of a GPU library, and how threads wait, of which there is one.
 OF_NO_CONSEQUENCE = {"CUTE_DSL_LOG_LEVEL", "CUTE_DSL_LOG_TO_CONSOLE", "OMP_WAIT_POLICY"}
-LOW_FDS = 400  # below are those of a starting process, above what libraries opened on import
+_HARD = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+MOST_FDS = 6000 if _HARD == resource.RLIM_INFINITY else min(_HARD, 6000)
+#: Below are files of a starting process, of which engines leave some behind; above those that
+#: libraries opened on import.
+LOW_FDS = MOST_FDS // 2
 LARGEST = 1 << 20
 MOST_KEPT = 2
 PR_SET_CHILD_SUBREAPER = 36
@@ -155,9 +160,16 @@ def install() -> None:
     global _warm
     if os.environ.get(COLD_ENV) == "1" or sys.platform != "linux":
         return
+    _make_room_for_files()
     _warm = Warm()
     multiprocessing.util.spawnv_passfds = _spawn  # type: ignore[assignment]
     _keep_from_killing(_warm)
+
+
+def _make_room_for_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < MOST_FDS:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (MOST_FDS, hard))
 
 
 @contextlib.contextmanager
@@ -345,6 +357,7 @@ _told: list[object] = []  # the environment before and after imports, and the na
 
 
 def _main() -> None:
+    _make_room_for_files()
     channel = socket.socket(fileno=fcntl.fcntl(int(sys.argv[1]), fcntl.F_DUPFD, LOW_FDS))
     os.close(int(sys.argv[1]))
     del sys.path[0]  # the tests' folder
