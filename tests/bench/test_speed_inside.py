@@ -84,18 +84,25 @@ class Worker:
     """A worker whose round is four parts, and half a second between them."""
 
     def __init__(self, clock: Clock) -> None:
-        self.clock, self._steps = clock, Steps(clock)
+        self.clock, self._steps, self._round = clock, Steps(clock), OneRound(clock)
 
-    def _round(self, batch: Any) -> str:
-        self._open()
+    def launch_round(self, batch: Any) -> str:
+        self._round._load_round()
         self._steps.propose()
         self._steps.score()
         self.clock.pass_by(0.5)
         self._steps.decide()
-        self._commit()
+        self._round._commit()
         return f"a round of {len(batch.reqs)}"
 
-    def _open(self) -> None:
+
+class OneRound:
+    """What a round does beside its steps."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def _load_round(self) -> None:
         self.clock.pass_by(2)
 
     def _commit(self) -> None:
@@ -118,7 +125,7 @@ class Scheduler:
             batch = SimpleNamespace(
                 reqs=[0] * size, forward_mode=SimpleNamespace(is_decode=lambda: True)
             )
-            found = self.probe.ran(lambda _, b: self.draft_worker._round(b), self, batch)
+            found = self.probe.ran(lambda _, b: self.draft_worker.launch_round(b), self, batch)
             assert found == f"a round of {size}"
             self.clock.pass_by(0.25)
         self.probe.idle(lambda _: None, self)
