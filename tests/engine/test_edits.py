@@ -181,7 +181,7 @@ def test_openai_clients_penalize_and_bias(serve: Callable[..., Server]) -> None:
     assert text == same
 
 
-@pytest.mark.parametrize("mode", ["smc", "exact"])
+@pytest.mark.parametrize("mode", ["smc", pytest.param("exact", marks=pytest.mark.thorough)])
 def test_late_results_and_retractions_change_nothing(
     serve: Callable[..., Server], stock: dict[str, list[list[int]]], mode: str
 ) -> None:

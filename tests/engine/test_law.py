@@ -141,7 +141,7 @@ def test_mixed_lies_between_exact_and_weighing_alone(running: Any, pair: tuple[s
     distance, tokens = [], []
     for threshold in (0.0, 1.0, 1e9):
         smc = {"mode": "mixed", "num_particles": 4, "evidence_threshold": threshold}
-        outputs, infos = draw(running, 6000, 6, smc=smc, temperature=2.0)
+        outputs, infos = draw(running, 3000, 6, smc=smc, temperature=2.0)
         distance.append(total_variation(outputs, law))
         rounds = sum(info["spec_smc_rounds_ct"] for info in infos)
         tokens.append((sum(map(len, outputs)) - len(outputs)) / rounds)
