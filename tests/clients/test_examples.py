@@ -39,6 +39,7 @@ def test_chat_takes_questions_one_after_another(server: Server) -> None:
     assert len(printed.splitlines()) >= 2
 
 
+@pytest.mark.thorough  # a minute, most of it imports
 def test_offline_answers_in_each_mode_and_tells_how() -> None:
     printed = run("offline.py", SOLVED.question)
     streamed, *modes = printed.split("\n--- ")

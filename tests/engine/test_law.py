@@ -98,9 +98,8 @@ def test_draft_equal_to_target_is_exact_and_never_resamples(
         assert all(abs(info["spec_smc_log_evidence"]) < 1e-4 for info in infos)
 
 
-@pytest.mark.parametrize(
-    "resample_at", ["block", pytest.param("token", marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough  # tests/property/test_round_law.py has the same on the package's own rounds
+@pytest.mark.parametrize("resample_at", ["block", "token"])
 def test_error_falls_with_particles_and_evidence_is_unbiased(
     running: Any, pair: tuple[str, str], resample_at: str
 ) -> None:
