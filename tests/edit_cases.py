@@ -11,6 +11,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.requests.rules import TextRules
 from sglang_smc.requests.state import RequestState
+from sglang_smc.requests.text_rule import BatchTexts
 from sglang_smc.state.population import Population
 
 NEUTRAL: dict[str, Any] = {
@@ -55,13 +56,13 @@ def begin_rules(reqs: list[Any], logits: torch.Tensor) -> torch.Tensor:
     """First tokens' logits ``[G, V]`` as the rules of the requests leave them."""
     rows = logits.clone().view(len(reqs), 1, 1, -1)
     nothing = torch.empty(len(reqs), 1, 0, dtype=torch.int64)
-    of_texts = TextRules.begin(reqs, logits.shape[1], "cpu")
+    of_texts = TextRules.begin(BatchTexts(reqs, None, logits.shape[1], "cpu"))
     return of_texts.apply(rows, nothing, 0)[0].view_as(logits)
 
 
 def rules_of(reqs: list[Any], population: Population | None, vocab_size: int) -> TextRules:
     """The rules of a round of begun requests."""
-    return TextRules.of(reqs, population, vocab_size, "cpu")
+    return TextRules.of(BatchTexts(reqs, population, vocab_size, "cpu"))
 
 
 def stock_edit(logits: torch.Tensor, output_ids: list[int], params: dict[str, Any]) -> torch.Tensor:

@@ -24,6 +24,7 @@ from sglang_smc.options.server import SMCConfig
 from sglang_smc.requests import rules
 from sglang_smc.requests.rules import TextRules
 from sglang_smc.requests.state import RequestState, RequestStates, has_open_token
+from sglang_smc.requests.text_rule import BatchTexts
 from sglang_smc.round.round import Round
 from sglang_smc.round.steps import Steps
 from sglang_smc.round.tables import Tables
@@ -317,7 +318,7 @@ class ToyWorker:
         """Log-probabilities of first tokens ``[G, V]``, and what they weigh ``[G]``."""
         logits = self.target.language.after(()).expand(len(reqs), -1)
         nothing = torch.empty(len(reqs), 1, 0, dtype=torch.int64)  # [G, N, J]
-        of_texts = TextRules.begin(reqs, self.vocab_size, self.device)  # type: ignore[arg-type]
+        of_texts = TextRules.begin(BatchTexts(reqs, None, self.vocab_size, self.device))  # type: ignore[arg-type]
         edited, allowed = of_texts.apply(logits.clone().view(len(reqs), 1, 1, -1), nothing, 0)
         law, log_sum = TokenDistribution.of(
             edited.squeeze(2),

@@ -19,13 +19,11 @@ from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
 
 from sglang_smc.requests.failures import end_request
 from sglang_smc.requests.state import settled_ids, state_of, tails_of
-from sglang_smc.requests.text_rule import TextRule
+from sglang_smc.requests.text_rule import BatchTexts, TextRule
 from sglang_smc.smc.masking import unpack
 from sglang_smc.state.population import Population
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from sglang.srt.managers.schedule_batch import Req
 
 WORD = 32  # bits of a mask's words
@@ -95,13 +93,8 @@ class Grammar(TextRule):
 
     needs_host = True
 
-    def __init__(
-        self,
-        reqs: "Sequence[Req]",
-        population: Population | None,
-        vocab_size: int,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, texts: BatchTexts) -> None:
+        reqs, population, vocab_size, device = texts
         self._reqs, self._vocab_size, self._device = reqs, vocab_size, device
         num_words = -(-vocab_size // WORD)
         self._anything = torch.full((1, num_words), -1, dtype=torch.int32)
@@ -116,15 +109,9 @@ class Grammar(TextRule):
         return req.grammar is not None
 
     @classmethod
-    def of(
-        cls,
-        reqs: "list[Req]",
-        population: Population | None,
-        vocab_size: int,
-        device: torch.device | str,
-    ) -> "Grammar":
+    def of(cls, texts: BatchTexts) -> "Grammar":
         """See `TextRule.of`."""
-        return cls(reqs, population, vocab_size, device)
+        return cls(texts)
 
     def allowed(self, chains: torch.Tensor, first: int) -> torch.Tensor:
         """See `TextRule.allowed`."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from sglang_smc.requests.state import settled_ids, state_of
-from sglang_smc.requests.text_rule import TextRule
+from sglang_smc.requests.text_rule import BatchTexts, TextRule
 from sglang_smc.state.population import Population
 
 if TYPE_CHECKING:
@@ -69,16 +69,10 @@ class Penalties(TextRule):
         state_of(req).kept[cls] = counts
 
     @classmethod
-    def of(
-        cls,
-        reqs: "list[Req]",
-        population: Population | None,
-        vocab_size: int,
-        device: torch.device | str,
-    ) -> "Penalties":
+    def of(cls, texts: BatchTexts) -> "Penalties":
         """See `TextRule.of`."""
-        chosen = [group for group, req in enumerate(reqs) if cls.applies(req)]
-        own = [reqs[group] for group in chosen]
+        chosen, population = _places_of(cls, texts), texts.population
+        own = [texts.reqs[group] for group in chosen]
         emitted = _emitted(own)  # [P, V]
         places = _on(emitted.device, chosen)
         rates = _on(emitted.device, [_rates(req) for req in own]).float()
@@ -146,22 +140,21 @@ class Bias(TextRule):
         state_of(req).kept[cls] = biases
 
     @classmethod
-    def of(
-        cls,
-        reqs: "list[Req]",
-        population: Population | None,
-        vocab_size: int,
-        device: torch.device | str,
-    ) -> "Bias":
+    def of(cls, texts: BatchTexts) -> "Bias":
         """See `TextRule.of`."""
-        chosen = [group for group, req in enumerate(reqs) if cls.applies(req)]
-        values = torch.stack([state_of(reqs[group]).kept[cls] for group in chosen])
+        chosen = _places_of(cls, texts)
+        values = torch.stack([state_of(texts.reqs[group]).kept[cls] for group in chosen])
         return cls(_on(values.device, chosen), values)
 
     def edit(self, logits: torch.Tensor, chains: torch.Tensor, first: int) -> torch.Tensor:
         """See `TextRule.edit`."""
         values = self._values.view(-1, 1, 1, logits.shape[3])
         return logits.index_copy_(0, self._places, logits[self._places] + values)
+
+
+def _places_of(rule: type[TextRule], texts: BatchTexts) -> list[int]:
+    """The groups that have a rule."""
+    return [group for group, req in enumerate(texts.reqs) if rule.applies(req)]
 
 
 def _rates(req: "Req") -> tuple[float, float, float]:

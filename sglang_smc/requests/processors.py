@@ -15,7 +15,7 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from sglang_smc.requests.failures import end_request
 from sglang_smc.requests.state import settled_ids, state_of, tails_of
-from sglang_smc.requests.text_rule import TextRule
+from sglang_smc.requests.text_rule import BatchTexts, TextRule
 from sglang_smc.state.population import Population
 
 if TYPE_CHECKING:
@@ -65,17 +65,11 @@ class Processors(TextRule):
             _abort(req, error)
 
     @classmethod
-    def of(
-        cls,
-        reqs: "list[Req]",
-        population: Population | None,
-        vocab_size: int,
-        device: torch.device | str,
-    ) -> "Processors":
+    def of(cls, texts: BatchTexts) -> "Processors":
         """See `TextRule.of`."""
-        chosen = {group: req for group, req in enumerate(reqs) if cls.applies(req)}
+        chosen = {group: req for group, req in enumerate(texts.reqs) if cls.applies(req)}
         return cls(
-            {group: (req, _outputs(req, population, group)) for group, req in chosen.items()}
+            {group: (req, _outputs(req, texts.population, group)) for group, req in chosen.items()}
         )
 
     def edit(self, logits: torch.Tensor, chains: torch.Tensor, first: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from sglang_smc.requests.penalties import Bias, Penalties
 from sglang_smc.requests.processors import Processors
 from sglang_smc.requests.state import state_of
 from sglang_smc.requests.stopping import StopTexts
-from sglang_smc.requests.text_rule import TextRule
+from sglang_smc.requests.text_rule import BatchTexts, TextRule
 from sglang_smc.state.population import Population
 
 if TYPE_CHECKING:
@@ -48,16 +48,10 @@ class TextRules:
         self._rules = rules
 
     @classmethod
-    def of(
-        cls,
-        reqs: "list[Req]",
-        population: Population | None,
-        vocab_size: int,
-        device: torch.device | str,
-    ) -> "TextRules":
-        """The rules of a round or a prefill; arguments as for `TextRule.of`."""
-        chosen = (rule for rule in RULES if any(rule.applies(req) for req in reqs))
-        return cls(tuple(rule.of(reqs, population, vocab_size, device) for rule in chosen))
+    def of(cls, texts: BatchTexts) -> "TextRules":
+        """The rules of a round or a prefill."""
+        chosen = (rule for rule in RULES if any(map(rule.applies, texts.reqs)))
+        return cls(tuple(rule.of(texts) for rule in chosen))
 
     @property
     def is_empty(self) -> bool:
@@ -65,12 +59,12 @@ class TextRules:
         return not self._rules
 
     @classmethod
-    def begin(cls, reqs: "list[Req]", vocab_size: int, device: torch.device | str) -> "TextRules":
+    def begin(cls, texts: BatchTexts) -> "TextRules":
         """The rules of a prefill, which note what the requests' rounds will need."""
-        for req in reqs:
+        for req in texts.reqs:
             for rule in rules_of_request(req):
-                rule.begin(req, vocab_size, device)
-        return cls.of(reqs, None, vocab_size, device)
+                rule.begin(req, texts.vocab_size, texts.device)
+        return cls.of(texts)
 
     def apply(
         self, logits: torch.Tensor, chains: torch.Tensor, first: int

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from sglang_smc.requests.state import settled_ids, tails_of
-from sglang_smc.requests.text_rule import TextRule
+from sglang_smc.requests.text_rule import BatchTexts, TextRule
 from sglang_smc.state.population import Population
 
 if TYPE_CHECKING:
@@ -36,15 +36,9 @@ class StopTexts(TextRule):
         return bool(req.sampling_params.stop_strs or req.sampling_params.stop_regex_strs)
 
     @classmethod
-    def of(
-        cls,
-        reqs: "list[Req]",
-        population: Population | None,
-        vocab_size: int,
-        device: torch.device | str,
-    ) -> "StopTexts":
+    def of(cls, texts: BatchTexts) -> "StopTexts":
         """See `TextRule.of`."""
-        return cls({group: req for group, req in enumerate(reqs) if cls.applies(req)})
+        return cls({group: req for group, req in enumerate(texts.reqs) if cls.applies(req)})
 
     def ends(
         self, ends: torch.Tensor, tokens: torch.Tensor, population: Population | None

@@ -4,7 +4,8 @@ Penalties, biases, custom processors, structured output and stop texts are such 
 file of its own. `rules` lists them and joins them; nothing else in this package names one.
 """
 
-from typing import TYPE_CHECKING, ClassVar
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
@@ -14,7 +15,16 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 
-class TextRule:
+class BatchTexts(NamedTuple):
+    """The texts that a round starts from, or a prefill."""
+
+    reqs: "list[Req]"
+    population: Population | None  # their particles; None: what the requests have emitted
+    vocab_size: int  # V, of the logits
+    device: torch.device | str  # of the logits
+
+
+class TextRule(ABC):
     """One rule over the texts of a batch, made for one round or for one prefill.
 
     Each particle has a text of its own, so every row of logits is treated by the text that it
@@ -28,31 +38,18 @@ class TextRule:
     """Whether it reads texts on the host, so that its rounds wait for the round before."""
 
     @classmethod
+    @abstractmethod
     def applies(cls, req: "Req") -> bool:
         """Whether a request has this rule."""
-        raise NotImplementedError
 
     @classmethod
     def begin(cls, req: "Req", vocab_size: int, device: torch.device | str) -> None:
         """Note what rounds will need of a request that has this rule, as it is prefilled."""
 
     @classmethod
-    def of(
-        cls,
-        reqs: "list[Req]",
-        population: Population | None,
-        vocab_size: int,
-        device: torch.device | str,
-    ) -> "TextRule":
-        """The rule for a round that starts from ``population``, or for a prefill, which has none.
-
-        Args:
-            reqs: the batch; at least one has this rule.
-            population: their particles; None: the texts are what requests have emitted.
-            vocab_size: V, of the logits.
-            device: of the logits.
-        """
-        raise NotImplementedError
+    @abstractmethod
+    def of(cls, texts: BatchTexts) -> "TextRule":
+        """The rule for one round or prefill; at least one of its requests has it."""
 
     def edit(self, logits: torch.Tensor, chains: torch.Tensor, first: int) -> torch.Tensor:
         """Change logits of either model, before temperature and filters.

@@ -11,6 +11,7 @@ from sglang_smc.options.budget import Budget
 from sglang_smc.requests.failures import failure_of_first, mark_first
 from sglang_smc.requests.rules import TextRules
 from sglang_smc.requests.state import RequestStates, has_open_token, state_of
+from sglang_smc.requests.text_rule import BatchTexts
 from sglang_smc.round.draft_input import SMCDraftInput, as_eagle
 from sglang_smc.round.tables import Tables
 from sglang_smc.smc.distribution import TokenDistribution, sample
@@ -100,7 +101,7 @@ class Prefill:
         settings = tables.requests.gather(rows)
         if budget is not None:
             settings = settings.bounded(*_sizes(reqs, device))
-        rules = TextRules.begin(reqs, logits.shape[1], device)
+        rules = TextRules.begin(BatchTexts(reqs, None, logits.shape[1], device))
         edited, allowed = _by_rules(rules, logits)
         last, kinds = edited.unsqueeze(1), filter_kinds(reqs)  # [G, 1, V]
         if kinds.early:

@@ -11,6 +11,7 @@ import torch
 
 from sglang_smc.ops.interface import Ops
 from sglang_smc.requests.rules import TextRules
+from sglang_smc.requests.text_rule import BatchTexts
 from sglang_smc.round.batch import RoundBatch, RoundInputs, RoundShape
 from sglang_smc.round.decision import Decision
 from sglang_smc.round.result import Outcome, Particles
@@ -94,7 +95,8 @@ class Round:
         settings = settings._replace(seeds=seeds)
         rules = NO_RULES
         if shape.has_rules:
-            rules = TextRules.of(list(reqs), before, tables.requests.vocab_size, rows.device)
+            vocab_size = tables.requests.vocab_size
+            rules = TextRules.of(BatchTexts(list(reqs), before, vocab_size, rows.device))
         batch = RoundBatch(
             reqs=list(reqs),
             shape=shape,

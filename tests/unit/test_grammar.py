@@ -13,6 +13,7 @@ from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo
 
 from sglang_smc.requests.grammar import Grammar, forked
 from sglang_smc.requests.open_token import OpenToken
+from sglang_smc.requests.text_rule import BatchTexts
 from sglang_smc.state.population import Population
 
 A, B, C, EOS, VOCAB = 0, 1, 2, 3, 40  # the vocabulary of the logits is larger than that
@@ -60,7 +61,7 @@ def legal(mask: torch.Tensor) -> list[int]:
 
 
 def masks(req: Any, of: Population | None) -> Grammar:
-    return Grammar([req], of, VOCAB, "cpu")
+    return Grammar(BatchTexts([req], of, VOCAB, "cpu"))
 
 
 def along(of: Grammar, chains: torch.Tensor) -> torch.Tensor:
@@ -145,7 +146,7 @@ def test_thinking_is_free_until_its_end() -> None:
 def test_only_requests_with_a_grammar_are_masked() -> None:
     plain, bound = request(None), request(grammar_of("a"))
     assert [Grammar.applies(req) for req in (plain, bound)] == [False, True]
-    both = Grammar([plain, bound], None, VOCAB, "cpu")
+    both = Grammar(BatchTexts([plain, bound], None, VOCAB, "cpu"))
     nothing = torch.empty(2, 1, 0, dtype=torch.int64)
     assert [legal(mask[0, 0]) for mask in both.allowed(nothing, 0)] == [EVERYTHING, [A]]
 

@@ -9,6 +9,7 @@ from populations import population_of
 
 from sglang_smc.requests.open_token import OpenToken
 from sglang_smc.requests.stopping import StopTexts, first_match
+from sglang_smc.requests.text_rule import BatchTexts
 from sglang_smc.state.population import Population
 
 
@@ -27,7 +28,7 @@ class Letters:
 def mark_stop_texts(
     ends: torch.Tensor, reqs: list[Any], tokens: torch.Tensor, population: Population | None = None
 ) -> torch.Tensor:
-    return StopTexts.of(reqs, population, 8, "cpu").ends(ends, tokens, population)
+    return StopTexts.of(BatchTexts(reqs, population, 8, "cpu")).ends(ends, tokens, population)
 
 
 A, B, C, ST, OP, STOP, SPACE, SEVEN = range(8)
