@@ -105,6 +105,11 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     @property
+    def round_sizes(self) -> tuple[int, int, bool]:
+        """What a round is told where the server adapts: N, K, and whether it verifies alone."""
+        return self.num_particles, self.num_steps, self.is_exact
+
+    @property
     def tokens_of_round(self) -> int:
         """Tokens that the target reads for one request in a round: N (K + 1)."""
         return self.num_particles * (self.num_steps + 1)

@@ -58,45 +58,35 @@ class RoundShape(NamedTuple):
 
 
 class RoundInputs(NamedTuple):
-    """What a round is told of its requests, each ``[G]`` int64; the rest stands in tables."""
+    """What a round is told of its requests, int64; the rest stands in tables."""
 
-    rows: torch.Tensor  # in req_to_token_pool
-    committed: torch.Tensor  # KV slots of the emitted text
-    allocated: torch.Tensor  # KV slots owned
-    # Where the server adapts: what is left of what each request asked for.
-    num_particles: torch.Tensor
-    num_steps: torch.Tensor
-    is_exact: torch.Tensor  # 1 where its one particle is verified
+    rows: torch.Tensor  # [G] in req_to_token_pool
+    committed: torch.Tensor  # [G] KV slots of the emitted text
+    known: torch.Tensor  # [4, G] by the host: KV slots owned, and `SMCConfig.round_sizes`
 
     @classmethod
     def of(cls, batch: "ScheduleBatch", device: str) -> "RoundInputs":
         """The inputs of a batch that SGLang has prepared; one copy to the device."""
-        known = [_known(state_of(req)) for req in batch.reqs]
-        columns = torch.tensor(known).to(device, non_blocking=True).unbind(1)
-        return cls(batch.req_pool_indices, batch.seq_lens.long(), *columns)
-
-
-def _known(state: RequestState) -> tuple[int, int, int, bool]:
-    now = state.now
-    return state.arena[1], now.num_particles, now.num_steps, now.is_exact
-
-
-class Padding(NamedTuple):
-    """`RoundInputs` of SGLang's padding row, whose particles have all ended."""
-
-    rows: int
-    committed: int
-    allocated: int
-    num_particles: int
-    num_steps: int
-    is_exact: int
+        states = [state_of(req) for req in batch.reqs]
+        known = torch.tensor([(state.arena[1], *state.now.round_sizes) for state in states])
+        return cls(
+            batch.req_pool_indices,
+            batch.seq_lens.long(),
+            known.t().contiguous().to(device, non_blocking=True),
+        )
 
     @classmethod
-    def of(cls, config: SMCConfig, budget: Budget | None) -> "Padding":
-        """A row by the server's settings, whose text ends where slot 0 is there to be read."""
-        now = apply_budget(config, budget)
-        sizes = now.num_particles, now.num_steps, int(now.is_exact)
-        return cls(0, 1, 1, *sizes)
+    def of_padding(
+        cls, config: SMCConfig, budget: Budget | None, size: int, device: str
+    ) -> "RoundInputs":
+        """The inputs of ``size`` groups on SGLang's padding row, whose particles have all ended.
+
+        Its text ends where its first slot, 0, is there to be read.
+        """
+        rows = torch.zeros(size, dtype=torch.int64, device=device)
+        known = [1, *map(int, apply_budget(config, budget).round_sizes)]
+        columns = torch.tensor(known, device=device).unsqueeze(1).repeat(1, size)
+        return cls(rows, rows + 1, columns)
 
 
 class RoundBatch(NamedTuple):

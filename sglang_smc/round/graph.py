@@ -11,6 +11,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from tqdm import tqdm
 
 from sglang_smc.options.budget import Budget, budgets
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.round.batch import Padding, RoundInputs, RoundShape, shape_of_server
+from sglang_smc.round.batch import RoundInputs, RoundShape, shape_of_server
 from sglang_smc.round.result import Outcome
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ Record = Callable[[Callable[[], Outcome]], tuple[Outcome, Replay]]
 
 
 class _Recorded(NamedTuple):
-    inputs: RoundInputs  # [B] what the recording reads
+    inputs: RoundInputs  # of B groups: what the recording reads
+    padding: RoundInputs  # of as many groups that play on the padding row
     outcome: Outcome  # [B, ...] what it writes
     replay: Replay
 
@@ -44,9 +46,8 @@ class RoundGraphs:
     Args:
         play: the round, of as many groups as the inputs have.
         shape: sizes and kinds that the recordings are made for.
-        padding: inputs of a group that plays on the padding row, as numbers.
+        padding: inputs of so many groups that play on the padding row.
         sizes: numbers of groups to record.
-        device: of all tensors.
         record: how to record: `cuda_recorder`, or something that runs anywhere.
     """
 
@@ -54,25 +55,23 @@ class RoundGraphs:
         self,
         play: Play,
         shape: RoundShape,
-        padding: Padding,
+        padding: Callable[[int], RoundInputs],
         sizes: Sequence[int],
-        device: str,
         record: Record,
     ) -> None:
         self._play = play
         self._shape = shape
         self._padding = padding
         self._sizes = sorted(set(sizes))
-        self._device = device
         self._record = record
         self._recorded: dict[int, _Recorded] = {}
 
     def capture(self) -> None:
         """Record all sizes, the largest first, so that smaller ones reuse its memory."""
         for size in tqdm(self._sizes[::-1], desc="Capturing SMC rounds", unit="graph"):
-            inputs = RoundInputs(*(self._column(size, value) for value in self._padding))
+            inputs, padding = self._padding(size), self._padding(size)
             outcome, replay = self._record(lambda inputs=inputs: self._play(inputs, self._shape))
-            self._recorded[size] = _Recorded(inputs, outcome, replay)
+            self._recorded[size] = _Recorded(inputs, padding, outcome, replay)
 
     def replay_padding(self, size: int) -> None:
         """A round of ``size`` groups that play on the padding row, as all do until a replay."""
@@ -91,14 +90,11 @@ class RoundGraphs:
         """The round's outcome for inputs ``[G]``, in tensors that the next replay leaves alone."""
         size = len(inputs.rows)
         recorded = self._recorded[self._sizes[bisect_left(self._sizes, size)]]
-        for column, values, padding in zip(recorded.inputs, inputs, self._padding, strict=True):
-            column[:size] = values
-            column[size:] = padding
+        for column, values, padding in zip(recorded.inputs, inputs, recorded.padding, strict=True):
+            column[..., :size] = values
+            column[..., size:] = padding[..., size:]
         recorded.replay()
         return recorded.outcome.first(size)
-
-    def _column(self, size: int, value: int) -> torch.Tensor:
-        return torch.full((size,), value, dtype=torch.int64, device=self._device)
 
 
 Graphs = dict[Budget | None, RoundGraphs]
@@ -115,8 +111,9 @@ def capture_all(
     top = Budget(config.num_particles, config.num_steps)
     found: Graphs = {}
     for budget in budgets(top) if config.adaptive else (None,):
-        shape, padding = shape_of_server(config, budget), Padding.of(config, budget)
-        found[budget] = RoundGraphs(play, shape, padding, sizes, device, record)
+        shape = shape_of_server(config, budget)
+        padding = partial(RoundInputs.of_padding, config, budget, device=device)
+        found[budget] = RoundGraphs(play, shape, padding, sizes, record)
         found[budget].capture()
     return found
 

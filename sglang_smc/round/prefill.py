@@ -100,7 +100,8 @@ class Prefill:
         carried = _on(device, [start.counters for start in starts]).double()
         settings = tables.requests.gather(rows)
         if budget is not None:
-            settings = settings.bounded(*_sizes(reqs, device))
+            sizes = [state_of(req).now.round_sizes for req in reqs]
+            settings = settings.bounded(*_on(device, sizes).unbind(1))
         rules = TextRules.begin(BatchTexts(reqs, None, logits.shape[1], device))
         edited, allowed = _by_rules(rules, logits)
         last, kinds = edited.unsqueeze(1), filter_kinds(reqs)  # [G, 1, V]
@@ -184,13 +185,6 @@ def _by_rules(rules: TextRules, logits: torch.Tensor) -> tuple[torch.Tensor, tor
     nothing = torch.empty(len(logits), 1, 0, dtype=torch.int64, device=logits.device)  # [G, N, J]
     edited, allowed = rules.apply(rows, nothing, 0)
     return edited.view_as(logits), None if allowed is None else allowed.squeeze(2)
-
-
-def _sizes(reqs: "list[Req]", device: torch.device) -> tuple[torch.Tensor, ...]:
-    """N, K and whether it verifies alone, of each request as it begins: ``[G]`` int64."""
-    now = [state_of(req).now for req in reqs]
-    known = [(one.num_particles, one.num_steps, one.is_exact) for one in now]
-    return _on(device, known).unbind(1)
 
 
 def _on(device: torch.device, values: list) -> torch.Tensor:

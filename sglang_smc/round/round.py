@@ -84,12 +84,13 @@ class Round:
         starts, last_two = before.output_lengths, before.last_two
         furthest = starts.amax(1, keepdim=True)  # [G, 1]
         if shape.logprobs.own:
-            sizes = shape.num_particles, shape.max_tail
-            carried = tables.logprobs.gather(rows, *sizes, shape.logprobs)
+            widest = shape.num_particles, shape.max_tail
+            carried = tables.logprobs.gather(rows, *widest, shape.logprobs)
             before = before._replace(logprobs=carried)
         settings = tables.requests.gather(rows)
+        allocated, *sizes = inputs.known.unbind()
         if shape.budget is not None:
-            settings = settings.bounded(inputs.num_particles, inputs.num_steps, inputs.is_exact)
+            settings = settings.bounded(*sizes)
         p_rules, q_rules = settings.sampling_rules(), settings.sampling_rules(draft=True)
         seeds = self._ops.round_seeds(settings.seeds, furthest.squeeze(1))
         settings = settings._replace(seeds=seeds)
@@ -102,7 +103,7 @@ class Round:
             shape=shape,
             rows=rows,
             committed=inputs.committed,
-            allocated=inputs.allocated,
+            allocated=allocated,
             starts=starts,
             furthest=furthest.expand_as(starts),
             last_two=last_two,

@@ -64,7 +64,7 @@ def test_the_device_runs_with_what_the_host_has_bounded(budget: Budget | None) -
     reqs = [SimpleNamespace(smc_state=state) for state in states]
     batch: Any = SimpleNamespace(reqs=reqs, req_pool_indices=rows, seq_lens=rows)
     inputs = RoundInputs.of(batch, "cpu")
-    found = table.gather(rows).bounded(inputs.num_particles, inputs.num_steps, inputs.is_exact)
+    found = table.gather(rows).bounded(*inputs.known[1:])
     expected = [apply_budget(config, budget) for config in ASKED]
     assert found.num_particles.tolist() == [config.num_particles for config in expected]
     assert found.num_steps.tolist() == [config.num_steps for config in expected]
