@@ -28,7 +28,7 @@ from sglang_smc.ops.interface import Ops
 from sglang_smc.requests.failures import failure_of_round
 from sglang_smc.requests.state import state_of
 from sglang_smc.round.batch import RoundBatch
-from sglang_smc.round.decision import Decision, Drafts, by_method, choose, no_drafts
+from sglang_smc.round.decision import Decision, Drafts, no_drafts
 from sglang_smc.round.verification import verify
 from sglang_smc.smc import resizing, rounds
 from sglang_smc.smc.distribution import TokenDistribution
@@ -95,7 +95,7 @@ class Steps:
     def resize(self, batch: RoundBatch, population: Population) -> Population:
         """Give groups the particles that they run with from now on, if those are more or fewer."""
         methods = sorted({state_of(req).config.resampling_method for req in batch.reqs})
-        step = by_method(
+        step = rounds.by_method(
             batch.settings.scheme,
             methods,
             partial(
@@ -226,7 +226,7 @@ class Steps:
         verified = verify(batch, population, drafts, p, self.ops)
         if not shape.weighs:
             return verified
-        return choose(weighs, self.weigh(batch, population, drafts, p), verified)
+        return rounds.choose(weighs, self.weigh(batch, population, drafts, p), verified)
 
     def weigh(
         self, batch: RoundBatch, population: Population, drafts: Drafts, p: TokenDistribution
@@ -235,7 +235,7 @@ class Steps:
         # The last column has no drafted token to score: any will do.
         tokens = torch.nn.functional.pad(drafts.tokens, (0, 1))  # [G, N, K + 1]
         log_p = p.score(self.ops, tokens)
-        settings, methods = batch.settings, batch.shape.methods
+        settings = batch.settings
         numbers = partial(self.ops.uniforms, settings.seeds, batch.furthest)
         own = self.ops.reweight_and_resample  # kernels want a column to work on
         step = partial(
@@ -255,9 +255,7 @@ class Steps:
             numbers(Purpose.KEEP)[:, 0],
             numbers(Purpose.RESAMPLE),
         )
-        alike = len(methods) == 1
-        found = step(methods[0]) if alike else by_method(settings.scheme, methods, step)
-        cut, num_kept, resampled = found
+        cut, num_kept, resampled = rounds.by_method(settings.scheme, batch.shape.methods, step)
         group = torch.arange(len(batch.rows), device=tokens.device).unsqueeze(1)
         chain = group * tokens.shape[1] + resampled.ancestors  # [G, N]
         row = chain * tokens.shape[2] + cut.num_columns.unsqueeze(1)

@@ -16,13 +16,17 @@ the group keeps, and whether it is resampled there. Glossary:
 A particle that is not present has weight zero and is left as it is.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeVar
 
 import torch
 
+from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.evidence import covered_columns
 from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.smc.weights import Weights, accumulate, effective_sample_size
+
+Chosen = TypeVar("Chosen")
 
 
 class WeightRules(NamedTuple):
@@ -185,6 +189,32 @@ def collapse(
 def draw(shares: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """One particle of each group by its share of the weight: ``[G, N]``, ``[G]`` to ``[G]``."""
     return SCHEMES["multinomial"](shares, uniforms.unsqueeze(1), None).squeeze(1)
+
+
+def by_method(
+    scheme: torch.Tensor, methods: Iterable[str], step: Callable[[str], Chosen]
+) -> Chosen:
+    """A resampling step of each group by its own method: ``scheme`` ``[G]``, in ``methods``."""
+    first, *others = methods
+    found = step(first)
+    for method in others:
+        mine = scheme == list(SCHEMES).index(method)
+        found = choose(mine, step(method), found)
+    return found
+
+
+def choose(where: torch.Tensor, yes: Chosen, no: Chosen) -> Chosen:
+    """``yes`` for the groups ``where`` ``[G]`` bool, ``no`` for the others.
+
+    Both are a tensor ``[G, ...]``, a distribution, or a named tuple of such.
+    """
+    if isinstance(yes, torch.Tensor) and isinstance(no, torch.Tensor):
+        return torch.where(where.view(-1, *(1,) * (yes.dim() - 1)), yes, no)
+    if isinstance(yes, TokenDistribution) and isinstance(no, TokenDistribution):
+        return yes.where(where, no)
+    assert isinstance(yes, tuple) and isinstance(no, tuple)
+    fields = [choose(where, a, b) for a, b in zip(yes, no, strict=True)]
+    return yes._make(fields)  # pyright: ignore -- of a named tuple
 
 
 def column_of(running: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
