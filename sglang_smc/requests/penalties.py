@@ -5,13 +5,14 @@ that is a particle's own output: what its request has emitted, its tail, and wha
 this round. Unlike SGLang's, the counts survive a retraction.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from sglang_smc.requests.state import settled_ids, state_of
 from sglang_smc.requests.text_rule import BatchTexts, TextRule
 from sglang_smc.state.population import Population
+from sglang_smc.state.transfer import on_device
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -63,7 +64,7 @@ class Penalties(TextRule):
     @classmethod
     def begin(cls, req: "Req", vocab_size: int, device: torch.device | str) -> None:
         """Count what the request has emitted, but for its last token: ``[V]`` float32."""
-        ids = _on(device, settled_ids(req)).long()
+        ids = on_device(device, settled_ids(req)).long()
         nothing = torch.zeros(vocab_size, device=device)
         counts = nothing.index_add(0, ids, torch.ones_like(ids, dtype=torch.float32))
         state_of(req).kept[cls] = counts
@@ -74,8 +75,8 @@ class Penalties(TextRule):
         chosen, population = _places_of(cls, texts), texts.population
         own = [texts.reqs[group] for group in chosen]
         emitted = _emitted(own)  # [P, V]
-        places = _on(emitted.device, chosen)
-        rates = _on(emitted.device, [_rates(req) for req in own]).float()
+        places = on_device(emitted.device, chosen)
+        rates = on_device(emitted.device, [_rates(req) for req in own]).float()
         counts = emitted.unsqueeze(1)
         if population is not None:
             counts = _with_tails(emitted, _texts(population)[places], population.lengths[places])
@@ -135,8 +136,8 @@ class Bias(TextRule):
         biased = req.sampling_params.logit_bias
         assert biased is not None, "only for requests that it applies to"
         values = {int(token): value for token, value in biased.items()}
-        ids, nothing = _on(device, list(values)), torch.zeros(vocab_size, device=device)
-        biases = nothing.index_copy(0, ids, _on(device, list(values.values())).float())
+        ids, nothing = on_device(device, list(values)), torch.zeros(vocab_size, device=device)
+        biases = nothing.index_copy(0, ids, on_device(device, list(values.values())).float())
         state_of(req).kept[cls] = biases
 
     @classmethod
@@ -144,7 +145,7 @@ class Bias(TextRule):
         """See `TextRule.of`."""
         chosen = _places_of(cls, texts)
         values = torch.stack([state_of(texts.reqs[group]).kept[cls] for group in chosen])
-        return cls(_on(values.device, chosen), values)
+        return cls(on_device(values.device, chosen), values)
 
     def edit(self, logits: torch.Tensor, chains: torch.Tensor, first: int) -> torch.Tensor:
         """See `TextRule.edit`."""
@@ -177,7 +178,3 @@ def _with_tails(emitted: torch.Tensor, texts: torch.Tensor, lengths: torch.Tenso
     place = torch.arange(texts.shape[2], device=texts.device)
     counts = emitted.unsqueeze(1).expand(-1, texts.shape[1], -1)
     return counts.scatter_add(2, texts, (place <= lengths.unsqueeze(2)).to(counts.dtype))
-
-
-def _on(device: torch.device | str, values: list[Any]) -> torch.Tensor:
-    return torch.tensor(values).to(device, non_blocking=True)

@@ -5,7 +5,7 @@ retraction. The particles' texts, weights and slots are on the device.
 """
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -18,7 +18,6 @@ from sglang_smc.options.server import SMCConfig
 from sglang_smc.requests.open_token import OpenToken
 from sglang_smc.smc.randomness import derive_seed
 from sglang_smc.state.counters import META_PREFIX, Counters, meta_info, zero_counters
-from sglang_smc.state.population import Population
 from sglang_smc.state.settings import TableEntry, stop_tokens
 
 if TYPE_CHECKING:
@@ -194,7 +193,20 @@ def settled_ids(req: "Req") -> list[int]:
     return list(req.output_ids[: state.open_token.place if state is not None else None])
 
 
-def tails_of(req: "Req", population: Population, group: int) -> list[list[int]]:
+class Tails(Protocol):
+    """Texts of particles: a `Population`, or what is kept of one."""
+
+    @property
+    def last_emitted(self) -> torch.Tensor: ...  # [G, N]
+
+    @property
+    def tokens(self) -> torch.Tensor: ...  # [G, N, T]
+
+    @property
+    def lengths(self) -> torch.Tensor: ...  # [G, N]
+
+
+def tails_of(req: "Req", population: Tails, group: int) -> list[list[int]]:
     """What each particle of a request has beyond the text that is settled."""
     last_emitted, lengths = (
         population.last_emitted[group].tolist(),

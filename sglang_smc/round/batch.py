@@ -13,6 +13,7 @@ from sglang_smc.requests.state import RequestState, state_of
 from sglang_smc.smc.distribution import FilterKinds, SamplingRules
 from sglang_smc.state.settings import Settings, filter_kinds
 from sglang_smc.state.tail_logprobs import NO_LOGPROBS, LogprobWidths
+from sglang_smc.state.transfer import on_device
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -68,12 +69,9 @@ class RoundInputs(NamedTuple):
     def of(cls, batch: "ScheduleBatch", device: str) -> "RoundInputs":
         """The inputs of a batch that SGLang has prepared; one copy to the device."""
         states = [state_of(req) for req in batch.reqs]
-        known = torch.tensor([(state.arena[1], *state.now.round_sizes) for state in states])
-        return cls(
-            batch.req_pool_indices,
-            batch.seq_lens.long(),
-            known.t().contiguous().to(device, non_blocking=True),
-        )
+        known = [(state.arena[1], *state.now.round_sizes) for state in states]
+        columns = list(zip(*known, strict=True))
+        return cls(batch.req_pool_indices, batch.seq_lens.long(), on_device(device, columns))
 
     @classmethod
     def of_padding(

@@ -19,6 +19,7 @@ from sglang_smc.smc.randomness import Purpose, uniforms
 from sglang_smc.smc.stratify import stratified
 from sglang_smc.state.logprobs import logprob_distribution
 from sglang_smc.state.settings import Settings, filter_kinds
+from sglang_smc.state.transfer import on_device
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -96,12 +97,12 @@ class Prefill:
         device = logits.device
         starts = self._states.begin(reqs, budget)
         tables.requests.write([start.entry for start in starts])
-        num_emitted = _on(device, [start.num_emitted for start in starts])  # [G]
-        carried = _on(device, [start.counters for start in starts]).double()
+        num_emitted = on_device(device, [start.num_emitted for start in starts])  # [G]
+        carried = on_device(device, [start.counters for start in starts]).double()
         settings = tables.requests.gather(rows)
         if budget is not None:
             sizes = [state_of(req).now.round_sizes for req in reqs]
-            settings = settings.bounded(*_on(device, sizes).unbind(1))
+            settings = settings.bounded(*on_device(device, sizes).unbind(1))
         rules = TextRules.begin(BatchTexts(reqs, None, logits.shape[1], device))
         edited, allowed = _by_rules(rules, logits)
         last, kinds = edited.unsqueeze(1), filter_kinds(reqs)  # [G, 1, V]
@@ -150,7 +151,7 @@ class Prefill:
         if not any(has_open_token(req) for req in reqs):
             return shared, torch.zeros_like(shared, dtype=torch.bool)
         own = self._own_tokens(settings, log_p, num_emitted)
-        is_open = _on(log_p.device, [[has_open_token(req)] for req in reqs])
+        is_open = on_device(log_p.device, [[has_open_token(req)] for req in reqs])
         tokens = torch.where(is_open, own, shared)
         lengths = (num_emitted + 1).unsqueeze(1).expand_as(tokens)
         ends = settings.ends(tokens, lengths).unsqueeze(2)
@@ -185,7 +186,3 @@ def _by_rules(rules: TextRules, logits: torch.Tensor) -> tuple[torch.Tensor, tor
     nothing = torch.empty(len(logits), 1, 0, dtype=torch.int64, device=logits.device)  # [G, N, J]
     edited, allowed = rules.apply(rows, nothing, 0)
     return edited.view_as(logits), None if allowed is None else allowed.squeeze(2)
-
-
-def _on(device: torch.device, values: list) -> torch.Tensor:
-    return torch.tensor(values).to(device, non_blocking=True)

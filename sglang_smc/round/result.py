@@ -14,7 +14,7 @@ from sglang_smc.options.policy import Policy
 from sglang_smc.requests import rules
 from sglang_smc.requests.failures import end_failed
 from sglang_smc.requests.logprob_books import deliver
-from sglang_smc.requests.state import as_particle, has_open_token, settled_ids, state_of
+from sglang_smc.requests.state import as_particle, has_open_token, settled_ids, state_of, tails_of
 from sglang_smc.round.draft_input import SMCDraftInput, as_eagle
 from sglang_smc.smc.weights import normalized
 from sglang_smc.state.counters import gained
@@ -52,21 +52,17 @@ class Particles(NamedTuple):
         """One request's particles for `meta_info`; None while some have not ended."""
         if not self.finished[group]:
             return None
-        shared, is_open = settled_ids(req), has_open_token(req)
+        shared = settled_ids(req)
         rows = zip(
-            self.last_emitted[group].tolist(),
-            self.tokens[group].tolist(),
-            self.lengths[group].tolist(),
+            tails_of(req, self, group),
             normalized(self.log_weights[group]).tolist(),
             self.log_weights[group].tolist(),
             self.present[group].tolist(),
             strict=True,
         )
         return [
-            as_particle(
-                [*shared, *([last_emitted] if is_open else []), *tail[:length]], weight, log_weight
-            )
-            for last_emitted, tail, length, weight, log_weight, present in rows
+            as_particle([*shared, *tail], weight, log_weight)
+            for tail, weight, log_weight, present in rows
             if present
         ]
 

@@ -13,6 +13,7 @@ import torch
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.smc.distribution import FilterKinds, SamplingRules
 from sglang_smc.smc.resampling import SCHEMES
+from sglang_smc.state.transfer import on_device
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -142,19 +143,19 @@ class RequestTable:
 
     def write(self, entries: list[TableEntry]) -> None:
         """Store the settings of new requests."""
-        rows = self._column([entry.row for entry in entries])
+        rows = on_device(self._device, [entry.row for entry in entries])
         values = [_values(entry) for entry in entries]
         for dtype, names in _COLUMNS.items():
-            columns = [self._column([value[name] for value in values]).to(dtype) for name in names]
+            columns = [
+                on_device(self._device, [value[name] for value in values]).to(dtype)
+                for name in names
+            ]
             self._tables[dtype][:, rows] = torch.stack(columns)
         self._stop_mask[rows] = False
         pairs = [(entry.row, token) for entry in entries for token in sorted(entry.stop_tokens)]
         if pairs:
-            stop_rows, tokens = self._column(pairs).unbind(1)
+            stop_rows, tokens = on_device(self._device, pairs).unbind(1)
             self._stop_mask[stop_rows, tokens] = True
-
-    def _column(self, values: list[Any]) -> torch.Tensor:
-        return torch.tensor(values).to(self._device, non_blocking=True)
 
 
 def _values(entry: TableEntry) -> dict[str, Any]:

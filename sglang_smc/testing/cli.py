@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang_smc.plan.cli import positive
 from sglang_smc.testing import checks, connection, draft_checks, report
 from sglang_smc.testing.connection import Pair
 from sglang_smc.testing.prompts import PROMPTS, read_prompts
@@ -56,9 +57,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--draft", help="the same")
     result.add_argument("--device", help="of these engines; default: what SGLang finds")
     result.add_argument("--dtype", default="auto", help="likewise; default auto")
-    result.add_argument("--tp-size", type=_positive, default=1, help="likewise; default 1")
-    result.add_argument("--num-particles", type=_positive, default=8, help="likewise; default 8")
-    result.add_argument("--num-steps", type=_positive, default=8, help="likewise; default 8")
+    result.add_argument("--tp-size", type=positive, default=1, help="likewise; default 1")
+    result.add_argument("--num-particles", type=positive, default=8, help="likewise; default 8")
+    result.add_argument("--num-steps", type=positive, default=8, help="likewise; default 8")
     result.add_argument("--prompts", type=Path, help="a text file, one prompt a line")
     result.add_argument(
         "--only", type=_names, default=NAMES, help=f"of {', '.join(NAMES)}; default all"
@@ -213,13 +214,6 @@ def _names(text: str) -> tuple[str, ...]:
     if unknown:
         raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(NAMES)}")
     return names
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
-    return value
 
 
 def _scale(text: str) -> float:
