@@ -13,10 +13,10 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 
 from sglang_smc import process
 from sglang_smc.memory import arena
-from sglang_smc.models.supported import check_same_vocabulary
 from sglang_smc.models.weight_update import WeightUpdates
 from sglang_smc.ops.select import kind_of, ops_of
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.recording.recorder import Record, cuda_session
 from sglang_smc.requests.state import RequestStates, state_of
 from sglang_smc.round import costs, graph
 from sglang_smc.round.batch import RoundInputs, shape_of
@@ -66,9 +66,8 @@ class SMCWorker(WeightUpdates):
         runner = self._draft_worker.model_runner
         self._draft_worker.draft_runner = runner  # pyright: ignore[reportAttributeAccessIssue] -- as said
         self._draft_worker.draft_runners = [runner]  # pyright: ignore[reportAttributeAccessIssue] -- as said
-        check_same_vocabulary(target_worker, self._draft_worker)
         self._graph_sizes = graph.graph_sizes(server_args)
-        self._graphs: graph.Graphs = {}
+        self._recordings: graph.Recordings | None = None
         self.monitor = Monitor(server_args.decode_log_interval)
         process.set_monitor(self.monitor)
         seed = target_worker.random_seed
@@ -120,25 +119,28 @@ class SMCWorker(WeightUpdates):
         """Let the stock runners capture prefill, then capture whole rounds."""
         super().init_cuda_graphs()
         if self.config.round_graph != "off":
-            with graph.usage_of(self.device) as usage:
-                self._capture(graph.cuda_recorder())
-            self._additional_graph_memory_usage["smc_round"] = usage[0].gigabytes
-            self._additional_graph_time_usage["smc_round"] = usage[0].seconds
+            with cuda_session(self.device) as session:
+                self._record(session.record)
+            usage = session.usage()
+            self._additional_graph_memory_usage["smc_round"] = usage.gigabytes
+            self._additional_graph_time_usage["smc_round"] = usage.seconds
         if self.config.adaptive:
             self._adapt()
 
-    def _capture(self, record: graph.Record) -> None:
-        """Capture rounds; what a batch does not fill of one plays on SGLang's padding row."""
-        num_particles = self.config.num_particles
-        self._tables.begin_padding(self._states.padding(), num_particles, self.device)
-        self._graphs = graph.capture_all(
-            self._round.play, self.config, self._graph_sizes, self.device, record
+    def _record(self, record: Record) -> None:
+        """Record rounds; what a batch does not fill of one plays on SGLang's padding row."""
+        config, tables = self.config, self._tables
+        tables.begin_padding(self._states.padding(), config.num_particles, self.device)
+        self._recordings = graph.record_rounds(
+            self._round.play, config, self._graph_sizes, tables, self.device, record
         )
+        of_passes = self._recordings.sizes.of_passes
+        self._steps.record_passes(record, config, of_passes, self.device)
 
     def _adapt(self) -> None:
         """Let N and K follow the load from now on."""
-        if self._graphs:
-            measure = partial(costs.costs_of_graphs, self._graphs, self.device)
+        if self._recordings is not None:
+            measure = partial(costs.costs_of_recordings, self._recordings, self.device)
         else:
             assert self.req_to_token_pool is not None, "pools are built before rounds"
             most_tokens = self.req_to_token_pool.size * self.config.tokens_of_round
@@ -168,9 +170,10 @@ class SMCWorker(WeightUpdates):
         shape, inputs = shape_of(batch.reqs), RoundInputs.of(batch, self.device)
         if shape.resizes:
             self._round.resize(inputs, shape, batch.reqs)
-        graphs = self._graphs.get(shape.budget)
-        if graphs is not None and graphs.fits(shape, len(batch.reqs)):
-            outcome = graphs.replay(inputs)
+        recordings = self._recordings
+        recorded = None if recordings is None else recordings.find(shape, len(batch.reqs))
+        if recorded is not None:
+            outcome = recorded.replay(inputs)
         else:
             outcome = self._round.play(inputs, shape, batch.reqs)
         result = SMCBatchResult.of(outcome, self.monitor)

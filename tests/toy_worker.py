@@ -216,7 +216,7 @@ class ToyWorker:
         worker._steps = Steps(*models, tables.ledger, self.ops, config.max_lag)
         worker._round = Round(worker._steps, tables, self.ops)
         worker._states = RequestStates(config, random_seed=0)
-        worker._graphs = {}
+        worker._recordings = None
         worker.monitor = Monitor(40)
         return worker
 

@@ -1,13 +1,13 @@
 """The requests of one round, and what the host knows of them."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from sglang_smc.memory import arena
 from sglang_smc.options.budget import Budget, apply_budget, union
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.options.server import SMCConfig
+from sglang_smc.options.server import RESAMPLING_METHODS, SMCConfig
 from sglang_smc.requests.rules import TextRules, has_rules
 from sglang_smc.requests.state import RequestState, state_of
 from sglang_smc.smc.distribution import FilterKinds, SamplingRules
@@ -39,23 +39,32 @@ class RoundShape(NamedTuple):
     logprobs: LogprobWidths  # of the log-probabilities that requests want
     methods: tuple[str, ...]  # how ancestors are drawn, by one request or another
 
-    def covers(self, other: "RoundShape") -> bool:
-        """Whether a round of this shape does all that one of another does."""
-        sizes = zip(self._sizes(), other._sizes(), strict=True)
-        kinds = zip(self._kinds(), other._kinds(), strict=True)
-        return (
-            all(mine >= theirs for mine, theirs in sizes)
-            and all(mine or not theirs for mine, theirs in kinds)
-            and set(self.methods) >= set(other.methods)
-        )
+    def lacks(self, other: "RoundShape") -> list[str]:
+        """What a round of another shape does that one of this does not, in words."""
+        pairs = zip(self._parts().items(), other._parts().values(), strict=True)
+        return [name for (name, mine), theirs in pairs if not mine >= theirs]
 
-    def _sizes(self) -> tuple[int, ...]:
-        of_round = self.num_particles, self.num_steps, self.max_tail, self.max_arena
-        return (*of_round, *self.logprobs)
-
-    def _kinds(self) -> tuple[bool, ...]:
-        of_round = self.powered, self.weighs, self.verifies, self.shows_particles
-        return (*self.kinds, *of_round, self.has_open_token, self.has_rules)
+    def _parts(self) -> dict[str, Any]:
+        """Sizes, kinds and sets: a shape that has no less of any does all that another does."""
+        return {
+            "more particles": self.num_particles,
+            "more drafted tokens": self.num_steps,
+            "longer tails": self.max_tail,
+            "larger arenas": self.max_arena,
+            "top-k, top-p or min-p": self.kinds.filtered,
+            "temperature 0": self.kinds.greedy,
+            "min_new_tokens": self.kinds.early,
+            "a power of p": self.powered,
+            "mode smc": self.weighs,
+            "a mode that verifies": self.verifies,
+            "return_particles": self.shows_particles,
+            "particles that differ in the first token": self.has_open_token,
+            "structured output, stop texts or a custom logit processor": self.has_rules,
+            "log-probabilities": self.logprobs.own,
+            f"more than {self.logprobs.top} top_logprobs": self.logprobs.top,
+            f"more than {self.logprobs.listed} token_ids_logprob": self.logprobs.listed,
+            "another resampling method": frozenset(self.methods),
+        }
 
 
 class RoundInputs(NamedTuple):
@@ -129,6 +138,20 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
         has_rules=False,
         logprobs=NO_LOGPROBS,
         methods=(config.resampling_method,) if now.weighs or now.num_steps == 0 else (),
+    )
+
+
+def shape_of_any(config: SMCConfig, budget: Budget | None, logprobs: LogprobWidths) -> RoundShape:
+    """The shape of batches whose requests choose whatever a device can decide."""
+    return shape_of_server(config, budget)._replace(
+        kinds=FilterKinds(filtered=True, greedy=True, early=True),
+        powered=True,
+        weighs=True,
+        verifies=True,
+        shows_particles=True,
+        has_open_token=True,
+        logprobs=logprobs,
+        methods=RESAMPLING_METHODS,
     )
 
 

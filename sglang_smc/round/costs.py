@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from sglang_smc.models.attention import KVLocations
-from sglang_smc.options.budget import Budget
 from sglang_smc.options.policy import COSTS_ENV, Costs, Curve, RoundCosts
-from sglang_smc.round.graph import RoundGraphs
+from sglang_smc.round.graph import Recordings, RoundGraphs
 from sglang_smc.round.steps import Steps
 from sglang_smc.smc.distribution import TokenDistribution
 
@@ -70,15 +69,22 @@ def costs_of_passes(steps: Steps, most_tokens: int) -> Costs:
     return Costs(draft, Curve.of(passes.measure(sizes, passes.target)))
 
 
-def costs_of_graphs(graphs: dict[Budget | None, RoundGraphs], device: str) -> RoundCosts:
-    """The costs of rounds that have been recorded: of replays in which all groups are padding."""
+def costs_of_recordings(recordings: Recordings, device: str) -> RoundCosts:
+    """The costs of rounds that have been recorded: of replays in which all groups are padding.
+
+    Of each budget those are measured that most requests play.
+    """
 
     def curve(of_budget: RoundGraphs) -> Curve:
         runs = ((size, partial(of_budget.replay_padding, size)) for size in of_budget.sizes)
         return Curve.of((size, _seconds(run, device)) for size, run in runs)
 
     return RoundCosts(
-        {budget: curve(found) for budget, found in graphs.items() if budget is not None}
+        {
+            budget: curve(found[0])
+            for budget, found in recordings.of_budget.items()
+            if budget is not None
+        }
     )
 
 

@@ -1,26 +1,38 @@
-"""Rounds as CUDA graphs: one launch instead of some thousand, captured once per batch size.
+"""Rounds as CUDA graphs: one launch instead of some thousand, recorded as the server starts.
 
 A round has no shape that depends on values, and waits for nothing. So all of it, draft passes,
 verification, weights, resampling, commit and bonus, can be recorded with its kernels' arguments,
 once for each of a few batch sizes, and replayed for any batch that is no larger. What a batch does
 not fill plays on SGLang's padding row, whose particles have all ended.
+
+A server records its rounds in up to three variants, and replays the first that does all that a
+batch needs:
+
+    plain    what the server's own settings ask for
+    chat     and top-k, top-p, min-p, which the models people run ask for by default
+    any      and all else that a device can decide: other modes, methods and powers, edited logits,
+             log-probabilities, all particles
+
+Where N and K adapt, each budget has recordings of the second, and the largest one of the third.
+What only the host can decide is played as it is, with the models' passes replayed.
 """
 
 import logging
-import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from tqdm import tqdm
 
 from sglang_smc.options.budget import Budget, budgets
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.round.batch import RoundInputs, RoundShape, shape_of_server
+from sglang_smc.recording.recorder import Record, Replay
+from sglang_smc.recording.sizes import Sizes, plan_sizes
+from sglang_smc.round.batch import RoundInputs, RoundShape, shape_of_any, shape_of_server
 from sglang_smc.round.result import Outcome
+from sglang_smc.round.tables import Tables
+from sglang_smc.state.tail_logprobs import LogprobTable, LogprobWidths, recorded_logprobs
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -28,9 +40,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Play = Callable[[RoundInputs, RoundShape], Outcome]
-Replay = Callable[[], None]
-Record = Callable[[Callable[[], Outcome]], tuple[Outcome, Replay]]
-"""Runs a function and returns what it returned, with a way to compute it anew, in place."""
 
 
 class _Recorded(NamedTuple):
@@ -47,8 +56,7 @@ class RoundGraphs:
         play: the round, of as many groups as the inputs have.
         shape: sizes and kinds that the recordings are made for.
         padding: inputs of so many groups that play on the padding row.
-        sizes: numbers of groups to record.
-        record: how to record: `cuda_recorder`, or something that runs anywhere.
+        sizes: numbers of groups to record, ascending.
     """
 
     def __init__(
@@ -57,39 +65,27 @@ class RoundGraphs:
         shape: RoundShape,
         padding: Callable[[int], RoundInputs],
         sizes: Sequence[int],
-        record: Record,
     ) -> None:
+        self.shape = shape
+        self.sizes = sizes
         self._play = play
-        self._shape = shape
         self._padding = padding
-        self._sizes = sorted(set(sizes))
-        self._record = record
         self._recorded: dict[int, _Recorded] = {}
 
-    def capture(self) -> None:
-        """Record all sizes, the largest first, so that smaller ones reuse its memory."""
-        for size in tqdm(self._sizes[::-1], desc="Capturing SMC rounds", unit="graph"):
-            inputs, padding = self._padding(size), self._padding(size)
-            outcome, replay = self._record(lambda inputs=inputs: self._play(inputs, self._shape))
-            self._recorded[size] = _Recorded(inputs, padding, outcome, replay)
+    def record(self, size: int, record: Record) -> None:
+        """Record rounds of ``size`` groups."""
+        inputs, padding = self._padding(size), self._padding(size)
+        outcome, replay = record(lambda: self._play(inputs, self.shape))
+        self._recorded[size] = _Recorded(inputs, padding, outcome, replay)
 
     def replay_padding(self, size: int) -> None:
         """A round of ``size`` groups that play on the padding row, as all do until a replay."""
         self._recorded[size].replay()
 
-    @property
-    def sizes(self) -> list[int]:
-        """Numbers of groups, ascending."""
-        return self._sizes
-
-    def fits(self, shape: RoundShape, size: int) -> bool:
-        """Whether a batch of ``size`` groups can be replayed."""
-        return size <= self._sizes[-1] and self._shape.covers(shape)
-
     def replay(self, inputs: RoundInputs) -> Outcome:
         """The round's outcome for inputs ``[G]``, in tensors that the next replay leaves alone."""
         size = len(inputs.rows)
-        recorded = self._recorded[self._sizes[bisect_left(self._sizes, size)]]
+        recorded = self._recorded[self.sizes[bisect_left(self.sizes, size)]]
         for column, values, padding in zip(recorded.inputs, inputs, recorded.padding, strict=True):
             column[..., :size] = values
             column[..., size:] = padding[..., size:]
@@ -97,63 +93,113 @@ class RoundGraphs:
         return recorded.outcome.first(size)
 
 
-Graphs = dict[Budget | None, RoundGraphs]
-"""Recordings by the budget that bounds their rounds; None where nothing adapts."""
+class Recordings:
+    """All recorded rounds of a server.
 
-
-def capture_all(
-    play: Play, config: SMCConfig, sizes: Sequence[int], device: str, record: Record
-) -> Graphs:
-    """Capture rounds, and where N and K adapt those of all budgets, the largest first.
-
-    Arguments as for `RoundGraphs`.
+    Args:
+        of_budget: the recordings, by the budget that bounds their rounds, None where nothing
+            adapts; those that do least first.
+        sizes: that were chosen.
+        logprobs: where rounds keep log-probabilities.
     """
-    top = Budget(config.num_particles, config.num_steps)
-    found: Graphs = {}
-    for budget in budgets(top) if config.adaptive else (None,):
-        shape = shape_of_server(config, budget)
+
+    def __init__(
+        self,
+        of_budget: dict[Budget | None, list[RoundGraphs]],
+        sizes: Sizes,
+        logprobs: LogprobTable,
+    ) -> None:
+        self.of_budget = of_budget
+        self.sizes = sizes
+        self._logprobs = logprobs
+        self._recorded_logprobs = logprobs.widths
+        self._said: set[str] = set()
+
+    def find(self, shape: RoundShape, size: int) -> RoundGraphs | None:
+        """The first that does what a batch of ``size`` groups needs; else it is said once why."""
+        reason = ""
+        for graphs in self.of_budget.get(shape.budget, ()):
+            reason = self._why_not(graphs, shape, size)
+            if not reason:
+                return graphs
+        if reason and reason not in self._said:
+            self._said.add(reason)
+            logger.info(
+                "A batch of %d requests is not replayed from a recorded round: %s. Such rounds "
+                "take longer, by what the host needs to launch them. This is said once.",
+                *(size, reason),
+            )
+        return None
+
+    def _why_not(self, graphs: RoundGraphs, shape: RoundShape, size: int) -> str:
+        """What hinders a batch; nothing, if all is well."""
+        if size > graphs.sizes[-1]:
+            return f"the largest that is recorded has {graphs.sizes[-1]} requests"
+        if shape.logprobs.own and self._logprobs.widths != self._recorded_logprobs:
+            return f"some request asked for more log-probabilities than {self._recorded_logprobs}"
+        return ", ".join(graphs.shape.lacks(shape))
+
+
+class Kinds(NamedTuple):
+    """What a server records: shapes with the budgets that bound their rounds."""
+
+    most_used: list[tuple[Budget | None, RoundShape]]  # the largest first
+    any: tuple[Budget | None, RoundShape]  # also played on smaller budgets
+
+    @classmethod
+    def of(cls, config: SMCConfig, logprobs: LogprobWidths) -> "Kinds":
+        """What a server of these settings records."""
+        bounds = budgets(Budget(config.num_particles, config.num_steps))
+        rungs = bounds if config.adaptive else (None,)
+        shapes = [(rung, shape_of_server(config, rung)) for rung in rungs]
+        chats = [(rung, _filtered(shape)) for rung, shape in shapes]
+        most_used = chats if config.adaptive else [*shapes, *chats]
+        return cls(most_used, (rungs[0], shape_of_any(config, rungs[0], logprobs)))
+
+
+def _filtered(shape: RoundShape) -> RoundShape:
+    return shape._replace(kinds=shape.kinds._replace(filtered=True))
+
+
+def record_rounds(
+    play: Play,
+    config: SMCConfig,
+    wanted: Sequence[int],
+    tables: Tables,
+    device: str,
+    record: Record,
+) -> Recordings:
+    """Record all rounds of a server, what takes most memory first.
+
+    Args:
+        play: as for `RoundGraphs`.
+        wanted: batch sizes, ascending, of which some may be left out.
+        tables: that rounds read and write, where they are from now on.
+        record: how to.
+    """
+    logprobs = recorded_logprobs(tables.requests.vocab_size)
+    tables.logprobs.make_room(logprobs)
+    kinds = Kinds.of(config, logprobs)
+    sizes = plan_sizes(wanted, len(kinds.most_used))
+
+    def graphs_of(budget: Budget | None, shape: RoundShape, of: Sequence[int]) -> RoundGraphs:
         padding = partial(RoundInputs.of_padding, config, budget, device=device)
-        found[budget] = RoundGraphs(play, shape, padding, sizes, record)
-        found[budget].capture()
-    return found
+        return RoundGraphs(play, shape, padding, of)
+
+    of_any = graphs_of(*kinds.any, sizes.of_any)
+    found: dict[Budget | None, list[RoundGraphs]] = {}
+    for budget, shape in kinds.most_used:
+        found.setdefault(budget, []).append(graphs_of(budget, shape, sizes.of_rounds))
+    _record_all([of_any, *(graphs for these in found.values() for graphs in these)], record)
+    of_budget = {budget: [*these, of_any] for budget, these in found.items()}
+    return Recordings(of_budget, sizes, tables.logprobs)
 
 
-def cuda_recorder() -> Record:
-    """Records CUDA graphs, which share one pool of memory."""
-    from sglang.srt.distributed.parallel_state import graph_capture
-    from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
-
-    pool = torch.cuda.graph_pool_handle()
-
-    def record(run: Callable[[], Outcome]) -> tuple[Outcome, Replay]:
-        graph = torch.cuda.CUDAGraph()
-        with graph_capture() as context, model_capture_mode():
-            for _ in range(2):  # compile kernels, and let allocations settle
-                run()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, pool=pool, stream=context.stream):
-                outcome = run()
-        return outcome, graph.replay
-
-    return record
-
-
-class Usage(NamedTuple):
-    """What a capture cost."""
-
-    gigabytes: float
-    seconds: float
-
-
-@contextmanager
-def usage_of(device: str) -> Iterator[list[Usage]]:
-    """Yields a list that holds the `Usage` of the block afterwards."""
-    usage: list[Usage] = []
-    free, start = torch.cuda.mem_get_info(device)[0], time.monotonic()
-    yield usage
-    used = free - torch.cuda.mem_get_info(device)[0]
-    usage.append(Usage(used / 2**30, time.monotonic() - start))
-    logger.info("SMC round graphs: %.2f GB, %.1f s", *usage[0])
+def _record_all(of: Sequence[RoundGraphs], record: Record) -> None:
+    """The largest of each first, so that smaller ones find room in what it has left."""
+    jobs = [(graphs, size) for graphs in of for size in reversed(graphs.sizes)]
+    for graphs, size in tqdm(jobs, desc="Capturing SMC rounds", unit="graph"):
+        graphs.record(size, record)
 
 
 def graph_sizes(server_args: "ServerArgs") -> list[int]:

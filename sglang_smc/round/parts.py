@@ -5,7 +5,7 @@ from typing import NamedTuple
 from sglang.srt.managers.tp_worker import TpModelWorker
 
 from sglang_smc.models.forward import ParticleForward
-from sglang_smc.models.supported import check_layers
+from sglang_smc.models.supported import check_layers, check_same_vocabulary
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.requests.state import RequestStates
@@ -44,6 +44,7 @@ def assemble(
     Raises:
         ValueError: for a model that rounds cannot run.
     """
+    check_same_vocabulary(target, draft)
     steps = Steps(
         target=ParticleForward(target.model_runner, ops.kind),
         draft=ParticleForward(draft.model_runner, ops.kind),

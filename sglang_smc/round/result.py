@@ -82,11 +82,17 @@ class Outcome(NamedTuple):
     logprobs: Emitted | None  # of tokens and first_tokens, where some request wants them
 
     def first(self, size: int) -> "Outcome":
-        """Copies of the first batch."""
-        assert self.particles is None and self.logprobs is None
-        return self._make(
-            column[:size].clone() if isinstance(column, torch.Tensor) else None for column in self
-        )
+        """Copies of what the first ``size`` groups have."""
+        return _first(self, size)
+
+
+def _first(of_groups: Any, size: int) -> Any:
+    """Copies of the first rows: of a tensor, or of all that a tuple holds."""
+    if isinstance(of_groups, torch.Tensor):
+        return of_groups[:size].clone()
+    if of_groups is None:
+        return None
+    return of_groups._make(_first(column, size) for column in of_groups)
 
 
 @dataclass

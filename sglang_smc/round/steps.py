@@ -16,15 +16,19 @@ drafted tokens a round, V tokens in the vocabulary:
 A round waits for the device only where some request's text obeys rules that read it on the host.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from sglang_smc.memory import arena
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.models.attention import KVLocations
-from sglang_smc.models.forward import ParticleForward
 from sglang_smc.ops.interface import Ops
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.recording.passes import Forward, RecordedPasses
+from sglang_smc.recording.recorder import Record
 from sglang_smc.requests.failures import failure_of_round
 from sglang_smc.requests.state import state_of
 from sglang_smc.round.batch import RoundBatch
@@ -57,8 +61,8 @@ class Steps:
 
     def __init__(
         self,
-        target: ParticleForward,
-        draft: ParticleForward,
+        target: Forward,
+        draft: Forward,
         ledger: Ledger,
         ops: Ops,
         max_lag: int,
@@ -68,6 +72,21 @@ class Steps:
         self.ledger = ledger
         self.ops = ops
         self._max_lag = max_lag
+
+    def record_passes(
+        self, record: Record, config: SMCConfig, sizes: Sequence[int], device: str
+    ) -> None:
+        """Record the models' passes, and replay them from now on: for rounds that the host plays.
+
+        Not before whole rounds are recorded, which hold no replay of another recording.
+        """
+        target, draft = RecordedPasses(self.target), RecordedPasses(self.draft)
+        num_particles, max_tail = config.num_particles, arena.max_tail(config) + 1
+        where = sizes, max_tail, device
+        target.record(record, "chain_logits", (num_particles, config.num_steps + 1), *where)
+        for num_columns in (2, 1):
+            draft.record(record, "next_logits", (num_particles, num_columns), *where)
+        self.target, self.draft = target, draft
 
     def reserve(self, batch: RoundBatch, population: Population) -> DraftSlots:
         """Find the KV slots of the next K + 1 positions of each particle, and of the one before."""

@@ -41,6 +41,11 @@ class LogprobWidths(NamedTuple):
 NO_LOGPROBS = LogprobWidths(0, 0, 0)
 
 
+def recorded_logprobs(vocab_size: int) -> LogprobWidths:
+    """What recorded rounds do: OpenAI's clients ask for 20 at most."""
+    return LogprobWidths(own=1, top=min(20, vocab_size), listed=16)
+
+
 class TailLogprobs(NamedTuple):
     """Log-probabilities along the tails of G * N particles; methods return new ones.
 
@@ -122,12 +127,17 @@ class LogprobTable:
             found.token_ids_logprobs_val = [row if len(row) else none for row in values]
         found.write_output_to(output)
         widths, rows = LogprobWidths.of(batch.reqs), batch.req_pool_indices
-        self._make_room(widths)
+        self.make_room(widths)
         self._first[rows] = log_p.gather(1, tokens).expand(-1, self._shape[1])
         if widths.listed:
             lists = [(ids or [])[: widths.listed] for ids in listed]
             padded = torch.tensor([[*ids, *[0] * (widths.listed - len(ids))] for ids in lists])
             self._ids[rows, : widths.listed] = padded.to(self._device, non_blocking=True)
+
+    @property
+    def widths(self) -> LogprobWidths:
+        """What there is room for. Recorded rounds write where the table was when they were made."""
+        return self._widths
 
     def listed_ids(self, rows: torch.Tensor, num_listed: int) -> torch.Tensor:
         """Tokens of their own choice that the requests in ``rows`` listed, ``[G, num_listed]``."""
@@ -167,8 +177,11 @@ class LogprobTable:
         tops = top[..., :num_top], top_ids[..., :num_top]
         return TailLogprobs(own, *tops, listed[..., :num_listed])
 
-    def _make_room(self, widths: LogprobWidths) -> None:
-        """Widen the table to what these requests want; it never shrinks."""
+    def make_room(self, widths: LogprobWidths) -> None:
+        """Widen the table to what these requests want; it never shrinks.
+
+        Once rounds are recorded, this leaves them a table that nobody reads any more: see `widths`.
+        """
         had, before = self._widths, self._columns
         self._widths = LogprobWidths(*map(max, had, widths))
         if self._widths == had:

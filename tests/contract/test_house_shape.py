@@ -13,6 +13,7 @@ LEVELS = (
     ("smc",),
     ("options",),
     ("memory", "models"),
+    ("recording",),
     ("ops",),
     ("state",),
     ("process", "requests"),
