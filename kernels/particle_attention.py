@@ -4,13 +4,15 @@ Flash decoding in one launch over *spans* of keys, and a second one that joins t
 
 - A prefix is cut into a number of spans that depends on shapes alone. Its queries are all of a
   request's: N particles * C columns * the query heads of one key head, in blocks of rows.
-- A particle's tail is cut into spans of a fixed length, as many as the longest tail may have. Its
+- A particle's tail is cut into spans of one length, as many as the longest tail may have. Its
   queries are its own C * group.
 
 Programs whose keys or queries do not exist leave at once. The grid follows from shapes and bounds
 that the host knows, so that a CUDA graph can capture it.
 """
 
+import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -18,11 +20,16 @@ import triton
 import triton.language as tl
 
 BLOCK_BYTES = 128  # of one element of each key in a block: 64 keys in half precision
-TAIL_SPAN = 512  # keys of a tail that one program reads
-MAX_PREFIX_SPANS = 64
+# What one program joins is a single tile, spans * head_dim: 32 numbers a thread at the most.
+MAX_SPANS = 32
+NUMBERS_PER_WARP = 1024  # of that tile
+MAX_TAIL_SPANS = 8
+TAIL_SPAN = 512  # keys of a tail that one program reads, or a multiple where a tail may be longer
 MAX_HEAD_DIM = 128
-# Programs per prefix pass that keep a large GPU busy; more spans only add partial results.
-ENOUGH_PROGRAMS = 512
+RESIDENT_PROGRAMS = 264  # run at a time: two on each of 132 multiprocessors
+# Keys are found by slots that are loaded first. With fewer stages the pipeline asks for a block's
+# keys only after the block before it is done; with five they are under way by then.
+NUM_STAGES = 5
 LOG2_E = 1.4426950408889634
 
 
@@ -43,7 +50,8 @@ def particle_attention(
     """Causal softmax attention of particles over their prefix and tails; waits for nothing.
 
     Args:
-        query: ``[G, N, C, q_heads, head_dim]``; heads that share a key head stand together.
+        query: ``[G, N, C, q_heads, head_dim]``; heads that share a key head stand together. Read
+            where it stands if its tokens are equally far apart, as in a slice of a wider matrix.
         keys, values: ``[slots, kv_heads, head_dim]`` of one layer, with the new tokens' in them.
         req_to_token: ``[rows, width]`` slots by row and position.
         rows, committed: ``[G]`` int64, rows of the shared prefixes and their lengths.
@@ -54,7 +62,7 @@ def particle_attention(
         scaling: factor of the scores, before the softmax.
 
     Returns:
-        The shape of ``query``.
+        The shape of ``query``, contiguous.
 
     Raises:
         ValueError: for heads of more than 128 dimensions, whose blocks do not fit on the chip.
@@ -64,18 +72,17 @@ def particle_attention(
         raise ValueError(f"head_dim={head_dim}; the Triton kernel takes at most {MAX_HEAD_DIM}")
     kv_heads = keys.shape[1]
     group = q_heads // kv_heads
-    query = query.contiguous()
     cut = cut_work(query.shape, kv_heads, keys.element_size(), max_prefix, max_tail)
-    prefixes, tails = size * kv_heads, size * num_particles * kv_heads
-    num_prefix = prefixes * cut.prefix_blocks * cut.prefix_spans
-    num_tail = tails * cut.tail_blocks * cut.tail_spans
+    num_prefix = size * kv_heads * cut.prefix_blocks * cut.prefix_spans
+    num_tail = size * num_particles * kv_heads * cut.tail_blocks * cut.tail_spans
 
     # Every query has a partial result from each span: [spans, G * N * C, q_heads, ...].
     spans = cut.prefix_spans + cut.tail_spans
     tokens = size * num_particles * num_columns
     partial = query.new_empty(spans, tokens, q_heads, head_dim, dtype=torch.float32)
     log_sums = query.new_empty(spans, tokens, q_heads, dtype=torch.float32)
-    output = torch.empty_like(query)
+    output = query.new_empty(query.shape)
+    queries = query.flatten(0, 2)  # [G * N * C, q_heads, head_dim]
     shape = {
         "num_columns": num_columns,
         "kv_heads": kv_heads,
@@ -84,7 +91,7 @@ def particle_attention(
         "block_dim": triton.next_power_of_2(head_dim),
     }
     _attend_spans[(num_prefix + num_tail,)](
-        query,
+        queries,
         keys,
         values,
         req_to_token,
@@ -99,18 +106,21 @@ def particle_attention(
         cut.prefix_spans,
         cut.tail_blocks,
         cut.tail_spans,
+        cut.tail_span,
+        queries.stride(0),
+        queries.stride(1),
         keys.stride(0),
         keys.stride(1),
         values.stride(0),
         values.stride(1),
         req_to_token.stride(0),
-        tail_span=TAIL_SPAN,
         block_rows=cut.block_rows,
         block_keys=cut.block_keys,
         num_warps=4,
-        num_stages=2,
+        num_stages=NUM_STAGES,
         **shape,
     )
+    block_dim, block_spans = shape["block_dim"], triton.next_power_of_2(spans)
     _join_spans[(tokens * q_heads,)](
         partial,
         log_sums,
@@ -118,8 +128,9 @@ def particle_attention(
         tokens * q_heads,
         spans,
         head_dim=head_dim,
-        block_dim=shape["block_dim"],
-        num_warps=1,
+        block_dim=block_dim,
+        block_spans=block_spans,
+        num_warps=triton.cdiv(block_spans * block_dim, NUMBERS_PER_WARP),
     )
     return output
 
@@ -133,31 +144,54 @@ class WorkSplit(NamedTuple):
     prefix_spans: int
     tail_blocks: int  # those of one particle
     tail_spans: int
+    tail_span: int  # keys of each
 
 
+@lru_cache
 def cut_work(
     shape: torch.Size, kv_heads: int, element_size: int, max_prefix: int, max_tail: int
 ) -> WorkSplit:
-    """Cut up the work for queries ``[G, N, C, q_heads, head_dim]`` to keys of so many bytes."""
+    """Cut up the work for queries ``[G, N, C, q_heads, head_dim]`` to keys of so many bytes.
+
+    A prefix is cut into as few spans as keep the device busy, no shorter than a block of keys, and
+    never into more than can be joined at once: `MAX_SPANS`, those of a tail among them.
+    """
     size, num_particles, num_columns, q_heads, _ = shape
     own_rows = num_columns * q_heads // kv_heads
     block_rows = min(64, max(16, triton.next_power_of_2(num_particles * own_rows)))
     block_keys = BLOCK_BYTES // element_size
     prefix_blocks = triton.cdiv(num_particles * own_rows, block_rows)
-    prefix_spans = min(
-        triton.cdiv(ENOUGH_PROGRAMS, size * kv_heads * prefix_blocks),
-        MAX_PREFIX_SPANS,
-        triton.cdiv(max_prefix, block_keys),
+    tail_span = TAIL_SPAN * triton.cdiv(max_tail, TAIL_SPAN * MAX_TAIL_SPANS)
+    tail_spans = triton.cdiv(max_tail, tail_span)
+    most = min(MAX_SPANS - tail_spans, triton.cdiv(max_prefix, block_keys))
+    return WorkSplit(
+        block_rows=block_rows,
+        block_keys=block_keys,
+        prefix_blocks=prefix_blocks,
+        prefix_spans=_fewest_spans(size * kv_heads * prefix_blocks, most),
+        tail_blocks=triton.cdiv(own_rows, block_rows),
+        tail_spans=tail_spans,
+        tail_span=tail_span,
     )
-    tail_blocks, tail_spans = triton.cdiv(own_rows, block_rows), triton.cdiv(max_tail, TAIL_SPAN)
-    return WorkSplit(block_rows, block_keys, prefix_blocks, prefix_spans, tail_blocks, tail_spans)
+
+
+def _fewest_spans(programs: int, most: int) -> int:
+    """The smallest number of spans that is nearly as good as any, ``most`` at most.
+
+    So many ``programs`` there are for each span, and all do equal work, in waves: a wave that is
+    not full takes as long as one that is. Good is a large share of full ones, nearly as good
+    85 % of the best share; FlashAttention chooses its splits by the same rule.
+    """
+    waves = [spans * programs / RESIDENT_PROGRAMS for spans in range(1, most + 1)]
+    shares = [wave / math.ceil(wave) for wave in waves]
+    return 1 + next(i for i, share in enumerate(shares) if share >= 0.85 * max(shares))
 
 
 # What differs from batch to batch is not to be compiled in.
 @triton.jit(
     do_not_specialize=[
         *("num_particles", "all_tokens", "num_prefix"),
-        *("prefix_blocks", "prefix_spans", "tail_blocks", "tail_spans"),
+        *("prefix_blocks", "prefix_spans", "tail_blocks", "tail_spans", "tail_span"),
     ]
 )
 def _attend_spans(
@@ -179,6 +213,9 @@ def _attend_spans(
     prefix_spans,
     tail_blocks,
     tail_spans,
+    tail_span,
+    query_stride,
+    query_head_stride,
     key_stride,
     key_head_stride,
     value_stride,
@@ -188,7 +225,6 @@ def _attend_spans(
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
-    tail_span: tl.constexpr,
     block_rows: tl.constexpr,
     block_keys: tl.constexpr,
     block_dim: tl.constexpr,
@@ -232,6 +268,8 @@ def _attend_spans(
         owner * num_tokens,
         num_tokens,
         partial_span.to(tl.int64) * all_tokens,
+        query_stride,
+        query_head_stride,
         key_stride,
         value_stride,
         num_columns,
@@ -261,6 +299,8 @@ def _attend_span(
     first_token,
     num_tokens,
     first_partial,
+    query_stride,
+    query_head_stride,
     key_stride,
     value_stride,
     num_columns: tl.constexpr,
@@ -278,9 +318,11 @@ def _attend_span(
     in_dim = dim < head_dim
     # Nothing to see: nothing is loaded, the loop is empty, and log-sums of -inf are all that stays.
     in_rows = row < num_tokens * group
-    place = token.to(tl.int64) * (kv_heads * group) + head * group + row % group
+    own_head = head * group + row % group
+    place = token.to(tl.int64) * (kv_heads * group) + own_head
+    query_place = token.to(tl.int64) * query_stride + own_head * query_head_stride
     query = tl.load(
-        query_ptr + place[:, None] * head_dim + dim[None, :],
+        query_ptr + query_place[:, None] + dim[None, :],
         mask=(in_rows & (begin < end))[:, None] & in_dim[None, :],
         other=0.0,
     )
@@ -313,7 +355,7 @@ def _attend_span(
         )
         highest = new_highest
 
-    some = total > 0
+    some = total != 0  # NaN is something: what is broken must show
     log_sum = tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
     tl.store(log_sum_ptr + first_partial * (kv_heads * group) + place, log_sum, mask=in_rows)
     tl.store(
@@ -334,23 +376,25 @@ def _join_spans(
     spans,
     head_dim: tl.constexpr,
     block_dim: tl.constexpr,
+    block_spans: tl.constexpr,
 ):
-    """Each program: one query row, from [spans, rows, head_dim] to [rows, head_dim]."""
+    """Each program: one query row, from [spans, rows, head_dim] to [rows, head_dim].
+
+    It waits for memory twice, however many spans there are: for what each weighs, then for all
+    that weigh anything. The others' results need not have been written.
+    """
     row = tl.program_id(0).to(tl.int64)
+    span = tl.arange(0, block_spans)
     dim = tl.arange(0, block_dim)
-    in_dim = dim < head_dim
-    highest = float("-inf")
-    total = 0.0
-    output = tl.zeros([block_dim], tl.float32)
-    for span in range(spans):
-        place = span * num_rows.to(tl.int64) + row
-        log_sum = tl.load(log_sum_ptr + place)
-        if log_sum > float("-inf"):  # else its part was never written
-            part = tl.load(partial_ptr + place * head_dim + dim, mask=in_dim, other=0.0)
-            new_highest = tl.maximum(highest, log_sum)
-            decay, weight = tl.exp2(highest - new_highest), tl.exp2(log_sum - new_highest)
-            total = total * decay + weight
-            output = output * decay + part * weight
-            highest = new_highest
-    output = output / tl.where(total > 0, total, 1.0)  # 0 for a padding request without keys
-    tl.store(output_ptr + row * head_dim + dim, output.to(output_ptr.dtype.element_ty), mask=in_dim)
+    place = span.to(tl.int64) * num_rows + row
+    log_sum = tl.load(log_sum_ptr + place, mask=span < spans, other=float("-inf"))
+    highest = tl.max(log_sum, 0)
+    weight = tl.exp2(log_sum - tl.where(highest > float("-inf"), highest, 0.0))
+    part = tl.load(
+        partial_ptr + place[:, None] * head_dim + dim[None, :],
+        mask=(weight != 0)[:, None] & (dim < head_dim)[None, :],
+        other=0.0,
+    )
+    total = tl.sum(weight, 0)  # 0 for a padding request without keys
+    output = tl.sum(part * weight[:, None], 0) / tl.where(total != 0, total, 1.0)
+    tl.store(output_ptr + row * head_dim + dim, output, mask=dim < head_dim)

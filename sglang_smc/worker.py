@@ -84,11 +84,11 @@ class SMCWorker(WeightUpdates):
         config, pool = self.config, req_to_token_pool
         num_slots = token_to_kv_pool_allocator.size
         arena.check_pool(config, num_slots)
-        num_rows, width = pool.req_to_token.shape
+        num_rows, longest = pool.req_to_token.shape
         # Attention backends take the tensor as they are built, which is after this.
         pool.req_to_token = torch.zeros(
             num_rows * (1 + config.num_particles),
-            width + arena.max_arena(config),
+            arena.row_width(config, longest),
             dtype=torch.int32,
             device=self.device,
         )

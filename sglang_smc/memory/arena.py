@@ -39,6 +39,14 @@ def in_flight(config: SMCConfig) -> int:
     return config.num_steps + 1
 
 
+def row_width(config: SMCConfig, longest: int) -> int:
+    """Slots in a row of `req_to_token`: of the ``longest`` text and the largest arena behind it.
+
+    Rows begin on cache lines of 128 bytes, 32 slots: kernels read them in pieces.
+    """
+    return -(-(longest + max_arena(config)) // 32) * 32
+
+
 def tail(config: SMCConfig, remaining: int) -> int:
     """The longest tail of a request that may emit ``remaining`` more tokens."""
     return min(lag(config), max(remaining, 0)) + config.num_steps

@@ -24,12 +24,15 @@ class ParticleForward:
     Args:
         runner: the target's or the draft's.
         attention: how to attend, see `ParticleAttention`.
+        max_columns: no forward has more tokens a particle.
     """
 
-    def __init__(self, runner: "ModelRunner", attention: Implementation) -> None:
+    def __init__(self, runner: "ModelRunner", attention: Implementation, max_columns: int) -> None:
         self._runner = runner
         self._last_position = runner.model_config.context_len - 1
         self.attn_backend = ParticleAttention(runner, attention)
+        device = self.attn_backend.req_to_token_pool.req_to_token.device
+        self._counts = torch.arange(max_columns + 1, device=device)
 
     def next_logits(
         self,
@@ -92,17 +95,18 @@ class ParticleForward:
         first = starts.flatten()
         positions, lengths = starts.unsqueeze(2), None
         if num_columns > 1:
-            positions = positions + torch.arange(num_columns, device=tokens.device)
+            positions = positions + self._counts[:num_columns]
         if mode == ForwardMode.EXTEND:  # SGLang computes logits for the last token of each row
-            lengths = torch.full_like(first, num_columns)
+            lengths = self._counts[num_columns].expand(len(first))
         return ForwardBatch(
             forward_mode=mode,
             batch_size=len(first),
             input_ids=tokens.flatten(),
             req_pool_indices=locations.particle_rows.flatten(),
-            seq_lens=first + num_columns,
             out_cache_loc=slots.flatten(),
-            seq_lens_sum=0,  # for stock attention backends, and only to be had by waiting
+            # For attention backends alone, and not to be had for nothing.
+            seq_lens=first,
+            seq_lens_sum=0,
             # Columns past the context's end are never kept; they only must not overrun the
             # rotary table.
             positions=positions.flatten().clamp_max(self._last_position),

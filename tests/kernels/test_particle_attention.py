@@ -1,10 +1,12 @@
 """The Triton kernel and its torch reference, against softmax attention one query at a time."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from particle_cases import SCALING, Case, make_case
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_smc.kernels import particle_attention as kernel
 from sglang_smc.models.shared_prefix import plan_shared_prefix, shared_prefix_attention
@@ -30,6 +32,15 @@ CASES: dict[str, tuple[list[int], list[list[int | None]], int, dict[str, Any]]] 
 }
 
 
+@pytest.fixture(autouse=True)
+def unwritten_is_nan() -> Iterator[None]:
+    """Whoever reads a result that no program wrote finds NaN there."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.zeros(1).new_empty(1).isnan()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def on_device(case: Case) -> dict[str, Any]:
     return {
         name: part.to(DEVICE) if isinstance(part, torch.Tensor) else part
@@ -37,11 +48,14 @@ def on_device(case: Case) -> dict[str, Any]:
     }
 
 
-def run_kernel(case: Case) -> torch.Tensor:
+def arguments_of(case: Case) -> dict[str, Any]:
     arguments = on_device(case)
     del arguments["present"], arguments["open_columns"]
-    max_prefix = int(case.committed.max()) + 7
-    return kernel.particle_attention(**arguments, max_prefix=max_prefix, scaling=SCALING)
+    return arguments | {"max_prefix": int(case.committed.max()) + 7, "scaling": SCALING}
+
+
+def run_kernel(case: Case) -> torch.Tensor:
+    return kernel.particle_attention(**arguments_of(case))
 
 
 def run_torch(case: Case) -> torch.Tensor:
@@ -72,7 +86,7 @@ def test_attention(name: str, run: Any) -> None:
     case.assert_close(output)
 
 
-@pytest.mark.parametrize("spans", [1, 3, 12])
+@pytest.mark.parametrize("spans", [1, 3, 12, 31])
 def test_spans_of_a_prefix(spans: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it, several blocks of keys each, and more spans than there are blocks."""
     cut_work = kernel.cut_work
@@ -81,13 +95,62 @@ def test_spans_of_a_prefix(spans: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case.assert_close(run_kernel(case))
 
 
-def test_few_prefixes_are_cut_and_many_are_not() -> None:
-    def spans(size: int, max_prefix: int) -> int:
-        return kernel.cut_work(torch.Size([size, 4, 1, 8, 64]), 2, 2, max_prefix, 100).prefix_spans
+def test_spans_of_a_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some length, the last of them cut short or not there at all."""
+    cut_work = kernel.cut_work
+    short = {"tail_spans": 8, "tail_span": 48}
+    monkeypatch.setattr(kernel, "cut_work", lambda *a: cut_work(*a)._replace(**short))
+    case = make_case([70, 1], [[300, 10], [0, 47]], num_columns=2)
+    case.assert_close(run_kernel(case))
 
-    assert spans(4, 2**17) == 64
-    assert spans(4, 300) == 5, "no more than there are blocks of keys"
-    assert spans(300, 2**17) == 1
+
+def cut(
+    size: int, columns: int, q_heads: int, *, max_prefix: int = 2**17, max_tail: int = 265
+) -> kernel.WorkSplit:
+    """For 8 particles, 8 key heads of 128 dimensions, in half precision."""
+    shape = torch.Size([size, 8, columns, q_heads, 128])
+    return kernel.cut_work(shape, 8, 2, max_prefix, max_tail)
+
+
+@pytest.mark.parametrize(
+    ("size", "columns", "programs"),
+    [(1, 1, 8), (1, 9, 40), (2, 9, 80), (4, 9, 160), (7, 9, 280), (64, 1, 512)],
+)
+def test_prefixes_are_cut_until_the_device_is_busy(size: int, columns: int, programs: int) -> None:
+    """Multiprocessors stand idle for a fifth of the time at the most, with what one request has."""
+    work = cut(size, columns, 32)
+    assert size * 8 * work.prefix_blocks == programs, "of one span"
+    waves = work.prefix_spans * programs / kernel.RESIDENT_PROGRAMS
+    assert waves / -(-waves // 1) > 0.8
+    assert work.prefix_spans < 8 or programs < 40, "no more than it takes"
+
+
+def test_many_prefixes_are_not_cut() -> None:
+    assert cut(200, 1, 32).prefix_spans == 1
+
+
+def test_a_short_prefix_has_no_more_spans_than_blocks() -> None:
+    assert cut(1, 1, 32, max_prefix=300).prefix_spans <= 5
+
+
+@pytest.mark.parametrize("max_tail", [1, 265, 513, 5000, 100_000])
+def test_spans_can_be_joined_at_once(max_tail: int) -> None:
+    work = cut(1, 1, 32, max_tail=max_tail)
+    assert work.tail_spans * work.tail_span >= max_tail
+    assert (work.tail_spans - 1) * work.tail_span < max_tail
+    assert work.prefix_spans + work.tail_spans <= kernel.MAX_SPANS
+
+
+@pytest.mark.parametrize("run", [run_kernel, run_torch])
+def test_a_broken_query_shows(run: Any) -> None:
+    """And breaks no other."""
+    case = make_case([70, 3], [[0, 4], [7, 2]], num_columns=2)
+    broken = torch.zeros(case.query.shape[:4], dtype=torch.bool)
+    broken[0, 1, 0, 3] = broken[1, 1, 1, 0] = True
+    query = case.query.masked_fill(broken.unsqueeze(4), float("nan"))
+    output = run(case._replace(query=query)).cpu()
+    assert output[broken].isnan().all()
+    case.assert_close(torch.where(broken.unsqueeze(4), case.expected().float(), output))
 
 
 def test_wide_heads_are_refused() -> None:
@@ -103,3 +166,58 @@ def test_arguments_may_be_views() -> None:
     }
     query = case.query.transpose(0, 3).contiguous().transpose(0, 3)
     case.assert_close(run_kernel(case._replace(query=query, **columns)))
+
+
+class Calls(TorchDispatchMode):
+    """Notes the torch calls that touch memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if not func.is_view and func.overloadpacket.__name__ != "new_empty":
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Launch:
+    """Stands in for a kernel, and keeps what it was to be launched with."""
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        return self
+
+    def __call__(self, *arguments: Any, **options: Any) -> None:
+        self.arguments = arguments
+
+
+def beside_keys_and_values(case: Case) -> torch.Tensor:
+    """The queries as a GPU has them: rotated in place, in the rows of a wider matrix."""
+    rows = case.query.flatten(0, 2).flatten(1)
+    qkv = torch.cat([rows, rows.new_full((len(rows), 2 * case.keys[0].numel()), float("nan"))], 1)
+    return qkv.to(DEVICE)[:, : rows.shape[1]].view(case.query.shape)
+
+
+@pytest.mark.parametrize("shape", [{}, {"q_heads": 14, "kv_heads": 2, "head_dim": 96}])
+def test_queries_may_stand_beside_keys_and_values(shape: dict[str, int]) -> None:
+    case = make_case([40, 5], [[3, -1], [0, 2]], num_columns=2, **shape)
+    query = beside_keys_and_values(case)
+    assert not query.is_contiguous()
+    output = run_kernel(case._replace(query=query))
+    assert output.is_contiguous()
+    case.assert_close(output)
+
+
+def test_queries_beside_keys_and_values_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend, join = Launch(), Launch()
+    monkeypatch.setattr(kernel, "_attend_spans", attend)
+    monkeypatch.setattr(kernel, "_join_spans", join)
+    case = make_case([40, 5], [[3, -1], [0, 2]], num_columns=2)
+    query = beside_keys_and_values(case)
+    arguments = arguments_of(case._replace(query=query))
+    with Calls() as calls:
+        kernel.particle_attention(**arguments)
+    assert calls.names == []
+    assert attend.arguments[0].data_ptr() == query.data_ptr()

@@ -11,6 +11,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_smc.models.attention import KVLocations
 from sglang_smc.models.forward import ParticleForward
@@ -24,8 +25,11 @@ class OneLayer:
     def __init__(self, case: Case) -> None:
         q_heads, kv_heads, head_dim = case.query.shape[3], *case.keys.shape[1:]
         self.layer = RadixAttention(q_heads, head_dim, SCALING, kv_heads, layer_id=0)
-        self.query = case.query.flatten(0, 2).flatten(1)
-        self.keys = self.values = torch.zeros(len(self.query), kv_heads, head_dim)
+        query = case.query.flatten(0, 2).flatten(1)
+        self.keys = self.values = torch.zeros(len(query), kv_heads, head_dim)
+        # As on a GPU, where rotary embeddings work in place: a slice of what a projection made.
+        self.query = torch.cat([query, query.new_full((len(query), 64), float("nan"))], dim=1)
+        self.query = self.query[:, : query.shape[1]]
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> Any:
         self.tokens, self.positions, self.batch = tokens, positions, batch
@@ -65,7 +69,7 @@ class Harness:
                 get_num_kv_heads=lambda tp_size: kv_heads,
             ),
         )
-        self.forward = ParticleForward(self.runner, attention)
+        self.forward = ParticleForward(self.runner, attention, max_columns=9)
         self.tokens = torch.arange(self.slots.numel()).view_as(self.slots)
 
     def _new_slots(self) -> torch.Tensor:
@@ -117,6 +121,42 @@ def test_what_the_model_is_told() -> None:
     assert torch.equal(h.model.batch.out_cache_loc, h.slots.flatten())
 
 
+class Calls(TorchDispatchMode):
+    """Notes the torch calls that touch memory: on a GPU each is a launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if not func.is_view and name != "_unsafe_view":
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("num_columns", "mode", "names"),
+    [
+        (1, ForwardMode.DECODE, ["clamp_max"]),
+        (2, ForwardMode.EXTEND, ["add", "clamp_max", "clone"]),
+        (9, ForwardMode.TARGET_VERIFY, ["add", "clamp_max", "clone"]),
+    ],
+)
+def test_a_forward_is_prepared_in_few_launches(
+    num_columns: int, mode: ForwardMode, names: list[str]
+) -> None:
+    """Positions within the table, and slots of each step in one piece to those of a chain."""
+    h = Harness(case(num_columns))
+    by_step = h.slots.permute(2, 0, 1).contiguous()
+    locations = KVLocations(h.case.rows, h.case.committed, h.case.particle_rows, h.case.max_tail)
+    with Calls() as calls:
+        h.forward._batch(mode, h.tokens, h.case.starts, by_step.permute(1, 2, 0), locations)
+    assert sorted(calls.names) == names
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -134,7 +174,7 @@ def test_unsupported_caches_are_refused(change: dict[str, Any], message: str) ->
         get_key_buffer=lambda layer: change.get("buffer", torch.zeros(8, 2, 64)),
     )
     with pytest.raises(ValueError, match=message):
-        ParticleForward(runner, "torch")
+        ParticleForward(runner, "torch", max_columns=9)
 
 
 def test_unsupported_layers_are_refused() -> None:

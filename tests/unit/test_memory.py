@@ -42,6 +42,16 @@ def test_no_arena_is_larger_than_the_largest(config: SMCConfig, remaining: int) 
 
 
 @quick
+@given(configs, st.integers(1, 200_000))
+def test_a_row_holds_the_longest_text_and_its_arena_in_whole_cache_lines(
+    config: SMCConfig, longest: int
+) -> None:
+    width = arena.row_width(config, longest)
+    assert 0 <= width - longest - arena.max_arena(config) < 32
+    assert width * 4 % 128 == 0
+
+
+@quick
 @given(configs)
 def test_a_tail_can_grow_by_a_round_from_the_bound(config: SMCConfig) -> None:
     assert arena.max_tail(config) >= config.max_lag - 1 + config.num_steps + 1
