@@ -110,7 +110,7 @@ def test_a_recording_covers_less_and_nothing_else() -> None:
         {"max_tail": shape.max_tail + 1},
         {"max_arena": shape.max_arena + 1},
         {"kinds": shape.kinds._replace(filtered=True)},
-        {"kinds": shape.kinds._replace(early=True)},
+        {"edits": True},
         {"powered": True},
         {"verifies": True},
         {"shows_particles": True},
