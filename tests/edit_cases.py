@@ -7,12 +7,16 @@ import torch
 from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from table_entries import entry
 
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.requests.rules import TextRules
 from sglang_smc.requests.state import RequestState
 from sglang_smc.requests.text_rule import BatchTexts
+from sglang_smc.smc.edits import Edits, edit_logits
+from sglang_smc.state.edits import EditTable
 from sglang_smc.state.population import Population
+from sglang_smc.state.settings import RequestTable
 
 NEUTRAL: dict[str, Any] = {
     "frequency_penalty": 0.0,
@@ -38,7 +42,7 @@ class Echo(CustomLogitProcessor):
 
 def make_req(output_ids: list[int], **params: Any) -> Any:
     """A request that has been begun; ``params`` are sampling parameters."""
-    given = {"custom_params": None, **NEUTRAL, **params}
+    given = {"custom_params": None, "min_new_tokens": 0, **NEUTRAL, **params}
     return SimpleNamespace(
         rid="a",
         sampling_params=SimpleNamespace(**given),
@@ -65,15 +69,66 @@ def rules_of(reqs: list[Any], population: Population | None, vocab_size: int) ->
     return TextRules.of(BatchTexts(reqs, population, vocab_size, "cpu"))
 
 
-def stock_edit(logits: torch.Tensor, output_ids: list[int], params: dict[str, Any]) -> torch.Tensor:
+class EditedRequests:
+    """Requests in rows 1, 2, ... of a server's tables, begun behind the outputs that they have.
+
+    Each ends with ``stop_tokens``.
+    """
+
+    def __init__(
+        self,
+        reqs: list[Any],
+        vocab_size: int,
+        stop_tokens: frozenset[int] = frozenset(),
+        device: str = "cpu",
+    ) -> None:
+        rows = list(range(1, 1 + len(reqs)))
+        settings = RequestTable(1 + len(rows), vocab_size, device)
+        self.table = EditTable(1 + len(rows), vocab_size, device)
+        self.rows = torch.tensor(rows, device=device)
+        settings.write(
+            [
+                entry(
+                    row,
+                    stop_tokens=stop_tokens,
+                    min_new_tokens=req.sampling_params.min_new_tokens,
+                )
+                for row, req in zip(rows, reqs, strict=True)
+            ]
+        )
+        self.settings = settings.gather(self.rows)
+        self.num_emitted = torch.tensor([len(req.output_ids) for req in reqs], device=device)
+        self.table.begin(reqs, rows)
+
+    def first(self, logits: torch.Tensor) -> torch.Tensor:
+        """First tokens' logits ``[G, V]`` as they are edited; the argument may change."""
+        edits = self.table.of_prefill(self.rows, self.settings, self.num_emitted)
+        rows, nothing = logits[:, None, None], self.num_emitted[:, None, None, None][:, :, 0, :0]
+        edit_logits(rows, edits, nothing, 0)
+        return rows[:, 0, 0]
+
+    def of_round(self, population: Population) -> Edits:
+        """Edits of a round that begins with these particles."""
+        return self.table.of_round(self.rows, self.settings, population)
+
+
+def stock_edit(
+    logits: torch.Tensor,
+    output_ids: list[int],
+    params: dict[str, Any],
+    stop_tokens: frozenset[int] = frozenset(),
+) -> torch.Tensor:
     """Logits ``[V]`` after SGLang's own penalties and biases, for a request with this output."""
-    req = SimpleNamespace(sampling_params=SimpleNamespace(**{**NEUTRAL, **params}))
+    asked = {**NEUTRAL, "min_new_tokens": 0, "stop_token_ids": set(stop_tokens), **params}
+    tokenizer = SimpleNamespace(eos_token_id=None, additional_stop_token_ids=None)
+    req = SimpleNamespace(sampling_params=SimpleNamespace(**asked), tokenizer=tokenizer)
     batch: Any = _Batch([req])
     orchestrator = penaltylib.BatchedPenalizerOrchestrator(
         vocab_size=len(logits),
         batch=batch,
         penalizers={
             penaltylib.BatchedFrequencyPenalizer,
+            penaltylib.BatchedMinNewTokensPenalizer,
             penaltylib.BatchedPresencePenalizer,
             penaltylib.BatchedRepetitionPenalizer,
         },

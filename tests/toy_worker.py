@@ -29,8 +29,10 @@ from sglang_smc.round.round import Round
 from sglang_smc.round.steps import Steps
 from sglang_smc.round.tables import Tables
 from sglang_smc.smc.distribution import TokenDistribution, sample
+from sglang_smc.smc.edits import edit_logits
 from sglang_smc.smc.stratify import stratified
 from sglang_smc.state.counters import Counters
+from sglang_smc.state.edits import has_edits
 from sglang_smc.state.monitor import Monitor
 from sglang_smc.state.settings import Settings, TableEntry, filter_kinds
 from sglang_smc.worker import SMCWorker
@@ -290,11 +292,12 @@ class ToyWorker:
         ]
         requests, index = self.worker._tables.requests, torch.tensor(rows)
         requests.write([self._entry(req) for req in reqs])
+        self.worker._tables.edits.begin(reqs, rows)  # type: ignore[arg-type]
         settings = requests.gather(index)
         for req in reqs:
             config = config_of(self.config, req)  # type: ignore[arg-type]
             req.smc_state = RequestState.of(req.row, config)
-        is_open, law, log_sum = ~settings.normalized, *self._first_law(reqs, settings)
+        is_open, law, log_sum = ~settings.normalized, *self._first_law(reqs, index, settings)
         first = sample(law.unsqueeze(1), self._first_noise(settings, noise[index - 1], is_open))
         for req, token, opens in zip(reqs, first[:, 0].tolist(), is_open.tolist(), strict=True):
             req.say([token])
@@ -313,13 +316,17 @@ class ToyWorker:
         return reqs
 
     def _first_law(
-        self, reqs: list[ToyRequest], settings: Settings
+        self, reqs: list[ToyRequest], index: torch.Tensor, settings: Settings
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities of first tokens ``[G, V]``, and what they weigh ``[G]``."""
         logits = self.target.language.after(()).expand(len(reqs), -1)
         nothing = torch.empty(len(reqs), 1, 0, dtype=torch.int64)  # [G, N, J]
         of_texts = TextRules.begin(BatchTexts(reqs, None, self.vocab_size, self.device))  # type: ignore[arg-type]
-        edited, allowed = of_texts.apply(logits.clone().view(len(reqs), 1, 1, -1), nothing, 0)
+        first = logits.clone().view(len(reqs), 1, 1, -1)
+        if any(map(has_edits, reqs)):  # type: ignore[arg-type]
+            table, num_emitted = self.worker._tables.edits, torch.zeros_like(index)
+            edit_logits(first, table.of_prefill(index, settings, num_emitted), nothing, 0)
+        edited, allowed = of_texts.apply(first, nothing, 0)
         law, log_sum = TokenDistribution.of(
             edited.squeeze(2),
             settings.sampling_rules(),
@@ -341,7 +348,14 @@ class ToyWorker:
     def _entry(self, req: ToyRequest) -> TableEntry:
         config = config_of(self.config, req)  # type: ignore[arg-type]
         stops = frozenset({self.eos})
-        return entry(req.row, config, seed=req.row, max_new_tokens=self.limit, stop_tokens=stops)
+        return entry(
+            req.row,
+            config,
+            seed=req.row,
+            max_new_tokens=self.limit,
+            min_new_tokens=req.sampling_params.min_new_tokens,
+            stop_tokens=stops,
+        )
 
     def play_round(self, reqs: list[ToyRequest]) -> Any:
         """Reserve memory as the scheduler does, then the worker's own round."""

@@ -24,6 +24,8 @@ class Ops(NamedTuple):
     round_seeds: Callable[..., torch.Tensor]
     same_text: Callable[..., torch.Tensor]
     stratify: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    edit_logits: Callable[..., None]
+    count_tokens: Callable[..., None]
     sample_and_score: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     score_tokens: Callable[..., torch.Tensor]
     reweight_and_resample: Callable[..., rounds.Reweighted]

@@ -2,7 +2,7 @@
 
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.ops.interface import Ops
-from sglang_smc.smc import distribution, randomness, rounds
+from sglang_smc.smc import distribution, edits, randomness, rounds
 from sglang_smc.smc.stratify import same_text, stratify
 
 TORCH = Ops(
@@ -11,6 +11,8 @@ TORCH = Ops(
     round_seeds=randomness.round_seeds,
     same_text=same_text,
     stratify=stratify,
+    edit_logits=edits.edit_logits,
+    count_tokens=edits.count_tokens,
     sample_and_score=distribution.sample_and_score,
     score_tokens=distribution.score_tokens,
     reweight_and_resample=rounds.reweight_and_resample,

@@ -6,6 +6,7 @@ import torch
 
 from sglang_smc.kernels import lineage, prepare
 from sglang_smc.kernels import reweight as reweight_kernel
+from sglang_smc.kernels.edits import count_tokens, edit_logits
 from sglang_smc.kernels.randomness import round_seeds, uniforms
 from sglang_smc.kernels.sample import sample_and_score, score_tokens
 from sglang_smc.kernels.stratify import same_text, stratify
@@ -49,6 +50,8 @@ TRITON = Ops(
     round_seeds=round_seeds,
     same_text=same_text,
     stratify=stratify,
+    edit_logits=edit_logits,
+    count_tokens=count_tokens,
     sample_and_score=sample_and_score,
     score_tokens=score_tokens,
     reweight_and_resample=reweight_and_resample,

@@ -53,7 +53,7 @@ class Processors(TextRule):
         return bool(req.custom_logit_processor)
 
     @classmethod
-    def begin(cls, req: "Req", vocab_size: int, device: torch.device | str) -> None:
+    def begin(cls, req: "Req") -> None:
         """Load the processor, once."""
         if cls in state_of(req).kept:
             return

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_smc.requests.grammar import Grammar
-from sglang_smc.requests.penalties import Bias, Penalties
 from sglang_smc.requests.processors import Processors
 from sglang_smc.requests.state import state_of
 from sglang_smc.requests.stopping import StopTexts
@@ -18,8 +17,8 @@ from sglang_smc.state.population import Population
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-RULES: tuple[type[TextRule], ...] = (Penalties, Bias, Processors, Grammar, StopTexts)
-"""All rules, in the order in which they act: for logits that of SGLang's sampler."""
+RULES: tuple[type[TextRule], ...] = (Processors, Grammar, StopTexts)
+"""All rules, in the order in which they act."""
 
 
 def rules_of_request(req: "Req") -> tuple[type[TextRule], ...]:
@@ -63,7 +62,7 @@ class TextRules:
         """The rules of a prefill, which note what the requests' rounds will need."""
         for req in texts.reqs:
             for rule in rules_of_request(req):
-                rule.begin(req, texts.vocab_size, texts.device)
+                rule.begin(req)
         return cls.of(texts)
 
     def apply(
@@ -90,11 +89,6 @@ class TextRules:
         """Tell all rules of a prefill's draws; see `TextRule.note_first`."""
         for rule in self._rules:
             rule.note_first(tokens, log_sums)
-
-    def commit(self, collapsed: Population, counts: torch.Tensor) -> None:
-        """Tell all rules of a round's end; see `TextRule.commit`."""
-        for rule in self._rules:
-            rule.commit(collapsed, counts)
 
 
 def judge_first(req: "Req") -> None:

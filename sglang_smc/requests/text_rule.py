@@ -1,7 +1,8 @@
-"""The form of every rule that a request's text obeys beyond the sampling parameters.
+"""The form of every rule by which the host looks at a request's text.
 
-Penalties, biases, custom processors, structured output and stop texts are such rules, each in a
-file of its own. `rules` lists them and joins them; nothing else in this package names one.
+Custom processors, structured output and stop texts are such rules, each in a file of its own.
+`rules` lists them and joins them; nothing else in this package names one. What numbers alone
+decide of a text, penalties, biases and filters, the device does (`state.edits`, `state.settings`).
 """
 
 from abc import ABC, abstractmethod
@@ -43,7 +44,7 @@ class TextRule(ABC):
         """Whether a request has this rule."""
 
     @classmethod
-    def begin(cls, req: "Req", vocab_size: int, device: torch.device | str) -> None:
+    def begin(cls, req: "Req") -> None:
         """Note what rounds will need of a request that has this rule, as it is prefilled."""
 
     @classmethod
@@ -84,9 +85,6 @@ class TextRule(ABC):
 
     def note_first(self, tokens: torch.Tensor, log_sums: torch.Tensor) -> None:
         """Note the tokens ``[G]`` that prefill drew, from rows whose masks left logs ``[G]``."""
-
-    def commit(self, collapsed: Population, counts: torch.Tensor) -> None:
-        """Note that all particles of group g emit the first ``counts[g]`` tokens of their tails."""
 
     @classmethod
     def judge_first(cls, req: "Req") -> None:

@@ -11,6 +11,8 @@ from sglang_smc.options.server import RESAMPLING_METHODS, SMCConfig
 from sglang_smc.requests.rules import TextRules, has_rules
 from sglang_smc.requests.state import RequestState, state_of
 from sglang_smc.smc.distribution import FilterKinds, SamplingRules
+from sglang_smc.smc.edits import Edits
+from sglang_smc.state.edits import has_edits
 from sglang_smc.state.settings import Settings, filter_kinds
 from sglang_smc.state.tail_logprobs import NO_LOGPROBS, LogprobWidths
 from sglang_smc.state.transfer import on_device
@@ -30,12 +32,13 @@ class RoundShape(NamedTuple):
     max_tail: int  # no tail is longer when the round ends
     max_arena: int  # no request owns more KV slots behind its emitted text
     kinds: FilterKinds
+    edits: bool  # some request has penalties, biases or a least number of tokens
     powered: bool  # some request samples from a power of p
     weighs: bool  # some request's rounds weigh and resample
     verifies: bool  # some request's rounds verify
     shows_particles: bool  # some request wants all of its particles with the answer
     has_open_token: bool  # particles of some request may differ in its first token
-    has_rules: bool  # some request's text obeys rules of its own
+    has_rules: bool  # the host looks at some request's text
     logprobs: LogprobWidths  # of the log-probabilities that requests want
     methods: tuple[str, ...]  # how ancestors are drawn, by one request or another
 
@@ -53,7 +56,7 @@ class RoundShape(NamedTuple):
             "larger arenas": self.max_arena,
             "top-k, top-p or min-p": self.kinds.filtered,
             "temperature 0": self.kinds.greedy,
-            "min_new_tokens": self.kinds.early,
+            "penalties, biases or min_new_tokens": self.edits,
             "a power of p": self.powered,
             "mode smc": self.weighs,
             "a mode that verifies": self.verifies,
@@ -112,6 +115,7 @@ class RoundBatch(NamedTuple):
     p_rules: SamplingRules  # of the target's rows
     q_rules: SamplingRules  # of the draft's
     rules: TextRules
+    edits: Edits | None = None  # where some request has one
 
 
 def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundShape:
@@ -128,7 +132,8 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
         num_steps=now.num_steps,
         max_tail=arena.max_tail(config),
         max_arena=arena.max_arena(config),
-        kinds=FilterKinds(filtered=False, greedy=True, early=False),
+        kinds=FilterKinds(filtered=False, greedy=True),
+        edits=False,
         powered=config.power != 1.0,
         # Without drafts the two are one.
         weighs=now.weighs or now.num_steps == 0,
@@ -144,7 +149,8 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
 def shape_of_any(config: SMCConfig, budget: Budget | None, logprobs: LogprobWidths) -> RoundShape:
     """The shape of batches whose requests choose whatever a device can decide."""
     return shape_of_server(config, budget)._replace(
-        kinds=FilterKinds(filtered=True, greedy=True, early=True),
+        kinds=FilterKinds(filtered=True, greedy=True),
+        edits=True,
         powered=True,
         weighs=True,
         verifies=True,
@@ -172,6 +178,7 @@ def shape_of(reqs: "list[Req]") -> RoundShape:
         max_tail=max(_longest_tail(req, state) for req, state in zip(reqs, states, strict=True)),
         max_arena=max(end - start for start, end in (state.arena for state in states)),
         kinds=filter_kinds(reqs),
+        edits=any(map(has_edits, reqs)),
         powered=any(config.power != 1.0 for config in configs),
         weighs=any(config.weighs for config in configs),
         verifies=not all(config.weighs for config in configs),

@@ -179,6 +179,7 @@ def record_rounds(
     """
     logprobs = recorded_logprobs(tables.requests.vocab_size)
     tables.logprobs.make_room(logprobs)
+    tables.edits.make_room()
     kinds = Kinds.of(config, logprobs)
     sizes = plan_sizes(wanted, len(kinds.most_used))
 

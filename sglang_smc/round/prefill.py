@@ -15,8 +15,10 @@ from sglang_smc.requests.text_rule import BatchTexts
 from sglang_smc.round.draft_input import SMCDraftInput, as_eagle
 from sglang_smc.round.tables import Tables
 from sglang_smc.smc.distribution import TokenDistribution, sample
+from sglang_smc.smc.edits import Edits, edit_logits
 from sglang_smc.smc.randomness import Purpose, uniforms
 from sglang_smc.smc.stratify import stratified
+from sglang_smc.state.edits import has_edits
 from sglang_smc.state.logprobs import logprob_distribution
 from sglang_smc.state.settings import Settings, filter_kinds
 from sglang_smc.state.transfer import on_device
@@ -97,6 +99,7 @@ class Prefill:
         device = logits.device
         starts = self._states.begin(reqs, budget)
         tables.requests.write([start.entry for start in starts])
+        tables.edits.begin(reqs, [start.entry.row for start in starts])
         num_emitted = on_device(device, [start.num_emitted for start in starts])  # [G]
         carried = on_device(device, [start.counters for start in starts]).double()
         settings = tables.requests.gather(rows)
@@ -104,11 +107,11 @@ class Prefill:
             sizes = [state_of(req).now.round_sizes for req in reqs]
             settings = settings.bounded(*on_device(device, sizes).unbind(1))
         rules = TextRules.begin(BatchTexts(reqs, None, logits.shape[1], device))
-        edited, allowed = _by_rules(rules, logits)
-        last, kinds = edited.unsqueeze(1), filter_kinds(reqs)  # [G, 1, V]
-        if kinds.early:
-            last = settings.without_early_ends(last, num_emitted.unsqueeze(1))
-        p = TokenDistribution.of(last, settings.sampling_rules(), kinds, allowed)
+        edits = None
+        if any(map(has_edits, reqs)):
+            edits = tables.edits.of_prefill(rows, settings, num_emitted)
+        last, allowed = _edited(edits, rules, logits)
+        p = TokenDistribution.of(last, settings.sampling_rules(), filter_kinds(reqs), allowed)
         powered, log_sum = p.to_power(settings.power)
         log_p = powered.log_probs()  # [G, V]
         failure = failure_of_first(log_p, draft_logits)
@@ -178,11 +181,18 @@ def _logits(output: "LogitsProcessorOutput | PPProxyTensors | None") -> torch.Te
     return output.next_token_logits
 
 
-def _by_rules(rules: TextRules, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """First tokens' logits ``[G, V]`` by the rules, and what these allow, ``[G, 1, V]``."""
-    if rules.is_empty:
-        return logits, None
+def _edited(
+    edits: Edits | None, rules: TextRules, logits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """First tokens' logits ``[G, V]`` as requests change them, and what their rules allow.
+
+    Both are ``[G, 1, V]``.
+    """
+    if edits is None and rules.is_empty:
+        return logits.unsqueeze(1), None
     rows = logits.clone().unsqueeze(1).unsqueeze(1)  # SGLang may read its own again
     nothing = torch.empty(len(logits), 1, 0, dtype=torch.int64, device=logits.device)  # [G, N, J]
+    if edits is not None:
+        edit_logits(rows, edits, nothing, 0)
     edited, allowed = rules.apply(rows, nothing, 0)
-    return edited.view_as(logits), None if allowed is None else allowed.squeeze(2)
+    return edited.squeeze(2), None if allowed is None else allowed.squeeze(2)

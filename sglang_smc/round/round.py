@@ -68,7 +68,7 @@ class Round:
 
     def resize(self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]") -> None:
         """Bring populations to the sizes that they have in this round."""
-        as_held = shape._replace(num_particles=shape.num_held, has_rules=False)
+        as_held = shape._replace(num_particles=shape.num_held, edits=False, has_rules=False)
         batch, held = self._load_round(inputs, as_held, reqs)
         resized = self._steps.resize(batch, held)
         self._tables.particles.scatter(batch.rows, resized)
@@ -112,6 +112,7 @@ class Round:
             p_rules=p_rules,
             q_rules=q_rules,
             rules=rules,
+            edits=tables.edits.of_round(rows, settings, before) if shape.edits else None,
         )
         return batch, before
 
@@ -140,8 +141,10 @@ class Round:
             max_tail=shape.max_tail,
             max_arena=shape.max_arena,
         )
-        if shape.has_rules:
-            batch.rules.commit(collapsed, counts)
+        if batch.edits is not None:
+            # The last emitted token is settled once a token is emitted behind it.
+            texts = collapsed.texts[:, 0, 1:]
+            self._ops.count_tokens(batch.edits.columns, batch.rows, texts, counts)
         after, num_roots = collapsed.emit(counts), continued.num_roots()
         ancestors = decision.resampled.ancestors
         killed = num_childless(ancestors, continued.present) * decision.cut.resample

@@ -164,7 +164,7 @@ class Steps:
             at_step, same_text = self.ops.stratify(numbers[step], same_text, tokens)
             if tokens is not None:
                 logits = self._logits_of_draft(step, tokens, slots)
-            q = self._q(batch, logits, positions[:, :, step], drawn)
+            q = self._q(batch, logits, drawn)
             tokens, log_q_of_tokens = q.sample(self.ops, at_step)
             drawn.append(tokens)
             log_q.append(log_q_of_tokens)
@@ -191,19 +191,16 @@ class Steps:
         self,
         batch: RoundBatch,
         logits: torch.Tensor,
-        positions: torch.Tensor,
         drawn: list[torch.Tensor],
     ) -> TokenDistribution:
         """q after the tokens ``[G, N]`` that have been ``drawn``, from ``logits`` ``[G, N, V]``."""
         allowed = None
-        if batch.shape.has_rules:
-            nothing = positions.new_empty(*positions.shape, 0)  # [G, N, 0]
+        if batch.edits is not None or batch.shape.has_rules:
+            nothing = batch.starts.new_empty(*batch.starts.shape, 0)  # [G, N, 0]
             chains = torch.stack(drawn, dim=2) if drawn else nothing
-            edited, allowed = batch.rules.apply(logits.unsqueeze(2), chains, len(drawn))
+            edited, allowed = self._edited(batch, logits.unsqueeze(2), chains, len(drawn))
             logits = edited.squeeze(2)
             allowed = allowed if allowed is None else allowed.squeeze(2)
-        if batch.shape.kinds.early:
-            logits = batch.settings.without_early_ends(logits, positions)
         return TokenDistribution.of(logits, batch.q_rules, batch.shape.kinds, allowed)
 
     def score(
@@ -219,19 +216,23 @@ class Steps:
         chain = torch.cat([last, read], dim=2)  # [G, N, K + 1]
         where = slots.slots[1:].permute(1, 2, 0)
         logits = self.target.chain_logits(chain, slots.positions[1], where, slots.locations)
-        allowed = None
-        if batch.shape.has_rules:
-            logits, allowed = batch.rules.apply(logits, drafts.tokens, 0)  # [G, N, K + 1, V]
-            allowed = allowed if allowed is None else allowed.flatten(1, 2)
+        logits, allowed = self._edited(batch, logits, drafts.tokens, 0)  # [G, N, K + 1, V]
+        allowed = allowed if allowed is None else allowed.flatten(1, 2)
         logits = logits.flatten(1, 2)
-        if batch.shape.kinds.early:
-            column = torch.arange(chain.shape[2], device=chain.device)
-            positions = (batch.starts.unsqueeze(2) + column).flatten(1)
-            logits = batch.settings.without_early_ends(logits, positions)
         p = TokenDistribution.of(logits, batch.p_rules, batch.shape.kinds, allowed)
         if not batch.shape.logprobs.own:
             return p, None
         return p, logprob_distribution(logits, batch.p_rules.temperature, allowed)
+
+    def _edited(
+        self, batch: RoundBatch, logits: torch.Tensor, chains: torch.Tensor, first: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits as requests change them, and what their rules allow; see `TextRule.edit`."""
+        if batch.edits is not None:
+            self.ops.edit_logits(logits, batch.edits, chains, first)
+        if not batch.shape.has_rules:
+            return logits, None
+        return batch.rules.apply(logits, chains, first)
 
     def decide(
         self, batch: RoundBatch, population: Population, drafts: Drafts, p: TokenDistribution

@@ -9,6 +9,7 @@ from sglang_smc.memory.ledger import Ledger
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.state.counters import CounterTable, zero_counters
+from sglang_smc.state.edits import EditTable
 from sglang_smc.state.population import ParticleTable
 from sglang_smc.state.settings import RequestTable, TableEntry
 from sglang_smc.state.tail_logprobs import LogprobTable
@@ -18,6 +19,7 @@ class Tables(NamedTuple):
     """One row for each request that SGLang's request pool can hold; row 0 pads batches."""
 
     requests: RequestTable  # what each asked for
+    edits: EditTable  # what each changes in logits
     particles: ParticleTable  # texts, weights, ends
     logprobs: LogprobTable  # beside their tails
     counters: CounterTable  # what its rounds have come to
@@ -46,6 +48,7 @@ class Tables(NamedTuple):
         num_particles, max_tail = config.num_particles, arena.max_tail(config)
         return cls(
             requests=RequestTable(num_rows, vocab_size, device),
+            edits=EditTable(num_rows, vocab_size, device),
             particles=ParticleTable(num_rows, num_particles, max_tail, device),
             logprobs=LogprobTable(num_rows, num_particles, max_tail, device),
             counters=CounterTable(num_rows, device),

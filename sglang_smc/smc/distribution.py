@@ -28,12 +28,6 @@ class FilterKinds(NamedTuple):
 
     filtered: bool  # some request uses top-k, top-p or min-p, and is not greedy
     greedy: bool  # some request takes the likeliest token, which needs no sort
-    early: bool  # some request has tokens that it must not end before
-
-    @property
-    def cuts(self) -> bool:
-        """Whether some request's rules cut tokens at any position."""
-        return self.filtered or self.greedy
 
 
 class Draws(Protocol):
@@ -77,9 +71,9 @@ class TokenDistribution(NamedTuple):
         if allowed is not None:
             logits, log_mass = restrict(logits, allowed, rules.temperature.unsqueeze(1))
             log_mass = log_mass.flatten()
-        if kinds.filtered or kinds.early:
+        if kinds.filtered:
             of_rows = SamplingRules(*(rule.unsqueeze(1) for rule in rules))  # [G, 1]
-            log_p = log_probs(logits, of_rows, filtered=kinds.cuts)
+            log_p = log_probs(logits, of_rows)
             return cls.of_log_probs(log_p.flatten(0, 1))._replace(log_mass=log_mass)
         if kinds.greedy:
             logits = likeliest_only(logits, (rules.top_k == 1).unsqueeze(1))

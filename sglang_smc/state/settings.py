@@ -1,8 +1,7 @@
 """What each request asked for, as device tables, and the distributions that follow.
 
-The same rules shape p and q: temperature, top-k, top-p, min-p, and no end of text
-before `min_new_tokens`. One row of each table belongs to one request, under its
-index in SGLang's `req_to_token_pool`.
+The same rules shape p and q: temperature, top-k, top-p and min-p. One row of each
+table belongs to one request, under its index in SGLang's `req_to_token_pool`.
 """
 
 from collections.abc import Iterable
@@ -75,15 +74,6 @@ class Settings(NamedTuple):
         temperature = self.draft_temperature if draft else self.temperature
         return SamplingRules(temperature, self.top_k, self.top_p, self.min_p)
 
-    def without_early_ends(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits ``[G, M, V]`` without an end of text before `min_new_tokens`.
-
-        Args:
-            positions: ``[G, M]`` index of the output token that each row decides.
-        """
-        too_early = (positions < self.min_new_tokens.unsqueeze(1)).unsqueeze(2)
-        return logits.masked_fill(too_early & self.stop_mask.unsqueeze(1), -torch.inf)
-
     def ends(self, tokens: torch.Tensor, output_lengths: torch.Tensor) -> torch.Tensor:
         """Does the text end with this token? ``[G, M]`` bool.
 
@@ -100,7 +90,6 @@ def filter_kinds(reqs: "list[Req]") -> FilterKinds:
     return FilterKinds(
         filtered=any(map(_uses_filters, reqs)),
         greedy=any(req.sampling_params.top_k == 1 for req in reqs),
-        early=any(req.sampling_params.min_new_tokens > 0 for req in reqs),
     )
 
 

@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from sglang_smc.kernels.edits import count_tokens, edit_logits
 from sglang_smc.kernels.lineage import commit, descend
 from sglang_smc.kernels.particle_attention import particle_attention
 from sglang_smc.kernels.prepare import reserve
@@ -20,6 +21,7 @@ from sglang_smc.kernels.randomness import round_seeds, uniforms
 from sglang_smc.kernels.reweight import SCHEMES, collapse, reweight_and_resample
 from sglang_smc.kernels.sample import sample_and_score, score_tokens
 from sglang_smc.kernels.stratify import same_text, stratify
+from sglang_smc.smc.edits import EditColumns, Edits
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.rounds import WeightRules
 
@@ -60,6 +62,18 @@ def launch_same_text() -> None:
     stratify(noise, pairs)
     stratify(noise, pairs, positions)
     same_text(torch.zeros(G, N, 266, dtype=torch.int64), positions, positions.bool())
+
+
+def launch_edits() -> None:
+    flags, wide, cells = torch.zeros(10).bool(), torch.zeros(10, V), torch.zeros(G, N).long()
+    columns = EditColumns(flags, flags, torch.zeros(10, 3), wide.int(), wide)
+    rows, texts = cells[:, 0], torch.zeros(G, N, 266, dtype=torch.int64)[:, :, 1:]
+    edits = Edits(columns, rows, rows, torch.zeros(G, V).bool(), cells, texts, cells)
+    drafts = torch.zeros(G, N, K, dtype=torch.int64)
+    for dtype in (torch.float32, torch.bfloat16):
+        edit_logits(torch.zeros(G, N, K + 1, V, dtype=dtype), edits, drafts, 0)
+        edit_logits(torch.zeros(G, N, 1, V, dtype=dtype), edits, drafts[:, :, :0], 0)
+    count_tokens(columns, rows, texts[:, 0], rows)
 
 
 def launch_reweight() -> None:
@@ -131,6 +145,7 @@ if __name__ == "__main__":
     driver.set_active(absent(int(sys.argv[1])))
     launch_sample()
     launch_same_text()
+    launch_edits()
     launch_reweight()
     launch_ledger()
     launch_particle_attention()

@@ -126,6 +126,8 @@ ORDINARY: dict[str, dict[str, Any]] = {
     "min-p": {"asked": {"min_p": 0.3}},
     "greedy": {"asked": {"top_k": 1}},
     "an end not too early": {"asked": {"min_new_tokens": 2}},
+    "penalties": {"asked": {"frequency_penalty": 0.7, "repetition_penalty": 1.5}},
+    "a bias": {"asked": {"logit_bias": {"1": 1.0}}},
     "choices that mix": {"chosen": MIXED},
     "log-probabilities": {"make": partial(AskingWorker, shown=((2, [0]), None, (0, None)))},
     "all at once": {
@@ -179,7 +181,7 @@ def test_a_recording_covers_less_and_nothing_else() -> None:
         {"max_tail": shape.max_tail + 1},
         {"max_arena": shape.max_arena + 1},
         {"kinds": shape.kinds._replace(filtered=True)},
-        {"kinds": shape.kinds._replace(early=True)},
+        {"edits": True},
         {"powered": True},
         {"verifies": True},
         {"shows_particles": True},

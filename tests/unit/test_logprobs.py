@@ -12,7 +12,6 @@ from sglang.srt.managers.schedule_batch import ReqLogprob
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.requests.logprob_books import take_back
 from sglang_smc.state.logprobs import logprob_distribution, score
-from sglang_smc.state.settings import Settings
 from sglang_smc.state.tail_logprobs import (
     NO_LOGPROBS,
     LogprobTable,
@@ -22,19 +21,6 @@ from sglang_smc.state.tail_logprobs import (
 
 VOCAB, PARTS = 11, ("_val", "_idx")
 ROWS = torch.tensor([3, 1])
-
-
-def settings(temperatures: list[float]) -> Settings:
-    """What log-probabilities depend on: temperature, and ends that come too early."""
-    unused = dict.fromkeys(Settings._fields, torch.empty(0))
-    stops = torch.zeros(len(temperatures), VOCAB, dtype=torch.bool)
-    stops[:, 4] = True
-    own = {
-        "temperature": torch.tensor(temperatures),
-        "min_new_tokens": torch.full((len(temperatures),), 2),
-        "stop_mask": stops,
-    }
-    return Settings(**{**unused, **own})
 
 
 def stock(logits: torch.Tensor, tokens: torch.Tensor, temperatures: list[float]) -> Any:
@@ -83,11 +69,9 @@ def test_they_are_those_of_sglangs_speculative_workers(
 
 def test_ends_that_come_too_early_have_no_mass() -> None:
     """As SGLang's sampler sees them before `min_new_tokens`; the others share what is left."""
-    places = torch.tensor([[1, 2]])
-    of_one = settings([1.0])
-    legal = of_one.without_early_ends(torch.zeros(1, 2, VOCAB), places)
-    law = logprob_distribution(legal, of_one.temperature)
-    log_p = law.log_probs()
+    edited = torch.zeros(1, 2, VOCAB)
+    edited[0, 0, 4] = -torch.inf
+    log_p = logprob_distribution(edited, torch.ones(1)).log_probs()
     assert log_p[0, 4] == -torch.inf
     assert log_p[0, 0].exp().item() == pytest.approx(1 / (VOCAB - 1))
     assert log_p[1, 4].exp().item() == pytest.approx(1 / VOCAB)

@@ -4,14 +4,16 @@ from typing import Any
 
 import pytest
 import torch
-from edit_cases import begin_rules, make_req, rules_of, stock_edit
+from edit_cases import EditedRequests, make_req, stock_edit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from populations import population_of
 
 from sglang_smc.requests.rules import has_rules
+from sglang_smc.smc.edits import Edits, count_tokens, edit_logits
+from sglang_smc.state.edits import has_edits
 
-VOCAB = 6
+VOCAB, STOPS = 6, frozenset({0, 4})
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=7)
 PARAMS = st.fixed_dictionaries(
     {},
@@ -22,6 +24,7 @@ PARAMS = st.fixed_dictionaries(
         "logit_bias": st.dictionaries(
             st.integers(0, VOCAB - 1).map(str), st.sampled_from([-100.0, 0.5, 3.0]), max_size=3
         ),
+        "min_new_tokens": st.integers(1, 12),
     },
 )
 
@@ -44,21 +47,25 @@ def rounds(draw: Any) -> dict[str, Any]:
     }
 
 
-def begun(case: dict[str, Any]) -> list[Any]:
+def begun(case: dict[str, Any]) -> EditedRequests:
     """The requests, after a prefill behind part of their texts, and rounds that emit the rest."""
-    reqs = []
-    for params, emitted in zip(case["params"], case["emitted"], strict=True):
-        start = min(case["num_before_prefill"], len(emitted) - 1)
-        req = make_req(emitted[:start], **params)
-        begin_rules([req], torch.zeros(1, VOCAB))
-        last_emitted, rest = emitted[start], emitted[start + 1 :]
-        for emit in (rest[:2], [], rest[2:]):  # none, one or several tokens a round
-            tails = [[[*emit, 5, 5], emit]]  # beyond what is emitted, particles differ
-            settled = population_of(tails, [[last_emitted, last_emitted]])
-            rules_of([req], None, VOCAB).commit(settled, torch.tensor([len(emit)]))
-            last_emitted = emit[-1] if emit else last_emitted
-        reqs.append(req)
-    return reqs
+    emitted = case["emitted"]
+    starts = [min(case["num_before_prefill"], len(text) - 1) for text in emitted]
+    reqs = [
+        make_req(text[:start], **params)
+        for text, start, params in zip(emitted, starts, case["params"], strict=True)
+    ]
+    of_case = EditedRequests(reqs, VOCAB, STOPS)
+    texts = [text[start:] for text, start in zip(emitted, starts, strict=True)]
+    for first, last in ((0, 2), (2, 2), (2, 9)):  # none, one or several tokens a round
+        emits = [text[1:][first:last] for text in texts]
+        behind = [text[: 1 + first][-1:] for text in texts]
+        # Beyond what is emitted, particles differ.
+        settled = population_of([[[*emit, 5, 5], emit] for emit in emits], [b * 2 for b in behind])
+        counts = torch.tensor([len(emit) for emit in emits])
+        columns = of_case.of_round(settled).columns
+        count_tokens(columns, of_case.rows, settled.texts[:, 0, 1:], counts)
+    return of_case
 
 
 def logits_of(case: dict[str, Any], num_columns: int) -> torch.Tensor:
@@ -67,18 +74,24 @@ def logits_of(case: dict[str, Any], num_columns: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator) * 3
 
 
+def edits_of(case: dict[str, Any]) -> Edits:
+    num_particles = len(case["tails"][0])
+    last_emitted = [[emitted[-1]] * num_particles for emitted in case["emitted"]]
+    num_emitted = torch.tensor([len(emitted) for emitted in case["emitted"]])
+    population = population_of(case["tails"], last_emitted, num_emitted=num_emitted)
+    return begun(case).of_round(population)
+
+
 def check(case: dict[str, Any], logits: torch.Tensor, chains: torch.Tensor, first: int) -> None:
     size, num_particles, num_columns, _ = logits.shape
-    last_emitted = [[emitted[-1]] * num_particles for emitted in case["emitted"]]
-    population = population_of(case["tails"], last_emitted)
-    of_round = rules_of(begun(case), population, VOCAB)
-    found, _ = of_round.apply(logits.clone(), chains, first)
+    found = logits.clone()
+    edit_logits(found, edits_of(case), chains, first)
     for g in range(size):
         for n in range(num_particles):
             for c in range(num_columns):
                 drafted = case["chains"][g][n][: first + c]
                 text = case["emitted"][g] + case["tails"][g][n] + drafted
-                wanted = stock_edit(logits[g, n, c], text, case["params"][g])
+                wanted = stock_edit(logits[g, n, c], text, case["params"][g], STOPS)
                 torch.testing.assert_close(found[g, n, c], wanted)
 
 
@@ -104,42 +117,62 @@ def test_a_first_token_follows_what_had_been_emitted_before_a_retraction(
     params: dict[str, Any], output_ids: list[int]
 ) -> None:
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
-    before = logits.clone()
-    found = begin_rules([make_req([1]), make_req(output_ids, **params)], logits)
-    torch.testing.assert_close(found[0], before[0])
-    torch.testing.assert_close(found[1], stock_edit(before[1], output_ids, params))
-    assert torch.equal(logits, before), "SGLang's own logits stay as they are"
+    reqs = [make_req([1]), make_req(output_ids, **params)]
+    found = EditedRequests(reqs, VOCAB, STOPS).first(logits.clone())
+    assert torch.equal(found[0], logits[0])
+    torch.testing.assert_close(found[1], stock_edit(logits[1], output_ids, params, STOPS))
 
 
 def test_particles_that_differ_in_their_first_token_each_count_their_own() -> None:
     """As for a power of p: what stands in the request's output is nobody's yet."""
-    req = make_req([4], frequency_penalty=1.0)
-    req.smc_state.open_token.begin(1)
-    begin_rules([req], torch.zeros(1, VOCAB))
-    req.output_ids.append(2)
+    of_one = EditedRequests([make_req([4], frequency_penalty=1.0)], VOCAB)
     open_one = population_of([[[], [1]]], [[3, 1]])
-    nothing = torch.empty(1, 2, 0, dtype=torch.int64)
-    found, _ = rules_of([req], open_one, VOCAB).apply(torch.zeros(1, 2, 1, VOCAB), nothing, 0)
+    found = torch.zeros(1, 2, 1, VOCAB)
+    edit_logits(found, of_one.of_round(open_one), torch.empty(1, 2, 0, dtype=torch.int64), 0)
     assert found[0, :, 0].tolist() == [[0, 0, 0, -1, -1, 0], [0, -2, 0, 0, -1, 0]]
 
 
-def test_only_requests_that_change_logits_have_rules() -> None:
-    assert not has_rules(make_req([1]))
+def test_a_row_that_is_used_again_forgets_its_former_request() -> None:
+    former = make_req([1, 2], frequency_penalty=2.0, logit_bias={"1": 1.0})
+    of_row = EditedRequests([former], VOCAB)
+    assert of_row.first(torch.zeros(1, VOCAB)).tolist() == [[0, -1, -2, 0, 0, 0]]
+    of_row.table.begin([make_req([5])], [1])
+    assert not of_row.first(torch.zeros(1, VOCAB)).any()
+    of_row.table.begin([make_req([3], presence_penalty=1.0, logit_bias={"0": -1.0})], [1])
+    assert of_row.first(torch.zeros(1, VOCAB)).tolist() == [[-1, 0, 0, -1, 0, 0]]
+
+
+def test_requests_that_change_logits_are_known_and_need_no_rule_of_the_host() -> None:
+    assert not has_edits(make_req([1]))
     for params in (
         {"frequency_penalty": -0.1},
         {"presence_penalty": 0.1},
         {"repetition_penalty": 0.9},
         {"logit_bias": {"3": 1.0}},
+        {"min_new_tokens": 1},
     ):
-        assert has_rules(make_req([1], **params))
-    assert not has_rules(make_req([1], logit_bias={}))
+        req = make_req([1], **params)
+        assert has_edits(req)
+        assert not has_rules(req)
+    assert not has_edits(make_req([1], logit_bias={}))
 
 
-@pytest.mark.parametrize("params", [{"presence_penalty": 1.0}, {"logit_bias": {"0": -2.0}}])
-def test_a_neighbour_s_logits_are_left_alone(params: dict[str, Any]) -> None:
-    reqs = [make_req([0]), make_req([0], **params), make_req([0])]
-    begin_rules(reqs, torch.zeros(3, VOCAB))
-    logits = torch.zeros(3, 1, 1, VOCAB)
-    of_round = rules_of(reqs, population_of([[[]]] * 3), VOCAB)
-    found, _ = of_round.apply(logits, torch.empty(3, 1, 0, dtype=torch.int64), 0)
-    assert found[:, 0, 0, 0].tolist() == [0.0, -1.0 if "presence_penalty" in params else -2.0, 0.0]
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"presence_penalty": 1.0}, -1.0),
+        ({"logit_bias": {"0": -2.0}}, -2.0),
+        ({"min_new_tokens": 2}, -torch.inf),
+    ],
+)
+def test_a_neighbour_s_logits_are_left_alone(params: dict[str, Any], expected: float) -> None:
+    """Also what zero becomes by adding zero, and what has no law."""
+    of_round = EditedRequests([make_req([0]), make_req([0], **params), make_req([0])], VOCAB, STOPS)
+    logits = torch.tensor([-0.0, torch.nan, -torch.inf, 1.0, -0.0, 2.0]).repeat(3, 1, 1, 1)
+    before = logits.clone()
+    population = population_of([[[]]] * 3, num_emitted=torch.ones(3, dtype=torch.int64))
+    nothing = torch.empty(3, 1, 0, dtype=torch.int64)
+    edit_logits(logits, of_round.of_round(population), nothing, 0)
+    for neighbour in (0, 2):
+        assert torch.equal(logits[neighbour].view(torch.int32), before[neighbour].view(torch.int32))
+    assert logits[1, 0, 0, 0] == expected

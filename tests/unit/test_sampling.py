@@ -9,6 +9,8 @@ from table_entries import entry
 
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.smc.distribution import FilterKinds, SamplingRules, TokenDistribution, log_probs
+from sglang_smc.smc.edits import edit_logits
+from sglang_smc.state.edits import EditTable
 from sglang_smc.state.settings import (
     RequestTable,
     Settings,
@@ -34,8 +36,17 @@ def log_probs_of(
 ) -> torch.Tensor:
     """The next token's law by the rules of each request, ``[G, M, V]``."""
     rules = SamplingRules(*(rule.unsqueeze(1) for rule in settings.sampling_rules(draft=draft)))
-    legal = settings.without_early_ends(logits, positions)
-    return log_probs(legal, rules, filtered=filtered)
+    return log_probs(legal(settings, logits, positions), rules, filtered=filtered)
+
+
+def legal(settings: Settings, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Logits ``[G, M, V]`` without ends that come too early at ``positions`` ``[G, M]``, a run."""
+    edits = EditTable(5, VOCAB, "cpu").of_prefill(
+        torch.arange(len(logits)), settings, positions[:, 0]
+    )
+    edited, drafts = logits.clone(), torch.zeros_like(positions)[:, None, 1:]
+    edit_logits(edited.unsqueeze(1), edits, drafts, 0)
+    return edited
 
 
 def settings_of(*specs: TableEntry) -> Settings:
@@ -81,7 +92,8 @@ def test_every_request_keeps_its_own_rules_in_a_batch() -> None:
 def test_log_probs_leaves_the_logits_as_they_are() -> None:
     """The draft's logits may be a buffer that is used again."""
     logits = torch.zeros(1, 1, VOCAB)
-    log_probs_of(settings_of(spec(min_new_tokens=1)), logits, torch.tensor([[0]]), filtered=True)
+    rules = settings_of(spec(top_k=1)).sampling_rules()
+    log_probs(logits, SamplingRules(*(rule.unsqueeze(1) for rule in rules)))
     assert not logits.any()
 
 
@@ -187,14 +199,14 @@ def test_stop_tokens_come_from_request_model_and_tokenizer(
 
 
 KINDS = {
-    "plain": ([spec(1, temperature=0.5), spec(2)], FilterKinds(False, False, False)),
-    "greedy beside plain": ([spec(1, top_k=1), spec(2)], FilterKinds(False, True, False)),
+    "plain": ([spec(1, temperature=0.5), spec(2)], FilterKinds(False, False)),
+    "greedy beside plain": ([spec(1, top_k=1), spec(2)], FilterKinds(False, True)),
     "filtered, greedy, plain": (
         [spec(1, top_p=0.7), spec(2, top_k=1), spec(3)],
-        FilterKinds(True, True, False),
+        FilterKinds(True, True),
     ),
-    "greedy, no early end": ([spec(1, top_k=1, min_new_tokens=9)], FilterKinds(False, True, True)),
-    "no early end": ([spec(1, min_new_tokens=2), spec(2)], FilterKinds(False, False, True)),
+    "greedy, no early end": ([spec(1, top_k=1, min_new_tokens=9)], FilterKinds(False, True)),
+    "no early end": ([spec(1, min_new_tokens=2), spec(2)], FilterKinds(False, False)),
 }
 
 
@@ -207,26 +219,19 @@ def test_a_law_is_what_the_rules_say_however_it_is_worked_out(name: str, draft: 
     positions = torch.arange(3).expand(len(specs), 3)
     settings = settings_of(*specs)
     expected = log_probs_of(settings, logits, positions, filtered=True, draft=draft).flatten(0, 1)
-    legal = settings.without_early_ends(logits, positions) if kinds.early else logits
-    of_rows = TokenDistribution.of(legal, settings.sampling_rules(draft=draft), kinds)
+    edited = legal(settings, logits, positions)
+    of_rows = TokenDistribution.of(edited, settings.sampling_rules(draft=draft), kinds)
     found = of_rows.log_probs()
     assert torch.allclose(found, expected, atol=1e-6)
 
 
 def test_kinds_are_those_of_the_requests() -> None:
     def req(**params: object) -> SimpleNamespace:
-        default = {"top_k": VOCAB, "top_p": 1.0, "min_p": 0.0, "min_new_tokens": 0}
+        default = {"top_k": VOCAB, "top_p": 1.0, "min_p": 0.0}
         sampling_params = SimpleNamespace(**(default | params))
         return SimpleNamespace(sampling_params=sampling_params, vocab_size=VOCAB)
 
-    assert filter_kinds([req()]) == FilterKinds(filtered=False, greedy=False, early=False)
-    assert filter_kinds([req(top_k=1, top_p=0.5)]) == FilterKinds(
-        filtered=False, greedy=True, early=False
-    )
+    assert filter_kinds([req()]) == FilterKinds(filtered=False, greedy=False)
+    assert filter_kinds([req(top_k=1, top_p=0.5)]) == FilterKinds(filtered=False, greedy=True)
     for filters in ({"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}):
-        assert filter_kinds([req(), req(**filters)]) == FilterKinds(
-            filtered=True, greedy=False, early=False
-        )
-    assert filter_kinds([req(min_new_tokens=1)]) == FilterKinds(
-        filtered=False, greedy=False, early=True
-    )
+        assert filter_kinds([req(), req(**filters)]) == FilterKinds(filtered=True, greedy=False)

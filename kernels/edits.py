@@ -1,0 +1,181 @@
+"""Penalties, biases and no early ends, in one pass over the logits of who asked for them.
+
+Each program owns one tile of one row: it counts the tokens of the row's text that lie in its tile,
+and writes nothing else. So no order of programs matters, and nothing as wide as the vocabulary is
+allocated.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_smc.smc.edits import EditColumns, Edits
+
+_TILE = 4096  # logits a program edits; a row of 152k has 38 tiles
+_BLOCK = 32  # tokens of a text that are looked at together
+
+
+def edit_logits(logits: torch.Tensor, edits: Edits, drafts: torch.Tensor, first: int) -> None:
+    """Change logits of either model, in place; those of requests that ask for nothing stay.
+
+    Reference: `sglang_smc.smc.edits.edit_logits`, same arguments, to the last bit but for what a
+    compiler makes of a product and a sum.
+
+    Raises:
+        ValueError: the vocabulary does not lie contiguously in memory.
+    """
+    num_groups, num_particles, num_columns, vocab_size = logits.shape
+    if logits.stride(3) != 1:
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)} have stride {logits.stride(3)} along the "
+            "vocabulary, which must be 1: pass logits.contiguous()"
+        )
+    tile = min(_TILE, triton.next_power_of_2(vocab_size))
+    texts = edits.texts.flatten(0, 1)  # a view of a population's texts
+    drafts = drafts.contiguous()
+    _edit[(num_groups * num_particles * num_columns, triton.cdiv(vocab_size, tile))](
+        logits,
+        *logits.stride()[:3],
+        *edits.columns,
+        edits.rows.contiguous(),
+        edits.min_new_tokens.contiguous(),
+        edits.stop_mask.contiguous(),
+        edits.starts.contiguous(),
+        texts,
+        *texts.stride(),
+        edits.lengths.contiguous(),
+        drafts,
+        drafts.shape[2],
+        first,
+        num_particles,
+        num_columns,
+        vocab_size,
+        tile=tile,
+        block=_BLOCK,
+        num_warps=8,
+    )
+
+
+def count_tokens(
+    columns: EditColumns, rows: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor
+) -> None:
+    """Count tokens that are settled from now on, for the requests that penalize.
+
+    Reference: `sglang_smc.smc.edits.count_tokens`, same arguments, and the same counts: sums of
+    whole numbers do not depend on an order.
+    """
+    _count[(len(rows),)](
+        columns.penalizes,
+        columns.counts,
+        rows.contiguous(),
+        tokens,
+        *tokens.stride(),
+        lengths.contiguous(),
+        columns.counts.shape[1],
+        block=_BLOCK,
+        num_warps=1,
+    )
+
+
+@triton.jit
+def _counted(counts, tokens, text, stride, length, lowest, tile: tl.constexpr, block: tl.constexpr):
+    """Add how often a text has each token of a tile, which begins at token ``lowest``."""
+    for start in range(0, length, block):
+        place = start + tl.arange(0, block)
+        offset = tl.load(text + place * stride, mask=place < length, other=-1) - lowest
+        if tl.max(((offset >= 0) & (offset < tile)).to(tl.int32), 0) > 0:
+            for one in range(start, tl.minimum(start + block, length)):
+                counts += (tokens == tl.load(text + one * stride)).to(tl.int32)
+    return counts
+
+
+@triton.jit
+def _penalized(values, counts, rates):
+    """As `Rates.apply`, and divided as torch does."""
+    occurs = counts > 0
+    lowered = values - (
+        tl.load(rates) * counts.to(tl.float32) + tl.load(rates + 1) * occurs.to(tl.float32)
+    )
+    factor = tl.where(occurs, tl.load(rates + 2), 1.0)
+    return tl.where(lowered < 0, lowered * factor, tl.div_rn(lowered, factor))
+
+
+@triton.jit(do_not_specialize=["num_drafted", "first", "num_particles", "num_columns"])
+def _edit(
+    logits,
+    group_stride,
+    particle_stride,
+    column_stride,
+    penalizes,
+    biases,
+    rates,
+    counts,
+    bias,
+    rows,
+    min_new_tokens,
+    stop_mask,
+    starts,
+    texts,
+    text_stride,
+    token_stride,
+    lengths,
+    drafts,
+    num_drafted,
+    first,
+    num_particles,
+    num_columns,
+    vocab_size,
+    tile: tl.constexpr,
+    block: tl.constexpr,
+):
+    cell = tl.program_id(0).to(tl.int64)
+    own, column = cell // num_columns, cell % num_columns  # which text, in [G, N]
+    group, particle = own // num_particles, own % num_particles
+    row = tl.load(rows + group)
+    place = first + column  # drafts before this row
+    is_penalized = tl.load(penalizes + row) != 0
+    is_biased = tl.load(biases + row) != 0
+    is_early = tl.load(starts + own) + place < tl.load(min_new_tokens + group)
+    if is_penalized | is_biased | is_early:
+        lowest = tl.program_id(1) * tile
+        tokens = lowest + tl.arange(0, tile)
+        inside = tokens < vocab_size
+        of_row = group * group_stride + particle * particle_stride + column * column_stride
+        values = tl.load(logits + of_row + tokens, mask=inside, other=0.0).to(tl.float32)
+        if is_penalized:
+            found = tl.load(counts + row * vocab_size + tokens, mask=inside, other=0)
+            length = tl.load(lengths + own)
+            text = texts + own * text_stride
+            found = _counted(found, tokens, text, token_stride, length, lowest, tile, block)
+            draft = drafts + own * num_drafted
+            found = _counted(found, tokens, draft, 1, place, lowest, tile, block)
+            values = _penalized(values, found, rates + row * 3)
+        if is_biased:
+            values += tl.load(bias + row * vocab_size + tokens, mask=inside, other=0.0)
+        if is_early:
+            stops = tl.load(stop_mask + group * vocab_size + tokens, mask=inside, other=0) != 0
+            values = tl.where(stops, -float("inf"), values)
+        tl.store(logits + of_row + tokens, values.to(logits.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _count(
+    penalizes,
+    counts,
+    rows,
+    tokens,
+    group_stride,
+    token_stride,
+    lengths,
+    vocab_size,
+    block: tl.constexpr,
+):
+    group = tl.program_id(0)
+    row = tl.load(rows + group)
+    if tl.load(penalizes + row) != 0:
+        length = tl.load(lengths + group)
+        for start in range(0, length, block):
+            place = start + tl.arange(0, block)
+            inside = place < length
+            token = tl.load(tokens + group * group_stride + place * token_stride, mask=inside)
+            tl.atomic_add(counts + row * vocab_size + token, 1, mask=inside, sem="relaxed")

@@ -1,0 +1,125 @@
+"""What each request changes in logits, as device tables: penalties with their counts, and biases.
+
+One row of each table belongs to one request, under its index in SGLang's `req_to_token_pool`.
+Unlike SGLang's own, counts survive a retraction.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from sglang_smc.smc.edits import EditColumns, Edits
+from sglang_smc.state.population import Population
+from sglang_smc.state.settings import Settings
+from sglang_smc.state.transfer import on_device
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+_NEUTRAL = (0.0, 0.0, 1.0)
+
+
+def has_edits(req: "Req") -> bool:
+    """Whether a request has penalties, biases, or a least number of tokens."""
+    return _penalizes(req) or _biases(req) or req.sampling_params.min_new_tokens > 0
+
+
+class _Wide(NamedTuple):
+    """The tables as wide as the vocabulary; what nobody asked for is never written or read."""
+
+    counts: torch.Tensor  # [rows, V] int32
+    bias: torch.Tensor  # [rows, V] float32
+
+
+class EditTable:
+    """Edits of all requests that hold a row of SGLang's request pool.
+
+    Counts and biases take 8 V bytes a row: 1 MB with a vocabulary of 128k. They are allocated as
+    the first request asks for an edit, unless `make_room` has been called before.
+
+    Args:
+        num_rows: rows of SGLang's request pool, the padding row included.
+        vocab_size: V, of the logits.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: str) -> None:
+        self._shape = num_rows, vocab_size
+        self._device = device
+        self._penalizes = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        self._biases = torch.zeros_like(self._penalizes)
+        self._rates = torch.zeros(num_rows, len(_NEUTRAL), dtype=torch.float32, device=device)
+        self._wide: _Wide | None = None
+
+    def make_room(self) -> _Wide:
+        """Allocate counts and biases once, for good: captured rounds read where they lie."""
+        if self._wide is None:
+            self._wide = _Wide(
+                torch.empty(self._shape, dtype=torch.int32, device=self._device),
+                torch.empty(self._shape, dtype=torch.float32, device=self._device),
+            )
+        return self._wide
+
+    def begin(self, reqs: "list[Req]", rows: list[int]) -> None:
+        """Store what requests change, as they are prefilled: all of their output is settled."""
+        at, rates = on_device(self._device, rows), [_rates(req) for req in reqs]
+        self._penalizes[at] = on_device(self._device, [_penalizes(req) for req in reqs])
+        self._biases[at] = on_device(self._device, [_biases(req) for req in reqs])
+        self._rates[at] = on_device(self._device, rates).float()
+        if not any(map(has_edits, reqs)):
+            return
+        counts, bias = self.make_room()
+        for req, row in zip(reqs, rows, strict=True):
+            if _penalizes(req):
+                ids = on_device(self._device, list(req.output_ids)).long()
+                counts[row].zero_().index_add_(0, ids, torch.ones_like(ids, dtype=counts.dtype))
+            if _biases(req):
+                ids, values = _spread(req)
+                biases = on_device(self._device, values).float()
+                bias[row].zero_().index_copy_(0, on_device(self._device, ids), biases)
+
+    def of_round(self, rows: torch.Tensor, settings: Settings, population: Population) -> Edits:
+        """Edits of the requests in ``rows`` ``[G]``, whose particles stand so."""
+        # The last emitted token is not settled: particles may differ in a first one.
+        texts, lengths = population.texts[:, :, 1:], population.lengths + 1
+        return self._of(rows, settings, population.output_lengths, texts, lengths)
+
+    def of_prefill(
+        self, rows: torch.Tensor, settings: Settings, num_emitted: torch.Tensor
+    ) -> Edits:
+        """Edits of requests that `begin` has stored, behind ``num_emitted`` ``[G]`` tokens."""
+        starts = num_emitted.unsqueeze(1)  # [G, 1]
+        nothing = starts.unsqueeze(2)[:, :, :0]  # [G, 1, 0]
+        return self._of(rows, settings, starts, nothing, torch.zeros_like(starts))
+
+    def _of(
+        self,
+        rows: torch.Tensor,
+        settings: Settings,
+        starts: torch.Tensor,
+        texts: torch.Tensor,
+        lengths: torch.Tensor,
+    ) -> Edits:
+        columns = EditColumns(self._penalizes, self._biases, self._rates, *self.make_room())
+        ends = settings.min_new_tokens, settings.stop_mask
+        return Edits(columns, rows, *ends, starts, texts, lengths)
+
+
+def _rates(req: "Req") -> tuple[float, float, float]:
+    params = req.sampling_params
+    return params.frequency_penalty, params.presence_penalty, params.repetition_penalty
+
+
+def _penalizes(req: "Req") -> bool:
+    return _rates(req) != _NEUTRAL
+
+
+def _biases(req: "Req") -> bool:
+    return bool(req.sampling_params.logit_bias)
+
+
+def _spread(req: "Req") -> tuple[list[int], list[float]]:
+    """Tokens, each once, and what is added to their logits."""
+    biased = req.sampling_params.logit_bias
+    assert biased is not None, "asked of a request that biases"
+    values = {int(token): value for token, value in biased.items()}
+    return list(values), list(values.values())

@@ -1,0 +1,234 @@
+"""Penalties, biases and no early ends, kernel against reference."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sglang_smc.kernels import edits as kernel
+from sglang_smc.smc import edits
+from sglang_smc.smc.edits import EditColumns, Edits
+
+NUM_ROWS = 7
+EDITED = {
+    "nothing": (False, False, 0),
+    "penalties": (True, False, 0),
+    "biases": (False, True, 0),
+    "a least length": (False, False, 9),
+    "all": (True, True, 9),
+}
+
+
+def columns_of(vocab_size: int, generator: torch.Generator) -> EditColumns:
+    """Tables whose wide rows say something of requests that asked for nothing, too."""
+    counts = torch.randint(4, (NUM_ROWS, vocab_size), generator=generator, dtype=torch.int32)
+    return EditColumns(
+        penalizes=torch.zeros(NUM_ROWS, dtype=torch.bool),
+        biases=torch.zeros(NUM_ROWS, dtype=torch.bool),
+        rates=torch.rand(NUM_ROWS, 3, generator=generator) + torch.tensor([-0.5, -0.5, 0.5]),
+        counts=counts * (counts > 1),
+        bias=torch.randn(NUM_ROWS, vocab_size, generator=generator),
+    )
+
+
+def edits_of(
+    names: list[str], num_particles: int, max_tail: int, vocab_size: int, seed: int
+) -> Edits:
+    """Requests in arbitrary rows, each with the edits of a name; few tokens, so that they recur.
+
+    Positions lie around the least length.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    size, columns = len(names), columns_of(vocab_size, generator)
+    rows = torch.randperm(NUM_ROWS - 1, generator=generator)[:size] + 1
+    flags = torch.tensor([EDITED[name] for name in names])
+    columns.penalizes[rows], columns.biases[rows] = flags[:, 0].bool(), flags[:, 1].bool()
+    shape = size, num_particles, 1 + max_tail
+    spread = torch.randint(vocab_size, shape, generator=generator)
+    few = torch.tensor([0, vocab_size // 2, vocab_size - 1])
+    recurring = few[torch.randint(3, shape, generator=generator)]
+    texts = torch.where(torch.rand(shape, generator=generator) < 0.5, spread, recurring)
+    return Edits(
+        columns,
+        rows,
+        min_new_tokens=flags[:, 2],
+        stop_mask=torch.rand(size, vocab_size, generator=generator) < 0.2,
+        starts=torch.randint(4, 12, shape[:2], generator=generator),
+        # A round hands on a part of what a population holds.
+        texts=torch.cat([texts[:, :, :1], texts], dim=2)[:, :, 1:],
+        lengths=torch.randint(max_tail + 2, shape[:2], generator=generator),
+    )
+
+
+def drafts_of(of: Edits, num_drafted: int) -> torch.Tensor:
+    """``[G, N, J]``: tokens of the texts again, or their neighbours."""
+    place = torch.arange(num_drafted) % of.texts.shape[2]
+    near = of.texts[:, :, place] + torch.arange(num_drafted) % 2
+    return near % of.stop_mask.shape[1]
+
+
+def to(device: str, of: Edits) -> Edits:
+    """A copy of its own."""
+    columns, *others = of
+    moved = EditColumns(*(column.to(device, copy=True) for column in columns))
+    return Edits(moved, *(other.to(device) for other in others))
+
+
+def check(
+    logits: torch.Tensor, of: Edits, drafts: torch.Tensor, first: int, device: str
+) -> torch.Tensor:
+    """The kernel's logits, which are the reference's, and untouched where nothing is asked."""
+    expected, found, there = logits.clone(), logits.to(device, copy=True), to(device, of)
+    edits.edit_logits(expected, of, drafts, first)
+    kernel.edit_logits(found, there, drafts.to(device), first)
+    found = found.cpu()
+    if device == "cpu" and logits.dtype == torch.float32:  # the interpreter rounds to bf16 its way
+        assert torch.equal(found, expected)
+    torch.testing.assert_close(found, expected)
+    asks = of.columns.penalizes[of.rows] | of.columns.biases[of.rows] | (of.min_new_tokens > 0)
+    assert torch.equal(found[~asks], logits[~asks])
+    return found
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(
+    names=st.lists(st.sampled_from(list(EDITED)), min_size=1, max_size=3),
+    num_particles=st.integers(1, 2),
+    num_drafted=st.integers(0, 2),
+    is_step=st.booleans(),
+    max_tail=st.sampled_from([0, 1, 13]),
+    vocab_size=st.sampled_from([1, 5, 16, 33]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**16),
+)
+def test_small_rows(
+    names: list[str],
+    num_particles: int,
+    num_drafted: int,
+    is_step: bool,
+    max_tail: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    seed: int,
+    device: str,
+) -> None:
+    """A step of drafting or all columns of a verification; several tiles, texts of many blocks."""
+    of = edits_of(names, num_particles, max_tail, vocab_size, seed)
+    drafts = drafts_of(of, num_drafted)
+    num_columns = 1 if is_step else num_drafted + 1
+    shape = len(names), num_particles, num_columns, vocab_size
+    logits = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "_TILE", 16)
+        patch.setattr(kernel, "_BLOCK", 4)
+        check(logits, of, drafts, num_drafted if is_step else 0, device)
+
+
+@pytest.mark.parametrize("vocab_size", [4096, 5000])
+def test_rows_of_a_real_vocabulary_behind_the_longest_texts(vocab_size: int, device: str) -> None:
+    of = edits_of(["all", "nothing"], 1, 256, vocab_size, seed=3)
+    of = of._replace(lengths=torch.full_like(of.lengths, 257))
+    shape = 2, 1, 3, vocab_size
+    logits = torch.randn(shape, generator=torch.Generator().manual_seed(4)) * 3
+    check(logits, of, drafts_of(of, 2), 0, device)
+
+
+def test_a_token_counts_as_often_as_its_text_has_it(device: str) -> None:
+    """Settled once, twice in the tail and once drafted; a column later, once more."""
+    of = edits_of(["penalties"], 1, 3, 8, seed=0)
+    of.columns.rates[:] = torch.tensor([1.0, 10.0, 1.0])
+    of.columns.counts[:] = 0
+    of.columns.counts[:, 5] = 1
+    of = of._replace(texts=torch.tensor([[[5, 2, 5, 5]]]), lengths=torch.tensor([[3]]))
+    found = check(torch.zeros(1, 1, 2, 8), of, torch.tensor([[[5, 5]]]), 1, device)
+    assert found[0, 0, :, 5].tolist() == [-14.0, -15.0]
+    assert found[0, 0, :, 2].tolist() == [-11.0, -11.0]
+    assert found[0, 0, :, 3].tolist() == [0.0, 0.0]
+
+
+def test_the_last_place_where_a_text_must_not_end(device: str) -> None:
+    """With a least length of 9 the token at place 8 must not end it, that at place 9 may."""
+    of = edits_of(["a least length"], 2, 3, 8, seed=0)
+    of = of._replace(starts=torch.tensor([[7, 8]]), stop_mask=torch.arange(8).unsqueeze(0) == 6)
+    found = check(torch.zeros(1, 2, 3, 8), of, drafts_of(of, 2), 0, device)
+    assert (found[0, :, :, 6] == -torch.inf).tolist() == [[True, True, False], [True, False, False]]
+    assert (found == -torch.inf).sum() == 3
+
+
+def test_logits_in_strides_of_their_own(device: str) -> None:
+    """As where a step of drafting has read two tokens, or columns come first."""
+    of = edits_of(["all", "penalties"], 3, 5, 33, seed=8)
+    wide = torch.randn(4, 2, 3, 40, generator=torch.Generator().manual_seed(1)).to(device)
+    around = wide.clone()
+    logits = wide.permute(1, 2, 0, 3)[:, :, 1:3, :33]  # [G, N, 2, V]
+    expected = check(logits.cpu(), of, drafts_of(of, 1), 0, device)
+    kernel.edit_logits(logits, to(device, of), drafts_of(of, 1).to(device), 0)
+    torch.testing.assert_close(logits.cpu(), expected)
+    logits.copy_(around.permute(1, 2, 0, 3)[:, :, 1:3, :33])
+    assert torch.equal(wide, around)
+
+
+def test_a_vocabulary_in_strides_is_refused(device: str) -> None:
+    of = to(device, edits_of(["all"], 1, 1, 6, seed=0))
+    nothing = torch.empty(1, 1, 0, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match="must be 1"):
+        kernel.edit_logits(torch.zeros(1, 1, 6, 2, device=device).mT, of, nothing, 0)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements that a torch call returns in memory of its own."""
+
+    elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_nothing_as_wide_as_the_vocabulary_is_made(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, largest = edits_of(["all", "nothing"], 2, 20, 5000, seed=2), Largest()
+    there, logits = to(device, of), torch.zeros(2, 2, 3, 5000, device=device)
+    drafts, seen = drafts_of(of, 2).to(device), []
+    launch = type(kernel._edit).__getitem__
+
+    def note(self: Any, grid: Any) -> Any:
+        seen.append(largest.elements)  # what the interpreter makes is memory of no GPU
+        return launch(self, grid)
+
+    monkeypatch.setattr(type(kernel._edit), "__getitem__", note)
+    with largest:
+        kernel.edit_logits(logits, there, drafts, 0)
+    assert len(seen) == 1, "one launch"
+    assert seen[0] <= drafts.numel()
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+@given(
+    names=st.lists(st.sampled_from(["penalties", "biases"]), min_size=1, max_size=4),
+    max_tail=st.sampled_from([0, 3, 40]),
+    seed=st.integers(0, 2**16),
+)
+def test_settled_tokens_are_counted(
+    names: list[str], max_tail: int, seed: int, device: str
+) -> None:
+    """Some of a text, or none; the same token many times; nothing of a request that only biases."""
+    of = edits_of(names, 2, max_tail, 9, seed)
+    tokens = of.texts[:, 0]
+    counts = of.lengths[:, 0] - 1  # -1 is as good as 0
+    there = to(device, of)
+    kernel.count_tokens(there.columns, there.rows, tokens.to(device), counts.to(device))
+    before = of.columns.counts.clone()
+    edits.count_tokens(of.columns, of.rows, tokens, counts)
+    assert torch.equal(there.columns.counts.cpu(), of.columns.counts)
+    added = (of.columns.counts - before)[of.rows].sum(1)
+    expected = torch.where(of.columns.penalizes[of.rows], counts.clamp_min(0), 0)
+    assert torch.equal(added, expected)
