@@ -15,9 +15,9 @@ from toy_worker import ToyWorker
 
 from sglang_smc.options.budget import OFF, Budget
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.round.batch import shape_of_server
+from sglang_smc.round.batch import RoundInputs, shape_of_server
 from sglang_smc.round.costs import costs_of_graphs
-from sglang_smc.round.graph import Record
+from sglang_smc.round.graph import Record, RoundGraphs
 from sglang_smc.round.result import Outcome
 from sglang_smc.state.tail_logprobs import LogprobWidths
 
@@ -100,9 +100,42 @@ def test_what_no_recording_holds_plays_as_it_is() -> None:
     assert all(size <= 8 for size in recorded)
 
 
+EDITS: tuple[dict[str, Any], ...] = (
+    {"frequency_penalty": 0.7, "repetition_penalty": 1.3, "logit_bias": {"1": 0.8}},
+    {},
+    {"min_new_tokens": 4},
+)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 8])
+def test_a_round_that_edits_is_recorded_once_for_all_requests(size: int) -> None:
+    """Rates, counts and biases stand where the recording reads them, whenever a request comes."""
+    config, recorded = SMCConfig(num_particles=3, num_steps=2), list[int]()
+    sizes = {"num_requests": 9, "max_new_tokens": LENGTH, "eos": EOS}
+    noise = torch.rand(9, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    by_graph, eager = (ToyWorker(config, *languages(), **sizes, asked=EDITS) for _ in range(2))
+    worker = by_graph.worker
+    worker._tables.edits.make_room()
+    worker._tables.begin_padding(worker._states.padding(), 3, by_graph.device)
+    shape = shape_of_server(config)._replace(edits=True)
+
+    def padding(size: int) -> RoundInputs:
+        return RoundInputs.of_padding(config, None, size, by_graph.device)
+
+    graphs = RoundGraphs(worker._round.play, shape, padding, SIZES, in_place(recorded))
+    graphs.capture()
+    worker._graphs = {None: graphs}
+    rows = list(range(1, size + 1))
+    found, wanted = by_graph.run(rows, noise), eager.run(rows, noise)
+    assert torch.equal(found.outputs, wanted.outputs)
+    assert torch.equal(found.log_evidence, wanted.log_evidence)
+    assert recorded
+
+
 def test_a_recording_covers_less_and_nothing_else() -> None:
     shape = shape_of_server(SMCConfig(num_particles=4, num_steps=3))
     assert shape.covers(shape)
+    assert shape._replace(edits=True).covers(shape)
     assert shape.covers(shape._replace(num_particles=2, num_steps=1, max_tail=5, max_arena=9))
     for change in (
         {"num_particles": 5},
