@@ -11,7 +11,7 @@ import triton.language as tl
 
 from sglang_smc.smc.edits import EditColumns, Edits
 
-_TILE = 4096  # logits a program edits; a row of 152k has 38 tiles
+_TILE = 2048  # logits a program edits; a row of 152k has 75 tiles
 _BLOCK = 32  # tokens of a text that are looked at together
 
 
@@ -82,10 +82,10 @@ def _counted(counts, tokens, text, stride, length, lowest, tile: tl.constexpr, b
     """Add how often a text has each token of a tile, which begins at token ``lowest``."""
     for start in range(0, length, block):
         place = start + tl.arange(0, block)
-        offset = tl.load(text + place * stride, mask=place < length, other=-1) - lowest
-        if tl.max(((offset >= 0) & (offset < tile)).to(tl.int32), 0) > 0:
+        some = tl.load(text + place * stride, mask=place < length, other=-1)
+        if tl.max(((some >= lowest) & (some < lowest + tile)).to(tl.int32), 0) > 0:
             for one in range(start, tl.minimum(start + block, length)):
-                counts += (tokens == tl.load(text + one * stride)).to(tl.int32)
+                counts += (tokens == tl.load(text + one * stride).to(tl.int32)).to(tl.int32)
     return counts
 
 
@@ -128,10 +128,9 @@ def _edit(
     tile: tl.constexpr,
     block: tl.constexpr,
 ):
-    cell = tl.program_id(0).to(tl.int64)
-    own, column = cell // num_columns, cell % num_columns  # which text, in [G, N]
-    group, particle = own // num_particles, own % num_particles
-    row = tl.load(rows + group)
+    own, column = tl.program_id(0) // num_columns, tl.program_id(0) % num_columns
+    group, particle = own // num_particles, own % num_particles  # own is the text, in [G, N]
+    row = tl.load(rows + group)  # int64, as all that is multiplied by the vocabulary
     place = first + column  # drafts before this row
     is_penalized = tl.load(penalizes + row) != 0
     is_biased = tl.load(biases + row) != 0
@@ -140,11 +139,12 @@ def _edit(
         lowest = tl.program_id(1) * tile
         tokens = lowest + tl.arange(0, tile)
         inside = tokens < vocab_size
-        of_row = group * group_stride + particle * particle_stride + column * column_stride
-        values = tl.load(logits + of_row + tokens, mask=inside, other=0.0).to(tl.float32)
+        logits += group.to(tl.int64) * group_stride + particle.to(tl.int64) * particle_stride
+        logits += column.to(tl.int64) * column_stride
+        values = tl.load(logits + tokens, mask=inside, other=0.0).to(tl.float32)
         if is_penalized:
             found = tl.load(counts + row * vocab_size + tokens, mask=inside, other=0)
-            length = tl.load(lengths + own)
+            length = tl.load(lengths + own).to(tl.int32)
             text = texts + own * text_stride
             found = _counted(found, tokens, text, token_stride, length, lowest, tile, block)
             draft = drafts + own * num_drafted
@@ -153,9 +153,10 @@ def _edit(
         if is_biased:
             values += tl.load(bias + row * vocab_size + tokens, mask=inside, other=0.0)
         if is_early:
-            stops = tl.load(stop_mask + group * vocab_size + tokens, mask=inside, other=0) != 0
+            of_group = stop_mask + group.to(tl.int64) * vocab_size
+            stops = tl.load(of_group + tokens, mask=inside, other=0) != 0
             values = tl.where(stops, -float("inf"), values)
-        tl.store(logits + of_row + tokens, values.to(logits.dtype.element_ty), mask=inside)
+        tl.store(logits + tokens, values.to(logits.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -173,7 +174,7 @@ def _count(
     group = tl.program_id(0)
     row = tl.load(rows + group)
     if tl.load(penalizes + row) != 0:
-        length = tl.load(lengths + group)
+        length = tl.load(lengths + group).to(tl.int32)
         for start in range(0, length, block):
             place = start + tl.arange(0, block)
             inside = place < length

@@ -98,18 +98,24 @@ class EditedRequests:
         )
         self.settings = settings.gather(self.rows)
         self.num_emitted = torch.tensor([len(req.output_ids) for req in reqs], device=device)
+        self.reqs = reqs
         self.table.begin(reqs, rows)
+
+    def begin(self, row: int, req: Any) -> None:
+        """Let another request have a row."""
+        self.reqs = [req if row == own else old for own, old in enumerate(self.reqs, start=1)]
+        self.table.begin([req], [row])
 
     def first(self, logits: torch.Tensor) -> torch.Tensor:
         """First tokens' logits ``[G, V]`` as they are edited; the argument may change."""
-        edits = self.table.of_prefill(self.rows, self.settings, self.num_emitted)
+        edits = self.table.of_prefill(self.reqs, self.rows, self.settings, self.num_emitted)
         rows, nothing = logits[:, None, None], self.num_emitted[:, None, None, None][:, :, 0, :0]
         edit_logits(rows, edits, nothing, 0)
         return rows[:, 0, 0]
 
     def of_round(self, population: Population) -> Edits:
         """Edits of a round that begins with these particles."""
-        return self.table.of_round(self.rows, self.settings, population)
+        return self.table.of_round(self.reqs, self.rows, self.settings, population)
 
 
 def stock_edit(

@@ -59,13 +59,13 @@ def run(
     chosen: tuple[dict[str, Any], ...] = ({},),
     budgets: tuple[Budget | None, ...] = (None,),
     grammar: Callable[[], Any] = lambda: None,
-    asked: dict[str, Any] | None = None,
+    asked: dict[str, Any] | tuple[dict[str, Any], ...] | None = None,
     ops: Ops = TORCH,
 ) -> Outcome:
     """Serve requests in ``rows``, or all of them, in one batch; every slot stays where it belongs.
 
     Row r chooses ``chosen[(r - 1) % len(chosen)]`` for itself; ``budgets`` bound rounds in turn.
-    All have ``asked`` for sampling parameters.
+    All have ``asked`` for sampling parameters, or one of several in turn.
     """
     sizes = {"num_requests": num_runs, "max_new_tokens": LENGTH, "eos": EOS}
     own = {"chosen": chosen, "budgets": budgets, "grammar": grammar, "asked": asked, "ops": ops}

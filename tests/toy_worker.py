@@ -160,9 +160,9 @@ class ToyRequest:
 class ToyWorker:
     """Requests with one prompt, all in one table, each in its own row and with its own seed.
 
-    Row r asks for ``chosen[(r - 1) % len(chosen)]`` as its `custom_params["smc"]`, all rows for
-    ``asked``: sampling parameters and a custom logit processor. Each has the grammar that
-    ``grammar()`` makes for it. The i-th round is bounded by ``budgets[i % len(budgets)]``.
+    Row r asks for ``chosen[(r - 1) % len(chosen)]`` as its `custom_params["smc"]`, and for
+    ``asked``, or one of several in turn: sampling parameters and a processor. Each has the grammar
+    that ``grammar()`` makes for it. The i-th round is bounded by ``budgets[i % len(budgets)]``.
     """
 
     def __init__(
@@ -177,10 +177,11 @@ class ToyWorker:
         chosen: tuple[dict[str, Any], ...] = ({},),
         budgets: tuple[Budget | None, ...] = (None,),
         grammar: Callable[[], Any] = lambda: None,
-        asked: dict[str, Any] | None = None,
+        asked: dict[str, Any] | tuple[dict[str, Any], ...] | None = None,
         ops: Ops = TORCH,
     ) -> None:
-        self.ops, self.grammar, self.asked = ops, grammar, asked or {}
+        self.ops, self.grammar = ops, grammar
+        self.asked = asked if isinstance(asked, tuple) else (asked or {},)
         self.config, self.limit, self.eos, self.chosen = config, max_new_tokens, eos, chosen
         self.budgets, self.num_reserved = budgets, 0
         width = len(PROMPT) + max_new_tokens + arena.max_arena(config)
@@ -282,13 +283,9 @@ class ToyWorker:
 
     def begin(self, rows: list[int], noise: torch.Tensor) -> list[ToyRequest]:
         """Prefill."""
-        chosen = [{"smc": self.chosen[(row - 1) % len(self.chosen)]} for row in rows]
         reqs = [
-            ToyRequest(
-                *(row, self.vocab_size, self.limit, {"custom_params": mine, **self.asked}),
-                self.grammar(),
-            )
-            for row, mine in zip(rows, chosen, strict=True)
+            ToyRequest(row, self.vocab_size, self.limit, self._asked_of(row), self.grammar())
+            for row in rows
         ]
         requests, index = self.worker._tables.requests, torch.tensor(rows)
         requests.write([self._entry(req) for req in reqs])
@@ -315,6 +312,10 @@ class ToyWorker:
         )
         return reqs
 
+    def _asked_of(self, row: int) -> dict[str, Any]:
+        own = {"smc": self.chosen[(row - 1) % len(self.chosen)]}
+        return {"custom_params": own, **self.asked[(row - 1) % len(self.asked)]}
+
     def _first_law(
         self, reqs: list[ToyRequest], index: torch.Tensor, settings: Settings
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -324,8 +325,9 @@ class ToyWorker:
         of_texts = TextRules.begin(BatchTexts(reqs, None, self.vocab_size, self.device))  # type: ignore[arg-type]
         first = logits.clone().view(len(reqs), 1, 1, -1)
         if any(map(has_edits, reqs)):  # type: ignore[arg-type]
-            table, num_emitted = self.worker._tables.edits, torch.zeros_like(index)
-            edit_logits(first, table.of_prefill(index, settings, num_emitted), nothing, 0)
+            table, none = self.worker._tables.edits, torch.zeros_like(index)
+            edits = table.of_prefill(reqs, index, settings, none)  # type: ignore[arg-type]
+            edit_logits(first, edits, nothing, 0)
         edited, allowed = of_texts.apply(first, nothing, 0)
         law, log_sum = TokenDistribution.of(
             edited.squeeze(2),

@@ -109,7 +109,7 @@ class Prefill:
         rules = TextRules.begin(BatchTexts(reqs, None, logits.shape[1], device))
         edits = None
         if any(map(has_edits, reqs)):
-            edits = tables.edits.of_prefill(rows, settings, num_emitted)
+            edits = tables.edits.of_prefill(reqs, rows, settings, num_emitted)
         last, allowed = _edited(edits, rules, logits)
         p = TokenDistribution.of(last, settings.sampling_rules(), filter_kinds(reqs), allowed)
         powered, log_sum = p.to_power(settings.power)

@@ -98,6 +98,7 @@ class Round:
         if shape.has_rules:
             vocab_size = tables.requests.vocab_size
             rules = TextRules.of(BatchTexts(list(reqs), before, vocab_size, rows.device))
+        edits = tables.edits.of_round(reqs, rows, settings, before) if shape.edits else None
         batch = RoundBatch(
             reqs=list(reqs),
             shape=shape,
@@ -112,7 +113,7 @@ class Round:
             p_rules=p_rules,
             q_rules=q_rules,
             rules=rules,
-            edits=tables.edits.of_round(rows, settings, before) if shape.edits else None,
+            edits=edits,
         )
         return batch, before
 

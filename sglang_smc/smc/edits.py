@@ -10,6 +10,7 @@ output: what its request has emitted, its tail, and what it has drafted in this 
 Shapes: G requests, N particles (1 in a prefill), C rows of logits each, V tokens.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ class Edits(NamedTuple):
     """What the G requests of a batch change, and the texts of their particles."""
 
     columns: EditColumns
+    groups: Sequence[int]  # none but these change anything, as far as the host knows
     rows: torch.Tensor  # [G] int64 of the columns
     min_new_tokens: torch.Tensor  # [G] int64
     stop_mask: torch.Tensor  # [G, V] bool: tokens that end the text
@@ -38,14 +40,22 @@ class Edits(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Penalties of G requests, each ``[G, 1, 1]`` float32."""
+    """Penalties of a request, each ``[1]`` float32."""
 
     frequency: torch.Tensor
     presence: torch.Tensor
     repetition: torch.Tensor
 
+    @classmethod
+    def of(cls, columns: EditColumns, row: torch.Tensor) -> "Rates":
+        """What a row ``[1]`` of the columns says; neutral where nobody penalizes."""
+        penalizes = columns.penalizes[row]
+        frequency, presence, repetition = columns.rates[row].unbind(1)
+        neutral = torch.where(penalizes, repetition, 1.0)
+        return cls(frequency * penalizes, presence * penalizes, neutral)
+
     def apply(self, logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Penalize tokens ``[G, N, V]`` float32 by how often texts have them, ``[G, N, V]``."""
+        """Penalize tokens ``[N, V]`` float32 by how often texts have them, ``[N, V]``."""
         occurs = counts > 0
         lowered = logits - (self.frequency * counts + self.presence * occurs)
         factor = torch.where(occurs, self.repetition, 1.0)
@@ -62,32 +72,42 @@ def edit_logits(logits: torch.Tensor, edits: Edits, drafts: torch.Tensor, first:
         drafts: ``[G, N, J]`` what the particles have drafted in this round, J >= first + C - 1.
         first: drafted tokens that row 0 follows.
     """
-    columns, rows = edits.columns, edits.rows
-    penalizes, biases = columns.penalizes[rows].view(-1, 1, 1), columns.biases[rows].view(-1, 1, 1)
-    rates = Rates(*columns.rates[rows].view(-1, 3, 1, 1).unbind(1))
-    bias, stops = columns.bias[rows].unsqueeze(1), edits.stop_mask.unsqueeze(1)  # [G, 1, V]
-    counts = _counts(edits, drafts[:, :, :first])  # [G, N, V]
-    for column in range(logits.shape[2]):
+    for group in edits.groups:
+        _edit_group(logits[group], edits, group, drafts[group], first)
+
+
+def _edit_group(
+    logits: torch.Tensor, edits: Edits, group: int, drafts: torch.Tensor, first: int
+) -> None:
+    """Change the logits ``[N, C, V]`` of a group that has drafted ``[N, J]``."""
+    columns, row = edits.columns, edits.rows[group : group + 1]
+    rates, stops = Rates.of(columns, row), edits.stop_mask[group]
+    # What -0.0 is added to stays, to the last bit.
+    bias = torch.where(columns.biases[row].unsqueeze(1), columns.bias[row], -0.0)  # [1, V]
+    starts, least = edits.starts[group], edits.min_new_tokens[group]
+    counts = _counts(edits, group, drafts[:, :first])  # [N, V]
+    for column in range(logits.shape[1]):
         place = first + column
         if column:
-            drafted = drafts[:, :, place - 1 : place]
-            counts.scatter_add_(2, drafted, torch.ones_like(drafted, dtype=counts.dtype))
-        values = logits[:, :, column].float()
-        values = torch.where(penalizes, rates.apply(values, counts), values)
-        values = torch.where(biases, values + bias, values)
-        too_early = edits.starts + place < edits.min_new_tokens.unsqueeze(1)  # [G, N]
-        values = values.masked_fill(too_early.unsqueeze(2) & stops, -torch.inf)
-        logits[:, :, column] = values
+            _count(counts, drafts[:, place - 1 : place])
+        values = rates.apply(logits[:, column].float(), counts) + bias
+        is_early = (starts + place < least).unsqueeze(1) & stops  # [N, V]
+        logits[:, column] = values.masked_fill_(is_early, -torch.inf)
 
 
-def _counts(edits: Edits, drafted: torch.Tensor) -> torch.Tensor:
-    """How often each particle's text, with all of ``drafted`` behind it, has each token."""
-    settled = edits.columns.counts[edits.rows].unsqueeze(1)  # [G, 1, V]
-    counts = settled.repeat(1, edits.starts.shape[1], 1)
-    place = torch.arange(edits.texts.shape[2], device=counts.device)
-    counted = (place < edits.lengths.unsqueeze(2)).to(counts.dtype)
-    counts.scatter_add_(2, edits.texts, counted)
-    return counts.scatter_add_(2, drafted, torch.ones_like(drafted, dtype=counts.dtype))
+def _counts(edits: Edits, group: int, drafted: torch.Tensor) -> torch.Tensor:
+    """How often each text of a group, with all of ``drafted`` behind it, has each token."""
+    settled = edits.columns.counts[edits.rows[group : group + 1]]  # [1, V]
+    counts = settled.repeat(len(drafted), 1)
+    texts, lengths = edits.texts[group], edits.lengths[group]  # [N, T], [N]
+    place = torch.arange(texts.shape[1], device=counts.device)
+    counts.scatter_add_(1, texts, (place < lengths.unsqueeze(1)).to(counts.dtype))
+    return _count(counts, drafted)
+
+
+def _count(counts: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Add tokens ``[N, J]`` to counts ``[N, V]``, in place."""
+    return counts.scatter_add_(1, tokens, torch.ones_like(tokens, dtype=counts.dtype))
 
 
 def count_tokens(

@@ -4,6 +4,7 @@ One row of each table belongs to one request, under its index in SGLang's `req_t
 Unlike SGLang's own, counts survive a retraction.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -77,31 +78,52 @@ class EditTable:
                 biases = on_device(self._device, values).float()
                 bias[row].zero_().index_copy_(0, on_device(self._device, ids), biases)
 
-    def of_round(self, rows: torch.Tensor, settings: Settings, population: Population) -> Edits:
-        """Edits of the requests in ``rows`` ``[G]``, whose particles stand so."""
-        # The last emitted token is not settled: particles may differ in a first one.
-        texts, lengths = population.texts[:, :, 1:], population.lengths + 1
-        return self._of(rows, settings, population.output_lengths, texts, lengths)
+    def of_round(
+        self,
+        reqs: "Sequence[Req]",
+        rows: torch.Tensor,
+        settings: Settings,
+        population: Population,
+    ) -> Edits:
+        """Edits of a round whose particles stand so; without requests, of any in ``rows`` [G]."""
+        return Edits(
+            columns=self._columns(),
+            groups=_who_edits(reqs) if reqs else range(len(rows)),
+            rows=rows,
+            min_new_tokens=settings.min_new_tokens,
+            stop_mask=settings.stop_mask,
+            starts=population.output_lengths,
+            # The last emitted token is not settled: particles may differ in a first one.
+            texts=population.texts[:, :, 1:],
+            lengths=population.lengths + 1,
+        )
 
     def of_prefill(
-        self, rows: torch.Tensor, settings: Settings, num_emitted: torch.Tensor
+        self,
+        reqs: "Sequence[Req]",
+        rows: torch.Tensor,
+        settings: Settings,
+        num_emitted: torch.Tensor,
     ) -> Edits:
         """Edits of requests that `begin` has stored, behind ``num_emitted`` ``[G]`` tokens."""
         starts = num_emitted.unsqueeze(1)  # [G, 1]
-        nothing = starts.unsqueeze(2)[:, :, :0]  # [G, 1, 0]
-        return self._of(rows, settings, starts, nothing, torch.zeros_like(starts))
+        return Edits(
+            columns=self._columns(),
+            groups=_who_edits(reqs),
+            rows=rows,
+            min_new_tokens=settings.min_new_tokens,
+            stop_mask=settings.stop_mask,
+            starts=starts,
+            texts=starts.unsqueeze(2)[:, :, :0],
+            lengths=torch.zeros_like(starts),
+        )
 
-    def _of(
-        self,
-        rows: torch.Tensor,
-        settings: Settings,
-        starts: torch.Tensor,
-        texts: torch.Tensor,
-        lengths: torch.Tensor,
-    ) -> Edits:
-        columns = EditColumns(self._penalizes, self._biases, self._rates, *self.make_room())
-        ends = settings.min_new_tokens, settings.stop_mask
-        return Edits(columns, rows, *ends, starts, texts, lengths)
+    def _columns(self) -> EditColumns:
+        return EditColumns(self._penalizes, self._biases, self._rates, *self.make_room())
+
+
+def _who_edits(reqs: "Sequence[Req]") -> list[int]:
+    return [group for group, req in enumerate(reqs) if has_edits(req)]
 
 
 def _rates(req: "Req") -> tuple[float, float, float]:

@@ -68,7 +68,7 @@ def launch_edits() -> None:
     flags, wide, cells = torch.zeros(10).bool(), torch.zeros(10, V), torch.zeros(G, N).long()
     columns = EditColumns(flags, flags, torch.zeros(10, 3), wide.int(), wide)
     rows, texts = cells[:, 0], torch.zeros(G, N, 266, dtype=torch.int64)[:, :, 1:]
-    edits = Edits(columns, rows, rows, torch.zeros(G, V).bool(), cells, texts, cells)
+    edits = Edits(columns, range(G), rows, rows, torch.zeros(G, V).bool(), cells, texts, cells)
     drafts = torch.zeros(G, N, K, dtype=torch.int64)
     for dtype in (torch.float32, torch.bfloat16):
         edit_logits(torch.zeros(G, N, K + 1, V, dtype=dtype), edits, drafts, 0)

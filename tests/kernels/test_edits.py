@@ -53,6 +53,7 @@ def edits_of(
     texts = torch.where(torch.rand(shape, generator=generator) < 0.5, spread, recurring)
     return Edits(
         columns,
+        range(size),
         rows,
         min_new_tokens=flags[:, 2],
         stop_mask=torch.rand(size, vocab_size, generator=generator) < 0.2,
@@ -72,9 +73,9 @@ def drafts_of(of: Edits, num_drafted: int) -> torch.Tensor:
 
 def to(device: str, of: Edits) -> Edits:
     """A copy of its own."""
-    columns, *others = of
+    columns, groups, *others = of
     moved = EditColumns(*(column.to(device, copy=True) for column in columns))
-    return Edits(moved, *(other.to(device) for other in others))
+    return Edits(moved, groups, *(other.to(device) for other in others))
 
 
 def check(

@@ -25,6 +25,12 @@ CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
 }
 
 
+ASKED: tuple[dict[str, Any], ...] = (
+    {"frequency_penalty": 0.7, "repetition_penalty": 1.3, "logit_bias": {"1": 0.8}},
+    {},
+    {"min_new_tokens": 5},
+    {"presence_penalty": -0.5},
+)
 RUNGS = {
     "as asked": (None,),
     "of changing size": (Budget(3, 2), OFF, Budget(3, 1), Budget(2, 2), Budget(1, 2)),
@@ -32,7 +38,11 @@ RUNGS = {
 
 
 def serve(
-    chosen: tuple[dict[str, Any], ...], budgets: tuple[Budget | None, ...], ops: Ops, device: str
+    chosen: tuple[dict[str, Any], ...],
+    budgets: tuple[Budget | None, ...],
+    ops: Ops,
+    device: str,
+    asked: tuple[dict[str, Any], ...] = ({},),
 ) -> Outcome:
     config = SMCConfig(num_particles=3, num_steps=2, max_lag=4, evidence_threshold=0.0)
     with torch.device(device):
@@ -44,6 +54,7 @@ def serve(
             eos=EOS,
             chosen=chosen,
             budgets=budgets,
+            asked=asked,
             ops=ops,
         )
         noise = torch.tensor([0.1, 0.4, 0.6, 0.9], dtype=torch.float64)
@@ -61,6 +72,19 @@ def test_kernels_change_no_token(name: str, budgets: str, device: str, kernels: 
     assert torch.allclose(by_kernels.log_evidence, by_torch.log_evidence, atol=1e-5)
     assert by_kernels.num_forced == by_torch.num_forced
     assert len(by_torch.outputs.unique(dim=0)) > 1
+
+
+@pytest.mark.parametrize("name", ["weighed", "verified", "powered"])
+def test_kernels_change_no_token_of_requests_that_edit(
+    name: str, device: str, kernels: Ops
+) -> None:
+    arguments = CHOICES[name], RUNGS["of changing size"]
+    by_kernels = serve(*arguments, kernels, device, ASKED)
+    by_torch = serve(*arguments, TORCH, device, ASKED)
+    assert torch.equal(by_kernels.outputs, by_torch.outputs)
+    assert torch.allclose(by_kernels.log_evidence, by_torch.log_evidence, atol=1e-5)
+    unedited = serve(*arguments, TORCH, device)
+    assert not torch.equal(by_torch.outputs, unedited.outputs)
 
 
 def books(chosen: tuple[dict[str, Any], ...], ops: Ops, device: str) -> list[list[float]]:

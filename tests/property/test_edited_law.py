@@ -24,7 +24,12 @@ PENALTIES: dict[str, Any] = {
 
 
 PROCESSOR: dict[str, Any] = {"custom_logit_processor": Echo.to_str()}
-ASKED = {"penalties": PENALTIES, "processor too": {**PENALTIES, **PROCESSOR}}
+LEAST: dict[str, Any] = {"min_new_tokens": 3}
+ASKED = {
+    "penalties": PENALTIES,
+    "processor too": {**PENALTIES, **PROCESSOR},
+    "a least length": LEAST,
+}
 
 
 class Edited(NamedTuple):
@@ -34,8 +39,8 @@ class Edited(NamedTuple):
     asked: dict[str, Any]
 
     def after(self, output: tuple[int, ...]) -> torch.Tensor:
-        penalties = {name: self.asked[name] for name in PENALTIES if name in self.asked}
-        logits = stock_edit(self.language.after(output), list(output), penalties)
+        own = {name: value for name, value in self.asked.items() if name not in PROCESSOR}
+        logits = stock_edit(self.language.after(output), list(output), own, frozenset({EOS}))
         if "custom_logit_processor" in self.asked:
             logits[[*PROMPT, *output][-2]] += 1.5
         return logits
@@ -114,3 +119,12 @@ def test_a_request_draws_the_same_text_alone_and_in_any_batch() -> None:
         alone = run(config(4, max_lag=3), languages(), rows, asked=PENALTIES).outputs
         assert torch.equal(alone, together[torch.tensor(rows) - 1])
     assert (together == EOS).any()
+
+
+def test_requests_without_edits_draw_as_ever_beside_some_that_have_them() -> None:
+    several = (PENALTIES, {}, LEAST)
+    together = run(config(4, max_lag=3), languages(), num_runs=300, asked=several)
+    for own, asked in enumerate(several):
+        alone = run(config(4, max_lag=3), languages(), num_runs=300, asked=asked)
+        assert torch.equal(together.outputs[own::3], alone.outputs[own::3])
+        assert torch.equal(together.log_evidence[own::3], alone.log_evidence[own::3])

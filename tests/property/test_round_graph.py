@@ -120,6 +120,11 @@ MIXED: tuple[dict[str, Any], ...] = (
     {"mode": "auto", "num_particles": 2},
     {"return_particles": True, "resample_at": "token"},
 )
+EDITS: tuple[dict[str, Any], ...] = (
+    {"frequency_penalty": 0.7, "repetition_penalty": 1.3, "logit_bias": {"1": 0.8}},
+    {},
+    {"min_new_tokens": 4},
+)
 ORDINARY: dict[str, dict[str, Any]] = {
     "top-p": {"asked": {"top_p": 0.8}},
     "top-k": {"asked": {"top_k": 2}},
@@ -128,6 +133,7 @@ ORDINARY: dict[str, dict[str, Any]] = {
     "an end not too early": {"asked": {"min_new_tokens": 2}},
     "penalties": {"asked": {"frequency_penalty": 0.7, "repetition_penalty": 1.5}},
     "a bias": {"asked": {"logit_bias": {"1": 1.0}}},
+    "edits that mix": {"asked": EDITS},
     "choices that mix": {"chosen": MIXED},
     "log-probabilities": {"make": partial(AskingWorker, shown=((2, [0]), None, (0, None)))},
     "all at once": {
@@ -174,6 +180,7 @@ def test_what_no_recording_holds_plays_as_it_is() -> None:
 def test_a_recording_covers_less_and_nothing_else() -> None:
     shape = shape_of_server(SMCConfig(num_particles=4, num_steps=3))
     assert not shape.lacks(shape)
+    assert not shape._replace(edits=True).lacks(shape)
     assert not shape.lacks(shape._replace(num_particles=2, num_steps=1, max_tail=5, max_arena=9))
     for change in (
         {"num_particles": 5},

@@ -136,9 +136,9 @@ def test_a_row_that_is_used_again_forgets_its_former_request() -> None:
     former = make_req([1, 2], frequency_penalty=2.0, logit_bias={"1": 1.0})
     of_row = EditedRequests([former], VOCAB)
     assert of_row.first(torch.zeros(1, VOCAB)).tolist() == [[0, -1, -2, 0, 0, 0]]
-    of_row.table.begin([make_req([5])], [1])
+    of_row.begin(1, make_req([5], min_new_tokens=1))
     assert not of_row.first(torch.zeros(1, VOCAB)).any()
-    of_row.table.begin([make_req([3], presence_penalty=1.0, logit_bias={"0": -1.0})], [1])
+    of_row.begin(1, make_req([3], presence_penalty=1.0, logit_bias={"0": -1.0}))
     assert of_row.first(torch.zeros(1, VOCAB)).tolist() == [[-1, 0, 0, -1, 0, 0]]
 
 
@@ -172,7 +172,9 @@ def test_a_neighbour_s_logits_are_left_alone(params: dict[str, Any], expected: f
     before = logits.clone()
     population = population_of([[[]]] * 3, num_emitted=torch.ones(3, dtype=torch.int64))
     nothing = torch.empty(3, 1, 0, dtype=torch.int64)
-    edit_logits(logits, of_round.of_round(population), nothing, 0)
+    edits = of_round.of_round(population)
+    assert list(edits.groups) == [1]
+    edit_logits(logits, edits._replace(groups=range(3)), nothing, 0)  # as a captured round does
     for neighbour in (0, 2):
         assert torch.equal(logits[neighbour].view(torch.int32), before[neighbour].view(torch.int32))
     assert logits[1, 0, 0, 0] == expected

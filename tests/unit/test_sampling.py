@@ -41,9 +41,8 @@ def log_probs_of(
 
 def legal(settings: Settings, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Logits ``[G, M, V]`` without ends that come too early at ``positions`` ``[G, M]``, a run."""
-    edits = EditTable(5, VOCAB, "cpu").of_prefill(
-        torch.arange(len(logits)), settings, positions[:, 0]
-    )
+    table, rows = EditTable(5, VOCAB, "cpu"), torch.arange(len(logits))
+    edits = table.of_prefill([], rows, settings, positions[:, 0])._replace(groups=range(len(rows)))
     edited, drafts = logits.clone(), torch.zeros_like(positions)[:, None, 1:]
     edit_logits(edited.unsqueeze(1), edits, drafts, 0)
     return edited
