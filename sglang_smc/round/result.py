@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from sglang_smc.state.counters import gained
 from sglang_smc.state.monitor import Monitor, Played
 from sglang_smc.state.population import Population
 from sglang_smc.state.tail_logprobs import Emitted
+from sglang_smc.state.transfer import each_tensor, on_host
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -82,11 +83,11 @@ class Outcome(NamedTuple):
     logprobs: Emitted | None  # of tokens and first_tokens, where some request wants them
 
     def first(self, size: int) -> "Outcome":
-        """Copies of the first batch."""
-        assert self.particles is None and self.logprobs is None
-        return self._make(
-            column[:size].clone() if isinstance(column, torch.Tensor) else None for column in self
-        )
+        """Copies of the first groups."""
+        return each_tensor(lambda column: column[:size].clone(), self)
+
+
+_OF_SGLANG = {field.name for field in fields(GenerationBatchResult)}
 
 
 @dataclass
@@ -108,8 +109,9 @@ class SMCBatchResult(GenerationBatchResult):
     @classmethod
     def of(cls, outcome: Outcome, monitor: Monitor) -> "SMCBatchResult":
         """A round's outcome, as the scheduler takes it."""
+        tokens = outcome.tokens.flatten()
         return cls(
-            next_token_ids=outcome.tokens.flatten(),
+            next_token_ids=tokens,
             accept_lens=outcome.counts,
             new_seq_lens=outcome.new_seq_lens,
             next_draft_input=as_eagle(SMCDraftInput(outcome.last_emitted)),
@@ -124,22 +126,20 @@ class SMCBatchResult(GenerationBatchResult):
             else LogitsProcessorOutput(next_token_logits=None),
             logprobs=outcome.logprobs,
             monitor=monitor,
+            # SGLang drops these two batches later, when it has waited for the copies: until then
+            # the memory must not be had by the next round, on the stream that made them.
+            extra_keep_alive_refs=[outcome, tokens],
         )
 
     def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
-        """Copy our tensors along with SGLang's."""
-        assert self.correct_drafts is not None and self.counters is not None
-        assert self.failure is not None
-        self.correct_drafts = self.correct_drafts.to("cpu", non_blocking=True)
-        self.counters = self.counters.to("cpu", non_blocking=True)
-        self.failure = self.failure.to("cpu", non_blocking=True)
-        if self.first_tokens is not None:
-            self.first_tokens = self.first_tokens.to("cpu", non_blocking=True)
-        if self.particles is not None:
-            copied = (column.to("cpu", non_blocking=True) for column in self.particles)
-            self.particles = Particles(*copied)
-        if self.logprobs is not None:
-            self.logprobs = self.logprobs.to_cpu()
+        """Copy what this class adds to the host along with SGLang's, on the stream for copies.
+
+        All of it, so that no field is forgotten. What the next round reads on the device stands in
+        SGLang's own fields.
+        """
+        for field in fields(self):
+            if field.name not in _OF_SGLANG:
+                setattr(self, field.name, on_host(getattr(self, field.name)))
         super().copy_to_cpu(*args, **kwargs)
 
     def resolve(

@@ -13,7 +13,7 @@ from sglang.srt.managers.schedule_batch import Req, ReqLogprob
 
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.requests.state import RequestState
-from sglang_smc.round.result import Particles, SMCBatchResult
+from sglang_smc.round.result import Outcome, Particles, SMCBatchResult
 from sglang_smc.state.counters import Counters
 from sglang_smc.state.monitor import Monitor
 from sglang_smc.state.population import Population
@@ -75,6 +75,26 @@ def resolve(reqs: list[FakeReq], emitted: list[int], kept: list[int]) -> list[li
     assert result.num_correct_drafts == sum(kept), "the server's accept length reads this"
     assert result.num_correct_drafts_per_req_cpu == kept
     return tokens
+
+
+def test_copies_of_an_outcome_s_first_groups_are_its_own() -> None:
+    """A graph's next replay writes what it wrote before; particles and log-probabilities, too."""
+    whole = population()
+    number = torch.arange(6.0).view(2, 3)
+    tails = TailLogprobs(number, number.unsqueeze(2), number.unsqueeze(2).long(), number[..., None])
+    of_groups = torch.arange(2)
+    outcome = Outcome(
+        *(number, *[of_groups] * 6, None),
+        particles=Particles.of(whole),
+        logprobs=Emitted(tails, number[:, 0]),
+    )
+    first = outcome.first(1)
+    assert first.first_tokens is None
+    assert first.particles is not None and first.logprobs is not None
+    number.fill_(9.0), of_groups.fill_(9), whole.log_weights.fill_(9.0)
+    assert first.tokens.tolist() == first.logprobs.tails.own.tolist() == [[0.0, 1.0, 2.0]]
+    assert first.counts.tolist() == [0] and first.particles.log_weights.shape == (1, 3)
+    assert first.particles.log_weights[0, 0] == 3.0
 
 
 def assert_identities(req: FakeReq) -> None:
