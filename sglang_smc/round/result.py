@@ -107,8 +107,14 @@ class SMCBatchResult(GenerationBatchResult):
     policy: Policy | None = None  # that learns from them
 
     @classmethod
-    def of(cls, outcome: Outcome, monitor: Monitor) -> "SMCBatchResult":
-        """A round's outcome, as the scheduler takes it."""
+    def of(cls, outcome: Outcome, monitor: Monitor, replayed: bool = False) -> "SMCBatchResult":
+        """A round's outcome, as the scheduler takes it.
+
+        Args:
+            outcome: of the round.
+            monitor: that counts it.
+            replayed: whether the round was a recorded graph.
+        """
         tokens = outcome.tokens.flatten()
         return cls(
             next_token_ids=tokens,
@@ -125,6 +131,7 @@ class SMCBatchResult(GenerationBatchResult):
             if outcome.logprobs is None
             else LogitsProcessorOutput(next_token_logits=None),
             logprobs=outcome.logprobs,
+            can_run_cuda_graph=replayed,
             monitor=monitor,
             # SGLang drops these two batches later, when it has waited for the copies: until then
             # the memory must not be had by the next round, on the stream that made them.
@@ -181,10 +188,11 @@ class SMCBatchResult(GenerationBatchResult):
         req.spec_num_correct_drafts += num_kept
         req.update_spec_correct_drafts_histogram(num_kept)
         gains = gained(state.counters, totals)
-        self.monitor.add(Played(gains, state.config.weighs, num_kept, num_emitted))
+        replayed = self.can_run_cuda_graph
+        self.monitor.add(Played(gains, state.config.weighs, num_kept, num_emitted, replayed))
         if self.policy is not None and self.budgets is not None:
             self.policy.learn(self.budgets[group], num_kept)
-        state.take(totals)
+        state.take(totals, replayed)
         end_failed(req, int(self.failure[group]))
         if self.particles is not None and state.config.return_particles:
             state.particles = self.particles.of_group(group, req)

@@ -77,6 +77,34 @@ def resolve(reqs: list[FakeReq], emitted: list[int], kept: list[int]) -> list[li
     return tokens
 
 
+@pytest.mark.parametrize(("replayed", "counted"), [(True, 2), (False, 0)])
+def test_replayed_rounds_are_counted_and_sglang_s_log_hears_of_them(
+    replayed: bool, counted: int
+) -> None:
+    pair = [FakeReq(), FakeReq()]
+    gone = FakeReq(retracted=True)
+    reqs, monitor = [*pair, gone], Monitor(100)
+    of_groups = torch.zeros(len(reqs), dtype=torch.int64)
+    outcome = Outcome(
+        tokens=of_groups.unsqueeze(1),
+        counts=of_groups,
+        new_seq_lens=of_groups,
+        last_emitted=of_groups,
+        num_correct_drafts=of_groups,
+        counters=torch.zeros(len(reqs), len(Counters._fields)),
+        failure=of_groups,
+        first_tokens=None,
+        particles=None,
+        logprobs=None,
+    )
+    result = SMCBatchResult.of(outcome, monitor, replayed)
+    assert result.can_run_cuda_graph == replayed, "SGLang logs this"
+    result.resolve(SimpleNamespace(reqs=reqs), stock_resolve(result, reqs))
+    assert monitor.totals()["replayed_rounds"] == counted
+    assert [req.smc_state.num_replayed for req in reqs] == [replayed, replayed, 0]
+    assert pair[0].smc_state.meta_info([])["spec_smc_replayed_ct"] == counted / 2
+
+
 def test_copies_of_an_outcome_s_first_groups_are_its_own() -> None:
     """A graph's next replay writes what it wrote before; particles and log-probabilities, too."""
     whole = population()
