@@ -16,6 +16,7 @@ from sglang_smc.options.budget import Budget
 from sglang_smc.process import active_budget, active_config, active_policy
 from sglang_smc.requests.state import state_of
 from sglang_smc.server.hooks import Patch
+from sglang_smc.state.transfer import to_device
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ReqKvInfo, ScheduleBatch
@@ -71,19 +72,22 @@ def _num_new(reqs: "list[Req]", budget: Budget | None) -> int:
 
 def _allocate(batch: "ScheduleBatch", spans: list[tuple[int, int]]) -> None:
     """Fill each request's row with new slots from ``start`` to ``end`` of its span."""
-    sizes = torch.tensor([end - start for start, end in spans])
-    total = int(sizes.sum())
+    total = sum(end - start for start, end in spans)
     if total == 0:
         return
     slots = alloc_token_slots(batch.tree_cache, total)
-    owner = torch.repeat_interleave(sizes)  # [total] which request a slot goes to
-    starts = torch.tensor([start for start, _ in spans])
-    offset = torch.arange(total) - (sizes.cumsum(0) - sizes)[owner]
-    rows = torch.tensor([req.req_pool_idx for req in batch.reqs])[owner]
-    places = rows, starts[owner] + offset
-    batch.req_to_token_pool.write(
-        tuple(place.to(batch.device, non_blocking=True) for place in places), slots.int()
-    )
+    places = to_device(batch.device, _places(batch.reqs, spans))
+    batch.req_to_token_pool.write(places.unbind(), slots.int())
+
+
+def _places(reqs: "list[Req]", spans: list[tuple[int, int]]) -> torch.Tensor:
+    """Rows and columns of the table's entries in these spans, ``[2, total]`` int64 on the host."""
+    rows = [req.req_pool_idx for req in reqs]
+    known = [(row, start, end - start) for row, (start, end) in zip(rows, spans, strict=True)]
+    row, start, size = torch.tensor(known, device="cpu").unbind(1)
+    owner = torch.repeat_interleave(size)  # [total] which request an entry goes to
+    offset = torch.arange(len(owner), device="cpu") - (size.cumsum(0) - size)[owner]
+    return torch.stack([row[owner], start[owner] + offset])
 
 
 def tokens_required(

@@ -51,7 +51,8 @@ class Case(NamedTuple):
         """``output`` is the expected, for all particles that are present."""
         column = torch.arange(self.query.shape[2])
         asked = self.present.unsqueeze(2) & (column < self.open_columns.view(-1, 1, 1))
-        tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[output.dtype]
+        # A GPU multiplies float32 in three parts, and adds in another order.
+        tolerance = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[output.dtype]
         torch.testing.assert_close(
             output.cpu().double()[asked],
             self.expected()[asked],

@@ -17,11 +17,12 @@ VOCAB, EOS, LENGTH, NUM_RUNS = 3, 2, 5, 3000
 Text = tuple[int, ...]
 
 
-def languages(spread: float = 1.0, difference: float = 0.7) -> tuple[Language, Language]:
+def languages(
+    spread: float = 1.0, difference: float = 0.7, device: str = "cpu"
+) -> tuple[Language, Language]:
     """A target, and a draft that is a perturbed target."""
-    generator = torch.Generator("cpu").manual_seed(3)
-    shape = 2, NUM_CONTEXTS, VOCAB
-    drawn = torch.randn(shape, generator=generator, device="cpu").to(torch.get_default_device())
+    generator = torch.Generator().manual_seed(3)
+    drawn = torch.randn(2, NUM_CONTEXTS, VOCAB, generator=generator).to(device)
     logits = drawn[0] * spread
     logits[:, EOS] -= 1.0
     return Language(logits), Language(logits + drawn[1] * difference)
@@ -45,7 +46,8 @@ def unstratified(ops: Ops) -> Ops:
     """Operations whose particles share no uniform, though their texts be the same."""
 
     def itself(texts: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        return torch.eye(texts.shape[1], dtype=torch.bool).expand(len(texts), -1, -1)
+        itself = torch.eye(texts.shape[1], dtype=torch.bool, device=texts.device)
+        return itself.expand(len(texts), -1, -1)
 
     return ops._replace(same_text=itself)
 

@@ -13,6 +13,7 @@ from toy_worker import ToyRequest, ToyWorker
 
 from sglang_smc.requests.logprob_books import deliver, settle
 from sglang_smc.requests.state import has_open_token
+from sglang_smc.state.transfer import each_tensor
 
 Shown = tuple[int, list[int] | None] | None
 """How many of the likeliest tokens, and which tokens of its own; None asks for nothing."""
@@ -55,7 +56,8 @@ class AskingWorker(ToyWorker):
         tokens = result.next_token_ids.view(len(reqs), -1)
         counts = result.accept_lens.tolist()
         output = result.logits_output
-        deliver(output, result.logprobs.tails, counts, reqs)  # type: ignore[arg-type]
+        tails = each_tensor(torch.Tensor.cpu, result.logprobs.tails)
+        deliver(output, tails, counts, reqs)  # type: ignore[arg-type]
         batch: Any = _returning(SimpleNamespace(reqs=reqs))
         emitted = [row[:count].tolist() for row, count in zip(tokens, counts, strict=True)]
         books: Any = SimpleNamespace(_resolve_spec_v2_tokens=lambda *_: emitted)

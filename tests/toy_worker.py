@@ -49,14 +49,15 @@ class Language(NamedTuple):
     @staticmethod
     def contexts(texts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Contexts ``[R]`` of the first ``lengths`` tokens of ``texts`` ``[R, width]``."""
-        place = torch.arange(texts.shape[1])
+        place = torch.arange(texts.shape[1], device=texts.device)
         factors = (place * 31 + 7) ** 2 % NUM_CONTEXTS
         terms = torch.where(place < lengths.unsqueeze(1), (texts + 1) * factors, 0)
         return terms.sum(1) % NUM_CONTEXTS
 
     def after(self, output: tuple[int, ...]) -> torch.Tensor:
-        text = torch.tensor([[*PROMPT, *output]])
-        return self.logits[self.contexts(text, torch.tensor([text.shape[1]]))[0]]
+        text = torch.tensor([[*PROMPT, *output]], device=self.logits.device)
+        length = torch.full_like(text[:, 0], text.shape[1])
+        return self.logits[self.contexts(text, length)].squeeze(0)
 
 
 class SlotModel:
@@ -65,10 +66,10 @@ class SlotModel:
     def __init__(self, language: Language, rows: torch.Tensor, num_slots: int) -> None:
         self.language = language
         self._table = rows
-        self._tokens = torch.zeros(num_slots, dtype=torch.int64)  # the KV
+        self._tokens = torch.zeros(num_slots, dtype=torch.int64, device=rows.device)  # the KV
 
     def prefill(self, slots: torch.Tensor) -> None:
-        self._tokens[slots] = torch.tensor(PROMPT).expand_as(slots)
+        self._tokens[slots] = torch.tensor(PROMPT, device=slots.device).expand_as(slots)
 
     def next_logits(
         self,
@@ -87,14 +88,15 @@ class SlotModel:
         locations: KVLocations,
     ) -> torch.Tensor:
         self._tokens[slots] = tokens
-        in_prefix = torch.arange(self._table.shape[1]) < locations.committed.view(-1, 1, 1)
+        place = torch.arange(self._table.shape[1], device=tokens.device)
+        in_prefix = place < locations.committed.view(-1, 1, 1)
         prefix, tails = (
             self._table[locations.rows.unsqueeze(1)],
             self._table[locations.particle_rows],
         )
         read = self._tokens[torch.where(in_prefix, prefix, tails).long()]  # [G, N, width]
         read = read.unsqueeze(2).expand(-1, -1, tokens.shape[2], -1).flatten(0, 2)
-        ends = starts.unsqueeze(2) + torch.arange(1, 1 + tokens.shape[2])
+        ends = starts.unsqueeze(2) + torch.arange(1, 1 + tokens.shape[2], device=tokens.device)
         logits = self.language.logits[Language.contexts(read, ends.flatten())]
         return logits.view(*tokens.shape, -1)
 
@@ -163,6 +165,7 @@ class ToyWorker:
     Row r asks for ``chosen[(r - 1) % len(chosen)]`` as its `custom_params["smc"]`, and for
     ``asked``, or one of several in turn: sampling parameters and a processor. Each has the grammar
     that ``grammar()`` makes for it. The i-th round is bounded by ``budgets[i % len(budgets)]``.
+    Tables are where the target's language is.
     """
 
     def __init__(
@@ -187,11 +190,14 @@ class ToyWorker:
         width = len(PROMPT) + max_new_tokens + arena.max_arena(config)
         num_slots = 1 + num_requests * width
         self.table = torch.zeros(
-            (1 + num_requests) * (1 + config.num_particles), width, dtype=torch.int32
+            (1 + num_requests) * (1 + config.num_particles),
+            width,
+            dtype=torch.int32,
+            device=target.logits.device,
         )
         # Every request owns its slots from the start, scattered over the pool.
-        generator = torch.Generator("cpu").manual_seed(0)
-        shuffled = torch.randperm(num_slots - 1, generator=generator, device="cpu") + 1
+        generator = torch.Generator().manual_seed(0)
+        shuffled = torch.randperm(num_slots - 1, generator=generator) + 1
         self.owned = shuffled.view(num_requests, width).int().to(self.table.device)
         self.table[1 : 1 + num_requests] = self.owned
         longest = len(PROMPT) + max_new_tokens + config.num_steps + 1
@@ -250,15 +256,15 @@ class ToyWorker:
                 reqs[i].kv_committed_len += len(new)
                 emitted_in_last[i] = len(new)
             running = [i for i in running if not self._is_over(reqs[i])]
-        evidence = self.worker._tables.particles.gather(torch.tensor(rows), 1, 1).log_evidence
-        evidence = evidence.masked_fill(torch.tensor([req.is_stuck for req in reqs]), -math.inf)
+        evidence = self.worker._tables.particles.gather(self.tensor(rows), 1, 1).log_evidence
+        evidence = evidence.masked_fill(self.tensor([req.is_stuck for req in reqs]), -math.inf)
         columns = zip(*(req.smc_state.counters for req in reqs), strict=True)
         totals = Counters(*map(sum, columns))  # type: ignore[arg-type]
         texts = [req.output_ids for req in reqs]
         padded = [text + [self.eos] * (self.limit - len(text)) for text in texts]
         num_tokens = sum(map(len, texts)) - len(texts)
         return Outcome(
-            outputs=torch.tensor(padded),
+            outputs=self.tensor(padded),
             log_evidence=evidence,
             num_forced=int(totals.collapse_ct),
             num_emitted_early=num_tokens - sum(emitted_in_last),
@@ -281,13 +287,17 @@ class ToyWorker:
             return False
         return req.output_ids[-1] == self.eos or len(req.output_ids) >= self.limit
 
+    def tensor(self, values: list[Any], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Numbers where the tables are."""
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
     def begin(self, rows: list[int], noise: torch.Tensor) -> list[ToyRequest]:
         """Prefill."""
         reqs = [
             ToyRequest(row, self.vocab_size, self.limit, self._asked_of(row), self.grammar())
             for row in rows
         ]
-        requests, index = self.worker._tables.requests, torch.tensor(rows)
+        requests, index = self.worker._tables.requests, self.tensor(rows)
         requests.write([self._entry(req) for req in reqs])
         self.worker._tables.edits.begin(reqs, rows)  # type: ignore[arg-type]
         settings = requests.gather(index)
@@ -295,12 +305,13 @@ class ToyWorker:
             config = config_of(self.config, req)  # type: ignore[arg-type]
             req.smc_state = RequestState.of(req.row, config)
         is_open, law, log_sum = ~settings.normalized, *self._first_law(reqs, index, settings)
-        first = sample(law.unsqueeze(1), self._first_noise(settings, noise[index - 1], is_open))
+        noise = noise.to(self.device)[index - 1]
+        first = sample(law.unsqueeze(1), self._first_noise(settings, noise, is_open))
         for req, token, opens in zip(reqs, first[:, 0].tolist(), is_open.tolist(), strict=True):
             req.say([token])
             req.smc_state.open_token.begin(0 if opens else None)
         self.worker._tables.counters.begin(
-            index, torch.tensor([req.smc_state.counters for req in reqs], dtype=torch.float64)
+            index, self.tensor([req.smc_state.counters for req in reqs], torch.float64)
         )
         self.worker._tables.particles.begin(
             index,
@@ -321,7 +332,7 @@ class ToyWorker:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities of first tokens ``[G, V]``, and what they weigh ``[G]``."""
         logits = self.target.language.after(()).expand(len(reqs), -1)
-        nothing = torch.empty(len(reqs), 1, 0, dtype=torch.int64)  # [G, N, J]
+        nothing = self.tensor([[[]]] * len(reqs), torch.int64)  # [G, N, J]
         of_texts = TextRules.begin(BatchTexts(reqs, None, self.vocab_size, self.device))  # type: ignore[arg-type]
         first = logits.clone().view(len(reqs), 1, 1, -1)
         if any(map(has_edits, reqs)):  # type: ignore[arg-type]
@@ -342,8 +353,10 @@ class ToyWorker:
     ) -> torch.Tensor:
         """One number for all particles, or spread among them where each draws its own token."""
         size = self.config.num_particles
-        present = torch.arange(size) < settings.num_particles.unsqueeze(1)
-        same_text = (present.unsqueeze(1) & present.unsqueeze(2)) | torch.eye(size).bool()
+        particle = torch.arange(size, device=noise.device)
+        present = particle < settings.num_particles.unsqueeze(1)
+        itself = particle.unsqueeze(1) == particle
+        same_text = (present.unsqueeze(1) & present.unsqueeze(2)) | itself
         shared = noise.unsqueeze(1).expand(-1, size)
         return torch.where(is_open.unsqueeze(1), stratified(shared, same_text), shared)
 
@@ -377,6 +390,6 @@ class ToyWorker:
         """What of SGLang's `ScheduleBatch` a round looks at."""
         return SimpleNamespace(
             reqs=reqs,
-            req_pool_indices=torch.tensor([req.row for req in reqs]),
-            seq_lens=torch.tensor([req.kv_committed_len for req in reqs]),
+            req_pool_indices=self.tensor([req.row for req in reqs]),
+            seq_lens=self.tensor([req.kv_committed_len for req in reqs]),
         )

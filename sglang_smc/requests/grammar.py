@@ -22,6 +22,7 @@ from sglang_smc.requests.state import settled_ids, state_of, tails_of
 from sglang_smc.requests.text_rule import BatchTexts, TextRule
 from sglang_smc.smc.masking import unpack
 from sglang_smc.state.population import Population
+from sglang_smc.state.transfer import to_device
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -117,7 +118,7 @@ class Grammar(TextRule):
         """See `TextRule.allowed`."""
         self._walk(chains)
         packed = torch.stack(self._columns[first : chains.shape[2] + 1], dim=2)  # [G, N, C, W]
-        return unpack(packed.to(self._device, non_blocking=True), self._vocab_size)
+        return unpack(to_device(self._device, packed), self._vocab_size)
 
     def ends(
         self, ends: torch.Tensor, tokens: torch.Tensor, population: Population | None

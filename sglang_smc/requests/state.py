@@ -37,6 +37,7 @@ class RequestState(msgspec.Struct):
     arena: tuple[int, int] = (0, 0)  # from the end of the text that the host knew, when reserved
     open_token: OpenToken = msgspec.field(default_factory=OpenToken)
     has_lost_tails: bool = False  # a retraction dropped tokens that the evidence has counted
+    num_replayed: int = 0  # rounds that were graphs
     first_log_sum: float = 0.0  # what the weights gained at the first token; in no counter yet
     particles: list[dict[str, Any]] | None = None  # all of them, as they stood at the end
     kept: dict[type, Any] = {}  # what each rule of its text has to remember, by the rule
@@ -66,9 +67,10 @@ class RequestState(msgspec.Struct):
         if budget != self.budget:
             self.budget, self.now = budget, apply_budget(self.config, budget)
 
-    def take(self, totals: list[float]) -> None:
-        """Note what the device has counted by the end of a round."""
+    def take(self, totals: list[float], replayed: bool) -> None:
+        """Note what the device has counted by the end of a round, and whether a graph played it."""
         self.counters, self.first_log_sum = totals, 0.0
+        self.num_replayed += replayed
 
     def count_nan(self) -> None:
         """Note that prefill found logits that mean nothing; the device counts rounds alone."""
@@ -78,7 +80,8 @@ class RequestState(msgspec.Struct):
     def meta_info(self, output_ids: list[int]) -> dict[str, Any]:
         """The `meta_info` fields of the finished request."""
         log_evidence = self.counters[-1] + self.first_log_sum
-        fields = meta_info([*self.counters[:-1], log_evidence], self.config)
+        totals = [*self.counters[:-1], log_evidence]
+        fields = meta_info(totals, self.config, self.num_replayed)
         if self.has_lost_tails:
             fields[META_PREFIX + "log_evidence"] = None
         if self.config.return_particles:

@@ -95,7 +95,7 @@ class RoundInputs(NamedTuple):
         """
         rows = torch.zeros(size, dtype=torch.int64, device=device)
         known = [1, *map(int, apply_budget(config, budget).round_sizes)]
-        columns = torch.tensor(known, device=device).unsqueeze(1).repeat(1, size)
+        columns = on_device(device, known).unsqueeze(1).repeat(1, size)
         return cls(rows, rows + 1, columns)
 
 

@@ -101,7 +101,7 @@ class Prefill:
         tables.requests.write([start.entry for start in starts])
         tables.edits.begin(reqs, [start.entry.row for start in starts])
         num_emitted = on_device(device, [start.num_emitted for start in starts])  # [G]
-        carried = on_device(device, [start.counters for start in starts]).double()
+        carried = on_device(device, [start.counters for start in starts], torch.float64)
         settings = tables.requests.gather(rows)
         if budget is not None:
             sizes = [state_of(req).now.round_sizes for req in reqs]

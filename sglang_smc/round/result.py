@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from sglang_smc.state.counters import gained
 from sglang_smc.state.monitor import Monitor, Played
 from sglang_smc.state.population import Population
 from sglang_smc.state.tail_logprobs import Emitted
+from sglang_smc.state.transfer import each_tensor, on_host
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -82,17 +83,11 @@ class Outcome(NamedTuple):
     logprobs: Emitted | None  # of tokens and first_tokens, where some request wants them
 
     def first(self, size: int) -> "Outcome":
-        """Copies of what the first ``size`` groups have."""
-        return _first(self, size)
+        """Copies of the first groups."""
+        return each_tensor(lambda column: column[:size].clone(), self)
 
 
-def _first(of_groups: Any, size: int) -> Any:
-    """Copies of the first rows: of a tensor, or of all that a tuple holds."""
-    if isinstance(of_groups, torch.Tensor):
-        return of_groups[:size].clone()
-    if of_groups is None:
-        return None
-    return of_groups._make(_first(column, size) for column in of_groups)
+_OF_SGLANG = {field.name for field in fields(GenerationBatchResult)}
 
 
 @dataclass
@@ -112,10 +107,17 @@ class SMCBatchResult(GenerationBatchResult):
     policy: Policy | None = None  # that learns from them
 
     @classmethod
-    def of(cls, outcome: Outcome, monitor: Monitor) -> "SMCBatchResult":
-        """A round's outcome, as the scheduler takes it."""
+    def of(cls, outcome: Outcome, monitor: Monitor, replayed: bool = False) -> "SMCBatchResult":
+        """A round's outcome, as the scheduler takes it.
+
+        Args:
+            outcome: of the round.
+            monitor: that counts it.
+            replayed: whether the round was a recorded graph.
+        """
+        tokens = outcome.tokens.flatten()
         return cls(
-            next_token_ids=outcome.tokens.flatten(),
+            next_token_ids=tokens,
             accept_lens=outcome.counts,
             new_seq_lens=outcome.new_seq_lens,
             next_draft_input=as_eagle(SMCDraftInput(outcome.last_emitted)),
@@ -129,23 +131,22 @@ class SMCBatchResult(GenerationBatchResult):
             if outcome.logprobs is None
             else LogitsProcessorOutput(next_token_logits=None),
             logprobs=outcome.logprobs,
+            can_run_cuda_graph=replayed,
             monitor=monitor,
+            # SGLang drops these two batches later, when it has waited for the copies: until then
+            # the memory must not be had by the next round, on the stream that made them.
+            extra_keep_alive_refs=[outcome, tokens],
         )
 
     def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
-        """Copy our tensors along with SGLang's."""
-        assert self.correct_drafts is not None and self.counters is not None
-        assert self.failure is not None
-        self.correct_drafts = self.correct_drafts.to("cpu", non_blocking=True)
-        self.counters = self.counters.to("cpu", non_blocking=True)
-        self.failure = self.failure.to("cpu", non_blocking=True)
-        if self.first_tokens is not None:
-            self.first_tokens = self.first_tokens.to("cpu", non_blocking=True)
-        if self.particles is not None:
-            copied = (column.to("cpu", non_blocking=True) for column in self.particles)
-            self.particles = Particles(*copied)
-        if self.logprobs is not None:
-            self.logprobs = self.logprobs.to_cpu()
+        """Copy what this class adds to the host along with SGLang's, on the stream for copies.
+
+        All of it, so that no field is forgotten. What the next round reads on the device stands in
+        SGLang's own fields.
+        """
+        for field in fields(self):
+            if field.name not in _OF_SGLANG:
+                setattr(self, field.name, on_host(getattr(self, field.name)))
         super().copy_to_cpu(*args, **kwargs)
 
     def resolve(
@@ -187,10 +188,11 @@ class SMCBatchResult(GenerationBatchResult):
         req.spec_num_correct_drafts += num_kept
         req.update_spec_correct_drafts_histogram(num_kept)
         gains = gained(state.counters, totals)
-        self.monitor.add(Played(gains, state.config.weighs, num_kept, num_emitted))
+        replayed = self.can_run_cuda_graph
+        self.monitor.add(Played(gains, state.config.weighs, num_kept, num_emitted, replayed))
         if self.policy is not None and self.budgets is not None:
             self.policy.learn(self.budgets[group], num_kept)
-        state.take(totals)
+        state.take(totals, replayed)
         end_failed(req, int(self.failure[group]))
         if self.particles is not None and state.config.return_particles:
             state.particles = self.particles.of_group(group, req)

@@ -13,6 +13,7 @@ from sglang_smc.state.edits import EditTable
 from sglang_smc.state.population import ParticleTable
 from sglang_smc.state.settings import RequestTable, TableEntry
 from sglang_smc.state.tail_logprobs import LogprobTable
+from sglang_smc.state.transfer import on_device
 
 
 class Tables(NamedTuple):
@@ -65,7 +66,7 @@ class Tables(NamedTuple):
         """Give SGLang's padding row particles that have ended: they play what a batch leaves."""
         self.requests.write([entry])
         row = torch.zeros(1, dtype=torch.int64, device=device)
-        zeros = torch.tensor([zero_counters(1)], dtype=torch.float64, device=device)
+        zeros = on_device(device, [zero_counters(1)], torch.float64)
         self.counters.begin(row, zeros)
         self.particles.begin(
             row,

@@ -110,8 +110,14 @@ def gained(before: list[float], after: list[float]) -> Counters:
     return Counters._make(gains)
 
 
-def meta_info(totals: list[float], config: RequestConfig) -> dict[str, Any]:
-    """The `meta_info` fields of one request, from a row of `CounterTable`."""
+def meta_info(totals: list[float], config: RequestConfig, num_replayed: int) -> dict[str, Any]:
+    """The `meta_info` fields of one request.
+
+    Args:
+        totals: its row of `CounterTable`.
+        config: what it asked for.
+        num_replayed: its rounds that replayed a graph, which the host counts.
+    """
     counters = Counters._make(totals)
     rounds = int(counters.rounds_ct)
     fields = {
@@ -122,6 +128,7 @@ def meta_info(totals: list[float], config: RequestConfig) -> dict[str, Any]:
         "particles_mean": counters.particles_sum / rounds if rounds else config.num_particles,
         "steps_mean": counters.steps_sum / rounds if rounds else config.num_steps,
         "rounds_ct": rounds,
+        "replayed_ct": num_replayed,
         "resample_ct": int(counters.resample_ct),
         "collapse_ct": int(counters.collapse_ct),
         "all_zero_ct": int(counters.all_zero_ct),

@@ -26,6 +26,7 @@ class Played(NamedTuple):
     weighs: bool  # whether that is what it asked for
     num_kept: int  # columns
     num_emitted: int  # tokens
+    replayed: bool  # by a recorded graph
 
     @property
     def is_weighed(self) -> bool:
@@ -52,6 +53,7 @@ TOTALS = (
     Total("kept_columns", "Drafted columns that rounds kept.", lambda r: r.num_kept),
     Total("emitted_tokens", "Tokens that rounds emitted.", lambda r: r.num_emitted),
     Total("silent_rounds", "Rounds that emitted nothing.", lambda r: r.num_emitted == 0),
+    Total("replayed_rounds", "Rounds that replayed a recorded graph.", lambda r: r.replayed),
     Total("resamplings", "Rounds that resampled.", lambda r: r.gained.resample_ct),
     Total(
         "killed_particles",

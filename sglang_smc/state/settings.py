@@ -135,11 +135,8 @@ class RequestTable:
         rows = on_device(self._device, [entry.row for entry in entries])
         values = [_values(entry) for entry in entries]
         for dtype, names in _COLUMNS.items():
-            columns = [
-                on_device(self._device, [value[name] for value in values]).to(dtype)
-                for name in names
-            ]
-            self._tables[dtype][:, rows] = torch.stack(columns)
+            columns = [[value[name] for value in values] for name in names]
+            self._tables[dtype][:, rows] = on_device(self._device, columns, dtype)
         self._stop_mask[rows] = False
         pairs = [(entry.row, token) for entry in entries for token in sorted(entry.stop_tokens)]
         if pairs:

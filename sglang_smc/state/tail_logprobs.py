@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from sglang.srt.layers.logprob_processor import OutputLogprobProcessor
 
+from sglang_smc.state.transfer import on_device
+
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -79,11 +81,6 @@ class Emitted(NamedTuple):
     tails: TailLogprobs  # [G, T, ...]
     first: torch.Tensor  # [G] float32, of the token that it began with
 
-    def to_cpu(self) -> "Emitted":
-        """Copies on the host, there once the device has come so far."""
-        tails = (column.to("cpu", non_blocking=True) for column in self.tails)
-        return Emitted(TailLogprobs(*tails), self.first.to("cpu", non_blocking=True))
-
 
 class LogprobTable:
     """Log-probabilities of tails between rounds, one row a request; made as the first request asks.
@@ -131,8 +128,8 @@ class LogprobTable:
         self._first[rows] = log_p.gather(1, tokens).expand(-1, self._shape[1])
         if widths.listed:
             lists = [(ids or [])[: widths.listed] for ids in listed]
-            padded = torch.tensor([[*ids, *[0] * (widths.listed - len(ids))] for ids in lists])
-            self._ids[rows, : widths.listed] = padded.to(self._device, non_blocking=True)
+            padded = [[*ids, *[0] * (widths.listed - len(ids))] for ids in lists]
+            self._ids[rows, : widths.listed] = on_device(self._device, padded)
 
     @property
     def widths(self) -> LogprobWidths:

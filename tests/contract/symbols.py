@@ -240,7 +240,7 @@ WORKER = (
         "sglang.srt.managers.utils.GenerationBatchResult",
         attributes="next_token_ids accept_lens new_seq_lens next_draft_input "
         "speculative_num_draft_tokens num_correct_drafts num_correct_drafts_per_req_cpu "
-        "copy_to_cpu",
+        "can_run_cuda_graph extra_keep_alive_refs copy_to_cpu",
     ),
     Symbol(
         "sglang.srt.managers.schedule_batch.Req",

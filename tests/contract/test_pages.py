@@ -154,7 +154,7 @@ def test_every_request_key_has_a_row() -> None:
 
 def test_every_answer_field_has_a_row() -> None:
     config = request.RequestConfig()
-    told = counters.meta_info(counters.zero_counters(1), config)
+    told = counters.meta_info(counters.zero_counters(1), config, 0)
     rows = "".join(rows_below("Answer fields"))
     named = set(re.findall(r"`(\w+)`", rows))
     assert named == {*told, counters.META_PREFIX + "particles"}

@@ -45,21 +45,19 @@ def serve(
     asked: tuple[dict[str, Any], ...] = ({},),
 ) -> Outcome:
     config = SMCConfig(num_particles=3, num_steps=2, max_lag=4, evidence_threshold=0.0)
-    with torch.device(device):
-        toy = ToyWorker(
-            config,
-            *languages(),
-            num_requests=4,
-            max_new_tokens=9,
-            eos=EOS,
-            chosen=chosen,
-            budgets=budgets,
-            asked=asked,
-            ops=ops,
-        )
-        noise = torch.tensor([0.1, 0.4, 0.6, 0.9], dtype=torch.float64)
-        outcome = toy.run([1, 2, 3, 4], noise)
-        toy.check_owned()
+    toy = ToyWorker(
+        config,
+        *languages(device=device),
+        num_requests=4,
+        max_new_tokens=9,
+        eos=EOS,
+        chosen=chosen,
+        budgets=budgets,
+        asked=asked,
+        ops=ops,
+    )
+    outcome = toy.run([1, 2, 3, 4], torch.tensor([0.1, 0.4, 0.6, 0.9], dtype=torch.float64))
+    toy.check_owned()
     return outcome
 
 
@@ -91,10 +89,9 @@ def books(chosen: tuple[dict[str, Any], ...], ops: Ops, device: str) -> list[lis
     """Log-probabilities of each request's tokens."""
     config = SMCConfig(num_particles=3, num_steps=2, max_lag=4, evidence_threshold=0.0)
     sizes = {"num_requests": 3, "max_new_tokens": 9, "eos": EOS}
-    with torch.device(device):
-        shown = ((0, None), (2, [1]))
-        toy = AskingWorker(config, *languages(), **sizes, chosen=chosen, shown=shown, ops=ops)
-        toy.run([1, 2, 3], torch.tensor([0.1, 0.4, 0.6], dtype=torch.float64))
+    own = {"chosen": chosen, "shown": ((0, None), (2, [1])), "ops": ops}
+    toy = AskingWorker(config, *languages(device=device), **sizes, **own)
+    toy.run([1, 2, 3], torch.tensor([0.1, 0.4, 0.6], dtype=torch.float64))
     return [req.logprob.output_token_logprobs_val for req in toy.begun]
 
 

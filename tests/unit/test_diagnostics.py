@@ -115,7 +115,7 @@ TOTALS = Counters(4, 2, 1, 3, 7, 5, 9, 10.0, 1.5, 2.0, 22, 11, -0.75)
 
 def test_meta_info_is_prefixed_and_has_plain_numbers() -> None:
     config = RequestConfig(num_particles=6, num_steps=3)
-    found = meta_info([float(value) for value in TOTALS], config)
+    found = meta_info([float(value) for value in TOTALS], config, 3)
     assert found == {
         "spec_smc_mode": "smc",
         "spec_smc_num_particles": 6,
@@ -123,6 +123,7 @@ def test_meta_info_is_prefixed_and_has_plain_numbers() -> None:
         "spec_smc_particles_mean": 5.5,
         "spec_smc_steps_mean": 2.75,
         "spec_smc_rounds_ct": 4,
+        "spec_smc_replayed_ct": 3,
         "spec_smc_resample_ct": 2,
         "spec_smc_collapse_ct": 1,
         "spec_smc_all_zero_ct": 3,
@@ -143,14 +144,14 @@ def test_meta_info_is_prefixed_and_has_plain_numbers() -> None:
 def test_only_where_all_is_weighed_or_all_verified_has_a_text_evidence(
     mode: str, log_evidence: float | None
 ) -> None:
-    found = meta_info(list(TOTALS), RequestConfig(mode=mode))
+    found = meta_info(list(TOTALS), RequestConfig(mode=mode), 0)
     assert found["spec_smc_mode"] == mode
     assert found["spec_smc_log_evidence"] == log_evidence
 
 
 def test_before_the_first_round_all_particles_count() -> None:
     """A text of one token ends in prefill: no round, no division by zero."""
-    found = meta_info(zero_counters(5), RequestConfig(num_particles=5))
+    found = meta_info(zero_counters(5), RequestConfig(num_particles=5), 0)
     assert found["spec_smc_ess_mean"] == found["spec_smc_ess_min"] == 5.0
     assert found["spec_smc_distinct_ancestors"] == found["spec_smc_particles_mean"] == 5
     assert found["spec_smc_steps_mean"] == 8

@@ -47,10 +47,17 @@ def reporter(*, exports: bool = True, logs: bool = True) -> Any:
     )
 
 
-def played(*, weighs: bool = True, kept: int = 0, emitted: int = 0, **gains: float) -> Played:
+def played(
+    *,
+    weighs: bool = True,
+    kept: int = 0,
+    emitted: int = 0,
+    replayed: bool = False,
+    **gains: float,
+) -> Played:
     given = {"rounds_ct": 1, "particles_sum": 4, "ess_sum": 2.0, **gains}
     zeros = dict.fromkeys(Counters._fields, 0.0)
-    return Played(Counters(**{**zeros, **given}), weighs, kept, emitted)
+    return Played(Counters(**{**zeros, **given}), weighs, kept, emitted, replayed)
 
 
 def monitor(*rounds: list[Played], **reporting: bool) -> Monitor:
@@ -77,7 +84,9 @@ def samples(registry: CollectorRegistry) -> dict[str, float]:
 EVERYTHING = (
     [
         played(kept=3, emitted=0, resample_ct=1, killed_ct=2, steps_sum=3, ess_sum=1.0),
-        played(weighs=False, kept=1, emitted=2, exact_ct=1, steps_sum=5, ess_sum=4.0),
+        played(
+            weighs=False, kept=1, emitted=2, replayed=True, exact_ct=1, steps_sum=5, ess_sum=4.0
+        ),
     ],
     [
         played(
@@ -92,6 +101,7 @@ EXPECTED = {
     "kept_columns": 6,
     "emitted_tokens": 11,
     "silent_rounds": 1,
+    "replayed_rounds": 1,
     "resamplings": 1,
     "killed_particles": 2,
     "forced_collapses": 1,

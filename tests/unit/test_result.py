@@ -13,7 +13,7 @@ from sglang.srt.managers.schedule_batch import Req, ReqLogprob
 
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.requests.state import RequestState
-from sglang_smc.round.result import Particles, SMCBatchResult
+from sglang_smc.round.result import Outcome, Particles, SMCBatchResult
 from sglang_smc.state.counters import Counters
 from sglang_smc.state.monitor import Monitor
 from sglang_smc.state.population import Population
@@ -75,6 +75,54 @@ def resolve(reqs: list[FakeReq], emitted: list[int], kept: list[int]) -> list[li
     assert result.num_correct_drafts == sum(kept), "the server's accept length reads this"
     assert result.num_correct_drafts_per_req_cpu == kept
     return tokens
+
+
+@pytest.mark.parametrize(("replayed", "counted"), [(True, 2), (False, 0)])
+def test_replayed_rounds_are_counted_and_sglang_s_log_hears_of_them(
+    replayed: bool, counted: int
+) -> None:
+    pair = [FakeReq(), FakeReq()]
+    gone = FakeReq(retracted=True)
+    reqs, monitor = [*pair, gone], Monitor(100)
+    of_groups = torch.zeros(len(reqs), dtype=torch.int64)
+    outcome = Outcome(
+        tokens=of_groups.unsqueeze(1),
+        counts=of_groups,
+        new_seq_lens=of_groups,
+        last_emitted=of_groups,
+        num_correct_drafts=of_groups,
+        counters=torch.zeros(len(reqs), len(Counters._fields)),
+        failure=of_groups,
+        first_tokens=None,
+        particles=None,
+        logprobs=None,
+    )
+    result = SMCBatchResult.of(outcome, monitor, replayed)
+    assert result.can_run_cuda_graph == replayed, "SGLang logs this"
+    result.resolve(SimpleNamespace(reqs=reqs), stock_resolve(result, reqs))
+    assert monitor.totals()["replayed_rounds"] == counted
+    assert [req.smc_state.num_replayed for req in reqs] == [replayed, replayed, 0]
+    assert pair[0].smc_state.meta_info([])["spec_smc_replayed_ct"] == counted / 2
+
+
+def test_copies_of_an_outcome_s_first_groups_are_its_own() -> None:
+    """A graph's next replay writes what it wrote before; particles and log-probabilities, too."""
+    whole = population()
+    number = torch.arange(6.0).view(2, 3)
+    tails = TailLogprobs(number, number.unsqueeze(2), number.unsqueeze(2).long(), number[..., None])
+    of_groups = torch.arange(2)
+    outcome = Outcome(
+        *(number, *[of_groups] * 6, None),
+        particles=Particles.of(whole),
+        logprobs=Emitted(tails, number[:, 0]),
+    )
+    first = outcome.first(1)
+    assert first.first_tokens is None
+    assert first.particles is not None and first.logprobs is not None
+    number.fill_(9.0), of_groups.fill_(9), whole.log_weights.fill_(9.0)
+    assert first.tokens.tolist() == first.logprobs.tails.own.tolist() == [[0.0, 1.0, 2.0]]
+    assert first.counts.tolist() == [0] and first.particles.log_weights.shape == (1, 3)
+    assert first.particles.log_weights[0, 0] == 3.0
 
 
 def assert_identities(req: FakeReq) -> None:

@@ -180,7 +180,7 @@ def test_what_the_first_token_weighs_is_in_the_answer_and_counted_once() -> None
         req.smc_state.open_token.begin(None)
     book = RequestStates(SERVER, 1)
     book.note_first([ends_at_once, goes_on], torch.tensor([-0.25, -0.5]).double())
-    goes_on.smc_state.take([*zero_counters(2)[:-1], -0.75])
+    goes_on.smc_state.take([*zero_counters(2)[:-1], -0.75], replayed=False)
     assert published(ends_at_once)["spec_smc_log_evidence"] == -0.25
     assert published(goes_on)["spec_smc_log_evidence"] == -0.75
 

@@ -1,0 +1,324 @@
+"""Copies between host and device: nobody waits for them, and what they read lasts until they ran.
+
+SGLang copies results on a stream of its own. Device memory whose last tensor is gone is had by the
+next that asks on the stream that made it, though a copy on another stream has yet to read it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu import FakeGPU, fake_gpu, memory_of
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.schedule_batch import ReqLogprob
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.sampling.sampling_params import SamplingParams
+from table_entries import entry
+from toy_laws import EOS, languages
+from toy_logprobs import AskingWorker
+from toy_worker import ToyWorker
+
+from sglang_smc.ops.torch_ops import TORCH
+from sglang_smc.options.request import RequestConfig
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.patches import decode_memory
+from sglang_smc.requests.state import RequestStates
+from sglang_smc.round import prefill
+from sglang_smc.round.draft_input import SMCDraftInput
+from sglang_smc.round.prefill import Prefill
+from sglang_smc.round.result import SMCBatchResult
+from sglang_smc.round.tables import Tables
+from sglang_smc.state.settings import RequestTable
+from sglang_smc.state.transfer import each_tensor, on_device, on_host, to_device
+
+ROOT = Path(__file__).parents[2]
+CONFIG = SMCConfig(num_particles=3, num_steps=2)
+ASKED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "with particles": {"return_particles": True},
+    "with open first tokens": {"power": 2.0},
+    "with log-probabilities": {},
+}
+
+
+def played(kind: str, device: str) -> SMCBatchResult:
+    """The result of one round, as the scheduler gets it from the worker."""
+    sizes = {"num_requests": 2, "max_new_tokens": 12, "eos": EOS, "chosen": (ASKED[kind],)}
+    pair = languages(device=device)
+    if kind == "with log-probabilities":
+        toy: ToyWorker = AskingWorker(CONFIG, *pair, **sizes, shown=((2, [1]),))
+    else:
+        toy = ToyWorker(CONFIG, *pair, **sizes)
+    reqs = toy.begin([1, 2], torch.tensor([0.3, 0.6], dtype=torch.float64))
+    toy.reserve(reqs)
+    result = toy.worker.launch_round(toy.batch(reqs))
+    result.copy_done = SimpleNamespace(record=lambda: None)  # type: ignore[assignment]
+    return result
+
+
+HOLDERS = LogitsProcessorOutput, SMCDraftInput
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All of them, however deep."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        inner: Any = value.values()
+    elif isinstance(value, (list, tuple)):
+        inner = value
+    else:
+        inner = vars(value).values() if isinstance(value, HOLDERS) else ()
+    return [tensor for one in inner for tensor in tensors_in(one)]
+
+
+def carried(result: Any) -> dict[str, list[torch.Tensor]]:
+    """The tensors of a result by field, without those that are kept for nobody to read."""
+    kept = {"extra_keep_alive_refs"}
+    return {
+        field.name: tensors_in(getattr(result, field.name))
+        for field in fields(result)
+        if field.name not in kept
+    }
+
+
+READ_ON_DEVICE = {"new_seq_lens", "next_draft_input"}
+"""By the next round, through SGLang's relay."""
+
+
+@pytest.mark.parametrize("kind", list(ASKED))
+def test_what_a_result_carries_outlives_the_copies(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if this were a GPU, a copy to the host is another tensor; the device has yet to run it."""
+    result = played(kind, "cpu")
+    before = {
+        name: [(memory_of(x), x.clone()) for x in own] for name, own in carried(result).items()
+    }
+    move = torch.Tensor.to
+    monkeypatch.setattr(
+        torch.Tensor,
+        "to",
+        lambda x, *args, **kw: x.clone() if args[:1] == ("cpu",) else move(x, *args, **kw),
+    )
+    result.copy_to_cpu(return_logprob=kind == "with log-probabilities", return_hidden_states=False)
+    assert [name for name, own in before.items() if any(m.expired() for m, _ in own)] == []
+    for name, found in carried(result).items():
+        copied = [memory_of(x) not in [m for m, _ in before[name]] for x in found]
+        assert copied == [name not in READ_ON_DEVICE] * len(found), name
+        assert all(torch.equal(x, y) for x, (_, y) in zip(found, before[name], strict=True))
+
+
+@pytest.mark.parametrize("kind", list(ASKED))
+def test_results_are_copied_to_pinned_memory_and_marked_as_read_by_that_stream(kind: str) -> None:
+    with fake_gpu() as gpu:
+        result = played(kind, "cuda")
+        copy(gpu, result, return_logprob=kind == "with log-probabilities")
+        check_all_is_copied(gpu, result)
+        assert not any(memory.expired() for memory in gpu.to_host)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", list(ASKED))
+def test_a_gpu_hands_no_memory_out_that_a_late_copy_reads(kind: str) -> None:
+    """The stream that copies is busy while others ask for as much memory, and write there."""
+    result = played(kind, "cuda")
+    expected = {name: [x.cpu() for x in own] for name, own in carried(result).items()}
+    result.extra_keep_alive_refs = None  # else nothing would be handed out
+    copying = torch.cuda.Stream()
+    copying.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(copying):
+        torch.cuda._sleep(10**9)
+        result.copy_to_cpu(kind == "with log-probabilities", return_hidden_states=False)
+    written = [torch.full_like(x, 77, device="cuda") for own in expected.values() for x in own * 4]
+    torch.cuda.synchronize()
+    assert len(written) > 0
+    for name, own in carried(result).items():
+        assert all(torch.equal(x.cpu(), y) for x, y in zip(own, expected[name], strict=True)), name
+
+
+def copy(gpu: FakeGPU, result: GenerationBatchResult, *, return_logprob: bool) -> None:
+    gpu.to_host.clear()
+    result.copy_done = SimpleNamespace(record=lambda: None)  # type: ignore[assignment]
+    with gpu.no_waiting():
+        result.copy_to_cpu(return_logprob=return_logprob, return_hidden_states=False)
+
+
+def check_all_is_copied(gpu: FakeGPU, result: GenerationBatchResult) -> None:
+    assert len(gpu.to_host) > 0
+    assert set(gpu.to_host) == set(gpu.recorded), "its memory may be had by others too soon"
+    left = {name for name, own in carried(result).items() if any(x.is_cuda for x in own)}
+    assert left <= READ_ON_DEVICE
+
+
+def test_a_field_that_is_yet_to_come_is_copied_too() -> None:
+    @dataclass
+    class Later(SMCBatchResult):
+        one: Any = None
+        nested: Any = None
+
+    with fake_gpu() as gpu:
+        zeros = torch.zeros(2, device="cuda")
+        result = Later(next_token_ids=zeros, one=zeros + 1, nested={"a": [(zeros + 2, None)]})
+        copy(gpu, result, return_logprob=False)
+        check_all_is_copied(gpu, result)
+        assert len(gpu.to_host) == 3 and list(result.nested) == ["a"]
+
+
+@pytest.mark.parametrize("return_logprob", [False, True])
+@pytest.mark.parametrize("choice", [{}, {"power": 2.0}])
+def test_what_a_prefill_carries_is_marked_too(
+    choice: dict[str, Any], return_logprob: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a stock result, with tensors of ours in its fields."""
+    with fake_gpu() as gpu:
+        result = prefilled(choice, return_logprob, monkeypatch)
+        copy(gpu, result, return_logprob=return_logprob)
+        assert result.logits_output is not None
+        result.logits_output.next_token_logits = None  # stays there: nobody reads it
+        check_all_is_copied(gpu, result)
+
+
+def prefilled(
+    choice: dict[str, Any], return_logprob: bool, monkeypatch: pytest.MonkeyPatch
+) -> GenerationBatchResult:
+    monkeypatch.setattr(prefill.ForwardBatch, "init_new", lambda *_, **__: SimpleNamespace())
+    vocab_size, rows = 5, [1, 2]
+    sizes: dict[str, Any] = {"num_rows": 3, "num_slots": 99, "vocab_size": vocab_size}
+    table = torch.zeros(3 * 4, 50, dtype=torch.int32, device="cuda")
+    tables = Tables.of(CONFIG, TORCH, table, **sizes, device="cuda")
+
+    def forward(*_: Any, **__: Any) -> Any:
+        output = LogitsProcessorOutput(torch.zeros(len(rows), vocab_size, device="cuda"))
+        return GenerationBatchResult(logits_output=output)
+
+    runner = SimpleNamespace(forward=forward)
+    worker: Any = SimpleNamespace(
+        model_runner=runner, forward_batch_generation=forward, set_hicache_consumer=lambda _: None
+    )
+    batch: Any = SimpleNamespace(
+        reqs=[prompted(row, choice, vocab_size, return_logprob) for row in rows],
+        req_pool_indices=torch.tensor(rows, device="cuda"),
+        seq_lens=torch.tensor([4, 4], device="cuda"),
+        is_prefill_only=False,
+        hicache_consumer_index=-1,
+        return_logprob=return_logprob,
+        top_logprobs_nums=[2, 0],
+        token_ids_logprobs=[None, [1]],
+    )
+    return Prefill(worker, worker, RequestStates(CONFIG, 0), tables, 3).run(batch, None)
+
+
+def prompted(row: int, choice: dict[str, Any], vocab_size: int, return_logprob: bool) -> Any:
+    """What of SGLang's `Req` a prefill looks at."""
+    params = SamplingParams(max_new_tokens=9, sampling_seed=row, custom_params={"smc": choice})
+    books = ReqLogprob(top_logprobs_num=2, token_ids_logprob=[1])
+    return SimpleNamespace(
+        req_pool_idx=row,
+        sampling_params=params,
+        output_ids=[],
+        retraction_count=0,
+        eos_token_ids={EOS},
+        tokenizer=None,
+        vocab_size=vocab_size,
+        grammar=None,
+        custom_logit_processor=None,
+        return_logprob=return_logprob,
+        logprob=books,
+    )
+
+
+COMING: dict[str, Callable[[], torch.Tensor]] = {
+    "a list": lambda: on_device("cuda", [1, 2]),
+    "rows": lambda: on_device("cuda", [(1, 2.5), (True, 4)], torch.float64),
+    "nothing": lambda: on_device("cuda", [], torch.int64),
+    "a view": lambda: to_device("cuda", torch.arange(6, device="cpu").view(2, 3).t()),
+}
+
+
+@pytest.mark.parametrize("default", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", list(COMING))
+def test_the_host_waits_for_no_copy_to_the_device(name: str, default: str) -> None:
+    with fake_gpu() as gpu, torch.device(default), gpu.no_waiting():
+        found = COMING[name]()
+        assert found.device.type == "cuda" and len(gpu.to_device) == 1
+
+
+def test_numbers_keep_their_kind_and_their_precision() -> None:
+    third = 1 / 3
+    assert on_device("cpu", [third], torch.float64).tolist() == [third]
+    assert on_device("cpu", [True, False]).dtype == torch.bool
+    assert on_device("cpu", [(1, 2), (3, 4)]).tolist() == [[1, 2], [3, 4]]
+    table = RequestTable(3, 4, "cpu")
+    table.write([entry(1, RequestConfig(ess_threshold=third))])
+    assert table.gather(torch.tensor([1])).ess_threshold.tolist() == [third]
+
+
+def test_a_cpu_s_own_tensors_are_not_copied() -> None:
+    tensor = torch.ones(2)
+    assert to_device("cpu", tensor) is tensor is on_host(tensor)
+
+
+def test_what_is_no_tensor_stays_as_it_is() -> None:
+    other, pair = object(), RequestConfig()
+    found = each_tensor(lambda x: x + 1, [torch.ones(1), {"a": (other, pair, None, "ab", 3)}])
+    assert found[0].item() == 2 and found[1] == {"a": (other, pair, None, "ab", 3)}
+
+
+SPANS = [(3, 5), (4, 4), (0, 3)]
+ROWS = [2, 5, 1]
+
+
+def reserved(table: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give requests in these rows the slots 100, 101, ... in these spans."""
+    monkeypatch.setattr(
+        decode_memory,
+        "alloc_token_slots",
+        lambda _, total: torch.arange(100, 100 + total, device=table.device),
+    )
+    batch: Any = SimpleNamespace(
+        reqs=[SimpleNamespace(req_pool_idx=row) for row in ROWS],
+        device=str(table.device),
+        tree_cache=None,
+        req_to_token_pool=SimpleNamespace(write=table.__setitem__),
+    )
+    decode_memory._allocate(batch, SPANS)
+
+
+def test_each_request_is_given_new_slots_where_its_own_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = torch.zeros(6, 6, dtype=torch.int32)
+    reserved(table, monkeypatch)
+    expected = torch.zeros_like(table)
+    expected[2, 3:5] = torch.tensor([100, 101])
+    expected[1, 0:3] = torch.tensor([102, 103, 104])
+    assert torch.equal(table, expected)
+
+
+def test_a_reservation_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_gpu() as gpu:
+        table = torch.zeros(6, 6, dtype=torch.int32, device="cuda")
+        with gpu.no_waiting():
+            reserved(table, monkeypatch)
+        assert len(gpu.to_device) == 1
+
+
+def test_settings_of_new_requests_are_written_without_waiting() -> None:
+    with fake_gpu() as gpu:
+        table = RequestTable(3, 4, "cuda")
+        with gpu.no_waiting():
+            table.write([entry(1, stop_tokens=frozenset({2, 3})), entry(2)])
+
+
+def test_there_is_one_way_between_host_and_device() -> None:
+    """What moves tensors for itself forgets one duty or another."""
+    sources = [*(ROOT / "sglang_smc").rglob("*.py"), *(ROOT / "patches").glob("*.py")]
+    found = [
+        path.name
+        for path in sources
+        if any(word in path.read_text() for word in ("non_blocking", "pin_memory"))
+    ]
+    assert found == ["transfer.py"]
