@@ -50,6 +50,16 @@ def measure(engine: Any, question: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def answer(engine: Any, question: dict[str, Any]) -> dict[str, Any]:
+    """Requests to time, or keywords of `generate`, of which all that it returns is told."""
+    if "generate" not in question:
+        return measure(engine, question)
+    try:
+        return {"answers": engine.generate(**question["generate"])}
+    except ValueError as error:  # a request that is refused; the engine lives
+        return {"refused": str(error)}
+
+
 def main() -> None:
     """Start the engine of the first line, say so, and answer until the input ends."""
     # Engines print as they like; the answers keep the real output for themselves.
@@ -63,7 +73,7 @@ def main() -> None:
     try:
         print(json.dumps({"ready": True}), file=answers)
         for line in sys.stdin:
-            print(json.dumps(measure(engine, json.loads(line))), file=answers)
+            print(json.dumps(answer(engine, json.loads(line))), file=answers)
     finally:
         engine.shutdown()
 

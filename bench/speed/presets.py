@@ -195,12 +195,12 @@ def write_models(pair: Pair, folder: Path) -> tuple[Path, Path]:
                 raise BenchError(f"{model} holds no model: it has no config.json.")
         return pair.folders
     target, draft = folder / pair.name / "target", folder / pair.name / "draft"
-    _write_model(target, config(pair.target))
-    _write_model(draft, config(pair.draft))
+    write_model(target, config(pair.target))
+    write_model(draft, config(pair.draft))
     return target, draft
 
 
-def _write_model(folder: Path, content: dict[str, Any]) -> None:
+def write_model(folder: Path, content: dict[str, Any]) -> None:
     """A configuration and a tokenizer of words without meaning; weights are not needed."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")

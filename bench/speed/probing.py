@@ -13,6 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from speed import replays
 from speed.engines import Launch
 from speed.grid import Cell, System
 from speed.measure import WARM_UP, work
@@ -26,16 +27,20 @@ PLUGIN = Path(__file__).resolve().parent / "plugin"
 FORWARDS_EVERY = 2
 #: Or of none: they are timed where they run.
 FORWARDS_ONCE = 1 << 30
+#: Of a GPU's rounds in each burst so many are profiled, kernel by kernel.
+PROFILED_ROUNDS = 20
 PATIENCE = 30.0
 
 
 def probed(launch: Launch, out: Path, forwards_every: int) -> Launch:
     """The same engine with timers that write to ``out``."""
+    profiles = launch.arguments["device"] != "cpu" and forwards_every != FORWARDS_ONCE
     path = os.pathsep.join([str(PLUGIN), *filter(None, [os.environ.get("PYTHONPATH")])])
     extra = {
         "PYTHONPATH": path,
         "SPEED_PROBE_OUT": str(out.resolve()),
         "SPEED_PROBE_FORWARDS_EVERY": str(forwards_every),
+        "SPEED_PROBE_KERNELS": str(PROFILED_ROUNDS if profiles else 0),
     }
     return replace(launch, environment={**launch.environment, **extra})
 
@@ -60,7 +65,7 @@ class ProbedEngine:
                 )
             time.sleep(0.05)
         return {
-            "bursts": [json.loads(line) for line in lines[before:]],
+            "bursts": [_burst(line) for line in lines[before:]],
             "tokens_per_round": sample.decode_tokens / cell.batch / sample.rounds,
         }
 
@@ -68,6 +73,13 @@ class ProbedEngine:
         if not self.out.exists():
             return []
         return [line for line in self.out.read_text().splitlines(keepends=True) if line[-1] == "\n"]
+
+
+def _burst(line: str) -> dict[str, Any]:
+    """What the timers wrote, with sums in place of kernels, of which there are some 50,000."""
+    found = json.loads(line)
+    kernels = found.pop("kernels", None)
+    return {**found, "replays": replays.summed(kernels) if kernels else None}
 
 
 #: Starts the engine of a system with timers.

@@ -97,18 +97,21 @@ class RemoteEngine:
             raise EngineError(reason(self._log.read_text(errors="replace")))
         return json.loads(answer)
 
-    def stop(self) -> None:
+    def stop(self, patience: float) -> None:
         """Let it end by itself, so that it writes what it has to; not for ever."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_SECONDS)
+            self._process.wait(patience)
 
 
 @contextlib.contextmanager
-def running(launch: Launch, log: Path) -> Iterator[RemoteEngine]:
-    """An engine for the ``with`` block; raises EngineError where it does not start."""
+def running(launch: Launch, log: Path, patience: float = STOP_SECONDS) -> Iterator[RemoteEngine]:
+    """An engine for the ``with`` block; raises EngineError where it does not start.
+
+    After the block it has ``patience`` seconds to end by itself.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", **launch.environment}
     with log.open("wb") as output:
@@ -125,7 +128,7 @@ def running(launch: Launch, log: Path) -> Iterator[RemoteEngine]:
             engine = RemoteEngine(process, log)
             engine.exchange(launch.arguments)
             yield engine
-            engine.stop()
+            engine.stop(patience)
         finally:
             end_group(process)
 

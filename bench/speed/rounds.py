@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -15,9 +15,11 @@ from charts import COLOURS
 from results import Interval, interval_cell, interval_columns, markdown_table, short
 from speed.grid import Cell
 from speed.ratios import log_ratio
+from speed.replays import part_of
 from study import BenchError, Log
 
 DRAFT, TARGET, BETWEEN = "draft forwards", "target forward", "between rounds"
+GAPS = "gaps"  # of a replayed round, while no kernel runs
 
 
 @dataclass(frozen=True)
@@ -31,20 +33,25 @@ class RoundRow:
     rounds: int
     round_seconds: float
     forwards_alone_seconds: float
-    #: A round over its forwards alone, both of the same round.
+    #: A round over its forwards alone; both of the same round where these were run again.
     ratio_to_forwards: Interval
     parts: dict[str, float]  # of a round without forwards, then the forwards, and the scheduler
+    replayed: bool = False  # from a CUDA graph: forwards and parts are sums of kernels
 
 
 def make_row(cell: Cell, entries: Sequence[Mapping[str, Any]]) -> RoundRow:
     """From what the timers said. Rounds of fewer requests, at the end, are left out."""
     bursts = [burst for entry in entries for burst in entry["bursts"]]
-    rounds = [one for burst in bursts for one in burst["rounds"] if one["batch"] == cell.batch]
+    replayed = [burst["replays"] for burst in bursts if burst.get("replays")]
+    if replayed:
+        return _of_replays(cell, bursts, replayed)
+    rounds = [one for burst in bursts for one in burst["rounds"] if _counts(one, cell)]
     both = [one for one in rounds if one["alone"]]
     if not both:
         raise BenchError(
-            f"No forwards were seen in the rounds of {cell.name}: they run from a CUDA graph, "
-            "where no timer reaches. Ask for --engine disable_cuda_graph=true and another folder."
+            f"No forwards were seen in the rounds of {cell.name}: they run from a CUDA graph, and "
+            "the profiler saw no kernels of it. Ask for answers of more rounds, with --new-tokens, "
+            "or for --engine disable_cuda_graph=true and another folder."
         )
     whole, alone = [one["round"] for one in both], [one["alone"] for one in both]
     names = dict.fromkeys(name for one in rounds for name in one["parts"])
@@ -67,6 +74,43 @@ def make_row(cell: Cell, entries: Sequence[Mapping[str, Any]]) -> RoundRow:
     )
 
 
+def _counts(one: Mapping[str, Any], cell: Cell) -> bool:
+    """Whether a round is of all requests, and no profiler looked on, which costs time."""
+    return one["batch"] == cell.batch and not one.get("recorded")
+
+
+def _of_replays(
+    cell: Cell, bursts: Sequence[Mapping[str, Any]], replayed: Sequence[Mapping[str, Any]]
+) -> RoundRow:
+    """Parts are sums of kernels in profiled rounds; the round's own time is of all others."""
+    whole = [one["round"] for burst in bursts for one in burst["rounds"] if _counts(one, cell)]
+    if not whole:
+        raise BenchError(f"All rounds of {cell.name} were profiled; ask for more --new-tokens.")
+    forwards = list(chain.from_iterable(one["forwards"] for one in replayed))
+    busy = list(chain.from_iterable(one["busy"] for one in replayed))
+    parts: dict[str, float] = {}
+    for one in replayed:
+        for phase, kind, *_, seconds in one["sums"]:
+            part = part_of(phase, kind)
+            parts[part] = parts.get(part, 0.0) + seconds * one["rounds"] / len(busy)
+    return RoundRow(
+        slug=cell.slug,
+        system=cell.system.name,
+        batch=cell.batch,
+        prompt=cell.prompt,
+        rounds=len(whole),
+        round_seconds=median(whole),
+        forwards_alone_seconds=median(forwards),
+        ratio_to_forwards=log_ratio(whole, forwards, paired=False).ratio(),
+        parts={
+            **parts,
+            GAPS: max(0.0, median(whole) - fmean(busy)),
+            BETWEEN: _between(bursts, cell.batch),
+        },
+        replayed=True,
+    )
+
+
 def _between(bursts: Sequence[Mapping[str, Any]], batch: int) -> float:
     """From the end of a round to the start of the next: the scheduler.
 
@@ -79,7 +123,7 @@ def _between(bursts: Sequence[Mapping[str, Any]], batch: int) -> float:
         for ((earlier, _), (later, _)), one in zip(
             pairwise(burst["steps"]), burst["rounds"], strict=False
         )
-        if one["batch"] == batch and not one["alone"]
+        if one["batch"] == batch and not one["alone"] and not one.get("recorded")
     ]
     return median(found) if found else 0.0
 

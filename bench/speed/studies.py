@@ -15,6 +15,17 @@ from speed.probing import FORWARDS_EVERY, FORWARDS_ONCE, StartProbed, probe, sta
 from study import BenchError
 
 ROUNDS, POSITIONS = "rounds", "positions"
+#: How to read the table of parts, by how it came about.
+RUN_AGAIN = (
+    "Medians in ms. The ratio is of a whole round over its own forwards, run again alone on the "
+    "same rows, with a 95 % interval. Parts are without the forwards in them."
+)
+REPLAYED = (
+    "In ms. Rounds are replayed from CUDA graphs and timed by CUDA events; parts are sums of their "
+    "kernels by name, in other rounds that torch's profiler saw. Forwards alone are the kernels of "
+    "both models; the ratio is of a whole round over these, with a 95 % interval. Gaps are what no "
+    "kernel fills."
+)
 
 
 def probed_starter(plan: SpeedPlan, forwards_every: int) -> StartProbed:
@@ -34,11 +45,7 @@ def time_rounds(plan: SpeedPlan, origin: Mapping[str, Any], start: StartProbed |
     logs = _complete(plan, SMC, start or probed_starter(plan, FORWARDS_EVERY))
     rows = rounds.make_rows(logs)
     _require(rows)
-    note = (
-        "Medians in ms. The ratio is of a whole round over its own forwards, run again alone on "
-        "the same rows, with a 95 % interval. Parts are without the forwards in them."
-    )
-    text = rounds.markdown(rows, note)
+    text = rounds.markdown(rows, REPLAYED if any(row.replayed for row in rows) else RUN_AGAIN)
     rounds.write_csv(rows, plan.folder / f"{ROUNDS}.csv", origin)
     (plan.folder / f"{ROUNDS}.md").write_text(text)
     title = f"A round of SMC, {plan.preset.pair.name} on {origin['hardware']}"

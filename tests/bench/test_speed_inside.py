@@ -16,6 +16,7 @@ import pytest
 from speed import cli, positions, rounds
 from speed.grid import AR, BLOCK, Cell, System
 from speed.plugin import speed_probe
+from speed.plugin.kernel_recorder import KernelRecorder
 from speed.plugin.speed_probe import REPEATS, Probe
 from speed.presets import CPU
 from speed.probing import ProbedEngine
@@ -117,7 +118,7 @@ class Scheduler:
 
     def __init__(self, clock: Clock, out: Path, every: int) -> None:
         self.clock, self.draft_worker = clock, Worker(clock)
-        self.probe = Probe(str(out), every)
+        self.probe = Probe(str(out), every, KernelRecorder(0))
         self.probe.built(lambda _: None, self)
 
     def run(self, num_rounds: int, size: int = 2) -> None:
@@ -178,6 +179,8 @@ def test_what_the_timers_wrap_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path
     stand_in = SimpleNamespace(HookRegistry=registry, HookType=SimpleNamespace(AROUND=0))
     monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", stand_in)
     monkeypatch.setenv(speed_probe.OUT, str(tmp_path / "out"))
+    assert speed_probe.__file__ is not None  # SGLang has the plugin's folder on its path
+    monkeypatch.syspath_prepend(str(Path(speed_probe.__file__).parent))
     speed_probe.register()
     stock = methods("sglang", "srt/managers/scheduler.py", "Scheduler")
     assert len(hooked) == 3

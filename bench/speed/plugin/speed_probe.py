@@ -11,11 +11,15 @@ import os
 import time
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if TYPE_CHECKING:
+    from speed.plugin.kernel_recorder import KernelRecorder
+
 OUT, EVERY = "SPEED_PROBE_OUT", "SPEED_PROBE_FORWARDS_EVERY"
+KERNELS = "SPEED_PROBE_KERNELS"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 #: The methods that run a model over particles, by what they return.
 FORWARDS = ("next_logits", "chain_logits", "decode", "verify")
@@ -32,9 +36,11 @@ def register() -> None:
     """Called by SGLang in every process; only schedulers have what is hooked."""
     if OUT not in os.environ:
         return
+    from kernel_recorder import KernelRecorder  # SGLang has this folder on its path
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    probe = Probe(os.environ[OUT], int(os.environ.get(EVERY, "0")))
+    recorder = KernelRecorder(int(os.environ.get(KERNELS, "0")))
+    probe = Probe(os.environ[OUT], int(os.environ.get(EVERY, "0")), recorder)
     HookRegistry.register(f"{SCHEDULER}.init_model_worker", probe.built, HookType.AROUND)
     HookRegistry.register(f"{SCHEDULER}.run_batch", probe.ran, HookType.AROUND)
     HookRegistry.register(f"{SCHEDULER}.maybe_sleep_on_idle", probe.idle, HookType.AROUND)
@@ -60,8 +66,9 @@ def seconds(start: Moment, end: Moment) -> float:
 class Probe:
     """What one scheduler did since it was last idle."""
 
-    def __init__(self, path: str, forwards_every: int) -> None:
+    def __init__(self, path: str, forwards_every: int, recorder: KernelRecorder) -> None:
         self._path, self._forwards_every = path, forwards_every
+        self._recorder = recorder
         self._steps: list[tuple[Moment, int]] = []  # each decode step's start and batch size
         self._rounds: list[Round] = []
         self._open: Round | None = None
@@ -87,6 +94,7 @@ class Probe:
             content = {
                 "steps": [[seconds(origin, moment), size] for moment, size in self._steps],
                 "rounds": [one.content() for one in self._rounds],
+                "kernels": self._recorder.take(),
             }
             self._steps, self._rounds = [], []
             with open(self._path, "a") as file:
@@ -109,7 +117,8 @@ class Probe:
         @wraps(original)
         def timed(batch: Any) -> Any:
             self._num_rounds += 1
-            self._open = Round(len(batch.reqs))
+            self._recorder.before(len(self._rounds))
+            self._open = Round(len(batch.reqs), self._recorder.is_recording)
             result = original(batch)
             self._open.end = now()
             self._rounds.append(self._open)
@@ -159,8 +168,8 @@ class Probe:
 class Round:
     """The moments of one round."""
 
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
+    def __init__(self, batch: int, is_recorded: bool) -> None:
+        self.batch, self.is_recorded = batch, is_recorded
         self.start, self.end = now(), now()
         self.parts: list[tuple[str, Moment, Moment]] = []
         self.forwards: list[tuple[str, int, Moment, Moment]] = []
@@ -194,6 +203,7 @@ class Round:
             forwards[model] = forwards.get(model, 0.0) + seconds(*moments)
         return {
             "batch": self.batch,
+            "recorded": self.is_recorded,
             "round": seconds(self.start, self.end) - alone,
             "forwards": forwards,
             "alone": alone / REPEATS if self.alone else None,

@@ -1,0 +1,169 @@
+"""Which engines are measured, at which batches and prompts, the most important first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from speed import presets
+from speed.engines import Launch, environment, settings
+from speed.grid import AR, BLOCK, CHAIN, EXACT, STANDALONE, TREE, Cell, System
+from speed.presets import PRESETS, Pair, Preset
+
+from sglang_smc.cpu.dtype import default_dtype
+from sglang_smc.plan.shapes import ModelShape
+
+AR_DRAFT, ADAPTIVE, AUTO, EAGLE = "AR of the draft", "SMC adaptive", "SMC auto", "EAGLE shape"
+#: What SGLang's CPU platform has no kernels for.
+GPU_ALONE = (*STANDALONE, EAGLE)
+N = K = 8
+TARGET, DRAFT, HEAD = "target", "draft", "eagle"
+
+Sizes = tuple[tuple[int, int], ...]
+ONE: Sizes = ((1, 256),)
+#: By importance: the headline, long prompts, then crowds.
+ALL: Sizes = ((1, 256), (1, 4096), (8, 256), (32, 256), (8, 4096), (32, 4096))
+SHORT: Sizes = ((1, 256), (8, 256), (32, 256))
+
+
+@dataclass(frozen=True)
+class EngineCase:
+    """An engine, and the cells that it is asked for, as (batch, tokens of a prompt)."""
+
+    system: System
+    sizes: Sizes
+    start_seconds: float = 50.0
+    sample_seconds: float = 5.0  # of a cell: its warm-up and repeats
+    served: str = TARGET
+    drafted: str | None = None
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def slug(self) -> str:
+        return self.system.slug
+
+    @property
+    def cells(self) -> list[Cell]:
+        return [Cell(self.system, batch, prompt) for batch, prompt in self.sizes]
+
+    @property
+    def seconds(self) -> float:
+        return self.start_seconds + self.sample_seconds * len(self.sizes)
+
+    @property
+    def has_plugin(self) -> bool:
+        """Whether the plugin's code is what is measured."""
+        return self.system.num_particles is not None
+
+
+def _smc(family: str, sizes: Sizes, **engine: Any) -> EngineCase:
+    return EngineCase(System(family, N, K), sizes, drafted=DRAFT, engine=engine)
+
+
+def _own(mode: str, **more: Any) -> dict[str, Any]:
+    """Keywords of SMC for the families that bench/speed does not know."""
+    return {
+        "speculative_algorithm": "SMC",
+        "speculative_num_steps": K,
+        "speculative_smc_num_particles": N,
+        "speculative_smc_mode": mode,
+        **more,
+    }
+
+
+EAGLE_SETTINGS = {
+    "speculative_algorithm": "EAGLE",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+}
+#: A graph for each budget and batch size takes a while.
+ADAPTING = _smc(
+    ADAPTIVE,
+    ((32, 256), (64, 256), (1, 256)),
+    **_own("smc", speculative_smc_evidence_threshold=0.0, speculative_smc_adaptive=True),
+)
+SPEED = (
+    EngineCase(System(AR), (*ALL, (64, 256))),
+    _smc(BLOCK, ALL),
+    _smc(EXACT, ALL),
+    EngineCase(System(CHAIN), ALL, drafted=DRAFT),
+    EngineCase(System(AR_DRAFT), SHORT, served=DRAFT),
+    replace(ADAPTING, start_seconds=80.0),
+)
+MORE = (
+    # SGLang would take flashinfer, whose kernels for trees are compiled for minutes first.
+    EngineCase(System(TREE), SHORT, drafted=DRAFT, engine={"attention_backend": "fa3"}),
+    _smc(AUTO, ((1, 256), (1, 4096)), **_own("auto")),
+    EngineCase(System(EAGLE), SHORT, drafted=HEAD, engine=EAGLE_SETTINGS),
+)
+PROFILE = (
+    _smc(BLOCK, ((1, 256), (1, 4096))),
+    _smc(EXACT, ONE),
+)
+LARGE = tuple(
+    replace(case, sizes=ONE, start_seconds=50.0, sample_seconds=15.0) for case in SPEED[:4]
+)
+
+#: Prefill runs without graphs, which take most of a start; it is not what is measured.
+FAST_START = {"disable_prefill_cuda_graph": True, "mem_fraction_static": 0.8}
+TINY_PAIR = Pair(
+    "tiny",
+    ModelShape(2, 64, 128, 2, 1, 32, 1024, tied_embeddings=False),
+    ModelShape(1, 32, 64, 1, 1, 32, 1024, tied_embeddings=False),
+)
+SPEED_8B = replace(PRESETS["h200-8b"], new_tokens=256, repeats=3, engine=FAST_START)
+PROFILE_8B = replace(SPEED_8B, new_tokens=512, repeats=2)
+SPEED_70B = replace(
+    PRESETS["h200-70b"],
+    new_tokens=256,
+    repeats=2,
+    engine={**FAST_START, "mem_fraction_static": 0.9},
+)
+TINY = replace(
+    PRESETS["cpu"],
+    name="tiny",
+    pair=TINY_PAIR,
+    dtype=default_dtype(),
+    new_tokens=24,
+    repeats=1,
+)
+
+
+def on_a_cpu(cases: Sequence[EngineCase]) -> list[EngineCase]:
+    """Those that run on a CPU, of one size or two."""
+    return [
+        replace(case, sizes=tuple(dict.fromkeys((min(b, 2), 32) for b, _ in case.sizes)))
+        for case in cases
+        if case.system.family not in GPU_ALONE
+    ]
+
+
+def preset_of(case: EngineCase, preset: Preset) -> Preset:
+    """The preset with an engine for this case's sizes and no others."""
+    batches = tuple(sorted({batch for batch, _ in case.sizes}))
+    prompts = tuple(sorted({prompt for _, prompt in case.sizes}))
+    on_gpu = preset.device != "cpu"
+    graphs = {"cuda_graph_bs_decode": list(batches)} if on_gpu else {}
+    engine = {**preset.engine, **graphs, **case.engine}
+    return replace(preset, batches=batches, prompts=prompts, engine=engine)
+
+
+def launch_of(case: EngineCase, preset: Preset, models: Path) -> Launch:
+    """How its engine is started; the folders of its models lie under ``models``."""
+    sized = preset_of(case, preset)
+    folder = models / preset.pair.name
+    arguments = {"model_path": str(folder / case.served), **settings(case.system, sized)}
+    if case.drafted:
+        arguments["speculative_draft_model_path"] = str(folder / case.drafted)
+    return Launch(arguments, environment(case.system, sized))
+
+
+def write_models(pair: Pair, models: Path) -> None:
+    """Target, draft and EAGLE's head, a layer of the target's, as folders of dummies."""
+    presets.write_models(pair, models)
+    head = presets.config(replace(pair.target, num_layers=1, weight_bytes=2.0))
+    head["architectures"] = ["LlamaForCausalLMEagle"]
+    presets.write_model(models / pair.name / HEAD, head)

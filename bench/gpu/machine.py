@@ -1,0 +1,114 @@
+"""What this machine is, and what it lacks."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from results import provenance
+from study import REPOSITORY, BenchError
+
+#: By stage, packages that it cannot do without.
+NEEDED: Mapping[str, tuple[str, ...]] = {
+    "all": ("torch", "triton", "sglang", "sglang_smc", "transformers", "tokenizers", "tqdm"),
+    "engines": ("sgl_kernel", "flashinfer", "xgrammar", "msgspec", "zmq", "orjson"),
+    "kernels": ("pytest", "hypothesis", "numpy"),
+    "report": ("matplotlib", "scipy"),
+}
+VERSIONS = ("triton", "sglang-kernel", "flashinfer-python", "numpy")
+#: Where the wheel was packed, the commit that it was made of is written down beside it.
+COMMIT = REPOSITORY / "dist" / "commit.txt"
+QUERY = "name,driver_version,memory.total,clocks.max.sm,clocks.max.memory,power.limit"
+
+
+def missing() -> dict[str, list[str]]:
+    """By stage, packages that are not there."""
+    found = {
+        stage: [name for name in names if importlib.util.find_spec(name) is None]
+        for stage, names in NEEDED.items()
+    }
+    return {stage: names for stage, names in found.items() if names}
+
+
+def preflight(*, on_gpu: bool) -> list[str]:
+    """What stands in a stage's way, in sentences; raises BenchError where nothing can run."""
+    lacking = missing()
+    told = [
+        f"{', '.join(names)}: not installed; {stage} need it" for stage, names in lacking.items()
+    ]
+    if "all" in lacking:
+        raise BenchError("\n".join(told))
+    stale = stale_files()
+    if stale and on_gpu:
+        raise BenchError(
+            f"What is installed as sglang_smc is not this tree: {', '.join(stale[:3])} differ. "
+            "Pack the wheel anew: bash bench/gpu/run.sh pack."
+        )
+    import torch  # takes seconds
+
+    if on_gpu and not torch.cuda.is_available():
+        raise BenchError("torch sees no GPU here. --dry-run walks through all of it on a CPU.")
+    return told
+
+
+def stale_files() -> list[str]:
+    """Files of the installed plugin that differ from the tree's."""
+    spec = importlib.util.find_spec("sglang_smc")
+    assert spec is not None and spec.origin is not None
+    installed = Path(spec.origin).parent
+    folders = {"sglang_smc": installed} | {
+        name: installed / name for name in ("kernels", "patches")
+    }
+    differ = []
+    for name, there in folders.items():
+        for path in (REPOSITORY / name).rglob("*.py"):
+            copy = there / path.relative_to(REPOSITORY / name)
+            if not copy.exists() or copy.read_bytes() != path.read_bytes():
+                differ.append(str(path.relative_to(REPOSITORY)))
+    return sorted(differ)
+
+
+def call(stages: list[str]) -> dict[str, Any]:
+    """Where and when this call runs, and what with."""
+    found = provenance({"stages": stages})
+    now = datetime.now(timezone.utc)
+    return {
+        **found,
+        "id": now.strftime("%Y%m%dT%H%M%SZ"),
+        "git_sha": commit(found["git_sha"]),
+        "versions": {**found["versions"], **{name: _version(name) for name in VERSIONS}},
+        "python": sys.version.split()[0],
+        "gpu": gpu(),
+    }
+
+
+def commit(of_git: str | None) -> str | None:
+    """The commit of this tree, which a copy without its history has beside its wheel."""
+    if of_git is None and COMMIT.exists():
+        return COMMIT.read_text().strip()
+    return of_git
+
+
+def gpu() -> dict[str, str] | None:
+    """What the driver says of the first GPU; None where there is none."""
+    command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader", "--id=0"]
+    try:
+        line = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=30
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return dict(zip(QUERY.split(","), map(str.strip, line.strip().split(",")), strict=True))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

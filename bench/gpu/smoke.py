@@ -1,0 +1,324 @@
+"""Does everything run: engines in every mode, the requests of a chat, and the same numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gpu import kinds
+from gpu.kinds import Kind
+from gpu.stages import Attempt, Case, Places
+from pair.task import check, held_out, messages
+from speed.engines import SPECULATION, Launch
+from speed.grid import CHAIN
+from speed.remote import EngineError, RemoteEngine, running
+from study import PAIR, REPOSITORY, code_fingerprint, digest
+
+from sglang_smc.options.server import MODES
+
+SMC_SETTINGS = {
+    "speculative_algorithm": "SMC",
+    "speculative_num_steps": 8,
+    "speculative_smc_num_particles": 8,
+}
+NUM_PROBLEMS = 16
+#: Far beyond what bench/demo.py and bench/fidelity ask.
+FIRST_PROBLEM = 2_000_000
+ANSWER_TOKENS = 160
+ANSWERS, KINDS, MIXED, SAME = "answers", "kinds", "all kinds at once", "log-probabilities"
+REPLAYED = "kinds that graphs know at once"
+#: bfloat16 has 8 bits: logits of 20 are known to within 0.1. Beyond this something else is wrong.
+TOLERANCE = 0.15
+FIRST_ROUND = 9  # tokens
+REFERENCE = "smc-torch"
+PAYLOAD = REPOSITORY / ".sg" / "smoke.py"
+#: The payload's own smoke test of real shapes: plain decoding, STANDALONE and SMC.
+PAYLOAD_CASES = ("1b-fa3", "1b-fa3-standalone", "1b-fa3-smc", "1b-fa3-smcexact")
+KNOWN = ("plain", "greedy", "top-p", "top-k", "top-p and top-k")
+START_SECONDS, PAYLOAD_SECONDS = 40.0, 45.0
+
+
+@dataclass(frozen=True)
+class SmokeEngine:
+    """An engine over the shipped pair, small and trained, so that texts mean something."""
+
+    slug: str
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    on_a_cpu: bool = False
+
+    @property
+    def is_smc(self) -> bool:
+        return self.engine.get("speculative_algorithm") == "SMC"
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether rounds are replayed."""
+        return self.is_smc and "speculative_smc_round_graph" not in self.engine
+
+    @property
+    def parts(self) -> list[str]:
+        return [ANSWERS, KINDS, MIXED, *([REPLAYED, SAME] if self.is_smc else [])]
+
+
+EAGER = {"speculative_smc_round_graph": "off"}
+TORCH = {"speculative_smc_kernels": "torch"}
+#: Torch's operations first: what the others are held against.
+ENGINES = (
+    SmokeEngine(REFERENCE, {**SMC_SETTINGS, **EAGER, **TORCH}, on_a_cpu=True),
+    SmokeEngine("smc-kernels", {**SMC_SETTINGS, **EAGER}),
+    SmokeEngine("smc-graphs", SMC_SETTINGS),
+    SmokeEngine("ar", on_a_cpu=True),
+    SmokeEngine("standalone", SPECULATION[CHAIN]),
+)
+
+
+def smoke_cases(places: Places, *, device: str) -> list[Case]:
+    """An engine each, and what the payload brings along."""
+    on_gpu = device != "cpu"
+    found = [_case(one, places, device) for one in ENGINES if on_gpu or one.on_a_cpu]
+    if on_gpu and PAYLOAD.exists():
+        found += [_payload_case(name, places) for name in PAYLOAD_CASES]
+    return found
+
+
+def _case(one: SmokeEngine, places: Places, device: str) -> Case:
+    launch = launch_of(one, device)
+    identity = {"engine": launch.arguments, "tests": digest([Path(__file__), Path(kinds.__file__)])}
+    identity |= code_fingerprint()
+    arguments = ", ".join(f"{name}={value!r}" for name, value in launch.arguments.items())
+    return Case(
+        one.slug,
+        {f"{one.slug} {part}": identity for part in one.parts},
+        START_SECONDS,
+        partial(run_engine, one, launch, places),
+        f"sglang.Engine({arguments})",
+    )
+
+
+def launch_of(one: SmokeEngine, device: str) -> Launch:
+    """Small in all, so that it starts soon."""
+    arguments: dict[str, Any] = {
+        "model_path": str(PAIR / "target"),
+        "device": device,
+        "dtype": "float32" if device == "cpu" else "bfloat16",
+        "random_seed": 0,
+        "context_length": 1024,
+        "max_running_requests": 32,
+        "max_total_tokens": 131_072,
+        "skip_server_warmup": True,
+        "watchdog_timeout": 300,
+        "log_level": "error",
+    }
+    if device == "cpu":
+        arguments["disable_cuda_graph"] = True
+    else:
+        arguments |= {
+            "mem_fraction_static": 0.5,
+            "disable_prefill_cuda_graph": True,
+            "cuda_graph_bs_decode": [1, 16, 32],
+        }
+    if one.engine:
+        arguments |= {"speculative_draft_model_path": str(PAIR / "draft"), **one.engine}
+    return Launch(arguments, {})
+
+
+def run_engine(
+    one: SmokeEngine, launch: Launch, places: Places, missing: Sequence[str], attempt: Attempt
+) -> None:
+    """Ask one engine for its parts."""
+    prompts = prompts_of(NUM_PROBLEMS)
+    asks = {ANSWERS: answers, KINDS: each_kind, MIXED: all_kinds, REPLAYED: known_kinds}
+    asks[SAME] = logprobs
+    with running(launch, places.logs / f"smoke-{one.slug}.log", 0.5) as engine:
+        attempt.started = True
+        for part in one.parts:
+            name = f"{one.slug} {part}"
+            if name in missing:
+                found = asks[part](engine, one, prompts)
+                if part == SAME:
+                    found |= against(found, attempt.records.of(attempt.stage))
+                attempt.add(name, found)
+
+
+def prompts_of(number: int) -> list[list[int]]:
+    """Problems as a chat has them, in tokens."""
+    from transformers import AutoTokenizer  # takes seconds
+
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
+    return [
+        tokenizer.encode(
+            tokenizer.apply_chat_template(
+                messages(held_out(FIRST_PROBLEM + place)),
+                tokenize=False,
+                add_generation_prompt=True,
+            ),
+            add_special_tokens=False,
+        )
+        for place in range(number)
+    ]
+
+
+Prompts = Sequence[Sequence[int]]
+
+
+def answers(engine: RemoteEngine, one: SmokeEngine, prompts: Prompts) -> dict[str, Any]:
+    """How many problems each mode gets right; too few to compare, enough to see it broken."""
+    found: dict[str, int] = {}
+    wrong: list[str] = []
+    rounds = replayed = 0
+    for mode in MODES if one.is_smc else ("plain",):
+        kind = Kind(
+            mode, {"max_new_tokens": ANSWER_TOKENS}, smc={"mode": mode} if one.is_smc else {}
+        )
+        told = ask(engine, kinds.question([kind] * len(prompts), prompts))
+        items = [held_out(FIRST_PROBLEM + place) for place in range(len(prompts))]
+        verdicts = [kinds.judged(kind, answer, graphs=one.has_graphs) for answer in told]
+        found[f"right in {mode}"] = sum(
+            check(answer["text"], item) for answer, item in zip(told, items, strict=True)
+        )
+        wrong += [f"{mode}: {fault}" for verdict in verdicts for fault in verdict["wrong"]]
+        if found[f"right in {mode}"] < len(prompts) // 2:
+            wrong.append(f"{mode}: {found[f'right in {mode}']} of {len(prompts)} are right")
+        rounds += sum(verdict["rounds"] or 0 for verdict in verdicts)
+        replayed += sum(verdict["replayed"] or 0 for verdict in verdicts)
+    return {"of": len(prompts), **found, "rounds": rounds, "replayed": replayed, "wrong": wrong}
+
+
+def kinds_of(one: SmokeEngine) -> list[Kind]:
+    """What is asked: of others' speculative decoding what it is known to take."""
+    if one.engine and not one.is_smc:
+        return [kind for kind in kinds.STOCK if kind.name in KNOWN]
+    return [*kinds.STOCK, *(kinds.OURS if one.is_smc else ())]
+
+
+def each_kind(engine: RemoteEngine, one: SmokeEngine, prompts: Prompts) -> dict[str, Any]:
+    """One request of each kind, alone."""
+    found = {}
+    for kind in kinds_of(one):
+        began = time.monotonic()
+        verdict = judged_alone(engine, kind, prompts, graphs=one.has_graphs)
+        found[kind.name] = {**verdict, "seconds": time.monotonic() - began}
+    return summary(found)
+
+
+def judged_alone(
+    engine: RemoteEngine, kind: Kind, prompts: Prompts, *, graphs: bool
+) -> dict[str, Any]:
+    """The verdict on one request; that it is refused is one, too."""
+    question = kinds.question([kind], prompts)
+    found = engine.exchange({"generate": question})
+    if "refused" in found:
+        return {"tokens": 0, "wrong": [f"refused: {found['refused']}"]}
+    return kinds.judged(kind, found["answers"][0], graphs=graphs)
+
+
+def all_kinds(engine: RemoteEngine, one: SmokeEngine, prompts: Prompts) -> dict[str, Any]:
+    """One request of each kind, all at once: modes, filters and edits share a batch."""
+    asked = kinds_of(one)
+    told = ask(engine, kinds.question(asked, prompts))
+    pairs = zip(asked, told, strict=True)
+    # A batch with a grammar or a stop string is not replayed.
+    return summary({kind.name: kinds.judged(kind, answer, graphs=False) for kind, answer in pairs})
+
+
+def known_kinds(engine: RemoteEngine, one: SmokeEngine, prompts: Prompts) -> dict[str, Any]:
+    """The same without those that the host must look at, so that graphs do."""
+    asked = [kind for kind in kinds_of(one) if kind.replays]
+    pairs = zip(asked, ask(engine, kinds.question(asked, prompts)), strict=True)
+    return summary(
+        {kind.name: kinds.judged(kind, answer, graphs=one.has_graphs) for kind, answer in pairs}
+    )
+
+
+def summary(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    wrong = [f"{name}: {fault}" for name, one in found.items() for fault in one["wrong"]]
+    return {"kinds": len(found), "wrong": wrong, "of": found}
+
+
+def logprobs(engine: RemoteEngine, one: SmokeEngine, prompts: Prompts) -> dict[str, Any]:
+    """Greedy texts of little more than a round, with their log-probabilities."""
+    kind = Kind("greedy", {"temperature": 0.0, "max_new_tokens": 24}, kinds.LOGPROBS)
+    told = ask(engine, kinds.question([kind] * len(prompts), prompts))
+    lines = [answer["meta_info"]["output_token_logprobs"] for answer in told]
+    return {"lines": [[[token, logprob] for logprob, token, *_ in line] for line in lines]}
+
+
+def ask(engine: RemoteEngine, question: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """All answers; raises EngineError where the engine refuses the question."""
+    found = engine.exchange({"generate": question})
+    if "refused" in found:
+        raise EngineError(f"refused: {found['refused']}")
+    return found["answers"]
+
+
+def against(found: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """How far log-probabilities of the first round are from those of torch's operations."""
+    reference = known.get(f"{REFERENCE} {SAME}", {}).get("lines")
+    if reference is None:
+        return {}
+    apart, tokens = compared(reference, found["lines"])
+    wrong = []
+    if not tokens:
+        wrong.append("no text begins as with torch's operations")
+    if apart > TOLERANCE:
+        wrong.append(f"log-probabilities differ by {apart:.3g}, more than {TOLERANCE}")
+    return {"largest_difference": apart, "compared_tokens": tokens, "wrong": wrong}
+
+
+Line = Sequence[Sequence[float]]
+
+
+def compared(reference: Sequence[Line], found: Sequence[Line]) -> tuple[float, int]:
+    """The largest difference in the first round, and of how many tokens.
+
+    Token by token as long as two texts agree: where two likely tokens are all but equal, rounding
+    decides, and the texts part without anything being wrong.
+    """
+    apart, tokens = 0.0, 0
+    for ours, theirs in zip(found, reference, strict=True):
+        for (token, logprob), (other, expected) in zip(ours[:FIRST_ROUND], theirs, strict=False):
+            if token != other:
+                break
+            apart, tokens = max(apart, abs(logprob - expected)), tokens + 1
+    return apart, tokens
+
+
+def _payload_case(name: str, places: Places) -> Case:
+    command = [sys.executable, str(PAYLOAD), "run", name]
+    identity = {"payload": digest([PAYLOAD]), **code_fingerprint()}
+    run = partial(run_payload, name, command, places)
+    return Case(
+        f"payload-{name}", {f"payload {name}": identity}, PAYLOAD_SECONDS, run, shlex.join(command)
+    )
+
+
+def run_payload(
+    name: str, command: Sequence[str], places: Places, missing: Sequence[str], attempt: Attempt
+) -> None:
+    """The payload's own smoke test, whose line of JSON is kept."""
+    places.logs.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OUT": str(places.logs)}
+    pipe = subprocess.PIPE
+    # It starts a group of its own for the engine, and ends that after its time.
+    environment["SMOKE_TIMEOUT"] = str(int(min(2 * PAYLOAD_SECONDS, attempt.clock.left - 10)))
+    process = subprocess.run(
+        command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+    output = process.stdout
+    line = next((line for line in output.splitlines() if line.startswith("{")), None)
+    if line is None:
+        raise EngineError(f"{shlex.join(command)} said nothing: {output[-300:]}")
+    result = json.loads(line.rpartition("}")[0] + "}")
+    result.pop("sample", None)
+    if result.pop("failed", False):
+        raise EngineError(output[-600:].strip())
+    attempt.add(f"payload {name}", result)

@@ -1,0 +1,160 @@
+"""What a call does: cases of stages, each begun only where its time is left, none done twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from gpu.clock import Clock, TimeUpError
+from gpu.records import Records
+from speed.remote import EngineError
+
+#: A case that takes so many times what it is expected to take hangs.
+PATIENCE = 3.0
+LEAST_PATIENCE = 150.0
+
+
+@dataclass
+class Attempt:
+    """One start of a case."""
+
+    stage: str
+    case: Case
+    records: Records
+    clock: Clock
+    say: Callable[[str], None]
+    started: bool = False  # whether a failure is of a part rather than of all
+
+    def add(self, part: str, content: Mapping[str, Any]) -> None:
+        """The result of a part, with a line about it."""
+        self.records.add(self.stage, part, self.case.parts[part], content)
+        self.say(f"{self.stage} {part}: {told(content)}")
+
+    def require(self, seconds: float) -> None:
+        """Raise TimeUpError where fewer are left of the call."""
+        if self.clock.left < seconds:
+            raise TimeUpError
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something that is started once, an engine say; each of its parts has a result of its own.
+
+    Args:
+        parts: by name what a result depends on; one with the same is not measured again.
+        seconds: what all of it is expected to take.
+        shown: what is started, for people to read.
+    """
+
+    slug: str
+    parts: Mapping[str, Mapping[str, Any]]
+    seconds: float
+    run: Callable[[Sequence[str], Attempt], None]
+    shown: str = ""
+
+    @property
+    def limit(self) -> float:
+        return max(LEAST_PATIENCE, PATIENCE * self.seconds)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Cases, the most important first."""
+
+    name: str
+    minutes: float  # at most, of a call
+    about: str
+    cases: Callable[[], list[Case]]
+
+
+@dataclass
+class Runner:
+    """Completes stages within the time of a call."""
+
+    records: Records
+    clock: Clock
+    only: Sequence[str] = ("*",)
+    fresh: bool = False
+    say: Callable[[str], None] = print
+    left: list[str] = field(default_factory=list)  # what another call has to do
+
+    def run(self, stage: Stage) -> None:
+        """All cases that are not done, as far as time goes."""
+        clock = Clock(min(stage.minutes, self.clock.left / 60))
+        for case in stage.cases():
+            if any(fnmatchcase(case.slug, pattern) for pattern in self.only):
+                self._complete(stage.name, case, clock)
+
+    def missing(self, stage: str, case: Case) -> list[str]:
+        """The parts without a result."""
+        return [part for part, identity in case.parts.items() if self._lacks(stage, part, identity)]
+
+    def _lacks(self, stage: str, part: str, identity: Mapping[str, Any]) -> bool:
+        if not self.records.has(stage, part, identity):
+            return True
+        return self.fresh and not self.records.is_of_this_call(stage, part)
+
+    def _complete(self, stage: str, case: Case, clock: Clock) -> None:
+        """As often as it takes: where one part has failed, the others get another start."""
+        while missing := self.missing(stage, case):
+            share = len(missing) / len(case.parts)
+            if clock.left < case.seconds * (0.5 + 0.5 * share):
+                self._leave(stage, case, f"takes about {case.seconds:.0f} s")
+                return
+            if not self._attempt(stage, case, missing, clock):
+                return
+
+    def _attempt(self, stage: str, case: Case, missing: Sequence[str], clock: Clock) -> bool:
+        """Start a case once; False where the call is over."""
+        attempt = Attempt(stage, case, self.records, clock, self.say)
+        reason = "it ended without a result"
+        self.say(f"{stage} {case.slug}: {clock.left:.0f} s left")
+        try:
+            with clock.at_most(case.limit):
+                case.run(missing, attempt)
+        except TimeUpError:
+            if clock.left < case.limit / PATIENCE:
+                self._leave(stage, case, "time is up")
+                return False
+            reason = f"it took more than {case.limit:.0f} s"
+        except EngineError as error:
+            reason = str(error)
+        failed = self.missing(stage, case)
+        for part in failed[:1] if attempt.started else failed:
+            attempt.add(part, {"failed": reason})
+        return True
+
+    def _leave(self, stage: str, case: Case, reason: str) -> None:
+        self.left.append(f"{stage} {case.slug}")
+        self.say(f"{stage} {case.slug}: left for another call: {reason}")
+
+
+def told(content: Mapping[str, Any]) -> str:
+    """A result in a line."""
+    if "failed" in content:
+        return f"FAILED: {content['failed']}"
+    shown = {k: v for k, v in content.items() if isinstance(v, (int, float, str))}
+    if content.get("wrong"):
+        shown["WRONG"] = f"{len(content['wrong'])}, the first: {content['wrong'][0]}"
+    return ", ".join(
+        f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in shown.items()
+    )
+
+
+@dataclass(frozen=True)
+class Places:
+    """Folders of a call: what it writes, and what it may forget."""
+
+    out: Path
+    work: Path
+
+    @property
+    def logs(self) -> Path:
+        return self.work / "logs"
+
+    @property
+    def models(self) -> Path:
+        return self.work / "models"

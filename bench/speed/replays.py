@@ -1,0 +1,122 @@
+"""Kernels of replayed rounds: whose they are, what they do, and how long they take.
+
+A round that is replayed from a CUDA graph is one launch, so no timer reaches into it; torch's
+profiler sees its kernels all the same, in their order. Drafts come first, one token after another,
+with our own kernels between them, and the target's pass is the last that attends.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from study import REPOSITORY
+
+DRAFT, TARGET, ROUND = "draft", "target", "round"
+GEMM, LAYERS, ATTENTION, JOIN = "GEMMs", "norm, rope, KV, activation", "attention", "join"
+OURS, OTHER = "sampler kernels", "other kernels"
+#: What a model's forward is made of, rather than the round around it.
+FORWARD = (GEMM, LAYERS, ATTENTION, JOIN)
+#: By name, the first that matches; FlashAttention is made with CUTLASS, too.
+PATTERNS = (
+    (ATTENTION, re.compile(r"flash|attention|fmha", re.I)),
+    (LAYERS, re.compile(r"norm|rope|rotary|kv_?cache|store_|set_kv|silu|act_and_mul|quant", re.I)),
+    (GEMM, re.compile(r"nvjet|gemm|gemv|cutlass|cublas|xmma|splitk", re.I)),
+)
+
+
+class Kernel(NamedTuple):
+    """One kernel that ran; in nanoseconds."""
+
+    name: str
+    start: int
+    duration: int
+    launch: int  # a number that kernels of one graph's replay have in common
+
+
+@cache
+def own_kernels() -> dict[str, str]:
+    """The plugin's Triton kernels by name, and the file of each, without its ending."""
+    return {
+        node.name: path.stem
+        for path in (REPOSITORY / "kernels").glob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+        and any("triton.jit" in ast.unparse(one) for one in node.decorator_list)
+    }
+
+
+@cache
+def kind_of(name: str) -> str:
+    """What a kernel does, by its name."""
+    ours = [own for own in own_kernels() if name.startswith(own)]
+    if ours:
+        file = own_kernels()[max(ours, key=len)]
+        if file != "particle_attention":
+            return OURS
+        return JOIN if "join" in name else ATTENTION
+    return next((kind for kind, pattern in PATTERNS if pattern.search(name)), OTHER)
+
+
+def replays_of(recorded: Mapping[str, Any]) -> list[list[Kernel]]:
+    """The launches with kernels of ours among others: rounds, in their order."""
+    kernels = [Kernel(recorded["names"][name], *rest) for name, *rest in recorded["events"]]
+    kernels.sort(key=lambda kernel: (kernel.launch, kernel.start))
+    launches = [list(found) for _, found in groupby(kernels, key=lambda kernel: kernel.launch)]
+    rounds = [found for found in launches if {OURS, ATTENTION} <= {kind_of(k.name) for k in found}]
+    return sorted(rounds, key=lambda found: found[0].start)
+
+
+def phases(replay: Sequence[Kernel]) -> Iterator[tuple[str, Kernel]]:
+    """Each kernel of a round with whose it is: the draft's, the target's or the round's own."""
+    between = (kind_of(kernel.name) == OURS for kernel in replay)
+    pairs = zip(between, replay, strict=True)
+    stretches = [
+        (own, [kernel for _, kernel in found]) for own, found in groupby(pairs, key=lambda p: p[0])
+    ]
+    attends = [any(kind_of(k.name) == ATTENTION for k in found) for _, found in stretches]
+    last = max(place for place, does in enumerate(attends) if does)
+    for place, (_, found) in enumerate(stretches):
+        model = ROUND if not attends[place] else TARGET if place == last else DRAFT
+        for kernel in found:
+            yield (model if kind_of(kernel.name) in FORWARD else ROUND), kernel
+
+
+def part_of(phase: str, kind: str) -> str:
+    """As tables have it: ``draft GEMMs``, ``sampler kernels``."""
+    if phase == ROUND:
+        return OURS if kind == OURS else OTHER
+    return f"{phase} {kind}"
+
+
+def summed(recorded: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the recorded rounds add up to, in seconds; None where none was replayed.
+
+    ``sums`` are lines of whose, what, name, launches and seconds, both for a round; ``forwards``
+    and ``busy`` are each round's kernels of the models, and all of its kernels.
+    """
+    found = replays_of(recorded)
+    if not found:
+        return None
+    sums: dict[tuple[str, str, str], list[int]] = {}
+    forwards = []
+    for replay in found:
+        forwards.append(0)
+        for phase, kernel in phases(replay):
+            forwards[-1] += kernel.duration if phase != ROUND else 0
+            line = sums.setdefault((phase, kind_of(kernel.name), kernel.name), [0, 0])
+            line[0] += 1
+            line[1] += kernel.duration
+    lines = [
+        [*key, count / len(found), total / 1e9 / len(found)] for key, (count, total) in sums.items()
+    ]
+    return {
+        "rounds": len(found),
+        "sums": sorted(lines, key=lambda line: -line[-1]),
+        "forwards": [total / 1e9 for total in forwards],
+        "busy": [sum(kernel.duration for kernel in replay) / 1e9 for replay in found],
+    }

@@ -1,0 +1,96 @@
+"""SGLang's reading of engine keywords on an H200 that is not there: ``python pretended_gpu.py``.
+
+Reads JSON lists of keywords from its input, and prints a line for each: what SGLang made of them,
+or why it refuses them. A script of its own: torch is told of the GPU before SGLang is imported.
+"""
+
+import json
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+
+MEMORY = 143_771  # MiB
+
+
+class Kernels(MetaPathFinder, Loader):
+    """Stands in for SGLang's compiled kernels, which load the driver: nobody calls them here."""
+
+    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
+        ours = fullname.partition(".")[0] == "sgl_kernel"
+        return ModuleSpec(fullname, self, is_package=True) if ours else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__getattr__ = attribute  # type: ignore[method-assign]
+
+
+def attribute(name: str) -> Any:
+    """Something of any name, which says yes when it is called."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return MagicMock(name=name)
+
+
+def pretend() -> None:
+    """Make torch say that there is one."""
+    sys.meta_path.insert(0, Kernels())
+    properties = SimpleNamespace(
+        name="NVIDIA H200",
+        major=9,
+        minor=0,
+        total_memory=MEMORY << 20,
+        multi_processor_count=132,
+        gcnArchName="",
+    )
+    cuda: Any = torch.cuda
+    cuda.is_available = lambda: True
+    cuda.device_count = lambda: 1
+    cuda.current_device = lambda: 0
+    cuda.get_device_capability = lambda *_, **__: (9, 0)
+    cuda.get_device_name = lambda *_, **__: properties.name
+    cuda.get_device_properties = lambda *_, **__: properties
+    cuda.mem_get_info = lambda *_, **__: (MEMORY << 20, MEMORY << 20)
+    accelerator: Any = torch.accelerator
+    accelerator.is_available = lambda: True
+
+
+def read(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What SGLang makes of one engine's keywords."""
+    from sglang.srt import server_args
+
+    try:
+        found = server_args.ServerArgs(**arguments)
+    except Exception as error:
+        return {"refused": f"{type(error).__name__}: {error}"}
+    graphs = found.cuda_graph_config
+    assert graphs is not None
+    return {
+        "algorithm": found.speculative_algorithm,
+        "attention": found.attention_backend,
+        "prefill_graphs": str(graphs.prefill.backend),
+        "sizes": graphs.decode.bs,
+    }
+
+
+def main() -> None:
+    """Answer for all."""
+    pretend()
+    import sglang.srt.server_args as server_args
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.utils import common
+
+    for module in (common, server_args):
+        for name in ("get_device_memory_capacity", "get_nvgpu_memory_capacity"):
+            if hasattr(module, name):
+                setattr(module, name, lambda *_, **__: MEMORY)
+    load_plugins()
+    for arguments in json.load(sys.stdin):
+        print(json.dumps(read(arguments)))
+
+
+if __name__ == "__main__":
+    main()
