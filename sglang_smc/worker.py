@@ -176,7 +176,7 @@ class SMCWorker(WeightUpdates):
             outcome = recorded.replay(inputs)
         else:
             outcome = self._round.play(inputs, shape, batch.reqs)
-        result = SMCBatchResult.of(outcome, self.monitor)
+        result = SMCBatchResult.of(outcome, self.monitor, replayed=recorded is not None)
         result.policy = process.active_policy()
         result.budgets = [state_of(req).sizes for req in batch.reqs]
         return result
