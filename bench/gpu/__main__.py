@@ -6,8 +6,11 @@ from pathlib import Path
 # In place of this folder, which Python has put first.
 sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
 
-from gpu.cli import main  # noqa: E402 -- from there
-from study import as_script  # noqa: E402
+try:
+    from gpu.cli import main
+    from study import as_script
+except ModuleNotFoundError as error:
+    sys.exit(f"{error.name} is not installed, and not in .sg/ either; CONTRIBUTING.md says more.")
 
 if __name__ == "__main__":
     as_script(main)

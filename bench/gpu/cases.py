@@ -34,7 +34,7 @@ class EngineCase:
 
     system: System
     sizes: Sizes
-    start_seconds: float = 50.0
+    start_seconds: float = 45.0
     sample_seconds: float = 5.0  # of a cell: its warm-up and repeats
     served: str = TARGET
     drafted: str | None = None
@@ -91,7 +91,7 @@ SPEED = (
     _smc(EXACT, ALL),
     EngineCase(System(CHAIN), ALL, drafted=DRAFT),
     EngineCase(System(AR_DRAFT), SHORT, served=DRAFT),
-    replace(ADAPTING, start_seconds=80.0),
+    replace(ADAPTING, start_seconds=70.0),
 )
 MORE = (
     # SGLang would take flashinfer, whose kernels for trees are compiled for minutes first.

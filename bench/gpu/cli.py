@@ -103,10 +103,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dry-run", action="store_true", help="on a CPU, with a tiny pair, what can run there")
     add("--out", type=Path, help="instead of $OUT, or bench/results/gpu/raw")
     add("--state", type=Path, help="a folder of this machine that later calls find")
+    add("--spent", type=float, default=0.0, help="seconds of the call that are gone already")
     options = parser.parse_args(argv)
     unknown = set(options.stages) - set(choices)
     if unknown:
         parser.error(f"{', '.join(sorted(unknown))}: no stage; there are {', '.join(choices)}")
+    if len(options.stages) > 1 and {REPORT, PACK} & set(options.stages):
+        parser.error(f"{REPORT} and {PACK} stand alone: they are not for the GPU machine")
     options.stages = options.stages or list(STAGES)
     options.out = options.out or Path(os.environ.get("OUT") or RAW)
     return options
@@ -140,7 +143,7 @@ def run(options: argparse.Namespace) -> int:
 
 def measure(asked: Sequence[Stage], options: argparse.Namespace, places: Places) -> int:
     """Complete stages as far as time goes; 0 where nothing is left."""
-    clock = Clock(options.minutes)
+    clock = Clock(options.minutes - options.spent / 60)
     for sentence in machine.preflight(on_gpu=not options.dry_run):
         print(sentence)
     writes = [options.out, places.work]

@@ -9,8 +9,9 @@ from pathlib import Path
 from results import provenance
 from study import REPOSITORY, BenchError
 
-#: What tests of kernels need, and few machines have: pure Python all of it.
+#: What benchmarks and tests of kernels need, and few machines have: pure Python all of it.
 TEST_WHEELS = (
+    "tqdm",
     "pytest",
     "hypothesis",
     "pluggy",

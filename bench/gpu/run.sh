@@ -12,4 +12,4 @@ site=${SG_SITE:-${TMPDIR:-/tmp}/sglang-smc-site}
 "$python" bench/gpu/unpack.py --site "$site"
 # shellcheck disable=SC1091
 source "$site/env.sh"
-exec "$python" bench/gpu --state "$site/state" "$@"
+exec "$python" bench/gpu --state "$site/state" --spent "$SECONDS" "$@"

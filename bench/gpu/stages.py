@@ -14,7 +14,7 @@ from speed.remote import EngineError
 
 #: A case that takes so many times what it is expected to take hangs.
 PATIENCE = 3.0
-LEAST_PATIENCE = 150.0
+LEAST_PATIENCE = 240.0
 
 
 @dataclass
