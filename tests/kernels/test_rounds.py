@@ -1,12 +1,18 @@
-"""With kernels or without: for the same seeds a round gives the same tokens and weights."""
+"""With kernels or without: for the same seeds a round gives the same tokens and weights.
+
+And with them it waits for the device as little as without.
+"""
 
 from typing import Any
 
 import pytest
 import torch
+from fake_gpu import fake_gpu
 from toy_laws import EOS, languages
 from toy_logprobs import AskingWorker
 from toy_worker import Outcome, ToyWorker
+from triton.runtime.interpreter import GridExecutor
+from triton.runtime.jit import JITFunction
 
 from sglang_smc.ops.interface import Ops
 from sglang_smc.ops.torch_ops import TORCH
@@ -102,3 +108,31 @@ def test_kernels_change_no_log_probability(name: str, device: str, kernels: Ops)
     for one, other in zip(by_kernels, by_torch, strict=True):
         assert one == pytest.approx(other, abs=1e-5)
     assert max(map(len, by_torch)) > 3
+
+
+@pytest.mark.parametrize("name", ["weighed", "verified"])
+def test_kernels_are_launched_on_the_device_and_without_waiting(
+    name: str, kernels: Ops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU that is not there, where a launch does nothing but look at its arguments."""
+    launched: set[str] = set()
+
+    def launch(kernel: Any, *arguments: Any, **options: Any) -> None:
+        places = {x.device.type for x in arguments if isinstance(x, torch.Tensor)}
+        assert places == {"cuda"}
+        launched.add(getattr(kernel, "fn", kernel).__name__)
+
+    monkeypatch.setattr(GridExecutor, "__call__", launch)
+    monkeypatch.setattr(JITFunction, "run", launch)
+    config = SMCConfig(num_particles=3, num_steps=2, evidence_threshold=0.0)
+    sizes = {"num_requests": 4, "max_new_tokens": 9, "eos": EOS}
+    own = {"chosen": CHOICES[name], "budgets": RUNGS["of changing size"], "ops": kernels}
+    with fake_gpu() as gpu:
+        toy = ToyWorker(config, *languages(device="cuda"), **sizes, **own)
+        reqs = toy.begin([1, 2, 3, 4], torch.full((4,), 0.5, dtype=torch.float64))
+        for _ in toy.budgets:
+            toy.reserve(reqs)
+            batch = toy.batch(reqs)
+            with gpu.no_waiting():
+                toy.worker.launch_round(batch)
+    assert {"_reserve", "_draw", "_same_text", "_write_back"} <= launched

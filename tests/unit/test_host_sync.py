@@ -18,6 +18,9 @@ from toy_laws import EOS, languages
 from toy_logprobs import AskingWorker
 from toy_worker import ToyWorker
 
+from sglang_smc.ops.interface import Ops
+from sglang_smc.ops.select import ops_of
+from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.budget import OFF, Budget
 from sglang_smc.options.server import SMCConfig
 
@@ -39,7 +42,8 @@ WAITING_METHODS = {
     torch.Tensor.tolist,
     torch.Tensor.__array__,
 }
-DEVICES = ["cpu", "fake GPU", *(["GPU"] if torch.cuda.is_available() else [])]
+GPUS = ["GPU", "GPU with kernels"] if torch.cuda.is_available() else []
+DEVICES = ["cpu", "fake GPU", *GPUS]
 
 
 class Operators(TorchDispatchMode):
@@ -69,6 +73,7 @@ class Place(NamedTuple):
 
     device: str
     no_waiting: Callable[[], AbstractContextManager[None]]
+    ops: Ops = TORCH
 
 
 @contextmanager
@@ -79,7 +84,7 @@ def place(name: str) -> Iterator[Place]:
         with fake_gpu() as gpu:
             yield Place("cuda", gpu.no_waiting)
     else:
-        yield Place("cuda", torch_raises)
+        yield Place("cuda", torch_raises, ops_of("triton") if "kernels" in name else TORCH)
 
 
 @contextmanager
@@ -216,7 +221,7 @@ def play_rounds(device: str, **variants: Any) -> None:
     """Six rounds of four requests, none of which may wait."""
     config = SMCConfig(num_particles=3, num_steps=2, evidence_threshold=0.0)
     with place(device) as here:
-        sizes = {"num_requests": 4, "max_new_tokens": 12, "eos": EOS}
+        sizes = {"num_requests": 4, "max_new_tokens": 12, "eos": EOS, "ops": here.ops}
         play(ToyWorker(config, *languages(device=here.device), **sizes, **variants), here)
 
 
@@ -225,7 +230,7 @@ def play_rounds(device: str, **variants: Any) -> None:
 def test_log_probabilities_make_no_round_wait(name: str, budgets: str, device: str) -> None:
     config = SMCConfig(num_particles=3, num_steps=2, evidence_threshold=0.0)
     with place(device) as here:
-        sizes = {"num_requests": 4, "max_new_tokens": 12, "eos": EOS}
+        sizes = {"num_requests": 4, "max_new_tokens": 12, "eos": EOS, "ops": here.ops}
         variants = {"chosen": CHOICES[name], "budgets": RUNGS[budgets]}
         shown, pair = ((2, [0, 1]), None, (0, None)), languages(device=here.device)
         play(AskingWorker(config, *pair, shown=shown, **sizes, **variants), here)
