@@ -12,6 +12,8 @@ import torch
 
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.smc import rounds
+from sglang_smc.smc.exact import Walk
+from sglang_smc.smc.mixed import Kept
 
 Kind = Literal["torch", "triton"]
 
@@ -30,4 +32,7 @@ class Ops(NamedTuple):
     score_tokens: Callable[..., torch.Tensor]
     reweight_and_resample: Callable[..., rounds.Reweighted]
     collapse: Callable[..., rounds.Resampled]
+    begin_walk: Callable[..., Walk]
+    walk_on: Callable[..., Walk]
+    keep: Callable[..., Kept]
     ledger: type[Ledger]

@@ -2,7 +2,7 @@
 
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.ops.interface import Ops
-from sglang_smc.smc import distribution, edits, randomness, rounds
+from sglang_smc.smc import distribution, edits, exact, mixed, randomness, rounds
 from sglang_smc.smc.stratify import same_text, stratify
 
 TORCH = Ops(
@@ -17,5 +17,8 @@ TORCH = Ops(
     score_tokens=distribution.score_tokens,
     reweight_and_resample=rounds.reweight_and_resample,
     collapse=rounds.collapse,
+    begin_walk=exact.begin_walk,
+    walk_on=exact.walk_on,
+    keep=mixed.keep,
     ledger=Ledger,
 )

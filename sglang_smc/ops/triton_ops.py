@@ -7,9 +7,11 @@ import torch
 from sglang_smc.kernels import lineage, prepare
 from sglang_smc.kernels import reweight as reweight_kernel
 from sglang_smc.kernels.edits import count_tokens, edit_logits
+from sglang_smc.kernels.keep import keep
 from sglang_smc.kernels.randomness import round_seeds, uniforms
 from sglang_smc.kernels.sample import sample_and_score, score_tokens
 from sglang_smc.kernels.stratify import same_text, stratify
+from sglang_smc.kernels.verify import begin_walk, walk_on
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.ops.interface import Ops
 from sglang_smc.smc import rounds
@@ -56,5 +58,8 @@ TRITON = Ops(
     score_tokens=score_tokens,
     reweight_and_resample=reweight_and_resample,
     collapse=reweight_kernel.collapse,
+    begin_walk=begin_walk,
+    walk_on=walk_on,
+    keep=keep,
     ledger=KernelLedger,
 )

@@ -16,7 +16,7 @@ class Drafts(NamedTuple):
     log_q: torch.Tensor  # [G, N, K] of these tokens
     ends: torch.Tensor  # [G, N, K] bool: the text ends with this token
     before_end: torch.Tensor  # [G, N, K] bool: up to the particle's end, within its request's K
-    q: torch.Tensor | None  # [G, N, K, V] log q of all tokens; kept where some group verifies
+    q: list[TokenDistribution] | None  # of G * N draws each; kept where some group verifies
 
 
 class Decision(NamedTuple):

@@ -177,7 +177,7 @@ class Steps:
             torch.stack(log_q, dim=2),
             ends,
             still_open(ends) & within & ~population.ended.unsqueeze(2),
-            _all_log_probs(distributions, chains) if batch.shape.verifies else None,
+            distributions if batch.shape.verifies else None,
         )
 
     def _logits_of_draft(self, step: int, tokens: torch.Tensor, slots: DraftSlots) -> torch.Tensor:
@@ -382,12 +382,6 @@ class Steps:
         lengths = starts.unsqueeze(2) + column
         ends = batch.settings.ends(tokens.flatten(1), lengths.flatten(1)).view_as(tokens)
         return batch.rules.ends(ends, tokens, population) if batch.shape.has_rules else ends
-
-
-def _all_log_probs(distributions: list[TokenDistribution], chains: torch.Tensor) -> torch.Tensor:
-    """K distributions of G * N draws as ``[G, N, K, V]``."""
-    columns = [one.log_probs().unflatten(0, chains.shape[:2]) for one in distributions]
-    return torch.stack(columns, dim=2)
 
 
 def still_open(ends: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from sglang_smc.requests.failures import failure_of_round
 from sglang_smc.round.batch import RoundBatch
 from sglang_smc.round.decision import Decision, Drafts
 from sglang_smc.smc import exact, mixed, rounds
-from sglang_smc.smc.distribution import TokenDistribution, token_log_probs
+from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.state.population import Population
 
@@ -24,42 +24,49 @@ def verify(
     settings = batch.settings
     column = torch.arange(drafts.tokens.shape[2], device=drafts.tokens.device)
     positions = batch.starts.unsqueeze(2) + column  # [G, N, K]
-    log_p = p.log_probs().unflatten(0, (*positions.shape[:2], -1))  # [G, N, K + 1, V]
+    # The laws that masks leave are compared, whatever masks leave. The last column has no drafted
+    # token to score: any will do.
+    log_p = p._replace(log_mass=None).score(ops, torch.nn.functional.pad(drafts.tokens, (0, 1)))
     found = exact.verify(
+        ops,
         drafts.tokens,
         drafts.ends,
-        log_p,
+        p,
         drafts.q,
         ops.uniforms(settings.seeds, positions, Purpose.ACCEPT),
         num_chains=settings.num_particles,
         num_steps=settings.num_steps,
     )
-    block = mixed.judge(
-        token_log_probs(log_p[:, :, :-1], drafts.tokens) - drafts.log_q,
+    kept = ops.keep(
+        found,
+        log_p,  # [G, N, K + 1]
+        drafts.log_q,
         drafts.before_end,
+        drafts.ends,
         population.present,
         settings.num_steps,
         settings.evidence_threshold,
         ops.uniforms(settings.seeds, batch.furthest, Purpose.KEEP)[:, 0],
         ops.uniforms(settings.seeds, batch.furthest, Purpose.RESAMPLE)[:, 0],
     )
-    kept, by_block = mixed.longer(block, found, log_p, drafts.ends, settings.num_steps)
-    # Where nothing is kept by evidence, the chains' weights say nothing of the output.
-    ess = torch.where(settings.evidence_threshold < torch.inf, block.ess, settings.num_particles)
     failure = failure_of_round(
-        log_p[..., 0], drafts.log_q, drafts.before_end, drafts.ends, ~population.ended
+        log_p, drafts.log_q, drafts.before_end, drafts.ends, ~population.ended
     )
-    decision = one_lineage(population, kept, ess, by_block, failure)
+    decision = one_lineage(population, kept, law_behind(found, kept, p), failure)
     if p.log_mass is None:
         return decision
-    log_mass = p.log_mass.view(log_p.shape[:3])  # [G, N, K + 1]
+    log_mass = p.log_mass.view(log_p.shape)  # [G, N, K + 1]
     leaves = log_mass_of_path(log_mass, kept, drafts.ends)
     return decision._replace(next_tokens=decision.next_tokens._replace(log_mass=leaves))
 
 
-def log_mass_of_path(
-    log_mass: torch.Tensor, kept: exact.Verified, ends: torch.Tensor
-) -> torch.Tensor:
+def law_behind(found: exact.Verified, kept: mixed.Kept, p: TokenDistribution) -> torch.Tensor:
+    """Log-probabilities of the token behind what is kept, ``[G, V]``, up to a constant."""
+    left = found.residuals[found.left].log()
+    return torch.where(kept.rejects.unsqueeze(1), left, p.at(kept.row).log_probs())
+
+
+def log_mass_of_path(log_mass: torch.Tensor, kept: mixed.Kept, ends: torch.Tensor) -> torch.Tensor:
     """``[G]``: 0, or -inf where no token may follow some prefix of what a group keeps.
 
     Args:
@@ -76,29 +83,24 @@ def log_mass_of_path(
 
 
 def one_lineage(
-    population: Population,
-    kept: exact.Verified,
-    ess: torch.Tensor,
-    by_block: torch.Tensor,
-    failure: torch.Tensor,
+    population: Population, kept: mixed.Kept, law: torch.Tensor, failure: torch.Tensor
 ) -> Decision:
     """Make all particles the winner. Their weights stay equal, so nothing is ever banked.
 
     Args:
         kept: what verification keeps of each group's winner.
-        ess: ``[G]``.
-        by_block: ``[G]`` bool: kept by the block's evidence, not by exact verification.
+        law: ``[G, V]`` log-probabilities of the token behind it.
         failure: ``[G]`` int64 `Failure`.
     """
     size, num_particles = population.present.shape
-    itself = torch.arange(num_particles, device=ess.device)
-    group = torch.arange(size, device=ess.device)
-    never = torch.zeros_like(by_block)
+    itself = torch.arange(num_particles, device=failure.device)
+    group = torch.arange(size, device=failure.device)
+    never = torch.zeros_like(kept.by_block)
     # One that was drawn for its group as this became smaller may have ended before the round.
     live = population.present & ~population.ended
     num_columns = kept.num_columns.where(live.any(1), 0)
     return Decision(
-        cut=rounds.BlockCut(num_columns, population.log_weights, ess, never, never),
+        cut=rounds.BlockCut(num_columns, population.log_weights, kept.ess, never, never),
         num_kept=num_columns.unsqueeze(1).where(live, 0),
         resampled=rounds.Resampled(
             ancestors=kept.winner.unsqueeze(1).where(population.present, itself),
@@ -106,8 +108,8 @@ def one_lineage(
             log_evidence=torch.zeros_like(population.log_evidence),
         ),
         next_tokens=TokenDistribution.of_log_probs(
-            kept.next_probs.log(), group.unsqueeze(1).expand(-1, num_particles).flatten()
+            law, group.unsqueeze(1).expand(-1, num_particles).flatten()
         ),
-        verified=~by_block,
+        verified=~kept.by_block,
         failure=failure,
     )

@@ -105,6 +105,10 @@ class TokenDistribution(NamedTuple):
             log_p = log_p + self.log_masses()
         return log_p.view_as(tokens)
 
+    def at(self, rows: torch.Tensor) -> "TokenDistribution":
+        """The same scores, read at other ``rows`` ``[D]``."""
+        return self._replace(rows=rows)
+
     def log_probs(self) -> torch.Tensor:
         """Log-probabilities of all tokens at each draw, ``[D, V]`` float32."""
         scores = self.scores if self.rows is None else self.scores[self.rows]

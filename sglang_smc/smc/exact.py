@@ -15,83 +15,85 @@ far one is chosen by its next token, and that token's law takes the place of q a
 is exact whose law is known. Even the best rejects with probability max over token sets A of
 q(A)^m - a p(A), since all m draws may fall into A: the bound of optimal transport (Hu et al.
 2025, arXiv 2502.18779), here with the path's chance, as in UniVer (Weng et al. 2026, arXiv
-2605.04543). The greedy order of Thomas and Pal overshoots as m grows; `_selection_rule`, which
-is this project's own, stays within about 1 % of the bound.
+2605.04543). The greedy order of Thomas and Pal overshoots as m grows; `selection`, which is
+this project's own, stays within about 1 % of the bound.
 
 Only how many chains follow the path is used, never what the others hold, so the chosen token
 and the chains behind it are fresh draws from q.
+
+The levels that the rule is made of may depend on tokens in any way. So tokens are put into bins by
+log p - log q, and what a column asks of the vocabulary is the mass that p and q have in each bin,
+and what p has left. Nothing is sorted, and only the path's own row of p and of q is looked at.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
-_OFFSETS = 32  # levels in a tier; more come closer to the best rule, at hardly any cost
-_MAX_TIERS = 3  # tiers on one side of the cut; more change nothing measurable
-_NUM_LEVELS = 2 * _MAX_TIERS * _OFFSETS + _OFFSETS + 1
-_HUGE = 1e30  # the ratio p / q of a token that is never drafted
-_TINY = 1e-12
+from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.selection import select, selection_rule
+
+NUM_BINS = 128
+BINS_PER_NAT = 16  # a power of two: then no rounding decides where a bin begins
+_UNIT = 2.0**48  # masses are counted in its fractions
 
 
 class Verified(NamedTuple):
-    """What a walk accepted, per group."""
+    """What a walk accepted, per group, and from what the token that follows is drawn."""
 
     num_columns: torch.Tensor  # [G] int64 in 0..num_steps: drafted tokens accepted
     winner: torch.Tensor  # [G] int64: a chain that carries them
-    next_probs: torch.Tensor  # [G, V] float64: law of the token that follows
+    rejects: torch.Tensor  # [G] bool: from what is left of p behind them; else from p itself
+    left: torch.Tensor  # [G] int64: the row of `residuals` that has it
+    residuals: torch.Tensor  # [R, V] float32: what was left of p, of any mass
 
 
-class _Chains(NamedTuple):
-    """The arguments of `verify`."""
+class Chains(NamedTuple):
+    """What `verify` is told of the chains."""
 
-    tokens: torch.Tensor
-    ends: torch.Tensor
-    log_p: torch.Tensor
-    log_q: torch.Tensor
-    uniforms: torch.Tensor
-    num_steps: torch.Tensor
+    tokens: torch.Tensor  # [G, N, K] int64
+    ends: torch.Tensor  # [G, N, K] bool
+    uniforms: torch.Tensor  # [G, N, K] float64
+    num_steps: torch.Tensor  # [G] int64
 
 
-class _Walk(NamedTuple):
+class Walk(NamedTuple):
     """The selected path so far, per group."""
 
     follows: torch.Tensor  # [G, N] bool: the chains that carry it
     chance: torch.Tensor  # [G] float64: a, with which it may still be accepted
     walking: torch.Tensor  # [G] bool: it goes on
+    p_row: torch.Tensor  # [G] int64: the row of p that follows it, of G * N * (K + 1)
+    q_row: torch.Tensor  # [G] int64: the row of this column's q, of G * N
     found: Verified  # the longest prefix accepted so far
+
+
+class Walker(Protocol):
+    """Who walks: `begin_walk` and `walk_on`, or kernels."""
+
+    @property
+    def begin_walk(self) -> Callable[..., Walk]: ...
+
+    @property
+    def walk_on(self) -> Callable[..., Walk]: ...
 
 
 class _Fork(NamedTuple):
     """What may come next on the path, per group."""
 
-    sibling: torch.Tensor  # [G] int64: a chain that carries the path
+    bins: torch.Tensor  # [G, V] int64
+    levels: torch.Tensor  # [G, B] int64: the selection's rule
     target: torch.Tensor  # [G, V]: p times the path's chance
-    levels: torch.Tensor  # [G, V] int64: the selection's rule
-    law: torch.Tensor  # [G, V]: and its law
-
-
-class _Rule(NamedTuple):
-    """How one of several siblings is selected, per group."""
-
-    levels: torch.Tensor  # [G, V] int64: a token's rank; tiers are runs of `_OFFSETS` levels
     law: torch.Tensor  # [G, V]: probability that each token is the selected one
 
 
-class _Sorted(NamedTuple):
-    """Tokens in the order of p / q, lowest first. Sums have V + 1 entries, from 0 on."""
-
-    order: torch.Tensor  # [G, V]
-    ratio: torch.Tensor  # [G, V]: target over draft
-    target: torch.Tensor  # [G, V + 1]: mass of the first tokens, in all the path's chance
-    draft: torch.Tensor  # [G, V + 1]: mass of the first tokens, 1 in all
-    cut: torch.Tensor  # [G, 1]: so many tokens are drafted more than the target can take
-
-
 def verify(
+    walker: Walker,
     tokens: torch.Tensor,
     ends: torch.Tensor,
-    log_p: torch.Tensor,
-    log_q: torch.Tensor,
+    p: TokenDistribution,
+    q: Sequence[TokenDistribution],
     uniforms: torch.Tensor,
     *,
     num_steps: torch.Tensor | None = None,
@@ -103,229 +105,150 @@ def verify(
     round stops depends on all its columns, so what it drew behind that is no longer random.
 
     Args:
+        walker: the torch functions of this module, or kernels.
         tokens: ``[G, N, K]`` int64, drafted from q.
         ends: ``[G, N, K]`` bool: the text ends with this token, so the walk does too.
-        log_p: ``[G, N, K + 1, V]``; column k follows a chain's first k tokens.
-        log_q: ``[G, N, K, V]``; column k is what its token k was drawn from.
+        p: of ``G * N * (K + 1)`` draws; that of column k follows a chain's first k tokens.
+        q: K of ``G * N`` draws, what each chain's token k was drawn from.
         uniforms: ``[G, N, K]`` float64.
         num_steps: ``[G]`` int64 in 1..K: a group's columns; None for K.
         num_chains: ``[G]`` int64 in 1..N: a group's chains; None for N.
     """
-    group = torch.arange(len(tokens), device=tokens.device)
+    size, max_chains, max_steps = tokens.shape
     if num_steps is None:
-        num_steps = torch.full_like(group, tokens.shape[2])
-    walk = _begin(log_p, num_chains)
-    # What does not exist may hold anything, but a gather must find a token.
-    column = torch.arange(tokens.shape[2], device=tokens.device)
-    exist = walk.follows.unsqueeze(2) & (column < num_steps.view(-1, 1, 1))
-    tokens = torch.where(exist, tokens, 0)
-    chains = _Chains(tokens, ends, log_p, log_q, uniforms, num_steps)
-    for step in range(tokens.shape[2]):
-        fork = _fork(walk, chains, step)
-        walk = _stop(walk, fork, chains, step)
-        walk = _go_on(walk, fork, chains, step)
-    num_columns, winner, next_probs = walk.found
-    behind_all = log_p[group, winner, num_steps].double().exp()
-    complete = (num_columns == num_steps) & ~ends[group, winner, num_steps - 1]
-    return Verified(num_columns, winner, torch.where(complete.unsqueeze(1), behind_all, next_probs))
+        num_steps = tokens.new_full((size,), max_steps)
+    if num_chains is None:
+        num_chains = tokens.new_full((size,), max_chains)
+    chains = Chains(tokens, ends, uniforms, num_steps)
+    walk = walker.begin_walk(chains, num_chains, p.scores.shape[1])
+    for step in range(max_steps):
+        log_p, log_q = p.at(walk.p_row).log_probs(), q[step].at(walk.q_row).log_probs()
+        walk = walker.walk_on(walk, chains, log_p, log_q, step)
+    return walk.found
 
 
-def _begin(log_p: torch.Tensor, num_chains: torch.Tensor | None) -> _Walk:
-    """The walk of all groups at the root, with all chains that they have."""
-    size, max_chains = log_p.shape[:2]
-    chain = torch.arange(max_chains, device=log_p.device).expand(size, -1)
-    bound = max_chains if num_chains is None else num_chains.unsqueeze(1)
-    none = torch.zeros_like(chain[:, 0])
-    no_probs = torch.zeros_like(log_p[:, 0, 0], dtype=torch.float64)
-    return _Walk(
-        follows=chain < bound,
+def begin_walk(chains: Chains, num_chains: torch.Tensor, vocab_size: int) -> Walk:
+    """The walk of all groups at the root, with all of their chains: ``[G]`` int64, 1 or more."""
+    size, max_chains, max_steps = chains.tokens.shape
+    device = num_chains.device
+    group, none = torch.arange(size, device=device), torch.zeros_like(num_chains)
+    return Walk(
+        follows=torch.arange(max_chains, device=device) < num_chains.unsqueeze(1),
         chance=torch.ones_like(none, dtype=torch.float64),
         walking=torch.ones_like(none, dtype=torch.bool),
-        found=Verified(none, none, no_probs),
+        p_row=group * max_chains * (max_steps + 1),
+        q_row=group * max_chains,
+        found=Verified(none, none, none.bool(), group, none.new_zeros(size, vocab_size).float()),
     )
 
 
-def _fork(walk: _Walk, chains: _Chains, step: int) -> _Fork:
+def walk_on(
+    walk: Walk, chains: Chains, log_p: torch.Tensor, log_q: torch.Tensor, step: int
+) -> Walk:
+    """Stop behind the path, or select its next token; on with what was begun in `begin_walk`.
+
+    Args:
+        walk: of which groups that walk no more are left as they are; it may be written over.
+        chains: all of them.
+        log_p, log_q: ``[G, V]`` float32, what follows the path: rows ``walk.p_row`` of p and
+            ``walk.q_row`` of column ``step`` of q. Where a group walks no more, anything.
+        step: the column, 0 to K - 1.
+    """
+    fork = _fork(walk, log_p, log_q)
+    stopped = _stop(walk, fork, chains, step)
+    return _go_on(stopped, fork, chains, step)
+
+
+def _fork(walk: Walk, log_p: torch.Tensor, log_q: torch.Tensor) -> _Fork:
     """The laws behind the path, and the rule that selects its next token."""
-    group = torch.arange(len(walk.chance), device=walk.chance.device)
-    sibling = walk.follows.long().argmax(1)  # any: they have one text, hence one p and one q
-    target = _probs(chains.log_p[group, sibling, step], walk.walking) * walk.chance.unsqueeze(1)
-    draft = _probs(chains.log_q[group, sibling, step], walk.walking)
-    rule = _selection_rule(target, draft, walk.follows.sum(1), walk.follows.shape[1])
-    return _Fork(sibling, target, *rule)
+    bins = bins_of(log_p, log_q, walk.chance)
+    p, q = log_p.exp(), log_q.exp()
+    p_masses, q_masses = _bin_masses(p, bins), _bin_masses(q, bins)
+    p_total, q_total = p_masses.sum(1), q_masses.sum(1)  # 1, but for rounding
+    scale = walk.chance / p_total
+    target, draft = p_masses * scale.unsqueeze(1), q_masses / q_total.unsqueeze(1)
+    ratio = torch.where(draft > 0, target / draft, middle_ratios(draft.device))
+    rule = selection_rule(ratio, target, draft, walk.follows.sum(1), walk.follows.shape[1])
+    density = (rule.density / q_total.unsqueeze(1)).to(q.dtype)
+    return _Fork(bins, rule.levels, p * scale.unsqueeze(1).to(p.dtype), q * density.gather(1, bins))
 
 
-def _probs(log_probs: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
-    """Probabilities that sum to 1 in float64, ``[G, V]``; anything valid where none exist."""
-    probs = torch.where(exists.unsqueeze(1), log_probs.double(), 0.0).exp()
-    return probs / probs.sum(1, keepdim=True)
+def bins_of(log_p: torch.Tensor, log_q: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
+    """The bin of each token by its ratio ``chance * p / q``, ``[G, V]`` int64.
+
+    Bin ``NUM_BINS / 2`` begins at ratio 1. The outermost bins hold what lies beyond: a law is at
+    most m times the draft, so that large ratios are all one, and small ones have hardly any target.
+    """
+    log_ratio = log_p - log_q + chance.log().to(log_p.dtype).unsqueeze(1)
+    half = NUM_BINS // 2
+    # What neither drafts nor draws is NaN, and may lie anywhere.
+    return (log_ratio.nan_to_num_() * BINS_PER_NAT).floor_().clamp_(-half, half - 1).long() + half
 
 
-def _stop(walk: _Walk, fork: _Fork, chains: _Chains, step: int) -> _Walk:
+def middle_ratios(device: torch.device) -> torch.Tensor:
+    """The ratio in the middle of each bin, ``[B]`` float64."""
+    place = torch.arange(NUM_BINS, dtype=torch.float64, device=device)
+    return ((place + 0.5 - NUM_BINS // 2) / BINS_PER_NAT).exp()
+
+
+def _bin_masses(probs: torch.Tensor, bins: torch.Tensor) -> torch.Tensor:
+    """The mass ``[G, B]`` float64 of the tokens in each bin, in whole units: they add up to the
+    same in any order, as they must, since a GPU's order differs between runs.
+    """
+    masses = torch.zeros(len(bins), NUM_BINS, dtype=torch.float64, device=bins.device)
+    return masses.scatter_add_(1, bins, (probs * _UNIT).round_().double()) / _UNIT
+
+
+def _stop(walk: Walk, fork: _Fork, chains: Chains, step: int) -> Walk:
     """Accept the path up to here, unless a longer part of it will be, by chance S/(S + 1 - a)."""
-    residual = (fork.target - fork.law).clamp_min(0.0)
-    mass = residual.sum(1)
+    residual = (fork.target - fork.law).clamp_min_(0.0)
+    mass = residual.sum(1, dtype=torch.float64)
     # While a = 1 some prefix is sure to be accepted, so this one may be: at the root it must.
     stop_chance = torch.where(walk.chance < 1, mass / (mass + 1 - walk.chance), 1.0)
     stops = walk.walking & (chains.uniforms[:, 0, max(step - 1, 0)] < stop_chance)
-    # Nothing is left only where the path is sure to go on, but for rounding.
-    residual = torch.where((mass > 0).unsqueeze(1), residual / mass.unsqueeze(1), fork.target)
-    probs = torch.where(stops.unsqueeze(1), residual, walk.found.next_probs)
-    return walk._replace(found=_record(walk.found, stops, step, fork.sibling, probs))
+    found = walk.found
+    return walk._replace(
+        found=Verified(
+            num_columns=torch.where(stops, step, found.num_columns),
+            winner=torch.where(stops, walk.follows.long().argmax(1), found.winner),
+            # Nothing is left only where the path is sure to go on, but for rounding.
+            rejects=torch.where(stops, mass > 0, found.rejects),
+            left=found.left,
+            residuals=torch.where(stops.unsqueeze(1), residual, found.residuals),
+        )
+    )
 
 
-def _go_on(walk: _Walk, fork: _Fork, chains: _Chains, step: int) -> _Walk:
+def _go_on(walk: Walk, fork: _Fork, chains: Chains, step: int) -> Walk:
     """Select the path's next token. At the path's end, accept all of it by the chance it has."""
-    group = torch.arange(len(walk.chance), device=walk.chance.device)
-    tokens = chains.tokens[:, :, step]
+    follows = walk.follows & walk.walking.unsqueeze(1)
+    # What does not exist may hold anything, but a gather must find a token.
+    tokens = torch.where(follows, chains.tokens[:, :, step], 0)
     # A number that no coin uses; one chain alone needs none.
     offset = chains.uniforms[:, min(1, tokens.shape[1] - 1), step]
-    chosen = _select(fork.levels.gather(1, tokens), walk.follows, offset)
-    token = tokens[group, chosen]
-    target, law = fork.target[group, token], fork.law[group, token]
+    levels = fork.levels.gather(1, fork.bins.gather(1, tokens))
+    chosen = select(levels, follows, offset).unsqueeze(1)
+    token = tokens.gather(1, chosen)
+    target, law = (of.gather(1, token).squeeze(1).double() for of in (fork.target, fork.law))
     chance = torch.where(law > 0, target / law, 0.0).clamp_max(1.0)
-    at_end = walk.walking & (chains.ends[group, chosen, step] | (step + 1 == chains.num_steps))
+    ends = chains.ends[:, :, step].gather(1, chosen).squeeze(1)
+    at_end = walk.walking & (ends | (step + 1 == chains.num_steps))
     accepted = at_end & (chains.uniforms[:, 0, step] < chance)
-    return _Walk(
-        follows=walk.follows & (tokens == token.unsqueeze(1)),
+    found = walk.found
+    goes_on = walk.walking & ~at_end & (chance > 0)
+    still = follows & (tokens == token)
+    first = still.long().argmax(1)  # any: they have one text, hence one p and one q
+    num_chains, num_columns = tokens.shape[1], chains.tokens.shape[2] + 1
+    q_row = torch.arange(len(tokens), device=tokens.device) * num_chains + first
+    return Walk(
+        follows=still,
         chance=chance,
-        walking=walk.walking & ~at_end,
-        found=_record(walk.found, accepted, step + 1, chosen, walk.found.next_probs),
+        walking=goes_on,
+        p_row=q_row * num_columns + step + 1,
+        q_row=q_row,
+        found=found._replace(
+            num_columns=torch.where(accepted, step + 1, found.num_columns),
+            winner=torch.where(accepted, chosen.squeeze(1), found.winner),
+            rejects=found.rejects & ~accepted,
+        ),
     )
-
-
-def _record(
-    found: Verified, where: torch.Tensor, depth: int, chain: torch.Tensor, probs: torch.Tensor
-) -> Verified:
-    """Replace what was found by ``depth`` tokens of ``chain``, in the groups of ``where``."""
-    return Verified(
-        torch.where(where, depth, found.num_columns),
-        torch.where(where, chain, found.winner),
-        probs,
-    )
-
-
-def _select(levels: torch.Tensor, follows: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The first chain ``[G]`` in the highest tier, of those that follow.
-
-    Args:
-        levels: ``[G, N]`` of the chains' tokens.
-        uniforms: ``[G]``; where tiers begin.
-    """
-    offset = (uniforms * _OFFSETS).long().unsqueeze(1)
-    tier = (levels + offset).div(_OFFSETS, rounding_mode="floor")
-    lowest = torch.iinfo(tier.dtype).min  # a lone chain's offset may be no number at all
-    return torch.where(follows, tier, lowest).argmax(1)
-
-
-def _selection_rule(
-    target: torch.Tensor, draft: torch.Tensor, num_siblings: torch.Tensor, max_siblings: int
-) -> _Rule:
-    """Which of m draws from ``draft`` to select so that ``target`` can take it.
-
-    Tokens get levels that rise with target / draft. Tiers are runs of `_OFFSETS` levels that
-    begin at a random offset; the first sibling in the highest tier is selected. Two tokens far
-    apart in level are ranked surely, two close ones only now and then, so that the law's
-    density over the draft can rise as steeply as the target's and no more. Where the tiers
-    are all one, the law is the draft; where each token has its own, the rule is the greedy
-    order of Thomas and Pal. Any levels are exact; these are near the best.
-
-    Args:
-        target: ``[G, V]``, of any mass up to 1.
-        draft: ``[G, V]``, of mass 1.
-        num_siblings: ``[G]``, m from 1 to ``max_siblings``.
-    """
-    count = num_siblings.unsqueeze(1)
-    ranked = _sort(target, draft, count)
-    levels = _levels(ranked, _best_density(ranked, count), count)
-    law = _law(levels, ranked.draft, count, max_siblings).gather(1, levels)
-    back = ranked.order.argsort(1)
-    return _Rule(levels.gather(1, back), law.gather(1, back) * draft)
-
-
-def _sort(target: torch.Tensor, draft: torch.Tensor, count: torch.Tensor) -> _Sorted:
-    """Order the tokens, and find the set that q forces on the selection most."""
-    ratio = torch.where(draft > 0, target / draft, _HUGE).clamp_max(_HUGE)
-    ratio, order = ratio.sort(dim=1, stable=True)
-    mass = torch.stack([target, draft]).gather(2, order.expand(2, -1, -1)).cumsum(2)
-    mass = torch.nn.functional.pad(mass, (1, 0))
-    drafted = mass[1] / mass[1, :, -1:]
-    return _Sorted(
-        order, ratio, mass[0], drafted, cut=(drafted**count - mass[0]).argmax(1, keepdim=True)
-    )
-
-
-def _best_density(ranked: _Sorted, count: torch.Tensor) -> torch.Tensor:
-    """Law over draft ``[G, V]``, in order, of the best rule that rises as little as possible.
-
-    All draws fall below the cut with probability forced = draft^m, more than the target has
-    there, else one above it is selected, which the target can take. So the law may exceed the
-    target only below the cut, where water is filled up to a floor, and is cut to a ceiling above.
-    """
-    below = _below_cut(ranked)
-    draft, target = ranked.draft, ranked.target
-    forced = draft.gather(1, ranked.cut) ** count
-    taken = target.gather(1, ranked.cut)
-    floors = (forced - taken + target[:, 1:]) / draft[:, 1:]
-    floor = floors.masked_fill(~below | (draft[:, 1:] <= 0), torch.inf).amin(1, keepdim=True)
-    rest = 1.0 - draft[:, :-1]
-    ceilings = (1.0 - forced + taken - target[:, :-1]) / rest
-    ceiling = ceilings.masked_fill(below | (rest <= _TINY), 0.0).amax(1, keepdim=True)
-    return torch.where(
-        below, torch.maximum(ranked.ratio, floor), torch.minimum(ranked.ratio, ceiling)
-    )
-
-
-def _below_cut(ranked: _Sorted) -> torch.Tensor:
-    """Which of the ordered tokens lie below the cut, ``[G, V]``."""
-    return torch.arange(ranked.ratio.shape[1], device=ranked.cut.device) < ranked.cut
-
-
-def _levels(ranked: _Sorted, density: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Levels ``[G, V]`` in order: a tier begins between two tokens as often as it must.
-
-    One threshold at draft mass t, on a side of the cut that spans lo to hi, lets the density
-    jump by J(t) = (hi^m - t^m) / (hi - t) - (t^m - lo^m) / (t - lo). So it is put there with
-    probability (wanted jump) / J(t). That gives the density exactly as long as a side's
-    probabilities sum to 1 at most, and approximately where there are several thresholds at once.
-    """
-    below = _below_cut(ranked)
-    at_cut, at = ranked.draft.gather(1, ranked.cut), ranked.draft[:, 1:]
-    low, high = torch.where(below, 0.0, at_cut), torch.where(below, at_cut, 1.0)
-    rise = (high**count - at**count) / (high - at).clamp_min(_TINY)
-    rise = rise - (at**count - low**count) / (at - low).clamp_min(_TINY)
-    wanted = density.diff(dim=1, append=density[:, -1:])
-    splits = (wanted / rise.clamp_min(_TINY)).clamp(0.0, 1.0)
-    splits = splits.masked_fill((high - at <= _TINY) | (at - low <= _TINY), 0.0)
-    place = splits.cumsum(1) - splits  # in tiers, of both sides one after the other
-    first_above = place.gather(1, ranked.cut.clamp_max(place.shape[1] - 1))
-    place = torch.where(below, place, place - first_above)
-    spans = torch.stack([place.masked_fill(below, 0.0), place.masked_fill(~below, 0.0)])
-    above_span, below_span = spans.amax(2, keepdim=True)
-    shrink = _MAX_TIERS / torch.where(below, below_span, above_span).clamp_min(_MAX_TIERS)
-    levels = (place * shrink * _OFFSETS).long().clamp(0, _MAX_TIERS * _OFFSETS)
-    # No tier reaches across the cut. The maximum undoes roundings of a parallel sum.
-    levels = torch.where(below, levels, levels + (_MAX_TIERS + 1) * _OFFSETS)
-    return levels.cummax(1).values
-
-
-def _law(
-    levels: torch.Tensor, draft: torch.Tensor, count: torch.Tensor, max_siblings: int
-) -> torch.Tensor:
-    """TokenDistribution over draft of the selected token, per level, ``[G, levels]``.
-
-    A tier that holds the draft's mass from x to y is selected with probability y^m - x^m, and
-    then gives the draft restricted to it: density (y^m - x^m) / (y - x), here as a sum of
-    powers, which needs no division. A level's law is the mean over the tiers that hold it.
-    """
-    size = len(levels)
-    edges = torch.arange(1 - _OFFSETS, _NUM_LEVELS + _OFFSETS, device=levels.device)
-    num_below = torch.searchsorted(levels, edges.expand(size, -1).contiguous())
-    mass_below = draft.gather(1, num_below)
-    start, stop = mass_below[:, :-_OFFSETS], mass_below[:, _OFFSETS:]
-    density, power = torch.ones_like(start), torch.ones_like(start)
-    for n in range(1, max_siblings):
-        power = power * start
-        density = torch.where(n < count, density * stop + power, density)
-    total = torch.nn.functional.pad(density.cumsum(1), (1, 0))
-    return (total[:, _OFFSETS:] - total[:, :-_OFFSETS]) / _OFFSETS

@@ -25,6 +25,56 @@ class Block(NamedTuple):
     ess: torch.Tensor  # [G] effective sample size of the whole block's weights
 
 
+class Kept(NamedTuple):
+    """What is kept of each group's chains, and what the token behind it is drawn from."""
+
+    num_columns: torch.Tensor  # [G] int64 in 0..K
+    winner: torch.Tensor  # [G] int64: the chain that carries them
+    by_block: torch.Tensor  # [G] bool: by the block's evidence, not by exact verification
+    rejects: torch.Tensor  # [G] bool: the token that follows comes from what is left of p
+    row: torch.Tensor  # [G] int64: the row of p behind them, of G * N * (K + 1)
+    ess: torch.Tensor  # [G] float64 effective sample size of the block; N where none may be kept
+
+
+def keep(
+    found: Verified,
+    log_p: torch.Tensor,
+    log_q: torch.Tensor,
+    before_end: torch.Tensor,
+    ends: torch.Tensor,
+    present: torch.Tensor,
+    num_steps: torch.Tensor,
+    evidence_threshold: torch.Tensor,
+    keep_uniforms: torch.Tensor,
+    uniforms: torch.Tensor,
+) -> Kept:
+    """Keep what the block's evidence covers, or what is ``found``: the longer of the two.
+
+    Args:
+        found: what exact verification accepts.
+        log_p: ``[G, N, K + 1]`` of the drafted tokens, and one column more that may hold anything.
+        log_q: ``[G, N, K]`` of the drafted tokens.
+        ends: ``[G, N, K]`` bool: the text ends with this token.
+        before_end, present, num_steps, evidence_threshold, keep_uniforms, uniforms: as in `judge`.
+    """
+    increments = log_p[:, :, :-1].double() - log_q
+    thresholds = evidence_threshold, keep_uniforms, uniforms
+    block = judge(increments, before_end, present, num_steps, *thresholds)
+    by_block = longer(block, found, ends, num_steps)
+    num_columns = torch.where(by_block, block.num_columns, found.num_columns)
+    winner = torch.where(by_block, block.winner, found.winner)
+    chain = torch.arange(len(winner), device=winner.device) * log_p.shape[1] + winner
+    return Kept(
+        num_columns=num_columns,
+        winner=winner,
+        by_block=by_block,
+        rejects=found.rejects & ~by_block,
+        row=chain * log_p.shape[2] + num_columns,
+        # Where nothing is kept by evidence, the chains' weights say nothing of the output.
+        ess=torch.where(evidence_threshold < torch.inf, block.ess, present.sum(1).double()),
+    )
+
+
 def judge(
     increments: torch.Tensor,
     before_end: torch.Tensor,
@@ -59,31 +109,19 @@ def judge(
 
 
 def longer(
-    block: Block,
-    found: Verified,
-    log_p: torch.Tensor,
-    ends: torch.Tensor,
-    num_steps: torch.Tensor,
-) -> tuple[Verified, torch.Tensor]:
-    """The one of the two that reaches further, and where that is the block ``[G]`` bool.
+    block: Block, found: Verified, ends: torch.Tensor, num_steps: torch.Tensor
+) -> torch.Tensor:
+    """Where the block reaches further than exact verification, ``[G]`` bool.
 
     A text that has ended reaches through all columns: counting its tokens instead would pass over
     texts that end early.
 
     Args:
         found: what exact verification accepts of the same chains.
-        log_p: ``[G, N, K + 1, V]``; column k follows a chain's first k tokens.
         ends: ``[G, N, K]`` bool: the text ends with this token.
         num_steps: ``[G]`` K of each group.
     """
-    group = torch.arange(len(num_steps), device=log_p.device)
-    column = torch.arange(ends.shape[2], device=log_p.device)
+    group = torch.arange(len(num_steps), device=ends.device)
+    column = torch.arange(ends.shape[2], device=ends.device)
     has_ended = (ends[group, found.winner] & (column < found.num_columns.unsqueeze(1))).any(1)
-    by_block = block.covered > torch.where(has_ended, num_steps, found.num_columns)
-    after_block = log_p[group, block.winner, block.num_columns].double().exp()
-    kept = Verified(
-        num_columns=torch.where(by_block, block.num_columns, found.num_columns),
-        winner=torch.where(by_block, block.winner, found.winner),
-        next_probs=torch.where(by_block.unsqueeze(1), after_block, found.next_probs),
-    )
-    return kept, by_block
+    return block.covered > torch.where(has_ended, num_steps, found.num_columns)

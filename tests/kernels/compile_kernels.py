@@ -14,6 +14,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from sglang_smc.kernels.edits import count_tokens, edit_logits
+from sglang_smc.kernels.keep import keep
 from sglang_smc.kernels.lineage import commit, descend
 from sglang_smc.kernels.particle_attention import particle_attention
 from sglang_smc.kernels.prepare import reserve
@@ -21,7 +22,9 @@ from sglang_smc.kernels.randomness import round_seeds, uniforms
 from sglang_smc.kernels.reweight import SCHEMES, collapse, reweight_and_resample
 from sglang_smc.kernels.sample import sample_and_score, score_tokens
 from sglang_smc.kernels.stratify import same_text, stratify
+from sglang_smc.kernels.verify import begin_walk, walk_on
 from sglang_smc.smc.edits import EditColumns, Edits
+from sglang_smc.smc.exact import Chains
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.rounds import WeightRules
 
@@ -87,6 +90,20 @@ def launch_reweight() -> None:
     collapse(weights, where, weights.bool(), of_groups, where)
 
 
+def launch_verify() -> None:
+    scores = torch.zeros(G, N, K + 1)
+    drafts, of_groups = scores[:, :, 1:], torch.zeros(G, dtype=torch.float64)
+    sizes = of_groups.long()
+    chains = Chains(drafts.long(), drafts.bool(), drafts.double(), sizes)
+    walk = begin_walk(chains, sizes, V)
+    walk_on(walk, chains, torch.zeros(G, V), torch.zeros(G, V), 1)
+    flags = drafts.bool()
+    keep(
+        *(walk.found, scores, drafts, flags, flags, flags[:, :, 0], sizes),
+        *(of_groups, of_groups, of_groups),
+    )
+
+
 def launch_ledger() -> None:
     table, cells = torch.zeros(100, 500, dtype=torch.int32), torch.zeros(G, N, dtype=torch.int64)
     rows = of_groups = cells[:, 0]
@@ -147,5 +164,6 @@ if __name__ == "__main__":
     launch_same_text()
     launch_edits()
     launch_reweight()
+    launch_verify()
     launch_ledger()
     launch_particle_attention()

@@ -1,13 +1,20 @@
 """Exact multi-draft verification: the law of what a walk puts out, against p."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
+from exact_tables import verify
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.stats import chisquare
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_smc.smc.distribution import sample
-from sglang_smc.smc.exact import _OFFSETS, _select, _selection_rule, verify
+from sglang_smc.ops.torch_ops import TORCH
+from sglang_smc.smc import exact
+from sglang_smc.smc.distribution import TokenDistribution, sample
+from sglang_smc.smc.selection import OFFSETS
 
 ALPHA = 1e-4
 VOCAB = 4
@@ -105,54 +112,56 @@ def test_one_chain_is_block_verification() -> None:
     assert found.num_columns.tolist() == wanted
 
 
-def random_targets(seed: int, size: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Targets ``[size, V]`` of masses up to 1, half of them 1, and drafts of mass 1."""
+def expected_output(
+    p: torch.Tensor, q: torch.Tensor, chance: float, num_siblings: int
+) -> torch.Tensor:
+    """What one column puts out, ``[V]``, over all draws and all places where tiers may begin.
+
+    The chance that a token is selected and accepted, and what is left of p, which the path's
+    chance bounds: accepted and left are exactly that much of p.
+    """
+    draws = torch.cartesian_prod(*[torch.arange(VOCAB)] * num_siblings).view(-1, num_siblings)
+    tokens = draws.repeat_interleave(OFFSETS, 0).unsqueeze(2)  # [G, N, 1]
+    size = len(tokens)
+    place = (torch.arange(OFFSETS).double() + 0.5) / OFFSETS
+    uniforms = torch.zeros(size, num_siblings, 1, dtype=torch.float64)
+    if num_siblings > 1:
+        uniforms[:, 1, 0] = place.repeat(len(draws))
+    one = torch.ones(size, dtype=torch.int64)
+    chains = exact.Chains(tokens, torch.zeros_like(tokens).bool(), uniforms, one)
+    walk = exact.begin_walk(chains, num_siblings * one, VOCAB)
+    walk = walk._replace(chance=torch.full((size,), chance, dtype=torch.float64))
+    log_p, log_q = (law.log().expand(size, -1) for law in (p, q))
+    found = exact.walk_on(walk, chains, log_p, log_q, 0)
+    # With coins of 0 all is accepted that can be: then its chance is in `chance`.
+    token = tokens[torch.arange(size), found.found.winner, 0]
+    accepted = torch.where(found.found.num_columns == 1, found.chance, 0.0)
+    weight = q[tokens[:, :, 0]].prod(1) / OFFSETS
+    put_out = torch.zeros(VOCAB, dtype=torch.float64).index_add(0, token, weight * accepted)
+    return put_out + found.found.residuals[0]
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@given(
+    num_siblings=st.integers(1, 3),
+    chance=st.sampled_from([1.0, 0.9, 0.3, 1e-3]),
+    num_bins=st.sampled_from([None, 1, 2, 128]),
+    seed=st.integers(0, 2**16),
+)
+def test_a_column_is_exact_with_any_bins(
+    num_siblings: int, chance: float, num_bins: int | None, seed: int
+) -> None:
+    """To 1e-9, in double precision: bins decide how much is accepted, never the law."""
+    p, q = random_model(seed)[0, 0], random_model(seed + 1)[0, 0]
+    q[seed % VOCAB] = 0  # never drafted
+    q = q / q.sum()
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(2, size, num_tokens, generator=generator, dtype=torch.float64)
-    p, q = torch.softmax(2 * logits, -1)
-    q[:, 0] = 0  # a token that is never drafted
-    mass = torch.rand(size, generator=generator, dtype=torch.float64)
-    mass[::2] = 1
-    return mass.unsqueeze(1) * p, q / q.sum(1, keepdim=True)
-
-
-@pytest.mark.parametrize("num_siblings", [1, 2, 3])
-def test_the_law_of_the_selection(num_siblings: int) -> None:
-    """Over all draws and all places where tiers may begin, against the law that is claimed."""
-    size, num_tokens = 20, 5
-    target, q = random_targets(1, size, num_tokens)
-    rule = _selection_rule(target, q, torch.full((size,), num_siblings), 4)
-    law = torch.zeros_like(q)
-    follows = torch.tensor([[True] * num_siblings + [False]]).expand(size, -1)
-    rows = torch.arange(size)
-    for draws in itertools.product(range(num_tokens), repeat=num_siblings):
-        drawn = torch.tensor([*draws, 0])
-        for place in range(_OFFSETS):
-            uniforms = torch.full((size,), (place + 0.5) / _OFFSETS, dtype=torch.float64)
-            chosen = _select(rule.levels[:, drawn], follows, uniforms)
-            law[rows, drawn[chosen]] += q[:, list(draws)].prod(1) / _OFFSETS
-    assert torch.allclose(rule.law, law)
-
-
-@pytest.mark.parametrize("num_siblings", [1, 2, 4, 8])
-def test_the_selection_is_near_the_best(num_siblings: int) -> None:
-    """Against the bound of optimal transport, and against SpecInfer's one after another."""
-    target, q = random_targets(2, 300, 64)
-    rule = _selection_rule(target, q, torch.full((300,), num_siblings), 8)
-    assert torch.allclose(rule.law.sum(1), torch.ones(300).double())
-    accepted = torch.minimum(target, rule.law).sum(1)
-    order = (target / q).argsort(1)
-    forced, taken = q.gather(1, order).cumsum(1) ** num_siblings, target.gather(1, order).cumsum(1)
-    best = 1 - (forced - taken).amax(1).clamp_min(0)
-    assert (accepted <= best + 1e-9).all()
-    assert (best - accepted).mean() < 0.01
-    left, rejected = target, torch.ones(300).double()
-    for _ in range(num_siblings):
-        taken_now = torch.minimum(left, q).sum(1)
-        left = (left - q).clamp_min(0) / (1 - taken_now).unsqueeze(1)
-        rejected = rejected * (1 - taken_now)
-    gain = (accepted - (1 - rejected)).mean()
-    assert gain > 0.005 if num_siblings > 1 else gain.abs() < 1e-9
+    with pytest.MonkeyPatch.context() as patch:
+        if num_bins is not None:
+            any_bins = torch.randint(num_bins, (VOCAB,), generator=generator)
+            patch.setattr(exact, "bins_of", lambda log_p, *_: any_bins.expand_as(log_p))
+        put_out = expected_output(p, q, chance, num_siblings)
+    assert torch.allclose(put_out, chance * p, rtol=0, atol=1e-9)
 
 
 def test_more_chains_accept_more() -> None:
@@ -168,6 +177,17 @@ def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
     p = random_model(3)
     _, lengths = run_walks(p, p, num_chains=2, num_steps=4, size=2000, seed=2)
     assert (lengths == 5).all()
+
+
+def test_such_a_draft_is_accepted_in_single_precision_too() -> None:
+    """Whatever the numbers: not one token of a large vocabulary is rounded away."""
+    generator = torch.Generator().manual_seed(0)
+    log_p = (torch.randn(40, 1, 4, 5000, generator=generator) * 3).log_softmax(-1)
+    log_p = log_p.expand(-1, 3, -1, -1)
+    tokens = torch.randint(5000, (40, 3, 3), generator=generator)
+    uniforms = torch.full(tokens.shape, 1 - 2.0**-53, dtype=torch.float64)
+    found = verify(tokens, tokens < 0, log_p, log_p[:, :, :3], uniforms)
+    assert (found.num_columns == 3).all()
 
 
 def test_disjoint_supports_reject_all_and_draw_from_p() -> None:
@@ -207,6 +227,45 @@ def test_greedy_accepts_the_longest_agreeing_prefix() -> None:
         assert found.num_columns.tolist() == [3, 2, 1, 0]
         assert found.next_probs.argmax(1).tolist() == [0, 0, 0, 1]
         assert (found.next_probs.amax(1) == 1).all()
+
+
+class Sizes(TorchDispatchMode):
+    """Notes what is computed, and how large the results are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.largest = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.names.add(func.overloadpacket.__name__)
+        if isinstance(found, torch.Tensor) and not func.is_view:
+            self.largest = max(self.largest, found.numel())
+        return found
+
+
+def test_nothing_is_sorted_and_no_table_has_a_row_for_each_chain() -> None:
+    generator = torch.Generator().manual_seed(0)
+    size, num_chains, num_steps, vocab_size = 3, 4, 2, 5000
+    shape = size, num_chains, num_steps
+    p = TokenDistribution.of_log_probs(
+        torch.randn(size * num_chains * (num_steps + 1), vocab_size, generator=generator)
+    )
+    q = [
+        TokenDistribution.of_log_probs(
+            torch.randn(size * num_chains, vocab_size, generator=generator)
+        )
+        for _ in range(num_steps)
+    ]
+    tokens = torch.randint(vocab_size, shape, generator=generator)
+    uniforms = torch.rand(shape, generator=generator, dtype=torch.float64)
+    with Sizes() as sizes:
+        exact.verify(TORCH, tokens, tokens < 0, p, q, uniforms)
+    assert not sizes.names & {"sort", "argsort", "topk"}
+    assert sizes.largest == size * vocab_size
 
 
 def test_padding_does_not_matter() -> None:

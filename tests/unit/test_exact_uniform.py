@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from exact_tables import Verified, verify
 from scipy.stats import chi2, kstest
 
 from sglang_smc.smc.distribution import SamplingRules, log_probs, sample
-from sglang_smc.smc.exact import Verified, verify
 
 VOCAB, EOS, START = 4, 0, 4  # START stands for what comes before the text
 MAX_LENGTH = 4

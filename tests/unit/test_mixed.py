@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sglang_smc.smc.exact import Verified
-from sglang_smc.smc.mixed import Block, judge, longer
+from sglang_smc.smc.mixed import Block, Kept, judge, keep
 
-NUM_STEPS, VOCAB = 4, 3
+NUM_STEPS = 4
 
 
 def one_group(values: list[list[float]]) -> torch.Tensor:
@@ -68,48 +68,68 @@ def test_absent_chains_are_never_drawn_and_do_not_count() -> None:
         assert found.ess == 2.0
 
 
-def log_p_with_marks() -> torch.Tensor:
-    """``[1, 2, K + 1, V]`` that tells chain and column: token 0 has .1 * chain + .01 * column."""
-    mass = 0.1 * torch.arange(2).view(2, 1) + 0.01 * torch.arange(NUM_STEPS + 1) + 0.05
-    return torch.stack([mass, 1 - mass, torch.zeros_like(mass)], dim=2).log().unsqueeze(0)
+def chosen(covered: int, kept: int, verified: int, ends_at: int | None = None) -> Kept:
+    """The block has chain 0, verification chain 1, whose text ends with token ``ends_at``.
 
-
-NEXT = torch.tensor([[0.25, 0.5, 0.25]], dtype=torch.float64)
-
-
-def chosen(
-    covered: int, kept: int, verified: int, ends_at: int | None = None
-) -> tuple[Verified, bool]:
-    """The block has chain 0, verification chain 1, whose text ends with token ``ends_at``."""
+    Chain 0 ends where fewer columns are ``kept`` than ``covered``.
+    """
     one = torch.ones(1, dtype=torch.int64)
-    block = Block(covered * one, kept * one, 0 * one, one.double())
     ends = torch.zeros(1, 2, NUM_STEPS, dtype=torch.bool)
+    if kept < covered:
+        ends[0, 0, kept - 1] = True
     if ends_at is not None:
         ends[0, 1, ends_at] = True
-    found = Verified(verified * one, one, NEXT)
-    result, by_block = longer(block, found, log_p_with_marks(), ends, NUM_STEPS * one)
-    return result, bool(by_block)
+    before_end = ends.cumsum(2) == ends
+    log_p = torch.zeros(1, 2, NUM_STEPS + 1)
+    log_p[0, :, covered:] = -torch.inf  # so the evidence covers no more
+    if kept < covered:
+        log_p[0, 1, kept:] = -torch.inf  # and chain 0 is drawn
+    return keep(
+        Verified(verified * one, one, one.bool(), 0 * one, torch.ones(1, 3)),
+        log_p,
+        torch.zeros(1, 2, NUM_STEPS),
+        before_end,
+        ends,
+        torch.ones(1, 2, dtype=torch.bool),
+        NUM_STEPS * one,
+        one.double(),
+        0.4 * one.double(),
+        0.0 * one.double(),
+    )
 
 
 def test_the_block_where_it_reaches_further() -> None:
-    result, by_block = chosen(3, 3, 2)
-    assert by_block
+    result = chosen(3, 3, 2)
+    assert result.by_block
     assert (int(result.num_columns), int(result.winner)) == (3, 0)
-    assert result.next_probs[0, 0].item() == pytest.approx(0.05 + 0.03), "p behind its own last"
+    assert result.row == 3 and not result.rejects, "from p, behind its own last"
 
 
 @pytest.mark.parametrize("covered", [0, 1, 2])
 def test_verification_where_it_reaches_as_far(covered: int) -> None:
-    result, by_block = chosen(covered, covered, 2)
-    assert not by_block
+    result = chosen(covered, covered, 2)
+    assert not result.by_block
     assert (int(result.num_columns), int(result.winner)) == (2, 1)
-    assert torch.equal(result.next_probs, NEXT)
+    assert result.row == NUM_STEPS + 1 + 2 and result.rejects
 
 
 def test_an_early_end_is_no_reason_to_be_passed_over() -> None:
     """Counting tokens instead of columns would lose texts that end: on either side."""
-    result, by_block = chosen(4, 1, 3)
-    assert by_block and result.num_columns == 1, "a block whose winner ended after one token"
-    result, by_block = chosen(3, 3, 1, ends_at=0)
-    assert not by_block and result.num_columns == 1, "a verified text that is complete"
-    assert chosen(3, 3, 1, ends_at=2)[1], "that end was not accepted"
+    result = chosen(4, 1, 3)
+    assert result.by_block and result.num_columns == 1, "a block whose winner ended after one token"
+    result = chosen(3, 3, 1, ends_at=0)
+    assert not result.by_block and result.num_columns == 1, "a verified text that is complete"
+    assert chosen(3, 3, 1, ends_at=2).by_block, "that end was not accepted"
+
+
+def test_the_ess_is_that_of_the_block_unless_no_block_may_be_kept() -> None:
+    """Weights of an exact round say nothing of its output, so all particles count."""
+    values = one_group([[math.log(3.0)], [0.0]])
+    one = torch.ones(1, dtype=torch.int64)
+    nothing = Verified(0 * one, 0 * one, one.bool(), 0 * one, torch.ones(1, 3))
+    flags = torch.ones(1, 2, 1, dtype=torch.bool)
+    scores = torch.cat([values, values], 2), torch.zeros(1, 2, 1)
+    of_chains = flags, ~flags, flags[:, :, 0], one
+    for threshold, ess in ((1.0, 16 / 10), (math.inf, 2.0)):
+        numbers = threshold * one.double(), 0.5 * one.double(), 0.5 * one.double()
+        assert keep(nothing, *scores, *of_chains, *numbers).ess.item() == pytest.approx(ess)

@@ -1,0 +1,377 @@
+"""Exact verification, four launches a column.
+
+A column's two rows of the vocabulary are read twice. Tiles leave the mass of p and q in each bin,
+and one program a group makes of these the rule by which a token is selected. Tiles leave what p has
+beyond the rule's law, and one program a group stops there or selects the next token.
+
+Every kernel that needs a token's bin works it out anew, from numbers that no compiler may round in
+another way: a difference, a sum, and a product with a power of two.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_smc.kernels.selection import selection_rule
+from sglang_smc.smc.exact import BINS_PER_NAT, NUM_BINS, Chains, Verified, Walk
+from sglang_smc.smc.selection import OFFSETS
+
+_BIN_TILE = 1024  # tokens a program puts into bins, which takes long
+_BIN_CHUNK = 64  # of which so many at once
+_TILE = 4096  # tokens whose residual a program adds up
+_EXACT = {"enable_fp_fusion": False}  # law and target are the same numbers in all kernels
+
+
+def begin_walk(chains: Chains, num_chains: torch.Tensor, vocab_size: int) -> Walk:
+    """The walk of all groups at the root, in one launch.
+
+    Reference: `sglang_smc.smc.exact.begin_walk`, same arguments; the result is the same, but has
+    room for two residuals a group: that of what was found and that of the column.
+    """
+    size, max_chains, max_steps = chains.tokens.shape
+    walk = Walk(
+        follows=num_chains.new_empty(size, max_chains, dtype=torch.bool),
+        chance=torch.empty_like(num_chains, dtype=torch.float64),
+        walking=torch.empty_like(num_chains, dtype=torch.bool),
+        p_row=torch.empty_like(num_chains),
+        q_row=torch.empty_like(num_chains),
+        found=Verified(
+            num_columns=torch.empty_like(num_chains),
+            winner=torch.empty_like(num_chains),
+            rejects=torch.empty_like(num_chains, dtype=torch.bool),
+            left=torch.empty_like(num_chains),
+            residuals=num_chains.new_empty(2 * size, vocab_size, dtype=torch.float32),
+        ),
+    )
+    _begin[(size,)](
+        num_chains.contiguous(),
+        *_state(walk),
+        max_chains,
+        max_steps,
+        padded_chains=triton.next_power_of_2(max_chains),
+    )
+    return walk
+
+
+def walk_on(
+    walk: Walk, chains: Chains, log_p: torch.Tensor, log_q: torch.Tensor, step: int
+) -> Walk:
+    """Stop behind the path, or select its next token, in four launches; ``walk`` is written over.
+
+    Reference: `sglang_smc.smc.exact.walk_on`, same arguments, ``walk`` from `begin_walk` of this
+    module. Masses agree to rounding (1e-6), and so do the decisions, unless one of them lies within
+    rounding of its threshold.
+
+    Raises:
+        ValueError: a vocabulary does not lie contiguously in memory.
+    """
+    for laws in (log_p, log_q):
+        if laws.stride(1) != 1:
+            raise ValueError(
+                f"log-probabilities of shape {tuple(laws.shape)} have stride {laws.stride(1)} "
+                "along the vocabulary, which must be 1: pass them contiguous"
+            )
+    size, vocab_size = log_p.shape
+    device, max_chains = log_p.device, walk.follows.shape[1]
+    whole = triton.next_power_of_2(vocab_size)
+    bin_tile, tile = min(_BIN_TILE, whole), min(_TILE, whole)
+    num_bin_tiles, num_tiles = triton.cdiv(vocab_size, bin_tile), triton.cdiv(vocab_size, tile)
+    masses = torch.empty(size, num_bin_tiles, 2, NUM_BINS, device=device)  # [G, tiles, 2, B]
+    sums = torch.empty(size, num_tiles, device=device)  # [G, tiles]
+    path = walk.walking, walk.chance
+    laws = log_p, log_q, log_p.stride(0), log_q.stride(0), vocab_size
+    bins = {"num_bins": NUM_BINS, "bins_per_nat": BINS_PER_NAT}
+    _add_up_bins[(size, num_bin_tiles)](
+        *path,
+        *laws,
+        masses,
+        **bins,
+        tile=bin_tile,
+        chunk=min(_BIN_CHUNK, bin_tile),
+        num_warps=8,
+        **_EXACT,
+    )
+    rule = selection_rule(*path, walk.follows, masses)
+    found = walk.found
+    _add_up_residual[(size, num_tiles)](
+        *path,
+        *laws,
+        *rule[1:],
+        found.left,
+        found.residuals,
+        sums,
+        **bins,
+        tile=tile,
+        num_warps=8,
+        **_EXACT,
+    )
+    _stop_or_go_on[(size,)](
+        *(part.contiguous() for part in chains),
+        *laws,
+        *rule,
+        sums,
+        *_state(walk),
+        *chains.tokens.shape[1:],
+        num_tiles,
+        step,
+        **bins,
+        padded_chains=triton.next_power_of_2(max_chains),
+        padded_tiles=triton.next_power_of_2(num_tiles),
+        offsets=OFFSETS,
+        num_warps=1,
+        **_EXACT,
+    )
+    return walk
+
+
+def _state(walk: Walk) -> tuple[torch.Tensor, ...]:
+    """All of a walk but the residuals, in one order."""
+    found = walk.found
+    path = walk.follows, walk.chance, walk.walking, walk.p_row, walk.q_row
+    return (*path, found.num_columns, found.winner, found.rejects, found.left)
+
+
+@triton.jit
+def _begin(
+    num_chains,
+    follows,
+    chance,
+    walking,
+    p_row,
+    q_row,
+    num_columns,
+    winner,
+    rejects,
+    left,
+    max_chains,
+    max_steps,
+    padded_chains: tl.constexpr,
+):
+    group = tl.program_id(0)
+    chain = tl.arange(0, padded_chains)
+    own = group * max_chains + chain
+    tl.store(follows + own, chain < tl.load(num_chains + group), mask=chain < max_chains)
+    tl.store(chance + group, 1.0)
+    tl.store(walking + group, 1)
+    tl.store(p_row + group, group * max_chains * (max_steps + 1))
+    tl.store(q_row + group, group * max_chains)
+    tl.store(num_columns + group, 0)
+    tl.store(winner + group, 0)
+    tl.store(rejects + group, 0)
+    tl.store(left + group, group)
+
+
+@triton.jit
+def _bin_of(log_p, log_q, log_chance, num_bins: tl.constexpr, bins_per_nat: tl.constexpr):
+    """As `exact.bins_of`; what is NaN there may lie in any bin."""
+    log_ratio = log_p - log_q + log_chance
+    place = tl.floor(tl.where(log_ratio == log_ratio, log_ratio, 0.0) * bins_per_nat)
+    half: tl.constexpr = num_bins // 2
+    return tl.minimum(tl.maximum(place, -half), half - 1).to(tl.int32) + half
+
+
+@triton.jit
+def _log_chance(chance, group):
+    return tl.log(tl.load(chance + group)).to(tl.float32)
+
+
+@triton.jit
+def _laws(log_p, log_q, p_stride, q_stride, group, columns, inside):
+    """Log-probabilities of some tokens in a group's two rows."""
+    of_group = group.to(tl.int64)
+    of_p = tl.load(log_p + of_group * p_stride + columns, mask=inside, other=-float("inf"))
+    of_q = tl.load(log_q + of_group * q_stride + columns, mask=inside, other=-float("inf"))
+    return of_p, of_q
+
+
+@triton.jit
+def _add_up_bins(
+    walking,
+    chance,
+    log_p,
+    log_q,
+    p_stride,
+    q_stride,
+    vocab_size,
+    masses,
+    num_bins: tl.constexpr,
+    bins_per_nat: tl.constexpr,
+    tile: tl.constexpr,
+    chunk: tl.constexpr,
+):
+    group = tl.program_id(0)
+    part = tl.program_id(1)
+    if tl.load(walking + group) == 0:
+        return
+    log_chance = _log_chance(chance, group)
+    bins = tl.arange(0, num_bins)
+    in_p = tl.zeros([num_bins, chunk], dtype=tl.float32)
+    in_q = tl.zeros([num_bins, chunk], dtype=tl.float32)
+    for start in tl.static_range(0, tile, chunk):
+        columns = part * tile + start + tl.arange(0, chunk)
+        inside = columns < vocab_size
+        of_p, of_q = _laws(log_p, log_q, p_stride, q_stride, group, columns, inside)
+        own = _bin_of(of_p, of_q, log_chance, num_bins, bins_per_nat)
+        here = own[None, :] == bins[:, None]
+        in_p += tl.where(here, tl.exp(of_p)[None, :], 0.0)
+        in_q += tl.where(here, tl.exp(of_q)[None, :], 0.0)
+    at = masses + (group * tl.num_programs(1) + part) * (2 * num_bins) + bins
+    tl.store(at, tl.sum(in_p, 1))
+    tl.store(at + num_bins, tl.sum(in_q, 1))
+
+
+@triton.jit
+def _target_and_law(
+    of_p,
+    of_q,
+    log_chance,
+    density,
+    scale,
+    group,
+    num_bins: tl.constexpr,
+    bins_per_nat: tl.constexpr,
+):
+    """p times the path's chance, the law of the selected token, and the bin, of some tokens."""
+    own = group * num_bins + _bin_of(of_p, of_q, log_chance, num_bins, bins_per_nat)
+    law = tl.exp(of_q) * tl.load(density + own)
+    return tl.exp(of_p) * tl.load(scale + group), law, own
+
+
+@triton.jit
+def _other(left, group, num_groups):
+    """The row of residuals that has not what was found: each group has two."""
+    return 2 * group + num_groups - left
+
+
+@triton.jit
+def _add_up_residual(
+    walking,
+    chance,
+    log_p,
+    log_q,
+    p_stride,
+    q_stride,
+    vocab_size,
+    density,
+    scale,
+    left,
+    residuals,
+    sums,
+    num_bins: tl.constexpr,
+    bins_per_nat: tl.constexpr,
+    tile: tl.constexpr,
+):
+    group = tl.program_id(0)
+    part = tl.program_id(1)
+    if tl.load(walking + group) == 0:
+        return
+    columns = part * tile + tl.arange(0, tile)
+    inside = columns < vocab_size
+    of_p, of_q = _laws(log_p, log_q, p_stride, q_stride, group, columns, inside)
+    target, law, _ = _target_and_law(
+        of_p, of_q, _log_chance(chance, group), density, scale, group, num_bins, bins_per_nat
+    )
+    difference = target - law
+    # NaN stays NaN: no maximum is to hide it.
+    residual = tl.where(difference < 0, 0.0, difference)
+    row = _other(tl.load(left + group), group, tl.num_programs(0))
+    tl.store(residuals + row.to(tl.int64) * vocab_size + columns, residual, mask=inside)
+    tl.store(sums + group * tl.num_programs(1) + part, tl.sum(residual, 0))
+
+
+@triton.jit
+def _stop_or_go_on(
+    tokens,
+    ends,
+    uniforms,
+    num_steps,
+    log_p,
+    log_q,
+    p_stride,
+    q_stride,
+    vocab_size,
+    levels,
+    density,
+    scale,
+    sums,
+    follows,
+    chance,
+    walking,
+    p_row,
+    q_row,
+    num_columns,
+    winner,
+    rejects,
+    left,
+    max_chains,
+    max_steps,
+    num_tiles,
+    step,
+    num_bins: tl.constexpr,
+    bins_per_nat: tl.constexpr,
+    padded_chains: tl.constexpr,
+    padded_tiles: tl.constexpr,
+    offsets: tl.constexpr,
+):
+    group = tl.program_id(0)
+    if tl.load(walking + group) == 0:
+        return
+    chain = tl.arange(0, padded_chains)
+    here = chain < max_chains
+    own = group * max_chains + chain
+    at = own * max_steps + step
+    numbers = uniforms + group * max_chains * max_steps
+    still = here & (tl.load(follows + own, mask=here, other=0) != 0)
+    first = tl.min(tl.where(still, chain, max_chains - 1), 0)
+    found = tl.load(num_columns + group)
+    found_chain = tl.load(winner + group)
+    found_rejects = tl.load(rejects + group) != 0
+    found_left = tl.load(left + group)
+
+    # Accept the path up to here, unless a longer part of it will be.
+    part = tl.arange(0, padded_tiles)
+    of_tiles = tl.load(sums + group * num_tiles + part, mask=part < num_tiles, other=0.0)
+    mass = tl.sum(of_tiles.to(tl.float64), 0)
+    a = tl.load(chance + group)
+    stop_chance = tl.where(a < 1, mass / tl.where(a < 1, mass + 1 - a, 1.0), 1.0)
+    stops = tl.load(numbers + tl.maximum(step - 1, 0)) < stop_chance
+    other = _other(found_left, group, tl.num_programs(0))
+    found = tl.where(stops, step, found)
+    found_chain = tl.where(stops, first, found_chain)
+    found_rejects = tl.where(stops, mass > 0, found_rejects)
+    found_left = tl.where(stops, other, found_left)
+
+    # Select the next token.
+    token = tl.load(tokens + at, mask=still, other=0)
+    of_p, of_q = _laws(log_p, log_q, p_stride, q_stride, group, token, still)
+    target, law, bins = _target_and_law(
+        of_p, of_q, tl.log(a).to(tl.float32), density, scale, group, num_bins, bins_per_nat
+    )
+    level = tl.load(levels + bins)
+    offset = (tl.load(numbers + tl.minimum(1, max_chains - 1) * max_steps + step)) * offsets
+    # A lone chain needs no number, and it may be none.
+    shift = tl.where(tl.sum(still.to(tl.int32), 0) > 1, offset, 0.0).to(tl.int32)
+    tier = tl.where(still, (level + shift) // offsets, -1)
+    chosen = tl.min(tl.where(tier == tl.max(tier, 0), chain, max_chains - 1), 0)
+    is_chosen = chain == chosen
+    chosen_target = tl.sum(tl.where(is_chosen, target, 0.0), 0).to(tl.float64)
+    chosen_law = tl.sum(tl.where(is_chosen, law, 0.0), 0).to(tl.float64)
+    can_be = chosen_law > 0
+    ratio = tl.where(can_be, chosen_target / tl.where(can_be, chosen_law, 1.0), 0.0)
+    new_chance = tl.where(ratio > 1, 1.0, ratio)
+
+    # At the path's end, accept all of it by the chance it has.
+    chosen_at = (group * max_chains + chosen) * max_steps + step
+    at_end = (tl.load(ends + chosen_at) != 0) | (step + 1 == tl.load(num_steps + group))
+    accepted = at_end & (tl.load(numbers + step) < new_chance)
+    still = still & (token == tl.sum(tl.where(is_chosen, token, 0), 0))
+    row = group * max_chains + tl.min(tl.where(still, chain, max_chains - 1), 0)
+    tl.store(follows + own, still, mask=here)
+    tl.store(chance + group, new_chance)
+    tl.store(walking + group, (~at_end) & (new_chance > 0))
+    tl.store(p_row + group, row.to(tl.int64) * (max_steps + 1) + step + 1)
+    tl.store(q_row + group, row.to(tl.int64))
+    tl.store(num_columns + group, tl.where(accepted, step + 1, found).to(tl.int64))
+    tl.store(winner + group, tl.where(accepted, chosen, found_chain).to(tl.int64))
+    tl.store(rejects + group, found_rejects & (~accepted))
+    tl.store(left + group, found_left)

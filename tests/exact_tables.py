@@ -1,0 +1,43 @@
+"""Exact verification of laws that are given as tables."""
+
+from typing import NamedTuple
+
+import torch
+
+from sglang_smc.ops.torch_ops import TORCH
+from sglang_smc.smc import exact
+from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.exact import Walker
+
+
+class Verified(NamedTuple):
+    """What is accepted, and the law of the token that follows."""
+
+    num_columns: torch.Tensor  # [G]
+    winner: torch.Tensor  # [G]
+    next_probs: torch.Tensor  # [G, V] float64
+
+
+def verify(
+    tokens: torch.Tensor,
+    ends: torch.Tensor,
+    log_p: torch.Tensor,
+    log_q: torch.Tensor,
+    uniforms: torch.Tensor,
+    *,
+    num_steps: torch.Tensor | None = None,
+    num_chains: torch.Tensor | None = None,
+    walker: Walker = TORCH,
+) -> Verified:
+    """`exact.verify` of log p ``[G, N, K + 1, V]`` and log q ``[G, N, K, V]``."""
+    p = TokenDistribution.of_log_probs(log_p.flatten(0, 2))
+    q = [TokenDistribution.of_log_probs(column.flatten(0, 1)) for column in log_q.unbind(2)]
+    found = exact.verify(
+        walker, tokens, ends, p, q, uniforms, num_steps=num_steps, num_chains=num_chains
+    )
+    group = torch.arange(len(tokens), device=tokens.device)
+    behind = log_p[group, found.winner, found.num_columns].double().exp()
+    left = found.residuals[found.left].double()
+    left = left / left.sum(1, keepdim=True)
+    probs = torch.where(found.rejects.unsqueeze(1), left, behind)
+    return Verified(found.num_columns, found.winner, probs)

@@ -1,0 +1,81 @@
+"""Which block is kept, kernel against reference."""
+
+import math
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_smc.kernels.keep import keep
+from sglang_smc.smc import mixed
+from sglang_smc.smc.exact import Verified
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@given(
+    num_chains=st.sampled_from([1, 2, 3, 8]),
+    max_steps=st.sampled_from([1, 3, 8]),
+    spread=st.sampled_from([0.0, 0.3, 3.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_what_is_kept(
+    num_chains: int, max_steps: int, spread: float, seed: int, device: str
+) -> None:
+    """Dead chains, broken ones, absent ones and ends; thresholds from 0 to infinity."""
+    generator = torch.Generator().manual_seed(seed)
+    size = 20
+    shape = size, num_chains, max_steps
+    log_q = torch.randn(shape, generator=generator) - 2
+    log_p = torch.randn(*shape[:2], max_steps + 1, generator=generator) * spread
+    log_p[..., :-1] += log_q
+    log_p[torch.rand(log_p.shape, generator=generator) < 0.1] = -torch.inf
+    log_p[torch.rand(log_p.shape, generator=generator) < 0.02] = math.nan
+    num_steps = torch.randint(1, max_steps + 1, (size,), generator=generator)
+    present = torch.arange(num_chains) < torch.randint(
+        1, num_chains + 1, (size, 1), generator=generator
+    )
+    ends = torch.rand(shape, generator=generator) < 0.15
+    within = torch.arange(max_steps) < num_steps.view(-1, 1, 1)
+    before_end = (ends.cumsum(2) == ends) & within & present.unsqueeze(2)
+    nothing = torch.zeros(size, dtype=torch.int64)
+    found = Verified(
+        num_columns=torch.randint(0, max_steps + 1, (size,), generator=generator).minimum(
+            num_steps
+        ),
+        winner=torch.randint(0, num_chains, (size,), generator=generator),
+        rejects=torch.rand(size, generator=generator) < 0.5,
+        left=nothing,
+        residuals=torch.zeros(size, 1),
+    )
+    choices = torch.tensor([0.0, 0.2, 1.0, math.inf], dtype=torch.float64)
+    uniforms = torch.rand(2, size, 3, generator=generator, dtype=torch.float64)
+    arguments = [
+        *(log_p, log_q, before_end, ends, present, num_steps),
+        *(choices[torch.randint(4, (size,), generator=generator)], *uniforms[..., 0]),
+    ]
+    expected = mixed.keep(found, *arguments)
+    kept = keep(
+        Verified(*(part.to(device) for part in found)), *(part.to(device) for part in arguments)
+    )
+    for name, mine, wanted in zip(kept._fields, kept, expected, strict=True):
+        assert mine.dtype == wanted.dtype, name
+        if name == "ess":
+            assert torch.allclose(mine.cpu(), wanted, rtol=1e-12)
+        else:
+            assert torch.equal(mine.cpu(), wanted), name
+
+
+def test_uniforms_may_lie_apart(device: str) -> None:
+    """One number of each group's row, without a copy."""
+    generator = torch.Generator().manual_seed(0)
+    zeros = torch.zeros(50, 2, 3, device=device)
+    none = torch.zeros(50, dtype=torch.int64, device=device)
+    found = Verified(none, none, none.bool(), none, zeros[:, 0])
+    flags, whole = torch.ones_like(zeros[:, :, :2]).bool(), torch.full_like(none, 2)
+    numbers = torch.rand(2, 50, 4, generator=generator, dtype=torch.float64).to(device)
+    some = (zeros, zeros[:, :, :2], flags, ~flags, flags[:, :, 0], whole, none.double())
+    apart = keep(found, *some, *numbers[..., 0])
+    together = keep(found, *some, *numbers[..., 0].contiguous())
+    assert torch.equal(apart.winner, together.winner)
+    assert set(apart.winner.tolist()) == {0, 1}
+    assert apart.by_block.all()

@@ -1,0 +1,201 @@
+"""Exact verification, kernel against reference: masses, rule, residual, and where a walk goes."""
+
+import math
+
+import pytest
+import torch
+from exact_tables import verify
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_smc.kernels import verify as kernel
+from sglang_smc.kernels.selection import selection_rule
+from sglang_smc.ops.interface import Ops
+from sglang_smc.smc import exact
+from sglang_smc.smc.exact import NUM_BINS, Chains, Walk, middle_ratios
+from sglang_smc.smc.selection import selection_rule as expected_rule
+
+
+def laws(size: int, vocab_size: int, generator: torch.Generator, spread: float) -> torch.Tensor:
+    """Log-probabilities of p and of a draft near it, some tokens forbidden: ``[2, size, V]``."""
+    p = torch.randn(size, vocab_size, generator=generator) * 2
+    q = p + torch.randn(size, vocab_size, generator=generator) * spread
+    both = torch.stack([p, q])
+    banned = torch.rand(both.shape, generator=generator) < 0.1
+    banned[..., 0] = False
+    return both.masked_fill(banned, -torch.inf).log_softmax(-1)
+
+
+def a_walk(size: int, max_chains: int, vocab_size: int, generator: torch.Generator) -> Walk:
+    """Somewhere on the way, wherever it may be; some groups have arrived. Room for kernels."""
+    group = torch.arange(size)
+    follows = torch.rand(size, max_chains, generator=generator) < 0.6
+    follows[group, torch.randint(max_chains, (size,), generator=generator)] = True
+    chance = torch.rand(size, generator=generator, dtype=torch.float64)
+    chance[::2] = 1.0
+    return Walk(
+        follows=follows,
+        chance=chance,
+        walking=torch.rand(size, generator=generator) < 0.8,
+        p_row=group,
+        q_row=group * max_chains + follows.long().argmax(1),
+        found=exact.Verified(
+            num_columns=torch.zeros_like(group),
+            winner=torch.zeros_like(group),
+            rejects=torch.rand(size, generator=generator) < 0.5,
+            left=group + size * (group % 2),
+            residuals=torch.rand(2 * size, vocab_size, generator=generator),
+        ),
+    )
+
+
+def on(device: str, walk: Walk) -> Walk:
+    """A copy, since kernels write over what they are given."""
+    found = exact.Verified(*(part.clone().to(device) for part in walk.found))
+    return Walk(*(part.clone().to(device) for part in walk[:-1]), found=found)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@given(
+    vocab_size=st.sampled_from([2, 5, 64, 700]),
+    max_chains=st.sampled_from([1, 2, 5, 8]),
+    spread=st.sampled_from([0.0, 0.3, 2.0]),
+    step=st.sampled_from([0, 1, 2]),
+    seed=st.integers(0, 2**16),
+)
+def test_a_column(
+    vocab_size: int, max_chains: int, spread: float, step: int, seed: int, device: str
+) -> None:
+    """From any state of the walk. What does not exist holds anything, and spoils nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    size, max_steps = 12, 3
+    walk = a_walk(size, max_chains, vocab_size, generator)
+    log_p, log_q = laws(size, vocab_size, generator, spread)
+    shape = size, max_chains, max_steps
+    drawn = torch.multinomial(log_q.exp(), max_chains, replacement=True, generator=generator)
+    tokens = drawn.unsqueeze(2).expand(shape).clone()
+    num_steps = torch.randint(step + 1, max_steps + 1, (size,), generator=generator)
+    uniforms = torch.rand(shape, generator=generator, dtype=torch.float64)
+    ends = torch.rand(shape, generator=generator) < 0.2
+    tokens[~walk.follows] = 10**9
+    uniforms[walk.follows.sum(1) == 1, 1:] = math.nan
+    log_p[~walk.walking] = log_q[~walk.walking] = math.nan
+    chains = Chains(tokens, ends, uniforms, num_steps)
+    own = walk._replace(
+        found=walk.found._replace(
+            left=torch.arange(size), residuals=walk.found.residuals[walk.found.left]
+        )
+    )
+    expected = exact.walk_on(own, chains, log_p, log_q, step)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("_BIN_TILE", 128), ("_BIN_CHUNK", 32), ("_TILE", 256)):
+            patch.setattr(kernel, name, value)
+        found = kernel.walk_on(
+            on(device, walk),
+            Chains(*(part.to(device) for part in chains)),
+            log_p.to(device),
+            log_q.to(device),
+            step,
+        )
+    found = on("cpu", found)
+    was, goes = walk.walking, expected.walking
+    assert torch.equal(found.walking, goes)
+    assert torch.equal(found.follows[goes], expected.follows[goes])
+    assert torch.equal(found.p_row[goes], expected.p_row[goes])
+    assert torch.equal(found.q_row[goes], expected.q_row[goes])
+    assert torch.allclose(found.chance[was], expected.chance[was], rtol=1e-5, atol=1e-7)
+    assert torch.equal(found.follows[~was], walk.follows[~was]), "written where nothing walks"
+    for name in ("num_columns", "winner", "rejects"):
+        assert torch.equal(getattr(found.found, name), getattr(expected.found, name)), name
+    left = found.found.residuals[found.found.left]
+    wanted = expected.found.residuals
+    uses = expected.found.rejects
+    assert torch.allclose(left[uses], wanted[uses], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("max_chains", [1, 3, 8])
+def test_whole_walks(max_chains: int, device: str, kernels: Ops) -> None:
+    """Groups of all sizes, and a draft that is the target in some of them."""
+    generator = torch.Generator().manual_seed(max_chains)
+    size, max_steps, vocab_size = 24, 3, 40
+    shape = size, max_chains, max_steps
+    log_p, log_q = laws(size * (max_steps + 1), vocab_size, generator, 0.5).unflatten(
+        1, (size, 1, -1)
+    )
+    log_q[::4] = log_p[::4]
+    log_p, log_q = (of.expand(-1, max_chains, -1, -1) for of in (log_p, log_q[:, :, :-1]))
+    uniforms = torch.rand(2, *shape, generator=generator, dtype=torch.float64)
+    tokens = torch.multinomial(
+        log_q[:, 0].exp().flatten(0, 1), max_chains, replacement=True, generator=generator
+    )
+    tokens = tokens.unflatten(0, (size, -1)).transpose(1, 2).contiguous()
+    ends = torch.rand(size, 1, max_steps, generator=generator).expand(shape) < 0.05
+    arguments = [part.to(device) for part in (tokens, ends, log_p, log_q, uniforms[0])]
+    sizes = {
+        "num_steps": (1 + torch.arange(size) % max_steps).to(device),
+        "num_chains": (1 + torch.arange(size) % max_chains).to(device),
+    }
+    found = verify(*arguments, **sizes, walker=kernels)
+    expected = verify(*arguments, **sizes)
+    assert torch.equal(found.num_columns, expected.num_columns)
+    assert torch.equal(found.winner, expected.winner)
+    assert torch.allclose(found.next_probs, expected.next_probs, rtol=1e-3, atol=1e-6)
+    sure = torch.arange(0, size, 4)
+    assert ((found.num_columns == sizes["num_steps"]) | ends[:, 0].any(1).to(device))[sure].all()
+    assert len(found.num_columns.unique()) > 2, "walks stop everywhere"
+
+
+@pytest.mark.parametrize("num_siblings", [1, 2, 8])
+def test_the_rule_of_given_masses(num_siblings: int, device: str) -> None:
+    """Masses in many tiles, empty bins among them, in one bin, and of a path with any chance."""
+    generator = torch.Generator().manual_seed(num_siblings)
+    size, num_tiles = 16, 70
+    masses = torch.rand(size, num_tiles, 2, NUM_BINS, generator=generator)
+    masses[:, :, 0] *= middle_ratios(torch.device("cpu")).float()
+    few = torch.rand(size, 1, 1, NUM_BINS, generator=generator) < 0.3
+    few[0], few[0, ..., 64] = False, True
+    masses = masses * few
+    masses = masses / masses.sum((1, 3), keepdim=True)
+    chance = torch.rand(size, generator=generator, dtype=torch.float64)
+    chance[:4] = 1.0
+    follows = (torch.arange(9) < num_siblings).expand(size, -1).contiguous()
+    walking = torch.arange(size) != 5
+    arguments = (part.to(device) for part in (walking, chance, follows, masses))
+    found = [part.cpu() for part in selection_rule(*arguments)]
+    p_masses, q_masses = masses.double().sum(1).unbind(1)
+    target = p_masses * (chance / p_masses.sum(1)).unsqueeze(1)
+    draft = q_masses / q_masses.sum(1, keepdim=True)
+    middle = middle_ratios(target.device)
+    ratio = torch.where(draft > 0, target / draft, middle)
+    expected = expected_rule(ratio, target, draft, follows.sum(1), 9)
+    assert torch.equal(found[0][walking].long(), expected.levels[walking])
+    assert torch.allclose(found[1][walking].double(), expected.density[walking], rtol=1e-6)
+    laws_of_selected = (found[1].double() * draft).sum(1)
+    assert torch.allclose(laws_of_selected[walking], torch.ones(15).double(), atol=1e-6)
+    assert torch.allclose(found[2][walking].double(), chance[walking], rtol=1e-6)
+
+
+def test_a_broken_row_spoils_no_other(device: str, kernels: Ops) -> None:
+    """Rows of NaN, as of a model that overflows: some token, some column, and nothing worse."""
+    generator = torch.Generator().manual_seed(1)
+    log_p, log_q = laws(6 * 3, 50, generator, 1.0).unflatten(1, (6, 1, 3))
+    log_p, log_q = (of.expand(-1, 4, -1, -1).clone() for of in (log_p, log_q[:, :, :2]))
+    tokens = torch.randint(50, (6, 4, 2), generator=generator)
+    uniforms = torch.rand(6, 4, 2, generator=generator, dtype=torch.float64)
+    arguments = [tokens, torch.zeros_like(tokens).bool(), log_p, log_q, uniforms]
+    whole = verify(*(part.to(device) for part in arguments), walker=kernels)
+    log_p[1], log_q[3] = math.nan, math.nan
+    broken = verify(*(part.to(device) for part in arguments), walker=kernels)
+    others = torch.tensor([0, 2, 4, 5], device=device)
+    for mine, before in zip(broken, whole, strict=True):
+        assert torch.equal(mine[others], before[others])
+    assert (broken.num_columns <= 2).all() and (broken.winner < 4).all()
+
+
+def test_a_vocabulary_in_strides_is_refused(device: str) -> None:
+    walk = on(device, a_walk(2, 2, 4, torch.Generator().manual_seed(0)))
+    of_tokens = torch.zeros(2, 2, 3, dtype=torch.int64, device=device)
+    chains = Chains(of_tokens, of_tokens.bool(), of_tokens.double(), of_tokens[:, 0, 0])
+    in_strides = torch.zeros(4, 2, device=device).t()
+    with pytest.raises(ValueError, match="must be 1"):
+        kernel.walk_on(walk, chains, in_strides, in_strides, 0)
