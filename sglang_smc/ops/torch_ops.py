@@ -1,8 +1,9 @@
 """The operations of a round as torch functions: they define what kernels compute."""
 
 from sglang_smc.memory.ledger import Ledger
+from sglang_smc.memory.rows import tally
 from sglang_smc.ops.interface import Ops
-from sglang_smc.smc import distribution, randomness, rounds
+from sglang_smc.smc import agreement, distribution, randomness, rounds
 from sglang_smc.smc.stratify import same_text, stratify
 
 TORCH = Ops(
@@ -15,5 +16,8 @@ TORCH = Ops(
     score_tokens=distribution.score_tokens,
     reweight_and_resample=rounds.reweight_and_resample,
     collapse=rounds.collapse,
+    common_tail=agreement.common_tail,
+    num_distinct=agreement.num_distinct,
+    tally=tally,
     ledger=Ledger,
 )

@@ -6,7 +6,9 @@ import torch
 
 from sglang_smc.kernels import lineage, prepare
 from sglang_smc.kernels import reweight as reweight_kernel
+from sglang_smc.kernels.agreement import common_tail, num_distinct
 from sglang_smc.kernels.randomness import round_seeds, uniforms
+from sglang_smc.kernels.rows import tally
 from sglang_smc.kernels.sample import sample_and_score, score_tokens
 from sglang_smc.kernels.stratify import same_text, stratify
 from sglang_smc.memory.ledger import Ledger
@@ -53,5 +55,8 @@ TRITON = Ops(
     score_tokens=score_tokens,
     reweight_and_resample=reweight_and_resample,
     collapse=reweight_kernel.collapse,
+    common_tail=common_tail,
+    num_distinct=num_distinct,
+    tally=tally,
     ledger=KernelLedger,
 )

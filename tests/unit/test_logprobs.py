@@ -32,7 +32,8 @@ def settings(temperatures: list[float]) -> Settings:
     own = {
         "temperature": torch.tensor(temperatures),
         "min_new_tokens": torch.full((len(temperatures),), 2),
-        "stop_mask": stops,
+        "rows": torch.arange(len(temperatures)),
+        "stop_table": stops,
     }
     return Settings(**{**unused, **own})
 
