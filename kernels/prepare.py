@@ -31,8 +31,8 @@ def reserve(
         num_rows: SGLang's rows, which come first.
         max_particles: rows of each request's particles.
     """
-    shape = *starts.shape, 1 + width
-    slots = torch.empty(shape, dtype=torch.int64, device=table.device)  # [G, N, 1 + width]
+    shape = 1 + width, *starts.shape  # a column in one piece, since each is read by itself
+    slots = torch.empty(shape, dtype=torch.int64, device=table.device).permute(1, 2, 0)
     of_groups = rows, allocated, starts, idle, unread, num_particles, num_columns
     _reserve[(triton.cdiv(slots.numel(), _BLOCK),)](
         table,
@@ -85,4 +85,5 @@ def _reserve(
     owed = runs & (column < 0) & (tl.load(unread + group, mask=inside, other=0) != 0)
     before = tl.load(of_particle, mask=owed & (start > 0), other=0)
     tl.store(of_particle, slot, mask=inside & (column >= 0))
-    tl.store(slots + cell, tl.where(owed, before, slot).to(tl.int64), mask=inside)
+    at = (column + 1) * num_groups * padded_particles + own
+    tl.store(slots + at, tl.where(owed, before, slot).to(tl.int64), mask=inside)

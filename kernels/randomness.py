@@ -23,17 +23,17 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> 
     Args:
         seeds: ``[G]`` int64.
         positions: ``[G, N]`` or ``[G, N, C]`` int64. Any strides, so that one position a group is
-            ``[G, 1].expand(-1, N)``.
+            ``[G, 1].expand(-1, N)``; if dense, they are those of the result.
         purpose: which decision the numbers are for.
     """
-    shape = positions.shape
-    drawn = torch.empty(shape, dtype=torch.float64, device=positions.device)  # [G, N(, C)]
-    cells = positions if positions.dim() == 3 else positions.unsqueeze(2)  # [G, N, C]
+    drawn = torch.empty_like(positions, dtype=torch.float64)  # [G, N(, C)]
+    cells, numbers = (t if t.dim() == 3 else t.unsqueeze(2) for t in (positions, drawn))
     _uniforms[(triton.cdiv(drawn.numel(), _BLOCK),)](
         seeds.contiguous(),
         cells,
-        drawn,
+        numbers,
         *cells.stride(),
+        *numbers.stride(),
         *cells.shape,
         purpose=int(purpose),
         block=_BLOCK,
@@ -69,6 +69,9 @@ def _uniforms(
     group_stride,
     particle_stride,
     column_stride,
+    drawn_group_stride,
+    drawn_particle_stride,
+    drawn_column_stride,
     num_groups,
     num_particles,
     num_columns,
@@ -86,7 +89,9 @@ def _uniforms(
     state = _mix(seed ^ (purpose * _INCREMENT % 2**64))
     state = _mix(state ^ (position * _INCREMENT))
     state = _mix(state ^ (particle.to(tl.uint64) * _INCREMENT))
-    tl.store(drawn + place, (state >> _BEYOND_MANTISSA).to(tl.float64) * _ULP, mask=inside)
+    to = group * drawn_group_stride + particle * drawn_particle_stride
+    to += column * drawn_column_stride
+    tl.store(drawn + to, (state >> _BEYOND_MANTISSA).to(tl.float64) * _ULP, mask=inside)
 
 
 @triton.jit

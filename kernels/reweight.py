@@ -85,20 +85,22 @@ def collapse(
     present: torch.Tensor,
     uniforms: torch.Tensor,
     heaviest: torch.Tensor,
-) -> Resampled:
+) -> tuple[Resampled, torch.Tensor]:
     """Let one particle stand for its whole group, in the groups of ``where``, in one launch.
 
     Reference: `sglang_smc.smc.rounds.collapse`, same arguments.
     """
     found = _like_resampled(log_weights)
+    log_mean = _empty(log_weights[:, 0], torch.float64)
     arguments = log_weights, where, present, uniforms, heaviest
     _collapse[(len(log_weights),)](
         *(argument.contiguous() for argument in arguments),
         *found,
+        log_mean,
         log_weights.shape[1],
         padded_particles=triton.next_power_of_2(log_weights.shape[1]),
     )
-    return found
+    return found, log_mean
 
 
 @triton.jit
@@ -247,6 +249,7 @@ def _collapse(
     out_ancestors,
     out_log_weights,
     out_log_evidence,
+    out_log_mean,
     num_particles,
     padded_particles: tl.constexpr,
 ):
@@ -268,8 +271,9 @@ def _collapse(
 
     replaced = collapses & is_present
     size = tl.sum(is_present.to(tl.int32), 0).to(tl.float64)
-    banked = tl.log(tl.sum(relative, 0)) + highest - tl.log(size)
+    log_mean = tl.log(tl.sum(relative, 0)) + highest - tl.log(size)
     ancestors = tl.where(replaced, chosen, particle)
     tl.store(out_ancestors + own, ancestors.to(tl.int64), mask=here)
     tl.store(out_log_weights + own, tl.where(replaced, 0.0, weight), mask=here)
-    tl.store(out_log_evidence + group, tl.where(collapses, banked, 0.0))
+    tl.store(out_log_evidence + group, tl.where(collapses, log_mean, 0.0))
+    tl.store(out_log_mean + group, log_mean)

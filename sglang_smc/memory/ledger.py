@@ -43,6 +43,7 @@ class Ledger:
         self._num_rows = num_rows
         self._num_particles = num_particles
         self._tail = torch.arange(max_tail, device=device)
+        self._first_rows = num_rows + torch.arange(num_particles, device=device)  # of request 0
         self._held_rank, self._free_rank = max_tail, max_tail + 1
         self._rank = torch.full((num_slots,), self._free_rank, dtype=torch.int32, device=device)
 
@@ -53,8 +54,8 @@ class Ledger:
 
     def particle_rows(self, rows: torch.Tensor, num_particles: int) -> torch.Tensor:
         """Rows of the first particles of each request, ``[G]`` to ``[G, num_particles]``."""
-        particle = torch.arange(num_particles, device=rows.device)
-        return self._num_rows + rows.unsqueeze(1) * self._num_particles + particle
+        first = self._first_rows[:num_particles]
+        return torch.add(first, rows.unsqueeze(1), alpha=self._num_particles)
 
     def reserve(
         self,

@@ -1,8 +1,9 @@
 """The operations of a round as torch functions: they define what kernels compute."""
 
 from sglang_smc.memory.ledger import Ledger
+from sglang_smc.memory.rows import tally
 from sglang_smc.ops.interface import Ops
-from sglang_smc.smc import distribution, edits, exact, mixed, randomness, rounds
+from sglang_smc.smc import agreement, distribution, edits, exact, mixed, randomness, rounds
 from sglang_smc.smc.stratify import same_text, stratify
 
 TORCH = Ops(
@@ -20,5 +21,8 @@ TORCH = Ops(
     begin_walk=exact.begin_walk,
     walk_on=exact.walk_on,
     keep=mixed.keep,
+    common_tail=agreement.common_tail,
+    num_distinct=agreement.num_distinct,
+    tally=tally,
     ledger=Ledger,
 )

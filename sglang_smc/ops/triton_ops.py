@@ -6,9 +6,11 @@ import torch
 
 from sglang_smc.kernels import lineage, prepare
 from sglang_smc.kernels import reweight as reweight_kernel
+from sglang_smc.kernels.agreement import common_tail, num_distinct
 from sglang_smc.kernels.edits import count_tokens, edit_logits
 from sglang_smc.kernels.keep import keep
 from sglang_smc.kernels.randomness import round_seeds, uniforms
+from sglang_smc.kernels.rows import tally
 from sglang_smc.kernels.sample import sample_and_score, score_tokens
 from sglang_smc.kernels.stratify import same_text, stratify
 from sglang_smc.kernels.verify import begin_walk, walk_on
@@ -61,5 +63,8 @@ TRITON = Ops(
     begin_walk=begin_walk,
     walk_on=walk_on,
     keep=keep,
+    common_tail=common_tail,
+    num_distinct=num_distinct,
+    tally=tally,
     ledger=KernelLedger,
 )

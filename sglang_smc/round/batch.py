@@ -108,6 +108,7 @@ class RoundBatch(NamedTuple):
     committed: torch.Tensor  # [G] int64 KV slots of the emitted text
     allocated: torch.Tensor  # [G] int64 KV slots owned
     starts: torch.Tensor  # [G, N] int64 output tokens of each particle as the round begins
+    column: torch.Tensor  # [K] int64: 0, 1, ..., which drafted token of a particle
     furthest: torch.Tensor  # [G, N] int64 the most of any: where a group decides for all
     last_two: torch.Tensor  # [G, N, 2] int64 the token that each continues from, and one before
     may_stratify: torch.Tensor  # [G, N] bool: weighed; verified chains are independent

@@ -156,9 +156,8 @@ class Prefill:
         own = self._own_tokens(settings, log_p, num_emitted)
         is_open = on_device(log_p.device, [[has_open_token(req)] for req in reqs])
         tokens = torch.where(is_open, own, shared)
-        lengths = (num_emitted + 1).unsqueeze(1).expand_as(tokens)
-        ends = settings.ends(tokens, lengths).unsqueeze(2)
-        ends = rules.ends(ends, tokens.unsqueeze(2), None).squeeze(2)
+        cells, positions = tokens.unsqueeze(2), num_emitted.view(-1, 1, 1)  # [G, N, 1]
+        ends = rules.ends(settings.ends(cells, positions), cells, None).squeeze(2)
         return tokens, ends & is_open  # SGLang itself looks at a token that all share
 
     def _own_tokens(

@@ -17,9 +17,8 @@ from sglang_smc.round.decision import Decision
 from sglang_smc.round.result import Outcome, Particles
 from sglang_smc.round.steps import Steps
 from sglang_smc.round.tables import Tables
-from sglang_smc.smc.weights import log_mean_exp
 from sglang_smc.state.logprobs import score_tails
-from sglang_smc.state.population import Population, num_childless
+from sglang_smc.state.population import Population
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -63,8 +62,8 @@ class Round:
             ancestors = decision.resampled.ancestors
             continued = score_tails(self._ops, before, continued, ancestors, shown, listed)
         continued = continued.stop(decision.failure > 0)
-        collapsed, forced = steps.collapse(batch, continued)
-        return self._commit(batch, continued, collapsed, decision, forced)
+        collapsed, forced, log_evidence = steps.collapse(batch, continued)
+        return self._commit(batch, continued, collapsed, decision, forced, log_evidence)
 
     def resize(self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]") -> None:
         """Bring populations to the sizes that they have in this round."""
@@ -106,6 +105,7 @@ class Round:
             committed=inputs.committed,
             allocated=allocated,
             starts=starts,
+            column=torch.arange(shape.num_steps, device=rows.device),
             furthest=furthest.expand_as(starts),
             last_two=last_two,
             may_stratify=before.present & settings.weighs.unsqueeze(1),
@@ -124,15 +124,19 @@ class Round:
         collapsed: Population,
         decision: Decision,
         forced: torch.Tensor,
+        log_evidence: torch.Tensor,
     ) -> Outcome:
         """Emit what all particles agree on, and store the rest for the next round.
 
         Args:
             continued: before the final draw, which ``collapsed`` has behind it.
             forced: ``[G]`` bool: the lag bound forced that draw.
+            log_evidence: ``[G]`` float64 log Z-hat, of which that draw may have banked a part.
         """
-        tables, shape = self._tables, batch.shape
-        counts = collapsed.num_common()  # [G]
+        tables, shape, ops = self._tables, batch.shape, self._ops
+        counts = collapsed.num_common(ops)  # [G]
+        num_roots = ops.num_distinct(continued.roots, continued.present)  # [G]
+        num_parents = ops.num_distinct(decision.resampled.ancestors, continued.present)  # [G]
         tables.ledger.commit(
             batch.rows,
             committed=batch.committed,
@@ -146,9 +150,7 @@ class Round:
             # The last emitted token is settled once a token is emitted behind it.
             texts = collapsed.texts[:, 0, 1:]
             self._ops.count_tokens(batch.edits.columns, batch.rows, texts, counts)
-        after, num_roots = collapsed.emit(counts), continued.num_roots()
-        ancestors = decision.resampled.ancestors
-        killed = num_childless(ancestors, continued.present) * decision.cut.resample
+        after = collapsed.emit(counts)
         tokens, last_emitted = collapsed.tokens[:, 0], after.last_emitted[:, 0]
         first_token = collapsed.first_token() if shape.has_open_token else None
         tables.particles.scatter(batch.rows, after)
@@ -163,14 +165,12 @@ class Round:
             cut=decision.cut,
             failed=decision.failure > 0,
             verified=decision.verified,
-            killed=killed,
+            killed=(settings.num_particles - num_parents) * decision.cut.resample,
             collapsed=forced,
             ancestors=num_roots,
             num_particles=settings.num_particles,
             num_steps=settings.num_steps,
-            # What is banked, and what the weights have gained since: a retraction keeps both.
-            log_evidence=after.log_evidence
-            + log_mean_exp(after.log_weights, settings.num_particles),
+            log_evidence=log_evidence,
         )
         return Outcome(
             tokens=tokens,

@@ -150,12 +150,12 @@ class Steps:
         )  # [G, N, V]
         if num_steps == 0:
             return no_drafts(population)
-        column = torch.arange(num_steps, device=batch.rows.device)
-        positions = batch.starts.unsqueeze(2) + column  # [G, N, K]
+        # [G, N, K], each step's in one piece
+        positions = (batch.starts + batch.column.view(-1, 1, 1)).permute(1, 2, 0)
         texts = population.texts[:, :, 1:]
         same_text = self.ops.same_text(texts, population.lengths, batch.may_stratify)
         numbers = self.ops.uniforms(settings.seeds, positions, Purpose.DRAFT)
-        numbers = numbers.permute(2, 0, 1).contiguous()  # [K, G, N]: each step's in one piece
+        numbers = numbers.permute(2, 0, 1).contiguous()  # [K, G, N]
         tokens: torch.Tensor | None = None
         drawn: list[torch.Tensor] = []
         log_q: list[torch.Tensor] = []
@@ -170,13 +170,13 @@ class Steps:
             log_q.append(log_q_of_tokens)
             distributions.append(q)
         chains = torch.stack(drawn, dim=2)  # [G, N, K]
-        ends = self._ends(batch, population, batch.starts, chains)
-        within = column < settings.num_steps.view(-1, 1, 1)  # [G, 1, K]
+        ends = self._ends(batch, population, positions, chains)
+        num_columns = torch.where(population.ended, 0, settings.num_steps.unsqueeze(1))  # [G, N]
         return Drafts(
             chains,
             torch.stack(log_q, dim=2),
             ends,
-            still_open(ends) & within & ~population.ended.unsqueeze(2),
+            still_open(ends) & (batch.column < num_columns.unsqueeze(2)),
             distributions if batch.shape.verifies else None,
         )
 
@@ -238,15 +238,14 @@ class Steps:
         self, batch: RoundBatch, population: Population, drafts: Drafts, p: TokenDistribution
     ) -> Decision:
         """Weigh or verify, as each request asked for."""
-        shape, weighs = batch.shape, batch.settings.weighs
-        if shape.num_steps == 0:  # nothing to verify: the target draws the next token
-            return self.weigh(batch, population, drafts, p)._replace(verified=~weighs)
-        if not shape.verifies:
+        shape = batch.shape
+        if not shape.verifies or shape.num_steps == 0:  # then the target draws the next token
             return self.weigh(batch, population, drafts, p)
         verified = verify(batch, population, drafts, p, self.ops)
         if not shape.weighs:
             return verified
-        return rounds.choose(weighs, self.weigh(batch, population, drafts, p), verified)
+        weighed = self.weigh(batch, population, drafts, p)
+        return rounds.choose(batch.settings.weighs, weighed, verified)
 
     def weigh(
         self, batch: RoundBatch, population: Population, drafts: Drafts, p: TokenDistribution
@@ -256,7 +255,7 @@ class Steps:
         tokens = torch.nn.functional.pad(drafts.tokens, (0, 1))  # [G, N, K + 1]
         log_p = p.score(self.ops, tokens)
         settings = batch.settings
-        numbers = partial(self.ops.uniforms, settings.seeds, batch.furthest)
+        numbers = partial(self.ops.uniforms, settings.seeds)
         own = self.ops.reweight_and_resample  # kernels want a column to work on
         step = partial(
             own if batch.shape.num_steps else rounds.reweight_and_resample,
@@ -272,19 +271,20 @@ class Steps:
                 settings.evidence_threshold,
             ),
             population.present,
-            numbers(Purpose.KEEP)[:, 0],
-            numbers(Purpose.RESAMPLE),
+            numbers(batch.furthest[:, :1], Purpose.KEEP)[:, 0],
+            numbers(batch.furthest, Purpose.RESAMPLE),
         )
         cut, num_kept, resampled = rounds.by_method(settings.scheme, batch.shape.methods, step)
-        group = torch.arange(len(batch.rows), device=tokens.device).unsqueeze(1)
-        chain = group * tokens.shape[1] + resampled.ancestors  # [G, N]
-        row = chain * tokens.shape[2] + cut.num_columns.unsqueeze(1)
+        # The rows of p are [G, N, K + 1]: of each particle that of its ancestor's next token.
+        first = torch.arange(0, tokens.numel(), tokens[0].numel(), device=tokens.device)  # [G]
+        next_row = (first + cut.num_columns).unsqueeze(1)
+        row = torch.add(next_row, resampled.ancestors, alpha=tokens.shape[2])  # [G, N]
         return Decision(
             cut,
             num_kept,
             resampled,
             p._replace(rows=row.flatten()),
-            verified=torch.zeros_like(cut.resample),
+            verified=~settings.weighs,
             failure=failure_of_round(
                 log_p, drafts.log_q, drafts.before_end, drafts.ends, ~population.ended
             ),
@@ -295,11 +295,10 @@ class Steps:
     ) -> Population:
         """Append the drafts that are kept, and let ancestors hand down their texts."""
         num_steps = batch.shape.num_steps
-        column = torch.arange(drafts.tokens.shape[2], device=drafts.tokens.device)
-        kept = column < decision.num_kept.unsqueeze(2)  # [G, N, K]
+        kept = batch.column < decision.num_kept.unsqueeze(2)  # [G, N, K]
         ended = population.ended | (drafts.ends & kept).any(2)
         # The draft has read all but the last that it drafted itself, if it drafted any.
-        unread = (decision.cut.num_columns == num_steps) & (num_steps > 0)
+        unread = decision.cut.num_columns == (num_steps or -1)
         resampled = decision.resampled
         self.ledger.descend(
             batch.rows,
@@ -325,8 +324,9 @@ class Steps:
             # After verification all particles go on as one, so they draw one token.
             numbers = torch.where(settings.weighs.unsqueeze(1), numbers, own[:, :1])
         tokens, _ = p.sample(self.ops, numbers)
-        ends = self._ends(batch, population, positions, tokens.unsqueeze(2)).squeeze(2)
-        extended = population.append(tokens.unsqueeze(2), (~population.ended).long())
+        tokens = tokens.unsqueeze(2)  # [G, N, 1]
+        ends = self._ends(batch, population, positions.unsqueeze(2), tokens).squeeze(2)
+        extended = population.append(tokens, ~population.ended)
         return extended._replace(ended=population.ended | ends)
 
     def _weigh_bonus(
@@ -349,13 +349,17 @@ class Steps:
 
     def collapse(
         self, batch: RoundBatch, population: Population
-    ) -> tuple[Population, torch.Tensor]:
-        """The final draw where all have ended, and the same step at the lag bound ``[G]``."""
-        finished = population.ended.all(1)
-        too_far = population.lengths.amax(1) >= self._max_lag
-        forced = too_far & ~finished & batch.settings.weighs
-        furthest = population.output_lengths.amax(1, keepdim=True)  # [G, 1]
-        step = self.ops.collapse(
+    ) -> tuple[Population, torch.Tensor, torch.Tensor]:
+        """The final draw where all have ended, and the same step at the lag bound.
+
+        Returns:
+            The population, where the lag bound forced the draw, ``[G]`` bool, and log Z-hat
+            ``[G]`` with what weights have gained since some was banked: a retraction keeps both.
+        """
+        finished, longest = population.ended.all(1), population.lengths.amax(1)
+        forced = (longest >= self._max_lag) & batch.settings.weighs & ~finished
+        furthest = (population.num_emitted + longest).unsqueeze(1)  # [G, 1]
+        step, log_mean = self.ops.collapse(
             population.log_weights,
             finished | forced,
             population.present,
@@ -368,19 +372,17 @@ class Steps:
             ancestors=step.ancestors,
             max_tail=batch.shape.max_tail,
         )
-        return population.hand_down(step), forced
+        return population.hand_down(step), forced, population.log_evidence + log_mean
 
     def _ends(
         self,
         batch: RoundBatch,
         population: Population,
-        starts: torch.Tensor,
+        positions: torch.Tensor,
         tokens: torch.Tensor,
     ) -> torch.Tensor:
-        """Which of the tokens ``[G, N, C]`` behind ``starts`` ``[G, N]`` others end their text."""
-        column = torch.arange(1, 1 + tokens.shape[2], device=tokens.device)
-        lengths = starts.unsqueeze(2) + column
-        ends = batch.settings.ends(tokens.flatten(1), lengths.flatten(1)).view_as(tokens)
+        """Which of the tokens ``[G, N, C]`` at ``positions`` of the output end their text."""
+        ends = batch.settings.ends(tokens, positions)
         return batch.rules.ends(ends, tokens, population) if batch.shape.has_rules else ends
 
 

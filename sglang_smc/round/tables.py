@@ -52,7 +52,7 @@ class Tables(NamedTuple):
             edits=EditTable(num_rows, vocab_size, device),
             particles=ParticleTable(num_rows, num_particles, max_tail, device),
             logprobs=LogprobTable(num_rows, num_particles, max_tail, device),
-            counters=CounterTable(num_rows, device),
+            counters=CounterTable(num_rows, device, ops),
             ledger=ops.ledger(
                 req_to_token,
                 num_rows=num_rows,

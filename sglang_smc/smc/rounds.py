@@ -167,7 +167,7 @@ def collapse(
     present: torch.Tensor,
     uniforms: torch.Tensor,
     heaviest: torch.Tensor,
-) -> Resampled:
+) -> tuple[Resampled, torch.Tensor]:
     """Let one particle stand for its whole group, in the groups of ``where``.
 
     It is drawn in proportion to the weights, which keeps the method proper, or is the
@@ -179,11 +179,15 @@ def collapse(
         present: ``[G, N]`` bool.
         uniforms: ``[G]`` float64.
         heaviest: ``[G]`` bool: the heaviest instead of one drawn by weight.
+
+    Returns:
+        The population, and the log of the mean weight of each group before, ``[G]``.
     """
     weights = Weights.of(log_weights, present.sum(1))
     drawn = draw(weights.shares, uniforms)
     chosen = torch.where(heaviest, log_weights.argmax(-1), drawn).unsqueeze(1)
-    return _replace(weights, where, present, chosen.expand_as(log_weights))
+    resampled = _replace(weights, where, present, chosen.expand_as(log_weights))
+    return resampled, weights.log_mean
 
 
 def draw(shares: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sglang_smc.ops.interface import Ops
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.smc.rounds import BlockCut
 
@@ -33,7 +34,10 @@ LOW_ESS_SECONDS = 600.0
 
 
 class Counters(NamedTuple):
-    """Running totals of the G requests in a batch, each ``[G]`` float64."""
+    """Running totals of the G requests in a batch, each ``[G]`` float64.
+
+    Sums come first, then what is a minimum, then what a round says anew.
+    """
 
     rounds_ct: torch.Tensor
     resample_ct: torch.Tensor
@@ -43,10 +47,10 @@ class Counters(NamedTuple):
     exact_ct: torch.Tensor  # rounds in which exact verification had the last word
     killed_ct: torch.Tensor  # particles that had no child at a resampling
     ess_sum: torch.Tensor
-    ess_min: torch.Tensor
-    ancestors: torch.Tensor  # particles of the start with descendants, before any collapse
     particles_sum: torch.Tensor  # that its rounds had, which adapts to the load if the server does
     steps_sum: torch.Tensor
+    ess_min: torch.Tensor
+    ancestors: torch.Tensor  # particles of the start with descendants, before any collapse
     log_evidence: torch.Tensor
 
 
@@ -59,9 +63,11 @@ def zero_counters(num_particles: int) -> list[float]:
 class CounterTable:
     """Counters of all requests that hold a row of SGLang's request pool."""
 
-    def __init__(self, num_rows: int, device: str) -> None:
+    def __init__(self, num_rows: int, device: str, ops: Ops) -> None:
         shape = (num_rows, len(Counters._fields))
         self._values = torch.zeros(shape, dtype=torch.float64, device=device)
+        self._one = torch.ones(1, dtype=torch.float64, device=device)
+        self._ops = ops
 
     def begin(self, rows: torch.Tensor, carried: torch.Tensor) -> None:
         """Start from ``carried`` ``[G, len(Counters)]``: nothing, or what a retracted run had."""
@@ -82,26 +88,25 @@ class CounterTable:
         log_evidence: torch.Tensor,
     ) -> torch.Tensor:
         """Count one round, all arguments ``[G]``; returns the totals ``[G, len(Counters)]``."""
-        totals = Counters(*self._values[rows].unbind(1))
         ess = cut.ess.nan_to_num(0.0)  # NaN would stay in all sums to come
-        updated = Counters(
-            rounds_ct=totals.rounds_ct + 1,
-            resample_ct=totals.resample_ct + cut.resample,
-            collapse_ct=totals.collapse_ct + collapsed,
-            all_zero_ct=totals.all_zero_ct + cut.all_zero,
-            nan_ct=totals.nan_ct + failed,
-            exact_ct=totals.exact_ct + verified,
-            killed_ct=totals.killed_ct + killed,
-            ess_sum=totals.ess_sum + ess,
-            ess_min=torch.minimum(totals.ess_min, ess),
-            ancestors=ancestors.double(),
-            particles_sum=totals.particles_sum + num_particles,
-            steps_sum=totals.steps_sum + num_steps,
-            log_evidence=log_evidence,
+        return self._ops.tally(
+            self._values,
+            rows,
+            added=(
+                self._one.expand_as(rows),
+                cut.resample,
+                collapsed,
+                cut.all_zero,
+                failed,
+                verified,
+                killed,
+                ess,
+                num_particles,
+                num_steps,
+            ),
+            lowest=ess,
+            latest=(ancestors, log_evidence),
         )
-        values = torch.stack(updated, dim=1)
-        self._values[rows] = values
-        return values
 
 
 def gained(before: list[float], after: list[float]) -> Counters:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from sglang_smc.ops.interface import Ops
 from sglang_smc.smc.rounds import Resampled
 from sglang_smc.state.tail_logprobs import TailLogprobs
 
@@ -55,8 +56,9 @@ class Population(NamedTuple):
     @property
     def last_two(self) -> torch.Tensor:
         """The token that each particle continues from, behind the one before it: ``[G, N, 2]``."""
-        place = torch.arange(2, device=self.lengths.device)
-        return self.texts.gather(2, self.lengths.unsqueeze(2) + place)
+        pairs = self.texts.unfold(2, 2, 1)  # [G, N, 1 + T, 2], a view
+        at = self.lengths.view(*self.lengths.shape, 1, 1).expand(-1, -1, 1, 2)
+        return pairs.gather(2, at).squeeze(2)
 
     @property
     def last_tokens(self) -> torch.Tensor:
@@ -69,12 +71,14 @@ class Population(NamedTuple):
         return self.num_emitted.unsqueeze(1) + self.lengths
 
     def append(self, tokens: torch.Tensor, counts: torch.Tensor) -> "Population":
-        """Extend each tail by the first ``counts[g, n]`` of ``tokens`` ``[G, N, J]``."""
-        column = torch.arange(tokens.shape[2], device=tokens.device)
-        # The last place is never part of a tail: it takes what is not kept.
-        waste = self.texts.shape[2] - 1
-        place = self.lengths.unsqueeze(2) + (2 + column)
-        place = torch.where(column < counts.unsqueeze(2), place, waste)
+        """Extend each tail by the first ``counts[g, n]`` of ``tokens`` ``[G, N, J]``.
+
+        Flags count as 0 and 1.
+        """
+        # What is not kept is stale, and where a tail has no room for it stands in the last place,
+        # which is never part of a tail.
+        column = torch.arange(2, 2 + tokens.shape[2], device=tokens.device)
+        place = (self.lengths.unsqueeze(2) + column).clamp_max(self.texts.shape[2] - 1)
         return self._replace(
             texts=self.texts.scatter(2, place, tokens), lengths=self.lengths + counts
         )
@@ -109,7 +113,7 @@ class Population(NamedTuple):
         """Let groups ``[G]`` end without their tails: nothing more is emitted of them."""
         all_of = where.unsqueeze(1)
         return self._replace(
-            lengths=self.lengths.masked_fill(all_of, 0),
+            lengths=torch.where(all_of, 0, self.lengths),
             ended=self.ended | all_of,
             log_weights=torch.where(all_of & self.present, 0.0, self.log_weights),
         )
@@ -125,15 +129,12 @@ class Population(NamedTuple):
         """The last emitted token of all particles of a group, ``[G]``; -1 where they differ."""
         return torch.where(self.is_settled(), self.last_emitted[:, 0], -1)
 
-    def num_common(self) -> torch.Tensor:
-        """How many leading tail tokens all particles of a group share, ``[G]``."""
-        shared = common_prefix(self.tokens, self.lengths, self.present)
-        return torch.where(self.is_settled(), shared, 0)
+    def num_common(self, ops: Ops) -> torch.Tensor:
+        """How many leading tail tokens all particles of a group share, ``[G]``.
 
-    def num_roots(self) -> torch.Tensor:
-        """How many particles of the start have descendants, ``[G]``."""
-        kin = (self.roots.unsqueeze(2) == self.roots.unsqueeze(1)) & self.present.unsqueeze(1)
-        return (self.present & ~kin.tril(-1).any(2)).sum(1)  # those without an elder of their root
+        None where they do not agree on the token before.
+        """
+        return ops.common_tail(self.texts[:, :, 1:], self.lengths, self.present)
 
     def emit(self, counts: torch.Tensor) -> "Population":
         """Drop the first ``counts[g]`` tokens, common to all tails, from each of them."""
@@ -141,7 +142,7 @@ class Population(NamedTuple):
         source = (place + counts.view(-1, 1, 1)).clamp_max(len(place) - 1)
         return self._replace(
             texts=self.texts.gather(2, source.expand_as(self.texts)),
-            lengths=(self.lengths - counts.unsqueeze(1)).masked_fill(~self.present, 0),
+            lengths=(self.lengths - counts.unsqueeze(1)).clamp_min(0),  # an absent one has none
             num_emitted=self.num_emitted + counts,
             logprobs=None if self.logprobs is None else self.logprobs.emit(counts),
         )
@@ -222,31 +223,3 @@ class ParticleTable:
         columns.num_emitted[rows] = num_emitted
         columns.log_evidence[rows] = log_evidence
         columns.unread[rows] = False
-
-
-def common_prefix(
-    tokens: torch.Tensor, lengths: torch.Tensor, present: torch.Tensor
-) -> torch.Tensor:
-    """Number of leading tokens that all present particles of a group share.
-
-    Args:
-        tokens: ``[G, N, T]``; particle 0 is present.
-        lengths: ``[G, N]``; what lies beyond a particle's length is ignored.
-        present: ``[G, N]`` bool.
-
-    Returns:
-        ``[G]`` int64.
-    """
-    absent = ~present
-    agree = ((tokens == tokens[:, :1]) | absent.unsqueeze(2)).all(1)  # [G, T]
-    shortest = lengths.masked_fill(absent, tokens.shape[2]).amin(-1)
-    return torch.minimum(agree.cumprod(-1).sum(-1), shortest)
-
-
-def num_childless(ancestors: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-    """How many particles have no descendant among ``ancestors`` ``[G, N]``: ``[G]``.
-
-    Absent places are their own ancestors.
-    """
-    has_child = torch.zeros_like(present).scatter(1, ancestors, True)
-    return (present & ~has_child).sum(1)

@@ -37,9 +37,9 @@ class Settings(NamedTuple):
     top_k: torch.Tensor  # [G] int64
     top_p: torch.Tensor  # [G] float32
     min_p: torch.Tensor  # [G] float32
-    max_new_tokens: torch.Tensor  # [G] int64
+    last_position: torch.Tensor  # [G] int64 of an output token
     min_new_tokens: torch.Tensor  # [G] int64
-    ignore_eos: torch.Tensor  # [G] bool
+    may_stop: torch.Tensor  # [G] bool: stop tokens end the text, too
     num_particles: torch.Tensor  # [G] int64 N
     num_steps: torch.Tensor  # [G] int64 K
     weighs: torch.Tensor  # [G] bool: its rounds weigh and resample; else they verify
@@ -51,7 +51,13 @@ class Settings(NamedTuple):
     normalized: torch.Tensor  # [G] bool: its target's next-token probabilities sum to 1
     evidence_threshold: torch.Tensor  # [G] float64 c; infinite where all is verified
     draft_temperature: torch.Tensor  # [G] float32
-    stop_mask: torch.Tensor  # [G, V] bool: tokens that end the text
+    rows: torch.Tensor  # [G] int64 in the tables
+    stop_table: torch.Tensor  # [R, V] bool: tokens that end the text, of all requests
+
+    @property
+    def stop_mask(self) -> torch.Tensor:
+        """The tokens that end the text, ``[G, V]`` bool; who asks of a few looks in the table."""
+        return self.stop_table[self.rows]
 
     def bounded(
         self, num_particles: torch.Tensor, num_steps: torch.Tensor, is_exact: torch.Tensor
@@ -74,15 +80,15 @@ class Settings(NamedTuple):
         temperature = self.draft_temperature if draft else self.temperature
         return SamplingRules(temperature, self.top_k, self.top_p, self.min_p)
 
-    def ends(self, tokens: torch.Tensor, output_lengths: torch.Tensor) -> torch.Tensor:
-        """Does the text end with this token? ``[G, M]`` bool.
+    def ends(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Does the text end with this token? ``[G, N, C]`` bool.
 
         Args:
-            tokens: ``[G, M]``.
-            output_lengths: ``[G, M]`` output tokens up to and including this one.
+            tokens: ``[G, N, C]``.
+            positions: ``[G, N, C]`` index of the output token that each is.
         """
-        stops = self.stop_mask.gather(1, tokens) & ~self.ignore_eos.unsqueeze(1)
-        return stops | (output_lengths >= self.max_new_tokens.unsqueeze(1))
+        stops = self.stop_table[self.rows.view(-1, 1, 1), tokens] & self.may_stop.view(-1, 1, 1)
+        return stops | (positions >= self.last_position.view(-1, 1, 1))
 
 
 def filter_kinds(reqs: "list[Req]") -> FilterKinds:
@@ -98,7 +104,7 @@ _COLUMNS = {
     torch.int64: (
         "seeds",
         "top_k",
-        "max_new_tokens",
+        "last_position",
         "min_new_tokens",
         "num_particles",
         "num_steps",
@@ -106,7 +112,7 @@ _COLUMNS = {
     ),
     torch.float32: ("temperature", "top_p", "min_p", "draft_temperature"),
     torch.float64: ("ess_threshold", "power", "evidence_threshold"),
-    torch.bool: ("ignore_eos", "weighs", "at_token", "heaviest", "normalized"),
+    torch.bool: ("may_stop", "weighs", "at_token", "heaviest", "normalized"),
 }
 
 
@@ -128,7 +134,7 @@ class RequestTable:
         for dtype, names in _COLUMNS.items():
             values = self._tables[dtype].index_select(1, rows)  # [len(names), G]
             found |= zip(names, values.unbind(), strict=True)
-        return Settings(**found, stop_mask=self._stop_mask[rows])
+        return Settings(**found, rows=rows, stop_table=self._stop_mask)
 
     def write(self, entries: list[TableEntry]) -> None:
         """Store the settings of new requests."""
@@ -147,15 +153,16 @@ class RequestTable:
 def _values(entry: TableEntry) -> dict[str, Any]:
     """One request's entry in each column but the mask."""
     params, config = entry.params, entry.config
+    assert params.max_new_tokens is not None, "SGLang's scheduler bounds it as a request comes in"
     return {
         "seeds": entry.seed,
         "temperature": params.temperature,
         "top_k": params.top_k,
         "top_p": params.top_p,
         "min_p": params.min_p,
-        "max_new_tokens": params.max_new_tokens,
+        "last_position": params.max_new_tokens - 1,
         "min_new_tokens": params.min_new_tokens,
-        "ignore_eos": params.ignore_eos,
+        "may_stop": not params.ignore_eos,
         "num_particles": config.num_particles,
         "num_steps": config.num_steps,
         "weighs": config.weighs,

@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from sglang_smc.kernels.agreement import common_tail, num_distinct
 from sglang_smc.kernels.edits import count_tokens, edit_logits
 from sglang_smc.kernels.keep import keep
 from sglang_smc.kernels.lineage import commit, descend
@@ -20,6 +21,7 @@ from sglang_smc.kernels.particle_attention import particle_attention
 from sglang_smc.kernels.prepare import reserve
 from sglang_smc.kernels.randomness import round_seeds, uniforms
 from sglang_smc.kernels.reweight import SCHEMES, collapse, reweight_and_resample
+from sglang_smc.kernels.rows import tally
 from sglang_smc.kernels.sample import sample_and_score, score_tokens
 from sglang_smc.kernels.stratify import same_text, stratify
 from sglang_smc.kernels.verify import begin_walk, walk_on
@@ -104,6 +106,17 @@ def launch_verify() -> None:
     )
 
 
+def launch_agreement() -> None:
+    places = torch.zeros(G, N, dtype=torch.int64)
+    common_tail(torch.zeros(G, N, 266, dtype=torch.int64), places, places.bool())
+    num_distinct(places, places.bool())
+    one, flags = torch.zeros(G, dtype=torch.float64), places[:, 0].bool()
+    added, latest = (one[:1].expand(G), flags, places[:, 0]), (places[:, 0], one)
+    tally(
+        torch.zeros(9, 6, dtype=torch.float64), places[:, 0], added=added, lowest=one, latest=latest
+    )
+
+
 def launch_ledger() -> None:
     table, cells = torch.zeros(100, 500, dtype=torch.int32), torch.zeros(G, N, dtype=torch.int64)
     rows = of_groups = cells[:, 0]
@@ -165,5 +178,6 @@ if __name__ == "__main__":
     launch_edits()
     launch_reweight()
     launch_verify()
+    launch_agreement()
     launch_ledger()
     launch_particle_attention()

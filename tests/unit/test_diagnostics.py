@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 
+from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.smc.rounds import BlockCut
 from sglang_smc.state.counters import (
@@ -19,7 +20,6 @@ from sglang_smc.state.counters import (
     meta_info,
     zero_counters,
 )
-from sglang_smc.state.population import num_childless
 
 ANCESTORS = 3
 
@@ -63,7 +63,7 @@ def add(
 
 
 def started(rows: list[int]) -> CounterTable:
-    table = CounterTable(5, "cpu")
+    table = CounterTable(5, "cpu", TORCH)
     table.begin(torch.tensor(rows), torch.tensor([zero_counters(8)] * len(rows)).double())
     return table
 
@@ -110,7 +110,7 @@ def test_a_retracted_request_goes_on_counting() -> None:
     assert (counters.rounds_ct, counters.resample_ct, counters.ess_sum) == (2, 2, 4.0)
 
 
-TOTALS = Counters(4, 2, 1, 3, 7, 5, 9, 10.0, 1.5, 2.0, 22, 11, -0.75)
+TOTALS = Counters(4, 2, 1, 3, 7, 5, 9, 10.0, 22, 11, 1.5, 2.0, -0.75)
 
 
 def test_meta_info_is_prefixed_and_has_plain_numbers() -> None:
@@ -191,14 +191,6 @@ def test_what_a_round_gains_is_the_difference_of_totals() -> None:
     before = [*row(rounds_ct=3, ess_sum=10, killed_ct=2)]
     after = [*row(rounds_ct=4, ess_sum=12.5, killed_ct=5)]
     assert gained(before, after) == row(rounds_ct=1, ess_sum=2.5, killed_ct=3)
-
-
-def test_the_childless_are_those_that_no_present_place_descends_from() -> None:
-    """KVLocations 2 and 3 of the second group are empty, and name themselves."""
-    ancestors = torch.tensor([[0, 0, 0, 3], [1, 1, 2, 3], [0, 1, 2, 3], [2, 2, 2, 2]])
-    present = torch.ones(4, 4, dtype=torch.bool)
-    present[1, 2:] = False
-    assert num_childless(ancestors, present).tolist() == [2, 1, 0, 3]
 
 
 def row(**values: float) -> Counters:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from device_waits import refuse_waits
 from fake_gpu import fake_gpu, memory_of
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,17 +25,6 @@ from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.budget import OFF, Budget
 from sglang_smc.options.server import SMCConfig
 
-# Operators that read a value, or whose result has a size that depends on values.
-WAITING_OPERATORS = {
-    "_local_scalar_dense",
-    "equal",
-    "is_nonzero",
-    "masked_select",
-    "nonzero",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-}
 # Methods that reach the memory of a CPU tensor without any operator.
 WAITING_METHODS = {
     torch.Tensor.cpu,
@@ -50,13 +40,7 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        name = func.overloadpacket.__name__
-        assert name not in WAITING_OPERATORS, f"{name} waits for the device"
-        if name in ("index", "index_put", "index_put_"):
-            by_mask = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
-            assert not by_mask, f"{name} by a mask waits for the device"
-        if name == "repeat_interleave":
-            raise AssertionError("repeat_interleave by a tensor waits for the device")
+        refuse_waits(func, args)
         return func(*args, **(kwargs or {}))
 
 

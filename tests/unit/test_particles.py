@@ -8,6 +8,8 @@ from populations import population_of, texts_of
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ReqLogprob
 
+from sglang_smc.ops.torch_ops import TORCH
+from sglang_smc.smc.agreement import num_distinct
 from sglang_smc.state.population import ParticleTable, Population
 from sglang_smc.state.tail_logprobs import LogprobTable, LogprobWidths, TailLogprobs
 
@@ -29,6 +31,10 @@ def tails_of(found: Population) -> list[list[list[int]]]:
         [row[:length] for row, length in zip(rows, lengths, strict=True)]
         for rows, lengths in zip(found.tokens.tolist(), found.lengths.tolist(), strict=True)
     ]
+
+
+def num_roots(found: Population) -> torch.Tensor:
+    return num_distinct(found.roots, found.present)
 
 
 def test_last_tokens_are_the_tails_ends_or_the_anchor() -> None:
@@ -142,19 +148,19 @@ def test_a_group_begins_with_its_own_number_of_particles() -> None:
     assert found.present.tolist() == [[True] * 3, [True, False, False]]
     assert found.ended.tolist() == [[False] * 3, [False, True, True]]
     assert found.log_weights.tolist() == [[0.0] * 3, [0.0, -torch.inf, -torch.inf]]
-    assert found.num_roots().tolist() == [3, 1]
+    assert num_roots(found).tolist() == [3, 1]
 
 
 def test_roots_are_handed_down_and_counted_once() -> None:
     before = population([[[1], [2], [3], [4]]])
     once = before.descend(torch.tensor([[1, 1, 3, 0]]))
     assert once.roots.tolist() == [[1, 1, 3, 0]]
-    assert once.num_roots().tolist() == [3]
+    assert num_roots(once).tolist() == [3]
     twice = once.descend(torch.tensor([[0, 1, 1, 2]]))
     assert twice.roots.tolist() == [[1, 1, 1, 3]], "of the start, not of the last step"
-    assert twice.num_roots().tolist() == [2]
+    assert num_roots(twice).tolist() == [2]
     some = twice._replace(present=torch.tensor([[True, True, True, False]]))
-    assert some.num_roots().tolist() == [1], "an absent particle has no ancestor that counts"
+    assert num_roots(some).tolist() == [1], "an absent particle has no ancestor that counts"
 
 
 def test_what_a_round_does_leaves_absent_particles_absent() -> None:
@@ -167,7 +173,7 @@ def test_what_a_round_does_leaves_absent_particles_absent() -> None:
     assert found.present.tolist() == [[True, True, False]]
     assert found.ended.tolist() == [[False, False, True]]
     assert found.log_weights[0, 2] == -torch.inf
-    assert grown.num_common().tolist() == [2], "an empty place does not disagree"
+    assert grown.num_common(TORCH).tolist() == [2], "an empty place does not disagree"
 
 
 def test_a_window_holds_what_its_groups_need_and_leaves_the_rest_alone() -> None:
@@ -193,9 +199,9 @@ def open_population() -> Population:
 def test_nothing_is_common_behind_tokens_that_differ() -> None:
     before = open_population()
     assert before.is_settled().tolist() == [False]
-    assert before.num_common().tolist() == [0]
+    assert before.num_common(TORCH).tolist() == [0]
     assert before.last_tokens.tolist() == [[2, 2, 9]]
-    assert before.emit(before.num_common()).last_emitted.tolist() == [[7, 8, 9]], (
+    assert before.emit(before.num_common(TORCH)).last_emitted.tolist() == [[7, 8, 9]], (
         "each keeps its own"
     )
 
@@ -205,7 +211,7 @@ def test_copies_of_one_particle_agree_on_its_first_token() -> None:
     found = open_population().descend(torch.tensor([[1, 1, 2]]))
     assert found.last_emitted.tolist() == [[8, 8, 9]]
     assert found.is_settled().tolist() == [True]
-    assert found.num_common().tolist() == [2]
+    assert found.num_common(TORCH).tolist() == [2]
 
 
 def test_particles_may_begin_and_end_with_tokens_of_their_own() -> None:

@@ -10,7 +10,6 @@ from sglang_smc.round.steps import still_open
 from sglang_smc.smc import rounds
 from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.smc.rounds import BlockCut, WeightRules
-from sglang_smc.state.population import common_prefix
 
 INF = math.inf
 EQUAL = [0.0, 0.0]
@@ -202,7 +201,7 @@ class TestCollapse:
         u = torch.rand(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         everywhere = torch.ones(size, dtype=torch.bool)
         log_weights = log_weights.expand(size, 4)
-        step = rounds.collapse(log_weights, everywhere, all_present(log_weights), u, ~everywhere)
+        step, _ = rounds.collapse(log_weights, everywhere, all_present(log_weights), u, ~everywhere)
         assert (step.ancestors == step.ancestors[:, :1]).all(), "all follow one particle"
         counts = torch.bincount(step.ancestors[:, 0], minlength=4)
         assert counts[1] == 0
@@ -215,7 +214,7 @@ class TestCollapse:
         log_weights = torch.tensor([[-1.0, 3.0, -INF], [0.0, 0.0, -1.0]], dtype=torch.float64)
         u = torch.full((2,), uniform, dtype=torch.float64)
         both = torch.tensor([True, True])
-        step = rounds.collapse(log_weights, both, all_present(log_weights), u, both)
+        step, _ = rounds.collapse(log_weights, both, all_present(log_weights), u, both)
         assert step.ancestors.tolist() == [[1, 1, 1], [0, 0, 0]]
 
     def test_other_groups_stay_as_they_are(self) -> None:
@@ -223,12 +222,13 @@ class TestCollapse:
         for heaviest in (False, True):
             nowhere = torch.tensor([False])
             u = torch.zeros(1, dtype=torch.float64)
-            step = rounds.collapse(
+            step, log_mean = rounds.collapse(
                 log_weights, nowhere, all_present(log_weights), u, torch.tensor([heaviest])
             )
             assert step.ancestors.tolist() == [[0, 1]]
             assert step.log_weights.tolist() == [[0.5, 1.5]]
             assert step.log_evidence.tolist() == [0.0]
+            assert log_mean.item() == pytest.approx(math.log((math.exp(0.5) + math.exp(1.5)) / 2))
 
 
 @pytest.mark.parametrize(
@@ -244,32 +244,6 @@ class TestCollapse:
 )
 def test_still_open(ends: list[int], expected: list[int]) -> None:
     assert still_open(torch.tensor([[ends]], dtype=torch.bool)).int().tolist() == [[expected]]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "lengths", "expected"),
-    [
-        ([[1, 2, 3], [1, 2, 4]], [3, 3], 2),
-        ([[1, 2, 3], [1, 2, 3]], [3, 3], 3),
-        ([[1, 2, 3], [1, 2, 3]], [3, 2], 2),  # the shorter one bounds it
-        ([[1, 2, 3], [1, 2, 3]], [0, 3], 0),
-        ([[9, 2, 3], [1, 2, 3]], [3, 3], 0),  # later agreement is no prefix
-        ([[1, 9, 3], [1, 2, 3]], [3, 3], 1),
-        ([[1, 2, 3]], [3], 3),
-    ],
-)
-def test_common_prefix(tokens: list[list[int]], lengths: list[int], expected: int) -> None:
-    present = torch.ones(1, len(lengths), dtype=torch.bool)
-    found = common_prefix(torch.tensor([tokens]), torch.tensor([lengths]), present)
-    assert found == expected
-
-
-def test_absent_particles_have_no_say_in_the_common_prefix() -> None:
-    """Neither what stands in their place nor its length 0."""
-    tokens = torch.tensor([[[1, 2, 3], [1, 2, 4], [9, 9, 9]]])
-    present = torch.tensor([[True, True, False]])
-    assert common_prefix(tokens, torch.tensor([[3, 3, 0]]), present) == 2
-    assert common_prefix(tokens, torch.tensor([[3, 3, 0]]), present | True) == 0
 
 
 class TestGroupsOfDifferentSize:
@@ -331,7 +305,7 @@ class TestGroupsOfDifferentSize:
         everywhere = torch.ones(3, dtype=torch.bool)
         for uniform in (0.0, 0.5, math.nextafter(1.0, 0.0)):
             u = torch.full((3,), uniform, dtype=torch.float64)
-            step = rounds.collapse(self.log_weights, everywhere, self.present, u, ~everywhere)
+            step, _ = rounds.collapse(self.log_weights, everywhere, self.present, u, ~everywhere)
             assert self.present.gather(1, step.ancestors)[self.present].all()
             assert (step.ancestors[~self.present] > 0).all(), "they stay their own"
             assert torch.allclose(step.log_evidence, torch.zeros(3).double(), atol=1e-15)

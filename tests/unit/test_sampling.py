@@ -54,6 +54,11 @@ def settings_of(*specs: TableEntry) -> Settings:
     return table.gather(torch.tensor([one.row for one in specs]))
 
 
+def ends_of(settings: Settings, tokens: torch.Tensor, positions: torch.Tensor) -> list[list[bool]]:
+    """Which tokens ``[G, M]`` at these positions end their texts."""
+    return settings.ends(tokens.unsqueeze(1), positions.unsqueeze(1)).squeeze(1).tolist()
+
+
 def test_stop_tokens_have_no_mass_before_min_new_tokens_and_all_of_it_after() -> None:
     settings = settings_of(spec(min_new_tokens=3, stop_tokens=frozenset({2, 4})))
     positions = torch.arange(6).view(1, 6)
@@ -99,20 +104,20 @@ def test_log_probs_leaves_the_logits_as_they_are() -> None:
 def test_a_text_ends_at_a_stop_token_or_at_its_limit() -> None:
     settings = settings_of(spec(max_new_tokens=4))
     tokens = torch.tensor([[2, 1, 1, 1, 2, 1]])
-    lengths = torch.tensor([[1, 2, 3, 4, 4, 5]])
-    assert settings.ends(tokens, lengths).tolist() == [[True, False, False, True, True, True]]
+    positions = torch.tensor([[0, 1, 2, 3, 3, 4]])
+    assert ends_of(settings, tokens, positions) == [[True, False, False, True, True, True]]
 
 
 def test_ignore_eos_leaves_the_limit_only() -> None:
     settings = settings_of(spec(ignore_eos=True, max_new_tokens=3))
-    tokens, lengths = torch.tensor([[2, 2, 2]]), torch.tensor([[1, 2, 3]])
-    assert settings.ends(tokens, lengths).tolist() == [[False, False, True]]
+    tokens, positions = torch.tensor([[2, 2, 2]]), torch.tensor([[0, 1, 2]])
+    assert ends_of(settings, tokens, positions) == [[False, False, True]]
 
 
 def test_stop_tokens_of_one_request_do_not_stop_another() -> None:
     settings = settings_of(spec(1, stop_tokens=frozenset({3})), spec(2, stop_tokens=frozenset()))
-    tokens, lengths = torch.tensor([[3, 2], [3, 2]]), torch.ones(2, 2, dtype=torch.int64)
-    assert settings.ends(tokens, lengths).tolist() == [[True, False], [False, False]]
+    tokens, positions = torch.tensor([[3, 2], [3, 2]]), torch.zeros(2, 2, dtype=torch.int64)
+    assert ends_of(settings, tokens, positions) == [[True, False], [False, False]]
 
 
 def test_a_row_that_is_used_again_forgets_its_former_request() -> None:
@@ -121,7 +126,7 @@ def test_a_row_that_is_used_again_forgets_its_former_request() -> None:
     table.write([spec(1, stop_tokens=frozenset({4})), spec(2, seed=77)])
     found = table.gather(torch.tensor([1, 2]))
     assert found.stop_mask[0].nonzero().flatten().tolist() == [4]
-    assert found.ignore_eos.tolist() == [False, False]
+    assert found.may_stop.tolist() == [True, True]
     assert found.top_k.tolist() == [1 << 30] * 2
     assert found.seeds.tolist() == [101, 77]
 

@@ -58,13 +58,15 @@ def groups(*chosen: dict[str, Any]) -> RoundBatch:
     rows = torch.arange(1, 1 + len(reqs))
     nothing, settings = torch.zeros(len(reqs), dtype=torch.int64), table.gather(rows)
     starts = torch.zeros(len(reqs), 3, dtype=torch.int64)
+    shape = shape_of(reqs)
     return RoundBatch(
         reqs=reqs,
-        shape=shape_of(reqs),
+        shape=shape,
         rows=rows,
         committed=nothing,
         allocated=nothing,
         starts=starts,
+        column=torch.arange(shape.num_steps),
         furthest=starts,
         last_two=starts.unsqueeze(2).expand(-1, -1, 2),
         may_stratify=starts == 0,

@@ -1,0 +1,245 @@
+"""Whole rounds on fake CUDA tensors: what a GPU would be asked to do, without one.
+
+Fake tensors have a shape, a type and a device, and no values. The package's own round is played on
+them at the sizes of a server, its kernels and models stood in for. Each call of torch and each
+kernel is noted; what a capture forbids is refused where it stands: a wait for the device, a copy
+between host and device, a kernel's argument that is not on the device.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from device_waits import refuse_waits
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import GridExecutor
+from triton.runtime.jit import JITFunction
+
+from sglang_smc.memory import arena
+from sglang_smc.ops.interface import Ops
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.round.batch import RoundInputs, RoundShape
+from sglang_smc.round.round import Round
+from sglang_smc.round.steps import Steps
+from sglang_smc.round.tables import Tables
+
+VOCAB_SIZE = 128_256
+PROMPT = 8_192
+
+# They look at memory, or only take it.
+NO_LAUNCH = {"device", "empty", "empty_like", "new_empty", "_unsafe_view", "scalar_tensor"}
+# Kernels that torch launches in one call on a GPU, where they are more than one: it copies before
+# it writes in place, or makes numbers of flags before it adds them up.
+INNER = {"masked_fill": 2, "scatter": 2, "scatter_add": 2, "cumprod": 2, "logsumexp": 9}
+
+
+class Call(NamedTuple):
+    """A call of torch, or a kernel."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]  # of what it reads
+    num_bytes: int  # that it reads and writes; 0 for a kernel, which nobody has measured
+    is_kernel: bool
+
+
+class Trace(NamedTuple):
+    """What a round asked of the device."""
+
+    calls: list[Call]  # beside the models' own
+    peak: int  # most bytes alive at once of what the round made, the models' logits among them
+    outcome: Any
+
+    @property
+    def num_launches(self) -> int:
+        """Calls of torch that are more than views, and kernels."""
+        return len(self.calls)
+
+    @property
+    def num_inner(self) -> int:
+        """Kernels that torch launches beyond one a call."""
+        return sum(INNER.get(call.name, 1) - 1 for call in self.calls)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that calls of torch read and write."""
+        return sum(call.num_bytes for call in self.calls)
+
+    def table(self) -> str:
+        """Launches and bytes by name, the most frequent first."""
+        counts = Counter((call.name, call.is_kernel) for call in self.calls)
+        lines = [f"{'launches':>8} {'MB':>9}  name"]
+        for (name, is_kernel), count in counts.most_common():
+            moved = sum(call.num_bytes for call in self.calls if call.name == name) / 1e6
+            shown = "kernel" if is_kernel else f"{moved:.3f}"
+            lines.append(f"{count:8} {shown:>9}  {name}")
+        total = f"{self.num_launches:8} {self.num_bytes / 1e6:9.3f}  in all"
+        return "\n".join([*lines, f"{total}, {self.num_inner} more in them"])
+
+
+class Device(TorchDispatchMode):
+    """Notes each call, and refuses what a capture forbids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.peak = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._in_model = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        refuse_waits(func, args)
+        given = _tensors((args, kwargs))
+        _refuse_mix(func, given)
+        made = func(*args, **(kwargs or {}))
+        found = _tensors(made)
+        _refuse_copy(func, given, found)
+        if not self._in_model and not func.is_view and _name(func) not in NO_LAUNCH:
+            moved = sum(one.numel() * one.element_size() for one in (*given, *found))
+            self._note(_name(func), given, moved, is_kernel=False)
+        self._measure(found)
+        return made
+
+    def launch(self, name: str, args: Sequence[Any]) -> None:
+        """A kernel is launched."""
+        given = _tensors(args)
+        assert all(one.device.type == "cuda" for one in given), f"{name} reads the host's memory"
+        self._note(name, given, 0, is_kernel=True)
+
+    def _note(
+        self, name: str, given: list[torch.Tensor], num_bytes: int, *, is_kernel: bool
+    ) -> None:
+        shapes = tuple(tuple(one.shape) for one in given)
+        self.calls.append(Call(name, shapes, num_bytes, is_kernel))
+
+    def begin(self) -> None:
+        """What is there from now on belongs to nobody's account."""
+        self.calls.clear()
+        self._alive = {key: (reference, 0) for key, (reference, _) in self._alive.items()}
+        self.peak = 0
+
+    def _measure(self, found: list[torch.Tensor]) -> None:
+        """Bytes of all storages that were made here and are alive."""
+        for one in found:
+            storage = one.untyped_storage()
+            reference = StorageWeakRef(storage)
+            if one.device.type == "cuda":
+                self._alive.setdefault(reference.cdata, (reference, storage.nbytes()))
+        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """Calls are a model's own."""
+        self._in_model = True
+        yield
+        self._in_model = False
+
+
+def _name(func: Any) -> str:
+    return func.overloadpacket.__name__
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _refuse_mix(func: Any, given: list[torch.Tensor]) -> None:
+    """A number on the host may enter pointwise work on the device: torch passes it by value."""
+    if {one.device.type for one in given} != {"cpu", "cuda"} or _name(func) == "copy_":
+        return
+    on_host = [one for one in given if one.device.type == "cpu"]
+    by_value = torch.Tag.pointwise in func.tags and all(one.dim() == 0 for one in on_host)
+    assert by_value, f"{_name(func)} mixes tensors of host and device: {[*map(_show, given)]}"
+
+
+def _refuse_copy(func: Any, given: list[torch.Tensor], found: list[torch.Tensor]) -> None:
+    if _name(func) not in ("_to_copy", "copy_"):
+        return
+    devices = {one.device.type for one in (*given, *found)}
+    assert len(devices) == 1, f"{_name(func)} copies between host and device: {_show(given[-1])}"
+
+
+def _show(one: torch.Tensor) -> str:
+    return f"{one.dtype}{list(one.shape)} on {one.device.type}"
+
+
+class FakeModel:
+    """Stands in for `ParticleForward`: logits as SGLang makes them, float32 of a bf16 product."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def next_logits(self, tokens: torch.Tensor, starts: torch.Tensor, *_: Any) -> torch.Tensor:
+        return self._logits(starts.shape)
+
+    def chain_logits(self, tokens: torch.Tensor, starts: torch.Tensor, *_: Any) -> torch.Tensor:
+        return self._logits(tokens.shape)
+
+    def _logits(self, shape: torch.Size) -> torch.Tensor:
+        with self._device.in_model():
+            rows = torch.empty(shape.numel(), VOCAB_SIZE, dtype=torch.bfloat16, device="cuda")
+            return rows.float().unflatten(0, shape)
+
+
+@contextmanager
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """Makes all tensors fake, and lets kernels do nothing but be counted."""
+    device = Device()
+
+    def launch(kernel: Any, *args: Any, **_: Any) -> None:
+        device.launch(kernel.__name__, args)
+
+    with monkeypatch.context() as patches, FakeTensorMode(allow_non_fake_inputs=True), device:
+        patches.setattr(JITFunction, "run", launch)
+        # Where kernels are interpreted a launch takes another way.
+        patches.setattr(GridExecutor, "__call__", lambda self, *a, **k: launch(self.fn, *a, **k))
+        yield device
+
+
+def trace_round(
+    monkeypatch: pytest.MonkeyPatch,
+    config: SMCConfig,
+    shape: RoundShape,
+    num_groups: int,
+    ops: Ops,
+    *,
+    change: Callable[[Round], None] = lambda _: None,
+) -> Trace:
+    """Play a round of any shape that a server of this configuration can capture.
+
+    Args:
+        change: what is done to the round before it is played.
+    """
+    with fake_cuda(monkeypatch) as device:
+        num_rows, width = 1 + num_groups, PROMPT + arena.max_arena(config)
+        tables = Tables.of(
+            config,
+            ops,
+            torch.zeros(
+                num_rows * (1 + config.num_particles), width, dtype=torch.int32, device="cuda"
+            ),
+            num_rows=num_rows,
+            num_slots=num_rows * width,
+            vocab_size=VOCAB_SIZE,
+            device="cuda",
+        )
+        models: Any = FakeModel(device), FakeModel(device)
+        round_ = Round(Steps(*models, tables.ledger, ops, config.max_lag), tables, ops)
+        inputs = RoundInputs(
+            *(
+                torch.zeros(*size, num_groups, dtype=torch.int64, device="cuda")
+                for size in ((), (), (4,))
+            )
+        )
+        change(round_)
+        device.begin()
+        outcome = round_.play(inputs, shape)
+        return Trace(list(device.calls), device.peak, outcome)

@@ -1,0 +1,132 @@
+"""What a server captures, at its real sizes on fake CUDA tensors: no wait, no copy, few launches.
+
+    pytest tests/kernels/test_fake_cuda.py -s      prints launches and bytes by name
+
+Rounds that a server may capture are lines of `ROUNDS`; their limits stand beside them.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from fake_cuda import VOCAB_SIZE, Trace, fake_cuda, trace_round
+
+from sglang_smc.ops.interface import Ops
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.plan.memory import round_bytes
+from sglang_smc.round.batch import RoundShape, shape_of_server
+from sglang_smc.round.round import Round
+
+SIZES = (1, 8, 48)  # groups
+
+
+class Limits(NamedTuple):
+    """The most that a round may take at N = K = 8 and V = 128,256, beside the models."""
+
+    launches: int  # calls of torch that are more than views, and kernels
+    moved: float  # MB a group that calls of torch read and write
+    peak: float  # MB a group alive at once, the models' logits among them
+
+
+ROUNDS: dict[str, tuple[SMCConfig, Callable[[RoundShape], RoundShape], Limits]] = {
+    "smc": (SMCConfig(), lambda shape: shape, Limits(226, 300, 86)),
+    "exact": (SMCConfig(mode="exact"), lambda shape: shape, Limits(1940, 2800, 148)),
+    "mixed": (SMCConfig(mode="mixed"), lambda shape: shape, Limits(1940, 2800, 148)),
+}
+
+
+def trace(
+    monkeypatch: pytest.MonkeyPatch, kernels: Ops, name: str, size: int, **options: Any
+) -> Trace:
+    config, vary, _ = ROUNDS[name]
+    return trace_round(monkeypatch, config, vary(shape_of_server(config)), size, kernels, **options)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", list(ROUNDS))
+def test_a_captured_round_asks_little_of_the_device(
+    name: str, size: int, monkeypatch: pytest.MonkeyPatch, kernels: Ops
+) -> None:
+    found, limits = trace(monkeypatch, kernels, name, size), ROUNDS[name][2]
+    peak = found.peak / size / 1e6
+    print(f"\n{name}, {size} groups, {peak:.1f} MB a group at the peak\n{found.table()}")
+    assert 100 < found.num_launches <= limits.launches
+    assert found.num_bytes <= limits.moved * size * 1e6
+    assert 50 < peak <= limits.peak
+    assert all(one.device.type == "cuda" for one in found.outcome if one is not None)
+
+
+def without_greedy(shape: RoundShape) -> RoundShape:
+    """A mask of a token a row takes 29 MB a group more."""
+    return shape._replace(kinds=shape.kinds._replace(greedy=False))
+
+
+@pytest.mark.parametrize("mode", ["smc", "exact", "mixed"])
+@pytest.mark.parametrize(("num_particles", "num_steps"), [(8, 8), (16, 4), (4, 1), (1, 12)])
+def test_memory_is_what_the_arithmetic_says(
+    mode: str,
+    num_particles: int,
+    num_steps: int,
+    monkeypatch: pytest.MonkeyPatch,
+    kernels: Ops,
+) -> None:
+    config = SMCConfig(mode=mode, num_particles=num_particles, num_steps=num_steps)
+    shape = without_greedy(shape_of_server(config))
+    found = trace_round(monkeypatch, config, shape, 4, kernels)
+    sizes = num_particles, num_steps, VOCAB_SIZE
+    expected = 4 * round_bytes(*sizes, verifies=not config.weighs)
+    assert found.peak == pytest.approx(expected, rel=0.15)
+
+
+HOST = {"device": "cpu"}
+MISTAKES: dict[str, tuple[str, Callable[[torch.Tensor], object]]] = {
+    "item": ("waits", lambda x: x[0].item()),
+    "branch": ("waits", lambda x: bool(x[0] > 0)),
+    "mask": ("waits", lambda x: x[x > 1]),
+    "nonzero": ("waits", lambda x: torch.where(x > 0)),
+    "unique": ("waits", lambda x: x.unique()),
+    "to the host": ("copies between host and device", lambda x: x.cpu()),
+    "from the host": ("copies between host and device", lambda x: torch.ones(3, **HOST).to("cuda")),
+    "numbers": ("copies between host and device", lambda x: torch.tensor([1, 2], device="cuda")),
+    "written": ("copies between host and device", lambda x: x.copy_(torch.ones_like(x, **HOST))),
+    "added": ("mixes tensors of host and device", lambda x: x + torch.ones(1, **HOST)),
+    "index": ("mixes tensors of host and device", lambda x: x[torch.zeros(1, **HOST).long()]),
+    "stored": (
+        "mixes tensors of host and device",
+        lambda x: torch.index_put_(x, (x * 0,), torch.tensor(2, **HOST)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(MISTAKES))
+def test_each_kind_of_mistake_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch, kernels: Ops
+) -> None:
+    message, mistake = MISTAKES[name]
+
+    def plant(round_: Round) -> None:
+        extend = round_._steps.extend
+
+        def extended(*args: Any) -> Any:
+            after = extend(*args)
+            mistake(after.num_emitted)
+            return after
+
+        round_._steps.extend = extended  # type: ignore[method-assign]
+
+    with pytest.raises(AssertionError, match=message):
+        trace(monkeypatch, kernels, "smc", 2, change=plant)
+
+
+def test_a_number_of_the_host_goes_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_cuda(monkeypatch):
+        on_device = torch.ones(3, device="cuda") + torch.tensor(2.0, **HOST)
+    assert on_device.device.type == "cuda"
+
+
+def test_a_kernel_reads_no_memory_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, kernels: Ops
+) -> None:
+    with fake_cuda(monkeypatch), pytest.raises(AssertionError, match="reads the host's memory"):
+        kernels.round_seeds(torch.ones(3, device="cuda").long(), torch.ones(3).long())
