@@ -19,7 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK_BYTES = 128  # of one element of each key in a block: 64 keys in half precision
+# By the bytes of an element: keys of a block, queries of it at the most, warps that share it.
+BLOCKS = {2: (64, 64, 4), 4: (32, 32, 8)}
 # What one program joins is a single tile, spans * head_dim: 32 numbers a thread at the most.
 MAX_SPANS = 32
 NUMBERS_PER_WARP = 1024  # of that tile
@@ -71,7 +72,6 @@ def particle_attention(
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim={head_dim}; the Triton kernel takes at most {MAX_HEAD_DIM}")
     kv_heads = keys.shape[1]
-    group = q_heads // kv_heads
     cut = cut_work(query.shape, kv_heads, keys.element_size(), max_prefix, max_tail)
     num_prefix = size * kv_heads * cut.prefix_blocks * cut.prefix_spans
     num_tail = size * num_particles * kv_heads * cut.tail_blocks * cut.tail_spans
@@ -86,7 +86,7 @@ def particle_attention(
     shape = {
         "num_columns": num_columns,
         "kv_heads": kv_heads,
-        "group": group,
+        "group": q_heads // kv_heads,
         "head_dim": head_dim,
         "block_dim": triton.next_power_of_2(head_dim),
     }
@@ -107,16 +107,13 @@ def particle_attention(
         cut.tail_blocks,
         cut.tail_spans,
         cut.tail_span,
-        queries.stride(0),
-        queries.stride(1),
-        keys.stride(0),
-        keys.stride(1),
-        values.stride(0),
-        values.stride(1),
+        *queries.stride()[:2],
+        *keys.stride()[:2],
+        *values.stride()[:2],
         req_to_token.stride(0),
         block_rows=cut.block_rows,
         block_keys=cut.block_keys,
-        num_warps=4,
+        num_warps=cut.num_warps,
         num_stages=NUM_STAGES,
         **shape,
     )
@@ -140,6 +137,7 @@ class WorkSplit(NamedTuple):
 
     block_rows: int  # query rows of a program
     block_keys: int  # keys that it looks at together
+    num_warps: int
     prefix_blocks: int  # blocks of query rows that share a prefix
     prefix_spans: int
     tail_blocks: int  # those of one particle
@@ -158,8 +156,8 @@ def cut_work(
     """
     size, num_particles, num_columns, q_heads, _ = shape
     own_rows = num_columns * q_heads // kv_heads
-    block_rows = min(64, max(16, triton.next_power_of_2(num_particles * own_rows)))
-    block_keys = BLOCK_BYTES // element_size
+    block_keys, most_rows, num_warps = BLOCKS[element_size]
+    block_rows = min(most_rows, max(16, triton.next_power_of_2(num_particles * own_rows)))
     prefix_blocks = triton.cdiv(num_particles * own_rows, block_rows)
     tail_span = TAIL_SPAN * triton.cdiv(max_tail, TAIL_SPAN * MAX_TAIL_SPANS)
     tail_spans = triton.cdiv(max_tail, tail_span)
@@ -167,6 +165,7 @@ def cut_work(
     return WorkSplit(
         block_rows=block_rows,
         block_keys=block_keys,
+        num_warps=num_warps,
         prefix_blocks=prefix_blocks,
         prefix_spans=_fewest_spans(size * kv_heads * prefix_blocks, most),
         tail_blocks=triton.cdiv(own_rows, block_rows),
@@ -178,9 +177,9 @@ def cut_work(
 def _fewest_spans(programs: int, most: int) -> int:
     """The smallest number of spans that is nearly as good as any, ``most`` at most.
 
-    So many ``programs`` there are for each span, and all do equal work, in waves: a wave that is
-    not full takes as long as one that is. Good is a large share of full ones, nearly as good
-    85 % of the best share; FlashAttention chooses its splits by the same rule.
+    Of each span there are so many ``programs``, all with equal work. They run in waves, and one
+    that is not full takes as long as one that is: good are full waves. Nearly as good is 85 % as
+    full as can be; FlashAttention chooses its splits by the same rule.
     """
     waves = [spans * programs / RESIDENT_PROGRAMS for spans in range(1, most + 1)]
     shares = [wave / math.ceil(wave) for wave in waves]
@@ -312,21 +311,22 @@ def _attend_span(
     block_dim: tl.constexpr,
 ):
     """Flash attention of query rows (token, head of the group) over the positions [begin, end)."""
-    row = block * block_rows + tl.arange(0, block_rows)
-    token = first_token + row // group
+    # Unsigned: to divide it by what is no power of two takes fewer registers.
+    row = (block * block_rows + tl.arange(0, block_rows)).to(tl.uint32)
+    nth_token, nth_head = (row // group).to(tl.int32), (row % group).to(tl.int32)
+    token, own_head = first_token + nth_token, head * group + nth_head
     dim = tl.arange(0, block_dim)
     in_dim = dim < head_dim
     # Nothing to see: nothing is loaded, the loop is empty, and log-sums of -inf are all that stays.
     in_rows = row < num_tokens * group
-    own_head = head * group + row % group
-    place = token.to(tl.int64) * (kv_heads * group) + own_head
+    place = token * (kv_heads * group) + own_head
     query_place = token.to(tl.int64) * query_stride + own_head * query_head_stride
     query = tl.load(
         query_ptr + query_place[:, None] + dim[None, :],
         mask=(in_rows & (begin < end))[:, None] & in_dim[None, :],
         other=0.0,
     )
-    last_seen = start + (row // group) % num_columns
+    last_seen = start + nth_token % num_columns
 
     highest = tl.full([block_rows], float("-inf"), tl.float32)
     total = tl.zeros([block_rows], tl.float32)

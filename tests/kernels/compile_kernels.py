@@ -1,14 +1,24 @@
-"""Compiles every kernel for a GPU that need not be there: ``python compile_kernels.py 90``.
+"""Compiles every kernel for GPUs that need not be there: ``compile_kernels.py [--all] 80 90 100``.
 
-A script of its own: in a process that interprets Triton, nothing compiles. It prints one line
-``module.kernel`` for each compiled kernel, and fails like the first that does not compile.
+A script of its own: in a process that interprets Triton, nothing compiles. It prints one line of
+JSON for each compiled kernel, with what it takes of a multiprocessor by the word of NVIDIA's own
+tools, which Triton brings; and it fails like the first kernel that does not compile.
+
+To add kernels, write a function that launches them for some `Sizes`, and mark it `@launches`.
 """
 
+import json
+import re
+import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -30,59 +40,98 @@ from sglang_smc.smc.exact import Chains
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.rounds import WeightRules
 
-G, N, K, V = 2, 5, 3, 151_936
+
+class Heads(NamedTuple):
+    q: int
+    kv: int
+    dim: int
 
 
-def absent(capability: int) -> Any:
-    """A CUDA device of some capability, as far as the compiler asks for it."""
-    return SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", capability, 32),
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device: device,
-    )
+class Sizes(NamedTuple):
+    """What there is to compile for: one server's batches of one size."""
+
+    models: str
+    target: Heads
+    draft: Heads
+    groups: int = 1
+    particles: int = 8
+    steps: int = 8
+    vocab: int = 128_256
+    dtype: torch.dtype = torch.bfloat16  # of both models
+    max_lag: int = 256
+    context: int = 131_072
 
 
-def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-    kernel: Any = run(self, *args, grid=grid, warmup=True, **options)
-    assert kernel.asm["cubin"]
-    print(f"{self.module.rpartition('.')[2]}.{self.__name__}")
-    return kernel
+LLAMA = Sizes("Llama-3.1-8B + 1B", Heads(32, 8, 128), Heads(32, 8, 64))
+QWEN = Sizes("Qwen3-30B-A3B + 0.6B", Heads(32, 4, 128), Heads(16, 8, 128), vocab=151_936)
+OTHERS = [
+    LLAMA._replace(groups=8),
+    LLAMA._replace(groups=32),
+    LLAMA._replace(particles=1, steps=4),
+    LLAMA._replace(particles=32, steps=16, max_lag=1024),
+    LLAMA._replace(models="Llama-3.1-70B + 8B", target=Heads(64, 8, 128), draft=LLAMA.target),
+    QWEN,
+    QWEN._replace(groups=2, particles=5, steps=3),
+    Sizes("Qwen2.5-7B + 0.5B", Heads(28, 4, 128), Heads(14, 2, 64), vocab=152_064),
+    Sizes("heads of 96 in float32", Heads(32, 32, 96), Heads(8, 4, 96), dtype=torch.float32),
+    LLAMA._replace(dtype=torch.float16),
+]
+
+LAUNCHES: list[Callable[[Sizes], None]] = []
 
 
-def launch_sample() -> None:
-    rows = torch.arange(G * N)
-    ones, noise = torch.ones(G), torch.zeros(G * N, dtype=torch.float64)
+def launches(launch: Callable[[Sizes], None]) -> Callable[[Sizes], None]:
+    LAUNCHES.append(launch)
+    return launch
+
+
+@launches
+def _sample(sizes: Sizes) -> None:
+    of_draft = sizes.groups * sizes.particles
+    of_target = of_draft * (sizes.steps + 1)
+    ones = torch.ones(sizes.groups)
+    noise = torch.zeros(of_draft, dtype=torch.float64)
     for dtype in (torch.float32, torch.bfloat16):
-        logits = torch.zeros(G * N, V, dtype=dtype)
-        sample_and_score(logits, ones, noise)
-        sample_and_score(logits, ones, noise, rows)
-        score_tokens(logits, ones, rows)
+        logits = torch.empty(of_target, sizes.vocab, dtype=dtype)
+        sample_and_score(logits[:of_draft], ones, noise)
+        sample_and_score(logits, ones, noise, torch.arange(of_draft))
+        score_tokens(logits, ones, torch.arange(of_target))
 
 
-def launch_same_text() -> None:
-    positions = torch.zeros(G, N, dtype=torch.int64)
+@launches
+def _same_text(sizes: Sizes) -> None:
+    shape = sizes.groups, sizes.particles
+    positions = torch.zeros(shape, dtype=torch.int64)
     noise = uniforms(positions[:, 0], positions, Purpose.DRAFT)
+    uniforms(positions[:, 0], positions.unsqueeze(2).repeat(1, 1, sizes.steps), Purpose.DRAFT)
     round_seeds(positions[:, 0], positions[:, 0])
-    pairs = torch.zeros(G, N, N, dtype=torch.bool)
+    pairs = torch.zeros(*shape, sizes.particles, dtype=torch.bool)
     stratify(noise, pairs)
     stratify(noise, pairs, positions)
-    same_text(torch.zeros(G, N, 266, dtype=torch.int64), positions, positions.bool())
+    texts = torch.zeros(*shape, 1 + sizes.max_lag + sizes.steps, dtype=torch.int64)
+    same_text(texts[:, :, 1:], positions, positions.bool())
 
 
-def launch_edits() -> None:
-    flags, wide, cells = torch.zeros(10).bool(), torch.zeros(10, V), torch.zeros(G, N).long()
+@launches
+def _edits(sizes: Sizes) -> None:
+    shape, wide = (sizes.groups, sizes.particles), torch.zeros(10, sizes.vocab)
+    flags, cells = torch.zeros(10).bool(), torch.zeros(shape, dtype=torch.int64)
     columns = EditColumns(flags, flags, torch.zeros(10, 3), wide.int(), wide)
-    rows, texts = cells[:, 0], torch.zeros(G, N, 266, dtype=torch.int64)[:, :, 1:]
-    edits = Edits(columns, range(G), rows, rows, torch.zeros(G, V).bool(), cells, texts, cells)
-    drafts = torch.zeros(G, N, K, dtype=torch.int64)
+    texts = torch.zeros(*shape, 2 + sizes.max_lag + sizes.steps, dtype=torch.int64)[:, :, 1:]
+    rows, stops = cells[:, 0], torch.zeros(sizes.groups, sizes.vocab).bool()
+    edits = Edits(columns, range(sizes.groups), rows, rows, stops, cells, texts, cells)
+    drafts = torch.zeros(*shape, sizes.steps, dtype=torch.int64)
     for dtype in (torch.float32, torch.bfloat16):
-        edit_logits(torch.zeros(G, N, K + 1, V, dtype=dtype), edits, drafts, 0)
-        edit_logits(torch.zeros(G, N, 1, V, dtype=dtype), edits, drafts[:, :, :0], 0)
+        logits = torch.empty(*shape, sizes.steps + 1, sizes.vocab, dtype=dtype)
+        edit_logits(logits, edits, drafts, 0)
+        edit_logits(logits[:, :, :1], edits, drafts[:, :, :0], 0)
     count_tokens(columns, rows, texts[:, 0], rows)
 
 
-def launch_reweight() -> None:
-    weights, scores = torch.zeros(G, N, dtype=torch.float64), torch.zeros(G, N, K)
+@launches
+def _reweight(sizes: Sizes) -> None:
+    weights = torch.zeros(sizes.groups, sizes.particles, dtype=torch.float64)
+    scores = torch.zeros(sizes.groups, sizes.particles, sizes.steps)
     of_groups = weights[:, 0]
     rules = WeightRules(of_groups.long(), of_groups, of_groups.bool(), of_groups)
     drafts = weights, scores, scores, scores.bool()
@@ -92,38 +141,45 @@ def launch_reweight() -> None:
     collapse(weights, where, weights.bool(), of_groups, where)
 
 
-def launch_verify() -> None:
-    scores = torch.zeros(G, N, K + 1)
-    drafts, of_groups = scores[:, :, 1:], torch.zeros(G, dtype=torch.float64)
-    sizes = of_groups.long()
-    chains = Chains(drafts.long(), drafts.bool(), drafts.double(), sizes)
-    walk = begin_walk(chains, sizes, V)
-    walk_on(walk, chains, torch.zeros(G, V), torch.zeros(G, V), 1)
+@launches
+def _verify(sizes: Sizes) -> None:
+    shape = sizes.groups, sizes.particles, sizes.steps + 1
+    scores, of_groups = torch.zeros(shape), torch.zeros(sizes.groups, dtype=torch.float64)
+    drafts, steps = scores[:, :, 1:], of_groups.long()
+    chains = Chains(drafts.long(), drafts.bool(), drafts.double(), steps)
+    walk = begin_walk(chains, steps, sizes.vocab)
+    rows = torch.zeros(sizes.groups, sizes.vocab)
+    walk_on(walk, chains, rows, rows, 1)
     flags = drafts.bool()
     keep(
-        *(walk.found, scores, drafts, flags, flags, flags[:, :, 0], sizes),
+        *(walk.found, scores, drafts, flags, flags, flags[:, :, 0], steps),
         *(of_groups, of_groups, of_groups),
     )
 
 
-def launch_agreement() -> None:
-    places = torch.zeros(G, N, dtype=torch.int64)
-    common_tail(torch.zeros(G, N, 266, dtype=torch.int64), places, places.bool())
+@launches
+def _agreement(sizes: Sizes) -> None:
+    places = torch.zeros(sizes.groups, sizes.particles, dtype=torch.int64)
+    texts = torch.zeros(*places.shape, 2 + sizes.max_lag + sizes.steps, dtype=torch.int64)
+    common_tail(texts, places, places.bool())
     num_distinct(places, places.bool())
-    one, flags = torch.zeros(G, dtype=torch.float64), places[:, 0].bool()
-    added, latest = (one[:1].expand(G), flags, places[:, 0]), (places[:, 0], one)
-    tally(
-        torch.zeros(9, 6, dtype=torch.float64), places[:, 0], added=added, lowest=one, latest=latest
-    )
+    one, flags = torch.zeros(sizes.groups, dtype=torch.float64), places[:, 0].bool()
+    added, latest = (one[:1].expand(sizes.groups), flags, places[:, 0]), (places[:, 0], one)
+    totals = torch.zeros(sizes.groups + 1, 6, dtype=torch.float64)
+    tally(totals, places[:, 0], added=added, lowest=one, latest=latest)
 
 
-def launch_ledger() -> None:
-    table, cells = torch.zeros(100, 500, dtype=torch.int32), torch.zeros(G, N, dtype=torch.int64)
+@launches
+def _ledger(sizes: Sizes) -> None:
+    cells = torch.zeros(sizes.groups, sizes.particles, dtype=torch.int64)
     rows = of_groups = cells[:, 0]
+    max_tail = sizes.max_lag + sizes.steps
+    max_arena = sizes.particles * max_tail + sizes.steps + 1
+    table = torch.zeros(100, 4096, dtype=torch.int32)
     reserve(
         table,
         10,
-        N,
+        sizes.particles,
         rows,
         allocated=of_groups,
         starts=cells,
@@ -131,53 +187,125 @@ def launch_ledger() -> None:
         unread=of_groups.bool(),
         num_particles=of_groups,
         num_columns=of_groups,
-        width=K + 1,
+        width=sizes.steps + 1,
     )
-    descend(table, 10, N, rows, committed=of_groups, ancestors=cells, max_tail=260)
+    tails = {"committed": of_groups, "max_tail": max_tail}
+    descend(table, 10, sizes.particles, rows, ancestors=cells, **tails)
     commit(
         table,
         table[0],
         300,
         10,
-        N,
+        sizes.particles,
         rows,
-        committed=of_groups,
         allocated=of_groups,
         lengths=cells,
         counts=of_groups,
-        max_tail=260,
-        max_arena=2100,
+        max_arena=max_arena,
+        **tails,
     )
 
 
-def launch_particle_attention() -> None:
-    cells = torch.zeros(G, N, dtype=torch.int64)
-    for dtype in (torch.float32, torch.bfloat16):
-        cache = torch.zeros(64, 8, 128, dtype=dtype)
-        for num_columns in (1, 2, K + 1):
-            particle_attention(
-                torch.zeros(G, N, num_columns, 32, 128, dtype=dtype),
-                cache,
-                cache,
-                req_to_token=torch.zeros(100, 500, dtype=torch.int32),
-                rows=cells[:, 0],
-                committed=cells[:, 0],
-                particle_rows=cells,
-                starts=cells,
-                max_prefix=8192,
-                max_tail=264,
-                scaling=0.1,
-            )
+@launches
+def _particle_attention(sizes: Sizes) -> None:
+    _attend(sizes, sizes.draft, 1)
+    _attend(sizes, sizes.draft, 2)
+    _attend(sizes, sizes.target, sizes.steps + 1)
+
+
+def _attend(sizes: Sizes, heads: Heads, num_columns: int) -> None:
+    """With queries as a GPU has them: a slice of what one projection made."""
+    cells = torch.zeros(sizes.groups, sizes.particles, dtype=torch.int64)
+    cache = torch.zeros(64, heads.kv, heads.dim, dtype=sizes.dtype)
+    tokens = sizes.groups * sizes.particles * num_columns
+    qkv = torch.zeros(tokens, (heads.q + 2 * heads.kv) * heads.dim, dtype=sizes.dtype)
+    query = qkv[:, : heads.q * heads.dim]
+    particle_attention(
+        query.view(sizes.groups, sizes.particles, num_columns, heads.q, heads.dim),
+        cache,
+        cache,
+        req_to_token=torch.zeros(100, 4096, dtype=torch.int32),
+        rows=cells[:, 0],
+        committed=cells[:, 0],
+        particle_rows=cells,
+        starts=cells,
+        max_prefix=sizes.context,
+        max_tail=sizes.max_lag + sizes.steps + 1,
+        scaling=0.1,
+    )
+
+
+class Compiler:
+    """Takes the place of `JITFunction.run`: compiles, launches nothing, tells what came out."""
+
+    def __init__(self) -> None:
+        self._run = JITFunction.run
+        self._seen: set[str] = set()
+        self.sizes = LLAMA
+        self.starved = False  # of registers, to see what spills look like
+
+    def compile_for(self, capability: int) -> None:
+        """From now on compile for CUDA devices of some capability."""
+        # Triton keeps what it has compiled by device: each capability is one of its own.
+        device = SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", capability, 32),
+            get_current_device=lambda: capability,
+            get_current_stream=lambda device: device,
+        )
+        driver.set_active(device)  # type: ignore[arg-type]
+
+    def run(
+        self, function: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any
+    ) -> Any:
+        if self.starved:
+            options["maxnreg"] = 48
+        kernel: Any = self._run(function, *args, grid=grid, warmup=True, **options)
+        if kernel.hash not in self._seen:
+            self._seen.add(kernel.hash)
+            print(json.dumps(self._facts(function, kernel)), flush=True)
+        return kernel
+
+    def _facts(self, function: JITFunction, kernel: Any) -> dict[str, Any]:
+        return {
+            "kernel": f"{function.module.rpartition('.')[2]}.{function.__name__}",
+            "sizes": f"{self.sizes.models}, G = {self.sizes.groups}, N = {self.sizes.particles}",
+            "dtype": str(self.sizes.dtype).removeprefix("torch."),
+            "starved": self.starved,
+            "capability": kernel.metadata.target.arch,
+            "warps": kernel.metadata.num_warps,
+            "shared": kernel.metadata.shared,
+            "tensor_columns": kernel.metadata.tmem_size,
+            **resources(kernel.asm["cubin"]),
+        }
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers and bytes of stack of each thread; registers that spill stand on the stack."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(cubin)
+        tool = knobs.nvidia.cuobjdump.path
+        told = subprocess.run(
+            [tool, "--dump-resource-usage", file], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", told)
+    assert found, told
+    registers, stack, local = map(int, found.groups())
+    return {"registers": registers, "stack": stack + local}
+
+
+def main(arguments: list[str]) -> None:
+    capabilities = [int(word) for word in arguments if word != "--all"]
+    compiler = Compiler()
+    JITFunction.run = lambda *args, **options: compiler.run(*args, **options)
+    for capability in capabilities:
+        compiler.compile_for(capability)
+        for compiler.sizes in [LLAMA, *OTHERS] if "--all" in arguments else [LLAMA]:
+            for launch in LAUNCHES:
+                launch(compiler.sizes)
+    compiler.sizes, compiler.starved = LLAMA, True
+    _attend(LLAMA, LLAMA.draft, 1)
 
 
 if __name__ == "__main__":
-    run, JITFunction.run = JITFunction.run, compile_only
-    driver.set_active(absent(int(sys.argv[1])))
-    launch_sample()
-    launch_same_text()
-    launch_edits()
-    launch_reweight()
-    launch_verify()
-    launch_agreement()
-    launch_ledger()
-    launch_particle_attention()
+    main(sys.argv[1:])
