@@ -231,6 +231,8 @@ def trace_round(
             vocab_size=VOCAB_SIZE,
             device="cuda",
         )
+        if shape.logprobs.own:
+            tables.logprobs._make_room(shape.logprobs)
         models: Any = FakeModel(device), FakeModel(device)
         round_ = Round(Steps(*models, tables.ledger, ops, config.max_lag), tables, ops)
         inputs = RoundInputs(

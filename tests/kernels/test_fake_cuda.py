@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from fake_cuda import VOCAB_SIZE, Trace, fake_cuda, trace_round
+from torch.utils._pytree import tree_leaves
 
 from sglang_smc.ops.interface import Ops
-from sglang_smc.options.server import SMCConfig
+from sglang_smc.options.server import RESAMPLING_METHODS, SMCConfig
 from sglang_smc.plan.memory import round_bytes
 from sglang_smc.round.batch import RoundShape, shape_of_server
 from sglang_smc.round.round import Round
+from sglang_smc.state.tail_logprobs import LogprobWidths
 
 SIZES = (1, 8, 48)  # groups
 
@@ -29,18 +31,35 @@ class Limits(NamedTuple):
     peak: float  # MB a group alive at once, the models' logits among them
 
 
-ROUNDS: dict[str, tuple[SMCConfig, Callable[[RoundShape], RoundShape], Limits]] = {
-    "smc": (SMCConfig(), lambda shape: shape, Limits(226, 300, 86)),
-    "exact": (SMCConfig(mode="exact"), lambda shape: shape, Limits(1940, 2800, 148)),
-    "mixed": (SMCConfig(mode="mixed"), lambda shape: shape, Limits(1940, 2800, 148)),
+class Case(NamedTuple):
+    """A round that a server captures, or might."""
+
+    config: SMCConfig
+    more: dict[str, Any]  # fields of its shape, beside those of what it captures now
+    limits: Limits
+
+    @property
+    def shape(self) -> RoundShape:
+        return shape_of_server(self.config)._replace(**self.more)
+
+
+LOGPROBS = LogprobWidths(own=1, top=5, listed=3)
+ROUNDS = {
+    "smc": Case(SMCConfig(), {}, Limits(226, 300, 86)),
+    "exact": Case(SMCConfig(mode="exact"), {}, Limits(1940, 2800, 148)),
+    "mixed": Case(SMCConfig(mode="mixed"), {}, Limits(1940, 2800, 148)),
+    "powered": Case(SMCConfig(power=2.0), {}, Limits(261, 475, 86)),
+    "by all methods": Case(SMCConfig(), {"methods": RESAMPLING_METHODS}, Limits(615, 300, 86)),
+    "weighed beside verified": Case(SMCConfig(), {"verifies": True}, Limits(2000, 2850, 148)),
+    "with log-probabilities": Case(SMCConfig(), {"logprobs": LOGPROBS}, Limits(278, 530, 150)),
 }
 
 
 def trace(
     monkeypatch: pytest.MonkeyPatch, kernels: Ops, name: str, size: int, **options: Any
 ) -> Trace:
-    config, vary, _ = ROUNDS[name]
-    return trace_round(monkeypatch, config, vary(shape_of_server(config)), size, kernels, **options)
+    case = ROUNDS[name]
+    return trace_round(monkeypatch, case.config, case.shape, size, kernels, **options)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -48,13 +67,14 @@ def trace(
 def test_a_captured_round_asks_little_of_the_device(
     name: str, size: int, monkeypatch: pytest.MonkeyPatch, kernels: Ops
 ) -> None:
-    found, limits = trace(monkeypatch, kernels, name, size), ROUNDS[name][2]
-    peak = found.peak / size / 1e6
+    found, limits = trace(monkeypatch, kernels, name, size), ROUNDS[name].limits
+    moved, peak = found.num_bytes / size / 1e6, found.peak / size / 1e6
     print(f"\n{name}, {size} groups, {peak:.1f} MB a group at the peak\n{found.table()}")
     assert 100 < found.num_launches <= limits.launches
-    assert found.num_bytes <= limits.moved * size * 1e6
+    assert moved <= limits.moved
     assert 50 < peak <= limits.peak
-    assert all(one.device.type == "cuda" for one in found.outcome if one is not None)
+    tensors = [one for one in tree_leaves(found.outcome) if one is not None]
+    assert all(one.device.type == "cuda" for one in tensors)
 
 
 def without_greedy(shape: RoundShape) -> RoundShape:
@@ -104,6 +124,12 @@ def test_each_kind_of_mistake_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch, kernels: Ops
 ) -> None:
     message, mistake = MISTAKES[name]
+    with pytest.raises(AssertionError, match=message):
+        trace(monkeypatch, kernels, "smc", 2, change=planted(mistake))
+
+
+def planted(mistake: Callable[[torch.Tensor], object]) -> Callable[[Round], None]:
+    """Makes a round do something with an int64 tensor ``[G]`` as it extends texts."""
 
     def plant(round_: Round) -> None:
         extend = round_._steps.extend
@@ -115,8 +141,18 @@ def test_each_kind_of_mistake_is_refused(
 
         round_._steps.extend = extended  # type: ignore[method-assign]
 
-    with pytest.raises(AssertionError, match=message):
-        trace(monkeypatch, kernels, "smc", 2, change=plant)
+    return plant
+
+
+def test_one_call_more_is_seen(monkeypatch: pytest.MonkeyPatch, kernels: Ops) -> None:
+    """Its launch, its bytes, and that they are alive beside the target's logits."""
+    num_bytes = 72 * VOCAB_SIZE * 8
+    fill = planted(lambda _: torch.zeros(72, VOCAB_SIZE, dtype=torch.int64, device="cuda"))
+    before = trace(monkeypatch, kernels, "smc", 1)
+    after = trace(monkeypatch, kernels, "smc", 1, change=fill)
+    assert after.num_launches == before.num_launches + 1
+    assert after.num_bytes == before.num_bytes + num_bytes
+    assert num_bytes < after.peak - 72 * VOCAB_SIZE * 4 < num_bytes + 1e6
 
 
 def test_a_number_of_the_host_goes_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
