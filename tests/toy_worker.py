@@ -321,12 +321,13 @@ class ToyWorker:
         of_texts = TextRules.begin(BatchTexts(reqs, None, self.vocab_size, self.device))  # type: ignore[arg-type]
         edited, allowed = of_texts.apply(logits.clone().view(len(reqs), 1, 1, -1), nothing, 0)
         law, log_sum = TokenDistribution.of(
+            TORCH,
             edited.squeeze(2),
             settings.sampling_rules(),
             filter_kinds(reqs),  # type: ignore[arg-type]
             None if allowed is None else allowed.squeeze(2),
-        ).to_power(settings.power)
-        return law.log_probs(), log_sum.masked_fill(~settings.weighs, 0.0)
+        ).to_power(TORCH, settings.power)
+        return law.log_probs(TORCH), log_sum.masked_fill(~settings.weighs, 0.0)
 
     def _first_noise(
         self, settings: Settings, noise: torch.Tensor, is_open: torch.Tensor
@@ -341,7 +342,10 @@ class ToyWorker:
     def _entry(self, req: ToyRequest) -> TableEntry:
         config = config_of(self.config, req)  # type: ignore[arg-type]
         stops = frozenset({self.eos})
-        return entry(req.row, config, seed=req.row, max_new_tokens=self.limit, stop_tokens=stops)
+        asked = {name: getattr(req.sampling_params, name) for name in ("top_k", "top_p", "min_p")}
+        return entry(
+            req.row, config, seed=req.row, max_new_tokens=self.limit, stop_tokens=stops, **asked
+        )
 
     def play_round(self, reqs: list[ToyRequest]) -> Any:
         """Reserve memory as the scheduler does, then the worker's own round."""

@@ -12,6 +12,7 @@ import torch
 
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.smc import rounds
+from sglang_smc.smc.filters import KeptTokens
 
 Kind = Literal["torch", "triton"]
 
@@ -24,8 +25,11 @@ class Ops(NamedTuple):
     round_seeds: Callable[..., torch.Tensor]
     same_text: Callable[..., torch.Tensor]
     stratify: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    keep_tokens: Callable[..., KeptTokens]
     sample_and_score: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     score_tokens: Callable[..., torch.Tensor]
+    log_probs: Callable[..., torch.Tensor]
+    log_sums: Callable[..., torch.Tensor]
     reweight_and_resample: Callable[..., rounds.Reweighted]
     collapse: Callable[..., rounds.Resampled]
     ledger: type[Ledger]

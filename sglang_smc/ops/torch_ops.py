@@ -2,7 +2,7 @@
 
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.ops.interface import Ops
-from sglang_smc.smc import distribution, randomness, rounds
+from sglang_smc.smc import distribution, filters, randomness, rounds
 from sglang_smc.smc.stratify import same_text, stratify
 
 TORCH = Ops(
@@ -11,8 +11,11 @@ TORCH = Ops(
     round_seeds=randomness.round_seeds,
     same_text=same_text,
     stratify=stratify,
+    keep_tokens=filters.keep_tokens,
     sample_and_score=distribution.sample_and_score,
     score_tokens=distribution.score_tokens,
+    log_probs=distribution.log_probs,
+    log_sums=distribution.log_sums,
     reweight_and_resample=rounds.reweight_and_resample,
     collapse=rounds.collapse,
     ledger=Ledger,

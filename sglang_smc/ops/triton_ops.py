@@ -6,8 +6,9 @@ import torch
 
 from sglang_smc.kernels import lineage, prepare
 from sglang_smc.kernels import reweight as reweight_kernel
+from sglang_smc.kernels.filters import keep_tokens
 from sglang_smc.kernels.randomness import round_seeds, uniforms
-from sglang_smc.kernels.sample import sample_and_score, score_tokens
+from sglang_smc.kernels.sample import log_probs, log_sums, sample_and_score, score_tokens
 from sglang_smc.kernels.stratify import same_text, stratify
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.ops.interface import Ops
@@ -49,8 +50,11 @@ TRITON = Ops(
     round_seeds=round_seeds,
     same_text=same_text,
     stratify=stratify,
+    keep_tokens=keep_tokens,
     sample_and_score=sample_and_score,
     score_tokens=score_tokens,
+    log_probs=log_probs,
+    log_sums=log_sums,
     reweight_and_resample=reweight_and_resample,
     collapse=reweight_kernel.collapse,
     ledger=KernelLedger,

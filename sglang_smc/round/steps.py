@@ -158,7 +158,7 @@ class Steps:
             torch.stack(log_q, dim=2),
             ends,
             still_open(ends) & within & ~population.ended.unsqueeze(2),
-            _all_log_probs(distributions, chains) if batch.shape.verifies else None,
+            _all_log_probs(self.ops, distributions, chains) if batch.shape.verifies else None,
         )
 
     def _logits_of_draft(self, step: int, tokens: torch.Tensor, slots: DraftSlots) -> torch.Tensor:
@@ -185,7 +185,7 @@ class Steps:
             allowed = allowed if allowed is None else allowed.squeeze(2)
         if batch.shape.kinds.early:
             logits = batch.settings.without_early_ends(logits, positions)
-        return TokenDistribution.of(logits, batch.q_rules, batch.shape.kinds, allowed)
+        return TokenDistribution.of(self.ops, logits, batch.q_rules, batch.shape.kinds, allowed)
 
     def score(
         self, batch: RoundBatch, drafts: Drafts, slots: DraftSlots
@@ -209,7 +209,7 @@ class Steps:
             column = torch.arange(chain.shape[2], device=chain.device)
             positions = (batch.starts.unsqueeze(2) + column).flatten(1)
             logits = batch.settings.without_early_ends(logits, positions)
-        p = TokenDistribution.of(logits, batch.p_rules, batch.shape.kinds, allowed)
+        p = TokenDistribution.of(self.ops, logits, batch.p_rules, batch.shape.kinds, allowed)
         if not batch.shape.logprobs.own:
             return p, None
         return p, logprob_distribution(logits, batch.p_rules.temperature, allowed)
@@ -226,7 +226,8 @@ class Steps:
         verified = verify(batch, population, drafts, p, self.ops)
         if not shape.weighs:
             return verified
-        return rounds.choose(weighs, self.weigh(batch, population, drafts, p), verified)
+        weighed = self.weigh(batch, population, drafts, p)
+        return rounds.choose(weighs, weighed, verified, self.ops)
 
     def weigh(
         self, batch: RoundBatch, population: Population, drafts: Drafts, p: TokenDistribution
@@ -263,7 +264,7 @@ class Steps:
             cut,
             num_kept,
             resampled,
-            p._replace(rows=row.flatten()),
+            p.at(row.flatten()),
             verified=torch.zeros_like(cut.resample),
             failure=failure_of_round(
                 log_p, drafts.log_q, drafts.before_end, drafts.ends, ~population.ended
@@ -317,7 +318,7 @@ class Steps:
         log_sum = p.log_masses().double()
         if batch.shape.powered:
             powers = batch.settings.power.unsqueeze(1).expand(shape)
-            p, log_sum = p.to_power(powers.flatten())
+            p, log_sum = p.to_power(self.ops, powers.flatten())
         log_sum = log_sum.view(shape)
         counts = weighs & ~population.ended
         stuck = (~weighs & (log_sum == -torch.inf)).any(1)
@@ -364,9 +365,11 @@ class Steps:
         return batch.rules.ends(ends, tokens, population) if batch.shape.has_rules else ends
 
 
-def _all_log_probs(distributions: list[TokenDistribution], chains: torch.Tensor) -> torch.Tensor:
+def _all_log_probs(
+    ops: Ops, distributions: list[TokenDistribution], chains: torch.Tensor
+) -> torch.Tensor:
     """K distributions of G * N draws as ``[G, N, K, V]``."""
-    columns = [one.log_probs().unflatten(0, chains.shape[:2]) for one in distributions]
+    columns = [one.log_probs(ops).unflatten(0, chains.shape[:2]) for one in distributions]
     return torch.stack(columns, dim=2)
 
 

@@ -24,7 +24,7 @@ def verify(
     settings = batch.settings
     column = torch.arange(drafts.tokens.shape[2], device=drafts.tokens.device)
     positions = batch.starts.unsqueeze(2) + column  # [G, N, K]
-    log_p = p.log_probs().unflatten(0, (*positions.shape[:2], -1))  # [G, N, K + 1, V]
+    log_p = p.log_probs(ops).unflatten(0, (*positions.shape[:2], -1))  # [G, N, K + 1, V]
     found = exact.verify(
         drafts.tokens,
         drafts.ends,

@@ -40,6 +40,7 @@ class Settings(NamedTuple):
     min_p: torch.Tensor  # [G] float32
     max_new_tokens: torch.Tensor  # [G] int64
     min_new_tokens: torch.Tensor  # [G] int64
+    greedy: torch.Tensor  # [G] bool: top_k is 1
     ignore_eos: torch.Tensor  # [G] bool
     num_particles: torch.Tensor  # [G] int64 N
     num_steps: torch.Tensor  # [G] int64 K
@@ -73,7 +74,7 @@ class Settings(NamedTuple):
     def sampling_rules(self, *, draft: bool = False) -> SamplingRules:
         """How next tokens are drawn, ``[G]`` each; the draft may have its own temperature."""
         temperature = self.draft_temperature if draft else self.temperature
-        return SamplingRules(temperature, self.top_k, self.top_p, self.min_p)
+        return SamplingRules(temperature, self.top_k, self.top_p, self.min_p, self.greedy)
 
     def without_early_ends(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits ``[G, M, V]`` without an end of text before `min_new_tokens`.
@@ -117,7 +118,7 @@ _COLUMNS = {
     ),
     torch.float32: ("temperature", "top_p", "min_p", "draft_temperature"),
     torch.float64: ("ess_threshold", "power", "evidence_threshold"),
-    torch.bool: ("ignore_eos", "weighs", "at_token", "heaviest", "normalized"),
+    torch.bool: ("greedy", "ignore_eos", "weighs", "at_token", "heaviest", "normalized"),
 }
 
 
@@ -167,6 +168,7 @@ def _values(entry: TableEntry) -> dict[str, Any]:
         "top_k": params.top_k,
         "top_p": params.top_p,
         "min_p": params.min_p,
+        "greedy": params.top_k == 1,
         "max_new_tokens": params.max_new_tokens,
         "min_new_tokens": params.min_new_tokens,
         "ignore_eos": params.ignore_eos,

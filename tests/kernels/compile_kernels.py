@@ -13,12 +13,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from sglang_smc.kernels.filters import keep_tokens
 from sglang_smc.kernels.lineage import commit, descend
 from sglang_smc.kernels.particle_attention import particle_attention
 from sglang_smc.kernels.prepare import reserve
 from sglang_smc.kernels.randomness import round_seeds, uniforms
 from sglang_smc.kernels.reweight import SCHEMES, collapse, reweight_and_resample
-from sglang_smc.kernels.sample import sample_and_score, score_tokens
+from sglang_smc.kernels.sample import log_probs, log_sums, sample_and_score, score_tokens
 from sglang_smc.kernels.stratify import same_text, stratify
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.rounds import WeightRules
@@ -50,6 +51,12 @@ def launch_sample() -> None:
         sample_and_score(logits, ones, noise)
         sample_and_score(logits, ones, noise, rows)
         score_tokens(logits, ones, rows)
+        kept = keep_tokens(logits, ones, rows[:G], ones, ones)
+        for greedy, left in ((ones.bool(), None), (None, kept), (ones.bool(), kept)):
+            sample_and_score(logits, ones, noise, rows, greedy, left)
+            score_tokens(logits, ones, rows, rows, greedy, left)
+            log_probs(logits, ones, rows, greedy, left)
+            log_sums(logits, ones, rows, greedy, left)
 
 
 def launch_same_text() -> None:

@@ -32,7 +32,11 @@ RUNGS = {
 
 
 def serve(
-    chosen: tuple[dict[str, Any], ...], budgets: tuple[Budget | None, ...], ops: Ops, device: str
+    chosen: tuple[dict[str, Any], ...],
+    budgets: tuple[Budget | None, ...],
+    ops: Ops,
+    device: str,
+    **asked: Any,
 ) -> Outcome:
     config = SMCConfig(num_particles=3, num_steps=2, max_lag=4, evidence_threshold=0.0)
     with torch.device(device):
@@ -44,6 +48,7 @@ def serve(
             eos=EOS,
             chosen=chosen,
             budgets=budgets,
+            asked=asked,
             ops=ops,
         )
         noise = torch.tensor([0.1, 0.4, 0.6, 0.9], dtype=torch.float64)
@@ -61,6 +66,16 @@ def test_kernels_change_no_token(name: str, budgets: str, device: str, kernels: 
     assert torch.allclose(by_kernels.log_evidence, by_torch.log_evidence, atol=1e-5)
     assert by_kernels.num_forced == by_torch.num_forced
     assert len(by_torch.outputs.unique(dim=0)) > 1
+
+
+@pytest.mark.parametrize("asked", [{"top_k": 2, "min_p": 0.3}, {"top_k": 1}], ids=str)
+def test_kernels_change_no_token_under_filters(
+    asked: dict[str, Any], device: str, kernels: Ops
+) -> None:
+    by_kernels = serve(CHOICES["powered"], (None,), kernels, device, **asked)
+    by_torch = serve(CHOICES["powered"], (None,), TORCH, device, **asked)
+    assert torch.equal(by_kernels.outputs, by_torch.outputs)
+    assert torch.allclose(by_kernels.log_evidence, by_torch.log_evidence, atol=1e-5)
 
 
 def books(chosen: tuple[dict[str, Any], ...], ops: Ops, device: str) -> list[list[float]]:

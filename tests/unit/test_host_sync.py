@@ -132,6 +132,13 @@ def test_penalties_and_biases_never_wait_for_the_device(name: str, device: str) 
     play_rounds(device, chosen=CHOICES[name], budgets=RUNGS["more and fewer"], asked=asked)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("asked", [{"top_k": 2, "top_p": 0.7}, {"top_k": 1}], ids=str)
+def test_filters_never_wait_for_the_device(asked: dict[str, Any], device: str) -> None:
+    chosen = CHOICES["powered, verified and weighed"]
+    play_rounds(device, chosen=chosen, budgets=RUNGS["more and fewer"], asked=asked)
+
+
 def play_rounds(device: str, **variants: Any) -> None:
     """Six rounds of four requests, none of which may wait."""
     config = SMCConfig(num_particles=3, num_steps=2, evidence_threshold=0.0)

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from sorted_law import sorted_law
 from table_entries import entry
 
+from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.smc.distribution import FilterKinds, SamplingRules, TokenDistribution, log_probs
+from sglang_smc.smc.distribution import FilterKinds, SamplingRules, TokenDistribution
 from sglang_smc.state.settings import (
     RequestTable,
     Settings,
@@ -33,9 +35,10 @@ def log_probs_of(
     draft: bool = False,
 ) -> torch.Tensor:
     """The next token's law by the rules of each request, ``[G, M, V]``."""
-    rules = SamplingRules(*(rule.unsqueeze(1) for rule in settings.sampling_rules(draft=draft)))
     legal = settings.without_early_ends(logits, positions)
-    return log_probs(legal, rules, filtered=filtered)
+    kinds = FilterKinds(filtered, greedy=filtered, early=False)
+    law = TokenDistribution.of(TORCH, legal, settings.sampling_rules(draft=draft), kinds)
+    return law.log_probs(TORCH).view_as(logits)
 
 
 def settings_of(*specs: TableEntry) -> Settings:
@@ -206,11 +209,11 @@ def test_a_law_is_what_the_rules_say_however_it_is_worked_out(name: str, draft: 
     logits[:, :, 1] = logits[:, :, 4] = 9.0  # among equals the first is the likeliest
     positions = torch.arange(3).expand(len(specs), 3)
     settings = settings_of(*specs)
-    expected = log_probs_of(settings, logits, positions, filtered=True, draft=draft).flatten(0, 1)
+    rules = settings.sampling_rules(draft=draft)
     legal = settings.without_early_ends(logits, positions) if kinds.early else logits
-    of_rows = TokenDistribution.of(legal, settings.sampling_rules(draft=draft), kinds)
-    found = of_rows.log_probs()
-    assert torch.allclose(found, expected, atol=1e-6)
+    expected = sorted_law(legal, SamplingRules(*(rule.unsqueeze(1) for rule in rules)))
+    found = TokenDistribution.of(TORCH, legal, rules, kinds).log_probs(TORCH)
+    assert torch.allclose(found, expected.flatten(0, 1), atol=1e-6)
 
 
 def test_kinds_are_those_of_the_requests() -> None:
