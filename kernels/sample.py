@@ -2,7 +2,11 @@
 
 Two launches: each tile of each row leaves its largest logit and its sum of exponentials, so that a
 few rows of a large vocabulary keep the whole GPU busy; then one program a row adds these up, finds
-the tile that a draw falls into, and reads that tile alone again.
+the tile that a draw falls into, and reads that tile alone again. Only who asks for the
+log-probabilities of all tokens gets a tensor of the logits' size.
+
+What filters cut (`filters.keep_tokens`) is left out as logits are read. A greedy group's token
+comes from its tiles' first largest logits, with no launch of its own.
 """
 
 from typing import NamedTuple
@@ -10,6 +14,9 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+
+from sglang_smc.kernels.filters import check_contiguous, dropped
+from sglang_smc.smc.filters import KeptTokens
 
 _TILE = 4096  # logits a program reads; a row of 152k has 38 tiles
 
@@ -19,6 +26,8 @@ def sample_and_score(
     temperature: torch.Tensor,
     uniforms: torch.Tensor,
     rows: torch.Tensor | None = None,
+    greedy: torch.Tensor | None = None,
+    kept: KeptTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw a token a row, and say how probable it was.
 
@@ -30,19 +39,10 @@ def sample_and_score(
     """
     tokens = torch.empty_like(uniforms, dtype=torch.int64)  # [D]
     log_probs = torch.empty_like(uniforms, dtype=torch.float32)  # [D]
-    source = _source(logits, temperature, rows)
-    highest, total, tile = _sum_tiles(source)
+    source = _source(logits, temperature, rows, greedy, kept)
+    sums, sizes = _sum_tiles(source)
     _draw[(len(tokens),)](
-        *source,
-        highest,
-        total,
-        uniforms.contiguous(),
-        tokens,
-        log_probs,
-        highest.shape[1],
-        padded_tiles=triton.next_power_of_2(highest.shape[1]),
-        tile=tile,
-        num_warps=8,
+        source, sums, uniforms.contiguous(), tokens, log_probs, **sizes, num_warps=8
     )
     return tokens, log_probs
 
@@ -52,6 +52,8 @@ def score_tokens(
     temperature: torch.Tensor,
     tokens: torch.Tensor,
     rows: torch.Tensor | None = None,
+    greedy: torch.Tensor | None = None,
+    kept: KeptTokens | None = None,
 ) -> torch.Tensor:
     """Log-probabilities of given tokens.
 
@@ -60,90 +62,146 @@ def score_tokens(
     Raises:
         ValueError: the vocabulary does not lie contiguously in memory.
     """
-    log_probs = torch.empty_like(tokens, dtype=torch.float32)  # [D]
-    source = _source(logits, temperature, rows)
-    highest, total, _ = _sum_tiles(source)
-    _score[(len(tokens),)](
-        *source,
-        highest,
-        total,
-        tokens.contiguous(),
-        log_probs,
-        highest.shape[1],
-        padded_tiles=triton.next_power_of_2(highest.shape[1]),
-    )
-    return log_probs
+    found = torch.empty_like(tokens, dtype=torch.float32)  # [D]
+    source = _source(logits, temperature, rows, greedy, kept)
+    sums, sizes = _sum_tiles(source)
+    _score[(len(tokens),)](source, sums, tokens.contiguous(), found, **sizes)
+    return found
+
+
+def log_probs(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    rows: torch.Tensor | None = None,
+    greedy: torch.Tensor | None = None,
+    kept: KeptTokens | None = None,
+) -> torch.Tensor:
+    """Log-probabilities of all tokens, the one function here that makes a tensor ``[D, V]``.
+
+    Reference: `sglang_smc.smc.distribution.log_probs`, same arguments.
+
+    Raises:
+        ValueError: the vocabulary does not lie contiguously in memory.
+    """
+    source = _source(logits, temperature, rows, greedy, kept)
+    sums, sizes = _sum_tiles(source)
+    shape = len(sums.highest), source.vocab_size
+    found = torch.empty(shape, dtype=torch.float32, device=logits.device)  # [D, V]
+    _spread[sums.highest.shape](source, sums, found, **sizes, num_warps=8)
+    return found
+
+
+def log_sums(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    rows: torch.Tensor | None = None,
+    greedy: torch.Tensor | None = None,
+    kept: KeptTokens | None = None,
+) -> torch.Tensor:
+    """Logs of what probabilities are divided by.
+
+    Reference: `sglang_smc.smc.distribution.log_sums`, same arguments.
+
+    Raises:
+        ValueError: the vocabulary does not lie contiguously in memory.
+    """
+    source = _source(logits, temperature, rows, greedy, kept)
+    sums, sizes = _sum_tiles(source)
+    found = torch.empty(len(sums.highest), dtype=torch.float64, device=logits.device)  # [D]
+    _add_up[(len(found),)](source, sums, found, **sizes)
+    return found
 
 
 class _Source(NamedTuple):
-    """Where logits are read: the first arguments of every kernel of this file."""
+    """What is drawn from: the first argument of every kernel of this file."""
 
     logits: torch.Tensor
     temperature: torch.Tensor
-    draws_each: int
+    draws_each: int  # of a group
     rows: torch.Tensor | None
+    greedy: torch.Tensor | None
+    kept: KeptTokens | None
     stride: int
     vocab_size: int
 
 
-def _source(logits: torch.Tensor, temperature: torch.Tensor, rows: torch.Tensor | None) -> _Source:
-    if logits.stride(1) != 1:
-        raise ValueError(
-            f"logits of shape {tuple(logits.shape)} have stride {logits.stride(1)} along the "
-            "vocabulary, which must be 1: pass logits.contiguous()"
-        )
-    rows = rows if rows is None else rows.contiguous()
-    draws_each = len(logits if rows is None else rows) // len(temperature)
+class _Sums(NamedTuple):
+    """What the tiles of each draw's row leave."""
+
+    highest: torch.Tensor  # [D, tiles] the largest logit over its temperature
+    total: torch.Tensor  # [D, tiles] the sum of exponentials relative to it
+    first: torch.Tensor | None  # [D, tiles] the first token that has it; None: nobody is greedy
+    num_tiles: int
+
+
+def _source(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    rows: torch.Tensor | None,
+    greedy: torch.Tensor | None,
+    kept: KeptTokens | None,
+) -> _Source:
+    check_contiguous(logits)
     return _Source(
-        logits, temperature.contiguous(), draws_each, rows, logits.stride(0), logits.shape[1]
+        logits,
+        temperature.contiguous(),
+        len(logits if rows is None else rows) // len(temperature),
+        None if rows is None else rows.contiguous(),
+        None if greedy is None else greedy.contiguous(),
+        kept,
+        *(logits.stride(0), logits.shape[1]),
     )
 
 
-def _sum_tiles(source: _Source) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Largest scaled logit and sum of exponentials relative to it, of each tile ``[D, tiles]``."""
+def _sum_tiles(source: _Source) -> tuple[_Sums, dict[str, int]]:
+    """The sums, and the sizes that kernels which read them are compiled for."""
     tile = min(_TILE, triton.next_power_of_2(source.vocab_size))
     num_draws = len(source.temperature) * source.draws_each
     shape = num_draws, triton.cdiv(source.vocab_size, tile)
-    highest = torch.empty(shape, dtype=torch.float32, device=source.logits.device)  # [D, tiles]
-    total = torch.empty_like(highest)
-    _sum_tile[shape](*source, highest, total, tile=tile, num_warps=8)
-    return highest, total, tile
+    highest = torch.empty(shape, dtype=torch.float32, device=source.logits.device)
+    first = None if source.greedy is None else torch.empty_like(highest, dtype=torch.int32)
+    sums = _Sums(highest, torch.empty_like(highest), first, shape[1])
+    _sum_tile[shape](source, sums, tile=tile, num_warps=8)
+    return sums, {"padded_tiles": triton.next_power_of_2(shape[1]), "tile": tile}
 
 
 @triton.jit
-def _row_of(rows, draw):
-    return draw.to(tl.int64) if rows is None else tl.load(rows + draw)
+def _row_of(source, draw):
+    return draw.to(tl.int64) if source.rows is None else tl.load(source.rows + draw)
 
 
 @triton.jit
-def _scaled(logits, temperature, group, row, stride, columns, inside):
+def _is_greedy(source, draw):
+    return tl.load(source.greedy + draw // source.draws_each) != 0
+
+
+@triton.jit
+def _scaled(source, draw, columns):
     """Logits over temperature, divided as torch does: then they agree bit for bit."""
-    raw = tl.load(logits + row * stride + columns, mask=inside, other=-float("inf"))
-    return tl.div_rn(raw.to(tl.float32), tl.load(temperature + group).to(tl.float32))
+    row = _row_of(source, draw)
+    at = source.logits + row * source.stride + columns
+    raw = tl.load(at, mask=columns < source.vocab_size, other=-float("inf")).to(tl.float32)
+    heat = tl.load(source.temperature + draw // source.draws_each).to(tl.float32)
+    if source.greedy is not None:
+        heat = tl.where(_is_greedy(source, draw), 1.0, heat)
+    scaled = tl.div_rn(raw, heat)
+    if source.kept is not None:
+        scaled = tl.where(dropped(source.kept, row, raw, columns), -float("inf"), scaled)
+    return scaled
 
 
 @triton.jit
-def _sum_tile(
-    logits,
-    temperature,
-    draws_each,
-    rows,
-    stride,
-    vocab_size,
-    highest,
-    total,
-    tile: tl.constexpr,
-):
+def _sum_tile(source, sums, tile: tl.constexpr):
     draw = tl.program_id(0)
-    group = draw // draws_each
     part = tl.program_id(1)
     columns = part * tile + tl.arange(0, tile)
-    row = _row_of(rows, draw)
-    scaled = _scaled(logits, temperature, group, row, stride, columns, columns < vocab_size)
+    scaled = _scaled(source, draw, columns)
     largest = tl.max(scaled, 0)
-    at = draw * tl.num_programs(1) + part
-    tl.store(highest + at, largest)
-    tl.store(total + at, tl.sum(_relative(scaled, largest), 0))
+    at = draw * sums.num_tiles + part
+    tl.store(sums.highest + at, largest)
+    tl.store(sums.total + at, tl.sum(_relative(scaled, largest), 0))
+    if source.greedy is not None:
+        tl.store(sums.first + at, tl.min(tl.where(scaled == largest, columns, 0x7FFFFFFF), 0))
 
 
 @triton.jit
@@ -153,15 +211,25 @@ def _relative(scaled, largest):
 
 
 @triton.jit
-def _tile_masses(highest, total, draw, num_tiles, padded_tiles: tl.constexpr):
+def _tile_masses(sums, draw, padded_tiles: tl.constexpr):
     """Mass of each tile and the factor it was scaled by, relative to the row's largest logit."""
     part = tl.arange(0, padded_tiles)
-    inside = part < num_tiles
-    of_tile = tl.load(highest + draw * num_tiles + part, mask=inside, other=-float("inf"))
-    sums = tl.load(total + draw * num_tiles + part, mask=inside, other=0.0)
+    at, inside = draw * sums.num_tiles + part, part < sums.num_tiles
+    of_tile = tl.load(sums.highest + at, mask=inside, other=-float("inf"))
+    totals = tl.load(sums.total + at, mask=inside, other=0.0)
     largest = tl.max(of_tile, 0)
     factors = _relative(of_tile.to(tl.float64), largest.to(tl.float64))
-    return sums.to(tl.float64) * factors, factors, largest
+    return totals.to(tl.float64) * factors, factors, largest
+
+
+@triton.jit
+def _likeliest(sums, draw, largest, padded_tiles: tl.constexpr):
+    """The first token that has the row's largest logit; 0 where there is no law."""
+    part = tl.arange(0, padded_tiles)
+    at, inside = draw * sums.num_tiles + part, part < sums.num_tiles
+    has_largest = tl.load(sums.highest + at, mask=inside, other=float("nan")) == largest
+    token = tl.min(tl.load(sums.first + at, mask=has_largest, other=0x7FFFFFFF), 0)
+    return tl.where(token == 0x7FFFFFFF, 0, token)
 
 
 @triton.jit
@@ -177,32 +245,22 @@ def _find(masses, places, target):
 
 
 @triton.jit
-def _store_score(scaled, largest, masses, log_probs, draw):
-    log_prob = scaled.to(tl.float64) - largest - tl.log(tl.sum(masses, 0))
-    tl.store(log_probs + draw, log_prob.to(tl.float32))
+def _log_prob(scaled, largest, mass):
+    return scaled.to(tl.float64) - largest - tl.log(mass)
+
+
+@triton.jit
+def _sure(tokens, likeliest, mass):
+    """Log-probabilities where the likeliest token is sure; NaN where there is no law."""
+    return tl.where(mass > 0, tl.where(tokens == likeliest, 0.0, -float("inf")), float("nan"))
 
 
 @triton.jit
 def _draw(
-    logits,
-    temperature,
-    draws_each,
-    rows,
-    stride,
-    vocab_size,
-    highest,
-    total,
-    uniforms,
-    tokens,
-    log_probs,
-    num_tiles,
-    padded_tiles: tl.constexpr,
-    tile: tl.constexpr,
+    source, sums, uniforms, tokens, log_probs, padded_tiles: tl.constexpr, tile: tl.constexpr
 ):
     draw = tl.program_id(0)
-    group = draw // draws_each
-    row = _row_of(rows, draw)
-    masses, factors, largest = _tile_masses(highest, total, draw, num_tiles, padded_tiles)
+    masses, factors, largest = _tile_masses(sums, draw, padded_tiles)
     mass = tl.sum(masses, 0)  # NaN where some logit is NaN or infinite
     target = tl.load(uniforms + draw) * mass
     part = tl.arange(0, padded_tiles)
@@ -211,36 +269,56 @@ def _draw(
     factor = tl.sum(tl.where(part == found, factors, 0.0), 0)
 
     columns = found * tile + tl.arange(0, tile)
-    inside = columns < vocab_size
-    scaled = _scaled(logits, temperature, group, row, stride, columns, inside)
+    scaled = _scaled(source, draw, columns)
     # Relative to the tile's own largest: a tile far below the row's would vanish in float32.
     inner = _relative(scaled, tl.max(scaled, 0)).to(tl.float64)
     token = tl.where(mass == mass, _find(inner, columns, (target - before) / factor), 0)
+    log_prob = _log_prob(_scaled(source, draw, token), largest, mass)
+    if source.greedy is not None:
+        is_greedy = _is_greedy(source, draw)
+        likeliest = tl.where(mass > 0, _likeliest(sums, draw, largest, padded_tiles), 0)
+        token = tl.where(is_greedy, likeliest, token)
+        log_prob = tl.where(is_greedy, _sure(token, likeliest, mass), log_prob)
     tl.store(tokens + draw, token.to(tl.int64))
-    of_token = _scaled(logits, temperature, group, row, stride, token, token < vocab_size)
-    _store_score(of_token, largest, masses, log_probs, draw)
+    tl.store(log_probs + draw, log_prob.to(tl.float32))
 
 
 @triton.jit
-def _score(
-    logits,
-    temperature,
-    draws_each,
-    rows,
-    stride,
-    vocab_size,
-    highest,
-    total,
-    tokens,
-    log_probs,
-    num_tiles,
-    padded_tiles: tl.constexpr,
-):
+def _score(source, sums, tokens, log_probs, padded_tiles: tl.constexpr, tile: tl.constexpr):
     draw = tl.program_id(0)
-    masses, _, largest = _tile_masses(highest, total, draw, num_tiles, padded_tiles)
+    masses, _, largest = _tile_masses(sums, draw, padded_tiles)
+    mass = tl.sum(masses, 0)
     token = tl.load(tokens + draw)
-    row = _row_of(rows, draw)
-    scaled = _scaled(
-        logits, temperature, draw // draws_each, row, stride, token, token < vocab_size
-    )
-    _store_score(scaled, largest, masses, log_probs, draw)
+    log_prob = _log_prob(_scaled(source, draw, token), largest, mass)
+    if source.greedy is not None:
+        likeliest = _likeliest(sums, draw, largest, padded_tiles)
+        log_prob = tl.where(_is_greedy(source, draw), _sure(token, likeliest, mass), log_prob)
+    tl.store(log_probs + draw, log_prob.to(tl.float32))
+
+
+@triton.jit
+def _spread(source, sums, log_probs, padded_tiles: tl.constexpr, tile: tl.constexpr):
+    """Log-probabilities of a tile's tokens."""
+    draw = tl.program_id(0)
+    masses, _, largest = _tile_masses(sums, draw, padded_tiles)
+    mass = tl.sum(masses, 0)
+    columns = tl.program_id(1) * tile + tl.arange(0, tile)
+    # In float32, as torch does: nothing here is added up.
+    of_tokens = (_scaled(source, draw, columns) - largest) - tl.log(mass).to(tl.float32)
+    if source.greedy is not None:
+        likeliest = _likeliest(sums, draw, largest, padded_tiles)
+        of_tokens = tl.where(_is_greedy(source, draw), _sure(columns, likeliest, mass), of_tokens)
+    at = log_probs + draw.to(tl.int64) * source.vocab_size + columns
+    tl.store(at, of_tokens, mask=columns < source.vocab_size)
+
+
+@triton.jit
+def _add_up(source, sums, found, padded_tiles: tl.constexpr, tile: tl.constexpr):
+    """The log of the sum of a row's exponentials."""
+    draw = tl.program_id(0)
+    masses, _, largest = _tile_masses(sums, draw, padded_tiles)
+    mass = tl.sum(masses, 0)
+    log_sum = largest + tl.log(tl.where(mass > 0, mass, float("nan")))
+    if source.greedy is not None:
+        log_sum = tl.where(_is_greedy(source, draw) & (mass > 0), 0.0, log_sum)
+    tl.store(found + draw, log_sum)

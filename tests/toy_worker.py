@@ -112,6 +112,7 @@ class Outcome(NamedTuple):
     num_all_zero: int
 
 
+_FILTERS = ("top_k", "top_p", "min_p", "min_new_tokens")
 _ASKED: dict[str, Any] = {
     "custom_params": None,
     "stop_strs": [],
@@ -341,12 +342,13 @@ class ToyWorker:
             edit_logits(first, edits, nothing, 0)
         edited, allowed = of_texts.apply(first, nothing, 0)
         law, log_sum = TokenDistribution.of(
+            TORCH,
             edited.squeeze(2),
             settings.sampling_rules(),
             filter_kinds(reqs),  # type: ignore[arg-type]
             None if allowed is None else allowed.squeeze(2),
-        ).to_power(settings.power)
-        return law.log_probs(), log_sum.masked_fill(~settings.weighs, 0.0)
+        ).to_power(TORCH, settings.power)
+        return law.log_probs(TORCH), log_sum.masked_fill(~settings.weighs, 0.0)
 
     def _first_noise(
         self, settings: Settings, noise: torch.Tensor, is_open: torch.Tensor
@@ -363,13 +365,14 @@ class ToyWorker:
     def _entry(self, req: ToyRequest) -> TableEntry:
         config = config_of(self.config, req)  # type: ignore[arg-type]
         stops = frozenset({self.eos})
+        asked = {name: getattr(req.sampling_params, name) for name in _FILTERS}
         return entry(
             req.row,
             config,
             seed=req.row,
             max_new_tokens=self.limit,
-            min_new_tokens=req.sampling_params.min_new_tokens,
             stop_tokens=stops,
+            **asked,
         )
 
     def play_round(self, reqs: list[ToyRequest]) -> Any:

@@ -13,6 +13,7 @@ import torch
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.smc import rounds
 from sglang_smc.smc.exact import Walk
+from sglang_smc.smc.filters import KeptTokens
 from sglang_smc.smc.mixed import Kept
 
 Kind = Literal["torch", "triton"]
@@ -28,8 +29,11 @@ class Ops(NamedTuple):
     stratify: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     edit_logits: Callable[..., None]
     count_tokens: Callable[..., None]
+    keep_tokens: Callable[..., KeptTokens]
     sample_and_score: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     score_tokens: Callable[..., torch.Tensor]
+    log_probs: Callable[..., torch.Tensor]
+    log_sums: Callable[..., torch.Tensor]
     reweight_and_resample: Callable[..., rounds.Reweighted]
     collapse: Callable[..., tuple[rounds.Resampled, torch.Tensor]]
     common_tail: Callable[..., torch.Tensor]

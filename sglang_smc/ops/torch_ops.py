@@ -3,7 +3,7 @@
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.memory.rows import tally
 from sglang_smc.ops.interface import Ops
-from sglang_smc.smc import agreement, distribution, edits, exact, mixed, randomness, rounds
+from sglang_smc.smc import agreement, distribution, edits, exact, filters, mixed, randomness, rounds
 from sglang_smc.smc.stratify import same_text, stratify
 
 TORCH = Ops(
@@ -14,8 +14,11 @@ TORCH = Ops(
     stratify=stratify,
     edit_logits=edits.edit_logits,
     count_tokens=edits.count_tokens,
+    keep_tokens=filters.keep_tokens,
     sample_and_score=distribution.sample_and_score,
     score_tokens=distribution.score_tokens,
+    log_probs=distribution.log_probs,
+    log_sums=distribution.log_sums,
     reweight_and_resample=rounds.reweight_and_resample,
     collapse=rounds.collapse,
     begin_walk=exact.begin_walk,

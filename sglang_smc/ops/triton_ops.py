@@ -8,10 +8,11 @@ from sglang_smc.kernels import lineage, prepare
 from sglang_smc.kernels import reweight as reweight_kernel
 from sglang_smc.kernels.agreement import common_tail, num_distinct
 from sglang_smc.kernels.edits import count_tokens, edit_logits
+from sglang_smc.kernels.filters import keep_tokens
 from sglang_smc.kernels.keep import keep
 from sglang_smc.kernels.randomness import round_seeds, uniforms
 from sglang_smc.kernels.rows import tally
-from sglang_smc.kernels.sample import sample_and_score, score_tokens
+from sglang_smc.kernels.sample import log_probs, log_sums, sample_and_score, score_tokens
 from sglang_smc.kernels.stratify import same_text, stratify
 from sglang_smc.kernels.verify import begin_walk, walk_on
 from sglang_smc.memory.ledger import Ledger
@@ -56,8 +57,11 @@ TRITON = Ops(
     stratify=stratify,
     edit_logits=edit_logits,
     count_tokens=count_tokens,
+    keep_tokens=keep_tokens,
     sample_and_score=sample_and_score,
     score_tokens=score_tokens,
+    log_probs=log_probs,
+    log_sums=log_sums,
     reweight_and_resample=reweight_and_resample,
     collapse=reweight_kernel.collapse,
     begin_walk=begin_walk,

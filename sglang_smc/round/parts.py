@@ -56,5 +56,5 @@ def assemble(
     for worker in (target, draft):
         check_layers(worker.model_runner)
     rehearse(steps)
-    prefill = Prefill(target, draft, states, tables, config.num_particles)
+    prefill = Prefill(target, draft, states, tables, ops, config.num_particles)
     return Parts(steps, prefill, Round(steps, tables, ops))

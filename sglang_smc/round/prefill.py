@@ -7,6 +7,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
+from sglang_smc.ops.interface import Ops
 from sglang_smc.options.budget import Budget
 from sglang_smc.requests.failures import failure_of_first, mark_first
 from sglang_smc.requests.rules import TextRules
@@ -36,6 +37,7 @@ class Prefill:
         target, draft: SGLang's workers of the two models.
         states: begins requests on the host.
         tables: begin them on the device.
+        ops: the small operations.
         num_particles: N of the server; requests may have fewer.
     """
 
@@ -45,12 +47,14 @@ class Prefill:
         draft: TpModelWorker,
         states: RequestStates,
         tables: Tables,
+        ops: Ops,
         num_particles: int,
     ) -> None:
         self._target = target
         self._draft = draft
         self._states = states
         self._tables = tables
+        self._ops = ops
         self._num_particles = num_particles
 
     def run(self, batch: "ScheduleBatch", budget: Budget | None) -> "GenerationBatchResult":
@@ -111,9 +115,11 @@ class Prefill:
         if any(map(has_edits, reqs)):
             edits = tables.edits.of_prefill(reqs, rows, settings, num_emitted)
         last, allowed = _edited(edits, rules, logits)
-        p = TokenDistribution.of(last, settings.sampling_rules(), filter_kinds(reqs), allowed)
-        powered, log_sum = p.to_power(settings.power)
-        log_p = powered.log_probs()  # [G, V]
+        p = TokenDistribution.of(
+            self._ops, last, settings.sampling_rules(), filter_kinds(reqs), allowed
+        )
+        powered, log_sum = p.to_power(self._ops, settings.power)
+        log_p = powered.log_probs(self._ops)  # [G, V]
         failure = failure_of_first(log_p, draft_logits)
         tokens, ended = self._draw(reqs, rules, settings, log_p, num_emitted)
         rules.note_first(tokens[:, 0], log_sum)
@@ -131,7 +137,7 @@ class Prefill:
         self._states.note_first(reqs, log_sum)
         if batch.return_logprob:
             shown = logprob_distribution(last, settings.temperature, allowed)
-            tables.logprobs.begin(batch, shown.log_probs(), tokens, output)
+            tables.logprobs.begin(batch, shown.log_probs(self._ops), tokens, output)
         return tokens[:, 0], failure
 
     def _draw(

@@ -201,7 +201,7 @@ class Steps:
             edited, allowed = self._edited(batch, logits.unsqueeze(2), chains, len(drawn))
             logits = edited.squeeze(2)
             allowed = allowed if allowed is None else allowed.squeeze(2)
-        return TokenDistribution.of(logits, batch.q_rules, batch.shape.kinds, allowed)
+        return TokenDistribution.of(self.ops, logits, batch.q_rules, batch.shape.kinds, allowed)
 
     def score(
         self, batch: RoundBatch, drafts: Drafts, slots: DraftSlots
@@ -219,7 +219,7 @@ class Steps:
         logits, allowed = self._edited(batch, logits, drafts.tokens, 0)  # [G, N, K + 1, V]
         allowed = allowed if allowed is None else allowed.flatten(1, 2)
         logits = logits.flatten(1, 2)
-        p = TokenDistribution.of(logits, batch.p_rules, batch.shape.kinds, allowed)
+        p = TokenDistribution.of(self.ops, logits, batch.p_rules, batch.shape.kinds, allowed)
         if not batch.shape.logprobs.own:
             return p, None
         return p, logprob_distribution(logits, batch.p_rules.temperature, allowed)
@@ -245,7 +245,7 @@ class Steps:
         if not shape.weighs:
             return verified
         weighed = self.weigh(batch, population, drafts, p)
-        return rounds.choose(batch.settings.weighs, weighed, verified)
+        return rounds.choose(batch.settings.weighs, weighed, verified, self.ops)
 
     def weigh(
         self, batch: RoundBatch, population: Population, drafts: Drafts, p: TokenDistribution
@@ -283,7 +283,7 @@ class Steps:
             cut,
             num_kept,
             resampled,
-            p._replace(rows=row.flatten()),
+            p.at(row.flatten()),
             verified=~settings.weighs,
             failure=failure_of_round(
                 log_p, drafts.log_q, drafts.before_end, drafts.ends, ~population.ended
@@ -337,7 +337,7 @@ class Steps:
         log_sum = p.log_masses().double()
         if batch.shape.powered:
             powers = batch.settings.power.unsqueeze(1).expand(shape)
-            p, log_sum = p.to_power(powers.flatten())
+            p, log_sum = p.to_power(self.ops, powers.flatten())
         log_sum = log_sum.view(shape)
         counts = weighs & ~population.ended
         stuck = (~weighs & (log_sum == -torch.inf)).any(1)

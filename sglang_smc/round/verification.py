@@ -52,7 +52,7 @@ def verify(
     failure = failure_of_round(
         log_p, drafts.log_q, drafts.before_end, drafts.ends, ~population.ended
     )
-    decision = one_lineage(population, kept, law_behind(found, kept, p), failure)
+    decision = one_lineage(population, kept, law_behind(found, kept, p, ops), failure)
     if p.log_mass is None:
         return decision
     log_mass = p.log_mass.view(log_p.shape)  # [G, N, K + 1]
@@ -60,10 +60,12 @@ def verify(
     return decision._replace(next_tokens=decision.next_tokens._replace(log_mass=leaves))
 
 
-def law_behind(found: exact.Verified, kept: mixed.Kept, p: TokenDistribution) -> torch.Tensor:
+def law_behind(
+    found: exact.Verified, kept: mixed.Kept, p: TokenDistribution, ops: Ops
+) -> torch.Tensor:
     """Log-probabilities of the token behind what is kept, ``[G, V]``, up to a constant."""
     left = found.residuals[found.left].log()
-    return torch.where(kept.rejects.unsqueeze(1), left, p.at(kept.row).log_probs())
+    return torch.where(kept.rejects.unsqueeze(1), left, p.at(kept.row).log_probs(ops))
 
 
 def log_mass_of_path(log_mass: torch.Tensor, kept: mixed.Kept, ends: torch.Tensor) -> torch.Tensor:

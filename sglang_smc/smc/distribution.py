@@ -1,9 +1,8 @@
 """From logits to the distributions p and q that a request asked for.
 
 Temperature, top-k, top-p and min-p act on the target and on the draft alike, so
-p is what the client wants to sample from and q lives under the same rules. The
-filters follow SGLang's sampler: temperature first, then top-k and top-p on the
-same probabilities ("joint" order), min-p relative to the largest one.
+p is what the client wants to sample from and q lives under the same rules, which
+`filters` states.
 """
 
 from collections.abc import Callable
@@ -11,16 +10,18 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from sglang_smc.smc.filters import KeptTokens
 from sglang_smc.smc.masking import restrict
 
 
 class SamplingRules(NamedTuple):
-    """Sampling parameters of each row of logits, on the same device."""
+    """Sampling parameters of each request, ``[G]``, on the device of its logits."""
 
-    temperature: torch.Tensor  # > 0; greedy is top_k = 1
-    top_k: torch.Tensor  # >= 1; anything >= V keeps all
-    top_p: torch.Tensor  # in (0, 1]
-    min_p: torch.Tensor  # in [0, 1]
+    temperature: torch.Tensor  # float32 > 0
+    top_k: torch.Tensor  # int64 >= 1; anything >= V keeps all
+    top_p: torch.Tensor  # float32 in (0, 1]
+    min_p: torch.Tensor  # float32 in [0, 1]
+    greedy: torch.Tensor  # bool: top_k is 1
 
 
 class FilterKinds(NamedTuple):
@@ -31,7 +32,10 @@ class FilterKinds(NamedTuple):
 
 
 class Draws(Protocol):
-    """Who draws and scores tokens: `sample_and_score` and `score_tokens`, or kernels."""
+    """Who draws and scores tokens: the functions of these names, or kernels."""
+
+    @property
+    def keep_tokens(self) -> Callable[..., KeptTokens]: ...
 
     @property
     def sample_and_score(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]: ...
@@ -39,29 +43,39 @@ class Draws(Protocol):
     @property
     def score_tokens(self) -> Callable[..., torch.Tensor]: ...
 
+    @property
+    def log_probs(self) -> Callable[..., torch.Tensor]: ...
+
+    @property
+    def log_sums(self) -> Callable[..., torch.Tensor]: ...
+
 
 class TokenDistribution(NamedTuple):
-    """What each of D draws is drawn from: logits over a temperature.
+    """What each of D draws is drawn from: logits over a temperature, less what rules cut.
 
-    Where rules cut tokens, the scores are log-probabilities already, and the temperature is 1.
+    Nothing of the size of the logits is made before somebody asks for `log_probs`.
     """
 
     scores: torch.Tensor  # [R, V], any float type
     temperature: torch.Tensor  # [G] float32, each of D / G draws one after another
     rows: torch.Tensor | None = None  # [D] the row of scores that each draw uses; None: D = R
     log_mass: torch.Tensor | None = None  # [R] log of what masks leave of p; None: all of it
+    greedy: torch.Tensor | None = None  # [G] bool: its likeliest token alone; None: of no group
+    kept: KeptTokens | None = None  # of the R rows; None: no filter cuts any
 
     @classmethod
     def of(
         cls,
+        ops: Draws,
         logits: torch.Tensor,
         rules: SamplingRules,
         kinds: FilterKinds,
         allowed: torch.Tensor | None = None,
     ) -> "TokenDistribution":
-        """What ``G * M`` rows of logits are drawn from, not worked out where no rule cuts tokens.
+        """What ``G * M`` rows of logits are drawn from.
 
         Args:
+            ops: finds what filters keep.
             logits: ``[G, M, V]``; ``-inf`` marks a token that is forbidden.
             rules: ``[G]`` each, one for the M rows of a request.
             kinds: of the batch.
@@ -71,13 +85,15 @@ class TokenDistribution(NamedTuple):
         if allowed is not None:
             logits, log_mass = restrict(logits, allowed, rules.temperature.unsqueeze(1))
             log_mass = log_mass.flatten()
-        if kinds.filtered:
-            of_rows = SamplingRules(*(rule.unsqueeze(1) for rule in rules))  # [G, 1]
-            log_p = log_probs(logits, of_rows)
-            return cls.of_log_probs(log_p.flatten(0, 1))._replace(log_mass=log_mass)
-        if kinds.greedy:
-            logits = likeliest_only(logits, (rules.top_k == 1).unsqueeze(1))
-        return cls(logits.flatten(0, 1), rules.temperature, log_mass=log_mass)
+        scores = logits.flatten(0, 1)
+        filters = rules.temperature, rules.top_k, rules.top_p, rules.min_p
+        return cls(
+            scores,
+            rules.temperature,
+            log_mass=log_mass,
+            greedy=rules.greedy if kinds.greedy else None,
+            kept=ops.keep_tokens(scores, *filters) if kinds.filtered else None,
+        )
 
     @classmethod
     def of_log_probs(
@@ -91,38 +107,54 @@ class TokenDistribution(NamedTuple):
         """The number of draws, D."""
         return len(self.scores if self.rows is None else self.rows)
 
+    def at(self, rows: torch.Tensor) -> "TokenDistribution":
+        """The same scores, read at other ``rows`` ``[D]``, each of its draw's group."""
+        return self._replace(rows=rows)
+
     def sample(self, ops: Draws, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and their log-probabilities, both of the shape of ``uniforms``, D in all."""
         tokens, log_p = ops.sample_and_score(
-            self.scores, self.temperature, uniforms.flatten(), self.rows
+            self.scores, self.temperature, uniforms.flatten(), *self._cuts
         )
         return tokens.view_as(uniforms), log_p.view_as(uniforms)
 
     def score(self, ops: Draws, tokens: torch.Tensor) -> torch.Tensor:
         """Log p of tokens, D in all, in their shape, before masks renormalise it."""
-        log_p = ops.score_tokens(self.scores, self.temperature, tokens.flatten(), self.rows)
+        log_p = ops.score_tokens(self.scores, self.temperature, tokens.flatten(), *self._cuts)
         if self.log_mass is not None:
             log_p = log_p + self.log_masses()
         return log_p.view_as(tokens)
 
-    def at(self, rows: torch.Tensor) -> "TokenDistribution":
-        """The same scores, read at other ``rows`` ``[D]``."""
-        return self._replace(rows=rows)
-
-    def log_probs(self) -> torch.Tensor:
+    def log_probs(self, ops: Draws) -> torch.Tensor:
         """Log-probabilities of all tokens at each draw, ``[D, V]`` float32."""
-        scores = self.scores if self.rows is None else self.scores[self.rows]
-        return tempered(scores, of_each_draw(self.temperature, len(scores)))
+        return ops.log_probs(self.scores, self.temperature, *self._cuts)
 
-    def to_power(self, power: torch.Tensor) -> tuple["TokenDistribution", torch.Tensor]:
-        """p^alpha over its sum, and the log of the sum, for powers ``[D]``: what a draw weighs."""
-        log_p, log_sum = power_law(self.log_probs(), power)
-        return TokenDistribution.of_log_probs(log_p), log_sum + power * self.log_masses()
+    @property
+    def _cuts(self) -> tuple[torch.Tensor | None, torch.Tensor | None, KeptTokens | None]:
+        """How `Draws` are told which rows are read, and what of them is left."""
+        return self.rows, self.greedy, self.kept
 
-    def where(self, mine: torch.Tensor, other: "TokenDistribution") -> "TokenDistribution":
+    def to_power(self, ops: Draws, power: torch.Tensor) -> tuple["TokenDistribution", torch.Tensor]:
+        """p^alpha over its sum, and the log of the sum, for powers ``[D]``: what a draw weighs.
+
+        A token drawn from p^alpha over its sum needs that sum as its weight, whichever token it is.
+        It is a law of the same tokens at the temperature T / alpha. Where alpha is 1 nothing
+        changes. The log of the sum is ``[D]`` float64.
+        """
+        plain = of_each_draw(self.temperature, len(power))
+        raised = self._replace(temperature=(plain / power).float(), log_mass=None)
+        if self.greedy is not None:
+            raised = raised._replace(greedy=of_each_draw(self.greedy, len(power)))
+        sums = [ops.log_sums(self.scores, one.temperature, *one._cuts) for one in (raised, self)]
+        log_sum = sums[0] - power * sums[1]
+        return raised, torch.where(power == 1.0, 0.0, log_sum) + power * self.log_masses()
+
+    def where(
+        self, ops: Draws, mine: torch.Tensor, other: "TokenDistribution"
+    ) -> "TokenDistribution":
         """This distribution in the groups ``mine`` ``[G]`` bool, ``other`` in the others."""
         of_draws = of_each_draw(mine, self.num_draws)
-        log_p = torch.where(of_draws.unsqueeze(1), self.log_probs(), other.log_probs())
+        log_p = torch.where(of_draws.unsqueeze(1), self.log_probs(ops), other.log_probs(ops))
         log_mass = torch.where(of_draws, self.log_masses(), other.log_masses())
         return TokenDistribution.of_log_probs(log_p)._replace(log_mass=log_mass)
 
@@ -131,58 +163,6 @@ class TokenDistribution(NamedTuple):
         if self.log_mass is None:
             return self.temperature.new_zeros(self.num_draws)
         return self.log_mass if self.rows is None else self.log_mass[self.rows]
-
-
-def log_probs(logits: torch.Tensor, rules: SamplingRules, *, filtered: bool = True) -> torch.Tensor:
-    """Normalised log-probabilities under a request's rules.
-
-    Args:
-        logits: ``[..., V]``, any float type; ``-inf`` marks a forbidden token. NaN, ``inf`` or
-            nothing but ``-inf`` gives no law: all of the row is NaN.
-        rules: one entry a row, or any shape that broadcasts to ``[...]``.
-        filtered: False promises that no row uses top-k, top-p or min-p, and saves the sort.
-
-    Returns:
-        ``[..., V]`` float32; ``-inf`` where the token is cut.
-    """
-    log_p = tempered(logits, rules.temperature)
-    if not filtered:
-        return log_p
-    kept = log_p.masked_fill(~_kept_tokens(log_p.exp(), rules), -torch.inf)
-    return kept - torch.logsumexp(kept, dim=-1, keepdim=True)
-
-
-def power_law(log_p: torch.Tensor, power: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The next-token law of a target p^alpha on texts, and its weight.
-
-    A token drawn from p^alpha over its sum needs that sum as its weight, whichever token it is.
-
-    Args:
-        log_p: ``[..., V]`` normalised.
-        power: alpha, any shape that broadcasts to ``[...]``; where it is 1 nothing changes.
-
-    Returns:
-        ``[..., V]`` normalised log-probabilities and the logs of the sums, ``[...]`` float64.
-    """
-    raised = log_p.double() * power.unsqueeze(-1)
-    # 0 * -inf: a token that p excludes stays excluded.
-    raised = raised.masked_fill(log_p == -torch.inf, -torch.inf)
-    log_sum = torch.logsumexp(raised, dim=-1)
-    plain = power == 1.0
-    log_sum = torch.where(plain, 0.0, log_sum)
-    return torch.where(plain.unsqueeze(-1), log_p.double(), raised - log_sum.unsqueeze(-1)), log_sum
-
-
-def likeliest_only(logits: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    """Forbid all tokens but the likeliest, of several the first, in some rows.
-
-    Args:
-        logits: ``[..., V]``.
-        where: bool, any shape that broadcasts to ``[...]``.
-    """
-    likeliest = logits.argmax(-1, keepdim=True)  # [..., 1]
-    token = torch.arange(logits.shape[-1], device=logits.device)
-    return logits.masked_fill(where.unsqueeze(-1) & (token != likeliest), -torch.inf)
 
 
 def sample(log_p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
@@ -216,21 +196,24 @@ def sample_and_score(
     temperature: torch.Tensor,
     uniforms: torch.Tensor,
     rows: torch.Tensor | None = None,
+    greedy: torch.Tensor | None = None,
+    kept: KeptTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw tokens of requests that use no filter, and say how probable they were.
+    """Draw tokens, and say how probable they were.
 
     Args:
         logits: ``[R, V]``, any float type; ``-inf`` marks a forbidden token.
         temperature: ``[G]`` > 0, each of D / G draws one after another.
         uniforms: ``[D]`` float64 in [0, 1).
         rows: ``[D]`` int64, the row of logits that each draw uses; None is one draw a row, D = R.
+        greedy: ``[G]`` bool: the likeliest token, of equals the first, at whatever temperature.
+        kept: of the R rows: no other token is drawn.
 
     Returns:
         Tokens ``[D]`` int64 and their log-probabilities ``[D]`` float32: token 0 and NaN where a
         logit is NaN or ``inf``, or all are forbidden.
     """
-    used = logits if rows is None else logits[rows]
-    log_p = tempered(used, of_each_draw(temperature, len(used)))
+    log_p = log_probs(logits, temperature, rows, greedy, kept)
     tokens = sample(log_p, uniforms)
     return tokens, token_log_probs(log_p, tokens)
 
@@ -240,31 +223,67 @@ def score_tokens(
     temperature: torch.Tensor,
     tokens: torch.Tensor,
     rows: torch.Tensor | None = None,
+    greedy: torch.Tensor | None = None,
+    kept: KeptTokens | None = None,
 ) -> torch.Tensor:
     """Log-probabilities ``[D]`` float32 of given tokens ``[D]``; else as `sample_and_score`."""
-    used = logits if rows is None else logits[rows]
-    return token_log_probs(tempered(used, of_each_draw(temperature, len(used))), tokens)
+    return token_log_probs(log_probs(logits, temperature, rows, greedy, kept), tokens)
+
+
+def log_probs(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    rows: torch.Tensor | None = None,
+    greedy: torch.Tensor | None = None,
+    kept: KeptTokens | None = None,
+) -> torch.Tensor:
+    """Log-probabilities of all tokens, ``[D, V]`` float32; else as `sample_and_score`.
+
+    ``-inf`` where a token is forbidden or cut. NaN all along a row that gives no law.
+    """
+    used = (logits if rows is None else logits[rows]).float()
+    log_p = torch.log_softmax(_tempered(used, temperature, rows, greedy, kept), dim=-1)
+    if greedy is None:
+        return log_p
+    token = torch.arange(used.shape[1], device=used.device)
+    is_likeliest = token == used.argmax(1, keepdim=True)
+    point = torch.where(is_likeliest, 0.0, -torch.inf) + torch.where(log_p.isnan(), log_p, 0.0)
+    return torch.where(of_each_draw(greedy, len(used)).unsqueeze(1), point, log_p)
+
+
+def log_sums(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    rows: torch.Tensor | None = None,
+    greedy: torch.Tensor | None = None,
+    kept: KeptTokens | None = None,
+) -> torch.Tensor:
+    """Logs of what probabilities are divided by, the sum of exp(logit / T), ``[D]`` float64.
+
+    0 for a greedy group, NaN where a row gives no law; arguments as for `log_probs`.
+    """
+    used = (logits if rows is None else logits[rows]).float()
+    scores = _tempered(used, temperature, rows, greedy, kept)
+    largest = scores.amax(1)  # [D]
+    total = (scores - largest.unsqueeze(1)).exp().sum(1).double().log() + largest
+    if greedy is None:
+        return total
+    return torch.where(of_each_draw(greedy, len(used)) & ~total.isnan(), 0.0, total)
+
+
+def _tempered(
+    used: torch.Tensor,
+    temperature: torch.Tensor,
+    rows: torch.Tensor | None,
+    greedy: torch.Tensor | None,
+    kept: KeptTokens | None,
+) -> torch.Tensor:
+    """What is left of float32 logits ``[D, V]`` over their temperature; greedy ones have 1."""
+    heat = temperature.float() if greedy is None else temperature.float().masked_fill(greedy, 1.0)
+    scores = used / of_each_draw(heat, len(used)).unsqueeze(1)
+    return scores if kept is None else scores.masked_fill(kept.at(rows).dropped(used), -torch.inf)
 
 
 def of_each_draw(of_groups: torch.Tensor, num_draws: int) -> torch.Tensor:
     """Give each of D draws what its group has: ``[G]`` to ``[D]``, D / G draws a group."""
     return of_groups.unsqueeze(1).expand(-1, num_draws // len(of_groups)).flatten()
-
-
-def tempered(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Normalised log-probabilities ``[..., V]`` float32 at a temperature ``[...]``, unfiltered."""
-    return torch.log_softmax(logits.float() / temperature.float().unsqueeze(-1), dim=-1)
-
-
-def _kept_tokens(probs: torch.Tensor, rules: SamplingRules) -> torch.Tensor:
-    """Mask ``[..., V]`` of the tokens that top-k, top-p and min-p leave."""
-    # Stable: among equal logits the lowest id ranks first, as argmax chooses.
-    ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(probs.shape[-1], device=probs.device)
-    mass_before = ordered.double().cumsum(-1) - ordered
-    top_p = rules.top_p.double().unsqueeze(-1)
-    in_top_k = rank < rules.top_k.unsqueeze(-1)
-    in_top_p = (mass_before <= top_p) | (top_p >= 1.0)
-    above_min_p = ordered >= ordered[..., :1] * rules.min_p.unsqueeze(-1)
-    keep = in_top_k & in_top_p & above_min_p
-    return torch.zeros_like(keep).scatter(-1, ids, keep)

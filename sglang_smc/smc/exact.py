@@ -31,7 +31,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.distribution import Draws, TokenDistribution
 from sglang_smc.smc.selection import select, selection_rule
 
 NUM_BINS = 128
@@ -69,7 +69,7 @@ class Walk(NamedTuple):
     found: Verified  # the longest prefix accepted so far
 
 
-class Walker(Protocol):
+class Walker(Draws, Protocol):
     """Who walks: `begin_walk` and `walk_on`, or kernels."""
 
     @property
@@ -122,7 +122,8 @@ def verify(
     chains = Chains(tokens, ends, uniforms, num_steps)
     walk = walker.begin_walk(chains, num_chains, p.scores.shape[1])
     for step in range(max_steps):
-        log_p, log_q = p.at(walk.p_row).log_probs(), q[step].at(walk.q_row).log_probs()
+        log_p = p.at(walk.p_row).log_probs(walker)  # [G, V]
+        log_q = q[step].at(walk.q_row).log_probs(walker)
         walk = walker.walk_on(walk, chains, log_p, log_q, step)
     return walk.found
 

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.distribution import Draws, TokenDistribution
 from sglang_smc.smc.evidence import covered_columns
 from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.smc.weights import Weights, accumulate, effective_sample_size
@@ -207,17 +207,18 @@ def by_method(
     return found
 
 
-def choose(where: torch.Tensor, yes: Chosen, no: Chosen) -> Chosen:
+def choose(where: torch.Tensor, yes: Chosen, no: Chosen, ops: Draws | None = None) -> Chosen:
     """``yes`` for the groups ``where`` ``[G]`` bool, ``no`` for the others.
 
-    Both are a tensor ``[G, ...]``, a distribution, or a named tuple of such.
+    Both are a tensor ``[G, ...]``, a distribution, which takes ``ops``, or a named tuple of such.
     """
     if isinstance(yes, torch.Tensor) and isinstance(no, torch.Tensor):
         return torch.where(where.view(-1, *(1,) * (yes.dim() - 1)), yes, no)
     if isinstance(yes, TokenDistribution) and isinstance(no, TokenDistribution):
-        return yes.where(where, no)
+        assert ops is not None
+        return yes.where(ops, where, no)
     assert isinstance(yes, tuple) and isinstance(no, tuple)
-    fields = [choose(where, a, b) for a, b in zip(yes, no, strict=True)]
+    fields = [choose(where, a, b, ops) for a, b in zip(yes, no, strict=True)]
     return yes._make(fields)  # pyright: ignore -- of a named tuple
 
 

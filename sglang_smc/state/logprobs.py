@@ -54,7 +54,7 @@ def score(
     if num_top == 0 and ids.shape[1] == 0:
         none = own.unsqueeze(3)[..., :0]
         return TailLogprobs(own, none, none.long(), none)
-    log_p = law.log_probs()  # [R, V]
+    log_p = law.log_probs(ops)  # [R, V]
     top, top_ids = log_p.topk(num_top, dim=-1)
     by_group = log_p.unflatten(0, (len(ids), -1))
     listed = by_group.gather(2, ids.unsqueeze(1).expand(-1, by_group.shape[1], -1)).flatten(0, 1)

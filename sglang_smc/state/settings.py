@@ -39,6 +39,7 @@ class Settings(NamedTuple):
     min_p: torch.Tensor  # [G] float32
     last_position: torch.Tensor  # [G] int64 of an output token
     min_new_tokens: torch.Tensor  # [G] int64
+    greedy: torch.Tensor  # [G] bool: top_k is 1
     may_stop: torch.Tensor  # [G] bool: stop tokens end the text, too
     num_particles: torch.Tensor  # [G] int64 N
     num_steps: torch.Tensor  # [G] int64 K
@@ -78,7 +79,7 @@ class Settings(NamedTuple):
     def sampling_rules(self, *, draft: bool = False) -> SamplingRules:
         """How next tokens are drawn, ``[G]`` each; the draft may have its own temperature."""
         temperature = self.draft_temperature if draft else self.temperature
-        return SamplingRules(temperature, self.top_k, self.top_p, self.min_p)
+        return SamplingRules(temperature, self.top_k, self.top_p, self.min_p, self.greedy)
 
     def ends(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Does the text end with this token? ``[G, N, C]`` bool.
@@ -112,7 +113,7 @@ _COLUMNS = {
     ),
     torch.float32: ("temperature", "top_p", "min_p", "draft_temperature"),
     torch.float64: ("ess_threshold", "power", "evidence_threshold"),
-    torch.bool: ("may_stop", "weighs", "at_token", "heaviest", "normalized"),
+    torch.bool: ("greedy", "may_stop", "weighs", "at_token", "heaviest", "normalized"),
 }
 
 
@@ -160,6 +161,7 @@ def _values(entry: TableEntry) -> dict[str, Any]:
         "top_k": params.top_k,
         "top_p": params.top_p,
         "min_p": params.min_p,
+        "greedy": params.top_k == 1,
         "last_position": params.max_new_tokens - 1,
         "min_new_tokens": params.min_new_tokens,
         "may_stop": not params.ignore_eos,

@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 
 from sglang_smc.kernels.agreement import common_tail, num_distinct
 from sglang_smc.kernels.edits import count_tokens, edit_logits
+from sglang_smc.kernels.filters import keep_tokens
 from sglang_smc.kernels.keep import keep
 from sglang_smc.kernels.lineage import commit, descend
 from sglang_smc.kernels.particle_attention import particle_attention
@@ -32,7 +33,7 @@ from sglang_smc.kernels.prepare import reserve
 from sglang_smc.kernels.randomness import round_seeds, uniforms
 from sglang_smc.kernels.reweight import SCHEMES, collapse, reweight_and_resample
 from sglang_smc.kernels.rows import tally
-from sglang_smc.kernels.sample import sample_and_score, score_tokens
+from sglang_smc.kernels.sample import log_probs, log_sums, sample_and_score, score_tokens
 from sglang_smc.kernels.stratify import same_text, stratify
 from sglang_smc.kernels.verify import begin_walk, walk_on
 from sglang_smc.smc.edits import EditColumns, Edits
@@ -93,9 +94,16 @@ def _sample(sizes: Sizes) -> None:
     noise = torch.zeros(of_draft, dtype=torch.float64)
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.empty(of_target, sizes.vocab, dtype=dtype)
+        scored, own = torch.arange(of_target), torch.arange(of_draft)
         sample_and_score(logits[:of_draft], ones, noise)
-        sample_and_score(logits, ones, noise, torch.arange(of_draft))
-        score_tokens(logits, ones, torch.arange(of_target))
+        sample_and_score(logits, ones, noise, own)
+        score_tokens(logits, ones, scored)
+        kept = keep_tokens(logits, ones, ones.long(), ones, ones)
+        for greedy, left in ((ones.bool(), None), (None, kept), (ones.bool(), kept)):
+            sample_and_score(logits, ones, noise, own, greedy, left)
+            score_tokens(logits, ones, scored, scored, greedy, left)
+            log_probs(logits, ones, own, greedy, left)
+            log_sums(logits, ones, own, greedy, left)
 
 
 @launches

@@ -91,6 +91,16 @@ def test_kernels_change_no_token_of_requests_that_edit(
     assert not torch.equal(by_torch.outputs, unedited.outputs)
 
 
+@pytest.mark.parametrize("asked", [{"top_k": 2, "min_p": 0.3}, {"top_k": 1}], ids=str)
+def test_kernels_change_no_token_under_filters(
+    asked: dict[str, Any], device: str, kernels: Ops
+) -> None:
+    by_kernels = serve(CHOICES["powered"], (None,), kernels, device, (asked,))
+    by_torch = serve(CHOICES["powered"], (None,), TORCH, device, (asked,))
+    assert torch.equal(by_kernels.outputs, by_torch.outputs)
+    assert torch.allclose(by_kernels.log_evidence, by_torch.log_evidence, atol=1e-5)
+
+
 def books(chosen: tuple[dict[str, Any], ...], ops: Ops, device: str) -> list[list[float]]:
     """Log-probabilities of each request's tokens."""
     config = SMCConfig(num_particles=3, num_steps=2, max_lag=4, evidence_threshold=0.0)

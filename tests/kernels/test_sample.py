@@ -1,6 +1,7 @@
 """Draws and their probabilities, kernel against reference."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_smc.kernels import sample as kernel
 from sglang_smc.smc import distribution
+from sglang_smc.smc.filters import KeptTokens, keep_tokens
 
 LARGEST = math.nextafter(1.0, 0.0)
 ROUNDING = 1e-6  # of a cumulative probability: within it of a boundary, either token is right
@@ -19,20 +21,23 @@ def check_draws(
     temperature: torch.Tensor,
     uniforms: torch.Tensor,
     rows: torch.Tensor | None = None,
+    greedy: torch.Tensor | None = None,
+    kept: KeptTokens | None = None,
 ) -> None:
+    cuts = rows, greedy, kept
     found, log_probs = (
-        x.cpu() for x in kernel.sample_and_score(logits, temperature, uniforms, rows)
+        x.cpu() for x in kernel.sample_and_score(logits, temperature, uniforms, *cuts)
     )
     expected, _ = (
-        x.cpu() for x in distribution.sample_and_score(logits, temperature, uniforms, rows)
+        x.cpu() for x in distribution.sample_and_score(logits, temperature, uniforms, *cuts)
     )
-    scores = distribution.score_tokens(logits, temperature, found.to(logits.device), rows).cpu()
+    scores = distribution.score_tokens(logits, temperature, found.to(logits.device), *cuts).cpu()
     assert (scores > -torch.inf).all(), "a token of probability zero was drawn"
     torch.testing.assert_close(log_probs, scores, rtol=1e-5, atol=1e-5)
+    by_kernel = kernel.score_tokens(logits, temperature, found.to(logits.device), *cuts)
+    torch.testing.assert_close(by_kernel.cpu(), scores, rtol=1e-5, atol=1e-5)
 
-    used = logits.cpu() if rows is None else logits.cpu()[rows.cpu()]
-    heat = temperature.cpu().float().repeat_interleave(len(used) // len(temperature))
-    law = torch.log_softmax(used.float() / heat.unsqueeze(1), 1)
+    law = distribution.log_probs(logits, temperature, *cuts).cpu()
     cumulative = torch.nn.functional.pad(law.double().exp().cumsum(1), (1, 0))  # [D, V + 1]
     cumulative, u = cumulative / cumulative[:, -1:], uniforms.cpu()
 
@@ -51,13 +56,14 @@ def noise(size: int, generator: torch.Generator) -> torch.Tensor:
     return torch.cat([extreme, torch.rand(size, generator=generator, dtype=torch.float64)])[:size]
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
 @given(
     vocab_size=st.sampled_from([1, 2, 5, 31, 32, 33, 64, 100]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
     spread=st.sampled_from([0.0, 1.0, 8.0, 60.0]),
     forbidden=st.sampled_from([0.0, 0.3, 0.95]),
     num_groups=st.sampled_from([6, 3, 1]),
+    kind=st.sampled_from(["plain", "greedy", "filtered", "both"]),
     seed=st.integers(0, 2**16),
 )
 def test_small_rows(
@@ -66,22 +72,64 @@ def test_small_rows(
     spread: float,
     forbidden: float,
     num_groups: int,
+    kind: str,
     seed: int,
     device: str,
 ) -> None:
     """Ties (spread 0, whole numbers), forbidden tokens and tiles, peaks; 4 tiles and more.
 
-    A group has one temperature for all of its rows.
+    A group has one temperature, and what filters it, for all of its rows.
     """
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(6, vocab_size, generator=generator) * spread).round()
     banned = torch.rand(logits.shape, generator=generator) < forbidden
     banned[torch.arange(6), torch.randint(vocab_size, (6,), generator=generator)] = False
     logits = logits.masked_fill(banned, -torch.inf).to(dtype)
-    temperature = torch.tensor([0.01, 0.3, 0.7, 1.0, 1.7, 50.0])[:num_groups]
+    logits, uniforms = logits.to(device), noise(6, generator).to(device)
+    temperature = torch.tensor([0.01, 0.3, 0.7, 1.0, 1.7, 50.0])[:num_groups].to(device)
+    greedy, kept = None, None
+    if kind in ("greedy", "both"):
+        greedy = torch.tensor([True, False, False, True, False, True])[:num_groups].to(device)
+    if kind in ("filtered", "both"):
+        top_k = torch.tensor([40, 9, 1 << 30, 1, 12, 2])[:num_groups].to(device)
+        top_p = torch.tensor([0.9, 0.99, 0.5, 1.0, 1.0, 0.7])[:num_groups].to(device)
+        kept = keep_tokens(logits, temperature, top_k, top_p, (1 - top_p) / 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "_TILE", 16)
-        check_draws(logits.to(device), temperature.to(device), noise(6, generator).to(device))
+        check_draws(logits, temperature, uniforms, None, greedy, kept)
+        check_laws(logits, temperature, None, greedy, kept)
+
+
+def check_laws(logits: torch.Tensor, temperature: torch.Tensor, *cuts: Any) -> None:
+    """The log-probabilities of all tokens, and what they are divided by."""
+    for name, rounding in (("log_probs", 1e-5), ("log_sums", 1e-6)):
+        found, expected = (
+            getattr(module, name)(logits, temperature, *cuts) for module in (kernel, distribution)
+        )
+        torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding, equal_nan=True)
+
+
+def test_greedy_groups_take_the_first_of_the_largest_at_any_temperature(device: str) -> None:
+    """Across tiles; where division would make equals of unequal ones, too."""
+    logits = torch.zeros(4, 9000)
+    logits[0, [8000, 5000, 4999]] = 3.0
+    logits[1, 8999] = 1.0 + 2**-23
+    logits[1, 17] = 1.0
+    logits[2] = -torch.inf
+    logits[2, 4321] = -7.0
+    logits[3, :100] = -1.0
+    logits, greedy = logits.to(device), torch.ones(4, dtype=torch.bool, device=device)
+    temperature = torch.tensor([1e-30, 3.0, 1.0, 1e30], device=device)
+    uniforms = noise(4, torch.Generator().manual_seed(1)).to(device)
+    for module in (kernel, distribution):
+        tokens, log_probs = module.sample_and_score(logits, temperature, uniforms, None, greedy)
+        assert tokens.tolist() == [4999, 8999, 4321, 100]
+        assert log_probs.tolist() == [0.0] * 4
+        others = tokens.roll(1)
+        scores = module.score_tokens(logits, temperature, others, None, greedy)
+        assert scores.tolist() == [-torch.inf] * 4
+        assert not module.log_sums(logits, temperature, None, greedy).any()
+    check_laws(logits, temperature, None, greedy)
 
 
 @pytest.mark.parametrize("vocab_size", [4096, 4097, 50_257])
@@ -119,14 +167,23 @@ def test_rows_without_a_law_give_token_0_and_nan_and_spoil_no_other(
     temperature = torch.linspace(0.5, 2.0, 12).to(device)
     uniforms = noise(12, generator).to(device)
     logits = logits.to(device)
-    for sample in (kernel.sample_and_score, distribution.sample_and_score):
-        tokens, log_probs = sample(logits, temperature, uniforms)
-        assert tokens[broken].tolist() == [0] * len(broken)
-        assert log_probs[broken].isnan().all()
-        assert log_probs[whole].isfinite().all()
-    tokens = torch.full((12,), vocab_size - 1, device=device)
-    for score in (kernel.score_tokens, distribution.score_tokens):
-        assert score(logits, temperature, tokens).isnan().nonzero().flatten().tolist() == broken
+    greedy = (torch.arange(12) % 5 == 4).to(device)
+    filters = torch.full((12,), 3, device=device), torch.full((12,), 0.8, device=device)
+    kept = keep_tokens(logits, temperature, *filters, torch.zeros(12, device=device))
+    last = torch.full((12,), vocab_size - 1, device=device)
+    for module in (kernel, distribution):
+        for cuts in ((None, None, None), (None, greedy, None), (None, greedy, kept)):
+            tokens, log_probs = module.sample_and_score(logits, temperature, uniforms, *cuts)
+            assert tokens[broken].tolist() == [0] * len(broken)
+            assert log_probs[broken].isnan().all()
+            assert log_probs[whole].isfinite().all()
+            scores = module.score_tokens(logits, temperature, last, *cuts)
+            assert scores.isnan().nonzero().flatten().tolist() == broken
+            every = module.log_probs(logits, temperature, *cuts)
+            assert every.isnan().all(1).nonzero().flatten().tolist() == broken
+            assert not every[whole].isnan().any()
+            sums = module.log_sums(logits, temperature, *cuts)
+            assert sums.isnan().nonzero().flatten().tolist() == broken
     check_draws(logits[whole], temperature[whole], uniforms[whole])
 
 
@@ -144,6 +201,12 @@ def test_draws_choose_their_rows(device: str) -> None:
         rtol=1e-5,
         atol=1e-5,
     )
+    check_laws(logits, temperature, rows)
+    # Of one group there may be more draws than rows, each with what is kept of its own row.
+    one = temperature[:1], *(torch.tensor([x], device=device) for x in (6, 0.8, 0.0))
+    kept = keep_tokens(logits, *one)
+    check_draws(logits, temperature[:1], noise(7, generator).to(device), rows, None, kept)
+    check_laws(logits, temperature[:1], rows, None, kept)
 
 
 def test_scores_of_given_tokens(device: str) -> None:

@@ -13,8 +13,9 @@ import torch
 from toy_laws import EOS, LENGTH, Text, languages, law, run, total_variation
 from toy_worker import Language
 
+from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.smc.distribution import power_law
+from sglang_smc.smc.distribution import TokenDistribution
 
 
 def assert_mean_evidence(log_evidence: torch.Tensor, expected: float) -> None:
@@ -25,32 +26,34 @@ def assert_mean_evidence(log_evidence: torch.Tensor, expected: float) -> None:
 
 
 def test_a_power_of_one_changes_no_bit() -> None:
-    log_p = torch.log_softmax(torch.randn(50, 9, generator=torch.Generator().manual_seed(0)), -1)
-    log_p[:, 3] = -torch.inf
-    for given in (log_p, log_p.double()):
-        found, log_sum = power_law(given, torch.ones(50))
-        assert torch.equal(found, given.double())
-        assert not log_sum.any()
+    logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(0))
+    logits[:, 3] = -torch.inf
+    plain = TokenDistribution(logits, torch.tensor([0.3, 1.0]))
+    found, log_sum = plain.to_power(TORCH, torch.ones(50))
+    assert torch.equal(found.log_probs(TORCH), plain.log_probs(TORCH))
+    assert not log_sum.any()
 
 
 @pytest.mark.parametrize("power", [0.1, 0.5, 2.0, 40.0])
 def test_the_law_of_the_next_token_and_its_sum(power: float) -> None:
     """What p excludes stays excluded: 0 to a small power is no NaN."""
     p = torch.tensor([[0.5, 0.3, 0.0, 0.2]], dtype=torch.float64)
-    found, log_sum = power_law(p.log(), torch.tensor([power]))
-    raised = p**power
-    assert torch.allclose(found.exp(), raised / raised.sum(), atol=1e-12)
-    assert torch.allclose(log_sum.exp(), raised.sum())
+    law = TokenDistribution((p * 7).log() * 0.6, torch.tensor([0.6]))
+    raised, log_sum = law.to_power(TORCH, torch.tensor([power]))
+    found, powers = raised.log_probs(TORCH), p**power
+    assert torch.allclose(found.double().exp(), powers / powers.sum(), atol=1e-6)
+    assert torch.allclose(log_sum.exp(), powers.sum(), rtol=1e-5)
     assert found[0, 2] == -torch.inf
 
 
 def test_groups_have_powers_of_their_own() -> None:
-    log_p = torch.log_softmax(torch.randn(3, 4, generator=torch.Generator().manual_seed(1)), -1)
+    logits = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
     powers = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
-    found, log_sum = power_law(log_p, powers)
+    raised, log_sum = TokenDistribution(logits, torch.ones(3)).to_power(TORCH, powers)
     for group in range(3):
-        alone, own_sum = power_law(log_p[group], powers[group])
-        assert torch.equal(found[group], alone) and log_sum[group] == own_sum
+        own = TokenDistribution(logits[[group]], torch.ones(1)).to_power(TORCH, powers[[group]])
+        assert torch.equal(raised.log_probs(TORCH)[[group]], own[0].log_probs(TORCH))
+        assert log_sum[group] == own[1]
 
 
 def powers_of_texts(target: Language, power: float) -> dict[Text, float]:

@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
+from sorted_law import rules, sorted_law
 
+from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.smc.distribution import (
+    FilterKinds,
     SamplingRules,
+    TokenDistribution,
     log_probs,
     sample,
     sample_and_score,
@@ -17,18 +21,20 @@ from sglang_smc.smc.distribution import (
 )
 
 LARGEST = math.nextafter(1.0, 0.0)
-ALL = 1 << 30  # SGLang's top_k for "no top-k"
 
 
-def rules(
-    temperature: float = 1.0, top_k: int = ALL, top_p: float = 1.0, min_p: float = 0.0
-) -> SamplingRules:
-    return SamplingRules(*(torch.tensor([x]) for x in (temperature, top_k, top_p, min_p)))
+def law_of(logits: torch.Tensor, asked: SamplingRules) -> torch.Tensor:
+    """Log-probabilities ``[M, V]``, or ``[G, M, V]``, under rules ``[G]``."""
+    kinds, rows = (
+        FilterKinds(True, True, False),
+        logits.view(len(asked.top_k), -1, logits.shape[-1]),
+    )
+    return TokenDistribution.of(TORCH, rows, asked, kinds).log_probs(TORCH).view_as(logits)
 
 
 def sglang_probs(logits: np.ndarray, asked: SamplingRules) -> np.ndarray:
     """The weights that `top_k_top_p_min_p_sampling_from_probs_torch` draws from, normalised."""
-    temperature, top_k, top_p, min_p = (float(rule) for rule in asked)
+    temperature, top_k, top_p, min_p, _ = (float(rule) for rule in asked)
     scaled = logits.astype(np.float64) / temperature
     probs = np.exp(scaled - scaled.max())
     probs /= probs.sum()
@@ -64,10 +70,11 @@ FILTERS = [
 )
 def test_filters_are_those_of_sglangs_sampler(asked: SamplingRules) -> None:
     logits = torch.randn(200, 12, generator=torch.Generator().manual_seed(0)) * 2
-    found = log_probs(logits, asked).exp().numpy()
+    found = law_of(logits, asked).exp().numpy()
     expected = np.stack([sglang_probs(row, asked) for row in logits.numpy()])
     assert np.array_equal(found > 0, expected > 0), "another set of tokens is kept"
     assert np.allclose(found, expected, atol=1e-6)
+    assert np.allclose(sorted_law(logits, asked).exp().numpy(), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +90,7 @@ def test_filters_are_those_of_sglangs_sampler(asked: SamplingRules) -> None:
 )
 def test_filters_at_their_thresholds(asked: SamplingRules, num_kept: int) -> None:
     """Four equal tokens have probability .25 exactly."""
-    found = log_probs(torch.zeros(1, 4), asked)
+    found = law_of(torch.zeros(1, 4), asked)
     assert (found > -torch.inf).sum() == num_kept
     assert torch.allclose(found.exp().sum(), torch.tensor(1.0))
 
@@ -91,7 +98,7 @@ def test_filters_at_their_thresholds(asked: SamplingRules, num_kept: int) -> Non
 def test_top_k_one_is_argmax_and_the_first_of_ties() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 5.0, 5.0, 5.0], [0.0, 0.0, 0.0, 1e-3]])
     assert torch.equal(logits.argmax(-1), torch.tensor([1, 0, 3])), "precondition"
-    found = log_probs(logits, rules(top_k=1))
+    found = law_of(logits, rules(top_k=1))
     assert found.argmax(-1).tolist() == [1, 0, 3]
     assert found.max(-1).values.tolist() == [0.0, 0.0, 0.0], "log-probability exactly 0"
     assert (found > -torch.inf).sum() == 3
@@ -100,15 +107,15 @@ def test_top_k_one_is_argmax_and_the_first_of_ties() -> None:
 def test_the_unfiltered_way_equals_the_filtered_one_with_open_filters() -> None:
     logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(1))
     logits[:, 4] = -torch.inf
-    quick = log_probs(logits, rules(temperature=0.8), filtered=False)
-    assert torch.allclose(quick, log_probs(logits, rules(temperature=0.8)), atol=1e-6)
+    quick = log_probs(logits, torch.tensor([0.8]))
+    assert torch.equal(quick, law_of(logits, rules(temperature=0.8)))
 
 
 @pytest.mark.parametrize("asked", FILTERS, ids=str)
 def test_forbidden_tokens_stay_forbidden_and_the_rest_is_normalised(asked: SamplingRules) -> None:
     logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(2))
     logits[:, ::2] = -torch.inf
-    found = log_probs(logits, asked)
+    found = law_of(logits, asked)
     assert (found[:, ::2] == -torch.inf).all()
     assert torch.allclose(found.exp().sum(-1), torch.ones(50), atol=1e-6)
     assert not found.isnan().any()
@@ -116,19 +123,15 @@ def test_forbidden_tokens_stay_forbidden_and_the_rest_is_normalised(asked: Sampl
 
 def test_each_row_has_its_own_rules() -> None:
     logits = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(3))
-    per_group = SamplingRules(
-        torch.tensor([[0.5], [2.0]]), torch.tensor([[2], [ALL]]), torch.tensor([[1.0], [0.7]]),
-        torch.tensor([[0.0], [0.1]]),
-    )  # fmt: skip
-    together = log_probs(logits, per_group)
+    own = rules(0.5, top_k=2), rules(2.0, top_p=0.7, min_p=0.1)
+    together = law_of(logits, SamplingRules(*map(torch.cat, zip(*own, strict=True))))
     for group in range(2):
-        own = SamplingRules(*(rule[group] for rule in per_group))
-        assert torch.equal(together[group], log_probs(logits[group], own))
+        assert torch.equal(together[group], law_of(logits[group], own[group]))
 
 
 def test_half_precision_logits_are_computed_in_float32() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.bfloat16)
-    found = log_probs(logits, rules(temperature=3.0), filtered=False)
+    found = log_probs(logits, torch.tensor([3.0]))
     assert found.dtype == torch.float32
     assert torch.allclose(found, torch.log_softmax(logits.float() / 3, -1), atol=1e-6)
 
@@ -173,7 +176,7 @@ def test_sample_from_a_large_vocabulary_stays_inside_it(uniform: float) -> None:
     logits = torch.randn(2, 128_256, generator=torch.Generator().manual_seed(5)) * 4
     logits[:, -300:] = -torch.inf  # padding of the vocabulary
     logits[:, :300] = -torch.inf
-    log_p = log_probs(logits, rules(), filtered=False)
+    log_p = log_probs(logits, torch.ones(1))
     tokens = sample(log_p, torch.full((2,), uniform, dtype=torch.float64))
     assert ((tokens >= 300) & (tokens < 128_256 - 300)).all()
     assert (token_log_probs(log_p, tokens) > -torch.inf).all()
@@ -213,7 +216,7 @@ def test_draws_without_filters_choose_their_rows_and_score_what_they_drew() -> N
     ).gather(1, tokens.unsqueeze(1))
     assert torch.allclose(scores, expected.squeeze(1))
     assert torch.equal(score_tokens(logits, temperature, tokens, rows), scores)
-    every = log_probs(logits, rules(temperature=0.5), filtered=False)
+    every = log_probs(logits, torch.tensor([0.5]))
     given = torch.tensor([2, 1])
     assert torch.equal(
         score_tokens(logits, torch.full((2,), 0.5), given), token_log_probs(every, given)

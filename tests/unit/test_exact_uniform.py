@@ -17,8 +17,9 @@ import pytest
 import torch
 from exact_tables import Verified, verify
 from scipy.stats import chi2, kstest
+from sorted_law import rules, sorted_law
 
-from sglang_smc.smc.distribution import SamplingRules, log_probs, sample
+from sglang_smc.smc.distribution import sample
 
 VOCAB, EOS, START = 4, 0, 4  # START stands for what comes before the text
 MAX_LENGTH = 4
@@ -71,13 +72,9 @@ def random_pair(seed: int, setting: Setting) -> Pair:
     shape = (NUM_SEEDS, START + 1, START + 1, VOCAB)
     target = 0.7 * torch.randn(shape, generator=generator)
     draft = target + 0.7 * torch.randn(shape, generator=generator)
-    rules = SamplingRules(
-        temperature=torch.tensor(setting.temperature),
-        top_k=torch.tensor(3 if setting.filtered else VOCAB),
-        top_p=torch.tensor(0.9 if setting.filtered else 1.0),
-        min_p=torch.tensor(0.0),
-    )
-    return Pair(log_probs(target, rules), log_probs(draft, rules))
+    filters = {"top_k": 3, "top_p": 0.9} if setting.filtered else {}
+    asked = rules(setting.temperature, **filters)
+    return Pair(sorted_law(target, asked), sorted_law(draft, asked))
 
 
 class Drafts(NamedTuple):

@@ -201,6 +201,13 @@ def test_what_sampling_is_asked_for_never_waits(name: str, asked: str, device: s
     play_rounds(device, **variants, asked=ASKED[asked])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("asked", [{"top_k": 2, "top_p": 0.7}, {"top_k": 1}], ids=str)
+def test_filters_never_wait_for_the_device(asked: dict[str, Any], device: str) -> None:
+    chosen = CHOICES["powered, verified and weighed"]
+    play_rounds(device, chosen=chosen, budgets=RUNGS["more and fewer"], asked=asked)
+
+
 def play_rounds(device: str, **variants: Any) -> None:
     """Six rounds of four requests, none of which may wait."""
     config = SMCConfig(num_particles=3, num_steps=2, evidence_threshold=0.0)

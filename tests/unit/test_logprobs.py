@@ -71,7 +71,7 @@ def test_ends_that_come_too_early_have_no_mass() -> None:
     """As SGLang's sampler sees them before `min_new_tokens`; the others share what is left."""
     edited = torch.zeros(1, 2, VOCAB)
     edited[0, 0, 4] = -torch.inf
-    log_p = logprob_distribution(edited, torch.ones(1)).log_probs()
+    log_p = logprob_distribution(edited, torch.ones(1)).log_probs(TORCH)
     assert log_p[0, 4] == -torch.inf
     assert log_p[0, 0].exp().item() == pytest.approx(1 / (VOCAB - 1))
     assert log_p[1, 4].exp().item() == pytest.approx(1 / VOCAB)
@@ -82,7 +82,7 @@ def test_tokens_outside_a_grammar_have_no_mass() -> None:
     allowed = torch.zeros(1, 2, VOCAB, dtype=torch.bool)
     allowed[0, 0, [3, 5]] = True
     law = logprob_distribution(torch.zeros(1, 2, VOCAB), torch.tensor([0.5]), allowed)
-    log_p = law.log_probs().exp()
+    log_p = law.log_probs(TORCH).exp()
     assert log_p[0, [3, 5]].tolist() == pytest.approx([0.5, 0.5])
     assert log_p[0].sum().item() == pytest.approx(1.0)
     assert log_p[1].tolist() == pytest.approx([1 / VOCAB] * VOCAB)

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from sorted_law import sorted_law
 from table_entries import entry
 
+from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.smc.distribution import FilterKinds, SamplingRules, TokenDistribution, log_probs
+from sglang_smc.smc.distribution import FilterKinds, SamplingRules, TokenDistribution
 from sglang_smc.smc.edits import edit_logits
 from sglang_smc.state.edits import EditTable
 from sglang_smc.state.settings import (
@@ -35,8 +37,10 @@ def log_probs_of(
     draft: bool = False,
 ) -> torch.Tensor:
     """The next token's law by the rules of each request, ``[G, M, V]``."""
-    rules = SamplingRules(*(rule.unsqueeze(1) for rule in settings.sampling_rules(draft=draft)))
-    return log_probs(legal(settings, logits, positions), rules, filtered=filtered)
+    edited = legal(settings, logits, positions)
+    kinds = FilterKinds(filtered, greedy=filtered)
+    law = TokenDistribution.of(TORCH, edited, settings.sampling_rules(draft=draft), kinds)
+    return law.log_probs(TORCH).view_as(logits)
 
 
 def legal(settings: Settings, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -97,7 +101,8 @@ def test_log_probs_leaves_the_logits_as_they_are() -> None:
     """The draft's logits may be a buffer that is used again."""
     logits = torch.zeros(1, 1, VOCAB)
     rules = settings_of(spec(top_k=1)).sampling_rules()
-    log_probs(logits, SamplingRules(*(rule.unsqueeze(1) for rule in rules)))
+    law = TokenDistribution.of(TORCH, logits, rules, FilterKinds(filtered=True, greedy=True))
+    assert law.log_probs(TORCH)[0].tolist() == [0.0, *[-torch.inf] * (VOCAB - 1)]
     assert not logits.any()
 
 
@@ -222,11 +227,11 @@ def test_a_law_is_what_the_rules_say_however_it_is_worked_out(name: str, draft: 
     logits[:, :, 1] = logits[:, :, 4] = 9.0  # among equals the first is the likeliest
     positions = torch.arange(3).expand(len(specs), 3)
     settings = settings_of(*specs)
-    expected = log_probs_of(settings, logits, positions, filtered=True, draft=draft).flatten(0, 1)
+    rules = settings.sampling_rules(draft=draft)
     edited = legal(settings, logits, positions)
-    of_rows = TokenDistribution.of(edited, settings.sampling_rules(draft=draft), kinds)
-    found = of_rows.log_probs()
-    assert torch.allclose(found, expected, atol=1e-6)
+    expected = sorted_law(edited, SamplingRules(*(rule.unsqueeze(1) for rule in rules)))
+    found = TokenDistribution.of(TORCH, edited, rules, kinds).log_probs(TORCH)
+    assert torch.allclose(found, expected.flatten(0, 1), atol=1e-6)
 
 
 def test_kinds_are_those_of_the_requests() -> None:

@@ -165,7 +165,7 @@ def test_a_group_weighs_its_own_columns_and_particles() -> None:
     assert decision.num_kept.tolist() == [[3, 3, 3], [2, 2, 0]]
     expected = torch.tensor([[0.111] * 3, [0.11, 0.11, -torch.inf]], dtype=torch.float64)
     assert torch.allclose(decision.cut.log_weights, expected, atol=1e-6)
-    next_log_p = decision.next_tokens.log_probs().view(2, 3, VOCAB)
+    next_log_p = decision.next_tokens.log_probs(TORCH).view(2, 3, VOCAB)
     assert torch.allclose(next_log_p[1, :2], LOG_P[0, 0, 2]), "behind its own last"
 
 

@@ -1,0 +1,369 @@
+"""Top-k, top-p and min-p without a sort: where a row of logits is cut, in five launches.
+
+Tokens have keys (`sglang_smc.smc.filters`), and the key at which a row is cut is found digit by
+digit. Every tile of a row leaves how many of its tokens have each digit, and their mass; whoever
+comes next adds the tiles up, always in the same order, finds the digit, and looks at the tokens
+that have it. Most tiles have none of those and are not read again. The last launch finds how many
+tokens of the last key are left, and which is the last of them.
+
+That takes 520 bytes of memory for each tile of a row, 17 KB for 128,256 tokens. A row that no
+filter cuts leaves every launch at once.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_smc.smc import filters
+
+_TILE = 4096  # logits a program reads; a row of 152k has 38 tiles
+_CHUNK = 128  # of them counted at once, one a thread
+_UNROLL = 4  # chunks whose loads do not wait for each other
+_BITS = 5  # of a digit
+_LEVELS = 3
+NUM_KEYS = tl.constexpr(filters.NUM_KEYS)
+EXTENT = tl.constexpr(filters.EXTENT)
+assert 1 << _BITS * _LEVELS == filters.NUM_KEYS
+
+
+class _Rows(NamedTuple):
+    """What is cut, and by which rules: the first argument of every kernel of this file."""
+
+    logits: torch.Tensor
+    stride: int
+    vocab_size: int
+    rows_each: int  # of a group
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    highest: torch.Tensor  # [R, tiles] the largest logit; NaN where some logit leaves no law
+    lowest: torch.Tensor  # [R, tiles] the smallest that is not -inf
+    num_tiles: int
+
+
+class _Level(NamedTuple):
+    """What is known of the tokens behind some digits of the key: `_find_digit` reads it."""
+
+    counts: torch.Tensor  # [R, tiles, digits] int32 tokens
+    masses: torch.Tensor  # [R, tiles, digits] float32, relative to the likeliest token's
+    state: torch.Tensor  # [R, 4] float64: digits, rank, mass before, and the most there may be
+
+
+class _Cut(NamedTuple):
+    """What is known of the key at which a row is cut."""
+
+    key: int  # its digits so far; -1 where nothing is cut
+    rank: int  # tokens of smaller keys
+    before: float  # their mass
+    target: float  # no token is left with more mass before it
+    count: int  # tokens of keys with these digits
+    mass: float
+
+
+def keep_tokens(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> filters.KeptTokens:
+    """What the filters of each request leave.
+
+    Reference: `sglang_smc.smc.filters.keep_tokens`, same arguments. It leaves the same tokens, but
+    for those that have top-p's mass before them to rounding (1e-6). Where it cuts nothing, the
+    numbers other than ``lowest`` and ``key`` may be others.
+
+    Raises:
+        ValueError: the vocabulary does not lie contiguously in memory.
+    """
+    check_contiguous(logits)
+    num_rows, vocab_size = logits.shape
+    tile = max(_UNROLL, min(_TILE, triton.next_power_of_2(vocab_size)))
+    num_tiles = triton.cdiv(vocab_size, tile)
+
+    def room(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.empty(num_rows, *shape, dtype=dtype, device=logits.device)
+
+    rows = _Rows(
+        logits,
+        logits.stride(0),
+        vocab_size,
+        num_rows // len(temperature),
+        *(rule.contiguous() for rule in (temperature, top_k, top_p, min_p)),
+        highest=room(torch.float32, num_tiles),
+        lowest=room(torch.float32, num_tiles),
+        num_tiles=num_tiles,
+    )
+    size = num_tiles, 1 << _BITS
+    # Each level reads what the one before it has left.
+    levels = [
+        _Level(room(torch.int32, *size), room(torch.float32, *size), room(torch.float64, 4))
+        for _ in range(2)
+    ]
+    kept = filters.KeptTokens(
+        *(room(torch.float32) for _ in range(3)), *(room(torch.int32) for _ in range(2))
+    )
+    padded_tiles, grid = triton.next_power_of_2(num_tiles), (num_rows, num_tiles)
+    _survey[grid](rows, tile=tile)
+    for level in range(_LEVELS):
+        _count[grid](
+            rows,
+            levels[1 - level % 2],
+            levels[level % 2],
+            level=level,
+            num_levels=_LEVELS,
+            bits=_BITS,
+            padded_tiles=padded_tiles,
+            tile=tile,
+            chunk=min(_CHUNK, tile // _UNROLL),
+            unroll=_UNROLL,
+        )
+    last = levels[(_LEVELS - 1) % 2]
+    _settle[(num_rows,)](rows, last, kept, bits=_BITS, padded_tiles=padded_tiles, tile=tile)
+    return kept
+
+
+def check_contiguous(logits: torch.Tensor) -> None:
+    """Kernels read logits ``[R, V]`` whose rows may lie apart, but not their tokens.
+
+    Raises:
+        ValueError: the vocabulary does not lie contiguously in memory.
+    """
+    if logits.stride(1) != 1:
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)} have stride {logits.stride(1)} along the "
+            "vocabulary, which must be 1: pass logits.contiguous()"
+        )
+
+
+@triton.jit
+def dropped(kept, row, raw, columns):
+    """Which of a row's tokens are cut, as `KeptTokens.dropped`."""
+    place = _key(raw, tl.load(kept.peak + row), tl.load(kept.rate + row))
+    cut = tl.load(kept.key + row).to(tl.float32)
+    behind = (place > cut) | ((place == cut) & (columns > tl.load(kept.last + row)))
+    return behind | (raw < tl.load(kept.lowest + row))
+
+
+@triton.jit
+def _key(raw, peak, rate):
+    """As a float: where it is compared with NaN nothing is found."""
+    return tl.floor(tl.minimum((peak - raw) * rate, NUM_KEYS - 1.0))
+
+
+@triton.jit
+def _searches(rows, group):
+    """Whether top-k or top-p may cut."""
+    limit = tl.load(rows.top_k + group)
+    return (limit > 1) & ((limit < rows.vocab_size) | (tl.load(rows.top_p + group) < 1.0))
+
+
+@triton.jit
+def _filters(rows, group):
+    """Whether any filter may cut."""
+    by_min_p = (tl.load(rows.top_k + group) > 1) & (tl.load(rows.min_p + group) > 0)
+    return by_min_p | _searches(rows, group)
+
+
+@triton.jit
+def _load(rows, row, columns):
+    at = rows.logits + row * rows.stride + columns
+    return tl.load(at, mask=columns < rows.vocab_size, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def _survey(rows, tile: tl.constexpr):
+    """What the keys of a row are counted from, of one tile."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    if _filters(rows, row // rows.rows_each):
+        raw = _load(rows, row, part * tile + tl.arange(0, tile))
+        is_broken = tl.sum(((raw != raw) | (raw == float("inf"))).to(tl.int32), 0) > 0
+        at = row * rows.num_tiles + part
+        tl.store(rows.highest + at, tl.where(is_broken, float("nan"), tl.max(raw, 0)))
+        tl.store(rows.lowest + at, tl.min(tl.where(raw > -float("inf"), raw, float("inf")), 0))
+
+
+@triton.jit
+def _peak_and_rate(rows, row, heat, share, padded_tiles: tl.constexpr):
+    """The row's largest logit and its keys a unit (`filters._rate`); no number without a law."""
+    part = tl.arange(0, padded_tiles)
+    at, inside = row * rows.num_tiles + part, part < rows.num_tiles
+    of_tiles = tl.load(rows.highest + at, mask=inside, other=-float("inf"))
+    low = tl.min(tl.load(rows.lowest + at, mask=inside, other=float("inf")), 0)
+    is_broken = tl.sum((of_tiles != of_tiles).to(tl.int32), 0) > 0
+    peak = tl.where(is_broken, float("nan"), tl.max(of_tiles, 0))
+    tail = heat.to(tl.float64) * tl.log((rows.vocab_size + 0.0) / (1.0 - share.to(tl.float64)))
+    extent = tl.minimum(tl.minimum(EXTENT * heat, tail.to(tl.float32)), peak - low)
+    exponent = extent.to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(exponent, 14), 255)
+    return peak, ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _find_digit(
+    rows,
+    found,
+    row,
+    limit,
+    share,
+    is_first: tl.constexpr,
+    bits: tl.constexpr,
+    padded_tiles: tl.constexpr,
+):
+    """The next digit of the key at which a row is cut, a `_Cut`, from what all tiles have left."""
+    digit = tl.arange(0, 1 << bits)
+    part = tl.arange(0, padded_tiles)[:, None]
+    at, inside = ((row * rows.num_tiles + part) << bits) + digit[None, :], part < rows.num_tiles
+    count = tl.sum(tl.load(found.counts + at, mask=inside, other=0), 0)  # [digits]
+    mass = tl.sum(tl.load(found.masses + at, mask=inside, other=0.0).to(tl.float64), 0)
+    if is_first:
+        key, rank, before = 0, 0, 0.0
+        target = tl.where(share < 1.0, share.to(tl.float64) * tl.sum(mass, 0), float("inf"))
+        is_cut = (share < 1.0) | (tl.sum(count, 0) >= limit)
+    else:
+        state = found.state + row * 4
+        key, rank = tl.load(state).to(tl.int32), tl.load(state + 1).to(tl.int32)
+        before, target = tl.load(state + 2), tl.load(state + 3)
+        is_cut = key >= 0
+    exists = count > 0
+    reached = (rank + tl.cumsum(count, 0) >= limit) | (before + tl.cumsum(mass, 0) > target)
+    here = tl.min(tl.where(reached & exists, digit, 1 << bits), 0)
+    # Where rounding leaves none, the last that has tokens.
+    here = tl.minimum(here, tl.max(tl.where(exists, digit, 0), 0))
+    return _Cut(
+        tl.where(is_cut, (key << bits) + here, -1),
+        rank + tl.sum(tl.where(digit < here, count, 0), 0),
+        before + tl.sum(tl.where(digit < here, mass, 0.0), 0),
+        target,
+        tl.sum(tl.where(digit == here, count, 0), 0),
+        tl.sum(tl.where(digit == here, mass, 0.0), 0),
+    )
+
+
+@triton.jit
+def _count(
+    rows,
+    found,
+    leaves,
+    level: tl.constexpr,
+    num_levels: tl.constexpr,
+    bits: tl.constexpr,
+    padded_tiles: tl.constexpr,
+    tile: tl.constexpr,
+    chunk: tl.constexpr,
+    unroll: tl.constexpr,
+):
+    """Tokens of one tile, and their mass, by the next digit of those with the digits ``found``."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    group = row // rows.rows_each
+    if _searches(rows, group):
+        heat = tl.load(rows.temperature + group)
+        share = tl.load(rows.top_p + group)
+        peak, rate = _peak_and_rate(rows, row, heat, share, padded_tiles)
+        of_tile = (row * rows.num_tiles + part) << bits
+        if level == 0:
+            before = tl.full([], 0, tl.int32)
+            has_any = peak - peak == 0  # not without a law
+        else:
+            limit = tl.load(rows.top_k + group)
+            cut = _find_digit(rows, found, row, limit, share, level == 1, bits, padded_tiles)
+            before = cut.key
+            if part == 0:
+                state = leaves.state + row * 4
+                tl.store(state, cut.key)
+                tl.store(state + 1, cut.rank)
+                tl.store(state + 2, cut.before)
+                tl.store(state + 3, cut.target)
+            own = tl.load(found.counts + of_tile + (cut.key & ((1 << bits) - 1)))
+            has_any = (cut.key >= 0) & (own > 0)
+        # Counts are floats, so that a token and a digit take three instructions: =, + and * +.
+        count = tl.zeros([1 << bits, chunk], tl.float32)
+        mass = tl.zeros([1 << bits, chunk], tl.float32)
+        digit = tl.arange(0, 1 << bits)
+        unit: tl.constexpr = 1.0 / (1 << bits * (num_levels - 1 - level))
+        if has_any:
+            for start in range(0, tile, unroll * chunk):
+                for i in tl.static_range(unroll):
+                    columns = part * tile + start + i * chunk + tl.arange(0, chunk)
+                    raw = _load(rows, row, columns)
+                    place = tl.floor(_key(raw, peak, rate) * unit) - (before << bits).to(tl.float32)
+                    # With other digits before this one it is none.
+                    place = tl.where(raw > -float("inf"), place, -1.0)
+                    here = (place[None, :] == digit.to(tl.float32)[:, None]).to(tl.float32)
+                    count += here
+                    mass += here * tl.exp(tl.div_rn(raw - peak, heat))[None, :]
+        tl.store(leaves.counts + of_tile + digit, tl.sum(count, 1).to(tl.int32))
+        tl.store(leaves.masses + of_tile + digit, tl.sum(mass, 1))
+
+
+@triton.jit
+def _settle(rows, found, kept, bits: tl.constexpr, padded_tiles: tl.constexpr, tile: tl.constexpr):
+    """What a row keeps."""
+    row = tl.program_id(0).to(tl.int64)
+    group = row // rows.rows_each
+    tl.store(kept.peak + row, 0.0)
+    tl.store(kept.rate + row, 0.0)
+    tl.store(kept.lowest + row, -float("inf"))
+    tl.store(kept.key + row, NUM_KEYS)
+    tl.store(kept.last + row, 0)
+    if _filters(rows, group):
+        heat = tl.load(rows.temperature + group)
+        share = tl.load(rows.top_p + group)
+        peak, rate = _peak_and_rate(rows, row, heat, share, padded_tiles)
+        if peak - peak == 0:
+            tl.store(kept.peak + row, peak)
+            tl.store(kept.rate + row, rate)
+            least = tl.load(rows.min_p + group).to(tl.float64)
+            if least > 0:
+                lowest = peak + heat.to(tl.float64) * tl.log(least)
+                tl.store(kept.lowest + row, lowest.to(tl.float32))
+            if _searches(rows, group):
+                limit = tl.load(rows.top_k + group)
+                cut = _find_digit(rows, found, row, limit, share, False, bits, padded_tiles)
+                if cut.key >= 0:
+                    num_left = _num_left(cut, limit)
+                    last = _last(
+                        rows, found, row, peak, rate, cut.key, num_left, bits, padded_tiles, tile
+                    )
+                    tl.store(kept.key + row, cut.key)
+                    tl.store(kept.last + row, last)
+
+
+@triton.jit
+def _num_left(cut, limit):
+    """How many tokens of the key at which a row is cut are left."""
+    by_mass = tl.floor((cut.target - cut.before) / (cut.mass / cut.count)) + 1
+    by_mass = tl.where(cut.mass > 0, by_mass, cut.count)
+    num_left = tl.minimum(tl.minimum(by_mass, limit - cut.rank), cut.count)
+    return tl.maximum(num_left, 1).to(tl.int32)
+
+
+@triton.jit
+def _last(
+    rows,
+    found,
+    row,
+    peak,
+    rate,
+    key,
+    num_left,
+    bits: tl.constexpr,
+    padded_tiles: tl.constexpr,
+    tile: tl.constexpr,
+):
+    """The id of the so-manieth token of a key."""
+    part = tl.arange(0, padded_tiles)
+    at = ((row * rows.num_tiles + part) << bits) + (key & ((1 << bits) - 1))
+    of_tiles = tl.load(found.counts + at, mask=part < rows.num_tiles, other=0)
+    here = tl.min(tl.where(tl.cumsum(of_tiles, 0) >= num_left, part, rows.num_tiles - 1), 0)
+    rank = num_left - tl.sum(tl.where(part < here, of_tiles, 0), 0)
+    columns = here * tile + tl.arange(0, tile)
+    raw = _load(rows, row, columns)
+    own = (_key(raw, peak, rate) == key) & (raw > -float("inf"))
+    is_left = own & (tl.cumsum(own.to(tl.int32), 0) <= rank)
+    return tl.max(tl.where(is_left, columns, 0), 0)

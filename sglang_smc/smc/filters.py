@@ -1,0 +1,167 @@
+"""Top-k, top-p and min-p: which tokens of a row they leave.
+
+All three leave the first tokens of one order, the largest logit first and of equals the lowest id.
+So what is left of a row is told by a few numbers, and nobody has to sort it. Tokens are told apart
+by a *key*: how far a logit lies below the row's largest, in steps fine enough to part what matters
+to the law (`_rate`); there are 2^15. Tokens of one key count as equally likely, and the lowest ids
+come first. Whatever lies beyond the last step has its key.
+
+The rules are those of SGLang's sampler: temperature first, then, on the same probabilities
+("joint"), a rank below top_k, a mass of the tokens before of at most top_p, and a p of at least
+min_p times the largest. Each is exact but for the order within the one key where the row is cut.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+NUM_KEYS = 1 << 15
+EXTENT = 31.0  # nats below the likeliest token; beyond no order is worth a key
+_LEVELS = ((8, 128), (0, 256))  # bits of a key that a bucket does not tell, and buckets
+_ENTRIES = 1 << 18  # of logits that are worked on at once: wide types stay in the cache
+
+
+class KeptTokens(NamedTuple):
+    """What filters leave of R rows of logits."""
+
+    peak: torch.Tensor  # [R] float32: the largest logit
+    rate: torch.Tensor  # [R] float32: keys a unit of logits, a power of two
+    lowest: torch.Tensor  # [R] float32: no token of a smaller logit is kept
+    key: torch.Tensor  # [R] int32: tokens of smaller keys are kept; `NUM_KEYS` where all are
+    last: torch.Tensor  # [R] int32: of this key those up to this id
+
+    def at(self, rows: torch.Tensor | None) -> "KeptTokens":
+        """The same of the row that each draw uses, ``[D]``; None is one draw a row."""
+        return self if rows is None else KeptTokens(*(field[rows] for field in self))
+
+    def dropped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Which of the logits ``[R, V]`` are cut, bool; none that is NaN, which is to be seen."""
+        key, cut = _keys(logits.float(), self.peak, self.rate), self.key.unsqueeze(1)
+        token = torch.arange(logits.shape[1], device=logits.device)
+        behind = (key > cut) | ((key == cut) & (token > self.last.unsqueeze(1)))
+        return behind | (logits < self.lowest.unsqueeze(1))
+
+
+class _Rules(NamedTuple):
+    """The rules of each row, ``[R]``."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+
+
+def keep_tokens(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> KeptTokens:
+    """What the filters of each request leave.
+
+    Nothing is cut from a row of a greedy request (top_k = 1), since to know the likeliest token
+    takes no filter, and from one that gives no law: NaN, ``inf``, or nothing but ``-inf``.
+
+    Args:
+        logits: ``[R, V]``, any float type; ``-inf`` marks a forbidden token, which has no rank.
+        temperature: ``[G]`` float32 > 0, each of R / G rows one after another.
+        top_k: ``[G]`` int64 >= 1; anything >= V keeps all.
+        top_p: ``[G]`` float32 in (0, 1].
+        min_p: ``[G]`` float32 in [0, 1].
+    """
+    rules = (
+        of_groups.unsqueeze(1).expand(-1, len(logits) // len(temperature)).flatten()
+        for of_groups in (temperature, top_k, top_p, min_p)
+    )
+    size = max(1, _ENTRIES // max(logits.shape[1], 256))
+    parts = zip(*(tensor.split(size) for tensor in (logits, *rules)), strict=True)
+    found = [_keep(some.float(), _Rules(*of_some)) for some, *of_some in parts]
+    return KeptTokens(*(torch.cat(field) for field in zip(*found, strict=True)))
+
+
+def _keep(logits: torch.Tensor, rules: _Rules) -> KeptTokens:
+    """`keep_tokens` of a few rows, float32, each with rules of its own."""
+    exists = logits > -torch.inf
+    peak = logits.amax(1)  # [R]
+    spread = peak - torch.where(exists, logits, torch.inf).amin(1)
+    rate = _rate(spread, rules.temperature, rules.top_p, logits.shape[1])
+    keys = _keys(logits, peak, rate)
+    masses = ((logits - peak.unsqueeze(1)) / rules.temperature.unsqueeze(1)).exp()
+    key, num_left = _search(keys, torch.stack([exists, masses]).double(), rules)
+    running = ((keys == key) & exists).cumsum(1, dtype=torch.int32)  # [R, V]
+    last = (running < num_left).sum(1)
+    # inf - inf: where there is no law, the likeliest token has no mass that is a number.
+    filters = (rules.top_k > 1) & ~masses.sum(1).isnan()
+    is_cut = filters & ((exists.sum(1) >= rules.top_k) | (rules.top_p < 1))
+    lowest = (peak + rules.temperature.double() * rules.min_p.double().log()).float()
+    return KeptTokens(
+        peak,
+        rate,
+        torch.where(filters & (rules.min_p > 0), lowest, -torch.inf),
+        torch.where(is_cut, key.squeeze(1), NUM_KEYS).int(),
+        torch.where(is_cut, last, 0).int(),
+    )
+
+
+def _search(
+    keys: torch.Tensor, of_tokens: torch.Tensor, rules: _Rules
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first key at which top-k or top-p is reached, and how many of its tokens are left.
+
+    Args:
+        keys: ``[R, V]``.
+        of_tokens: ``[2, R, V]`` float64: 1 for each that may be drawn, and its mass.
+        rules: of each row.
+
+    Returns:
+        Both ``[R, 1]``.
+    """
+    share = rules.top_p.double()
+    target = torch.where(share < 1, share * of_tokens[1].sum(1), torch.inf)
+    # A token is left while the count, and the mass, of those before it are within these.
+    limits = torch.stack([(rules.top_k - 1).double(), target]).unsqueeze(2)  # [2, R, 1]
+    first, before, own = torch.zeros_like(keys[:, :1]), torch.zeros_like(limits), limits
+    for bits, size in _LEVELS:
+        bucket = (keys - first) >> bits
+        bucket = torch.where((bucket >= 0) & (bucket < size), bucket, size).long()
+        sums = of_tokens.new_zeros(*limits.shape[:2], size + 1)
+        sums = sums.scatter_add(2, bucket.expand_as(of_tokens), of_tokens)[..., :size]
+        through = before + sums.cumsum(2)  # [2, R, size]
+        at = _first((through > limits).any(0), sums[0] > 0)
+        own = sums.gather(2, at.expand_as(limits))
+        before = through.gather(2, at.expand_as(limits)) - own
+        first = first + (at << bits).int()
+    within = ((limits - before) / (own / own[:1])).floor() + 1
+    return first, within.nan_to_num(torch.inf).amin(0).minimum(own[0]).clamp_min(1)
+
+
+def _first(reached: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
+    """The first bucket that is reached and has tokens, ``[R, B]`` to ``[R, 1]``.
+
+    Where rounding leaves none, the last that has any.
+    """
+    size = exists.shape[1]
+    place = torch.arange(size, device=exists.device)
+    return torch.where(reached, 2 * size - place, place).mul(exists).argmax(1, keepdim=True)
+
+
+def _keys(logits: torch.Tensor, peak: torch.Tensor, rate: torch.Tensor) -> torch.Tensor:
+    """``[R, V]`` int32, of NaN anything."""
+    steps = (peak.unsqueeze(1) - logits) * rate.unsqueeze(1)
+    return steps.clamp(0, NUM_KEYS - 1).nan_to_num(0.0).int()
+
+
+def _rate(
+    spread: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor, vocab_size: int
+) -> torch.Tensor:
+    """Keys a unit of logits, ``[R]`` float32: a power of two, so that all find the same keys.
+
+    The keys need to reach no farther than the smallest logit, at `spread` below the largest; than
+    `EXTENT`; and, where top-p cuts, than where all tokens together had not the mass that it drops.
+    """
+    tail = temperature.double() * (vocab_size / (1.0 - top_p.double())).log()
+    extent = torch.minimum(EXTENT * temperature, tail.float()).minimum(spread)
+    # Bits 23 and up of a float32 are its exponent plus 127: this is 2^14 over it, without fraction.
+    exponent = (extent.contiguous().view(torch.int32) >> 23).clamp(14, 255)
+    return ((268 - exponent) << 23).view(torch.float32)
