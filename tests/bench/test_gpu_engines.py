@@ -278,5 +278,9 @@ def test_a_dry_run_walks_through_engines_on_a_cpu(tmp_path: Path) -> None:
     assert {"smc-torch answers", "smc-torch log-probabilities", "ar kinds"} <= found["smoke"]
     for parts in stages.values():
         for part, one in parts.items():
-            assert "failed" not in one and not one.get("wrong"), (part, one)
+            assert "failed" not in one and not one.get("wrong"), (
+                part,
+                one.get("failed"),
+                one.get("wrong"),
+            )
     assert "s left" not in told[1]  # nothing was begun
