@@ -253,7 +253,7 @@ def plot_speed(parts: Results, path: Path, *, title: str) -> None:
             if one["system"] == name
         }
         at = [spot + place * width for spot, size in enumerate(sizes) if heights.get(size)]
-        tall = [heights[size] for size in sizes if heights.get(size)]
+        tall = [height for size in sizes if (height := heights.get(size))]
         hatch = ("", "//", "..")[place // len(COLOURS) % 3]
         axes.bar(at, tall, width, color=COLOURS[place % len(COLOURS)], hatch=hatch, label=name)
     axes.axhline(1.0, color="black", lw=1)

@@ -55,10 +55,6 @@ class Case:
     run: Callable[[Sequence[str], Attempt], None]
     shown: str = ""
 
-    @property
-    def limit(self) -> float:
-        return max(LEAST_PATIENCE, PATIENCE * self.seconds)
-
 
 @dataclass(frozen=True)
 class Stage:
@@ -79,6 +75,7 @@ class Runner:
     only: Sequence[str] = ("*",)
     fresh: bool = False
     say: Callable[[str], None] = print
+    patience: float = PATIENCE
     left: list[str] = field(default_factory=list)  # what another call has to do
 
     def run(self, stage: Stage) -> None:
@@ -111,15 +108,17 @@ class Runner:
         """Start a case once; False where the call is over."""
         attempt = Attempt(stage, case, self.records, clock, self.say)
         reason = "it ended without a result"
-        self.say(f"{stage} {case.slug}: {clock.left:.0f} s left")
+        limit = max(LEAST_PATIENCE, self.patience * case.seconds)
+        began = clock.left
+        self.say(f"{stage} {case.slug}: {began:.0f} s left")
         try:
-            with clock.at_most(case.limit):
+            with clock.at_most(limit):
                 case.run(missing, attempt)
         except TimeUpError:
-            if clock.left < case.limit / PATIENCE:
+            if began - clock.left < limit - 0.1:  # the call's time, not the case's
                 self._leave(stage, case, "time is up")
                 return False
-            reason = f"it took more than {case.limit:.0f} s"
+            reason = f"it took more than {limit:.0f} s"
         except EngineError as error:
             reason = str(error)
         failed = self.missing(stage, case)

@@ -188,6 +188,17 @@ def test_a_call_that_is_over_blames_nobody(folder: Path) -> None:
     assert runner.left == ["speed case"] and runner.records.of("speed") == {}
 
 
+def test_a_part_that_would_not_fit_is_not_begun(folder: Path) -> None:
+    def work(missing: Sequence[str], attempt: Attempt) -> None:
+        attempt.started = True
+        attempt.add(missing[0], {})
+        attempt.require(1000.0)
+
+    runner = runner_of(folder)
+    runner.run(stage_of(a_case(work, "a", "b")))
+    assert runner.left == ["speed case"] and list(runner.records.of("speed")) == ["a"]
+
+
 def test_time_is_up_where_something_waits() -> None:
     began = time.monotonic()
     with pytest.raises(TimeUpError), Clock(1).at_most(0.1):

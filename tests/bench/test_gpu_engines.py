@@ -240,6 +240,31 @@ def test_the_report_of_canned_lines(folder: Path, tmp_path: Path) -> None:
     assert "8B+1B,ar-b1-p256,200.0" in (tmp_path / "speed.csv").read_text()
 
 
+def a_profile() -> dict[str, Any]:
+    """Rounds of 10 ms, 8 of them in two kernels, as `bench/speed --rounds` keeps them."""
+    sums = [
+        ["draft", "GEMMs", "nvjet | a", 64.0, 0.005],
+        ["target", "attention", "_attend_spans", 32.0, 0.003],
+    ]
+    replayed = {"rounds": 20, "sums": sums, "forwards": [0.008] * 20, "busy": [0.008] * 20}
+    one = {"batch": 1, "recorded": False, "round": 0.01, "forwards": {}, "alone": None, "parts": {}}
+    steps = [[0.0, 1], [0.011, 1], [0.022, 1]]
+    burst = {"steps": steps, "rounds": [one] * 3, "replays": replayed}
+    return {"entries": [{"bursts": [burst], "tokens_per_round": 9.0}]}
+
+
+def test_the_report_says_where_a_round_goes(folder: Path, tmp_path: Path) -> None:
+    records = Records([folder], [], CALL)
+    records.add("profile", "smc-block-n8-k8-b1-p256", CODE, a_profile())
+    records.add("profile", "smc-exact-n8-k8-b1-p256", CODE, {"failed": "it died"})
+    told = report.write_report(folder, tmp_path)
+    assert "| SMC block N=8 K=8 | 1 | 256 | 10.00 | 8.00 | 1.25 [1.25, 1.25] | 5.00 |" in told
+    assert "| `nvjet / a` | draft | GEMMs | 64 | 5.000 |" in told
+    assert "- smc-exact-n8-k8-b1-p256: it died" in told
+    assert (tmp_path / "rounds.png").stat().st_size > 0
+    assert "gaps_seconds" in (tmp_path / "rounds.csv").read_text()
+
+
 def test_every_goal_is_of_something_that_is_measured() -> None:
     """Red where a goal names a cell that no stage has."""
     speeds = {
@@ -278,5 +303,9 @@ def test_a_dry_run_walks_through_engines_on_a_cpu(tmp_path: Path) -> None:
     assert {"smc-torch answers", "smc-torch log-probabilities", "ar kinds"} <= found["smoke"]
     for parts in stages.values():
         for part, one in parts.items():
-            assert "failed" not in one and not one.get("wrong"), (part, one)
+            assert "failed" not in one and not one.get("wrong"), (
+                part,
+                one.get("failed"),
+                one.get("wrong"),
+            )
     assert "s left" not in told[1]  # nothing was begun
