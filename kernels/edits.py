@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.smc.edits import EditColumns, Edits
+from sglang_smc.tokens.edits import EditColumns, Edits
 
 _TILE = 2048  # logits a program edits; a row of 152k has 75 tiles
 _BLOCK = 32  # tokens of a text that are looked at together
@@ -18,7 +18,7 @@ _BLOCK = 32  # tokens of a text that are looked at together
 def edit_logits(logits: torch.Tensor, edits: Edits, drafts: torch.Tensor, first: int) -> None:
     """Change logits of either model, in place; those of requests that ask for nothing stay.
 
-    Reference: `sglang_smc.smc.edits.edit_logits`, same arguments, to the last bit but for what a
+    Reference: `sglang_smc.tokens.edits.edit_logits`, same arguments, to the last bit but for what a
     compiler makes of a product and a sum.
 
     Raises:
@@ -61,7 +61,7 @@ def count_tokens(
 ) -> None:
     """Count tokens that are settled from now on, for the requests that penalize.
 
-    Reference: `sglang_smc.smc.edits.count_tokens`, same arguments, and the same counts: sums of
+    Reference: `sglang_smc.tokens.edits.count_tokens`, same arguments, and the same counts: sums of
     whole numbers do not depend on an order.
     """
     _count[(len(rows),)](

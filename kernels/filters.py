@@ -1,6 +1,6 @@
 """Top-k, top-p and min-p without a sort: where a row of logits is cut, in five launches.
 
-Tokens have keys (`sglang_smc.smc.filters`), and the key at which a row is cut is found digit by
+Tokens have keys (`sglang_smc.tokens.filters`), and the key at which a row is cut is found digit by
 digit. Every tile of a row leaves how many of its tokens have each digit, and their mass; whoever
 comes next adds the tiles up, always in the same order, finds the digit, and looks at the tokens
 that have it. Most tiles have none of those and are not read again. The last launch finds how many
@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.smc import filters
+from sglang_smc.tokens import filters
 
 _TILE = 4096  # logits a program reads; a row of 152k has 38 tiles
 _CHUNK = 128  # of them counted at once, one a thread
@@ -72,8 +72,8 @@ def keep_tokens(
 ) -> filters.KeptTokens:
     """What the filters of each request leave.
 
-    Reference: `sglang_smc.smc.filters.keep_tokens`, same arguments. It leaves the same tokens, but
-    for those that have top-p's mass before them to rounding (1e-6). Where it cuts nothing, the
+    Reference: `sglang_smc.tokens.filters.keep_tokens`, same arguments. It leaves the same tokens,
+    but for those that have top-p's mass before them to rounding (1e-6). Where it cuts nothing, the
     numbers other than ``lowest`` and ``key`` may be others.
 
     Raises:

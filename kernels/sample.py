@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from sglang_smc.kernels.filters import check_contiguous, dropped
-from sglang_smc.smc.filters import KeptTokens
+from sglang_smc.tokens.filters import KeptTokens
 
 _TILE = 4096  # logits a program reads; a row of 152k has 38 tiles
 
@@ -31,8 +31,8 @@ def sample_and_score(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw a token a row, and say how probable it was.
 
-    Reference: `sglang_smc.smc.distribution.sample_and_score`, same arguments. Tokens are its tokens
-    unless a uniform lies within rounding (1e-6) of the boundary between two.
+    Reference: `sglang_smc.tokens.distribution.sample_and_score`, same arguments. Tokens are its
+    tokens unless a uniform lies within rounding (1e-6) of the boundary between two.
 
     Raises:
         ValueError: the vocabulary does not lie contiguously in memory.
@@ -57,7 +57,7 @@ def score_tokens(
 ) -> torch.Tensor:
     """Log-probabilities of given tokens.
 
-    Reference: `sglang_smc.smc.distribution.score_tokens`, same arguments.
+    Reference: `sglang_smc.tokens.distribution.score_tokens`, same arguments.
 
     Raises:
         ValueError: the vocabulary does not lie contiguously in memory.
@@ -78,7 +78,7 @@ def log_probs(
 ) -> torch.Tensor:
     """Log-probabilities of all tokens, the one function here that makes a tensor ``[D, V]``.
 
-    Reference: `sglang_smc.smc.distribution.log_probs`, same arguments.
+    Reference: `sglang_smc.tokens.distribution.log_probs`, same arguments.
 
     Raises:
         ValueError: the vocabulary does not lie contiguously in memory.
@@ -100,7 +100,7 @@ def log_sums(
 ) -> torch.Tensor:
     """Logs of what probabilities are divided by.
 
-    Reference: `sglang_smc.smc.distribution.log_sums`, same arguments.
+    Reference: `sglang_smc.tokens.distribution.log_sums`, same arguments.
 
     Raises:
         ValueError: the vocabulary does not lie contiguously in memory.

@@ -13,10 +13,10 @@ from sglang_smc.options.request import RequestConfig
 from sglang_smc.requests.rules import TextRules
 from sglang_smc.requests.state import RequestState
 from sglang_smc.requests.text_rule import BatchTexts
-from sglang_smc.smc.edits import Edits, edit_logits
 from sglang_smc.state.edits import EditTable
 from sglang_smc.state.population import Population
 from sglang_smc.state.settings import RequestTable
+from sglang_smc.tokens.edits import Edits, edit_logits
 
 NEUTRAL: dict[str, Any] = {
     "frequency_penalty": 0.0,

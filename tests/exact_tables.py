@@ -6,8 +6,8 @@ import torch
 
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.smc import exact
-from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.exact import Walker
+from sglang_smc.tokens.distribution import TokenDistribution
 
 
 class Verified(NamedTuple):

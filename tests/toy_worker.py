@@ -28,13 +28,13 @@ from sglang_smc.requests.text_rule import BatchTexts
 from sglang_smc.round.round import Round
 from sglang_smc.round.steps import Steps
 from sglang_smc.round.tables import Tables
-from sglang_smc.smc.distribution import TokenDistribution, sample
-from sglang_smc.smc.edits import edit_logits
 from sglang_smc.smc.stratify import stratified
 from sglang_smc.state.counters import Counters
 from sglang_smc.state.edits import has_edits
 from sglang_smc.state.monitor import Monitor
 from sglang_smc.state.settings import Settings, TableEntry, filter_kinds
+from sglang_smc.tokens.distribution import TokenDistribution, sample
+from sglang_smc.tokens.edits import edit_logits
 from sglang_smc.worker import SMCWorker
 
 PROMPT = (1, 0)

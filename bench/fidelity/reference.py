@@ -40,9 +40,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from sglang_smc.smc.distribution import sample, token_log_probs
 from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.smc.weights import effective_sample_size, log_mean_exp, normalized
+from sglang_smc.tokens.distribution import sample, token_log_probs
 
 #: Resampling steps drawn at once when one is sought that keeps the retained particle.
 _TRIALS = 64

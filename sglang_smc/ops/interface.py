@@ -13,8 +13,8 @@ import torch
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.smc import rounds
 from sglang_smc.smc.exact import Walk
-from sglang_smc.smc.filters import KeptTokens
 from sglang_smc.smc.mixed import Kept
+from sglang_smc.tokens.filters import KeptTokens
 
 Kind = Literal["torch", "triton"]
 

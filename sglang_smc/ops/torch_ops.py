@@ -3,8 +3,9 @@
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.memory.rows import tally
 from sglang_smc.ops.interface import Ops
-from sglang_smc.smc import agreement, distribution, edits, exact, filters, mixed, randomness, rounds
+from sglang_smc.smc import agreement, exact, mixed, randomness, rounds
 from sglang_smc.smc.stratify import same_text, stratify
+from sglang_smc.tokens import distribution, edits, filters
 
 TORCH = Ops(
     kind="torch",

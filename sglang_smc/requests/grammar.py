@@ -20,9 +20,9 @@ from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
 from sglang_smc.requests.failures import end_request
 from sglang_smc.requests.state import settled_ids, state_of, tails_of
 from sglang_smc.requests.text_rule import BatchTexts, TextRule
-from sglang_smc.smc.masking import unpack
 from sglang_smc.state.population import Population
 from sglang_smc.state.transfer import to_device
+from sglang_smc.tokens.masking import unpack
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

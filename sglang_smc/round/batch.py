@@ -10,12 +10,12 @@ from sglang_smc.options.request import RequestConfig
 from sglang_smc.options.server import RESAMPLING_METHODS, SMCConfig
 from sglang_smc.requests.rules import TextRules, has_rules
 from sglang_smc.requests.state import RequestState, state_of
-from sglang_smc.smc.distribution import FilterKinds, SamplingRules
-from sglang_smc.smc.edits import Edits
 from sglang_smc.state.edits import has_edits
 from sglang_smc.state.settings import Settings, filter_kinds
 from sglang_smc.state.tail_logprobs import NO_LOGPROBS, LogprobWidths
 from sglang_smc.state.transfer import on_device
+from sglang_smc.tokens.distribution import FilterKinds, SamplingRules
+from sglang_smc.tokens.edits import Edits
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch

@@ -16,7 +16,7 @@ from sglang_smc.models.attention import KVLocations
 from sglang_smc.options.policy import COSTS_ENV, Costs, Curve, RoundCosts
 from sglang_smc.round.graph import Recordings, RoundGraphs
 from sglang_smc.round.steps import Steps
-from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.tokens.distribution import TokenDistribution
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 
 from sglang_smc.smc import rounds
-from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.state.population import Population
+from sglang_smc.tokens.distribution import TokenDistribution
 
 
 class Drafts(NamedTuple):

@@ -15,14 +15,14 @@ from sglang_smc.requests.state import RequestStates, has_open_token, state_of
 from sglang_smc.requests.text_rule import BatchTexts
 from sglang_smc.round.draft_input import SMCDraftInput, as_eagle
 from sglang_smc.round.tables import Tables
-from sglang_smc.smc.distribution import TokenDistribution, sample
-from sglang_smc.smc.edits import Edits, edit_logits
 from sglang_smc.smc.randomness import Purpose, uniforms
 from sglang_smc.smc.stratify import stratified
 from sglang_smc.state.edits import has_edits
 from sglang_smc.state.logprobs import logprob_distribution
 from sglang_smc.state.settings import Settings, filter_kinds
 from sglang_smc.state.transfer import on_device
+from sglang_smc.tokens.distribution import TokenDistribution, sample
+from sglang_smc.tokens.edits import Edits
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -114,7 +114,7 @@ class Prefill:
         edits = None
         if any(map(has_edits, reqs)):
             edits = tables.edits.of_prefill(reqs, rows, settings, num_emitted)
-        last, allowed = _edited(edits, rules, logits)
+        last, allowed = self._edited(edits, rules, logits)
         p = TokenDistribution.of(
             self._ops, last, settings.sampling_rules(), filter_kinds(reqs), allowed
         )
@@ -179,25 +179,26 @@ class Prefill:
         rows = log_p.unsqueeze(1).expand(-1, len(particle), -1)
         return sample(rows, stratified(numbers, same_text))
 
+    def _edited(
+        self, edits: Edits | None, rules: TextRules, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """First tokens' logits ``[G, V]`` as requests change them, and what their rules allow.
+
+        Both are ``[G, 1, V]``.
+        """
+        if edits is None and rules.is_empty:
+            return logits.unsqueeze(1), None
+        rows = logits.clone().unsqueeze(1).unsqueeze(1)  # SGLang may read its own again
+        nothing = torch.empty(
+            len(logits), 1, 0, dtype=torch.int64, device=logits.device
+        )  # [G, N, J]
+        if edits is not None:
+            self._ops.edit_logits(rows, edits, nothing, 0)
+        edited, allowed = rules.apply(rows, nothing, 0)
+        return edited.squeeze(2), None if allowed is None else allowed.squeeze(2)
+
 
 def _logits(output: "LogitsProcessorOutput | PPProxyTensors | None") -> torch.Tensor:
     """What follows each prompt, ``[G, V]``, as the last pipeline stage has it: there is but one."""
     assert isinstance(output, LogitsProcessorOutput) and output.next_token_logits is not None
     return output.next_token_logits
-
-
-def _edited(
-    edits: Edits | None, rules: TextRules, logits: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """First tokens' logits ``[G, V]`` as requests change them, and what their rules allow.
-
-    Both are ``[G, 1, V]``.
-    """
-    if edits is None and rules.is_empty:
-        return logits.unsqueeze(1), None
-    rows = logits.clone().unsqueeze(1).unsqueeze(1)  # SGLang may read its own again
-    nothing = torch.empty(len(logits), 1, 0, dtype=torch.int64, device=logits.device)  # [G, N, J]
-    if edits is not None:
-        edit_logits(rows, edits, nothing, 0)
-    edited, allowed = rules.apply(rows, nothing, 0)
-    return edited.squeeze(2), None if allowed is None else allowed.squeeze(2)

@@ -35,10 +35,10 @@ from sglang_smc.round.batch import RoundBatch
 from sglang_smc.round.decision import Decision, Drafts, no_drafts
 from sglang_smc.round.verification import verify
 from sglang_smc.smc import resizing, rounds
-from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.state.logprobs import logprob_distribution
 from sglang_smc.state.population import Population
+from sglang_smc.tokens.distribution import TokenDistribution
 
 
 class DraftSlots(NamedTuple):

@@ -7,9 +7,9 @@ from sglang_smc.requests.failures import failure_of_round
 from sglang_smc.round.batch import RoundBatch
 from sglang_smc.round.decision import Decision, Drafts
 from sglang_smc.smc import exact, mixed, rounds
-from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.state.population import Population
+from sglang_smc.tokens.distribution import TokenDistribution
 
 
 def verify(

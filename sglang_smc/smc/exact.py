@@ -31,8 +31,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from sglang_smc.smc.distribution import Draws, TokenDistribution
 from sglang_smc.smc.selection import select, selection_rule
+from sglang_smc.tokens.distribution import Draws, TokenDistribution
 
 NUM_BINS = 128
 BINS_PER_NAT = 16  # a power of two: then no rounding decides where a bin begins

@@ -21,10 +21,10 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from sglang_smc.smc.distribution import Draws, TokenDistribution
 from sglang_smc.smc.evidence import covered_columns
 from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.smc.weights import Weights, accumulate, effective_sample_size
+from sglang_smc.tokens.distribution import Draws, TokenDistribution
 
 Chosen = TypeVar("Chosen")
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from sglang_smc.smc.edits import EditColumns, Edits
 from sglang_smc.state.population import Population
 from sglang_smc.state.settings import Settings
 from sglang_smc.state.transfer import on_device
+from sglang_smc.tokens.edits import EditColumns, Edits
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

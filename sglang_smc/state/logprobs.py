@@ -9,10 +9,10 @@ import torch
 from sglang.srt.environ import envs
 
 from sglang_smc.ops.interface import Ops
-from sglang_smc.smc.distribution import TokenDistribution
-from sglang_smc.smc.masking import restrict
 from sglang_smc.state.population import Population
 from sglang_smc.state.tail_logprobs import TailLogprobs
+from sglang_smc.tokens.distribution import TokenDistribution
+from sglang_smc.tokens.masking import restrict
 
 
 def logprob_distribution(

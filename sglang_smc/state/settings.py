@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.smc.distribution import FilterKinds, SamplingRules
 from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.state.transfer import on_device
+from sglang_smc.tokens.distribution import FilterKinds, SamplingRules
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

@@ -36,10 +36,10 @@ from sglang_smc.kernels.rows import tally
 from sglang_smc.kernels.sample import log_probs, log_sums, sample_and_score, score_tokens
 from sglang_smc.kernels.stratify import same_text, stratify
 from sglang_smc.kernels.verify import begin_walk, walk_on
-from sglang_smc.smc.edits import EditColumns, Edits
 from sglang_smc.smc.exact import Chains
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.rounds import WeightRules
+from sglang_smc.tokens.edits import EditColumns, Edits
 
 
 class Heads(NamedTuple):

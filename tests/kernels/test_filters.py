@@ -14,8 +14,8 @@ from triton.runtime.interpreter import GridExecutor
 
 from sglang_smc.kernels import filters as kernel
 from sglang_smc.ops.interface import Ops
-from sglang_smc.smc import filters
-from sglang_smc.smc.distribution import FilterKinds, SamplingRules, TokenDistribution
+from sglang_smc.tokens import filters
+from sglang_smc.tokens.distribution import FilterKinds, SamplingRules, TokenDistribution
 
 ROUNDING = 1e-6  # of a mass: within it of top-p, a token may be kept or not
 

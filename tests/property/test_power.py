@@ -15,7 +15,7 @@ from toy_worker import Language
 
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.tokens.distribution import TokenDistribution
 
 
 def assert_mean_evidence(log_evidence: torch.Tensor, expected: float) -> None:

@@ -9,7 +9,7 @@ from scipy.stats import chisquare
 from sorted_law import rules, sorted_law
 
 from sglang_smc.ops.torch_ops import TORCH
-from sglang_smc.smc.distribution import (
+from sglang_smc.tokens.distribution import (
     FilterKinds,
     SamplingRules,
     TokenDistribution,
@@ -26,7 +26,7 @@ LARGEST = math.nextafter(1.0, 0.0)
 def law_of(logits: torch.Tensor, asked: SamplingRules) -> torch.Tensor:
     """Log-probabilities ``[M, V]``, or ``[G, M, V]``, under rules ``[G]``."""
     kinds, rows = (
-        FilterKinds(True, True, False),
+        FilterKinds(True, True),
         logits.view(len(asked.top_k), -1, logits.shape[-1]),
     )
     return TokenDistribution.of(TORCH, rows, asked, kinds).log_probs(TORCH).view_as(logits)

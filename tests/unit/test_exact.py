@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.smc import exact
-from sglang_smc.smc.distribution import TokenDistribution, sample
 from sglang_smc.smc.selection import OFFSETS
+from sglang_smc.tokens.distribution import TokenDistribution, sample
 
 ALPHA = 1e-4
 VOCAB = 4

@@ -19,7 +19,7 @@ from exact_tables import Verified, verify
 from scipy.stats import chi2, kstest
 from sorted_law import rules, sorted_law
 
-from sglang_smc.smc.distribution import sample
+from sglang_smc.tokens.distribution import sample
 
 VOCAB, EOS, START = 4, 0, 4  # START stands for what comes before the text
 MAX_LENGTH = 4

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from sorted_law import ALL, rules, sorted_law
 
 from sglang_smc.ops.torch_ops import TORCH
-from sglang_smc.smc.distribution import FilterKinds, SamplingRules, TokenDistribution, sample
-from sglang_smc.smc.filters import EXTENT, NUM_KEYS, KeptTokens, keep_tokens
+from sglang_smc.tokens.distribution import FilterKinds, SamplingRules, TokenDistribution, sample
+from sglang_smc.tokens.filters import EXTENT, NUM_KEYS, KeptTokens, keep_tokens
 
-KINDS = FilterKinds(filtered=True, greedy=True, early=False)
+KINDS = FilterKinds(filtered=True, greedy=True)
 ROUNDING = 1e-6  # of a mass: within it of top-p, either side is right
 
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_smc.ops.torch_ops import TORCH
-from sglang_smc.smc.distribution import TokenDistribution
-from sglang_smc.smc.masking import restrict, unpack
+from sglang_smc.tokens.distribution import TokenDistribution
+from sglang_smc.tokens.masking import restrict, unpack
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=70))

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from populations import population_of
 
 from sglang_smc.requests.rules import has_rules
-from sglang_smc.smc.edits import Edits, count_tokens, edit_logits
 from sglang_smc.state.edits import has_edits
+from sglang_smc.tokens.edits import Edits, count_tokens, edit_logits
 
 VOCAB, STOPS = 6, frozenset({0, 4})
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=7)

@@ -10,8 +10,6 @@ from table_entries import entry
 
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.smc.distribution import FilterKinds, SamplingRules, TokenDistribution
-from sglang_smc.smc.edits import edit_logits
 from sglang_smc.state.edits import EditTable
 from sglang_smc.state.settings import (
     RequestTable,
@@ -20,6 +18,8 @@ from sglang_smc.state.settings import (
     filter_kinds,
     stop_tokens,
 )
+from sglang_smc.tokens.distribution import FilterKinds, SamplingRules, TokenDistribution
+from sglang_smc.tokens.edits import edit_logits
 
 VOCAB = 6
 

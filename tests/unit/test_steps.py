@@ -16,9 +16,9 @@ from sglang_smc.requests.state import RequestState
 from sglang_smc.round.batch import RoundBatch, shape_of
 from sglang_smc.round.decision import Drafts
 from sglang_smc.round.steps import Steps, still_open
-from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.state.population import Population
 from sglang_smc.state.settings import RequestTable
+from sglang_smc.tokens.distribution import TokenDistribution
 
 EOS, VOCAB, LIMIT = 2, 4, 100
 SERVER = SMCConfig(num_particles=3, num_steps=3, evidence_threshold=0.0)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from sglang_smc.smc.distribution import sample
 from sglang_smc.smc.stratify import equal_texts, same_text, still_same, stratified, stratify
+from sglang_smc.tokens.distribution import sample
 
 SIZE = 20_000
 

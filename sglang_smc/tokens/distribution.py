@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from sglang_smc.smc.filters import KeptTokens
-from sglang_smc.smc.masking import restrict
+from sglang_smc.tokens.filters import KeptTokens
+from sglang_smc.tokens.masking import restrict
 
 
 class SamplingRules(NamedTuple):
