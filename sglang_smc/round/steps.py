@@ -283,7 +283,7 @@ class Steps:
             cut,
             num_kept,
             resampled,
-            p.at(row.flatten()),
+            p._replace(rows=row.flatten()),
             verified=~settings.weighs,
             failure=failure_of_round(
                 log_p, drafts.log_q, drafts.before_end, drafts.ends, ~population.ended

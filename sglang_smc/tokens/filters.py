@@ -19,6 +19,7 @@ NUM_KEYS = 1 << 15
 EXTENT = 31.0  # nats below the likeliest token; beyond no order is worth a key
 _LEVELS = ((8, 128), (0, 256))  # bits of a key that a bucket does not tell, and buckets
 _ENTRIES = 1 << 18  # of logits that are worked on at once: wide types stay in the cache
+_MASS_UNIT = 2.0**-44  # of the likeliest token's mass: whole numbers add up alike in any order
 
 
 class KeptTokens(NamedTuple):
@@ -88,7 +89,8 @@ def _keep(logits: torch.Tensor, rules: _Rules) -> KeptTokens:
     rate = _rate(spread, rules.temperature, rules.top_p, logits.shape[1])
     keys = _keys(logits, peak, rate)
     masses = ((logits - peak.unsqueeze(1)) / rules.temperature.unsqueeze(1)).exp()
-    key, num_left = _search(keys, torch.stack([exists, masses]).double(), rules)
+    of_tokens = torch.stack([exists.long(), (masses.double() / _MASS_UNIT).long()])
+    key, num_left = _search(keys, of_tokens, rules)
     running = ((keys == key) & exists).cumsum(1, dtype=torch.int32)  # [R, V]
     last = (running < num_left).sum(1)
     # inf - inf: where there is no law, the likeliest token has no mass that is a number.
@@ -111,16 +113,16 @@ def _search(
 
     Args:
         keys: ``[R, V]``.
-        of_tokens: ``[2, R, V]`` float64: 1 for each that may be drawn, and its mass.
+        of_tokens: ``[2, R, V]`` int64: 1 for each that may be drawn, and its mass.
         rules: of each row.
 
     Returns:
         Both ``[R, 1]``.
     """
-    share = rules.top_p.double()
-    target = torch.where(share < 1, share * of_tokens[1].sum(1), torch.inf)
+    share, everything = rules.top_p.double(), torch.iinfo(torch.int64).max
+    target = torch.where(share < 1, (share * of_tokens[1].sum(1)).long(), everything)
     # A token is left while the count, and the mass, of those before it are within these.
-    limits = torch.stack([(rules.top_k - 1).double(), target]).unsqueeze(2)  # [2, R, 1]
+    limits = torch.stack([rules.top_k - 1, target]).unsqueeze(2)  # [2, R, 1]
     first, before, own = torch.zeros_like(keys[:, :1]), torch.zeros_like(limits), limits
     for bits, size in _LEVELS:
         bucket = (keys - first) >> bits
@@ -132,7 +134,7 @@ def _search(
         own = sums.gather(2, at.expand_as(limits))
         before = through.gather(2, at.expand_as(limits)) - own
         first = first + (at << bits).int()
-    within = ((limits - before) / (own / own[:1])).floor() + 1
+    within = ((limits - before) / (own.double() / own[:1])).floor() + 1
     return first, within.nan_to_num(torch.inf).amin(0).minimum(own[0]).clamp_min(1)
 
 
