@@ -232,7 +232,7 @@ def trace_round(
             device="cuda",
         )
         if shape.logprobs.own:
-            tables.logprobs._make_room(shape.logprobs)
+            tables.logprobs.make_room(shape.logprobs)
         models: Any = FakeModel(device), FakeModel(device)
         round_ = Round(Steps(*models, tables.ledger, ops, config.max_lag), tables, ops)
         inputs = RoundInputs(

@@ -12,10 +12,10 @@ from collections import Counter
 import torch
 from pool_checks import PoolChecks
 from pool_request import EOS, VOCAB, Request, Text, Window, num_common
+from populations import shared
 
 from sglang_smc.memory import arena
 from sglang_smc.memory.ledger import Ledger
-from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.budget import Budget
 from sglang_smc.options.request import RequestConfig, request_config
 from sglang_smc.options.server import SMCConfig
@@ -361,7 +361,7 @@ class PoolModel(PoolChecks):
             request.settle()
         counts = [0 if request.first_tokens else num_common(request.tails) for request in batch]
         self._note_situations(batch, counts)
-        assert population.num_common(TORCH).tolist() == counts
+        assert shared(population).tolist() == counts
         self.ledger.commit(
             rows,
             committed=torch.tensor([request.committed for request in batch]),

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from sglang_smc.smc.agreement import common_tail
 from sglang_smc.state.population import Population
 
 
@@ -13,6 +14,11 @@ def texts_of(
     """``[G, N, 2 + T]`` from tails ``[G, N, T]`` and the tokens that stand before them."""
     before = torch.zeros_like(last_emitted) if before is None else before
     return torch.cat([before.unsqueeze(2), last_emitted.unsqueeze(2), tokens], dim=2)
+
+
+def shared(population: Population) -> torch.Tensor:
+    """Tail tokens that all particles of each group share, ``[G]``."""
+    return common_tail(population.texts[:, :, 1:], population.lengths, population.present)
 
 
 def population_of(

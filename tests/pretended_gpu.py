@@ -1,7 +1,8 @@
 """SGLang's reading of engine keywords on an H200 that is not there: ``python pretended_gpu.py``.
 
-Reads JSON lists of keywords from its input, and prints a line for each: what SGLang made of them,
-or why it refuses them. A script of its own: torch is told of the GPU before SGLang is imported.
+With a number it has so many MiB of memory. Reads JSON lists of keywords from its input, and prints
+a line for each: what SGLang made of them, or why it refuses them. A script of its own: torch is
+told of the GPU before SGLang is imported.
 """
 
 import json
@@ -14,7 +15,7 @@ from unittest.mock import MagicMock
 
 import torch
 
-MEMORY = 143_771  # MiB
+MEMORY = int(sys.argv[1]) if len(sys.argv) > 1 else 143_771  # MiB
 
 
 class Kernels(MetaPathFinder, Loader):
@@ -73,6 +74,8 @@ def read(arguments: dict[str, Any]) -> dict[str, Any]:
         "attention": found.attention_backend,
         "prefill_graphs": str(graphs.prefill.backend),
         "sizes": graphs.decode.bs,
+        "running": found.max_running_requests,
+        "reserved": round((1 - (found.mem_fraction_static or 0)) * MEMORY),  # MiB
     }
 
 

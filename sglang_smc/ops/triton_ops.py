@@ -4,16 +4,15 @@ from typing import Any
 
 import torch
 
-from sglang_smc.kernels import lineage, prepare
+from sglang_smc.kernels import lineage
 from sglang_smc.kernels import reweight as reweight_kernel
-from sglang_smc.kernels.agreement import common_tail, num_distinct
+from sglang_smc.kernels.agreement import common_tail, num_distinct, same_text, stratify
 from sglang_smc.kernels.edits import count_tokens, edit_logits
 from sglang_smc.kernels.filters import keep_tokens
 from sglang_smc.kernels.keep import keep
 from sglang_smc.kernels.randomness import round_seeds, uniforms
 from sglang_smc.kernels.rows import tally
 from sglang_smc.kernels.sample import log_probs, log_sums, sample_and_score, score_tokens
-from sglang_smc.kernels.stratify import same_text, stratify
 from sglang_smc.kernels.verify import begin_walk, walk_on
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.ops.interface import Ops
@@ -24,7 +23,7 @@ class KernelLedger(Ledger):
     """A ledger whose three methods are kernels, each a launch or three."""
 
     def reserve(self, rows: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        return prepare.reserve(self._table, self._num_rows, self._num_particles, rows, **arguments)
+        return lineage.reserve(self._table, self._num_rows, self._num_particles, rows, **arguments)
 
     def descend(self, rows: torch.Tensor, **arguments: Any) -> None:
         lineage.descend(self._table, self._num_rows, self._num_particles, rows, **arguments)

@@ -134,7 +134,8 @@ class Round:
             log_evidence: ``[G]`` float64 log Z-hat, of which that draw may have banked a part.
         """
         tables, shape, ops = self._tables, batch.shape, self._ops
-        counts = collapsed.num_common(ops)  # [G]
+        tails = collapsed.texts[:, :, 1:]  # with the token before each
+        counts = ops.common_tail(tails, collapsed.lengths, collapsed.present)  # [G]
         num_roots = ops.num_distinct(continued.roots, continued.present)  # [G]
         num_parents = ops.num_distinct(decision.resampled.ancestors, continued.present)  # [G]
         tables.ledger.commit(

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_smc.ops.interface import Ops
 from sglang_smc.smc.rounds import Resampled
 from sglang_smc.state.tail_logprobs import TailLogprobs
 
@@ -128,13 +127,6 @@ class Population(NamedTuple):
     def first_token(self) -> torch.Tensor:
         """The last emitted token of all particles of a group, ``[G]``; -1 where they differ."""
         return torch.where(self.is_settled(), self.last_emitted[:, 0], -1)
-
-    def num_common(self, ops: Ops) -> torch.Tensor:
-        """How many leading tail tokens all particles of a group share, ``[G]``.
-
-        None where they do not agree on the token before.
-        """
-        return ops.common_tail(self.texts[:, :, 1:], self.lengths, self.present)
 
     def emit(self, counts: torch.Tensor) -> "Population":
         """Drop the first ``counts[g]`` tokens, common to all tails, from each of them."""

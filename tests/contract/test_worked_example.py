@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from sglang_smc.smc import rounds
+from sglang_smc.smc.agreement import common_tail
 from sglang_smc.smc.evidence import covered_columns
 from sglang_smc.smc.resampling import systematic
 from sglang_smc.smc.stratify import stratified
 from sglang_smc.smc.weights import accumulate, effective_sample_size, normalized
-from sglang_smc.state.population import common_prefix
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLE = (
@@ -99,9 +99,9 @@ def test_the_bonus(found: rounds.Reweighted) -> None:
     cumulative = uniforms(0.6, 0.9, 1.0)
     assert torch.searchsorted(cumulative, drawn, right=True).tolist() == [0, 1]
     assert '"." 0.6 and "and" 0.3' in EXAMPLE and '0.35 draws ".", 0.85 draws "and"' in EXAMPLE
-    heirs = torch.tensor([[[1, 2, 3, 4], [1, 2, 3, 5]]])
+    heirs = torch.tensor([[[0, 1, 2, 3, 4], [0, 1, 2, 3, 5]]])  # behind one token
     here = torch.ones(1, 2, dtype=torch.bool)
-    assert common_prefix(heirs, torch.full((1, 2), 4), here).tolist() == [3]
+    assert common_tail(heirs, torch.full((1, 2), 4), here).tolist() == [3]
 
 
 @pytest.fixture(scope="module")

@@ -23,18 +23,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from sglang_smc.kernels.agreement import common_tail, num_distinct
+from sglang_smc.kernels.agreement import common_tail, num_distinct, same_text, stratify
 from sglang_smc.kernels.edits import count_tokens, edit_logits
 from sglang_smc.kernels.filters import keep_tokens
 from sglang_smc.kernels.keep import keep
-from sglang_smc.kernels.lineage import commit, descend
+from sglang_smc.kernels.lineage import commit, descend, reserve
 from sglang_smc.kernels.particle_attention import particle_attention
-from sglang_smc.kernels.prepare import reserve
 from sglang_smc.kernels.randomness import round_seeds, uniforms
 from sglang_smc.kernels.reweight import SCHEMES, collapse, reweight_and_resample
 from sglang_smc.kernels.rows import tally
 from sglang_smc.kernels.sample import log_probs, log_sums, sample_and_score, score_tokens
-from sglang_smc.kernels.stratify import same_text, stratify
 from sglang_smc.kernels.verify import begin_walk, walk_on
 from sglang_smc.smc.exact import Chains
 from sglang_smc.smc.randomness import Purpose

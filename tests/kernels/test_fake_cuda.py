@@ -14,11 +14,12 @@ from fake_cuda import VOCAB_SIZE, Trace, fake_cuda, trace_round
 from torch.utils._pytree import tree_leaves
 
 from sglang_smc.ops.interface import Ops
-from sglang_smc.options.server import RESAMPLING_METHODS, SMCConfig
+from sglang_smc.options.server import SMCConfig
 from sglang_smc.plan.memory import round_bytes
-from sglang_smc.round.batch import RoundShape, shape_of_server
+from sglang_smc.round.batch import RoundShape, shape_of_any, shape_of_server
 from sglang_smc.round.round import Round
-from sglang_smc.state.tail_logprobs import LogprobWidths
+from sglang_smc.state.tail_logprobs import recorded_logprobs
+from sglang_smc.tokens.distribution import FilterKinds
 
 SIZES = (1, 8, 48)  # groups
 
@@ -43,15 +44,17 @@ class Case(NamedTuple):
         return shape_of_server(self.config)._replace(**self.more)
 
 
-LOGPROBS = LogprobWidths(own=1, top=5, listed=3)
+FILTERS = {"kinds": FilterKinds(filtered=True, greedy=True)}
+ANYTHING = shape_of_any(SMCConfig(), None, recorded_logprobs(VOCAB_SIZE))._asdict()
 ROUNDS = {
-    "smc": Case(SMCConfig(), {}, Limits(226, 300, 86)),
-    "exact": Case(SMCConfig(mode="exact"), {}, Limits(1940, 2800, 148)),
-    "mixed": Case(SMCConfig(mode="mixed"), {}, Limits(1940, 2800, 148)),
-    "powered": Case(SMCConfig(power=2.0), {}, Limits(261, 475, 86)),
-    "by all methods": Case(SMCConfig(), {"methods": RESAMPLING_METHODS}, Limits(615, 300, 86)),
-    "weighed beside verified": Case(SMCConfig(), {"verifies": True}, Limits(2000, 2850, 148)),
-    "with log-probabilities": Case(SMCConfig(), {"logprobs": LOGPROBS}, Limits(278, 530, 150)),
+    "smc": Case(SMCConfig(), {}, Limits(175, 1, 57)),
+    "exact": Case(SMCConfig(mode="exact"), {}, Limits(258, 5.5, 90)),
+    "mixed": Case(SMCConfig(mode="mixed"), {}, Limits(258, 5.5, 90)),
+    "smc, filtered": Case(SMCConfig(), FILTERS, Limits(220, 1, 57)),
+    "exact, filtered": Case(SMCConfig(mode="exact"), FILTERS, Limits(303, 5.5, 90)),
+    "powered": Case(SMCConfig(power=2.0), {}, Limits(207, 1, 57)),
+    "edited": Case(SMCConfig(), {"edits": True}, Limits(195, 1.5, 59)),
+    "anything": Case(SMCConfig(), ANYTHING, Limits(840, 110, 117)),
 }
 
 
@@ -77,11 +80,6 @@ def test_a_captured_round_asks_little_of_the_device(
     assert all(one.device.type == "cuda" for one in tensors)
 
 
-def without_greedy(shape: RoundShape) -> RoundShape:
-    """A mask of a token a row takes 29 MB a group more."""
-    return shape._replace(kinds=shape.kinds._replace(greedy=False))
-
-
 @pytest.mark.parametrize("mode", ["smc", "exact", "mixed"])
 @pytest.mark.parametrize(("num_particles", "num_steps"), [(8, 8), (16, 4), (4, 1), (1, 12)])
 def test_memory_is_what_the_arithmetic_says(
@@ -92,10 +90,13 @@ def test_memory_is_what_the_arithmetic_says(
     kernels: Ops,
 ) -> None:
     config = SMCConfig(mode=mode, num_particles=num_particles, num_steps=num_steps)
-    shape = without_greedy(shape_of_server(config))
-    found = trace_round(monkeypatch, config, shape, 4, kernels)
+    found = trace_round(monkeypatch, config, shape_of_server(config), 4, kernels)
     sizes = num_particles, num_steps, VOCAB_SIZE
     expected = 4 * round_bytes(*sizes, verifies=not config.weighs)
+    assert found.peak == pytest.approx(expected, rel=0.15)
+    shape = shape_of_any(config, None, recorded_logprobs(VOCAB_SIZE))
+    found = trace_round(monkeypatch, config, shape, 4, kernels)
+    expected = 4 * round_bytes(*sizes, mixes=True)
     assert found.peak == pytest.approx(expected, rel=0.15)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from pool_model import PoolModel
 
-from sglang_smc.kernels import lineage, prepare
+from sglang_smc.kernels import lineage
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.options.server import SMCConfig
 
@@ -35,7 +35,7 @@ class Compared(Ledger):
     device = "cpu"
 
     def reserve(self, rows: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        return self._compare(super().reserve, prepare.reserve, (), rows, arguments)
+        return self._compare(super().reserve, lineage.reserve, (), rows, arguments)
 
     def descend(self, rows: torch.Tensor, **arguments: Any) -> None:
         self._compare(super().descend, lineage.descend, (), rows, arguments)

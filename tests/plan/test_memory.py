@@ -1,8 +1,36 @@
-"""Bytes of a round; `tests/kernels/test_fake_cuda.py` holds them to what a round takes."""
+"""Bytes of a round, which tests/kernels/test_fake_cuda.py holds to what it takes, and of a server."""
 
-from sglang_smc.plan.memory import round_bytes
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.plan.memory import LOGIT_BYTES, round_bytes
+from sglang_smc.recording.sizes import plan_sizes
+from sglang_smc.round.batch import shape_of_any
+from sglang_smc.round.graph import Kinds
+from sglang_smc.state.tail_logprobs import recorded_logprobs
 
 VOCAB = 128_256
+REPOSITORY = Path(__file__).parents[2]
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "torch_dtype": "bfloat16",
+    "vocab_size": VOCAB,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+}
+#: What SGLang's reserve is for: activations of a prompt's 8,192 tokens, and its prefill graphs.
+FOR_PREFILL = 2 << 30
 
 
 def test_a_weighed_round_holds_the_targets_logits_twice() -> None:
@@ -11,8 +39,51 @@ def test_a_weighed_round_holds_the_targets_logits_twice() -> None:
 
 
 def test_a_verified_round_holds_what_was_drafted_too() -> None:
-    assert round_bytes(8, 8, VOCAB, verifies=True) == (64 + 3 * 72) * VOCAB * 4
+    assert round_bytes(8, 8, VOCAB, verifies=True) == (64 * 4 + 72 * 6) * VOCAB
 
 
 def test_without_drafts_one_token_is_read() -> None:
     assert round_bytes(1, 0, VOCAB) == VOCAB * 6
+
+
+@pytest.fixture(scope="module", params=[143_771, 81_559], ids=["141 GB", "80 GB"])
+def read(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """What SGLang makes of a server's arguments on a GPU of so many MiB, which is not there."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    asked = {
+        "model_path": str(folder),
+        "device": "cuda",
+        "load_format": "dummy",
+        "speculative_algorithm": "SMC",
+        "speculative_draft_model_path": str(folder),
+    }
+    script = REPOSITORY / "tests" / "pretended_gpu.py"
+    told = subprocess.run(
+        [sys.executable, "-W", "ignore", script, str(request.param)],
+        input=json.dumps([asked]),
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    return next(json.loads(line) for line in told.stdout.splitlines() if line.startswith("{"))
+
+
+@pytest.mark.parametrize("mode", ["smc", "auto"])
+def test_a_default_server_fits_beside_sglangs_own_reserve(mode: str, read: dict) -> None:
+    """Recorded rounds, logits of recorded passes, tables, and a round that is played beside."""
+    most = read["running"]
+    config, logprobs = SMCConfig(mode=mode), recorded_logprobs(VOCAB)
+    sizes = [size for size in read["sizes"] if size <= most]
+    planned = plan_sizes(sizes, len(Kinds.of(config, logprobs).most_used))
+    each, steps = config.num_particles, config.num_steps
+    recorded = most * round_bytes(each, steps, VOCAB, mixes=True)
+    played = most * round_bytes(each, steps, VOCAB, verifies=not config.weighs)
+    passes = sum(planned.of_passes) * each * (steps + 1 + 2) * VOCAB * LOGIT_BYTES
+    tails = each * (1 + shape_of_any(config, None, logprobs).max_tail)
+    of_row = 9 * VOCAB + tails * (4 + 12 * logprobs.top + 4 * logprobs.listed)
+    taken = recorded + played + passes + (1 + most) * of_row
+    print(f"{taken / 2**30:.1f} of {read['reserved'] / 2**10:.1f} GiB")
+    assert most == 48
+    assert taken + FOR_PREFILL < read["reserved"] << 20

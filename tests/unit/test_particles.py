@@ -4,11 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from populations import population_of, texts_of
+from populations import population_of, shared, texts_of
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ReqLogprob
 
-from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.smc.agreement import num_distinct
 from sglang_smc.state.population import ParticleTable, Population
 from sglang_smc.state.tail_logprobs import LogprobTable, LogprobWidths, TailLogprobs
@@ -173,7 +172,7 @@ def test_what_a_round_does_leaves_absent_particles_absent() -> None:
     assert found.present.tolist() == [[True, True, False]]
     assert found.ended.tolist() == [[False, False, True]]
     assert found.log_weights[0, 2] == -torch.inf
-    assert grown.num_common(TORCH).tolist() == [2], "an empty place does not disagree"
+    assert shared(grown).tolist() == [2], "an empty place does not disagree"
 
 
 def test_a_window_holds_what_its_groups_need_and_leaves_the_rest_alone() -> None:
@@ -199,11 +198,9 @@ def open_population() -> Population:
 def test_nothing_is_common_behind_tokens_that_differ() -> None:
     before = open_population()
     assert before.is_settled().tolist() == [False]
-    assert before.num_common(TORCH).tolist() == [0]
+    assert shared(before).tolist() == [0]
     assert before.last_tokens.tolist() == [[2, 2, 9]]
-    assert before.emit(before.num_common(TORCH)).last_emitted.tolist() == [[7, 8, 9]], (
-        "each keeps its own"
-    )
+    assert before.emit(shared(before)).last_emitted.tolist() == [[7, 8, 9]], "each keeps its own"
 
 
 def test_copies_of_one_particle_agree_on_its_first_token() -> None:
@@ -211,7 +208,7 @@ def test_copies_of_one_particle_agree_on_its_first_token() -> None:
     found = open_population().descend(torch.tensor([[1, 1, 2]]))
     assert found.last_emitted.tolist() == [[8, 8, 9]]
     assert found.is_settled().tolist() == [True]
-    assert found.num_common(TORCH).tolist() == [2]
+    assert shared(found).tolist() == [2]
 
 
 def test_particles_may_begin_and_end_with_tokens_of_their_own() -> None:
