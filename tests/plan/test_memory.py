@@ -1,4 +1,4 @@
-"""Bytes of a round, which tests/kernels/test_fake_cuda.py holds to what it takes, and of a server."""
+"""Bytes of a round, held by test_fake_cuda.py to what it takes, and of a server."""
 
 import json
 import os
