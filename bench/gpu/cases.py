@@ -9,13 +9,13 @@ from typing import Any
 
 from speed import presets
 from speed.engines import Launch, environment, settings
-from speed.grid import AR, BLOCK, CHAIN, EXACT, STANDALONE, TREE, Cell, System
+from speed.grid import AR, AUTO, BLOCK, CHAIN, EXACT, STANDALONE, TREE, Cell, System
 from speed.presets import PRESETS, Pair, Preset
 
 from sglang_smc.cpu.dtype import default_dtype
 from sglang_smc.plan.shapes import ModelShape
 
-AR_DRAFT, ADAPTIVE, AUTO, EAGLE = "AR of the draft", "SMC adaptive", "SMC auto", "EAGLE shape"
+AR_DRAFT, ADAPTIVE, EAGLE = "AR of the draft", "SMC adaptive", "EAGLE shape"
 #: What SGLang's CPU platform has no kernels for.
 GPU_ALONE = (*STANDALONE, EAGLE)
 N = K = 8
@@ -62,28 +62,22 @@ def _smc(family: str, sizes: Sizes, **engine: Any) -> EngineCase:
     return EngineCase(System(family, N, K), sizes, drafted=DRAFT, engine=engine)
 
 
-def _own(mode: str, **more: Any) -> dict[str, Any]:
-    """Keywords of SMC for the families that bench/speed does not know."""
-    return {
-        "speculative_algorithm": "SMC",
-        "speculative_num_steps": K,
-        "speculative_smc_num_particles": N,
-        "speculative_smc_mode": mode,
-        **more,
-    }
-
-
 EAGLE_SETTINGS = {
     "speculative_algorithm": "EAGLE",
     "speculative_num_steps": 3,
     "speculative_eagle_topk": 1,
     "speculative_num_draft_tokens": 4,
 }
-#: A graph for each budget and batch size takes a while.
+#: A family that bench/speed does not know. A graph for each budget and batch size takes a while.
 ADAPTING = _smc(
     ADAPTIVE,
     ((32, 256), (64, 256), (1, 256)),
-    **_own("smc", speculative_smc_evidence_threshold=0.0, speculative_smc_adaptive=True),
+    speculative_algorithm="SMC",
+    speculative_num_steps=K,
+    speculative_smc_num_particles=N,
+    speculative_smc_mode="smc",
+    speculative_smc_evidence_threshold=0.0,
+    speculative_smc_adaptive=True,
 )
 SPEED = (
     EngineCase(System(AR), (*ALL, (64, 256))),
@@ -96,7 +90,7 @@ SPEED = (
 MORE = (
     # SGLang would take flashinfer, whose kernels for trees are compiled for minutes first.
     EngineCase(System(TREE), SHORT, drafted=DRAFT, engine={"attention_backend": "fa3"}),
-    _smc(AUTO, ((1, 256), (1, 4096)), **_own("auto")),
+    _smc(AUTO, ((1, 256), (1, 4096))),
     EngineCase(System(EAGLE), SHORT, drafted=HEAD, engine=EAGLE_SETTINGS),
 )
 PROFILE = (

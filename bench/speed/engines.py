@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speed.grid import AR_STOCK, BLOCK, CHAIN, NGRAM, SMC, STANDALONE, TREE, System
+from speed.grid import AR_STOCK, BLOCK, CHAIN, MODES, NGRAM, STANDALONE, TREE, System
 from speed.presets import Preset
 
 from sglang_smc.memory import arena
@@ -57,12 +57,12 @@ def settings(system: System, preset: Preset) -> dict[str, Any]:
         "log_level": "error",
         **SPECULATION.get(system.family, {}),
     }
-    if system.family in SMC:
+    if system.family in MODES:
         content |= {
             "speculative_algorithm": "SMC",
             "speculative_num_steps": system.num_steps,
             "speculative_smc_num_particles": system.num_particles,
-            "speculative_smc_mode": "smc" if system.family == BLOCK else "exact",
+            "speculative_smc_mode": MODES[system.family],
         }
     if system.family == BLOCK:
         # The paper's rule: whole blocks are kept, whatever weights say of the text.

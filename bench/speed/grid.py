@@ -10,9 +10,10 @@ from study import slug_of
 
 AR, AR_STOCK = "AR", "AR without the plugin"
 CHAIN, TREE, NGRAM = "STANDALONE chain", "STANDALONE tree", "NGRAM"
-BLOCK, EXACT = "SMC block", "SMC exact"
+BLOCK, EXACT, AUTO = "SMC block", "SMC exact", "SMC auto"
 STANDALONE = (CHAIN, TREE)
-SMC = (BLOCK, EXACT)
+MODES = {BLOCK: "smc", EXACT: "exact", AUTO: "auto"}
+SMC = tuple(MODES)
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def systems(preset: Preset) -> list[System]:
         System(AR_STOCK),
         *(System(family) for family in (*STANDALONE, NGRAM)),
         *(System(BLOCK, n, k) for n, k in preset.block_sizes),
-        *(System(EXACT, n, k) for n, k in preset.exact_sizes),
+        *(System(mode, n, k) for mode in (EXACT, AUTO) for n, k in preset.exact_sizes),
     ]
 
 
