@@ -98,6 +98,6 @@ def simulated_acceptance(system: System, preset: Preset) -> float | None:
 def launch(system: System, preset: Preset, models: tuple[Path, Path]) -> Launch:
     """How the engine of a system is started; ``models`` are the folders of target and draft."""
     arguments = {"model_path": str(models[0]), **settings(system, preset)}
-    if system.family in (*STANDALONE, *SMC):
+    if system.family in (*STANDALONE, *MODES):
         arguments["speculative_draft_model_path"] = str(models[1])
     return Launch(arguments, environment(system, preset))
