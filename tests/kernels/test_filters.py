@@ -170,7 +170,7 @@ def test_filters_take_five_launches_and_no_tensor_of_the_logits_size(
     rules = rules_of((0.6, 20, 0.95, 0.0))
     uniforms = torch.tensor([0.2, 0.7], dtype=torch.float64)
     with trace:
-        law = TokenDistribution.of(kernels, LOGITS, rules, FilterKinds(True, False, False))
+        law = TokenDistribution.of(kernels, LOGITS, rules, FilterKinds(True, False))
         assert trace.num_kernels == 5
         tokens, _ = law.sample(kernels, uniforms)
         assert trace.num_kernels == 7
@@ -186,7 +186,7 @@ def test_greedy_requests_add_no_launch_and_no_tensor_of_the_logits_size(
 ) -> None:
     rules, uniforms = rules_of((0.6, 1, 1.0, 0.0)), torch.tensor([0.2, 0.7], dtype=torch.float64)
     found = []
-    for kinds in (FilterKinds(False, False, False), FilterKinds(False, True, False)):
+    for kinds in (FilterKinds(False, False), FilterKinds(False, True)):
         with trace:
             law = TokenDistribution.of(kernels, LOGITS, rules, kinds)
             tokens, log_p = law.sample(kernels, uniforms)
@@ -201,7 +201,7 @@ def test_log_probabilities_of_all_tokens_are_the_one_tensor_of_that_size(
     trace: Trace, kernels: Ops
 ) -> None:
     rules = rules_of((0.6, 20, 0.95, 0.0))
-    law = TokenDistribution.of(kernels, LOGITS, rules, FilterKinds(True, False, False))
+    law = TokenDistribution.of(kernels, LOGITS, rules, FilterKinds(True, False))
     with trace:
         found = law.log_probs(kernels)
     assert trace.most == found.numel() and found.dtype == torch.float32

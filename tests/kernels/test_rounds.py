@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import fake_gpu
+from torch.utils._pytree import tree_leaves
 from toy_laws import EOS, languages
 from toy_logprobs import AskingWorker
 from toy_worker import Outcome, ToyWorker
@@ -128,8 +129,8 @@ def test_kernels_are_launched_on_the_device_and_without_waiting(
     launched: set[str] = set()
 
     def launch(kernel: Any, *arguments: Any, **options: Any) -> None:
-        places = {x.device.type for x in arguments if isinstance(x, torch.Tensor)}
-        assert places == {"cuda"}
+        given = (x for x in tree_leaves(arguments) if isinstance(x, torch.Tensor))
+        assert {x.device.type for x in given} == {"cuda"}
         launched.add(getattr(kernel, "fn", kernel).__name__)
 
     monkeypatch.setattr(GridExecutor, "__call__", launch)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_smc.kernels import stratify as kernel
+from sglang_smc.kernels import agreement as kernel
 from sglang_smc.smc import stratify as reference
 
 
