@@ -14,6 +14,10 @@ from sglang_smc.tokens.filters import KeptTokens
 from sglang_smc.tokens.masking import restrict
 
 
+_TILE = 256  # tokens whose masses are added up before any is looked at
+_ENTRIES = 1 << 18  # of logits that are worked on at once: they stay in the cache
+
+
 class SamplingRules(NamedTuple):
     """Sampling parameters of each request, ``[G]``, on the device of its logits."""
 
@@ -178,11 +182,24 @@ def sample(log_p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     Returns:
         ``[...]`` int64 token ids.
     """
-    cumulative = log_p.double().exp().cumsum(-1)  # [..., V]
-    total = cumulative[..., -1:]
-    below = (cumulative <= uniforms.unsqueeze(-1) * total).sum(-1)
-    # The first index that reaches the total is the last token with any mass.
-    last = (cumulative < total).sum(-1)
+    padding = -log_p.shape[-1] % _TILE
+    tiles = torch.nn.functional.pad(log_p.exp(), (0, padding)).unflatten(-1, (-1, _TILE))
+    masses = tiles.sum(-1, dtype=torch.float64)  # [..., tiles]
+    through = masses.cumsum(-1)
+    target = uniforms * through[..., -1]
+    tile = _find(through, target).unsqueeze(-1)  # [..., 1]
+    before = (through - masses).gather(-1, tile).squeeze(-1)
+    inside = tiles.gather(-2, tile.unsqueeze(-1).expand(*tile.shape, _TILE)).squeeze(-2)
+    # Rounding may leave less than nothing, which the first token must not get.
+    rest = (target - before).clamp_min(0.0)
+    return tile.squeeze(-1) * _TILE + _find(inside.double().cumsum(-1), rest)
+
+
+def _find(through: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The first place whose running mass ``[..., J]`` exceeds a target ``[...]``; it has mass."""
+    below = (through <= target.unsqueeze(-1)).sum(-1)
+    # The first place that reaches the total is the last with any mass.
+    last = (through < through[..., -1:]).sum(-1)
     return torch.minimum(below, last)
 
 
@@ -227,7 +244,16 @@ def score_tokens(
     kept: KeptTokens | None = None,
 ) -> torch.Tensor:
     """Log-probabilities ``[D]`` float32 of given tokens ``[D]``; else as `sample_and_score`."""
-    return token_log_probs(log_probs(logits, temperature, rows, greedy, kept), tokens)
+    place = torch.arange(len(tokens), device=tokens.device) if rows is None else rows
+    heat = of_each_draw(temperature, len(tokens))
+    flags = None if greedy is None else of_each_draw(greedy, len(tokens))
+    found = []
+    size = max(1, _ENTRIES // logits.shape[1])
+    for first in range(0, len(tokens), size):
+        some = slice(first, first + size)
+        of_some = heat[some], place[some], None if flags is None else flags[some], kept
+        found.append(token_log_probs(log_probs(logits, *of_some), tokens[some]))
+    return torch.cat(found)
 
 
 def log_probs(
