@@ -1,6 +1,7 @@
 # make demo        see it work, from nothing: environment, tiny models, a comparison
 # make fidelity    SMC's accuracy, speed and divergence at many settings, resumable, about 40 minutes
 # make speed       AR, SGLang's speculative decoding and SMC side by side, resumable, about half an hour
+# make upstream VERSION=0.5.23   what breaks on another SGLang, from its source, in seconds
 # make soak        a crowd of all kinds of requests, three minutes, and nothing lost
 # make quick       unit and contract tests, no engine, two minutes
 # make test        what continuous integration runs, a quarter of an hour on two cores
@@ -14,7 +15,7 @@ STAMP := $(VENV)/.sglang-smc-installed
 SOURCES := sglang_smc kernels patches tests bench docs examples
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo fidelity speed soak quick test test-all lint check catalogue dist clean
+.PHONY: help venv demo fidelity speed soak upstream quick test test-all lint check catalogue dist clean
 
 help:
 	@sed -n '/^$$/q; s/^# //p' Makefile
@@ -42,6 +43,11 @@ speed: venv
 # SOAK_ARGS='--minutes 600' for a night.
 soak: venv
 	$(BIN)/python bench/soak $(SOAK_ARGS)
+
+# Without an environment: any Python with pip will do. The wheel goes to ~/.cache/sglang-smc.
+upstream:
+	@test -n "$(VERSION)" || { echo "make upstream VERSION=0.5.23: which release?"; exit 2; }
+	@PYTHONPATH=tests $(PYTHON) -m contract.upstream $(VERSION)
 
 # In collection order, which ends with the short ones, so that both processes end together.
 WORKERS ?= 2

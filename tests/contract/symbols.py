@@ -3,20 +3,9 @@
 Read by `test_symbols.py`, which compares it with the installed release (`symbol_check.py`).
 """
 
-import msgspec
+from contract.shape import ASYNC_GENERATOR, COROUTINE, Symbol
 
-
-class Symbol(msgspec.Struct, frozen=True):
-    """An SGLang name that must exist, with the shape that this package counts on."""
-
-    path: str
-
-    parameters: str | None = None
-    """Of a function: the names of all its parameters, in order. None: not compared."""
-
-    attributes: str = ""
-    """Of a class: some of its fields and methods, and of what its methods set on `self`."""
-
+_POOLS = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator."
 
 # What the command-line flags need.
 FLAGS = (
@@ -30,19 +19,32 @@ FLAGS = (
     ),
     Symbol("sglang.srt.server_args.ServerArgs.__init__"),
     Symbol("sglang.srt.server_args.ServerArgs.check_server_args", "self"),
+    # Server arguments resolve as they are built, and hold what was resolved: an algorithm and a
+    # platform are handed the object itself, read it and write to it.
+    Symbol(
+        "sglang.srt.server_args.ServerArgs.__post_init__",
+        "self",
+        calls="handle_speculative_decoding current_platform.apply_server_args_defaults",
+    ),
+    Symbol(
+        "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding",
+        "server_args",
+        calls="algo.validate_server_args algo.handle_server_args",
+    ),
+    Symbol("sglang.srt.server_args.ServerArgs.get_model_config", "self"),
 )
 
 REGISTRATION = (
     Symbol("sglang.srt.plugins.hook_registry.HookRegistry", attributes="_hooks _patched"),
     Symbol(
-        "sglang.srt.plugins.hook_registry.HookRegistry.register", "target hook hook_type source"
+        "sglang.srt.plugins.hook_registry.HookRegistry.register", "target hook hook_type * source"
     ),
     Symbol("sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks", ""),
     Symbol("sglang.srt.plugins.hook_registry.HookRegistry._apply_target", "target hooks"),
     Symbol("sglang.srt.plugins.hook_registry.HookSource", "plugin_name dist_name"),
     Symbol(
         "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.register",
-        "name supports_overlap validate_server_args spec_class",
+        "name * supports_overlap validate_server_args spec_class",
     ),
     Symbol(
         "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_future_map",
@@ -51,7 +53,7 @@ REGISTRATION = (
     Symbol("sglang.srt.speculative.spec_registry.get_spec", "name"),
     Symbol(
         "sglang.srt.speculative.spec_registry.CustomSpecAlgo.__init__",
-        "self name factory supports_overlap validate_server_args",
+        "self name factory * supports_overlap validate_server_args",
     ),
     Symbol(
         "sglang.srt.speculative.spec_registry.CustomSpecAlgo"
@@ -60,7 +62,7 @@ REGISTRATION = (
     ),
     Symbol(
         "sglang.srt.managers.overlap_utils.FutureMap.__init__",
-        "self device spec_algo req_to_token_pool needs_cpu_seq_lens needs_confidence_relay",
+        "self * device spec_algo req_to_token_pool needs_cpu_seq_lens needs_confidence_relay",
     ),
     Symbol("sglang.srt.arg_groups.overrides.resolved_view", "server_args"),
     Symbol("sglang.srt.configs.hybrid_arch.mambaish_config", "model_config"),
@@ -74,6 +76,7 @@ HOOKS = (
     Symbol(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
         "self obj request",
+        kind=ASYNC_GENERATOR,
     ),
     Symbol(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
@@ -87,16 +90,14 @@ HOOKS = (
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
         "self meta_info recv_obj i",
     ),
+    Symbol("sglang.srt.managers.schedule_policy.PrefillAdder.__init__", "self"),
     Symbol(
-        "sglang.srt.managers.schedule_policy.PrefillAdder.__init__",
-        "self page_size tree_cache token_to_kv_pool_allocator running_batch new_token_ratio "
-        "rem_input_tokens rem_chunk_tokens num_mixed_decode_tokens "
-        "priority_scheduling_preemption_threshold max_prefill_bs max_running_requests "
-        "prefill_max_requests prefill_delayer_single_pass dllm_config waiting_queue_len",
+        "sglang.srt.managers.schedule_policy.PrefillAdder",
+        attributes="running_batch rem_total_token_offset cur_rem_token_offset",
     ),
     Symbol(
         "sglang.srt.managers.schedule_policy.PrefillAdder._update_prefill_budget",
-        "self prefix_len extend_input_len max_new_tokens retracted_stain mamba_gap_reserve",
+        "self prefix_len extend_input_len max_new_tokens",
     ),
     Symbol(
         "sglang.srt.session.streaming_session.StreamingSession._trim_overshoot",
@@ -130,10 +131,7 @@ HOOKS = (
         "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
         "self logits vocab_mask",
     ),
-    Symbol(
-        "sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter",
-        "self tp_rank pp_rank dp_rank",
-    ),
+    Symbol("sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter", "self"),
     Symbol("sglang.srt.managers.scheduler.Scheduler.get_internal_state", "self recv_req"),
     Symbol("sglang.srt.managers.scheduler.Scheduler.set_internal_state", "self recv_req"),
     Symbol("sglang.srt.managers.scheduler.Scheduler.pause_generation", "self recv_req"),
@@ -167,8 +165,23 @@ HOOKS = (
         Symbol(
             f"sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.{name}",
             "self obj request",
+            kind=COROUTINE,
         )
         for name in ("release_memory_occupation", "resume_memory_occupation")
+    ),
+    # Who hands new weights to the worker's methods; each call stands by itself.
+    *(
+        Symbol(
+            "sglang.srt.managers.scheduler_components.weight_updater"
+            f".SchedulerWeightUpdaterManager.update_weights_from_{source}",
+            calls=f"{worker}.update_weights_from_{source}",
+        )
+        for source, worker in (
+            ("disk", "self.draft_worker"),
+            ("ipc", "self.draft_worker"),
+            ("tensor", "worker"),
+            ("distributed", "self.tp_worker"),
+        )
     ),
     Symbol(
         "sglang.srt.managers.io_struct.UpdateWeightFromDiskReqInput",
@@ -186,13 +199,30 @@ WORKER = (
     Symbol("sglang.srt.managers.scheduler.Scheduler", attributes="server_args result_queue"),
     Symbol(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
-        "self batch forward_batch pp_proxy_tensors is_verify skip_attn_backend_init "
-        "capture_hidden_mode",
+        "self batch forward_batch * is_verify",
     ),
-    Symbol("sglang.srt.managers.tp_worker.TpModelWorker.__init__"),
+    Symbol(
+        "sglang.srt.managers.tp_worker.TpModelWorker.__init__",
+        "self * server_args gpu_id ps nccl_port is_draft_worker",
+    ),
+    # Of these keywords `SMCWorker.__init__` takes all, and no more.
+    Symbol(
+        "sglang.srt.managers.scheduler.Scheduler.maybe_init_draft_worker",
+        "self",
+        passes="server_args gpu_id ps nccl_port target_worker",
+    ),
     Symbol(
         "sglang.srt.managers.tp_worker.TpModelWorker",
         attributes="model_runner tokenizer random_seed set_hicache_consumer",
+    ),
+    Symbol(
+        "sglang.srt.model_executor.model_runner.ModelRunner",
+        attributes="ps tp_group model model_config dtype forward weight_updater req_to_token_pool "
+        "token_to_kv_pool is_draft_worker",
+    ),
+    Symbol(
+        "sglang.srt.speculative.base_spec_worker.BaseSpecWorker.alloc_memory_pool",
+        "self memory_pool_config req_to_token_pool token_to_kv_pool_allocator",
     ),
     Symbol(
         "sglang.srt.speculative.base_spec_worker.BaseSpecWorker",
@@ -210,7 +240,7 @@ WORKER = (
     ),
     Symbol(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
-        "batch model_runner capture_hidden_mode return_hidden_states_before_norm",
+        "batch model_runner * return_hidden_states_before_norm",
     ),
     Symbol(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
@@ -244,12 +274,13 @@ WORKER = (
     ),
     Symbol(
         "sglang.srt.managers.schedule_batch.Req",
-        attributes="sampling_params output_ids stream kv kv_committed_len req_pool_idx grammar "
-        "retraction_count "
+        attributes="sampling_params output_ids stream kv? kv_committed_len cache_protected_len "
+        "req_pool_idx? decode_batch_idx grammar retraction_count "
         "eos_token_ids tokenizer vocab_size customized_info to_finish is_retracted "
         "spec_num_correct_drafts spec_correct_drafts_histogram "
         "update_spec_correct_drafts_histogram origin_input_ids custom_logit_processor",
     ),
+    Symbol("sglang.srt.managers.schedule_batch.ReqKvInfo", attributes="kv_allocated_len"),
     Symbol("sglang.srt.mem_cache.memory_pool.ReqToTokenPool", attributes="req_to_token size write"),
     Symbol("sglang.srt.mem_cache.allocation.alloc_token_slots", "tree_cache num_tokens"),
     Symbol("sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache.evictable_size", "self"),
@@ -260,4 +291,21 @@ WORKER = (
     Symbol("sglang.srt.runtime_context.get_server_args", ""),
 )
 
-CONTRACT = FLAGS + REGISTRATION + HOOKS + WORKER
+# What SGLang asks the plain-CPU platform for, and where.
+PLATFORM = (
+    *(
+        Symbol(path, calls=f"current_platform.{method}")
+        for path, method in (
+            (_POOLS + "_build_oot_mha_kv_pool", "get_mha_kv_pool_cls"),
+            (_POOLS + "_build_token_to_kv_pool_allocator", "get_paged_allocator_cls"),
+            ("sglang.srt.utils.common.get_compiler_backend", "get_compile_backend"),
+        )
+    ),
+    Symbol(
+        "sglang.srt.platforms.interface.SRTPlatform",
+        attributes="apply_server_args_defaults init_backend get_default_attention_backend "
+        "get_mha_kv_pool_cls get_paged_allocator_cls get_compile_backend get_dispatch_key_name",
+    ),
+)
+
+CONTRACT = FLAGS + REGISTRATION + HOOKS + WORKER + PLATFORM

@@ -1,11 +1,13 @@
 """The installed SGLang has all that this package touches in it."""
 
 import pytest
+from contract.shape import Symbol
 from contract.symbol_check import problems
-from contract.symbols import CONTRACT, Symbol
+from contract.symbols import CONTRACT
 
 from sglang_smc.server import hooks
 
+SRT = "sglang.srt"
 REGISTER = "sglang.srt.plugins.hook_registry.HookRegistry.register"
 REGISTRY = "sglang.srt.plugins.hook_registry.HookRegistry"
 
@@ -18,10 +20,10 @@ def test_installed_sglang_keeps_the_contract(symbol: Symbol) -> None:
 @pytest.mark.parametrize(
     ("symbol", "problem"),
     [
-        (Symbol("sglang.srt.no_such_module.f"), "sglang.srt.no_such_module.f is missing"),
+        (Symbol(SRT + ".no_such_module.f"), "sglang.srt.no_such_module.f is missing"),
         (Symbol(REGISTRY + ".gone"), "HookRegistry.gone is missing"),
         (
-            Symbol(REGISTER, "target hook"),
+            Symbol(REGISTER, "hook target"),
             "takes (target hook hook_type source)",
         ),
         (Symbol(REGISTRY + "._patched", "self"), "HookRegistry._patched is no function"),

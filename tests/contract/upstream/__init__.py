@@ -1,0 +1,1 @@
+"""What breaks on another release of SGLang, told from its source alone: `make upstream`."""
