@@ -5,14 +5,13 @@ p is what the client wants to sample from and q lives under the same rules, whic
 `filters` states.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
 
 from sglang_smc.tokens.filters import KeptTokens
 from sglang_smc.tokens.masking import restrict
-
 
 _TILE = 256  # tokens whose masses are added up before any is looked at
 _ENTRIES = 1 << 18  # of logits that are worked on at once: they stay in the cache
@@ -186,10 +185,11 @@ def sample(log_p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     tiles = torch.nn.functional.pad(log_p.exp(), (0, padding)).unflatten(-1, (-1, _TILE))
     masses = tiles.sum(-1, dtype=torch.float64)  # [..., tiles]
     through = masses.cumsum(-1)
-    target = uniforms * through[..., -1]
+    target = uniforms * through[..., -1]  # [...], of as many draws as one row may serve
     tile = _find(through, target).unsqueeze(-1)  # [..., 1]
-    before = (through - masses).gather(-1, tile).squeeze(-1)
-    inside = tiles.gather(-2, tile.unsqueeze(-1).expand(*tile.shape, _TILE)).squeeze(-2)
+    before = (through - masses).expand(*target.shape, -1).gather(-1, tile).squeeze(-1)
+    at_tile = tile.unsqueeze(-1).expand(*tile.shape, _TILE)
+    inside = tiles.expand(*target.shape, -1, -1).gather(-2, at_tile).squeeze(-2)
     # Rounding may leave less than nothing, which the first token must not get.
     rest = (target - before).clamp_min(0.0)
     return tile.squeeze(-1) * _TILE + _find(inside.double().cumsum(-1), rest)
@@ -230,9 +230,13 @@ def sample_and_score(
         Tokens ``[D]`` int64 and their log-probabilities ``[D]`` float32: token 0 and NaN where a
         logit is NaN or ``inf``, or all are forbidden.
     """
-    log_p = log_probs(logits, temperature, rows, greedy, kept)
-    tokens = sample(log_p, uniforms)
-    return tokens, token_log_probs(log_p, tokens)
+    tokens = torch.empty_like(uniforms, dtype=torch.int64)  # [D]
+    scores = torch.empty_like(uniforms, dtype=torch.float32)  # [D]
+    for some, arguments in _parts(logits, temperature, len(tokens), rows, greedy):
+        log_p = log_probs(logits, *arguments, kept)
+        tokens[some] = sample(log_p, uniforms[some])
+        scores[some] = token_log_probs(log_p, tokens[some])
+    return tokens, scores
 
 
 def score_tokens(
@@ -244,16 +248,34 @@ def score_tokens(
     kept: KeptTokens | None = None,
 ) -> torch.Tensor:
     """Log-probabilities ``[D]`` float32 of given tokens ``[D]``; else as `sample_and_score`."""
-    place = torch.arange(len(tokens), device=tokens.device) if rows is None else rows
-    heat = of_each_draw(temperature, len(tokens))
-    flags = None if greedy is None else of_each_draw(greedy, len(tokens))
-    found = []
+    scores = torch.empty_like(tokens, dtype=torch.float32)  # [D]
+    for some, arguments in _parts(logits, temperature, len(tokens), rows, greedy):
+        scores[some] = token_log_probs(log_probs(logits, *arguments, kept), tokens[some])
+    return scores
+
+
+def _parts(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    num_draws: int,
+    rows: torch.Tensor | None,
+    greedy: torch.Tensor | None,
+) -> Iterator[tuple[slice, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]]:
+    """Some draws at a time, so many that what is made of their rows stays in the cache.
+
+    Yields:
+        Which they are, and the temperatures, rows and greedy flags to read them by.
+    """
     size = max(1, _ENTRIES // logits.shape[1])
-    for first in range(0, len(tokens), size):
+    if num_draws <= size:
+        yield slice(None), (temperature, rows, greedy)
+        return
+    place = torch.arange(num_draws, device=logits.device) if rows is None else rows
+    heat = of_each_draw(temperature, num_draws)
+    flags = None if greedy is None else of_each_draw(greedy, num_draws)
+    for first in range(0, num_draws, size):
         some = slice(first, first + size)
-        of_some = heat[some], place[some], None if flags is None else flags[some], kept
-        found.append(token_log_probs(log_probs(logits, *of_some), tokens[some]))
-    return torch.cat(found)
+        yield some, (heat[some], place[some], None if flags is None else flags[some])
 
 
 def log_probs(
