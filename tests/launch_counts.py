@@ -14,6 +14,7 @@ from triton.runtime.interpreter import GridExecutor
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round import steps
+from sglang_smc.round.batch import RoundInputs, shape_of_server
 from sglang_smc.smc import exact
 
 NO_LAUNCH = {"empty", "empty_like", "new_empty", "_unsafe_view", "scalar_tensor"}
@@ -47,7 +48,7 @@ class Launches(TorchDispatchMode):
 
 
 def count(config: SMCConfig, patch: pytest.MonkeyPatch, kernels: Ops) -> dict[str, int]:
-    """Launches of one eager round: in all, of verification and of its walk."""
+    """Launches of one round as a server captures it: in all, of verification and of its walk."""
     toy = ToyWorker(config, *languages(), num_requests=1, max_new_tokens=60, eos=EOS, ops=kernels)
     reqs = toy.begin([1], torch.rand(1, dtype=torch.float64))
     launches, counts = Launches(), {}
@@ -76,7 +77,7 @@ def count(config: SMCConfig, patch: pytest.MonkeyPatch, kernels: Ops) -> dict[st
     patch.setattr(steps, "verify", counted("verification", steps.verify))
     patch.setattr(exact, "verify", counted("walk", exact.verify))
     toy.reserve(reqs)
-    batch = toy.batch(reqs)
+    inputs = RoundInputs.of(toy.batch(reqs), toy.device)
     with launches:
-        toy.worker.launch_round(batch)
+        toy.worker._round.play(inputs, shape_of_server(config))
     return {"all": launches.count, **counts}
