@@ -260,7 +260,11 @@ def test_positions_by_bins() -> None:
 @pytest.mark.parametrize(
     ("study", "systems", "files"),
     [
-        ("rounds", ["smc-block-n4-k4", "smc-exact-n4-k4"], {"rounds.csv", "rounds.md"}),
+        (
+            "rounds",
+            ["smc-block-n4-k4", "smc-exact-n4-k4", "smc-auto-n4-k4"],
+            {"rounds.csv", "rounds.md"},
+        ),
         ("positions", ["ar", "smc-block-n8-k8"], {"positions.csv", "positions.png"}),
     ],
 )
