@@ -73,8 +73,7 @@ def test_leaving_in_any_state(server: FaultServer, way: str) -> None:
     expected = server.alone(staying)
     # Alone, so that nothing queues: a prompt of nine chunks is left while it is prefilled.
     long = [
-        request([2 + (i + j) % 50 for j in range(200)], base + 300 + i, tokens=100)
-        for i in range(5)
+        request([2 + (i + j) % 50 for j in range(200)], base + 300 + i, tokens=50) for i in range(5)
     ]
     prefilling = [
         server.together(leave_early(server, body, 0.01 + 0.03 * i, way))[0]
