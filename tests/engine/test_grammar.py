@@ -175,8 +175,11 @@ def test_retraction_aborts_and_results_one_round_late(
     answers = last_chunks(
         running, requests, arrival=lambda index: 0.02 * index, aborted=aborted, timeout=300
     )
+    # Where retractions fall depends on time, and a random model may wander in white space.
+    reasons = [answer["meta_info"]["finish_reason"]["type"] for answer in answers]
+    assert reasons.count("length") <= 2
     for index, (kind, answer) in enumerate(zip(kinds, answers, strict=True)):
-        if index not in aborted:
+        if index not in aborted and reasons[index] != "length":
             assert_legal(kind, answer)
     infos = [answer["meta_info"] for answer in answers]
     assert sum(info.get("num_retractions", 0) for info in infos) > 4
