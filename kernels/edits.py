@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_smc.kernels.filters import check_contiguous
 from sglang_smc.tokens.edits import EditColumns, Edits
 
 _TILE = 2048  # logits a program edits; a row of 152k has 75 tiles
@@ -24,12 +25,8 @@ def edit_logits(logits: torch.Tensor, edits: Edits, drafts: torch.Tensor, first:
     Raises:
         ValueError: the vocabulary does not lie contiguously in memory.
     """
+    check_contiguous(logits)
     num_groups, num_particles, num_columns, vocab_size = logits.shape
-    if logits.stride(3) != 1:
-        raise ValueError(
-            f"logits of shape {tuple(logits.shape)} have stride {logits.stride(3)} along the "
-            "vocabulary, which must be 1: pass logits.contiguous()"
-        )
     tile = min(_TILE, triton.next_power_of_2(vocab_size))
     texts = edits.texts.flatten(0, 1)  # a view of a population's texts
     drafts = drafts.contiguous()

@@ -126,16 +126,16 @@ def keep_tokens(
     return kept
 
 
-def check_contiguous(logits: torch.Tensor) -> None:
-    """Kernels read logits ``[R, V]`` whose rows may lie apart, but not their tokens.
+def check_contiguous(rows: torch.Tensor, name: str = "logits") -> None:
+    """Kernels read rows ``[..., V]`` that may lie apart, but not their tokens.
 
     Raises:
         ValueError: the vocabulary does not lie contiguously in memory.
     """
-    if logits.stride(1) != 1:
+    if rows.stride(-1) != 1:
         raise ValueError(
-            f"logits of shape {tuple(logits.shape)} have stride {logits.stride(1)} along the "
-            "vocabulary, which must be 1: pass logits.contiguous()"
+            f"{name} of shape {tuple(rows.shape)} have stride {rows.stride(-1)} along the "
+            f"vocabulary, which must be 1: pass {name}.contiguous()"
         )
 
 

@@ -39,8 +39,7 @@ def sample_and_score(
     """
     tokens = torch.empty_like(uniforms, dtype=torch.int64)  # [D]
     log_probs = torch.empty_like(uniforms, dtype=torch.float32)  # [D]
-    source = _source(logits, temperature, rows, greedy, kept)
-    sums, sizes = _sum_tiles(source)
+    source, sums, sizes = _sum_tiles(logits, temperature, rows, greedy, kept)
     _draw[(len(tokens),)](
         source, sums, uniforms.contiguous(), tokens, log_probs, **sizes, num_warps=8
     )
@@ -63,8 +62,7 @@ def score_tokens(
         ValueError: the vocabulary does not lie contiguously in memory.
     """
     found = torch.empty_like(tokens, dtype=torch.float32)  # [D]
-    source = _source(logits, temperature, rows, greedy, kept)
-    sums, sizes = _sum_tiles(source)
+    source, sums, sizes = _sum_tiles(logits, temperature, rows, greedy, kept)
     _score[(len(tokens),)](source, sums, tokens.contiguous(), found, **sizes)
     return found
 
@@ -83,8 +81,7 @@ def log_probs(
     Raises:
         ValueError: the vocabulary does not lie contiguously in memory.
     """
-    source = _source(logits, temperature, rows, greedy, kept)
-    sums, sizes = _sum_tiles(source)
+    source, sums, sizes = _sum_tiles(logits, temperature, rows, greedy, kept)
     shape = len(sums.highest), source.vocab_size
     found = torch.empty(shape, dtype=torch.float32, device=logits.device)  # [D, V]
     _spread[sums.highest.shape](source, sums, found, **sizes, num_warps=8)
@@ -105,8 +102,7 @@ def log_sums(
     Raises:
         ValueError: the vocabulary does not lie contiguously in memory.
     """
-    source = _source(logits, temperature, rows, greedy, kept)
-    sums, sizes = _sum_tiles(source)
+    source, sums, sizes = _sum_tiles(logits, temperature, rows, greedy, kept)
     found = torch.empty(len(sums.highest), dtype=torch.float64, device=logits.device)  # [D]
     _add_up[(len(found),)](source, sums, found, **sizes)
     return found
@@ -134,35 +130,33 @@ class _Sums(NamedTuple):
     num_tiles: int
 
 
-def _source(
+def _sum_tiles(
     logits: torch.Tensor,
     temperature: torch.Tensor,
     rows: torch.Tensor | None,
     greedy: torch.Tensor | None,
     kept: KeptTokens | None,
-) -> _Source:
+) -> tuple[_Source, _Sums, dict[str, int]]:
+    """What is drawn from, its sums, and the sizes that kernels which read them are compiled for."""
     check_contiguous(logits)
-    return _Source(
+    vocab_size = logits.shape[1]
+    num_draws = len(logits if rows is None else rows)
+    source = _Source(
         logits,
         temperature.contiguous(),
-        len(logits if rows is None else rows) // len(temperature),
+        num_draws // len(temperature),
         None if rows is None else rows.contiguous(),
         None if greedy is None else greedy.contiguous(),
         kept,
-        *(logits.stride(0), logits.shape[1]),
+        *(logits.stride(0), vocab_size),
     )
-
-
-def _sum_tiles(source: _Source) -> tuple[_Sums, dict[str, int]]:
-    """The sums, and the sizes that kernels which read them are compiled for."""
-    tile = min(_TILE, triton.next_power_of_2(source.vocab_size))
-    num_draws = len(source.temperature) * source.draws_each
-    shape = num_draws, triton.cdiv(source.vocab_size, tile)
-    highest = torch.empty(shape, dtype=torch.float32, device=source.logits.device)
-    first = None if source.greedy is None else torch.empty_like(highest, dtype=torch.int32)
+    tile = min(_TILE, triton.next_power_of_2(vocab_size))
+    shape = num_draws, triton.cdiv(vocab_size, tile)
+    highest = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    first = None if greedy is None else torch.empty_like(highest, dtype=torch.int32)
     sums = _Sums(highest, torch.empty_like(highest), first, shape[1])
     _sum_tile[shape](source, sums, tile=tile, num_warps=8)
-    return sums, {"padded_tiles": triton.next_power_of_2(shape[1]), "tile": tile}
+    return source, sums, {"padded_tiles": triton.next_power_of_2(shape[1]), "tile": tile}
 
 
 @triton.jit

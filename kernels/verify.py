@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_smc.kernels.filters import check_contiguous
 from sglang_smc.kernels.selection import selection_rule
 from sglang_smc.smc.exact import BINS_PER_NAT, NUM_BINS, Chains, Verified, Walk
 from sglang_smc.smc.selection import OFFSETS
@@ -65,12 +66,8 @@ def walk_on(
     Raises:
         ValueError: a vocabulary does not lie contiguously in memory.
     """
-    for laws in (log_p, log_q):
-        if laws.stride(1) != 1:
-            raise ValueError(
-                f"log-probabilities of shape {tuple(laws.shape)} have stride {laws.stride(1)} "
-                "along the vocabulary, which must be 1: pass them contiguous"
-            )
+    check_contiguous(log_p, "log_p")
+    check_contiguous(log_q, "log_q")
     size, vocab_size = log_p.shape
     device, max_chains = log_p.device, walk.follows.shape[1]
     whole = triton.next_power_of_2(vocab_size)

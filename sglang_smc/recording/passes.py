@@ -5,12 +5,12 @@ most launches.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from sglang_smc.models.attention import KVLocations
-from sglang_smc.recording.recorder import Record, Replay
+from sglang_smc.recording.recorder import Record, Replay, hold
 
 if TYPE_CHECKING:
     from sglang_smc.models.attention import ParticleAttention
@@ -55,12 +55,6 @@ class _Inputs(NamedTuple):
         chains = torch.zeros(shape, dtype=torch.int64, device=device)  # [G, N, C]
         particles, groups = chains[:, :, 0].clone(), chains[:, 0, 0].clone()
         return cls(chains, particles + 1, chains.clone(), groups, groups + 1, particles)
-
-    def write(self, padding: "_Inputs", values: "_Inputs") -> None:
-        """Hold ``values``, which may be smaller, and padding around them."""
-        for column, rest, value in zip(self, padding, values, strict=True):
-            column.copy_(rest)
-            column[tuple(slice(size) for size in value.shape)].copy_(value)
 
 
 class _Recorded(NamedTuple):
@@ -122,7 +116,7 @@ class RecordedPasses:
         locations: KVLocations,
     ) -> torch.Tensor:
         """See `models.forward.ParticleForward.next_logits`; safe from later passes."""
-        return self._run("next_logits", tokens, starts, slots, locations).clone()
+        return self._run("next_logits", tokens, starts, slots, locations)
 
     def chain_logits(
         self,
@@ -134,17 +128,23 @@ class RecordedPasses:
         """See `models.forward.ParticleForward.chain_logits`; good until the next such pass."""
         return self._run("chain_logits", tokens, starts, slots, locations)
 
-    def _run(self, name: str, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
-        starts, slots, locations = rest
+    def _run(
+        self,
+        name: str,
+        tokens: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        locations: KVLocations,
+    ) -> torch.Tensor:
         found = self._find(_kind(name, tokens.shape[2]), tokens.shape)
         if found is None:
             return getattr(self._forward, name)(tokens, starts, slots, locations)
         given = _Inputs(tokens, starts, slots, *locations[:3])
-        found.inputs.write(found.padding, given)
+        hold(found.inputs, found.padding, given)
         found.replay()
         size, num_particles, num_columns = tokens.shape
         logits = found.logits[:size, :num_particles]
-        return logits if name == "next_logits" else logits[:, :, :num_columns]
+        return logits.clone() if name == "next_logits" else logits[:, :, :num_columns]
 
     def _find(self, kind: str, shape: torch.Size) -> _Recorded | None:
         """The smallest recording that holds chains ``[G, N, C]``."""

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -24,6 +24,18 @@ class Record(Protocol):
     """Runs a function, and returns what it returned with a way to compute that anew, in place."""
 
     def __call__(self, run: Callable[[], T]) -> tuple[T, Replay]: ...
+
+
+def hold(
+    inputs: Iterable[torch.Tensor],
+    padding: Iterable[torch.Tensor],
+    values: Iterable[torch.Tensor],
+) -> None:
+    """Let a recording's inputs hold ``values``, which may be smaller, and padding around them."""
+    for column, rest, value in zip(inputs, padding, values, strict=True):
+        if value.shape != column.shape:
+            column.copy_(rest)
+        column[tuple(map(slice, value.shape))].copy_(value)
 
 
 class Usage(NamedTuple):

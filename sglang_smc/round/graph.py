@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from sglang_smc.options.budget import Budget, budgets
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.recording.recorder import Record, Replay
+from sglang_smc.recording.recorder import Record, Replay, hold
 from sglang_smc.recording.sizes import Sizes, plan_sizes
 from sglang_smc.round.batch import RoundInputs, RoundShape, shape_of_any, shape_of_server
 from sglang_smc.round.result import Outcome
@@ -86,9 +86,7 @@ class RoundGraphs:
         """The round's outcome for inputs ``[G]``, in tensors that the next replay leaves alone."""
         size = len(inputs.rows)
         recorded = self._recorded[self.sizes[bisect_left(self.sizes, size)]]
-        for column, values, padding in zip(recorded.inputs, inputs, recorded.padding, strict=True):
-            column[..., :size] = values
-            column[..., size:] = padding[..., size:]
+        hold(recorded.inputs, recorded.padding, inputs)
         recorded.replay()
         return recorded.outcome.first(size)
 

@@ -149,8 +149,7 @@ class Round:
         )
         if batch.edits is not None:
             # The last emitted token is settled once a token is emitted behind it.
-            texts = collapsed.texts[:, 0, 1:]
-            self._ops.count_tokens(batch.edits.columns, batch.rows, texts, counts)
+            ops.count_tokens(batch.edits.columns, batch.rows, tails[:, 0], counts)
         after = collapsed.emit(counts)
         tokens, last_emitted = collapsed.tokens[:, 0], after.last_emitted[:, 0]
         first_token = collapsed.first_token() if shape.has_open_token else None

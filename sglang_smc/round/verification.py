@@ -22,8 +22,7 @@ def verify(
     """
     assert drafts.q is not None
     settings = batch.settings
-    column = torch.arange(drafts.tokens.shape[2], device=drafts.tokens.device)
-    positions = batch.starts.unsqueeze(2) + column  # [G, N, K]
+    positions = batch.starts.unsqueeze(2) + batch.column  # [G, N, K]
     # The laws that masks leave are compared, whatever masks leave. The last column has no drafted
     # token to score: any will do.
     log_p = p._replace(log_mass=None).score(ops, torch.nn.functional.pad(drafts.tokens, (0, 1)))

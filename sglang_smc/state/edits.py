@@ -62,20 +62,20 @@ class EditTable:
 
     def begin(self, reqs: "list[Req]", rows: list[int]) -> None:
         """Store what requests change, as they are prefilled: all of their output is settled."""
-        at, rates = on_device(self._device, rows), [_rates(req) for req in reqs]
+        at = on_device(self._device, rows)
         self._penalizes[at] = on_device(self._device, [_penalizes(req) for req in reqs])
         self._biases[at] = on_device(self._device, [_biases(req) for req in reqs])
-        self._rates[at] = on_device(self._device, rates).float()
+        self._rates[at] = on_device(self._device, [_rates(req) for req in reqs], torch.float32)
         if not any(map(has_edits, reqs)):
             return
         counts, bias = self.make_room()
         for req, row in zip(reqs, rows, strict=True):
             if _penalizes(req):
-                ids = on_device(self._device, list(req.output_ids)).long()
+                ids = on_device(self._device, list(req.output_ids), torch.int64)
                 counts[row].zero_().index_add_(0, ids, torch.ones_like(ids, dtype=counts.dtype))
             if _biases(req):
                 ids, values = _spread(req)
-                biases = on_device(self._device, values).float()
+                biases = on_device(self._device, values, torch.float32)
                 bias[row].zero_().index_copy_(0, on_device(self._device, ids), biases)
 
     def of_round(
