@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_smc import upstream
 from sglang_smc.memory import arena
 from sglang_smc.options.budget import apply_budget
 from sglang_smc.process import active_budget, active_config
 from sglang_smc.server.hooks import Patch
+from sglang_smc.upstream import allocated, kv_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_policy import PrefillAdder
@@ -28,11 +30,11 @@ def init_budget(original: Callable, adder: "PrefillAdder", *args: Any, **kwargs:
     budget = active_budget()
     running = adder.running_batch.reqs if adder.running_batch is not None else []
     pending = sum(
-        max(0, req.kv_committed_len + arena.arena_of(config, req, budget) - req.kv.kv_allocated_len)
+        max(0, kv_of(req).kv_committed_len + arena.arena_of(config, req, budget) - allocated(req))
         for req in running
-        if req.kv is not None  # else it has finished and waits to be filtered out
+        if upstream.holds_kv(req)  # else it has finished and waits to be filtered out
     )
-    _charge(adder, pending + arena.max_arena(config))
+    upstream.charge(adder, pending + arena.max_arena(config))
 
 
 def update_budget(
@@ -51,7 +53,7 @@ def update_budget(
         # 0 stands for a prompt that is prefilled in part: its output comes later.
         of_part = arena.max_arena(config)
         of_whole = arena.arena(apply_budget(config, active_budget()), max_new_tokens)
-        _charge(adder, of_whole if max_new_tokens else of_part)
+        upstream.charge(adder, of_whole if max_new_tokens else of_part)
 
 
 def worker_info(original: Callable, worker: "TpModelWorker") -> tuple:
@@ -64,12 +66,7 @@ def worker_info(original: Callable, worker: "TpModelWorker") -> tuple:
     return (*info[:_MAX_REQ_LEN], longest, longest - _INPUT_MARGIN, *info[_MAX_REQ_LEN + 2 :])
 
 
-def _charge(adder: "PrefillAdder", num_slots: int) -> None:
-    adder.rem_total_token_offset += num_slots
-    adder.cur_rem_token_offset += num_slots
-
-
-# KVLocations in the tuple that TpModelWorker.get_worker_info returns.
+# Places in the tuple that TpModelWorker.get_worker_info returns.
 _MAX_TOTAL, _MAX_REQ_LEN = 0, 4
 _INPUT_MARGIN = 5  # what SGLang keeps between the longest request and its longest input
 

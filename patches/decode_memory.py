@@ -17,9 +17,10 @@ from sglang_smc.process import active_budget, active_config, active_policy
 from sglang_smc.requests.state import state_of
 from sglang_smc.server.hooks import Patch
 from sglang_smc.state.transfer import to_device
+from sglang_smc.upstream import allocated, kv_of
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ReqKvInfo, ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 
 def prepare_for_decode(original: Callable, batch: "ScheduleBatch") -> None:
@@ -29,20 +30,14 @@ def prepare_for_decode(original: Callable, batch: "ScheduleBatch") -> None:
         original(batch)
         return
     budget = active_budget()
-    spans = [(_kv(req).kv_allocated_len, _allocated_after(req, budget)) for req in batch.reqs]
+    spans = [(allocated(req), _allocated_after(req, budget)) for req in batch.reqs]
     _allocate(batch, spans)
     for req, (_, end) in zip(batch.reqs, spans, strict=True):
         state_of(req).step_to(budget)
-        state_of(req).arena = req.kv_committed_len, end
-        _kv(req).kv_allocated_len = end
+        state_of(req).arena = kv_of(req).kv_committed_len, end
+        req.kv.kv_allocated_len = end
         req.decode_batch_idx += 1
     _adapt(batch)
-
-
-def _kv(req: "Req") -> "ReqKvInfo":
-    """What SGLang knows of a running request's slots."""
-    assert req.kv is not None, "set as a request gets its row, until it gives that back"
-    return req.kv
 
 
 def _adapt(batch: "ScheduleBatch") -> None:
@@ -67,7 +62,7 @@ def _num_free(batch: "ScheduleBatch") -> int:
 
 def _num_new(reqs: "list[Req]", budget: Budget | None) -> int:
     """KV slots that a round on ``budget`` takes beside those that are owned."""
-    return sum(_allocated_after(req, budget) - _kv(req).kv_allocated_len for req in reqs)
+    return sum(_allocated_after(req, budget) - allocated(req) for req in reqs)
 
 
 def _allocate(batch: "ScheduleBatch", spans: list[tuple[int, int]]) -> None:
@@ -82,7 +77,7 @@ def _allocate(batch: "ScheduleBatch", spans: list[tuple[int, int]]) -> None:
 
 def _places(reqs: "list[Req]", spans: list[tuple[int, int]]) -> torch.Tensor:
     """Rows and columns of the table's entries in these spans, ``[2, total]`` int64 on the host."""
-    rows = [req.req_pool_idx for req in reqs]
+    rows = [kv_of(req).req_pool_idx for req in reqs]
     known = [(row, start, end - start) for row, (start, end) in zip(rows, spans, strict=True)]
     row, start, size = torch.tensor(known, device="cpu").unbind(1)
     owner = torch.repeat_interleave(size)  # [total] which request an entry goes to
@@ -103,8 +98,8 @@ def tokens_required(
 def _allocated_after(req: "Req", budget: Budget | None) -> int:
     # Never less than now: an arena shrinks by committing, not by giving slots back.
     span = state_of(req).span(budget)
-    wanted = req.kv_committed_len + arena.arena(span, arena.remaining(req))
-    return max(_kv(req).kv_allocated_len, wanted)
+    wanted = kv_of(req).kv_committed_len + arena.arena(span, arena.remaining(req))
+    return max(allocated(req), wanted)
 
 
 PATCHES = (

@@ -1,14 +1,14 @@
 """Requests as they come in, and answers as they go out, in SGLang's tokenizer manager."""
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_smc.options.server import SMCConfig
-from sglang_smc.process import is_smc
+from sglang_smc.process import config_of, is_smc
 from sglang_smc.server.hooks import Patch
 from sglang_smc.server.malformed import check_fields, check_form, check_ids
 from sglang_smc.server.refusals import check_logprobs, check_request, check_session
@@ -34,18 +34,18 @@ def validate_request(
     if is_smc(manager.server_args) and isinstance(obj, GenerateReqInput):
         vocab_size = manager.model_config.vocab_size
         check_fields(obj, vocab_size)
-        check_request(obj, SMCConfig.from_server_args(manager.server_args))
+        check_request(obj, config_of(manager.server_args))
         check_ids(input_ids, vocab_size)
         check_logprobs(obj, vocab_size)
         check_session(obj)
     original(manager, obj, input_ids)
 
 
-def send_request(original: Callable, manager: "TokenizerManager", tokenized: Any) -> None:
+def send_request(original: Callable, manager: "TokenizerManager", tokenized: Any) -> Any:
     """Number the seeds of parallel samples: the i-th of n runs with seed + i."""
     if is_smc(manager.server_args) and isinstance(tokenized, TokenizedGenerateReqInput):
-        tokenized.sampling_params = _sample_params(manager, tokenized.sampling_params)
-    original(manager, tokenized)
+        tokenized.sampling_params = _sample_params(tokenized.sampling_params)
+    return original(manager, tokenized)  # to be awaited, except in 0.5.17
 
 
 def add_meta_info(
@@ -62,13 +62,17 @@ def add_meta_info(
                 del meta_info[name]
 
 
-def _sample_params(manager: "TokenizerManager", params: Any) -> Any:
+# SGLang sends the n samples of a request one after another, all with one object, in one task; those
+# of other requests, in theirs, may come between.
+_last_sample: ContextVar[tuple[Any, int]] = ContextVar("last_sample", default=(None, 0))
+
+
+def _sample_params(params: Any) -> Any:
     if params.n == 1 or params.sampling_seed is None or params.max_new_tokens == 0:
         return params
-    # SGLang sends the n samples of a request one after another, all with this one object.
-    last, index = manager.__dict__.get("_smc_last_sample", (None, 0))
+    last, index = _last_sample.get()
     index = index + 1 if last is params else 0
-    manager._smc_last_sample = params, index  # pyright: ignore[reportAttributeAccessIssue] -- ours
+    _last_sample.set((params, index))
     return msgspec.structs.replace(params, sampling_seed=params.sampling_seed + index)
 
 

@@ -9,8 +9,8 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc.options.budget import apply_budget
 from sglang_smc.options.request import request_config
-from sglang_smc.options.server import SERVER_ARGS_FIELDS, SMCConfig
-from sglang_smc.process import active_budget, is_smc
+from sglang_smc.options.server import SERVER_ARGS_FIELDS
+from sglang_smc.process import active_budget, config_of, is_smc
 from sglang_smc.server.hooks import Patch
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _monitor(scheduler: "Scheduler") -> "Monitor":
 
 
 def _state(scheduler: "Scheduler") -> dict[str, Any]:
-    config = request_config(SMCConfig.from_server_args(scheduler.server_args), None)
+    config = request_config(config_of(scheduler.server_args), None)
     now = apply_budget(config, active_budget())
     names = (name for name in SERVER_ARGS_FIELDS if name != "evidence_threshold")
     threshold = config.covering if math.isfinite(config.covering) else None  # None: all is verified

@@ -1,33 +1,32 @@
 """The `--speculative-smc-*` flags, as fields of SGLang's `ServerArgs`.
 
-`ServerArgs` is a dataclass, and SGLang derives everything from its fields: `--help`, `--config`
-files, `from_cli_args`, `dataclasses.replace`, the namespace bags, `/server_info`. So the flags
-become fields, at the end of the table that `dataclasses.fields` reads. The generated `__init__` was
-compiled before that and refuses keywords it does not know, hence the first hook.
+SGLang derives everything from the fields of `ServerArgs`: `--help`, `--config` files,
+`from_cli_args`, the namespace bags, `/server_info`. So the flags become fields, of a subclass that
+takes the class's place; and in 0.5.17, of the class itself, which is a dataclass there. That one's
+generated `__init__` was compiled before, and refuses keywords it does not know, hence a hook.
 
 A flag that was not given is None, as for SGLang's own `speculative_num_steps`; `arguments.py` fills
 in the default when SMC is selected. A value without SMC is refused, never ignored.
 
-The second hook brings all others into the process that launches an SMC server. This module is
+Whoever selects SMC gets all other hooks into the process that launches the server. This module is
 imported wherever the plugin is loaded, so it imports nothing heavy.
 """
 
-import dataclasses
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
-from sglang.srt.arg_groups.arg_utils import NS, Arg, namespace_of, resolvable_fields
+from sglang.srt.arg_groups.arg_utils import NS, Arg
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import ServerArgs
 
+from sglang_smc import upstream
 from sglang_smc.options import server
 from sglang_smc.options.server import ALGORITHM, DEFAULTS
 from sglang_smc.server import hooks
 from sglang_smc.server.hooks import Patch
 
 
-@dataclasses.dataclass(kw_only=True)
 class SMCFlags:
-    """Declared as SGLang declares its own; `add_fields` moves them over."""
+    """Declared as SGLang declares its own."""
 
     speculative_smc_mode: Annotated[
         str | None,
@@ -39,7 +38,7 @@ class SMCFlags:
             choices=list(server.MODES),
         ),
         NS("spec"),
-    ] = None
+    ]
     speculative_smc_num_particles: Annotated[
         int | None,
         Arg(
@@ -47,7 +46,7 @@ class SMCFlags:
             f"(1 to {server.MAX_PARTICLES}, default {DEFAULTS.num_particles})."
         ),
         NS("spec"),
-    ] = None
+    ]
     speculative_smc_ess_threshold: Annotated[
         float | None,
         Arg(
@@ -55,7 +54,7 @@ class SMCFlags:
             f"the particles (0 never, 1 always, default {DEFAULTS.ess_threshold})."
         ),
         NS("spec"),
-    ] = None
+    ]
     speculative_smc_resampling_method: Annotated[
         str | None,
         Arg(
@@ -63,7 +62,7 @@ class SMCFlags:
             choices=list(server.RESAMPLING_METHODS),
         ),
         NS("spec"),
-    ] = None
+    ]
     speculative_smc_resample_at: Annotated[
         str | None,
         Arg(
@@ -72,7 +71,7 @@ class SMCFlags:
             choices=list(server.RESAMPLE_AT),
         ),
         NS("spec"),
-    ] = None
+    ]
     speculative_smc_selection: Annotated[
         str | None,
         Arg(
@@ -81,7 +80,7 @@ class SMCFlags:
             choices=list(server.SELECTIONS),
         ),
         NS("spec"),
-    ] = None
+    ]
     speculative_smc_power: Annotated[
         float | None,
         Arg(
@@ -89,7 +88,7 @@ class SMCFlags:
             f"(above 0, default {DEFAULTS.power:g})."
         ),
         NS("spec"),
-    ] = None
+    ]
     speculative_smc_evidence_threshold: Annotated[
         float | None,
         Arg(
@@ -99,12 +98,12 @@ class SMCFlags:
             f"(at least 0, default {server.EVIDENCE_THRESHOLD:g})."
         ),
         NS("spec"),
-    ] = None
+    ]
     speculative_smc_draft_temperature: Annotated[
         float | None,
         Arg(help="SMC only. Temperature of the draft model (above 0, default: the request's own)."),
         NS("spec"),
-    ] = None
+    ]
     speculative_smc_max_lag: Annotated[
         int | None,
         Arg(
@@ -113,7 +112,7 @@ class SMCFlags:
             f"(at least 1, default {DEFAULTS.max_lag})."
         ),
         NS("spec"),
-    ] = None
+    ]
     speculative_smc_kernels: Annotated[
         str | None,
         Arg(
@@ -123,7 +122,7 @@ class SMCFlags:
             choices=list(server.KERNELS),
         ),
         NS("spec"),
-    ] = None
+    ]
     speculative_smc_round_graph: Annotated[
         str | None,
         Arg(
@@ -133,7 +132,7 @@ class SMCFlags:
             choices=list(server.ROUND_GRAPH),
         ),
         NS("spec"),
-    ] = None
+    ]
     speculative_smc_adaptive: Annotated[
         bool | None,
         Arg(
@@ -143,22 +142,19 @@ class SMCFlags:
             f"(default {DEFAULTS.adaptive})."
         ),
         NS("spec"),
-    ] = None
+    ]
 
 
-FLAG_FIELDS = tuple(field.name for field in dataclasses.fields(SMCFlags))
+FLAGS = get_type_hints(SMCFlags, include_extras=True)
+FLAG_FIELDS = tuple(FLAGS)
 
 
 def add_fields() -> None:
-    """Make the flags fields of `ServerArgs`; calling it again changes nothing."""
-    # Both remember their answer per class. First, since only this can fail on another SGLang, and
-    # fields without the hook would break servers without SMC.
-    namespace_of.cache_clear()
-    resolvable_fields.cache_clear()
-    for field in dataclasses.fields(SMCFlags):
-        ServerArgs.__dataclass_fields__[field.name] = field
-        ServerArgs.__annotations__[field.name] = field.type
-        setattr(ServerArgs, field.name, field.default)
+    """Let server arguments have the flags; calling it again changes nothing."""
+    if upstream.IS_NEWER:
+        upstream.let_engines_build(SMCServerArgs)
+    else:
+        upstream.add_fields(ServerArgs, FLAGS)
 
 
 def init_with_flags(original: Any, self: ServerArgs, *args: Any, **kwargs: Any) -> None:
@@ -193,7 +189,43 @@ def _refuse_flags_without_smc(server_args: ServerArgs) -> None:
         )
 
 
+def _post_init(self: ServerArgs) -> None:
+    super(SMCServerArgs, self).__post_init__()
+    _refuse_flags_without_smc(self)
+
+
+def _check_server_args(self: ServerArgs) -> None:
+    check_with_hooks(super(SMCServerArgs, type(self)).check_server_args, self)
+
+
+# The name by which pickles find the class, in processes that load no plugins or not yet.
+SMCServerArgs: type = ServerArgs
+if upstream.IS_NEWER:
+    _METHODS = {"__post_init__": _post_init, "check_server_args": _check_server_args}
+    SMCServerArgs = upstream.struct_with(ServerArgs, FLAGS, _METHODS, __name__)
+
 PATCHES = (
+    Patch(
+        target="sglang.srt.server_args.ServerArgs",
+        hook_type=HookType.REPLACE,
+        function=SMCServerArgs,
+        what="A subclass with the fields speculative_smc_*, which refuses them unless "
+        "speculative_algorithm is SMC, and installs the hooks of an SMC server in the process that "
+        "launches it. Without them nothing changes.",
+        why="A plugin can register an algorithm, but not flags for it, and loaded plugins are not "
+        "told the arguments. `validate_server_args` is, but not in a process that was handed its "
+        "arguments resolved, as by multiprocessing.",
+        relies_on=(
+            "srt/server_args.py:569 (a struct, which takes no fields once it is made)",
+            "srt/plugins/hook_registry.py:282 (whoever has imported the class gets ours)",
+            "srt/entrypoints/engine.py:264 (Engine keeps it: upstream.let_engines_build)",
+            "srt/entrypoints/engine.py:1165 (check_server_args, at every launch, before the "
+            "tokenizer manager and the schedulers)",
+        ),
+        retire_when="SpeculativeAlgorithm.register takes flag declarations, and SGLang tells the "
+        "algorithm in every process that its server starts.",
+        family=upstream.NEWER,
+    ),
     Patch(
         target="sglang.srt.server_args.ServerArgs.__init__",
         hook_type=HookType.AROUND,
@@ -209,6 +241,7 @@ PATCHES = (
             "srt/arg_groups/arg_utils.py:103 (namespace_of reads NS markers)",
         ),
         retire_when="SpeculativeAlgorithm.register takes flag declarations.",
+        family=upstream.OLDER,
     ),
     Patch(
         target="sglang.srt.server_args.ServerArgs.check_server_args",
@@ -223,5 +256,6 @@ PATCHES = (
             "before the tokenizer manager and the schedulers)",
         ),
         retire_when="SGLang tells the algorithm in every process that its server starts.",
+        family=upstream.OLDER,
     ),
 )

@@ -7,6 +7,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc.process import active_config
 from sglang_smc.server.hooks import Patch
+from sglang_smc.upstream import allocated, holds_kv, kv_of, owner_of_slots
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -18,18 +19,18 @@ def trim_overshoot(
 ) -> None:
     """Give the arena back first, so that the session keeps only slots that hold the text's KV."""
     if active_config() is not None:
-        assert req.kv is not None and req.req_pool_idx is not None, "the turn still owns its row"
+        assert holds_kv(req), "the turn still owns its row"
         end = _end_of_read_text(req)
-        sessions._free_kv_aligned(req.req_pool_idx, end, req.kv.kv_allocated_len)
-        req.kv.kv_allocated_len = req.kv_committed_len = end
+        sessions._free_kv_aligned(owner_of_slots(req), end, allocated(req))
+        req.kv.kv_allocated_len = kv_of(req).kv_committed_len = end
     original(sessions, req, finished_len)
 
 
 def _end_of_read_text(req: "Req") -> int:
     """The end of what both models have read; the draft is one token behind the target."""
     prompt, written = len(req.origin_input_ids), len(req.output_ids)
-    read = min(req.kv_committed_len, prompt + max(0, written - 2))
-    return max(read, req.cache_protected_len)  # read in a prefill, and not ours to free
+    read = min(kv_of(req).kv_committed_len, prompt + max(0, written - 2))
+    return max(read, kv_of(req).cache_protected_len)  # read in a prefill, and not ours to free
 
 
 PATCHES = (

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.runtime_context import get_server_args
 
+from sglang_smc import upstream
 from sglang_smc.options.budget import Budget
 from sglang_smc.options.policy import Costs, Policy, RoundCosts
 from sglang_smc.options.server import ALGORITHM, SMCConfig
@@ -20,6 +21,11 @@ _monitor: Monitor | None = None
 def is_smc(server_args: "ServerArgs") -> bool:
     """Whether these server arguments select SMC."""
     return (server_args.speculative_algorithm or "").upper() == ALGORITHM
+
+
+def config_of(server_args: "ServerArgs") -> SMCConfig:
+    """The settings of an SMC server, of which these are the resolved arguments."""
+    return SMCConfig.from_server_args(upstream.resolved(server_args))
 
 
 def set_policy(policy: Policy | None) -> None:
@@ -57,4 +63,4 @@ def active_budget() -> Budget | None:
 def active_config() -> SMCConfig | None:
     """The SMC settings of this scheduler process; None where it runs anything else."""
     server_args = get_server_args()
-    return SMCConfig.from_server_args(server_args) if is_smc(server_args) else None
+    return config_of(server_args) if is_smc(server_args) else None

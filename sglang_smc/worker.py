@@ -4,14 +4,13 @@ The algorithm is `round.round.Round.play`. Its state lives on the device, in tab
 `req_pool_idx`. docs/algorithm.md explains the steps.
 """
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.runtime_context import get_parallel
 
-from sglang_smc import process
+from sglang_smc import process, upstream
 from sglang_smc.memory import arena
 from sglang_smc.models.weight_update import WeightUpdates
 from sglang_smc.ops.select import kind_of, ops_of
@@ -28,8 +27,8 @@ from sglang_smc.state.monitor import Monitor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sglang.srt.distributed.parallel_state_wrapper import ParallelState
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.server_args import ServerArgs
 
@@ -44,35 +43,29 @@ class SMCWorker(WeightUpdates):
     def __init__(
         self,
         server_args: "ServerArgs",
-        gpu_id: int,
-        ps: "ParallelState",
-        nccl_port: int,
-        target_worker: TpModelWorker,
+        target_worker: "TpModelWorker",
+        **placement: Any,
     ) -> None:
         super().__init__()
-        self.config = SMCConfig.from_server_args(server_args)
-        assert server_args.device is not None, "SGLang finds one as it reads its arguments"
-        self.device = server_args.device
+        settled = upstream.resolved(server_args)
+        self.config = SMCConfig.from_server_args(settled)
+        assert settled.device is not None, "SGLang finds one as it reads its arguments"
+        self.device = settled.device
         self._ops = ops_of(kind_of(self.config.kernels, self.device))
         self._target_worker = target_worker
-        self._draft_worker = TpModelWorker(
-            server_args=server_args,
-            gpu_id=gpu_id,
-            ps=replace(ps, pp_rank=0),
-            nccl_port=nccl_port,
-            is_draft_worker=True,
-        )
+        self._draft_worker = upstream.build_draft(target_worker, server_args, placement)
         # SGLang looks for the draft's runner under names that only EAGLE's workers declare.
         runner = self._draft_worker.model_runner
         self._draft_worker.draft_runner = runner  # pyright: ignore[reportAttributeAccessIssue] -- as said
         self._draft_worker.draft_runners = [runner]  # pyright: ignore[reportAttributeAccessIssue] -- as said
-        self._graph_sizes = graph.graph_sizes(server_args)
+        self._graph_sizes = graph.graph_sizes(settled)
         self._recordings: graph.Recordings | None = None
-        self.monitor = Monitor(server_args.decode_log_interval)
+        self.monitor = Monitor(settled.decode_log_interval)
         process.set_monitor(self.monitor)
         seed = target_worker.random_seed
         assert seed is not None, "SGLang draws one where it is given none"
-        self._states = RequestStates.of_replica(self.config, seed, ps.dp_rank)
+        replica = upstream.replica_of(placement)
+        self._states = RequestStates.of_replica(self.config, seed, replica)
 
     def alloc_memory_pool(
         self,
@@ -92,6 +85,7 @@ class SMCWorker(WeightUpdates):
             dtype=torch.int32,
             device=self.device,
         )
+        upstream.refresh_tables(self._target_worker.model_runner)
         super().alloc_memory_pool(memory_pool_config, pool, token_to_kv_pool_allocator)
         self._tables = Tables.of(
             config,
@@ -145,7 +139,7 @@ class SMCWorker(WeightUpdates):
             assert self.req_to_token_pool is not None, "pools are built before rounds"
             most_tokens = self.req_to_token_pool.size * self.config.tokens_of_round
             measure = partial(costs.costs_of_passes, self._steps, most_tokens)
-        found = costs.costs_of(measure, self._target_worker.model_runner.tp_group)
+        found = costs.costs_of(measure, get_parallel().tp_group)
         process.adapt(self.config, found)
 
     @property
@@ -188,4 +182,5 @@ class SMCWorker(WeightUpdates):
         the cache owns both models have read, in a prefill: all, if no round has emitted since.
         """
         if len(req.output_ids) > 1:
-            req.kv_committed_len = max(req.kv_committed_len - 1, req.cache_protected_len)
+            kv = upstream.kv_of(req)
+            kv.kv_committed_len = max(kv.kv_committed_len - 1, kv.cache_protected_len)

@@ -11,7 +11,10 @@ import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.hf_transformers_utils import get_config
+
+from sglang_smc.upstream import model_config_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
@@ -26,7 +29,7 @@ def problems(server_args: "ServerArgs") -> list[str]:
     found = [
         f"--model-path {server_args.model_path} has {kind}; {_ALLOWED}. Choose another model or "
         "another --speculative-algorithm."
-        for kind in _kinds(server_args.get_model_config())
+        for kind in _kinds(model_config_of(server_args))
     ]
     draft = server_args.speculative_draft_model_path
     if draft is None:
@@ -84,7 +87,7 @@ def check_layers(runner: "ModelRunner") -> None:
 
 def head_group(runner: "ModelRunner") -> int:
     """Query heads per key head, on each tensor-parallel rank."""
-    tp_size, config = runner.ps.tp_size, runner.model_config
+    tp_size, config = get_parallel().tp_size, runner.model_config
     return config.get_num_attention_heads(tp_size) // config.get_num_kv_heads(tp_size)
 
 

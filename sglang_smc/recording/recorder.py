@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
+from sglang_smc import upstream
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -102,7 +104,7 @@ def cuda_session(device: str) -> Iterator[Session]:
     from sglang.srt.runtime_context import get_server_args
 
     pool = torch.cuda.graph_pool_handle()
-    keeps_gc = get_server_args().enable_cudagraph_gc
+    keeps_gc = upstream.resolved(get_server_args()).enable_cudagraph_gc
     with torch.no_grad(), freeze_gc(keeps_gc), graph_capture() as context, model_capture_mode():
 
         def record(run: Callable[[], T]) -> tuple[T, Replay]:

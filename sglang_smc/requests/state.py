@@ -19,6 +19,7 @@ from sglang_smc.requests.open_token import OpenToken
 from sglang_smc.smc.randomness import derive_seed
 from sglang_smc.state.counters import META_PREFIX, Counters, meta_info, zero_counters
 from sglang_smc.state.settings import TableEntry, stop_tokens
+from sglang_smc.upstream import kv_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -245,7 +246,8 @@ class _Whole(list):
 
 def _entry(req: "Req", seed: int, config: RequestConfig) -> TableEntry:
     params = req.sampling_params
-    assert req.req_pool_idx is not None, "SGLang gives a request its row before its prefill"
+    row = kv_of(req).req_pool_idx
+    assert row is not None, "SGLang gives a request its row before its prefill"
     assert params.max_new_tokens is not None and req.vocab_size is not None, "set as it comes in"
     stops = stop_tokens(params.stop_token_ids, req.eos_token_ids, req.tokenizer, req.vocab_size)
-    return TableEntry(req.req_pool_idx, seed, params, config, stops)
+    return TableEntry(row, seed, params, config, stops)

@@ -1,6 +1,7 @@
 """The server arguments that SMC accepts, and those that it fills in."""
 
 import logging
+from copy import deepcopy
 from typing import TYPE_CHECKING
 
 from sglang.srt.model_executor.cuda_graph_config import Backend
@@ -47,11 +48,12 @@ def resolve(server_args: "ServerArgs") -> None:
     if server_args.device == "cpu" and not cpu_overlap_is_forced():
         server_args.disable_overlap_schedule = True
     # SGLang's decode graphs hold one row a request, and no weights: we capture our own.
-    graphs = server_args.cuda_graph_config
+    graphs = deepcopy(server_args.cuda_graph_config)
     assert graphs is not None, "SGLang resolves its graphs before speculative decoding"
     if config.round_graph == "auto" and not _captures(config, server_args):
         server_args.speculative_smc_round_graph = "off"  # pyright: ignore[reportAttributeAccessIssue] -- ours
     graphs.decode.backend = Backend.DISABLED
+    server_args.cuda_graph_config = graphs
     if server_args.max_running_requests is None:
         server_args.max_running_requests = _DEFAULT_MAX_RUNNING_REQUESTS
         logger.warning(

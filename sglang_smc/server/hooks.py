@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 import msgspec
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
+from sglang_smc import upstream
+from sglang_smc.upstream import Family
+
 
 class Group(NamedTuple):
     """Files of `patches/` whose hooks are installed together."""
@@ -78,9 +81,16 @@ class Patch(msgspec.Struct, frozen=True, kw_only=True):
     retire_when: str
     """What has to happen upstream before the hook can go."""
 
+    family: Family = upstream.EVERY
+    """The releases that need it."""
+
 
 def collect(*groups: Group) -> tuple[Patch, ...]:
-    """The records of these groups, in their order."""
+    """The records of these groups that the installed release needs, in their order."""
+    return tuple(patch for patch in _recorded(*groups) if patch.family.is_installed)
+
+
+def _recorded(*groups: Group) -> tuple[Patch, ...]:
     names = (name for group in groups for name in group.modules)
     modules = (import_module(f"sglang_smc.patches.{name}") for name in names)
     return tuple(patch for module in modules for patch in module.PATCHES)
@@ -157,7 +167,7 @@ force.
 
 
 def _section(group: Group) -> str:
-    entries = "".join(_entry(patch) for patch in collect(group))
+    entries = "".join(_entry(patch) for patch in _recorded(group))
     return f"\n## {group.where}\n\n{group.when}\n{entries}"
 
 
@@ -170,6 +180,7 @@ def _entry(patch: Patch) -> str:
         f"- **What:** {patch.what}",
         f"- **Why:** {patch.why}",
         "- **Relies on:** " + "; ".join(patch.relies_on),
+        f"- **Releases:** {patch.family.name}",
         f"- **Retire when:** {patch.retire_when}",
     ]
     return "\n".join(lines) + "\n"
