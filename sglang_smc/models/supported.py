@@ -11,6 +11,7 @@ import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.hf_transformers_utils import get_config
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def check_layers(runner: "ModelRunner") -> None:
 
 def head_group(runner: "ModelRunner") -> int:
     """Query heads per key head, on each tensor-parallel rank."""
-    tp_size, config = runner.ps.tp_size, runner.model_config
+    tp_size, config = get_parallel().tp_size, runner.model_config
     return config.get_num_attention_heads(tp_size) // config.get_num_kv_heads(tp_size)
 
 
