@@ -164,7 +164,11 @@ def unmet(server_args: "ServerArgs") -> list[str]:
     """A sentence for each requirement that is not met, and what to do."""
     # Until the end of resolution, fields may lag behind what earlier steps have declared.
     view = resolved_view(server_args)
-    found = [(required, getattr(view, required.field)) for required in REQUIREMENTS if hasattr(view, required.field)]
+    found = [
+        (required, getattr(view, required.field))
+        for required in REQUIREMENTS
+        if hasattr(view, required.field)
+    ]
     return [
         f"--{required.field.replace('_', '-')} is {value!r}; allowed: "
         f"{' or '.join(map(repr, required.allowed))}, since {required.because}. {required.instead}"
