@@ -56,7 +56,7 @@ def test_unsupported_sglang_is_told_to_those_who_select_smc(
         resolve(**smc, speculative_smc_num_particles=4)
     for part in (
         "9.9.9",
-        "allowed: 0.5.17, 0.5.22, 0.5.23",
+        f"allowed: {', '.join(upstream.SUPPORTED)}.",
         "pip install",
         compat.SKIP_VERSION_ENV,
     ):

@@ -44,6 +44,7 @@ class Judged(NamedTuple):
     path: str
     names: frozenset[str]
     of: str  # "field" or "method"
+    elsewhere: frozenset[str] = frozenset()  # of these names, those that only some releases have
 
 
 class Asked(NamedTuple):
@@ -67,7 +68,7 @@ def findings(tree: Tree, asked: Asked) -> list[Finding]:
         *(f for use in ours.super_calls(own) for f in _of_super_call(tree, use)),
         *(f for method in ours.overrides(own) for f in _of_override(tree, method)),
         *_of_reads(tree, (read for source in own for read in ours.attribute_reads(source))),
-        *_of_requirements(tree, own),
+        *_of_requirements(tree, own, asked.judged),
         *(f for judged in asked.judged for f in _unjudged(tree, judged)),
         *_table_keepers(tree, asked.may_keep_table),
     ]
@@ -264,9 +265,12 @@ def _is_ours(name: str) -> bool:
     return name.startswith(("speculative_smc_", "smc_", "_smc_"))
 
 
-def _of_requirements(tree: Tree, sources: list[ours.Source]) -> Iterator[Finding]:
+def _of_requirements(
+    tree: Tree, sources: list[ours.Source], judged: tuple[Judged, ...]
+) -> Iterator[Finding]:
     found = tree.find(SERVER_ARGS)
     known = set() if found is None else set(fields(tree, found))
+    known.update(*(each.elsewhere for each in judged if each.path == SERVER_ARGS))
     for source in sources:
         for use in ours.requirement_fields(source):
             if use.path not in known:
@@ -284,7 +288,7 @@ def _unjudged(tree: Tree, judged: Judged) -> Iterator[Finding]:
     for name, place in now.items():
         if name not in judged.names:
             yield Finding("to judge", f"new {judged.of} {owner}.{name}", "", tree.place(place))
-    for name in sorted(judged.names - now.keys()):
+    for name in sorted(judged.names - judged.elsewhere - now.keys()):
         yield Finding("to judge", f"no {judged.of} {owner}.{name} any more", "", tree.place(found))
 
 
