@@ -1,7 +1,7 @@
 """All that this project asks of SGLang."""
 
-from contract.judged import MAY_KEEP_TABLE, METHODS
-from contract.symbols import CONTRACT
+from contract.judged import MAY_KEEP_TABLE, methods
+from contract.symbols import contract
 from contract.upstream import ours
 from contract.upstream.check import SERVER_ARGS, Asked, Judged
 from request_fields import GENERATE_REQUEST, SAMPLING_PARAMS
@@ -13,13 +13,13 @@ _FIELDS = {
 }
 
 
-def everything() -> Asked:
-    """The contract, our files, and what has been judged."""
-    sources = ours.sources()
+def everything(newer: bool) -> Asked:
+    """The contract, our files, and what has been judged, for the newer releases or the older."""
+    sources = ours.sources(newer)
     refused = [use.path for s in sources if s.is_product for use in ours.requirement_fields(s)]
     fields = {SERVER_ARGS: [*LOOKED_AT, *refused], **_FIELDS}
     judged = (
         *(Judged(path, frozenset(names), "field") for path, names in fields.items()),
-        *(Judged(path, frozenset(names.split()), "method") for path, names in METHODS.items()),
+        *(Judged(path, frozenset(names), "method") for path, names in methods(newer).items()),
     )
-    return Asked(CONTRACT, sources, judged, MAY_KEEP_TABLE)
+    return Asked(contract(newer), sources, judged, MAY_KEEP_TABLE)
