@@ -60,7 +60,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     # OOT, not CPU: only out-of-tree platforms are asked for their pools and backends.
     _enum = PlatformEnum.OOT
 
-    def get_device(self, local_rank: int | None = None) -> str:
+    def get_device(self, device_id: int | None = None) -> str:
         """The device as a string: ServerArgs splits off an index and compares names."""
         return "cpu"
 
@@ -90,12 +90,18 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND
 
-    def get_mha_kv_pool_cls(self) -> type:
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    def get_kv_pool_cls(self, *, kind: str) -> type | None:
+        """Ours for ordinary attention; SGLang's own, which `check_pool` refuses, for the others."""
+        return self.get_mha_kv_pool_cls() if kind == "mha" else None
 
-        return MHATokenToKVPool
+    def get_mha_kv_pool_cls(self) -> type:
+        """What a release asks for that has no `get_kv_pool_cls`."""
+        from sglang_smc.cpu.pool import CpuKVPool
+
+        return CpuKVPool
 
     def get_paged_allocator_cls(self) -> type:
+        """What a release asks for whose platforms allocate pages of one slot, too."""
         from sglang_smc.cpu.pool import CpuTokenAllocator
 
         return CpuTokenAllocator

@@ -1,10 +1,21 @@
-"""KV slot allocator of the plain-CPU platform."""
+"""KV pool of the plain-CPU platform, and its slot allocator."""
 
 from __future__ import annotations
 
 import torch
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.memory_pool import KVCache
+from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool
+
+
+class CpuKVPool(MHATokenToKVPool):
+    """SGLang's pool, whose slots are moved by torch.
+
+    Where speculation is on, the stock pool prepares a Triton kernel for that, and launches it once.
+    """
+
+    def _init_kv_copy_and_warmup(self) -> None:
+        self._kv_copy_config = None
+        self.use_native_move_kv_cache = True
 
 
 class CpuTokenAllocator(TokenToKVPoolAllocator):

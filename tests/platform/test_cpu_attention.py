@@ -13,6 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_smc.cpu import attention
 from sglang_smc.cpu.attention import LONG_ROW, CpuAttentionBackend
+from sglang_smc.models import supported
 
 HEAD_DIM = 16
 NUM_SLOTS = 4096
@@ -65,7 +66,6 @@ class Harness:
             req_to_token_pool=SimpleNamespace(req_to_token=self.table),
             token_to_kv_pool=self.pool,
             dtype=dtype,
-            ps=SimpleNamespace(tp_size=1),
             model_config=SimpleNamespace(
                 get_num_attention_heads=lambda tp_size: q_heads // tp_size,
                 get_num_kv_heads=lambda tp_size: kv_heads // tp_size,
@@ -116,6 +116,11 @@ class Harness:
         torch.testing.assert_close(
             result.double(), self.reference(), atol=tolerance, rtol=tolerance
         )
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    monkeypatch.setattr(supported, "get_parallel", lambda: SimpleNamespace(tp_size=1))
 
 
 @pytest.fixture(params=[(4, 4), (4, 2), (6, 1)], ids=["mha", "gqa", "mqa"])

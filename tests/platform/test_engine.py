@@ -82,6 +82,38 @@ def test_streaming_grows_to_the_same_text(engine, prompts):
     assert texts[-1] == whole
 
 
+def test_log_probabilities_are_those_of_transformers(engine, checkpoint, prompts, expected):
+    output = engine.generate(input_ids=prompts[1], sampling_params=GREEDY, return_logprob=True)
+    model: Any = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    logits = model(torch.tensor([prompts[1] + expected[1]])).logits[0, len(prompts[1]) - 1 : -1]
+    wanted = logits.log_softmax(-1)[range(NEW_TOKENS), expected[1]].tolist()
+    found = [value for value, *_ in output["meta_info"]["output_token_logprobs"]]
+    assert found == pytest.approx(wanted, abs=1e-4)
+
+
+def test_a_grammar_is_kept(engine, prompts):
+    """Beside a request without one, whose tokens it does not touch."""
+    free, bound = GREEDY, GREEDY | {"regex": "(t7|t8){5}"}
+    outputs = engine.generate(input_ids=[prompts[1]] * 2, sampling_params=[free, bound])
+    assert set(outputs[1]["output_ids"][:5]) <= {7, 8}
+    assert outputs[1]["meta_info"]["finish_reason"]["type"] == "stop"
+    alone = engine.generate(input_ids=prompts[1], sampling_params=free)
+    assert outputs[0]["output_ids"] == alone["output_ids"]
+
+
+def test_a_session_remembers_its_turns(engine, prompts):
+    session = engine.open_session(1000)
+    text, last = [], None
+    for tokens in prompts[1:3]:
+        turn = {"id": session, "rid": last}
+        answer = engine.generate(input_ids=tokens, sampling_params=GREEDY, session_params=turn)
+        text += tokens
+        plain = engine.generate(input_ids=text, sampling_params=GREEDY)
+        assert answer["output_ids"] == plain["output_ids"]
+        text, last = text + answer["output_ids"], answer["meta_info"]["id"]
+    engine.close_session(session)
+
+
 def test_more_requests_than_fit_at_once(engine, prompts, expected):
     """Queueing, and decode batches whose rows come and go."""
     many = prompts * 8

@@ -13,6 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sglang_smc.models import supported
 from sglang_smc.models.attention import KVLocations
 from sglang_smc.models.forward import ParticleForward
 
@@ -61,7 +62,6 @@ class Harness:
             req_to_token_pool=SimpleNamespace(req_to_token=case.req_to_token),
             token_to_kv_pool=pool,
             dtype=dtype,
-            ps=SimpleNamespace(tp_size=1),
             spec_algorithm=None,
             model_config=SimpleNamespace(
                 context_len=LAST_POSITION + 1,
@@ -84,6 +84,11 @@ class Harness:
         case = self.case
         locations = KVLocations(case.rows, case.committed, case.particle_rows, case.max_tail)
         return getattr(self.forward, name)(self.tokens, case.starts, self.slots, locations)
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supported, "get_parallel", lambda: SimpleNamespace(tp_size=1))
 
 
 def case(num_columns: int = 5, **shape: Any) -> Case:

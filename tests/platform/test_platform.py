@@ -116,3 +116,16 @@ def test_allocator_refuses_pages():
     no_cache: Any = None
     with pytest.raises(ValueError, match="page-size 1"):
         CpuTokenAllocator(8, 16, torch.float32, "cpu", no_cache, need_sort=False)
+
+
+def test_the_pool_moves_slots_without_a_kernel():
+    """As pools are where speculation is on."""
+    pool = PlainCpuPlatform().get_kv_pool_cls(kind="mha")(
+        8, 1, torch.float32, 2, 4, 1, "cpu", enable_memory_saver=False, enable_kv_cache_copy=True
+    )
+    keys = pool.get_key_buffer(0)
+    keys.copy_(torch.arange(keys.numel()).view_as(keys))
+    before = keys.clone()
+    pool.move_kv_cache(torch.tensor([2, 5]), torch.tensor([7, 1]))
+    assert torch.equal(keys[[2, 5]], before[[7, 1]])
+    assert torch.equal(keys[[1, 3, 4, 6, 7, 8]], before[[1, 3, 4, 6, 7, 8]])

@@ -8,6 +8,7 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_smc.memory.ledger import Ledger
+from sglang_smc.models import supported
 from sglang_smc.models.supported import check_layers
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.round.costs import rehearse
@@ -19,9 +20,12 @@ def runner(**layer: Any) -> Any:
     plain = {"num_heads": 4, "head_dim": 8, "scaling": 1.0, "num_kv_heads": 2}
     layers = [RadixAttention(**plain, layer_id=0), RadixAttention(**plain | layer, layer_id=1)]
     config = SimpleNamespace(get_num_attention_heads=lambda _: 4, get_num_kv_heads=lambda _: 2)
-    return SimpleNamespace(
-        model=torch.nn.Sequential(*layers), model_config=config, ps=SimpleNamespace(tp_size=1)
-    )
+    return SimpleNamespace(model=torch.nn.Sequential(*layers), model_config=config)
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supported, "get_parallel", lambda: SimpleNamespace(tp_size=1))
 
 
 def test_full_attention_passes() -> None:
