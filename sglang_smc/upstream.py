@@ -161,9 +161,13 @@ def build_draft(
     from sglang.srt.managers.tp_worker import TpModelWorker
 
     if IS_NEWER:
-        # The draft runs at the target's positions.
+        from sglang.srt.layers.moe.utils import draft_model_build_scope
+
+        # The draft runs at the target's positions, with what was resolved for its own layers.
         length = target.model_runner.model_config.context_len
-        return TpModelWorker(server_args, **placement, is_draft_worker=True, context_length=length)
+        asked = {**placement, "is_draft_worker": True, "context_length": length}
+        with draft_model_build_scope():
+            return TpModelWorker(server_args, **asked)
     first_stage = {"ps": dataclasses.replace(placement["ps"], pp_rank=0)}
     return TpModelWorker(server_args, **{**placement, **first_stage}, is_draft_worker=True)
 

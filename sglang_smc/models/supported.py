@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
-from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_minimax_sparse
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.hf_transformers_utils import get_config
@@ -54,6 +54,8 @@ def _kinds(model: ModelConfig) -> Iterator[str]:
         "sliding-window attention with KV of its own": model.is_hybrid_swa,
         "latent attention (MLA)": latent,
         "attention sinks": model.has_attention_sinks,
+        "sparse attention": is_minimax_sparse(model.hf_config)
+        or getattr(model.hf_config, "has_minicpm_sparse_attention", False),
         "keys and values of unlike width": model.has_asymmetric_kv and not latent,
         "a recurrent (Mamba-like) state": mambaish_config(model) is not None,
         "an encoder and a decoder": model.is_encoder_decoder,

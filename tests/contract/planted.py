@@ -206,10 +206,15 @@ PROJECT = {
     "tests/test_it.py": 'TARGET = "sglang.srt.pool.Pool"\n',
 }
 
-JUDGED = (
-    Judged(SERVER_ARGS, frozenset({"model_path", "tp_size", "cp_size"}), "field"),
-    Judged("sglang.srt.pool.Pool", frozenset({"free"}), "method"),
-)
+
+def judged(newer: bool) -> tuple[Judged, ...]:
+    """What somebody has looked at; the older release has not all of it."""
+    settings = frozenset({"model_path", "tp_size", "cp_size"})
+    elsewhere: frozenset[str] = frozenset() if newer else frozenset({"cp_size"})
+    return (
+        Judged(SERVER_ARGS, settings, "field", elsewhere),
+        Judged("sglang.srt.pool.Pool", frozenset({"free"}), "method"),
+    )
 
 
 def write(root: Path, files: dict[str, str]) -> None:
@@ -230,4 +235,4 @@ def found_in(folder: Path, sglang: dict[str, str], project: dict[str, str]) -> l
     newer = release.is_newer(version, folder / "project")
     sources = ours.sources(newer, folder / "project")
     tree = Tree(folder / "release")
-    return findings(tree, Asked((), sources, JUDGED, ("sglang.srt.backends.",)))
+    return findings(tree, Asked((), sources, judged(newer), ("sglang.srt.backends.",)))

@@ -37,7 +37,7 @@ from sglang_smc.server.requirements import REQUIREMENTS
 def test_installed_sglang_has_all_that_is_asked() -> None:
     root = release.installed()
     assert root is not None
-    found = findings(Tree(root), everything(upstream.IS_NEWER))
+    found = findings(Tree(root), everything(upstream.release()))
     assert found == [], "\n".join(report(found))
 
 
@@ -147,6 +147,7 @@ BREAKS = {
     "attribute": ("owner.py", "self.held", "self.kv.held", "attributes", "Owner has no held"),
     "setting": (PARALLEL, "tp_size", "tensors", "requirements", "no field tp_size"),
     "new setting": (PARALLEL, "tp_size", "x: int; tp_size", "to judge", "new field ServerArgs.x"),
+    "setting dropped": (PARALLEL, "tp_size", "x", "to judge", "no field ServerArgs.tp_size"),
     "new method": ("srt/pool.py", "def free", "def keep", "to judge", "new method Pool.keep"),
     "method dropped": ("srt/pool.py", "def free", "def keep", "to judge", "no method Pool.free"),
     "table kept": ("srt/pool.py", "...", "self.t = x.req_to_token", "req_to_token", "srt.pool"),
@@ -283,14 +284,14 @@ def test_all_supported_releases_are_compared(
 ) -> None:
     """The installed one where it is; one that cannot be had is told, and not passed over."""
     write(tmp_path / "sglang", {"__init__.py": "", **OLDER})
-    compared: list[tuple[Path, bool]] = []
+    compared: list[tuple[Path, str]] = []
 
-    def compare(tree: Tree, asked: bool) -> list[Finding]:
+    def compare(tree: Tree, asked: str) -> list[Finding]:
         compared.append((tree.root, asked))
         return []
 
     monkeypatch.setattr(command, "findings", compare)
-    monkeypatch.setattr(command, "everything", lambda newer: newer)
+    monkeypatch.setattr(command, "everything", lambda version: version)
     monkeypatch.setattr(release, "installed", lambda: tmp_path)
     monkeypatch.setattr(release, "supported", lambda: ("0.1.0", "0.5.99"))
     monkeypatch.setattr(sys, "argv", ["upstream"])
@@ -298,7 +299,7 @@ def test_all_supported_releases_are_compared(
     failed = subprocess.CompletedProcess([], returncode=1)
     monkeypatch.setattr(wheel.subprocess, "run", lambda *_, **__: failed)
     assert command.main() == 1
-    assert compared == [(tmp_path, False)]
+    assert compared == [(tmp_path, "0.1.0")]
     said = capsys.readouterr().out
     assert f"SGLang 0.1.0, in {tmp_path}" in said
     assert "SGLang 0.5.99 was not compared: pip could not download sglang==0.5.99" in said

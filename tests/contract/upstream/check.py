@@ -39,14 +39,12 @@ class Finding(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """A class of SGLang's of whose every field or method somebody has said what it means to SMC.
-
-    Some names may be missing: releases differ in them.
-    """
+    """A class of SGLang's of whose every field or method somebody has said what it means to SMC."""
 
     path: str
     names: frozenset[str]
     of: str  # "field" or "method"
+    elsewhere: frozenset[str] = frozenset()  # of these names, those that only other releases have
 
 
 class Asked(NamedTuple):
@@ -70,7 +68,7 @@ def findings(tree: Tree, asked: Asked) -> list[Finding]:
         *(f for use in ours.super_calls(own) for f in _of_super_call(tree, use)),
         *(f for method in ours.overrides(own) for f in _of_override(tree, method)),
         *_of_reads(tree, (read for source in own for read in ours.attribute_reads(source))),
-        *_of_requirements(tree, own),
+        *_of_requirements(tree, own, asked.judged),
         *(f for judged in asked.judged for f in _unjudged(tree, judged)),
         *_dropped(tree, asked.judged, own),
         *_table_keepers(tree, asked.may_keep_table),
@@ -274,9 +272,12 @@ def _is_ours(name: str) -> bool:
     return name.startswith(("speculative_smc_", "smc_", "_smc_"))
 
 
-def _of_requirements(tree: Tree, sources: list[ours.Source]) -> Iterator[Finding]:
+def _of_requirements(
+    tree: Tree, sources: list[ours.Source], judged: tuple[Judged, ...]
+) -> Iterator[Finding]:
     found = tree.find(SERVER_ARGS)
     known = set() if found is None else set(fields(tree, found))
+    known.update(*(each.elsewhere for each in judged if each.path == SERVER_ARGS))
     for source in sources:
         for use in ours.requirement_fields(source):
             if use.path not in known:
@@ -294,6 +295,9 @@ def _unjudged(tree: Tree, judged: Judged) -> Iterator[Finding]:
     for name, place in now.items():
         if name not in judged.names:
             yield Finding("to judge", f"new {judged.of} {owner}.{name}", "", tree.place(place))
+    gone = judged.names - judged.elsewhere - now.keys() if judged.of == "field" else ()
+    for name in sorted(gone):
+        yield Finding("to judge", f"no field {owner}.{name} any more", "", tree.place(found))
 
 
 def _dropped(tree: Tree, judged: Iterable[Judged], sources: list[ours.Source]) -> Iterator[Finding]:
