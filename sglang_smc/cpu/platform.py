@@ -11,7 +11,7 @@ calls it in every process, on machines with an accelerator too. So nothing heavy
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
@@ -60,7 +60,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     # OOT, not CPU: only out-of-tree platforms are asked for their pools and backends.
     _enum = PlatformEnum.OOT
 
-    def get_device(self, device_id: int | None = None) -> str:
+    def get_device(self, device_id: int | None = None, **_: Any) -> str:
         """The device as a string: ServerArgs splits off an index and compares names."""
         return "cpu"
 
