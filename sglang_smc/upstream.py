@@ -10,7 +10,7 @@ Imported wherever the plugin is loaded, so it imports nothing heavy.
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 import sglang
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
+
+#: Server arguments, or a view of them. Their fields stand in no class that a type checker reads.
+Arguments: TypeAlias = Any
 
 SUPPORTED = ("0.5.17", "0.5.22", "0.5.23")
 

@@ -94,10 +94,13 @@ def test_server_args_that_take_no_flags_get_none(
         resolve(**smc)
 
 
+#: Called by what `create_worker` is for a builtin algorithm, and by SGLang's own adaptive, which SMC
+#: refuses.
+OF_BUILTIN = {"get_platform_worker_cls"}
 BUILTIN_METHODS = [
     name
     for name, member in vars(SpeculativeAlgorithm).items()
-    if inspect.isfunction(member) and not name.startswith("_")
+    if inspect.isfunction(member) and not name.startswith("_") and name not in OF_BUILTIN
 ]
 
 
