@@ -89,9 +89,9 @@ def add_fields(server_args: type, annotations: Mapping[str, Any]) -> None:
 
 
 def struct_with(
-    server_args: type, annotations: Mapping[str, Any], methods: dict[str, Callable], module: str
+    server_args: type, annotations: Mapping[str, Any], post_init: Callable, module: str
 ) -> type:
-    """A subclass of the struct that server arguments are, with None-able fields and methods.
+    """A subclass of the struct that server arguments are, with None-able fields.
 
     ``module`` is where pickles find the class, under the name ``SMCServerArgs``.
     """
@@ -100,7 +100,7 @@ def struct_with(
         "SMCServerArgs",
         fields,
         bases=(server_args,),
-        namespace=methods,
+        namespace={"__post_init__": post_init},
         module=module,
         kw_only=True,
         dict=True,

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 # What SGLang sets for each of its own speculative algorithms.
 _DEFAULT_MAX_RUNNING_REQUESTS = 48
 
+ANY_FLAG = SERVER_ARGS_FIELDS["mode"]
+
 
 def check(server_args: "ServerArgs") -> None:
     """Raise ValueError, listing the reasons, for a server that SMC cannot run on."""
