@@ -64,11 +64,11 @@ def test_unsupported_sglang_is_told_to_those_who_select_smc(
     assert resolve(model_path=smc["model_path"]).speculative_algorithm is None
 
 
-@pytest.mark.parametrize("version", [upstream.SUPPORTED[0], "9.9.9"])
+@pytest.mark.parametrize("installed", [upstream.SUPPORTED[0], "9.9.9"])
 def test_no_hooks_are_handed_over_but_those_of_the_flags(
-    unregistered: None, handed_over: list[str], monkeypatch: pytest.MonkeyPatch, version: str
+    unregistered: None, handed_over: list[str], monkeypatch: pytest.MonkeyPatch, installed: str
 ) -> None:
-    monkeypatch.setattr(version, "__version__", version)
+    monkeypatch.setattr(version, "__version__", installed)
     plugin.register()
     assert handed_over == [patch.target for patch in hooks.collect(hooks.FLAGS)]
 
