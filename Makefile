@@ -1,7 +1,7 @@
 # make demo        see it work, from nothing: environment, tiny models, a comparison
 # make fidelity    SMC's accuracy, speed and divergence at many settings, resumable, about 40 minutes
 # make speed       AR, SGLang's speculative decoding and SMC side by side, resumable, about half an hour
-# make upstream VERSION=0.5.23   what breaks on another SGLang, from its source, in seconds
+# make upstream    what breaks on each supported SGLang, from its source, in seconds; one: VERSION=0.5.24
 # make soak        a crowd of all kinds of requests, three minutes, and nothing lost
 # make quick       unit and contract tests, no engine, two minutes
 # make test        what continuous integration runs, a quarter of an hour on two cores
@@ -44,10 +44,11 @@ speed: venv
 soak: venv
 	$(BIN)/python bench/soak $(SOAK_ARGS)
 
-# Without an environment: any Python with pip will do. The wheel goes to ~/.cache/sglang-smc.
+# All that are supported, or VERSION alone. What the environment holds is read there, where there is
+# one; else any Python with pip will do. Wheels go to ~/.cache/sglang-smc.
 upstream:
-	@test -n "$(VERSION)" || { echo "make upstream VERSION=0.5.23: which release?"; exit 2; }
-	@PYTHONPATH=tests $(PYTHON) -m contract.upstream $(VERSION)
+	@python=$(BIN)/python; test -x $$python || python=$(PYTHON); \
+		PYTHONPATH=tests $$python -m contract.upstream $(VERSION)
 
 # In collection order, which ends with the short ones, so that both processes end together.
 WORKERS ?= 2
@@ -56,11 +57,11 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --no-loadscope-reord
 quick: lint
 	$(PYTEST) tests/unit tests/contract $(PYTEST_ARGS)
 
-test: check
+test: check upstream
 	$(BIN)/python -W ignore tests/house_measures.py
 	$(PYTEST) $(PYTEST_ARGS)
 
-test-all: check
+test-all: check upstream
 	$(PYTEST) --thorough $(PYTEST_ARGS)
 
 lint: venv

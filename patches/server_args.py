@@ -23,6 +23,7 @@ from sglang_smc.options import server
 from sglang_smc.options.server import ALGORITHM, DEFAULTS
 from sglang_smc.server import hooks
 from sglang_smc.server.hooks import Patch
+from sglang_smc.upstream import Arguments
 
 
 class SMCFlags:
@@ -172,11 +173,11 @@ def check_with_hooks(original: Any, self: ServerArgs) -> None:
         hooks.put_in_force(hooks.SMC)
 
 
-def _selects_smc(server_args: ServerArgs) -> bool:
+def _selects_smc(server_args: Arguments) -> bool:
     return (server_args.speculative_algorithm or "").upper() == ALGORITHM
 
 
-def _refuse_flags_without_smc(server_args: ServerArgs) -> None:
+def _refuse_flags_without_smc(server_args: Arguments) -> None:
     if _selects_smc(server_args):
         return
     algorithm = server_args.speculative_algorithm
@@ -190,19 +191,14 @@ def _refuse_flags_without_smc(server_args: ServerArgs) -> None:
 
 
 def _post_init(self: ServerArgs) -> None:
-    super(SMCServerArgs, self).__post_init__()
+    super(SMCServerArgs, self).__post_init__()  # pyright: ignore[reportAttributeAccessIssue] -- a struct has one
     _refuse_flags_without_smc(self)
-
-
-def _check_server_args(self: ServerArgs) -> None:
-    check_with_hooks(super(SMCServerArgs, type(self)).check_server_args, self)
 
 
 # The name by which pickles find the class, in processes that load no plugins or not yet.
 SMCServerArgs: type = ServerArgs
 if upstream.IS_NEWER:
-    _METHODS = {"__post_init__": _post_init, "check_server_args": _check_server_args}
-    SMCServerArgs = upstream.struct_with(ServerArgs, FLAGS, _METHODS, __name__)
+    SMCServerArgs = upstream.struct_with(ServerArgs, FLAGS, _post_init, __name__)
 
 PATCHES = (
     Patch(
@@ -210,20 +206,14 @@ PATCHES = (
         hook_type=HookType.REPLACE,
         function=SMCServerArgs,
         what="A subclass with the fields speculative_smc_*, which refuses them unless "
-        "speculative_algorithm is SMC, and installs the hooks of an SMC server in the process that "
-        "launches it. Without them nothing changes.",
-        why="A plugin can register an algorithm, but not flags for it, and loaded plugins are not "
-        "told the arguments. `validate_server_args` is, but not in a process that was handed its "
-        "arguments resolved, as by multiprocessing.",
+        "speculative_algorithm is SMC. Without them nothing changes.",
+        why="A plugin can register an algorithm, but not flags for it.",
         relies_on=(
             "srt/server_args.py:569 (a struct, which takes no fields once it is made)",
             "srt/plugins/hook_registry.py:282 (whoever has imported the class gets ours)",
             "srt/entrypoints/engine.py:264 (Engine keeps it: upstream.let_engines_build)",
-            "srt/entrypoints/engine.py:1165 (check_server_args, at every launch, before the "
-            "tokenizer manager and the schedulers)",
         ),
-        retire_when="SpeculativeAlgorithm.register takes flag declarations, and SGLang tells the "
-        "algorithm in every process that its server starts.",
+        retire_when="SpeculativeAlgorithm.register takes flag declarations.",
         family=upstream.NEWER,
     ),
     Patch(
@@ -252,10 +242,9 @@ PATCHES = (
         why="Loaded plugins are not told the arguments. `validate_server_args` is, but not in a "
         "process that was handed its arguments resolved, as by multiprocessing.",
         relies_on=(
-            "srt/entrypoints/engine.py:1054 (every launch, right after plugins are loaded, and "
+            "srt/entrypoints/engine.py:1165 (every launch, right after plugins are loaded, and "
             "before the tokenizer manager and the schedulers)",
         ),
         retire_when="SGLang tells the algorithm in every process that its server starts.",
-        family=upstream.OLDER,
     ),
 )

@@ -67,4 +67,4 @@ def _install_flags() -> None:
     from sglang_smc.server import hooks
 
     server_args.add_fields()
-    hooks.hand_over(server_args.PATCHES)
+    hooks.hand_over(hooks.collect(hooks.FLAGS))

@@ -10,7 +10,7 @@ Imported wherever the plugin is loaded, so it imports nothing heavy.
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 import sglang
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
+
+#: Server arguments, or a view of them. Their fields stand in no class that a type checker reads.
+Arguments: TypeAlias = Any
 
 SUPPORTED = ("0.5.17", "0.5.22", "0.5.23")
 
@@ -92,9 +95,9 @@ def add_fields(server_args: type, annotations: Mapping[str, Any]) -> None:
 
 
 def struct_with(
-    server_args: type, annotations: Mapping[str, Any], methods: dict[str, Callable], module: str
+    server_args: type, annotations: Mapping[str, Any], post_init: Callable, module: str
 ) -> type:
-    """A subclass of the struct that server arguments are, with None-able fields and methods.
+    """A subclass of the struct that server arguments are, with None-able fields.
 
     ``module`` is where pickles find the class, under the name ``SMCServerArgs``.
     """
@@ -103,7 +106,7 @@ def struct_with(
         "SMCServerArgs",
         fields,
         bases=(server_args,),
-        namespace=methods,
+        namespace={"__post_init__": post_init},
         module=module,
         kw_only=True,
         dict=True,
@@ -182,9 +185,13 @@ def build_draft(
     from sglang.srt.managers.tp_worker import TpModelWorker
 
     if IS_NEWER:
-        # The draft runs at the target's positions.
+        from sglang.srt.layers.moe.utils import draft_model_build_scope
+
+        # The draft runs at the target's positions, with what was resolved for its own layers.
         length = target.model_runner.model_config.context_len
-        return TpModelWorker(server_args, **placement, is_draft_worker=True, context_length=length)
+        asked = {**placement, "is_draft_worker": True, "context_length": length}
+        with draft_model_build_scope():
+            return TpModelWorker(server_args, **asked)
     first_stage = {"ps": dataclasses.replace(placement["ps"], pp_rank=0)}
     return TpModelWorker(server_args, **{**placement, **first_stage}, is_draft_worker=True)
 

@@ -14,7 +14,6 @@ from sglang_smc import process, upstream
 from sglang_smc.memory import arena
 from sglang_smc.models.weight_update import WeightUpdates
 from sglang_smc.ops.select import kind_of, ops_of
-from sglang_smc.options.server import SMCConfig
 from sglang_smc.recording.recorder import Record, cuda_session
 from sglang_smc.requests.state import RequestStates, state_of
 from sglang_smc.round import costs, graph
@@ -48,7 +47,7 @@ class SMCWorker(WeightUpdates):
     ) -> None:
         super().__init__()
         settled = upstream.resolved(server_args)
-        self.config = SMCConfig.from_server_args(settled)
+        self.config = process.config_of(server_args)
         assert settled.device is not None, "SGLang finds one as it reads its arguments"
         self.device = settled.device
         self._ops = ops_of(kind_of(self.config.kernels, self.device))

@@ -17,6 +17,8 @@ import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from sglang.srt.managers.io_struct import GenerateReqInput
+
 VOCAB = 64
 NATIVE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
 HUGE, ENDLESS = 10**40, 2**63
@@ -139,12 +141,26 @@ FIELDS: dict[str, tuple[Any, ...]] = {
         {"nobody_knows": 1},
         {"is_normalized": True},
         {"stop_strs": 5},
+        {"beam_width": 4},
+        {"beam_width": "wide"},
+        {"watermark": {"enabled": True}},
+        {"ebnf_full_assistant": "all of it"},
     ),
     "lora_path": ("../adapter", 5),
     "image_data": ("file:///etc/passwd", "http://127.0.0.1:1/"),
     "custom_logit_processor": ("gASVAAAAAAAAAA==", 5),
     "stream": ("perhaps", 5, []),
 }
+# Of those that only some releases of SGLang have: the others ignore them, as any unknown field.
+_SOME: dict[str, tuple[Any, ...]] = {
+    "multi_item_delimiter_indices": ([0], ["a"], 5, {}),
+    "token_indices_to_pool": ([0], [10**6], [-1], [1.5], "a", 5),
+    "cache_salt": (5, {}, ["x"], ["x", "y"]),
+    "kv_hints": (5, "a", [5], {"protocol_version": "1", "message_id": "a"}, {"nobody": 1}),
+    "sampling_logprobs_mode": ("selected", "nobody", 5, {}),
+    "watermark": ({"enabled": True}, {"key": "5ec7e7"}, {"nobody": 1}, 5, [], "a"),
+}
+FIELDS |= {name: _SOME[name] for name in _SOME if name in GenerateReqInput.__dataclass_fields__}
 OPENAI_FIELDS: dict[str, tuple[Any, ...]] = {
     "model": (5, [], {}),
     "max_tokens": (*NOT_A_NUMBER, 1.5, HUGE),
@@ -152,6 +168,7 @@ OPENAI_FIELDS: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "nobody"}, {"type": "json_schema"}),
     "user": (5, []),
 }
+OPENAI_FIELDS |= {name: FIELDS[name] for name in ("watermark",) if name in FIELDS}
 NOT_JSON = (
     b"",
     b"{",

@@ -127,7 +127,9 @@ def stock_edit(
     """Logits ``[V]`` after SGLang's own penalties and biases, for a request with this output."""
     asked = {**NEUTRAL, "min_new_tokens": 0, "stop_token_ids": set(stop_tokens), **params}
     tokenizer = SimpleNamespace(eos_token_id=None, additional_stop_token_ids=None)
-    req = SimpleNamespace(sampling_params=SimpleNamespace(**asked), tokenizer=tokenizer)
+    req = SimpleNamespace(
+        sampling_params=SimpleNamespace(**asked), tokenizer=tokenizer, eos_token_ids=None
+    )
     batch: Any = _Batch([req])
     orchestrator = penaltylib.BatchedPenalizerOrchestrator(
         vocab_size=len(logits),

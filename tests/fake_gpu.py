@@ -94,7 +94,8 @@ def fake_gpu() -> Iterator[FakeGPU]:
         torch.Tensor, "record_stream", lambda tensor, _: gpu.recorded.append(memory_of(tensor))
     )
     current_stream = mock.patch.object(torch.cuda, "current_stream", lambda *_: None)
-    with record_stream, current_stream, FakeTensorMode(allow_non_fake_inputs=True), gpu:
+    can_pin = mock.patch("sglang.srt.utils.common.is_pin_memory_available", lambda _=None: True)
+    with record_stream, current_stream, can_pin, FakeTensorMode(allow_non_fake_inputs=True), gpu:
         yield gpu
 
 

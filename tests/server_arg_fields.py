@@ -1,7 +1,8 @@
 """Every field of SGLang's server arguments, and what it means for an SMC server.
 
 Those that SMC refuses stand in `sglang_smc.server.requirements`. A field that SGLang adds belongs
-to neither until someone has looked at it.
+to neither until someone has looked at it. Which of all these only some releases have is written
+down at the end.
 """
 
 ACTS: dict[str, str] = {
@@ -14,7 +15,7 @@ ACTS: dict[str, str] = {
         disable_overlap_schedule cuda_graph_config disable_cuda_graph disable_decode_cuda_graph
         cuda_graph_backend_decode cuda_graph_max_bs_decode cuda_graph_bs_decode
         enable_multimodal model_impl model_config_parser json_model_override_args
-        disable_hybrid_swa_memory
+        disable_hybrid_swa_memory speculative_moe_runner_backend
     """,
     # SGLang's own code around the worker, which knows nothing of particles.
     "around the worker": """
@@ -24,7 +25,8 @@ ACTS: dict[str, str] = {
         prefill_max_requests schedule_policy enable_priority_scheduling disable_priority_preemption
         default_priority_value abort_on_priority_when_disabled schedule_low_priority_values_first
         priority_scheduling_preemption_threshold retraction_policy schedule_conservativeness
-        radix_eviction_policy disable_radix_cache enable_session_radix_cache
+        radix_eviction_policy radix_eviction_policy_config disable_radix_cache
+        enable_session_radix_cache prefill_decode_interval prefill_decode_interval_min_bs
         disable_chunked_prefix_cache scheduler_recv_interval min_free_slots_delay
         enable_prefill_delayer prefill_delayer_max_delay_passes
         prefill_delayer_token_usage_low_watermark prefill_delayer_forward_passes_buckets
@@ -33,18 +35,22 @@ ACTS: dict[str, str] = {
         custom_sigquit_handler numa_node gc_threshold enable_dynamic_batch_tokenizer
         dynamic_batch_tokenizer_batch_size dynamic_batch_tokenizer_batch_timeout
         enable_tokenizer_batch_encode disable_tokenizer_batch_decode stream_interval
-        batch_notify_size incremental_streaming_output enable_cache_report enable_mis
+        batch_notify_size incremental_streaming_output enable_cache_report
         enable_custom_logit_processor constrained_json_whitespace_pattern
-        constrained_json_disable_any_whitespace disable_outlines_disk_cache
+        constrained_json_disable_any_whitespace constrained_json_max_whitespace_cnt
+        disable_outlines_disk_cache
         enable_streaming_session
     """,
     "the HTTP server": """
-        host port fastapi_root_path grpc_port sidecar sidecar_args skip_server_warmup warmups
-        enable_http2 ssl_keyfile ssl_certfile ssl_ca_certs ssl_keyfile_password enable_ssl_refresh
+        host port fastapi_root_path grpc_port grpc_response_timeout_secs grpc_worker_threads sidecar
+        sidecar_args skip_server_warmup warmups http2_max_concurrent_streams
+        http2_initial_connection_window_size enable_http2 ssl_keyfile ssl_certfile ssl_ca_certs
+        ssl_keyfile_password enable_ssl_refresh
         api_key admin_api_key served_model_name weight_version chat_template hf_chat_template_name
         completion_template file_storage_path reasoning_parser default_chat_template_kwargs
         strip_thinking_cache enable_strict_thinking tool_call_parser tool_server
-        stream_response_default_include_usage engine_info_bootstrap_port
+        stream_response_default_include_usage engine_info_bootstrap_port enable_response_store
+        trust_request_chat_template return_input_ids return_output_ids
     """,
     "logs and metrics": """
         log_level log_level_http log_requests log_requests_level log_requests_format
@@ -56,7 +62,8 @@ ACTS: dict[str, str] = {
         generation_tokens_buckets gc_warning_threshold_secs enable_request_time_stats_logging
         kv_events_config enable_forward_pass_metrics forward_pass_metrics_worker_id
         forward_pass_metrics_ipc_name enable_trace trace_modules otlp_traces_endpoint
-        export_metrics_to_file export_metrics_to_file_dir stat_loggers
+        export_metrics_to_file export_metrics_to_file_dir stat_loggers load_publish_endpoint
+        otlp_service_name
     """,
     # Randomness and decisions are computed alike on all ranks; replicas know nothing of each other.
     "ranks and replicas": """
@@ -65,7 +72,9 @@ ACTS: dict[str, str] = {
         enable_torch_symm_mem enable_nccl_nvls enable_symm_mem pre_warm_nccl
         enable_quant_communications enable_flashinfer_allreduce_fusion
         enforce_disable_flashinfer_allreduce_fusion flashinfer_allreduce_fusion_backend
-        enable_aiter_allreduce_fusion enable_fused_moe_sum_all_reduce disable_attn_tp_gather
+        enable_aiter_allreduce_fusion disable_aiter_allreduce_fusion_in_prefill
+        disable_aiter_allreduce_fusion_in_decode boundary_reduction gated_launch_port
+        enable_fused_moe_sum_all_reduce disable_attn_tp_gather
         enable_attn_tp_input_scattered moe_dense_tp_size
     """,
     # What becomes of a model's weights and layers, of the target's and the draft's alike.
@@ -81,13 +90,13 @@ ACTS: dict[str, str] = {
         checkpoint_engine_wait_weights_before_ready weight_cache_mode weight_cache_socket
         weight_cache_timeout modelopt_quant modelopt_checkpoint_restore_path
         modelopt_checkpoint_save_path modelopt_export_path quantize_and_serve rl_quant_profile
-        enable_weights_cpu_backup enable_draft_weights_cpu_backup
+        enable_weights_cpu_backup enable_draft_weights_cpu_backup language_model_only
     """,
     "layers": """
         dtype quantization enable_fp32_lm_head enable_tf32_matmul torchao_config cpu_offload_gb
         offload_group_size offload_num_in_group offload_prefetch_step offload_mode
         fp8_gemm_runner_backend fp4_gemm_runner_backend bf16_gemm_backend moe_runner_backend
-        speculative_moe_runner_backend flashinfer_mxfp4_moe_precision
+        flashinfer_mxfp4_moe_precision
         disable_flashinfer_cutlass_moe_fp4_allgather disable_shared_experts_fusion
         enforce_shared_experts_fusion ep_num_redundant_experts ep_dispatch_algorithm
         init_expert_location disable_flashinfer_autotune flashinfer_autotune_skip_ops
@@ -100,6 +109,7 @@ ACTS: dict[str, str] = {
     "prefill": """
         attention_backend prefill_attention_backend speculative_draft_attention_backend
         cuda_graph_backend_prefill cuda_graph_max_bs_prefill cuda_graph_bs_prefill
+        cuda_graph_max_seq_len_prefill cuda_graph_prefill_max_context
         cuda_graph_tc_compiler disable_prefill_cuda_graph enable_profile_cuda_graph
         enable_cudagraph_gc debug_cuda_graph
     """,
@@ -131,10 +141,31 @@ MOOT: dict[str, str] = {
         enable_elastic_expert_backup mooncake_ib_device enable_waterfill ep_join_mode
         ep_join_rank_offset elastic_ep_initial_size max_ep_size elastic_ep_scale_timeout
         elastic_ep_rejoin kv_canary_real_data kv_canary_sweep_interval torch_compile_max_bs
-        enable_torch_compile_debug_mode
+        enable_torch_compile_debug_mode disaggregation_decode_allocation_policy
+        disaggregation_decode_host_receive_threshold
+        disaggregation_enable_kv_checksum hicache_host_memory_fraction hicache_host_memory_mode
+        hicache_storage_prefetch_retry_max_attempts hicache_storage_prefetch_retry_poll_interval
+        unified_cache_external_linker_backend unified_cache_external_linker_config
+        paged_experts_num_resident sampling_mask_max_tokens deepep_v2_mode enable_w4a4_mxfp4_megamoe
+        speculative_enable_w4a4_mxfp4_megamoe return_aux_hidden_state_layer_ids
+        watermark_config
     """,
-    # SGLang refuses it for every speculative algorithm.
-    "refused by SGLang": "enable_unified_memory",
+    # Without something that SMC refuses: half of a disaggregated pair, attention DP, all-to-all
+    # experts, several tokenizer workers, an external cache, KV in NVFP4, sequence parallelism.
+    "refused by SGLang": """
+        enable_kv_cache_sharding enable_tp_lm_head_all_to_all
+        enable_http_worker_reuseport enable_linker_mla_dedup prefill_kv_cache_dequant_dtype
+        flashinfer_a2a_dispatch_type enable_megamoe_for_layernorm_sp
+    """,
+    # No flag: SGLang finds them as it resolves the others, or notes what was given.
+    "filled in by SGLang": """
+        _radix_eviction_policy_explicitly_set _speculative_draft_quantization_explicitly_set
+        _swa_full_tokens_ratio_explicitly_set aux_hidden_state_capture enable_cp_tp_group_sharing
+        speculative_boundary_reduction watermark_key watermark_key_b watermark_context_window
+        watermark_mixing_probability watermark_max_probability watermark_default_enabled
+        watermark_enforce_all
+    """,
+    "for devices that SMC does not run on": "mlx_enable_sampling c128_page_size",
     "read by nothing in this version": "num_continuous_decode_steps",
     # Particles have samplers and an attention of their own, on every backend; SGLang resolves these
     # for each server, so that one that a user gave cannot be told from its own choice.
@@ -155,10 +186,62 @@ MOOT: dict[str, str] = {
         enable_prefix_mm_cache mm_enable_dp_encoder mm_process_config mm_processor_worker_num
         mm_io_worker_num limit_mm_data_per_request enable_mm_global_cache
         disable_fast_image_processor mm_feature_transport keep_mm_feature_on_device
-        asr_max_buffer_seconds asr_max_concurrent_sessions
+        asr_max_buffer_seconds asr_max_concurrent_sessions allowed_media_domains
+        image_processor_backend media_url_max_file_size_mb mm_global_cache_backend
+        mm_preprocess_cache_size_mb trust_mm_content_hashes dsa_triton_union
+        dsv4_attn_backend dsv4_prefill_backend enable_dsa_fused_indexer speculative_dsa_topk_backend
+        qsa_indexer_dtype swa_prefix_tails enable_encoder_swa_bounded_replay
+        enable_decoder_swa_bounded_replay ple_offload_embedding ple_offload_backend ple_offload_dir
+        enable_dense_mlp_attn_tp enable_shared_experts_attn_tp shared_experts_tp_size
     """,
 }
 
 LOOKED_AT = [
     field for group in (ACTS, MOOT) for fields in group.values() for field in fields.split()
 ]
+
+SOME_RELEASES: dict[str, str] = {
+    "0.5.17": """
+        cuda_graph_tc_compiler dsa_prefill_cp_mode elastic_ep_rejoin
+        enable_dsa_prefill_context_parallel enable_expert_distribution_metrics
+        enable_prefill_context_parallel keep_mm_feature_on_device prefill_cp_mode torchao_config
+    """,
+    "0.5.17 0.5.22": "speculative_skip_dp_mlp_sync",
+    "0.5.22 0.5.23": """
+        _radix_eviction_policy_explicitly_set _speculative_draft_quantization_explicitly_set
+        _swa_full_tokens_ratio_explicitly_set allowed_media_domains attn_dp_size boundary_reduction
+        c128_page_size constrained_json_max_whitespace_cnt cuda_graph_max_seq_len_prefill
+        cuda_graph_prefill_max_context deepep_v2_mode disable_aiter_allreduce_fusion_in_decode
+        disable_aiter_allreduce_fusion_in_prefill disaggregation_decode_allocation_policy
+        disaggregation_decode_host_receive_threshold disaggregation_decode_retraction_backup
+        disaggregation_enable_kv_checksum dsa_triton_union dsv4_attn_backend dsv4_prefill_backend
+        enable_cp_tp_group_sharing enable_decoder_swa_bounded_replay enable_dense_mlp_attn_tp
+        enable_dsa_fused_indexer enable_encoder_swa_bounded_replay enable_kv_cache_sharding
+        enable_layernorm_sp enable_lean_attention enable_linker_mla_dedup enable_pd_role_switch
+        enable_response_store enable_shared_experts_attn_tp enable_tp_lm_head_all_to_all
+        enable_unified_cache_external_linker enable_w4a4_mxfp4_megamoe enable_watermark
+        expert_balancedness_report_mode flashinfer_a2a_dispatch_type gated_launch_port
+        grpc_response_timeout_secs grpc_worker_threads hicache_host_memory_fraction
+        hicache_host_memory_mode hicache_storage_prefetch_retry_max_attempts
+        hicache_storage_prefetch_retry_poll_interval http2_initial_connection_window_size
+        http2_max_concurrent_streams image_processor_backend language_model_only
+        load_publish_endpoint media_url_max_file_size_mb mlx_enable_sampling mm_global_cache_backend
+        mm_preprocess_cache_size_mb otlp_service_name ple_offload_backend ple_offload_dir
+        ple_offload_embedding prefill_decode_interval prefill_kv_cache_dequant_dtype
+        qsa_indexer_dtype radix_eviction_policy_config return_input_ids return_output_ids
+        sampling_mask_max_tokens shared_experts_tp_size speculative_boundary_reduction
+        speculative_domino_candidate_pool_size speculative_draft_kv_cache_dtype
+        speculative_draft_sink_size speculative_dsa_topk_backend
+        speculative_enable_w4a4_mxfp4_megamoe speculative_use_block_verification
+        startup_weight_load_mode swa_prefix_tails trust_mm_content_hashes
+        trust_request_chat_template unified_cache_external_linker_backend uno_lora_path
+        watermark_config watermark_context_window watermark_default_enabled watermark_enforce_all
+        watermark_key watermark_key_b watermark_max_probability watermark_mixing_probability
+    """,
+    "0.5.23": """
+        aux_hidden_state_capture enable_amd_monokernel enable_http_worker_reuseport
+        enable_megamoe_for_layernorm_sp enable_nvidia_megakernel enable_paged_experts
+        enable_return_aux_hidden_states paged_experts_num_resident prefill_decode_interval_min_bs
+        return_aux_hidden_state_layer_ids unified_cache_external_linker_config
+    """,
+}

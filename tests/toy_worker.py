@@ -141,6 +141,7 @@ class ToyRequest:
         self.vocab_size = vocab_size
         self.grammar = grammar
         self.kv_committed_len = len(PROMPT)
+        self.kv = self  # in 0.5.17 these lengths are the request's own, later its kv's
         self.return_logprob = False
         self.logprob: Any = None
         self.sampling_params = SimpleNamespace(**{**_ASKED, "max_new_tokens": limit, **asked})

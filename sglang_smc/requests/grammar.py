@@ -40,7 +40,8 @@ def forked(grammar: BaseGrammarObject) -> BaseGrammarObject:
     """A grammar in the same state, that goes its own way."""
     twin = copy.copy(grammar)
     if isinstance(twin, ReasonerGrammarObject):
-        twin._thinking_match_history = list(twin._thinking_match_history)
+        # What it has read of the thinking, and in some releases of how that opened, are lists.
+        vars(twin).update({k: list(v) for k, v in vars(twin).items() if isinstance(v, list)})
         twin.grammar = None if twin.grammar is None else forked(twin.grammar)
     elif isinstance(twin, XGrammarGrammar):
         twin.matcher = twin.matcher.fork()

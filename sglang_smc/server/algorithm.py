@@ -83,4 +83,9 @@ def validate_server_args(server_args: "ServerArgs") -> None:
     hooks.require_landed(hooks.FLAGS)
     from sglang_smc.server import arguments
 
+    if not hasattr(server_args, arguments.ANY_FLAG):
+        raise RuntimeError(
+            "sglang-smc cannot start: these server arguments were built before plugins were "
+            "loaded. Call sglang.srt.plugins.load_plugins() first, then build them."
+        )
     arguments.check(server_args)

@@ -70,8 +70,12 @@ _BATCHED = (
     "return_hidden_states",
     "custom_logit_processor",
     "extra_key",
+    "cache_salt",
     "lora_path",
+    "return_sampling_mask",
+    "sampling_logprobs_mode",
 )
+_NESTED = ("multi_item_delimiter_indices", "token_indices_to_pool")  # lists of one prompt's, too
 _Fields = _like(TokenizedGenerateReqInput, _FIELDS)
 
 
@@ -123,10 +127,11 @@ def _check_batch(request: GenerateReqInput) -> None:
     if prompts == []:
         raise ValueError("There is no prompt in text or input_ids; send at least one.")
     number: int | str = "no list, for one prompt"
+    names = _BATCHED
     if isinstance(prompts, list) and not isinstance(prompts[0], int):
-        number = len(prompts)
-    for name in _BATCHED:
-        value = getattr(request, name)
+        number, names = len(prompts), _BATCHED + _NESTED
+    for name in names:
+        value = getattr(request, name, None)  # some of these, some releases have not
         if isinstance(value, list) and len(value) != number:
             raise ValueError(f"{name} has {len(value)} entries; allowed: {number}.")
 

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 
 
 class _Refusal(NamedTuple):
-    field: str
+    field: str  # None where this SGLang has no such field
     is_used: Callable[[Any], bool]
     instead: str
+    is_secret: bool = False
 
 
-def _is_not(default: float) -> Callable[[Any], bool]:
+def _is_not(default: float | None) -> Callable[[Any], bool]:
     return lambda value: value is not None and value != default
 
 
@@ -43,6 +44,16 @@ _FIELDS = (
     _Refusal("return_indexer_topk", bool, _WITHOUT_IT),
     _Refusal("return_sampling_mask", bool, _WITHOUT_IT),
     _Refusal("return_entropy", bool, _WITHOUT_IT),
+    _Refusal("watermark", _is_not(None), _WITHOUT_IT, is_secret=True),
+    _Refusal(
+        "kv_hints", bool, "Leave it out: it is for hierarchical caches, which SMC has none of"
+    ),
+    _Refusal("multi_item_delimiter_indices", bool, "Score each item in a request of its own"),
+    _Refusal("token_indices_to_pool", bool, "Score each item without score_extraction_token"),
+)
+_SAMPLING = (
+    _Refusal("beam_width", _is_not(1), "Leave it out; custom_params['smc'] sets num_particles"),
+    _Refusal("watermark", _is_not(None), _WITHOUT_IT, is_secret=True),
 )
 
 
@@ -52,7 +63,8 @@ def check_request(request: "GenerateReqInput", server: SMCConfig) -> None:
     ``server`` bounds what the request may choose for itself.
     """
     params = _params(request)
-    problems = _used(_FIELDS, lambda field: getattr(request, field))
+    problems = _used(_FIELDS, lambda field: getattr(request, field, None))
+    problems += _used(_SAMPLING, params.get)
     if problems:
         raise ValueError("SMC speculative decoding does not support " + " ".join(problems))
     _check_edits(params.get("logit_bias"), request.custom_logit_processor)
@@ -110,7 +122,8 @@ def _check_range(name: str, given: Any, least: int, most: int | None) -> None:
 
 def _used(refusals: tuple[_Refusal, ...], read: Callable[[str], Any]) -> list[str]:
     return [
-        f"{refusal.field}={read(refusal.field)!r}. {refusal.instead}."
+        f"{refusal.field}={'...' if refusal.is_secret else repr(read(refusal.field))}. "
+        f"{refusal.instead}."
         for refusal in refusals
         if refusal.is_used(read(refusal.field))
     ]

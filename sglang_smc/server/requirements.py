@@ -1,7 +1,8 @@
 """The fields of SGLang's server arguments that an SMC server cannot honour, and why.
 
 A field stands here if SMC would break on it, or would ignore it. What the others do, or why they do
-not matter, is written down in tests/server_arg_fields.py, field by field.
+not matter, is written down in tests/server_arg_fields.py, field by field. Some fields only some
+releases of SGLang have: what this one has not cannot be given.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,10 +37,17 @@ _NO_DRAFT_KV = "the draft's KV would not be kept beside the target's"
 _ITS_COPIES = "each particle has a copy of its grammar's state, which only xgrammar's can give"
 _NO_RELEASE = "the draft's buffers and SMC's tables would not come back"
 _NO_BATCH_SYNC = "rounds do not balance batches between ranks"
+_NO_STAGING = "rounds are recorded, and timed, with the weights in place"
 _TEXT_ONLY = "an SMC server generates text, in one process, from text"
 
 _PARALLELISM = (
     Requirement("enable_dp_attention", (False,), _SHARED_KV),
+    Requirement(
+        "attn_dp_size",
+        (1,),
+        _SHARED_KV,
+        "Leave it and --enable-dp-attention out; --dp-size alone counts whole replicas.",
+    ),
     Requirement("dcp_size", (1,), _SHARED_KV),
     Requirement("attn_cp_size", (1,), _SHARED_KV),
     Requirement("enable_prefill_cp", (False,), _SHARED_KV),
@@ -47,6 +55,7 @@ _PARALLELISM = (
     Requirement("enable_dsa_prefill_context_parallel", (False,), _SHARED_KV),
     Requirement("pp_size", (1,), _ONE_PROCESS),
     Requirement("disaggregation_mode", ("null",), _ONE_PROCESS),
+    Requirement("enable_pd_role_switch", (False,), _ONE_PROCESS),
     Requirement("decoupled_spec_role", ("null",), _ONE_PROCESS),
     Requirement("enable_pdmux", (False,), _ONE_PROCESS),
     Requirement("moe_dp_size", (1,), _NO_BATCH_SYNC),
@@ -73,14 +82,26 @@ _MEMORY = (
         "the attention over particles reads no quantized KV",
         "Pass --kv-cache-dtype auto.",
     ),
+    Requirement(
+        "speculative_draft_kv_cache_dtype",
+        (None, "auto", "bf16", "bfloat16"),
+        "the attention over particles reads no quantized KV",
+    ),
     Requirement("enable_page_major_kv_layout", (False,), _OWN_ATTENTION),
+    Requirement("enable_unified_memory", (False,), _SHARED_KV),
     Requirement("prefill_only_disable_kv_cache", (False,), _TEXT_ONLY),
     Requirement("enable_hierarchical_cache", (False,), _NO_DRAFT_KV),
+    Requirement(
+        "disaggregation_decode_retraction_backup", (None, "cpu_tensor", "none"), _NO_DRAFT_KV
+    ),
     Requirement("enable_memory_saver", (False,), _NO_RELEASE),
     Requirement("enable_hisparse", (False,), _NO_DRAFT_KV),
+    Requirement("enable_unified_cache_external_linker", (False,), _NO_DRAFT_KV),
     Requirement("enable_lmcache", (False,), _NO_DRAFT_KV),
     Requirement("enable_flexkv", (False,), _NO_DRAFT_KV),
     Requirement("radix_cache_backend", (None,), _NO_DRAFT_KV),
+    Requirement("startup_weight_load_mode", ("serial",), _NO_STAGING),
+    Requirement("enable_paged_experts", (False,), "a recorded round cannot wait for experts"),
 )
 
 _MODES = (
@@ -90,6 +111,8 @@ _MODES = (
     Requirement("dllm_algorithm", (None,), "a diffusion model has no next token to draft"),
     Requirement("enable_lora", (None, False), _NO_ADAPTERS),
     Requirement("lora_paths", (None, []), _NO_ADAPTERS),
+    Requirement("enable_mis", (False,), "the draft reads no prompts of several items"),
+    Requirement("enable_watermark", (False,), "particles are drawn by samplers that leave no mark"),
     Requirement("enable_mixed_chunk", (False,), "prefill and rounds are separate batches"),
     Requirement("enable_two_batch_overlap", (False,), "a round is one batch"),
     Requirement("enable_single_batch_overlap", (False,), "a round is one batch"),
@@ -112,6 +135,10 @@ _OWN_WAYS = (
     Requirement("grammar_backend", (None, "xgrammar", "none"), _ITS_COPIES),
     Requirement("decode_attention_backend", (None,), _OWN_ATTENTION),
     Requirement("speculative_attention_mode", ("prefill",), _OWN_ATTENTION),
+    Requirement("enable_lean_attention", (None, False), _OWN_ATTENTION),
+    Requirement("enable_nvidia_megakernel", (False,), _OWN_ATTENTION),
+    Requirement("enable_amd_monokernel", (False,), _OWN_ATTENTION),
+    Requirement("enable_layernorm_sp", (False,), "prefill leaves every rank all of a prompt"),
     Requirement("enable_torch_compile", (False,), _OWN_GRAPHS),
     Requirement("disable_cuda_graph_padding", (False,), _OWN_GRAPHS),
     Requirement("kv_canary", ("none",), _OWN_FORWARD),
@@ -119,7 +146,9 @@ _OWN_WAYS = (
     Requirement("enable_eplb", (False,), _OWN_FORWARD),
     Requirement("expert_distribution_recorder_mode", (None,), _OWN_FORWARD),
     Requirement("enable_expert_distribution_metrics", (False,), _OWN_FORWARD),
+    Requirement("expert_balancedness_report_mode", ("off",), _OWN_FORWARD),
     Requirement("enable_return_hidden_states", (False,), _OWN_FORWARD),
+    Requirement("enable_return_aux_hidden_states", (False,), _OWN_FORWARD),
     Requirement("return_hidden_states_mode", (None,), _OWN_FORWARD),
     Requirement("enable_return_routed_experts", (False,), _OWN_FORWARD),
     Requirement("enable_return_indexer_topk", (False,), _OWN_FORWARD),
@@ -132,11 +161,15 @@ _OTHER_ALGORITHMS = (
     Requirement("speculative_accept_threshold_single", (1.0,), _NO_REJECTION),
     Requirement("speculative_accept_threshold_acc", (1.0,), _NO_REJECTION),
     Requirement("speculative_use_rejection_sampling", (False,), _NO_REJECTION),
+    Requirement("speculative_use_block_verification", (False,), _NO_REJECTION),
     Requirement("speculative_token_map", (None,), "the draft must reach the whole vocabulary"),
     Requirement("speculative_draft_window_size", (None,), _OTHER),
+    Requirement("speculative_draft_sink_size", (None,), _OTHER),
     Requirement("speculative_skip_dp_mlp_sync", (False,), _OTHER),
     Requirement("enable_multi_layer_eagle", (False,), _OTHER),
     Requirement("speculative_dflash_block_size", (None,), _OTHER),
+    Requirement("speculative_domino_candidate_pool_size", (2048,), _OTHER),
+    Requirement("uno_lora_path", (None,), _OTHER),
     Requirement("speculative_dspark_block_size", (None,), _OTHER),
     Requirement("speculative_dspark_sps_table_path", (None,), _OTHER),
     Requirement("speculative_dspark_confidence_sts_path", (None,), _OTHER),
@@ -164,13 +197,25 @@ def unmet(server_args: "ServerArgs") -> list[str]:
     """A sentence for each requirement that is not met, and what to do."""
     # Until the end of resolution, fields may lag behind what earlier steps have declared.
     view = resolved_view(server_args)
-    found = [(required, getattr(view, required.field)) for required in REQUIREMENTS if hasattr(view, required.field)]
+    present = [required for required in REQUIREMENTS if hasattr(view, required.field)]
+    found = [(required, getattr(view, required.field)) for required in present]
     return [
         f"--{required.field.replace('_', '-')} is {value!r}; allowed: "
         f"{' or '.join(map(repr, required.allowed))}, since {required.because}. {required.instead}"
         for required, value in found
         if value not in required.allowed
-    ] + _environment_problems()
+    ] + [*_draft_problems(view), *_environment_problems()]
+
+
+def _draft_problems(view: Any) -> list[str]:
+    """What is given for the draft alone, whose layers run as the target's do."""
+    given, of_target = view.speculative_moe_runner_backend, view.moe_runner_backend
+    if given in (None, of_target):
+        return []
+    return [
+        f"--speculative-moe-runner-backend is {given!r}; allowed: {of_target!r}, as "
+        "--moe-runner-backend, since the draft's experts run as the target's do. Leave it out."
+    ]
 
 
 def _environment_problems() -> list[str]:

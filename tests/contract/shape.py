@@ -36,6 +36,9 @@ class Symbol(NamedTuple):
     passes: str = ""
     """Of a function: the keywords, all of them, of some call or dictionary in it."""
 
+    hands_on: str = ""
+    """Of a function: the ends of some expressions that it gives to what it calls."""
+
 
 class Parameter(NamedTuple):
     """One parameter of a function."""
@@ -95,17 +98,30 @@ def _of_attributes(symbol: Symbol, shape: Shape) -> Iterator[str]:
 
 
 def _of_body(symbol: Symbol, body: ast.AST | None) -> Iterator[str]:
-    called, passed = _calls(body), _keywords(body)
+    called, given, passed = _calls(body), _arguments(body), _keywords(body)
     for end in symbol.calls.split():
-        if not any(name == end or name.endswith("." + end) for name in called):
+        if not _ends_some(end, called):
             yield f"does not call {end}"
+    for end in symbol.hands_on.split():
+        if not _ends_some(end, given):
+            yield f"does not hand on {end}"
     if symbol.passes and set(symbol.passes.split()) not in passed:
         yield f"passes not just these keywords to anything: {symbol.passes}"
+
+
+def _ends_some(end: str, names: set[str]) -> bool:
+    return any(name == end or name.endswith("." + end) for name in names)
 
 
 def _calls(body: ast.AST | None) -> set[str]:
     nodes = ast.walk(body) if body is not None else ()
     return {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
+
+
+def _arguments(body: ast.AST | None) -> set[str]:
+    calls = (node for node in ast.walk(body) if isinstance(node, ast.Call)) if body else ()
+    given = (value for c in calls for value in (*c.args, *(k.value for k in c.keywords)))
+    return {ast.unparse(value) for value in given}
 
 
 def _keywords(body: ast.AST | None) -> list[set[str]]:

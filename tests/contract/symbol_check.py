@@ -48,7 +48,7 @@ def _shape_of(found: Any, symbol: Symbol) -> Shape:
         attributes=frozenset(stores) | frozenset(dir(found)),
         nullable=frozenset(name for name, nullable in stores.items() if nullable),
         kind=_kind(function) if is_function else None,
-        body=_body(function) if symbol.calls or symbol.passes else None,
+        body=_body(function) if symbol.calls or symbol.passes or symbol.hands_on else None,
     )
 
 
@@ -75,6 +75,8 @@ def _stores(found: Any) -> Iterator[tuple[str, bool]]:
     stores = [(name, False) for owner in owners for name in inspect.get_annotations(owner)]
     for owner in owners:
         stores += [(name, value is None) for name, value in vars(owner).items()]
+        declared = vars(owner).get("__dataclass_fields__", {}).items()
+        stores += [(name, field.default is None) for name, field in declared]
         for member in vars(owner).values():
             function = inspect.unwrap(member) if callable(member) else None
             if isinstance(function, FunctionType) and function.__code__.co_argcount:

@@ -1,9 +1,13 @@
-"""The contract with SGLang: every internal that this package touches.
+"""The contract with SGLang: every internal that this package touches, on all releases.
 
-Read by `test_symbols.py`, which compares it with the installed release (`symbol_check.py`).
+What only some of them need stands in `symbols_older.py` (0.5.17) and `symbols_newer.py`. Read by
+`test_symbols.py`, which compares it with the installed release (`symbol_check.py`), and by
+`make upstream` (`upstream/`), which compares it with the source of any.
 """
 
 from contract.shape import ASYNC_GENERATOR, COROUTINE, Symbol
+from contract.symbols_newer import NEWER
+from contract.symbols_older import OLDER
 
 _POOLS = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator."
 
@@ -11,27 +15,14 @@ _POOLS = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator."
 FLAGS = (
     Symbol("sglang.srt.arg_groups.arg_utils.Arg", attributes="help choices"),
     Symbol("sglang.srt.arg_groups.arg_utils.NS", attributes="path"),
-    Symbol("sglang.srt.arg_groups.arg_utils.namespace_of", "cls"),
-    Symbol("sglang.srt.arg_groups.arg_utils.resolvable_fields", "cls"),
-    Symbol(
-        "sglang.srt.server_args.ServerArgs",
-        attributes="__dataclass_fields__ speculative_algorithm from_cli_args",
-    ),
-    Symbol("sglang.srt.server_args.ServerArgs.__init__"),
+    Symbol("sglang.srt.server_args.ServerArgs", attributes="speculative_algorithm from_cli_args"),
+    Symbol("sglang.srt.server_args.ServerArgs.__post_init__", "self"),
     Symbol("sglang.srt.server_args.ServerArgs.check_server_args", "self"),
-    # Server arguments resolve as they are built, and hold what was resolved: an algorithm and a
-    # platform are handed the object itself, read it and write to it.
+    # Every launch: once plugins are loaded, before the tokenizer manager and the schedulers.
     Symbol(
-        "sglang.srt.server_args.ServerArgs.__post_init__",
-        "self",
-        calls="handle_speculative_decoding current_platform.apply_server_args_defaults",
+        "sglang.srt.entrypoints.engine.Engine._launch_subprocesses",
+        calls="load_plugins server_args.check_server_args",
     ),
-    Symbol(
-        "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding",
-        "server_args",
-        calls="algo.validate_server_args algo.handle_server_args",
-    ),
-    Symbol("sglang.srt.server_args.ServerArgs.get_model_config", "self"),
 )
 
 REGISTRATION = (
@@ -83,18 +74,11 @@ HOOKS = (
         "self obj input_ids",
     ),
     Symbol(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request",
-        "self tokenized_obj",
-    ),
-    Symbol(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
         "self meta_info recv_obj i",
     ),
     Symbol("sglang.srt.managers.schedule_policy.PrefillAdder.__init__", "self"),
-    Symbol(
-        "sglang.srt.managers.schedule_policy.PrefillAdder",
-        attributes="running_batch rem_total_token_offset cur_rem_token_offset",
-    ),
+    Symbol("sglang.srt.managers.schedule_policy.PrefillAdder", attributes="running_batch"),
     Symbol(
         "sglang.srt.managers.schedule_policy.PrefillAdder._update_prefill_budget",
         "self prefix_len extend_input_len max_new_tokens",
@@ -102,10 +86,6 @@ HOOKS = (
     Symbol(
         "sglang.srt.session.streaming_session.StreamingSession._trim_overshoot",
         "self req finished_len",
-    ),
-    Symbol(
-        "sglang.srt.session.streaming_session.StreamingSession._free_kv_aligned",
-        "self pool_idx target end",
     ),
     Symbol("sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info", "self"),
     Symbol("sglang.srt.speculative.spec_utils.spec_prepare_for_decode", "batch"),
@@ -124,13 +104,6 @@ HOOKS = (
     ),
     Symbol("sglang.srt.managers.schedule_batch.Req.update_finish_state", "self new_accepted_len"),
     Symbol("sglang.srt.managers.schedule_batch.Req.reset_for_retract", "self"),
-    Symbol(
-        "sglang.srt.constrained.xgrammar_backend._allocate_token_bitmask", "vocab_size batch_size"
-    ),
-    Symbol(
-        "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
-        "self logits vocab_mask",
-    ),
     Symbol("sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter", "self"),
     Symbol("sglang.srt.managers.scheduler.Scheduler.get_internal_state", "self recv_req"),
     Symbol("sglang.srt.managers.scheduler.Scheduler.set_internal_state", "self recv_req"),
@@ -158,7 +131,6 @@ HOOKS = (
             "update_weights_from_disk",
             "update_weights_from_tensor",
             "update_weights_from_distributed",
-            "flush_cache_after_weight_update",
         )
     ),
     *(
@@ -169,27 +141,9 @@ HOOKS = (
         )
         for name in ("release_memory_occupation", "resume_memory_occupation")
     ),
-    # Who hands new weights to the worker's methods; each call stands by itself.
-    *(
-        Symbol(
-            "sglang.srt.managers.scheduler_components.weight_updater"
-            f".SchedulerWeightUpdaterManager.update_weights_from_{source}",
-            calls=f"{worker}.update_weights_from_{source}",
-        )
-        for source, worker in (
-            ("disk", "self.draft_worker"),
-            ("ipc", "self.draft_worker"),
-            ("tensor", "worker"),
-            ("distributed", "self.tp_worker"),
-        )
-    ),
     Symbol(
         "sglang.srt.managers.io_struct.UpdateWeightFromDiskReqInput",
         attributes="model_path load_format recapture_cuda_graph flush_cache manifest",
-    ),
-    Symbol(
-        "sglang.srt.managers.tp_worker.TpModelWorker._deserialize_own_rank",
-        "self serialized_named_tensors",
     ),
 )
 
@@ -202,22 +156,12 @@ WORKER = (
         "self batch forward_batch * is_verify",
     ),
     Symbol(
-        "sglang.srt.managers.tp_worker.TpModelWorker.__init__",
-        "self * server_args gpu_id ps nccl_port is_draft_worker",
-    ),
-    # Of these keywords `SMCWorker.__init__` takes all, and no more.
-    Symbol(
-        "sglang.srt.managers.scheduler.Scheduler.maybe_init_draft_worker",
-        "self",
-        passes="server_args gpu_id ps nccl_port target_worker",
-    ),
-    Symbol(
         "sglang.srt.managers.tp_worker.TpModelWorker",
         attributes="model_runner tokenizer random_seed set_hicache_consumer",
     ),
     Symbol(
         "sglang.srt.model_executor.model_runner.ModelRunner",
-        attributes="ps tp_group model model_config dtype forward weight_updater req_to_token_pool "
+        attributes="model model_config dtype forward weight_updater req_to_token_pool "
         "token_to_kv_pool is_draft_worker",
     ),
     Symbol(
@@ -274,8 +218,7 @@ WORKER = (
     ),
     Symbol(
         "sglang.srt.managers.schedule_batch.Req",
-        attributes="sampling_params output_ids stream kv? kv_committed_len cache_protected_len "
-        "req_pool_idx? decode_batch_idx grammar retraction_count "
+        attributes="sampling_params output_ids stream kv decode_batch_idx grammar retraction_count "
         "eos_token_ids tokenizer vocab_size customized_info to_finish is_retracted "
         "spec_num_correct_drafts spec_correct_drafts_histogram "
         "update_spec_correct_drafts_histogram origin_input_ids custom_logit_processor",
@@ -296,7 +239,6 @@ PLATFORM = (
     *(
         Symbol(path, calls=f"current_platform.{method}")
         for path, method in (
-            (_POOLS + "_build_oot_mha_kv_pool", "get_mha_kv_pool_cls"),
             (_POOLS + "_build_token_to_kv_pool_allocator", "get_paged_allocator_cls"),
             ("sglang.srt.utils.common.get_compiler_backend", "get_compile_backend"),
         )
@@ -304,8 +246,13 @@ PLATFORM = (
     Symbol(
         "sglang.srt.platforms.interface.SRTPlatform",
         attributes="apply_server_args_defaults init_backend get_default_attention_backend "
-        "get_mha_kv_pool_cls get_paged_allocator_cls get_compile_backend get_dispatch_key_name",
+        "get_paged_allocator_cls get_compile_backend get_dispatch_key_name",
     ),
 )
 
-CONTRACT = FLAGS + REGISTRATION + HOOKS + WORKER + PLATFORM
+EVERY = FLAGS + REGISTRATION + HOOKS + WORKER + PLATFORM
+
+
+def contract(newer: bool) -> tuple[Symbol, ...]:
+    """What has to be there on the newer releases, or on the older."""
+    return EVERY + (NEWER if newer else OLDER)

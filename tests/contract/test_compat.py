@@ -1,8 +1,9 @@
-"""One release of SGLang is supported, and others are told from it."""
+"""Three releases of SGLang are supported, and others are told from them."""
 
 import pytest
 import sglang
 
+from sglang_smc import upstream
 from sglang_smc.server import compat
 
 
@@ -12,7 +13,13 @@ def test_installed_version_is_supported() -> None:
 
 @pytest.mark.parametrize(
     ("installed", "is_supported"),
-    [("0.5.17", True), ("0.5.17+cpu", True), ("0.5.17.post1", False), ("0.5.18", False)],
+    [
+        *((release, True) for release in upstream.SUPPORTED),
+        ("0.5.17+cpu", True),
+        ("0.5.17.post1", False),
+        ("0.5.18", False),
+        ("0.5.24", False),
+    ],
 )
 def test_version(monkeypatch: pytest.MonkeyPatch, installed: str, is_supported: bool) -> None:
     monkeypatch.setattr(sglang, "__version__", installed)

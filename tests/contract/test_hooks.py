@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from resolved_args import resolve
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import ServerArgs
 
@@ -49,7 +50,7 @@ def test_catalogue_is_fresh() -> None:
 
 
 def test_launching_smc_puts_its_hooks_in_force(smc: dict) -> None:
-    ServerArgs(**smc).check_server_args()
+    resolve(**smc).check_server_args()
     assert hooks.missing(hooks.SMC) == []
 
 
@@ -57,12 +58,12 @@ def test_arguments_resolved_elsewhere_install_them_too(
     smc: dict, asked_for: list[hooks.Group]
 ) -> None:
     """A process may be handed its arguments by multiprocessing, and launch with them."""
-    pickle.loads(pickle.dumps(ServerArgs(**smc))).check_server_args()
+    pickle.loads(pickle.dumps(resolve(**smc))).check_server_args()
     assert asked_for == [hooks.SMC]
 
 
 def test_launching_without_smc_installs_none(model_path: str, asked_for: list[hooks.Group]) -> None:
-    ServerArgs(model_path=model_path).check_server_args()
+    resolve(model_path=model_path).check_server_args()
     assert asked_for == []
 
 
@@ -76,7 +77,7 @@ def test_scheduler_installs_them_when_it_asks_for_the_worker(
 @pytest.mark.parametrize("lost", targets(hooks.FLAGS), indirect=True)
 def test_flag_hook_that_did_not_land_is_named(lost: str, smc: dict) -> None:
     with pytest.raises(RuntimeError, match=lost):
-        ServerArgs(**smc)
+        resolve(**smc)
     with pytest.raises(RuntimeError, match=lost):  # the scheduler is a process of its own
         algorithm.worker_class(ServerArgs(model_path="dummy"))
 
@@ -84,7 +85,7 @@ def test_flag_hook_that_did_not_land_is_named(lost: str, smc: dict) -> None:
 @pytest.mark.parametrize("lost", targets(hooks.SMC), indirect=True)
 def test_hook_that_did_not_land_is_named(lost: str, smc: dict) -> None:
     with pytest.raises(RuntimeError, match=lost):
-        ServerArgs(**smc).check_server_args()
+        resolve(**smc).check_server_args()
     with pytest.raises(RuntimeError, match=lost):
         algorithm.worker_class(ServerArgs(model_path="dummy"))
 
@@ -142,4 +143,4 @@ def test_patch_file_that_does_not_import_is_told(
 ) -> None:
     monkeypatch.setattr(hooks, "SMC", hooks.SMC._replace(modules=("gone",)))
     with pytest.raises(ModuleNotFoundError, match=r"sglang_smc\.patches\.gone"):
-        ServerArgs(**smc).check_server_args()
+        resolve(**smc).check_server_args()

@@ -10,6 +10,7 @@ PACKAGE = ROOT / "sglang_smc"
 
 # From the ground up; folders of one level import none of each other.
 LEVELS = (
+    ("upstream",),
     ("tokens",),
     ("smc",),
     ("options",),

@@ -22,6 +22,7 @@ PLUGIN = {
     "sglang_smc.server.algorithm",
     "sglang_smc.server.compat",
     "sglang_smc.server.hooks",
+    "sglang_smc.upstream",
 }
 PLATFORM = {
     "sglang_smc.cpu",

@@ -4,14 +4,16 @@ import inspect
 
 import pytest
 import sglang
+from resolved_args import field_names, resolve
+from sglang.srt.arg_groups import arg_utils
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative import spec_registry
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_smc import plugin
+from sglang_smc import plugin, upstream
 from sglang_smc.patches import server_args
-from sglang_smc.server import compat
+from sglang_smc.server import compat, hooks
 from sglang_smc.server.algorithm import SMCAlgorithm
 
 
@@ -51,19 +53,24 @@ def test_unsupported_sglang_is_told_to_those_who_select_smc(
     monkeypatch.setattr(sglang, "__version__", "9.9.9")
     plugin.register()
     with pytest.raises(ValueError) as error:
-        ServerArgs(**smc, speculative_smc_num_particles=4)
-    for part in ("9.9.9", "allowed: 0.5.17", "pip install", compat.SKIP_VERSION_ENV):
+        resolve(**smc, speculative_smc_num_particles=4)
+    for part in (
+        "9.9.9",
+        f"allowed: {', '.join(upstream.SUPPORTED)}.",
+        "pip install",
+        compat.SKIP_VERSION_ENV,
+    ):
         assert part in str(error.value)
-    assert ServerArgs(model_path=smc["model_path"]).speculative_algorithm is None
+    assert resolve(model_path=smc["model_path"]).speculative_algorithm is None
 
 
-@pytest.mark.parametrize("version", [compat.SUPPORTED_VERSION, "9.9.9"])
+@pytest.mark.parametrize("version", [upstream.SUPPORTED[0], "9.9.9"])
 def test_no_hooks_are_handed_over_but_those_of_the_flags(
     unregistered: None, handed_over: list[str], monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     monkeypatch.setattr(sglang, "__version__", version)
     plugin.register()
-    assert handed_over == [patch.target for patch in server_args.PATCHES]
+    assert handed_over == [patch.target for patch in hooks.collect(hooks.FLAGS)]
 
 
 def test_server_args_that_take_no_flags_get_none(
@@ -71,21 +78,29 @@ def test_server_args_that_take_no_flags_get_none(
 ) -> None:
     """On an unsupported release a server without SMC must hear nothing of it."""
     monkeypatch.setattr(sglang, "__version__", "9.9.9")
-    monkeypatch.setattr(server_args, "namespace_of", object())
-    fields = dict(ServerArgs.__dataclass_fields__)
-    for name in server_args.FLAG_FIELDS:
-        monkeypatch.delitem(ServerArgs.__dataclass_fields__, name)
-    plugin.register()
-    assert handed_over == []
-    assert ServerArgs.__dataclass_fields__.keys() == fields.keys() - set(server_args.FLAG_FIELDS)
+    if upstream.IS_NEWER:
+        monkeypatch.delattr(upstream, "let_engines_build")
+        plugin.register()
+        assert handed_over == []
+    else:
+        monkeypatch.setattr(arg_utils, "namespace_of", object())
+        before = field_names()
+        for name in server_args.FLAG_FIELDS:
+            monkeypatch.delitem(ServerArgs.__dataclass_fields__, name)
+        plugin.register()
+        assert handed_over == []
+        assert set(field_names()) == set(before) - set(server_args.FLAG_FIELDS)
     with pytest.raises(ValueError, match=r"9\.9\.9"):
-        ServerArgs(**smc)
+        resolve(**smc)
 
 
+#: Called by what `create_worker` is for a builtin algorithm, and by SGLang's own adaptive, which SMC
+#: refuses.
+OF_BUILTIN = {"get_platform_worker_cls"}
 BUILTIN_METHODS = [
     name
     for name, member in vars(SpeculativeAlgorithm).items()
-    if inspect.isfunction(member) and not name.startswith("_")
+    if inspect.isfunction(member) and not name.startswith("_") and name not in OF_BUILTIN
 ]
 
 

@@ -4,21 +4,25 @@ import argparse
 import dataclasses
 import json
 import pickle
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sglang
-from server_arg_fields import LOOKED_AT
+from resolved_args import field_names, resolve, with_other
 from sglang.srt.arg_groups.arg_utils import namespace_of
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
+from sglang_smc import upstream
+from sglang_smc.models import supported
 from sglang_smc.options.server import EVIDENCE_THRESHOLD, SMCConfig
 from sglang_smc.patches.server_args import FLAG_FIELDS
 from sglang_smc.server import algorithm, arguments
-from sglang_smc.server.requirements import REQUIREMENTS, Requirement
 
 GIVEN = {
     "speculative_smc_mode": "smc",
@@ -59,7 +63,8 @@ HELP = DEFAULTS | {
 
 
 def ours(server_args: ServerArgs) -> dict[str, Any]:
-    return {name: getattr(server_args, name) for name in FLAG_FIELDS}
+    settled = upstream.resolved(server_args)
+    return {name: getattr(settled, name) for name in FLAG_FIELDS}
 
 
 def command_line(keywords: dict[str, Any]) -> list[str]:
@@ -76,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def test_keywords(smc: dict) -> None:
-    assert ours(ServerArgs(**smc, **GIVEN)) == GIVEN
+    assert ours(resolve(**smc, **GIVEN)) == GIVEN
 
 
 def test_engine_validates_before_it_starts_anything(smc: dict) -> None:
@@ -105,7 +110,7 @@ def test_help_shows_flags_and_defaults(parser: argparse.ArgumentParser) -> None:
 
 
 def test_stock_abbreviations_stay_unique(parser: argparse.ArgumentParser) -> None:
-    """All but one, which no longer tells `--speculative-skip-dp-mlp-sync` from ours."""
+    """All but one, where there is a `--speculative-skip-dp-mlp-sync` to tell from ours."""
     options = [o for o in parser._option_string_actions if o.startswith("--")]
     stock = [o for o in options if not o.startswith("--speculative-smc-")]
     lost = {
@@ -115,12 +120,14 @@ def test_stock_abbreviations_stay_unique(parser: argparse.ArgumentParser) -> Non
         if sum(o.startswith(option[:end]) for o in stock) == 1
         and sum(o.startswith(option[:end]) for o in options) > 1
     }
-    assert lost == {"--speculative-s"}
+    has_another = "--speculative-skip-dp-mlp-sync" in stock
+    assert lost == ({"--speculative-s"} if has_another else set())
 
 
 def test_settings_are_resolved(smc: dict) -> None:
-    args = ServerArgs(**smc)
+    args = resolve(**smc)
     assert ours(args) == DEFAULTS | {"speculative_smc_round_graph": "off"}, "no GPU here"
+    args = upstream.resolved(args)
     assert (args.speculative_num_steps, args.speculative_num_draft_tokens) == (8, 9)
     assert (args.speculative_eagle_topk, args.max_running_requests) == (1, 48)
     assert args.disable_overlap_schedule
@@ -156,32 +163,42 @@ def test_rounds_are_captured_where_they_can_be(
 )
 def test_what_needs_a_gpu_is_refused_without_one(smc: dict, given: dict, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        ServerArgs(**smc, **given)
+        resolve(**smc, **given)
 
 
 def test_user_settings_win(smc: dict) -> None:
-    args = ServerArgs(**smc, speculative_num_steps=3, max_running_requests=5)
+    args = upstream.resolved(resolve(**smc, speculative_num_steps=3, max_running_requests=5))
     assert (args.speculative_num_steps, args.speculative_num_draft_tokens) == (3, 4)
     assert args.max_running_requests == 5
 
 
 def test_resolved_arguments_resolve_again(smc: dict) -> None:
-    """SGLang calls `dataclasses.replace`, its tools `Engine(**dataclasses.asdict(args))`."""
-    args = ServerArgs(**smc, **GIVEN)
-    again = dataclasses.replace(args)
-    assert ours(again) == GIVEN
-    assert ours(ServerArgs(**dataclasses.asdict(args))) == GIVEN
+    """SGLang's tools build an engine from what another one was built with."""
+    args = resolve(**smc, **GIVEN)
+    as_dict = args.resolved_dict if upstream.IS_NEWER else partial(dataclasses.asdict, args)
+    assert ours(resolve(**as_dict())) == GIVEN
 
 
 def test_arguments_reach_a_process_without_plugins(smc: dict) -> None:
-    """The detokenizer unpickles them and loads no plugins."""
-    data = pickle.dumps(ServerArgs(**smc, **GIVEN))
-    assert b"sglang_smc" not in data
-    assert ours(pickle.loads(data)) == GIVEN
+    """Or before it loads them: they are the first that a spawned process unpickles."""
+    data = pickle.dumps(resolve(**smc, **GIVEN))
+    names = sorted(GIVEN)
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", READ, *names], input=data, stdout=subprocess.PIPE
+    )
+    assert json.loads(found.stdout) == [GIVEN[name] for name in names]
+
+
+READ = """
+import json, pickle, sys
+args = pickle.load(sys.stdin.buffer)
+from sglang_smc import upstream
+print(json.dumps([getattr(upstream.resolved(args), name) for name in sys.argv[1:]]))
+"""
 
 
 def test_flags_are_read_only_and_in_the_config_namespace(smc: dict) -> None:
-    args = ServerArgs(**smc)
+    args = resolve(**smc)
     with pytest.raises(AttributeError, match="read-only"):
         args.speculative_smc_num_particles = 2  # type: ignore[attr-defined]
     assert {namespace_of(ServerArgs)[name] for name in FLAG_FIELDS} == {"spec"}
@@ -196,12 +213,21 @@ def test_flag_without_smc_is_refused(model_path: str, name: str, value: Any) -> 
 
 def test_server_without_smc_is_as_stock_makes_it(model_path: str) -> None:
     keywords = {"model_path": model_path, "random_seed": 0, "port": 30000, "nccl_port": 30001}
-    hooked, stock = ServerArgs(**keywords), object.__new__(ServerArgs)
-    ServerArgs.__init__.__wrapped__(stock, **keywords)  # type: ignore[attr-defined]
-    with_flags = vars(hooked).keys() - vars(stock).keys()
-    assert with_flags == set(FLAG_FIELDS)
+    hooked, stock = ServerArgs(**keywords), stock_args(**keywords)
     assert set(ours(hooked).values()) == {None}
-    assert repr(hooked) == repr(stock)
+    given = {name: getattr(stock, name) for name in field_names(type(stock))}
+    without = {name: getattr(hooked, name) for name in given.keys() - set(FLAG_FIELDS)}
+    assert without == {name: given[name] for name in without}
+    assert set(field_names(type(hooked))) - without.keys() == set(FLAG_FIELDS)
+
+
+def stock_args(**keywords: Any) -> ServerArgs:
+    """What they would be if this package were not installed."""
+    if upstream.IS_NEWER:
+        return ServerArgs.__mro__[1](**keywords)
+    stock = object.__new__(ServerArgs)
+    ServerArgs.__init__.__wrapped__(stock, **keywords)  # type: ignore[attr-defined]
+    return stock
 
 
 @pytest.mark.parametrize(
@@ -210,43 +236,17 @@ def test_server_without_smc_is_as_stock_makes_it(model_path: str) -> None:
 )
 def test_bad_setting_does_not_start(smc: dict, name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is {value}; allowed"):
-        ServerArgs(**smc, **{name: value})
+        resolve(**smc, **{name: value})
 
 
 def test_round_length_follows_from_num_steps(smc: dict) -> None:
     with pytest.raises(ValueError, match=r"--speculative-num-draft-tokens is 8; allowed: .* = 5"):
-        ServerArgs(**smc, speculative_num_steps=4, speculative_num_draft_tokens=8)
+        resolve(**smc, speculative_num_steps=4, speculative_num_draft_tokens=8)
 
 
 def test_draft_model_is_required(smc: dict) -> None:
     with pytest.raises(ValueError, match="--speculative-draft-model-path is missing"):
-        ServerArgs(**smc | {"speculative_draft_model_path": None})
-
-
-def other_than(allowed: tuple[Any, ...]) -> Any:
-    """A value of about the same kind that is not allowed."""
-    first = allowed[0]
-    if isinstance(first, bool):
-        return not first
-    return max(allowed[-1], first) + 1 if isinstance(first, int | float) else "something else"
-
-
-@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=lambda requirement: requirement.field)
-def test_unsupported_option_is_refused(
-    smc: dict, parser: argparse.ArgumentParser, requirement: Requirement
-) -> None:
-    args = ServerArgs(**smc)
-    args.override("test", **{requirement.field: other_than(requirement.allowed)})
-    flag = f"--{requirement.field.replace('_', '-')}"
-    with pytest.raises(ValueError, match=f"{flag} is .*; allowed: "):
-        algorithm.validate_server_args(args)
-    assert flag in parser._option_string_actions
-
-
-def test_every_field_of_sglang_has_been_looked_at() -> None:
-    refused = [requirement.field for requirement in REQUIREMENTS]
-    known = [*refused, *LOOKED_AT, *FLAG_FIELDS]
-    assert sorted(known) == sorted(field.name for field in dataclasses.fields(ServerArgs))
+        resolve(**smc | {"speculative_draft_model_path": None})
 
 
 def test_a_server_that_loads_no_plugins_is_refused(
@@ -254,12 +254,12 @@ def test_a_server_that_loads_no_plugins_is_refused(
 ) -> None:
     monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
     with pytest.raises(ValueError, match="SGLANG_RUST_SERVER is set; allowed: "):
-        ServerArgs(**smc)
+        resolve(**smc)
 
 
 def test_all_reasons_are_given_at_once(smc: dict) -> None:
-    args = ServerArgs(**smc)
-    args.override("test", pp_size=2, enable_mixed_chunk=True, speculative_draft_model_path=None)
+    values = {"pp_size": 2, "enable_mixed_chunk": True, "speculative_draft_model_path": None}
+    args = with_other(resolve(**smc), **values)
     with pytest.raises(ValueError) as error:
         algorithm.validate_server_args(args)
     for flag in ("--pp-size", "--enable-mixed-chunk", "--speculative-draft-model-path"):
@@ -269,6 +269,7 @@ def test_all_reasons_are_given_at_once(smc: dict) -> None:
 MODELS = {
     "sliding-window attention": {"model_type": "gpt_oss", "arch": "GptOssForCausalLM"},
     "attention sinks": {"model_type": "gpt_oss", "arch": "GptOssForCausalLM"},
+    "sparse attention": {"model_type": "llama", "arch": "MiniMaxM3SparseForCausalLM"},
     "latent attention": {
         "model_type": "deepseek_v2",
         "arch": "DeepseekV2ForCausalLM",
@@ -300,9 +301,8 @@ def test_unsupported_model_is_refused(
     monkeypatch: pytest.MonkeyPatch, smc: dict, other_model: tuple[str, str]
 ) -> None:
     kind, path = other_model
-    args = ServerArgs(**smc)
-    args.override("test", model_path=path)
-    monkeypatch.setattr(ServerArgs, "get_model_config", ModelConfig.from_server_args)
+    args = with_other(resolve(**smc), model_path=path)
+    monkeypatch.setattr(supported, "model_config_of", ModelConfig.from_server_args)
     with pytest.raises(ValueError, match=f"--model-path .* has {kind}"):
         algorithm.validate_server_args(args)
 
@@ -310,7 +310,7 @@ def test_unsupported_model_is_refused(
 def test_unsupported_draft_is_refused(smc: dict, other_model: tuple[str, str]) -> None:
     kind, path = other_model
     with pytest.raises(ValueError, match=f"--speculative-draft-model-path .* has {kind}"):
-        ServerArgs(**smc | {"speculative_draft_model_path": path})
+        resolve(**smc | {"speculative_draft_model_path": path})
 
 
 def test_a_draft_that_sglang_takes_for_extra_layers_is_refused(smc: dict, tmp_path: Path) -> None:
@@ -318,18 +318,18 @@ def test_a_draft_that_sglang_takes_for_extra_layers_is_refused(smc: dict, tmp_pa
     config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="has the architecture Qwen3MoeForCausalLM, which"):
-        ServerArgs(**smc | {"speculative_draft_model_path": str(tmp_path)})
+        resolve(**smc | {"speculative_draft_model_path": str(tmp_path)})
 
 
 @pytest.mark.parametrize("mode", ["exact", "mixed", "auto"])
 def test_a_server_that_verifies_may_set_how_requests_weigh_that_ask_for_it(
     smc: dict, mode: str
 ) -> None:
-    resolved = ServerArgs(**smc, speculative_smc_mode=mode, speculative_smc_ess_threshold=0.25)
-    assert resolved.speculative_smc_mode == mode
-    assert resolved.speculative_smc_ess_threshold == 0.25
+    found = ours(resolve(**smc, speculative_smc_mode=mode, speculative_smc_ess_threshold=0.25))
+    assert found["speculative_smc_mode"] == mode
+    assert found["speculative_smc_ess_threshold"] == 0.25
 
 
 def test_a_power_that_verification_does_not_know_does_not_start(smc: dict) -> None:
     with pytest.raises(ValueError, match=r"--speculative-smc-power is 2\.0, but"):
-        ServerArgs(**smc, speculative_smc_mode="exact", speculative_smc_power=2.0)
+        resolve(**smc, speculative_smc_mode="exact", speculative_smc_power=2.0)

@@ -3,13 +3,17 @@
 import pytest
 from contract.shape import Symbol
 from contract.symbol_check import problems
-from contract.symbols import CONTRACT
+from contract.symbols import contract
 
+from sglang_smc import upstream
 from sglang_smc.server import hooks
 
 SRT = "sglang.srt"
 REGISTER = "sglang.srt.plugins.hook_registry.HookRegistry.register"
 REGISTRY = "sglang.srt.plugins.hook_registry.HookRegistry"
+
+
+CONTRACT = contract(upstream.IS_NEWER)
 
 
 @pytest.mark.parametrize("symbol", CONTRACT, ids=lambda symbol: symbol.path)

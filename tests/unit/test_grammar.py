@@ -143,6 +143,14 @@ def test_thinking_is_free_until_its_end() -> None:
     assert not twin._is_thinking() and req.grammar._thinking_match_history == [0]
 
 
+def test_copies_share_nothing_that_reading_changes() -> None:
+    grammar = thinking("a*c")
+    twin = vars(forked(grammar))
+    lists = {name: value for name, value in vars(grammar).items() if isinstance(value, list)}
+    assert "_thinking_match_history" in lists
+    assert [name for name, value in lists.items() if twin[name] is value] == []
+
+
 def test_only_requests_with_a_grammar_are_masked() -> None:
     plain, bound = request(None), request(grammar_of("a"))
     assert [Grammar.applies(req) for req in (plain, bound)] == [False, True]

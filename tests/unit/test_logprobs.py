@@ -1,14 +1,16 @@
 """Log-probabilities by SGLang's definition, and where they lie until their tokens are emitted."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers import logprob_processor
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.layers.logprob_processor import compute_spec_v2_logprobs
 from sglang.srt.managers.schedule_batch import ReqLogprob
 
+from sglang_smc import upstream
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.requests.logprob_books import take_back
 from sglang_smc.state.logprobs import logprob_distribution, score
@@ -36,7 +38,12 @@ def stock(logits: torch.Tensor, tokens: torch.Tensor, temperatures: list[float])
     )
     output = LogitsProcessorOutput(next_token_logits=logits.flatten(0, 1))
     every = torch.arange(tokens.numel()).view_as(tokens)
-    compute_spec_v2_logprobs(batch, output, tokens.flatten(), every, num_columns - 1)
+    if upstream.IS_NEWER:
+        compute = partial(logprob_processor.compute_spec_logprobs, accept_index=every)
+        compute(batch, output, tokens.flatten())
+    else:
+        compute = logprob_processor.compute_spec_v2_logprobs
+        compute(batch, output, tokens.flatten(), every, num_columns - 1)
     return output
 
 

@@ -4,12 +4,23 @@ import re
 from typing import Any
 
 import pytest
+from request_fields import (
+    GENERATE_REQUEST,
+    GENERATE_REQUEST_SOME,
+    REFUSED,
+    REFUSED_SAMPLING,
+    SAMPLING_PARAMS,
+    SAMPLING_PARAMS_SOME,
+)
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+from sglang.srt.sampling.sampling_params import SamplingParams
+from some_releases import contradictions
 
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.server.refusals import check_logprobs, check_session
 from sglang_smc.server.refusals import check_request as check_request_of
+from sglang_smc.upstream import release
 
 SERVER = SMCConfig(num_particles=4, num_steps=3)
 
@@ -26,7 +37,13 @@ REFUSED_FIELDS: dict[str, Any] = {
     "return_indexer_topk": True,
     "return_sampling_mask": True,
     "return_entropy": True,
+    "kv_hints": {"protocol_version": "1", "message_id": "a"},
+    "multi_item_delimiter_indices": [1],
+    "token_indices_to_pool": [1],
+    "watermark": {"key": "0x5ec7e7"},
 }
+REFUSED_PARAMS: dict[str, Any] = {"beam_width": 4, "watermark": {"key": "0x5ec7e7"}}
+HERE = [name for name in REFUSED_FIELDS if name in GenerateReqInput.__dataclass_fields__]
 
 
 def check_request(given: GenerateReqInput) -> None:
@@ -37,19 +54,46 @@ def request(params: dict[str, Any] | None = None, **fields: Any) -> GenerateReqI
     return GenerateReqInput(input_ids=[1, 2], sampling_params=params, **fields)
 
 
-@pytest.mark.parametrize("name", list(REFUSED_FIELDS))
+def test_every_field_of_sglang_has_been_looked_at() -> None:
+    of_request = GenerateReqInput.__dataclass_fields__
+    found = [
+        *contradictions(of_request, GENERATE_REQUEST, GENERATE_REQUEST_SOME, release()),
+        *contradictions(
+            SamplingParams.__struct_fields__, SAMPLING_PARAMS, SAMPLING_PARAMS_SOME, release()
+        ),
+    ]
+    assert found == []
+    assert sorted(REFUSED_FIELDS) == sorted(REFUSED)
+    assert sorted(REFUSED_PARAMS) == sorted(REFUSED_SAMPLING)
+
+
+@pytest.mark.parametrize("name", HERE)
 def test_refused_fields_are_named_with_their_value(name: str) -> None:
     value = REFUSED_FIELDS[name]
     with pytest.raises(ValueError) as raised:
         check_request(request({"max_new_tokens": 4}, **{name: value}))
-    assert f"{name}={value!r}" in str(raised.value)
+    shown = "..." if name == "watermark" else repr(value)
+    assert f"{name}={shown}" in str(raised.value)
     assert str(raised.value).startswith("SMC speculative decoding does not support")
+
+
+@pytest.mark.parametrize("name", REFUSED_PARAMS)
+def test_refused_sampling_parameters_are_named(name: str) -> None:
+    """Whatever the release: one that does not know them refuses them before."""
+    with pytest.raises(ValueError, match=f"does not support {name}=") as raised:
+        check_request(request({name: REFUSED_PARAMS[name]}))
+    assert "5ec7e7" not in str(raised.value), "a secret"
+
+
+def test_one_beam_is_no_beam_search() -> None:
+    check_request(request({"beam_width": 1}))
+    check_request(request({"beam_width": None, "watermark": None}))
 
 
 def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(ValueError) as raised:
-        check_request(request({}, **REFUSED_FIELDS))
-    for name in REFUSED_FIELDS:
+        check_request(request(REFUSED_PARAMS, **{name: REFUSED_FIELDS[name] for name in HERE}))
+    for name in (*HERE, *REFUSED_PARAMS):
         assert f"{name}=" in str(raised.value)
 
 

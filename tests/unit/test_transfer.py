@@ -105,6 +105,7 @@ def test_what_a_result_carries_outlives_the_copies(
         "to",
         lambda x, *args, **kw: x.clone() if args[:1] == ("cpu",) else move(x, *args, **kw),
     )
+    monkeypatch.setattr("sglang.srt.managers.utils._async_d2h", torch.Tensor.clone)
     result.copy_to_cpu(return_logprob=kind == "with log-probabilities", return_hidden_states=False)
     assert [name for name, own in before.items() if any(m.expired() for m, _ in own)] == []
     for name, found in carried(result).items():
@@ -218,7 +219,7 @@ def prompted(row: int, choice: dict[str, Any], vocab_size: int, return_logprob: 
     params = SamplingParams(max_new_tokens=9, sampling_seed=row, custom_params={"smc": choice})
     books = ReqLogprob(top_logprobs_num=2, token_ids_logprob=[1])
     return SimpleNamespace(
-        req_pool_idx=row,
+        **in_row(row),
         sampling_params=params,
         output_ids=[],
         retraction_count=0,
@@ -230,6 +231,11 @@ def prompted(row: int, choice: dict[str, Any], vocab_size: int, return_logprob: 
         return_logprob=return_logprob,
         logprob=books,
     )
+
+
+def in_row(row: int) -> dict[str, Any]:
+    """Where a request says which row it has: itself in 0.5.17, its kv later."""
+    return {"req_pool_idx": row, "kv": SimpleNamespace(req_pool_idx=row)}
 
 
 COMING: dict[str, Callable[[], torch.Tensor]] = {
@@ -281,7 +287,7 @@ def reserved(table: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
         lambda _, total: torch.arange(100, 100 + total, device=table.device),
     )
     batch: Any = SimpleNamespace(
-        reqs=[SimpleNamespace(req_pool_idx=row) for row in ROWS],
+        reqs=[SimpleNamespace(**in_row(row)) for row in ROWS],
         device=str(table.device),
         tree_cache=None,
         req_to_token_pool=SimpleNamespace(write=table.__setitem__),

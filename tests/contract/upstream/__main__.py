@@ -1,10 +1,11 @@
-"""What breaks on another release of SGLang: `make upstream VERSION=0.5.23`, in seconds.
+"""What breaks on a release of SGLang: `make upstream VERSION=0.5.23`, in seconds.
 
     PYTHONPATH=tests python3 -m contract.upstream 0.5.23
 
-Downloads the wheel, unless it is in the cache, and reads its source; neither SGLang nor torch is
-installed or imported. A folder that holds `sglang/` may stand in a version's place. Status 1 where
-something differs.
+Without a version, on all that are supported. What this interpreter has installed is read where it
+is, any other release from its wheel, downloaded unless it is in the cache; neither SGLang nor torch
+is imported. A folder that holds `sglang/` may stand in a version's place. Status 1 where something
+differs, or was not compared.
 """
 
 import argparse
@@ -13,13 +14,13 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
+from contract.upstream import release, wheel
 from contract.upstream.asked import everything
 from contract.upstream.check import Finding, findings
 from contract.upstream.tree import Tree
-from contract.upstream.wheel import unpacked
 
 HEADINGS = {
-    "contract": "Names in tests/contract/symbols.py",
+    "contract": "Names in tests/contract/symbols.py and symbols_{older,newer}.py",
     "hooks": "Hooks of patches/",
     "names": "Names that our files import or mention",
     "calls": "Calls that our files make",
@@ -34,14 +35,29 @@ HEADINGS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("release", help="a version, or a folder that holds sglang/")
-    release = parser.parse_args().release
-    is_folder = Path(release, "sglang").is_dir()
-    root = Path(release) if is_folder else unpacked(release)
-    found = findings(Tree(root), everything())
-    print(f"SGLang {release}, in {root}")
-    print("\n".join(report(found)))
-    return 1 if found else 0
+    parser.add_argument("release", nargs="*", help="a version, or a folder that holds sglang/")
+    compared = [compare(name) for name in parser.parse_args().release or release.supported()]
+    return 0 if all(compared) else 1
+
+
+def compare(name: str) -> bool:
+    """Print what differs on one release; False where something does, or there is no such wheel."""
+    try:
+        root = _root(name)
+    except wheel.NoWheelError as error:
+        print(f"SGLang {name} was not compared: {error}\n")
+        return False
+    found = findings(Tree(root), everything(release.version_of(root)))
+    print(f"SGLang {name}, in {root}", *report(found), sep="\n", end="\n\n")
+    return not found
+
+
+def _root(name: str) -> Path:
+    if Path(name, "sglang").is_dir():
+        return Path(name)
+    present = release.installed()
+    is_present = present is not None and release.version_of(present) == name
+    return present if is_present else wheel.unpacked(name)
 
 
 def report(found: list[Finding]) -> Iterator[str]:

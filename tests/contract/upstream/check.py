@@ -44,6 +44,7 @@ class Judged(NamedTuple):
     path: str
     names: frozenset[str]
     of: str  # "field" or "method"
+    elsewhere: frozenset[str] = frozenset()  # of these names, those that only other releases have
 
 
 class Asked(NamedTuple):
@@ -67,15 +68,22 @@ def findings(tree: Tree, asked: Asked) -> list[Finding]:
         *(f for use in ours.super_calls(own) for f in _of_super_call(tree, use)),
         *(f for method in ours.overrides(own) for f in _of_override(tree, method)),
         *_of_reads(tree, (read for source in own for read in ours.attribute_reads(source))),
-        *_of_requirements(tree, own),
+        *_of_requirements(tree, own, asked.judged),
         *(f for judged in asked.judged for f in _unjudged(tree, judged)),
+        *_dropped(tree, asked.judged, own),
         *_table_keepers(tree, asked.may_keep_table),
     ]
     return list(dict.fromkeys(found))
 
 
 # The contract's names are compared as such; what its tests plant is nowhere.
-_OF_THE_CONTRACT = {f"tests/contract/{name}.py" for name in ("symbols", "planted", "test_upstream")}
+_OF_THE_CONTRACT = {
+    f"tests/contract/{name}.py"
+    for name in (
+        *("symbols", "symbols_older", "symbols_newer", "judged"),
+        *("planted", "test_symbols", "test_upstream"),
+    )
+}
 
 
 def _of_symbol(tree: Tree, symbol: Symbol) -> Iterator[Finding]:
@@ -264,9 +272,12 @@ def _is_ours(name: str) -> bool:
     return name.startswith(("speculative_smc_", "smc_", "_smc_"))
 
 
-def _of_requirements(tree: Tree, sources: list[ours.Source]) -> Iterator[Finding]:
+def _of_requirements(
+    tree: Tree, sources: list[ours.Source], judged: tuple[Judged, ...]
+) -> Iterator[Finding]:
     found = tree.find(SERVER_ARGS)
     known = set() if found is None else set(fields(tree, found))
+    known.update(*(each.elsewhere for each in judged if each.path == SERVER_ARGS))
     for source in sources:
         for use in ours.requirement_fields(source):
             if use.path not in known:
@@ -284,8 +295,21 @@ def _unjudged(tree: Tree, judged: Judged) -> Iterator[Finding]:
     for name, place in now.items():
         if name not in judged.names:
             yield Finding("to judge", f"new {judged.of} {owner}.{name}", "", tree.place(place))
-    for name in sorted(judged.names - now.keys()):
-        yield Finding("to judge", f"no {judged.of} {owner}.{name} any more", "", tree.place(found))
+    gone = judged.names - judged.elsewhere - now.keys() if judged.of == "field" else ()
+    for name in sorted(gone):
+        yield Finding("to judge", f"no field {owner}.{name} any more", "", tree.place(found))
+
+
+def _dropped(tree: Tree, judged: Iterable[Judged], sources: list[ours.Source]) -> Iterator[Finding]:
+    """Methods of ours that nobody calls, since SGLang's classes have no such method any more."""
+    known = {each.path: each.names for each in judged if each.of == "method"}
+    for method in ours.overrides(sources):
+        for base in method.bases:
+            found = tree.find(base)
+            is_dropped = found is not None and method.name in known.get(base, ())
+            if is_dropped and tree.member(found, method.name) is None:
+                line = f"no method {base.rpartition('.')[2]}.{method.name} any more"
+                yield Finding("to judge", line, method.place, tree.place(found))
 
 
 def _named(found: dict[str, Found]) -> dict[str, Found]:

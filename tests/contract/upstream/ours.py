@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from contract.shape import Parameters
+from contract.upstream.release import ROOT, as_run
 from contract.upstream.source_shape import signature
 from contract.upstream.tree import PACKAGE, Function
 
-ROOT = Path(__file__).resolve().parents[3]
 PRODUCT = ("sglang_smc", "patches")
 FOLDERS = (*PRODUCT, "kernels", "tests", "bench", "examples")
 
@@ -23,11 +23,12 @@ class Use(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A file of ours, and the SGLang names that it has imported under names of its own."""
+    """A file of ours as it runs on a release, older or newer."""
 
     path: str
     body: ast.Module
-    imported: dict[str, str]
+    nodes: list[ast.AST]  # all of them
+    imported: dict[str, str]  # SGLang's names, by those under which they were imported
 
     @property
     def is_product(self) -> bool:
@@ -48,17 +49,18 @@ class Source(NamedTuple):
         return None
 
 
-def sources(root: Path = ROOT, folders: tuple[str, ...] = FOLDERS) -> list[Source]:
+def sources(newer: bool, root: Path = ROOT) -> list[Source]:
     """Our files; links into the package are not followed, so that no file comes twice."""
-    paths = (path for folder in folders for path in sorted((root / folder).rglob("*.py")))
-    return [read(path, str(path.relative_to(root))) for path in paths]
+    paths = (path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py")))
+    return [read(path, str(path.relative_to(root)), newer) for path in paths]
 
 
-def read(path: Path, name: str) -> Source:
+def read(path: Path, name: str, newer: bool) -> Source:
     """One file."""
-    body = ast.parse(path.read_text("utf-8"))
+    body = as_run(path.read_text("utf-8"), newer)
+    nodes = list(ast.walk(body))
     imported = {}
-    for node in ast.walk(body):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and is_sglang(node.module or "") and not node.level:
             for alias in node.names:
                 imported[alias.asname or alias.name] = f"{node.module}.{alias.name}"
@@ -66,7 +68,7 @@ def read(path: Path, name: str) -> Source:
             for alias in node.names:
                 if is_sglang(alias.name):
                     imported[alias.asname or PACKAGE] = alias.name if alias.asname else PACKAGE
-    return Source(name, body, imported)
+    return Source(name, body, nodes, imported)
 
 
 def is_sglang(name: str) -> bool:
@@ -76,7 +78,7 @@ def is_sglang(name: str) -> bool:
 
 def names(source: Source) -> Iterator[Use]:
     """Names that are imported, that stand in strings, or that are reached through a module."""
-    for node in ast.walk(source.body):
+    for node in source.nodes:
         place = source.place(node)
         if isinstance(node, ast.ImportFrom) and is_sglang(node.module or "") and not node.level:
             yield from (Use(f"{node.module}.{a.name}", place, node) for a in node.names)
@@ -97,7 +99,7 @@ def _is_path(value: object) -> bool:
 
 def calls(source: Source) -> Iterator[Use]:
     """Calls of SGLang's functions and classes, by the names under which they were imported."""
-    for node in ast.walk(source.body):
+    for node in source.nodes:
         if isinstance(node, ast.Call) and (path := source.sglang_name(node.func)):
             yield Use(path, source.place(node), node)
 
@@ -120,7 +122,7 @@ def hooks(source: Source) -> Iterator[Hook]:
         if isinstance(target, ast.Name)
     }
     functions = {node.name: node for node in source.body.body if isinstance(node, Function)}
-    for node in ast.walk(source.body):
+    for node in source.nodes:
         if isinstance(node, ast.Call) and _called(node) == "Patch":
             given = {keyword.arg: keyword.value for keyword in node.keywords}
             takes = _parameters(given["function"], functions)
@@ -154,14 +156,14 @@ def _parameters(node: ast.AST, functions: dict[str, Function]) -> Parameters | N
 
 def requirement_fields(source: Source) -> Iterator[Use]:
     """Fields of ServerArgs in `Requirement(field, ...)` records."""
-    for node in ast.walk(source.body):
+    for node in source.nodes:
         if isinstance(node, ast.Call) and _called(node) == "Requirement" and node.args:
             yield Use(_text(node.args[0], {}), source.place(node), node)
 
 
 def attribute_reads(source: Source) -> Iterator[tuple[str, Use]]:
     """What is read of parameters that are annotated with a class of SGLang's: class, attribute."""
-    for function in ast.walk(source.body):
+    for function in source.nodes:
         if isinstance(function, Function):
             owners = dict(_annotated(function, source))
             narrowed = set(_narrowed(function)) if owners else set()

@@ -199,6 +199,8 @@ def _inherent(tree: Tree, found: Found) -> Iterator[str]:
         yield from (field.parameter.name for field in _gathered(tree, owner))
         if _is_dataclass(owner.node):
             yield from ("__dataclass_fields__",)
+    if _is_rebuilt(tree, found):
+        yield "__struct_fields__"
     if _is_struct(tree, found):
         yield from ("__struct_fields__", "_replace", "_asdict")
 

@@ -9,17 +9,21 @@ from pathlib import Path
 
 # Of the wheels of a release always the same one, on whatever machine this runs.
 _OPTIONS = (
-    *("--no-deps", "--only-binary", ":all:", "--disable-pip-version-check"),
+    *("--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--quiet"),
     *("--python-version", "3.11", "--platform", "manylinux_2_34_x86_64"),
     *("--platform", "manylinux_2_28_x86_64", "--platform", "manylinux_2_17_x86_64"),
 )
+
+
+class NoWheelError(Exception):
+    """A release that is not to be had; says what to do."""
 
 
 def unpacked(version: str) -> Path:
     """The folder that holds `sglang/` of a release, downloaded the first time.
 
     Raises:
-        SystemExit: where pip finds no such release.
+        NoWheelError: where pip cannot download it.
     """
     folder = cache() / version
     if not folder.is_dir():
@@ -42,7 +46,10 @@ def _download(version: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", *_OPTIONS, "--dest", str(folder)]
     done = subprocess.run([*command, f"sglang=={version}"], stdout=sys.stderr)
     if done.returncode:
-        raise SystemExit(f"pip found no wheel of sglang {version}")
+        raise NoWheelError(
+            f"pip could not download sglang=={version}. Is there such a release, and a network? "
+            f"A wheel that is unpacked in {cache() / version} will do as well."
+        )
     return next(folder.glob("*.whl"))
 
 

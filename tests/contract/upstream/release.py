@@ -1,0 +1,129 @@
+"""Which release a folder holds, which are supported, and what of our files runs on it.
+
+`sglang_smc/upstream.py` alone knows releases: its `SUPPORTED` and its `IS_NEWER` are read here, and
+code behind that name counts only on the releases where Python would come to it.
+"""
+
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+UPSTREAM = Path("sglang_smc", "upstream.py")
+
+OLDER, NEWER = "OLDER", "NEWER"
+
+
+def version_of(root: Path) -> str:
+    """The version of the SGLang that stands below a folder.
+
+    Raises:
+        SystemExit: where nothing tells it, as in a checkout that was never built.
+    """
+    path = root / "sglang" / "_version.py"
+    value = _assigned(path, "__version__") if path.is_file() else None
+    if value is None:
+        raise SystemExit(f"{path} does not say which release this is; a wheel or a build has it")
+    return str(ast.literal_eval(value)).partition("+")[0]
+
+
+def supported(root: Path = ROOT) -> tuple[str, ...]:
+    """The releases that this package runs on, oldest first."""
+    value = _assigned(root / UPSTREAM, "SUPPORTED")
+    assert value is not None, f"{UPSTREAM} has SUPPORTED"
+    return ast.literal_eval(value)
+
+
+def is_newer(version: str, root: Path = ROOT) -> bool:
+    """What `IS_NEWER` is on a release, by its own expression."""
+    value = _assigned(root / UPSTREAM, "IS_NEWER")
+    assert value is not None, f"{UPSTREAM} has IS_NEWER"
+    code = compile(ast.Expression(value), str(UPSTREAM), "eval")
+    names = {"sglang": SimpleNamespace(__version__=version), "Version": _numbers}
+    return bool(eval(code, names))
+
+
+def installed() -> Path | None:
+    """The folder that holds this interpreter's SGLang, which is not imported."""
+    spec = find_spec("sglang")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parents[1]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in version.split("."))
+
+
+def _assigned(path: Path, name: str) -> ast.expr | None:
+    """The value of a module's variable."""
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, ast.Assign) and name in map(ast.unparse, node.targets):
+            return node.value
+    return None
+
+
+def as_run(text: str, newer: bool) -> ast.Module:
+    """A file of ours as it runs: of a branch on `IS_NEWER` the one that is taken, and of records
+    that name a `Family`, as `Patch(...)` and `Requirement(...)` may, those that are for this one.
+    """
+    body = ast.parse(text)
+    return _Branches(newer).visit(body) if OLDER in text or NEWER in text else body
+
+
+class _Branches(ast.NodeTransformer):
+    def __init__(self, newer: bool) -> None:
+        self._other = OLDER if newer else NEWER
+        self._values = {
+            "IS_NEWER": newer,
+            f"{NEWER}.is_installed": newer,
+            f"{OLDER}.is_installed": not newer,
+        }
+
+    def generic_visit(self, node: ast.AST) -> Any:
+        for name, value in ast.iter_fields(node):
+            if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
+                taken = self._taken(value)
+                setattr(node, name, taken or ([ast.Pass()] if name == "body" else []))
+            elif isinstance(node, ast.Tuple | ast.List) and name == "elts":
+                node.elts = [element for element in node.elts if not self._is_for_other(element)]
+        return super().generic_visit(node)
+
+    def _is_for_other(self, node: ast.expr) -> bool:
+        """Whether it is a record of the other family."""
+        if not isinstance(node, ast.Call):
+            return False
+        given = (*node.args, *(keyword.value for keyword in node.keywords))
+        return self._other in (ast.unparse(value).rpartition(".")[2] for value in given)
+
+    def _taken(self, statements: list[ast.stmt]) -> list[ast.stmt]:
+        """Statements without the branches that are not taken, nor what is behind a return."""
+        kept: list[ast.stmt] = []
+        for statement in statements:
+            known = self._truth(statement.test) if isinstance(statement, ast.If) else None
+            if not isinstance(statement, ast.If) or known is None:
+                kept.append(statement)
+                continue
+            kept += self._taken(statement.body if known else statement.orelse)
+            if kept and isinstance(kept[-1], ast.Return | ast.Raise):
+                break
+        return kept
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        known = self._truth(node.test)
+        if known is None:
+            return self.generic_visit(node)
+        return self.visit(node.body if known else node.orelse)
+
+    def _truth(self, test: ast.expr) -> bool | None:
+        """Whether a condition holds; None where the release does not tell."""
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            inner = self._truth(test.operand)
+            return None if inner is None else not inner
+        if isinstance(test, ast.BoolOp):
+            each = [self._truth(value) for value in test.values]
+            decides = isinstance(test.op, ast.Or)  # `or` ends with what is true, `and` with false
+            if decides in each:
+                return decides
+            return None if None in each else not decides
+        return self._values.get(ast.unparse(test).removeprefix("upstream."))

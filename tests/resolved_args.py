@@ -1,0 +1,33 @@
+"""SGLang's server arguments, resolved: as they are built in 0.5.17, on demand in later releases."""
+
+from typing import Any
+
+from sglang.srt.server_args import ServerArgs
+
+from sglang_smc import upstream
+
+
+def resolve(**keywords: Any) -> ServerArgs:
+    """Server arguments as a launcher has them; ValueError where SGLang or SMC refuse them."""
+    server_args = ServerArgs(**keywords)
+    if upstream.IS_NEWER:
+        server_args.resolve_once()
+    return server_args
+
+
+def with_other(server_args: ServerArgs, **values: Any) -> Any:
+    """The same with fields that have other values by now, to be read."""
+    if not upstream.IS_NEWER:
+        server_args.override("test", **values)
+        return server_args
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    declare_resolution(server_args, "test", **values)
+    return resolving_view(server_args)
+
+
+def field_names(server_args: type = ServerArgs) -> list[str]:
+    """The names of all fields, those of SMC's flags too."""
+    return list(
+        server_args.__struct_fields__ if upstream.IS_NEWER else server_args.__dataclass_fields__
+    )
