@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
-import sglang
 from packaging.version import Version
+from sglang import version
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -32,13 +32,14 @@ Arguments: TypeAlias = Any
 
 SUPPORTED = ("0.5.17", "0.5.22", "0.5.23")
 
+# The package itself has its number only once its platform is imported, which may be ours.
 #: The first release whose server arguments take no fields; no supported one stands between.
-IS_NEWER = Version(sglang.__version__) >= Version("0.5.20")
+IS_NEWER = Version(version.__version__) >= Version("0.5.20")
 
 
 def release() -> str:
     """The installed release; a local suffix (0.5.17+cpu) names a build of the same source."""
-    return sglang.__version__.partition("+")[0]
+    return version.__version__.partition("+")[0]
 
 
 class Family(NamedTuple):

@@ -41,7 +41,7 @@ def is_newer(version: str, root: Path = ROOT) -> bool:
     value = _assigned(root / UPSTREAM, "IS_NEWER")
     assert value is not None, f"{UPSTREAM} has IS_NEWER"
     code = compile(ast.Expression(value), str(UPSTREAM), "eval")
-    names = {"sglang": SimpleNamespace(__version__=version), "Version": _numbers}
+    names = {"version": SimpleNamespace(__version__=version), "Version": _numbers}
     return bool(eval(code, names))
 
 
