@@ -170,7 +170,9 @@ def select_one_model(manager: "SchedulerWeightUpdaterManager", recv_req: Any) ->
 
     It is the one that the session was opened for; the target, if that was for both.
     """
-    if SELECTS_MODELS and recv_req.selector == "all":
+    if not IS_NEWER:
+        return
+    if recv_req.selector == "all":
         session = manager._session
         is_drafts = session is not None and session.selector == "draft"
         recv_req.selector = "draft" if is_drafts else "target"
