@@ -23,6 +23,7 @@ from sglang_smc.options import server
 from sglang_smc.options.server import ALGORITHM, DEFAULTS
 from sglang_smc.server import hooks
 from sglang_smc.server.hooks import Patch
+from sglang_smc.upstream import Arguments
 
 
 class SMCFlags:
@@ -172,11 +173,11 @@ def check_with_hooks(original: Any, self: ServerArgs) -> None:
         hooks.put_in_force(hooks.SMC)
 
 
-def _selects_smc(server_args: ServerArgs) -> bool:
+def _selects_smc(server_args: Arguments) -> bool:
     return (server_args.speculative_algorithm or "").upper() == ALGORITHM
 
 
-def _refuse_flags_without_smc(server_args: ServerArgs) -> None:
+def _refuse_flags_without_smc(server_args: Arguments) -> None:
     if _selects_smc(server_args):
         return
     algorithm = server_args.speculative_algorithm
@@ -190,7 +191,7 @@ def _refuse_flags_without_smc(server_args: ServerArgs) -> None:
 
 
 def _post_init(self: ServerArgs) -> None:
-    super(SMCServerArgs, self).__post_init__()
+    super(SMCServerArgs, self).__post_init__()  # pyright: ignore[reportAttributeAccessIssue] -- a struct has one
     _refuse_flags_without_smc(self)
 
 

@@ -1,7 +1,5 @@
 """Is this an SMC server? Every hook asks before it does anything."""
 
-from typing import TYPE_CHECKING
-
 from sglang.srt.runtime_context import get_server_args
 
 from sglang_smc import upstream
@@ -9,21 +7,18 @@ from sglang_smc.options.budget import Budget
 from sglang_smc.options.policy import Costs, Policy, RoundCosts
 from sglang_smc.options.server import ALGORITHM, SMCConfig
 from sglang_smc.state.monitor import Monitor
-
-if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
-
+from sglang_smc.upstream import Arguments
 
 _policy: Policy | None = None
 _monitor: Monitor | None = None
 
 
-def is_smc(server_args: "ServerArgs") -> bool:
+def is_smc(server_args: Arguments) -> bool:
     """Whether these server arguments select SMC."""
     return (server_args.speculative_algorithm or "").upper() == ALGORITHM
 
 
-def config_of(server_args: "ServerArgs") -> SMCConfig:
+def config_of(server_args: Arguments) -> SMCConfig:
     """The settings of an SMC server, of which these are the resolved arguments."""
     return SMCConfig.from_server_args(upstream.resolved(server_args))
 

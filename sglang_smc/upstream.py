@@ -10,11 +10,11 @@ Imported wherever the plugin is loaded, so it imports nothing heavy.
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
-import sglang
 from packaging.version import Version
+from sglang import version
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -24,10 +24,14 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
+#: Server arguments, or a view of them. Their fields stand in no class that a type checker reads.
+Arguments: TypeAlias = Any
+
 SUPPORTED = ("0.5.17", "0.5.22", "0.5.23")
 
+# The package itself has its number only once its platform is imported, which may be ours.
 #: The first release whose server arguments take no fields; no supported one stands between.
-IS_NEWER = Version(sglang.__version__) >= Version("0.5.20")
+IS_NEWER = Version(version.__version__) >= Version("0.5.20")
 
 #: The first release that asks platforms about all of its own speculative decoding.
 IS_NEWEST = Version(sglang.__version__) >= Version("0.5.23")
@@ -35,7 +39,7 @@ IS_NEWEST = Version(sglang.__version__) >= Version("0.5.23")
 
 def release() -> str:
     """The installed release; a local suffix (0.5.17+cpu) names a build of the same source."""
-    return sglang.__version__.partition("+")[0]
+    return version.__version__.partition("+")[0]
 
 
 class Family(NamedTuple):

@@ -26,8 +26,7 @@ def with_other(server_args: ServerArgs, **values: Any) -> Any:
     return resolving_view(server_args)
 
 
-def field_names(server_args: type = ServerArgs) -> list[str]:
-    """The names of all fields, those of SMC's flags too."""
-    return list(
-        server_args.__struct_fields__ if upstream.IS_NEWER else server_args.__dataclass_fields__
-    )
+def field_names(server_args: type | None = None) -> list[str]:
+    """The names of all fields, of the class in force where none is given."""
+    found = server_args or ServerArgs
+    return list(found.__struct_fields__ if upstream.IS_NEWER else found.__dataclass_fields__)

@@ -20,11 +20,11 @@ from sglang.srt.platforms.interface import SRTPlatform
 
 from sglang_smc.cpu import threads
 from sglang_smc.cpu.dtype import default_dtype
+from sglang_smc.upstream import Arguments
 
 if TYPE_CHECKING:
     import torch
     from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.server_args import ServerArgs
 
     from sglang_smc.cpu.attention import CpuAttentionBackend
 
@@ -75,10 +75,10 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     _enum = PlatformEnum.OOT
 
     def get_device(self, device_id: int | None = None, **_: Any) -> str:
-        """The device as a string: ServerArgs splits off an index and compares names."""
+        """The device as a string: Arguments splits off an index and compares names."""
         return "cpu"
 
-    def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
+    def apply_server_args_defaults(self, server_args: Arguments) -> None:
         """Fill in what the user left open; refuse what cannot run here."""
         _check_server_args(server_args)
         # SGLang has just put its AMX backend where the user named none.
@@ -169,7 +169,7 @@ def _create_attention_backend(model_runner: ModelRunner) -> CpuAttentionBackend:
     return CpuAttentionBackend(model_runner)
 
 
-def _check_server_args(server_args: ServerArgs) -> None:
+def _check_server_args(server_args: Arguments) -> None:
     refused = {
         f"device={server_args.device!r} (pass --device cpu and hide the accelerator, "
         "for example with CUDA_VISIBLE_DEVICES='')": server_args.device != "cpu",

@@ -14,17 +14,16 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.hf_transformers_utils import get_config
 
-from sglang_smc.upstream import model_config_of
+from sglang_smc.upstream import Arguments, model_config_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.server_args import ServerArgs
 
 _ALLOWED = "allowed: a text decoder with full attention in every layer"
 
 
-def problems(server_args: "ServerArgs") -> list[str]:
+def problems(server_args: Arguments) -> list[str]:
     """A sentence for everything about target and draft that SMC cannot run."""
     found = [
         f"--model-path {server_args.model_path} has {kind}; {_ALLOWED}. Choose another model or "
@@ -65,7 +64,7 @@ def _kinds(model: ModelConfig) -> Iterator[str]:
     return (kind for kind, present in kinds.items() if present)
 
 
-def _rewritten(server_args: "ServerArgs", as_draft: ModelConfig) -> Iterator[str]:
+def _rewritten(server_args: Arguments, as_draft: ModelConfig) -> Iterator[str]:
     """SGLang takes some models, given as a draft, for the extra layers of their own target."""
     config = get_config(
         as_draft.model_path,

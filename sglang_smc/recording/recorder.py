@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -106,6 +106,7 @@ def cuda_session(device: str) -> Iterator[Session]:
     pool = torch.cuda.graph_pool_handle()
     keeps_gc = upstream.resolved(get_server_args()).enable_cudagraph_gc
     with torch.no_grad(), freeze_gc(keeps_gc), graph_capture() as context, model_capture_mode():
+        stream: Any = context.stream  # CUDA's
 
         def record(run: Callable[[], T]) -> tuple[T, Replay]:
             for _ in range(2):  # compile kernels, and let libraries take their workspaces
@@ -113,7 +114,7 @@ def cuda_session(device: str) -> Iterator[Session]:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # what these runs took is not the pool's
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=context.stream):
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
                 result = run()
             return result, graph.replay
 

@@ -21,7 +21,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -33,9 +33,7 @@ from sglang_smc.round.batch import RoundInputs, RoundShape, shape_of_any, shape_
 from sglang_smc.round.result import Outcome
 from sglang_smc.round.tables import Tables
 from sglang_smc.state.tail_logprobs import LogprobTable, LogprobWidths, recorded_logprobs
-
-if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
+from sglang_smc.upstream import Arguments
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +199,7 @@ def _record_all(of: Sequence[RoundGraphs], record: Record) -> None:
         graphs.record(size, record)
 
 
-def graph_sizes(server_args: "ServerArgs") -> list[int]:
+def graph_sizes(server_args: Arguments) -> list[int]:
     """Batch sizes to capture: those that SGLang would, up to the most that can run."""
     graphs, largest = server_args.cuda_graph_config, server_args.max_running_requests
     assert graphs is not None and largest is not None

@@ -2,7 +2,6 @@
 
 import logging
 from copy import deepcopy
-from typing import TYPE_CHECKING
 
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
@@ -11,9 +10,7 @@ from sglang_smc.models import supported
 from sglang_smc.ops.select import kind_of
 from sglang_smc.options.server import SERVER_ARGS_FIELDS, SMCConfig, cpu_overlap_is_forced
 from sglang_smc.server import requirements
-
-if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
+from sglang_smc.upstream import Arguments
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +20,7 @@ _DEFAULT_MAX_RUNNING_REQUESTS = 48
 ANY_FLAG = SERVER_ARGS_FIELDS["mode"]
 
 
-def check(server_args: "ServerArgs") -> None:
+def check(server_args: Arguments) -> None:
     """Raise ValueError, listing the reasons, for a server that SMC cannot run on."""
     problems = [
         *_setting_problems(server_args),
@@ -38,7 +35,7 @@ def check(server_args: "ServerArgs") -> None:
         )
 
 
-def resolve(server_args: "ServerArgs") -> None:
+def resolve(server_args: Arguments) -> None:
     """Write the settings that follow from accepted arguments back into them."""
     config = SMCConfig.from_server_args(server_args)
     for name, attribute in SERVER_ARGS_FIELDS.items():
@@ -65,7 +62,7 @@ def resolve(server_args: "ServerArgs") -> None:
     logger.info("SMC speculative decoding: %s", config)
 
 
-def _captures(config: SMCConfig, server_args: "ServerArgs") -> bool:
+def _captures(config: SMCConfig, server_args: Arguments) -> bool:
     """Whether rounds are captured where the user leaves it to us."""
     graphs = server_args.cuda_graph_config
     assert graphs is not None
@@ -78,7 +75,7 @@ def _can_capture(config: SMCConfig, device: str | None) -> bool:
     return kind_of(config.kernels, device or "cuda") == "triton" and device != "cpu"
 
 
-def _setting_problems(server_args: "ServerArgs") -> list[str]:
+def _setting_problems(server_args: Arguments) -> list[str]:
     try:
         config = SMCConfig.from_server_args(server_args)
     except ValueError as error:
@@ -119,7 +116,7 @@ def _kernel_problems(config: SMCConfig, device: str | None) -> list[str]:
     return []
 
 
-def _draft_problems(server_args: "ServerArgs") -> list[str]:
+def _draft_problems(server_args: Arguments) -> list[str]:
     if server_args.speculative_draft_model_path is not None:
         return []
     return [

@@ -7,7 +7,7 @@ of a server.
 
 import os
 
-import sglang
+from sglang import version
 
 from sglang_smc.upstream import SUPPORTED, release
 
@@ -20,7 +20,7 @@ def problem() -> str | None:
     if release() in SUPPORTED or os.environ.get(SKIP_VERSION_ENV) == "1":
         return None
     return (
-        f"--speculative-algorithm SMC cannot run here: sglang {sglang.__version__} is installed; "
+        f"--speculative-algorithm SMC cannot run here: sglang {version.__version__} is installed; "
         f"allowed: {', '.join(SUPPORTED)}. Install one of them (pip install "
         f"'sglang=={SUPPORTED[-1]}'), or an sglang-smc made for {release()}. To develop against "
         f"another SGLang, set {SKIP_VERSION_ENV}=1."

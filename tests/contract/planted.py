@@ -149,7 +149,7 @@ from sglang.srt.request import Request
 SUPPORTED = ("0.1.0", "0.2.1")
 
 # 0.2.0 was never supported.
-IS_NEWER = Version(sglang.__version__) >= Version("0.2.0")
+IS_NEWER = Version(version.__version__) >= Version("0.2.0")
 
 
 def row(request: Request):

@@ -1,7 +1,7 @@
 """Three releases of SGLang are supported, and others are told from them."""
 
 import pytest
-import sglang
+from sglang import version
 
 from sglang_smc import upstream
 from sglang_smc.server import compat
@@ -22,11 +22,11 @@ def test_installed_version_is_supported() -> None:
     ],
 )
 def test_version(monkeypatch: pytest.MonkeyPatch, installed: str, is_supported: bool) -> None:
-    monkeypatch.setattr(sglang, "__version__", installed)
+    monkeypatch.setattr(version, "__version__", installed)
     assert (compat.problem() is None) is is_supported
 
 
 def test_version_check_can_be_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang, "__version__", "9.9.9")
+    monkeypatch.setattr(version, "__version__", "9.9.9")
     monkeypatch.setenv(compat.SKIP_VERSION_ENV, "1")
     assert compat.problem() is None

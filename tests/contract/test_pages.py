@@ -6,10 +6,10 @@ import importlib
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from resolved_args import field_names
 from sglang.srt.server_args import ServerArgs
 
 from sglang_smc.options import request, server
@@ -102,13 +102,13 @@ def test_commands_are_known(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_flags_of_speculative_decoding_exist(page: Path) -> None:
     named = set(re.findall(r"--(speculative-[a-z-]*[a-z])", page.read_text()))
-    known = {field.name.replace("_", "-") for field in fields(ServerArgs)}
+    known = {name.replace("_", "-") for name in field_names()}
     assert named <= known
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_python_on_pages_compiles_and_names_real_keywords(page: Path) -> None:
-    known = {field.name for field in fields(ServerArgs)}
+    known = set(field_names())
     for code in blocks_of(page, "python"):
         for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "sgl.Engine":

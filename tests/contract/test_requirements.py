@@ -1,12 +1,11 @@
 """What of SGLang's server arguments SMC refuses, and that somebody has looked at all the others."""
 
 import argparse
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
+from resolved_args import field_names
 from server_arg_fields import LOOKED_AT, MOOT, SOME_RELEASES
 from sglang.srt.server_args import ServerArgs
 from some_releases import contradictions
@@ -96,9 +95,7 @@ def test_what_is_left_to_sglang_is_written_down() -> None:
 
 def fields() -> list[str]:
     """Those of SGLang's own server arguments."""
-    is_struct = not dataclasses.is_dataclass(ServerArgs)
-    found = msgspec.structs.fields(ServerArgs) if is_struct else dataclasses.fields(ServerArgs)
-    return [field.name for field in found if field.name not in FLAG_FIELDS]
+    return [name for name in field_names() if name not in FLAG_FIELDS]
 
 
 def test_every_field_of_sglang_has_been_looked_at() -> None:

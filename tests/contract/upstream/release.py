@@ -50,7 +50,7 @@ def _holds(name: str, version: str, root: Path) -> bool:
     value = _assigned(root / UPSTREAM, name)
     assert value is not None, f"{UPSTREAM} has {name}"
     code = compile(ast.Expression(value), str(UPSTREAM), "eval")
-    names = {"sglang": SimpleNamespace(__version__=version), "Version": _numbers}
+    names = {"version": SimpleNamespace(__version__=version), "Version": _numbers}
     return bool(eval(code, names))
 
 
