@@ -26,7 +26,7 @@ class Contender:
 
     name: str
     slug: str
-    server: str  # "smc", "target" or "draft"
+    server: str  # "smc", "target", "standalone" or "draft"
     smc: dict[str, Any] | None = None  # what its requests ask of the SMC server
     is_slow: bool = False  # asked fewer problems
     weighs: bool = False  # SMC whose particles have weights from round to round

@@ -1,12 +1,13 @@
-"""SMC and plain decoding side by side, on real servers with the shipped model pair.
+"""SMC, SGLang's own speculation and plain decoding side by side, with the shipped model pair.
 
     make demo                                      # needs no arguments, takes a few minutes
     .venv/bin/python bench/demo.py --num-steps 4   # other settings: see --help
 
 A server with SMC speculative decoding starts, and its first answers appear as they are streamed.
-Then the target alone and the draft alone start beside it, and all answer the same held-out problems
-in turns: first one request at a time, as one user asks, then several at a time. The demo ends with
-tables; ``demo-output/`` holds them, the answers, a plot and the servers' logs.
+Then the target alone, with SGLang's STANDALONE, and the draft alone start beside it, and all answer
+the same held-out problems in turns: first one request at a time, as one user asks, then several at
+a time. The demo ends with tables; ``demo-output/`` holds them, the answers, a plot and the logs of
+the servers.
 """
 
 from __future__ import annotations
@@ -37,10 +38,20 @@ from comparison import (
 from openai import OpenAI, OpenAIError
 from pair.task import held_out
 from results import provenance
-from serving import Launch, Server, ServerError, describe_log, running, smc_flags, wait_for_records
+from serving import (
+    Launch,
+    Server,
+    ServerError,
+    describe_log,
+    running,
+    smc_flags,
+    standalone_flags,
+    wait_for_records,
+)
 from study import REPOSITORY, as_script, bar, main_of, positive, prepare_folder
 from tqdm import tqdm
 
+from sglang_smc import upstream
 from sglang_smc.memory.arena import max_arena
 from sglang_smc.options.server import DEFAULTS, RESAMPLE_AT, SMCConfig
 
@@ -52,6 +63,8 @@ NUM_SHOWN = 3
 #: The problems asked several at a time come in so many blocks, and slow rows answer some of them.
 NUM_TURNS, NUM_SLOW_TURNS = 4, 3
 SMC = "SMC"  # the row that is held against AR in words
+#: Drafted a round by STANDALONE, as in SGLang's published comparisons.
+STANDALONE_STEPS = 4
 #: Of a problem and its answer, with room to spare.
 TEXT_TOKENS = 1024
 
@@ -104,6 +117,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="problem i is sent with seed + i")
     add("--no-auto", action="store_true", help="leave out the auto mode of SMC")
     add("--no-exact", action="store_true", help="leave out the exact mode of SMC")
+    add("--no-standalone", action="store_true", help="leave out SGLang's own speculation")
     add("--no-draft", action="store_true", help="leave out the draft alone")
     add("--pair", type=Path, default=REPOSITORY / "bench" / "pair", help="target and draft")
     add("--output-dir", type=Path, default=Path("demo-output"))
@@ -118,10 +132,21 @@ def contenders(options: argparse.Namespace) -> list[Contender]:
         Contender(SMC, "smc", "smc", smc, weighs=True),
         Contender("SMC, auto", "auto", "smc", {"mode": "auto"}, is_slow=True),
         Contender("SMC, exact", "exact", "smc", {"mode": "exact"}, is_slow=True),
+        Contender(f"STANDALONE, K={STANDALONE_STEPS}", "standalone", "standalone"),
         Contender("AR, draft", "draft", "draft", is_slow=True),
     ]
-    left_out = {name for name in ("auto", "exact", "draft") if getattr(options, f"no_{name}")}
+    names = ("auto", "exact", "standalone", "draft")
+    left_out = {name for name in names if getattr(options, f"no_{name}")}
+    if not has_standalone():
+        left_out.add("standalone")
     return [contender for contender in found if contender.slug not in left_out]
+
+
+def has_standalone() -> bool:
+    """Whether SGLang's own speculation runs here."""
+    import torch  # takes seconds, and is needed by servers alone
+
+    return upstream.IS_NEWEST or torch.accelerator.is_available()
 
 
 def launches(options: argparse.Namespace) -> dict[str, Launch]:
@@ -138,6 +163,12 @@ def launches(options: argparse.Namespace) -> dict[str, Launch]:
     return {
         "smc": launch("the server with SMC", "smc", target, smc_flags(draft, **sizes)),
         "target": launch("the target alone", "target", target),
+        "standalone": launch(
+            "the server with STANDALONE",
+            "standalone",
+            target,
+            standalone_flags(draft, num_steps=STANDALONE_STEPS),
+        ),
         "draft": launch("the draft alone", "draft", draft),
     }
 
@@ -307,6 +338,9 @@ def demo(options: argparse.Namespace) -> None:
     check_pair(options.pair)
     prepare_folder(options.output_dir)
     print(settings_line(options), flush=True)
+    if not (options.no_standalone or has_standalone()):
+        family = upstream.NEWEST.name
+        print(f"Without SGLang's STANDALONE: on a CPU it takes SGLang {family}.", flush=True)
     runs = [Run(contender) for contender in contenders(options)]
     needed = {run.contender.server for run in runs}
     first, later = {}, {}

@@ -84,6 +84,17 @@ def smc_flags(draft: Path, *, num_particles: int, num_steps: int) -> list[str]:
     ]
 
 
+def standalone_flags(draft: Path, *, num_steps: int) -> list[str]:
+    """What turns a server into one with SGLang's own speculation: a chain, verified exactly."""
+    return [
+        *("--speculative-algorithm", "STANDALONE"),
+        *("--speculative-draft-model-path", str(draft)),
+        *("--speculative-num-steps", str(num_steps)),
+        *("--speculative-eagle-topk", "1"),
+        *("--speculative-num-draft-tokens", str(num_steps + 1)),
+    ]
+
+
 @contextlib.contextmanager
 def running(*launches: Launch) -> Iterator[list[Server]]:
     """Servers for the ``with`` block, all started at once."""

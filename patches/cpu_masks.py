@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_smc import upstream
 from sglang_smc.server.hooks import Patch
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ PATCHES = (
         why="Without one, pinning raises, and takes the scheduler with it. A grammar backend of "
         "our own (register_grammar_backend) would lose the reasoning parser's wrapper.",
         relies_on=("srt/constrained/xgrammar_backend.py:60",),
-        retire_when="SGLang serves grammars on a CPU.",
+        retire_when="A release that serves grammars on a CPU is the oldest supported.",
+        family=upstream.OLDER,
     ),
     Patch(
         target="sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
@@ -50,6 +52,7 @@ PATCHES = (
         what="Masks logits that are on a CPU.",
         why="SGLang has kernels for accelerators alone, and raises.",
         relies_on=("srt/constrained/xgrammar_backend.py:137",),
-        retire_when="SGLang serves grammars on a CPU.",
+        retire_when="A release that serves grammars on a CPU is the oldest supported.",
+        family=upstream.OLDER,
     ),
 )

@@ -36,6 +36,9 @@ SUPPORTED = ("0.5.17", "0.5.22", "0.5.23")
 #: The first release whose server arguments take no fields; no supported one stands between.
 IS_NEWER = Version(version.__version__) >= Version("0.5.20")
 
+#: The first release that asks platforms about all of its own speculative decoding.
+IS_NEWEST = Version(sglang.__version__) >= Version("0.5.23")
+
 
 def release() -> str:
     """The installed release; a local suffix (0.5.17+cpu) names a build of the same source."""
@@ -52,6 +55,7 @@ class Family(NamedTuple):
 EVERY = Family("every release", True)
 OLDER = Family("0.5.17", not IS_NEWER)
 NEWER = Family("0.5.22 and later", IS_NEWER)
+NEWEST = Family("0.5.23 and later", IS_NEWEST)
 
 
 # Server arguments. In 0.5.17 they are a dataclass that resolves itself as it is built, and hold

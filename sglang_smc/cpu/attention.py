@@ -7,13 +7,15 @@ that decode and verify are one call per layer. Particles have a backend of their
 
 Every forward is read as an *extend*: row ``r`` brings ``query_lens[r]`` new tokens after
 ``prefix_lens[r]`` cached ones, and query ``i`` sees the keys ``0 .. prefix_lens[r] + i``. Decode is
-the case of one new token, verify that of K + 1. The keys of a row stand in the slots
-``req_to_token[req_pool_indices[r], :kv_len]``, as everywhere in SGLang.
+the case of one new token, verify that of K + 1, where tokens of a tree see their ancestors alone.
+The keys of a row stand in the slots ``req_to_token[req_pool_indices[r], :kv_len]``, as everywhere
+in SGLang.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_smc.models.shared_prefix import gather_slots
 from sglang_smc.models.supported import check_layer, check_pool, head_group
+from sglang_smc.models.trees import places_in_mask
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -143,14 +146,17 @@ class CpuAttentionBackend(AttentionBackend):
         if forward_batch.forward_mode.is_idle():
             return
         prefix_lens, query_lens = row_lengths(forward_batch)
-        calls = plan_calls(
-            req_to_token=self.req_to_token_pool.req_to_token,
-            req_pool_indices=forward_batch.req_pool_indices,
+        req_to_token, rows = self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices
+        self.set_plan(
+            slots_of=lambda index, kv_lens: req_to_token[rows[index, None], columns(kv_lens)],
             prefix_lens=prefix_lens,
             query_lens=query_lens,
-            group=self.group,
-            dtype=self.dtype,
+            tree=tree_of(forward_batch),
         )
+
+    def set_plan(self, **rows: Any) -> None:
+        """What the next forward's layers do, from what ``plan_calls`` is to know of its rows."""
+        calls = plan_calls(**rows, group=self.group, dtype=self.dtype)
         self.plan = ForwardPlan(calls, *self._scratch(calls))
 
     def forward_extend(
@@ -206,29 +212,33 @@ def row_lengths(forward_batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor
     prefix_lens, query_lens = forward_batch.extend_prefix_lens, forward_batch.extend_seq_lens
     if mode.is_decode():
         return seq_lens - 1, torch.ones_like(seq_lens)
-    if mode.is_target_verify():
-        _check_chain(forward_batch.spec_info)
-        if query_lens is None:
-            # A verify batch without extend lengths counts only what is cached in seq_lens.
-            width = forward_batch.input_ids.numel() // seq_lens.numel()
-            return seq_lens, torch.full_like(seq_lens, width)
+    if mode.is_target_verify() and query_lens is None:
+        # A verify batch without extend lengths counts only what is cached in seq_lens.
+        width = forward_batch.input_ids.numel() // seq_lens.numel()
+        return seq_lens, torch.full_like(seq_lens, width)
     assert prefix_lens is not None and query_lens is not None, "an extend batch has its lengths"
     return prefix_lens.long(), query_lens.long()
 
 
-def _check_chain(spec_info: Any) -> None:
-    if spec_info is not None and spec_info.custom_mask is not None:
-        raise ValueError("the smc_cpu attention backend verifies chains only, not token trees")
+def tree_of(forward_batch: ForwardBatch) -> torch.Tensor | None:
+    """Which new tokens see which, ``[rows, width, width]`` bool; None for chains."""
+    spec_info: Any = forward_batch.spec_info
+    if not forward_batch.forward_mode.is_target_verify() or spec_info is None:
+        return None
+    if spec_info.custom_mask is None or spec_info.tree_topk == 1:
+        return None
+    places = places_in_mask(forward_batch.seq_lens, spec_info.draft_token_num)
+    return spec_info.custom_mask[places].bool()
 
 
 def plan_calls(
     *,
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
+    slots_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     prefix_lens: torch.Tensor,
     query_lens: torch.Tensor,
     group: int,
     dtype: torch.dtype,
+    tree: torch.Tensor | None = None,
 ) -> list[PaddedRows | LongRow]:
     """Split a batch into attention calls that waste little padding.
 
@@ -236,28 +246,28 @@ def plan_calls(
     where query and key lengths agree within a factor of two; long rows stand alone.
 
     Args:
-        req_to_token: [max rows, max length], slots by row and position
-        req_pool_indices: [rows], each row's index into ``req_to_token``
+        slots_of: of rows ``[n]`` with ``[n]`` keys, the slots ``[n, most keys]`` of these
         prefix_lens, query_lens: [rows] int64, cached and new tokens
         group: query heads per key head
         dtype: of the queries
+        tree: as from ``tree_of``
     """
     starts = query_lens.cumsum(0) - query_lens  # [rows], first query of each row
     calls: list[PaddedRows | LongRow] = []
-    for rows in _buckets(prefix_lens.tolist(), query_lens.tolist()):
+    for rows in _buckets(prefix_lens.tolist(), query_lens.tolist(), together=tree is not None):
         index = torch.tensor(rows)
         prefix, length, start = prefix_lens[index], query_lens[index], starts[index]
-        slots = _padded_slots(req_to_token, req_pool_indices[index], prefix + length)
-        if length[0] > LONG_ROW:
+        slots = slots_of(index, prefix + length).long()
+        if length[0] > LONG_ROW and tree is None:
             calls.append(_long_row(int(start), slots, int(prefix), int(length), dtype))
         else:
-            calls.append(_padded_rows(start, slots, prefix, length, group, dtype))
+            calls.append(_padded_rows(start, slots, prefix, length, group, dtype, tree))
     return calls
 
 
-def _buckets(prefix_lens: list[int], query_lens: list[int]) -> list[list[int]]:
+def _buckets(prefix_lens: list[int], query_lens: list[int], together: bool) -> list[list[int]]:
     """Rows of each call."""
-    if len(set(query_lens)) == 1 and query_lens[0] <= LONG_ROW:
+    if together or (len(set(query_lens)) == 1 and query_lens[0] <= LONG_ROW):
         return [list(range(len(query_lens)))]
     buckets: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for row, (prefix, length) in enumerate(zip(prefix_lens, query_lens, strict=True)):
@@ -268,11 +278,9 @@ def _buckets(prefix_lens: list[int], query_lens: list[int]) -> list[list[int]]:
     return list(buckets.values())
 
 
-def _padded_slots(
-    req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, kv_lens: torch.Tensor
-) -> torch.Tensor:
-    column = torch.arange(int(kv_lens.max())).minimum(kv_lens[:, None] - 1)  # [rows, kv_len]
-    return req_to_token[req_pool_indices[:, None], column].long()
+def columns(lengths: torch.Tensor) -> torch.Tensor:
+    """Places in rows of these lengths, ``[rows, longest]`` int64; padding repeats a row's last."""
+    return torch.arange(int(lengths.max())).minimum(lengths[:, None] - 1)
 
 
 def _long_row(
@@ -291,16 +299,23 @@ def _padded_rows(
     length: torch.Tensor,
     group: int,
     dtype: torch.dtype,
+    tree: torch.Tensor | None,
 ) -> PaddedRows:
-    offset = torch.arange(int(length.max())).minimum(length[:, None] - 1)  # [rows, query_len]
+    offset = columns(length)  # [rows, query_len]
     mask = _causal_mask(prefix[:, None] + offset, slots.shape[1], dtype)
+    if tree is not None:
+        new = prefix.view(-1, 1, 1) + torch.arange(tree.shape[1]).expand_as(tree)
+        mask.scatter_(2, new, _additive(~tree, dtype))
     folded = mask.repeat_interleave(group, dim=1).unsqueeze(1)
     return PaddedRows(tokens=start[:, None] + offset, slots=slots, mask=folded)
 
 
 def _causal_mask(position: torch.Tensor, kv_len: int, dtype: torch.dtype) -> torch.Tensor:
     """Additive mask [*position.shape, kv_len]: a query at ``position`` sees keys up to itself."""
-    hidden = torch.arange(kv_len) > position.unsqueeze(-1)
+    return _additive(torch.arange(kv_len) > position.unsqueeze(-1), dtype)
+
+
+def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 

@@ -11,6 +11,7 @@ calls it in every process, on machines with an accelerator too. So nothing heavy
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin
@@ -37,6 +38,19 @@ MAX_TOTAL_TOKENS = 1 << 17
 # The batched attention takes the place of SGLang's row loop under the loop's own name: SGLang
 # tells by this name (`support_triton`, `get_last_loc`) that Triton kernels are out of reach.
 ATTENTION_BACKEND = "torch_native"
+
+# SGLang's own, where it asks a platform for them; and their options that do not run here, with the
+# value that asks for nothing.
+SPECULATIVE_ALGORITHMS = ("STANDALONE", "EAGLE", "EAGLE3", "NGRAM")
+SPECULATIVE_OPTIONS = {
+    "speculative_use_rejection_sampling": False,
+    "speculative_use_block_verification": False,
+    "speculative_accept_threshold_single": 1.0,
+    "speculative_accept_threshold_acc": 1.0,
+    "speculative_draft_window_size": None,
+    "speculative_adaptive": False,
+    "enable_multi_layer_eagle": False,
+}
 
 
 def activate() -> str | None:
@@ -106,6 +120,30 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         return CpuTokenAllocator
 
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        """Whether SGLang's own algorithm runs here."""
+        return algorithm in SPECULATIVE_ALGORITHMS
+
+    def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
+        from sglang_smc.models.trees import slots_between
+
+        return slots_between
+
+    def get_speculative_worker_cls(self, algorithm: str) -> None:
+        """SGLang's own worker; asked in the process that will run it, so our hooks are in time."""
+        from sglang_smc.cpu.speculation import stand_in_for_wheel
+        from sglang_smc.server import hooks
+
+        if algorithm in SPECULATIVE_ALGORITHMS:
+            stand_in_for_wheel()
+            hooks.put_in_force(hooks.CPU_SPECULATION)
+
+    def draft_attention(self, runner: ModelRunner, topk: int, num_steps: int, each: bool) -> Any:
+        """For `patches/cpu_speculation.py`: of each pass of a draft, or of what it reads then."""
+        from sglang_smc.cpu.speculation import DraftExtend, DraftSteps
+
+        return DraftSteps(runner, topk, num_steps) if each else DraftExtend(runner)
+
     def get_compile_backend(self, mode: str | None = None) -> str:
         """The backend of SGLang's compiled helpers; inductor would need a compiler and minutes."""
         return "eager"
@@ -138,6 +176,10 @@ def _check_server_args(server_args: Arguments) -> None:
         f"page_size={server_args.page_size}": server_args.page_size not in (None, 1),
         "enable_torch_compile": server_args.enable_torch_compile,
     }
+    if server_args.speculative_algorithm in (*SPECULATIVE_ALGORITHMS, "NEXTN"):
+        for field, nothing in SPECULATIVE_OPTIONS.items():
+            value = getattr(server_args, field, nothing)  # no release has them all
+            refused[f"{field}={value!r} (allowed: {nothing!r})"] = value != nothing
     found = [what for what, present in refused.items() if present]
     if found:
         raise ValueError(f"the {PLATFORM_NAME} platform does not support {', '.join(found)}")

@@ -54,7 +54,13 @@ CPU_PLATFORM = Group(
     where="In processes that run models on the platform `smc_cpu`",
     when="By `PlainCpuPlatform.init_backend`, with SMC or without.",
 )
-GROUPS = (FLAGS, SMC, CPU_PLATFORM)
+CPU_SPECULATION = Group(
+    ("cpu_speculation",),
+    where="In processes that run models on the platform `smc_cpu` with SGLang's own speculation",
+    when="By `PlainCpuPlatform.get_speculative_worker_cls`, which SGLang asks before it builds the "
+    "worker.",
+)
+GROUPS = (FLAGS, SMC, CPU_PLATFORM, CPU_SPECULATION)
 
 # In SGLang's log lines about hooks.
 _SOURCE = HookSource("smc", "sglang-smc")

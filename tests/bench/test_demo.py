@@ -5,6 +5,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import demo
 import pytest
 from chat import Answer
 from comparison import Contender, Run, Speed, Turn, conclusions, plain, row_of, tables
@@ -23,7 +24,7 @@ SMC_INFO = {
     "spec_smc_resample_ct": 5,
     "spec_smc_ess_mean": 4.0,
 }
-NAMES = ("target", "smc", "auto", "exact", "draft")
+NAMES = ("target", "smc", "auto", "exact", "standalone", "draft")
 
 
 def run_of(contender: Contender, info: dict[str, Any], seconds: list[float]) -> Run:
@@ -39,6 +40,12 @@ def run_of(contender: Contender, info: dict[str, Any], seconds: list[float]) -> 
             turns.append(Turn(answers, spent))
     run.infos = {answer.request_id: info for answer in run.answers}
     return run
+
+
+@pytest.fixture(autouse=True)
+def newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a release on which SGLang's own speculation runs wherever ours does."""
+    monkeypatch.setattr(demo, "has_standalone", lambda: True)
 
 
 @pytest.fixture
@@ -107,14 +114,23 @@ def test_one_server_takes_every_mode() -> None:
 
 
 def test_servers_differ_by_smc_or_the_model_alone() -> None:
-    smc, target, draft = launches(parse_arguments(["--pair", "p"])).values()
+    smc, target, standalone, draft = launches(parse_arguments(["--pair", "p"])).values()
     assert smc.flags[: len(target.flags)] == target.flags == draft.flags
-    assert (smc.model, target.model, draft.model) == tuple(
-        Path("p") / name for name in ("target", "target", "draft")
+    assert standalone.flags[: len(target.flags)] == target.flags
+    assert (smc.model, target.model, standalone.model, draft.model) == tuple(
+        Path("p") / name for name in ("target", "target", "target", "draft")
     )
 
 
-@pytest.mark.parametrize("left_out", ["auto", "exact", "draft"])
+def test_without_the_release_for_it_stock_speculation_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(demo, "has_standalone", lambda: False)
+    found = [c.slug for c in contenders(parse_arguments([]))]
+    assert found == [name for name in NAMES if name != "standalone"]
+
+
+@pytest.mark.parametrize("left_out", ["auto", "exact", "standalone", "draft"])
 def test_rows_can_be_left_out(left_out: str) -> None:
     found = [c.slug for c in contenders(parse_arguments([f"--no-{left_out}"]))]
     assert found == [name for name in NAMES if name != left_out]

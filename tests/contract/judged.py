@@ -24,11 +24,12 @@ _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
 
 
 class Methods(NamedTuple):
-    """Names of one class: on all releases, on 0.5.17 alone, and on the newer ones alone."""
+    """Names of one class: on all releases, on 0.5.17 alone, on newer ones, on the newest alone."""
 
     every: str
     older: str = ""
     newer: str = ""
+    newest: str = ""
 
 
 METHODS = {
@@ -111,11 +112,12 @@ METHODS = {
         """,
         # Defaults: the stock class, a CPU, False. DFLASH alone asks for a draft's backend.
         newer="""
-        get_default_speculative_draft_attention_backend get_full_graph_backend_cls
-        get_group_coordinator_device get_kv_pool_cls get_speculative_cache_locs_fn
-        get_speculative_graph_runner_cls get_speculative_worker_cls post_load_model
-        support_mamba_cache_extra_buffer supports_speculative_algorithm
-        supports_speculative_draft_attention_backend
+        get_default_speculative_draft_attention_backend get_full_graph_backend_cls get_kv_pool_cls
+        get_speculative_cache_locs_fn post_load_model support_mamba_cache_extra_buffer
+        supports_speculative_algorithm supports_speculative_draft_attention_backend
+        """,
+        newest="""
+        get_group_coordinator_device get_speculative_graph_runner_cls get_speculative_worker_cls
         """,
     ),
     _UPDATER + ".SchedulerWeightUpdaterManager": Methods(
@@ -134,10 +136,14 @@ METHODS = {
 }
 
 
-def methods(newer: bool) -> dict[str, list[str]]:
-    """What each class has on the newer releases, or on the older."""
+def methods(newer: bool, newest: bool) -> dict[str, list[str]]:
+    """What each class has on the newer releases, or on the older; some on the newest alone."""
     return {
-        path: [*of.every.split(), *(of.newer if newer else of.older).split()]
+        path: [
+            *of.every.split(),
+            *(of.newer if newer else of.older).split(),
+            *(of.newest if newest else "").split(),
+        ]
         for path, of in METHODS.items()
     }
 

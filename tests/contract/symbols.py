@@ -6,7 +6,7 @@ What only some of them need stands in `symbols_older.py` (0.5.17) and `symbols_n
 """
 
 from contract.shape import ASYNC_GENERATOR, COROUTINE, Symbol
-from contract.symbols_newer import NEWER
+from contract.symbols_newer import NEWER, NEWEST
 from contract.symbols_older import OLDER
 
 _POOLS = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator."
@@ -253,6 +253,6 @@ PLATFORM = (
 EVERY = FLAGS + REGISTRATION + HOOKS + WORKER + PLATFORM
 
 
-def contract(newer: bool) -> tuple[Symbol, ...]:
-    """What has to be there on the newer releases, or on the older."""
-    return EVERY + (NEWER if newer else OLDER)
+def contract(newer: bool, newest: bool = False) -> tuple[Symbol, ...]:
+    """What has to be there on the newer releases, or on the older; some on the newest alone."""
+    return EVERY + (NEWER if newer else OLDER) + (NEWEST if newest else ())

@@ -100,3 +100,80 @@ NEWER = (
     Symbol("sglang.srt.platforms.interface.SRTPlatform.get_kv_pool_cls", "self * kind"),
     Symbol("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup", "self"),
 )
+
+_SPEC = "sglang.srt.speculative."
+_OPS = "sglang.kernels.ops.speculative."
+
+# SGLang's own speculative decoding on our platform: what its hooks stand for, and what it asks.
+NEWEST = (
+    Symbol(
+        _SPEC + "draft_utils.DraftBackendFactory._create_backend",
+        "self backend_name backend_map error_template stamps_children",
+    ),
+    Symbol(
+        _SPEC + "draft_utils.DraftBackendFactory",
+        attributes="draft_model_runner topk speculative_num_steps",
+    ),
+    Symbol(_SPEC + "spec_utils._select_top_k_tokens_later"),
+    Symbol(
+        _SPEC + "eagle_utils.eagle_sample",
+        calls="_can_use_sparse_uno_tree_target_sampling sample_uno_tree_target_tokens "
+        "verify_tree_greedy_func",
+    ),
+    Symbol(
+        _SPEC + "eagle_utils._can_use_sparse_uno_tree_target_sampling", "max_top_k sampling_info"
+    ),
+    Symbol(
+        _SPEC + "uno_utils.sample_uno_tree_target_tokens",
+        "* next_token_logits sampling_info batch_size verify_width max_top_k",
+    ),
+    Symbol(
+        "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
+        "req_pool_indices req_to_token start_offset end_offset out_cache_loc batch_size",
+    ),
+    Symbol(
+        _OPS + "cache_locs.assign_draft_cache_locs_contiguous_func",
+        "req_pool_indices req_to_token seq_lens out_cache_loc topk num_cols positions mrope",
+    ),
+    Symbol(
+        _OPS + "cache_locs.fill_front_out_cache_loc_func",
+        "num_front out_cache_loc front_out_cache_loc",
+    ),
+    Symbol(
+        _OPS + "eagle.fill_accept_out_cache_loc_func",
+        "accept_index out_cache_loc accept_out_cache_loc size",
+    ),
+    Symbol(
+        _OPS + "eagle.fill_bonus_tokens_func",
+        "accept_tokens accept_lens bonus_tokens accept_stride batch_size",
+    ),
+    Symbol(
+        _OPS + "spec_tree.build_tree_kernel_efficient_func",
+        "parent_list top_scores_index seq_lens tree_mask positions retrieve_index "
+        "retrieve_next_token retrieve_next_sibling topk spec_steps num_verify_tokens "
+        "tree_mask_mode",
+    ),
+    Symbol(
+        _OPS + "spec_tree.verify_tree_greedy_func",
+        "predicts accept_index accept_token_num candidates retrieve_index retrieve_next_token "
+        "retrieve_next_sibling target_predict topk",
+    ),
+    Symbol(
+        "sglang.srt.platforms.interface.SRTPlatform",
+        attributes="supports_speculative_algorithm get_speculative_cache_locs_fn "
+        "get_speculative_worker_cls",
+    ),
+    Symbol(
+        _SPEC + "spec_info.SpeculativeAlgorithm.get_platform_worker_cls",
+        calls="current_platform.get_speculative_worker_cls",
+    ),
+    Symbol(_OPS + "cache_locs.assign_extend_cache_locs_func", calls="platform_fn"),
+    Symbol(
+        "sglang.srt.arg_groups.speculative_hook._check_oot_speculative_algorithm",
+        calls="current_platform.supports_speculative_algorithm",
+    ),
+    Symbol(
+        "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",
+        "probs top_ks top_ps min_ps need_min_p_sampling sampling_seed positions",
+    ),
+)

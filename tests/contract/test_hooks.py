@@ -96,6 +96,12 @@ def test_platform_hook_that_did_not_land_is_named(lost: str) -> None:
         PlainCpuPlatform().init_backend()
 
 
+@pytest.mark.parametrize("lost", targets(hooks.CPU_SPECULATION), indirect=True)
+def test_hook_for_stock_speculation_that_did_not_land_is_named(lost: str) -> None:
+    with pytest.raises(RuntimeError, match=lost):
+        PlainCpuPlatform().get_speculative_worker_cls("STANDALONE")
+
+
 @pytest.mark.parametrize("target", targets(hooks.SMC))
 def test_target_patched_by_others_does_not_count(
     monkeypatch: pytest.MonkeyPatch, target: str

@@ -13,7 +13,7 @@ REGISTER = "sglang.srt.plugins.hook_registry.HookRegistry.register"
 REGISTRY = "sglang.srt.plugins.hook_registry.HookRegistry"
 
 
-CONTRACT = contract(upstream.IS_NEWER)
+CONTRACT = contract(upstream.IS_NEWER, upstream.IS_NEWEST)
 
 
 @pytest.mark.parametrize("symbol", CONTRACT, ids=lambda symbol: symbol.path)

@@ -62,7 +62,8 @@ def by_source(root: Path) -> list[str]:
 
 
 def test_hooks_and_requirements_are_read_as_they_are() -> None:
-    own = [source for source in ours.sources(upstream.IS_NEWER) if source.is_product]
+    sources = ours.sources(upstream.IS_NEWER, newest=upstream.IS_NEWEST)
+    own = [source for source in sources if source.is_product]
     fields = [use.path for source in own for use in ours.requirement_fields(source)]
     assert sorted(fields) == sorted(requirement.field for requirement in REQUIREMENTS)
     read = [hook for source in own for hook in ours.hooks(source)]
@@ -78,6 +79,7 @@ def test_releases_are_read_as_they_are() -> None:
     version = release.version_of(root)
     assert version == upstream.release()
     assert release.is_newer(version) == upstream.IS_NEWER
+    assert release.is_newest(version) == upstream.IS_NEWEST
     assert release.supported() == upstream.SUPPORTED
     assert {release.is_newer(version) for version in upstream.SUPPORTED} == {True, False}
 
@@ -223,7 +225,7 @@ BRANCHES = {
     "def f():\n if IS_NEWER: return 1\n g()": ("def f(): g()", "def f(): return 1"),
     "def f():\n if IS_NEWER: g()\n h()": ("def f(): h()", "def f():\n g()\n h()"),
     "for x in y:\n if not IS_NEWER: g(x)": ("for x in y: g(x)", "for x in y: pass"),
-    "if IS_NEWEST: f()": ("if IS_NEWEST: f()", "if IS_NEWEST: f()"),
+    "if IS_LATER: f()": ("if IS_LATER: f()", "if IS_LATER: f()"),
     "x = (P(a), P(b, OLDER), P(c, family=u.NEWER))": (
         "x = (P(a), P(b, OLDER))",
         "x = (P(a), P(c, family=u.NEWER))",

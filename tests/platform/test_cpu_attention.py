@@ -13,6 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_smc.cpu import attention
 from sglang_smc.cpu.attention import LONG_ROW, CpuAttentionBackend
+from sglang_smc.cpu.speculation import DraftStep
 from sglang_smc.models import supported
 
 HEAD_DIM = 16
@@ -30,6 +31,7 @@ class Harness:
         self.pool = MHATokenToKVPool(
             NUM_SLOTS, 1, dtype, kv_heads, HEAD_DIM, 1, "cpu", enable_memory_saver=False
         )
+        self.hidden: list[int] = []  # new tokens that no other sees, in the reference
         # Whatever no row owns is poison: reading it shows.
         self.pool.get_key_buffer(0).fill_(float("nan"))
         self.pool.get_value_buffer(0).fill_(float("nan"))
@@ -103,7 +105,8 @@ class Harness:
         output, token = torch.empty_like(self.q, dtype=torch.float64), 0
         for row, prefix, length in zip(self.rows, self.prefix_lens, self.query_lens, strict=True):
             for seen in range(prefix + 1, prefix + length + 1):
-                slots = self.table[row, :seen].long()
+                hidden = [prefix + node for node in self.hidden]
+                slots = self.table[row, [p for p in range(seen) if p not in hidden]].long()
                 for head in range(self.layer.tp_q_head_num):
                     logits = keys[slots, head // group] @ self.q[token, head].double()
                     weights = (logits * self.layer.scaling).softmax(0)
@@ -235,8 +238,45 @@ def test_attention_sinks_are_refused():
         h.backend.forward(h.q.flatten(1), h.k, h.v, h.layer, batch, sinks=torch.zeros(4))
 
 
-def test_token_trees_are_refused():
-    h = Harness([3], [5], q_heads=4, kv_heads=2, dtype=torch.float32)
-    tree = SimpleNamespace(custom_mask=torch.ones(5 * 8, dtype=torch.bool))
-    with pytest.raises(ValueError, match="chains only"):
-        h.run(ForwardMode.TARGET_VERIFY, spec_info=tree)
+#: Of five new tokens, whom each follows: a root, its two children, and a grandchild of each.
+PARENTS = [-1, 0, 0, 1, 2]
+
+
+def test_a_tree_s_tokens_see_their_ancestors(heads):
+    """As chains of which only the last tokens are compared."""
+    prefix_lens, width = [6, 1, 70], len(PARENTS)
+    sees = torch.eye(width, dtype=torch.bool)
+    for node in range(1, width):
+        sees[node] |= sees[PARENTS[node]]
+    lines = [torch.cat([torch.ones(width, p, dtype=torch.bool), sees], 1) for p in prefix_lens]
+    mask = torch.cat([line.flatten() for line in lines])
+    tree = SimpleNamespace(custom_mask=mask, tree_topk=2, draft_token_num=width)
+    h = Harness(prefix_lens, [width] * 3, **heads, dtype=torch.float32)
+    cached = {"seq_lens": torch.tensor(prefix_lens), "extend_seq_lens": None}
+    found = h.run(ForwardMode.TARGET_VERIFY, spec_info=tree, **cached)
+    for node, ancestors in enumerate(sees):
+        h.hidden = (~ancestors).nonzero().flatten().tolist()
+        wanted = h.reference()[node::width]
+        torch.testing.assert_close(found[node::width].double(), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("topk", "step"), [(1, 0), (1, 2), (3, 0), (3, 1)])
+def test_a_draft_s_pass_sees_the_text_and_its_own_branch(heads, topk, step):
+    """Rows of another table, where branches stand behind the text as SGLang lays them out."""
+    num_steps, texts = 3, [5, 1, 40]
+    lengths = [text + step for text in texts for _ in range(topk)]
+    h = Harness(lengths, [1] * len(lengths), **heads, dtype=torch.float32)
+    table = torch.full((3, 40 + topk * num_steps), 10**8, dtype=torch.int32)
+    for row, text in enumerate(texts):
+        for branch in range(topk):
+            source = h.table[h.rows[row * topk + branch]]
+            own = h.table[h.rows[row * topk], :text] if branch else source[:text]
+            source[:text] = own  # a request's branches share its text
+            table[row, :text] = own
+            start = text + branch * num_steps
+            table[row, start : start + step + 1] = source[text : text + step + 1]
+    runner = h._runner(heads["q_heads"], heads["kv_heads"], torch.float32)
+    runner.req_to_token_pool.req_to_token = table
+    h.backend = DraftStep(runner, topk, num_steps, step)
+    rows, seq_lens = torch.arange(3), torch.tensor(texts)
+    h.assert_matches(h.run(ForwardMode.DECODE, req_pool_indices=rows, seq_lens=seq_lens))

@@ -68,6 +68,7 @@ def make_args(monkeypatch):
             mem_fraction_static=None,
             tp_size=1,
             dp_size=1,
+            speculative_algorithm=None,
         )
         args.__dict__.update(changes)
         PlainCpuPlatform().apply_server_args_defaults(args)
@@ -110,6 +111,16 @@ def test_what_the_user_chose_stays(make_args):
 def test_refusals(make_args, change, message):
     with pytest.raises(ValueError, match=message):
         make_args(**change)
+
+
+def test_options_of_speculation_that_do_not_run_are_refused(make_args):
+    """Of SGLang's own algorithms; ours judges them itself."""
+    for field, nothing in platform.SPECULATIVE_OPTIONS.items():
+        given = {"speculative_algorithm": "STANDALONE", field: 0.5}
+        with pytest.raises(ValueError, match=rf"{field}=0.5 \(allowed: {nothing}\)"):
+            make_args(**given)
+        make_args(**given | {"speculative_algorithm": "SMC"})
+        make_args(**given | {field: nothing})
 
 
 def test_allocator_refuses_pages():

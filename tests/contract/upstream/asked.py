@@ -25,7 +25,8 @@ def everything(version: str) -> Asked:
     """
     newer, last = release.is_newer(version), release.supported()[-1]
     known = version if version in release.supported() else last
-    sources = ours.sources(newer)
+    newest = release.is_newest(version)
+    sources = ours.sources(newer, newest=newest)
     refused = [use.path for s in sources if s.is_product for use in ours.requirement_fields(s)]
     fields = {SERVER_ARGS: ([*LOOKED_AT, *refused], SOME_RELEASES), **_FIELDS}
     judged = (
@@ -33,9 +34,12 @@ def everything(version: str) -> Asked:
             Judged(path, frozenset(names), "field", _elsewhere(some, known))
             for path, (names, some) in fields.items()
         ),
-        *(Judged(path, frozenset(names), "method") for path, names in methods(newer).items()),
+        *(
+            Judged(path, frozenset(names), "method")
+            for path, names in methods(newer, newest).items()
+        ),
     )
-    return Asked(contract(newer), sources, judged, MAY_KEEP_TABLE)
+    return Asked(contract(newer, newest), sources, judged, MAY_KEEP_TABLE)
 
 
 def _elsewhere(some: dict[str, str], version: str) -> frozenset[str]:

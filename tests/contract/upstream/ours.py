@@ -49,15 +49,15 @@ class Source(NamedTuple):
         return None
 
 
-def sources(newer: bool, root: Path = ROOT) -> list[Source]:
+def sources(newer: bool, root: Path = ROOT, newest: bool = False) -> list[Source]:
     """Our files; links into the package are not followed, so that no file comes twice."""
     paths = (path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py")))
-    return [read(path, str(path.relative_to(root)), newer) for path in paths]
+    return [read(path, str(path.relative_to(root)), newer, newest) for path in paths]
 
 
-def read(path: Path, name: str, newer: bool) -> Source:
+def read(path: Path, name: str, newer: bool, newest: bool = False) -> Source:
     """One file."""
-    body = as_run(path.read_text("utf-8"), newer)
+    body = as_run(path.read_text("utf-8"), newer, newest)
     nodes = list(ast.walk(body))
     imported = {}
     for node in nodes:
@@ -226,7 +226,7 @@ class Heir(NamedTuple):
     bases: list[str]  # SGLang's, those of our own bases too
 
 
-def heirs(sources: list[Source]) -> Iterator[Heir]:
+def heirs(sources: list[Source]) -> list[Heir]:
     """All of them; our classes are known by their names alone, which are no two times there."""
     classes = {
         node.name: (source, node)
@@ -234,10 +234,8 @@ def heirs(sources: list[Source]) -> Iterator[Heir]:
         for node in source.body.body
         if isinstance(node, ast.ClassDef)
     }
-    for source, node in classes.values():
-        bases = list(_sglang_bases(node.name, classes))
-        if bases:
-            yield Heir(source, node, bases)
+    found = [Heir(s, n, list(_sglang_bases(n.name, classes))) for s, n in classes.values()]
+    return [heir for heir in found if heir.bases]
 
 
 def _sglang_bases(name: str, classes: dict[str, tuple[Source, ast.ClassDef]]) -> Iterator[str]:
@@ -259,9 +257,12 @@ def overrides(sources: list[Source]) -> Iterator[Override]:
 
 
 def super_calls(sources: list[Source]) -> Iterator[Use]:
-    """`super().method(...)` in our classes with one base of SGLang's."""
-    for source, node, bases in heirs(sources):
+    """`super().method(...)` in our classes with one base of SGLang's, where it is not ours."""
+    found = heirs(sources)
+    own = {(h.node.name, m.name) for h in found for m in h.node.body if isinstance(m, Function)}
+    for source, node, bases in found:
         for call in ast.walk(node) if len(bases) == 1 else ():
             if isinstance(call, ast.Call) and ast.unparse(call.func).startswith("super()."):
                 name = ast.unparse(call.func).removeprefix("super().")
-                yield Use(f"{bases[0]}.{name}", source.place(call), call)
+                if not any((ast.unparse(base), name) in own for base in node.bases):
+                    yield Use(f"{bases[0]}.{name}", source.place(call), call)

@@ -1,7 +1,7 @@
 """Which release a folder holds, which are supported, and what of our files runs on it.
 
-`sglang_smc/upstream.py` alone knows releases: its `SUPPORTED` and its `IS_NEWER` are read here, and
-code behind that name counts only on the releases where Python would come to it.
+`sglang_smc/upstream.py` alone knows releases: its `SUPPORTED`, `IS_NEWER` and `IS_NEWEST` are read
+here, and code behind these names counts only on the releases where Python would come to it.
 """
 
 import ast
@@ -13,7 +13,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 UPSTREAM = Path("sglang_smc", "upstream.py")
 
-OLDER, NEWER = "OLDER", "NEWER"
+OLDER, NEWER, NEWEST = "OLDER", "NEWER", "NEWEST"
 
 
 def version_of(root: Path) -> str:
@@ -38,8 +38,17 @@ def supported(root: Path = ROOT) -> tuple[str, ...]:
 
 def is_newer(version: str, root: Path = ROOT) -> bool:
     """What `IS_NEWER` is on a release, by its own expression."""
-    value = _assigned(root / UPSTREAM, "IS_NEWER")
-    assert value is not None, f"{UPSTREAM} has IS_NEWER"
+    return _holds("IS_NEWER", version, root)
+
+
+def is_newest(version: str, root: Path = ROOT) -> bool:
+    """What `IS_NEWEST` is on a release, by its own expression."""
+    return _holds("IS_NEWEST", version, root)
+
+
+def _holds(name: str, version: str, root: Path) -> bool:
+    value = _assigned(root / UPSTREAM, name)
+    assert value is not None, f"{UPSTREAM} has {name}"
     code = compile(ast.Expression(value), str(UPSTREAM), "eval")
     names = {"version": SimpleNamespace(__version__=version), "Version": _numbers}
     return bool(eval(code, names))
@@ -63,21 +72,23 @@ def _assigned(path: Path, name: str) -> ast.expr | None:
     return None
 
 
-def as_run(text: str, newer: bool) -> ast.Module:
+def as_run(text: str, newer: bool, newest: bool = False) -> ast.Module:
     """A file of ours as it runs: of a branch on `IS_NEWER` the one that is taken, and of records
     that name a `Family`, as `Patch(...)` and `Requirement(...)` may, those that are for this one.
     """
     body = ast.parse(text)
-    return _Branches(newer).visit(body) if OLDER in text or NEWER in text else body
+    known = any(name in text for name in (OLDER, NEWER, NEWEST))
+    return _Branches(newer, newest).visit(body) if known else body
 
 
 class _Branches(ast.NodeTransformer):
-    def __init__(self, newer: bool) -> None:
-        self._other = OLDER if newer else NEWER
+    def __init__(self, newer: bool, newest: bool) -> None:
+        families = {OLDER: not newer, NEWER: newer, NEWEST: newest}
+        self._others = {name for name, is_installed in families.items() if not is_installed}
         self._values = {
             "IS_NEWER": newer,
-            f"{NEWER}.is_installed": newer,
-            f"{OLDER}.is_installed": not newer,
+            "IS_NEWEST": newest,
+            **{f"{name}.is_installed": value for name, value in families.items()},
         }
 
     def generic_visit(self, node: ast.AST) -> Any:
@@ -90,11 +101,11 @@ class _Branches(ast.NodeTransformer):
         return super().generic_visit(node)
 
     def _is_for_other(self, node: ast.expr) -> bool:
-        """Whether it is a record of the other family."""
+        """Whether it is a record of a family that this release is not of."""
         if not isinstance(node, ast.Call):
             return False
         given = (*node.args, *(keyword.value for keyword in node.keywords))
-        return self._other in (ast.unparse(value).rpartition(".")[2] for value in given)
+        return any(ast.unparse(value).rpartition(".")[2] in self._others for value in given)
 
     def _taken(self, statements: list[ast.stmt]) -> list[ast.stmt]:
         """Statements without the branches that are not taken, nor what is behind a return."""

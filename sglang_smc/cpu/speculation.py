@@ -1,0 +1,73 @@
+"""SGLang's own speculative decoding: the attention of its drafts, and a wheel that is not there."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_smc.cpu.attention import CpuAttentionBackend, columns
+from sglang_smc.models.trees import tree_of_mask
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class DraftStep(CpuAttentionBackend):
+    """Attention of the draft's pass number ``step``, over a row for each branch of each request.
+
+    Branch ``b`` has written to the ``step`` slots from ``num_steps * b`` on behind the request's
+    text, and now writes to the next.
+    """
+
+    def __init__(self, runner: ModelRunner, topk: int, num_steps: int, step: int) -> None:
+        super().__init__(runner)
+        self.topk, self.num_steps, self.step = topk, num_steps, step
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Plan the calls of this pass; ``seq_lens`` counts the text alone."""
+        if forward_batch.forward_mode.is_idle():
+            return
+        rows = forward_batch.req_pool_indices.repeat_interleave(self.topk)
+        text = forward_batch.seq_lens.long().repeat_interleave(self.topk)
+        branch = torch.arange(self.topk).repeat(len(forward_batch.seq_lens))
+        req_to_token = self.req_to_token_pool.req_to_token
+
+        def slots_of(index: torch.Tensor, kv_lens: torch.Tensor) -> torch.Tensor:
+            column = columns(kv_lens)
+            own = (column >= text[index, None]) * branch[index, None] * self.num_steps
+            return req_to_token[rows[index, None], column + own]
+
+        ones = torch.ones_like(text)
+        self.set_plan(slots_of=slots_of, prefix_lens=text + self.step, query_lens=ones)
+
+
+class DraftSteps:
+    """The attention of all passes of a round's draft, where SGLang looks for it."""
+
+    def __init__(self, runner: ModelRunner, topk: int, num_steps: int) -> None:
+        # What the last pass would predict nobody verifies.
+        steps = range(num_steps - 1)
+        self.attn_backends = [DraftStep(runner, topk, num_steps, step) for step in steps]
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Plan all passes."""
+        for backend in self.attn_backends:
+            backend.init_forward_metadata(forward_batch)
+
+
+class DraftExtend(CpuAttentionBackend):
+    """The draft's reading of what was accepted."""
+
+    # For SGLang, which sizes the masks of trees by them.
+    needs_cpu_seq_lens = True
+
+
+def stand_in_for_wheel() -> None:
+    """Offer what NGRAM imports from SGLang's wheel of CUDA kernels, which needs `libcuda`."""
+    wheel: Any = ModuleType("sgl_kernel.speculative")
+    wheel.reconstruct_indices_from_tree_mask = tree_of_mask
+    sys.modules[wheel.__name__] = wheel

@@ -1,0 +1,319 @@
+"""What stands for SGLang's kernels of speculative decoding, against loops over nodes and slots."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from laws import p_value
+
+from sglang_smc.models import trees
+from sglang_smc.patches import cpu_speculation
+
+SEEDS = range(5)
+NUM_STEPS, TOPK, WIDTH = 3, 3, 7
+
+
+def no_kernel(*args: Any, **kwargs: Any) -> Any:
+    """What the hooks are around: not to be called."""
+    raise AssertionError(args, kwargs)
+
+
+class Drafted(NamedTuple):
+    """What SGLang knows of drafted candidates, of several requests."""
+
+    parent_list: torch.Tensor  # [requests, groups]
+    selected: torch.Tensor  # [requests, width - 1]
+    parents: list[list[int]]  # of each request's nodes; the root's is -1
+    seq_lens: torch.Tensor  # [requests]
+
+
+def drafted(seed: int, requests: int = 3, topk: int = TOPK, width: int = WIDTH) -> Drafted:
+    """Random trees. Candidates are numbered by steps; ``topk`` of a step go on to the next."""
+    generator = torch.Generator().manual_seed(seed)
+    groups, chosen, parents = [], [], []
+    for _ in range(requests):
+        follows = dict.fromkeys(range(topk), -1)
+        score = {c: float(torch.rand((), generator=generator)) for c in follows}
+        kept, next_candidate, parent_list = list(range(topk)), topk, [-1, *range(topk)]
+        for step in range(1, NUM_STEPS):
+            fresh = []
+            for parent, _branch in itertools.product(kept, range(topk)):
+                follows[next_candidate] = parent
+                likely = float(torch.rand((), generator=generator))
+                score[next_candidate] = score[parent] * likely
+                fresh.append(next_candidate)
+                next_candidate += 1
+            kept = sorted(fresh, key=lambda c: -score[c])[:topk]
+            if step < NUM_STEPS - 1:
+                parent_list += kept
+        best = sorted(sorted(score, key=lambda c: -score[c])[: width - 1])
+        node = {candidate: number for number, candidate in enumerate(best, start=1)}
+        groups.append(parent_list)
+        chosen.append(best)
+        parents.append([-1, *(node.get(follows[c], 0) for c in best)])
+    seq_lens = torch.randint(1, 9, (requests,), generator=generator)
+    return Drafted(torch.tensor(groups), torch.tensor(chosen), parents, seq_lens)
+
+
+class Built:
+    """Tensors as SGLang gives them to be written."""
+
+    def __init__(self, seq_lens: torch.Tensor, width: int) -> None:
+        requests = len(seq_lens)
+        size = int((width * (seq_lens + width)).sum())
+        self.mask = torch.ones(size, dtype=torch.bool)
+        self.positions = torch.empty(requests * width, dtype=torch.long)
+        self.links = torch.full((3, requests, width), -1)
+
+    @classmethod
+    def of(cls, case: Drafted, topk: int = TOPK) -> Built:
+        width = case.selected.shape[1] + 1
+        built = cls(case.seq_lens, width)
+        args = (case.parent_list, case.selected, case.seq_lens, built.mask, built.positions)
+        cpu_speculation.build_trees(no_kernel, *args, *built.links, topk, NUM_STEPS, width, 0)
+        return built
+
+
+def ancestors(parents: list[int], node: int) -> list[int]:
+    found = []
+    while node != -1:
+        found.append(node)
+        node = parents[node]
+    return found
+
+
+def assert_links(built: Built, case: Drafted) -> None:
+    width = len(case.parents[0])
+    for row, parents in enumerate(case.parents):
+        children = {node: [c for c in range(width) if parents[c] == node] for node in range(width)}
+        index, child, sibling = built.links[:, row].tolist()
+        assert index == [row * width + node for node in range(width)]
+        assert child == [min(children[node], default=-1) for node in range(width)]
+        later = [[c for c in children.get(parents[n], []) if c > n] for n in range(width)]
+        assert sibling == [min(after, default=-1) for after in later]
+        depth = [len(ancestors(parents, node)) - 1 for node in range(width)]
+        positions = built.positions.view(-1, width)[row].tolist()
+        assert positions == [int(case.seq_lens[row]) + d for d in depth]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_trees(seed: int) -> None:
+    case = drafted(seed)
+    built = Built.of(case)
+    assert_links(built, case)
+    wanted = []
+    for text, parents in zip(case.seq_lens.tolist(), case.parents, strict=True):
+        for node in range(WIDTH):
+            own = ancestors(parents, node)
+            wanted += [True] * text + [other in own for other in range(WIDTH)]
+    assert built.mask.tolist() == wanted
+
+
+def test_chains() -> None:
+    steps = torch.arange(NUM_STEPS).repeat(2, 1)
+    chains = [[*range(-1, NUM_STEPS)]] * 2
+    case = Drafted(steps - 1, steps, chains, torch.tensor([4, 1]))
+    assert_links(Built.of(case, topk=1), case)
+
+
+def test_a_chain_of_one_step() -> None:
+    case = Drafted(torch.empty(2, 0).long(), torch.zeros(2, 1).long(), [[-1, 0]] * 2, torch.ones(2))
+    assert_links(Built.of(case, topk=1), case)
+
+
+def test_a_node_whose_parent_was_not_selected_is_out_of_the_tree() -> None:
+    """Candidate 3 follows candidate 0: as probable, where that is certain."""
+    case = Drafted(torch.tensor([[-1, 0, 1]]), torch.tensor([[1, 2]]), [[-1, 0, 2]], torch.ones(1))
+    built = Built.of(case, topk=2)
+    assert built.links[1].tolist() == [[1, -1, -1]]
+    assert built.links[2].tolist() == [[-1, -1, -1]]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_trees_of_masks(seed: int) -> None:
+    case = drafted(seed)
+    sees = Built.of(case).mask[trees.places_in_mask(case.seq_lens, WIDTH)]
+    built = Built(case.seq_lens, WIDTH)
+    args = (sees.flatten(), case.seq_lens, built.positions)
+    trees.tree_of_mask(*args, *built.links, len(sees), WIDTH)
+    assert_links(built, case)
+
+
+def verified(
+    case: Drafted, tokens: torch.Tensor, target: torch.Tensor, longest: int, topk: int = TOPK
+) -> Any:
+    requests, width = tokens.shape
+    index, child, sibling = Built.of(case, topk).links
+    found = SimpleNamespace(
+        predicts=torch.zeros(requests * width, dtype=torch.int32),
+        accept_index=torch.full((requests, longest), -1, dtype=torch.int32),
+        accept_token_num=torch.empty(requests, dtype=torch.int32),
+    )
+    cpu_speculation.verify_trees(
+        no_kernel,
+        **vars(found),
+        candidates=tokens,
+        retrieve_index=index,
+        retrieve_next_token=child,
+        retrieve_next_sibling=sibling,
+        target_predict=target,
+    )
+    return found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("longest", [2, NUM_STEPS + 1])
+def test_walks(seed: int, longest: int) -> None:
+    """Few tokens, so that some walks reach a leaf and siblings hold one token at times."""
+    case = drafted(seed, requests=20)
+    generator = torch.Generator().manual_seed(seed)
+    tokens, target = torch.randint(0, 3, (2, 20, WIDTH), generator=generator)
+    found = verified(case, tokens, target, longest)
+    lengths = []
+    for row, parents in enumerate(case.parents):
+        walk = [0]
+        while len(walk) < longest:
+            fits = [c for c in range(WIDTH) if parents[c] == walk[-1]]
+            fits = [c for c in fits if tokens[row, c] == target[row, walk[-1]]]
+            if not fits:
+                break
+            walk.append(fits[0])
+        padding = [-1] * (longest - len(walk))
+        assert found.accept_index[row].tolist() == [row * WIDTH + n for n in walk] + padding
+        assert found.accept_token_num[row] == len(walk) - 1
+        own = found.predicts.view(-1, WIDTH)[row].tolist()
+        assert own == [int(target[row, n]) if n in walk else 0 for n in range(WIDTH)]
+        lengths.append(len(walk))
+    assert len(set(lengths)) > 1
+
+
+def sampling(size: int, **limits: Any) -> Any:
+    """What SGLang knows of ``size`` requests that sample alike."""
+    plain = {"temperatures": 1.0, "top_ks": 1 << 30, "top_ps": 1.0, "min_ps": 0.0} | limits
+    info: dict[str, Any] = {name: torch.full((size,), value) for name, value in plain.items()}
+    info["temperatures"] = info["temperatures"].view(-1, 1)
+    for name in ("top_k", "top_p", "min_p"):
+        info[f"need_{name}_sampling"] = f"{name}s" in limits
+    return SimpleNamespace(**info)
+
+
+#: Two tokens behind the root, and one behind the first of them: nodes by the text that leads there.
+NODES = {(): 0, (0,): 1, (2,): 2, (0, 3): 3}
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{}, {"temperatures": 0.5}, {"top_ks": 2}, {"top_ps": 0.6}, {"min_ps": 0.5}],
+    ids=lambda limits: next(iter(limits), "plain"),
+)
+def test_accepted_texts_follow_the_target(limits: dict[str, Any]) -> None:
+    size, parents = 4000, [-1, 0, 0, 1]
+    torch.manual_seed(0)
+    logits = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
+    target = cpu_speculation.sample_target(
+        no_kernel,
+        next_token_logits=logits.repeat(size, 1),
+        sampling_info=sampling(size, **limits),
+        batch_size=size,
+        verify_width=4,
+        max_top_k=None,
+    )
+    selected = torch.tensor([[-1, 0, 1], [0, 1, 2]]).repeat_interleave(size, 0).view(2, size, 3)
+    case = Drafted(*selected, [parents] * size, torch.ones(size))
+    found = verified(case, torch.tensor([0, 0, 2, 3]).repeat(size, 1), target, 3, topk=2)
+    texts = [tuple(found.predicts[walk[walk != -1]].tolist()) for walk in found.accept_index]
+    law = law_of_texts({t: filtered(logits[n].double(), **limits) for t, n in NODES.items()})
+    assert p_value(texts, law) > 1e-4
+
+
+def law_of_texts(next_probs: dict[tuple[int, ...], torch.Tensor]) -> dict[tuple[int, ...], float]:
+    """Of all texts that end one token behind a node."""
+    law: dict[tuple[int, ...], float] = {}
+    for text, probs in next_probs.items():
+        mass = math.prod(float(next_probs[text[:n]][token]) for n, token in enumerate(text))
+        for token, share in enumerate(probs.tolist()):
+            if (*text, token) not in next_probs and mass * share > 0:
+                law[(*text, token)] = mass * share
+    assert sum(law.values()) == pytest.approx(1.0)
+    return law
+
+
+def test_greedy_rows_beside_others_stay_greedy() -> None:
+    logits = torch.randn(6, 50)
+    info = sampling(2, top_ks=1)
+    info.top_ks[1] = 50
+    tokens = cpu_speculation.sample_target(
+        no_kernel,
+        next_token_logits=logits,
+        sampling_info=info,
+        batch_size=2,
+        verify_width=3,
+        max_top_k=None,
+    )
+    assert torch.equal(tokens[0], logits[:3].argmax(1))
+
+
+def filtered(
+    logits: torch.Tensor,
+    temperatures: float = 1.0,
+    top_ks: int = 4,
+    top_ps: float = 1.0,
+    min_ps: float = 0.0,
+) -> torch.Tensor:
+    probs = (logits / temperatures).softmax(0)
+    order = probs.sort(descending=True)
+    keep = torch.arange(len(probs)) < top_ks
+    keep &= order.values.cumsum(0) - order.values <= top_ps
+    keep &= order.values >= min_ps * order.values[0]
+    kept = torch.zeros_like(probs).index_put((order.indices,), order.values * keep)
+    return kept / kept.sum()
+
+
+def test_slots() -> None:
+    table = torch.arange(100, dtype=torch.int32).view(5, 20)
+    rows, start, end = torch.tensor([3, 0, 4]), torch.tensor([2, 0, 7]), torch.tensor([5, 0, 11])
+    spans = [(3, 2, 5), (0, 0, 0), (4, 7, 11)]
+    wanted = torch.cat([table[row, a:b] for row, a, b in spans])
+    found = trees.slots_between(
+        req_pool_indices=rows,
+        req_to_token=table,
+        start_offset=start.int(),
+        end_offset=end,
+        batch_size=3,
+    )
+    assert found.dtype == torch.int64
+    assert torch.equal(found, wanted.long())
+
+    written = table.clone()
+    cpu_speculation.fill_table(
+        no_kernel, rows, written, start.int(), end.int(), wanted.long() + 1000, 3
+    )
+    for row, a, b in spans:
+        table[row, a:b] += 1000
+    assert torch.equal(written, table)
+
+    slots = torch.empty(3 * 6, dtype=torch.long)
+    cpu_speculation.draft_slots(no_kernel, rows, table, start, slots, topk=2, num_cols=3)
+    assert torch.equal(slots.int(), torch.cat([table[row, a : a + 6] for row, a, _ in spans]))
+
+
+def test_accepted_slots_are_moved_to_the_front_of_their_window() -> None:
+    window = torch.arange(100, 112)
+    to, of = torch.zeros(2, 6, dtype=torch.long)
+    cpu_speculation.front_slots(no_kernel, torch.tensor([2, 3]), window, to)
+    walks = torch.tensor([[0, 4, -1], [6, 8, 11]], dtype=torch.int32)
+    cpu_speculation.accepted_slots(no_kernel, walks, window, of, 6)
+    assert to.tolist() == [100, 101, 106, 107, 108, 0]
+    assert of.tolist() == [100, 104, 106, 108, 111, 0]
+
+
+def test_bonus_tokens() -> None:
+    bonus = torch.empty(2, dtype=torch.int32)
+    tokens, lengths = torch.tensor([[5, 6, 9], [7, 9, 9]]), torch.tensor([2, 1])
+    cpu_speculation.last_accepted(no_kernel, tokens, lengths, bonus, 3, 2)
+    assert bonus.tolist() == [6, 7]
