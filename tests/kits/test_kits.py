@@ -16,12 +16,14 @@ from kits.by_heart import VOCAB_SIZE
 from sglang.test import kl_test_utils
 from sglang.test.kits import (
     abort_timeout_kit,
+    anthropic_messages_kit,
     basic_api_contract_kit,
     basic_decode_correctness_kit,
     basic_scheduler_stress_kit,
     cache_hit_kit,
     ebnf_constrained_kit,
     json_constrained_kit,
+    json_mode_kit,
     kl_divergence_kit,
     matched_stop_kit,
     pause_generation_kit,
@@ -64,6 +66,14 @@ class FewIds(random.Random):
 def random_prompts(number: int, length: int) -> list[list[int]]:
     draw = random.Random(0)
     return [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for _ in range(number)]
+
+
+class TestAnthropicMessages(anthropic_messages_kit.AnthropicMessagesMixin, Case):
+    api_key = "none"
+
+
+class TestJSONMode(json_mode_kit.JSONModeMixin, Case):
+    pass
 
 
 class TestAPIContract(basic_api_contract_kit.BasicAPIContractMixin, Case):
