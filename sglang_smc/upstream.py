@@ -34,7 +34,7 @@ SUPPORTED = ("0.5.17", "0.5.22", "0.5.23")
 IS_NEWER = Version(version.__version__) >= Version("0.5.20")
 
 #: The first release that asks platforms about all of its own speculative decoding.
-IS_NEWEST = Version(sglang.__version__) >= Version("0.5.23")
+IS_NEWEST = Version(version.__version__) >= Version("0.5.23")
 
 
 def release() -> str:
