@@ -5,6 +5,7 @@
 # make soak        a crowd of all kinds of requests, three minutes, and nothing lost
 # make quick       unit and contract tests, no engine, two minutes
 # make test        what continuous integration runs, a quarter of an hour on two cores
+# make test-oldest the contract, the laws' arithmetic and answers on the oldest SGLang, in .venv-oldest
 # make test-all    that and the thorough tests: SGLang's kits, both schedules, soak
 # make VENV=/path  any target, in an environment of yours instead of .venv
 
@@ -15,7 +16,8 @@ STAMP := $(VENV)/.sglang-smc-installed
 SOURCES := sglang_smc kernels patches tests bench docs examples
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo fidelity speed soak upstream quick test test-all lint check catalogue dist clean
+.PHONY: help venv demo fidelity speed soak upstream quick test test-oldest test-all lint check
+.PHONY: catalogue dist clean
 
 help:
 	@sed -n '/^$$/q; s/^# //p' Makefile
@@ -60,6 +62,21 @@ quick: lint
 test: check upstream
 	$(BIN)/python -W ignore tests/house_measures.py
 	$(PYTEST) $(PYTEST_ARGS)
+
+# A second environment, for the SGLang that needs no more than torch 2.11.
+OLDEST := 0.5.17
+VENV_OLDEST ?= .venv-oldest
+OF_OLDEST := tests/contract tests/unit tests/engine/test_seeded_texts.py tests/engine/test_choices.py
+
+test-oldest: $(VENV_OLDEST)/.sglang-smc-installed
+	$(VENV_OLDEST)/bin/python -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder \
+		$(OF_OLDEST) $(PYTEST_ARGS)
+
+$(VENV_OLDEST)/.sglang-smc-installed: pyproject.toml
+	@echo "Installing SGLang $(OLDEST) into $(VENV_OLDEST) (~9 GB, minutes)"
+	test -x $(VENV_OLDEST)/bin/python || $(PYTHON) -m venv $(VENV_OLDEST)
+	$(VENV_OLDEST)/bin/python -m pip install 'sglang==$(OLDEST)' --editable '.[test]'
+	@touch $@
 
 test-all: check upstream
 	$(PYTEST) --thorough $(PYTEST_ARGS)

@@ -4,9 +4,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from sglang.srt.managers import io_struct
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_smc import upstream
+from sglang_smc.models.weight_update import names_in, reason_not_to_name
 from sglang_smc.process import is_smc
 from sglang_smc.server.hooks import Patch
 
@@ -17,11 +20,34 @@ if TYPE_CHECKING:
     )
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
+Update = Callable[[Callable, "SchedulerWeightUpdaterManager", Any], Any]
+"""Does an update with SGLang's own function; its answer, or a sentence why there is none."""
+
 _HELD = (
     "Requests hold KV of the present weights, and flush_cache is True. Allowed: no requests in "
     "progress, or ones that are paused with mode 'retract', which read their texts anew. With "
     "flush_cache False they go on from the KV that they have."
 )
+_NOT_LOADED = (
+    "Tensors cannot be read, or do not fit the model. Those before them in the list may be in "
+    "place: send all of them again. "
+)
+
+
+def hook(update: Update, output: Callable[..., Any]) -> Callable:
+    """A hook on a kind of update that answers `output`: `update`, unless KV stands in its way."""
+
+    def around(original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: Any) -> Any:
+        scheduler = _scheduler(manager)
+        if not is_smc(scheduler.server_args):
+            return original(manager, recv_req)
+        answer: Any = _held(scheduler, recv_req)
+        if answer is None:
+            with _at_rest(scheduler):
+                answer = update(original, manager, recv_req)
+        return output(success=False, message=answer) if isinstance(answer, str) else answer
+
+    return around
 
 
 def update_from_disk(
@@ -29,35 +55,69 @@ def update_from_disk(
     manager: "SchedulerWeightUpdaterManager",
     recv_req: "io_struct.UpdateWeightFromDiskReqInput",
 ) -> Any:
-    """Look at the checkpoints and at the requests in progress before anything is loaded."""
-    if is_smc(_scheduler(manager).server_args):
-        reason = _held(manager, recv_req) or manager.draft_worker.reason_not_to_update(recv_req)
-        if reason is not None:
-            return io_struct.UpdateWeightFromDiskReqOutput(success=False, message=reason)
+    """Load the draft's checkpoint, if one is named, and the target's; neither, if one would fail.
+
+    The cache is flushed after both, so that no KV of the former weights is found again.
+    """
+    worker = manager.draft_worker
+    reason = worker.reason_not_to_update(recv_req) or worker.load_draft(recv_req)
+    return reason or update_target(original, manager, recv_req)
+
+
+def update_target(
+    original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: Any
+) -> Any:
+    """Hide the draft, which SGLang would load the target's weights into."""
+    worker, manager.draft_worker = manager.draft_worker, None
+    try:
+        return original(manager, recv_req)
+    finally:
+        manager.draft_worker = worker
+
+
+def update_from_distributed(
+    original: Callable,
+    manager: "SchedulerWeightUpdaterManager",
+    recv_req: "io_struct.UpdateWeightsFromDistributedReqInput",
+) -> Any:
+    """Update one model."""
+    reason = reason_not_to_name(recv_req.names)
+    if reason is not None:
+        return reason
+    upstream.select_one_model(manager, recv_req)
     return original(manager, recv_req)
 
 
-def unless_held(output: Callable[..., Any]) -> Callable:
-    """A hook that looks at the requests in progress first, for an update that answers `output`."""
-
-    def update(original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: Any) -> Any:
-        reason = _held(manager, recv_req)
+def update_from_tensor(
+    original: Callable,
+    manager: "SchedulerWeightUpdaterManager",
+    recv_req: "io_struct.UpdateWeightsFromTensorReqInput",
+) -> Any:
+    """Update one model, or tell what is wrong with the tensors."""
+    try:
+        reason = reason_not_to_name(names_in(recv_req.serialized_named_tensors[0]))
         if reason is not None:
-            return output(success=False, message=reason)
+            return reason
+        upstream.select_one_model(manager, recv_req)
         return original(manager, recv_req)
-
-    return update
+    except Exception as error:  # whatever it is, the sender has to hear of it
+        # Ranks that could load theirs wait here.
+        torch.distributed.barrier(group=manager.tp_cpu_group)
+        return _NOT_LOADED + str(error)
 
 
 def flush_after_update(
     original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: Any
 ) -> None:
     """Flush although requests wait: these own no KV."""
-    if not (is_smc(_scheduler(manager).server_args) and recv_req.flush_cache):
+    scheduler = _scheduler(manager)
+    waiting = scheduler.waiting_queue
+    if is_smc(scheduler.server_args):
+        scheduler.waiting_queue = []
+    try:
         original(manager, recv_req)
-        return
-    with _nothing_held(_scheduler(manager)):
-        original(manager, recv_req)
+    finally:
+        scheduler.waiting_queue = waiting
 
 
 def release_memory(original: Callable, manager: "TokenizerManager", *args: Any) -> Any:
@@ -79,9 +139,8 @@ def _scheduler(manager: "SchedulerWeightUpdaterManager") -> "Scheduler":
     return manager.scheduler
 
 
-def _held(manager: "SchedulerWeightUpdaterManager", recv_req: Any) -> str | None:
-    scheduler = _scheduler(manager)
-    if not (is_smc(scheduler.server_args) and recv_req.flush_cache):
+def _held(scheduler: "Scheduler", recv_req: Any) -> str | None:
+    if not recv_req.flush_cache:
         return None
     # Of a server that is not paused SGLang has let all requests end before it asks.
     holds = scheduler._engine_paused and not _is_retracted(scheduler)
@@ -95,69 +154,92 @@ def _is_retracted(scheduler: "Scheduler") -> bool:
 
 
 @contextmanager
-def _nothing_held(scheduler: "Scheduler") -> Iterator[None]:
-    """Take the results in flight, and hide the requests that wait, which SGLang counts as busy."""
-    was_paused = scheduler._engine_paused
-    scheduler.pause_generation(io_struct.PauseGenerationReqInput(mode="retract"))
-    waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
+def _at_rest(scheduler: "Scheduler") -> Iterator[None]:
+    """Pause a server that is not: with overlap, a round is in flight when the last request ends.
+
+    SGLang would not flush under it. What waits owns no KV then.
+    """
+    is_paused = scheduler._engine_paused
+    if not is_paused:
+        scheduler.pause_generation(io_struct.PauseGenerationReqInput(mode="retract"))
     try:
         yield
     finally:
-        scheduler.waiting_queue = waiting
-        scheduler._engine_paused = was_paused
+        if not is_paused:
+            resume = io_struct.ContinueGenerationReqInput(torch_empty_cache=False)
+            scheduler.continue_generation(resume)
 
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
-_HELD_WHAT = "Refuses while requests that are paused in place hold KV that is to be flushed."
-_HELD_WHY = "SGLang loads the weights, and then asserts that it could flush: the server would die."
+_UPDATER_FILE = "srt/managers/scheduler_components/weight_updater.py"
+_HELD_WHAT = " Refuses while requests that are paused in place hold KV that is to be flushed."
+_HELD_WHY = (
+    " SGLang loads the weights first, and asks later whether it can flush. It cannot while a round "
+    "is in flight, and with the overlap schedule one is as the last request ends."
+)
+_ALIKE = "SGLang takes it that a draft shares the target's checkpoint, or has its tensors."
 
 PATCHES = (
     Patch(
         target=_UPDATER + "update_weights_from_disk",
         hook_type=HookType.AROUND,
-        function=update_from_disk,
-        what=_HELD_WHAT + " Refuses checkpoints that do not fit what they replace.",
-        why=_HELD_WHY + " A load that fails half way reads the same files again to roll back, "
-        "fails again, and ends the scheduler.",
+        function=hook(update_from_disk, io_struct.UpdateWeightFromDiskReqOutput),
+        what="Loads the target alone, after the draft from the checkpoint that manifest names. "
+        "Refuses checkpoints that do not fit what they replace." + _HELD_WHAT,
+        why=_ALIKE + " A load that fails half way reads the same files again to roll back, fails "
+        "again, and ends the scheduler." + _HELD_WHY,
         relies_on=(
-            "srt/managers/scheduler_components/weight_updater.py:110 (target, then the worker's "
-            "own update_weights_from_disk, then the flush)",
-            "srt/model_executor/model_runner_components/weight_updater.py:189 (rolling back)",
+            _UPDATER_FILE + ":138 (every model from one path, a draft if there is one)",
+            "srt/managers/scheduler.py:5817 (pause_generation)",
+            "srt/model_executor/model_runner_components/weight_updater.py:235 (rolling back)",
         ),
-        retire_when="SGLang checks before it loads.",
+        retire_when="SGLang has a path for each model, and checks before it loads.",
     ),
     Patch(
-        target=_UPDATER + "update_weights_from_tensor",
+        target=_UPDATER + "update_weights_from_ipc",
         hook_type=HookType.AROUND,
-        function=unless_held(io_struct.UpdateWeightsFromTensorReqOutput),
-        what=_HELD_WHAT,
-        why=_HELD_WHY,
-        relies_on=("srt/managers/scheduler_components/weight_updater.py:158",),
-        retire_when="SGLang checks that it can flush before it loads.",
+        function=hook(update_target, io_struct.UpdateWeightsFromIPCReqOutput),
+        what="Updates the target alone." + _HELD_WHAT,
+        why=_ALIKE + _HELD_WHY,
+        relies_on=(_UPDATER_FILE + ":263 (every model, a draft if there is one)",),
+        retire_when="An update by IPC selects its model.",
     ),
     Patch(
         target=_UPDATER + "update_weights_from_distributed",
         hook_type=HookType.AROUND,
-        function=unless_held(io_struct.UpdateWeightsFromDistributedReqOutput),
-        what=_HELD_WHAT,
-        why=_HELD_WHY,
-        relies_on=("srt/managers/scheduler_components/weight_updater.py:143",),
-        retire_when="SGLang checks that it can flush before it loads.",
+        function=hook(update_from_distributed, io_struct.UpdateWeightsFromDistributedReqOutput),
+        what="Has the selector 'all', SGLang's default, mean one model: the one that the session "
+        "was opened for, or the target. Refuses tensors named 'draft.…' there." + _HELD_WHAT,
+        why=_ALIKE + _HELD_WHY,
+        relies_on=(_UPDATER_FILE + ":184 (which models load what was received)",),
+        retire_when="The selector is 'target' unless it is given.",
+    ),
+    Patch(
+        target=_UPDATER + "update_weights_from_tensor",
+        hook_type=HookType.AROUND,
+        function=hook(update_from_tensor, io_struct.UpdateWeightsFromTensorReqOutput),
+        what="As for update_weights_from_distributed; answers where tensors cannot be read, or do "
+        "not fit.",
+        why=_ALIKE + _HELD_WHY + " What loading raises would end the scheduler.",
+        relies_on=(
+            _UPDATER_FILE + ":232 (which models; the barrier at its end)",
+            "srt/managers/tp_worker.py:194 (the payload is a pickle)",
+        ),
+        retire_when="The selector is 'target' unless it is given, and a failure is an answer.",
     ),
     Patch(
         target=_UPDATER + "flush_cache_after_weight_update",
         hook_type=HookType.AROUND,
         function=flush_after_update,
-        what="Takes the results in flight and hides waiting requests while the cache is flushed.",
+        what="Hides waiting requests while the cache is flushed.",
         why="SGLang flushes only when nothing waits, yet requests that are paused with mode "
-        "'retract' wait; and with the overlap schedule a round is in flight when the last "
-        "request has ended. It asserts, and the server would die.",
+        "'retract' wait. It asserts, and the server would die.",
         relies_on=(
-            "srt/managers/scheduler_components/weight_updater.py:103",
+            _UPDATER_FILE + ":103",
             "srt/managers/scheduler.py:3966 (is_fully_idle)",
-            "srt/managers/scheduler.py:4465 (pause_generation)",
         ),
-        retire_when="A flush after an update waits, or reports that it could not.",
+        retire_when="0.5.17 is no longer supported: later a flush that cannot be is an answer.",
+        family=upstream.OLDER,
     ),
     Patch(
         target="sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
@@ -167,7 +249,7 @@ PATCHES = (
         what="Answers HTTP 400 to /release_memory_occupation.",
         why="SGLang restores the buffers of the target alone, and a busy scheduler dies at an "
         "assertion.",
-        relies_on=("srt/entrypoints/http_server.py:1462 (shows what is raised)",),
+        relies_on=("srt/entrypoints/http_server.py:1581 (shows what is raised)",),
         retire_when="Memory comes back for draft models, too.",
     ),
     Patch(
@@ -177,7 +259,7 @@ PATCHES = (
         function=release_memory,
         what="Answers HTTP 400 to /resume_memory_occupation.",
         why="Nothing was released; SGLang's own would end the scheduler with a KeyError.",
-        relies_on=("srt/entrypoints/http_server.py:1474",),
+        relies_on=("srt/entrypoints/http_server.py:1592",),
         retire_when="Memory comes back for draft models, too.",
     ),
 )

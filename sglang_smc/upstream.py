@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
     from sglang.srt.managers.schedule_policy import PrefillAdder
+    from sglang.srt.managers.scheduler_components.weight_updater import (
+        SchedulerWeightUpdaterManager,
+    )
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
@@ -157,6 +160,26 @@ def charge(adder: "PrefillAdder", num_slots: int) -> None:
     else:
         adder.rem_total_token_offset += num_slots  # pyright: ignore[reportAttributeAccessIssue] -- 0.5.17
         adder.cur_rem_token_offset += num_slots  # pyright: ignore[reportAttributeAccessIssue] -- 0.5.17
+
+
+# New weights. In 0.5.17 our worker hands them on; later SGLang loads them into the models that the
+# request selects, and within a session that was opened for some.
+
+#: Whether a request for new weights selects the model that they are of.
+SELECTS_MODELS = IS_NEWER
+
+
+def select_one_model(manager: "SchedulerWeightUpdaterManager", recv_req: Any) -> None:
+    """Have the "all" of an update select one model, since no two have their tensors in common.
+
+    It is the one that the session was opened for; the target, if that was for both.
+    """
+    if not IS_NEWER:
+        return
+    if recv_req.selector == "all":
+        session = manager._session
+        is_drafts = session is not None and session.selector == "draft"
+        recv_req.selector = "draft" if is_drafts else "target"
 
 
 # Workers. In 0.5.17 a process's place among ranks is handed on as ``ps``; later it is asked for.

@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,8 +22,15 @@ from prometheus_client.samples import Sample
 from safetensors.torch import load_file
 from serving import free_port
 
+from sglang_smc import upstream
+from sglang_smc.options.server import CPU_OVERLAP_ENV
 from sglang_smc.state.monitor import PREFIX
 
+Named = tuple[str, torch.Tensor]
+
+SETTINGS = {"num_particles": 4, "num_steps": 3, "max_lag": 32, "decode_log_interval": 5}
+# As on a GPU: a round is in flight when the scheduler is told something.
+OVERLAPPED = {CPU_OVERLAP_ENV: "1"}
 LONG = 220
 MODES = ({}, {"mode": "exact"}, {"mode": "auto"}, {"num_particles": 2, "resample_at": "token"})
 DASHBOARD = Path(__file__).parents[1] / "examples/grafana/dashboards/sglang-smc.json"
@@ -53,6 +60,20 @@ def generate(server: Server) -> list[dict[str, Any]]:
 
 def texts(server: Server) -> list[str]:
     return [answer["text"] for answer in generate(server)]
+
+
+def assert_unharmed(server: Server, expected: list[str]) -> None:
+    """It gives the texts that it gave at first, and holds nothing."""
+    assert texts(server) == expected
+    assert server.get("/flush_cache", params={"timeout": 30}).status_code == 200
+
+
+def greedy(server: Server) -> tuple[str, int]:
+    """A text at temperature 0 in mode `exact`, and how many rounds it took."""
+    given = body([0], 40, [{"mode": "exact"}])
+    given["sampling_params"][0]["temperature"] = 0
+    (answer,) = server.post("/generate", **given).json()
+    return answer["text"], answer["meta_info"]["spec_smc_rounds_ct"]
 
 
 class Stream:
@@ -164,9 +185,37 @@ def load(server: Server, target: str, draft: str | None = None, **given: Any) ->
     )
 
 
-def send_tensors(server: Server, serialized: bytes) -> httpx.Response:
+@contextmanager
+def session(server: Server, selector: str = "all") -> Iterator[None]:
+    """For new weights by any way but from disk, on SGLang that wants one."""
+    if not upstream.SELECTS_MODELS:
+        yield
+        return
+    assert server.post("/begin_weight_update", selector=selector).status_code == 200
+    try:
+        yield
+    finally:
+        assert server.post("/end_weight_update").status_code == 200
+
+
+def send_tensors(server: Server, tensors: Iterable[Named], **given: Any) -> httpx.Response:
+    """Tensors by name; a test that sends them shares them `by_file_name`."""
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    return send(server, MultiprocessingSerializer.serialize(list(tensors)), **given)
+
+
+def send(server: Server, serialized: bytes, **given: Any) -> httpx.Response:
     sent = base64.b64encode(serialized).decode()
-    return server.post("/update_weights_from_tensor", serialized_named_tensors=[sent])
+    return server.post("/update_weights_from_tensor", serialized_named_tensors=[sent], **given)
+
+
+def checksums(server: Server) -> dict[str, str]:
+    """Of each tensor; the names of the draft's begin with ``draft.``."""
+    answer = server.post("/weights_checker", action="checksum")
+    assert answer.status_code == 200, answer.text
+    (rank,) = answer.json()["ranks"]
+    return rank["checksums"]
 
 
 @contextmanager

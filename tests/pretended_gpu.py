@@ -61,10 +61,12 @@ def pretend() -> None:
 
 def read(arguments: dict[str, Any]) -> dict[str, Any]:
     """What SGLang makes of one engine's keywords."""
-    from sglang.srt import server_args
+    from resolved_args import resolve
+
+    from sglang_smc import upstream
 
     try:
-        found = server_args.ServerArgs(**arguments)
+        found = upstream.resolved(resolve(**arguments))
     except Exception as error:
         return {"refused": f"{type(error).__name__}: {error}"}
     graphs = found.cuda_graph_config

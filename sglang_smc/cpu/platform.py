@@ -20,13 +20,13 @@ from sglang.srt.platforms.interface import SRTPlatform
 
 from sglang_smc.cpu import threads
 from sglang_smc.cpu.dtype import default_dtype
-from sglang_smc.upstream import Arguments
 
 if TYPE_CHECKING:
     import torch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from sglang_smc.cpu.attention import CpuAttentionBackend
+    from sglang_smc.upstream import Arguments
 
 PLATFORM_NAME = "smc_cpu"
 

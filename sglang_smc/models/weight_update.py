@@ -4,16 +4,19 @@ Weights and verification correct for whatever draft there is, if not at the same
 that names no draft keeps it.
 """
 
+import pickletools
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
+from sglang_smc import upstream
 from sglang_smc.models.checkpoints import reason_not_to_load
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from sglang.srt.managers.io_struct import (
-        UpdateWeightsFromIPCReqInput,
+        UpdateWeightFromDiskReqInput,
         UpdateWeightsFromTensorReqInput,
     )
     from sglang.srt.managers.tp_worker import TpModelWorker
@@ -22,15 +25,13 @@ DRAFT_KEY = "draft_model_path"
 """The key in the `manifest` of an update from disk that names the draft's new checkpoint."""
 
 DRAFT_PREFIX = "draft."
-"""What the names of the draft's tensors begin with, as in SGLang's /weights_checker."""
+"""What the names of the draft's tensors begin with where no request selects a model."""
 
 LOAD_FORMATS = ("auto", "safetensors")
 
-_KEEPS_DRAFT = "Succeeded to update model weights. The draft keeps its own."
-
 
 class WeightUpdates(BaseSpecWorker):
-    """The part of the worker that takes new weights; SGLang updates the target first."""
+    """The part of the worker that takes new weights; `patches/weights.py` asks it."""
 
     _draft_worker: "TpModelWorker"
 
@@ -39,7 +40,7 @@ class WeightUpdates(BaseSpecWorker):
         """The draft's, which is a whole model."""
         return self._draft_worker
 
-    def reason_not_to_update(self, recv_req: UpdateWeightFromDiskReqInput) -> str | None:
+    def reason_not_to_update(self, recv_req: "UpdateWeightFromDiskReqInput") -> str | None:
         """Why an update from disk would fail; nothing has been loaded when it is asked."""
         manifest = recv_req.manifest or {}
         if set(manifest) - {DRAFT_KEY} or not isinstance(manifest.get(DRAFT_KEY, ""), str):
@@ -56,34 +57,33 @@ class WeightUpdates(BaseSpecWorker):
             )
         return self._reason_not_to_load(recv_req)
 
-    def _reason_not_to_load(self, recv_req: UpdateWeightFromDiskReqInput) -> str | None:
+    def _reason_not_to_load(self, recv_req: "UpdateWeightFromDiskReqInput") -> str | None:
         found = [_reason(recv_req.model_path, self.target_worker)]
         draft = _draft_path(recv_req)
         if draft is not None:
             found.append(_reason(draft, self.draft_worker))
         return next((reason for reason in found if reason is not None), None)
 
-    def update_weights_from_disk(self, recv_req: UpdateWeightFromDiskReqInput) -> tuple[bool, str]:
-        """Load the draft's weights, if the request names any; the target has its own by now."""
+    def load_draft(self, recv_req: "UpdateWeightFromDiskReqInput") -> str | None:
+        """Load the draft's checkpoint, if the request names one; why that failed, if it did."""
         path = _draft_path(recv_req)
         if path is None:
-            return True, _KEEPS_DRAFT
+            return None
         updater = self.draft_worker.model_runner.weight_updater
         assert recv_req.load_format is not None, "SGLang's tokenizer manager fills in the server's"
-        return updater.update_weights_from_disk(path, recv_req.load_format)
-
-    def update_weights_from_ipc(self, recv_req: "UpdateWeightsFromIPCReqInput") -> tuple[bool, str]:
-        """Keep the draft: a checkpoint engine sends one model's weights, the target's."""
-        return True, _KEEPS_DRAFT
+        success, message = updater.update_weights_from_disk(path, recv_req.load_format)
+        return None if success else message
 
     def update_weights_from_tensor(
         self, recv_req: "UpdateWeightsFromTensorReqInput"
     ) -> tuple[bool, str]:
-        """Load tensors named ``draft.…`` into the draft, all others into the target."""
-        try:
-            tensors = self.target_worker._deserialize_own_rank(recv_req.serialized_named_tensors)
-        except Exception as error:  # nothing is loaded yet, so nobody else need hear of it
-            return False, f"The tensors cannot be read: {error}"
+        """Load tensors named ``draft.…`` into the draft, all others into the target.
+
+        SGLang asks where requests select no model.
+        """
+        tensors = self.target_worker._deserialize_own_rank(  # pyright: ignore[reportAttributeAccessIssue] -- 0.5.17
+            recv_req.serialized_named_tensors
+        )
         if recv_req.load_format == "flattened_bucket":
             return self._update_from_bucket(tensors)
         own = [pair for pair in tensors if not pair[0].startswith(DRAFT_PREFIX)]
@@ -114,7 +114,28 @@ class WeightUpdates(BaseSpecWorker):
         )
 
 
-def _draft_path(recv_req: UpdateWeightFromDiskReqInput) -> str | None:
+def names_in(payload: bytes) -> "Iterator[str]":
+    """The strings in serialized tensors, their names among them; no tensor is read.
+
+    A tensor of another process must be read only once: reading takes a reference that is counted.
+    """
+    return (arg for _, arg, _ in pickletools.genops(payload) if isinstance(arg, str))
+
+
+def reason_not_to_name(names: "Iterable[str]") -> str | None:
+    """Why tensors of these names are not taken where requests select their model."""
+    if not upstream.SELECTS_MODELS:
+        return None
+    named = next((name for name in names if name.startswith(DRAFT_PREFIX)), None)
+    if named is None:
+        return None
+    return (
+        f"A tensor is named {named!r}; allowed: names as in its own checkpoint. Send the draft's "
+        "without 'draft.', in an update with selector='draft'."
+    )
+
+
+def _draft_path(recv_req: "UpdateWeightFromDiskReqInput") -> str | None:
     return (recv_req.manifest or {}).get(DRAFT_KEY)
 
 

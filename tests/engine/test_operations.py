@@ -5,66 +5,46 @@ SGLang's strict memory checks run at every step; a leak or a double free ends th
 
 import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from http_server import Server, running_server
 from operator_client import (
-    GROUP,
     LONG,
+    OVERLAPPED,
+    SETTINGS,
     assert_paused,
-    broadcasting,
+    assert_unharmed,
     count_left,
     count_processes,
     generate,
-    load,
     names_in_dashboard,
     pause,
     resume,
     samples,
-    send_tensors,
     state,
     status_of_health,
     streaming,
-    tensors_of,
     texts,
     values,
 )
 from tiny_models import smc_arguments
 
-from sglang_smc.options.server import CPU_OVERLAP_ENV
 from sglang_smc.state.monitor import PREFIX
 
 pytestmark = pytest.mark.engine
 
-SETTINGS = {"num_particles": 4, "num_steps": 3, "max_lag": 32, "decode_log_interval": 5}
-# As on a GPU: a round is in flight when the scheduler is told something.
-OVERLAPPED = {CPU_OVERLAP_ENV: "1"}
-
-
-class Models(NamedTuple):
-    """Two pairs of checkpoints, alike in all but their weights, and a draft of another size."""
-
-    target: str
-    draft: str
-    new_target: str
-    new_draft: str
-    other_size: str
-
 
 @pytest.fixture(scope="module")
-def models(tiny: Callable[..., str]) -> Models:
-    alike = [tiny(vocab_size=64, scale=0.3, seed=seed) for seed in (1, 2, 3, 4)]
-    return Models(*alike, tiny(vocab_size=64, scale=0.3, seed=2, layers=1))
+def arguments(tiny: Callable[..., str]) -> dict[str, Any]:
+    target, draft = (tiny(vocab_size=64, scale=0.3, seed=seed) for seed in (1, 2))
+    return smc_arguments(target, draft, **SETTINGS)
 
 
 class Ending(NamedTuple):
-    """A server with the new weights from the start, and how it ended at SIGTERM."""
+    """How a server ended at SIGTERM."""
 
-    texts: list[str]
     answer: dict[str, Any]  # of a request that was running
     refused: int  # the status of /health meanwhile
     returncode: int
@@ -72,18 +52,16 @@ class Ending(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def ending(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Ending:
-    folder = tmp_path_factory.mktemp("ending")
-    arguments = smc_arguments(models.new_target, models.new_draft, **SETTINGS)
-    with running_server(folder, OVERLAPPED, **arguments) as server:
+def ending(arguments: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Ending:
+    with running_server(tmp_path_factory.mktemp("ending"), OVERLAPPED, **arguments) as server:
         group = server.process.pid  # it leads a process group of its own
-        expected, before = texts(server), count_processes(group)
+        before = count_processes(group)
         with streaming(server) as stream:
             server.process.send_signal(signal.SIGTERM)
             refused = status_of_health(server)
             answer = stream.finish()
         returncode = server.process.wait(timeout=90)
-        return Ending(expected, answer, refused, returncode, (before, count_left(group)))
+        return Ending(answer, refused, returncode, (before, count_left(group)))
 
 
 def test_sigterm_lets_a_running_request_end_and_leaves_no_process(ending: Ending) -> None:
@@ -97,11 +75,11 @@ def test_sigterm_lets_a_running_request_end_and_leaves_no_process(ending: Ending
 
 @pytest.fixture(scope="module")
 def server(
-    ending: Ending, models: Models, tmp_path_factory: pytest.TempPathFactory
+    ending: Ending, arguments: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """After ``ending``: one server at a time."""
-    arguments = smc_arguments(models.target, models.draft, enable_metrics=True, **SETTINGS)
-    with running_server(tmp_path_factory.mktemp("server"), OVERLAPPED, **arguments) as running:
+    folder = tmp_path_factory.mktemp("server")
+    with running_server(folder, OVERLAPPED, enable_metrics=True, **arguments) as running:
         yield running
 
 
@@ -120,8 +98,7 @@ def unharmed(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     server, expected = map(request.getfixturevalue, ("server", "expected"))
     yield
-    assert texts(server) == expected
-    assert server.get("/flush_cache", params={"timeout": 30}).status_code == 200
+    assert_unharmed(server, expected)
 
 
 def test_metrics_count_what_requests_report(server: Server) -> None:
@@ -241,133 +218,6 @@ def test_abort_of_all(server: Server) -> None:
         assert server.post("/abort_request", abort_all=True).status_code == 200
         ended = [stream.finish()["meta_info"]["finish_reason"]["type"] for stream in (one, two)]
     assert ended == ["abort", "abort"]
-
-
-@pytest.fixture
-def loaded_back(server: Server, models: Models) -> Iterator[None]:
-    """Ends with the weights that the server began with."""
-    yield
-    assert load(server, models.target, models.draft).status_code == 200
-
-
-def test_new_weights_from_disk_are_those_of_a_fresh_server(
-    server: Server, expected: list[str], models: Models, ending: Ending, loaded_back: None
-) -> None:
-    answer = load(server, models.new_target, models.new_draft)
-    assert (answer.status_code, answer.json()["success"]) == (200, True)
-    assert texts(server) == ending.texts != expected
-    assert load(server, models.target).status_code == 200
-    assert texts(server) != expected, "the draft keeps its weights where none are named"
-
-
-def test_new_weights_while_requests_are_retracted(
-    server: Server, models: Models, ending: Ending, loaded_back: None
-) -> None:
-    with streaming(server) as stream:
-        pause(server, "retract")
-        assert load(server, models.new_target, models.new_draft).status_code == 200
-        assert_paused(server)
-        resume(server)
-        assert stream.finish()["meta_info"]["completion_tokens"] == LONG
-    assert texts(server) == ending.texts
-
-
-def test_new_weights_while_requests_hold_kv(
-    server: Server, models: Models, loaded_back: None
-) -> None:
-    """Refused if their KV is to be dropped; else they go on from it."""
-    with streaming(server) as stream:
-        pause(server, "in_place")
-        refused = load(server, models.new_target)
-        assert (refused.status_code, "'retract'" in refused.text) == (400, True)
-        assert load(server, models.new_target, flush_cache=False).status_code == 200
-        resume(server)
-        assert stream.finish()["meta_info"]["completion_tokens"] == LONG
-
-
-def test_new_weights_wait_for_running_requests(
-    server: Server, models: Models, loaded_back: None
-) -> None:
-    with streaming(server) as stream:
-        undisturbed = stream.finish()["text"]
-    with streaming(server) as stream:
-        assert load(server, models.new_target).status_code == 200
-        assert stream.finish()["text"] == undisturbed
-
-
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        ({"model_path": "/nowhere"}, "/nowhere"),
-        ({"manifest": {"draft": "x"}}, "draft_model_path"),
-        ({"manifest": {"draft_model_path": 7}}, "draft_model_path"),
-        ({"load_format": "dummy"}, "safetensors"),
-        ({"recapture_cuda_graph": True}, "in place"),
-    ],
-)
-def test_updates_that_cannot_be(
-    server: Server, models: Models, given: dict[str, Any], reason: str
-) -> None:
-    answer = server.post("/update_weights_from_disk", **{"model_path": models.target, **given})
-    assert answer.status_code == 400
-    assert reason in answer.json()["message"]
-
-
-def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_loaded(
-    server: Server, models: Models, tmp_path: Path
-) -> None:
-    """A draft of another size, beside a target that would fit; and a file that is cut off."""
-    answer = load(server, models.new_target, models.other_size)
-    assert answer.status_code == 400
-    assert "layers.1" in answer.json()["message"]
-    (source,) = Path(models.new_target).glob("*.safetensors")
-    (tmp_path / source.name).write_bytes(source.read_bytes()[:-64])
-    answer = load(server, str(tmp_path))
-    assert answer.status_code == 400
-
-
-def test_new_weights_fromtensors_of(
-    server: Server,
-    models: Models,
-    ending: Ending,
-    loaded_back: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Those named `draft.` go to the draft, as /weights_checker names them."""
-    from sglang.srt.utils import MultiprocessingSerializer
-
-    # By name: descriptors are handed to child processes alone.
-    monkeypatch.setattr(torch.multiprocessing, "_sharing_strategy", "file_system")
-    own, draft = (tensors_of(path) for path in (models.new_target, models.new_draft))
-    named = [*own.items(), *((f"draft.{name}", tensor) for name, tensor in draft.items())]
-    answer = send_tensors(server, MultiprocessingSerializer.serialize(named))
-    assert answer.status_code == 200, answer.text
-    assert texts(server) == ending.texts
-
-
-def test_tensors_that_cannot_be_read_are_refused(server: Server) -> None:
-    answer = send_tensors(server, b"no pickle")
-    assert (answer.status_code, answer.json()["success"]) == (400, False)
-
-
-def test_new_weights_by_broadcast(server: Server, models: Models, loaded_back: None) -> None:
-    """Of the target alone."""
-    tensors = tensors_of(models.new_target)
-    with broadcasting(server) as group, ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(
-            server.post,
-            "/update_weights_from_distributed",
-            names=list(tensors),
-            dtypes=["float32"] * len(tensors),
-            shapes=[list(tensor.shape) for tensor in tensors.values()],
-            group_name=GROUP,
-        )
-        for tensor in tensors.values():
-            torch.distributed.broadcast(tensor, src=0, group=group)
-        assert answer.result().status_code == 200, answer.result().text
-    found = texts(server)
-    assert load(server, models.new_target, models.draft).status_code == 200
-    assert texts(server) == found
 
 
 @pytest.mark.parametrize("route", ["/release_memory_occupation", "/resume_memory_occupation"])

@@ -13,6 +13,7 @@ import pytest
 from tiny_models import smc_arguments
 
 from sglang_smc.options.server import CPU_OVERLAP_ENV
+from sglang_smc.upstream import resolved
 
 pytestmark = pytest.mark.engine
 
@@ -83,7 +84,7 @@ def test_results_one_round_late_change_no_answer(
     for overlap in (False, True):
         monkeypatch.setenv(CPU_OVERLAP_ENV, str(int(overlap)))
         running = engine(**arguments)
-        assert running.server_args.disable_overlap_schedule is not overlap
+        assert resolved(running.server_args).disable_overlap_schedule is not overlap
         found[overlap] = serve(running, indices, aborted)
     kept = [index for index in indices if index not in aborted]
     for index in kept:

@@ -3,6 +3,7 @@
 import importlib.machinery
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,9 @@ from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
+
+from sglang_smc.upstream import SUPPORTED
 
 ROOT = Path(__file__).parents[2]
 MAPPED = {"kernels": "sglang_smc/kernels", "patches": "sglang_smc/patches"}
@@ -122,10 +126,14 @@ def test_entry_points_name_existing_functions() -> None:
             assert f"def {function}(" in source
 
 
-def test_wheel_metadata_pins_sglang(wheel: Path) -> None:
+def test_wheel_metadata_allows_the_supported_releases(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
-        assert "Requires-Dist: sglang==0.5.17" in archive.read(metadata).decode()
+        found = re.search(r"^Requires-Dist: sglang(\S+)$", archive.read(metadata).decode(), re.M)
+        assert found is not None
+        allowed = SpecifierSet(found[1])
+        assert all(release in allowed for release in SUPPORTED)
+        assert not any(f"0.5.{patch}" in allowed for patch in (16, 18, 19, 20, 21, 24))
         (points,) = (name for name in archive.namelist() if name.endswith("/entry_points.txt"))
         parser = ConfigParser()
         parser.read_string(archive.read(points).decode())

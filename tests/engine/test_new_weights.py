@@ -1,0 +1,313 @@
+"""New weights for a running server: it goes on, as one that was started with them.
+
+SGLang's strict memory checks run at every step; a leak or a double free ends the server.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+import torch
+from http_server import Server, running_server
+from operator_client import (
+    GROUP,
+    LONG,
+    OVERLAPPED,
+    SETTINGS,
+    assert_paused,
+    assert_unharmed,
+    broadcasting,
+    checksums,
+    greedy,
+    load,
+    pause,
+    resume,
+    send,
+    send_tensors,
+    session,
+    streaming,
+    tensors_of,
+    texts,
+)
+from tiny_models import smc_arguments
+
+from sglang_smc import upstream
+
+pytestmark = pytest.mark.engine
+
+selects = pytest.mark.skipif(not upstream.SELECTS_MODELS, reason="names of tensors tell the model")
+names = pytest.mark.skipif(upstream.SELECTS_MODELS, reason="requests select the model")
+
+
+class Models(NamedTuple):
+    """Two pairs of checkpoints, alike in all but their weights, and a draft of another size."""
+
+    target: str
+    draft: str
+    new_target: str
+    new_draft: str
+    other_size: str
+
+
+@pytest.fixture(scope="module")
+def models(tiny: Callable[..., str]) -> Models:
+    alike = [tiny(vocab_size=64, scale=0.3, seed=seed) for seed in (1, 2, 3, 4)]
+    return Models(*alike, tiny(vocab_size=64, scale=0.3, seed=2, layers=1))
+
+
+class Fresh(NamedTuple):
+    """What a server says that has the new weights from the start."""
+
+    texts: list[str]
+    greedy: str  # in mode `exact`
+
+
+@pytest.fixture(scope="module")
+def fresh(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Fresh:
+    arguments = smc_arguments(models.new_target, models.new_draft, **SETTINGS)
+    with running_server(tmp_path_factory.mktemp("fresh"), OVERLAPPED, **arguments) as server:
+        return Fresh(texts(server), greedy(server)[0])
+
+
+@pytest.fixture(scope="module")
+def server(
+    fresh: Fresh, models: Models, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """After ``fresh``: one server at a time."""
+    arguments = smc_arguments(models.target, models.draft, **SETTINGS)
+    with running_server(tmp_path_factory.mktemp("server"), OVERLAPPED, **arguments) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(server: Server, fresh: Fresh) -> list[str]:
+    found = texts(server)
+    assert len(set(found)) == len(found)
+    assert not set(found) & set(fresh.texts)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def unharmed(server: Server, expected: list[str]) -> Iterator[None]:
+    yield
+    assert_unharmed(server, expected)
+
+
+@pytest.fixture
+def loaded_back(server: Server, models: Models) -> Iterator[None]:
+    """Ends with the weights that the server began with."""
+    yield
+    assert load(server, models.target, models.draft).status_code == 200
+
+
+def test_new_weights_from_disk_are_those_of_a_fresh_server(
+    server: Server, expected: list[str], models: Models, fresh: Fresh, loaded_back: None
+) -> None:
+    answer = load(server, models.new_target, models.new_draft)
+    assert (answer.status_code, answer.json()["success"]) == (200, True)
+    assert texts(server) == fresh.texts != expected
+    assert load(server, models.target).status_code == 200
+    assert texts(server) != expected, "the draft keeps its weights where none are named"
+
+
+def test_new_weights_while_requests_are_retracted(
+    server: Server, models: Models, fresh: Fresh, loaded_back: None
+) -> None:
+    with streaming(server) as stream:
+        pause(server, "retract")
+        assert load(server, models.new_target, models.new_draft).status_code == 200
+        assert_paused(server)
+        resume(server)
+        assert stream.finish()["meta_info"]["completion_tokens"] == LONG
+    assert texts(server) == fresh.texts
+
+
+def test_new_weights_while_requests_hold_kv(
+    server: Server, models: Models, loaded_back: None
+) -> None:
+    """Refused if their KV is to be dropped; else they go on from it."""
+    with streaming(server) as stream:
+        pause(server, "in_place")
+        refused = load(server, models.new_target)
+        assert (refused.status_code, "'retract'" in refused.text) == (400, True)
+        assert load(server, models.new_target, flush_cache=False).status_code == 200
+        resume(server)
+        assert stream.finish()["meta_info"]["completion_tokens"] == LONG
+
+
+def test_new_weights_wait_for_running_requests(
+    server: Server, models: Models, loaded_back: None
+) -> None:
+    with streaming(server) as stream:
+        undisturbed = stream.finish()["text"]
+    with streaming(server) as stream:
+        assert load(server, models.new_target).status_code == 200
+        assert stream.finish()["text"] == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"model_path": "/nowhere"}, "/nowhere"),
+        ({"manifest": {"draft": "x"}}, "draft_model_path"),
+        ({"manifest": {"draft_model_path": 7}}, "draft_model_path"),
+        ({"load_format": "dummy"}, "safetensors"),
+        ({"recapture_cuda_graph": True}, "in place"),
+    ],
+)
+def test_updates_that_cannot_be(
+    server: Server, models: Models, given: dict[str, Any], reason: str
+) -> None:
+    answer = server.post("/update_weights_from_disk", **{"model_path": models.target, **given})
+    assert answer.status_code == 400
+    assert reason in answer.json()["message"]
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_loaded(
+    server: Server, models: Models, tmp_path: Path
+) -> None:
+    """A draft of another size, beside a target that would fit; and a file that is cut off."""
+    answer = load(server, models.new_target, models.other_size)
+    assert answer.status_code == 400
+    assert "layers.1" in answer.json()["message"]
+    (source,) = Path(models.new_target).glob("*.safetensors")
+    (tmp_path / source.name).write_bytes(source.read_bytes()[:-64])
+    answer = load(server, str(tmp_path))
+    assert answer.status_code == 400
+
+
+def test_a_new_draft_changes_the_speed_of_a_greedy_text_alone(
+    server: Server, models: Models, fresh: Fresh, loaded_back: None
+) -> None:
+    assert load(server, models.new_target).status_code == 200
+    text, rounds = greedy(server)
+    assert text == fresh.greedy
+    assert load(server, models.new_target, models.new_target).status_code == 200
+    assert greedy(server) == (text, 10), "39 tokens, of which every round keeps 3 and adds one"
+    assert rounds > 20
+
+
+@pytest.fixture
+def by_file_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Share tensors by the names of files: descriptors are handed to child processes alone."""
+    monkeypatch.setattr(torch.multiprocessing, "_sharing_strategy", "file_system")
+
+
+@names
+def test_new_weights_from_tensors_that_name_their_model(
+    server: Server, models: Models, fresh: Fresh, loaded_back: None, by_file_name: None
+) -> None:
+    """Those named `draft.` go to the draft, as /weights_checker names them."""
+    own, draft = (tensors_of(path) for path in (models.new_target, models.new_draft))
+    named = [*own.items(), *((f"draft.{name}", tensor) for name, tensor in draft.items())]
+    answer = send_tensors(server, named)
+    assert answer.status_code == 200, answer.text
+    assert texts(server) == fresh.texts
+
+
+@selects
+@pytest.mark.parametrize("mode", [None, "retract"])
+def test_new_weights_of_both_in_one_session(
+    server: Server,
+    models: Models,
+    fresh: Fresh,
+    loaded_back: None,
+    by_file_name: None,
+    mode: str | None,
+) -> None:
+    with streaming(server) as stream:
+        if mode is not None:
+            pause(server, mode)
+        with session(server):
+            for path, given in ((models.new_target, {}), (models.new_draft, {"selector": "draft"})):
+                answer = send_tensors(server, tensors_of(path).items(), **given)
+                assert answer.status_code == 200, answer.text
+        if mode is not None:
+            resume(server)
+        assert stream.finish()["meta_info"]["completion_tokens"] == LONG
+    assert texts(server) == fresh.texts
+
+
+@selects
+@pytest.mark.parametrize(
+    ("opened", "given", "updated"),
+    [
+        ("all", {}, "target"),
+        ("all", {"selector": "target"}, "target"),
+        ("all", {"selector": "draft"}, "draft"),
+        ("target", {}, "target"),
+        ("draft", {}, "draft"),
+        ("draft", {"flush_cache": False, "weight_version": "2"}, "draft"),
+    ],
+)
+def test_a_selector_names_one_model(
+    server: Server,
+    models: Models,
+    loaded_back: None,
+    by_file_name: None,
+    opened: str,
+    given: dict[str, Any],
+    updated: str,
+) -> None:
+    before = checksums(server)
+    with session(server, opened):
+        answer = send_tensors(server, tensors_of(models.new_target).items(), **given)
+        assert answer.status_code == 200, answer.text
+    changed = {name for name, value in checksums(server).items() if value != before[name]}
+    assert "lm_head.weight" in {name.removeprefix("draft.") for name in changed}
+    assert {name.startswith("draft.") for name in changed} == {updated == "draft"}
+
+
+@selects
+def test_sessions_that_cannot_be(server: Server, models: Models, by_file_name: None) -> None:
+    def refused(answer: httpx.Response, reason: str) -> bool:
+        return answer.status_code == 400 and reason in answer.text
+
+    named = tensors_of(models.target).items()
+    assert refused(send_tensors(server, named), "begin_weight_update")
+    assert refused(server.post("/end_weight_update"), "no weight-update session is open")
+    assert refused(server.post("/begin_weight_update", selector="drafts"), "selector")
+    with session(server):
+        assert refused(server.post("/begin_weight_update"), "already open")
+        assert refused(send_tensors(server, named, selector="drafts"), "selector")
+        own_way = ((f"draft.{name}", tensor) for name, tensor in named)
+        assert refused(send_tensors(server, own_way), "selector='draft'")
+
+
+def test_tensors_that_do_not_fit_are_refused(
+    server: Server, models: Models, loaded_back: None, by_file_name: None
+) -> None:
+    draft = {"selector": "draft"} if upstream.SELECTS_MODELS else {}
+    with session(server):
+        for given in ({}, draft):
+            answer = send_tensors(server, [("lm_head.weight", torch.ones(3, 5))], **given)
+            assert (answer.status_code, answer.json()["success"]) == (400, False)
+
+
+def test_tensors_that_cannot_be_read_are_refused(server: Server) -> None:
+    with session(server):
+        answer = send(server, b"no pickle")
+    assert (answer.status_code, answer.json()["success"]) == (400, False)
+
+
+def test_new_weights_by_broadcast(server: Server, models: Models, loaded_back: None) -> None:
+    """Of the target alone."""
+    tensors = tensors_of(models.new_target)
+    with session(server), broadcasting(server) as group, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(
+            server.post,
+            "/update_weights_from_distributed",
+            names=list(tensors),
+            dtypes=["float32"] * len(tensors),
+            shapes=[list(tensor.shape) for tensor in tensors.values()],
+            group_name=GROUP,
+        )
+        for tensor in tensors.values():
+            torch.distributed.broadcast(tensor, src=0, group=group)
+        assert answer.result().status_code == 200, answer.result().text
+    found = texts(server)
+    assert load(server, models.new_target, models.draft).status_code == 200
+    assert texts(server) == found

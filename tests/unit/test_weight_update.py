@@ -1,0 +1,146 @@
+"""Which model an update's tensors are for, and what hooks hand to SGLang's own updates."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.managers import io_struct
+from sglang.srt.utils import MultiprocessingSerializer
+
+from sglang_smc import upstream
+from sglang_smc.models.weight_update import names_in, reason_not_to_name
+from sglang_smc.patches import weights
+from sglang_smc.patches.weights import hook, update_from_tensor, update_target
+
+selects = pytest.mark.skipif(not upstream.SELECTS_MODELS, reason="names of tensors tell the model")
+TENSORS = [("lm_head.weight", torch.ones(2)), ("draft.norm.weight", torch.ones(2))]
+BUCKET = {
+    "flattened_tensor": torch.ones(2),
+    "metadata": [SimpleNamespace(name="draft.norm.weight")],
+}
+
+
+@pytest.fixture(autouse=True)
+def by_file_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Share tensors without a descriptor that would stay open."""
+    monkeypatch.setattr(torch.multiprocessing, "_sharing_strategy", "file_system")
+
+
+@pytest.mark.parametrize("sent", [TENSORS, BUCKET], ids=["list", "bucket"])
+def test_names_are_found_without_reading_tensors(sent: Any) -> None:
+    assert "draft.norm.weight" in names_in(MultiprocessingSerializer.serialize(sent))
+
+
+@selects
+def test_the_drafts_prefix_is_refused_where_requests_select_the_model() -> None:
+    assert reason_not_to_name(["lm_head.weight", "model.draft.weight"]) is None
+    assert "selector='draft'" in (reason_not_to_name(["lm_head.weight", "draft.norm.weight"]) or "")
+
+
+@selects
+@pytest.mark.parametrize(
+    ("opened", "given", "updated"),
+    [
+        (None, "all", "target"),
+        ("all", "all", "target"),
+        ("target", "all", "target"),
+        ("draft", "all", "draft"),
+        ("all", "draft", "draft"),
+        ("draft", "target", "target"),
+    ],
+)
+def test_all_is_one_model(opened: str | None, given: str, updated: str) -> None:
+    session = None if opened is None else SimpleNamespace(selector=opened)
+    request = SimpleNamespace(selector=given)
+    upstream.select_one_model(SimpleNamespace(_session=session), request)  # pyright: ignore[reportArgumentType] -- what it looks at
+    assert request.selector == updated
+
+
+ANSWER = object()
+
+
+class Scheduler:
+    """What a hook looks at, of a server that is paused or not."""
+
+    def __init__(self, *, smc: bool = True, paused: bool = False, running: bool = False) -> None:
+        self.server_args = SimpleNamespace(speculative_algorithm="SMC" if smc else None)
+        self._engine_paused = paused
+        self.running_batch = SimpleNamespace(is_empty=lambda: not running)
+        self.last_batch = self.chunked_req = None
+        self.grammar_manager: list[Any] = []
+
+    def pause_generation(self, request: io_struct.PauseGenerationReqInput) -> None:
+        assert request.mode == "retract", "which takes the result in flight"
+        self._engine_paused = True
+
+    def continue_generation(self, request: io_struct.ContinueGenerationReqInput) -> None:
+        assert not request.torch_empty_cache, "it asks CUDA"
+        self._engine_paused = False
+
+
+class Manager:
+    """What a hook looks at, and how an update found it."""
+
+    tp_cpu_group = None
+
+    def __init__(self, scheduler: Scheduler, error: str | None = None) -> None:
+        self.scheduler, self.error = scheduler, error
+        self.draft_worker: Any = "the draft"
+        self.found: list[Any] = []
+
+    def update(self, _request: Any) -> Any:
+        self.found.append((self.draft_worker, self.scheduler._engine_paused))
+        if self.error is not None:
+            raise RuntimeError(self.error)
+        return ANSWER
+
+
+from_ipc = hook(update_target, io_struct.UpdateWeightsFromIPCReqOutput)
+FLUSHED = io_struct.UpdateWeightsFromIPCReqInput(zmq_handles={})
+KEPT = io_struct.UpdateWeightsFromIPCReqInput(zmq_handles={}, flush_cache=False)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_an_update_by_ipc_finds_no_draft_and_a_server_at_rest(paused: bool) -> None:
+    manager = Manager(Scheduler(paused=paused))
+    assert from_ipc(Manager.update, manager, FLUSHED) is ANSWER
+    assert manager.found == [(None, True)]
+    assert (manager.draft_worker, manager.scheduler._engine_paused) == ("the draft", paused)
+
+
+def test_the_draft_is_back_after_an_update_that_failed() -> None:
+    manager = Manager(Scheduler(), error="no")
+    with pytest.raises(RuntimeError, match="no"):
+        from_ipc(Manager.update, manager, FLUSHED)
+    assert (manager.draft_worker, manager.scheduler._engine_paused) == ("the draft", False)
+
+
+def test_kv_in_use_is_not_flushed() -> None:
+    manager = Manager(Scheduler(paused=True, running=True))
+    answer = from_ipc(Manager.update, manager, FLUSHED)
+    assert (answer.success, "'retract'" in answer.message, manager.found) == (False, True, [])
+    assert from_ipc(Manager.update, manager, KEPT) is ANSWER
+
+
+def test_other_algorithms_are_left_alone() -> None:
+    manager = Manager(Scheduler(smc=False, paused=True, running=True))
+    assert from_ipc(Manager.update, manager, FLUSHED) is ANSWER
+    assert manager.found == [("the draft", True)]
+
+
+def test_what_tensors_raise_is_an_answer_that_no_rank_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    met: list[Any] = []
+    monkeypatch.setattr(weights.torch.distributed, "barrier", lambda group: met.append(group))
+    update = hook(update_from_tensor, io_struct.UpdateWeightsFromTensorReqOutput)
+    sent = [MultiprocessingSerializer.serialize(TENSORS[:1])]
+    request = io_struct.UpdateWeightsFromTensorReqInput(serialized_named_tensors=sent)
+    manager = Manager(Scheduler(), error="shapes differ")
+    manager._session = None  # pyright: ignore[reportAttributeAccessIssue] -- as SGLang's has it
+    answer = update(Manager.update, manager, request)
+    assert (answer.success, "shapes differ" in answer.message) == (False, True)
+    assert met == [None], "the group of the manager, once"
