@@ -84,6 +84,13 @@ def sample_target(
     return tokens.view(shape)
 
 
+def row_headroom(original: Callable) -> int:
+    """Columns of the table of slots behind the longest text: at least what a round takes ahead."""
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+
+    return max(original(), get_alloc_reserve_per_decode())
+
+
 def fill_table(
     original: Callable,
     req_pool_indices: torch.Tensor,
@@ -253,6 +260,20 @@ PATCHES = (
         why=_WHY,
         relies_on=("srt/speculative/eagle_utils.py:684 (imported at each call)",),
         retire_when=_RETIRE,
+        family=upstream.NEWEST,
+    ),
+    Patch(
+        target="sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
+        hook_type=HookType.AROUND,
+        function=row_headroom,
+        what="Makes the table of slots as wide as a round near the end of the context needs it.",
+        why="With pages of one slot its rows are too short for that, by up to twice what a round "
+        "drafts. Kernels write on into the next row; torch raises, and the scheduler ends.",
+        relies_on=(
+            "srt/mem_cache/allocation_sizing.py:105",
+            "srt/mem_cache/allocation_sizing.py:64 (get_alloc_reserve_per_decode)",
+        ),
+        retire_when="SGLang's rows have room for what it allocates, with pages of one slot too.",
         family=upstream.NEWEST,
     ),
     Patch(

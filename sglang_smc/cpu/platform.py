@@ -75,7 +75,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     _enum = PlatformEnum.OOT
 
     def get_device(self, device_id: int | None = None, **_: Any) -> str:
-        """The device as a string: Arguments splits off an index and compares names."""
+        """The device as a string: SGLang splits off an index and compares names."""
         return "cpu"
 
     def apply_server_args_defaults(self, server_args: Arguments) -> None:

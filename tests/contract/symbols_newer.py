@@ -127,6 +127,8 @@ NEWEST = (
         _SPEC + "uno_utils.sample_uno_tree_target_tokens",
         "* next_token_logits sampling_info batch_size verify_width max_top_k",
     ),
+    Symbol("sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len", ""),
+    Symbol("sglang.srt.mem_cache.allocation_sizing.get_alloc_reserve_per_decode", ""),
     Symbol(
         "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
         "req_pool_indices req_to_token start_offset end_offset out_cache_loc batch_size",

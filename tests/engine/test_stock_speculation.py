@@ -20,8 +20,9 @@ pytestmark = [
 ALPHA = 1e-4
 EOS = 1
 GREEDY = {"temperature": 0.0, "max_new_tokens": 24}
-#: One token, and others; some are prefilled in chunks of 64.
-PROMPTS = [[5], [9] * 20, [8, 1, 30], [2, 44] * 35, [*range(2, 60), *range(60, 2, -1)]]
+#: One token, and others; some are prefilled in chunks of 64. The last answer fills the context.
+PROMPTS = [[5], [9] * 20, [8, 1, 30], [2, 44] * 35, [*range(2, 60), *range(60, 1, -1)] * 2]
+PROMPTS[-1] = PROMPTS[-1][:231]
 CHUNKS = {"chunked_prefill_size": 64}
 TOY = {"vocab_size": 4, "scale": 0.5}
 
@@ -149,7 +150,9 @@ def test_eagle_gives_the_text_of_its_target(
     (tmp_path / "config.json").write_text(json.dumps(config))
     settings = chain(target, str(tmp_path), topk=topk, nodes=nodes)
     settings |= {"speculative_algorithm": algorithm, "speculative_draft_load_format": "dummy"}
-    assert_same_answers(engine(**settings), asked)
+    # SGLang keeps the context's end free from requests to such a server.
+    shorter = [each for each in asked if len(each[0]["input_ids"]) < 200]
+    assert_same_answers(engine(**settings), shorter)
 
 
 @pytest.mark.parametrize(
