@@ -54,12 +54,13 @@ def add_meta_info(
     """Show a finished request's totals as the numbers they are, not as lists of one."""
     original(manager, meta_info, recv_obj, i)
     accumulated = manager.rid_to_state[recv_obj.rids[i]].customized_info_accumulated
-    for name, values in accumulated.items():
+    for name, values in list(accumulated.items()):
         if name.startswith(META_PREFIX):
             meta_info[name] = values[-1] if values else None
-            # SGLang fills in None for what only a neighbour in the batch has to tell.
+            # SGLang fills in None for what only a neighbour in the batch has to tell, and looks
+            # there once more as it ends a stream.
             if meta_info[name] is None and name != META_PREFIX + "log_evidence":
-                del meta_info[name]
+                del meta_info[name], accumulated[name]
 
 
 # SGLang sends the n samples of a request one after another, all with one object, in one task; those

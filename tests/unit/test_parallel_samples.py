@@ -53,7 +53,7 @@ def test_samples_of_requests_that_are_sent_at_once_keep_their_own_seeds() -> Non
 
 
 def test_the_prompt_that_is_read_ahead_takes_no_seed() -> None:
-    """SGLang sends a request of no tokens first, so that all samples find the prompt in the cache."""
+    """SGLang sends a request of no tokens first, so that all samples find the prompt cached."""
 
     async def one() -> list[int | None]:
         ahead: list[int | None] = []
