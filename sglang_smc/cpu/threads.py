@@ -54,17 +54,19 @@ def set_default_environment(*, tp_size: int, dp_size: int = 1) -> None:
     _default("OMP_NUM_THREADS", str(threads))
     # Idle OpenMP threads spin by default and take the cores from the processes beside them.
     _default("OMP_WAIT_POLICY", "PASSIVE")
-    several = tp_size > 1
+    from sglang_smc.upstream import num_bound_processes
+
+    bound = num_bound_processes(tp_size=tp_size, dp_size=dp_size)
     # Without this list SGLang allows one rank for each NUMA node.
-    _default("SGLANG_CPU_OMP_THREADS_BIND", _binding(tp_size) if several else None)
+    _default("SGLANG_CPU_OMP_THREADS_BIND", _binding(bound) if bound > 1 else None)
     # SGLang takes any NCCL that it can load, here the one of torch's CUDA wheel, and then needs a
     # CUDA device. A name that cannot be loaded leaves the ranks to gloo.
-    _default("SGLANG_NCCL_SO_PATH", "no-nccl-on-a-cpu" if several else None)
+    _default("SGLANG_NCCL_SO_PATH", "no-nccl-on-a-cpu" if tp_size > 1 else None)
 
 
-def _binding(tp_size: int) -> str:
+def _binding(num_processes: int) -> str:
     cpus = physical_cpus()
-    shares = [cpus[rank::tp_size] or cpus for rank in range(tp_size)]
+    shares = [cpus[i::num_processes] or cpus for i in range(num_processes)]
     return "|".join(",".join(map(str, share)) for share in shares)
 
 

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from sglang_smc import upstream
 from sglang_smc.cpu import threads
 
 VARIABLES = (
@@ -69,6 +70,13 @@ def test_tensor_parallel_ranks_have_their_own_cores(host, tp_size, binding):
     host(cores=4)
     threads.set_default_environment(tp_size=tp_size)
     assert os.environ["SGLANG_CPU_OMP_THREADS_BIND"] == binding
+
+
+def test_replicas_have_their_own_cores_where_sglang_binds_them(host):
+    host(cores=4)
+    threads.set_default_environment(tp_size=1, dp_size=2)
+    found = os.environ.get("SGLANG_CPU_OMP_THREADS_BIND")
+    assert found == ("0,2|1,3" if upstream.IS_NEWER else None)
 
 
 def test_what_the_user_set_stays(host, monkeypatch):
