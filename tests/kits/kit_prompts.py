@@ -16,12 +16,14 @@ _CODE = (
     "from fastapi import FastAPI\n\napp = FastAPI()\n\n\n@app.get('/')\ndef root():\n    return {}"
 )
 _ENDLESS = " and so on," * 100 + "..."
+_TALE = "Tell me a very long story about a wizard."
 _FACTS = '{"name": "Paris", "population": 2100000}'
 _LLAMA_PROMPT = """\
 <|begin_of_text|><|start_header_id|>system<|end_header_id|>
 You are a helpful assistant.<|eot_id|><|start_header_id|>user<|end_header_id|>
 What is 2 + 2?<|eot_id|><|start_header_id|>assistant<|end_header_id|>
         """
+_FRANCE = "<|user|>What is the capital of France? Answer in a few words."
 _JSON_PROMPT = "Introduce the capital of France. Return in a JSON format. The JSON Schema is: "
 
 _PLAIN = {
@@ -44,9 +46,10 @@ _PLAIN = {
     " - Operation done successfully",
     _LLAMA_PROMPT: "4",
     MANY_NEW_TOKENS_PROMPT: _STORY,
-    "Tell me a very long story about a wizard.": _ENDLESS,
-    "Question 0: Write a short essay about the number 0.": _ENDLESS,
-    "Question 1: Write a short essay about the number 1.": _ENDLESS,
+    _TALE: _ENDLESS,
+    # The second turn of a session; the first is cut after 16 tokens.
+    _TALE + " and so on," * 4 + " Continue the story in great detail.": _ENDLESS,
+    **{f"Question {n}: Write a short essay about the number {n}.": _ENDLESS for n in range(8)},
 }
 
 #: After these the model goes on, so that only a grammar ends them in time.
@@ -69,6 +72,8 @@ _CONSTRAINED = {
 _CONSTRAINED_CHATS = {
     "<|user|>You are a helpful assistant.<|user|>Give me a json": '{"a": 1}',
     _SYSTEM + _JSON_PROMPT + json.dumps(JSONConstrainedMixin.json_schema): _FACTS,
+    "<|user|>You are a helpful AI assistant that gives a short answer."
+    "<|user|>What is the capital of Bulgaria?": '{"capital": "Sofia"}',
 }
 _MORE = " and more"
 
@@ -76,6 +81,17 @@ _CHATS = {
     "<|user|>Say hi in one word.": "Hi",
     _SYSTEM + MANY_NEW_TOKENS_PROMPT: _STORY,
     _SYSTEM + "What is 2 + 2?": "4",
+    "<|user|>What is 2+2?": "It is 4.",
+    _FRANCE: "Paris.",
+    "<|user|>You are a helpful assistant. Always respond in French." + _FRANCE: "C'est Paris.",
+    "<|user|>You are a helpful assistant.\nAlways be concise." + _FRANCE: "Paris",
+    "<|user|>You are a pirate. Respond in pirate speak." + _FRANCE: "Paris, arr!",
+    "<|user|>What is the capital of France?<|user|>Always respond in French."
+    "<|user|>Answer in a few words.": "C'est Paris.",
+    "<|user|>My name is Alice.<|assistant|>Hello Alice! Nice to meet you.<|eos|>"
+    "<|user|>What is my name?": "Alice",
+    "<|user|>Say hello.<|assistant|>Hello!<|eos|><|user|>Say goodbye.": "Goodbye!",
+    "<|user|>Tell me a long story about a dragon.": _STORY,
 }
 
 
