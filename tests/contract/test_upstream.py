@@ -230,6 +230,7 @@ BRANCHES = {
         "x = (P(a), P(b, OLDER))",
         "x = (P(a), P(c, family=u.NEWER))",
     ),
+    "if not IS_NEWER: pytest.skip('no')\nimport a": ("pytest.skip('no')", "import a"),
     "if y: return\nf()": ("if y: return\nf()", "if y: return\nf()"),
 }
 

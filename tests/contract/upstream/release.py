@@ -81,6 +81,12 @@ def as_run(text: str, newer: bool, newest: bool = False) -> ast.Module:
     return _Branches(newer, newest).visit(body) if known else body
 
 
+def _leaves(statement: ast.stmt) -> bool:
+    """Whether nothing behind a statement runs; a test may skip itself, or its module."""
+    skips = isinstance(statement, ast.Expr) and ast.unparse(statement).startswith("pytest.skip(")
+    return skips or isinstance(statement, ast.Return | ast.Raise)
+
+
 class _Branches(ast.NodeTransformer):
     def __init__(self, newer: bool, newest: bool) -> None:
         families = {OLDER: not newer, NEWER: newer, NEWEST: newest}
@@ -116,7 +122,7 @@ class _Branches(ast.NodeTransformer):
                 kept.append(statement)
                 continue
             kept += self._taken(statement.body if known else statement.orelse)
-            if kept and isinstance(kept[-1], ast.Return | ast.Raise):
+            if kept and _leaves(kept[-1]):
                 break
         return kept
 
