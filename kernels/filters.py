@@ -197,7 +197,7 @@ def _peak_and_rate(rows, row, heat, share, padded_tiles: tl.constexpr):
     is_broken = tl.sum((of_tiles != of_tiles).to(tl.int32), 0) > 0
     peak = tl.where(is_broken, float("nan"), tl.max(of_tiles, 0))
     tail = heat.to(tl.float64) * tl.log((rows.vocab_size + 0.0) / (1.0 - share.to(tl.float64)))
-    extent = tl.minimum(tl.minimum(EXTENT * heat, tail.to(tl.float32)), peak - low)
+    extent = tl.minimum(tl.minimum(heat * EXTENT, tail.to(tl.float32)), peak - low)
     exponent = extent.to(tl.int32, bitcast=True) >> 23
     exponent = tl.minimum(tl.maximum(exponent, 14), 255)
     return peak, ((268 - exponent) << 23).to(tl.float32, bitcast=True)
