@@ -24,9 +24,9 @@ BUCKET = {
 
 
 @pytest.fixture(autouse=True)
-def by_file_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Share tensors without a descriptor that would stay open."""
-    monkeypatch.setattr(torch.multiprocessing, "_sharing_strategy", "file_system")
+def by_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Share tensors without torch's manager of files: an engine that shuts down takes it along."""
+    monkeypatch.setattr(torch.multiprocessing, "_sharing_strategy", "file_descriptor")
 
 
 @pytest.mark.parametrize("sent", [TENSORS, BUCKET], ids=["list", "bucket"])
