@@ -216,14 +216,24 @@ def _accelerator() -> bool:
 
 
 def _keep_from_killing(warm: Warm) -> None:
-    """An engine that shuts down kills all children of its process; not a waiting interpreter."""
+    """An engine that shuts down kills all children of its process; not a waiting interpreter.
+
+    Nor torch's manager of shared tensors: it starts once in a process, and later tests need it.
+    """
     import psutil
 
     original = psutil.Process.children
 
+    def is_manager(process: psutil.Process) -> bool:
+        try:
+            return process.name().startswith("torch_shm")
+        except psutil.Error:  # it has ended
+            return False
+
     def children(self: psutil.Process, recursive: bool = False) -> list[psutil.Process]:
         waiting = {interpreter.pid for interpreter in warm.interpreters}
-        return [child for child in original(self, recursive) if child.pid not in waiting]
+        found = original(self, recursive)
+        return [one for one in found if one.pid not in waiting and not is_manager(one)]
 
     psutil.Process.children = children  # type: ignore[method-assign]
 
