@@ -75,7 +75,7 @@ test-oldest: $(VENV_OLDEST)/.sglang-smc-installed
 $(VENV_OLDEST)/.sglang-smc-installed: pyproject.toml
 	@echo "Installing SGLang $(OLDEST) into $(VENV_OLDEST) (~9 GB, minutes)"
 	test -x $(VENV_OLDEST)/bin/python || $(PYTHON) -m venv $(VENV_OLDEST)
-	$(VENV_OLDEST)/bin/python -m pip install 'sglang==$(OLDEST)' --editable '.[test]'
+	$(VENV_OLDEST)/bin/python -m pip install 'sglang==$(OLDEST)' --editable '.[test,bench]'
 	@touch $@
 
 test-all: check upstream
