@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.allocation import alloc_token_slots
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc.memory import arena
+from sglang_smc.models.trees import spans as entries
 from sglang_smc.options.budget import Budget
 from sglang_smc.process import active_budget, active_config, active_policy
 from sglang_smc.requests.state import state_of
@@ -78,11 +79,8 @@ def _allocate(batch: "ScheduleBatch", spans: list[tuple[int, int]]) -> None:
 def _places(reqs: "list[Req]", spans: list[tuple[int, int]]) -> torch.Tensor:
     """Rows and columns of the table's entries in these spans, ``[2, total]`` int64 on the host."""
     rows = [kv_of(req).req_pool_idx for req in reqs]
-    known = [(row, start, end - start) for row, (start, end) in zip(rows, spans, strict=True)]
-    row, start, size = torch.tensor(known, device="cpu").unbind(1)
-    owner = torch.repeat_interleave(size)  # [total] which request an entry goes to
-    offset = torch.arange(len(owner), device="cpu") - (size.cumsum(0) - size)[owner]
-    return torch.stack([row[owner], start[owner] + offset])
+    known = [(row, start, end) for row, (start, end) in zip(rows, spans, strict=True)]
+    return torch.stack(entries(*torch.tensor(known, device="cpu").unbind(1)))
 
 
 def tokens_required(

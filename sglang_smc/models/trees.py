@@ -94,7 +94,7 @@ def spans(
     """Rows and columns of the entries ``start .. end - 1`` of each row, in one piece."""
     size = (end - start).long()
     owner = torch.repeat_interleave(size)  # [total] which row an entry goes to
-    place = torch.arange(len(owner)) - (size.cumsum(0) - size)[owner]
+    place = torch.arange(len(owner), device=size.device) - (size.cumsum(0) - size)[owner]
     return rows[owner], start.long()[owner] + place
 
 
