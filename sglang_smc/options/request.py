@@ -4,9 +4,9 @@ A request chooses in `custom_params={"smc": {...}}`, by the names of `SMCConfig`
 name is the server's. A key that its mode would ignore is refused, like one that nobody knows.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from sglang_smc.options.server import (
     AUTO_EVIDENCE_THRESHOLD,
@@ -20,6 +20,8 @@ from sglang_smc.options.server import (
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+
+_Config = TypeVar("_Config", bound=SMCConfig)
 
 PARTICLES_KEY = "return_particles"
 
@@ -88,13 +90,23 @@ def request_config(server: SMCConfig, given: Any, *, constrained: bool = False) 
 
 
 def config_of(server: SMCConfig, req: "Req") -> RequestConfig:
-    """The settings of a request in the scheduler; what came that far has been checked."""
+    """What a request in the scheduler plays with; what came that far has been checked."""
     found = req.__dict__.get("smc_config")
     if found is None:
-        constrained = req.grammar is not None
-        found = request_config(server, req.sampling_params.custom_params, constrained=constrained)
+        params, constrained = req.sampling_params, req.grammar is not None
+        found = request_config(server, params.custom_params, constrained=constrained)
+        if params.top_k == 1:  # what SGLang makes of temperature 0
+            found = at_temperature_0(found)
         req.smc_config = found  # pyright: ignore[reportAttributeAccessIssue] -- ours
     return found
+
+
+def at_temperature_0(asked: _Config) -> _Config:
+    """What is left of settings where each next token is the likeliest one: one verified chain.
+
+    All chains would be one text, the target's own in every mode, and of any power of p.
+    """
+    return replace(asked, mode="exact", num_particles=1, power=1.0)
 
 
 def _raise_if(problems: list[str]) -> None:

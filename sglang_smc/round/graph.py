@@ -5,15 +5,17 @@ verification, weights, resampling, commit and bonus, can be recorded with its ke
 once for each of a few batch sizes, and replayed for any batch that is no larger. What a batch does
 not fill plays on SGLang's padding row, whose particles have all ended.
 
-A server records its rounds in up to three variants, and replays the first that does all that a
+A server records its rounds in up to four variants, and replays the first that does all that a
 batch needs:
 
+    greedy   one verified chain for each request, at temperature 0
     plain    what the server's own settings ask for
     chat     and top-k, top-p, min-p, which the models people run ask for by default
     any      and all else that a device can decide: other modes, methods and powers, edited logits,
              log-probabilities, all particles
 
-Where N and K adapt, each budget has recordings of the second, and the largest one of the third.
+Where N and K adapt, each budget has recordings of the third, and the largest one of the fourth; a
+batch at temperature 0 takes those of one particle.
 What only the host can decide is played as it is, with the models' passes replayed.
 """
 
@@ -26,6 +28,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from sglang_smc.options.budget import Budget, budgets
+from sglang_smc.options.request import at_temperature_0
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.recording.recorder import Record, Replay, hold
 from sglang_smc.recording.sizes import Sizes, plan_sizes
@@ -114,7 +117,7 @@ class Recordings:
     def find(self, shape: RoundShape, size: int) -> RoundGraphs | None:
         """The first that does what a batch of ``size`` groups needs; else it is said once why."""
         reason = ""
-        for graphs in self.of_budget.get(shape.budget, ()):
+        for graphs in self._candidates(shape):
             reason = self._why_not(graphs, shape, size)
             if not reason:
                 return graphs
@@ -126,6 +129,13 @@ class Recordings:
                 *(size, reason),
             )
         return None
+
+    def _candidates(self, shape: RoundShape) -> list[RoundGraphs]:
+        """The recordings to look through, those that do least first."""
+        found = self.of_budget.get(shape.budget, [])
+        if shape.budget is None or shape.num_particles > 1:
+            return found
+        return [*self.of_budget.get(Budget(1, shape.budget.num_steps), ()), *found]
 
     def _why_not(self, graphs: RoundGraphs, shape: RoundShape, size: int) -> str:
         """What hinders a batch; nothing, if all is well."""
@@ -141,6 +151,7 @@ class Kinds(NamedTuple):
 
     most_used: list[tuple[Budget | None, RoundShape]]  # the largest first
     any: tuple[Budget | None, RoundShape]  # also played on smaller budgets
+    greedy: RoundShape | None  # where no budget has one particle
 
     @classmethod
     def of(cls, config: SMCConfig, logprobs: LogprobWidths) -> "Kinds":
@@ -150,7 +161,19 @@ class Kinds(NamedTuple):
         shapes = [(rung, shape_of_server(config, rung)) for rung in rungs]
         chats = [(rung, _filtered(shape)) for rung, shape in shapes]
         most_used = chats if config.adaptive else [*shapes, *chats]
-        return cls(most_used, (rungs[0], shape_of_any(config, rungs[0], logprobs)))
+        any_of_all = rungs[0], shape_of_any(config, rungs[0], logprobs)
+        return cls(most_used, any_of_all, None if config.adaptive else _greedy(config))
+
+    @property
+    def num_most_used(self) -> int:
+        """How many kinds are recorded for all batch sizes."""
+        return len(self.most_used) + (self.greedy is not None)
+
+
+def _greedy(config: SMCConfig) -> RoundShape:
+    """One particle, in a round that bounds its requests to one: the padding row has more."""
+    alone = at_temperature_0(config)
+    return shape_of_server(alone)._replace(budget=Budget(1, alone.num_steps))
 
 
 def _filtered(shape: RoundShape) -> RoundShape:
@@ -177,9 +200,11 @@ def record_rounds(
     tables.logprobs.make_room(logprobs)
     tables.edits.make_room()
     kinds = Kinds.of(config, logprobs)
-    sizes = plan_sizes(wanted, len(kinds.most_used))
+    sizes = plan_sizes(wanted, kinds.num_most_used)
 
-    def graphs_of(budget: Budget | None, shape: RoundShape, of: Sequence[int]) -> RoundGraphs:
+    def graphs_of(
+        budget: Budget | None, shape: RoundShape, of: Sequence[int], config: SMCConfig = config
+    ) -> RoundGraphs:
         padding = partial(RoundInputs.of_padding, config, budget, device=device)
         return RoundGraphs(play, shape, padding, of)
 
@@ -187,8 +212,13 @@ def record_rounds(
     found: dict[Budget | None, list[RoundGraphs]] = {}
     for budget, shape in kinds.most_used:
         found.setdefault(budget, []).append(graphs_of(budget, shape, sizes.of_rounds))
-    _record_all([of_any, *(graphs for these in found.values() for graphs in these)], record)
+    all_graphs = [of_any, *(graphs for these in found.values() for graphs in these)]
     of_budget = {budget: [*these, of_any] for budget, these in found.items()}
+    if kinds.greedy is not None:
+        greedy = graphs_of(None, kinds.greedy, sizes.of_rounds, at_temperature_0(config))
+        all_graphs.append(greedy)
+        of_budget[None].insert(0, greedy)
+    _record_all(all_graphs, record)
     return Recordings(of_budget, sizes, tables.logprobs)
 
 

@@ -76,7 +76,7 @@ def test_a_default_server_fits_beside_sglangs_own_reserve(mode: str, read: dict)
     most = read["running"]
     config, logprobs = SMCConfig(mode=mode), recorded_logprobs(VOCAB)
     sizes = [size for size in read["sizes"] if size <= most]
-    planned = plan_sizes(sizes, len(Kinds.of(config, logprobs).most_used))
+    planned = plan_sizes(sizes, Kinds.of(config, logprobs).num_most_used)
     each, steps = config.num_particles, config.num_steps
     recorded = most * round_bytes(each, steps, VOCAB, mixes=True)
     played = most * round_bytes(each, steps, VOCAB, verifies=not config.weighs)

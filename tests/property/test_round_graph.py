@@ -20,8 +20,9 @@ from toy_worker import ToyWorker
 from sglang_smc.options.budget import OFF, Budget
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.recording.recorder import Record
-from sglang_smc.round.batch import shape_of_server
+from sglang_smc.round.batch import RoundInputs, shape_of_server
 from sglang_smc.round.costs import costs_of_recordings
+from sglang_smc.round.graph import RoundGraphs
 from sglang_smc.round.result import Outcome
 from sglang_smc.state.tail_logprobs import LogprobWidths
 
@@ -156,6 +157,25 @@ def test_every_ordinary_request_replays(name: str, is_adaptive: bool) -> None:
     assert torch.equal(by_graph.outputs, eager.outputs)
     assert torch.allclose(by_graph.log_evidence, eager.log_evidence, atol=1e-6)
     assert recorded and 0 not in recorded, "no model's pass alone"
+
+
+def test_at_temperature_0_one_chain_is_replayed_and_gives_the_same_texts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its padding has more particles in its table than the recording has room for."""
+    widths: list[int] = []
+    original = RoundGraphs.replay
+
+    def replay(graphs: RoundGraphs, inputs: RoundInputs) -> Outcome:
+        widths.append(graphs.shape.num_particles)
+        return original(graphs, inputs)
+
+    monkeypatch.setattr(RoundGraphs, "replay", replay)
+    config = SMCConfig(num_particles=3, num_steps=2)
+    case: dict[str, Any] = {"rows": list(range(1, 6)), "asked": {"top_k": 1}}
+    by_graph, eager = (serve(config, recorded=recorded, **case) for recorded in ([], None))
+    assert torch.equal(by_graph.outputs, eager.outputs)
+    assert set(widths) == {1}
 
 
 def test_what_the_host_looks_into_has_its_models_replayed() -> None:

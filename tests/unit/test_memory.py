@@ -66,7 +66,7 @@ def test_an_arena_never_grows_as_text_is_emitted(config: SMCConfig, remaining: i
 
 def test_the_arena_follows_what_a_request_has_emitted() -> None:
     config = SMCConfig(num_particles=4, num_steps=3, max_lag=100)
-    params = SimpleNamespace(max_new_tokens=50, custom_params=None)
+    params = SimpleNamespace(max_new_tokens=50, custom_params=None, top_k=-1)
     req = SimpleNamespace(sampling_params=params, output_ids=[0] * 20, grammar=None)
     assert arena.arena_of(config, req) == 4 * (30 + 3) + 4
     params.max_new_tokens = 500
@@ -78,7 +78,7 @@ def test_the_arena_follows_what_a_request_has_emitted() -> None:
 def test_a_request_with_fewer_particles_and_steps_owns_less() -> None:
     server = SMCConfig(num_particles=4, num_steps=3, max_lag=100)
     chosen = {"smc": {"num_particles": 2, "num_steps": 1}}
-    params = SimpleNamespace(max_new_tokens=50, custom_params=chosen)
+    params = SimpleNamespace(max_new_tokens=50, custom_params=chosen, top_k=-1)
     req = SimpleNamespace(sampling_params=params, output_ids=[], grammar=None)
     assert arena.arena_of(server, req) == 2 * (50 + 1) + 2
 

@@ -9,6 +9,7 @@ import torch
 
 from sglang_smc.models.attention import KVLocations
 from sglang_smc.options.budget import OFF, Budget
+from sglang_smc.options.request import at_temperature_0
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.recording import recorder
 from sglang_smc.recording.passes import RecordedPasses
@@ -26,8 +27,8 @@ LOGPROBS = recorded_logprobs(1000)
 @pytest.mark.parametrize("is_adaptive", [False, True])
 def test_no_server_records_more_than_it_should(wanted: list[int], is_adaptive: bool) -> None:
     kinds = Kinds.of(SMCConfig(num_particles=8, num_steps=8, adaptive=is_adaptive), LOGPROBS)
-    sizes = plan_sizes(wanted, len(kinds.most_used))
-    assert sizes.count(len(kinds.most_used)) <= MOST
+    sizes = plan_sizes(wanted, kinds.num_most_used)
+    assert sizes.count(kinds.num_most_used) <= MOST
     for of_kind in sizes[:2]:
         assert of_kind[0] == wanted[0] and of_kind[-1] == wanted[-1], "one request, and the most"
         assert set(of_kind) <= set(wanted)
@@ -48,6 +49,21 @@ def test_where_n_and_k_adapt_each_budget_has_its_round() -> None:
     assert all(shape.kinds.filtered for _, shape in kinds.most_used)
     assert kinds.any[0] == Budget(2, 2)
     assert not any(kinds.any[1].lacks(shape) for _, shape in kinds.most_used)
+
+
+def test_at_temperature_0_a_round_of_one_particle_is_replayed() -> None:
+    """Where N and K adapt it is that of the budget of one; else one is recorded beside the rest."""
+    fixed = Kinds.of(SMCConfig(num_particles=4, num_steps=2), LOGPROBS).greedy
+    assert fixed is not None and (fixed.num_particles, fixed.num_steps) == (1, 2)
+    assert Kinds.of(SMCConfig(adaptive=True), LOGPROBS).greedy is None
+
+    config, play = SMCConfig(num_particles=2, num_steps=2), Any
+    greedy = shape_of_server(at_temperature_0(config))
+    wide, one = Budget(2, 2), Budget(1, 2)
+    graphs = {b: [RoundGraphs(play, shape_of_server(config, b), play, [1, 2])] for b in (wide, one)}
+    found = Recordings(graphs, plan_sizes([1, 2], 2), LogprobTable(3, 2, 5, "cpu"))
+    assert found.find(greedy._replace(budget=wide), 2) is graphs[one][0]
+    assert found.find(shape_of_server(config, wide), 2) is graphs[wide][0]
 
 
 def recordings(caplog: pytest.LogCaptureFixture) -> tuple[Recordings, LogprobTable]:

@@ -206,9 +206,19 @@ def test_a_servers_threshold_is_no_concern_of_modes_that_ignore_it() -> None:
 
 
 def test_a_request_in_the_scheduler_is_read_once() -> None:
-    params = SimpleNamespace(custom_params={"smc": {"num_particles": 2}})
+    params = SimpleNamespace(custom_params={"smc": {"num_particles": 2}}, top_k=-1)
     req: Any = SimpleNamespace(sampling_params=params, grammar=None)
     first = config_of(SERVER, req)
     params.custom_params = {"smc": {"num_particles": 4}}
     assert config_of(SERVER, req) is first
     assert first.num_particles == 2
+
+
+@pytest.mark.parametrize("chosen", [{}, {"mode": "auto"}, {"power": 3.0}, {"mode": "exact"}])
+def test_at_temperature_0_one_verified_chain_plays(chosen: dict[str, Any]) -> None:
+    """Eight would be one text. Nothing else of what was asked for changes."""
+    params = SimpleNamespace(custom_params={"smc": {"num_steps": 3, **chosen}}, top_k=1)
+    played = config_of(SERVER, SimpleNamespace(sampling_params=params, grammar=None))
+    assert (played.num_particles, played.mode, played.power) == (1, "exact", 1.0)
+    assert played.num_steps == 3
+    assert played.is_normalized, "no first token is held back"
