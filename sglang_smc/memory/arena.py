@@ -2,7 +2,8 @@
 
 Where particles are weighed, a tail reaches at most ``max_lag - 1`` tokens before a round, or what
 is left of `max_new_tokens`, and the round adds K + 1 to each of N tails. Tails that share nothing
-are the worst case, and what is reserved: a constant per request. Verification leaves no tails.
+are the worst case, and what is reserved: a constant per request. Verification leaves no tails, nor
+does a single particle, which agrees with itself.
 
 Under the overlap schedule the host reserves a round's arena before it has heard of the round that
 still runs. That round may commit c tokens, which takes c slots out of the arena, and c from each
@@ -20,13 +21,17 @@ if TYPE_CHECKING:
 
 
 def lag(config: SMCConfig) -> int:
-    """The length that no tail reaches before a round; verification leaves no tail at all."""
-    return config.max_lag if config.weighs else 1
+    """The length that no tail reaches before a round; 1 where all that is drawn is emitted."""
+    return _most_lag(config) if config.weighs else 1
 
 
 def max_tail(config: SMCConfig) -> int:
     """The longest tail that a round can leave or look at in any mode, in tokens."""
-    return config.max_lag + config.num_steps
+    return _most_lag(config) + config.num_steps
+
+
+def _most_lag(config: SMCConfig) -> int:
+    return config.max_lag if config.num_particles > 1 else 1
 
 
 def max_arena(config: SMCConfig) -> int:

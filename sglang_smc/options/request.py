@@ -47,6 +47,9 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
     constrained: bool = False
     """Not a key: whether the request has a grammar."""
 
+    greedy: bool = False
+    """Not a key: whether it takes the likeliest token, as at temperature 0."""
+
     @property
     def is_normalized(self) -> bool:
         """Whether its target's next-token probabilities sum to 1, as those of p do.
@@ -96,17 +99,17 @@ def config_of(server: SMCConfig, req: "Req") -> RequestConfig:
         params, constrained = req.sampling_params, req.grammar is not None
         found = request_config(server, params.custom_params, constrained=constrained)
         if params.top_k == 1:  # what SGLang makes of temperature 0
-            found = at_temperature_0(found)
+            found = replace(at_temperature_0(found), greedy=True)
         req.smc_config = found  # pyright: ignore[reportAttributeAccessIssue] -- ours
     return found
 
 
 def at_temperature_0(asked: _Config) -> _Config:
-    """What is left of settings where each next token is the likeliest one: one verified chain.
+    """What is left of settings where each next token is the likeliest one: a single chain.
 
     All chains would be one text, the target's own in every mode, and of any power of p.
     """
-    return replace(asked, mode="exact", num_particles=1, power=1.0)
+    return replace(asked, num_particles=1, power=1.0)
 
 
 def _raise_if(problems: list[str]) -> None:

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MOST = 60
+MOST = 64
 """Recordings that a server makes at most, where N and K are no more than 8 each."""
 
 FEWEST = 3

@@ -42,6 +42,11 @@ class RoundShape(NamedTuple):
     logprobs: LogprobWidths  # of the log-probabilities that requests want
     methods: tuple[str, ...]  # how ancestors are drawn, by one request or another
 
+    @property
+    def num_rows(self) -> int:
+        """Tokens of one request that the target reads, at most."""
+        return self.num_particles * (self.num_steps + 1)
+
     def lacks(self, other: "RoundShape") -> list[str]:
         """What a round of another shape does that one of this does not, in words."""
         pairs = zip(self._parts().items(), other._parts().values(), strict=True)

@@ -8,14 +8,13 @@ not fill plays on SGLang's padding row, whose particles have all ended.
 A server records its rounds in up to four variants, and replays the first that does all that a
 batch needs:
 
-    greedy   one verified chain for each request, at temperature 0
-    plain    what the server's own settings ask for
+    greedy   what the server's own settings ask for, with one chain for each request: temperature 0
+    plain    the same with all of its particles
     chat     and top-k, top-p, min-p, which the models people run ask for by default
     any      and all else that a device can decide: other modes, methods and powers, edited logits,
              log-probabilities, all particles
 
-Where N and K adapt, each budget has recordings of the third, and the largest one of the fourth; a
-batch at temperature 0 takes those of one particle.
+Where N and K adapt, each budget has recordings of the third, and the largest one of the others.
 What only the host can decide is played as it is, with the models' passes replayed.
 """
 
@@ -98,6 +97,7 @@ class Recordings:
     Args:
         of_budget: the recordings, by the budget that bounds their rounds, None where nothing
             adapts; those that do least first.
+        greedy: of single chains, on any budget.
         sizes: that were chosen.
         logprobs: where rounds keep log-probabilities.
     """
@@ -105,10 +105,12 @@ class Recordings:
     def __init__(
         self,
         of_budget: dict[Budget | None, list[RoundGraphs]],
+        greedy: RoundGraphs,
         sizes: Sizes,
         logprobs: LogprobTable,
     ) -> None:
         self.of_budget = of_budget
+        self._greedy = greedy
         self.sizes = sizes
         self._logprobs = logprobs
         self._recorded_logprobs = logprobs.widths
@@ -133,9 +135,9 @@ class Recordings:
     def _candidates(self, shape: RoundShape) -> list[RoundGraphs]:
         """The recordings to look through, those that do least first."""
         found = self.of_budget.get(shape.budget, [])
-        if shape.budget is None or shape.num_particles > 1:
+        if shape.num_particles > 1 or not found:
             return found
-        return [*self.of_budget.get(Budget(1, shape.budget.num_steps), ()), *found]
+        return sorted([self._greedy, *found], key=lambda graphs: graphs.shape.num_rows)
 
     def _why_not(self, graphs: RoundGraphs, shape: RoundShape, size: int) -> str:
         """What hinders a batch; nothing, if all is well."""
@@ -151,7 +153,7 @@ class Kinds(NamedTuple):
 
     most_used: list[tuple[Budget | None, RoundShape]]  # the largest first
     any: tuple[Budget | None, RoundShape]  # also played on smaller budgets
-    greedy: RoundShape | None  # where no budget has one particle
+    greedy: RoundShape  # likewise
 
     @classmethod
     def of(cls, config: SMCConfig, logprobs: LogprobWidths) -> "Kinds":
@@ -161,13 +163,13 @@ class Kinds(NamedTuple):
         shapes = [(rung, shape_of_server(config, rung)) for rung in rungs]
         chats = [(rung, _filtered(shape)) for rung, shape in shapes]
         most_used = chats if config.adaptive else [*shapes, *chats]
-        any_of_all = rungs[0], shape_of_any(config, rungs[0], logprobs)
-        return cls(most_used, any_of_all, None if config.adaptive else _greedy(config))
+        of_any = rungs[0], shape_of_any(config, rungs[0], logprobs)
+        return cls(most_used, of_any, _greedy(config))
 
     @property
     def num_most_used(self) -> int:
         """How many kinds are recorded for all batch sizes."""
-        return len(self.most_used) + (self.greedy is not None)
+        return len(self.most_used) + 1
 
 
 def _greedy(config: SMCConfig) -> RoundShape:
@@ -212,14 +214,10 @@ def record_rounds(
     found: dict[Budget | None, list[RoundGraphs]] = {}
     for budget, shape in kinds.most_used:
         found.setdefault(budget, []).append(graphs_of(budget, shape, sizes.of_rounds))
-    all_graphs = [of_any, *(graphs for these in found.values() for graphs in these)]
+    greedy = graphs_of(None, kinds.greedy, sizes.of_rounds, at_temperature_0(config))
+    _record_all([of_any, *(graphs for these in found.values() for graphs in these), greedy], record)
     of_budget = {budget: [*these, of_any] for budget, these in found.items()}
-    if kinds.greedy is not None:
-        greedy = graphs_of(None, kinds.greedy, sizes.of_rounds, at_temperature_0(config))
-        all_graphs.append(greedy)
-        of_budget[None].insert(0, greedy)
-    _record_all(all_graphs, record)
-    return Recordings(of_budget, sizes, tables.logprobs)
+    return Recordings(of_budget, greedy, sizes, tables.logprobs)
 
 
 def _record_all(of: Sequence[RoundGraphs], record: Record) -> None:

@@ -136,7 +136,8 @@ def meta_info(totals: list[float], config: RequestConfig, num_replayed: int) -> 
         "replayed_ct": num_replayed,
         "resample_ct": int(counters.resample_ct),
         "collapse_ct": int(counters.collapse_ct),
-        "all_zero_ct": int(counters.all_zero_ct),
+        # At temperature 0 any wrong draft dies, which says nothing of the pair.
+        "all_zero_ct": 0 if config.greedy else int(counters.all_zero_ct),
         "nan_ct": int(counters.nan_ct),
         "exact_ct": int(counters.exact_ct),
         # Before the first round the particles are equal.

@@ -27,8 +27,11 @@ quick = settings(max_examples=300, deadline=None, derandomize=True, database=Non
 def test_an_arena_holds_the_longest_tails_and_a_round_of_each(
     config: SMCConfig, remaining: int
 ) -> None:
-    """Before a round a tail is shorter than the lag bound and than what may still be emitted."""
-    longest_before = min(config.max_lag, remaining) - 1
+    """Before a round a tail is shorter than the lag bound and than what may still be emitted.
+
+    A particle without rivals has none.
+    """
+    longest_before = min(config.max_lag, remaining) - 1 if config.num_particles > 1 else 0
     in_use = config.num_particles * longest_before
     taken = config.num_particles * (config.num_steps + 1)
     assert arena.arena(config, remaining) >= in_use + taken
@@ -54,7 +57,8 @@ def test_a_row_holds_the_longest_text_and_its_arena_in_whole_cache_lines(
 @quick
 @given(configs)
 def test_a_tail_can_grow_by_a_round_from_the_bound(config: SMCConfig) -> None:
-    assert arena.max_tail(config) >= config.max_lag - 1 + config.num_steps + 1
+    longest_before = config.max_lag - 1 if config.num_particles > 1 else 0
+    assert arena.max_tail(config) >= longest_before + config.num_steps + 1
 
 
 @quick

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from sglang_smc.models.attention import KVLocations
 from sglang_smc.options.budget import OFF, Budget
@@ -51,19 +52,26 @@ def test_where_n_and_k_adapt_each_budget_has_its_round() -> None:
     assert not any(kinds.any[1].lacks(shape) for _, shape in kinds.most_used)
 
 
-def test_at_temperature_0_a_round_of_one_particle_is_replayed() -> None:
-    """Where N and K adapt it is that of the budget of one; else one is recorded beside the rest."""
-    fixed = Kinds.of(SMCConfig(num_particles=4, num_steps=2), LOGPROBS).greedy
-    assert fixed is not None and (fixed.num_particles, fixed.num_steps) == (1, 2)
-    assert Kinds.of(SMCConfig(adaptive=True), LOGPROBS).greedy is None
-
-    config, play = SMCConfig(num_particles=2, num_steps=2), Any
-    greedy = shape_of_server(at_temperature_0(config))
-    wide, one = Budget(2, 2), Budget(1, 2)
-    graphs = {b: [RoundGraphs(play, shape_of_server(config, b), play, [1, 2])] for b in (wide, one)}
-    found = Recordings(graphs, plan_sizes([1, 2], 2), LogprobTable(3, 2, 5, "cpu"))
-    assert found.find(greedy._replace(budget=wide), 2) is graphs[one][0]
-    assert found.find(shape_of_server(config, wide), 2) is graphs[wide][0]
+@pytest.mark.parametrize("is_adaptive", [False, True])
+def test_at_temperature_0_a_round_of_single_chains_is_replayed(is_adaptive: bool) -> None:
+    """Unless the budget's own round is less work."""
+    config = SMCConfig(num_particles=4, num_steps=4, adaptive=is_adaptive)
+    kinds, play = Kinds.of(config, LOGPROBS), Any
+    assert (kinds.greedy.num_particles, kinds.greedy.num_steps) == (1, 4)
+    single = RoundGraphs(play, kinds.greedy, play, [1, 2])
+    own: dict[Budget | None, list[RoundGraphs]] = {}
+    for budget, recorded in kinds.most_used:
+        own.setdefault(budget, []).append(RoundGraphs(play, recorded, play, [1, 2]))
+    found = Recordings(own, single, plan_sizes([1, 2], 2), LogprobTable(3, 2, 5, "cpu"))
+    for budget, graphs in own.items():
+        asked = replace(
+            at_temperature_0(config), num_steps=min(4, budget.num_steps if budget else 4)
+        )
+        greedy = shape_of_server(asked)._replace(budget=budget)
+        is_less = graphs[0].shape.num_rows < single.shape.num_rows
+        fits = not graphs[0].shape.lacks(greedy)
+        assert found.find(greedy, 2) is (graphs[0] if is_less and fits else single)
+        assert found.find(graphs[0].shape, 2) is graphs[0]
 
 
 def recordings(caplog: pytest.LogCaptureFixture) -> tuple[Recordings, LogprobTable]:
@@ -74,7 +82,9 @@ def recordings(caplog: pytest.LogCaptureFixture) -> tuple[Recordings, LogprobTab
     play: Any = None
     shapes = [*(shape for _, shape in kinds.most_used), kinds.any[1]]
     graphs = [RoundGraphs(play, shape, play, [1, 2]) for shape in shapes]
-    return Recordings({None: graphs}, plan_sizes([1, 2], 2), table), table
+    return Recordings(
+        {None: graphs}, RoundGraphs(play, kinds.greedy, play, [1]), plan_sizes([1, 2], 2), table
+    ), table
 
 
 def shape(**change: Any) -> RoundShape:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from sglang_smc.memory import arena
 from sglang_smc.options.request import RequestConfig, config_of, request_config
 from sglang_smc.options.server import (
     AUTO_EVIDENCE_THRESHOLD,
@@ -215,10 +216,11 @@ def test_a_request_in_the_scheduler_is_read_once() -> None:
 
 
 @pytest.mark.parametrize("chosen", [{}, {"mode": "auto"}, {"power": 3.0}, {"mode": "exact"}])
-def test_at_temperature_0_one_verified_chain_plays(chosen: dict[str, Any]) -> None:
-    """Eight would be one text. Nothing else of what was asked for changes."""
+def test_at_temperature_0_a_single_chain_plays(chosen: dict[str, Any]) -> None:
+    """Eight would be one text. The mode stays, so that batches are no more mixed than they were."""
     params = SimpleNamespace(custom_params={"smc": {"num_steps": 3, **chosen}}, top_k=1)
     played = config_of(SERVER, SimpleNamespace(sampling_params=params, grammar=None))
-    assert (played.num_particles, played.mode, played.power) == (1, "exact", 1.0)
-    assert played.num_steps == 3
-    assert played.is_normalized, "no first token is held back"
+    assert (played.num_particles, played.num_steps, played.power) == (1, 3, 1.0)
+    assert played.mode == chosen.get("mode", "smc")
+    assert played.greedy and played.is_normalized, "no first token is held back"
+    assert arena.arena(played, 1000) == (1 + 3) + (3 + 1), "no tail is longer than a round"
