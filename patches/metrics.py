@@ -86,7 +86,7 @@ PATCHES = (
         target="sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter",
         hook_type=HookType.AROUND,
         function=init_metrics_reporter,
-        what="Hands the worker SGLang's metrics reporter, to export sglang:spec_smc_* with its "
+        what="Hands the worker SGLang's metrics reporter, to export sglang_spec_smc_* with its "
         "labels, on its ranks.",
         why="Workers are built without it. `stat_loggers` replaces the whole collector, by a "
         "class that is the user's to choose.",

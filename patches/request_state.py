@@ -15,6 +15,8 @@ from sglang_smc.server.hooks import Patch
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
+    from sglang_smc.state.monitor import Monitor
+
 
 def update_finish_state(original: Callable, req: "Req", new_accepted_len: int = 1) -> None:
     """Look at new tokens only; with none, a request ends only if it is told to."""
@@ -29,7 +31,16 @@ def update_finish_state(original: Callable, req: "Req", new_accepted_len: int = 
             state.open_token.hold(req)
     if num_new > 0 or req.to_finish:
         original(req, num_new)
+    if state is not None and req.stream and (monitor := active_monitor()) is not None:
+        _time_chunk(req, state, monitor, num_new)
     publish(req)
+
+
+def _time_chunk(req: "Req", state: RequestState, monitor: "Monitor", num_new: int) -> None:
+    """Measure what a stream sends on of the new tokens: those behind its end stay here."""
+    kept = num_new - (len(req.output_ids) - len(req.output_ids_through_stop))
+    if kept > 0:
+        state.last_chunk = monitor.time_chunk(state.last_chunk, kept)
 
 
 def _judge_prefill(req: "Req", state: RequestState) -> None:
@@ -60,8 +71,9 @@ PATCHES = (
         function=update_finish_state,
         what="Skips the look for an end where a round emitted no token, or one that may still "
         "change, and holds its stream; takes back the log-probability that SGLang counts as sent "
-        "with no token; ends a request whose prefill found logits that mean nothing; hands a "
-        "finished SMC request's totals to the streamer as customized_info.",
+        "with no token; ends a request whose prefill found logits that mean nothing; measures "
+        "tokens and time between chunks of streams; hands a finished SMC request's totals to the "
+        "streamer as customized_info.",
         why="`output_ids[-0:]` is the whole output: an old token would be taken for a new end. "
         "No other place sees every request's end, in prefill and decode, before it is streamed.",
         relies_on=(

@@ -34,6 +34,7 @@ OVERLAPPED = {CPU_OVERLAP_ENV: "1"}
 LONG = 220
 MODES = ({}, {"mode": "exact"}, {"mode": "auto"}, {"num_particles": 2, "resample_at": "token"})
 DASHBOARD = Path(__file__).parents[1] / "examples/grafana/dashboards/sglang-smc.json"
+PAGE = DASHBOARD.parents[3] / "docs/operations.md"
 GROUP = "new weights"
 NUMBERS = itertools.count()
 
@@ -82,15 +83,16 @@ class Stream:
     def __init__(self, response: httpx.Response, rid: str) -> None:
         self.rid = rid
         self._lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
-        self.last = self._next()
+        self.last = self.next()
 
-    def _next(self) -> dict[str, Any]:
+    def next(self) -> dict[str, Any]:
+        """The next chunk; nothing at the end."""
         line = next(self._lines)
         return {} if line == "[DONE]" else json.loads(line)
 
     def finish(self) -> dict[str, Any]:
         """The last chunk."""
-        while chunk := self._next():
+        while chunk := self.next():
             self.last = chunk
         return self.last
 
@@ -107,11 +109,22 @@ def streaming(server: Server, seed: int = 9) -> Iterator[Stream]:
         yield stream
 
 
-def names_in_dashboard() -> set[str]:
-    """The metrics that its panels ask for."""
+def queries_of_dashboard() -> list[str]:
+    """What its panels ask, of all models, over two minutes."""
     panels = json.loads(DASHBOARD.read_text())["panels"]
-    queries = (target["expr"] for panel in panels for target in panel.get("targets", ()))
-    return {name for query in queries for name in re.findall(r"sglang:\w+", query)}
+    asked = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    return [query.replace("$__rate_interval", "2m").replace("$model", ".*") for query in asked]
+
+
+def queries_of_page() -> list[str]:
+    """What the page on operation asks, remarks aside."""
+    blocks = re.findall(r"```promql\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    return [line.split(" # ")[0].strip() for block in blocks for line in block.splitlines()]
+
+
+def names_in(queries: Iterable[str]) -> set[str]:
+    """The metrics that queries ask for."""
+    return {name for query in queries for name in re.findall(r"\bsglang[:_]\w+", query)}
 
 
 def state(server: Server) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class RequestState(msgspec.Struct):
     open_token: OpenToken = msgspec.field(default_factory=OpenToken)
     has_lost_tails: bool = False  # a retraction dropped tokens that the evidence has counted
     num_replayed: int = 0  # rounds that were graphs
+    last_chunk: float | None = None  # when its stream had new tokens last, by the monitor's clock
     first_log_sum: float = 0.0  # what the weights gained at the first token; in no counter yet
     particles: list[dict[str, Any]] | None = None  # all of them, as they stood at the end
     kept: dict[type, Any] = {}  # what each rule of its text has to remember, by the rule

@@ -159,12 +159,22 @@ class IntervalLog:
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
-        self._num_batches = 0
-        self._sums = [0.0] * len(Counters._fields)
+        self._begin()
 
-    def add(self, gains: Counters) -> None:
-        """Count what one request's totals gained in a round."""
+    def _begin(self) -> None:
+        self._num_batches, self._sums = 0, [0.0] * len(Counters._fields)
+        self._ess, self._particles, self._failed_prefills = 0.0, 0.0, 0
+
+    def add(self, gains: Counters, *, is_weighed: bool) -> None:
+        """Count what one request's totals gained in a round, whose weights may mean nothing."""
         self._sums = [total + gain for total, gain in zip(self._sums, gains, strict=True)]
+        if is_weighed:
+            self._ess += gains.ess_sum
+            self._particles += gains.particles_sum
+
+    def add_failed_prefill(self) -> None:
+        """Count a request that had no round, since its prefill gave unusable logits."""
+        self._failed_prefills += 1
 
     def end_round(self) -> None:
         """Write the line, and begin again, at each interval's end."""
@@ -174,16 +184,16 @@ class IntervalLog:
         sums = Counters._make(self._sums)
         rounds = max(sums.rounds_ct, 1)
         logger.info(
-            "SMC, #round: %d, ess / particles: %.2f, resample rate: %.2f, "
+            "SMC, #round: %d, ess / particles: %s, resample rate: %.2f, "
             "#collapse: %d, #all-zero: %d, #nan: %d",
             sums.rounds_ct,
-            sums.ess_sum / max(sums.particles_sum, 1),
+            f"{self._ess / self._particles:.2f}" if self._particles else "-",
             sums.resample_ct / rounds,
             sums.collapse_ct,
             sums.all_zero_ct,
-            sums.nan_ct,
+            sums.nan_ct + self._failed_prefills,
         )
-        self._num_batches, self._sums = 0, [0.0] * len(self._sums)
+        self._begin()
 
 
 class LowESSWarning:

@@ -4,7 +4,8 @@ The counters of a round travel to the host with its result, so nothing here read
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_smc.state.counters import Counters, IntervalLog, LowESSWarning
@@ -13,10 +14,16 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
     from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
 
-PREFIX = "sglang:spec_smc_"
+PREFIX = "sglang_spec_smc_"
+"""Without SGLang's colon, which some scrapers get as it is and others as an underscore.
+
+Which of the two depends on the `Accept` header: prometheus_client 0.22 and later escapes names of
+OpenMetrics' samples as if they were labels (prometheus/client_python, issue 1177).
+"""
 
 ESS_RATIO = "ess_ratio"
-ESS_RATIO_BUCKETS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
+CHUNK_GAP = "chunk_gap_seconds"
+CHUNK_TOKENS = "chunk_tokens"
 
 
 class Played(NamedTuple):
@@ -27,15 +34,25 @@ class Played(NamedTuple):
     num_kept: int  # columns
     num_emitted: int  # tokens
     replayed: bool  # by a recorded graph
+    is_greedy: bool  # whether its tokens are drawn from one
 
     @property
     def is_weighed(self) -> bool:
         """Whether its weights were there to be uneven: one particle has no rival.
 
-        Nor have weights of logits that are NaN any size, and one such would spoil every sum.
+        Nor have greedy ones, which are all alike. And weights of logits that are NaN have no size:
+        one such would spoil every sum.
         """
         has_rivals = self.weighs and bool(self.gained.particles_sum > 1)
-        return has_rivals and math.isfinite(self.gained.ess_sum)
+        return has_rivals and not self.is_greedy and math.isfinite(self.gained.ess_sum)
+
+    @property
+    def num_all_zero(self) -> float:
+        """Rounds in which every particle died, where that says something of the draft.
+
+        Of a greedy law it is what every wrong guess does.
+        """
+        return 0.0 if self.is_greedy else self.gained.all_zero_ct
 
 
 class Total(NamedTuple):
@@ -71,7 +88,9 @@ TOTALS = (
         lambda r: r.gained.exact_ct,
     ),
     Total(
-        "all_zero_rounds", "Rounds in which every particle died.", lambda r: r.gained.all_zero_ct
+        "all_zero_rounds",
+        "Rounds in which every particle died, but for those of greedy requests.",
+        lambda r: r.num_all_zero,
     ),
     Total(
         "nan_rounds",
@@ -81,14 +100,44 @@ TOTALS = (
 )
 
 
+class Measure(NamedTuple):
+    """A histogram."""
+
+    name: str
+    documentation: str
+    buckets: tuple[float, ...]
+
+
+MEASURES = (
+    Measure(
+        ESS_RATIO,
+        "ESS / N of each round and request in mode smc that has N > 1 and is not greedy.",
+        (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0),
+    ),
+    Measure(
+        CHUNK_GAP,
+        "Seconds from one chunk of a stream with new tokens to the next.",
+        (0.01, 0.02, 0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 60, 120),
+    ),
+    # Not more than the particles may lag behind, 256 by default, and one round.
+    Measure(
+        CHUNK_TOKENS,
+        "New tokens of each chunk of a stream that has some.",
+        (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512),
+    ),
+)
+
+
 class Monitor:
     """Counts what rounds do, and tells it: one for each worker.
 
     Args:
         interval: batches between two log lines; SGLang's --decode-log-interval.
+        now: a clock in seconds.
     """
 
-    def __init__(self, interval: int) -> None:
+    def __init__(self, interval: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
         self._log = IntervalLog(interval)
         self._low_ess = LowESSWarning()
         self._totals = dict.fromkeys((total.name for total in TOTALS), 0.0)
@@ -110,8 +159,26 @@ class Monitor:
     def count_failed_prefill(self) -> None:
         """Count a request whose prefill gave unusable logits, and which has no round."""
         self._totals["nan_rounds"] += 1
+        self._log.add_failed_prefill()
         if self._prometheus is not None:
-            self._prometheus.add({"nan_rounds": 1}, ())
+            self._prometheus.count({"nan_rounds": 1})
+
+    def time_chunk(self, last: float | None, num_tokens: int) -> float:
+        """Measure tokens that a stream sends on.
+
+        Args:
+            last: the time of its chunk before, None for its first: that wait is its TTFT.
+            num_tokens: that are new, at least 1.
+
+        Returns:
+            The time of this chunk.
+        """
+        now = self._now()
+        if self._prometheus is not None:
+            self._prometheus.observe(CHUNK_TOKENS, num_tokens)
+            if last is not None:
+                self._prometheus.observe(CHUNK_GAP, now - last)
+        return now
 
     def end_round(self) -> None:
         """Pass on what the round did for the requests of its batch."""
@@ -120,14 +187,19 @@ class Monitor:
         self._totals = {name: self._totals[name] + sums[name] for name in sums}
         self._ess_ratios = self._ess_ratios[0] + sum(ratios), self._ess_ratios[1] + len(ratios)
         if self._prometheus is not None:
-            self._prometheus.add(sums, ratios)
+            self._prometheus.count(sums)
+            for ratio in ratios:
+                self._prometheus.observe(ESS_RATIO, ratio)
         if not self._is_silent:
             self._write_log()
         self._round = []
 
     def _write_log(self) -> None:
         for played in self._round:
-            self._log.add(played.gained)
+            self._log.add(
+                played.gained._replace(all_zero_ct=played.num_all_zero),
+                is_weighed=played.is_weighed,
+            )
             if played.is_weighed:
                 self._low_ess.add(played.gained)
         self._log.end_round()
@@ -170,20 +242,25 @@ class Prometheus:
             ).labels(**labels)
             for total in TOTALS
         }
-        self._ess_ratio = histogram(
-            name=PREFIX + ESS_RATIO,
-            documentation="ESS / N of each round and request in mode smc that has N > 1.",
-            labelnames=labels.keys(),
-            buckets=ESS_RATIO_BUCKETS,
-        ).labels(**labels)
+        self._histograms = {
+            measure.name: histogram(
+                name=PREFIX + measure.name,
+                documentation=measure.documentation,
+                labelnames=labels.keys(),
+                buckets=measure.buckets,
+            ).labels(**labels)
+            for measure in MEASURES
+        }
 
-    def add(self, sums: Mapping[str, float], ess_ratios: Iterable[Any]) -> None:
-        """Count one round of a batch."""
+    def count(self, sums: Mapping[str, float]) -> None:
+        """Add to the counters."""
         for name, value in sums.items():
             if value:
                 self._counters[name].inc(value)
-        for ratio in ess_ratios:
-            self._ess_ratio.observe(ratio)
+
+    def observe(self, name: str, value: Any) -> None:
+        """Add a value to a histogram."""
+        self._histograms[name].observe(value)
 
 
 def _mean(total: Any, count: int) -> float | None:

@@ -221,7 +221,8 @@ WORKER = (
         attributes="sampling_params output_ids stream kv decode_batch_idx grammar retraction_count "
         "eos_token_ids tokenizer vocab_size customized_info to_finish is_retracted "
         "spec_num_correct_drafts spec_correct_drafts_histogram "
-        "update_spec_correct_drafts_histogram origin_input_ids custom_logit_processor",
+        "update_spec_correct_drafts_histogram origin_input_ids custom_logit_processor "
+        "output_ids_through_stop",
     ),
     Symbol("sglang.srt.managers.schedule_batch.ReqKvInfo", attributes="kv_allocated_len"),
     Symbol("sglang.srt.mem_cache.memory_pool.ReqToTokenPool", attributes="req_to_token size write"),

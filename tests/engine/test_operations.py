@@ -4,6 +4,7 @@ SGLang's strict memory checks run at every step; a leak or a double free ends th
 """
 
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,15 +13,19 @@ import pytest
 from http_server import Server, running_server
 from operator_client import (
     LONG,
+    MODES,
     OVERLAPPED,
     SETTINGS,
     assert_paused,
     assert_unharmed,
+    body,
     count_left,
     count_processes,
     generate,
-    names_in_dashboard,
+    names_in,
     pause,
+    queries_of_dashboard,
+    queries_of_page,
     resume,
     samples,
     state,
@@ -152,12 +157,86 @@ def test_server_info_shows_settings_and_the_same_totals(server: Server) -> None:
     assert totals["mean_ess_ratio"] == pytest.approx(mean)
 
 
-def test_the_dashboard_asks_for_metrics_that_there_are(server: Server) -> None:
-    exported = {sample.name for sample in samples(server)}
-    asked = names_in_dashboard()
-    assert {name for name in asked if name.startswith(PREFIX)}
-    assert {name for name in asked if not name.startswith(PREFIX)}
-    assert asked <= exported, sorted(asked - exported)
+@pytest.mark.parametrize("queries", [queries_of_dashboard, queries_of_page])
+def test_what_operators_ask_for_is_there(server: Server, queries: Callable[[], list[str]]) -> None:
+    """By names that all scrapers see: SGLang's own by both of those that it may have."""
+    exported, asked = {sample.name for sample in samples(server)}, names_in(queries())
+    ours = {name for name in asked if name.startswith(PREFIX)}
+    assert ours and ours <= exported, sorted(ours - exported)
+    stock = {name for name in asked if ":" in name}
+    assert stock <= exported, sorted(stock - exported)
+    assert asked - ours - stock == {name.replace(":", "_") for name in stock}
+
+
+def test_greedy_requests_raise_no_alarm_and_hide_none(server: Server) -> None:
+    """Whatever the draft guesses: they have rounds, but no ESS, and no rounds that all died."""
+    given = body(range(len(MODES)), 40, MODES)
+    for params in given["sampling_params"]:
+        params["temperature"] = 0
+    before = values(server)
+    assert server.post("/generate", **given).status_code == 200
+    gained = {name: value - before[name] for name, value in values(server).items()}
+    assert gained["rounds_total"] > 40
+    assert gained["all_zero_rounds_total"] == gained["ess_ratio_count"] == 0
+
+
+def test_chunks_are_those_that_a_stream_brings(server: Server) -> None:
+    before, seen = values(server), []
+    with streaming(server) as stream:
+        began = time.monotonic()
+        seen.append(stream.last["meta_info"]["completion_tokens"])
+        while chunk := stream.next():
+            seen.append(chunk["meta_info"]["completion_tokens"])
+        lasted = time.monotonic() - began
+    generate(server)  # which is no stream
+    gained = {name: value - before[name] for name, value in values(server).items()}
+    assert gained["chunk_tokens_sum"] == seen[-1] == LONG
+    # Some that were sent on one by one may have reached the client as one.
+    assert gained["chunk_tokens_count"] >= len(set(seen)) > 5
+    assert gained["chunk_gap_seconds_count"] == gained["chunk_tokens_count"] - 1
+    assert lasted / 2 < gained["chunk_gap_seconds_sum"] < 2 * lasted
+
+
+def requests_of_all_kinds(number: int) -> list[dict[str, Any]]:
+    """Requests that differ in all that a request may name, and more so with each number."""
+    params = {"max_new_tokens": 3 + number % 5, "sampling_seed": number, "temperature": 0.7}
+    smc = [{}, {"mode": "exact"}, {"mode": "auto"}, {"power": 1.5 + number}, {"num_particles": 2}]
+    chosen = [{**params, "custom_params": {"smc": one}} for one in smc]
+    stops = {**params, "stop": [f"x{number}"]}
+    each = [{"sampling_params": one} for one in (*chosen, stops, {**params, "temperature": 0})]
+    named = {"rid": f"series-{number}", "user": f"u{number}", "custom_labels": None}
+    return [
+        *({"input_ids": [3, 4, 5 + number % 8], **one} for one in each),
+        {"input_ids": [3], "sampling_params": params, **named},
+        {"input_ids": [3], "sampling_params": params, "stream": True, "priority": None},
+        {"input_ids": [3], "sampling_params": {**params, "n": 2}, "return_logprob": True},
+        {"input_ids": [3], "sampling_params": {**params, "custom_params": {"smc": {"mode": 1}}}},
+        {"input_ids": [3] * (10000 + number), "sampling_params": params},
+    ]
+
+
+def send_all_kinds(server: Server, number: int) -> None:
+    """By both kinds of routes, under a name of its own where there is one to give."""
+    for request in requests_of_all_kinds(number):
+        server.post("/generate", **request)
+    names = {"user": f"u{number}", "rid": f"chat-{number}", "x": number}
+    for model in ("default", f"default:{number}"):
+        asked = {"model": model, "prompt": [3, 4], "max_tokens": 3, **names}
+        server.post("/v1/completions", **asked)
+        server.get(f"/v1/models/{model}")
+
+
+def test_requests_add_no_series(server: Server) -> None:
+    """Each series is memory in Prometheus, for ever: none may carry what a request names."""
+
+    def series() -> set[tuple[str, ...]]:
+        return {(one.name, *sorted(map(str, one.labels.items()))) for one in samples(server)}
+
+    send_all_kinds(server, 0)
+    before = series()
+    for number in range(1, 4):
+        send_all_kinds(server, number)
+    assert series() == before
 
 
 @pytest.mark.parametrize("route", ["/health", "/health_generate"])
