@@ -72,14 +72,14 @@ class SMCWorker(WeightUpdates):
         req_to_token_pool: Any = None,
         token_to_kv_pool_allocator: Any = None,
     ) -> None:
-        """Make room for the particles' rows, then give the draft its KV for the same slots."""
+        """Make room for arenas in requests' rows, then give the draft its KV for the same slots."""
         config, pool = self.config, req_to_token_pool
         num_slots = token_to_kv_pool_allocator.size
         arena.check_pool(config, num_slots)
         num_rows, longest = pool.req_to_token.shape
         # Attention backends take the tensor as they are built, which is after this.
         pool.req_to_token = torch.zeros(
-            num_rows * (1 + config.num_particles),
+            num_rows,
             arena.row_width(config, longest),
             dtype=torch.int32,
             device=self.device,
@@ -90,7 +90,6 @@ class SMCWorker(WeightUpdates):
             config,
             self._ops,
             pool.req_to_token,
-            num_rows=num_rows,
             num_slots=num_slots + 1,
             vocab_size=self._target_worker.model_runner.model_config.vocab_size,
             device=self.device,

@@ -47,6 +47,15 @@ def row_width(config: SMCConfig, longest: int) -> int:
     return -(-(longest + max_arena(config)) // 32) * 32
 
 
+def tail_width(config: SMCConfig) -> int:
+    """Slots in a particle's row, a power of two: positions go round in it.
+
+    A row is looked at from the last committed position on, and filled K + 1 positions behind the
+    longest tail: those of particles that have ended are filled, too, with the padding slot.
+    """
+    return 1 << (1 + max_tail(config) + config.num_steps).bit_length()
+
+
 def tail(config: SMCConfig, remaining: int) -> int:
     """The longest tail of a request that may emit ``remaining`` more tokens."""
     return min(lag(config), max(remaining, 0)) + config.num_steps
