@@ -19,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_smc.ops.select import MAX_HEAD_DIM
+
 # By the bytes of an element: keys of a block, queries of it at the most, warps that share it.
 BLOCKS = {2: (64, 64, 4), 4: (32, 32, 8)}
 # What one program joins is a single tile, spans * head_dim: 32 numbers a thread at the most.
@@ -26,7 +28,6 @@ MAX_SPANS = 32
 NUMBERS_PER_WARP = 1024  # of that tile
 MAX_TAIL_SPANS = 8
 TAIL_SPAN = 512  # keys of a tail that one program reads, or a multiple where a tail may be longer
-MAX_HEAD_DIM = 128
 RESIDENT_PROGRAMS = 264  # run at a time: two on each of 132 multiprocessors
 # Keys are found by slots that are loaded first. With fewer stages the pipeline asks for a block's
 # keys only after the block before it is done; with five they are under way by then.

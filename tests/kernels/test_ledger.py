@@ -105,15 +105,16 @@ def test_programs(name: str, model_of: Callable[[SMCConfig], PoolModel]) -> None
 
 def test_a_group_without_an_arena_is_left_alone(device: str) -> None:
     """A captured graph plays with more groups than there are: these name SGLang's padding row."""
-    table = torch.arange(3 * 3 * 12, dtype=torch.int32, device=device).view(9, 12)
+    table = torch.arange(3 * 12, dtype=torch.int32, device=device).view(3, 12)
+    tails = torch.arange(36, 36 + 6 * 16, dtype=torch.int32, device=device).view(6, 16)
     rank = torch.full((200,), 7, dtype=torch.int32, device=device)
-    before = table.clone()
+    before = table.clone(), tails.clone()
     none = torch.zeros(2, dtype=torch.int64, device=device)
     lineage.commit(
         table,
+        tails,
         rank,
         7,
-        3,
         2,
         none,
         committed=none,
@@ -123,5 +124,5 @@ def test_a_group_without_an_arena_is_left_alone(device: str) -> None:
         max_tail=5,
         max_arena=9,
     )
-    assert torch.equal(table, before)
+    assert torch.equal(table, before[0]) and torch.equal(tails, before[1])
     assert (rank == 7).all()
