@@ -78,6 +78,19 @@ def arena_of(server: SMCConfig, req: "Req", budget: Budget | None = None) -> int
     return arena(apply_budget(config_of(server, req), budget), remaining(req))
 
 
+def longest(config: SMCConfig, num_slots: int, limit: int) -> int:
+    """Tokens of the longest request that a pool admits, of ``limit`` at most.
+
+    Any request may choose the mode that reserves most.
+    """
+    return min(limit, num_slots - max_arena(config) - 1)
+
+
+def fits(config: SMCConfig, num_slots: int, prompt: int, answer: int) -> int:
+    """Requests of so many tokens that a pool holds at a time, with all of their answers."""
+    return num_slots // (prompt + answer + arena(config, answer))
+
+
 def check_pool(config: SMCConfig, num_slots: int) -> None:
     """Raise ValueError where a pool cannot hold one request with room to spare."""
     needed = max_arena(config) + config.num_steps + 2

@@ -39,18 +39,18 @@ class Ledger:
         num_slots: int,
     ) -> None:
         device = req_to_token.device
-        self._table = req_to_token
+        self.table = req_to_token
         self.tails = tails
         self._num_particles = num_particles
         self._tail = torch.arange(max_tail, device=device)
         self._first_rows = torch.arange(num_particles, device=device)  # of request 0
         self._held_rank, self._free_rank = max_tail, max_tail + 1
-        self._rank = torch.full((num_slots,), self._free_rank, dtype=torch.int32, device=device)
+        self.rank = torch.full((num_slots,), self._free_rank, dtype=torch.int32, device=device)
 
     @property
     def device(self) -> torch.device:
         """Where the rows are."""
-        return self._table.device
+        return self.table.device
 
     def particle_rows(self, rows: torch.Tensor, num_particles: int) -> torch.Tensor:
         """Rows of `tails`: of each request's first particles, ``[G]`` to ``[G, num_particles]``."""
@@ -92,7 +92,7 @@ class Ledger:
         first = (allocated - num_particles * num_columns).view(-1, 1, 1)
         mine = (column < per_particle) & ~idle.unsqueeze(2)
         place = (first + particle * per_particle + column).where(mine, 0)  # [G, N, width]
-        slots = self._table[rows.view(-1, 1, 1), place].where(mine, 0)
+        slots = self.table[rows.view(-1, 1, 1), place].where(mine, 0)
         targets, next_place = self.particle_rows(rows, starts.shape[1]), starts.unsqueeze(2)
         self.tails[targets.unsqueeze(2), self._in_ring(next_place + column)] = slots
         owed = unread.view(-1, 1, 1) & ~idle.unsqueeze(2)  # [G, N, 1]
@@ -169,15 +169,15 @@ class Ledger:
         """
         # What lies outside an arena stands on SGLang's padding row, and is written back as it was.
         where = torch.where(inside, rows.unsqueeze(1), 0), torch.where(inside, place, 0)
-        arena = self._table[where].long()  # [G, A]
+        arena = self.table[where].long()  # [G, A]
         # Padding slot 0 belongs to no arena: it takes the ranks that are not meant.
-        self._rank[torch.where(held, tails, 0)] = self._held_rank
-        self._rank[torch.where(common, tails[:, 0], 0)] = self._tail[: tails.shape[2]].int()
-        rank = torch.where(inside, self._rank[arena], self._free_rank + 1)
+        self.rank[torch.where(held, tails, 0)] = self._held_rank
+        self.rank[torch.where(common, tails[:, 0], 0)] = self._tail[: tails.shape[2]].int()
+        rank = torch.where(inside, self.rank[arena], self._free_rank + 1)
         order = rank.argsort(dim=1, stable=True)
         sorted_arena = torch.where(inside, arena.gather(1, order), arena)
-        self._table[where] = sorted_arena.int()
-        self._rank[arena] = self._free_rank
+        self.table[where] = sorted_arena.int()
+        self.rank[arena] = self._free_rank
 
     def _tail_index(
         self, rows: torch.Tensor, committed: torch.Tensor, num_particles: int, max_tail: int

@@ -23,16 +23,16 @@ class KernelLedger(Ledger):
     """A ledger whose three methods are kernels, each a launch or three."""
 
     def reserve(self, rows: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        return lineage.reserve(self._table, self.tails, self._num_particles, rows, **arguments)
+        return lineage.reserve(self.table, self.tails, self._num_particles, rows, **arguments)
 
     def descend(self, rows: torch.Tensor, **arguments: Any) -> None:
         lineage.descend(self.tails, self._num_particles, rows, **arguments)
 
     def commit(self, rows: torch.Tensor, **arguments: Any) -> None:
         lineage.commit(
-            self._table,
+            self.table,
             self.tails,
-            self._rank,
+            self.rank,
             self._free_rank,
             self._num_particles,
             rows,

@@ -6,6 +6,7 @@ import torch
 
 from sglang_smc.memory import arena
 from sglang_smc.memory.ledger import Ledger
+from sglang_smc.memory.measured import tensor_bytes
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.state.counters import CounterTable, zero_counters
@@ -61,6 +62,16 @@ class Tables(NamedTuple):
                 num_slots=num_slots,
             ),
         )
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes, by what it is."""
+        state = (self.requests, self.edits, self.particles, self.logprobs, self.counters)
+        return {
+            "rows of requests": tensor_bytes(self.ledger.table),
+            "rows of particles": tensor_bytes(self.ledger.tails),
+            "state of requests": tensor_bytes(state),
+            "marks of KV slots": tensor_bytes(self.ledger.rank),
+        }
 
     def begin_padding(self, entry: TableEntry, num_particles: int, device: str) -> None:
         """Give SGLang's padding row particles that have ended: they play what a batch leaves."""

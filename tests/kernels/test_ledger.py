@@ -44,7 +44,7 @@ class Compared(Ledger):
         self._compare(super().descend, descend, rows, arguments)
 
     def commit(self, rows: torch.Tensor, **arguments: Any) -> None:
-        rank = torch.full_like(self._rank, self._free_rank, device=self.device)
+        rank = torch.full_like(self.rank, self._free_rank, device=self.device)
 
         def commit(table: torch.Tensor, tails: torch.Tensor, *others: Any, **named: Any) -> None:
             lineage.commit(table, tails, rank, self._free_rank, *others, **named)
@@ -59,14 +59,14 @@ class Compared(Ledger):
         rows: torch.Tensor,
         arguments: dict[str, Any],
     ) -> Any:
-        tables = [table.to(self.device, copy=True) for table in (self._table, self.tails)]
+        tables = [table.to(self.device, copy=True) for table in (self.table, self.tails)]
         moved = {
             name: value.to(self.device) if isinstance(value, torch.Tensor) else value
             for name, value in arguments.items()
         }
         found = kernel(*tables, self._num_particles, rows.to(self.device), **moved)
         expected = method(rows, **arguments)
-        for table, one in zip(tables, (self._table, self.tails), strict=True):
+        for table, one in zip(tables, (self.table, self.tails), strict=True):
             assert torch.equal(table.cpu(), one)
         if expected is not None:
             assert torch.equal(found.cpu(), expected)
