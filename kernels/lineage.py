@@ -12,7 +12,7 @@ _CELL_BLOCK = 128
 
 def reserve(
     table: torch.Tensor,
-    num_rows: int,
+    tails: torch.Tensor,
     max_particles: int,
     rows: torch.Tensor,
     *,
@@ -30,8 +30,9 @@ def reserve(
     the same result.
 
     Args:
-        table: ``[num_rows * (1 + max_particles), W]`` int32, written in place.
-        num_rows: SGLang's rows, which come first.
+        table: ``[num_rows, width]`` int32, the requests' rows.
+        tails: ``[num_rows * max_particles, W]`` int32, the particles' rows, written in place; W is
+            a power of two.
         max_particles: rows of each request's particles.
     """
     shape = 1 + width, *starts.shape  # a column in one piece, since each is read by itself
@@ -39,10 +40,11 @@ def reserve(
     of_groups = rows, allocated, starts, idle, unread, num_particles, num_columns
     _reserve[(triton.cdiv(slots.numel(), _CELL_BLOCK),)](
         table,
+        tails,
         *(argument.contiguous() for argument in of_groups),
         slots,
         table.stride(0),
-        num_rows,
+        *tails.shape[1:],
         max_particles,
         *slots.shape,
         block=_CELL_BLOCK,
@@ -51,8 +53,7 @@ def reserve(
 
 
 def descend(
-    table: torch.Tensor,
-    num_rows: int,
+    tails: torch.Tensor,
     max_particles: int,
     rows: torch.Tensor,
     *,
@@ -62,22 +63,19 @@ def descend(
 ) -> None:
     """Exchange pointers: particle n takes over the tail of ``ancestors[g, n]``. One launch.
 
-    Reference: `sglang_smc.memory.ledger.Ledger.descend`, same arguments after the first three. No
+    Reference: `sglang_smc.memory.ledger.Ledger.descend`, same arguments after the first two. No
     two ``rows`` are the same where tails are to move.
 
     Args:
-        table: ``[num_rows * (1 + max_particles), W]`` int32, written in place.
-        num_rows: SGLang's rows, which come first.
-        max_particles: rows of each request's particles.
+        tails, max_particles: as in `reserve`.
     """
     num_groups, num_particles = ancestors.shape
     _descend[(num_groups, triton.cdiv(max_tail, _TAIL_BLOCK))](
-        table,
+        tails,
         rows.contiguous(),
         committed.contiguous(),
         ancestors.contiguous(),
-        table.stride(0),
-        num_rows,
+        tails.shape[1],
         max_particles,
         num_particles,
         max_tail,
@@ -88,9 +86,9 @@ def descend(
 
 def commit(
     table: torch.Tensor,
+    tails: torch.Tensor,
     rank: torch.Tensor,
     free_rank: int,
-    num_rows: int,
     max_particles: int,
     rows: torch.Tensor,
     *,
@@ -109,7 +107,7 @@ def commit(
     them in order, and write them back, with the marks taken off.
 
     Args:
-        table, num_rows, max_particles: as in `descend`.
+        table, tails, max_particles: as in `reserve`; both are written in place.
         rank: ``[num_slots]`` int32 of ``free_rank``, and so again afterwards.
         free_rank: at least 1 + ``max_tail``.
     """
@@ -119,13 +117,12 @@ def commit(
     shape = num_groups, max_arena
     in_order = torch.empty(shape, dtype=torch.int32, device=table.device)  # [G, A]
     _mark[(num_groups, triton.cdiv(max_tail, _TAIL_BLOCK))](
-        table,
+        tails,
         *bounds,
         rank,
         counts,
         lengths.contiguous(),
-        table.stride(0),
-        num_rows,
+        tails.shape[1],
         max_particles,
         num_particles,
         max_tail,
@@ -143,6 +140,7 @@ def commit(
 @triton.jit
 def _reserve(
     table,
+    tails,
     rows,
     allocated,
     starts,
@@ -152,7 +150,7 @@ def _reserve(
     num_columns,
     slots,
     stride,
-    num_rows,
+    width,
     max_particles,
     num_groups,
     padded_particles,
@@ -170,7 +168,8 @@ def _reserve(
     columns = tl.load(num_columns + group, mask=inside, other=0)
     first = tl.load(allocated + group, mask=inside, other=0)
     first -= tl.load(num_particles + group, mask=inside, other=0) * columns
-    of_particle = table + (num_rows + request * max_particles + particle) * stride + start + column
+    in_ring = (start + column) & (width - 1)
+    of_particle = tails + (request * max_particles + particle) * width + in_ring
 
     mine = runs & (column >= 0) & (column < columns)
     place = table + request * stride + first + particle * columns + column
@@ -188,8 +187,7 @@ def _descend(
     rows,
     committed,
     ancestors,
-    stride,
-    num_rows,
+    width,
     max_particles,
     num_particles,
     max_tail,
@@ -202,12 +200,12 @@ def _descend(
     here = particle < num_particles
     ancestor = tl.load(ancestors + group * num_particles + particle, mask=here, other=0)
     # All rows of these columns, and no others: nobody else reads or writes them.
-    first = num_rows + tl.load(rows + group) * max_particles
-    tails = table + first * stride + tl.load(committed + group) + column[None, :]
+    in_ring = (tl.load(committed + group) + column) & (width - 1)
+    tails = table + tl.load(rows + group) * max_particles * width + in_ring[None, :]
     moves = (here & (ancestor != particle))[:, None] & (column < max_tail)[None, :]
-    slots = tl.load(tails + (ancestor * stride)[:, None], mask=moves, other=0)
+    slots = tl.load(tails + (ancestor * width)[:, None], mask=moves, other=0)
     tl.debug_barrier()  # a row may be read by one thread and overwritten by another
-    tl.store(tails + (particle.to(tl.int64) * stride)[:, None], slots, mask=moves)
+    tl.store(tails + (particle.to(tl.int64) * width)[:, None], slots, mask=moves)
 
 
 @triton.jit
@@ -219,8 +217,7 @@ def _mark(
     rank,
     counts,
     lengths,
-    stride,
-    num_rows,
+    width,
     max_particles,
     num_particles,
     max_tail,
@@ -235,13 +232,13 @@ def _mark(
     begin = tl.load(committed + group)
     inside = (column < max_tail) & (begin < tl.load(allocated + group))
     common = inside & (column < tl.load(counts + group))
-    first = num_rows + tl.load(rows + group) * max_particles
-    tails = table + first * stride + begin + column
+    in_ring = (begin + column) & (width - 1)
+    tails = table + tl.load(rows + group) * max_particles * width + in_ring
 
     # Equal tokens after an equal prefix have equal KV: particle 0's copy serves all.
     shared = tl.load(tails, mask=common, other=0)
     tl.store(rank + shared, column, mask=common)
-    rows_of_particles = tails[None, :] + (particle.to(tl.int64) * stride)[:, None]
+    rows_of_particles = tails[None, :] + (particle.to(tl.int64) * width)[:, None]
     others = here & (particle > 0)[:, None] & common[None, :]
     tl.store(rows_of_particles, shared[None, :], mask=others)
 

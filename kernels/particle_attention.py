@@ -19,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_smc.ops.select import MAX_HEAD_DIM
+
 # By the bytes of an element: keys of a block, queries of it at the most, warps that share it.
 BLOCKS = {2: (64, 64, 4), 4: (32, 32, 8)}
 # What one program joins is a single tile, spans * head_dim: 32 numbers a thread at the most.
@@ -26,7 +28,6 @@ MAX_SPANS = 32
 NUMBERS_PER_WARP = 1024  # of that tile
 MAX_TAIL_SPANS = 8
 TAIL_SPAN = 512  # keys of a tail that one program reads, or a multiple where a tail may be longer
-MAX_HEAD_DIM = 128
 RESIDENT_PROGRAMS = 264  # run at a time: two on each of 132 multiprocessors
 # Keys are found by slots that are loaded first. With fewer stages the pipeline asks for a block's
 # keys only after the block before it is done; with five they are under way by then.
@@ -40,6 +41,7 @@ def particle_attention(
     values: torch.Tensor,
     *,
     req_to_token: torch.Tensor,
+    tails: torch.Tensor,
     rows: torch.Tensor,
     committed: torch.Tensor,
     particle_rows: torch.Tensor,
@@ -55,6 +57,7 @@ def particle_attention(
             where it stands if its tokens are equally far apart, as in a slice of a wider matrix.
         keys, values: ``[slots, kv_heads, head_dim]`` of one layer, with the new tokens' in them.
         req_to_token: ``[rows, width]`` slots by row and position.
+        tails: ``[rows, W]`` slots by row and position modulo W, a power of two.
         rows, committed: ``[G]`` int64, rows of the shared prefixes and their lengths.
         particle_rows: ``[G, N]`` int64, rows of the tails, which begin at ``committed``.
         starts: ``[G, N]`` int64, position of each particle's first query, at least
@@ -95,6 +98,7 @@ def particle_attention(
         keys,
         values,
         req_to_token,
+        tails,
         *(places.contiguous() for places in (rows, committed, particle_rows, starts)),
         partial,
         log_sums,
@@ -111,6 +115,7 @@ def particle_attention(
         *keys.stride()[:2],
         *values.stride()[:2],
         req_to_token.stride(0),
+        tails.shape[1],
         block_rows=cut.block_rows,
         block_keys=cut.block_keys,
         num_warps=cut.num_warps,
@@ -198,6 +203,7 @@ def _attend_spans(
     key_ptr,
     value_ptr,
     table_ptr,
+    tails_ptr,
     rows_ptr,
     committed_ptr,
     particle_rows_ptr,
@@ -220,6 +226,7 @@ def _attend_spans(
     value_stride,
     value_head_stride,
     table_stride,
+    tails_width,
     num_columns: tl.constexpr,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
@@ -255,7 +262,8 @@ def _attend_spans(
         query_ptr,
         key_ptr + head * key_head_stride,
         value_ptr + head * value_head_stride,
-        table_ptr + (own_row + shared_row) * table_stride,
+        tl.where(is_tail, tails_ptr + own_row * tails_width, table_ptr + shared_row * table_stride),
+        tl.where(is_tail, tails_width - 1, 0x7FFFFFFF),  # a tail's positions go round in its row
         partial_ptr,
         log_sum_ptr,
         scaling,
@@ -287,6 +295,7 @@ def _attend_span(
     key_ptr,
     value_ptr,
     slot_ptr,
+    in_row,
     partial_ptr,
     log_sum_ptr,
     scaling,
@@ -334,7 +343,7 @@ def _attend_span(
     for at in range(begin, end, block_keys):
         position = at + tl.arange(0, block_keys)
         inside = position < end
-        slot = tl.load(slot_ptr + position, mask=inside, other=0).to(tl.int64)
+        slot = tl.load(slot_ptr + (position & in_row), mask=inside, other=0).to(tl.int64)
         # All requests write to slot 0: what one leaves there may be NaN, even times a weight of 0.
         loaded = (slot > 0)[:, None] & in_dim[None, :]
         key = tl.load(key_ptr + slot[:, None] * key_stride + dim[None, :], mask=loaded, other=0.0)

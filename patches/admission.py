@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_smc import upstream
+from sglang_smc import process, upstream
 from sglang_smc.memory import arena
-from sglang_smc.options.budget import apply_budget
 from sglang_smc.process import active_budget, active_config
 from sglang_smc.server.hooks import Patch
 from sglang_smc.upstream import allocated, kv_of
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.schedule_policy import PrefillAdder
     from sglang.srt.managers.tp_worker import TpModelWorker
 
 
 def init_budget(original: Callable, adder: "PrefillAdder", *args: Any, **kwargs: Any) -> None:
-    """Charge what running requests have yet to reserve, and room for any one more."""
+    """Charge what running requests have yet to reserve."""
     original(adder, *args, **kwargs)
     config = active_config()
     if config is None:
@@ -34,26 +34,43 @@ def init_budget(original: Callable, adder: "PrefillAdder", *args: Any, **kwargs:
         for req in running
         if upstream.holds_kv(req)  # else it has finished and waits to be filtered out
     )
-    upstream.charge(adder, pending + arena.max_arena(config))
+    upstream.charge(adder, pending)
 
 
-def update_budget(
-    original: Callable,
-    adder: "PrefillAdder",
-    prefix_len: int,
-    extend_input_len: int,
-    max_new_tokens: int,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    """Charge the arena of the request that has just been admitted."""
-    original(adder, prefix_len, extend_input_len, max_new_tokens, *args, **kwargs)
+def add_one_req(
+    original: Callable, adder: "PrefillAdder", req: "Req", *args: Any, **kwargs: Any
+) -> Any:
+    """Charge a request's arena before it is asked whether it fits, and keep that if it did."""
+    admitted, charged = len(adder.can_run_list), _charge(adder, req)
+    result = original(adder, req, *args, **kwargs)
+    if len(adder.can_run_list) == admitted:
+        upstream.charge(adder, -charged)
+    return result
+
+
+def add_chunked_req(original: Callable, adder: "PrefillAdder", req: "Req") -> Any:
+    """Charge the arena of a prompt that is prefilled in part: it was admitted, and goes on."""
+    result = original(adder, req)
+    _charge(adder, req)
+    return result
+
+
+def preempt_to_schedule(
+    original: Callable, adder: "PrefillAdder", req: "Req", *args: Any, **kwargs: Any
+) -> bool:
+    """Make room for a request's arena, too, where others give way to it."""
+    charged = _charge(adder, req)
+    result = original(adder, req, *args, **kwargs)
+    upstream.charge(adder, -charged)
+    return result
+
+
+def _charge(adder: "PrefillAdder", req: "Req") -> int:
+    """Charge what a request will own beside its text; nothing without SMC."""
     config = active_config()
-    if config is not None:
-        # 0 stands for a prompt that is prefilled in part: its output comes later.
-        of_part = arena.max_arena(config)
-        of_whole = arena.arena(apply_budget(config, active_budget()), max_new_tokens)
-        upstream.charge(adder, of_whole if max_new_tokens else of_part)
+    num_slots = 0 if config is None else arena.arena_of(config, req, active_budget())
+    upstream.charge(adder, num_slots)
+    return num_slots
 
 
 def worker_info(original: Callable, worker: "TpModelWorker") -> tuple:
@@ -62,12 +79,31 @@ def worker_info(original: Callable, worker: "TpModelWorker") -> tuple:
     config = active_config()
     if config is None:
         return info
-    longest = min(info[_MAX_REQ_LEN], info[_MAX_TOTAL] - arena.max_arena(config) - 1)
+    longest = arena.longest(config, info[_MAX_TOTAL], info[_MAX_REQ_LEN])
+    process.tell_memory(num_slots=info[_MAX_TOTAL], most_running=info[_MOST_RUNNING])
     return (*info[:_MAX_REQ_LEN], longest, longest - _INPUT_MARGIN, *info[_MAX_REQ_LEN + 2 :])
 
 
+def validate_input_length(
+    original: Callable, req: "Req", max_req_input_len: int, allow_auto_truncate: bool
+) -> str | None:
+    """Say of a request that is too long what else the pool must hold, and what helps."""
+    error = original(req, max_req_input_len, allow_auto_truncate)
+    memory = process.memory()
+    if error is None or memory is None or not memory.is_shortened:
+        return error
+    config = active_config()
+    assert config is not None, "a process that knows of SMC's memory runs it"
+    return (
+        f"{error} This server's KV pool holds {memory.pool_slots} tokens, of which "
+        f"{arena.max_arena(config)} are kept for the particles of one request (docs/support.md, "
+        "memory). Longer requests want a larger --max-total-tokens or --mem-fraction-static, or a "
+        "smaller --speculative-smc-max-lag or --speculative-smc-num-particles."
+    )
+
+
 # Places in the tuple that TpModelWorker.get_worker_info returns.
-_MAX_TOTAL, _MAX_REQ_LEN = 0, 4
+_MAX_TOTAL, _MOST_RUNNING, _MAX_REQ_LEN = 0, 2, 4
 _INPUT_MARGIN = 5  # what SGLang keeps between the longest request and its longest input
 
 PATCHES = (
@@ -75,27 +111,58 @@ PATCHES = (
         target="sglang.srt.managers.schedule_policy.PrefillAdder.__init__",
         hook_type=HookType.AROUND,
         function=init_budget,
-        what="Charges the arenas that running requests have yet to reserve, and one for the next.",
+        what="Charges the arenas that running requests have yet to reserve.",
         why="The adder's budget has no seam for memory beyond a request's own tokens.",
         relies_on=("srt/managers/schedule_policy.py:477 (the two offsets of the budget)",),
         retire_when="Admission asks the algorithm what a request reserves.",
     ),
     Patch(
-        target="sglang.srt.managers.schedule_policy.PrefillAdder._update_prefill_budget",
+        target="sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
         hook_type=HookType.AROUND,
-        function=update_budget,
-        what="Charges the arena of each request admitted.",
+        function=add_one_req,
+        what="Admits a request only if its own arena, by its own mode, fits beside it.",
         why="The adder charges a request's prompt and output, and has no seam for more.",
-        relies_on=("srt/managers/schedule_policy.py:741",),
+        relies_on=(
+            "srt/managers/schedule_policy.py:1395 (who is admitted is in can_run_list)",
+            "srt/managers/schedule_policy.py:1241 (as are those of add_one_req_ignore_eos)",
+        ),
+        retire_when="Admission asks the algorithm what a request reserves.",
+    ),
+    Patch(
+        target="sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req",
+        hook_type=HookType.AROUND,
+        function=add_chunked_req,
+        what="Charges the arena of a request whose prompt is prefilled in parts.",
+        why="The adder charges a request's prompt and output, and has no seam for more.",
+        relies_on=("srt/managers/schedule_policy.py:1140",),
+        retire_when="Admission asks the algorithm what a request reserves.",
+    ),
+    Patch(
+        target="sglang.srt.managers.schedule_policy.PrefillAdder.preempt_to_schedule",
+        hook_type=HookType.AROUND,
+        function=preempt_to_schedule,
+        what="Counts a request's arena in what must be free before it preempts others.",
+        why="Else others would give way to a request that is then not admitted.",
+        relies_on=("srt/managers/schedule_policy.py:1707",),
         retire_when="Admission asks the algorithm what a request reserves.",
     ),
     Patch(
         target="sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info",
         hook_type=HookType.AROUND,
         function=worker_info,
-        what="Lowers the longest request and input by the arena.",
+        what="Lowers the longest request and input by the arena, and tells once what memory there "
+        "is and what requests take of it.",
         why="A request that fits the pool but not beside its arena would wait for ever.",
         relies_on=("srt/managers/tp_worker.py:508 (the order of the tuple)",),
+        retire_when="The longest request may depend on what the algorithm reserves.",
+    ),
+    Patch(
+        target="sglang.srt.managers.utils.validate_input_length",
+        hook_type=HookType.AROUND,
+        function=validate_input_length,
+        what="Adds to the error of a request that is too long what is kept for particles.",
+        why="It names a number of tokens that follows from no flag, and no way to raise it.",
+        relies_on=("srt/managers/utils.py:258 (answers with the error, or None)",),
         retire_when="The longest request may depend on what the algorithm reserves.",
     ),
 )

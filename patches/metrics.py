@@ -10,7 +10,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_smc.options.budget import apply_budget
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SERVER_ARGS_FIELDS
-from sglang_smc.process import active_budget, config_of, is_smc
+from sglang_smc.process import active_budget, config_of, is_smc, memory
 from sglang_smc.server.hooks import Patch
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def _state(scheduler: "Scheduler") -> dict[str, Any]:
     config = request_config(config_of(scheduler.server_args), None)
     now = apply_budget(config, active_budget())
     names = (name for name in SERVER_ARGS_FIELDS if name != "evidence_threshold")
+    table = memory()
     threshold = config.covering if math.isfinite(config.covering) else None  # None: all is verified
     return {
         "settings": {name: getattr(config, name) for name in names}
@@ -65,6 +66,7 @@ def _state(scheduler: "Scheduler") -> dict[str, Any]:
         # Less than the settings while the server adapts to its load.
         "in_force": {name: getattr(now, name) for name in ("mode", "num_particles", "num_steps")},
         "since_start": _monitor(scheduler).totals(),
+        "memory": None if table is None else table.as_dict(),
     }
 
 
@@ -101,7 +103,7 @@ PATCHES = (
         hook_type=HookType.AROUND,
         function=get_internal_state,
         what="Adds `smc` to each internal state that /server_info shows: settings, N and K in "
-        "force, totals since the start.",
+        "force, totals since the start, memory.",
         why="It asks one algorithm, DSpark, for what it has to add.",
         relies_on=("srt/managers/scheduler.py:4163 (internal_state is a plain dictionary)",),
         retire_when="BaseSpecWorker has an internal state to show.",

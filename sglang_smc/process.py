@@ -1,16 +1,24 @@
 """Is this an SMC server? Every hook asks before it does anything."""
 
-from sglang.srt.runtime_context import get_server_args
+import logging
+from collections.abc import Callable
+
+from sglang.srt.runtime_context import get_parallel, get_server_args
 
 from sglang_smc import upstream
+from sglang_smc.memory.table import Table
 from sglang_smc.options.budget import Budget
 from sglang_smc.options.policy import Costs, Policy, RoundCosts
 from sglang_smc.options.server import ALGORITHM, SMCConfig
 from sglang_smc.state.monitor import Monitor
 from sglang_smc.upstream import Arguments
 
+logger = logging.getLogger(__name__)
+
 _policy: Policy | None = None
 _monitor: Monitor | None = None
+_measure: Callable[..., Table] | None = None
+_memory: Table | None = None
 
 
 def is_smc(server_args: Arguments) -> bool:
@@ -48,6 +56,34 @@ def set_monitor(monitor: Monitor | None) -> None:
 def active_monitor() -> Monitor | None:
     """What counts the rounds of this scheduler process; None before its worker is built."""
     return _monitor
+
+
+def measure_memory_by(measure: Callable[..., Table] | None) -> None:
+    """Have this scheduler process tell what memory it has, once its pools have their sizes."""
+    global _measure, _memory
+    _measure, _memory = measure, None
+
+
+def tell_memory(*, num_slots: int, most_running: int) -> None:
+    """Log what memory there is and what requests take of it, on the first rank.
+
+    Args:
+        num_slots: of the KV pool.
+        most_running: requests that run at a time.
+    """
+    global _memory
+    if _measure is None:
+        return
+    _memory = _measure(num_slots=num_slots, most_running=most_running)
+    if get_parallel().tp_rank == 0:
+        logger.info("%s", _memory.as_text())
+        if _memory.advice:
+            logger.warning("%s", _memory.advice)
+
+
+def memory() -> Table | None:
+    """What was told; None before that, and without SMC."""
+    return _memory
 
 
 def active_budget() -> Budget | None:

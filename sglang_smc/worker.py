@@ -12,6 +12,8 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_smc import process, upstream
 from sglang_smc.memory import arena
+from sglang_smc.memory.measured import sizes_of
+from sglang_smc.memory.table import Table
 from sglang_smc.models.weight_update import WeightUpdates
 from sglang_smc.ops.select import kind_of, ops_of
 from sglang_smc.recording.recorder import Record, cuda_session
@@ -72,14 +74,14 @@ class SMCWorker(WeightUpdates):
         req_to_token_pool: Any = None,
         token_to_kv_pool_allocator: Any = None,
     ) -> None:
-        """Make room for the particles' rows, then give the draft its KV for the same slots."""
+        """Make room for arenas in requests' rows, then give the draft its KV for the same slots."""
         config, pool = self.config, req_to_token_pool
         num_slots = token_to_kv_pool_allocator.size
         arena.check_pool(config, num_slots)
         num_rows, longest = pool.req_to_token.shape
         # Attention backends take the tensor as they are built, which is after this.
         pool.req_to_token = torch.zeros(
-            num_rows * (1 + config.num_particles),
+            num_rows,
             arena.row_width(config, longest),
             dtype=torch.int32,
             device=self.device,
@@ -90,7 +92,6 @@ class SMCWorker(WeightUpdates):
             config,
             self._ops,
             pool.req_to_token,
-            num_rows=num_rows,
             num_slots=num_slots + 1,
             vocab_size=self._target_worker.model_runner.model_config.vocab_size,
             device=self.device,
@@ -119,6 +120,18 @@ class SMCWorker(WeightUpdates):
             self._additional_graph_time_usage["smc_round"] = usage.seconds
         if self.config.adaptive:
             self._adapt()
+        process.measure_memory_by(self._measure_memory)
+
+    def _measure_memory(self, **pool: int) -> Table:
+        """What memory there is, and what requests take of it, on this rank."""
+        graphs = round(self._additional_graph_memory_usage.get("smc_round", 0.0) * 2**30)
+        sizes = sizes_of(
+            self._target_worker.model_runner,
+            self._draft_worker.model_runner,
+            beside={**self._tables.sizes(), "round graphs": graphs},
+            **pool,
+        )
+        return Table.of(self.config, sizes)
 
     def _record(self, record: Record) -> None:
         """Record rounds; what a batch does not fill of one plays on SGLang's padding row."""

@@ -223,10 +223,7 @@ def trace_round(
         tables = Tables.of(
             config,
             ops,
-            torch.zeros(
-                num_rows * (1 + config.num_particles), width, dtype=torch.int32, device="cuda"
-            ),
-            num_rows=num_rows,
+            torch.zeros(num_rows, width, dtype=torch.int32, device="cuda"),
             num_slots=num_rows * width,
             vocab_size=VOCAB_SIZE,
             device="cuda",

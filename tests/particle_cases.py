@@ -18,6 +18,7 @@ class Case(NamedTuple):
     keys: torch.Tensor  # [NUM_SLOTS, kv_heads, head_dim]
     values: torch.Tensor
     req_to_token: torch.Tensor  # [rows, width] int32
+    tails: torch.Tensor  # [rows, W] int32
     rows: torch.Tensor  # [G]
     committed: torch.Tensor  # [G]
     particle_rows: torch.Tensor  # [G, N]
@@ -44,7 +45,8 @@ class Case(NamedTuple):
         """Slots of the keys that a query sees, in the order of their positions."""
         committed, end = int(self.committed[g]), int(self.starts[g, n]) + c + 1
         prefix = self.req_to_token[self.rows[g], :committed]
-        tail = self.req_to_token[self.particle_rows[g, n], committed:end]
+        place = torch.arange(committed, end) % self.tails.shape[1]
+        tail = self.tails[self.particle_rows[g, n], place]
         return torch.cat([prefix, tail]).long()
 
     def assert_close(self, output: torch.Tensor) -> None:
@@ -86,11 +88,12 @@ def make_case(
     longest = int(starts.max()) + num_columns
     free = (torch.randperm(NUM_SLOTS - 1, generator=generator) + 1).tolist()
 
-    num_rows = size * (num_particles + 2)
-    ends = torch.tensor(committed) + starts.amax(1) + num_columns
-    table = torch.full((num_rows, int(ends.max())), free.pop(), dtype=torch.int32)
-    scrambled = torch.randperm(num_rows, generator=generator)
-    rows, others = scrambled[:size], scrambled[size : size * (1 + num_particles)]
+    filler = free.pop()  # where nothing stands
+    table = torch.full((size + 1, max(committed)), filler, dtype=torch.int32)
+    rows = torch.randperm(size + 1, generator=generator)[:size]
+    num_rows, width = size * (num_particles + 1), 1 << longest.bit_length()
+    tails = torch.full((num_rows, width), filler, dtype=torch.int32)
+    others = torch.randperm(num_rows, generator=generator)[: size * num_particles]
     particle_rows = others.view(size, num_particles)
     for g, length in enumerate(committed):
         table[rows[g], :length] = torch.tensor([free.pop() for _ in range(length)])
@@ -101,18 +104,20 @@ def make_case(
                 inherited = common[: max(distance, 0)]
                 own = distance + num_columns - len(inherited)
                 tail = inherited + [free.pop() for _ in range(own)]
-            table[row, length : length + len(tail)] = torch.tensor(tail, dtype=torch.int32)
+            place = torch.arange(length, length + len(tail)) % width
+            tails[row, place] = torch.tensor(tail, dtype=torch.int32)
 
     for g, columns in enumerate(open_columns or []):
         for row, start in zip(particle_rows[g], committed[g] + starts[g], strict=True):
-            table[row, int(start) + columns : int(start) + num_columns] = 0
+            tails[row, torch.arange(int(start) + columns, int(start) + num_columns) % width] = 0
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
     owned = torch.zeros(NUM_SLOTS, 1, 1, dtype=torch.bool)
-    owned[table[torch.cat([rows, others])].flatten().long()] = True
-    owned[table[scrambled[-1], 0].long()] = False  # what fills the table where nothing stands
+    for slots in (table[rows], tails[others]):
+        owned[slots.flatten().long()] = True
+    owned[filler] = False
     owned[0] = False
     keys, values = (
         normal(NUM_SLOTS, kv_heads, head_dim).where(owned, float("nan")) for _ in range(2)
@@ -123,6 +128,7 @@ def make_case(
         keys=keys,
         values=values,
         req_to_token=table,
+        tails=tails,
         rows=rows,
         committed=lengths,
         particle_rows=particle_rows,

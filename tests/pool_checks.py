@@ -56,8 +56,12 @@ class PoolChecks:
         """Emitted text through the request's row, the tail through the particle's own."""
         row = self.ledger.particle_rows(torch.tensor([request.row]), particle + 1)[0, particle]
         committed = min(request.committed, length)
-        prefix, tail = self.table[request.row, :committed], self.table[row, committed:length]
-        return [*prefix.tolist(), *tail.tolist()]
+        prefix = self.table[request.row, :committed]
+        return [*prefix.tolist(), *self._tail(int(row), committed, length)]
+
+    def _tail(self, row: int, begin: int, end: int) -> list[int]:
+        """Slots at these positions of a particle's row."""
+        return [int(self.tails[row, p % self.tails.shape[1]]) for p in range(begin, end)]
 
     def _check_draft(self, request: Request, particle: int) -> None:
         """Before it drafts, the draft has read the particle's whole text, slot by slot."""
@@ -84,11 +88,7 @@ class PoolChecks:
         ].tolist()
         spans = zip(rows, request.tails, strict=True)
         begin = request.committed
-        return {
-            slot
-            for row, tail in spans
-            for slot in self.table[row, begin : begin + len(tail)].tolist()
-        }
+        return {slot for row, tail in spans for slot in self._tail(row, begin, begin + len(tail))}
 
     def _check_population(self, population: Population, batch: list[Request]) -> None:
         self.operations += 1

@@ -44,14 +44,16 @@ class PoolModel(PoolChecks):
     ) -> None:
         self.config, self.overlap, self.budgets = config, overlap, budgets
         num_slots = num_rows * (longest + arena.max_arena(config))
-        self.table = torch.zeros(
-            (num_rows + 1) * (1 + config.num_particles),
-            longest + arena.max_arena(config),
-            dtype=torch.int32,
+        self.table, self.tails = (
+            torch.zeros(*shape, dtype=torch.int32)
+            for shape in (
+                (num_rows + 1, longest + arena.max_arena(config)),
+                ((num_rows + 1) * config.num_particles, arena.tail_width(config)),
+            )
         )
         self.ledger = Ledger(
             self.table,
-            num_rows=num_rows + 1,
+            self.tails,
             num_particles=config.num_particles,
             max_tail=arena.max_tail(config),
             num_slots=num_slots + 1,

@@ -63,6 +63,8 @@ class Language(NamedTuple):
 class SlotModel:
     """Stands in for `ParticleForward`: same calls, KV in the same slots."""
 
+    tails: torch.Tensor  # the particles' rows, set with the tables
+
     def __init__(self, language: Language, rows: torch.Tensor, num_slots: int) -> None:
         self.language = language
         self._table = rows
@@ -90,10 +92,8 @@ class SlotModel:
         self._tokens[slots] = tokens
         place = torch.arange(self._table.shape[1], device=tokens.device)
         in_prefix = place < locations.committed.view(-1, 1, 1)
-        prefix, tails = (
-            self._table[locations.rows.unsqueeze(1)],
-            self._table[locations.particle_rows],
-        )
+        prefix = self._table[locations.rows.unsqueeze(1)]
+        tails = self.tails[locations.particle_rows][..., place % self.tails.shape[1]]
         read = self._tokens[torch.where(in_prefix, prefix, tails).long()]  # [G, N, width]
         read = read.unsqueeze(2).expand(-1, -1, tokens.shape[2], -1).flatten(0, 2)
         ends = starts.unsqueeze(2) + torch.arange(1, 1 + tokens.shape[2], device=tokens.device)
@@ -192,10 +192,7 @@ class ToyWorker:
         width = len(PROMPT) + max_new_tokens + arena.max_arena(config)
         num_slots = 1 + num_requests * width
         self.table = torch.zeros(
-            (1 + num_requests) * (1 + config.num_particles),
-            width,
-            dtype=torch.int32,
-            device=target.logits.device,
+            1 + num_requests, width, dtype=torch.int32, device=target.logits.device
         )
         # Every request owns its slots from the start, scattered over the pool.
         generator = torch.Generator().manual_seed(0)
@@ -218,12 +215,13 @@ class ToyWorker:
             config,
             self.ops,
             self.table,
-            num_rows=1 + len(self.owned),
             num_slots=num_slots,
             vocab_size=self.vocab_size,
             device=self.device,
         )
         models: Any = self.target, self.draft
+        for model in models:
+            model.tails = tables.ledger.tails
         worker._steps = Steps(*models, tables.ledger, self.ops, config.max_lag)
         worker._round = Round(worker._steps, tables, self.ops)
         worker._states = RequestStates(config, random_seed=0)

@@ -52,6 +52,15 @@ def row_width(config: SMCConfig, longest: int) -> int:
     return -(-(longest + max_arena(config)) // 32) * 32
 
 
+def tail_width(config: SMCConfig) -> int:
+    """Slots in a particle's row, a power of two: positions go round in it.
+
+    A row is looked at from the last committed position on, and filled K + 1 positions behind the
+    longest tail: those of particles that have ended are filled, too, with the padding slot.
+    """
+    return 1 << (1 + max_tail(config) + config.num_steps).bit_length()
+
+
 def tail(config: SMCConfig, remaining: int) -> int:
     """The longest tail of a request that may emit ``remaining`` more tokens."""
     return min(lag(config), max(remaining, 0)) + config.num_steps
@@ -72,6 +81,19 @@ def remaining(req: "Req") -> int:
 def arena_of(server: SMCConfig, req: "Req", budget: Budget | None = None) -> int:
     """The arena that a running or waiting request needs now, on ``budget``, in KV slots."""
     return arena(apply_budget(config_of(server, req), budget), remaining(req))
+
+
+def longest(config: SMCConfig, num_slots: int, limit: int) -> int:
+    """Tokens of the longest request that a pool admits, of ``limit`` at most.
+
+    Any request may choose the mode that reserves most.
+    """
+    return min(limit, num_slots - max_arena(config) - 1)
+
+
+def fits(config: SMCConfig, num_slots: int, prompt: int, answer: int) -> int:
+    """Requests of so many tokens that a pool holds at a time, with all of their answers."""
+    return num_slots // (prompt + answer + arena(config, answer))
 
 
 def check_pool(config: SMCConfig, num_slots: int) -> None:

@@ -7,21 +7,21 @@ row[committed : allocated]    the arena: the slots of all tails, then the free o
 
 so that finish, abort, retraction, the radix cache and the leak checks of the stock
 scheduler stay right without knowing of particles. A particle has a row of its own
-in the same tensor, below those that the scheduler hands out, for its tail's slots:
-they stand at their positions, behind the prefix that only the request's row holds.
-Resampling copies tails between these rows, a slot may serve many particles, and one
-that serves none is free. KV never moves.
+in another table, for its tail's slots alone: the prefix stands in the request's row.
+It is a ring, in which position p has column p modulo the width, so that nothing moves
+as text is committed. Resampling copies tails between these rows, a slot may serve many
+particles, and one that serves none is free. KV never moves.
 """
 
 import torch
 
 
 class Ledger:
-    """Slots of particles, in a `req_to_token` that has room for their rows.
+    """Slots of particles.
 
     Args:
-        req_to_token: ``[num_rows * (1 + N), width]``; the first ``num_rows`` are SGLang's.
-        num_rows: SGLang's rows, the padding row included.
+        req_to_token: ``[num_rows, width]``, SGLang's; rows hold a text and its arena.
+        tails: ``[num_rows * N, W]`` int32, the particles' rows, of `arena.tail_width`.
         num_particles: N.
         max_tail: the longest tail, in tokens; a tail of L tokens holds L slots.
         num_slots: size of the KV pool, the padding slot 0 included.
@@ -32,28 +32,28 @@ class Ledger:
     def __init__(
         self,
         req_to_token: torch.Tensor,
+        tails: torch.Tensor,
         *,
-        num_rows: int,
         num_particles: int,
         max_tail: int,
         num_slots: int,
     ) -> None:
         device = req_to_token.device
-        self._table = req_to_token
-        self._num_rows = num_rows
+        self.table = req_to_token
+        self.tails = tails
         self._num_particles = num_particles
         self._tail = torch.arange(max_tail, device=device)
-        self._first_rows = num_rows + torch.arange(num_particles, device=device)  # of request 0
+        self._first_rows = torch.arange(num_particles, device=device)  # of request 0
         self._held_rank, self._free_rank = max_tail, max_tail + 1
-        self._rank = torch.full((num_slots,), self._free_rank, dtype=torch.int32, device=device)
+        self.rank = torch.full((num_slots,), self._free_rank, dtype=torch.int32, device=device)
 
     @property
     def device(self) -> torch.device:
         """Where the rows are."""
-        return self._table.device
+        return self.table.device
 
     def particle_rows(self, rows: torch.Tensor, num_particles: int) -> torch.Tensor:
-        """Rows of the first particles of each request, ``[G]`` to ``[G, num_particles]``."""
+        """Rows of `tails`: of each request's first particles, ``[G]`` to ``[G, num_particles]``."""
         first = self._first_rows[:num_particles]
         return torch.add(first, rows.unsqueeze(1), alpha=self._num_particles)
 
@@ -92,11 +92,11 @@ class Ledger:
         first = (allocated - num_particles * num_columns).view(-1, 1, 1)
         mine = (column < per_particle) & ~idle.unsqueeze(2)
         place = (first + particle * per_particle + column).where(mine, 0)  # [G, N, width]
-        slots = self._table[rows.view(-1, 1, 1), place].where(mine, 0)
+        slots = self.table[rows.view(-1, 1, 1), place].where(mine, 0)
         targets, next_place = self.particle_rows(rows, starts.shape[1]), starts.unsqueeze(2)
-        self._table[targets.unsqueeze(2), next_place + column] = slots
+        self.tails[targets.unsqueeze(2), self._in_ring(next_place + column)] = slots
         owed = unread.view(-1, 1, 1) & ~idle.unsqueeze(2)  # [G, N, 1]
-        before = self._table[targets.unsqueeze(2), (next_place - 1).clamp_min(0)].where(owed, 0)
+        before = self.tails[targets.unsqueeze(2), self._in_ring(next_place - 1)].where(owed, 0)
         return torch.cat([before, slots], dim=2).long()
 
     def descend(
@@ -116,8 +116,8 @@ class Ledger:
             max_tail: the longest tail.
         """
         where = self._tail_index(rows, committed, ancestors.shape[1], max_tail)
-        tails = self._table[where]
-        self._table[where] = tails.gather(1, ancestors.unsqueeze(2).expand_as(tails))
+        tails = self.tails[where]
+        self.tails[where] = tails.gather(1, ancestors.unsqueeze(2).expand_as(tails))
 
     def commit(
         self,
@@ -141,12 +141,12 @@ class Ledger:
             max_arena: no arena of the batch has more slots.
         """
         where = self._tail_index(rows, committed, lengths.shape[1], max_tail)
-        tails = self._table[where].long()  # [G, N, T]; stale past a tail's length
+        tails = self.tails[where].long()  # [G, N, T]; stale past a tail's length
         column = self._tail[:max_tail]
         common = column < counts.view(-1, 1, 1)  # [G, 1, T]
         # Equal tokens after an equal prefix have equal KV: particle 0's copy serves all.
         tails = torch.where(common, tails[:, :1], tails)
-        self._table[where] = tails.int()
+        self.tails[where] = tails.int()
         held = (column < lengths.unsqueeze(2)) & ~common
         arena = committed.unsqueeze(1) + torch.arange(max_arena, device=rows.device)
         self._partition(rows, arena, arena < allocated.unsqueeze(1), tails, held, common.squeeze(1))
@@ -169,19 +169,23 @@ class Ledger:
         """
         # What lies outside an arena stands on SGLang's padding row, and is written back as it was.
         where = torch.where(inside, rows.unsqueeze(1), 0), torch.where(inside, place, 0)
-        arena = self._table[where].long()  # [G, A]
+        arena = self.table[where].long()  # [G, A]
         # Padding slot 0 belongs to no arena: it takes the ranks that are not meant.
-        self._rank[torch.where(held, tails, 0)] = self._held_rank
-        self._rank[torch.where(common, tails[:, 0], 0)] = self._tail[: tails.shape[2]].int()
-        rank = torch.where(inside, self._rank[arena], self._free_rank + 1)
+        self.rank[torch.where(held, tails, 0)] = self._held_rank
+        self.rank[torch.where(common, tails[:, 0], 0)] = self._tail[: tails.shape[2]].int()
+        rank = torch.where(inside, self.rank[arena], self._free_rank + 1)
         order = rank.argsort(dim=1, stable=True)
         sorted_arena = torch.where(inside, arena.gather(1, order), arena)
-        self._table[where] = sorted_arena.int()
-        self._rank[arena] = self._free_rank
+        self.table[where] = sorted_arena.int()
+        self.rank[arena] = self._free_rank
 
     def _tail_index(
         self, rows: torch.Tensor, committed: torch.Tensor, num_particles: int, max_tail: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the tails stand in the table, as an index to ``[G, N, T]``."""
+        """Where the tails stand in their table, as an index to ``[G, N, T]``."""
         positions = committed.view(-1, 1, 1) + self._tail[:max_tail]
-        return self.particle_rows(rows, num_particles).unsqueeze(2), positions
+        return self.particle_rows(rows, num_particles).unsqueeze(2), self._in_ring(positions)
+
+    def _in_ring(self, positions: torch.Tensor) -> torch.Tensor:
+        """The columns of these positions in particles' rows."""
+        return positions & (self.tails.shape[1] - 1)

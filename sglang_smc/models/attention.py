@@ -26,14 +26,14 @@ Implementation = Literal["torch", "triton"]
 
 
 class KVLocations(NamedTuple):
-    """Where the particles of a batch have their keys, in rows of ``req_to_token``.
+    """Where the particles of a batch have their keys.
 
     Positions before ``committed`` stand in the request's own row, the others in the particle's.
     """
 
-    rows: torch.Tensor  # [G] int64, the requests' own rows: their text is the shared prefix
+    rows: torch.Tensor  # [G] int64 of `req_to_token`: a request's text is the shared prefix
     committed: torch.Tensor  # [G] int64, its length
-    particle_rows: torch.Tensor  # [G, N] int64
+    particle_rows: torch.Tensor  # [G, N] int64 of `Ledger.tails`
     # Known to the host: no particle has more keys than this behind `committed`, the new included.
     max_tail: int
 
@@ -43,6 +43,7 @@ class ParticleAttention(AttentionBackend):
 
     Args:
         runner: the target's or the draft's, its pools built.
+        tails: the particles' rows, `Ledger.tails`.
         implementation: "triton" waits for no device, so that a CUDA graph can capture it; "torch"
             runs anywhere and reads lengths on the host.
 
@@ -52,11 +53,14 @@ class ParticleAttention(AttentionBackend):
 
     needs_cpu_seq_lens = False
 
-    def __init__(self, runner: "ModelRunner", implementation: Implementation) -> None:
+    def __init__(
+        self, runner: "ModelRunner", tails: torch.Tensor, implementation: Implementation
+    ) -> None:
         super().__init__()
         check_pool(runner)
         assert runner.req_to_token_pool is not None, "pools are built before backends"
         self.req_to_token_pool = runner.req_to_token_pool
+        self._tails = tails
         self.token_to_kv_pool = runner.token_to_kv_pool
         self._plan = {"torch": self._plan_torch, "triton": self._plan_triton}[implementation]
         self._dtype = runner.dtype
@@ -107,6 +111,7 @@ class ParticleAttention(AttentionBackend):
         pool = self.token_to_kv_pool
         plan = plan_shared_prefix(
             self.req_to_token_pool.req_to_token,
+            self._tails,
             locations.rows,
             locations.committed,
             locations.particle_rows,
@@ -126,6 +131,7 @@ class ParticleAttention(AttentionBackend):
         return partial(
             particle_attention,
             req_to_token=self.req_to_token_pool.req_to_token,
+            tails=self._tails,
             starts=starts,
             max_prefix=self._max_prefix,
             **locations._asdict(),

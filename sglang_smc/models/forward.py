@@ -23,16 +23,21 @@ class ParticleForward:
 
     Args:
         runner: the target's or the draft's.
-        attention: how to attend, see `ParticleAttention`.
+        tails, attention: the particles' rows and how to attend, see `ParticleAttention`.
         max_columns: no forward has more tokens a particle.
     """
 
-    def __init__(self, runner: "ModelRunner", attention: Implementation, max_columns: int) -> None:
+    def __init__(
+        self,
+        runner: "ModelRunner",
+        tails: torch.Tensor,
+        attention: Implementation,
+        max_columns: int,
+    ) -> None:
         self._runner = runner
         self._last_position = runner.model_config.context_len - 1
-        self.attn_backend = ParticleAttention(runner, attention)
-        device = self.attn_backend.req_to_token_pool.req_to_token.device
-        self._counts = torch.arange(max_columns + 1, device=device)
+        self.attn_backend = ParticleAttention(runner, tails, attention)
+        self._counts = torch.arange(max_columns + 1, device=tails.device)
 
     def next_logits(
         self,

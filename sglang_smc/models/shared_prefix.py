@@ -28,6 +28,7 @@ class SharedPrefixPlan(NamedTuple):
 
 def plan_shared_prefix(
     req_to_token: torch.Tensor,
+    tails: torch.Tensor,
     rows: torch.Tensor,
     committed: torch.Tensor,
     particle_rows: torch.Tensor,
@@ -44,6 +45,7 @@ def plan_shared_prefix(
 
     Args:
         req_to_token: ``[rows, width]`` slots by row and position.
+        tails: ``[rows, W]`` slots by row and position modulo W, a power of two.
         rows, committed: ``[G]`` rows of the shared prefixes and their lengths, at least 1.
         particle_rows, starts: ``[G, N]`` rows of the tails, which begin at ``committed``, and the
             position of each particle's first token, at least ``committed - 1``.
@@ -61,9 +63,8 @@ def plan_shared_prefix(
     unseen = position[:tail_len] >= seen.unsqueeze(3)  # [G, N, C, T]
 
     prefix = req_to_token[rows.unsqueeze(1), position[:prefix_len]]
-    # [G, 1, T]; behind a short tail the table may end
-    place = (committed.view(-1, 1, 1) + position[:tail_len]).clamp_max(req_to_token.shape[1] - 1)
-    tails = req_to_token[particle_rows.unsqueeze(2), place]  # [G, N, T]
+    place = (committed.view(-1, 1, 1) + position[:tail_len]) & (tails.shape[1] - 1)  # [G, 1, T]
+    tails = tails[particle_rows.unsqueeze(2), place]  # [G, N, T]
     written = prefix[:, :1]
     slots = torch.cat(
         [

@@ -14,6 +14,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.hf_transformers_utils import get_config
 
+from sglang_smc.ops.select import MAX_HEAD_DIM, kind_of
 from sglang_smc.upstream import Arguments, model_config_of
 
 if TYPE_CHECKING:
@@ -22,14 +23,32 @@ if TYPE_CHECKING:
 
 _ALLOWED = "allowed: a text decoder with full attention in every layer"
 
+_FAMILIES = (
+    "Llama, Qwen2 and Qwen3, Mistral, Phi-3 and Phi-4, Granite, OLMo 2 and Command R are among "
+    "those that run (docs/support.md has all)"
+)
+
+# By layer, in a configuration's `layer_types`.
+_LIMITED = {"sliding_attention": "sliding-window", "chunked_attention": "chunked"}
+
+# Architectures whose configuration may give layers a window, and which SGLang's own classes give
+# full attention all the same.
+_WITHOUT_WINDOWS = {
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+}
+
 
 def problems(server_args: Arguments) -> list[str]:
     """A sentence for everything about target and draft that SMC cannot run."""
+    target = model_config_of(server_args)
     found = [
-        f"--model-path {server_args.model_path} has {kind}; {_ALLOWED}. Choose another model or "
-        "another --speculative-algorithm."
-        for kind in _kinds(model_config_of(server_args))
-    ]
+        f"--model-path {server_args.model_path} has {kind}; {_ALLOWED}. {_FAMILIES}. To serve this "
+        "one, leave out --speculative-algorithm SMC with its flags, or pass one of SGLang's own."
+        for kind in _kinds(target)
+    ] + _head_problems("--model-path", server_args.model_path, target, server_args)
     draft = server_args.speculative_draft_model_path
     if draft is None:
         return found
@@ -40,15 +59,32 @@ def problems(server_args: Arguments) -> list[str]:
         is_draft_model=True,
     )
     kinds = [*_kinds(config), *_rewritten(server_args, config)]
-    return found + [
-        f"--speculative-draft-model-path {draft} has {kind}; {_ALLOWED}. Choose another draft."
+    flag = "--speculative-draft-model-path"
+    found += [
+        f"{flag} {draft} has {kind}; {_ALLOWED}. Choose another draft: {_FAMILIES}."
         for kind in kinds
+    ]
+    return found + _head_problems(flag, draft, config, server_args)
+
+
+def _head_problems(flag: str, path: str, model: ModelConfig, server_args: Arguments) -> list[str]:
+    """Heads that are too wide for the kernels that are to run."""
+    kernels, device = server_args.speculative_smc_kernels or "auto", server_args.device or "cuda"
+    wants_kernels = kernels == "triton" or kind_of(kernels, device) == "triton"
+    latent = model.attention_arch == AttentionArch.MLA  # refused as such
+    if latent or not wants_kernels or model.head_dim <= MAX_HEAD_DIM:
+        return []
+    return [
+        f"{flag} {path} has attention heads of {model.head_dim} dimensions; allowed: at most "
+        f"{MAX_HEAD_DIM}, which is what the Triton attention over particles takes. Pass "
+        "--speculative-smc-kernels torch, which takes any and is slower, or choose another model."
     ]
 
 
 def _kinds(model: ModelConfig) -> Iterator[str]:
     """What it is about a model that neither the ledger nor the attention can serve."""
     latent = model.attention_arch == AttentionArch.MLA
+    yield from _limits(model)
     kinds = {
         "sliding-window attention with KV of its own": model.is_hybrid_swa,
         "latent attention (MLA)": latent,
@@ -61,7 +97,24 @@ def _kinds(model: ModelConfig) -> Iterator[str]:
         "inputs that are no text": model.is_multimodal or model.model_is_mrope,
         "no next-token head": not model.is_generation,
     }
-    return (kind for kind, present in kinds.items() if present)
+    yield from (kind for kind, present in kinds.items() if present)
+
+
+def _limits(model: ModelConfig) -> Iterator[str]:
+    """What layers make of attention that is causal softmax over all of the text.
+
+    A window that is switched off, or that a configuration names for no layer, is none: SGLang
+    gives the layers of Mistral, Phi-3 and Starcoder2 full attention whatever `sliding_window` is.
+    """
+    text = model.hf_text_config
+    if not _WITHOUT_WINDOWS.intersection(model.hf_config.architectures or ()):
+        types = getattr(text, "layer_types", None) or ()
+        for kind, words in _LIMITED.items():
+            if kind in types:
+                yield f"{words} attention in {types.count(kind)} of {len(types)} layers"
+    cap = getattr(text, "attn_logit_softcapping", None)
+    if cap:
+        yield f"attention scores that are capped (attn_logit_softcapping is {cap:g})"
 
 
 def _rewritten(server_args: Arguments, as_draft: ModelConfig) -> Iterator[str]:

@@ -23,17 +23,17 @@ class KernelLedger(Ledger):
     """A ledger whose three methods are kernels, each a launch or three."""
 
     def reserve(self, rows: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        return lineage.reserve(self._table, self._num_rows, self._num_particles, rows, **arguments)
+        return lineage.reserve(self.table, self.tails, self._num_particles, rows, **arguments)
 
     def descend(self, rows: torch.Tensor, **arguments: Any) -> None:
-        lineage.descend(self._table, self._num_rows, self._num_particles, rows, **arguments)
+        lineage.descend(self.tails, self._num_particles, rows, **arguments)
 
     def commit(self, rows: torch.Tensor, **arguments: Any) -> None:
         lineage.commit(
-            self._table,
-            self._rank,
+            self.table,
+            self.tails,
+            self.rank,
             self._free_rank,
-            self._num_rows,
             self._num_particles,
             rows,
             **arguments,

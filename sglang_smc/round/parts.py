@@ -45,10 +45,10 @@ def assemble(
         ValueError: for a model that rounds cannot run.
     """
     check_same_vocabulary(target, draft)
-    columns = config.num_steps + 1
+    columns, tails = config.num_steps + 1, tables.ledger.tails
     steps = Steps(
-        target=ParticleForward(target.model_runner, ops.kind, columns),
-        draft=ParticleForward(draft.model_runner, ops.kind, columns),
+        target=ParticleForward(target.model_runner, tails, ops.kind, columns),
+        draft=ParticleForward(draft.model_runner, tails, ops.kind, columns),
         ledger=tables.ledger,
         ops=ops,
         max_lag=config.max_lag,

@@ -6,6 +6,7 @@ import torch
 
 from sglang_smc.memory import arena
 from sglang_smc.memory.ledger import Ledger
+from sglang_smc.memory.measured import tensor_bytes
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.state.counters import CounterTable, zero_counters
@@ -24,7 +25,7 @@ class Tables(NamedTuple):
     particles: ParticleTable  # texts, weights, ends
     logprobs: LogprobTable  # beside their tails
     counters: CounterTable  # what its rounds have come to
-    ledger: Ledger  # KV slots, in SGLang's own req_to_token
+    ledger: Ledger  # KV slots, in SGLang's own req_to_token and beside it
 
     @classmethod
     def of(
@@ -33,7 +34,6 @@ class Tables(NamedTuple):
         ops: Ops,
         req_to_token: torch.Tensor,
         *,
-        num_rows: int,
         num_slots: int,
         vocab_size: int,
         device: str,
@@ -41,12 +41,13 @@ class Tables(NamedTuple):
         """Empty tables.
 
         Args:
-            req_to_token: ``[num_rows * (1 + N), width]``; the first ``num_rows`` are SGLang's.
-            num_rows: rows of the request pool, the padding row included.
+            req_to_token: ``[num_rows, width]``, SGLang's, the padding row included.
             num_slots: size of the KV pool, the padding slot 0 included.
             vocab_size: V, of the target's logits.
         """
-        num_particles, max_tail = config.num_particles, arena.max_tail(config)
+        num_rows, num_particles = len(req_to_token), config.num_particles
+        max_tail, tail_width = arena.max_tail(config), arena.tail_width(config)
+        tails = torch.zeros(num_rows * num_particles, tail_width, dtype=torch.int32, device=device)
         return cls(
             requests=RequestTable(num_rows, vocab_size, device),
             edits=EditTable(num_rows, vocab_size, device),
@@ -55,12 +56,22 @@ class Tables(NamedTuple):
             counters=CounterTable(num_rows, device, ops),
             ledger=ops.ledger(
                 req_to_token,
-                num_rows=num_rows,
+                tails,
                 num_particles=num_particles,
                 max_tail=max_tail,
                 num_slots=num_slots,
             ),
         )
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes, by what it is."""
+        state = (self.requests, self.edits, self.particles, self.logprobs, self.counters)
+        return {
+            "rows of requests": tensor_bytes(self.ledger.table),
+            "rows of particles": tensor_bytes(self.ledger.tails),
+            "state of requests": tensor_bytes(state),
+            "marks of KV slots": tensor_bytes(self.ledger.rank),
+        }
 
     def begin_padding(self, entry: TableEntry, num_particles: int, device: str) -> None:
         """Give SGLang's padding row particles that have ended: they play what a batch leaves."""

@@ -78,10 +78,20 @@ HOOKS = (
         "self meta_info recv_obj i",
     ),
     Symbol("sglang.srt.managers.schedule_policy.PrefillAdder.__init__", "self"),
-    Symbol("sglang.srt.managers.schedule_policy.PrefillAdder", attributes="running_batch"),
     Symbol(
-        "sglang.srt.managers.schedule_policy.PrefillAdder._update_prefill_budget",
-        "self prefix_len extend_input_len max_new_tokens",
+        "sglang.srt.managers.schedule_policy.PrefillAdder",
+        attributes="running_batch can_run_list",
+    ),
+    Symbol("sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", "self req"),
+    Symbol("sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req", "self req"),
+    Symbol("sglang.srt.managers.schedule_policy.PrefillAdder.preempt_to_schedule", "self req"),
+    Symbol(
+        "sglang.srt.managers.utils.validate_input_length",
+        "req max_req_input_len allow_auto_truncate",
+    ),
+    Symbol(
+        "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
+        "model_config load_config tp_size",
     ),
     Symbol(
         "sglang.srt.session.streaming_session.StreamingSession._trim_overshoot",

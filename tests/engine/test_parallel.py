@@ -42,7 +42,8 @@ def environment() -> Iterator[pytest.MonkeyPatch]:
 def start(
     engine: Callable[..., Any], tiny: Callable[..., str], environment: pytest.MonkeyPatch
 ) -> Callable[..., Any]:
-    pair = [tiny(seed=seed, vocab_size=64, scale=0.3) for seed in (1, 2)]
+    # The draft has one key head, of which each rank gets a copy.
+    pair = [tiny(seed=s, kv_heads=k, vocab_size=64, scale=0.3) for s, k in ((1, 2), (2, 1))]
     return lambda **settings: engine(**smc_arguments(*pair, **SETTINGS, **settings))
 
 

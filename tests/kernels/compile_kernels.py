@@ -181,10 +181,10 @@ def _ledger(sizes: Sizes) -> None:
     rows = of_groups = cells[:, 0]
     max_tail = sizes.max_lag + sizes.steps
     max_arena = sizes.particles * max_tail + sizes.steps + 1
-    table = torch.zeros(100, 4096, dtype=torch.int32)
+    table, particles = torch.zeros(2, 100, 4096, dtype=torch.int32)
     reserve(
         table,
-        10,
+        particles,
         sizes.particles,
         rows,
         allocated=of_groups,
@@ -196,12 +196,12 @@ def _ledger(sizes: Sizes) -> None:
         width=sizes.steps + 1,
     )
     tails = {"committed": of_groups, "max_tail": max_tail}
-    descend(table, 10, sizes.particles, rows, ancestors=cells, **tails)
+    descend(particles, sizes.particles, rows, ancestors=cells, **tails)
     commit(
         table,
+        particles,
         table[0],
         300,
-        10,
         sizes.particles,
         rows,
         allocated=of_groups,
@@ -231,6 +231,7 @@ def _attend(sizes: Sizes, heads: Heads, num_columns: int) -> None:
         cache,
         cache,
         req_to_token=torch.zeros(100, 4096, dtype=torch.int32),
+        tails=torch.zeros(100, 512, dtype=torch.int32),
         rows=cells[:, 0],
         committed=cells[:, 0],
         particle_rows=cells,

@@ -35,34 +35,39 @@ class Compared(Ledger):
     device = "cpu"
 
     def reserve(self, rows: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        return self._compare(super().reserve, lineage.reserve, (), rows, arguments)
+        return self._compare(super().reserve, lineage.reserve, rows, arguments)
 
     def descend(self, rows: torch.Tensor, **arguments: Any) -> None:
-        self._compare(super().descend, lineage.descend, (), rows, arguments)
+        def descend(table: torch.Tensor, tails: torch.Tensor, *others: Any, **named: Any) -> None:
+            lineage.descend(tails, *others, **named)
+
+        self._compare(super().descend, descend, rows, arguments)
 
     def commit(self, rows: torch.Tensor, **arguments: Any) -> None:
-        rank = torch.full_like(self._rank, self._free_rank, device=self.device)
-        extra = rank, self._free_rank
-        self._compare(super().commit, lineage.commit, extra, rows, arguments)
+        rank = torch.full_like(self.rank, self._free_rank, device=self.device)
+
+        def commit(table: torch.Tensor, tails: torch.Tensor, *others: Any, **named: Any) -> None:
+            lineage.commit(table, tails, rank, self._free_rank, *others, **named)
+
+        self._compare(super().commit, commit, rows, arguments)
         assert (rank == self._free_rank).all(), "marks were left behind"
 
     def _compare(
         self,
         method: Callable[..., Any],
         kernel: Callable[..., Any],
-        extra: tuple,
         rows: torch.Tensor,
         arguments: dict[str, Any],
     ) -> Any:
-        table = self._table.to(self.device, copy=True)
+        tables = [table.to(self.device, copy=True) for table in (self.table, self.tails)]
         moved = {
             name: value.to(self.device) if isinstance(value, torch.Tensor) else value
             for name, value in arguments.items()
         }
-        sizes = self._num_rows, self._num_particles
-        found = kernel(table, *extra, *sizes, rows.to(self.device), **moved)
+        found = kernel(*tables, self._num_particles, rows.to(self.device), **moved)
         expected = method(rows, **arguments)
-        assert torch.equal(table.cpu(), self._table)
+        for table, one in zip(tables, (self.table, self.tails), strict=True):
+            assert torch.equal(table.cpu(), one)
         if expected is not None:
             assert torch.equal(found.cpu(), expected)
         return expected
@@ -100,15 +105,16 @@ def test_programs(name: str, model_of: Callable[[SMCConfig], PoolModel]) -> None
 
 def test_a_group_without_an_arena_is_left_alone(device: str) -> None:
     """A captured graph plays with more groups than there are: these name SGLang's padding row."""
-    table = torch.arange(3 * 3 * 12, dtype=torch.int32, device=device).view(9, 12)
+    table = torch.arange(3 * 12, dtype=torch.int32, device=device).view(3, 12)
+    tails = torch.arange(36, 36 + 6 * 16, dtype=torch.int32, device=device).view(6, 16)
     rank = torch.full((200,), 7, dtype=torch.int32, device=device)
-    before = table.clone()
+    before = table.clone(), tails.clone()
     none = torch.zeros(2, dtype=torch.int64, device=device)
     lineage.commit(
         table,
+        tails,
         rank,
         7,
-        3,
         2,
         none,
         committed=none,
@@ -118,5 +124,5 @@ def test_a_group_without_an_arena_is_left_alone(device: str) -> None:
         max_tail=5,
         max_arena=9,
     )
-    assert torch.equal(table, before)
+    assert torch.equal(table, before[0]) and torch.equal(tails, before[1])
     assert (rank == 7).all()

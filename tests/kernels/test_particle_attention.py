@@ -62,6 +62,7 @@ def run_torch(case: Case) -> torch.Tensor:
     c = Case(**on_device(case))
     plan = plan_shared_prefix(
         c.req_to_token,
+        c.tails,
         c.rows,
         c.committed,
         c.particle_rows,

@@ -69,14 +69,15 @@ class Harness:
                 get_num_kv_heads=lambda tp_size: kv_heads,
             ),
         )
-        self.forward = ParticleForward(self.runner, attention, max_columns=9)
+        self.forward = ParticleForward(self.runner, case.tails, attention, max_columns=9)
         self.tokens = torch.arange(self.slots.numel()).view_as(self.slots)
 
     def _new_slots(self) -> torch.Tensor:
         """Slots ``[G, N, C]`` of the new tokens, 0 for what stands in the prefix already."""
         case = self.case
         position = case.starts.unsqueeze(2) + torch.arange(case.query.shape[2])
-        slots = case.req_to_token[case.particle_rows.unsqueeze(2), position].long()
+        place = position % case.tails.shape[1]
+        slots = case.tails[case.particle_rows.unsqueeze(2), place].long()
         behind = position >= case.committed.view(-1, 1, 1)
         return slots.where(behind & case.present.unsqueeze(2), 0)
 
@@ -179,7 +180,7 @@ def test_unsupported_caches_are_refused(change: dict[str, Any], message: str) ->
         get_key_buffer=lambda layer: change.get("buffer", torch.zeros(8, 2, 64)),
     )
     with pytest.raises(ValueError, match=message):
-        ParticleForward(runner, "torch", max_columns=9)
+        ParticleForward(runner, torch.zeros(8, 8), "torch", max_columns=9)
 
 
 def test_unsupported_layers_are_refused() -> None:

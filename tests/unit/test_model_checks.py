@@ -62,8 +62,8 @@ class Model:
 
 
 def rehearsed(target: Model, draft: Model) -> None:
-    table = torch.zeros(4, 16, dtype=torch.int32)
-    ledger = Ledger(table, num_rows=2, num_particles=1, max_tail=4, num_slots=8)
+    table = torch.zeros(2, 16, dtype=torch.int32)
+    ledger = Ledger(table, table, num_particles=1, max_tail=4, num_slots=8)
     rehearse(Steps(target, draft, ledger, TORCH, max_lag=4))  # type: ignore[arg-type]
 
 

@@ -15,6 +15,7 @@ from sglang_smc.models.shared_prefix import attend, plan_shared_prefix, shared_p
 def plan(case: Case) -> shared_prefix.SharedPrefixPlan:
     return plan_shared_prefix(
         case.req_to_token,
+        case.tails,
         case.rows,
         case.committed,
         case.particle_rows,

@@ -189,8 +189,8 @@ def prefilled(
 ) -> GenerationBatchResult:
     monkeypatch.setattr(prefill.ForwardBatch, "init_new", lambda *_, **__: SimpleNamespace())
     vocab_size, rows = 5, [1, 2]
-    sizes: dict[str, Any] = {"num_rows": 3, "num_slots": 99, "vocab_size": vocab_size}
-    table = torch.zeros(3 * 4, 50, dtype=torch.int32, device="cuda")
+    sizes: dict[str, Any] = {"num_slots": 99, "vocab_size": vocab_size}
+    table = torch.zeros(3, 50, dtype=torch.int32, device="cuda")
     tables = Tables.of(CONFIG, TORCH, table, **sizes, device="cuda")
 
     def forward(*_: Any, **__: Any) -> Any:

@@ -1,0 +1,58 @@
+"""What a running server has, in bytes: the sizes of its models and tensors."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_smc.memory.table import Sizes
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+def sizes_of(
+    target: "ModelRunner",
+    draft: "ModelRunner",
+    *,
+    num_slots: int,
+    most_running: int,
+    beside: dict[str, int],
+) -> Sizes:
+    """The sizes of a server on this rank.
+
+    Args:
+        num_slots: of the KV pool.
+        most_running: requests that run at a time.
+        beside: bytes of what stands beside pool and models, by name.
+    """
+    of_target, of_draft = slot_bytes(target.token_to_kv_pool), slot_bytes(draft.token_to_kv_pool)
+    return Sizes(
+        num_slots=num_slots,
+        slot_bytes=of_target + of_draft,
+        target_slot_bytes=of_target,
+        draft_weight_bytes=sum(map(_num_bytes, draft.model.parameters())),
+        most_running=most_running,
+        context_length=target.model_config.context_len,
+        beside=beside,
+    )
+
+
+def slot_bytes(pool: Any) -> int:
+    """Bytes of a slot in all layers: keys, and values of the same width."""
+    key = pool.get_key_buffer(pool.start_layer)[0]
+    return 2 * pool.layer_num * _num_bytes(key)
+
+
+def tensor_bytes(part: Any) -> int:
+    """Bytes of all tensors in a tensor, a sequence, a mapping or an object."""
+    if isinstance(part, torch.Tensor):
+        return _num_bytes(part)
+    if isinstance(part, tuple | list):
+        return sum(map(tensor_bytes, part))
+    if isinstance(part, dict):
+        return sum(map(tensor_bytes, part.values()))
+    return tensor_bytes(vars(part)) if hasattr(part, "__dict__") else 0
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
