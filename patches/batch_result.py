@@ -1,19 +1,36 @@
-"""What a round emitted and kept, in the scheduler's books."""
+"""When the scheduler waits for a round's result, and what it books of it."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_smc.process import is_smc
+from sglang_smc.requests.rules import needs_host
 from sglang_smc.round.result import SMCBatchResult
 from sglang_smc.server.hooks import Patch
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components.batch_result_processor import (
         SchedulerBatchResultProcessor,
     )
     from sglang.srt.managers.utils import GenerationBatchResult
+
+
+def is_disable_overlap_for_batch(
+    original: Callable,
+    scheduler: "Scheduler",
+    batch: "ScheduleBatch | None",
+    last_batch: "ScheduleBatch | None",
+) -> bool:
+    """Whether to wait for the last round: also where some request's rules read texts."""
+    if original(scheduler, batch, last_batch):
+        return True
+    if batch is None or not (is_smc(scheduler.server_args) and scheduler.result_queue):
+        return False
+    return batch.forward_mode.is_decode() and any(map(needs_host, batch.reqs))
 
 
 def resolve_tokens(
@@ -29,6 +46,21 @@ def resolve_tokens(
 
 
 PATCHES = (
+    Patch(
+        target="sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",
+        hook_type=HookType.AROUND,
+        function=is_disable_overlap_for_batch,
+        what="Takes the last round's result before a batch starts that has a request with a rule "
+        "that reads texts on the host: a stop string or pattern, a custom logit processor.",
+        why="Particles are searched for stop texts in every round, before they are weighed, and "
+        "processors read texts: that needs what is emitted on the host. SGLang waits so for "
+        "structured output, and for nothing else.",
+        relies_on=(
+            "srt/managers/scheduler.py:1744 (asks once a loop, after the batch is chosen)",
+            "srt/managers/scheduler.py:1789 (what structured output waits by is the model)",
+        ),
+        retire_when="Stop texts are matched on the device.",
+    ),
     Patch(
         target="sglang.srt.managers.scheduler_components.batch_result_processor"
         ".SchedulerBatchResultProcessor._resolve_spec_v2_tokens",

@@ -9,6 +9,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReq
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc.process import config_of, is_smc
+from sglang_smc.server import presets, routes
 from sglang_smc.server.hooks import Patch
 from sglang_smc.server.malformed import check_fields, check_form, check_ids
 from sglang_smc.server.refusals import check_logprobs, check_request, check_session
@@ -21,10 +22,14 @@ if TYPE_CHECKING:
 def generate_request(
     original: Callable, manager: "TokenizerManager", obj: Any, request: Any = None
 ) -> Any:
-    """Refuse what is no request at all, before anything is made of it."""
-    if is_smc(manager.server_args) and isinstance(obj, GenerateReqInput):
-        check_form(obj, manager.model_config.vocab_size)
-    return original(manager, obj, request)
+    """Refuse what is no request at all, and put its preset in place, before all else."""
+    server_args = manager.server_args
+    if not (is_smc(server_args) and isinstance(obj, GenerateReqInput)):
+        return original(manager, obj, request)
+    routes.take_over(obj, request)
+    check_form(obj, manager.model_config.vocab_size)
+    presets.put_in_place(obj, presets.of(server_args), config_of(server_args))
+    return routes.hand_back(original(manager, obj, request), obj, request)
 
 
 def validate_request(
@@ -82,11 +87,13 @@ PATCHES = (
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
         hook_type=HookType.AROUND,
         function=generate_request,
-        what="Answers HTTP 400 to requests with values of wrong types, unknown or too large ones.",
+        what="Answers HTTP 400 to requests with values of wrong types, unknown or too large ones. "
+        "Puts the settings of the preset that lora_path names where the request's own would stand.",
         why="SGLang compares few types: a wrong one fails as HTTP 500, or in the scheduler, which "
-        "takes all other requests with it.",
+        "takes all other requests with it. No algorithm is asked what a model's name means.",
         relies_on=("srt/managers/tokenizer_manager.py:745 (the first that sees a request)",),
-        retire_when="SGLang checks the types of sampling_params, and token ids, itself.",
+        retire_when="SGLang checks the types of sampling_params, and token ids, itself, and keeps "
+        "named sampling parameters.",
     ),
     Patch(
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",

@@ -12,6 +12,7 @@ Whoever selects SMC gets all other hooks into the process that launches the serv
 imported wherever the plugin is loaded, so it imports nothing heavy.
 """
 
+import sys
 from typing import Annotated, Any, get_type_hints
 
 from sglang.srt.arg_groups.arg_utils import NS, Arg
@@ -144,6 +145,15 @@ class SMCFlags:
         ),
         NS("spec"),
     ]
+    speculative_smc_presets: Annotated[
+        str | None,
+        Arg(
+            help="SMC only. Settings that requests choose by name, as 'NAME' in the model "
+            "'served-model-name:NAME': a JSON object, or the path of a file with one, of names "
+            "and objects with the keys of custom_params['smc'] (default none)."
+        ),
+        NS("spec"),
+    ]
 
 
 FLAGS = get_type_hints(SMCFlags, include_extras=True)
@@ -171,6 +181,8 @@ def check_with_hooks(original: Any, self: ServerArgs) -> None:
     original(self)
     if _selects_smc(self):
         hooks.put_in_force(hooks.SMC)
+        if "sglang.srt.entrypoints.http_server" in sys.modules:
+            hooks.put_in_force(hooks.ROUTES)
 
 
 def _selects_smc(server_args: Arguments) -> bool:

@@ -106,6 +106,7 @@ def smc_arguments(target: str, draft: str, **settings: Any) -> dict[str, Any]:
         "kernels",
         "round_graph",
         "adaptive",
+        "presets",
     )
     for name in own:
         if name in settings:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _Config = TypeVar("_Config", bound=SMCConfig)
 
 PARTICLES_KEY = "return_particles"
+CUSTOM_PARAMS = "custom_params['smc']"
 
 # Key -> the modes in which it means something; all others mean something in every mode.
 _MODES_OF = {
@@ -76,20 +77,38 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
         return self.evidence_threshold
 
 
-def request_config(server: SMCConfig, given: Any, *, constrained: bool = False) -> RequestConfig:
+def request_config(
+    server: SMCConfig, given: Any, *, constrained: bool = False, where: str = CUSTOM_PARAMS
+) -> RequestConfig:
     """The settings of a request whose `custom_params` are ``given``.
 
     Args:
         constrained: whether it has a grammar.
+        where: what errors are to call the place of these settings.
 
     Raises:
         ValueError: naming every key that is unknown, out of range or without effect.
     """
-    chosen = _chosen(given)
-    _raise_if(_problems(server, chosen))
+    chosen = chosen_keys(given, where)
+    _raise_if(_problems(server, chosen), where)
     config = RequestConfig(**{**asdict(server), **chosen}, constrained=constrained)
-    _raise_if(_conflicts(config, chosen))
+    _raise_if(_conflicts(config, chosen), where)
     return config
+
+
+def chosen_keys(given: Any, where: str = CUSTOM_PARAMS) -> dict[str, Any]:
+    """What a request whose `custom_params` are ``given`` chooses for itself, not yet checked.
+
+    Raises:
+        ValueError: where it is no object.
+    """
+    if not isinstance(given, dict) or given.get("smc") is None:
+        return {}
+    if not isinstance(given["smc"], dict):
+        raise ValueError(
+            f"{where} is {given['smc']!r}; allowed: an object with keys of {', '.join(_KEYS)}."
+        )
+    return given["smc"]
 
 
 def config_of(server: SMCConfig, req: "Req") -> RequestConfig:
@@ -112,20 +131,9 @@ def at_temperature_0(asked: _Config) -> _Config:
     return replace(asked, num_particles=1, power=1.0)
 
 
-def _raise_if(problems: list[str]) -> None:
+def _raise_if(problems: list[str], where: str) -> None:
     if problems:
-        raise ValueError("custom_params['smc'] " + " ".join(problems))
-
-
-def _chosen(given: Any) -> dict[str, Any]:
-    if not isinstance(given, dict) or given.get("smc") is None:
-        return {}
-    if not isinstance(given["smc"], dict):
-        raise ValueError(
-            f"custom_params['smc'] is {given['smc']!r}; allowed: an object with keys of "
-            f"{', '.join(_KEYS)}."
-        )
-    return given["smc"]
+        raise ValueError(f"{where} " + " ".join(problems))
 
 
 def _problems(server: SMCConfig, chosen: dict[str, Any]) -> list[str]:

@@ -1,7 +1,7 @@
 """SGLang's custom logit processors, each row shown the text that it follows.
 
 A processor is the client's Python code and reads host objects: rounds with one wait for the round
-before (`patches/overlap.py`), and for the device. What it reads of its request as
+before (`patches/batch_result.py`), and for the device. What it reads of its request as
 `custom_params["__req__"]` is the request as one particle continues it.
 """
 

@@ -9,7 +9,7 @@ from sglang_smc.memory import arena
 from sglang_smc.models import supported
 from sglang_smc.ops.select import kind_of
 from sglang_smc.options.server import SERVER_ARGS_FIELDS, SMCConfig, cpu_overlap_is_forced
-from sglang_smc.server import requirements
+from sglang_smc.server import presets, requirements
 from sglang_smc.upstream import Arguments
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,8 @@ def resolve(server_args: Arguments) -> None:
     config = SMCConfig.from_server_args(server_args)
     for name, attribute in SERVER_ARGS_FIELDS.items():
         setattr(server_args, attribute, getattr(config, name))
+    # Read once: what a file says later would be checked by nobody.
+    server_args.speculative_smc_presets = presets.settled(server_args)  # pyright: ignore[reportAttributeAccessIssue] -- ours
     # A chain: one candidate a step, and the K drafted tokens plus the bonus make a round.
     server_args.speculative_eagle_topk = 1
     server_args.speculative_num_draft_tokens = config.num_steps + 1
@@ -82,6 +84,7 @@ def _setting_problems(server_args: Arguments) -> list[str]:
         return [str(error)]
     problems = _pool_problems(config, server_args.max_total_tokens)
     problems += _kernel_problems(config, server_args.device)
+    problems += presets.problems(server_args)
     given, expected = server_args.speculative_num_draft_tokens, config.num_steps + 1
     if given not in (None, expected):
         problems.append(

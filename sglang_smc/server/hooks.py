@@ -37,7 +37,6 @@ SMC = Group(
         "ingress",
         "admission",
         "decode_memory",
-        "overlap",
         "batch_result",
         "streaming_session",
         "request_state",
@@ -48,6 +47,12 @@ SMC = Group(
     when="By the hook on `ServerArgs.check_server_args` in the process that launches it and holds "
     "the tokenizer manager; by `algorithm.worker_class` in its schedulers, before they build the "
     "worker.",
+)
+ROUTES = Group(
+    ("routes",),
+    where="In the process of an SMC server that answers HTTP",
+    when="By the hook on `ServerArgs.check_server_args`, where SGLang's HTTP server is loaded; an "
+    "engine has none.",
 )
 CPU_PLATFORM = Group(
     ("cpu_heads", "cpu_masks"),
@@ -60,7 +65,7 @@ CPU_SPECULATION = Group(
     when="By `PlainCpuPlatform.get_speculative_worker_cls`, which SGLang asks before it builds the "
     "worker.",
 )
-GROUPS = (FLAGS, SMC, CPU_PLATFORM, CPU_SPECULATION)
+GROUPS = (FLAGS, SMC, ROUTES, CPU_PLATFORM, CPU_SPECULATION)
 
 # In SGLang's log lines about hooks.
 _SOURCE = HookSource("smc", "sglang-smc")

@@ -33,7 +33,6 @@ _WITHOUT_IT = "Leave it out, or send the request to a server without --speculati
 
 _FIELDS = (
     _Refusal("max_thinking_tokens", _is_not(-1), _WITHOUT_IT),
-    _Refusal("lora_path", bool, _WITHOUT_IT),
     _Refusal("image_data", bool, "Send text only"),
     _Refusal("video_data", bool, "Send text only"),
     _Refusal("audio_data", bool, "Send text only"),

@@ -1,0 +1,296 @@
+"""SGLang's HTTP routes: what they would lose of SMC's settings and answers (`server/routes.py`)."""
+
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import ORJSONResponse
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_smc.process import is_smc
+from sglang_smc.server import presets, routes
+from sglang_smc.server.hooks import Patch
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
+    from sglang.srt.entrypoints.ollama.serving import OllamaServing
+    from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
+    from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
+
+# Routes without custom_params.
+
+
+async def handle_messages(
+    original: Callable, serving: "AnthropicServing", request: Any, raw_request: Request
+) -> Any:
+    """Refuse what Anthropic's route would ignore; it hands on the model's name by itself."""
+    manager = serving.openai_serving_chat.tokenizer_manager
+    problem = await routes.problem_of(manager, request.model, raw_request)
+    if problem:
+        return serving._error_response(
+            status_code=400, error_type="invalid_request_error", message=problem
+        )
+    return await original(serving, request, raw_request)
+
+
+async def create_responses(
+    original: Callable,
+    serving: "OpenAIServingResponses",
+    request: Any,
+    raw_request: Request | None = None,
+) -> Any:
+    """Hand on the preset, and refuse what the route would ignore."""
+    if raw_request is not None:
+        problem = await routes.problem_of(serving.tokenizer_manager, request.model, raw_request)
+        if problem:
+            return serving.create_error_response(problem)
+    return await original(serving, request, raw_request)
+
+
+async def handle_ollama(
+    original: Callable, serving: "OllamaServing", request: Any, raw_request: Request
+) -> Any:
+    """Hand on the preset, and answer HTTP 400 to what the route would ignore or raises."""
+    problem = await routes.problem_of(serving.tokenizer_manager, request.model, raw_request)
+    if problem:
+        return ORJSONResponse({"error": problem}, status_code=400)
+    routes.loses_last_text(raw_request)
+    try:
+        return await original(serving, request, raw_request)
+    except ValueError as error:
+        return ORJSONResponse({"error": str(error)}, status_code=400)
+
+
+def ollama_params(original: Callable, serving: "OllamaServing", options: Any = None) -> dict:
+    """Ollama's seed under the name that it has in SGLang's sampling parameters."""
+    params = original(serving, options)
+    if "seed" in params:
+        params["sampling_seed"] = params.pop("seed")
+    return params
+
+
+# Particles on the OpenAI routes, in `meta_info` where SGLang shows that on request.
+
+
+def show_particles(
+    original: Callable, serving: "OpenAIServingBase", request: Any, ret: list[dict], created: int
+) -> Any:
+    """A chat's answer with its meta_info where that has particles."""
+    if any(routes.has_particles(item["meta_info"]) for item in ret):
+        request.return_meta_info = True
+    return original(serving, request, ret, created)
+
+
+def completion_with_meta_info(
+    original: Callable, serving: "OpenAIServingBase", request: Any, ret: list[dict], created: int
+) -> Any:
+    """A completion's answer, with its meta_info where that has particles or was asked for."""
+    response = original(serving, request, ret, created)
+    shown = [routes.shown(request, item["meta_info"]) for item in ret]
+    if not any(shown):
+        return response
+    body = response.model_dump()
+    for choice, meta_info in zip(body["choices"], shown, strict=True):
+        choice["meta_info"] = meta_info
+    return ORJSONResponse(body)
+
+
+def stream_with_meta_info(
+    original: Callable, serving: "OpenAIServingBase", adapted: Any, request: Any, raw_request: Any
+) -> AsyncIterator[str]:
+    """A stream whose last chunk of each choice has its meta_info, as above."""
+    chunks = original(serving, adapted, request, raw_request)
+    if not is_smc(serving.tokenizer_manager.server_args):
+        return chunks
+    return routes.with_meta_info(chunks, request, routes.note_finished(adapted))
+
+
+async def take_meta_info_wish(
+    original: Callable, serving: "OpenAIServingBase", request: Any, raw_request: Request
+) -> Any:
+    """Keep `return_meta_info` of a completion: SGLang knows the field on the chat route alone."""
+    if is_smc(serving.tokenizer_manager.server_args) and raw_request is not None:
+        wish = (await raw_request.json()).get(routes.META_INFO_WISH)
+        if wish not in (None, True, False):
+            return serving.create_error_response(
+                f"{routes.META_INFO_WISH} is {wish!r}; allowed: true or false."
+            )
+        vars(request)[routes.META_INFO_WISH] = wish
+    return await original(serving, request, raw_request)
+
+
+# Lists of models.
+
+
+def list_presets(original: Callable, global_state: Any) -> None:
+    """Put routes that list presets before SGLang's, as soon as there is a model to serve."""
+    from sglang.srt.entrypoints import http_server
+
+    original(global_state)
+    manager = global_state.tokenizer_manager
+    if manager is not None and is_smc(manager.server_args):
+        names = list(presets.of(manager.server_args))
+        _route_models(http_server.app, http_server, manager.served_model_name, names)
+
+
+def _route_models(app: "FastAPI", stock: Any, served: str, names: Iterable[str]) -> None:
+    listed = [f"{served}:{name}" for name in names]
+    router = APIRouter(default_response_class=ORJSONResponse)
+
+    async def card_of(name: str) -> Any:
+        card = await stock.retrieve_model(served)
+        return card.model_copy(update={"id": name, "root": served, "parent": served})
+
+    @router.get("/v1/models")
+    async def available_models() -> Any:
+        found = await stock.available_models()
+        found.data += [await card_of(name) for name in listed]
+        return found
+
+    @router.get("/v1/models/{model:path}")
+    async def retrieve_model(model: str) -> Any:
+        return await (card_of(model) if model in listed else stock.retrieve_model(model))
+
+    app.router.routes[:0] = router.routes
+
+
+def ollama_tags(original: Callable, serving: "OllamaServing") -> Any:
+    """Ollama's list of models, with the presets."""
+    found = original(serving)
+    manager = serving.tokenizer_manager
+    if is_smc(manager.server_args):
+        for name in presets.of(manager.server_args):
+            tagged = f"{manager.served_model_name}:{name}"
+            found.models.append(
+                found.models[0].model_copy(update={"name": tagged, "model": tagged})
+            )
+    return found
+
+
+_OPENAI = "sglang.srt.entrypoints.openai."
+_OLLAMA = "sglang.srt.entrypoints.ollama.serving.OllamaServing."
+_NO_FIELD = (
+    "SGLang's model of this route's requests drops fields that it has not, and keeps the model's "
+    "name to itself."
+)
+_CHAT_ALONE = "SGLang shows meta_info on the chat route alone, on request and not in streams."
+_PER_ROUTE = "SGLang's routes take custom_params and refuse fields that they do not know."
+_SHOWS_META_INFO = "SGLang shows meta_info on all OpenAI routes."
+
+PATCHES = (
+    Patch(
+        target="sglang.srt.entrypoints.anthropic.serving.AnthropicServing.handle_messages",
+        hook_type=HookType.AROUND,
+        function=handle_messages,
+        what="Answers HTTP 400 on /v1/messages to custom_params, and to unknown presets.",
+        why=_NO_FIELD,
+        relies_on=("srt/entrypoints/anthropic/serving.py:189 (the whole of the route)",),
+        retire_when=_PER_ROUTE,
+    ),
+    Patch(
+        target=f"{_OPENAI}serving_responses.OpenAIServingResponses.create_responses",
+        hook_type=HookType.AROUND,
+        function=create_responses,
+        what="Hands on the preset that the model's name has, on /v1/responses, and answers HTTP 400"
+        " to custom_params and unknown presets.",
+        why=_NO_FIELD,
+        relies_on=("srt/entrypoints/openai/serving_responses.py:316 (the whole of the route)",),
+        retire_when=_PER_ROUTE,
+    ),
+    *(
+        Patch(
+            target=f"{_OLLAMA}{name}",
+            hook_type=HookType.AROUND,
+            function=handle_ollama,
+            what=f"Hands on the preset that the model's name has, on {route}; answers HTTP 400 to "
+            "custom_params, unknown presets and what else is wrong; streams the last text, too.",
+            why=f"{_NO_FIELD} A wrong value is HTTP 500. A stream's last chunk says that it is the "
+            "last, and leaves out its text: of SMC's up to all.",
+            relies_on=(f"srt/entrypoints/ollama/serving.py:{line} (the whole of the route)",),
+            retire_when="SGLang's Ollama routes read the model's name, answer HTTP 400, and stream "
+            "all of the text.",
+        )
+        for name, route, line in (
+            ("handle_chat", "/api/chat", 72),
+            ("handle_generate", "/api/generate", 172),
+        )
+    ),
+    Patch(
+        target=f"{_OLLAMA}_convert_options_to_sampling_params",
+        hook_type=HookType.AROUND,
+        function=ollama_params,
+        what="Takes Ollama's seed for SGLang's sampling_seed.",
+        why="SGLang calls it `seed`, which its sampling parameters do not know: HTTP 500.",
+        relies_on=("srt/entrypoints/ollama/serving.py:58 (the table of names)",),
+        retire_when="SGLang maps the seed to sampling_seed.",
+    ),
+    Patch(
+        target=f"{_OLLAMA}get_tags",
+        hook_type=HookType.AROUND,
+        function=ollama_tags,
+        what="Lists presets at /api/tags.",
+        why="SGLang lists its one model.",
+        relies_on=("srt/entrypoints/ollama/serving.py:287 (the whole of the list)",),
+        retire_when="SGLang keeps named sampling parameters.",
+    ),
+    Patch(
+        target="sglang.srt.entrypoints.http_server.set_global_state",
+        hook_type=HookType.AROUND,
+        function=list_presets,
+        what="Lists presets at /v1/models, by routes that call SGLang's own.",
+        why="SGLang lists its model and its LoRA adapters; FastAPI keeps the functions of its "
+        "routes, so that a hook on these is not called.",
+        relies_on=(
+            "srt/entrypoints/http_server.py:2856 (called once the model is there)",
+            "srt/entrypoints/http_server.py:1993 (the routes)",
+        ),
+        retire_when="SGLang keeps named sampling parameters.",
+    ),
+    Patch(
+        target=f"{_OPENAI}serving_chat.OpenAIServingChat._build_chat_response",
+        hook_type=HookType.AROUND,
+        function=show_particles,
+        what="Shows particles in a chat's meta_info without return_meta_info.",
+        why=_CHAT_ALONE,
+        relies_on=("srt/entrypoints/openai/serving_chat.py:2985 (meta_info, where asked for)",),
+        retire_when="SGLang shows an algorithm's own fields wherever they are asked for.",
+    ),
+    Patch(
+        target=f"{_OPENAI}serving_completions.OpenAIServingCompletion._build_completion_response",
+        hook_type=HookType.AROUND,
+        function=completion_with_meta_info,
+        what="Shows meta_info of completions, with return_meta_info or return_particles.",
+        why=_CHAT_ALONE,
+        relies_on=("srt/entrypoints/openai/serving_completions.py:532 (the whole answer)",),
+        retire_when=_SHOWS_META_INFO,
+    ),
+    Patch(
+        target=f"{_OPENAI}serving_completions.OpenAIServingCompletion.handle_request",
+        hook_type=HookType.AROUND,
+        function=take_meta_info_wish,
+        what="Reads return_meta_info of completions.",
+        why=_CHAT_ALONE,
+        relies_on=("srt/entrypoints/openai/serving_base.py:80 (the whole of the route)",),
+        retire_when=_SHOWS_META_INFO,
+    ),
+    *(
+        Patch(
+            target=f"{_OPENAI}{name}",
+            hook_type=HookType.AROUND,
+            function=stream_with_meta_info,
+            what="Shows meta_info in the chunk that ends a choice, as in answers that are not "
+            "streamed; particles alone where SGLang refuses return_meta_info.",
+            why=_CHAT_ALONE,
+            relies_on=(f"srt/entrypoints/openai/{place} (makes the whole stream)",),
+            retire_when=_SHOWS_META_INFO,
+        )
+        for name, place in (
+            ("serving_chat.OpenAIServingChat._generate_chat_stream", "serving_chat.py:2441"),
+            (
+                "serving_completions.OpenAIServingCompletion._generate_completion_stream",
+                "serving_completions.py:225",
+            ),
+        )
+    ),
+)

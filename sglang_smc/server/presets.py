@@ -1,0 +1,174 @@
+"""Presets: SMC's settings under a name, which a request chooses by the name of its model.
+
+Proxies and some routes hand on the fields that they know, and `custom_params` is none of these; the
+model's name they all know. SGLang reads `model:name` as a model and a LoRA adapter, whose name goes
+into `lora_path`. SMC has no adapters, so that the name is a preset's.
+
+An operator declares them with `--speculative-smc-presets`, and they are checked when the server
+starts. A request's own keys win over those of its preset; both are checked together.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_smc import upstream
+from sglang_smc.options.request import CUSTOM_PARAMS, PARTICLES_KEY, chosen_keys, request_config
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.upstream import Arguments
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+FLAG = "--speculative-smc-presets"
+FIELD = "speculative_smc_presets"
+
+Presets = Mapping[str, dict[str, Any]]
+
+# A colon ends a model's name, and SGLang strips what is around it.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_NO_TAG = "latest"  # Ollama's word for a model without a tag
+
+
+def problems(server_args: Arguments) -> list[str]:
+    """What is wrong with the presets that were given, a sentence each."""
+    given = getattr(server_args, FIELD)
+    if given is None:
+        return []
+    try:
+        found = _parsed(given)
+    except ValueError as error:
+        return [str(error)]
+    server = SMCConfig.from_server_args(server_args)
+    return [problem for item in found.items() for problem in _problems(*item, server)]
+
+
+def settled(server_args: Arguments) -> str | None:
+    """The presets that were given and have no `problems`, as JSON."""
+    given = getattr(server_args, FIELD)
+    return None if given is None else json.dumps(_parsed(given))
+
+
+def of(server_args: Arguments) -> Presets:
+    """The presets of an SMC server, of which these are the resolved arguments."""
+    return _read(getattr(upstream.resolved(server_args), FIELD))
+
+
+def named_by(model: str | None, served: str) -> str | None:
+    """The preset that a model's name ends with, as SGLang's OpenAI routes read it.
+
+    Ollama's clients add ``:latest`` to a name without a tag: it names none.
+
+    Args:
+        model: what the request asks for.
+        served: the server's own name for its model, which may have colons.
+    """
+    if model is None or model == served:
+        return None
+    known = model.startswith(served + ":")
+    tag = model[len(served) + 1 :] if known else model.partition(":")[2]
+    return None if tag.strip() in ("", _NO_TAG) else tag.strip()
+
+
+def find(name: Any, presets: Presets) -> dict[str, Any]:
+    """The settings under a name.
+
+    Raises:
+        ValueError: listing the names that there are.
+    """
+    if isinstance(name, str) and name in presets:
+        return presets[name]
+    there = ", ".join(map(repr, presets)) or f"none, until the server is started with {FLAG}"
+    raise ValueError(
+        f"The preset {name!r} (lora_path, or what follows the model's name and a colon) is "
+        f"unknown; presets of this server: {there}. SMC runs no LoRA adapters."
+    )
+
+
+def put_in_place(request: "GenerateReqInput", presets: Presets, server: SMCConfig) -> None:
+    """Put the presets that a request's ``lora_path`` names where settings of its own would stand.
+
+    ``lora_path`` is a name, or a list of a name or None for each prompt, and is None afterwards.
+
+    Raises:
+        ValueError: if a name is unknown, or a preset and the request's own keys do not go together.
+    """
+    names, params = request.lora_path, request.sampling_params
+    if not names:
+        return
+    if isinstance(names, list):
+        each = params if isinstance(params, list) else [params] * len(names)
+        pairs = zip(each, names, strict=True)
+        request.sampling_params = [_with(one, name, presets, server) for one, name in pairs]
+    elif isinstance(params, list):
+        request.sampling_params = [_with(one, names, presets, server) for one in params]
+    else:
+        request.sampling_params = _with(params, names, presets, server)
+    request.lora_path = None
+
+
+def _with(params: Any, name: str | None, presets: Presets, server: SMCConfig) -> dict[str, Any]:
+    """Sampling parameters with a preset; the caller's own stay as they are."""
+    params = params or {}
+    if not name:
+        return params
+    custom = params.get("custom_params") or {}
+    settings = {"smc": {**find(name, presets), **chosen_keys(custom)}}
+    request_config(server, settings, where=f"The preset {name!r} together with {CUSTOM_PARAMS}")
+    return {**params, "custom_params": {**custom, **settings}}
+
+
+def returns_particles(settings: Mapping[str, Any]) -> bool:
+    """Whether an answer is to have all particles."""
+    return bool(settings.get(PARTICLES_KEY))
+
+
+@lru_cache(maxsize=1)
+def _read(text: str | None) -> Presets:
+    return {} if text is None else json.loads(text)
+
+
+def _parsed(given: Any) -> dict[str, Any]:
+    """The object that a flag's value is, or that stands in the file of which it is the path."""
+    if not isinstance(given, str):
+        raise ValueError(f"{FLAG} is {given!r}; allowed: JSON as a text, or a file's path.")
+    is_text = given.lstrip().startswith("{")
+    try:
+        text = given if is_text else Path(given).read_text(encoding="utf-8")
+        found = json.loads(text, object_pairs_hook=_without_duplicates)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{FLAG} is {given!r:.200}; allowed: a JSON object, or the path of a file with one. "
+            f"{'It' if is_text else 'That file'} cannot be read: {error}."
+        ) from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{FLAG} has {text!r:.200}; allowed: an object of names and settings.")
+    return found
+
+
+def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key!r} stands there twice")
+        found[key] = value
+    return found
+
+
+def _problems(name: str, settings: Any, server: SMCConfig) -> list[str]:
+    if not _NAME.fullmatch(name) or name == _NO_TAG:
+        return [
+            f"{FLAG} has a preset {name!r}; allowed: names of letters, digits, '.', '_' and '-', "
+            f"but not {_NO_TAG!r}, which Ollama's clients add to names without a preset."
+        ]
+    where = f"{FLAG}: the preset {name!r}"
+    if not isinstance(settings, dict):
+        return [f"{where} is {settings!r}; allowed: an object with the keys of {CUSTOM_PARAMS}."]
+    try:
+        request_config(server, {"smc": settings}, where=where)
+    except ValueError as error:
+        return [str(error)]
+    return []
