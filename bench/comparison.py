@@ -7,17 +7,18 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
-from chat import Answer
 from results import (
     Interval,
     ess_share,
     interval_cell,
     number_cell,
     resample_rate,
-    tokens_per_pass,
     wilson,
 )
 from tabulate import tabulate
+
+from sglang_smc.demo.chat import Answer
+from sglang_smc.demo.serving import tokens_per_pass
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,12 @@ the servers.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import sys
 import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import httpx
-from chat import Answer, Sampling, ask, ask_all, connect
 from comparison import (
     Contender,
     Run,
@@ -35,38 +29,24 @@ from comparison import (
     row_of,
     tables,
 )
-from openai import OpenAI, OpenAIError
-from pair.task import held_out
 from results import provenance
-from serving import (
-    Launch,
-    Server,
-    ServerError,
-    describe_log,
-    running,
-    smc_flags,
-    standalone_flags,
-    wait_for_records,
-)
 from study import REPOSITORY, as_script, bar, main_of, positive, prepare_folder
 from tqdm import tqdm
 
 from sglang_smc import upstream
-from sglang_smc.memory.arena import max_arena
-from sglang_smc.options.server import DEFAULTS, RESAMPLE_AT, SMCConfig
+from sglang_smc.demo.chat import Answer, Sampling, ask_all
+from sglang_smc.demo.party import FIRST_SHOWN, PAIR, Common, Party, check_pair, parties, show
+from sglang_smc.demo.serving import Launch, smc_flags, standalone_flags
+from sglang_smc.options.server import DEFAULTS, RESAMPLE_AT
 
 #: The published fidelity tables use problems below this, each with its number as the seed.
 FIRST_PROBLEM = 10_000
-#: Problems shown, and used to warm up, lie beyond all that are measured.
-FIRST_SHOWN = 1_000_000
 NUM_SHOWN = 3
 #: The problems asked several at a time come in so many blocks, and slow rows answer some of them.
 NUM_TURNS, NUM_SLOW_TURNS = 4, 3
 SMC = "SMC"  # the row that is held against AR in words
 #: Drafted a round by STANDALONE, as in SGLang's published comparisons.
 STANDALONE_STEPS = 4
-#: Of a problem and its answer, with room to spare.
-TEXT_TOKENS = 1024
 
 WHY = """\
 Why one user and {concurrency} differ: with SMC a target pass has N x (K + 1) = {width} tokens
@@ -80,24 +60,6 @@ READING = """\
 The draft alone has the accuracy that speculation must not fall to, the target alone the one that it
 must keep. The problems, {first:,} and up, and their seeds are none of those behind the published
 fidelity tables."""
-
-
-@dataclass(frozen=True)
-class Party:
-    """A running server, and a client of it."""
-
-    launch: Launch
-    server: Server
-    client: OpenAI
-
-    @contextlib.contextmanager
-    def blamed(self) -> Iterator[None]:
-        """Errors within become a ServerError with the end of the server's log."""
-        try:
-            yield
-        except (OpenAIError, httpx.HTTPError, ServerError) as error:
-            told = describe_log(self.launch.log)
-            raise ServerError(f"{self.launch.label}: {error}\n{told}") from error
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -119,7 +81,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--no-exact", action="store_true", help="leave out the exact mode of SMC")
     add("--no-standalone", action="store_true", help="leave out SGLang's own speculation")
     add("--no-draft", action="store_true", help="leave out the draft alone")
-    add("--pair", type=Path, default=REPOSITORY / "bench" / "pair", help="target and draft")
+    add("--pair", type=Path, default=PAIR, help="target and draft")
     add("--output-dir", type=Path, default=Path("demo-output"))
     return parser.parse_args(argv)
 
@@ -153,13 +115,7 @@ def launches(options: argparse.Namespace) -> dict[str, Launch]:
     """The servers; their command lines differ by the SMC flags or the model, and nothing else."""
     target, draft = options.pair / "target", options.pair / "draft"
     sizes = {"num_particles": options.num_particles, "num_steps": options.num_steps}
-    slots = options.concurrency * (TEXT_TOKENS + 2 * max_arena(SMCConfig(**sizes)))
-    common = ("--max-total-tokens", str(slots), "--sleep-on-idle")  # they live beside each other
-
-    def launch(label: str, name: str, model: Path, flags: Sequence[str] = ()) -> Launch:
-        log = options.output_dir / f"server-{name}.log"
-        return Launch(label, model, log, options.concurrency, options.seed, (*common, *flags))
-
+    launch = Common(options.output_dir, options.concurrency, options.seed, **sizes).launch
     return {
         "smc": launch("the server with SMC", "smc", target, smc_flags(draft, **sizes)),
         "target": launch("the target alone", "target", target),
@@ -171,52 +127,6 @@ def launches(options: argparse.Namespace) -> dict[str, Launch]:
         ),
         "draft": launch("the draft alone", "draft", draft),
     }
-
-
-@contextlib.contextmanager
-def parties(started: Mapping[str, Launch]) -> Iterator[dict[str, Party]]:
-    """These servers for the ``with`` block, started together, each with a client."""
-    with running(*started.values()) as servers:
-        yield {
-            name: Party(launch, server, connect(server.url))
-            for (name, launch), server in zip(started.items(), servers, strict=True)
-        }
-
-
-def check_pair(folder: Path) -> None:
-    """Raise ServerError where a checkpoint is missing: SGLang would look for it on the Hub."""
-    for model in (folder / "target", folder / "draft"):
-        if not list(model.glob("*.safetensors")):
-            raise ServerError(f"{model} holds no checkpoint; see bench/pair/ for how to train one.")
-
-
-def show(party: Party, options: argparse.Namespace, began: float) -> None:
-    """Print questions, their answers as they come, and whether they are right."""
-    for index in range(FIRST_SHOWN, FIRST_SHOWN + NUM_SHOWN):
-        item = held_out(index)
-        print(f"\n{_paint(item.question, BOLD)}", flush=True)
-        asked = time.monotonic()
-        with party.blamed():
-            sampling = Sampling(options.temperature, options.seed)
-            answer = ask(
-                party.client, index, sampling, lambda text: print(text, end="", flush=True)
-            )
-        verdict = _paint("right", GREEN) if answer.right else _paint("wrong", RED)
-        print(
-            f"\n-> {verdict} (the answer is {item.number}); first token after "
-            f"{1000 * answer.seconds_to_first:.0f} ms, all after {answer.seconds:.2f} s"
-        )
-        if index == FIRST_SHOWN:
-            print(f"It came {asked + answer.seconds_to_first - began:.0f} s after the demo began.")
-    print()
-
-
-BOLD, GREEN, RED = "1", "32", "31"
-
-
-def _paint(text: str, code: str) -> str:
-    is_plain = "NO_COLOR" in os.environ or not sys.stdout.isatty()
-    return text if is_plain else f"\033[{code}m{text}\033[0m"
 
 
 def blocks(options: argparse.Namespace) -> list[range]:
@@ -279,10 +189,7 @@ def _turn(
 def _collect(runs: Sequence[Run], others: Mapping[str, Party]) -> None:
     """Ask the servers' records what they say of each answer."""
     for run in runs:
-        party = others[run.contender.server]
-        with party.blamed():
-            ids = [answer.request_id for answer in run.answers]
-            run.infos = wait_for_records(party.server, ids)
+        run.infos = others[run.contender.server].infos(run.answers)
 
 
 def settings_line(options: argparse.Namespace) -> str:
@@ -348,7 +255,7 @@ def demo(options: argparse.Namespace) -> None:
         (first if name == "smc" else later)[name] = launch
     later = {name: launch for name, launch in later.items() if name in needed}
     with parties(first) as smc:
-        show(smc["smc"], options, began)
+        show(smc["smc"], NUM_SHOWN, Sampling(options.temperature, options.seed), began)
         with parties(later) as others:
             measure(runs, {**smc, **others}, options)
     print(f"\n{report(runs, options)}\n")

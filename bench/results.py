@@ -36,16 +36,6 @@ def wilson(hits: int, n: int, z: float = Z95) -> Interval:
     return Interval(mean, max(0.0, middle - half), min(1.0, middle + half), n)
 
 
-def tokens_per_pass(meta_infos: list[dict[str, Any]]) -> float:
-    """Tokens for each decoding pass of the target; exactly 1 without speculation.
-
-    The pass over the prompt yields the first token in every server, so both are left out.
-    """
-    tokens = sum(info["completion_tokens"] - 1 for info in meta_infos)
-    passes = sum(info.get("spec_verify_ct", info["completion_tokens"] - 1) for info in meta_infos)
-    return tokens / max(1, passes)
-
-
 def ess_share(meta_infos: list[dict[str, Any]]) -> float | None:
     """Mean over rounds of the effective sample size, as a share of N."""
     rounds = _rounds(meta_infos)

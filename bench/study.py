@@ -11,16 +11,18 @@ import contextlib
 import hashlib
 import json
 import shutil
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from tqdm import tqdm
+# Of these the benchmarks import from here what they need, beside what stands below.
+from sglang_smc.demo.script import ScriptError
+from sglang_smc.demo.script import as_script as as_script
+from sglang_smc.demo.script import bar as bar
+from sglang_smc.demo.script import main_of as main_of
 
 FORMAT = 1
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -32,7 +34,7 @@ ANOTHER_RUN = (
 )
 
 
-class BenchError(RuntimeError):
+class BenchError(ScriptError):
     """The measurement cannot go on; the message says why and what to do."""
 
 
@@ -68,38 +70,6 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is below 1")
     return value
-
-
-def bar(**options: Any) -> tqdm:
-    """A progress bar, with fewer states where each becomes a line of a log."""
-    return tqdm(mininterval=0.2 if sys.stderr.isatty() else 10.0, **options)
-
-
-def main_of(run: Callable[[], int | None], interrupted: str) -> int:
-    """Do it; the exit status is what it returns, or 0 for nothing, where it comes to its end."""
-    try:
-        return run() or 0
-    except BenchError as error:
-        print(f"\n{error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"\nInterrupted. {interrupted}", file=sys.stderr)
-        return 130
-
-
-def as_script(main: Callable[[], int]) -> NoReturn:
-    """Leave Python with the status of ``main``; other signals end it as Ctrl-C does.
-
-    So they stop the servers and engines, too.
-    """
-
-    def interrupt(number: int, frame: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
-            signal.signal(number, interrupt)
-    sys.exit(main())
 
 
 # --- A study of cells

@@ -72,6 +72,12 @@ def resolved(server_args: "ServerArgs") -> Any:
     return resolved_view(server_args)
 
 
+def resolve_now(server_args: "ServerArgs") -> None:
+    """Have SGLang fill in and check the arguments, which 0.5.17 does as they are built."""
+    if IS_NEWER:
+        server_args.resolve_once()
+
+
 def model_config_of(server_args: "ServerArgs") -> "ModelConfig":
     """The target's configuration."""
     if not IS_NEWER:

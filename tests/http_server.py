@@ -13,8 +13,9 @@ from typing import Any
 
 import httpx
 import warm
-from serving import free_port
 from tiny_models import ENGINE_DEFAULTS, STRICT_CHECKS
+
+from sglang_smc.demo.serving import free_port
 
 START_TIMEOUT = 300.0
 STOP_TIMEOUT = 60.0

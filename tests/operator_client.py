@@ -20,9 +20,9 @@ from http_server import Server
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from safetensors.torch import load_file
-from serving import free_port
 
 from sglang_smc import upstream
+from sglang_smc.demo.serving import free_port
 from sglang_smc.options.server import CPU_OVERLAP_ENV
 from sglang_smc.state.monitor import PREFIX
 

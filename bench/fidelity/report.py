@@ -21,10 +21,10 @@ from results import (
     number_cell,
     resample_rate,
     short,
-    tokens_per_pass,
     wilson,
 )
 
+from sglang_smc.demo.serving import tokens_per_pass
 from sglang_smc.options.server import DEFAULTS
 
 

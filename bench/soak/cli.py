@@ -21,13 +21,14 @@ from pathlib import Path
 
 import httpx
 from results import provenance
-from serving import Launch, describe_log, running, smc_flags
 from soak.answers import Ending
 from soak.clients import Clients
 from soak.traffic import MAX_LAG, NUM_PARTICLES, NUM_STEPS, requests
 from soak.verdict import Verdict, judge
 from soak.watch import Watch
 from study import PAIR, bar, main_of, parser, positive, prepare_folder
+
+from sglang_smc.demo.serving import Launch, describe_log, running, smc_flags
 
 ENVIRONMENT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",

@@ -149,12 +149,12 @@ def as_text(report: Report) -> str:
 
 def _model_line(shape: ModelShape) -> str:
     return (
-        f"{_si(shape.num_parameters)} parameters, {_si(shape.streamed_bytes)}B read a pass, "
-        f"{_si(shape.kv_bytes_per_token)}B of KV a token"
+        f"{si(shape.num_parameters)} parameters, {si(shape.streamed_bytes)}B read a pass, "
+        f"{si(shape.kv_bytes_per_token)}B of KV a token"
     )
 
 
-def _si(value: float) -> str:
+def si(value: float) -> str:
     """Three digits and a decimal prefix, for a unit to follow: ``15 G``."""
     for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * factor:  # what rounds up to it
@@ -164,7 +164,7 @@ def _si(value: float) -> str:
 
 def _device_line(report: Report) -> str:
     device = report.scenario.device
-    return f"{device.name}: {_si(device.bandwidth)}B/s, {_si(device.flops)}FLOP/s"
+    return f"{device.name}: {si(device.bandwidth)}B/s, {si(device.flops)}FLOP/s"
 
 
 def _ridge_rows(scenario: Scenario) -> float:
@@ -184,8 +184,8 @@ def _crossing(report: Report) -> str:
 def _too_large(report: Report) -> str:
     capacity = report.scenario.device.capacity or 0.0
     return (
-        f"It does not fit: weights and KV take {_si(report.memory)}B, "
-        f"{report.scenario.device.name} has {_si(capacity)}B. See --tp, --dtype, --batch."
+        f"It does not fit: weights and KV take {si(report.memory)}B, "
+        f"{report.scenario.device.name} has {si(capacity)}B. See --tp, --dtype, --batch."
     )
 
 
@@ -197,8 +197,8 @@ def _cells(report: Report) -> Iterator[tuple[str, ...]]:
             estimate.label + (" *" if estimate is report.plan.best else ""),
             f"{estimate.tokens:.2f}",
             f"{estimate.seconds * 1e3:.3g}",
-            _si(estimate.round.bytes) + "B",
-            _si(estimate.round.flops) + "FLOP",
+            si(estimate.round.bytes) + "B",
+            si(estimate.round.flops) + "FLOP",
             estimate.bound,
             f"{estimate.tokens_per_second:,.0f}",
             f"{estimate.tokens_per_second / report.ar.tokens_per_second:.2f}",

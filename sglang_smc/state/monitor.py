@@ -214,7 +214,11 @@ class Monitor:
             "mean_emitted_tokens": sums["emitted_tokens"],
         }
         means = {name: _mean(value, sums["rounds"]) for name, value in per_round.items()}
-        return {**sums, **means, "mean_ess_ratio": _mean(*self._ess_ratios)}
+        weighed = {
+            "weighed_rounds": self._ess_ratios[1],
+            "mean_ess_ratio": _mean(*self._ess_ratios),
+        }
+        return {**sums, **means, **weighed}
 
 
 class Prometheus:

@@ -7,12 +7,12 @@ from typing import Any
 
 import demo
 import pytest
-from chat import Answer
 from comparison import Contender, Run, Speed, Turn, conclusions, plain, row_of, tables
 from demo import FIRST_PROBLEM, blocks, contenders, launches, main, parse_arguments
 from plots import plot_rows
 from results import Interval, wilson
 
+from sglang_smc.demo.chat import Answer
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
 

@@ -5,9 +5,11 @@ import json
 from typing import Any
 
 import pytest
-from results import Interval, ess_share, interval_cell, resample_rate, tokens_per_pass, wilson
+from results import Interval, ess_share, interval_cell, resample_rate, wilson
 from scipy.stats import binomtest
 from study import PUBLISHED, REPOSITORY
+
+from sglang_smc.demo.serving import tokens_per_pass
 
 
 def plain_info(completion_tokens: int) -> dict[str, Any]:

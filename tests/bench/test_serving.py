@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import serving
-from serving import (
+
+from sglang_smc.demo import serving
+from sglang_smc.demo.serving import (
     Launch,
     Server,
     ServerError,

@@ -17,11 +17,33 @@ from packaging.specifiers import SpecifierSet
 from sglang_smc.upstream import SUPPORTED
 
 ROOT = Path(__file__).parents[2]
-MAPPED = {"kernels": "sglang_smc/kernels", "patches": "sglang_smc/patches"}
-DATA = ["sglang_smc/py.typed", "sglang_smc/kernels/README.md", "sglang_smc/patches/README.md"]
+MAPPED = {
+    "kernels": "sglang_smc/kernels",
+    "bench/pair": "sglang_smc/pair",
+    "patches": "sglang_smc/patches",
+}
+DATA = [
+    "sglang_smc/py.typed",
+    "sglang_smc/kernels/README.md",
+    "sglang_smc/patches/README.md",
+    *(f"sglang_smc/pair/{name}" for name in ("README.md", "measurements.json", "provenance.json")),
+    *(
+        f"sglang_smc/pair/{model}/{name}"
+        for model in ("target", "draft")
+        for name in (
+            "chat_template.jinja",
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        )
+    ),
+]
 ENTRY_POINTS = {
     "sglang.srt.plugins": {"smc": "sglang_smc.plugin:register"},
     "sglang.srt.platforms": {"smc_cpu": "sglang_smc.cpu.platform:activate"},
+    "console_scripts": {"sglang-smc": "sglang_smc.command.cli:main"},
 }
 
 
@@ -145,9 +167,10 @@ def test_links_stay_relative_links(folder: str) -> None:
     link = ROOT / MAPPED[folder]
     assert link.is_symlink()
     assert os.readlink(link) == f"../{folder}"
+    assert not (ROOT / folder / "__init__.py").exists()
 
 
-@pytest.mark.parametrize("folder", ["kernels", "patches", "tests", "bench"])
+@pytest.mark.parametrize("folder", ["tests", "bench"])
 def test_top_level_folder_is_no_package(folder: str) -> None:
     assert not (ROOT / folder / "__init__.py").exists()
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from openai import DefaultHttpxClient, OpenAI
-from pair.task import Problem, check, held_out, messages
+
+from sglang_smc.pair.task import Problem, check, held_out, messages
 
 #: The longest worked answers of the task take about 130 tokens.
 MAX_TOKENS = 160

@@ -11,13 +11,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-from study import BenchError, bar
+
+from sglang_smc.demo.script import ScriptError, bar
 
 HOST = "127.0.0.1"
 START_TIMEOUT = 600.0
@@ -25,7 +26,7 @@ RECORDS_TIMEOUT = 15.0
 LOG_TAIL_LINES = 25
 
 
-class ServerError(BenchError):
+class ServerError(ScriptError):
     """The server did not start, or did not do what it should; the message says what to read."""
 
 
@@ -188,3 +189,13 @@ def wait_for_records(
             raise ServerError(f"The server wrote no record of {missing} of {len(wanted)} requests.")
         time.sleep(0.1)
     return {key: found[key] for key in wanted}
+
+
+def tokens_per_pass(meta_infos: Sequence[Mapping[str, Any]]) -> float:
+    """Tokens for each decoding pass of the target; exactly 1 without speculation.
+
+    The pass over the prompt yields the first token in every server, so both are left out.
+    """
+    tokens = sum(info["completion_tokens"] - 1 for info in meta_infos)
+    passes = sum(info.get("spec_verify_ct", info["completion_tokens"] - 1) for info in meta_infos)
+    return tokens / max(1, passes)

@@ -1,0 +1,106 @@
+"""``sglang-smc doctor``: what this machine, or a pair of models on a device, is fit for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+
+from sglang_smc.command import findings, machine
+from sglang_smc.command.findings import Finding
+from sglang_smc.options.server import DEFAULTS
+from sglang_smc.plan.cli import positive
+from sglang_smc.plan.devices import DATA_SHEETS, Device, measure, named
+
+HERE = "here"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: nothing failed; 1: something did; 2: the arguments are wrong."""
+    options = parser().parse_args(argv)
+    if bool(options.target) != bool(options.draft):
+        print("error: --target and --draft go together; give both or neither.", file=sys.stderr)
+        return 2
+    if options.device != HERE and not options.target:
+        print("error: --device goes with --target and --draft.", file=sys.stderr)
+        return 2
+    # SGLang's remarks: what matters is a finding.
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    found = []
+    for finding in examine(options):
+        found.append(finding)
+        if not options.json:
+            print(findings.as_text(finding), flush=True)
+    if options.json:
+        print(json.dumps([findings.as_dict(finding) for finding in found], indent=2))
+    return int(any(finding.level == findings.FAIL for finding in found))
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="sglang-smc doctor",
+        description="Versions, device and hooks of this installation; with --target and --draft "
+        "also whether the pair fits together, and onto a device. No model is loaded.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = result.add_argument
+    models = "a model folder, or the name of one that sglang-smc plan knows, such as llama-3.1-8b"
+    add("--target", metavar="DIR", help=models)
+    add("--draft", metavar="DIR", help="the same")
+    add("--device", default=HERE, help=f"for the pair: {', '.join(DATA_SHEETS)}, or here")
+    add("--tp", type=positive, default=1, help="devices that share the models")
+    add("--requests", type=positive, default=8, help="that should fit at once")
+    add("--context", type=positive, help="tokens of a request, with its answer; default 4096, or "
+        "what the target takes")  # fmt: skip
+    add("--num-particles", type=positive, default=DEFAULTS.num_particles, help="N")
+    add("--num-steps", type=positive, default=DEFAULTS.num_steps, help="K")
+    add("--max-lag", type=positive, default=DEFAULTS.max_lag, help="as the server's flag")
+    add("--mem-fraction", type=_share, help="of the memory for weights and KV; default 0.85 on a "
+        "GPU, 0.7 on a CPU")  # fmt: skip
+    add("--json", action="store_true", help="print JSON instead of lines")
+    return result
+
+
+def examine(options: argparse.Namespace) -> Iterator[Finding]:
+    """What there is to find, each as soon as it is known."""
+    failed = False
+    for finding in machine.findings():
+        failed = failed or finding.level == findings.FAIL
+        yield finding
+    if not options.target:
+        return
+    if failed:
+        yield findings.warning("pair", "not looked at", "Mend what failed above first.")
+        return
+    from sglang_smc.command import pair
+    from sglang_smc.cpu.platform import MAX_TOTAL_TOKENS, MEM_FRACTION
+
+    try:
+        device, on_cpu = _device(options.device)
+    except ValueError as error:
+        yield findings.fail("device of the pair", options.device, str(error))
+        return
+    if options.mem_fraction is None:
+        options.mem_fraction = MEM_FRACTION if on_cpu else 0.85
+    yield from pair.findings(options, device, MAX_TOTAL_TOKENS if on_cpu else None)
+
+
+def _device(name: str) -> tuple[Device, bool]:
+    """What it can do, and whether it is this machine's CPU."""
+    if name != HERE:
+        return named(name), False
+    import torch
+
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return measure(kind), kind == "cpu"
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value

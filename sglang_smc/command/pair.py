@@ -1,0 +1,249 @@
+"""What a doctor finds of a target and a draft, by their configurations and tokenizers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sglang_smc.command.findings import Finding, fail, ok, warning
+from sglang_smc.memory.arena import arena
+from sglang_smc.options.server import MODES, SMCConfig, flag_of
+from sglang_smc.plan.devices import Device
+from sglang_smc.plan.report import si
+from sglang_smc.plan.roofline import DEFAULT_PARTICLES, Scenario, best_settings
+from sglang_smc.plan.shapes import BUILT_IN, ModelShape, from_config
+
+CONTEXT = 4096
+LAGS = (256, 128, 64, 32, 16)
+#: Modes whose requests take the same room are told together.
+WEIGHING, VERIFYING = "smc", "exact"
+
+
+class Room(NamedTuple):
+    """What a device has for KV, and what requests take of it."""
+
+    slots: int  # of the pool, in tokens
+    context: int  # tokens of a request, its answer included
+
+    def requests(self, config: SMCConfig) -> int:
+        """That fit at once, all at their longest, without a prefix in common."""
+        return self.slots // (self.context + arena(config, self.context))
+
+
+def findings(
+    options: argparse.Namespace, device: Device, most_slots: int | None
+) -> Iterator[Finding]:
+    """All of them; ``most_slots`` is what SGLang's pool is bound to whatever the memory."""
+    in_folders = [name for name in (options.target, options.draft) if not _is_built_in(name)]
+    if in_folders:
+        yield _vocabularies(options.target, options.draft)
+    if len(in_folders) == 2:
+        yield _accepted(options)
+    try:
+        shapes = from_config(options.target), from_config(options.draft)
+    except ValueError as error:
+        yield warning("arithmetic", "left out", str(error))
+        return
+    options.context = options.context or _context(options.target)
+    room = _room(*shapes, device, options, most_slots)
+    yield _fits(shapes, device, room)
+    if room.slots > 0:
+        yield from (_requests(mode, room, options) for mode in (WEIGHING, VERIFYING))
+    yield _roofline(*shapes, device, options)
+    yield _advice(*shapes, device, room, options)
+
+
+def _is_built_in(name: str) -> bool:
+    return name.lower() in BUILT_IN
+
+
+# --- Whether a server would start
+
+
+def _vocabularies(target: str, draft: str) -> Finding:
+    about = "vocabulary"
+    do = "Choose a draft of the target's family: SMC scores the draft's tokens by their ids."
+    try:
+        theirs = {name: _vocabulary(name) for name in (target, draft)}
+    except (OSError, ValueError) as error:
+        return fail(about, f"a tokenizer cannot be read: {error}", "Give two model folders.")
+    sizes = _config(target).get("vocab_size"), _config(draft).get("vocab_size")
+    if sizes[0] != sizes[1]:
+        return fail(about, f"vocab_size is {sizes[0]} and {sizes[1]}", do)
+    ours, other = theirs[target], theirs[draft]
+    differing = [
+        token for token in ours.keys() | other.keys() if ours.get(token) != other.get(token)
+    ]
+    if differing:
+        first = min(differing)
+        return fail(
+            about,
+            f"{len(differing)} tokens differ; {first!r} is {ours.get(first)} in the target and "
+            f"{other.get(first)} in the draft",
+            do,
+        )
+    return ok(about, f"the same {len(ours)} tokens in both", tokens=len(ours))
+
+
+def _vocabulary(name: str) -> dict[str, int]:
+    from transformers import AutoTokenizer
+
+    if not Path(name).is_dir():
+        raise ValueError(f"{name} is no folder")
+    return AutoTokenizer.from_pretrained(name, local_files_only=True).get_vocab()
+
+
+def _config(folder: str) -> dict[str, Any]:
+    return json.loads((Path(folder) / "config.json").read_text())
+
+
+def _accepted(options: argparse.Namespace) -> Finding:
+    """What SGLang and SMC say to these server arguments before anything is loaded."""
+    from sglang.srt.server_args import prepare_server_args
+
+    from sglang_smc import upstream
+
+    given = ["--model-path", options.target, "--speculative-draft-model-path", options.draft]
+    given += ["--speculative-algorithm", "SMC", "--log-level", "error"]
+    given += ["--speculative-smc-num-particles", str(options.num_particles)]
+    given += ["--speculative-num-steps", str(options.num_steps)]
+    given += ["--speculative-smc-max-lag", str(options.max_lag)]
+    try:
+        upstream.resolve_now(prepare_server_args(given))
+    except ValueError as error:
+        return fail("server arguments", "refused", str(error))
+    return ok("server arguments", "accepted, and both models' families (by configuration)")
+
+
+# --- Memory
+
+
+def _context(target: str) -> int:
+    """Of a request, unless the model takes less."""
+    if _is_built_in(target):
+        return CONTEXT
+    return min(CONTEXT, _config(target).get("max_position_embeddings") or CONTEXT)
+
+
+def _room(
+    target: ModelShape,
+    draft: ModelShape,
+    device: Device,
+    options: argparse.Namespace,
+    most_slots: int | None,
+) -> Room:
+    assert device.capacity is not None, "all that can be named or measured have one"
+    share = options.mem_fraction * device.capacity * options.tp
+    left = share - target.resident_bytes - draft.resident_bytes
+    slots = int(left / (target.kv_bytes_per_token + draft.kv_bytes_per_token))
+    return Room(slots if most_slots is None else min(slots, most_slots), options.context)
+
+
+def _fits(shapes: tuple[ModelShape, ModelShape], device: Device, room: Room) -> Finding:
+    weights = sum(shape.resident_bytes for shape in shapes)
+    slot = sum(shape.kv_bytes_per_token for shape in shapes)
+    found = f"{si(weights)}B of weights, {si(slot)}B of KV a token in both models, on {device.name}"
+    if room.slots <= 0:
+        return fail("memory", found, "Too large: split it (--tp), or take a larger device.")
+    return ok(
+        "memory",
+        f"{found}: {room.slots:,} KV slots",
+        weight_bytes=weights,
+        bytes_per_slot=slot,
+        slots=room.slots,
+    )
+
+
+def _requests(mode: str, room: Room, options: argparse.Namespace) -> Finding:
+    config = _settings(options, mode)
+    own, fitting = arena(config, room.context), room.requests(config)
+    modes = [name for name in MODES if _settings(options, name).weighs == config.weighs]
+    about = f"mode {', '.join(modes)}"
+    found = (
+        f"{own:,} slots a request beside its {room.context:,} tokens; {fitting:,} such requests fit"
+    )
+    numbers = {"arena": own, "requests": fitting}
+    if fitting >= options.requests:
+        return ok(about, found, **numbers)
+    do = f"Fewer than --requests {options.requests}. {_mend(room, options)}"
+    return (warning if fitting else fail)(about, found, do, **numbers)
+
+
+def _settings(options: argparse.Namespace, mode: str = WEIGHING, **other: Any) -> SMCConfig:
+    given = {name: getattr(options, name) for name in ("num_particles", "num_steps", "max_lag")}
+    return SMCConfig(**{"mode": mode, **given, **other})
+
+
+def _lag(room: Room, options: argparse.Namespace) -> int | None:
+    """The longest with which so many requests fit as are wanted."""
+    shorter = [lag for lag in LAGS if lag <= options.max_lag]
+    enough = (
+        lag for lag in shorter if room.requests(_settings(options, max_lag=lag)) >= options.requests
+    )
+    return next(enough, None)
+
+
+def _mend(room: Room, options: argparse.Namespace) -> str:
+    lag = _lag(room, options)
+    if lag is not None and lag < options.max_lag:
+        return f"With --speculative-smc-max-lag {lag} they fit."
+    if room.requests(_settings(options, VERIFYING)) >= options.requests:
+        return "In mode auto or exact they fit."
+    return "Texts as long as --context are too long for this device, or N is too large."
+
+
+# --- Speed
+
+
+def _scenario(
+    target: ModelShape, draft: ModelShape, device: Device, options: argparse.Namespace
+) -> Scenario:
+    tail = options.max_lag / 2  # on average, of what a particle may run ahead
+    return Scenario(target, draft, device.times(options.tp), options.context, tail)
+
+
+def _roofline(
+    target: ModelShape, draft: ModelShape, device: Device, options: argparse.Namespace
+) -> Finding:
+    scenario = _scenario(target, draft, device, options)
+    n, k = options.num_particles, options.num_steps
+    times = _times_ar(scenario, n, k)
+    until = scenario.plain_wins_from(lambda batch: scenario.smc(batch, n, k))
+    found = f"N = {n}, K = {k} at most {times:.2f} times plain decoding, one request at a time"
+    if times <= 1:
+        do = "Take a smaller draft, or a larger target: sglang-smc plan has the table."
+        return warning("speed", f"{found}: no gain", do, times_ar=times)
+    ends = "" if until is None else f"; from {until} requests at once plain decoding is as fast"
+    return ok("speed", found + ends, times_ar=times, plain_wins_from=until)
+
+
+def _times_ar(scenario: Scenario, num_particles: int, num_steps: int) -> float:
+    smc = scenario.smc(1, num_particles, num_steps)
+    return smc.tokens_per_second / scenario.ar(1).tokens_per_second
+
+
+def _advice(
+    target: ModelShape,
+    draft: ModelShape,
+    device: Device,
+    room: Room,
+    options: argparse.Namespace,
+) -> Finding:
+    """The settings as they are where they gain; else the fastest of those with fewer particles."""
+    scenario = _scenario(target, draft, device, options)
+    n, k = options.num_particles, options.num_steps
+    if _times_ar(scenario, n, k) <= 1:
+        particles = [count for count in DEFAULT_PARTICLES if count <= n] or [n]
+        best = best_settings(*scenario[:3], 1, scenario.context, particles, tail=scenario.tail).best
+        n, k = best.num_particles, best.num_steps
+    if _times_ar(scenario, n, k) <= 1:
+        do = "SMC runs there, as a trial. To gain time, plan for a GPU: --device h100."
+        return warning("advice", f"no N and K are faster than plain decoding on {device.name}", do)
+    lag = _lag(room, options)
+    settings = {"num_particles": n, "num_steps": k, **({"max_lag": lag} if lag else {})}
+    flags = [f"{flag_of(name)} {value}" for name, value in settings.items()]
+    flags += [] if lag else [f"{flag_of('mode')} auto"]
+    return ok("advice", " ".join(flags), **settings)
