@@ -74,11 +74,12 @@ class FaultServer:
         while self.server.post("/flush_cache").status_code != 200:
             assert time.monotonic() < deadline, self.server.ending()
             time.sleep(0.1)
-        while (load := self._load()) != {"running": 0, "waiting": 0, "used": 0}:
+        while (load := self.load()) != {"running": 0, "waiting": 0, "used": 0}:
             assert time.monotonic() < deadline, (load, self.server.ending())
             time.sleep(0.1)
 
-    def _load(self) -> dict[str, int]:
+    def load(self) -> dict[str, int]:
+        """Requests that run and that wait, and KV slots in use."""
         load = self.server.get("/v1/loads").json()["loads"][0]
         return {
             "running": load["num_running_reqs"],

@@ -20,6 +20,7 @@ class Ending:
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of these tokens, where asked for
     retractions: int = 0
+    undisturbed: list[int] = field(default_factory=list)  # said before the first retraction
     problem: str = ""  # what is wrong with it, where something is
 
     @property
@@ -28,9 +29,19 @@ class Ending:
         return f"{self.request.rid}[{self.index}]"
 
     @property
+    def seeded(self) -> list[int]:
+        """What of its text follows from its seed: behind a retraction it is drawn anew."""
+        return self.undisturbed if self.retractions else self.output_ids
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all that its seed gives is there."""
+        return not self.retractions and self.reason not in LEFT
+
+    @property
     def is_verifiable(self) -> bool:
-        """Whether its text follows from its seed: one that is retracted is drawn anew."""
-        return bool(self.output_ids) and self.retractions == 0 and not self.problem
+        """Whether there is anything to hold against the same request alone."""
+        return bool(self.seeded) and not self.problem
 
 
 def failed(request: Request, problem: str) -> list[Ending]:

@@ -1,11 +1,13 @@
 """Leave a server alone with a crowd for a while, and then count what it has lost.
 
-    make soak                                     # three minutes
-    .venv/bin/python bench/soak --minutes 600     # overnight
+    make soak                                                    # three minutes
+    .venv/bin/python bench/soak --minutes 600                    # overnight
+    .venv/bin/python bench/soak --requests 3000 --warm-up 0.17   # what is left of request 500's
+    .venv/bin/python bench/soak --requests 1500 --crowd 500 --pause 0 --leave 0.6 --dawdlers 60
 
 Clients of all kinds arrive at random, about a third of them leave before the end, and the pool is
 too small for them. SGLang's strict memory checks are on. The exit status is 0 where nothing is
-lost.
+lost, and nothing has grown since the warm-up.
 """
 
 from __future__ import annotations
@@ -15,18 +17,19 @@ import asyncio
 import json
 import os
 import random
-import time
+import shutil
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-import httpx
 from results import provenance
 from soak.answers import Ending
 from soak.clients import Clients
-from soak.traffic import MAX_LAG, NUM_PARTICLES, NUM_STEPS, requests
+from soak.legs import Findings, at_rest, soak
+from soak.traffic import MAX_LAG, NUM_PARTICLES, NUM_STEPS
 from soak.verdict import Verdict, judge
-from soak.watch import Watch
-from study import PAIR, bar, main_of, parser, positive, prepare_folder
+from soak.watch import Held
+from study import PAIR, PUBLISHED, bar, main_of, parser, positive, prepare_folder
 
 from sglang_smc.demo.serving import Launch, describe_log, running, smc_flags
 
@@ -43,7 +46,6 @@ ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
 }
-REST = 60.0  # seconds that a server may take to come to rest
 MEAN_PAUSE = 0.02
 
 
@@ -52,13 +54,18 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     found = parser("soak", "Many clients, a pool that is too small, and no request lost.")
     add = found.add_argument
     add("--minutes", type=float, default=3.0, help="of traffic; verifying comes on top")
+    add("--requests", type=positive, help="so many instead of so many minutes")
+    add("--warm-up", type=float, default=0.5, metavar="SHARE", help="that nothing may grow after")
     add("--verify", type=positive, default=200, metavar="N", help="texts to ask for again, alone")
     add("--crowd", type=positive, default=80, help="requests with the server at once")
     add("--running", type=positive, default=40, help="of which so many run at most")
     add("--pool", type=positive, default=2400, metavar="TOKENS", help="KV slots of the server")
+    add("--pause", type=float, default=MEAN_PAUSE, help="mean seconds from client to client")
     add("--leave", type=float, default=0.4, help="share of the clients that mean to leave early")
+    add("--dawdlers", type=int, default=0, help="connections of a byte a second, beside these")
     add("--seed", type=int, default=0, help="of the traffic")
     add("--pair", type=Path, default=PAIR, help="folder of target/ and draft/")
+    add("--publish", metavar="NAME", help="also copy soak.json to bench/results/soak/NAME.json")
     return found.parse_args(argv)
 
 
@@ -75,71 +82,29 @@ def server_flags(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def run(options: argparse.Namespace) -> tuple[Verdict, Watch]:
+def run(options: argparse.Namespace) -> tuple[Verdict, Findings]:
     """Start a server, send it traffic, and judge what came of it."""
     prepare_folder(options.output_dir)
     os.environ.update(ENVIRONMENT)
     log, target = options.output_dir / "server.log", options.pair / "target"
     launch = Launch("SMC server", target, log, options.running, flags=server_flags(options))
     with running(launch) as (server,):
-        endings, watch = soak(server.url, options)
-        lost = at_rest(server.url)
-        alone = [] if lost else verify(server.url, endings, options)
-        lost += [] if lost else at_rest(server.url)
+        found = soak(server.url, options)
+        alone = [] if found.lost else verify(server.url, found.endings, options)
+        lost = found.lost or at_rest(server.url)
     if lost:
         lost.append(describe_log(log))
-    usage = watch.usage_until(60.0 * options.minutes)  # then the pool drains
-    return judge(endings, alone, usage, watch.memory, lost), watch
-
-
-def soak(url: str, options: argparse.Namespace) -> tuple[list[Ending], Watch]:
-    """Traffic for as long as was asked for."""
-    endings: list[Ending] = []
-    seconds, begin = 60.0 * options.minutes, time.monotonic()
-    form = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}<{remaining}{postfix}"
-    with (
-        Watch(url) as watch,
-        bar(total=round(seconds), desc="Soaking", bar_format=form) as line,
-    ):
-
-        def ended(some: list[Ending]) -> None:
-            endings.extend(some)
-            problems = sum(bool(e.problem) for e in endings)
-            full = watch.usage[-1][1] if watch.usage else 0.0
-            line.set_postfix_str(
-                f"{len(endings)} answers, {problems} problems, pool {full:.0%}", refresh=False
-            )
-            line.update(min(round(time.monotonic() - begin), line.total) - line.n)
-
-        traffic = requests(options.seed, options.leave, MEAN_PAUSE)
-        asyncio.run(Clients(url, options.crowd, ended).run(traffic, seconds))
-    return endings, watch
-
-
-def at_rest(url: str) -> list[str]:
-    """What is still in use once nobody asks any more, in words; SGLang's own checks run, too."""
-    deadline = time.monotonic() + REST
-    state = "the server does not answer"
-    while time.monotonic() < deadline:
-        try:
-            flushed = httpx.post(f"{url}/flush_cache", timeout=REST, trust_env=False).is_success
-            load = httpx.get(f"{url}/v1/loads", timeout=REST, trust_env=False).json()["loads"][0]
-        except httpx.HTTPError as error:
-            return [f"the server is gone: {type(error).__name__}"]
-        names = ("num_used_tokens", "num_running_reqs", "num_waiting_reqs")
-        if flushed and not any(load[name] for name in names):
-            return []
-        state = ", ".join(f"{name} is {load[name]}" for name in names)
-        time.sleep(0.5)
-    return [f"{REST:.0f} s after the last request {state}"]
+    return judge(found.endings, alone, found.watch.loaded_usage, found.rests, lost), found
 
 
 def verify(url: str, endings: list[Ending], options: argparse.Namespace) -> list[Ending]:
-    """Some of the answers again, alone."""
+    """Some of the answers again, alone; half of them were retracted, if there are so many."""
     candidates = [ending for ending in endings if ending.is_verifiable]
-    number = min(options.verify, len(candidates))
-    chosen = random.Random(options.seed).sample(candidates, number)
-    with bar(total=number, desc="Asking again, alone", unit="answer") as line:
+    random.Random(options.seed).shuffle(candidates)
+    retracted = [ending for ending in candidates if ending.retractions][: options.verify // 2]
+    others = [ending for ending in candidates if not ending.retractions]
+    chosen = [*retracted, *others[: options.verify - len(retracted)]]
+    with bar(total=len(chosen), desc="Asking again, alone", unit="answer") as line:
         return asyncio.run(Clients(url, 1, lambda _: None).alone(chosen, line.update))
 
 
@@ -150,10 +115,28 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    verdict, watch = run(options)
-    origin = provenance({name: str(value) for name, value in vars(options).items()})
-    report = {"verdict": asdict(verdict), "watch": watch.to_json(), **origin}
+    verdict, found = run(options)
+    where = ("output_dir", "pair", "publish")  # folders of this machine
+    report = {
+        "verdict": in_words(asdict(verdict)),
+        "rests": in_words(found.rests),
+        "watch": found.watch.to_json(),
+        **provenance({name: value for name, value in vars(options).items() if name not in where}),
+    }
     path = options.output_dir / "soak.json"
-    path.write_text(json.dumps(report, indent=2, default=str) + "\n")
+    path.write_text(json.dumps(report, indent=2) + "\n")
     print(f"\n{verdict}\nIn {options.output_dir}/: {path.name}, server.log.")
+    if options.publish:
+        folder = PUBLISHED / "soak"
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, folder / f"{options.publish}.json")
     return 1 if verdict.problems else 0
+
+
+def in_words(value: Any) -> Any:
+    """For a file: what a process holds with the names of its numbers."""
+    if isinstance(value, Held):
+        return value._asdict()
+    if isinstance(value, dict):
+        return {name: in_words(one) for name, one in value.items()}
+    return [in_words(one) for one in value] if isinstance(value, list) else value

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -30,18 +31,22 @@ class Clients:
         self._url, self._crowd, self._ended = url, crowd, ended
         self._is_gone = False  # the server
 
-    async def run(self, requests: Iterator[Request], seconds: float) -> None:
-        """Send requests for so long, then wait for all that are under way."""
+    async def run(
+        self, requests: Iterable[Request], seconds: float, sent: Callable[[], object]
+    ) -> None:
+        """Send requests, for so long at most, tell that all are sent, and wait for their ends."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self._crowd)
         async with self._client(limits=limits) as client:
             room, deadline = asyncio.Semaphore(self._crowd), time.monotonic() + seconds
             under_way: set[asyncio.Task[None]] = set()
-            while time.monotonic() < deadline and not self._is_gone:
-                request = next(requests)
+            for request in requests:
                 await room.acquire()
+                if time.monotonic() >= deadline or self._is_gone:
+                    break
                 under_way = {task for task in under_way if not task.done() or task.exception()}
                 under_way.add(asyncio.create_task(self._serve(client, request, room)))
                 await asyncio.sleep(request.pause)
+            sent()
             await asyncio.gather(*under_way)
 
     async def alone(self, answers: list[Ending], done: Callable[[], object]) -> list[Ending]:
@@ -84,23 +89,54 @@ async def serve(client: httpx.AsyncClient, request: Request) -> list[Ending]:
         httpx.HTTPError: where the server does not answer.
     """
     try:
-        return await (_stream if request.stream else _ask)(client, request)
+        return await _manner(request)(client, request)
     except (LookupError, TypeError, ValueError) as error:
         return failed(request, f"cannot be read: {type(error).__name__}: {error}")
+
+
+def _manner(request: Request) -> Callable[..., Awaitable[list[Ending]]]:
+    """How a client asks."""
+    if request.leaves == "half":
+        return _break_off
+    return _stream if request.stream and request.leaves != "unheard" else _ask
+
+
+class _BrokenOffError(Exception):
+    """A client has hung up in the middle of its request."""
+
+
+async def _break_off(client: httpx.AsyncClient, request: Request) -> list[Ending]:
+    body = json.dumps(request.body).encode()
+
+    async def half() -> AsyncIterator[bytes]:
+        yield body[: len(body) // 2]
+        await asyncio.sleep(min(request.after, 1.0))
+        raise _BrokenOffError
+
+    headers = {"Content-Type": "application/json", "Content-Length": str(len(body))}
+    with contextlib.suppress(_BrokenOffError):
+        await client.post("/generate", content=half(), headers=headers)
+    return _unheard(request)
+
+
+def _unheard(request: Request) -> list[Ending]:
+    return [Ending(request, index, "left") for index in range(request.n)]
 
 
 async def _ask(client: httpx.AsyncClient, request: Request) -> list[Ending]:
     sent = asyncio.create_task(client.post("/generate", json=request.body))
     if request.leaves is not None:
         await asyncio.wait([sent], timeout=request.after)
-        if not sent.done() and request.leaves == "disconnect":
+        if not sent.done() and request.leaves != "abort":
             sent.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await sent
-            return [Ending(request, index, "left") for index in range(request.n)]
+            return _unheard(request)
         if not sent.done():
             await _abort(client, request)
     answer = await sent
+    if request.stream:  # and was to leave unheard, but the whole stream came first
+        return _unheard(request)
     if answer.status_code == NEVER_BEGUN and request.leaves == "abort":
         return [Ending(request, index, "abort") for index in range(request.n)]
     if answer.status_code != 200:
@@ -114,6 +150,7 @@ async def _ask(client: httpx.AsyncClient, request: Request) -> list[Ending]:
 
 async def _stream(client: httpx.AsyncClient, request: Request) -> list[Ending]:
     last: dict[int, dict[str, Any]] = {}
+    undisturbed: dict[int, list[int]] = {}
     num_chunks, left = 0, False
     async with contextlib.aclosing(_chunks(client, request)) as chunks:
         async for chunk in chunks:
@@ -123,7 +160,10 @@ async def _stream(client: httpx.AsyncClient, request: Request) -> list[Ending]:
             if index in last and (problem := _join(last[index], chunk)):
                 return failed(request, problem)
             last[index], num_chunks = chunk, num_chunks + 1
-            if request.leaves is not None and num_chunks == request.at_chunk:
+            if chunk["meta_info"].get("num_retractions") == 0:
+                undisturbed[index] = chunk["output_ids"]
+            is_late = request.leaves == "disconnect" and chunk["meta_info"]["finish_reason"]
+            if request.leaves is not None and (num_chunks == request.at_chunk or is_late):
                 left = request.leaves == "disconnect"
                 if left:
                     break
@@ -132,7 +172,11 @@ async def _stream(client: httpx.AsyncClient, request: Request) -> list[Ending]:
     if missing and not left:
         return failed(request, f"a stream without a chunk of {missing}")
     unseen = [Ending(request, index, "left") for index in missing]
-    return [*(ending(request, index, last[index], left=left) for index in last), *unseen]
+    found = [
+        replace(ending(request, index, chunk, left=left), undisturbed=undisturbed.get(index, []))
+        for index, chunk in last.items()
+    ]
+    return [*found, *unseen]
 
 
 def _join(before: dict[str, Any], chunk: dict[str, Any]) -> str:

@@ -11,7 +11,8 @@ from soak.grammars import GRAMMARS, Grammar
 
 VOCAB = 512  # of the shipped pair
 NUM_PARTICLES, NUM_STEPS, MAX_LAG = 4, 3, 8
-WAYS = ("abort", "disconnect")
+# To hang up in the middle, or unheard: before anything has come; or with half of the request sent.
+WAYS = ("abort", "disconnect", "unheard", "half")
 # More than SGLang's threshold for preemption above the others, which it takes the pool from.
 URGENT = 100
 SMC: tuple[dict[str, Any], ...] = (
@@ -23,6 +24,7 @@ SMC: tuple[dict[str, Any], ...] = (
     {"mode": "mixed", "num_particles": 3},
     {"mode": "auto"},
     {"power": 2.0},
+    {"power": 4.0, "num_particles": 2},
     {"resample_at": "token", "ess_threshold": 1.0},
     {"resampling_method": "ssp", "selection": "argmax"},
     {"ess_threshold": 0.0, "evidence_threshold": 0.0},
@@ -62,8 +64,8 @@ class Request:
     n: int = 1
     stream: bool = False
     leaves: str | None = None  # a way, or None to wait for the answer
-    after: float = 0.0  # leaves so many seconds after sending, if it does not stream,
-    at_chunk: int = 0  # else at this chunk
+    after: float = 0.0  # leaves so many seconds after sending, if it does not stream or unheard,
+    at_chunk: int = 0  # else at this chunk, or with the last, before the stream's end
     pause: float = field(default=0.0, compare=False)  # seconds before the next client comes
 
     @property

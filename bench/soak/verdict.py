@@ -6,15 +6,17 @@ import statistics
 from dataclasses import dataclass, field
 
 from soak.answers import LEFT, Ending
+from soak.watch import Held
 
 FULL = 0.9  # of the pool
 LEAST_FULL = 0.25  # of the time; what is full less is not soaked
-GROWTH = 0.02  # of a process's memory, over the second half
+# What a process may hold more at the last rest than at the one behind the warm-up.
+GROWTH = 0.02  # of its memory
 GROWTH_BYTES = 8 << 20  # or so much, which allocators keep and give back at will
+GROWTH_FDS = 4
+GROWTH_THREADS = 4  # pools of threads grow when they are first used, up to a bound
 LOGPROB_NOISE = 1e-3  # nats between batches of other shapes; another token is ten and more off
 SHOWN = 20  # problems on the screen; the file has all
-
-Points = list[tuple[float, int]]  # seconds and bytes
 
 
 @dataclass
@@ -26,19 +28,20 @@ class Verdict:
     left: int
     retracted: int
     verified: int
+    verified_retracted: int  # of these; what came before the retraction
     full_share: float  # of the time that the pool was full
-    growth: dict[str, int]  # bytes of each process over the second half
+    growth: dict[str, Held]  # of each process since the warm-up
     problems: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        growth = ", ".join(f"{name} {size / 2**20:+.1f} MiB" for name, size in self.growth.items())
         more = len(self.problems) - SHOWN
         lines = [
             f"requests      {self.requests}, of which {self.left} left and {self.retracted} were "
             f"retracted; {self.tokens} tokens",
-            f"verified      {self.verified} texts, each against the same request alone",
+            f"verified      {self.verified} texts, each against the same request alone; of "
+            f"{self.verified_retracted} what came before the retraction",
             f"pool          at {FULL:.0%} or above {self.full_share:.0%} of the time",
-            f"memory        {growth} over the second half",
+            *(f"since warm-up {name}: {_words(growth)}" for name, growth in self.growth.items()),
             *(f"PROBLEM       {problem}" for problem in self.problems[:SHOWN]),
             *([f"              and {more} more"] if more > 0 else []),
         ]
@@ -49,7 +52,7 @@ def judge(
     endings: list[Ending],
     alone: list[Ending],
     usage: list[float],
-    memory: dict[str, Points],
+    rests: list[dict[str, Held]],
     lost: list[str],
 ) -> Verdict:
     """Hold what happened against what must.
@@ -57,11 +60,12 @@ def judge(
     Args:
         endings: of all requests.
         alone: some of their answers again, asked for one at a time.
-        usage: shares of the pool in use, at regular times.
-        memory: of each process.
+        usage: shares of the pool in use, at regular times while there was traffic.
+        rests: what each process held at rest, after the warm-up and at the end.
         lost: what the server itself has lost, in words.
     """
-    growth = {name: grown(points) for name, points in memory.items()}
+    warm, last = rests
+    growth = {name: grown(warm[name], last[name]) for name in warm if name in last}
     full_share = statistics.fmean(u >= FULL for u in usage) if usage else 0.0
     retracted = {e.request.rid for e in endings if e.retractions}
     company = {ending.name: ending for ending in endings}
@@ -69,10 +73,11 @@ def judge(
         *lost,
         *(f"{e.name} {e.problem:.500}" for e in endings if e.problem),
         *filter(None, (difference(company[a.name], a) for a in alone)),
+        *(f"{name} is gone" for name in warm if name not in last),
         *(
-            f"{name} grew by {growth[name] / 2**20:.1f} MiB over the second half"
-            for name, points in memory.items()
-            if growth[name] > max(GROWTH * points[-1][1], GROWTH_BYTES)
+            f"{name} grew since the warm-up: {_words(more)}"
+            for name, more in growth.items()
+            if _is_too_much(more, last[name])
         ),
         *_unsoaked(endings, alone, len(retracted), full_share),
     ]
@@ -82,33 +87,41 @@ def judge(
         left=len({e.request.rid for e in endings if e.reason in LEFT}),
         retracted=len(retracted),
         verified=len(alone),
+        verified_retracted=sum(company[a.name].retractions > 0 for a in alone),
         full_share=full_share,
         growth=growth,
         problems=problems,
     )
 
 
-def grown(points: Points) -> int:
-    """Bytes that a line through the second half of the points rises, from its start to its end."""
-    half = points[len(points) // 2 :]
-    if len(half) < 3:
-        return 0
-    seconds, sizes = zip(*half, strict=True)
-    slope = statistics.linear_regression(seconds, sizes).slope
-    return round(slope * (seconds[-1] - seconds[0]))
+def grown(before: Held, after: Held) -> Held:
+    """What a process holds more than before."""
+    return Held(*(now - then for then, now in zip(before, after, strict=True)))
+
+
+def _is_too_much(more: Held, last: Held) -> bool:
+    return (
+        more.memory > max(GROWTH * last.memory, GROWTH_BYTES)
+        or more.fds > GROWTH_FDS
+        or more.threads > GROWTH_THREADS
+    )
+
+
+def _words(more: Held) -> str:
+    return f"{more.memory / 2**20:+.1f} MiB, {more.fds:+} files, {more.threads:+} threads"
 
 
 def difference(company: Ending, alone: Ending) -> str:
     """How an answer in company differs from the same alone, or "".
 
-    Who left has the beginning of a text, all others have the whole.
+    Who left or was retracted has the beginning of a text, all others have the whole.
     """
     if alone.problem:
         return f"{alone.name} alone {alone.problem:.500}"
-    found, text = company.output_ids, alone.output_ids
-    if found != (text[: len(found)] if company.reason in LEFT else text):
+    found, text = company.seeded, alone.output_ids
+    if found != (text if company.is_whole else text[: len(found)]):
         return f"{company.name} got {found} in company and {text} alone"
-    pairs = list(zip(company.logprobs, alone.logprobs, strict=False))
+    pairs = list(zip(company.logprobs[: len(found)], alone.logprobs, strict=False))
     off = max((abs(here - there) for here, there in pairs), default=0.0)
     if off > LOGPROB_NOISE:
         return f"{company.name} has log-probabilities {off:.3g} off those alone: {pairs}"

@@ -1,4 +1,4 @@
-"""A look at the server every second: how full its pool is, and how large its processes are."""
+"""A look at the server every second: how full its pool is, and what its processes hold."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
@@ -15,20 +15,30 @@ INTERVAL = 1.0  # seconds
 NUM_KEPT = 200  # points of a line, for the file
 
 
+class Held(NamedTuple):
+    """What a process holds: bytes of its own, open files and sockets, threads."""
+
+    memory: int
+    fds: int
+    threads: int
+
+
 @dataclass
 class Watch:
     """What was seen while it was entered."""
 
     url: str
-    # Points of seconds and the share of the pool in use; process -> points of seconds and bytes.
+    # Points of seconds and the share of the pool in use; process -> points of seconds and more.
     usage: list[tuple[float, float]] = field(default_factory=list)
-    memory: dict[str, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
+    held: dict[str, list[tuple[float, Held]]] = field(default_factory=lambda: defaultdict(list))
+    loaded_usage: list[float] = field(default_factory=list)  # shares while more clients came
 
     def __post_init__(self) -> None:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._processes = _named(psutil.Process())
         self._begin = time.monotonic()
+        self._is_loaded = False
 
     def __enter__(self) -> Watch:
         self._thread.start()
@@ -38,18 +48,30 @@ class Watch:
         self._stopped.set()
         self._thread.join()
 
-    def usage_until(self, seconds: float) -> list[float]:
-        """Shares of the pool in use, in the first so many seconds."""
-        return [share for now, share in self.usage if now <= seconds]
+    def go_on(self) -> None:
+        """Clients come."""
+        self._is_loaded = True
+
+    def pause(self) -> None:
+        """No more of them come: the pool drains, and how full it is says nothing."""
+        self._is_loaded = False
+
+    def now(self) -> dict[str, Held]:
+        """What each process that lives holds at this moment."""
+        found = {}
+        for name, process in self._processes.items():
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found[name] = held(process)
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """What was seen, for a plot: some points of each line, in seconds, shares and MiB."""
-        memory = {
-            name: [(round(now), round(size / 2**20, 1)) for now, size in _some(points)]
-            for name, points in self.memory.items()
+        lines = {
+            name: [(round(s), round(h.memory / 2**20, 1), h.fds, h.threads) for s, h in _some(line)]
+            for name, line in self.held.items()
         }
         usage = [(round(now), round(share, 2)) for now, share in _some(self.usage)]
-        return {"usage": usage, "memory": memory}
+        return {"usage": usage, "seconds_mib_fds_threads": lines}
 
     def _run(self) -> None:
         with httpx.Client(base_url=self.url, timeout=30, trust_env=False) as client:
@@ -60,21 +82,25 @@ class Watch:
                     continue  # a server that is slow, or gone: the clients will tell
 
     def _look(self, client: httpx.Client) -> None:
+        was_loaded = self._is_loaded
         share = client.get("/v1/loads").raise_for_status().json()["loads"][0]["token_usage"]
         now = time.monotonic() - self._begin
         self.usage.append((now, share))
-        for name, process in self._processes.items():
-            self.memory[name].append((now, own_bytes(process)))
+        if was_loaded and self._is_loaded:
+            self.loaded_usage.append(share)
+        for name, found in self.now().items():
+            self.held[name].append((now, found))
 
 
 def _some(points: list[Any]) -> list[Any]:
     return points[:: len(points) // NUM_KEPT + 1]
 
 
-def own_bytes(process: psutil.Process) -> int:
-    """Memory of a process that is no file's: code that is paged in is no growth."""
-    info = process.memory_info()
-    return info.rss - info.shared
+def held(process: psutil.Process) -> Held:
+    """What a process holds. Memory that is a file's is not its own: paged-in code is no growth."""
+    with process.oneshot():
+        info = process.memory_info()
+        return Held(info.rss - info.shared, process.num_fds(), process.num_threads())
 
 
 def _named(parent: psutil.Process) -> dict[str, psutil.Process]:

@@ -10,11 +10,21 @@ from typing import Any
 import httpx
 import pytest
 import soak.clients as clients
-from soak import cli
+from soak import legs
 from soak.answers import Ending, ending
 from soak.clients import Clients
 from soak.grammars import GRAMMARS
-from soak.traffic import MAX_LAG, NUM_PARTICLES, NUM_STEPS, SMC, URGENT, VOCAB, Request, requests
+from soak.traffic import (
+    MAX_LAG,
+    NUM_PARTICLES,
+    NUM_STEPS,
+    SMC,
+    URGENT,
+    VOCAB,
+    WAYS,
+    Request,
+    requests,
+)
 
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
@@ -61,7 +71,7 @@ def test_traffic_has_everything() -> None:
         *("repetition_penalty", "logit_bias", "stop", "stop_regex", "stop_token_ids"),
         *("regex", "json_schema", "return_logprob", "top_logprobs_num", "token_ids_logprob"),
     }
-    assert len({(r.n, r.stream, r.leaves) for r in TRAFFIC}) == 2 * 2 * 3
+    assert len({(r.n, r.stream, r.leaves) for r in TRAFFIC}) == 2 * 2 * (len(WAYS) + 1)
     assert {r.options["priority"] for r in TRAFFIC} == {0, URGENT}
     leaving = sum(r.leaves is not None for r in TRAFFIC) / len(TRAFFIC)
     assert leaving == pytest.approx(0.4, abs=0.04)
@@ -113,7 +123,13 @@ def test_what_is_wrong_with_an_answer(
 
 
 def test_a_retracted_text_is_drawn_anew() -> None:
+    """So that what came before is all that its seed gives, and a stream alone tells it."""
     assert not ending(request(), 0, answer([1, 2], num_retractions=1)).is_verifiable
+    said = [answer([1], None), answer([1, 2], None, num_retractions=1), answer([1, 2, 3], "length")]
+    said[-1]["meta_info"]["num_retractions"] = 1
+    (found,), _ = asked(request(stream=True), stream_of(*said))
+    assert (found.output_ids, found.seeded) == ([1, 2, 3], [1])
+    assert found.is_verifiable and not found.is_whole
     # SGLang does not say so of one that is aborted while it waits to go on.
     waited = ending(request(leaves="abort"), 0, queued([1]))
     assert (waited.retractions, waited.is_verifiable, waited.problem) == (1, False, "")
@@ -182,6 +198,10 @@ def test_leaving_a_stream() -> None:
     # Aborted in the queue, behind a retraction: SGLang sends the last token alone.
     (found,), _ = asked(aborted, stream_of(*chunks[:2], queued([2])))
     assert (found.reason, found.output_ids, found.retractions) == ("abort", [1, 2], 1)
+    # The client is gone before the stream's end, although its chunk never came.
+    late = replace(left, at_chunk=9)
+    (found,), _ = asked(late, stream_of(*chunks))
+    assert (found.reason, found.output_ids) == ("length", [1, 2, 3])
     never = replace(aborted, n=2)
     assert [e.reason for e in asked(replace(never, stream=False), json_of({}, 499))[0]] == [
         "abort",
@@ -189,11 +209,22 @@ def test_leaving_a_stream() -> None:
     ]
 
 
+def test_leaving_before_anything_has_come() -> None:
+    """Also a stream; half of a request never becomes one."""
+    chunks = [answer([1], None), answer([1, 2, 3], "length")]
+    unheard = request(stream=True, leaves="unheard", after=0.0, n=2)
+    found, routes = asked(unheard, stream_of(*chunks))
+    assert [(e.reason, e.output_ids, e.problem) for e in found] == [("left", [], "")] * 2
+    assert set(routes) <= {"/generate"}
+    (found,), routes = asked(request(leaves="half"), stream_of(*chunks))
+    assert (found.reason, found.problem, routes) == ("left", "", [])
+
+
 def test_a_server_that_is_gone_gets_no_more_requests() -> None:
     """Nobody listens there; else this would go on for its hundred seconds."""
     found: list[Ending] = []
     crowd = Clients("http://127.0.0.1:9", 4, found.extend)
-    asyncio.run(crowd.run(requests(0, 0.0, 0.001), 100.0))
+    asyncio.run(crowd.run(requests(0, 0.0, 0.001), 100.0, lambda: None))
     assert found and all("ConnectError" in e.problem for e in found)
     again = asyncio.run(crowd.alone([Ending(request(), 1, "stop", [1])], lambda: None))
     assert [(e.name, e.problem[:12]) for e in again] == [("soak-000007[1]", "ConnectError")]
@@ -204,20 +235,20 @@ def resting(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """A server whose flushes succeed, and whose load is what the test says."""
     load = {"num_used_tokens": 0, "num_running_reqs": 0, "num_waiting_reqs": 0}
     flushed = httpx.Response(200)
-    monkeypatch.setattr(cli, "REST", 0.05)
-    monkeypatch.setattr(cli.httpx, "post", lambda *_, **__: flushed)
+    monkeypatch.setattr(legs, "REST", 0.05)
+    monkeypatch.setattr(legs.httpx, "post", lambda *_, **__: flushed)
     monkeypatch.setattr(
-        cli.httpx, "get", lambda *_, **__: httpx.Response(200, json={"loads": [load]})
+        legs.httpx, "get", lambda *_, **__: httpx.Response(200, json={"loads": [load]})
     )
     yield load
 
 
 def test_rest(resting: dict[str, Any]) -> None:
-    assert cli.at_rest("http://server") == []
+    assert legs.at_rest("http://server") == []
     resting["num_used_tokens"] = 3
-    (lost,) = cli.at_rest("http://server")
+    (lost,) = legs.at_rest("http://server")
     assert "num_used_tokens is 3" in lost
 
 
 def test_a_dead_server_is_no_rest() -> None:
-    assert cli.at_rest("http://127.0.0.1:9") == ["the server is gone: ConnectError"]
+    assert legs.at_rest("http://127.0.0.1:9") == ["the server is gone: ConnectError"]

@@ -1,0 +1,112 @@
+"""A pool that overflows, since SGLang is told to expect no text: requests lose their KV midway.
+
+Admission charges every arena, so it takes texts that grow beyond all expectation to retract one.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from crowd import streams
+from tiny_models import smc_arguments
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("schedule")]
+
+TOKENS = 150
+# Nine times a prompt, an arena of 80 slots and a text of 150 tokens would take 2,600.
+CROWDED = {
+    "num_particles": 4,
+    "num_steps": 3,
+    "max_lag": 16,
+    "max_total_tokens": 1200,
+    "max_running_requests": 9,
+    "schedule_conservativeness": 0.0,
+}
+MODES: list[dict[str, Any]] = [
+    {},
+    {"mode": "exact"},
+    {"mode": "mixed", "num_particles": 3},
+    {"mode": "auto"},
+    {"power": 2.0},
+    {"resample_at": "token", "ess_threshold": 1.0},
+    {"num_particles": 1, "evidence_threshold": 0},
+    {"num_particles": 2, "num_steps": 2},
+    {"resampling_method": "ssp"},
+]
+SHARED = [3 + i % 50 for i in range(45)]
+PENALTY = {"frequency_penalty": 0.3}
+REQUESTS = [
+    {
+        "input_ids": [*SHARED, 5 + i, 9, 4],
+        "sampling_params": {
+            "max_new_tokens": TOKENS,
+            "ignore_eos": True,
+            "temperature": 0.8,
+            "sampling_seed": 100 + i,
+            "custom_params": {"smc": smc},
+            **(PENALTY if i % 4 == 3 else {}),
+        },
+    }
+    for i, smc in enumerate(MODES)
+]
+
+
+@pytest.fixture
+def pair(tiny: Callable[..., str]) -> tuple[str, str]:
+    model = {"vocab_size": 64, "scale": 0.3}
+    return tiny(seed=1, **model), tiny(seed=2, **model)
+
+
+def flush(engine: Any) -> None:
+    """Empty the cache of an engine that comes to rest; SGLang looks for leaks before it does."""
+    deadline = time.monotonic() + 60
+    while not engine.flush_cache().success:
+        assert time.monotonic() < deadline, "it does not come to rest"
+        time.sleep(0.05)
+
+
+def alone(engine: Any, *, flushed: bool) -> list[list[int]]:
+    """The texts of the requests one by one, each with an empty cache or behind its own prompt."""
+    texts = []
+    for asked in REQUESTS:
+        if flushed:
+            flush(engine)
+        answer = engine.generate(**asked)
+        assert (answer["meta_info"]["cached_tokens"] == 0) == flushed
+        assert answer["meta_info"]["num_retractions"] == 0
+        texts.append(answer["output_ids"])
+    return texts
+
+
+def test_a_text_is_its_seeds_up_to_the_retraction(
+    engine: Callable[..., Any], pair: tuple[str, str]
+) -> None:
+    """Alone and cold, behind a cache hit, with prompts in pieces, and in an overflowing pool."""
+    whole = engine(**smc_arguments(*pair, **CROWDED, chunked_prefill_size=512))
+    texts = alone(whole, flushed=True)
+    assert alone(whole, flushed=False) == texts
+    running = engine(**smc_arguments(*pair, **CROWDED, chunked_prefill_size=20))
+    assert alone(running, flushed=True) == texts
+    flush(running)
+
+    stories = streams(running, REQUESTS, timeout=600)
+    ends = [chunks[-1] for chunks in stories]
+    assert all(len(end["output_ids"]) == TOKENS for end in ends)
+    assert all(end["meta_info"]["finish_reason"]["type"] == "length" for end in ends)
+    before = [undisturbed(chunks) for chunks in stories]
+    assert before == [text[: len(said)] for text, said in zip(texts, before, strict=True)]
+    # Some had said much when they lost their KV, and they draw the rest of their texts anew.
+    retracted = [i for i, end in enumerate(ends) if end["meta_info"]["num_retractions"]]
+    assert max(len(before[i]) for i in retracted) > 10, [len(said) for said in before]
+    assert any(ends[i]["output_ids"] != texts[i] for i in retracted)
+    calm = set(range(len(ends))) - set(retracted)
+    assert calm and all(ends[i]["output_ids"] == texts[i] for i in calm)
+    flush(running)
+    assert running.generate(**REQUESTS[0])["output_ids"] == texts[0]
+
+
+def undisturbed(chunks: list[dict[str, Any]]) -> list[int]:
+    """What a stream said before its request was retracted, or all of it."""
+    calm = [chunk for chunk in chunks if chunk["meta_info"]["num_retractions"] == 0]
+    return calm[-1]["output_ids"] if calm else []

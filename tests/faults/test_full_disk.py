@@ -1,0 +1,57 @@
+"""A full disk under everything that a server writes costs its logs, and no answer.
+
+`/dev/full` is such a disk: it takes no byte.
+"""
+
+import json
+import socket
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+from fault_client import FaultServer, request, text_of
+from http_server import running_server
+from tiny_models import smc_arguments
+
+pytestmark = pytest.mark.engine
+
+FULL = Path("/dev/full")
+
+
+def full_folder(path: Path, *names: str) -> Path:
+    """A folder in which these files can be opened, and not written."""
+    path.mkdir()
+    for name in names:
+        (path / name).symlink_to(FULL)
+    return path
+
+
+def test_a_full_disk(tiny: Callable[..., str], tmp_path: Path) -> None:
+    """Red for a line that is printed, or written, without being ready for this."""
+    pair = (tiny(vocab_size=64, scale=0.3, seed=seed) for seed in (1, 2))
+    hours = [datetime.now() + timedelta(hours=hours) for hours in (0, 1)]
+    records = [f"sglang-request-metrics-{hour:%Y%m%d_%H}.log" for hour in hours]
+    written = {
+        "log_requests": True,
+        "log_requests_level": 3,
+        "log_requests_target": full_folder(tmp_path / "log", f"{socket.gethostname()}_0.log"),
+        "export_metrics_to_file": True,
+        "export_metrics_to_file_dir": full_folder(tmp_path / "records", *records),
+        "decode_log_interval": 1,
+        "enable_metrics": True,
+    }
+    arguments = smc_arguments(*pair, num_particles=4, num_steps=3, max_lag=16, **written)
+    with running_server(tmp_path, output=FULL, **arguments) as running:
+        server = FaultServer(running)
+        body = request([5, 6, 7], 11, tokens=40)
+        bodies = [{**body, "rid": f"full-{i:03}"} for i in range(20)]
+        answers = server.together(*map(server.ask, bodies))
+        assert [answer.status_code for answer in answers] == [200] * len(bodies)
+        texts = [text_of(answer.json()) for answer in answers]
+        assert texts == [texts[0]] * len(bodies)
+        lines = running.post("/generate", **body, stream=True).text.split("\n\n")
+        assert text_of(json.loads(lines[-3].removeprefix("data: "))) == texts[0]
+        assert running.get("/metrics").status_code == 200
+        server.assert_nothing_is_lost()
+    assert running.log.read_text() == ""
