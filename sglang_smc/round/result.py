@@ -188,10 +188,9 @@ class SMCBatchResult(GenerationBatchResult):
         req.spec_num_correct_drafts += num_kept
         req.update_spec_correct_drafts_histogram(num_kept)
         gains = gained(state.counters, totals)
-        replayed, weighs = self.can_run_cuda_graph, state.config.weighs
-        # SGLang has made temperature 0 a top_k of 1 by now.
-        is_greedy = req.sampling_params.top_k == 1
-        self.monitor.add(Played(gains, weighs, num_kept, num_emitted, replayed, is_greedy))
+        config, replayed = state.config, self.can_run_cuda_graph
+        kinds = config.weighs, num_kept, num_emitted, replayed, config.greedy
+        self.monitor.add(Played(gains, *kinds))
         if self.policy is not None and self.budgets is not None:
             self.policy.learn(self.budgets[group], num_kept)
         state.take(totals, replayed)

@@ -34,24 +34,20 @@ class Played(NamedTuple):
     num_kept: int  # columns
     num_emitted: int  # tokens
     replayed: bool  # by a recorded graph
-    is_greedy: bool  # whether its tokens are drawn from one
+    is_greedy: bool  # temperature 0: one chain
 
     @property
     def is_weighed(self) -> bool:
         """Whether its weights were there to be uneven: one particle has no rival.
 
-        Nor have greedy ones, which are all alike. And weights of logits that are NaN have no size:
-        one such would spoil every sum.
+        Nor have weights of logits that are NaN any size, and one such would spoil every sum.
         """
         has_rivals = self.weighs and bool(self.gained.particles_sum > 1)
-        return has_rivals and not self.is_greedy and math.isfinite(self.gained.ess_sum)
+        return has_rivals and math.isfinite(self.gained.ess_sum)
 
     @property
     def num_all_zero(self) -> float:
-        """Rounds in which every particle died, where that says something of the draft.
-
-        Of a greedy law it is what every wrong guess does.
-        """
+        """Rounds in which every particle died; at temperature 0 any wrong draft does."""
         return 0.0 if self.is_greedy else self.gained.all_zero_ct
 
 

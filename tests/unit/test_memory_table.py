@@ -121,7 +121,7 @@ class Adder(SimpleNamespace):
 
 
 def req(mode: str) -> Any:
-    params = SimpleNamespace(max_new_tokens=500, custom_params={"smc": {"mode": mode}})
+    params = SimpleNamespace(max_new_tokens=500, top_k=-1, custom_params={"smc": {"mode": mode}})
     return SimpleNamespace(sampling_params=params, output_ids=[], grammar=None)
 
 

@@ -12,7 +12,6 @@ from edit_cases import NEUTRAL
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
-from sglang.srt.sampling.sampling_params import SamplingParams
 from toy_laws import EOS, languages
 from toy_worker import ToyWorker
 
@@ -59,7 +58,7 @@ def played(
     greedy: bool = False,
     **gains: float,
 ) -> Played:
-    given = {"rounds_ct": 1, "particles_sum": 4, "ess_sum": 2.0, **gains}
+    given = {"rounds_ct": 1, "particles_sum": 1 if greedy else 4, "ess_sum": 2.0, **gains}
     zeros = dict.fromkeys(Counters._fields, 0.0)
     return Played(Counters(**{**zeros, **given}), weighs, kept, emitted, replayed, greedy)
 
@@ -164,18 +163,14 @@ def test_wrong_guesses_at_a_greedy_law_are_no_alarm(
     assert "#round: 2" in caplog.text and "#all-zero: 1" in caplog.text
 
 
-@pytest.mark.parametrize(("top_k", "is_greedy"), [(1, True), (2, False), (1 << 30, False)])
-def test_a_request_is_greedy_where_it_leaves_one_token(
-    top_k: int, is_greedy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Temperature 0 among them, of which SGLang makes a top-k of 1."""
+@pytest.mark.parametrize("is_greedy", [True, False])
+def test_a_round_is_booked_as_that_of_a_greedy_request(is_greedy: bool) -> None:
     seen: list[Played] = []
-    state = RequestState.of(0, RequestConfig(num_particles=4))
+    state = RequestState.of(0, RequestConfig(num_particles=4, greedy=is_greedy))
     req: Any = SimpleNamespace(
         smc_state=state,
         spec_num_correct_drafts=0,
         update_spec_correct_drafts_histogram=lambda _: None,
-        sampling_params=SamplingParams(top_k=top_k, max_new_tokens=1),
     )
     result = SMCBatchResult(
         monitor=cast(Monitor, SimpleNamespace(add=seen.append)),
@@ -183,8 +178,6 @@ def test_a_request_is_greedy_where_it_leaves_one_token(
     )
     result._take(0, req, 0, 0, state.counters)
     assert [one.is_greedy for one in seen] == [is_greedy]
-    params = SamplingParams(temperature=0.0, max_new_tokens=1)
-    assert params.top_k == 1
 
 
 @pytest.mark.parametrize(
