@@ -10,9 +10,10 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc.process import config_of, is_smc
 from sglang_smc.server.hooks import Patch
-from sglang_smc.server.malformed import check_fields, check_form, check_ids
+from sglang_smc.server.malformed import check_fields, check_form, check_ids, check_labels
 from sglang_smc.server.refusals import check_logprobs, check_request, check_session
 from sglang_smc.state.counters import META_PREFIX
+from sglang_smc.upstream import resolved
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -24,6 +25,8 @@ def generate_request(
     """Refuse what is no request at all, before anything is made of it."""
     if is_smc(manager.server_args) and isinstance(obj, GenerateReqInput):
         check_form(obj, manager.model_config.vocab_size)
+        allowed = resolved(manager.server_args).tokenizer_metrics_allowed_custom_labels
+        check_labels(obj, allowed)
     return original(manager, obj, request)
 
 
@@ -84,9 +87,9 @@ PATCHES = (
         function=generate_request,
         what="Answers HTTP 400 to requests with values of wrong types, unknown or too large ones.",
         why="SGLang compares few types: a wrong one fails as HTTP 500, or in the scheduler, which "
-        "takes all other requests with it.",
+        "takes all other requests with it. Labels that its metrics lack end its own process.",
         relies_on=("srt/managers/tokenizer_manager.py:745 (the first that sees a request)",),
-        retire_when="SGLang checks the types of sampling_params, and token ids, itself.",
+        retire_when="SGLang checks the types of sampling_params, token ids and labels itself.",
     ),
     Patch(
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",

@@ -47,7 +47,7 @@ class Played(NamedTuple):
         return has_rivals and not self.is_greedy and math.isfinite(self.gained.ess_sum)
 
     @property
-    def num_all_zero(self) -> float:
+    def num_all_zero(self) -> Any:
         """Rounds in which every particle died, where that says something of the draft.
 
         Of a greedy law it is what every wrong guess does.
