@@ -11,9 +11,10 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_smc.process import config_of, is_smc
 from sglang_smc.server import presets, routes
 from sglang_smc.server.hooks import Patch
-from sglang_smc.server.malformed import check_fields, check_form, check_ids
+from sglang_smc.server.malformed import check_fields, check_form, check_ids, check_labels
 from sglang_smc.server.refusals import check_logprobs, check_request, check_session
 from sglang_smc.state.counters import META_PREFIX
+from sglang_smc.upstream import resolved
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -28,6 +29,7 @@ def generate_request(
         return original(manager, obj, request)
     routes.take_over(obj, request)
     check_form(obj, manager.model_config.vocab_size)
+    check_labels(obj, resolved(server_args).tokenizer_metrics_allowed_custom_labels)
     presets.put_in_place(obj, presets.of(server_args), config_of(server_args))
     return routes.hand_back(original(manager, obj, request), obj, request)
 
@@ -90,10 +92,11 @@ PATCHES = (
         what="Answers HTTP 400 to requests with values of wrong types, unknown or too large ones. "
         "Puts the settings of the preset that lora_path names where the request's own would stand.",
         why="SGLang compares few types: a wrong one fails as HTTP 500, or in the scheduler, which "
-        "takes all other requests with it. No algorithm is asked what a model's name means.",
+        "takes all other requests with it. Labels that its metrics lack end its own process. No "
+        "algorithm is asked what a model's name means.",
         relies_on=("srt/managers/tokenizer_manager.py:745 (the first that sees a request)",),
-        retire_when="SGLang checks the types of sampling_params, and token ids, itself, and keeps "
-        "named sampling parameters.",
+        retire_when="SGLang checks the types of sampling_params, token ids and labels itself, and "
+        "keeps named sampling parameters.",
     ),
     Patch(
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",

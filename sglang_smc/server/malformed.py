@@ -107,6 +107,24 @@ def check_fields(request: GenerateReqInput, vocab_size: int) -> None:
         _convert("session_params", request.session_params, _SessionParams)
 
 
+def check_labels(request: GenerateReqInput, allowed: Iterable[str] | None) -> None:
+    """Raise ValueError for labels of metrics that this server has not.
+
+    SGLang counts answers under them: one that it does not know ends its HTTP process, and one of
+    its own, like `model_name`, would take whatever value a client sends.
+
+    Args:
+        request: as its client has sent it.
+        allowed: --tokenizer-metrics-allowed-custom-labels.
+    """
+    labels, known = request.custom_labels, sorted(allowed or ())
+    if labels is not None and not (isinstance(labels, dict) and labels.keys() <= set(known)):
+        raise ValueError(
+            f"custom_labels is {labels!r:.100}; allowed: values of {', '.join(known) or 'none'}. "
+            "Leave it out, or start the server with --tokenizer-metrics-allowed-custom-labels."
+        )
+
+
 def check_ids(ids: Any, vocab_size: int) -> None:
     """Raise ValueError for a prompt that is not a list of tokens, at least one."""
     if not isinstance(ids, Sequence) or isinstance(ids, str) or not len(ids):

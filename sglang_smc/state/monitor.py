@@ -46,7 +46,7 @@ class Played(NamedTuple):
         return has_rivals and math.isfinite(self.gained.ess_sum)
 
     @property
-    def num_all_zero(self) -> float:
+    def num_all_zero(self) -> Any:
         """Rounds in which every particle died; at temperature 0 any wrong draft does."""
         return 0.0 if self.is_greedy else self.gained.all_zero_ct
 

@@ -204,10 +204,11 @@ def requests_of_all_kinds(number: int) -> list[dict[str, Any]]:
     chosen = [{**params, "custom_params": {"smc": one}} for one in smc]
     stops = {**params, "stop": [f"x{number}"]}
     each = [{"sampling_params": one} for one in (*chosen, stops, {**params, "temperature": 0})]
-    named = {"rid": f"series-{number}", "user": f"u{number}", "custom_labels": None}
+    named = {"rid": f"series-{number}", "user": f"u{number}"}
+    labels = [{"custom_labels": {name: str(number)}} for name in ("user", "model_name")]
     return [
         *({"input_ids": [3, 4, 5 + number % 8], **one} for one in each),
-        {"input_ids": [3], "sampling_params": params, **named},
+        *({"input_ids": [3], "sampling_params": params, **one} for one in (named, *labels)),
         {"input_ids": [3], "sampling_params": params, "stream": True, "priority": None},
         {"input_ids": [3], "sampling_params": {**params, "n": 2}, "return_logprob": True},
         {"input_ids": [3], "sampling_params": {**params, "custom_params": {"smc": {"mode": 1}}}},
@@ -227,7 +228,7 @@ def send_all_kinds(server: Server, number: int) -> None:
 
 
 def test_requests_add_no_series(server: Server) -> None:
-    """Each series is memory in Prometheus, for ever: none may carry what a request names."""
+    """Each is memory in Prometheus, which keeps it: none may carry what a request names."""
 
     def series() -> set[tuple[str, ...]]:
         return {(one.name, *sorted(map(str, one.labels.items()))) for one in samples(server)}

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_smc.server.malformed import check_fields, check_form, check_ids
+from sglang_smc.server.malformed import check_fields, check_form, check_ids, check_labels
 
 VOCAB = 64
 
@@ -114,3 +114,28 @@ def test_nesting_is_followed_as_deep_as_it_goes() -> None:
 def test_a_prompt_that_the_tokenizer_makes_nothing_of() -> None:
     with pytest.raises(ValueError, match="at least one"):
         check_ids([], VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "labels"), [(None, None), (["a"], None), (["a", "b"], {"a": "x"}), (None, {})]
+)
+def test_labels_of_metrics_that_there_are_pass(allowed: Any, labels: Any) -> None:
+    check_labels(GenerateReqInput(input_ids=[1], custom_labels=labels), allowed)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "labels"),
+    [
+        (None, {"user": "x"}),
+        (["a"], {"a": "x", "b": "y"}),
+        (["a"], {"model_name": "x"}),
+        (["a"], "a"),
+        (["a"], ["a"]),
+    ],
+)
+def test_labels_of_metrics_that_there_are_not_are_refused(allowed: Any, labels: Any) -> None:
+    """Else SGLang's HTTP process ends with the first answer, and all requests with it."""
+    request = GenerateReqInput(input_ids=[1], custom_labels=labels)
+    known = ", ".join(allowed or ["none"])
+    with pytest.raises(ValueError, match=f"custom_labels is .*; allowed: values of {known}. Leave"):
+        check_labels(request, allowed)
