@@ -97,8 +97,9 @@ def validate_input_length(
     return (
         f"{error} This server's KV pool holds {memory.pool_slots} tokens, of which "
         f"{arena.max_arena(config)} are kept for the particles of one request "
-        "(docs/architecture.md). Longer requests want a larger --max-total-tokens or --mem-fraction-static, or a "
-        "smaller --speculative-smc-max-lag or --speculative-smc-num-particles."
+        "(docs/architecture.md). Longer requests want a larger --max-total-tokens or "
+        "--mem-fraction-static, or a smaller --speculative-smc-max-lag or "
+        "--speculative-smc-num-particles."
     )
 
 
