@@ -96,9 +96,10 @@ def validate_input_length(
     assert config is not None, "a process that knows of SMC's memory runs it"
     return (
         f"{error} This server's KV pool holds {memory.pool_slots} tokens, of which "
-        f"{arena.max_arena(config)} are kept for the particles of one request (docs/support.md, "
-        "memory). Longer requests want a larger --max-total-tokens or --mem-fraction-static, or a "
-        "smaller --speculative-smc-max-lag or --speculative-smc-num-particles."
+        f"{arena.max_arena(config)} are kept for the particles of one request "
+        "(docs/architecture.md). Longer requests want a larger --max-total-tokens or "
+        "--mem-fraction-static, or a smaller --speculative-smc-max-lag or "
+        "--speculative-smc-num-particles."
     )
 
 

@@ -72,7 +72,7 @@ def _head_problems(flag: str, path: str, model: ModelConfig, server_args: Argume
     kernels, device = server_args.speculative_smc_kernels or "auto", server_args.device or "cuda"
     wants_kernels = kernels == "triton" or kind_of(kernels, device) == "triton"
     latent = model.attention_arch == AttentionArch.MLA  # refused as such
-    if latent or not wants_kernels or model.head_dim <= MAX_HEAD_DIM:
+    if latent or not wants_kernels or (model.head_dim or 0) <= MAX_HEAD_DIM:
         return []
     return [
         f"{flag} {path} has attention heads of {model.head_dim} dimensions; allowed: at most "

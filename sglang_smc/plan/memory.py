@@ -1,10 +1,22 @@
-"""What a round holds in memory at its peak: logits, and what is made of them.
+"""What a round holds in memory at its peak, and what requests find in that of a server.
 
-All else that a round makes, populations, weights and counts, is less than 1 % of it. What the
-models take inside their passes is theirs, and left out.
+A round's peak is logits, and what is made of them: all else that it makes, populations, weights and
+counts, is less than 1 % of that. What the models take inside their passes is theirs, and left out.
 """
 
 from __future__ import annotations
+
+from sglang_smc.memory.table import Sizes, Table
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.plan.shapes import ModelShape
+
+#: What SGLang leaves to weights and KV where --mem-fraction-static is not given: roughly, since it
+#: depends on the device. Of that, what libraries and tables take.
+STATIC_FRACTION = 0.88
+ASIDE_BYTES = 1.5e9
+#: `server.arguments` and most configurations say so.
+MOST_RUNNING = 48
+CONTEXT_LENGTH = 131_072
 
 #: Bytes of a logit as an LM head makes it, and as SGLang hands it on.
 PRODUCT_BYTES = 2
@@ -39,3 +51,41 @@ def round_bytes(
     if mixes:  # all log-probabilities, or those of both modes, chosen from, at each particle
         beside = max(scored, 4 * num_particles) * LOGIT_BYTES
     return vocab_size * (held + scored * LOGIT_BYTES + beside)
+
+
+def memory_table(
+    target: ModelShape,
+    draft: ModelShape,
+    capacity: float,
+    config: SMCConfig,
+    *,
+    most_running: int = MOST_RUNNING,
+    context_length: int = CONTEXT_LENGTH,
+    static_fraction: float = STATIC_FRACTION,
+) -> Table | None:
+    """What a server of two models has for requests, and what they take; None if nothing is left.
+
+    The table that a server logs as it starts, from arithmetic alone.
+
+    Args:
+        target, draft: as served, on all devices of a tensor-parallel group together.
+        capacity: bytes of those devices' memory.
+        config: the server's settings.
+        most_running: --max-running-requests.
+        context_length: of the target.
+        static_fraction: --mem-fraction-static.
+    """
+    slot = target.kv_bytes_per_token + draft.kv_bytes_per_token
+    weights = target.resident_bytes + draft.resident_bytes
+    num_slots = int((capacity * static_fraction - ASIDE_BYTES - weights) / slot)
+    if num_slots < 1:
+        return None
+    sizes = Sizes(
+        num_slots=num_slots,
+        slot_bytes=int(slot),
+        target_slot_bytes=int(target.kv_bytes_per_token),
+        draft_weight_bytes=int(draft.resident_bytes),
+        most_running=most_running,
+        context_length=context_length,
+    )
+    return Table.of(config, sizes)

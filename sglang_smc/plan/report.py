@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from sglang_smc.memory.table import Table
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.plan.memory import STATIC_FRACTION, memory_table
 from sglang_smc.plan.roofline import LARGEST_BATCH, Estimate, Plan, Scenario
 from sglang_smc.plan.shapes import ModelShape
 
@@ -70,6 +73,18 @@ class Report(NamedTuple):
         return sum(model.resident_bytes + tokens * model.kv_bytes_per_token for model in models)
 
     @property
+    def table(self) -> Table | None:
+        """What requests find in the device's memory with the best N and K, other settings default.
+
+        None where the device is not known, or nothing is left.
+        """
+        best, scenario = self.plan.best, self.scenario
+        if scenario.device.capacity is None:
+            return None
+        config = SMCConfig(num_particles=best.num_particles, num_steps=best.num_steps)
+        return memory_table(scenario.target, scenario.draft, scenario.device.capacity, config)
+
+    @property
     def fits(self) -> bool:
         capacity = self.scenario.device.capacity
         return capacity is None or self.memory <= capacity
@@ -89,6 +104,7 @@ def as_dict(report: Report) -> dict[str, Any]:
         "acceptance": report.acceptance,
         "memory_bytes": report.memory,
         "fits": report.fits,
+        "memory": None if report.table is None else report.table.as_dict(),
         "largest_batch": LARGEST_BATCH,
         "settings": [_setting(report, one) for one in (report.ar, *report.sd, *report.plan.grid)],
         "best": {"num_particles": best.num_particles, "num_steps": best.num_steps},
@@ -142,9 +158,21 @@ def as_text(report: Report) -> str:
         QUALITY,
         LEFT_OUT,
     ]
+    lines += _memory_lines(report.table, best)
     if not report.fits:
         lines.append(_too_large(report))
     return "\n".join(lines)
+
+
+def _memory_lines(table: Table | None, best: Estimate) -> list[str]:
+    if table is None:
+        return []
+    advice = [table.advice] if table.advice else []
+    heading = (
+        f"Memory for requests with {best.label}, if weights and KV get "
+        f"{STATIC_FRACTION:.0%} of all (--mem-fraction-static), less 1.5 GB:"
+    )
+    return ["", heading, *(f"  {line}" for line in table.lines()), *advice]
 
 
 def _model_line(shape: ModelShape) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.plan.memory import LOGIT_BYTES, round_bytes
+from sglang_smc.plan.memory import LOGIT_BYTES, memory_table, round_bytes
+from sglang_smc.plan.shapes import BUILT_IN
 from sglang_smc.recording.sizes import plan_sizes
 from sglang_smc.round.batch import shape_of_any
 from sglang_smc.round.graph import Kinds
@@ -44,6 +45,28 @@ def test_a_verified_round_holds_what_was_drafted_too() -> None:
 
 def test_without_drafts_one_token_is_read() -> None:
     assert round_bytes(1, 0, VOCAB) == VOCAB * 6
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "capacity", "fits"),
+    [
+        ("llama-3.1-8b", "llama-3.2-1b", 24e9, {"smc": 1, "exact, mixed, auto": 4}),
+        ("llama-3.1-8b", "llama-3.2-1b", 80e9, {"smc": 48, "exact, mixed, auto": 48}),
+        ("qwen3-8b", "qwen3-0.6b", 24e9, {"smc": 1, "exact, mixed, auto": 4}),
+    ],
+)
+def test_requests_that_a_card_holds(
+    target: str, draft: str, capacity: float, fits: dict[str, int]
+) -> None:
+    table = memory_table(BUILT_IN[target], BUILT_IN[draft], capacity, SMCConfig())
+    assert table is not None
+    assert {name: mode.fits for name, mode in table.modes.items()} == fits
+    assert (table.advice is None) == (capacity > 24e9)
+
+
+def test_models_that_leave_no_memory_have_no_table() -> None:
+    big = BUILT_IN["llama-3.1-70b"]
+    assert memory_table(big, BUILT_IN["llama-3.2-1b"], 80e9, SMCConfig()) is None
 
 
 @pytest.fixture(scope="module", params=[143_771, 81_559], ids=["141 GB", "80 GB"])

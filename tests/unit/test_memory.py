@@ -56,6 +56,31 @@ def test_a_row_holds_the_longest_text_and_its_arena_in_whole_cache_lines(
 
 @quick
 @given(configs)
+def test_a_particles_row_goes_round_before_it_meets_itself(config: SMCConfig) -> None:
+    """From the last committed position to the columns behind the longest tail, ended ones' too."""
+    width = arena.tail_width(config)
+    places = {p % width for p in range(-1, arena.max_tail(config) + config.num_steps + 1)}
+    assert len(places) == arena.max_tail(config) + config.num_steps + 2
+    assert width & (width - 1) == 0
+    assert width < 2 * len(places)
+
+
+def test_particles_rows_are_small_whatever_the_context() -> None:
+    assert 257 * 8 * arena.tail_width(SMCConfig()) * 4 < 5e6
+
+
+@quick
+@given(configs, st.integers(100, 10_000), st.integers(1, 500), st.integers(1, 500))
+def test_requests_that_fit_are_as_many_as_fit(
+    config: SMCConfig, num_slots: int, prompt: int, answer: int
+) -> None:
+    one = prompt + answer + arena.arena(config, answer)
+    count = arena.fits(config, num_slots, prompt, answer)
+    assert count * one <= num_slots < (count + 1) * one
+
+
+@quick
+@given(configs)
 def test_a_tail_can_grow_by_a_round_from_the_bound(config: SMCConfig) -> None:
     longest_before = config.max_lag - 1 if config.num_particles > 1 else 0
     assert arena.max_tail(config) >= longest_before + config.num_steps + 1
