@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from configparser import ConfigParser
@@ -208,6 +209,49 @@ names = ["sglang_smc", "sglang_smc.plugin", "sglang_smc.patches.server_args", "s
 origins = [find_spec(name).origin for name in names]
 print(json.dumps({"heavy": heavy, "entry_points": entry_points, "origins": origins}))
 """
+
+
+@pytest.fixture(scope="module")
+def command(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The installed command, in an environment that borrows all else from this one."""
+    folder = tmp_path_factory.mktemp("installed")
+    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+    python = folder / "venv" / "bin" / "python"
+    install = [python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel]
+    subprocess.run(install, check=True)
+    (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    # Behind its own, so that the wheel comes first; this one's own .pth files are not read.
+    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python.parent / "sglang-smc"
+
+
+def run(command: Path, folder: Path, *words: str) -> str:
+    """What the installed command prints in an empty folder; it must end well."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    found = subprocess.run(
+        [str(command), *words], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout
+
+
+def test_the_installed_doctor_finds_the_wheel(command: Path, tmp_path: Path) -> None:
+    found = {one["about"]: one for one in json.loads(run(command, tmp_path, "doctor", "--json"))}
+    assert {one["level"] for one in found.values()} <= {"ok", "warning"}
+    assert found["hooks"]["numbers"]["count"] > 20
+
+
+@pytest.mark.engine
+def test_the_installed_demo_runs_the_pair_of_the_wheel(command: Path, tmp_path: Path) -> None:
+    """Two servers, from a folder that has nothing."""
+    numbers = tmp_path / "numbers.json"
+    printed = run(command, tmp_path, "demo", "--quick", "--json", str(numbers))
+    assert "The target alone:" in printed and "The target with SMC:" in printed
+    rows = {row["row"]: row for row in json.loads(numbers.read_text())["rows"]}
+    assert rows["AR, target alone"]["tokens_per_target_pass"] == 1
+    for mode in ("smc", "auto", "exact"):
+        assert 3 < rows[f"SMC, mode {mode}"]["tokens_per_target_pass"] <= 9
+    assert list(tmp_path.iterdir()) == [numbers], "its logs went with it"
 
 
 def test_entry_points_name_existing_functions() -> None:
