@@ -13,7 +13,7 @@ VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.sglang-smc-installed
-SOURCES := sglang_smc kernels patches tests bench docs examples
+SOURCES := sglang_smc kernels patches tests bench docs examples setup.py
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo fidelity speed soak upstream quick test test-oldest test-all lint check
@@ -93,9 +93,12 @@ check: lint
 catalogue: venv
 	@text="$$($(BIN)/python -W ignore -m sglang_smc.server.hooks)" && echo "$$text" > patches/README.md
 
+# What is uploaded. SGLANG_SMC_REPOSITORY=https://github.com/OWNER/NAME makes README.md's links lead there.
 dist: venv
+	rm -f dist/sglang_smc-*
 	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/sglang_smc-*
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
-	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+	find $(filter-out %.py,$(SOURCES)) -name __pycache__ -type d -prune -exec rm -rf {} +

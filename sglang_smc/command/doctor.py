@@ -8,12 +8,14 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from sglang_smc.command import findings, machine
 from sglang_smc.command.findings import Finding
-from sglang_smc.options.server import DEFAULTS
+from sglang_smc.options.server import DEFAULTS, SMCConfig
 from sglang_smc.plan.cli import positive
 from sglang_smc.plan.devices import DATA_SHEETS, Device, measure, named
+from sglang_smc.plan.shapes import BUILT_IN
 
 HERE = "here"
 
@@ -21,11 +23,10 @@ HERE = "here"
 def main(argv: Sequence[str] | None = None) -> int:
     """0: nothing failed; 1: something did; 2: the arguments are wrong."""
     options = parser().parse_args(argv)
-    if bool(options.target) != bool(options.draft):
-        print("error: --target and --draft go together; give both or neither.", file=sys.stderr)
-        return 2
-    if options.device != HERE and not options.target:
-        print("error: --device goes with --target and --draft.", file=sys.stderr)
+    try:
+        _check(options)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     # SGLang's remarks: what matters is a finding.
     logging.disable(logging.WARNING)
@@ -63,6 +64,19 @@ def parser() -> argparse.ArgumentParser:
         "GPU, 0.7 on a CPU")  # fmt: skip
     add("--json", action="store_true", help="print JSON instead of lines")
     return result
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise ValueError for arguments that make no question."""
+    if bool(options.target) != bool(options.draft):
+        raise ValueError("--target and --draft go together; give both or neither.")
+    if options.device != HERE and not options.target:
+        raise ValueError("--device goes with --target and --draft; give both.")
+    for name in filter(None, (options.target, options.draft)):
+        if name.lower() not in BUILT_IN and not Path(name).is_dir():
+            raise ValueError(f"{name!r} is no folder, and none of {', '.join(BUILT_IN)}.")
+    settings = ("num_particles", "num_steps", "max_lag")
+    SMCConfig(**{name: getattr(options, name) for name in settings}).validate()
 
 
 def examine(options: argparse.Namespace) -> Iterator[Finding]:

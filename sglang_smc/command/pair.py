@@ -17,6 +17,7 @@ from sglang_smc.plan.roofline import DEFAULT_PARTICLES, Scenario, best_settings
 from sglang_smc.plan.shapes import BUILT_IN, ModelShape, from_config
 
 CONTEXT = 4096
+OTHER_DRAFT = "Choose a draft of the target's family: SMC scores a draft's tokens by their ids."
 LAGS = (256, 128, 64, 32, 16)
 #: Modes whose requests take the same room are told together.
 WEIGHING, VERIFYING = "smc", "exact"
@@ -37,15 +38,16 @@ def findings(
     options: argparse.Namespace, device: Device, most_slots: int | None
 ) -> Iterator[Finding]:
     """All of them; ``most_slots`` is what SGLang's pool is bound to whatever the memory."""
-    in_folders = [name for name in (options.target, options.draft) if not _is_built_in(name)]
-    if in_folders:
+    if not any(map(_is_built_in, (options.target, options.draft))):
         yield _vocabularies(options.target, options.draft)
-    if len(in_folders) == 2:
         yield _accepted(options)
     try:
         shapes = from_config(options.target), from_config(options.draft)
     except ValueError as error:
         yield warning("arithmetic", "left out", str(error))
+        return
+    if shapes[0].vocab_size != shapes[1].vocab_size:
+        yield _sizes_differ(*(shape.vocab_size for shape in shapes))
         return
     options.context = options.context or _context(options.target)
     room = _room(*shapes, device, options, most_slots)
@@ -65,14 +67,13 @@ def _is_built_in(name: str) -> bool:
 
 def _vocabularies(target: str, draft: str) -> Finding:
     about = "vocabulary"
-    do = "Choose a draft of the target's family: SMC scores the draft's tokens by their ids."
     try:
         theirs = {name: _vocabulary(name) for name in (target, draft)}
     except (OSError, ValueError) as error:
         return fail(about, f"a tokenizer cannot be read: {error}", "Give two model folders.")
     sizes = _config(target).get("vocab_size"), _config(draft).get("vocab_size")
     if sizes[0] != sizes[1]:
-        return fail(about, f"vocab_size is {sizes[0]} and {sizes[1]}", do)
+        return _sizes_differ(*sizes)
     ours, other = theirs[target], theirs[draft]
     differing = [
         token for token in ours.keys() | other.keys() if ours.get(token) != other.get(token)
@@ -83,16 +84,18 @@ def _vocabularies(target: str, draft: str) -> Finding:
             about,
             f"{len(differing)} tokens differ; {first!r} is {ours.get(first)} in the target and "
             f"{other.get(first)} in the draft",
-            do,
+            OTHER_DRAFT,
         )
     return ok(about, f"the same {len(ours)} tokens in both", tokens=len(ours))
+
+
+def _sizes_differ(target: Any, draft: Any) -> Finding:
+    return fail("vocabulary", f"vocab_size is {target} and {draft}", OTHER_DRAFT)
 
 
 def _vocabulary(name: str) -> dict[str, int]:
     from transformers import AutoTokenizer
 
-    if not Path(name).is_dir():
-        raise ValueError(f"{name} is no folder")
     return AutoTokenizer.from_pretrained(name, local_files_only=True).get_vocab()
 
 
@@ -113,7 +116,7 @@ def _accepted(options: argparse.Namespace) -> Finding:
     given += ["--speculative-smc-max-lag", str(options.max_lag)]
     try:
         upstream.resolve_now(prepare_server_args(given))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         return fail("server arguments", "refused", str(error))
     return ok("server arguments", "accepted, and both models' families (by configuration)")
 

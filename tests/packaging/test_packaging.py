@@ -7,8 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import zipfile
 from configparser import ConfigParser
+from email import message_from_string
+from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -40,6 +44,8 @@ DATA = [
         )
     ),
 ]
+ADDRESS, REVISION = "SGLANG_SMC_REPOSITORY", "SGLANG_SMC_REVISION"
+REPOSITORY, TAG = "https://github.com/o/n", "v1.2"
 ENTRY_POINTS = {
     "sglang.srt.plugins": {"smc": "sglang_smc.plugin:register"},
     "sglang.srt.platforms": {"smc_cpu": "sglang_smc.cpu.platform:activate"},
@@ -56,10 +62,11 @@ def expected_files() -> set[str]:
     return files | set(DATA)
 
 
-def build(source: Path, *options: str) -> Path:
+def build(source: Path, *options: str, **variables: str) -> Path:
     """Build in this environment, without an index; return the wheel."""
     command = [sys.executable, "-m", "build", "--no-isolation", *options, str(source)]
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    environment = {name: os.environ[name] for name in os.environ if name not in (ADDRESS, REVISION)}
+    subprocess.run(command, env=environment | variables, check=True, capture_output=True, text=True)
     (wheel,) = (source / "dist").glob("*.whl")
     return wheel
 
@@ -71,9 +78,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     junk = shutil.ignore_patterns("__pycache__")
     for folder in ("sglang_smc", *MAPPED):
         shutil.copytree(ROOT / folder, copy / folder, symlinks=True, ignore=junk)
-    for name in ("pyproject.toml", "LICENSE", "README.md"):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, copy)
+    for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
+        shutil.copy(ROOT / name, copy)
     return copy
 
 
@@ -86,6 +92,71 @@ def wheel(checkout: Path) -> Path:
 def contents(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as archive:
         return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+@pytest.fixture(scope="module")
+def released(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As the release workflow builds it."""
+    copy = tmp_path_factory.mktemp("released") / "sglang-smc"
+    junk = shutil.ignore_patterns("dist", "build")
+    shutil.copytree(checkout, copy, symlinks=True, ignore=junk)
+    return build(copy, **{ADDRESS: REPOSITORY, REVISION: TAG})
+
+
+def test_source_archive_holds_what_the_wheel_is_built_from(wheel: Path) -> None:
+    (archive,) = wheel.parent.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        names = {
+            name.partition("/")[2] for name in opened.getnames() if opened.getmember(name).isfile()
+        }
+    sources = set(expected_files())
+    for folder, package in MAPPED.items():
+        sources = {re.sub(f"^{package}/", f"{folder}/", name) for name in sources}
+    beside = {"LICENSE", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg", "setup.py"}
+    assert {name for name in names if ".egg-info/" not in name} == sources | beside
+
+
+def test_twine_takes_both(released: Path) -> None:
+    pytest.importorskip("twine", reason="twine is not installed: pip install '.[test]'")
+    files = map(str, released.parent.iterdir())
+    command = [sys.executable, "-m", "twine", "check", "--strict", *files]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 0 and found.stdout.count("PASSED") == 2, found.stdout
+
+
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return message_from_string(archive.read(name).decode())
+
+
+LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def test_links_of_a_release_lead_into_its_repository(released: Path) -> None:
+    """Each to a file that is there; pictures as they are, and not the page about them."""
+    found = LINK.findall(metadata(released).get_payload())
+    in_tree = LINK.findall((ROOT / "README.md").read_text())
+    assert len(found) == len(in_tree) > 20
+    for (mark, link), (_, original) in zip(found, in_tree, strict=True):
+        if re.match(r"\w+:", original):
+            assert link == original
+            continue
+        start = (
+            f"https://raw.githubusercontent.com/o/n/{TAG}/" if mark else f"{REPOSITORY}/blob/{TAG}/"
+        )
+        assert link == start + original
+        assert (ROOT / original.partition("#")[0]).exists()
+    urls = dict(url.split(", ") for url in metadata(released).get_all("Project-URL") or ())
+    assert urls["Repository"] == REPOSITORY and len(urls) == 5
+
+
+def test_without_an_address_no_link_leads_nowhere(wheel: Path) -> None:
+    text = metadata(wheel).get_payload()
+    assert all(re.match(r"\w+:", link) for _, link in LINK.findall(text))
+    assert "](docs/" not in text and "docs/reference.md" not in text
+    for words in ("All flags, request keys and answer fields", "contributing"):
+        assert words in text
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
@@ -138,6 +209,49 @@ names = ["sglang_smc", "sglang_smc.plugin", "sglang_smc.patches.server_args", "s
 origins = [find_spec(name).origin for name in names]
 print(json.dumps({"heavy": heavy, "entry_points": entry_points, "origins": origins}))
 """
+
+
+@pytest.fixture(scope="module")
+def command(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The installed command, in an environment that borrows all else from this one."""
+    folder = tmp_path_factory.mktemp("installed")
+    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+    python = folder / "venv" / "bin" / "python"
+    install = [python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel]
+    subprocess.run(install, check=True)
+    (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    # Behind its own, so that the wheel comes first; this one's own .pth files are not read.
+    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python.parent / "sglang-smc"
+
+
+def run(command: Path, folder: Path, *words: str) -> str:
+    """What the installed command prints in an empty folder; it must end well."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    found = subprocess.run(
+        [str(command), *words], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout
+
+
+def test_the_installed_doctor_finds_the_wheel(command: Path, tmp_path: Path) -> None:
+    found = {one["about"]: one for one in json.loads(run(command, tmp_path, "doctor", "--json"))}
+    assert {one["level"] for one in found.values()} <= {"ok", "warning"}
+    assert found["hooks"]["numbers"]["count"] > 20
+
+
+@pytest.mark.engine
+def test_the_installed_demo_runs_the_pair_of_the_wheel(command: Path, tmp_path: Path) -> None:
+    """Two servers, from a folder that has nothing."""
+    numbers = tmp_path / "numbers.json"
+    printed = run(command, tmp_path, "demo", "--quick", "--json", str(numbers))
+    assert "The target alone:" in printed and "The target with SMC:" in printed
+    rows = {row["row"]: row for row in json.loads(numbers.read_text())["rows"]}
+    assert rows["AR, target alone"]["tokens_per_target_pass"] == 1
+    for mode in ("smc", "auto", "exact"):
+        assert 3 < rows[f"SMC, mode {mode}"]["tokens_per_target_pass"] <= 9
+    assert list(tmp_path.iterdir()) == [numbers], "its logs went with it"
 
 
 def test_entry_points_name_existing_functions() -> None:

@@ -1,0 +1,53 @@
+"""``sglang-smc``: which words it knows, how it ends, and that its help does not wait."""
+
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+from sglang_smc import __version__
+from sglang_smc.command import cli
+
+HEAVY = ("torch", "sglang", "transformers", "openai")
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(f"  {name} " in told for name in cli.COMMANDS)
+    assert cli.main(["--version"]) == 0
+    assert __version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "says"), [([], "no command"), (["serve"], "'serve'")])
+def test_what_is_no_command_is_said(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    shown = capsys.readouterr()
+    assert says in shown.err and "doctor" in shown.err and shown.out == ""
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_a_command_gets_the_words_behind_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[list[str]] = []
+    module = import_module(cli.COMMANDS[name].module)
+    monkeypatch.setattr(module, "main", lambda argv: given.append(argv) or 7)
+    assert cli.main([name, "--x", "1"]) == 7
+    assert given == [["--x", "1"]]
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], *([n, "--help"] for n in ("doctor", "plan", "view"))]
+)
+def test_help_waits_for_nothing_heavy(words: list[str]) -> None:
+    program = (
+        "import sys\nfrom sglang_smc.command.cli import main\n"
+        f"try:\n    main({words})\nexcept SystemExit:\n    pass\n"
+        f"print([name for name in {HEAVY} if name in sys.modules])"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+    assert found.stdout.splitlines()[-1] == "[]"

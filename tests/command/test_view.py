@@ -1,0 +1,141 @@
+"""``sglang-smc view``: intervals from what a server tells. A stand-in tells it."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+
+from sglang_smc.command import view
+from sglang_smc.command.view import Look
+
+BEFORE = {
+    "rounds": 100,
+    "weighed_rounds": 50,
+    "mean_ess_ratio": 0.5,
+    "kept_columns": 700,
+    "emitted_tokens": 600,
+    "resamplings": 60,
+    "silent_rounds": 10,
+}
+AFTER = {
+    "rounds": 120,
+    "weighed_rounds": 60,
+    "mean_ess_ratio": 0.55,  # 25 before, 33 now: 8 in 10 rounds
+    "kept_columns": 800,
+    "emitted_tokens": 700,
+    "resamplings": 65,
+    "silent_rounds": 12,
+}
+IN_FORCE = {"mode": "smc", "num_particles": 8, "num_steps": 4}
+LOAD = {
+    "dp_rank": 0,
+    "num_running_reqs": 3,
+    "num_waiting_reqs": 1,
+    "num_used_tokens": 250,
+    "max_total_num_tokens": 1000,
+}
+
+
+def look(at: float, totals: dict[str, Any]) -> Look:
+    return Look(at, totals, IN_FORCE, LOAD)
+
+
+def test_an_interval_is_the_difference_of_two_looks() -> None:
+    (shown,) = view.between([look(10, BEFORE)], [look(12, AFTER)])
+    assert shown.tokens_per_second == 50
+    assert shown.tokens_per_pass == 6  # 100 columns in 20 rounds, and the bonus token
+    assert shown.ess == pytest.approx(0.8)
+    assert (shown.resampled, shown.silent, shown.free) == (0.25, 0.1, 0.75)
+    assert (shown.running, shown.waiting, shown.num_particles, shown.num_steps) == (3, 1, 8, 4)
+
+
+def test_without_rounds_there_are_dashes() -> None:
+    (shown,) = view.between([look(10, AFTER)], [look(12, AFTER)])
+    assert (shown.tokens_per_pass, shown.ess, shown.resampled, shown.silent) == (None,) * 4
+    assert view.line_of(0, shown).split() == (
+        ["0", "3", "1", "0.0", "-", "-", "-", "-", "smc", "8", "4", "75%"]
+    )
+
+
+def test_a_server_that_began_anew_counts_from_its_start() -> None:
+    (shown,) = view.between([look(10, AFTER)], [look(12, {**BEFORE, "rounds": 20})])
+    assert shown.tokens_per_second == 300 and shown.ess == pytest.approx(0.5)
+
+
+def test_columns_stand_below_their_names() -> None:
+    (shown,) = view.between([look(10, BEFORE)], [look(12, AFTER)])
+    line = view.line_of(0, shown)
+    for name, cell in (("tokens/pass", "6.00"), ("resampled", "25%"), ("KV free", "75%")):
+        assert line[: view.HEADER.index(name) + len(name)].endswith(cell)
+
+
+@pytest.fixture
+def server() -> Iterator[Callable[..., str]]:
+    """Starts one that answers with these states in turn, the last again and again."""
+    running: list[HTTPServer] = []
+
+    def start(*states: dict[str, Any], key: str | None = None) -> str:
+        left = list(states)
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                allowed = key is None or self.headers["Authorization"] == f"Bearer {key}"
+                self.send_response(200 if allowed else 401)
+                self.end_headers()
+                if self.path == "/server_info":
+                    state = left.pop(0) if len(left) > 1 else left[0]
+                    answer: dict[str, Any] = {"internal_states": [state]}
+                else:
+                    assert self.path == "/v1/loads?include=core"
+                    answer = {"loads": [LOAD]}
+                self.wfile.write(json.dumps(answer).encode())
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        one = HTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=one.serve_forever, daemon=True).start()
+        running.append(one)
+        return f"http://127.0.0.1:{one.server_port}"
+
+    yield start
+    for one in running:
+        one.shutdown()
+        one.server_close()
+
+
+def state(totals: dict[str, Any]) -> dict[str, Any]:
+    return {"smc": {"since_start": totals, "in_force": IN_FORCE}}
+
+
+def test_once_prints_one_line(
+    server: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = server(state(BEFORE), state(AFTER))
+    assert view.main([url + "/", "--once", "--interval", "0.1"]) == 0
+    header, line = capsys.readouterr().out.splitlines()
+    assert header == view.HEADER and "6.00" in line and view.CLEAR not in line
+
+
+def test_a_key_is_sent(server: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    url = server(state(BEFORE), key="secret")
+    words = [url, "--once", "--interval", "0.1"]
+    assert view.main(words) == 1
+    assert "401" in capsys.readouterr().err
+    assert view.main([*words, "--api-key", "secret"]) == 0
+
+
+def test_a_server_without_smc_is_said(
+    server: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert view.main([server({}), "--once"]) == 1
+    assert "does not run SMC" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense"])
+def test_nothing_there_is_said(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert view.main([url, "--once"]) == 1
+    assert f"{url}/server_info" in capsys.readouterr().err
