@@ -42,12 +42,7 @@ class Server:
 
 @contextlib.contextmanager
 def running_server(
-    folder: Path,
-    environment: dict[str, str] | None = None,
-    *,
-    cold: bool = False,
-    output: Path | None = None,
-    **arguments: Any,
+    folder: Path, environment: dict[str, str] | None = None, *, cold: bool = False, **arguments: Any
 ) -> Iterator[Server]:
     """A server for the ``with`` block, with SGLang's strict memory checks on.
 
@@ -55,15 +50,13 @@ def running_server(
         folder: where its log goes.
         environment: added to ours.
         cold: start it as users do; else it is a copy of an interpreter that waits (`warm`).
-        output: what it writes to instead of its log, which stays empty.
         arguments: as `sgl.Engine` takes them, over the tests' defaults.
     """
     folder.mkdir(parents=True, exist_ok=True)
     port, log = free_port(), folder / "server.log"
     given = {**ENGINE_DEFAULTS, "skip_server_warmup": False, "log_level": "info", **arguments}
     command = ["-m", "sglang.launch_server", "--port", str(port), *flags(given)]
-    log.touch()
-    with (output or log).open("w") as sink, warm.cold() if cold else contextlib.nullcontext():
+    with log.open("w") as sink, warm.cold() if cold else contextlib.nullcontext():
         variables = {**os.environ, **STRICT_CHECKS, **(environment or {})}
         process = warm.start(command, variables, sink.fileno())
         server = Server(process, port, log)

@@ -53,8 +53,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The options."""
     found = parser("soak", "Many clients, a pool that is too small, and no request lost.")
     add = found.add_argument
-    add("--minutes", type=float, default=3.0, help="of traffic; verifying comes on top")
-    add("--requests", type=positive, help="so many instead of so many minutes")
+    add("--minutes", type=float, help="of traffic; verifying comes on top (default: 3)")
+    add("--requests", type=positive, help="so many, within the minutes if any are given")
     add("--warm-up", type=float, default=0.5, metavar="SHARE", help="that nothing may grow after")
     add("--verify", type=positive, default=200, metavar="N", help="texts to ask for again, alone")
     add("--crowd", type=positive, default=80, help="requests with the server at once")
@@ -66,7 +66,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the traffic")
     add("--pair", type=Path, default=PAIR, help="folder of target/ and draft/")
     add("--publish", metavar="NAME", help="also copy soak.json to bench/results/soak/NAME.json")
-    return found.parse_args(argv)
+    options = found.parse_args(argv)
+    if options.minutes is None and options.requests is None:
+        options.minutes = 3.0
+    return options
 
 
 def server_flags(options: argparse.Namespace) -> list[str]:

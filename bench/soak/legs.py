@@ -80,7 +80,7 @@ def _leg(
 ) -> None:
     """A share of the traffic, up to the end of its last request."""
     number = round(share * options.requests) if options.requests else None
-    seconds = math.inf if number else 60.0 * share * options.minutes
+    seconds = math.inf if options.minutes is None else 60.0 * share * options.minutes
     line = _Line(number, seconds, found)
 
     async def everybody() -> None:
@@ -98,7 +98,7 @@ class _Line:
 
     def __init__(self, number: int | None, seconds: float, found: Findings) -> None:
         form = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}<{remaining}{postfix}"
-        total = number or round(seconds)
+        total = round(seconds) if number is None else number
         self.bar = bar(total=total, desc="Soaking", bar_format=form)
         self._counts, self._found, self._begin = number is not None, found, time.monotonic()
 

@@ -104,7 +104,7 @@ def _request(draw: random.Random, index: int, share_leaving: float, mean_pause: 
         leaves=draw.choice(WAYS) if leaves else None,
         after=draw.expovariate(0.5),
         at_chunk=draw.choice([1, 1, 2, 3, 5, 8]),
-        pause=draw.expovariate(1.0 / mean_pause),
+        pause=mean_pause * draw.expovariate(1.0),
     )
 
 
