@@ -11,10 +11,12 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_smc.process import config_of, is_smc
 from sglang_smc.server.hooks import Patch
 from sglang_smc.server.malformed import check_fields, check_form, check_ids
+from sglang_smc.server.prompt_length import check_messages, check_texts
 from sglang_smc.server.refusals import check_logprobs, check_request, check_session
 from sglang_smc.state.counters import META_PREFIX
 
 if TYPE_CHECKING:
+    from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 
@@ -24,7 +26,18 @@ def generate_request(
     """Refuse what is no request at all, before anything is made of it."""
     if is_smc(manager.server_args) and isinstance(obj, GenerateReqInput):
         check_form(obj, manager.model_config.vocab_size)
+        check_texts(obj.text, manager)
     return original(manager, obj, request)
+
+
+def process_messages(
+    original: Callable, serving: "OpenAIServingChat", request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Refuse a conversation that cannot fit before it is rendered and tokenized."""
+    manager = serving.tokenizer_manager
+    if is_smc(manager.server_args):
+        check_messages(request.messages, manager)
+    return original(serving, request, *args, **kwargs)
 
 
 def validate_request(
@@ -82,11 +95,22 @@ PATCHES = (
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
         hook_type=HookType.AROUND,
         function=generate_request,
-        what="Answers HTTP 400 to requests with values of wrong types, unknown or too large ones.",
+        what="Answers HTTP 400 to requests with values of wrong types, unknown or too large ones, "
+        "and to texts that are longer than any that fits.",
         why="SGLang compares few types: a wrong one fails as HTTP 500, or in the scheduler, which "
-        "takes all other requests with it.",
+        "takes all other requests with it. It tokenizes a text before it looks at its length.",
         relies_on=("srt/managers/tokenizer_manager.py:745 (the first that sees a request)",),
         retire_when="SGLang checks the types of sampling_params, and token ids, itself.",
+    ),
+    Patch(
+        target="sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._process_messages",
+        hook_type=HookType.AROUND,
+        function=process_messages,
+        what="Answers HTTP 400 to conversations that are longer than any that fits.",
+        why="The chat route, and those that make a chat of theirs, tokenize before there is a "
+        "request that the tokenizer manager sees; 30 MB take gigabytes and minutes.",
+        relies_on=("srt/entrypoints/openai/serving_chat.py:1022 (ValueError is HTTP 400)",),
+        retire_when="SGLang bounds a prompt's text before it tokenizes.",
     ),
     Patch(
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
