@@ -12,6 +12,7 @@ from sglang_smc.process import config_of, is_smc
 from sglang_smc.server import presets, routes
 from sglang_smc.server.hooks import Patch
 from sglang_smc.server.malformed import check_fields, check_form, check_ids, check_labels
+from sglang_smc.server.prompt_length import check_texts
 from sglang_smc.server.refusals import check_logprobs, check_request, check_session
 from sglang_smc.state.counters import META_PREFIX
 from sglang_smc.upstream import resolved
@@ -29,6 +30,7 @@ def generate_request(
         return original(manager, obj, request)
     routes.take_over(obj, request)
     check_form(obj, manager.model_config.vocab_size)
+    check_texts(obj.text, manager)
     check_labels(obj, resolved(server_args).tokenizer_metrics_allowed_custom_labels)
     presets.put_in_place(obj, presets.of(server_args), config_of(server_args))
     return routes.hand_back(original(manager, obj, request), obj, request)
@@ -89,11 +91,13 @@ PATCHES = (
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
         hook_type=HookType.AROUND,
         function=generate_request,
-        what="Answers HTTP 400 to requests with values of wrong types, unknown or too large ones. "
-        "Puts the settings of the preset that lora_path names where the request's own would stand.",
+        what="Answers HTTP 400 to requests with values of wrong types, unknown or too large ones, "
+        "and to texts that are longer than any that fits. Puts the settings of the preset that "
+        "lora_path names where the request's own would stand.",
         why="SGLang compares few types: a wrong one fails as HTTP 500, or in the scheduler, which "
-        "takes all other requests with it. Labels that its metrics lack end its own process. No "
-        "algorithm is asked what a model's name means.",
+        "takes all other requests with it. It tokenizes a text before it looks at its length. "
+        "Labels that its metrics lack end its own process. No algorithm is asked what a model's "
+        "name means.",
         relies_on=("srt/managers/tokenizer_manager.py:745 (the first that sees a request)",),
         retire_when="SGLang checks the types of sampling_params, token ids and labels itself, and "
         "keeps named sampling parameters.",

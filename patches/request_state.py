@@ -1,18 +1,19 @@
 """How a request's state takes a round that emits nothing, and shows its totals at the end."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_smc.process import active_monitor
-from sglang_smc.requests import rules
+from sglang_smc.process import active_config, active_monitor
+from sglang_smc.requests import grammar_cache, rules
 from sglang_smc.requests.failures import end_failed, take_mark
 from sglang_smc.requests.logprob_books import rewind_stream
 from sglang_smc.requests.state import RequestState, find_state, publish
 from sglang_smc.server.hooks import Patch
 
 if TYPE_CHECKING:
+    from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
     from sglang.srt.managers.schedule_batch import Req
 
     from sglang_smc.state.monitor import Monitor
@@ -23,6 +24,7 @@ def update_finish_state(original: Callable, req: "Req", new_accepted_len: int = 
     state = find_state(req)
     if state is None:
         num_new = new_accepted_len
+        rules.leave(req)
     else:
         _judge_prefill(req, state)
         num_new = new_accepted_len + state.open_token.take()
@@ -31,6 +33,7 @@ def update_finish_state(original: Callable, req: "Req", new_accepted_len: int = 
             state.open_token.hold(req)
     if num_new > 0 or req.to_finish:
         original(req, num_new)
+        rules.judge(req)
     if state is not None and req.stream and (monitor := active_monitor()) is not None:
         _time_chunk(req, state, monitor, num_new)
     publish(req)
@@ -51,8 +54,9 @@ def _judge_prefill(req: "Req", state: RequestState) -> None:
         rewind_stream(req)
         return
     rules.forget(req)
+    if not end_failed(req, code):
+        return
     state.count_nan()
-    end_failed(req, code)
     if (monitor := active_monitor()) is not None:
         monitor.count_failed_prefill()
 
@@ -64,6 +68,14 @@ def reset_for_retract(original: Callable, req: "Req") -> None:
     original(req)
 
 
+def create_grammar_backend(
+    original: Callable, *args: Any, **kwargs: Any
+) -> "BaseGrammarBackend | None":
+    """Have what compiles grammars keep no more of them than it should."""
+    backend = original(*args, **kwargs)
+    return backend if active_config() is None else grammar_cache.bound(backend)
+
+
 PATCHES = (
     Patch(
         target="sglang.srt.managers.schedule_batch.Req.update_finish_state",
@@ -71,10 +83,12 @@ PATCHES = (
         function=update_finish_state,
         what="Skips the look for an end where a round emitted no token, or one that may still "
         "change, and holds its stream; takes back the log-probability that SGLang counts as sent "
-        "with no token; ends a request whose prefill found logits that mean nothing; measures "
-        "tokens and time between chunks of streams; hands a finished SMC request's totals to the "
-        "streamer as customized_info.",
+        "with no token; ends a request whose prefill found logits that mean nothing, and one whose "
+        "text a stop pattern matches, which SGLang is not shown; measures tokens and time between "
+        "chunks of streams; hands a finished SMC request's totals to the streamer as "
+        "customized_info.",
         why="`output_ids[-0:]` is the whole output: an old token would be taken for a new end. "
+        "SGLang's search for stop patterns goes back, and can take for ever. "
         "No other place sees every request's end, in prefill and decode, before it is streamed.",
         relies_on=(
             "srt/managers/schedule_batch.py:1568",
@@ -91,5 +105,20 @@ PATCHES = (
         why="Prefill must put out one token, but the particles of such a request differ in it.",
         relies_on=("srt/managers/schedule_batch.py:1603",),
         retire_when="A prefill can put out no token.",
+    ),
+    Patch(
+        target="sglang.srt.constrained.base_grammar_backend.create_grammar_backend",
+        hook_type=HookType.AROUND,
+        function=create_grammar_backend,
+        what="Gives the backend a cache that drops the grammars used least recently, and the "
+        "compiler's own copies with them, beyond a number and a size.",
+        why="`BaseGrammarBackend.cache` and xgrammar's GrammarCompiler keep every grammar that "
+        "came: the scheduler grows with them. A backend of our own (register_grammar_backend) "
+        "would lose the reasoning parser's wrapper.",
+        relies_on=(
+            "srt/constrained/base_grammar_backend.py:172 (cache)",
+            "srt/constrained/xgrammar_backend.py:246 (GrammarCompiler without cache_limit_bytes)",
+        ),
+        retire_when="SGLang bounds what it keeps of compiled grammars.",
     ),
 )

@@ -10,6 +10,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_smc.process import is_smc
 from sglang_smc.server import presets, routes
 from sglang_smc.server.hooks import Patch
+from sglang_smc.server.prompt_length import check_messages
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -68,6 +69,19 @@ def ollama_params(original: Callable, serving: "OllamaServing", options: Any = N
     if "seed" in params:
         params["sampling_seed"] = params.pop("seed")
     return params
+
+
+# Conversations.
+
+
+def process_messages(
+    original: Callable, serving: "OpenAIServingBase", request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Refuse a conversation that cannot fit before it is rendered and tokenized."""
+    manager = serving.tokenizer_manager
+    if is_smc(manager.server_args):
+        check_messages(request.messages, manager)
+    return original(serving, request, *args, **kwargs)
 
 
 # Particles on the OpenAI routes, in `meta_info` where SGLang shows that on request.
@@ -246,6 +260,16 @@ PATCHES = (
             "srt/entrypoints/http_server.py:1993 (the routes)",
         ),
         retire_when="SGLang keeps named sampling parameters.",
+    ),
+    Patch(
+        target=f"{_OPENAI}serving_chat.OpenAIServingChat._process_messages",
+        hook_type=HookType.AROUND,
+        function=process_messages,
+        what="Answers HTTP 400 to conversations that are longer than any that fits.",
+        why="The chat route, and those that make a chat of theirs, tokenize before there is a "
+        "request that the tokenizer manager sees; 30 MB take gigabytes and minutes.",
+        relies_on=("srt/entrypoints/openai/serving_chat.py:1022 (ValueError is HTTP 400)",),
+        retire_when="SGLang bounds a prompt's text before it tokenizes.",
     ),
     Patch(
         target=f"{_OPENAI}serving_chat.OpenAIServingChat._build_chat_response",

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+from sglang_smc.state.settings import stop_tokens
+
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
@@ -35,7 +37,7 @@ class _Answer(NamedTuple):
 def _broken(model: str, flag: str) -> _Answer:
     return _Answer(
         f"The {model} model's logits for this text leave no token to draw: they are NaN or "
-        "infinite, unless the request itself forbids all tokens. Other requests are not affected. "
+        "infinite, unless its custom_logit_processor forbids all tokens. Others are not affected. "
         f"Check the weights of {flag} and the server's --dtype: float16 overflows where bfloat16 "
         "does not.",
         HTTPStatus.INTERNAL_SERVER_ERROR,
@@ -46,6 +48,12 @@ _ANSWERS = {
     Failure.TARGET_LOGITS: _broken("target", "--model-path"),
     Failure.DRAFT_LOGITS: _broken("draft", "--speculative-draft-model-path"),
 }
+
+
+_FORBIDS_ALL = (
+    "The request forbids all tokens: each would end its text (by stop_token_ids or the model), and "
+    "min_new_tokens forbids an end. Leave min_new_tokens out, or some stop tokens."
+)
 
 
 def end_request(req: "Req", message: str, status: HTTPStatus) -> None:
@@ -64,10 +72,24 @@ def end_request(req: "Req", message: str, status: HTTPStatus) -> None:
     req.skip_radix_cache_insert = True
 
 
-def end_failed(req: "Req", code: int) -> None:
-    """End a request by what the device says of it; 0 is nothing."""
+def end_failed(req: "Req", code: int) -> bool:
+    """End a request by what the device says of it; 0 is nothing. Says whether a model is broken."""
+    if code and _forbids_all(req):
+        end_request(req, _FORBIDS_ALL, HTTPStatus.BAD_REQUEST)
+        return False
     if code:
         end_request(req, *_ANSWERS[Failure(code)])
+    return bool(code)
+
+
+def _forbids_all(req: "Req") -> bool:
+    """Whether a request leaves no token to begin with: all would end it, and none may yet."""
+    params = req.sampling_params
+    if not params.min_new_tokens:
+        return False
+    assert req.vocab_size is not None, "SGLang's scheduler sets it on each request"
+    given = params.stop_token_ids, req.eos_token_ids, req.tokenizer, req.vocab_size
+    return len(stop_tokens(*given)) >= req.vocab_size
 
 
 def mark_first(tokens: torch.Tensor, failure: torch.Tensor) -> torch.Tensor:

@@ -5,20 +5,25 @@ particles' tails, and on through what they draft; nothing outlives it. So resamp
 other numbers of particles need no word here.
 """
 
+import contextlib
 import copy
 import math
+import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from http import HTTPStatus
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import torch
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
 
 from sglang_smc.requests.failures import end_request
-from sglang_smc.requests.state import settled_ids, state_of, tails_of
+from sglang_smc.requests.state import find_state, settled_ids, state_of, tails_of
 from sglang_smc.requests.text_rule import BatchTexts, TextRule
 from sglang_smc.state.population import Population
 from sglang_smc.state.transfer import to_device
@@ -29,6 +34,18 @@ if TYPE_CHECKING:
 
 WORD = 32  # bits of a mask's words
 
+SLOW_ROUND = 0.25
+"""CPU seconds that reading texts by one grammar may take of a round, if each takes SLOW_TEXT."""
+
+SLOW_TEXT = 0.005
+"""CPU seconds for one more token of one text: usual are 1e-5, with a large vocabulary 1e-4."""
+
+_SLOW = (
+    "The grammar (json_schema, regex, ebnf or structural_tag) took {seconds:.2f} s of a round, "
+    "which all requests wait for: {each:.1f} ms for each of {num_texts} texts; allowed: "
+    "{allowed:.0f} ms. It can read the same text in too many ways. Let no repetition repeat what "
+    "itself repeats, as (a+)+ and (a{{1,50}}){{1,50}} do, and no rule begin and end with itself."
+)
 _STUCK = (
     "The grammar (json_schema, regex, ebnf or structural_tag) admits no text here: behind the "
     "{num_tokens} output tokens so far no token can follow that it allows, that the vocabulary has "
@@ -60,10 +77,40 @@ def stop_ids(grammar: BaseGrammarObject | None) -> frozenset[int]:
     return frozenset()
 
 
+class _Cost(msgspec.Struct):
+    """What a round has spent on reading one request's texts."""
+
+    seconds: float = 0.0  # of this thread: others that are let run do not count
+    num_texts: int = 0  # that a mask was made for
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether nobody may be made to wait so long again."""
+        return self.seconds > max(SLOW_ROUND, SLOW_TEXT * self.num_texts)
+
+    @property
+    def complaint(self) -> str:
+        """What to tell its client."""
+        each = 1000 * self.seconds / max(1, self.num_texts)
+        most = 1000 * SLOW_TEXT
+        return _SLOW.format(seconds=self.seconds, each=each, num_texts=self.num_texts, allowed=most)
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count what is done within the block."""
+        begun, num_texts = time.thread_time(), _Text.num_made
+        yield
+        self.seconds += time.thread_time() - begun
+        self.num_texts += _Text.num_made - num_texts
+
+
 class _Text:
     """A text, the state that it leaves a grammar in, and the texts that go on from it."""
 
+    num_made = 0
+
     def __init__(self, grammar: BaseGrammarObject, num_words: int) -> None:
+        _Text.num_made += 1
         self._grammar = grammar
         self._longer: dict[int, _Text | None] = {}
         self.has_ended = grammar.is_terminated()
@@ -100,9 +147,11 @@ class Grammar(TextRule):
         self._reqs, self._vocab_size, self._device = reqs, vocab_size, device
         num_words = -(-vocab_size // WORD)
         self._anything = torch.full((1, num_words), -1, dtype=torch.int32)
-        self._texts = [
-            _texts(req, _tails(req, population, group), num_words) for group, req in enumerate(reqs)
-        ]
+        self._costs = [_begin_cost(req) for req in reqs]
+        self._texts: list[list[_Text | None]] = []
+        for group, req in enumerate(reqs):
+            with self._costs[group].counted():
+                self._texts.append(_texts(req, _tails(req, population, group), num_words))
         self._columns = [self._rows()]  # [G, N, W] int32 each
 
     @classmethod
@@ -112,7 +161,12 @@ class Grammar(TextRule):
 
     @classmethod
     def of(cls, texts: BatchTexts) -> "Grammar":
-        """See `TextRule.of`."""
+        """See `TextRule.of`: who was slow in the round before reads no further."""
+        slow = [cost.is_slow for cost in map(_last_cost, texts.reqs)]
+        for req, is_slow in zip(texts.reqs, _any_rank(slow), strict=True):
+            if is_slow and cls.applies(req):
+                end_request(req, _last_cost(req).complaint, HTTPStatus.BAD_REQUEST)
+                cls.forget(req)
         return cls(texts)
 
     def allowed(self, chains: torch.Tensor, first: int) -> torch.Tensor:
@@ -132,7 +186,8 @@ class Grammar(TextRule):
         ends = ends.clone()
         for group, req in enumerate(self._reqs):
             if self.applies(req):
-                _mark_ends(ends[group], req, tokens[group].tolist(), population, group)
+                with self._costs[group].counted():
+                    _mark_ends(ends[group], req, tokens[group].tolist(), population, group)
         return ends
 
     def note_first(self, tokens: torch.Tensor, log_sums: torch.Tensor) -> None:
@@ -184,15 +239,41 @@ class Grammar(TextRule):
         """Read what has been drafted since the last call."""
         for column in range(len(self._columns) - 1, chains.shape[2]):
             drawn = chains[:, :, column].tolist()
-            self._texts = [
-                [text and text.then(token) for text, token in zip(*both, strict=True)]
-                for both in zip(self._texts, drawn, strict=True)
-            ]
+            for group, tokens in enumerate(drawn):
+                with self._costs[group].counted():
+                    both = zip(self._texts[group], tokens, strict=True)
+                    self._texts[group] = [text and text.then(token) for text, token in both]
             self._columns.append(self._rows())
 
     def _rows(self) -> torch.Tensor:
         rows = [[text.row if text else self._anything for text in each] for each in self._texts]
         return torch.stack([torch.cat(each) for each in rows])
+
+
+def _last_cost(req: "Req") -> _Cost:
+    """What the round before has spent on a request."""
+    state = find_state(req)
+    return _Cost() if state is None else state.kept.get(_Cost, _Cost())
+
+
+def _begin_cost(req: "Req") -> _Cost:
+    """What this round will have spent on a request."""
+    cost, state = _Cost(), find_state(req)
+    if state is not None:
+        state.kept[_Cost] = cost
+    return cost
+
+
+def _any_rank(flags: list[bool]) -> list[bool]:
+    """What holds on any tensor-parallel rank: all must end the same requests."""
+    if not parallel_state.model_parallel_is_initialized():
+        return flags
+    group = parallel_state.get_tp_group()
+    if group.world_size == 1:
+        return flags
+    found = torch.tensor(flags, dtype=torch.int32)
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+    return found.bool().tolist()
 
 
 def _grammar(req: "Req") -> BaseGrammarObject:

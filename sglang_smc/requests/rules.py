@@ -97,6 +97,18 @@ def judge_first(req: "Req") -> None:
         rule.judge_first(req)
 
 
+def judge(req: "Req") -> None:
+    """End a request in whose settled text some rule finds an end, after SGLang has looked."""
+    for rule in rules_of_request(req):
+        rule.judge(req)
+
+
+def leave(req: "Req") -> None:
+    """Have SGLang not look for what a rule knows, in a request that generates nothing."""
+    for rule in rules_of_request(req):
+        rule.leave(req)
+
+
 def forget(req: "Req") -> None:
     """Have no rule read on in a request that is about to end."""
     for rule in rules_of_request(req):

@@ -2,20 +2,29 @@
 
 Token ids cannot tell where a stop string ends, so this runs on the host, and
 only for requests that have one.
+
+SGLang would search the whole output for a pattern after each round, with `re`, which can take for
+ever. So patterns are taken from the request as it begins, and looked for here alone: `judge` ends a
+request at what SGLang would have found.
 """
 
-import re
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
+from sglang.srt.managers.schedule_batch import FINISH_MATCHED_STR, FINISHED_MATCHED_REGEX
 
-from sglang_smc.requests.state import settled_ids, tails_of
+from sglang_smc.requests.pattern import START, State, pattern_of
+from sglang_smc.requests.state import find_state, settled_ids, state_of, tails_of
 from sglang_smc.requests.text_rule import BatchTexts, TextRule
 from sglang_smc.state.population import Population
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from transformers import PreTrainedTokenizerBase
+
+CONTEXT = 8
+"""Tokens before new ones that these are decoded with: how a token reads depends on the last few,
+and a character may be split over four."""
 
 
 class StopTexts(TextRule):
@@ -33,7 +42,30 @@ class StopTexts(TextRule):
     @classmethod
     def applies(cls, req: "Req") -> bool:
         """Whether a request stops at a string or a pattern."""
-        return bool(req.sampling_params.stop_strs or req.sampling_params.stop_regex_strs)
+        params = req.sampling_params
+        return bool(params.stop_strs or params.stop_regex_strs or _patterns(req))
+
+    @classmethod
+    def begin(cls, req: "Req") -> None:
+        """See `TextRule.begin`: patterns are ours from here on."""
+        if sources := req.sampling_params.stop_regex_strs:
+            state_of(req).kept[cls] = StopPatterns(list(sources), _tokenizer(req))
+        cls.leave(req)
+
+    @classmethod
+    def leave(cls, req: "Req") -> None:
+        """See `TextRule.leave`: SGLang has no pattern to search for."""
+        req.sampling_params.stop_regex_strs = []
+        req.sampling_params.stop_regex_max_len = 0
+
+    @classmethod
+    def judge(cls, req: "Req") -> None:
+        """See `TextRule.judge`."""
+        patterns = _patterns(req)
+        found = patterns and patterns.found_in(settled_ids(req))
+        if found and _is_first(req, found.length):
+            req.finished_reason = FINISHED_MATCHED_REGEX(matched=found.source)
+            req.finished_len = found.length
 
     @classmethod
     def of(cls, texts: BatchTexts) -> "StopTexts":
@@ -55,6 +87,73 @@ class StopTexts(TextRule):
         return ends
 
 
+class _Reading(NamedTuple):
+    """How far patterns have read a text."""
+
+    tokens: list[int]  # the last, with which new ones are decoded
+    num_known: int  # characters of their text that have been read
+    states: tuple[State, ...]  # by pattern
+
+
+class _Found(NamedTuple):
+    source: str  # the pattern that matches
+    length: int  # tokens of the output, up to where it first does
+
+
+class StopPatterns:
+    """The stop patterns of one request, and how far they have read its settled text."""
+
+    def __init__(self, sources: list[str], tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._sources = sources
+        self._patterns = [pattern_of(source) for source in sources]
+        self._tokenizer = tokenizer
+        self._settled = _Reading([], 0, (START,) * len(sources))
+        self._num_settled = 0
+        self._found: _Found | None = None
+
+    def found_in(self, settled: list[int]) -> _Found | None:
+        """The first match in output tokens that only grow from call to call."""
+        for token in settled[self._num_settled :]:
+            if self._found is not None:
+                break
+            self._num_settled += 1
+            following = self._read(self._settled, [token])
+            if isinstance(following, str):
+                self._found = _Found(following, self._num_settled)
+            else:
+                self._settled = following
+        return self._found
+
+    def first_match(self, settled: list[int], tail: list[int], new_tokens: list[int]) -> int | None:
+        """See `first_match`."""
+        self.found_in(settled)
+        reading = self._read(self._settled, tail)
+        for index, token in enumerate(new_tokens):
+            if isinstance(reading, str):
+                return index  # the tail has ended before
+            reading = self._read(reading, [token])
+            if isinstance(reading, str):
+                return index
+        return None
+
+    def _read(self, reading: _Reading, tokens: list[int]) -> _Reading | str:
+        """Read on, or the pattern that matches what can then be read."""
+        tokens = [*reading.tokens, *tokens]
+        text = _decode(self._tokenizer, tokens)
+        num_known = len(text.rstrip("\ufffd"))  # half a character becomes another with more tokens
+        states = []
+        each = zip(self._sources, self._patterns, reading.states, strict=True)
+        for source, pattern, state in each:
+            following = pattern.read(state, text[reading.num_known : num_known])
+            if following is None or pattern.ends(following):
+                return source
+            states.append(following)
+        if num_known == len(text) and len(tokens) > 2 * CONTEXT:
+            tokens = tokens[-CONTEXT:]
+            num_known = len(_decode(self._tokenizer, tokens))
+        return _Reading(tokens, num_known, tuple(states))
+
+
 def first_match(req: "Req", tail: list[int], new_tokens: list[int]) -> int | None:
     """Index of the new token that completes a stop string or pattern, None without a match.
 
@@ -63,26 +162,48 @@ def first_match(req: "Req", tail: list[int], new_tokens: list[int]) -> int | Non
         tail: the particle's tokens beyond it.
         new_tokens: what the particle may now append.
     """
-    lineage = [*settled_ids(req)[-_window(req) :], *tail]
-    for index, token in enumerate(new_tokens):
+    settled, patterns = settled_ids(req), _patterns(req)
+    lineage = [*settled[-_window(req) :], *tail]
+    found = patterns.first_match(settled, tail, new_tokens) if patterns else None
+    for index, token in enumerate(new_tokens[:found] if req.sampling_params.stop_strs else ()):
         lineage.append(token)
         if _matches(req, lineage[-_window(req) :]):
             return index
-    return None
+    return found
+
+
+def _patterns(req: "Req") -> StopPatterns | None:
+    state = find_state(req)
+    return state and state.kept.get(StopTexts)
+
+
+def _is_first(req: "Req", length: int) -> bool:
+    """Whether a pattern's match ends a request before, or instead of, what SGLang has found."""
+    if not req.finished():
+        return True
+    if req.finished_len is None:
+        return False  # aborted, or ended by another rule
+    is_string = isinstance(req.finished_reason, FINISH_MATCHED_STR)
+    return length < req.finished_len + (not is_string)
 
 
 def _window(req: "Req") -> int:
-    """How many trailing tokens a match can span, as SGLang bounds it."""
-    params = req.sampling_params
-    return max(params.stop_str_max_len, params.stop_regex_max_len) + 1
+    """How many trailing tokens a stop string can span, as SGLang bounds it."""
+    return req.sampling_params.stop_str_max_len + 1
 
 
 def _matches(req: "Req", tokens: list[int]) -> bool:
+    text = _decode(_tokenizer(req), tokens)
+    assert req.sampling_params.stop_strs is not None, "normalized"
+    return any(stop in text for stop in req.sampling_params.stop_strs)
+
+
+def _tokenizer(req: "Req") -> "PreTrainedTokenizerBase":
     # SGLang declares it as None, and refuses stop texts where it has no tokenizer.
-    text = cast("PreTrainedTokenizerBase", req.tokenizer).decode(tokens)
-    params = req.sampling_params
+    return cast("PreTrainedTokenizerBase", req.tokenizer)
+
+
+def _decode(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> str:
+    text = tokenizer.decode(tokens)
     assert isinstance(text, str), "it is a list for a list of texts alone"
-    assert params.stop_strs is not None and params.stop_regex_strs is not None, "normalized"
-    return any(stop in text for stop in params.stop_strs) or any(
-        re.search(pattern, text) for pattern in params.stop_regex_strs
-    )
+    return text

@@ -91,6 +91,14 @@ class TextRule(ABC):
         """End a request at the token that prefill drew, where it was noted so."""
 
     @classmethod
+    def judge(cls, req: "Req") -> None:
+        """End a request in whose settled text the rule finds an end, after SGLang has looked."""
+
+    @classmethod
+    def leave(cls, req: "Req") -> None:
+        """Have SGLang, too, look for nothing in a request that generates nothing."""
+
+    @classmethod
     def reread(cls, req: "Req", num_dropped: int, tokens: list[int]) -> None:
         """Take back the last ``num_dropped`` output tokens that were read, and read ``tokens``."""
 

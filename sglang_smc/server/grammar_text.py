@@ -2,7 +2,8 @@
 
 SGLang compiles grammars in its scheduler's process. What xgrammar says of a bad one ends that
 request alone. But a NUL character ends a pattern for it, and one that begins with NUL, like JSON
-nested ten thousands deep, ends the process.
+nested ten thousands deep, ends the process. Threads compile, beside the scheduler, but a schema of
+10,000 values keeps all cores busy for seconds.
 """
 
 import json
@@ -12,6 +13,9 @@ FIELDS = ("json_schema", "regex", "ebnf", "structural_tag")
 """Sampling parameters that bring a grammar; tool_choice and response_format become one of them."""
 
 MAX_DEPTH = 100
+MAX_CHARACTERS = 100_000
+"""Of a grammar: what it takes to compile grows faster than it, to seconds of several cores here."""
+
 _ANY_JSON = "$$ANY$$"  # SGLang's word for it, in place of a schema
 
 
@@ -25,6 +29,10 @@ def check_grammars(params: dict[str, Any]) -> None:
 def _check(field: str, text: Any) -> None:
     if not isinstance(text, str):
         raise ValueError(f"{field}={text!r:.100}; allowed: a string.")
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(
+            f"{field} has {len(text)} characters; allowed: {MAX_CHARACTERS}. Send a smaller one."
+        )
     if field in ("regex", "ebnf") or text == _ANY_JSON:
         _check_characters(field, text)
         return

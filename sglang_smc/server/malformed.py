@@ -19,8 +19,24 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_smc.requests.pattern import num_places
+
 MAX_SAMPLES = 4096
 """Parallel samples of one request: SGLang makes a request of its own of each, before it checks."""
+
+MAX_STOPS = 32
+"""Stop strings of one request, and stop patterns: as later SGLang releases have it."""
+
+MAX_STOP_LENGTH = 512
+"""Characters of a stop string: so much text is looked at again for each token of each particle."""
+
+MAX_PATTERN_BYTES = 256  # as later SGLang releases have it
+MAX_ALL_PLACES = 1024
+"""Places of all patterns of a request (`requests.pattern`): what a character of text may cost."""
+
+LEAST_PENALTY = 0.01
+"""repetition_penalty: logits are divided by it, and must still be float32 behind a logit_bias and
+the lowest temperature."""
 
 _INT64 = range(-(2**63), 2**63)
 _FLOAT32 = 3.4e38
@@ -184,10 +200,29 @@ def _check_params(params: Any) -> None:
         raise ValueError(f"sampling_params is {params!r}; allowed: an object.")
     _convert("sampling_params", params, _Params)
     _check_ranges(params, {"n": range(1, MAX_SAMPLES + 1), "top_k": range(-1, 2**31)})
+    penalty = params.get("repetition_penalty")
+    if penalty is not None and 0 < penalty < LEAST_PENALTY:  # SGLang looks at the rest
+        raise ValueError(
+            f"repetition_penalty is {penalty}; allowed: {LEAST_PENALTY} to 2, and 1 is none. With "
+            "less, logits are no numbers any more."
+        )
+    for name in ("stop", "stop_regex"):
+        number = len(list(_each(params.get(name))))
+        if number > MAX_STOPS:
+            raise ValueError(f"{name} has {number} entries; allowed: {MAX_STOPS}. Leave some out.")
     for text in _each(params.get("stop")):
         _check_text(text)
-    for pattern in _each(params.get("stop_regex")):
-        _check_pattern(pattern)
+        if len(text) > MAX_STOP_LENGTH:
+            raise ValueError(
+                f"stop has a string of {len(text)} characters; allowed: {MAX_STOP_LENGTH}. A "
+                "shorter beginning of it stops the text as well."
+            )
+    places = sum(map(_check_pattern, _each(params.get("stop_regex"))))
+    if places > MAX_ALL_PLACES:
+        raise ValueError(
+            f"stop_regex has {places} characters and classes in all, with repetitions written out; "
+            f"allowed: {MAX_ALL_PLACES}. Send fewer or shorter patterns."
+        )
 
 
 def _convert(name: str, value: Any, expected: type) -> None:
@@ -207,13 +242,23 @@ def _check_ranges(values: dict[str, Any], ranges: dict[str, range]) -> None:
             )
 
 
-def _check_pattern(pattern: str) -> None:
+def _check_pattern(pattern: str) -> int:
+    """How large a pattern is; ValueError where it is none, or cannot be matched in linear time."""
+    length = len(pattern.encode(errors="replace"))
+    if length > MAX_PATTERN_BYTES:
+        raise ValueError(
+            f"stop_regex has a pattern of {length} bytes; allowed: {MAX_PATTERN_BYTES}. Shorten it."
+        )
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(
             f"stop_regex is {pattern[:100]!r}, which is no regular expression: {error}. Mend it."
         ) from None
+    try:
+        return num_places(pattern)
+    except ValueError as error:
+        raise ValueError(f"stop_regex is {pattern[:100]!r}, which {error}.") from None
 
 
 def _check_numbers(name: str, value: Any) -> None:

@@ -65,6 +65,36 @@ REGISTRATION = (
 # Targets of the hooks in patches/, and what those functions touch.
 HOOKS = (
     Symbol(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager",
+        attributes="context_len allow_auto_truncate",
+    ),
+    Symbol(
+        "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._process_messages",
+        "self request is_multimodal",
+    ),
+    Symbol(
+        "sglang.srt.constrained.base_grammar_backend.create_grammar_backend",
+        "server_args tokenizer vocab_size",
+    ),
+    Symbol("sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend", attributes="cache"),
+    Symbol(
+        "sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend.get_cached_or_future_value",
+        calls="self.cache.get",
+    ),
+    Symbol(
+        "sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend",
+        attributes="grammar_compiler",
+    ),
+    Symbol(
+        "sglang.srt.constrained.reasoner_grammar_backend.ReasonerGrammarBackend",
+        attributes="grammar_backend",
+    ),
+    Symbol("sglang.srt.managers.schedule_batch.Req", attributes="finished_reason? finished_len?"),
+    # Searched for nothing, where there are no patterns.
+    Symbol(
+        "sglang.srt.managers.schedule_batch.Req._check_str_based_finish", "self new_accepted_len"
+    ),
+    Symbol(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
         "self obj request",
         kind=ASYNC_GENERATOR,

@@ -14,6 +14,7 @@ from sglang_smc.options.request import RequestConfig
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.requests.failures import (
     Failure,
+    end_failed,
     end_request,
     failure_of_first,
     failure_of_round,
@@ -37,7 +38,7 @@ class FakeReq:
         self.is_retracted, self.done, self.return_logprob = False, False, True
         self.spec_num_correct_drafts, self.spec_correct_drafts_histogram = 0, []
         self.grammar = self.custom_logit_processor = None
-        self.sampling_params = SimpleNamespace(**NEUTRAL)
+        self.sampling_params = SimpleNamespace(**NEUTRAL, min_new_tokens=0)
         self.smc_state = RequestState.of(0, RequestConfig())
 
     def finished(self) -> bool:
@@ -65,6 +66,25 @@ def test_who_ends_anyway_ends_as_it_would(ending: str) -> None:
     req.done = ending == "already"
     end_request(req, "late", HTTPStatus.BAD_REQUEST)
     assert req.to_finish in ("abort", None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({"min_new_tokens": 3, "stop_token_ids": {0, 1, 2}}, 400),  # and the model's, 3
+        ({"min_new_tokens": 3, "stop_token_ids": {0, 1}}, 500),
+        ({"min_new_tokens": 0, "stop_token_ids": {0, 1, 2}}, 500),
+    ],
+)
+def test_who_forbids_all_tokens_is_told_so_and_no_model_is_blamed(
+    changes: dict[str, Any], status: int
+) -> None:
+    req: Any = FakeReq()
+    req.vocab_size, req.tokenizer, req.eos_token_ids = 4, None, {3}
+    vars(req.sampling_params).update(changes)
+    assert end_failed(req, Failure.TARGET_LOGITS) is (status == 500)
+    assert req.to_finish.status_code == status
+    assert ("forbids all tokens: each would end" in req.to_finish.message) is (status == 400)
 
 
 def test_a_mark_stands_for_the_first_token_and_goes_with_it() -> None:

@@ -11,6 +11,8 @@ from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObjec
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo
 
+from sglang_smc.requests import grammar as module
+from sglang_smc.requests import grammar_cache
 from sglang_smc.requests.grammar import Grammar, forked
 from sglang_smc.requests.open_token import OpenToken
 from sglang_smc.requests.text_rule import BatchTexts
@@ -43,7 +45,9 @@ def request(grammar: Any, output: tuple[int, ...] = (), open_token_at: int | Non
     return SimpleNamespace(
         grammar=grammar,
         output_ids=list(output),
-        smc_state=SimpleNamespace(open_token=open_token),
+        smc_state=SimpleNamespace(open_token=open_token, kept={}),
+        to_finish=None,
+        rid="a",
         vocab_size=VOCAB,
         finished=lambda: False,
     )
@@ -175,3 +179,70 @@ def test_the_end_of_a_grammar_is_an_end() -> None:
     assert found.tolist() == [[[False, False], [True, False], [False, False]]]
     found = masks(bound, None).ends(nothing[:, :1], drafted([A, EOS]), None)
     assert found.tolist() == [[[False, True]]]
+
+
+def played(req: Any, seconds_each: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round of two particles, three tokens each, in which a mask takes so long."""
+    clock = [0.0]
+    fill = XGrammarGrammar.fill_vocab_mask
+
+    def slow(grammar: XGrammarGrammar, *args: Any) -> None:
+        clock[0] += seconds_each
+        fill(grammar, *args)
+
+    monkeypatch.setattr(module.time, "thread_time", lambda: clock[0])
+    monkeypatch.setattr(XGrammarGrammar, "fill_vocab_mask", slow)
+    of = Grammar.of(BatchTexts([req], population([], []), VOCAB, "cpu"))
+    of.allowed(drafted([A, A, B], [B, A, A]), 0)
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize(("seconds_each", "ends"), [(1e-4, False), (0.03, False), (0.06, True)])
+def test_a_grammar_that_takes_too_long_ends_its_request_before_the_next_round(
+    seconds_each: float, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven texts: 0.42 s are too long, 0.21 s are not."""
+    req = request(grammar_of("(a|b)*"))
+    played(req, seconds_each, monkeypatch)
+    played(req, 0.0, monkeypatch)
+    assert (req.to_finish is not None) == ends == (req.grammar is None)
+    if ends:
+        assert req.to_finish.status_code == 400
+        assert "0.42 s" in req.to_finish.message and "60.0 ms" in req.to_finish.message
+    played(req, 0.0, monkeypatch)  # a round that has begun goes on without it
+
+
+def test_ranks_end_the_same_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red where each goes by its own clock: they would wait for one another for ever."""
+    group = SimpleNamespace(world_size=2, cpu_group="cpu")
+    monkeypatch.setattr(module.parallel_state, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(module.parallel_state, "get_tp_group", lambda: group)
+
+    def other_rank_is_slow(flags: torch.Tensor, op: Any, group: Any) -> None:
+        assert op == torch.distributed.ReduceOp.MAX and group == "cpu"
+        flags[1] = 1
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", other_rank_is_slow)
+    reqs = [request(grammar_of("a*")), request(grammar_of("a*"))]
+    Grammar.of(BatchTexts(reqs, None, VOCAB, "cpu"))
+    assert [req.grammar is None for req in reqs] == [False, True]
+
+
+def test_only_so_many_grammars_are_kept_and_the_least_recently_used_goes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammar_cache, "MAX_GRAMMARS", 3)
+    dropped = []
+    cache = grammar_cache.GrammarCache(on_drop=lambda: dropped.append(True))
+    for name in ("a", "b", "c"):
+        cache["regex", name] = grammar_of(name)
+    assert cache.get(("regex", "a")) is not None and cache.get(("regex", "x")) is None
+    assert not dropped
+    cache["regex", "d"] = grammar_of("d")
+    assert [name for _kind, name in cache] == ["c", "a", "d"] and len(dropped) == 1
+    monkeypatch.setattr(grammar_cache, "MAX_BYTES", 1)
+    cache["regex", "e"] = grammar_of("e")
+    assert [name for _kind, name in cache] == ["e"] and cache.num_bytes > 1
+    cache.clear()
+    cache["regex", "f"] = grammar_of("f")
+    assert len(cache) == 1 and cache.num_bytes < 100_000

@@ -259,6 +259,7 @@ def nested(depth: int) -> str:
         ("json_schema", '{"const": "\\ud800"}', "surrogate"),
         ("json_schema", "[" * 100_000, "too deeply"),
         ("structural_tag", nested(101), "too deeply"),
+        ("regex", "a" * 100_001, "has 100001 characters; allowed: 100000"),
         ("json_schema", "{", "no JSON"),
         ("regex", 5, "a string"),
     ],

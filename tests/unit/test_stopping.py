@@ -6,9 +6,15 @@ from typing import Any
 import pytest
 import torch
 from populations import population_of
+from sglang.srt.managers.schedule_batch import (
+    FINISH_ABORT,
+    FINISH_LENGTH,
+    FINISH_MATCHED_STR,
+    FINISH_MATCHED_TOKEN,
+)
 
 from sglang_smc.requests.open_token import OpenToken
-from sglang_smc.requests.stopping import StopTexts, first_match
+from sglang_smc.requests.stopping import CONTEXT, StopTexts, first_match
 from sglang_smc.requests.text_rule import BatchTexts
 from sglang_smc.state.population import Population
 
@@ -16,13 +22,16 @@ from sglang_smc.state.population import Population
 class Letters:
     """Token i is the i-th word; a text is all of them in a row."""
 
-    words = ("a", "b", "c", "ST", "OP", "STOP!", " ", "7")
+    words = ("a", "b", "c", "ST", "OP", "STOP!", " ", "7", b"\xc2", b"\xa7")  # two make a §
 
-    def encode(self, text: str) -> list[int]:
-        return [self.words.index(letter) for letter in text]
+    def __init__(self) -> None:
+        self.num_decoded = 0
 
     def decode(self, tokens: list[int]) -> str:
-        return "".join(self.words[token] for token in tokens)
+        self.num_decoded += len(tokens)
+        words = (self.words[token] for token in tokens)
+        whole = b"".join(word if isinstance(word, bytes) else word.encode() for word in words)
+        return whole.decode(errors="replace")
 
 
 def mark_stop_texts(
@@ -31,7 +40,7 @@ def mark_stop_texts(
     return StopTexts.of(BatchTexts(reqs, population, 8, "cpu")).ends(ends, tokens, population)
 
 
-A, B, C, ST, OP, STOP, SPACE, SEVEN = range(8)
+A, B, C, ST, OP, STOP, SPACE, SEVEN, HALF, OTHER_HALF = range(10)
 
 
 def make_req(
@@ -44,7 +53,18 @@ def make_req(
         stop_str_max_len=span if stops else 0,
         stop_regex_max_len=span if regex else 0,
     )
-    return SimpleNamespace(sampling_params=params, tokenizer=Letters(), output_ids=list(output_ids))
+    state = SimpleNamespace(open_token=OpenToken(), kept={})
+    req = SimpleNamespace(
+        sampling_params=params,
+        tokenizer=Letters(),
+        output_ids=list(output_ids),
+        smc_state=state,
+        finished_reason=None,
+        finished_len=None,
+    )
+    req.finished = lambda: req.finished_reason is not None
+    StopTexts.begin(req)  # type: ignore[arg-type]
+    return req
 
 
 def test_only_requests_with_stop_texts_are_looked_at() -> None:
@@ -146,9 +166,70 @@ def test_a_particle_reads_its_own_first_token_while_it_is_open(
 ) -> None:
     """What stands in its place in the request's output is another particle's, or nobody's."""
     req = make_req("STOP", output_ids=(A, C))
-    req.smc_state = SimpleNamespace(open_token=OpenToken())
     req.smc_state.open_token.begin(open_token_at)
     tails = population([[[], []]], [[ST, A]])
     nothing = torch.zeros(1, 2, 1, dtype=torch.bool)
     found = mark_stop_texts(nothing, [req], torch.tensor([[[OP], [OP]]]), tails)
     assert found[0, :, 0].tolist() == expected
+
+
+def test_half_a_character_is_read_with_its_other_half() -> None:
+    req = make_req(regex="a§b", output_ids=(A, HALF))
+    assert first_match(req, [OTHER_HALF], [B]) == 0
+    assert first_match(req, [], [OTHER_HALF, B]) == 1
+    assert first_match(req, [], [B]) is None
+
+
+def judged(req: Any, *tokens: int) -> tuple[str | None, int | None]:
+    """How a request ends, if it does, once it has put out these tokens."""
+    req.output_ids.extend(tokens)
+    StopTexts.judge(req)
+    reason = req.finished_reason
+    return reason and reason.matched, req.finished_len
+
+
+def test_sglang_has_no_pattern_to_search_for_and_the_request_ends_all_the_same() -> None:
+    req = make_req(regex="b+c")
+    assert req.sampling_params.stop_regex_strs == [] and StopTexts.applies(req)
+    assert req.sampling_params.stop_regex_max_len == 0
+    assert judged(req, A, B) == (None, None)
+    assert judged(req, B, C, A, B, C) == ("b+c", 4)
+
+
+@pytest.mark.parametrize(
+    ("reason", "length", "expected"),
+    [
+        (FINISH_LENGTH(3), 3, "b"),  # as SGLang: a text that has come to its end is not cut short
+        (FINISH_MATCHED_TOKEN(A), 3, "b"),
+        (FINISH_MATCHED_STR("ab"), 3, "ab"),  # as SGLang: strings before patterns
+        (FINISH_MATCHED_TOKEN(A), 2, A),  # that was before
+        (FINISH_MATCHED_STR("cc"), 4, "b"),
+    ],
+)
+def test_the_first_end_of_a_text_is_the_one_that_counts(
+    reason: Any, length: int, expected: Any
+) -> None:
+    req = make_req(regex="b")
+    req.finished_reason, req.finished_len = reason, length
+    StopTexts.judge(req)
+    req.output_ids.extend([A, A, B, C])
+    StopTexts.judge(req)
+    assert getattr(req.finished_reason, "matched", None) == expected
+
+
+def test_an_abort_stays_one() -> None:
+    req = make_req(regex="b")
+    req.finished_reason = FINISH_ABORT("gone")
+    req.output_ids.append(B)
+    StopTexts.judge(req)
+    assert isinstance(req.finished_reason, FINISH_ABORT)
+
+
+def test_a_long_text_is_not_read_again() -> None:
+    """Red where work a round grows with the text: here it was decoded 360 times over."""
+    req = make_req(regex=r"(a+)+c", output_ids=(A,) * 5000)
+    StopTexts.judge(req)
+    before = req.tokenizer.num_decoded
+    for _ in range(40):
+        assert first_match(req, [A, B], [A] * 8 + [B]) is None
+    assert req.tokenizer.num_decoded - before < 40 * 12 * 3 * CONTEXT

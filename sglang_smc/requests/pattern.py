@@ -1,0 +1,356 @@
+r"""Regular expressions that read a text once, character by character, and never go back.
+
+`re` tries one way through a pattern after the other, and of ``(a+)+b`` there are 2^n. Here a set
+of places in the pattern, as the bits of an integer, follows all of them at once (Glushkov,
+"The abstract theory of automata", 1961): work is places / 8 steps a character at most, whatever
+pattern and text are. What has been read is carried on, from token to token and from round to round
+into every particle, so that a text is not read again. No engine for Python can be held still in the
+middle of a text; RE2, which is linear too, would search the whole of it for each token of each
+particle, and took 6 s for 100 kB and ``([ab]?){500}[ab]{500}c``.
+
+`re` itself parses a pattern, and says which characters a place takes and where ``^``, ``$`` and
+``\b`` hold, so a pattern means what it means there. What needs going back is refused: groups named
+again, looks ahead and behind, atomic groups.
+"""
+
+import re
+import sre_parse as sre
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+MAX_PLACES = 256
+"""Places of a pattern: its characters and classes, with repetitions written out."""
+
+_KEPT = 4096  # steps, characters and borders that a pattern remembers its answer for
+_FLAGS = re.IGNORECASE | re.MULTILINE | re.DOTALL | re.ASCII
+_CLASSES = {
+    sre.CATEGORY_DIGIT: r"\d",
+    sre.CATEGORY_NOT_DIGIT: r"\D",
+    sre.CATEGORY_SPACE: r"\s",
+    sre.CATEGORY_NOT_SPACE: r"\S",
+    sre.CATEGORY_WORD: r"\w",
+    sre.CATEGORY_NOT_WORD: r"\W",
+}
+_BORDERS = {
+    sre.AT_BEGINNING: "^",
+    sre.AT_BEGINNING_STRING: r"\A",
+    sre.AT_BOUNDARY: r"\b",
+    sre.AT_NON_BOUNDARY: r"\B",
+    sre.AT_END: "$",
+    sre.AT_END_STRING: r"\Z",
+}
+_REPEATS = (sre.MAX_REPEAT, sre.MIN_REPEAT)
+
+
+class State(NamedTuple):
+    """Where a text has brought a pattern."""
+
+    live: int = 0  # places that took the last character
+    last: str = ""  # it
+    # The same, and whether a match ended before it, if no text follows: `$` holds before a newline
+    # that is the last character.
+    live_at_end: int = 0
+    ended_before: bool = False
+
+
+START = State()
+
+
+class _Part(NamedTuple):
+    """A piece of a pattern at some border between two characters."""
+
+    can_be_empty: bool
+    first: int  # places that may take the character behind the border
+    last: int  # places with which it may end before the border
+
+
+class _Automaton(NamedTuple):
+    """A pattern at borders where the same assertions hold."""
+
+    whole: _Part
+    follow: list[int]  # by place: those that may come next
+    known: dict[tuple[int, int], int]  # follow of eight places at once, by their byte and its place
+
+    def after(self, live: int) -> int:
+        """Places that may take the next character; a match may begin with it, too."""
+        reached = self.whole.first
+        for place, byte in enumerate(live.to_bytes(-(-len(self.follow) // 8), "little")):
+            if byte:
+                key = place, byte
+                if key not in self.known:
+                    self.known[key] = _union(self.follow, byte << 8 * place)
+                reached |= self.known[key]
+        return reached
+
+    def accepts(self, live: int) -> bool:
+        """Whether a match ends at the border."""
+        return self.whole.can_be_empty or bool(live & self.whole.last)
+
+
+class Pattern:
+    """One regular expression; ValueError where it cannot be read in one go, or is too large."""
+
+    def __init__(self, source: str) -> None:
+        tree = sre.parse(source)
+        flags = tree.state.flags & _FLAGS
+        num_places(source)
+        self._tree, self._flags = tree, flags
+        self._borders = sorted(_borders(tree, flags))
+        self._automata: dict[tuple[bool, ...], _Automaton] = {}
+        builder = _Builder(frozenset())
+        builder.sequence(tree, flags)
+        self._classes = [(re.compile(*taken), mask) for taken, mask in builder.taken.items()]
+        self._steps: dict[tuple[State, str], State | None] = {}
+        self._masks: dict[str, int] = {}  # by character: places that take it
+        self._holding: dict[tuple[str, str, str], _Automaton] = {}
+
+    def read(self, state: State, text: str) -> State | None:
+        """Read on; None where a match has ended before the last of these characters."""
+        for character in text:
+            key = state, character
+            if key not in self._steps:
+                _make_room(self._steps)
+                self._steps[key] = self._step(state, character)
+            following = self._steps[key]
+            if following is None:
+                return None
+            state = following
+        return state
+
+    def _step(self, state: State, character: str) -> State | None:
+        here, taking = self._at(state.last, character, "x"), self._taking(character)
+        if here.accepts(state.live):
+            return None
+        live = here.after(state.live) & taking
+        at_end = self._at(state.last, character, "") if character == "\n" else here
+        live_at_end = live if at_end is here else at_end.after(state.live) & taking
+        return State(live, character, live_at_end, at_end.accepts(state.live))
+
+    def ends(self, state: State) -> bool:
+        """Whether a match ends where the text ends now."""
+        here = self._at(state.last, "", "")
+        return state.ended_before or here.accepts(state.live) or here.accepts(state.live_at_end)
+
+    def _taking(self, character: str) -> int:
+        if character not in self._masks:
+            _make_room(self._masks)
+            taking = (mask for taken, mask in self._classes if taken.match(character))
+            self._masks[character] = sum(taking)
+        return self._masks[character]
+
+    def _at(self, before: str, behind: str, further: str) -> _Automaton:
+        """The automaton of a border, by the characters around it; behind the text's end: none."""
+        key = (before, behind, further) if self._borders else ("", "", "")
+        if key not in self._holding:
+            _make_room(self._holding)
+            text, place = before + behind + further, len(before)
+            holding = tuple(
+                re.compile(_BORDERS[code], flags).match(text, place) is not None
+                for code, flags in self._borders
+            )
+            if holding not in self._automata:
+                self._automata[holding] = self._build(holding)
+            self._holding[key] = self._automata[holding]
+        return self._holding[key]
+
+    def _build(self, holding: tuple[bool, ...]) -> _Automaton:
+        found = zip(self._borders, holding, strict=True)
+        builder = _Builder(frozenset(border for border, holds in found if holds))
+        return _Automaton(builder.sequence(self._tree, self._flags), builder.follow, {})
+
+
+@lru_cache(maxsize=256)
+def pattern_of(source: str) -> Pattern:
+    """The pattern of a text, which many requests may share; see `Pattern`."""
+    return Pattern(source)
+
+
+def num_places(source: str) -> int:
+    """How many places a pattern has; ValueError where it cannot be read on, or has too many."""
+    size = sum(map(_size, sre.parse(source)))
+    if size > MAX_PLACES:
+        raise ValueError(
+            f"has {size} characters and classes, with repetitions written out; allowed: "
+            f"{MAX_PLACES}. Repeat less often, or without a bound (*, +)"
+        )
+    return size
+
+
+class _Builder:
+    """Numbers the places of a pattern, and says what may follow each."""
+
+    def __init__(self, holding: frozenset[tuple[Any, int]]) -> None:
+        self._holding = holding  # the assertions that hold, with their flags
+        self.follow: list[int] = []
+        self.taken: dict[tuple[str, int], int] = {}  # places by the character class and its flags
+
+    def sequence(self, nodes: Iterable[Any], flags: int) -> _Part:
+        """The part of nodes in a row."""
+        whole = _Part(True, 0, 0)
+        for node in nodes:
+            whole = self._then(whole, self._node(*node, flags))
+        return whole
+
+    def _node(self, code: Any, value: Any, flags: int) -> _Part:
+        if code == sre.AT:
+            return _Part((value, flags) in self._holding, 0, 0)
+        if code == sre.SUBPATTERN:
+            _group, added, dropped, inner = value
+            return self.sequence(inner, _scoped(flags, added, dropped))
+        if code == sre.BRANCH:
+            parts = [self.sequence(branch, flags) for branch in value[1]]
+            empty, first, last = zip(*parts, strict=True)
+            return _Part(any(empty), _any(first), _any(last))
+        if code in _REPEATS:
+            return self._repeat(*value, flags)
+        return self._place(_source(code, value), flags)
+
+    def _place(self, source: str, flags: int) -> _Part:
+        mask = 1 << len(self.follow)
+        self.follow.append(0)
+        self.taken[source, flags] = self.taken.get((source, flags), 0) | mask
+        return _Part(False, mask, mask)
+
+    def _repeat(self, least: int, most: Any, inner: Any, flags: int) -> _Part:
+        least, copies = _copies(least, most, inner)
+        whole = _Part(True, 0, 0)
+        for _ in range(least):
+            part = self.sequence(inner, flags)
+            whole = self._then(whole, part)
+        if most == sre.MAXREPEAT:
+            if not least:
+                part = self.sequence(inner, flags)
+                whole = part._replace(can_be_empty=True)
+            self._link(part.last, part.first)
+            return whole
+        left_out = [self.sequence(inner, flags) for _ in range(copies - least)]
+        return self._then(whole, self._at_most(left_out))
+
+    def _at_most(self, parts: list[_Part]) -> _Part:
+        """Parts in a row, of which later ones may be left out."""
+        for part, following in pairwise(parts):
+            self._link(part.last, following.first)
+        return _Part(True, parts[0].first if parts else 0, _any(part.last for part in parts))
+
+    def _then(self, part: _Part, following: _Part) -> _Part:
+        self._link(part.last, following.first)
+        return _Part(
+            part.can_be_empty and following.can_be_empty,
+            part.first | (following.first if part.can_be_empty else 0),
+            following.last | (part.last if following.can_be_empty else 0),
+        )
+
+    def _link(self, places: int, following: int) -> None:
+        for place in _bits(places if following else 0):
+            self.follow[place] |= following
+
+
+def _copies(least: int, most: Any, inner: Any) -> tuple[int, int]:
+    """How often a repetition is written out: at least, and at most or without a loop.
+
+    What takes no character is the same once.
+    """
+    copies = max(least, 1) if most == sre.MAXREPEAT else int(most)
+    if not any(map(_size, inner)):
+        least, copies = min(least, 1), min(copies, 1)
+    return least, copies
+
+
+def _size(node: tuple[Any, Any]) -> int:
+    code, value = node
+    if code == sre.AT:
+        return 0
+    if code == sre.SUBPATTERN:
+        return sum(map(_size, value[-1]))
+    if code == sre.BRANCH:
+        return sum(sum(map(_size, branch)) for branch in value[1])
+    if code in _REPEATS:
+        return _copies(*value)[1] * sum(map(_size, value[2]))
+    _source(code, value)
+    return 1
+
+
+def _source(code: Any, value: Any) -> str:
+    """One character's part of a pattern, as text."""
+    if code == sre.LITERAL:
+        return _escaped(value)
+    if code == sre.NOT_LITERAL:
+        return f"[^{_escaped(value)}]"
+    if code == sre.ANY:
+        return "."
+    if code == sre.IN:
+        return f"[{''.join(_item(*item) for item in value)}]"
+    raise ValueError(
+        f"has {_REFUSED.get(str(code), str(code))}, for which a text must be read again; allowed: "
+        "characters, classes, groups, |, repetitions, ^, $, \\A, \\Z, \\b and \\B"
+    )
+
+
+_REFUSED = {
+    "ASSERT": "a look ahead or behind",
+    "ASSERT_NOT": "a look ahead or behind",
+    "GROUPREF": "a group that is named again",
+    "GROUPREF_EXISTS": "a group that is named again",
+    "ATOMIC_GROUP": "an atomic group",
+    "POSSESSIVE_REPEAT": "a possessive repetition",
+}
+
+
+def _item(code: Any, value: Any) -> str:
+    if code == sre.NEGATE:
+        return "^"
+    if code == sre.CATEGORY:
+        return _CLASSES[value]
+    if code == sre.RANGE:
+        return "-".join(map(_escaped, value))
+    return _escaped(value)
+
+
+def _escaped(code_point: int) -> str:
+    return f"\\U{code_point:08x}"
+
+
+def _borders(nodes: Iterable[Any], flags: int) -> set[tuple[Any, int]]:
+    """The assertions in a pattern, with the flags that they stand under."""
+    found: set[tuple[Any, int]] = set()
+    for code, value in nodes:
+        if code == sre.AT:
+            found.add((value, flags))
+        elif code == sre.SUBPATTERN:
+            found |= _borders(value[3], _scoped(flags, value[1], value[2]))
+        elif code == sre.BRANCH:
+            found.update(*(_borders(branch, flags) for branch in value[1]))
+        elif code in _REPEATS:
+            found |= _borders(value[2], flags)
+    return found
+
+
+def _scoped(flags: int, added: int, dropped: int) -> int:
+    if added & (re.ASCII | re.UNICODE):
+        flags &= ~re.ASCII
+    return (flags | added & _FLAGS) & ~dropped
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
+
+
+def _union(masks: list[int], places: int) -> int:
+    return _any(masks[place] for place in _bits(places))
+
+
+def _any(masks: Iterable[int]) -> int:
+    union = 0
+    for mask in masks:
+        union |= mask
+    return union
+
+
+def _make_room(known: dict[Any, Any]) -> None:
+    if len(known) >= _KEPT:
+        known.clear()

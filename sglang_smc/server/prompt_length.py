@@ -1,0 +1,132 @@
+"""Texts that are longer than any that fits, before anything is made of them.
+
+SGLang counts a text's tokens by making them: 30 MB took 4 GB and a hundred seconds. But where a
+tokenizer keeps every character, a token stands for no more of them than the longest in the
+vocabulary has, so that a text of more than context length x that many characters has too many.
+"""
+
+import json
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import pre_tokenizers
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from transformers import PreTrainedTokenizerBase
+
+_COMPOSED = 4  # characters that NFC makes one of, at most: a letter and three marks
+# Steps that leave no character out, and how many characters each may make one of.
+_NORMALIZERS = {"NFC": _COMPOSED, "Prepend": 1, "Replace": 1, "ByteLevel": 1}
+_SPLITS = {"ByteLevel", "Metaspace", "Digits", "Split", "UnicodeScripts"}
+
+
+def check_length(name: str, text: str, manager: "TokenizerManager") -> None:
+    """Raise ValueError for a text that no context can hold.
+
+    ``--allow-auto-truncate`` takes texts of any length.
+    """
+    context = manager.context_len
+    if len(text) <= context or manager.allow_auto_truncate or manager.tokenizer is None:
+        return
+    longest = longest_token(manager.tokenizer)
+    if longest is not None and len(text) > context * longest:
+        raise ValueError(
+            f"{name} has {len(text)} characters, which are more tokens than the context length "
+            f"of {context}: a token has {longest} characters at most, so {context * longest} are "
+            "allowed, and of these as many as make tokens that fit. Shorten it."
+        )
+
+
+def check_texts(texts: str | list[str] | None, manager: "TokenizerManager") -> None:
+    """Raise ValueError for a prompt, or one of a batch, that no context can hold."""
+    for text in (texts,) if isinstance(texts, str) else texts or ():
+        check_length("text", text, manager)
+
+
+def check_messages(messages: Any, manager: "TokenizerManager") -> None:
+    """Raise ValueError for a conversation that no context can hold.
+
+    Counted is what users say, which templates leave as it is but for spaces around it; of other
+    roles they may show a part.
+    """
+    said = [
+        text.strip() for message in messages if message.role == "user" for text in _texts(message)
+    ]
+    check_length("messages", "".join(said), manager)
+
+
+def _texts(message: Any) -> list[str]:
+    content = message.content
+    if isinstance(content, str):
+        return [content]
+    return [part.text for part in content or () if part.type == "text"]
+
+
+@lru_cache(maxsize=4)
+def longest_token(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """Characters that one token stands for at most; None where there is no telling.
+
+    So it is where characters may be left out or a token may stand for any number: tokenizers that
+    are not Rust's, that take unknown words whole, strip or fold spaces, or cut texts short.
+    """
+    if not tokenizer.is_fast:
+        return None
+    found = json.loads(tokenizer.backend_tokenizer.to_str())
+    added, model = found["added_tokens"], found["model"]
+    composed = _composed(found["normalizer"])
+    if (
+        composed is None
+        or found["truncation"] is not None
+        or not _keeps_all(found["pre_tokenizer"])
+        or not _knows_all(found["pre_tokenizer"], model)
+        or any(token["lstrip"] or token["rstrip"] for token in added)
+    ):
+        return None
+    return composed * max(map(len, tokenizer.get_vocab()))
+
+
+def _composed(normalizer: dict[str, Any] | None) -> int | None:
+    """Characters that a normalizer makes one of; None where it may leave any out."""
+    composed = 1
+    for step in _steps(normalizer, "normalizers"):
+        if step["type"] not in _NORMALIZERS:
+            return None
+        if step["type"] == "Replace" and not _replaces_one(step):
+            return None
+        composed *= _NORMALIZERS[step["type"]]
+    return composed
+
+
+def _replaces_one(step: dict[str, Any]) -> bool:
+    """Whether a replacement is never shorter: one character by one or more."""
+    return len(step["pattern"].get("String", "..")) == 1 and bool(step["content"])
+
+
+def _keeps_all(pre_tokenizer: dict[str, Any] | None) -> bool:
+    """Whether all characters are within the words that a text is split into."""
+    return all(
+        step["type"] in _SPLITS and step.get("behavior") != "Removed"
+        for step in _steps(pre_tokenizer, "pretokenizers")
+    )
+
+
+def _knows_all(pre_tokenizer: dict[str, Any] | None, model: dict[str, Any]) -> bool:
+    """Whether there is a token for each byte, so that none stands for what is unknown."""
+    if model["type"] not in ("BPE", "Unigram"):
+        return False
+    if model.get("byte_fallback"):
+        return True
+    steps = _steps(pre_tokenizer, "pretokenizers")
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    is_bytes = any(step["type"] == "ByteLevel" for step in steps)
+    return is_bytes and model["type"] == "BPE" and alphabet <= model["vocab"].keys()
+
+
+def _steps(found: dict[str, Any] | None, of_sequence: str) -> list[dict[str, Any]]:
+    """The steps of a part of a tokenizer, which may be a sequence of others."""
+    if found is None:
+        return []
+    if found["type"] != "Sequence":
+        return [found]
+    return [step for inner in found[of_sequence] for step in _steps(inner, of_sequence)]
