@@ -12,8 +12,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_smc import process, upstream
 from sglang_smc.memory import arena
-from sglang_smc.memory.measured import sizes_of
-from sglang_smc.memory.table import Table
+from sglang_smc.memory.measured import Table, table_of
 from sglang_smc.models.weight_update import WeightUpdates
 from sglang_smc.ops.select import kind_of, ops_of
 from sglang_smc.recording.recorder import Record, cuda_session
@@ -125,13 +124,13 @@ class SMCWorker(WeightUpdates):
     def _measure_memory(self, **pool: int) -> Table:
         """What memory there is, and what requests take of it, on this rank."""
         graphs = round(self._additional_graph_memory_usage.get("smc_round", 0.0) * 2**30)
-        sizes = sizes_of(
+        return table_of(
+            self.config,
             self._target_worker.model_runner,
             self._draft_worker.model_runner,
             beside={**self._tables.sizes(), "round graphs": graphs},
             **pool,
         )
-        return Table.of(self.config, sizes)
 
     def _record(self, record: Record) -> None:
         """Record rounds; what a batch does not fill of one plays on SGLang's padding row."""

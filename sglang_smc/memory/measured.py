@@ -4,21 +4,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_smc.memory.table import Sizes
+from sglang_smc.memory.table import Sizes, Table
+from sglang_smc.options.server import SMCConfig
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
-def sizes_of(
+def table_of(
+    config: SMCConfig,
     target: "ModelRunner",
     draft: "ModelRunner",
     *,
     num_slots: int,
     most_running: int,
     beside: dict[str, int],
-) -> Sizes:
-    """The sizes of a server on this rank.
+) -> Table:
+    """What memory a server has on this rank, and what requests take of it.
 
     Args:
         num_slots: of the KV pool.
@@ -26,7 +28,7 @@ def sizes_of(
         beside: bytes of what stands beside pool and models, by name.
     """
     of_target, of_draft = slot_bytes(target.token_to_kv_pool), slot_bytes(draft.token_to_kv_pool)
-    return Sizes(
+    sizes = Sizes(
         num_slots=num_slots,
         slot_bytes=of_target + of_draft,
         target_slot_bytes=of_target,
@@ -35,6 +37,7 @@ def sizes_of(
         context_length=target.model_config.context_len,
         beside=beside,
     )
+    return Table.of(config, sizes)
 
 
 def slot_bytes(pool: Any) -> int:
