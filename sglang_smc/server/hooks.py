@@ -50,7 +50,7 @@ SMC = Group(
     "worker.",
 )
 CPU_PLATFORM = Group(
-    ("cpu_heads", "cpu_masks"),
+    ("cpu_platform",),
     where="In processes that run models on the platform `smc_cpu`",
     when="By `PlainCpuPlatform.init_backend`, with SMC or without.",
 )
