@@ -19,8 +19,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.ops.select import MAX_HEAD_DIM
-
 # By the bytes of an element: keys of a block, queries of it at the most, warps that share it.
 BLOCKS = {2: (64, 64, 4), 4: (32, 32, 8)}
 # What one program joins is a single tile, spans * head_dim: 32 numbers a thread at the most.
@@ -28,6 +26,7 @@ MAX_SPANS = 32
 NUMBERS_PER_WARP = 1024  # of that tile
 MAX_TAIL_SPANS = 8
 TAIL_SPAN = 512  # keys of a tail that one program reads, or a multiple where a tail may be longer
+MAX_HEAD_DIM = 128
 RESIDENT_PROGRAMS = 264  # run at a time: two on each of 132 multiprocessors
 # Keys are found by slots that are loaded first. With fewer stages the pipeline asks for a block's
 # keys only after the block before it is done; with five they are under way by then.
@@ -97,8 +96,7 @@ def particle_attention(
         queries,
         keys,
         values,
-        req_to_token,
-        tails,
+        *(req_to_token, tails),
         *(places.contiguous() for places in (rows, committed, particle_rows, starts)),
         partial,
         log_sums,
@@ -106,16 +104,9 @@ def particle_attention(
         num_particles,
         tokens,
         num_prefix,
-        cut.prefix_blocks,
-        cut.prefix_spans,
-        cut.tail_blocks,
-        cut.tail_spans,
-        cut.tail_span,
-        *queries.stride()[:2],
-        *keys.stride()[:2],
-        *values.stride()[:2],
-        req_to_token.stride(0),
-        tails.shape[1],
+        *cut[3:],  # blocks and spans
+        *(*queries.stride()[:2], *keys.stride()[:2], *values.stride()[:2]),
+        *(req_to_token.stride(0), tails.shape[1]),
         block_rows=cut.block_rows,
         block_keys=cut.block_keys,
         num_warps=cut.num_warps,

@@ -12,14 +12,13 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_smc import process, upstream
 from sglang_smc.memory import arena
-from sglang_smc.memory.measured import Table, table_of
 from sglang_smc.models.weight_update import WeightUpdates
 from sglang_smc.ops.select import kind_of, ops_of
 from sglang_smc.recording.recorder import Record, cuda_session
 from sglang_smc.requests.state import RequestStates, state_of
 from sglang_smc.round import costs, graph
 from sglang_smc.round.batch import RoundInputs, shape_of
-from sglang_smc.round.parts import assemble
+from sglang_smc.round.parts import assemble, memory_of
 from sglang_smc.round.result import SMCBatchResult
 from sglang_smc.round.tables import Tables
 from sglang_smc.state.monitor import Monitor
@@ -60,6 +59,7 @@ class SMCWorker(WeightUpdates):
         self._draft_worker.draft_runners = [runner]  # pyright: ignore[reportAttributeAccessIssue] -- as said
         self._graph_sizes = graph.graph_sizes(settled)
         self._recordings: graph.Recordings | None = None
+        self._round_graph_gigabytes = 0.0
         self.monitor = Monitor(settled.decode_log_interval)
         process.set_monitor(self.monitor)
         seed = target_worker.random_seed
@@ -116,21 +116,12 @@ class SMCWorker(WeightUpdates):
                 self._record(session.record)
             usage = session.usage()
             self._additional_graph_memory_usage["smc_round"] = usage.gigabytes
+            self._round_graph_gigabytes = usage.gigabytes
             self._additional_graph_time_usage["smc_round"] = usage.seconds
         if self.config.adaptive:
             self._adapt()
-        process.measure_memory_by(self._measure_memory)
-
-    def _measure_memory(self, **pool: int) -> Table:
-        """What memory there is, and what requests take of it, on this rank."""
-        graphs = round(self._additional_graph_memory_usage.get("smc_round", 0.0) * 2**30)
-        return table_of(
-            self.config,
-            self._target_worker.model_runner,
-            self._draft_worker.model_runner,
-            beside={**self._tables.sizes(), "round graphs": graphs},
-            **pool,
-        )
+        workers, graphs = (self._target_worker, self._draft_worker), self._round_graph_gigabytes
+        process.measure_memory_by(partial(memory_of, self.config, *workers, self._tables, graphs))
 
     def _record(self, record: Record) -> None:
         """Record rounds; what a batch does not fill of one plays on SGLang's padding row."""

@@ -4,23 +4,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_smc.memory.table import Sizes, Table
-from sglang_smc.options.server import SMCConfig
+from sglang_smc.memory.table import Sizes
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
-def table_of(
-    config: SMCConfig,
+def sizes_of(
     target: "ModelRunner",
     draft: "ModelRunner",
     *,
     num_slots: int,
     most_running: int,
     beside: dict[str, int],
-) -> Table:
-    """What memory a server has on this rank, and what requests take of it.
+) -> Sizes:
+    """The sizes of a server on this rank.
 
     Args:
         num_slots: of the KV pool.
@@ -28,7 +26,7 @@ def table_of(
         beside: bytes of what stands beside pool and models, by name.
     """
     of_target, of_draft = slot_bytes(target.token_to_kv_pool), slot_bytes(draft.token_to_kv_pool)
-    sizes = Sizes(
+    return Sizes(
         num_slots=num_slots,
         slot_bytes=of_target + of_draft,
         target_slot_bytes=of_target,
@@ -37,7 +35,6 @@ def table_of(
         context_length=target.model_config.context_len,
         beside=beside,
     )
-    return Table.of(config, sizes)
 
 
 def slot_bytes(pool: Any) -> int:

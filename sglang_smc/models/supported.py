@@ -14,7 +14,6 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.hf_transformers_utils import get_config
 
-from sglang_smc.ops.select import MAX_HEAD_DIM, kind_of
 from sglang_smc.upstream import Arguments, model_config_of
 
 if TYPE_CHECKING:
@@ -41,14 +40,18 @@ _WITHOUT_WINDOWS = {
 }
 
 
-def problems(server_args: Arguments) -> list[str]:
-    """A sentence for everything about target and draft that SMC cannot run."""
+def problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
+    """A sentence for everything about target and draft that SMC cannot run.
+
+    Args:
+        widest_heads: dimensions that heads may have; None for any.
+    """
     target = model_config_of(server_args)
     found = [
         f"--model-path {server_args.model_path} has {kind}; {_ALLOWED}. {_FAMILIES}. To serve this "
         "one, leave out --speculative-algorithm SMC with its flags, or pass one of SGLang's own."
         for kind in _kinds(target)
-    ] + _head_problems("--model-path", server_args.model_path, target, server_args)
+    ] + _head_problems("--model-path", server_args.model_path, target, widest_heads)
     draft = server_args.speculative_draft_model_path
     if draft is None:
         return found
@@ -64,19 +67,17 @@ def problems(server_args: Arguments) -> list[str]:
         f"{flag} {draft} has {kind}; {_ALLOWED}. Choose another draft: {_FAMILIES}."
         for kind in kinds
     ]
-    return found + _head_problems(flag, draft, config, server_args)
+    return found + _head_problems(flag, draft, config, widest_heads)
 
 
-def _head_problems(flag: str, path: str, model: ModelConfig, server_args: Arguments) -> list[str]:
+def _head_problems(flag: str, path: str, model: ModelConfig, widest: int | None) -> list[str]:
     """Heads that are too wide for the kernels that are to run."""
-    kernels, device = server_args.speculative_smc_kernels or "auto", server_args.device or "cuda"
-    wants_kernels = kernels == "triton" or kind_of(kernels, device) == "triton"
     latent = model.attention_arch == AttentionArch.MLA  # refused as such
-    if latent or not wants_kernels or (model.head_dim or 0) <= MAX_HEAD_DIM:
+    if widest is None or latent or (model.head_dim or 0) <= widest:
         return []
     return [
         f"{flag} {path} has attention heads of {model.head_dim} dimensions; allowed: at most "
-        f"{MAX_HEAD_DIM}, which is what the Triton attention over particles takes. Pass "
+        f"{widest}, which is what the Triton attention over particles takes. Pass "
         "--speculative-smc-kernels torch, which takes any and is slower, or choose another model."
     ]
 

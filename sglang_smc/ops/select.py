@@ -5,9 +5,6 @@ import os
 from sglang_smc.ops.interface import Kind, Ops
 from sglang_smc.ops.torch_ops import TORCH
 
-MAX_HEAD_DIM = 128
-"""The widest attention heads of the Triton kernels: blocks of wider ones do not fit on the chip."""
-
 
 def kind_of(kernels: str, device: str) -> Kind:
     """What `--speculative-smc-kernels` means on a device.

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from sglang.srt.managers.tp_worker import TpModelWorker
 
+from sglang_smc.memory.measured import sizes_of
+from sglang_smc.memory.table import Table
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.supported import check_layers, check_same_vocabulary
 from sglang_smc.ops.interface import Ops
@@ -58,3 +60,22 @@ def assemble(
     rehearse(steps)
     prefill = Prefill(target, draft, states, tables, ops, config.num_particles)
     return Parts(steps, prefill, Round(steps, tables, ops))
+
+
+def memory_of(
+    config: SMCConfig,
+    target: TpModelWorker,
+    draft: TpModelWorker,
+    tables: Tables,
+    graph_gigabytes: float,
+    **pool: int,
+) -> Table:
+    """What memory a server has, and what requests take of it, on this rank.
+
+    Args:
+        graph_gigabytes: of recorded rounds, 2^30 bytes each.
+        pool: as for `sizes_of`.
+    """
+    beside = {**tables.sizes(), "round graphs": round(graph_gigabytes * 2**30)}
+    sizes = sizes_of(target.model_runner, draft.model_runner, beside=beside, **pool)
+    return Table.of(config, sizes)

@@ -8,7 +8,12 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang_smc.memory import arena
 from sglang_smc.models import supported
 from sglang_smc.ops.select import kind_of
-from sglang_smc.options.server import SERVER_ARGS_FIELDS, SMCConfig, cpu_overlap_is_forced
+from sglang_smc.options.server import (
+    KERNELS,
+    SERVER_ARGS_FIELDS,
+    SMCConfig,
+    cpu_overlap_is_forced,
+)
 from sglang_smc.server import presets, requirements
 from sglang_smc.upstream import Arguments
 
@@ -26,7 +31,7 @@ def check(server_args: Arguments) -> None:
         *_setting_problems(server_args),
         *_draft_problems(server_args),
         *requirements.unmet(server_args),
-        *supported.problems(server_args),
+        *supported.problems(server_args, _widest_heads(server_args)),
     ]
     if problems:
         raise ValueError(
@@ -75,6 +80,18 @@ def _captures(config: SMCConfig, server_args: Arguments) -> bool:
 def _can_capture(config: SMCConfig, device: str | None) -> bool:
     """Whether there are kernels, and a GPU that runs them."""
     return kind_of(config.kernels, device or "cuda") == "triton" and device != "cpu"
+
+
+def _widest_heads(server_args: Arguments) -> int | None:
+    """What kernels take, where kernels are to run."""
+    kernels, device = server_args.speculative_smc_kernels or "auto", server_args.device or "cuda"
+    if kernels not in KERNELS or (kernels == "triton" and device == "cpu"):
+        return None  # told elsewhere, or run to be looked at
+    if kind_of(kernels, device) == "torch":
+        return None
+    from sglang_smc.kernels.particle_attention import MAX_HEAD_DIM
+
+    return MAX_HEAD_DIM
 
 
 def _setting_problems(server_args: Arguments) -> list[str]:

@@ -55,7 +55,7 @@ ROUTES = Group(
     "engine has none.",
 )
 CPU_PLATFORM = Group(
-    ("cpu_heads", "cpu_masks"),
+    ("cpu_platform",),
     where="In processes that run models on the platform `smc_cpu`",
     when="By `PlainCpuPlatform.init_backend`, with SMC or without.",
 )

@@ -93,6 +93,19 @@ def test_a_full_pool_queues_and_every_request_gets_its_text(
     for i in untouched[:6]:
         alone = running.generate(input_ids=[prompts[i]], sampling_params=params[i])[0]
         assert alone["output_ids"] == crowded[i]["output_ids"]
+    assert_it_says_what_memory_there_is(running)
+
+
+def assert_it_says_what_memory_there_is(running: Any) -> None:
+    """In its state, and to a request that would fit without particles."""
+    memory = running.get_server_info()["internal_states"][0]["smc"]["memory"]
+    arena = memory["modes"]["smc"]["slots"]
+    assert (memory["pool_slots"], arena, memory["longest"]) == (400, 80, 319)
+    assert memory["beside"]["rows of particles"] == 9 * 4 * 32 * 4
+    with pytest.raises(ValueError, match="holds 400 tokens, of which 80 are kept") as error:
+        running.generate(input_ids=[[3] * 330], sampling_params={"max_new_tokens": 4})
+    assert "exceeds the maximum allowed length (314 tokens)" in str(error.value)
+    assert "--speculative-smc-max-lag" in str(error.value)
 
 
 def test_a_retracted_request_goes_on(
