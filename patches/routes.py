@@ -188,6 +188,21 @@ _NO_FIELD = (
     "SGLang's model of this route's requests drops fields that it has not, and keeps the model's "
     "name to itself."
 )
+_OLLAMA_WHAT = (
+    " the preset that the model's name has; answers HTTP 400 to custom_params, unknown presets and "
+    "what else is wrong; streams the last text, too."
+)
+_OLLAMA_WHY = (
+    " A wrong value is HTTP 500. A stream's last chunk tells that it is the last, and has no text: "
+    "of SMC's that may be all."
+)
+_OLLAMA_END = (
+    "SGLang's Ollama routes read the model's name, answer HTTP 400, and stream all of the text."
+)
+_AT_THE_END = (
+    "Shows meta_info in the chunk that ends a choice, as in answers that are not streamed; of "
+    "chats where it has particles, since SGLang refuses return_meta_info with stream."
+)
 _CHAT_ALONE = "SGLang shows meta_info on the chat route alone, on request and not in streams."
 _PER_ROUTE = "SGLang's routes take custom_params and refuse fields that they do not know."
 _SHOWS_META_INFO = "SGLang shows meta_info on all OpenAI routes."
@@ -203,7 +218,7 @@ PATCHES = (
         retire_when=_PER_ROUTE,
     ),
     Patch(
-        target=f"{_OPENAI}serving_responses.OpenAIServingResponses.create_responses",
+        target=_OPENAI + "serving_responses.OpenAIServingResponses.create_responses",
         hook_type=HookType.AROUND,
         function=create_responses,
         what="Hands on the preset that the model's name has, on /v1/responses, and answers HTTP 400"
@@ -212,26 +227,26 @@ PATCHES = (
         relies_on=("srt/entrypoints/openai/serving_responses.py:316 (the whole of the route)",),
         retire_when=_PER_ROUTE,
     ),
-    *(
-        Patch(
-            target=f"{_OLLAMA}{name}",
-            hook_type=HookType.AROUND,
-            function=handle_ollama,
-            what=f"Hands on the preset that the model's name has, on {route}; answers HTTP 400 to "
-            "custom_params, unknown presets and what else is wrong; streams the last text, too.",
-            why=f"{_NO_FIELD} A wrong value is HTTP 500. A stream's last chunk says that it is the "
-            "last, and leaves out its text: of SMC's up to all.",
-            relies_on=(f"srt/entrypoints/ollama/serving.py:{line} (the whole of the route)",),
-            retire_when="SGLang's Ollama routes read the model's name, answer HTTP 400, and stream "
-            "all of the text.",
-        )
-        for name, route, line in (
-            ("handle_chat", "/api/chat", 72),
-            ("handle_generate", "/api/generate", 172),
-        )
+    Patch(
+        target=_OLLAMA + "handle_chat",
+        hook_type=HookType.AROUND,
+        function=handle_ollama,
+        what="On /api/chat: hands on" + _OLLAMA_WHAT,
+        why=_NO_FIELD + _OLLAMA_WHY,
+        relies_on=("srt/entrypoints/ollama/serving.py:72 (the whole of the route)",),
+        retire_when=_OLLAMA_END,
     ),
     Patch(
-        target=f"{_OLLAMA}_convert_options_to_sampling_params",
+        target=_OLLAMA + "handle_generate",
+        hook_type=HookType.AROUND,
+        function=handle_ollama,
+        what="On /api/generate: hands on" + _OLLAMA_WHAT,
+        why=_NO_FIELD + _OLLAMA_WHY,
+        relies_on=("srt/entrypoints/ollama/serving.py:172 (the whole of the route)",),
+        retire_when=_OLLAMA_END,
+    ),
+    Patch(
+        target=_OLLAMA + "_convert_options_to_sampling_params",
         hook_type=HookType.AROUND,
         function=ollama_params,
         what="Takes Ollama's seed for SGLang's sampling_seed.",
@@ -240,7 +255,7 @@ PATCHES = (
         retire_when="SGLang maps the seed to sampling_seed.",
     ),
     Patch(
-        target=f"{_OLLAMA}get_tags",
+        target=_OLLAMA + "get_tags",
         hook_type=HookType.AROUND,
         function=ollama_tags,
         what="Lists presets at /api/tags.",
@@ -262,7 +277,7 @@ PATCHES = (
         retire_when="SGLang keeps named sampling parameters.",
     ),
     Patch(
-        target=f"{_OPENAI}serving_chat.OpenAIServingChat._process_messages",
+        target=_OPENAI + "serving_chat.OpenAIServingChat._process_messages",
         hook_type=HookType.AROUND,
         function=process_messages,
         what="Answers HTTP 400 to conversations that are longer than any that fits.",
@@ -272,7 +287,7 @@ PATCHES = (
         retire_when="SGLang bounds a prompt's text before it tokenizes.",
     ),
     Patch(
-        target=f"{_OPENAI}serving_chat.OpenAIServingChat._build_chat_response",
+        target=_OPENAI + "serving_chat.OpenAIServingChat._build_chat_response",
         hook_type=HookType.AROUND,
         function=show_particles,
         what="Shows particles in a chat's meta_info without return_meta_info.",
@@ -281,7 +296,7 @@ PATCHES = (
         retire_when="SGLang shows an algorithm's own fields wherever they are asked for.",
     ),
     Patch(
-        target=f"{_OPENAI}serving_completions.OpenAIServingCompletion._build_completion_response",
+        target=_OPENAI + "serving_completions.OpenAIServingCompletion._build_completion_response",
         hook_type=HookType.AROUND,
         function=completion_with_meta_info,
         what="Shows meta_info of completions, with return_meta_info or return_particles.",
@@ -290,7 +305,7 @@ PATCHES = (
         retire_when=_SHOWS_META_INFO,
     ),
     Patch(
-        target=f"{_OPENAI}serving_completions.OpenAIServingCompletion.handle_request",
+        target=_OPENAI + "serving_completions.OpenAIServingCompletion.handle_request",
         hook_type=HookType.AROUND,
         function=take_meta_info_wish,
         what="Reads return_meta_info of completions.",
@@ -298,23 +313,22 @@ PATCHES = (
         relies_on=("srt/entrypoints/openai/serving_base.py:80 (the whole of the route)",),
         retire_when=_SHOWS_META_INFO,
     ),
-    *(
-        Patch(
-            target=f"{_OPENAI}{name}",
-            hook_type=HookType.AROUND,
-            function=stream_with_meta_info,
-            what="Shows meta_info in the chunk that ends a choice, as in answers that are not "
-            "streamed; particles alone where SGLang refuses return_meta_info.",
-            why=_CHAT_ALONE,
-            relies_on=(f"srt/entrypoints/openai/{place} (makes the whole stream)",),
-            retire_when=_SHOWS_META_INFO,
-        )
-        for name, place in (
-            ("serving_chat.OpenAIServingChat._generate_chat_stream", "serving_chat.py:2441"),
-            (
-                "serving_completions.OpenAIServingCompletion._generate_completion_stream",
-                "serving_completions.py:225",
-            ),
-        )
+    Patch(
+        target=_OPENAI + "serving_chat.OpenAIServingChat._generate_chat_stream",
+        hook_type=HookType.AROUND,
+        function=stream_with_meta_info,
+        what=_AT_THE_END,
+        why=_CHAT_ALONE,
+        relies_on=("srt/entrypoints/openai/serving_chat.py:2441 (makes the whole stream)",),
+        retire_when=_SHOWS_META_INFO,
+    ),
+    Patch(
+        target=_OPENAI + "serving_completions.OpenAIServingCompletion._generate_completion_stream",
+        hook_type=HookType.AROUND,
+        function=stream_with_meta_info,
+        what=_AT_THE_END,
+        why=_CHAT_ALONE,
+        relies_on=("srt/entrypoints/openai/serving_completions.py:225 (makes the whole stream)",),
+        retire_when=_SHOWS_META_INFO,
     ),
 )

@@ -6,14 +6,14 @@ SGLang adds belongs nowhere until someone has looked at it: SMC might accept it 
 
 _REQUEST: dict[str, str] = {
     "refused where it is used": """
-        max_thinking_tokens lora_path image_data video_data audio_data input_embeds
+        max_thinking_tokens image_data video_data audio_data input_embeds
         positional_embed_overrides return_hidden_states return_routed_experts return_indexer_topk
         return_sampling_mask return_entropy watermark kv_hints multi_item_delimiter_indices
         token_indices_to_pool
     """,
     "in SMC": """
         text input_ids sampling_params return_logprob logprob_start_len top_logprobs_num
-        token_ids_logprob custom_logit_processor session_params
+        token_ids_logprob custom_logit_processor session_params lora_path
     """,
     # SGLang's own code around the worker, which knows nothing of particles.
     "around the worker": """

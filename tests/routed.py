@@ -2,13 +2,36 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+from tiny_models import smc_arguments
+
+PAIR = Path(__file__).parents[1] / "bench" / "pair"
 
 PRESETS = {
     "exact": {"mode": "exact"},
     "two": {"mode": "exact", "num_particles": 2},
     "all-particles": {"num_particles": 3, "return_particles": True},
 }
+
+
+def pair_arguments() -> dict[str, Any]:
+    """Of a server with the shipped pair."""
+    return smc_arguments(
+        str(PAIR / "target"),
+        str(PAIR / "draft"),
+        num_particles=4,
+        num_steps=4,
+        max_total_tokens=60_000,
+        context_length=2048,
+        enable_metrics=True,
+        presets=json.dumps(PRESETS),
+        decode_log_interval=1,  # the accept length that benchmarks ask for is renewed as often
+        tool_call_parser="pythonic",
+        constrained_json_disable_any_whitespace=True,  # what the pair writes, where it may
+    )
+
 
 QUESTION = "Sam has 10 stamps. He gets 45 more. How many stamps does Sam have now?"
 PROMPT = f"<|user|>{QUESTION}<|assistant|>"
@@ -71,7 +94,7 @@ def _delta(part: dict[str, Any], *keys: str) -> str:
         return ""
     found: Any = part["choices"][0]
     for key in keys:
-        found = found[key]
+        found = found.get(key)
     return found or ""
 
 

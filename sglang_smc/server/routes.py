@@ -37,8 +37,9 @@ _PARTICLES = META_PREFIX + "particles"
 def take_over(obj: GenerateReqInput, request: Any) -> None:
     """Give a request what its route has not handed on, or not as SGLang reads it."""
     # What the chat templates of later transformers return: Ollama's route before SGLang 0.5.23.
-    if isinstance(obj.input_ids, BatchEncoding):
-        obj.input_ids = obj.input_ids["input_ids"]  # pyright: ignore[reportAttributeAccessIssue]
+    ids: Any = obj.input_ids
+    if isinstance(ids, BatchEncoding):
+        obj.input_ids = ids["input_ids"]
     if isinstance(request, Request) and not obj.lora_path:
         obj.lora_path = request.scope.get(_PRESET)
 

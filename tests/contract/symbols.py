@@ -107,6 +107,86 @@ HOOKS = (
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
         "self meta_info recv_obj i",
     ),
+    *(
+        Symbol(f"sglang.srt.entrypoints.{path}", "self request raw_request", kind=COROUTINE)
+        for path in (
+            "anthropic.serving.AnthropicServing.handle_messages",
+            "ollama.serving.OllamaServing.handle_chat",
+            "ollama.serving.OllamaServing.handle_generate",
+            "openai.serving_responses.OpenAIServingResponses.create_responses",
+            "openai.serving_base.OpenAIServingBase.handle_request",
+            "openai.serving_completions.OpenAIServingCompletion.handle_request",
+        )
+    ),
+    # Whatever a route's request names as a LoRA adapter, and the HTTP request, come that far.
+    Symbol(
+        "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase._resolve_lora_path",
+        "self request_model explicit_lora_path",
+        calls="self._parse_model_parameter",
+    ),
+    *(
+        Symbol(
+            f"sglang.srt.entrypoints.openai.{path}._convert_to_internal_request",
+            calls="self._resolve_lora_path",
+            hands_on="lora_path",
+        )
+        for path in (
+            "serving_chat.OpenAIServingChat",
+            "serving_completions.OpenAIServingCompletion",
+        )
+    ),
+    *(
+        Symbol(
+            f"sglang.srt.entrypoints.{path}",
+            calls="self.tokenizer_manager.generate_request",
+            hands_on="raw_request",
+            kind=kind,
+        )
+        for path, kind in (
+            ("ollama.serving.OllamaServing._generate_chat_response", COROUTINE),
+            ("ollama.serving.OllamaServing._generate_generate_response", COROUTINE),
+            (
+                "openai.serving_responses.OpenAIServingResponses._generate_with_builtin_tools",
+                ASYNC_GENERATOR,
+            ),
+        )
+    ),
+    Symbol(
+        "sglang.srt.entrypoints.ollama.serving.OllamaServing._convert_options_to_sampling_params",
+        "self options",
+    ),
+    Symbol("sglang.srt.entrypoints.ollama.serving.OllamaServing.get_tags", "self"),
+    Symbol("sglang.srt.entrypoints.ollama.serving.OllamaServing", attributes="tokenizer_manager"),
+    Symbol(
+        "sglang.srt.entrypoints.anthropic.serving.AnthropicServing",
+        attributes="openai_serving_chat _error_response",
+    ),
+    Symbol(
+        "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase",
+        attributes="tokenizer_manager create_error_response",
+    ),
+    *(
+        Symbol(f"sglang.srt.entrypoints.openai.{path}", "self request ret created")
+        for path in (
+            "serving_chat.OpenAIServingChat._build_chat_response",
+            "serving_completions.OpenAIServingCompletion._build_completion_response",
+        )
+    ),
+    *(
+        Symbol(
+            f"sglang.srt.entrypoints.openai.{path}",
+            "self adapted_request request raw_request",
+            kind=ASYNC_GENERATOR,
+        )
+        for path in (
+            "serving_chat.OpenAIServingChat._generate_chat_stream",
+            "serving_completions.OpenAIServingCompletion._generate_completion_stream",
+        )
+    ),
+    Symbol("sglang.srt.entrypoints.http_server.set_global_state", "global_state"),
+    Symbol("sglang.srt.entrypoints.http_server.available_models", "", kind=COROUTINE),
+    Symbol("sglang.srt.entrypoints.http_server.retrieve_model", "model", kind=COROUTINE),
+    Symbol("sglang.srt.managers.io_struct.GenerateReqInput", attributes="lora_path"),
     Symbol("sglang.srt.managers.schedule_policy.PrefillAdder.__init__", "self"),
     Symbol(
         "sglang.srt.managers.schedule_policy.PrefillAdder",

@@ -14,7 +14,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_smc.options import request, server
 from sglang_smc.plan import cli as plan
-from sglang_smc.server import refusals
+from sglang_smc.server import presets, refusals
 from sglang_smc.state import counters, monitor
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +132,7 @@ def test_every_flag_has_a_row_with_its_default() -> None:
         server.flag_of("evidence_threshold"): f"{server.EVIDENCE_THRESHOLD:g}",
         server.flag_of("draft_temperature"): "the request's",
         server.flag_of("adaptive"): "off",
+        presets.FLAG: "none",
     }
     as_text = {flag: f"{v:g}" if isinstance(v, float) else str(v) for flag, v in defaults.items()}
     assert stated == as_text | in_words

@@ -35,6 +35,7 @@ GIVEN = {
     "speculative_smc_kernels": "torch",
     "speculative_smc_round_graph": "off",
     "speculative_smc_adaptive": True,
+    "speculative_smc_presets": '{"paper": {"evidence_threshold": 0}}',
 }
 DEFAULTS = {
     "speculative_smc_mode": "smc",
@@ -50,12 +51,14 @@ DEFAULTS = {
     "speculative_smc_kernels": "auto",
     "speculative_smc_round_graph": "auto",
     "speculative_smc_adaptive": False,
+    "speculative_smc_presets": None,
 }
 
 HELP = DEFAULTS | {
     "speculative_smc_power": 1,
     "speculative_smc_evidence_threshold": EVIDENCE_THRESHOLD,
     "speculative_smc_draft_temperature": "the request's own",
+    "speculative_smc_presets": "none",
 }
 
 

@@ -1,5 +1,6 @@
 """What a request chooses for itself in `custom_params={"smc": ...}`, through a real engine."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -23,13 +24,15 @@ CHOICES: list[dict[str, Any]] = [
     {"draft_temperature": 1.5, "num_steps": 3},
     {"return_particles": True},
 ]
+PRESETS = {f"choice-{number}": choice for number, choice in enumerate(CHOICES)}
 PROMPT = [7, 8, 9, 10]
 
 
 @pytest.fixture
 def running(engine: Callable[..., Any], tiny: Callable[..., str]) -> Any:
     pair = tiny(seed=1, **WIDE), tiny(seed=2, **WIDE)
-    return engine(**smc_arguments(*pair, num_particles=4, num_steps=4, max_lag=32))
+    settings = {"num_particles": 4, "num_steps": 4, "max_lag": 32, "presets": json.dumps(PRESETS)}
+    return engine(**smc_arguments(*pair, **settings))
 
 
 def params(choice: dict[str, Any], seed: int = 5, **more: Any) -> dict[str, Any]:
@@ -57,6 +60,18 @@ def test_requests_that_choose_differently_share_a_batch(running: Any) -> None:
         assert 1.0 <= info["spec_smc_ess_min"] <= info["spec_smc_ess_mean"] <= 4.0
     texts = {tuple(answer["output_ids"]) for answer in together}
     assert len(texts) > len(CHOICES) // 2  # the choices do something
+
+
+def test_a_preset_is_what_its_settings_are(running: Any) -> None:
+    """By `lora_path`, a list of names for a batch or one for all of it."""
+    asked = {"input_ids": [PROMPT] * len(CHOICES), "sampling_params": [params({})] * len(CHOICES)}
+    named = running.generate(**asked, lora_path=list(PRESETS))
+    wanted = [answer["output_ids"] for answer in ask(running, CHOICES)]
+    assert [answer["output_ids"] for answer in named] == wanted
+    one = running.generate(input_ids=PROMPT, sampling_params=params({}), lora_path="choice-2")
+    assert one["output_ids"] == wanted[2] != wanted[0]
+    with pytest.raises(ValueError, match="'choice-0', 'choice-1'"):
+        running.generate(input_ids=PROMPT, sampling_params=params({}), lora_path="choice")
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 17])

@@ -26,7 +26,6 @@ SERVER = SMCConfig(num_particles=4, num_steps=3)
 
 REFUSED_FIELDS: dict[str, Any] = {
     "max_thinking_tokens": 10,
-    "lora_path": "adapter",
     "image_data": "image",
     "video_data": "video",
     "audio_data": "audio",

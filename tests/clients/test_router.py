@@ -1,0 +1,111 @@
+"""SGLang's own router before two replicas: it drops `custom_params`, and hands on names."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from http_server import Server, running_server
+from routed import PRESETS, chat, completion, generate, pair_arguments, parts_of
+from serving import free_port
+
+pytestmark = pytest.mark.engine
+
+START_TIMEOUT = 300.0
+ROUTED: dict[str, Callable[..., dict[str, Any]]] = {
+    "/generate": generate,
+    "/v1/chat/completions": chat,
+    "/v1/completions": completion,
+}
+SHOWS_PARTICLES = ("/v1/chat/completions", "/v1/completions")
+
+
+@pytest.fixture(scope="module")
+def replicas(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    with running_server(tmp_path_factory.mktemp("replica"), **pair_arguments()) as second:
+        yield [server, second]
+
+
+@pytest.fixture(scope="module")
+def router(replicas: list[Server], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    port, log = free_port(), tmp_path_factory.mktemp("router") / "router.log"
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--port", str(port)]
+    command += ["--policy", "round_robin", "--worker-urls", *(r.url for r in replicas)]
+    with log.open("w") as sink:
+        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
+    router = Server(process, port, log)
+    try:
+        deadline = time.monotonic() + START_TIMEOUT
+        while num_healthy(router) < len(replicas):
+            assert process.poll() is None and time.monotonic() < deadline, router.ending()
+            time.sleep(0.5)
+        yield router
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+def num_healthy(router: Server) -> int:
+    """Replicas that the router would send a request to."""
+    try:
+        workers = router.get("/workers", timeout=5).json()["workers"]
+    except (httpx.HTTPError, ValueError, KeyError):
+        return 0
+    return sum(worker["is_healthy"] for worker in workers)
+
+
+@pytest.fixture(scope="module")
+def model(replicas: list[Server]) -> str:
+    return replicas[0].get("/v1/models").json()["data"][0]["id"]
+
+
+def totals(server: Server) -> tuple[float, float]:
+    """Rounds, and particles that they had."""
+    lines = server.get("/metrics").text.splitlines()
+    found = [
+        sum(float(line.split()[-1]) for line in lines if line.startswith(f"sglang:spec_smc_{name}"))
+        for name in ("rounds_total", "particles_total")
+    ]
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("route", ROUTED)
+def test_presets_hold_on_every_replica(
+    router: Server, replicas: list[Server], model: str, route: str
+) -> None:
+    before = [totals(replica) for replica in replicas]
+    for _ in range(4):
+        answer = router.post(route, **ROUTED[route](model, "two"))
+        assert answer.status_code == 200, answer.text
+    for replica, (rounds, particles) in zip(replicas, before, strict=True):
+        after = totals(replica)
+        assert after[0] > rounds, "each replica had its share"
+        assert after[1] - particles == 2 * (after[0] - rounds)
+
+
+@pytest.mark.parametrize("route", ROUTED)
+def test_an_unknown_preset_is_refused(router: Server, model: str, route: str) -> None:
+    for _ in range(2):
+        answer = router.post(route, **ROUTED[route](model, "exat"))
+        assert answer.status_code == 400
+        assert all(f"'{name}'" in answer.text for name in PRESETS)
+
+
+@pytest.mark.parametrize("route", SHOWS_PARTICLES)
+def test_particles_come_through_whole_and_streamed(router: Server, model: str, route: str) -> None:
+    asked = ROUTED[route](model, "all-particles")
+    (choice,) = router.post(route, **asked).json()["choices"]
+    assert len(choice["meta_info"]["spec_smc_particles"]) == 3
+    chunks = parts_of(router.post(route, **asked, stream=True).text)
+    (end,) = [c for chunk in chunks for c in chunk["choices"] if c["finish_reason"]]
+    assert len(end["meta_info"]["spec_smc_particles"]) == 3
+
+
+def test_what_the_router_drops_is_why_there_are_presets(router: Server, model: str) -> None:
+    """When it hands these on, docs/clients.md may say so."""
+    asked = chat(model, None, custom_params={"smc": {"num_particles": 99}}, return_meta_info=True)
+    answer = router.post("/v1/chat/completions", **asked)
+    assert answer.status_code == 200 and "meta_info" not in answer.text

@@ -1,0 +1,135 @@
+"""Presets as they are declared, and as they are put where a request's own settings would stand."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.io_struct import GenerateReqInput
+from transformers import BatchEncoding
+
+from sglang_smc.options.server import SERVER_ARGS_FIELDS, SMCConfig
+from sglang_smc.server import presets, routes
+
+SERVER = SMCConfig(num_particles=4, num_steps=3)
+KNOWN = {"exact": {"mode": "exact"}, "two": {"num_particles": 2}}
+
+
+def arguments(given: Any, **settings: Any) -> SimpleNamespace:
+    values = dict.fromkeys(SERVER_ARGS_FIELDS.values())
+    values |= {SERVER_ARGS_FIELDS[name]: value for name, value in settings.items()}
+    return SimpleNamespace(**values, **{presets.FIELD: given})
+
+
+def settled(lora_path: Any, params: Any, prompts: Any = "a") -> GenerateReqInput:
+    request = GenerateReqInput(text=prompts, sampling_params=params, lora_path=lora_path)
+    presets.put_in_place(request, KNOWN, SERVER)
+    return request
+
+
+def test_a_text_and_a_file_say_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "presets.json"
+    file.write_text(json.dumps(KNOWN, indent=2))
+    for given in (str(file), "\n" + json.dumps(KNOWN)):
+        assert presets.problems(arguments(given)) == []
+        assert json.loads(presets.settled(arguments(given)) or "") == KNOWN
+    assert presets.problems(arguments(None)) == []
+    assert presets.settled(arguments(None)) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ('{"a": {"mode": "exat"}}', ["'a'", "mode='exat'", "one of smc, exact"]),
+        ('{"a": {"mod": "exact"}}', ["'a'", "unknown key 'mod'", "num_particles"]),
+        ('{"a": {"num_particles": 5}}', ["'a'", "num_particles=5", "from 1 to 4"]),
+        ('{"a": {"mode": "exact", "power": 2}}', ["'a'", "power=2", "no effect in mode 'exact'"]),
+        ('{"a": 5}', ["'a'", "5", "an object"]),
+        ('{"a": null}', ["'a'", "an object"]),
+        ('{"a": {}, "a": {}}', ["'a'", "twice"]),
+        ('{"a": {"mode": "smc", "mode": "exact"}}', ["'mode'", "twice"]),
+        ('{"a:b": {}}', ["'a:b'", "letters"]),
+        ('{"latest": {}}', ["'latest'", "Ollama"]),
+        ('{"a": ', ["JSON object", "cannot be read"]),
+        ("/no/such/file.json", ["/no/such/file.json", "No such file"]),
+        (5, ["5", "JSON"]),
+    ],
+)
+def test_what_cannot_be_a_preset_is_said_at_start(given: Any, said: list[str]) -> None:
+    (problem,) = presets.problems(arguments(given, num_particles=4))
+    assert presets.FLAG in problem
+    assert [word for word in said if word not in problem] == []
+
+
+def test_each_wrong_preset_is_named() -> None:
+    given = '{"a": {"mode": "x"}, "b": {}, "c": {"power": -1}}'
+    assert len(presets.problems(arguments(given))) == 2
+
+
+def test_a_presets_settings_stand_where_the_requests_would() -> None:
+    own = {"temperature": 0.5, "custom_params": {"theirs": 1, "smc": {"num_particles": 3}}}
+    request = settled("two", own)
+    assert request.lora_path is None
+    assert request.sampling_params == own
+    request = settled("exact", own)
+    smc = {"mode": "exact", "num_particles": 3}
+    assert request.sampling_params == own | {"custom_params": {"theirs": 1, "smc": smc}}
+    assert own["custom_params"] == {"theirs": 1, "smc": {"num_particles": 3}}, "still the caller's"
+    assert settled("two", None).sampling_params == {"custom_params": {"smc": KNOWN["two"]}}
+
+
+def test_each_prompt_of_a_batch_may_have_its_own() -> None:
+    wanted = [{"custom_params": {"smc": KNOWN["exact"]}}, {}]
+    assert settled(["exact", None], None, ["a", "b"]).sampling_params == wanted
+    assert settled(["exact", None], [{}, {}], ["a", "b"]).sampling_params == wanted
+    both = settled("exact", [{}, {}], ["a", "b"]).sampling_params
+    assert both == [wanted[0]] * 2
+
+
+@pytest.mark.parametrize("lora_path", [None, "", []])
+def test_a_request_without_a_preset_stays_as_it_is(lora_path: Any) -> None:
+    assert settled(lora_path, {"n": 2}).sampling_params == {"n": 2}
+
+
+@pytest.mark.parametrize("name", ["exat", 5, "../adapter"])
+def test_an_unknown_name_lists_those_that_there_are(name: Any) -> None:
+    with pytest.raises(ValueError, match=r"unknown; presets of this server: 'exact', 'two'"):
+        settled(name, {})
+    with pytest.raises(ValueError, match=f"none, until the server is started with {presets.FLAG}"):
+        presets.find(name, {})
+
+
+def test_a_preset_and_keys_that_contradict_it_are_refused_together() -> None:
+    with pytest.raises(ValueError, match=r"preset 'exact' together with .* power=2"):
+        settled("exact", {"custom_params": {"smc": {"power": 2}}})
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("llama", None),
+        ("llama:exact", "exact"),
+        ("another:exact", "exact"),
+        ("llama:8b", "8b"),
+        ("llama: exact ", "exact"),
+        ("llama:latest", None),
+        ("llama:", None),
+        (None, None),
+    ],
+)
+def test_the_preset_in_a_models_name(model: str | None, name: str | None) -> None:
+    assert presets.named_by(model, "llama") == name
+
+
+def test_a_served_name_may_have_a_colon() -> None:
+    assert presets.named_by("s3://llama", "s3://llama") is None
+    assert presets.named_by("s3://llama:exact", "s3://llama") == "exact"
+
+
+def test_token_ids_of_later_transformers_are_read() -> None:
+    """What SGLang's `/api/chat` hands on before 0.5.23."""
+    ids: Any = BatchEncoding({"input_ids": [1, 2], "attention_mask": [1, 1]})
+    request = GenerateReqInput(input_ids=ids)
+    routes.take_over(request, None)
+    assert request.input_ids == [1, 2]
