@@ -93,8 +93,7 @@ class Pattern:
     """One regular expression; ValueError where it cannot be read in one go, or is too large."""
 
     def __init__(self, source: str) -> None:
-        tree = sre.parse(source)
-        flags = tree.state.flags & _FLAGS
+        tree, flags = _parsed(source)
         num_places(source)
         self._tree, self._flags = tree, flags
         self._borders = sorted(_borders(tree, flags))
@@ -169,13 +168,19 @@ def pattern_of(source: str) -> Pattern:
 
 def num_places(source: str) -> int:
     """How many places a pattern has; ValueError where it cannot be read on, or has too many."""
-    size = sum(map(_size, sre.parse(source)))
+    size = sum(map(_size, _parsed(source)[0]))
     if size > MAX_PLACES:
         raise ValueError(
             f"has {size} characters and classes, with repetitions written out; allowed: "
             f"{MAX_PLACES}. Repeat less often, or without a bound (*, +)"
         )
     return size
+
+
+def _parsed(source: str) -> tuple[list[Any], int]:
+    """A pattern as `re` reads it, and its flags."""
+    tree: Any = sre.parse(source)
+    return list(tree), tree.state.flags & _FLAGS
 
 
 class _Builder:
@@ -190,7 +195,7 @@ class _Builder:
         """The part of nodes in a row."""
         whole = _Part(True, 0, 0)
         for node in nodes:
-            whole = self._then(whole, self._node(*node, flags))
+            whole = self._then(whole, self._node(node[0], node[1], flags))
         return whole
 
     def _node(self, code: Any, value: Any, flags: int) -> _Part:
@@ -204,7 +209,7 @@ class _Builder:
             empty, first, last = zip(*parts, strict=True)
             return _Part(any(empty), _any(first), _any(last))
         if code in _REPEATS:
-            return self._repeat(*value, flags)
+            return self._repeat(value[0], value[1], value[2], flags)
         return self._place(_source(code, value), flags)
 
     def _place(self, source: str, flags: int) -> _Part:

@@ -7,12 +7,13 @@ vocabulary has, so that a text of more than context length x that many character
 
 import json
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tokenizers import pre_tokenizers
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 _COMPOSED = 4  # characters that NFC makes one of, at most: a letter and three marks
@@ -72,7 +73,8 @@ def longest_token(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     """
     if not tokenizer.is_fast:
         return None
-    found = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend = cast("Tokenizer", tokenizer.backend_tokenizer)
+    found = json.loads(backend.to_str())
     added, model = found["added_tokens"], found["model"]
     composed = _composed(found["normalizer"])
     if (
