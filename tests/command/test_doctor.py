@@ -236,6 +236,14 @@ def test_known_models_of_other_families_have_other_vocabularies() -> None:
     assert found["vocabulary"].level == FAIL and "128256 and 151936" in found["vocabulary"].found
 
 
+def test_models_of_8_bits_are_computed_as_the_device_does(draft: Path) -> None:
+    asked = options("--device", "h100")
+    asked.target, asked.draft = str(draft), "llama-3.2-1b"
+    assert doctor._device(asked) == (named("h100"), False)
+    edit(draft / "config.json", quantization_config={"quant_method": "fp8"})
+    assert doctor._device(asked) == (named("h100", 1.0), False)
+
+
 def test_a_model_whose_shape_is_unknown_has_no_arithmetic(draft: Path) -> None:
     edit(draft / "config.json", architectures=["MixtralForCausalLM"])
     asked = options()
