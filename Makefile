@@ -7,6 +7,7 @@
 # make test        what continuous integration runs, a quarter of an hour on two cores
 # make test-oldest the contract, the laws' arithmetic and answers on the oldest SGLang, in .venv-oldest
 # make test-all    that and the thorough tests: SGLang's kits, both schedules, soak
+# make dist        what an index gets: wheel and source archive, checked by twine
 # make VENV=/path  any target, in an environment of yours instead of .venv
 
 VENV ?= .venv

@@ -15,7 +15,7 @@ from sglang_smc.command.findings import Finding
 from sglang_smc.options.server import DEFAULTS, SMCConfig
 from sglang_smc.plan.cli import positive
 from sglang_smc.plan.devices import DATA_SHEETS, Device, measure, named
-from sglang_smc.plan.shapes import BUILT_IN
+from sglang_smc.plan.shapes import BUILT_IN, SIXTEEN_BIT, from_config
 
 HERE = "here"
 
@@ -94,7 +94,7 @@ def examine(options: argparse.Namespace) -> Iterator[Finding]:
     from sglang_smc.cpu.platform import MAX_TOTAL_TOKENS, MEM_FRACTION
 
     try:
-        device, on_cpu = _device(options.device)
+        device, on_cpu = _device(options)
     except ValueError as error:
         yield findings.fail("device of the pair", options.device, str(error))
         return
@@ -103,14 +103,22 @@ def examine(options: argparse.Namespace) -> Iterator[Finding]:
     yield from pair.findings(options, device, MAX_TOTAL_TOKENS if on_cpu else None)
 
 
-def _device(name: str) -> tuple[Device, bool]:
-    """What it can do, and whether it is this machine's CPU."""
-    if name != HERE:
-        return named(name), False
+def _device(options: argparse.Namespace) -> tuple[Device, bool]:
+    """What it can do, and whether it is this machine's CPU; what is here computes in 16 bits."""
+    if options.device != HERE:
+        return named(options.device, _weight_bytes(options)), False
     import torch
 
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     return measure(kind), kind == "cpu"
+
+
+def _weight_bytes(options: argparse.Namespace) -> float:
+    """The lower of the two models' precisions, which keeps the result a bound for both."""
+    try:
+        return min(from_config(name).weight_bytes for name in (options.target, options.draft))
+    except ValueError:  # there will be no arithmetic
+        return SIXTEEN_BIT
 
 
 def _share(text: str) -> float:

@@ -99,12 +99,12 @@ def test_a_hook_that_does_not_land_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     from sglang_smc.server import hooks
 
     def refuse(group: Any) -> None:
-        raise RuntimeError("the hook(s) on sglang.srt.x")
+        raise RuntimeError("it did not land: x.y")
 
     for name in ("put_in_force", "require_landed"):
         monkeypatch.setattr(hooks, name, refuse)
     found = machine._hooks()
-    assert found.level == FAIL and "sglang.srt.x" in found.found and found.do
+    assert found.level == FAIL and "x.y" in found.found and found.do
 
 
 def test_a_cpu_that_does_not_multiply_bfloat16_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,6 +234,14 @@ def test_known_models_of_other_families_have_other_vocabularies() -> None:
     asked.target, asked.draft = "llama-3.1-8b", "qwen3-0.6b"
     found = {one.about: one for one in pair.findings(asked, named("h100"), None)}
     assert found["vocabulary"].level == FAIL and "128256 and 151936" in found["vocabulary"].found
+
+
+def test_models_of_8_bits_are_computed_as_the_device_does(draft: Path) -> None:
+    asked = options("--device", "h100")
+    asked.target, asked.draft = str(draft), "llama-3.2-1b"
+    assert doctor._device(asked) == (named("h100"), False)
+    edit(draft / "config.json", quantization_config={"quant_method": "fp8"})
+    assert doctor._device(asked) == (named("h100", 1.0), False)
 
 
 def test_a_model_whose_shape_is_unknown_has_no_arithmetic(draft: Path) -> None:

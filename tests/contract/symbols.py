@@ -18,6 +18,8 @@ FLAGS = (
     Symbol("sglang.srt.server_args.ServerArgs", attributes="speculative_algorithm from_cli_args"),
     Symbol("sglang.srt.server_args.ServerArgs.__post_init__", "self"),
     Symbol("sglang.srt.server_args.ServerArgs.check_server_args", "self"),
+    Symbol("sglang.srt.server_args.prepare_server_args", "argv"),
+    Symbol("sglang.srt.plugins.load_plugins", ""),
     # Every launch: once plugins are loaded, before the tokenizer manager and the schedulers.
     Symbol(
         "sglang.srt.entrypoints.engine.Engine._launch_subprocesses",

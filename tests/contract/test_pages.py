@@ -12,6 +12,7 @@ import pytest
 from resolved_args import field_names
 from sglang.srt.server_args import ServerArgs
 
+from sglang_smc.command.cli import COMMANDS
 from sglang_smc.options import request, server
 from sglang_smc.plan import cli as plan
 from sglang_smc.server import presets, refusals
@@ -20,14 +21,22 @@ from sglang_smc.state import counters, monitor
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/*.md", "kernels/*.md", "patches/*.md", "bench/*.md", "*/*/*.md")
+    for pattern in (
+        "*.md",
+        "docs/*.md",
+        "kernels/*.md",
+        "patches/*.md",
+        "bench/*.md",
+        "deploy/*.md",
+        "*/*/*.md",
+    )
     for path in ROOT.glob(pattern)
     if not any(part.startswith(".") or part in ("build", "dist") for part in path.parts)
 )
 REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"```(\w+)\n(.*?)```", re.S)
-FOLDERS = "sglang_smc|kernels|patches|tests|bench|docs|examples"
+FOLDERS = "sglang_smc|kernels|patches|tests|bench|deploy|docs|examples"
 
 
 def name_of(path: Path) -> str:
@@ -95,6 +104,10 @@ def test_commands_are_known(page: Path) -> None:
         elif words[:2] == ["python", "-m"]:
             flags = {word for word in words[3:] if word.startswith("--")}
             assert flags <= known_flags(words[2])
+        elif words[0] == "sglang-smc":
+            parser = importlib.import_module(COMMANDS[words[1]].module).parser()
+            known = {flag for action in parser._actions for flag in action.option_strings}
+            assert {word for word in words[2:] if word.startswith("--")} <= known
         elif words[0] == "python":
             assert (ROOT / words[1]).exists()
 
