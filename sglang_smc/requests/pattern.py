@@ -14,11 +14,16 @@ again, looks ahead and behind, atomic groups.
 """
 
 import re
-import sre_parse as sre
+import sys
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
+
+if sys.version_info >= (3, 11):
+    from re import _parser as sre
+else:
+    import sre_parse as sre
 
 MAX_PLACES = 256
 """Places of a pattern: its characters and classes, with repetitions written out."""
