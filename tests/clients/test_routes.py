@@ -34,7 +34,7 @@ def rounds_and_particles(server: Server) -> tuple[float, float]:
     """What the server has counted so far."""
     lines = server.get("/metrics").text.splitlines()
     found = [
-        sum(float(line.split()[-1]) for line in lines if line.startswith(f"sglang:spec_smc_{name}"))
+        sum(float(line.split()[-1]) for line in lines if line.startswith(f"sglang_spec_smc_{name}"))
         for name in ("rounds_total", "particles_total")
     ]
     return found[0], found[1]
