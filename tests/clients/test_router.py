@@ -66,7 +66,7 @@ def totals(server: Server) -> tuple[float, float]:
     """Rounds, and particles that they had."""
     lines = server.get("/metrics").text.splitlines()
     found = [
-        sum(float(line.split()[-1]) for line in lines if line.startswith(f"sglang:spec_smc_{name}"))
+        sum(float(line.split()[-1]) for line in lines if line.startswith(f"sglang_spec_smc_{name}"))
         for name in ("rounds_total", "particles_total")
     ]
     return found[0], found[1]
