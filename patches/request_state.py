@@ -110,8 +110,8 @@ PATCHES = (
         target="sglang.srt.constrained.base_grammar_backend.create_grammar_backend",
         hook_type=HookType.AROUND,
         function=create_grammar_backend,
-        what="Gives the backend a cache that drops the grammars used least recently, and the "
-        "compiler's own copies with them, beyond a number and a size.",
+        what="Gives the backend a cache that drops the grammars used least recently, beyond a "
+        "number and a size, and a compiler that keeps none itself.",
         why="`BaseGrammarBackend.cache` and xgrammar's GrammarCompiler keep every grammar that "
         "came: the scheduler grows with them. A backend of our own (register_grammar_backend) "
         "would lose the reasoning parser's wrapper.",

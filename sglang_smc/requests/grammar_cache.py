@@ -5,7 +5,6 @@ client with a schema of its own for each request has the scheduler grow without 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
@@ -14,6 +13,7 @@ from sglang.srt.constrained.reasoner_grammar_backend import (
     ReasonerGrammarObject,
 )
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend
+from xgrammar import GrammarCompiler
 
 MAX_GRAMMARS = 256
 MAX_BYTES = 512 << 20
@@ -23,13 +23,11 @@ MAX_BYTES = 512 << 20
 class GrammarCache(OrderedDict):
     """What SGLang's backend keeps compiled grammars in, by their kind and text.
 
-    Args:
-        on_drop: called when grammars have been dropped, the least recently used first.
+    The least recently used go first.
     """
 
-    def __init__(self, on_drop: Callable[[], object]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._on_drop = on_drop
         self._num_bytes: dict[Any, int] = {}
 
     def get(self, key: Any, default: Any = None) -> Any:
@@ -44,12 +42,8 @@ class GrammarCache(OrderedDict):
         # Whatever went by another way than ours goes here, too.
         self._num_bytes = {kept: self._num_bytes[kept] for kept in self if kept != key}
         self._num_bytes[key] = _size(key, value)
-        dropped = False
         while len(self) > 1 and (len(self) > MAX_GRAMMARS or self.num_bytes > MAX_BYTES):
             del self[next(iter(self))]
-            dropped = True
-        if dropped:
-            self._on_drop()
 
     @property
     def num_bytes(self) -> int:
@@ -63,8 +57,10 @@ def bound(backend: BaseGrammarBackend | None) -> BaseGrammarBackend | None:
         return None
     inner = backend.grammar_backend if isinstance(backend, ReasonerGrammarBackend) else backend
     assert isinstance(inner, XGrammarGrammarBackend), "SMC refuses the others"
-    # What is kept here shares the memory of what the compiler keeps: for it all can be dropped.
-    backend.cache = GrammarCache(on_drop=inner.grammar_compiler.clear_cache)
+    # A compiler that keeps nothing: clear_cache() would leave it the rules of all grammars.
+    any_grammar = inner.grammar_compiler.compile_grammar('root ::= "a"')
+    inner.grammar_compiler = GrammarCompiler(any_grammar.tokenizer_info, cache_enabled=False)
+    backend.cache = GrammarCache()
     return backend
 
 
