@@ -80,7 +80,7 @@ def test_a_full_pool_queues_and_every_request_gets_its_text(
     engine: Callable[..., Any], pair: tuple[str, str]
 ) -> None:
     """What a request gets does not depend on how crowded the pool was, if it was not retracted."""
-    running = engine(**smc_arguments(*pair, **SMALL_POOL))
+    running = engine(**smc_arguments(*pair, **SMALL_POOL, context_length=512))
     draw = random.Random(1)
     prompts = [[draw.randrange(2, 64) for _ in range(8)] for _ in range(24)]
     params = [
