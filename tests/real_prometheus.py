@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from serving import free_port
+
+from sglang_smc.demo.serving import free_port
 
 CACHE = Path.home() / ".cache/sglang-smc/prometheus"
 CONFIG = Path(__file__).parents[1] / "examples/grafana/prometheus.yaml"

@@ -15,6 +15,7 @@ from sglang_smc.command.findings import Finding
 from sglang_smc.options.server import DEFAULTS, SMCConfig
 from sglang_smc.plan.cli import positive
 from sglang_smc.plan.devices import DATA_SHEETS, Device, measure, named
+from sglang_smc.plan.memory import STATIC_FRACTION
 from sglang_smc.plan.shapes import BUILT_IN, SIXTEEN_BIT, from_config
 
 HERE = "here"
@@ -60,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     add("--num-particles", type=positive, default=DEFAULTS.num_particles, help="N")
     add("--num-steps", type=positive, default=DEFAULTS.num_steps, help="K")
     add("--max-lag", type=positive, default=DEFAULTS.max_lag, help="as the server's flag")
-    add("--mem-fraction", type=_share, help="of the memory for weights and KV; default 0.85 on a "
+    add("--mem-fraction", type=_share, help="of the memory for weights and KV; default 0.88 on a "
         "GPU, 0.7 on a CPU")  # fmt: skip
     add("--json", action="store_true", help="print JSON instead of lines")
     return result
@@ -99,7 +100,7 @@ def examine(options: argparse.Namespace) -> Iterator[Finding]:
         yield findings.fail("device of the pair", options.device, str(error))
         return
     if options.mem_fraction is None:
-        options.mem_fraction = MEM_FRACTION if on_cpu else 0.85
+        options.mem_fraction = MEM_FRACTION if on_cpu else STATIC_FRACTION
     yield from pair.findings(options, device, MAX_TOTAL_TOKENS if on_cpu else None)
 
 

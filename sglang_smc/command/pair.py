@@ -12,6 +12,7 @@ from sglang_smc.command.findings import Finding, fail, ok, warning
 from sglang_smc.memory.arena import arena
 from sglang_smc.options.server import MODES, SMCConfig, flag_of
 from sglang_smc.plan.devices import Device
+from sglang_smc.plan.memory import ASIDE_BYTES, kv_slots
 from sglang_smc.plan.report import si
 from sglang_smc.plan.roofline import DEFAULT_PARTICLES, Scenario, best_settings
 from sglang_smc.plan.shapes import BUILT_IN, ModelShape, from_config
@@ -140,8 +141,8 @@ def _room(
 ) -> Room:
     assert device.capacity is not None, "all that can be named or measured have one"
     share = options.mem_fraction * device.capacity * options.tp
-    left = share - target.resident_bytes - draft.resident_bytes
-    slots = int(left / (target.kv_bytes_per_token + draft.kv_bytes_per_token))
+    aside = ASIDE_BYTES if most_slots is None else 0.0  # on this machine's CPU nothing is
+    slots = kv_slots(target, draft, share - aside)
     return Room(slots if most_slots is None else min(slots, most_slots), options.context)
 
 

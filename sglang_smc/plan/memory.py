@@ -53,6 +53,12 @@ def round_bytes(
     return vocab_size * (held + scored * LOGIT_BYTES + beside)
 
 
+def kv_slots(target: ModelShape, draft: ModelShape, num_bytes: float) -> int:
+    """KV slots, for both models, that memory holds beside their weights."""
+    left = num_bytes - target.resident_bytes - draft.resident_bytes
+    return int(left / (target.kv_bytes_per_token + draft.kv_bytes_per_token))
+
+
 def memory_table(
     target: ModelShape,
     draft: ModelShape,
@@ -76,8 +82,7 @@ def memory_table(
         static_fraction: --mem-fraction-static.
     """
     slot = target.kv_bytes_per_token + draft.kv_bytes_per_token
-    weights = target.resident_bytes + draft.resident_bytes
-    num_slots = int((capacity * static_fraction - ASIDE_BYTES - weights) / slot)
+    num_slots = kv_slots(target, draft, capacity * static_fraction - ASIDE_BYTES)
     if num_slots < 1:
         return None
     sizes = Sizes(

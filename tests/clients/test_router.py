@@ -10,7 +10,8 @@ import httpx
 import pytest
 from http_server import Server, running_server
 from routed import PRESETS, chat, completion, generate, pair_arguments, parts_of
-from serving import free_port
+
+from sglang_smc.demo.serving import free_port
 
 pytestmark = pytest.mark.engine
 

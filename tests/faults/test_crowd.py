@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import serving
 import warm
 from soak import cli, verdict
+
+from sglang_smc.demo import serving
 
 pytestmark = pytest.mark.engine
 
