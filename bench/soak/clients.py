@@ -35,7 +35,9 @@ class Clients:
         self, requests: Iterable[Request], seconds: float, sent: Callable[[], object]
     ) -> None:
         """Send requests, for so long at most, tell that all are sent, and wait for their ends."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=self._crowd)
+        # Each on a connection of its own: the server closes one that has been idle for five
+        # seconds, and a request that is sent at that moment is lost.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with self._client(limits=limits) as client:
             room, deadline = asyncio.Semaphore(self._crowd), time.monotonic() + seconds
             under_way: set[asyncio.Task[None]] = set()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from soak.answers import LEFT, Ending
 from soak.watch import Held
 
-FULL = 0.9  # of the pool
+FULL = 0.85  # of the pool; the longest prompt waits for a tenth of it to be free
 LEAST_FULL = 0.25  # of the time; what is full less is not soaked
 # What a process may hold more at the last rest than at the one behind the warm-up.
 GROWTH = 0.02  # of its memory

@@ -13,14 +13,14 @@ from tiny_models import smc_arguments
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("schedule")]
 
-TOKENS = 150
-# Eighteen times an arena of up to 80 slots and a text of 150 tokens would take 4,000.
+TOKENS = 100
+# Arenas of up to 32 slots, so that all of the nine are let in; their texts alone would take 900.
 CROWDED = {
     "num_particles": 4,
     "num_steps": 3,
-    "max_lag": 16,
-    "max_total_tokens": 1000,
-    "max_running_requests": 18,
+    "max_lag": 4,
+    "max_total_tokens": 480,
+    "max_running_requests": 9,
     "schedule_conservativeness": 0.0,
 }
 MODES: list[dict[str, Any]] = [
@@ -50,8 +50,6 @@ REQUESTS = [
     }
     for i, smc in enumerate(MODES)
 ]
-# They come first: who has said most loses his KV last.
-COMPANY = [{**one, "input_ids": [*one["input_ids"], 7]} for one in REQUESTS]
 
 
 @pytest.fixture
@@ -92,16 +90,16 @@ def test_a_text_is_its_seeds_up_to_the_retraction(
     assert alone(running, flushed=True) == texts
     flush(running)
 
-    stories = streams(running, [*COMPANY, *REQUESTS], timeout=600)[len(COMPANY) :]
+    stories = streams(running, REQUESTS, timeout=600)
     ends = [chunks[-1] for chunks in stories]
     assert all(len(end["output_ids"]) == TOKENS for end in ends)
     assert all(end["meta_info"]["finish_reason"]["type"] == "length" for end in ends)
     before = [undisturbed(chunks) for chunks in stories]
     assert before == [text[: len(said)] for text, said in zip(texts, before, strict=True)]
-    # Some had said much when they lost their KV, and they draw the rest of their texts anew.
+    # Some had said something when they lost their KV, and draw the rest of their texts anew.
     retracted = [i for i, end in enumerate(ends) if end["meta_info"]["num_retractions"]]
     said = [len(before[i]) for i in retracted]
-    assert max(said, default=0) > 10, said
+    assert max(said, default=0) > 5, said
     assert any(ends[i]["output_ids"] != texts[i] for i in retracted)
     calm = set(range(len(ends))) - set(retracted)
     assert calm and all(ends[i]["output_ids"] == texts[i] for i in calm)
