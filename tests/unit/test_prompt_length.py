@@ -11,7 +11,7 @@ from tiny_models import tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from sglang_smc.patches.ingress import process_messages
+from sglang_smc.patches.routes import process_messages
 from sglang_smc.server.prompt_length import check_texts, longest_token
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair" / "target"
