@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from http_server import Server
 from tiny_models import smc_arguments
 
 PAIR = Path(__file__).parents[1] / "bench" / "pair"
@@ -129,3 +130,13 @@ def parts_of(streamed: str) -> Iterator[dict[str, Any]]:
         data = line.removeprefix("data: ")
         if data.startswith("{"):
             yield json.loads(data)
+
+
+def rounds_and_particles(server: Server) -> tuple[float, float]:
+    """What a server has counted so far."""
+    lines = server.get("/metrics").text.splitlines()
+    found = [
+        sum(float(line.split()[-1]) for line in lines if line.startswith(f"sglang_spec_smc_{name}"))
+        for name in ("rounds_total", "particles_total")
+    ]
+    return found[0], found[1]

@@ -9,7 +9,15 @@ from typing import Any
 import httpx
 import pytest
 from http_server import Server, running_server
-from routed import PRESETS, chat, completion, generate, pair_arguments, parts_of
+from routed import (
+    PRESETS,
+    chat,
+    completion,
+    generate,
+    pair_arguments,
+    parts_of,
+    rounds_and_particles,
+)
 
 from sglang_smc.demo.serving import free_port
 
@@ -63,26 +71,16 @@ def model(replicas: list[Server]) -> str:
     return replicas[0].get("/v1/models").json()["data"][0]["id"]
 
 
-def totals(server: Server) -> tuple[float, float]:
-    """Rounds, and particles that they had."""
-    lines = server.get("/metrics").text.splitlines()
-    found = [
-        sum(float(line.split()[-1]) for line in lines if line.startswith(f"sglang_spec_smc_{name}"))
-        for name in ("rounds_total", "particles_total")
-    ]
-    return found[0], found[1]
-
-
 @pytest.mark.parametrize("route", ROUTED)
 def test_presets_hold_on_every_replica(
     router: Server, replicas: list[Server], model: str, route: str
 ) -> None:
-    before = [totals(replica) for replica in replicas]
+    before = [rounds_and_particles(replica) for replica in replicas]
     for _ in range(4):
         answer = router.post(route, **ROUTED[route](model, "two"))
         assert answer.status_code == 200, answer.text
     for replica, (rounds, particles) in zip(replicas, before, strict=True):
-        after = totals(replica)
+        after = rounds_and_particles(replica)
         assert after[0] > rounds, "each replica had its share"
         assert after[1] - particles == 2 * (after[0] - rounds)
 

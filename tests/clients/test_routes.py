@@ -17,6 +17,7 @@ from routed import (
     ollama_chat,
     ollama_generate,
     parts_of,
+    rounds_and_particles,
     text_of,
 )
 
@@ -28,16 +29,6 @@ CUSTOM = {"smc": {"num_particles": 3}}
 @pytest.fixture(scope="module")
 def model(server: Server) -> str:
     return server.get("/v1/models").json()["data"][0]["id"]
-
-
-def rounds_and_particles(server: Server) -> tuple[float, float]:
-    """What the server has counted so far."""
-    lines = server.get("/metrics").text.splitlines()
-    found = [
-        sum(float(line.split()[-1]) for line in lines if line.startswith(f"sglang_spec_smc_{name}"))
-        for name in ("rounds_total", "particles_total")
-    ]
-    return found[0], found[1]
 
 
 @pytest.mark.parametrize("route", ROUTES)
