@@ -106,7 +106,8 @@ def held(process: psutil.Process) -> Held:
 def _named(parent: psutil.Process) -> dict[str, psutil.Process]:
     """The server's processes, by what they are."""
     children = parent.children(recursive=True)
-    return {f"{_role(child)} {child.pid}": child for child in children}
+    live = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+    return {f"{_role(child)} {child.pid}": child for child in live}
 
 
 def _role(process: psutil.Process) -> str:

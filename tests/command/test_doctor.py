@@ -208,7 +208,7 @@ def test_a_shorter_lag_is_advised_where_it_makes_room() -> None:
 
 
 def test_mode_auto_is_advised_where_no_lag_makes_room() -> None:
-    found = of_built_in(named("l4"), "--context", "512", "--requests", "18")
+    found = of_built_in(named("l4"), "--context", "512", "--requests", "11")
     assert "auto" in found["mode smc"].do and "mode auto" in found["advice"].found
 
 

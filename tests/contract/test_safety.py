@@ -39,6 +39,20 @@ LISTED = {
     # The planner, a command line tool: models and plots where its user says.
     ("sglang_smc/plan/plot.py", "savefig"),
     ("sglang_smc/plan/shapes.py", "read_text"),
+    # The doctor, another: versions of packages, and the tokenizers that its user names.
+    ("sglang_smc/command/machine.py", "importlib"),
+    ("sglang_smc/command/pair.py", "read_text"),
+    # The commands' own modules; the demo, which starts servers of the pair in the package, and
+    # keeps their logs where its user says.
+    ("sglang_smc/command/cli.py", "importlib"),
+    ("sglang_smc/demo/party.py", "importlib"),
+    ("sglang_smc/demo/serving.py", "subprocess"),
+    ("sglang_smc/demo/serving.py", "open"),
+    ("sglang_smc/demo/serving.py", "read_text"),
+    ("sglang_smc/demo/cli.py", "mkdir"),
+    ("sglang_smc/demo/cli.py", "write_text"),
+    # The file of --speculative-smc-presets, which the server's owner names.
+    ("sglang_smc/server/presets.py", "read_text"),
     # The checks of a user's own pair, another: prompts and a report where its user says.
     ("sglang_smc/testing/prompts.py", "read_text"),
     ("sglang_smc/testing/cli.py", "write_text"),

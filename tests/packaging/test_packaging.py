@@ -152,7 +152,7 @@ def test_links_of_a_release_lead_into_its_repository(released: Path) -> None:
 
 
 def test_without_an_address_no_link_leads_nowhere(wheel: Path) -> None:
-    text = metadata(wheel).get_payload()
+    text = " ".join(metadata(wheel).get_payload().split())
     assert all(re.match(r"\w+:", link) for _, link in LINK.findall(text))
     assert "](docs/" not in text and "docs/reference.md" not in text
     for words in ("All flags, request keys and answer fields", "contributing"):
@@ -218,18 +218,22 @@ def command(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     python = folder / "venv" / "bin" / "python"
     install = [python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel]
-    subprocess.run(install, check=True)
+    subprocess.run(install, check=True, env=without_path())
     (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
     # Behind its own, so that the wheel comes first; this one's own .pth files are not read.
     (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python.parent / "sglang-smc"
 
 
+def without_path() -> dict[str, str]:
+    """The environment, without the checkout that it may lead to."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
 def run(command: Path, folder: Path, *words: str) -> str:
     """What the installed command prints in an empty folder; it must end well."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     found = subprocess.run(
-        [str(command), *words], cwd=folder, env=environment, capture_output=True, text=True
+        [str(command), *words], cwd=folder, env=without_path(), capture_output=True, text=True
     )
     assert found.returncode == 0, found.stdout + found.stderr
     return found.stdout

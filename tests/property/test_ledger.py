@@ -64,7 +64,7 @@ def test_long_programs(
     rng, config = random.Random(name), CONFIGS[name]
     model = PoolModel(config, overlap=overlap, budgets=some_budgets(config, adapts))
     every_kind = config.num_particles > 1 and config.max_lag > 1
-    longest = 6000 if adapts else 4000  # more situations to meet
+    longest = 9000 if adapts else 4000  # more situations to meet
     least = longest if request.config.getoption("--thorough") else 1500
 
     def seen_all() -> bool:

@@ -279,7 +279,7 @@ def test_a_prefill_that_fails_is_counted_though_it_is_no_round(
         smc_state=run, output_ids=output_ids, to_finish=None, rid="r", finished=lambda: False
     )
     req.grammar, req.custom_logit_processor, req.stream = None, None, False
-    req.sampling_params = SimpleNamespace(**NEUTRAL)
+    req.sampling_params = SimpleNamespace(**NEUTRAL, min_new_tokens=0)
     update_finish_state(lambda *_: None, req)
     totals = counting.totals()
     assert (totals["nan_rounds"], totals["rounds"]) == (1, 0)
