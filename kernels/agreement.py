@@ -1,10 +1,12 @@
-"""What particles have in common: who shares noise with whom, tails, roots. One launch each."""
+"""What particles have in common: noise, tails, roots; and how they come to agree. A launch each."""
 
 import torch
 import triton
 import triton.language as tl
 
 from sglang_smc.kernels.randomness import _mix
+from sglang_smc.kernels.reweight import _ancestors, _normalized
+from sglang_smc.smc.agreement import Narrowed
 
 _BLOCK = 64  # tokens of each tail that are read at once
 
@@ -93,6 +95,41 @@ def num_distinct(places: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
         found,
         num_particles,
         padded=triton.next_power_of_2(num_particles),
+    )
+    return found
+
+
+def narrow(
+    log_weights: torch.Tensor,
+    texts: torch.Tensor,
+    lengths: torch.Tensor,
+    counts: torch.Tensor,
+    present: torch.Tensor,
+    uniforms: torch.Tensor,
+    heaviest: torch.Tensor,
+) -> Narrowed:
+    """Draw the first ``counts[g]`` tokens of each group's tails, and keep who has them.
+
+    Reference: `sglang_smc.smc.agreement.narrow`, same arguments.
+    """
+    num_groups, num_particles, width = texts.shape
+    found = Narrowed(
+        ancestors=torch.empty_like(lengths, memory_format=torch.contiguous_format),
+        log_weights=torch.empty_like(log_weights, memory_format=torch.contiguous_format),
+        log_mean=torch.empty_like(uniforms, memory_format=torch.contiguous_format),
+        num_dropped=torch.empty_like(counts, memory_format=torch.contiguous_format),
+    )
+    of_groups = lengths, counts, present, uniforms, heaviest
+    _narrow[(num_groups,)](
+        log_weights.contiguous(),
+        texts,
+        *texts.stride(),
+        *(argument.contiguous() for argument in of_groups),
+        *found,
+        num_particles,
+        width,
+        padded=triton.next_power_of_2(num_particles),
+        block=_BLOCK,
     )
     return found
 
@@ -202,3 +239,103 @@ def _num_distinct(places, present, found, num_particles, padded: tl.constexpr):
     named = (place[None, :] == particle[:, None]) & is_present[None, :]
     count = tl.sum(tl.max(named.to(tl.int32), 1), 0)
     tl.store(found + group, count.to(tl.int64))
+
+
+@triton.jit
+def _log_sum(log_weights):
+    """The highest of these, and the log of their sum."""
+    highest = tl.max(log_weights, 0)
+    relative = tl.exp(log_weights - tl.where(highest == -float("inf"), 0.0, highest))
+    return relative, tl.log(tl.sum(relative, 0)) + highest
+
+
+@triton.jit
+def _begins_alike(
+    texts,
+    particle_stride,
+    token_stride,
+    length,
+    count,
+    particle,
+    drawn,
+    width,
+    here,
+    block: tl.constexpr,
+):
+    """Which particles have the drawn one's first tokens, as `agreement._begins_alike`."""
+    reach = tl.minimum(length, count)
+    drawn_reach = tl.sum(tl.where(particle == drawn, reach, 0), 0)
+    differ = tl.zeros_like(particle)
+    for start in range(0, drawn_reach + 1, block):
+        column = start + tl.arange(0, block)
+        inside = (column <= drawn_reach) & (column < width)
+        its = tl.load(texts + drawn * particle_stride + column * token_stride, mask=inside, other=0)
+        at = particle[:, None] * particle_stride + column[None, :] * token_stride
+        asked = here[:, None] & inside[None, :]
+        token = tl.load(texts + at, mask=asked, other=0)
+        differ += tl.sum((asked & (token != its[None, :])).to(tl.int32), 1)
+    return ((differ == 0) & (reach == drawn_reach)) | (count == 0)
+
+
+@triton.jit
+def _narrow(
+    log_weights,
+    texts,
+    group_stride,
+    particle_stride,
+    token_stride,
+    lengths,
+    counts,
+    present,
+    uniforms,
+    heaviest,
+    out_ancestors,
+    out_log_weights,
+    out_log_mean,
+    out_num_dropped,
+    num_particles,
+    width,
+    padded: tl.constexpr,
+    block: tl.constexpr,
+):
+    group = tl.program_id(0)
+    particle = tl.arange(0, padded)
+    own = group * num_particles + particle
+    here = particle < num_particles
+    weight = tl.load(log_weights + own, mask=here, other=-float("inf"))
+    is_present = tl.load(present + own, mask=here, other=0) != 0
+    relative, total = _log_sum(weight)
+    point = tl.load(uniforms + group) + tl.zeros([padded], dtype=tl.float64)
+    by_weight = tl.max(_ancestors(_normalized(relative), point, particle), 0)
+    first_heaviest = tl.min(tl.where(weight == tl.max(weight, 0), particle, padded), 0)
+    drawn = tl.where(tl.load(heaviest + group) != 0, first_heaviest, by_weight)
+
+    count = tl.load(counts + group)
+    length = tl.load(lengths + own, mask=here, other=0)
+    of_group = texts + group * group_stride
+    strides = particle_stride, token_stride
+    alike = _begins_alike(of_group, *strides, length, count, particle, drawn, width, here, block)
+    stays = alike & is_present
+    leaves = is_present & (alike == 0)
+    num_dropped = tl.sum(leaves.to(tl.int32), 0)
+    place = tl.cumsum(leaves.to(tl.int32), 0) - 1  # among the free ones
+
+    ancestor = particle
+    parts = stays.to(tl.int32)
+    for free in range(0, num_dropped):
+        shared = weight - tl.log(tl.where(stays, parts, 1).to(tl.float64))
+        shared = tl.where(stays, shared, -float("inf"))
+        best = tl.min(tl.where(shared == tl.max(shared, 0), particle, padded), 0)
+        ancestor = tl.where(leaves & (place == free), best, ancestor)
+        parts += (particle == best).to(tl.int32)
+
+    _, kept = _log_sum(tl.where(stays, weight, -float("inf")))
+    raised = tl.where(total == -float("inf"), 0.0, total - kept)
+    split = weight - tl.log(tl.where(stays, parts, 1).to(tl.float64)) + raised
+    from_it = ancestor[:, None] == particle[None, :]
+    split = tl.sum(tl.where(from_it, split[None, :], 0.0), 1)
+    size = tl.sum(is_present.to(tl.int32), 0).to(tl.float64)
+    tl.store(out_ancestors + own, ancestor.to(tl.int64), mask=here)
+    tl.store(out_log_weights + own, tl.where(is_present, split, weight), mask=here)
+    tl.store(out_log_mean + group, total - tl.log(size))
+    tl.store(out_num_dropped + group, num_dropped.to(tl.int64))

@@ -79,30 +79,6 @@ def _empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(like.shape, dtype=dtype, device=like.device)
 
 
-def collapse(
-    log_weights: torch.Tensor,
-    where: torch.Tensor,
-    present: torch.Tensor,
-    uniforms: torch.Tensor,
-    heaviest: torch.Tensor,
-) -> tuple[Resampled, torch.Tensor]:
-    """Let one particle stand for its whole group, in the groups of ``where``, in one launch.
-
-    Reference: `sglang_smc.smc.rounds.collapse`, same arguments.
-    """
-    found = _like_resampled(log_weights)
-    log_mean = _empty(log_weights[:, 0], torch.float64)
-    arguments = log_weights, where, present, uniforms, heaviest
-    _collapse[(len(log_weights),)](
-        *(argument.contiguous() for argument in arguments),
-        *found,
-        log_mean,
-        log_weights.shape[1],
-        padded_particles=triton.next_power_of_2(log_weights.shape[1]),
-    )
-    return found, log_mean
-
-
 @triton.jit
 def _increments(log_p, log_q, before_end, alpha, at, drafted):
     """``alpha log p - log q`` where columns are open; a broken one kills, as in `accumulate`."""
@@ -237,43 +213,3 @@ def _reweight(
     tl.store(out_ancestors + own, ancestors.to(tl.int64), mask=here)
     tl.store(out_log_weights + own, tl.where(replaced, 0.0, cut_log_weights), mask=here)
     tl.store(out_log_evidence + group, banked)
-
-
-@triton.jit
-def _collapse(
-    log_weights,
-    where,
-    present,
-    uniforms,
-    heaviest,
-    out_ancestors,
-    out_log_weights,
-    out_log_evidence,
-    out_log_mean,
-    num_particles,
-    padded_particles: tl.constexpr,
-):
-    group = tl.program_id(0)
-    particle = tl.arange(0, padded_particles)
-    here = particle < num_particles
-    own = group * num_particles + particle
-    weight = tl.load(log_weights + own, mask=here, other=-float("inf"))
-    is_present = tl.load(present + own, mask=here, other=0) != 0
-    collapses = tl.load(where + group) != 0
-
-    highest = tl.max(weight, 0)
-    shift = tl.where(highest == -float("inf"), 0.0, highest)
-    relative = tl.exp(weight - shift)
-    point = tl.load(uniforms + group) + tl.zeros([padded_particles], dtype=tl.float64)
-    drawn = _ancestors(_normalized(relative), point, particle)
-    first_heaviest = tl.min(tl.where(weight == highest, particle, padded_particles), 0)
-    chosen = tl.where(tl.load(heaviest + group) != 0, first_heaviest, drawn)
-
-    replaced = collapses & is_present
-    size = tl.sum(is_present.to(tl.int32), 0).to(tl.float64)
-    log_mean = tl.log(tl.sum(relative, 0)) + highest - tl.log(size)
-    ancestors = tl.where(replaced, chosen, particle)
-    tl.store(out_ancestors + own, ancestors.to(tl.int64), mask=here)
-    tl.store(out_log_weights + own, tl.where(replaced, 0.0, weight), mask=here)
-    tl.store(out_log_evidence + group, tl.where(collapses, log_mean, 0.0))
-    tl.store(out_log_mean + group, log_mean)

@@ -109,9 +109,10 @@ class SMCFlags:
     speculative_smc_max_lag: Annotated[
         int | None,
         Arg(
-            help="SMC only. Tokens that particles may differ in before one is drawn by weight and "
-            "copied to all; bounds KV memory and streaming delay "
-            f"(at least 1, default {DEFAULTS.max_lag})."
+            help="SMC only. Tokens that particles may differ in before the oldest are drawn by "
+            "weight; bounds KV memory and the silence of a stream. Requests may ask for less "
+            f"(at least 1, default {server.LAG}, but {server.LONG_LAG} for powers, grammars and "
+            "return_particles)."
         ),
         NS("spec"),
     ]

@@ -231,7 +231,7 @@ def trace_round(
         if shape.logprobs.own:
             tables.logprobs.make_room(shape.logprobs)
         models: Any = FakeModel(device), FakeModel(device)
-        round_ = Round(Steps(*models, tables.ledger, ops, config.max_lag), tables, ops)
+        round_ = Round(Steps(*models, tables.ledger, ops), tables, ops)
         inputs = RoundInputs(
             *(
                 torch.zeros(*size, num_groups, dtype=torch.int64, device="cuda")

@@ -86,6 +86,8 @@ class PoolModel(PoolChecks):
             chosen["num_steps"] = rng.randint(1, self.config.num_steps)
         if rng.random() < 0.2:
             chosen["mode"] = rng.choice(["exact", "mixed"])
+        elif rng.random() < 0.3:
+            chosen["max_lag"] = rng.randint(1, self.config.most_lag)
         return request_config(self.config, {"smc": chosen})
 
     def abort(self, request: Request, rng: random.Random) -> None:
@@ -191,7 +193,7 @@ class PoolModel(PoolChecks):
         population = self._extend(population, batch, bonus, ones)
         population = self._break(population, batch, rng)
         population = self._descend(
-            batch, rows, population, [self._collapse(request, rng) for request in batch]
+            batch, rows, population, [self._narrow(request, rng) for request in batch]
         )
         self._commit(batch, rows, population)
         for request in batch:
@@ -351,12 +353,20 @@ class PoolModel(PoolChecks):
         self._check_population(population, batch)
         return population
 
-    def _collapse(self, request: Request, rng: random.Random) -> list[int]:
-        num_particles = len(request.tails)
-        too_far = max(map(len, request.tails)) >= self.config.max_lag and request.now.weighs
-        if not all(request.ended) and not too_far:
-            return list(range(num_particles))
-        return [rng.randrange(num_particles)] * num_particles
+    def _narrow(self, request: Request, rng: random.Random) -> list[int]:
+        """Who is left stays in place; the others are copies of somebody who is left."""
+        every = range(len(request.tails))
+        longest = max(map(len, request.tails))
+        late = max(longest + 1 - request.now.lag, 0) if request.now.weighs else 0
+        count = longest if all(request.ended) else late
+        if not count:
+            return list(every)
+        firsts = request.first_tokens or [0] * len(request.tails)
+        oldest = [(firsts[i], tuple(request.tails[i][:count])) for i in every]
+        drawn = rng.choice(oldest)
+        left = [i for i in every if oldest[i] == drawn]
+        self.seen["some lag behind, some stay apart"] += 1 < len(left) < len(every)
+        return [i if i in left else rng.choice(left) for i in every]
 
     def _commit(self, batch: list[Request], rows: torch.Tensor, population: Population) -> None:
         for request in batch:

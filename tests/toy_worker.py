@@ -104,7 +104,7 @@ class SlotModel:
 class Outcome(NamedTuple):
     outputs: torch.Tensor  # [G, L]; after EOS, EOS
     log_evidence: torch.Tensor  # [G]
-    num_forced: int
+    num_narrowed: int
     num_emitted_early: int  # tokens emitted before a request's last round
     num_rounds: int  # of all requests together, as all that follow
     num_tokens: int  # that rounds made
@@ -222,7 +222,7 @@ class ToyWorker:
         models: Any = self.target, self.draft
         for model in models:
             model.tails = tables.ledger.tails
-        worker._steps = Steps(*models, tables.ledger, self.ops, config.max_lag)
+        worker._steps = Steps(*models, tables.ledger, self.ops)
         worker._round = Round(worker._steps, tables, self.ops)
         worker._states = RequestStates(config, random_seed=0)
         worker._recordings = None
@@ -256,17 +256,17 @@ class ToyWorker:
                 reqs[i].kv_committed_len += len(new)
                 emitted_in_last[i] = len(new)
             running = [i for i in running if not self._is_over(reqs[i])]
-        evidence = self.worker._tables.particles.gather(self.tensor(rows), 1, 1).log_evidence
+        counted = [Counters._make(req.smc_state.counters) for req in reqs]
+        evidence = self.tensor([counters.log_evidence for counters in counted])
         evidence = evidence.masked_fill(self.tensor([req.is_stuck for req in reqs]), -math.inf)
-        columns = zip(*(req.smc_state.counters for req in reqs), strict=True)
-        totals = Counters(*map(sum, columns))  # type: ignore[arg-type]
+        totals = Counters(*map(sum, zip(*counted, strict=True)))  # type: ignore[arg-type]
         texts = [req.output_ids for req in reqs]
         padded = [text + [self.eos] * (self.limit - len(text)) for text in texts]
         num_tokens = sum(map(len, texts)) - len(texts)
         return Outcome(
             outputs=self.tensor(padded),
             log_evidence=evidence,
-            num_forced=int(totals.collapse_ct),
+            num_narrowed=int(totals.narrow_ct),
             num_emitted_early=num_tokens - sum(emitted_in_last),
             num_rounds=num_rounds,
             num_tokens=num_tokens,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sglang_smc.command import findings, machine
 from sglang_smc.command.findings import Finding
-from sglang_smc.options.server import DEFAULTS, SMCConfig
+from sglang_smc.options.server import DEFAULTS, LAG, SMCConfig
 from sglang_smc.plan.cli import positive
 from sglang_smc.plan.devices import DATA_SHEETS, Device, measure, named
 from sglang_smc.plan.memory import STATIC_FRACTION
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
         "what the target takes")  # fmt: skip
     add("--num-particles", type=positive, default=DEFAULTS.num_particles, help="N")
     add("--num-steps", type=positive, default=DEFAULTS.num_steps, help="K")
-    add("--max-lag", type=positive, default=DEFAULTS.max_lag, help="as the server's flag")
+    add("--max-lag", type=positive, default=LAG, help="as the server's flag")
     add("--mem-fraction", type=_share, help="of the memory for weights and KV; default 0.88 on a "
         "GPU, 0.7 on a CPU")  # fmt: skip
     add("--json", action="store_true", help="print JSON instead of lines")

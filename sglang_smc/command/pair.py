@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from sglang_smc.command.findings import Finding, fail, ok, warning
 from sglang_smc.memory.arena import arena
-from sglang_smc.options.server import MODES, SMCConfig, flag_of
+from sglang_smc.options.server import LAG, MODES, SMCConfig, flag_of
 from sglang_smc.plan.devices import Device
 from sglang_smc.plan.memory import ASIDE_BYTES, kv_slots
 from sglang_smc.plan.report import si
@@ -19,7 +19,7 @@ from sglang_smc.plan.shapes import BUILT_IN, ModelShape, from_config
 
 CONTEXT = 4096
 OTHER_DRAFT = "Choose a draft of the target's family: SMC scores a draft's tokens by their ids."
-LAGS = (256, 128, 64, 32, 16)
+LAGS = (256, 128, 64, 32, 16, 8, LAG)
 #: Modes whose requests take the same room are told together.
 WEIGHING, VERIFYING = "smc", "exact"
 

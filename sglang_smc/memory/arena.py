@@ -1,6 +1,6 @@
 """How many KV slots a request needs beyond its text: the size of its arena.
 
-Where particles are weighed, a tail reaches at most ``max_lag - 1`` tokens before a round, or what
+Where particles are weighed, a tail reaches at most ``lag - 1`` tokens before a round, or what
 is left of `max_new_tokens`, and the round adds K + 1 to each of N tails. Tails that share nothing
 are the worst case, and what is reserved: a constant per request. Verification leaves no tails, nor
 does a single particle, which agrees with itself.
@@ -20,18 +20,10 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 
-def lag(config: SMCConfig) -> int:
-    """The length that no tail reaches before a round; 1 where all that is drawn is emitted."""
-    return _most_lag(config) if config.weighs else 1
-
-
 def max_tail(config: SMCConfig) -> int:
-    """The longest tail that a round can leave or look at in any mode, in tokens."""
-    return _most_lag(config) + config.num_steps
-
-
-def _most_lag(config: SMCConfig) -> int:
-    return config.max_lag if config.num_particles > 1 else 1
+    """The longest tail that a round of any request can leave or look at, in tokens."""
+    most_lag = config.most_lag if config.num_particles > 1 else 1
+    return most_lag + config.num_steps
 
 
 def max_arena(config: SMCConfig) -> int:
@@ -63,7 +55,7 @@ def tail_width(config: SMCConfig) -> int:
 
 def tail(config: SMCConfig, remaining: int) -> int:
     """The longest tail of a request that may emit ``remaining`` more tokens."""
-    return min(lag(config), max(remaining, 0)) + config.num_steps
+    return min(config.lag, max(remaining, 0)) + config.num_steps
 
 
 def arena(config: SMCConfig, remaining: int) -> int:
@@ -103,7 +95,7 @@ def check_pool(config: SMCConfig, num_slots: int) -> None:
         raise ValueError(
             f"The KV pool holds {num_slots} tokens, but one request alone needs at least {needed} "
             f"with --speculative-smc-num-particles {config.num_particles}, "
-            f"--speculative-smc-max-lag {config.max_lag} and "
+            f"--speculative-smc-max-lag {config.most_lag} and "
             f"--speculative-num-steps {config.num_steps} (particles * (lag + steps) and a prompt). "
             "Raise --max-total-tokens or --mem-fraction-static, or lower one of the three."
         )

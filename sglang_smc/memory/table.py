@@ -11,16 +11,13 @@ import msgspec
 from msgspec.structs import replace
 
 from sglang_smc.memory import arena
-from sglang_smc.options.server import SMCConfig
+from sglang_smc.options.server import LAG, SMCConfig
 
 PROMPT, ANSWER = 1024, 512
 """Tokens of the request that is counted by, where the server takes texts as long."""
 
 FEW = 8
 """Requests at a time below which a pool is called small."""
-
-SHORT_LAG = 32
-"""The lag bound that is advised where memory is short."""
 
 _VERIFIES = "exact, mixed, auto"
 
@@ -92,7 +89,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
             settings[_VERIFIES] = replace(config, mode="exact")
         modes = {
             name: Mode(
-                slots := arena.arena(setting, setting.max_lag),
+                slots := arena.arena(setting, setting.lag),
                 slots * sizes.slot_bytes,
                 _fits(setting, sizes, prompt, answer),
             )
@@ -143,18 +140,18 @@ def _advice(config: SMCConfig, sizes: Sizes, prompt: int, answer: int, plain: in
     if now >= min(FEW, plain):
         return None
     options = {}
-    if config.weighs and config.max_lag > SHORT_LAG:
-        options[f"--speculative-smc-max-lag {SHORT_LAG}"] = replace(config, max_lag=SHORT_LAG)
+    if config.lag > LAG:
+        options[f"--speculative-smc-max-lag {LAG}"] = replace(config, max_lag=LAG)
     if config.weighs and config.is_normalized:
         options["--speculative-smc-mode auto"] = replace(config, mode="auto")
     told = [
-        f"{flag} makes that {arena.arena(setting, setting.max_lag):,} slots, and {fits:,} requests"
+        f"{flag} makes that {arena.arena(setting, setting.lag):,} slots, and {fits:,} requests"
         for flag, setting in options.items()
         if (fits := _fits(setting, sizes, prompt, answer)) > now
     ]
     if not told:
         return None
-    reserved = arena.arena(config, config.max_lag)
+    reserved = arena.arena(config, config.lag)
     return (
         f"Of requests of {prompt:,} + {answer:,} tokens the KV pool holds {now:,} at a time, and "
         f"without SMC would hold {plain:,}: each reserves up to {reserved:,} slots for its "

@@ -12,6 +12,7 @@ import torch
 
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.smc import rounds
+from sglang_smc.smc.agreement import Narrowed
 from sglang_smc.smc.exact import Walk
 from sglang_smc.smc.mixed import Kept
 from sglang_smc.tokens.filters import KeptTokens
@@ -35,7 +36,7 @@ class Ops(NamedTuple):
     log_probs: Callable[..., torch.Tensor]
     log_sums: Callable[..., torch.Tensor]
     reweight_and_resample: Callable[..., rounds.Reweighted]
-    collapse: Callable[..., tuple[rounds.Resampled, torch.Tensor]]
+    narrow: Callable[..., Narrowed]
     common_tail: Callable[..., torch.Tensor]
     num_distinct: Callable[..., torch.Tensor]
     tally: Callable[..., torch.Tensor]

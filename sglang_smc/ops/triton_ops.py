@@ -6,7 +6,13 @@ import torch
 
 from sglang_smc.kernels import lineage
 from sglang_smc.kernels import reweight as reweight_kernel
-from sglang_smc.kernels.agreement import common_tail, num_distinct, same_text, stratify
+from sglang_smc.kernels.agreement import (
+    common_tail,
+    narrow,
+    num_distinct,
+    same_text,
+    stratify,
+)
 from sglang_smc.kernels.edits import count_tokens, edit_logits
 from sglang_smc.kernels.filters import keep_tokens
 from sglang_smc.kernels.keep import keep
@@ -62,10 +68,10 @@ TRITON = Ops(
     log_probs=log_probs,
     log_sums=log_sums,
     reweight_and_resample=reweight_and_resample,
-    collapse=reweight_kernel.collapse,
     begin_walk=begin_walk,
     walk_on=walk_on,
     keep=keep,
+    narrow=narrow,
     common_tail=common_tail,
     num_distinct=num_distinct,
     tally=tally,

@@ -11,6 +11,7 @@ from msgspec.structs import asdict, replace
 from sglang_smc.options.server import (
     AUTO_EVIDENCE_THRESHOLD,
     EVIDENCE_THRESHOLD,
+    LONG_LAG,
     RANGES,
     SERVER_FIELDS,
     Integer,
@@ -33,6 +34,7 @@ _MODES_OF = {
     "resample_at": ("smc",),
     "selection": ("smc",),
     "power": ("smc",),
+    "max_lag": ("smc",),
     PARTICLES_KEY: ("smc",),
     "evidence_threshold": ("smc", "mixed"),
 }
@@ -59,6 +61,11 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
         latter token by token.
         """
         return self.power == 1.0 and not (self.constrained and self.weighs)
+
+    @property
+    def _usual_lag(self) -> int:
+        # Who wants to see the particles wants them to differ.
+        return LONG_LAG if self.return_particles else super()._usual_lag
 
     @property
     def covering(self) -> float:
@@ -150,9 +157,11 @@ def _problems(server: SMCConfig, chosen: dict[str, Any]) -> list[str]:
 
 
 def _range_of(name: str, server: SMCConfig) -> Range:
-    """Tables and graphs are made for the server's N and K: a request may have fewer."""
+    """Tables and graphs are made for the server's N, K and lag: a request may have less."""
     if name in ("num_particles", "num_steps"):
         return Integer(1, getattr(server, name))
+    if name == "max_lag":
+        return Integer(1, server.most_lag)
     return RANGES[name]
 
 

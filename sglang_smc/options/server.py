@@ -28,7 +28,7 @@ ROUND_GRAPH = ("auto", "on", "off")
 EVIDENCE_THRESHOLD = 0.5
 """The threshold where none is given. Chosen by bench/fidelity, as the next."""
 
-AUTO_EVIDENCE_THRESHOLD = 0.5
+AUTO_EVIDENCE_THRESHOLD = 2.0
 """`auto` is a name for `mixed` with this threshold, whatever the server's own is."""
 
 # Field of SMCConfig -> attribute of ServerArgs. K is SGLang's own flag; the others are ours.
@@ -49,8 +49,16 @@ SERVER_ARGS_FIELDS = {
     "adaptive": "speculative_smc_adaptive",
 }
 
-SERVER_FIELDS = ("max_lag", "kernels", "round_graph", "adaptive")
-"""They size memory or choose code, so a request has no say in them."""
+SERVER_FIELDS = ("kernels", "round_graph", "adaptive")
+"""They choose code, so a request has no say in them."""
+
+LAG = 4
+"""The lag bound where none is given. Chosen by measurement: docs/notes.md."""
+
+LONG_LAG = 256
+"""The same where a tail's weight tells what its beginning is worth: of a power of p, and of p under
+a mask that weights make up for. There a token that is settled early is settled by a wrong law,
+however many particles there are."""
 
 
 class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,8 +97,9 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     draft_temperature: float | None = None
     """The draft's temperature, where it is not to be the request's own."""
 
-    max_lag: int = 256
-    """smc: tokens a particle may run ahead of the text that all share, before they collapse."""
+    max_lag: int | None = None
+    """smc: tokens a particle may run ahead of the text that all share, before the oldest of them
+    are drawn. Where it is not given: `LAG`, but `LONG_LAG` for a target that is not normalized."""
 
     kernels: str = "auto"
     """What runs a round beside the models: `triton` kernels or `torch` functions, which give the
@@ -123,6 +132,24 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     def is_exact(self) -> bool:
         """Whether rounds verify all that is drafted."""
         return self.mode == "exact"
+
+    @property
+    def lag(self) -> int:
+        """The length that no tail reaches before a round; 1 where all that is drawn is emitted."""
+        if not self.weighs or self.num_particles == 1:
+            return 1
+        if self.max_lag is not None:
+            return self.max_lag
+        return self._usual_lag
+
+    @property
+    def _usual_lag(self) -> int:
+        return LAG if self.is_normalized else LONG_LAG
+
+    @property
+    def most_lag(self) -> int:
+        """The longest lag that a request may have: what the server was given, or any default."""
+        return LONG_LAG if self.max_lag is None else self.max_lag
 
     @property
     def is_normalized(self) -> bool:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from sglang_smc.options.server import LAG
 from sglang_smc.plan.devices import DATA_SHEETS, Device, measure, named
 from sglang_smc.plan.report import Report, as_dict, as_text
 from sglang_smc.plan.roofline import (
@@ -82,8 +83,8 @@ def _add_load(result: argparse.ArgumentParser) -> None:
     result.add_argument(
         "--tail",
         type=natural,
-        default=128,
-        help="tokens that each particle has of its own, on average; default 128",
+        default=LAG // 2,
+        help=f"tokens that each particle has of its own, on average; default {LAG // 2}",
     )
     result.add_argument(
         "--no-shared-prefix",

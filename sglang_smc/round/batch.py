@@ -136,8 +136,8 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
         resizes=False,
         num_particles=now.num_particles,
         num_steps=now.num_steps,
-        max_tail=arena.max_tail(config),
-        max_arena=arena.max_arena(config),
+        max_tail=arena.tail(config, config.lag),
+        max_arena=arena.arena(config, config.lag),
         kinds=FilterKinds(filtered=False, greedy=True),
         edits=False,
         powered=config.power != 1.0,
@@ -155,6 +155,8 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
 def shape_of_any(config: SMCConfig, budget: Budget | None, logprobs: LogprobWidths) -> RoundShape:
     """The shape of batches whose requests choose whatever a device can decide."""
     return shape_of_server(config, budget)._replace(
+        max_tail=arena.max_tail(config),
+        max_arena=arena.max_arena(config),
         kinds=FilterKinds(filtered=True, greedy=True),
         edits=True,
         powered=True,

@@ -53,7 +53,6 @@ def assemble(
         draft=ParticleForward(draft.model_runner, tails, ops.kind, columns),
         ledger=tables.ledger,
         ops=ops,
-        max_lag=config.max_lag,
     )
     for worker in (target, draft):
         check_layers(worker.model_runner)

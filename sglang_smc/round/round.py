@@ -1,7 +1,7 @@
 """One round of SMC speculative decoding, for all particles of all running requests at once.
 
 `Round.play` is the algorithm: draft, score, reweight and resample (or verify), extend, bonus,
-collapse, commit. `steps` has the steps; docs/algorithm.md explains them.
+narrow, commit. `steps` has the steps; docs/algorithm.md explains them.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from sglang_smc.ops.interface import Ops
 from sglang_smc.requests.rules import TextRules
 from sglang_smc.requests.text_rule import BatchTexts
 from sglang_smc.round.batch import RoundBatch, RoundInputs, RoundShape
-from sglang_smc.round.decision import Decision
+from sglang_smc.round.decision import Decision, Narrowing
 from sglang_smc.round.result import Outcome, Particles
 from sglang_smc.round.steps import Steps
 from sglang_smc.round.tables import Tables
@@ -62,8 +62,8 @@ class Round:
             ancestors = decision.resampled.ancestors
             continued = score_tails(self._ops, before, continued, ancestors, shown, listed)
         continued = continued.stop(decision.failure > 0)
-        collapsed, forced, log_evidence = steps.collapse(batch, continued)
-        return self._commit(batch, continued, collapsed, decision, forced, log_evidence)
+        narrowing = steps.narrow(batch, continued)
+        return self._commit(batch, continued, narrowing, decision)
 
     def resize(self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]") -> None:
         """Bring populations to the sizes that they have in this round."""
@@ -121,28 +121,25 @@ class Round:
         self,
         batch: RoundBatch,
         continued: Population,
-        collapsed: Population,
+        narrowing: Narrowing,
         decision: Decision,
-        forced: torch.Tensor,
-        log_evidence: torch.Tensor,
     ) -> Outcome:
         """Emit what all particles agree on, and store the rest for the next round.
 
         Args:
-            continued: before the final draw, which ``collapsed`` has behind it.
-            forced: ``[G]`` bool: the lag bound forced that draw.
-            log_evidence: ``[G]`` float64 log Z-hat, of which that draw may have banked a part.
+            continued: the population before it was narrowed.
         """
         tables, shape, ops = self._tables, batch.shape, self._ops
-        tails = collapsed.texts[:, :, 1:]  # with the token before each
-        counts = ops.common_tail(tails, collapsed.lengths, collapsed.present)  # [G]
+        narrowed = narrowing.population
+        tails = narrowed.texts[:, :, 1:]  # with the token before each
+        counts = ops.common_tail(tails, narrowed.lengths, narrowed.present)  # [G]
         num_roots = ops.num_distinct(continued.roots, continued.present)  # [G]
         num_parents = ops.num_distinct(decision.resampled.ancestors, continued.present)  # [G]
         tables.ledger.commit(
             batch.rows,
             committed=batch.committed,
             allocated=batch.allocated,
-            lengths=collapsed.lengths,
+            lengths=narrowed.lengths,
             counts=counts,
             max_tail=shape.max_tail,
             max_arena=shape.max_arena,
@@ -150,15 +147,15 @@ class Round:
         if batch.edits is not None:
             # The last emitted token is settled once a token is emitted behind it.
             ops.count_tokens(batch.edits.columns, batch.rows, tails[:, 0], counts)
-        after = collapsed.emit(counts)
-        tokens, last_emitted = collapsed.tokens[:, 0], after.last_emitted[:, 0]
-        first_token = collapsed.first_token() if shape.has_open_token else None
+        after = narrowed.emit(counts)
+        tokens, last_emitted = narrowed.tokens[:, 0], after.last_emitted[:, 0]
+        first_token = narrowed.first_token() if shape.has_open_token else None
         tables.particles.scatter(batch.rows, after)
         emitted = None
-        if after.logprobs is not None and collapsed.logprobs is not None:
+        if after.logprobs is not None and narrowed.logprobs is not None:
             tables.logprobs.scatter(batch.rows, after.logprobs)
-            roots = collapsed.roots[:, 0]
-            emitted = tables.logprobs.emitted(batch.rows, collapsed.logprobs, roots)
+            roots = narrowed.roots[:, 0]
+            emitted = tables.logprobs.emitted(batch.rows, narrowed.logprobs, roots)
         settings = batch.settings
         counters = tables.counters.add_round(
             batch.rows,
@@ -166,11 +163,11 @@ class Round:
             failed=decision.failure > 0,
             verified=decision.verified,
             killed=(settings.num_particles - num_parents) * decision.cut.resample,
-            collapsed=forced,
+            narrowed=narrowing.by_lag,
             ancestors=num_roots,
             num_particles=settings.num_particles,
             num_steps=settings.num_steps,
-            log_evidence=log_evidence,
+            log_evidence=narrowing.log_evidence,
         )
         return Outcome(
             tokens=tokens,

@@ -11,7 +11,7 @@ drafted tokens a round, V tokens in the vocabulary:
     resampling   heavy particles hand down their texts, light ones go: `ancestors`
     evidence     what a block of drafts multiplies the mean weight by
     bonus        one more token, from the target's own distribution
-    collapse     one particle is drawn by weight and stands for all
+    narrow       the oldest tokens are drawn by weight, and who has others goes
 
 A round waits for the device only where some request's text obeys rules that read it on the host.
 """
@@ -32,7 +32,7 @@ from sglang_smc.recording.recorder import Record
 from sglang_smc.requests.failures import failure_of_round
 from sglang_smc.requests.state import state_of
 from sglang_smc.round.batch import RoundBatch
-from sglang_smc.round.decision import Decision, Drafts, no_drafts
+from sglang_smc.round.decision import Decision, Drafts, Narrowing, no_drafts
 from sglang_smc.round.verification import verify
 from sglang_smc.smc import resizing, rounds
 from sglang_smc.smc.randomness import Purpose
@@ -50,13 +50,12 @@ class DraftSlots(NamedTuple):
 
 
 class Steps:
-    """Draft, score, decide, extend, bonus and collapse; populations in, populations out.
+    """Draft, score, decide, extend, bonus and narrow; populations in, populations out.
 
     Args:
         target, draft: the two models, over particles.
         ledger: of their KV slots.
         ops: the small operations.
-        max_lag: tokens that no tail reaches before a round.
     """
 
     def __init__(
@@ -65,13 +64,11 @@ class Steps:
         draft: Forward,
         ledger: Ledger,
         ops: Ops,
-        max_lag: int,
     ) -> None:
         self.target = target
         self.draft = draft
         self.ledger = ledger
         self.ops = ops
-        self._max_lag = max_lag
 
     def record_passes(
         self, record: Record, config: SMCConfig, sizes: Sequence[int], device: str
@@ -347,24 +344,20 @@ class Steps:
             log_evidence=population.log_evidence.masked_fill(stuck, -torch.inf),
         )
 
-    def collapse(
-        self, batch: RoundBatch, population: Population
-    ) -> tuple[Population, torch.Tensor, torch.Tensor]:
-        """The final draw where all have ended, and the same step at the lag bound.
-
-        Returns:
-            The population, where the lag bound forced the draw, ``[G]`` bool, and log Z-hat
-            ``[G]`` with what weights have gained since some was banked: a retraction keeps both.
-        """
-        finished, longest = population.ended.all(1), population.lengths.amax(1)
-        forced = (longest >= self._max_lag) & batch.settings.weighs & ~finished
+    def narrow(self, batch: RoundBatch, population: Population) -> Narrowing:
+        """Settle what lags too far behind, and the whole text of groups that have ended."""
+        settings, longest = batch.settings, population.lengths.amax(1)
+        finished = population.ended.all(1)
+        late = (longest + 1 - settings.lag).clamp_min(0) * settings.weighs
         furthest = (population.num_emitted + longest).unsqueeze(1)  # [G, 1]
-        step, log_mean = self.ops.collapse(
+        step = self.ops.narrow(
             population.log_weights,
-            finished | forced,
+            population.texts[:, :, 1:],  # with the token before each
+            population.lengths,
+            torch.where(finished, longest, late),
             population.present,
-            self.ops.uniforms(batch.settings.seeds, furthest, Purpose.SELECT)[:, 0],
-            batch.settings.heaviest,
+            self.ops.uniforms(settings.seeds, furthest, Purpose.SELECT)[:, 0],
+            settings.heaviest,
         )
         self.ledger.descend(
             batch.rows,
@@ -372,7 +365,11 @@ class Steps:
             ancestors=step.ancestors,
             max_tail=batch.shape.max_tail,
         )
-        return population.hand_down(step), forced, population.log_evidence + log_mean
+        return Narrowing(
+            population.descend(step.ancestors)._replace(log_weights=step.log_weights),
+            by_lag=(step.num_dropped > 0) & ~finished,
+            log_evidence=population.log_evidence + step.log_mean,
+        )
 
     def _ends(
         self,

@@ -10,7 +10,6 @@ the group keeps, and whether it is resampled there. Glossary:
     evidence     what a block of drafts multiplies the mean weight by
     cut          the choice of the columns that a round keeps
     resampling   heavy particles hand down their texts, light ones go: `ancestors`
-    collapse     one particle is drawn by weight and stands for all
     present      the particles that a group has, as groups may differ in N, as in K
 
 A particle that is not present has weight zero and is left as it is.
@@ -159,35 +158,6 @@ def resample(
     weights = Weights.of(log_weights, num_particles)
     chosen = SCHEMES[method](weights.shares, uniforms, num_particles)
     return _replace(weights, where, present, chosen)
-
-
-def collapse(
-    log_weights: torch.Tensor,
-    where: torch.Tensor,
-    present: torch.Tensor,
-    uniforms: torch.Tensor,
-    heaviest: torch.Tensor,
-) -> tuple[Resampled, torch.Tensor]:
-    """Let one particle stand for its whole group, in the groups of ``where``.
-
-    It is drawn in proportion to the weights, which keeps the method proper, or is the
-    heaviest, which does not.
-
-    Args:
-        log_weights: ``[G, N]`` float64.
-        where: ``[G]`` bool.
-        present: ``[G, N]`` bool.
-        uniforms: ``[G]`` float64.
-        heaviest: ``[G]`` bool: the heaviest instead of one drawn by weight.
-
-    Returns:
-        The population, and the log of the mean weight of each group before, ``[G]``.
-    """
-    weights = Weights.of(log_weights, present.sum(1))
-    drawn = draw(weights.shares, uniforms)
-    chosen = torch.where(heaviest, log_weights.argmax(-1), drawn).unsqueeze(1)
-    resampled = _replace(weights, where, present, chosen.expand_as(log_weights))
-    return resampled, weights.log_mean
 
 
 def draw(shares: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

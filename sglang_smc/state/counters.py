@@ -41,7 +41,7 @@ class Counters(NamedTuple):
 
     rounds_ct: torch.Tensor
     resample_ct: torch.Tensor
-    collapse_ct: torch.Tensor  # forced by the lag bound; the final draw is not counted
+    narrow_ct: torch.Tensor  # rounds in which particles went for the lag bound's sake
     all_zero_ct: torch.Tensor  # rounds in which every particle died
     nan_ct: torch.Tensor  # rounds, prefill included, whose logits gave no law to go by
     exact_ct: torch.Tensor  # rounds in which exact verification had the last word
@@ -50,7 +50,7 @@ class Counters(NamedTuple):
     particles_sum: torch.Tensor  # that its rounds had, which adapts to the load if the server does
     steps_sum: torch.Tensor
     ess_min: torch.Tensor
-    ancestors: torch.Tensor  # particles of the start with descendants, before any collapse
+    ancestors: torch.Tensor  # particles of the start with descendants, before the final draw
     log_evidence: torch.Tensor
 
 
@@ -81,7 +81,7 @@ class CounterTable:
         failed: torch.Tensor,
         verified: torch.Tensor,
         killed: torch.Tensor,
-        collapsed: torch.Tensor,
+        narrowed: torch.Tensor,
         ancestors: torch.Tensor,
         num_particles: torch.Tensor,
         num_steps: torch.Tensor,
@@ -95,7 +95,7 @@ class CounterTable:
             added=(
                 self._one.expand_as(rows),
                 cut.resample,
-                collapsed,
+                narrowed,
                 cut.all_zero,
                 failed,
                 verified,
@@ -135,7 +135,7 @@ def meta_info(totals: list[float], config: RequestConfig, num_replayed: int) -> 
         "rounds_ct": rounds,
         "replayed_ct": num_replayed,
         "resample_ct": int(counters.resample_ct),
-        "collapse_ct": int(counters.collapse_ct),
+        "narrow_ct": int(counters.narrow_ct),
         # At temperature 0 any wrong draft dies, which says nothing of the pair.
         "all_zero_ct": 0 if config.greedy else int(counters.all_zero_ct),
         "nan_ct": int(counters.nan_ct),
@@ -185,11 +185,11 @@ class IntervalLog:
         rounds = max(sums.rounds_ct, 1)
         logger.info(
             "SMC, #round: %d, ess / particles: %s, resample rate: %.2f, "
-            "#collapse: %d, #all-zero: %d, #nan: %d",
+            "#narrowed: %d, #all-zero: %d, #nan: %d",
             sums.rounds_ct,
             f"{self._ess / self._particles:.2f}" if self._particles else "-",
             sums.resample_ct / rounds,
-            sums.collapse_ct,
+            sums.narrow_ct,
             sums.all_zero_ct,
             sums.nan_ct + self._failed_prefills,
         )

@@ -74,9 +74,9 @@ TOTALS = (
         lambda r: r.gained.killed_ct,
     ),
     Total(
-        "forced_collapses",
-        "Collapses to one particle that the lag bound forced.",
-        lambda r: r.gained.collapse_ct,
+        "narrowed_rounds",
+        "Rounds in which the lag bound drew among particles' oldest tokens.",
+        lambda r: r.gained.narrow_ct,
     ),
     Total(
         "exact_rounds",
@@ -115,7 +115,7 @@ MEASURES = (
         "Seconds from one chunk of a stream with new tokens to the next.",
         (0.01, 0.02, 0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 60, 120),
     ),
-    # Not more than the particles may lag behind, 256 by default, and one round.
+    # Not more than the particles may lag behind, 256 at most by default, and one round.
     Measure(
         CHUNK_TOKENS,
         "New tokens of each chunk of a stream that has some.",

@@ -48,6 +48,7 @@ class Settings(NamedTuple):
     scheme: torch.Tensor  # [G] int64 index of the resampling method in SCHEMES
     at_token: torch.Tensor  # [G] bool: resample at the first column whose ESS is low
     heaviest: torch.Tensor  # [G] bool: answer with the heaviest particle
+    lag: torch.Tensor  # [G] int64 that no tail reaches before a round
     power: torch.Tensor  # [G] float64 alpha
     normalized: torch.Tensor  # [G] bool: its target's next-token probabilities sum to 1
     evidence_threshold: torch.Tensor  # [G] float64 c; infinite where all is verified
@@ -110,6 +111,7 @@ _COLUMNS = {
         "num_particles",
         "num_steps",
         "scheme",
+        "lag",
     ),
     torch.float32: ("temperature", "top_p", "min_p", "draft_temperature"),
     torch.float64: ("ess_threshold", "power", "evidence_threshold"),
@@ -172,6 +174,7 @@ def _values(entry: TableEntry) -> dict[str, Any]:
         "scheme": list(SCHEMES).index(config.resampling_method),
         "at_token": config.resample_at == "token",
         "heaviest": config.selection == "argmax",
+        "lag": config.lag,
         "power": config.power,
         "normalized": config.is_normalized,
         "evidence_threshold": config.covering,

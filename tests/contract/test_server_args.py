@@ -17,7 +17,7 @@ from sglang.srt.arg_groups.arg_utils import namespace_of
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from sglang_smc import upstream
-from sglang_smc.options.server import EVIDENCE_THRESHOLD, SMCConfig
+from sglang_smc.options.server import EVIDENCE_THRESHOLD, LAG, LONG_LAG, SMCConfig
 from sglang_smc.patches.server_args import FLAG_FIELDS
 from sglang_smc.server import algorithm, arguments
 
@@ -47,7 +47,7 @@ DEFAULTS = {
     "speculative_smc_power": 1.0,
     "speculative_smc_evidence_threshold": None,
     "speculative_smc_draft_temperature": None,
-    "speculative_smc_max_lag": 256,
+    "speculative_smc_max_lag": None,
     "speculative_smc_kernels": "auto",
     "speculative_smc_round_graph": "auto",
     "speculative_smc_adaptive": False,
@@ -58,6 +58,7 @@ HELP = DEFAULTS | {
     "speculative_smc_power": 1,
     "speculative_smc_evidence_threshold": EVIDENCE_THRESHOLD,
     "speculative_smc_draft_temperature": "the request's own",
+    "speculative_smc_max_lag": f"{LAG}, but {LONG_LAG} for powers, grammars and return_particles",
     "speculative_smc_presets": "none",
 }
 

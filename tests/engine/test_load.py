@@ -145,9 +145,7 @@ def test_who_leaves_right_after_a_retraction_frees_no_slot_of_the_cache(
     assert running.generate(**requests[0])["meta_info"]["completion_tokens"] == 120
 
 
-def test_long_lag_is_bounded_by_a_collapse(
-    engine: Callable[..., Any], pair: tuple[str, str]
-) -> None:
+def test_a_lag_is_bounded(engine: Callable[..., Any], pair: tuple[str, str]) -> None:
     """With resampling off, particles never meet: only the bound makes text flow."""
     bounded = {**SMALL_POOL, "ess_threshold": 0.0, "max_lag": 6, "max_total_tokens": 4000}
     running = engine(**smc_arguments(*pair, **bounded))
@@ -156,7 +154,7 @@ def test_long_lag_is_bounded_by_a_collapse(
     )[0]
     assert len(answer["output_ids"]) == 60
     # A round adds at most 4 tokens to a lag below 6: at least every second one collapses.
-    assert answer["meta_info"]["spec_smc_collapse_ct"] >= 6
+    assert answer["meta_info"]["spec_smc_narrow_ct"] >= 6
     assert answer["meta_info"]["spec_smc_resample_ct"] == 0
 
 
@@ -176,7 +174,7 @@ def test_exact_mode_streams_every_round_through_a_small_pool(
     answers = running.generate(input_ids=[[3, 4, 5 + i] for i in range(40)], sampling_params=params)
     assert [len(a["output_ids"]) for a in answers] == [p["max_new_tokens"] for p in params]
     for info in (answer["meta_info"] for answer in answers):
-        assert info["spec_smc_collapse_ct"] == info["spec_smc_resample_ct"] == 0
+        assert info["spec_smc_narrow_ct"] == info["spec_smc_resample_ct"] == 0
         assert info["spec_accept_length"] > 1.0
     calm = [i for i in range(40) if answers[i]["meta_info"]["num_retractions"] == 0]
     alone = running.generate(input_ids=[[3, 4, 5 + calm[0]]], sampling_params=params[calm[0]])

@@ -117,7 +117,7 @@ def test_metrics_count_what_requests_report(server: Server) -> None:
     assert gained["rounds_total"] == total("rounds_ct")
     assert gained["resamplings_total"] == total("resample_ct") > 0
     assert gained["exact_rounds_total"] == total("exact_ct") > 0
-    assert gained["forced_collapses_total"] == total("collapse_ct")
+    assert gained["narrowed_rounds_total"] == total("narrow_ct")
     assert gained["all_zero_rounds_total"] == total("all_zero_ct")
     assert gained["killed_particles_total"] >= gained["resamplings_total"], "at least one each"
     rounds = [info["spec_smc_rounds_ct"] for info in answers]

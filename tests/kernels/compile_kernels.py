@@ -23,14 +23,20 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from sglang_smc.kernels.agreement import common_tail, num_distinct, same_text, stratify
+from sglang_smc.kernels.agreement import (
+    common_tail,
+    narrow,
+    num_distinct,
+    same_text,
+    stratify,
+)
 from sglang_smc.kernels.edits import count_tokens, edit_logits
 from sglang_smc.kernels.filters import keep_tokens
 from sglang_smc.kernels.keep import keep
 from sglang_smc.kernels.lineage import commit, descend, reserve
 from sglang_smc.kernels.particle_attention import particle_attention
 from sglang_smc.kernels.randomness import round_seeds, uniforms
-from sglang_smc.kernels.reweight import SCHEMES, collapse, reweight_and_resample
+from sglang_smc.kernels.reweight import SCHEMES, reweight_and_resample
 from sglang_smc.kernels.rows import tally
 from sglang_smc.kernels.sample import log_probs, log_sums, sample_and_score, score_tokens
 from sglang_smc.kernels.verify import begin_walk, walk_on
@@ -143,8 +149,6 @@ def _reweight(sizes: Sizes) -> None:
     drafts = weights, scores, scores, scores.bool()
     for scheme in SCHEMES:
         reweight_and_resample(*drafts, of_groups, rules, weights.bool(), of_groups, weights, scheme)
-    where = of_groups.bool()
-    collapse(weights, where, weights.bool(), of_groups, where)
 
 
 @launches
@@ -170,6 +174,8 @@ def _agreement(sizes: Sizes) -> None:
     common_tail(texts, places, places.bool())
     num_distinct(places, places.bool())
     one, flags = torch.zeros(sizes.groups, dtype=torch.float64), places[:, 0].bool()
+    weights = one.unsqueeze(1).repeat(1, sizes.particles)
+    narrow(weights, texts, places, places[:, 0], places.bool(), one, flags)
     added, latest = (one[:1].expand(sizes.groups), flags, places[:, 0]), (places[:, 0], one)
     totals = torch.zeros(sizes.groups + 1, 6, dtype=torch.float64)
     tally(totals, places[:, 0], added=added, lowest=one, latest=latest)

@@ -20,6 +20,39 @@ def random_present(num_groups: int, num_particles: int, generator: torch.Generat
 @settings(**CASES)
 @given(
     num_groups=st.integers(1, 3),
+    num_particles=st.sampled_from([1, 2, 3, 5, 8, 32]),
+    width=st.integers(2, 150),
+    p_dead=st.sampled_from([0.0, 0.5, 1.0]),
+    seed=st.integers(0, 1000),
+)
+def test_narrow(
+    device: str, num_groups: int, num_particles: int, width: int, p_dead: float, seed: int
+) -> None:
+    """Texts with a token changed here or there, dead particles, drawn ones and heaviest ones."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = num_groups, num_particles, width
+    texts = (torch.rand(shape, generator=generator) < 1.5 / width).long()
+    present = random_present(num_groups, num_particles, generator)
+    lengths = torch.randint(width // 2, width, shape[:2], generator=generator) * present
+    log_weights = torch.randn(shape[:2], generator=generator, dtype=torch.float64)
+    dead = torch.rand(shape[:2], generator=generator) < p_dead
+    arguments = (
+        log_weights.masked_fill(dead | ~present, -torch.inf),
+        texts,
+        lengths,
+        torch.randint(width, (num_groups,), generator=generator),
+        present,
+        torch.rand(num_groups, generator=generator, dtype=torch.float64),
+        torch.rand(num_groups, generator=generator) < 0.3,
+    )
+    found = kernel.narrow(*(argument.to(device) for argument in arguments))
+    for one, other in zip(found, agreement.narrow(*arguments), strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-12, atol=1e-12)
+
+
+@settings(**CASES)
+@given(
+    num_groups=st.integers(1, 3),
     num_particles=st.integers(1, 9),
     width=st.integers(2, 150),
     seed=st.integers(0, 1000),

@@ -55,13 +55,14 @@ def test_one_particle_follows_q_where_drafted_and_p_where_bonus(
 @pytest.mark.parametrize("resample_at", ["block", "token"])
 @pytest.mark.parametrize("max_lag", [1, 3, LENGTH])
 def test_draft_equal_to_target_is_exact(max_lag: int, resample_at: str) -> None:
-    """Error probability 1e-4 each; exact evidence, since no weight ever leaves 1."""
+    """Error probability 1e-4 each; exact evidence, since no mean weight ever leaves 1."""
     target, _ = languages()
     config = settings(4, 2, ess_threshold=1.0, resample_at=resample_at, max_lag=max_lag)
     outcome = run(config, (target, target))
     assert p_value(outcome, law([target] * LENGTH)) > 1e-4
     assert outcome.log_evidence.abs().max() < 1e-12
-    assert outcome.num_resampled == 0
+    # What lags is split in unequal parts.
+    assert outcome.num_resampled == 0 or max_lag < LENGTH
 
 
 @pytest.mark.parametrize("max_lag", [1, 2, LENGTH])
@@ -74,7 +75,7 @@ def test_evidence_is_unbiased(
     outcome = run(config, languages())
     assert_unit_mean_evidence(outcome)
     if num_steps + 1 < LENGTH:  # else one round may be all there is
-        assert (outcome.num_forced > 0) == (max_lag < LENGTH)
+        assert (outcome.num_narrowed > 0) == (max_lag < LENGTH)
         if max_lag < LENGTH or num_particles == 2:  # more siblings hardly ever agree by chance
             assert outcome.num_emitted_early > 0
 

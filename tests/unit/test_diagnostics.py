@@ -71,13 +71,13 @@ def started(rows: list[int]) -> CounterTable:
 def test_every_event_has_its_own_counter() -> None:
     table = started([1, 2, 3])
     add(table, [3, 1], [4.0, 2.0], [2, 1], resampled=[True, False])
-    add(table, [1, 3], [3.0, 1.0], collapsed=[False, True], all_zero=[True, False])
+    add(table, [1, 3], [3.0, 1.0], narrowed=[False, True], all_zero=[True, False])
     add(table, [2], [5.0], verified=[True], failed=[True])
     totals = add(table, [1, 2, 3], [1.0, 1.0, 1.0], [4, 3, 0], resampled=[True, True, True])
     by_row = [Counters(*row) for row in totals]
     assert [c.rounds_ct for c in by_row] == [3, 2, 3]
     assert [c.resample_ct for c in by_row] == [1, 1, 2]
-    assert [c.collapse_ct for c in by_row] == [0, 0, 1]
+    assert [c.narrow_ct for c in by_row] == [0, 0, 1]
     assert [c.all_zero_ct for c in by_row] == [1, 0, 0]
     assert [c.nan_ct for c in by_row] == [0, 1, 0]
     assert [c.exact_ct for c in by_row] == [0, 1, 0]
@@ -125,7 +125,7 @@ def test_meta_info_is_prefixed_and_has_plain_numbers() -> None:
         "spec_smc_rounds_ct": 4,
         "spec_smc_replayed_ct": 3,
         "spec_smc_resample_ct": 2,
-        "spec_smc_collapse_ct": 1,
+        "spec_smc_narrow_ct": 1,
         "spec_smc_all_zero_ct": 3,
         "spec_smc_nan_ct": 7,
         "spec_smc_exact_ct": 5,
@@ -165,7 +165,7 @@ def test_the_log_has_one_line_an_interval_and_begins_again_after_it(
     log.add(row(rounds_ct=1, resample_ct=1, ess_sum=2, particles_sum=4), is_weighed=True)
     log.end_round()
     assert not caplog.messages
-    log.add(row(rounds_ct=1, collapse_ct=1, nan_ct=3, ess_sum=4, particles_sum=4), is_weighed=True)
+    log.add(row(rounds_ct=1, narrow_ct=1, nan_ct=3, ess_sum=4, particles_sum=4), is_weighed=True)
     log.end_round()
     assert len(caplog.messages) == 1
     line = caplog.messages[0]
@@ -173,7 +173,7 @@ def test_the_log_has_one_line_an_interval_and_begins_again_after_it(
         "#round: 2",
         "ess / particles: 0.75",
         "resample rate: 0.50",
-        "#collapse: 1",
+        "#narrowed: 1",
         "#nan: 3",
     ):
         assert part in line

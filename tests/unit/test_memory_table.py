@@ -35,7 +35,7 @@ LARGE = Sizes(
 def test_a_small_pool_is_told_with_the_flags_that_mend_it() -> None:
     table = Table.of(SMCConfig(), SMALL)
     assert {name: (m.slots, m.fits) for name, m in table.modes.items()} == {
-        "smc": (2121, 1),
+        "smc": (105, 4),
         "exact, mixed, auto": (81, 4),
     }
     assert table.plain == 17
@@ -125,11 +125,11 @@ def req(mode: str) -> Any:
     return SimpleNamespace(sampling_params=params, output_ids=[], grammar=None)
 
 
-@pytest.mark.parametrize(("mode", "slots"), [("smc", 2121), ("exact", 81), ("auto", 81)])
+@pytest.mark.parametrize(("mode", "slots"), [("smc", 105), ("exact", 81), ("auto", 81)])
 def test_a_request_is_asked_whether_its_own_arena_fits(
     mode: str, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the server's mode, one that reserves 2,121 would be admitted where 81 are free."""
+    """By the server's mode, one that reserves 105 would be admitted where 81 are free."""
     monkeypatch.setattr(admission, "active_config", lambda: SMCConfig(mode="auto"))
     adder, asked = Adder(), []
 

@@ -91,11 +91,7 @@ EVERYTHING = (
             weighs=False, kept=1, emitted=2, replayed=True, exact_ct=1, steps_sum=5, ess_sum=4.0
         ),
     ],
-    [
-        played(
-            kept=2, emitted=9, collapse_ct=1, all_zero_ct=1, nan_ct=1, particles_sum=8, ess_sum=8.0
-        )
-    ],
+    [played(kept=2, emitted=9, narrow_ct=1, all_zero_ct=1, nan_ct=1, particles_sum=8, ess_sum=8.0)],
 )
 EXPECTED = {
     "rounds": 3,
@@ -107,7 +103,7 @@ EXPECTED = {
     "replayed_rounds": 1,
     "resamplings": 1,
     "killed_particles": 2,
-    "forced_collapses": 1,
+    "narrowed_rounds": 1,
     "exact_rounds": 1,
     "all_zero_rounds": 1,
     "nan_rounds": 1,

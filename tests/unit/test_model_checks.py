@@ -64,7 +64,7 @@ class Model:
 def rehearsed(target: Model, draft: Model) -> None:
     table = torch.zeros(2, 16, dtype=torch.int32)
     ledger = Ledger(table, table, num_particles=1, max_tail=4, num_slots=8)
-    rehearse(Steps(target, draft, ledger, TORCH, max_lag=4))  # type: ignore[arg-type]
+    rehearse(Steps(target, draft, ledger, TORCH))  # type: ignore[arg-type]
 
 
 def test_models_that_run_pass() -> None:

@@ -11,6 +11,8 @@ from sglang_smc.options.request import RequestConfig, config_of, request_config
 from sglang_smc.options.server import (
     AUTO_EVIDENCE_THRESHOLD,
     EVIDENCE_THRESHOLD,
+    LAG,
+    LONG_LAG,
     SERVER_ARGS_FIELDS,
     SERVER_FIELDS,
     SMCConfig,
@@ -29,6 +31,7 @@ CHOICES: dict[str, Any] = {
     "power": 2.5,
     "evidence_threshold": 0.75,
     "draft_temperature": 0.5,
+    "max_lag": 3,
     "return_particles": True,
 }
 
@@ -50,7 +53,7 @@ def test_every_setting_but_the_servers_own_may_be_chosen() -> None:
 
 
 @pytest.mark.parametrize("name", SERVER_FIELDS)
-def test_what_sizes_memory_or_chooses_code_is_the_servers(name: str) -> None:
+def test_what_chooses_code_is_the_servers(name: str) -> None:
     assert f"unknown key {name!r}" in refusal(**{name: getattr(SERVER, name)})
 
 
@@ -83,7 +86,7 @@ def test_what_is_no_object_is_refused_with_the_keys_it_may_have(given: Any) -> N
         assert name in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["max_lag", "particles", "", "NUM_STEPS", "temperature"])
+@pytest.mark.parametrize("name", ["kernels", "particles", "", "NUM_STEPS", "temperature"])
 def test_unknown_keys_are_refused_with_those_that_are_known(name: str) -> None:
     message = refusal(**{name: 1})
     assert f"unknown key {name!r}; allowed: num_steps, mode" in message
@@ -128,7 +131,14 @@ def test_all_problems_are_told_at_once() -> None:
         assert part in message
 
 
-WEIGHING = ("ess_threshold", "resampling_method", "resample_at", "selection", "return_particles")
+WEIGHING = (
+    "ess_threshold",
+    "resampling_method",
+    "resample_at",
+    "selection",
+    "max_lag",
+    "return_particles",
+)
 WITHOUT_EFFECT = [
     *((mode, name) for mode in ("exact", "mixed", "auto") for name in (*WEIGHING, "power")),
     *((mode, "evidence_threshold") for mode in ("exact", "auto")),
@@ -197,6 +207,39 @@ def test_the_evidence_threshold_in_force(chosen: dict[str, Any], expected: float
     found = choose(**chosen)
     assert found.covering == expected
     assert found.weighs == (found.mode == "smc")
+
+
+@pytest.mark.parametrize(
+    ("server", "chosen", "expected"),
+    [
+        ({}, {}, LAG),
+        ({}, {"max_lag": 9}, 9),
+        ({}, {"power": 2.0}, LONG_LAG),
+        ({}, {"power": 2.0, "max_lag": 9}, 9),
+        ({}, {"return_particles": True}, LONG_LAG),
+        ({}, {"mode": "auto"}, 1),
+        ({}, {"num_particles": 1}, 1),
+        ({"max_lag": 7}, {}, 7),
+        ({"max_lag": 7}, {"power": 2.0}, 7),
+        ({"max_lag": 7}, {"max_lag": 3}, 3),
+    ],
+)
+def test_the_lag_in_force(server: dict[str, Any], chosen: dict[str, Any], expected: int) -> None:
+    assert choose(SMCConfig(num_particles=6, **server), **chosen).lag == expected
+
+
+def test_a_text_under_a_grammar_is_settled_late_where_it_is_weighed() -> None:
+    """Its first tokens' law depends on all that may follow; verification's does not."""
+    for mode, expected in (("smc", LONG_LAG), ("mixed", 1)):
+        found = request_config(SERVER, {"smc": {"mode": mode}}, constrained=True)
+        assert found.lag == expected
+
+
+def test_no_request_lags_further_than_the_tables_reach() -> None:
+    assert "has max_lag=8; allowed: an integer from 1 to 7" in refusal(
+        SMCConfig(max_lag=7), max_lag=8
+    )
+    assert f"allowed: an integer from 1 to {LONG_LAG}" in refusal(max_lag=LONG_LAG + 1)
 
 
 def test_a_servers_threshold_is_no_concern_of_modes_that_ignore_it() -> None:

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from scipy.stats import chisquare
 
 from sglang_smc.round.steps import still_open
 from sglang_smc.smc import rounds
@@ -193,44 +192,6 @@ class TestResample:
         assert step.ancestors.tolist() == [[2, 2, 2]]
 
 
-class TestCollapse:
-    def test_sample_draws_in_proportion_to_the_weights(self) -> None:
-        """Chi-square, error probability 1e-4."""
-        log_weights = torch.tensor([0.1, 0.0, 0.6, 0.3], dtype=torch.float64).log() + 5
-        size = 20_000
-        u = torch.rand(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        everywhere = torch.ones(size, dtype=torch.bool)
-        log_weights = log_weights.expand(size, 4)
-        step, _ = rounds.collapse(log_weights, everywhere, all_present(log_weights), u, ~everywhere)
-        assert (step.ancestors == step.ancestors[:, :1]).all(), "all follow one particle"
-        counts = torch.bincount(step.ancestors[:, 0], minlength=4)
-        assert counts[1] == 0
-        assert chisquare(counts[[0, 2, 3]], [0.1 * size, 0.6 * size, 0.3 * size]).pvalue > 1e-4
-        assert torch.allclose(step.log_evidence, torch.tensor(5 - math.log(4)).double())
-        assert not step.log_weights.any()
-
-    @pytest.mark.parametrize("uniform", [0.0, 0.5, math.nextafter(1.0, 0.0)])
-    def test_argmax_takes_the_heaviest_whatever_the_uniform(self, uniform: float) -> None:
-        log_weights = torch.tensor([[-1.0, 3.0, -INF], [0.0, 0.0, -1.0]], dtype=torch.float64)
-        u = torch.full((2,), uniform, dtype=torch.float64)
-        both = torch.tensor([True, True])
-        step, _ = rounds.collapse(log_weights, both, all_present(log_weights), u, both)
-        assert step.ancestors.tolist() == [[1, 1, 1], [0, 0, 0]]
-
-    def test_other_groups_stay_as_they_are(self) -> None:
-        log_weights = torch.tensor([[0.5, 1.5]], dtype=torch.float64)
-        for heaviest in (False, True):
-            nowhere = torch.tensor([False])
-            u = torch.zeros(1, dtype=torch.float64)
-            step, log_mean = rounds.collapse(
-                log_weights, nowhere, all_present(log_weights), u, torch.tensor([heaviest])
-            )
-            assert step.ancestors.tolist() == [[0, 1]]
-            assert step.log_weights.tolist() == [[0.5, 1.5]]
-            assert step.log_evidence.tolist() == [0.0]
-            assert log_mean.item() == pytest.approx(math.log((math.exp(0.5) + math.exp(1.5)) / 2))
-
-
 @pytest.mark.parametrize(
     ("ends", "expected"),
     [
@@ -300,15 +261,6 @@ class TestGroupsOfDifferentSize:
             )
             assert torch.equal(step.ancestors[[group], :size], alone.ancestors)
             assert torch.allclose(step.log_evidence[[group]], alone.log_evidence, atol=1e-14)
-
-    def test_a_collapse_draws_nobody_who_is_absent(self) -> None:
-        everywhere = torch.ones(3, dtype=torch.bool)
-        for uniform in (0.0, 0.5, math.nextafter(1.0, 0.0)):
-            u = torch.full((3,), uniform, dtype=torch.float64)
-            step, _ = rounds.collapse(self.log_weights, everywhere, self.present, u, ~everywhere)
-            assert self.present.gather(1, step.ancestors)[self.present].all()
-            assert (step.ancestors[~self.present] > 0).all(), "they stay their own"
-            assert torch.allclose(step.log_evidence, torch.zeros(3).double(), atol=1e-15)
 
 
 class TestEvidence:

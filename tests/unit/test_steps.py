@@ -22,7 +22,7 @@ from sglang_smc.tokens.distribution import TokenDistribution
 
 EOS, VOCAB, LIMIT = 2, 4, 100
 SERVER = SMCConfig(num_particles=3, num_steps=3, evidence_threshold=0.0)
-STEPS = Steps(None, None, None, TORCH, max_lag=100)  # type: ignore[arg-type]
+STEPS = Steps(None, None, None, TORCH)  # type: ignore[arg-type]
 
 
 def groups(*chosen: dict[str, Any]) -> RoundBatch:
@@ -128,7 +128,7 @@ def test_weights_count_the_end_but_nothing_behind_it() -> None:
 
 def test_extending_ends_the_texts_whose_end_is_kept() -> None:
     ledger = SimpleNamespace(descend=lambda *_, **__: None)
-    steps = Steps(None, None, ledger, TORCH, max_lag=100)  # type: ignore[arg-type]
+    steps = Steps(None, None, ledger, TORCH)  # type: ignore[arg-type]
     of, before = groups({}), population([[True, False, False]], [3])
     proposed = drafts(of, before, TOKENS)
     decision = steps.weigh(of, before, proposed, flat(LOG_P))
@@ -173,7 +173,7 @@ def test_who_grows_gets_the_slot_before_its_tail_too() -> None:
     """The draft may have yet to read it, through the particle's own row."""
     called: list[dict[str, Any]] = []
     ledger = SimpleNamespace(descend=lambda _, **arguments: called.append(arguments))
-    steps = Steps(None, None, ledger, TORCH, max_lag=100)  # type: ignore[arg-type]
+    steps = Steps(None, None, ledger, TORCH)  # type: ignore[arg-type]
     of_three = groups({})
     committed = torch.tensor([7])
     of_three = of_three._replace(committed=committed)

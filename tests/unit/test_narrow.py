@@ -1,0 +1,147 @@
+"""The fixed-lag commit: oldest tokens drawn by weight, who has them kept, the rest split."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from sglang_smc.smc.agreement import Narrowed, common_tail, narrow
+
+INF = math.inf
+quick = settings(max_examples=300, deadline=None, derandomize=True, database=None)
+BEFORE = 9  # the token before all tails
+
+
+def of_group(
+    tails: list[list[int]],
+    log_weights: list[float],
+    count: int,
+    uniforms: torch.Tensor,
+    **other: Any,
+) -> Narrowed:
+    """One group, narrowed once for each of the uniforms ``[S]``."""
+    size, width = len(uniforms), max(map(len, tails)) + 2
+    padded = [[BEFORE, *tail, *[7] * (width - 1 - len(tail))] for tail in tails]
+    present = other.get("present", [True] * len(tails))
+    return narrow(
+        torch.tensor(log_weights, dtype=torch.float64).expand(size, -1),
+        torch.tensor(other.get("texts", padded)).expand(size, -1, -1),
+        torch.tensor([len(tail) for tail in tails]).expand(size, -1),
+        torch.full((size,), count),
+        torch.tensor(present).expand(size, -1),
+        uniforms,
+        torch.full((size,), other.get("heaviest", False)),
+    )
+
+
+def uniforms(size: int) -> torch.Tensor:
+    return torch.rand(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def test_the_oldest_tokens_are_drawn_by_the_weight_of_all_who_have_them() -> None:
+    """Chi-square, error probability 1e-4."""
+    tails = [[1, 2], [1, 3], [4, 2], [5, 5]]
+    shares = torch.tensor([0.1, 0.3, 0.6, 0.0], dtype=torch.float64)
+    found = of_group(tails, (shares.log() + 5).tolist(), 1, uniforms(20_000))
+    first = torch.tensor(tails)[found.ancestors[:, 0], 0]
+    counts = torch.bincount(first, minlength=6)
+    assert counts[5] == 0, "who weighs nothing is never drawn"
+    assert chisquare(counts[[1, 4]], [8_000, 12_000]).pvalue > 1e-4
+    assert found.num_dropped.unique().tolist() == [2, 3]
+
+
+def test_every_particle_keeps_its_weight_in_expectation() -> None:
+    """What makes it proper: five standard errors, for each particle."""
+    tails, shares = [[1, 2], [1, 3], [4, 2], [1, 2]], [0.1, 0.3, 0.5, 0.1]
+    logs = [math.log(share) for share in shares]
+    found = of_group(tails, logs, 1, uniforms(20_000))
+    for particle, share in enumerate(shares):
+        carried = torch.where(found.ancestors == particle, found.log_weights.exp(), 0.0).sum(1)
+        assert abs(carried.mean() - share) < 5 * carried.std() / math.sqrt(len(carried))
+
+
+def test_who_shares_the_drawn_tokens_lives_on_and_is_split_by_weight() -> None:
+    tails = [[1, 2], [1, 3], [4, 2], [4, 4], [5, 1]]
+    logs = [math.log(weight) for weight in (1.0, 5.0, 1.0, 1.0, 2.0)]
+    found = of_group(tails, logs, 1, torch.tensor([0.0], dtype=torch.float64))
+    # The heavier one takes all three free places: in four parts it is heavier than the other still.
+    assert found.ancestors.tolist() == [[0, 1, 1, 1, 1]]
+    expected = torch.tensor([1.0, *[5.0 / 4] * 4], dtype=torch.float64) * 10 / 6
+    assert torch.allclose(found.log_weights.exp(), expected)
+
+
+def test_a_tail_that_has_ended_is_shared_by_its_own_kind_alone() -> None:
+    """A shorter text is no beginning of a longer one: it is over."""
+    tails, equal = [[1], [1, 2, 3], [1]], [0.0] * 3
+    ended = of_group(tails, equal, 2, torch.tensor([0.1], dtype=torch.float64))
+    assert ended.ancestors.tolist() == [[0, 0, 2]]
+    longer = of_group(tails, equal, 2, torch.tensor([0.5], dtype=torch.float64))
+    assert longer.ancestors.tolist() == [[1, 1, 1]]
+
+
+def test_the_token_before_counts_where_particles_differ_in_it() -> None:
+    texts = [[8, 1, 2, 0], [9, 1, 3, 0], [8, 1, 4, 0]]
+    tails = [text[1:3] for text in texts]
+    found = of_group(tails, [0.0] * 3, 1, torch.tensor([0.0], dtype=torch.float64), texts=texts)
+    assert found.ancestors.tolist() == [[0, 0, 2]]
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, math.nextafter(1.0, 0.0)])
+def test_the_heaviest_is_taken_whatever_the_uniform(uniform: float) -> None:
+    u = torch.tensor([uniform], dtype=torch.float64)
+    found = of_group([[1], [2], [3]], [-1.0, 3.0, -INF], 1, u, heaviest=True)
+    assert found.ancestors.tolist() == [[1, 1, 1]]
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, math.nextafter(1.0, 0.0)])
+def test_nobody_absent_or_dead_is_drawn(uniform: float) -> None:
+    u = torch.tensor([uniform], dtype=torch.float64)
+    present = [True, True, False, True]
+    found = of_group([[1], [2], [], [3]], [-INF, 0.0, -INF, -INF], 1, u, present=present)
+    assert found.ancestors.tolist() == [[1, 1, 2, 1]]
+    assert found.log_weights[0, 2] == -INF
+
+
+def test_a_group_whose_particles_have_all_died_is_left_dead() -> None:
+    found = of_group([[1], [2]], [-INF, -INF], 1, torch.tensor([0.3], dtype=torch.float64))
+    assert found.log_weights.tolist() == [[-INF, -INF]]
+    assert found.log_mean.tolist() == [-INF]
+
+
+@st.composite
+def populations(draw: st.DrawFn) -> dict[str, Any]:
+    num_particles = draw(st.integers(1, 6))
+    lists = st.lists(st.integers(0, 1), max_size=5)
+    weights = st.floats(-20, 20) | st.just(-INF)
+    return {
+        "tails": draw(st.lists(lists, min_size=num_particles, max_size=num_particles)),
+        "log_weights": [0.0, *draw(st.lists(weights, min_size=5, max_size=5))][:num_particles],
+        "count": draw(st.integers(0, 6)),
+        "uniforms": torch.tensor([draw(st.floats(0, 1, exclude_max=True))], dtype=torch.float64),
+    }
+
+
+@quick
+@given(populations())
+def test_nothing_else_changes(given: dict[str, Any]) -> None:
+    """The total weight stays, who stays stays in place, and what was asked for is shared."""
+    found, count = of_group(**given), given["count"]
+    before = torch.tensor([given["log_weights"]], dtype=torch.float64)
+    assert torch.allclose(found.log_weights.logsumexp(1), before.logsumexp(1))
+    assert torch.allclose(found.log_mean, before.logsumexp(1) - math.log(len(given["log_weights"])))
+    ancestors = found.ancestors[0].tolist()
+    assert found.num_dropped.item() == sum(a != n for n, a in enumerate(ancestors))
+    assert [ancestors[a] for a in ancestors] == ancestors
+    tails = [given["tails"][a] for a in ancestors]
+    assert all(tail[:count] == tails[0][:count] for tail in tails)
+    if not count:
+        assert found.log_weights.tolist() == before.tolist()
+    lengths = torch.tensor([[len(tail) for tail in tails]])
+    width = max(map(len, tails)) + 1
+    texts = torch.tensor([[[BEFORE, *tail, *[7] * (width - len(tail))] for tail in tails]])
+    shared = common_tail(texts, lengths, torch.ones_like(lengths, dtype=torch.bool))
+    assert shared.item() >= min(count, int(lengths.min()))
