@@ -36,7 +36,8 @@ class SMCFlags:
             help="SMC only. 'smc' weighs and resamples particles: approximate, and keeps every "
             "drafted token. 'exact' verifies them as one multi-draft: the output follows the "
             "target. 'mixed' keeps a block where its evidence is high and verifies it elsewhere. "
-            f"'auto' is 'mixed' as tuned for accuracy (default {DEFAULTS.mode}).",
+            "'auto' is 'mixed' with a threshold near the target's own distribution, or by the tilt "
+            f"that is asked for (default {DEFAULTS.mode}).",
             choices=list(server.MODES),
         ),
         NS("spec"),
@@ -98,6 +99,15 @@ class SMCFlags:
             "evidence (mean weight) exceeds the threshold times a uniform. 0 keeps all, as the "
             "paper does; large values verify nearly all "
             f"(at least 0, default {server.EVIDENCE_THRESHOLD:g})."
+        ),
+        NS("spec"),
+    ]
+    speculative_smc_tilt: Annotated[
+        float | None,
+        Arg(
+            help="SMC only. How far answers may lean from the target to the draft, as the server "
+            "measures it: 0 is exact. Implies mode 'auto', whose evidence threshold follows it "
+            f"(at least 0, default: that of a threshold of {server.AUTO_EVIDENCE_THRESHOLD:g})."
         ),
         NS("spec"),
     ]

@@ -65,7 +65,7 @@ class SMCWorker(WeightUpdates):
         seed = target_worker.random_seed
         assert seed is not None, "SGLang draws one where it is given none"
         replica = upstream.replica_of(placement)
-        self._states = RequestStates.of_replica(self.config, seed, replica)
+        self._states = RequestStates.of_replica(self.config, seed, replica, self.monitor.dial)
 
     def alloc_memory_pool(
         self,

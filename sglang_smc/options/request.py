@@ -17,6 +17,7 @@ from sglang_smc.options.server import (
     Integer,
     Range,
     SMCConfig,
+    with_mode,
 )
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ _MODES_OF = {
     "max_lag": ("smc",),
     PARTICLES_KEY: ("smc",),
     "evidence_threshold": ("smc", "mixed"),
+    "tilt": ("auto",),
 }
 _KEYS = (*(name for name in RANGES if name not in SERVER_FIELDS), PARTICLES_KEY)
 
@@ -52,6 +54,9 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
 
     greedy: bool = False
     """Not a key: whether it takes the likeliest token, as at temperature 0."""
+
+    settled_threshold: float | None = None
+    """Not a key: the evidence threshold that its tilt came to as it began."""
 
     @property
     def is_normalized(self) -> bool:
@@ -76,7 +81,8 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
         if self.is_exact:
             return float("inf")
         if self.mode == "auto":
-            return AUTO_EVIDENCE_THRESHOLD
+            settled = self.settled_threshold
+            return AUTO_EVIDENCE_THRESHOLD if settled is None else settled
         if not self.is_normalized:
             return 0.0
         if self.evidence_threshold is None:
@@ -98,7 +104,7 @@ def request_config(
     """
     chosen = chosen_keys(given, where)
     _raise_if(_problems(server, chosen), where)
-    config = RequestConfig(**{**asdict(server), **chosen}, constrained=constrained)
+    config = RequestConfig(**{**asdict(server), **with_mode(chosen)}, constrained=constrained)
     _raise_if(_conflicts(config, chosen), where)
     return config
 

@@ -42,6 +42,7 @@ SERVER_ARGS_FIELDS = {
     "selection": "speculative_smc_selection",
     "power": "speculative_smc_power",
     "evidence_threshold": "speculative_smc_evidence_threshold",
+    "tilt": "speculative_smc_tilt",
     "draft_temperature": "speculative_smc_draft_temperature",
     "max_lag": "speculative_smc_max_lag",
     "kernels": "speculative_smc_kernels",
@@ -93,6 +94,10 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     """smc, mixed: c; columns are kept while their evidence exceeds c times a uniform. 0 keeps all.
     Where it is not given: `EVIDENCE_THRESHOLD`, but 0 for a power of p, whose normaliser nobody
     knows."""
+
+    tilt: float | None = None
+    """auto: how far answers may lean to the draft; 0 is exact. c follows it, by what the server
+    measures (`options.dial`). Whoever names a tilt, and no mode, means `auto`."""
 
     draft_temperature: float | None = None
     """The draft's temperature, where it is not to be the request's own."""
@@ -160,7 +165,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     def from_server_args(cls, server_args: Any) -> "SMCConfig":
         """Read the flags, fill in the defaults of those not given, and validate."""
         values = {name: getattr(server_args, attr) for name, attr in SERVER_ARGS_FIELDS.items()}
-        config = cls(**{name: value for name, value in values.items() if value is not None})
+        config = cls(**with_mode({k: v for k, v in values.items() if v is not None}))
         config.validate()
         return config
 
@@ -173,6 +178,11 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise _out_of_range(name, value, allowed)
         if self.power != 1.0:
             self._check_power()
+        if self.tilt is not None and self.mode != "auto":
+            raise ValueError(
+                f"{flag_of('tilt')} is {self.tilt!r}, but {flag_of('mode')} is {self.mode!r}; "
+                "allowed: mode 'auto', which it implies. Leave one of the two out."
+            )
 
     def _check_power(self) -> None:
         if not self.weighs:
@@ -260,6 +270,7 @@ RANGES: dict[str, Range] = {
     "selection": Choice(SELECTIONS),
     "power": Number(0, closed=False),
     "evidence_threshold": Number(0),
+    "tilt": Number(0),
     # As SGLang's own, below which sampling is greedy; division by less leaves float32.
     "draft_temperature": Number(1e-6),
     "max_lag": Integer(1),
@@ -269,6 +280,12 @@ RANGES: dict[str, Range] = {
 }
 
 DEFAULTS = SMCConfig()
+
+
+def with_mode(chosen: dict[str, Any]) -> dict[str, Any]:
+    """Settings that somebody chose, with the mode that a tilt implies."""
+    implied = {"mode": "auto"} if chosen.get("tilt") is not None else {}
+    return {**implied, **chosen}
 
 
 def flag_of(name: str) -> str:

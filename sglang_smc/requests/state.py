@@ -13,6 +13,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_smc.memory.arena import remaining
 from sglang_smc.options.budget import Budget, apply_budget, union
+from sglang_smc.options.dial import Dial
 from sglang_smc.options.request import RequestConfig, config_of, request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.requests.open_token import OpenToken
@@ -118,19 +119,21 @@ class RequestStates:
     Args:
         config: the server's.
         random_seed: the server's; seeds of requests that bring none follow from it.
+        dial: what turns their tilts into evidence thresholds.
     """
 
-    def __init__(self, config: SMCConfig, random_seed: int) -> None:
+    def __init__(self, config: SMCConfig, random_seed: int, dial: Dial | None = None) -> None:
         self._config = config
+        self._dial = dial or Dial()
         self._random_seed = random_seed
         self._num_seeded = 0
 
     @classmethod
     def of_replica(
-        cls, config: SMCConfig, random_seed: int, dp_rank: int | None
+        cls, config: SMCConfig, random_seed: int, dp_rank: int | None, dial: Dial
     ) -> "RequestStates":
         """The states of a data-parallel replica: all number alike, and must not draw alike."""
-        return cls(config, derive_seed(random_seed, dp_rank) if dp_rank else random_seed)
+        return cls(config, derive_seed(random_seed, dp_rank) if dp_rank else random_seed, dial)
 
     def begin(self, reqs: "list[Req]", budget: Budget | None = None) -> list[Start]:
         """Open or reopen requests as they are prefilled, in batch order, on ``budget``."""
@@ -139,7 +142,8 @@ class RequestStates:
     def _begin(self, req: "Req", budget: Budget | None) -> Start:
         state = find_state(req)
         if state is None:
-            state = RequestState.of(self._seed(req), config_of(self._config, req))
+            asked = config_of(self._config, req)
+            state = RequestState.of(self._seed(req), self._dial.settled(asked))
             req.smc_state = state  # pyright: ignore[reportAttributeAccessIssue] -- ours
         state.begin(budget)
         # For p itself what is dropped has a factor of mean 1; for other targets it has not.

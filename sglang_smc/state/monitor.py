@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sglang_smc.options.dial import Dial
 from sglang_smc.state.counters import Counters, IntervalLog, LowESSWarning
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ class Monitor:
 
     def __init__(self, interval: int, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
+        self.dial = Dial()
         self._log = IntervalLog(interval)
         self._low_ess = LowESSWarning()
         self._totals = dict.fromkeys((total.name for total in TOTALS), 0.0)

@@ -42,6 +42,8 @@ BAD = [
     ("evidence_threshold", math.inf, "a finite number >= 0"),
     ("evidence_threshold", math.nan, "a finite number >= 0"),
     ("evidence_threshold", False, "a finite number >= 0"),
+    ("tilt", -0.1, "a finite number >= 0"),
+    ("tilt", math.nan, "a finite number >= 0"),
     ("draft_temperature", 1e-7, "a finite number >= 1e-06"),
     ("draft_temperature", 0, "a finite number >= 1e-06"),
     ("draft_temperature", math.inf, "a finite number >= 1e-06"),
@@ -82,6 +84,14 @@ def test_bad_value_names_flag_value_and_range(name: str, value: Any, allowed: st
 @pytest.mark.parametrize(("name", "value"), LIMITS)
 def test_limits_are_allowed(name: str, value: Any) -> None:
     SMCConfig(**{name: value}).validate()
+
+
+def test_a_tilt_goes_with_the_mode_that_follows_it() -> None:
+    SMCConfig(mode="auto", tilt=0.0).validate()
+    with pytest.raises(ValueError, match=r"--speculative-smc-tilt is 0.1, but .*'auto'"):
+        SMCConfig(mode="smc", tilt=0.1).validate()
+    flags = {**dict.fromkeys(SERVER_ARGS_FIELDS.values()), "speculative_smc_tilt": 0.2}
+    assert SMCConfig.from_server_args(SimpleNamespace(**flags)).mode == "auto"
 
 
 @pytest.mark.parametrize("mode", ["exact", "mixed", "auto"])

@@ -17,7 +17,13 @@ from sglang.srt.arg_groups.arg_utils import namespace_of
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from sglang_smc import upstream
-from sglang_smc.options.server import EVIDENCE_THRESHOLD, LAG, LONG_LAG, SMCConfig
+from sglang_smc.options.server import (
+    AUTO_EVIDENCE_THRESHOLD,
+    EVIDENCE_THRESHOLD,
+    LAG,
+    LONG_LAG,
+    SMCConfig,
+)
 from sglang_smc.patches.server_args import FLAG_FIELDS
 from sglang_smc.server import algorithm, arguments
 
@@ -37,6 +43,9 @@ GIVEN = {
     "speculative_smc_adaptive": True,
     "speculative_smc_presets": '{"paper": {"evidence_threshold": 0}}',
 }
+#: Which goes with no mode that has a power.
+TILT = {"speculative_smc_tilt": 0.1}
+OURS = GIVEN | dict.fromkeys(TILT)
 DEFAULTS = {
     "speculative_smc_mode": "smc",
     "speculative_smc_num_particles": 8,
@@ -46,6 +55,7 @@ DEFAULTS = {
     "speculative_smc_selection": "sample",
     "speculative_smc_power": 1.0,
     "speculative_smc_evidence_threshold": None,
+    "speculative_smc_tilt": None,
     "speculative_smc_draft_temperature": None,
     "speculative_smc_max_lag": None,
     "speculative_smc_kernels": "auto",
@@ -57,6 +67,7 @@ DEFAULTS = {
 HELP = DEFAULTS | {
     "speculative_smc_power": 1,
     "speculative_smc_evidence_threshold": EVIDENCE_THRESHOLD,
+    "speculative_smc_tilt": f"that of a threshold of {AUTO_EVIDENCE_THRESHOLD:g}",
     "speculative_smc_draft_temperature": "the request's own",
     "speculative_smc_max_lag": f"{LAG}, but {LONG_LAG} for powers, grammars and return_particles",
     "speculative_smc_presets": "none",
@@ -82,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def test_keywords(smc: dict) -> None:
-    assert ours(resolve(**smc, **GIVEN)) == GIVEN
+    assert ours(resolve(**smc, **GIVEN)) == OURS
 
 
 def test_engine_validates_before_it_starts_anything(smc: dict) -> None:
@@ -91,7 +102,14 @@ def test_engine_validates_before_it_starts_anything(smc: dict) -> None:
 
 
 def test_command_line(smc: dict) -> None:
-    assert ours(prepare_server_args(command_line(smc | GIVEN))) == GIVEN
+    assert ours(prepare_server_args(command_line(smc | GIVEN))) == OURS
+
+
+def test_a_tilt_implies_the_mode_that_follows_it(smc: dict) -> None:
+    found = ours(resolve(**smc, **TILT))
+    assert (found["speculative_smc_mode"], found["speculative_smc_tilt"]) == ("auto", 0.1)
+    with pytest.raises(ValueError, match=r"--speculative-smc-tilt is 0.1, but .* is 'mixed'"):
+        resolve(**smc, **TILT, speculative_smc_mode="mixed")
 
 
 def test_command_line_abbreviated(smc: dict) -> None:
@@ -177,17 +195,17 @@ def test_resolved_arguments_resolve_again(smc: dict) -> None:
     """SGLang's tools build an engine from what another one was built with."""
     args = resolve(**smc, **GIVEN)
     as_dict = args.resolved_dict if upstream.IS_NEWER else partial(dataclasses.asdict, args)
-    assert ours(resolve(**as_dict())) == GIVEN
+    assert ours(resolve(**as_dict())) == OURS
 
 
 def test_arguments_reach_a_process_without_plugins(smc: dict) -> None:
     """Or before it loads them: they are the first that a spawned process unpickles."""
     data = pickle.dumps(resolve(**smc, **GIVEN))
-    names = sorted(GIVEN)
+    names = sorted(OURS)
     found = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", READ, *names], input=data, stdout=subprocess.PIPE
     )
-    assert json.loads(found.stdout) == [GIVEN[name] for name in names]
+    assert json.loads(found.stdout) == [OURS[name] for name in names]
 
 
 READ = """
@@ -205,7 +223,7 @@ def test_flags_are_read_only_and_in_the_config_namespace(smc: dict) -> None:
     assert {namespace_of(ServerArgs)[name] for name in FLAG_FIELDS} == {"spec"}
 
 
-@pytest.mark.parametrize(("name", "value"), GIVEN.items())
+@pytest.mark.parametrize(("name", "value"), (GIVEN | TILT).items())
 def test_flag_without_smc_is_refused(model_path: str, name: str, value: Any) -> None:
     flag = f"--{name.replace('_', '-')} {value}"
     with pytest.raises(ValueError, match=f"{flag} given, but --speculative-algorithm is None"):

@@ -30,6 +30,7 @@ CHOICES: dict[str, Any] = {
     "selection": "argmax",
     "power": 2.5,
     "evidence_threshold": 0.75,
+    "tilt": 0.1,
     "draft_temperature": 0.5,
     "max_lag": 3,
     "return_particles": True,
@@ -62,7 +63,7 @@ def test_what_is_chosen_replaces_the_servers_and_nothing_else(name: str) -> None
     found = choose(**{name: CHOICES[name]})
     assert getattr(found, name) == CHOICES[name]
     for other in (*SERVER_ARGS_FIELDS, "return_particles"):
-        if other != name:
+        if other != name and (name, other) != ("tilt", "mode"):  # which the tilt implies
             assert getattr(found, other) == getattr(choose(), other)
 
 
@@ -226,6 +227,18 @@ def test_the_evidence_threshold_in_force(chosen: dict[str, Any], expected: float
 )
 def test_the_lag_in_force(server: dict[str, Any], chosen: dict[str, Any], expected: int) -> None:
     assert choose(SMCConfig(num_particles=6, **server), **chosen).lag == expected
+
+
+@pytest.mark.parametrize("server", [SMCConfig(), SMCConfig(mode="exact"), SMCConfig(mode="auto")])
+def test_a_tilt_implies_the_mode_that_has_one(server: SMCConfig) -> None:
+    assert choose(server, tilt=0.1).mode == "auto"
+    assert choose(server, tilt=0.1, mode="auto").tilt == 0.1
+
+
+@pytest.mark.parametrize("mode", ["smc", "exact", "mixed"])
+def test_other_modes_have_no_tilt_to_ask_for(mode: str) -> None:
+    message = refusal(mode=mode, tilt=0.1)
+    assert f"has tilt=0.1, which has no effect in mode {mode!r}; allowed: mode 'auto'" in message
 
 
 def test_a_text_under_a_grammar_is_settled_late_where_it_is_weighed() -> None:

@@ -1,0 +1,84 @@
+"""Does the threshold follow the tilt that is asked for, and what answers teach of it?"""
+
+import math
+import random
+
+import pytest
+
+from sglang_smc.options.dial import PRIOR_INFORMATION, SCALE, WINDOW_INFORMATION, Dial
+from sglang_smc.options.request import RequestConfig, request_config
+from sglang_smc.options.server import SMCConfig
+
+TRUE_SCALE = 0.7
+INFORMATION = 3.0  # of an answer, as those of the shipped pair have
+
+
+def answer(rng: random.Random, threshold: float, scale: float = TRUE_SCALE) -> tuple[float, ...]:
+    """Of a server whose tilt is ``scale / (1 + threshold)``: c, numerator, information."""
+    noise = rng.gauss(0.0, math.sqrt(INFORMATION))
+    return threshold, scale / (1.0 + threshold) * INFORMATION + noise, INFORMATION
+
+
+def test_nothing_is_known_at_first() -> None:
+    assert Dial().scale == SCALE
+
+
+@pytest.mark.parametrize("tilt", [0.05, 0.15, 0.4, 0.7])
+def test_answers_come_to_have_the_tilt_that_is_asked_for(tilt: float) -> None:
+    """Four standard errors of what is remembered, and what is left of the first guess."""
+    dial, rng = Dial(), random.Random(0)
+    for _ in range(30_000):
+        dial.learn(*answer(rng, dial.threshold(tilt)))
+    gives = TRUE_SCALE / (1.0 + dial.threshold(tilt))
+    assert gives == pytest.approx(tilt, rel=4 / (TRUE_SCALE * math.sqrt(WINDOW_INFORMATION)))
+
+
+def test_what_no_longer_holds_is_forgotten() -> None:
+    dial, rng = Dial(), random.Random(1)
+    for scale in (1.5, TRUE_SCALE):
+        for _ in range(10_000):
+            dial.learn(*answer(rng, 1.0, scale))
+        assert dial.scale == pytest.approx(scale, abs=4 / math.sqrt(WINDOW_INFORMATION))
+
+
+def test_answers_that_cannot_lean_teach_nothing() -> None:
+    """By their noise alone a server of much exact traffic would walk away from what it knows."""
+    dial, rng = Dial(), random.Random(2)
+    for _ in range(5_000):
+        dial.learn(*answer(rng, math.inf))
+    assert dial.scale == SCALE
+    for _ in range(5_000):
+        dial.learn(*answer(rng, 1e6, SCALE))
+    assert dial.scale == pytest.approx(SCALE, abs=1e-3)
+
+
+def test_the_first_guess_weighs_what_it_says() -> None:
+    dial = Dial()
+    dial.learn(0.0, 2 * SCALE * PRIOR_INFORMATION, PRIOR_INFORMATION)
+    assert dial.scale == pytest.approx(1.5 * SCALE)
+
+
+def test_no_tilt_is_exact_and_more_than_the_scale_keeps_whole_blocks() -> None:
+    dial = Dial()
+    assert dial.threshold(0.0) == math.inf
+    assert dial.threshold(SCALE) == dial.threshold(9.0) == 0.0
+    assert dial.threshold(SCALE / 3) == pytest.approx(2.0)
+
+
+def test_a_scale_below_zero_needs_no_caution() -> None:
+    dial = Dial()
+    dial.learn(0.0, -1000.0, 500.0)
+    assert dial.scale == dial.threshold(0.1) == 0.0
+    assert dial.threshold(0.0) == math.inf, "exact is asked for, whatever is known"
+
+
+def settled(server: SMCConfig | None = None, **chosen: object) -> RequestConfig:
+    return Dial().settled(request_config(server or SMCConfig(), {"smc": chosen}))
+
+
+def test_a_request_keeps_the_threshold_that_its_tilt_came_to() -> None:
+    assert settled(tilt=SCALE / 3).covering == pytest.approx(2.0)
+    assert settled(tilt=0).covering == math.inf
+    assert settled(mode="auto").covering == 2.0
+    assert settled(SMCConfig(mode="auto", tilt=SCALE / 5)).covering == pytest.approx(4.0)
+    assert settled(SMCConfig(mode="auto", tilt=0.1), mode="mixed").covering == 0.5
