@@ -1,5 +1,5 @@
 # make demo        see it work, from nothing: environment, tiny models, a comparison
-# make fidelity    SMC's accuracy, speed and divergence at many settings, resumable, about 40 minutes
+# make fidelity    how far each mode is from the target, in nats, and its tokens a pass, resumable, two hours
 # make speed       AR, SGLang's speculative decoding and SMC side by side, resumable, about half an hour
 # make upstream    what breaks on each supported SGLang, from its source, in seconds; one: VERSION=0.5.24
 # make soak        a crowd of all kinds of requests, three minutes, and nothing lost

@@ -10,7 +10,9 @@ import argparse
 import contextlib
 import hashlib
 import json
+import multiprocessing
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -83,6 +85,8 @@ class HasSlug(Protocol):
 
 
 C = TypeVar("C", bound=HasSlug)
+W = TypeVar("W")
+R = TypeVar("R")
 
 
 def slug_of(name: str) -> str:
@@ -149,6 +153,29 @@ def prepare_folder(folder: Path) -> None:
     """Make the output folder, which git is not to see wherever it is."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ".gitignore").write_text("*\n")
+
+
+# --- Processes
+
+
+def in_processes(function: Callable[[W], R], work: Sequence[W], jobs: int) -> Iterator[R]:
+    """What ``function`` makes of each piece of work, in any order; one thread a process.
+
+    For models too small to share one among cores. A Ctrl-C reaches the parent alone, which ends
+    the others.
+    """
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(min(len(work), jobs), _begin_process) as pool:
+        yield from pool.imap_unordered(function, work)
+        pool.close()
+        pool.join()  # an orderly end; leaving the block early kills the workers instead
+
+
+def _begin_process() -> None:
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
 
 
 # --- Files of cells

@@ -6,8 +6,6 @@ engine does not make.
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 from fidelity.grid import Cell
 from fidelity.measure import MAX_TOKENS
 from results import Interval
-from study import Log, bar, digest
+from study import Log, bar, digest, in_processes
 
 from sglang_smc.cpu.threads import usable_cores
 
@@ -90,18 +88,7 @@ def by_plain_models(
 ) -> Iterator[tuple[int, Divergence]]:
     """Bounds by `bounds.py`, a process for each core: its models are too small to share one."""
     work = [(place, cell, problems, pair) for place, cell in enumerate(cells)]
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(min(len(work), usable_cores()), _begin_worker) as pool:
-        yield from pool.imap_unordered(_bound_one, work)
-        pool.close()
-        pool.join()  # an orderly end; leaving the block early kills the workers instead
-
-
-def _begin_worker() -> None:
-    import torch
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
-    torch.set_num_threads(1)
+    return in_processes(_bound_one, work, usable_cores())
 
 
 def _bound_one(work: tuple[int, Cell, int, Path]) -> tuple[int, Divergence]:

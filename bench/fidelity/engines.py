@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fidelity.grid import MAX_PARTICLES, MAX_STEPS
-from fidelity.measure import Asker, Reply, Request
-from pair.task import messages
+from fidelity.grid import SIZES
+from fidelity.measure import Asker, Reply, Request, prompt_ids
 from study import BenchError
 
 CONCURRENCY = 64
@@ -23,18 +22,18 @@ COMMON: dict[str, Any] = {
     "random_seed": 0,
     "max_running_requests": CONCURRENCY,
     "context_length": 1024,
-    # Room for 64 requests of sixteen particles that share nothing.
-    "max_total_tokens": 393_216,
+    # Room for 64 requests of eight particles that share nothing.
+    "max_total_tokens": 196_608,
     "skip_server_warmup": True,
     "disable_cuda_graph": True,
     "watchdog_timeout": 600,
     "log_level": "error",
 }
-#: What the SMC engine adds; requests choose below its N and K.
+#: What the SMC engine adds.
 SMC: dict[str, Any] = {
     "speculative_algorithm": "SMC",
-    "speculative_num_steps": MAX_STEPS,
-    "speculative_smc_num_particles": MAX_PARTICLES,
+    "speculative_num_steps": SIZES["num_steps"],
+    "speculative_smc_num_particles": SIZES["num_particles"],
 }
 
 
@@ -76,15 +75,12 @@ class EngineAsker:
                 task.cancel()
 
     async def _reply(self, request: Request) -> Reply:
-        prompt = self._tokenizer.apply_chat_template(
-            messages(request.item), tokenize=False, add_generation_prompt=True
-        )
+        ids, asked = prompt_ids(self._tokenizer, request.index), request.sampling_params
         try:
-            answer = await self._engine.async_generate(prompt, request.sampling_params)
+            answer = await self._engine.async_generate(input_ids=ids, sampling_params=asked)
         except ValueError as error:  # how SGLang reports a request that it refuses
-            asked = request.sampling_params
             raise BenchError(f"The engine refused {asked}: {error}") from error
-        return Reply(request.index, answer["text"], answer["meta_info"])
+        return Reply(request.index, answer["text"], answer["output_ids"], answer["meta_info"])
 
 
 @contextlib.contextmanager

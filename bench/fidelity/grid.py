@@ -10,21 +10,14 @@ from study import slug_of
 
 from sglang_smc.options.server import AUTO_EVIDENCE_THRESHOLD, DEFAULTS, EVIDENCE_THRESHOLD
 
-#: The SMC engine's own N and K; no request may ask for more.
-MAX_PARTICLES, MAX_STEPS = 16, 8
 TEMPERATURES = (0.7, 1.0)
-EXACT_PARTICLES = (1, 4, 8)
-SMC_PARTICLES = (4, 8, 16)
-SMC_STEPS = (4, 8)
-
 AR_TARGET, AR_DRAFT, EXACT = "AR target", "AR draft", "exact"
-SMC_BLOCK, SMC_TOKEN, SMC_CUT = "SMC block", "SMC token", "SMC cut"
-MIXED, AUTO, DEFAULT = "mixed", "auto", "SMC default"
-#: Evidence thresholds of the mixed mode, beside that of `auto`.
-MIXED_THRESHOLDS = (0.2, 0.5, 1.0)
-#: The same of SMC populations; 0 are the two families above.
-CUT_THRESHOLDS = (0.5, 1.0)
-CUT_FAMILIES = (SMC_CUT, MIXED)
+MIXED, AUTO, SMC, DEFAULT = "mixed", "auto", "smc", "smc default"
+#: Evidence thresholds beside those of `auto` and of the default; 0 is the paper's algorithm.
+MIXED_THRESHOLDS = (4.0, 1.0, 0.5)
+SMC_THRESHOLDS = (1.0, 0.0)
+#: N and K are the server's defaults throughout.
+SIZES = {"num_particles": DEFAULTS.num_particles, "num_steps": DEFAULTS.num_steps}
 
 
 @dataclass(frozen=True)
@@ -38,11 +31,9 @@ class Kind:
 
     @property
     def name(self) -> str:
-        """As people read it: ``SMC block N=8 K=4``."""
-        if not self.smc:
-            return self.family
-        threshold = f" c={self.smc['evidence_threshold']:g}" if self.family in CUT_FAMILIES else ""
-        return f"{self.family}{threshold} N={self.smc['num_particles']} K={self.smc['num_steps']}"
+        """As people read it: ``mixed c=1``."""
+        asked = (self.smc or {}).get("evidence_threshold")
+        return self.family if asked is None else f"{self.family} c={asked:g}"
 
     @property
     def evidence_threshold(self) -> float | None:
@@ -52,7 +43,7 @@ class Kind:
 
     @property
     def slug(self) -> str:
-        """As files and patterns have it: ``smc-block-n8-k4``."""
+        """As files and patterns have it: ``mixed-c1``."""
         return slug_of(self.name)
 
 
@@ -74,59 +65,40 @@ class Cell:
     @property
     def is_pure_smc(self) -> bool:
         """Whether it is the paper's algorithm, whose log Z bounds the divergence."""
-        return self.kind.family in (SMC_BLOCK, SMC_TOKEN)
+        return self.kind.family == SMC and self.kind.evidence_threshold == 0
 
 
 def kinds() -> list[Kind]:
     """All settings, those of one engine together."""
     return [
-        Kind(AR_TARGET, "target", 0.05),
+        Kind(AR_TARGET, "target", 0.06),
         Kind(AR_DRAFT, "draft", 0.02),
-        *(_kind(EXACT, n, MAX_STEPS, mode="exact") for n in EXACT_PARTICLES),
-        *_weighed(SMC_BLOCK, "block"),
-        *_weighed(SMC_TOKEN, "token"),
-        *(kind for kind in _cut() if not _has_a_name(kind)),
-        _kind(AUTO, DEFAULTS.num_particles, DEFAULTS.num_steps, mode="auto"),
-        _kind(DEFAULT, DEFAULTS.num_particles, DEFAULTS.num_steps),
+        _kind(EXACT, 0.18, mode="exact"),
+        *(kind for kind in _dial() if not _has_a_name(kind)),
+        _kind(AUTO, 0.15, mode="auto"),
+        _kind(DEFAULT, 0.15),
     ]
 
 
-def _weighed(family: str, resample_at: str) -> list[Kind]:
-    return [
-        # Nothing is cut for its evidence in the paper.
-        _kind(family, n, k, mode="smc", resample_at=resample_at, evidence_threshold=0)
-        for n in SMC_PARTICLES
-        for k in SMC_STEPS
-    ]
-
-
-def _cut() -> list[Kind]:
+def _dial() -> list[Kind]:
     """Those with an evidence threshold of their own."""
     return [
-        *(_kind(SMC_CUT, 8, 8, mode="smc", evidence_threshold=c) for c in CUT_THRESHOLDS),
-        _kind(SMC_CUT, 16, 8, mode="smc", evidence_threshold=EVIDENCE_THRESHOLD),
-        *(_kind(MIXED, 8, 8, mode="mixed", evidence_threshold=c) for c in MIXED_THRESHOLDS),
+        *(_kind(MIXED, 0.15, mode="mixed", evidence_threshold=c) for c in MIXED_THRESHOLDS),
+        *(
+            _kind(SMC, 0.15, mode="smc", resample_at="block", evidence_threshold=c)
+            for c in SMC_THRESHOLDS
+        ),
     ]
 
 
 def _has_a_name(kind: Kind) -> bool:
     """Whether it is `auto`, or the default, under another name: nothing is measured twice."""
-    smc = kind.smc or {}
-    threshold = AUTO_EVIDENCE_THRESHOLD if kind.family == MIXED else EVIDENCE_THRESHOLD
-    return (smc["num_particles"], smc["num_steps"], smc["evidence_threshold"]) == (
-        DEFAULTS.num_particles,
-        DEFAULTS.num_steps,
-        threshold,
-    )
+    named = AUTO_EVIDENCE_THRESHOLD if kind.family == MIXED else EVIDENCE_THRESHOLD
+    return kind.evidence_threshold == named
 
 
-def _kind(family: str, num_particles: int, num_steps: int, **settings: Any) -> Kind:
-    smc = {"num_particles": num_particles, "num_steps": num_steps, **settings}
-    return Kind(family, "smc", _cost(num_particles), smc)
-
-
-def _cost(num_particles: int) -> float:
-    return 0.04 + 0.012 * num_particles
+def _kind(family: str, cost: float, **settings: Any) -> Kind:
+    return Kind(family, "smc", cost, {**SIZES, **settings})
 
 
 def cells(temperatures: Iterable[float]) -> list[Cell]:

@@ -10,12 +10,15 @@ from typing import Any, NamedTuple, Protocol
 
 from fidelity.grid import Cell
 from fidelity.store import Answers, Record
-from pair.task import Problem, check, held_out
-from study import bar
+from pair.task import Problem, check, held_out, messages
+from study import BenchError, bar
 from tqdm import tqdm
 
 #: The longest worked answers of the task take about 130 tokens.
 MAX_TOKENS = 160
+#: Problems below this are the tables', each with its number as the seed; all others, the demos'
+#: among them, lie beyond.
+MAX_PROBLEMS = 10_000
 #: A problem to warm up with lies beyond all that are measured.
 WARM_UP = 1_000_000
 #: An engine takes about so long to start.
@@ -39,6 +42,7 @@ class Reply(NamedTuple):
 
     index: int
     text: str
+    output_ids: list[int]
     meta_info: dict[str, Any]
 
 
@@ -66,16 +70,27 @@ def request(cell: Cell, index: int) -> Request:
     return Request(index, held_out(index), params)
 
 
+def prompt_ids(tokenizer: Any, index: int) -> list[int]:
+    """The tokens that an answer to problem ``index`` follows: what engines are asked."""
+    chat = messages(held_out(index))
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+
+
 def grade(reply: Reply, *, part: int, at: float) -> Record:
-    """What is kept of a reply."""
+    """What is kept of a reply; raises BenchError where its tokens are not all there."""
     info = reply.meta_info
+    if len(reply.output_ids) != info["completion_tokens"]:
+        raise BenchError(
+            f"Problem {reply.index} was answered with {info['completion_tokens']} tokens, of which "
+            f"{len(reply.output_ids)} came: they cannot be scored."
+        )
     # An answer cut off by the length limit may end in a right number by chance.
     ended = info["finish_reason"]["type"] == "stop"
     kept = {key: info[key] for key in info if key in KEPT or key.startswith(KEPT_PREFIX)}
     if "spec_smc_rounds_ct" in kept:  # each is one pass of the target
         kept.setdefault("spec_verify_ct", kept["spec_smc_rounds_ct"])
     right = ended and check(reply.text, held_out(reply.index))
-    return Record(reply.index, right, part, round(at, 3), kept)
+    return Record(reply.index, right, part, round(at, 3), reply.output_ids, kept)
 
 
 def measure(todo: Sequence[tuple[Cell, Answers]], start: Start) -> None:

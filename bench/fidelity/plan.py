@@ -10,8 +10,12 @@ from fidelity.bounding import NUM_CONDITIONAL, bound_log, bounded
 from fidelity.engines import settings
 from fidelity.grid import Cell, cells
 from fidelity.measure import MAX_TOKENS
+from fidelity.scoring import Score, Scores, score_log
 from fidelity.store import Answers, Record
 from study import Log, selected
+
+#: An answer, and what the plain models say of it.
+Scored = tuple[Record, Score]
 
 
 class FidelityPlan:
@@ -23,20 +27,25 @@ class FidelityPlan:
         every = cells(options.temperatures)
         self.selected = selected(every, options.only, look="--list")
         self.answers = {cell: self._answers(cell) for cell in every}
+        self.scores = {cell: self._scores(cell) for cell in every}
         self.bounds = {cell: self._bound_log(cell) for cell in bounded(every)}
 
-    def _answers(self, cell: Cell) -> Answers:
-        problems = self.options.problems
-        identity = {
+    def _identity(self, cell: Cell) -> dict[str, Any]:
+        return {
             **self._code,
             "cell": cell.slug,
             "smc": cell.kind.smc,
             "engine": settings(cell.kind.engine),
-            "problems": problems,
+            "problems": self.options.problems,
             "max_new_tokens": MAX_TOKENS,
         }
+
+    def _answers(self, cell: Cell) -> Answers:
         path = self.options.output_dir / "answers" / f"{cell.slug}.jsonl"
-        return Answers(Log(path, identity), problems)
+        return Answers(Log(path, self._identity(cell)), self.options.problems)
+
+    def _scores(self, cell: Cell) -> Scores:
+        return score_log(self.options.output_dir / "scores", cell, self._identity(cell))
 
     def _bound_log(self, cell: Cell) -> Log:
         folder = self.options.output_dir / "bounds"
@@ -45,7 +54,12 @@ class FidelityPlan:
     def own_logs(self) -> list[Log]:
         """The files of the selected cells."""
         answers = [self.answers[cell].log for cell in self.selected]
-        return answers + list(self.selected_bounds().values())
+        scores = [self.scores[cell].log for cell in self.selected]
+        return answers + scores + list(self.selected_bounds().values())
+
+    def to_score(self) -> list[tuple[Cell, list[Record], Scores]]:
+        """The selected cells with their answers."""
+        return [(cell, self.answers[cell].records(), self.scores[cell]) for cell in self.selected]
 
     def logs(self) -> list[Log]:
         """The same files: nothing else is read before the report."""
@@ -61,6 +75,8 @@ class FidelityPlan:
         """What the numbers depend on."""
         return {
             "problems": self.options.problems,
+            "first_problem": 0,
+            "seeds": "problem i is asked with seed i",
             "bound_problems": self.options.bound_problems,
             "num_conditional": NUM_CONDITIONAL,
             "max_new_tokens": MAX_TOKENS,
@@ -68,13 +84,20 @@ class FidelityPlan:
             "code": self._code,
         }
 
-    def complete(self) -> dict[Cell, list[Record]]:
-        """The records of every cell that is complete, by this run or an earlier one like it."""
-        return {
-            cell: answers.records()
-            for cell, answers in self.answers.items()
-            if answers.log.fits and not answers.missing()
-        }
+    def complete(self) -> dict[Cell, list[Scored]]:
+        """The answers of every cell that is complete, by this run or an earlier one like it."""
+        return {cell: self._scored(cell) for cell in self.answers if self._is_complete(cell)}
+
+    def _scored(self, cell: Cell) -> list[Scored]:
+        scores = self.scores[cell].read()
+        records = sorted(self.answers[cell].records(), key=lambda record: record.index)
+        return [(record, scores[record.index]) for record in records]
+
+    def _is_complete(self, cell: Cell) -> bool:
+        answers, scores = self.answers[cell], self.scores[cell]
+        if not (answers.log.fits and scores.log.fits):
+            return False
+        return not answers.missing() and not scores.missing(answers.records())
 
     def complete_bounds(self) -> dict[Cell, Log]:
         """The bounds that are there, likewise."""
@@ -84,6 +107,7 @@ class FidelityPlan:
         """A line for each selected cell."""
         lines = []
         for cell in self.selected:
-            done = self.options.problems - len(self.answers[cell].missing())
-            lines.append(f"{cell.slug:26} {done:4} of {self.options.problems} answered")
+            records, problems = self.answers[cell].records(), self.options.problems
+            scored = len(records) - len(self.scores[cell].missing(records))
+            lines.append(f"{cell.slug:20} {len(records):4} of {problems} answered, {scored} scored")
         return "\n".join(lines)

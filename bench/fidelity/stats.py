@@ -1,4 +1,4 @@
-"""Intervals and the frontier."""
+"""Intervals of proportions and means."""
 
 from __future__ import annotations
 
@@ -42,12 +42,3 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
     if len(values) > 1:
         return normal_interval(values)
     return Interval(values[0], -math.inf, math.inf, 1) if values else None
-
-
-def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that no other beats in one coordinate without losing in the other, by x."""
-    best: list[tuple[float, float]] = []
-    for x, y in sorted(set(points), reverse=True):
-        if not best or y > best[-1][1]:
-            best.append((x, y))
-    return best[::-1]

@@ -19,6 +19,7 @@ class Record:
     right: bool
     part: int  # of a cell that was interrupted; 0 in one that was not
     at: float  # seconds since its part began
+    output_ids: list[int]  # EOS and all
     info: dict[str, Any]
 
 

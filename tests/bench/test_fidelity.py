@@ -7,18 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from demo import FIRST_PROBLEM, blocks
+from demo import parse_arguments as demo_arguments
 from fidelity import cli, grid
 from fidelity.bounding import Bound, Divergence
 from fidelity.engines import arguments
 from fidelity.grid import Cell, cells
-from fidelity.measure import WARM_UP, Asker, Reply, Request, grade
+from fidelity.measure import MAX_PROBLEMS, WARM_UP, Asker, Reply, Request, grade, request
+from fidelity.scoring import Batch, Score, answer_key
 from fidelity.store import Record, seconds
 from pair.task import held_out
 from results import Interval
-from study import matching
+from study import BenchError, matching
 
+from sglang_smc.demo.party import FIRST_SHOWN
 from sglang_smc.options.request import request_config
-from sglang_smc.options.server import SMCConfig
+from sglang_smc.options.server import EVIDENCE_THRESHOLD, SMCConfig
 
 INTERVAL = Interval(1.0, 0.5, 1.5, 2)
 ORIGIN = {"date": "2026-01-01", "git_sha": "abc", "hardware": "a CPU"}
@@ -45,7 +49,7 @@ class FakeAsker:
 
 def reply(entry: Request, engine: str) -> Reply:
     number = entry.item.number + entry.index % 2
-    info: dict[str, Any] = {"completion_tokens": 41, "finish_reason": {"type": "stop"}, "id": "x"}
+    info: dict[str, Any] = {"completion_tokens": 3, "finish_reason": {"type": "stop"}, "id": "x"}
     if engine == "smc":
         info |= {
             "spec_smc_num_particles": 8,
@@ -54,7 +58,7 @@ def reply(entry: Request, engine: str) -> Reply:
             "spec_smc_ess_mean": 4.0,
             "spec_smc_log_evidence": -1.5,
         }
-    return Reply(entry.index, f"#### {number}", info)
+    return Reply(entry.index, f"#### {number}", [5, entry.index, 1], info)
 
 
 class Bench:
@@ -65,10 +69,11 @@ class Bench:
         self.asked: list[tuple[str, Request]] = []
         self.started: list[str] = []
         self.bounded: list[str] = []
+        self.scored: list[tuple[int, int]] = []
 
     def __call__(self, *arguments: str, last: int = 10**6) -> int:
         """The exit status; the stand-in is interrupted after ``last`` answers."""
-        self.asked, self.started, self.bounded = [], [], []
+        self.asked, self.started, self.bounded, self.scored = [], [], [], []
         budget = [last]
 
         @contextlib.contextmanager
@@ -76,7 +81,13 @@ class Bench:
             self.started.append(engine)
             yield FakeAsker(engine, self.asked, budget)
 
-        return cli.main([*TINY, "--output-dir", str(self.folder), *arguments], start, self.bound())
+        stand_ins = (start, self.score, self.bound())
+        return cli.main([*TINY, "--output-dir", str(self.folder), *arguments], *stand_ins)
+
+    def score(self, batches: Sequence[Batch], jobs: int) -> Iterator[tuple[int, list[Score]]]:
+        for batch in reversed(batches):
+            self.scored += [(batch.place, index) for index in batch.indices]
+            yield batch.place, list(map(canned, batch.indices, batch.answers))
 
     def bound(self) -> Bound:
         def bound(todo: Sequence[Cell], problems: int) -> Iterator[tuple[int, Divergence]]:
@@ -87,18 +98,21 @@ class Bench:
         return bound
 
 
+def canned(index: int, tokens: list[int]) -> Score:
+    return Score(index, answer_key(tokens), 3, -2.0 - index, 0.1, 1.0, 0.2, 1.0, [0.1, 0.2, 0.3])
+
+
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(cli, "PUBLISHED", tmp_path / "published")
     # What takes seconds and has tests of its own.
-    monkeypatch.setattr(cli, "plot_rows", lambda _, path, problems: path.write_text("a picture"))
+    monkeypatch.setattr(cli, "plot_rows", lambda _, path: path.write_text("a picture"))
     monkeypatch.setattr(cli, "provenance", lambda settings: {**ORIGIN, "settings": settings})
     return Bench(tmp_path / "out")
 
 
 def test_the_server_takes_every_setting_and_none_is_measured_twice() -> None:
-    server = SMCConfig(num_particles=grid.MAX_PARTICLES, num_steps=grid.MAX_STEPS)
-    seen = set()
+    server, seen = SMCConfig(), set()
     for kind in grid.kinds():
         if kind.smc:
             config = request_config(server, {"smc": kind.smc})
@@ -111,15 +125,26 @@ def test_the_server_takes_every_setting_and_none_is_measured_twice() -> None:
 
 def test_pure_smc_cuts_nothing_for_its_evidence() -> None:
     pure = [kind for kind in grid.kinds() if Cell(kind, 0.7).is_pure_smc]
-    assert len(pure) == 12
+    assert [kind.slug for kind in pure] == ["smc-c0"]
     assert {kind.evidence_threshold for kind in pure} == {0}
+
+
+def test_every_published_setting_is_measured() -> None:
+    """Those with a name under it, wherever `auto` and the default are set to."""
+    modes = {(kind.smc or {}).get("mode", "smc"): [] for kind in grid.kinds() if kind.smc}
+    for kind in grid.kinds():
+        if kind.smc:
+            modes[kind.smc.get("mode", "smc")].append(kind.evidence_threshold)
+    assert {4.0, 1.0, 0.5} <= set(modes["mixed"] + modes["auto"])
+    assert {0.0, 1.0, EVIDENCE_THRESHOLD} == set(modes["smc"])
+    assert modes["exact"] == [None]
 
 
 def test_the_engines_differ_by_model_and_smc_alone() -> None:
     target, draft, smc = (arguments(name, Path("p")) for name in ("target", "draft", "smc"))
     assert {key for key in target if target[key] != draft[key]} == {"model_path"}
     assert {**smc, **target} == smc
-    assert (smc["speculative_smc_num_particles"], smc["speculative_num_steps"]) == (16, 8)
+    assert (smc["speculative_smc_num_particles"], smc["speculative_num_steps"]) == (8, 8)
 
 
 def test_an_answer_that_was_cut_off_is_wrong() -> None:
@@ -129,11 +154,29 @@ def test_an_answer_that_was_cut_off_is_wrong() -> None:
     assert not grade(cut, part=0, at=1.0).right
 
 
+def test_an_answer_whose_tokens_are_not_all_there_is_refused() -> None:
+    whole = reply(Request(0, held_out(0), {}), "target")
+    with pytest.raises(BenchError, match="with 3 tokens, of which 2 came"):
+        grade(whole._replace(output_ids=[5, 1]), part=0, at=1.0)
+
+
+def test_the_demo_asks_other_problems_with_other_seeds() -> None:
+    """Whatever a table may be asked for, and the demo asks by default."""
+    last = request(cells((0.7,))[0], MAX_PROBLEMS - 1)
+    assert last.sampling_params["sampling_seed"] == last.index < FIRST_PROBLEM
+    asked = [index for block in blocks(demo_arguments([])) for index in block]
+    assert MAX_PROBLEMS <= FIRST_PROBLEM < min(asked)
+    assert max(asked) < FIRST_SHOWN
+    with pytest.raises(SystemExit):
+        cli.parse_arguments(["--problems", str(MAX_PROBLEMS + 1)])
+
+
 def test_everything_is_measured_and_written(bench: Bench) -> None:
     assert bench() == 0
     assert bench.started == ["target", "draft", "smc"]
     assert len(bench.asked) == 6 * SETTINGS
-    assert len(bench.bounded) == 12
+    assert bench.bounded == ["smc-c0-t0.7"]
+    assert len(set(bench.scored)) == len(bench.scored) == 6 * SETTINGS
     for name in cli.OUTPUTS:
         assert (bench.folder / name).stat().st_size > 0
     origin = json.loads((bench.folder / cli.ORIGIN).read_text())
@@ -149,8 +192,8 @@ def test_an_interrupted_run_goes_on(bench: Bench, capsys: pytest.CaptureFixture[
     again = [(e.index, str(e.sampling_params)) for _, e in first + bench.asked]
     assert len(again) == len(set(again)) == 6 * len(matching(cells((0.7,)), ["smc-*"]))
     assert bench("--only", "smc-*") == 0
-    assert (bench.asked, bench.started, bench.bounded) == ([], [], [])
-    path = bench.folder / "answers" / "smc-block-n4-k8-t0.7.jsonl"
+    assert (bench.asked, bench.started, bench.scored, bench.bounded) == ([], [], [], [])
+    path = bench.folder / "answers" / "smc-c0-t0.7.jsonl"
     parts = [json.loads(line)["part"] for line in path.read_text().splitlines()[1:]]
     assert parts == [0, 0, 0, 1, 1, 1]
 
@@ -164,5 +207,5 @@ def test_only_a_whole_grid_is_published(bench: Bench, capsys: pytest.CaptureFixt
 
 
 def test_time_of_a_cell_in_parts() -> None:
-    record: Callable[..., Record] = lambda part, at: Record(0, True, part, at, {})  # noqa: E731
+    record: Callable[..., Record] = lambda part, at: Record(0, True, part, at, [], {})  # noqa: E731
     assert seconds([record(0, 1.0), record(0, 4.0), record(1, 2.5), record(1, 0.5)]) == 6.5

@@ -10,8 +10,9 @@ from fidelity.bounding import Divergence
 from fidelity.grid import Cell, cells
 from fidelity.measure import Forecast
 from fidelity.plot import plot_rows
-from fidelity.report import CellRow, fastest_within, make_rows, write_csv
-from fidelity.stats import frontier, mean_interval, paired_difference
+from fidelity.report import CellRow, conclusions, make_rows, markdown, most_tokens_within, write_csv
+from fidelity.scoring import Score
+from fidelity.stats import mean_interval, paired_difference
 from fidelity.store import Record
 from results import Interval
 from study import matching
@@ -45,12 +46,6 @@ def test_mean_interval() -> None:
     assert mean_interval([]) is None
 
 
-def test_frontier() -> None:
-    points = [(1, 0.9), (4, 0.8), (5, 0.85), (5, 0.7), (8, 0.6), (7, 0.6), (3, 0.9)]
-    assert frontier(points) == [(3, 0.9), (5, 0.85), (8, 0.6)]
-    assert frontier([]) == []
-
-
 def canned(cell: Cell, hits: int, passes: int) -> list[Record]:
     info: dict[str, Any] = {"completion_tokens": 41}
     if cell.kind.engine == "smc":
@@ -62,7 +57,20 @@ def canned(cell: Cell, hits: int, passes: int) -> list[Record]:
             "spec_smc_ess_mean": 4.0,
             "spec_smc_exact_ct": passes / 4,
         }
-    return [Record(i, i < hits, 0, (i + 1) / 10, {**info, **_evidence(cell, i)}) for i in range(N)]
+        if (cell.kind.smc or {}).get("mode") == "exact":
+            info |= {"spec_smc_tilt": 0.1, "spec_smc_tilt_information": 4.0}
+    return [
+        Record(i, i < hits, 0, (i + 1) / 10, [1] * 41, {**info, **_evidence(cell, i)})
+        for i in range(N)
+    ]
+
+
+def scores(tilt: float) -> list[Score]:
+    """Of answers that all have this tilt, give or take, and log p of -40 less ten times that."""
+    return [
+        Score(i, 0, 41, -40.0 - 10 * tilt, tilt, 20.0, 10 * tilt + (-1) ** i, 10.0, [tilt] * 41)
+        for i in range(N)
+    ]
 
 
 def _evidence(cell: Cell, index: int) -> dict[str, float | None]:
@@ -73,16 +81,21 @@ def _evidence(cell: Cell, index: int) -> dict[str, float | None]:
     return {"spec_smc_log_evidence": None if mixes else -1.0 if index % 2 else -2.0}
 
 
+TILTS = {"AR target": 0.0, "AR draft": 0.9, "exact": 0.0, "mixed c=4": 0.1}
+
+
 @pytest.fixture(scope="module")
 def rows() -> list[CellRow]:
     """All cells: the target solves 90, a cell of SMC the less the more tokens a pass it has."""
-    records = {}
+    answers = {}
     for place, cell in enumerate(cells((0.7, 1.0))):
-        lost = {"AR target": 0, "AR draft": 50, "exact": 1}.get(cell.kind.family, 2 + place % 9)
-        records[cell] = canned(cell, 90 - lost, passes=20 - lost)
+        known = {"AR target": 0, "AR draft": 50, "exact": 1, "mixed c=4": 2}
+        lost = known.get(cell.kind.name, 3 + place % 9)
+        records = canned(cell, 90 - lost, passes=20 - lost)
+        answers[cell] = list(zip(records, scores(TILTS.get(cell.kind.name, 0.3)), strict=True))
     few = Interval(0.5, 0.1, 0.9, 16)
-    bounds = {cell: Divergence(None, few, few, few, few) for cell in records if cell.is_pure_smc}
-    return make_rows(records, bounds)
+    bounds = {cell: Divergence(None, few, few, few, few) for cell in answers if cell.is_pure_smc}
+    return make_rows(answers, bounds)
 
 
 def row_of(rows: list[CellRow], slug: str) -> CellRow:
@@ -94,49 +107,84 @@ def test_rows(rows: list[CellRow]) -> None:
     assert (target.accuracy.mean, target.difference, target.tokens_per_pass) == (0.9, None, 1.0)
     assert target.tokens_per_second == pytest.approx(41 * N / 10)
     assert row_of(rows, "ar-draft-t1").tokens_per_pass is None
-    exact = row_of(rows, "exact-n4-k8-t0.7")
+    exact = row_of(rows, "exact-t0.7")
     assert exact.difference is not None
     assert exact.difference.mean == pytest.approx(-0.01)
     assert exact.tokens_per_pass == pytest.approx(40 / 19)
     assert (exact.ess_share, exact.resample_rate, exact.divergence) == (None, None, Divergence())
-    smc = row_of(rows, "smc-token-n8-k4-t1")
+    smc = row_of(rows, "smc-c0-t1")
     assert (smc.ess_share, smc.resample_rate, smc.exact_rate) == (0.5, 0.5, None)
-    assert (smc.label, smc.mode, smc.evidence_threshold) == ("SMC token N=8 K=4", "smc", 0)
-    mixed = row_of(rows, "mixed-c0.2-n8-k8-t1")
-    assert (mixed.label, mixed.evidence_threshold) == ("mixed c=0.2 N=8 K=8", 0.2)
+    assert (smc.label, smc.mode, smc.evidence_threshold) == ("smc c=0", "smc", 0)
+    mixed = row_of(rows, "mixed-c4-t1")
+    assert (mixed.label, mixed.evidence_threshold) == ("mixed c=4", 4)
     assert (mixed.ess_share, mixed.resample_rate) == (None, None)
     assert mixed.exact_rate == pytest.approx(0.25)
 
 
+def test_rows_in_nats(rows: list[CellRow]) -> None:
+    mixed = row_of(rows, "mixed-c4-t1")
+    half = (
+        1.959964 * math.sqrt(N / (N - 1) / N) / 10
+    )  # the tilts of answers are 1 apart, either way
+    assert mixed.tilt == pytest.approx((0.1, 0.1 - half, 0.1 + half, N))
+    assert mixed.innovation.mean == pytest.approx(0.1 / 41)
+    assert mixed.sharpening.mean == pytest.approx(0.1 / 20)
+    assert mixed.kl_at_least.mean == pytest.approx(41 * math.log(1 + 0.98 * math.expm1(0.1)))
+    assert mixed.log_p_difference is not None
+    assert mixed.log_p_difference.mean == pytest.approx(-1 / 41)
+    assert row_of(rows, "ar-target-t1").log_p_difference is None
+    assert row_of(rows, "ar-target-t1").kl_at_least.mean == 0
+
+
+def test_the_servers_own_tilt_stands_beside_that_of_the_plain_models(rows: list[CellRow]) -> None:
+    """Where answers carry it; elsewhere the cell is empty."""
+    watched = row_of(rows, "exact-t0.7").server_tilt
+    half = 1.959964 / math.sqrt(4 * N)
+    assert watched == pytest.approx((0.1, 0.1 - half, 0.1 + half, N))
+    assert row_of(rows, "mixed-c4-t0.7").server_tilt is None
+    table = markdown(rows, "a note")
+    exact, mixed = (next(x for x in table.splitlines() if x.startswith(n)) for n in NAMES)
+    assert exact.split("|")[7].strip() == "+0.100 [+0.002, +0.198]"
+    assert mixed.split("|")[7].strip() == ""
+
+
+NAMES = ("| exact |", "| mixed c=4 |")
+
+
 def test_the_evidence_bounds_pure_smc_only(rows: list[CellRow]) -> None:
-    found = row_of(rows, "smc-block-n8-k8-t0.7").divergence
+    found = row_of(rows, "smc-c0-t0.7").divergence
     assert found.upper is not None
     assert (found.upper.mean, found.upper.n) == (1.5, N)
     assert found.lower is not None and found.lower.mean == 0.5
-    uppers = {row.family for row in rows if row.divergence.upper is not None}
-    assert uppers == {"SMC block", "SMC token"}
+    uppers = {row.label for row in rows if row.divergence.upper is not None}
+    assert uppers == {"smc c=0"}
 
 
-def test_fastest_within(rows: list[CellRow]) -> None:
+def test_most_tokens_within_limits(rows: list[CellRow]) -> None:
     here = [row for row in rows if row.temperature == 0.7]
-    three, one = fastest_within(here, 3), fastest_within(here, 1)
-    assert three is not None and one is not None
-    assert three.tokens_per_pass == pytest.approx(40 / 17)
-    assert one.family == "exact"
-    assert fastest_within(here, 0.5) is None
+    wide, narrow = most_tokens_within(here, 0.15, 5.0), most_tokens_within(here, 0.05, 5.0)
+    assert wide is not None and narrow is not None
+    assert (wide.label, narrow.label) == ("mixed c=4", "exact")
+    assert most_tokens_within(here, 0.15, 0.1) == narrow  # mixed is too many nats away
+    assert most_tokens_within(here, -0.1, 1.0) is None
+    assert "exact: 2.11" in conclusions(rows)
 
 
-@pytest.mark.parametrize("slugs", [{"smc-block-n8-k8-t1", "smc-cut-c1-n8-k8-t1"}, {"ar-draft-t1"}])
+@pytest.mark.parametrize(
+    "slugs", [{"smc-c0-t1", "mixed-c1-t1", "ar-target-t1"}, {"ar-draft-t1"}, {"exact-t0.7"}]
+)
 def test_a_part_ends_with_all_its_files(
     rows: list[CellRow], slugs: set[str], tmp_path: Path
 ) -> None:
     """Hours of answers must not end in a picture that cannot be drawn."""
     some = [row for row in rows if row.slug in slugs]
-    plot_rows(some, tmp_path / "plot.png", problems=N)
+    plot_rows(some, tmp_path / "plot.png")
     write_csv(some, tmp_path / "rows.csv", ORIGIN)
     assert (tmp_path / "plot.png").stat().st_size > 0
     lines = list(csv.DictReader((tmp_path / "rows.csv").open()))
-    assert [float(line["accuracy_mean"]) for line in lines] == [row.accuracy.mean for row in some]
+    for column in ("accuracy", "tilt", "kl_at_least"):
+        told = [float(line[f"{column}_mean"]) for line in lines]
+        assert told == pytest.approx([getattr(row, column).mean for row in some], rel=1e-5)
 
 
 def test_forecast_learns_the_speed_of_the_machine() -> None:

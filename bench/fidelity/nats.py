@@ -1,0 +1,88 @@
+"""How far answers are from the target's law: statistics of scored answers, in nats.
+
+An answer is one draw, its tokens are not, so all intervals are over answers. With p and q the laws
+of the next token (`scoring.py`), H the entropy of p, l = log q/p, and sums over an answer's tokens:
+
+innovation  sum(log p + H): mean 0 under the target, as a martingale. Above 0 where the text is
+            sharper than the target's, below 0 where it is flatter.
+tilt        sum(l - E_p l) / sum(Var_p l): mean 0 under the target in the numerator, likewise. One
+            Newton step from 0 to the b for which p^(1 - b) q^b explains the answers best.
+KL          KL(s || p) >= E_s[log m(x) / p(x)] for the law s of the answers x and any law m of
+            texts (Gibbs). Here m draws each token from (1 - w) p + w q.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from results import Z95, Interval
+
+#: The weights w that the bound chooses from; at 0 it says that KL >= 0.
+WEIGHTS = np.linspace(0.0, 0.98, 50)
+FOLDS = 5
+
+
+def ratio(numerators: np.ndarray, denominators: np.ndarray) -> Interval:
+    """A ratio of sums over two or more answers ``[n]``, with its interval by linearization."""
+    estimate, influence = _linearized(numerators, denominators)
+    return _around(estimate, influence)
+
+
+def paired_ratio_difference(
+    ours: tuple[np.ndarray, np.ndarray], reference: tuple[np.ndarray, np.ndarray]
+) -> Interval:
+    """Our ratio of sums less the reference's, answer i of each to the same problem, ``[n]``."""
+    one, other = _linearized(*ours), _linearized(*reference)
+    return _around(one[0] - other[0], one[1] - other[1])
+
+
+def _linearized(numerators: np.ndarray, denominators: np.ndarray) -> tuple[float, np.ndarray]:
+    """The ratio, and what each answer adds to it, in first order, times n: ``[n]``, mean 0."""
+    estimate = numerators.sum() / denominators.sum()
+    return float(estimate), (numerators - estimate * denominators) / denominators.mean()
+
+
+def _around(estimate: float, influence: np.ndarray) -> Interval:
+    n = len(influence)
+    half = Z95 * float(influence.std(ddof=1)) / math.sqrt(n)
+    return Interval(estimate, estimate - half, estimate + half, n)
+
+
+def kl_at_least(log_ratios: Sequence[np.ndarray]) -> Interval:
+    """A lower bound of KL(s || p), nats an answer, from log q/p of each answer's tokens.
+
+    The weight for a fold of the answers is the best one of all others, so that no answer chooses
+    its own. A bound below 0 is worse than 0, which is reported instead.
+    """
+    gains = _log_likelihood_gains(log_ratios)  # [n, W]
+    n = len(gains)
+    fold, values = np.arange(n) % FOLDS, np.empty(n)
+    for held_out in range(FOLDS):
+        own = fold == held_out
+        values[own] = gains[own][:, gains[~own].mean(0).argmax()]
+    found = _around(float(values.mean()), values)
+    mean, low, high = (max(0.0, value) for value in found[:3])
+    return Interval(mean, low, high, n)
+
+
+def _log_likelihood_gains(log_ratios: Sequence[np.ndarray]) -> np.ndarray:
+    """log m(x) / p(x) of n answers at each weight, ``[n, W]``."""
+    ratios = np.exp(np.concatenate(log_ratios))  # [tokens]
+    starts = np.cumsum([0, *(len(answer) for answer in log_ratios[:-1])])
+    each = [np.add.reduceat(np.log1p(w * (ratios - 1)), starts) for w in WEIGHTS]
+    return np.stack(each, axis=1)
+
+
+def watched_tilt(meta_infos: Sequence[Mapping[str, Any]]) -> Interval | None:
+    """What the server says of its own tilt, answers weighted by their information."""
+    keys = ("spec_smc_tilt", "spec_smc_tilt_information")
+    found = [tuple(info.get(key) for key in keys) for info in meta_infos]
+    pairs = np.array([pair for pair in found if None not in pair], dtype=float).reshape(-1, 2)
+    total = float(pairs[:, 1].sum())
+    if total <= 0:
+        return None
+    mean, half = float(pairs.prod(1).sum() / total), Z95 / math.sqrt(total)
+    return Interval(mean, mean - half, mean + half, len(pairs))

@@ -1,0 +1,215 @@
+"""What the plain models say of each token of an answer: no engine, no cache, float32.
+
+p is the target's law of the next token and q the draft's, both at the temperature that the answer
+was sampled at, after its prompt and the tokens before. EOS is a token like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from fidelity.grid import Cell
+from fidelity.measure import prompt_ids
+from fidelity.store import Record
+from study import Log, bar, digest, in_processes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+#: Answers that go through the models at once.
+BATCH = 32
+#: A log-ratio is kept to so many digits.
+DIGITS = 6
+
+
+class TokenStatistics(NamedTuple):
+    """Per token, each ``[T]`` float64; l is log q/p. Under the target the second and fourth have
+    mean 0 at every token, whatever came before, and the variances of the third and the fifth."""
+
+    log_p: np.ndarray
+    innovation: np.ndarray  # log p + the entropy of p
+    variance: np.ndarray  # of log p, under p
+    tilt: np.ndarray  # l less its mean under p
+    information: np.ndarray  # the variance of l under p
+    log_ratio: np.ndarray  # l
+
+
+def token_statistics(log_p: np.ndarray, log_q: np.ndarray, tokens: np.ndarray) -> TokenStatistics:
+    """Of tokens ``[T]`` and the laws that they were drawn from.
+
+    Args:
+        log_p: ``[T, V]`` float64, normalized and finite; ``log_q`` likewise.
+    """
+    at, p = np.arange(len(tokens)), np.exp(log_p)
+    ratio = log_q - log_p
+    mean_log, mean_ratio = (p * log_p).sum(-1), (p * ratio).sum(-1)
+    return TokenStatistics(
+        log_p=log_p[at, tokens],
+        innovation=log_p[at, tokens] - mean_log,
+        variance=(p * (log_p - mean_log[:, None]) ** 2).sum(-1),
+        tilt=ratio[at, tokens] - mean_ratio,
+        information=(p * (ratio - mean_ratio[:, None]) ** 2).sum(-1),
+        log_ratio=ratio[at, tokens],
+    )
+
+
+@dataclass(frozen=True)
+class Score:
+    """An answer as the plain models see it: sums over its tokens, in nats."""
+
+    index: int
+    answer: int  # `answer_key` of the tokens that were scored
+    tokens: int
+    log_p: float
+    innovation: float
+    variance: float
+    tilt: float
+    information: float
+    log_ratios: list[float]  # log q/p, token by token
+
+
+def score_of(index: int, tokens: Sequence[int], found: TokenStatistics) -> Score:
+    """Sum up an answer."""
+    *sums, log_ratio = found
+    return Score(
+        index,
+        answer_key(tokens),
+        len(tokens),
+        *(float(values.sum()) for values in sums),
+        log_ratios=[round(value, DIGITS) for value in log_ratio.tolist()],
+    )
+
+
+def answer_key(tokens: Sequence[int]) -> int:
+    """Tells an answer from another one to the same problem."""
+    return zlib.crc32(np.asarray(tokens, dtype="<i4").tobytes())
+
+
+def score_answers(
+    pair: Sequence[PreTrainedModel],
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    temperature: float,
+) -> list[TokenStatistics]:
+    """Score answers behind their prompts, all at once, by ``pair``: the target and the draft."""
+    import torch
+
+    rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    longest = max(map(len, rows))
+    # What is padded stands behind a text, where no token of a causal model looks.
+    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])  # [B, L]
+    with torch.inference_mode():
+        logits = [model(input_ids=ids).logits for model in pair]  # [B, L, V] each
+    found = []
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        own = slice(len(prompt) - 1, len(prompt) - 1 + len(answer))
+        log_p, log_q = (
+            (x[row, own].double() / temperature).log_softmax(-1).numpy() for x in logits
+        )
+        found.append(token_statistics(log_p, log_q, np.array(answer)))
+    return found
+
+
+# --- The answers of cells, in processes
+
+
+class Batch(NamedTuple):
+    """Answers of one cell, ``place`` among those to be scored."""
+
+    place: int
+    temperature: float
+    indices: list[int]
+    answers: list[list[int]]
+    pair: Path
+
+
+#: Scores batches with so many processes, in any order, as (place of the cell, scores).
+Scorer = Callable[[Sequence[Batch], int], Iterator[tuple[int, list[Score]]]]
+
+
+def by_processes(batches: Sequence[Batch], jobs: int) -> Iterator[tuple[int, list[Score]]]:
+    """Score by the plain models."""
+    return in_processes(_score_batch, batches, jobs)
+
+
+def _score_batch(batch: Batch) -> tuple[int, list[Score]]:
+    models, tokenizer = load(batch.pair)
+    prompts = [prompt_ids(tokenizer, index) for index in batch.indices]
+    found = score_answers(models, prompts, batch.answers, batch.temperature)
+    each = zip(batch.indices, batch.answers, found, strict=True)
+    return batch.place, [score_of(*one) for one in each]
+
+
+@lru_cache(maxsize=1)
+def load(pair: Path) -> tuple[list[PreTrainedModel], PreTrainedTokenizerBase]:
+    """The checkpoints ``target`` and ``draft`` in a folder, in float32, with their tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+    logging.disable_progress_bar()
+    folders = [pair / name for name in ("target", "draft")]
+    found = [AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in folders]
+    return [model.eval() for model in found], AutoTokenizer.from_pretrained(folders[0])
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of a cell on disk."""
+
+    log: Log
+
+    def read(self) -> dict[int, Score]:
+        """By problem."""
+        return {entry["index"]: Score(**entry) for entry in self.log.read()}
+
+    def missing(self, records: Sequence[Record]) -> list[Record]:
+        """The answers that have none, or one of another answer."""
+        there = {index: score.answer for index, score in self.read().items()}
+        return [r for r in records if there.get(r.index) != answer_key(r.output_ids)]
+
+
+def score_log(folder: Path, cell: Cell, answers: dict[str, Any]) -> Scores:
+    """Where the scores of a cell are kept, and what they depend on beside its answers."""
+    scorer = digest([Path(__file__)])
+    identity = {**answers, "scorer": scorer, "transformers": version("transformers")}
+    return Scores(Log(folder / f"{cell.slug}.jsonl", identity))
+
+
+Todo = Sequence[tuple[Cell, list[Record], Scores]]
+
+
+def score_cells(todo: Todo, pair: Path, score: Scorer, jobs: int) -> None:
+    """Score what is missing, with a progress bar of its own."""
+    batches = [
+        batch
+        for place, (cell, records, scores) in enumerate(todo)
+        for batch in _batches(place, cell, scores.missing(records), pair)
+    ]
+    if not batches:
+        return
+    total = sum(len(batch.indices) for batch in batches)
+    with contextlib.ExitStack() as stack:
+        line = stack.enter_context(bar(total=total, desc="scoring", unit="answer"))
+        places = {batch.place for batch in batches}
+        write = {place: stack.enter_context(todo[place][2].log.writing()) for place in places}
+        for place, found in score(batches, jobs):
+            for entry in found:
+                write[place](asdict(entry))
+            line.update(len(found))
+
+
+def _batches(place: int, cell: Cell, records: list[Record], pair: Path) -> Iterator[Batch]:
+    """Of similar length, so that little is padded."""
+    records = sorted(records, key=lambda record: len(record.output_ids))
+    for start in range(0, len(records), BATCH):
+        some = records[start : start + BATCH]
+        indices, answers = [r.index for r in some], [r.output_ids for r in some]
+        yield Batch(place, cell.temperature, indices, answers, pair)
