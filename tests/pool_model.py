@@ -2,8 +2,7 @@
 
 The model knows for every slot what either model wrote there: the text up to and including the
 slot's own token, which is what KV depends on. A particle that reads a slot with any other text
-would attend to the wrong KV. Particles, tails and ownership are modelled by lists and checked
-after every step.
+would attend to the wrong KV. Particles, tails and ownership are lists, checked after every step.
 """
 
 import random
@@ -355,18 +354,11 @@ class PoolModel(PoolChecks):
 
     def _narrow(self, request: Request, rng: random.Random) -> list[int]:
         """Who is left stays in place; the others are copies of somebody who is left."""
-        every = range(len(request.tails))
-        longest = max(map(len, request.tails))
-        late = max(longest + 1 - request.now.lag, 0) if request.now.weighs else 0
-        count = longest if all(request.ended) else late
-        if not count:
-            return list(every)
-        firsts = request.first_tokens or [0] * len(request.tails)
-        oldest = [(firsts[i], tuple(request.tails[i][:count])) for i in every]
+        oldest = request.oldest()
         drawn = rng.choice(oldest)
-        left = [i for i in every if oldest[i] == drawn]
-        self.seen["some lag behind, some stay apart"] += 1 < len(left) < len(every)
-        return [i if i in left else rng.choice(left) for i in every]
+        left = [i for i, tokens in enumerate(oldest) if tokens == drawn]
+        self.seen["some lag behind, some stay apart"] += 1 < len(left) < len(oldest)
+        return [i if i in left else rng.choice(left) for i in range(len(oldest))]
 
     def _commit(self, batch: list[Request], rows: torch.Tensor, population: Population) -> None:
         for request in batch:

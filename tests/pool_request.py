@@ -74,6 +74,16 @@ class Request:
         if len(set(self.last_emitted)) == 1:
             self.output[-1], self.first_tokens = self.last_emitted[0], None
 
+    def oldest(self) -> list[tuple[int, ...]]:
+        """What particles must share before they go on; nothing, where none lags behind."""
+        longest = max(map(len, self.tails))
+        late = max(longest + 1 - self.now.lag, 0) if self.now.weighs else 0
+        count = longest if all(self.ended) else late
+        if not count:
+            return [()] * len(self.tails)
+        each = zip(self.last_emitted, self.tails, strict=True)
+        return [(before, *tail[:count]) for before, tail in each]
+
     def ends_at(self, particle: int, new_tokens: list[int]) -> int | None:
         """Index of the new token that ends the text."""
         length = len(self.output) + len(self.tails[particle])

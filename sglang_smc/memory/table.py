@@ -19,6 +19,9 @@ PROMPT, ANSWER = 1024, 512
 FEW = 8
 """Requests at a time below which a pool is called small."""
 
+SHORT_LAG = 32
+"""The lag bound that is advised to powers of p where memory is short: `LAG` would spoil them."""
+
 _VERIFIES = "exact, mixed, auto"
 
 
@@ -140,8 +143,9 @@ def _advice(config: SMCConfig, sizes: Sizes, prompt: int, answer: int, plain: in
     if now >= min(FEW, plain):
         return None
     options = {}
-    if config.lag > LAG:
-        options[f"--speculative-smc-max-lag {LAG}"] = replace(config, max_lag=LAG)
+    short = LAG if config.is_normalized else SHORT_LAG
+    if config.lag > short:
+        options[f"--speculative-smc-max-lag {short}"] = replace(config, max_lag=short)
     if config.weighs and config.is_normalized:
         options["--speculative-smc-mode auto"] = replace(config, mode="auto")
     told = [

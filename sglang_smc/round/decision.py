@@ -30,16 +30,6 @@ class Decision(NamedTuple):
     failure: torch.Tensor  # [G] int64 `Failure`, where logits gave no law to decide by
 
 
-class Narrowing(NamedTuple):
-    """What the bound of the lag, or the end of all texts, leaves of a population."""
-
-    population: Population
-    by_lag: torch.Tensor  # [G] bool: particles went for the lag's sake
-    log_evidence: (
-        torch.Tensor
-    )  # [G] float64 log Z-hat, with what weights gained since some was banked
-
-
 def no_drafts(population: Population) -> Drafts:
     """The drafts of a round with K = 0."""
     nothing = population.tokens[:, :, :0]  # [G, N, 0]

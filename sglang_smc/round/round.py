@@ -13,7 +13,7 @@ from sglang_smc.ops.interface import Ops
 from sglang_smc.requests.rules import TextRules
 from sglang_smc.requests.text_rule import BatchTexts
 from sglang_smc.round.batch import RoundBatch, RoundInputs, RoundShape
-from sglang_smc.round.decision import Decision, Narrowing
+from sglang_smc.round.decision import Decision
 from sglang_smc.round.result import Outcome, Particles
 from sglang_smc.round.steps import Steps
 from sglang_smc.round.tables import Tables
@@ -62,8 +62,8 @@ class Round:
             ancestors = decision.resampled.ancestors
             continued = score_tails(self._ops, before, continued, ancestors, shown, listed)
         continued = continued.stop(decision.failure > 0)
-        narrowing = steps.narrow(batch, continued)
-        return self._commit(batch, continued, narrowing, decision)
+        narrowed, by_lag, log_evidence = steps.narrow(batch, continued)
+        return self._commit(batch, continued, narrowed, decision, by_lag, log_evidence)
 
     def resize(self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]") -> None:
         """Bring populations to the sizes that they have in this round."""
@@ -121,16 +121,19 @@ class Round:
         self,
         batch: RoundBatch,
         continued: Population,
-        narrowing: Narrowing,
+        narrowed: Population,
         decision: Decision,
+        by_lag: torch.Tensor,
+        log_evidence: torch.Tensor,
     ) -> Outcome:
         """Emit what all particles agree on, and store the rest for the next round.
 
         Args:
-            continued: the population before it was narrowed.
+            continued: before the final draw, which ``narrowed`` has behind it.
+            by_lag: ``[G]`` bool: particles went for the lag's sake.
+            log_evidence: ``[G]`` float64 log Z-hat.
         """
         tables, shape, ops = self._tables, batch.shape, self._ops
-        narrowed = narrowing.population
         tails = narrowed.texts[:, :, 1:]  # with the token before each
         counts = ops.common_tail(tails, narrowed.lengths, narrowed.present)  # [G]
         num_roots = ops.num_distinct(continued.roots, continued.present)  # [G]
@@ -163,11 +166,11 @@ class Round:
             failed=decision.failure > 0,
             verified=decision.verified,
             killed=(settings.num_particles - num_parents) * decision.cut.resample,
-            narrowed=narrowing.by_lag,
+            narrowed=by_lag,
             ancestors=num_roots,
             num_particles=settings.num_particles,
             num_steps=settings.num_steps,
-            log_evidence=narrowing.log_evidence,
+            log_evidence=log_evidence,
         )
         return Outcome(
             tokens=tokens,

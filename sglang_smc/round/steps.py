@@ -32,7 +32,7 @@ from sglang_smc.recording.recorder import Record
 from sglang_smc.requests.failures import failure_of_round
 from sglang_smc.requests.state import state_of
 from sglang_smc.round.batch import RoundBatch
-from sglang_smc.round.decision import Decision, Drafts, Narrowing, no_drafts
+from sglang_smc.round.decision import Decision, Drafts, no_drafts
 from sglang_smc.round.verification import verify
 from sglang_smc.smc import resizing, rounds
 from sglang_smc.smc.randomness import Purpose
@@ -344,8 +344,15 @@ class Steps:
             log_evidence=population.log_evidence.masked_fill(stuck, -torch.inf),
         )
 
-    def narrow(self, batch: RoundBatch, population: Population) -> Narrowing:
-        """Settle what lags too far behind, and the whole text of groups that have ended."""
+    def narrow(
+        self, batch: RoundBatch, population: Population
+    ) -> tuple[Population, torch.Tensor, torch.Tensor]:
+        """Settle what lags too far behind, and the whole text of groups that have ended.
+
+        Returns:
+            The population, where particles went for the lag's sake, ``[G]`` bool, and log Z-hat
+            ``[G]`` with what weights have gained since some was banked: a retraction keeps both.
+        """
         settings, longest = batch.settings, population.lengths.amax(1)
         finished = population.ended.all(1)
         late = (longest + 1 - settings.lag).clamp_min(0) * settings.weighs
@@ -365,11 +372,9 @@ class Steps:
             ancestors=step.ancestors,
             max_tail=batch.shape.max_tail,
         )
-        return Narrowing(
-            population.descend(step.ancestors)._replace(log_weights=step.log_weights),
-            by_lag=(step.num_dropped > 0) & ~finished,
-            log_evidence=population.log_evidence + step.log_mean,
-        )
+        narrowed = population.descend(step.ancestors)._replace(log_weights=step.log_weights)
+        by_lag = (step.num_dropped > 0) & ~finished
+        return narrowed, by_lag, population.log_evidence + step.log_mean
 
     def _ends(
         self,

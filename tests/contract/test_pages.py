@@ -144,6 +144,8 @@ def test_every_flag_has_a_row_with_its_default() -> None:
     in_words = {
         server.flag_of("evidence_threshold"): f"{server.EVIDENCE_THRESHOLD:g}",
         server.flag_of("draft_temperature"): "the request's",
+        server.flag_of("max_lag"): f"{server.LAG} ({server.LONG_LAG})",
+        server.flag_of("tilt"): "none",
         server.flag_of("adaptive"): "off",
         presets.FLAG: "none",
     }

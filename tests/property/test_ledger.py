@@ -70,7 +70,7 @@ def test_long_programs(
     def seen_all() -> bool:
         situations = {name for name in model.seen if adapts or "particles" not in name}
         often = min((model.seen[name] for name in situations), default=0) > 5
-        return len(situations) == (10 if adapts else 8) and often
+        return len(situations) == (11 if adapts else 9) and often
 
     while model.operations < least or (
         every_kind and model.operations < longest and not seen_all()

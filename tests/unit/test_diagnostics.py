@@ -53,7 +53,7 @@ def add(
         failed=flag("failed"),
         verified=flag("verified"),
         killed=torch.tensor(killed or [0] * len(rows)),
-        collapsed=flag("collapsed"),
+        narrowed=flag("narrowed"),
         ancestors=torch.full((len(rows),), ANCESTORS),
         num_particles=torch.tensor(rows) * 2,
         num_steps=torch.tensor(rows) * 3,
