@@ -78,9 +78,9 @@ def test_memory_holds_the_tails_so_far_and_the_drafts_to_come(
 ) -> None:
     for asked in ASKED:
         last, new = apply_budget(asked, before), apply_budget(asked, now)
-        in_use = last.num_particles * (arena.lag(last) - 1)
+        in_use = last.num_particles * (last.lag - 1)
         taken = new.num_particles * (new.num_steps + 1)
         span = union(last, new)
         assert arena.arena(span, 1000) >= in_use + taken
         assert arena.arena(span, 1000) <= arena.max_arena(SERVER)
-        assert arena.tail(span, 1000) >= arena.lag(last) - 1 + new.num_steps + 1
+        assert arena.tail(span, 1000) >= last.lag - 1 + new.num_steps + 1
