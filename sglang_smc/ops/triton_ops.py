@@ -14,6 +14,7 @@ from sglang_smc.kernels.randomness import round_seeds, uniforms
 from sglang_smc.kernels.rows import tally
 from sglang_smc.kernels.sample import log_probs, log_sums, sample_and_score, score_tokens
 from sglang_smc.kernels.verify import begin_walk, walk_on
+from sglang_smc.kernels.watch import keep_column, watch
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.ops.interface import Ops
 from sglang_smc.smc import rounds
@@ -66,6 +67,8 @@ TRITON = Ops(
     begin_walk=begin_walk,
     walk_on=walk_on,
     keep=keep,
+    keep_column=keep_column,
+    watch=watch,
     common_tail=common_tail,
     num_distinct=num_distinct,
     tally=tally,

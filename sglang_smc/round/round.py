@@ -62,6 +62,9 @@ class Round:
             ancestors = decision.resampled.ancestors
             continued = score_tails(self._ops, before, continued, ancestors, shown, listed)
         continued = continued.stop(decision.failure > 0)
+        if drafts.watch is not None:
+            ancestors = decision.resampled.ancestors
+            continued = drafts.watch.look(self._ops, batch, before, continued, ancestors, p)
         collapsed, forced, log_evidence = steps.collapse(batch, continued)
         return self._commit(batch, continued, collapsed, decision, forced, log_evidence)
 
@@ -170,6 +173,7 @@ class Round:
             ancestors=num_roots,
             num_particles=settings.num_particles,
             num_steps=settings.num_steps,
+            fidelity=collapsed.fidelity[:, 0],
             log_evidence=log_evidence,
         )
         return Outcome(

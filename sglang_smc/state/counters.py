@@ -13,6 +13,7 @@ import torch
 
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.request import RequestConfig
+from sglang_smc.smc.fidelity import NAMES
 from sglang_smc.smc.rounds import BlockCut
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,15 @@ class Counters(NamedTuple):
     steps_sum: torch.Tensor
     ess_min: torch.Tensor
     ancestors: torch.Tensor  # particles of the start with descendants, before any collapse
+    # By `smc.fidelity`, of the first particle's text; as it ends, all have one.
+    tilt_sum: torch.Tensor
+    tilt_information: torch.Tensor
+    innovation_sum: torch.Tensor
+    watched_ct: torch.Tensor
     log_evidence: torch.Tensor
+
+
+_FIDELITY = Counters._fields.index(NAMES[0])
 
 
 def zero_counters(num_particles: int) -> list[float]:
@@ -85,9 +94,14 @@ class CounterTable:
         ancestors: torch.Tensor,
         num_particles: torch.Tensor,
         num_steps: torch.Tensor,
+        fidelity: torch.Tensor,
         log_evidence: torch.Tensor,
     ) -> torch.Tensor:
-        """Count one round, all arguments ``[G]``; returns the totals ``[G, len(Counters)]``."""
+        """Count one round, all arguments ``[G]`` but for ``fidelity``, ``[G, 4]``.
+
+        Returns:
+            The totals ``[G, len(Counters)]``.
+        """
         ess = cut.ess.nan_to_num(0.0)  # NaN would stay in all sums to come
         return self._ops.tally(
             self._values,
@@ -105,8 +119,13 @@ class CounterTable:
                 num_steps,
             ),
             lowest=ess,
-            latest=(ancestors, log_evidence),
+            latest=(ancestors, *fidelity.unbind(1), log_evidence),
         )
+
+
+def fidelity_of(totals: torch.Tensor) -> torch.Tensor:
+    """What texts were watched to be, of their totals: ``[G, len(Counters)]`` to ``[G, 4]``."""
+    return totals[:, _FIDELITY : _FIDELITY + len(NAMES)]
 
 
 def gained(before: list[float], after: list[float]) -> Counters:
@@ -144,10 +163,22 @@ def meta_info(totals: list[float], config: RequestConfig, num_replayed: int) -> 
         "ess_mean": counters.ess_sum / rounds if rounds else float(config.num_particles),
         "ess_min": counters.ess_min,
         "distinct_ancestors": int(counters.ancestors),
+        **_fidelity(counters),
         # Blocks kept by their evidence are not weighed against those that are verified.
         "log_evidence": counters.log_evidence if config.weighs or config.is_exact else None,
     }
     return {META_PREFIX + name: value for name, value in fields.items()}
+
+
+def _fidelity(counters: Counters) -> dict[str, Any]:
+    """How far the text is from the target's law; None where nothing of it was watched."""
+    count, information = int(counters.watched_ct), float(counters.tilt_information)
+    return {
+        "tilt": float(counters.tilt_sum) / information if information else None,
+        "tilt_information": information if count else None,
+        "innovation": float(counters.innovation_sum) / count if count else None,
+        "watched_ct": count,
+    }
 
 
 class IntervalLog:

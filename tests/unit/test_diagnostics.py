@@ -57,6 +57,7 @@ def add(
         ancestors=torch.full((len(rows),), ANCESTORS),
         num_particles=torch.tensor(rows) * 2,
         num_steps=torch.tensor(rows) * 3,
+        fidelity=torch.tensor(rows, dtype=torch.float64).unsqueeze(1) * torch.arange(1, 5),
         log_evidence=torch.tensor([-float(row) for row in rows], dtype=torch.float64),
     )
     return totals.tolist()
@@ -110,7 +111,7 @@ def test_a_retracted_request_goes_on_counting() -> None:
     assert (counters.rounds_ct, counters.resample_ct, counters.ess_sum) == (2, 2, 4.0)
 
 
-TOTALS = Counters(4, 2, 1, 3, 7, 5, 9, 10.0, 22, 11, 1.5, 2.0, -0.75)
+TOTALS = Counters(4, 2, 1, 3, 7, 5, 9, 10.0, 22, 11, 1.5, 2.0, 0.5, 2.0, -0.75, 3, -0.75)
 
 
 def test_meta_info_is_prefixed_and_has_plain_numbers() -> None:
@@ -132,6 +133,10 @@ def test_meta_info_is_prefixed_and_has_plain_numbers() -> None:
         "spec_smc_ess_mean": 2.5,
         "spec_smc_ess_min": 1.5,
         "spec_smc_distinct_ancestors": 2,
+        "spec_smc_tilt": 0.25,
+        "spec_smc_tilt_information": 2.0,
+        "spec_smc_innovation": -0.25,
+        "spec_smc_watched_ct": 3,
         "spec_smc_log_evidence": -0.75,
     }
     counts = [v for k, v in found.items() if k.endswith(("_ct", "_ancestors"))]
@@ -156,6 +161,9 @@ def test_before_the_first_round_all_particles_count() -> None:
     assert found["spec_smc_distinct_ancestors"] == found["spec_smc_particles_mean"] == 5
     assert found["spec_smc_steps_mean"] == 8
     assert found["spec_smc_rounds_ct"] == 0
+    unknown = "tilt", "tilt_information", "innovation"
+    assert [found[f"spec_smc_{name}"] for name in unknown] == [None] * 3, "0 would be the target's"
+    assert found["spec_smc_watched_ct"] == 0
 
 
 def test_the_log_has_one_line_an_interval_and_begins_again_after_it(
