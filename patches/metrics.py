@@ -66,6 +66,7 @@ def _state(scheduler: "Scheduler") -> dict[str, Any]:
         # Less than the settings while the server adapts to its load.
         "in_force": {name: getattr(now, name) for name in ("mode", "num_particles", "num_steps")},
         "since_start": _monitor(scheduler).totals(),
+        "fidelity": _monitor(scheduler).fidelity(),
         "memory": None if table is None else table.as_dict(),
     }
 
@@ -103,7 +104,7 @@ PATCHES = (
         hook_type=HookType.AROUND,
         function=get_internal_state,
         what="Adds `smc` to each internal state that /server_info shows: settings, N and K in "
-        "force, totals since the start, memory.",
+        "force, totals since the start, fidelity, memory.",
         why="It asks one algorithm, DSpark, for what it has to add.",
         relies_on=("srt/managers/scheduler.py:4163 (internal_state is a plain dictionary)",),
         retire_when="BaseSpecWorker has an internal state to show.",

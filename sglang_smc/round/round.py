@@ -17,6 +17,7 @@ from sglang_smc.round.decision import Decision
 from sglang_smc.round.result import Outcome, Particles
 from sglang_smc.round.steps import Steps
 from sglang_smc.round.tables import Tables
+from sglang_smc.round.watch import look
 from sglang_smc.state.logprobs import score_tails
 from sglang_smc.state.population import Population
 
@@ -62,9 +63,8 @@ class Round:
             ancestors = decision.resampled.ancestors
             continued = score_tails(self._ops, before, continued, ancestors, shown, listed)
         continued = continued.stop(decision.failure > 0)
-        if drafts.watch is not None:
-            ancestors = decision.resampled.ancestors
-            continued = drafts.watch.look(self._ops, batch, before, continued, ancestors, p)
+        ancestors = decision.resampled.ancestors
+        continued = look(self._ops, batch, before, continued, ancestors, p, drafts)
         collapsed, forced, log_evidence = steps.collapse(batch, continued)
         return self._commit(batch, continued, collapsed, decision, forced, log_evidence)
 

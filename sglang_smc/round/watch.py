@@ -6,56 +6,44 @@ scores at the watched column are held until then. That takes the memory of one d
 reads one of the K + 1 columns that a round works on anyway twice more: under 1 % of a round.
 """
 
-from typing import NamedTuple
-
 import torch
 
 from sglang_smc.ops.interface import Ops
 from sglang_smc.round.batch import RoundBatch
+from sglang_smc.round.decision import Drafts
 from sglang_smc.smc.fidelity import Path, Watchable
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.state.population import Population
 from sglang_smc.tokens.distribution import TokenDistribution
 
 
-class Watch(NamedTuple):
-    """What is watched of the G requests of a round."""
+def choose(ops: Ops, batch: RoundBatch) -> Watchable:
+    """Choose columns, before anything of the round is drawn."""
+    settings = batch.settings
+    numbers = ops.uniforms(settings.seeds, batch.furthest[:, :1], Purpose.WATCH)[:, 0]
+    return Watchable(numbers, settings.num_steps, settings.normalized, settings.greedy)
 
-    of: Watchable
-    scores: torch.Tensor | None = None  # [G * N, V] of the draft, where it is watched
 
-    @classmethod
-    def begin(cls, ops: Ops, batch: RoundBatch) -> "Watch":
-        """Choose columns, before anything of the round is drawn."""
-        settings = batch.settings
-        numbers = ops.uniforms(settings.seeds, batch.furthest[:, :1], Purpose.WATCH)
-        return cls(
-            Watchable(numbers[:, 0], settings.num_steps, settings.normalized, settings.greedy)
-        )
+def look(
+    ops: Ops,
+    batch: RoundBatch,
+    before: Population,
+    after: Population,
+    ancestors: torch.Tensor,
+    p: TokenDistribution,
+    drafts: Drafts,
+) -> Population:
+    """Add what has come of the watched positions to the sums of the particles ``after`` a round.
 
-    def hold(self, ops: Ops, q: TokenDistribution, step: int) -> "Watch":
-        """Hold what a draft step is drawn from, where it is watched."""
-        return self._replace(scores=ops.keep_column(self.scores, q.scores, self.of, step))
-
-    def look(
-        self,
-        ops: Ops,
-        batch: RoundBatch,
-        before: Population,
-        after: Population,
-        ancestors: torch.Tensor,
-        p: TokenDistribution,
-    ) -> Population:
-        """Add what has come of it to the sums of the particles ``after`` the round.
-
-        Args:
-            before: the particles as the round began.
-            ancestors: ``[G, N]`` among these, of each that the round has ended with.
-            p: the target's law behind each prefix of each chain.
-        """
-        if self.scores is None:  # nothing was drafted
-            return after
-        rows = self.scores.unflatten(0, batch.starts.shape)
-        q = TokenDistribution.of(ops, rows, batch.q_rules, batch.shape.kinds)
-        path = Path(ancestors, before.lengths, after.lengths, after.tokens)
-        return after._replace(fidelity=ops.watch(after.fidelity, self.of, path, p, q))
+    Args:
+        before: the particles as the round began.
+        ancestors: ``[G, N]`` among these, of each that the round has ended with.
+        p: the target's law behind each prefix of each chain.
+        drafts: with what they were drawn from where they are watched.
+    """
+    if drafts.watchable is None or drafts.held is None:  # nothing was drafted
+        return after
+    rows = drafts.held.unflatten(0, batch.starts.shape)
+    q = TokenDistribution.of(ops, rows, batch.q_rules, batch.shape.kinds)
+    path = Path(ancestors, before.lengths, after.lengths, after.tokens)
+    return after._replace(fidelity=ops.watch(after.fidelity, drafts.watchable, path, p, q))

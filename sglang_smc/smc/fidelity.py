@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_smc.tokens.distribution import TokenDistribution, log_probs, token_log_probs
+from sglang_smc.tokens.distribution import TokenDistribution, log_probs
 
 MOST = 16.0
 """Nats that l is cut to, on both sides: filters leave tokens to p that q cannot draw.
@@ -150,8 +150,9 @@ def measured(
     mass, log_mass = log_p.exp(), log_p.clamp_min(LEAST)
     mean = _sum(mass * ratio)
     information = _sum(mass * ratio.square()) - mean.square()
-    pull = token_log_probs(ratio, tokens) - mean
-    innovation = token_log_probs(log_mass, tokens) - _sum(mass * log_mass)
+    of_tokens = tokens.unsqueeze(1)
+    pull = ratio.gather(1, of_tokens).squeeze(1) - mean
+    innovation = log_mass.gather(1, of_tokens).squeeze(1) - _sum(mass * log_mass)
     return pull, information.clamp_min(0.0), innovation
 
 

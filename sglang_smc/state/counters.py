@@ -207,8 +207,12 @@ class IntervalLog:
         """Count a request that had no round, since its prefill gave unusable logits."""
         self._failed_prefills += 1
 
-    def end_round(self) -> None:
-        """Write the line, and begin again, at each interval's end."""
+    def end_round(self, tilt: str) -> None:
+        """Write the line, and begin again, at each interval's end.
+
+        Args:
+            tilt: of the last answers.
+        """
         self._num_batches += 1
         if self._num_batches < self._interval:
             return
@@ -216,13 +220,14 @@ class IntervalLog:
         rounds = max(sums.rounds_ct, 1)
         logger.info(
             "SMC, #round: %d, ess / particles: %s, resample rate: %.2f, "
-            "#collapse: %d, #all-zero: %d, #nan: %d",
+            "#collapse: %d, #all-zero: %d, #nan: %d, tilt: %s",
             sums.rounds_ct,
             f"{self._ess / self._particles:.2f}" if self._particles else "-",
             sums.resample_ct / rounds,
             sums.collapse_ct,
             sums.all_zero_ct,
             sums.nan_ct + self._failed_prefills,
+            tilt,
         )
         self._begin()
 

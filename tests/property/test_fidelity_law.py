@@ -14,6 +14,7 @@ from toy_worker import Outcome
 
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.round import round as round_
 from sglang_smc.smc.fidelity import measured
 from sglang_smc.tokens.distribution import FilterKinds, SamplingRules, TokenDistribution
 
@@ -113,10 +114,8 @@ def test_what_has_no_such_law_is_not_watched(settings: dict[str, Any]) -> None:
 
 def test_no_text_depends_on_being_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers that choose columns decide nothing else."""
-    from sglang_smc.round.watch import Watch
-
     watched = play()
-    monkeypatch.setattr(Watch, "hold", lambda watch, *_: watch)
+    monkeypatch.setattr(round_, "look", lambda ops, batch, before, after, *_: after)
     alone = play()
     assert not alone.fidelity.any()
     assert torch.equal(watched.outputs, alone.outputs)

@@ -171,10 +171,10 @@ def test_the_log_has_one_line_an_interval_and_begins_again_after_it(
 ) -> None:
     log = IntervalLog(interval=2)
     log.add(row(rounds_ct=1, resample_ct=1, ess_sum=2, particles_sum=4), is_weighed=True)
-    log.end_round()
+    log.end_round("-")
     assert not caplog.messages
     log.add(row(rounds_ct=1, collapse_ct=1, nan_ct=3, ess_sum=4, particles_sum=4), is_weighed=True)
-    log.end_round()
+    log.end_round("-")
     assert len(caplog.messages) == 1
     line = caplog.messages[0]
     for part in (
@@ -186,13 +186,13 @@ def test_the_log_has_one_line_an_interval_and_begins_again_after_it(
     ):
         assert part in line
     log.add(row(rounds_ct=1, ess_sum=4, particles_sum=4), is_weighed=True)
-    log.end_round()
-    log.end_round()
+    log.end_round("-")
+    log.end_round("-")
     assert "#round: 1, ess / particles: 1.00, resample rate: 0.00" in caplog.messages[1]
 
 
 def test_an_interval_without_rounds_is_no_division_by_zero() -> None:
-    IntervalLog(interval=1).end_round()
+    IntervalLog(interval=1).end_round("-")
 
 
 def test_what_a_round_gains_is_the_difference_of_totals() -> None:
