@@ -55,17 +55,19 @@ def _monitor(scheduler: "Scheduler") -> "Monitor":
 
 
 def _state(scheduler: "Scheduler") -> dict[str, Any]:
-    config = request_config(config_of(scheduler.server_args), None)
+    monitor = _monitor(scheduler)
+    config = monitor.dial.settled(request_config(config_of(scheduler.server_args), None))
     now = apply_budget(config, active_budget())
     names = (name for name in SERVER_ARGS_FIELDS if name != "evidence_threshold")
     table = memory()
     threshold = config.covering if math.isfinite(config.covering) else None  # None: all is verified
     return {
         "settings": {name: getattr(config, name) for name in names}
-        | {"evidence_threshold": threshold},
+        | {"evidence_threshold": threshold, "max_lag": config.lag},
         # Less than the settings while the server adapts to its load.
         "in_force": {name: getattr(now, name) for name in ("mode", "num_particles", "num_steps")},
-        "since_start": _monitor(scheduler).totals(),
+        "since_start": monitor.totals(),
+        "fidelity": monitor.fidelity(),
         "memory": None if table is None else table.as_dict(),
     }
 
@@ -103,7 +105,7 @@ PATCHES = (
         hook_type=HookType.AROUND,
         function=get_internal_state,
         what="Adds `smc` to each internal state that /server_info shows: settings, N and K in "
-        "force, totals since the start, memory.",
+        "force, totals since the start, fidelity, memory.",
         why="It asks one algorithm, DSpark, for what it has to add.",
         relies_on=("srt/managers/scheduler.py:4163 (internal_state is a plain dictionary)",),
         retire_when="BaseSpecWorker has an internal state to show.",

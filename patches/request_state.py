@@ -34,8 +34,12 @@ def update_finish_state(original: Callable, req: "Req", new_accepted_len: int = 
     if num_new > 0 or req.to_finish:
         original(req, num_new)
         rules.judge(req)
-    if state is not None and req.stream and (monitor := active_monitor()) is not None:
-        _time_chunk(req, state, monitor, num_new)
+    if state is not None and (monitor := active_monitor()) is not None:
+        if req.stream:
+            _time_chunk(req, state, monitor, num_new)
+        if req.finished() and not state.has_ended:
+            state.has_ended = True
+            monitor.end_answer(state.answer())
     publish(req)
 
 

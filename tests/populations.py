@@ -54,5 +54,6 @@ def population_of(
         "present": per_particle == 0,
         "roots": torch.arange(lengths.shape[1]).expand_as(lengths),
         "unread": per_group.bool(),
+        "fidelity": torch.zeros(*lengths.shape, 4).double(),
     }
     return Population(**{**begun, **fields})

@@ -29,7 +29,7 @@ from sglang_smc.round.round import Round
 from sglang_smc.round.steps import Steps
 from sglang_smc.round.tables import Tables
 from sglang_smc.smc.stratify import stratified
-from sglang_smc.state.counters import Counters
+from sglang_smc.state.counters import Counters, fidelity_of
 from sglang_smc.state.edits import has_edits
 from sglang_smc.state.monitor import Monitor
 from sglang_smc.state.settings import Settings, TableEntry, filter_kinds
@@ -110,6 +110,7 @@ class Outcome(NamedTuple):
     num_tokens: int  # that rounds made
     num_resampled: int
     num_all_zero: int
+    fidelity: torch.Tensor  # [G, 4]
 
 
 _FILTERS = ("top_k", "top_p", "min_p", "min_new_tokens")
@@ -272,6 +273,7 @@ class ToyWorker:
             num_tokens=num_tokens,
             num_resampled=int(totals.resample_ct),
             num_all_zero=int(totals.all_zero_ct),
+            fidelity=fidelity_of(self.tensor([req.smc_state.counters for req in reqs])),
         )
 
     def check_owned(self) -> None:

@@ -8,11 +8,17 @@ from typing import Any
 
 from study import slug_of
 
-from sglang_smc.options.server import AUTO_EVIDENCE_THRESHOLD, DEFAULTS, EVIDENCE_THRESHOLD
+from sglang_smc.options.server import (
+    AUTO_EVIDENCE_THRESHOLD,
+    DEFAULTS,
+    EVIDENCE_THRESHOLD,
+    LONG_LAG,
+)
 
 TEMPERATURES = (0.7, 1.0)
 AR_TARGET, AR_DRAFT, EXACT = "AR target", "AR draft", "exact"
 MIXED, AUTO, SMC, DEFAULT = "mixed", "auto", "smc", "smc default"
+LATE = f"smc lag {LONG_LAG}"  # the default, but for the lag
 #: Evidence thresholds beside those of `auto` and of the default; 0 is the paper's algorithm.
 MIXED_THRESHOLDS = (4.0, 1.0, 0.5)
 SMC_THRESHOLDS = (1.0, 0.0)
@@ -38,7 +44,11 @@ class Kind:
     @property
     def evidence_threshold(self) -> float | None:
         """The c that it runs with, asked for or not; None where there is none."""
-        unasked = {AUTO: AUTO_EVIDENCE_THRESHOLD, DEFAULT: EVIDENCE_THRESHOLD}
+        unasked = {
+            AUTO: AUTO_EVIDENCE_THRESHOLD,
+            DEFAULT: EVIDENCE_THRESHOLD,
+            LATE: EVIDENCE_THRESHOLD,
+        }
         return (self.smc or {}).get("evidence_threshold", unasked.get(self.family))
 
     @property
@@ -77,6 +87,7 @@ def kinds() -> list[Kind]:
         *(kind for kind in _dial() if not _has_a_name(kind)),
         _kind(AUTO, 0.15, mode="auto"),
         _kind(DEFAULT, 0.15),
+        _kind(LATE, 0.15, max_lag=LONG_LAG),
     ]
 
 

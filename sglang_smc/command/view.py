@@ -27,6 +27,7 @@ class Look(NamedTuple):
     totals: Mapping[str, Any]  # since the server's start
     in_force: Mapping[str, Any]  # mode, N and K
     load: Mapping[str, Any]  # requests, and KV slots
+    fidelity: Mapping[str, Any]  # of the last answers
 
 
 class Shown(NamedTuple):
@@ -39,6 +40,7 @@ class Shown(NamedTuple):
     ess: float | None  # as a share of N, of the rounds that weigh
     resampled: float | None  # share of rounds
     silent: float | None
+    tilt: float | None  # of the last answers: 0 is the target, 1 about the draft
     mode: str
     num_particles: int
     num_steps: int
@@ -100,10 +102,11 @@ def look(url: str, api_key: str | None = None) -> list[Look]:
         raise ViewError(f"the server at {url} does not run SMC: /server_info has no `smc`.")
     loads = {one["dp_rank"]: one for one in _get(url, "/v1/loads?include=core", api_key)["loads"]}
     at = time.monotonic()
-    return [
-        Look(at, state["smc"]["since_start"], state["smc"]["in_force"], loads.get(rank, {}))
-        for rank, state in enumerate(states)
-    ]
+    return [_look(at, state["smc"], loads.get(rank, {})) for rank, state in enumerate(states)]
+
+
+def _look(at: float, smc: Mapping[str, Any], load: Mapping[str, Any]) -> Look:
+    return Look(at, smc["since_start"], smc["in_force"], load, smc["fidelity"]["all"])
 
 
 def _get(url: str, route: str, api_key: str | None) -> dict[str, Any]:
@@ -141,6 +144,7 @@ def _shown(first: Look, last: Look) -> Shown:
         ess=_share(_ess_sum(last.totals) - _ess_sum(earlier), gained["weighed_rounds"]),
         resampled=_share(gained["resamplings"], rounds),
         silent=_share(gained["silent_rounds"], rounds),
+        tilt=last.fidelity["tilt"],
         mode=last.in_force["mode"],
         num_particles=last.in_force["num_particles"],
         num_steps=last.in_force["num_steps"],
@@ -156,9 +160,10 @@ def _share(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-_FORM = "{:>4}{:>9}{:>9}{:>10}{:>13}{:>9}{:>11}{:>8}  {:7}{:>5}{:>5}{:>9}"
+_FORM = "{:>4}{:>9}{:>9}{:>10}{:>13}{:>9}{:>11}{:>8}{:>7}  {:7}{:>5}{:>5}{:>9}"
 HEADER = _FORM.format(
     *("rank", "running", "waiting", "tokens/s", "tokens/pass", "ESS / N", "resampled", "silent"),
+    "tilt",
     *("mode", "N", "K", "KV free"),
 )
 
@@ -174,6 +179,7 @@ def line_of(rank: int, shown: Shown) -> str:
         _cell(shown.ess, ".2f"),
         _cell(shown.resampled, ".0%"),
         _cell(shown.silent, ".0%"),
+        _cell(shown.tilt, ".2f"),
         shown.mode,
         shown.num_particles,
         shown.num_steps,

@@ -43,4 +43,6 @@ class Ops(NamedTuple):
     begin_walk: Callable[..., Walk]
     walk_on: Callable[..., Walk]
     keep: Callable[..., Kept]
+    keep_column: Callable[..., torch.Tensor]
+    watch: Callable[..., torch.Tensor]
     ledger: type[Ledger]

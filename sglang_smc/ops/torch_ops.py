@@ -3,7 +3,7 @@
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.memory.rows import tally
 from sglang_smc.ops.interface import Ops
-from sglang_smc.smc import agreement, exact, mixed, randomness, rounds
+from sglang_smc.smc import agreement, exact, fidelity, mixed, randomness, rounds
 from sglang_smc.smc.stratify import same_text, stratify
 from sglang_smc.tokens import distribution, edits, filters
 
@@ -25,6 +25,8 @@ TORCH = Ops(
     walk_on=exact.walk_on,
     keep=mixed.keep,
     narrow=agreement.narrow,
+    keep_column=fidelity.keep_column,
+    watch=fidelity.watch,
     common_tail=agreement.common_tail,
     num_distinct=agreement.num_distinct,
     tally=tally,

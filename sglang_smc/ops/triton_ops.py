@@ -20,6 +20,7 @@ from sglang_smc.kernels.randomness import round_seeds, uniforms
 from sglang_smc.kernels.rows import tally
 from sglang_smc.kernels.sample import log_probs, log_sums, sample_and_score, score_tokens
 from sglang_smc.kernels.verify import begin_walk, walk_on
+from sglang_smc.kernels.watch import keep_column, watch
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.ops.interface import Ops
 from sglang_smc.smc import rounds
@@ -72,6 +73,8 @@ TRITON = Ops(
     walk_on=walk_on,
     keep=keep,
     narrow=narrow,
+    keep_column=keep_column,
+    watch=watch,
     common_tail=common_tail,
     num_distinct=num_distinct,
     tally=tally,

@@ -45,8 +45,9 @@ def round_bytes(
     """
     scored = num_particles * (num_steps + 1)  # rows of logits
     # Drafting alone holds K rows a particle, where scoring holds K + 1. Who verifies holds what
-    # each draft was drawn from until it has decided.
-    held = num_particles * num_steps * LOGIT_BYTES if verifies or mixes else 0
+    # each draft was drawn from until it has decided. One column's rows are held by who watches.
+    columns_held = num_steps * (verifies or mixes) + (num_steps > 0)
+    held = num_particles * columns_held * LOGIT_BYTES
     beside = scored * PRODUCT_BYTES
     if mixes:  # all log-probabilities, or those of both modes, chosen from, at each particle
         beside = max(scored, 4 * num_particles) * LOGIT_BYTES

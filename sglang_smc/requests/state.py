@@ -17,13 +17,18 @@ from sglang_smc.options.dial import Dial
 from sglang_smc.options.request import RequestConfig, config_of, request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.requests.open_token import OpenToken
+from sglang_smc.smc.fidelity import NAMES
 from sglang_smc.smc.randomness import derive_seed
 from sglang_smc.state.counters import META_PREFIX, Counters, meta_info, zero_counters
 from sglang_smc.state.settings import TableEntry, stop_tokens
+from sglang_smc.state.watched import Answer
 from sglang_smc.upstream import kv_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+
+
+_WATCHED = {name: Counters._fields.index(name) for name in NAMES}
 
 
 class RequestState(msgspec.Struct):
@@ -43,6 +48,7 @@ class RequestState(msgspec.Struct):
     last_chunk: float | None = None  # when its stream had new tokens last, by the monitor's clock
     first_log_sum: float = 0.0  # what the weights gained at the first token; in no counter yet
     particles: list[dict[str, Any]] | None = None  # all of them, as they stood at the end
+    has_ended: bool = False  # and the server's own figures know it
     kept: dict[type, Any] = {}  # what each rule of its text has to remember, by the rule
 
     @classmethod
@@ -79,6 +85,11 @@ class RequestState(msgspec.Struct):
         """Note that prefill found logits that mean nothing; the device counts rounds alone."""
         place = Counters._fields.index("nan_ct")
         self.counters = [count + (i == place) for i, count in enumerate(self.counters)]
+
+    def answer(self) -> Answer:
+        """What was watched of its text."""
+        watched = {name: self.counters[place] for name, place in _WATCHED.items()}
+        return Answer(self.config.mode, self.config.covering, **watched)
 
     def meta_info(self, output_ids: list[int]) -> dict[str, Any]:
         """The `meta_info` fields of the finished request."""

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_smc.smc import rounds
+from sglang_smc.smc.fidelity import Watchable
 from sglang_smc.state.population import Population
 from sglang_smc.tokens.distribution import TokenDistribution
 
@@ -17,6 +18,8 @@ class Drafts(NamedTuple):
     ends: torch.Tensor  # [G, N, K] bool: the text ends with this token
     before_end: torch.Tensor  # [G, N, K] bool: up to the particle's end, within its request's K
     q: list[TokenDistribution] | None  # of G * N draws each; kept where some group verifies
+    watchable: Watchable | None = None  # where they are compared with the target's law
+    held: torch.Tensor | None = None  # [G * N, V] scores that they were drawn from there
 
 
 class Decision(NamedTuple):

@@ -17,6 +17,7 @@ from sglang_smc.round.draft_input import SMCDraftInput, as_eagle
 from sglang_smc.round.tables import Tables
 from sglang_smc.smc.randomness import Purpose, uniforms
 from sglang_smc.smc.stratify import stratified
+from sglang_smc.state.counters import fidelity_of
 from sglang_smc.state.edits import has_edits
 from sglang_smc.state.logprobs import logprob_distribution
 from sglang_smc.state.settings import Settings, filter_kinds
@@ -133,6 +134,7 @@ class Prefill:
             log_evidence=carried[:, -1],
             num_particles=settings.num_particles,
             ended=ended | (failure > 0).unsqueeze(1),
+            fidelity=fidelity_of(carried),
         )
         self._states.note_first(reqs, log_sum)
         if batch.return_logprob:

@@ -17,6 +17,7 @@ from sglang_smc.round.decision import Decision
 from sglang_smc.round.result import Outcome, Particles
 from sglang_smc.round.steps import Steps
 from sglang_smc.round.tables import Tables
+from sglang_smc.round.watch import look
 from sglang_smc.state.logprobs import score_tails
 from sglang_smc.state.population import Population
 
@@ -57,11 +58,12 @@ class Round:
         decision = steps.decide(batch, before, drafts, p)  # reweight and resample, or verify
         extended = steps.extend(batch, before, drafts, decision)
         continued = steps.add_bonus(batch, extended, decision.next_tokens)
+        ancestors = decision.resampled.ancestors
         if shown is not None:
             listed = self._tables.logprobs.listed_ids(batch.rows, shape.logprobs.listed)
-            ancestors = decision.resampled.ancestors
             continued = score_tails(self._ops, before, continued, ancestors, shown, listed)
         continued = continued.stop(decision.failure > 0)
+        continued = look(self._ops, batch, before, continued, ancestors, p, drafts)
         narrowed, by_lag, log_evidence = steps.narrow(batch, continued)
         return self._commit(batch, continued, narrowed, decision, by_lag, log_evidence)
 
@@ -170,6 +172,7 @@ class Round:
             ancestors=num_roots,
             num_particles=settings.num_particles,
             num_steps=settings.num_steps,
+            fidelity=narrowed.fidelity[:, 0],
             log_evidence=log_evidence,
         )
         return Outcome(

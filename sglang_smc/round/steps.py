@@ -34,6 +34,7 @@ from sglang_smc.requests.state import state_of
 from sglang_smc.round.batch import RoundBatch
 from sglang_smc.round.decision import Decision, Drafts, no_drafts
 from sglang_smc.round.verification import verify
+from sglang_smc.round.watch import choose
 from sglang_smc.smc import resizing, rounds
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.state.logprobs import logprob_distribution
@@ -153,6 +154,8 @@ class Steps:
         same_text = self.ops.same_text(texts, population.lengths, batch.may_stratify)
         numbers = self.ops.uniforms(settings.seeds, positions, Purpose.DRAFT)
         numbers = numbers.permute(2, 0, 1).contiguous()  # [K, G, N]
+        watchable = choose(self.ops, batch)
+        held: torch.Tensor | None = None
         tokens: torch.Tensor | None = None
         drawn: list[torch.Tensor] = []
         log_q: list[torch.Tensor] = []
@@ -166,6 +169,7 @@ class Steps:
             drawn.append(tokens)
             log_q.append(log_q_of_tokens)
             distributions.append(q)
+            held = self.ops.keep_column(held, q.scores, watchable, step)
         chains = torch.stack(drawn, dim=2)  # [G, N, K]
         ends = self._ends(batch, population, positions, chains)
         num_columns = torch.where(population.ended, 0, settings.num_steps.unsqueeze(1))  # [G, N]
@@ -175,6 +179,8 @@ class Steps:
             ends,
             still_open(ends) & (batch.column < num_columns.unsqueeze(2)),
             distributions if batch.shape.verifies else None,
+            watchable,
+            held,
         )
 
     def _logits_of_draft(self, step: int, tokens: torch.Tensor, slots: DraftSlots) -> torch.Tensor:

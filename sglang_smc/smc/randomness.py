@@ -26,6 +26,7 @@ class Purpose(IntEnum):
     ACCEPT = 5
     KEEP = 6
     RESIZE = 7
+    WATCH = 8
 
 
 def uniforms(

@@ -5,6 +5,7 @@ by construction, so its accept length says how fast it is, not how faithful.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import torch
 
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.request import RequestConfig
+from sglang_smc.smc.fidelity import NAMES
 from sglang_smc.smc.rounds import BlockCut
 
 logger = logging.getLogger(__name__)
@@ -51,7 +53,15 @@ class Counters(NamedTuple):
     steps_sum: torch.Tensor
     ess_min: torch.Tensor
     ancestors: torch.Tensor  # particles of the start with descendants, before the final draw
+    # By `smc.fidelity`, of the first particle's text; as it ends, all have one.
+    tilt_sum: torch.Tensor
+    tilt_information: torch.Tensor
+    innovation_sum: torch.Tensor
+    watched_ct: torch.Tensor
     log_evidence: torch.Tensor
+
+
+_FIDELITY = Counters._fields.index(NAMES[0])
 
 
 def zero_counters(num_particles: int) -> list[float]:
@@ -85,9 +95,14 @@ class CounterTable:
         ancestors: torch.Tensor,
         num_particles: torch.Tensor,
         num_steps: torch.Tensor,
+        fidelity: torch.Tensor,
         log_evidence: torch.Tensor,
     ) -> torch.Tensor:
-        """Count one round, all arguments ``[G]``; returns the totals ``[G, len(Counters)]``."""
+        """Count one round, all arguments ``[G]`` but for ``fidelity``, ``[G, 4]``.
+
+        Returns:
+            The totals ``[G, len(Counters)]``.
+        """
         ess = cut.ess.nan_to_num(0.0)  # NaN would stay in all sums to come
         return self._ops.tally(
             self._values,
@@ -105,8 +120,13 @@ class CounterTable:
                 num_steps,
             ),
             lowest=ess,
-            latest=(ancestors, log_evidence),
+            latest=(ancestors, *fidelity.unbind(1), log_evidence),
         )
+
+
+def fidelity_of(totals: torch.Tensor) -> torch.Tensor:
+    """What texts were watched to be, of their totals: ``[G, len(Counters)]`` to ``[G, 4]``."""
+    return totals[:, _FIDELITY : _FIDELITY + len(NAMES)]
 
 
 def gained(before: list[float], after: list[float]) -> Counters:
@@ -129,6 +149,7 @@ def meta_info(totals: list[float], config: RequestConfig, num_replayed: int) -> 
         "mode": config.mode,
         "num_particles": config.num_particles,
         "num_steps": config.num_steps,
+        "evidence_threshold": config.covering if math.isfinite(config.covering) else None,
         # Fewer than it asked for where the server adapts to its load.
         "particles_mean": counters.particles_sum / rounds if rounds else config.num_particles,
         "steps_mean": counters.steps_sum / rounds if rounds else config.num_steps,
@@ -144,10 +165,22 @@ def meta_info(totals: list[float], config: RequestConfig, num_replayed: int) -> 
         "ess_mean": counters.ess_sum / rounds if rounds else float(config.num_particles),
         "ess_min": counters.ess_min,
         "distinct_ancestors": int(counters.ancestors),
+        **_fidelity(counters),
         # Blocks kept by their evidence are not weighed against those that are verified.
         "log_evidence": counters.log_evidence if config.weighs or config.is_exact else None,
     }
     return {META_PREFIX + name: value for name, value in fields.items()}
+
+
+def _fidelity(counters: Counters) -> dict[str, Any]:
+    """How far the text is from the target's law; None where nothing of it was watched."""
+    count, information = int(counters.watched_ct), float(counters.tilt_information)
+    return {
+        "tilt": float(counters.tilt_sum) / information if information else None,
+        "tilt_information": information if count else None,
+        "innovation": float(counters.innovation_sum) / count if count else None,
+        "watched_ct": count,
+    }
 
 
 class IntervalLog:
@@ -176,8 +209,12 @@ class IntervalLog:
         """Count a request that had no round, since its prefill gave unusable logits."""
         self._failed_prefills += 1
 
-    def end_round(self) -> None:
-        """Write the line, and begin again, at each interval's end."""
+    def end_round(self, tilt: str) -> None:
+        """Write the line, and begin again, at each interval's end.
+
+        Args:
+            tilt: of the last answers.
+        """
         self._num_batches += 1
         if self._num_batches < self._interval:
             return
@@ -185,13 +222,14 @@ class IntervalLog:
         rounds = max(sums.rounds_ct, 1)
         logger.info(
             "SMC, #round: %d, ess / particles: %s, resample rate: %.2f, "
-            "#narrowed: %d, #all-zero: %d, #nan: %d",
+            "#narrowed: %d, #all-zero: %d, #nan: %d, tilt: %s",
             sums.rounds_ct,
             f"{self._ess / self._particles:.2f}" if self._particles else "-",
             sums.resample_ct / rounds,
             sums.narrow_ct,
             sums.all_zero_ct,
             sums.nan_ct + self._failed_prefills,
+            tilt,
         )
         self._begin()
 

@@ -3,17 +3,21 @@
 The counters of a round travel to the host with its result, so nothing here reads the device.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang_smc.options.dial import Dial
+from sglang_smc.options.dial import DIALED, Dial
 from sglang_smc.state.counters import Counters, IntervalLog, LowESSWarning
+from sglang_smc.state.watched import Answer, Sums, Watched
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
     from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "sglang_spec_smc_"
 """Without SGLang's colon, which some scrapers get as it is and others as an underscore.
@@ -125,6 +129,20 @@ MEASURES = (
 )
 
 
+GAUGES: dict[str, tuple[str, Callable[[Sums], float | None]]] = {
+    "tilt": (
+        "How far the last answers are from the target's law: 0 is the target, 1 about the draft.",
+        lambda sums: sums.tilt,
+    ),
+    "tilt_error": ("Standard error of the tilt.", lambda sums: sums.tilt_error),
+    "innovation": (
+        "Mean of log p + H of tokens of the last answers, nats: 0 under the target's law.",
+        lambda sums: sums.innovation,
+    ),
+}
+"""Name -> what it says, and what it is of the last answers."""
+
+
 class Monitor:
     """Counts what rounds do, and tells it: one for each worker.
 
@@ -138,6 +156,7 @@ class Monitor:
         self.dial = Dial()
         self._log = IntervalLog(interval)
         self._low_ess = LowESSWarning()
+        self._watched = Watched(now)
         self._totals = dict.fromkeys((total.name for total in TOTALS), 0.0)
         self._ess_ratios = 0.0, 0  # their sum and number
         self._round: list[Played] = []
@@ -160,6 +179,21 @@ class Monitor:
         self._log.add_failed_prefill()
         if self._prometheus is not None:
             self._prometheus.count({"nan_rounds": 1})
+
+    def end_answer(self, answer: Answer) -> None:
+        """Take in what was watched of an answer that has ended."""
+        warning = self._watched.add(answer)
+        if answer.mode in DIALED:
+            threshold, pull = answer.evidence_threshold, answer.tilt_sum
+            self.dial.learn(threshold, pull, answer.tilt_information)
+        if self._prometheus is not None:
+            self._prometheus.show(self._watched.all)
+        if warning is not None and not self._is_silent:
+            logger.warning("%s", warning)
+
+    def fidelity(self) -> dict[str, dict[str, Any]]:
+        """How far the last answers are from the target's law, by mode and of all."""
+        return self._watched.as_dict()
 
     def time_chunk(self, last: float | None, num_tokens: int) -> float:
         """Measure tokens that a stream sends on.
@@ -200,7 +234,7 @@ class Monitor:
             )
             if played.is_weighed:
                 self._low_ess.add(played.gained)
-        self._log.end_round()
+        self._log.end_round(str(self._watched.all))
 
     def totals(self) -> dict[str, Any]:
         """Sums since the start, and means over them; a mean of nothing is None."""
@@ -228,13 +262,15 @@ class Prometheus:
 
     def __init__(self, collector: "SchedulerMetricsCollector") -> None:
         # Not earlier: the client reads PROMETHEUS_MULTIPROC_DIR as it is imported.
-        from prometheus_client import Counter, Histogram
+        from prometheus_client import Counter, Gauge, Histogram
 
         counter, histogram = (
             collector._counter_cls or Counter,
             collector._histogram_cls or Histogram,
         )
-        labels = collector.labels
+        self._gauge = collector._gauge_cls or Gauge
+        self._labels = labels = collector.labels
+        self._gauges: dict[str, Any] = {}
         # A metric shows from the start, as 0, once it has its labels.
         self._counters = {
             total.name: counter(
@@ -259,6 +295,20 @@ class Prometheus:
         for name, value in sums.items():
             if value:
                 self._counters[name].inc(value)
+
+    def show(self, sums: Sums) -> None:
+        """Set gauges to what answers say; there are none before they say anything."""
+        for name, (documentation, of) in GAUGES.items():
+            value = of(sums)
+            if value is not None:
+                if name not in self._gauges:
+                    self._gauges[name] = self._gauge(
+                        name=PREFIX + name,
+                        documentation=documentation,
+                        labelnames=self._labels.keys(),
+                        multiprocess_mode="mostrecent",
+                    ).labels(**self._labels)
+                self._gauges[name].set(value)
 
     def observe(self, name: str, value: Any) -> None:
         """Add a value to a histogram."""

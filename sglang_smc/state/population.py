@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from sglang_smc.smc.fidelity import NAMES
 from sglang_smc.smc.rounds import Resampled
 from sglang_smc.state.tail_logprobs import TailLogprobs
 
@@ -35,6 +36,7 @@ class Population(NamedTuple):
     present: torch.Tensor  # [G, N] bool: the particles that the group has
     roots: torch.Tensor  # [G, N] int64: the first ancestor of each, among those of the start
     unread: torch.Tensor  # [G] bool: the draft has yet to read the last token but one
+    fidelity: torch.Tensor  # [G, N, 4] float64: what each text was watched to be, by `smc.fidelity`
     logprobs: TailLogprobs | None = None  # of the tails' tokens, where some request wants them
 
     @property
@@ -89,6 +91,7 @@ class Population(NamedTuple):
             lengths=self.lengths.gather(1, ancestors),
             ended=self.ended.gather(1, ancestors),
             roots=self.roots.gather(1, ancestors),
+            fidelity=self.fidelity.gather(1, ancestors.unsqueeze(2).expand_as(self.fidelity)),
             logprobs=None if self.logprobs is None else self.logprobs.descend(ancestors),
         )
 
@@ -162,6 +165,7 @@ class ParticleTable:
             present=torch.zeros(shape, dtype=torch.bool, device=device),
             roots=torch.zeros(shape, dtype=torch.int64, device=device),
             unread=torch.zeros(num_rows, dtype=torch.bool, device=device),
+            fidelity=torch.zeros(*shape, len(NAMES), dtype=torch.float64, device=device),
         )
 
     def gather(self, rows: torch.Tensor, num_particles: int, max_tail: int) -> Population:
@@ -197,11 +201,12 @@ class ParticleTable:
         log_evidence: torch.Tensor,
         num_particles: torch.Tensor,
         ended: torch.Tensor | None = None,
+        fidelity: torch.Tensor | None = None,
     ) -> None:
         """Start particles behind the token that prefill sampled; arguments ``[G]``.
 
         Where particles begin with tokens of their own, ``first_tokens`` and ``ended`` are
-        ``[G, N]``, for the table's N.
+        ``[G, N]``, for the table's N. ``fidelity`` is ``[G, 4]``, of a text that goes on.
         """
         columns = self._columns
         place = torch.arange(self.num_particles, device=rows.device)
@@ -215,3 +220,4 @@ class ParticleTable:
         columns.num_emitted[rows] = num_emitted
         columns.log_evidence[rows] = log_evidence
         columns.unread[rows] = False
+        columns.fidelity[rows] = 0.0 if fidelity is None else fidelity.unsqueeze(1)

@@ -30,6 +30,7 @@ AFTER = {
     "silent_rounds": 12,
 }
 IN_FORCE = {"mode": "smc", "num_particles": 8, "num_steps": 4}
+FIDELITY = {"tilt": 0.312}
 LOAD = {
     "dp_rank": 0,
     "num_running_reqs": 3,
@@ -40,7 +41,7 @@ LOAD = {
 
 
 def look(at: float, totals: dict[str, Any]) -> Look:
-    return Look(at, totals, IN_FORCE, LOAD)
+    return Look(at, totals, IN_FORCE, LOAD, FIDELITY)
 
 
 def test_an_interval_is_the_difference_of_two_looks() -> None:
@@ -56,7 +57,7 @@ def test_without_rounds_there_are_dashes() -> None:
     (shown,) = view.between([look(10, AFTER)], [look(12, AFTER)])
     assert (shown.tokens_per_pass, shown.ess, shown.resampled, shown.silent) == (None,) * 4
     assert view.line_of(0, shown).split() == (
-        ["0", "3", "1", "0.0", "-", "-", "-", "-", "smc", "8", "4", "75%"]
+        ["0", "3", "1", "0.0", "-", "-", "-", "-", "0.31", "smc", "8", "4", "75%"]
     )
 
 
@@ -68,7 +69,12 @@ def test_a_server_that_began_anew_counts_from_its_start() -> None:
 def test_columns_stand_below_their_names() -> None:
     (shown,) = view.between([look(10, BEFORE)], [look(12, AFTER)])
     line = view.line_of(0, shown)
-    for name, cell in (("tokens/pass", "6.00"), ("resampled", "25%"), ("KV free", "75%")):
+    for name, cell in (
+        ("tokens/pass", "6.00"),
+        ("resampled", "25%"),
+        ("tilt", "0.31"),
+        ("KV free", "75%"),
+    ):
         assert line[: view.HEADER.index(name) + len(name)].endswith(cell)
 
 
@@ -108,7 +114,8 @@ def server() -> Iterator[Callable[..., str]]:
 
 
 def state(totals: dict[str, Any]) -> dict[str, Any]:
-    return {"smc": {"since_start": totals, "in_force": IN_FORCE}}
+    fidelity = {"all": FIDELITY, "exact": {"tilt": 0.0}}
+    return {"smc": {"since_start": totals, "in_force": IN_FORCE, "fidelity": fidelity}}
 
 
 def test_once_prints_one_line(

@@ -241,7 +241,7 @@ HOOKS = (
     ),
     Symbol(
         "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector",
-        attributes="labels _counter_cls _histogram_cls",
+        attributes="labels _counter_cls _gauge_cls _histogram_cls",
     ),
     *(
         Symbol(

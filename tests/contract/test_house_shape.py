@@ -30,7 +30,7 @@ LEVELS = (
 # Tools: they import nothing of the server but settings and arithmetic, and the commands alone them.
 APART = ("plan", "testing")
 COMMANDS = ("demo", "command")
-MOST_MODULES = 12
+MOST_MODULES = 13
 MATHEMATICS = {"tokens", "smc"}
 PAIR = "pair"  # data, and the task that goes with them
 KERNELS = "kernels"  # between the mathematics and `ops`, which alone imports them
@@ -109,12 +109,12 @@ def found() -> Measures:
 
 def test_a_round_is_read_in_few_files(found: Measures) -> None:
     print("file changes in a round:", found.file_changes)
-    assert found.file_changes <= 60
+    assert found.file_changes <= 73
 
 
 def test_a_round_needs_few_types(found: Measures) -> None:
     print("types in a round:", len(found.types), found.types)
-    assert len(found.types) <= 26
+    assert len(found.types) <= 29
 
 
 def test_the_worker_leans_on_few_modules(found: Measures) -> None:

@@ -69,7 +69,8 @@ HELP = DEFAULTS | {
     "speculative_smc_evidence_threshold": EVIDENCE_THRESHOLD,
     "speculative_smc_tilt": f"that of a threshold of {AUTO_EVIDENCE_THRESHOLD:g}",
     "speculative_smc_draft_temperature": "the request's own",
-    "speculative_smc_max_lag": f"{LAG}, but {LONG_LAG} for other targets than p and with return_particles",
+    "speculative_smc_max_lag": f"{LAG}, but {LONG_LAG} for other targets than p and with "
+    "return_particles",
     "speculative_smc_presets": "none",
 }
 

@@ -40,9 +40,13 @@ from sglang_smc.kernels.reweight import SCHEMES, reweight_and_resample
 from sglang_smc.kernels.rows import tally
 from sglang_smc.kernels.sample import log_probs, log_sums, sample_and_score, score_tokens
 from sglang_smc.kernels.verify import begin_walk, walk_on
+from sglang_smc.kernels.watch import keep_column, watch
 from sglang_smc.smc.exact import Chains
+from sglang_smc.smc.fidelity import Path as Paths
+from sglang_smc.smc.fidelity import Watchable
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.smc.rounds import WeightRules
+from sglang_smc.tokens.distribution import TokenDistribution
 from sglang_smc.tokens.edits import EditColumns, Edits
 
 
@@ -165,6 +169,25 @@ def _verify(sizes: Sizes) -> None:
         *(walk.found, scores, drafts, flags, flags, flags[:, :, 0], steps),
         *(of_groups, of_groups, of_groups),
     )
+
+
+@launches
+def _watch(sizes: Sizes) -> None:
+    cells = torch.zeros(sizes.groups, sizes.particles, dtype=torch.int64)
+    texts = torch.zeros(*cells.shape, 3 + sizes.max_lag + sizes.steps, dtype=torch.int64)
+    path, flags = Paths(cells, cells, cells, texts[:, :, 2:]), cells[:, 0].bool()
+    of = Watchable(cells[:, 0].double(), cells[:, 0], flags, flags)
+    sums, ones = torch.zeros(*cells.shape, 4, dtype=torch.float64), torch.ones(sizes.groups)
+    of_draft = cells.numel()
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.empty(of_draft * (sizes.steps + 1), sizes.vocab, dtype=dtype)
+        held = keep_column(None, logits[:of_draft], of, 1)
+        for filtered in (False, True):
+            laws = [TokenDistribution(scores, ones) for scores in (logits, held)]
+            if filtered:
+                rules = ones, ones.long(), ones, ones
+                laws = [law._replace(kept=keep_tokens(law.scores, *rules)) for law in laws]
+            watch(sums, of, path, *laws)
 
 
 @launches

@@ -47,14 +47,14 @@ class Case(NamedTuple):
 FILTERS = {"kinds": FilterKinds(filtered=True, greedy=True)}
 ANYTHING = shape_of_any(SMCConfig(), None, recorded_logprobs(VOCAB_SIZE))._asdict()
 ROUNDS = {
-    "smc": Case(SMCConfig(), {}, Limits(175, 1, 57)),
-    "exact": Case(SMCConfig(mode="exact"), {}, Limits(258, 5.5, 90)),
-    "mixed": Case(SMCConfig(mode="mixed"), {}, Limits(258, 5.5, 90)),
-    "smc, filtered": Case(SMCConfig(), FILTERS, Limits(220, 1, 57)),
-    "exact, filtered": Case(SMCConfig(mode="exact"), FILTERS, Limits(303, 5.5, 90)),
-    "powered": Case(SMCConfig(power=2.0), {}, Limits(207, 1, 57)),
-    "edited": Case(SMCConfig(), {"edits": True}, Limits(195, 1.5, 59)),
-    "anything": Case(SMCConfig(), ANYTHING, Limits(840, 110, 117)),
+    "smc": Case(SMCConfig(), {}, Limits(191, 1, 61)),
+    "exact": Case(SMCConfig(mode="exact"), {}, Limits(274, 5.5, 94)),
+    "mixed": Case(SMCConfig(mode="mixed"), {}, Limits(274, 5.5, 94)),
+    "smc, filtered": Case(SMCConfig(), FILTERS, Limits(241, 1, 61)),
+    "exact, filtered": Case(SMCConfig(mode="exact"), FILTERS, Limits(324, 5.5, 94)),
+    "powered": Case(SMCConfig(power=2.0), {}, Limits(223, 1, 61)),
+    "edited": Case(SMCConfig(), {"edits": True}, Limits(211, 1.5, 63)),
+    "anything": Case(SMCConfig(), ANYTHING, Limits(861, 110, 121)),
 }
 
 
@@ -153,7 +153,8 @@ def test_one_call_more_is_seen(monkeypatch: pytest.MonkeyPatch, kernels: Ops) ->
     after = trace(monkeypatch, kernels, "smc", 1, change=fill)
     assert after.num_launches == before.num_launches + 1
     assert after.num_bytes == before.num_bytes + num_bytes
-    assert num_bytes < after.peak - 72 * VOCAB_SIZE * 4 < num_bytes + 1e6
+    beside = (72 + 8) * VOCAB_SIZE * 4  # and what the draft has said at the watched column
+    assert num_bytes < after.peak - beside < num_bytes + 1e6
 
 
 def test_a_number_of_the_host_goes_by_value(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,7 @@ def add(
         ancestors=torch.full((len(rows),), ANCESTORS),
         num_particles=torch.tensor(rows) * 2,
         num_steps=torch.tensor(rows) * 3,
+        fidelity=torch.tensor(rows, dtype=torch.float64).unsqueeze(1) * torch.arange(1, 5),
         log_evidence=torch.tensor([-float(row) for row in rows], dtype=torch.float64),
     )
     return totals.tolist()
@@ -110,7 +111,7 @@ def test_a_retracted_request_goes_on_counting() -> None:
     assert (counters.rounds_ct, counters.resample_ct, counters.ess_sum) == (2, 2, 4.0)
 
 
-TOTALS = Counters(4, 2, 1, 3, 7, 5, 9, 10.0, 22, 11, 1.5, 2.0, -0.75)
+TOTALS = Counters(4, 2, 1, 3, 7, 5, 9, 10.0, 22, 11, 1.5, 2.0, 0.5, 2.0, -0.75, 3, -0.75)
 
 
 def test_meta_info_is_prefixed_and_has_plain_numbers() -> None:
@@ -120,6 +121,7 @@ def test_meta_info_is_prefixed_and_has_plain_numbers() -> None:
         "spec_smc_mode": "smc",
         "spec_smc_num_particles": 6,
         "spec_smc_num_steps": 3,
+        "spec_smc_evidence_threshold": 0.5,
         "spec_smc_particles_mean": 5.5,
         "spec_smc_steps_mean": 2.75,
         "spec_smc_rounds_ct": 4,
@@ -132,6 +134,10 @@ def test_meta_info_is_prefixed_and_has_plain_numbers() -> None:
         "spec_smc_ess_mean": 2.5,
         "spec_smc_ess_min": 1.5,
         "spec_smc_distinct_ancestors": 2,
+        "spec_smc_tilt": 0.25,
+        "spec_smc_tilt_information": 2.0,
+        "spec_smc_innovation": -0.25,
+        "spec_smc_watched_ct": 3,
         "spec_smc_log_evidence": -0.75,
     }
     counts = [v for k, v in found.items() if k.endswith(("_ct", "_ancestors"))]
@@ -156,6 +162,9 @@ def test_before_the_first_round_all_particles_count() -> None:
     assert found["spec_smc_distinct_ancestors"] == found["spec_smc_particles_mean"] == 5
     assert found["spec_smc_steps_mean"] == 8
     assert found["spec_smc_rounds_ct"] == 0
+    unknown = "tilt", "tilt_information", "innovation"
+    assert [found[f"spec_smc_{name}"] for name in unknown] == [None] * 3, "0 would be the target's"
+    assert found["spec_smc_watched_ct"] == 0
 
 
 def test_the_log_has_one_line_an_interval_and_begins_again_after_it(
@@ -163,10 +172,10 @@ def test_the_log_has_one_line_an_interval_and_begins_again_after_it(
 ) -> None:
     log = IntervalLog(interval=2)
     log.add(row(rounds_ct=1, resample_ct=1, ess_sum=2, particles_sum=4), is_weighed=True)
-    log.end_round()
+    log.end_round("-")
     assert not caplog.messages
     log.add(row(rounds_ct=1, narrow_ct=1, nan_ct=3, ess_sum=4, particles_sum=4), is_weighed=True)
-    log.end_round()
+    log.end_round("-")
     assert len(caplog.messages) == 1
     line = caplog.messages[0]
     for part in (
@@ -178,13 +187,13 @@ def test_the_log_has_one_line_an_interval_and_begins_again_after_it(
     ):
         assert part in line
     log.add(row(rounds_ct=1, ess_sum=4, particles_sum=4), is_weighed=True)
-    log.end_round()
-    log.end_round()
+    log.end_round("-")
+    log.end_round("-")
     assert "#round: 1, ess / particles: 1.00, resample rate: 0.00" in caplog.messages[1]
 
 
 def test_an_interval_without_rounds_is_no_division_by_zero() -> None:
-    IntervalLog(interval=1).end_round()
+    IntervalLog(interval=1).end_round("-")
 
 
 def test_what_a_round_gains_is_the_difference_of_totals() -> None:

@@ -23,7 +23,8 @@ from sglang_smc.requests.state import RequestState
 from sglang_smc.round.result import SMCBatchResult
 from sglang_smc.state import counters
 from sglang_smc.state.counters import Counters
-from sglang_smc.state.monitor import MEASURES, PREFIX, TOTALS, Monitor, Played
+from sglang_smc.state.monitor import GAUGES, MEASURES, PREFIX, TOTALS, Monitor, Played
+from sglang_smc.state.watched import Answer
 
 LABELS = {"model_name": "m", "engine_type": "unified", "tp_rank": "0"}
 
@@ -32,7 +33,7 @@ LABELS = {"model_name": "m", "engine_type": "unified", "tp_rank": "0"}
 def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
     """Where metrics of the test go, in place of the process's one registry."""
     fresh = CollectorRegistry()
-    for name in ("Counter", "Histogram"):
+    for name in ("Counter", "Gauge", "Histogram"):
         kind = getattr(prometheus_client, name)
         monkeypatch.setattr(
             prometheus_client, name, lambda kind=kind, **given: kind(registry=fresh, **given)
@@ -41,7 +42,9 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
 
 
 def reporter(*, exports: bool = True, logs: bool = True) -> Any:
-    collector = SimpleNamespace(labels=LABELS, _counter_cls=None, _histogram_cls=None)
+    collector = SimpleNamespace(
+        labels=LABELS, _counter_cls=None, _gauge_cls=None, _histogram_cls=None
+    )
     return SimpleNamespace(
         metrics_collector=collector,
         current_scheduler_metrics_enabled=exports,
@@ -186,6 +189,31 @@ def test_the_log_shows_an_ess_where_rounds_have_one(
     others = [played(weighs=False, ess_sum=4.0), played(greedy=True, ess_sum=4.0)]
     monitor([played(**one), *others], interval=1, exports=False)
     assert f"#round: 3, ess / particles: {shown}, " in caplog.text
+
+
+def ended(mode: str = "smc", tilt: float = 0.5, information: float = 4.0) -> Answer:
+    return Answer(mode, 0.5, tilt * information, information, 0.75, 3.0)
+
+
+def test_gauges_tell_the_tilt_once_there_is_one(registry: CollectorRegistry) -> None:
+    """A gauge that shows 0 before would say that answers are the target's own."""
+    found = monitor()
+    found.end_answer(ended(information=0.0)._replace(watched_ct=0.0))
+    assert not set(GAUGES) & set(samples(registry))
+    found.end_answer(ended())
+    shown = samples(registry)
+    assert {name: shown[name] for name in GAUGES} == {
+        "tilt": 0.5,
+        "tilt_error": 0.5,
+        "innovation": 0.25,
+    }
+    found.end_answer(ended("mixed", -0.5))
+    assert samples(registry)["tilt"] == 0.0
+    assert {name: of["tilt"] for name, of in found.fidelity().items()} == {
+        "all": 0.0,
+        "smc": 0.5,
+        "mixed": -0.5,
+    }
 
 
 def test_a_prefill_that_fails_shows_in_the_next_line_of_the_log(

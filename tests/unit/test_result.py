@@ -215,6 +215,7 @@ def population(last_emitted: list[list[int]] | None = None) -> Population:
         present=torch.tensor([[True, True, False], [True] * 3]),
         roots=torch.arange(3).expand(2, 3),
         unread=torch.zeros(2, dtype=torch.bool),
+        fidelity=torch.zeros(2, 3, 4).double(),
     )
 
 

@@ -90,6 +90,7 @@ def population(ended: list[list[bool]], sizes: list[int]) -> Population:
         present=present,
         roots=torch.arange(3).expand(size, 3),
         unread=torch.zeros(size, dtype=torch.bool),
+        fidelity=torch.zeros(size, 3, 4).double(),
     )
 
 
