@@ -275,18 +275,19 @@ def main() -> None:
         {arm: Fidelity.of([Scored(**e) for e in entries]) for arm, entries in kept.items()}
     )
     settings = {"answers": options.answers, "seed": options.seed, "temperature": TEMPERATURE}
-    results = {"provenance": provenance(settings), "rows": [_plain(row) for row in rows]}
+    results = {"provenance": provenance(settings), "rows": [plain(row) for row in rows]}
     (options.output_dir / "cuts.json").write_text(json.dumps(results, indent=2) + "\n")
     print(table(rows))
 
 
-def _plain(row: dict[str, Any]) -> dict[str, Any]:
+def plain(row: dict[str, Any]) -> dict[str, Any]:
     """Intervals as dictionaries."""
     return {k: v._asdict() if isinstance(v, Interval) else v for k, v in row.items()}
 
 
 def _options() -> argparse.Namespace:
     found = parser("fidelity/cuts.py", "Variants of mode smc against mode mixed.")
+    found.set_defaults(output_dir=Path("cuts-output"))
     found.add_argument("--answers", type=positive, default=256, help="of each arm")
     found.add_argument("--only", nargs="+", help="slugs of arms, for several processes")
     found.add_argument("--seed", type=int, default=0)
