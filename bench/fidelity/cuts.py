@@ -15,6 +15,7 @@ residual    behind a cut each text draws from what p has beyond what its chains 
 cap weight  no drafted token multiplies a weight by more than 2.
 cap column  the evidence of a prefix counts as 1 at most, so that no column pays for a later one.
 
+N = K = 8, but for exact verification of fewer and longer chains, as in `chains.py`, at equal rows.
 Whole answers on held-out problems, the same for all. Fidelity is scored with the plain models, with
 l = log q/p: the tilt sum(l - E_p l) / sum(Var_p l), 0 under the target, and the bound
 KL(mode || target) >= E[sum log(1 - w + w q/p)] in nats an answer, w chosen on the other half. "Over
@@ -49,7 +50,7 @@ from study import PAIR, Log, bar, code_fingerprint, digest, parser, positive, sl
 from sglang_smc.tokens.distribution import token_log_probs
 
 TEMPERATURE, LIMIT, BATCH = 0.7, 160, 32
-N = K = 8
+SHAPES = [(6, 11), (5, 13), (4, 17)]  # of chains: 72 scored rows, or 70
 FIRST_PROBLEM = 30_000  # beyond those of the published tables
 MIXTURES = torch.linspace(0.02, 0.9, 45, dtype=torch.float64)
 RESAMPLES = 2000
@@ -60,6 +61,8 @@ class Arm(NamedTuple):
 
     name: str
     rule: Rule
+    num_particles: int = 8
+    num_steps: int = 8
 
     @property
     def slug(self) -> str:
@@ -79,6 +82,7 @@ ARMS = CURVE + [
         ("smc cap column", CapColumn(c)),
     )
 ]
+ARMS += [Arm(f"exact N={n} K={k}", Verify(), n, k) for n, k in SHAPES]
 
 
 # --- Fidelity
@@ -227,7 +231,8 @@ def measure(arm: Arm, log: Log, models: Models, pair: Pair, num_answers: int, se
         for first in bar(iterable=range(done, num_answers, BATCH), desc=arm.name, unit="batch"):
             numbers = range(FIRST_PROBLEM + first, FIRST_PROBLEM + first + BATCH)
             prompts = [models.prompt_ids(messages(held_out(number))) for number in numbers]
-            found = answers(pair, prompts, arm.rule, N, K, seed=seed + first, limit=LIMIT)
+            shape = arm.num_particles, arm.num_steps
+            found = answers(pair, prompts, arm.rule, *shape, seed=seed + first, limit=LIMIT)
             for one in score(pair, prompts, found):
                 write(one._asdict())
 
