@@ -72,7 +72,6 @@ MERGED = [(8, 8), (18, 8), (10, 11), (8, 12), (6, 15)]
 TRUNKS = [(4, 8, 12), (7, 8, 15)]  # t, N, K
 STRATIFIED = {"stratified, first column": 1, "stratified, all columns": 8}
 DRAFT_COSTS = {"1/8": 1 / 8, "1/32": 1 / 32}  # of a draft pass, in passes of the target
-CALIBRATING = 12  # contexts
 BASE = "chains N=8 K=8"
 
 #: What a layout comes to at one context: tokens, rows, draft passes and a bound of the tokens.
@@ -93,10 +92,8 @@ def point(found: Round, bound: float | None = None) -> Point:
     return means if bound is None else {**means, "at_most": bound}
 
 
-def measure(
-    pair: Pair, text: Sequence[int], thresholds: dict[str, float], generator: torch.Generator
-) -> dict[str, Point]:
-    """Play all layouts behind one context."""
+def measure(pair: Pair, text: Sequence[int], generator: torch.Generator) -> dict[str, Point]:
+    """Play all layouts behind one context, but for chains that stop."""
     uniforms = partial(torch.rand, dtype=torch.float64, generator=generator)
     chains = pool(pair, text, SIZE, 8, LONGEST, independent(uniforms))
     weights = chains.log_weights.flatten(0, 1)
@@ -107,10 +104,6 @@ def measure(
     for count, steps in MERGED:
         played = play_merged(chains.grouped(count, steps), uniforms)
         found[f"merged N={count} K={steps}"] = point(played)
-    stopping = chains.grouped(8, 16)
-    for name, doubt in doubts(stopping).items():
-        played = play_stopped(stopping, doubt, thresholds[name], uniforms)
-        found[f"stop by {name}"] = point(played)
     for length, count, steps in TRUNKS:
         drafts = pool(pair, text, FEWER, count, steps, trunk(length, uniforms))
         played = play_trunk(drafts, length, uniforms)
@@ -121,13 +114,23 @@ def measure(
     return found
 
 
-def calibrated(pair: Pair, models: Models, seed: int) -> dict[str, float]:
-    """Where chains of 16 stop, for `ROWS` rows on average, over contexts of their own."""
-    generator = torch.Generator().manual_seed(seed)
-    points = independent(partial(torch.rand, dtype=torch.float64, generator=generator))
-    texts = [context(models, pair, -1 - index, generator) for index in range(CALIBRATING)]
+def measure_stops(
+    pair: Pair, texts: Sequence[Sequence[int]], seed: int
+) -> tuple[dict[str, float], list[dict[str, Point]]]:
+    """Chains of 16 that stop: where, for `ROWS` rows on average, and what that gives."""
+    uniforms = partial(
+        torch.rand, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
+    points = independent(uniforms)
     some = [draft(pair, text, 8, 8, 16, points) for text in texts]
-    return {name: threshold(some, name) for name in ("entropy", "path")}
+    thresholds = {name: threshold(some, name) for name in ("entropy", "path")}
+    entries = []
+    for text in bar(iterable=texts, desc="stops", unit="context"):
+        drafts = pool(pair, text, FEWER, 8, 16, points)
+        of = doubts(drafts)
+        played = {name: play_stopped(drafts, of[name], thresholds[name], uniforms) for name in of}
+        entries.append({f"stop by {name}": point(found) for name, found in played.items()})
+    return thresholds, entries
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
@@ -179,14 +182,15 @@ def main() -> None:
         options.output_dir / "contexts.jsonl",
         {**code_fingerprint(), "study": code, "seed": options.seed},
     )
-    done = len(log.read())
-    thresholds = calibrated(pair, models, options.seed)
+    done, texts = len(log.read()), []
     with log.writing() as write:
-        for index in bar(iterable=range(done, options.contexts), unit="context"):
+        for index in bar(iterable=range(options.contexts), desc="contexts", unit="context"):
             generator = torch.Generator().manual_seed(options.seed * 1_000_003 + index)
-            text = context(models, pair, index, generator)
-            write(measure(pair, text, thresholds, generator))
-    rows = summary(log.read()[: options.contexts])
+            texts.append(context(models, pair, index, generator))
+            if index >= done:
+                write(measure(pair, texts[-1], generator))
+    thresholds, stops = measure_stops(pair, texts, options.seed)
+    rows = summary([one | stop for one, stop in zip(log.read(), stops, strict=False)])
     settings = {"contexts": options.contexts, "seed": options.seed, "temperature": TEMPERATURE}
     results = {
         "provenance": provenance(settings),
@@ -200,7 +204,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     found = parser("fidelity/chains.py", "Tokens out of 72 scored rows, losslessly.")
     found.set_defaults(output_dir=Path("chains-output"))
-    found.add_argument("--contexts", type=positive, default=40, help="at least 2")
+    found.add_argument("--contexts", type=positive, default=25, help="at least 2")
     found.add_argument("--seed", type=int, default=0)
     return found.parse_args()
 

@@ -293,7 +293,7 @@ def plain(row: dict[str, Any]) -> dict[str, Any]:
 def _options() -> argparse.Namespace:
     found = parser("fidelity/cuts.py", "Variants of mode smc against mode mixed.")
     found.set_defaults(output_dir=Path("cuts-output"))
-    found.add_argument("--answers", type=positive, default=256, help="of each arm")
+    found.add_argument("--answers", type=positive, default=128, help="of each arm")
     found.add_argument("--only", nargs="+", help="slugs of arms, for several processes")
     found.add_argument("--seed", type=int, default=0)
     return found.parse_args()
