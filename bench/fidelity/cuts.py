@@ -1,6 +1,6 @@
 """What may follow a cut: variants of mode smc against mode mixed, in tokens and in nats.
 
-    python bench/fidelity/cuts.py                  # some 40 minutes on one core; resumes
+    python bench/fidelity/cuts.py                  # some 10 minutes on one core; resumes
     python bench/fidelity/cuts.py --answers 64     # a look
 
 Mode smc cuts a block where its evidence is low, and the target draws the next token afresh from p.
