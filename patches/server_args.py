@@ -121,8 +121,8 @@ class SMCFlags:
         Arg(
             help="SMC only. Tokens that particles may differ in before the oldest are drawn by "
             "weight; bounds KV memory and the silence of a stream. Requests may ask for less "
-            f"(at least 1, default {server.LAG}, but {server.LONG_LAG} for other targets than p and "
-            "with return_particles)."
+            f"(at least 1, default {server.LAG}, but {server.LONG_LAG} for other targets than p "
+            "and with return_particles)."
         ),
         NS("spec"),
     ]
