@@ -58,12 +58,11 @@ class Round:
         decision = steps.decide(batch, before, drafts, p)  # reweight and resample, or verify
         extended = steps.extend(batch, before, drafts, decision)
         continued = steps.add_bonus(batch, extended, decision.next_tokens)
+        ancestors = decision.resampled.ancestors
         if shown is not None:
             listed = self._tables.logprobs.listed_ids(batch.rows, shape.logprobs.listed)
-            ancestors = decision.resampled.ancestors
             continued = score_tails(self._ops, before, continued, ancestors, shown, listed)
         continued = continued.stop(decision.failure > 0)
-        ancestors = decision.resampled.ancestors
         continued = look(self._ops, batch, before, continued, ancestors, p, drafts)
         collapsed, forced, log_evidence = steps.collapse(batch, continued)
         return self._commit(batch, continued, collapsed, decision, forced, log_evidence)
