@@ -75,6 +75,7 @@ def test_kernels_change_no_token(name: str, budgets: str, device: str, kernels: 
     by_torch = serve(CHOICES[name], RUNGS[budgets], TORCH, device)
     assert torch.equal(by_kernels.outputs, by_torch.outputs)
     assert torch.allclose(by_kernels.log_evidence, by_torch.log_evidence, atol=1e-5)
+    assert torch.allclose(by_kernels.fidelity, by_torch.fidelity, atol=1e-4)
     assert by_kernels.num_narrowed == by_torch.num_narrowed
     assert len(by_torch.outputs.unique(dim=0)) > 1
 

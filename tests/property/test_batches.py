@@ -42,6 +42,7 @@ def test_a_request_draws_the_same_text_among_its_own_kind_and_among_all(max_lag:
         at = torch.tensor(rows) - 1
         assert torch.equal(together.outputs[at], apart.outputs), mine
         assert torch.allclose(together.log_evidence[at], apart.log_evidence, atol=1e-12), mine
+        assert torch.allclose(together.fidelity[at], apart.fidelity, atol=1e-9), mine
 
 
 def test_settings_matter_else_the_test_above_would_see_nothing() -> None:

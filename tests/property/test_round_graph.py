@@ -96,6 +96,7 @@ def test_recorded_rounds_give_the_same_texts(mode: str, size: int) -> None:
     eager = serve(config, rows=rows, recorded=None)
     assert torch.equal(by_graph.outputs, eager.outputs)
     assert torch.equal(by_graph.log_evidence, eager.log_evidence)
+    assert torch.equal(by_graph.fidelity, eager.fidelity)
     assert by_graph.num_rounds == eager.num_rounds
     assert recorded
     assert recorded[0] == min(s for s in SIZES if s >= size), "the smallest that holds the batch"
@@ -111,6 +112,7 @@ def test_recorded_rounds_of_changing_size_give_the_same_texts(mode: str) -> None
     eager = serve(config, rows=rows, recorded=None, budgets=budgets)
     assert torch.equal(by_graph.outputs, eager.outputs)
     assert torch.allclose(by_graph.log_evidence, eager.log_evidence, atol=1e-6)
+    assert torch.allclose(by_graph.fidelity, eager.fidelity, atol=1e-5)
     assert len(recorded) > 1
 
 
@@ -156,6 +158,7 @@ def test_every_ordinary_request_replays(name: str, is_adaptive: bool) -> None:
     eager = serve(config, recorded=None, **case)
     assert torch.equal(by_graph.outputs, eager.outputs)
     assert torch.allclose(by_graph.log_evidence, eager.log_evidence, atol=1e-6)
+    assert torch.allclose(by_graph.fidelity, eager.fidelity, atol=1e-5)
     assert recorded and 0 not in recorded, "no model's pass alone"
 
 
@@ -186,6 +189,7 @@ def test_what_the_host_looks_into_has_its_models_replayed() -> None:
     eager = serve(config, recorded=None, **case)
     assert torch.equal(by_graph.outputs, eager.outputs)
     assert torch.equal(by_graph.log_evidence, eager.log_evidence)
+    assert torch.equal(by_graph.fidelity, eager.fidelity)
     assert recorded and not any(recorded), "passes, and no round"
 
 
