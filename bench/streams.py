@@ -3,10 +3,11 @@
     .venv/bin/python bench/streams.py                # all modes, some minutes
     .venv/bin/python bench/streams.py --answers 20   # a quick look
 
-One request at a time, as one user asks. A silence is counted in rounds, from one chunk with new
-tokens to the next, as a share of the answer's rounds: that does not depend on the machine. Seconds
-stand beside it. Answers of other lengths than `LENGTHS` are left out, since the share of one round
-depends on how many there are.
+One request at a time, as one user asks, on a machine that does nothing else. A silence is the time
+from one chunk with new tokens to the next, as a share of the time from the first to the last: which
+hardly depends on how fast the machine is, since rounds take about as long as each other. Answers of
+other lengths than `LENGTHS` are left out, since the share of one round depends on how many there
+are.
 """
 
 from __future__ import annotations
@@ -14,32 +15,23 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any, NamedTuple
 
 from fidelity.engines import EngineAsker, running
-from fidelity.measure import MAX_TOKENS
+from fidelity.grid import AR_TARGET, AUTO, DEFAULT, EXACT, LATE, SIZES, Cell, Kind, kinds
+from fidelity.measure import request
 from fidelity.stats import mean_interval
-from pair.task import held_out, messages
 from results import Interval, interval_cell, markdown_table, number_cell, provenance
 from study import PAIR, PUBLISHED, as_script, bar, copy, main_of, parser, positive, prepare_folder
-
-from sglang_smc.options.server import DEFAULTS, LONG_LAG
 
 #: Beyond the problems of the fidelity tables and of the demo.
 FIRST_PROBLEM = 30_000
 #: Tokens of the answers that count: around 80.
 LENGTHS = range(70, 91)
-SIZES = {"num_particles": DEFAULTS.num_particles, "num_steps": DEFAULTS.num_steps}
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "AR, target": ("target", {}),
-    "smc, the default": ("smc", {"mode": "smc"}),
-    f"smc, lag {LONG_LAG}": ("smc", {"mode": "smc", "max_lag": LONG_LAG}),
-    "auto": ("smc", {"mode": "auto"}),
-    "exact": ("smc", {"mode": "exact"}),
-}
+FAMILIES = (AR_TARGET, DEFAULT, LATE, AUTO, EXACT)
 OUTPUTS = ("streams.json", "streams.md")
 
 
@@ -47,7 +39,6 @@ class Chunk(NamedTuple):
     """What a reader sees at once."""
 
     tokens: int  # of the answer so far
-    rounds: int  # so far
     seconds: float  # since the request was sent
 
 
@@ -55,8 +46,7 @@ class Stream(NamedTuple):
     """One streamed answer, as shares of the whole."""
 
     chunks: int
-    silence: float  # the longest, of its rounds
-    seconds_of_silence: float  # the longest, of its time
+    silence: float  # the longest
 
 
 @dataclass(frozen=True)
@@ -67,74 +57,57 @@ class Row:
     answers: int
     chunks: Interval | None
     silence: Interval | None
-    seconds_of_silence: Interval | None
 
 
 def stream_of(chunks: Sequence[Chunk]) -> Stream:
     """The shares of one answer; ``chunks`` are those with new tokens."""
-    longest = max(after.rounds - before.rounds for before, after in pairwise(chunks))
     waits = (after.seconds - before.seconds for before, after in pairwise(chunks))
-    whole = chunks[-1].seconds - chunks[0].seconds
-    return Stream(len(chunks), longest / chunks[-1].rounds, max(waits) / whole)
+    return Stream(len(chunks), max(waits) / (chunks[-1].seconds - chunks[0].seconds))
 
 
-def chunks_of(engine: Any, prompt: str, params: dict[str, Any]) -> Iterator[Chunk]:
-    """The chunks with new tokens, in order."""
+def chunks_of(infos: Iterable[dict[str, Any]]) -> Iterator[Chunk]:
+    """The chunks with new tokens, of what all of a stream tell as they come."""
     began, tokens = time.perf_counter(), 0
-    for chunk in engine.generate(prompt, params, stream=True):
-        info = chunk["meta_info"]
+    for info in infos:
         if info["completion_tokens"] > tokens:
             tokens = info["completion_tokens"]
-            rounds = info.get("spec_smc_rounds_ct", tokens)  # AR: a token each
-            yield Chunk(tokens, rounds, time.perf_counter() - began)
+            yield Chunk(tokens, time.perf_counter() - began)
 
 
-def streams(asker: EngineAsker, smc: dict[str, Any], options: argparse.Namespace) -> list[Stream]:
+def streams(asker: EngineAsker, cell: Cell, answers: int) -> list[Stream]:
     """Stream so many answers of the lengths that count; others are asked for and left out."""
     found: list[Stream] = []
-    index = FIRST_PROBLEM
-    with bar(total=options.answers, desc="answers", leave=False) as progress:
-        while len(found) < options.answers:
-            chunks = list(chunks_of(*_question(asker, index, smc, options.temperature)))
-            index += 1
+    with bar(total=answers, desc=cell.name) as progress:
+        for index in count(FIRST_PROBLEM):
+            chunks = list(chunks_of(asker.stream(request(cell, index))))
             if chunks[-1].tokens in LENGTHS:
                 found.append(stream_of(chunks))
                 progress.update()
+            if len(found) == answers:
+                break
     return found
-
-
-def _question(
-    asker: EngineAsker, index: int, smc: dict[str, Any], temperature: float
-) -> tuple[Any, str, dict[str, Any]]:
-    params: dict[str, Any] = {
-        "temperature": temperature,
-        "max_new_tokens": MAX_TOKENS,
-        "sampling_seed": index,
-    }
-    if smc:
-        params["custom_params"] = {"smc": {**SIZES, **smc}}
-    return asker.engine, asker.prompt(messages(held_out(index))), params
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
     """All kinds, engine by engine."""
+    by_family = {kind.family: kind for kind in kinds()}
+    wanted = [by_family[family] for family in FAMILIES]
     rows = {}
-    for name in dict.fromkeys(engine for engine, _ in KINDS.values()):
+    for name in dict.fromkeys(kind.engine for kind in wanted):
         with running(name, PAIR) as asker:
             assert isinstance(asker, EngineAsker)
-            for label, (engine, smc) in KINDS.items():
-                if engine == name:
-                    print(f"{label} ...", flush=True)
-                    rows[label] = row_of(label, streams(asker, smc, options))
-    return [rows[label] for label in KINDS]
+            for kind in (kind for kind in wanted if kind.engine == name):
+                found = streams(asker, Cell(kind, options.temperature), options.answers)
+                rows[kind] = row_of(kind, found)
+    return [rows[kind] for kind in wanted]
 
 
-def row_of(label: str, found: Sequence[Stream]) -> Row:
+def row_of(kind: Kind, found: Sequence[Stream]) -> Row:
     """Means over answers."""
     columns = (
         mean_interval([float(value) for value in column]) for column in zip(*found, strict=True)
     )
-    return Row(label, len(found), *columns)
+    return Row(kind.name, len(found), *columns)
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -144,11 +117,10 @@ def markdown(rows: Sequence[Row]) -> str:
             row.label,
             number_cell(row.chunks.mean if row.chunks else None, ".1f"),
             f"{interval_cell(row.silence, '.1f', 100)} %",
-            f"{interval_cell(row.seconds_of_silence, '.1f', 100)} %",
         ]
         for row in rows
     ]
-    headers = ["", "chunks an answer", "longest silence, of its rounds", "of its seconds"]
+    headers = ["", "chunks an answer", "longest silence, of its time"]
     return markdown_table(headers, lines)
 
 

@@ -11,9 +11,10 @@ and the target draws the next token itself. A column in which every particle die
 zero and is never kept, whatever c. With c = 0 that is all.
 
 Drafts that cover little are drawn again, so with c > 0 the estimate Z-hat errs upwards, while the
-law of the output comes nearer to p: with c = 1 no text comes out of a whole block more often than
-p has it. For N = 1 that is ``q(x) min(1, p(x) / q(x)) <= p(x)``, for N chains behind one text, of
-which one is drawn by weight, ``p(x) E[1 / max(c, evidence)] <= p(x)``.
+law of the output comes nearer to p: with c = 1, given the population, no text comes out of a whole
+uncut block more often than p has it. That is no bound on what comes out of a cut. For N = 1 it is
+``q(x) min(1, p(x) / q(x)) <= p(x)``, for N chains behind one text, of which one is drawn by weight,
+``p(x) E[1 / max(c, evidence)] <= p(x)``.
 """
 
 import torch
