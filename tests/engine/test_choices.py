@@ -1,7 +1,7 @@
 """What a request chooses for itself in `custom_params={"smc": ...}`, through a real engine."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ CHOICES: list[dict[str, Any]] = [
     {"mode": "auto", "num_particles": 2},
     {"power": 2.0},
     {"draft_temperature": 1.5, "num_steps": 3},
+    {"max_lag": 1},
     {"return_particles": True},
 ]
 PRESETS = {f"choice-{number}": choice for number, choice in enumerate(CHOICES)}
@@ -88,6 +89,46 @@ def test_particles_come_back_with_their_weights(running: Any, max_new_tokens: in
         assert 1 <= answer["meta_info"]["spec_smc_distinct_ancestors"] <= number
 
 
+def test_a_tilt_is_kept_as_the_threshold_that_it_came_to(running: Any) -> None:
+    """With that threshold and the same seed the text comes again, whatever was learned since."""
+    (first,) = ask(running, [{"tilt": 0.1}])
+    info = first["meta_info"]
+    threshold = info["spec_smc_evidence_threshold"]
+    assert info["spec_smc_mode"] == "auto" and threshold > 0
+    ask(running, [{"mode": "mixed", "evidence_threshold": 0.5}] * 8, seed=11)
+    again, moved = ask(running, [{"mode": "mixed", "evidence_threshold": threshold}, {"tilt": 0.1}])
+    assert again["output_ids"] == first["output_ids"]
+    assert moved["meta_info"]["spec_smc_evidence_threshold"] != threshold, "it has learned"
+
+
+def test_no_tilt_is_exact(running: Any) -> None:
+    none, exact = ask(running, [{"tilt": 0}, {"mode": "exact"}])
+    assert none["output_ids"] == exact["output_ids"]
+    assert none["meta_info"].get("spec_smc_evidence_threshold") is None
+    rounds = none["meta_info"]["spec_smc_rounds_ct"]
+    assert none["meta_info"]["spec_smc_exact_ct"] == rounds > 0
+
+
+def test_a_lag_of_one_emits_all_that_is_drawn(running: Any) -> None:
+    """Each round settles its columns and the target's token; a longer lag keeps some back."""
+    short, long = (
+        list(_counts(running, {"max_lag": lag, "evidence_threshold": 0})) for lag in (1, 32)
+    )
+    assert set(short[1:-1]) == {5}, "K + 1"
+    assert len(long) < len(short)
+
+
+def _counts(running: Any, choice: dict[str, Any]) -> Iterator[int]:
+    """New tokens of each chunk of a stream that has some."""
+    before = 0
+    asked = {"input_ids": PROMPT, "sampling_params": params(choice, temperature=1.5)}
+    for chunk in running.generate(**asked, stream=True):
+        count = chunk["meta_info"]["completion_tokens"]
+        if count > before:
+            yield count - before
+        before = count
+
+
 def test_without_asking_no_particles_come_back(running: Any) -> None:
     assert "spec_smc_particles" not in ask(running, [{}])[0]["meta_info"]
 
@@ -121,6 +162,9 @@ def test_greedy_is_the_target_s_text_whatever_is_chosen(running: Any) -> None:
         ({"num_particles": 5}, "num_particles=5; allowed: an integer from 1 to 4"),
         ({"num_steps": 0}, "num_steps=0; allowed: an integer from 1 to 4"),
         ({"particles": 4}, "unknown key 'particles'; allowed: "),
+        ({"max_lag": 33}, "max_lag=33; allowed: an integer from 1 to 32"),
+        ({"tilt": -1}, "tilt=-1; allowed: a finite number >= 0"),
+        ({"tilt": 0.1, "mode": "smc"}, "no effect in mode 'smc'"),
         ({"mode": "fast"}, "mode='fast'; allowed: one of smc, exact, mixed, auto"),
         ({"mode": "exact", "ess_threshold": 0.5}, "no effect in mode 'exact'"),
         ({"mode": "mixed", "power": 2}, "no effect in mode 'mixed'"),
