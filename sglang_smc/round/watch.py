@@ -3,8 +3,8 @@
 `smc.fidelity` has the statistics, and says why they mean what they do. What a draft step's law was
 is known as the step is drafted and p's row only when the target has read the block, so the draft's
 scores at the watched column are held until then. That takes the memory of one draft step, and
-reads one of the K + 1 columns that a round works on anyway twice more: by the bytes that a GPU moves
-under 1 % of a round.
+reads one of the K + 1 columns that a round works on anyway twice more: by arithmetic under 1 % of
+a round on a GPU.
 """
 
 import torch

@@ -35,12 +35,12 @@ FOR_PREFILL = 2 << 30
 
 
 def test_a_weighed_round_holds_the_targets_logits_twice() -> None:
-    """In bf16 as the head makes them, and in float32."""
-    assert round_bytes(8, 8, VOCAB) == 72 * VOCAB * 6
+    """In bf16 as the head makes them, and in float32; and the draft's where they are watched."""
+    assert round_bytes(8, 8, VOCAB) == (8 * 4 + 72 * 6) * VOCAB
 
 
 def test_a_verified_round_holds_what_was_drafted_too() -> None:
-    assert round_bytes(8, 8, VOCAB, verifies=True) == (64 * 4 + 72 * 6) * VOCAB
+    assert round_bytes(8, 8, VOCAB, verifies=True) == ((64 + 8) * 4 + 72 * 6) * VOCAB
 
 
 def test_without_drafts_one_token_is_read() -> None:
