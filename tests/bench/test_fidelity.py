@@ -119,7 +119,7 @@ def test_the_server_takes_every_setting_and_none_is_measured_twice() -> None:
             assert kind.evidence_threshold in (None, config.covering)
             mode = "mixed" if config.mode == "auto" else config.mode
             sizes = (config.num_particles, config.num_steps)
-            seen.add((mode, *sizes, config.resample_at, config.covering))
+            seen.add((mode, *sizes, config.resample_at, config.covering, config.lag))
     assert len(seen) == sum(kind.engine == "smc" for kind in grid.kinds())
 
 
