@@ -278,6 +278,21 @@ def _begins_alike(
 
 
 @triton.jit
+def _split(weight, stays, leaves, num_free, particle, padded: tl.constexpr):
+    """Who stands in each place, as `agreement._splits`, and what a copy of each particle weighs."""
+    place = tl.cumsum(leaves.to(tl.int32), 0) - 1  # among the free ones
+    ancestor, share = particle, weight
+    parts = stays.to(tl.int32)
+    for free in range(0, num_free):
+        shared = tl.where(stays, share, -float("inf"))
+        best = tl.min(tl.where(shared == tl.max(shared, 0), particle, padded), 0)
+        ancestor = tl.where(leaves & (place == free), best, ancestor)
+        parts += (particle == best).to(tl.int32)
+        share = weight - tl.log(tl.where(stays, parts, 1).to(tl.float64))
+    return ancestor, share
+
+
+@triton.jit
 def _narrow(
     log_weights,
     texts,
@@ -318,22 +333,11 @@ def _narrow(
     stays = alike & is_present
     leaves = is_present & (alike == 0)
     num_dropped = tl.sum(leaves.to(tl.int32), 0)
-    place = tl.cumsum(leaves.to(tl.int32), 0) - 1  # among the free ones
-
-    ancestor = particle
-    parts = stays.to(tl.int32)
-    for free in range(0, num_dropped):
-        shared = weight - tl.log(tl.where(stays, parts, 1).to(tl.float64))
-        shared = tl.where(stays, shared, -float("inf"))
-        best = tl.min(tl.where(shared == tl.max(shared, 0), particle, padded), 0)
-        ancestor = tl.where(leaves & (place == free), best, ancestor)
-        parts += (particle == best).to(tl.int32)
-
+    ancestor, share = _split(weight, stays, leaves, num_dropped, particle, padded)
     _, kept = _log_sum(tl.where(stays, weight, -float("inf")))
     raised = tl.where(total == -float("inf"), 0.0, total - kept)
-    split = weight - tl.log(tl.where(stays, parts, 1).to(tl.float64)) + raised
     from_it = ancestor[:, None] == particle[None, :]
-    split = tl.sum(tl.where(from_it, split[None, :], 0.0), 1)
+    split = tl.sum(tl.where(from_it, (share + raised)[None, :], 0.0), 1)
     size = tl.sum(is_present.to(tl.int32), 0).to(tl.float64)
     tl.store(out_ancestors + own, ancestor.to(tl.int64), mask=here)
     tl.store(out_log_weights + own, tl.where(is_present, split, weight), mask=here)

@@ -40,14 +40,14 @@ from transformers import logging
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from fidelity.cut_rules import CapColumn, CapWeight, Residual, VerifyAtCut, Weigh
+from fidelity.nats import ratio
 from fidelity.reference import Models
+from fidelity.scoring import token_statistics
 from fidelity.simulate import Answer, Llama, Model, Pair, Rule, Verify, answers
 from fidelity.stats import normal_interval
 from pair.task import held_out, messages
-from results import Z95, Interval, interval_cell, markdown_table, provenance
+from results import Interval, interval_cell, markdown_table, provenance
 from study import PAIR, Log, bar, code_fingerprint, digest, parser, positive, slug_of
-
-from sglang_smc.tokens.distribution import token_log_probs
 
 TEMPERATURE, LIMIT, BATCH = 0.7, 160, 32
 SHAPES = [(6, 11), (5, 13), (4, 17)]  # of chains: 72 scored rows, or 70
@@ -121,16 +121,15 @@ def _score(
     log_p: torch.Tensor, log_q: torch.Tensor, tokens: torch.Tensor, answer: Answer
 ) -> Scored:
     """One answer, from log p and log q ``[T, V]`` at its tokens ``[T]``."""
-    log_ratio, p = log_q - log_p, log_p.exp()
-    mean = (p * log_ratio).sum(1)
-    variance = (p * (log_ratio - mean.unsqueeze(1)).square()).sum(1)
-    mine = token_log_probs(log_ratio, tokens)  # [T]
-    mixtures = torch.log1p(MIXTURES.unsqueeze(1) * mine.expm1()).sum(1)
+    laws = (law.numpy() for law in (log_p, log_q))
+    found = token_statistics(*laws, tokens.numpy())
+    ratios = torch.from_numpy(found.log_ratio).expm1()  # [T]
+    mixtures = torch.log1p(MIXTURES.unsqueeze(1) * ratios).sum(1)
     return Scored(
         len(tokens),
         answer.num_rounds,
-        float((mine - mean).sum()),
-        float(variance.sum()),
+        float(found.tilt.sum()),
+        float(found.information.sum()),
         mixtures.tolist(),
     )
 
@@ -164,13 +163,6 @@ def cross_fitted(log_mixtures: np.ndarray) -> np.ndarray:
     half = np.arange(len(log_mixtures)) % 2
     best = [log_mixtures[half != h].mean(0).argmax() for h in (0, 1)]
     return log_mixtures[np.arange(len(half)), np.array(best)[half]]
-
-
-def ratio_interval(tops: np.ndarray, bottoms: np.ndarray) -> Interval:
-    """A ratio of two sums over answers, with the 95 % interval of its linearisation."""
-    mean = tops.sum() / bottoms.sum()
-    half = Z95 * float(np.sqrt(np.square(tops - mean * bottoms).sum())) / bottoms.sum()
-    return Interval(float(mean), float(mean - half), float(mean + half), len(tops))
 
 
 def over_curve(curve: Sequence[Fidelity], arm: Fidelity, seed: int = 0) -> list[Interval]:
@@ -244,8 +236,8 @@ def summary(arms: dict[Arm, Fidelity]) -> list[dict[str, Any]]:
     for arm, found in arms.items():
         row: dict[str, Any] = {
             "name": arm.name,
-            "tokens_per_pass": ratio_interval(found.tokens, found.rounds),
-            "tilt": ratio_interval(found.shift, found.variance),
+            "tokens_per_pass": ratio(found.tokens, found.rounds),
+            "tilt": ratio(found.shift, found.variance),
             "kl": normal_interval(found.log_odds.tolist()),
         }
         if arm not in CURVE:

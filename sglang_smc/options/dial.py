@@ -26,7 +26,6 @@ PRIOR_INFORMATION = 30.0
 WINDOW_INFORMATION = 800.0
 """What is remembered at most: s within 0.035, and the pair's last 2,400 answers at c = 2."""
 
-
 DIALED = ("mixed", "auto")
 """The modes of which this is so, at any c."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 INFORMATION = 1000.0
-"""Of a whole window, whose tilt has a standard error of 0.03 then; the shipped pair has about 4 an
+"""Of a whole window, whose tilt has a standard error of 0.03 then; the shipped pair has about 3 an
 answer."""
 
 MOST_ANSWERS = 10_000

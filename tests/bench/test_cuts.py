@@ -19,11 +19,11 @@ from fidelity.cuts import (
     cross_fitted,
     load_pair,
     over_curve,
-    ratio_interval,
     score,
     summary,
     table,
 )
+from fidelity.nats import ratio
 from fidelity.simulate import Answer, Pair, Rule, Verify, answers
 from laws import Law, enumerate_law, p_value
 from ragged_tables import RaggedTable
@@ -119,8 +119,8 @@ def test_scores_have_their_means_under_the_target() -> None:
 def test_the_draft_is_tilted_and_the_target_is_not() -> None:
     drafted = Fidelity.of(sampled(TOY._replace(target=TOY.draft)))
     plain = Fidelity.of(sampled(TOY))
-    assert ratio_interval(drafted.shift, drafted.variance).low > 0.3
-    low, high = ratio_interval(plain.shift, plain.variance)[1:3]
+    assert ratio(drafted.shift, drafted.variance).low > 0.3
+    low, high = ratio(plain.shift, plain.variance)[1:3]
     assert low < 0 < high
     assert drafted.log_odds.mean() > 0 >= plain.log_odds.mean() - 0.02
 
@@ -136,7 +136,7 @@ def test_a_ratio_lies_in_its_interval_as_often_as_it_says() -> None:
     inside = 0
     for _ in range(400):
         bottoms = random.uniform(1, 3, 60)
-        _, low, high, _ = ratio_interval(bottoms * random.normal(0.5, 0.3, 60), bottoms)
+        _, low, high, _ = ratio(bottoms * random.normal(0.5, 0.3, 60), bottoms)
         inside += low < 0.5 < high
     assert 0.90 < inside / 400 < 0.995
 
