@@ -40,10 +40,11 @@ class Kernel(NamedTuple):
 
 @cache
 def own_kernels() -> dict[str, str]:
-    """The plugin's Triton kernels by name, and the file of each, without its ending."""
+    """The plugin's Triton kernels by name, and the file of each in `kernels/`."""
+    folder = REPOSITORY / "kernels"
     return {
-        node.name: path.stem
-        for path in (REPOSITORY / "kernels").glob("*.py")
+        node.name: path.relative_to(folder).with_suffix("").as_posix()
+        for path in folder.rglob("*.py")
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.FunctionDef)
         and any("triton.jit" in ast.unparse(one) for one in node.decorator_list)
@@ -56,7 +57,7 @@ def kind_of(name: str) -> str:
     ours = [own for own in own_kernels() if name.startswith(own)]
     if ours:
         file = own_kernels()[max(ours, key=len)]
-        if file != "particle_attention":
+        if not file.startswith("attention/"):
             return OURS
         return JOIN if "join" in name else ATTENTION
     return next((kind for kind, pattern in PATTERNS if pattern.search(name)), OTHER)

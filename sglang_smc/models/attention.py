@@ -126,7 +126,7 @@ class ParticleAttention(AttentionBackend):
     def _plan_triton(
         self, locations: KVLocations, starts: torch.Tensor, num_columns: int
     ) -> "Attend":
-        from sglang_smc.kernels.particle_attention import particle_attention
+        from sglang_smc.kernels.attention.particle_attention import particle_attention
 
         return partial(
             particle_attention,

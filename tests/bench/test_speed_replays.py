@@ -67,7 +67,7 @@ def test_kernels_are_known_by_name() -> None:
 def test_every_kernel_of_ours_is_known() -> None:
     """Red where a file of kernels is written so that its names are not found."""
     files = set(replays.own_kernels().values())
-    assert {"particle_attention", "sample", "lineage", "reweight"} <= files
+    assert {"attention/particle_attention", "sample", "lineage", "reweight"} <= files
     assert {replays.kind_of(name) for name in replays.own_kernels()} == {
         replays.OURS,
         replays.ATTENTION,

@@ -30,11 +30,11 @@ from sglang_smc.kernels.agreement import (
     same_text,
     stratify,
 )
+from sglang_smc.kernels.attention.particle_attention import particle_attention
 from sglang_smc.kernels.edits import count_tokens, edit_logits
 from sglang_smc.kernels.filters import keep_tokens
 from sglang_smc.kernels.keep import keep
 from sglang_smc.kernels.lineage import commit, descend, reserve
-from sglang_smc.kernels.particle_attention import particle_attention
 from sglang_smc.kernels.randomness import round_seeds, uniforms
 from sglang_smc.kernels.reweight import SCHEMES, reweight_and_resample
 from sglang_smc.kernels.rows import tally

@@ -22,7 +22,10 @@ from triton import knobs
 if TYPE_CHECKING:
     from sglang_smc.ops.interface import Ops
 
-KERNELS = sorted(path.stem for path in (Path(__file__).parents[2] / "kernels").glob("*.py"))
+_FOLDER = Path(__file__).parents[2] / "kernels"
+KERNELS = sorted(
+    ".".join(path.relative_to(_FOLDER).with_suffix("").parts) for path in _FOLDER.rglob("*.py")
+)
 
 
 def decorate_anew() -> None:

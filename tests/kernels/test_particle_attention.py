@@ -8,7 +8,7 @@ import torch
 from particle_cases import SCALING, Case, make_case
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_smc.kernels import particle_attention as kernel
+from sglang_smc.kernels.attention import particle_attention as kernel
 from sglang_smc.models.shared_prefix import plan_shared_prefix, shared_prefix_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

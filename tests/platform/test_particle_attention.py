@@ -205,7 +205,9 @@ def test_with_triton_nothing_waits_for_the_device(
 ) -> None:
     """Tensors without data run through all of it; they refuse to tell the host a value."""
     for launched in ("_attend_spans", "_join_spans"):
-        monkeypatch.setattr(f"sglang_smc.kernels.particle_attention.{launched}", NoLaunch())
+        monkeypatch.setattr(
+            f"sglang_smc.kernels.attention.particle_attention.{launched}", NoLaunch()
+        )
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     waiting, h = (fake(Harness(case(num_columns), how), mode) for how in ("torch", "triton"))
     with mode:
