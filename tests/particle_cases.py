@@ -4,8 +4,11 @@ from typing import NamedTuple
 
 import torch
 
+from sglang_smc.models.softmax import Softmax
+
 NUM_SLOTS = 1024
 SCALING = 0.3
+PLAIN = Softmax(SCALING)
 
 
 class Case(NamedTuple):
@@ -26,6 +29,8 @@ class Case(NamedTuple):
     present: torch.Tensor  # [G, N] bool; an absent particle's keys stand in slot 0
     open_columns: torch.Tensor  # [G] new tokens that a request has; the keys of others do, too
     max_tail: int
+    softmax: Softmax = PLAIN
+    window: int | None = None
 
     def expected(self) -> torch.Tensor:
         """Softmax attention in float64, one query and one head at a time; NaN where absent."""
@@ -36,10 +41,20 @@ class Case(NamedTuple):
                 slots = self.seen(g, n, c)
                 for head in range(self.query.shape[3]):
                     keys = self.keys[slots, head // group].double()
-                    scores = keys @ self.query[g, n, c, head].double() * SCALING
                     values = self.values[slots, head // group].double()
-                    output[g, n, c, head] = scores.softmax(0) @ values
+                    scores = keys @ self.query[g, n, c, head].double()
+                    output[g, n, c, head] = self._weights(scores, head) @ values
         return output
+
+    def _weights(self, scores: torch.Tensor, head: int) -> torch.Tensor:
+        """Weights of keys, ``[keys]``, from their products with a query; the values' scale too."""
+        scaling, cap, sinks, value_scale = self.softmax
+        scores = scores * scaling
+        if cap:
+            scores = cap * torch.tanh(scores / cap)
+        weights = scores.exp()
+        sink = 0 if sinks is None else sinks[head].double().exp()
+        return value_scale * weights / (weights.sum() + sink)
 
     def seen(self, g: int, n: int, c: int) -> torch.Tensor:
         """Slots of the keys that a query sees, in the order of their positions."""
@@ -47,7 +62,8 @@ class Case(NamedTuple):
         prefix = self.req_to_token[self.rows[g], :committed]
         place = torch.arange(committed, end) % self.tails.shape[1]
         tail = self.tails[self.particle_rows[g, n], place]
-        return torch.cat([prefix, tail]).long()
+        first = 0 if self.window is None else max(end - 1 - self.window, 0)
+        return torch.cat([prefix[:end], tail]).long()[first:]
 
     def assert_close(self, output: torch.Tensor) -> None:
         """``output`` is the expected, for all particles that are present."""
@@ -73,6 +89,8 @@ def make_case(
     head_dim: int = 64,
     dtype: torch.dtype = torch.float32,
     open_columns: list[int] | None = None,
+    softmax: Softmax = PLAIN,
+    window: int | None = None,
 ) -> Case:
     """Lay out requests of the given prefix lengths.
 
@@ -81,6 +99,7 @@ def make_case(
         ahead: ``[G, N]`` how far each particle's first token stands behind ``committed``: -1 for
             the last committed token itself; None for an absent particle.
         open_columns: ``[G]`` how many of the columns each request has itself; None for all.
+        softmax, window: of the layer.
     """
     generator = torch.Generator().manual_seed(0)
     starts = torch.tensor([[a or 0 for a in row] for row in ahead])
@@ -136,4 +155,6 @@ def make_case(
         present=torch.tensor([[a is not None for a in row] for row in ahead]),
         open_columns=torch.tensor(open_columns or [num_columns] * size),
         max_tail=longest + 3,
+        softmax=softmax,
+        window=window,
     )

@@ -7,30 +7,23 @@ Flash decoding in one launch over *spans* of keys, and a second one that joins t
 - A particle's tail is cut into spans of one length, as many as the longest tail may have. Its
   queries are its own C * group.
 
-Programs whose keys or queries do not exist leave at once. The grid follows from shapes and bounds
-that the host knows, so that a CUDA graph can capture it.
+A layer with a window reads the end of a prefix alone, as far as its earliest query sees: the spans
+are cut from that. Programs whose keys or queries do not exist leave at once. The grid follows from
+shapes and bounds that the host knows, so that a CUDA graph can capture it.
 """
 
-import math
-from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-# By the bytes of an element: keys of a block, queries of it at the most, warps that share it.
-BLOCKS = {2: (64, 64, 4), 4: (32, 32, 8)}
-# What one program joins is a single tile, spans * head_dim: 32 numbers a thread at the most.
-MAX_SPANS = 32
-NUMBERS_PER_WARP = 1024  # of that tile
-MAX_TAIL_SPANS = 8
-TAIL_SPAN = 512  # keys of a tail that one program reads, or a multiple where a tail may be longer
-MAX_HEAD_DIM = 128
-RESIDENT_PROGRAMS = 264  # run at a time: two on each of 132 multiprocessors
-# Keys are found by slots that are loaded first. With fewer stages the pipeline asks for a block's
-# keys only after the block before it is done; with five they are under way by then.
-NUM_STAGES = 5
+from sglang_smc.kernels.attention.join import join_spans
+from sglang_smc.kernels.attention.work import MAX_HEAD_DIM, cut_work
+
+if TYPE_CHECKING:
+    from sglang_smc.models.softmax import Softmax
+
 LOG2_E = 1.4426950408889634
 
 
@@ -47,14 +40,16 @@ def particle_attention(
     starts: torch.Tensor,
     max_prefix: int,
     max_tail: int,
-    scaling: float,
+    softmax: "Softmax",
+    window: int | None = None,
 ) -> torch.Tensor:
     """Causal softmax attention of particles over their prefix and tails; waits for nothing.
 
     Args:
         query: ``[G, N, C, q_heads, head_dim]``; heads that share a key head stand together. Read
             where it stands if its tokens are equally far apart, as in a slice of a wider matrix.
-        keys, values: ``[slots, kv_heads, head_dim]`` of one layer, with the new tokens' in them.
+        keys, values: ``[slots, kv_heads, head_dim]`` of one layer, with the new tokens' in them; of
+            the queries' type, or of 8 bits.
         req_to_token: ``[rows, width]`` slots by row and position.
         tails: ``[rows, W]`` slots by row and position modulo W, a power of two.
         rows, committed: ``[G]`` int64, rows of the shared prefixes and their lengths.
@@ -62,19 +57,22 @@ def particle_attention(
         starts: ``[G, N]`` int64, position of each particle's first query, at least
             ``committed - 1``.
         max_prefix, max_tail: no prefix is longer, and no particle has more keys behind it.
-        scaling: factor of the scores, before the softmax.
+        softmax: what the layer makes of its scores.
+        window: how many keys before its own a query sees; None for all.
 
     Returns:
         The shape of ``query``, contiguous.
 
     Raises:
-        ValueError: for heads of more than 128 dimensions, whose blocks do not fit on the chip.
+        ValueError: for heads of more than 256 dimensions, whose blocks do not fit on the chip.
     """
     size, num_particles, num_columns, q_heads, head_dim = query.shape
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim={head_dim}; the Triton kernel takes at most {MAX_HEAD_DIM}")
     kv_heads = keys.shape[1]
-    cut = cut_work(query.shape, kv_heads, keys.element_size(), max_prefix, max_tail)
+    if window is not None:
+        max_prefix = min(max_prefix, window + 1)
+    cut = cut_work(query.shape, kv_heads, query.element_size(), max_prefix, max_tail)
     num_prefix = size * kv_heads * cut.prefix_blocks * cut.prefix_spans
     num_tail = size * num_particles * kv_heads * cut.tail_blocks * cut.tail_spans
 
@@ -91,6 +89,8 @@ def particle_attention(
         "group": q_heads // kv_heads,
         "head_dim": head_dim,
         "block_dim": triton.next_power_of_2(head_dim),
+        "has_window": window is not None,
+        "has_cap": softmax.cap > 0,
     }
     _attend_spans[(num_prefix + num_tail,)](
         queries,
@@ -100,92 +100,29 @@ def particle_attention(
         *(places.contiguous() for places in (rows, committed, particle_rows, starts)),
         partial,
         log_sums,
-        scaling * LOG2_E,
+        softmax.scaling / softmax.cap if softmax.cap else softmax.scaling * LOG2_E,
+        softmax.cap * LOG2_E,
+        window or 0,
         num_particles,
         tokens,
         num_prefix,
-        *cut[3:],  # blocks and spans
+        *cut[4:],  # blocks and spans
         *(*queries.stride()[:2], *keys.stride()[:2], *values.stride()[:2]),
         *(req_to_token.stride(0), tails.shape[1]),
         block_rows=cut.block_rows,
         block_keys=cut.block_keys,
         num_warps=cut.num_warps,
-        num_stages=NUM_STAGES,
+        num_stages=cut.num_stages,
         **shape,
     )
-    block_dim, block_spans = shape["block_dim"], triton.next_power_of_2(spans)
-    _join_spans[(tokens * q_heads,)](
-        partial,
-        log_sums,
-        output,
-        tokens * q_heads,
-        spans,
-        head_dim=head_dim,
-        block_dim=block_dim,
-        block_spans=block_spans,
-        num_warps=triton.cdiv(block_spans * block_dim, NUMBERS_PER_WARP),
-    )
+    join_spans(partial, log_sums, output, softmax.sinks, softmax.value_scale)
     return output
-
-
-class WorkSplit(NamedTuple):
-    """How the work is cut into programs; follows from shapes and bounds alone."""
-
-    block_rows: int  # query rows of a program
-    block_keys: int  # keys that it looks at together
-    num_warps: int
-    prefix_blocks: int  # blocks of query rows that share a prefix
-    prefix_spans: int
-    tail_blocks: int  # those of one particle
-    tail_spans: int
-    tail_span: int  # keys of each
-
-
-@lru_cache
-def cut_work(
-    shape: torch.Size, kv_heads: int, element_size: int, max_prefix: int, max_tail: int
-) -> WorkSplit:
-    """Cut up the work for queries ``[G, N, C, q_heads, head_dim]`` to keys of so many bytes.
-
-    A prefix is cut into as few spans as keep the device busy, no shorter than a block of keys, and
-    never into more than can be joined at once: `MAX_SPANS`, those of a tail among them.
-    """
-    size, num_particles, num_columns, q_heads, _ = shape
-    own_rows = num_columns * q_heads // kv_heads
-    block_keys, most_rows, num_warps = BLOCKS[element_size]
-    block_rows = min(most_rows, max(16, triton.next_power_of_2(num_particles * own_rows)))
-    prefix_blocks = triton.cdiv(num_particles * own_rows, block_rows)
-    tail_span = TAIL_SPAN * triton.cdiv(max_tail, TAIL_SPAN * MAX_TAIL_SPANS)
-    tail_spans = triton.cdiv(max_tail, tail_span)
-    most = min(MAX_SPANS - tail_spans, triton.cdiv(max_prefix, block_keys))
-    return WorkSplit(
-        block_rows=block_rows,
-        block_keys=block_keys,
-        num_warps=num_warps,
-        prefix_blocks=prefix_blocks,
-        prefix_spans=_fewest_spans(size * kv_heads * prefix_blocks, most),
-        tail_blocks=triton.cdiv(own_rows, block_rows),
-        tail_spans=tail_spans,
-        tail_span=tail_span,
-    )
-
-
-def _fewest_spans(programs: int, most: int) -> int:
-    """The smallest number of spans that is nearly as good as any, ``most`` at most.
-
-    Of each span there are so many ``programs``, all with equal work. They run in waves, and one
-    that is not full takes as long as one that is: good are full waves. Nearly as good is 85 % as
-    full as can be; FlashAttention chooses its splits by the same rule.
-    """
-    waves = [spans * programs / RESIDENT_PROGRAMS for spans in range(1, most + 1)]
-    shares = [wave / math.ceil(wave) for wave in waves]
-    return 1 + next(i for i, share in enumerate(shares) if share >= 0.85 * max(shares))
 
 
 # What differs from batch to batch is not to be compiled in.
 @triton.jit(
     do_not_specialize=[
-        *("num_particles", "all_tokens", "num_prefix"),
+        *("window", "num_particles", "all_tokens", "num_prefix"),
         *("prefix_blocks", "prefix_spans", "tail_blocks", "tail_spans", "tail_span"),
     ]
 )
@@ -202,6 +139,8 @@ def _attend_spans(
     partial_ptr,
     log_sum_ptr,
     scaling,
+    cap,
+    window,
     num_particles,
     all_tokens,
     num_prefix,
@@ -225,6 +164,8 @@ def _attend_spans(
     block_rows: tl.constexpr,
     block_keys: tl.constexpr,
     block_dim: tl.constexpr,
+    has_window: tl.constexpr,
+    has_cap: tl.constexpr,
 ):
     """Each program: a block of query rows of one key head, one span of a prefix or of a tail."""
     program = tl.program_id(0)
@@ -242,10 +183,12 @@ def _attend_spans(
     start = tl.load(starts_ptr + owner, mask=is_tail, other=1 << 30).to(tl.int32)
     own_row = tl.load(particle_rows_ptr + owner, mask=is_tail, other=0)
     shared_row = tl.load(rows_ptr + owner, mask=program < num_prefix, other=0)
+    # What the earliest query sees that there may be, the one at the prefix's end.
+    first = tl.maximum(committed - 1 - window, 0) if has_window else 0
     # The spans of a prefix are whole blocks of keys, as many in each.
-    even = tl.cdiv(committed, block_keys * prefix_spans) * block_keys
+    even = tl.cdiv(committed - first, block_keys * prefix_spans) * block_keys
     length = tl.where(is_tail, tail_span, even)
-    begin = tl.where(is_tail, committed, 0) + span * length
+    begin = tl.where(is_tail, committed, first) + span * length
     end = tl.where(is_tail, start + num_columns, committed)
     num_tokens = tl.where(is_tail, 1, num_particles) * num_columns
     partial_span = span + tl.where(is_tail, prefix_spans, 0)
@@ -255,9 +198,12 @@ def _attend_spans(
         value_ptr + head * value_head_stride,
         tl.where(is_tail, tails_ptr + own_row * tails_width, table_ptr + shared_row * table_stride),
         tl.where(is_tail, tails_width - 1, 0x7FFFFFFF),  # a tail's positions go round in its row
+        starts_ptr,
         partial_ptr,
         log_sum_ptr,
         scaling,
+        cap,
+        window,
         start,
         begin,
         tl.minimum(begin + length, end),
@@ -277,6 +223,8 @@ def _attend_spans(
         block_rows,
         block_keys,
         block_dim,
+        has_window,
+        has_cap,
     )
 
 
@@ -287,9 +235,12 @@ def _attend_span(
     value_ptr,
     slot_ptr,
     in_row,
+    starts_ptr,
     partial_ptr,
     log_sum_ptr,
     scaling,
+    cap,
+    window,
     start,
     begin,
     end,
@@ -309,6 +260,8 @@ def _attend_span(
     block_rows: tl.constexpr,
     block_keys: tl.constexpr,
     block_dim: tl.constexpr,
+    has_window: tl.constexpr,
+    has_cap: tl.constexpr,
 ):
     """Flash attention of query rows (token, head of the group) over the positions [begin, end)."""
     # Unsigned: to divide it by what is no power of two takes fewer registers.
@@ -327,6 +280,9 @@ def _attend_span(
         other=0.0,
     )
     last_seen = start + nth_token % num_columns
+    if has_window:
+        own_start = tl.load(starts_ptr + token // num_columns, mask=in_rows, other=0)
+        first_seen = own_start.to(tl.int32) + nth_token % num_columns - window
 
     highest = tl.full([block_rows], float("-inf"), tl.float32)
     total = tl.zeros([block_rows], tl.float32)
@@ -342,7 +298,11 @@ def _attend_span(
             value_ptr + slot[:, None] * value_stride + dim[None, :], mask=loaded, other=0.0
         )
         scores = tl.dot(query, tl.trans(key).to(query.dtype), input_precision="tf32x3") * scaling
+        if has_cap:  # cap * tanh(score), in a form that no score overflows
+            scores = cap - 2 * cap / (1 + tl.exp(2 * scores))
         seen = inside[None, :] & (position[None, :] <= last_seen[:, None])
+        if has_window:
+            seen &= position[None, :] >= first_seen[:, None]
         scores = tl.where(seen, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         # A row that has seen nothing so far: -inf - 0, not -inf - -inf.
@@ -365,36 +325,3 @@ def _attend_span(
         output / tl.where(some, total, 1.0)[:, None],
         mask=(in_rows & some)[:, None] & in_dim[None, :],
     )
-
-
-@triton.jit(do_not_specialize=["num_rows", "spans"])
-def _join_spans(
-    partial_ptr,
-    log_sum_ptr,
-    output_ptr,
-    num_rows,
-    spans,
-    head_dim: tl.constexpr,
-    block_dim: tl.constexpr,
-    block_spans: tl.constexpr,
-):
-    """Each program: one query row, from [spans, rows, head_dim] to [rows, head_dim].
-
-    It waits for memory twice, however many spans there are: for what each weighs, then for all
-    that weigh anything. The others' results need not have been written.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    span = tl.arange(0, block_spans)
-    dim = tl.arange(0, block_dim)
-    place = span.to(tl.int64) * num_rows + row
-    log_sum = tl.load(log_sum_ptr + place, mask=span < spans, other=float("-inf"))
-    highest = tl.max(log_sum, 0)
-    weight = tl.exp2(log_sum - tl.where(highest > float("-inf"), highest, 0.0))
-    part = tl.load(
-        partial_ptr + place[:, None] * head_dim + dim[None, :],
-        mask=(weight != 0)[:, None] & (dim < head_dim)[None, :],
-        other=0.0,
-    )
-    total = tl.sum(weight, 0)  # 0 for a padding request without keys
-    output = tl.sum(part * weight[:, None], 0) / tl.where(total != 0, total, 1.0)
-    tl.store(output_ptr + row * head_dim + dim, output, mask=dim < head_dim)

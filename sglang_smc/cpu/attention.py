@@ -1,4 +1,4 @@
-"""Batched attention for CPUs: one gather and one scaled_dot_product_attention for many rows.
+"""Batched attention for CPUs: one gather and one attention kernel for many rows.
 
 SGLang's ``torch_native`` backend loops over the rows of a batch in Python. Many short rows, as in
 decoding, spend most of their time in that loop. Here rows are padded to the longest and masked, so
@@ -16,15 +16,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from torch.nn.functional import scaled_dot_product_attention
 
-from sglang_smc.models.shared_prefix import gather_slots
-from sglang_smc.models.supported import check_layer, check_pool, head_group
+from sglang_smc.models.softmax import (
+    Softmax,
+    additive,
+    attend,
+    finish,
+    gather_slots,
+    softmax_of,
+)
+from sglang_smc.models.supported import check_layer, check_pool, head_group, window_of
 from sglang_smc.models.trees import places_in_mask
 
 if TYPE_CHECKING:
@@ -44,7 +51,7 @@ class PaddedRows(msgspec.Struct, frozen=True):
     tokens: torch.Tensor  # [rows, query_len] int64
     # Slots of the rows' keys. Padding repeats a row's last slot, so only written slots are read.
     slots: torch.Tensor  # [rows, kv_len] int64
-    # 0 or -inf; query heads that share a key head are folded into the query axis.
+    # As of `additive`; query heads that share a key head are folded into the query axis.
     mask: torch.Tensor  # [rows, 1, query_len * group, kv_len]
 
     def attend(
@@ -52,7 +59,7 @@ class PaddedRows(msgspec.Struct, frozen=True):
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        scaling: float,
+        softmax: Softmax,
         output: torch.Tensor,
     ) -> None:
         """Fill these rows' part of ``output``; query and output are [tokens, q_heads, head_dim].
@@ -64,15 +71,12 @@ class PaddedRows(msgspec.Struct, frozen=True):
         kv_heads, head_dim = keys.shape[1], keys.shape[3]
         tokens = self.tokens.view(-1)
         folded = query[tokens].view(rows, query_len, kv_heads, -1, head_dim).transpose(1, 2)
-        result = scaled_dot_product_attention(
-            folded.reshape(
-                rows, kv_heads, -1, head_dim
-            ),  # [rows, kv_heads, query_len * group, dim]
-            keys,
-            values,
-            attn_mask=self.mask,
-            scale=scaling,
-        )
+        # [rows, kv_heads, query_len * group, dim]
+        folded = folded.reshape(rows, kv_heads, -1, head_dim)
+        if softmax.sinks is not None:  # [kv_heads, query_len * group], as queries are folded
+            of_heads = softmax.sinks.view(kv_heads, -1).repeat(1, query_len)
+            softmax = softmax._replace(sinks=of_heads)
+        result = finish(attend(folded, keys, values, self.mask, softmax), softmax)
         unfolded = result.view(rows, kv_heads, query_len, -1, head_dim).transpose(1, 2)
         # A padding query repeats its row's last one: equal values are written to one place.
         output[tokens] = unfolded.reshape(-1, *query.shape[1:])
@@ -83,7 +87,7 @@ class LongRow(msgspec.Struct, frozen=True):
 
     start: int
     slots: torch.Tensor  # [1, kv_len] int64
-    mask: torch.Tensor | None  # [query_len, kv_len]; None: no prefix, plain causal
+    mask: torch.Tensor | None  # [query_len, kv_len]; None: no prefix, no window, plain causal
     query_len: int
 
     def attend(
@@ -91,7 +95,7 @@ class LongRow(msgspec.Struct, frozen=True):
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        scaling: float,
+        softmax: Softmax,
         output: torch.Tensor,
     ) -> None:
         """Fill this row's part of ``output``; arguments as for ``PaddedRows.attend``, of one row.
@@ -102,19 +106,21 @@ class LongRow(msgspec.Struct, frozen=True):
         kv_heads, head_dim = keys.shape[1], keys.shape[3]
         grouped = query[own].view(self.query_len, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         broadcast = (-1, grouped.shape[1], -1, -1)  # [kv_heads, group, kv_len, head_dim]
-        result = scaled_dot_product_attention(
+        if softmax.sinks is not None:
+            softmax = softmax._replace(sinks=softmax.sinks.view(kv_heads, -1, 1))
+        attended = attend(
             grouped,  # [kv_heads, group, query_len, head_dim]
             keys[0].unsqueeze(1).expand(broadcast),
             values[0].unsqueeze(1).expand(broadcast),
-            attn_mask=self.mask,
-            is_causal=self.mask is None,
-            scale=scaling,
+            self.mask,
+            softmax,
         )
+        result = finish(attended, softmax)
         output[own] = result.permute(2, 0, 1, 3).reshape(self.query_len, -1, head_dim)
 
 
 class ForwardPlan(msgspec.Struct, frozen=True):
-    """What all layers of one forward share."""
+    """What all layers of one forward share that have one window."""
 
     calls: list[PaddedRows | LongRow]
     # Destinations of the gathers. Fresh pages for every layer would cost more than the copy.
@@ -136,7 +142,8 @@ class CpuAttentionBackend(AttentionBackend):
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.dtype = model_runner.dtype
         self.group = head_group(model_runner)
-        self.plan: ForwardPlan  # of the running forward
+        self.is_scaled = self.token_to_kv_pool.dtype.itemsize == 1
+        self.plan_of: Callable[[int | None], ForwardPlan]  # by window, in the running forward
 
     def support_triton(self) -> bool:
         return False
@@ -156,8 +163,13 @@ class CpuAttentionBackend(AttentionBackend):
 
     def set_plan(self, **rows: Any) -> None:
         """What the next forward's layers do, from what ``plan_calls`` is to know of its rows."""
-        calls = plan_calls(**rows, group=self.group, dtype=self.dtype)
-        self.plan = ForwardPlan(calls, *self._scratch(calls))
+
+        @cache
+        def plan_of(window: int | None) -> ForwardPlan:
+            calls = plan_calls(**rows, group=self.group, dtype=self.dtype, window=window)
+            return ForwardPlan(calls, *self._scratch(calls))
+
+        self.plan_of = plan_of
 
     def forward_extend(
         self,
@@ -167,6 +179,7 @@ class CpuAttentionBackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Attend with the plan of ``init_forward_metadata``.
@@ -175,18 +188,21 @@ class CpuAttentionBackend(AttentionBackend):
             q: [tokens, q_heads * head_dim]
             k, v: [tokens, kv_heads, head_dim], written to ``out_cache_loc`` first;
                 None where the layer reads another layer's cache.
+            sinks: [q_heads] scores of a key without a value, of models that have them.
 
         Returns:
             [tokens, q_heads * head_dim]
         """
         check_layer(layer, self.group, kwargs)
         if save_kv_cache and k is not None and v is not None:
-            self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+            scales = (layer.k_scale, layer.v_scale) if self.is_scaled else ()
+            self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, *scales)
         query = q.view(-1, layer.tp_q_head_num, layer.head_dim)  # [tokens, q_heads, head_dim]
         output = torch.empty_like(query)
-        for call in self.plan.calls:
-            keys, values = self._gather(layer.layer_id, call.slots)
-            call.attend(query, keys.to(q.dtype), values.to(q.dtype), layer.scaling, output)
+        softmax, plan = softmax_of(layer, sinks, self.is_scaled), self.plan_of(window_of(layer))
+        for call in plan.calls:
+            keys, values = self._gather(layer.layer_id, call.slots, plan)
+            call.attend(query, keys.to(q.dtype), values.to(q.dtype), softmax, output)
         return output.view(q.shape)
 
     # Decode is an extend by one token.
@@ -198,11 +214,13 @@ class CpuAttentionBackend(AttentionBackend):
         size = max(call.slots.numel() for call in calls)
         return cache.new_empty(size, *cache.shape[1:]), cache.new_empty(size, *cache.shape[1:])
 
-    def _gather(self, layer_id: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gather(
+        self, layer_id: int, slots: torch.Tensor, plan: ForwardPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values in ``slots`` [rows, kv_len] as [rows, kv_heads, kv_len, head_dim]."""
         pool = self.token_to_kv_pool
-        keys = _gather_rows(pool.get_key_buffer(layer_id), slots, self.plan.keys)
-        values = _gather_rows(pool.get_value_buffer(layer_id), slots, self.plan.values)
+        keys = _gather_rows(pool.get_key_buffer(layer_id), slots, plan.keys)
+        values = _gather_rows(pool.get_value_buffer(layer_id), slots, plan.values)
         return keys, values
 
 
@@ -239,6 +257,7 @@ def plan_calls(
     group: int,
     dtype: torch.dtype,
     tree: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> list[PaddedRows | LongRow]:
     """Split a batch into attention calls that waste little padding.
 
@@ -251,6 +270,7 @@ def plan_calls(
         group: query heads per key head
         dtype: of the queries
         tree: as from ``tree_of``
+        window: how many keys before its own a query sees; None for all
     """
     starts = query_lens.cumsum(0) - query_lens  # [rows], first query of each row
     calls: list[PaddedRows | LongRow] = []
@@ -259,9 +279,9 @@ def plan_calls(
         prefix, length, start = prefix_lens[index], query_lens[index], starts[index]
         slots = slots_of(index, prefix + length).long()
         if length[0] > LONG_ROW and tree is None:
-            calls.append(_long_row(int(start), slots, int(prefix), int(length), dtype))
+            calls.append(_long_row(int(start), slots, int(prefix), int(length), dtype, window))
         else:
-            calls.append(_padded_rows(start, slots, prefix, length, group, dtype, tree))
+            calls.append(_padded_rows(start, slots, prefix, length, group, dtype, tree, window))
     return calls
 
 
@@ -284,11 +304,17 @@ def columns(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _long_row(
-    start: int, slots: torch.Tensor, prefix: int, length: int, dtype: torch.dtype
+    start: int,
+    slots: torch.Tensor,
+    prefix: int,
+    length: int,
+    dtype: torch.dtype,
+    window: int | None,
 ) -> LongRow:
     mask = None
-    if prefix:
-        mask = _causal_mask(torch.arange(prefix, prefix + length), slots.shape[1], dtype)
+    if prefix or window is not None:
+        hidden = _hidden(torch.arange(prefix, prefix + length), slots.shape[1], window)
+        mask = additive(hidden, dtype)
     return LongRow(start=start, slots=slots, mask=mask, query_len=length)
 
 
@@ -300,23 +326,23 @@ def _padded_rows(
     group: int,
     dtype: torch.dtype,
     tree: torch.Tensor | None,
+    window: int | None,
 ) -> PaddedRows:
     offset = columns(length)  # [rows, query_len]
-    mask = _causal_mask(prefix[:, None] + offset, slots.shape[1], dtype)
+    hidden = _hidden(prefix[:, None] + offset, slots.shape[1], window)
     if tree is not None:
         new = prefix.view(-1, 1, 1) + torch.arange(tree.shape[1]).expand_as(tree)
-        mask.scatter_(2, new, _additive(~tree, dtype))
-    folded = mask.repeat_interleave(group, dim=1).unsqueeze(1)
+        hidden.scatter_(2, new, ~tree)
+    folded = additive(hidden, dtype).repeat_interleave(group, dim=1).unsqueeze(1)
     return PaddedRows(tokens=start[:, None] + offset, slots=slots, mask=folded)
 
 
-def _causal_mask(position: torch.Tensor, kv_len: int, dtype: torch.dtype) -> torch.Tensor:
-    """Additive mask [*position.shape, kv_len]: a query at ``position`` sees keys up to itself."""
-    return _additive(torch.arange(kv_len) > position.unsqueeze(-1), dtype)
-
-
-def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+def _hidden(position: torch.Tensor, kv_len: int, window: int | None) -> torch.Tensor:
+    """Keys that a query at ``position`` does not see: ``[*position.shape, kv_len]`` bool."""
+    key, position = torch.arange(kv_len), position.unsqueeze(-1)
+    if window is None:
+        return key > position
+    return (key > position) | (key < position - window)
 
 
 def _gather_rows(cache: torch.Tensor, slots: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:

@@ -4,14 +4,15 @@ Stock backends take particles for unrelated rows and read the prompt's KV once f
 reads it once per request, by a Triton kernel or in plain torch.
 """
 
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_smc.models.shared_prefix import plan_shared_prefix, shared_prefix_attention
-from sglang_smc.models.supported import check_layer, check_pool, head_group
+from sglang_smc.models.softmax import softmax_of
+from sglang_smc.models.supported import check_layer, check_pool, head_group, window_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    Attend = Callable[..., torch.Tensor]  # of query, keys, values and scaling
+    Attend = Callable[..., torch.Tensor]  # of query, keys, values and `Softmax`
 
 Implementation = Literal["torch", "triton"]
 
@@ -66,13 +67,15 @@ class ParticleAttention(AttentionBackend):
         self._dtype = runner.dtype
         self._max_prefix = runner.model_config.context_len
         self._group = head_group(runner)
+        self._is_scaled = self.token_to_kv_pool.dtype.itemsize == 1
         self._shape: tuple[int, ...]  # [G, N, C] of the running forward
-        self._attend: Attend  # of the running forward
+        self._attend_over: Callable[[int | None], Attend]  # of a window, in the running forward
 
     def plan(self, locations: KVLocations, starts: torch.Tensor, num_columns: int) -> None:
         """Prepare all layers of a forward over C tokens a particle, the first at ``starts``."""
         self._shape = (*starts.shape, num_columns)
-        self._attend = self._plan(locations, starts, num_columns)
+        # Layers come after one another, and many have one window.
+        self._attend_over = cache(partial(self._plan, locations, starts, num_columns))
 
     def forward_extend(
         self,
@@ -82,6 +85,7 @@ class ParticleAttention(AttentionBackend):
         layer: "RadixAttention",
         forward_batch: "ForwardBatch",
         save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Attend as `plan` said.
@@ -90,6 +94,7 @@ class ParticleAttention(AttentionBackend):
             q: ``[G * N * C, q_heads * head_dim]``.
             k, v: ``[G * N * C, kv_heads, head_dim]``, written to ``out_cache_loc`` first; None
                 where the layer reads another layer's cache.
+            sinks: ``[q_heads]`` scores of a key without a value, of models that have them.
 
         Returns:
             The shape of ``q``.
@@ -97,16 +102,23 @@ class ParticleAttention(AttentionBackend):
         check_layer(layer, self._group, kwargs)
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
-            pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+            scales = (layer.k_scale, layer.v_scale) if self._is_scaled else ()
+            pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, *scales)
         query = q.view(*self._shape, layer.tp_q_head_num, layer.head_dim)
         keys, values = pool.get_kv_buffer(layer.layer_id)
-        return self._attend(query, keys, values, scaling=layer.scaling).view(q.shape)
+        softmax = softmax_of(layer, sinks, self._is_scaled)
+        attend = self._attend_over(window_of(layer))
+        return attend(query, keys, values, softmax=softmax).view(q.shape)
 
     # A decode brings one column.
     forward_decode = forward_extend
 
     def _plan_torch(
-        self, locations: KVLocations, starts: torch.Tensor, num_columns: int
+        self,
+        locations: KVLocations,
+        starts: torch.Tensor,
+        num_columns: int,
+        window: int | None,
     ) -> "Attend":
         pool = self.token_to_kv_pool
         plan = plan_shared_prefix(
@@ -120,11 +132,16 @@ class ParticleAttention(AttentionBackend):
             group=self._group,
             dtype=self._dtype,
             cache=pool.get_key_buffer(pool.start_layer),
+            window=window,
         )
         return partial(shared_prefix_attention, plan=plan)
 
     def _plan_triton(
-        self, locations: KVLocations, starts: torch.Tensor, num_columns: int
+        self,
+        locations: KVLocations,
+        starts: torch.Tensor,
+        num_columns: int,
+        window: int | None,
     ) -> "Attend":
         from sglang_smc.kernels.attention.particle_attention import particle_attention
 
@@ -134,5 +151,6 @@ class ParticleAttention(AttentionBackend):
             tails=self._tails,
             starts=starts,
             max_prefix=self._max_prefix,
+            window=window,
             **locations._asdict(),
         )

@@ -4,22 +4,26 @@ The particles of a request agree on its committed text and differ in their tails
 that text are gathered once per request, and its particles, columns and query heads of a key head
 are all queries to them; each particle's tail is attended to by itself, and the two softmaxes are
 joined by their log-sum-exp. A query stands at the last committed token or behind it, so it sees
-the whole prefix: only tails need a causal mask.
+the whole prefix: only tails need a causal mask. A layer with a window sees the prefix's end, and
+no more of it is gathered.
 """
 
 from typing import NamedTuple
 
 import torch
 
+from sglang_smc.models.softmax import Attended, Softmax, additive, attend, gather_slots, join
+
 
 class SharedPrefixPlan(NamedTuple):
-    """Where the keys of one forward stand, and who sees them: the same in all layers."""
+    """Where the keys of one forward stand, and who sees them: the same in layers of one window."""
 
     # Prefixes [G * P], then tails [G * N * T]. Padding repeats a slot of the prefix, so that only
     # the request's own slots are read: all write to slot 0, and what one leaves there may be NaN,
     # of which a weight of 0 makes NaN.
     slots: torch.Tensor
-    prefix_mask: torch.Tensor  # [G, 1, 1, P], added to the scores
+    # Added to the scores: [G, 1, 1, P], with a window [G, 1, N * C * group, P].
+    prefix_mask: torch.Tensor
     tail_mask: torch.Tensor  # [G * N, 1, C * group, T], the same
     # Destinations of the gathers. Fresh pages for every layer would cost more than the copy.
     key_scratch: torch.Tensor  # [G * P + G * N * T, kv_heads, head_dim]
@@ -38,6 +42,7 @@ def plan_shared_prefix(
     group: int,
     dtype: torch.dtype,
     cache: torch.Tensor,
+    window: int | None = None,
 ) -> SharedPrefixPlan:
     """Plan a forward over C tokens of each of N particles of each of G requests.
 
@@ -53,30 +58,44 @@ def plan_shared_prefix(
         group: query heads per key head.
         dtype: of the queries.
         cache: keys of some layer, ``[slots, kv_heads, head_dim]``.
+        window: how many keys before its own a query sees; None for all.
     """
     column = torch.arange(num_columns, device=rows.device)
     # [G, N, C] keys of its own tail that each query sees
     seen = (starts - committed.unsqueeze(1)).unsqueeze(2) + column + 1
-    prefix_len, tail_len = _host_sizes(committed, seen)
+    # Of a prefix, what the earliest query sees that there may be, which stands at its end.
+    visible = committed if window is None else committed.clamp_max(window + 1)  # [G]
+    prefix_len, tail_len = _host_sizes(visible, seen)
     position = torch.arange(max(prefix_len, tail_len), device=rows.device)
-    hidden = position[:prefix_len] >= committed.unsqueeze(1)  # [G, P]
+    at = position[:prefix_len]  # [P] positions of a prefix
+    if window is not None:
+        at = at + (committed - visible).unsqueeze(1)  # [G, P]
+    hidden = at >= committed.unsqueeze(1)  # [G, P]
     unseen = position[:tail_len] >= seen.unsqueeze(3)  # [G, N, C, T]
+    unwritten = unseen[:, :, -1]  # [G, N, T]
+    prefix_mask = additive(hidden, dtype).view(len(rows), 1, 1, prefix_len)
+    if window is not None:
+        oldest = (seen - 1 - window).unsqueeze(3)  # [G, N, C, 1] key that a query sees
+        unseen = unseen | (position[:tail_len] < oldest)
+        behind = (at - committed.unsqueeze(1)).view(len(rows), 1, 1, -1)  # a tail begins at 0
+        left_out = hidden.view(len(rows), 1, 1, -1) | (behind < oldest)  # [G, N, C, P]
+        prefix_mask = _of_heads(left_out.flatten(1, 2), group, dtype)
+        at = at.minimum(committed.unsqueeze(1) - 1)
 
-    prefix = req_to_token[rows.unsqueeze(1), position[:prefix_len]]
+    prefix = req_to_token[rows.unsqueeze(1), at]
     place = (committed.view(-1, 1, 1) + position[:tail_len]) & (tails.shape[1] - 1)  # [G, 1, T]
     tails = tails[particle_rows.unsqueeze(2), place]  # [G, N, T]
     written = prefix[:, :1]
     slots = torch.cat(
         [
             torch.where(hidden, written, prefix).flatten(),
-            torch.where(unseen[:, :, -1] | (tails == 0), written.unsqueeze(2), tails).flatten(),
+            torch.where(unwritten | (tails == 0), written.unsqueeze(2), tails).flatten(),
         ]
     ).long()
-    tail_mask = _additive(unseen.flatten(0, 1), dtype).repeat_interleave(group, dim=1)
     return SharedPrefixPlan(
         slots=slots,
-        prefix_mask=_additive(hidden, dtype).view(len(rows), 1, 1, prefix_len),
-        tail_mask=tail_mask.unsqueeze(1),
+        prefix_mask=prefix_mask,
+        tail_mask=_of_heads(unseen.flatten(0, 1), group, dtype),
         key_scratch=cache.new_empty(len(slots), *cache.shape[1:]),
         value_scratch=cache.new_empty(len(slots), *cache.shape[1:]),
     )
@@ -87,20 +106,20 @@ def shared_prefix_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     plan: SharedPrefixPlan,
-    scaling: float,
+    softmax: Softmax,
 ) -> torch.Tensor:
     """Causal softmax attention of particles over their prefix and tails.
 
     Args:
         query: ``[G, N, C, q_heads, head_dim]``; heads that share a key head stand together.
         keys, values: ``[slots, kv_heads, head_dim]``, the caches of one layer.
-        scaling: factor of the scores, before the softmax.
+        softmax: what the layer makes of its scores.
 
     Returns:
         The shape of ``query``.
     """
     size, num_particles, num_columns, _, head_dim = query.shape
-    kv_heads, num_prefix = keys.shape[1], plan.prefix_mask.numel()
+    kv_heads, num_prefix = keys.shape[1], size * plan.prefix_mask.shape[-1]
     grouped = query.view(size, num_particles, num_columns, kv_heads, -1, head_dim)
     folded = grouped.permute(0, 3, 1, 2, 4, 5).flatten(2, 4)  # [G, kv_heads, N * C * group, dim]
     per_particle = folded.unflatten(2, (num_particles, -1)).transpose(1, 2).flatten(0, 1)
@@ -112,87 +131,34 @@ def shared_prefix_attention(
         _by_head(keys[:num_prefix], size),
         _by_head(values[:num_prefix], size),
         plan.prefix_mask,
-        scaling,
+        softmax,
     )
     tails = attend(
         per_particle,  # [G * N, kv_heads, C * group, dim]
         _by_head(keys[num_prefix:], size * num_particles),
         _by_head(values[num_prefix:], size * num_particles),
         plan.tail_mask,
-        scaling,
+        softmax,
     )
-    joined = merge(_by_query(prefix), _by_query(tails))  # [G * N * C * group, kv_heads, dim]
+    if softmax.sinks is not None:  # [G * N * C * group, kv_heads], as the parts stand
+        by_head = softmax.sinks.view(kv_heads, -1).t().repeat(query[..., 0, 0].numel(), 1)
+        softmax = softmax._replace(sinks=by_head)
+    joined = join(
+        _by_query(prefix), _by_query(tails), softmax
+    )  # [G * N * C * group, kv_heads, dim]
     unfolded = joined.view(size, num_particles, num_columns, -1, kv_heads, head_dim)
     return unfolded.transpose(3, 4).reshape(query.shape)
 
 
-class Attended(NamedTuple):
-    """Softmax attention over some of the keys."""
-
-    output: torch.Tensor  # [..., head_dim]
-    log_sum: torch.Tensor  # [...] float32, log-sum-exp of the scores
-
-
-def attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    scaling: float,
-) -> Attended:
-    """Softmax attention that also tells how much there was to see.
-
-    Args:
-        query: ``[B, H, Q, head_dim]``.
-        keys, values: ``[B, H, L, head_dim]``.
-        mask: added to the scores, broadcasts to ``[B, 1, Q, L]``; finite, so that a query which
-            sees no key gets a mean of all values, with a log-sum-exp that gives it no weight.
-    """
-    if query.device.type == "cpu":
-        return Attended(*_flash_attention(query, keys, values, attn_mask=mask, scale=scaling))
-    return attend_anywhere(query, keys, values, mask, scaling)
-
-
-def attend_anywhere(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    scaling: float,
-) -> Attended:
-    """`attend` written out, where torch has no kernel for it."""
-    scores = (query @ keys.transpose(2, 3)).float() * scaling + mask
-    log_sum = scores.logsumexp(3)
-    weights = (scores - log_sum.unsqueeze(3)).exp()
-    return Attended(weights.to(values.dtype) @ values, log_sum)
-
-
-def merge(one: Attended, other: Attended) -> torch.Tensor:
-    """Attention over the union of two disjoint sets of keys: the outputs' weighted mean."""
-    weight = torch.sigmoid(other.log_sum - one.log_sum).unsqueeze(-1)
-    return torch.lerp(one.output, other.output, weight.to(one.output.dtype))
-
-
-def gather_slots(cache: torch.Tensor, slots: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-    """``cache[slots]`` for ``[slots, kv_heads, head_dim]`` and ``[L]``, written into scratch."""
-    out = scratch[: len(slots)]
-    return torch.index_select(cache, 0, slots, out=out)
-
-
-# What scaled_dot_product_attention runs on a CPU, which keeps the log-sum-exp to itself.
-_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
-
-def _host_sizes(committed: torch.Tensor, seen: torch.Tensor) -> tuple[int, int]:
+def _host_sizes(prefixes: torch.Tensor, seen: torch.Tensor) -> tuple[int, int]:
     """The longest prefix and the longest tail of a batch, at least 1. Waits for the device."""
-    prefix_len, tail_len = torch.stack([committed.amax(), seen.amax()]).tolist()
+    prefix_len, tail_len = torch.stack([prefixes.amax(), seen.amax()]).tolist()
     return prefix_len, max(tail_len, 1)
 
 
-def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
-        hidden, torch.finfo(dtype).min
-    )
+def _of_heads(hidden: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
+    """What queries do not see, ``[rows, Q, L]``, as a mask ``[rows, 1, Q * group, L]``."""
+    return additive(hidden, dtype).repeat_interleave(group, dim=1).unsqueeze(1)
 
 
 def _by_head(gathered: torch.Tensor, rows: int) -> torch.Tensor:

@@ -20,24 +20,21 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-_ALLOWED = "allowed: a text decoder with full attention in every layer"
+_ALLOWED = "allowed: a text decoder whose layers attend to all of the text or to a window of it"
 
 _FAMILIES = (
-    "Llama, Qwen2 and Qwen3, Mistral, Phi-3 and Phi-4, Granite, OLMo 2 and Command R are among "
-    "those that run (docs/support.md has all)"
+    "Llama, Qwen2 and Qwen3, Mistral, Gemma 2 and 3, Phi-3 and Phi-4, Granite, OLMo 2 and Command "
+    "R are among those that run (docs/support.md has all)"
 )
 
-# By layer, in a configuration's `layer_types`.
-_LIMITED = {"sliding_attention": "sliding-window", "chunked_attention": "chunked"}
-
-# Architectures whose configuration may give layers a window, and which SGLang's own classes give
-# full attention all the same.
-_WITHOUT_WINDOWS = {
-    "Qwen2ForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-}
+# What a cache may hold. In 8 bits, keys and values are divided by their layer's scales.
+KV_TYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
 
 
 def problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
@@ -85,11 +82,10 @@ def _head_problems(flag: str, path: str, model: ModelConfig, widest: int | None)
 def _kinds(model: ModelConfig) -> Iterator[str]:
     """What it is about a model that neither the ledger nor the attention can serve."""
     latent = model.attention_arch == AttentionArch.MLA
-    yield from _limits(model)
+    yield from _chunks(model)
     kinds = {
-        "sliding-window attention with KV of its own": model.is_hybrid_swa,
         "latent attention (MLA)": latent,
-        "attention sinks": model.has_attention_sinks,
+        "layers whose heads differ in width": model.is_hybrid_swa_compress,
         "sparse attention": is_minimax_sparse(model.hf_config)
         or getattr(model.hf_config, "has_minicpm_sparse_attention", False),
         "keys and values of unlike width": model.has_asymmetric_kv and not latent,
@@ -101,21 +97,12 @@ def _kinds(model: ModelConfig) -> Iterator[str]:
     yield from (kind for kind, present in kinds.items() if present)
 
 
-def _limits(model: ModelConfig) -> Iterator[str]:
-    """What layers make of attention that is causal softmax over all of the text.
-
-    A window that is switched off, or that a configuration names for no layer, is none: SGLang
-    gives the layers of Mistral, Phi-3 and Starcoder2 full attention whatever `sliding_window` is.
-    """
-    text = model.hf_text_config
-    if not _WITHOUT_WINDOWS.intersection(model.hf_config.architectures or ()):
-        types = getattr(text, "layer_types", None) or ()
-        for kind, words in _LIMITED.items():
-            if kind in types:
-                yield f"{words} attention in {types.count(kind)} of {len(types)} layers"
-    cap = getattr(text, "attn_logit_softcapping", None)
-    if cap:
-        yield f"attention scores that are capped (attn_logit_softcapping is {cap:g})"
+def _chunks(model: ModelConfig) -> Iterator[str]:
+    """What is neither all of the text nor a window that ends at the query."""
+    types = getattr(model.hf_text_config, "layer_types", None) or ()
+    if "chunked_attention" in types:
+        count = types.count("chunked_attention")
+        yield f"chunked attention in {count} of {len(types)} layers"
 
 
 def _rewritten(server_args: Arguments, as_draft: ModelConfig) -> Iterator[str]:
@@ -147,14 +134,19 @@ def head_group(runner: "ModelRunner") -> int:
 
 
 def check_pool(runner: "ModelRunner") -> None:
-    """Refuse a KV cache that is not [slots, kv_heads, head_dim] of plain floating point."""
+    """Refuse a KV cache that is not one of [slots, kv_heads, head_dim] for all layers."""
     if runner.use_mla_backend:
         raise ValueError("attention of sglang-smc does not support MLA models")
-    pool = runner.token_to_kv_pool
-    if pool.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if runner.is_hybrid_swa:
         raise ValueError(
-            f"attention of sglang-smc does not support a quantized KV cache ({pool.dtype}): "
-            "pass --kv-cache-dtype auto"
+            "attention of sglang-smc needs one KV cache for layers with a window and without: pass "
+            "--disable-hybrid-swa-memory"
+        )
+    pool = runner.token_to_kv_pool
+    if pool.dtype not in KV_TYPES:
+        raise ValueError(
+            f"attention of sglang-smc does not support a KV cache of {pool.dtype}: "
+            "pass --kv-cache-dtype auto or fp8_e4m3"
         )
     shape = pool.get_key_buffer(pool.start_layer).shape
     if len(shape) != 3:
@@ -168,8 +160,9 @@ def check_pool(runner: "ModelRunner") -> None:
 def check_layer(layer: RadixAttention, group: int, kwargs: dict[str, Any]) -> None:
     """Refuse what the causal softmax attention of this package would silently get wrong."""
     unsupported = {
-        "a sliding window": layer.sliding_window_size > -1,
-        "a logit cap": layer.logit_cap > 0,
+        "chunked attention": layer.use_irope,
+        "a cap other than by tanh": layer.logit_cap > 0 and layer.logit_capping_method != "tanh",
+        "scores that depend on the text's length": layer.xai_temperature_len > 0,
         "cross or bidirectional attention": layer.is_cross_attention
         or layer.attn_type != AttentionType.DECODER,
         "different key and value widths": layer.qk_head_dim != layer.v_head_dim,
@@ -181,6 +174,11 @@ def check_layer(layer: RadixAttention, group: int, kwargs: dict[str, Any]) -> No
         raise ValueError(
             f"attention of sglang-smc does not support {', '.join(found)} (layer {layer.layer_id})"
         )
+
+
+def window_of(layer: RadixAttention) -> int | None:
+    """How many keys before its own a query of this layer sees; None for all."""
+    return layer.sliding_window_size if layer.sliding_window_size > -1 else None
 
 
 def check_same_vocabulary(target_worker: "TpModelWorker", draft_worker: "TpModelWorker") -> None:

@@ -8,8 +8,10 @@ import torch
 from particle_cases import SCALING, Case, make_case
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sglang_smc.kernels.attention import join, work
 from sglang_smc.kernels.attention import particle_attention as kernel
 from sglang_smc.models.shared_prefix import plan_shared_prefix, shared_prefix_attention
+from sglang_smc.models.softmax import Softmax
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -27,6 +29,23 @@ CASES: dict[str, tuple[list[int], list[list[int | None]], int, dict[str, Any]]] 
     "head by head": ([20], [[1, 2]], 2, {"q_heads": 3, "kv_heads": 3}),
     "eight to one": ([90], [[1, -1]], 9, {"q_heads": 8, "kv_heads": 1, "head_dim": 128}),
     "seven to one": ([90, 8], [[1], [2]], 5, {"q_heads": 14, "kv_heads": 2, "head_dim": 96}),
+    "a window": ([70, 3, 200], [[-1, 40], [7, None], [0, 2]], 5, {"window": 30}),
+    "a window within a tail": ([70, 3], [[20, 4], [7, 2]], 9, {"window": 4}),
+    "a window beyond the text": ([70, 3], [[20, 4], [7, 2]], 2, {"window": 500}),
+    "a cap": ([70, 3], [[-1, 4], [7, None]], 5, {"softmax": Softmax(SCALING, cap=1.5)}),
+    "sinks": (
+        [70, 3],
+        [[-1, 4], [7, None]],
+        5,
+        {"softmax": Softmax(SCALING, sinks=torch.linspace(-1, 3, 4)), "window": 30},
+    ),
+    "scaled values": ([70], [[-1, 4]], 2, {"softmax": Softmax(SCALING, value_scale=0.5)}),
+    "wide heads": (
+        [70, 3],
+        [[-1, 4], [7, None]],
+        5,
+        {"head_dim": 256, "window": 20, "softmax": Softmax(0.05, cap=50.0)},
+    ),
     "bfloat16": ([70, 3], [[-1, 4], [7, None]], 5, {"dtype": torch.bfloat16}),
     "float16": ([70, 3], [[-1, 4], [7, None]], 5, {"dtype": torch.float16}),
 }
@@ -42,16 +61,18 @@ def unwritten_is_nan() -> Iterator[None]:
 
 
 def on_device(case: Case) -> dict[str, Any]:
+    sinks = case.softmax.sinks
+    softmax = case.softmax._replace(sinks=None if sinks is None else sinks.to(DEVICE))
     return {
         name: part.to(DEVICE) if isinstance(part, torch.Tensor) else part
-        for name, part in case._asdict().items()
+        for name, part in case._replace(softmax=softmax)._asdict().items()
     }
 
 
 def arguments_of(case: Case) -> dict[str, Any]:
     arguments = on_device(case)
     del arguments["present"], arguments["open_columns"]
-    return arguments | {"max_prefix": int(case.committed.max()) + 7, "scaling": SCALING}
+    return arguments | {"max_prefix": int(case.committed.max()) + 7}
 
 
 def run_kernel(case: Case) -> torch.Tensor:
@@ -71,8 +92,9 @@ def run_torch(case: Case) -> torch.Tensor:
         group=c.query.shape[3] // c.keys.shape[1],
         dtype=c.query.dtype,
         cache=c.keys,
+        window=c.window,
     )
-    return shared_prefix_attention(c.query, c.keys, c.values, plan, SCALING)
+    return shared_prefix_attention(c.query, c.keys, c.values, plan, c.softmax)
 
 
 @pytest.mark.parametrize("run", [run_kernel, run_torch])
@@ -107,10 +129,10 @@ def test_spans_of_a_tail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def cut(
     size: int, columns: int, q_heads: int, *, max_prefix: int = 2**17, max_tail: int = 265
-) -> kernel.WorkSplit:
+) -> work.WorkSplit:
     """For 8 particles, 8 key heads of 128 dimensions, in half precision."""
     shape = torch.Size([size, 8, columns, q_heads, 128])
-    return kernel.cut_work(shape, 8, 2, max_prefix, max_tail)
+    return work.cut_work(shape, 8, 2, max_prefix, max_tail)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +143,7 @@ def test_prefixes_are_cut_until_the_device_is_busy(size: int, columns: int, prog
     """Multiprocessors stand idle for a fifth of the time at the most, with what one request has."""
     work = cut(size, columns, 32)
     assert size * 8 * work.prefix_blocks == programs, "of one span"
-    waves = work.prefix_spans * programs / kernel.RESIDENT_PROGRAMS
+    waves = work.prefix_spans * programs / work.RESIDENT_PROGRAMS
     assert waves / -(-waves // 1) > 0.8
     assert work.prefix_spans < 8 or programs < 40, "no more than it takes"
 
@@ -139,7 +161,7 @@ def test_spans_can_be_joined_at_once(max_tail: int) -> None:
     work = cut(1, 1, 32, max_tail=max_tail)
     assert work.tail_spans * work.tail_span >= max_tail
     assert (work.tail_spans - 1) * work.tail_span < max_tail
-    assert work.prefix_spans + work.tail_spans <= kernel.MAX_SPANS
+    assert work.prefix_spans + work.tail_spans <= work.MAX_SPANS
 
 
 @pytest.mark.parametrize("run", [run_kernel, run_torch])
@@ -155,8 +177,8 @@ def test_a_broken_query_shows(run: Any) -> None:
 
 
 def test_wide_heads_are_refused() -> None:
-    case = make_case([3], [[0]], num_columns=1, head_dim=256)
-    with pytest.raises(ValueError, match="head_dim=256; the Triton kernel takes at most 128"):
+    case = make_case([3], [[0]], num_columns=1, head_dim=512)
+    with pytest.raises(ValueError, match="head_dim=512; the Triton kernel takes at most 256"):
         run_kernel(case)
 
 
@@ -212,9 +234,9 @@ def test_queries_may_stand_beside_keys_and_values(shape: dict[str, int]) -> None
 
 
 def test_queries_beside_keys_and_values_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    attend, join = Launch(), Launch()
+    attend = Launch()
     monkeypatch.setattr(kernel, "_attend_spans", attend)
-    monkeypatch.setattr(kernel, "_join_spans", join)
+    monkeypatch.setattr(join, "_join_spans", Launch())
     case = make_case([40, 5], [[3, -1], [0, 2]], num_columns=2)
     query = beside_keys_and_values(case)
     arguments = arguments_of(case._replace(query=query))

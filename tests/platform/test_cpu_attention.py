@@ -24,13 +24,23 @@ LONG = LONG_ROW + 6
 class Harness:
     """A backend over a real KV pool, with rows laid out at random slots."""
 
-    def __init__(self, prefix_lens, query_lens, *, q_heads, kv_heads, dtype, share=0):
+    def __init__(
+        self, prefix_lens, query_lens, *, q_heads, kv_heads, dtype, share=0, kv_dtype=None
+    ):
         generator = torch.Generator().manual_seed(0)
         self.prefix_lens, self.query_lens = list(prefix_lens), list(query_lens)
         self.layer = RadixAttention(q_heads, HEAD_DIM, 0.3, kv_heads, layer_id=0)
         self.pool = MHATokenToKVPool(
-            NUM_SLOTS, 1, dtype, kv_heads, HEAD_DIM, 1, "cpu", enable_memory_saver=False
+            NUM_SLOTS,
+            1,
+            kv_dtype or dtype,
+            kv_heads,
+            HEAD_DIM,
+            1,
+            "cpu",
+            enable_memory_saver=False,
         )
+        self.sinks: torch.Tensor | None = None
         self.hidden: list[int] = []  # new tokens that no other sees, in the reference
         # Whatever no row owns is poison: reading it shows.
         self.pool.get_key_buffer(0).fill_(float("nan"))
@@ -65,6 +75,7 @@ class Harness:
     def _runner(self, q_heads, kv_heads, dtype) -> Any:
         return SimpleNamespace(
             use_mla_backend=False,
+            is_hybrid_swa=False,
             req_to_token_pool=SimpleNamespace(req_to_token=self.table),
             token_to_kv_pool=self.pool,
             dtype=dtype,
@@ -96,23 +107,35 @@ class Harness:
         batch = self.batch(mode, **fields)
         self.backend.init_forward_metadata(batch)
         flat = self.q.flatten(1)
-        return self.backend.forward(flat, self.k, self.v, self.layer, batch).view_as(self.q)
+        options = {} if self.sinks is None else {"sinks": self.sinks}
+        output = self.backend.forward(flat, self.k, self.v, self.layer, batch, **options)
+        return output.view_as(self.q)
 
     def reference(self):
         """Softmax attention in float64, one query and one head at a time."""
         keys, values = self.pool.get_key_buffer(0).double(), self.pool.get_value_buffer(0).double()
+        keys *= self.layer.k_scale_float or 1.0
+        values *= self.layer.v_scale_float or 1.0
+        window = self.layer.sliding_window_size
         group = self.layer.tp_q_head_num // self.layer.tp_k_head_num
         output, token = torch.empty_like(self.q, dtype=torch.float64), 0
         for row, prefix, length in zip(self.rows, self.prefix_lens, self.query_lens, strict=True):
             for seen in range(prefix + 1, prefix + length + 1):
                 hidden = [prefix + node for node in self.hidden]
-                slots = self.table[row, [p for p in range(seen) if p not in hidden]].long()
+                first = max(seen - 1 - window, 0) if window > -1 else 0
+                slots = self.table[row, [p for p in range(first, seen) if p not in hidden]].long()
                 for head in range(self.layer.tp_q_head_num):
                     logits = keys[slots, head // group] @ self.q[token, head].double()
-                    weights = (logits * self.layer.scaling).softmax(0)
+                    weights = self._weights(logits * self.layer.scaling, head)
                     output[token, head] = weights @ values[slots, head // group]
                 token += 1
         return output
+
+    def _weights(self, scores, head):
+        cap = self.layer.logit_cap
+        scores = cap * torch.tanh(scores / cap) if cap else scores
+        sink = 0 if self.sinks is None else self.sinks[head].double().exp()
+        return scores.exp() / (scores.exp().sum() + sink)
 
     def assert_matches(self, result):
         tolerance = 1e-5 if self.q.dtype == torch.float32 else 2e-2
@@ -193,13 +216,13 @@ def test_read_without_write():
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY])
 def test_all_particles_are_one_call(mode, monkeypatch):
     calls = []
-    real = attention.scaled_dot_product_attention
+    real = attention.attend
 
     def counting(*args, **kwargs):
         calls.append(args[0].shape)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(attention, "scaled_dot_product_attention", counting)
+    monkeypatch.setattr(attention, "attend", counting)
     width = 1 if mode == ForwardMode.DECODE else 5
     h = Harness(range(10, 42), [width] * 32, q_heads=4, kv_heads=2, dtype=torch.float32)
     h.run(mode)
@@ -209,8 +232,8 @@ def test_all_particles_are_one_call(mode, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"sliding_window_size": 128}, "sliding window"),
-        ({"logit_cap": 30.0}, "logit cap"),
+        ({"use_irope": True}, "chunked attention"),
+        ({"logit_cap": 30.0, "logit_capping_method": "clip"}, "a cap other than by tanh"),
         ({"is_cross_attention": True}, "cross or bidirectional"),
         ({"v_head_dim": 8}, "key and value widths"),
         ({"num_kv_heads": 4}, "head groups"),
@@ -230,12 +253,41 @@ def test_unsupported_layers_are_refused(change, message):
         h.run(ForwardMode.DECODE)
 
 
-def test_attention_sinks_are_refused():
+def test_unknown_arguments_are_refused():
     h = Harness([3], [1], q_heads=4, kv_heads=2, dtype=torch.float32)
     batch = h.batch(ForwardMode.DECODE)
     h.backend.init_forward_metadata(batch)
-    with pytest.raises(ValueError, match="sinks"):
-        h.backend.forward(h.q.flatten(1), h.k, h.v, h.layer, batch, sinks=torch.zeros(4))
+    with pytest.raises(ValueError, match="score_mod="):
+        h.backend.forward(h.q.flatten(1), h.k, h.v, h.layer, batch, score_mod=1)
+
+
+ROWS = [([3, 40, 1, 17], [1] * 4), ([4, 0, 11, 90], [5, 1, 3, 30]), ([3, 0, 40], [2, LONG, LONG])]
+
+
+@pytest.mark.parametrize(("prefix_lens", "query_lens"), ROWS)
+@pytest.mark.parametrize("window", [1, 8, 50, 1000])
+def test_windows(prefix_lens, query_lens, window, heads):
+    h = Harness(prefix_lens, query_lens, **heads, dtype=torch.float32)
+    h.layer.sliding_window_size = window
+    h.assert_matches(h.run(ForwardMode.EXTEND))
+
+
+@pytest.mark.parametrize(("prefix_lens", "query_lens"), ROWS)
+def test_caps_and_sinks(prefix_lens, query_lens, heads):
+    h = Harness(prefix_lens, query_lens, **heads, dtype=torch.float32)
+    h.layer.logit_cap, h.sinks = 2.0, torch.linspace(-1, 2, heads["q_heads"])
+    h.assert_matches(h.run(ForwardMode.EXTEND))
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_keys_and_values_in_8_bits(heads, kv_dtype):
+    """They are divided by the layer's scales where they are stored, and multiplied when read."""
+    h = Harness([3, 40], [2, LONG], **heads, dtype=torch.float32, kv_dtype=kv_dtype)
+    h.layer.k_scale, h.layer.v_scale = torch.tensor(0.5), torch.tensor(0.25)
+    h.layer.k_scale_float, h.layer.v_scale_float = 0.5, 0.25
+    key, stored = h.k.clone(), h.table[h.rows[0], 3].long()
+    h.assert_matches(h.run(ForwardMode.EXTEND))
+    assert torch.equal(h.pool.get_key_buffer(0)[stored], (key[0] / 0.5).to(kv_dtype))
 
 
 #: Of five new tokens, whom each follows: a root, its two children, and a grandchild of each.

@@ -59,6 +59,7 @@ class Harness:
         self.runner: Any = SimpleNamespace(
             model=self.model,
             use_mla_backend=False,
+            is_hybrid_swa=False,
             req_to_token_pool=SimpleNamespace(req_to_token=case.req_to_token),
             token_to_kv_pool=pool,
             dtype=dtype,
@@ -167,13 +168,15 @@ def test_a_forward_is_prepared_in_few_launches(
     ("change", "message"),
     [
         ({"use_mla_backend": True}, "MLA"),
-        ({"dtype": torch.float8_e4m3fn}, "--kv-cache-dtype auto"),
+        ({"is_hybrid_swa": True}, "--disable-hybrid-swa-memory"),
+        ({"dtype": torch.uint8}, "--kv-cache-dtype auto"),
         ({"buffer": torch.zeros(8, 2, 1, 64)}, "SGLANG_USE_HND_KVCACHE"),
     ],
 )
 def test_unsupported_caches_are_refused(change: dict[str, Any], message: str) -> None:
     runner = Harness(case()).runner
     runner.use_mla_backend = change.get("use_mla_backend", False)
+    runner.is_hybrid_swa = change.get("is_hybrid_swa", False)
     runner.token_to_kv_pool = SimpleNamespace(
         dtype=change.get("dtype", torch.float32),
         start_layer=0,
@@ -185,8 +188,8 @@ def test_unsupported_caches_are_refused(change: dict[str, Any], message: str) ->
 
 def test_unsupported_layers_are_refused() -> None:
     h = Harness(case())
-    h.model.layer.sliding_window_size = 128
-    with pytest.raises(ValueError, match="sliding window"):
+    h.model.layer.use_irope = True
+    with pytest.raises(ValueError, match="chunked attention"):
         h.run("next_logits")
 
 
@@ -204,10 +207,8 @@ def test_with_triton_nothing_waits_for_the_device(
     name: str, num_columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensors without data run through all of it; they refuse to tell the host a value."""
-    for launched in ("_attend_spans", "_join_spans"):
-        monkeypatch.setattr(
-            f"sglang_smc.kernels.attention.particle_attention.{launched}", NoLaunch()
-        )
+    for launched in ("particle_attention._attend_spans", "join._join_spans"):
+        monkeypatch.setattr(f"sglang_smc.kernels.attention.{launched}", NoLaunch())
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     waiting, h = (fake(Harness(case(num_columns), how), mode) for how in ("torch", "triton"))
     with mode:

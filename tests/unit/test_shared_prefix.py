@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from particle_cases import SCALING, Case, make_case
 
-from sglang_smc.models import shared_prefix
-from sglang_smc.models.shared_prefix import attend, plan_shared_prefix, shared_prefix_attention
+from sglang_smc.models import shared_prefix, softmax
+from sglang_smc.models.shared_prefix import plan_shared_prefix, shared_prefix_attention
+from sglang_smc.models.softmax import Softmax, attend, attend_anywhere
 
 
 def plan(case: Case) -> shared_prefix.SharedPrefixPlan:
@@ -24,11 +25,12 @@ def plan(case: Case) -> shared_prefix.SharedPrefixPlan:
         group=case.query.shape[3] // case.keys.shape[1],
         dtype=case.query.dtype,
         cache=case.keys,
+        window=case.window,
     )
 
 
 def run(case: Case) -> torch.Tensor:
-    return shared_prefix_attention(case.query, case.keys, case.values, plan(case), SCALING)
+    return shared_prefix_attention(case.query, case.keys, case.values, plan(case), case.softmax)
 
 
 @st.composite
@@ -38,6 +40,8 @@ def cases(draw: Any) -> Case:
     ahead = st.lists(
         st.none() | st.integers(-1, 12), min_size=num_particles, max_size=num_particles
     )
+    sinks = torch.linspace(-1, 2, kv_heads * group) if draw(st.booleans()) else None
+    cap, value_scale = draw(st.sampled_from([0.0, 2.0])), draw(st.sampled_from([1.0, 0.5]))
     return make_case(
         draw(st.lists(st.integers(1, 70), min_size=size, max_size=size)),
         draw(st.lists(ahead, min_size=size, max_size=size)),
@@ -45,6 +49,8 @@ def cases(draw: Any) -> Case:
         q_heads=kv_heads * group,
         kv_heads=kv_heads,
         head_dim=16,
+        softmax=Softmax(SCALING, cap, sinks, value_scale),
+        window=draw(st.none() | st.integers(1, 80)),
     )
 
 
@@ -66,10 +72,15 @@ def test_the_keys_of_a_prefix_are_gathered_once() -> None:
     assert len(plan(case).slots) == 50 + 4 * 2
 
 
+def test_of_a_prefix_what_is_in_no_window_is_not_gathered() -> None:
+    case = make_case([50, 8], [[0] * 4, [3] * 4], num_columns=2, window=20)
+    assert len(plan(case).slots) == 2 * 21 + 2 * 4 * 5
+
+
 def test_any_device_computes_what_the_cpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """The formula that other devices use, run here, where torch's CPU kernel tells the truth."""
     case = make_case([20, 7], [[-1, 4], [3, None]], num_columns=2)
-    monkeypatch.setattr(shared_prefix, "attend", shared_prefix.attend_anywhere)
+    monkeypatch.setattr(shared_prefix, "attend", attend_anywhere)
     case.assert_close(run(case))
 
 
@@ -77,9 +88,9 @@ def test_what_sees_no_key_weighs_nothing() -> None:
     query, keys = torch.ones(1, 1, 2, 4), torch.ones(1, 1, 3, 4)
     mask = torch.zeros(1, 1, 2, 3)
     mask[0, 0, 1] = torch.finfo(torch.float32).min
-    for attention in (attend, shared_prefix.attend_anywhere):
-        nothing = attention(query, keys, keys, mask, 1.0)
-        seen = attention(query, keys, 2 * keys, torch.zeros(1, 1, 1, 3), 1.0)
-        merged = shared_prefix.merge(nothing, seen)
+    for attention in (attend, attend_anywhere):
+        nothing = attention(query, keys, keys, mask, Softmax(1.0))
+        seen = attention(query, keys, 2 * keys, torch.zeros(1, 1, 1, 3), Softmax(1.0))
+        merged = softmax.join(nothing, seen, Softmax(1.0))
         assert torch.equal(merged[0, 0, 1], seen.output[0, 0, 1]), attention
         assert torch.allclose(merged[0, 0, 0], torch.full((4,), 1.5)), attention

@@ -1,0 +1,79 @@
+"""How attention over particles is cut into programs."""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+
+# By the bytes of an element: keys of a block, queries of it at the most, warps that share it, and
+# stages. Keys are found by slots that are loaded first. With fewer stages the pipeline asks for a
+# block's keys only after the block before it is done; with five they are under way by then.
+BLOCKS = {2: (64, 64, 4, 5), 4: (32, 32, 8, 5)}
+# The same for heads of more than 128 dimensions: what fits on the chip of an A100.
+WIDE_BLOCKS = {2: (32, 64, 8, 3), 4: (16, 32, 8, 3)}
+NARROW = 128
+MAX_HEAD_DIM = 256
+# What one program joins is a single tile, spans * head_dim: 32 numbers a thread at the most.
+MAX_SPANS = 32
+MAX_TAIL_SPANS = 8
+TAIL_SPAN = 512  # keys of a tail that one program reads, or a multiple where a tail may be longer
+RESIDENT_PROGRAMS = 264  # run at a time: two on each of 132 multiprocessors
+
+
+class WorkSplit(NamedTuple):
+    """How the work is cut into programs; follows from shapes and bounds alone."""
+
+    block_rows: int  # query rows of a program
+    block_keys: int  # keys that it looks at together
+    num_warps: int
+    num_stages: int
+    prefix_blocks: int  # blocks of query rows that share a prefix
+    prefix_spans: int
+    tail_blocks: int  # those of one particle
+    tail_spans: int
+    tail_span: int  # keys of each
+
+
+@lru_cache
+def cut_work(
+    shape: torch.Size, kv_heads: int, element_size: int, max_prefix: int, max_tail: int
+) -> WorkSplit:
+    """Cut up the work for queries ``[G, N, C, q_heads, head_dim]`` of so many bytes a number.
+
+    A prefix is cut into as few spans as keep the device busy, no shorter than a block of keys, and
+    never into more than can be joined at once: `MAX_SPANS`, those of a tail among them.
+    """
+    size, num_particles, num_columns, q_heads, head_dim = shape
+    own_rows = num_columns * q_heads // kv_heads
+    blocks = BLOCKS if head_dim <= NARROW else WIDE_BLOCKS
+    block_keys, most_rows, num_warps, num_stages = blocks[element_size]
+    block_rows = min(most_rows, max(16, triton.next_power_of_2(num_particles * own_rows)))
+    prefix_blocks = triton.cdiv(num_particles * own_rows, block_rows)
+    tail_span = TAIL_SPAN * triton.cdiv(max_tail, TAIL_SPAN * MAX_TAIL_SPANS)
+    tail_spans = triton.cdiv(max_tail, tail_span)
+    most = min(MAX_SPANS - tail_spans, triton.cdiv(max_prefix, block_keys))
+    return WorkSplit(
+        block_rows=block_rows,
+        block_keys=block_keys,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        prefix_blocks=prefix_blocks,
+        prefix_spans=_fewest_spans(size * kv_heads * prefix_blocks, most),
+        tail_blocks=triton.cdiv(own_rows, block_rows),
+        tail_spans=tail_spans,
+        tail_span=tail_span,
+    )
+
+
+def _fewest_spans(programs: int, most: int) -> int:
+    """The smallest number of spans that is nearly as good as any, ``most`` at most.
+
+    Of each span there are so many ``programs``, all with equal work. They run in waves, and one
+    that is not full takes as long as one that is: good are full waves. Nearly as good is 85 % as
+    full as can be; FlashAttention chooses its splits by the same rule.
+    """
+    waves = [spans * programs / RESIDENT_PROGRAMS for spans in range(1, most + 1)]
+    shares = [wave / math.ceil(wave) for wave in waves]
+    return 1 + next(i for i, share in enumerate(shares) if share >= 0.85 * max(shares))
