@@ -12,7 +12,7 @@ import triton
 # block's keys only after the block before it is done; with five they are under way by then.
 BLOCKS = {2: (64, 64, 4, 5), 4: (32, 32, 8, 5)}
 # The same for heads of more than 128 dimensions: what fits on the chip of an A100.
-WIDE_BLOCKS = {2: (32, 64, 8, 3), 4: (16, 32, 8, 3)}
+WIDE_BLOCKS = {2: (32, 32, 8, 3), 4: (16, 16, 8, 3)}
 NARROW = 128
 MAX_HEAD_DIM = 256
 # What one program joins is a single tile, spans * head_dim: 32 numbers a thread at the most.

@@ -15,9 +15,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from compile_sizes import LLAMA, OTHERS, Layer, Sizes
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -49,42 +50,6 @@ from sglang_smc.smc.rounds import WeightRules
 from sglang_smc.tokens.distribution import TokenDistribution
 from sglang_smc.tokens.edits import EditColumns, Edits
 
-
-class Heads(NamedTuple):
-    q: int
-    kv: int
-    dim: int
-
-
-class Sizes(NamedTuple):
-    """What there is to compile for: one server's batches of one size."""
-
-    models: str
-    target: Heads
-    draft: Heads
-    groups: int = 1
-    particles: int = 8
-    steps: int = 8
-    vocab: int = 128_256
-    dtype: torch.dtype = torch.bfloat16  # of both models
-    max_lag: int = 256
-    context: int = 131_072
-
-
-LLAMA = Sizes("Llama-3.1-8B + 1B", Heads(32, 8, 128), Heads(32, 8, 64))
-QWEN = Sizes("Qwen3-30B-A3B + 0.6B", Heads(32, 4, 128), Heads(16, 8, 128), vocab=151_936)
-OTHERS = [
-    LLAMA._replace(groups=8),
-    LLAMA._replace(groups=32),
-    LLAMA._replace(particles=1, steps=4),
-    LLAMA._replace(particles=32, steps=16, max_lag=1024),
-    LLAMA._replace(models="Llama-3.1-70B + 8B", target=Heads(64, 8, 128), draft=LLAMA.target),
-    QWEN,
-    QWEN._replace(groups=2, particles=5, steps=3),
-    Sizes("Qwen2.5-7B + 0.5B", Heads(28, 4, 128), Heads(14, 2, 64), vocab=152_064),
-    Sizes("heads of 96 in float32", Heads(32, 32, 96), Heads(8, 4, 96), dtype=torch.float32),
-    LLAMA._replace(dtype=torch.float16),
-]
 
 LAUNCHES: list[Callable[[Sizes], None]] = []
 
@@ -243,15 +208,21 @@ def _ledger(sizes: Sizes) -> None:
 
 @launches
 def _particle_attention(sizes: Sizes) -> None:
-    _attend(sizes, sizes.draft, 1)
-    _attend(sizes, sizes.draft, 2)
-    _attend(sizes, sizes.target, sizes.steps + 1)
+    _attend(sizes, Layer(sizes.draft), 1)
+    _attend(sizes, Layer(sizes.draft), 2)
+    _attend(sizes, Layer(sizes.target), sizes.steps + 1)
+    for layer in sizes.layers:
+        _attend(sizes, layer, 1)
+        _attend(sizes, layer, sizes.steps + 1)
 
 
-def _attend(sizes: Sizes, heads: Heads, num_columns: int) -> None:
+def _attend(sizes: Sizes, layer: Layer, num_columns: int) -> None:
     """With queries as a GPU has them: a slice of what one projection made."""
+    if driver.active.get_current_target().arch < layer.least_capability:
+        return
+    heads = layer.heads
     cells = torch.zeros(sizes.groups, sizes.particles, dtype=torch.int64)
-    cache = torch.zeros(64, heads.kv, heads.dim, dtype=sizes.dtype)
+    cache = torch.zeros(64, heads.kv, heads.dim, dtype=layer.cache or sizes.dtype)
     tokens = sizes.groups * sizes.particles * num_columns
     qkv = torch.zeros(tokens, (heads.q + 2 * heads.kv) * heads.dim, dtype=sizes.dtype)
     query = qkv[:, : heads.q * heads.dim]
@@ -267,7 +238,8 @@ def _attend(sizes: Sizes, heads: Heads, num_columns: int) -> None:
         starts=cells,
         max_prefix=sizes.context,
         max_tail=sizes.max_lag + sizes.steps + 1,
-        scaling=0.1,
+        softmax=layer.softmax(),
+        window=layer.window,
     )
 
 
@@ -340,7 +312,7 @@ def main(arguments: list[str]) -> None:
             for launch in LAUNCHES:
                 launch(compiler.sizes)
     compiler.sizes, compiler.starved = LLAMA, True
-    _attend(LLAMA, LLAMA.draft, 1)
+    _attend(LLAMA, Layer(LLAMA.draft), 1)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,8 @@ def kernels_of(compiled: Any) -> Any:
 @pytest.mark.parametrize("capability", GPUS)
 def test_every_kernel_compiles(capability: int, kernels_of: Any) -> None:
     files = {kernel["kernel"].partition(".")[0] for kernel in kernels_of(capability)}
-    assert files == {path.stem for path in (ROOT / "kernels").rglob("*.py")}
+    sources = (ROOT / "kernels").rglob("*.py")
+    assert files == {path.stem for path in sources if "@triton.jit" in path.read_text()}
 
 
 @pytest.mark.parametrize("capability", GPUS)
