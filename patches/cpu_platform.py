@@ -42,6 +42,14 @@ def apply_vocab_mask(
     return apply_token_bitmask_inplace(logits, vocab_mask)
 
 
+def softcap_in_place(original: Callable, logits: torch.Tensor, cap: float) -> None:
+    """Logits ``[rows, V]`` as cap * tanh(logit / cap)."""
+    if logits.device.type != "cpu":
+        return original(logits, cap)
+    logits.div_(cap).tanh_().mul_(cap)
+    return None
+
+
 PATCHES = (
     Patch(
         target="sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
@@ -56,6 +64,16 @@ PATCHES = (
             "srt/layers/linear.py (QKVParallelLinear replicates key heads, as on a GPU)",
         ),
         retire_when="SGLang pads heads only where it pads their weights.",
+    ),
+    Patch(
+        target="sglang.srt.layers.logits_processor.fused_softcap",
+        hook_type=HookType.AROUND,
+        function=softcap_in_place,
+        what="Caps logits that are on a CPU, as those of Gemma 2.",
+        why="SGLang has torch's own formula where its CPU engine runs, and a Triton kernel for all "
+        "other devices.",
+        relies_on=("srt/layers/logits_processor.py:1066",),
+        retire_when="SGLang asks where the logits are.",
     ),
     Patch(
         target="sglang.srt.constrained.xgrammar_backend._allocate_token_bitmask",

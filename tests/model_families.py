@@ -22,6 +22,17 @@ _SIZES: dict[str, Any] = {
 # SGLang serves some families with tied embeddings only, whatever a configuration says.
 _TIED = {"tie_word_embeddings": True}
 
+# Every other layer sees 9 keys, its own among them.
+_WINDOWS = {
+    **_SIZES,
+    **_TIED,
+    "head_dim": 8,
+    "num_hidden_layers": 4,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_act": "gelu_pytorch_tanh",
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {**_SIZES, **_TIED, "head_dim": 8},
     "gpt2": {**_TIED, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512},
@@ -46,23 +57,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
     },
-    # Refused: a sliding window and a logit cap.
-    "gemma2": {
-        **_SIZES,
-        **_TIED,
-        "head_dim": 8,
-        "sliding_window": 32,
-        "hidden_act": "gelu_pytorch_tanh",
-    },
+    "gemma2": {**_WINDOWS, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
+    "gemma3_text": {**_WINDOWS, "query_pre_attn_scalar": 8},
+    "cohere2": {**_WINDOWS, "hidden_act": "silu", "layer_norm_eps": 1e-5, "logit_scale": 1.0},
 }
 
 
-def make_family(path: str | Path, family: str, *, seed: int = 0, scale: float = 0.3) -> str:
+def make_family(
+    path: str | Path,
+    family: str,
+    *,
+    seed: int = 0,
+    scale: float = 0.3,
+    vocab: int = VOCAB,
+    **changes: Any,
+) -> str:
     """Save a random checkpoint of ``family`` and its tokenizer under ``path``; return it."""
     config = AutoConfig.for_model(
         family,
-        **{"tie_word_embeddings": False, **FAMILIES[family]},
-        vocab_size=VOCAB,
+        **{"tie_word_embeddings": False, **FAMILIES[family], **changes},
+        vocab_size=vocab,
         initializer_range=scale,
         pad_token_id=0,
         bos_token_id=None,
@@ -73,5 +87,20 @@ def make_family(path: str | Path, family: str, *, seed: int = 0, scale: float = 
         model = AutoModelForCausalLM.from_config(config).float()
     model.generation_config.pad_token_id = 0
     model.save_pretrained(path)
-    tiny_tokenizer(VOCAB, EOS).save_pretrained(path)
+    tiny_tokenizer(vocab, EOS).save_pretrained(path)
     return str(path)
+
+
+def greedy(path: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """Continuations by transformers, one prompt at a time.
+
+    In plain torch: its faster attention would leave a cap on scores out.
+    """
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    options = {"do_sample": False, "max_new_tokens": num_tokens, "use_cache": False}
+    return [
+        model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]

@@ -59,6 +59,9 @@ def resolve(server_args: Arguments) -> None:
     if config.round_graph == "auto" and not _captures(config, server_args):
         server_args.speculative_smc_round_graph = "off"  # pyright: ignore[reportAttributeAccessIssue] -- ours
     graphs.decode.backend = Backend.DISABLED
+    # Layers with a window keep their KV in the pool of the others: a request's row is the ledger
+    # of all its slots.
+    server_args.disable_hybrid_swa_memory = True
     server_args.cuda_graph_config = graphs
     if server_args.max_running_requests is None:
         server_args.max_running_requests = _DEFAULT_MAX_RUNNING_REQUESTS

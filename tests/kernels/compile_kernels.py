@@ -50,7 +50,6 @@ from sglang_smc.smc.rounds import WeightRules
 from sglang_smc.tokens.distribution import TokenDistribution
 from sglang_smc.tokens.edits import EditColumns, Edits
 
-
 LAUNCHES: list[Callable[[Sizes], None]] = []
 
 
