@@ -12,17 +12,12 @@ are cut from that. Programs whose keys or queries do not exist leave at once. Th
 shapes and bounds that the host knows, so that a CUDA graph can capture it.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
 from sglang_smc.kernels.attention.join import join_spans
 from sglang_smc.kernels.attention.work import MAX_HEAD_DIM, cut_work
-
-if TYPE_CHECKING:
-    from sglang_smc.models.softmax import Softmax
 
 LOG2_E = 1.4426950408889634
 
@@ -40,7 +35,10 @@ def particle_attention(
     starts: torch.Tensor,
     max_prefix: int,
     max_tail: int,
-    softmax: "Softmax",
+    scaling: float,
+    cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    value_scale: float = 1.0,
     window: int | None = None,
 ) -> torch.Tensor:
     """Causal softmax attention of particles over their prefix and tails; waits for nothing.
@@ -57,7 +55,10 @@ def particle_attention(
         starts: ``[G, N]`` int64, position of each particle's first query, at least
             ``committed - 1``.
         max_prefix, max_tail: no prefix is longer, and no particle has more keys behind it.
-        softmax: what the layer makes of its scores.
+        scaling: factor of the scores.
+        cap: scores become cap * tanh(score / cap); 0: they stay.
+        sinks: ``[q_heads]`` scores of a key without a value.
+        value_scale: factor of the output.
         window: how many keys before its own a query sees; None for all.
 
     Returns:
@@ -90,7 +91,7 @@ def particle_attention(
         "head_dim": head_dim,
         "block_dim": triton.next_power_of_2(head_dim),
         "has_window": window is not None,
-        "has_cap": softmax.cap > 0,
+        "has_cap": cap > 0,
     }
     _attend_spans[(num_prefix + num_tail,)](
         queries,
@@ -100,8 +101,8 @@ def particle_attention(
         *(places.contiguous() for places in (rows, committed, particle_rows, starts)),
         partial,
         log_sums,
-        softmax.scaling / softmax.cap if softmax.cap else softmax.scaling * LOG2_E,
-        softmax.cap * LOG2_E,
+        scaling / cap if cap else scaling * LOG2_E,
+        cap * LOG2_E,
         window or 0,
         num_particles,
         tokens,
@@ -115,7 +116,7 @@ def particle_attention(
         num_stages=cut.num_stages,
         **shape,
     )
-    join_spans(partial, log_sums, output, softmax.sinks, softmax.value_scale)
+    join_spans(partial, log_sums, output, sinks, value_scale)
     return output
 
 

@@ -145,7 +145,7 @@ class ParticleAttention(AttentionBackend):
     ) -> "Attend":
         from sglang_smc.kernels.attention.particle_attention import particle_attention
 
-        return partial(
+        attend = partial(
             particle_attention,
             req_to_token=self.req_to_token_pool.req_to_token,
             tails=self._tails,
@@ -154,3 +154,4 @@ class ParticleAttention(AttentionBackend):
             window=window,
             **locations._asdict(),
         )
+        return lambda query, keys, values, softmax: attend(query, keys, values, **softmax._asdict())

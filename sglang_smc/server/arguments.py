@@ -92,7 +92,7 @@ def _widest_heads(server_args: Arguments) -> int | None:
         return None  # told elsewhere, or run to be looked at
     if kind_of(kernels, device) == "torch":
         return None
-    from sglang_smc.kernels.attention.particle_attention import MAX_HEAD_DIM
+    from sglang_smc.kernels.attention.work import MAX_HEAD_DIM
 
     return MAX_HEAD_DIM
 

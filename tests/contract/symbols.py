@@ -1,11 +1,12 @@
 """The contract with SGLang: every internal that this package touches, on all releases.
 
-What only some of them need stands in `symbols_older.py` (0.5.17) and `symbols_newer.py`. Read by
-`test_symbols.py`, which compares it with the installed release (`symbol_check.py`), and by
-`make upstream` (`upstream/`), which compares it with the source of any.
+Models have `symbols_models.py`; what only some releases need stands in `symbols_older.py` (0.5.17)
+and `symbols_newer.py`. Read by `test_symbols.py`, which compares it with the installed release
+(`symbol_check.py`), and by `make upstream` (`upstream/`), which compares it with the source of any.
 """
 
 from contract.shape import ASYNC_GENERATOR, COROUTINE, Symbol
+from contract.symbols_models import MODELS
 from contract.symbols_newer import NEWER, NEWEST
 from contract.symbols_older import OLDER
 
@@ -373,7 +374,7 @@ PLATFORM = (
     ),
 )
 
-EVERY = FLAGS + REGISTRATION + HOOKS + WORKER + PLATFORM
+EVERY = FLAGS + REGISTRATION + HOOKS + WORKER + MODELS + PLATFORM
 
 
 def contract(newer: bool, newest: bool = False) -> tuple[Symbol, ...]:

@@ -237,7 +237,9 @@ def _attend(sizes: Sizes, layer: Layer, num_columns: int) -> None:
         starts=cells,
         max_prefix=sizes.context,
         max_tail=sizes.max_lag + sizes.steps + 1,
-        softmax=layer.softmax(),
+        scaling=0.1,
+        cap=layer.cap,
+        sinks=torch.zeros(heads.q) if layer.sinks else None,
         window=layer.window,
     )
 

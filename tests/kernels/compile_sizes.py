@@ -4,8 +4,6 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_smc.models.softmax import Softmax
-
 
 class Heads(NamedTuple):
     q: int
@@ -22,9 +20,6 @@ class Layer(NamedTuple):
     sinks: bool = False
     cache: torch.dtype | None = None  # None: the queries'
     least_capability: int = 80
-
-    def softmax(self) -> Softmax:
-        return Softmax(0.1, self.cap, torch.zeros(self.heads.q) if self.sinks else None)
 
 
 class Sizes(NamedTuple):

@@ -72,7 +72,8 @@ def on_device(case: Case) -> dict[str, Any]:
 def arguments_of(case: Case) -> dict[str, Any]:
     arguments = on_device(case)
     del arguments["present"], arguments["open_columns"]
-    return arguments | {"max_prefix": int(case.committed.max()) + 7}
+    softmax = arguments.pop("softmax")._asdict()
+    return arguments | softmax | {"max_prefix": int(case.committed.max()) + 7}
 
 
 def run_kernel(case: Case) -> torch.Tensor:
@@ -141,11 +142,11 @@ def cut(
 )
 def test_prefixes_are_cut_until_the_device_is_busy(size: int, columns: int, programs: int) -> None:
     """Multiprocessors stand idle for a fifth of the time at the most, with what one request has."""
-    work = cut(size, columns, 32)
-    assert size * 8 * work.prefix_blocks == programs, "of one span"
-    waves = work.prefix_spans * programs / work.RESIDENT_PROGRAMS
+    split = cut(size, columns, 32)
+    assert size * 8 * split.prefix_blocks == programs, "of one span"
+    waves = split.prefix_spans * programs / work.RESIDENT_PROGRAMS
     assert waves / -(-waves // 1) > 0.8
-    assert work.prefix_spans < 8 or programs < 40, "no more than it takes"
+    assert split.prefix_spans < 8 or programs < 40, "no more than it takes"
 
 
 def test_many_prefixes_are_not_cut() -> None:
@@ -158,10 +159,10 @@ def test_a_short_prefix_has_no_more_spans_than_blocks() -> None:
 
 @pytest.mark.parametrize("max_tail", [1, 265, 513, 5000, 100_000])
 def test_spans_can_be_joined_at_once(max_tail: int) -> None:
-    work = cut(1, 1, 32, max_tail=max_tail)
-    assert work.tail_spans * work.tail_span >= max_tail
-    assert (work.tail_spans - 1) * work.tail_span < max_tail
-    assert work.prefix_spans + work.tail_spans <= work.MAX_SPANS
+    split = cut(1, 1, 32, max_tail=max_tail)
+    assert split.tail_spans * split.tail_span >= max_tail
+    assert (split.tail_spans - 1) * split.tail_span < max_tail
+    assert split.prefix_spans + split.tail_spans <= work.MAX_SPANS
 
 
 @pytest.mark.parametrize("run", [run_kernel, run_torch])

@@ -28,15 +28,16 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supported, "get_parallel", lambda: SimpleNamespace(tp_size=1))
 
 
-def test_full_attention_passes() -> None:
-    check_layers(runner())
+@pytest.mark.parametrize("layer", [{}, {"sliding_window_size": 31}, {"logit_cap": 50.0}])
+def test_attention_to_all_or_to_a_window_passes(layer: dict[str, Any]) -> None:
+    check_layers(runner(**layer))
 
 
 @pytest.mark.parametrize(
     ("layer", "named"),
     [
-        ({"sliding_window_size": 31}, "a sliding window"),
-        ({"logit_cap": 50.0}, "a logit cap"),
+        ({"use_irope": True}, "chunked attention"),
+        ({"logit_cap": 50.0, "logit_capping_method": "clip"}, "a cap other than by tanh"),
         ({"v_head_dim": 4}, "different key and value widths"),
         ({"num_kv_heads": 4}, "layers of unlike head groups"),
     ],

@@ -1,0 +1,13 @@
+"""`python bench/support`: see cli.py."""
+
+import sys
+from pathlib import Path
+
+# Python has put this folder first; the benchmarks import each other from the one above.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from study import as_script
+from support.cli import main
+
+if __name__ == "__main__":
+    as_script(main)

@@ -1,0 +1,214 @@
+"""Families of models that people run, each as a configuration of a few thousand weights.
+
+All of it is in the shape that transformers gives a family: the kind of attention, experts, norms,
+tied tables. Sizes are ours, the smallest that keep the kind.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+VOCAB, EOS = 64, 1
+
+
+class Family(NamedTuple):
+    """A row of the table."""
+
+    name: str  # as people call it
+    model_type: str  # in transformers
+    attention: str  # the heading that it stands under
+    config: dict[str, Any]
+    architecture: str | None = None  # where SGLang's class has another name than transformers'
+    flags: tuple[tuple[str, Any], ...] = ()  # what a server of it needs
+    head: str = "AutoModelForCausalLM"  # the class of transformers that saves it
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+TIED = {**SIZES, "tie_word_embeddings": True}
+HEADS = {**SIZES, "head_dim": 8}
+EXPERTS = {
+    **HEADS,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+ROUTED = {
+    **SIZES,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}
+LATENT = {
+    **ROUTED,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "moe_layer_freq": 1,
+    "rope_interleave": True,
+}
+WINDOWS = {
+    **TIED,
+    "head_dim": 8,
+    "num_hidden_layers": 4,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+GEMMA = {**WINDOWS, "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 8}
+DELTA = {
+    **HEADS,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_attention_heads": 2}
+
+FULL, WINDOW, MLA, STATE, IMAGES, OTHER = (
+    "full attention",
+    "windows, caps, sinks",
+    "latent attention",
+    "recurrent state",
+    "classes with images",
+    "sparse or chunked attention, unlike layers",
+)
+
+
+def _full() -> list[Family]:
+    rows: list[tuple[str, str, dict[str, Any]]] = [
+        ("Llama 2 to 3.3, R1-Distill-Llama, SmolLM2, Yi", "llama", SIZES),
+        ("Qwen2, Qwen2.5, R1-Distill-Qwen", "qwen2", SIZES),
+        ("Qwen3", "qwen3", HEADS),
+        ("Qwen3-MoE (30B-A3B, 235B-A22B, Coder)", "qwen3_moe", EXPERTS),
+        ("Qwen2-MoE", "qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 32}),
+        ("Mistral v0.3, Nemo, Small 2501", "mistral", {**HEADS, "sliding_window": None}),
+        ("Mistral v0.1 (SGLang ignores its window)", "mistral", {**HEADS, "sliding_window": 4096}),
+        ("Ministral 3", "ministral3", HEADS),
+        ("Mixtral", "mixtral", EXPERTS),
+        ("Phi-3, Phi-3.5, Phi-4, Phi-4-mini", "phi3", SIZES),
+        ("Phi-3.5-MoE", "phimoe", EXPERTS),
+        ("Granite 3", "granite", SIZES),
+        ("Granite 3 MoE", "granitemoe", EXPERTS),
+        ("OLMo 2", "olmo2", SIZES),
+        ("OLMoE", "olmoe", EXPERTS),
+        ("Command R", "cohere", TIED),
+        ("GLM-4-0414", "glm4", HEADS),
+        ("GLM-4.5, 4.6, 4.7", "glm4_moe", {**ROUTED, "head_dim": 8}),
+        ("Gemma 1", "gemma", {**TIED, "head_dim": 8, "hidden_act": "gelu_pytorch_tanh"}),
+        ("Apertus", "apertus", SIZES),
+        ("SmolLM3", "smollm3", SIZES),
+        ("Seed-OSS", "seed_oss", HEADS),
+        ("ERNIE 4.5 dense", "ernie4_5", TIED),
+        ("ERNIE 4.5 MoE", "ernie4_5_moe", {**EXPERTS, "moe_num_experts": 4, "moe_k": 2}),
+        ("StableLM", "stablelm", SIZES),
+        ("StarCoder2", "starcoder2", {**SIZES, "sliding_window": None}),
+        ("Hunyuan dense", "hunyuan_v1_dense", HEADS),
+        ("MiniMax M2", "minimax_m2", {**EXPERTS, "rotary_dim": 8}),
+    ]
+    rows.append(("GPT-2", "gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}))
+    opt = {**TIED, "word_embed_proj_dim": 32, "ffn_dim": 64}
+    rows.append(("OPT", "opt", opt))
+    return [Family(name, kind, FULL, config) for name, kind, config in rows]
+
+
+def _windows() -> list[Family]:
+    rows: list[tuple[str, str, dict[str, Any]]] = [
+        ("Gemma 2", "gemma2", {**GEMMA, "attn_logit_softcapping": 2.0}),
+        ("Gemma 3 (270M, 1B), MedGemma text", "gemma3_text", GEMMA),
+        ("Command R7B, Command A", "cohere2", {**WINDOWS, "hidden_act": "silu"}),
+        ("OLMo 3", "olmo3", WINDOWS | {"tie_word_embeddings": False}),
+        ("EXAONE 4", "exaone4", WINDOWS),
+        ("Ministral 8B as a class of its own", "ministral", WINDOWS),
+        ("gpt-oss", "gpt_oss", {**WINDOWS, **EXPERTS, "num_hidden_layers": 4}),
+    ]
+    return [Family(name, kind, WINDOW, config) for name, kind, config in rows]
+
+
+def _latents() -> list[Family]:
+    v3 = {**LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    v2 = {**LATENT, "topk_method": "greedy", "scoring_func": "softmax"}
+    lite = {**v2, "q_lora_rank": None}
+    sparse = {**v3, "index_topk": 16, "index_n_heads": 2, "index_head_dim": 16}
+    rows: list[tuple[str, str, dict[str, Any], str | None]] = [
+        ("DeepSeek V2-Lite", "deepseek_v2", lite, None),
+        ("DeepSeek V2", "deepseek_v2", v2, None),
+        ("DeepSeek V3, V3.1, R1, Kimi K2", "deepseek_v3", v3, None),
+        ("GLM-4.7-Flash", "glm4_moe_lite", v3, None),
+        ("DeepSeek V3.2", "deepseek_v3", sparse, "DeepseekV32ForCausalLM"),
+    ]
+    return [Family(name, kind, MLA, config, arch) for name, kind, config, arch in rows]
+
+
+def _states() -> list[Family]:
+    no_cache = (("disable_radix_cache", True),)
+    mamba = {**HEADS, "num_hidden_layers": 2}
+    rows: list[tuple[str, str, dict[str, Any], tuple[tuple[str, Any], ...]]] = [
+        ("Qwen3.5 text, dense", "qwen3_5_text", DELTA, no_cache),
+        ("Qwen3-Next", "qwen3_next", {**DELTA, **EXPERTS, "num_hidden_layers": 4}, no_cache),
+        ("Granite 4 hybrid", "granitemoehybrid", mamba, ()),
+        ("Falcon H1", "falcon_h1", mamba, ()),
+        ("Nemotron-H", "nemotron_h", mamba, ()),
+        ("LFM2", "lfm2", mamba, ()),
+    ]
+    return [Family(name, kind, STATE, config, flags=flags) for name, kind, config, flags in rows]
+
+
+def _images() -> list[Family]:
+    mrope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    qwen = {**HEADS, "rope_parameters": mrope, "vocab_size": VOCAB}
+    mistral = {**HEADS, "model_type": "mistral", "vocab_size": VOCAB, "sliding_window": None}
+    gemma = {**GEMMA, "model_type": "gemma3_text", "vocab_size": VOCAB}
+    qwen_vision = {**VISION, "depth": 1, "out_hidden_size": 32}
+    pixtral = {**VISION, "model_type": "pixtral", "num_hidden_layers": 1, "head_dim": 16}
+    siglip = {**VISION, "model_type": "siglip_vision_model", "num_hidden_layers": 1}
+    tokens = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62}
+    tokens["vision_end_token_id"] = 63
+    head = "AutoModelForImageTextToText"
+    rows: list[tuple[str, str, dict[str, Any]]] = [
+        ("Qwen2-VL", "qwen2_vl", {"text_config": qwen, "vision_config": qwen_vision, **tokens}),
+        ("Qwen2.5-VL", "qwen2_5_vl", {"text_config": qwen, "vision_config": qwen_vision, **tokens}),
+        ("Qwen3-VL", "qwen3_vl", {"text_config": qwen, "vision_config": qwen_vision, **tokens}),
+        (
+            "Mistral Small 3.1, 3.2, Magistral, Devstral",
+            "mistral3",
+            {"text_config": mistral, "vision_config": pixtral, "image_token_index": 60},
+        ),
+        (
+            "Gemma 3 4B, 12B, 27B",
+            "gemma3",
+            {"text_config": gemma, "vision_config": siglip, "image_token_index": 60},
+        ),
+    ]
+    return [Family(name, kind, IMAGES, config, head=head) for name, kind, config in rows]
+
+
+def _others() -> list[Family]:
+    rows: list[tuple[str, str, dict[str, Any], str | None]] = [
+        ("Llama 4 (text of Scout and Maverick)", "llama4_text", {**EXPERTS}, None),
+        ("MiniMax M3", "llama", SIZES, "MiniMaxM3SparseForCausalLM"),
+        ("Gemma 4", "llama", HEADS, "Gemma4ForCausalLM"),
+        ("MiMo V2", "llama", HEADS, "MiMoV2FlashForCausalLM"),
+        ("Kimi Linear", "llama", HEADS, "KimiLinearForCausalLM"),
+    ]
+    return [Family(name, kind, OTHER, config, arch) for name, kind, config, arch in rows]
+
+
+FAMILIES = [*_full(), *_windows(), *_latents(), *_states(), *_images(), *_others()]

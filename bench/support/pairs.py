@@ -1,0 +1,91 @@
+"""Pairs of models that belong together, and what of a GPU's memory each leaves for KV."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+GB = 1e9
+SHARE = 0.88  # of a GPU's memory, which SGLang takes for weights and KV
+ASIDE = 1.5 * GB  # activations, graphs, tables
+TOKENS = 1024 + 512  # of a request
+
+
+class Model(NamedTuple):
+    """From the config.json of each: layers that keep KV, and what a token keeps in each."""
+
+    name: str
+    weights: float  # GB
+    kv_layers: int
+    kv_numbers: int  # of a token in a layer: keys and values, or a latent
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of a token, in 16 bits."""
+        return 2 * self.kv_layers * self.kv_numbers
+
+
+class Pair(NamedTuple):
+    target: Model
+    draft: Model
+    note: str = ""
+
+
+LLAMA_1B = Model("Llama 3.2 1B", 2.5, 16, 2 * 8 * 64)
+PAIRS = (
+    Pair(Model("Llama 3.1 8B", 16.1, 32, 2 * 8 * 128), LLAMA_1B),
+    Pair(Model("Llama 3.3 70B, FP8", 70.6, 80, 2 * 8 * 128), LLAMA_1B),
+    Pair(
+        Model("Qwen3 32B", 65.5, 64, 2 * 8 * 128),
+        Model("Qwen3 0.6B", 1.2, 28, 2 * 8 * 128),
+    ),
+    Pair(
+        Model("Qwen3 30B-A3B", 61.1, 48, 2 * 4 * 128),
+        Model("Qwen3 0.6B", 1.2, 28, 2 * 8 * 128),
+    ),
+    Pair(
+        Model("Qwen2.5 72B, 4 bits", 41.6, 80, 2 * 8 * 128),
+        Model("Qwen2.5 0.5B", 1.0, 24, 2 * 2 * 64),
+        "tables padded differently",
+    ),
+    Pair(
+        Model("Gemma 3 27B", 54.9, 62, 2 * 16 * 128),
+        Model("Gemma 3 270M", 0.5, 18, 2 * 1 * 256),
+        "tables padded differently",
+    ),
+    Pair(
+        Model("gpt-oss 120B", 65.3, 36, 2 * 8 * 64),
+        Model("gpt-oss 20B", 13.8, 24, 2 * 8 * 64),
+        "4-bit experts; not run",
+    ),
+)
+
+
+def fit(pair: Pair, memory: float, arena: int) -> int | None:
+    """Requests of `TOKENS` that a GPU of so many bytes holds, each with an arena of slots."""
+    weights = (pair.target.weights + pair.draft.weights) * GB
+    room = SHARE * memory - ASIDE - weights
+    if room <= 0:
+        return None
+    slots = room / (pair.target.kv_bytes + pair.draft.kv_bytes)
+    return int(slots / (TOKENS + arena))
+
+
+def pairs_table(arena: int = 81) -> str:
+    """What fits, in mode auto at N = K = 8."""
+    lines = [
+        "| target | draft | weights, GB | KV of a token, KB | requests on 80 GB | on 141 GB | |",
+        "| --- | --- | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for pair in PAIRS:
+        weights = pair.target.weights + pair.draft.weights
+        kv = (pair.target.kv_bytes + pair.draft.kv_bytes) / 1024
+        cells = [_count(fit(pair, memory * GB, arena)) for memory in (80, 141)]
+        lines.append(
+            f"| {pair.target.name} | {pair.draft.name} | {weights:.1f} | {kv:.0f} "
+            f"| {cells[0]} | {cells[1]} | {pair.note} |"
+        )
+    return "\n".join(lines)
+
+
+def _count(requests: int | None) -> str:
+    return "weights do not fit" if requests is None else str(requests)
