@@ -4,15 +4,16 @@
     python bench/support --only 'Gemma 2'  these again
     python bench/support --publish         write the results and the tables of docs/support.md
 
-An engine that dies takes its process with it, so families are tried in a process of their own,
-which a new one follows where it has ended.
+An engine that dies takes its process with it, so each family is tried in one of its own.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
-import multiprocessing
-import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,8 @@ PATIENCE = 300  # seconds for a family
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     folder = options.output_dir
+    if options.alone:
+        return try_here(options.alone, folder)
     folder.mkdir(parents=True, exist_ok=True)
     found = read(folder / "trials.json")
     wanted = [
@@ -44,13 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write(folder / "trials.json", found)
     if options.publish:
         publish(found)
+    return None
 
 
 def _parser() -> Any:
     found = parser("support", __doc__ or "")
     found.add_argument("--only", nargs="+", default=[], metavar="FAMILY")
     found.add_argument("--publish", action="store_true", help="write results and the page")
-    found.set_defaults(output_dir=Path("support-output"))
+    found.add_argument("--try", dest="alone", metavar="FAMILY", help=argparse.SUPPRESS)
     return found
 
 
@@ -74,27 +78,30 @@ def publish(found: dict[str, Trial]) -> None:
 
 def in_own_process(family: Family) -> Trial:
     """What came of a family, whatever becomes of the process that tries it."""
-    with tempfile.TemporaryDirectory() as folder:
-        answer, log = Path(folder, "trial.json"), Path(folder, "log")
-        process = multiprocessing.get_context("spawn").Process(
-            target=_try, args=(family, Path(folder, "model"), answer, log)
-        )
-        process.start()
-        process.join(PATIENCE)
-        if process.is_alive():
-            process.kill()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        answer, log = folder / "trial.json", folder / "log"
+        command = [sys.executable, str(Path(__file__).parent), "--try", family.name]
+        with log.open("w") as file, contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(
+                [*command, "--output-dir", name],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                timeout=PATIENCE,
+                start_new_session=True,  # an engine that fails ends its group
+                check=False,
+            )
         if answer.exists():
             return Trial(**json.loads(answer.read_text()))
         return Trial(family.name, "not here", _last_error(log))
 
 
-def _try(family: Family, folder: Path, answer: Path, log: Path) -> None:
-    os.setsid()  # what an engine ends, it ends with its group
-    with log.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    trial = try_family(family, folder)
-    answer.write_text(json.dumps(trial._asdict()))
+def try_here(name: str, folder: Path) -> None:
+    """Leave what came of a family in ``trial.json``."""
+    (family,) = (family for family in FAMILIES if family.name == name)
+    trial = try_family(family, folder / "model")
+    (folder / "trial.json").write_text(json.dumps(trial._asdict()))
 
 
 def _last_error(log: Path) -> str:
