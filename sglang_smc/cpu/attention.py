@@ -200,10 +200,11 @@ class CpuAttentionBackend(AttentionBackend):
 
     def _gather(self, layer_id: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values in ``slots`` [rows, kv_len] as [rows, kv_heads, kv_len, head_dim]."""
-        pool = self.token_to_kv_pool
-        keys = _gather_rows(pool.get_key_buffer(layer_id), slots, self.plan.keys)
-        values = _gather_rows(pool.get_value_buffer(layer_id), slots, self.plan.values)
-        return keys, values
+        values = self.token_to_kv_pool.get_value_buffer(layer_id)
+        return self._gather_keys(layer_id, slots), _gather_rows(values, slots, self.plan.values)
+
+    def _gather_keys(self, layer_id: int, slots: torch.Tensor) -> torch.Tensor:
+        return _gather_rows(self.token_to_kv_pool.get_key_buffer(layer_id), slots, self.plan.keys)
 
 
 def row_lengths(forward_batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:

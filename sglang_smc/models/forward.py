@@ -10,7 +10,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from sglang_smc.models.attention import Implementation, KVLocations, ParticleAttention
+from sglang_smc.models.attention import Implementation, KVLocations, particle_backend
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -36,7 +36,7 @@ class ParticleForward:
     ) -> None:
         self._runner = runner
         self._last_position = runner.model_config.context_len - 1
-        self.attn_backend = ParticleAttention(runner, tails, attention)
+        self.attn_backend = particle_backend(runner, tails, attention)
         self._counts = torch.arange(max_columns + 1, device=tails.device)
 
     def next_logits(

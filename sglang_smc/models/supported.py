@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
-from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_minimax_sparse
+from sglang.srt.configs.model_config import (
+    AttentionArch,
+    ModelConfig,
+    is_deepseek_dsa,
+    is_minimax_sparse,
+)
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.hf_transformers_utils import get_config
@@ -29,6 +34,14 @@ _FAMILIES = (
 
 # By layer, in a configuration's `layer_types`.
 _LIMITED = {"sliding_attention": "sliding-window", "chunked_attention": "chunked"}
+
+# Of latent attention (MLA): those whose layers are SGLang's DeepSeek layers, or are like them.
+_LATENT = {
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+    "MiniCPM3ForCausalLM",
+}
 
 # Architectures whose configuration may give layers a window, and which SGLang's own classes give
 # full attention all the same.
@@ -72,7 +85,7 @@ def problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
 
 def _head_problems(flag: str, path: str, model: ModelConfig, widest: int | None) -> list[str]:
     """Heads that are too wide for the kernels that are to run."""
-    latent = model.attention_arch == AttentionArch.MLA  # refused as such
+    latent = model.attention_arch == AttentionArch.MLA  # in kernels of its own
     if widest is None or latent or (model.head_dim or 0) <= widest:
         return []
     return [
@@ -86,9 +99,10 @@ def _kinds(model: ModelConfig) -> Iterator[str]:
     """What it is about a model that neither the ledger nor the attention can serve."""
     latent = model.attention_arch == AttentionArch.MLA
     yield from _limits(model)
+    if latent:
+        yield from _latent_limits(model)
     kinds = {
         "sliding-window attention with KV of its own": model.is_hybrid_swa,
-        "latent attention (MLA)": latent,
         "attention sinks": model.has_attention_sinks,
         "sparse attention": is_minimax_sparse(model.hf_config)
         or getattr(model.hf_config, "has_minicpm_sparse_attention", False),
@@ -118,6 +132,17 @@ def _limits(model: ModelConfig) -> Iterator[str]:
         yield f"attention scores that are capped (attn_logit_softcapping is {cap:g})"
 
 
+def _latent_limits(model: ModelConfig) -> Iterator[str]:
+    """What layers make of latent attention that is softmax over all latents of the text."""
+    text, names = model.hf_text_config, model.hf_config.architectures or ["none"]
+    if is_deepseek_dsa(model.hf_config):
+        yield f"sparse attention (DSA, index_topk is {text.index_topk})"
+    elif not _LATENT.intersection(names):
+        yield f"latent attention (MLA) of {names[0]}, which is not one of {', '.join(sorted(_LATENT))}"
+    if getattr(text, "llama_4_scaling", None):
+        yield "queries that are scaled by position (llama_4_scaling)"
+
+
 def _rewritten(server_args: Arguments, as_draft: ModelConfig) -> Iterator[str]:
     """SGLang takes some models, given as a draft, for the extra layers of their own target."""
     config = get_config(
@@ -134,22 +159,26 @@ def _rewritten(server_args: Arguments, as_draft: ModelConfig) -> Iterator[str]:
 
 def check_layers(runner: "ModelRunner") -> None:
     """Raise ValueError for a model with a layer that our attention would get wrong."""
-    group = head_group(runner)
-    for layer in runner.model.modules():
-        if isinstance(layer, RadixAttention):
-            check_layer(layer, group, {})
+    group, rank = head_group(runner), None
+    layers = [layer for layer in runner.model.modules() if isinstance(layer, RadixAttention)]
+    if runner.use_mla_backend:
+        # Of each layer's two ways to attend, the one over latents is what particles take.
+        rank = runner.model_config.kv_lora_rank
+        layers = [layer for layer in layers if layer.v_head_dim == rank]
+    for layer in layers:
+        check_layer(layer, group, {}, rank)
 
 
 def head_group(runner: "ModelRunner") -> int:
     """Query heads per key head, on each tensor-parallel rank."""
     tp_size, config = get_parallel().tp_size, runner.model_config
+    if runner.use_mla_backend:  # all heads read one latent
+        return config.get_num_attention_heads(tp_size)
     return config.get_num_attention_heads(tp_size) // config.get_num_kv_heads(tp_size)
 
 
 def check_pool(runner: "ModelRunner") -> None:
     """Refuse a KV cache that is not [slots, kv_heads, head_dim] of plain floating point."""
-    if runner.use_mla_backend:
-        raise ValueError("attention of sglang-smc does not support MLA models")
     pool = runner.token_to_kv_pool
     if pool.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
@@ -165,14 +194,19 @@ def check_pool(runner: "ModelRunner") -> None:
         )
 
 
-def check_layer(layer: RadixAttention, group: int, kwargs: dict[str, Any]) -> None:
-    """Refuse what the causal softmax attention of this package would silently get wrong."""
+def check_layer(
+    layer: RadixAttention, group: int, kwargs: dict[str, Any], rank: int | None = None
+) -> None:
+    """Refuse what the causal softmax attention of this package would silently get wrong.
+
+    Over latents, values have the width ``rank``; else that of keys.
+    """
     unsupported = {
         "a sliding window": layer.sliding_window_size > -1,
         "a logit cap": layer.logit_cap > 0,
         "cross or bidirectional attention": layer.is_cross_attention
         or layer.attn_type != AttentionType.DECODER,
-        "different key and value widths": layer.qk_head_dim != layer.v_head_dim,
+        "different key and value widths": (rank or layer.qk_head_dim) != layer.v_head_dim,
         "layers of unlike head groups": layer.tp_q_head_num != group * layer.tp_k_head_num,
     }
     unsupported |= {f"{name}=": value is not None for name, value in kwargs.items()}
