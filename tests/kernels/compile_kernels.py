@@ -30,6 +30,7 @@ from sglang_smc.kernels.agreement import (
     same_text,
     stratify,
 )
+from sglang_smc.kernels.attention.latent import latent_attention
 from sglang_smc.kernels.attention.particle_attention import particle_attention
 from sglang_smc.kernels.edits import count_tokens, edit_logits
 from sglang_smc.kernels.filters import keep_tokens
@@ -56,6 +57,15 @@ class Heads(NamedTuple):
     dim: int
 
 
+class Latents(NamedTuple):
+    q: int
+    rank: int
+    rope: int
+
+
+DEEPSEEK_V3, DEEPSEEK_V2_LITE = Latents(128, 512, 64), Latents(16, 512, 64)
+
+
 class Sizes(NamedTuple):
     """What there is to compile for: one server's batches of one size."""
 
@@ -69,6 +79,8 @@ class Sizes(NamedTuple):
     dtype: torch.dtype = torch.bfloat16  # of both models
     max_lag: int = 256
     context: int = 131_072
+    latent_target: Latents = DEEPSEEK_V3
+    latent_draft: Latents = DEEPSEEK_V2_LITE
 
 
 LLAMA = Sizes("Llama-3.1-8B + 1B", Heads(32, 8, 128), Heads(32, 8, 64))
@@ -84,6 +96,17 @@ OTHERS = [
     Sizes("Qwen2.5-7B + 0.5B", Heads(28, 4, 128), Heads(14, 2, 64), vocab=152_064),
     Sizes("heads of 96 in float32", Heads(32, 32, 96), Heads(8, 4, 96), dtype=torch.float32),
     LLAMA._replace(dtype=torch.float16),
+    LLAMA._replace(
+        models="Kimi-K2 + GLM-4.7-Flash",
+        latent_target=Latents(64, 512, 64),
+        latent_draft=Latents(20, 512, 64),
+    ),
+    LLAMA._replace(
+        models="DeepSeek-V2-Lite + MiniCPM3, or DeepSeek-V3 on 8 GPUs",
+        latent_target=DEEPSEEK_V2_LITE,
+        latent_draft=Latents(40, 256, 32),
+    ),
+    LLAMA._replace(models="MiniCPM3", latent_target=Latents(40, 256, 32)),
 ]
 
 LAUNCHES: list[Callable[[Sizes], None]] = []
@@ -259,6 +282,34 @@ def _attend(sizes: Sizes, heads: Heads, num_columns: int) -> None:
         query.view(sizes.groups, sizes.particles, num_columns, heads.q, heads.dim),
         cache,
         cache,
+        req_to_token=torch.zeros(100, 4096, dtype=torch.int32),
+        tails=torch.zeros(100, 512, dtype=torch.int32),
+        rows=cells[:, 0],
+        committed=cells[:, 0],
+        particle_rows=cells,
+        starts=cells,
+        max_prefix=sizes.context,
+        max_tail=sizes.max_lag + sizes.steps + 1,
+        scaling=0.1,
+    )
+
+
+@launches
+def _latent_attention(sizes: Sizes) -> None:
+    if sizes.dtype == torch.float32:
+        return  # refused
+    _attend_latents(sizes, sizes.latent_draft, 1)
+    _attend_latents(sizes, sizes.latent_draft, 2)
+    _attend_latents(sizes, sizes.latent_target, sizes.steps + 1)
+
+
+def _attend_latents(sizes: Sizes, latents: Latents, num_columns: int) -> None:
+    cells = torch.zeros(sizes.groups, sizes.particles, dtype=torch.int64)
+    width = latents.rank + latents.rope
+    latent_attention(
+        torch.zeros(*cells.shape, num_columns, latents.q, width, dtype=sizes.dtype),
+        torch.zeros(64, 1, width, dtype=sizes.dtype),
+        rank=latents.rank,
         req_to_token=torch.zeros(100, 4096, dtype=torch.int32),
         tails=torch.zeros(100, 512, dtype=torch.int32),
         rows=cells[:, 0],
