@@ -105,12 +105,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_family(path: str | Path, family: str, *, seed: int = 0, scale: float = 0.3) -> str:
+def make_family(
+    path: str | Path, family: str, *, seed: int = 0, scale: float = 0.3, vocab: int = VOCAB
+) -> str:
     """Save a random checkpoint of ``family`` and its tokenizer under ``path``; return it."""
     config = AutoConfig.for_model(
         family,
         **{"tie_word_embeddings": False, **FAMILIES[family]},
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         initializer_range=scale,
         pad_token_id=0,
         bos_token_id=None,
@@ -121,5 +123,15 @@ def make_family(path: str | Path, family: str, *, seed: int = 0, scale: float = 
         model = AutoModelForCausalLM.from_config(config).float()
     model.generation_config.pad_token_id = 0
     model.save_pretrained(path)
-    tiny_tokenizer(VOCAB, EOS).save_pretrained(path)
+    tiny_tokenizer(vocab, EOS).save_pretrained(path)
     return str(path)
+
+
+def greedy(path: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """Continuations by transformers, one prompt at a time."""
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    options = {"do_sample": False, "max_new_tokens": num_tokens, "use_cache": False}
+    return [
+        model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]

@@ -231,7 +231,9 @@ def _attend_latents(
     # Nothing to see: nothing is loaded, the loop is empty, and log-sums of -inf are all that stays.
     asked = (in_rows & (begin < end))[:, None]
     query_row = query_ptr + token.to(tl.int64) * query_stride + head * query_head_stride
-    query = tl.load(query_row[:, None] + dim[None, :], mask=asked & (dim < rank)[None, :], other=0.0)
+    query = tl.load(
+        query_row[:, None] + dim[None, :], mask=asked & (dim < rank)[None, :], other=0.0
+    )
     rotated = tl.load(
         query_row[:, None] + rank + turned[None, :],
         mask=asked & (turned < rope)[None, :],

@@ -138,7 +138,8 @@ def _latent_limits(model: ModelConfig) -> Iterator[str]:
     if is_deepseek_dsa(model.hf_config):
         yield f"sparse attention (DSA, index_topk is {text.index_topk})"
     elif not _LATENT.intersection(names):
-        yield f"latent attention (MLA) of {names[0]}, which is not one of {', '.join(sorted(_LATENT))}"
+        known = ", ".join(sorted(_LATENT))
+        yield f"latent attention (MLA) of {names[0]}, which is not one of {known}"
     if getattr(text, "llama_4_scaling", None):
         yield "queries that are scaled by position (llama_4_scaling)"
 

@@ -154,7 +154,7 @@ def test_float32_is_refused_where_it_would_be_compiled(monkeypatch: pytest.Monke
     def compiled() -> None: ...
 
     monkeypatch.setattr(kernel, "_attend_latents", triton.JITFunction(compiled))
-    with pytest.raises(ValueError, match="in float32; .* Pass --dtype bfloat16"):
+    with pytest.raises(ValueError, match=r"in float32; .* Pass --dtype bfloat16"):
         kernel.check_dtype(torch.float32)
     kernel.check_dtype(torch.bfloat16)
 
