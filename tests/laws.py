@@ -17,7 +17,9 @@ def next_probs(
     path: str, prompt: list[int], *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> NextProbs:
     """Next-token distribution of a checkpoint, in float64, remembered per prefix."""
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float64, experts_implementation="eager"
+    ).eval()
     memory: dict[Sequence, torch.Tensor] = {}
 
     @torch.no_grad()
