@@ -63,13 +63,8 @@ def latent_attention(
             on the chip.
     """
     size, num_particles, num_columns, heads, width = query.shape
-    check_dtype(query.dtype)
     rope = width - rank
-    if rank > MAX_RANK or rope > MAX_ROPE:
-        raise ValueError(
-            f"latents of {rank} + {rope} numbers; the Triton kernel takes at most {MAX_RANK} + "
-            f"{MAX_ROPE}. Pass --speculative-smc-kernels torch, which takes any."
-        )
+    check_sizes(query.dtype, rank, rope)
     cut = cut_work(query.shape, rank, max_prefix, max_tail)
     num_prefix = size * cut.prefix_blocks * cut.prefix_spans
     num_tail = size * num_particles * cut.tail_blocks * cut.tail_spans
@@ -120,8 +115,13 @@ def latent_attention(
     return output
 
 
-def check_dtype(dtype: torch.dtype) -> None:
-    """Raise ValueError for numbers whose blocks do not fit on the chip; an interpreter has room."""
+def check_sizes(dtype: torch.dtype, rank: int, rope: int) -> None:
+    """Raise ValueError for latents of which no block fits on the chip; an interpreter has room."""
+    if rank > MAX_RANK or rope > MAX_ROPE:
+        raise ValueError(
+            f"latents of {rank} + {rope} numbers; the Triton kernel takes at most {MAX_RANK} + "
+            f"{MAX_ROPE}. Pass --speculative-smc-kernels torch, which takes any and is slower."
+        )
     if dtype == torch.float32 and isinstance(_attend_latents, triton.JITFunction):
         raise ValueError(
             "latent attention (MLA) in float32; the Triton kernel takes float16 and bfloat16. Pass "

@@ -47,9 +47,9 @@ class LatentParticleAttention(ParticleAttention):
         absorb(NAME)
         self._rank = runner.model_config.kv_lora_rank
         if implementation == "triton":
-            from sglang_smc.kernels.attention.latent import check_dtype
+            from sglang_smc.kernels.attention.latent import check_sizes
 
-            check_dtype(runner.dtype)
+            check_sizes(runner.dtype, self._rank, runner.model_config.qk_rope_head_dim)
 
     def forward_extend(
         self,

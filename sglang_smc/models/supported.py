@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-_ALLOWED = "allowed: a text decoder with full attention in every layer"
+_ALLOWED = "allowed: a text decoder with full or latent (MLA) attention in every layer"
 
 _FAMILIES = (
     "Llama, Qwen2 and Qwen3, Mistral, Phi-3 and Phi-4, Granite, OLMo 2 and Command R are among "
@@ -137,7 +137,7 @@ def _latent_limits(model: ModelConfig) -> Iterator[str]:
     text, names = model.hf_text_config, model.hf_config.architectures or ["none"]
     if is_deepseek_dsa(model.hf_config):
         yield f"sparse attention (DSA, index_topk is {text.index_topk})"
-    elif not _LATENT.intersection(names):
+    elif names[0].removesuffix("NextN") not in _LATENT:  # a draft's may have been renamed
         known = ", ".join(sorted(_LATENT))
         yield f"latent attention (MLA) of {names[0]}, which is not one of {known}"
     if getattr(text, "llama_4_scaling", None):

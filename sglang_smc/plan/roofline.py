@@ -1,11 +1,10 @@
 """How long decoding takes at least: the bytes that must be moved and the operations computed.
 
 Each pass of a model reads its weights once (of experts those that its tokens visit), reads and
-writes KV, and writes and reads its logits;
-it takes as long as the slower of its traffic and its arithmetic (Williams et al. 2009; the use
-for SMC is section 3.1 of arXiv 2604.15672). Passes follow each other, so their times add up.
-Left out are launch gaps, synchronization, sampling, activations and communication between devices:
-the results are bounds, not predictions.
+writes KV, and writes and reads its logits; it takes as long as the slower of its traffic and its
+arithmetic (Williams et al. 2009; the use for SMC is section 3.1 of arXiv 2604.15672). Passes follow
+each other, so their times add up. Left out are launch gaps, synchronization, sampling, activations
+and communication between devices: the results are bounds, not predictions.
 """
 
 from __future__ import annotations

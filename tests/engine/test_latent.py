@@ -51,7 +51,7 @@ def test_the_text_is_the_targets_own(
     ]
     expected = greedy(paths[0], prompts, TOKENS)
     monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
-    monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "3")
+    monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "7")
     sizes = {"num_particles": 3, "num_steps": 3, "max_lag": 16, "chunked_prefill_size": 16}
     running = engine(**smc_arguments(*paths, **sizes))
     retractions = cached = 0

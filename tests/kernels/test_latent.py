@@ -155,8 +155,8 @@ def test_float32_is_refused_where_it_would_be_compiled(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(kernel, "_attend_latents", triton.JITFunction(compiled))
     with pytest.raises(ValueError, match=r"in float32; .* Pass --dtype bfloat16"):
-        kernel.check_dtype(torch.float32)
-    kernel.check_dtype(torch.bfloat16)
+        kernel.check_sizes(torch.float32, 512, 64)
+    kernel.check_sizes(torch.bfloat16, 512, 64)
 
 
 @pytest.mark.parametrize(("size", "columns"), [(1, 9), (4, 9), (7, 9), (64, 1)])
