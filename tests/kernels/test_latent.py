@@ -1,14 +1,19 @@
 """The Triton kernel and its torch reference, against softmax attention one query at a time."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import triton
 from particle_cases import SCALING, Case, make_case
+from sglang.srt.layers.radix_attention import RadixAttention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_smc.kernels.attention import latent as kernel
+from sglang_smc.models import supported
+from sglang_smc.models.attention import KVLocations, ParticleAttention, particle_backend
 from sglang_smc.models.latent_attention import latent_attention
 from sglang_smc.models.shared_prefix import plan_shared_prefix
 
@@ -53,22 +58,16 @@ def on_device(case: Case) -> Case:
     return Case(*(part.to(DEVICE) if isinstance(part, torch.Tensor) else part for part in case))
 
 
+def arguments_of(case: Case, rank: int) -> dict[str, Any]:
+    arguments = on_device(case)._asdict()
+    for name in ("values", "present", "open_columns"):
+        del arguments[name]
+    arguments |= {"max_prefix": int(case.committed.max()) + 7, "scaling": SCALING, "rank": rank}
+    return {"latents": arguments.pop("keys"), **arguments}
+
+
 def run_kernel(case: Case, rank: int) -> torch.Tensor:
-    c = on_device(case)
-    return kernel.latent_attention(
-        c.query,
-        c.keys,
-        rank=rank,
-        req_to_token=c.req_to_token,
-        tails=c.tails,
-        rows=c.rows,
-        committed=c.committed,
-        particle_rows=c.particle_rows,
-        starts=c.starts,
-        max_prefix=int(case.committed.max()) + 7,
-        max_tail=c.max_tail,
-        scaling=SCALING,
-    )
+    return kernel.latent_attention(**arguments_of(case, rank))
 
 
 def run_torch(case: Case, rank: int) -> torch.Tensor:
@@ -167,3 +166,109 @@ def test_work_is_cut_until_the_device_is_busy(size: int, columns: int) -> None:
     assert waves / -(-waves // 1) > 0.8
     assert work.tail_spans * work.tail_span >= 265
     assert work.prefix_spans + work.tail_spans <= kernel.MAX_SPANS
+
+
+class Calls(TorchDispatchMode):
+    """Notes the torch calls that touch memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if not func.is_view and func.overloadpacket.__name__ != "new_empty":
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Launch:
+    """Stands in for a kernel, and counts how often it was to be launched."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        assert all(isinstance(extent, int) for extent in grid)
+        return self
+
+    def __call__(self, *arguments: Any, **options: Any) -> None:
+        self.count += 1
+
+
+def test_a_layer_takes_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And copies nothing."""
+    launch = Launch()
+    monkeypatch.setattr(kernel, "_attend_latents", launch)
+    monkeypatch.setattr(kernel, "_join_spans", launch)
+    monkeypatch.setattr(kernel, "check_sizes", lambda *_: None)
+    case, rank = make("verify")
+    arguments = arguments_of(case, rank)
+    with Calls() as calls:
+        kernel.latent_attention(**arguments)
+    assert (launch.count, calls.names) == (2, [])
+
+
+def backend_of(case: Case, rank: int, implementation: Any) -> tuple[ParticleAttention, Any]:
+    """The backend of a model whose latents these are, and a layer of it."""
+    c, (heads, width) = on_device(case), case.query.shape[3:]
+    buffer = c.keys.clone()
+
+    def write(layer: Any, slots: torch.Tensor, latents: torch.Tensor, _: torch.Tensor) -> None:
+        buffer[slots] = latents
+
+    pool = SimpleNamespace(
+        dtype=HALF, start_layer=0, get_key_buffer=lambda _: buffer, set_kv_buffer=write
+    )
+    runner: Any = SimpleNamespace(
+        use_mla_backend=True,
+        req_to_token_pool=SimpleNamespace(req_to_token=c.req_to_token),
+        token_to_kv_pool=pool,
+        dtype=HALF,
+        model_config=SimpleNamespace(
+            context_len=256,
+            kv_lora_rank=rank,
+            qk_rope_head_dim=width - rank,
+            get_num_attention_heads=lambda tp_size: heads,
+        ),
+    )
+    layer = RadixAttention(heads, width, SCALING, 1, 0, v_head_dim=rank)
+    return particle_backend(runner, c.tails, implementation), layer
+
+
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_as_a_backend(implementation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New latents are written first, and values come flat, as SGLang's layers take them."""
+    monkeypatch.setattr(supported, "get_parallel", lambda: SimpleNamespace(tp_size=1))
+    case, rank = make("no tail at all", HALF)
+    backend, layer = backend_of(case, rank, implementation)
+    c = on_device(case)
+    slots = c.req_to_token[c.rows, c.committed - 1].long()  # what the queries see last
+    latents = backend.token_to_kv_pool.get_key_buffer(0)
+    new = latents[slots].clone()
+    latents[slots] = float("nan")
+    locations = KVLocations(c.rows, c.committed, c.particle_rows, c.max_tail)
+    backend.plan(locations, c.starts, 1)
+    batch: Any = SimpleNamespace(out_cache_loc=slots)
+    query = c.query.flatten(0, 2)  # [G * N * C, heads, width]
+    output = backend.forward_extend(query, new, new[..., :rank], layer, batch)
+    assert output.shape == (len(query), case.query.shape[3] * rank)
+    assert_close(case, output.view(*case.query.shape[:4], rank))
+
+
+def test_layers_are_told_to_absorb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all modes: by the name that the backend gives itself, whatever the server's is."""
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+    )
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
+        AttnForwardMethod,
+    )
+
+    monkeypatch.setattr(supported, "get_parallel", lambda: SimpleNamespace(tp_size=1))
+    monkeypatch.setattr(AttentionBackendRegistry, "_handlers", {})
+    backend, _ = backend_of(*make("decode", HALF), "torch")
+    for name in (backend.prefill_attention_backend_str, backend.decode_attention_backend_str):
+        handler: Any = AttentionBackendRegistry.get_handler(name)
+        assert handler(None, None) == AttnForwardMethod.MLA
