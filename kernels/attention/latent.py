@@ -220,11 +220,69 @@ def _attend_latents(
         is_tail, tails_ptr + own_row * tails_width, table_ptr + shared_row * table_stride
     )
     in_row = tl.where(is_tail, tails_width - 1, 0x7FFFFFFF)  # a tail's positions go round
+    partial_span = span + tl.where(is_tail, prefix_spans, 0)
+    _attend_span(
+        query_ptr,
+        latent_ptr,
+        slot_ptr,
+        in_row,
+        partial_ptr,
+        log_sum_ptr,
+        scaling,
+        start,
+        begin,
+        end,
+        block,
+        owner * num_tokens,
+        num_tokens,
+        partial_span.to(tl.int64) * all_tokens * heads,
+        query_stride,
+        query_head_stride,
+        latent_stride,
+        num_columns,
+        heads,
+        rank,
+        rope,
+        block_rank,
+        block_rope,
+        block_rows,
+        block_keys,
+    )
 
+
+@triton.jit
+def _attend_span(
+    query_ptr,
+    latent_ptr,
+    slot_ptr,
+    in_row,
+    partial_ptr,
+    log_sum_ptr,
+    scaling,
+    start,
+    begin,
+    end,
+    block,
+    first_token,
+    num_tokens,
+    first_partial,
+    query_stride,
+    query_head_stride,
+    latent_stride,
+    num_columns: tl.constexpr,
+    heads: tl.constexpr,
+    rank: tl.constexpr,
+    rope: tl.constexpr,
+    block_rank: tl.constexpr,
+    block_rope: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_keys: tl.constexpr,
+):
+    """Flash attention of query rows (token, head) over the positions [begin, end)."""
     # Unsigned: to divide it by what is no power of two takes fewer registers.
     row = (block * block_rows + tl.arange(0, block_rows)).to(tl.uint32)
     nth_token, head = (row // heads).to(tl.int32), (row % heads).to(tl.int32)
-    token = owner * num_tokens + nth_token
+    token = first_token + nth_token
     last_seen = start + nth_token % num_columns
     in_rows = row < num_tokens * heads
     dim, turned = tl.arange(0, block_rank), tl.arange(0, block_rope)
@@ -273,8 +331,7 @@ def _attend_latents(
 
     some = total != 0  # NaN is something: what is broken must show
     log_sum = tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
-    partial_span = span + tl.where(is_tail, prefix_spans, 0)
-    place = partial_span.to(tl.int64) * all_tokens * heads + token * heads + head
+    place = first_partial + token * heads + head
     tl.store(log_sum_ptr + place, log_sum, mask=in_rows)
     tl.store(
         partial_ptr + place[:, None] * rank + dim[None, :],

@@ -136,14 +136,3 @@ class ParticleAttention(AttentionBackend):
             max_prefix=self._max_prefix,
             **locations._asdict(),
         )
-
-
-def particle_backend(
-    runner: "ModelRunner", tails: torch.Tensor, implementation: Implementation
-) -> ParticleAttention:
-    """The attention over particles that a model asks for; arguments as for `ParticleAttention`."""
-    if runner.use_mla_backend:
-        from sglang_smc.models.latents import LatentParticleAttention
-
-        return LatentParticleAttention(runner, tails, implementation)
-    return ParticleAttention(runner, tails, implementation)

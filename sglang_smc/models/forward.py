@@ -10,7 +10,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from sglang_smc.models.attention import Implementation, KVLocations, particle_backend
+from sglang_smc.models.attention import Implementation, KVLocations, ParticleAttention
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -120,3 +120,14 @@ class ParticleForward:
             spec_algorithm=self._runner.spec_algorithm,  # pyright: ignore[reportArgumentType] -- any registered one
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
+
+
+def particle_backend(
+    runner: "ModelRunner", tails: torch.Tensor, implementation: Implementation
+) -> ParticleAttention:
+    """The attention over particles that a model asks for; arguments as for `ParticleAttention`."""
+    if runner.use_mla_backend:
+        from sglang_smc.models.latents import LatentParticleAttention
+
+        return LatentParticleAttention(runner, tails, implementation)
+    return ParticleAttention(runner, tails, implementation)

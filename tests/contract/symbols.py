@@ -6,6 +6,7 @@ What only some of them need stands in `symbols_older.py` (0.5.17) and `symbols_n
 """
 
 from contract.shape import ASYNC_GENERATOR, COROUTINE, Symbol
+from contract.symbols_latent import LATENT
 from contract.symbols_newer import NEWER, NEWEST
 from contract.symbols_older import OLDER
 
@@ -206,17 +207,6 @@ HOOKS = (
         "model_config load_config tp_size",
     ),
     Symbol(
-        "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu",
-        "head_size rotary_dim max_position base is_neox_style rope_scaling dtype "
-        "partial_rotary_factor device",
-    ),
-    Symbol(
-        "sglang.srt.layers.rotary_embedding.factory.get_rope",
-        "head_size rotary_dim max_position base is_neox_style rope_scaling dtype "
-        "partial_rotary_factor",
-    ),
-    Symbol("sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper", calls="get_rope_cpu"),
-    Symbol(
         "sglang.srt.session.streaming_session.StreamingSession._trim_overshoot",
         "self req finished_len",
     ),
@@ -359,23 +349,6 @@ WORKER = (
     ),
     Symbol("sglang.srt.managers.schedule_batch.ReqKvInfo", attributes="kv_allocated_len"),
     Symbol("sglang.srt.mem_cache.memory_pool.ReqToTokenPool", attributes="req_to_token size write"),
-    Symbol("sglang.srt.mem_cache.memory_pool.MLATokenToKVPool.get_key_buffer", "self layer_id"),
-    # Which way to attend DeepSeek's layers take, by the name that a backend gives itself.
-    Symbol(
-        "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry"
-        ".register",
-        "cls backend_name handler_func",
-    ),
-    Symbol(
-        "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.dispatch_attn_forward_method",
-        "self forward_batch",
-        calls="get_attn_backend AttentionBackendRegistry.get_handler handler",
-    ),
-    Symbol(
-        "sglang.srt.layers.attention.base_attn_backend.AttentionBackend",
-        attributes="prefill_attention_backend_str decode_attention_backend_str",
-    ),
-    Symbol("sglang.srt.configs.model_config.is_deepseek_dsa", "config"),
     Symbol("sglang.srt.mem_cache.allocation.alloc_token_slots", "tree_cache num_tokens"),
     Symbol("sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache.evictable_size", "self"),
     Symbol("sglang.srt.mem_cache.allocator.token.TokenToKVPoolAllocator.available_size", "self"),
@@ -401,7 +374,7 @@ PLATFORM = (
     ),
 )
 
-EVERY = FLAGS + REGISTRATION + HOOKS + WORKER + PLATFORM
+EVERY = FLAGS + REGISTRATION + HOOKS + WORKER + PLATFORM + LATENT
 
 
 def contract(newer: bool, newest: bool = False) -> tuple[Symbol, ...]:

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_smc.kernels.attention import latent as kernel
 from sglang_smc.models import supported
-from sglang_smc.models.attention import KVLocations, ParticleAttention, particle_backend
+from sglang_smc.models.attention import KVLocations, ParticleAttention
+from sglang_smc.models.forward import particle_backend
 from sglang_smc.models.latent_attention import latent_attention
 from sglang_smc.models.shared_prefix import plan_shared_prefix
 
@@ -49,13 +50,19 @@ def unwritten_is_nan() -> Iterator[None]:
 def make(name: str, dtype: torch.dtype = torch.float32) -> tuple[Case, int]:
     """A case whose keys are latents, and the width of their values."""
     committed, ahead, num_columns, heads, (rank, rope) = CASES[name]
-    shape = {"q_heads": heads, "kv_heads": 1, "head_dim": rank + rope, "dtype": dtype}
+    shape: dict[str, Any] = {
+        "q_heads": heads,
+        "kv_heads": 1,
+        "head_dim": rank + rope,
+        "dtype": dtype,
+    }
     case = make_case(committed, ahead, num_columns=num_columns, **shape)
     return case._replace(values=case.keys), rank
 
 
 def on_device(case: Case) -> Case:
-    return Case(*(part.to(DEVICE) if isinstance(part, torch.Tensor) else part for part in case))
+    parts: Any = case._asdict().items()
+    return Case(**{name: part if name == "max_tail" else part.to(DEVICE) for name, part in parts})
 
 
 def arguments_of(case: Case, rank: int) -> dict[str, Any]:

@@ -50,8 +50,8 @@ def test_other_attention_is_refused(layer: dict[str, Any], named: str) -> None:
 
 def over_latents(**layer: Any) -> Any:
     """A layer of latent attention: one way to attend over latents, and one over keys of heads."""
-    absorbed = {"num_heads": 4, "head_dim": 12, "v_head_dim": 8, "num_kv_heads": 1}
-    made = {"num_heads": 4, "head_dim": 6, "v_head_dim": 5, "num_kv_heads": 4}
+    absorbed: dict[str, Any] = {"num_heads": 4, "head_dim": 12, "v_head_dim": 8, "num_kv_heads": 1}
+    made: dict[str, Any] = {"num_heads": 4, "head_dim": 6, "v_head_dim": 5, "num_kv_heads": 4}
     layers = [RadixAttention(**ways, scaling=1.0, layer_id=1) for ways in (absorbed | layer, made)]
     config = SimpleNamespace(
         kv_lora_rank=8, get_num_attention_heads=lambda _: 4, get_num_kv_heads=lambda _: 4
