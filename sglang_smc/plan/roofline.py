@@ -127,7 +127,7 @@ def forward(name: str, shape: ModelShape, rows: Rows, num_tokens: int, num_logit
     )
     return Pass(
         name,
-        weights=shape.read_bytes(rows.count * num_tokens),
+        weights=shape.bytes_read(rows.count * num_tokens),
         kv=(rows.kv_tokens + rows.count * num_tokens) * shape.kv_bytes_per_token,
         logits=LOGIT_BYTES * shape.vocab_size * logits,
         flops=flops,

@@ -93,7 +93,7 @@ class ModelShape:
         """
         return self.layer_parameters * self.weight_bytes + self.head_parameters * self.head_bytes
 
-    def read_bytes(self, num_tokens: float) -> float:
+    def bytes_read(self, num_tokens: float) -> float:
         """Weights that a pass over so many tokens reads: of experts, those that they visit."""
         visited = None if self.experts is None else self.experts.visited(num_tokens)
         layers = self._parameters_with(visited) * self.weight_bytes

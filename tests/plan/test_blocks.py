@@ -90,7 +90,7 @@ def test_published_sizes(
 
 def test_a_pass_reads_the_experts_that_its_tokens_visit() -> None:
     shape = from_config(TOY)
-    one, two, many = (shape.read_bytes(count) for count in (1, 2, 1000))
+    one, two, many = (shape.bytes_read(count) for count in (1, 2, 1000))
     assert one == 2 * (shape.active_parameters + 80)
     # The second token finds an expert read already in a quarter of cases.
     assert two == pytest.approx(one + 2 * 2 * 1.5 * 108)
@@ -101,7 +101,7 @@ def test_a_pass_computes_with_what_each_token_visits() -> None:
     shape = from_config(TOY)
     rows = Rows(batch=2, num_particles=3, context=10, tail=4, shared_prefix=True)
     found = forward("verify", shape, rows, num_tokens=2, num_logits=2)
-    assert found.weights == shape.read_bytes(12)
+    assert found.weights == shape.bytes_read(12)
     # Two prefixes once, six tails of 4, and 12 new tokens.
     assert found.kv == (2 * 10 + 6 * 4 + 12) * 42
     keys = 2 * 14 + 3
