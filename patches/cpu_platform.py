@@ -1,7 +1,9 @@
-"""The plain-CPU platform, with SMC or without: heads of tensor-parallel models, and grammars."""
+"""The plain-CPU platform, with SMC or without: heads of tensor-parallel models, rotary embeddings
+of latent attention, and grammars.
+"""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.plugins.hook_registry import HookType
@@ -20,6 +22,14 @@ def adjust_config_with_unaligned_cpu_tp(
 ) -> "ModelConfig":
     """Leave heads and widths as they are: layers replicate key heads that are too few to share."""
     return model_config
+
+
+def get_rope_cpu(original: Callable, *rope: Any, device: str | None = None) -> torch.nn.Module:
+    """The embedding that other layers get, whose class asks the platform for its device."""
+    from sglang.srt.layers.rotary_embedding.factory import get_rope
+
+    # All positional, the device the last of them.
+    return get_rope(*rope[:8])
 
 
 def allocate_token_bitmask(original: Callable, vocab_size: int, batch_size: int) -> torch.Tensor:
@@ -74,6 +84,17 @@ PATCHES = (
         "other devices.",
         relies_on=("srt/layers/logits_processor.py:1066",),
         retire_when="SGLang asks where the logits are.",
+    ),
+    Patch(
+        target="sglang.srt.layers.rotary_embedding.factory.get_rope_cpu",
+        hook_type=HookType.AROUND,
+        function=get_rope_cpu,
+        what="Gives layers of latent attention the rotary embedding that they get on a GPU.",
+        why="For every device called cpu SGLang makes the one that its own CPU engine has a kernel "
+        "for, and asserts that the model's is of that kind: GLM-4.7-Flash, whose positions are "
+        "not scaled, would fail. No platform is asked.",
+        relies_on=("srt/layers/rotary_embedding/factory.py:541 (get_rope_wrapper calls it)",),
+        retire_when="SGLang's get_rope_cpu takes embeddings of all kinds.",
     ),
     Patch(
         target="sglang.srt.constrained.xgrammar_backend._allocate_token_bitmask",

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from scipy.stats import chisquare
@@ -17,8 +18,8 @@ def next_probs(
 ) -> NextProbs:
     """Next-token distribution of a checkpoint, in float64, remembered per prefix."""
     # Torch's own attention would leave a cap on scores out.
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float64, attn_implementation="eager"
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     ).eval()
     memory: dict[Sequence, torch.Tensor] = {}
 

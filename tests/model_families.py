@@ -33,6 +33,39 @@ _WINDOWS = {
     "hidden_act": "gelu_pytorch_tanh",
 }
 
+# Latent attention (MLA), of widths that no two parts share, and experts behind one dense layer.
+_LATENT: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+_ROUTED: dict[str, Any] = {
+    **_LATENT,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "routed_scaling_factor": 1.5,
+}
+_V3: dict[str, Any] = {
+    **_ROUTED,
+    "norm_topk_prob": True,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {**_SIZES, **_TIED, "head_dim": 8},
     "gpt2": {**_TIED, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512},
@@ -60,6 +93,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {**_WINDOWS, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
     "gemma3_text": {**_WINDOWS, "query_pre_attn_scalar": 8},
     "cohere2": {**_WINDOWS, "hidden_act": "silu", "layer_norm_eps": 1e-5, "logit_scale": 1.0},
+    "deepseek_v2": {
+        **_ROUTED,
+        "q_lora_rank": None,
+        "topk_method": "group_limited_greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+    },
+    "deepseek_v3": _V3,
+    "glm4_moe_lite": {
+        **_V3,
+        "n_group": 1,
+        "topk_group": 1,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+    "minicpm3": {**_LATENT, "v_head_dim": 8},  # SGLang takes hidden size by heads for it
 }
 
 

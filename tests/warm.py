@@ -141,15 +141,16 @@ class Warm:
         for found in self.interpreters:
             if not found.misfits(environment):
                 return found
-        base = dict(self.environment)
-        if self.interpreters:
+        base, is_first = dict(self.environment), not self.interpreters
+        if not is_first:
             for name in self.interpreters[0].misfits(environment):
                 base.pop(name, None)
                 base |= {name: environment[name]} if name in environment else {}
         if len(self.interpreters) == MOST_KEPT:
             self.interpreters.pop().end()
         self.interpreters.append(_new_interpreter(base))
-        return self.interpreters[-1]
+        # What the first has read is known now, and may not be what is asked for.
+        return self.interpreter(environment) if is_first else self.interpreters[-1]
 
 
 _warm: Warm | None = None

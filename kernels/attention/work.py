@@ -60,14 +60,14 @@ def cut_work(
         num_warps=num_warps,
         num_stages=num_stages,
         prefix_blocks=prefix_blocks,
-        prefix_spans=_fewest_spans(size * kv_heads * prefix_blocks, most),
+        prefix_spans=fewest_spans(size * kv_heads * prefix_blocks, most),
         tail_blocks=triton.cdiv(own_rows, block_rows),
         tail_spans=tail_spans,
         tail_span=tail_span,
     )
 
 
-def _fewest_spans(programs: int, most: int) -> int:
+def fewest_spans(programs: int, most: int) -> int:
     """The smallest number of spans that is nearly as good as any, ``most`` at most.
 
     Of each span there are so many ``programs``, all with equal work. They run in waves, and one

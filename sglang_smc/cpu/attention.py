@@ -218,10 +218,12 @@ class CpuAttentionBackend(AttentionBackend):
         self, layer_id: int, slots: torch.Tensor, plan: ForwardPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values in ``slots`` [rows, kv_len] as [rows, kv_heads, kv_len, head_dim]."""
-        pool = self.token_to_kv_pool
-        keys = _gather_rows(pool.get_key_buffer(layer_id), slots, plan.keys)
-        values = _gather_rows(pool.get_value_buffer(layer_id), slots, plan.values)
-        return keys, values
+        values = self.token_to_kv_pool.get_value_buffer(layer_id)
+        keys = self._gather_keys(layer_id, slots, plan)
+        return keys, _gather_rows(values, slots, plan.values)
+
+    def _gather_keys(self, layer_id: int, slots: torch.Tensor, plan: ForwardPlan) -> torch.Tensor:
+        return _gather_rows(self.token_to_kv_pool.get_key_buffer(layer_id), slots, plan.keys)
 
 
 def row_lengths(forward_batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:

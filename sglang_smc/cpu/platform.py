@@ -105,8 +105,14 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return ATTENTION_BACKEND
 
     def get_kv_pool_cls(self, *, kind: str) -> type | None:
-        """Ours for ordinary attention; SGLang's own, which `check_pool` refuses, for the others."""
+        """Ours for ordinary attention; SGLang's own for the others, refused or all torch."""
         return self.get_mha_kv_pool_cls() if kind == "mha" else None
+
+    def get_mla_kv_pool_cls(self) -> type:
+        """What a release asks for that has no `get_kv_pool_cls`: SGLang's own, all torch."""
+        from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+        return MLATokenToKVPool
 
     def get_mha_kv_pool_cls(self) -> type:
         """What a release asks for that has no `get_kv_pool_cls`."""
@@ -165,7 +171,10 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 def _create_attention_backend(model_runner: ModelRunner) -> CpuAttentionBackend:
     from sglang_smc.cpu.attention import CpuAttentionBackend
+    from sglang_smc.cpu.latent import CpuLatentBackend
 
+    if model_runner.use_mla_backend:
+        return CpuLatentBackend(model_runner, ATTENTION_BACKEND)
     return CpuAttentionBackend(model_runner)
 
 

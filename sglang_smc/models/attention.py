@@ -10,9 +10,19 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_smc.models.shared_prefix import plan_shared_prefix, shared_prefix_attention
+from sglang_smc.models.shared_prefix import (
+    SharedPrefixPlan,
+    plan_shared_prefix,
+    shared_prefix_attention,
+)
 from sglang_smc.models.softmax import softmax_of
-from sglang_smc.models.supported import check_layer, check_pool, head_group, window_of
+from sglang_smc.models.supported import (
+    check_kernel_type,
+    check_layer,
+    check_pool,
+    head_group,
+    window_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,11 +73,13 @@ class ParticleAttention(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self._tails = tails
         self.token_to_kv_pool = runner.token_to_kv_pool
+        self._is_scaled = self.token_to_kv_pool.dtype.itemsize == 1
+        if implementation == "triton" and self._is_scaled:
+            check_kernel_type(self.token_to_kv_pool.dtype, _capability(tails))
         self._plan = {"torch": self._plan_torch, "triton": self._plan_triton}[implementation]
         self._dtype = runner.dtype
         self._max_prefix = runner.model_config.context_len
         self._group = head_group(runner)
-        self._is_scaled = self.token_to_kv_pool.dtype.itemsize == 1
         self._shape: tuple[int, ...]  # [G, N, C] of the running forward
         self._attend_over: Callable[[int | None], Attend]  # of a window, in the running forward
 
@@ -120,8 +132,33 @@ class ParticleAttention(AttentionBackend):
         num_columns: int,
         window: int | None,
     ) -> "Attend":
+        plan = self._shared_prefix(locations, starts, num_columns, window)
+        return partial(shared_prefix_attention, plan=plan)
+
+    def _plan_triton(
+        self,
+        locations: KVLocations,
+        starts: torch.Tensor,
+        num_columns: int,
+        window: int | None,
+    ) -> "Attend":
+        from sglang_smc.kernels.attention.particle_attention import particle_attention
+
+        places = self._places(locations, starts)
+        return lambda query, keys, values, softmax: particle_attention(
+            query, keys, values, window=window, **places, **softmax._asdict()
+        )
+
+    def _shared_prefix(
+        self,
+        locations: KVLocations,
+        starts: torch.Tensor,
+        num_columns: int,
+        window: int | None,
+    ) -> SharedPrefixPlan:
+        """The plan of a forward in torch."""
         pool = self.token_to_kv_pool
-        plan = plan_shared_prefix(
+        return plan_shared_prefix(
             self.req_to_token_pool.req_to_token,
             self._tails,
             locations.rows,
@@ -134,24 +171,17 @@ class ParticleAttention(AttentionBackend):
             cache=pool.get_key_buffer(pool.start_layer),
             window=window,
         )
-        return partial(shared_prefix_attention, plan=plan)
 
-    def _plan_triton(
-        self,
-        locations: KVLocations,
-        starts: torch.Tensor,
-        num_columns: int,
-        window: int | None,
-    ) -> "Attend":
-        from sglang_smc.kernels.attention.particle_attention import particle_attention
-
-        attend = partial(
-            particle_attention,
-            req_to_token=self.req_to_token_pool.req_to_token,
-            tails=self._tails,
-            starts=starts,
-            max_prefix=self._max_prefix,
-            window=window,
+    def _places(self, locations: KVLocations, starts: torch.Tensor) -> dict[str, Any]:
+        """What a kernel is told of a forward."""
+        return {
+            "req_to_token": self.req_to_token_pool.req_to_token,
+            "tails": self._tails,
+            "starts": starts,
+            "max_prefix": self._max_prefix,
             **locations._asdict(),
-        )
-        return lambda query, keys, values, softmax: attend(query, keys, values, **softmax._asdict())
+        }
+
+
+def _capability(tails: torch.Tensor) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(tails.device) if tails.is_cuda else None

@@ -36,7 +36,7 @@ class ParticleForward:
     ) -> None:
         self._runner = runner
         self._last_position = runner.model_config.context_len - 1
-        self.attn_backend = ParticleAttention(runner, tails, attention)
+        self.attn_backend = particle_backend(runner, tails, attention)
         self._counts = torch.arange(max_columns + 1, device=tails.device)
 
     def next_logits(
@@ -120,3 +120,14 @@ class ParticleForward:
             spec_algorithm=self._runner.spec_algorithm,  # pyright: ignore[reportArgumentType] -- any registered one
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
+
+
+def particle_backend(
+    runner: "ModelRunner", tails: torch.Tensor, implementation: Implementation
+) -> ParticleAttention:
+    """The attention over particles that a model asks for; arguments as for `ParticleAttention`."""
+    if runner.use_mla_backend:
+        from sglang_smc.models.latents import LatentParticleAttention
+
+        return LatentParticleAttention(runner, tails, implementation)
+    return ParticleAttention(runner, tails, implementation)

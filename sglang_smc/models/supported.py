@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
-from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_minimax_sparse
+from sglang.srt.configs.model_config import (
+    AttentionArch,
+    ModelConfig,
+    is_deepseek_dsa,
+    is_minimax_sparse,
+)
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.hf_transformers_utils import get_config
@@ -20,7 +25,10 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-_ALLOWED = "allowed: a text decoder whose layers attend to all of the text or to a window of it"
+_ALLOWED = (
+    "allowed: a text decoder whose layers attend to all of the text or to a window of it, by heads "
+    "or by latents (MLA)"
+)
 
 _FAMILIES = (
     "Llama, Qwen2 and Qwen3, Mistral, Gemma 2 and 3, Phi-3 and Phi-4, Granite, OLMo 2 and Command "
@@ -28,13 +36,16 @@ _FAMILIES = (
 )
 
 # What a cache may hold. In 8 bits, keys and values are divided by their layer's scales.
-KV_TYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
+_PLAIN_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SMALL_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+# Of latent attention (MLA): those whose layers are SGLang's DeepSeek layers, or are like them.
+_LATENT = {
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+    "MiniCPM3ForCausalLM",
+}
 
 
 def problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
@@ -69,7 +80,7 @@ def problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
 
 def _head_problems(flag: str, path: str, model: ModelConfig, widest: int | None) -> list[str]:
     """Heads that are too wide for the kernels that are to run."""
-    latent = model.attention_arch == AttentionArch.MLA  # refused as such
+    latent = model.attention_arch == AttentionArch.MLA  # in kernels of its own
     if widest is None or latent or (model.head_dim or 0) <= widest:
         return []
     return [
@@ -83,8 +94,9 @@ def _kinds(model: ModelConfig) -> Iterator[str]:
     """What it is about a model that neither the ledger nor the attention can serve."""
     latent = model.attention_arch == AttentionArch.MLA
     yield from _chunks(model)
+    if latent:
+        yield from _latent_limits(model)
     kinds = {
-        "latent attention (MLA)": latent,
         "layers whose heads differ in width": model.is_hybrid_swa_compress,
         "sparse attention": is_minimax_sparse(model.hf_config)
         or getattr(model.hf_config, "has_minicpm_sparse_attention", False),
@@ -105,6 +117,18 @@ def _chunks(model: ModelConfig) -> Iterator[str]:
         yield f"chunked attention in {count} of {len(types)} layers"
 
 
+def _latent_limits(model: ModelConfig) -> Iterator[str]:
+    """What layers make of latent attention that is softmax over all latents of the text."""
+    text, names = model.hf_text_config, model.hf_config.architectures or ["none"]
+    if is_deepseek_dsa(model.hf_config):
+        yield f"sparse attention (DSA, index_topk is {text.index_topk})"
+    elif names[0].removesuffix("NextN") not in _LATENT:  # a draft's may have been renamed
+        known = ", ".join(sorted(_LATENT))
+        yield f"latent attention (MLA) of {names[0]}, which is not one of {known}"
+    if getattr(text, "llama_4_scaling", None):
+        yield "queries that are scaled by position (llama_4_scaling)"
+
+
 def _rewritten(server_args: Arguments, as_draft: ModelConfig) -> Iterator[str]:
     """SGLang takes some models, given as a draft, for the extra layers of their own target."""
     config = get_config(
@@ -121,32 +145,38 @@ def _rewritten(server_args: Arguments, as_draft: ModelConfig) -> Iterator[str]:
 
 def check_layers(runner: "ModelRunner") -> None:
     """Raise ValueError for a model with a layer that our attention would get wrong."""
-    group = head_group(runner)
-    for layer in runner.model.modules():
-        if isinstance(layer, RadixAttention):
-            check_layer(layer, group, {})
+    group, rank = head_group(runner), None
+    layers = [layer for layer in runner.model.modules() if isinstance(layer, RadixAttention)]
+    if runner.use_mla_backend:
+        # Of each layer's two ways to attend, the one over latents is what particles take.
+        rank = runner.model_config.kv_lora_rank
+        layers = [layer for layer in layers if layer.v_head_dim == rank]
+    for layer in layers:
+        check_layer(layer, group, {}, rank)
 
 
 def head_group(runner: "ModelRunner") -> int:
     """Query heads per key head, on each tensor-parallel rank."""
     tp_size, config = get_parallel().tp_size, runner.model_config
+    if runner.use_mla_backend:  # all heads read one latent
+        return config.get_num_attention_heads(tp_size)
     return config.get_num_attention_heads(tp_size) // config.get_num_kv_heads(tp_size)
 
 
 def check_pool(runner: "ModelRunner") -> None:
     """Refuse a KV cache that is not one of [slots, kv_heads, head_dim] for all layers."""
-    if runner.use_mla_backend:
-        raise ValueError("attention of sglang-smc does not support MLA models")
     if runner.is_hybrid_swa:
         raise ValueError(
             "attention of sglang-smc needs one KV cache for layers with a window and without: pass "
             "--disable-hybrid-swa-memory"
         )
     pool = runner.token_to_kv_pool
-    if pool.dtype not in KV_TYPES:
+    latent = runner.use_mla_backend
+    if pool.dtype not in (_PLAIN_TYPES if latent else _PLAIN_TYPES + _SMALL_TYPES):
         raise ValueError(
-            f"attention of sglang-smc does not support a KV cache of {pool.dtype}: "
-            "pass --kv-cache-dtype auto or fp8_e4m3"
+            f"attention of sglang-smc does not support a KV cache of {pool.dtype}"
+            f"{' for latents (MLA)' if latent else ''}: pass --kv-cache-dtype auto"
+            f"{'' if latent else ' or fp8_e4m3'}"
         )
     shape = pool.get_key_buffer(pool.start_layer).shape
     if len(shape) != 3:
@@ -157,15 +187,20 @@ def check_pool(runner: "ModelRunner") -> None:
         )
 
 
-def check_layer(layer: RadixAttention, group: int, kwargs: dict[str, Any]) -> None:
-    """Refuse what the causal softmax attention of this package would silently get wrong."""
+def check_layer(
+    layer: RadixAttention, group: int, kwargs: dict[str, Any], rank: int | None = None
+) -> None:
+    """Refuse what the causal softmax attention of this package would silently get wrong.
+
+    Over latents, values have the width ``rank``; else that of keys.
+    """
     unsupported = {
         "chunked attention": layer.use_irope,
         "a cap other than by tanh": layer.logit_cap > 0 and layer.logit_capping_method != "tanh",
         "scores that depend on the text's length": layer.xai_temperature_len > 0,
         "cross or bidirectional attention": layer.is_cross_attention
         or layer.attn_type != AttentionType.DECODER,
-        "different key and value widths": layer.qk_head_dim != layer.v_head_dim,
+        "different key and value widths": (rank or layer.qk_head_dim) != layer.v_head_dim,
         "layers of unlike head groups": layer.tp_q_head_num != group * layer.tp_k_head_num,
     }
     unsupported |= {f"{name}=": value is not None for name, value in kwargs.items()}
@@ -173,6 +208,20 @@ def check_layer(layer: RadixAttention, group: int, kwargs: dict[str, Any]) -> No
     if found:
         raise ValueError(
             f"attention of sglang-smc does not support {', '.join(found)} (layer {layer.layer_id})"
+        )
+
+
+def check_kernel_type(pool_type: torch.dtype, capability: tuple[int, int] | None) -> None:
+    """Refuse keys in 8 bits that the Triton kernel of a GPU cannot convert.
+
+    Args:
+        capability: of the GPU; None where there is none, and Triton is interpreted.
+    """
+    if pool_type == torch.float8_e4m3fn and capability is not None and capability < (8, 9):
+        raise ValueError(
+            f"a KV cache of {pool_type} on a GPU of compute capability "
+            f"{capability[0]}.{capability[1]}, whose Triton kernels convert it from 8.9 on: pass "
+            "--kv-cache-dtype fp8_e5m2 or auto, or --speculative-smc-kernels torch, which is slower"
         )
 
 

@@ -126,8 +126,10 @@ def _add_settings(result: argparse.ArgumentParser) -> None:
 def make_report(arguments: argparse.Namespace) -> Report:
     """Raises ValueError where the arguments make no plan."""
     weight_bytes = WEIGHT_BYTES.get(arguments.dtype)
-    target = from_config(arguments.target, weight_bytes)
-    draft = from_config(arguments.draft, weight_bytes)
+    target, draft = (
+        from_config(source, weight_bytes).on_devices(arguments.tp)
+        for source in (arguments.target, arguments.draft)
+    )
     device = _device(arguments.device, target, draft).times(arguments.tp)
     kept = _kept(arguments)
     plan = best_settings(

@@ -1,10 +1,10 @@
 """How long decoding takes at least: the bytes that must be moved and the operations computed.
 
-Each pass of a model reads its weights once, reads and writes KV, and writes and reads its logits;
-it takes as long as the slower of its traffic and its arithmetic (Williams et al. 2009; the use
-for SMC is section 3.1 of arXiv 2604.15672). Passes follow each other, so their times add up.
-Left out are launch gaps, synchronization, sampling, activations and communication between devices:
-the results are bounds, not predictions.
+Each pass of a model reads its weights once (of experts those that its tokens visit), reads and
+writes KV, and writes and reads its logits; it takes as long as the slower of its traffic and its
+arithmetic (Williams et al. 2009; the use for SMC is section 3.1 of arXiv 2604.15672). Passes follow
+each other, so their times add up. Left out are launch gaps, synchronization, sampling, activations
+and communication between devices: the results are bounds, not predictions.
 """
 
 from __future__ import annotations
@@ -121,13 +121,13 @@ def forward(name: str, shape: ModelShape, rows: Rows, num_tokens: int, num_logit
     # Each new token attends to all before it, and to itself.
     keys = num_tokens * (rows.context + rows.tail) + num_tokens * (num_tokens + 1) / 2
     flops = (
-        2 * shape.layer_parameters * rows.count * num_tokens
+        2 * shape.active_parameters * rows.count * num_tokens
         + shape.attention_flops * rows.count * keys
         + 2 * shape.head_parameters * logits
     )
     return Pass(
         name,
-        weights=shape.streamed_bytes,
+        weights=shape.bytes_read(rows.count * num_tokens),
         kv=(rows.kv_tokens + rows.count * num_tokens) * shape.kv_bytes_per_token,
         logits=LOGIT_BYTES * shape.vocab_size * logits,
         flops=flops,

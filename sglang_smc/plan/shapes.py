@@ -1,4 +1,4 @@
-"""What a dense decoder weighs, reads and computes, from its configuration."""
+"""What a decoder weighs, reads and computes, from its configuration."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from sglang_smc.plan import blocks
+from sglang_smc.plan.blocks import Experts, Latents
 
 #: Attention with grouped heads, a gated MLP of three matrices, and an LM head.
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -23,7 +26,7 @@ SIXTEEN_BIT = 2.0
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a dense decoder. Norms and biases are left out: below 0.1 % of all weights."""
+    """Sizes of a decoder. Norms and biases are left out: below 0.1 % of all weights."""
 
     num_layers: int
     hidden_size: int
@@ -35,14 +38,37 @@ class ModelShape:
     tied_embeddings: bool
     weight_bytes: float = SIXTEEN_BIT  # a weight of a layer: 2 bf16, 1 fp8, 4 float32
     kv_bytes: float = SIXTEEN_BIT  # a number in the KV cache
+    latents: Latents | None = None  # in place of heads with keys of their own
+    experts: Experts | None = None  # in place of the MLP
 
     @property
     def layer_parameters(self) -> int:
         """Weights of all layers together."""
+        return int(self._parameters_with(None))
+
+    def _parameters_with(self, routed: float | None) -> float:
+        """The same with ``routed`` experts in each mixture; None for all."""
+        sparse = 0.0
+        num_dense = self.num_layers
+        if self.experts is not None:
+            num_dense = self.experts.dense_layers
+            one = self.experts.parameters(self.hidden_size, routed)
+            sparse = (self.num_layers - num_dense) * one
+        dense = 3 * num_dense * self.hidden_size * self.intermediate_size
+        return self.num_layers * self._attention_parameters + dense + sparse
+
+    @property
+    def _attention_parameters(self) -> int:
+        if self.latents is not None:
+            return self.latents.parameters(self.hidden_size, self.num_heads)
         queries = 2 * self.num_heads * self.head_dim  # and the output projection
         keys_and_values = 2 * self.num_kv_heads * self.head_dim
-        one = self.hidden_size * (queries + keys_and_values + 3 * self.intermediate_size)
-        return self.num_layers * one
+        return self.hidden_size * (queries + keys_and_values)
+
+    @property
+    def active_parameters(self) -> float:
+        """Weights of all layers that one token is multiplied by."""
+        return self._parameters_with(self.experts.per_token if self.experts else None)
 
     @property
     def head_parameters(self) -> int:
@@ -61,11 +87,17 @@ class ModelShape:
 
     @property
     def streamed_bytes(self) -> float:
-        """Weights that one pass reads: the layers and the LM head.
+        """Weights that one pass reads at most: the layers and the LM head.
 
         Of the embedding table a pass looks up a few rows, which do not count.
         """
         return self.layer_parameters * self.weight_bytes + self.head_parameters * self.head_bytes
+
+    def bytes_read(self, num_tokens: float) -> float:
+        """Weights that a pass over so many tokens reads: of experts, those that they visit."""
+        visited = None if self.experts is None else self.experts.visited(num_tokens)
+        layers = self._parameters_with(visited) * self.weight_bytes
+        return layers + self.head_parameters * self.head_bytes
 
     @property
     def resident_bytes(self) -> float:
@@ -75,17 +107,27 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> float:
+        if self.latents is not None:
+            return self.num_layers * self.latents.copies * self.latents.width * self.kv_bytes
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_bytes
 
     @property
     def attention_flops(self) -> int:
         """Operations for one query and one key, in all layers: score and weighted value."""
+        if self.latents is not None:
+            return self.num_layers * self.latents.flops(self.num_heads)
         return 4 * self.num_layers * self.num_heads * self.head_dim
 
     def flops_per_token(self, context: float) -> float:
         """Operations to decode one token that attends to ``context`` tokens."""
-        weights = self.layer_parameters + self.head_parameters
+        weights = self.active_parameters + self.head_parameters
         return 2 * weights + self.attention_flops * context
+
+    def on_devices(self, count: int) -> ModelShape:
+        """The model on so many devices that split every pass: each has latents of its own."""
+        if self.latents is None:
+            return self
+        return replace(self, latents=replace(self.latents, copies=count))
 
 
 def _llama(
@@ -124,7 +166,7 @@ def from_config(
     to 8 bits, otherwise 2, since SGLang serves float32 checkpoints in 16 bits as well. The KV
     cache is in 16 bits, or in 32 where weights are.
 
-    Raises ValueError for anything but dense decoders of the `ARCHITECTURES`.
+    Raises ValueError for anything but dense decoders of the `ARCHITECTURES`, and those of `blocks`.
     """
     shape = _read(source)
     weight_bytes = weight_bytes or shape.weight_bytes
@@ -161,18 +203,27 @@ def _parse(config: Mapping[str, Any]) -> ModelShape:
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         vocab_size=config["vocab_size"],
         tied_embeddings=config.get("tie_word_embeddings", False),
+        **_unlike_dense(config),
         weight_bytes=_weight_bytes(config.get("quantization_config")),
     )
 
 
+def _unlike_dense(config: Mapping[str, Any]) -> dict[str, Any]:
+    if config["architectures"][0] not in blocks.ARCHITECTURES:
+        return {}
+    return {"latents": blocks.latents_of(config), "experts": blocks.experts_of(config)}
+
+
 def _refuse_unknown(config: Mapping[str, Any]) -> None:
-    names = config.get("architectures") or ["none"]
-    if names[0] not in ARCHITECTURES:
+    name = (config.get("architectures") or ["none"])[0]
+    if name not in ARCHITECTURES + blocks.ARCHITECTURES:
         raise ValueError(
-            f"The configuration's architecture is {names[0]}. Only dense decoders are planned "
-            f"for, without mixtures of experts: {', '.join(ARCHITECTURES)}."
+            f"The configuration's architecture is {name}. Planned for are dense decoders, "
+            f"{', '.join(ARCHITECTURES)}, and of latent attention and experts "
+            f"{', '.join(blocks.ARCHITECTURES)}."
         )
-    missing = [key for key in REQUIRED if not isinstance(config.get(key), int)]
+    required = REQUIRED + (blocks.REQUIRED if name in blocks.ARCHITECTURES else ())
+    missing = [key for key in required if not isinstance(config.get(key), int)]
     if missing:
         raise ValueError(f"The configuration says no whole number for {', '.join(missing)}.")
     if config.get("sliding_window") and config.get("use_sliding_window", True):

@@ -12,16 +12,27 @@ from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang_smc.models import supported
 from sglang_smc.server import algorithm, arguments
 
+LATENT = {
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
 MODELS = {
     "sparse attention": {"model_type": "llama", "arch": "MiniMaxM3SparseForCausalLM"},
-    "latent attention": {
-        "model_type": "deepseek_v2",
-        "arch": "DeepseekV2ForCausalLM",
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 8,
+    r"sparse attention \(DSA, index_topk is 4\)": {
+        **LATENT,
+        "arch": "DeepseekV3ForCausalLM",
+        "index_topk": 4,
+        "index_head_dim": 8,
     },
+    r"queries that are scaled by position \(llama_4_scaling\)": {
+        **LATENT,
+        "arch": "DeepseekV3ForCausalLM",
+        "llama_4_scaling": {"beta": 0.1},
+    },
+    "latent attention .MLA. of LongcatFlash": {**LATENT, "arch": "LongcatFlashForCausalLM"},
     "a recurrent": {"model_type": "falcon_h1", "arch": "FalconH1ForCausalLM"},
     "an encoder": {"model_type": "mllama", "arch": "MllamaForConditionalGeneration"},
     "inputs that are no text": {
@@ -64,6 +75,8 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "GraniteForCausalLM": {"model_type": "granite"},
     "Olmo2ForCausalLM": {"model_type": "olmo2"},
     "SmolLM3ForCausalLM": {"model_type": "smollm3", "use_sliding_window": False},
+    "DeepseekV2ForCausalLM": {**LATENT, "model_type": "deepseek_v2"},
+    "MiniCPM3ForCausalLM": {**LATENT, "model_type": "minicpm3"},
 }
 
 

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from compile_sizes import LLAMA, OTHERS, Layer, Sizes
+from compile_sizes import LLAMA, OTHERS, Latents, Layer, Sizes
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -31,6 +31,7 @@ from sglang_smc.kernels.agreement import (
     same_text,
     stratify,
 )
+from sglang_smc.kernels.attention.latent import latent_attention
 from sglang_smc.kernels.attention.particle_attention import particle_attention
 from sglang_smc.kernels.edits import count_tokens, edit_logits
 from sglang_smc.kernels.filters import keep_tokens
@@ -241,6 +242,34 @@ def _attend(sizes: Sizes, layer: Layer, num_columns: int) -> None:
         cap=layer.cap,
         sinks=torch.zeros(heads.q) if layer.sinks else None,
         window=layer.window,
+    )
+
+
+@launches
+def _latent_attention(sizes: Sizes) -> None:
+    if sizes.dtype == torch.float32:
+        return  # refused
+    _attend_latents(sizes, sizes.latent_draft, 1)
+    _attend_latents(sizes, sizes.latent_draft, 2)
+    _attend_latents(sizes, sizes.latent_target, sizes.steps + 1)
+
+
+def _attend_latents(sizes: Sizes, latents: Latents, num_columns: int) -> None:
+    cells = torch.zeros(sizes.groups, sizes.particles, dtype=torch.int64)
+    width = latents.rank + latents.rope
+    latent_attention(
+        torch.zeros(*cells.shape, num_columns, latents.q, width, dtype=sizes.dtype),
+        torch.zeros(64, 1, width, dtype=sizes.dtype),
+        rank=latents.rank,
+        req_to_token=torch.zeros(100, 4096, dtype=torch.int32),
+        tails=torch.zeros(100, 512, dtype=torch.int32),
+        rows=cells[:, 0],
+        committed=cells[:, 0],
+        particle_rows=cells,
+        starts=cells,
+        max_prefix=sizes.context,
+        max_tail=sizes.max_lag + sizes.steps + 1,
+        scaling=0.1,
     )
 
 

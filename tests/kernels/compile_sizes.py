@@ -11,6 +11,15 @@ class Heads(NamedTuple):
     dim: int
 
 
+class Latents(NamedTuple):
+    q: int
+    rank: int
+    rope: int
+
+
+DEEPSEEK_V3, DEEPSEEK_V2_LITE = Latents(128, 512, 64), Latents(16, 512, 64)
+
+
 class Layer(NamedTuple):
     """What attention there is besides that to all of the text, by heads of up to 128 dimensions."""
 
@@ -36,6 +45,8 @@ class Sizes(NamedTuple):
     max_lag: int = 256
     context: int = 131_072
     layers: tuple[Layer, ...] = ()
+    latent_target: Latents = DEEPSEEK_V3
+    latent_draft: Latents = DEEPSEEK_V2_LITE
 
 
 LAYERS = (
@@ -62,4 +73,15 @@ OTHERS = [
     Sizes("Qwen2.5-7B + 0.5B", Heads(28, 4, 128), Heads(14, 2, 64), vocab=152_064),
     Sizes("heads of 96 in float32", Heads(32, 32, 96), Heads(8, 4, 96), dtype=torch.float32),
     LLAMA._replace(dtype=torch.float16),
+    LLAMA._replace(
+        models="Kimi-K2 + GLM-4.7-Flash",
+        latent_target=Latents(64, 512, 64),
+        latent_draft=Latents(20, 512, 64),
+    ),
+    LLAMA._replace(
+        models="DeepSeek-V2-Lite + MiniCPM3, or DeepSeek-V3 on 8 GPUs",
+        latent_target=DEEPSEEK_V2_LITE,
+        latent_draft=Latents(40, 256, 32),
+    ),
+    LLAMA._replace(models="MiniCPM3", latent_target=Latents(40, 256, 32)),
 ]

@@ -167,8 +167,8 @@ def test_a_forward_is_prepared_in_few_launches(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"use_mla_backend": True}, "MLA"),
         ({"is_hybrid_swa": True}, "--disable-hybrid-swa-memory"),
+        ({"use_mla_backend": True, "dtype": torch.float8_e4m3fn}, "--kv-cache-dtype auto"),
         ({"dtype": torch.uint8}, "--kv-cache-dtype auto"),
         ({"buffer": torch.zeros(8, 2, 1, 64)}, "SGLANG_USE_HND_KVCACHE"),
     ],

@@ -1,5 +1,6 @@
 """A model that particles cannot run on is told as the worker is built, not by its first request."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,9 @@ def runner(**layer: Any) -> Any:
     plain = {"num_heads": 4, "head_dim": 8, "scaling": 1.0, "num_kv_heads": 2}
     layers = [RadixAttention(**plain, layer_id=0), RadixAttention(**plain | layer, layer_id=1)]
     config = SimpleNamespace(get_num_attention_heads=lambda _: 4, get_num_kv_heads=lambda _: 2)
-    return SimpleNamespace(model=torch.nn.Sequential(*layers), model_config=config)
+    return SimpleNamespace(
+        model=torch.nn.Sequential(*layers), model_config=config, use_mla_backend=False
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +48,45 @@ def test_attention_to_all_or_to_a_window_passes(layer: dict[str, Any]) -> None:
 def test_other_attention_is_refused(layer: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=f"does not support {named} .layer 1"):
         check_layers(runner(**layer))
+
+
+def over_latents(**layer: Any) -> Any:
+    """A layer of latent attention: one way to attend over latents, and one over keys of heads."""
+    absorbed: dict[str, Any] = {"num_heads": 4, "head_dim": 12, "v_head_dim": 8, "num_kv_heads": 1}
+    made: dict[str, Any] = {"num_heads": 4, "head_dim": 6, "v_head_dim": 5, "num_kv_heads": 4}
+    layers = [RadixAttention(**ways, scaling=1.0, layer_id=1) for ways in (absorbed | layer, made)]
+    config = SimpleNamespace(
+        kv_lora_rank=8, get_num_attention_heads=lambda _: 4, get_num_kv_heads=lambda _: 4
+    )
+    return SimpleNamespace(
+        model=torch.nn.Sequential(*layers), model_config=config, use_mla_backend=True
+    )
+
+
+def test_latent_attention_passes() -> None:
+    check_layers(over_latents())
+
+
+def test_a_window_over_latents_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not support a sliding window"):
+        check_layers(over_latents(sliding_window_size=31))
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "refused"),
+    [
+        (torch.float8_e4m3fn, (8, 0), True),
+        (torch.float8_e4m3fn, (8, 9), False),
+        (torch.float8_e5m2, (8, 0), False),
+        (torch.float8_e4m3fn, None, False),
+    ],
+)
+def test_keys_that_a_kernel_cannot_convert_are_refused(
+    kind: torch.dtype, capability: tuple[int, int] | None, refused: bool
+) -> None:
+    expected = pytest.raises(ValueError, match="fp8_e5m2") if refused else nullcontext()
+    with expected:
+        supported.check_kernel_type(kind, capability)
 
 
 class Model:
