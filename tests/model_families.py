@@ -24,6 +24,15 @@ _TIED = {"tie_word_embeddings": True}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {**_SIZES, **_TIED, "head_dim": 8},
+    "glm4_moe": {
+        **_SIZES,
+        "head_dim": 8,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
+    },
     "gpt2": {**_TIED, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512},
     "llama": _SIZES,
     "mixtral": {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -75,3 +84,13 @@ def make_family(path: str | Path, family: str, *, seed: int = 0, scale: float = 
     model.save_pretrained(path)
     tiny_tokenizer(VOCAB, EOS).save_pretrained(path)
     return str(path)
+
+
+def greedy(path: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """Continuations by transformers, one prompt at a time."""
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    options = {"do_sample": False, "max_new_tokens": num_tokens, "use_cache": False}
+    return [
+        model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]

@@ -12,7 +12,6 @@ from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_minimax_sparse
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.runtime_context import get_parallel
-from sglang.srt.utils.hf_transformers_utils import get_config
 
 from sglang_smc.upstream import Arguments, model_config_of
 
@@ -61,11 +60,11 @@ def problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
         model_revision=server_args.speculative_draft_model_revision or "main",
         is_draft_model=True,
     )
-    kinds = [*_kinds(config), *_rewritten(server_args, config)]
+    config.is_draft_model = False  # what SGLang then says of layers is about extra ones
     flag = "--speculative-draft-model-path"
     found += [
         f"{flag} {draft} has {kind}; {_ALLOWED}. Choose another draft: {_FAMILIES}."
-        for kind in kinds
+        for kind in _kinds(config)
     ]
     return found + _head_problems(flag, draft, config, widest_heads)
 
@@ -116,20 +115,6 @@ def _limits(model: ModelConfig) -> Iterator[str]:
     cap = getattr(text, "attn_logit_softcapping", None)
     if cap:
         yield f"attention scores that are capped (attn_logit_softcapping is {cap:g})"
-
-
-def _rewritten(server_args: Arguments, as_draft: ModelConfig) -> Iterator[str]:
-    """SGLang takes some models, given as a draft, for the extra layers of their own target."""
-    config = get_config(
-        as_draft.model_path,
-        trust_remote_code=server_args.trust_remote_code,
-        revision=as_draft.revision,
-        model_override_args=as_draft.model_override_args,
-        model_config_parser=server_args.model_config_parser,
-    )
-    own, taken_for = (c.architectures or [] for c in (config, as_draft.hf_config))
-    if own != taken_for:
-        yield f"the architecture {own[0]}, which SGLang loads as {taken_for[0]} for a draft"
 
 
 def check_layers(runner: "ModelRunner") -> None:

@@ -60,8 +60,17 @@ REGISTRATION = (
     Symbol("sglang.srt.arg_groups.overrides.resolved_view", "server_args"),
     Symbol("sglang.srt.configs.hybrid_arch.mambaish_config", "model_config"),
     Symbol(
-        "sglang.srt.configs.model_config.ModelConfig", attributes="is_hybrid_swa is_encoder_decoder"
+        "sglang.srt.configs.model_config.ModelConfig",
+        attributes="is_hybrid_swa is_encoder_decoder is_draft_model speculative_algorithm "
+        "num_nextn_predict_layers",
     ),
+    # Where the hooks on drafts have to be in time, and what the second of them ends.
+    Symbol(
+        "sglang.srt.configs.model_config.ModelConfig.__init__",
+        calls="self._config_draft_model self._derive_model_shapes",
+    ),
+    Symbol("sglang.srt.configs.model_config.ModelConfig._config_draft_model", "self"),
+    Symbol("sglang.srt.configs.model_config.ModelConfig._derive_model_shapes", "self"),
 )
 
 # Targets of the hooks in patches/, and what those functions touch.

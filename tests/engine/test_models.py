@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from model_families import make_family
+from model_families import greedy, make_family
 from tiny_models import smc_arguments
-from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -24,16 +22,6 @@ LENGTHS = [1, 2, 7, 16, 30, 45]
 def prompts() -> list[list[int]]:
     draw = random.Random(0)
     return [[draw.randrange(2, 64) for _ in range(length)] for length in LENGTHS]
-
-
-def greedy(path: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """Continuations by transformers, one prompt at a time."""
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    options = {"do_sample": False, "max_new_tokens": num_tokens, "use_cache": False}
-    return [
-        model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
-        for prompt in prompts
-    ]
 
 
 @pytest.mark.parametrize(
