@@ -86,9 +86,11 @@ def make_family(path: str | Path, family: str, *, seed: int = 0, scale: float = 
     return str(path)
 
 
-def greedy(path: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """Continuations by transformers, one prompt at a time."""
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+def greedy(
+    path: str, prompts: list[list[int]], num_tokens: int, auto: Any = AutoModelForCausalLM
+) -> list[list[int]]:
+    """Continuations by transformers, one prompt at a time; ``auto`` finds the model's class."""
+    model: Any = auto.from_pretrained(path, dtype=torch.float32)
     options = {"do_sample": False, "max_new_tokens": num_tokens, "use_cache": False}
     return [
         model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()

@@ -4,19 +4,22 @@ What a configuration does not tell is found when the models are built: `check_la
 """
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
-from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_minimax_sparse
+from sglang.srt.configs.model_config import (
+    AttentionArch,
+    ModelConfig,
+    is_minimax_sparse,
+    is_multimodal_model,
+)
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_smc.upstream import Arguments, model_config_of
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 _ALLOWED = "allowed: a text decoder with full attention in every layer"
@@ -36,6 +39,17 @@ _WITHOUT_WINDOWS = {
     "Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+}
+
+# Architectures that take images, too: served for text alone, by the decoder within.
+_TEXT_OF_IMAGES = {
+    "Gemma3ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "PixtralForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
 }
 
 
@@ -94,10 +108,20 @@ def _kinds(model: ModelConfig) -> Iterator[str]:
         "keys and values of unlike width": model.has_asymmetric_kv and not latent,
         "a recurrent (Mamba-like) state": mambaish_config(model) is not None,
         "an encoder and a decoder": model.is_encoder_decoder,
-        "inputs that are no text": model.is_multimodal or model.model_is_mrope,
+        "inputs that are no text": _takes_more_than_text(model),
         "no next-token head": not model.is_generation,
     }
     yield from (kind for kind, present in kinds.items() if present)
+
+
+def _takes_more_than_text(model: ModelConfig) -> bool:
+    """Whether a model does whose decoder is not known to run by itself.
+
+    What SGLang says of it follows the server's arguments, which leave images out.
+    """
+    names = model.hf_config.architectures or []
+    more = is_multimodal_model(names) or model.hf_config is not model.hf_text_config
+    return more and not _TEXT_OF_IMAGES.intersection(names)
 
 
 def _limits(model: ModelConfig) -> Iterator[str]:
@@ -166,20 +190,3 @@ def check_layer(layer: RadixAttention, group: int, kwargs: dict[str, Any]) -> No
         raise ValueError(
             f"attention of sglang-smc does not support {', '.join(found)} (layer {layer.layer_id})"
         )
-
-
-def check_same_vocabulary(target_worker: "TpModelWorker", draft_worker: "TpModelWorker") -> None:
-    """Raise SGLang's ValueError where the vocabularies differ in size or in any token."""
-    from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
-
-    # The method reads nothing of its worker but these two attributes of the draft's.
-    standalone = SimpleNamespace(
-        _draft_worker=SimpleNamespace(
-            draft_runner=draft_worker.model_runner, draft_worker=draft_worker
-        )
-    )
-    StandaloneWorkerV2._validate_vocab_compatibility(
-        standalone,  # pyright: ignore[reportArgumentType] -- stands in for a worker
-        target_vocab_size=target_worker.model_runner.model_config.vocab_size,
-        target_tokenizer=target_worker.tokenizer,
-    )

@@ -61,9 +61,10 @@ REGISTRATION = (
     Symbol("sglang.srt.configs.hybrid_arch.mambaish_config", "model_config"),
     Symbol(
         "sglang.srt.configs.model_config.ModelConfig",
-        attributes="is_hybrid_swa is_encoder_decoder is_draft_model speculative_algorithm "
-        "num_nextn_predict_layers",
+        attributes="is_hybrid_swa is_encoder_decoder model_is_mrope is_draft_model "
+        "speculative_algorithm num_nextn_predict_layers",
     ),
+    Symbol("sglang.srt.configs.model_config.is_multimodal_model", "model_architectures"),
     # Where the hooks on drafts have to be in time, and what the second of them ends.
     Symbol(
         "sglang.srt.configs.model_config.ModelConfig.__init__",
@@ -305,11 +306,6 @@ WORKER = (
         "req_to_token_pool spec_v2_attn_backends",
     ),
     Symbol(
-        "sglang.srt.speculative.standalone_worker_v2.StandaloneWorkerV2"
-        "._validate_vocab_compatibility",
-        "self target_vocab_size target_tokenizer",
-    ),
-    Symbol(
         "sglang.srt.model_executor.model_runner.ModelRunner.compute_logprobs_only",
         "self logits_output forward_batch",
     ),
@@ -320,7 +316,7 @@ WORKER = (
     Symbol(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
         attributes="forward_mode batch_size input_ids req_pool_indices seq_lens out_cache_loc "
-        "seq_lens_sum positions extend_seq_lens extend_prefix_lens spec_algorithm "
+        "seq_lens_sum positions mrope_positions extend_seq_lens extend_prefix_lens spec_algorithm "
         "capture_hidden_mode",
     ),
     Symbol("sglang.srt.model_executor.forward_context.forward_context", "ctx"),

@@ -28,12 +28,17 @@ MODELS = {
     "a recurrent": {"model_type": "falcon_h1", "arch": "FalconH1ForCausalLM"},
     "an encoder": {"model_type": "mllama", "arch": "MllamaForConditionalGeneration"},
     "inputs that are no text": {
-        "model_type": "qwen2_vl",
-        "arch": "Qwen2VLForConditionalGeneration",
+        "model_type": "llava",
+        "arch": "LlavaForConditionalGeneration",
     },
     "no next-token head": {"model_type": "llama", "arch": "LlamaForSequenceClassification"},
     "attention scores that are capped": {"model_type": "gemma2", "arch": "Gemma2ForCausalLM"},
     "chunked attention": {"model_type": "llama4_text", "arch": "Llama4ForCausalLM"},
+    "chunked attention in .* of 8": {
+        "model_type": "llama4",
+        "arch": "Llama4ForConditionalGeneration",
+        "text_config": {"model_type": "llama4_text", "num_hidden_layers": 8},
+    },
     **{
         f"sliding-window attention in .* of {layers} layers": {
             "model_type": model_type,
@@ -76,6 +81,11 @@ FULL_ATTENTION: dict[str, dict[str, Any]] = {
     "GraniteForCausalLM": {"model_type": "granite"},
     "Olmo2ForCausalLM": {"model_type": "olmo2"},
     "SmolLM3ForCausalLM": {"model_type": "smollm3", "use_sliding_window": False},
+    "Mistral3ForConditionalGeneration": {"model_type": "mistral3"},
+    "Qwen2VLForConditionalGeneration": {"model_type": "qwen2_vl"},
+    "Qwen2_5_VLForConditionalGeneration": {"model_type": "qwen2_5_vl"},
+    "Qwen3VLForConditionalGeneration": {"model_type": "qwen3_vl"},
+    "Qwen3VLMoeForConditionalGeneration": {"model_type": "qwen3_vl_moe"},
 }
 
 
@@ -167,5 +177,5 @@ def test_a_draft_is_refused_for_the_layers_that_extra_ones_lack(smc: dict, tmp_p
     """Those of Nemotron-H have no recurrent state, of which SGLang is told by the draft's place."""
     config = {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="speculative-draft-model-path .* has a recurrent"):
+    with pytest.raises(ValueError, match=r"speculative-draft-model-path .* has a recurrent"):
         resolve(**smc | {"speculative_draft_model_path": str(tmp_path)})
