@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
 
     from sglang_smc.models.attention import KVLocations, ParticleAttention
-    from sglang_smc.recording.passes import Forward
+    from sglang_smc.models.forward import ParticleForward
 
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,9 @@ def last_read(target: Vocabulary, draft: Vocabulary) -> int | None:
     return draft.width - 1 if draft.width < target.width else None
 
 
-def with_width(forward: "Forward", target: Vocabulary, draft: Vocabulary) -> "Forward":
+def with_width(
+    forward: "ParticleForward", target: Vocabulary, draft: Vocabulary
+) -> "ParticleForward | PaddedDraft":
     """The draft over particles, with logits of the target's width."""
     if target.width == draft.width:
         return forward
@@ -142,7 +144,7 @@ class PaddedDraft:
         forward: the draft.
     """
 
-    def __init__(self, forward: "Forward", target: Vocabulary, draft: Vocabulary) -> None:
+    def __init__(self, forward: "ParticleForward", target: Vocabulary, draft: Vocabulary) -> None:
         self._forward = forward
         self._last = last_read(target, draft)
         self._missing = target.width - draft.width  # below 0: what is cut

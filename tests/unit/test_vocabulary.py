@@ -69,14 +69,15 @@ def test_without_tokenizers_widths_are_all_there_is() -> None:
 
 
 def test_one_width_needs_no_launch() -> None:
-    draft = Draft(4)
+    draft: Any = Draft(4)
     assert vocabulary.with_width(draft, of(4), of(4)) is draft
     tokens = torch.tensor([1, 3])
     assert vocabulary.readable(tokens, vocabulary.last_read(of(4), of(4))) is tokens
 
 
 def test_what_the_draft_lacks_it_never_proposes_and_reads_as_its_last_id() -> None:
-    forward = vocabulary.with_width(Draft(4), of(6), of(4))
+    draft: Any = Draft(4)
+    forward = vocabulary.with_width(draft, of(6), of(4))
     tokens = torch.tensor([[[0, 1], [2, 5]]])  # [G, N, C]
     logits = forward.next_logits(tokens, *[None] * 3)  # type: ignore[arg-type]
     assert logits.tolist() == [
@@ -89,7 +90,8 @@ def test_what_the_draft_lacks_it_never_proposes_and_reads_as_its_last_id() -> No
 
 
 def test_what_the_target_lacks_is_cut_off() -> None:
-    forward = vocabulary.with_width(Draft(6), of(4), of(6))
+    draft: Any = Draft(6)
+    forward = vocabulary.with_width(draft, of(4), of(6))
     logits = forward.next_logits(torch.tensor([[[1], [3]]]), *[None] * 3)  # type: ignore[arg-type]
     assert logits.tolist() == [[[6, 7, 8, 9], [18, 19, 20, 21]]]
     assert logits.is_contiguous()
