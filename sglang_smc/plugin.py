@@ -9,6 +9,7 @@ is not supported, the name SMC is registered all the same, and tells the reason 
 it.
 """
 
+import sys
 from contextlib import suppress
 from typing import NoReturn
 
@@ -23,6 +24,7 @@ def register() -> None:
     if problem is None:
         _register_algorithm()
         _install_flags()
+        _keep_drafts_whole()
         return
     _register_refusal(problem)
     # So that a command line with our flags gets as far as the refusal. Where they cannot even be
@@ -68,3 +70,11 @@ def _install_flags() -> None:
 
     server_args.add_fields()
     hooks.hand_over(hooks.collect(hooks.FLAGS))
+
+
+def _keep_drafts_whole() -> None:
+    """Hook a scheduler's configurations: it reads the draft's before it asks for our worker."""
+    from sglang_smc.server import hooks
+
+    if "sglang.srt.configs.model_config" in sys.modules:
+        hooks.hand_over(hooks.collect(hooks.DRAFTS))

@@ -68,6 +68,15 @@ _V3: dict[str, Any] = {
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {**_SIZES, **_TIED, "head_dim": 8},
+    "glm4_moe": {
+        **_SIZES,
+        "head_dim": 8,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
+    },
     "gpt2": {**_TIED, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512},
     "llama": _SIZES,
     "mixtral": {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -139,14 +148,14 @@ def make_family(
     return str(path)
 
 
-def greedy(path: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """Continuations by transformers, one prompt at a time.
+def greedy(
+    path: str, prompts: list[list[int]], num_tokens: int, auto: Any = AutoModelForCausalLM
+) -> list[list[int]]:
+    """Continuations by transformers, one prompt at a time; ``auto`` finds the model's class.
 
     In plain torch: its faster attention would leave a cap on scores out.
     """
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    )
+    model: Any = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     options = {"do_sample": False, "max_new_tokens": num_tokens, "use_cache": False}
     return [
         model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()

@@ -14,7 +14,7 @@ ACTS: dict[str, str] = {
         max_running_requests max_total_tokens random_seed decode_log_interval device
         disable_overlap_schedule cuda_graph_config disable_cuda_graph disable_decode_cuda_graph
         cuda_graph_backend_decode cuda_graph_max_bs_decode cuda_graph_bs_decode
-        enable_multimodal model_impl model_config_parser json_model_override_args
+        model_impl model_config_parser json_model_override_args
         disable_hybrid_swa_memory speculative_moe_runner_backend
     """,
     # SGLang's own code around the worker, which knows nothing of particles.

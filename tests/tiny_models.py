@@ -35,6 +35,7 @@ def make_tiny_model(
     path: str | Path,
     *,
     vocab_size: int = 64,
+    padding: int = 0,
     hidden: int = 32,
     layers: int = 2,
     heads: int = 4,
@@ -49,9 +50,10 @@ def make_tiny_model(
     ``scale`` is the standard deviation of every weight matrix: the larger, the more peaked the
     next-token distributions. Two calls that differ only in ``seed`` (or size) make a target and
     a draft over one vocabulary. Token ``i`` reads ``t<i>``; 0 is ``<pad>``, ``eos`` is ``<eos>``.
+    The model has ``padding`` ids more than its tokenizer.
     """
     config = LlamaConfig(
-        vocab_size=vocab_size,
+        vocab_size=vocab_size + padding,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,

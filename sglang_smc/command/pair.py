@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_smc.command.findings import Finding, fail, ok, warning
 from sglang_smc.memory.arena import arena
@@ -16,6 +16,9 @@ from sglang_smc.plan.memory import ASIDE_BYTES, kv_slots
 from sglang_smc.plan.report import si
 from sglang_smc.plan.roofline import DEFAULT_PARTICLES, Scenario, best_settings
 from sglang_smc.plan.shapes import BUILT_IN, ModelShape, from_config
+
+if TYPE_CHECKING:
+    from sglang_smc.models.vocabulary import Vocabulary
 
 CONTEXT = 4096
 OTHER_DRAFT = "Choose a draft of the target's family: SMC scores a draft's tokens by their ids."
@@ -47,8 +50,10 @@ def findings(
     except ValueError as error:
         yield warning("arithmetic", "left out", str(error))
         return
-    if shapes[0].vocab_size != shapes[1].vocab_size:
-        yield _sizes_differ(*(shape.vocab_size for shape in shapes))
+    sizes = [shape.vocab_size for shape in shapes]
+    if any(map(_is_built_in, (options.target, options.draft))) and sizes[0] != sizes[1]:
+        found = f"vocab_size is {sizes[0]} and {sizes[1]}"  # and there are no tokenizers to ask
+        yield fail("vocabulary", found, OTHER_DRAFT)
         return
     options.context = options.context or _context(options.target)
     room = _room(*shapes, device, options, most_slots)
@@ -67,37 +72,28 @@ def _is_built_in(name: str) -> bool:
 
 
 def _vocabularies(target: str, draft: str) -> Finding:
+    from sglang_smc.models import vocabulary
+
     about = "vocabulary"
     try:
-        theirs = {name: _vocabulary(name) for name in (target, draft)}
+        theirs = [_vocabulary(name) for name in (target, draft)]
     except (OSError, ValueError) as error:
         return fail(about, f"a tokenizer cannot be read: {error}", "Give two model folders.")
-    sizes = _config(target).get("vocab_size"), _config(draft).get("vocab_size")
-    if sizes[0] != sizes[1]:
-        return _sizes_differ(*sizes)
-    ours, other = theirs[target], theirs[draft]
-    differing = [
-        token for token in ours.keys() | other.keys() if ours.get(token) != other.get(token)
-    ]
-    if differing:
-        first = min(differing)
-        return fail(
-            about,
-            f"{len(differing)} tokens differ; {first!r} is {ours.get(first)} in the target and "
-            f"{other.get(first)} in the draft",
-            OTHER_DRAFT,
-        )
-    return ok(about, f"the same {len(ours)} tokens in both", tokens=len(ours))
+    found = vocabulary.problem(*theirs)
+    if found is not None:
+        return fail(about, found, OTHER_DRAFT)
+    size = len(theirs[0].tokens or ())
+    return ok(about, f"the same {size} tokens in both", tokens=size)
 
 
-def _sizes_differ(target: Any, draft: Any) -> Finding:
-    return fail("vocabulary", f"vocab_size is {target} and {draft}", OTHER_DRAFT)
+def _vocabulary(name: str) -> Vocabulary:
+    from transformers import AutoConfig, AutoTokenizer
 
+    from sglang_smc.models.vocabulary import Vocabulary
 
-def _vocabulary(name: str) -> dict[str, int]:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(name, local_files_only=True).get_vocab()
+    tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
+    config = AutoConfig.from_pretrained(name, local_files_only=True)
+    return Vocabulary.of(tokenizer, config.get_text_config().vocab_size)
 
 
 def _config(folder: str) -> dict[str, Any]:

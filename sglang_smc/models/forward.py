@@ -36,6 +36,7 @@ class ParticleForward:
     ) -> None:
         self._runner = runner
         self._last_position = runner.model_config.context_len - 1
+        self._is_mrope = runner.model_config.model_is_mrope
         self.attn_backend = particle_backend(runner, tails, attention)
         self._counts = torch.arange(max_columns + 1, device=tails.device)
 
@@ -103,6 +104,9 @@ class ParticleForward:
             positions = positions + self._counts[:num_columns]
         if mode == ForwardMode.EXTEND:  # SGLang computes logits for the last token of each row
             lengths = self._counts[num_columns].expand(len(first))
+        # Columns past the context's end are never kept; they only must not overrun the rotary
+        # table.
+        positions = positions.flatten().clamp_max(self._last_position)
         return ForwardBatch(
             forward_mode=mode,
             batch_size=len(first),
@@ -112,9 +116,9 @@ class ParticleForward:
             # For attention backends alone, and not to be had for nothing.
             seq_lens=first,
             seq_lens_sum=0,
-            # Columns past the context's end are never kept; they only must not overrun the
-            # rotary table.
-            positions=positions.flatten().clamp_max(self._last_position),
+            positions=positions,
+            # Time, height and width, which are one thing for text.
+            mrope_positions=positions.expand(3, -1) if self._is_mrope else None,
             extend_seq_lens=lengths,
             extend_prefix_lens=first,
             spec_algorithm=self._runner.spec_algorithm,  # pyright: ignore[reportArgumentType] -- any registered one

@@ -4,7 +4,6 @@ What a configuration does not tell is found when the models are built: `check_la
 """
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,15 +13,14 @@ from sglang.srt.configs.model_config import (
     ModelConfig,
     is_deepseek_dsa,
     is_minimax_sparse,
+    is_multimodal_model,
 )
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.runtime_context import get_parallel
-from sglang.srt.utils.hf_transformers_utils import get_config
 
 from sglang_smc.upstream import Arguments, model_config_of
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 _ALLOWED = (
@@ -47,6 +45,17 @@ _LATENT = {
     "MiniCPM3ForCausalLM",
 }
 
+# Architectures that take images, too: served for text alone, by the decoder within.
+_TEXT_OF_IMAGES = {
+    "Gemma3ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "PixtralForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+}
+
 
 def problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
     """A sentence for everything about target and draft that SMC cannot run.
@@ -69,11 +78,11 @@ def problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
         model_revision=server_args.speculative_draft_model_revision or "main",
         is_draft_model=True,
     )
-    kinds = [*_kinds(config), *_rewritten(server_args, config)]
+    config.is_draft_model = False  # what SGLang then says of layers is about extra ones
     flag = "--speculative-draft-model-path"
     found += [
         f"{flag} {draft} has {kind}; {_ALLOWED}. Choose another draft: {_FAMILIES}."
-        for kind in kinds
+        for kind in _kinds(config)
     ]
     return found + _head_problems(flag, draft, config, widest_heads)
 
@@ -103,7 +112,7 @@ def _kinds(model: ModelConfig) -> Iterator[str]:
         "keys and values of unlike width": model.has_asymmetric_kv and not latent,
         "a recurrent (Mamba-like) state": mambaish_config(model) is not None,
         "an encoder and a decoder": model.is_encoder_decoder,
-        "inputs that are no text": model.is_multimodal or model.model_is_mrope,
+        "inputs that are no text": _takes_more_than_text(model),
         "no next-token head": not model.is_generation,
     }
     yield from (kind for kind, present in kinds.items() if present)
@@ -117,6 +126,16 @@ def _chunks(model: ModelConfig) -> Iterator[str]:
         yield f"chunked attention in {count} of {len(types)} layers"
 
 
+def _takes_more_than_text(model: ModelConfig) -> bool:
+    """Whether a model does whose decoder is not known to run by itself.
+
+    What SGLang says of it follows the server's arguments, which leave images out.
+    """
+    names = model.hf_config.architectures or []
+    more = is_multimodal_model(names) or model.hf_config is not model.hf_text_config
+    return more and not _TEXT_OF_IMAGES.intersection(names)
+
+
 def _latent_limits(model: ModelConfig) -> Iterator[str]:
     """What layers make of latent attention that is softmax over all latents of the text."""
     text, names = model.hf_text_config, model.hf_config.architectures or ["none"]
@@ -127,20 +146,6 @@ def _latent_limits(model: ModelConfig) -> Iterator[str]:
         yield f"latent attention (MLA) of {names[0]}, which is not one of {known}"
     if getattr(text, "llama_4_scaling", None):
         yield "queries that are scaled by position (llama_4_scaling)"
-
-
-def _rewritten(server_args: Arguments, as_draft: ModelConfig) -> Iterator[str]:
-    """SGLang takes some models, given as a draft, for the extra layers of their own target."""
-    config = get_config(
-        as_draft.model_path,
-        trust_remote_code=server_args.trust_remote_code,
-        revision=as_draft.revision,
-        model_override_args=as_draft.model_override_args,
-        model_config_parser=server_args.model_config_parser,
-    )
-    own, taken_for = (c.architectures or [] for c in (config, as_draft.hf_config))
-    if own != taken_for:
-        yield f"the architecture {own[0]}, which SGLang loads as {taken_for[0]} for a draft"
 
 
 def check_layers(runner: "ModelRunner") -> None:
@@ -196,6 +201,8 @@ def check_layer(
     """
     unsupported = {
         "chunked attention": layer.use_irope,
+        "a window or a cap over latents": rank is not None
+        and (layer.sliding_window_size > -1 or layer.logit_cap > 0),
         "a cap other than by tanh": layer.logit_cap > 0 and layer.logit_capping_method != "tanh",
         "scores that depend on the text's length": layer.xai_temperature_len > 0,
         "cross or bidirectional attention": layer.is_cross_attention
@@ -228,20 +235,3 @@ def check_kernel_type(pool_type: torch.dtype, capability: tuple[int, int] | None
 def window_of(layer: RadixAttention) -> int | None:
     """How many keys before its own a query of this layer sees; None for all."""
     return layer.sliding_window_size if layer.sliding_window_size > -1 else None
-
-
-def check_same_vocabulary(target_worker: "TpModelWorker", draft_worker: "TpModelWorker") -> None:
-    """Raise SGLang's ValueError where the vocabularies differ in size or in any token."""
-    from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
-
-    # The method reads nothing of its worker but these two attributes of the draft's.
-    standalone = SimpleNamespace(
-        _draft_worker=SimpleNamespace(
-            draft_runner=draft_worker.model_runner, draft_worker=draft_worker
-        )
-    )
-    StandaloneWorkerV2._validate_vocab_compatibility(
-        standalone,  # pyright: ignore[reportArgumentType] -- stands in for a worker
-        target_vocab_size=target_worker.model_runner.model_config.vocab_size,
-        target_tokenizer=target_worker.tokenizer,
-    )

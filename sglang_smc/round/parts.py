@@ -6,8 +6,9 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 
 from sglang_smc.memory.measured import sizes_of
 from sglang_smc.memory.table import Table
+from sglang_smc.models import vocabulary
 from sglang_smc.models.forward import ParticleForward
-from sglang_smc.models.supported import check_layers, check_same_vocabulary
+from sglang_smc.models.supported import check_layers
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.requests.state import RequestStates
@@ -46,18 +47,21 @@ def assemble(
     Raises:
         ValueError: for a model that rounds cannot run.
     """
-    check_same_vocabulary(target, draft)
+    widths = vocabulary.vocabularies(target, draft)
     columns, tails = config.num_steps + 1, tables.ledger.tails
     steps = Steps(
         target=ParticleForward(target.model_runner, tails, ops.kind, columns),
-        draft=ParticleForward(draft.model_runner, tails, ops.kind, columns),
+        draft=vocabulary.with_width(
+            ParticleForward(draft.model_runner, tails, ops.kind, columns), *widths
+        ),
         ledger=tables.ledger,
         ops=ops,
     )
     for worker in (target, draft):
         check_layers(worker.model_runner)
     rehearse(steps)
-    prefill = Prefill(target, draft, states, tables, ops, config.num_particles)
+    last_read = vocabulary.last_read(*widths)
+    prefill = Prefill(target, draft, states, tables, ops, config.num_particles, last_read)
     return Parts(steps, prefill, Round(steps, tables, ops))
 
 

@@ -7,6 +7,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
+from sglang_smc.models.vocabulary import readable
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.budget import Budget
 from sglang_smc.requests.failures import failure_of_first, mark_first
@@ -40,6 +41,7 @@ class Prefill:
         tables: begin them on the device.
         ops: the small operations.
         num_particles: N of the server; requests may have fewer.
+        last_read: the last id that the draft has an embedding for; None for all.
     """
 
     def __init__(
@@ -50,7 +52,9 @@ class Prefill:
         tables: Tables,
         ops: Ops,
         num_particles: int,
+        last_read: int | None = None,
     ) -> None:
+        self._last_read = last_read
         self._target = target
         self._draft = draft
         self._states = states
@@ -71,6 +75,7 @@ class Prefill:
         runner = self._draft.model_runner
         forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
         forward_batch.return_logprob = False
+        forward_batch.input_ids = readable(forward_batch.input_ids, self._last_read)
         return _logits(runner.forward(forward_batch).logits_output)  # [G, V]
 
     def _read_with_target(

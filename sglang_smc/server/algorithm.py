@@ -69,6 +69,7 @@ class SMCAlgorithm(CustomSpecAlgo):
 def worker_class(server_args: "ServerArgs") -> type:
     """The worker's class, for the scheduler: what SGLang asks for first in that process."""
     hooks.require_landed(hooks.FLAGS)
+    hooks.require_landed(hooks.DRAFTS)  # in time for the target's runner, which is built before
     hooks.put_in_force(hooks.SMC)
     from sglang_smc.worker import SMCWorker
 
@@ -88,4 +89,5 @@ def validate_server_args(server_args: "ServerArgs") -> None:
             "sglang-smc cannot start: these server arguments were built before plugins were "
             "loaded. Call sglang.srt.plugins.load_plugins() first, then build them."
         )
+    hooks.put_in_force(hooks.DRAFTS)
     arguments.check(server_args)

@@ -47,6 +47,8 @@ def resolve(server_args: Arguments) -> None:
         setattr(server_args, attribute, getattr(config, name))
     # Read once: what a file says later would be checked by nobody.
     server_args.speculative_smc_presets = presets.settled(server_args)  # pyright: ignore[reportAttributeAccessIssue] -- ours
+    # Models that take images are served as the text models within, with a tokenizer alone.
+    server_args.enable_multimodal = False
     # A chain: one candidate a step, and the K drafted tokens plus the bonus make a round.
     server_args.speculative_eagle_topk = 1
     server_args.speculative_num_draft_tokens = config.num_steps + 1

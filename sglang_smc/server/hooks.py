@@ -32,6 +32,13 @@ FLAGS = Group(
     where="In every process that loads plugins",
     when="By `plugin.register`, before arguments are parsed, whether SMC is selected or not.",
 )
+DRAFTS = Group(
+    ("drafts",),
+    where="In the processes that read a draft's configuration",
+    when="By `plugin.register` in schedulers, which have SGLang's configurations loaded by then, "
+    "whether SMC is selected or not; by `algorithm.validate_server_args` in the process that "
+    "starts an SMC server.",
+)
 SMC = Group(
     (
         "ingress",
@@ -65,7 +72,7 @@ CPU_SPECULATION = Group(
     when="By `PlainCpuPlatform.get_speculative_worker_cls`, which SGLang asks before it builds the "
     "worker.",
 )
-GROUPS = (FLAGS, SMC, ROUTES, CPU_PLATFORM, CPU_SPECULATION)
+GROUPS = (FLAGS, DRAFTS, SMC, ROUTES, CPU_PLATFORM, CPU_SPECULATION)
 
 # In SGLang's log lines about hooks.
 _SOURCE = HookSource("smc", "sglang-smc")

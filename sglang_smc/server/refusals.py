@@ -22,7 +22,7 @@ class _Refusal(NamedTuple):
     field: str  # None where this SGLang has no such field
     is_used: Callable[[Any], bool]
     instead: str
-    is_secret: bool = False
+    is_shown: bool = True
 
 
 def _is_not(default: float | None) -> Callable[[Any], bool]:
@@ -33,9 +33,9 @@ _WITHOUT_IT = "Leave it out, or send the request to a server without --speculati
 
 _FIELDS = (
     _Refusal("max_thinking_tokens", _is_not(-1), _WITHOUT_IT),
-    _Refusal("image_data", bool, "Send text only"),
-    _Refusal("video_data", bool, "Send text only"),
-    _Refusal("audio_data", bool, "Send text only"),
+    _Refusal("image_data", bool, "Send text only", is_shown=False),
+    _Refusal("video_data", bool, "Send text only", is_shown=False),
+    _Refusal("audio_data", bool, "Send text only", is_shown=False),
     _Refusal("input_embeds", bool, "Send text or input_ids"),
     _Refusal("positional_embed_overrides", bool, "Send text or input_ids"),
     _Refusal("return_hidden_states", bool, _WITHOUT_IT),
@@ -43,7 +43,7 @@ _FIELDS = (
     _Refusal("return_indexer_topk", bool, _WITHOUT_IT),
     _Refusal("return_sampling_mask", bool, _WITHOUT_IT),
     _Refusal("return_entropy", bool, _WITHOUT_IT),
-    _Refusal("watermark", _is_not(None), _WITHOUT_IT, is_secret=True),
+    _Refusal("watermark", _is_not(None), _WITHOUT_IT, is_shown=False),
     _Refusal(
         "kv_hints", bool, "Leave it out: it is for hierarchical caches, which SMC has none of"
     ),
@@ -52,7 +52,7 @@ _FIELDS = (
 )
 _SAMPLING = (
     _Refusal("beam_width", _is_not(1), "Leave it out; custom_params['smc'] sets num_particles"),
-    _Refusal("watermark", _is_not(None), _WITHOUT_IT, is_secret=True),
+    _Refusal("watermark", _is_not(None), _WITHOUT_IT, is_shown=False),
 )
 
 
@@ -121,7 +121,7 @@ def _check_range(name: str, given: Any, least: int, most: int | None) -> None:
 
 def _used(refusals: tuple[_Refusal, ...], read: Callable[[str], Any]) -> list[str]:
     return [
-        f"{refusal.field}={'...' if refusal.is_secret else repr(read(refusal.field))}. "
+        f"{refusal.field}={repr(read(refusal.field)) if refusal.is_shown else '...'}. "
         f"{refusal.instead}."
         for refusal in refusals
         if refusal.is_used(read(refusal.field))

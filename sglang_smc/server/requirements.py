@@ -108,6 +108,7 @@ _MODES = (
     Requirement("is_embedding", (False,), _TEXT_ONLY),
     Requirement("encoder_only", (False,), _TEXT_ONLY),
     Requirement("language_only", (False,), _TEXT_ONLY),
+    Requirement("enable_multimodal", (None, False), _TEXT_ONLY),
     Requirement("dllm_algorithm", (None,), "a diffusion model has no next token to draft"),
     Requirement("enable_lora", (None, False), _NO_ADAPTERS),
     Requirement("lora_paths", (None, []), _NO_ADAPTERS),

@@ -30,6 +30,9 @@ _LOSES_LAST_TEXT = "smc_loses_last_text"
 # On a request: what is known of its answers once they are finished, by their index.
 _FINISHED = "smc_finished"
 
+# How types of content begin that are no text, in the words of all routes.
+_MEDIA = ("image", "input_image", "audio", "input_audio", "video", "input_video")
+
 _NOT_CARRIED = ("custom_params", "lora_path")
 _PARTICLES = META_PREFIX + "particles"
 
@@ -76,6 +79,9 @@ async def problem_of(
     if not is_smc(manager.server_args):
         return None
     body = await raw_request.json()
+    medium = medium_in(body)
+    if medium is not None:
+        return no_media(medium)
     for place in (body, body.get("options")):  # Ollama's
         for key in _NOT_CARRIED:
             if isinstance(place, dict) and place.get(key) is not None:
@@ -94,6 +100,32 @@ async def problem_of(
         )
     raw_request.scope[_PRESET] = name
     return None
+
+
+def medium_in(body: dict[str, Any]) -> str | None:
+    """What a request of any route brings that is no text; None if it is text alone.
+
+    SGLang tells some of it from text, where a model takes none: Ollama's route drops images.
+    """
+    messages = body.get("messages", body.get("input"))
+    parts = [body, *(messages if isinstance(messages, list) else ())]
+    for part in parts:  # which grows by what is within
+        if not isinstance(part, dict):
+            continue
+        content = part.get("content")
+        parts += content if isinstance(content, list) else ()
+        kind = "images" if part.get("images") else part.get("type")
+        if isinstance(kind, str) and kind.startswith(_MEDIA):
+            return kind
+    return None
+
+
+def no_media(medium: str) -> str:
+    """The answer to a request that brings some."""
+    return (
+        f"The request has content of type {medium!r}; allowed: text, since an SMC server "
+        "writes text from text. Send text only."
+    )
 
 
 def _not_carried(key: str, manager: "TokenizerManager") -> str:

@@ -134,9 +134,14 @@ def test_the_same_vocabulary(draft: Path) -> None:
 
 
 def test_another_size_of_vocabulary(draft: Path) -> None:
-    edit(draft / "config.json", vocab_size=513)
+    edit(draft / "config.json", vocab_size=511)
     found = pair._vocabularies(str(PAIR / "target"), str(draft))
-    assert found.level == FAIL and "512 and 513" in found.found
+    assert found.level == FAIL and "512 in the target and 511 in the draft" in found.found
+
+
+def test_padding_is_no_other_size_of_vocabulary(draft: Path) -> None:
+    edit(draft / "config.json", vocab_size=576)
+    assert pair._vocabularies(str(PAIR / "target"), str(draft)).level == OK
 
 
 def test_two_tokens_that_changed_places(draft: Path) -> None:
@@ -145,7 +150,7 @@ def test_two_tokens_that_changed_places(draft: Path) -> None:
     ids["a"], ids["b"] = ids["b"], ids["a"]
     (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
     found = pair._vocabularies(str(PAIR / "target"), str(draft))
-    assert found.level == FAIL and "2 tokens differ; 'a'" in found.found
+    assert found.level == FAIL and "2 tokens differ: 'a'" in found.found
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:

@@ -62,8 +62,18 @@ REGISTRATION = (
     Symbol("sglang.srt.arg_groups.overrides.resolved_view", "server_args"),
     Symbol("sglang.srt.configs.hybrid_arch.mambaish_config", "model_config"),
     Symbol(
-        "sglang.srt.configs.model_config.ModelConfig", attributes="is_hybrid_swa is_encoder_decoder"
+        "sglang.srt.configs.model_config.ModelConfig",
+        attributes="is_hybrid_swa is_encoder_decoder model_is_mrope is_draft_model "
+        "speculative_algorithm num_nextn_predict_layers",
     ),
+    Symbol("sglang.srt.configs.model_config.is_multimodal_model", "model_architectures"),
+    # Where the hooks on drafts have to be in time, and what the second of them ends.
+    Symbol(
+        "sglang.srt.configs.model_config.ModelConfig.__init__",
+        calls="self._config_draft_model self._derive_model_shapes",
+    ),
+    Symbol("sglang.srt.configs.model_config.ModelConfig._config_draft_model", "self"),
+    Symbol("sglang.srt.configs.model_config.ModelConfig._derive_model_shapes", "self"),
 )
 
 # Targets of the hooks in patches/, and what those functions touch.
@@ -298,11 +308,6 @@ WORKER = (
         "req_to_token_pool spec_v2_attn_backends",
     ),
     Symbol(
-        "sglang.srt.speculative.standalone_worker_v2.StandaloneWorkerV2"
-        "._validate_vocab_compatibility",
-        "self target_vocab_size target_tokenizer",
-    ),
-    Symbol(
         "sglang.srt.model_executor.model_runner.ModelRunner.compute_logprobs_only",
         "self logits_output forward_batch",
     ),
@@ -313,7 +318,7 @@ WORKER = (
     Symbol(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
         attributes="forward_mode batch_size input_ids req_pool_indices seq_lens out_cache_loc "
-        "seq_lens_sum positions extend_seq_lens extend_prefix_lens spec_algorithm "
+        "seq_lens_sum positions mrope_positions extend_seq_lens extend_prefix_lens spec_algorithm "
         "capture_hidden_mode",
     ),
     Symbol("sglang.srt.model_executor.forward_context.forward_context", "ctx"),

@@ -62,7 +62,7 @@ def test_arguments_resolved_elsewhere_install_them_too(
     Where a test before has loaded SGLang's HTTP server, its routes are hooked, too.
     """
     pickle.loads(pickle.dumps(resolve(**smc))).check_server_args()
-    assert [group for group in asked_for if group is not hooks.ROUTES] == [hooks.SMC]
+    assert [group for group in asked_for if group is not hooks.ROUTES] == [hooks.DRAFTS, hooks.SMC]
 
 
 def test_launching_without_smc_installs_none(model_path: str, asked_for: list[hooks.Group]) -> None:
@@ -82,6 +82,14 @@ def test_flag_hook_that_did_not_land_is_named(lost: str, smc: dict) -> None:
     with pytest.raises(RuntimeError, match=lost):
         resolve(**smc)
     with pytest.raises(RuntimeError, match=lost):  # the scheduler is a process of its own
+        algorithm.worker_class(ServerArgs(model_path="dummy"))
+
+
+@pytest.mark.parametrize("lost", targets(hooks.DRAFTS), indirect=True)
+def test_hook_on_drafts_that_did_not_land_is_named(lost: str, smc: dict) -> None:
+    with pytest.raises(RuntimeError, match=lost):
+        resolve(**smc)
+    with pytest.raises(RuntimeError, match=lost):
         algorithm.worker_class(ServerArgs(model_path="dummy"))
 
 

@@ -36,13 +36,18 @@ MODELS = {
     "a recurrent": {"model_type": "falcon_h1", "arch": "FalconH1ForCausalLM"},
     "an encoder": {"model_type": "mllama", "arch": "MllamaForConditionalGeneration"},
     "inputs that are no text": {
-        "model_type": "qwen2_vl",
-        "arch": "Qwen2VLForConditionalGeneration",
+        "model_type": "llava",
+        "arch": "LlavaForConditionalGeneration",
     },
     "no next-token head": {"model_type": "llama", "arch": "LlamaForSequenceClassification"},
     "layers whose heads differ in width": {
         "model_type": "llama",
         "arch": "Gemma4ForCausalLM",
+    },
+    "chunked attention in .* of 8": {
+        "model_type": "llama4",
+        "arch": "Llama4ForConditionalGeneration",
+        "text_config": {"model_type": "llama4_text", "num_hidden_layers": 8},
     },
     "chunked attention": {"model_type": "llama4_text", "arch": "Llama4ForCausalLM"},
 }
@@ -77,6 +82,12 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "SmolLM3ForCausalLM": {"model_type": "smollm3", "use_sliding_window": False},
     "DeepseekV2ForCausalLM": {**LATENT, "model_type": "deepseek_v2"},
     "MiniCPM3ForCausalLM": {**LATENT, "model_type": "minicpm3"},
+    "Gemma3ForConditionalGeneration": {"model_type": "gemma3"},
+    "Mistral3ForConditionalGeneration": {"model_type": "mistral3"},
+    "Qwen2VLForConditionalGeneration": {"model_type": "qwen2_vl"},
+    "Qwen2_5_VLForConditionalGeneration": {"model_type": "qwen2_5_vl"},
+    "Qwen3VLForConditionalGeneration": {"model_type": "qwen3_vl"},
+    "Qwen3VLMoeForConditionalGeneration": {"model_type": "qwen3_vl_moe"},
 }
 
 
@@ -143,9 +154,30 @@ def test_heads_are_bounded_where_kernels_run(
     assert arguments._widest_heads(given) == widest
 
 
-def test_a_draft_that_sglang_takes_for_extra_layers_is_refused(smc: dict, tmp_path: Path) -> None:
-    """Qwen3-MoE as a draft is loaded as one layer that reads the target's hidden states."""
-    config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+WITH_EXTRA_LAYERS: dict[str, dict[str, Any]] = {
+    "Qwen3MoeForCausalLM": {"model_type": "qwen3_moe", "head_dim": 8},
+    "Glm4MoeForCausalLM": {"model_type": "glm4_moe", "num_nextn_predict_layers": 1},
+    "MiMoForCausalLM": {"model_type": "qwen2", "num_nextn_predict_layers": 1},
+}
+
+
+@pytest.mark.parametrize("arch", WITH_EXTRA_LAYERS)
+def test_a_draft_is_not_taken_for_extra_layers(smc: dict, tmp_path: Path, arch: str) -> None:
+    """For SMC; other algorithms go on drafting with them."""
+    config = {"architectures": [arch], "num_hidden_layers": 3, **WITH_EXTRA_LAYERS[arch]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="has the architecture Qwen3MoeForCausalLM, which"):
+    args = resolve(**smc | {"speculative_draft_model_path": str(tmp_path)})
+    whole = ModelConfig.from_server_args(args, model_path=str(tmp_path), is_draft_model=True)
+    assert whole.hf_config.architectures == [arch]
+    assert whole.num_nextn_predict_layers is None
+    extra = ModelConfig(str(tmp_path), is_draft_model=True, speculative_algorithm="EAGLE")
+    assert extra.hf_config.architectures != [arch]
+    assert extra.num_nextn_predict_layers == 1
+
+
+def test_a_draft_is_refused_for_the_layers_that_extra_ones_lack(smc: dict, tmp_path: Path) -> None:
+    """Those of Nemotron-H have no recurrent state, of which SGLang is told by the draft's place."""
+    config = {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"speculative-draft-model-path .* has a recurrent"):
         resolve(**smc | {"speculative_draft_model_path": str(tmp_path)})

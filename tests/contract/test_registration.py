@@ -1,6 +1,7 @@
 """SMC is always registered; where it cannot run, selecting it says why, and nobody else notices."""
 
 import inspect
+import sys
 
 import pytest
 from resolved_args import field_names, resolve
@@ -69,8 +70,27 @@ def test_no_hooks_are_handed_over_but_those_of_the_flags(
     unregistered: None, handed_over: list[str], monkeypatch: pytest.MonkeyPatch, installed: str
 ) -> None:
     monkeypatch.setattr(version, "__version__", installed)
+    monkeypatch.delitem(sys.modules, "sglang.srt.configs.model_config")
     plugin.register()
     assert handed_over == [patch.target for patch in hooks.collect(hooks.FLAGS)]
+
+
+@pytest.mark.parametrize(
+    ("installed", "groups"),
+    [(upstream.SUPPORTED[0], [hooks.FLAGS, hooks.DRAFTS]), ("9.9.9", [hooks.FLAGS])],
+)
+def test_a_process_that_has_configurations_loaded_keeps_drafts_whole(
+    unregistered: None,
+    handed_over: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    installed: str,
+    groups: list[hooks.Group],
+) -> None:
+    """A scheduler, which asks for our worker only once it has sized the KV pool for a draft."""
+    monkeypatch.setattr(version, "__version__", installed)
+    assert "sglang.srt.configs.model_config" in sys.modules
+    plugin.register()
+    assert handed_over == [patch.target for patch in hooks.collect(*groups)]
 
 
 def test_server_args_that_take_no_flags_get_none(

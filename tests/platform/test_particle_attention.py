@@ -66,6 +66,7 @@ class Harness:
             spec_algorithm=None,
             model_config=SimpleNamespace(
                 context_len=LAST_POSITION + 1,
+                model_is_mrope=False,
                 get_num_attention_heads=lambda tp_size: case.query.shape[3],
                 get_num_kv_heads=lambda tp_size: kv_heads,
             ),

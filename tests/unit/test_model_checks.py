@@ -68,7 +68,7 @@ def test_latent_attention_passes() -> None:
 
 
 def test_a_window_over_latents_is_refused() -> None:
-    with pytest.raises(ValueError, match="does not support a sliding window"):
+    with pytest.raises(ValueError, match="does not support a window or a cap over latents"):
         check_layers(over_latents(sliding_window_size=31))
 
 

@@ -187,7 +187,9 @@ def test_what_a_prefill_carries_is_marked_too(
 def prefilled(
     choice: dict[str, Any], return_logprob: bool, monkeypatch: pytest.MonkeyPatch
 ) -> GenerationBatchResult:
-    monkeypatch.setattr(prefill.ForwardBatch, "init_new", lambda *_, **__: SimpleNamespace())
+    monkeypatch.setattr(
+        prefill.ForwardBatch, "init_new", lambda *_, **__: SimpleNamespace(input_ids=None)
+    )
     vocab_size, rows = 5, [1, 2]
     sizes: dict[str, Any] = {"num_slots": 99, "vocab_size": vocab_size}
     table = torch.zeros(3, 50, dtype=torch.int32, device="cuda")

@@ -1,0 +1,63 @@
+"""A draft is a model of its own, whatever SGLang would make of its checkpoint.
+
+SGLang takes some checkpoints, given as a draft, for their extra layers alone (MTP, NextN), which
+read a target's hidden states. That of an SMC server is run whole.
+
+SGLang sizes the target's KV pool by the draft's configuration, before it asks for a worker. So
+these hooks come earlier than those of `hooks.SMC`.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_smc.process import is_smc
+from sglang_smc.server.hooks import Patch
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+
+
+def keep_architecture(original: Callable, config: "ModelConfig") -> None:
+    """Leave a draft's configuration as its checkpoint has it."""
+    if not is_smc(config):
+        original(config)
+
+
+def count_own_layers(original: Callable, config: "ModelConfig") -> None:
+    """Have the KV of a draft sized by its layers.
+
+    `hf_config` keeps the number of extra layers: the models skip their weights by it.
+    """
+    original(config)
+    if config.is_draft_model and is_smc(config):
+        config.num_nextn_predict_layers = None
+
+
+PATCHES = (
+    Patch(
+        target="sglang.srt.configs.model_config.ModelConfig._config_draft_model",
+        hook_type=HookType.AROUND,
+        function=keep_architecture,
+        what="Loads a draft as the architecture that its checkpoint names.",
+        why="For drafts SGLang puts the class of extra layers in place of Qwen3-MoE, GLM-4.5, "
+        "DeepSeek V3 and some twenty others, whatever the algorithm is.",
+        relies_on=("srt/configs/model_config.py:1010 (all that is put in place)",),
+        retire_when="A registered algorithm says what its draft is.",
+    ),
+    Patch(
+        target="sglang.srt.configs.model_config.ModelConfig._derive_model_shapes",
+        hook_type=HookType.AROUND,
+        function=count_own_layers,
+        what="Sizes a draft's KV by all of its layers.",
+        why="SGLang counts num_nextn_predict_layers for a draft whose checkpoint has extra layers.",
+        relies_on=(
+            "srt/configs/model_config.py:1602 (num_nextn_predict_layers)",
+            "srt/model_executor/model_runner_components/layer_setup.py:199 (the draft's own pool)",
+            "srt/model_executor/model_runner_components/spec_aux_hidden_state.py:156 (the target's "
+            "runner, which plans for both)",
+        ),
+        retire_when="A registered algorithm says what its draft is.",
+    ),
+)

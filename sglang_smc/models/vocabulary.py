@@ -1,0 +1,181 @@
+"""One vocabulary for target and draft: the same tokens, of which logits may have other padding.
+
+Families pad their vocabularies by the size of a model: Qwen2.5 has 151,936 logits in its small
+models and 152,064 in its large ones, for the same 151,665 tokens. V is the width of the target's.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from sglang_smc import upstream
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tp_worker import TpModelWorker
+
+    from sglang_smc.models.attention import KVLocations, ParticleAttention
+    from sglang_smc.models.forward import ParticleForward
+
+
+logger = logging.getLogger(__name__)
+
+
+class Vocabulary(NamedTuple):
+    """Of one model."""
+
+    tokens: Mapping[str, int] | None  # of its tokenizer; None where there is none
+    width: int  # of its logits
+    added: frozenset[str] = frozenset()  # of the tokens: markers, of which a model may lack some
+
+    @classmethod
+    def of(cls, tokenizer: Any, width: int) -> "Vocabulary":
+        """That of logits, and of a tokenizer or None."""
+        if tokenizer is None:
+            return cls(None, width)
+        return cls(tokenizer.get_vocab(), width, frozenset(tokenizer.get_added_vocab()))
+
+    @property
+    def num_ids(self) -> int:
+        """One more than the highest id that text becomes."""
+        tokens = self.tokens or {}
+        return 1 + max((i for token, i in tokens.items() if token not in self.added), default=-1)
+
+
+def vocabularies(target: "TpModelWorker", draft: "TpModelWorker") -> tuple[Vocabulary, Vocabulary]:
+    """Those of two models that SGLang has loaded; raises ValueError where they do not fit."""
+    widths = [worker.model_runner.model_config.vocab_size for worker in (target, draft)]
+    of_draft = None if target.tokenizer is None else _tokenizer_of(draft)
+    pair = Vocabulary.of(target.tokenizer, widths[0]), Vocabulary.of(of_draft, widths[1])
+    check(*pair)
+    return pair
+
+
+def _tokenizer_of(draft: "TpModelWorker") -> Any:
+    """SGLang loads the target's alone, and so compares nothing; None if the draft has none."""
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    settled = upstream.resolved(draft.server_args)
+    try:
+        return get_tokenizer(
+            draft.model_runner.model_config.model_path,
+            tokenizer_mode=settled.tokenizer_mode,
+            trust_remote_code=settled.trust_remote_code,
+            revision=settled.speculative_draft_model_revision,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        logger.warning(
+            "The draft's tokenizer cannot be read, so that its tokens are not compared with the "
+            "target's: %s",
+            error,
+        )
+        return None
+
+
+def problem(target: Vocabulary, draft: Vocabulary) -> str | None:
+    """Why a draft's tokens are not the target's, by their ids; None if they are."""
+    widths = f"vocab_size is {target.width} in the target and {draft.width} in the draft"
+    if target.tokens is None or draft.tokens is None:
+        if target.width == draft.width:
+            return None
+        return (
+            f"{widths}, and without tokenizers nobody can tell whether by padding alone; allowed: "
+            "the same. Have a tokenizer beside each model, and leave out --skip-tokenizer-init"
+        )
+    differing = {token for token, _ in target.tokens.items() ^ draft.tokens.items()}
+    if differing:
+        first = min(differing)
+        return (
+            f"{len(differing)} tokens differ: {first!r} is {target.tokens.get(first)} in the "
+            f"target and {draft.tokens.get(first)} in the draft; allowed: one id for each token, "
+            "since drafts are scored by their ids"
+        )
+    if target.width != draft.width and target.num_ids > min(target.width, draft.width):
+        return (
+            f"{widths}, and text has ids up to {target.num_ids - 1}; allowed: widths that differ "
+            "by padding, behind all of these"
+        )
+    return None
+
+
+def check(target: Vocabulary, draft: Vocabulary) -> None:
+    """Raise ValueError for a draft that has other tokens."""
+    found = problem(target, draft)
+    if found is not None:
+        raise ValueError(
+            f"--speculative-draft-model-path: {found}. Choose a draft of the target's family."
+        )
+
+
+def last_read(target: Vocabulary, draft: Vocabulary) -> int | None:
+    """The last id that the draft has an embedding for; None where it has one for each."""
+    return draft.width - 1 if draft.width < target.width else None
+
+
+def with_width(
+    forward: "ParticleForward", target: Vocabulary, draft: Vocabulary
+) -> "ParticleForward | PaddedDraft":
+    """The draft over particles, with logits of the target's width."""
+    if target.width == draft.width:
+        return forward
+    return PaddedDraft(forward, target, draft)
+
+
+def readable(tokens: torch.Tensor, last: int | None) -> torch.Tensor:
+    """Tokens of any shape as a draft reads them.
+
+    One that it has no embedding for is no text: it is a marker that the draft does without (that
+    of images, in Gemma 3), or it comes with a prompt of ids, or the target drew its own padding.
+    The draft reads its last id there. That changes what it
+    proposes, which is as good a proposal as any: weights and verification correct for it.
+    """
+    return tokens if last is None else tokens.clamp_max(last)
+
+
+class PaddedDraft:
+    """A draft over particles whose logits get the width of the target's.
+
+    What only the target has gets -inf, so that it is never drafted: as with any token that q has
+    not, p's mass there is left to bonus tokens and to what verification rejects. What only the
+    draft has is cut off.
+
+    Args:
+        forward: the draft.
+    """
+
+    def __init__(self, forward: "ParticleForward", target: Vocabulary, draft: Vocabulary) -> None:
+        self._forward = forward
+        self._last = last_read(target, draft)
+        self._missing = target.width - draft.width  # below 0: what is cut
+
+    @property
+    def attn_backend(self) -> "ParticleAttention":
+        """The draft's."""
+        return self._forward.attn_backend
+
+    def next_logits(
+        self,
+        tokens: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        locations: "KVLocations",
+    ) -> torch.Tensor:
+        """Logits ``[G, N, V]``; arguments as for `ParticleForward.next_logits`."""
+        read = readable(tokens, self._last)
+        return self._padded(self._forward.next_logits(read, starts, slots, locations))
+
+    def chain_logits(
+        self,
+        tokens: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        locations: "KVLocations",
+    ) -> torch.Tensor:
+        """Logits ``[G, N, C, V]``; arguments as for `ParticleForward.chain_logits`."""
+        read = readable(tokens, self._last)
+        return self._padded(self._forward.chain_logits(read, starts, slots, locations))
+
+    def _padded(self, logits: torch.Tensor) -> torch.Tensor:
+        # In one piece, for the kernels.
+        return torch.nn.functional.pad(logits, (0, self._missing), value=-torch.inf).contiguous()
