@@ -87,6 +87,15 @@ def model_config_of(server_args: "ServerArgs") -> "ModelConfig":
     return model_config_of(server_args)
 
 
+def is_gated_delta(model: "ModelConfig") -> bool:
+    """Whether some layers attend linearly, by a gated delta rule, and the release has the seams."""
+    if not IS_NEWEST:
+        return False
+    from sglang.srt.configs.hybrid_arch import hybrid_gdn_config
+
+    return hybrid_gdn_config(model) is not None
+
+
 def add_fields(server_args: type, annotations: Mapping[str, Any]) -> None:
     """Make None-able fields of the dataclass that server arguments are; again changes nothing.
 

@@ -24,7 +24,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_smc.models.shared_prefix import gather_slots
-from sglang_smc.models.supported import check_layer, check_pool, head_group
+from sglang_smc.models.supported import check_layer, check_pool, first_layer, head_group
 from sglang_smc.models.trees import places_in_mask
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class CpuAttentionBackend(AttentionBackend):
 
     def _scratch(self, calls: list[PaddedRows | LongRow]) -> tuple[torch.Tensor, torch.Tensor]:
         # Every layer of a pool has the same row shape: [kv_heads, head_dim].
-        cache = self.token_to_kv_pool.get_key_buffer(self.token_to_kv_pool.start_layer)
+        cache = self.token_to_kv_pool.get_key_buffer(first_layer(self.token_to_kv_pool))
         size = max(call.slots.numel() for call in calls)
         return cache.new_empty(size, *cache.shape[1:]), cache.new_empty(size, *cache.shape[1:])
 

@@ -11,7 +11,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_smc.models.shared_prefix import plan_shared_prefix, shared_prefix_attention
-from sglang_smc.models.supported import check_layer, check_pool, head_group
+from sglang_smc.models.supported import check_layer, check_pool, first_layer, head_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,7 +119,7 @@ class ParticleAttention(AttentionBackend):
             num_columns=num_columns,
             group=self._group,
             dtype=self._dtype,
-            cache=pool.get_key_buffer(pool.start_layer),
+            cache=pool.get_key_buffer(first_layer(pool)),
         )
         return partial(shared_prefix_attention, plan=plan)
 

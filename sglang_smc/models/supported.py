@@ -11,6 +11,7 @@ import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_minimax_sparse
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.hf_transformers_utils import get_config
 
@@ -146,6 +147,13 @@ def head_group(runner: "ModelRunner") -> int:
     return config.get_num_attention_heads(tp_size) // config.get_num_kv_heads(tp_size)
 
 
+def first_layer(pool: Any) -> int:
+    """The first layer whose keys stand in a KV pool: some layers of hybrid models have none."""
+    if isinstance(pool, HybridLinearKVPool):
+        return min(pool.full_attention_layer_id_mapping)
+    return pool.start_layer
+
+
 def check_pool(runner: "ModelRunner") -> None:
     """Refuse a KV cache that is not [slots, kv_heads, head_dim] of plain floating point."""
     if runner.use_mla_backend:
@@ -156,7 +164,7 @@ def check_pool(runner: "ModelRunner") -> None:
             f"attention of sglang-smc does not support a quantized KV cache ({pool.dtype}): "
             "pass --kv-cache-dtype auto"
         )
-    shape = pool.get_key_buffer(pool.start_layer).shape
+    shape = pool.get_key_buffer(first_layer(pool)).shape
     if len(shape) != 3:
         raise ValueError(
             f"attention of sglang-smc needs KV buffers of [slots, kv_heads, head_dim], got "
