@@ -12,7 +12,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_smc.cpu.attention import columns, row_lengths
-from sglang_smc.models.gated_delta import Columns, Gates, causal_conv, columns_of, scan
+from sglang_smc.models.gated_delta import Columns, causal_conv, columns_of, gates_of, scan
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
@@ -89,9 +89,3 @@ class CpuRecurrentBackend(AttentionBackend):
 
     # Decode is an extend by one token.
     forward_decode = forward_extend
-
-
-def gates_of(layer: RadixLinearAttention) -> Gates:
-    """The parameters of a layer's decay."""
-    assert layer.A_log is not None and layer.dt_bias is not None, "of a gated delta rule"
-    return Gates(layer.A_log, layer.dt_bias)

@@ -11,10 +11,13 @@ Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464. Keys
 normalised, queries also scaled, and all three have gone through a short causal convolution.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn.functional import silu, softplus
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 
 EPSILON = 1e-6  # of the l2 norm, as in the published models
 
@@ -34,6 +37,12 @@ class Gates(NamedTuple):
     bias: torch.Tensor  # [v_heads], `dt_bias`
 
 
+def gates_of(layer: "RadixLinearAttention") -> Gates:
+    """The parameters of an SGLang layer's decay."""
+    assert layer.A_log is not None and layer.dt_bias is not None, "of a gated delta rule"
+    return Gates(layer.A_log, layer.dt_bias)
+
+
 def causal_conv(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Depthwise causal convolution, and SiLU.
 
@@ -44,8 +53,12 @@ def causal_conv(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Returns:
         ``[P, J, D]``.
     """
-    windows = inputs.unfold(1, weight.shape[1], 1)  # [P, J, D, W], a view
-    return silu((windows.float() * weight.float()).sum(3)).to(inputs.dtype)
+    width, taps = weight.shape[1], weight.float().unbind(1)
+    num_columns = inputs.shape[1] - width + 1
+    total = inputs[:, :num_columns].float() * taps[0]  # [P, J, D]
+    for w in range(1, width):
+        total = torch.addcmul(total, inputs[:, w : w + num_columns].float(), taps[w])
+    return silu(total).to(inputs.dtype)
 
 
 def columns_of(qkv: torch.Tensor, gates: Gates, a: torch.Tensor, b: torch.Tensor) -> Columns:

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.hf_transformers_utils import get_config
 
-from sglang_smc.upstream import Arguments, model_config_of
+from sglang_smc.upstream import Arguments, is_gated_delta, model_config_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
@@ -94,12 +94,21 @@ def _kinds(model: ModelConfig) -> Iterator[str]:
         "sparse attention": is_minimax_sparse(model.hf_config)
         or getattr(model.hf_config, "has_minicpm_sparse_attention", False),
         "keys and values of unlike width": model.has_asymmetric_kv and not latent,
-        "a recurrent (Mamba-like) state": mambaish_config(model) is not None,
+        "a recurrent (Mamba-like) state": mambaish_config(model) is not None
+        and (model.is_draft_model or not _is_served(model)),
         "an encoder and a decoder": model.is_encoder_decoder,
         "inputs that are no text": model.is_multimodal or model.model_is_mrope,
         "no next-token head": not model.is_generation,
     }
     yield from (kind for kind, present in kinds.items() if present)
+
+
+# Whose layers with linear attention are gated delta nets that particles can have states of.
+_RECURRENT = {"Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"}
+
+
+def _is_served(model: ModelConfig) -> bool:
+    return is_gated_delta(model) and bool(_RECURRENT & set(model.hf_config.architectures or ()))
 
 
 def _limits(model: ModelConfig) -> Iterator[str]:
