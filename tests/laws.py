@@ -2,10 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from scipy.stats import chisquare
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 Sequence = tuple[int, ...]
 Law = dict[Sequence, float]
@@ -16,7 +17,7 @@ def next_probs(
     path: str, prompt: list[int], *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> NextProbs:
     """Next-token distribution of a checkpoint, in float64, remembered per prefix."""
-    model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     memory: dict[Sequence, torch.Tensor] = {}
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
     },
+    "qwen3_5_text": {
+        **_SIZES,
+        "num_hidden_layers": 4,
+        "full_attention_interval": 2,
+        "head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
     # Refused: a sliding window and a logit cap.
     "gemma2": {
         **_SIZES,
@@ -57,12 +68,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_family(path: str | Path, family: str, *, seed: int = 0, scale: float = 0.3) -> str:
+# Decays of linear attention, exp(-exp(A_log) ...), as small as trained ones: random ones forget all.
+LOG_RATE = -2.0
+
+
+def make_family(
+    path: str | Path, family: str, *, seed: int = 0, scale: float = 0.3, vocab_size: int = VOCAB
+) -> str:
     """Save a random checkpoint of ``family`` and its tokenizer under ``path``; return it."""
     config = AutoConfig.for_model(
         family,
         **{"tie_word_embeddings": False, **FAMILIES[family]},
-        vocab_size=VOCAB,
+        vocab_size=vocab_size,
         initializer_range=scale,
         pad_token_id=0,
         bos_token_id=None,
@@ -71,7 +88,18 @@ def make_family(path: str | Path, family: str, *, seed: int = 0, scale: float = 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config).float()
+    for name, parameter in model.named_parameters():
+        if name.endswith(".A_log"):
+            torch.nn.init.constant_(parameter, LOG_RATE)
     model.generation_config.pad_token_id = 0
     model.save_pretrained(path)
-    tiny_tokenizer(VOCAB, EOS).save_pretrained(path)
+    if family == "qwen3_5_text":
+        _say_interval(Path(path, "config.json"), FAMILIES[family]["full_attention_interval"])
+    tiny_tokenizer(vocab_size, EOS).save_pretrained(path)
     return str(path)
+
+
+def _say_interval(config: Path, interval: int) -> None:
+    """What published checkpoints say; transformers saves the layers' types alone."""
+    said = json.loads(config.read_text()) | {"full_attention_interval": interval}
+    config.write_text(json.dumps(said))

@@ -180,7 +180,7 @@ MOOT: dict[str, str] = {
         enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds mamba_full_memory_ratio
         mamba_radix_cache_strategy uses_mamba_radix_cache mamba_track_interval
         enable_int8_mamba_checkpoint int8_mamba_ckpt_size linear_attn_backend
-        linear_attn_decode_backend linear_attn_prefill_backend enable_linear_replayssm
+        linear_attn_decode_backend linear_attn_prefill_backend
         linear_replayssm_cache_len enable_scattered_sconv mm_attention_backend
         enable_precise_embedding_interpolation enable_broadcast_mm_inputs_process
         enable_prefix_mm_cache mm_enable_dp_encoder mm_process_config mm_processor_worker_num

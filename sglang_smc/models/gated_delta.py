@@ -68,24 +68,29 @@ def columns_of(qkv: torch.Tensor, gates: Gates, a: torch.Tensor, b: torch.Tensor
 
 
 def gated_delta(
-    states: torch.Tensor, past: Columns, num_past: torch.Tensor, new: Columns
+    states: torch.Tensor,
+    source: torch.Tensor,
+    past: Columns,
+    num_past: torch.Tensor,
+    new: Columns,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Roll each state over the first of its past columns, and read new ones from there.
+    """Roll states over the first of their past columns, and read new ones from there.
 
     Args:
-        states: ``[P, v_heads, V, K]``.
-        past: J columns behind the states.
-        num_past: ``[P]`` int64, how many of them each state is rolled over.
-        new: C columns, which leave no trace in what is returned of the states.
+        states: ``[particles, v_heads, V, K]``.
+        source: ``[P]`` int64, which of them each of the P sequences goes on from.
+        past: columns behind the states.
+        num_past: ``[P]`` int64, how many of those each state is rolled over.
+        new: C columns, which leave no trace in the rolled states.
 
     Returns:
         Outputs ``[P, C, v_heads, V]`` of the new columns in the dtype of their ``qkv``, and the
-        rolled states, in a tensor of their own and in their dtype.
+        rolled states ``[P, v_heads, V, K]`` in the dtype of ``states``.
     """
-    counts = torch.arange(past.decay.shape[1], device=states.device) < num_past.unsqueeze(1)
-    kept = counts.unsqueeze(2)  # [P, J, 1]: without decay and step a column changes nothing
+    before = torch.arange(past.decay.shape[1], device=states.device) < num_past.unsqueeze(1)
+    kept = before.unsqueeze(2)  # [P, J, 1]: without decay and step a column changes nothing
     masked = past._replace(decay=past.decay * kept, beta=past.beta * kept)
-    rolled, _ = scan(states.float(), masked)
+    rolled, _ = scan(states[source].float(), masked)
     _, output = scan(rolled, new)
     return output, rolled.to(states.dtype)
 

@@ -175,7 +175,7 @@ class RecurrentParticles(AttentionBackend):
         new_qkv = causal_conv(new_inputs, weight)  # [P, C, D]
         new = columns_of(new_qkv, parameters, *new_gates.split(heads, dim=2))
 
-        output, rolled = self._gated_delta(states[self._source], past, num_past, new)
+        output, rolled = self._gated_delta(states, self._source, past, num_past, new)
         states[own] = rolled
         inputs[own, : new_inputs.shape[1]] = new_inputs
         gates[own, : new_gates.shape[1]] = new_gates
