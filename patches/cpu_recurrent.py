@@ -9,6 +9,7 @@ from torch.nn.functional import silu
 from sglang_smc import upstream
 from sglang_smc.server.hooks import Patch
 
+
 def rms_norm_gated(
     original: Callable,
     *,
@@ -41,7 +42,7 @@ def split_projections(
     head_qk: int,
     head_v: int,
 ) -> tuple[torch.Tensor, ...]:
-    """``[tokens, q | k | v | z]`` and ``[tokens, b | a]`` as qkv, z ``[tokens, heads, V]``, b, a."""
+    """``[tokens, q | k | v | z]`` and ``[tokens, b | a]`` as qkv, z by head, b and a."""
     of_values = num_heads_v * head_v
     qkv, z = mixed_qkvz.split([2 * num_heads_qk * head_qk + of_values, of_values], dim=1)
     b, a = mixed_ba.split([num_heads_v, num_heads_v], dim=1)

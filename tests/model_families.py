@@ -68,7 +68,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-# Decays of linear attention, exp(-exp(A_log) ...), as small as trained ones: random ones forget all.
+# Of decays of linear attention, as slow as trained ones: random ones forget all in a token.
 LOG_RATE = -2.0
 
 

@@ -8,7 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.kernels.filters import check_contiguous
 from sglang_smc.models.gated_delta import EPSILON, Columns
 
 _BLOCK = 32  # value dimensions of a program
@@ -26,9 +25,9 @@ def gated_delta(
     Reference: `sglang_smc.models.gated_delta.gated_delta`, same arguments; the results agree as
     far as sums in another order do.
     """
-    named = {"states": states, "past": past.qkv, "new": new.qkv}
-    for name, part in named.items():
-        check_contiguous(part, name)
+    for part in (states, source, num_past, *past, *new):
+        if not part.is_contiguous():
+            raise ValueError(f"tensors must be contiguous, got strides {part.stride()}")
     (size, num_columns, heads), (value_dim, key_dim) = new.decay.shape, states.shape[2:]
     width = new.qkv.shape[2]
     rolled = states.new_empty(size, *states.shape[1:])

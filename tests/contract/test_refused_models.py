@@ -9,6 +9,7 @@ import pytest
 from resolved_args import resolve, with_other
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 
+from sglang_smc import upstream
 from sglang_smc.models import supported
 from sglang_smc.server import algorithm, arguments
 
@@ -26,6 +27,12 @@ MODELS = {
         "v_head_dim": 8,
     },
     "a recurrent": {"model_type": "falcon_h1", "arch": "FalconH1ForCausalLM"},
+    "a recurrent (?=.*Qwen3_5ForCausalLM)": {
+        "model_type": "qwen3_next",
+        "arch": "Qwen3NextForCausalLM",
+        "full_attention_interval": 4,
+        "num_hidden_layers": 4,
+    },
     "an encoder": {"model_type": "mllama", "arch": "MllamaForConditionalGeneration"},
     "inputs that are no text": {
         "model_type": "qwen2_vl",
@@ -147,4 +154,34 @@ def test_a_draft_that_sglang_takes_for_extra_layers_is_refused(smc: dict, tmp_pa
     config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="has the architecture Qwen3MoeForCausalLM, which"):
+        resolve(**smc | {"speculative_draft_model_path": str(tmp_path)})
+
+
+RECURRENT = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "max_position_embeddings": 256,
+    "num_hidden_layers": 4,
+    "full_attention_interval": 4,
+}
+
+
+@pytest.mark.skipif(not upstream.IS_NEWEST, reason="older releases are refused")
+def test_a_target_with_states_runs_without_the_radix_cache(
+    monkeypatch: pytest.MonkeyPatch, smc: dict, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(RECURRENT))
+    monkeypatch.setattr(supported, "model_config_of", ModelConfig.from_server_args)
+    cached, free = (
+        with_other(resolve(**smc), model_path=str(tmp_path), disable_radix_cache=without)
+        for without in (False, True)
+    )
+    with pytest.raises(ValueError, match="linear attention; .* Pass --disable-radix-cache."):
+        algorithm.validate_server_args(cached)
+    algorithm.validate_server_args(free)
+
+
+def test_a_draft_with_states_is_refused(smc: dict, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(RECURRENT))
+    with pytest.raises(ValueError, match="--speculative-draft-model-path .*Choose another draft"):
         resolve(**smc | {"speculative_draft_model_path": str(tmp_path)})
