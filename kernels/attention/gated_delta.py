@@ -51,7 +51,7 @@ def gated_delta(
         epsilon=EPSILON,
         key_tile=triton.next_power_of_2(key_dim),
         value_tile=_BLOCK,
-        num_warps=4,
+        num_warps=4,  # pyright: ignore[reportCallIssue] -- of every launch
     )
     return output, rolled
 

@@ -12,7 +12,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_smc.cpu.attention import columns, row_lengths
-from sglang_smc.models.gated_delta import Columns, causal_conv, columns_of, gates_of, scan
+from sglang_smc.models.gated_delta import Columns, causal_conv, columns_of, gates_of, scan, taps_of
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
@@ -75,9 +75,7 @@ class CpuRecurrentBackend(AttentionBackend):
         fresh = ~self._has_prefix.view(-1, 1, 1)
         before = windows[slots].masked_fill(fresh, 0).transpose(1, 2)  # [rows, W - 1, D]
         inputs = torch.cat([before.to(mixed_qkv.dtype), mixed_qkv[index]], dim=1)
-        new = columns_of(
-            causal_conv(inputs, layer.conv_weights), gates_of(layer), a[index], b[index]
-        )
+        new = columns_of(causal_conv(inputs, taps_of(layer)), gates_of(layer), a[index], b[index])
         new = Columns(new.qkv, new.decay * real, new.beta * real)
         first = states[slots].float().masked_fill(fresh.unsqueeze(3), 0)
         last, outputs = scan(first, new)
@@ -87,5 +85,6 @@ class CpuRecurrentBackend(AttentionBackend):
         windows[slots] = last_inputs.transpose(1, 2).to(windows.dtype)
         return outputs[self._real].unsqueeze(0)
 
-    # Decode is an extend by one token.
-    forward_decode = forward_extend
+    def forward_decode(self, **given: Any) -> torch.Tensor:
+        """Decode is an extend by one token."""
+        return self.forward_extend(**given)

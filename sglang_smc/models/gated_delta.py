@@ -37,6 +37,13 @@ class Gates(NamedTuple):
     bias: torch.Tensor  # [v_heads], `dt_bias`
 
 
+def taps_of(layer: "RadixLinearAttention") -> torch.Tensor:
+    """The convolution of an SGLang layer, ``[D, W]``."""
+    weight = layer.conv_weights
+    assert isinstance(weight, torch.Tensor), "queries, keys and values have one convolution"
+    return weight
+
+
 def gates_of(layer: "RadixLinearAttention") -> Gates:
     """The parameters of an SGLang layer's decay."""
     assert layer.A_log is not None and layer.dt_bias is not None, "of a gated delta rule"

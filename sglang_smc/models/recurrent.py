@@ -14,7 +14,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_smc.models.attention import Implementation, KVLocations, ParticleAttention
 from sglang_smc.models.forward import ParticleForward
-from sglang_smc.models.gated_delta import causal_conv, columns_of, gated_delta, gates_of
+from sglang_smc.models.gated_delta import causal_conv, columns_of, gated_delta, gates_of, taps_of
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
@@ -162,8 +162,7 @@ class RecurrentParticles(AttentionBackend):
         here = self.req_to_token_pool.mamba_map[layer.layer_id]
         states, inputs, gates = (table[here] for table in self.tables[:3])
         own, num_past, heads = self._own, self._num_past, layer.num_v_heads
-        weight, parameters = layer.conv_weights, gates_of(layer)
-        assert isinstance(weight, torch.Tensor), "queries, keys and values have one convolution"
+        weight, parameters = taps_of(layer), gates_of(layer)
         past_inputs, past_gates = inputs[self._source], gates[self._source]
         past_qkv = causal_conv(past_inputs, weight)  # [P, most columns, D]
         past = columns_of(past_qkv, parameters, *past_gates.split(heads, dim=2))
@@ -227,10 +226,9 @@ class RecurrentForward(ParticleForward):
             dtype=runner.dtype,
         )
         self._ledger, self._num_particles = ledger, num_particles
-        self._linear = RecurrentParticles(
-            self.attn_backend, runner, tables, ledger.tails, attention
-        )
-        self.attn_backend = self._linear  # pyright: ignore[reportAttributeAccessIssue] -- stands in
+        full = ParticleAttention(runner, ledger.tails, attention)
+        self._linear = RecurrentParticles(full, runner, tables, ledger.tails, attention)
+        self.attn_backend: Any = self._linear
 
     def take_up(self, rows: torch.Tensor, lengths: torch.Tensor) -> None:
         """Let the particles of prompts that have been read go on from there; see `Prefill`."""

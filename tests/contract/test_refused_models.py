@@ -176,12 +176,12 @@ def test_a_target_with_states_runs_without_the_radix_cache(
         with_other(resolve(**smc), model_path=str(tmp_path), disable_radix_cache=without)
         for without in (False, True)
     )
-    with pytest.raises(ValueError, match="linear attention; .* Pass --disable-radix-cache."):
+    with pytest.raises(ValueError, match=r"linear attention; .* Pass --disable-radix-cache\."):
         algorithm.validate_server_args(cached)
     algorithm.validate_server_args(free)
 
 
 def test_a_draft_with_states_is_refused(smc: dict, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(RECURRENT))
-    with pytest.raises(ValueError, match="--speculative-draft-model-path .*Choose another draft"):
+    with pytest.raises(ValueError, match=r"--speculative-draft-model-path .*Choose another draft"):
         resolve(**smc | {"speculative_draft_model_path": str(tmp_path)})

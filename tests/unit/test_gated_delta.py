@@ -1,5 +1,7 @@
 """The gated delta rule in torch, against transformers' own layer and by what must hold."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import Qwen3_5TextConfig
@@ -20,7 +22,7 @@ HEADS, DIM, LENGTH = (2, 4), 8, 11
 @pytest.fixture
 def layer() -> Qwen3_5GatedDeltaNet:
     torch.manual_seed(0)
-    config = Qwen3_5TextConfig(
+    config: Any = Qwen3_5TextConfig(
         hidden_size=32,
         linear_num_key_heads=HEADS[0],
         linear_num_value_heads=HEADS[1],
