@@ -51,13 +51,14 @@ def attn_backend_wrapper(
     if not upstream.is_gated_delta(runner.model_config):
         return original(runner, full_attn_backend)
     from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+    from sglang.srt.platforms import current_platform
 
-    from sglang_smc.cpu.recurrent import CpuRecurrentBackend
     from sglang_smc.server import hooks
 
     hooks.put_in_force(hooks.CPU_RECURRENT)
     config: Any = runner.model_config.hf_text_config
-    linear: Any = CpuRecurrentBackend(runner)
+    platform: Any = current_platform  # ours
+    linear = platform.linear_attention(runner)
     return HybridLinearAttnBackend(full_attn_backend, linear, config.full_attention_layer_ids)
 
 

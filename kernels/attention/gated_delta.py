@@ -8,9 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.models.gated_delta import EPSILON, Columns
-
 _BLOCK = 32  # value dimensions of a program
+_EPSILON = 1e-6  # of the norms of queries and keys
+
+Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # qkv, decay and beta, as there
 
 
 def gated_delta(
@@ -28,10 +29,11 @@ def gated_delta(
     for part in (states, source, num_past, *past, *new):
         if not part.is_contiguous():
             raise ValueError(f"tensors must be contiguous, got strides {part.stride()}")
-    (size, num_columns, heads), (value_dim, key_dim) = new.decay.shape, states.shape[2:]
-    width = new.qkv.shape[2]
+    qkv, decay, _ = new
+    (size, num_columns, heads), (value_dim, key_dim) = decay.shape, states.shape[2:]
+    width = qkv.shape[2]
     rolled = states.new_empty(size, *states.shape[1:])
-    output = new.qkv.new_empty(size, num_columns, heads, value_dim)
+    output = qkv.new_empty(size, num_columns, heads, value_dim)
     of_keys = (width - heads * value_dim) // 2
     _gated_delta[(size, heads, triton.cdiv(value_dim, _BLOCK))](
         states,
@@ -41,14 +43,14 @@ def gated_delta(
         *new,
         rolled,
         output,
-        past.decay.shape[1],
+        past[1].shape[1],
         num_columns,
         key_dim**-0.5,
         heads=heads,
         shared=heads * key_dim // of_keys,
         key_dim=key_dim,
         value_dim=value_dim,
-        epsilon=EPSILON,
+        epsilon=_EPSILON,
         key_tile=triton.next_power_of_2(key_dim),
         value_tile=_BLOCK,
         num_warps=4,  # pyright: ignore[reportCallIssue] -- of every launch

@@ -24,8 +24,9 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_smc.models.shared_prefix import gather_slots
-from sglang_smc.models.supported import check_layer, check_pool, first_layer, head_group
+from sglang_smc.models.supported import check_layer, check_pool, head_group
 from sglang_smc.models.trees import places_in_mask
+from sglang_smc.upstream import first_layer
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention

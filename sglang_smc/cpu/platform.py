@@ -146,6 +146,12 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         return DraftSteps(runner, topk, num_steps) if each else DraftExtend(runner)
 
+    def linear_attention(self, runner: ModelRunner) -> Any:
+        """For `patches/cpu_platform.py`: of layers that attend linearly."""
+        from sglang_smc.cpu.recurrent import CpuRecurrentBackend
+
+        return CpuRecurrentBackend(runner)
+
     def get_compile_backend(self, mode: str | None = None) -> str:
         """The backend of SGLang's compiled helpers; inductor would need a compiler and minutes."""
         return "eager"

@@ -3,10 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 
 from sglang_smc.memory.table import Sizes
-from sglang_smc.models.supported import first_layer
+from sglang_smc.upstream import kv_layers
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -41,8 +40,8 @@ def sizes_of(
 
 def slot_bytes(pool: Any) -> int:
     """Bytes of a slot in all layers: keys, and values of the same width."""
-    key = pool.get_key_buffer(first_layer(pool))[0]
-    num_layers = pool.full_layer_nums if isinstance(pool, HybridLinearKVPool) else pool.layer_num
+    first, num_layers = kv_layers(pool)
+    key = pool.get_key_buffer(first)[0]
     return 2 * num_layers * _num_bytes(key)
 
 

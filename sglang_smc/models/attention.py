@@ -11,7 +11,8 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_smc.models.shared_prefix import plan_shared_prefix, shared_prefix_attention
-from sglang_smc.models.supported import check_layer, check_pool, first_layer, head_group
+from sglang_smc.models.supported import check_layer, check_pool, head_group
+from sglang_smc.upstream import first_layer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_smc.memory.ledger import Ledger
-
 
 class StateTables(NamedTuple):
     """What the device keeps of the states of P particles, those of a request together.
@@ -203,7 +201,7 @@ class RecurrentForward(ParticleForward):
 
     Args:
         runner, attention: as for `ParticleForward`.
-        ledger: of KV slots.
+        ledger: `memory.ledger.Ledger`, of KV slots.
         num_particles: N.
         max_columns: no forward has more tokens a particle.
     """
@@ -211,7 +209,7 @@ class RecurrentForward(ParticleForward):
     def __init__(
         self,
         runner: "ModelRunner",
-        ledger: "Ledger",
+        ledger: Any,
         attention: Implementation,
         *,
         num_particles: int,

@@ -11,11 +11,10 @@ import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_minimax_sparse
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.hf_transformers_utils import get_config
 
-from sglang_smc.upstream import Arguments, is_gated_delta, model_config_of
+from sglang_smc.upstream import Arguments, first_layer, is_gated_delta, model_config_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
@@ -171,13 +170,6 @@ def head_group(runner: "ModelRunner") -> int:
     """Query heads per key head, on each tensor-parallel rank."""
     tp_size, config = get_parallel().tp_size, runner.model_config
     return config.get_num_attention_heads(tp_size) // config.get_num_kv_heads(tp_size)
-
-
-def first_layer(pool: Any) -> int:
-    """The first layer whose keys stand in a KV pool: some layers of hybrid models have none."""
-    if isinstance(pool, HybridLinearKVPool):
-        return min(pool.full_attention_layer_id_mapping)
-    return pool.start_layer
 
 
 def check_pool(runner: "ModelRunner") -> None:
