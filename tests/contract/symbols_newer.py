@@ -125,6 +125,7 @@ _OPS = "sglang.kernels.ops.speculative."
 
 # SGLang's own speculative decoding on our platform: what its hooks stand for, and what it asks.
 NEWEST = (
+    *RECURRENT,
     Symbol(
         _SPEC + "draft_utils.DraftBackendFactory._create_backend",
         "self backend_name backend_map error_template stamps_children",

@@ -1,7 +1,7 @@
 """A target with linear attention: each particle has a recurrent state of its own.
 
 The reference is the model in transformers, which keeps no state here and reads each text anew. One
-server retracts every few steps and hears of each round one round late; the other one does neither.
+server hears of each round one round late, as on a GPU; the other one in turn.
 """
 
 import functools
@@ -64,11 +64,9 @@ def model(pair: list[str]) -> Any:
 
 
 @pytest.fixture
-def retracting(engine: Callable[..., Any], pair: list[str]) -> Iterator[Any]:
+def late(engine: Callable[..., Any], pair: list[str]) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CPU_OVERLAP_ENV, "1")
-        patch.setenv("SGLANG_TEST_RETRACT", "1")
-        patch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "3")
         sizes = {"num_particles": 4, "num_steps": 3, "chunked_prefill_size": CHUNK}
         yield engine(**smc_arguments(*pair, **sizes, **WITHOUT_CACHE))
 
@@ -84,13 +82,11 @@ def greedy(model: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_texts_at_temperature_0_are_the_targets_own(
-    retracting: Any, model: Any, choice: str
-) -> None:
+def test_texts_at_temperature_0_are_the_targets_own(late: Any, model: Any, choice: str) -> None:
     """A token that a state misses, has twice or has from another particle changes the text."""
     expected = greedy(model)
     params = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
-    answers = retracting.generate(
+    answers = late.generate(
         input_ids=prompts(),
         sampling_params={**params, "custom_params": {"smc": CHOICES[choice]}},
     )
@@ -99,9 +95,9 @@ def test_texts_at_temperature_0_are_the_targets_own(
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_log_probabilities_are_those_of_the_text(retracting: Any, model: Any, choice: str) -> None:
+def test_log_probabilities_are_those_of_the_text(late: Any, model: Any, choice: str) -> None:
     """Hot texts, whose particles part and die: each must go on from the state of its own text."""
-    answers = retracting.generate(
+    answers = late.generate(
         input_ids=prompts(),
         sampling_params=[
             {
