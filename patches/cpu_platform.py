@@ -1,5 +1,5 @@
-"""The plain-CPU platform, with SMC or without: heads of tensor-parallel models, rotary embeddings
-of latent attention, and grammars.
+"""The plain-CPU platform, with SMC or without: tensor-parallel heads, rotary embeddings, capped
+logits, hybrid models, and grammars.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 def adjust_config_with_unaligned_cpu_tp(
@@ -60,7 +62,36 @@ def softcap_in_place(original: Callable, logits: torch.Tensor, cap: float) -> No
     return None
 
 
+def attn_backend_wrapper(
+    original: Callable, runner: "ModelRunner", full_attn_backend: "AttentionBackend"
+) -> "AttentionBackend":
+    """Put our linear attention beside our full attention, and torch in place of its kernels."""
+    if not upstream.is_gated_delta(runner.model_config):
+        return original(runner, full_attn_backend)
+    from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+    from sglang.srt.platforms import current_platform
+
+    from sglang_smc.server import hooks
+
+    hooks.put_in_force(hooks.CPU_RECURRENT)
+    config: Any = runner.model_config.hf_text_config
+    platform: Any = current_platform  # ours
+    linear = platform.linear_attention(runner)
+    return HybridLinearAttnBackend(full_attn_backend, linear, config.full_attention_layer_ids)
+
+
 PATCHES = (
+    Patch(
+        target="sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
+        hook_type=HookType.AROUND,
+        function=attn_backend_wrapper,
+        what="Puts a torch backend for linear attention beside that for full attention.",
+        why="Platforms and the registry of backends give the full one alone; SGLang wraps it with "
+        "its own linear one, of Triton kernels.",
+        relies_on=("srt/layers/attention/attention_registry.py:392 (wraps hybrid models)",),
+        retire_when="SGLang has a registry of linear-attention backends that platforms reach.",
+        family=upstream.NEWEST,
+    ),
     Patch(
         target="sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
         hook_type=HookType.AROUND,

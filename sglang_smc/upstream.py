@@ -87,6 +87,32 @@ def model_config_of(server_args: "ServerArgs") -> "ModelConfig":
     return model_config_of(server_args)
 
 
+def is_gated_delta(model: "ModelConfig") -> bool:
+    """Whether some layers attend linearly, by a gated delta rule, and the release has the seams."""
+    if not IS_NEWEST:
+        return False
+    from sglang.srt.configs.hybrid_arch import hybrid_gdn_config
+
+    return hybrid_gdn_config(model) is not None
+
+
+def kv_layers(pool: Any) -> tuple[int, int]:
+    """The first layer whose keys stand in a KV pool, and how many: not all of hybrid models."""
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+
+    if isinstance(pool, HybridLinearKVPool):
+        layers = pool.full_attention_layer_id_mapping
+        return min(layers), len(layers)
+    return pool.start_layer, pool.layer_num
+
+
+def first_layer(pool: Any) -> int:
+    """The first layer whose keys stand in a KV pool."""
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+
+    return kv_layers(pool)[0] if isinstance(pool, HybridLinearKVPool) else pool.start_layer
+
+
 def add_fields(server_args: type, annotations: Mapping[str, Any]) -> None:
     """Make None-able fields of the dataclass that server arguments are; again changes nothing.
 

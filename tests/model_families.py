@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
     },
+    "qwen3_5_text": {
+        **_SIZES,
+        "num_hidden_layers": 4,
+        "full_attention_interval": 2,
+        "head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
     "gemma2": {**_WINDOWS, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
     "gemma3_text": {**_WINDOWS, "query_pre_attn_scalar": 8},
     "cohere2": {**_WINDOWS, "hidden_act": "silu", "layer_norm_eps": 1e-5, "logit_scale": 1.0},
@@ -118,6 +129,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "minicpm3": {**_LATENT, "v_head_dim": 8},  # SGLang takes hidden size by heads for it
 }
+
+
+# Of decays of linear attention, as slow as trained ones: random ones forget all in a token.
+LOG_RATE = -2.0
 
 
 def make_family(
@@ -142,8 +157,13 @@ def make_family(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config).float()
+    for name, parameter in model.named_parameters():
+        if name.endswith(".A_log"):
+            torch.nn.init.constant_(parameter, LOG_RATE)
     model.generation_config.pad_token_id = 0
     model.save_pretrained(path)
+    if family == "qwen3_5_text":
+        _say_interval(Path(path, "config.json"), FAMILIES[family]["full_attention_interval"])
     tiny_tokenizer(vocab, EOS).save_pretrained(path)
     return str(path)
 
@@ -161,3 +181,9 @@ def greedy(
         model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
         for prompt in prompts
     ]
+
+
+def _say_interval(config: Path, interval: int) -> None:
+    """What published checkpoints say; transformers saves the layers' types alone."""
+    said = json.loads(config.read_text()) | {"full_attention_interval": interval}
+    config.write_text(json.dumps(said))

@@ -41,6 +41,10 @@ ACTS: dict[str, str] = {
         disable_outlines_disk_cache
         enable_streaming_session
     """,
+    "recurrent states of requests": """
+        max_mamba_cache_size mamba_ssm_dtype mamba_full_memory_ratio linear_attn_backend
+        linear_attn_prefill_backend
+    """,
     "the HTTP server": """
         host port fastapi_root_path grpc_port grpc_response_timeout_secs grpc_worker_threads sidecar
         sidecar_args skip_server_warmup warmups http2_max_concurrent_streams
@@ -171,16 +175,17 @@ MOOT: dict[str, str] = {
     # for each server, so that one that a user gave cannot be told from its own choice.
     "not for particles": """
         sampling_backend triton_attention_reduce_in_fp32 triton_attention_num_kv_splits
-        triton_attention_split_tile_size
+        triton_attention_split_tile_size linear_attn_decode_backend
+    """,
+    # Targets with recurrent states run without the radix cache.
+    "for a radix cache of recurrent states": """
+        mamba_max_states_per_path mamba_radix_cache_strategy uses_mamba_radix_cache
+        mamba_track_interval enable_int8_mamba_checkpoint int8_mamba_ckpt_size
     """,
     "for models that are refused": """
         swa_full_tokens_ratio flashinfer_mla_disable_ragged dsa_prefill_backend dsa_decode_backend
         dsa_paged_mqa_logits_backend dsa_topk_backend enable_deepseek_v4_fp4_indexer mamba_backend
-        max_mamba_cache_size mamba_ssm_dtype mamba_max_states_per_path
-        enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds mamba_full_memory_ratio
-        mamba_radix_cache_strategy uses_mamba_radix_cache mamba_track_interval
-        enable_int8_mamba_checkpoint int8_mamba_ckpt_size linear_attn_backend
-        linear_attn_decode_backend linear_attn_prefill_backend enable_linear_replayssm
+        enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds
         linear_replayssm_cache_len enable_scattered_sconv mm_attention_backend
         enable_precise_embedding_interpolation enable_broadcast_mm_inputs_process
         enable_prefix_mm_cache mm_enable_dp_encoder mm_process_config mm_processor_worker_num

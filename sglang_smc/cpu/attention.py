@@ -33,6 +33,7 @@ from sglang_smc.models.softmax import (
 )
 from sglang_smc.models.supported import check_layer, check_pool, head_group, window_of
 from sglang_smc.models.trees import places_in_mask
+from sglang_smc.upstream import first_layer
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -210,7 +211,7 @@ class CpuAttentionBackend(AttentionBackend):
 
     def _scratch(self, calls: list[PaddedRows | LongRow]) -> tuple[torch.Tensor, torch.Tensor]:
         # Every layer of a pool has the same row shape: [kv_heads, head_dim].
-        cache = self.token_to_kv_pool.get_key_buffer(self.token_to_kv_pool.start_layer)
+        cache = self.token_to_kv_pool.get_key_buffer(first_layer(self.token_to_kv_pool))
         size = max(call.slots.numel() for call in calls)
         return cache.new_empty(size, *cache.shape[1:]), cache.new_empty(size, *cache.shape[1:])
 

@@ -86,6 +86,8 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.attention_backend = ATTENTION_BACKEND
         if server_args.dtype == "auto":
             server_args.dtype = default_dtype()
+        # What convolutions of linear attention look back on is as exact as what goes into them.
+        os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", str(server_args.dtype))
         if server_args.max_total_tokens is None and server_args.mem_fraction_static is None:
             server_args.max_total_tokens = MAX_TOTAL_TOKENS
         if server_args.mem_fraction_static is None:
@@ -149,6 +151,12 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang_smc.cpu.speculation import DraftExtend, DraftSteps
 
         return DraftSteps(runner, topk, num_steps) if each else DraftExtend(runner)
+
+    def linear_attention(self, runner: ModelRunner) -> Any:
+        """For `patches/cpu_platform.py`: of layers that attend linearly."""
+        from sglang_smc.cpu.recurrent import CpuRecurrentBackend
+
+        return CpuRecurrentBackend(runner)
 
     def get_compile_backend(self, mode: str | None = None) -> str:
         """The backend of SGLang's compiled helpers; inductor would need a compiler and minutes."""

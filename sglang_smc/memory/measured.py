@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_smc.memory.table import Sizes
+from sglang_smc.upstream import kv_layers
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -39,8 +40,9 @@ def sizes_of(
 
 def slot_bytes(pool: Any) -> int:
     """Bytes of a slot in all layers: keys, and values of the same width."""
-    key = pool.get_key_buffer(pool.start_layer)[0]
-    return 2 * pool.layer_num * _num_bytes(key)
+    first, num_layers = kv_layers(pool)
+    key = pool.get_key_buffer(first)[0]
+    return 2 * num_layers * _num_bytes(key)
 
 
 def tensor_bytes(part: Any) -> int:

@@ -23,6 +23,7 @@ from sglang_smc.models.supported import (
     head_group,
     window_of,
 )
+from sglang_smc.upstream import first_layer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -168,7 +169,7 @@ class ParticleAttention(AttentionBackend):
             num_columns=num_columns,
             group=self._group,
             dtype=self._dtype,
-            cache=pool.get_key_buffer(pool.start_layer),
+            cache=pool.get_key_buffer(first_layer(pool)),
             window=window,
         )
 

@@ -18,7 +18,7 @@ from sglang.srt.configs.model_config import (
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_smc.upstream import Arguments, model_config_of
+from sglang_smc.upstream import Arguments, first_layer, is_gated_delta, model_config_of
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -57,6 +57,14 @@ _TEXT_OF_IMAGES = {
 }
 
 
+# Whose layers with linear attention have been run over particles.
+_RECURRENT = "Qwen3_5ForCausalLM"
+_UNSERVED = (
+    f"a recurrent (Mamba-like) state, which a target of the class {_RECURRENT} alone may have, on "
+    "SGLang 0.5.23"
+)
+
+
 def problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
     """A sentence for everything about target and draft that SMC cannot run.
 
@@ -69,6 +77,7 @@ def problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
         "one, leave out --speculative-algorithm SMC with its flags, or pass one of SGLang's own."
         for kind in _kinds(target)
     ] + _head_problems("--model-path", server_args.model_path, target, widest_heads)
+    found += _state_problems(server_args, target)
     draft = server_args.speculative_draft_model_path
     if draft is None:
         return found
@@ -99,6 +108,23 @@ def _head_problems(flag: str, path: str, model: ModelConfig, widest: int | None)
     ]
 
 
+def _has_states(model: ModelConfig) -> bool:
+    """Whether particles can have states of a target's layers with linear attention."""
+    runs = _RECURRENT in (model.hf_config.architectures or ())
+    return runs and is_gated_delta(model) and not model.is_draft_model
+
+
+def _state_problems(server_args: Arguments, target: ModelConfig) -> list[str]:
+    """What a target with recurrent states does not go with."""
+    if not _has_states(target) or server_args.disable_radix_cache:
+        return []
+    return [
+        f"--model-path {server_args.model_path} has layers with linear attention; allowed: without "
+        "the radix cache, which would keep the state behind a prompt for that behind the whole "
+        "text. Pass --disable-radix-cache."
+    ]
+
+
 def _kinds(model: ModelConfig) -> Iterator[str]:
     """What it is about a model that neither the ledger nor the attention can serve."""
     latent = model.attention_arch == AttentionArch.MLA
@@ -110,7 +136,7 @@ def _kinds(model: ModelConfig) -> Iterator[str]:
         "sparse attention": is_minimax_sparse(model.hf_config)
         or getattr(model.hf_config, "has_minicpm_sparse_attention", False),
         "keys and values of unlike width": model.has_asymmetric_kv and not latent,
-        "a recurrent (Mamba-like) state": mambaish_config(model) is not None,
+        _UNSERVED: mambaish_config(model) is not None and not _has_states(model),
         "an encoder and a decoder": model.is_encoder_decoder,
         "inputs that are no text": _takes_more_than_text(model),
         "no next-token head": not model.is_generation,
@@ -183,7 +209,7 @@ def check_pool(runner: "ModelRunner") -> None:
             f"{' for latents (MLA)' if latent else ''}: pass --kv-cache-dtype auto"
             f"{'' if latent else ' or fp8_e4m3'}"
         )
-    shape = pool.get_key_buffer(pool.start_layer).shape
+    shape = pool.get_key_buffer(first_layer(pool)).shape
     if len(shape) != 3:
         raise ValueError(
             f"attention of sglang-smc needs KV buffers of [slots, kv_heads, head_dim], got "

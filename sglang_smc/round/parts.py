@@ -1,6 +1,6 @@
 """The parts of a server's rounds, put together once its pools are there."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglang.srt.managers.tp_worker import TpModelWorker
 
@@ -17,6 +17,10 @@ from sglang_smc.round.prefill import Prefill
 from sglang_smc.round.round import Round
 from sglang_smc.round.steps import Steps
 from sglang_smc.round.tables import Tables
+from sglang_smc.upstream import is_gated_delta
+
+if TYPE_CHECKING:
+    from sglang_smc.models.recurrent import RecurrentForward
 
 
 class Parts(NamedTuple):
@@ -49,8 +53,9 @@ def assemble(
     """
     widths = vocabulary.vocabularies(target, draft)
     columns, tails = config.num_steps + 1, tables.ledger.tails
+    recurrent = _recurrent(target, config, ops, tables)
     steps = Steps(
-        target=ParticleForward(target.model_runner, tails, ops.kind, columns),
+        target=recurrent or ParticleForward(target.model_runner, tails, ops.kind, columns),
         draft=vocabulary.with_width(
             ParticleForward(draft.model_runner, tails, ops.kind, columns), *widths
         ),
@@ -60,9 +65,34 @@ def assemble(
     for worker in (target, draft):
         check_layers(worker.model_runner)
     rehearse(steps)
-    last_read = vocabulary.last_read(*widths)
-    prefill = Prefill(target, draft, states, tables, ops, config.num_particles, last_read)
+    prefill = Prefill(
+        target,
+        draft,
+        states,
+        tables,
+        ops,
+        config.num_particles,
+        last_read=vocabulary.last_read(*widths),
+        take_up=None if recurrent is None else recurrent.take_up,
+    )
     return Parts(steps, prefill, Round(steps, tables, ops))
+
+
+def _recurrent(
+    target: TpModelWorker, config: SMCConfig, ops: Ops, tables: Tables
+) -> "RecurrentForward | None":
+    """The target's passes, where some of its layers attend linearly."""
+    if not is_gated_delta(target.model_runner.model_config):
+        return None
+    from sglang_smc.models.recurrent import RecurrentForward
+
+    return RecurrentForward(
+        target.model_runner,
+        tables.ledger,
+        ops.kind,
+        num_particles=config.num_particles,
+        max_columns=config.num_steps + 1,
+    )
 
 
 def memory_of(

@@ -27,6 +27,8 @@ from sglang_smc.tokens.distribution import TokenDistribution, sample
 from sglang_smc.tokens.edits import Edits
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
@@ -42,6 +44,8 @@ class Prefill:
         ops: the small operations.
         num_particles: N of the server; requests may have fewer.
         last_read: the last id that the draft has an embedding for; None for all.
+        take_up: where the target has states, lets particles go on from those behind prompts, of
+            rows and lengths ``[G]``.
     """
 
     def __init__(
@@ -53,8 +57,10 @@ class Prefill:
         ops: Ops,
         num_particles: int,
         last_read: int | None = None,
+        take_up: "Callable[[torch.Tensor, torch.Tensor], None] | None" = None,
     ) -> None:
         self._last_read = last_read
+        self._take_up = take_up
         self._target = target
         self._draft = draft
         self._states = states
@@ -89,6 +95,8 @@ class Prefill:
         )
         result = self._target.forward_batch_generation(None, forward_batch, is_verify=True)
         assert result.logits_output is not None, "there is one pipeline stage alone"
+        if self._take_up is not None:
+            self._take_up(batch.req_pool_indices, batch.seq_lens)
         tokens, failure = self.begin(batch, result.logits_output, draft_logits, budget)
         result.next_token_ids = mark_first(tokens, failure)
         return result

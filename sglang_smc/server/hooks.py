@@ -72,7 +72,12 @@ CPU_SPECULATION = Group(
     when="By `PlainCpuPlatform.get_speculative_worker_cls`, which SGLang asks before it builds the "
     "worker.",
 )
-GROUPS = (FLAGS, DRAFTS, SMC, ROUTES, CPU_PLATFORM, CPU_SPECULATION)
+CPU_RECURRENT = Group(
+    ("cpu_recurrent",),
+    where="In processes that run a model with linear attention on the platform `smc_cpu`",
+    when="By the hook on `attn_backend_wrapper`, once the model is loaded.",
+)
+GROUPS = (FLAGS, DRAFTS, SMC, ROUTES, CPU_PLATFORM, CPU_SPECULATION, CPU_RECURRENT)
 
 # In SGLang's log lines about hooks.
 _SOURCE = HookSource("smc", "sglang-smc")

@@ -187,6 +187,7 @@ _OTHER_ALGORITHMS = (
     Requirement("decoupled_spec_connect_endpoints", (None,), _OTHER),
     Requirement("decoupled_spec_rank", (None,), _OTHER),
     Requirement("spec_trace_dir", (None,), _OTHER),
+    Requirement("enable_linear_replayssm", (False,), _OTHER),
     Requirement("enable_linear_replayssm_spec", (False,), _OTHER),
     Requirement("linear_attn_verify_backend", (None,), _OTHER),
 )

@@ -7,6 +7,25 @@ _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _POOLS = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator."
 
+_OPS = "sglang.kernels.ops."
+
+# Models with linear attention, on the plain CPU.
+RECURRENT = (
+    Symbol(
+        "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
+        "runner full_attn_backend",
+    ),
+    Symbol(
+        _OPS + "attention.fla.layernorm_gated.rms_norm_gated",
+        "* x weight bias z eps group_size norm_before_gate is_rms_norm activation",
+    ),
+    Symbol(
+        _OPS + "attention.triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat_contiguous",
+        "mixed_qkvz mixed_ba num_heads_qk num_heads_v head_qk head_v",
+    ),
+    Symbol(_OPS + "elementwise.elementwise.fused_sigmoid_mul", "attn_output gate inplace quant"),
+)
+
 NEWER = (
     # Server arguments are a struct of what the operator gave. What was resolved stands beside it:
     # an algorithm and a platform are handed a recorder, whose fields they read and write.
@@ -106,6 +125,7 @@ _OPS = "sglang.kernels.ops.speculative."
 
 # SGLang's own speculative decoding on our platform: what its hooks stand for, and what it asks.
 NEWEST = (
+    *RECURRENT,
     Symbol(
         _SPEC + "draft_utils.DraftBackendFactory._create_backend",
         "self backend_name backend_map error_template stamps_children",

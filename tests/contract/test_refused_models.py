@@ -9,6 +9,7 @@ import pytest
 from resolved_args import resolve, with_other
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 
+from sglang_smc import upstream
 from sglang_smc.models import supported
 from sglang_smc.server import algorithm, arguments
 
@@ -34,6 +35,12 @@ MODELS = {
     },
     "latent attention .MLA. of LongcatFlash": {**LATENT, "arch": "LongcatFlashForCausalLM"},
     "a recurrent": {"model_type": "falcon_h1", "arch": "FalconH1ForCausalLM"},
+    "a recurrent (?=.*Qwen3_5ForCausalLM)": {
+        "model_type": "qwen3_next",
+        "arch": "Qwen3NextForCausalLM",
+        "full_attention_interval": 4,
+        "num_hidden_layers": 4,
+    },
     "an encoder": {"model_type": "mllama", "arch": "MllamaForConditionalGeneration"},
     "inputs that are no text": {
         "model_type": "llava",
@@ -180,4 +187,34 @@ def test_a_draft_is_refused_for_the_layers_that_extra_ones_lack(smc: dict, tmp_p
     config = {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"speculative-draft-model-path .* has a recurrent"):
+        resolve(**smc | {"speculative_draft_model_path": str(tmp_path)})
+
+
+RECURRENT = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "max_position_embeddings": 256,
+    "num_hidden_layers": 4,
+    "full_attention_interval": 4,
+}
+
+
+@pytest.mark.skipif(not upstream.IS_NEWEST, reason="older releases are refused")
+def test_a_target_with_states_runs_without_the_radix_cache(
+    monkeypatch: pytest.MonkeyPatch, smc: dict, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(RECURRENT))
+    monkeypatch.setattr(supported, "model_config_of", ModelConfig.from_server_args)
+    cached, free = (
+        with_other(resolve(**smc), model_path=str(tmp_path), disable_radix_cache=without)
+        for without in (False, True)
+    )
+    with pytest.raises(ValueError, match=r"linear attention; .* Pass --disable-radix-cache\."):
+        algorithm.validate_server_args(cached)
+    algorithm.validate_server_args(free)
+
+
+def test_a_draft_with_states_is_refused(smc: dict, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(RECURRENT))
+    with pytest.raises(ValueError, match=r"--speculative-draft-model-path .*Choose another draft"):
         resolve(**smc | {"speculative_draft_model_path": str(tmp_path)})

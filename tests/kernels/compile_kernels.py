@@ -31,6 +31,7 @@ from sglang_smc.kernels.agreement import (
     same_text,
     stratify,
 )
+from sglang_smc.kernels.attention.gated_delta import gated_delta
 from sglang_smc.kernels.attention.latent import latent_attention
 from sglang_smc.kernels.attention.particle_attention import particle_attention
 from sglang_smc.kernels.edits import count_tokens, edit_logits
@@ -43,6 +44,7 @@ from sglang_smc.kernels.rows import tally
 from sglang_smc.kernels.sample import log_probs, log_sums, sample_and_score, score_tokens
 from sglang_smc.kernels.verify import begin_walk, walk_on
 from sglang_smc.kernels.watch import keep_column, watch
+from sglang_smc.models.gated_delta import Columns
 from sglang_smc.smc.exact import Chains
 from sglang_smc.smc.fidelity import Path as Paths
 from sglang_smc.smc.fidelity import Watchable
@@ -271,6 +273,18 @@ def _attend_latents(sizes: Sizes, latents: Latents, num_columns: int) -> None:
         max_tail=sizes.max_lag + sizes.steps + 1,
         scaling=0.1,
     )
+
+
+@launches
+def _linear_attention(sizes: Sizes) -> None:
+    """Of Qwen3.5-27B, with its states as SGLang has them."""
+    size, (k_heads, v_heads, dim) = sizes.groups * sizes.particles, (16, 48, 128)
+    gates = torch.zeros(size, sizes.steps + 1, v_heads)
+    wide = torch.zeros(*gates.shape[:2], (2 * k_heads + v_heads) * dim, dtype=sizes.dtype)
+    states, rows = torch.zeros(1, v_heads, dim, dim), gates[:, 0, 0].long()
+    columns = Columns(wide, gates, gates)
+    for dtype in (torch.float32, torch.bfloat16):
+        gated_delta(states.to(dtype), rows, columns, rows, columns)
 
 
 class Compiler:

@@ -1,0 +1,137 @@
+"""The gated delta rule for particles: roll a state over what was kept, and read on from there.
+
+One program for each particle, value head and block of value dimensions holds that part of the
+state, in float32, from the first column to the last: rows of a state do not meet.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 32  # value dimensions of a program
+_EPSILON = 1e-6  # of the norms of queries and keys
+
+Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # qkv, decay and beta, as there
+
+
+def gated_delta(
+    states: torch.Tensor,
+    source: torch.Tensor,
+    past: Columns,
+    num_past: torch.Tensor,
+    new: Columns,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Roll states over past columns, and read new ones from there, in one launch.
+
+    Reference: `sglang_smc.models.gated_delta.gated_delta`, same arguments; the results agree as
+    far as sums in another order do.
+    """
+    for part in (states, source, num_past, *past, *new):
+        if not part.is_contiguous():
+            raise ValueError(f"tensors must be contiguous, got strides {part.stride()}")
+    qkv, decay, _ = new
+    (size, num_columns, heads), (value_dim, key_dim) = decay.shape, states.shape[2:]
+    width = qkv.shape[2]
+    rolled = states.new_empty(size, *states.shape[1:])
+    output = qkv.new_empty(size, num_columns, heads, value_dim)
+    of_keys = (width - heads * value_dim) // 2
+    _gated_delta[(size, heads, triton.cdiv(value_dim, _BLOCK))](
+        states,
+        source,
+        num_past,
+        *past,
+        *new,
+        rolled,
+        output,
+        past[1].shape[1],
+        num_columns,
+        key_dim**-0.5,
+        heads=heads,
+        shared=heads * key_dim // of_keys,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        epsilon=_EPSILON,
+        key_tile=triton.next_power_of_2(key_dim),
+        value_tile=_BLOCK,
+        num_warps=4,  # pyright: ignore[reportCallIssue] -- of every launch
+    )
+    return output, rolled
+
+
+@triton.jit
+def _gated_delta(
+    states_ptr,  # [particles of all, heads, value_dim, key_dim]
+    source_ptr,  # [P] int64
+    num_past_ptr,  # [P] int64
+    past_qkv_ptr,  # [P, max_past, width]
+    past_decay_ptr,  # [P, max_past, heads] float32
+    past_beta_ptr,
+    new_qkv_ptr,  # [P, num_columns, width]
+    new_decay_ptr,
+    new_beta_ptr,
+    rolled_ptr,  # [P, heads, value_dim, key_dim]
+    output_ptr,  # [P, num_columns, heads, value_dim]
+    max_past,
+    num_columns,
+    scale,
+    heads: tl.constexpr,
+    shared: tl.constexpr,  # value heads of a key head
+    key_dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    epsilon: tl.constexpr,
+    key_tile: tl.constexpr,
+    value_tile: tl.constexpr,
+):
+    particle, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    keys = tl.arange(0, key_tile)
+    values = tl.program_id(2) * value_tile + tl.arange(0, value_tile)
+    in_keys, in_values = keys < key_dim, values < value_dim
+    in_state = in_values[:, None] & in_keys[None, :]
+    cell = values[:, None] * key_dim + keys[None, :]
+    of_head = value_dim * key_dim
+    source = tl.load(source_ptr + particle)
+    state = tl.load(states_ptr + (source * heads + head) * of_head + cell, in_state, 0.0)
+    state = state.to(tl.float32)
+
+    of_keys: tl.constexpr = heads // shared * key_dim
+    width: tl.constexpr = 2 * of_keys + heads * value_dim
+    at_query = head // shared * key_dim + keys
+    at_value = 2 * of_keys + head * value_dim + values
+    for j in range(tl.load(num_past_ptr + particle)):
+        column = particle * max_past + j
+        qkv_ptr = past_qkv_ptr + column * width
+        gate = column * heads + head
+        key = _unit(qkv_ptr + of_keys + at_query, in_keys, epsilon)
+        value = tl.load(qkv_ptr + at_value, in_values, 0.0).to(tl.float32)
+        decay, beta = tl.load(past_decay_ptr + gate), tl.load(past_beta_ptr + gate)
+        state = _step(state, key, value, decay, beta)
+    end = rolled_ptr + (particle * heads + head) * of_head + cell
+    tl.store(end, state.to(rolled_ptr.dtype.element_ty), in_state)
+
+    for j in range(num_columns):
+        column = particle * num_columns + j
+        qkv_ptr = new_qkv_ptr + column * width
+        gate = column * heads + head
+        key = _unit(qkv_ptr + of_keys + at_query, in_keys, epsilon)
+        query = _unit(qkv_ptr + at_query, in_keys, epsilon) * scale
+        value = tl.load(qkv_ptr + at_value, in_values, 0.0).to(tl.float32)
+        decay, beta = tl.load(new_decay_ptr + gate), tl.load(new_beta_ptr + gate)
+        state = _step(state, key, value, decay, beta)
+        read = tl.sum(state * query[None, :], axis=1)
+        place = output_ptr + gate * value_dim + values
+        tl.store(place, read.to(output_ptr.dtype.element_ty), in_values)
+
+
+@triton.jit
+def _unit(ptr, inside, epsilon: tl.constexpr):
+    """A vector of length 1, or nearly."""
+    vector = tl.load(ptr, inside, 0.0).to(tl.float32)
+    return vector * tl.rsqrt(tl.sum(vector * vector, axis=0) + epsilon)
+
+
+@triton.jit
+def _step(state, key, value, decay, beta):
+    """What a token makes of a state, ``[value_tile, key_tile]``."""
+    state = state * tl.exp(decay)
+    change = (value - tl.sum(state * key[None, :], axis=1)) * beta
+    return state + change[:, None] * key[None, :]

@@ -1,0 +1,151 @@
+"""The gated delta rule and what stands before it, in torch: a linear-attention layer's mathematics.
+
+A layer of Qwen3.5 or Qwen3-Next that attends linearly has, for each value head, a matrix S. A token
+with key k, value v, query q, decay g <= 0 and step beta changes it and reads it:
+
+    S <- exp(g) S
+    S <- S + beta (v - S k) k^T
+    output = S q
+
+Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464. Keys and queries are
+normalised, queries also scaled, and all three have gone through a short causal convolution.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.nn.functional import silu, softplus
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+
+EPSILON = 1e-6  # of the l2 norm, as in the published models
+
+
+class Columns(NamedTuple):
+    """Some consecutive tokens of each of P sequences, as the recurrence takes them."""
+
+    qkv: torch.Tensor  # [P, J, 2 * k_heads * K + v_heads * V] behind the convolution
+    decay: torch.Tensor  # [P, J, v_heads] float32 g, at most 0
+    beta: torch.Tensor  # [P, J, v_heads] float32
+
+
+class Gates(NamedTuple):
+    """Parameters of a layer's decay."""
+
+    log_rate: torch.Tensor  # [v_heads] float32, `A_log`
+    bias: torch.Tensor  # [v_heads], `dt_bias`
+
+
+def taps_of(layer: "RadixLinearAttention") -> torch.Tensor:
+    """The convolution of an SGLang layer, ``[D, W]``."""
+    weight = layer.conv_weights
+    assert isinstance(weight, torch.Tensor), "queries, keys and values have one convolution"
+    return weight
+
+
+def gates_of(layer: "RadixLinearAttention") -> Gates:
+    """The parameters of an SGLang layer's decay."""
+    assert layer.A_log is not None and layer.dt_bias is not None, "of a gated delta rule"
+    return Gates(layer.A_log, layer.dt_bias)
+
+
+def causal_conv(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Depthwise causal convolution, and SiLU.
+
+    Args:
+        inputs: ``[P, W - 1 + J, D]``, the J tokens behind the W - 1 before them.
+        weight: ``[D, W]``.
+
+    Returns:
+        ``[P, J, D]``.
+    """
+    width, taps = weight.shape[1], weight.float().unbind(1)
+    num_columns = inputs.shape[1] - width + 1
+    total = inputs[:, :num_columns].float() * taps[0]  # [P, J, D]
+    for w in range(1, width):
+        total = torch.addcmul(total, inputs[:, w : w + num_columns].float(), taps[w])
+    return silu(total).to(inputs.dtype)
+
+
+def columns_of(qkv: torch.Tensor, gates: Gates, a: torch.Tensor, b: torch.Tensor) -> Columns:
+    """What the recurrence takes, from ``qkv`` ``[P, J, D]`` and the gates' inputs ``[P, J, H]``."""
+    rate = -gates.log_rate.float().exp()
+    return Columns(qkv, rate * softplus(a.float() + gates.bias.float()), b.float().sigmoid())
+
+
+def gated_delta(
+    states: torch.Tensor,
+    source: torch.Tensor,
+    past: Columns,
+    num_past: torch.Tensor,
+    new: Columns,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Roll states over the first of their past columns, and read new ones from there.
+
+    Args:
+        states: ``[particles, v_heads, V, K]``.
+        source: ``[P]`` int64, which of them each of the P sequences goes on from.
+        past: columns behind the states.
+        num_past: ``[P]`` int64, how many of those each state is rolled over.
+        new: C columns, which leave no trace in the rolled states.
+
+    Returns:
+        Outputs ``[P, C, v_heads, V]`` of the new columns in the dtype of their ``qkv``, and the
+        rolled states ``[P, v_heads, V, K]`` in the dtype of ``states``.
+    """
+    before = torch.arange(past.decay.shape[1], device=states.device) < num_past.unsqueeze(1)
+    kept = before.unsqueeze(2)  # [P, J, 1]: without decay and step a column changes nothing
+    masked = past._replace(decay=past.decay * kept, beta=past.beta * kept)
+    rolled, _ = scan(states[source].float(), masked)
+    _, output = scan(rolled, new)
+    return output, rolled.to(states.dtype)
+
+
+def scan(states: torch.Tensor, columns: Columns) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the recurrence over all columns.
+
+    Args:
+        states: ``[P, v_heads, V, K]`` float32.
+
+    Returns:
+        The states behind the last column, and outputs ``[P, J, v_heads, V]`` of each in the dtype
+        of ``qkv``.
+    """
+    query, key, value = split_heads(columns.qkv, states.shape)
+    keep, outputs = columns.decay.exp(), [value[:, :0]]
+    for j in range(value.shape[1]):
+        states = states * keep[:, j, :, None, None]
+        seen = torch.einsum("phvk,phk->phv", states, key[:, j])
+        change = (value[:, j] - seen) * columns.beta[:, j].unsqueeze(2)
+        states = states + change.unsqueeze(3) * key[:, j].unsqueeze(2)
+        outputs.append(torch.einsum("phvk,phk->phv", states, query[:, j]).unsqueeze(1))
+    return states, torch.cat(outputs, dim=1).to(columns.qkv.dtype)
+
+
+def split_heads(
+    qkv: torch.Tensor, shape: torch.Size
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Normalised queries and keys, ``[P, J, v_heads, K]``, and values ``[P, J, v_heads, V]``.
+
+    All float32. Value heads that share a key head stand together.
+
+    Args:
+        qkv: ``[P, J, 2 * k_heads * K + v_heads * V]``.
+        shape: of the states, ``[P, v_heads, V, K]``.
+    """
+    _, v_heads, value_dim, key_dim = shape
+    of_keys = (qkv.shape[2] - v_heads * value_dim) // 2
+    query, key, value = qkv.float().split([of_keys, of_keys, v_heads * value_dim], dim=2)
+    query, key = (normalised(part.unflatten(2, (-1, key_dim))) for part in (query, key))
+    shared = v_heads // key.shape[2]
+    return (
+        query.repeat_interleave(shared, dim=2) * key_dim**-0.5,
+        key.repeat_interleave(shared, dim=2),
+        value.unflatten(2, (v_heads, value_dim)),
+    )
+
+
+def normalised(vectors: torch.Tensor) -> torch.Tensor:
+    """Vectors ``[..., K]`` of length 1, or nearly: see `EPSILON`."""
+    return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + EPSILON)

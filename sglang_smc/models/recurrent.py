@@ -1,0 +1,253 @@
+"""Layers that attend linearly, over particles: each particle has a state of its own.
+
+A particle's state is named by the KV slot of the last token that the target has read of it. The
+ledger hands that slot down as particles descend, so that nothing is copied as they do: the next
+pass looks up who read the slot, takes over that particle's state and columns, and rolls the state
+over the columns that were kept. docs/recurrent.md has the design, and its memory.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from sglang_smc.models.attention import Implementation, KVLocations, ParticleAttention
+from sglang_smc.models.forward import ParticleForward
+from sglang_smc.models.gated_delta import causal_conv, columns_of, gated_delta, gates_of, taps_of
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class StateTables(NamedTuple):
+    """What the device keeps of the states of P particles, those of a request together.
+
+    A state stands behind what was kept of all passes but the last. Of that one its C columns are
+    there as they came in, behind the W - 1 before them, which the convolution reads.
+    """
+
+    states: torch.Tensor  # [L, P, v_heads, V, K]
+    inputs: torch.Tensor  # [L, P, W - 1 + C, D] before the convolution
+    gates: torch.Tensor  # [L, P, C, 2 * v_heads] a, and b behind it
+    readers: torch.Tensor  # [KV slots] int64: (C + 1) * particle + columns of it, this included
+
+    @classmethod
+    def of(
+        cls,
+        pool: Any,
+        *,
+        num_particles: int,
+        num_columns: int,
+        num_slots: int,
+        dtype: torch.dtype,
+    ) -> "StateTables":
+        """Tables of zeros, beside the one state of each request in SGLang's mamba pool.
+
+        Args:
+            pool: SGLang's `HybridReqToTokenPool`.
+            num_particles: N, of each row of the pool.
+            num_columns: C, the most of a pass.
+            num_slots: of KV, the padding slot 0 included.
+            dtype: of what goes into the layers.
+        """
+        states = take_room(pool, len(pool.req_to_token) * num_particles)
+        windows = pool.mamba_pool.mamba_cache.conv[0]  # [L, slots, D, W - 1]
+        shape, (_, _, num_inputs, width) = states.shape[:2], windows.shape
+        return cls(
+            states,
+            windows.new_zeros(*shape, width + num_columns, num_inputs, dtype=dtype),
+            windows.new_zeros(*shape, num_columns, 2 * states.shape[2], dtype=dtype),
+            torch.zeros(num_slots, dtype=torch.int64, device=states.device),
+        )
+
+
+def take_room(pool: Any, num_states: int) -> torch.Tensor:
+    """Room for states ``[L, num_states, v_heads, V, K]``.
+
+    SGLang has made some: for its own speculation a request has a state for each of K + 1 columns.
+    Where particles are no more than those they move in there, else a table takes its place.
+    """
+    cache = pool.mamba_pool.mamba_cache
+    found, of_requests = cache.intermediate_ssm.flatten(1, 2), cache.temporal
+    pool.mamba_pool.mamba_cache = dataclasses.replace(cache, intermediate_ssm=None)
+    del cache
+    if num_states <= found.shape[1]:
+        return found[:, :num_states]
+    layers, (_, *shape) = len(found), found.shape[1:]
+    del found
+    return of_requests.new_zeros(layers, num_states, *shape)
+
+
+class RecurrentParticles(AttentionBackend):
+    """Attention of particles where some layers attend linearly.
+
+    Args:
+        full: of the other layers.
+        runner: the target's, its pools built.
+        tables: of the particles.
+        tails: `Ledger.tails`.
+    """
+
+    needs_cpu_seq_lens = False
+
+    def __init__(
+        self,
+        full: ParticleAttention,
+        runner: "ModelRunner",
+        tables: StateTables,
+        tails: torch.Tensor,
+        implementation: Implementation,
+    ) -> None:
+        super().__init__()
+        self.token_to_kv_pool = full.token_to_kv_pool
+        self.req_to_token_pool: Any = runner.req_to_token_pool
+        self.tables = tables
+        self._full = full
+        self._tails = tails
+        self._most_columns = tables.gates.shape[2]
+        self._gated_delta = _implementation(implementation)
+        # Of the running pass, [P] int64:
+        self._own: torch.Tensor  # its particles
+        self._source: torch.Tensor  # whose state and columns each takes over
+        self._num_past: torch.Tensor  # of these columns
+
+    def plan(self, locations: KVLocations, starts: torch.Tensor, num_columns: int) -> None:
+        """As `ParticleAttention.plan`, for the layers with full attention."""
+        self._full.plan(locations, starts, num_columns)
+
+    def enter(self, locations: KVLocations, starts: torch.Tensor, slots: torch.Tensor) -> None:
+        """Find the states that a pass goes on from, and note who reads in it.
+
+        Args:
+            starts: ``[G, N]`` positions of the chains' first tokens.
+            slots: ``[G, N, C]`` int64 of the chains' tokens; 0 for what nobody will read.
+        """
+        readers, base = self.tables.readers, self._most_columns + 1
+        before = (starts - 1) & (self._tails.shape[1] - 1)
+        found = readers[self._tails[locations.particle_rows, before].long()].flatten()
+        self._source, self._num_past = found // base, found % base
+        self._own = locations.particle_rows.flatten()
+        column = torch.arange(1, slots.shape[2] + 1, device=slots.device)
+        readers[slots] = locations.particle_rows.unsqueeze(2) * base + column
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Attend as the layer does."""
+        if "mixed_qkv" in kwargs:
+            return self.forward_linear(**kwargs)
+        return self._full.forward(*args, **kwargs)
+
+    def forward_linear(
+        self,
+        *,
+        layer: "RadixLinearAttention",
+        mixed_qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Roll states over what was kept of the last pass, and read this one's columns from there.
+
+        Args:
+            mixed_qkv: ``[P * C, D]`` before the convolution.
+            a, b: ``[P * C, v_heads]``.
+
+        Returns:
+            ``[1, P * C, v_heads, V]``.
+        """
+        here = self.req_to_token_pool.mamba_map[layer.layer_id]
+        states, inputs, gates = (table[here] for table in self.tables[:3])
+        own, num_past, heads = self._own, self._num_past, layer.num_v_heads
+        weight, parameters = taps_of(layer), gates_of(layer)
+        past_inputs, past_gates = inputs[self._source], gates[self._source]
+        past_qkv = causal_conv(past_inputs, weight)  # [P, most columns, D]
+        past = columns_of(past_qkv, parameters, *past_gates.split(heads, dim=2))
+
+        last = num_past.unsqueeze(1) + torch.arange(weight.shape[1] - 1, device=own.device)
+        window = past_inputs.gather(1, last.unsqueeze(2).expand(-1, -1, inputs.shape[2]))
+        new_inputs = torch.cat([window, mixed_qkv.view(len(own), -1, inputs.shape[2])], dim=1)
+        new_gates = torch.cat([a, b], dim=1).view(len(own), -1, 2 * heads)
+        new_qkv = causal_conv(new_inputs, weight)  # [P, C, D]
+        new = columns_of(new_qkv, parameters, *new_gates.split(heads, dim=2))
+
+        output, rolled = self._gated_delta(states, self._source, past, num_past, new)
+        states[own] = rolled
+        inputs[own, : new_inputs.shape[1]] = new_inputs
+        gates[own, : new_gates.shape[1]] = new_gates
+        return output.view(1, -1, *output.shape[2:])
+
+    def take_up(self, rows: torch.Tensor, lengths: torch.Tensor, particles: torch.Tensor) -> None:
+        """Let particles go on from the states behind prompts, which SGLang's pool has.
+
+        Args:
+            rows, lengths: ``[G]`` int64 of `req_to_token`, and of what was read.
+            particles: ``[G, N]`` int64 rows of all particles.
+        """
+        pool, tables, first = self.req_to_token_pool, self.tables, particles[:, 0]
+        slots = pool.req_to_token[rows, lengths - 1]  # [G]
+        place = (lengths - 1) & (self._tails.shape[1] - 1)
+        self._tails[particles, place.unsqueeze(1)] = slots.unsqueeze(1)
+        tables.readers[slots.long()] = first * (self._most_columns + 1)
+        cache, found = pool.mamba_pool.mamba_cache, pool.get_mamba_indices(rows).long()
+        tables.states[:, first] = cache.temporal[:, found]
+        windows = cache.conv[0][:, found].transpose(2, 3)  # [L, G, W - 1, D]
+        tables.inputs[:, first, : windows.shape[2]] = windows.to(tables.inputs.dtype)
+
+
+class RecurrentForward(ParticleForward):
+    """Runs a target with linear attention over particles.
+
+    Args:
+        runner, attention: as for `ParticleForward`.
+        ledger: `memory.ledger.Ledger`, of KV slots.
+        num_particles: N.
+        max_columns: no forward has more tokens a particle.
+    """
+
+    def __init__(
+        self,
+        runner: "ModelRunner",
+        ledger: Any,
+        attention: Implementation,
+        *,
+        num_particles: int,
+        max_columns: int,
+    ) -> None:
+        super().__init__(runner, ledger.tails, attention, max_columns)
+        tables = StateTables.of(
+            runner.req_to_token_pool,
+            num_particles=num_particles,
+            num_columns=max_columns,
+            num_slots=len(ledger.rank),
+            dtype=runner.dtype,
+        )
+        self._ledger, self._num_particles = ledger, num_particles
+        full = ParticleAttention(runner, ledger.tails, attention)
+        self._linear = RecurrentParticles(full, runner, tables, ledger.tails, attention)
+        self.attn_backend: Any = self._linear
+
+    def take_up(self, rows: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Let the particles of prompts that have been read go on from there; see `Prefill`."""
+        particles = self._ledger.particle_rows(rows, self._num_particles)
+        self._linear.take_up(rows, lengths.long(), particles)
+
+    def _run(
+        self,
+        mode: "ForwardMode",
+        tokens: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        locations: KVLocations,
+    ) -> torch.Tensor:
+        self._linear.enter(locations, starts, slots)
+        return super()._run(mode, tokens, starts, slots, locations)
+
+
+def _implementation(kind: Implementation) -> Any:
+    if kind == "torch":
+        return gated_delta
+    from sglang_smc.kernels.attention import gated_delta as kernel
+
+    return kernel.gated_delta
