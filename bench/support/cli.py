@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for number, family in enumerate(wanted, 1):
         trial = in_own_process(family)
         found[family.name] = trial
-        print(f"{number}/{len(wanted)}  {family.name}: {trial.outcome}  {trial.note}", flush=True)
+        print(f"{number}/{len(wanted)}  {'  '.join(trial)}", flush=True)
         write(folder / "trials.json", found)
     if options.publish:
         publish(found)
@@ -94,13 +94,13 @@ def in_own_process(family: Family) -> Trial:
             )
         if answer.exists():
             return Trial(**json.loads(answer.read_text()))
-        return Trial(family.name, "not here", _last_error(log))
+        return Trial(family.name, "not here", "not here", _last_error(log))
 
 
 def try_here(name: str, folder: Path) -> None:
     """Leave what came of a family in ``trial.json``."""
     (family,) = (family for family in FAMILIES if family.name == name)
-    trial = try_family(family, folder / "model")
+    trial = try_family(family, folder)
     (folder / "trial.json").write_text(json.dumps(trial._asdict()))
 
 

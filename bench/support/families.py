@@ -54,14 +54,17 @@ ROUTED = {
 }
 LATENT = {
     **ROUTED,
+    "num_hidden_layers": 3,
     "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
+    "v_head_dim": 16,
     "moe_layer_freq": 1,
-    "rope_interleave": True,
 }
 WINDOWS = {
     **TIED,
@@ -74,13 +77,30 @@ GEMMA = {**WINDOWS, "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 
 DELTA = {
     **HEADS,
     "num_hidden_layers": 4,
+    "full_attention_interval": 2,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"] * 2,
 }
-VISION = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_attention_heads": 2}
+QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "in_chans": 3,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "out_hidden_size": 32,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "image_size": 16,
+}
 
 FULL, WINDOW, MLA, STATE, IMAGES, OTHER = (
     "full attention",
@@ -144,14 +164,17 @@ def _windows() -> list[Family]:
 
 def _latents() -> list[Family]:
     v3 = {**LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-    v2 = {**LATENT, "topk_method": "greedy", "scoring_func": "softmax"}
-    lite = {**v2, "q_lora_rank": None}
+    v2 = {**LATENT, "topk_method": "group_limited_greedy", "scoring_func": "softmax"}
+    v2["norm_topk_prob"] = False
+    flash = {**v3, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse", "sparse"]}
+    mini = {**LATENT, "v_head_dim": 8}
     sparse = {**v3, "index_topk": 16, "index_n_heads": 2, "index_head_dim": 16}
     rows: list[tuple[str, str, dict[str, Any], str | None]] = [
-        ("DeepSeek V2-Lite", "deepseek_v2", lite, None),
+        ("DeepSeek V2-Lite", "deepseek_v2", {**v2, "q_lora_rank": None}, None),
         ("DeepSeek V2", "deepseek_v2", v2, None),
-        ("DeepSeek V3, V3.1, R1, Kimi K2", "deepseek_v3", v3, None),
-        ("GLM-4.7-Flash", "glm4_moe_lite", v3, None),
+        ("DeepSeek V3, V3.1, R1; Kimi K2 by its class", "deepseek_v3", v3, None),
+        ("GLM-4.7-Flash", "glm4_moe_lite", flash, None),
+        ("MiniCPM3", "minicpm3", mini, None),
         ("DeepSeek V3.2", "deepseek_v3", sparse, "DeepseekV32ForCausalLM"),
     ]
     return [Family(name, kind, MLA, config, arch) for name, kind, config, arch in rows]
@@ -172,32 +195,51 @@ def _states() -> list[Family]:
 
 
 def _images() -> list[Family]:
-    mrope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
-    qwen = {**HEADS, "rope_parameters": mrope, "vocab_size": VOCAB}
-    mistral = {**HEADS, "model_type": "mistral", "vocab_size": VOCAB, "sliding_window": None}
-    gemma = {**GEMMA, "model_type": "gemma3_text", "vocab_size": VOCAB}
-    qwen_vision = {**VISION, "depth": 1, "out_hidden_size": 32}
-    pixtral = {**VISION, "model_type": "pixtral", "num_hidden_layers": 1, "head_dim": 16}
-    siglip = {**VISION, "model_type": "siglip_vision_model", "num_hidden_layers": 1}
-    tokens = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62}
-    tokens["vision_end_token_id"] = 63
-    head = "AutoModelForImageTextToText"
+    text = {**HEADS, "vocab_size": VOCAB, "initializer_range": 0.2, "tie_word_embeddings": False}
+    text |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": EOS}
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 1, 2]}
+    qwen2 = {**text, "rope_parameters": rope}
+    interleaved = {**rope, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    qwen3 = {**text, "rope_parameters": interleaved}
+    places = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62}
+    deep = {**QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    windows = {**QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [0]}
+    old = {**QWEN_VISION, "embed_dim": 16, "hidden_size": 32}
+    pixtral = {**VISION, "model_type": "pixtral", "head_dim": 8}
+    siglip = {**VISION, "model_type": "siglip_vision_model"}
+    mistral = {**text, "model_type": "mistral"}
+    gemma = {**text, **GEMMA, "model_type": "gemma3_text", "tie_word_embeddings": True}
     rows: list[tuple[str, str, dict[str, Any]]] = [
-        ("Qwen2-VL", "qwen2_vl", {"text_config": qwen, "vision_config": qwen_vision, **tokens}),
-        ("Qwen2.5-VL", "qwen2_5_vl", {"text_config": qwen, "vision_config": qwen_vision, **tokens}),
-        ("Qwen3-VL", "qwen3_vl", {"text_config": qwen, "vision_config": qwen_vision, **tokens}),
+        ("Qwen2-VL", "qwen2_vl", {**places, "text_config": qwen2, "vision_config": old}),
+        ("Qwen2.5-VL", "qwen2_5_vl", {**places, "text_config": qwen2, "vision_config": windows}),
+        ("Qwen3-VL", "qwen3_vl", {**places, "text_config": qwen3, "vision_config": deep}),
         (
             "Mistral Small 3.1, 3.2, Magistral, Devstral",
             "mistral3",
-            {"text_config": mistral, "vision_config": pixtral, "image_token_index": 60},
+            {"image_token_index": 60, "text_config": mistral, "vision_config": pixtral},
         ),
         (
             "Gemma 3 4B, 12B, 27B",
             "gemma3",
-            {"text_config": gemma, "vision_config": siglip, "image_token_index": 60},
+            {
+                "image_token_index": 60,
+                "mm_tokens_per_image": 4,
+                "text_config": gemma,
+                "vision_config": siglip,
+                "tie_word_embeddings": True,
+            },
         ),
     ]
-    return [Family(name, kind, IMAGES, config, head=head) for name, kind, config in rows]
+    return [
+        Family(
+            name,
+            kind,
+            IMAGES,
+            {"tie_word_embeddings": False, **config},
+            head="AutoModelForImageTextToText",
+        )
+        for name, kind, config in rows
+    ]
 
 
 def _others() -> list[Family]:

@@ -31,6 +31,4 @@ def tables(found: dict[str, Trial]) -> str:
 
 
 def _row(family: Family, trial: Trial) -> str:
-    target = WORDS[trial.outcome]
-    draft = ("yes" if trial.as_draft else "**fails**") if trial.outcome == "run" else target
-    return f"| {family.name} | {target} | {draft} | {trial.note} |"
+    return f"| {family.name} | {WORDS[trial.target]} | {WORDS[trial.draft]} | {trial.note} |"

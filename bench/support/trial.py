@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from support.families import EOS, VOCAB, Family
+from support.families import EOS, FAMILIES, VOCAB, Family
 
 MODES = ("smc", "exact", "mixed", "auto")
 LENGTHS = (1, 7, 16, 45)
-NEW_TOKENS = 24
+NEW_TOKENS = 25  # one of prefill, and rounds of K + 1
 ENGINE: dict[str, Any] = {
+    "random_seed": 0,
     "device": "cpu",
     "dtype": "float32",
     "skip_server_warmup": True,
@@ -32,12 +33,12 @@ SMC: dict[str, Any] = {
 
 
 class Trial(NamedTuple):
-    """What came of a family."""
+    """What came of a family, in each of the two places."""
 
     family: str
-    outcome: str  # run, refused, not here or failed
+    target: str  # run, refused, not here or failed
+    draft: str
     note: str = ""
-    as_draft: bool = False  # whether it drafts for itself, and every token is kept
 
 
 def save(family: Family, folder: Path) -> str:
@@ -56,19 +57,18 @@ def save(family: Family, folder: Path) -> str:
 def _save_weights(family: Family, folder: Path) -> None:
     import transformers
 
-    config = transformers.AutoConfig.for_model(
-        family.model_type,
-        **family.config,
-        vocab_size=VOCAB,
-        initializer_range=0.2,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=EOS,
-    )
+    whole: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": EOS}
+    if "text_config" not in family.config:
+        whole |= {"vocab_size": VOCAB, "initializer_range": 0.2, "tie_word_embeddings": False}
+    config = transformers.AutoConfig.for_model(family.model_type, **{**whole, **family.config})
     torch.manual_seed(0)
     model = getattr(transformers, family.head).from_config(config).float()
     model.generation_config.pad_token_id = 0
     model.save_pretrained(folder)
+    if "full_attention_interval" in family.config:  # transformers saves the layers' types alone
+        file = folder / "config.json"
+        interval = {"full_attention_interval": family.config["full_attention_interval"]}
+        file.write_text(json.dumps(json.loads(file.read_text()) | interval))
 
 
 def _tokenizer() -> Any:
@@ -93,21 +93,35 @@ def try_family(family: Family, folder: Path) -> Trial:
     """Start a server in which the family drafts for itself, and ask for greedy texts in all modes.
 
     The texts must be those of transformers, or else those of SGLang without SMC: the two differ for
-    some families. Where the draft is the target, mode exact must keep every drafted token.
+    some families. Where the draft is the target, mode exact must keep every drafted token. If the
+    family is refused as a draft alone, a Llama drafts.
     """
-    path = save(family, folder)
+    path = save(family, folder / "model")
     try:
-        texts, kept = _with_smc(family, path)
+        texts, kept = _with_smc(family, path, path)
+        draft, note = "run" if kept else "failed", ""
     except ValueError as error:
-        return Trial(family.name, "refused", _reason(str(error)))
-    note = ""
+        reasons = _reasons(str(error))
+        if "--speculative-draft-model-path" not in reasons or "--model-path" in reasons:
+            note = reasons.get("--model-path", str(error).splitlines()[-1])
+            return Trial(family.name, "refused", "refused", note)
+        texts, _ = _with_smc(family, path, save(FAMILIES[0], folder / "llama"))
+        draft, note = "refused", f"as a draft: {reasons['--speculative-draft-model-path']}"
     if any(text != _transformers(family, path) for text in texts.values()):
         plain = _texts(_engine(model_path=path), {})
         wrong = [mode for mode, text in texts.items() if text != plain]
         if wrong:
-            return Trial(family.name, "failed", f"other texts than plain decoding: {wrong}")
-        note = "as plain SGLang, whose texts are not those of transformers"
-    return Trial(family.name, "run", note, as_draft=kept)
+            note = f"other texts than plain decoding: {', '.join(wrong)}"
+            return Trial(family.name, "failed", draft, note)
+        note = "the text of plain SGLang, which is not that of transformers"
+    return Trial(family.name, "run", draft, note)
+
+
+def _reasons(message: str) -> dict[str, str]:
+    """Why models are refused, by flag."""
+    lines = [line.removeprefix("  - ") for line in message.splitlines()]
+    told = [line for line in lines if line.startswith("--") and " has " in line]
+    return {line.split()[0]: line.partition(" has ")[2].partition(";")[0] for line in told}
 
 
 def _engine(**arguments: Any) -> Any:
@@ -116,16 +130,16 @@ def _engine(**arguments: Any) -> Any:
     return sglang.Engine(**{**ENGINE, **arguments})
 
 
-def _with_smc(family: Family, path: str) -> tuple[dict[str, list[list[int]]], bool]:
+def _with_smc(family: Family, path: str, draft: str) -> tuple[dict[str, list[list[int]]], bool]:
     """Texts by mode, and whether mode exact kept all that was drafted."""
-    arguments = {"model_path": path, "speculative_draft_model_path": path, **SMC}
+    arguments = {"model_path": path, "speculative_draft_model_path": draft, **SMC}
     engine = _engine(**arguments, **dict(family.flags))
     try:
-        texts = {mode: _ask(engine, {"mode": mode}) for mode in MODES}
+        answers = {mode: _ask(engine, {"mode": mode}) for mode in MODES}
     finally:
         engine.shutdown()
-    kept = all(answer["meta_info"]["spec_accept_rate"] > 0.99 for answer in texts["exact"])
-    return {m: [answer["output_ids"] for answer in found] for m, found in texts.items()}, kept
+    kept = all(answer["meta_info"]["spec_accept_rate"] == 1 for answer in answers["exact"])
+    return {m: [answer["output_ids"] for answer in found] for m, found in answers.items()}, kept
 
 
 def _texts(engine: Any, smc: dict[str, Any]) -> list[list[int]]:
@@ -156,10 +170,3 @@ def _transformers(family: Family, path: str) -> list[list[int]]:
             ids = torch.cat([ids, chosen], 1)
         texts.append(ids[0, len(prompt) :].tolist())
     return texts
-
-
-def _reason(message: str) -> str:
-    """The sentence of a refusal, without the folder."""
-    lines = [line.removeprefix("  - ") for line in message.splitlines()]
-    told = next((line for line in lines if " has " in line and ";" in line), lines[-1])
-    return told.partition(" has ")[2].partition(";")[0] or told

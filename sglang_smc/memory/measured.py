@@ -39,10 +39,11 @@ def sizes_of(
 
 
 def slot_bytes(pool: Any) -> int:
-    """Bytes of a slot in all layers: keys, and values of the same width."""
+    """Bytes of a slot in all layers: keys, and values of the same width or within them (MLA)."""
     first, num_layers = kv_layers(pool)
-    key = pool.get_key_buffer(first)[0]
-    return 2 * num_layers * _num_bytes(key)
+    key, value = pool.get_key_buffer(first), pool.get_value_buffer(first)
+    parts = 1 if value.data_ptr() == key.data_ptr() else 2
+    return parts * num_layers * _num_bytes(key[0])
 
 
 def tensor_bytes(part: Any) -> int:

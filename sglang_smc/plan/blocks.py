@@ -1,4 +1,4 @@
-"""Parts of a layer that are not as in a dense decoder: latent attention, mixtures of experts."""
+"""What is not as in a dense decoder: windows, latent attention, mixtures of experts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+#: Architectures with windows in all layers but each so-manieth, where a configuration says nothing.
+WINDOWED = {
+    "Gemma2ForCausalLM": 2,
+    "Gemma3ForCausalLM": 6,
+    "Cohere2ForCausalLM": 4,
+    "Olmo3ForCausalLM": 4,
+}
 #: Architectures whose layers have both, with the keys that say how large they are.
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 REQUIRED = (
@@ -13,6 +20,19 @@ REQUIRED = (
     *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
     "first_k_dense_replace",
 )
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Layers that see the end of the text alone."""
+
+    layers: int
+    size: int  # keys that a query sees, its own among them
+
+    def seen(self, context: float, num_layers: int) -> float:
+        """Of ``context`` tokens, how many a query sees in a layer on average."""
+        within = min(context, self.size)
+        return (self.layers * within + (num_layers - self.layers) * context) / num_layers
 
 
 @dataclass(frozen=True)
@@ -85,3 +105,13 @@ def experts_of(config: Mapping[str, Any]) -> Experts:
         shared=config.get("n_shared_experts") or 0,
         dense_layers=config["first_k_dense_replace"],
     )
+
+
+def windows_of(config: Mapping[str, Any]) -> Windows:
+    """From the layers' types, or the pattern in which they follow each other."""
+    num_layers, types = config["num_hidden_layers"], config.get("layer_types")
+    usual = WINDOWED[config["architectures"][0]]
+    pattern = config.get("sliding_window_pattern") or usual
+    all_but = num_layers - num_layers // pattern
+    count = types.count("sliding_attention") if types else all_but
+    return Windows(count, config["sliding_window"])

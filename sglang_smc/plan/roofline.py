@@ -109,17 +109,18 @@ class Rows(NamedTuple):
     def count(self) -> int:
         return self.batch * self.num_particles
 
-    @property
-    def kv_tokens(self) -> float:
+    def kv_tokens(self, shape: ModelShape) -> float:
+        """Tokens whose KV a pass reads; of a prefix no more than its layers see."""
         prefixes = self.batch if self.shared_prefix else self.count
-        return prefixes * self.context + self.count * self.tail
+        return prefixes * shape.seen(self.context) + self.count * self.tail
 
 
 def forward(name: str, shape: ModelShape, rows: Rows, num_tokens: int, num_logits: int) -> Pass:
     """A pass over ``num_tokens`` new tokens of each row, with logits of the last ``num_logits``."""
     logits = rows.count * num_logits
     # Each new token attends to all before it, and to itself.
-    keys = num_tokens * (rows.context + rows.tail) + num_tokens * (num_tokens + 1) / 2
+    seen = shape.seen(rows.context) + rows.tail
+    keys = num_tokens * seen + num_tokens * (num_tokens + 1) / 2
     flops = (
         2 * shape.active_parameters * rows.count * num_tokens
         + shape.attention_flops * rows.count * keys
@@ -128,7 +129,7 @@ def forward(name: str, shape: ModelShape, rows: Rows, num_tokens: int, num_logit
     return Pass(
         name,
         weights=shape.bytes_read(rows.count * num_tokens),
-        kv=(rows.kv_tokens + rows.count * num_tokens) * shape.kv_bytes_per_token,
+        kv=(rows.kv_tokens(shape) + rows.count * num_tokens) * shape.kv_bytes_per_token,
         logits=LOGIT_BYTES * shape.vocab_size * logits,
         flops=flops,
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_smc.plan import blocks
-from sglang_smc.plan.blocks import Experts, Latents
+from sglang_smc.plan.blocks import Experts, Latents, Windows
 
 #: Attention with grouped heads, a gated MLP of three matrices, and an LM head.
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -40,6 +40,7 @@ class ModelShape:
     kv_bytes: float = SIXTEEN_BIT  # a number in the KV cache
     latents: Latents | None = None  # in place of heads with keys of their own
     experts: Experts | None = None  # in place of the MLP
+    windows: Windows | None = None  # of some layers
 
     @property
     def layer_parameters(self) -> int:
@@ -118,10 +119,14 @@ class ModelShape:
             return self.num_layers * self.latents.flops(self.num_heads)
         return 4 * self.num_layers * self.num_heads * self.head_dim
 
+    def seen(self, context: float) -> float:
+        """Of ``context`` tokens, how many a query attends to in a layer on average."""
+        return context if self.windows is None else self.windows.seen(context, self.num_layers)
+
     def flops_per_token(self, context: float) -> float:
         """Operations to decode one token that attends to ``context`` tokens."""
         weights = self.active_parameters + self.head_parameters
-        return 2 * weights + self.attention_flops * context
+        return 2 * weights + self.attention_flops * self.seen(context)
 
     def on_devices(self, count: int) -> ModelShape:
         """The model on so many devices that split every pass: each has latents of its own."""
@@ -209,24 +214,29 @@ def _parse(config: Mapping[str, Any]) -> ModelShape:
 
 
 def _unlike_dense(config: Mapping[str, Any]) -> dict[str, Any]:
-    if config["architectures"][0] not in blocks.ARCHITECTURES:
+    name = config["architectures"][0]
+    if name in blocks.WINDOWED:
+        return {"windows": blocks.windows_of(config)}
+    if name not in blocks.ARCHITECTURES:
         return {}
     return {"latents": blocks.latents_of(config), "experts": blocks.experts_of(config)}
 
 
 def _refuse_unknown(config: Mapping[str, Any]) -> None:
     name = (config.get("architectures") or ["none"])[0]
-    if name not in ARCHITECTURES + blocks.ARCHITECTURES:
+    if name not in (*ARCHITECTURES, *blocks.ARCHITECTURES, *blocks.WINDOWED):
         raise ValueError(
             f"The configuration's architecture is {name}. Planned for are dense decoders, "
-            f"{', '.join(ARCHITECTURES)}, and of latent attention and experts "
-            f"{', '.join(blocks.ARCHITECTURES)}."
+            f"{', '.join(ARCHITECTURES)}, with windows {', '.join(blocks.WINDOWED)}, and of "
+            f"latent attention and experts {', '.join(blocks.ARCHITECTURES)}."
         )
     required = REQUIRED + (blocks.REQUIRED if name in blocks.ARCHITECTURES else ())
+    required += ("sliding_window",) if name in blocks.WINDOWED else ()
     missing = [key for key in required if not isinstance(config.get(key), int)]
     if missing:
         raise ValueError(f"The configuration says no whole number for {', '.join(missing)}.")
-    if config.get("sliding_window") and config.get("use_sliding_window", True):
+    windowed = name in blocks.WINDOWED
+    if not windowed and config.get("sliding_window") and config.get("use_sliding_window", True):
         raise ValueError(
             f"The configuration limits attention to a window of {config['sliding_window']} "
             "tokens. Only attention to the whole context is planned for."

@@ -67,6 +67,8 @@ def model(pair: list[str]) -> Any:
 def late(engine: Callable[..., Any], pair: list[str]) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CPU_OVERLAP_ENV, "1")
+        patch.setenv("SGLANG_TEST_RETRACT", "1")
+        patch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "7")
         sizes = {"num_particles": 4, "num_steps": 3, "chunked_prefill_size": CHUNK}
         yield engine(**smc_arguments(*pair, **sizes, **WITHOUT_CACHE))
 
@@ -83,7 +85,10 @@ def greedy(model: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_texts_at_temperature_0_are_the_targets_own(late: Any, model: Any, choice: str) -> None:
-    """A token that a state misses, has twice or has from another particle changes the text."""
+    """A token that a state misses, has twice or has from another particle changes the text.
+
+    Some are retracted, and read anew.
+    """
     expected = greedy(model)
     params = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
     answers = late.generate(
@@ -92,6 +97,7 @@ def test_texts_at_temperature_0_are_the_targets_own(late: Any, model: Any, choic
     )
     assert [answer["output_ids"] for answer in answers] == expected
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
 
 
 @pytest.mark.parametrize("choice", CHOICES)

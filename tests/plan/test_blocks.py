@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from sglang_smc.plan.blocks import Windows
 from sglang_smc.plan.roofline import Rows, forward
 from sglang_smc.plan.shapes import from_config
 
@@ -120,3 +121,41 @@ def test_each_device_has_latents_of_its_own() -> None:
 def test_a_size_that_is_missing_is_named() -> None:
     with pytest.raises(ValueError, match="no whole number for kv_lora_rank"):
         from_config(TOY | {"kv_lora_rank": None})
+
+
+GEMMA: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_hidden_layers": 26,
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "vocab_size": 262_144,
+    "tie_word_embeddings": True,
+    "sliding_window": 512,
+}
+
+
+@pytest.mark.parametrize(
+    ("said", "windowed"),
+    [
+        ({}, 22),
+        ({"sliding_window_pattern": 2}, 13),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 13}, 13),
+    ],
+)
+def test_layers_with_a_window_read_the_end_of_a_prefix(said: Any, windowed: int) -> None:
+    shape = from_config(GEMMA | said)
+    assert shape.windows == Windows(windowed, 512)
+    assert shape.seen(300) == 300
+    assert shape.seen(5120) == pytest.approx((windowed * 512 + (26 - windowed) * 5120) / 26)
+    rows = Rows(batch=2, num_particles=4, context=5120, tail=3, shared_prefix=True)
+    found = forward("draft", shape, rows, num_tokens=1, num_logits=1)
+    tokens = 2 * shape.seen(5120) + 8 * 3 + 8
+    assert found.kv == pytest.approx(tokens * shape.kv_bytes_per_token)
+
+
+def test_gemma_3_has_the_weights_of_its_name() -> None:
+    """1.0 billion, of which 0.3 are the table."""
+    assert from_config(GEMMA).num_parameters == pytest.approx(1.0e9, rel=0.03)
