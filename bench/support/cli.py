@@ -16,11 +16,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from results import provenance
-from study import REPOSITORY, parser
+from study import REPOSITORY, parser, positive
 from support.families import FAMILIES, VOCAB, Family
 from support.page import write_page
 from support.trial import Trial, try_family
@@ -40,11 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     wanted = [
         f for f in FAMILIES if (f.name in options.only if options.only else f.name not in found)
     ]
-    for number, family in enumerate(wanted, 1):
-        trial = in_own_process(family)
-        found[family.name] = trial
-        print(f"{number}/{len(wanted)}  {'  '.join(trial)}", flush=True)
-        write(folder / "trials.json", found)
+    with ThreadPoolExecutor(options.jobs) as jobs:
+        for number, trial in enumerate(jobs.map(in_own_process, wanted), 1):
+            found[trial.family] = trial
+            print(f"{number}/{len(wanted)}  {'  '.join(trial)}", flush=True)
+            write(folder / "trials.json", found)
     if options.publish:
         publish(found)
     return None
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> Any:
     found = parser("support", __doc__ or "")
     found.add_argument("--only", nargs="+", default=[], metavar="FAMILY")
+    found.add_argument("--jobs", type=positive, default=1, help="families at a time")
     found.add_argument("--publish", action="store_true", help="write results and the page")
     found.add_argument("--try", dest="alone", metavar="FAMILY", help=argparse.SUPPRESS)
     return found

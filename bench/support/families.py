@@ -21,6 +21,7 @@ class Family(NamedTuple):
     architecture: str | None = None  # where SGLang's class has another name than transformers'
     flags: tuple[tuple[str, Any], ...] = ()  # what a server of it needs
     head: str = "AutoModelForCausalLM"  # the class of transformers that saves it
+    renamed: tuple[str, str] | None = None  # part of weights' names, and what published ones have
 
 
 SIZES: dict[str, Any] = {
@@ -102,6 +103,9 @@ VISION = {
     "image_size": 16,
 }
 
+TOWER = ("vision_tower.", "vision_tower.vision_model.")
+NO_CACHE = (("disable_radix_cache", True),)
+
 FULL, WINDOW, MLA, STATE, IMAGES, OTHER = (
     "full attention",
     "windows, caps, sinks",
@@ -181,11 +185,10 @@ def _latents() -> list[Family]:
 
 
 def _states() -> list[Family]:
-    no_cache = (("disable_radix_cache", True),)
     mamba = {**HEADS, "num_hidden_layers": 2}
     rows: list[tuple[str, str, dict[str, Any], tuple[tuple[str, Any], ...]]] = [
-        ("Qwen3.5 text, dense", "qwen3_5_text", DELTA, no_cache),
-        ("Qwen3-Next", "qwen3_next", {**DELTA, **EXPERTS, "num_hidden_layers": 4}, no_cache),
+        ("Qwen3.5 text, dense", "qwen3_5_text", DELTA, NO_CACHE),
+        ("Qwen3-Next", "qwen3_next", {**DELTA, **EXPERTS, "num_hidden_layers": 4}, NO_CACHE),
         ("Granite 4 hybrid", "granitemoehybrid", mamba, ()),
         ("Falcon H1", "falcon_h1", mamba, ()),
         ("Nemotron-H", "nemotron_h", mamba, ()),
@@ -203,10 +206,11 @@ def _images() -> list[Family]:
     qwen3 = {**text, "rope_parameters": interleaved}
     places = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62}
     deep = {**QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    states = {**qwen3, **DELTA}
     windows = {**QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [0]}
     old = {**QWEN_VISION, "embed_dim": 16, "hidden_size": 32}
     pixtral = {**VISION, "model_type": "pixtral", "head_dim": 8}
-    siglip = {**VISION, "model_type": "siglip_vision_model"}
+    siglip = {**VISION, "model_type": "siglip_vision_model", "vision_use_head": False}
     mistral = {**text, "model_type": "mistral"}
     gemma = {**text, **GEMMA, "model_type": "gemma3_text", "tie_word_embeddings": True}
     rows: list[tuple[str, str, dict[str, Any]]] = [
@@ -230,13 +234,18 @@ def _images() -> list[Family]:
             },
         ),
     ]
+    rows.append(
+        ("Qwen3.5, dense", "qwen3_5", {**places, "text_config": states, "vision_config": deep})
+    )
     return [
         Family(
             name,
             kind,
             IMAGES,
             {"tie_word_embeddings": False, **config},
+            flags=NO_CACHE if kind == "qwen3_5" else (),
             head="AutoModelForImageTextToText",
+            renamed=TOWER if kind == "gemma3" else None,
         )
         for name, kind, config in rows
     ]

@@ -65,10 +65,26 @@ def _save_weights(family: Family, folder: Path) -> None:
     model = getattr(transformers, family.head).from_config(config).float()
     model.generation_config.pad_token_id = 0
     model.save_pretrained(folder)
-    if "full_attention_interval" in family.config:  # transformers saves the layers' types alone
-        file = folder / "config.json"
-        interval = {"full_attention_interval": family.config["full_attention_interval"]}
-        file.write_text(json.dumps(json.loads(file.read_text()) | interval))
+    _say_interval(family.config, folder / "config.json")
+    if family.renamed is not None:
+        _rename(folder / "model.safetensors", *family.renamed)
+
+
+def _rename(file: Path, old: str, new: str) -> None:
+    """Give weights the names that published checkpoints have."""
+    from safetensors.torch import load_file, save_file
+
+    weights = {name.replace(old, new): weight for name, weight in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def _say_interval(asked: dict[str, Any], file: Path) -> None:
+    """What published checkpoints say; transformers saves the layers' types alone."""
+    interval = asked.get("text_config", asked).get("full_attention_interval")
+    if interval is not None:
+        saved = json.loads(file.read_text())
+        saved.get("text_config", saved)["full_attention_interval"] = interval
+        file.write_text(json.dumps(saved))
 
 
 def _tokenizer() -> Any:

@@ -53,8 +53,13 @@ class CpuRecurrentBackend(AttentionBackend):
 
     def forward_extend(
         self,
-        *,
+        q: None,
+        k: None,
+        v: None,
         layer: RadixLinearAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
         mixed_qkv: torch.Tensor,
         a: torch.Tensor,
         b: torch.Tensor,
@@ -85,6 +90,5 @@ class CpuRecurrentBackend(AttentionBackend):
         windows[slots] = last_inputs.transpose(1, 2).to(windows.dtype)
         return outputs[self._real].unsqueeze(0)
 
-    def forward_decode(self, **given: Any) -> torch.Tensor:
-        """Decode is an extend by one token."""
-        return self.forward_extend(**given)
+    # Decode is an extend by one token.
+    forward_decode = forward_extend

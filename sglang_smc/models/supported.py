@@ -53,15 +53,16 @@ _TEXT_OF_IMAGES = {
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
 }
 
 
 # Whose layers with linear attention have been run over particles.
-_RECURRENT = "Qwen3_5ForCausalLM"
+_RECURRENT = {"Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"}
 _UNSERVED = (
-    f"a recurrent (Mamba-like) state, which a target of the class {_RECURRENT} alone may have, on "
-    "SGLang 0.5.23"
+    f"a recurrent (Mamba-like) state, which a target of {' or '.join(sorted(_RECURRENT))} alone "
+    "may have, on SGLang 0.5.23"
 )
 
 
@@ -91,7 +92,7 @@ def problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
     flag = "--speculative-draft-model-path"
     found += [
         f"{flag} {draft} has {kind}; {_ALLOWED}. Choose another draft: {_FAMILIES}."
-        for kind in _kinds(config)
+        for kind in _kinds(config, as_draft=True)
     ]
     return found + _head_problems(flag, draft, config, widest_heads)
 
@@ -110,8 +111,8 @@ def _head_problems(flag: str, path: str, model: ModelConfig, widest: int | None)
 
 def _has_states(model: ModelConfig) -> bool:
     """Whether particles can have states of a target's layers with linear attention."""
-    runs = _RECURRENT in (model.hf_config.architectures or ())
-    return runs and is_gated_delta(model) and not model.is_draft_model
+    runs = _RECURRENT.intersection(model.hf_config.architectures or ())
+    return bool(runs) and is_gated_delta(model)
 
 
 def _state_problems(server_args: Arguments, target: ModelConfig) -> list[str]:
@@ -125,7 +126,7 @@ def _state_problems(server_args: Arguments, target: ModelConfig) -> list[str]:
     ]
 
 
-def _kinds(model: ModelConfig) -> Iterator[str]:
+def _kinds(model: ModelConfig, as_draft: bool = False) -> Iterator[str]:
     """What it is about a model that neither the ledger nor the attention can serve."""
     latent = model.attention_arch == AttentionArch.MLA
     yield from _chunks(model)
@@ -136,7 +137,7 @@ def _kinds(model: ModelConfig) -> Iterator[str]:
         "sparse attention": is_minimax_sparse(model.hf_config)
         or getattr(model.hf_config, "has_minicpm_sparse_attention", False),
         "keys and values of unlike width": model.has_asymmetric_kv and not latent,
-        _UNSERVED: mambaish_config(model) is not None and not _has_states(model),
+        _UNSERVED: mambaish_config(model) is not None and (as_draft or not _has_states(model)),
         "an encoder and a decoder": model.is_encoder_decoder,
         "inputs that are no text": _takes_more_than_text(model),
         "no next-token head": not model.is_generation,

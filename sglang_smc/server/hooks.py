@@ -45,7 +45,6 @@ SMC = Group(
         "admission",
         "decode_memory",
         "batch_result",
-        "streaming_session",
         "request_state",
         "metrics",
         "weights",
