@@ -1,6 +1,7 @@
 # make demo        see it work, from nothing: environment, tiny models, a comparison
 # make fidelity    how far each mode is from the target, in nats, and its tokens a pass, resumable, two hours
 # make speed       AR, SGLang's speculative decoding and SMC side by side, resumable, about half an hour
+# make support     which families of models run, each started as a tiny random one, resumable, half an hour
 # make upstream    what breaks on each supported SGLang, from its source, in seconds; one: VERSION=0.5.24
 # make soak        a crowd of all kinds of requests, three minutes, and nothing lost
 # make quick       unit and contract tests, no engine, two minutes
@@ -17,7 +18,7 @@ STAMP := $(VENV)/.sglang-smc-installed
 SOURCES := sglang_smc kernels patches tests bench docs examples setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo fidelity speed soak upstream quick test test-oldest test-all lint check
+.PHONY: help venv demo fidelity speed soak support upstream quick test test-oldest test-all lint check
 .PHONY: catalogue dist clean
 
 help:
@@ -42,6 +43,10 @@ fidelity: venv
 # Likewise; SPEED_ARGS=--quick for a look, --rounds for where the time goes.
 speed: venv
 	$(BIN)/python bench/speed $(SPEED_ARGS)
+
+# SUPPORT_ARGS=--publish writes the tables of docs/support.md.
+support: venv
+	$(BIN)/python bench/support $(SUPPORT_ARGS)
 
 # SOAK_ARGS='--minutes 600' for a night.
 soak: venv
