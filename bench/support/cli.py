@@ -24,7 +24,7 @@ from results import provenance
 from study import REPOSITORY, parser, positive
 from support.families import FAMILIES, VOCAB, Family
 from support.page import write_page
-from support.trial import Trial, try_family
+from support.trial import Trial, try_family, try_plain
 
 RESULTS = REPOSITORY / "bench" / "results" / "support"
 PAGE = REPOSITORY / "docs" / "support.md"
@@ -34,8 +34,8 @@ PATIENCE = 300  # seconds for a family
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     folder = options.output_dir
-    if options.alone:
-        return try_here(options.alone, folder)
+    if options.alone or options.plain:
+        return _try_here(options)
     folder.mkdir(parents=True, exist_ok=True)
     found = read(folder / "trials.json")
     wanted = [
@@ -56,7 +56,8 @@ def _parser() -> Any:
     found.add_argument("--only", nargs="+", default=[], metavar="FAMILY")
     found.add_argument("--jobs", type=positive, default=1, help="families at a time")
     found.add_argument("--publish", action="store_true", help="write results and the page")
-    found.add_argument("--try", dest="alone", metavar="FAMILY", help=argparse.SUPPRESS)
+    for flag, name in (("--try", "alone"), ("--plain", "plain")):
+        found.add_argument(flag, dest=name, metavar="FAMILY", help=argparse.SUPPRESS)
     return found
 
 
@@ -82,28 +83,39 @@ def in_own_process(family: Family) -> Trial:
     """What came of a family, whatever becomes of the process that tries it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        answer, log = folder / "trial.json", folder / "log"
-        command = [sys.executable, str(Path(__file__).parent), "--try", family.name]
-        with log.open("w") as file, contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(
-                [*command, "--output-dir", name],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                timeout=PATIENCE,
-                start_new_session=True,  # an engine that fails ends its group
-                check=False,
-            )
-        if answer.exists():
-            return Trial(**json.loads(answer.read_text()))
-        return Trial(family.name, "not here", "not here", _last_error(log))
+        trial, error = _run("--try", family, folder)
+        if trial is None:  # is it SMC's fault?
+            trial, of_sglang = _run("--plain", family, folder)
+            if trial is None:
+                return Trial(family.name, "not here", "not here", of_sglang)
+            trial = trial._replace(note=error)
+        return trial
 
 
-def try_here(name: str, folder: Path) -> None:
+def _run(flag: str, family: Family, folder: Path) -> tuple[Trial | None, str]:
+    """Its trial, or None and its last error."""
+    answer, log = folder / "trial.json", folder / flag
+    command = [sys.executable, str(Path(__file__).parent), flag, family.name]
+    with log.open("w") as file, contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run(
+            [*command, "--output-dir", str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            timeout=PATIENCE,
+            start_new_session=True,  # an engine that fails ends its group
+            check=False,
+        )
+    found = Trial(**json.loads(answer.read_text())) if answer.exists() else None
+    return found, _last_error(log)
+
+
+def _try_here(options: argparse.Namespace) -> None:
     """Leave what came of a family in ``trial.json``."""
+    name, attempt = (options.alone, try_family) if options.alone else (options.plain, try_plain)
     (family,) = (family for family in FAMILIES if family.name == name)
-    trial = try_family(family, folder)
-    (folder / "trial.json").write_text(json.dumps(trial._asdict()))
+    trial = attempt(family, options.output_dir)
+    (options.output_dir / "trial.json").write_text(json.dumps(trial._asdict()))
 
 
 def _last_error(log: Path) -> str:

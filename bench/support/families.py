@@ -18,7 +18,8 @@ class Family(NamedTuple):
     model_type: str  # in transformers
     attention: str  # the heading that it stands under
     config: dict[str, Any]
-    architecture: str | None = None  # where SGLang's class has another name than transformers'
+    architecture: str | None = None  # of published checkpoints, where it is not transformers'
+    bare: bool = False  # a configuration is all that there is: it is refused, or no class has it
     flags: tuple[tuple[str, Any], ...] = ()  # what a server of it needs
     head: str = "AutoModelForCausalLM"  # the class of transformers that saves it
     renamed: tuple[str, str] | None = None  # part of weights' names, and what published ones have
@@ -128,11 +129,10 @@ def _full() -> list[Family]:
         ("Ministral 3", "ministral3", HEADS),
         ("Mixtral", "mixtral", EXPERTS),
         ("Phi-3, Phi-3.5, Phi-4, Phi-4-mini", "phi3", SIZES),
-        ("Phi-3.5-MoE", "phimoe", EXPERTS),
         ("Granite 3", "granite", SIZES),
         ("Granite 3 MoE", "granitemoe", EXPERTS),
         ("OLMo 2", "olmo2", SIZES),
-        ("OLMoE", "olmoe", EXPERTS),
+        ("OLMoE", "olmoe", {**EXPERTS, "num_key_value_heads": 4}),
         ("Command R", "cohere", TIED),
         ("GLM-4-0414", "glm4", HEADS),
         ("GLM-4.5, 4.6, 4.7", "glm4_moe", {**ROUTED, "head_dim": 8}),
@@ -144,13 +144,14 @@ def _full() -> list[Family]:
         ("ERNIE 4.5 MoE", "ernie4_5_moe", {**EXPERTS, "moe_num_experts": 4, "moe_k": 2}),
         ("StableLM", "stablelm", SIZES),
         ("StarCoder2", "starcoder2", {**SIZES, "sliding_window": None}),
-        ("Hunyuan dense", "hunyuan_v1_dense", HEADS),
-        ("MiniMax M2", "minimax_m2", {**EXPERTS, "rotary_dim": 8}),
+        ("Hunyuan dense", "hunyuan_v1_dense", {**HEADS, "use_qk_norm": True}),
+        ("MiniMax M2", "minimax_m2", {**EXPERTS, "rotary_dim": 8, "scoring_func": "sigmoid"}),
     ]
     rows.append(("GPT-2", "gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}))
+    phi = Family("Phi-3.5-MoE", "phimoe", FULL, EXPERTS, "PhiMoEForCausalLM")
     opt = {**TIED, "word_embed_proj_dim": 32, "ffn_dim": 64}
     rows.append(("OPT", "opt", opt))
-    return [Family(name, kind, FULL, config) for name, kind, config in rows]
+    return [*(Family(name, kind, FULL, config) for name, kind, config in rows), phi]
 
 
 def _windows() -> list[Family]:
@@ -181,7 +182,10 @@ def _latents() -> list[Family]:
         ("MiniCPM3", "minicpm3", mini, None),
         ("DeepSeek V3.2", "deepseek_v3", sparse, "DeepseekV32ForCausalLM"),
     ]
-    return [Family(name, kind, MLA, config, arch) for name, kind, config, arch in rows]
+    return [
+        Family(name, kind, MLA, config, arch, bare=arch is not None)
+        for name, kind, config, arch in rows
+    ]
 
 
 def _states() -> list[Family]:
@@ -253,13 +257,13 @@ def _images() -> list[Family]:
 
 def _others() -> list[Family]:
     rows: list[tuple[str, str, dict[str, Any], str | None]] = [
-        ("Llama 4 (text of Scout and Maverick)", "llama4_text", {**EXPERTS}, None),
+        ("Llama 4", "llama4_text", EXPERTS, "Llama4ForCausalLM"),
         ("MiniMax M3", "llama", SIZES, "MiniMaxM3SparseForCausalLM"),
         ("Gemma 4", "llama", HEADS, "Gemma4ForCausalLM"),
         ("MiMo V2", "llama", HEADS, "MiMoV2FlashForCausalLM"),
         ("Kimi Linear", "llama", HEADS, "KimiLinearForCausalLM"),
     ]
-    return [Family(name, kind, OTHER, config, arch) for name, kind, config, arch in rows]
+    return [Family(name, kind, OTHER, config, arch, bare=True) for name, kind, config, arch in rows]
 
 
 FAMILIES = [*_full(), *_windows(), *_latents(), *_states(), *_images(), *_others()]

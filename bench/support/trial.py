@@ -44,7 +44,7 @@ class Trial(NamedTuple):
 def save(family: Family, folder: Path) -> str:
     """A random checkpoint of the family, or where transformers has no such class a bare config."""
     folder.mkdir(parents=True, exist_ok=True)
-    if family.architecture is not None:
+    if family.bare:
         config = {"model_type": family.model_type, "vocab_size": VOCAB, **family.config}
         config["architectures"] = [family.architecture]
         (folder / "config.json").write_text(json.dumps(config))
@@ -65,7 +65,7 @@ def _save_weights(family: Family, folder: Path) -> None:
     model = getattr(transformers, family.head).from_config(config).float()
     model.generation_config.pad_token_id = 0
     model.save_pretrained(folder)
-    _say_interval(family.config, folder / "config.json")
+    _say_as_published(family, folder / "config.json")
     if family.renamed is not None:
         _rename(folder / "model.safetensors", *family.renamed)
 
@@ -78,13 +78,15 @@ def _rename(file: Path, old: str, new: str) -> None:
     save_file(weights, file, metadata={"format": "pt"})
 
 
-def _say_interval(asked: dict[str, Any], file: Path) -> None:
-    """What published checkpoints say; transformers saves the layers' types alone."""
-    interval = asked.get("text_config", asked).get("full_attention_interval")
+def _say_as_published(family: Family, file: Path) -> None:
+    """What published configurations say and transformers does not save."""
+    saved = json.loads(file.read_text())
+    if family.architecture is not None:
+        saved["architectures"] = [family.architecture]
+    interval = family.config.get("text_config", family.config).get("full_attention_interval")
     if interval is not None:
-        saved = json.loads(file.read_text())
         saved.get("text_config", saved)["full_attention_interval"] = interval
-        file.write_text(json.dumps(saved))
+    file.write_text(json.dumps(saved))
 
 
 def _tokenizer() -> Any:
@@ -131,6 +133,12 @@ def try_family(family: Family, folder: Path) -> Trial:
             return Trial(family.name, "failed", draft, note)
         note = "the text of plain SGLang, which is not that of transformers"
     return Trial(family.name, "run", draft, note)
+
+
+def try_plain(family: Family, folder: Path) -> Trial:
+    """The same without SMC: what fails there is not SMC's."""
+    _texts(_engine(model_path=save(family, folder / "plain"), **dict(family.flags)), {})
+    return Trial(family.name, "failed", "failed")
 
 
 def _reasons(message: str) -> dict[str, str]:

@@ -91,4 +91,4 @@ class CpuRecurrentBackend(AttentionBackend):
         return outputs[self._real].unsqueeze(0)
 
     # Decode is an extend by one token.
-    forward_decode = forward_extend
+    forward_decode = forward_extend  # pyright: ignore[reportAssignmentType] -- another kind of layer

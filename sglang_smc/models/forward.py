@@ -118,7 +118,7 @@ class ParticleForward:
             seq_lens_sum=0,
             positions=positions,
             # Time, height and width, which are one thing for text.
-            mrope_positions=positions.expand(3, -1) if self._is_mrope else None,
+            mrope_positions=positions.expand(3, -1) if self._is_mrope else None,  # pyright: ignore[reportArgumentType] -- the default
             extend_seq_lens=lengths,
             extend_prefix_lens=first,
             spec_algorithm=self._runner.spec_algorithm,  # pyright: ignore[reportArgumentType] -- any registered one
