@@ -117,12 +117,18 @@ def _has_states(model: ModelConfig) -> bool:
 
 def _state_problems(server_args: Arguments, target: ModelConfig) -> list[str]:
     """What a target with recurrent states does not go with."""
-    if not _has_states(target) or server_args.disable_radix_cache:
+    if not _has_states(target):
         return []
+    refused = {
+        "without the radix cache, which would keep the state behind a prompt for that behind the "
+        "whole text. Pass --disable-radix-cache": not server_args.disable_radix_cache,
+        "without streaming sessions, which keep a turn's KV but no state behind it. Leave out "
+        "--enable-streaming-session": server_args.enable_streaming_session,
+    }
     return [
-        f"--model-path {server_args.model_path} has layers with linear attention; allowed: without "
-        "the radix cache, which would keep the state behind a prompt for that behind the whole "
-        "text. Pass --disable-radix-cache."
+        f"--model-path {server_args.model_path} has layers with linear attention; allowed: {what}."
+        for what, present in refused.items()
+        if present
     ]
 
 

@@ -212,6 +212,8 @@ def test_a_target_with_states_runs_without_the_radix_cache(
     with pytest.raises(ValueError, match=r"linear attention; .* Pass --disable-radix-cache\."):
         algorithm.validate_server_args(cached)
     algorithm.validate_server_args(free)
+    with pytest.raises(ValueError, match=r"Leave out --enable-streaming-session\."):
+        algorithm.validate_server_args(with_other(free, enable_streaming_session=True))
 
 
 def test_a_draft_with_states_is_refused(smc: dict, tmp_path: Path) -> None:
