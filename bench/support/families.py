@@ -147,9 +147,11 @@ def _full() -> list[Family]:
         ("Hunyuan dense", "hunyuan_v1_dense", {**HEADS, "use_qk_norm": True}),
         ("MiniMax M2", "minimax_m2", {**EXPERTS, "rotary_dim": 8, "scoring_func": "sigmoid"}),
     ]
-    rows.append(("GPT-2", "gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}))
+    gpt = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "tie_word_embeddings": True}
+    rows.append(("GPT-2", "gpt2", gpt))
     phi = Family("Phi-3.5-MoE", "phimoe", FULL, EXPERTS, "PhiMoEForCausalLM")
-    opt = {**TIED, "word_embed_proj_dim": 32, "ffn_dim": 64}
+    opt = {k: v for k, v in TIED.items() if k != "num_key_value_heads"}
+    opt |= {"word_embed_proj_dim": 32, "ffn_dim": 64}
     rows.append(("OPT", "opt", opt))
     return [*(Family(name, kind, FULL, config) for name, kind, config in rows), phi]
 
