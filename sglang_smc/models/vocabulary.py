@@ -83,7 +83,7 @@ def problem(target: Vocabulary, draft: Vocabulary) -> str | None:
             f"{widths}, and without tokenizers nobody can tell whether by padding alone; allowed: "
             "the same. Have a tokenizer beside each model, and leave out --skip-tokenizer-init"
         )
-    differing = {token for token, _ in target.tokens.items() ^ draft.tokens.items()}
+    differing = _differing(target, draft) - target.added - draft.added
     if differing:
         first = min(differing)
         return (
@@ -99,12 +99,28 @@ def problem(target: Vocabulary, draft: Vocabulary) -> str | None:
     return None
 
 
+def _differing(target: Vocabulary, draft: Vocabulary) -> set[str]:
+    """Tokens that have no id, or another one, on either side."""
+    of_target, of_draft = target.tokens or {}, draft.tokens or {}
+    return {token for token, _ in of_target.items() ^ of_draft.items()}
+
+
 def check(target: Vocabulary, draft: Vocabulary) -> None:
-    """Raise ValueError for a draft that has other tokens."""
+    """Raise ValueError for a draft that has other tokens.
+
+    Markers may differ, as those of R1-Distill-Llama and Llama 3.2 do: their ids are scored as any.
+    """
     found = problem(target, draft)
     if found is not None:
         raise ValueError(
             f"--speculative-draft-model-path: {found}. Choose a draft of the target's family."
+        )
+    if target.tokens and draft.tokens and (markers := _differing(target, draft)):
+        logger.warning(
+            "%d markers differ between target and draft, such as %r: at the target's own the draft "
+            "guesses, which costs speed there and changes no law that verification keeps.",
+            len(markers),
+            min(markers),
         )
 
 
