@@ -191,16 +191,24 @@ def _latents() -> list[Family]:
 
 
 def _states() -> list[Family]:
-    mamba = {**HEADS, "num_hidden_layers": 2}
-    rows: list[tuple[str, str, dict[str, Any], tuple[tuple[str, Any], ...]]] = [
-        ("Qwen3.5 text, dense", "qwen3_5_text", DELTA, NO_CACHE),
-        ("Qwen3-Next", "qwen3_next", {**DELTA, **EXPERTS, "num_hidden_layers": 4}, NO_CACHE),
-        ("Granite 4 hybrid", "granitemoehybrid", mamba, ()),
-        ("Falcon H1", "falcon_h1", mamba, ()),
-        ("Nemotron-H", "nemotron_h", mamba, ()),
-        ("LFM2", "lfm2", mamba, ()),
+    served: list[tuple[str, str, dict[str, Any]]] = [
+        ("Qwen3.5, dense, text class", "qwen3_5_text", DELTA),
+        ("Qwen3-Next", "qwen3_next", {**DELTA, **EXPERTS, "num_hidden_layers": 4}),
     ]
-    return [Family(name, kind, STATE, config, flags=flags) for name, kind, config, flags in rows]
+    others = {
+        "Granite 4 hybrid": ("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
+        "Falcon H1": ("falcon_h1", "FalconH1ForCausalLM"),
+        "Nemotron-H": ("nemotron_h", "NemotronHForCausalLM"),
+        "LFM2": ("lfm2", "Lfm2ForCausalLM"),
+    }
+    long = {"max_position_embeddings": 512}
+    return [
+        *(Family(name, kind, STATE, config, flags=NO_CACHE) for name, kind, config in served),
+        *(
+            Family(name, kind, STATE, long, architecture, bare=True, flags=NO_CACHE)
+            for name, (kind, architecture) in others.items()
+        ),
+    ]
 
 
 def _images() -> list[Family]:
@@ -241,7 +249,11 @@ def _images() -> list[Family]:
         ),
     ]
     rows.append(
-        ("Qwen3.5, dense", "qwen3_5", {**places, "text_config": states, "vision_config": deep})
+        (
+            "Qwen3.5, dense, as published",
+            "qwen3_5",
+            {**places, "text_config": states, "vision_config": deep},
+        )
     )
     return [
         Family(

@@ -120,9 +120,10 @@ def try_family(family: Family, folder: Path) -> Trial:
         draft, note = "run" if kept else "failed", ""
     except ValueError as error:
         reasons = _reasons(str(error))
-        if "--speculative-draft-model-path" not in reasons or "--model-path" in reasons:
-            note = reasons.get("--model-path", str(error).splitlines()[-1])
-            return Trial(family.name, "refused", "refused", note)
+        if not reasons:  # no refusal of SMC's
+            raise
+        if "--model-path" in reasons:
+            return Trial(family.name, "refused", "refused", reasons["--model-path"])
         texts, _ = _with_smc(family, path, save(FAMILIES[0], folder / "llama"))
         draft, note = "refused", f"as a draft: {reasons['--speculative-draft-model-path']}"
     if any(text != _transformers(family, path) for text in texts.values()):

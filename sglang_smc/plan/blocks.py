@@ -1,4 +1,4 @@
-"""What is not as in a dense decoder: windows, latent attention, mixtures of experts."""
+"""What is not as in a dense decoder: windows, latents, experts, recurrent states."""
 
 from __future__ import annotations
 
@@ -33,6 +33,43 @@ class Windows:
         """Of ``context`` tokens, how many a query sees in a layer on average."""
         within = min(context, self.size)
         return (self.layers * within + (num_layers - self.layers) * context) / num_layers
+
+
+#: Architectures whose layers attend linearly, but each so-manieth.
+RECURRENT = ("Qwen3_5ForCausalLM",)
+RECURRENT_REQUIRED = (
+    *("linear_num_key_heads", "linear_num_value_heads"),
+    *("linear_key_head_dim", "linear_value_head_dim", "full_attention_interval"),
+)
+STATE_NUMBER_BYTES = 4  # SGLang's --mamba-ssm-dtype, by default
+
+
+@dataclass(frozen=True)
+class States:
+    """Layers that attend linearly, by a gated delta rule: a matrix for each value head."""
+
+    layers: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def bytes(self) -> int:
+        """Of one text, in all layers."""
+        one = self.value_heads * self.key_dim * self.value_dim
+        return self.layers * one * STATE_NUMBER_BYTES
+
+    @property
+    def flops(self) -> int:
+        """Operations for one token in all layers: decay, S k, the update and S q."""
+        return 8 * self.bytes // STATE_NUMBER_BYTES
+
+    def parameters(self, hidden_size: int) -> int:
+        """Weights of one layer's projections."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        queries_keys_values_gate = 2 * keys + 2 * values
+        return hidden_size * (queries_keys_values_gate + 2 * self.value_heads + values)
 
 
 @dataclass(frozen=True)
@@ -115,3 +152,15 @@ def windows_of(config: Mapping[str, Any]) -> Windows:
     all_but = num_layers - num_layers // pattern
     count = types.count("sliding_attention") if types else all_but
     return Windows(count, config["sliding_window"])
+
+
+def states_of(config: Mapping[str, Any]) -> States:
+    """From a configuration of the `RECURRENT`."""
+    num_layers = config["num_hidden_layers"]
+    return States(
+        layers=num_layers - num_layers // config["full_attention_interval"],
+        key_heads=config["linear_num_key_heads"],
+        value_heads=config["linear_num_value_heads"],
+        key_dim=config["linear_key_head_dim"],
+        value_dim=config["linear_value_head_dim"],
+    )

@@ -60,6 +60,14 @@ def kv_slots(target: ModelShape, draft: ModelShape, num_bytes: float) -> int:
     return int(left / (target.kv_bytes_per_token + draft.kv_bytes_per_token))
 
 
+def state_bytes(target: ModelShape, config: SMCConfig, most_running: int) -> int:
+    """Recurrent states of all requests that may run: SGLang's own, and particles' or columns'."""
+    if target.states is None:
+        return 0
+    of_request = 1 + max(config.num_particles, config.num_steps + 1)
+    return most_running * of_request * target.states.bytes
+
+
 def memory_table(
     target: ModelShape,
     draft: ModelShape,
@@ -83,7 +91,8 @@ def memory_table(
         static_fraction: --mem-fraction-static.
     """
     slot = target.kv_bytes_per_token + draft.kv_bytes_per_token
-    num_slots = kv_slots(target, draft, capacity * static_fraction - ASIDE_BYTES)
+    aside = ASIDE_BYTES + state_bytes(target, config, most_running)
+    num_slots = kv_slots(target, draft, capacity * static_fraction - aside)
     if num_slots < 1:
         return None
     sizes = Sizes(

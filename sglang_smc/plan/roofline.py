@@ -126,10 +126,16 @@ def forward(name: str, shape: ModelShape, rows: Rows, num_tokens: int, num_logit
         + shape.attention_flops * rows.count * keys
         + 2 * shape.head_parameters * logits
     )
+    states = 0.0
+    if shape.states is not None:  # rolled over what was kept of the last columns, then on
+        turns = 1 if num_tokens == 1 else 2
+        states = 2 * turns * rows.count * shape.states.bytes
+        flops += turns * rows.count * num_tokens * shape.states.flops
+    kv = (rows.kv_tokens(shape) + rows.count * num_tokens) * shape.kv_bytes_per_token
     return Pass(
         name,
         weights=shape.bytes_read(rows.count * num_tokens),
-        kv=(rows.kv_tokens(shape) + rows.count * num_tokens) * shape.kv_bytes_per_token,
+        kv=kv + states,
         logits=LOGIT_BYTES * shape.vocab_size * logits,
         flops=flops,
     )

@@ -9,10 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from sglang_smc.plan import blocks
-from sglang_smc.plan.blocks import Experts, Latents, Windows
+from sglang_smc.plan.blocks import Experts, Latents, States, Windows
 
 #: Attention with grouped heads, a gated MLP of three matrices, and an LM head.
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+#: Classes that take images, too, and the one that their decoder would be of.
+TEXT_OF_IMAGES = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+    "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+}
 REQUIRED = (
     "num_hidden_layers",
     "hidden_size",
@@ -41,6 +48,9 @@ class ModelShape:
     latents: Latents | None = None  # in place of heads with keys of their own
     experts: Experts | None = None  # in place of the MLP
     windows: Windows | None = None  # of some layers
+    states: States | None = (
+        None  # of some layers, in place of keys; queries of the others are gated
+    )
 
     @property
     def layer_parameters(self) -> int:
@@ -56,13 +66,22 @@ class ModelShape:
             one = self.experts.parameters(self.hidden_size, routed)
             sparse = (self.num_layers - num_dense) * one
         dense = 3 * num_dense * self.hidden_size * self.intermediate_size
-        return self.num_layers * self._attention_parameters + dense + sparse
+        attention = self._attending_layers * self._attention_parameters
+        if self.states is not None:
+            attention += self.states.layers * self.states.parameters(self.hidden_size)
+        return attention + dense + sparse
+
+    @property
+    def _attending_layers(self) -> int:
+        """Layers that keep keys, or latents."""
+        return self.num_layers - (self.states.layers if self.states else 0)
 
     @property
     def _attention_parameters(self) -> int:
         if self.latents is not None:
             return self.latents.parameters(self.hidden_size, self.num_heads)
-        queries = 2 * self.num_heads * self.head_dim  # and the output projection
+        projections = 2 if self.states is None else 3  # queries, the output, and a gate of it
+        queries = projections * self.num_heads * self.head_dim
         keys_and_values = 2 * self.num_kv_heads * self.head_dim
         return self.hidden_size * (queries + keys_and_values)
 
@@ -110,14 +129,14 @@ class ModelShape:
     def kv_bytes_per_token(self) -> float:
         if self.latents is not None:
             return self.num_layers * self.latents.copies * self.latents.width * self.kv_bytes
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_bytes
+        return 2 * self._attending_layers * self.num_kv_heads * self.head_dim * self.kv_bytes
 
     @property
     def attention_flops(self) -> int:
         """Operations for one query and one key, in all layers: score and weighted value."""
         if self.latents is not None:
             return self.num_layers * self.latents.flops(self.num_heads)
-        return 4 * self.num_layers * self.num_heads * self.head_dim
+        return 4 * self._attending_layers * self.num_heads * self.head_dim
 
     def seen(self, context: float) -> float:
         """Of ``context`` tokens, how many a query attends to in a layer on average."""
@@ -126,7 +145,8 @@ class ModelShape:
     def flops_per_token(self, context: float) -> float:
         """Operations to decode one token that attends to ``context`` tokens."""
         weights = self.active_parameters + self.head_parameters
-        return 2 * weights + self.attention_flops * self.seen(context)
+        states = self.states.flops if self.states else 0
+        return 2 * weights + self.attention_flops * self.seen(context) + states
 
     def on_devices(self, count: int) -> ModelShape:
         """The model on so many devices that split every pass: each has latents of its own."""
@@ -197,6 +217,7 @@ def _read(source: str | Path | Mapping[str, Any]) -> ModelShape:
 
 
 def _parse(config: Mapping[str, Any]) -> ModelShape:
+    config = _text_of(config)
     _refuse_unknown(config)
     heads = config["num_attention_heads"]
     return ModelShape(
@@ -217,22 +238,38 @@ def _unlike_dense(config: Mapping[str, Any]) -> dict[str, Any]:
     name = config["architectures"][0]
     if name in blocks.WINDOWED:
         return {"windows": blocks.windows_of(config)}
+    if name in blocks.RECURRENT:
+        return {"states": blocks.states_of(config)}
     if name not in blocks.ARCHITECTURES:
         return {}
     return {"latents": blocks.latents_of(config), "experts": blocks.experts_of(config)}
 
 
+def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The decoder within a class that takes images, as a configuration of its own."""
+    name = (config.get("architectures") or ["none"])[0]
+    if name not in TEXT_OF_IMAGES:
+        return config
+    shared = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+    return {**shared, **config["text_config"], "architectures": [TEXT_OF_IMAGES[name]]}
+
+
 def _refuse_unknown(config: Mapping[str, Any]) -> None:
     name = (config.get("architectures") or ["none"])[0]
-    if name not in (*ARCHITECTURES, *blocks.ARCHITECTURES, *blocks.WINDOWED):
+    required = {
+        **dict.fromkeys(ARCHITECTURES, ()),
+        **dict.fromkeys(blocks.ARCHITECTURES, blocks.REQUIRED),
+        **dict.fromkeys(blocks.WINDOWED, ("sliding_window",)),
+        **dict.fromkeys(blocks.RECURRENT, blocks.RECURRENT_REQUIRED),
+    }
+    if name not in required:
         raise ValueError(
             f"The configuration's architecture is {name}. Planned for are dense decoders, "
-            f"{', '.join(ARCHITECTURES)}, with windows {', '.join(blocks.WINDOWED)}, and of "
-            f"latent attention and experts {', '.join(blocks.ARCHITECTURES)}."
+            f"{', '.join(ARCHITECTURES)}, with windows {', '.join(blocks.WINDOWED)}, of latent "
+            f"attention and experts {', '.join(blocks.ARCHITECTURES)}, with states "
+            f"{', '.join(blocks.RECURRENT)}, and with images {', '.join(TEXT_OF_IMAGES)}."
         )
-    required = REQUIRED + (blocks.REQUIRED if name in blocks.ARCHITECTURES else ())
-    required += ("sliding_window",) if name in blocks.WINDOWED else ()
-    missing = [key for key in required if not isinstance(config.get(key), int)]
+    missing = [key for key in REQUIRED + required[name] if not isinstance(config.get(key), int)]
     if missing:
         raise ValueError(f"The configuration says no whole number for {', '.join(missing)}.")
     windowed = name in blocks.WINDOWED

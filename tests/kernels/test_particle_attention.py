@@ -210,11 +210,14 @@ class Calls(TorchDispatchMode):
 class Launch:
     """Stands in for a kernel, and keeps what it was to be launched with."""
 
+    count = 0
+
     def __getitem__(self, grid: tuple[int]) -> Any:
         return self
 
     def __call__(self, *arguments: Any, **options: Any) -> None:
         self.arguments = arguments
+        self.count += 1
 
 
 def beside_keys_and_values(case: Case) -> torch.Tensor:
@@ -234,14 +237,22 @@ def test_queries_may_stand_beside_keys_and_values(shape: dict[str, int]) -> None
     case.assert_close(output)
 
 
-def test_queries_beside_keys_and_values_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = Launch()
+@pytest.mark.parametrize(
+    "layer",
+    [{}, {"window": 9, "softmax": Softmax(SCALING, cap=2.0, sinks=torch.zeros(4))}],
+    ids=["plain", "with all there is"],
+)
+def test_a_layer_takes_two_launches_and_copies_nothing(
+    monkeypatch: pytest.MonkeyPatch, layer: dict[str, Any]
+) -> None:
+    """Queries stand beside keys and values, too."""
+    attend, joined = Launch(), Launch()
     monkeypatch.setattr(kernel, "_attend_spans", attend)
-    monkeypatch.setattr(join, "_join_spans", Launch())
-    case = make_case([40, 5], [[3, -1], [0, 2]], num_columns=2)
+    monkeypatch.setattr(join, "_join_spans", joined)
+    case = make_case([40, 5], [[3, -1], [0, 2]], num_columns=2, **layer)
     query = beside_keys_and_values(case)
     arguments = arguments_of(case._replace(query=query))
     with Calls() as calls:
         kernel.particle_attention(**arguments)
-    assert calls.names == []
+    assert (attend.count, joined.count, calls.names) == (1, 1, [])
     assert attend.arguments[0].data_ptr() == query.data_ptr()

@@ -159,3 +159,49 @@ def test_layers_with_a_window_read_the_end_of_a_prefix(said: Any, windowed: int)
 def test_gemma_3_has_the_weights_of_its_name() -> None:
     """1.0 billion, of which 0.3 are the table."""
     assert from_config(GEMMA).num_parameters == pytest.approx(1.0e9, rel=0.03)
+
+
+#: 27 billion weights, by the sizes that the model's card has.
+QWEN: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "tie_word_embeddings": False,
+    "text_config": {
+        "num_hidden_layers": 64,
+        "hidden_size": 5120,
+        "intermediate_size": 17_408,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 248_320,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "full_attention_interval": 4,
+    },
+}
+
+
+def test_a_state_takes_the_place_of_keys() -> None:
+    shape = from_config(QWEN)
+    assert shape.num_parameters == pytest.approx(27e9, rel=0.02)
+    assert shape.kv_bytes_per_token == 2 * 16 * 4 * 256 * 2, "of a quarter of the layers"
+    assert shape.states is not None
+    assert shape.states.bytes == 48 * 48 * 128 * 128 * 4
+
+
+@pytest.mark.parametrize(("num_tokens", "moves"), [(1, 2), (9, 4)])
+def test_a_pass_moves_each_state(num_tokens: int, moves: int) -> None:
+    """Read and written once to decode; twice where kept columns are caught up with first."""
+    shape = from_config(QWEN)
+    assert shape.states is not None
+    rows = Rows(batch=2, num_particles=4, context=100, tail=0, shared_prefix=True)
+    found = forward("verify", shape, rows, num_tokens, num_tokens)
+    tokens = 2 * 100 + 8 * num_tokens
+    assert found.kv == tokens * shape.kv_bytes_per_token + moves * 8 * shape.states.bytes
+
+
+def test_the_decoder_of_a_class_with_images_is_planned_for() -> None:
+    text = {key: value for key, value in GEMMA.items() if key != "architectures"}
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    assert from_config(config) == from_config(GEMMA)

@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.plan.memory import LOGIT_BYTES, memory_table, round_bytes
+from sglang_smc.plan.blocks import States
+from sglang_smc.plan.memory import LOGIT_BYTES, memory_table, round_bytes, state_bytes
 from sglang_smc.plan.shapes import BUILT_IN
 from sglang_smc.recording.sizes import plan_sizes
 from sglang_smc.round.batch import shape_of_any
@@ -110,3 +112,13 @@ def test_a_default_server_fits_beside_sglangs_own_reserve(mode: str, read: dict)
     print(f"{taken / 2**30:.1f} of {read['reserved'] / 2**10:.1f} GiB")
     assert most == 48
     assert taken + FOR_PREFILL < read["reserved"] << 20
+
+
+def test_states_of_all_requests_are_kept_aside() -> None:
+    """One that SGLang has, and one for each particle, or each column if these are more."""
+    states = States(layers=2, key_heads=1, value_heads=3, key_dim=4, value_dim=5)
+    target = replace(BUILT_IN["llama-3.1-8b"], states=states)
+    assert states.bytes == 2 * 3 * 4 * 5 * 4
+    assert state_bytes(target, SMCConfig(num_particles=4, num_steps=7), 10) == 10 * 9 * 480
+    assert state_bytes(target, SMCConfig(num_particles=12, num_steps=7), 10) == 10 * 13 * 480
+    assert state_bytes(BUILT_IN["llama-3.1-8b"], SMCConfig(), 10) == 0
