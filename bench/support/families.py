@@ -182,7 +182,7 @@ def _latents() -> list[Family]:
         ("DeepSeek V3, V3.1, R1; Kimi K2 by its class", "deepseek_v3", v3, None),
         ("GLM-4.7-Flash", "glm4_moe_lite", flash, None),
         ("MiniCPM3", "minicpm3", mini, None),
-        ("DeepSeek V3.2", "deepseek_v3", sparse, "DeepseekV32ForCausalLM"),
+        ("DeepSeek V3.2", "deepseek_v3", sparse, "DeepseekV3ForCausalLM"),
     ]
     return [
         Family(name, kind, MLA, config, arch, bare=arch is not None)
@@ -199,9 +199,12 @@ def _states() -> list[Family]:
         "Granite 4 hybrid": ("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
         "Falcon H1": ("falcon_h1", "FalconH1ForCausalLM"),
         "Nemotron-H": ("nemotron_h", "NemotronHForCausalLM"),
+        "Kimi Linear": ("kimi_linear", "KimiLinearForCausalLM"),
         "LFM2": ("lfm2", "Lfm2ForCausalLM"),
     }
-    long = {"max_position_embeddings": 512}
+    linear = {"num_heads": 2, "head_dim": 8, "short_conv_kernel_size": 4}
+    linear |= {"kda_layers": [1], "full_attn_layers": [2]}
+    long = {**LATENT, "num_hidden_layers": 2, "linear_attn_config": linear}  # what some insist on
     return [
         *(Family(name, kind, STATE, config, flags=NO_CACHE) for name, kind, config in served),
         *(
@@ -274,8 +277,6 @@ def _others() -> list[Family]:
         ("Llama 4", "llama4_text", EXPERTS, "Llama4ForCausalLM"),
         ("MiniMax M3", "llama", SIZES, "MiniMaxM3SparseForCausalLM"),
         ("Gemma 4", "llama", HEADS, "Gemma4ForCausalLM"),
-        ("MiMo V2", "llama", HEADS, "MiMoV2FlashForCausalLM"),
-        ("Kimi Linear", "llama", HEADS, "KimiLinearForCausalLM"),
     ]
     return [Family(name, kind, OTHER, config, arch, bare=True) for name, kind, config, arch in rows]
 
