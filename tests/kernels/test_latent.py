@@ -9,7 +9,7 @@ import torch
 import triton
 from particle_cases import SCALING, Case, make_case
 from sglang.srt.layers.radix_attention import RadixAttention
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch_calls import Calls, Launch
 
 from sglang_smc.kernels.attention import join
 from sglang_smc.kernels.attention import latent as kernel
@@ -173,35 +173,6 @@ def test_work_is_cut_until_the_device_is_busy(size: int, columns: int) -> None:
     assert waves / -(-waves // 1) > 0.8
     assert work.tail_spans * work.tail_span >= 265
     assert work.prefix_spans + work.tail_spans <= kernel.MAX_SPANS
-
-
-class Calls(TorchDispatchMode):
-    """Notes the torch calls that touch memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        if not func.is_view and func.overloadpacket.__name__ != "new_empty":
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-class Launch:
-    """Stands in for a kernel, and counts how often it was to be launched."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __getitem__(self, grid: tuple[int]) -> Any:
-        assert all(isinstance(extent, int) for extent in grid)
-        return self
-
-    def __call__(self, *arguments: Any, **options: Any) -> None:
-        self.count += 1
 
 
 def test_a_layer_takes_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from particle_cases import SCALING, Case, make_case
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch_calls import Calls, Launch
 
 from sglang_smc.kernels.attention import join, work
 from sglang_smc.kernels.attention import particle_attention as kernel
@@ -190,34 +190,6 @@ def test_arguments_may_be_views() -> None:
     }
     query = case.query.transpose(0, 3).contiguous().transpose(0, 3)
     case.assert_close(run_kernel(case._replace(query=query, **columns)))
-
-
-class Calls(TorchDispatchMode):
-    """Notes the torch calls that touch memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        if not func.is_view and func.overloadpacket.__name__ != "new_empty":
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-class Launch:
-    """Stands in for a kernel, and keeps what it was to be launched with."""
-
-    count = 0
-
-    def __getitem__(self, grid: tuple[int]) -> Any:
-        return self
-
-    def __call__(self, *arguments: Any, **options: Any) -> None:
-        self.arguments = arguments
-        self.count += 1
 
 
 def beside_keys_and_values(case: Case) -> torch.Tensor:

@@ -11,7 +11,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch_calls import Calls, Launch
 
 from sglang_smc.models import supported
 from sglang_smc.models.attention import KVLocations
@@ -129,22 +129,6 @@ def test_what_the_model_is_told() -> None:
     assert torch.equal(h.model.batch.out_cache_loc, h.slots.flatten())
 
 
-class Calls(TorchDispatchMode):
-    """Notes the torch calls that touch memory: on a GPU each is a launch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        name = func.overloadpacket.__name__
-        if not func.is_view and name != "_unsafe_view":
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(
     ("num_columns", "mode", "names"),
     [
@@ -194,14 +178,6 @@ def test_unsupported_layers_are_refused() -> None:
         h.run("next_logits")
 
 
-class NoLaunch:
-    """Stands in for a kernel: takes any grid that the host can compute, and writes nothing."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        assert all(isinstance(extent, int) for extent in grid)
-        return lambda *arguments, **options: None
-
-
 @pytest.mark.parametrize("name", ["next_logits", "chain_logits"])
 @pytest.mark.parametrize("num_columns", [1, 2, 9])
 def test_with_triton_nothing_waits_for_the_device(
@@ -209,7 +185,7 @@ def test_with_triton_nothing_waits_for_the_device(
 ) -> None:
     """Tensors without data run through all of it; they refuse to tell the host a value."""
     for launched in ("particle_attention._attend_spans", "join._join_spans"):
-        monkeypatch.setattr(f"sglang_smc.kernels.attention.{launched}", NoLaunch())
+        monkeypatch.setattr(f"sglang_smc.kernels.attention.{launched}", Launch())
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     waiting, h = (fake(Harness(case(num_columns), how), mode) for how in ("torch", "triton"))
     with mode:
