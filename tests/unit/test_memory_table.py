@@ -90,9 +90,14 @@ def test_requests_are_counted_by_what_fits_into_a_short_context() -> None:
 def test_what_stands_in_tensors_is_counted_through_tuples_and_objects() -> None:
     one = torch.zeros(3, dtype=torch.int64)
     assert tensor_bytes(SimpleNamespace(a=one, b=(one, {"c": one}), d="text", e=None)) == 72
-    keys = torch.zeros(7, 2, 8, dtype=torch.bfloat16)
-    pool = SimpleNamespace(start_layer=0, layer_num=3, get_key_buffer=lambda _: keys)
-    assert slot_bytes(pool) == 2 * 3 * 2 * 8 * 2
+
+
+def test_latents_are_keys_and_values_at_once() -> None:
+    keys, values = (torch.zeros(7, 2, 8, dtype=torch.bfloat16) for _ in range(2))
+    parts = {"get_key_buffer": lambda _: keys, "get_value_buffer": lambda _: values}
+    assert slot_bytes(SimpleNamespace(start_layer=0, layer_num=3, **parts)) == 2 * 3 * 2 * 8 * 2
+    parts["get_value_buffer"] = lambda _: keys[..., :4]
+    assert slot_bytes(SimpleNamespace(start_layer=0, layer_num=3, **parts)) == 3 * 2 * 8 * 2
 
 
 class Adder(SimpleNamespace):
