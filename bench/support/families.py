@@ -204,11 +204,20 @@ def _states() -> list[Family]:
     }
     linear = {"num_heads": 2, "head_dim": 8, "short_conv_kernel_size": 4}
     linear |= {"kda_layers": [1], "full_attn_layers": [2]}
-    long = {**LATENT, "num_hidden_layers": 2, "linear_attn_config": linear}  # what some insist on
+    of_kimi = {**LATENT, "num_hidden_layers": 2, "linear_attn_config": linear}
+    usual = {"max_position_embeddings": 512}
     return [
         *(Family(name, kind, STATE, config, flags=NO_CACHE) for name, kind, config in served),
         *(
-            Family(name, kind, STATE, long, architecture, bare=True, flags=NO_CACHE)
+            Family(
+                name,
+                kind,
+                STATE,
+                of_kimi if kind == "kimi_linear" else usual,
+                architecture,
+                bare=True,
+                flags=NO_CACHE,
+            )
             for name, (kind, architecture) in others.items()
         ),
     ]

@@ -146,7 +146,12 @@ def _reasons(message: str) -> dict[str, str]:
     """Why models are refused, by flag."""
     lines = [line.removeprefix("  - ") for line in message.splitlines()]
     told = [line for line in lines if line.startswith("--") and " has " in line]
-    return {line.split()[0]: line.partition(" has ")[2].partition(";")[0] for line in told}
+    return {line.split()[0]: _short(line.partition(" has ")[2]) for line in told}
+
+
+def _short(reason: str) -> str:
+    """What it is about a model, without what else there is."""
+    return reason.partition(";")[0].partition(", which")[0]
 
 
 def _engine(**arguments: Any) -> Any:
