@@ -174,7 +174,7 @@ def _latent_limits(model: ModelConfig) -> Iterator[str]:
     text, names = model.hf_text_config, model.hf_config.architectures or ["none"]
     if is_deepseek_dsa(model.hf_config):
         yield f"sparse attention (DSA, index_topk is {text.index_topk})"
-    elif names[0].removesuffix("NextN") not in _LATENT:  # a draft's may have been renamed
+    elif names[0] not in _LATENT:
         known = ", ".join(sorted(_LATENT))
         yield f"latent attention (MLA) of {names[0]}, which is not one of {known}"
     if getattr(text, "llama_4_scaling", None):
