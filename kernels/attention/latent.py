@@ -14,13 +14,7 @@ import triton.language as tl
 
 from sglang_smc.kernels.attention.join import join_spans
 from sglang_smc.kernels.attention.particle_attention import LOG2_E
-from sglang_smc.kernels.attention.work import (
-    MAX_SPANS,
-    MAX_TAIL_SPANS,
-    TAIL_SPAN,
-    WorkSplit,
-    fewest_spans,
-)
+from sglang_smc.kernels.attention.work import Blocks, WorkSplit, cut
 
 BLOCK_KEYS = 32
 MAX_ROWS = 64  # of a block of queries
@@ -64,12 +58,12 @@ def latent_attention(
     size, num_particles, num_columns, heads, width = query.shape
     rope = width - rank
     check_sizes(query.dtype, rank, rope)
-    cut = cut_work(query.shape, rank, max_prefix, max_tail)
-    num_prefix = size * cut.prefix_blocks * cut.prefix_spans
-    num_tail = size * num_particles * cut.tail_blocks * cut.tail_spans
+    split = cut_work(query.shape, rank, max_prefix, max_tail)
+    num_prefix = size * split.prefix_blocks * split.prefix_spans
+    num_tail = size * num_particles * split.tail_blocks * split.tail_spans
 
     # Every query has a partial result from each span: [spans, G * N * C, heads, ...].
-    spans = cut.prefix_spans + cut.tail_spans
+    spans = split.prefix_spans + split.tail_spans
     tokens = size * num_particles * num_columns
     partial = query.new_empty(spans, tokens, heads, rank, dtype=torch.float32)
     log_sums = query.new_empty(spans, tokens, heads, dtype=torch.float32)
@@ -86,7 +80,7 @@ def latent_attention(
         num_particles,
         tokens,
         num_prefix,
-        *cut[4:],  # blocks and spans
+        *split[4:],  # blocks and spans
         *(*queries.stride()[:2], latents.stride(0), req_to_token.stride(0), tails.shape[1]),
         num_columns=num_columns,
         heads=heads,
@@ -94,10 +88,10 @@ def latent_attention(
         rope=rope,
         block_rank=max(16, triton.next_power_of_2(rank)),
         block_rope=max(16, triton.next_power_of_2(rope)),
-        block_rows=cut.block_rows,
-        block_keys=cut.block_keys,
-        num_warps=cut.num_warps,
-        num_stages=cut.num_stages,
+        block_rows=split.block_rows,
+        block_keys=split.block_keys,
+        num_warps=split.num_warps,
+        num_stages=split.num_stages,
     )
     join_spans(partial, log_sums, output)
     return output
@@ -123,24 +117,9 @@ def cut_work(shape: torch.Size, rank: int, max_prefix: int, max_tail: int) -> Wo
 
     A program takes the room of two of those.
     """
-    size, num_particles, num_columns, heads, _ = shape
-    own_rows = num_columns * heads
-    block_rows = min(MAX_ROWS, max(16, triton.next_power_of_2(num_particles * own_rows)))
-    prefix_blocks = triton.cdiv(num_particles * own_rows, block_rows)
-    tail_span = TAIL_SPAN * triton.cdiv(max_tail, TAIL_SPAN * MAX_TAIL_SPANS)
-    tail_spans = triton.cdiv(max_tail, tail_span)
-    most = min(MAX_SPANS - tail_spans, triton.cdiv(max_prefix, BLOCK_KEYS))
-    return WorkSplit(
-        block_rows=block_rows,
-        block_keys=BLOCK_KEYS,
-        num_warps=max(4, triton.next_power_of_2(rank) // VALUES_PER_WARP),
-        num_stages=NUM_STAGES,
-        prefix_blocks=prefix_blocks,
-        prefix_spans=fewest_spans(2 * size * prefix_blocks, most),
-        tail_blocks=triton.cdiv(own_rows, block_rows),
-        tail_spans=tail_spans,
-        tail_span=tail_span,
-    )
+    num_warps = max(4, triton.next_power_of_2(rank) // VALUES_PER_WARP)
+    blocks = Blocks(BLOCK_KEYS, MAX_ROWS, num_warps, NUM_STAGES)
+    return cut(shape, 1, blocks, max_prefix, max_tail, room=2)
 
 
 # What differs from batch to batch is not to be compiled in.

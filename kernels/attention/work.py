@@ -7,12 +7,22 @@ from typing import NamedTuple
 import torch
 import triton
 
-# By the bytes of an element: keys of a block, queries of it at the most, warps that share it, and
-# stages. Keys are found by slots that are loaded first. With fewer stages the pipeline asks for a
-# block's keys only after the block before it is done; with five they are under way by then.
-BLOCKS = {2: (64, 64, 4, 5), 4: (32, 32, 8, 5)}
+
+class Blocks(NamedTuple):
+    """What one program looks at together, and what runs it."""
+
+    keys: int
+    most_rows: int  # of queries
+    num_warps: int
+    # Keys are found by slots that are loaded first. With fewer stages the pipeline asks for a
+    # block's keys only after the block before it is done; with five they are under way by then.
+    num_stages: int
+
+
+# By the bytes of an element.
+BLOCKS = {2: Blocks(64, 64, 4, 5), 4: Blocks(32, 32, 8, 5)}
 # The same for heads of more than 128 dimensions: what fits on the chip of an A100.
-WIDE_BLOCKS = {2: (32, 32, 8, 3), 4: (16, 16, 8, 3)}
+WIDE_BLOCKS = {2: Blocks(32, 32, 8, 3), 4: Blocks(16, 16, 8, 3)}
 NARROW = 128
 MAX_HEAD_DIM = 256
 # What one program joins is a single tile, spans * head_dim: 32 numbers a thread at the most.
@@ -40,34 +50,48 @@ class WorkSplit(NamedTuple):
 def cut_work(
     shape: torch.Size, kv_heads: int, element_size: int, max_prefix: int, max_tail: int
 ) -> WorkSplit:
-    """Cut up the work for queries ``[G, N, C, q_heads, head_dim]`` of so many bytes a number.
+    """Cut up the work for queries ``[G, N, C, q_heads, head_dim]`` of so many bytes a number."""
+    blocks = (BLOCKS if shape[4] <= NARROW else WIDE_BLOCKS)[element_size]
+    return cut(shape, kv_heads, blocks, max_prefix, max_tail)
+
+
+def cut(
+    shape: torch.Size,
+    kv_heads: int,
+    blocks: Blocks,
+    max_prefix: int,
+    max_tail: int,
+    room: int = 1,
+) -> WorkSplit:
+    """Cut up the work for queries ``[G, N, C, q_heads, ...]`` into programs of such blocks.
 
     A prefix is cut into as few spans as keep the device busy, no shorter than a block of keys, and
     never into more than can be joined at once: `MAX_SPANS`, those of a tail among them.
+
+    Args:
+        room: that a program takes on a multiprocessor, of the two that it has.
     """
-    size, num_particles, num_columns, q_heads, head_dim = shape
+    size, num_particles, num_columns, q_heads, _ = shape
     own_rows = num_columns * q_heads // kv_heads
-    blocks = BLOCKS if head_dim <= NARROW else WIDE_BLOCKS
-    block_keys, most_rows, num_warps, num_stages = blocks[element_size]
-    block_rows = min(most_rows, max(16, triton.next_power_of_2(num_particles * own_rows)))
+    block_rows = min(blocks.most_rows, max(16, triton.next_power_of_2(num_particles * own_rows)))
     prefix_blocks = triton.cdiv(num_particles * own_rows, block_rows)
     tail_span = TAIL_SPAN * triton.cdiv(max_tail, TAIL_SPAN * MAX_TAIL_SPANS)
     tail_spans = triton.cdiv(max_tail, tail_span)
-    most = min(MAX_SPANS - tail_spans, triton.cdiv(max_prefix, block_keys))
+    most = min(MAX_SPANS - tail_spans, triton.cdiv(max_prefix, blocks.keys))
     return WorkSplit(
         block_rows=block_rows,
-        block_keys=block_keys,
-        num_warps=num_warps,
-        num_stages=num_stages,
+        block_keys=blocks.keys,
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
         prefix_blocks=prefix_blocks,
-        prefix_spans=fewest_spans(size * kv_heads * prefix_blocks, most),
+        prefix_spans=_fewest_spans(room * size * kv_heads * prefix_blocks, most),
         tail_blocks=triton.cdiv(own_rows, block_rows),
         tail_spans=tail_spans,
         tail_span=tail_span,
     )
 
 
-def fewest_spans(programs: int, most: int) -> int:
+def _fewest_spans(programs: int, most: int) -> int:
     """The smallest number of spans that is nearly as good as any, ``most`` at most.
 
     Of each span there are so many ``programs``, all with equal work. They run in waves, and one

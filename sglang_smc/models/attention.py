@@ -133,33 +133,8 @@ class ParticleAttention(AttentionBackend):
         num_columns: int,
         window: int | None,
     ) -> "Attend":
-        plan = self._shared_prefix(locations, starts, num_columns, window)
-        return partial(shared_prefix_attention, plan=plan)
-
-    def _plan_triton(
-        self,
-        locations: KVLocations,
-        starts: torch.Tensor,
-        num_columns: int,
-        window: int | None,
-    ) -> "Attend":
-        from sglang_smc.kernels.attention.particle_attention import particle_attention
-
-        places = self._places(locations, starts)
-        return lambda query, keys, values, softmax: particle_attention(
-            query, keys, values, window=window, **places, **softmax._asdict()
-        )
-
-    def _shared_prefix(
-        self,
-        locations: KVLocations,
-        starts: torch.Tensor,
-        num_columns: int,
-        window: int | None,
-    ) -> SharedPrefixPlan:
-        """The plan of a forward in torch."""
         pool = self.token_to_kv_pool
-        return plan_shared_prefix(
+        plan = plan_shared_prefix(
             self.req_to_token_pool.req_to_token,
             self._tails,
             locations.rows,
@@ -172,16 +147,33 @@ class ParticleAttention(AttentionBackend):
             cache=pool.get_key_buffer(first_layer(pool)),
             window=window,
         )
+        return self._in_torch(plan)
 
-    def _places(self, locations: KVLocations, starts: torch.Tensor) -> dict[str, Any]:
-        """What a kernel is told of a forward."""
-        return {
+    def _plan_triton(
+        self,
+        locations: KVLocations,
+        starts: torch.Tensor,
+        num_columns: int,
+        window: int | None,
+    ) -> "Attend":
+        places = {
             "req_to_token": self.req_to_token_pool.req_to_token,
             "tails": self._tails,
             "starts": starts,
             "max_prefix": self._max_prefix,
             **locations._asdict(),
         }
+        return self._in_triton(places, window)
+
+    def _in_torch(self, plan: SharedPrefixPlan) -> "Attend":
+        return partial(shared_prefix_attention, plan=plan)
+
+    def _in_triton(self, places: dict[str, Any], window: int | None) -> "Attend":
+        from sglang_smc.kernels.attention.particle_attention import particle_attention
+
+        return lambda query, keys, values, softmax: particle_attention(
+            query, keys, values, window=window, **places, **softmax._asdict()
+        )
 
 
 def _capability(tails: torch.Tensor) -> tuple[int, int] | None:

@@ -15,8 +15,9 @@ from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods
     AttnForwardMethod,
 )
 
-from sglang_smc.models.attention import Implementation, KVLocations, ParticleAttention
+from sglang_smc.models.attention import Implementation, ParticleAttention
 from sglang_smc.models.latent_attention import latent_attention
+from sglang_smc.models.shared_prefix import SharedPrefixPlan
 from sglang_smc.models.supported import check_layer
 
 if TYPE_CHECKING:
@@ -84,23 +85,11 @@ class LatentParticleAttention(ParticleAttention):
 
     forward_decode = forward_extend
 
-    def _plan_torch(
-        self,
-        locations: KVLocations,
-        starts: torch.Tensor,
-        num_columns: int,
-        window: int | None,
-    ) -> "Attend":
-        plan = self._shared_prefix(locations, starts, num_columns, window)
+    def _in_torch(self, plan: SharedPrefixPlan) -> "Attend":
         return partial(latent_attention, plan=plan)
 
-    def _plan_triton(
-        self,
-        locations: KVLocations,
-        starts: torch.Tensor,
-        num_columns: int,
-        window: int | None,
-    ) -> "Attend":
+    def _in_triton(self, places: dict[str, Any], window: int | None) -> "Attend":
         from sglang_smc.kernels.attention.latent import latent_attention
 
-        return partial(latent_attention, **self._places(locations, starts))
+        assert window is None, "checked with the layers"
+        return partial(latent_attention, **places)

@@ -11,7 +11,7 @@ from particle_cases import SCALING, Case, make_case
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch_calls import Calls, Launch
 
-from sglang_smc.kernels.attention import join
+from sglang_smc.kernels.attention import join, work
 from sglang_smc.kernels.attention import latent as kernel
 from sglang_smc.models import supported
 from sglang_smc.models.attention import KVLocations, ParticleAttention
@@ -168,11 +168,11 @@ def test_float32_is_refused_where_it_would_be_compiled(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("size", "columns"), [(1, 9), (4, 9), (7, 9), (64, 1)])
 def test_work_is_cut_until_the_device_is_busy(size: int, columns: int) -> None:
     """For 8 particles of 16 heads: a program has a multiprocessor to itself."""
-    work = kernel.cut_work(torch.Size([size, 8, columns, 16, 576]), 512, 2**17, 265)
-    waves = work.prefix_spans * size * work.prefix_blocks / 132
+    split = kernel.cut_work(torch.Size([size, 8, columns, 16, 576]), 512, 2**17, 265)
+    waves = split.prefix_spans * size * split.prefix_blocks / 132
     assert waves / -(-waves // 1) > 0.8
-    assert work.tail_spans * work.tail_span >= 265
-    assert work.prefix_spans + work.tail_spans <= kernel.MAX_SPANS
+    assert split.tail_spans * split.tail_span >= 265
+    assert split.prefix_spans + split.tail_spans <= work.MAX_SPANS
 
 
 def test_a_layer_takes_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
