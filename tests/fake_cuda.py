@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
 
+from sglang_smc.drafts.proposal import LanguageModel
 from sglang_smc.memory import arena
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
@@ -230,8 +231,9 @@ def trace_round(
         )
         if shape.logprobs.own:
             tables.logprobs.make_room(shape.logprobs)
-        models: Any = FakeModel(device), FakeModel(device)
-        round_ = Round(Steps(*models, tables.ledger, ops), tables, ops)
+        target: Any = FakeModel(device)
+        draft: Any = LanguageModel(FakeModel(device))  # type: ignore[arg-type]
+        round_ = Round(Steps(target, draft, tables.ledger, ops), tables, ops)
         inputs = RoundInputs(
             *(
                 torch.zeros(*size, num_groups, dtype=torch.int64, device="cuda")

@@ -14,6 +14,7 @@ import torch
 from edit_cases import NEUTRAL
 from table_entries import entry
 
+from sglang_smc.drafts.proposal import LanguageModel
 from sglang_smc.memory import arena
 from sglang_smc.models.attention import KVLocations
 from sglang_smc.ops.interface import Ops
@@ -223,7 +224,8 @@ class ToyWorker:
         models: Any = self.target, self.draft
         for model in models:
             model.tails = tables.ledger.tails
-        worker._steps = Steps(*models, tables.ledger, self.ops)
+        drafts = LanguageModel(self.draft)  # type: ignore[arg-type]
+        worker._steps = Steps(models[0], drafts, tables.ledger, self.ops)
         worker._round = Round(worker._steps, tables, self.ops)
         worker._states = RequestStates(config, random_seed=0)
         worker._recordings = None

@@ -156,6 +156,24 @@ class RecordedPasses:
         return None
 
 
+class PassRecording(NamedTuple):
+    """How a server records the passes of its models."""
+
+    record: Record
+    num_particles: int  # of a request
+    sizes: Sequence[int]  # of batches, in requests
+    max_tail: int  # of `KVLocations`
+    device: str
+
+    def of(self, forward: Forward, name: str, columns: Sequence[int]) -> RecordedPasses:
+        """A model with its passes ``name`` recorded, over so many tokens of a particle each."""
+        passes = RecordedPasses(forward)
+        for num_columns in columns:
+            shape = self.num_particles, num_columns
+            passes.record(self.record, name, shape, self.sizes, self.max_tail, self.device)
+        return passes
+
+
 def _kind(name: str, num_columns: int) -> str:
     """What follows a chain's last token stands in another place of a longer one."""
     return f"{name} {num_columns}" if name == "next_logits" else name

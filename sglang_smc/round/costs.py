@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sglang_smc.drafts.proposal import DraftSlots
 from sglang_smc.models.attention import KVLocations
 from sglang_smc.options.policy import COSTS_ENV, Costs, Curve, RoundCosts
 from sglang_smc.round.graph import Recordings, RoundGraphs
@@ -48,6 +49,7 @@ def rehearse(steps: Steps) -> None:
     """
     passes = _Passes(steps)
     for name, run in (
+        ("--speculative-draft-model-path", passes.begin),
         ("--speculative-draft-model-path", passes.draft),
         ("--model-path", passes.target),
     ):
@@ -65,7 +67,7 @@ def costs_of_passes(steps: Steps, most_tokens: int) -> Costs:
     """The costs of passes over up to ``most_tokens``."""
     passes = _Passes(steps)
     sizes = list(_sizes(min(most_tokens, _LARGEST)))
-    draft = Curve.of(passes.measure(sizes, passes.draft))
+    draft = Curve.of(passes.measure(sizes, passes.draft, passes.begin))
     return Costs(draft, Curve.of(passes.measure(sizes, passes.target)))
 
 
@@ -98,16 +100,27 @@ class _Passes:
         self._device = steps.ledger.device
 
     def measure(
-        self, sizes: list[int], run: Callable[[int], object]
+        self,
+        sizes: list[int],
+        run: Callable[[int], object],
+        before: Callable[[int], object] | None = None,
     ) -> Iterator[tuple[int, float]]:
-        """Sizes in tokens, and seconds of a pass over so many."""
+        """Sizes in tokens, and seconds of a pass over so many; what comes before is not timed."""
         with torch.no_grad():
             for size in sizes:
+                if before is not None:
+                    before(size)
                 yield size, _seconds(partial(run, size), self._device.type)
 
+    def begin(self, num_tokens: int) -> object:
+        """The draft's first pass, behind which others can follow."""
+        at = self._slots(num_tokens)
+        return self._steps.draft.begin(at.slots[:2].permute(1, 2, 0), at)
+
     def draft(self, num_tokens: int) -> object:
-        """A forward of the draft and the draw behind each token."""
-        logits = self._forward(self._steps.draft.next_logits, num_tokens)
+        """A further pass of the draft and the draw behind each token."""
+        at = self._slots(num_tokens)
+        logits = self._steps.draft.go_on(1, at.slots[0], at)
         return _distribution(logits).sample(self._ops, self._zeros(num_tokens).double())
 
     def target(self, num_tokens: int) -> object:
@@ -117,10 +130,18 @@ class _Passes:
 
     def _forward(self, forward: Callable[..., torch.Tensor], num_tokens: int) -> torch.Tensor:
         """Logits ``[..., V]``; each token is a particle of its own request."""
-        rows, one = self._zeros(num_tokens), self._zeros(num_tokens) + 1
-        locations = KVLocations(rows, one, self._ledger.particle_rows(rows, 1), max_tail=1)
+        rows = self._zeros(num_tokens)
         column = rows.view(-1, 1, 1)  # [G, 1, 1]
-        return forward(column, one.unsqueeze(1), column, locations)
+        return forward(column, rows.unsqueeze(1) + 1, column, self._locations(rows))
+
+    def _slots(self, num_tokens: int) -> DraftSlots:
+        """Of a round of two drafts by each of so many particles, of requests of their own."""
+        rows = self._zeros(num_tokens)
+        slots = rows.view(1, -1, 1).repeat(4, 1, 1)  # [K + 2, G, 1]
+        return DraftSlots(slots, slots + 1, self._locations(rows))
+
+    def _locations(self, rows: torch.Tensor) -> KVLocations:
+        return KVLocations(rows, rows + 1, self._ledger.particle_rows(rows, 1), max_tail=1)
 
     def _zeros(self, num_tokens: int) -> torch.Tensor:
         return torch.zeros(num_tokens, dtype=torch.int64, device=self._device)

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sglang.srt.managers.tp_worker import TpModelWorker
 
+from sglang_smc.drafts.proposal import LanguageModel
 from sglang_smc.memory.measured import sizes_of
 from sglang_smc.memory.table import Table
 from sglang_smc.models import vocabulary
@@ -56,8 +57,10 @@ def assemble(
     recurrent = _recurrent(target, config, ops, tables)
     steps = Steps(
         target=recurrent or ParticleForward(target.model_runner, tails, ops.kind, columns),
-        draft=vocabulary.with_width(
-            ParticleForward(draft.model_runner, tails, ops.kind, columns), *widths
+        draft=LanguageModel(
+            vocabulary.with_width(
+                ParticleForward(draft.model_runner, tails, ops.kind, columns), *widths
+            )
         ),
         ledger=tables.ledger,
         ops=ops,

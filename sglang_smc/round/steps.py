@@ -18,16 +18,16 @@ A round waits for the device only where some request's text obeys rules that rea
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
+from sglang_smc.drafts.proposal import DraftSlots, Proposal
 from sglang_smc.memory import arena
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.models.attention import KVLocations
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.recording.passes import Forward, RecordedPasses
+from sglang_smc.recording.passes import Forward, PassRecording
 from sglang_smc.recording.recorder import Record
 from sglang_smc.requests.failures import failure_of_round
 from sglang_smc.requests.state import state_of
@@ -42,19 +42,12 @@ from sglang_smc.state.population import Population
 from sglang_smc.tokens.distribution import TokenDistribution
 
 
-class DraftSlots(NamedTuple):
-    """Where a round reads and writes: for the last token but one, the last and the K drafts."""
-
-    slots: torch.Tensor  # [K + 2, G, N]
-    positions: torch.Tensor  # [K + 2, G, N]
-    locations: KVLocations
-
-
 class Steps:
     """Draft, score, decide, extend, bonus and narrow; populations in, populations out.
 
     Args:
-        target, draft: the two models, over particles.
+        target: the model, over particles.
+        draft: who drafts for it.
         ledger: of their KV slots.
         ops: the small operations.
     """
@@ -62,7 +55,7 @@ class Steps:
     def __init__(
         self,
         target: Forward,
-        draft: Forward,
+        draft: Proposal,
         ledger: Ledger,
         ops: Ops,
     ) -> None:
@@ -78,13 +71,10 @@ class Steps:
 
         Not before whole rounds are recorded, which hold no replay of another recording.
         """
-        target, draft = RecordedPasses(self.target), RecordedPasses(self.draft)
-        num_particles, max_tail = config.num_particles, arena.max_tail(config) + 1
-        where = sizes, max_tail, device
-        target.record(record, "chain_logits", (num_particles, config.num_steps + 1), *where)
-        for num_columns in (2, 1):
-            draft.record(record, "next_logits", (num_particles, num_columns), *where)
-        self.target, self.draft = target, draft
+        max_tail = arena.max_tail(config) + 1
+        recording = PassRecording(record, config.num_particles, sizes, max_tail, device)
+        self.target = recording.of(self.target, "chain_logits", [config.num_steps + 1])
+        self.draft = self.draft.recorded(recording)
 
     def reserve(self, batch: RoundBatch, population: Population) -> DraftSlots:
         """Find the KV slots of the next K + 1 positions of each particle, and of the one before."""
@@ -136,16 +126,9 @@ class Steps:
         )
 
     def propose(self, batch: RoundBatch, population: Population, slots: DraftSlots) -> Drafts:
-        """Draft x_1..x_K ~ q, one after another, from each particle's last token.
-
-        The last drafted token is not read: if it is kept, the next round reads it with the
-        token behind it, in the same pass. Without drafts the draft reads along all the same.
-        """
+        """Draft x_1..x_K ~ q, one after another, from each particle's last token."""
         num_steps, settings = batch.shape.num_steps, batch.settings
-        two = slots.slots[:2].permute(1, 2, 0)  # [G, N, 2]: the first it may have yet to read
-        logits = self.draft.next_logits(
-            batch.last_two, slots.positions[0], two, slots.locations
-        )  # [G, N, V]
+        logits = self.draft.begin(batch.last_two, slots)  # [G, N, V]
         if num_steps == 0:
             return no_drafts(population)
         # [G, N, K], each step's in one piece
@@ -163,7 +146,7 @@ class Steps:
         for step in range(num_steps):
             at_step, same_text = self.ops.stratify(numbers[step], same_text, tokens)
             if tokens is not None:
-                logits = self._logits_of_draft(step, tokens, slots)
+                logits = self.draft.go_on(step, tokens, slots)
             q = self._q(batch, logits, drawn)
             tokens, log_q_of_tokens = q.sample(self.ops, at_step)
             drawn.append(tokens)
@@ -181,13 +164,6 @@ class Steps:
             distributions if batch.shape.verifies else None,
             watchable,
             held,
-        )
-
-    def _logits_of_draft(self, step: int, tokens: torch.Tensor, slots: DraftSlots) -> torch.Tensor:
-        """The draft's logits ``[G, N, V]`` behind the tokens ``[G, N]`` that it has just drawn."""
-        here = slots.slots[step + 1].unsqueeze(2)
-        return self.draft.next_logits(
-            tokens.unsqueeze(2), slots.positions[step + 1], here, slots.locations
         )
 
     def _q(

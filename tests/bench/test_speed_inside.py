@@ -46,13 +46,13 @@ class Model:
     def __init__(self, clock: Clock) -> None:
         self.clock, self.calls = clock, []
 
-    def next_logits(self, tokens: str) -> str:
+    def go_on(self, tokens: str) -> str:
         self.clock.pass_by(FORWARD_SECONDS)
         self.calls.append(tokens)
         return f"logits of {tokens}"
 
     def chain_logits(self, tokens: str) -> str:
-        return self.next_logits(tokens)
+        return self.go_on(tokens)
 
     def _private(self) -> None:
         raise AssertionError("nobody calls this")
@@ -67,7 +67,7 @@ class Steps:
     def propose(self) -> None:
         self.clock.pass_by(1)
         for token in "ab":
-            assert self.draft.next_logits(token) == f"logits of {token}"
+            assert self.draft.go_on(token) == f"logits of {token}"
 
     def score(self) -> None:
         self.target.chain_logits("chain")

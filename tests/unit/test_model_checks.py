@@ -8,6 +8,7 @@ import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
+from sglang_smc.drafts.proposal import LanguageModel
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.models import supported
 from sglang_smc.models.supported import check_layers
@@ -107,7 +108,7 @@ class Model:
 def rehearsed(target: Model, draft: Model) -> None:
     table = torch.zeros(2, 16, dtype=torch.int32)
     ledger = Ledger(table, table, num_particles=1, max_tail=4, num_slots=8)
-    rehearse(Steps(target, draft, ledger, TORCH))  # type: ignore[arg-type]
+    rehearse(Steps(target, LanguageModel(draft), ledger, TORCH))  # type: ignore[arg-type]
 
 
 def test_models_that_run_pass() -> None:

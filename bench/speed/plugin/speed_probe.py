@@ -22,7 +22,7 @@ OUT, EVERY = "SPEED_PROBE_OUT", "SPEED_PROBE_FORWARDS_EVERY"
 KERNELS = "SPEED_PROBE_KERNELS"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 #: The methods that run a model over particles, by what they return.
-FORWARDS = ("next_logits", "chain_logits", "decode", "verify")
+FORWARDS = ("begin", "go_on", "chain_logits", "decode", "verify")
 #: What a round itself does beside its steps, and how that is shown.
 OWN_PARTS = {"_load_round": "open", "_commit": "commit"}
 #: How often a round's forwards are run again, back to back.

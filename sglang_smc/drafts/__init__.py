@@ -1,0 +1,1 @@
+"""Who drafts: a language model, or a head that reads the target's states."""
