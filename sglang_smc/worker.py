@@ -11,6 +11,8 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_smc import process, upstream
+from sglang_smc.drafts.assembly import connect
+from sglang_smc.drafts.kinds import is_head
 from sglang_smc.memory import arena
 from sglang_smc.models.weight_update import WeightUpdates
 from sglang_smc.ops.select import kind_of, ops_of
@@ -53,6 +55,7 @@ class SMCWorker(WeightUpdates):
         self._ops = ops_of(kind_of(self.config.kernels, self.device))
         self._target_worker = target_worker
         self._draft_worker = upstream.build_draft(target_worker, server_args, placement)
+        connect(target_worker, self._draft_worker)
         # SGLang looks for the draft's runner under names that only EAGLE's workers declare.
         runner = self._draft_worker.model_runner
         self._draft_worker.draft_runner = runner  # pyright: ignore[reportAttributeAccessIssue] -- as said
@@ -110,7 +113,8 @@ class SMCWorker(WeightUpdates):
 
     def init_cuda_graphs(self) -> None:
         """Let the stock runners capture prefill, then capture whole rounds."""
-        super().init_cuda_graphs()
+        if not is_head(self._draft_worker.model_runner.model_config):
+            super().init_cuda_graphs()  # stock passes of a head have no states to read
         if self.config.round_graph != "off":
             with cuda_session(self.device) as session:
                 self._record(session.record)

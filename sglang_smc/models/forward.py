@@ -1,6 +1,7 @@
 """Model forwards over particles, on SGLang's model runners."""
 
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import (
@@ -13,6 +14,8 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang_smc.models.attention import Implementation, KVLocations, ParticleAttention
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
@@ -39,6 +42,7 @@ class ParticleForward:
         self._is_mrope = runner.model_config.model_is_mrope
         self.attn_backend = particle_backend(runner, tails, attention)
         self._counts = torch.arange(max_columns + 1, device=tails.device)
+        self._captured = CaptureHiddenMode.NULL  # of the states of all tokens
 
     def next_logits(
         self,
@@ -60,7 +64,8 @@ class ParticleForward:
             Logits ``[G, N, V]`` float32.
         """
         mode = ForwardMode.DECODE if tokens.shape[2] == 1 else ForwardMode.EXTEND
-        return self._run(mode, tokens, starts, slots, locations).unflatten(0, starts.shape)
+        output = self._run(mode, tokens, starts, slots, locations)
+        return output.next_token_logits.unflatten(0, starts.shape)
 
     def chain_logits(
         self,
@@ -70,8 +75,8 @@ class ParticleForward:
         locations: KVLocations,
     ) -> torch.Tensor:
         """Logits ``[G, N, C, V]`` after each token of a chain; arguments as for `next_logits`."""
-        logits = self._run(ForwardMode.TARGET_VERIFY, tokens, starts, slots, locations)
-        return logits.unflatten(0, tokens.shape)
+        output = self._run(ForwardMode.TARGET_VERIFY, tokens, starts, slots, locations)
+        return output.next_token_logits.unflatten(0, tokens.shape)
 
     def _run(
         self,
@@ -80,13 +85,19 @@ class ParticleForward:
         starts: torch.Tensor,
         slots: torch.Tensor,
         locations: KVLocations,
-    ) -> torch.Tensor:
-        num_columns = tokens.shape[2]
+    ) -> Any:
         batch = self._batch(mode, tokens, starts, slots, locations)
+        with self._attending(locations, starts, tokens.shape[2]):
+            return self._runner.model.forward(batch.input_ids, batch.positions, batch)
+
+    @contextmanager
+    def _attending(
+        self, locations: KVLocations, starts: torch.Tensor, num_columns: int
+    ) -> "Iterator[None]":
+        """Over particles, within the block."""
         with forward_context(ForwardContext(attn_backend=self.attn_backend)):
             self.attn_backend.plan(locations, starts, num_columns)
-            output = self._runner.model.forward(batch.input_ids, batch.positions, batch)
-        return output.next_token_logits
+            yield
 
     def _batch(
         self,
@@ -122,7 +133,7 @@ class ParticleForward:
             extend_seq_lens=lengths,
             extend_prefix_lens=first,
             spec_algorithm=self._runner.spec_algorithm,  # pyright: ignore[reportArgumentType] -- any registered one
-            capture_hidden_mode=CaptureHiddenMode.NULL,
+            capture_hidden_mode=self._captured,
         )
 
 

@@ -240,7 +240,7 @@ class RecurrentForward(ParticleForward):
         starts: torch.Tensor,
         slots: torch.Tensor,
         locations: KVLocations,
-    ) -> torch.Tensor:
+    ) -> Any:
         self._linear.enter(locations, starts, slots)
         return super()._run(mode, tokens, starts, slots, locations)
 

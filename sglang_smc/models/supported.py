@@ -18,6 +18,8 @@ from sglang.srt.configs.model_config import (
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.runtime_context import get_parallel
 
+from sglang_smc.drafts import kinds
+from sglang_smc.options.server import DEFAULTS
 from sglang_smc.upstream import Arguments, first_layer, is_gated_delta, model_config_of
 
 if TYPE_CHECKING:
@@ -90,11 +92,29 @@ def problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
     )
     config.is_draft_model = False  # what SGLang then says of layers is about extra ones
     flag = "--speculative-draft-model-path"
+    num_steps = server_args.speculative_num_steps or DEFAULTS.num_steps
     found += [
-        f"{flag} {draft} has {kind}; {_ALLOWED}. Choose another draft: {_FAMILIES}."
-        for kind in _kinds(config, as_draft=True)
+        f"{flag} {draft} {what}; allowed: a language model, an EAGLE-3 head ({kinds.EAGLE3}) or a "
+        f"DFlash block head ({kinds.DFLASH}) of this target. Choose another draft."
+        for what in kinds.problems(config, target, num_steps)
     ]
+    if kinds.is_head(config):
+        found += [f"{flag} {draft} is a head, and {what}" for what in _no_heads(target)]
+    else:
+        found += [
+            f"{flag} {draft} has {kind}; {_ALLOWED}. Choose another draft: {_FAMILIES}."
+            for kind in _kinds(config, as_draft=True)
+        ]
     return found + _head_problems(flag, draft, config, widest_heads)
+
+
+def _no_heads(target: ModelConfig) -> Iterator[str]:
+    """Targets that heads cannot follow."""
+    if _has_states(target):
+        yield (
+            "a target with linear attention hands no states to one; allowed: targets whose layers "
+            "all attend by softmax. Choose a language model as the draft."
+        )
 
 
 def _head_problems(flag: str, path: str, model: ModelConfig, widest: int | None) -> list[str]:

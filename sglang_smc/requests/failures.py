@@ -105,14 +105,17 @@ def take_mark(req: "Req") -> int:
     return -req.output_ids.pop()
 
 
-def failure_of_first(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
+def failure_of_first(target: torch.Tensor, draft: torch.Tensor | None) -> torch.Tensor:
     """Codes ``[G]`` after prefill.
 
     Args:
         target: ``[G, V]`` log-probabilities of the first token, all NaN where logits give none.
-        draft: ``[G, V]`` logits, which nothing is drawn from yet.
+        draft: ``[G, V]`` logits, which nothing is drawn from yet; None where there are none.
     """
-    return _codes(target[:, 0].isnan(), ~draft.float().logsumexp(1).isfinite())
+    is_broken = target[:, 0].isnan()
+    if draft is None:
+        return _codes(is_broken, torch.zeros_like(is_broken))
+    return _codes(is_broken, ~draft.float().logsumexp(1).isfinite())
 
 
 def failure_of_round(

@@ -4,11 +4,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sglang.srt.managers.tp_worker import TpModelWorker
 
-from sglang_smc.drafts.proposal import LanguageModel
+from sglang_smc.drafts import assembly as drafts
 from sglang_smc.memory.measured import sizes_of
 from sglang_smc.memory.table import Table
-from sglang_smc.models import vocabulary
-from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.supported import check_layers
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
@@ -52,30 +50,21 @@ def assemble(
     Raises:
         ValueError: for a model that rounds cannot run.
     """
-    widths = vocabulary.vocabularies(target, draft)
-    columns, tails = config.num_steps + 1, tables.ledger.tails
-    recurrent = _recurrent(target, config, ops, tables)
-    steps = Steps(
-        target=recurrent or ParticleForward(target.model_runner, tails, ops.kind, columns),
-        draft=LanguageModel(
-            vocabulary.with_width(
-                ParticleForward(draft.model_runner, tails, ops.kind, columns), *widths
-            )
-        ),
-        ledger=tables.ledger,
-        ops=ops,
+    drafting = drafts.assemble(
+        target, draft, tables.ledger, ops, config.num_particles, config.num_steps
     )
+    recurrent = _recurrent(target, config, ops, tables)
+    steps = Steps(recurrent or drafting.target, drafting.proposal, tables.ledger, ops)
     for worker in (target, draft):
         check_layers(worker.model_runner)
     rehearse(steps)
     prefill = Prefill(
         target,
-        draft,
+        drafting.prompts,
         states,
         tables,
         ops,
         config.num_particles,
-        last_read=vocabulary.last_read(*widths),
         take_up=None if recurrent is None else recurrent.take_up,
     )
     return Parts(steps, prefill, Round(steps, tables, ops))

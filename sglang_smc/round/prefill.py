@@ -1,13 +1,12 @@
-"""Prefill: both models read the prompts, and particles begin behind the target's first token."""
+"""Prefill: the target and who drafts for it read the prompts, and particles begin behind the target's first token."""
 
 from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.tp_worker import TpModelWorker
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 
-from sglang_smc.models.vocabulary import readable
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.budget import Budget
 from sglang_smc.requests.failures import failure_of_first, mark_first
@@ -33,17 +32,19 @@ if TYPE_CHECKING:
     from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 
+    from sglang_smc.drafts.prompts import ReadsPrompts
+
 
 class Prefill:
-    """Reads prompts with both models.
+    """Reads prompts with the target and with who drafts for it.
 
     Args:
-        target, draft: SGLang's workers of the two models.
+        target: SGLang's worker of the target.
+        draft: who drafts.
         states: begins requests on the host.
         tables: begin them on the device.
         ops: the small operations.
         num_particles: N of the server; requests may have fewer.
-        last_read: the last id that the draft has an embedding for; None for all.
         take_up: where the target has states, lets particles go on from those behind prompts, of
             rows and lengths ``[G]``.
     """
@@ -51,15 +52,13 @@ class Prefill:
     def __init__(
         self,
         target: TpModelWorker,
-        draft: TpModelWorker,
+        draft: "ReadsPrompts",
         states: RequestStates,
         tables: Tables,
         ops: Ops,
         num_particles: int,
-        last_read: int | None = None,
         take_up: "Callable[[torch.Tensor, torch.Tensor], None] | None" = None,
     ) -> None:
-        self._last_read = last_read
         self._take_up = take_up
         self._target = target
         self._draft = draft
@@ -70,34 +69,32 @@ class Prefill:
 
     def run(self, batch: "ScheduleBatch", budget: Budget | None) -> "GenerationBatchResult":
         """Read a batch of prompts; the target's first token is an exact sample."""
-        draft_logits = self._read_with_draft(batch)
-        result = self._read_with_target(batch, draft_logits, budget)
+        result = self._read(batch, budget)
         result.new_seq_lens = batch.seq_lens
         assert isinstance(result.next_token_ids, torch.Tensor), "there is one pipeline stage alone"
         result.next_draft_input = as_eagle(SMCDraftInput(result.next_token_ids))
         return result
 
-    def _read_with_draft(self, batch: "ScheduleBatch") -> torch.Tensor:
-        runner = self._draft.model_runner
-        forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
-        forward_batch.return_logprob = False
-        forward_batch.input_ids = readable(forward_batch.input_ids, self._last_read)
-        return _logits(runner.forward(forward_batch).logits_output)  # [G, V]
-
-    def _read_with_target(
-        self, batch: "ScheduleBatch", draft_logits: torch.Tensor, budget: Budget | None
-    ) -> "GenerationBatchResult":
-        if batch.is_prefill_only:
-            return self._target.forward_batch_generation(batch)
-        self._target.set_hicache_consumer(batch.hicache_consumer_index)
+    def _read(self, batch: "ScheduleBatch", budget: Budget | None) -> "GenerationBatchResult":
+        target = self._target
+        target.set_hicache_consumer(batch.hicache_consumer_index)
         forward_batch = ForwardBatch.init_new(
-            batch, self._target.model_runner, return_hidden_states_before_norm=False
+            batch, target.model_runner, return_hidden_states_before_norm=False
         )
-        result = self._target.forward_batch_generation(None, forward_batch, is_verify=True)
-        assert result.logits_output is not None, "there is one pipeline stage alone"
+        if self._draft.wants_states:
+            forward_batch.capture_hidden_mode = CaptureHiddenMode.FULL
+        draws = not batch.is_prefill_only
+        result = target.forward_batch_generation(None, forward_batch, is_verify=draws)
+        output = result.logits_output
+        assert output is not None, "there is one pipeline stage alone"
+        # Read here alone: SGLang would copy them to the host.
+        states, output.hidden_states = output.hidden_states, None
+        draft_logits = self._draft.read(batch, forward_batch, states)
+        if not draws:
+            return result
         if self._take_up is not None:
             self._take_up(batch.req_pool_indices, batch.seq_lens)
-        tokens, failure = self.begin(batch, result.logits_output, draft_logits, budget)
+        tokens, failure = self.begin(batch, output, draft_logits, budget)
         result.next_token_ids = mark_first(tokens, failure)
         return result
 
@@ -105,7 +102,7 @@ class Prefill:
         self,
         batch: "ScheduleBatch",
         output: LogitsProcessorOutput,
-        draft_logits: torch.Tensor,
+        draft_logits: torch.Tensor | None,
         budget: Budget | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw first tokens ``[G]`` from logits ``[G, V]`` and start the particles there.

@@ -1,0 +1,155 @@
+"""What a draft's checkpoint is: a language model, or a head of a kind that SGLang has a class for."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+
+Kind = Literal["model", "eagle3", "dflash"]
+
+EAGLE3, DFLASH = "LlamaForCausalLMEagle3", "DFlashDraftModel"
+_HEADS: dict[str, Kind] = {EAGLE3: "eagle3", DFLASH: "dflash"}
+
+# Of architectures that are heads, too, and what they are, by a part of their names.
+_OTHER_HEADS = {
+    "Eagle3": "an EAGLE-3 head with layers that are not Llama's",
+    "Eagle": "an EAGLE head of the first or second kind",
+    "DFlash": "a block head of a kind that walks through candidates",
+    "DSpark": "a DSpark head",
+    "NextN": "an MTP layer",
+    "MTP": "an MTP layer",
+}
+_DFLASH_EXTRAS = {
+    "projector_type": "a projector (Domino)",
+    "selector_rank": "a selector of candidates",
+    "conv_kernel_size": "convolutions over the block",
+    "output_multiplier": "a multiplier of its output",
+    "final_logit_softcapping": "a cap of its own on logits",
+    "attention_sink_bias": "attention sinks",
+}
+
+
+def kind_of(config: "ModelConfig") -> Kind:
+    """What the checkpoint of a draft is."""
+    return _HEADS.get(_architecture(config), "model")
+
+
+def is_head(config: "ModelConfig") -> bool:
+    """Whether it reads the target's states."""
+    return kind_of(config) != "model"
+
+
+def reaches_all(config: "ModelConfig") -> bool:
+    """Whether it can draft every token: an EAGLE-3 head may know the frequent ones alone."""
+    if kind_of(config) != "eagle3":
+        return True
+    known = config.hf_config.draft_vocab_size
+    return known is None or known >= config.hf_config.vocab_size
+
+
+def block_size(config: "ModelConfig") -> int | None:
+    """Tokens of a block head's block, its anchor included; None of others."""
+    return _dflash(config).resolve_block_size(default=16) if kind_of(config) == "dflash" else None
+
+
+def mask_token(config: "ModelConfig") -> int:
+    """The token that stands for what is to be drafted, of a block head that says it."""
+    return _dflash(config).mask_token_id
+
+
+def captured_layers(config: "ModelConfig", num_layers: int) -> list[int] | None:
+    """Which of the target's ``num_layers`` a head reads, as SGLang counts; None: its choice."""
+    if kind_of(config) == "dflash":
+        parsed = _dflash(config)
+        return parsed.resolve_target_layer_ids(
+            target_num_layers=num_layers, draft_num_layers=config.num_hidden_layers
+        )
+    return _eagle(config).get("eagle_aux_hidden_state_layer_ids")
+
+
+def problems(config: "ModelConfig", target: "ModelConfig", num_steps: int) -> Iterator[str]:
+    """What about a draft's checkpoint does not fit, in words that follow its path.
+
+    Args:
+        num_steps: K of the server.
+    """
+    name, kind = _architecture(config), kind_of(config)
+    if kind == "model":
+        other = next((what for part, what in _OTHER_HEADS.items() if part in name), None)
+        if other is not None:
+            yield f"is {other} ({name})"
+        return
+    yield from _eagle_problems(config) if kind == "eagle3" else _block_problems(
+        config, target, num_steps
+    )
+    yield from _width_problems(config, target)
+    yield from _layer_problems(config, target)
+
+
+def _eagle_problems(config: "ModelConfig") -> Iterator[str]:
+    if _eagle(config).get("use_aux_hidden_state") is False:
+        yield "is an EAGLE-3 head that reads the last layer alone (use_aux_hidden_state is False)"
+    if not hasattr(config.hf_config, "draft_vocab_size"):
+        yield "has no draft_vocab_size in its config.json, which SGLang's class asks for"
+
+
+def _block_problems(
+    config: "ModelConfig", target: "ModelConfig", num_steps: int
+) -> Iterator[str]:
+    parsed = _dflash(config)
+    extras = {name: getattr(parsed, name, None) for name in _DFLASH_EXTRAS}
+    extras["output_multiplier"] = extras["output_multiplier"] not in (None, 1.0)
+    for name in (name for name, value in extras.items() if value):
+        yield f"is a block head with {_DFLASH_EXTRAS[name]} ({name})"
+    if parsed.mask_token_id is None:
+        yield "has no mask_token_id in dflash_config"
+    elif parsed.mask_token_id >= target.vocab_size:
+        yield (
+            f"has mask_token_id {parsed.mask_token_id}, and the target has an embedding for ids "
+            f"below {target.vocab_size}"
+        )
+    size = parsed.resolve_block_size(default=16)
+    if num_steps > size - 1:
+        yield (
+            f"drafts blocks of {size - 1} tokens, and --speculative-num-steps is {num_steps}: pass "
+            f"--speculative-num-steps {size - 1} or less"
+        )
+
+
+def _width_problems(config: "ModelConfig", target: "ModelConfig") -> Iterator[str]:
+    """Heads read states, and mostly embeddings, of the target's width."""
+    own = config.hf_config
+    reads = own.to_dict().get("target_hidden_size") or config.hidden_size
+    if reads != target.hidden_size:
+        yield f"reads states of width {reads}, and the target's have {target.hidden_size}"
+    elif kind_of(config) == "eagle3" and config.hidden_size != target.hidden_size:
+        yield f"has width {config.hidden_size}, and the target {target.hidden_size}"
+    if kind_of(config) == "eagle3" and config.vocab_size != target.vocab_size:
+        yield f"has vocab_size {config.vocab_size}, and the target {target.vocab_size}"
+
+
+def _layer_problems(config: "ModelConfig", target: "ModelConfig") -> Iterator[str]:
+    last = target.num_hidden_layers - 2  # what the last layer passes on is not given out
+    try:
+        layers = captured_layers(config, target.num_hidden_layers)
+    except ValueError as error:
+        yield f"cannot read the target's states: {error}"
+        return
+    wrong = [layer for layer in layers or () if not 0 <= layer <= last]
+    if wrong:
+        yield f"reads what layers {wrong} of the target pass on; it gives out those of 0 to {last}"
+
+
+def _eagle(config: "ModelConfig") -> dict[str, Any]:
+    return config.hf_config.to_dict().get("eagle_config") or {}
+
+
+def _dflash(config: "ModelConfig") -> Any:
+    from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+
+    return parse_dflash_draft_config(draft_hf_config=config.hf_config)
+
+
+def _architecture(config: "ModelConfig") -> str:
+    return (config.hf_config.architectures or [""])[0]
