@@ -14,7 +14,8 @@ PLAIN = Softmax(SCALING)
 class Case(NamedTuple):
     """G requests of N particles with C new tokens each; the cache holds all keys.
 
-    What no query may look at is NaN: slots that nobody owns, and slot 0.
+    What no query may look at is NaN: slots that nobody owns, slot 0, and those of positions without
+    a key.
     """
 
     query: torch.Tensor  # [G, N, C, q_heads, head_dim]
@@ -31,6 +32,8 @@ class Case(NamedTuple):
     max_tail: int
     softmax: Softmax = PLAIN
     window: int | None = None
+    sees_block: bool = False
+    first_key: int = 0
 
     def expected(self) -> torch.Tensor:
         """Softmax attention in float64, one query and one head at a time; NaN where absent."""
@@ -58,17 +61,28 @@ class Case(NamedTuple):
 
     def seen(self, g: int, n: int, c: int) -> torch.Tensor:
         """Slots of the keys that a query sees, in the order of their positions."""
-        committed, end = int(self.committed[g]), int(self.starts[g, n]) + c + 1
+        committed, end = int(self.committed[g]), int(self.last_seen()[g, n, c]) + 1
         prefix = self.req_to_token[self.rows[g], :committed]
         place = torch.arange(committed, end) % self.tails.shape[1]
         tail = self.tails[self.particle_rows[g, n], place]
-        first = 0 if self.window is None else max(end - 1 - self.window, 0)
-        return torch.cat([prefix[:end], tail]).long()[first:]
+        first = 0 if self.window is None else end - 1 - self.window
+        return torch.cat([prefix[:end], tail]).long()[max(first, self.first_key) :]
+
+    def last_seen(self) -> torch.Tensor:
+        """The position of the last key that each query sees, ``[G, N, C]``."""
+        column = torch.arange(self.query.shape[2]).expand(self.query.shape[:3])
+        if self.sees_block:
+            column = (self.open_columns - 1).view(-1, 1, 1).expand_as(column)
+        return self.starts.unsqueeze(2) + column
 
     def assert_close(self, output: torch.Tensor) -> None:
-        """``output`` is the expected, for all particles that are present."""
+        """``output`` is the expected, for all particles that are present.
+
+        What a query gets that sees no key has no meaning.
+        """
         column = torch.arange(self.query.shape[2])
         asked = self.present.unsqueeze(2) & (column < self.open_columns.view(-1, 1, 1))
+        asked = asked & (self.last_seen() >= self.first_key)
         # A GPU multiplies float32 in three parts, and adds in another order.
         tolerance = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[output.dtype]
         torch.testing.assert_close(
@@ -91,6 +105,8 @@ def make_case(
     open_columns: list[int] | None = None,
     softmax: Softmax = PLAIN,
     window: int | None = None,
+    sees_block: bool = False,
+    first_key: int = 0,
 ) -> Case:
     """Lay out requests of the given prefix lengths.
 
@@ -99,7 +115,7 @@ def make_case(
         ahead: ``[G, N]`` how far each particle's first token stands behind ``committed``: -1 for
             the last committed token itself; None for an absent particle.
         open_columns: ``[G]`` how many of the columns each request has itself; None for all.
-        softmax, window: of the layer.
+        softmax, window, sees_block, first_key: of the layer.
     """
     generator = torch.Generator().manual_seed(0)
     starts = torch.tensor([[a or 0 for a in row] for row in ahead])
@@ -138,6 +154,10 @@ def make_case(
         owned[slots.flatten().long()] = True
     owned[filler] = False
     owned[0] = False
+    for g, length in enumerate(committed):
+        behind = torch.arange(length, max(length, first_key)) % width
+        for keyless in (table[rows[g], :first_key], tails[particle_rows[g]][:, behind]):
+            owned[keyless.flatten().long()] = False
     keys, values = (
         normal(NUM_SLOTS, kv_heads, head_dim).where(owned, float("nan")) for _ in range(2)
     )
@@ -157,4 +177,6 @@ def make_case(
         max_tail=longest + 3,
         softmax=softmax,
         window=window,
+        sees_block=sees_block,
+        first_key=first_key,
     )

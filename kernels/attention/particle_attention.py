@@ -7,9 +7,10 @@ Flash decoding in one launch over *spans* of keys, and a second one that joins t
 - A particle's tail is cut into spans of one length, as many as the longest tail may have. Its
   queries are its own C * group.
 
-A layer with a window reads the end of a prefix alone, as far as its earliest query sees: the spans
-are cut from that. Programs whose keys or queries do not exist leave at once. The grid follows from
-shapes and bounds that the host knows, so that a CUDA graph can capture it.
+A layer with a window reads the end of a prefix alone, as far as its earliest query sees, and a head
+no keys before its first: the spans are cut from what is left. Programs whose keys or queries do not
+exist leave at once. The grid follows from shapes and bounds that the host knows, so that a CUDA
+graph can capture it.
 """
 
 import torch
@@ -40,8 +41,12 @@ def particle_attention(
     sinks: torch.Tensor | None = None,
     value_scale: float = 1.0,
     window: int | None = None,
+    sees_block: bool = False,
+    first_key: int = 0,
 ) -> torch.Tensor:
-    """Causal softmax attention of particles over their prefix and tails; waits for nothing.
+    """Softmax attention of particles over their prefix and tails, causal but for blocks.
+
+    It waits for nothing.
 
     Args:
         query: ``[G, N, C, q_heads, head_dim]``; heads that share a key head stand together. Read
@@ -60,6 +65,9 @@ def particle_attention(
         sinks: ``[q_heads]`` scores of a key without a value.
         value_scale: factor of the output.
         window: how many keys before its own a query sees; None for all.
+        sees_block: whether a query sees all new tokens of its particle that have slots of their
+            own, also those ahead of it. Not with a window.
+        first_key: the first position that has a key: nobody sees those before it.
 
     Returns:
         The shape of ``query``, contiguous.
@@ -70,6 +78,7 @@ def particle_attention(
     size, num_particles, num_columns, q_heads, head_dim = query.shape
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim={head_dim}; the Triton kernel takes at most {MAX_HEAD_DIM}")
+    assert window is None or not sees_block, "checked with the layers"
     kv_heads = keys.shape[1]
     if window is not None:
         max_prefix = min(max_prefix, window + 1)
@@ -92,6 +101,7 @@ def particle_attention(
         "block_dim": triton.next_power_of_2(head_dim),
         "has_window": window is not None,
         "has_cap": cap > 0,
+        "sees_block": sees_block,
     }
     _attend_spans[(num_prefix + num_tail,)](
         queries,
@@ -104,6 +114,7 @@ def particle_attention(
         scaling / cap if cap else scaling * LOG2_E,
         cap * LOG2_E,
         window or 0,
+        first_key,
         num_particles,
         tokens,
         num_prefix,
@@ -123,7 +134,7 @@ def particle_attention(
 # What differs from batch to batch is not to be compiled in.
 @triton.jit(
     do_not_specialize=[
-        *("window", "num_particles", "all_tokens", "num_prefix"),
+        *("window", "first_key", "num_particles", "all_tokens", "num_prefix"),
         *("prefix_blocks", "prefix_spans", "tail_blocks", "tail_spans", "tail_span"),
     ]
 )
@@ -142,6 +153,7 @@ def _attend_spans(
     scaling,
     cap,
     window,
+    first_key,
     num_particles,
     all_tokens,
     num_prefix,
@@ -167,6 +179,7 @@ def _attend_spans(
     block_dim: tl.constexpr,
     has_window: tl.constexpr,
     has_cap: tl.constexpr,
+    sees_block: tl.constexpr,
 ):
     """Each program: a block of query rows of one key head, one span of a prefix or of a tail."""
     program = tl.program_id(0)
@@ -185,11 +198,12 @@ def _attend_spans(
     own_row = tl.load(particle_rows_ptr + owner, mask=is_tail, other=0)
     shared_row = tl.load(rows_ptr + owner, mask=program < num_prefix, other=0)
     # What the earliest query sees that there may be, the one at the prefix's end.
-    first = tl.maximum(committed - 1 - window, 0) if has_window else 0
-    # The spans of a prefix are whole blocks of keys, as many in each.
-    even = tl.cdiv(committed - first, block_keys * prefix_spans) * block_keys
+    first = tl.maximum(committed - 1 - window, first_key) if has_window else first_key
+    # The spans of a prefix are whole blocks of keys, as many in each; none where nothing is left.
+    left = tl.maximum(committed - first, 0)
+    even = tl.cdiv(left, block_keys * prefix_spans) * block_keys
     length = tl.where(is_tail, tail_span, even)
-    begin = tl.where(is_tail, committed, first) + span * length
+    begin = tl.where(is_tail, tl.maximum(committed, first_key), first) + span * length
     end = tl.where(is_tail, start + num_columns, committed)
     num_tokens = tl.where(is_tail, 1, num_particles) * num_columns
     partial_span = span + tl.where(is_tail, prefix_spans, 0)
@@ -226,6 +240,7 @@ def _attend_spans(
         block_dim,
         has_window,
         has_cap,
+        sees_block,
     )
 
 
@@ -263,6 +278,7 @@ def _attend_span(
     block_dim: tl.constexpr,
     has_window: tl.constexpr,
     has_cap: tl.constexpr,
+    sees_block: tl.constexpr,
 ):
     """Flash attention of query rows (token, head of the group) over the positions [begin, end)."""
     # Unsigned: to divide it by what is no power of two takes fewer registers.
@@ -301,7 +317,10 @@ def _attend_span(
         scores = tl.dot(query, tl.trans(key).to(query.dtype), input_precision="tf32x3") * scaling
         if has_cap:  # cap * tanh(score), in a form that no score overflows
             scores = cap - 2 * cap / (1 + tl.exp(2 * scores))
-        seen = inside[None, :] & (position[None, :] <= last_seen[:, None])
+        if sees_block:  # all but padding, which stands behind a request's own columns
+            seen = (inside & (slot > 0))[None, :]
+        else:
+            seen = inside[None, :] & (position[None, :] <= last_seen[:, None])
         if has_window:
             seen &= position[None, :] >= first_seen[:, None]
         scores = tl.where(seen, scores, float("-inf"))

@@ -21,6 +21,7 @@ from sglang_smc.models.supported import (
     check_layer,
     check_pool,
     head_group,
+    sees_block,
     window_of,
 )
 from sglang_smc.upstream import first_layer
@@ -51,13 +52,18 @@ class KVLocations(NamedTuple):
 
 
 class ParticleAttention(AttentionBackend):
-    """Causal attention of particles over the prefix that they share and over their tails.
+    """Attention of particles over the prefix that they share and over their tails.
+
+    It is causal, but for the layers of a block head.
 
     Args:
         runner: the target's or the draft's, its pools built.
         tails: the particles' rows, `Ledger.tails`.
         implementation: "triton" waits for no device, so that a CUDA graph can capture it; "torch"
             runs anywhere and reads lengths on the host.
+        first_key: the first position of a text that has a key: nobody sees those before it.
+        blocks: whether layers may ask that all new tokens of a particle see one another
+            (`AttentionType.ENCODER_ONLY`), as those of block heads do.
 
     Raises:
         ValueError: for a model or a KV cache that this attention would get wrong.
@@ -66,7 +72,13 @@ class ParticleAttention(AttentionBackend):
     needs_cpu_seq_lens = False
 
     def __init__(
-        self, runner: "ModelRunner", tails: torch.Tensor, implementation: Implementation
+        self,
+        runner: "ModelRunner",
+        tails: torch.Tensor,
+        implementation: Implementation,
+        *,
+        first_key: int = 0,
+        blocks: bool = False,
     ) -> None:
         super().__init__()
         check_pool(runner)
@@ -81,13 +93,15 @@ class ParticleAttention(AttentionBackend):
         self._dtype = runner.dtype
         self._max_prefix = runner.model_config.context_len
         self._group = head_group(runner)
+        self._first_key, self._blocks = first_key, blocks
         self._shape: tuple[int, ...]  # [G, N, C] of the running forward
-        self._attend_over: Callable[[int | None], Attend]  # of a window, in the running forward
+        # Of a window, and of whether blocks see themselves; in the running forward.
+        self._attend_over: Callable[[int | None, bool], Attend]
 
     def plan(self, locations: KVLocations, starts: torch.Tensor, num_columns: int) -> None:
         """Prepare all layers of a forward over C tokens a particle, the first at ``starts``."""
         self._shape = (*starts.shape, num_columns)
-        # Layers come after one another, and many have one window.
+        # Layers come after one another, and many see the same.
         self._attend_over = cache(partial(self._plan, locations, starts, num_columns))
 
     def forward_extend(
@@ -112,7 +126,7 @@ class ParticleAttention(AttentionBackend):
         Returns:
             The shape of ``q``.
         """
-        check_layer(layer, self._group, kwargs)
+        check_layer(layer, self._group, kwargs, blocks=self._blocks)
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
             scales = (layer.k_scale, layer.v_scale) if self._is_scaled else ()
@@ -120,7 +134,7 @@ class ParticleAttention(AttentionBackend):
         query = q.view(*self._shape, layer.tp_q_head_num, layer.head_dim)
         keys, values = pool.get_kv_buffer(layer.layer_id)
         softmax = softmax_of(layer, sinks, self._is_scaled)
-        attend = self._attend_over(window_of(layer))
+        attend = self._attend_over(window_of(layer), sees_block(layer))
         return attend(query, keys, values, softmax=softmax).view(q.shape)
 
     # A decode brings one column.
@@ -132,6 +146,7 @@ class ParticleAttention(AttentionBackend):
         starts: torch.Tensor,
         num_columns: int,
         window: int | None,
+        block: bool,
     ) -> "Attend":
         pool = self.token_to_kv_pool
         plan = plan_shared_prefix(
@@ -146,6 +161,8 @@ class ParticleAttention(AttentionBackend):
             dtype=self._dtype,
             cache=pool.get_key_buffer(first_layer(pool)),
             window=window,
+            sees_block=block,
+            first_key=self._first_key,
         )
         return self._in_torch(plan)
 
@@ -155,6 +172,7 @@ class ParticleAttention(AttentionBackend):
         starts: torch.Tensor,
         num_columns: int,
         window: int | None,
+        block: bool,
     ) -> "Attend":
         places = {
             "req_to_token": self.req_to_token_pool.req_to_token,
@@ -163,16 +181,17 @@ class ParticleAttention(AttentionBackend):
             "max_prefix": self._max_prefix,
             **locations._asdict(),
         }
-        return self._in_triton(places, window)
+        return self._in_triton(places, window, block)
 
     def _in_torch(self, plan: SharedPrefixPlan) -> "Attend":
         return partial(shared_prefix_attention, plan=plan)
 
-    def _in_triton(self, places: dict[str, Any], window: int | None) -> "Attend":
+    def _in_triton(self, places: dict[str, Any], window: int | None, block: bool) -> "Attend":
         from sglang_smc.kernels.attention.particle_attention import particle_attention
 
+        sight = {"window": window, "sees_block": block, "first_key": self._first_key}
         return lambda query, keys, values, softmax: particle_attention(
-            query, keys, values, window=window, **places, **softmax._asdict()
+            query, keys, values, **sight, **places, **softmax._asdict()
         )
 
 

@@ -138,11 +138,17 @@ class ParticleForward:
 
 
 def particle_backend(
-    runner: "ModelRunner", tails: torch.Tensor, implementation: Implementation
+    runner: "ModelRunner",
+    tails: torch.Tensor,
+    implementation: Implementation,
+    *,
+    first_key: int = 0,
+    blocks: bool = False,
 ) -> ParticleAttention:
     """The attention over particles that a model asks for; arguments as for `ParticleAttention`."""
+    kind = ParticleAttention
     if runner.use_mla_backend:
         from sglang_smc.models.latents import LatentParticleAttention
 
-        return LatentParticleAttention(runner, tails, implementation)
-    return ParticleAttention(runner, tails, implementation)
+        kind = LatentParticleAttention
+    return kind(runner, tails, implementation, first_key=first_key, blocks=blocks)

@@ -36,14 +36,29 @@ def absorb(backend_name: str) -> None:
 
 
 class LatentParticleAttention(ParticleAttention):
-    """`ParticleAttention` over latents; arguments, errors and use are the same."""
+    """`ParticleAttention` over latents; arguments, errors and use are the same.
+
+    Heads that propose are not among the models it runs: it refuses ``first_key`` and ``blocks``.
+    """
 
     # Read by SGLang's layers, which look for a backend's own names before the server's.
     prefill_attention_backend_str = decode_attention_backend_str = NAME
 
     def __init__(
-        self, runner: "ModelRunner", tails: torch.Tensor, implementation: Implementation
+        self,
+        runner: "ModelRunner",
+        tails: torch.Tensor,
+        implementation: Implementation,
+        *,
+        first_key: int = 0,
+        blocks: bool = False,
     ) -> None:
+        if first_key or blocks:
+            raise ValueError(
+                "heads with latent attention (MLA) are not supported "
+                f"(first_key={first_key}, blocks={blocks}): pass a head with ordinary attention, "
+                "or a draft model"
+            )
         super().__init__(runner, tails, implementation)
         absorb(NAME)
         self._rank = runner.model_config.kv_lora_rank
@@ -79,7 +94,7 @@ class LatentParticleAttention(ParticleAttention):
             pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
         query = q.view(*self._shape, layer.tp_q_head_num, layer.head_dim)
         latents = pool.get_key_buffer(layer.layer_id)
-        attend = self._attend_over(None)
+        attend = self._attend_over(None, False)
         output = attend(query, latents, rank=self._rank, scaling=layer.scaling)
         return output.view(-1, layer.tp_q_head_num * self._rank)
 
@@ -88,8 +103,8 @@ class LatentParticleAttention(ParticleAttention):
     def _in_torch(self, plan: SharedPrefixPlan) -> "Attend":
         return partial(latent_attention, plan=plan)
 
-    def _in_triton(self, places: dict[str, Any], window: int | None) -> "Attend":
+    def _in_triton(self, places: dict[str, Any], window: int | None, block: bool) -> "Attend":
         from sglang_smc.kernels.attention.latent import latent_attention
 
-        assert window is None, "checked with the layers"
+        assert window is None and not block, "checked with the layers"
         return partial(latent_attention, **places)

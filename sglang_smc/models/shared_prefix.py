@@ -5,7 +5,8 @@ that text are gathered once per request, and its particles, columns and query he
 are all queries to them; each particle's tail is attended to by itself, and the two softmaxes are
 joined by their log-sum-exp. A query stands at the last committed token or behind it, so it sees
 the whole prefix: only tails need a causal mask. A layer with a window sees the prefix's end, and
-no more of it is gathered.
+no more of it is gathered. A block head's layer sees all new tokens of a particle, and a head may
+have no keys at the first positions of a text.
 """
 
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from sglang_smc.models.softmax import Attended, Softmax, additive, attend, gathe
 
 
 class SharedPrefixPlan(NamedTuple):
-    """Where the keys of one forward stand, and who sees them: the same in layers of one window."""
+    """Where the keys of one forward stand, and who sees them: the same in layers of one kind."""
 
     # Prefixes [G * P], then tails [G * N * T]. Padding repeats a slot of the prefix, so that only
     # the request's own slots are read: all write to slot 0, and what one leaves there may be NaN,
@@ -43,6 +44,8 @@ def plan_shared_prefix(
     dtype: torch.dtype,
     cache: torch.Tensor,
     window: int | None = None,
+    sees_block: bool = False,
+    first_key: int = 0,
 ) -> SharedPrefixPlan:
     """Plan a forward over C tokens of each of N particles of each of G requests.
 
@@ -59,17 +62,23 @@ def plan_shared_prefix(
         dtype: of the queries.
         cache: keys of some layer, ``[slots, kv_heads, head_dim]``.
         window: how many keys before its own a query sees; None for all.
+        sees_block: whether a query sees all new tokens of its particle that have slots of their
+            own, also those ahead of it. Not with a window.
+        first_key: the first position that has a key: nobody sees those before it. What a query
+            there gets has no meaning.
     """
+    assert window is None or not sees_block, "checked with the layers"
     column = torch.arange(num_columns, device=rows.device)
+    begins = committed.clamp_min(first_key)  # [G] where the keys of the tails begin
     # [G, N, C] keys of its own tail that each query sees
-    seen = (starts - committed.unsqueeze(1)).unsqueeze(2) + column + 1
+    seen = (starts - begins.unsqueeze(1)).unsqueeze(2) + column + 1
+    if sees_block:
+        seen = seen[:, :, -1:].expand_as(seen)
     # Of a prefix, what the earliest query sees that there may be, which stands at its end.
-    visible = committed if window is None else committed.clamp_max(window + 1)  # [G]
+    visible = (committed - first_key).clamp(0, None if window is None else window + 1)  # [G]
     prefix_len, tail_len = _host_sizes(visible, seen)
     position = torch.arange(max(prefix_len, tail_len), device=rows.device)
-    at = position[:prefix_len]  # [P] positions of a prefix
-    if window is not None:
-        at = at + (committed - visible).unsqueeze(1)  # [G, P]
+    at = position[:prefix_len] + (committed - visible).unsqueeze(1)  # [G, P] in a prefix
     hidden = at >= committed.unsqueeze(1)  # [G, P]
     unseen = position[:tail_len] >= seen.unsqueeze(3)  # [G, N, C, T]
     unwritten = unseen[:, :, -1]  # [G, N, T]
@@ -77,19 +86,24 @@ def plan_shared_prefix(
     if window is not None:
         oldest = (seen - 1 - window).unsqueeze(3)  # [G, N, C, 1] key that a query sees
         unseen = unseen | (position[:tail_len] < oldest)
-        behind = (at - committed.unsqueeze(1)).view(len(rows), 1, 1, -1)  # a tail begins at 0
+        behind = (at - begins.unsqueeze(1)).view(len(rows), 1, 1, -1)  # a tail begins at 0
         left_out = hidden.view(len(rows), 1, 1, -1) | (behind < oldest)  # [G, N, C, P]
         prefix_mask = _of_heads(left_out.flatten(1, 2), group, dtype)
-        at = at.minimum(committed.unsqueeze(1) - 1)
 
-    prefix = req_to_token[rows.unsqueeze(1), at]
-    place = (committed.view(-1, 1, 1) + position[:tail_len]) & (tails.shape[1] - 1)  # [G, 1, T]
+    prefix = req_to_token[rows.unsqueeze(1), at.minimum(committed.unsqueeze(1) - 1)]
+    place = (begins.view(-1, 1, 1) + position[:tail_len]) & (tails.shape[1] - 1)  # [G, 1, T]
     tails = tails[particle_rows.unsqueeze(2), place]  # [G, N, T]
+    unwritten = unwritten | (tails == 0)
+    if sees_block:  # what pads a request with fewer columns than others is ahead of its own
+        unseen = unseen | unwritten.unsqueeze(2)
     written = prefix[:, :1]
+    if first_key:  # nothing of a prefix may be left: then what some particle has written
+        of_tails = tails[:, :, :1].masked_fill(unwritten[:, :, :1], 0).amax(1)  # [G, 1]
+        written = torch.where(hidden[:, :1], of_tails, written)
     slots = torch.cat(
         [
             torch.where(hidden, written, prefix).flatten(),
-            torch.where(unwritten | (tails == 0), written.unsqueeze(2), tails).flatten(),
+            torch.where(unwritten, written.unsqueeze(2), tails).flatten(),
         ]
     ).long()
     return SharedPrefixPlan(
@@ -108,7 +122,7 @@ def shared_prefix_attention(
     plan: SharedPrefixPlan,
     softmax: Softmax,
 ) -> torch.Tensor:
-    """Causal softmax attention of particles over their prefix and tails.
+    """Softmax attention of particles over what they see of their prefix and tails.
 
     Args:
         query: ``[G, N, C, q_heads, head_dim]``; heads that share a key head stand together.
@@ -152,8 +166,8 @@ def shared_prefix_attention(
 
 def _host_sizes(prefixes: torch.Tensor, seen: torch.Tensor) -> tuple[int, int]:
     """The longest prefix and the longest tail of a batch, at least 1. Waits for the device."""
-    prefix_len, tail_len = torch.stack([prefixes.amax(), seen.amax()]).tolist()
-    return prefix_len, max(tail_len, 1)
+    prefix_len, tail_len = torch.stack([prefixes.amax(), seen.amax()]).clamp_min(1).tolist()
+    return prefix_len, tail_len
 
 
 def _of_heads(hidden: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:

@@ -201,8 +201,12 @@ def _latent_limits(model: ModelConfig) -> Iterator[str]:
         yield "queries that are scaled by position (llama_4_scaling)"
 
 
-def check_layers(runner: "ModelRunner") -> None:
-    """Raise ValueError for a model with a layer that our attention would get wrong."""
+def check_layers(runner: "ModelRunner", *, blocks: bool = False) -> None:
+    """Raise ValueError for a model with a layer that our attention would get wrong.
+
+    Args:
+        blocks: whether its attention over particles lets blocks see themselves.
+    """
     group, rank = head_group(runner), None
     layers = [layer for layer in runner.model.modules() if isinstance(layer, RadixAttention)]
     if runner.use_mla_backend:
@@ -210,7 +214,7 @@ def check_layers(runner: "ModelRunner") -> None:
         rank = runner.model_config.kv_lora_rank
         layers = [layer for layer in layers if layer.v_head_dim == rank]
     for layer in layers:
-        check_layer(layer, group, {}, rank)
+        check_layer(layer, group, {}, rank, blocks=blocks)
 
 
 def head_group(runner: "ModelRunner") -> int:
@@ -246,12 +250,19 @@ def check_pool(runner: "ModelRunner") -> None:
 
 
 def check_layer(
-    layer: RadixAttention, group: int, kwargs: dict[str, Any], rank: int | None = None
+    layer: RadixAttention,
+    group: int,
+    kwargs: dict[str, Any],
+    rank: int | None = None,
+    *,
+    blocks: bool = False,
 ) -> None:
-    """Refuse what the causal softmax attention of this package would silently get wrong.
+    """Refuse what the softmax attention of this package would silently get wrong.
 
-    Over latents, values have the width ``rank``; else that of keys.
+    Over latents, values have the width ``rank``; else that of keys. It is causal, but for layers
+    whose ``blocks`` of new tokens see themselves, where the caller has those.
     """
+    in_block = blocks and sees_block(layer)
     unsupported = {
         "chunked attention": layer.use_irope,
         "a window or a cap over latents": rank is not None
@@ -259,7 +270,9 @@ def check_layer(
         "a cap other than by tanh": layer.logit_cap > 0 and layer.logit_capping_method != "tanh",
         "scores that depend on the text's length": layer.xai_temperature_len > 0,
         "cross or bidirectional attention": layer.is_cross_attention
-        or layer.attn_type != AttentionType.DECODER,
+        or (layer.attn_type != AttentionType.DECODER and not in_block),
+        "a window where blocks see themselves, which needs causal attention (is_causal)": in_block
+        and layer.sliding_window_size > -1,
         "different key and value widths": (rank or layer.qk_head_dim) != layer.v_head_dim,
         "layers of unlike head groups": layer.tp_q_head_num != group * layer.tp_k_head_num,
     }
@@ -288,3 +301,8 @@ def check_kernel_type(pool_type: torch.dtype, capability: tuple[int, int] | None
 def window_of(layer: RadixAttention) -> int | None:
     """How many keys before its own a query of this layer sees; None for all."""
     return layer.sliding_window_size if layer.sliding_window_size > -1 else None
+
+
+def sees_block(layer: RadixAttention) -> bool:
+    """Whether a query of this layer sees all new tokens, also those ahead of it: of block heads."""
+    return layer.attn_type == AttentionType.ENCODER_ONLY

@@ -11,7 +11,12 @@ MODELS = (
     Symbol(
         "sglang.srt.layers.radix_attention.RadixAttention",
         attributes="sliding_window_size logit_cap logit_capping_method use_irope "
-        "xai_temperature_len k_scale v_scale k_scale_float v_scale_float",
+        "xai_temperature_len k_scale v_scale k_scale_float v_scale_float is_cross_attention "
+        "attn_type",
+    ),
+    Symbol(
+        "sglang.srt.layers.radix_attention.AttentionType",
+        attributes="DECODER ENCODER_ONLY",
     ),
     Symbol(
         "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer",

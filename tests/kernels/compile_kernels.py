@@ -244,6 +244,7 @@ def _attend(sizes: Sizes, layer: Layer, num_columns: int) -> None:
         cap=layer.cap,
         sinks=torch.zeros(heads.q) if layer.sinks else None,
         window=layer.window,
+        sees_block=layer.sees_block,
     )
 
 

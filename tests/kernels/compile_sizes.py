@@ -27,6 +27,7 @@ class Layer(NamedTuple):
     window: int | None = None
     cap: float = 0.0
     sinks: bool = False
+    sees_block: bool = False
     cache: torch.dtype | None = None  # None: the queries'
     least_capability: int = 80
 
@@ -54,13 +55,12 @@ LAYERS = (
     Layer(Heads(4, 1, 256), window=512),  # Gemma 3 1B
     Layer(Heads(8, 4, 256), window=4096, cap=50.0),  # Gemma 2 2B
     Layer(Heads(64, 8, 64), window=128, sinks=True),  # gpt-oss
+    Layer(Heads(32, 8, 128), sees_block=True),  # DFlash heads of Qwen3-8B
     Layer(Heads(32, 8, 128), cache=torch.float8_e5m2),
     # What the A100 cannot convert.
     Layer(Heads(32, 8, 128), cache=torch.float8_e4m3fn, least_capability=89),
 )
-LLAMA = Sizes(
-    "Llama-3.1-8B + 1B", Heads(32, 8, 128), Heads(32, 8, 64), layers=(LAYERS[2], LAYERS[3])
-)
+LLAMA = Sizes("Llama-3.1-8B + 1B", Heads(32, 8, 128), Heads(32, 8, 64), layers=LAYERS[2:5])
 QWEN = Sizes("Qwen3-30B-A3B + 0.6B", Heads(32, 4, 128), Heads(16, 8, 128), vocab=151_936)
 OTHERS = [
     LLAMA._replace(groups=8, layers=LAYERS),

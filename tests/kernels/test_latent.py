@@ -67,7 +67,9 @@ def on_device(case: Case) -> Case:
 
 def arguments_of(case: Case, rank: int) -> dict[str, Any]:
     arguments = on_device(case)._asdict()
-    for name in ("values", "present", "open_columns", "softmax", "window"):
+    for name in ("values", "present", "open_columns", "softmax"):
+        del arguments[name]
+    for name in ("window", "sees_block", "first_key"):  # of other layers
         del arguments[name]
     arguments |= {"max_prefix": int(case.committed.max()) + 7, "scaling": SCALING, "rank": rank}
     return {"latents": arguments.pop("keys"), **arguments}
@@ -188,7 +190,9 @@ def test_a_layer_takes_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (launch.count, calls.names) == (2, [])
 
 
-def backend_of(case: Case, rank: int, implementation: Any) -> tuple[ParticleAttention, Any]:
+def backend_of(
+    case: Case, rank: int, implementation: Any, **heads_need: Any
+) -> tuple[ParticleAttention, Any]:
     """The backend of a model whose latents these are, and a layer of it."""
     c, (heads, width) = on_device(case), case.query.shape[3:]
     buffer = c.keys.clone()
@@ -213,7 +217,7 @@ def backend_of(case: Case, rank: int, implementation: Any) -> tuple[ParticleAtte
         ),
     )
     layer = RadixAttention(heads, width, SCALING, 1, 0, v_head_dim=rank)
-    return particle_backend(runner, c.tails, implementation), layer
+    return particle_backend(runner, c.tails, implementation, **heads_need), layer
 
 
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
@@ -234,6 +238,14 @@ def test_as_a_backend(implementation: Any, monkeypatch: pytest.MonkeyPatch) -> N
     output = backend.forward_extend(query, new, new[..., :rank], layer, batch)
     assert output.shape == (len(query), case.query.shape[3] * rank)
     assert_close(case, output.view(*case.query.shape[:4], rank))
+
+
+@pytest.mark.parametrize("heads_need", [{"first_key": 1}, {"blocks": True}])
+def test_heads_are_refused(heads_need: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not run as models with all keys, or without blocks."""
+    monkeypatch.setattr(supported, "get_parallel", lambda: SimpleNamespace(tp_size=1))
+    with pytest.raises(ValueError, match="heads with latent attention"):
+        backend_of(*make("decode", HALF), "torch", **heads_need)
 
 
 def test_layers_are_told_to_absorb(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,20 @@
 """The Triton kernel and its torch reference, against softmax attention one query at a time."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from particle_cases import SCALING, Case, make_case
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from torch_calls import Calls, Launch
 
 from sglang_smc.kernels.attention import join, work
 from sglang_smc.kernels.attention import particle_attention as kernel
+from sglang_smc.models import supported
+from sglang_smc.models.attention import KVLocations, ParticleAttention
+from sglang_smc.models.forward import particle_backend
 from sglang_smc.models.shared_prefix import plan_shared_prefix, shared_prefix_attention
 from sglang_smc.models.softmax import Softmax
 
@@ -33,6 +38,41 @@ CASES: dict[str, tuple[list[int], list[list[int | None]], int, dict[str, Any]]] 
     "a window within a tail": ([70, 3], [[20, 4], [7, 2]], 9, {"window": 4}),
     "a window beyond the text": ([70, 3], [[20, 4], [7, 2]], 2, {"window": 500}),
     "a cap": ([70, 3], [[-1, 4], [7, None]], 5, {"softmax": Softmax(SCALING, cap=1.5)}),
+    "no key at the first": ([1, 70, 1], [[0, 4], [-1, 2], [None, -1]], 2, {"first_key": 1}),
+    "no key at the first, in a window": (
+        [1, 70, 3],
+        [[0, 4], [-1, 2], [30, None]],
+        5,
+        {"first_key": 1, "window": 20},
+    ),
+    "no key in a prefix": ([3, 1, 70], [[4, 0], [-1, 9], [0, 0]], 5, {"first_key": 5}),
+    "blocks": ([70, 3, 1], [[-1, 4], [7, None], [0, 30]], 9, {"sees_block": True}),
+    "blocks of one": ([70, 3], [[-1, 4], [7, None]], 1, {"sees_block": True}),
+    "blocks of unlike columns": (
+        [40, 3],
+        [[2, 0], [-1, 5]],
+        5,
+        {"open_columns": [2, 4], "sees_block": True},
+    ),
+    "blocks over two spans": ([5], [[505, 10, 300]], 9, {"sees_block": True}),
+    "blocks without a first key": (
+        [1, 70, 1],
+        [[0, 4], [-1, 2], [None, -1]],
+        9,
+        {"sees_block": True, "first_key": 1, "q_heads": 8, "kv_heads": 2},
+    ),
+    "blocks with a cap": (
+        [1, 70],
+        [[0, 4], [-1, None]],
+        5,
+        {
+            "sees_block": True,
+            "first_key": 1,
+            "q_heads": 6,
+            "kv_heads": 1,
+            "softmax": Softmax(SCALING, cap=1.5, sinks=torch.linspace(-1, 3, 6)),
+        },
+    ),
     "sinks": (
         [70, 3],
         [[-1, 4], [7, None]],
@@ -94,6 +134,8 @@ def run_torch(case: Case) -> torch.Tensor:
         dtype=c.query.dtype,
         cache=c.keys,
         window=c.window,
+        sees_block=c.sees_block,
+        first_key=c.first_key,
     )
     return shared_prefix_attention(c.query, c.keys, c.values, plan, c.softmax)
 
@@ -166,6 +208,15 @@ def test_spans_can_be_joined_at_once(max_tail: int) -> None:
 
 
 @pytest.mark.parametrize("run", [run_kernel, run_torch])
+def test_a_query_before_the_first_key_breaks_no_other(run: Any) -> None:
+    """It sees nothing; those behind it see their tails alone, and are as good as ever."""
+    case = make_case([1, 1], [[-1, -1], [-1, 0]], num_columns=3, first_key=1)
+    output = run(case)
+    assert output.isfinite().all()
+    case.assert_close(output)
+
+
+@pytest.mark.parametrize("run", [run_kernel, run_torch])
 def test_a_broken_query_shows(run: Any) -> None:
     """And breaks no other."""
     case = make_case([70, 3], [[0, 4], [7, 2]], num_columns=2)
@@ -211,8 +262,12 @@ def test_queries_may_stand_beside_keys_and_values(shape: dict[str, int]) -> None
 
 @pytest.mark.parametrize(
     "layer",
-    [{}, {"window": 9, "softmax": Softmax(SCALING, cap=2.0, sinks=torch.zeros(4))}],
-    ids=["plain", "with all there is"],
+    [
+        {},
+        {"window": 9, "softmax": Softmax(SCALING, cap=2.0, sinks=torch.zeros(4)), "first_key": 1},
+        {"sees_block": True},
+    ],
+    ids=["plain", "with all there is", "in blocks"],
 )
 def test_a_layer_takes_two_launches_and_copies_nothing(
     monkeypatch: pytest.MonkeyPatch, layer: dict[str, Any]
@@ -228,3 +283,63 @@ def test_a_layer_takes_two_launches_and_copies_nothing(
         kernel.particle_attention(**arguments)
     assert (attend.count, joined.count, calls.names) == (1, 1, [])
     assert attend.arguments[0].data_ptr() == query.data_ptr()
+
+
+def backend_of(case: Case, implementation: Any, **heads_need: Any) -> ParticleAttention:
+    """Of a model whose layers all have the keys of a case."""
+    c = Case(**on_device(case))
+    pool = SimpleNamespace(
+        dtype=c.keys.dtype,
+        start_layer=0,
+        get_key_buffer=lambda _: c.keys,
+        get_kv_buffer=lambda _: (c.keys, c.values),
+    )
+    runner: Any = SimpleNamespace(
+        use_mla_backend=False,
+        is_hybrid_swa=False,
+        req_to_token_pool=SimpleNamespace(req_to_token=c.req_to_token),
+        token_to_kv_pool=pool,
+        dtype=c.query.dtype,
+        model_config=SimpleNamespace(
+            context_len=256,
+            get_num_attention_heads=lambda tp_size: c.query.shape[3],
+            get_num_kv_heads=lambda tp_size: c.keys.shape[1],
+        ),
+    )
+    backend = particle_backend(runner, c.tails, implementation, **heads_need)
+    locations = KVLocations(c.rows, c.committed, c.particle_rows, c.max_tail)
+    backend.plan(locations, c.starts, c.query.shape[2])
+    return backend
+
+
+def layer_of(case: Case, **kind: Any) -> RadixAttention:
+    q_heads, head_dim = case.query.shape[3:]
+    return RadixAttention(q_heads, head_dim, SCALING, case.keys.shape[1], 0, **kind)
+
+
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_layers_of_one_pass_see_what_each_asks_for(
+    implementation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red where layers that see unlike things share a plan, or the first key gets lost."""
+    monkeypatch.setattr(supported, "get_parallel", lambda: SimpleNamespace(tp_size=1))
+    case = make_case([1, 70], [[0, 4], [-1, None]], num_columns=5, first_key=1)
+    backend = backend_of(case, implementation, first_key=1, blocks=True)
+    query = case.query.flatten(0, 2).flatten(1).to(DEVICE)
+    blocks = case._replace(sees_block=True), {"attn_type": AttentionType.ENCODER_ONLY}
+    causal, windowed = (case, {}), (case._replace(window=20), {"sliding_window_size": 20})
+    batch: Any = None  # nothing is written
+    for expected, kind in (blocks, causal, windowed, blocks):
+        layer = layer_of(case, **kind)
+        output = backend.forward_extend(query, None, None, layer, batch, save_kv_cache=False)
+        expected.assert_close(output.view(case.query.shape))
+
+
+def test_blocks_are_refused_where_none_are_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supported, "get_parallel", lambda: SimpleNamespace(tp_size=1))
+    case = make_case([70], [[0]], num_columns=5)
+    backend = backend_of(case, "torch")
+    layer = layer_of(case, attn_type=AttentionType.ENCODER_ONLY)
+    batch: Any = None
+    with pytest.raises(ValueError, match="cross or bidirectional attention"):
+        backend.forward_extend(case.query, None, None, layer, batch)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from particle_cases import NUM_SLOTS, SCALING, Case, make_case
 from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -15,7 +15,7 @@ from torch_calls import Calls, Launch
 
 from sglang_smc.models import supported
 from sglang_smc.models.attention import KVLocations
-from sglang_smc.models.forward import ParticleForward
+from sglang_smc.models.forward import ParticleForward, particle_backend
 
 LAST_POSITION = 99
 
@@ -178,16 +178,28 @@ def test_unsupported_layers_are_refused() -> None:
         h.run("next_logits")
 
 
+def of_head(h: Harness, attention: Any) -> Harness:
+    """The model as a block head, without a key for the first token."""
+    h.model.layer.attn_type = AttentionType.ENCODER_ONLY
+    needs: dict[str, Any] = {"first_key": 1, "blocks": True}
+    h.forward.attn_backend = particle_backend(h.runner, h.case.tails, attention, **needs)
+    return h
+
+
+@pytest.mark.parametrize("is_head", [False, True])
 @pytest.mark.parametrize("name", ["next_logits", "chain_logits"])
 @pytest.mark.parametrize("num_columns", [1, 2, 9])
 def test_with_triton_nothing_waits_for_the_device(
-    name: str, num_columns: int, monkeypatch: pytest.MonkeyPatch
+    name: str, num_columns: int, is_head: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensors without data run through all of it; they refuse to tell the host a value."""
     for launched in ("particle_attention._attend_spans", "join._join_spans"):
         monkeypatch.setattr(f"sglang_smc.kernels.attention.{launched}", Launch())
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    waiting, h = (fake(Harness(case(num_columns), how), mode) for how in ("torch", "triton"))
+    one, other = (Harness(case(num_columns), how) for how in ("torch", "triton"))
+    if is_head:
+        one, other = of_head(one, "torch"), of_head(other, "triton")
+    waiting, h = fake(one, mode), fake(other, mode)
     with mode:
         columns = () if name == "next_logits" else (num_columns,)
         assert h.run(name).shape == (*h.case.starts.shape, *columns, 4 * 64)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from sglang_smc.drafts.proposal import LanguageModel
 from sglang_smc.memory.ledger import Ledger
@@ -44,11 +44,37 @@ def test_attention_to_all_or_to_a_window_passes(layer: dict[str, Any]) -> None:
         ({"logit_cap": 50.0, "logit_capping_method": "clip"}, "a cap other than by tanh"),
         ({"v_head_dim": 4}, "different key and value widths"),
         ({"num_kv_heads": 4}, "layers of unlike head groups"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "cross or bidirectional attention"),
     ],
 )
 def test_other_attention_is_refused(layer: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=f"does not support {named} .layer 1"):
         check_layers(runner(**layer))
+
+
+def test_blocks_pass_where_they_are_run() -> None:
+    """With causal layers among them, which may have a window."""
+    check_layers(runner(attn_type=AttentionType.ENCODER_ONLY), blocks=True)
+    check_layers(runner(sliding_window_size=31), blocks=True)
+
+
+@pytest.mark.parametrize(
+    ("layer", "named"),
+    [
+        (
+            {"attn_type": AttentionType.ENCODER_ONLY, "sliding_window_size": 31},
+            "a window where blocks see themselves",
+        ),
+        ({"attn_type": AttentionType.DECODER_BIDIRECTIONAL}, "cross or bidirectional attention"),
+        (
+            {"attn_type": AttentionType.ENCODER_ONLY, "is_cross_attention": True},
+            "cross or bidirectional attention",
+        ),
+    ],
+)
+def test_blocks_of_other_kinds_are_refused(layer: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"does not support {named}.*.layer 1"):
+        check_layers(runner(**layer), blocks=True)
 
 
 def over_latents(**layer: Any) -> Any:

@@ -26,6 +26,8 @@ def plan(case: Case) -> shared_prefix.SharedPrefixPlan:
         dtype=case.query.dtype,
         cache=case.keys,
         window=case.window,
+        sees_block=case.sees_block,
+        first_key=case.first_key,
     )
 
 
@@ -42,15 +44,21 @@ def cases(draw: Any) -> Case:
     )
     sinks = torch.linspace(-1, 2, kv_heads * group) if draw(st.booleans()) else None
     cap, value_scale = draw(st.sampled_from([0.0, 2.0])), draw(st.sampled_from([1.0, 0.5]))
+    num_columns = draw(st.sampled_from([1, 2, 9]))
+    columns = st.lists(st.integers(1, num_columns), min_size=size, max_size=size)
+    window = draw(st.none() | st.integers(1, 80))
     return make_case(
         draw(st.lists(st.integers(1, 70), min_size=size, max_size=size)),
         draw(st.lists(ahead, min_size=size, max_size=size)),
-        num_columns=draw(st.sampled_from([1, 2, 9])),
+        num_columns=num_columns,
+        open_columns=draw(columns),
         q_heads=kv_heads * group,
         kv_heads=kv_heads,
         head_dim=16,
         softmax=Softmax(SCALING, cap, sinks, value_scale),
-        window=draw(st.none() | st.integers(1, 80)),
+        window=window,
+        sees_block=window is None and draw(st.booleans()),
+        first_key=draw(st.sampled_from([0, 1, 5])),
     )
 
 
@@ -76,6 +84,28 @@ def test_the_keys_of_a_prefix_are_gathered_once() -> None:
 def test_of_a_prefix_what_is_in_no_window_is_not_gathered() -> None:
     case = make_case([50, 8], [[0] * 4, [3] * 4], num_columns=2, window=20)
     assert len(plan(case).slots) == 2 * 21 + 2 * 4 * 5
+
+
+def test_of_a_prefix_what_is_no_key_is_not_gathered() -> None:
+    case = make_case([1], [[0] * 4], num_columns=2, first_key=1)
+    assert len(plan(case).slots) == 1 + 4 * 2, "one takes the place of none"
+
+
+def test_in_a_block_the_first_column_sees_the_last() -> None:
+    """And no other particle does: red where each sees its own past alone, or all blocks."""
+    case = make_case([3], [[0, 0]], num_columns=4, sees_block=True)
+    before = run(case)
+    last = case.tails[case.particle_rows[0, 0], (3 + 3) % case.tails.shape[1]].long()
+    case.values[last] += 100
+    after = run(case)
+    assert (after[0, 0] > before[0, 0]).all() and torch.equal(after[0, 1], before[0, 1])
+
+
+def test_what_pads_a_block_is_not_seen() -> None:
+    """A request of two columns gets in a batch of five what it gets alone."""
+    case = make_case([9, 4], [[0, 2], [1, -1]], num_columns=5, open_columns=[2, 5], sees_block=True)
+    alone = case._replace(query=case.query[:, :, :2], open_columns=case.open_columns.clamp_max(2))
+    torch.testing.assert_close(run(case)[0, :, :2], run(alone)[0])
 
 
 def test_any_device_computes_what_the_cpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
