@@ -28,6 +28,7 @@ class ParticleForward:
         runner: the target's or the draft's.
         tails, attention: the particles' rows and how to attend, see `ParticleAttention`.
         max_columns: no forward has more tokens a particle.
+        first_key, blocks: what heads ask of attention, see there.
     """
 
     def __init__(
@@ -36,11 +37,16 @@ class ParticleForward:
         tails: torch.Tensor,
         attention: Implementation,
         max_columns: int,
+        *,
+        first_key: int = 0,
+        blocks: bool = False,
     ) -> None:
         self._runner = runner
         self._last_position = runner.model_config.context_len - 1
         self._is_mrope = runner.model_config.model_is_mrope
-        self.attn_backend = particle_backend(runner, tails, attention)
+        self.attn_backend = particle_backend(
+            runner, tails, attention, first_key=first_key, blocks=blocks
+        )
         self._counts = torch.arange(max_columns + 1, device=tails.device)
         self._captured = CaptureHiddenMode.NULL  # of the states of all tokens
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from sglang.srt.managers.tp_worker import TpModelWorker
 
 from sglang_smc.drafts import assembly as drafts
+from sglang_smc.drafts.kinds import kind_of
 from sglang_smc.memory.measured import sizes_of
 from sglang_smc.memory.table import Table
 from sglang_smc.models.supported import check_layers
@@ -55,8 +56,8 @@ def assemble(
     )
     recurrent = _recurrent(target, config, ops, tables)
     steps = Steps(recurrent or drafting.target, drafting.proposal, tables.ledger, ops)
-    for worker in (target, draft):
-        check_layers(worker.model_runner)
+    check_layers(target.model_runner)
+    check_layers(draft.model_runner, blocks=kind_of(draft.model_runner.model_config) == "dflash")
     rehearse(steps)
     prefill = Prefill(
         target,
