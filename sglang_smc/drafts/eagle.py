@@ -54,6 +54,7 @@ class EagleForward(ParticleForward):
     ) -> None:
         super().__init__(runner, tails, attention, max_columns, first_key=1)
         self._captured = CaptureHiddenMode.FULL
+        self._model: Any = runner.model
         self._given: Given
 
     def laws(
@@ -94,7 +95,7 @@ class EagleForward(ParticleForward):
         self._given = Given(states.flatten(0, 2))
         batch = self._batch(ForwardMode.EXTEND, tokens, starts, slots, locations)
         with self._attending(locations, starts, tokens.shape[2]):
-            self._runner.model.model(batch.input_ids, batch.positions, batch)
+            self._model.model(batch.input_ids, batch.positions, batch)
 
     def _batch(
         self,
@@ -106,7 +107,8 @@ class EagleForward(ParticleForward):
     ) -> ForwardBatch:
         batch = super()._batch(mode, tokens, starts, slots, locations)
         batch.positions = places_of_pairs(batch.positions)
-        batch.mrope_positions = batch.positions.expand(3, -1) if self._is_mrope else None
+        if self._is_mrope:
+            batch.mrope_positions = batch.positions.expand(3, -1)
         batch.spec_info = self._given  # pyright: ignore[reportAttributeAccessIssue] -- as said
         return batch
 

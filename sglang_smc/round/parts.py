@@ -51,9 +51,8 @@ def assemble(
     Raises:
         ValueError: for a model that rounds cannot run.
     """
-    drafting = drafts.assemble(
-        target, draft, tables.ledger, ops, config.num_particles, config.num_steps
-    )
+    sizes = config.num_particles, config.num_steps + 1
+    drafting = drafts.assemble(drafts.Beside(target, draft, tables.ledger, ops.kind, *sizes))
     recurrent = _recurrent(target, config, ops, tables)
     steps = Steps(recurrent or drafting.target, drafting.proposal, tables.ledger, ops)
     check_layers(target.model_runner)
