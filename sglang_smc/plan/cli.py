@@ -151,6 +151,9 @@ def make_comparison(arguments: argparse.Namespace) -> Comparison:
         if getattr(arguments, name) is not None:
             raise ValueError(f"--{name} is of a plan, and --tokens-per-pass of none; give one.")
     target, drafts = _models(arguments)
+    particles = [count for count in arguments.particles if count >= arguments.min_particles]
+    if not particles:
+        raise ValueError(f"No number of particles is {arguments.min_particles} or more.")
     load = Load(arguments.context, arguments.tail, not arguments.no_shared_prefix)
     return compare.compare(
         (_short(arguments.target), target),
@@ -159,7 +162,7 @@ def make_comparison(arguments: argparse.Namespace) -> Comparison:
         arguments.tokens_per_pass,
         [_device(one, target, *drafts.values()).times(arguments.tp) for one in arguments.device],
         arguments.batch,
-        [count for count in arguments.particles if count >= arguments.min_particles],
+        particles,
         arguments.steps,
     )
 

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from typing import Any, NamedTuple
 
-from sglang_smc.plan.costs import RoundCost, round_cost
 from sglang_smc.plan.devices import Device
 from sglang_smc.plan.proposals import Proposal, default_steps
 from sglang_smc.plan.report import LEFT_OUT, draft_line, model_line, sizes, table
-from sglang_smc.plan.roofline import ar_step
+from sglang_smc.plan.roofline import RoundCost, ar_step, round_cost
 from sglang_smc.plan.shapes import ModelShape
 
 COLUMNS = (

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 from sglang_smc.memory.table import Table
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.plan.costs import RoundCost
 from sglang_smc.plan.heads import DFlash, Head
 from sglang_smc.plan.memory import STATIC_FRACTION, hidden_bytes, memory_table
 from sglang_smc.plan.proposals import Ngram, Proposal
-from sglang_smc.plan.roofline import LARGEST_BATCH, Estimate, Plan, Scenario
+from sglang_smc.plan.roofline import LARGEST_BATCH, Estimate, Plan, RoundCost, Scenario
 from sglang_smc.plan.shapes import ModelShape
 
 LEFT_OUT = (

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from sglang_smc.plan import heads, proposals
 from sglang_smc.plan.blocks import Windows
-from sglang_smc.plan.costs import RoundCost, round_cost
 from sglang_smc.plan.devices import named
 from sglang_smc.plan.heads import DFlash, Eagle3
 from sglang_smc.plan.memory import hidden_bytes, kv_slots, memory_table
 from sglang_smc.plan.proposals import Ngram, Proposal, from_config
-from sglang_smc.plan.roofline import best_settings, smc_round
+from sglang_smc.plan.roofline import RoundCost, best_settings, round_cost, smc_round
 from sglang_smc.plan.shapes import ModelShape
 from sglang_smc.plan.shapes import from_config as model_from_config
 
