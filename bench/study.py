@@ -196,6 +196,10 @@ class Log:
             raise BenchError(f"{self.path} was measured otherwise: {'; '.join(changes)}")
         return entries
 
+    def header(self) -> dict[str, Any]:
+        """What the file says that it was measured with; nothing where there is none."""
+        return next(iter(self._lines()), {})
+
     @property
     def fits(self) -> bool:
         """Whether it was measured as this run measures."""

@@ -52,14 +52,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         look="--list",
     )
     add = parser.add_argument
-    add("--problems", type=_at_least_two, default=2000, help="held-out problems for each cell")
+    add("--problems", type=at_least_two, default=2000, help="held-out problems for each cell")
     add("--temperatures", type=float, nargs="+", default=list(TEMPERATURES), metavar="T")
     add("--bound-problems", type=_none_or_several, default=8, help="0: no bounds")
     add("--jobs", type=positive, default=usable_cores(), help="processes that score answers")
     return parser.parse_args(argv)
 
 
-def _at_least_two(text: str) -> int:
+def at_least_two(text: str) -> int:
     """One answer has no interval, and problems beyond the last are others'."""
     value = int(text)
     if not 2 <= value <= MAX_PROBLEMS:

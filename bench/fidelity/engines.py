@@ -92,12 +92,19 @@ class EngineAsker:
 @contextlib.contextmanager
 def running(name: str, pair: Path) -> Iterator[Asker]:
     """The engine ``name`` for the ``with`` block."""
+    with started(arguments(name, pair)) as asker:
+        yield asker
+
+
+@contextlib.contextmanager
+def started(keywords: dict[str, Any]) -> Iterator[Asker]:
+    """The engine of these keywords for the ``with`` block."""
     # Dozens on what this machine lacks would tear the progress bars; processes inherit the second.
     warnings.simplefilter("ignore")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     import sglang  # takes seconds, which --list and --help need not wait for
 
-    engine = sglang.Engine(**arguments(name, pair))
+    engine = sglang.Engine(**keywords)
     try:
         yield EngineAsker(engine)
     finally:

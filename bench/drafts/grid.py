@@ -1,0 +1,83 @@
+"""What is measured: each proposal with few and many particles, exact and auto, warm and hot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from fidelity.grid import AR_TARGET, AUTO, EXACT, Cell, Kind
+
+PARTICLES = (1, 4, 8)
+NUM_STEPS = 8
+TARGET, STANDALONE = "target", "STANDALONE"
+#: Rules of one chain that SGLang has, computed on the target's own answers (`chains.py`).
+LIKELIEST, SAMPLED = "chain of the likeliest", "chain of samples"
+#: Of a row: how tokens are accepted. N is 1 in all but the two modes of SMC.
+RULES = (EXACT, AUTO, LIKELIEST, SAMPLED, STANDALONE)
+
+
+class Proposal(NamedTuple):
+    """Who drafts."""
+
+    name: str
+    folder: str | None  # of its checkpoint, beside the target; None: there is none
+    planned: str  # the planner's name of one of its kind for an 8B
+    settings: Mapping[str, Any] = MappingProxyType({})  # of the engine, besides
+
+    @property
+    def is_model(self) -> bool:
+        """Whether SGLang's STANDALONE takes it."""
+        return self.folder is not None and self.planned == MODEL
+
+
+MODEL = "llama-3.2-1b"
+DRAFT = Proposal("draft model", "draft", MODEL)
+PROPOSALS = (
+    DRAFT,
+    Proposal("tuned draft", "tuned", MODEL),
+    Proposal("EAGLE-3", "eagle3", "eagle3-8b"),
+    Proposal("DFlash", "dflash", "dflash-8b"),
+)
+_BY_NAME = {one.name: one for one in PROPOSALS}
+
+
+def proposal_of(engine: str) -> Proposal | None:
+    """Who drafts for an engine; None for the target alone."""
+    return _BY_NAME.get(engine.removeprefix(f"{STANDALONE} "))
+
+
+def rule_of(cell: Cell) -> str:
+    """How tokens are accepted: of `RULES`, or the target's own drawing."""
+    kind = cell.kind
+    if kind.smc is not None:
+        return kind.smc["mode"]
+    return kind.family if kind.family == AR_TARGET else STANDALONE
+
+
+def label(proposal: str, rule: str, num_particles: int) -> str:
+    """As people read it: ``EAGLE-3 exact N=4``."""
+    return f"{proposal} {rule}" + (f" N={num_particles}" if rule in (EXACT, AUTO) else "")
+
+
+def kinds() -> list[Kind]:
+    """All settings, those of one engine together."""
+    found = [Kind(AR_TARGET, TARGET, 0.06)]
+    for proposal in PROPOSALS:
+        found += [_smc(proposal, mode, n) for mode in (EXACT, AUTO) for n in PARTICLES]
+    models = [one.name for one in PROPOSALS if one.is_model]
+    return found + [Kind(f"{name} {STANDALONE}", f"{STANDALONE} {name}", 0.1) for name in models]
+
+
+def _smc(proposal: Proposal, mode: str, num_particles: int) -> Kind:
+    asked = {"mode": mode, "num_particles": num_particles, "num_steps": NUM_STEPS}
+    # Seconds an answer takes, for the time to go.
+    cost = 0.06 + 0.015 * num_particles
+    return Kind(label(proposal.name, mode, num_particles), proposal.name, cost, asked)
+
+
+def cells(temperatures: Iterable[float]) -> list[Cell]:
+    """All cells, engine by engine: each starts only once."""
+    found = [Cell(kind, t) for t in temperatures for kind in kinds()]
+    engines = list(dict.fromkeys(kind.engine for kind in kinds()))
+    return sorted(found, key=lambda cell: engines.index(cell.kind.engine))

@@ -1,0 +1,314 @@
+"""The study of drafts: its grid, the arithmetic of chains, what a run keeps, and its tables."""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drafts import cli, grid
+from drafts.chains import Rounds, chances, expected_rounds, head_law, model_law
+from drafts.cost import plain_seconds, round_seconds
+from drafts.engines import arguments
+from drafts.grid import AUTO, DRAFT, EXACT, LIKELIEST, PROPOSALS, SAMPLED, Proposal, cells
+from drafts.plot import plot_rows
+from drafts.report import DraftRow, fastest, markdown, note, read_csv, rows_of, write_csv
+from fidelity.measure import Asker, Reply, Request
+from fidelity.scoring import Batch, Score, answer_key
+from fidelity.store import Record
+from head_laws import DFLASH, EAGLE3, Draft, make_head
+from results import Interval
+from study import PUBLISHED
+
+from sglang_smc.options.request import request_config
+from sglang_smc.options.server import SMCConfig
+
+ORIGIN = {"date": "2026-01-01", "git_sha": "abc", "hardware": "a CPU"}
+ONE = ("--temperatures", "0.7", "--problems", "4", "--jobs", "1")
+FOLDER = PUBLISHED / "drafts"
+
+
+# --- The grid
+
+
+def test_the_server_takes_every_setting_and_no_file_is_written_twice() -> None:
+    for kind in grid.kinds():
+        if kind.smc:
+            config = request_config(SMCConfig(), {"smc": kind.smc})
+            assert (config.mode, config.num_particles) == (
+                kind.smc["mode"],
+                kind.smc["num_particles"],
+            )
+    slugs = [cell.slug for cell in cells((0.7, 1.0))]
+    assert len(set(slugs)) == len(slugs)
+    assert {name.smc["num_particles"] for name in grid.kinds() if name.smc} == {1, 4, 8}
+
+
+def test_engines_start_with_their_own_draft_alone() -> None:
+    started = {kind.engine: arguments(kind.engine, Path("p")) for kind in grid.kinds()}
+    for proposal in PROPOSALS:
+        given = started[proposal.name]
+        found = given.get("speculative_draft_model_path")
+        assert found == (proposal.folder and str(Path("p") / proposal.folder))
+        assert (given["speculative_algorithm"], given["speculative_num_steps"]) == ("SMC", 8)
+    assert "speculative_algorithm" not in started["target"]
+    chain = started[f"STANDALONE {DRAFT.name}"]
+    assert (chain["speculative_num_steps"], chain["speculative_num_draft_tokens"]) == (8, 9)
+    assert chain["speculative_draft_model_path"] == str(Path("p") / "draft")
+
+
+# --- Rounds of one chain
+
+
+def every_outcome(keep: np.ndarray, anchor: int = 0) -> float:
+    """The mean number of rounds from an anchor on, by all that may happen."""
+    left, steps = keep.shape
+    if anchor >= left:
+        return 0.0
+    most, total = min(steps, left - anchor), 1.0
+    for kept in product((True, False), repeat=most):
+        chance = np.prod([k if yes else 1 - k for yes, k in zip(kept, keep[anchor], strict=False)])
+        accepted = next((i for i, yes in enumerate(kept) if not yes), most)
+        total += float(chance) * every_outcome(keep, anchor + accepted + 1)
+    return total
+
+
+def test_rounds_by_all_outcomes() -> None:
+    """Red for a bonus token that is lost, a block that goes on past a refusal, and a text's end."""
+    keep = np.random.default_rng(0).uniform(size=(6, 3))
+    assert expected_rounds(keep) == pytest.approx(every_outcome(keep))
+    assert expected_rounds(np.zeros((5, 3))) == 5
+    assert expected_rounds(np.ones((8, 3))) == 2
+    assert expected_rounds(np.ones((9, 3))) == 3
+    assert expected_rounds(np.empty((0, 3))) == 0
+
+
+PROMPT, ANSWER = [3, 5, 2], [7, 2, 9, 4, 1, 6]
+
+
+def test_chances_of_a_model_by_hand(tiny: Callable[..., str]) -> None:
+    """Red for laws of the wrong place or temperature, and for drafts taken as p's likeliest."""
+    target, draft = (load(tiny(seed=seed, vocab_size=16, scale=0.3)) for seed in (1, 2))
+    found = chances(target, model_law(draft), PROMPT, ANSWER, 0.5)
+    text = torch.tensor([[*PROMPT, *ANSWER]])
+    with torch.inference_mode():
+        p, q = ((m(text).logits[0].double() / 0.5).softmax(-1) for m in (target, draft))
+    for anchor, step in product(range(5), range(8)):
+        place = len(PROMPT) + anchor + 1 + step
+        if place < text.shape[1]:
+            token = int(text[0, place])
+            wanted = min(1.0, float(q[place - 1, token] / p[place - 1, token]))
+            assert found[SAMPLED][anchor, step] == pytest.approx(wanted, rel=1e-4)
+            assert found[LIKELIEST][anchor, step] == (int(q[place - 1].argmax()) == token)
+
+
+@pytest.mark.parametrize("kind", [EAGLE3, DFLASH])
+def test_chances_of_a_head_are_those_of_its_rounds(
+    tiny: Callable[..., str], tmp_path: Path, kind: str
+) -> None:
+    """Each anchor has a law of its own, by the reference of the engine's tests."""
+    folder = tiny(seed=1, vocab_size=16, layers=4, scale=0.3)
+    made = make_head(kind, folder, tmp_path / "head", num_steps=8)
+    target = load(folder)
+    found = chances(target, head_law(kind == DFLASH, Path(made), target), PROMPT, ANSWER, 1.0)
+    text, reference = [*PROMPT, *ANSWER], Draft(kind, folder, made, 8)
+    p = reference.model(torch.tensor([text])).logits[0].softmax(-1)
+    for anchor in range(5):
+        q = reference.probs(text, len(PROMPT) + anchor)
+        for step, place in enumerate(range(len(PROMPT) + anchor + 1, len(text))):
+            wanted = min(1.0, float(q[step, text[place]] / p[place - 1, text[place]]))
+            assert found[SAMPLED][anchor, step] == pytest.approx(wanted, rel=1e-3)
+
+
+def load(folder: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+# --- A run
+
+
+class FakeAsker:
+    """Two tokens a pass with one particle, one more with each further one."""
+
+    def __init__(self, engine: str) -> None:
+        self.engine = engine
+
+    def ask(self, requests: Sequence[Request]) -> Iterator[Reply]:
+        for entry in requests:
+            info: dict[str, Any] = {"completion_tokens": 37, "finish_reason": {"type": "stop"}}
+            smc = entry.sampling_params.get("custom_params", {}).get("smc")
+            if self.engine != "target":
+                yielded = 1 + (smc["num_particles"] if smc else 1)
+                info["spec_verify_ct"] = 36 / yielded + entry.index % 2
+            text = f"#### {entry.item.number}"
+            yield Reply(entry.index, text, [5] * 36 + [entry.index % 500], info)
+
+
+class Bench:
+    """Runs the command with stand-ins."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.started: list[str] = []
+
+    def __call__(self, *arguments: str) -> int:
+        self.started = []
+        return cli.main(
+            [*ONE, "--output-dir", str(self.folder), *arguments], self.start, self.score, count
+        )
+
+    @contextlib.contextmanager
+    def start(self, engine: str) -> Iterator[Asker]:
+        self.started.append(engine)
+        yield FakeAsker(engine)
+
+    def score(self, batches: Sequence[Batch], jobs: int) -> Iterator[tuple[int, list[Score]]]:
+        for batch in batches:
+            yield batch.place, list(map(canned, batch.indices, batch.answers))
+
+
+def canned(index: int, tokens: list[int]) -> Score:
+    sums = (-20.0 - index, 0.1 * (-1) ** index, 1.0, 0.2 * (-1) ** index, 1.0)
+    return Score(index, answer_key(tokens), 37, *sums, log_ratios=[0.1] * 37)
+
+
+def count(proposal: Proposal, answers: Sequence[Record], temperature: float) -> Rounds:
+    """Three tokens a round, by the one rule that is told."""
+    return {SAMPLED: np.array([12.0] * len(answers))}
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.setattr(cli, "PUBLISHED", tmp_path / "published")
+    monkeypatch.setattr(cli, "plot_rows", lambda _, path: path.write_text("a picture"))
+    monkeypatch.setattr(cli, "provenance", lambda settings: {**ORIGIN, "settings": settings})
+    return Bench(tmp_path / "out")
+
+
+def rows_in(bench: Bench) -> dict[str, DraftRow]:
+    return {row.label: row for row in read_csv(bench.folder / cli.CSV)}
+
+
+def test_a_whole_run_is_published(bench: Bench) -> None:
+    assert bench("--publish") == 0
+    assert bench.started == list(dict.fromkeys(kind.engine for kind in grid.kinds()))
+    assert {path.name for path in (cli.PUBLISHED / "drafts").iterdir()} == set(cli.OUTPUTS)
+    rows = rows_in(bench)
+    model, head = rows["draft model exact N=8"], rows["EAGLE-3 exact N=8"]
+    # Every other answer of 36 tokens behind the first took a pass more than 36 / 9.
+    assert head.tokens_per_pass.mean == pytest.approx(36 / 4.5)
+    cost = round_seconds("eagle3-8b", 8)
+    assert head.tokens_per_second == pytest.approx(8 / cost, rel=1e-5)
+    assert head.to_draft_model == pytest.approx(round_seconds("llama-3.2-1b", 8) / cost, rel=1e-5)
+    assert model.to_draft_model == 1
+    chain = rows[f"EAGLE-3 {SAMPLED}"]
+    assert (chain.tokens_per_pass.mean, chain.accuracy, chain.num_particles) == (3, None, 1)
+    assert chain.tokens_per_second == pytest.approx(3 / round_seconds("eagle3-8b", 1), rel=1e-5)
+    assert rows["AR target"].tokens_per_second == pytest.approx(1 / plain_seconds(), rel=1e-5)
+
+
+def test_a_part_is_never_published(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--only", "eagle-3-*", "--publish") == 1
+    assert "cells are not complete, as ar-target-t0.7" in capsys.readouterr().err
+    assert not cli.PUBLISHED.exists()
+
+
+def test_answers_of_older_code_are_shown_and_never_gone_on_with(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each row names its code."""
+    older = {"format": 1, "plugin": "older", "pair": "a pair"}
+    monkeypatch.setattr(cli, "fingerprint", lambda _: older)
+    assert bench("--only", "draft-model-exact*") == 0
+    monkeypatch.setattr(cli, "fingerprint", lambda _: {**older, "plugin": "newer"})
+    assert bench("--only", "eagle-3-exact*") == 0
+    assert bench.started == ["EAGLE-3"]
+    plugins = {(row.proposal, row.plugin) for row in rows_in(bench).values()}
+    assert plugins == {("draft model", "older"), ("EAGLE-3", "newer")}
+    assert bench("--only", "draft-model-*") == 1
+    assert "plugin is 'older' there and 'newer' here" in capsys.readouterr().err
+
+
+# --- Rows and tables
+
+
+def a_row(proposal: str, rule: str, n: int, speed: float, temperature: float = 0.7) -> DraftRow:
+    there = Interval(0.5, 0.25, 0.75, 9)
+    is_smc = rule in (EXACT, AUTO)
+    told = there if is_smc else None
+    return DraftRow(
+        *(grid.label(proposal, rule, n), proposal, rule, n, temperature, there),
+        *([told] * 6),
+        None,
+        *(4.0, speed, 1.5 if is_smc else None, "code"),
+    )
+
+
+ROWS = [
+    a_row("draft model", EXACT, 1, 400.0),
+    a_row("draft model", EXACT, 8, 500.0),
+    a_row("EAGLE-3", EXACT, 8, 800.0),
+    a_row("EAGLE-3", AUTO, 4, 900.0),
+    a_row("EAGLE-3", SAMPLED, 1, 950.0),
+    a_row("DFlash", AUTO, 8, 900.0, temperature=1.0),
+]
+
+
+def test_rows_come_back_from_their_file(tmp_path: Path) -> None:
+    write_csv(ROWS, tmp_path / "rows.csv", ORIGIN)
+    assert read_csv(tmp_path / "rows.csv") == ROWS
+
+
+def test_the_bottom_line_compares_exact_with_exact() -> None:
+    """Red where auto's speed stands against exact's, or a chain of SGLang's wins."""
+    best = fastest(ROWS[:5], "EAGLE-3", (EXACT,))
+    assert best is not None and best.tokens_per_second == 800
+    assert fastest(ROWS, "tuned draft", (EXACT,)) is None
+    lines = markdown(ROWS, "a note").splitlines()
+    eagle = [line for line in lines if line.startswith("| EAGLE-3 |")]
+    assert [line.split("|")[2].strip() for line in eagle] == ["exact N=8", "auto N=4"]
+    assert [line.split("|")[5].strip() for line in eagle] == ["1.60", ""]
+
+
+def test_a_part_can_be_drawn(tmp_path: Path) -> None:
+    plot_rows(ROWS, tmp_path / "all.png")
+    plot_rows(ROWS[4:], tmp_path / "few.png")
+    assert (tmp_path / "few.png").stat().st_size > 0
+
+
+def test_nothing_answered_has_no_rows() -> None:
+    assert rows_of({}, {}, count) == []
+
+
+published = pytest.mark.skipif(not FOLDER.exists(), reason="nothing is published yet")
+
+
+@published
+def test_the_published_table_is_made_of_the_published_numbers() -> None:
+    """And the milliseconds are the planner's of today."""
+    rows = read_csv(FOLDER / cli.CSV)
+    origin = json.loads((FOLDER / cli.ORIGIN).read_text())
+    assert (FOLDER / cli.TABLE).read_text() == markdown(rows, note(origin))
+    planned = {one.name: one.planned for one in PROPOSALS}
+    for row in rows:
+        name = planned.get(row.proposal)
+        seconds = round_seconds(name, row.num_particles) if name else plain_seconds()
+        assert row.round_ms == pytest.approx(1e3 * seconds, rel=1e-5)
+        assert row.tokens_per_second == pytest.approx(row.tokens_per_pass.mean / seconds, rel=1e-4)
+
+
+@published
+def test_stock_standalone_is_what_its_rule_says() -> None:
+    """Computed on AR's answers, measured on others: two intervals of 95 % that must meet."""
+    rows = {(row.label, row.temperature): row for row in read_csv(FOLDER / cli.CSV)}
+    for (label, temperature), row in rows.items():
+        if row.rule == grid.STANDALONE:
+            other = rows[grid.label(row.proposal, LIKELIEST, 1), temperature].tokens_per_pass
+            ours = row.tokens_per_pass
+            assert ours.low <= other.high and other.low <= ours.high, label
