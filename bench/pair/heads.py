@@ -28,15 +28,16 @@ LAYERS = ("--layer-ids", "0,2,3")
 RECIPES = {
     "eagle3": (
         *("--new", "eagle3", *LAYERS, "--loss", "forward-kl", "--decay", "0.9"),
-        *("--steps", "1000", "--learning-rate", "0.004"),
+        *("--batch", "16", "--steps", "300", "--learning-rate", "0.004"),
     ),
     "dflash": (
         *("--new", "dflash", *LAYERS, "--num-layers", "2", "--block-size", "9"),
-        *("--loss", "forward-kl", "--decay", "0.9", "--steps", "1000", "--learning-rate", "0.004"),
+        *("--loss", "forward-kl", "--decay", "0.9"),
+        *("--batch", "16", "--steps", "300", "--learning-rate", "0.004"),
     ),
     "tuned": (
         *("--draft", str(HERE / "draft"), "--loss", "acceptance"),
-        *("--steps", "600", "--learning-rate", "0.002"),
+        *("--batch", "32", "--steps", "150", "--learning-rate", "0.002"),
     ),
 }
 
