@@ -18,7 +18,8 @@ class DraftsPlan(AnswersPlan):
 
     The selected cells are measured with the code that is here. Of all others what is there is
     shown, and each row of the report names the code (`plugin`) that its answers are of: a
-    proposal is added without asking all the others again.
+    proposal is added without asking all the others again. Nor do answers depend on how many
+    problems are asked: a later run with more of them goes on with what is there.
     """
 
     def __init__(self, options: argparse.Namespace, code: Mapping[str, Any]) -> None:
@@ -39,7 +40,6 @@ class DraftsPlan(AnswersPlan):
             "cell": cell.slug,
             "smc": cell.kind.smc,
             "engine": settings(cell.kind.engine),
-            "problems": self.options.problems,
             "max_new_tokens": MAX_TOKENS,
         }
 

@@ -72,7 +72,8 @@ class AnswersPlan:
     def _scored(self, cell: Cell) -> list[Scored]:
         scores = self.scores[cell].read()
         records = sorted(self.answers[cell].records(), key=lambda record: record.index)
-        return [(record, scores[record.index]) for record in records]
+        asked = (record for record in records if record.index < self.options.problems)
+        return [(record, scores[record.index]) for record in asked]
 
     def _is_complete(self, cell: Cell) -> bool:
         answers, scores = self.answers[cell], self.scores[cell]

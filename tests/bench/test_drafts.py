@@ -235,6 +235,18 @@ def test_answers_of_older_code_are_shown_and_never_gone_on_with(
     assert "plugin is 'older' there and 'newer' here" in capsys.readouterr().err
 
 
+def test_more_problems_go_on_with_what_is_there(bench: Bench) -> None:
+    """And a table of fewer looks at no more than these."""
+    assert bench("--only", "eagle-3-exact-n8*") == 0
+    path = bench.folder / "answers" / "eagle-3-exact-n8-t0.7.jsonl"
+    before = path.read_bytes()
+    assert bench("--only", "eagle-3-exact-n8*", "--problems", "6") == 0
+    assert path.read_bytes().startswith(before)
+    assert rows_in(bench)["EAGLE-3 exact N=8"].tokens_per_pass.n == 6
+    assert bench("--only", "eagle-3-exact-n8*") == 0
+    assert (bench.started, rows_in(bench)["EAGLE-3 exact N=8"].tokens_per_pass.n) == ([], 4)
+
+
 # --- Rows and tables
 
 
