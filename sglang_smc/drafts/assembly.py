@@ -1,5 +1,6 @@
 """The draft of a server, put together: who drafts, and whose passes hand states to it."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,6 +11,8 @@ from sglang_smc.models.attention import Implementation
 from sglang_smc.models.forward import ParticleForward
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     import torch
     from sglang.srt.managers.tp_worker import TpModelWorker
 
@@ -65,6 +68,31 @@ def _share_embedding(model: Any, head: Any) -> None:
         head.set_embed_and_head(embedding, lm_head)
     else:
         head.set_embed(embedding)
+    shared = ("embed_tokens.weight", "lm_head.weight")[: 1 + head.load_lm_head_from_target]
+    if head.hot_token_id is not None:
+        head.hot_token_id = head.hot_token_id.to(embedding.device)
+    head.load_weights = partial(load_own, head, head.load_weights, shared)
+
+
+def load_own(
+    head: Any,
+    load: "Callable[[Iterable[tuple[str, torch.Tensor]]], None]",
+    shared: tuple[str, ...],
+    weights: "Iterable[tuple[str, torch.Tensor]]",
+) -> None:
+    """Load new weights into a running head in place: not what it shares, which is the target's.
+
+    Args:
+        head: SGLang's.
+        load: its own way to.
+        shared: what names of shared weights end with.
+        weights: of a checkpoint.
+    """
+    hot = head.hot_token_id
+    load((name, weight) for name, weight in weights if not name.endswith(shared))
+    if hot is not None:
+        hot.copy_(head.hot_token_id)  # rounds have been recorded with it
+        head.hot_token_id = hot
 
 
 class Beside(NamedTuple):
@@ -119,7 +147,7 @@ def _eagle(given: Beside) -> Drafting:
     head = EagleHead(
         EagleForward(runner, *given.over),
         table,
-        None if model.hot_token_id is None else model.hot_token_id.to(ledger.device),
+        model.hot_token_id,
         of_target.model_config.vocab_size,
     )
     reads = ReadTarget(of_target, *given.over, head)

@@ -99,6 +99,8 @@ class BlockHead:
         mask: the token that stands where one is to be drafted.
     """
 
+    at_once = True
+
     def __init__(self, forward: BlockForward, mask: int) -> None:
         self._forward = forward
         self._mask = mask
@@ -108,6 +110,11 @@ class BlockHead:
     def attn_backend(self) -> Any:
         """The head's, over particles."""
         return self._forward.attn_backend
+
+    @property
+    def state_bytes(self) -> int:
+        """Nothing."""
+        return 0
 
     def begin(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """See `Proposal`; without drafts there is nothing to do."""

@@ -23,6 +23,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 
 from sglang_smc.drafts.proposal import DraftSlots
 from sglang_smc.drafts.states import StateTable
+from sglang_smc.memory.measured import tensor_bytes
 from sglang_smc.models.attention import Implementation, KVLocations
 from sglang_smc.models.forward import ParticleForward
 
@@ -128,6 +129,8 @@ class EagleHead:
         vocab_size: V, of the target's logits.
     """
 
+    at_once = False
+
     def __init__(
         self,
         forward: EagleForward,
@@ -145,6 +148,11 @@ class EagleHead:
     def attn_backend(self) -> Any:
         """The head's, over particles."""
         return self._forward.attn_backend
+
+    @property
+    def state_bytes(self) -> int:
+        """The target's states, and who has read which slot."""
+        return tensor_bytes((self._table.states, self._table.readers))
 
     def begin(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """See `Proposal`: the last token, and the target's state before it."""

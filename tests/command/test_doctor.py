@@ -17,7 +17,9 @@ from sglang_smc.command import doctor, findings, machine, pair
 from sglang_smc.command.findings import FAIL, OK, WARNING, Finding
 from sglang_smc.memory.arena import arena
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.plan import proposals
 from sglang_smc.plan.devices import Device, named
+from sglang_smc.plan.memory import hidden_bytes
 from sglang_smc.plan.shapes import BUILT_IN
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
@@ -247,6 +249,12 @@ def test_drafts_beside_models_have_their_arithmetic(draft: str) -> None:
     asked.target, asked.draft = "llama-3.1-8b", draft
     found = {one.about: one for one in pair.findings(asked, named("h100"), None)}
     assert {one.level for one in found.values()} == {OK}
+    head = proposals.from_config(draft)
+    states = 8 * hidden_bytes(head, asked.num_particles, asked.num_steps)  # of --requests
+    weights = BUILT_IN["llama-3.1-8b"].resident_bytes + head.resident_bytes
+    room = 0.88 * 80e9 - 1.5e9 - states - weights
+    slots = int(room / (131_072 + head.kv_bytes_per_token))
+    assert (found["memory"].numbers or {})["slots"] == slots
     times = (found["speed"].numbers or {})["times_ar"]
     with_model = (of_built_in(named("h100"))["speed"].numbers or {})["times_ar"]
     assert (times == with_model) == draft.endswith("1b") and times >= with_model

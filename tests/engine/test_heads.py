@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from head_laws import DFLASH, EAGLE3, HOT, KINDS, Draft, make_head
+from head_laws import HOT, KINDS, Draft, make_head
 from laws import Sequence, enumerate_law, next_probs, p_value
 from model_families import greedy
 from tiny_models import smc_arguments
@@ -46,59 +46,60 @@ def prompts() -> list[list[int]]:
     return [[choose.randrange(2, 64) for _ in range(length)] for length in LENGTHS]
 
 
-@pytest.mark.parametrize("kind", [EAGLE3, DFLASH])
-def test_drafts_are_the_heads_own(
-    engine: Callable[..., Any], tiny: Callable[..., str], tmp_path: Path, kind: str
-) -> None:
-    """Each text's evidence is p over q of its drafts, with q by another's code.
-
-    With prompts in pieces, and behind a cache hit, where an EAGLE-3 head needs a state that no
-    pass of this prompt has. Another state, key or position is seen in the third digit.
-    """
-    pair = make_pair(kind, tiny, tmp_path, scale=0.15)
-    sizes = {"num_particles": 3, "num_steps": NUM_STEPS, "chunked_prefill_size": 16}
-    running = engine(**smc_arguments(pair.target, pair.head, **sizes, max_lag=16))
-    draft, cached = Draft(kind, pair.target, pair.head, NUM_STEPS), 0
-    for again in range(2):
-        own = {"max_new_tokens": TOKENS, "ignore_eos": True, "custom_params": {"smc": WHOLE}}
-        found = running.generate(
-            input_ids=prompts(),
-            sampling_params=[{**own, "sampling_seed": 9 * again + i} for i in range(len(LENGTHS))],
-        )
-        for prompt, answer in zip(prompts(), found, strict=True):
-            cached += answer["meta_info"]["cached_tokens"]
-            expected = draft.log_evidence(prompt, answer["output_ids"])
-            assert answer["meta_info"]["spec_smc_log_evidence"] == pytest.approx(expected, abs=1e-4)
-    assert cached
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request: pytest.FixtureRequest, tiny: Callable[..., str], tmp_path_factory: Any) -> Pair:
+    return make_pair(request.param, tiny, tmp_path_factory.mktemp("head"), scale=0.15)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_text_is_the_targets_own(
-    engine: Callable[..., Any],
-    tiny: Callable[..., str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-) -> None:
-    """In every mode, with prompts in pieces, behind a cache hit, and in requests that lose their
-    KV midway; no slot is lost."""
-    pair = make_pair(kind, tiny, tmp_path, scale=0.15)
-    expected = greedy(pair.target, prompts(), TOKENS)
+@pytest.fixture
+def running(
+    engine: Callable[..., Any], pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[dict[str, Any]]]:
+    """Prompts in pieces, behind a cache hit as they are asked again, and now and then retracted."""
     monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
     monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "7")
     sizes = {"num_particles": 3, "num_steps": NUM_STEPS, "chunked_prefill_size": 16}
-    running = engine(**smc_arguments(pair.target, pair.head, **sizes, max_lag=16))
-    retractions = cached = 0
+    started = engine(**smc_arguments(pair.target, pair.head, **sizes, max_lag=16))
+
+    def ask(smc: dict[str, Any], **params: Any) -> list[dict[str, Any]]:
+        own = {"max_new_tokens": TOKENS, "custom_params": {"smc": smc}, **params}
+        asked = [{**own, "sampling_seed": seed} for seed in range(len(LENGTHS))]
+        return started.generate(input_ids=prompts(), sampling_params=asked)
+
+    return ask
+
+
+def test_drafts_are_the_heads_own(running: Callable[..., list[dict[str, Any]]], pair: Pair) -> None:
+    """Each text's evidence is p over q of its drafts, with q by another's code.
+
+    Behind a cache hit and a piece of a prompt, too, where an EAGLE-3 head needs a state that no
+    pass of this prompt has. Another state, key or position is seen in the third digit. A request
+    that was retracted has begun another round in between, nobody knows where.
+    """
+    if pair.kind == HOT:
+        pytest.skip("its law has no mass where the target's has: one particle is refused")
+    draft, cached = Draft(*pair, NUM_STEPS), 0
     for _ in range(2):
-        found = running.generate(
-            input_ids=prompts() * len(MODES),
-            sampling_params=[
-                {"temperature": 0, "max_new_tokens": TOKENS, "custom_params": {"smc": smc}}
-                for smc in MODES
-                for _ in LENGTHS
-            ],
-        )
-        assert [answer["output_ids"] for answer in found] == expected * len(MODES)
+        found = running(WHOLE, ignore_eos=True)
+        whole = [not answer["meta_info"]["num_retractions"] for answer in found]
+        assert sum(whole) > len(LENGTHS) / 2
+        for prompt, answer, counts in zip(prompts(), found, whole, strict=True):
+            cached += counts and answer["meta_info"]["cached_tokens"]
+            expected = draft.log_evidence(prompt, answer["output_ids"])
+            found_evidence = answer["meta_info"]["spec_smc_log_evidence"]
+            assert not counts or found_evidence == pytest.approx(expected, abs=1e-4)
+    assert cached
+
+
+def test_the_text_is_the_targets_own(
+    running: Callable[..., list[dict[str, Any]]], pair: Pair
+) -> None:
+    """In every mode, and in requests that lose their KV midway; no slot is lost."""
+    expected = greedy(pair.target, prompts(), TOKENS)
+    retractions = cached = 0
+    for smc in MODES * 2:
+        found = running(smc, temperature=0)
+        assert [answer["output_ids"] for answer in found] == expected
         infos = [answer["meta_info"] for answer in found]
         retractions += sum(info["num_retractions"] for info in infos)
         cached += sum(info["cached_tokens"] for info in infos)

@@ -32,6 +32,12 @@ def cells_of(text: str) -> list[list[str]]:
     return [re.split(r"\s{2,}", line) for line in text.split("\n\n")[1].splitlines()[2:]]
 
 
+def model_weights(name: str) -> float:
+    """Of the two that a plan below has: the head goes by its folder's name."""
+    known = name if name == "llama-3.1-8b" else "eagle3-8b"
+    return from_config(known).resident_bytes
+
+
 def test_a_row_for_each_device_batch_and_draft(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ALL, "h100", *ONE, "--batch", "1,16", "--tokens-per-pass", "5,7"]) == 0
     text = capsys.readouterr().out
@@ -103,6 +109,10 @@ def test_a_head_has_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert list(smc["seconds_by_pass"]) == ["draft", "verify", "follow"]
     assert sum(smc["seconds_by_pass"].values()) == pytest.approx(smc["seconds"])
     assert smc["layers"] == 41
+    weights = sum(model_weights(found[name]["name"]) for name in ("target", "draft"))
+    kv = (1024 + 8 * found["tail"]) * (131_072 + 4_096)
+    states = 8 * 9 * 3 * 4096 * 2
+    assert found["memory_bytes"] == pytest.approx(weights + kv + states, abs=1)
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
