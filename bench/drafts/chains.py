@@ -51,7 +51,7 @@ def expected_rounds(keep: np.ndarray) -> float:
 
 def count(proposal: Proposal, answers: Sequence[Record], temperature: float) -> Rounds:
     """By the plain models, one text at a time."""
-    if proposal.folder is None:
+    if proposal.kind == "ngram":
         return {}
     found: dict[str, list[float]] = {SAMPLED: [], LIKELIEST: []}
     target, tokenizer = _target()
@@ -102,10 +102,10 @@ def _model(name: str) -> Any:
 def _law(proposal: Proposal) -> Law:
     """The law of a proposal that has a checkpoint."""
     assert proposal.folder is not None
-    if proposal.is_model:
+    if proposal.kind == "model":
         return model_law(_model(proposal.folder))
     target, _ = _target()
-    return head_law(proposal.planned.startswith("dflash"), PAIR / proposal.folder, target)
+    return head_law(proposal.kind == "dflash", PAIR / proposal.folder, target)
 
 
 def model_law(model: Any) -> Law:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from drafts.grid import NUM_STEPS, STANDALONE, TARGET, proposal_of
 from fidelity import engines
-from fidelity.measure import Asker
+from fidelity.measure import Asker, Reply, Request
 
 #: SGLang's own chain of K tokens: its tree of one branch, whose root is the last token.
 CHAIN: dict[str, Any] = {
@@ -37,8 +37,20 @@ def arguments(name: str, pair: Path) -> dict[str, Any]:
     return found
 
 
+class ForgetfulAsker(engines.EngineAsker):
+    """Forgets what was said before: cells ask the same problems, and matches would know them."""
+
+    def ask(self, requests: Sequence[Request]) -> Iterator[Reply]:
+        """As `EngineAsker.ask`, from a server that has said nothing yet."""
+        self._engine.flush_cache()
+        yield from super().ask(requests)
+
+
 @contextlib.contextmanager
 def running(name: str, pair: Path) -> Iterator[Asker]:
     """The engine ``name`` for the ``with`` block."""
-    with engines.started(arguments(name, pair)) as asker:
-        yield asker
+    proposal = proposal_of(name)
+    forgets = proposal is not None and proposal.kind == "ngram"
+    asker = ForgetfulAsker if forgets else engines.EngineAsker
+    with engines.started(arguments(name, pair), asker) as running:
+        yield running

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fidelity.grid import AR_TARGET, AUTO, EXACT, Cell, Kind
 
@@ -22,22 +22,17 @@ class Proposal(NamedTuple):
 
     name: str
     folder: str | None  # of its checkpoint, beside the target; None: there is none
+    kind: Literal["model", "eagle3", "dflash", "ngram"]
     planned: str  # the planner's name of one of its kind for an 8B
     settings: Mapping[str, Any] = MappingProxyType({})  # of the engine, besides
 
-    @property
-    def is_model(self) -> bool:
-        """Whether SGLang's STANDALONE takes it."""
-        return self.folder is not None and self.planned == MODEL
 
-
-MODEL = "llama-3.2-1b"
-DRAFT = Proposal("draft model", "draft", MODEL)
+DRAFT = Proposal("draft model", "draft", "model", "llama-3.2-1b")
 PROPOSALS = (
     DRAFT,
-    Proposal("tuned draft", "tuned", MODEL),
-    Proposal("EAGLE-3", "eagle3", "eagle3-8b"),
-    Proposal("DFlash", "dflash", "dflash-8b"),
+    Proposal("tuned draft", "tuned", "model", "llama-3.2-1b"),
+    Proposal("EAGLE-3", "eagle3", "eagle3", "eagle3-8b"),
+    Proposal("DFlash", "dflash", "dflash", "dflash-8b"),
 )
 _BY_NAME = {one.name: one for one in PROPOSALS}
 
@@ -65,7 +60,7 @@ def kinds() -> list[Kind]:
     found = [Kind(AR_TARGET, TARGET, 0.06)]
     for proposal in PROPOSALS:
         found += [_smc(proposal, mode, n) for mode in (EXACT, AUTO) for n in PARTICLES]
-    models = [one.name for one in PROPOSALS if one.is_model]
+    models = [one.name for one in PROPOSALS if one.kind == "model"]
     return found + [Kind(f"{name} {STANDALONE}", f"{STANDALONE} {name}", 0.1) for name in models]
 
 

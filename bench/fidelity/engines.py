@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +97,10 @@ def running(name: str, pair: Path) -> Iterator[Asker]:
 
 
 @contextlib.contextmanager
-def started(keywords: dict[str, Any]) -> Iterator[Asker]:
-    """The engine of these keywords for the ``with`` block."""
+def started(
+    keywords: dict[str, Any], asker: Callable[[Any], Asker] = EngineAsker
+) -> Iterator[Asker]:
+    """The engine of these keywords for the ``with`` block, asked by ``asker``."""
     # Dozens on what this machine lacks would tear the progress bars; processes inherit the second.
     warnings.simplefilter("ignore")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
@@ -106,6 +108,6 @@ def started(keywords: dict[str, Any]) -> Iterator[Asker]:
 
     engine = sglang.Engine(**keywords)
     try:
-        yield EngineAsker(engine)
+        yield asker(engine)
     finally:
         engine.shutdown()
