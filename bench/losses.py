@@ -36,7 +36,7 @@ def tune(loss: str, options: argparse.Namespace) -> dict[str, Any]:
     files = ["--target", PAIR / "target", "--draft", PAIR / "draft", "--texts", options.texts]
     out = options.output_dir / loss
     words = ["--out", out, "--loss", loss, "--steps", options.steps, "--learning-rate", 0.002]
-    failed = cli.main([str(word) for word in [*files, *words, "--held-out", 400]])
+    failed = cli.main([str(word) for word in [*files, *words, "--held-out", 200]])
     if failed:
         raise SystemExit(failed)
     return json.loads((out / "distill.json").read_text())
@@ -124,8 +124,8 @@ def _options() -> argparse.Namespace:
         required=True,
         help="the target's samples, as bench/pair/heads.py keeps them with the same flag",
     )
-    found.add_argument("--steps", type=int, default=150)
-    found.add_argument("--contexts", type=int, default=64)
+    found.add_argument("--steps", type=int, default=100)
+    found.add_argument("--contexts", type=int, default=40)
     return found.parse_args()
 
 
