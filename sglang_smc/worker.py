@@ -12,6 +12,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_smc import process, upstream
 from sglang_smc.drafts.assembly import connect
+from sglang_smc.drafts.corpus import open_corpus
 from sglang_smc.drafts.kinds import is_head
 from sglang_smc.memory import arena
 from sglang_smc.models.weight_update import WeightUpdates
@@ -60,6 +61,8 @@ class SMCWorker(WeightUpdates):
         runner = self._draft_worker.model_runner
         self._draft_worker.draft_runner = runner  # pyright: ignore[reportAttributeAccessIssue] -- as said
         self._draft_worker.draft_runners = [runner]  # pyright: ignore[reportAttributeAccessIssue] -- as said
+        keeps_texts = self.config.keeps_texts
+        self._corpus = open_corpus(settled, self.config.num_steps) if keeps_texts else None
         self._graph_sizes = graph.graph_sizes(settled)
         self._recordings: graph.Recordings | None = None
         self._round_graph_gigabytes = 0.0
@@ -109,6 +112,7 @@ class SMCWorker(WeightUpdates):
             ops=self._ops,
             states=self._states,
             tables=self._tables,
+            corpus=self._corpus,
         )
 
     def init_cuda_graphs(self) -> None:
@@ -177,9 +181,14 @@ class SMCWorker(WeightUpdates):
         else:
             outcome = self._round.play(inputs, shape, batch.reqs)
         result = SMCBatchResult.of(outcome, self.monitor, replayed=recorded is not None)
-        result.policy = process.active_policy()
+        result.policy, result.corpus = process.active_policy(), self._corpus
         result.budgets = [state_of(req).sizes for req in batch.reqs]
         return result
+
+    def clear_cache_pool(self) -> None:
+        """Forget with the KV what was said: a flush leaves nothing of former requests."""
+        if self._corpus is not None:
+            self._corpus.forget()
 
     def prepare_for_kv_cache_release(self, req: "Req") -> None:
         """Keep the last slot of a finished text out of the radix cache.

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from sglang.srt.managers.tp_worker import TpModelWorker
 
 from sglang_smc.drafts import assembly as drafts
+from sglang_smc.drafts.corpus import Corpus
 from sglang_smc.drafts.kinds import kind_of
 from sglang_smc.memory.measured import sizes_of
 from sglang_smc.memory.table import Table
@@ -39,6 +40,7 @@ def assemble(
     ops: Ops,
     states: RequestStates,
     tables: Tables,
+    corpus: Corpus | None = None,
 ) -> Parts:
     """The parts of a server, each model run once over a particle.
 
@@ -47,6 +49,7 @@ def assemble(
         ops: the small operations.
         states: begins requests on the host.
         tables: where they live on the device.
+        corpus: what n-gram matches are of, where there are any.
 
     Raises:
         ValueError: for a model that rounds cannot run.
@@ -68,7 +71,7 @@ def assemble(
         config.num_particles,
         take_up=None if recurrent is None else recurrent.take_up,
     )
-    return Parts(steps, prefill, Round(steps, tables, ops))
+    return Parts(steps, prefill, Round(steps, tables, ops, corpus))
 
 
 def _recurrent(
