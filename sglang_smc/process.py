@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 
+from msgspec.structs import replace
 from sglang.srt.runtime_context import get_parallel, get_server_args
 
 from sglang_smc import upstream
@@ -28,7 +29,17 @@ def is_smc(server_args: Arguments) -> bool:
 
 def config_of(server_args: Arguments) -> SMCConfig:
     """The settings of an SMC server, of which these are the resolved arguments."""
-    return SMCConfig.from_server_args(upstream.resolved(server_args))
+    settled = upstream.resolved(server_args)
+    config = SMCConfig.from_server_args(settled)
+    return config if drafts_all(settled) else replace(config, drafts_all=False)
+
+
+def drafts_all(settled: Arguments) -> bool:
+    """Whether the draft of these arguments, of which no field is open, may draft any token."""
+    from sglang_smc.drafts.kinds import knows_all
+
+    path, revision = settled.speculative_draft_model_path, settled.speculative_draft_model_revision
+    return path is None or knows_all(path, revision, settled.trust_remote_code)
 
 
 def set_policy(policy: Policy | None) -> None:

@@ -129,7 +129,8 @@ class SMCWorker(WeightUpdates):
         if self.config.adaptive:
             self._adapt()
         workers, graphs = (self._target_worker, self._draft_worker), self._round_graph_gigabytes
-        process.measure_memory_by(partial(memory_of, self.config, *workers, self._tables, graphs))
+        kept = self._tables, self._steps.draft.state_bytes, graphs
+        process.measure_memory_by(partial(memory_of, self.config, *workers, *kept))
 
     def _record(self, record: Record) -> None:
         """Record rounds; what a batch does not fill of one plays on SGLang's padding row."""

@@ -92,15 +92,19 @@ class SlotModel:
         locations: KVLocations,
     ) -> torch.Tensor:
         self._tokens[slots] = tokens
-        place = torch.arange(self._table.shape[1], device=tokens.device)
-        in_prefix = place < locations.committed.view(-1, 1, 1)
-        prefix = self._table[locations.rows.unsqueeze(1)]
-        tails = self.tails[locations.particle_rows][..., place % self.tails.shape[1]]
-        read = self._tokens[torch.where(in_prefix, prefix, tails).long()]  # [G, N, width]
+        read = self.texts(locations)
         read = read.unsqueeze(2).expand(-1, -1, tokens.shape[2], -1).flatten(0, 2)
         ends = starts.unsqueeze(2) + torch.arange(1, 1 + tokens.shape[2], device=tokens.device)
         logits = self.language.logits[Language.contexts(read, ends.flatten())]
         return logits.view(*tokens.shape, -1)
+
+    def texts(self, locations: KVLocations) -> torch.Tensor:
+        """The tokens in the slots of each particle, ``[G, N, width]``; none of a text is stale."""
+        place = torch.arange(self._table.shape[1], device=self._table.device)
+        in_prefix = place < locations.committed.view(-1, 1, 1)
+        prefix = self._table[locations.rows.unsqueeze(1)]
+        tails = self.tails[locations.particle_rows][..., place % self.tails.shape[1]]
+        return self._tokens[torch.where(in_prefix, prefix, tails).long()]
 
 
 class Outcome(NamedTuple):

@@ -116,7 +116,7 @@ RECIPES = {
     ),
 }
 # Each model's training problems are a range of seeds of its own, below the held-out ones.
-FIRST_SEED = {"tokenizer": 0, "target": 1_000_000, "draft": 101_000_000}
+FIRST_SEED = {"tokenizer": 0, "target": 1_000_000, "draft": 101_000_000, "heads": 201_000_000}
 
 
 def train_tokenizer(problems: int = 4000) -> PreTrainedTokenizerFast:
@@ -287,7 +287,7 @@ def train_model(
     }
 
 
-def _note(folder: Path, name: str, entry: dict[str, object]) -> None:
+def note(folder: Path, name: str, entry: dict[str, object]) -> None:
     """Put one model's entry into the provenance file, keeping the other's."""
     path = folder / PROVENANCE
     known = json.loads(path.read_text()) if path.exists() else {}
@@ -295,16 +295,16 @@ def _note(folder: Path, name: str, entry: dict[str, object]) -> None:
     path.write_text(json.dumps(known, indent=2) + "\n")
 
 
-def _circumstances(name: str) -> dict[str, object]:
+def circumstances(program: str, name: str) -> dict[str, object]:
     """What a repetition needs to know besides the recipe."""
     return {
-        "command": f"python bench/pair/train.py {name} --threads {torch.get_num_threads()}",
+        "command": f"python bench/pair/{program}.py {name} --threads {torch.get_num_threads()}",
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
 
 
-def _with_environment() -> None:
+def with_environment() -> None:
     """Start this program again with `ENVIRONMENT` set, unless it is already."""
     if ENVIRONMENT.items() - os.environ.items():
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ENVIRONMENT})
@@ -326,9 +326,9 @@ def main() -> None:
         if options.steps:
             recipe = Recipe(**{**asdict(recipe), "steps": options.steps})
         entry = train_model(name, recipe, tokenizer, options.out / name)
-        _note(options.out, name, {**_circumstances(name), **entry})
+        note(options.out, name, {**circumstances("train", name), **entry})
 
 
 if __name__ == "__main__":
-    _with_environment()
+    with_environment()
     main()

@@ -13,7 +13,8 @@ from speed.presets import Preset
 
 from sglang_smc.plan import devices
 from sglang_smc.plan.devices import Device
-from sglang_smc.plan.roofline import Round, Rows, ar_step, forward, sd_round, smc_round
+from sglang_smc.plan.passes import Round, Rows, forward
+from sglang_smc.plan.roofline import ar_step, sd_round, smc_round
 from sglang_smc.plan.shapes import ModelShape
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}

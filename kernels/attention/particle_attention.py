@@ -93,16 +93,6 @@ def particle_attention(
     log_sums = query.new_empty(spans, tokens, q_heads, dtype=torch.float32)
     output = query.new_empty(query.shape)
     queries = query.flatten(0, 2)  # [G * N * C, q_heads, head_dim]
-    shape = {
-        "num_columns": num_columns,
-        "kv_heads": kv_heads,
-        "group": q_heads // kv_heads,
-        "head_dim": head_dim,
-        "block_dim": triton.next_power_of_2(head_dim),
-        "has_window": window is not None,
-        "has_cap": cap > 0,
-        "sees_block": sees_block,
-    }
     _attend_spans[(num_prefix + num_tail,)](
         queries,
         keys,
@@ -125,10 +115,26 @@ def particle_attention(
         block_keys=cut.block_keys,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
-        **shape,
+        **_constants(query.shape, kv_heads),
+        has_window=window is not None,
+        has_cap=cap > 0,
+        sees_block=sees_block,
     )
     join_spans(partial, log_sums, output, sinks, value_scale)
     return output
+
+
+def _constants(shape: torch.Size, kv_heads: int) -> dict[str, int]:
+    """What is compiled in for queries ``[G, N, C, q_heads, head_dim]``."""
+    num_columns, q_heads, head_dim = shape[2:]
+    return {
+        "num_columns": num_columns,
+        "kv_heads": kv_heads,
+        "group": q_heads // kv_heads,
+        "head_dim": head_dim,
+        "block_dim": triton.next_power_of_2(head_dim),
+        "block_columns": triton.next_power_of_2(num_columns),
+    }
 
 
 # What differs from batch to batch is not to be compiled in.
@@ -180,6 +186,7 @@ def _attend_spans(
     has_window: tl.constexpr,
     has_cap: tl.constexpr,
     sees_block: tl.constexpr,
+    block_columns: tl.constexpr,
 ):
     """Each program: a block of query rows of one key head, one span of a prefix or of a tail."""
     program = tl.program_id(0)
@@ -204,7 +211,14 @@ def _attend_spans(
     even = tl.cdiv(left, block_keys * prefix_spans) * block_keys
     length = tl.where(is_tail, tail_span, even)
     begin = tl.where(is_tail, tl.maximum(committed, first_key), first) + span * length
-    end = tl.where(is_tail, start + num_columns, committed)
+    own_columns = num_columns
+    if sees_block:  # without those that pad a request with fewer than others: they have no slots
+        column = tl.arange(0, block_columns)
+        new = is_tail & (column < num_columns)
+        place = own_row * tails_width + ((start + column) & (tails_width - 1))
+        slot = tl.load(tails_ptr + place, mask=new, other=0)
+        own_columns = tl.sum((new & ((slot > 0) | (start + column < committed))).to(tl.int32), 0)
+    end = tl.where(is_tail, start + own_columns, committed)
     num_tokens = tl.where(is_tail, 1, num_particles) * num_columns
     partial_span = span + tl.where(is_tail, prefix_spans, 0)
     _attend_span(
@@ -317,10 +331,9 @@ def _attend_span(
         scores = tl.dot(query, tl.trans(key).to(query.dtype), input_precision="tf32x3") * scaling
         if has_cap:  # cap * tanh(score), in a form that no score overflows
             scores = cap - 2 * cap / (1 + tl.exp(2 * scores))
-        if sees_block:  # all but padding, which stands behind a request's own columns
-            seen = (inside & (slot > 0))[None, :]
-        else:
-            seen = inside[None, :] & (position[None, :] <= last_seen[:, None])
+        seen = inside[None, :]
+        if not sees_block:
+            seen &= position[None, :] <= last_seen[:, None]
         if has_window:
             seen &= position[None, :] >= first_seen[:, None]
         scores = tl.where(seen, scores, float("-inf"))

@@ -7,12 +7,13 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from sglang_smc.command import findings, machine
 from sglang_smc.command.findings import Finding
 from sglang_smc.options.server import DEFAULTS, LAG, SMCConfig
+from sglang_smc.plan import proposals
 from sglang_smc.plan.cli import positive
 from sglang_smc.plan.devices import DATA_SHEETS, Device, measure, named
 from sglang_smc.plan.memory import STATIC_FRACTION
@@ -52,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     models = "a model folder, or the name of one that sglang-smc plan knows, such as llama-3.1-8b"
     add("--target", metavar="DIR", help=models)
-    add("--draft", metavar="DIR", help="the same")
+    add("--draft", metavar="DIR", help="the same, or that of a head, or ngram, as plan takes them")
     add("--device", default=HERE, help=f"for the pair: {', '.join(DATA_SHEETS)}, or here")
     add("--tp", type=positive, default=1, help="devices that share the models")
     add("--requests", type=positive, default=8, help="that should fit at once")
@@ -73,11 +74,16 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("--target and --draft go together; give both or neither.")
     if options.device != HERE and not options.target:
         raise ValueError("--device goes with --target and --draft; give both.")
-    for name in filter(None, (options.target, options.draft)):
-        if name.lower() not in BUILT_IN and not Path(name).is_dir():
-            raise ValueError(f"{name!r} is no folder, and none of {', '.join(BUILT_IN)}.")
+    if options.target:
+        _require_found(options.target, options.target.lower() in BUILT_IN, BUILT_IN)
+        _require_found(options.draft, proposals.is_name(options.draft), proposals.NAMES)
     settings = ("num_particles", "num_steps", "max_lag")
     SMCConfig(**{name: getattr(options, name) for name in settings}).validate()
+
+
+def _require_found(name: str, is_known: bool, known: Iterable[str]) -> None:
+    if not is_known and not Path(name).is_dir():
+        raise ValueError(f"{name!r} is no folder, and none of {', '.join(known)}.")
 
 
 def examine(options: argparse.Namespace) -> Iterator[Finding]:
@@ -117,7 +123,8 @@ def _device(options: argparse.Namespace) -> tuple[Device, bool]:
 def _weight_bytes(options: argparse.Namespace) -> float:
     """The lower of the two models' precisions, which keeps the result a bound for both."""
     try:
-        return min(from_config(name).weight_bytes for name in (options.target, options.draft))
+        target, draft = from_config(options.target), proposals.from_config(options.draft)
+        return proposals.lowest_precision(target, draft)
     except ValueError:  # there will be no arithmetic
         return SIXTEEN_BIT
 

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sglang_smc.command.findings import Finding, fail, ok, warning
 from sglang_smc.memory.arena import arena
 from sglang_smc.options.server import LAG, MODES, SMCConfig, flag_of
+from sglang_smc.plan import proposals
 from sglang_smc.plan.devices import Device
-from sglang_smc.plan.memory import ASIDE_BYTES, kv_slots
+from sglang_smc.plan.heads import ARCHITECTURES, Head
+from sglang_smc.plan.memory import ASIDE_BYTES, hidden_bytes, kv_slots
+from sglang_smc.plan.proposals import Ngram, Proposal
 from sglang_smc.plan.report import si
 from sglang_smc.plan.roofline import DEFAULT_PARTICLES, Scenario, best_settings
-from sglang_smc.plan.shapes import BUILT_IN, ModelShape, from_config
+from sglang_smc.plan.shapes import ModelShape, architecture, from_config
 
 if TYPE_CHECKING:
     from sglang_smc.models.vocabulary import Vocabulary
@@ -42,18 +45,18 @@ def findings(
     options: argparse.Namespace, device: Device, most_slots: int | None
 ) -> Iterator[Finding]:
     """All of them; ``most_slots`` is what SGLang's pool is bound to whatever the memory."""
-    if not any(map(_is_built_in, (options.target, options.draft))):
-        yield _vocabularies(options.target, options.draft)
+    if not _has_name(options):
+        if not _is_head(options.draft):
+            yield _vocabularies(options.target, options.draft)
         yield _accepted(options)
     try:
-        shapes = from_config(options.target), from_config(options.draft)
+        shapes = from_config(options.target), proposals.from_config(options.draft)
     except ValueError as error:
         yield warning("arithmetic", "left out", str(error))
         return
-    sizes = [shape.vocab_size for shape in shapes]
-    if any(map(_is_built_in, (options.target, options.draft))) and sizes[0] != sizes[1]:
-        found = f"vocab_size is {sizes[0]} and {sizes[1]}"  # and there are no tokenizers to ask
-        yield fail("vocabulary", found, OTHER_DRAFT)
+    misfit = _misfit(*shapes, options)
+    if misfit is not None:
+        yield misfit
         return
     options.context = options.context or _context(options.target)
     room = _room(*shapes, device, options, most_slots)
@@ -64,8 +67,32 @@ def findings(
     yield _advice(*shapes, device, room, options)
 
 
-def _is_built_in(name: str) -> bool:
-    return name.lower() in BUILT_IN
+def _has_name(options: argparse.Namespace) -> bool:
+    """Whether one of both is known by its name: then there are no files to look into."""
+    return any(map(proposals.is_name, (options.target, options.draft)))
+
+
+def _is_head(draft: str) -> bool:
+    """A head has no tokenizer: its tokens are the target's."""
+    try:
+        return architecture(_config(draft)) in ARCHITECTURES
+    except (OSError, ValueError):  # which other findings tell
+        return False
+
+
+def _misfit(target: ModelShape, draft: Proposal, options: argparse.Namespace) -> Finding | None:
+    """Why the two do not go together, as far as sizes tell."""
+    if isinstance(draft, Head):
+        try:
+            draft.require_fit(target, options.num_steps)
+        except ValueError as error:
+            return fail("draft", f"{draft.kind} for another target, or fewer steps", str(error))
+        return None
+    model = draft.model if isinstance(draft, Ngram) else draft
+    if model is None or not _has_name(options) or model.vocab_size == target.vocab_size:
+        return None  # of files, the tokenizers were asked
+    found = f"vocab_size is {target.vocab_size} and {model.vocab_size}"
+    return fail("vocabulary", found, OTHER_DRAFT)
 
 
 # --- Whether a server would start
@@ -123,14 +150,14 @@ def _accepted(options: argparse.Namespace) -> Finding:
 
 def _context(target: str) -> int:
     """Of a request, unless the model takes less."""
-    if _is_built_in(target):
+    if proposals.is_name(target):
         return CONTEXT
     return min(CONTEXT, _config(target).get("max_position_embeddings") or CONTEXT)
 
 
 def _room(
     target: ModelShape,
-    draft: ModelShape,
+    draft: Proposal,
     device: Device,
     options: argparse.Namespace,
     most_slots: int | None,
@@ -138,14 +165,15 @@ def _room(
     assert device.capacity is not None, "all that can be named or measured have one"
     share = options.mem_fraction * device.capacity * options.tp
     aside = ASIDE_BYTES if most_slots is None else 0.0  # on this machine's CPU nothing is
+    aside += options.requests * hidden_bytes(draft, options.num_particles, options.num_steps)
     slots = kv_slots(target, draft, share - aside)
     return Room(slots if most_slots is None else min(slots, most_slots), options.context)
 
 
-def _fits(shapes: tuple[ModelShape, ModelShape], device: Device, room: Room) -> Finding:
+def _fits(shapes: tuple[ModelShape, Proposal], device: Device, room: Room) -> Finding:
     weights = sum(shape.resident_bytes for shape in shapes)
     slot = sum(shape.kv_bytes_per_token for shape in shapes)
-    found = f"{si(weights)}B of weights, {si(slot)}B of KV a token in both models, on {device.name}"
+    found = f"{si(weights)}B of weights, {si(slot)}B of KV a token in both, on {device.name}"
     if room.slots <= 0:
         return fail("memory", found, "Too large: split it (--tp), or take a larger device.")
     return ok(
@@ -199,14 +227,14 @@ def _mend(room: Room, options: argparse.Namespace) -> str:
 
 
 def _scenario(
-    target: ModelShape, draft: ModelShape, device: Device, options: argparse.Namespace
+    target: ModelShape, draft: Proposal, device: Device, options: argparse.Namespace
 ) -> Scenario:
     tail = options.max_lag / 2  # on average, of what a particle may run ahead
     return Scenario(target, draft, device.times(options.tp), options.context, tail)
 
 
 def _roofline(
-    target: ModelShape, draft: ModelShape, device: Device, options: argparse.Namespace
+    target: ModelShape, draft: Proposal, device: Device, options: argparse.Namespace
 ) -> Finding:
     scenario = _scenario(target, draft, device, options)
     n, k = options.num_particles, options.num_steps
@@ -227,7 +255,7 @@ def _times_ar(scenario: Scenario, num_particles: int, num_steps: int) -> float:
 
 def _advice(
     target: ModelShape,
-    draft: ModelShape,
+    draft: Proposal,
     device: Device,
     room: Room,
     options: argparse.Namespace,

@@ -14,8 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from sglang_smc.distill.dflash import DFlash
-from sglang_smc.distill.eagle3 import Eagle3
 from sglang_smc.distill.head_config import (
     DFLASH,
     EAGLE3,
@@ -30,6 +28,7 @@ from sglang_smc.distill.head_config import (
     sizes,
     target_config,
 )
+from sglang_smc.distill.heads import DFlash, Eagle3
 
 Head = TypeVar("Head", Eagle3, DFlash)
 WEIGHTS = "model.safetensors"
@@ -183,6 +182,11 @@ def save_head(
         drafted[hot] = True
         tensors |= {"d2t": hot - torch.arange(len(hot)), "t2d": drafted}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    write_settings(settings, folder, dtype)
+
+
+def write_settings(settings: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> None:
+    """The config.json of weights of ``dtype``."""
     text = json.dumps({**settings, "dtype": _DTYPES[dtype]}, indent=2, sort_keys=True)
     (folder / "config.json").write_text(text + "\n")
 

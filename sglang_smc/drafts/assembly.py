@@ -1,15 +1,19 @@
 """The draft of a server, put together: who drafts, and whose passes hand states to it."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_smc.drafts import kinds
 from sglang_smc.drafts.proposal import LanguageModel, Proposal
 from sglang_smc.models import vocabulary
+from sglang_smc.models.attention import Implementation
 from sglang_smc.models.forward import ParticleForward
-from sglang_smc.ops.interface import Ops
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import torch
     from sglang.srt.managers.tp_worker import TpModelWorker
 
     from sglang_smc.drafts.prompts import ReadsPrompts
@@ -64,85 +68,98 @@ def _share_embedding(model: Any, head: Any) -> None:
         head.set_embed_and_head(embedding, lm_head)
     else:
         head.set_embed(embedding)
+    shared = ("embed_tokens.weight", "lm_head.weight")[: 1 + head.load_lm_head_from_target]
+    if head.hot_token_id is not None:
+        head.hot_token_id = head.hot_token_id.to(embedding.device)
+    head.load_weights = partial(load_own, head, head.load_weights, shared)
 
 
-def assemble(
-    target: "TpModelWorker",
-    draft: "TpModelWorker",
-    ledger: "Ledger",
-    ops: Ops,
-    num_particles: int,
-    num_steps: int,
-) -> Drafting:
-    """A draft of any kind, beside a target of which all layers attend by softmax.
+def load_own(
+    head: Any,
+    load: "Callable[[Iterable[tuple[str, torch.Tensor]]], None]",
+    shared: tuple[str, ...],
+    weights: "Iterable[tuple[str, torch.Tensor]]",
+) -> None:
+    """Load new weights into a running head in place: not what it shares, which is the target's.
 
     Args:
-        target, draft: SGLang's workers, their pools built.
-        ledger: of KV slots.
-        num_particles, num_steps: N and K of the server.
+        head: SGLang's.
+        load: its own way to.
+        shared: what names of shared weights end with.
+        weights: of a checkpoint.
     """
+    hot = head.hot_token_id
+    load((name, weight) for name, weight in weights if not name.endswith(shared))
+    if hot is not None:
+        hot.copy_(head.hot_token_id)  # rounds have been recorded with it
+        head.hot_token_id = hot
+
+
+class Beside(NamedTuple):
+    """What a draft is put together from."""
+
+    target: "TpModelWorker"
+    draft: "TpModelWorker"
+    ledger: "Ledger"  # of KV slots
+    kernels: Implementation
+    num_particles: int  # N of the server
+    num_columns: int  # K + 1
+
+    @property
+    def over(self) -> "tuple[torch.Tensor, Implementation, int]":
+        """What all passes over particles are built with."""
+        return self.ledger.tails, self.kernels, self.num_columns
+
+
+def assemble(given: Beside) -> Drafting:
+    """A draft of any kind, beside a target all of whose layers attend by softmax."""
     build = {"model": _model, "eagle3": _eagle, "dflash": _block}
-    kind = kinds.kind_of(draft.model_runner.model_config)
-    return build[kind](target, draft, ledger, ops, num_particles, num_steps + 1)
+    return build[kinds.kind_of(given.draft.model_runner.model_config)](given)
 
 
-def _model(
-    target: "TpModelWorker", draft: "TpModelWorker", ledger: "Ledger", ops: Ops, _: int, columns: int
-) -> Drafting:
+def _model(given: Beside) -> Drafting:
     from sglang_smc.drafts.prompts import ModelPrompts
 
-    widths = vocabulary.vocabularies(target, draft)
-    over, runner = (ledger.tails, ops.kind, columns), draft.model_runner
-    forward = vocabulary.with_width(ParticleForward(runner, *over), *widths)
+    widths = vocabulary.vocabularies(given.target, given.draft)
+    runner = given.draft.model_runner
+    forward = vocabulary.with_width(ParticleForward(runner, *given.over), *widths)
     return Drafting(
-        ParticleForward(target.model_runner, *over),
+        ParticleForward(given.target.model_runner, *given.over),
         LanguageModel(forward),
         ModelPrompts(runner, vocabulary.last_read(*widths)),
     )
 
 
-def _eagle(
-    target: "TpModelWorker",
-    draft: "TpModelWorker",
-    ledger: "Ledger",
-    ops: Ops,
-    num_particles: int,
-    columns: int,
-) -> Drafting:
+def _eagle(given: Beside) -> Drafting:
     from sglang_smc.drafts.eagle import EagleForward, EagleHead
     from sglang_smc.drafts.prompts import EaglePrompts
     from sglang_smc.drafts.states import ReadTarget, StateTable
 
-    runner, of_target = draft.model_runner, target.model_runner
+    runner, of_target, ledger = given.draft.model_runner, given.target.model_runner, given.ledger
     model: Any = runner.model
     table = StateTable.of(
         ledger.tails,
-        num_columns=columns,
+        num_columns=given.num_columns,
         num_slots=len(ledger.rank),
         width=model.model.fc.in_features,
         dtype=of_target.dtype,
     )
-    over = ledger.tails, ops.kind, columns
-    hot = model.hot_token_id
     head = EagleHead(
-        EagleForward(runner, *over),
+        EagleForward(runner, *given.over),
         table,
-        None if hot is None else hot.to(ledger.device),
+        model.hot_token_id,
         of_target.model_config.vocab_size,
     )
-    reads = ReadTarget(of_target, *over, head)
-    return Drafting(reads, head, EaglePrompts(runner, reads, table, ledger, num_particles))
+    reads = ReadTarget(of_target, *given.over, head)
+    return Drafting(reads, head, EaglePrompts(runner, reads, table, ledger, given.num_particles))
 
 
-def _block(
-    target: "TpModelWorker", draft: "TpModelWorker", ledger: "Ledger", ops: Ops, _: int, columns: int
-) -> Drafting:
+def _block(given: Beside) -> Drafting:
     from sglang_smc.drafts.block import BlockForward, BlockHead
     from sglang_smc.drafts.prompts import BlockPrompts
     from sglang_smc.drafts.states import ReadTarget
 
-    runner, of_target = draft.model_runner, target.model_runner
-    over = ledger.tails, ops.kind, columns
-    forward = BlockForward(runner, *over, of_target.model)
+    runner, of_target = given.draft.model_runner, given.target.model_runner
+    forward = BlockForward(runner, *given.over, of_target.model)
     head = BlockHead(forward, kinds.mask_token(runner.model_config))
-    return Drafting(ReadTarget(of_target, *over, head), head, BlockPrompts(head))
+    return Drafting(ReadTarget(of_target, *given.over, head), head, BlockPrompts(head))

@@ -39,6 +39,7 @@ class BlockForward(ParticleForward):
         target: Any,
     ) -> None:
         super().__init__(runner, tails, attention, max_columns, blocks=True)
+        self._model: Any = runner.model
         self._target = target
         self._embed = target.get_input_embeddings()
 
@@ -56,7 +57,7 @@ class BlockForward(ParticleForward):
         batch = self._batch(ForwardMode.TARGET_VERIFY, blocks, starts, slots, locations)
         embedded = self._embed(batch.input_ids)
         with self._attending(locations, starts, blocks.shape[2]):
-            output = self._runner.model.forward(
+            output = self._model.forward(
                 batch.input_ids, batch.positions, batch, input_embeds=embedded
             )
         masked = output.hidden_states.unflatten(0, blocks.shape)[:, :, 1:]
@@ -76,7 +77,7 @@ class BlockForward(ParticleForward):
             states: ``[R, F]``.
             positions, slots: ``[R]`` of their tokens, and where keys and values go.
         """
-        model, pool = self._runner.model, self.attn_backend.token_to_kv_pool
+        model, pool = self._model, self.attn_backend.token_to_kv_pool
         is_scaled = pool.dtype.itemsize == 1
         context = model.project_target_hidden(states)
         positions = positions.clamp_max(self._last_position)
@@ -87,9 +88,7 @@ class BlockForward(ParticleForward):
             keys = attention.apply_k_rope(positions, attention.apply_k_norm(keys))
             heads = -1, attention.num_kv_heads, attention.head_dim
             scales = (attention.attn.k_scale, attention.attn.v_scale) if is_scaled else ()
-            pool.set_kv_buffer(
-                attention.attn, slots, keys.view(heads), values.view(heads), *scales
-            )
+            pool.set_kv_buffer(attention.attn, slots, keys.view(heads), values.view(heads), *scales)
 
 
 class BlockHead:
@@ -100,6 +99,8 @@ class BlockHead:
         mask: the token that stands where one is to be drafted.
     """
 
+    at_once = True
+
     def __init__(self, forward: BlockForward, mask: int) -> None:
         self._forward = forward
         self._mask = mask
@@ -109,6 +110,11 @@ class BlockHead:
     def attn_backend(self) -> Any:
         """The head's, over particles."""
         return self._forward.attn_backend
+
+    @property
+    def state_bytes(self) -> int:
+        """Nothing."""
+        return 0
 
     def begin(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """See `Proposal`; without drafts there is nothing to do."""

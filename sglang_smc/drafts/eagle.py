@@ -23,6 +23,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 
 from sglang_smc.drafts.proposal import DraftSlots
 from sglang_smc.drafts.states import StateTable
+from sglang_smc.memory.measured import tensor_bytes
 from sglang_smc.models.attention import Implementation, KVLocations
 from sglang_smc.models.forward import ParticleForward
 
@@ -54,6 +55,7 @@ class EagleForward(ParticleForward):
     ) -> None:
         super().__init__(runner, tails, attention, max_columns, first_key=1)
         self._captured = CaptureHiddenMode.FULL
+        self._model: Any = runner.model
         self._given: Given
 
     def laws(
@@ -94,7 +96,7 @@ class EagleForward(ParticleForward):
         self._given = Given(states.flatten(0, 2))
         batch = self._batch(ForwardMode.EXTEND, tokens, starts, slots, locations)
         with self._attending(locations, starts, tokens.shape[2]):
-            self._runner.model.model(batch.input_ids, batch.positions, batch)
+            self._model.model(batch.input_ids, batch.positions, batch)
 
     def _batch(
         self,
@@ -106,7 +108,8 @@ class EagleForward(ParticleForward):
     ) -> ForwardBatch:
         batch = super()._batch(mode, tokens, starts, slots, locations)
         batch.positions = places_of_pairs(batch.positions)
-        batch.mrope_positions = batch.positions.expand(3, -1) if self._is_mrope else None
+        if self._is_mrope:
+            batch.mrope_positions = batch.positions.expand(3, -1)
         batch.spec_info = self._given  # pyright: ignore[reportAttributeAccessIssue] -- as said
         return batch
 
@@ -126,6 +129,8 @@ class EagleHead:
         vocab_size: V, of the target's logits.
     """
 
+    at_once = False
+
     def __init__(
         self,
         forward: EagleForward,
@@ -143,6 +148,11 @@ class EagleHead:
     def attn_backend(self) -> Any:
         """The head's, over particles."""
         return self._forward.attn_backend
+
+    @property
+    def state_bytes(self) -> int:
+        """The target's states, and who has read which slot."""
+        return tensor_bytes((self._table.states, self._table.readers))
 
     def begin(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """See `Proposal`: the last token, and the target's state before it."""

@@ -1,6 +1,7 @@
-"""What a draft's checkpoint is: a language model, or a head of a kind that SGLang has a class for."""
+"""What a draft's checkpoint is: a language model, or a head that SGLang has a class for."""
 
 from collections.abc import Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -40,12 +41,15 @@ def is_head(config: "ModelConfig") -> bool:
     return kind_of(config) != "model"
 
 
-def reaches_all(config: "ModelConfig") -> bool:
-    """Whether it can draft every token: an EAGLE-3 head may know the frequent ones alone."""
-    if kind_of(config) != "eagle3":
+@cache
+def knows_all(path: str, revision: str | None, trust_remote_code: bool) -> bool:
+    """Whether a draft can come up with every token: EAGLE-3 heads may know the frequent alone."""
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    config = get_config(path, trust_remote_code=trust_remote_code, revision=revision)
+    if (config.architectures or [""])[0] != EAGLE3:
         return True
-    known = config.hf_config.draft_vocab_size
-    return known is None or known >= config.hf_config.vocab_size
+    return (config.draft_vocab_size or config.vocab_size) >= config.vocab_size
 
 
 def block_size(config: "ModelConfig") -> int | None:
@@ -80,8 +84,8 @@ def problems(config: "ModelConfig", target: "ModelConfig", num_steps: int) -> It
         if other is not None:
             yield f"is {other} ({name})"
         return
-    yield from _eagle_problems(config) if kind == "eagle3" else _block_problems(
-        config, target, num_steps
+    yield from (
+        _eagle_problems(config) if kind == "eagle3" else _block_problems(config, target, num_steps)
     )
     yield from _width_problems(config, target)
     yield from _layer_problems(config, target)
@@ -94,9 +98,7 @@ def _eagle_problems(config: "ModelConfig") -> Iterator[str]:
         yield "has no draft_vocab_size in its config.json, which SGLang's class asks for"
 
 
-def _block_problems(
-    config: "ModelConfig", target: "ModelConfig", num_steps: int
-) -> Iterator[str]:
+def _block_problems(config: "ModelConfig", target: "ModelConfig", num_steps: int) -> Iterator[str]:
     parsed = _dflash(config)
     extras = {name: getattr(parsed, name, None) for name in _DFLASH_EXTRAS}
     extras["output_multiplier"] = extras["output_multiplier"] not in (None, 1.0)

@@ -106,6 +106,7 @@ class EaglePrompts:
         num_particles: int,
     ) -> None:
         self._runner = runner
+        self._model: Any = runner.model
         self._target = target
         self._table = table
         self._ledger = ledger
@@ -135,7 +136,7 @@ class EaglePrompts:
             pairs.mrope_positions = pairs.positions.expand(3, -1)
         self._attention.plan(batch)
         with forward_context(ForwardContext(attn_backend=self._attention)), torch.no_grad():
-            self._runner.model.model(pairs.input_ids, pairs.positions, pairs)
+            self._model.model(pairs.input_ids, pairs.positions, pairs)
         rows, last = batch.req_pool_indices, ends - 1
         self._table.keep_prompts(
             target.out_cache_loc[last].long(),

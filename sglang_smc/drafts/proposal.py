@@ -25,8 +25,15 @@ class DraftSlots(NamedTuple):
 class Proposal(Protocol):
     """Who drafts."""
 
+    at_once: bool  # whether one pass tells the laws of all K tokens
+
     @property
     def attn_backend(self) -> ParticleAttention: ...
+
+    @property
+    def state_bytes(self) -> int:
+        """What it keeps from round to round beside KV."""
+        ...
 
     def begin(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """Logits ``[G, N, V]`` of the first drafted token.
@@ -57,6 +64,8 @@ class LanguageModel:
         forward: the model, over particles.
     """
 
+    at_once = False
+
     def __init__(self, forward: Forward) -> None:
         self.forward = forward
 
@@ -64,6 +73,11 @@ class LanguageModel:
     def attn_backend(self) -> ParticleAttention:
         """The model's, over particles."""
         return self.forward.attn_backend
+
+    @property
+    def state_bytes(self) -> int:
+        """Nothing."""
+        return 0
 
     def begin(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """See `Proposal`; also without drafts, so that the model reads along."""

@@ -99,7 +99,13 @@ class StateTable(NamedTuple):
 
     @classmethod
     def of(
-        cls, tails: torch.Tensor, *, num_columns: int, num_slots: int, width: int, dtype: torch.dtype
+        cls,
+        tails: torch.Tensor,
+        *,
+        num_columns: int,
+        num_slots: int,
+        width: int,
+        dtype: torch.dtype,
     ) -> "StateTable":
         """A table of zeros.
 
@@ -143,6 +149,4 @@ class StateTable(NamedTuple):
         """
         place = (lengths - 1) & (self.tails.shape[1] - 1)
         self.tails[particle_rows, place.unsqueeze(1)] = slots.unsqueeze(1).int()
-        self.keep(
-            slots.view(-1, 1, 1), particle_rows[:, :1], states.unsqueeze(1).unsqueeze(1)
-        )
+        self.keep(slots.view(-1, 1, 1), particle_rows[:, :1], states.unsqueeze(1).unsqueeze(1))

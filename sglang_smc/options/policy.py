@@ -61,6 +61,7 @@ class Costs(NamedTuple):
     draft: Curve
     target: Curve
     overhead: float = 0.0  # of a round, whatever its size
+    at_once: bool = False  # one pass of the draft over K + 1 tokens of each chain, not K over one
 
     def __str__(self) -> str:
         return f"passes by tokens: draft {self.draft}; target {self.target}"
@@ -90,7 +91,10 @@ class Costs(NamedTuple):
         """
         num_particles, num_steps = budget.within(widest)
         chains = batch_size * num_particles
-        drafts = self.draft.at(2 * chains) + max(num_steps - 1, 0) * self.draft.at(chains)
+        if self.at_once:
+            drafts = self.draft.at(chains * (num_steps + 1)) if num_steps else 0.0
+        else:
+            drafts = self.draft.at(2 * chains) + max(num_steps - 1, 0) * self.draft.at(chains)
         return drafts + self.target.at(chains * (num_steps + 1)) + self.overhead
 
 

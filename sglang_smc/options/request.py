@@ -186,8 +186,23 @@ def _range_of(name: str, server: SMCConfig) -> Range:
     return RANGES[name]
 
 
+def check_support(config: RequestConfig) -> str | None:
+    """Why weights alone would miss a part of the target, if they would; continues a sentence."""
+    if config.drafts_all or not config.weighs or config.covering or config.greedy:
+        return None
+    reason = "a grammar" if config.constrained else f"power {config.power:g}"
+    why = "evidence_threshold 0" if config.is_normalized else f"{reason}, which keeps whole blocks"
+    return (
+        f"mode 'smc' with {why}, beside a draft that knows a part of the vocabulary alone: no "
+        "number of particles would ever reach the other tokens where they are drafted; allowed: "
+        "an evidence_threshold above 0, or modes 'exact', 'mixed' and 'auto'."
+    )
+
+
 def _conflicts(config: RequestConfig, chosen: dict[str, Any]) -> list[str]:
-    found = [
+    lacking = check_support(config)
+    found = [f"has {lacking}"] if lacking else []
+    found += [
         f"has {name}={chosen[name]!r}, which has no effect in mode {config.mode!r}; allowed: mode "
         f"{' or '.join(map(repr, modes))}. Leave one of the two out."
         for name, modes in _MODES_OF.items()

@@ -123,6 +123,9 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     """N and K follow the load: under it requests get fewer than they ask for, down to N = 1, K = 0.
     """
 
+    drafts_all: bool = True
+    """Not a flag: whether the draft may come up with any token. EAGLE-3 heads may not."""
+
     @property
     def round_sizes(self) -> tuple[int, int, bool]:
         """What a round is told where the server adapts: N, K, and whether it verifies alone."""

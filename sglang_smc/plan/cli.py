@@ -10,16 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_smc.options.server import LAG
+from sglang_smc.plan import compare, heads, proposals
+from sglang_smc.plan.compare import Comparison, Load
 from sglang_smc.plan.devices import DATA_SHEETS, Device, measure, named
+from sglang_smc.plan.proposals import BESIDE, DEFAULT_STEPS, NGRAM, Proposal, default_steps
 from sglang_smc.plan.report import Report, as_dict, as_text
-from sglang_smc.plan.roofline import (
-    DEFAULT_PARTICLES,
-    DEFAULT_STEPS,
-    Scenario,
-    best_settings,
-)
+from sglang_smc.plan.roofline import DEFAULT_PARTICLES, Scenario, best_settings
 from sglang_smc.plan.shapes import BUILT_IN, ModelShape, from_config
 
+ACCEPTANCE = 0.8
 WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0}
 MEASURED = {"measured": None, "measured:cpu": "cpu", "measured:cuda": "cuda"}
 
@@ -28,21 +27,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print a plan; 2, with what was wrong on stderr, where the arguments make none."""
     arguments = parser().parse_args(argv)
     try:
-        report = make_report(arguments)
-        if arguments.plot:
-            _plot(report, arguments.plot)
+        print(_printed(arguments))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(as_dict(report), indent=2) if arguments.json else as_text(report))
     return 0
+
+
+def _printed(arguments: argparse.Namespace) -> str:
+    if arguments.tokens_per_pass is None:
+        made = make_report(arguments)
+        return json.dumps(as_dict(made), indent=2) if arguments.json else as_text(made)
+    found = make_comparison(arguments)
+    as_json = arguments.json
+    return json.dumps(compare.as_dict(found), indent=2) if as_json else compare.as_text(found)
 
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="python -m sglang_smc.plan",
         description="Upper bounds on the speed of plain decoding (AR), speculative decoding (SD) "
-        "and SMC from models, device and load, and the fastest N and K.",
+        "and SMC from models, device and load, and the fastest N and K; or, with "
+        "--tokens-per-pass, of drafts side by side.",
     )
     _add_models_and_device(result)
     _add_load(result)
@@ -55,10 +61,18 @@ def parser() -> argparse.ArgumentParser:
 def _add_models_and_device(result: argparse.ArgumentParser) -> None:
     models = f"a config.json, its folder, or one of {', '.join(BUILT_IN)}"
     result.add_argument("--target", required=True, help=models)
-    result.add_argument("--draft", required=True, help="the same")
+    result.add_argument(
+        "--draft",
+        required=True,
+        nargs="+",
+        help="the same; or that of an EAGLE-3 head or a DFlash block, or "
+        f"{', '.join(heads.BUILT_IN)}; or {NGRAM}, alone or beside a model, as "
+        f"{BESIDE}llama-3.2-1b. Several are compared",
+    )
     result.add_argument(
         "--device",
         required=True,
+        nargs="+",
         help=f"{', '.join(DATA_SHEETS)}; or measured: this machine's GPU, or its CPU where torch "
         "sees none, in about three seconds (measured:cpu and measured:cuda insist)",
     )
@@ -73,7 +87,7 @@ def _add_models_and_device(result: argparse.ArgumentParser) -> None:
 
 
 def _add_load(result: argparse.ArgumentParser) -> None:
-    result.add_argument("--batch", type=positive, default=1, help="requests at once; default 1")
+    result.add_argument("--batch", type=positives, default=(1,), help="requests at once; default 1")
     result.add_argument(
         "--context",
         type=positive,
@@ -101,7 +115,10 @@ def _add_settings(result: argparse.ArgumentParser) -> None:
         help="candidates for N; default 4,8,16",
     )
     result.add_argument(
-        "--steps", type=positives, default=DEFAULT_STEPS, help="candidates for K; default 4,8,16"
+        "--steps",
+        type=positives,
+        help=f"candidates for K; default {','.join(map(str, DEFAULT_STEPS))}, as far as a block of "
+        "DFlash goes",
     )
     result.add_argument(
         "--min-particles",
@@ -112,8 +129,7 @@ def _add_settings(result: argparse.ArgumentParser) -> None:
     result.add_argument(
         "--acceptance",
         type=probability,
-        default=0.8,
-        help="SD: how likely a draft is accepted; default 0.8",
+        help=f"SD: how likely a draft is accepted; default {ACCEPTANCE}",
     )
     result.add_argument(
         "--kept",
@@ -121,25 +137,68 @@ def _add_settings(result: argparse.ArgumentParser) -> None:
         help="SMC: drafts that a round keeps on average, one number for each of --steps; without "
         "it all K, as in the paper. A server's accept length is one more",
     )
+    result.add_argument(
+        "--tokens-per-pass",
+        type=amounts,
+        help="as measured, e.g. 5,6,7: print what a round of each draft costs and the tokens/s "
+        "that these make of it, for each of --device, --batch (by commas), --particles and --steps",
+    )
+
+
+def make_comparison(arguments: argparse.Namespace) -> Comparison:
+    """Raises ValueError where the arguments make none."""
+    for name in ("kept", "acceptance", "plot"):
+        if getattr(arguments, name) is not None:
+            raise ValueError(f"--{name} is of a plan, and --tokens-per-pass of none; give one.")
+    target, drafts = _models(arguments)
+    particles = [count for count in arguments.particles if count >= arguments.min_particles]
+    if not particles:
+        raise ValueError(f"No number of particles is {arguments.min_particles} or more.")
+    load = Load(arguments.context, arguments.tail, not arguments.no_shared_prefix)
+    return compare.compare(
+        (_short(arguments.target), target),
+        drafts,
+        load,
+        arguments.tokens_per_pass,
+        [_device(one, target, *drafts.values()).times(arguments.tp) for one in arguments.device],
+        arguments.batch,
+        particles,
+        arguments.steps,
+    )
+
+
+def _models(arguments: argparse.Namespace) -> tuple[ModelShape, dict[str, Proposal]]:
+    """The target, and drafts by their names, which are the ends of paths where these differ."""
+    weight_bytes = WEIGHT_BYTES.get(arguments.dtype)
+    target = from_config(arguments.target, weight_bytes).on_devices(arguments.tp)
+    names = [_short(source) for source in arguments.draft]
+    names = names if len(set(names)) == len(names) else arguments.draft
+    drafts = [proposals.from_config(source, weight_bytes) for source in arguments.draft]
+    return target, {
+        name: proposals.on_devices(draft, arguments.tp)
+        for name, draft in zip(names, drafts, strict=True)
+    }
 
 
 def make_report(arguments: argparse.Namespace) -> Report:
     """Raises ValueError where the arguments make no plan."""
-    weight_bytes = WEIGHT_BYTES.get(arguments.dtype)
-    target, draft = (
-        from_config(source, weight_bytes).on_devices(arguments.tp)
-        for source in (arguments.target, arguments.draft)
-    )
-    device = _device(arguments.device, target, draft).times(arguments.tp)
-    kept = _kept(arguments)
+    for name in ("draft", "device", "batch"):
+        _require_one(name, getattr(arguments, name))
+    target, drafts = _models(arguments)
+    ((draft_name, draft),) = drafts.items()
+    (batch,) = arguments.batch
+    device = _device(arguments.device[0], target, draft).times(arguments.tp)
+    steps = arguments.steps or default_steps(draft)
+    acceptance = ACCEPTANCE if arguments.acceptance is None else arguments.acceptance
+    kept = _kept(arguments.kept, steps)
     plan = best_settings(
         target,
         draft,
         device,
-        arguments.batch,
+        batch,
         arguments.context,
         arguments.particles,
-        arguments.steps,
+        steps,
         min_particles=arguments.min_particles,
         tail=arguments.tail,
         shared_prefix=not arguments.no_shared_prefix,
@@ -147,22 +206,32 @@ def make_report(arguments: argparse.Namespace) -> Report:
     )
     shared = not arguments.no_shared_prefix
     scenario = Scenario(target, draft, device, arguments.context, arguments.tail, shared)
-    return Report(
+    made = Report(
         target=_short(arguments.target),
-        draft=_short(arguments.draft),
+        draft=draft_name,
         scenario=scenario,
-        batch=arguments.batch,
-        acceptance=arguments.acceptance,
+        batch=batch,
+        acceptance=acceptance,
         kept=kept,
-        ar=scenario.ar(arguments.batch),
-        sd=[scenario.sd(arguments.batch, k, arguments.acceptance) for k in arguments.steps],
+        ar=scenario.ar(batch),
+        sd=[scenario.sd(batch, k, acceptance) for k in steps],
         plan=plan,
     )
+    if arguments.plot:
+        _plot(made, arguments.plot)
+    return made
 
 
-def _device(name: str, target: ModelShape, draft: ModelShape) -> Device:
-    """At the lower of the two models' precisions, which keeps the result a bound for both."""
-    weight_bytes = min(target.weight_bytes, draft.weight_bytes)
+def _require_one(name: str, given: Sequence[object]) -> None:
+    if len(given) > 1:
+        raise ValueError(
+            f"--{name} has {len(given)} values, and a plan is of one. To compare them, say how "
+            "many tokens a pass of the target was measured to yield: --tokens-per-pass 5,6,7."
+        )
+
+
+def _device(name: str, target: ModelShape, *drafts: Proposal) -> Device:
+    weight_bytes = proposals.lowest_precision(target, *drafts)
     if name not in MEASURED:
         return named(name, weight_bytes)
     return measure(MEASURED[name] or _what_torch_sees(), weight_bytes)
@@ -174,15 +243,14 @@ def _what_torch_sees() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _kept(arguments: argparse.Namespace) -> dict[int, float]:
-    if arguments.kept is None:
+def _kept(given: Sequence[float] | None, steps: Sequence[int]) -> dict[int, float]:
+    if given is None:
         return {}
-    if len(arguments.kept) != len(arguments.steps):
+    if len(given) != len(steps):
         raise ValueError(
-            f"--kept has {len(arguments.kept)} numbers and --steps has {len(arguments.steps)}; "
-            "give one for each."
+            f"--kept has {len(given)} numbers and --steps has {len(steps)}; give one for each."
         )
-    return dict(zip(arguments.steps, arguments.kept, strict=True))
+    return dict(zip(steps, given, strict=True))
 
 
 def _short(source: str) -> str:
@@ -191,14 +259,14 @@ def _short(source: str) -> str:
     return path.parent.name if path.name == "config.json" else path.name
 
 
-def _plot(report: Report, path: Path) -> None:
+def _plot(made: Report, path: Path) -> None:
     if not path.resolve().parent.is_dir():
         raise ValueError(f"--plot {path}: there is no folder {path.resolve().parent}.")
     try:
         from sglang_smc.plan.plot import plot_report
     except ModuleNotFoundError as error:
         raise ValueError(f"--plot needs {error.name}: pip install 'sglang-smc[plot]'.") from error
-    plot_report(report, path)
+    plot_report(made, path)
 
 
 def positive(text: str) -> int:

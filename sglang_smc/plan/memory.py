@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from sglang_smc.memory.table import Sizes, Table
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.plan.heads import Head
+from sglang_smc.plan.proposals import Proposal
 from sglang_smc.plan.shapes import ModelShape
 
 #: What SGLang leaves to weights and KV where --mem-fraction-static is not given: roughly, since it
@@ -54,8 +56,8 @@ def round_bytes(
     return vocab_size * (held + scored * LOGIT_BYTES + beside)
 
 
-def kv_slots(target: ModelShape, draft: ModelShape, num_bytes: float) -> int:
-    """KV slots, for both models, that memory holds beside their weights."""
+def kv_slots(target: ModelShape, draft: Proposal, num_bytes: float) -> int:
+    """KV slots, for target and draft, that memory holds beside their weights."""
     left = num_bytes - target.resident_bytes - draft.resident_bytes
     return int(left / (target.kv_bytes_per_token + draft.kv_bytes_per_token))
 
@@ -68,9 +70,17 @@ def state_bytes(target: ModelShape, config: SMCConfig, most_running: int) -> int
     return most_running * of_request * target.states.bytes
 
 
+def hidden_bytes(draft: Proposal, num_particles: int, num_steps: int) -> float:
+    """Of a request: hidden states of the target's columns, which a head reads; 0 without one.
+
+    They are kept from the target's pass to the head's next.
+    """
+    return draft.state_bytes(num_particles, num_steps) if isinstance(draft, Head) else 0.0
+
+
 def memory_table(
     target: ModelShape,
-    draft: ModelShape,
+    draft: Proposal,
     capacity: float,
     config: SMCConfig,
     *,
@@ -78,7 +88,7 @@ def memory_table(
     context_length: int = CONTEXT_LENGTH,
     static_fraction: float = STATIC_FRACTION,
 ) -> Table | None:
-    """What a server of two models has for requests, and what they take; None if nothing is left.
+    """What a server has for requests, and what they take; None if nothing is left.
 
     The table that a server logs as it starts, from arithmetic alone.
 
@@ -91,7 +101,8 @@ def memory_table(
         static_fraction: --mem-fraction-static.
     """
     slot = target.kv_bytes_per_token + draft.kv_bytes_per_token
-    aside = ASIDE_BYTES + state_bytes(target, config, most_running)
+    hidden = most_running * hidden_bytes(draft, config.num_particles, config.num_steps)
+    aside = ASIDE_BYTES + state_bytes(target, config, most_running) + hidden
     num_slots = kv_slots(target, draft, capacity * static_fraction - aside)
     if num_slots < 1:
         return None

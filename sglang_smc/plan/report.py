@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 from sglang_smc.memory.table import Table
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.plan.memory import STATIC_FRACTION, memory_table
-from sglang_smc.plan.roofline import LARGEST_BATCH, Estimate, Plan, Scenario
+from sglang_smc.plan.heads import DFlash, Head
+from sglang_smc.plan.memory import STATIC_FRACTION, hidden_bytes, memory_table
+from sglang_smc.plan.proposals import Ngram, Proposal
+from sglang_smc.plan.roofline import LARGEST_BATCH, Estimate, Plan, RoundCost, Scenario
 from sglang_smc.plan.shapes import ModelShape
 
 LEFT_OUT = (
@@ -33,6 +35,9 @@ COLUMNS = (
     "x AR",
     "AR wins from batch",
 )
+
+
+TEXTS = frozenset(("setting", "bound by"))
 
 
 class Report(NamedTuple):
@@ -66,11 +71,14 @@ class Report(NamedTuple):
 
     @property
     def memory(self) -> float:
-        """Bytes of weights and KV with the most particles that were asked for."""
+        """Bytes of weights, KV and a head's states with the most particles that were asked for."""
         models = (self.scenario.target, self.scenario.draft)
         particles = max(estimate.num_particles for estimate in self.plan.grid)
+        steps = max(estimate.num_steps for estimate in self.plan.grid)
         tokens = self.batch * (self.scenario.context + particles * self.scenario.tail)
-        return sum(model.resident_bytes + tokens * model.kv_bytes_per_token for model in models)
+        states = self.batch * hidden_bytes(self.scenario.draft, particles, steps)
+        kept = [model.resident_bytes + tokens * model.kv_bytes_per_token for model in models]
+        return sum(kept) + states
 
     @property
     def table(self) -> Table | None:
@@ -94,8 +102,8 @@ def as_dict(report: Report) -> dict[str, Any]:
     """The report for ``--json``; bytes, operations and seconds in their plain units."""
     scenario, best = report.scenario, report.plan.best
     return {
-        "target": {"name": report.target, **_model(scenario.target)},
-        "draft": {"name": report.draft, **_model(scenario.draft)},
+        "target": {"name": report.target, **sizes(scenario.target)},
+        "draft": {"name": report.draft, "proposal": scenario.draft.kind, **sizes(scenario.draft)},
         "device": scenario.device._asdict(),
         "batch": report.batch,
         "context": scenario.context,
@@ -112,7 +120,8 @@ def as_dict(report: Report) -> dict[str, Any]:
     }
 
 
-def _model(shape: ModelShape) -> dict[str, Any]:
+def sizes(shape: Proposal) -> dict[str, Any]:
+    """Of a target or a draft; bytes in their plain units."""
     return {
         "num_parameters": shape.num_parameters,
         "weight_bytes": shape.weight_bytes,
@@ -129,6 +138,10 @@ def _setting(report: Report, estimate: Estimate) -> dict[str, Any]:
         "num_steps": estimate.num_steps,
         "tokens_per_round": estimate.tokens,
         "seconds": estimate.seconds,
+        "seconds_by_pass": {
+            name: part.seconds(estimate.device) for name, part in estimate.round.parts.items()
+        },
+        "layers": estimate.round.layers,
         "bytes": estimate.round.bytes,
         "traffic": estimate.round.traffic,
         "flops": estimate.round.flops,
@@ -143,16 +156,17 @@ def as_text(report: Report) -> str:
     scenario, best = report.scenario, report.plan.best
     shared = "read once a request" if scenario.shared_prefix else "read by each particle"
     lines = [
-        f"target  {report.target}: {_model_line(scenario.target)}",
-        f"draft   {report.draft}: {_model_line(scenario.draft)}",
+        f"target  {report.target}: {model_line(scenario.target)}",
+        f"draft   {draft_line(report.draft, scenario.draft, best.num_particles, best.num_steps)}",
         f"device  {_device_line(report)}",
         f"load    batch {report.batch}, {scenario.context:g} tokens of context ({shared}) and "
         f"{scenario.tail:g} of each particle's own; SD accepts a draft at {report.acceptance:g}",
         "",
-        *_table([COLUMNS, *_cells(report)]),
+        *table([COLUMNS, *_cells(report)], TEXTS),
         "",
         f"Best: {best.label}, at most {best.tokens_per_second:,.0f} tokens/s, "
         f"{best.tokens_per_second / report.ar.tokens_per_second:.2f} times AR. {_crossing(report)}",
+        _of_round(best),
         f"A pass of the target is bound by memory up to about {_ridge_rows(scenario):.0f} token "
         "rows: requests x N x (K + 1).",
         QUALITY,
@@ -175,11 +189,37 @@ def _memory_lines(table: Table | None, best: Estimate) -> list[str]:
     return ["", heading, *(f"  {line}" for line in table.lines()), *advice]
 
 
-def _model_line(shape: ModelShape) -> str:
+def _of_round(best: Estimate) -> str:
+    cost = RoundCost.of(best.round, best.device, best.batch, best.num_steps)
+    draft, target, rest = (seconds * 1e3 for seconds in (cost.draft, cost.target, cost.rest))
+    return (
+        f"Of its round the draft takes {draft:.3g} ms, the target {target:.3g} ms, and the rest, "
+        f"what a head does with the target's columns, {rest:.3g} ms; {cost.layers} layers run one "
+        "after another."
+    )
+
+
+def model_line(shape: ModelShape | Head) -> str:
     return (
         f"{si(shape.num_parameters)} parameters, {si(shape.streamed_bytes)}B read a pass, "
         f"{si(shape.kv_bytes_per_token)}B of KV a token"
     )
+
+
+def draft_line(name: str, draft: Proposal, num_particles: int, num_steps: int) -> str:
+    """The kind, ``name`` and sizes of what proposes, with what a round of N and K keeps for it."""
+    heading = f"{name} ({draft.kind})"
+    if isinstance(draft, Ngram):
+        found = "matches, found on the host in microseconds, which are left out; "
+        alone = "in modes that verify: exact, mixed and auto"
+        return f"{heading}: {found}" + (model_line(draft.model) if draft.model else alone)
+    line = f"{heading}: {model_line(draft)}"
+    if isinstance(draft, DFlash):
+        line += "; a pass reads the target's LM head, too"
+    if isinstance(draft, Head):
+        kept = si(hidden_bytes(draft, num_particles, num_steps))
+        line += f"; of the target's states {kept}B a request at N={num_particles} K={num_steps}"
+    return line
 
 
 def si(value: float) -> str:
@@ -234,10 +274,10 @@ def _cells(report: Report) -> Iterator[tuple[str, ...]]:
         )
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Columns of text to the left, of numbers to the right."""
+def table(rows: list[tuple[str, ...]], texts: Collection[str]) -> list[str]:
+    """Lines: headings, a rule, and the other rows. Columns headed by ``texts`` go to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    left = {COLUMNS.index("setting"), COLUMNS.index("bound by")}
+    left = {place for place, heading in enumerate(rows[0]) if heading in texts}
     lines = []
     for row in [rows[0], tuple("-" * width for width in widths), *rows[1:]]:
         cells = (

@@ -10,135 +10,17 @@ and communication between devices: the results are bounds, not predictions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from sglang_smc.plan import proposals
 from sglang_smc.plan.devices import Device
+from sglang_smc.plan.passes import Round, Rows, forward
+from sglang_smc.plan.proposals import Proposal
 from sglang_smc.plan.shapes import ModelShape
 
-#: Logits are written in float32 and read once, to draw from and score them.
-LOGIT_BYTES = 2 * 4
 DEFAULT_PARTICLES = (4, 8, 16)
-DEFAULT_STEPS = (4, 8, 16)
 #: Batches up to here are searched for the one from which plain decoding is as fast.
 LARGEST_BATCH = 1024
-
-
-class Cost(NamedTuple):
-    """What some work moves and computes."""
-
-    bytes: float
-    flops: float
-
-    def seconds(self, device: Device) -> float:
-        return max(self.bytes / device.bandwidth, self.flops / device.flops)
-
-    def bound(self, device: Device) -> str:
-        """What limits the work: ``memory`` or ``compute``."""
-        memory = self.bytes / device.bandwidth >= self.flops / device.flops
-        return "memory" if memory else "compute"
-
-
-class Pass(NamedTuple):
-    """One forward pass: the bytes it moves, by what they are, and what it computes."""
-
-    name: str  # decode, draft or verify
-    weights: float
-    kv: float
-    logits: float
-    flops: float
-
-    @property
-    def cost(self) -> Cost:
-        return Cost(self.weights + self.kv + self.logits, self.flops)
-
-
-@dataclass(frozen=True)
-class Round:
-    """Passes one after another."""
-
-    passes: tuple[Pass, ...]
-
-    @property
-    def bytes(self) -> float:
-        return sum(one.cost.bytes for one in self.passes)
-
-    @property
-    def flops(self) -> float:
-        return sum(one.flops for one in self.passes)
-
-    @property
-    def traffic(self) -> dict[str, float]:
-        """Bytes by what they are: ``weights``, ``kv`` and ``logits``."""
-        kinds = ("weights", "kv", "logits")
-        return {kind: sum(getattr(one, kind) for one in self.passes) for kind in kinds}
-
-    @property
-    def parts(self) -> dict[str, Round]:
-        """The passes by their names, e.g. ``draft`` and ``verify``."""
-        names = dict.fromkeys(one.name for one in self.passes)
-        return {n: Round(tuple(one for one in self.passes if one.name == n)) for n in names}
-
-    def seconds(self, device: Device) -> float:
-        return sum(one.cost.seconds(device) for one in self.passes)
-
-    def bound(self, device: Device) -> str:
-        """``memory``, ``compute``, or where passes differ what limits each, by name."""
-        limits = {
-            name: "/".join(dict.fromkeys(one.cost.bound(device) for one in part.passes))
-            for name, part in self.parts.items()
-        }
-        found = set(limits.values())
-        return found.pop() if len(found) == 1 else ", ".join(f"{n} {v}" for n, v in limits.items())
-
-
-class Rows(NamedTuple):
-    """The texts that one pass continues: ``batch`` requests of ``num_particles`` each.
-
-    The particles of a request have ``context`` tokens in common, and ``tail`` of their own, all
-    in the KV cache already. A ``shared_prefix`` is read once a request, not once a particle.
-    """
-
-    batch: int
-    num_particles: int
-    context: float
-    tail: float
-    shared_prefix: bool
-
-    @property
-    def count(self) -> int:
-        return self.batch * self.num_particles
-
-    def kv_tokens(self, shape: ModelShape) -> float:
-        """Tokens whose KV a pass reads; of a prefix no more than its layers see."""
-        prefixes = self.batch if self.shared_prefix else self.count
-        return prefixes * shape.seen(self.context) + self.count * self.tail
-
-
-def forward(name: str, shape: ModelShape, rows: Rows, num_tokens: int, num_logits: int) -> Pass:
-    """A pass over ``num_tokens`` new tokens of each row, with logits of the last ``num_logits``."""
-    logits = rows.count * num_logits
-    # Each new token attends to all before it, and to itself.
-    seen = shape.seen(rows.context) + rows.tail
-    keys = num_tokens * seen + num_tokens * (num_tokens + 1) / 2
-    flops = (
-        2 * shape.active_parameters * rows.count * num_tokens
-        + shape.attention_flops * rows.count * keys
-        + 2 * shape.head_parameters * logits
-    )
-    states = 0.0
-    if shape.states is not None:  # rolled over what was kept of the last columns, then on
-        turns = 1 if num_tokens == 1 else 2
-        states = 2 * turns * rows.count * shape.states.bytes
-        flops += turns * rows.count * num_tokens * shape.states.flops
-    kv = (rows.kv_tokens(shape) + rows.count * num_tokens) * shape.kv_bytes_per_token
-    return Pass(
-        name,
-        weights=shape.bytes_read(rows.count * num_tokens),
-        kv=kv + states,
-        logits=LOGIT_BYTES * shape.vocab_size * logits,
-        flops=flops,
-    )
 
 
 def ar_step(target: ModelShape, batch: int, context: float) -> Round:
@@ -149,7 +31,7 @@ def ar_step(target: ModelShape, batch: int, context: float) -> Round:
 
 
 def sd_round(
-    target: ModelShape, draft: ModelShape, batch: int, num_steps: int, context: float
+    target: ModelShape, draft: Proposal, batch: int, num_steps: int, context: float
 ) -> Round:
     """Classical speculative decoding with one chain: an SMC round of one particle."""
     return smc_round(target, draft, batch, 1, num_steps, context)
@@ -157,7 +39,7 @@ def sd_round(
 
 def smc_round(
     target: ModelShape,
-    draft: ModelShape,
+    draft: Proposal,
     batch: int,
     num_particles: int,
     num_steps: int,
@@ -165,21 +47,91 @@ def smc_round(
     tail: float = 0.0,
     shared_prefix: bool = True,
 ) -> Round:
-    """K draft passes over all particles, then one target pass over K + 1 tokens of each.
+    """The draft's passes over all particles, and one target pass over K + 1 tokens of each.
 
     ``context`` tokens are common to a request's particles, ``tail`` are each particle's own when
-    the round starts. The first draft pass takes two tokens: the last round's last draft, whose KV
-    the draft still lacks, and the bonus token.
+    the round starts.
+
+    Raises ValueError for sizes below 1, and for a draft that `proposals.passes` refuses.
     """
     _require_positive(batch=batch, num_particles=num_particles, num_steps=num_steps)
     rows = Rows(batch, num_particles, context, tail, shared_prefix)
-    passes = []
-    drafting = rows
-    for num_tokens in (2, *[1] * (num_steps - 1)):
-        passes.append(forward("draft", draft, drafting, num_tokens, 1))
-        drafting = drafting._replace(tail=drafting.tail + num_tokens)
-    passes.append(forward("verify", target, rows, num_steps + 1, num_steps + 1))
-    return Round(tuple(passes))
+    verify = forward("verify", target, rows, num_steps + 1, num_steps + 1)
+    beside = proposals.passes(target, draft, rows, num_steps)
+    before = [one for one in beside if one.name == "draft"]
+    after = [one for one in beside if one.name == "follow"]
+    return Round((*before, verify, *after))
+
+
+class RoundCost(NamedTuple):
+    """A round's least time on a device, in seconds, by what takes it."""
+
+    draft: float  # to propose
+    target: float  # its pass
+    rest: float  # a head's, over the target's columns
+    layers: int  # one after another, of all passes
+    batch: int
+    num_steps: int
+
+    @classmethod
+    def of(cls, one: Round, device: Device, batch: int, num_steps: int) -> RoundCost:
+        seconds = {name: part.seconds(device) for name, part in one.parts.items()}
+        return cls(
+            draft=seconds.get("draft", 0.0),
+            target=seconds["verify"],
+            rest=seconds.get("follow", 0.0),
+            layers=one.layers,
+            batch=batch,
+            num_steps=num_steps,
+        )
+
+    @property
+    def seconds(self) -> float:
+        return self.draft + self.target + self.rest
+
+    def tokens_per_second(self, tokens_per_pass: float) -> float:
+        """At most, of all requests together.
+
+        Args:
+            tokens_per_pass: that a request commits in a round, on average, as measured: 1 to K + 1.
+        """
+        if not 1 <= tokens_per_pass <= self.num_steps + 1:
+            raise ValueError(
+                f"tokens per pass are {tokens_per_pass:g}; {self.num_steps} steps yield 1 to "
+                f"{self.num_steps + 1}."
+            )
+        return self.batch * tokens_per_pass / self.seconds
+
+
+def round_cost(
+    target: ModelShape,
+    draft: Proposal,
+    device: Device,
+    num_particles: int,
+    num_steps: int,
+    *,
+    batch: int = 1,
+    context: float,
+    tail: float = 0.0,
+    shared_prefix: bool = True,
+) -> RoundCost:
+    """The cost of a round of N particles and K steps.
+
+    Args:
+        target: of `shapes.from_config`.
+        draft: what proposes, of `proposals.from_config`.
+        device: of `devices.named` or `devices.measure`, at `proposals.lowest_precision`.
+        num_particles: N.
+        num_steps: K.
+        batch: requests at once.
+        context: tokens that a request's particles share.
+        tail: tokens that each particle has of its own.
+        shared_prefix: the shared tokens are read once a request, not once a particle.
+
+    Raises ValueError for sizes below 1, and for a draft that does not fit the target or K.
+    """
+    one = smc_round(target, draft, batch, num_particles, num_steps, context, tail, shared_prefix)
+    return RoundCost.of(one, device, batch, num_steps)
 
 
 def _require_positive(**values: int) -> None:
@@ -243,10 +195,10 @@ class Estimate(NamedTuple):
 
 
 class Scenario(NamedTuple):
-    """Two models on a device, and the length of their requests."""
+    """A target and its draft on a device, and the length of their requests."""
 
     target: ModelShape
-    draft: ModelShape
+    draft: Proposal
     device: Device
     context: float
     tail: float = 0.0
@@ -299,12 +251,12 @@ class Plan(NamedTuple):
 
 def best_settings(
     target: ModelShape,
-    draft: ModelShape,
+    draft: Proposal,
     device: Device,
     batch: int,
     context: float,
     particles: Iterable[int] = DEFAULT_PARTICLES,
-    steps: Iterable[int] = DEFAULT_STEPS,
+    steps: Iterable[int] | None = None,
     *,
     min_particles: int = 1,
     max_particles: int | None = None,
@@ -316,7 +268,9 @@ def best_settings(
 
     Fewer particles are never slower, and never nearer to the target: ``min_particles`` says how
     many the quality needs. ``kept`` gives the drafts kept on average, by K; all K without it.
+    Without ``steps`` they are `proposals.default_steps`.
     """
+    steps = proposals.default_steps(draft) if steps is None else steps
     top = float("inf") if max_particles is None else max_particles
     allowed = [n for n in particles if min_particles <= n <= top]
     scenario = Scenario(target, draft, device, context, tail, shared_prefix)

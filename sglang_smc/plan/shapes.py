@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from sglang_smc.plan import blocks
 from sglang_smc.plan.blocks import Experts, Latents, States, Windows
@@ -29,11 +29,16 @@ REQUIRED = (
 )
 FP8_METHODS = ("fp8", "fbgemm_fp8", "modelopt_fp8")
 SIXTEEN_BIT = 2.0
+#: Heads, which are drafts alone: `heads` has their sizes.
+EAGLE3, DFLASH = "LlamaForCausalLMEagle3", "DFlashDraftModel"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of a decoder. Norms and biases are left out: below 0.1 % of all weights."""
+
+    kind: ClassVar = "model"  # what proposes, where it is the draft
 
     num_layers: int
     hidden_size: int
@@ -113,11 +118,11 @@ class ModelShape:
         """
         return self.layer_parameters * self.weight_bytes + self.head_parameters * self.head_bytes
 
-    def bytes_read(self, num_tokens: float) -> float:
+    def bytes_read(self, num_tokens: float, *, with_head: bool = True) -> float:
         """Weights that a pass over so many tokens reads: of experts, those that they visit."""
         visited = None if self.experts is None else self.experts.visited(num_tokens)
         layers = self._parameters_with(visited) * self.weight_bytes
-        return layers + self.head_parameters * self.head_bytes
+        return layers + (self.head_parameters * self.head_bytes if with_head else 0)
 
     @property
     def resident_bytes(self) -> float:
@@ -193,32 +198,55 @@ def from_config(
 
     Raises ValueError for anything but dense decoders of the `ARCHITECTURES`, and those of `blocks`.
     """
-    shape = _read(source)
+    found = built_in(source, BUILT_IN) or _parse(contents(source, BUILT_IN))
+    return in_precision(found, weight_bytes)
+
+
+def in_precision(shape: ModelShape, weight_bytes: float | None) -> ModelShape:
+    """The shape with weights of so many bytes, or with its own at None."""
     weight_bytes = weight_bytes or shape.weight_bytes
     return replace(shape, weight_bytes=weight_bytes, kv_bytes=max(weight_bytes, SIXTEEN_BIT))
 
 
-def _read(source: str | Path | Mapping[str, Any]) -> ModelShape:
+def built_in(source: str | Path | Mapping[str, Any], known: Mapping[str, T]) -> T | None:
+    """What ``known`` has by the name ``source``, in capitals or not; None if it is no such name."""
+    return None if isinstance(source, Mapping) else known.get(str(source).lower())
+
+
+def contents(source: str | Path | Mapping[str, Any], known: Iterable[str]) -> Mapping[str, Any]:
+    """A configuration's contents, from themselves, their file or its folder.
+
+    Raises ValueError where there is no such file, with the names in ``known``.
+    """
     if isinstance(source, Mapping):
-        return _parse(source)
-    if str(source).lower() in BUILT_IN:
-        return BUILT_IN[str(source).lower()]
+        return source
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(
-            f"{str(source)!r} is neither a config.json, nor a folder with one, nor one of the "
-            f"models {', '.join(BUILT_IN)}. For a model of the Hub, download its config.json."
+            f"{str(source)!r} is neither a config.json, nor a folder with one, nor one of "
+            f"{', '.join(known)}. For a model of the Hub, download its config.json."
         )
     try:
-        return _parse(json.loads(path.read_text()))
+        return json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def architecture(config: Mapping[str, Any]) -> str:
+    """The class that a configuration names first; ``none`` where it names none."""
+    return (config.get("architectures") or ["none"])[0]
 
 
 def _parse(config: Mapping[str, Any]) -> ModelShape:
     config = _text_of(config)
     _refuse_unknown(config)
+    shape = dense(config, config["vocab_size"], tied=config.get("tie_word_embeddings", False))
+    return replace(shape, **_unlike_dense(config))
+
+
+def dense(config: Mapping[str, Any], vocab_size: int, *, tied: bool) -> ModelShape:
+    """Layers by the `REQUIRED` keys, with another vocabulary and table than these say."""
     heads = config["num_attention_heads"]
     return ModelShape(
         num_layers=config["num_hidden_layers"],
@@ -227,10 +255,9 @@ def _parse(config: Mapping[str, Any]) -> ModelShape:
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        vocab_size=config["vocab_size"],
-        tied_embeddings=config.get("tie_word_embeddings", False),
-        **_unlike_dense(config),
-        weight_bytes=_weight_bytes(config.get("quantization_config")),
+        vocab_size=vocab_size,
+        tied_embeddings=tied,
+        weight_bytes=quantized_bytes(config.get("quantization_config")),
     )
 
 
@@ -247,7 +274,7 @@ def _unlike_dense(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The decoder within a class that takes images, as a configuration of its own."""
-    name = (config.get("architectures") or ["none"])[0]
+    name = architecture(config)
     if name not in TEXT_OF_IMAGES:
         return config
     shared = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
@@ -255,7 +282,7 @@ def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _refuse_unknown(config: Mapping[str, Any]) -> None:
-    name = (config.get("architectures") or ["none"])[0]
+    name = architecture(config)
     required = {
         **dict.fromkeys(ARCHITECTURES, ()),
         **dict.fromkeys(blocks.ARCHITECTURES, blocks.REQUIRED),
@@ -267,11 +294,10 @@ def _refuse_unknown(config: Mapping[str, Any]) -> None:
             f"The configuration's architecture is {name}. Planned for are dense decoders, "
             f"{', '.join(ARCHITECTURES)}, with windows {', '.join(blocks.WINDOWED)}, of latent "
             f"attention and experts {', '.join(blocks.ARCHITECTURES)}, with states "
-            f"{', '.join(blocks.RECURRENT)}, and with images {', '.join(TEXT_OF_IMAGES)}."
+            f"{', '.join(blocks.RECURRENT)}, and with images {', '.join(TEXT_OF_IMAGES)}; "
+            f"as drafts, {EAGLE3} and {DFLASH}, too."
         )
-    missing = [key for key in REQUIRED + required[name] if not isinstance(config.get(key), int)]
-    if missing:
-        raise ValueError(f"The configuration says no whole number for {', '.join(missing)}.")
+    require_numbers(config, REQUIRED + required[name])
     windowed = name in blocks.WINDOWED
     if not windowed and config.get("sliding_window") and config.get("use_sliding_window", True):
         raise ValueError(
@@ -280,7 +306,14 @@ def _refuse_unknown(config: Mapping[str, Any]) -> None:
         )
 
 
-def _weight_bytes(quantization: Mapping[str, Any] | None) -> float:
+def require_numbers(config: Mapping[str, Any], keys: Iterable[str]) -> None:
+    """Raise ValueError for keys without a whole number."""
+    missing = [key for key in keys if not isinstance(config.get(key), int)]
+    if missing:
+        raise ValueError(f"The configuration says no whole number for {', '.join(missing)}.")
+
+
+def quantized_bytes(quantization: Mapping[str, Any] | None) -> float:
     """Bytes of a layer's weight, by the configuration's ``quantization_config``."""
     if quantization is None:
         return SIXTEEN_BIT

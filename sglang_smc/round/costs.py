@@ -67,8 +67,13 @@ def costs_of_passes(steps: Steps, most_tokens: int) -> Costs:
     """The costs of passes over up to ``most_tokens``."""
     passes = _Passes(steps)
     sizes = list(_sizes(min(most_tokens, _LARGEST)))
-    draft = Curve.of(passes.measure(sizes, passes.draft, passes.begin))
-    return Costs(draft, Curve.of(passes.measure(sizes, passes.target)))
+    at_once = steps.draft.at_once
+    if at_once:  # two tokens a particle: the last, and a mask
+        draft = Curve.of((2 * size, cost) for size, cost in passes.measure(sizes, passes.block))
+    else:
+        draft = Curve.of(passes.measure(sizes, passes.draft, passes.begin))
+    target = Curve.of(passes.measure(sizes, passes.target))
+    return Costs(draft, target, at_once=at_once)
 
 
 def costs_of_recordings(recordings: Recordings, device: str) -> RoundCosts:
@@ -117,6 +122,12 @@ class _Passes:
         at = self._slots(num_tokens)
         return self._steps.draft.begin(at.slots[:2].permute(1, 2, 0), at)
 
+    def block(self, num_particles: int) -> object:
+        """The one pass of a block head for one draft each, and the draw."""
+        at = self._slots(num_particles, num_steps=1)
+        logits = self._steps.draft.begin(at.slots[:2].permute(1, 2, 0), at)
+        return _distribution(logits).sample(self._ops, self._zeros(num_particles).double())
+
     def draft(self, num_tokens: int) -> object:
         """A further pass of the draft and the draw behind each token."""
         at = self._slots(num_tokens)
@@ -134,10 +145,10 @@ class _Passes:
         column = rows.view(-1, 1, 1)  # [G, 1, 1]
         return forward(column, rows.unsqueeze(1) + 1, column, self._locations(rows))
 
-    def _slots(self, num_tokens: int) -> DraftSlots:
-        """Of a round of two drafts by each of so many particles, of requests of their own."""
-        rows = self._zeros(num_tokens)
-        slots = rows.view(1, -1, 1).repeat(4, 1, 1)  # [K + 2, G, 1]
+    def _slots(self, num_particles: int, num_steps: int = 2) -> DraftSlots:
+        """Of a round of K drafts by each of so many particles, of requests of their own."""
+        rows = self._zeros(num_particles)
+        slots = rows.view(1, -1, 1).repeat(num_steps + 2, 1, 1)  # [K + 2, G, 1]
         return DraftSlots(slots, slots + 1, self._locations(rows))
 
     def _locations(self, rows: torch.Tensor) -> KVLocations:

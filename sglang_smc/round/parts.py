@@ -54,9 +54,8 @@ def assemble(
     Raises:
         ValueError: for a model that rounds cannot run.
     """
-    drafting = drafts.assemble(
-        target, draft, tables.ledger, ops, config.num_particles, config.num_steps
-    )
+    sizes = config.num_particles, config.num_steps + 1
+    drafting = drafts.assemble(drafts.Beside(target, draft, tables.ledger, ops.kind, *sizes))
     recurrent = _recurrent(target, config, ops, tables)
     steps = Steps(recurrent or drafting.target, drafting.proposal, tables.ledger, ops)
     check_layers(target.model_runner)
@@ -96,15 +95,18 @@ def memory_of(
     target: TpModelWorker,
     draft: TpModelWorker,
     tables: Tables,
+    state_bytes: int,
     graph_gigabytes: float,
     **pool: int,
 ) -> Table:
     """What memory a server has, and what requests take of it, on this rank.
 
     Args:
+        state_bytes: what the draft keeps beside its KV.
         graph_gigabytes: of recorded rounds, 2^30 bytes each.
         pool: as for `sizes_of`.
     """
-    beside = {**tables.sizes(), "round graphs": round(graph_gigabytes * 2**30)}
+    states = {"states of the target": state_bytes} if state_bytes else {}
+    beside = {**tables.sizes(), **states, "round graphs": round(graph_gigabytes * 2**30)}
     sizes = sizes_of(target.model_runner, draft.model_runner, beside=beside, **pool)
     return Table.of(config, sizes)

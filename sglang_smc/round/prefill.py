@@ -1,4 +1,4 @@
-"""Prefill: the target and who drafts for it read the prompts, and particles begin behind the target's first token."""
+"""Prefill: prompts are read, and particles begin behind the target's first token."""
 
 from typing import TYPE_CHECKING
 

@@ -3,17 +3,21 @@
 import logging
 from copy import deepcopy
 
+from msgspec.structs import asdict, replace
+from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_smc.memory import arena
 from sglang_smc.models import supported
 from sglang_smc.ops.select import kind_of
+from sglang_smc.options.request import RequestConfig, check_support
 from sglang_smc.options.server import (
     KERNELS,
     SERVER_ARGS_FIELDS,
     SMCConfig,
     cpu_overlap_is_forced,
 )
+from sglang_smc.process import drafts_all
 from sglang_smc.server import presets, requirements
 from sglang_smc.upstream import Arguments
 
@@ -105,6 +109,7 @@ def _setting_problems(server_args: Arguments) -> list[str]:
     except ValueError as error:
         return [str(error)]
     problems = _pool_problems(config, server_args.max_total_tokens)
+    problems += _support_problems(config, server_args)
     problems += _kernel_problems(config, server_args.device)
     problems += presets.problems(server_args)
     given, expected = server_args.speculative_num_draft_tokens, config.num_steps + 1
@@ -125,6 +130,14 @@ def _pool_problems(config: SMCConfig, num_slots: int | None) -> list[str]:
     except ValueError as error:
         return [str(error)]
     return []
+
+
+def _support_problems(config: SMCConfig, server_args: Arguments) -> list[str]:
+    """What the server's own settings ask of a draft that cannot draft every token."""
+    if drafts_all(resolved_view(server_args)):
+        return []
+    lacking = check_support(RequestConfig(**asdict(replace(config, drafts_all=False))))
+    return [f"The settings are {lacking}"] if lacking else []
 
 
 def _kernel_problems(config: SMCConfig, device: str | None) -> list[str]:

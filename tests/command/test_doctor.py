@@ -17,7 +17,9 @@ from sglang_smc.command import doctor, findings, machine, pair
 from sglang_smc.command.findings import FAIL, OK, WARNING, Finding
 from sglang_smc.memory.arena import arena
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.plan import proposals
 from sglang_smc.plan.devices import Device, named
+from sglang_smc.plan.memory import hidden_bytes
 from sglang_smc.plan.shapes import BUILT_IN
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
@@ -241,6 +243,55 @@ def test_known_models_of_other_families_have_other_vocabularies() -> None:
     assert found["vocabulary"].level == FAIL and "128256 and 151936" in found["vocabulary"].found
 
 
+@pytest.mark.parametrize("draft", ["eagle3-8b", "dflash-8b", "ngram", "ngram+llama-3.2-1b"])
+def test_drafts_beside_models_have_their_arithmetic(draft: str) -> None:
+    asked = options()
+    asked.target, asked.draft = "llama-3.1-8b", draft
+    found = {one.about: one for one in pair.findings(asked, named("h100"), None)}
+    assert {one.level for one in found.values()} == {OK}
+    head = proposals.from_config(draft)
+    states = 8 * hidden_bytes(head, asked.num_particles, asked.num_steps)  # of --requests
+    weights = BUILT_IN["llama-3.1-8b"].resident_bytes + head.resident_bytes
+    room = 0.88 * 80e9 - 1.5e9 - states - weights
+    slots = int(room / (131_072 + head.kv_bytes_per_token))
+    assert (found["memory"].numbers or {})["slots"] == slots
+    times = (found["speed"].numbers or {})["times_ar"]
+    with_model = (of_built_in(named("h100"))["speed"].numbers or {})["times_ar"]
+    assert (times == with_model) == draft.endswith("1b") and times >= with_model
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "given", "about", "do"),
+    [
+        ("llama-3.1-70b", "eagle3-8b", (), "draft", "4096 and the target's 8192"),
+        ("llama-3.1-8b", "dflash-8b", ("--num-steps", "16"), "draft", "at most 15 steps"),
+        ("llama-3.1-8b", "ngram+qwen3-0.6b", (), "vocabulary", "target's family"),
+    ],
+)
+def test_drafts_that_do_not_go_with_the_target(
+    target: str, draft: str, given: tuple[str, ...], about: str, do: str
+) -> None:
+    asked = options(*given)
+    asked.target, asked.draft = target, draft
+    (found,) = pair.findings(asked, named("h100"), None)
+    assert (found.level, found.about) == (FAIL, about) and do in found.do
+
+
+def test_a_head_is_not_asked_for_a_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the target's tokens; a folder that is no head is asked."""
+    config = json.loads((PAIR / "target" / "config.json").read_text())
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(pair, "_accepted", lambda asked: findings.ok("server arguments", "yes"))
+    asked = options()
+    for draft, expected in ((tmp_path, False), (PAIR / "draft", True)):
+        asked.target, asked.draft = str(PAIR / "target"), str(draft)
+        found = {one.about for one in pair.findings(asked, named("h100"), None)}
+        assert "memory" in found and ("vocabulary" in found) == expected
+
+
 def test_models_of_8_bits_are_computed_as_the_device_does(draft: Path) -> None:
     asked = options("--device", "h100")
     asked.target, asked.draft = str(draft), "llama-3.2-1b"
@@ -266,6 +317,7 @@ def test_a_model_whose_shape_is_unknown_has_no_arithmetic(draft: Path) -> None:
         ["--target", "t"],
         ["--device", "h100"],
         ["--target", "t", "--draft", "qwen3-8b"],
+        ["--target", "dflash-8b", "--draft", "qwen3-8b"],
         ["--target", "qwen3-8b", "--draft", "qwen3-0.6b", "--num-particles", "2000"],
     ],
 )

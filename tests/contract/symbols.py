@@ -6,6 +6,7 @@ and `symbols_newer.py`. Read by `test_symbols.py`, which compares it with the in
 """
 
 from contract.shape import ASYNC_GENERATOR, COROUTINE, Symbol
+from contract.symbols_heads import HEADS
 from contract.symbols_latent import LATENT
 from contract.symbols_models import MODELS
 from contract.symbols_newer import NEWER, NEWEST
@@ -380,7 +381,7 @@ PLATFORM = (
     ),
 )
 
-EVERY = FLAGS + REGISTRATION + HOOKS + WORKER + MODELS + LATENT + PLATFORM
+EVERY = FLAGS + REGISTRATION + HOOKS + WORKER + MODELS + LATENT + HEADS + PLATFORM
 
 
 def contract(newer: bool, newest: bool = False) -> tuple[Symbol, ...]:

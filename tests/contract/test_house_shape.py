@@ -28,7 +28,7 @@ LEVELS = (
     ("command",),
 )
 # Tools: they import nothing of the server but settings and arithmetic, and the commands alone them.
-APART = ("plan", "testing")
+APART = ("distill", "plan", "testing")
 COMMANDS = ("demo", "command")
 MOST_MODULES = 13
 MATHEMATICS = {"tokens", "smc"}

@@ -211,12 +211,18 @@ def test_every_kernel_is_listed() -> None:
 
 def test_the_plan_prints_the_rows_that_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     page = ROOT / "docs" / "performance.md"
-    (command,) = (words for words in commands_of(page) if "sglang_smc.plan" in words)
-    assert plan.main(command[3 : command.index("--plot")]) == 0
-    printed = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
-    shown = page.read_text().partition("sglang_smc.plan")[2].partition("\n## ")[0]
-    rows = [
-        row.strip("|").split("|") for row in shown.splitlines() if re.match(r"\| \w+.* x?\d", row)
+    commands = [words for words in commands_of(page) if "sglang_smc.plan" in words]
+    sections = [
+        shown.partition("\n## ")[0] for shown in page.read_text().split("python -m sglang_smc.plan")
     ]
-    assert len(rows) == 5
-    assert {" ".join(" ".join(row).split()) for row in rows} <= printed
+    for command, shown, count in zip(commands, sections[1:], (5, 16), strict=True):
+        end = command.index("--plot") if "--plot" in command else None
+        assert plan.main(command[3:end]) == 0
+        printed = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+        rows = [
+            row.strip("|").split("|")
+            for row in shown.splitlines()
+            if re.match(r"\| \w+.*\| [\d.,]+ \|", row)
+        ]
+        assert len(rows) == count
+        assert {" ".join(" ".join(row).split()) for row in rows} <= printed

@@ -217,6 +217,15 @@ def test_a_query_before_the_first_key_breaks_no_other(run: Any) -> None:
 
 
 @pytest.mark.parametrize("run", [run_kernel, run_torch])
+def test_a_block_may_begin_in_the_prefix(run: Any) -> None:
+    """Where a tail has no slot: red where that column is taken for padding."""
+    case = make_case([3, 70], [[-1, -1], [-1, 2]], num_columns=5, sees_block=True)
+    before = (case.committed - 1) % case.tails.shape[1]
+    case.tails[case.particle_rows, before.unsqueeze(1)] = 0
+    case.assert_close(run(case))
+
+
+@pytest.mark.parametrize("run", [run_kernel, run_torch])
 def test_a_broken_query_shows(run: Any) -> None:
     """And breaks no other."""
     case = make_case([70, 3], [[0, 4], [7, 2]], num_columns=2)

@@ -33,7 +33,7 @@ DATA = [
     *(f"sglang_smc/pair/{name}" for name in ("README.md", "measurements.json", "provenance.json")),
     *(
         f"sglang_smc/pair/{model}/{name}"
-        for model in ("target", "draft")
+        for model in ("target", "draft", "tuned")
         for name in (
             "chat_template.jinja",
             "config.json",
@@ -42,6 +42,12 @@ DATA = [
             "tokenizer.json",
             "tokenizer_config.json",
         )
+    ),
+    "sglang_smc/pair/tuned/distill.json",
+    *(
+        f"sglang_smc/pair/{head}/{name}"
+        for head in ("eagle3", "dflash")
+        for name in ("config.json", "distill.json", "model.safetensors")
     ),
 ]
 ADDRESS, REVISION = "SGLANG_SMC_REPOSITORY", "SGLANG_SMC_REVISION"

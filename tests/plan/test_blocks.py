@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from sglang_smc.plan.blocks import Windows
-from sglang_smc.plan.roofline import Rows, forward
+from sglang_smc.plan.passes import Rows, forward
 from sglang_smc.plan.shapes import from_config
 
 TOY: dict[str, Any] = {

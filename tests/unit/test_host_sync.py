@@ -15,6 +15,7 @@ from device_waits import refuse_waits
 from fake_gpu import fake_gpu, memory_of
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from toy_head import HeadWorker
 from toy_laws import EOS, languages
 from toy_logprobs import AskingWorker
 from toy_worker import ToyWorker
@@ -208,12 +209,19 @@ def test_filters_never_wait_for_the_device(asked: dict[str, Any], device: str) -
     play_rounds(device, chosen=chosen, budgets=RUNGS["more and fewer"], asked=asked)
 
 
-def play_rounds(device: str, **variants: Any) -> None:
+@pytest.mark.parametrize(("device", "budgets"), SETTINGS)
+def test_a_head_never_waits(device: str, budgets: str) -> None:
+    """It looks for the target's states by slot."""
+    chosen = CHOICES["weighed beside verified"]
+    play_rounds(device, HeadWorker, chosen=chosen, budgets=RUNGS[budgets])
+
+
+def play_rounds(device: str, kind: type[ToyWorker] = ToyWorker, **variants: Any) -> None:
     """Six rounds of four requests, none of which may wait."""
     config = SMCConfig(num_particles=3, num_steps=2, evidence_threshold=0.0)
     with place(device) as here:
         sizes = {"num_requests": 4, "max_new_tokens": 12, "eos": EOS, "ops": here.ops}
-        play(ToyWorker(config, *languages(device=here.device), **sizes, **variants), here)
+        play(kind(config, *languages(device=here.device), **sizes, **variants), here)
 
 
 @pytest.mark.parametrize(("device", "budgets"), SETTINGS)

@@ -1,0 +1,93 @@
+"""Train what drafts for the shipped target, with the tool that ships: ``sglang_smc.distill``.
+
+    python bench/pair/heads.py                  # eagle3, dflash and tuned, an hour on one core
+    python bench/pair/heads.py eagle3           # one of them
+    python bench/pair/heads.py --texts t.jsonl  # the target's samples are kept there
+
+Each goes to its own folder next to this file; how it was made goes to provenance.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from task import messages, problem
+from train import FIRST_SEED, HERE, circumstances, note, with_environment
+
+from sglang_smc.distill import cli
+
+PROMPTS = 8000
+COMMON = ("--max-new-tokens", "160", "--held-out", "400")
+LAYERS = ("--layer-ids", "0,2,3")
+#: The tool's words for each.
+RECIPES = {
+    "eagle3": (
+        *("--new", "eagle3", *LAYERS, "--loss", "forward-kl", "--decay", "0.9"),
+        *("--batch", "16", "--steps", "300", "--learning-rate", "0.004"),
+    ),
+    "dflash": (
+        *("--new", "dflash", *LAYERS, "--num-layers", "2", "--block-size", "9"),
+        *("--loss", "forward-kl", "--decay", "0.9"),
+        *("--batch", "16", "--steps", "300", "--learning-rate", "0.004"),
+    ),
+    "tuned": (
+        *("--draft", str(HERE / "draft"), "--loss", "acceptance"),
+        *("--batch", "32", "--steps", "150", "--learning-rate", "0.002"),
+    ),
+}
+
+
+def write_prompts(path: Path, count: int) -> None:
+    """Questions with seeds of their own, below the held-out ones."""
+    questions = (messages(problem(FIRST_SEED["heads"] + index)) for index in range(count))
+    path.write_text("".join(json.dumps({"messages": asked}) + "\n" for asked in questions))
+
+
+def train_one(name: str, prompts: Path, texts: Path, out: Path, steps: int | None) -> None:
+    """Train one of `RECIPES` into ``out``; raises SystemExit where the tool could not."""
+    words = [*RECIPES[name], *COMMON, *(["--steps", str(steps)] if steps else [])]
+    files = ["--target", HERE / "target", "--out", out / name, "--prompts", prompts]
+    failed = cli.main([*words, *map(str, files), "--texts", str(texts)])
+    if failed:
+        raise SystemExit(failed)
+    made: dict[str, Any] = json.loads((out / name / "distill.json").read_text())
+    words = [word.removeprefix(f"{HERE}/") for word in words]
+    entry = {
+        **circumstances("heads", name),
+        "recipe": " ".join(words),
+        "parameters": made["parameters"],
+        "seeds": [FIRST_SEED["heads"], FIRST_SEED["heads"] + PROMPTS],
+        "tokens": made["answer_tokens"],
+        "wall_seconds": made["training_seconds"],
+        "last_50_steps": {"loss": made["loss_last_50_steps"]},
+    }
+    note(out, name, entry)
+
+
+def main() -> None:
+    """Train what the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=list(RECIPES), help=", ".join(RECIPES))
+    parser.add_argument("--out", type=Path, default=HERE, help="folder of the checkpoints")
+    parser.add_argument("--texts", type=Path, help="keep the target's samples here")
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="fewer, for a try")
+    parser.add_argument("--steps", type=int, help="fewer steps, for a try")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        prompts = Path(folder) / "prompts.jsonl"
+        write_prompts(prompts, options.prompts)
+        texts = options.texts or Path(folder) / "texts.jsonl"
+        for name in options.names:
+            train_one(name, prompts, texts, options.out, options.steps)
+
+
+if __name__ == "__main__":
+    with_environment()
+    main()

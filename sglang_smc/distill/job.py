@@ -1,0 +1,170 @@
+"""One run of the tool: texts, training, numbers, a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import transformers
+
+from sglang_smc.distill.checkpoints import new_dflash, new_eagle3
+from sglang_smc.distill.drafts import Draft, load_draft
+from sglang_smc.distill.losses import losses
+from sglang_smc.distill.teacher import (
+    Sampling,
+    Teacher,
+    load_model,
+    load_tokenizer,
+    sample_answers,
+)
+from sglang_smc.distill.texts import Text, read_prompts, read_texts, write_texts
+from sglang_smc.distill.train import Course, train
+from sglang_smc.distill.validate import Worth, validate
+
+REPORT = "distill.json"
+NEW = {"eagle3": new_eagle3, "dflash": new_dflash}
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What a command line asks for."""
+
+    target: Path
+    out: Path
+    draft: Path | None  # to go on from; or else
+    new: str | None  # the kind of head to begin
+    sizes: Mapping[str, Any]  # of a new head, as `new_eagle3` and `new_dflash` take them
+    prompts: Path | None
+    texts: Path | None
+    answers: int  # of each prompt
+    max_new_tokens: int
+    held_out: int  # texts
+    loss: str
+    particles: int
+    temperature: float
+    course: Course
+    device: torch.device
+    dtype: torch.dtype  # of the checkpoint
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Do it; returns what stands in the report beside the checkpoint.
+
+    Raises:
+        ValueError: files or settings that do not fit.
+    """
+    torch.manual_seed(job.course.seed)
+    teacher = Teacher(load_model(job.target, "auto", job.device), job.temperature)
+    draft = _begin(job)
+    course = fitting(job.course, draft)
+    learned, held_out = _split(_texts(job, teacher), job.held_out)
+    before = _measure(job, draft, teacher, held_out)
+    began = time.monotonic()
+    steps = train(draft, teacher, learned, losses(job.particles)[job.loss], course)
+    seconds = time.monotonic() - began
+    job.out.mkdir(parents=True, exist_ok=True)
+    draft.save(job.out, job.dtype)
+    # What is measured is what was written, rounded as it was.
+    written = load_draft(job.out, job.target, job.device)
+    after = _measure(job, written, teacher, held_out)
+    report = {
+        "loss": job.loss,
+        "particles": job.particles,
+        "temperature": job.temperature,
+        "course": msgspec.to_builtins(course),
+        "texts": len(learned),
+        "answer_tokens": sum(len(text.ids) - text.prompt for text in learned),
+        "parameters": sum(weight.numel() for weight in draft.module.parameters()),
+        "training_seconds": round(seconds, 1),
+        "threads": torch.get_num_threads(),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "loss_last_50_steps": sum(steps[-50:]) / len(steps[-50:]),
+        "before": before._asdict(),
+        "after": after._asdict(),
+    }
+    (job.out / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+    return report
+
+
+def fitting(course: Course, draft: Draft) -> Course:
+    """``course`` for this draft: a model's laws are the same at each depth, so one is enough.
+
+    Raises:
+        ValueError: more tokens than a block holds.
+    """
+    if not draft.layer_ids:
+        return msgspec.structs.replace(course, depth=1)
+    if draft.longest is not None and course.depth > draft.longest:
+        raise ValueError(
+            f"--depth is {course.depth}; allowed: 1 to {draft.longest}, the block less its first "
+            "token. Lower it, or begin a head with a larger --block-size."
+        )
+    return course
+
+
+def _begin(job: Job) -> Draft:
+    if job.draft is not None:
+        return load_draft(job.draft, job.target, job.device)
+    if job.new is None:
+        raise ValueError("give --draft, a checkpoint to go on from, or --new, a kind of head.")
+    with tempfile.TemporaryDirectory() as folder:
+        make = NEW[job.new]
+        make(job.target, folder, dtype=torch.float32, seed=job.course.seed, **job.sizes)
+        return load_draft(Path(folder), job.target, job.device)
+
+
+def _texts(job: Job, teacher: Teacher) -> list[Text]:
+    """Read where they are; else sampled, and kept where a file is named."""
+    if job.texts is not None and job.texts.is_file():
+        return read_texts(job.texts, job.temperature)
+    if job.prompts is None:
+        raise ValueError("give --prompts, or --texts with a file that an earlier run wrote.")
+    prompts = read_prompts(job.prompts, load_tokenizer(job.target))
+    rng = torch.Generator(job.device).manual_seed(job.course.seed)
+    wanted = [prompt for prompt in prompts for _ in range(job.answers)]
+    settings = Sampling(job.temperature, job.max_new_tokens, 8 * job.course.batch, _ends(teacher))
+    texts = sample_answers(teacher.model, wanted, settings, rng)
+    if job.texts is not None:
+        write_texts(job.texts, texts, job.temperature)
+    return texts
+
+
+def _ends(teacher: Teacher) -> frozenset[int]:
+    """The ids that end an answer: one, several or none."""
+    found = teacher.model.generation_config.eos_token_id
+    if found is None:
+        return frozenset()
+    return frozenset([found] if isinstance(found, int) else found)
+
+
+def _split(texts: list[Text], held_out: int) -> tuple[list[Text], list[Text]]:
+    """The last ones are held out, with all answers to their prompts."""
+    if not 1 <= held_out < len(texts):
+        raise ValueError(
+            f"--held-out is {held_out}, of {len(texts)} texts; allowed: 1 to {len(texts) - 1}."
+        )
+    at = len(texts) - held_out
+    while at > 1 and _prompt(texts[at - 1]) == _prompt(texts[at]):
+        at -= 1
+    return texts[:at], texts[at:]
+
+
+def _prompt(text: Text) -> list[int]:
+    return text.ids[: text.prompt]
+
+
+def _measure(job: Job, draft: Draft, teacher: Teacher, texts: list[Text]) -> Worth:
+    return validate(
+        draft,
+        teacher,
+        texts,
+        depth=job.course.depth,
+        anchors=job.course.anchors,
+        batch=job.course.batch,
+        particles=job.particles,
+    )

@@ -1,0 +1,39 @@
+"""A target and a draft so small that a step of training takes milliseconds, and texts of theirs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import make_tiny_model
+
+from sglang_smc.distill.teacher import Sampling, Teacher, load_model, sample_answers
+from sglang_smc.distill.texts import Text
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers; its laws are neither flat nor sure."""
+    folder = tmp_path_factory.mktemp("target")
+    return Path(make_tiny_model(folder, vocab_size=24, layers=4, hidden=32, seed=1, scale=0.25))
+
+
+@pytest.fixture(scope="session")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("draft")
+    return Path(make_tiny_model(folder, vocab_size=24, layers=1, hidden=32, seed=2, scale=0.1))
+
+
+@pytest.fixture(scope="session")
+def teacher(target: Path) -> Teacher:
+    return Teacher(load_model(target, torch.float32, CPU), 1.0)
+
+
+@pytest.fixture(scope="session")
+def texts(teacher: Teacher) -> list[Text]:
+    """Sixty answers of the target to prompts of 1 to 4 tokens."""
+    prompts = [[2 + i % 20] * (1 + i % 4) for i in range(60)]
+    settings = Sampling(1.0, 20, 30, frozenset([1]))
+    rng = torch.Generator().manual_seed(0)
+    return sample_answers(teacher.model, prompts, settings, rng)

@@ -1,0 +1,174 @@
+"""Heads: what they may look at, and their folders."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sglang_smc.distill.checkpoints import load_dflash, load_eagle3, new_dflash, new_eagle3
+from sglang_smc.distill.drafts import Draft, load_draft
+from sglang_smc.distill.head_config import kind_of
+from sglang_smc.distill.teacher import Lesson, Teacher
+from sglang_smc.distill.texts import Text, collate
+
+CPU = torch.device("cpu")
+DEPTH = 3
+ANCHORS = torch.tensor([[4, 7]])
+MAKE = {"eagle3": new_eagle3, "dflash": new_dflash}
+
+
+def head(kind: str, target: Path, folder: Path) -> Draft:
+    MAKE[kind](target, folder, layer_ids=(0, 2), dtype=torch.float32)
+    return load_draft(folder, target, CPU)
+
+
+def lesson(teacher: Teacher, ids: list[int], other: list[int] | None = None) -> Lesson:
+    """Of a text, in a batch with another one."""
+    rows = [Text(row, 2) for row in (ids, *([other] if other else []))]
+    return teacher.teach(collate(rows, CPU), (0, 2))
+
+
+TEXT = [3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 22, 23]
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_nothing_behind_an_anchor_is_read(
+    kind: str, target: Path, teacher: Teacher, tmp_path: Path
+) -> None:
+    """Red where a column sees one state of the target, or one token, too many.
+
+    An EAGLE-3 head is told the drafts that it made before: those of `DEPTH` - 1 columns.
+    """
+    draft, given = head(kind, target, tmp_path), lesson(teacher, TEXT)
+    told = DEPTH if kind == "eagle3" else 1
+    for row, anchor in enumerate(ANCHORS[0].tolist()):
+        ids, features = given.batch.ids.clone(), given.features.clone()
+        ids[:, anchor + told :] = 2
+        features[:, anchor:] += 5.0
+        changed = given._replace(batch=given.batch._replace(ids=ids), features=features)
+        before = draft.logits(teacher, given, ANCHORS, DEPTH)[:, row]
+        assert torch.allclose(before, draft.logits(teacher, changed, ANCHORS, DEPTH)[:, row])
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_all_before_it_is_read(kind: str, target: Path, teacher: Teacher, tmp_path: Path) -> None:
+    """The last kept token, the state before it, and the first one."""
+    draft, given = head(kind, target, tmp_path), lesson(teacher, TEXT)
+    before = draft.logits(teacher, given, ANCHORS, DEPTH)
+    for place in (0, 3):
+        features = given.features.clone()
+        features[:, place] += 5.0
+        after = draft.logits(teacher, given._replace(features=features), ANCHORS, DEPTH)
+        assert ((before - after).abs().amax(3) > 1e-4).all()
+    ids = given.batch.ids.clone()
+    ids[0, 4] = 2
+    changed = given._replace(batch=given.batch._replace(ids=ids))
+    after = draft.logits(teacher, changed, ANCHORS, DEPTH)
+    assert ((before - after)[:, 0].abs().amax(2) > 1e-4).all()
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_what_stands_beside_a_text_changes_nothing(
+    kind: str, target: Path, teacher: Teacher, tmp_path: Path
+) -> None:
+    """Neither padding nor another text nor another anchor."""
+    draft = head(kind, target, tmp_path)
+    beside = lesson(teacher, TEXT, [2] * 20)
+    alone = draft.logits(teacher, lesson(teacher, TEXT), ANCHORS[:, :1], DEPTH)
+    both = draft.logits(teacher, beside, ANCHORS.expand(2, -1), DEPTH)
+    assert torch.allclose(alone[0, 0], both[0, 0], atol=1e-5)
+
+
+def test_an_unrolled_column_is_the_next_one_on_own_states(
+    target: Path, teacher: Teacher, tmp_path: Path
+) -> None:
+    """An EAGLE-3 head that is handed its own output as the target's state: through `fc`, which
+    hands it on, it says the same a column later. Red for a position or a mask that is off by one.
+    """
+    new_eagle3(target, tmp_path, layer_ids=(0,), dtype=torch.float32)
+    eagle = load_eagle3(tmp_path, target)
+    eagle.fc.weight.data.copy_(torch.eye(32))
+    given = teacher.teach(collate([Text(TEXT, 2)], CPU), (0,))
+    embedded = teacher.embed(given.batch.ids)
+    anchor = torch.tensor([[5]])
+    with torch.no_grad():
+        unrolled = eagle(embedded, given.features, anchor, 2)[0, 0, 1]
+        states, _ = eagle._whole(embedded[:, 1:], given.features[:, :-1])
+        features = given.features.clone()
+        features[:, 5] = states[:, 4]
+        stepped = eagle(embedded, features, anchor + 1, 1)[0, 0, 0]
+    assert torch.allclose(unrolled, stepped, atol=1e-5)
+
+
+def test_a_head_of_some_tokens(target: Path, tmp_path: Path) -> None:
+    hot = [2, 3, 5, 8, 13, 21]
+    new_eagle3(target, tmp_path, hot_tokens=hot, num_heads=2, num_kv_heads=1, head_dim=8)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert (stored["d2t"] + torch.arange(6)).tolist() == hot
+    assert stored["t2d"].nonzero()[:, 0].tolist() == hot
+    assert load_eagle3(tmp_path, target).hot.tolist() == hot
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_weights_come_back(kind: str, target: Path, tmp_path: Path) -> None:
+    """Under the names of public checkpoints, which may begin with `model.`; others are left."""
+    draft = head(kind, target, tmp_path)
+    assert kind_of(tmp_path) == kind
+    stored = load_file(tmp_path / "model.safetensors")
+    assert set(stored) == {name for name, _ in draft.module.named_parameters()}
+    renamed = {
+        f"model.{name.replace('midlayer', 'layers.0')}": weight + 1
+        for name, weight in stored.items()
+    }
+    save_file(
+        {**renamed, "model.embed_tokens.weight": torch.zeros(1)}, tmp_path / "model.safetensors"
+    )
+    again = load_draft(tmp_path, target, CPU)
+    for name, weight in again.module.named_parameters():
+        assert torch.equal(weight, stored[name] + 1)
+
+
+def test_refusals_of_sizes(target: Path, tmp_path: Path) -> None:
+    """The last of four layers cannot be had, and SGLang hands layers out in ascending order."""
+    for ids in ((3,), (2, 0), (0, 0), (-1,), ()):
+        with pytest.raises(ValueError, match=r"allowed: 0 to 2 .*ascending"):
+            new_eagle3(target, tmp_path, layer_ids=ids)
+    with pytest.raises(ValueError, match="block_size is 1; allowed: 2 or more"):
+        new_dflash(target, tmp_path, block_size=1)
+    with pytest.raises(ValueError, match="mask_token_id is 24; allowed: 0 to 23"):
+        new_dflash(target, tmp_path, mask_token_id=24)
+    with pytest.raises(ValueError, match="4 heads cannot share 3"):
+        new_eagle3(target, tmp_path, num_kv_heads=3)
+    with pytest.raises(ValueError, match="hot_tokens must be ascending ids, 0 to 23"):
+        new_eagle3(target, tmp_path, hot_tokens=[5, 4])
+    with pytest.raises(ValueError, match="holds no model"):
+        new_eagle3(tmp_path / "nowhere", tmp_path)
+
+
+def change(folder: Path, **settings: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+
+def test_refusals_of_heads(target: Path, tmp_path: Path) -> None:
+    """Red where a head is run as if it were a simpler one."""
+    new_eagle3(target, tmp_path)
+    with pytest.raises(ValueError, match=r"is \['LlamaForCausalLMEagle3'\]; this kind"):
+        load_dflash(tmp_path, target)
+    change(tmp_path, norm_output=True)
+    with pytest.raises(ValueError, match=r"sets norm_output in config\.json"):
+        load_eagle3(tmp_path, target)
+    change(tmp_path, norm_output=False, hidden_size=48)
+    with pytest.raises(ValueError, match="hidden_size is 48, and 32 in the target"):
+        load_eagle3(tmp_path, target)
+    change(tmp_path, hidden_size=32, intermediate_size=20)
+    with pytest.raises(ValueError, match=r"midlayer.mlp.gate_proj.weight has the shape"):
+        load_eagle3(tmp_path, target)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"has no \*\.safetensors"):
+        load_eagle3(tmp_path, target)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        kind_of(tmp_path)

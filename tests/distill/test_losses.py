@@ -1,0 +1,91 @@
+"""Each loss against numbers worked out by hand, and what makes it a loss at all."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from sglang_smc.distill.losses import (
+    NAMES,
+    chi2,
+    forward_kl,
+    losses,
+    rejection,
+    rejection_of_all,
+    reverse_kl,
+)
+
+P = torch.tensor([0.5, 0.5], dtype=torch.float64).log()
+Q = torch.tensor([0.25, 0.75], dtype=torch.float64).log()
+
+
+def laws(rows: int, size: int, seed: int) -> torch.Tensor:
+    """Log-probabilities ``[rows, size]`` float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, size, generator=generator, dtype=torch.float64).log_softmax(-1)
+
+
+def test_numbers_by_hand() -> None:
+    """Red where p and q change places, or a factor is lost."""
+    assert float(forward_kl(P, Q)) == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3))
+    assert float(reverse_kl(P, Q)) == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
+    assert float(rejection(P, Q)) == pytest.approx(0.25)
+    assert float(chi2(P, Q)) == pytest.approx(math.log(0.25 / 0.25 + 0.25 / 0.75))
+    # Both drafts are the second token by 9/16, and the text is by 1/2.
+    assert float(rejection_of_all(P, Q, 2)) == pytest.approx(9 / 16 - 1 / 2)
+
+
+def test_one_draft_of_many_is_one_draft() -> None:
+    p, q = laws(50, 6, 1), laws(50, 6, 2)
+    assert torch.allclose(rejection_of_all(p, q, 1), rejection(p, q))
+
+
+@pytest.mark.parametrize("drafts", [2, 3, 8])
+def test_no_set_of_tokens_is_worse(drafts: int) -> None:
+    """Red where tokens are sorted the other way, or by p - q."""
+    p, q = laws(20, 5, 3), laws(20, 5, 4)
+    sets = torch.tensor(list(itertools.product([0.0, 1.0], repeat=5)), dtype=torch.float64)
+    worst = ((q.exp() @ sets.T) ** drafts - p.exp() @ sets.T).amax(1)
+    assert torch.allclose(rejection_of_all(p, q, drafts), worst)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zero_at_the_target_and_nowhere_below(name: str) -> None:
+    """Value and gradient, in logits: a draft that is the target's law stays so.
+
+    Its law is exactly p here, since some losses have a kink, where rounding would choose a side.
+    """
+    loss, p = losses(4)[name], laws(30, 7, 5)
+    logits = p.clone().requires_grad_()
+    law = logits.log_softmax(-1)
+    value = loss(p, p + (law - law.detach()))
+    value.sum().backward()
+    assert logits.grad is not None
+    assert value.abs().max() < 1e-12 and logits.grad.abs().max() < 1e-12
+    assert loss(p, laws(30, 7, 6)).min() >= 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_descent_leads_to_the_target(name: str) -> None:
+    """Red for a wrong sign. That of many drafts ends where they suffice, which is earlier."""
+    loss, p = losses(4)[name], laws(1, 7, 7)
+    logits = laws(1, 7, 8).mul(3).requires_grad_()
+    stepper = torch.optim.Adam([logits], lr=0.02)
+    first = float(loss(p, logits.log_softmax(-1)))
+    for _ in range(600):
+        stepper.zero_grad()
+        value = loss(p, logits.log_softmax(-1)).sum()
+        value.backward()
+        stepper.step()
+    assert float(value) < 0.05 * first
+
+
+def test_chi2_stays_finite_where_q_misses_all() -> None:
+    """Its gradient, too, is one of laws: no larger than 2 in sum."""
+    p = torch.tensor([0.0, -80.0]).log_softmax(-1)
+    logits = torch.tensor([-80.0, 0.0], requires_grad=True)
+    value = chi2(p, logits.log_softmax(-1))
+    value.backward()
+    assert logits.grad is not None
+    assert float(value) == pytest.approx(80.0) and float(logits.grad.abs().sum()) <= 2.0 + 1e-6

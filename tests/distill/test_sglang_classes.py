@@ -1,0 +1,41 @@
+"""SGLang's own classes load what is written here, and compute the same from it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_smc.distill.checkpoints import new_dflash, new_eagle3
+
+SCRIPT = Path(__file__).with_name("as_sglang_runs_them.py")
+
+
+@pytest.mark.slow
+def test_heads_compute_what_sglang_computes(target: Path, tmp_path: Path) -> None:
+    """Red for a name, a shape, a norm's place, a mask, a position or a token that is off by one."""
+    how = {"layer_ids": (0, 2), "dtype": torch.float32}
+    folders = [
+        new_eagle3(target, tmp_path / "eagle3", **how),
+        new_eagle3(
+            target, tmp_path / "hot", hot_tokens=range(3, 19), num_kv_heads=1, head_dim=16, **how
+        ),
+        new_dflash(target, tmp_path / "dflash", num_layers=2, block_size=5, **how),
+    ]
+    found = subprocess.run(
+        [sys.executable, str(SCRIPT), str(target), *map(str, folders)],
+        env={**os.environ, "SGLANG_PLATFORM": "smc_cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    by_folder = json.loads(found.stdout.splitlines()[-1])
+    # The token embedding is the target's.
+    assert [kind["bare"] for kind in by_folder.values()] == [["model.embed_tokens.weight"]] * 2 + [
+        []
+    ]
+    assert max(kind["difference"] for kind in by_folder.values()) < 1e-5

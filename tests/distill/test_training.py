@@ -1,0 +1,231 @@
+"""Samples, training, numbers, and the command from end to end."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import make_tiny_model
+from transformers import AutoModelForCausalLM
+
+from sglang_smc.distill.checkpoints import new_dflash, new_eagle3
+from sglang_smc.distill.cli import main
+from sglang_smc.distill.drafts import Blocks, load_draft
+from sglang_smc.distill.losses import losses
+from sglang_smc.distill.teacher import Sampling, Teacher, sample_answers
+from sglang_smc.distill.texts import Text, collate, read_prompts
+from sglang_smc.distill.train import Course, draw_anchors, train
+from sglang_smc.distill.validate import accepted, validate
+
+CPU = torch.device("cpu")
+COURSE = Course(steps=60, batch=12, anchors=6, depth=3, decay=0.9, learning_rate=0.01, seed=0)
+KINDS = ("model", "eagle3", "dflash")
+
+
+def folder_of(kind: str, target: Path, draft: Path, folder: Path) -> Path:
+    make = {"eagle3": new_eagle3, "dflash": new_dflash}
+    return draft if kind == "model" else make[kind](target, folder, dtype=torch.float32)
+
+
+# --- Samples
+
+
+def test_answers_are_what_the_target_says(teacher: Teacher) -> None:
+    """Nearly at temperature 0 they are its most likely tokens, whatever stands beside a prompt.
+
+    Red where padding is seen, positions are off, or rows are mixed up when some have ended.
+    """
+    prompts = [[5], [7, 7, 7, 9], [3, 20], [11] * 9, [6, 2]]
+    plain = [best(teacher, prompt, 12) for prompt in prompts]
+    # Ends that some answers meet early and others never.
+    ends = frozenset([plain[0][2], plain[1][2], plain[4][5]])
+    cut = [until(answer, ends) for answer in plain]
+    rng = torch.Generator().manual_seed(0)
+    found = sample_answers(teacher.model, prompts, Sampling(1e-4, 12, 8, ends), rng)
+    assert found == [Text(p + a, len(p)) for p, a in zip(prompts, cut, strict=True)]
+    assert len({len(answer) for answer in cut}) > 2
+
+
+@torch.no_grad()
+def best(teacher: Teacher, prompt: list[int], count: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(teacher.model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def until(answer: list[int], ends: frozenset[int]) -> list[int]:
+    place = next((i for i, token in enumerate(answer) if token in ends), len(answer))
+    return answer[: place + 1]
+
+
+def test_anchors_lie_before_answers() -> None:
+    """All that do, and no other; the first token of a text is none."""
+    batch = collate([Text([5] * 9, 4), Text([5] * 6, 1)], CPU)
+    found = draw_anchors(batch, 400, torch.Generator().manual_seed(0))
+    assert [sorted(set(row)) for row in found.tolist()] == [[3, 4, 5, 6, 7], [1, 2, 3, 4]]
+
+
+# --- Training
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_learns(
+    kind: str, target: Path, draft: Path, teacher: Teacher, texts: list[Text], tmp_path: Path
+) -> None:
+    """Red where the loss is not between laws of the same token."""
+    learner = load_draft(folder_of(kind, target, draft, tmp_path), target, CPU)
+    how = {"depth": 3, "anchors": 6, "batch": 12, "particles": 4}
+    before = validate(learner, teacher, texts, **how)
+    course = COURSE if kind != "model" else Course(**{**as_dict(COURSE), "depth": 1})
+    found = train(learner, teacher, texts, losses(4)["forward-kl"], course)
+    after = validate(learner, teacher, texts, **how)
+    assert sum(found[-10:]) < 0.7 * sum(found[:10])
+    assert sum(after.forward_kl) < 0.7 * sum(before.forward_kl)
+    assert after.accepted > before.accepted
+
+
+def as_dict(course: Course) -> dict[str, Any]:
+    return {name: getattr(course, name) for name in course.__struct_fields__}
+
+
+def test_the_target_itself_is_accepted(target: Path, teacher: Teacher, texts: list[Text]) -> None:
+    """Red where p and q are not of the same column."""
+    learner = load_draft(target, target, CPU)
+    worth = validate(learner, teacher, texts, depth=4, anchors=8, batch=20, particles=3)
+    assert worth.accepted == pytest.approx(4, abs=1e-3)
+    assert max(map(abs, worth.forward_kl + worth.chi2 + worth.rejection)) < 1e-4
+
+
+def test_accepted_tokens_by_enumeration() -> None:
+    """The mean over the target's tokens is the sum over drafted prefixes of prod min(p, q)."""
+    generator = torch.Generator().manual_seed(3)
+    p, q = (
+        torch.randn(3, 3, generator=generator, dtype=torch.float64).softmax(-1) for _ in range(2)
+    )  # of a first token, and behind each; only the first two rows' places matter
+    first = torch.minimum(p[0], q[0])
+    wanted, found = 0.0, 0.0
+    for a, b in itertools.product(range(3), repeat=2):
+        behind_p, behind_q = p[1 + a % 2], q[1 + a % 2]
+        wanted += float(first[a] * torch.minimum(behind_p[b], behind_q[b]))
+        blocks = Blocks(
+            torch.stack([p[0], behind_p])[None, None].log(),
+            torch.stack([q[0], behind_q])[None, None].log(),
+            torch.tensor([[[a, b]]]),
+            torch.ones(1, 1, 2, dtype=torch.bool),
+        )
+        found += float(p[0, a] * behind_p[b] * accepted(blocks))
+    assert found == pytest.approx(wanted + float(first.sum()))
+
+
+# --- The command
+
+
+def prompts_file(folder: Path) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(f'{{"prompt": "t{2 + i % 20} t{3 + i % 7}"}}\n' for i in range(40)))
+    return path
+
+
+def words(of: Path, folder: Path, **options: object) -> list[str]:
+    """Of a target; ``options`` go before what every test has."""
+    given = {
+        "target": of,
+        "out": folder / "out",
+        "prompts": prompts_file(folder),
+        "steps": 3,
+        "batch": 8,
+        "anchors": 4,
+        "depth": 3,
+        "held-out": 10,
+        "max-new-tokens": 12,
+    }
+    every = {**given, **options}
+    return [word for name, value in every.items() for word in (f"--{name}", str(value))]
+
+
+@pytest.mark.parametrize("begin", ["draft", "eagle3", "dflash"])
+def test_from_prompts_to_a_checkpoint(
+    begin: str, target: Path, draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And on from there, on the texts that were kept."""
+    start = {"draft": draft} if begin == "draft" else {"new": begin}
+    texts = {"texts": tmp_path / "texts.jsonl"}
+    assert main(words(target, tmp_path, **start, **texts)) == 0
+    assert "accepted of a block, N = 1" in capsys.readouterr().out
+    report = json.loads((tmp_path / "out" / "distill.json").read_text())
+    assert report["texts"] == 30 and len(report["after"]["forward_kl"]) == 3
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    again = words(target, tmp_path, draft=tmp_path / "out", out=tmp_path / "more", **texts)
+    assert main([*again, "--loss", "acceptance"]) == 0
+    more = json.loads((tmp_path / "more" / "distill.json").read_text())
+    assert more["before"]["forward_kl"] == pytest.approx(report["after"]["forward_kl"], rel=0.02)
+
+
+def test_a_tuned_model_loads_as_it_was_written(target: Path, draft: Path, tmp_path: Path) -> None:
+    assert main(words(target, tmp_path, draft=draft)) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert model.dtype == torch.bfloat16
+
+
+def refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    assert main(arguments) == 2
+    return capsys.readouterr().err
+
+
+def test_refusals(
+    target: Path, draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each names what was given, what is allowed, or what to do."""
+    other = make_tiny_model(tmp_path / "other", vocab_size=30)
+    cases = {
+        "has another vocabulary than the target: vocab_size 30 and 24": {"draft": other},
+        "nowhere has no config.json": {"draft": tmp_path / "nowhere"},
+        "holds no model": {"target": tmp_path / "nowhere", "new": "eagle3"},
+        "layer ids are [7]; allowed: 0 to 2": {"new": "eagle3", "layer-ids": "7"},
+        "--depth is 9; allowed: 1 to 8": {"new": "dflash", "depth": 9},
+        "--held-out is 40, of 40 texts": {"draft": draft, "held-out": 40},
+        "no held-out answer has 13 tokens": {"draft": draft, "depth": 13},
+        "--block-size does not go with --new eagle3": {"new": "eagle3", "block-size": 4},
+        "--num-heads does not go with --draft": {"draft": draft, "num-heads": 4},
+        "there is no such file": {"draft": draft, "prompts": tmp_path / "none.txt"},
+    }
+    for message, options in cases.items():
+        assert message in refused(capsys, words(target, tmp_path, **options)), message
+
+
+def test_texts_of_another_temperature_are_refused(
+    target: Path, draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = {"texts": tmp_path / "texts.jsonl", "draft": draft}
+    assert main(words(target, tmp_path, **texts)) == 0
+    found = refused(capsys, words(target, tmp_path, **texts, temperature=0.7))
+    assert "was sampled at temperature 1.0, and --temperature is 0.7" in found
+
+
+class Tokenizer:
+    """Ids are the lengths of words."""
+
+    chat_template = "given"
+
+    def __call__(self, text: str, **_: bool) -> dict[str, list[int]]:
+        return {"input_ids": [len(word) for word in text.split()]}
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: bool) -> str:
+        return " ".join(["user", *(message["content"] for message in messages), "answer"])
+
+
+def test_prompts_of_all_kinds(tmp_path: Path) -> None:
+    plain, lines = tmp_path / "p.txt", tmp_path / "p.jsonl"
+    plain.write_text("a bb\n\nccc\n")
+    lines.write_text('{"prompt": "a bb"}\n{"messages": [{"role": "user", "content": "ccc"}]}\n')
+    assert read_prompts(plain, Tokenizer()) == [[1, 2], [3]]
+    assert read_prompts(lines, Tokenizer()) == [[1, 2], [4, 3, 6]]
+    lines.write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    with pytest.raises(ValueError, match='line 2 has neither "prompt"'):
+        read_prompts(lines, Tokenizer())
+    lines.write_text("{\n")
+    with pytest.raises(ValueError, match="line 1 is not JSON"):
+        read_prompts(lines, Tokenizer())

@@ -1,0 +1,91 @@
+"""What heads draft, by plain transformers and the heads of `sglang_smc.distill`, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from laws import NextProbs, Sequence
+from transformers import AutoModelForCausalLM
+
+from sglang_smc.distill.checkpoints import load_dflash, load_eagle3, new_dflash, new_eagle3
+
+EAGLE3, HOT, DFLASH = "eagle3", "eagle3 of hot tokens", "dflash"
+KINDS = (EAGLE3, HOT, DFLASH)
+
+
+def make_head(
+    kind: str, target: str, folder: Path, *, scale: float = 1.0, seed: int = 3, num_steps: int = 3
+) -> str:
+    """An untrained head; of hot tokens it has three of four."""
+    given: dict[str, Any] = {"dtype": torch.float32, "scale": scale, "seed": seed}
+    if kind == DFLASH:
+        made = new_dflash(target, folder, num_layers=2, block_size=num_steps + 1, **given)
+    else:
+        vocab_size = AutoModelForCausalLM.from_pretrained(target).config.vocab_size
+        hot = [token for token in range(vocab_size) if token % 4 != 2]
+        made = new_eagle3(target, folder, hot_tokens=hot if kind == HOT else None, **given)
+    return str(made)
+
+
+class Draft:
+    """The law of a head's drafts.
+
+    Args:
+        kind: of `KINDS`.
+        target, folder: of the checkpoints.
+        num_steps: K, the tokens that a round drafts.
+    """
+
+    def __init__(self, kind: str, target: str, folder: str, num_steps: int) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).eval()
+        load: Callable[..., Any] = load_dflash if kind == DFLASH else load_eagle3
+        self.head = load(folder, target).double().eval()
+        self.is_block, self.num_steps = kind == DFLASH, num_steps
+
+    @torch.no_grad()
+    def probs(self, text: list[int], anchor: int) -> torch.Tensor:
+        """Of the K tokens behind ``text[anchor]``, ``[K, V]``; a chain's, given those in the text.
+
+        The target has read what stands before the anchor.
+        """
+        ids = torch.tensor([text])
+        states = self.model(ids, output_hidden_states=True).hidden_states
+        features = torch.cat([states[layer + 1] for layer in self.head.shape.layer_ids], -1)
+        embed, anchors = self.model.get_input_embeddings(), torch.tensor([[anchor]])
+        if self.is_block:
+            mask = embed(torch.tensor(self.head.mask_token_id))
+            filled = self.head(embed(ids[:, anchor : anchor + 1]), mask, features, anchors)
+            return self.model.lm_head(filled)[0, 0].softmax(-1)
+        logits = self.head(embed(ids), features, anchors, self.num_steps)[0, 0]
+        probs = torch.zeros(len(logits), len(self.model.lm_head.weight), dtype=logits.dtype)
+        return probs.index_copy(1, self.head.hot, logits.softmax(-1))
+
+    def law(self, prompt: list[int], anchor: int) -> NextProbs:
+        """Of a token in the round whose last kept token is the ``anchor``-th of the output."""
+        place = len(prompt) + anchor
+        memory: dict[Sequence, torch.Tensor] = {}
+
+        def probs(output: Sequence) -> torch.Tensor:
+            if output not in memory:
+                # What is not there yet is not read; its law is behind all that is.
+                text = [*prompt, *output, 0]
+                memory[output] = self.probs(text, place)[len(output) - anchor - 1]
+            return memory[output]
+
+        return probs
+
+    @torch.no_grad()
+    def log_evidence(self, prompt: list[int], output: list[int]) -> float:
+        """log p - log q of all that was drafted of an output, where every draft was kept."""
+        text, total = [*prompt, *output], 0.0
+        log_p = self.model(torch.tensor([text])).logits[0].log_softmax(-1)
+        for first in range(len(prompt), len(text), self.num_steps + 1):
+            q = self.probs(text, first)
+            for step, place in enumerate(range(first + 1, first + 1 + self.num_steps)):
+                if place < len(text):
+                    token = text[place]
+                    total += float(log_p[place - 1, token] - q[step, token].log())
+        return total

@@ -1,0 +1,53 @@
+"""A head finds the target's state before each particle's last token, whatever became of particles.
+
+A toy head must draw the very texts that a toy language model of its law does: one state of another
+particle, or of another position, is another context.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from toy_head import HeadWorker
+from toy_laws import EOS, languages
+from toy_worker import Outcome, ToyWorker
+
+from sglang_smc.options.budget import Budget
+from sglang_smc.options.server import SMCConfig
+
+NUM_RUNS, LIMIT = 60, 24
+
+
+def outcome(kind: type[ToyWorker], config: SMCConfig, **more: Any) -> Outcome:
+    sizes = {"num_requests": NUM_RUNS, "max_new_tokens": LIMIT, "eos": EOS}
+    worker = kind(config, *languages(), **sizes, **more)
+    noise = torch.rand(NUM_RUNS, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    found = worker.run(list(range(1, NUM_RUNS + 1)), noise)
+    worker.check_owned()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "more"),
+    [
+        ({"num_particles": 4, "num_steps": 3, "evidence_threshold": 0.0}, {}),
+        ({"num_particles": 4, "num_steps": 3, "ess_threshold": 1.0}, {}),
+        ({"num_particles": 5, "num_steps": 2, "resample_at": "token", "max_lag": 2}, {}),
+        ({"num_particles": 3, "num_steps": 4, "mode": "auto"}, {}),
+        ({"num_particles": 3, "num_steps": 4, "mode": "exact"}, {}),
+        (
+            {"num_particles": 4, "num_steps": 3, "ess_threshold": 0.9},
+            {"chosen": ({}, {"num_particles": 2}, {"num_steps": 1}, {"mode": "exact"})},
+        ),
+        (
+            {"num_particles": 4, "num_steps": 3, "adaptive": True},
+            {"budgets": (None, Budget(1, 0), Budget(2, 3), Budget(4, 1))},
+        ),
+    ],
+)
+def test_states_follow_particles(settings: dict[str, Any], more: dict[str, Any]) -> None:
+    config = SMCConfig(**settings)
+    by_head, by_model = (outcome(kind, config, **more) for kind in (HeadWorker, ToyWorker))
+    assert torch.equal(by_head.outputs, by_model.outputs)
+    assert torch.allclose(by_head.log_evidence, by_model.log_evidence)
+    assert by_head.num_rounds < by_head.num_tokens, "nothing that was drafted was kept"

@@ -1,0 +1,98 @@
+"""A toy head, which drafts from the target's states alone: the contexts of the texts so far.
+
+So it has the law of a toy language model that reads the whole text through its KV.
+"""
+
+from typing import Any
+
+import torch
+from toy_worker import NUM_CONTEXTS, PROMPT, Language, SlotModel, ToyWorker
+
+from sglang_smc.drafts.eagle import EagleHead
+from sglang_smc.drafts.states import StateTable
+from sglang_smc.models.attention import KVLocations
+from sglang_smc.round.round import Round
+from sglang_smc.round.steps import Steps
+
+
+def terms(tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """What tokens add to the context of a text, see `Language.contexts`."""
+    return (tokens + 1) * ((places * 31 + 7) ** 2 % NUM_CONTEXTS)
+
+
+class ReadSlots:
+    """A target whose states, the contexts of the texts so far, go to a head."""
+
+    def __init__(self, model: SlotModel, head: EagleHead) -> None:
+        self.model, self.head = model, head
+
+    def chain_logits(
+        self,
+        tokens: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        locations: KVLocations,
+    ) -> torch.Tensor:
+        logits = self.model.chain_logits(tokens, starts, slots, locations)
+        texts = self.model.texts(locations)
+        states = torch.stack(
+            [
+                Language.contexts(texts.flatten(0, 1), (starts + 1 + j).flatten())
+                for j in range(tokens.shape[2])
+            ],
+            dim=1,
+        ).view(*tokens.shape, 1)
+        self.head.read_chains(tokens, starts, slots, locations, states.float())
+        return logits
+
+
+class FromStates:
+    """Stands in for `EagleForward`: the law behind a context and a token."""
+
+    def __init__(self, language: Language) -> None:
+        self.language = language
+
+    def laws(
+        self,
+        tokens: torch.Tensor,
+        states: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        locations: KVLocations,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        own = (states.long().squeeze(2) + terms(tokens, starts)) % NUM_CONTEXTS
+        return self.language.logits[own], own.unsqueeze(2).float()
+
+    def read(self, *_: Any) -> None:
+        pass
+
+
+class HeadWorker(ToyWorker):
+    """A worker whose draft is a head."""
+
+    def _make_worker(self, num_slots: int) -> Any:
+        worker = super()._make_worker(num_slots)
+        ledger = worker._tables.ledger
+        columns = self.config.num_steps + 1
+        self.states = StateTable.of(
+            ledger.tails, num_columns=columns, num_slots=num_slots, width=1, dtype=torch.float32
+        )
+        forward: Any = FromStates(self.draft.language)
+        head = EagleHead(forward, self.states, None, self.vocab_size)
+        target: Any = ReadSlots(self.target, head)
+        worker._steps = Steps(target, head, ledger, self.ops)
+        worker._round = Round(worker._steps, worker._tables, self.ops)
+        return worker
+
+    def begin(self, rows: list[int], noise: torch.Tensor) -> list[Any]:
+        index = self.tensor(rows)
+        lengths = torch.full_like(index, len(PROMPT))
+        context = Language.contexts(self.tensor([PROMPT]), lengths[:1])
+        ledger = self.worker._tables.ledger
+        self.states.keep_prompts(
+            ledger.table[index, len(PROMPT) - 1].long(),
+            lengths,
+            ledger.particle_rows(index, self.config.num_particles),
+            context.float().expand(len(rows), 1),
+        )
+        return super().begin(rows, noise)
