@@ -55,14 +55,10 @@ class SMCWorker(WeightUpdates):
         self.device = settled.device
         self._ops = ops_of(kind_of(self.config.kernels, self.device))
         self._target_worker = target_worker
-        self._draft_worker = upstream.build_draft(target_worker, server_args, placement)
-        connect(target_worker, self._draft_worker)
-        # SGLang looks for the draft's runner under names that only EAGLE's workers declare.
-        runner = self._draft_worker.model_runner
-        self._draft_worker.draft_runner = runner  # pyright: ignore[reportAttributeAccessIssue] -- as said
-        self._draft_worker.draft_runners = [runner]  # pyright: ignore[reportAttributeAccessIssue] -- as said
-        keeps_texts = self.config.keeps_texts
-        self._corpus = open_corpus(settled, self.config.num_steps) if keeps_texts else None
+        self._draft_worker = None
+        if not self.config.has_no_draft:
+            self._draft_worker = _draft_of(target_worker, server_args, placement)
+        self._corpus = open_corpus(settled, self.config) if self.config.keeps_texts else None
         self._graph_sizes = graph.graph_sizes(settled)
         self._recordings: graph.Recordings | None = None
         self._round_graph_gigabytes = 0.0
@@ -117,7 +113,8 @@ class SMCWorker(WeightUpdates):
 
     def init_cuda_graphs(self) -> None:
         """Let the stock runners capture prefill, then capture whole rounds."""
-        if not is_head(self._draft_worker.model_runner.model_config):
+        draft = self._draft_worker
+        if draft is None or not is_head(draft.model_runner.model_config):
             super().init_cuda_graphs()  # stock passes of a head have no states to read
         if self.config.round_graph != "off":
             with cuda_session(self.device) as session:
@@ -200,3 +197,16 @@ class SMCWorker(WeightUpdates):
         if len(req.output_ids) > 1:
             kv = upstream.kv_of(req)
             kv.kv_committed_len = max(kv.kv_committed_len - 1, kv.cache_protected_len)
+
+
+def _draft_of(
+    target: "TpModelWorker", server_args: "ServerArgs", placement: dict[str, Any]
+) -> "TpModelWorker":
+    """The draft's worker, its model loaded."""
+    worker = upstream.build_draft(target, server_args, placement)
+    connect(target, worker)
+    # SGLang looks for the draft's runner under names that only EAGLE's workers declare.
+    runner = worker.model_runner
+    worker.draft_runner = runner  # pyright: ignore[reportAttributeAccessIssue] -- as said
+    worker.draft_runners = [runner]  # pyright: ignore[reportAttributeAccessIssue] -- as said
+    return worker

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from sglang_smc.options.server import flag_of
+from sglang_smc.options.server import SMCConfig, flag_of
 from sglang_smc.requests.state import settled_ids, state_of, tails_of
 from sglang_smc.state.population import Population
 from sglang_smc.upstream import Arguments, release
@@ -59,7 +59,7 @@ class _HostTails(NamedTuple):
         return cls(of.last_emitted.cpu(), of.tokens.cpu(), of.lengths.cpu())
 
 
-def open_corpus(server_args: Arguments, num_steps: int) -> "Corpus":
+def open_corpus(server_args: Arguments, config: SMCConfig) -> "Corpus":
     """An empty corpus, of the sizes that resolved arguments ask for.
 
     Its trees have a node for each drafted token, beside the root, as in SGLang's own worker: in a
@@ -68,7 +68,7 @@ def open_corpus(server_args: Arguments, num_steps: int) -> "Corpus":
     Raises:
         ValueError: where SGLang cannot build its cache, which it compiles for that.
     """
-    depth, num_nodes = server_args.speculative_ngram_max_trie_depth, num_steps + 1
+    depth, num_nodes = server_args.speculative_ngram_max_trie_depth, config.num_steps + 1
     try:
         from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
 
@@ -84,10 +84,9 @@ def open_corpus(server_args: Arguments, num_steps: int) -> "Corpus":
         raise ValueError(
             f"{flag_of('ngram_weight')} is above 0, and SGLang {release()} cannot build its n-gram "
             f"cache: {_told(error)}. It is compiled as a server starts: have a C++20 compiler and "
-            "ninja (apt-get install g++ ninja-build), or leave the flag out. Of 0.5.17 some "
-            "compilers refuse the source, which later releases have mended."
+            "ninja (apt-get install g++ ninja-build), or leave the flag out."
         ) from error
-    return Corpus(trie, depth, num_nodes)
+    return Corpus(trie, depth, num_nodes, alone=config.has_no_draft)
 
 
 def _told(error: Exception) -> str:
@@ -104,9 +103,11 @@ class Corpus:
         trie: SGLang's.
         depth: the longest run of tokens that it knows.
         num_nodes: T, of a tree that it finds, the root included.
+        alone: whether nothing else drafts.
     """
 
-    def __init__(self, trie: Trie, depth: int, num_nodes: int) -> None:
+    def __init__(self, trie: Trie, depth: int, num_nodes: int, *, alone: bool = False) -> None:
+        self.alone = alone
         self._trie = trie
         self._depth = depth
         self._num_nodes = num_nodes

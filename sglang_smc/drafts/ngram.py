@@ -39,9 +39,7 @@ class Matches(NamedTuple):
     alone: bool = False  # there is no draft model: its logits say only what rules forbid
 
     @classmethod
-    def of(
-        cls, corpus: Corpus, reqs: "list[Req]", population: Population, *, alone: bool = False
-    ) -> "Matches":
+    def of(cls, corpus: Corpus, reqs: "list[Req]", population: Population) -> "Matches":
         """What the corpus knows of the texts that a round starts from; it waits for the device."""
         size, num_particles, _ = population.texts.shape
         device = population.texts.device
@@ -52,7 +50,7 @@ class Matches(NamedTuple):
             to_device(device, parents),
             torch.zeros(size * num_particles, dtype=torch.int64, device=device),
             of_each_draw(on_device(device, weights, torch.float32), size * num_particles),
-            alone,
+            corpus.alone,
         )
 
     def follow(self, drawn: torch.Tensor) -> "Matches":

@@ -34,7 +34,7 @@ class Parts(NamedTuple):
 
 def assemble(
     target: TpModelWorker,
-    draft: TpModelWorker,
+    draft: TpModelWorker | None,
     *,
     config: SMCConfig,
     ops: Ops,
@@ -45,7 +45,8 @@ def assemble(
     """The parts of a server, each model run once over a particle.
 
     Args:
-        target, draft: SGLang's workers of the two models, their pools built.
+        target, draft: SGLang's workers of the two models, their pools built; there may be no
+            draft model.
         ops: the small operations.
         states: begins requests on the host.
         tables: where they live on the device.
@@ -59,7 +60,9 @@ def assemble(
     recurrent = _recurrent(target, config, ops, tables)
     steps = Steps(recurrent or drafting.target, drafting.proposal, tables.ledger, ops)
     check_layers(target.model_runner)
-    check_layers(draft.model_runner, blocks=kind_of(draft.model_runner.model_config) == "dflash")
+    if draft is not None:
+        runner = draft.model_runner
+        check_layers(runner, blocks=kind_of(runner.model_config) == "dflash")
     rehearse(steps)
     prefill = Prefill(
         target,
@@ -93,7 +96,7 @@ def _recurrent(
 def memory_of(
     config: SMCConfig,
     target: TpModelWorker,
-    draft: TpModelWorker,
+    draft: TpModelWorker | None,
     tables: Tables,
     state_bytes: int,
     graph_gigabytes: float,
@@ -108,5 +111,6 @@ def memory_of(
     """
     states = {"states of the target": state_bytes} if state_bytes else {}
     beside = {**tables.sizes(), **states, "round graphs": round(graph_gigabytes * 2**30)}
-    sizes = sizes_of(target.model_runner, draft.model_runner, beside=beside, **pool)
+    of_draft = None if draft is None else draft.model_runner
+    sizes = sizes_of(target.model_runner, of_draft, beside=beside, **pool)
     return Table.of(config, sizes)

@@ -11,6 +11,7 @@ from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.environ import envs
 
 from sglang_smc.options.server import RANGES, Choice, Integer, flag_of
+from sglang_smc.upstream import HAS_NGRAM_CACHE, release
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -229,6 +230,12 @@ def _ngram_problems(view: Any) -> list[str]:
     """What SGLang's cache cannot be built with, or would end the process at."""
     if not _keeps_texts(view):
         return []
+    if not HAS_NGRAM_CACHE:
+        return [
+            f"{flag_of('ngram_weight')} is {view.speculative_smc_ngram_weight!r} on SGLang "
+            f"{release()}; allowed: 0, since its n-gram cache does not compile everywhere. "
+            "Leave it out, or install SGLang 0.5.22 or later."
+        ]
     depth = view.speculative_ngram_max_trie_depth
     narrowest = view.speculative_ngram_min_bfs_breadth
     allowed = {

@@ -184,3 +184,59 @@ def test_a_server_without_texts_has_no_matches(
     with pytest.raises(ValueError, match="allowed: 0, since this server has no --speculative-smc"):
         draw(running, 1, {"ngram_weight": 0.3})
     assert draw(running, 1, {"ngram_weight": 0})[0]["output_ids"]
+
+
+def alone(engine: Callable[..., Any], target: str, **more: Any) -> Any:
+    """An engine without a draft model."""
+    arguments = smc_arguments(
+        target, "", **{**MOST, **ROOM, "mode": "exact", "ngram_weight": 1, **more}
+    )
+    return engine(**{**arguments, "speculative_draft_model_path": None})
+
+
+@pytest.mark.parametrize(
+    "asked", [{}, {"temperature": 1.7, "top_k": 3}, {"logit_bias": {"2": -100.0}}]
+)
+def test_alone_the_law_is_the_targets(
+    engine: Callable[..., Any], pair: tuple[str, str], asked: dict[str, Any]
+) -> None:
+    """Where nothing matches drafts are nonsense, and are rejected."""
+    bias = {int(token): value for token, value in asked.get("logit_bias", {}).items()}
+    params = {name: value for name, value in asked.items() if name != "logit_bias"}
+    p = next_probs(pair[0], PROMPT, **params)
+
+    def biased(output: tuple[int, ...]) -> Any:
+        probs = p(output).clone()
+        for token in bias:
+            probs[token] = 0.0  # e^-100 of what it was
+        return probs / probs.sum()
+
+    answers = draw(alone(engine, pair[0]), SIZE, {"num_particles": 3}, **asked)
+    law = enumerate_law(5, EOS, lambda _: biased)
+    assert p_value([tuple(answer["output_ids"]) for answer in answers], law) > ALPHA
+
+
+def test_alone_at_temperature_0_the_text_is_the_targets_in_fewer_passes(
+    greedy_texts: list[list[int]], engine: Callable[..., Any], wide: tuple[str, str]
+) -> None:
+    running = alone(engine, wide[0])
+    for smc in ({}, {"mode": "auto"}, {"mode": "mixed", "num_steps": 2}):
+        for _ in range(2):
+            answers = say(running, PROMPTS, smc, temperature=0)
+            assert [answer["output_ids"] for answer in answers] == greedy_texts
+        passes = [answer["meta_info"]["spec_smc_rounds_ct"] for answer in answers]
+        assert max(passes) <= (18 if "num_steps" in smc else 14)
+
+
+def test_alone_requests_are_retracted_and_constrained_as_any(
+    engine: Callable[..., Any], wide: tuple[str, str]
+) -> None:
+    """Strict checks of memory are on; a pattern forbids what matches propose."""
+    running = alone(engine, wide[0], max_total_tokens=700, max_running_requests=16)
+    for _ in range(2):
+        answers = say(running, PROMPTS * 4, {}, stop=["t63 t63 t63"])
+        assert all(len(answer["output_ids"]) == 48 for answer in answers)
+    with pytest.raises(ValueError, match="allowed: mode 'exact', 'mixed' or 'auto'"):
+        say(running, [[3]], {"mode": "smc"})
+    with pytest.raises(ValueError, match="allowed: 1, since this server has no draft model"):
+        say(running, [[3]], {"ngram_weight": 0.5})

@@ -12,6 +12,7 @@ from sglang_smc.drafts.corpus import NONE, Corpus, as_trees, open_corpus
 from sglang_smc.drafts.ngram import Matches
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.request import RequestConfig
+from sglang_smc.options.server import SMCConfig
 from sglang_smc.requests.state import RequestState
 from sglang_smc.tokens.distribution import TokenDistribution
 
@@ -105,7 +106,7 @@ def test_what_particles_have_not_settled_is_not_read() -> None:
 
 def corpus_of(*texts: list[int], **more: Any) -> Corpus:
     """SGLang's own, compiled."""
-    corpus = open_corpus(SimpleNamespace(**{**SETTINGS, **more}), 4)
+    corpus = open_corpus(SimpleNamespace(**{**SETTINGS, **more}), SMCConfig(num_steps=4))
     for text in texts:
         corpus.read(request(text, []))
     return corpus
