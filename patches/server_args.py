@@ -116,6 +116,16 @@ class SMCFlags:
         Arg(help="SMC only. Temperature of the draft model (above 0, default: the request's own)."),
         NS("spec"),
     ]
+    speculative_smc_ngram_weight: Annotated[
+        float | None,
+        Arg(
+            help="SMC only. Weight w of n-gram matches in what is drafted: (1 - w) times the "
+            "draft's law plus w times that of what followed the same tokens before, in prompts and "
+            "answers. 1 needs no draft model, and a mode that verifies "
+            f"(0 to 1, default {DEFAULTS.ngram_weight:g})."
+        ),
+        NS("spec"),
+    ]
     speculative_smc_max_lag: Annotated[
         int | None,
         Arg(

@@ -40,6 +40,10 @@ IS_NEWER = Version(version.__version__) >= Version("0.5.20")
 IS_NEWEST = Version(version.__version__) >= Version("0.5.23")
 
 
+#: Whether SGLang's n-gram cache compiles: 0.5.17 leaves out a header that GCC 13 and later ask for.
+HAS_NGRAM_CACHE = IS_NEWER
+
+
 def release() -> str:
     """The installed release; a local suffix (0.5.17+cpu) names a build of the same source."""
     return version.__version__.partition("+")[0]

@@ -12,6 +12,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_smc import process, upstream
 from sglang_smc.drafts.assembly import connect
+from sglang_smc.drafts.corpus import open_corpus
 from sglang_smc.drafts.kinds import is_head
 from sglang_smc.memory import arena
 from sglang_smc.models.weight_update import WeightUpdates
@@ -54,12 +55,10 @@ class SMCWorker(WeightUpdates):
         self.device = settled.device
         self._ops = ops_of(kind_of(self.config.kernels, self.device))
         self._target_worker = target_worker
-        self._draft_worker = upstream.build_draft(target_worker, server_args, placement)
-        connect(target_worker, self._draft_worker)
-        # SGLang looks for the draft's runner under names that only EAGLE's workers declare.
-        runner = self._draft_worker.model_runner
-        self._draft_worker.draft_runner = runner  # pyright: ignore[reportAttributeAccessIssue] -- as said
-        self._draft_worker.draft_runners = [runner]  # pyright: ignore[reportAttributeAccessIssue] -- as said
+        self._draft_worker = None
+        if not self.config.has_no_draft:
+            self._draft_worker = _draft_of(target_worker, server_args, placement)
+        self._corpus = open_corpus(settled, self.config) if self.config.keeps_texts else None
         self._graph_sizes = graph.graph_sizes(settled)
         self._recordings: graph.Recordings | None = None
         self._round_graph_gigabytes = 0.0
@@ -109,11 +108,13 @@ class SMCWorker(WeightUpdates):
             ops=self._ops,
             states=self._states,
             tables=self._tables,
+            corpus=self._corpus,
         )
 
     def init_cuda_graphs(self) -> None:
         """Let the stock runners capture prefill, then capture whole rounds."""
-        if not is_head(self._draft_worker.model_runner.model_config):
+        draft = self._draft_worker
+        if draft is None or not is_head(draft.model_runner.model_config):
             super().init_cuda_graphs()  # stock passes of a head have no states to read
         if self.config.round_graph != "off":
             with cuda_session(self.device) as session:
@@ -178,9 +179,14 @@ class SMCWorker(WeightUpdates):
         else:
             outcome = self._round.play(inputs, shape, batch.reqs)
         result = SMCBatchResult.of(outcome, self.monitor, replayed=recorded is not None)
-        result.policy = process.active_policy()
+        result.policy, result.corpus = process.active_policy(), self._corpus
         result.budgets = [state_of(req).sizes for req in batch.reqs]
         return result
+
+    def clear_cache_pool(self) -> None:
+        """Forget with the KV what was said: a flush leaves nothing of former requests."""
+        if self._corpus is not None:
+            self._corpus.forget()
 
     def prepare_for_kv_cache_release(self, req: "Req") -> None:
         """Keep the last slot of a finished text out of the radix cache.
@@ -191,3 +197,16 @@ class SMCWorker(WeightUpdates):
         if len(req.output_ids) > 1:
             kv = upstream.kv_of(req)
             kv.kv_committed_len = max(kv.kv_committed_len - 1, kv.cache_protected_len)
+
+
+def _draft_of(
+    target: "TpModelWorker", server_args: "ServerArgs", placement: dict[str, Any]
+) -> "TpModelWorker":
+    """The draft's worker, its model loaded."""
+    worker = upstream.build_draft(target, server_args, placement)
+    connect(target, worker)
+    # SGLang looks for the draft's runner under names that only EAGLE's workers declare.
+    runner = worker.model_runner
+    worker.draft_runner = runner  # pyright: ignore[reportAttributeAccessIssue] -- as said
+    worker.draft_runners = [runner]  # pyright: ignore[reportAttributeAccessIssue] -- as said
+    return worker

@@ -104,6 +104,7 @@ def smc_arguments(target: str, draft: str, **settings: Any) -> dict[str, Any]:
         "power",
         "evidence_threshold",
         "draft_temperature",
+        "ngram_weight",
         "max_lag",
         "kernels",
         "round_graph",

@@ -8,6 +8,7 @@ import torch
 from scipy.stats import chisquare
 from toy_worker import NUM_CONTEXTS, Language, Outcome, ToyWorker
 
+from sglang_smc.drafts.corpus import Corpus
 from sglang_smc.ops.interface import Ops
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.budget import Budget
@@ -63,6 +64,7 @@ def run(
     grammar: Callable[[], Any] = lambda: None,
     asked: dict[str, Any] | tuple[dict[str, Any], ...] | None = None,
     ops: Ops = TORCH,
+    corpus: Corpus | None = None,
 ) -> Outcome:
     """Serve requests in ``rows``, or all of them, in one batch; every slot stays where it belongs.
 
@@ -71,7 +73,7 @@ def run(
     """
     sizes = {"num_requests": num_runs, "max_new_tokens": LENGTH, "eos": EOS}
     own = {"chosen": chosen, "budgets": budgets, "grammar": grammar, "asked": asked, "ops": ops}
-    worker = ToyWorker(config, *pair, **sizes, **own)
+    worker = ToyWorker(config, *pair, **sizes, **own, corpus=corpus)
     noise = torch.rand(num_runs, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     outcome = worker.run(list(range(1, num_runs + 1)) if rows is None else rows, noise)
     worker.check_owned()

@@ -14,6 +14,7 @@ import torch
 from edit_cases import NEUTRAL
 from table_entries import entry
 
+from sglang_smc.drafts.corpus import Corpus
 from sglang_smc.drafts.proposal import LanguageModel
 from sglang_smc.memory import arena
 from sglang_smc.models.attention import KVLocations
@@ -190,8 +191,9 @@ class ToyWorker:
         grammar: Callable[[], Any] = lambda: None,
         asked: dict[str, Any] | tuple[dict[str, Any], ...] | None = None,
         ops: Ops = TORCH,
+        corpus: Corpus | None = None,
     ) -> None:
-        self.ops, self.grammar = ops, grammar
+        self.ops, self.grammar, self.corpus = ops, grammar, corpus
         self.asked = asked if isinstance(asked, tuple) else (asked or {},)
         self.config, self.limit, self.eos, self.chosen = config, max_new_tokens, eos, chosen
         self.budgets, self.num_reserved = budgets, 0
@@ -230,7 +232,8 @@ class ToyWorker:
             model.tails = tables.ledger.tails
         drafts = LanguageModel(self.draft)  # type: ignore[arg-type]
         worker._steps = Steps(models[0], drafts, tables.ledger, self.ops)
-        worker._round = Round(worker._steps, tables, self.ops)
+        worker._corpus = self.corpus
+        worker._round = Round(worker._steps, tables, self.ops, self.corpus)
         worker._states = RequestStates(config, random_seed=0)
         worker._recordings = None
         worker.monitor = Monitor(40)

@@ -20,6 +20,18 @@ if TYPE_CHECKING:
     from sglang_smc.memory.ledger import Ledger
 
 
+# What a head asks of SGLang's class of its target: first, to capture states.
+_GIVES_OUT = {
+    "eagle3": ("set_eagle3_layers_to_capture", "get_embed_and_head"),
+    "dflash": (
+        "set_dflash_layers_to_capture",
+        "get_input_embeddings",
+        "logits_processor",
+        "lm_head",
+    ),
+}
+
+
 class Drafting(NamedTuple):
     """A target over particles, and who drafts for it."""
 
@@ -41,9 +53,7 @@ def connect(target: "TpModelWorker", draft: "TpModelWorker") -> None:
     if kind == "model":
         return
     model, head = target.model_runner.model, draft.model_runner.model
-    name = {"eagle3": "set_eagle3_layers_to_capture", "dflash": "set_dflash_layers_to_capture"}
-    needed = [name[kind], "get_embed_and_head" if kind == "eagle3" else "get_input_embeddings"]
-    lacking = [method for method in needed if not hasattr(model, method)]
+    lacking = [name for name in _GIVES_OUT[kind] if not hasattr(model, name)]
     if lacking:
         raise ValueError(
             f"--speculative-draft-model-path is a head of kind {kind}, and SGLang's "
@@ -51,7 +61,7 @@ def connect(target: "TpModelWorker", draft: "TpModelWorker") -> None:
             "a language model as the draft, or a target of another family."
         )
     layers = kinds.captured_layers(config, target.model_runner.model_config.num_hidden_layers)
-    getattr(model, name[kind])(layers)
+    getattr(model, _GIVES_OUT[kind][0])(layers)
     if kind == "eagle3":
         _share_embedding(model, head)
     elif (Path(config.model_path) / "mask_embedding.pt").exists():
@@ -99,7 +109,7 @@ class Beside(NamedTuple):
     """What a draft is put together from."""
 
     target: "TpModelWorker"
-    draft: "TpModelWorker"
+    draft: "TpModelWorker | None"  # None: there are n-gram matches alone
     ledger: "Ledger"  # of KV slots
     kernels: Implementation
     num_particles: int  # N of the server
@@ -113,15 +123,26 @@ class Beside(NamedTuple):
 
 def assemble(given: Beside) -> Drafting:
     """A draft of any kind, beside a target all of whose layers attend by softmax."""
+    if given.draft is None:
+        return _nobody(given)
     build = {"model": _model, "eagle3": _eagle, "dflash": _block}
-    return build[kinds.kind_of(given.draft.model_runner.model_config)](given)
+    return build[kinds.kind_of(given.draft.model_runner.model_config)](given, given.draft)
 
 
-def _model(given: Beside) -> Drafting:
+def _nobody(given: Beside) -> Drafting:
+    from sglang_smc.drafts.nobody import Nobody, NoPrompts
+
+    runner = given.target.model_runner
+    target = ParticleForward(runner, *given.over)
+    width = runner.model_config.vocab_size
+    return Drafting(target, Nobody(target.attn_backend, width), NoPrompts())
+
+
+def _model(given: Beside, draft: "TpModelWorker") -> Drafting:
     from sglang_smc.drafts.prompts import ModelPrompts
 
-    widths = vocabulary.vocabularies(given.target, given.draft)
-    runner = given.draft.model_runner
+    widths = vocabulary.vocabularies(given.target, draft)
+    runner = draft.model_runner
     forward = vocabulary.with_width(ParticleForward(runner, *given.over), *widths)
     return Drafting(
         ParticleForward(given.target.model_runner, *given.over),
@@ -130,12 +151,12 @@ def _model(given: Beside) -> Drafting:
     )
 
 
-def _eagle(given: Beside) -> Drafting:
+def _eagle(given: Beside, draft: "TpModelWorker") -> Drafting:
     from sglang_smc.drafts.eagle import EagleForward, EagleHead
     from sglang_smc.drafts.prompts import EaglePrompts
     from sglang_smc.drafts.states import ReadTarget, StateTable
 
-    runner, of_target, ledger = given.draft.model_runner, given.target.model_runner, given.ledger
+    runner, of_target, ledger = draft.model_runner, given.target.model_runner, given.ledger
     model: Any = runner.model
     table = StateTable.of(
         ledger.tails,
@@ -154,12 +175,12 @@ def _eagle(given: Beside) -> Drafting:
     return Drafting(reads, head, EaglePrompts(runner, reads, table, ledger, given.num_particles))
 
 
-def _block(given: Beside) -> Drafting:
+def _block(given: Beside, draft: "TpModelWorker") -> Drafting:
     from sglang_smc.drafts.block import BlockForward, BlockHead
     from sglang_smc.drafts.prompts import BlockPrompts
     from sglang_smc.drafts.states import ReadTarget
 
-    runner, of_target = given.draft.model_runner, given.target.model_runner
+    runner, of_target = draft.model_runner, given.target.model_runner
     forward = BlockForward(runner, *given.over, of_target.model)
     head = BlockHead(forward, kinds.mask_token(runner.model_config))
     return Drafting(ReadTarget(of_target, *given.over, head), head, BlockPrompts(head))

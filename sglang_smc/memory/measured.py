@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def sizes_of(
     target: "ModelRunner",
-    draft: "ModelRunner",
+    draft: "ModelRunner | None",
     *,
     num_slots: int,
     most_running: int,
@@ -26,12 +26,14 @@ def sizes_of(
         most_running: requests that run at a time.
         beside: bytes of what stands beside pool and models, by name.
     """
-    of_target, of_draft = slot_bytes(target.token_to_kv_pool), slot_bytes(draft.token_to_kv_pool)
+    of_target = slot_bytes(target.token_to_kv_pool)
+    of_draft = 0 if draft is None else slot_bytes(draft.token_to_kv_pool)
+    weights = () if draft is None else draft.model.parameters()
     return Sizes(
         num_slots=num_slots,
         slot_bytes=of_target + of_draft,
         target_slot_bytes=of_target,
-        draft_weight_bytes=sum(map(_num_bytes, draft.model.parameters())),
+        draft_weight_bytes=sum(map(_num_bytes, weights)),
         most_running=most_running,
         context_length=target.model_config.context_len,
         beside=beside,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
 
 DRAFT_KEY = "draft_model_path"
+_NO_DRAFT = "New weights are for the draft, and this server has no draft model. Leave them out."
 """The key in the `manifest` of an update from disk that names the draft's new checkpoint."""
 
 DRAFT_PREFIX = "draft."
@@ -33,11 +34,11 @@ LOAD_FORMATS = ("auto", "safetensors")
 class WeightUpdates(BaseSpecWorker):
     """The part of the worker that takes new weights; `patches/weights.py` asks it."""
 
-    _draft_worker: "TpModelWorker"
+    _draft_worker: "TpModelWorker | None"
 
     @property
-    def draft_worker(self) -> "TpModelWorker":
-        """The draft's, which is a whole model."""
+    def draft_worker(self) -> "TpModelWorker | None":
+        """The draft's, which is a whole model or a head; None where there is none."""
         return self._draft_worker
 
     def reason_not_to_update(self, recv_req: "UpdateWeightFromDiskReqInput") -> str | None:
@@ -61,7 +62,8 @@ class WeightUpdates(BaseSpecWorker):
         found = [_reason(recv_req.model_path, self.target_worker)]
         draft = _draft_path(recv_req)
         if draft is not None:
-            found.append(_reason(draft, self.draft_worker))
+            own = self.draft_worker
+            found.append(_NO_DRAFT if own is None else _reason(draft, own))
         return next((reason for reason in found if reason is not None), None)
 
     def load_draft(self, recv_req: "UpdateWeightFromDiskReqInput") -> str | None:
@@ -69,6 +71,7 @@ class WeightUpdates(BaseSpecWorker):
         path = _draft_path(recv_req)
         if path is None:
             return None
+        assert self.draft_worker is not None, "`reason_not_to_update` was asked before"
         updater = self.draft_worker.model_runner.weight_updater
         assert recv_req.load_format is not None, "SGLang's tokenizer manager fills in the server's"
         success, message = updater.update_weights_from_disk(path, recv_req.load_format)
@@ -93,7 +96,9 @@ class WeightUpdates(BaseSpecWorker):
             if name.startswith(DRAFT_PREFIX)
         ]
         for worker, named in ((self.target_worker, own), (self.draft_worker, drafts)):
-            if named:
+            if named and worker is None:
+                return False, _NO_DRAFT
+            if named and worker is not None:
                 updater = worker.model_runner.weight_updater
                 success, message = updater.update_weights_from_tensor(named, recv_req.load_format)
                 if not success:

@@ -15,8 +15,10 @@ from sglang_smc.options.server import (
     RANGES,
     SERVER_FIELDS,
     Integer,
+    Number,
     Range,
     SMCConfig,
+    flag_of,
     with_mode,
 )
 
@@ -71,6 +73,14 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
     def _usual_lag(self) -> int:
         # Who wants to see the particles wants them to differ.
         return LONG_LAG if self.return_particles else super()._usual_lag
+
+    @property
+    def uses_matches(self) -> bool:
+        """Whether n-gram matches can change what it drafts: at temperature 0 the likelier token.
+
+        That is the draft's unless w is above a half.
+        """
+        return self.num_steps > 0 and self.ngram_weight > (0.5 if self.greedy else 0.0)
 
     @property
     def covering(self) -> float:
@@ -168,6 +178,11 @@ def _range_of(name: str, server: SMCConfig) -> Range:
         return Integer(1, getattr(server, name))
     if name == "max_lag":
         return Integer(1, server.most_lag)
+    if name == "ngram_weight" and not server.keeps_texts:
+        flag = flag_of("ngram_weight")
+        return Number(0, 0, meaning=f"0, since this server has no {flag} and keeps no texts")
+    if name == "ngram_weight" and server.has_no_draft:
+        return Number(1, 1, meaning="1, since this server has no draft model")
     return RANGES[name]
 
 
@@ -198,6 +213,12 @@ def _conflicts(config: RequestConfig, chosen: dict[str, Any]) -> list[str]:
             f"has evidence_threshold={config.evidence_threshold!r} beside a grammar; allowed: "
             "evidence_threshold 0, since only p itself has a known normaliser. Leave it out, or "
             "add mode='mixed'."
+        )
+    if config.weighs and config.ngram_weight == 1:
+        found.append(
+            "has mode='smc' beside ngram_weight=1; allowed: mode 'exact', 'mixed' or 'auto', which "
+            "draw from the target what no match proposes. Add mode='exact', or a smaller weight "
+            "where there is a draft model."
         )
     if config.power == 1.0:
         return found

@@ -44,6 +44,7 @@ SERVER_ARGS_FIELDS = {
     "evidence_threshold": "speculative_smc_evidence_threshold",
     "tilt": "speculative_smc_tilt",
     "draft_temperature": "speculative_smc_draft_temperature",
+    "ngram_weight": "speculative_smc_ngram_weight",
     "max_lag": "speculative_smc_max_lag",
     "kernels": "speculative_smc_kernels",
     "round_graph": "speculative_smc_round_graph",
@@ -102,6 +103,10 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     draft_temperature: float | None = None
     """The draft's temperature, where it is not to be the request's own."""
 
+    ngram_weight: float = 0.0
+    """w: q is (1 - w) times the draft's law plus w times that of n-gram matches, where there are
+    any. 1 is for servers without a draft model."""
+
     max_lag: int | None = None
     """smc: tokens a particle may run ahead of the text that all share, before the oldest of them
     are drawn. Where it is not given: `LAG`, but `LONG_LAG` for a target that is not normalized."""
@@ -140,6 +145,16 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     def is_exact(self) -> bool:
         """Whether rounds verify all that is drafted."""
         return self.mode == "exact"
+
+    @property
+    def keeps_texts(self) -> bool:
+        """Whether the server keeps what was said, for n-gram matches."""
+        return self.ngram_weight > 0
+
+    @property
+    def has_no_draft(self) -> bool:
+        """Whether a server's n-gram matches are all that drafts."""
+        return self.ngram_weight == 1
 
     @property
     def lag(self) -> int:
@@ -185,6 +200,13 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(
                 f"{flag_of('tilt')} is {self.tilt!r}, but {flag_of('mode')} is {self.mode!r}; "
                 "allowed: mode 'auto', which it implies. Leave one of the two out."
+            )
+        if self.weighs and self.ngram_weight == 1:
+            raise ValueError(
+                f"{flag_of('ngram_weight')} is {self.ngram_weight!r}, but {flag_of('mode')} is "
+                f"{self.mode!r}; allowed: 'exact', 'mixed' and 'auto', which draw from the target "
+                "what no match proposes: weights cannot make up for tokens that are never drafted. "
+                f"Pass {flag_of('mode')} exact, or a smaller weight with a draft model."
             )
 
     def _check_power(self) -> None:
@@ -276,6 +298,7 @@ RANGES: dict[str, Range] = {
     "tilt": Number(0),
     # As SGLang's own, below which sampling is greedy; division by less leaves float32.
     "draft_temperature": Number(1e-6),
+    "ngram_weight": Number(0, 1, meaning="a number from 0 (none) to 1 (no draft model)"),
     "max_lag": Integer(1),
     "kernels": Choice(KERNELS),
     "round_graph": Choice(ROUND_GRAPH),

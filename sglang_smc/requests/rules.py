@@ -9,7 +9,7 @@ import torch
 
 from sglang_smc.requests.grammar import Grammar
 from sglang_smc.requests.processors import Processors
-from sglang_smc.requests.state import state_of
+from sglang_smc.requests.state import find_state, state_of
 from sglang_smc.requests.stopping import StopTexts
 from sglang_smc.requests.text_rule import BatchTexts, TextRule
 from sglang_smc.state.population import Population
@@ -33,6 +33,9 @@ def has_rules(req: "Req") -> bool:
 
 def needs_host(req: "Req") -> bool:
     """Whether rounds of a request wait until the host knows its text."""
+    state = find_state(req)
+    if state is not None and state.config.uses_matches:
+        return True
     return any(rule.needs_host and rule.applies(req) for rule in RULES)
 
 

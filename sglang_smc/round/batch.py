@@ -20,6 +20,8 @@ from sglang_smc.tokens.edits import Edits
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
+    from sglang_smc.drafts.ngram import Matches
+
 
 class RoundShape(NamedTuple):
     """Sizes and kinds in a batch, known without asking the device; tensors are cut to them."""
@@ -39,6 +41,7 @@ class RoundShape(NamedTuple):
     shows_particles: bool  # some request wants all of its particles with the answer
     has_open_token: bool  # particles of some request may differ in its first token
     has_rules: bool  # the host looks at some request's text
+    has_matches: bool  # some request's drafts are mixed with n-gram matches
     logprobs: LogprobWidths  # of the log-probabilities that requests want
     methods: tuple[str, ...]  # how ancestors are drawn, by one request or another
 
@@ -68,6 +71,7 @@ class RoundShape(NamedTuple):
             "return_particles": self.shows_particles,
             "particles that differ in the first token": self.has_open_token,
             "structured output, stop texts or a custom logit processor": self.has_rules,
+            "n-gram matches": self.has_matches,
             "log-probabilities": self.logprobs.own,
             f"more than {self.logprobs.top} top_logprobs": self.logprobs.top,
             f"more than {self.logprobs.listed} token_ids_logprob": self.logprobs.listed,
@@ -122,6 +126,7 @@ class RoundBatch(NamedTuple):
     q_rules: SamplingRules  # of the draft's
     rules: TextRules
     edits: Edits | None = None  # where some request has one
+    matches: "Matches | None" = None  # where some request wants them
 
 
 def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundShape:
@@ -147,6 +152,7 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
         shows_particles=False,
         has_open_token=config.power != 1.0,
         has_rules=False,
+        has_matches=False,
         logprobs=NO_LOGPROBS,
         methods=(config.resampling_method,) if now.weighs or now.num_steps == 0 else (),
     )
@@ -193,6 +199,7 @@ def shape_of(reqs: "list[Req]") -> RoundShape:
         shows_particles=any(config.return_particles for config in configs),
         has_open_token=not all(config.is_normalized for config in configs),
         has_rules=any(has_rules(req) for req in reqs),
+        has_matches=any(config.uses_matches for config in configs),
         logprobs=LogprobWidths.of(reqs),
         methods=_methods(configs),
     )

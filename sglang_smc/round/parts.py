@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from sglang.srt.managers.tp_worker import TpModelWorker
 
 from sglang_smc.drafts import assembly as drafts
+from sglang_smc.drafts.corpus import Corpus
 from sglang_smc.drafts.kinds import kind_of
 from sglang_smc.memory.measured import sizes_of
 from sglang_smc.memory.table import Table
@@ -33,20 +34,23 @@ class Parts(NamedTuple):
 
 def assemble(
     target: TpModelWorker,
-    draft: TpModelWorker,
+    draft: TpModelWorker | None,
     *,
     config: SMCConfig,
     ops: Ops,
     states: RequestStates,
     tables: Tables,
+    corpus: Corpus | None = None,
 ) -> Parts:
     """The parts of a server, each model run once over a particle.
 
     Args:
-        target, draft: SGLang's workers of the two models, their pools built.
+        target, draft: SGLang's workers of the two models, their pools built; there may be no
+            draft model.
         ops: the small operations.
         states: begins requests on the host.
         tables: where they live on the device.
+        corpus: what n-gram matches are of, where there are any.
 
     Raises:
         ValueError: for a model that rounds cannot run.
@@ -56,7 +60,9 @@ def assemble(
     recurrent = _recurrent(target, config, ops, tables)
     steps = Steps(recurrent or drafting.target, drafting.proposal, tables.ledger, ops)
     check_layers(target.model_runner)
-    check_layers(draft.model_runner, blocks=kind_of(draft.model_runner.model_config) == "dflash")
+    if draft is not None:
+        runner = draft.model_runner
+        check_layers(runner, blocks=kind_of(runner.model_config) == "dflash")
     rehearse(steps)
     prefill = Prefill(
         target,
@@ -67,7 +73,7 @@ def assemble(
         config.num_particles,
         take_up=None if recurrent is None else recurrent.take_up,
     )
-    return Parts(steps, prefill, Round(steps, tables, ops))
+    return Parts(steps, prefill, Round(steps, tables, ops, corpus))
 
 
 def _recurrent(
@@ -90,7 +96,7 @@ def _recurrent(
 def memory_of(
     config: SMCConfig,
     target: TpModelWorker,
-    draft: TpModelWorker,
+    draft: TpModelWorker | None,
     tables: Tables,
     state_bytes: int,
     graph_gigabytes: float,
@@ -105,5 +111,6 @@ def memory_of(
     """
     states = {"states of the target": state_bytes} if state_bytes else {}
     beside = {**tables.sizes(), **states, "round graphs": round(graph_gigabytes * 2**30)}
-    sizes = sizes_of(target.model_runner, draft.model_runner, beside=beside, **pool)
+    of_draft = None if draft is None else draft.model_runner
+    sizes = sizes_of(target.model_runner, of_draft, beside=beside, **pool)
     return Table.of(config, sizes)

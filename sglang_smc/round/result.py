@@ -9,6 +9,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
+from sglang_smc.drafts.corpus import Corpus
 from sglang_smc.options.budget import Budget
 from sglang_smc.options.policy import Policy
 from sglang_smc.requests import rules
@@ -105,6 +106,7 @@ class SMCBatchResult(GenerationBatchResult):
     monitor: Monitor | None = None
     budgets: list[Budget] | None = None  # N and K of each request in this round
     policy: Policy | None = None  # that learns from them
+    corpus: Corpus | None = None  # that reads what is emitted
 
     @classmethod
     def of(cls, outcome: Outcome, monitor: Monitor, replayed: bool = False) -> "SMCBatchResult":
@@ -174,6 +176,8 @@ class SMCBatchResult(GenerationBatchResult):
             req.spec_num_correct_drafts, req.spec_correct_drafts_histogram = before[i]
             if live[i]:
                 self._take(i, req, kept[i], len(tokens[i]), totals[i])
+                if self.corpus is not None:
+                    self.corpus.read(req, tokens[i])
         self.monitor.end_round()
         if self.policy is not None:
             self.policy.end_round()

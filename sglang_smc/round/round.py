@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_smc.drafts.corpus import Corpus
+from sglang_smc.drafts.ngram import Matches
 from sglang_smc.ops.interface import Ops
 from sglang_smc.requests.rules import TextRules
 from sglang_smc.requests.text_rule import BatchTexts
@@ -34,12 +36,16 @@ class Round:
         steps: with its models.
         tables: where requests live between rounds.
         ops: the small operations.
+        corpus: what n-gram matches are of, where there are any.
     """
 
-    def __init__(self, steps: Steps, tables: Tables, ops: Ops) -> None:
+    def __init__(
+        self, steps: Steps, tables: Tables, ops: Ops, corpus: Corpus | None = None
+    ) -> None:
         self._steps = steps
         self._tables = tables
         self._ops = ops
+        self._corpus = corpus
 
     def play(self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]" = ()) -> Outcome:
         """Play a round: from every particle's last token to what all of them agree on.
@@ -69,7 +75,9 @@ class Round:
 
     def resize(self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]") -> None:
         """Bring populations to the sizes that they have in this round."""
-        as_held = shape._replace(num_particles=shape.num_held, edits=False, has_rules=False)
+        as_held = shape._replace(
+            num_particles=shape.num_held, edits=False, has_rules=False, has_matches=False
+        )
         batch, held = self._load_round(inputs, as_held, reqs)
         resized = self._steps.resize(batch, held)
         self._tables.particles.scatter(batch.rows, resized)
@@ -116,8 +124,14 @@ class Round:
             q_rules=q_rules,
             rules=rules,
             edits=edits,
+            matches=self._matches(reqs, before) if shape.has_matches else None,
         )
         return batch, before
+
+    def _matches(self, reqs: "Sequence[Req]", before: Population) -> Matches:
+        """What may follow the texts that the round starts from."""
+        assert self._corpus is not None, "a request has matches where the server keeps texts alone"
+        return Matches.of(self._corpus, list(reqs), before)
 
     def _commit(
         self,

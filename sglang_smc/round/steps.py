@@ -137,7 +137,7 @@ class Steps:
         same_text = self.ops.same_text(texts, population.lengths, batch.may_stratify)
         numbers = self.ops.uniforms(settings.seeds, positions, Purpose.DRAFT)
         numbers = numbers.permute(2, 0, 1).contiguous()  # [K, G, N]
-        watchable = choose(self.ops, batch)
+        watchable, matches = choose(self.ops, batch), batch.matches
         held: torch.Tensor | None = None
         tokens: torch.Tensor | None = None
         drawn: list[torch.Tensor] = []
@@ -147,7 +147,9 @@ class Steps:
             at_step, same_text = self.ops.stratify(numbers[step], same_text, tokens)
             if tokens is not None:
                 logits = self.draft.go_on(step, tokens, slots)
+                matches = None if matches is None else matches.follow(tokens)
             q = self._q(batch, logits, drawn)
+            q = q if matches is None else matches.mixed(self.ops, q)
             tokens, log_q_of_tokens = q.sample(self.ops, at_step)
             drawn.append(tokens)
             log_q.append(log_q_of_tokens)

@@ -9,6 +9,7 @@ a round on a GPU.
 
 import torch
 
+from sglang_smc.drafts.ngram import as_law
 from sglang_smc.ops.interface import Ops
 from sglang_smc.round.batch import RoundBatch
 from sglang_smc.round.decision import Drafts
@@ -46,5 +47,7 @@ def look(
         return after
     rows = drafts.held.unflatten(0, batch.starts.shape)
     q = TokenDistribution.of(ops, rows, batch.q_rules, batch.shape.kinds)
+    if batch.matches is not None:  # what is held is q itself
+        q = as_law(drafts.held, q)
     path = Path(ancestors, before.lengths, after.lengths, after.tokens)
     return after._replace(fidelity=ops.watch(after.fidelity, drafts.watchable, path, p, q))

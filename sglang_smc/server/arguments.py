@@ -16,6 +16,7 @@ from sglang_smc.options.server import (
     SERVER_ARGS_FIELDS,
     SMCConfig,
     cpu_overlap_is_forced,
+    flag_of,
 )
 from sglang_smc.process import drafts_all
 from sglang_smc.server import presets, requirements
@@ -155,9 +156,19 @@ def _kernel_problems(config: SMCConfig, device: str | None) -> list[str]:
 
 
 def _draft_problems(server_args: Arguments) -> list[str]:
-    if server_args.speculative_draft_model_path is not None:
+    path, flag = server_args.speculative_draft_model_path, flag_of("ngram_weight")
+    if server_args.speculative_smc_ngram_weight == 1:
+        if path is None:
+            return []
+        return [
+            f"{flag} is 1 and --speculative-draft-model-path is {path!r}; allowed: one of both, "
+            "since n-gram matches draft alone there. Leave the draft out, or pass a smaller "
+            "weight."
+        ]
+    if path is not None:
         return []
     return [
         "--speculative-draft-model-path is missing. Pass a folder or a Hugging Face id of a "
-        "smaller model with the target's vocabulary."
+        f"smaller model with the target's vocabulary; without one, {flag} 1 drafts from n-gram "
+        "matches alone, in the modes that verify."
     ]

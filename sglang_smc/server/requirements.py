@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.environ import envs
 
+from sglang_smc.options.server import RANGES, Choice, Integer, flag_of
+from sglang_smc.upstream import HAS_NGRAM_CACHE, release
+
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
@@ -30,6 +33,7 @@ _NO_PLUGINS = "SGLang loads no plugins in those processes"
 _NO_REJECTION = "SMC weighs the draft's tokens, it rejects none"
 _OWN_ADAPTIVE = "it adapts K alone; SMC's own is --speculative-smc-adaptive"
 _OTHER = "this belongs to other algorithms and would have no effect"
+_MATCHES = f"it acts on n-gram matches, and {flag_of('ngram_weight')} is 0"
 _OWN_FORWARD = "it watches SGLang's own forward passes, and rounds run the models themselves"
 _OWN_ATTENTION = "particles have an attention of their own, which this would not reach"
 _OWN_GRAPHS = "rounds are captured by SMC itself, which this would not reach"
@@ -175,11 +179,6 @@ _OTHER_ALGORITHMS = (
     Requirement("speculative_dspark_sps_table_path", (None,), _OTHER),
     Requirement("speculative_dspark_confidence_sts_path", (None,), _OTHER),
     Requirement("speculative_dspark_align_verify_tokens_to_graph_tier", (False,), _OTHER),
-    Requirement("speculative_ngram_min_bfs_breadth", (1,), _OTHER),
-    Requirement("speculative_ngram_max_bfs_breadth", (10,), _OTHER),
-    Requirement("speculative_ngram_match_type", ("BFS",), _OTHER),
-    Requirement("speculative_ngram_max_trie_depth", (18,), _OTHER),
-    Requirement("speculative_ngram_capacity", (10_000_000,), _OTHER),
     Requirement("speculative_ngram_external_corpus_path", (None,), _OTHER),
     Requirement("speculative_ngram_external_sam_budget", (0,), _OTHER),
     Requirement("speculative_ngram_external_corpus_max_tokens", (10_000_000,), _OTHER),
@@ -192,21 +191,65 @@ _OTHER_ALGORITHMS = (
     Requirement("linear_attn_verify_backend", (None,), _OTHER),
 )
 
-REQUIREMENTS = (*_PARALLELISM, *_MEMORY, *_MODES, *_OWN_WAYS, *_OTHER_ALGORITHMS)
+_NGRAM = (
+    Requirement("speculative_ngram_min_bfs_breadth", (1,), _MATCHES),
+    Requirement("speculative_ngram_max_bfs_breadth", (10,), _MATCHES),
+    Requirement("speculative_ngram_match_type", ("BFS",), _MATCHES),
+    Requirement("speculative_ngram_max_trie_depth", (18,), _MATCHES),
+    Requirement("speculative_ngram_capacity", (10_000_000,), _MATCHES),
+)
+
+REQUIREMENTS = (*_PARALLELISM, *_MEMORY, *_MODES, *_OWN_WAYS, *_OTHER_ALGORITHMS, *_NGRAM)
 
 
 def unmet(server_args: "ServerArgs") -> list[str]:
     """A sentence for each requirement that is not met, and what to do."""
     # Until the end of resolution, fields may lag behind what earlier steps have declared.
     view = resolved_view(server_args)
-    present = [required for required in REQUIREMENTS if hasattr(view, required.field)]
+    skipped = _NGRAM if _keeps_texts(view) else ()
+    present = [
+        required
+        for required in REQUIREMENTS
+        if required not in skipped and hasattr(view, required.field)
+    ]
     found = [(required, getattr(view, required.field)) for required in present]
     return [
         f"--{required.field.replace('_', '-')} is {value!r}; allowed: "
         f"{' or '.join(map(repr, required.allowed))}, since {required.because}. {required.instead}"
         for required, value in found
         if value not in required.allowed
-    ] + [*_draft_problems(view), *_environment_problems()]
+    ] + [*_draft_problems(view), *_ngram_problems(view), *_environment_problems()]
+
+
+def _keeps_texts(view: Any) -> bool:
+    weight = view.speculative_smc_ngram_weight
+    return weight is not None and RANGES["ngram_weight"].holds(weight) and weight > 0
+
+
+def _ngram_problems(view: Any) -> list[str]:
+    """What SGLang's cache cannot be built with, or would end the process at."""
+    if not _keeps_texts(view):
+        return []
+    if not HAS_NGRAM_CACHE:
+        return [
+            f"{flag_of('ngram_weight')} is {view.speculative_smc_ngram_weight!r} on SGLang "
+            f"{release()}; allowed: 0, since its n-gram cache does not compile everywhere. "
+            "Leave it out, or install SGLang 0.5.22 or later."
+        ]
+    depth = view.speculative_ngram_max_trie_depth
+    narrowest = view.speculative_ngram_min_bfs_breadth
+    allowed = {
+        "speculative_ngram_max_trie_depth": Integer(2),
+        "speculative_ngram_min_bfs_breadth": Integer(1),
+        "speculative_ngram_max_bfs_breadth": Integer(narrowest),
+        "speculative_ngram_capacity": Integer(depth + 1),
+        "speculative_ngram_match_type": Choice(("BFS", "PROB")),
+    }
+    return [
+        f"--{field.replace('_', '-')} is {getattr(view, field)!r}; allowed: {values}. Leave it out."
+        for field, values in allowed.items()
+        if not values.holds(getattr(view, field))
+    ]
 
 
 def _draft_problems(view: Any) -> list[str]:

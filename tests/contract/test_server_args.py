@@ -37,6 +37,7 @@ GIVEN = {
     "speculative_smc_power": 2.0,
     "speculative_smc_evidence_threshold": 0,
     "speculative_smc_draft_temperature": 0.9,
+    "speculative_smc_ngram_weight": 0.25,
     "speculative_smc_max_lag": 32,
     "speculative_smc_kernels": "torch",
     "speculative_smc_round_graph": "off",
@@ -57,6 +58,7 @@ DEFAULTS = {
     "speculative_smc_evidence_threshold": None,
     "speculative_smc_tilt": None,
     "speculative_smc_draft_temperature": None,
+    "speculative_smc_ngram_weight": 0.0,
     "speculative_smc_max_lag": None,
     "speculative_smc_kernels": "auto",
     "speculative_smc_round_graph": "auto",
@@ -65,6 +67,7 @@ DEFAULTS = {
 }
 
 HELP = DEFAULTS | {
+    "speculative_smc_ngram_weight": 0,
     "speculative_smc_power": 1,
     "speculative_smc_evidence_threshold": EVIDENCE_THRESHOLD,
     "speculative_smc_tilt": f"that of a threshold of {AUTO_EVIDENCE_THRESHOLD:g}",

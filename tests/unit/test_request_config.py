@@ -32,6 +32,7 @@ CHOICES: dict[str, Any] = {
     "evidence_threshold": 0.75,
     "tilt": 0.1,
     "draft_temperature": 0.5,
+    "ngram_weight": 0.25,
     "max_lag": 3,
     "return_particles": True,
 }

@@ -1,0 +1,225 @@
+"""What the corpus reads and answers, and how a round follows its trees."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from toy_corpus import ToyTrie, Tree, answer
+
+from sglang_smc.drafts.corpus import NONE, Corpus, as_trees, open_corpus
+from sglang_smc.drafts.ngram import Matches
+from sglang_smc.ops.torch_ops import TORCH
+from sglang_smc.options.request import RequestConfig
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.requests.state import RequestState
+from sglang_smc.tokens.distribution import TokenDistribution
+
+SETTINGS = {
+    "speculative_ngram_max_trie_depth": 6,
+    "speculative_ngram_min_bfs_breadth": 1,
+    "speculative_ngram_max_bfs_breadth": 10,
+    "speculative_ngram_match_type": "BFS",
+    "speculative_ngram_capacity": 10_000,
+}
+
+
+def request(prompt: list[int], answered: list[int], weight: float = 0.5) -> Any:
+    config = RequestConfig(ngram_weight=weight)
+    return SimpleNamespace(
+        origin_input_ids=prompt, output_ids=answered, smc_state=RequestState.of(0, config)
+    )
+
+
+def population(tails: list[list[list[int]]]) -> Any:
+    """Of groups of particles with these tails."""
+    longest = max(len(tail) for group in tails for tail in group) + 1
+    padded = [[tail + [-1] * (longest - len(tail)) for tail in group] for group in tails]
+    tokens = torch.tensor(padded)
+    return SimpleNamespace(
+        last_emitted=torch.zeros(tokens.shape[:2], dtype=torch.int64),
+        tokens=tokens,
+        lengths=torch.tensor([[len(tail) for tail in group] for group in tails]),
+        texts=tokens,
+    )
+
+
+def tree_of(tokens: np.ndarray, parents: np.ndarray, node: int = 0) -> Tree:
+    return {
+        int(tokens[child]): tree_of(tokens, parents, child)
+        for child in np.flatnonzero(parents == node)
+    }
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {},
+        {5: {6: {7: {}}}},
+        {5: {0: {}}, 6: {}},
+        {0: {4: {}}},
+        {3: {}, 2: {}, 1: {}, 4: {}, 9: {}},
+        {0: {0: {0: {0: {0: {}}}}}},
+    ],
+)
+def test_trees_are_read_as_sglang_writes_them(tree: Tree) -> None:
+    """Red for a parent that is not the nearest, and for padding that is taken for token 0."""
+    tokens, mask = answer(8, tree, 6)
+    found = as_trees(np.array([tokens, tokens]), np.stack([mask, mask]), 6)
+    for row in range(2):
+        assert tree_of(found[0][row], found[1][row]) == tree
+    assert (found[1][:, 0] == NONE).all()
+
+
+def test_padding_and_a_lone_token_0_look_alike_and_are_nothing() -> None:
+    tokens, mask = answer(8, {3: {}, 0: {}}, 6)
+    found = as_trees(np.array(tokens), mask, 6)
+    assert tree_of(found[0][0], found[1][0]) == {3: {}}
+
+
+def test_each_token_is_read_once_with_what_stands_before_it() -> None:
+    """Red where a seam between prompt, rounds and answers is lost, or a text read twice."""
+    trie = ToyTrie()
+    corpus, req = Corpus(trie, 4, 6), request([1, 2, 3, 4, 5, 6], [])
+    corpus.read(req)
+    corpus.read(req)
+    assert trie.told == [[1, 2, 3, 4, 5, 6]]
+    corpus.read(req, [7, 8])
+    assert trie.told[1:] == [[4, 5, 6, 7, 8]]
+    req.output_ids = [7, 8]
+    corpus.read(req)
+    corpus.read(req, [9])
+    assert trie.told[2:] == [[6, 7, 8, 9]]
+    req.output_ids = [7, 8, 9, 10, 11, 12, 13]
+    corpus.read(req, [14])
+    assert trie.told[3:] == [[7, 8, 9, 10, 11, 12, 13, 14]]
+
+
+def test_what_particles_have_not_settled_is_not_read() -> None:
+    trie = ToyTrie()
+    req = request([1, 2], [3])
+    req.smc_state.open_token.begin(0)
+    Corpus(trie, 4, 6).read(req)
+    assert trie.told == [[1, 2]]
+
+
+def corpus_of(*texts: list[int], **more: Any) -> Corpus:
+    """SGLang's own, compiled."""
+    corpus = open_corpus(SimpleNamespace(**{**SETTINGS, **more}), SMCConfig(num_steps=4))
+    for text in texts:
+        corpus.read(request(text, []))
+    return corpus
+
+
+def trees(corpus: Corpus, reqs: list[Any], tails: list[list[list[int]]]) -> list[Tree]:
+    tokens, parents = corpus.trees(reqs, population(tails))
+    return [tree_of(*row) for row in zip(tokens, parents, strict=True)]
+
+
+def test_sglangs_corpus_continues_each_particles_own_text() -> None:
+    """Red where a particle is matched by another's text or by its own of the round before."""
+    corpus = corpus_of([11, 12, 13, 14, 15, 16], [21, 22, 23, 24, 25])
+    req = request([40, 11], [12])
+    assert trees(corpus, [req], [[[13], [21, 22]]]) == [
+        {14: {15: {16: {}}}},
+        {23: {24: {25: {}}}},
+    ]
+    # The same request, each particle with a text that is no continuation of its last.
+    assert trees(corpus, [req], [[[21, 22, 23], [13, 14]]]) == [{24: {25: {}}}, {15: {16: {}}}]
+    assert trees(corpus, [req], [[[99], [13]]]) == [{}, {14: {15: {16: {}}}}]
+
+
+def test_prompts_answer_and_who_wants_none() -> None:
+    corpus = corpus_of()
+    talks, silent = request([1, 2, 3, 4, 1, 2], [3]), request([1, 2], [3], weight=0.0)
+    found = trees(corpus, [talks, silent], [[[]], [[]]])
+    assert found[0] == {4: {1: {2: {3: {}}}}}
+    assert found[1] == {}
+
+
+def test_a_flush_leaves_nothing() -> None:
+    corpus = corpus_of([11, 12, 13])
+    req = request([5, 11], [12])
+    assert trees(corpus, [req], [[[]]]) == [{13: {}}]
+    corpus.forget()
+    assert trees(corpus, [request([5, 11], [12])], [[[]]]) == [{}]
+
+
+def test_what_sglang_cannot_build_is_said_with_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.speculative.cpp_ngram import ngram_corpus
+
+    def broken() -> type:
+        raise RuntimeError("ninja exited with status 1\nx.h:13:17: error: no such thing\nmore")
+
+    monkeypatch.setattr(ngram_corpus, "get_ngram_corpus_cls", broken)
+    with pytest.raises(ValueError, match=r"ngram-weight.*x.h:13:17: error: no such thing.*g\+\+"):
+        corpus_of()
+
+
+def matches(tree: Tree, weights: list[float], *, alone: bool = False) -> Matches:
+    """One tree for all particles."""
+    tokens, mask = answer(1, tree, 6)
+    found = [torch.from_numpy(these) for these in as_trees(np.array(tokens), mask, 6)]
+    size = len(weights)
+    return Matches(
+        *(these.expand(size, -1) for these in found),
+        torch.zeros(size, dtype=torch.int64),
+        torch.tensor(weights),
+        alone,
+    )
+
+
+def law(logits: list[list[float]], **more: Any) -> TokenDistribution:
+    """Of a group for each row."""
+    return TokenDistribution(torch.tensor(logits), torch.ones(len(logits)), **more)
+
+
+def test_a_particle_that_leaves_its_tree_never_comes_back() -> None:
+    here = matches({1: {2: {1: {}}}, 2: {}}, [0.5] * 3)
+    steps = [torch.tensor([[1, 2, 3]]), torch.tensor([[2, 2, 1]]), torch.tensor([[1, 1, 2]])]
+    nodes = []
+    for drawn in steps:
+        here = here.follow(drawn)
+        nodes.append(here.node.tolist())
+    assert nodes == [[1, 2, -1], [3, -1, -1], [4, -1, -1]]
+
+
+def probs(of: TokenDistribution) -> list[list[float]]:
+    found = of.log_probs(TORCH).exp()
+    return [[round(value, 5) for value in row] for row in found.tolist()]
+
+
+def test_a_forbidden_token_gets_no_mass() -> None:
+    """Red where a match speaks over masks, biases of -inf or filters of its request."""
+    q = law([[0.0, 0.0, -torch.inf], [0.0, 0.0, 0.0]])
+    assert probs(matches({2: {}}, [0.5, 0.5]).mixed(TORCH, q)) == [
+        [0.5, 0.5, 0.0],
+        [round(1 / 6, 5), round(1 / 6, 5), round(2 / 3, 5)],
+    ]
+    filters = torch.ones(1), torch.tensor([2]), torch.ones(1), torch.zeros(1)
+    logits = torch.tensor([[2.0, 1.0, 0.0]])
+    cut = law(logits.tolist(), kept=TORCH.keep_tokens(logits, *filters))
+    assert probs(matches({2: {}}, [0.5]).mixed(TORCH, cut))[0][2] == 0.0
+    assert probs(matches({1: {}}, [0.5]).mixed(TORCH, cut))[0][1] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("weight", "tree", "expected"),
+    [(0.4, {2: {}}, 0), (0.6, {2: {}}, 2), (0.6, {2: {}, 1: {}}, 0), (0.9, {2: {}, 1: {}}, 1)],
+)
+def test_at_temperature_0_the_likelier_of_both_is_drafted(
+    weight: float, tree: Tree, expected: int
+) -> None:
+    q = law([[3.0, 1.0, 0.0]], greedy=torch.tensor([True]))
+    found = probs(matches(tree, [weight]).mixed(TORCH, q))
+    assert found == [[float(token == expected) for token in range(3)]]
+
+
+@pytest.mark.parametrize("greedy", [None, torch.tensor([True])])
+def test_alone_what_matches_is_all_and_else_the_first_token_that_may_come(greedy: Any) -> None:
+    """Red where flat logits spread a draft over the vocabulary, or a rule's ban is not heard."""
+    flat = law([[-torch.inf, 0.0, 0.0]], greedy=greedy)
+    assert probs(matches({2: {}}, [1.0], alone=True).mixed(TORCH, flat)) == [[0.0, 0.0, 1.0]]
+    assert probs(matches({0: {}}, [1.0], alone=True).mixed(TORCH, flat)) == [[0.0, 1.0, 0.0]]
+    assert probs(matches({}, [1.0], alone=True).mixed(TORCH, flat)) == [[0.0, 1.0, 0.0]]
