@@ -37,7 +37,7 @@ RECIPES = {
     ),
     "tuned": (
         *("--draft", str(HERE / "draft"), "--loss", "acceptance"),
-        *("--batch", "32", "--steps", "150", "--learning-rate", "0.002"),
+        *("--batch", "32", "--steps", "100", "--learning-rate", "0.002", "--held-out", "200"),
     ),
 }
 
@@ -50,14 +50,19 @@ def write_prompts(path: Path, count: int) -> None:
 
 def train_one(name: str, prompts: Path, texts: Path, out: Path, steps: int | None) -> None:
     """Train one of `RECIPES` into ``out``; raises SystemExit where the tool could not."""
-    words = [*RECIPES[name], *COMMON, *(["--steps", str(steps)] if steps else [])]
+    words = [*COMMON, *RECIPES[name], *(["--steps", str(steps)] if steps else [])]
     files = ["--target", HERE / "target", "--out", out / name, "--prompts", prompts]
     failed = cli.main([*words, *map(str, files), "--texts", str(texts)])
     if failed:
         raise SystemExit(failed)
-    made: dict[str, Any] = json.loads((out / name / "distill.json").read_text())
+    report = json.loads((out / name / "distill.json").read_text())
+    note(out, name, entry_of(name, words, report))
+
+
+def entry_of(name: str, words: list[str], made: dict[str, Any]) -> dict[str, object]:
+    """What provenance.json says of one, from the tool's words and its report."""
     words = [word.removeprefix(f"{HERE}/") for word in words]
-    entry = {
+    return {
         **circumstances("heads", name),
         "recipe": " ".join(words),
         "parameters": made["parameters"],
@@ -66,7 +71,6 @@ def train_one(name: str, prompts: Path, texts: Path, out: Path, steps: int | Non
         "wall_seconds": made["training_seconds"],
         "last_50_steps": {"loss": made["loss_last_50_steps"]},
     }
-    note(out, name, entry)
 
 
 def main() -> None:

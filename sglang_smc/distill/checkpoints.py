@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import nn
 
 from sglang_smc.distill.head_config import (
@@ -181,7 +181,8 @@ def save_head(
         drafted = torch.zeros(head.shape.vocab_size, dtype=torch.bool)
         drafted[hot] = True
         tensors |= {"d2t": hot - torch.arange(len(hot)), "t2d": drafted}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    # Not as a file of its own making, which no other user could read.
+    (folder / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
     write_settings(settings, folder, dtype)
 
 

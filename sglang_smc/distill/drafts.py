@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
 
 from sglang_smc.distill import checkpoints
 from sglang_smc.distill.head_config import kind_of, read_settings
@@ -19,8 +18,8 @@ class Draft(Protocol):
     """A draft that learns."""
 
     @property
-    def module(self) -> nn.Module:
-        """What is trained, in float32."""
+    def module(self) -> Any:
+        """What is trained, in float32: a `torch.nn.Module`."""
         ...
 
     @property
@@ -157,6 +156,23 @@ def load_draft(folder: Path, target: Path, device: torch.device) -> Draft:
     model = load_model(folder, torch.float32, device)
     check_vocabulary(folder, target)
     return ModelDraft(model, folder)
+
+
+@torch.no_grad()
+def begin_as_target(draft: Draft, teacher: Teacher) -> None:
+    """Give a new head what the target has for the same purpose: training is shorter.
+
+    Its residual stream begins as the last state that it reads, and its output becomes logits as
+    the target's does, with the same last norm and, of an EAGLE-3 head, the same LM head.
+    """
+    head = draft.module
+    size = head.fc.weight.shape[0]
+    head.fc.weight.mul_(0.1)[:, -size:] += torch.eye(size, device=head.fc.weight.device)
+    norm = dict(teacher.model.base_model.named_parameters()).get("norm.weight")
+    if norm is not None:  # so it is called in Llama and what descends from it
+        head.norm.weight.copy_(norm)
+    if isinstance(head, Eagle3):
+        head.lm_head.weight.copy_(teacher.model.get_output_embeddings().weight[head.hot])
 
 
 def check_vocabulary(draft: Path, target: Path) -> None:

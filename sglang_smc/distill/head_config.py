@@ -136,6 +136,12 @@ def settings_of(folder: str | Path, architecture: str) -> dict[str, Any]:
     flat = {**settings, **(settings.get("eagle_config") or {})}
     flat |= settings.get("dflash_config") or {}
     given = [name for name in UNSUPPORTED[architecture] if flat.get(name) not in (None, False, 0)]
+    if set(settings.get("layer_types") or ()) - {"full_attention"}:
+        given.append("layer_types")
+    if settings.get("hidden_act", "silu") != "silu":
+        given.append("hidden_act")
+    if architecture == EAGLE3 and settings["num_hidden_layers"] != 1:
+        given.append("num_hidden_layers")
     if given:
         raise ValueError(
             f"{folder} sets {', '.join(given)} in config.json, which this program does not "

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from sglang_smc.distill.checkpoints import new_dflash, new_eagle3
-from sglang_smc.distill.drafts import Draft, load_draft
+from sglang_smc.distill.drafts import Draft, begin_as_target, load_draft
 from sglang_smc.distill.losses import losses
 from sglang_smc.distill.teacher import (
     Sampling,
@@ -60,7 +60,7 @@ def run(job: Job) -> dict[str, Any]:
     """
     torch.manual_seed(job.course.seed)
     teacher = Teacher(load_model(job.target, "auto", job.device), job.temperature)
-    draft = _begin(job)
+    draft = _begin(job, teacher)
     course = fitting(job.course, draft)
     learned, held_out = _split(_texts(job, teacher), job.held_out)
     before = _measure(job, draft, teacher, held_out)
@@ -84,11 +84,17 @@ def run(job: Job) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "loss_last_50_steps": sum(steps[-50:]) / len(steps[-50:]),
-        "before": before._asdict(),
-        "after": after._asdict(),
+        "before": _rounded(before),
+        "after": _rounded(after),
     }
     (job.out / REPORT).write_text(json.dumps(report, indent=2) + "\n")
     return report
+
+
+def _rounded(worth: Worth) -> dict[str, Any]:
+    """For readers: errors are larger than what is left out."""
+    texts = json.dumps(worth._asdict())
+    return json.loads(texts, parse_float=lambda text: round(float(text), 4))
 
 
 def fitting(course: Course, draft: Draft) -> Course:
@@ -107,7 +113,7 @@ def fitting(course: Course, draft: Draft) -> Course:
     return course
 
 
-def _begin(job: Job) -> Draft:
+def _begin(job: Job, teacher: Teacher) -> Draft:
     if job.draft is not None:
         return load_draft(job.draft, job.target, job.device)
     if job.new is None:
@@ -115,7 +121,9 @@ def _begin(job: Job) -> Draft:
     with tempfile.TemporaryDirectory() as folder:
         make = NEW[job.new]
         make(job.target, folder, dtype=torch.float32, seed=job.course.seed, **job.sizes)
-        return load_draft(Path(folder), job.target, job.device)
+        draft = load_draft(Path(folder), job.target, job.device)
+    begin_as_target(draft, teacher)
+    return draft
 
 
 def _texts(job: Job, teacher: Teacher) -> list[Text]:

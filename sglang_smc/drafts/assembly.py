@@ -20,6 +20,18 @@ if TYPE_CHECKING:
     from sglang_smc.memory.ledger import Ledger
 
 
+# What a head asks of SGLang's class of its target: first, to capture states.
+_GIVES_OUT = {
+    "eagle3": ("set_eagle3_layers_to_capture", "get_embed_and_head"),
+    "dflash": (
+        "set_dflash_layers_to_capture",
+        "get_input_embeddings",
+        "logits_processor",
+        "lm_head",
+    ),
+}
+
+
 class Drafting(NamedTuple):
     """A target over particles, and who drafts for it."""
 
@@ -41,9 +53,7 @@ def connect(target: "TpModelWorker", draft: "TpModelWorker") -> None:
     if kind == "model":
         return
     model, head = target.model_runner.model, draft.model_runner.model
-    name = {"eagle3": "set_eagle3_layers_to_capture", "dflash": "set_dflash_layers_to_capture"}
-    needed = [name[kind], "get_embed_and_head" if kind == "eagle3" else "get_input_embeddings"]
-    lacking = [method for method in needed if not hasattr(model, method)]
+    lacking = [name for name in _GIVES_OUT[kind] if not hasattr(model, name)]
     if lacking:
         raise ValueError(
             f"--speculative-draft-model-path is a head of kind {kind}, and SGLang's "
@@ -51,7 +61,7 @@ def connect(target: "TpModelWorker", draft: "TpModelWorker") -> None:
             "a language model as the draft, or a target of another family."
         )
     layers = kinds.captured_layers(config, target.model_runner.model_config.num_hidden_layers)
-    getattr(model, name[kind])(layers)
+    getattr(model, _GIVES_OUT[kind][0])(layers)
     if kind == "eagle3":
         _share_embedding(model, head)
     elif (Path(config.model_path) / "mask_embedding.pt").exists():

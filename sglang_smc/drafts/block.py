@@ -42,6 +42,9 @@ class BlockForward(ParticleForward):
         self._model: Any = runner.model
         self._target = target
         self._embed = target.get_input_embeddings()
+        # Of models that scale embeddings outside of their table.
+        scales = hasattr(target, "get_dflash_noise_embedding_scale")
+        self._scale = target.get_dflash_noise_embedding_scale() if scales else 1.0
 
     def laws(
         self,
@@ -55,7 +58,7 @@ class BlockForward(ParticleForward):
         Other arguments as for `ParticleForward.next_logits`.
         """
         batch = self._batch(ForwardMode.TARGET_VERIFY, blocks, starts, slots, locations)
-        embedded = self._embed(batch.input_ids)
+        embedded = self._embed(batch.input_ids) * self._scale
         with self._attending(locations, starts, blocks.shape[2]):
             output = self._model.forward(
                 batch.input_ids, batch.positions, batch, input_embeds=embedded

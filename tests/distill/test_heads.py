@@ -160,7 +160,13 @@ def test_refusals_of_heads(target: Path, tmp_path: Path) -> None:
     change(tmp_path, norm_output=True)
     with pytest.raises(ValueError, match=r"sets norm_output in config\.json"):
         load_eagle3(tmp_path, target)
-    change(tmp_path, norm_output=False, hidden_size=48)
+    for name, value in {"num_hidden_layers": 2, "layer_types": ["sliding_attention"]}.items():
+        before = json.loads((tmp_path / "config.json").read_text()).get(name)
+        change(tmp_path, norm_output=False, **{name: value})
+        with pytest.raises(ValueError, match=f"sets {name} in config"):
+            load_eagle3(tmp_path, target)
+        change(tmp_path, **{name: before})
+    change(tmp_path, hidden_size=48)
     with pytest.raises(ValueError, match="hidden_size is 48, and 32 in the target"):
         load_eagle3(tmp_path, target)
     change(tmp_path, hidden_size=32, intermediate_size=20)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from sglang_smc.distill.checkpoints import new_dflash, new_eagle3
 from sglang_smc.distill.cli import main
-from sglang_smc.distill.drafts import Blocks, load_draft
+from sglang_smc.distill.drafts import Blocks, begin_as_target, load_draft
 from sglang_smc.distill.losses import losses
 from sglang_smc.distill.teacher import Sampling, Teacher, sample_answers
 from sglang_smc.distill.texts import Text, collate, read_prompts
@@ -85,6 +85,18 @@ def test_a_draft_learns(
     assert sum(found[-10:]) < 0.7 * sum(found[:10])
     assert sum(after.forward_kl) < 0.7 * sum(before.forward_kl)
     assert after.accepted > before.accepted
+
+
+def test_a_new_head_begins_as_the_target(target: Path, teacher: Teacher, tmp_path: Path) -> None:
+    """Its own rows of the LM head, the last norm, and a state that passes through."""
+    new_eagle3(target, tmp_path, hot_tokens=[4, 9, 16], dtype=torch.float32)
+    head = load_draft(tmp_path, target, CPU)
+    begin_as_target(head, teacher)
+    last = teacher.model.lm_head.weight[[4, 9, 16]]
+    assert torch.equal(head.module.lm_head.weight, last)
+    assert torch.equal(head.module.norm.weight, teacher.model.model.norm.weight)
+    own = head.module.fc.weight[:, -32:]
+    assert ((own - torch.eye(32)).abs() < 0.1).all()
 
 
 def as_dict(course: Course) -> dict[str, Any]:

@@ -61,10 +61,12 @@ def running(
     sizes = {"num_particles": 3, "num_steps": NUM_STEPS, "chunked_prefill_size": 16}
     started = engine(**smc_arguments(pair.target, pair.head, **sizes, max_lag=16))
 
-    def ask(smc: dict[str, Any], **params: Any) -> list[dict[str, Any]]:
+    def ask(smc: dict[str, Any], scored: bool = False, **params: Any) -> list[dict[str, Any]]:
         own = {"max_new_tokens": TOKENS, "custom_params": {"smc": smc}, **params}
         asked = [{**own, "sampling_seed": seed} for seed in range(len(LENGTHS))]
-        return started.generate(input_ids=prompts(), sampling_params=asked)
+        start = 0 if scored else -1  # of prompts, too
+        shown = {"return_logprob": scored, "logprob_start_len": start}
+        return started.generate(input_ids=prompts(), sampling_params=asked, **shown)
 
     return ask
 
@@ -97,8 +99,8 @@ def test_the_text_is_the_targets_own(
     """In every mode, and in requests that lose their KV midway; no slot is lost."""
     expected = greedy(pair.target, prompts(), TOKENS)
     retractions = cached = 0
-    for smc in MODES * 2:
-        found = running(smc, temperature=0)
+    for i, smc in enumerate(MODES * 2):
+        found = running(smc, scored=i >= len(MODES), temperature=0)
         assert [answer["output_ids"] for answer in found] == expected
         infos = [answer["meta_info"] for answer in found]
         retractions += sum(info["num_retractions"] for info in infos)
