@@ -26,7 +26,22 @@ RECURRENT = (
     Symbol(_OPS + "elementwise.elementwise.fused_sigmoid_mul", "attn_output gate inplace quant"),
 )
 
+# SGLang's n-gram cache, for matches.
+_NGRAM = "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus."
+MATCHES = (
+    Symbol(
+        _NGRAM + "__init__",
+        "self max_trie_depth min_bfs_breadth max_bfs_breadth draft_token_num match_type capacity",
+    ),
+    Symbol(_NGRAM + "batch_put", "self batch_tokens"),
+    Symbol(_NGRAM + "synchronize", "self"),
+    Symbol(_NGRAM + "reset", "self"),
+    Symbol(_NGRAM + "batch_get", "self req_ids batch_tokens total_lens", calls="_get_state_id"),
+    Symbol(_NGRAM + "erase_match_state", "self req_ids", calls="erase_states"),
+)
+
 NEWER = (
+    *MATCHES,
     # Server arguments are a struct of what the operator gave. What was resolved stands beside it:
     # an algorithm and a platform are handed a recorder, whose fields they read and write.
     Symbol(_ARGS, attributes="__struct_fields__ resolve_once"),
