@@ -27,12 +27,15 @@ class Proposal(NamedTuple):
     settings: Mapping[str, Any] = MappingProxyType({})  # of the engine, besides
 
 
+WEIGHT = "speculative_smc_ngram_weight"
 DRAFT = Proposal("draft model", "draft", "model", "llama-3.2-1b")
 PROPOSALS = (
     DRAFT,
     Proposal("tuned draft", "tuned", "model", "llama-3.2-1b"),
     Proposal("EAGLE-3", "eagle3", "eagle3", "eagle3-8b"),
     Proposal("DFlash", "dflash", "dflash", "dflash-8b"),
+    Proposal("n-gram", None, "ngram", "ngram", {WEIGHT: 1.0, "speculative_smc_mode": EXACT}),
+    Proposal("model + n-gram", "draft", "ngram", "ngram+llama-3.2-1b", {WEIGHT: 0.1}),
 )
 _BY_NAME = {one.name: one for one in PROPOSALS}
 
