@@ -36,7 +36,7 @@ RECIPES = {
         *("--batch", "16", "--steps", "300", "--learning-rate", "0.004"),
     ),
     "tuned": (
-        *("--draft", str(HERE / "draft"), "--loss", "acceptance"),
+        *("--draft", str(HERE / "draft"), "--loss", "chi2"),
         *("--batch", "32", "--steps", "100", "--learning-rate", "0.002", "--held-out", "200"),
     ),
 }
