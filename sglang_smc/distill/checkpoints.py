@@ -183,11 +183,6 @@ def save_head(
         tensors |= {"d2t": hot - torch.arange(len(hot)), "t2d": drafted}
     # Not as a file of its own making, which no other user could read.
     (folder / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
-    write_settings(settings, folder, dtype)
-
-
-def write_settings(settings: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> None:
-    """The config.json of weights of ``dtype``."""
     text = json.dumps({**settings, "dtype": _DTYPES[dtype]}, indent=2, sort_keys=True)
     (folder / "config.json").write_text(text + "\n")
 

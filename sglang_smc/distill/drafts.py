@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -73,11 +74,8 @@ class ModelDraft(NamedTuple):
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
         """As `Draft` says, with the tokenizer."""
-        named = self.module.state_dict().items()
-        weights = {name: weight.detach().to("cpu", dtype) for name, weight in named}
-        self.module.save_pretrained(folder, state_dict=weights)
-        # It writes the type of the weights that are trained, which is another.
-        checkpoints.write_settings(read_settings(folder), folder, dtype)
+        # A copy of the model and not of its weights: two that are tied stay one.
+        deepcopy(self.module).to(dtype).save_pretrained(folder)
         load_tokenizer(self.folder).save_pretrained(folder)
 
 

@@ -7,18 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_models import make_tiny_model
 from transformers import AutoModelForCausalLM
 
 from sglang_smc.distill.checkpoints import new_dflash, new_eagle3
 from sglang_smc.distill.cli import main
 from sglang_smc.distill.drafts import Blocks, begin_as_target, load_draft
-from sglang_smc.distill.losses import losses
+from sglang_smc.distill.losses import forward_kl
 from sglang_smc.distill.teacher import Sampling, Teacher, sample_answers
 from sglang_smc.distill.texts import Text, collate, read_prompts
 from sglang_smc.distill.train import Course, draw_anchors, train
 from sglang_smc.distill.validate import accepted, validate
 
+PAIR = Path(__file__).parents[2] / "bench" / "pair"
 CPU = torch.device("cpu")
 COURSE = Course(steps=60, batch=12, anchors=6, depth=3, decay=0.9, learning_rate=0.01, seed=0)
 KINDS = ("model", "eagle3", "dflash")
@@ -80,7 +82,7 @@ def test_a_draft_learns(
     how = {"depth": 3, "anchors": 6, "batch": 12, "particles": 4}
     before = validate(learner, teacher, texts, **how)
     course = COURSE if kind != "model" else Course(**{**as_dict(COURSE), "depth": 1})
-    found = train(learner, teacher, texts, losses(4)["forward-kl"], course)
+    found = train(learner, teacher, texts, forward_kl, course)
     after = validate(learner, teacher, texts, **how)
     assert sum(found[-10:]) < 0.7 * sum(found[:10])
     assert sum(after.forward_kl) < 0.7 * sum(before.forward_kl)
@@ -180,6 +182,18 @@ def test_a_tuned_model_loads_as_it_was_written(target: Path, draft: Path, tmp_pa
     assert main(words(target, tmp_path, draft=draft)) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert model.dtype == torch.bfloat16
+    assert {path.name for path in draft.iterdir()} <= {
+        path.name for path in (tmp_path / "out").iterdir()
+    }
+
+
+def test_tied_weights_are_written_once(tmp_path: Path) -> None:
+    """As in the shipped draft: its file is no larger than its parameters."""
+    learner = load_draft(PAIR / "draft", PAIR / "target", CPU)
+    learner.save(tmp_path, torch.bfloat16)
+    written, shipped = (load_file(f / "model.safetensors") for f in (tmp_path, PAIR / "draft"))
+    assert written.keys() == shipped.keys()
+    assert all(torch.equal(written[name], shipped[name]) for name in shipped)
 
 
 def refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
