@@ -24,7 +24,7 @@ from study import PAIR, bar
 from transformers import AutoModelForCausalLM
 
 from sglang_smc.distill import cli
-from sglang_smc.distill.losses import NAMES
+from sglang_smc.distill.losses import LOSSES
 from sglang_smc.distill.texts import Text, read_texts
 
 GROUPS, CHAINS, COLUMNS = 16, 8, 8
@@ -102,9 +102,9 @@ def main() -> None:
     options = _options()
     torch.set_num_threads(1)
     options.output_dir.mkdir(parents=True, exist_ok=True)
-    reports = {loss: tune(loss, options) for loss in NAMES}
+    reports = {loss: tune(loss, options) for loss in LOSSES}
     behind = contexts(read_texts(options.texts, 1.0), options.contexts)
-    before = reports[NAMES[0]]["before"]
+    before = next(iter(reports.values()))["before"]
     rows = [row("(the shipped draft)", before, tokens_a_pass(PAIR / "draft", behind))]
     for loss, report in reports.items():
         played = tokens_a_pass(options.output_dir / loss, behind)

@@ -12,7 +12,7 @@ import torch
 from transformers import logging
 
 from sglang_smc.distill.job import NEW, REPORT, Job, run
-from sglang_smc.distill.losses import NAMES
+from sglang_smc.distill.losses import LOSSES
 from sglang_smc.distill.train import Course
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -102,9 +102,11 @@ def _add_texts(result: argparse.ArgumentParser) -> None:
 
 
 def _add_course(result: argparse.ArgumentParser) -> None:
-    result.add_argument("--loss", choices=NAMES, default="forward-kl", help="default forward-kl")
     result.add_argument(
-        "--particles", type=positive, default=8, help="N of n-acceptance and its number; default 8"
+        "--loss", choices=tuple(LOSSES), default="forward-kl", help="default forward-kl"
+    )
+    result.add_argument(
+        "--particles", type=positive, default=8, help="N of the drafts that are measured; default 8"
     )
     result.add_argument("--steps", type=positive, default=1000, help="default 1000")
     result.add_argument("--batch", type=positive, default=32, help="texts a step; default 32")

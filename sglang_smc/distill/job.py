@@ -15,7 +15,7 @@ import transformers
 
 from sglang_smc.distill.checkpoints import new_dflash, new_eagle3
 from sglang_smc.distill.drafts import Draft, begin_as_target, load_draft
-from sglang_smc.distill.losses import losses
+from sglang_smc.distill.losses import LOSSES
 from sglang_smc.distill.teacher import (
     Sampling,
     Teacher,
@@ -65,7 +65,7 @@ def run(job: Job) -> dict[str, Any]:
     learned, held_out = _split(_texts(job, teacher), job.held_out)
     before = _measure(job, draft, teacher, held_out)
     began = time.monotonic()
-    steps = train(draft, teacher, learned, losses(job.particles)[job.loss], course)
+    steps = train(draft, teacher, learned, LOSSES[job.loss], course)
     seconds = time.monotonic() - began
     job.out.mkdir(parents=True, exist_ok=True)
     draft.save(job.out, job.dtype)

@@ -7,7 +7,6 @@ and more elsewhere. Their gradients with respect to q's logits are 0 there, too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -49,15 +48,11 @@ def rejection_of_all(log_p: torch.Tensor, log_q: torch.Tensor, drafts: int) -> t
     return (q.clamp_max(1.0) ** drafts - p).amax(-1).clamp_min(0.0)
 
 
-def losses(particles: int) -> dict[str, Loss]:
-    """All of them by name; that of many drafts looks at ``particles`` of them."""
-    return {
-        "forward-kl": forward_kl,
-        "reverse-kl": reverse_kl,
-        "acceptance": rejection,
-        "chi2": chi2,
-        "n-acceptance": partial(rejection_of_all, drafts=particles),
-    }
-
-
-NAMES = tuple(losses(1))
+#: What ``--loss`` may be. `rejection_of_all` is measured but no choice: it is all but zero early,
+#: and the draft that it made yielded no more tokens than before (bench/pair/README.md).
+LOSSES: dict[str, Loss] = {
+    "forward-kl": forward_kl,
+    "reverse-kl": reverse_kl,
+    "acceptance": rejection,
+    "chi2": chi2,
+}

@@ -63,9 +63,7 @@ def test_alone_there_is_no_draft_model(smc: dict) -> None:
 
 
 def test_alone_nothing_is_weighed(smc: dict) -> None:
-    with pytest.raises(
-        ValueError, match=r"ngram-weight is 1, but .* is 'smc'; allowed: 'exact'"
-    ):
+    with pytest.raises(ValueError, match=r"ngram-weight is 1, but .* is 'smc'; allowed: 'exact'"):
         resolve(**{**smc, **ALONE, "speculative_smc_mode": "smc"})
     for mode in ("exact", "mixed", "auto"):
         SMCConfig(ngram_weight=1, mode=mode).validate()

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from sglang_smc.distill.checkpoints import new_dflash, new_eagle3
 from sglang_smc.distill.cli import main
 from sglang_smc.distill.drafts import Blocks, begin_as_target, load_draft
-from sglang_smc.distill.losses import losses
+from sglang_smc.distill.losses import forward_kl
 from sglang_smc.distill.teacher import Sampling, Teacher, sample_answers
 from sglang_smc.distill.texts import Text, collate, read_prompts
 from sglang_smc.distill.train import Course, draw_anchors, train
@@ -82,7 +82,7 @@ def test_a_draft_learns(
     how = {"depth": 3, "anchors": 6, "batch": 12, "particles": 4}
     before = validate(learner, teacher, texts, **how)
     course = COURSE if kind != "model" else Course(**{**as_dict(COURSE), "depth": 1})
-    found = train(learner, teacher, texts, losses(4)["forward-kl"], course)
+    found = train(learner, teacher, texts, forward_kl, course)
     after = validate(learner, teacher, texts, **how)
     assert sum(found[-10:]) < 0.7 * sum(found[:10])
     assert sum(after.forward_kl) < 0.7 * sum(before.forward_kl)

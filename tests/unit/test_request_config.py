@@ -18,7 +18,7 @@ from sglang_smc.options.server import (
     SMCConfig,
 )
 
-SERVER = SMCConfig(num_particles=6, num_steps=5)
+SERVER = SMCConfig(ngram_weight=0.5, num_particles=6, num_steps=5)
 
 CHOICES: dict[str, Any] = {
     "num_steps": 2,
@@ -281,3 +281,23 @@ def test_at_temperature_0_a_single_chain_plays(chosen: dict[str, Any]) -> None:
     assert played.mode == chosen.get("mode", "smc")
     assert played.greedy and played.is_normalized, "no first token is held back"
     assert arena.arena(played, 1000) == (1 + 3) + (3 + 1), "no tail is longer than a round"
+
+
+def test_matches_are_where_texts_are_kept_and_where_there_is_what_else_drafts() -> None:
+    """Red where a request gets matches of a corpus that nobody fills, or no draft at all."""
+    without, alone = SMCConfig(), SMCConfig(mode="exact", ngram_weight=1)
+    assert choose(without, ngram_weight=0).ngram_weight == 0
+    with pytest.raises(
+        ValueError, match=r"ngram_weight=0\.3; allowed: 0, since this server has no"
+    ):
+        choose(without, ngram_weight=0.3)
+    assert choose(alone, ngram_weight=1).uses_matches
+    with pytest.raises(
+        ValueError, match=r"ngram_weight=0\.3; allowed: 1, since this server has no"
+    ):
+        choose(alone, ngram_weight=0.3)
+    with pytest.raises(ValueError, match="mode='smc' beside ngram_weight=1; allowed: mode 'exact'"):
+        choose(alone, mode="smc")
+    with pytest.raises(ValueError, match="mode='smc' beside ngram_weight=1; allowed: mode 'exact'"):
+        choose(SERVER, ngram_weight=1)
+    assert choose(SERVER, ngram_weight=1, mode="auto").ngram_weight == 1
