@@ -14,14 +14,12 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 GREY = "#6E6E6E"
-#: One colour a proposal, that of its place.
-COLOURS = {
-    proposal.name: charts.COLOURS[place % len(charts.COLOURS)]
-    for place, proposal in enumerate(PROPOSALS)
-}
+#: Okabe and Ito's, one a proposal, that of its place.
+COLOURS = dict(zip((one.name for one in PROPOSALS), (*charts.COLOURS, "#56B4E9"), strict=True))
 MARKERS = {EXACT: "o", AUTO: "D", LIKELIEST: "x", SAMPLED: "+", STANDALONE: "s"}
-#: What is of the target's law by its rule, and has no answers that could tell, stands there.
-NOWHERE_ELSE = 0.0
+#: Of what follows the target by its rule, or was not found to differ: a lane for each proposal
+#: below 0, so many nats high.
+LANE = 0.06
 
 
 def plot_rows(rows: Sequence[DraftRow], path: Path) -> None:
@@ -30,42 +28,59 @@ def plot_rows(rows: Sequence[DraftRow], path: Path) -> None:
     figure, panels = plt.subplots(
         len(temperatures),
         1,
-        figsize=(9.0, 0.8 + 3.6 * len(temperatures)),
+        figsize=(9.0, 0.8 + 4.2 * len(temperatures)),
         layout="constrained",
         sharex=True,
+        sharey=True,
         squeeze=False,
         dpi=150,
     )
     for axes, temperature in zip(panels[:, 0], temperatures, strict=True):
         _panel(axes, [row for row in rows if row.temperature == temperature and row.proposal])
         axes.set_title(f"Temperature {temperature:g}", fontweight="bold")
-        axes.set_ylabel("KL to the target,\nnats an answer, at least")
     panels[-1, 0].set_xlabel("tokens a second to expect of an 8B on an H200, at most")
-    figure.legend(handles=_legend(rows), loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(handles=_legend(rows), loc="outside lower center", ncols=5, frameon=False)
     figure.savefig(path)
     plt.close(figure)
 
 
 def _panel(axes: Axes, rows: Sequence[DraftRow]) -> None:
-    axes.axvline(1 / plain_seconds(), color=GREY, lw=1, ls=":", zorder=1)
-    axes.annotate("AR", (1 / plain_seconds(), 0.95), xycoords=("data", "axes fraction"), color=GREY)
+    plain = 1 / plain_seconds()
+    axes.axvline(plain, color=GREY, lw=1, ls=":", zorder=1)
+    axes.annotate("AR", (plain, 0.94), xycoords=("data", "axes fraction"), color=GREY)
     axes.axhline(0, color="black", lw=1, zorder=1)
+    axes.axhspan(-LANE * (len(PROPOSALS) + 0.7), 0, color=GREY, alpha=0.06, lw=0, zorder=0)
     for row in rows:
         _point(axes, row)
-    axes.margins(x=0.06, y=0.12)
+    _scale(axes, max((row.kl_at_least.high for row in rows if row.kl_at_least), default=0.0))
+    axes.margins(x=0.06)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25, lw=0.6)
 
 
+def _scale(axes: Axes, highest: float) -> None:
+    """Nats above 0, and the names of the lanes below."""
+    nats = [tenth / 10 for tenth in range(0, int(10 * highest) + 2)]
+    names = {_lane(name): name for name in COLOURS}
+    axes.set_yticks([*names, *nats], [*names.values(), *(f"{value:g}" for value in nats)])
+    for label in axes.get_yticklabels():
+        label.set_fontsize(8)
+    axes.set_ylabel("0, or KL to the target,\nnats an answer, at least")
+
+
+def _lane(proposal: str) -> float:
+    return -LANE * (list(COLOURS).index(proposal) + 1)
+
+
 def _point(axes: Axes, row: DraftRow) -> None:
-    """With its interval, and its N beside it."""
+    """With its interval where there is one, and its N beside it."""
     colour, kl = COLOURS[row.proposal], row.kl_at_least
-    y = kl.mean if kl else NOWHERE_ELSE
-    error = [[y - kl.low], [kl.high - y]] if kl else None
+    differs = kl is not None and kl.mean > 0
+    y = kl.mean if kl and differs else _lane(row.proposal)
     axes.errorbar(
         row.tokens_per_second,
         y,
-        yerr=error,
+        yerr=[[y - kl.low], [kl.high - y]] if kl and differs else None,
         fmt=MARKERS[row.rule],
         ms=6,
         color=colour,
@@ -73,8 +88,8 @@ def _point(axes: Axes, row: DraftRow) -> None:
         zorder=4,
     )
     if row.is_smc:
-        place = {"xytext": (4, 5), "textcoords": "offset points", "fontsize": 7, "color": colour}
-        axes.annotate(f"N={row.num_particles}", (row.tokens_per_second, y), **place)
+        place = {"xytext": (5, 3), "textcoords": "offset points", "fontsize": 7, "color": colour}
+        axes.annotate(f"{row.num_particles}", (row.tokens_per_second, y), **place)
 
 
 def _legend(rows: Sequence[DraftRow]) -> list[Line2D]:
@@ -88,4 +103,5 @@ def _legend(rows: Sequence[DraftRow]) -> list[Line2D]:
         for rule, marker in MARKERS.items()
         if rule in rules
     ]
-    return colours + shapes
+    number = Line2D([], [], ls="", label="beside it: N")
+    return [*colours, *shapes, number]

@@ -22,7 +22,7 @@ from fidelity.scoring import Batch, Score, answer_key
 from fidelity.store import Record
 from head_laws import DFLASH, EAGLE3, Draft, make_head
 from results import Interval
-from study import PUBLISHED
+from study import PUBLISHED, REPOSITORY
 
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
@@ -313,6 +313,15 @@ def test_the_published_table_is_made_of_the_published_numbers() -> None:
         seconds = round_seconds(name, row.num_particles) if name else plain_seconds()
         assert row.round_ms == pytest.approx(1e3 * seconds, rel=1e-5)
         assert row.tokens_per_second == pytest.approx(row.tokens_per_pass.mean / seconds, rel=1e-4)
+
+
+@published
+def test_the_page_says_what_was_published() -> None:
+    """Its table is that of the most tokens a second, row by row."""
+    page = (REPOSITORY / "docs" / "drafts.md").read_text().splitlines()
+    table = (FOLDER / cli.TABLE).read_text().splitlines()
+    short = [line for line in table if line.count("|") == 7]
+    assert [line for line in page if line.count("|") == 7] == short
 
 
 @published
