@@ -1,6 +1,6 @@
 """Train what drafts for the shipped target, with the tool that ships: ``sglang_smc.distill``.
 
-    python bench/pair/heads.py                  # eagle3, dflash and tuned, an hour and a half on one core
+    python bench/pair/heads.py                  # all three, an hour on one core
     python bench/pair/heads.py eagle3           # one of them
     python bench/pair/heads.py --texts t.jsonl  # the target's samples are kept there
 
