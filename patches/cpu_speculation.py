@@ -10,7 +10,7 @@ from sglang.srt.platforms import current_platform
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc import upstream
-from sglang_smc.models import trees
+from sglang_smc.cpu import trees
 from sglang_smc.server.hooks import Patch
 
 if TYPE_CHECKING:

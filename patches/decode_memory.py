@@ -12,8 +12,8 @@ import torch
 from sglang.srt.mem_cache.allocation import alloc_token_slots
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_smc.cpu.trees import spans as entries
 from sglang_smc.memory import arena
-from sglang_smc.models.trees import spans as entries
 from sglang_smc.options.budget import Budget
 from sglang_smc.process import active_budget, active_config, active_policy
 from sglang_smc.requests.state import state_of

@@ -36,7 +36,7 @@ def config_of(server_args: Arguments) -> SMCConfig:
 
 def drafts_all(settled: Arguments) -> bool:
     """Whether the draft of these arguments, of which no field is open, may draft any token."""
-    from sglang_smc.drafts.kinds import knows_all
+    from sglang_smc.models.head_kinds import knows_all
 
     path, revision = settled.speculative_draft_model_path, settled.speculative_draft_model_revision
     return path is None or knows_all(path, revision, settled.trust_remote_code)

@@ -11,9 +11,7 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_smc import process, upstream
-from sglang_smc.drafts.assembly import connect
-from sglang_smc.drafts.corpus import open_corpus
-from sglang_smc.drafts.kinds import is_head
+from sglang_smc.drafts import assembly as drafts
 from sglang_smc.memory import arena
 from sglang_smc.models.weight_update import WeightUpdates
 from sglang_smc.ops.select import kind_of, ops_of
@@ -57,8 +55,8 @@ class SMCWorker(WeightUpdates):
         self._target_worker = target_worker
         self._draft_worker = None
         if not self.config.has_no_draft:
-            self._draft_worker = _draft_of(target_worker, server_args, placement)
-        self._corpus = open_corpus(settled, self.config) if self.config.keeps_texts else None
+            self._draft_worker = drafts.build(target_worker, server_args, placement)
+        self._corpus = drafts.corpus_of(settled, self.config)
         self._graph_sizes = graph.graph_sizes(settled)
         self._recordings: graph.Recordings | None = None
         self._round_graph_gigabytes = 0.0
@@ -113,9 +111,8 @@ class SMCWorker(WeightUpdates):
 
     def init_cuda_graphs(self) -> None:
         """Let the stock runners capture prefill, then capture whole rounds."""
-        draft = self._draft_worker
-        if draft is None or not is_head(draft.model_runner.model_config):
-            super().init_cuda_graphs()  # stock passes of a head have no states to read
+        if self._steps.draft.has_stock_passes:
+            super().init_cuda_graphs()
         if self.config.round_graph != "off":
             with cuda_session(self.device) as session:
                 self._record(session.record)
@@ -197,16 +194,3 @@ class SMCWorker(WeightUpdates):
         if len(req.output_ids) > 1:
             kv = upstream.kv_of(req)
             kv.kv_committed_len = max(kv.kv_committed_len - 1, kv.cache_protected_len)
-
-
-def _draft_of(
-    target: "TpModelWorker", server_args: "ServerArgs", placement: dict[str, Any]
-) -> "TpModelWorker":
-    """The draft's worker, its model loaded."""
-    worker = upstream.build_draft(target, server_args, placement)
-    connect(target, worker)
-    # SGLang looks for the draft's runner under names that only EAGLE's workers declare.
-    runner = worker.model_runner
-    worker.draft_runner = runner  # pyright: ignore[reportAttributeAccessIssue] -- as said
-    worker.draft_runners = [runner]  # pyright: ignore[reportAttributeAccessIssue] -- as said
-    return worker

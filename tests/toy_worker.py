@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from edit_cases import NEUTRAL
 from table_entries import entry
+from toy_request import FILTERS, PROMPT, ToyRequest
 
 from sglang_smc.drafts.corpus import Corpus
 from sglang_smc.drafts.proposal import LanguageModel
@@ -39,7 +39,6 @@ from sglang_smc.tokens.distribution import TokenDistribution, sample
 from sglang_smc.tokens.edits import edit_logits
 from sglang_smc.worker import SMCWorker
 
-PROMPT = (1, 0)
 NUM_CONTEXTS = 97
 
 
@@ -117,55 +116,6 @@ class Outcome(NamedTuple):
     num_resampled: int
     num_all_zero: int
     fidelity: torch.Tensor  # [G, 4]
-
-
-_FILTERS = ("top_k", "top_p", "min_p", "min_new_tokens")
-_ASKED: dict[str, Any] = {
-    "custom_params": None,
-    "stop_strs": [],
-    "stop_regex_strs": [],
-    "top_k": 1 << 30,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "min_new_tokens": 0,
-    **NEUTRAL,
-}
-
-
-class ToyRequest:
-    """What of SGLang's `Req` a round looks at."""
-
-    def __init__(
-        self, row: int, vocab_size: int, limit: int, asked: dict[str, Any], grammar: Any
-    ) -> None:
-        self.row = row
-        self.rid = str(row)
-        self.custom_logit_processor = asked.get("custom_logit_processor")
-        self.to_finish = None
-        self.origin_input_ids = list(PROMPT)
-        self.output_ids: list[int] = []
-        self.stream = False
-        self.vocab_size = vocab_size
-        self.grammar = grammar
-        self.kv_committed_len = len(PROMPT)
-        self.kv = self  # in 0.5.17 these lengths are the request's own, later its kv's
-        self.return_logprob = False
-        self.logprob: Any = None
-        self.sampling_params = SimpleNamespace(**{**_ASKED, "max_new_tokens": limit, **asked})
-
-    def finished(self) -> bool:
-        return False
-
-    @property
-    def is_stuck(self) -> bool:
-        return self.smc_state.counters[-1] == -math.inf
-
-    def say(self, tokens: list[int]) -> None:
-        """As SGLang's books take tokens."""
-        self.output_ids += tokens
-        if self.grammar is not None:
-            for token in tokens:
-                self.grammar.accept_token(token)
 
 
 class ToyWorker:
@@ -375,7 +325,7 @@ class ToyWorker:
     def _entry(self, req: ToyRequest) -> TableEntry:
         config = config_of(self.config, req)  # type: ignore[arg-type]
         stops = frozenset({self.eos})
-        asked = {name: getattr(req.sampling_params, name) for name in _FILTERS}
+        asked = {name: getattr(req.sampling_params, name) for name in FILTERS}
         return entry(
             req.row,
             config,

@@ -189,43 +189,29 @@ def _attend_spans(
     block_columns: tl.constexpr,
 ):
     """Each program: a block of query rows of one key head, one span of a prefix or of a tail."""
-    program = tl.program_id(0)
-    is_tail = program >= num_prefix
-    # The innermost index runs fastest: blocks of rows that read the same keys run side by side.
-    rest = program - tl.where(is_tail, num_prefix, 0)
-    blocks = tl.where(is_tail, tail_blocks, prefix_blocks)
-    block, rest = rest % blocks, rest // blocks
-    spans = tl.where(is_tail, tail_spans, prefix_spans)
-    span, rest = rest % spans, rest // spans
-    head, owner = rest % kv_heads, rest // kv_heads  # of a tail a particle, of a prefix a request
-
+    is_tail, block, span, head, owner = _own_work(
+        num_prefix, prefix_blocks, prefix_spans, tail_blocks, tail_spans, kv_heads
+    )
     committed = tl.load(committed_ptr + owner // tl.where(is_tail, num_particles, 1)).to(tl.int32)
     # A prefix is seen from everywhere.
     start = tl.load(starts_ptr + owner, mask=is_tail, other=1 << 30).to(tl.int32)
     own_row = tl.load(particle_rows_ptr + owner, mask=is_tail, other=0)
-    shared_row = tl.load(rows_ptr + owner, mask=program < num_prefix, other=0)
-    # What the earliest query sees that there may be, the one at the prefix's end.
-    first = tl.maximum(committed - 1 - window, first_key) if has_window else first_key
-    # The spans of a prefix are whole blocks of keys, as many in each; none where nothing is left.
-    left = tl.maximum(committed - first, 0)
-    even = tl.cdiv(left, block_keys * prefix_spans) * block_keys
+    own_tail = tails_ptr + own_row * tails_width
+    shared_row = tl.load(rows_ptr + owner, mask=is_tail == 0, other=0)
+    first, even = _cut_prefix(committed, window, first_key, prefix_spans, block_keys, has_window)
     length = tl.where(is_tail, tail_span, even)
     begin = tl.where(is_tail, tl.maximum(committed, first_key), first) + span * length
-    own_columns = num_columns
-    if sees_block:  # without those that pad a request with fewer than others: they have no slots
-        column = tl.arange(0, block_columns)
-        new = is_tail & (column < num_columns)
-        place = own_row * tails_width + ((start + column) & (tails_width - 1))
-        slot = tl.load(tails_ptr + place, mask=new, other=0)
-        own_columns = tl.sum((new & ((slot > 0) | (start + column < committed))).to(tl.int32), 0)
-    end = tl.where(is_tail, start + own_columns, committed)
+    end = tl.where(is_tail, start + num_columns, committed)
+    if sees_block:  # but not what pads a request with fewer columns than others
+        columns = tl.where(is_tail, num_columns, 0)
+        end -= _padding(own_tail, tails_width - 1, start, committed, columns, block_columns)
     num_tokens = tl.where(is_tail, 1, num_particles) * num_columns
     partial_span = span + tl.where(is_tail, prefix_spans, 0)
     _attend_span(
         query_ptr,
         key_ptr + head * key_head_stride,
         value_ptr + head * value_head_stride,
-        tl.where(is_tail, tails_ptr + own_row * tails_width, table_ptr + shared_row * table_stride),
+        tl.where(is_tail, own_tail, table_ptr + shared_row * table_stride),
         tl.where(is_tail, tails_width - 1, 0x7FFFFFFF),  # a tail's positions go round in its row
         starts_ptr,
         partial_ptr,
@@ -256,6 +242,41 @@ def _attend_spans(
         has_cap,
         sees_block,
     )
+
+
+@triton.jit
+def _own_work(num_prefix, prefix_blocks, prefix_spans, tail_blocks, tail_spans, kv_heads):
+    """Of this program: whether a tail is its own, and which block, span, key head and owner.
+
+    The innermost index runs fastest: blocks of rows that read the same keys run side by side. The
+    owner of a tail is a particle, that of a prefix a request.
+    """
+    program = tl.program_id(0)
+    is_tail = program >= num_prefix
+    rest = program - tl.where(is_tail, num_prefix, 0)
+    blocks = tl.where(is_tail, tail_blocks, prefix_blocks)
+    block, rest = rest % blocks, rest // blocks
+    spans = tl.where(is_tail, tail_spans, prefix_spans)
+    span, rest = rest % spans, rest // spans
+    return is_tail, block, span, rest % kv_heads, rest // kv_heads
+
+
+@triton.jit
+def _cut_prefix(committed, window, first_key, spans, block_keys, has_window: tl.constexpr):
+    """The first key of a prefix that is seen, and the length of spans: whole blocks of keys."""
+    # What the earliest query sees that there may be, the one at the prefix's end.
+    first = tl.maximum(committed - 1 - window, first_key) if has_window else first_key
+    left = tl.maximum(committed - first, 0)
+    return first, tl.cdiv(left, block_keys * spans) * block_keys
+
+
+@triton.jit
+def _padding(tail_ptr, in_row, start, committed, columns, block_columns: tl.constexpr):
+    """How many columns of a tail have no slot. Those before a tail have theirs in the prefix."""
+    column = tl.arange(0, block_columns)
+    own = (column < columns) & (start + column >= committed)
+    slot = tl.load(tail_ptr + ((start + column) & in_row), mask=own, other=1)
+    return tl.sum((slot == 0).to(tl.int32), 0)
 
 
 @triton.jit

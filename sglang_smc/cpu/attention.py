@@ -23,6 +23,7 @@ import msgspec
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+from sglang_smc.cpu.trees import places_in_mask
 from sglang_smc.models.softmax import (
     Softmax,
     additive,
@@ -32,7 +33,6 @@ from sglang_smc.models.softmax import (
     softmax_of,
 )
 from sglang_smc.models.supported import check_layer, check_pool, head_group, window_of
-from sglang_smc.models.trees import places_in_mask
 from sglang_smc.upstream import first_layer
 
 if TYPE_CHECKING:

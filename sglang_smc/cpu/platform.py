@@ -133,7 +133,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return algorithm in SPECULATIVE_ALGORITHMS
 
     def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
-        from sglang_smc.models.trees import slots_between
+        from sglang_smc.cpu.trees import slots_between
 
         return slots_between
 

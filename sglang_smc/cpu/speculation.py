@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_smc.cpu.attention import CpuAttentionBackend, columns
-from sglang_smc.models.trees import tree_of_mask
+from sglang_smc.cpu.trees import tree_of_mask
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch

@@ -4,20 +4,25 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang_smc.drafts import kinds
+from sglang_smc import upstream
 from sglang_smc.drafts.proposal import LanguageModel, Proposal
+from sglang_smc.models import head_kinds as kinds
 from sglang_smc.models import vocabulary
 from sglang_smc.models.attention import Implementation
 from sglang_smc.models.forward import ParticleForward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     import torch
     from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.server_args import ServerArgs
 
+    from sglang_smc.drafts.corpus import Corpus
     from sglang_smc.drafts.prompts import ReadsPrompts
     from sglang_smc.memory.ledger import Ledger
+    from sglang_smc.options.server import SMCConfig
+    from sglang_smc.upstream import Arguments
 
 
 # What a head asks of SGLang's class of its target: first, to capture states.
@@ -38,6 +43,23 @@ class Drafting(NamedTuple):
     target: ParticleForward
     proposal: Proposal
     prompts: "ReadsPrompts"
+
+
+def build(
+    target: "TpModelWorker", server_args: "ServerArgs", placement: "Mapping[str, Any]"
+) -> "TpModelWorker":
+    """A worker for the draft, its model loaded; ``placement`` is what else SGLang builds ours with.
+
+    Raises:
+        ValueError: for a head whose target gives out no states.
+    """
+    worker = upstream.build_draft(target, server_args, placement)
+    connect(target, worker)
+    # SGLang looks for the draft's runner under names that only EAGLE's workers declare.
+    runner = worker.model_runner
+    worker.draft_runner = runner  # pyright: ignore[reportAttributeAccessIssue] -- as said
+    worker.draft_runners = [runner]  # pyright: ignore[reportAttributeAccessIssue] -- as said
+    return worker
 
 
 def connect(target: "TpModelWorker", draft: "TpModelWorker") -> None:
@@ -184,3 +206,12 @@ def _block(given: Beside, draft: "TpModelWorker") -> Drafting:
     forward = BlockForward(runner, *given.over, of_target.model)
     head = BlockHead(forward, kinds.mask_token(runner.model_config))
     return Drafting(ReadTarget(of_target, *given.over, head), head, BlockPrompts(head))
+
+
+def corpus_of(settled: "Arguments", config: "SMCConfig") -> "Corpus | None":
+    """The texts that n-gram matches are of, where a server has any."""
+    if not config.keeps_texts:
+        return None
+    from sglang_smc.drafts.corpus import open_corpus
+
+    return open_corpus(settled, config)

@@ -103,6 +103,7 @@ class BlockHead:
     """
 
     at_once = True
+    has_stock_passes = False  # they have no states to read
 
     def __init__(self, forward: BlockForward, mask: int) -> None:
         self._forward = forward

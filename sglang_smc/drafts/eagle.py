@@ -130,6 +130,7 @@ class EagleHead:
     """
 
     at_once = False
+    has_stock_passes = False  # they have no states to read
 
     def __init__(
         self,

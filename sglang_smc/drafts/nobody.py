@@ -26,6 +26,7 @@ class Nobody:
     """
 
     at_once = False
+    has_stock_passes = False
     state_bytes = 0
 
     def __init__(self, of_target: ParticleAttention, vocab_size: int) -> None:

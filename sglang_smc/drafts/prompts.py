@@ -17,7 +17,7 @@ from sglang_smc.drafts.eagle import Given, places_of_pairs
 from sglang_smc.drafts.states import ReadTarget, StateTable
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.models.attention import KVLocations
-from sglang_smc.models.softmax import softmax_of
+from sglang_smc.models.softmax import gather_slots, softmax_of
 from sglang_smc.models.supported import check_layer, head_group
 from sglang_smc.models.vocabulary import readable
 from sglang_smc.state.transfer import on_device
@@ -230,11 +230,12 @@ class PromptAttention(AttentionBackend):
         pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, *scales)
         query = q.view(len(q), layer.tp_q_head_num, layer.head_dim)
         output, first = torch.zeros_like(query), 0
-        for row, (known, new) in zip(self._rows.unbind(), self._spans, strict=True):
+        for row, (known, new) in zip(self._rows.split(1), self._spans, strict=True):
             behind = slice(first + (known == 0), first + new)  # the text's first token
             first += new
             if behind.start < behind.stop:
-                slots = self._table[row, 1 : known + new].long()
+                position = torch.arange(1, known + new, device=q.device)
+                slots = self._table[row, position].long()
                 output[behind] = self._attend(query[behind], slots, layer)
         return output.view(q.shape)
 
@@ -244,10 +245,7 @@ class PromptAttention(AttentionBackend):
         """The last of ``slots`` ``[L]`` are the queries' own, ``[Q, q_heads, head_dim]``."""
         softmax = softmax_of(layer, None, self._is_scaled)
         stored = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        keys, values = (
-            cache[slots].to(query.dtype).repeat_interleave(self._group, dim=1).transpose(0, 1)
-            for cache in stored
-        )
+        keys, values = (self._of_heads(cache, slots, query.dtype) for cache in stored)
         found = torch.nn.functional.scaled_dot_product_attention(
             query.transpose(0, 1).unsqueeze(0),
             keys.unsqueeze(0),
@@ -256,6 +254,13 @@ class PromptAttention(AttentionBackend):
             scale=softmax.scaling,
         )
         return found.squeeze(0).transpose(0, 1) * softmax.value_scale
+
+    def _of_heads(
+        self, cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """What stands in ``slots``, ``[q_heads, L, head_dim]``."""
+        found = gather_slots(cache, slots, cache.new_empty(len(slots), *cache.shape[1:]))
+        return found.to(dtype).repeat_interleave(self._group, dim=1).transpose(0, 1)
 
 
 def _token_of(req: "Req", position: int) -> int:

@@ -26,6 +26,7 @@ class Proposal(Protocol):
     """Who drafts."""
 
     at_once: bool  # whether one pass tells the laws of all K tokens
+    has_stock_passes: bool  # whether SGLang may record its own, over prompts
 
     @property
     def attn_backend(self) -> ParticleAttention: ...
@@ -65,6 +66,7 @@ class LanguageModel:
     """
 
     at_once = False
+    has_stock_passes = True
 
     def __init__(self, forward: Forward) -> None:
         self.forward = forward

@@ -18,7 +18,7 @@ from sglang.srt.configs.model_config import (
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_smc.drafts import kinds
+from sglang_smc.models import head_kinds as kinds
 from sglang_smc.options.server import DEFAULTS
 from sglang_smc.upstream import Arguments, first_layer, is_gated_delta, model_config_of
 

@@ -6,9 +6,9 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 
 from sglang_smc.drafts import assembly as drafts
 from sglang_smc.drafts.corpus import Corpus
-from sglang_smc.drafts.kinds import kind_of
 from sglang_smc.memory.measured import sizes_of
 from sglang_smc.memory.table import Table
+from sglang_smc.models.head_kinds import kind_of
 from sglang_smc.models.supported import check_layers
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig

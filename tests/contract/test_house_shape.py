@@ -19,10 +19,12 @@ LEVELS = (
     ("ops",),
     ("state",),
     ("process", "requests"),
+    ("drafts",),
     ("round",),
     ("worker",),
     ("server",),
-    ("cpu", "patches"),
+    ("cpu",),
+    ("patches",),
     ("plugin",),
     ("demo",),
     ("command",),
@@ -109,7 +111,7 @@ def found() -> Measures:
 
 def test_a_round_is_read_in_few_files(found: Measures) -> None:
     print("file changes in a round:", found.file_changes)
-    assert found.file_changes <= 73
+    assert found.file_changes <= 76
 
 
 def test_a_round_needs_few_types(found: Measures) -> None:
@@ -119,7 +121,7 @@ def test_a_round_needs_few_types(found: Measures) -> None:
 
 def test_the_worker_leans_on_few_modules(found: Measures) -> None:
     print("modules that the worker imports:", len(found.worker_imports))
-    assert len(found.worker_imports) <= 14
+    assert len(found.worker_imports) <= 15
 
 
 def test_a_rule_of_texts_is_known_in_few_files(found: Measures) -> None:

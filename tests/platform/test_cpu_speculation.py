@@ -11,7 +11,7 @@ import pytest
 import torch
 from laws import p_value
 
-from sglang_smc.models import trees
+from sglang_smc.cpu import trees
 from sglang_smc.patches import cpu_speculation
 
 SEEDS = range(5)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
-from sglang_smc.drafts import kinds
 from sglang_smc.drafts.assembly import load_own
 from sglang_smc.drafts.eagle import spread
+from sglang_smc.models import head_kinds as kinds
 from sglang_smc.options.budget import Budget
 from sglang_smc.options.policy import Costs, Curve
 from sglang_smc.options.request import check_support, request_config
