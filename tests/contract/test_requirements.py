@@ -26,7 +26,8 @@ def server_args(**changed: Any) -> Any:
     """Arguments as `unmet` reads them, all of them as SMC wants them."""
     meeting = {requirement.field: requirement.allowed[0] for requirement in REQUIREMENTS}
     experts = {"moe_runner_backend": "auto", "speculative_moe_runner_backend": None}
-    return SimpleNamespace(**{**meeting, **experts, **changed})
+    own = {"speculative_smc_ngram_weight": None}
+    return SimpleNamespace(**{**meeting, **experts, **own, **changed})
 
 
 def other_than(allowed: tuple[Any, ...]) -> Any:

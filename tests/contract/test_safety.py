@@ -51,6 +51,16 @@ LISTED = {
     ("sglang_smc/demo/serving.py", "read_text"),
     ("sglang_smc/demo/cli.py", "mkdir"),
     ("sglang_smc/demo/cli.py", "write_text"),
+    # The tool that trains drafts, another: prompts, samples and checkpoints where its user says.
+    ("sglang_smc/distill/checkpoints.py", "mkdir"),
+    ("sglang_smc/distill/checkpoints.py", "write_bytes"),
+    ("sglang_smc/distill/checkpoints.py", "write_text"),
+    ("sglang_smc/distill/head_config.py", "read_text"),
+    ("sglang_smc/distill/job.py", "mkdir"),
+    ("sglang_smc/distill/job.py", "write_text"),
+    ("sglang_smc/distill/texts.py", "mkdir"),
+    ("sglang_smc/distill/texts.py", "read_text"),
+    ("sglang_smc/distill/texts.py", "write_text"),
     # The file of --speculative-smc-presets, which the server's owner names.
     ("sglang_smc/server/presets.py", "read_text"),
     # The checks of a user's own pair, another: prompts and a report where its user says.

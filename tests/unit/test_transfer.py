@@ -213,7 +213,10 @@ def prefilled(
         top_logprobs_nums=[2, 0],
         token_ids_logprobs=[None, [1]],
     )
-    return Prefill(worker, worker, RequestStates(CONFIG, 0), tables, TORCH, 3).run(batch, None)
+    draft: Any = SimpleNamespace(
+        wants_states=False, read=lambda *_: torch.zeros(len(rows), vocab_size, device="cuda")
+    )
+    return Prefill(worker, draft, RequestStates(CONFIG, 0), tables, TORCH, 3).run(batch, None)
 
 
 def prompted(row: int, choice: dict[str, Any], vocab_size: int, return_logprob: bool) -> Any:
