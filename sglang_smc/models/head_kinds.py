@@ -100,7 +100,8 @@ def _eagle_problems(config: "ModelConfig") -> Iterator[str]:
 
 def _block_problems(config: "ModelConfig", target: "ModelConfig", num_steps: int) -> Iterator[str]:
     parsed = _dflash(config)
-    extras = {name: getattr(parsed, name, None) for name in _DFLASH_EXTRAS}
+    given = config.hf_config.to_dict().get("dflash_config") or {}  # 0.5.17 parses no extras
+    extras = {name: given.get(name) or getattr(parsed, name, None) for name in _DFLASH_EXTRAS}
     extras["output_multiplier"] = extras["output_multiplier"] not in (None, 1.0)
     for name in (name for name, value in extras.items() if value):
         yield f"is a block head with {_DFLASH_EXTRAS[name]} ({name})"
