@@ -37,7 +37,7 @@ GIVEN = {
     "speculative_smc_power": 2.0,
     "speculative_smc_evidence_threshold": 0,
     "speculative_smc_draft_temperature": 0.9,
-    "speculative_smc_ngram_weight": 0.25,
+    "speculative_smc_ngram_weight": 0.25 if upstream.HAS_NGRAM_CACHE else 0.0,
     "speculative_smc_max_lag": 32,
     "speculative_smc_kernels": "torch",
     "speculative_smc_round_graph": "off",

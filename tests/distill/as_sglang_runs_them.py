@@ -24,6 +24,7 @@ from sglang_smc.distill.checkpoints import load_dflash, load_eagle3
 from sglang_smc.distill.head_config import DFLASH, read_settings
 from sglang_smc.distill.teacher import Lesson, Teacher, load_model
 from sglang_smc.distill.texts import Text, collate
+from sglang_smc.upstream import IS_NEWER
 
 ANCHOR, DEPTH = 12, 4
 IDS = [2 + (7 * i) % 20 for i in range(ANCHOR + DEPTH + 2)]
@@ -59,7 +60,6 @@ class Attention(nn.Module):
 def begin(target: str, head: str) -> None:
     """What a scheduler of one rank does before it loads a model."""
     from sglang.srt.distributed import parallel_state
-    from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
 
     arguments = ServerArgs(
@@ -69,7 +69,10 @@ def begin(target: str, head: str) -> None:
         speculative_algorithm="EAGLE3",
         speculative_draft_model_path=head,
     )
-    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0))
+    if IS_NEWER:
+        from sglang.srt.runtime_context import SpawnRanks, publish
+
+        publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0))
     parallel_state.init_distributed_environment(
         world_size=1,
         rank=0,

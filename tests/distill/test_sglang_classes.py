@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from sglang_smc.distill.checkpoints import new_dflash, new_eagle3
+from sglang_smc.upstream import IS_NEWER
 
 SCRIPT = Path(__file__).with_name("as_sglang_runs_them.py")
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not IS_NEWER, reason="0.5.17 publishes its arguments otherwise")
 def test_heads_compute_what_sglang_computes(target: Path, tmp_path: Path) -> None:
     """Red for a name, a shape, a norm's place, a mask, a position or a token that is off by one."""
     how = {"layer_ids": (0, 2), "dtype": torch.float32}
