@@ -205,7 +205,7 @@ def _block(given: Beside, draft: "TpModelWorker") -> Drafting:
     runner, of_target = draft.model_runner, given.target.model_runner
     forward = BlockForward(runner, *given.over, of_target.model)
     head = BlockHead(forward, kinds.mask_token(runner.model_config))
-    return Drafting(ReadTarget(of_target, *given.over, head), head, BlockPrompts(head))
+    return Drafting(ReadTarget(of_target, *given.over, head), head, BlockPrompts(forward))
 
 
 def corpus_of(settled: "Arguments", config: "SMCConfig") -> "Corpus | None":

@@ -13,7 +13,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_smc.drafts.proposal import DraftSlots
-from sglang_smc.models.attention import Implementation, KVLocations
+from sglang_smc.models.attention import Implementation, KVLocations, store
 from sglang_smc.models.forward import ParticleForward
 
 if TYPE_CHECKING:
@@ -81,7 +81,6 @@ class BlockForward(ParticleForward):
             positions, slots: ``[R]`` of their tokens, and where keys and values go.
         """
         model, pool = self._model, self.attn_backend.token_to_kv_pool
-        is_scaled = pool.dtype.itemsize == 1
         context = model.project_target_hidden(states)
         positions = positions.clamp_max(self._last_position)
         for layer in model.layers:
@@ -90,8 +89,7 @@ class BlockForward(ParticleForward):
             keys, values = attention.kv_proj_only(shown)
             keys = attention.apply_k_rope(positions, attention.apply_k_norm(keys))
             heads = -1, attention.num_kv_heads, attention.head_dim
-            scales = (attention.attn.k_scale, attention.attn.v_scale) if is_scaled else ()
-            pool.set_kv_buffer(attention.attn, slots, keys.view(heads), values.view(heads), *scales)
+            store(pool, attention.attn, slots, keys.view(heads), values.view(heads))
 
 
 class BlockHead:
@@ -104,6 +102,7 @@ class BlockHead:
 
     at_once = True
     has_stock_passes = False  # they have no states to read
+    state_bytes = 0
 
     def __init__(self, forward: BlockForward, mask: int) -> None:
         self._forward = forward
@@ -114,11 +113,6 @@ class BlockHead:
     def attn_backend(self) -> Any:
         """The head's, over particles."""
         return self._forward.attn_backend
-
-    @property
-    def state_bytes(self) -> int:
-        """Nothing."""
-        return 0
 
     def begin(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """See `Proposal`; without drafts there is nothing to do."""
@@ -150,8 +144,4 @@ class BlockHead:
         """See `ReadsStates`."""
         column = torch.arange(tokens.shape[2], device=tokens.device)
         positions = starts.unsqueeze(2) + column
-        self.write(states.flatten(0, 2), positions.flatten(), slots.flatten())
-
-    def write(self, states: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """See `BlockForward.write`."""
-        self._forward.write(states, positions, slots)
+        self._forward.write(states.flatten(0, 2), positions.flatten(), slots.flatten())

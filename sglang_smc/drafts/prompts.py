@@ -13,10 +13,11 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from torch.nn.attention.bias import causal_lower_right
 
+from sglang_smc.drafts.block import BlockForward
 from sglang_smc.drafts.eagle import Given, places_of_pairs
 from sglang_smc.drafts.states import ReadTarget, StateTable
 from sglang_smc.memory.ledger import Ledger
-from sglang_smc.models.attention import KVLocations
+from sglang_smc.models.attention import KVLocations, store
 from sglang_smc.models.softmax import gather_slots, softmax_of
 from sglang_smc.models.supported import check_layer, head_group
 from sglang_smc.models.vocabulary import readable
@@ -170,20 +171,20 @@ class BlockPrompts:
     """A block head reads prompts: their states become keys, without a pass.
 
     Args:
-        head: `drafts.block.BlockHead`.
+        forward: the head over particles.
     """
 
     wants_states = True
 
-    def __init__(self, head: Any) -> None:
-        self._head = head
+    def __init__(self, forward: BlockForward) -> None:
+        self._forward = forward
 
     def read(
         self, batch: "ScheduleBatch", target: ForwardBatch, states: torch.Tensor | None
     ) -> None:
         """See `ReadsPrompts`."""
         assert states is not None
-        self._head.write(states, target.positions, target.out_cache_loc)
+        self._forward.write(states, target.positions, target.out_cache_loc)
 
 
 class PromptAttention(AttentionBackend):
@@ -225,9 +226,7 @@ class PromptAttention(AttentionBackend):
     ) -> torch.Tensor:
         """Attend as `plan` said; ``[T, q_heads * head_dim]``, as `ParticleAttention` has them."""
         check_layer(layer, self._group, kwargs)
-        pool = self.token_to_kv_pool
-        scales = (layer.k_scale, layer.v_scale) if self._is_scaled else ()
-        pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, *scales)
+        store(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v)
         query = q.view(len(q), layer.tp_q_head_num, layer.head_dim)
         output, first = torch.zeros_like(query), 0
         for row, (known, new) in zip(self._rows.split(1), self._spans, strict=True):

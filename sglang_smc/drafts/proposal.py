@@ -67,6 +67,7 @@ class LanguageModel:
 
     at_once = False
     has_stock_passes = True
+    state_bytes = 0
 
     def __init__(self, forward: Forward) -> None:
         self.forward = forward
@@ -75,11 +76,6 @@ class LanguageModel:
     def attn_backend(self) -> ParticleAttention:
         """The model's, over particles."""
         return self.forward.attn_backend
-
-    @property
-    def state_bytes(self) -> int:
-        """Nothing."""
-        return 0
 
     def begin(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """See `Proposal`; also without drafts, so that the model reads along."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 
-from sglang_smc.models.attention import Implementation, KVLocations
+from sglang_smc.models.attention import Implementation, KVLocations, lead_in, slots_before
 from sglang_smc.models.forward import ParticleForward
 
 if TYPE_CHECKING:
@@ -124,8 +124,7 @@ class StateTable(NamedTuple):
 
     def before(self, starts: torch.Tensor, particle_rows: torch.Tensor) -> torch.Tensor:
         """States ``[G, N, F]`` at the token before positions ``[G, N]``, of rows ``[G, N]``."""
-        place = (starts - 1) & (self.tails.shape[1] - 1)
-        return self.states[self.readers[self.tails[particle_rows, place].long()]]
+        return self.states[self.readers[slots_before(self.tails, particle_rows, starts)]]
 
     def keep(self, slots: torch.Tensor, particle_rows: torch.Tensor, states: torch.Tensor) -> None:
         """Keep states ``[G, N, C, F]`` of tokens in ``slots`` ``[G, N, C]``."""
@@ -147,6 +146,5 @@ class StateTable(NamedTuple):
             slots, lengths: ``[G]`` int64, of the last token of each prompt, and of the prompts.
             particle_rows: ``[G, N]`` of all particles.
         """
-        place = (lengths - 1) & (self.tails.shape[1] - 1)
-        self.tails[particle_rows, place.unsqueeze(1)] = slots.unsqueeze(1).int()
+        lead_in(self.tails, particle_rows, lengths, slots)
         self.keep(slots.view(-1, 1, 1), particle_rows[:, :1], states.unsqueeze(1).unsqueeze(1))

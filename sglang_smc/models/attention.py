@@ -129,8 +129,7 @@ class ParticleAttention(AttentionBackend):
         check_layer(layer, self._group, kwargs, blocks=self._blocks)
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
-            scales = (layer.k_scale, layer.v_scale) if self._is_scaled else ()
-            pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, *scales)
+            store(pool, layer, forward_batch.out_cache_loc, k, v)
         query = q.view(*self._shape, layer.tp_q_head_num, layer.head_dim)
         keys, values = pool.get_kv_buffer(layer.layer_id)
         softmax = softmax_of(layer, sinks, self._is_scaled)
@@ -193,6 +192,38 @@ class ParticleAttention(AttentionBackend):
         return lambda query, keys, values, softmax: particle_attention(
             query, keys, values, **sight, **places, **softmax._asdict()
         )
+
+
+def store(
+    pool: Any, layer: "RadixAttention", slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> None:
+    """Write keys and values ``[R, kv_heads, head_dim]`` of a layer to ``slots`` ``[R]``.
+
+    Those of 8 bits are divided by the layer's scales.
+    """
+    scales = (layer.k_scale, layer.v_scale) if pool.dtype.itemsize == 1 else ()
+    pool.set_kv_buffer(layer, slots, k, v, *scales)
+
+
+def slots_before(
+    tails: torch.Tensor, particle_rows: torch.Tensor, starts: torch.Tensor
+) -> torch.Tensor:
+    """The slots of the tokens before ``starts``, int64, of particles' own rows of their shape."""
+    return tails[particle_rows, (starts - 1) & (tails.shape[1] - 1)].long()
+
+
+def lead_in(
+    tails: torch.Tensor, particle_rows: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Let particles' rows begin with the last token of a prompt, for `slots_before`.
+
+    Args:
+        tails: `Ledger.tails`.
+        particle_rows: ``[G, N]`` of them.
+        lengths, slots: ``[G]`` of the prompts, and of their last tokens.
+    """
+    place = (lengths - 1) & (tails.shape[1] - 1)
+    tails[particle_rows, place.unsqueeze(1)] = slots.unsqueeze(1).int()
 
 
 def _capability(tails: torch.Tensor) -> tuple[int, int] | None:

@@ -52,11 +52,6 @@ def knows_all(path: str, revision: str | None, trust_remote_code: bool) -> bool:
     return (config.draft_vocab_size or config.vocab_size) >= config.vocab_size
 
 
-def block_size(config: "ModelConfig") -> int | None:
-    """Tokens of a block head's block, its anchor included; None of others."""
-    return _dflash(config).resolve_block_size(default=16) if kind_of(config) == "dflash" else None
-
-
 def mask_token(config: "ModelConfig") -> int:
     """The token that stands for what is to be drafted, of a block head that says it."""
     return _dflash(config).mask_token_id

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_smc.models.attention import Implementation, KVLocations, ParticleAttention
+from sglang_smc.models.attention import (
+    Implementation,
+    KVLocations,
+    ParticleAttention,
+    lead_in,
+    slots_before,
+)
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.gated_delta import causal_conv, columns_of, gated_delta, gates_of, taps_of
 
@@ -126,8 +132,7 @@ class RecurrentParticles(AttentionBackend):
             slots: ``[G, N, C]`` int64 of the chains' tokens; 0 for what nobody will read.
         """
         readers, base = self.tables.readers, self._most_columns + 1
-        before = (starts - 1) & (self._tails.shape[1] - 1)
-        found = readers[self._tails[locations.particle_rows, before].long()].flatten()
+        found = readers[slots_before(self._tails, locations.particle_rows, starts)].flatten()
         self._source, self._num_past = found // base, found % base
         self._own = locations.particle_rows.flatten()
         column = torch.arange(1, slots.shape[2] + 1, device=slots.device)
@@ -187,8 +192,7 @@ class RecurrentParticles(AttentionBackend):
         """
         pool, tables, first = self.req_to_token_pool, self.tables, particles[:, 0]
         slots = pool.req_to_token[rows, lengths - 1]  # [G]
-        place = (lengths - 1) & (self._tails.shape[1] - 1)
-        self._tails[particles, place.unsqueeze(1)] = slots.unsqueeze(1)
+        lead_in(self._tails, particles, lengths, slots)
         tables.readers[slots.long()] = first * (self._most_columns + 1)
         cache, found = pool.mamba_pool.mamba_cache, pool.get_mamba_indices(rows).long()
         tables.states[:, first] = cache.temporal[:, found]

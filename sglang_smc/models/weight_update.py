@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
 
 DRAFT_KEY = "draft_model_path"
-_NO_DRAFT = "New weights are for the draft, and this server has no draft model. Leave them out."
 """The key in the `manifest` of an update from disk that names the draft's new checkpoint."""
 
 DRAFT_PREFIX = "draft."
 """What the names of the draft's tensors begin with where no request selects a model."""
 
 LOAD_FORMATS = ("auto", "safetensors")
+
+_NO_DRAFT = "New weights are for the draft, and this server has no draft model. Leave them out."
 
 
 class WeightUpdates(BaseSpecWorker):
