@@ -1,0 +1,1 @@
+"""What particles did, told round by round: the record of one answer, and how to look at it."""
