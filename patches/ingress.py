@@ -9,7 +9,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReq
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc.process import config_of, is_smc
-from sglang_smc.server import presets, routes
+from sglang_smc.server import potentials, presets, routes
 from sglang_smc.server.hooks import Patch
 from sglang_smc.server.malformed import check_fields, check_form, check_ids, check_labels
 from sglang_smc.server.prompt_length import check_texts
@@ -29,10 +29,12 @@ def generate_request(
     if not (is_smc(server_args) and isinstance(obj, GenerateReqInput)):
         return original(manager, obj, request)
     routes.take_over(obj, request)
+    potentials.pack(obj)
     check_form(obj, manager.model_config.vocab_size)
     check_texts(obj.text, manager)
     check_labels(obj, resolved(server_args).tokenizer_metrics_allowed_custom_labels)
     presets.put_in_place(obj, presets.of(server_args), config_of(server_args))
+    potentials.pack(obj)
     return routes.hand_back(original(manager, obj, request), obj, request)
 
 
@@ -43,7 +45,8 @@ def validate_request(
     if is_smc(manager.server_args) and isinstance(obj, GenerateReqInput):
         vocab_size = manager.model_config.vocab_size
         check_fields(obj, vocab_size)
-        check_request(obj, config_of(manager.server_args))
+        asked = check_request(obj, config_of(manager.server_args))
+        potentials.check(asked, manager.server_args)
         check_ids(input_ids, vocab_size)
         check_logprobs(obj, vocab_size)
         check_session(obj)

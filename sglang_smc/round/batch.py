@@ -8,7 +8,7 @@ from sglang_smc.memory import arena
 from sglang_smc.options.budget import Budget, apply_budget, union
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.options.server import RESAMPLING_METHODS, SMCConfig
-from sglang_smc.requests.rules import TextRules, has_rules
+from sglang_smc.requests.rules import TextRules, has_judges, has_rules
 from sglang_smc.requests.state import RequestState, state_of
 from sglang_smc.state.edits import has_edits
 from sglang_smc.state.settings import Settings, filter_kinds
@@ -41,6 +41,7 @@ class RoundShape(NamedTuple):
     shows_particles: bool  # some request wants all of its particles with the answer
     has_open_token: bool  # particles of some request may differ in its first token
     has_rules: bool  # the host looks at some request's text
+    judges: bool  # some request's texts are judged on the host: by potentials, for a vote
     has_matches: bool  # some request's drafts are mixed with n-gram matches
     logprobs: LogprobWidths  # of the log-probabilities that requests want
     methods: tuple[str, ...]  # how ancestors are drawn, by one request or another
@@ -71,6 +72,7 @@ class RoundShape(NamedTuple):
             "return_particles": self.shows_particles,
             "particles that differ in the first token": self.has_open_token,
             "structured output, stop texts or a custom logit processor": self.has_rules,
+            "potentials or a vote": self.judges,
             "n-gram matches": self.has_matches,
             "log-probabilities": self.logprobs.own,
             f"more than {self.logprobs.top} top_logprobs": self.logprobs.top,
@@ -152,6 +154,7 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
         shows_particles=False,
         has_open_token=config.power != 1.0,
         has_rules=False,
+        judges=False,
         has_matches=False,
         logprobs=NO_LOGPROBS,
         methods=(config.resampling_method,) if now.weighs or now.num_steps == 0 else (),
@@ -199,6 +202,7 @@ def shape_of(reqs: "list[Req]") -> RoundShape:
         shows_particles=any(config.return_particles for config in configs),
         has_open_token=not all(config.is_normalized for config in configs),
         has_rules=any(has_rules(req) for req in reqs),
+        judges=any(has_judges(req) for req in reqs),
         has_matches=any(config.uses_matches for config in configs),
         logprobs=LogprobWidths.of(reqs),
         methods=_methods(configs),

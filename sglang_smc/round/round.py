@@ -61,6 +61,7 @@ class Round:
 
         drafts = steps.propose(batch, before, slots)
         p, shown = steps.score(batch, drafts, slots)
+        before = steps.judge(batch, before)  # while the device has worked, potentials have, too
         decision = steps.decide(batch, before, drafts, p)  # reweight and resample, or verify
         extended = steps.extend(batch, before, drafts, decision)
         continued = steps.add_bonus(batch, extended, decision.next_tokens)
@@ -70,7 +71,8 @@ class Round:
             continued = score_tails(self._ops, before, continued, ancestors, shown, listed)
         continued = continued.stop(decision.failure > 0)
         continued = look(self._ops, batch, before, continued, ancestors, p, drafts)
-        narrowed, by_lag, log_evidence = steps.narrow(batch, continued)
+        elected = steps.elect(batch, continued)
+        narrowed, by_lag, log_evidence = steps.narrow(batch, elected)
         return self._commit(batch, continued, narrowed, decision, by_lag, log_evidence)
 
     def resize(self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]") -> None:
@@ -83,6 +85,8 @@ class Round:
         self._tables.particles.scatter(batch.rows, resized)
         if resized.logprobs is not None:
             self._tables.logprobs.scatter(batch.rows, resized.logprobs)
+        if resized.judged is not None:
+            self._tables.judged.scatter(batch.rows, resized.judged)
 
     def _load_round(
         self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]"
@@ -96,6 +100,8 @@ class Round:
             widest = shape.num_particles, shape.max_tail
             carried = tables.logprobs.gather(rows, *widest, shape.logprobs)
             before = before._replace(logprobs=carried)
+        if shape.judges:
+            before = before._replace(judged=tables.judged.gather(rows, shape.num_particles))
         settings = tables.requests.gather(rows)
         allocated, *sizes = inputs.known.unbind()
         if shape.budget is not None:
@@ -152,6 +158,8 @@ class Round:
         tables, shape, ops = self._tables, batch.shape, self._ops
         tails = narrowed.texts[:, :, 1:]  # with the token before each
         counts = ops.common_tail(tails, narrowed.lengths, narrowed.present)  # [G]
+        if narrowed.judged is not None:
+            counts = narrowed.held_back(counts)
         num_roots = ops.num_distinct(continued.roots, continued.present)  # [G]
         num_parents = ops.num_distinct(decision.resampled.ancestors, continued.present)  # [G]
         tables.ledger.commit(
@@ -170,6 +178,8 @@ class Round:
         tokens, last_emitted = narrowed.tokens[:, 0], after.last_emitted[:, 0]
         first_token = narrowed.first_token() if shape.has_open_token else None
         tables.particles.scatter(batch.rows, after)
+        if after.judged is not None:
+            tables.judged.scatter(batch.rows, after.judged)
         emitted = None
         if after.logprobs is not None and narrowed.logprobs is not None:
             tables.logprobs.scatter(batch.rows, after.logprobs)

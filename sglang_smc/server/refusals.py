@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang_smc.options.request import request_config
+from sglang_smc.options.request import RequestConfig, request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.server.grammar_text import FIELDS as GRAMMARS
 from sglang_smc.server.grammar_text import check_grammars
@@ -56,10 +56,12 @@ _SAMPLING = (
 )
 
 
-def check_request(request: "GenerateReqInput", server: SMCConfig) -> None:
-    """Raise ValueError that names every field of one request that SMC cannot honour.
+def check_request(request: "GenerateReqInput", server: SMCConfig) -> RequestConfig:
+    """What a request asks of SMC.
 
-    ``server`` bounds what the request may choose for itself.
+    Raises:
+        ValueError: that names every field of one request that SMC cannot honour; ``server`` bounds
+            what the request may choose for itself.
     """
     params = _params(request)
     problems = _used(_FIELDS, lambda field: getattr(request, field, None))
@@ -69,7 +71,7 @@ def check_request(request: "GenerateReqInput", server: SMCConfig) -> None:
     _check_edits(params.get("logit_bias"), request.custom_logit_processor)
     check_grammars(params)
     constrained = any(params.get(field) for field in GRAMMARS)
-    request_config(server, params.get("custom_params"), constrained=constrained)
+    return request_config(server, params.get("custom_params"), constrained=constrained)
 
 
 def check_logprobs(request: "GenerateReqInput", vocab_size: int) -> None:

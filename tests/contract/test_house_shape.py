@@ -11,6 +11,7 @@ PACKAGE = ROOT / "sglang_smc"
 # From the ground up; folders of one level import none of each other.
 LEVELS = (
     ("upstream",),
+    ("potentials", "view"),
     ("tokens",),
     ("smc",),
     ("options",),
