@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _Config = TypeVar("_Config", bound=SMCConfig)
 
 PARTICLES_KEY = "return_particles"
+TRACE_KEY = "trace"
 CUSTOM_PARAMS = "custom_params['smc']"
 
 # Key -> the modes in which it means something; all others mean something in every mode.
@@ -42,7 +43,8 @@ _MODES_OF = {
     "evidence_threshold": ("smc", "mixed"),
     "tilt": ("auto",),
 }
-_KEYS = (*(name for name in RANGES if name not in SERVER_FIELDS), PARTICLES_KEY)
+_SWITCHES = (PARTICLES_KEY, TRACE_KEY)
+_KEYS = (*(name for name in RANGES if name not in SERVER_FIELDS), *_SWITCHES)
 
 
 class RequestConfig(SMCConfig, frozen=True, kw_only=True):
@@ -50,6 +52,9 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
 
     return_particles: bool = False
     """smc: all particles and their weights go into `meta_info` with the answer."""
+
+    trace: bool = False
+    """What particles do, round by round, goes into `meta_info` with the answer."""
 
     constrained: bool = False
     """Not a key: whether the request has a grammar."""
@@ -164,7 +169,7 @@ def _problems(server: SMCConfig, chosen: dict[str, Any]) -> list[str]:
     for name, value in chosen.items():
         if name not in _KEYS:
             found.append(f"has the unknown key {name!r}; allowed: {', '.join(_KEYS)}.")
-        elif name == PARTICLES_KEY:
+        elif name in _SWITCHES:
             if not isinstance(value, bool):
                 found.append(f"has {name}={value!r}; allowed: true or false.")
         elif not (allowed := _range_of(name, server)).holds(value):

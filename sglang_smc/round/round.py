@@ -19,6 +19,7 @@ from sglang_smc.round.decision import Decision
 from sglang_smc.round.result import Outcome, Particles
 from sglang_smc.round.steps import Steps
 from sglang_smc.round.tables import Tables
+from sglang_smc.round.trace import trace_of
 from sglang_smc.round.watch import look
 from sglang_smc.state.logprobs import score_tails
 from sglang_smc.state.population import Population
@@ -47,13 +48,20 @@ class Round:
         self._ops = ops
         self._corpus = corpus
 
-    def play(self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]" = ()) -> Outcome:
+    def play(
+        self,
+        inputs: RoundInputs,
+        shape: RoundShape,
+        reqs: "Sequence[Req]" = (),
+        resized_from: torch.Tensor | None = None,
+    ) -> Outcome:
         """Play a round: from every particle's last token to what all of them agree on.
 
         Args:
             inputs: of the G requests.
             shape: of the batch.
             reqs: the requests themselves, for rules that read texts on the host.
+            resized_from: what `resize` has said before this round.
         """
         steps = self._steps
         batch, before = self._load_round(inputs, shape, reqs)
@@ -70,19 +78,28 @@ class Round:
             continued = score_tails(self._ops, before, continued, ancestors, shown, listed)
         continued = continued.stop(decision.failure > 0)
         continued = look(self._ops, batch, before, continued, ancestors, p, drafts)
-        narrowed, by_lag, log_evidence = steps.narrow(batch, continued)
-        return self._commit(batch, continued, narrowed, decision, by_lag, log_evidence)
+        narrowed, narrowed_to, by_lag, log_evidence = steps.narrow(batch, continued)
+        outcome = self._commit(batch, continued, narrowed, decision, by_lag, log_evidence)
+        if not shape.traces:
+            return outcome
+        populations = before, drafts, decision, extended, continued, narrowed
+        return outcome._replace(trace=trace_of(batch, *populations, narrowed_to, resized_from))
 
-    def resize(self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]") -> None:
-        """Bring populations to the sizes that they have in this round."""
+    def resize(self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]") -> torch.Tensor:
+        """Bring populations to the sizes that they have in this round.
+
+        Returns:
+            ``[G, N]``, of whom each particle is a copy, for the most that a group had or has.
+        """
         as_held = shape._replace(
             num_particles=shape.num_held, edits=False, has_rules=False, has_matches=False
         )
         batch, held = self._load_round(inputs, as_held, reqs)
-        resized = self._steps.resize(batch, held)
+        resized, ancestors = self._steps.resize(batch, held)
         self._tables.particles.scatter(batch.rows, resized)
         if resized.logprobs is not None:
             self._tables.logprobs.scatter(batch.rows, resized.logprobs)
+        return ancestors
 
     def _load_round(
         self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]"
