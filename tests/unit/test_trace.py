@@ -159,7 +159,9 @@ def test_a_reader_comes_to_the_answer() -> None:
 def test_all_that_particles_do_is_there_to_be_read() -> None:
     """Red where some of these never happens, so that the test above says nothing of it."""
     rounds = [
-        record for one in serve(toy(*TRACED, config=LAGGING), len(TRACED)) for record in one.trace.rounds
+        record
+        for one in serve(toy(*TRACED, config=LAGGING), len(TRACED))
+        for record in one.trace.rounds
     ]
     assert any(record.resampled and len(set(record.ancestors)) > 1 for record in rounds)
     assert any(record.narrowed_to is not None and not all(record.ended) for record in rounds)
