@@ -24,8 +24,7 @@ def add_texts(meta_info: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | N
     trace = meta_info.get(_TRACE)
     if trace and "pieces" not in trace:  # SGLang looks at what ends a stream twice
         ids = sorted(_tokens_of(trace["rounds"]))
-        pieces = tokenizer.batch_decode([[one] for one in ids])
-        trace["pieces"] = {str(one): piece for one, piece in zip(ids, pieces, strict=True)}
+        trace["pieces"] = {str(one): tokenizer.decode([one]) for one in ids}
 
 
 def _tokens_of(rounds: Iterable[Mapping[str, Any]]) -> set[int]:

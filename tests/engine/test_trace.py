@@ -8,7 +8,7 @@ from crowd import streams
 from tiny_models import smc_arguments
 from trace_replay import read, replay
 
-from sglang_smc.server.refusals import MOST_TRACED
+from sglang_smc.server import refusals
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("schedule")]
 
@@ -98,17 +98,16 @@ def test_short_answers(
         assert read(answer["meta_info"]).rounds == []
 
 
-def test_too_large_a_trace_is_refused(engine: Callable[..., Any], pair: tuple[str, str]) -> None:
+def test_too_large_a_trace_is_refused(
+    engine: Callable[..., Any], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What SGLang makes of no limit is all that the context leaves."""
     running = engine(**smc_arguments(*pair, **SERVER))
-    most = MOST_TRACED // 16
-    context = running.tokenizer_manager.context_len
-    if context - len(PROMPT) <= most:
-        answer = running.generate(**asked({"trace": True}, max_new_tokens=None, stop_token_ids=[9]))
-        assert "spec_smc_trace" in answer["meta_info"]
-        return
-    with pytest.raises(ValueError, match=f"<= {MOST_TRACED}"):
-        running.generate(**asked({"trace": True}, max_new_tokens=most + 1))
+    monkeypatch.setattr(refusals, "MOST_TRACED", 16 * TOKENS)
+    assert_told(running.generate(**asked({"trace": True})), {})
+    for limit in (TOKENS + 1, None):
+        with pytest.raises(ValueError, match=f"allowed: .* <= {16 * TOKENS}"):
+            running.generate(**asked({"trace": True}, max_new_tokens=limit))
 
 
 def test_retracted_ones_begin_anew(

@@ -15,9 +15,6 @@ class Letters:
         letters = "" if skip_special_tokens else "."
         return "".join(chr(96 + one) if one else letters for one in ids)
 
-    def batch_decode(self, texts: list[list[int]]) -> list[str]:
-        return [self.decode(ids) for ids in texts]
-
 
 def shown(tokenizer: Any = None, times: int = 1, **accumulated: list[Any]) -> dict[str, Any]:
     state = SimpleNamespace(customized_info_accumulated=accumulated)

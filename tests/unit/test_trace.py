@@ -1,5 +1,6 @@
 """What a round tells for a trace: a reader who plays it by its own fields comes to the answer."""
 
+import itertools
 import json
 import math
 from types import SimpleNamespace
@@ -191,7 +192,7 @@ def test_where_n_adapts_a_reader_knows_who_was_who() -> None:
         assert_told(one)
         changes = [record.resized_from is not None for record in one.trace.rounds]
         sizes = [len(record.ancestors) for record in one.trace.rounds]
-        pairs = zip(sizes, sizes[1:], strict=False)
+        pairs = itertools.pairwise(sizes)
         assert changes == [False, *(before != now for before, now in pairs)]
         assert any(changes) or len(sizes) < 2
 
