@@ -1,6 +1,7 @@
 """Plays a trace by its own fields, and holds each against what the others say."""
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,13 +26,14 @@ def read(meta_info: dict[str, Any]) -> Trace:
     return msgspec.convert(meta_info["spec_smc_trace"], Trace)
 
 
-def replay(trace: Trace, *, is_plain: bool = True) -> Replayed:
+def replay(trace: Trace, *, is_plain: bool = True, tolerance: float = 1e-6) -> Replayed:
     """Play all rounds.
 
     Args:
         is_plain: for the target itself: bonus tokens, and first ones, weigh nothing.
+        tolerance: of all numbers.
     """
-    state = Replay(is_plain and trace.mode == "smc")
+    state = Replay(is_plain and trace.mode == "smc", tolerance)
     for record in trace.rounds:
         state.play(record, weighs=trace.mode == "smc")
     return Replayed(state.emitted, state.particles, state.weights, state.log_evidence)
@@ -40,8 +42,9 @@ def replay(trace: Trace, *, is_plain: bool = True) -> Replayed:
 class Replay:
     """Particles as a reader of the trace knows them."""
 
-    def __init__(self, is_plain: bool) -> None:
+    def __init__(self, is_plain: bool, tolerance: float) -> None:
         self.is_plain = is_plain
+        self.near = partial(pytest.approx, abs=tolerance)
         self.emitted: list[int] = []
         self.texts: list[list[int]] = []
         self.particles: list[list[int]] = []
@@ -55,11 +58,11 @@ class Replay:
         num_particles = len(record.ancestors)
         assert {len(column) for column in columns_of(record)} == {num_particles}
         before, weighed = as_floats(record.log_weights_before), as_floats(record.log_weights)
-        assert before == pytest.approx(self.after), "weights are those of the round before"
+        assert before == self.near(self.after), "weights are those of the round before"
         if weighs:
-            assert record.ess == pytest.approx(ess_of(weighed))
+            assert record.ess == self.near(ess_of(weighed))
         gain = log_mean(weighed) - log_mean(before)
-        assert (record.log_block_evidence or 0.0) == pytest.approx(gain, abs=1e-9)
+        assert (record.log_block_evidence or 0.0) == self.near(gain)
         self.extend(record)
         self.weigh(record, weighed)
         self.narrow(record)
@@ -104,9 +107,9 @@ class Replay:
             self.texts = [self.texts[who] for who in record.narrowed_to]
             assert self.particles != self.texts or len(set(map(tuple, self.texts))) == 1
         elif self.is_plain:
-            assert self.after == pytest.approx(self.weights)
+            assert self.after == self.near(self.weights)
         if self.is_plain:
-            assert log_mean(self.after) == pytest.approx(log_mean(self.weights), abs=1e-9)
+            assert log_mean(self.after) == self.near(log_mean(self.weights))
         self.emitted = [*self.emitted, *record.emitted]
         assert self.emitted == common(self.texts), "all that they agree on is emitted"
 
@@ -116,7 +119,7 @@ class Replay:
             return
         if self.offset is None:
             self.offset = record.log_evidence - self.log_evidence
-        assert record.log_evidence == pytest.approx(self.log_evidence + self.offset, abs=1e-9)
+        assert record.log_evidence == self.near(self.log_evidence + self.offset)
 
     @property
     def log_evidence(self) -> float:
