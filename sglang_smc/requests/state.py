@@ -99,6 +99,22 @@ class RequestState(msgspec.Struct):
         watched = {name: self.counters[place] for name, place in _WATCHED.items()}
         return Answer(self.config.mode, self.config.covering, **watched)
 
+    def progress(self, rid: str, num_tokens: int) -> dict[str, Any]:
+        """What a look at the running server tells of it, of all its rounds so far."""
+        counters = Counters._make(self.counters)
+        rounds, weighs = counters.rounds_ct, self.now.weighs
+        return {
+            "rid": rid,
+            "output_tokens": num_tokens,
+            "mode": self.now.mode,
+            "num_particles": self.now.num_particles,
+            "num_steps": self.now.num_steps,
+            "rounds": int(rounds),
+            "tokens_per_pass": num_tokens / rounds if rounds else None,
+            "ess_ratio": counters.ess_sum / counters.particles_sum if rounds and weighs else None,
+            "resample_rate": counters.resample_ct / rounds if rounds else None,
+        }
+
     def trace(self, prompt_length: int) -> dict[str, Any]:
         """What its particles did behind so many tokens, as JSON has it: a `Trace`."""
         trace = Trace(
