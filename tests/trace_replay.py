@@ -47,6 +47,7 @@ class Replay:
         self.near = partial(pytest.approx, abs=tolerance)
         self.emitted: list[int] = []
         self.texts: list[list[int]] = []
+        self.ended: list[bool] = []
         self.particles: list[list[int]] = []
         self.weights: list[float] = []  # before the last narrowing
         self.after: list[float] = []
@@ -63,7 +64,11 @@ class Replay:
             assert record.ess == self.near(ess_of(weighed))
         gain = log_mean(weighed) - log_mean(before)
         assert (record.log_block_evidence or 0.0) == self.near(gain)
+        self.check_ended(record)
         self.extend(record)
+        if weighs:
+            pairs = zip(record.kept, record.drafted, strict=True)
+            assert all(count <= len(tokens) for count, tokens in pairs)
         self.weigh(record, weighed)
         self.narrow(record)
         if weighs:
@@ -76,12 +81,21 @@ class Replay:
             self.banked = self.log_evidence
             begun = [[*self.emitted, token] for token in record.begins]
             self.texts, self.after = begun, [0.0] * len(begun)
+            self.ended = []  # a first token may be the last, which only its reader can tell
             if len(set(record.begins)) == 1:
                 self.emitted = [*begun[0]]
         if record.resized_from is not None:
             self.banked = self.log_evidence
             self.texts = [self.texts[who] for who in record.resized_from]
             self.after = [0.0] * len(self.texts)
+            self.ended = [self.ended[who] for who in record.resized_from] if self.ended else []
+
+    def check_ended(self, record: RoundRecord) -> None:
+        """Nothing is drafted for texts that have ended, and something for all others."""
+        if self.ended and any(record.drafted):
+            assert self.ended == [not tokens for tokens in record.drafted]
+        assert all(record.ended[i] for i, token in enumerate(record.bonus) if token is None)
+        self.ended = record.ended
 
     def extend(self, record: RoundRecord) -> None:
         """Drafts, ancestors, bonus tokens."""
@@ -105,6 +119,7 @@ class Replay:
         self.after = as_floats(record.log_weights_after)
         if record.narrowed_to is not None:
             self.texts = [self.texts[who] for who in record.narrowed_to]
+            self.ended = [self.ended[who] for who in record.narrowed_to]
             assert self.particles != self.texts or len(set(map(tuple, self.texts))) == 1
         elif self.is_plain:
             assert self.after == self.near(self.weights)
