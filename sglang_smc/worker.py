@@ -174,14 +174,13 @@ class SMCWorker(WeightUpdates):
     def launch_round(self, batch: "ScheduleBatch") -> SMCBatchResult:
         """Launch a round; the host hears of it when the device has come so far."""
         shape, inputs = shape_of(batch.reqs), RoundInputs.of(batch, self.device)
-        if shape.resizes:
-            self._round.resize(inputs, shape, batch.reqs)
+        resized = self._round.resize(inputs, shape, batch.reqs) if shape.resizes else None
         recordings = self._recordings
         recorded = None if recordings is None else recordings.find(shape, len(batch.reqs))
         if recorded is not None:
             outcome = recorded.replay(inputs)
         else:
-            outcome = self._round.play(inputs, shape, batch.reqs)
+            outcome = self._round.play(inputs, shape, batch.reqs, resized)
         result = SMCBatchResult.of(outcome, self.monitor, replayed=recorded is not None)
         result.policy, result.corpus = process.active_policy(), self._corpus
         result.budgets = [state_of(req).sizes for req in batch.reqs]

@@ -35,6 +35,7 @@ _Config = TypeVar("_Config", bound=SMCConfig)
 PARTICLES_KEY = "return_particles"
 POTENTIALS_KEY = "potentials"
 PATTERN_KEY = "answer_pattern"
+TRACE_KEY = "trace"
 CUSTOM_PARAMS = "custom_params['smc']"
 
 # Key -> the modes in which it means something; all others mean something in every mode.
@@ -51,7 +52,8 @@ _MODES_OF = {
     "evidence_threshold": ("smc", "mixed"),
     "tilt": ("auto",),
 }
-_OWN_KEYS = (PARTICLES_KEY, POTENTIALS_KEY, PATTERN_KEY)
+_SWITCHES = (PARTICLES_KEY, TRACE_KEY)
+_OWN_KEYS = (*_SWITCHES, POTENTIALS_KEY, PATTERN_KEY)
 _KEYS = (*(name for name in RANGES if name not in SERVER_FIELDS), *_OWN_KEYS)
 
 MAX_PATTERN = 512
@@ -63,6 +65,9 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
 
     return_particles: bool = False
     """smc: all particles and their weights go into `meta_info` with the answer."""
+
+    trace: bool = False
+    """What particles do, round by round, goes into `meta_info` with the answer."""
 
     potentials: tuple[Asked, ...] = ()
     """smc: what multiplies the target."""
@@ -201,7 +206,7 @@ def _problems(server: SMCConfig, chosen: dict[str, Any]) -> list[str]:
 
 def _problems_of_own(name: str, value: Any) -> list[str]:
     """What is wrong with a key that servers have no flag for."""
-    if name == PARTICLES_KEY:
+    if name in _SWITCHES:
         return [] if isinstance(value, bool) else [f"has {name}={value!r}; allowed: true or false."]
     if name == PATTERN_KEY:
         return _problems_of_pattern(value)

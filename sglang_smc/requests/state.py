@@ -27,6 +27,7 @@ from sglang_smc.state.counters import META_PREFIX, Counters, meta_info, zero_cou
 from sglang_smc.state.settings import TableEntry, stop_tokens
 from sglang_smc.state.watched import Answer
 from sglang_smc.upstream import kv_of
+from sglang_smc.view.record import RoundRecord, Trace
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -55,6 +56,8 @@ class RequestState(msgspec.Struct):
     has_ended: bool = False  # and the server's own figures know it
     potentials: tuple[Chosen, ...] = ()  # that multiply its target
     callers: tuple[Caller, ...] = ()  # who asks each of these
+    rounds: list[RoundRecord] = []  # where it wants a trace
+    is_fresh: bool = False  # no round has been launched behind its last prefill
     kept: dict[type, Any] = {}  # what each rule of its text has to remember, by the rule
 
     @classmethod
@@ -73,7 +76,7 @@ class RequestState(msgspec.Struct):
 
     def begin(self, budget: Budget | None) -> None:
         """Let particles begin anew on ``budget``."""
-        self.budget = budget
+        self.budget, self.is_fresh = budget, True
         self.last = self.now = apply_budget(self.config, budget)
 
     def step_to(self, budget: Budget | None) -> None:
@@ -81,6 +84,11 @@ class RequestState(msgspec.Struct):
         self.last = self.now
         if budget != self.budget:
             self.budget, self.now = budget, apply_budget(self.config, budget)
+
+    def take_start(self) -> bool:
+        """Whether the round that is being launched is the first behind a prefill."""
+        was_fresh, self.is_fresh = self.is_fresh, False
+        return was_fresh
 
     def take(self, totals: list[float], replayed: bool) -> None:
         """Note what the device has counted by the end of a round, and whether a graph played it."""
@@ -97,8 +105,35 @@ class RequestState(msgspec.Struct):
         watched = {name: self.counters[place] for name, place in _WATCHED.items()}
         return Answer(self.config.mode, self.config.covering, **watched)
 
+    def progress(self, rid: str, num_tokens: int) -> dict[str, Any]:
+        """What a look at the running server tells of it, of all its rounds so far."""
+        counters = Counters._make(self.counters)
+        rounds, weighs = counters.rounds_ct, self.now.weighs
+        return {
+            "rid": rid,
+            "output_tokens": num_tokens,
+            "mode": self.now.mode,
+            "num_particles": self.now.num_particles,
+            "num_steps": self.now.num_steps,
+            "rounds": int(rounds),
+            "tokens_per_pass": num_tokens / rounds if rounds else None,
+            "ess_ratio": counters.ess_sum / counters.particles_sum if rounds and weighs else None,
+            "resample_rate": counters.resample_ct / rounds if rounds else None,
+        }
+
+    def trace(self, prompt_length: int) -> dict[str, Any]:
+        """What its particles did behind so many tokens, as JSON has it: a `Trace`."""
+        trace = Trace(
+            mode=self.config.mode,
+            num_particles=self.config.num_particles,
+            num_steps=self.config.num_steps,
+            prompt_length=prompt_length,
+            rounds=self.rounds,
+        )
+        return {"version": trace.version, **msgspec.to_builtins(trace)}
+
     def meta_info(self, output_ids: list[int]) -> dict[str, Any]:
-        """The `meta_info` fields of the finished request."""
+        """The `meta_info` fields of the finished request, but for its trace."""
         log_evidence = self.counters[-1] + self.first_log_sum
         totals = [*self.counters[:-1], log_evidence]
         fields = meta_info(totals, self.config, self.num_replayed)
@@ -274,6 +309,8 @@ def publish(req: "Req") -> None:
     state = find_state(req)
     if state is not None and req.finished():
         fields = state.meta_info(list(req.output_ids))
+        if state.config.trace:
+            fields[META_PREFIX + "trace"] = state.trace(len(req.origin_input_ids))
         req.customized_info = {name: _Whole([value]) for name, value in fields.items()}
 
 

@@ -39,6 +39,7 @@ class RoundShape(NamedTuple):
     weighs: bool  # some request's rounds weigh and resample
     verifies: bool  # some request's rounds verify
     shows_particles: bool  # some request wants all of its particles with the answer
+    traces: bool  # some request wants to know what its particles did
     has_open_token: bool  # particles of some request may differ in its first token
     has_rules: bool  # the host looks at some request's text
     judges: bool  # some request's texts are judged on the host: by potentials, for a vote
@@ -70,6 +71,7 @@ class RoundShape(NamedTuple):
             "mode smc": self.weighs,
             "a mode that verifies": self.verifies,
             "return_particles": self.shows_particles,
+            "trace": self.traces,
             "particles that differ in the first token": self.has_open_token,
             "structured output, stop texts or a custom logit processor": self.has_rules,
             "potentials or a vote": self.judges,
@@ -152,6 +154,7 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
         weighs=now.weighs or now.num_steps == 0,
         verifies=not now.weighs or now.num_steps == 0,
         shows_particles=False,
+        traces=False,
         has_open_token=config.power != 1.0,
         has_rules=False,
         judges=False,
@@ -200,6 +203,7 @@ def shape_of(reqs: "list[Req]") -> RoundShape:
         weighs=any(config.weighs for config in configs),
         verifies=not all(config.weighs for config in configs),
         shows_particles=any(config.return_particles for config in configs),
+        traces=any(config.trace for config in configs),
         has_open_token=not all(config.is_normalized for config in configs),
         has_rules=any(has_rules(req) for req in reqs),
         judges=any(has_judges(req) for req in reqs),

@@ -19,6 +19,7 @@ from sglang_smc.round.decision import Decision
 from sglang_smc.round.result import Outcome, Particles
 from sglang_smc.round.steps import Steps
 from sglang_smc.round.tables import Tables
+from sglang_smc.round.trace import trace_of
 from sglang_smc.round.watch import look
 from sglang_smc.state.logprobs import score_tails
 from sglang_smc.state.population import Population
@@ -47,13 +48,20 @@ class Round:
         self._ops = ops
         self._corpus = corpus
 
-    def play(self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]" = ()) -> Outcome:
+    def play(
+        self,
+        inputs: RoundInputs,
+        shape: RoundShape,
+        reqs: "Sequence[Req]" = (),
+        resized_from: torch.Tensor | None = None,
+    ) -> Outcome:
         """Play a round: from every particle's last token to what all of them agree on.
 
         Args:
             inputs: of the G requests.
             shape: of the batch.
             reqs: the requests themselves, for rules that read texts on the host.
+            resized_from: what `resize` has said before this round.
         """
         steps = self._steps
         batch, before = self._load_round(inputs, shape, reqs)
@@ -61,7 +69,7 @@ class Round:
 
         drafts = steps.propose(batch, before, slots)
         p, shown = steps.score(batch, drafts, slots)
-        before = steps.judge(batch, before)  # while the device has worked, potentials have, too
+        begun, before = before, steps.judge(batch, before)  # potentials have worked meanwhile
         decision = steps.decide(batch, before, drafts, p)  # reweight and resample, or verify
         extended = steps.extend(batch, before, drafts, decision)
         continued = steps.add_bonus(batch, extended, decision.next_tokens)
@@ -72,21 +80,30 @@ class Round:
         continued = continued.stop(decision.failure > 0)
         continued = look(self._ops, batch, before, continued, ancestors, p, drafts)
         elected = steps.elect(batch, continued)
-        narrowed, by_lag, log_evidence = steps.narrow(batch, elected)
-        return self._commit(batch, continued, narrowed, decision, by_lag, log_evidence)
+        narrowed, narrowed_to, by_lag, log_evidence = steps.narrow(batch, elected)
+        outcome = self._commit(batch, continued, narrowed, decision, by_lag, log_evidence)
+        if not shape.traces:
+            return outcome
+        populations = begun, before, drafts, decision, extended, continued, narrowed
+        return outcome._replace(trace=trace_of(batch, *populations, narrowed_to, resized_from))
 
-    def resize(self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]") -> None:
-        """Bring populations to the sizes that they have in this round."""
+    def resize(self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]") -> torch.Tensor:
+        """Bring populations to the sizes that they have in this round.
+
+        Returns:
+            ``[G, N]``, of whom each particle is a copy, for the most that a group had or has.
+        """
         as_held = shape._replace(
             num_particles=shape.num_held, edits=False, has_rules=False, has_matches=False
         )
         batch, held = self._load_round(inputs, as_held, reqs)
-        resized = self._steps.resize(batch, held)
+        resized, ancestors = self._steps.resize(batch, held)
         self._tables.particles.scatter(batch.rows, resized)
         if resized.logprobs is not None:
             self._tables.logprobs.scatter(batch.rows, resized.logprobs)
         if resized.judged is not None:
             self._tables.judged.scatter(batch.rows, resized.judged)
+        return ancestors
 
     def _load_round(
         self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]"

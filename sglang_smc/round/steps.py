@@ -99,8 +99,11 @@ class Steps:
         column = torch.arange(-1, len(slots) - 1, device=starts.device)
         return DraftSlots(slots, starts + column.view(-1, 1, 1), locations)
 
-    def resize(self, batch: RoundBatch, population: Population) -> Population:
-        """Give groups the particles that they run with from now on, if those are more or fewer."""
+    def resize(self, batch: RoundBatch, population: Population) -> tuple[Population, torch.Tensor]:
+        """Give groups the particles that they run with from now on, if those are more or fewer.
+
+        And say whom each was made of, ``[G, N]``.
+        """
         methods = sorted({state_of(req).config.resampling_method for req in batch.reqs})
         step = rounds.by_method(
             batch.settings.scheme,
@@ -120,10 +123,11 @@ class Steps:
             ancestors=step.ancestors,
             max_tail=batch.shape.max_tail,
         )
-        return population.resize(step.ancestors, step.present)._replace(
+        resized = population.resize(step.ancestors, step.present)._replace(
             log_weights=step.log_weights,
             log_evidence=population.log_evidence + step.log_evidence,
         )
+        return resized, step.ancestors
 
     def propose(self, batch: RoundBatch, population: Population, slots: DraftSlots) -> Drafts:
         """Draft x_1..x_K ~ q, one after another, from each particle's last token."""
@@ -352,12 +356,13 @@ class Steps:
 
     def narrow(
         self, batch: RoundBatch, population: Population
-    ) -> tuple[Population, torch.Tensor, torch.Tensor]:
+    ) -> tuple[Population, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Settle what lags too far behind, and the whole text of groups that have ended.
 
         Returns:
-            The population, where particles went for the lag's sake, ``[G]`` bool, and log Z-hat
-            ``[G]`` with what weights have gained since some was banked: a retraction keeps both.
+            The population, of whom each is a copy, ``[G, N]``, where particles went for the lag's
+            sake, ``[G]`` bool, and log Z-hat ``[G]`` with what weights have gained since some was
+            banked: a retraction keeps both.
         """
         settings, longest = batch.settings, population.lengths.amax(1)
         finished = population.is_finished()
@@ -380,7 +385,7 @@ class Steps:
         )
         narrowed = population.descend(step.ancestors)._replace(log_weights=step.log_weights)
         by_lag = (step.num_dropped > 0) & ~finished
-        return narrowed, by_lag, population.log_evidence + step.log_mean
+        return narrowed, step.ancestors, by_lag, population.log_evidence + step.log_mean
 
     def _ends(
         self,

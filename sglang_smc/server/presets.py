@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_smc import upstream
-from sglang_smc.options.request import CUSTOM_PARAMS, PARTICLES_KEY, chosen_keys, request_config
+from sglang_smc.options.request import (
+    CUSTOM_PARAMS,
+    PARTICLES_KEY,
+    TRACE_KEY,
+    chosen_keys,
+    request_config,
+)
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.server import potentials
 from sglang_smc.upstream import Arguments
@@ -122,9 +128,9 @@ def _with(params: Any, name: str | None, presets: Presets, server: SMCConfig) ->
     return {**params, "custom_params": {**custom, **settings}}
 
 
-def returns_particles(settings: Mapping[str, Any]) -> bool:
-    """Whether an answer is to have all particles."""
-    return bool(settings.get(PARTICLES_KEY))
+def shows_in_answers(settings: Mapping[str, Any]) -> list[str]:
+    """The keys by which an answer is to have all particles, or what they did."""
+    return [key for key in (PARTICLES_KEY, TRACE_KEY) if settings.get(key)]
 
 
 @lru_cache(maxsize=1)
