@@ -366,13 +366,15 @@ class Steps:
         """
         settings, longest = batch.settings, population.lengths.amax(1)
         finished = population.is_finished()
+        # Who is judged may have nothing but a first token of his own: of these one is drawn, too.
+        whole = longest if population.judged is None else longest.clamp_min(1)
         late = (longest + 1 - settings.lag).clamp_min(0) * settings.weighs
         furthest = (population.num_emitted + longest).unsqueeze(1)  # [G, 1]
         step = self.ops.narrow(
             population.log_weights,
             population.texts[:, :, 1:],  # with the token before each
             population.lengths,
-            torch.where(finished, longest, late),
+            torch.where(finished, whole, late),
             population.present,
             self.ops.uniforms(settings.seeds, furthest, Purpose.SELECT)[:, 0],
             settings.heaviest,
