@@ -197,7 +197,7 @@ def test_a_round_that_is_traced_has_its_models_replayed() -> None:
     """Red if a recorded round plays it: its trace would be that of the recording, or none."""
     config = SMCConfig(num_particles=3, num_steps=2, evidence_threshold=0.0)
     rows, recorded = list(range(1, 6)), []
-    case = {"rows": rows, "chosen": ({}, {"trace": True})}
+    case = {"rows": rows, "chosen": ({"trace": True}, {"trace": True, "mode": "exact"})}
     by_graph = serve(config, recorded=recorded, **case)
     eager = serve(config, recorded=None, **case)
     assert torch.equal(by_graph.outputs, eager.outputs)

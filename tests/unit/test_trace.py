@@ -174,6 +174,16 @@ def test_all_that_particles_do_is_there_to_be_read() -> None:
     assert any(not record.emitted for record in rounds)
 
 
+def test_a_block_is_cut_by_its_evidence_whatever_its_ess() -> None:
+    """Red if a block that is resampled where its evidence cut it counts as cut for its ESS."""
+    asked = {"trace": True, "ess_threshold": 1.0, "evidence_threshold": 1.5}
+    told = serve(toy(asked, num_requests=12), 12)
+    rounds = [record for one in told for record in one.trace.rounds]
+    assert {record.cut for record in rounds} == {"none", "evidence"}
+    cut = [record for record in rounds if record.cut == "evidence"]
+    assert any(record.resampled and any(record.kept) for record in cut)
+
+
 @pytest.mark.parametrize("resample_at", ["block", "token"])
 def test_particles_are_those_that_come_with_the_answer(resample_at: str) -> None:
     """Texts, and weights: red if the trace has those behind the final draw."""
