@@ -11,6 +11,7 @@ from sglang_smc.requests.failures import end_failed, take_mark
 from sglang_smc.requests.logprob_books import rewind_stream
 from sglang_smc.requests.state import RequestState, find_state, publish
 from sglang_smc.server.hooks import Patch
+from sglang_smc.upstream import NEWER
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
@@ -65,6 +66,11 @@ def _judge_prefill(req: "Req", state: RequestState) -> None:
         monitor.count_failed_prefill()
 
 
+def next_output_finishes_by_length(original: Callable, req: "Req") -> bool:
+    """Of judged texts nobody knows: a round may hold the last token back."""
+    return not rules.has_judges(req) and original(req)
+
+
 def reset_for_retract(original: Callable, req: "Req") -> None:
     """Take back a token that was not settled, so that the next prefill does not read it."""
     if find_state(req) is not None:
@@ -100,6 +106,18 @@ PATCHES = (
             "srt/managers/scheduler_components/output_streamer.py:506 (counts one at least)",
         ),
         retire_when="update_finish_state(0) is a no-op upstream, and so is a stream of no token.",
+    ),
+    Patch(
+        target="sglang.srt.managers.schedule_batch.Req.next_output_finishes_by_length",
+        hook_type=HookType.AROUND,
+        function=next_output_finishes_by_length,
+        what="Says no of a request with potentials or a vote.",
+        why="SGLang leaves a request out of the next batch if the result under way must finish it, "
+        "by its length. A round that holds the last token back, until potentials have judged the "
+        "text, does not: the request would never be looked at again.",
+        relies_on=("srt/managers/scheduler.py:4456 (asks under the overlap schedule)",),
+        retire_when="SGLang asks the algorithm whether a result finishes a request.",
+        family=NEWER,
     ),
     Patch(
         target="sglang.srt.managers.schedule_batch.Req.reset_for_retract",

@@ -11,6 +11,8 @@ from sglang_smc.memory.table import Table
 from sglang_smc.options.budget import Budget
 from sglang_smc.options.policy import Costs, Policy, RoundCosts
 from sglang_smc.options.server import ALGORITHM, SMCConfig
+from sglang_smc.potentials import calls
+from sglang_smc.potentials.calls import Caller
 from sglang_smc.state.monitor import Monitor
 from sglang_smc.upstream import Arguments
 
@@ -45,6 +47,12 @@ def drafts_all(settled: Arguments) -> bool:
 def potentials_of(server_args: Arguments) -> tuple[str, ...]:
     """What `--speculative-smc-potential` declares."""
     return tuple(upstream.resolved(server_args).speculative_smc_potential or ())  # pyright: ignore[reportAttributeAccessIssue] -- ours
+
+
+def callers_of(server_args: Arguments, config: SMCConfig) -> dict[str, Caller]:
+    """Who asks a server's potentials in this scheduler process; of several ranks the first asks."""
+    given, seconds = potentials_of(server_args), config.potential_timeout
+    return calls.callers_of(given, seconds, opens=get_parallel().tp_rank == 0)
 
 
 def set_policy(policy: Policy | None) -> None:

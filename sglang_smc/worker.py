@@ -15,7 +15,6 @@ from sglang_smc.drafts import assembly as drafts
 from sglang_smc.memory import arena
 from sglang_smc.models.weight_update import WeightUpdates
 from sglang_smc.ops.select import kind_of, ops_of
-from sglang_smc.potentials.calls import callers_of
 from sglang_smc.recording.recorder import Record, cuda_session
 from sglang_smc.requests.state import RequestStates, state_of
 from sglang_smc.round import costs, graph
@@ -66,11 +65,7 @@ class SMCWorker(WeightUpdates):
         seed = target_worker.random_seed
         assert seed is not None, "SGLang draws one where it is given none"
         replica = upstream.replica_of(placement)
-        callers = callers_of(
-            process.potentials_of(server_args),
-            self.config.potential_timeout,
-            opens=get_parallel().tp_rank == 0,
-        )
+        callers = process.callers_of(server_args, self.config)
         dial = self.monitor.dial
         self._states = RequestStates.of_replica(self.config, seed, replica, dial, callers)
 

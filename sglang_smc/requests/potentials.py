@@ -14,8 +14,8 @@ from sglang.srt.distributed import parallel_state
 from sglang_smc.potentials.base import Text
 from sglang_smc.potentials.calls import Call, Failed, Question
 from sglang_smc.potentials.declared import Chosen
+from sglang_smc.potentials.readings import Decode, Place, Readings
 from sglang_smc.requests.failures import end_request
-from sglang_smc.requests.readings import Decode, Place, Readings
 from sglang_smc.requests.state import find_state, settled_ids, state_of, tails_of
 from sglang_smc.requests.text_rule import BatchTexts, TextRule, Verdict
 from sglang_smc.state.population import Population

@@ -79,7 +79,7 @@ class Round:
             continued = score_tails(self._ops, before, continued, ancestors, shown, listed)
         continued = continued.stop(decision.failure > 0)
         continued = look(self._ops, batch, before, continued, ancestors, p, drafts)
-        elected = steps.elect(batch, continued)
+        elected = continued.elect()
         narrowed, narrowed_to, by_lag, log_evidence = steps.narrow(batch, elected)
         outcome = self._commit(batch, continued, narrowed, decision, by_lag, log_evidence)
         if not shape.traces:

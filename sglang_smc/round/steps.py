@@ -35,7 +35,7 @@ from sglang_smc.round.batch import RoundBatch
 from sglang_smc.round.decision import Decision, Drafts, no_drafts
 from sglang_smc.round.verification import verify
 from sglang_smc.round.watch import choose
-from sglang_smc.smc import judging, resizing, rounds
+from sglang_smc.smc import resizing, rounds
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.state.logprobs import logprob_distribution
 from sglang_smc.state.population import Population
@@ -220,21 +220,13 @@ class Steps:
         return batch.rules.apply(logits, chains, first)
 
     def judge(self, batch: RoundBatch, population: Population) -> Population:
-        """Weigh the texts that the round starts from by what potentials say of them by now.
+        """Weigh the texts that the round starts from by what the host says of them by now.
 
-        Waits for the host where it has to; a group that they leave nothing of ends.
+        Waits for potentials where it has to.
         """
         if population.judged is None:
             return population
-        said = batch.rules.judged(batch.reqs, batch.starts)
-        held = population.judged.log_values
-        log_weights, log_values, _ = judging.revalue(population.log_weights, held, said.log_values)
-        forbidden = (log_weights == -torch.inf).all(1)
-        return population._replace(
-            log_weights=log_weights,
-            log_evidence=population.log_evidence.masked_fill(forbidden, -torch.inf),
-            judged=said._replace(log_values=log_values),
-        ).stop(forbidden)
+        return population.judge(batch.rules.judged(batch.reqs, batch.starts))
 
     def decide(
         self, batch: RoundBatch, population: Population, drafts: Drafts, p: TokenDistribution
@@ -342,16 +334,6 @@ class Steps:
             log_weights=population.log_weights + torch.where(counts, log_sum, 0.0),
             # Verified texts have no weight; this says that no token may follow one.
             log_evidence=population.log_evidence.masked_fill(stuck, -torch.inf),
-        )
-
-    def elect(self, batch: RoundBatch, population: Population) -> Population:
-        """Where an answer is voted for, leave the weight to those particles that give it."""
-        if population.judged is None:
-            return population
-        elected = judging.elect(population.log_weights, population.judged.answers)
-        finished = population.is_finished().unsqueeze(1)
-        return population._replace(
-            log_weights=torch.where(finished, elected, population.log_weights)
         )
 
     def narrow(

@@ -152,7 +152,7 @@ def trace_of(
         num_particles=before.present.sum(1),
         first_tokens=before.last_emitted,
         log_weights_before=begun.log_weights,
-        log_potentials=None if before.judged is None else before.log_weights - begun.log_weights,
+        log_potentials=None if before.judged is None else _gains(begun, before),
         drafted=drafts.tokens,
         num_drafted=drafts.before_end.sum(2),
         num_kept=decision.num_kept,
@@ -167,6 +167,12 @@ def trace_of(
         narrowed_to=narrowed_to,
         log_weights_after=narrowed.log_weights,
     )
+
+
+def _gains(begun: Population, before: Population) -> torch.Tensor:
+    """What potentials have added to log-weights, ``[G, N]``: nothing to those of the dead."""
+    lives = begun.log_weights > -torch.inf
+    return torch.where(lives, before.log_weights - begun.log_weights, 0.0)
 
 
 def _finite(values: torch.Tensor) -> list[float | None]:

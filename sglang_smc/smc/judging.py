@@ -10,7 +10,6 @@ class Revalued(NamedTuple):
 
     log_weights: torch.Tensor  # [G, N] float64
     log_values: torch.Tensor  # [G, N] float64: log phi that these hold now
-    log_gains: torch.Tensor  # [G, N] float64: what they gained
 
 
 def revalue(log_weights: torch.Tensor, held: torch.Tensor, log_values: torch.Tensor) -> Revalued:
@@ -27,7 +26,7 @@ def revalue(log_weights: torch.Tensor, held: torch.Tensor, log_values: torch.Ten
     """
     is_told = (log_weights > -torch.inf) & ~log_values.isnan()
     gains = torch.where(is_told, log_values - held, 0.0)
-    return Revalued(log_weights + gains, torch.where(is_told, log_values, held), gains)
+    return Revalued(log_weights + gains, torch.where(is_told, log_values, held))
 
 
 def elect(log_weights: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from sglang_smc.smc import judging
 from sglang_smc.smc.fidelity import NAMES
 from sglang_smc.smc.rounds import Resampled
 from sglang_smc.state.judged import Judged
@@ -135,6 +136,25 @@ class Population(NamedTuple):
             ended=self.ended | all_of,
             log_weights=torch.where(all_of & self.present, 0.0, self.log_weights),
         )
+
+    def judge(self, said: Judged) -> "Population":
+        """Weigh texts by what is said of them now; a group that this leaves nothing of ends."""
+        assert self.judged is not None, "carried where some request's texts are judged"
+        found = judging.revalue(self.log_weights, self.judged.log_values, said.log_values)
+        forbidden = (found.log_weights == -torch.inf).all(1)
+        return self._replace(
+            log_weights=found.log_weights,
+            log_evidence=self.log_evidence.masked_fill(forbidden, -torch.inf),
+            judged=said._replace(log_values=found.log_values),
+        ).stop(forbidden)
+
+    def elect(self) -> "Population":
+        """Where the answer of a finished group is voted for, leave the weight to who gives it."""
+        if self.judged is None:
+            return self
+        elected = judging.elect(self.log_weights, self.judged.answers)
+        finished = self.is_finished().unsqueeze(1)
+        return self._replace(log_weights=torch.where(finished, elected, self.log_weights))
 
     def is_settled(self) -> torch.Tensor:
         """Whether a group's particles agree on the last emitted token, ``[G]`` bool.
