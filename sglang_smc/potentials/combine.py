@@ -21,7 +21,8 @@ def product(**parts: Potential) -> Potential:
     """
     if not parts:
         raise ValueError("product() has no parts; needed: one or more, as name=potential.")
-    return _Product(parts)
+    claims = all(part.prefix_is_complete for part in parts.values())
+    return _Product.of({"Args": _args_of(parts), "prefix_is_complete": claims}, parts)
 
 
 def exponent(potential: Potential, alpha: float) -> Potential:
@@ -34,14 +35,22 @@ def exponent(potential: Potential, alpha: float) -> Potential:
     """
     if not (math.isfinite(alpha) and alpha >= 0):
         raise ValueError(f"exponent() has alpha={alpha!r}; allowed: a finite number >= 0.")
-    return _Power(potential, alpha)
+    names = ("Args", "when", "prefix_is_complete")
+    return _Power.of({name: getattr(potential, name) for name in names}, potential, alpha)
 
 
-class _Product(Potential):
+class _Made(Potential):
+    """What is said of a class, an object of another may have of its own."""
+
+    @classmethod
+    def of(cls, said: dict[str, Any], *given: Any) -> Potential:
+        """An object of a class of its own, of which ``said`` is true."""
+        return type(cls.__name__, (cls,), said)(*given)
+
+
+class _Product(_Made):
     def __init__(self, parts: dict[str, Potential]) -> None:
         self._parts = parts
-        self.Args = _args_of(parts)  # pyright: ignore[reportIncompatibleVariableOverride] -- of one object
-        self.prefix_is_complete = all(part.prefix_is_complete for part in parts.values())  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def open(self) -> None:
         for part in self._parts.values():
@@ -66,12 +75,9 @@ class _Product(Potential):
         return [sum(values) for values in zip(*columns, strict=True)]
 
 
-class _Power(Potential):
+class _Power(_Made):
     def __init__(self, potential: Potential, alpha: float) -> None:
         self._potential, self._alpha = potential, alpha
-        self.Args = potential.Args  # pyright: ignore[reportIncompatibleVariableOverride] -- of one object
-        self.when = potential.when  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.prefix_is_complete = potential.prefix_is_complete  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def open(self) -> None:
         self._potential.open()

@@ -122,7 +122,7 @@ class Http(Potential):
         self._template = _template_of(template)
         self._whole = self._template if whole_template is None else _template_of(whole_template)
         self._headers = _headers_of(api_key_variable)
-        self.prefix_is_complete = self._whole == self._template  # pyright: ignore[reportIncompatibleVariableOverride] -- of one object
+        self.prefix_is_complete = self._whole == self._template  # pyright: ignore[reportAttributeAccessIssue] -- one object's claim
 
     def complete(self, texts: Sequence[Text]) -> list[float]:
         """See `Potential.complete`.

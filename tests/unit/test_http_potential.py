@@ -3,6 +3,7 @@
 tests/engine/test_reward.py asks SGLang's own.
 """
 
+import contextlib
 import json
 import math
 import time
@@ -43,7 +44,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(self.server.status)
         self.send_header("Content-Length", str(len(sent)))
         self.end_headers()
-        self.wfile.write(sent)
+        with contextlib.suppress(BrokenPipeError):  # of who did not wait
+            self.wfile.write(sent)
 
     def log_message(self, *_: object) -> None:
         """Nothing is to be told."""

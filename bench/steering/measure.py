@@ -1,0 +1,113 @@
+"""Ask the cells' problems, skipping what is on disk, and show how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from fidelity.measure import MAX_PROBLEMS, MAX_TOKENS, Reply, Request, Start, prompt_ids
+from pair.task import held_out
+from steering.grid import POTENTIALS, TEMPERATURE, Cell
+from steering.judge import Judge
+from steering.steps import Steps
+from steering.store import Drawn, Pool
+from study import PAIR, BenchError, bar
+
+from sglang_smc.potentials import Potential, Text
+
+
+def request(cell: Cell, index: int, sample: int) -> Request:
+    """Problem ``index`` for the ``sample``-th time, with a seed of its own."""
+    params: dict[str, Any] = {
+        "temperature": TEMPERATURE,
+        "max_new_tokens": MAX_TOKENS,
+        "sampling_seed": index + MAX_PROBLEMS * sample,
+    }
+    if cell.smc is not None:
+        params["custom_params"] = {"smc": cell.smc}
+    return Request(index, held_out(index), params)
+
+
+class Values:
+    """What potentials say of plain samples, for choices among them."""
+
+    def __init__(self, potentials: Mapping[str, Potential], tokenizer: Any) -> None:
+        self._potentials, self._tokenizer = potentials, tokenizer
+
+    @classmethod
+    def shipped(cls) -> Values:
+        """The two of this study, opened."""
+        from transformers import AutoTokenizer
+
+        found: dict[str, Potential] = {"steps": Steps(), "judge": Judge()}
+        for potential in found.values():
+            potential.open()
+        return cls(found, AutoTokenizer.from_pretrained(PAIR / "target"))
+
+    def of(self, reply: Reply) -> dict[str, float]:
+        """By the names of potentials."""
+        prompt = prompt_ids(self._tokenizer, reply.index)
+        found = {}
+        for name, potential in self._potentials.items():
+            args = potential.Args(**POTENTIALS[name])
+            (value,) = potential.complete([Text(prompt, reply.output_ids, args, self._decode)])
+            found[name] = value
+        return found
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def measure(todo: Sequence[tuple[Cell, Pool]], start: Start, values: Values) -> None:
+    """Complete all cells, starting each engine that is needed once."""
+    open_cells = [(cell, pool) for cell, pool in todo if pool.missing()]
+    total = sum(len(pool.missing()) for _, pool in open_cells)
+    with bar(total=total, unit="answer", disable=not open_cells) as progress:
+        for engine, group in groupby(open_cells, key=lambda pair: pair[0].engine):
+            progress.set_description_str(f"starting the engine: {engine}")
+            with start(engine) as asker:
+                for cell, pool in group:
+                    progress.set_description_str(cell.slug)
+                    with pool.writing() as write:
+                        for drawn in _asked(cell, pool, asker, values):
+                            write(drawn)
+                            progress.update()
+
+
+def _asked(cell: Cell, pool: Pool, asker: Any, values: Values) -> Iterator[Drawn]:
+    """What is missing, one sample of each problem after the other: replies name the problem."""
+    for sample, group in groupby(pool.missing(), key=lambda pair: pair[0]):
+        requests = [request(cell, index, sample) for _, index in group]
+        for reply in asker.ask(requests):
+            yield _steered(reply) if cell.smc else _plain(reply, sample, values)
+
+
+def _plain(reply: Reply, sample: int, values: Values) -> Drawn:
+    tokens = reply.meta_info["completion_tokens"]
+    return Drawn(
+        index=reply.index,
+        sample=sample,
+        chosen=reply.text,
+        texts=[reply.text],
+        weights=[1.0],
+        tokens=tokens,
+        passes=tokens,
+        values=values.of(reply),
+    )
+
+
+def _steered(reply: Reply) -> Drawn:
+    info = reply.meta_info
+    particles = info.get("spec_smc_particles")
+    if not particles:
+        raise BenchError(f"Problem {reply.index} came without particles: {info}")
+    return Drawn(
+        index=reply.index,
+        sample=0,
+        chosen=reply.text,
+        texts=[one["text"] for one in particles],
+        weights=[one["weight"] for one in particles],
+        tokens=sum(len(one["output_ids"]) for one in particles),
+        passes=info["spec_verify_ct"],
+    )
