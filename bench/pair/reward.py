@@ -1,7 +1,9 @@
 """Train the shipped reward model on a CPU: are all steps of an answer right so far?
 
-    python bench/pair/reward.py                 # a quarter of an hour on one core
-    python bench/pair/reward.py --steps 20 --samples 64 --out /tmp/try
+    python bench/pair/reward.py                 # half an hour on one core that others use, too
+    python bench/pair/reward.py --steps 20 --samples 64 --held-out 20 --out try
+
+A second course goes on from the first one's checkpoint, with other samples and lower rates.
 
 It begins as the target's first layers and learns from the draft's samples at temperature 1, from
 right answers and from made-up mistakes. It goes to reward/ next to this file; how it was made and
@@ -11,10 +13,11 @@ how well it tells right from wrong goes to provenance.json.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +28,12 @@ from task import HELD_OUT_START, Style, problem
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
-from train import HERE, circumstances, note, optimizers, rate, with_environment
+from train import HERE, PROVENANCE, circumstances, note, optimizers, rate, with_environment
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 NAME = "reward"
 FIRST_SEED = 301_000_000
+SEEDS_OF_COURSE = 10_000_000
 #: Held-out problems behind those that benchmarks ask.
 HELD_OUT_SEED = HELD_OUT_START + 500_000
 
@@ -40,10 +44,10 @@ class Recipe:
 
     num_hidden_layers: int = 4
     intermediate_size: int = 160
+    course: int = 1
     steps: int = 1500
     batch: int = 32
     samples: int = 8000
-    held_out: int = 600
     muon_lr: float = 0.004
     adam_lr: float = 0.002
     of_language: float = 0.3
@@ -52,6 +56,12 @@ class Recipe:
     """The weight of a line's end, where the model is asked, over that of another token."""
     seed: int = 3
     warmup: int = 50
+
+
+COURSES = (
+    Recipe(),
+    Recipe(course=2, steps=500, samples=4000, muon_lr=0.002, adam_lr=0.001, seed=4),
+)
 
 
 class Example(NamedTuple):
@@ -133,6 +143,12 @@ def drafted(seeds: Sequence[int], title: str) -> list[Judged]:
     return found
 
 
+def seeds_of(recipe: Recipe) -> tuple[int, int]:
+    """The first seed of a course's problems, samples first, and the one behind the last."""
+    first = FIRST_SEED + (recipe.course - 1) * SEEDS_OF_COURSE
+    return first, first + recipe.samples + recipe.steps * recipe.batch
+
+
 def made_up(seed: int, rng: random.Random) -> Judged:
     """A right answer in any style between those of the pair, or one with a mistake."""
     item = problem(seed, Style(rng.uniform(-0.9, 0.5)))
@@ -143,7 +159,8 @@ def batches(
     samples: Sequence[Judged], tokenizer: PreTrainedTokenizerFast, recipe: Recipe, pool: int = 20
 ) -> Iterator[Batch]:
     """Endless batches, one half of samples; each pool is sorted by length to spare padding."""
-    rng, seed, size = random.Random(recipe.seed), FIRST_SEED + len(samples), recipe.batch * pool
+    rng, size = random.Random(recipe.seed), recipe.batch * pool
+    seed = seeds_of(recipe)[0] + len(samples)
     while True:
         some = rng.sample(samples, min(size // 2, len(samples)))
         some += [made_up(seed + index, rng) for index in range(size - len(some))]
@@ -170,12 +187,13 @@ def losses(
 
 
 def trained(
-    samples: Sequence[Judged], tokenizer: PreTrainedTokenizerFast, recipe: Recipe
-) -> tuple[LlamaForSequenceClassification, dict[str, Any]]:
-    """The model, and what provenance says of its training (times in s)."""
-    torch.manual_seed(recipe.seed)
-    target, _ = load(HERE / "target")
-    model = beginning_of(target, recipe).train()
+    model: LlamaForSequenceClassification,
+    samples: Sequence[Judged],
+    tokenizer: PreTrainedTokenizerFast,
+    recipe: Recipe,
+) -> dict[str, Any]:
+    """Train in place; what provenance says of it (times in s)."""
+    model.train()
     steppers = optimizers(model, recipe)  # type: ignore[arg-type]
     peaks = [stepper.param_groups[0]["lr"] for stepper in steppers]
     supply, began, tokens, told = batches(samples, tokenizer, recipe), time.monotonic(), 0, []
@@ -193,7 +211,10 @@ def trained(
         tokens += batch.ids.numel()
         recent = sum(told[-50:]) / len(told[-50:])
         bar.set_postfix(loss=f"{recent:.3f}", language=f"{language.item():.3f}", refresh=False)
-    return model.eval(), {
+    model.eval()
+    return {
+        "recipe": asdict(recipe),
+        "seeds": list(seeds_of(recipe)),
         "tokens": tokens,
         "wall_seconds": round(time.monotonic() - began, 1),
         "last_50_steps": {"loss_nats": recent},
@@ -246,36 +267,51 @@ def measured(
 
 def save(
     model: LlamaForSequenceClassification, tokenizer: PreTrainedTokenizerFast, folder: Path
-) -> LlamaForSequenceClassification:
-    """Write a bfloat16 checkpoint; returns the model as others will load it, in float32."""
+) -> None:
+    """Write a bfloat16 checkpoint that transformers and SGLang load."""
     model.bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def reloaded(folder: Path) -> LlamaForSequenceClassification:
+    """The checkpoint as others load it, in float32."""
     return LlamaForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def course(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """One course, from the target or from the folder's checkpoint, to the folder's checkpoint."""
+    torch.manual_seed(recipe.seed)
+    target, tokenizer = load(HERE / "target")
+    model = beginning_of(target, recipe) if recipe.course == 1 else reloaded(folder)
+    first, _ = seeds_of(recipe)
+    samples = drafted(range(first, first + recipe.samples), f"samples of course {recipe.course}")
+    made = trained(model, samples, tokenizer, recipe)
+    save(model, tokenizer, folder)
+    return made
 
 
 def main() -> None:
     """Train it."""
     parser = argparse.ArgumentParser(description=(__doc__ or NAME).splitlines()[0])
     parser.add_argument("--out", type=Path, default=HERE, help="folder of the checkpoint's folder")
-    for name in ("steps", "samples", "held_out"):
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=int, default=getattr(Recipe, name), help="fewer: a try")
+    parser.add_argument("--courses", type=int, nargs="+", default=[1, 2], help="1 begins anew")
+    parser.add_argument("--steps", type=int, help="fewer steps a course, for a try")
+    parser.add_argument("--samples", type=int, help="fewer of the draft's samples, likewise")
+    parser.add_argument("--held-out", type=int, default=600, help="problems that tell how good")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    torch.manual_seed(Recipe.seed)
-    recipe = Recipe(steps=options.steps, samples=options.samples, held_out=options.held_out)
-    _, tokenizer = load(HERE / "target")
-    samples = drafted(range(FIRST_SEED, FIRST_SEED + recipe.samples), "samples")
-    model, made = trained(samples, tokenizer, recipe)
-    shipped = save(model, tokenizer, options.out / NAME)
+    fewer = {name: vars(options)[name] for name in ("steps", "samples") if vars(options)[name]}
+    known = json.loads((options.out / PROVENANCE).read_text()) if options.courses[0] > 1 else {}
+    courses = known.get(NAME, {}).get("courses", [])[: options.courses[0] - 1]
+    for recipe in (COURSES[number - 1] for number in options.courses):
+        courses.append(course(replace(recipe, **fewer), options.out / NAME))
+    model, (_, tokenizer) = reloaded(options.out / NAME), load(HERE / "target")
     entry = {
         **circumstances(NAME),
-        "recipe": asdict(recipe),
-        "parameters": sum(w.numel() for w in shipped.parameters()),
-        "seeds": [FIRST_SEED, FIRST_SEED + recipe.samples + recipe.steps * recipe.batch],
-        **made,
-        "held_out": measured(shipped, tokenizer, recipe.held_out),
+        "parameters": sum(w.numel() for w in model.parameters()),
+        "courses": courses,
+        "held_out": measured(model, tokenizer, options.held_out),
     }
     note(options.out, NAME, entry)
     print(entry["held_out"])

@@ -23,16 +23,27 @@ from fidelity.measure import Start
 from results import provenance
 from steering.engines import running
 from steering.grid import PARTICLES
-from steering.measure import Values, measure
+from steering.measure import Values, measure, value
 from steering.plan import SteeringPlan, code
 from steering.plot import plot_rows
-from steering.report import markdown, note, read_csv, rows_of, write_csv
-from study import PAIR, PUBLISHED, BenchError, complete, copy, grid_parser, main_of, positive
+from steering.report import markdown, note, read_csv, rows_of, write_csv, write_page
+from study import (
+    PAIR,
+    PUBLISHED,
+    REPOSITORY,
+    BenchError,
+    complete,
+    copy,
+    grid_parser,
+    main_of,
+    positive,
+)
 
 CSV, TABLE, PLOT, ORIGIN = OUTPUTS = (
     *("steering.csv", "steering.md", "steering.png"),
     "provenance.json",
 )
+PAGE = REPOSITORY / "docs" / "steering.md"
 START: Start = partial(running, pair=PAIR)
 
 
@@ -52,8 +63,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def measured(plan: SteeringPlan, start: Start, values: Callable[[], Values]) -> str:
     """Complete the selected cells, then report on all that is complete."""
-    if any(pool.missing() for _, pool in plan.todo()):
-        measure(plan.todo(), start, values())
+    measure(plan.todo(), start)
+    value(plan.to_value(), values)
     folder: Path = plan.options.output_dir
     origin = provenance(plan.settings())
     (folder / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
@@ -71,7 +82,7 @@ def written(folder: Path) -> str:
 
 
 def publish(plan: SteeringPlan) -> None:
-    """Copy the results to where the repository keeps them; never a part of the grid."""
+    """Copy the results to where the repository keeps them, and the tables to their page."""
     missing = [cell.slug for cell in plan.pools if cell not in plan.complete()]
     if missing:
         raise BenchError(
@@ -79,6 +90,7 @@ def publish(plan: SteeringPlan) -> None:
             f"{missing[0]}. Complete them with the same command without --only."
         )
     copy([plan.options.output_dir / name for name in OUTPUTS], PUBLISHED / "steering")
+    write_page(PAGE, read_csv(PUBLISHED / "steering" / CSV))
 
 
 def main(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -11,10 +11,12 @@ from pair.task import held_out
 from steering.grid import POTENTIALS, TEMPERATURE, Cell
 from steering.judge import Judge
 from steering.steps import Steps
-from steering.store import Drawn, Pool
+from steering.store import Drawn, Pool, Valued
 from study import PAIR, BenchError, bar
 
 from sglang_smc.potentials import Potential, Text
+
+_AT_ONCE = 64  # samples whose values are kept together
 
 
 def request(cell: Cell, index: int, sample: int) -> Request:
@@ -45,21 +47,45 @@ class Values:
             potential.open()
         return cls(found, AutoTokenizer.from_pretrained(PAIR / "target"))
 
-    def of(self, reply: Reply) -> dict[str, float]:
-        """By the names of potentials."""
-        prompt = prompt_ids(self._tokenizer, reply.index)
-        found = {}
-        for name, potential in self._potentials.items():
-            args = potential.Args(**POTENTIALS[name])
-            (value,) = potential.complete([Text(prompt, reply.output_ids, args, self._decode)])
-            found[name] = value
-        return found
+    def of(self, some: Sequence[Drawn]) -> list[dict[str, float]]:
+        """By the names of potentials, of each sample."""
+        columns = {
+            name: potential.complete([self._text(one, name, potential) for one in some])
+            for name, potential in self._potentials.items()
+        }
+        return [
+            dict(zip(columns, values, strict=True))
+            for values in zip(*columns.values(), strict=True)
+        ]
+
+    def _text(self, one: Drawn, name: str, potential: Potential) -> Text:
+        """As a server would give it."""
+        args = potential.Args(**POTENTIALS[name])
+        ids = self._tokenizer(one.chosen)["input_ids"]
+        return Text(prompt_ids(self._tokenizer, one.index), ids, args, self._decode)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
-def measure(todo: Sequence[tuple[Cell, Pool]], start: Start, values: Values) -> None:
+def value(todo: Sequence[Valued], values: Callable[[], Values]) -> None:
+    """Ask potentials about all plain samples that they have not been asked about."""
+    missing = [(valued, valued.missing()) for valued in todo]
+    total = sum(len(some) for _, some in missing)
+    if not total:
+        return
+    opened = values()
+    with bar(total=total, unit="sample", desc="values of samples") as progress:
+        for valued, some in missing:
+            with valued.log.writing() as write:
+                for start in range(0, len(some), _AT_ONCE):
+                    few = some[start : start + _AT_ONCE]
+                    for one, found in zip(few, opened.of(few), strict=True):
+                        write({"index": one.index, "sample": one.sample, "values": found})
+                    progress.update(len(few))
+
+
+def measure(todo: Sequence[tuple[Cell, Pool]], start: Start) -> None:
     """Complete all cells, starting each engine that is needed once."""
     open_cells = [(cell, pool) for cell, pool in todo if pool.missing()]
     total = sum(len(pool.missing()) for _, pool in open_cells)
@@ -70,20 +96,20 @@ def measure(todo: Sequence[tuple[Cell, Pool]], start: Start, values: Values) -> 
                 for cell, pool in group:
                     progress.set_description_str(cell.slug)
                     with pool.writing() as write:
-                        for drawn in _asked(cell, pool, asker, values):
+                        for drawn in _asked(cell, pool, asker):
                             write(drawn)
                             progress.update()
 
 
-def _asked(cell: Cell, pool: Pool, asker: Any, values: Values) -> Iterator[Drawn]:
+def _asked(cell: Cell, pool: Pool, asker: Any) -> Iterator[Drawn]:
     """What is missing, one sample of each problem after the other: replies name the problem."""
     for sample, group in groupby(pool.missing(), key=lambda pair: pair[0]):
         requests = [request(cell, index, sample) for _, index in group]
         for reply in asker.ask(requests):
-            yield _steered(reply) if cell.smc else _plain(reply, sample, values)
+            yield _steered(reply) if cell.smc else _plain(reply, sample)
 
 
-def _plain(reply: Reply, sample: int, values: Values) -> Drawn:
+def _plain(reply: Reply, sample: int) -> Drawn:
     tokens = reply.meta_info["completion_tokens"]
     return Drawn(
         index=reply.index,
@@ -93,7 +119,6 @@ def _plain(reply: Reply, sample: int, values: Values) -> Drawn:
         weights=[1.0],
         tokens=tokens,
         passes=tokens,
-        values=values.of(reply),
     )
 
 

@@ -11,16 +11,19 @@ from fidelity.measure import MAX_TOKENS
 from fidelity.store import fingerprint
 from steering.engines import settings
 from steering.grid import TEMPERATURE, Cell, cells
-from steering.store import Drawn, Pool
+from steering.store import Drawn, Pool, Valued
 from study import PAIR, Log, digest, selected
 
 
 def code() -> dict[str, Any]:
-    """The code and models that answers depend on; a change of the server is told, not refused."""
+    """The code and models that answers depend on, and potentials by name."""
     here = Path(__file__).parent
-    own = [here / f"{name}.py" for name in ("steps", "judge", "measure")]
     reward = [*(PAIR / "reward").iterdir(), PAIR / "reward_texts.py"]
-    return {**fingerprint(PAIR), "steering": digest([*own, *reward])}
+    potentials = {
+        "steps": digest([here / "steps.py"]),
+        "judge": digest([here / "judge.py", *reward]),
+    }
+    return {**fingerprint(PAIR), "potentials": potentials}
 
 
 class SteeringPlan:
@@ -31,25 +34,40 @@ class SteeringPlan:
         every = cells(options.particles)
         self.selected = selected(every, options.only, look="--list")
         self.pools = {cell: self._pool(cell) for cell in every}
+        self.valued = {cell: self._valued(cell) for cell in every if not cell.potential}
 
     def _pool(self, cell: Cell) -> Pool:
-        known = dict(self._code)
-        if not cell.potential:
-            del known["plugin"]  # plain samples are stock SGLang's
-        path = self.options.output_dir / "answers" / f"{cell.slug}.jsonl"
-        identity = {
-            **known,
+        log = Log(self._path("answers", cell), self._identity(cell))
+        return Pool(log, self.options.problems, cell.samples)
+
+    def _valued(self, cell: Cell) -> Valued:
+        identity = {**self._identity(cell), "potentials": self._code["potentials"]}
+        return Valued(Log(self._path("values", cell), identity), self.pools[cell])
+
+    def _path(self, folder: str, cell: Cell) -> Path:
+        return self.options.output_dir / folder / f"{cell.slug}.jsonl"
+
+    def _identity(self, cell: Cell) -> dict[str, Any]:
+        """What the answers of a cell depend on: plain samples are stock SGLang's."""
+        unused = {"potentials"} if cell.potential else {"potentials", "plugin"}
+        return {
+            **{name: value for name, value in self._code.items() if name not in unused},
             "cell": cell.slug,
+            "potential": self._code["potentials"].get(cell.potential),
             "smc": cell.smc,
             "engine": settings(cell.engine),
             "temperature": TEMPERATURE,
             "max_new_tokens": MAX_TOKENS,
         }
-        return Pool(Log(path, identity), self.options.problems, cell.samples)
 
     def own_logs(self) -> list[Log]:
         """The files of the selected cells."""
-        return [self.pools[cell].log for cell in self.selected]
+        answers = [self.pools[cell].log for cell in self.selected]
+        return answers + [valued.log for valued in self.to_value()]
+
+    def to_value(self) -> list[Valued]:
+        """The plain samples of the selected cells."""
+        return [self.valued[cell] for cell in self.selected if cell in self.valued]
 
     def logs(self) -> list[Log]:
         """The same files: nothing else is read before the report."""
@@ -61,8 +79,16 @@ class SteeringPlan:
 
     def complete(self) -> dict[Cell, list[Drawn]]:
         """The answers of every cell that is complete, by this run or an earlier one like it."""
-        there = {cell: pool for cell, pool in self.pools.items() if pool.log.fits}
-        return {cell: pool.read() for cell, pool in there.items() if not pool.missing()}
+        return {cell: self._answers(cell) for cell in self.pools if self._is_complete(cell)}
+
+    def _answers(self, cell: Cell) -> list[Drawn]:
+        return (self.valued.get(cell) or self.pools[cell]).read()
+
+    def _is_complete(self, cell: Cell) -> bool:
+        pool, valued = self.pools[cell], self.valued.get(cell)
+        if not pool.log.fits or pool.missing():
+            return False
+        return valued is None or (valued.log.fits and not valued.missing())
 
     def status(self) -> str:
         """A line for each selected cell."""

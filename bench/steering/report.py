@@ -22,6 +22,8 @@ from steering.store import Drawn
 ONE, MAJORITY, BEST, WEIGHTED = "one sample", "majority", "best of N", "weighted vote"
 SMC_SAMPLE, SMC_ARGMAX, SMC_VOTE = "SMC, sample", "SMC, argmax", "SMC, vote"
 METHODS = (ONE, MAJORITY, BEST, WEIGHTED, SMC_SAMPLE, SMC_ARGMAX, SMC_VOTE)
+#: The page's marks.
+BEGIN, END = "<!-- made by bench/steering -->", "<!-- end -->"
 #: What a way to choose makes of the texts of one problem.
 Choice = Callable[[Sequence[Drawn]], int | None]
 
@@ -155,9 +157,6 @@ def _read(line: Mapping[str, str]) -> Row:
 
 def markdown(rows: Sequence[Row], note: str) -> str:
     """The table of a page for each model, and all rows."""
-    parts = [note]
-    for model in dict.fromkeys(row.model for row in rows):
-        parts.append(f"**{TITLES[model]}**\n\n{summary(rows, model)}")
     lines = [
         [
             row.label,
@@ -168,8 +167,19 @@ def markdown(rows: Sequence[Row], note: str) -> str:
         for row in rows
     ]
     headers = ("", "accuracy, %", "tokens a problem", "model passes a problem")
-    parts.append(f"**All**\n\n{markdown_table(headers, lines)}")
-    return "\n\n".join(parts) + "\n"
+    return f"{note}\n\n{summaries(rows)}\n\n**All**\n\n{markdown_table(headers, lines)}\n"
+
+
+def write_page(page: Path, rows: Sequence[Row]) -> None:
+    """Put the tables of a page between their marks."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n\n{summaries(rows)}\n\n{END}{rest.partition(END)[2]}")
+
+
+def summaries(rows: Sequence[Row]) -> str:
+    """A table for each model."""
+    models = dict.fromkeys(row.model for row in rows)
+    return "\n\n".join(f"**{TITLES[model]}**\n\n{summary(rows, model)}" for model in models)
 
 
 TITLES = {

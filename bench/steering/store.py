@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from study import Log
 
@@ -20,7 +20,7 @@ class Drawn:
     weights: list[float]  # that sum to 1
     tokens: int  # of all texts
     passes: int  # of the model
-    values: dict[str, float] = field(default_factory=dict)  # log phi of a plain sample
+    values: dict[str, float] = field(default_factory=dict)  # log phi, of a plain sample
 
 
 @dataclass(frozen=True)
@@ -48,3 +48,22 @@ class Pool:
         """What appends an answer."""
         with self.log.writing() as append:
             yield lambda one: append(asdict(one))
+
+
+@dataclass(frozen=True)
+class Valued:
+    """What potentials say of the plain samples of a pool; others may be asked about the same."""
+
+    log: Log
+    pool: Pool
+
+    def read(self) -> list[Drawn]:
+        """The samples that have values, with them."""
+        known = {(one["index"], one["sample"]): one["values"] for one in self.log.read()}
+        there = (one for one in self.pool.read() if (one.index, one.sample) in known)
+        return [replace(one, values=known[one.index, one.sample]) for one in there]
+
+    def missing(self) -> list[Drawn]:
+        """Samples without values."""
+        known = {(one.index, one.sample) for one in self.read()}
+        return [one for one in self.pool.read() if (one.index, one.sample) not in known]

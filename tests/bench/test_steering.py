@@ -18,7 +18,19 @@ from steering.grid import PARTICLES, POTENTIALS, cells
 from steering.judge import Judge
 from steering.measure import Values
 from steering.plot import plot_rows
-from steering.report import MAJORITY, SMC_VOTE, Row, markdown, note, read_csv, summary, write_csv
+from steering.report import (
+    BEGIN,
+    END,
+    MAJORITY,
+    SMC_VOTE,
+    Row,
+    markdown,
+    note,
+    read_csv,
+    summaries,
+    summary,
+    write_csv,
+)
 from steering.steps import Steps, wrong_steps
 from study import PUBLISHED, REPOSITORY
 
@@ -180,6 +192,9 @@ class _NoArgs(Constant):
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> Bench:
     monkeypatch.setattr(cli, "PUBLISHED", tmp_path / "published")
+    page = tmp_path / "steering.md"
+    page.write_text(f"Before.\n{BEGIN}\nold\n{END}\nBehind.\n")
+    monkeypatch.setattr(cli, "PAGE", page)
     monkeypatch.setattr(cli, "plot_rows", lambda _, path: path.write_text("a picture"))
     monkeypatch.setattr(cli, "provenance", lambda settings: {**ORIGIN, "settings": settings})
     return Bench(tmp_path / "out", tokenizer)
@@ -200,6 +215,9 @@ def test_a_whole_run_is_published(bench: Bench) -> None:
     assert (steered.accuracy.mean, steered.tokens, steered.passes) == (1.0, 75.0, 3.0)
     published = bench.folder.parent / "published" / "steering"
     assert {path.name for path in published.iterdir()} == set(cli.OUTPUTS)
+    page = cli.PAGE.read_text()
+    assert page.startswith("Before.\n") and page.endswith("Behind.\n") and "old" not in page
+    assert summaries(list(rows.values())) in page
 
 
 def test_a_second_run_asks_nothing(bench: Bench) -> None:
@@ -207,6 +225,10 @@ def test_a_second_run_asks_nothing(bench: Bench) -> None:
     assert bench("--only", "smc-draft-steps-*") == 0
     assert [asker.engine for asker in bench.askers] == ["smc draft"]
     assert bench("--only", "smc-draft-steps-*") == 0
+    assert bench.askers == []
+    assert bench("--only", "plain-draft") == 0
+    bench.values = None  # type: ignore[assignment]  # it would be called for values that are missing
+    assert bench("--only", "plain-draft") == 0
     assert bench.askers == []
     assert bench("--publish", "--only", "smc-draft-steps-*") == 1, "not all is there"
 
@@ -236,7 +258,6 @@ def test_rows_survive_their_file_and_are_told(tmp_path: Path) -> None:
 def test_the_page_says_what_was_measured() -> None:
     """Red where results are replaced and the page is not, or the other way round."""
     rows, page = read_csv(FOLDER / cli.CSV), (REPOSITORY / "docs" / "steering.md").read_text()
-    for model in dict.fromkeys(row.model for row in rows):
-        assert summary(rows, model) in page
+    assert summaries(rows) in page
     origin = json.loads((FOLDER / cli.ORIGIN).read_text())
     assert (FOLDER / cli.TABLE).read_text() == markdown(rows, note(origin))
