@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -34,18 +35,16 @@ def request(cell: Cell, index: int, sample: int) -> Request:
 class Values:
     """What potentials say of plain samples, for choices among them."""
 
-    def __init__(self, potentials: Mapping[str, Potential], tokenizer: Any) -> None:
-        self._potentials, self._tokenizer = potentials, tokenizer
+    def __init__(self, potentials: Mapping[str, Potential]) -> None:
+        self._potentials = potentials
 
     @classmethod
     def shipped(cls) -> Values:
         """The two of this study, opened."""
-        from transformers import AutoTokenizer
-
         found: dict[str, Potential] = {"steps": Steps(), "judge": Judge()}
         for potential in found.values():
             potential.open()
-        return cls(found, AutoTokenizer.from_pretrained(PAIR / "target"))
+        return cls(found)
 
     def of(self, some: Sequence[Drawn]) -> list[dict[str, float]]:
         """By the names of potentials, of each sample."""
@@ -61,11 +60,8 @@ class Values:
     def _text(self, one: Drawn, name: str, potential: Potential) -> Text:
         """As a server would give it."""
         args = potential.Args(**POTENTIALS[name])
-        ids = self._tokenizer(one.chosen)["input_ids"]
-        return Text(prompt_ids(self._tokenizer, one.index), ids, args, self._decode)
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        ids = _tokenizer()(one.chosen)["input_ids"]
+        return Text(prompt_ids(_tokenizer(), one.index), ids, args, _decode)
 
 
 def value(todo: Sequence[Valued], values: Callable[[], Values]) -> None:
@@ -109,6 +105,18 @@ def _asked(cell: Cell, pool: Pool, asker: Any) -> Iterator[Drawn]:
             yield _steered(reply) if cell.smc else _plain(reply, sample)
 
 
+@lru_cache(maxsize=1)
+def _tokenizer() -> Any:
+    """The pair's one."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(PAIR / "target")
+
+
+def _decode(ids: Sequence[int]) -> str:
+    return _tokenizer().decode(list(ids), skip_special_tokens=True)
+
+
 def _plain(reply: Reply, sample: int) -> Drawn:
     tokens = reply.meta_info["completion_tokens"]
     return Drawn(
@@ -131,7 +139,7 @@ def _steered(reply: Reply) -> Drawn:
         index=reply.index,
         sample=0,
         chosen=reply.text,
-        texts=[one["text"] for one in particles],
+        texts=[_decode(one["output_ids"]) for one in particles],
         weights=[one["weight"] for one in particles],
         tokens=sum(len(one["output_ids"]) for one in particles),
         passes=info["spec_verify_ct"],
