@@ -9,11 +9,11 @@ from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReq
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc.process import config_of, is_smc
-from sglang_smc.server import presets, routes
+from sglang_smc.server import potentials, presets, readable, routes
 from sglang_smc.server.hooks import Patch
 from sglang_smc.server.malformed import check_fields, check_form, check_ids, check_labels
 from sglang_smc.server.prompt_length import check_texts
-from sglang_smc.server.refusals import check_logprobs, check_request, check_session
+from sglang_smc.server.refusals import check_logprobs, check_request, check_session, check_trace
 from sglang_smc.state.counters import META_PREFIX
 from sglang_smc.upstream import resolved
 
@@ -29,10 +29,12 @@ def generate_request(
     if not (is_smc(server_args) and isinstance(obj, GenerateReqInput)):
         return original(manager, obj, request)
     routes.take_over(obj, request)
+    potentials.pack(obj)
     check_form(obj, manager.model_config.vocab_size)
     check_texts(obj.text, manager)
     check_labels(obj, resolved(server_args).tokenizer_metrics_allowed_custom_labels)
     presets.put_in_place(obj, presets.of(server_args), config_of(server_args))
+    potentials.pack(obj)
     return routes.hand_back(original(manager, obj, request), obj, request)
 
 
@@ -43,8 +45,11 @@ def validate_request(
     if is_smc(manager.server_args) and isinstance(obj, GenerateReqInput):
         vocab_size = manager.model_config.vocab_size
         check_fields(obj, vocab_size)
-        check_request(obj, config_of(manager.server_args))
+        config = check_request(obj, config_of(manager.server_args))
+        potentials.check(config, manager.server_args)
         check_ids(input_ids, vocab_size)
+        room = manager.context_len - len(input_ids or ())
+        check_trace(obj, config, room, manager.preferred_sampling_params or {})
         check_logprobs(obj, vocab_size)
         check_session(obj)
     original(manager, obj, input_ids)
@@ -70,6 +75,7 @@ def add_meta_info(
             # there once more as it ends a stream.
             if meta_info[name] is None and name != META_PREFIX + "log_evidence":
                 del meta_info[name], accumulated[name]
+    readable.add_texts(meta_info, manager.tokenizer)
 
 
 # SGLang sends the n samples of a request one after another, all with one object, in one task; those
@@ -126,7 +132,8 @@ PATCHES = (
         "._calculate_spec_decoding_metrics",
         hook_type=HookType.AROUND,
         function=add_meta_info,
-        what="Unwraps spec_smc_* in the final meta_info.",
+        what="Unwraps spec_smc_* in the final meta_info, and has a tokenizer read the tokens of "
+        "particles and traces.",
         why="customized_info carries lists with one element per token; totals are numbers.",
         relies_on=("srt/managers/tokenizer_manager.py:2276 and :2436",),
         retire_when="customized_info can carry a value per request.",

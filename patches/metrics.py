@@ -11,6 +11,7 @@ from sglang_smc.options.budget import apply_budget
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SERVER_ARGS_FIELDS
 from sglang_smc.process import active_budget, config_of, is_smc, memory
+from sglang_smc.requests.state import find_state
 from sglang_smc.server.hooks import Patch
 
 if TYPE_CHECKING:
@@ -69,7 +70,22 @@ def _state(scheduler: "Scheduler") -> dict[str, Any]:
         "since_start": monitor.totals(),
         "fidelity": monitor.fidelity(),
         "memory": None if table is None else table.as_dict(),
+        "running": _running(scheduler),
     }
+
+
+MOST_TOLD = 64
+"""Requests that a look at the server tells of."""
+
+
+def _running(scheduler: "Scheduler") -> list[dict[str, Any]]:
+    """The requests that decode, those with most rounds behind them first."""
+    begun = [
+        state.progress(req.rid, len(req.output_ids))
+        for req in scheduler.running_batch.reqs
+        if (state := find_state(req)) is not None and not req.finished()
+    ]
+    return sorted(begun, key=lambda one: one["rounds"], reverse=True)[:MOST_TOLD]
 
 
 def set_internal_state(
@@ -105,7 +121,7 @@ PATCHES = (
         hook_type=HookType.AROUND,
         function=get_internal_state,
         what="Adds `smc` to each internal state that /server_info shows: settings, N and K in "
-        "force, totals since the start, fidelity, memory.",
+        "force, totals since the start, fidelity, memory, and requests that run.",
         why="It asks one algorithm, DSpark, for what it has to add.",
         relies_on=("srt/managers/scheduler.py:4163 (internal_state is a plain dictionary)",),
         retire_when="BaseSpecWorker has an internal state to show.",

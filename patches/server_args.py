@@ -166,6 +166,28 @@ class SMCFlags:
         ),
         NS("spec"),
     ]
+    speculative_smc_potential: Annotated[
+        list[str] | None,
+        Arg(
+            help="SMC only. Potentials that requests may name, which multiply the target: "
+            "NAME=package.module:factory, where factory is the class of a "
+            "sglang_smc.potentials.Potential or a function that returns one. Literal keyword "
+            "arguments may follow it, in parentheses. Several values, or the flag several times "
+            "(default none).",
+            action="extend",
+            action_kwargs={"nargs": "+"},
+        ),
+        NS("spec"),
+    ]
+    speculative_smc_potential_timeout: Annotated[
+        float | None,
+        Arg(
+            help="SMC only. Seconds that a potential may take for all texts of a round; where it "
+            "takes longer, the requests that it was asked about end with HTTP 503 "
+            f"(above 0, default {DEFAULTS.potential_timeout:g})."
+        ),
+        NS("spec"),
+    ]
     speculative_smc_presets: Annotated[
         str | None,
         Arg(

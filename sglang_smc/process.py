@@ -42,6 +42,11 @@ def drafts_all(settled: Arguments) -> bool:
     return path is None or knows_all(path, revision, settled.trust_remote_code)
 
 
+def potentials_of(server_args: Arguments) -> tuple[str, ...]:
+    """What `--speculative-smc-potential` declares."""
+    return tuple(upstream.resolved(server_args).speculative_smc_potential or ())  # pyright: ignore[reportAttributeAccessIssue] -- ours
+
+
 def set_policy(policy: Policy | None) -> None:
     """Have this scheduler process adapt N and K to its load, or not."""
     global _policy

@@ -15,6 +15,7 @@ from sglang_smc.drafts import assembly as drafts
 from sglang_smc.memory import arena
 from sglang_smc.models.weight_update import WeightUpdates
 from sglang_smc.ops.select import kind_of, ops_of
+from sglang_smc.potentials.calls import callers_of
 from sglang_smc.recording.recorder import Record, cuda_session
 from sglang_smc.requests.state import RequestStates, state_of
 from sglang_smc.round import costs, graph
@@ -65,7 +66,13 @@ class SMCWorker(WeightUpdates):
         seed = target_worker.random_seed
         assert seed is not None, "SGLang draws one where it is given none"
         replica = upstream.replica_of(placement)
-        self._states = RequestStates.of_replica(self.config, seed, replica, self.monitor.dial)
+        callers = callers_of(
+            process.potentials_of(server_args),
+            self.config.potential_timeout,
+            opens=get_parallel().tp_rank == 0,
+        )
+        dial = self.monitor.dial
+        self._states = RequestStates.of_replica(self.config, seed, replica, dial, callers)
 
     def alloc_memory_pool(
         self,
@@ -167,14 +174,13 @@ class SMCWorker(WeightUpdates):
     def launch_round(self, batch: "ScheduleBatch") -> SMCBatchResult:
         """Launch a round; the host hears of it when the device has come so far."""
         shape, inputs = shape_of(batch.reqs), RoundInputs.of(batch, self.device)
-        if shape.resizes:
-            self._round.resize(inputs, shape, batch.reqs)
+        resized = self._round.resize(inputs, shape, batch.reqs) if shape.resizes else None
         recordings = self._recordings
         recorded = None if recordings is None else recordings.find(shape, len(batch.reqs))
         if recorded is not None:
             outcome = recorded.replay(inputs)
         else:
-            outcome = self._round.play(inputs, shape, batch.reqs)
+            outcome = self._round.play(inputs, shape, batch.reqs, resized)
         result = SMCBatchResult.of(outcome, self.monitor, replayed=recorded is not None)
         result.policy, result.corpus = process.active_policy(), self._corpus
         result.budgets = [state_of(req).sizes for req in batch.reqs]

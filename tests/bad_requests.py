@@ -65,6 +65,7 @@ SMC: dict[str, tuple[Any, ...]] = {
     "evidence_threshold": (*NOT_POSITIVE, True),
     "draft_temperature": (*NOT_POSITIVE, 0, 1e-300),
     "return_particles": (1, "yes", [], None),
+    "trace": (1, "yes", {}, None),
     "max_lag": (0, 10**9, "a"),
     "ngram_weight": (*NOT_POSITIVE, 0.3, 1, True),
     "tilt": (-1, "a", True),

@@ -14,6 +14,7 @@ PRESETS = {
     "exact": {"mode": "exact"},
     "two": {"mode": "exact", "num_particles": 2},
     "all-particles": {"num_particles": 3, "return_particles": True},
+    "traced": {"num_particles": 3, "trace": True},
 }
 
 

@@ -110,6 +110,8 @@ def smc_arguments(target: str, draft: str, **settings: Any) -> dict[str, Any]:
         "round_graph",
         "adaptive",
         "presets",
+        "potential",
+        "potential_timeout",
     )
     for name in own:
         if name in settings:

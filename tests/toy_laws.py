@@ -1,7 +1,8 @@
 """Runs of `toy_worker` and the laws to hold them against."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from sglang_smc.ops.interface import Ops
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.budget import Budget
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.potentials.calls import Caller
 
 VOCAB, EOS, LENGTH, NUM_RUNS = 3, 2, 5, 3000
 Text = tuple[int, ...]
@@ -65,6 +67,7 @@ def run(
     asked: dict[str, Any] | tuple[dict[str, Any], ...] | None = None,
     ops: Ops = TORCH,
     corpus: Corpus | None = None,
+    callers: Mapping[str, Caller] = MappingProxyType({}),
 ) -> Outcome:
     """Serve requests in ``rows``, or all of them, in one batch; every slot stays where it belongs.
 
@@ -73,7 +76,7 @@ def run(
     """
     sizes = {"num_requests": num_runs, "max_new_tokens": LENGTH, "eos": EOS}
     own = {"chosen": chosen, "budgets": budgets, "grammar": grammar, "asked": asked, "ops": ops}
-    worker = ToyWorker(config, *pair, **sizes, **own, corpus=corpus)
+    worker = ToyWorker(config, *pair, **sizes, **own, corpus=corpus, callers=callers)
     noise = torch.rand(num_runs, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     outcome = worker.run(list(range(1, num_runs + 1)) if rows is None else rows, noise)
     worker.check_owned()

@@ -21,6 +21,16 @@ ASKED: dict[str, Any] = {
 }
 
 
+class Letters:
+    """What of a tokenizer potentials look at: a letter for each token, "." for the last."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._letters = [*map(chr, range(ord("a"), ord("a") + vocab_size - 1)), "."]
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join(self._letters[token] for token in tokens)
+
+
 class ToyRequest:
     """What of SGLang's `Req` a round looks at."""
 
@@ -36,6 +46,7 @@ class ToyRequest:
         self.stream = False
         self.vocab_size = vocab_size
         self.grammar = grammar
+        self.tokenizer = Letters(vocab_size)
         self.kv_committed_len = len(PROMPT)
         self.kv = self  # in 0.5.17 these lengths are the request's own, later its kv's
         self.return_logprob = False

@@ -6,8 +6,8 @@ changes what it predicts, and with it the law of the output.
 """
 
 import math
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.budget import Budget
 from sglang_smc.options.request import config_of
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.potentials.calls import Caller
 from sglang_smc.requests import rules
 from sglang_smc.requests.rules import TextRules
 from sglang_smc.requests.state import RequestState, RequestStates, has_open_token
@@ -123,8 +124,8 @@ class ToyWorker:
 
     Row r asks for ``chosen[(r - 1) % len(chosen)]`` as its `custom_params["smc"]`, and for
     ``asked``, or one of several in turn: sampling parameters and a processor. Each has the grammar
-    that ``grammar()`` makes for it. The i-th round is bounded by ``budgets[i % len(budgets)]``.
-    Tables are where the target's language is.
+    that ``grammar()`` makes for it, and ``callers`` ask its potentials. The i-th round is bounded
+    by ``budgets[i % len(budgets)]``. Tables are where the target's language is.
     """
 
     def __init__(
@@ -142,8 +143,9 @@ class ToyWorker:
         asked: dict[str, Any] | tuple[dict[str, Any], ...] | None = None,
         ops: Ops = TORCH,
         corpus: Corpus | None = None,
+        callers: Mapping[str, Caller] = MappingProxyType({}),
     ) -> None:
-        self.ops, self.grammar, self.corpus = ops, grammar, corpus
+        self.ops, self.grammar, self.corpus, self.callers = ops, grammar, corpus, callers
         self.asked = asked if isinstance(asked, tuple) else (asked or {},)
         self.config, self.limit, self.eos, self.chosen = config, max_new_tokens, eos, chosen
         self.budgets, self.num_reserved = budgets, 0
@@ -184,7 +186,7 @@ class ToyWorker:
         worker._steps = Steps(models[0], drafts, tables.ledger, self.ops)
         worker._corpus = self.corpus
         worker._round = Round(worker._steps, tables, self.ops, self.corpus)
-        worker._states = RequestStates(config, random_seed=0)
+        worker._states = RequestStates(config, random_seed=0, callers=self.callers)
         worker._recordings = None
         worker.monitor = Monitor(40)
         return worker
@@ -265,12 +267,14 @@ class ToyWorker:
         for req in reqs:
             config = config_of(self.config, req)  # type: ignore[arg-type]
             req.smc_state = RequestState.of(req.row, config)
+            self.worker._states._give_potentials(req.smc_state)
         is_open, law, log_sum = ~settings.normalized, *self._first_law(reqs, index, settings)
         noise = noise.to(self.device)[index - 1]
         first = sample(law.unsqueeze(1), self._first_noise(settings, noise, is_open))
         for req, token, opens in zip(reqs, first[:, 0].tolist(), is_open.tolist(), strict=True):
             req.say([token])
             req.smc_state.open_token.begin(0 if opens else None)
+        self.worker._tables.judged.begin(index)
         self.worker._tables.counters.begin(
             index, self.tensor([req.smc_state.counters for req in reqs], torch.float64)
         )

@@ -6,6 +6,7 @@ name is the server's. A key that its mode would ignore is refused, like one that
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import regex
 from msgspec.structs import asdict, replace
 
 from sglang_smc.options.server import (
@@ -13,7 +14,10 @@ from sglang_smc.options.server import (
     EVIDENCE_THRESHOLD,
     LONG_LAG,
     RANGES,
+    SELECTIONS,
     SERVER_FIELDS,
+    VOTE,
+    Choice,
     Integer,
     Number,
     Range,
@@ -21,6 +25,7 @@ from sglang_smc.options.server import (
     flag_of,
     with_mode,
 )
+from sglang_smc.potentials.asked import Asked, asked_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -28,6 +33,9 @@ if TYPE_CHECKING:
 _Config = TypeVar("_Config", bound=SMCConfig)
 
 PARTICLES_KEY = "return_particles"
+POTENTIALS_KEY = "potentials"
+PATTERN_KEY = "answer_pattern"
+TRACE_KEY = "trace"
 CUSTOM_PARAMS = "custom_params['smc']"
 
 # Key -> the modes in which it means something; all others mean something in every mode.
@@ -39,10 +47,17 @@ _MODES_OF = {
     "power": ("smc",),
     "max_lag": ("smc",),
     PARTICLES_KEY: ("smc",),
+    POTENTIALS_KEY: ("smc",),
+    PATTERN_KEY: ("smc",),
     "evidence_threshold": ("smc", "mixed"),
     "tilt": ("auto",),
 }
-_KEYS = (*(name for name in RANGES if name not in SERVER_FIELDS), PARTICLES_KEY)
+_SWITCHES = (PARTICLES_KEY, TRACE_KEY)
+_OWN_KEYS = (*_SWITCHES, POTENTIALS_KEY, PATTERN_KEY)
+_KEYS = (*(name for name in RANGES if name not in SERVER_FIELDS), *_OWN_KEYS)
+
+MAX_PATTERN = 512
+"""Characters of an `answer_pattern`."""
 
 
 class RequestConfig(SMCConfig, frozen=True, kw_only=True):
@@ -50,6 +65,15 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
 
     return_particles: bool = False
     """smc: all particles and their weights go into `meta_info` with the answer."""
+
+    trace: bool = False
+    """What particles do, round by round, goes into `meta_info` with the answer."""
+
+    potentials: tuple[Asked, ...] = ()
+    """smc: what multiplies the target."""
+
+    answer_pattern: str | None = None
+    """smc: what finds the answer in a text, for a vote."""
 
     constrained: bool = False
     """Not a key: whether the request has a grammar."""
@@ -67,12 +91,18 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
         Those of a power of p and of p within a grammar do not. Verification renormalises the
         latter token by token.
         """
-        return self.power == 1.0 and not (self.constrained and self.weighs)
+        weighed = (self.constrained or bool(self.potentials)) and self.weighs
+        return self.power == 1.0 and not weighed
+
+    @property
+    def votes(self) -> bool:
+        """Whether its particles vote for the answer."""
+        return self.selection == VOTE and self.weighs
 
     @property
     def _usual_lag(self) -> int:
         # Who wants to see the particles wants them to differ.
-        return LONG_LAG if self.return_particles else super()._usual_lag
+        return LONG_LAG if self.return_particles or self.votes else super()._usual_lag
 
     @property
     def uses_matches(self) -> bool:
@@ -114,7 +144,10 @@ def request_config(
     """
     chosen = chosen_keys(given, where)
     _raise_if(_problems(server, chosen), where)
-    config = RequestConfig(**{**asdict(server), **with_mode(chosen)}, constrained=constrained)
+    own = {**asdict(server), **with_mode(chosen)}
+    if POTENTIALS_KEY in chosen:
+        own[POTENTIALS_KEY] = asked_of(chosen[POTENTIALS_KEY])
+    config = RequestConfig(**own, constrained=constrained)
     _raise_if(_conflicts(config, chosen), where)
     return config
 
@@ -164,12 +197,35 @@ def _problems(server: SMCConfig, chosen: dict[str, Any]) -> list[str]:
     for name, value in chosen.items():
         if name not in _KEYS:
             found.append(f"has the unknown key {name!r}; allowed: {', '.join(_KEYS)}.")
-        elif name == PARTICLES_KEY:
-            if not isinstance(value, bool):
-                found.append(f"has {name}={value!r}; allowed: true or false.")
+        elif name in _OWN_KEYS:
+            found += _problems_of_own(name, value)
         elif not (allowed := _range_of(name, server)).holds(value):
             found.append(f"has {name}={value!r}; allowed: {allowed}.")
     return found
+
+
+def _problems_of_own(name: str, value: Any) -> list[str]:
+    """What is wrong with a key that servers have no flag for."""
+    if name in _SWITCHES:
+        return [] if isinstance(value, bool) else [f"has {name}={value!r}; allowed: true or false."]
+    if name == PATTERN_KEY:
+        return _problems_of_pattern(value)
+    try:
+        asked_of(value)
+    except ValueError as error:
+        return [f"has {error}"]
+    return []
+
+
+def _problems_of_pattern(value: Any) -> list[str]:
+    allowed = f"a regular expression of at most {MAX_PATTERN} characters"
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_PATTERN:
+        return [f"has {PATTERN_KEY}={value!r}; allowed: {allowed}."]
+    try:
+        regex.compile(value)
+    except (regex.error, RecursionError) as error:
+        return [f"has {PATTERN_KEY}={value!r}, which does not parse: {error}; allowed: {allowed}."]
+    return []
 
 
 def _range_of(name: str, server: SMCConfig) -> Range:
@@ -178,6 +234,8 @@ def _range_of(name: str, server: SMCConfig) -> Range:
         return Integer(1, getattr(server, name))
     if name == "max_lag":
         return Integer(1, server.most_lag)
+    if name == "selection":
+        return Choice((*SELECTIONS, VOTE))
     if name == "ngram_weight" and not server.keeps_texts:
         flag = flag_of("ngram_weight")
         return Number(0, 0, meaning=f"0, since this server has no {flag} and keeps no texts")
@@ -190,7 +248,8 @@ def check_support(config: RequestConfig) -> str | None:
     """Why weights alone would miss a part of the target, if they would; continues a sentence."""
     if config.drafts_all or not config.weighs or config.covering or config.greedy:
         return None
-    reason = "a grammar" if config.constrained else f"power {config.power:g}"
+    others = "potentials" if config.potentials else f"power {config.power:g}"
+    reason = "a grammar" if config.constrained else others
     why = "evidence_threshold 0" if config.is_normalized else f"{reason}, which keeps whole blocks"
     return (
         f"mode 'smc' with {why}, beside a draft that knows a part of the vocabulary alone: no "
@@ -208,11 +267,18 @@ def _conflicts(config: RequestConfig, chosen: dict[str, Any]) -> list[str]:
         for name, modes in _MODES_OF.items()
         if name in chosen and config.mode not in modes and not _is_neutral(name, chosen[name])
     ]
-    if config.constrained and config.weighs and chosen.get("evidence_threshold"):
+    beside = "a grammar" if config.constrained else "potentials" if config.potentials else ""
+    if beside and config.weighs and chosen.get("evidence_threshold"):
         found.append(
-            f"has evidence_threshold={config.evidence_threshold!r} beside a grammar; allowed: "
-            "evidence_threshold 0, since only p itself has a known normaliser. Leave it out, or "
-            "add mode='mixed'."
+            f"has evidence_threshold={config.evidence_threshold!r} beside {beside}; allowed: "
+            "evidence_threshold 0, since only p itself has a known normaliser. Leave it out"
+            + (", or add mode='mixed'." if config.constrained else ".")
+        )
+    if config.weighs and config.votes != (config.answer_pattern is not None):
+        found.append(
+            f"has selection={config.selection!r} and answer_pattern={config.answer_pattern!r}; "
+            "allowed: selection 'vote' with a pattern that finds the answer in a text, another "
+            "selection without one."
         )
     if config.weighs and config.ngram_weight == 1:
         found.append(
@@ -237,4 +303,6 @@ def _conflicts(config: RequestConfig, chosen: dict[str, Any]) -> list[str]:
 
 def _is_neutral(name: str, value: Any) -> bool:
     """Saying what is so anyway does no harm."""
-    return (name == "power" and value == 1.0) or (name == PARTICLES_KEY and not value)
+    return (name == "power" and value == 1.0) or (
+        name in (PARTICLES_KEY, POTENTIALS_KEY) and not value
+    )

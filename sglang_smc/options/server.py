@@ -22,6 +22,7 @@ MODES = ("smc", "exact", "mixed", "auto")
 RESAMPLING_METHODS = ("systematic", "stratified", "multinomial", "residual", "ssp")
 RESAMPLE_AT = ("block", "token")
 SELECTIONS = ("sample", "argmax")
+VOTE = "vote"  # the selection that only requests may ask for
 KERNELS = ("auto", "triton", "torch")
 ROUND_GRAPH = ("auto", "on", "off")
 
@@ -49,9 +50,10 @@ SERVER_ARGS_FIELDS = {
     "kernels": "speculative_smc_kernels",
     "round_graph": "speculative_smc_round_graph",
     "adaptive": "speculative_smc_adaptive",
+    "potential_timeout": "speculative_smc_potential_timeout",
 }
 
-SERVER_FIELDS = ("kernels", "round_graph", "adaptive")
+SERVER_FIELDS = ("kernels", "round_graph", "adaptive", "potential_timeout")
 """They choose code, so a request has no say in them."""
 
 LAG = 4
@@ -86,7 +88,8 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     """smc: `block`, after the whole round; `token`, at the first drafted token whose ESS is low."""
 
     selection: str = "sample"
-    """smc: `sample` draws the particle to answer with by weight; `argmax` takes the heaviest."""
+    """smc: `sample` draws the particle to answer with by weight; `argmax` takes the heaviest.
+    A request may also ask for a `vote`: of those that give the answer which weighs most."""
 
     power: float = 1.0
     """smc: alpha; the output follows p^alpha, on whole texts."""
@@ -122,6 +125,9 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
     adaptive: bool = False
     """N and K follow the load: under it requests get fewer than they ask for, down to N = 1, K = 0.
     """
+
+    potential_timeout: float = 10.0
+    """Seconds that a potential may take for a call, which is of all texts of a round."""
 
     drafts_all: bool = True
     """Not a flag: whether the draft may come up with any token. EAGLE-3 heads may not."""
@@ -303,6 +309,7 @@ RANGES: dict[str, Range] = {
     "kernels": Choice(KERNELS),
     "round_graph": Choice(ROUND_GRAPH),
     "adaptive": Switch(),
+    "potential_timeout": Number(0, closed=False),
 }
 
 DEFAULTS = SMCConfig()

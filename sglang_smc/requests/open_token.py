@@ -40,6 +40,7 @@ class OpenToken(msgspec.Struct):
     phase: Phase = Phase.SHARED
     place: int | None = None  # in output_ids, while it is open
     holds_stream: bool = False  # until it is settled
+    settled: int = -1  # what they came to agree on last
 
     @property
     def is_open(self) -> bool:
@@ -62,7 +63,7 @@ class OpenToken(msgspec.Struct):
         req.output_ids[self.place] = token
         if logprob is not None:
             settle(req, self.place, token, logprob)
-        self.phase, self.place = Phase.SETTLED, None
+        self.phase, self.place, self.settled = Phase.SETTLED, None, token
         self._release(req)
 
     def take(self) -> int:

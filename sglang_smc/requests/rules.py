@@ -3,21 +3,27 @@
 A new rule is one file with a `TextRule`, and one word in `RULES`.
 """
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_smc.requests.grammar import Grammar
+from sglang_smc.requests.potentials import Potentials
 from sglang_smc.requests.processors import Processors
 from sglang_smc.requests.state import find_state, state_of
 from sglang_smc.requests.stopping import StopTexts
-from sglang_smc.requests.text_rule import BatchTexts, TextRule
+from sglang_smc.requests.text_rule import BatchTexts, TextRule, Verdict
+from sglang_smc.requests.votes import Votes
+from sglang_smc.state.judged import Judged
 from sglang_smc.state.population import Population
+from sglang_smc.state.transfer import on_device
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-RULES: tuple[type[TextRule], ...] = (Processors, Grammar, StopTexts)
+RULES: tuple[type[TextRule], ...] = (Processors, Grammar, StopTexts, Potentials, Votes)
 """All rules, in the order in which they act."""
 
 
@@ -29,6 +35,11 @@ def rules_of_request(req: "Req") -> tuple[type[TextRule], ...]:
 def has_rules(req: "Req") -> bool:
     """Whether a request has any rule."""
     return any(rule.applies(req) for rule in RULES)
+
+
+def has_judges(req: "Req") -> bool:
+    """Whether some rule of a request says what its texts are worth, or what they answer."""
+    return any(rule.judges and rule.applies(req) for rule in RULES)
 
 
 def needs_host(req: "Req") -> bool:
@@ -88,10 +99,47 @@ class TextRules:
             ends = rule.ends(ends, tokens, population)
         return ends
 
+    def judged(self, reqs: "Sequence[Req]", like: torch.Tensor) -> Judged:
+        """What all rules that judge say of the texts that a round starts from.
+
+        Args:
+            reqs: of the round.
+            like: ``[G, N]``, on the device that it is wanted on.
+        """
+        found = [(rule, rule.verdicts()) for rule in self._rules if rule.judges]
+        nothing = Verdict.none(like.shape[1])
+        joined = [
+            _joined(
+                [said.get(group, nothing) for rule, said in found if rule.applies(req)],
+                like.shape[1],
+            )
+            for group, req in enumerate(reqs)
+        ]
+        log_values, complete, answers = (list(column) for column in zip(*joined, strict=True))
+        return Judged(
+            on_device(like.device, log_values, torch.float64),
+            on_device(like.device, complete),
+            on_device(like.device, answers),
+        )
+
     def note_first(self, tokens: torch.Tensor, log_sums: torch.Tensor) -> None:
         """Tell all rules of a prefill's draws; see `TextRule.note_first`."""
         for rule in self._rules:
             rule.note_first(tokens, log_sums)
+
+
+def _joined(
+    verdicts: list[Verdict], num_particles: int
+) -> tuple[list[float], list[bool], list[int]]:
+    """One request's row of `Judged`, from what those who judge it say."""
+    log_values, complete = [math.nan] * num_particles, [True] * num_particles
+    answers = [-1] * num_particles
+    for said in verdicts:
+        both = zip(log_values, said.log_values, strict=True)
+        log_values = [old if new is None else new for old, new in both]
+        complete = [a and b for a, b in zip(complete, said.complete, strict=True)]
+        answers = answers if said.answers is None else said.answers
+    return log_values, complete, answers
 
 
 def judge_first(req: "Req") -> None:

@@ -5,6 +5,8 @@ retraction. The particles' texts, weights and slots are on the device.
 """
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
@@ -16,6 +18,8 @@ from sglang_smc.options.budget import Budget, apply_budget, union
 from sglang_smc.options.dial import Dial
 from sglang_smc.options.request import RequestConfig, config_of, request_config
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.potentials.calls import Caller
+from sglang_smc.potentials.declared import Chosen, choose
 from sglang_smc.requests.open_token import OpenToken
 from sglang_smc.smc.fidelity import NAMES
 from sglang_smc.smc.randomness import derive_seed
@@ -23,6 +27,7 @@ from sglang_smc.state.counters import META_PREFIX, Counters, meta_info, zero_cou
 from sglang_smc.state.settings import TableEntry, stop_tokens
 from sglang_smc.state.watched import Answer
 from sglang_smc.upstream import kv_of
+from sglang_smc.view.record import RoundRecord, Trace
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -49,6 +54,10 @@ class RequestState(msgspec.Struct):
     first_log_sum: float = 0.0  # what the weights gained at the first token; in no counter yet
     particles: list[dict[str, Any]] | None = None  # all of them, as they stood at the end
     has_ended: bool = False  # and the server's own figures know it
+    potentials: tuple[Chosen, ...] = ()  # that multiply its target
+    callers: tuple[Caller, ...] = ()  # who asks each of these
+    rounds: list[RoundRecord] = []  # where it wants a trace
+    is_fresh: bool = False  # no round has been launched behind its last prefill
     kept: dict[type, Any] = {}  # what each rule of its text has to remember, by the rule
 
     @classmethod
@@ -67,7 +76,7 @@ class RequestState(msgspec.Struct):
 
     def begin(self, budget: Budget | None) -> None:
         """Let particles begin anew on ``budget``."""
-        self.budget = budget
+        self.budget, self.is_fresh = budget, True
         self.last = self.now = apply_budget(self.config, budget)
 
     def step_to(self, budget: Budget | None) -> None:
@@ -75,6 +84,11 @@ class RequestState(msgspec.Struct):
         self.last = self.now
         if budget != self.budget:
             self.budget, self.now = budget, apply_budget(self.config, budget)
+
+    def take_start(self) -> bool:
+        """Whether the round that is being launched is the first behind a prefill."""
+        was_fresh, self.is_fresh = self.is_fresh, False
+        return was_fresh
 
     def take(self, totals: list[float], replayed: bool) -> None:
         """Note what the device has counted by the end of a round, and whether a graph played it."""
@@ -91,8 +105,35 @@ class RequestState(msgspec.Struct):
         watched = {name: self.counters[place] for name, place in _WATCHED.items()}
         return Answer(self.config.mode, self.config.covering, **watched)
 
+    def progress(self, rid: str, num_tokens: int) -> dict[str, Any]:
+        """What a look at the running server tells of it, of all its rounds so far."""
+        counters = Counters._make(self.counters)
+        rounds, weighs = counters.rounds_ct, self.now.weighs
+        return {
+            "rid": rid,
+            "output_tokens": num_tokens,
+            "mode": self.now.mode,
+            "num_particles": self.now.num_particles,
+            "num_steps": self.now.num_steps,
+            "rounds": int(rounds),
+            "tokens_per_pass": num_tokens / rounds if rounds else None,
+            "ess_ratio": counters.ess_sum / counters.particles_sum if rounds and weighs else None,
+            "resample_rate": counters.resample_ct / rounds if rounds else None,
+        }
+
+    def trace(self, prompt_length: int) -> dict[str, Any]:
+        """What its particles did behind so many tokens, as JSON has it: a `Trace`."""
+        trace = Trace(
+            mode=self.config.mode,
+            num_particles=self.config.num_particles,
+            num_steps=self.config.num_steps,
+            prompt_length=prompt_length,
+            rounds=self.rounds,
+        )
+        return {"version": trace.version, **msgspec.to_builtins(trace)}
+
     def meta_info(self, output_ids: list[int]) -> dict[str, Any]:
-        """The `meta_info` fields of the finished request."""
+        """The `meta_info` fields of the finished request, but for its trace."""
         log_evidence = self.counters[-1] + self.first_log_sum
         totals = [*self.counters[:-1], log_evidence]
         fields = meta_info(totals, self.config, self.num_replayed)
@@ -131,20 +172,34 @@ class RequestStates:
         config: the server's.
         random_seed: the server's; seeds of requests that bring none follow from it.
         dial: what turns their tilts into evidence thresholds.
+        callers: who asks the server's potentials, by their names.
     """
 
-    def __init__(self, config: SMCConfig, random_seed: int, dial: Dial | None = None) -> None:
+    def __init__(
+        self,
+        config: SMCConfig,
+        random_seed: int,
+        dial: Dial | None = None,
+        callers: Mapping[str, Caller] = MappingProxyType({}),
+    ) -> None:
         self._config = config
+        self._callers = callers
         self._dial = dial or Dial()
         self._random_seed = random_seed
         self._num_seeded = 0
 
     @classmethod
     def of_replica(
-        cls, config: SMCConfig, random_seed: int, dp_rank: int | None, dial: Dial
+        cls,
+        config: SMCConfig,
+        random_seed: int,
+        dp_rank: int | None,
+        dial: Dial,
+        callers: Mapping[str, Caller],
     ) -> "RequestStates":
         """The states of a data-parallel replica: all number alike, and must not draw alike."""
-        return cls(config, derive_seed(random_seed, dp_rank) if dp_rank else random_seed, dial)
+        seed = derive_seed(random_seed, dp_rank) if dp_rank else random_seed
+        return cls(config, seed, dial, callers)
 
     def begin(self, reqs: "list[Req]", budget: Budget | None = None) -> list[Start]:
         """Open or reopen requests as they are prefilled, in batch order, on ``budget``."""
@@ -155,16 +210,24 @@ class RequestStates:
         if state is None:
             asked = config_of(self._config, req)
             state = RequestState.of(self._seed(req), self._dial.settled(asked))
+            self._give_potentials(state)
             req.smc_state = state  # pyright: ignore[reportAttributeAccessIssue] -- ours
         state.begin(budget)
         # For p itself what is dropped has a factor of mean 1; for other targets it has not.
         state.has_lost_tails |= not state.config.is_normalized and req.retraction_count > 0
         is_last = remaining(req) <= 1
-        shared = state.config.is_normalized or is_last
+        shared = state.config.is_normalized or (is_last and not state.potentials)
         state.open_token.begin(None if shared else len(req.output_ids))
         # A retracted request's particles are gone: what follows its text is drawn anew.
         seed = derive_seed(state.seed, req.retraction_count)
         return Start(_entry(req, seed, state.config), len(req.output_ids), state.counters)
+
+    def _give_potentials(self, state: RequestState) -> None:
+        """What a request has named, with who asks it; it was checked as it came in."""
+        asked = state.config.potentials
+        known = {name: caller.potential for name, caller in self._callers.items()}
+        state.potentials = tuple(choose(each, known) for each in asked)
+        state.callers = tuple(self._callers[each.name] for each in asked)
 
     def padding(self) -> TableEntry:
         """What SGLang's padding row asks for: nothing, by the server's settings."""
@@ -246,6 +309,8 @@ def publish(req: "Req") -> None:
     state = find_state(req)
     if state is not None and req.finished():
         fields = state.meta_info(list(req.output_ids))
+        if state.config.trace:
+            fields[META_PREFIX + "trace"] = state.trace(len(req.origin_input_ids))
         req.customized_info = {name: _Whole([value]) for name, value in fields.items()}
 
 

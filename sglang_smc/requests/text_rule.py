@@ -25,6 +25,19 @@ class BatchTexts(NamedTuple):
     device: torch.device | str  # of the logits
 
 
+class Verdict(NamedTuple):
+    """What a rule says of the texts of one request that a round starts from, by particle."""
+
+    log_values: list[float | None]  # log phi; None: as it was
+    complete: list[bool]  # all that is to be said of a text that has ended
+    answers: list[int] | None = None  # numbers of the answers that these give, -1 for none
+
+    @classmethod
+    def none(cls, num_particles: int) -> "Verdict":
+        """Nothing yet."""
+        return cls([None] * num_particles, [False] * num_particles)
+
+
 class TextRule(ABC):
     """One rule over the texts of a batch, made for one round or for one prefill.
 
@@ -37,6 +50,9 @@ class TextRule(ABC):
 
     needs_host: ClassVar[bool] = False
     """Whether it reads texts on the host, so that its rounds wait for the round before."""
+
+    judges: ClassVar[bool] = False
+    """Whether it has `verdicts`, which particles that have ended wait for."""
 
     @classmethod
     @abstractmethod
@@ -82,6 +98,12 @@ class TextRule(ABC):
         The tokens stand behind the texts of ``population``, or behind the emitted ones for None.
         """
         return ends
+
+    def verdicts(self) -> "dict[int, Verdict]":
+        """What is said of the texts that a round starts from, by group; it may have to be waited
+        for. A group that a rule which judges applies to, and is not in here, waits for a round in
+        which it is."""
+        return {}
 
     def note_first(self, tokens: torch.Tensor, log_sums: torch.Tensor) -> None:
         """Note the tokens ``[G]`` that prefill drew, from rows whose masks left logs ``[G]``."""

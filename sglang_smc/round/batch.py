@@ -8,7 +8,7 @@ from sglang_smc.memory import arena
 from sglang_smc.options.budget import Budget, apply_budget, union
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.options.server import RESAMPLING_METHODS, SMCConfig
-from sglang_smc.requests.rules import TextRules, has_rules
+from sglang_smc.requests.rules import TextRules, has_judges, has_rules
 from sglang_smc.requests.state import RequestState, state_of
 from sglang_smc.state.edits import has_edits
 from sglang_smc.state.settings import Settings, filter_kinds
@@ -39,8 +39,10 @@ class RoundShape(NamedTuple):
     weighs: bool  # some request's rounds weigh and resample
     verifies: bool  # some request's rounds verify
     shows_particles: bool  # some request wants all of its particles with the answer
+    traces: bool  # some request wants to know what its particles did
     has_open_token: bool  # particles of some request may differ in its first token
     has_rules: bool  # the host looks at some request's text
+    judges: bool  # some request's texts are judged on the host: by potentials, for a vote
     has_matches: bool  # some request's drafts are mixed with n-gram matches
     logprobs: LogprobWidths  # of the log-probabilities that requests want
     methods: tuple[str, ...]  # how ancestors are drawn, by one request or another
@@ -69,8 +71,10 @@ class RoundShape(NamedTuple):
             "mode smc": self.weighs,
             "a mode that verifies": self.verifies,
             "return_particles": self.shows_particles,
+            "trace": self.traces,
             "particles that differ in the first token": self.has_open_token,
             "structured output, stop texts or a custom logit processor": self.has_rules,
+            "potentials or a vote": self.judges,
             "n-gram matches": self.has_matches,
             "log-probabilities": self.logprobs.own,
             f"more than {self.logprobs.top} top_logprobs": self.logprobs.top,
@@ -150,8 +154,10 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
         weighs=now.weighs or now.num_steps == 0,
         verifies=not now.weighs or now.num_steps == 0,
         shows_particles=False,
+        traces=False,
         has_open_token=config.power != 1.0,
         has_rules=False,
+        judges=False,
         has_matches=False,
         logprobs=NO_LOGPROBS,
         methods=(config.resampling_method,) if now.weighs or now.num_steps == 0 else (),
@@ -197,8 +203,10 @@ def shape_of(reqs: "list[Req]") -> RoundShape:
         weighs=any(config.weighs for config in configs),
         verifies=not all(config.weighs for config in configs),
         shows_particles=any(config.return_particles for config in configs),
+        traces=any(config.trace for config in configs),
         has_open_token=not all(config.is_normalized for config in configs),
         has_rules=any(has_rules(req) for req in reqs),
+        judges=any(has_judges(req) for req in reqs),
         has_matches=any(config.uses_matches for config in configs),
         logprobs=LogprobWidths.of(reqs),
         methods=_methods(configs),

@@ -10,7 +10,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.budget import Budget
 from sglang_smc.requests.failures import failure_of_first, mark_first
-from sglang_smc.requests.rules import TextRules
+from sglang_smc.requests.rules import TextRules, has_judges
 from sglang_smc.requests.state import RequestStates, has_open_token, state_of
 from sglang_smc.requests.text_rule import BatchTexts
 from sglang_smc.round.draft_input import SMCDraftInput, as_eagle
@@ -147,6 +147,8 @@ class Prefill:
             fidelity=fidelity_of(carried),
         )
         self._states.note_first(reqs, log_sum)
+        if any(map(has_judges, reqs)):
+            tables.judged.begin(rows)
         if batch.return_logprob:
             shown = logprob_distribution(last, settings.temperature, allowed)
             tables.logprobs.begin(batch, shown.log_probs(self._ops), tokens, output)

@@ -17,6 +17,7 @@ from sglang_smc.requests.failures import end_failed
 from sglang_smc.requests.logprob_books import deliver
 from sglang_smc.requests.state import as_particle, has_open_token, settled_ids, state_of, tails_of
 from sglang_smc.round.draft_input import SMCDraftInput, as_eagle
+from sglang_smc.round.trace import Traced
 from sglang_smc.smc.weights import normalized
 from sglang_smc.state.counters import gained
 from sglang_smc.state.monitor import Monitor, Played
@@ -82,6 +83,7 @@ class Outcome(NamedTuple):
     first_tokens: torch.Tensor | None  # [G] token that prefill drew, -1 while particles differ
     particles: Particles | None  # where some request wants them
     logprobs: Emitted | None  # of tokens and first_tokens, where some request wants them
+    trace: Traced | None = None  # where some request wants one
 
     def first(self, size: int) -> "Outcome":
         """Copies of the first groups."""
@@ -103,6 +105,7 @@ class SMCBatchResult(GenerationBatchResult):
         None  # [G] token that prefill drew, -1 while particles differ
     )
     logprobs: Emitted | None = None  # of tokens and first_tokens, where some request wants them
+    trace: Traced | None = None  # where some request wants one
     monitor: Monitor | None = None
     budgets: list[Budget] | None = None  # N and K of each request in this round
     policy: Policy | None = None  # that learns from them
@@ -133,6 +136,7 @@ class SMCBatchResult(GenerationBatchResult):
             if outcome.logprobs is None
             else LogitsProcessorOutput(next_token_logits=None),
             logprobs=outcome.logprobs,
+            trace=outcome.trace,
             can_run_cuda_graph=replayed,
             monitor=monitor,
             # SGLang drops these two batches later, when it has waited for the copies: until then
@@ -175,7 +179,7 @@ class SMCBatchResult(GenerationBatchResult):
         for i, req in enumerate(batch.reqs):
             req.spec_num_correct_drafts, req.spec_correct_drafts_histogram = before[i]
             if live[i]:
-                self._take(i, req, kept[i], len(tokens[i]), totals[i])
+                self._take(i, req, kept[i], tokens[i], totals[i])
                 if self.corpus is not None:
                     self.corpus.read(req, tokens[i])
         self.monitor.end_round()
@@ -184,7 +188,7 @@ class SMCBatchResult(GenerationBatchResult):
         return tokens
 
     def _take(
-        self, group: int, req: "Req", num_kept: int, num_emitted: int, totals: list[float]
+        self, group: int, req: "Req", num_kept: int, emitted: list[int], totals: list[float]
     ) -> None:
         """Book one request's round."""
         assert self.monitor is not None and self.failure is not None
@@ -193,7 +197,7 @@ class SMCBatchResult(GenerationBatchResult):
         req.update_spec_correct_drafts_histogram(num_kept)
         gains = gained(state.counters, totals)
         config, replayed = state.config, self.can_run_cuda_graph
-        kinds = config.weighs, num_kept, num_emitted, replayed, config.greedy
+        kinds = config.weighs, num_kept, len(emitted), replayed, config.greedy
         self.monitor.add(Played(gains, *kinds))
         if self.policy is not None and self.budgets is not None:
             self.policy.learn(self.budgets[group], num_kept)
@@ -201,6 +205,8 @@ class SMCBatchResult(GenerationBatchResult):
         end_failed(req, int(self.failure[group]))
         if self.particles is not None and state.config.return_particles:
             state.particles = self.particles.of_group(group, req)
+        if self.trace is not None and config.trace:
+            state.rounds.append(self.trace.record_of(group, state, emitted, totals[-1]))
 
     def _settle(self, reqs: "list[Req]", live: list[bool]) -> None:
         """Give open first tokens their values, before rules read what follows them."""

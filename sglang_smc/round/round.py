@@ -19,6 +19,7 @@ from sglang_smc.round.decision import Decision
 from sglang_smc.round.result import Outcome, Particles
 from sglang_smc.round.steps import Steps
 from sglang_smc.round.tables import Tables
+from sglang_smc.round.trace import trace_of
 from sglang_smc.round.watch import look
 from sglang_smc.state.logprobs import score_tails
 from sglang_smc.state.population import Population
@@ -47,13 +48,20 @@ class Round:
         self._ops = ops
         self._corpus = corpus
 
-    def play(self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]" = ()) -> Outcome:
+    def play(
+        self,
+        inputs: RoundInputs,
+        shape: RoundShape,
+        reqs: "Sequence[Req]" = (),
+        resized_from: torch.Tensor | None = None,
+    ) -> Outcome:
         """Play a round: from every particle's last token to what all of them agree on.
 
         Args:
             inputs: of the G requests.
             shape: of the batch.
             reqs: the requests themselves, for rules that read texts on the host.
+            resized_from: what `resize` has said before this round.
         """
         steps = self._steps
         batch, before = self._load_round(inputs, shape, reqs)
@@ -61,6 +69,7 @@ class Round:
 
         drafts = steps.propose(batch, before, slots)
         p, shown = steps.score(batch, drafts, slots)
+        begun, before = before, steps.judge(batch, before)  # potentials have worked meanwhile
         decision = steps.decide(batch, before, drafts, p)  # reweight and resample, or verify
         extended = steps.extend(batch, before, drafts, decision)
         continued = steps.add_bonus(batch, extended, decision.next_tokens)
@@ -70,19 +79,31 @@ class Round:
             continued = score_tails(self._ops, before, continued, ancestors, shown, listed)
         continued = continued.stop(decision.failure > 0)
         continued = look(self._ops, batch, before, continued, ancestors, p, drafts)
-        narrowed, by_lag, log_evidence = steps.narrow(batch, continued)
-        return self._commit(batch, continued, narrowed, decision, by_lag, log_evidence)
+        elected = steps.elect(batch, continued)
+        narrowed, narrowed_to, by_lag, log_evidence = steps.narrow(batch, elected)
+        outcome = self._commit(batch, continued, narrowed, decision, by_lag, log_evidence)
+        if not shape.traces:
+            return outcome
+        populations = begun, before, drafts, decision, extended, continued, narrowed
+        return outcome._replace(trace=trace_of(batch, *populations, narrowed_to, resized_from))
 
-    def resize(self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]") -> None:
-        """Bring populations to the sizes that they have in this round."""
+    def resize(self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]") -> torch.Tensor:
+        """Bring populations to the sizes that they have in this round.
+
+        Returns:
+            ``[G, N]``, of whom each particle is a copy, for the most that a group had or has.
+        """
         as_held = shape._replace(
             num_particles=shape.num_held, edits=False, has_rules=False, has_matches=False
         )
         batch, held = self._load_round(inputs, as_held, reqs)
-        resized = self._steps.resize(batch, held)
+        resized, ancestors = self._steps.resize(batch, held)
         self._tables.particles.scatter(batch.rows, resized)
         if resized.logprobs is not None:
             self._tables.logprobs.scatter(batch.rows, resized.logprobs)
+        if resized.judged is not None:
+            self._tables.judged.scatter(batch.rows, resized.judged)
+        return ancestors
 
     def _load_round(
         self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]"
@@ -96,6 +117,8 @@ class Round:
             widest = shape.num_particles, shape.max_tail
             carried = tables.logprobs.gather(rows, *widest, shape.logprobs)
             before = before._replace(logprobs=carried)
+        if shape.judges:
+            before = before._replace(judged=tables.judged.gather(rows, shape.num_particles))
         settings = tables.requests.gather(rows)
         allocated, *sizes = inputs.known.unbind()
         if shape.budget is not None:
@@ -152,6 +175,8 @@ class Round:
         tables, shape, ops = self._tables, batch.shape, self._ops
         tails = narrowed.texts[:, :, 1:]  # with the token before each
         counts = ops.common_tail(tails, narrowed.lengths, narrowed.present)  # [G]
+        if narrowed.judged is not None:
+            counts = narrowed.held_back(counts)
         num_roots = ops.num_distinct(continued.roots, continued.present)  # [G]
         num_parents = ops.num_distinct(decision.resampled.ancestors, continued.present)  # [G]
         tables.ledger.commit(
@@ -170,6 +195,8 @@ class Round:
         tokens, last_emitted = narrowed.tokens[:, 0], after.last_emitted[:, 0]
         first_token = narrowed.first_token() if shape.has_open_token else None
         tables.particles.scatter(batch.rows, after)
+        if after.judged is not None:
+            tables.judged.scatter(batch.rows, after.judged)
         emitted = None
         if after.logprobs is not None and narrowed.logprobs is not None:
             tables.logprobs.scatter(batch.rows, after.logprobs)

@@ -35,7 +35,7 @@ from sglang_smc.round.batch import RoundBatch
 from sglang_smc.round.decision import Decision, Drafts, no_drafts
 from sglang_smc.round.verification import verify
 from sglang_smc.round.watch import choose
-from sglang_smc.smc import resizing, rounds
+from sglang_smc.smc import judging, resizing, rounds
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.state.logprobs import logprob_distribution
 from sglang_smc.state.population import Population
@@ -99,8 +99,11 @@ class Steps:
         column = torch.arange(-1, len(slots) - 1, device=starts.device)
         return DraftSlots(slots, starts + column.view(-1, 1, 1), locations)
 
-    def resize(self, batch: RoundBatch, population: Population) -> Population:
-        """Give groups the particles that they run with from now on, if those are more or fewer."""
+    def resize(self, batch: RoundBatch, population: Population) -> tuple[Population, torch.Tensor]:
+        """Give groups the particles that they run with from now on, if those are more or fewer.
+
+        And say whom each was made of, ``[G, N]``.
+        """
         methods = sorted({state_of(req).config.resampling_method for req in batch.reqs})
         step = rounds.by_method(
             batch.settings.scheme,
@@ -120,10 +123,11 @@ class Steps:
             ancestors=step.ancestors,
             max_tail=batch.shape.max_tail,
         )
-        return population.resize(step.ancestors, step.present)._replace(
+        resized = population.resize(step.ancestors, step.present)._replace(
             log_weights=step.log_weights,
             log_evidence=population.log_evidence + step.log_evidence,
         )
+        return resized, step.ancestors
 
     def propose(self, batch: RoundBatch, population: Population, slots: DraftSlots) -> Drafts:
         """Draft x_1..x_K ~ q, one after another, from each particle's last token."""
@@ -215,6 +219,23 @@ class Steps:
             return logits, None
         return batch.rules.apply(logits, chains, first)
 
+    def judge(self, batch: RoundBatch, population: Population) -> Population:
+        """Weigh the texts that the round starts from by what potentials say of them by now.
+
+        Waits for the host where it has to; a group that they leave nothing of ends.
+        """
+        if population.judged is None:
+            return population
+        said = batch.rules.judged(batch.reqs, batch.starts)
+        held = population.judged.log_values
+        log_weights, log_values, _ = judging.revalue(population.log_weights, held, said.log_values)
+        forbidden = (log_weights == -torch.inf).all(1)
+        return population._replace(
+            log_weights=log_weights,
+            log_evidence=population.log_evidence.masked_fill(forbidden, -torch.inf),
+            judged=said._replace(log_values=log_values),
+        ).stop(forbidden)
+
     def decide(
         self, batch: RoundBatch, population: Population, drafts: Drafts, p: TokenDistribution
     ) -> Decision:
@@ -245,12 +266,7 @@ class Steps:
             drafts.log_q,
             drafts.before_end,
             settings.power,
-            rounds.WeightRules(
-                settings.num_steps,
-                settings.ess_threshold,
-                settings.at_token,
-                settings.evidence_threshold,
-            ),
+            _weight_rules(batch, population),
             population.present,
             numbers(batch.furthest[:, :1], Purpose.KEEP)[:, 0],
             numbers(batch.furthest, Purpose.RESAMPLE),
@@ -328,17 +344,28 @@ class Steps:
             log_evidence=population.log_evidence.masked_fill(stuck, -torch.inf),
         )
 
+    def elect(self, batch: RoundBatch, population: Population) -> Population:
+        """Where an answer is voted for, leave the weight to those particles that give it."""
+        if population.judged is None:
+            return population
+        elected = judging.elect(population.log_weights, population.judged.answers)
+        finished = population.is_finished().unsqueeze(1)
+        return population._replace(
+            log_weights=torch.where(finished, elected, population.log_weights)
+        )
+
     def narrow(
         self, batch: RoundBatch, population: Population
-    ) -> tuple[Population, torch.Tensor, torch.Tensor]:
+    ) -> tuple[Population, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Settle what lags too far behind, and the whole text of groups that have ended.
 
         Returns:
-            The population, where particles went for the lag's sake, ``[G]`` bool, and log Z-hat
-            ``[G]`` with what weights have gained since some was banked: a retraction keeps both.
+            The population, of whom each is a copy, ``[G, N]``, where particles went for the lag's
+            sake, ``[G]`` bool, and log Z-hat ``[G]`` with what weights have gained since some was
+            banked: a retraction keeps both.
         """
         settings, longest = batch.settings, population.lengths.amax(1)
-        finished = population.ended.all(1)
+        finished = population.is_finished()
         late = (longest + 1 - settings.lag).clamp_min(0) * settings.weighs
         furthest = (population.num_emitted + longest).unsqueeze(1)  # [G, 1]
         step = self.ops.narrow(
@@ -358,7 +385,7 @@ class Steps:
         )
         narrowed = population.descend(step.ancestors)._replace(log_weights=step.log_weights)
         by_lag = (step.num_dropped > 0) & ~finished
-        return narrowed, by_lag, population.log_evidence + step.log_mean
+        return narrowed, step.ancestors, by_lag, population.log_evidence + step.log_mean
 
     def _ends(
         self,
@@ -370,6 +397,17 @@ class Steps:
         """Which of the tokens ``[G, N, C]`` at ``positions`` of the output end their text."""
         ends = batch.settings.ends(tokens, positions)
         return batch.rules.ends(ends, tokens, population) if batch.shape.has_rules else ends
+
+
+def _weight_rules(batch: RoundBatch, population: Population) -> rounds.WeightRules:
+    settings = batch.settings
+    num_steps, threshold = settings.num_steps, settings.ess_threshold
+    if population.judged is not None:
+        # Who has but waited to be judged has drafted nothing, and is drawn from as he is.
+        waited = population.ended.all(1)
+        num_steps = num_steps.masked_fill(waited, 0)
+        threshold = threshold.masked_fill(waited, 0.0)
+    return rounds.WeightRules(num_steps, threshold, settings.at_token, settings.evidence_threshold)
 
 
 def still_open(ends: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.state.counters import CounterTable, zero_counters
 from sglang_smc.state.edits import EditTable
+from sglang_smc.state.judged import JudgedTable
 from sglang_smc.state.population import ParticleTable
 from sglang_smc.state.settings import RequestTable, TableEntry
 from sglang_smc.state.tail_logprobs import LogprobTable
@@ -24,6 +25,7 @@ class Tables(NamedTuple):
     edits: EditTable  # what each changes in logits
     particles: ParticleTable  # texts, weights, ends
     logprobs: LogprobTable  # beside their tails
+    judged: JudgedTable  # what potentials have said of them
     counters: CounterTable  # what its rounds have come to
     ledger: Ledger  # KV slots, in SGLang's own req_to_token and beside it
 
@@ -53,6 +55,7 @@ class Tables(NamedTuple):
             edits=EditTable(num_rows, vocab_size, device),
             particles=ParticleTable(num_rows, num_particles, max_tail, device),
             logprobs=LogprobTable(num_rows, num_particles, max_tail, device),
+            judged=JudgedTable(num_rows, num_particles, device),
             counters=CounterTable(num_rows, device, ops),
             ledger=ops.ledger(
                 req_to_token,
@@ -65,7 +68,8 @@ class Tables(NamedTuple):
 
     def sizes(self) -> dict[str, int]:
         """Bytes, by what it is."""
-        state = (self.requests, self.edits, self.particles, self.logprobs, self.counters)
+        of_texts = self.particles, self.logprobs, self.judged
+        state = (self.requests, self.edits, *of_texts, self.counters)
         return {
             "rows of requests": tensor_bytes(self.ledger.table),
             "rows of particles": tensor_bytes(self.ledger.tails),

@@ -19,7 +19,7 @@ from sglang_smc.options.server import (
     flag_of,
 )
 from sglang_smc.process import drafts_all
-from sglang_smc.server import presets, requirements
+from sglang_smc.server import potentials, presets, requirements
 from sglang_smc.upstream import Arguments
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,8 @@ def _setting_problems(server_args: Arguments) -> list[str]:
     problems = _pool_problems(config, server_args.max_total_tokens)
     problems += _support_problems(config, server_args)
     problems += _kernel_problems(config, server_args.device)
-    problems += presets.problems(server_args)
+    of_potentials = potentials.problems(server_args)
+    problems += of_potentials or presets.problems(server_args)
     given, expected = server_args.speculative_num_draft_tokens, config.num_steps + 1
     if given not in (None, expected):
         problems.append(

@@ -16,8 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_smc import upstream
-from sglang_smc.options.request import CUSTOM_PARAMS, PARTICLES_KEY, chosen_keys, request_config
+from sglang_smc.options.request import (
+    CUSTOM_PARAMS,
+    PARTICLES_KEY,
+    TRACE_KEY,
+    chosen_keys,
+    request_config,
+)
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.server import potentials
 from sglang_smc.upstream import Arguments
 
 if TYPE_CHECKING:
@@ -43,7 +50,7 @@ def problems(server_args: Arguments) -> list[str]:
     except ValueError as error:
         return [str(error)]
     server = SMCConfig.from_server_args(server_args)
-    return [problem for item in found.items() for problem in _problems(*item, server)]
+    return [problem for item in found.items() for problem in _problems(*item, server, server_args)]
 
 
 def settled(server_args: Arguments) -> str | None:
@@ -121,9 +128,9 @@ def _with(params: Any, name: str | None, presets: Presets, server: SMCConfig) ->
     return {**params, "custom_params": {**custom, **settings}}
 
 
-def returns_particles(settings: Mapping[str, Any]) -> bool:
-    """Whether an answer is to have all particles."""
-    return bool(settings.get(PARTICLES_KEY))
+def shows_in_answers(settings: Mapping[str, Any]) -> list[str]:
+    """The keys by which an answer is to have all particles, or what they did."""
+    return [key for key in (PARTICLES_KEY, TRACE_KEY) if settings.get(key)]
 
 
 @lru_cache(maxsize=1)
@@ -158,7 +165,7 @@ def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _problems(name: str, settings: Any, server: SMCConfig) -> list[str]:
+def _problems(name: str, settings: Any, server: SMCConfig, server_args: Arguments) -> list[str]:
     if not _NAME.fullmatch(name) or name == _NO_TAG:
         return [
             f"{FLAG} has a preset {name!r}; allowed: names of letters, digits, '.', '_' and '-', "
@@ -168,7 +175,8 @@ def _problems(name: str, settings: Any, server: SMCConfig) -> list[str]:
     if not isinstance(settings, dict):
         return [f"{where} is {settings!r}; allowed: an object with the keys of {CUSTOM_PARAMS}."]
     try:
-        request_config(server, {"smc": settings}, where=where)
+        asked = request_config(server, {"smc": settings}, where=where)
+        potentials.check(asked, server_args, where)
     except ValueError as error:
         return [str(error)]
     return []

@@ -5,10 +5,12 @@ ignored. SGLang turns the ValueError into HTTP 400.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang_smc.options.request import request_config
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_smc.options.request import CUSTOM_PARAMS, RequestConfig, request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.server.grammar_text import FIELDS as GRAMMARS
 from sglang_smc.server.grammar_text import check_grammars
@@ -28,6 +30,11 @@ class _Refusal(NamedTuple):
 def _is_not(default: float | None) -> Callable[[Any], bool]:
     return lambda value: value is not None and value != default
 
+
+MOST_TRACED = 2**19
+"""Tokens that the rounds of a request with a trace may draft, if each kept but one."""
+
+_DEFAULT_NEW_TOKENS: int | None = SamplingParams().max_new_tokens
 
 _WITHOUT_IT = "Leave it out, or send the request to a server without --speculative-algorithm SMC"
 
@@ -56,10 +63,11 @@ _SAMPLING = (
 )
 
 
-def check_request(request: "GenerateReqInput", server: SMCConfig) -> None:
-    """Raise ValueError that names every field of one request that SMC cannot honour.
+def check_request(request: "GenerateReqInput", server: SMCConfig) -> RequestConfig:
+    """What one request chooses; ``server`` bounds what it may.
 
-    ``server`` bounds what the request may choose for itself.
+    Raises:
+        ValueError: naming every field that SMC cannot honour.
     """
     params = _params(request)
     problems = _used(_FIELDS, lambda field: getattr(request, field, None))
@@ -69,7 +77,36 @@ def check_request(request: "GenerateReqInput", server: SMCConfig) -> None:
     _check_edits(params.get("logit_bias"), request.custom_logit_processor)
     check_grammars(params)
     constrained = any(params.get(field) for field in GRAMMARS)
-    request_config(server, params.get("custom_params"), constrained=constrained)
+    return request_config(server, params.get("custom_params"), constrained=constrained)
+
+
+def check_trace(
+    request: "GenerateReqInput", config: RequestConfig, room: int, preferred: Mapping[str, Any]
+) -> None:
+    """Raise ValueError where a trace may grow too large to be kept and sent.
+
+    Args:
+        config: what the request chooses.
+        room: tokens that the context has left behind its prompt.
+        preferred: sampling parameters that the server puts where a request has none.
+    """
+    params = {**preferred, **_params(request)}
+    if not config.trace or params.get("max_new_tokens") == 0:
+        return
+    asked = params.get("max_new_tokens", _DEFAULT_NEW_TOKENS)
+    longest = max(0, room if asked is None else min(asked, room))
+    is_greedy = params.get("temperature") == 0 or params.get("top_k") == 1
+    num_particles = 1 if is_greedy else config.num_particles
+    of_each = num_particles * (config.num_steps + 1)
+    if of_each * longest > MOST_TRACED:
+        given = f"{longest}" if asked is not None else f"{longest} (all that its context leaves)"
+        raise ValueError(
+            f"{CUSTOM_PARAMS} has trace=true with num_particles={num_particles}, "
+            f"num_steps={config.num_steps} and max_new_tokens={given}; allowed: num_particles * "
+            f"(num_steps + 1) * max_new_tokens <= {MOST_TRACED}, since a trace holds all that is "
+            f"drafted. Ask for at most {MOST_TRACED // of_each} new tokens, for fewer particles or "
+            "steps, or leave trace out."
+        )
 
 
 def check_logprobs(request: "GenerateReqInput", vocab_size: int) -> None:

@@ -34,7 +34,7 @@ _FINISHED = "smc_finished"
 _MEDIA = ("image", "input_image", "audio", "input_audio", "video", "input_video")
 
 _NOT_CARRIED = ("custom_params", "lora_path")
-_PARTICLES = META_PREFIX + "particles"
+_SHOWN = {META_PREFIX + "particles", META_PREFIX + "trace"}
 
 
 def take_over(obj: GenerateReqInput, request: Any) -> None:
@@ -93,10 +93,12 @@ async def problem_of(
         settings = presets.find(name, presets.of(manager.server_args))
     except ValueError as error:
         return str(error)
-    if presets.returns_particles(settings):
+    shown_keys = presets.shows_in_answers(settings)
+    if shown_keys:
         return (
-            f"The preset {name!r} has return_particles=true, and this route's answers have no place"
-            " for particles; allowed: /generate, /v1/chat/completions and /v1/completions."
+            f"The preset {name!r} has {' and '.join(shown_keys)}, and this route's answers have no "
+            "place for what that shows; allowed: /generate, /v1/chat/completions and "
+            "/v1/completions."
         )
     raw_request.scope[_PRESET] = name
     return None
@@ -139,8 +141,8 @@ def _not_carried(key: str, manager: "TokenizerManager") -> str:
 
 
 def shown(request: Any, meta_info: dict) -> dict | None:
-    """An answer's meta_info, where it has particles or the request asks for it."""
-    return meta_info if _PARTICLES in meta_info or vars(request).get(META_INFO_WISH) else None
+    """An answer's meta_info, where it has particles or a trace, or the request asks for it."""
+    return meta_info if has_particles(meta_info) or vars(request).get(META_INFO_WISH) else None
 
 
 async def with_meta_info(
@@ -175,5 +177,5 @@ def note_finished(obj: GenerateReqInput) -> dict[int, dict]:
 
 
 def has_particles(meta_info: dict) -> bool:
-    """Whether an answer brings its particles."""
-    return _PARTICLES in meta_info
+    """Whether an answer brings its particles, or what they did."""
+    return not _SHOWN.isdisjoint(meta_info)

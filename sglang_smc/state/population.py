@@ -15,6 +15,7 @@ import torch
 
 from sglang_smc.smc.fidelity import NAMES
 from sglang_smc.smc.rounds import Resampled
+from sglang_smc.state.judged import Judged
 from sglang_smc.state.tail_logprobs import TailLogprobs
 
 # Columns of `Population.texts` beside the tail: two tokens before it, and one place that takes what
@@ -38,6 +39,7 @@ class Population(NamedTuple):
     unread: torch.Tensor  # [G] bool: the draft has yet to read the last token but one
     fidelity: torch.Tensor  # [G, N, 4] float64: what each text was watched to be, by `smc.fidelity`
     logprobs: TailLogprobs | None = None  # of the tails' tokens, where some request wants them
+    judged: Judged | None = None  # what potentials have said, where some request has any
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -93,6 +95,7 @@ class Population(NamedTuple):
             roots=self.roots.gather(1, ancestors),
             fidelity=self.fidelity.gather(1, ancestors.unsqueeze(2).expand_as(self.fidelity)),
             logprobs=None if self.logprobs is None else self.logprobs.descend(ancestors),
+            judged=None if self.judged is None else self.judged.descend(ancestors),
         )
 
     def hand_down(self, step: Resampled) -> "Population":
@@ -101,6 +104,19 @@ class Population(NamedTuple):
             log_weights=step.log_weights,
             log_evidence=self.log_evidence + step.log_evidence,
         )
+
+    def is_finished(self) -> torch.Tensor:
+        """Which groups' answers may be drawn, ``[G]`` bool: texts have ended, and are judged."""
+        ended = self.ended.all(1)
+        if self.judged is None:
+            return ended
+        return ended & (self.judged.complete | ~self.present).all(1)
+
+    def held_back(self, counts: torch.Tensor) -> torch.Tensor:
+        """Of common tokens ``counts`` ``[G]`` those to emit: no text ends before all are judged."""
+        shortest = self.lengths.masked_fill(~self.present, self.texts.shape[2]).amin(1)
+        waits = self.ended.all(1) & ~self.is_finished()
+        return torch.where(waits, torch.minimum(counts, shortest - 1).clamp_min(0), counts)
 
     def resize(self, ancestors: torch.Tensor, present: torch.Tensor) -> "Population":
         """Descend to the particles that are ``present`` ``[G, N]`` from now on."""
@@ -176,19 +192,19 @@ class ParticleTable:
             max_tail: the longest tail that any of them can have when the round ends.
         """
         views = self._views(num_particles, max_tail)
-        return Population(*(view[rows] for view in views), logprobs=None)
+        return Population(*(view[rows] for view in views), logprobs=None, judged=None)
 
     def scatter(self, rows: torch.Tensor, population: Population) -> None:
-        """Store the populations of the requests in ``rows`` ``[G]``, without log-probabilities."""
+        """Store the populations of the requests in ``rows`` ``[G]``, but what only some carry."""
         _, num_particles, width = population.texts.shape
-        *columns, _ = population
+        *columns, _, _ = population
         views = self._views(num_particles, width - _NO_TAIL)
         for view, values in zip(views, columns, strict=True):
             view[rows] = values
 
     def _views(self, num_particles: int, max_tail: int) -> list[torch.Tensor]:
         """The part of the table that populations of this size live in."""
-        texts, *others, _ = self._columns
+        texts, *others, _, _ = self._columns
         small = (column[:, :num_particles] if column.dim() > 1 else column for column in others)
         return [texts[:, :num_particles, : max_tail + _NO_TAIL], *small]
 

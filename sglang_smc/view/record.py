@@ -39,7 +39,8 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """What potentials added to these in this round."""
 
     ess: float
-    """Effective sample size of `log_weights`, from 1 to N."""
+    """Effective sample size of `log_weights`, from 1 to N; where rounds verify, of the weights that
+    the columns they keep have. 0 where logits mean nothing."""
 
     log_block_evidence: float | None
     """Log of the factor by which the kept columns multiplied the mean weight."""

@@ -20,6 +20,7 @@ from routed import (
     rounds_and_particles,
     text_of,
 )
+from trace_replay import read, replay
 
 pytestmark = pytest.mark.engine
 
@@ -64,7 +65,9 @@ def test_custom_params_that_a_route_cannot_carry_are_refused(
     if "options" in body:
         body["options"]["custom_params"] = CUSTOM
         assert server.post(route, **body).status_code == 400
-    assert server.post(route, **body | {"model": f"{model}:all-particles"}).status_code == 400
+    for shows in ("all-particles", "traced"):
+        refused = server.post(route, **body | {"model": f"{model}:{shows}"})
+        assert refused.status_code == 400 and "/v1/chat/completions" in refused.text
 
 
 def test_ollamas_own_tag_names_no_preset(server: Server, model: str) -> None:
@@ -129,6 +132,28 @@ def test_particles_come_whole_and_streamed(server: Server, model: str, route: st
     assert [[p["output_ids"] for p in streamed[i]] for i in range(2)] == [
         [p["output_ids"] for p in particles] for particles in whole
     ]
+    others = [c for part in parts for c in part["choices"] if not c["finish_reason"]]
+    assert others and not any("meta_info" in choice for choice in others)
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("by", ["preset", "key"])
+def test_traces_come_whole_and_streamed(server: Server, model: str, route: str, by: str) -> None:
+    """Each sample with its own, readable: red if a chunk or a choice has none, or another's."""
+    asked = ROUTES[route](model, "traced" if by == "preset" else None, n=2, seed=3)
+    if by == "key":
+        asked["custom_params"] = {"smc": PRESETS["traced"]}
+    choices = server.post(route, **asked).json()["choices"]
+    parts = list(parts_of(server.post(route, **asked, stream=True).text))
+    ends = [c for part in parts for c in part["choices"] if c["finish_reason"]]
+    streamed = {choice["index"]: choice["meta_info"]["spec_smc_trace"] for choice in ends}
+    for choice in choices:
+        trace = choice["meta_info"]["spec_smc_trace"]
+        assert streamed[choice["index"]] == trace
+        ids = replay(read(choice["meta_info"])).output_ids
+        said = "".join(trace["pieces"][str(one)] for one in ids)
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
+        assert text and text.strip() in said
     others = [c for part in parts for c in part["choices"] if not c["finish_reason"]]
     assert others and not any("meta_info" in choice for choice in others)
 

@@ -39,7 +39,7 @@ def test_a_command_gets_the_words_behind_it(name: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], *([n, "--help"] for n in ("doctor", "plan", "view"))]
+    "words", [["--help"], *([n, "--help"] for n in ("doctor", "plan", "watch"))]
 )
 def test_help_waits_for_nothing_heavy(words: list[str]) -> None:
     program = (

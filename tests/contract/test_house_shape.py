@@ -11,6 +11,7 @@ PACKAGE = ROOT / "sglang_smc"
 # From the ground up; folders of one level import none of each other.
 LEVELS = (
     ("upstream",),
+    ("potentials", "view"),
     ("tokens",),
     ("smc",),
     ("options",),
@@ -30,9 +31,9 @@ LEVELS = (
     ("command",),
 )
 # Tools: they import nothing of the server but settings and arithmetic, and the commands alone them.
-APART = ("distill", "plan", "testing")
+APART = ("distill", "plan", "testing", "watch")
 COMMANDS = ("demo", "command")
-MOST_MODULES = 13
+MOST_MODULES = 14
 MATHEMATICS = {"tokens", "smc"}
 PAIR = "pair"  # data, and the task that goes with them
 KERNELS = "kernels"  # between the mathematics and `ops`, which alone imports them

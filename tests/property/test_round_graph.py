@@ -193,6 +193,17 @@ def test_what_the_host_looks_into_has_its_models_replayed() -> None:
     assert recorded and not any(recorded), "passes, and no round"
 
 
+def test_a_round_that_is_traced_has_its_models_replayed() -> None:
+    """Red if a recorded round plays it: its trace would be that of the recording, or none."""
+    config = SMCConfig(num_particles=3, num_steps=2, evidence_threshold=0.0)
+    rows, recorded = list(range(1, 6)), []
+    case = {"rows": rows, "chosen": ({}, {"trace": True})}
+    by_graph = serve(config, recorded=recorded, **case)
+    eager = serve(config, recorded=None, **case)
+    assert torch.equal(by_graph.outputs, eager.outputs)
+    assert recorded and not any(recorded), "passes, and no round"
+
+
 def test_what_no_recording_holds_plays_as_it_is() -> None:
     config = SMCConfig(num_particles=3, num_steps=2)
     recorded: list[int] = []
@@ -216,6 +227,7 @@ def test_a_recording_covers_less_and_nothing_else() -> None:
         {"powered": True},
         {"verifies": True},
         {"shows_particles": True},
+        {"traces": True},
         {"has_rules": True},
         {"logprobs": LogprobWidths(1, 0, 0)},
         {"methods": ("ssp",)},

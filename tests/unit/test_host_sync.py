@@ -157,6 +157,7 @@ CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
     "weighed beside verified": ({}, {"mode": "exact"}),
     "powered": ({"power": 2.0}, {}),
     "shown": ({"return_particles": True},),
+    "traced": ({"trace": True}, {"mode": "exact", "trace": True}, {}),
     "powered, verified and weighed": ({"power": 2.0}, {"mode": "exact"}, {}),
 }
 RUNGS = {

@@ -8,11 +8,20 @@ import pytest
 from sglang_smc.patches.ingress import add_meta_info
 
 
-def shown(**accumulated: list[Any]) -> dict[str, Any]:
+class Letters:
+    """A tokenizer: 1 reads a, 2 reads b, and so on; 0 is special."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        letters = "" if skip_special_tokens else "."
+        return "".join(chr(96 + one) if one else letters for one in ids)
+
+
+def shown(tokenizer: Any = None, times: int = 1, **accumulated: list[Any]) -> dict[str, Any]:
     state = SimpleNamespace(customized_info_accumulated=accumulated)
-    manager: Any = SimpleNamespace(rid_to_state={"a": state})
+    manager: Any = SimpleNamespace(rid_to_state={"a": state}, tokenizer=tokenizer)
     meta_info: dict[str, Any] = dict(accumulated)
-    add_meta_info(lambda *_: None, manager, meta_info, SimpleNamespace(rids=["a"]), 0)
+    for _ in range(times):
+        add_meta_info(lambda *_: None, manager, meta_info, SimpleNamespace(rids=["a"]), 0)
     return meta_info
 
 
@@ -26,8 +35,26 @@ def test_totals_are_numbers_and_other_information_stays_as_it_is() -> None:
 @pytest.mark.parametrize("values", [[], [None], [None, None]])
 def test_what_only_a_neighbour_has_to_tell_is_left_out(values: list[None]) -> None:
     """With no text at all, as after an abort in the queue, SGLang fills in an empty list."""
-    assert shown(spec_smc_particles=values) == {}
+    assert shown(spec_smc_particles=values, spec_smc_trace=values) == {}
 
 
 def test_an_evidence_that_is_not_known_is_shown_as_such() -> None:
     assert shown(spec_smc_log_evidence=[None]) == {"spec_smc_log_evidence": None}
+
+
+ROUND = {"begins": [1], "drafted": [[2, 3], []], "bonus": [0, None], "emitted": [4]}
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_tokens_are_readable_where_there_is_a_tokenizer(times: int) -> None:
+    """Red if a token of some field is left out, or if what ends a stream is read twice over."""
+    particle, trace = {"output_ids": [1, 0, 2]}, {"rounds": [ROUND]}
+    own = {"spec_smc_particles": [[dict(particle)]], "spec_smc_trace": [dict(trace)]}
+    found = shown(Letters(), times, **own)
+    assert found["spec_smc_particles"] == [{**particle, "text": "ab"}]
+    assert found["spec_smc_trace"]["pieces"] == {"0": ".", "1": "a", "2": "b", "3": "c", "4": "d"}
+
+
+def test_without_a_tokenizer_there_are_tokens_alone() -> None:
+    own = {"spec_smc_particles": [[{"output_ids": [1]}]], "spec_smc_trace": [{"rounds": [ROUND]}]}
+    assert shown(**own) == {name: values[-1] for name, values in own.items()}

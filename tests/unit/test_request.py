@@ -18,7 +18,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from some_releases import contradictions
 
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.server.refusals import check_logprobs, check_session
+from sglang_smc.server.refusals import MOST_TRACED, check_logprobs, check_session, check_trace
 from sglang_smc.server.refusals import check_request as check_request_of
 from sglang_smc.upstream import release
 
@@ -279,3 +279,53 @@ def test_deep_and_strange_grammars_pass() -> None:
         ("regex", "("),
     ):
         check_request(request({name: text}))
+
+
+def traced(params: dict[str, Any], room: int = 10**6, **preferred: Any) -> None:
+    """Whether a request with these sampling parameters may have a trace, on N = 4 and K = 7."""
+    server = SMCConfig(num_particles=4, num_steps=7)
+    asked = request({"custom_params": {"smc": {"trace": True}}, **params})
+    check_trace(asked, check_request_of(asked, server), room, preferred)
+
+
+FITS = MOST_TRACED // 32
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"max_new_tokens": FITS},
+        {},  # SGLang's own 128
+        {"max_new_tokens": 2 * FITS, "custom_params": {"smc": {"trace": True, "num_steps": 3}}},
+        {"max_new_tokens": 4 * FITS, "temperature": 0},
+        {"max_new_tokens": 4 * FITS, "top_k": 1},
+        {"max_new_tokens": 9 * FITS, "custom_params": {"smc": {"trace": False}}},
+        {"max_new_tokens": 0},
+    ],
+)
+def test_a_trace_within_bounds_passes(params: dict[str, Any]) -> None:
+    """Red if the bound is of the server's N and K, or of a chain too many at temperature 0."""
+    traced(params)
+
+
+@pytest.mark.parametrize(
+    ("params", "preferred", "given"),
+    [
+        ({"max_new_tokens": FITS + 1}, {}, f"max_new_tokens={FITS + 1}"),
+        ({"max_new_tokens": None}, {}, "max_new_tokens=1000000 (all that its context leaves)"),
+        ({}, {"max_new_tokens": FITS + 1}, f"max_new_tokens={FITS + 1}"),
+    ],
+)
+def test_a_trace_that_may_grow_too_large_is_refused(
+    params: dict[str, Any], preferred: dict[str, Any], given: str
+) -> None:
+    """What is given, what is allowed, and what to do."""
+    with pytest.raises(ValueError) as error:
+        traced(params, **preferred)
+    for part in (given, f"num_steps=7 and {given};", f"<= {MOST_TRACED}", f"at most {FITS} new"):
+        assert part in str(error.value)
+
+
+def test_a_trace_is_bounded_by_what_fits_the_context() -> None:
+    traced({"max_new_tokens": None}, room=FITS)
+    traced({"max_new_tokens": 10**6}, room=FITS)

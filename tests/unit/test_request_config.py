@@ -35,7 +35,9 @@ CHOICES: dict[str, Any] = {
     "ngram_weight": 0.25,
     "max_lag": 3,
     "return_particles": True,
+    "trace": True,
 }
+SWITCHES = ("return_particles", "trace")
 
 
 def choose(server: SMCConfig = SERVER, **chosen: Any) -> RequestConfig:
@@ -51,7 +53,7 @@ def refusal(server: SMCConfig = SERVER, **chosen: Any) -> str:
 
 def test_every_setting_but_the_servers_own_may_be_chosen() -> None:
     """A new setting without a line here is noticed."""
-    assert set(CHOICES) == set(SERVER_ARGS_FIELDS) - set(SERVER_FIELDS) | {"return_particles"}
+    assert set(CHOICES) == set(SERVER_ARGS_FIELDS) - set(SERVER_FIELDS) | set(SWITCHES)
 
 
 @pytest.mark.parametrize("name", SERVER_FIELDS)
@@ -63,7 +65,7 @@ def test_what_chooses_code_is_the_servers(name: str) -> None:
 def test_what_is_chosen_replaces_the_servers_and_nothing_else(name: str) -> None:
     found = choose(**{name: CHOICES[name]})
     assert getattr(found, name) == CHOICES[name]
-    for other in (*SERVER_ARGS_FIELDS, "return_particles"):
+    for other in (*SERVER_ARGS_FIELDS, *SWITCHES):
         if other != name and (name, other) != ("tilt", "mode"):  # which the tilt implies
             assert getattr(found, other) == getattr(choose(), other)
 
@@ -74,7 +76,7 @@ def test_what_is_chosen_replaces_the_servers_and_nothing_else(name: str) -> None
 def test_who_chooses_nothing_gets_the_servers_settings(given: Any) -> None:
     server = SMCConfig(num_particles=3, mode="mixed", max_lag=7, draft_temperature=0.3)
     found = request_config(server, given)
-    assert not found.return_particles
+    assert not found.return_particles and not found.trace
     for name in SERVER_ARGS_FIELDS:
         assert getattr(found, name) == getattr(server, name)
 
@@ -108,7 +110,7 @@ BAD = [
     *(("power", value, POSITIVE) for value in (0, -1, math.inf, math.nan, True, "2", None, [2])),
     *(("evidence_threshold", value, ">= 0") for value in (-1, math.inf, math.nan, True, "0", [])),
     *(("draft_temperature", value, ">= 1e-06") for value in (0, -1, math.inf, math.nan, True, "1")),
-    *(("return_particles", value, "true or false") for value in (1, 0, "true", None, [])),
+    *((name, value, "true or false") for name in SWITCHES for value in (1, 0, "true", None, [])),
 ]
 
 
@@ -170,6 +172,11 @@ def test_several_keys_without_effect_are_told_at_once(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["exact", "mixed", "auto"])
 def test_what_is_so_anyway_may_be_said(mode: str) -> None:
     assert choose(mode=mode, power=1, return_particles=False).mode == mode
+
+
+@pytest.mark.parametrize("mode", ["smc", "exact", "mixed", "auto"])
+def test_every_mode_has_a_trace(mode: str) -> None:
+    assert choose(mode=mode, trace=True).trace
 
 
 @pytest.mark.parametrize("mode", ["exact", "mixed", "auto"])

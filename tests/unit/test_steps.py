@@ -179,7 +179,7 @@ def test_who_grows_gets_the_slot_before_its_tail_too() -> None:
     committed = torch.tensor([7])
     of_three = of_three._replace(committed=committed)
     before = population([[False] * 3], [2])
-    after = steps.resize(of_three, before._replace(log_weights=before.log_weights + 0.5))
+    after, _ = steps.resize(of_three, before._replace(log_weights=before.log_weights + 0.5))
     assert [arguments["committed"].tolist() for arguments in called] == [[6]]
     assert after.lengths.tolist() == [[1, 1, 1]]
     assert after.present.all() and not after.ended.any()

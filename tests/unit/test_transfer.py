@@ -40,6 +40,7 @@ CONFIG = SMCConfig(num_particles=3, num_steps=2)
 ASKED: dict[str, dict[str, Any]] = {
     "plain": {},
     "with particles": {"return_particles": True},
+    "with a trace": {"trace": True},
     "with open first tokens": {"power": 2.0},
     "with log-probabilities": {},
 }

@@ -1,4 +1,4 @@
-"""``sglang-smc view``: intervals from what a server tells. A stand-in tells it."""
+"""``sglang-smc watch``: intervals from what a server tells. A stand-in tells it."""
 
 import json
 import threading
@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from sglang_smc.command import view
-from sglang_smc.command.view import Look
+from sglang_smc.watch import cli, looks
+from sglang_smc.watch.lines import HEADER, REQUEST_HEADER, line_of, lines_of, request_line
+from sglang_smc.watch.looks import Look
 
 BEFORE = {
     "rounds": 100,
@@ -40,12 +41,26 @@ LOAD = {
 }
 
 
-def look(at: float, totals: dict[str, Any]) -> Look:
-    return Look(at, totals, IN_FORCE, LOAD, FIDELITY)
+REQUEST = {
+    "rid": "0123456789abcdef",
+    "output_tokens": 42,
+    "mode": "mixed",
+    "num_particles": 3,
+    "num_steps": 2,
+    "rounds": 14,
+    "tokens_per_pass": 3.0,
+    "ess_ratio": 0.456,
+    "resample_rate": 0.25,
+}
+SILENT = {**REQUEST, "rid": "b", "tokens_per_pass": None, "ess_ratio": None, "resample_rate": None}
+
+
+def look(at: float, totals: dict[str, Any], *requests: dict[str, Any]) -> Look:
+    return Look(at, totals, IN_FORCE, LOAD, FIDELITY, requests)
 
 
 def test_an_interval_is_the_difference_of_two_looks() -> None:
-    (shown,) = view.between([look(10, BEFORE)], [look(12, AFTER)])
+    (shown,) = looks.between([look(10, BEFORE)], [look(12, AFTER)])
     assert shown.tokens_per_second == 50
     assert shown.tokens_per_pass == 6  # 100 columns in 20 rounds, and the bonus token
     assert shown.ess == pytest.approx(0.8)
@@ -54,28 +69,55 @@ def test_an_interval_is_the_difference_of_two_looks() -> None:
 
 
 def test_without_rounds_there_are_dashes() -> None:
-    (shown,) = view.between([look(10, AFTER)], [look(12, AFTER)])
+    (shown,) = looks.between([look(10, AFTER)], [look(12, AFTER)])
     assert (shown.tokens_per_pass, shown.ess, shown.resampled, shown.silent) == (None,) * 4
-    assert view.line_of(0, shown).split() == (
+    assert line_of(0, shown).split() == (
         ["0", "3", "1", "0.0", "-", "-", "-", "-", "0.31", "smc", "8", "4", "75%"]
     )
 
 
 def test_a_server_that_began_anew_counts_from_its_start() -> None:
-    (shown,) = view.between([look(10, AFTER)], [look(12, {**BEFORE, "rounds": 20})])
+    (shown,) = looks.between([look(10, AFTER)], [look(12, {**BEFORE, "rounds": 20})])
     assert shown.tokens_per_second == 300 and shown.ess == pytest.approx(0.5)
 
 
 def test_columns_stand_below_their_names() -> None:
-    (shown,) = view.between([look(10, BEFORE)], [look(12, AFTER)])
-    line = view.line_of(0, shown)
+    (shown,) = looks.between([look(10, BEFORE)], [look(12, AFTER)])
+    line = line_of(0, shown)
     for name, cell in (
         ("tokens/pass", "6.00"),
         ("resampled", "25%"),
         ("tilt", "0.31"),
         ("KV free", "75%"),
     ):
-        assert line[: view.HEADER.index(name) + len(name)].endswith(cell)
+        assert line[: HEADER.index(name) + len(name)].endswith(cell)
+
+
+def test_requests_that_run_stand_below_their_replica() -> None:
+    """Of two replicas, each in its own row; and how many more there are."""
+    pair = [look(10, BEFORE)] * 2, [look(12, AFTER, REQUEST), look(12, AFTER, SILENT)]
+    lines = lines_of(list(looks.between(*pair)))
+    assert lines[2:4] == ["", REQUEST_HEADER]
+    assert lines[4].split() == ["0", "0123456789ab", "42", "3.00", "0.46", "25%", "mixed", "3", "2"]
+    assert lines[5].split() == ["1", "b", "42", "-", "-", "-", "mixed", "3", "2"]
+    assert lines[6].split() == ["and", "4", "more"], "each replica has three"
+    alone = [look(10, BEFORE)], [look(12, AFTER)]
+    assert len(lines_of(list(looks.between(*alone)))) == 1
+
+
+@pytest.mark.parametrize("name", ["tokens/pass", "ESS / N", "resampled", "mode", "N", "K"])
+def test_what_both_lines_have_stands_in_one_column(name: str) -> None:
+    of_replica, of_request = (
+        f" {HEADER} ".index(f" {name} "),
+        f" {REQUEST_HEADER} ".index(f" {name} "),
+    )
+    assert of_replica == of_request
+
+
+@pytest.mark.parametrize(("name", "cell"), [("tokens", "42"), ("ESS / N", "0.46"), ("K", "2")])
+def test_a_requests_cells_stand_below_their_names(name: str, cell: str) -> None:
+    end = f"{REQUEST_HEADER} ".index(f" {name} ") + 1 + len(name)
+    assert request_line(0, REQUEST)[:end].split()[-1] == cell
 
 
 @pytest.fixture
@@ -115,34 +157,35 @@ def server() -> Iterator[Callable[..., str]]:
 
 def state(totals: dict[str, Any]) -> dict[str, Any]:
     fidelity = {"all": FIDELITY, "exact": {"tilt": 0.0}}
-    return {"smc": {"since_start": totals, "in_force": IN_FORCE, "fidelity": fidelity}}
+    smc = {"since_start": totals, "in_force": IN_FORCE, "fidelity": fidelity, "running": []}
+    return {"smc": smc}
 
 
 def test_once_prints_one_line(
     server: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = server(state(BEFORE), state(AFTER))
-    assert view.main([url + "/", "--once", "--interval", "0.1"]) == 0
+    assert cli.main([url + "/", "--once", "--interval", "0.1"]) == 0
     header, line = capsys.readouterr().out.splitlines()
-    assert header == view.HEADER and "6.00" in line and view.CLEAR not in line
+    assert header == HEADER and "6.00" in line and cli.CLEAR not in line
 
 
 def test_a_key_is_sent(server: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
     url = server(state(BEFORE), key="secret")
     words = [url, "--once", "--interval", "0.1"]
-    assert view.main(words) == 1
+    assert cli.main(words) == 1
     assert "401" in capsys.readouterr().err
-    assert view.main([*words, "--api-key", "secret"]) == 0
+    assert cli.main([*words, "--api-key", "secret"]) == 0
 
 
 def test_a_server_without_smc_is_said(
     server: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert view.main([server({}), "--once"]) == 1
+    assert cli.main([server({}), "--once"]) == 1
     assert "does not run SMC" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense"])
 def test_nothing_there_is_said(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert view.main([url, "--once"]) == 1
+    assert cli.main([url, "--once"]) == 1
     assert f"{url}/server_info" in capsys.readouterr().err

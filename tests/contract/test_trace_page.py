@@ -1,0 +1,78 @@
+"""What docs/trace.md and its schema say of traces is so."""
+
+import json
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+import torch
+from toy_laws import EOS, languages
+from toy_worker import ToyWorker
+from trace_replay import replay
+
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.server.refusals import MOST_TRACED
+from sglang_smc.view.record import RoundRecord, Trace
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "trace.md").read_text()
+SCHEMA = json.loads((DOCS / "trace.schema.json").read_text())
+
+
+def example() -> dict[str, Any]:
+    (block,) = re.findall(r"```json\n(.*?)```", PAGE, re.S)
+    return json.loads(block)
+
+
+def test_the_schema_is_what_the_records_give() -> None:
+    """Red where these have changed and `python docs/write_trace_schema.py` was not run."""
+    written = runpy.run_path(str(DOCS / "write_trace_schema.py"))["text"]()
+    assert written == (DOCS / "trace.schema.json").read_text()
+
+
+def test_the_example_is_a_trace_and_comes_to_its_answer() -> None:
+    found = example()
+    jsonschema.validate(found, SCHEMA)
+    trace = msgspec.convert(found, Trace)
+    text = replay(trace, tolerance=2e-4).output_ids  # the page has four digits behind the point
+    said = "".join(trace.pieces[str(one)] for one in text)
+    assert said == "To start Sam can join the numbers to get"
+
+
+@pytest.mark.parametrize("mode", ["smc", "exact"])
+def test_a_trace_of_rounds_is_valid(mode: str) -> None:
+    """Red where a field has another type than the schema says, as a NaN or a tensor would."""
+    chosen = ({"trace": True, "mode": mode},)
+    sizes = {"num_requests": 4, "max_new_tokens": 12, "eos": EOS, "chosen": chosen}
+    worker = ToyWorker(SMCConfig(num_particles=3, num_steps=2), *languages(), **sizes)
+    for req in played(worker, 4):
+        trace = req.smc_state.trace(2)
+        jsonschema.validate(json.loads(json.dumps(trace)), SCHEMA)
+        assert trace["version"] == 1 and trace["rounds"]
+
+
+def played(worker: ToyWorker, size: int) -> list[Any]:
+    """Requests behind their first round."""
+    reqs = worker.begin(list(range(1, size + 1)), torch.full((size,), 0.4, dtype=torch.float64))
+    result = worker.play_round(reqs)
+    for group, req in enumerate(reqs):
+        state = req.smc_state
+        assert result.trace is not None
+        state.rounds.append(result.trace.record_of(group, state, [], 0.0))
+    return reqs
+
+
+@pytest.mark.parametrize("record", [Trace, RoundRecord])
+def test_every_field_has_a_row(record: type[msgspec.Struct]) -> None:
+    rows = [row.split(" | ")[0] for row in PAGE.splitlines() if row.startswith("| `")]
+    named = set(re.findall(r"`(\w+)`", "".join(rows)))
+    assert set(record.__struct_fields__) <= named
+
+
+def test_the_limit_is_said() -> None:
+    assert f"= {MOST_TRACED:,}, or" in PAGE and f"{MOST_TRACED // 72:,} tokens" in PAGE
+    assert f"above {MOST_TRACED:,}" in (DOCS / "reference.md").read_text()

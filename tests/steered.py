@@ -1,0 +1,71 @@
+"""Potentials that engines of tests load by their names, in processes of their own."""
+
+import math
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from sglang_smc.potentials import Potential, Text
+
+
+class Count(Potential):
+    """phi = exp(weight * number of a token), and 0 where the output begins with it thrice."""
+
+    class Args(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+        """Which token, and how much each counts."""
+
+        token: int = 2
+        weight: float = 0.7
+
+    def __init__(self, offset: float = 0.0) -> None:
+        self._offset = offset
+        self._is_open = False
+
+    def open(self) -> None:
+        self._is_open = True
+
+    def complete(self, texts: Sequence[Text]) -> list[float]:
+        assert self._is_open and all(text.output.startswith(("t", "")) for text in texts)
+        return [log_phi(text.output_ids, text.args.token, text.args.weight) for text in texts]
+
+    def prefix(self, texts: Sequence[Text]) -> list[float]:
+        return [self._offset + value for value in self.complete(texts)]
+
+
+def log_phi(output: Sequence[int], token: int = 2, weight: float = 0.7) -> float:
+    if list(output[:3]) == [token] * 3:
+        return -math.inf
+    return weight * list(output).count(token)
+
+
+class Slow(Potential):
+    """Sleeps for as long as a request says."""
+
+    class Args(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+        """Seconds."""
+
+        seconds: float
+
+    def complete(self, texts: Sequence[Text]) -> list[float]:
+        time.sleep(max(text.args.seconds for text in texts))
+        return [0.0] * len(texts)
+
+
+class Broken(Potential):
+    """Does for each request what it asks for."""
+
+    class Args(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+        """raise, nan, short, forbid, or nothing."""
+
+        does: str
+
+    def complete(self, texts: Sequence[Text]) -> list[float]:
+        values = {"nan": math.nan, "forbid": -math.inf}
+        for text in texts:
+            if text.args.does == "raise":
+                raise RuntimeError("the oracle is silent")
+        found = [values.get(text.args.does, 0.0) for text in texts]
+        return found[:-1] if any(text.args.does == "short" for text in texts) else found
+
+    prefix = complete

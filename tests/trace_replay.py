@@ -1,0 +1,195 @@
+"""Plays a trace by its own fields, and holds each against what the others say."""
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+from sglang_smc.view.record import RoundRecord, Trace
+
+Weights = list[float | None]
+
+
+class Replayed(NamedTuple):
+    """What the rounds of a trace come to."""
+
+    output_ids: list[int]  # that were emitted
+    particles: list[list[int]]  # their texts as they stood before the last narrowing
+    log_weights: list[float]  # of these, up to what bonus tokens added
+    log_evidence: float  # with what weights have gained, up to what first tokens added
+
+
+def read(meta_info: dict[str, Any]) -> Trace:
+    """The trace of an answer; raises where it is none."""
+    return msgspec.convert(meta_info["spec_smc_trace"], Trace)
+
+
+def replay(trace: Trace, *, is_plain: bool = True, tolerance: float = 1e-6) -> Replayed:
+    """Play all rounds.
+
+    Args:
+        is_plain: for the target itself: bonus tokens, and first ones, weigh nothing.
+        tolerance: of all numbers.
+    """
+    state = Replay(is_plain and trace.mode == "smc", tolerance)
+    for record in trace.rounds:
+        state.play(record, weighs=trace.mode == "smc")
+    return Replayed(state.emitted, state.particles, state.weights, state.log_evidence)
+
+
+class Replay:
+    """Particles as a reader of the trace knows them."""
+
+    def __init__(self, is_plain: bool, tolerance: float) -> None:
+        self.is_plain = is_plain
+        self.near = partial(pytest.approx, abs=tolerance)
+        self.emitted: list[int] = []
+        self.texts: list[list[int]] = []
+        self.ended: list[bool] = []
+        self.particles: list[list[int]] = []
+        self.weights: list[float] = []  # before the last narrowing
+        self.after: list[float] = []
+        self.banked = 0.0
+        self.offset: float | None = 0.0 if is_plain else None
+
+    def play(self, record: RoundRecord, *, weighs: bool) -> None:
+        self.begin(record)
+        num_particles = len(record.ancestors)
+        assert {len(column) for column in columns_of(record)} == {num_particles}
+        before, weighed = as_floats(record.log_weights_before), as_floats(record.log_weights)
+        assert before == self.near(self.after), "weights are those of the round before"
+        if weighs:
+            assert record.ess == self.near(ess_of(weighed))
+        gain = log_mean(weighed) - log_mean(before)
+        assert (record.log_block_evidence or 0.0) == self.near(gain)
+        self.check_ended(record)
+        self.extend(record)
+        if weighs:
+            pairs = zip(record.kept, record.drafted, strict=True)
+            assert all(count <= len(tokens) for count, tokens in pairs)
+        self.weigh(record, weighed)
+        self.narrow(record)
+        if weighs:
+            self.check_evidence(record)
+
+    def begin(self, record: RoundRecord) -> None:
+        if record.begins is not None:
+            assert record.resized_from is None
+            # What a retraction drops has been counted as it stood, and all weigh the same anew.
+            self.banked = self.log_evidence
+            begun = [[*self.emitted, token] for token in record.begins]
+            self.texts, self.after = begun, [0.0] * len(begun)
+            self.ended = []  # a first token may be the last, which only its reader can tell
+            if len(set(record.begins)) == 1:
+                self.emitted = [*begun[0]]
+        if record.resized_from is not None:
+            self.banked = self.log_evidence
+            self.texts = [self.texts[who] for who in record.resized_from]
+            self.after = [0.0] * len(self.texts)
+            self.ended = [self.ended[who] for who in record.resized_from] if self.ended else []
+
+    def check_ended(self, record: RoundRecord) -> None:
+        """Nothing is drafted for texts that have ended, and something for all others."""
+        if self.ended and any(record.drafted):
+            assert self.ended == [not tokens for tokens in record.drafted]
+        assert all(record.ended[i] for i, token in enumerate(record.bonus) if token is None)
+        self.ended = record.ended
+
+    def extend(self, record: RoundRecord) -> None:
+        """Drafts, ancestors, bonus tokens."""
+        kept = record.kept
+        whole = zip(self.texts, record.drafted, kept, strict=True)
+        drafted = [[*text, *tokens[:count]] for text, tokens, count in whole]
+        assert (record.cut == "none") == cut_of_nothing(record)
+        handed = [drafted[who] for who in record.ancestors]
+        assert [len(record.drafted[who]) >= kept[who] for who in record.ancestors]
+        pairs = zip(handed, record.bonus, strict=True)
+        self.texts = [text if token is None else [*text, token] for text, token in pairs]
+        self.particles = self.texts
+
+    def weigh(self, record: RoundRecord, weighed: list[float]) -> None:
+        self.weights = [0.0] * len(weighed) if record.resampled else weighed
+        if record.resampled:
+            self.banked += log_mean(weighed)
+
+    def narrow(self, record: RoundRecord) -> None:
+        """Who is left, with what weights, and what all of them say."""
+        self.after = as_floats(record.log_weights_after)
+        if record.narrowed_to is not None:
+            self.texts = [self.texts[who] for who in record.narrowed_to]
+            self.ended = [self.ended[who] for who in record.narrowed_to]
+            assert self.particles != self.texts or len(set(map(tuple, self.texts))) == 1
+        elif self.is_plain:
+            assert self.after == self.near(self.weights)
+        if self.is_plain:
+            assert log_mean(self.after) == self.near(log_mean(self.weights))
+        self.emitted = [*self.emitted, *record.emitted]
+        assert self.emitted == common(self.texts), "all that they agree on is emitted"
+
+    def check_evidence(self, record: RoundRecord) -> None:
+        """What weights have gained is in the estimate, from the first round to the last."""
+        if record.log_evidence is None:
+            return
+        if self.offset is None:
+            self.offset = record.log_evidence - self.log_evidence
+        assert record.log_evidence == self.near(self.log_evidence + self.offset)
+
+    @property
+    def log_evidence(self) -> float:
+        return self.banked + (log_mean(self.after) if self.after else 0.0)
+
+
+def columns_of(record: RoundRecord) -> list[list[Any]]:
+    """All lists that are by particle."""
+    there: list[list[Any] | None] = [
+        record.begins,
+        record.resized_from,
+        record.log_weights_before,
+        record.drafted,
+        record.kept,
+        record.log_weights,
+        record.ancestors,
+        record.bonus,
+        record.ended,
+        record.narrowed_to,
+        record.log_weights_after,
+    ]
+    return [column for column in there if column is not None]
+
+
+def cut_of_nothing(record: RoundRecord) -> bool:
+    """Whether those who go on have kept all that was drafted."""
+    return all(record.kept[who] >= len(record.drafted[who]) for who in living(record))
+
+
+def living(record: RoundRecord) -> list[int]:
+    """Whose drafts count: of verified rounds the winner's."""
+    return record.ancestors if len(set(record.ancestors)) == 1 else [*range(len(record.kept))]
+
+
+def as_floats(values: Weights) -> list[float]:
+    return [-math.inf if value is None else value for value in values]
+
+
+def log_sum(values: list[float]) -> float:
+    top = max(values)
+    return (
+        top if top == -math.inf else top + math.log(sum(math.exp(value - top) for value in values))
+    )
+
+
+def log_mean(values: list[float]) -> float:
+    return log_sum(values) - math.log(len(values))
+
+
+def ess_of(log_weights: list[float]) -> float:
+    return math.exp(2 * log_sum(log_weights) - log_sum([2 * value for value in log_weights]))
+
+
+def common(texts: list[list[int]]) -> list[int]:
+    """The tokens that all begin with."""
+    columns = zip(*texts, strict=False)
+    agreed = [len(set(column)) == 1 for column in columns]
+    return texts[0][: [*agreed, False].index(False)]

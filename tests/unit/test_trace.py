@@ -1,0 +1,295 @@
+"""What a round tells for a trace: a reader who plays it by its own fields comes to the answer."""
+
+import itertools
+import json
+import math
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import torch
+from msgspec.structs import replace
+from toy_grammar import maker
+from toy_laws import EOS, languages
+from toy_request import ToyRequest
+from toy_worker import ToyWorker
+from trace_replay import Replayed, read, replay
+
+from sglang_smc.options.budget import Budget
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.requests import rules
+from sglang_smc.requests.state import has_open_token, publish
+from sglang_smc.smc.weights import normalized
+from sglang_smc.state.transfer import each_tensor
+from sglang_smc.view.record import Trace
+
+LENGTH = 24
+SERVER = SMCConfig(num_particles=5, num_steps=4, evidence_threshold=0.5)
+LAGGING = replace(SERVER, max_lag=30)  # so that requests may choose it
+PAIR = languages(difference=1.2)
+
+
+class Told(NamedTuple):
+    """A request that is over."""
+
+    req: ToyRequest
+    trace: Trace
+    particles: list[dict[str, Any]] | None
+
+
+def serve(
+    worker: ToyWorker, num_requests: int, *, retracts_behind: int | None = None
+) -> list[Told]:
+    """Serve all requests in one batch; each may lose its particles once, behind so many rounds."""
+    noise = torch.rand(
+        num_requests, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+    reqs = worker.begin(list(range(1, num_requests + 1)), noise)
+    for req in reqs:
+        req.smc_state.is_fresh = True
+    particles: dict[int, Any] = {}
+    running = [req for req in reqs if not worker._is_over(req)]
+    num_rounds = 0
+    while running:
+        num_rounds += 1
+        result = worker.play_round(running)
+        for group, req in enumerate(running):
+            if result.particles is not None:
+                particles[req.row] = result.particles.of_group(group, req)  # type: ignore[arg-type]
+            take(worker, result, group, req)
+        running = [req for req in running if not worker._is_over(req)]
+        if num_rounds == retracts_behind:
+            begin_again(worker, running)
+    return [Told(req, told(req), particles.get(req.row)) for req in reqs]
+
+
+def take(worker: ToyWorker, result: Any, group: int, req: ToyRequest) -> None:
+    """What `SMCBatchResult.resolve` and SGLang's books do of a round."""
+    state = req.smc_state
+    if has_open_token(req) and int(result.first_tokens[group]) >= 0:  # type: ignore[arg-type]
+        rules.settle(req, int(result.first_tokens[group]), None)  # type: ignore[arg-type]
+    state.counters = result.counters[group].tolist()
+    count = 0 if req.is_stuck else int(result.accept_lens[group])
+    new = result.next_token_ids.view(len(result.accept_lens), -1)[group, :count].tolist()
+    if result.trace is not None and state.config.trace:
+        state.rounds.append(result.trace.record_of(group, state, new, state.counters[-1]))
+    state.open_token.take()
+    req.say(new)
+    req.kv_committed_len += len(new)
+
+
+def begin_again(worker: ToyWorker, reqs: list[ToyRequest]) -> None:
+    """Particles begin anew behind what was emitted, as after a retraction, with a token of 0."""
+    rows = worker.tensor([req.row for req in reqs])
+    for req in reqs:
+        req.say([0])
+        req.kv_committed_len += 1
+        req.smc_state.is_fresh = True
+    worker.worker._tables.particles.begin(
+        rows,
+        first_tokens=torch.zeros_like(rows),
+        num_emitted=worker.tensor([len(req.output_ids) for req in reqs]),
+        log_evidence=worker.tensor([req.smc_state.counters[-1] for req in reqs], torch.float64),
+        num_particles=worker.tensor([req.smc_state.now.num_particles for req in reqs]),
+    )
+
+
+def told(req: ToyRequest) -> Trace:
+    req.finished = lambda: True  # type: ignore[method-assign]
+    publish(req)  # type: ignore[arg-type]
+    return read({name: values[-1] for name, values in req.customized_info.items()})  # type: ignore[attr-defined]
+
+
+def toy(*chosen: dict[str, Any], num_requests: int = 0, **more: Any) -> ToyWorker:
+    sizes = {"num_requests": num_requests or len(chosen), "max_new_tokens": LENGTH, "eos": EOS}
+    pair = more.pop("pair", PAIR)
+    return ToyWorker(more.pop("config", SERVER), *pair, chosen=chosen, **sizes, **more)
+
+
+def assert_told(one: Told, **how: bool) -> Replayed:
+    found = replay(one.trace, **how)
+    assert found.output_ids == one.req.output_ids
+    assert one.trace.prompt_length == 2
+    return found
+
+
+CHOICES: list[dict[str, Any]] = [
+    {},
+    {"evidence_threshold": 0},
+    {"resample_at": "token", "ess_threshold": 0.9},
+    {"max_lag": 1},
+    {"max_lag": 30, "evidence_threshold": 0},
+    {"num_particles": 1},
+    {"num_particles": 2, "num_steps": 1},
+    {"resampling_method": "multinomial", "ess_threshold": 1.0},
+    {"mode": "exact"},
+    {"mode": "exact", "num_particles": 1},
+    {"mode": "mixed", "num_particles": 3},
+    {"mode": "auto"},
+]
+TRACED = [{**choice, "trace": True} for choice in CHOICES]
+
+
+def test_a_reader_comes_to_the_answer() -> None:
+    """All choices in one batch: a list cut to another's N or K, or to a neighbour's row, is red.
+
+    So are ancestors of another step, weights from before or behind the one that is meant, a bonus
+    token of who had ended, and an evidence without what weights have gained.
+    """
+    told = serve(toy(*TRACED, config=LAGGING), len(TRACED))
+    cuts: set[str] = set()
+    for one, choice in zip(told, TRACED, strict=True):
+        found = assert_told(one)
+        rounds = one.trace.rounds
+        assert rounds[0].begins is not None
+        assert all(record.begins is None for record in rounds[1:])
+        sizes = {len(record.ancestors) for record in rounds}
+        assert sizes == {choice.get("num_particles", SERVER.num_particles)}
+        longest = max(len(draft) for record in rounds for draft in record.drafted)
+        assert longest == choice.get("num_steps", SERVER.num_steps)
+        own = {record.cut for record in rounds}
+        assert "ess" not in own or choice.get("resample_at") == "token"
+        cuts |= own
+        evidence = one.req.smc_state.counters[-1]
+        if one.trace.mode == "smc":
+            assert found.log_evidence == pytest.approx(evidence, abs=1e-9)
+        elif one.trace.mode != "exact":
+            assert all(record.log_evidence is None for record in rounds)
+    assert {"none", "evidence", "ess", "verification"} <= cuts
+
+
+def test_all_that_particles_do_is_there_to_be_read() -> None:
+    """Red where some of these never happens, so that the test above says nothing of it."""
+    rounds = [
+        record
+        for one in serve(toy(*TRACED, config=LAGGING), len(TRACED))
+        for record in one.trace.rounds
+    ]
+    assert any(record.resampled and len(set(record.ancestors)) > 1 for record in rounds)
+    assert any(record.narrowed_to is not None and not all(record.ended) for record in rounds)
+    assert any(record.narrowed_to is not None and all(record.ended) for record in rounds)
+    assert any(None in record.bonus and any(record.bonus) for record in rounds)
+    assert any([] in record.drafted and any(record.drafted) for record in rounds)
+    assert any(not record.emitted for record in rounds)
+
+
+@pytest.mark.parametrize("resample_at", ["block", "token"])
+def test_particles_are_those_that_come_with_the_answer(resample_at: str) -> None:
+    """Texts, and weights: red if the trace has those behind the final draw."""
+    asked = {"trace": True, "return_particles": True, "resample_at": resample_at}
+    for one in serve(toy(asked, num_requests=6, config=SERVER), 6):
+        found = assert_told(one)
+        assert one.particles is not None
+        assert [particle["output_ids"] for particle in one.particles] == found.particles
+        weights = [particle["weight"] for particle in one.particles]
+        shares = normalized(torch.tensor(found.log_weights)).tolist()
+        assert weights == pytest.approx(shares)
+
+
+def test_where_n_adapts_a_reader_knows_who_was_who() -> None:
+    """Red if a round does not tell of its resizing, or tells of it once more."""
+    budgets = (Budget(5, 4), Budget(2, 2), Budget(1, 1), Budget(4, 3))
+    for one in serve(toy({"trace": True}, num_requests=6, budgets=budgets), 6):
+        assert_told(one)
+        changes = [record.resized_from is not None for record in one.trace.rounds]
+        sizes = [len(record.ancestors) for record in one.trace.rounds]
+        pairs = itertools.pairwise(sizes)
+        assert changes == [False, *(before != now for before, now in pairs)]
+        assert any(changes) or len(sizes) < 2
+
+
+@pytest.mark.parametrize("asked", [{"power": 2.0}, {"power": 2.0, "num_particles": 1}])
+def test_first_tokens_that_differ_are_emitted_once_they_agree(asked: dict[str, Any]) -> None:
+    """Of a power of p. Red if the token is lost, or if it is told twice where all began with it."""
+    told = serve(toy({"trace": True, "evidence_threshold": 0, **asked}, num_requests=12), 12)
+    for one in told:
+        assert_told(one, is_plain=False)
+    kinds = {len(set(one.trace.rounds[0].begins or ())) > 1 for one in told}
+    assert kinds == ({True, False} if "num_particles" not in asked else {False})
+
+
+@pytest.mark.parametrize("mode", ["smc", "exact"])
+def test_within_a_grammar(mode: str) -> None:
+    """Weights gain by what masks leave, at bonus tokens, too."""
+    own = {"num_requests": 12, "grammar": maker("(ab|b){6}")}
+    for one in serve(toy({"trace": True, "mode": mode}, **own), 12):
+        assert_told(one, is_plain=False)
+
+
+def test_particles_that_died_have_no_weight() -> None:
+    """Of three tokens p has two, and the draft other two. Red if a number is NaN or infinite."""
+    asked = {"trace": True, "evidence_threshold": 0, "ess_threshold": 0.1}
+    chosen = asked, {**asked, "num_particles": 1}
+    told = serve(toy(*chosen, num_requests=6, asked={"top_k": 2}), 6)
+    for one in told:
+        assert_told(one)
+    rounds = [record for one in told for record in one.trace.rounds]
+    assert any(None in record.log_weights for record in rounds)
+    assert any(None in record.log_weights_before for record in rounds)
+    assert any(record.cut == "dead" for record in rounds)
+
+
+def test_behind_a_retraction_particles_begin_anew() -> None:
+    """Red if `begins` is told of the first round alone, or tails that are lost live on."""
+    for one in serve(toy({"trace": True}, num_requests=6), 6, retracts_behind=2):
+        assert_told(one)
+        assert sum(record.begins is not None for record in one.trace.rounds) <= 2
+        if len(one.trace.rounds) > 2:
+            assert one.trace.rounds[2].begins == [0] * SERVER.num_particles
+
+
+def test_at_temperature_0_there_is_one_chain() -> None:
+    told = serve(toy({"trace": True}, num_requests=3, asked={"top_k": 1}), 3)
+    for one in told:
+        assert_told(one)
+        assert {len(record.ancestors) for record in one.trace.rounds} == {1}
+        assert {record.cut for record in one.trace.rounds} <= {"none", "dead"}
+
+
+def test_a_plain_neighbour_has_none_and_its_round_is_the_same() -> None:
+    """And without a trace nothing is kept: red if a batch's shape, or its outcome, has one."""
+    plain, both = (toy(*chosen, num_requests=2) for chosen in (({}, {}), ({"trace": True}, {})))
+    noise = torch.tensor([0.3, 0.6], dtype=torch.float64)
+    texts = []
+    for worker in (plain, both):
+        reqs = worker.begin([1, 2], noise)
+        result = worker.play_round(reqs)
+        texts.append(result.next_token_ids.tolist())
+        assert (result.trace is not None) == (worker is both)
+        for group, req in enumerate(reqs):
+            take(worker, result, group, req)
+        req = reqs[1]
+        assert req.smc_state.rounds == []
+        req.finished = lambda: True  # type: ignore[method-assign]
+        publish(req)  # type: ignore[arg-type]
+        assert "spec_smc_trace" not in req.customized_info  # type: ignore[attr-defined]
+    assert texts[0] == texts[1]
+
+
+def test_a_round_that_fails_says_so_and_has_no_number_that_json_lacks() -> None:
+    """Logits that are NaN: the record has null or 0 in place of what means nothing."""
+    worker = toy({"trace": True}, {"trace": True, "mode": "exact"}, pair=languages())
+    reqs = worker.begin([1, 2], torch.tensor([0.5, 0.5], dtype=torch.float64))
+    worker.target.language.logits.fill_(math.nan)
+    result = worker.play_round(reqs)
+    for group, req in enumerate(reqs):
+        take(worker, result, group, req)
+        (record,) = req.smc_state.rounds
+        assert record.cut == "failure" and record.emitted == []
+        assert set(record.bonus) == {None}
+        assert "NaN" not in json.dumps(told(req).rounds, default=msgspec.to_builtins)
+
+
+def test_the_host_reads_copies() -> None:
+    """The record of tensors that were copied is that of the originals."""
+    worker = toy({"trace": True})
+    reqs = worker.begin([1], torch.tensor([0.5], dtype=torch.float64))
+    result = worker.play_round(reqs)
+    copied = each_tensor(torch.clone, result.trace)
+    state = SimpleNamespace(**{name: getattr(reqs[0].smc_state, name) for name in NAMES})
+    records = [trace.record_of(0, state, [], 0.0) for trace in (result.trace, copied)]  # type: ignore[arg-type]
+    assert records[0] == records[1]
+
+
+NAMES = ("config", "rounds", "open_token", "has_lost_tails")
