@@ -77,11 +77,13 @@ def test_it_is_consistent(potential: Http, texts: list[Text]) -> None:
 def test_it_tells_right_from_wrong(potential: Http, texts: list[Text]) -> None:
     """Red where the checkpoint is not the one that was trained."""
     items = [held_out(index) for index in range(10) for _ in range(4)]
-    right = [judged(t.output, item).is_whole for t, item in zip(texts, items, strict=True)]
-    values = potential.complete(texts)
+    wholes = [pair for pair in zip(texts, items, strict=True) if "####" in pair[0].output]
+    values = potential.complete([text for text, _ in wholes])
+    right = [judged(text.output, item).is_whole for text, item in wholes]
     of_right = [value for value, is_right in zip(values, right, strict=True) if is_right]
     of_wrong = [value for value, is_right in zip(values, right, strict=True) if not is_right]
-    assert sum(of_right) / len(of_right) > sum(of_wrong) / len(of_wrong)
+    above = [one > other for one in of_right for other in of_wrong]
+    assert sum(above) / len(above) > 0.65, "it is 0.86 on the draft's answers"
 
 
 def test_the_other_route_has_shares_of_one_label(server: Server, texts: list[Text]) -> None:
