@@ -9,7 +9,7 @@ from typing import Any
 
 from fidelity import engines
 from fidelity.measure import Asker
-from steering.grid import NUM_STEPS, SAMPLES
+from steering.grid import DRAFT, ITSELF, NUM_STEPS, SAMPLES, TARGET
 
 SMC: dict[str, Any] = {
     "speculative_algorithm": "SMC",
@@ -29,11 +29,13 @@ def settings(name: str) -> dict[str, Any]:
 
 
 def arguments(name: str, pair: Path) -> dict[str, Any]:
-    """The keywords of `sgl.Engine` for the engine ``name``; what drafts is the draft throughout."""
-    kind, model = name.split()
-    found = {**settings(name), "model_path": str(pair / model)}
+    """The keywords of `sgl.Engine` for the engine ``name``."""
+    kind, _, model = name.partition(" ")
+    folder = TARGET if model == ITSELF else model
+    found = {**settings(name), "model_path": str(pair / folder)}
     if kind == "smc":
-        found["speculative_draft_model_path"] = str(pair / "draft")
+        drafts = TARGET if model == ITSELF else DRAFT
+        found["speculative_draft_model_path"] = str(pair / drafts)
     return found
 
 

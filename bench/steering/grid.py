@@ -11,7 +11,8 @@ NUM_STEPS = 8
 PARTICLES = (4, 8, 16)
 #: Of each problem, plain samples for a vote or a choice among the first N.
 SAMPLES = max(PARTICLES)
-MODELS = ("draft", "target")
+#: Who answers. The target is drafted for by the draft, or by itself, so that particles are its own.
+DRAFT, TARGET, ITSELF = MODELS = ("draft", "target", "target itself")
 #: The potentials' names with the arguments that requests give them.
 POTENTIALS: dict[str, dict[str, Any]] = {"steps": {"cost": 5.0}, "judge": {}}
 #: The last line of an answer.
@@ -30,9 +31,10 @@ class Cell:
 
     @property
     def slug(self) -> str:
+        model = self.model.replace(" ", "-")
         if not self.potential:
-            return f"plain-{self.model}"
-        return f"smc-{self.model}-{self.potential}-n{self.num_particles}"
+            return f"plain-{model}"
+        return f"smc-{model}-{self.potential}-n{self.num_particles}"
 
     @property
     def engine(self) -> str:
@@ -68,6 +70,7 @@ def cells(particles: Sequence[int] = PARTICLES) -> list[Cell]:
     """All cells, engine by engine: each starts only once."""
     found = []
     for model in MODELS:
-        found.append(Cell(model, "", 1))
+        if model != ITSELF:  # its plain samples are the target's
+            found.append(Cell(model, "", 1))
         found += [Cell(model, name, count) for name in POTENTIALS for count in particles]
     return found

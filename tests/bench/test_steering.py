@@ -122,11 +122,14 @@ def test_a_draw_follows_weights() -> None:
 
 def test_no_file_is_written_twice_and_engines_start_with_their_models() -> None:
     every = cells()
-    assert len({cell.slug for cell in every}) == len(every) == 14
+    assert len({cell.slug for cell in every}) == len(every) == 20
     target = arguments("smc target", Path("p"))
     draft = arguments("smc draft", Path("p"))
     assert target["model_path"] == str(Path("p") / "target")
     assert draft["model_path"] == draft["speculative_draft_model_path"] == str(Path("p") / "draft")
+    itself = arguments("smc target itself", Path("p"))
+    assert itself["speculative_draft_model_path"] == target["model_path"] == itself["model_path"]
+    assert target["speculative_draft_model_path"] == draft["model_path"]
     assert "speculative_algorithm" not in arguments("plain target", Path("p"))
     assert target["speculative_smc_num_particles"] == max(PARTICLES)
 
@@ -210,13 +213,15 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> Be
 def test_a_whole_run_is_published(bench: Bench) -> None:
     """Red where cells are lost, samples share a seed, or some tokens are not counted."""
     assert bench("--publish") == 0
-    engines = ["plain draft", "smc draft", "plain target", "smc target"]
+    engines = ["plain draft", "smc draft", "plain target", "smc target", "smc target itself"]
     assert [asker.engine for asker in bench.askers] == engines
     seeds = bench.askers[0].seeds
     assert len(set(seeds)) == len(seeds) == 4 * max(PARTICLES)
     assert {seed % MAX_PROBLEMS for seed in seeds} == {0, 1, 2, 3}
     rows = {row.label: row for row in read_csv(bench.folder / cli.CSV)}
-    assert len(rows) == 2 * (1 + len(PARTICLES) * (1 + 5 * len(POTENTIALS)))
+    of_samples = 1 + len(PARTICLES) * (1 + 2 * len(POTENTIALS))
+    of_particles = len(PARTICLES) * 3 * len(POTENTIALS)
+    assert len(rows) == 2 * of_samples + 3 * of_particles
     majority, steered = rows["draft: majority, N=8"], rows["draft: SMC, vote by judge, N=8"]
     assert (majority.accuracy.mean, majority.tokens, majority.passes) == (0.5, 80.0, 10.0)
     assert (steered.accuracy.mean, steered.tokens, steered.passes) == (1.0, 80.0, 3.0)
