@@ -1,6 +1,7 @@
 # make demo        see it work, from nothing: environment, tiny models, a comparison
 # make fidelity    how far each mode is from the target, in nats, and its tokens a pass, resumable, two hours
 # make drafts      what each kind of draft yields, in tokens a pass, nats and tokens a second to expect, resumable, two hours
+# make steering    what potentials add to accuracy, beside votes and choices among samples, resumable, half an hour
 # make speed       AR, SGLang's speculative decoding and SMC side by side, resumable, about half an hour
 # make support     which families of models run, each started as a tiny random one, resumable, half an hour
 # make upstream    what breaks on each supported SGLang, from its source, in seconds; one: VERSION=0.5.24
@@ -19,7 +20,7 @@ STAMP := $(VENV)/.sglang-smc-installed
 SOURCES := sglang_smc kernels patches tests bench docs examples setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo fidelity drafts speed soak support upstream quick test test-oldest test-all lint check
+.PHONY: help venv demo fidelity drafts steering speed soak support upstream quick test test-oldest test-all lint check
 .PHONY: catalogue dist clean
 
 help:
@@ -44,6 +45,10 @@ fidelity: venv
 # Likewise; DRAFTS_ARGS="--only 'eagle-3-*'" for a part.
 drafts: venv
 	$(BIN)/python bench/drafts $(DRAFTS_ARGS)
+
+# Likewise; STEERING_ARGS="--problems 20 --output-dir look" for a look.
+steering: venv
+	$(BIN)/python bench/steering $(STEERING_ARGS)
 
 # Likewise; SPEED_ARGS=--quick for a look, --rounds for where the time goes.
 speed: venv

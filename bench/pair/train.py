@@ -295,10 +295,11 @@ def note(folder: Path, name: str, entry: dict[str, object]) -> None:
     path.write_text(json.dumps(known, indent=2) + "\n")
 
 
-def circumstances(program: str, name: str) -> dict[str, object]:
+def circumstances(program: str, *names: str) -> dict[str, object]:
     """What a repetition needs to know besides the recipe."""
+    words = [f"python bench/pair/{program}.py", *names, f"--threads {torch.get_num_threads()}"]
     return {
-        "command": f"python bench/pair/{program}.py {name} --threads {torch.get_num_threads()}",
+        "command": " ".join(words),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }

@@ -53,6 +53,10 @@ class Text:
         """What has been generated, decoded."""
         return self._decode(self.output_ids)
 
+    def beginning(self, length: int) -> "Text":
+        """Its first ``length`` tokens of output."""
+        return Text(self.prompt_ids, self.output_ids[:length], self.args, self._decode)
+
 
 class Potential(ABC):
     """A potential phi. One object serves all requests of a server.

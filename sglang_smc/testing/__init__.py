@@ -17,6 +17,7 @@ from sglang_smc.testing.checks import (
 from sglang_smc.testing.connection import connect, started
 from sglang_smc.testing.draft_checks import check_draft_law, check_equal_models
 from sglang_smc.testing.model import Answer, Model, Position
+from sglang_smc.testing.potential_checks import check_potential
 from sglang_smc.testing.result import Result, Verdict
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "check_evidence",
     "check_exact_answers",
     "check_mode",
+    "check_potential",
     "connect",
     "started",
 ]

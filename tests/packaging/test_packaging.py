@@ -45,6 +45,16 @@ DATA = [
     ),
     "sglang_smc/pair/tuned/distill.json",
     *(
+        f"sglang_smc/pair/reward/{name}"
+        for name in (
+            "chat_template.jinja",
+            "config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        )
+    ),
+    *(
         f"sglang_smc/pair/{head}/{name}"
         for head in ("eagle3", "dflash")
         for name in ("config.json", "distill.json", "model.safetensors")

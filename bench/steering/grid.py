@@ -1,0 +1,76 @@
+"""What is measured: who answers, what steers, and how many particles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+TEMPERATURE = 1.0
+NUM_STEPS = 8
+PARTICLES = (4, 8, 16)
+#: Of each problem, plain samples for a vote or a choice among the first N.
+SAMPLES = max(PARTICLES)
+#: Who answers. The target is drafted for by the draft, or by itself, so that particles are its own.
+DRAFT, TARGET, ITSELF = MODELS = ("draft", "target", "target itself")
+#: The potentials' names with the arguments that requests give them.
+POTENTIALS: dict[str, dict[str, Any]] = {"steps": {"cost": 5.0}, "judge": {}}
+#: The last line of an answer.
+ANSWER_PATTERN = r"#### (-?\d+)\s*$"
+#: The end of a step.
+DELIMITER = "\n"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Answers of one model, plain ones or steered by a potential."""
+
+    model: str
+    potential: str  # empty: plain samples
+    num_particles: int  # 1 for these
+
+    @property
+    def slug(self) -> str:
+        model = self.model.replace(" ", "-")
+        if not self.potential:
+            return f"plain-{model}"
+        return f"smc-{model}-{self.potential}-n{self.num_particles}"
+
+    @property
+    def engine(self) -> str:
+        """Its engine's name: what samples, and the model."""
+        return f"{'smc' if self.potential else 'plain'} {self.model}"
+
+    @property
+    def samples(self) -> int:
+        """Answers to each problem."""
+        return 1 if self.potential else SAMPLES
+
+    @property
+    def smc(self) -> dict[str, Any] | None:
+        """What its requests ask of SMC: all particles, so that each way to choose can be tried."""
+        if not self.potential:
+            return None
+        asked = {
+            "name": self.potential,
+            "args": POTENTIALS[self.potential],
+            "when": {"delimiter": DELIMITER},
+        }
+        return {
+            "mode": "smc",
+            "num_particles": self.num_particles,
+            "potentials": [asked],
+            "selection": "vote",
+            "answer_pattern": ANSWER_PATTERN,
+            "return_particles": True,
+        }
+
+
+def cells(particles: Sequence[int] = PARTICLES) -> list[Cell]:
+    """All cells, engine by engine: each starts only once."""
+    found = []
+    for model in MODELS:
+        if model != ITSELF:  # its plain samples are the target's
+            found.append(Cell(model, "", 1))
+        found += [Cell(model, name, count) for name in POTENTIALS for count in particles]
+    return found

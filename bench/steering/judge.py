@@ -1,0 +1,61 @@
+"""The shipped reward model as a potential in the server's own process, by transformers.
+
+`sglang_smc.potentials.http` asks the same model behind a server of its own.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from pair.reward_texts import TEMPLATE, WHOLE_TEMPLATE
+from study import PAIR
+
+from sglang_smc.potentials import Potential, Text
+
+_AT_ONCE = 64  # texts that the model reads at once
+
+
+class Judge(Potential):
+    """log phi = log sigmoid(score): how likely all steps so far are right, as the model sees it."""
+
+    when: ClassVar[dict[str, Any]] = {"delimiter": "\n"}
+
+    def open(self) -> None:
+        """Load the model."""
+        import torch
+        from transformers import AutoTokenizer, LlamaForSequenceClassification
+
+        folder = PAIR / "reward"
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self._model: Any = LlamaForSequenceClassification.from_pretrained(
+            folder, dtype=torch.float32
+        ).eval()
+
+    def complete(self, texts: Sequence[Text]) -> list[float]:
+        """See `Potential.complete`."""
+        return self._values([_filled(WHOLE_TEMPLATE, text) for text in texts])
+
+    def prefix(self, texts: Sequence[Text]) -> list[float]:
+        """See `Potential.prefix`."""
+        return self._values([_filled(TEMPLATE, text) for text in texts])
+
+    def _values(self, texts: list[str]) -> list[float]:
+        return [
+            value
+            for start in range(0, len(texts), _AT_ONCE)
+            for value in self._some(texts[start : start + _AT_ONCE])
+        ]
+
+    def _some(self, texts: list[str]) -> list[float]:
+        """Padded on the right, where causal attention does not see it."""
+        import torch
+
+        rows = self._tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+        with torch.inference_mode():
+            states = self._model.model(input_ids=rows["input_ids"]).last_hidden_state
+            last = rows["attention_mask"].sum(1) - 1
+            scores = self._model.score(states[torch.arange(len(texts)), last]).squeeze(-1)
+        return torch.nn.functional.logsigmoid(scores).tolist()
+
+
+def _filled(template: str, text: Text) -> str:
+    return template.format(prompt=text.prompt, output=text.output)

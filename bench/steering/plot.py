@@ -1,0 +1,78 @@
+"""The picture: accuracy against N, a panel for each model and potential."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import charts
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from steering.grid import POTENTIALS
+from steering.report import METHODS, ONE, TITLES, Row
+
+#: Choices among samples are drawn thin and dashed, SMC's thick.
+COLOURS: dict[str, str] = dict(zip(METHODS[1:], (*charts.COLOURS, "#56B4E9"), strict=True))
+NAMES = {"steps": "a rule for arithmetic", "judge": "the trained reward model"}
+
+
+def plot_rows(rows: Sequence[Row], path: Path) -> None:
+    """Write the picture as a PNG to ``path``."""
+    models = list(dict.fromkeys(row.model for row in rows))
+    size = (4.6 * len(POTENTIALS), 0.8 + 3.4 * len(models))
+    figure, panels = plt.subplots(
+        len(models),
+        len(POTENTIALS),
+        figsize=size,
+        layout="constrained",
+        sharex=True,
+        sharey="row",
+        squeeze=False,
+        dpi=150,
+    )
+    for line, model in zip(panels, models, strict=True):
+        for axes, potential in zip(line, POTENTIALS, strict=True):
+            _panel(axes, [r for r in rows if r.model == model and r.potential in ("", potential)])
+            axes.set_title(f"{TITLES[model]}\n{NAMES[potential]}", fontsize=9)
+        line[0].set_ylabel("accuracy, %")
+    for axes in panels[-1]:
+        axes.set_xlabel("samples or particles N")
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _panel(axes: Axes, rows: Sequence[Row]) -> None:
+    for row in rows:
+        if row.method == ONE:
+            axes.axhline(100 * row.accuracy.mean, color="black", lw=1, ls=":", label=ONE)
+    counts = sorted({row.num_particles for row in rows} - {1})
+    present = [method for method in COLOURS if any(row.method == method for row in rows)]
+    for place, method in enumerate(present):
+        _line(axes, [row for row in rows if row.method == method], place / len(present) - 0.5)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.minorticks_off()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, lw=0.6)
+
+
+def _line(axes: Axes, rows: Sequence[Row], shift: float) -> None:
+    """One method, a little beside its N, so that intervals can be told apart."""
+    is_smc = rows[0].method.startswith("SMC")
+    means = [100 * row.accuracy.mean for row in rows]
+    below = [100 * (row.accuracy.mean - row.accuracy.low) for row in rows]
+    above = [100 * (row.accuracy.high - row.accuracy.mean) for row in rows]
+    axes.errorbar(
+        [row.num_particles * 2 ** (0.25 * shift) for row in rows],
+        means,
+        yerr=[below, above],
+        color=COLOURS[rows[0].method],
+        lw=2.0 if is_smc else 1.0,
+        ls="-" if is_smc else "--",
+        marker="o" if is_smc else "s",
+        ms=4,
+        elinewidth=0.8,
+        label=rows[0].method,
+    )

@@ -1,0 +1,55 @@
+"""A rule as a potential: each step of arithmetic that comes out wrong costs.
+
+It knows nothing of the question: a step with wrong numbers whose sum is right is free.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from sglang_smc.potentials import Potential, Text
+
+_STEP = re.compile(r"(\d+)([-+x*/])(\d+)=(\d+)(\D?)")
+
+
+class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a request says: nats of a wrong step."""
+
+    cost: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.cost) and self.cost >= 0):
+            raise ValueError(f"cost={self.cost!r}; allowed: a finite number >= 0")
+
+
+class Steps(Potential):
+    """log phi = -cost * wrong steps, of the forms a+b=c, a-b=c, axb=c, a*b=c and a/b=c.
+
+    Of a beginning, a last number that may go on is not yet looked at.
+    """
+
+    Args = Cost
+    when: ClassVar[dict[str, Any]] = {"delimiter": "\n"}
+
+    def complete(self, texts: Sequence[Text]) -> list[float]:
+        """See `Potential.complete`."""
+        return [-text.args.cost * wrong_steps(text.output, is_whole=True) for text in texts]
+
+    def prefix(self, texts: Sequence[Text]) -> list[float]:
+        """See `Potential.prefix`."""
+        return [-text.args.cost * wrong_steps(text.output, is_whole=False) for text in texts]
+
+
+def wrong_steps(output: str, *, is_whole: bool) -> int:
+    """How many steps of an output come out wrong."""
+    found = (match for match in _STEP.finditer(output) if match[5] or is_whole)
+    return sum(not _holds(int(m[1]), m[2], int(m[3]), int(m[4])) for m in found)
+
+
+def _holds(a: int, op: str, b: int, result: int) -> bool:
+    if op == "/":
+        return b != 0 and a == b * result
+    return result == {"+": a + b, "-": a - b, "x": a * b, "*": a * b}[op]

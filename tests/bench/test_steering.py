@@ -1,0 +1,275 @@
+"""The study of steering: its potentials, its choices, what a run keeps, its tables and its page."""
+
+import contextlib
+import json
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fidelity.measure import MAX_PROBLEMS, Asker, Reply, Request
+from pair.task import held_out
+from results import Interval
+from steering import cli
+from steering.choices import best, drawn, number_of, voted
+from steering.engines import arguments
+from steering.grid import PARTICLES, POTENTIALS, cells
+from steering.judge import Judge
+from steering.measure import Values
+from steering.plot import plot_rows
+from steering.report import (
+    BEGIN,
+    END,
+    MAJORITY,
+    SMC_VOTE,
+    Row,
+    markdown,
+    note,
+    read_csv,
+    summaries,
+    summary,
+    write_csv,
+)
+from steering.steps import Steps, wrong_steps
+from study import PUBLISHED, REPOSITORY
+
+from sglang_smc.potentials import Potential, Text
+from sglang_smc.testing import check_potential
+
+ORIGIN = {"date": "2026-01-01", "git_sha": "abc", "hardware": "a CPU"}
+FOLDER = PUBLISHED / "steering"
+
+
+# --- The potentials
+
+
+@pytest.mark.parametrize(
+    ("output", "of_beginning", "of_whole"),
+    [
+        ("So 1+2=3.\nAnd 3x4=12", 0, 0),
+        ("So 1+2=4.\nAnd 3x4=13.", 2, 2),
+        ("So 1+2=4", 0, 1),
+        ("7-9=-2 and 9-7=2.", 0, 0),
+        ("8/2=4. 9/2=4. 9/0=0.", 2, 2),
+        ("2*3=6! 2*3=5!", 1, 1),
+    ],
+)
+def test_wrong_steps_are_counted(output: str, of_beginning: int, of_whole: int) -> None:
+    """Red where a number that may go on counts, or one at the very end does not."""
+    assert wrong_steps(output, is_whole=False) == of_beginning
+    assert wrong_steps(output, is_whole=True) == of_whole
+
+
+def texts(potential: Potential, tokenizer: Any, count: int = 4) -> list[Text]:
+    found = []
+    for index in range(count):
+        item = held_out(index)
+        for output in (item.answer, item.answer.replace("1", "7")):
+            ids = [tokenizer(part)["input_ids"] for part in (item.question, output)]
+            found.append(Text(*ids, potential.Args(), tokenizer.decode))
+    return found
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(REPOSITORY / "bench" / "pair" / "target")
+
+
+@pytest.mark.parametrize("kind", [Steps, Judge])
+def test_both_are_consistent(kind: type[Potential], tokenizer: Any) -> None:
+    """Red where padding changes what the model says, or a rule forgets a mistake."""
+    potential = kind()
+    potential.open()
+    results = check_potential(potential, texts(potential, tokenizer), most_beginnings=6)
+    assert not [result.note for result in results if result.failed]
+
+
+def test_the_judge_prefers_right_answers(tokenizer: Any) -> None:
+    """Red where it reads another score, or another text."""
+    potential = Judge()
+    potential.open()
+    values = potential.complete(texts(potential, tokenizer, count=8))
+    assert sum(values[0::2]) > sum(values[1::2])
+
+
+# --- Choices
+
+
+def test_choices_by_hand() -> None:
+    """Red where texts without an answer vote, or a tie goes to the last."""
+    said = ["#### 1", "#### 2", "#### 2", "nothing", "nothing", "nothing"]
+    assert [number_of(text) for text in said[:4]] == [1, 2, 2, None]
+    assert voted(said, [1.0] * 6) == 2
+    assert voted(said, [5.0, 2.0, 2.0, 9.0, 0.0, 0.0]) == 1
+    assert voted(said, [2.0, 1.0, 1.0, 0.0, 0.0, 0.0]) == 1
+    assert voted(["nothing"], [1.0]) is None
+    assert best(said, [0.0, 3.0, 3.0, 1.0, 1.0, 1.0]) == 2
+    assert best(["nothing", "#### 1"], [1.0, 0.0]) is None
+
+
+def test_a_draw_follows_weights() -> None:
+    """Red for a draw without weights; 3,000 draws err by 5 standard errors with chance 1e-6."""
+    rng = random.Random(0)
+    found = [drawn(["#### 1", "#### 2"], [0.2, 0.8], rng) for _ in range(3000)]
+    assert found.count(1) / 3000 == pytest.approx(0.2, abs=5 * (0.16 / 3000) ** 0.5)
+
+
+# --- A run
+
+
+def test_no_file_is_written_twice_and_engines_start_with_their_models() -> None:
+    every = cells()
+    assert len({cell.slug for cell in every}) == len(every) == 20
+    target = arguments("smc target", Path("p"))
+    draft = arguments("smc draft", Path("p"))
+    assert target["model_path"] == str(Path("p") / "target")
+    assert draft["model_path"] == draft["speculative_draft_model_path"] == str(Path("p") / "draft")
+    itself = arguments("smc target itself", Path("p"))
+    assert itself["speculative_draft_model_path"] == target["model_path"] == itself["model_path"]
+    assert target["speculative_draft_model_path"] == draft["model_path"]
+    assert "speculative_algorithm" not in arguments("plain target", Path("p"))
+    assert target["speculative_smc_num_particles"] == max(PARTICLES)
+
+
+class FakeAsker:
+    """Right in all even problems; particles are right but for the last, which weighs nothing."""
+
+    def __init__(self, engine: str, tokenizer: Any) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+        self.seeds: list[int] = []
+
+    def ask(self, requests: Sequence[Request]) -> Iterator[Reply]:
+        for entry in reversed(requests):
+            self.seeds.append(entry.sampling_params["sampling_seed"])
+            right, wrong = f"#### {entry.item.number}", "#### -1"
+            info: dict[str, Any] = {"completion_tokens": 10}
+            smc = entry.sampling_params.get("custom_params", {}).get("smc")
+            if smc:
+                count = smc["num_particles"]
+                info["spec_verify_ct"] = 3
+                alike = [self.particle(right, 1 / (count - 1))] * (count - 1)
+                info["spec_smc_particles"] = [*alike, self.particle(wrong, 0.0)]
+            text = right if smc or entry.index % 2 == 0 else wrong
+            yield Reply(entry.index, text, [5] * 10, info)
+
+    def particle(self, text: str, weight: float) -> dict[str, Any]:
+        """Of ten tokens, EOS and what is not shown among them."""
+        ids = self.tokenizer(text)["input_ids"]
+        return {
+            "weight": weight,
+            "output_ids": ids + [self.tokenizer.eos_token_id] * (10 - len(ids)),
+        }
+
+
+class Constant(Potential):
+    """Likes all."""
+
+    Args = Steps.Args
+
+    def complete(self, texts: Sequence[Text]) -> list[float]:
+        return [0.0] * len(texts)
+
+
+class Bench:
+    """Runs the command with stand-ins."""
+
+    def __init__(self, folder: Path, tokenizer: Any) -> None:
+        self.folder, self.tokenizer = folder, tokenizer
+        self.askers: list[FakeAsker] = []
+
+    def __call__(self, *arguments: str) -> int:
+        self.askers = []
+        common = ("--problems", "4", "--output-dir", str(self.folder))
+        return cli.main([*common, *arguments], self.start, self.values)
+
+    def values(self) -> Values:
+        likes_all: Potential = Constant()
+        return Values({"steps": likes_all, "judge": _NoArgs()})
+
+    @contextlib.contextmanager
+    def start(self, engine: str) -> Iterator[Asker]:
+        self.askers.append(FakeAsker(engine, self.tokenizer))
+        yield self.askers[-1]
+
+
+class _NoArgs(Constant):
+    Args = Potential.Args
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> Bench:
+    monkeypatch.setattr(cli, "PUBLISHED", tmp_path / "published")
+    page = tmp_path / "steering.md"
+    page.write_text(f"Before.\n{BEGIN}\nold\n{END}\nBehind.\n")
+    monkeypatch.setattr(cli, "PAGE", page)
+    monkeypatch.setattr(cli, "plot_rows", lambda _, path: path.write_text("a picture"))
+    monkeypatch.setattr(cli, "provenance", lambda settings: {**ORIGIN, "settings": settings})
+    return Bench(tmp_path / "out", tokenizer)
+
+
+def test_a_whole_run_is_published(bench: Bench) -> None:
+    """Red where cells are lost, samples share a seed, or some tokens are not counted."""
+    assert bench("--publish") == 0
+    engines = ["plain draft", "smc draft", "plain target", "smc target", "smc target itself"]
+    assert [asker.engine for asker in bench.askers] == engines
+    seeds = bench.askers[0].seeds
+    assert len(set(seeds)) == len(seeds) == 4 * max(PARTICLES)
+    assert {seed % MAX_PROBLEMS for seed in seeds} == {0, 1, 2, 3}
+    rows = {row.label: row for row in read_csv(bench.folder / cli.CSV)}
+    of_samples = 1 + len(PARTICLES) * (1 + 2 * len(POTENTIALS))
+    of_particles = len(PARTICLES) * 3 * len(POTENTIALS)
+    assert len(rows) == 2 * of_samples + 3 * of_particles
+    majority, steered = rows["draft: majority, N=8"], rows["draft: SMC, vote by judge, N=8"]
+    assert (majority.accuracy.mean, majority.tokens, majority.passes) == (0.5, 80.0, 10.0)
+    assert (steered.accuracy.mean, steered.tokens, steered.passes) == (1.0, 80.0, 3.0)
+    published = bench.folder.parent / "published" / "steering"
+    assert {path.name for path in published.iterdir()} == set(cli.OUTPUTS)
+    page = cli.PAGE.read_text()
+    assert page.startswith("Before.\n") and page.endswith("Behind.\n") and "old" not in page
+    assert summaries(list(rows.values())) in page
+
+
+def test_a_second_run_asks_nothing(bench: Bench) -> None:
+    """Red where what is on disk is asked again, or a part stops the report."""
+    assert bench("--only", "smc-draft-steps-*") == 0
+    assert [asker.engine for asker in bench.askers] == ["smc draft"]
+    assert bench("--only", "smc-draft-steps-*") == 0
+    assert bench.askers == []
+    assert bench("--only", "plain-draft") == 0
+    bench.values = None  # type: ignore[assignment]  # it would be called for values that are missing
+    assert bench("--only", "plain-draft") == 0
+    assert bench.askers == []
+    assert bench("--publish", "--only", "smc-draft-steps-*") == 1, "not all is there"
+
+
+# --- Tables and the page
+
+
+def row(method: str, count: int, mean: float) -> Row:
+    accuracy = Interval(mean, mean - 0.125, mean + 0.125, 200)
+    potential = "steps" if method == SMC_VOTE else ""
+    return Row("draft", potential, method, count, accuracy, 100.0, 12.0)
+
+
+def test_rows_survive_their_file_and_are_told(tmp_path: Path) -> None:
+    rows = [row(MAJORITY, 4, 0.5), row(MAJORITY, 8, 0.625), row(SMC_VOTE, 8, 0.75)]
+    write_csv(rows, tmp_path / "s.csv", ORIGIN)
+    assert read_csv(tmp_path / "s.csv") == rows
+    table = summary(rows, "draft").splitlines()
+    assert table[2] == "| majority | 50.0 [37.5, 62.5] | 62.5 [50.0, 75.0] |"
+    assert table[3] == "| SMC, vote by steps |  | 75.0 [62.5, 87.5] |"
+    settings = {"temperature": 1.0, "problems": 200}
+    assert "0 to 199" in markdown(rows, note({**ORIGIN, "settings": settings}))
+    plot_rows(rows, tmp_path / "s.png")
+    assert (tmp_path / "s.png").stat().st_size > 10_000
+
+
+def test_the_page_says_what_was_measured() -> None:
+    """Red where results are replaced and the page is not, or the other way round."""
+    rows, page = read_csv(FOLDER / cli.CSV), (REPOSITORY / "docs" / "steering.md").read_text()
+    assert summaries(rows) in page
+    origin = json.loads((FOLDER / cli.ORIGIN).read_text())
+    assert (FOLDER / cli.TABLE).read_text() == markdown(rows, note(origin))

@@ -1,0 +1,92 @@
+"""The shipped reward model, served by stock SGLang, says what transformers says it does."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from http_server import Server, running_server
+from pair.reward_texts import TEMPLATE, WHOLE_TEMPLATE, judged, wrong_answer
+from pair.task import held_out
+from transformers import AutoTokenizer, LlamaForSequenceClassification
+
+from sglang_smc.potentials import Text
+from sglang_smc.potentials.http import EndpointError, Http
+from sglang_smc.testing import check_potential
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+REWARD = Path(__file__).parents[2] / "bench" / "pair" / "reward"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("reward")
+    with running_server(folder, model_path=str(REWARD), is_embedding=True) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def potential(server: Server) -> Http:
+    return Http(server.url, template=TEMPLATE, whole_template=WHOLE_TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[Text]:
+    """Right and wrong answers to ten problems, each as a whole and up to its first line's end."""
+    import random
+
+    tokenizer = AutoTokenizer.from_pretrained(REWARD)
+    rng, found = random.Random(0), []
+    for index in range(10):
+        item = held_out(index)
+        for answer in (item.answer, wrong_answer(item, rng)):
+            for output in (answer, answer.split("\n")[0] + "\n"):
+                ids = [tokenizer(part)["input_ids"] for part in (item.question, output)]
+                found.append(Text(*ids, None, tokenizer.decode))
+    return found
+
+
+@torch.inference_mode()
+def by_transformers(texts: list[str]) -> list[float]:
+    """One text at a time: there is no padding to do wrong."""
+    tokenizer = AutoTokenizer.from_pretrained(REWARD)
+    model = LlamaForSequenceClassification.from_pretrained(REWARD, dtype=torch.float32).eval()
+    ids = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
+    return [model(input_ids=row).logits.item() for row in ids]
+
+
+def test_values_are_those_of_transformers(potential: Http, texts: list[Text]) -> None:
+    """Red where the server reads another text, another token's output or other weights."""
+    read = [TEMPLATE.format(prompt=t.prompt, output=t.output) for t in texts]
+    expected = by_transformers(read)
+    assert potential.prefix(texts) == pytest.approx(expected, abs=1e-3)
+    marked = by_transformers(
+        [WHOLE_TEMPLATE.format(prompt=t.prompt, output=t.output) for t in texts]
+    )
+    assert potential.complete(texts) == pytest.approx(marked, abs=1e-3)
+    assert max(expected) - min(expected) > 1.0, "a model that says the same of all proves nothing"
+
+
+def test_it_is_consistent(potential: Http, texts: list[Text]) -> None:
+    """Red where a value depends on the batch, or on the server's cache of beginnings."""
+    results = check_potential(potential, texts[::8], most_beginnings=6, tolerance=1e-3)
+    assert not [result.note for result in results if result.failed]
+
+
+def test_it_tells_right_from_wrong(potential: Http, texts: list[Text]) -> None:
+    """Red where the checkpoint is not the one that was trained."""
+    items = [held_out(index) for index in range(10) for _ in range(4)]
+    wholes = [pair for pair in zip(texts, items, strict=True) if "####" in pair[0].output]
+    values = potential.complete([text for text, _ in wholes])
+    right = [judged(text.output, item).is_whole for text, item in wholes]
+    of_right = [value for value, is_right in zip(values, right, strict=True) if is_right]
+    of_wrong = [value for value, is_right in zip(values, right, strict=True) if not is_right]
+    above = [one > other for one in of_right for other in of_wrong]
+    assert sum(above) / len(above) > 0.65, "it is 0.86 on the draft's answers"
+
+
+def test_the_other_route_has_shares_of_one_label(server: Server, texts: list[Text]) -> None:
+    """Red where /v1/classify's softmax of one label, always 1, passes for a judgement."""
+    with pytest.raises(EndpointError, match="needs 2"):
+        Http(server.url, route="/v1/classify", as_log="log").complete(texts[:1])
