@@ -8,11 +8,14 @@ from typing import Any
 
 TEMPERATURE = 1.0
 NUM_STEPS = 8
+#: Tokens drafted a round where every third token is to be the target's own.
+FEW_STEPS = 2
 PARTICLES = (4, 8, 16)
 #: Of each problem, plain samples for a vote or a choice among the first N.
 SAMPLES = max(PARTICLES)
-#: Who answers. The target is drafted for by the draft, or by itself, so that particles are its own.
-DRAFT, TARGET, ITSELF = MODELS = ("draft", "target", "target itself")
+#: Who answers. The target is drafted for by the draft, in long rounds or in short ones, or by
+#: itself, so that particles are its own.
+DRAFT, TARGET, SHORT, ITSELF = MODELS = ("draft", "target", "target by twos", "target itself")
 #: The potentials' names with the arguments that requests give them.
 POTENTIALS: dict[str, dict[str, Any]] = {"steps": {"cost": 5.0}, "judge": {}}
 #: The last line of an answer.
@@ -39,7 +42,8 @@ class Cell:
     @property
     def engine(self) -> str:
         """Its engine's name: what samples, and the model."""
-        return f"{'smc' if self.potential else 'plain'} {self.model}"
+        model = TARGET if self.model == SHORT else self.model
+        return f"{'smc' if self.potential else 'plain'} {model}"
 
     @property
     def samples(self) -> int:
@@ -58,6 +62,7 @@ class Cell:
         }
         return {
             "mode": "smc",
+            "num_steps": FEW_STEPS if self.model == SHORT else NUM_STEPS,
             "num_particles": self.num_particles,
             "potentials": [asked],
             "selection": "vote",
@@ -70,7 +75,7 @@ def cells(particles: Sequence[int] = PARTICLES) -> list[Cell]:
     """All cells, engine by engine: each starts only once."""
     found = []
     for model in MODELS:
-        if model != ITSELF:  # its plain samples are the target's
+        if model not in (SHORT, ITSELF):  # their plain samples are the target's
             found.append(Cell(model, "", 1))
         found += [Cell(model, name, count) for name in POTENTIALS for count in particles]
     return found

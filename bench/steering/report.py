@@ -185,6 +185,7 @@ def summaries(rows: Sequence[Row]) -> str:
 TITLES = {
     "draft": "The draft as the model",
     "target": "The target, drafted for by the draft",
+    "target by twos": "The target, drafted for by the draft, two tokens a round",
     "target itself": "The target, drafted for by itself",
 }
 

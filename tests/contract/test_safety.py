@@ -34,6 +34,10 @@ LISTED = {
     ("sglang_smc/requests/processors.py", "from_str"),
     # The names of our own patch files, as they stand in this module.
     ("sglang_smc/server/hooks.py", "importlib"),
+    # Potentials: code that the server's owner names in a flag; requests choose among their names.
+    ("sglang_smc/potentials/declared.py", "importlib"),
+    # A method of theirs, not a file.
+    ("sglang_smc/potentials/calls.py", "open"),
     # Descriptions of the machine, below /sys.
     ("sglang_smc/cpu/threads.py", "read_text"),
     # The planner, a command line tool: models and plots where its user says.

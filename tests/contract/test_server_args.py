@@ -42,6 +42,8 @@ GIVEN = {
     "speculative_smc_kernels": "torch",
     "speculative_smc_round_graph": "off",
     "speculative_smc_adaptive": True,
+    "speculative_smc_potential": ["count=steered:Count", "offset=steered:Count(offset=0.5)"],
+    "speculative_smc_potential_timeout": 2.5,
     "speculative_smc_presets": '{"paper": {"evidence_threshold": 0}}',
 }
 #: Which goes with no mode that has a power.
@@ -63,6 +65,8 @@ DEFAULTS = {
     "speculative_smc_kernels": "auto",
     "speculative_smc_round_graph": "auto",
     "speculative_smc_adaptive": False,
+    "speculative_smc_potential": None,
+    "speculative_smc_potential_timeout": 10.0,
     "speculative_smc_presets": None,
 }
 
