@@ -62,6 +62,13 @@ def schedule_of(when: str | dict[str, Any]) -> Schedule:
     raise ValueError(f"when={when!r}; allowed: {WHEN}.")
 
 
+def _check_when(name: str, when: str | dict[str, Any]) -> None:
+    try:
+        schedule_of(when)
+    except ValueError as error:
+        raise ValueError(f"potential {name!r} with {error}") from error
+
+
 def _parsed(given: Any) -> tuple[Asked, ...]:
     if not isinstance(given, str):
         return msgspec.convert(given, tuple[Asked, ...])
@@ -93,5 +100,5 @@ def asked_of(given: Any) -> tuple[Asked, ...]:
                 "number >= 0."
             )
         if asked.when is not None:
-            schedule_of(asked.when)
+            _check_when(asked.name, asked.when)
     return found

@@ -122,7 +122,7 @@ def test_a_draw_follows_weights() -> None:
 
 def test_no_file_is_written_twice_and_engines_start_with_their_models() -> None:
     every = cells()
-    assert len({cell.slug for cell in every}) == len(every) == 20
+    assert len({cell.slug for cell in every}) == len(every) == 26
     target = arguments("smc target", Path("p"))
     draft = arguments("smc draft", Path("p"))
     assert target["model_path"] == str(Path("p") / "target")
@@ -221,7 +221,7 @@ def test_a_whole_run_is_published(bench: Bench) -> None:
     rows = {row.label: row for row in read_csv(bench.folder / cli.CSV)}
     of_samples = 1 + len(PARTICLES) * (1 + 2 * len(POTENTIALS))
     of_particles = len(PARTICLES) * 3 * len(POTENTIALS)
-    assert len(rows) == 2 * of_samples + 3 * of_particles
+    assert len(rows) == 2 * of_samples + 4 * of_particles
     majority, steered = rows["draft: majority, N=8"], rows["draft: SMC, vote by judge, N=8"]
     assert (majority.accuracy.mean, majority.tokens, majority.passes) == (0.5, 80.0, 10.0)
     assert (steered.accuracy.mean, steered.tokens, steered.passes) == (1.0, 80.0, 3.0)

@@ -2,6 +2,7 @@
 
 from contract.shape import COROUTINE, Symbol
 
+_REQ = "sglang.srt.managers.schedule_batch.Req."
 _ARGS = "sglang.srt.server_args.ServerArgs"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -42,6 +43,13 @@ MATCHES = (
 
 NEWER = (
     *MATCHES,
+    # Who is left out of a batch, since the result under way finishes him.
+    Symbol(_REQ + "next_output_finishes_by_length", "self"),
+    Symbol(
+        "sglang.srt.managers.scheduler.Scheduler._reqs_finishing_inflight",
+        "self batch",
+        calls="req.next_output_finishes_by_length",
+    ),
     # Server arguments are a struct of what the operator gave. What was resolved stands beside it:
     # an algorithm and a platform are handed a recorder, whose fields they read and write.
     Symbol(_ARGS, attributes="__struct_fields__ resolve_once"),

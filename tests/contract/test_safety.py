@@ -38,6 +38,7 @@ LISTED = {
     ("sglang_smc/potentials/declared.py", "importlib"),
     # A method of theirs, not a file.
     ("sglang_smc/potentials/calls.py", "open"),
+    ("sglang_smc/potentials/combine.py", "open"),
     # Descriptions of the machine, below /sys.
     ("sglang_smc/cpu/threads.py", "read_text"),
     # The planner, a command line tool: models and plots where its user says.

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import pickle
+import re
 import subprocess
 import sys
 from functools import partial
@@ -78,6 +79,8 @@ HELP = DEFAULTS | {
     "speculative_smc_draft_temperature": "the request's own",
     "speculative_smc_max_lag": f"{LAG}, but {LONG_LAG} for other targets than p and with "
     "return_particles",
+    "speculative_smc_potential": "none",
+    "speculative_smc_potential_timeout": 10,
     "speculative_smc_presets": "none",
 }
 
@@ -88,9 +91,10 @@ def ours(server_args: ServerArgs) -> dict[str, Any]:
 
 
 def command_line(keywords: dict[str, Any]) -> list[str]:
-    """A switch stands alone, other flags before their values."""
+    """A switch stands alone, other flags before their values, once for each of several."""
     flags = {f"--{name.replace('_', '-')}": value for name, value in keywords.items()}
-    return [part for k, v in flags.items() for part in ([k] if v is True else [k, str(v)])]
+    several = [(k, one) for k, v in flags.items() for one in (v if isinstance(v, list) else [v])]
+    return [part for k, v in several for part in ([k] if v is True else [k, str(v)])]
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +237,7 @@ def test_flags_are_read_only_and_in_the_config_namespace(smc: dict) -> None:
 
 @pytest.mark.parametrize(("name", "value"), (GIVEN | TILT).items())
 def test_flag_without_smc_is_refused(model_path: str, name: str, value: Any) -> None:
-    flag = f"--{name.replace('_', '-')} {value}"
+    flag = re.escape(f"--{name.replace('_', '-')} {value}")
     with pytest.raises(ValueError, match=f"{flag} given, but --speculative-algorithm is None"):
         ServerArgs(model_path=model_path, **{name: value})
 

@@ -161,7 +161,7 @@ def test_who_is_late_ends_and_no_other(running: Any) -> None:
     [
         (named("none"), "potential 'none' is unknown; allowed: 'count', 'offset'"),
         (named(args={"tokn": 3}), "unknown field `tokn`; allowed: token: int, weight: float"),
-        (named(when="often"), "when='often'; allowed: \"round\""),
+        (named(when="often"), "potential 'count' with when='often'; allowed"),
         (named(exponent=-1), "exponent=-1.0; allowed: a finite number >= 0"),
         ({**named(), "mode": "exact"}, "has no effect in mode 'exact'; allowed: mode 'smc'"),
         ({**named(), "evidence_threshold": 0.5}, "beside potentials; allowed"),
