@@ -22,6 +22,7 @@ COMMANDS = {
     "demo": Command("sglang_smc.demo.cli", "SMC and plain decoding on servers of the shipped pair"),
     "plan": Command("sglang_smc.plan.cli", "upper bounds on speed, and the fastest N and K"),
     "check": Command("sglang_smc.testing.cli", "whether a server's answers follow their laws"),
+    "view": Command("sglang_smc.view.cli", "what the particles of one answer did, as a page"),
     "watch": Command("sglang_smc.watch.cli", "a running server, live"),
 }
 _WIDTH = max(map(len, COMMANDS)) + 2

@@ -1,0 +1,39 @@
+"""``sglang-smc view trace.json -o trace.html``: what particles did, as a page."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sglang_smc.view.finding import load
+from sglang_smc.view.page import page_of
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0; 1 where there is no trace to show, or no place to write."""
+    options = parser().parse_args(argv)
+    output: Path = options.output or options.trace.with_suffix(".html")
+    try:
+        page = page_of(load(options.trace, options.index), options.title)
+        output.write_text(page, encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(output)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="sglang-smc view",
+        description="Writes a page that shows what the particles of one answer did: who descends "
+        "from whom, weights, resampling, cuts, ESS and log Z. The request asks for it with "
+        '"trace": true in custom_params["smc"].',
+    )
+    result.add_argument("trace", type=Path, help="JSON: a trace, an answer that has one, or a list")
+    result.add_argument("-o", "--output", type=Path, help="the page; default: TRACE.html")
+    result.add_argument("--index", type=int, help="which trace, from 0, where there are several")
+    result.add_argument("--title", default="Particles of one answer", help="of the page")
+    return result

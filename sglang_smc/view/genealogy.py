@@ -1,0 +1,328 @@
+"""Who descends from whom: a trace as segments of text in lanes, without a picture of them.
+
+A lane is a particle's place. A particle's text is told backwards: its last segment, that segment's
+parent up to where the segment starts, and so on. `tests/view` holds this against a replay.
+"""
+
+import math
+from collections.abc import Iterator
+
+import msgspec
+
+from sglang_smc.view.record import RoundRecord, Trace
+
+FIRST, DRAFTED, BONUS = "first", "drafted", "bonus"
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Tokens that one particle took in one step, in its lane."""
+
+    parent: int | None
+    """Whose text it goes on with; None at the prompt's end."""
+
+    lane: int
+    start: int
+    """Position of its first token, in output tokens. Of the parent only what is before counts."""
+
+    tokens: list[int]
+    """None at all where a text that has ended moves to another lane."""
+
+    kind: str
+    """`first`, prefill's token; `drafted`; or `bonus`."""
+
+    round: int
+    before: float
+    """The particle's share of all weight, 0 to 1, as the segment starts."""
+
+    after: float
+    """As it ends."""
+
+    log_weight: float | None
+    """As it ends, not normalised; null for weight 0."""
+
+    rejected: list[int]
+    """Drafted behind it, and not kept."""
+
+    fate: str | None
+    """Why nobody goes on from its end: `dead` (weight 0), `resampled`, `verification`, `narrowed`,
+    `drawn` (another was drawn as the answer), `resized`, `retracted`, `failure`; `end` where the
+    record ends; None where somebody goes on."""
+
+    surviving: int
+    """How many of its tokens are in the answer by this line of descent."""
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What one round was, on the axis of positions."""
+
+    start: int
+    """Where its first draft stands."""
+
+    kept_to: int
+    """Behind the last column that was kept."""
+
+    end: int
+    """Behind the bonus tokens."""
+
+    num_particles: int
+    ess: float
+    log_block_evidence: float | None
+    log_evidence: float | None
+    cut: str
+    resampled: bool
+    gone: int
+    """How many particles ended by narrowing."""
+
+    resized: bool
+    retracted: bool
+    emitted_to: int
+    """How many tokens were emitted behind it, since the start."""
+
+
+class Genealogy(msgspec.Struct, frozen=True, kw_only=True):
+    """All segments of one answer, parents first."""
+
+    num_lanes: int
+    length: int
+    """Positions that any particle, or any draft, has come to."""
+
+    segments: list[Segment]
+    steps: list[Step]
+    heads: list[int]
+    """Of each particle, as the record ends, its last segment."""
+
+    answer: list[int]
+    """The tokens that were emitted."""
+
+    def text_of(self, segment: int) -> list[int]:
+        """The tokens of a particle at the end of a segment, from the first on."""
+        pieces: list[list[int]] = []
+        end = self.segments[segment].end
+        for at in self.lineage(segment):
+            here = self.segments[at]
+            pieces.append(here.tokens[: max(0, end - here.start)])
+            end = min(end, here.start)
+        return [token for piece in reversed(pieces) for token in piece]
+
+    def lineage(self, segment: int) -> Iterator[int]:
+        """A segment and its ancestors, the youngest first."""
+        return lineage(segment, [here.parent for here in self.segments])
+
+
+def genealogy(trace: Trace) -> Genealogy:
+    """All that the record tells of descent.
+
+    Raises:
+        ValueError: there is no round in it.
+    """
+    if not trace.rounds:
+        raise ValueError("the trace has no round: the answer was prefill's token alone")
+    growth = _Growth(verifies=trace.mode != "smc")
+    for number, record in enumerate(trace.rounds):
+        growth.play(number, record, is_last=number == len(trace.rounds) - 1)
+    return growth.result()
+
+
+def lineage(segment: int, parents: list[int | None]) -> Iterator[int]:
+    at: int | None = segment
+    while at is not None:
+        yield at
+        at = parents[at]
+
+
+def shares(log_weights: list[float | None]) -> list[float]:
+    """Weights that sum to 1; all 0 where no particle is alive."""
+    alive = [value for value in log_weights if value is not None]
+    if not alive:
+        return [0.0] * len(log_weights)
+    top = max(alive)
+    weights = [0.0 if value is None else math.exp(value - top) for value in log_weights]
+    return [weight / sum(weights) for weight in weights]
+
+
+class _Growth:
+    """Segments as rounds add them, and whose end each particle stands at."""
+
+    def __init__(self, *, verifies: bool) -> None:
+        self.verifies = verifies
+        self.segments: list[Segment] = []
+        self.steps: list[Step] = []
+        self.heads: list[int] = []
+        self.fates: dict[int, str] = {}
+        self.emitted: list[int] = []
+
+    def play(self, number: int, record: RoundRecord, *, is_last: bool) -> None:
+        retracted = record.begins is not None and number > 0
+        if record.begins is not None:
+            self.begin(number, record.begins)
+        if record.resized_from is not None:
+            self.descend(record.resized_from, "resized")
+        weights = shares(record.log_weights)
+        start = min(self.end_of(lane) for lane in range(len(self.heads)))
+        self.draft(number, record, weights)
+        kept_to = max(self.end_of(lane) for lane in range(len(self.heads)))
+        self.hand_down(record, weights)
+        self.add_bonus(number, record, weights)
+        end = max(self.end_of(lane) for lane in range(len(self.heads)))
+        gone = 0
+        if record.narrowed_to is not None:
+            gone = len(record.narrowed_to) - len(set(record.narrowed_to))
+            self.descend(record.narrowed_to, "drawn" if is_last else "narrowed")
+        self.emitted += record.emitted
+        self.steps.append(
+            Step(
+                start=start,
+                kept_to=kept_to,
+                end=end,
+                num_particles=len(weights),
+                ess=record.ess,
+                log_block_evidence=record.log_block_evidence,
+                log_evidence=record.log_evidence,
+                cut=record.cut,
+                resampled=record.resampled,
+                gone=gone,
+                resized=record.resized_from is not None,
+                retracted=retracted,
+                emitted_to=len(self.emitted),
+            )
+        )
+
+    def begin(self, number: int, tokens: list[int]) -> None:
+        """Behind a prefill all start anew, with what was emitted."""
+        at = len(self.emitted)
+        parent = None
+        for segment in self.heads:
+            self.fates[segment] = "retracted"
+        if self.heads and at:
+            parents = [here.parent for here in self.segments]
+            parent = next(i for i in lineage(self.heads[0], parents) if self.segments[i].start < at)
+        share = 1 / len(tokens)
+        self.heads = [
+            self.add(
+                Segment(
+                    parent=parent,
+                    lane=lane,
+                    start=at,
+                    tokens=[token],
+                    kind=FIRST,
+                    round=number,
+                    before=share,
+                    after=share,
+                    log_weight=0.0,
+                    rejected=[],
+                    fate=None,
+                    surviving=0,
+                )
+            )
+            for lane, token in enumerate(tokens)
+        ]
+        if len(set(tokens)) == 1:
+            self.emitted.append(tokens[0])
+
+    def draft(self, number: int, record: RoundRecord, weights: list[float]) -> None:
+        """Each particle's own draft, and how much of it was kept."""
+        before = shares(record.log_weights_before)
+        for lane, drafted in enumerate(record.drafted):
+            loses = self.verifies and lane not in record.ancestors
+            kept = 0 if loses else min(record.kept[lane], len(drafted))
+            here = Segment(
+                parent=self.heads[lane],
+                lane=lane,
+                start=self.end_of(lane),
+                tokens=drafted[:kept],
+                kind=DRAFTED,
+                round=number,
+                before=before[lane],
+                after=weights[lane],
+                log_weight=record.log_weights[lane],
+                rejected=drafted[kept:],
+                fate=None,
+                surviving=0,
+            )
+            if drafted or self.moves(lane):
+                self.heads[lane] = self.add(here)
+
+    def hand_down(self, record: RoundRecord, weights: list[float]) -> None:
+        if record.cut == "failure":
+            self.fates |= dict.fromkeys(self.heads, "failure")
+        dead = {head for head, weight in zip(self.heads, weights, strict=True) if weight == 0}
+        self.descend(record.ancestors, "verification" if self.verifies else "resampled")
+        for head in dead & self.fates.keys():
+            self.fates[head] = "dead" if self.fates[head] == "resampled" else self.fates[head]
+
+    def add_bonus(self, number: int, record: RoundRecord, weights: list[float]) -> None:
+        count = len(weights)
+        if record.resampled:
+            weights = [1 / count] * count
+        if record.narrowed_to is None:  # a power, or a grammar, weighs bonus tokens, too
+            weights_after = shares(record.log_weights_after)
+        else:
+            weights_after = weights
+        heads = []
+        for lane, token in enumerate(record.bonus):
+            here = Segment(
+                parent=self.heads[lane],
+                lane=lane,
+                start=self.end_of(lane),
+                tokens=[] if token is None else [token],
+                kind=BONUS,
+                round=number,
+                before=weights[lane],
+                after=weights_after[lane],
+                log_weight=None if record.narrowed_to else record.log_weights_after[lane],
+                rejected=[],
+                fate=None,
+                surviving=0,
+            )
+            needed = token is not None or self.moves(lane)
+            heads.append(self.add(here) if needed else self.heads[lane])
+        self.heads = heads
+
+    def descend(self, by: list[int], fate: str) -> None:
+        """Every particle is a copy now; those that nobody copies end."""
+        heads = [self.heads[who] for who in by]
+        for gone in set(self.heads) - set(heads):
+            self.fates.setdefault(gone, fate)
+        self.heads = heads
+
+    def moves(self, lane: int) -> bool:
+        """Whether a particle's text so far stands in another lane."""
+        return self.segments[self.heads[lane]].lane != lane
+
+    def end_of(self, lane: int) -> int:
+        return self.segments[self.heads[lane]].end
+
+    def add(self, segment: Segment) -> int:
+        self.segments.append(segment)
+        return len(self.segments) - 1
+
+    def result(self) -> Genealogy:
+        for head in self.heads:
+            self.fates.setdefault(head, "end")
+        counts = self.surviving()
+        replace = msgspec.structs.replace
+        ends = [here.end + len(here.rejected) for here in self.segments]
+        return Genealogy(
+            num_lanes=max(here.lane for here in self.segments) + 1,
+            length=max(ends),
+            segments=[
+                replace(here, fate=self.fates.get(i), surviving=counts.get(i, 0))
+                for i, here in enumerate(self.segments)
+            ],
+            steps=self.steps,
+            heads=self.heads,
+            answer=self.emitted,
+        )
+
+    def surviving(self) -> dict[int, int]:
+        """Segment -> how many of its tokens the answer has."""
+        end, counts = len(self.emitted), {}
+        for at in lineage(self.heads[0], [here.parent for here in self.segments]):
+            here = self.segments[at]
+            counts[at] = max(0, min(end, here.end) - here.start)
+            end = min(end, here.start)
+        return counts

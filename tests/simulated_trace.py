@@ -1,0 +1,177 @@
+"""Traces of made-up answers, by the contract of `view.record`, and what their particles read."""
+
+import random
+from typing import NamedTuple
+
+from sglang_smc.smc.weights import effective_sample_size
+from sglang_smc.view.record import RoundRecord, Trace
+
+EOS = 0
+LAG = 24
+
+
+class Simulated(NamedTuple):
+    """A trace, and what it must be read as."""
+
+    trace: Trace
+    texts: list[list[int]]  # of the particles as the record ends
+    answer: list[int]  # what was emitted
+
+
+def simulated(seed: int, num_particles: int, length: int, num_steps: int = 8) -> Simulated:
+    """An answer of ``length`` tokens, of random ones, with all that can happen on the way."""
+    answer = _Answer(random.Random(seed), num_particles, length, num_steps)
+    rounds = []
+    while not answer.is_over:
+        rounds.append(answer.play())
+    pieces = {str(token): f" w{token}" for token in range(1, 100)} | {str(EOS): "</script>"}
+    trace = Trace(
+        mode="smc",
+        num_particles=num_particles,
+        num_steps=num_steps,
+        prompt_length=7,
+        rounds=rounds,
+        pieces=pieces,
+    )
+    return Simulated(trace, answer.texts, answer.emitted)
+
+
+class _Answer:
+    def __init__(self, rng: random.Random, size: int, length: int, num_steps: int) -> None:
+        self.rng, self.most, self.length, self.num_steps = rng, size, length, num_steps
+        self.emitted: list[int] = []
+        self.texts: list[list[int]] = []
+        self.weights: list[float] = []
+        self.banked = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.emitted) and (
+            self.emitted[-1] == EOS or len(self.emitted) >= self.length
+        )
+
+    def play(self) -> RoundRecord:
+        begins = self.begin() if not self.texts or self.rng.random() < 0.01 else None
+        resized = None if begins else self.resize()
+        before, size = list(self.weights), len(self.texts)
+        open_ones = [not self.has_ended(text) for text in self.texts]
+        drafted = [self.draft(text) if is_open else [] for text, is_open in zip(self.texts, open_ones)]
+        keep = self.num_steps if self.rng.random() < 0.7 else self.rng.randrange(self.num_steps)
+        kept = [min(keep, len(tokens)) for tokens in drafted]
+        for lane, count in enumerate(kept):
+            self.texts[lane] = self.texts[lane] + drafted[lane][:count]
+            if count:
+                self.weights[lane] += self.rng.gauss(0, 0.3 * count)
+                alive = sum(weight > -float("inf") for weight in self.weights)
+                if alive > 1 and self.rng.random() < 0.02:
+                    self.weights[lane] = -float("inf")
+        weights = list(self.weights)
+        ess = _ess(weights)
+        resampled = ess < size / 2
+        ancestors = self.resample() if resampled else list(range(size))
+        bonus = [None if self.has_ended(text) else self.token(text) for text in self.texts]
+        self.texts = [t if b is None else [*t, b] for t, b in zip(self.texts, bonus, strict=True)]
+        ended = [self.has_ended(text) for text in self.texts]
+        narrowed = self.narrow()
+        return RoundRecord(
+            begins=begins,
+            resized_from=resized,
+            log_weights_before=_told(before),
+            drafted=drafted,
+            kept=kept,
+            log_weights=_told(weights),
+            ess=ess,
+            log_block_evidence=0.1,
+            cut="none" if keep == self.num_steps else "evidence",
+            resampled=resampled,
+            ancestors=ancestors,
+            bonus=bonus,
+            ended=ended,
+            narrowed_to=narrowed,
+            log_weights_after=_told(self.weights),
+            log_evidence=self.banked,
+            emitted=self.emit(),
+        )
+
+    def begin(self) -> list[int]:
+        """A prefill, the first or one behind a retraction."""
+        first = self.token(self.emitted)
+        self.texts = [[*self.emitted, first] for _ in range(self.most)]
+        self.emitted = [*self.emitted, first]
+        self.weights = [0.0] * self.most
+        return [first] * self.most
+
+    def resize(self) -> list[int] | None:
+        if self.rng.random() > 0.03 or self.most < 4:
+            return None
+        size = self.most // 2 if len(self.texts) == self.most else self.most
+        alive = [lane for lane, weight in enumerate(self.weights) if weight > -float("inf")]
+        found = sorted(self.rng.choice(alive) for _ in range(size))
+        self.copy(found)
+        return found
+
+    def draft(self, text: list[int]) -> list[int]:
+        tokens: list[int] = []
+        while len(tokens) < self.num_steps and not self.has_ended([*text, *tokens]):
+            tokens.append(self.token([*text, *tokens]))
+        return tokens
+
+    def token(self, text: list[int]) -> int:
+        ends = len(text) > self.length - 20 and self.rng.random() < 0.02
+        return EOS if ends else self.rng.randrange(1, 100)
+
+    def has_ended(self, text: list[int]) -> bool:
+        return len(text) >= self.length or (bool(text) and text[-1] == EOS)
+
+    def resample(self) -> list[int]:
+        alive = [lane for lane, weight in enumerate(self.weights) if weight > -float("inf")]
+        shares = [2.718281828 ** self.weights[lane] for lane in alive]
+        found = sorted(self.rng.choices(alive, shares, k=len(self.texts)))
+        self.copy(found)
+        self.weights = [0.0] * len(found)
+        self.banked -= 0.05
+        return found
+
+    def narrow(self) -> list[int] | None:
+        """Draw the answer, or what lags too far behind."""
+        if all(map(self.has_ended, self.texts)):
+            alive = [lane for lane, weight in enumerate(self.weights) if weight > -float("inf")]
+            found = [self.rng.choice(alive)] * len(self.texts)
+        else:
+            late = max(map(len, self.texts)) - len(self.emitted) - LAG
+            if late <= 0:
+                return None
+            upto = len(self.emitted) + late
+            drawn = self.rng.randrange(len(self.texts))
+            alive = [lane for lane, weight in enumerate(self.weights) if weight > -float("inf")]
+            drawn = drawn if self.weights[drawn] > -float("inf") else alive[0]
+            same = [text[:upto] == self.texts[drawn][:upto] for text in self.texts]
+            found = [lane if stays else drawn for lane, stays in enumerate(same)]
+        if found == list(range(len(found))):
+            return None
+        self.copy(found)
+        return found
+
+    def copy(self, of: list[int]) -> None:
+        self.texts = [self.texts[lane] for lane in of]
+        self.weights = [self.weights[lane] for lane in of]
+
+    def emit(self) -> list[int]:
+        shared = 0
+        while all(
+            len(text) > shared and text[shared] == self.texts[0][shared] for text in self.texts
+        ):
+            shared += 1
+        new = self.texts[0][len(self.emitted) : shared]
+        self.emitted = [*self.emitted, *new]
+        return new
+
+
+def _told(weights: list[float]) -> list[float | None]:
+    return [None if weight == -float("inf") else weight for weight in weights]
+
+
+def _ess(weights: list[float]) -> float:
+    import torch
+
+    return float(effective_sample_size(torch.tensor(weights, dtype=torch.float64)))

@@ -1,0 +1,147 @@
+"""The page, as a file and in headless Chromium."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+from simulated_trace import simulated
+
+from sglang_smc.view.cli import main
+from sglang_smc.view.page import page_of
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.json"
+    path.write_bytes(msgspec.json.encode(simulated(3, 4, 60).trace))
+    return path
+
+
+def test_a_page_is_one_file_that_asks_nobody(saved: Path, capsys: pytest.CaptureFixture) -> None:
+    target = saved.with_suffix(".html")
+    assert main([str(saved), "-o", str(target)]) == 0
+    assert capsys.readouterr().out.strip() == str(target)
+    page = target.read_text()
+    assert not re.findall(r"(?:src|href)=|https?://|@import|url\(", page)
+    assert "default-src 'none'" in page
+
+
+def test_no_piece_of_text_ends_the_script() -> None:
+    """The simulation's EOS reads `</script>`."""
+    page = page_of(simulated(3, 4, 60).trace, title="<b>&")
+    assert page.count("</script>") == page.count("<script") == 2
+    assert "<title>&lt;b&gt;&amp;</title>" in page
+
+
+@pytest.mark.parametrize("wrap", ["trace", "answer", "chat", "list"])
+def test_a_trace_is_found_in_whatever_was_saved(saved: Path, wrap: str) -> None:
+    trace = json.loads(saved.read_text())
+    info = {"meta_info": {"spec_smc_trace": trace}}
+    value = {
+        "trace": trace,
+        "answer": {"text": "", **info},
+        "chat": {"choices": [{"index": 0, **info}]},
+        "list": [info, info],
+    }[wrap]
+    saved.write_text(json.dumps(value))
+    assert main([str(saved), *(["--index", "1"] if wrap == "list" else [])]) == 0
+    assert saved.with_suffix(".html").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "told"),
+    [
+        (None, [], "cannot be read"),
+        ("{", [], "is no JSON"),
+        ('{"text": ""}', [], "has no trace: ask for one with custom_params"),
+        ('[{"spec_smc_trace": {}}, {"spec_smc_trace": {}}]', [], "has 2 traces"),
+        ('[{"spec_smc_trace": {}}]', ["--index", "4"], "--index is 4"),
+        ('{"spec_smc_trace": {"version": 9}}', [], "version 9"),
+        ('{"spec_smc_trace": {"rounds": 3}}', [], "this is no trace"),
+    ],
+)
+def test_what_is_wrong_is_told(
+    saved: Path,
+    text: str | None,
+    arguments: list[str],
+    told: str,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    if text is None:
+        saved.unlink()
+    else:
+        saved.write_text(text)
+    assert main([str(saved), *arguments]) == 1
+    assert told in capsys.readouterr().err
+
+
+def shown(page: Path, *options: str) -> tuple[str, str]:
+    """What a browser makes of a page, and what its console says."""
+    assert CHROMIUM is not None
+    fixed = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=4000"]
+    profile = f"--user-data-dir={page.parent / 'profile'}"
+    found = subprocess.run(
+        [CHROMIUM, *fixed, profile, "--enable-logging=stderr", *options, page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return found.stdout, "\n".join(re.findall(r".*CONSOLE.*", found.stderr))
+
+
+@needs_chromium
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("num_particles", "length"), [(4, 60), (16, 1000)])
+def test_a_browser_draws_it(tmp_path: Path, scheme: str, num_particles: int, length: int) -> None:
+    """Without a word on the console, the answer's text in its place, and ink on the canvas.
+
+    The page paints itself dark where the reader wants that.
+    """
+    made = simulated(5, num_particles, length)
+    page, image = tmp_path / "page.html", tmp_path / "page.png"
+    page.write_text(page_of(made.trace))
+    dark = ["--force-dark-mode", "--enable-features=WebContentsForceDark:0"]
+    wanted = dark if scheme == "dark" else []
+    dom, console = shown(page, "--dump-dom", *wanted)
+    assert not console
+    answer = re.search(r'<p id="answer">(.*?)</p>', dom, re.DOTALL)
+    assert answer is not None
+    text = re.sub(r"<[^>]*>", "", answer[1]).replace("&lt;", "<").replace("&gt;", ">")
+    assert text == "".join(made.trace.pieces[str(token)] for token in made.answer)
+    _, console = shown(page, f"--screenshot={image}", "--window-size=1280,1100", *wanted)
+    assert not console
+    assert colours_of(image) > 40
+
+
+def colours_of(image: Path) -> int:
+    """How many colours a picture has."""
+    from matplotlib import image as images
+
+    return len({tuple(pixel) for row in images.imread(image)[::3, ::3] for pixel in row})
+
+
+@needs_chromium
+def test_a_token_tells_of_itself(tmp_path: Path) -> None:
+    """The keyboard's cursor does what a pointer does."""
+    made = simulated(5, 4, 60)
+    page = page_of(made.trace)
+    press = (
+        "<script>addEventListener('load', () => setTimeout(() => { const at = "
+        "document.getElementById('scroller'); at.focus(); for (const key of ['ArrowRight', "
+        "'ArrowRight']) at.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true})); }, "
+        "300));</script></body>"
+    )
+    path = tmp_path / "page.html"
+    path.write_text(page.replace("</body>", press))
+    dom, console = shown(path, "--dump-dom")
+    assert not console
+    tip = re.search(r'<div id="tip".*?</div>\s*</div>|<div id="tip".*?</div>', dom, re.DOTALL)
+    assert tip is not None and "round" in tip[0] and "weight" in tip[0]
