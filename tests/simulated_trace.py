@@ -46,16 +46,16 @@ class _Answer:
 
     @property
     def is_over(self) -> bool:
-        return bool(self.emitted) and (
-            self.emitted[-1] == EOS or len(self.emitted) >= self.length
-        )
+        return bool(self.emitted) and (self.emitted[-1] == EOS or len(self.emitted) >= self.length)
 
     def play(self) -> RoundRecord:
         begins = self.begin() if not self.texts or self.rng.random() < 0.01 else None
         resized = None if begins else self.resize()
         before, size = list(self.weights), len(self.texts)
         open_ones = [not self.has_ended(text) for text in self.texts]
-        drafted = [self.draft(text) if is_open else [] for text, is_open in zip(self.texts, open_ones)]
+        drafted = [
+            self.draft(text) if is_open else [] for text, is_open in zip(self.texts, open_ones)
+        ]
         keep = self.num_steps if self.rng.random() < 0.7 else self.rng.randrange(self.num_steps)
         kept = [min(keep, len(tokens)) for tokens in drafted]
         for lane, count in enumerate(kept):

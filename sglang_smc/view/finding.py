@@ -51,8 +51,8 @@ def traces_in(value: Any) -> Iterator[dict[str, Any]]:
 def chosen(found: list[dict[str, Any]], index: int | None, where: str) -> dict[str, Any]:
     if not found:
         raise NoTraceError(
-            f"{where} has no trace: ask for one with custom_params={{'smc': {{'trace': true}}}}, and "
-            f"save the whole answer, or its meta_info['{KEY}']"
+            f"{where} has no trace: ask for one with custom_params={{'smc': {{'trace': true}}}}, "
+            f"and save the whole answer, or its meta_info['{KEY}']"
         )
     if index is None and len(found) > 1:
         raise NoTraceError(

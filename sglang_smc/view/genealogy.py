@@ -258,10 +258,9 @@ class _Growth:
         count = len(weights)
         if record.resampled:
             weights = [1 / count] * count
-        if record.narrowed_to is None:  # a power, or a grammar, weighs bonus tokens, too
-            weights_after = shares(record.log_weights_after)
-        else:
-            weights_after = weights
+        # A power, or a grammar, weighs bonus tokens, too; behind a narrowing nobody knows.
+        is_told = record.narrowed_to is None
+        weights_after = shares(record.log_weights_after) if is_told else weights
         heads = []
         for lane, token in enumerate(record.bonus):
             here = Segment(

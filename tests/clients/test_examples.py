@@ -49,3 +49,24 @@ def test_offline_answers_in_each_mode_and_tells_how() -> None:
         name, text = part.split("\n", 1)
         assert f"'spec_smc_mode': '{name}'" in text
         assert "'spec_smc_rounds_ct': " in text and "'spec_smc_rounds_ct': 0" not in text
+
+
+def test_the_notebook_runs_from_its_first_cell_to_its_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an empty folder beside the repository's: its answers are steered, shown and drawn."""
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    notebook = nbformat.read(EXAMPLES / "steering.ipynb", as_version=4)
+    for cell in notebook.cells:  # the page goes elsewhere than into examples/
+        cell.source = cell.source.replace('Path("steering.html")', f"Path({str(tmp_path)!r}, 'p')")
+    client = nbclient.NotebookClient(
+        notebook, timeout=300, resources={"metadata": {"path": str(EXAMPLES)}}
+    )
+    client.execute()
+    outputs = {cell.id: cell.get("outputs", []) for cell in notebook.cells}
+    assert "####" in outputs["asked"][0]["text"] and "####" in outputs["voted"][0]["text"]
+    assert "Particles(8" in outputs["shown"][0]["data"]["text/plain"]
+    assert "image/png" in outputs["plotted"][0]["data"]
+    assert "<canvas" in (tmp_path / "p").read_text()

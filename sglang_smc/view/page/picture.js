@@ -65,13 +65,15 @@ function drawRounds(context, tree, view) {
   context.textBaseline = "middle";
   let labelled = -Infinity;
   const toldTo = {};
+  const isSeen = (step) => step.end >= view.from - 4 && step.start <= view.to;
+  context.fillStyle = colour.band;
   tree.steps.forEach((step, round) => {
-    if (step.end < view.from - 4 || step.start > view.to) return;
+    if (round % 2 || !isSeen(step)) return;
+    context.fillRect(view.x(step.start), TOP - 4, (step.end - step.start) * scale, bottom - TOP + 4);
+  });
+  tree.steps.forEach((step, round) => {
+    if (!isSeen(step)) return;
     const x = view.x(step.start);
-    if (round % 2 === 0) {
-      context.fillStyle = colour.band;
-      context.fillRect(x, TOP - 4, (step.end - step.start) * scale, bottom - TOP + 4);
-    }
     if (x - labelled > 40) {
       context.fillStyle = colour.soft;
       context.fillText(String(step.start), x + 1, TOP - 12);
