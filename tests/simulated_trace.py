@@ -52,10 +52,7 @@ class _Answer:
         begins = self.begin() if not self.texts or self.rng.random() < 0.01 else None
         resized = None if begins else self.resize()
         before, size = list(self.weights), len(self.texts)
-        open_ones = [not self.has_ended(text) for text in self.texts]
-        drafted = [
-            self.draft(text) if is_open else [] for text, is_open in zip(self.texts, open_ones)
-        ]
+        drafted = [[] if self.has_ended(text) else self.draft(text) for text in self.texts]
         keep = self.num_steps if self.rng.random() < 0.7 else self.rng.randrange(self.num_steps)
         kept = [min(keep, len(tokens)) for tokens in drafted]
         for lane, count in enumerate(kept):

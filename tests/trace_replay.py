@@ -62,7 +62,9 @@ class Replay:
         assert before == self.near(self.after), "weights are those of the round before"
         if weighs:
             assert record.ess == self.near(ess_of(weighed))
-        gain = log_mean(weighed) - log_mean(before)
+        added = as_floats(record.log_potentials or [0.0] * num_particles)
+        judged = [old + new for old, new in zip(before, added, strict=True)]
+        gain = log_mean(weighed) - log_mean(judged)
         assert (record.log_block_evidence or 0.0) == self.near(gain)
         self.check_ended(record)
         self.extend(record)

@@ -258,7 +258,7 @@ class _Growth:
         count = len(weights)
         if record.resampled:
             weights = [1 / count] * count
-        # A power, or a grammar, weighs bonus tokens, too; behind a narrowing nobody knows.
+        # Powers and masks weigh bonus tokens, too; behind a narrowing nobody knows.
         is_told = record.narrowed_to is None
         weights_after = shares(record.log_weights_after) if is_told else weights
         heads = []

@@ -59,6 +59,9 @@ LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 def test_no_room_imports_one_above_it(path: Path) -> None:
     here = room_of(module_of(path))
     found = {room_of(module) for module in own_imports(path)} - {here, ""}
+    if not here:  # the package itself, where a notebook finds what it asks for
+        assert found <= {"view"}
+        return
     if here in APART:
         known = {"options", "memory", "potentials"} | set(APART)
         assert found <= known, "a tool that leans on the server"

@@ -44,6 +44,13 @@ LISTED = {
     # The planner, a command line tool: models and plots where its user says.
     ("sglang_smc/plan/plot.py", "savefig"),
     ("sglang_smc/plan/shapes.py", "read_text"),
+    # The viewer, another: traces that its user names, pages where he says, its own parts; pandas
+    # and matplotlib, where a notebook asks for them.
+    ("sglang_smc/view/finding.py", "read_bytes"),
+    ("sglang_smc/view/cli.py", "write_text"),
+    ("sglang_smc/view/page.py", "importlib"),
+    ("sglang_smc/view/page.py", "read_text"),
+    ("sglang_smc/view/particles.py", "importlib"),
     # The doctor, another: versions of packages, and the tokenizers that its user names.
     ("sglang_smc/command/machine.py", "importlib"),
     ("sglang_smc/command/pair.py", "read_text"),

@@ -11,6 +11,9 @@ import torch
 from laws import Law, Sequence, enumerate_law, next_probs
 from steered import log_phi
 from tiny_models import smc_arguments
+from trace_replay import read, replay
+
+from sglang_smc.view.record import Trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("schedule")]
 
@@ -186,6 +189,29 @@ def test_all_particles_come_with_their_weights(running: Any) -> None:
     assert len({tuple(one["output_ids"]) for one in particles}) > 4
     mean = sum(math.exp(one["log_weight"]) for one in particles) / 8
     assert math.log(mean) <= info["spec_smc_log_evidence"] + 1e-6
+
+
+def test_a_trace_tells_what_potentials_added(running: Any) -> None:
+    """All its fields agree, log Z-hat too; along the answer's line the gains add up to log phi."""
+    params = [asks(seed, {**named(), "trace": True}, ignore_eos=True) for seed in range(8)]
+    for answer in generate(running, params):
+        trace = read(answer["meta_info"])
+        replayed = replay(trace, tolerance=1e-5)
+        assert replayed.output_ids == answer["output_ids"]
+        found = answer["meta_info"]["spec_smc_log_evidence"]
+        assert replayed.log_evidence == pytest.approx(found, abs=1e-5)
+        assert gains_of_answer(trace) == pytest.approx(log_phi(answer["output_ids"]), abs=1e-9)
+
+
+def gains_of_answer(trace: Trace) -> float:
+    """What potentials added along the line of the particle that answers."""
+    place, total = 0, 0.0
+    for record in reversed(trace.rounds):
+        place = place if record.narrowed_to is None else record.narrowed_to[place]
+        place = record.ancestors[place]
+        assert record.log_potentials is not None
+        total += record.log_potentials[place] or 0.0
+    return total
 
 
 def test_a_vote_is_taken(running: Any) -> None:
