@@ -168,6 +168,7 @@ class SMCBatchResult(GenerationBatchResult):
         live = [not (req.is_retracted or req.finished()) for req in batch.reqs]
         before = [_set_aside(req) for req in batch.reqs]
         totals = self.counters.tolist()
+        self._keep_particles(batch.reqs, live)
         self._settle(batch.reqs, live)
         self._end_stuck(batch.reqs, live, totals)
         tokens = resolve()
@@ -203,10 +204,17 @@ class SMCBatchResult(GenerationBatchResult):
             self.policy.learn(self.budgets[group], num_kept)
         state.take(totals, replayed)
         end_failed(req, int(self.failure[group]))
-        if self.particles is not None and state.config.return_particles:
-            state.particles = self.particles.of_group(group, req)
         if self.trace is not None and config.trace:
             state.rounds.append(self.trace.record_of(group, state, emitted, totals[-1]))
+
+    def _keep_particles(self, reqs: "list[Req]", live: list[bool]) -> None:
+        """Show all particles to who wants them, while first tokens are still each one's own."""
+        if self.particles is None:
+            return
+        for group, req in enumerate(reqs):
+            state = state_of(req)
+            if live[group] and state.config.return_particles:
+                state.particles = self.particles.of_group(group, req)
 
     def _settle(self, reqs: "list[Req]", live: list[bool]) -> None:
         """Give open first tokens their values, before rules read what follows them."""

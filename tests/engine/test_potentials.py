@@ -187,6 +187,7 @@ def test_all_particles_come_with_their_weights(running: Any) -> None:
     particles = info["spec_smc_particles"]
     assert len(particles) == 8
     assert len({tuple(one["output_ids"]) for one in particles}) > 4
+    assert len({one["output_ids"][0] for one in particles}) > 1, "each began with its own token"
     mean = sum(math.exp(one["log_weight"]) for one in particles) / 8
     assert math.log(mean) <= info["spec_smc_log_evidence"] + 1e-6
 
