@@ -286,7 +286,7 @@ def test_only_who_asked_is_given_the_particles() -> None:
         correct_drafts=torch.tensor([1, 1]),
         counters=torch.zeros(2, len(Counters._fields)),
         failure=torch.zeros(2, dtype=torch.int64),
-        particles=Particles.of(Population(*(column[[0, 0]] for column in whole[:-1]))),
+        particles=Particles.of(Population(*(column[[0, 0]] for column in whole[:-2]))),
         monitor=Monitor(100),
     )
     reqs = [asked, silent]
@@ -294,6 +294,28 @@ def test_only_who_asked_is_given_the_particles() -> None:
     assert asked.smc_state.particles is not None
     assert asked.smc_state.particles[0]["output_ids"] == [8, 4, 5, 6]
     assert silent.smc_state.particles is None
+
+
+def test_particles_keep_the_first_tokens_that_one_is_drawn_from_in_the_same_round() -> None:
+    asked = emitted_req([8, 4])
+    asked.smc_state.config = RequestConfig(return_particles=True)
+    asked.smc_state.open_token.begin(1)
+    whole = population([[3, 2, 0], [4, 4, 4]])
+    result = SMCBatchResult(
+        next_token_ids=torch.arange(3),
+        accept_lens=torch.tensor([1]),
+        speculative_num_draft_tokens=3,
+        correct_drafts=torch.tensor([1]),
+        counters=torch.zeros(1, len(Counters._fields)),
+        failure=torch.zeros(1, dtype=torch.int64),
+        first_tokens=torch.tensor([2]),
+        particles=Particles.of(Population(*(column[:1] for column in whole[:-2]))),
+        monitor=Monitor(100),
+    )
+    result.resolve(SimpleNamespace(reqs=[asked]), stock_resolve(result, [asked]))
+    assert list(asked.output_ids[:2]) == [8, 2]
+    shown = [particle["output_ids"] for particle in asked.smc_state.particles]
+    assert shown == [[8, 3, 5, 6], [8, 2, 7]]
 
 
 def with_logprobs(
