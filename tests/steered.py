@@ -69,3 +69,13 @@ class Broken(Potential):
         return found[:-1] if any(text.args.does == "short" for text in texts) else found
 
     prefix = complete
+
+
+class Shut(Potential):
+    """Cannot be opened."""
+
+    def open(self) -> None:
+        raise OSError("no weights")
+
+    def complete(self, texts: Sequence[Text]) -> list[float]:
+        raise AssertionError("never opened")

@@ -13,7 +13,7 @@ from concurrent.futures import TimeoutError as TimedOut
 from typing import NamedTuple
 
 from sglang_smc.potentials.base import Potential, Text
-from sglang_smc.potentials.declared import load
+from sglang_smc.potentials.declared import FLAG, load
 
 
 class Question(NamedTuple):
@@ -123,9 +123,17 @@ def callers_of(given: tuple[str, ...], seconds: float, *, opens: bool) -> dict[s
         given: values of the flag, without `problems`.
         seconds: that a call may take.
         opens: whether this process is the one that asks.
+
+    Raises:
+        RuntimeError: where one cannot be opened.
     """
     found = load(given)
-    if opens:
-        for potential in found.values():
+    for name, potential in found.items() if opens else ():
+        try:
             potential.open()
+        except Exception as error:  # the operator's code
+            raise RuntimeError(
+                f"The potential {name!r} cannot be opened: {type(error).__name__}: {error}. Mend it, "
+                f"or leave it out of {FLAG}."
+            ) from error
     return {name: Caller(name, potential, seconds) for name, potential in found.items()}

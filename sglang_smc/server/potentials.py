@@ -27,6 +27,13 @@ def problems(server_args: Arguments) -> list[str]:
             f"{FLAG} is given with --skip-tokenizer-init; allowed: one of both, since potentials "
             "read texts. Leave --skip-tokenizer-init out."
         )
+    seconds = server_args.speculative_smc_potential_timeout  # pyright: ignore[reportAttributeAccessIssue] -- ours
+    watchdog = server_args.watchdog_timeout
+    if seconds is not None and watchdog and seconds >= watchdog:
+        found.append(
+            f"--speculative-smc-potential-timeout is {seconds:g} with --watchdog-timeout "
+            f"{watchdog:g}; allowed: less, since SGLang ends a server whose batch takes that long."
+        )
     return found
 
 

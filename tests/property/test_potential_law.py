@@ -21,7 +21,14 @@ from sglang_smc.options.server import SMCConfig
 
 NUM_RUNS = 1200
 TARGET, DRAFT = languages()
-SCHEDULES: list[Any] = ["round", "end", {"tokens": 2}, {"delimiter": "a"}, {"delimiter": 1}]
+SCHEDULES: list[Any] = [
+    "round",
+    "end",
+    {"tokens": 2},
+    {"delimiter": "a"},
+    {"delimiter": 1},
+    {"delimiter": EOS},
+]
 
 
 def named(when: Any = "round", **more: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.potentials import Potential, Text
 from sglang_smc.potentials.asked import Asked, Schedule, asked_of, schedule_of
-from sglang_smc.potentials.calls import Caller, Failed, Question
+from sglang_smc.potentials.calls import Caller, Failed, Question, callers_of
 from sglang_smc.potentials.declared import choose, declared, load, problems
 from sglang_smc.potentials.readings import Readings
 from sglang_smc.requests.votes import answer_of
@@ -70,6 +70,12 @@ def test_what_cannot_be_had_is_told(given: str, told: str) -> None:
 def test_names_are_given_once() -> None:
     (problem,) = problems(["count=steered:Count", "count=steered:Slow"])
     assert "twice" in problem
+
+
+def test_what_cannot_be_opened_is_told() -> None:
+    assert callers_of(("shut=steered:Shut",), 1.0, opens=False)["shut"].name == "shut"
+    with pytest.raises(RuntimeError, match="'shut' cannot be opened: OSError: no weights"):
+        callers_of(("shut=steered:Shut",), 1.0, opens=True)
 
 
 # Requests.
