@@ -133,7 +133,7 @@ def callers_of(given: tuple[str, ...], seconds: float, *, opens: bool) -> dict[s
             potential.open()
         except Exception as error:  # the operator's code
             raise RuntimeError(
-                f"The potential {name!r} cannot be opened: {type(error).__name__}: {error}. Mend it, "
-                f"or leave it out of {FLAG}."
+                f"The potential {name!r} cannot be opened: {type(error).__name__}: {error}. Mend "
+                f"it, or leave it out of {FLAG}."
             ) from error
     return {name: Caller(name, potential, seconds) for name, potential in found.items()}

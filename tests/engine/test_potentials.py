@@ -233,6 +233,20 @@ def test_a_vote_is_taken(running: Any) -> None:
         assert last_word(answer["output_ids"]) == max(shares, key=lambda token: shares[token])
 
 
+@pytest.mark.thorough  # two engines
+def test_all_ranks_hear_what_the_first_was_told(
+    engine: Callable[..., Any], pair: tuple[str, str]
+) -> None:
+    """One rank asks; with other values ranks would part, and SGLang's checks find their KV."""
+    found = []
+    for ranks in (1, 2):
+        running = engine(**smc_arguments(*pair, potential=POTENTIALS[:1], **ROOM), tp_size=ranks)
+        answers = generate(running, [asks(seed, named(), max_new_tokens=12) for seed in range(6)])
+        found.append([answer["output_ids"] for answer in answers])
+        running.shutdown()
+    assert found[0] == found[1]
+
+
 def last_word(output: list[int]) -> int:
     """The last token that reads anything; 0 where none does."""
     return next((token for token in reversed(output) if token > EOS), 0)
