@@ -175,7 +175,7 @@ def test_a_round_is_booked_as_that_of_a_greedy_request(is_greedy: bool) -> None:
         monitor=cast(Monitor, SimpleNamespace(add=seen.append)),
         failure=torch.zeros(1, dtype=torch.int64),
     )
-    result._take(0, req, 0, 0, state.counters)
+    result._take(0, req, 0, [], state.counters)
     assert [one.is_greedy for one in seen] == [is_greedy]
 
 
