@@ -119,6 +119,14 @@ def test_a_browser_draws_it(tmp_path: Path, scheme: str, num_particles: int, len
     _, console = shown(page, f"--screenshot={image}", "--window-size=1280,1100", *wanted)
     assert not console
     assert colours_of(image) > 40
+    assert brightness_of(image) < 0.2 if wanted else brightness_of(image) > 0.9
+
+
+def brightness_of(image: Path) -> float:
+    """Of the corner, which is background, 0 to 1."""
+    from matplotlib import image as images
+
+    return float(images.imread(image)[2, 2, :3].mean())
 
 
 def colours_of(image: Path) -> int:
@@ -128,20 +136,41 @@ def colours_of(image: Path) -> int:
     return len({tuple(pixel) for row in images.imread(image)[::3, ::3] for pixel in row})
 
 
+KEYS = """const at = document.getElementById('scroller'); at.focus();
+for (const key of ['ArrowRight', 'ArrowRight'])
+  at.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true}));"""
+POINTER = """const at = document.getElementById('picture'), box = at.getBoundingClientRect();
+for (let y = 22; y < 300 && document.getElementById('tip').hidden; y += 8)
+  at.dispatchEvent(new MouseEvent('mousemove', {clientX: box.left + 130, clientY: box.top + y}));"""
+
+
 @needs_chromium
-def test_a_token_tells_of_itself(tmp_path: Path) -> None:
-    """The keyboard's cursor does what a pointer does."""
-    made = simulated(5, 4, 60)
-    page = page_of(made.trace)
-    press = (
-        "<script>addEventListener('load', () => setTimeout(() => { const at = "
-        "document.getElementById('scroller'); at.focus(); for (const key of ['ArrowRight', "
-        "'ArrowRight']) at.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true})); }, "
-        "300));</script></body>"
-    )
-    path = tmp_path / "page.html"
-    path.write_text(page.replace("</body>", press))
+@pytest.mark.parametrize("reader", [KEYS, POINTER], ids=["keys", "pointer"])
+def test_a_token_tells_of_itself(tmp_path: Path, reader: str) -> None:
+    """Red where the cursor or the pointer finds no token, or the tip stays empty or hidden."""
+    dom = after(reader, tmp_path)
+    tip = re.search(r'<div id="tip"([^>]*)>(.*?</div>)\s*</div>', dom, re.DOTALL)
+    assert tip is not None and "hidden" not in tip[1]
+    assert "round" in tip[2] and "weight" in tip[2]
+
+
+@needs_chromium
+def test_paper_has_the_whole_picture(tmp_path: Path) -> None:
+    """In lines of 84 tokens, on white; and nothing of it stays behind."""
+    printed = after("dispatchEvent(new Event('beforeprint'));", tmp_path, length=400)
+    paper = re.search(r'<div id="paper">(.*?)</div>', printed, re.DOTALL)
+    assert paper is not None and paper[1].count("<canvas") >= 5
+    assert '<html lang="en" class="paper">' in printed
+    both = "dispatchEvent(new Event('beforeprint')); dispatchEvent(new Event('afterprint'));"
+    assert '<div id="paper"></div>' in after(both, tmp_path, length=400)
+
+
+def after(script: str, folder: Path, length: int = 60) -> str:
+    """The page's elements behind what a reader did, which is a script; raises if it complains."""
+    act = f"<script>addEventListener('load', () => setTimeout(() => {{ {script} }}, 300));</script>"
+    path = folder / "page.html"
+    page = page_of(simulated(5, 4, length).trace)
+    path.write_text(page.replace("</body>", f"{act}</body>"))
     dom, console = shown(path, "--dump-dom")
     assert not console
-    tip = re.search(r'<div id="tip".*?</div>\s*</div>|<div id="tip".*?</div>', dom, re.DOTALL)
-    assert tip is not None and "round" in tip[0] and "weight" in tip[0]
+    return dom
