@@ -7,7 +7,9 @@ other numbers of particles need no word here.
 
 import contextlib
 import copy
+import gc
 import math
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -77,10 +79,28 @@ def stop_ids(grammar: BaseGrammarObject | None) -> frozenset[int]:
     return frozenset()
 
 
+class _Pauses:
+    """CPU seconds of this thread that Python's garbage collector takes: up to one at a time."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._begun = 0.0
+        self._thread = threading.get_ident()
+
+    def __call__(self, phase: str, _: dict[str, int]) -> None:
+        """What `gc.callbacks` are called with, in the thread whose allocation was one too many."""
+        if threading.get_ident() != self._thread:
+            return
+        if phase == "start":
+            self._begun = time.thread_time()
+        else:
+            self.seconds += time.thread_time() - self._begun
+
+
 class _Cost(msgspec.Struct):
     """What a round has spent on reading one request's texts."""
 
-    seconds: float = 0.0  # of this thread: others that are let run do not count
+    seconds: float = 0.0  # of this thread: others that are let run do not count, nor collections
     num_texts: int = 0  # that a mask was made for
 
     @property
@@ -98,9 +118,13 @@ class _Cost(msgspec.Struct):
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
         """Count what is done within the block."""
-        begun, num_texts = time.thread_time(), _Text.num_made
-        yield
-        self.seconds += time.thread_time() - begun
+        begun, num_texts, pauses = time.thread_time(), _Text.num_made, _Pauses()
+        gc.callbacks.append(pauses)
+        try:
+            yield
+        finally:
+            gc.callbacks.remove(pauses)
+        self.seconds += time.thread_time() - begun - pauses.seconds
         self.num_texts += _Text.num_made - num_texts
 
 

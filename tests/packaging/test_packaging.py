@@ -30,7 +30,10 @@ DATA = [
     "sglang_smc/py.typed",
     "sglang_smc/kernels/README.md",
     "sglang_smc/patches/README.md",
-    *(f"sglang_smc/view/page/{name}" for name in ("page.css", "page.html", "page.js", "picture.js")),
+    *(
+        f"sglang_smc/view/page/{name}"
+        for name in ("page.css", "page.html", "page.js", "picture.js")
+    ),
     *(f"sglang_smc/pair/{name}" for name in ("README.md", "measurements.json", "provenance.json")),
     *(
         f"sglang_smc/pair/{model}/{name}"

@@ -1,5 +1,6 @@
 """Each particle's own state of its request's grammar."""
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -210,6 +211,33 @@ def test_a_grammar_that_takes_too_long_ends_its_request_before_the_next_round(
         assert req.to_finish.status_code == 400
         assert "0.42 s" in req.to_finish.message and "60.0 ms" in req.to_finish.message
     played(req, 0.0, monkeypatch)  # a round that has begun goes on without it
+
+
+def test_pythons_garbage_is_not_a_grammars_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red where a collection that falls into a round ends the request that it fell on."""
+    clock, num_texts = [0.0], [0]
+    fill = XGrammarGrammar.fill_vocab_mask
+
+    def collected(phase: str, info: dict[str, int]) -> None:
+        clock[0] += 0.6 if phase == "stop" else 0.0
+
+    def littered(grammar: XGrammarGrammar, *args: Any) -> None:
+        gc.collect()
+        num_texts[0] += 1
+        fill(grammar, *args)
+
+    monkeypatch.setattr(module.time, "thread_time", lambda: clock[0])
+    monkeypatch.setattr(XGrammarGrammar, "fill_vocab_mask", littered)
+    req, before = request(grammar_of("(a|b)*")), [*gc.callbacks, collected]
+    gc.callbacks.append(collected)
+    try:
+        for _ in range(2):
+            Grammar.of(BatchTexts([req], None, VOCAB, "cpu"))
+        assert num_texts == [2] and clock[0] >= 1.2
+        assert req.to_finish is None
+        assert gc.callbacks == before
+    finally:
+        gc.callbacks.remove(collected)
 
 
 def test_ranks_end_the_same_requests(monkeypatch: pytest.MonkeyPatch) -> None:
