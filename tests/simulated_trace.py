@@ -16,6 +16,7 @@ class Simulated(NamedTuple):
     trace: Trace
     texts: list[list[int]]  # of the particles as the record ends
     answer: list[int]  # what was emitted
+    judged: dict[tuple[int, ...], float]  # what potentials said of particles' texts
 
 
 def simulated(seed: int, num_particles: int, length: int, num_steps: int = 8) -> Simulated:
@@ -33,7 +34,7 @@ def simulated(seed: int, num_particles: int, length: int, num_steps: int = 8) ->
         rounds=rounds,
         pieces=pieces,
     )
-    return Simulated(trace, answer.texts, answer.emitted)
+    return Simulated(trace, answer.texts, answer.emitted, answer.judged)
 
 
 class _Answer:
@@ -42,6 +43,7 @@ class _Answer:
         self.emitted: list[int] = []
         self.texts: list[list[int]] = []
         self.weights: list[float] = []
+        self.judged: dict[tuple[int, ...], float] = {}
         self.banked = 0.0
 
     @property
@@ -52,6 +54,7 @@ class _Answer:
         begins = self.begin() if not self.texts or self.rng.random() < 0.01 else None
         resized = None if begins else self.resize()
         before, size = list(self.weights), len(self.texts)
+        potentials = self.judge() if self.rng.random() < 0.3 else None
         drafted = [[] if self.has_ended(text) else self.draft(text) for text in self.texts]
         keep = self.num_steps if self.rng.random() < 0.7 else self.rng.randrange(self.num_steps)
         kept = [min(keep, len(tokens)) for tokens in drafted]
@@ -77,6 +80,7 @@ class _Answer:
             drafted=drafted,
             kept=kept,
             log_weights=_told(weights),
+            log_potentials=potentials,
             ess=ess,
             log_block_evidence=0.1,
             cut="none" if keep == self.num_steps else "evidence",
@@ -97,6 +101,15 @@ class _Answer:
         self.emitted = [*self.emitted, first]
         self.weights = [0.0] * self.most
         return [first] * self.most
+
+    def judge(self) -> list[float]:
+        """Equal texts are judged alike, and none twice."""
+        fresh = {tuple(text) for text in self.texts} - self.judged.keys()
+        new = {text: self.rng.gauss(0, 0.2) for text in sorted(fresh)}
+        self.judged |= new
+        added = [new.get(tuple(text), 0.0) for text in self.texts]
+        self.weights = [w + more for w, more in zip(self.weights, added, strict=True)]
+        return added
 
     def resize(self) -> list[int] | None:
         if self.rng.random() > 0.03 or self.most < 4:

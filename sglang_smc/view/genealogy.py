@@ -46,10 +46,14 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     fate: str | None
     """Why nobody goes on from its end: `dead` (weight 0), `resampled`, `verification`, `narrowed`,
     `drawn` (another was drawn as the answer), `resized`, `retracted`, `failure`; `end` where the
-    record ends; None where somebody goes on."""
+    record ends; None where somebody goes on, as the answer does from all that it has whole."""
 
     surviving: int
     """How many of its tokens are in the answer by this line of descent."""
+
+    log_potential: float | None = 0.0
+    """What potentials added to the weight for the text up to its end; 0 where they said nothing,
+    null where they forbid that text."""
 
     @property
     def end(self) -> int:
@@ -153,6 +157,7 @@ class _Growth:
         self.steps: list[Step] = []
         self.heads: list[int] = []
         self.fates: dict[int, str] = {}
+        self.log_potentials: dict[int, float | None] = {}
         self.emitted: list[int] = []
 
     def play(self, number: int, record: RoundRecord, *, is_last: bool) -> None:
@@ -161,6 +166,9 @@ class _Growth:
             self.begin(number, record.begins)
         if record.resized_from is not None:
             self.descend(record.resized_from, "resized")
+        if record.log_potentials is not None:
+            told = zip(map(self.wrote, self.heads), record.log_potentials, strict=True)
+            self.log_potentials |= {segment: value for segment, value in told if value != 0}
         weights = shares(record.log_weights)
         start = min(self.end_of(lane) for lane in range(len(self.heads)))
         self.draft(number, record, weights)
@@ -292,6 +300,11 @@ class _Growth:
         """Whether a particle's text so far stands in another lane."""
         return self.segments[self.heads[lane]].lane != lane
 
+    def wrote(self, segment: int) -> int:
+        """The segment with the last token of the text at a segment's end."""
+        here = self.segments[segment]
+        return segment if here.tokens or here.parent is None else self.wrote(here.parent)
+
     def end_of(self, lane: int) -> int:
         return self.segments[self.heads[lane]].end
 
@@ -303,13 +316,21 @@ class _Growth:
         for head in self.heads:
             self.fates.setdefault(head, "end")
         counts = self.surviving()
+        for at in list(counts)[1:]:  # not the youngest, from which nobody goes on
+            if counts[at] == len(self.segments[at].tokens):
+                self.fates.pop(at, None)
         replace = msgspec.structs.replace
         ends = [here.end + len(here.rejected) for here in self.segments]
         return Genealogy(
             num_lanes=max(here.lane for here in self.segments) + 1,
             length=max(ends),
             segments=[
-                replace(here, fate=self.fates.get(i), surviving=counts.get(i, 0))
+                replace(
+                    here,
+                    fate=self.fates.get(i),
+                    surviving=counts.get(i, 0),
+                    log_potential=self.log_potentials.get(i, 0.0),
+                )
                 for i, here in enumerate(self.segments)
             ],
             steps=self.steps,
@@ -318,7 +339,7 @@ class _Growth:
         )
 
     def surviving(self) -> dict[int, int]:
-        """Segment -> how many of its tokens the answer has."""
+        """Segment -> how many of its tokens the answer has, the youngest segment first."""
         end, counts = len(self.emitted), {}
         for at in lineage(self.heads[0], [here.parent for here in self.segments]):
             here = self.segments[at]

@@ -42,6 +42,30 @@ def test_who_has_no_descendant_is_told_why(seed: int) -> None:
         assert here.parent is None or here.parent < place
 
 
+@given(st.integers(0, 10_000))
+def test_the_answers_lineage_ends_nowhere_but_at_its_end(seed: int) -> None:
+    """Red where a retraction marks as ended what was emitted."""
+    found = genealogy(simulated(seed, 4, 200).trace)
+    _, *ancestors = found.lineage(found.heads[0])
+    for here in (found.segments[place] for place in ancestors):
+        assert here.fate is None or here.surviving < len(here.tokens)
+
+
+@given(st.integers(0, 10_000), st.sampled_from([1, 4, 7]))
+def test_what_potentials_say_stands_at_the_text_that_they_said_it_of(
+    seed: int, num_particles: int
+) -> None:
+    made = simulated(seed, num_particles, 60)
+    found = genealogy(made.trace)
+    told = {
+        tuple(found.text_of(place)): here.log_potential
+        for place, here in enumerate(found.segments)
+        if here.log_potential != 0
+    }
+    assert told == made.judged
+    assert all(here.tokens for here in found.segments if here.log_potential != 0)
+
+
 def test_a_trace_without_rounds_is_told() -> None:
     trace = Trace(mode="smc", num_particles=2, num_steps=2, prompt_length=1, rounds=[])
     with pytest.raises(ValueError, match="no round"):

@@ -154,6 +154,24 @@ def test_a_token_tells_of_itself(tmp_path: Path, reader: str) -> None:
     assert "round" in tip[2] and "weight" in tip[2]
 
 
+ALL_TOLD = """document.title = [...document.getElementById('answer').children].map((token) => {
+  token.dispatchEvent(new MouseEvent('mouseover', {bubbles: true}));
+  return document.getElementById('status').textContent; }).join(' | ');"""
+
+
+@needs_chromium
+def test_a_token_tells_what_potentials_said(tmp_path: Path) -> None:
+    """Of the answer's beginnings, where each ends."""
+    title = re.search("<title>(.*?)</title>", after(ALL_TOLD, tmp_path), re.DOTALL)
+    assert title is not None
+    told = re.findall(r"potentials, of the text up to here: log w ([+−][0-9.]+)", title[1])
+    judged = simulated(5, 4, 60).judged
+    answer = tuple(simulated(5, 4, 60).answer)
+    beginnings = sorted((text for text in judged if text == answer[: len(text)]), key=len)
+    values = [f"{judged[text]:+.2f}".replace("-", "−") for text in beginnings]
+    assert values and told == values
+
+
 @needs_chromium
 def test_paper_has_the_whole_picture(tmp_path: Path) -> None:
     """In lines of 84 tokens, on white; and nothing of it stays behind."""

@@ -33,6 +33,7 @@ const room = () => scroller.clientWidth - GUTTER - 48;
 const fitting = () => room() / tree.length;
 const percent = (share) => share >= 0.0995 || share === 0 ? `${(100 * share).toFixed(0)} %` : `${(100 * share).toPrecision(2)} %`;
 const number = (value) => value.toFixed(2).replace("-", "−");
+const signed = (value) => (value > 0 ? "+" : "") + number(value);
 
 function sized(canvas, width, height, ratio) {
   canvas.width = Math.round(width * ratio);
@@ -117,6 +118,8 @@ function told(where) {
   lines.push(["meta", `token ${where.position} of particle ${s.lane}, round ${s.round}; ${where.isRejected ? "drafted, not kept" : kind}; id ${token}`]);
   const weight = s.kind === "drafted" ? `weight ${percent(s.before)} → ${percent(s.after)}` : `weight ${percent(s.after)}`;
   lines.push(["meta", s.logWeight === null ? weight : `${weight}, log w ${number(s.logWeight)}`]);
+  if (s.logPotential !== 0 && where.position === s.end - 1)
+    lines.push(["meta", s.logPotential === null ? "potentials forbid the text up to here" : `potentials, of the text up to here: log w ${signed(s.logPotential)}`]);
   const evidence = step.logEvidence === null ? "" : `, log Ẑ ${number(step.logEvidence)}`;
   lines.push(["meta", `round: ESS ${number(step.ess)} of ${step.numParticles}${evidence}`]);
   if (where.isRejected) lines.push(["fate", CUTS[step.cut]]);

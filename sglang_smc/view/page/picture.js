@@ -8,9 +8,9 @@ const EVENTS = [
 
 function read(packed) {
   const segments = packed.segments.map(
-    ([parent, lane, start, tokens, kind, round, before, after, logWeight, rejected, fate, surviving], id) =>
+    ([parent, lane, start, tokens, kind, round, before, after, logWeight, rejected, fate, surviving, logPotential], id) =>
       ({ id, parent, lane, start, tokens, kind, round, before, after, logWeight, rejected, fate, surviving,
-        end: start + tokens.length }));
+        logPotential, end: start + tokens.length }));
   const steps = packed.steps.map(
     ([start, keptTo, end, numParticles, ess, blockEvidence, logEvidence, cut, resampled, gone, resized, retracted, emittedTo]) =>
       ({ start, keptTo, end, numParticles, ess, blockEvidence, logEvidence, cut, resampled, gone, resized, retracted, emittedTo }));
