@@ -102,14 +102,14 @@ class _Answer:
         self.weights = [0.0] * self.most
         return [first] * self.most
 
-    def judge(self) -> list[float]:
+    def judge(self) -> list[float | None]:
         """Equal texts are judged alike, and none twice."""
         fresh = {tuple(text) for text in self.texts} - self.judged.keys()
         new = {text: self.rng.gauss(0, 0.2) for text in sorted(fresh)}
         self.judged |= new
         added = [new.get(tuple(text), 0.0) for text in self.texts]
         self.weights = [w + more for w, more in zip(self.weights, added, strict=True)]
-        return added
+        return [*added]
 
     def resize(self) -> list[int] | None:
         if self.rng.random() > 0.03 or self.most < 4:

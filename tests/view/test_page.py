@@ -164,11 +164,11 @@ def test_a_token_tells_what_potentials_said(tmp_path: Path) -> None:
     """Of the answer's beginnings, where each ends."""
     title = re.search("<title>(.*?)</title>", after(ALL_TOLD, tmp_path), re.DOTALL)
     assert title is not None
-    told = re.findall(r"potentials, of the text up to here: log w ([+−][0-9.]+)", title[1])
+    told = re.findall(r"potentials, of the text up to here: log w (.[0-9.]+)", title[1])
     judged = simulated(5, 4, 60).judged
     answer = tuple(simulated(5, 4, 60).answer)
     beginnings = sorted((text for text in judged if text == answer[: len(text)]), key=len)
-    values = [f"{judged[text]:+.2f}".replace("-", "−") for text in beginnings]
+    values = [f"{judged[text]:+.2f}".replace("-", "\N{MINUS SIGN}") for text in beginnings]
     assert values and told == values
 
 
