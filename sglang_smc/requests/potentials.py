@@ -5,6 +5,7 @@ when drafts are scored, just before these are weighed. So a text that ends in a 
 whole in the next: a group whose particles have all ended waits for that (`state.judged`).
 """
 
+import math
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -119,8 +120,11 @@ class Potentials(TextRule):
         particles, chosen = self._particles[group], state_of(req).potentials
         if req.to_finish:  # with an error; what there is of values is not all
             return Verdict.none(len(particles))
+        log_values = [one and _log_value(one, chosen) for one in particles]
+        if all(value is None or value == -math.inf for value in log_values):
+            self.end_stuck(req)  # before other rules, which are not the cause
         return Verdict(
-            log_values=[one and _log_value(one, chosen) for one in particles],
+            log_values=log_values,
             complete=[one is None or one.has_ended for one in particles],
         )
 
