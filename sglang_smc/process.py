@@ -52,7 +52,10 @@ def potentials_of(server_args: Arguments) -> tuple[str, ...]:
 def callers_of(server_args: Arguments, config: SMCConfig) -> dict[str, Caller]:
     """Who asks a server's potentials in this scheduler process; of several ranks the first asks."""
     given, seconds = potentials_of(server_args), config.potential_timeout
-    return calls.callers_of(given, seconds, opens=get_parallel().tp_rank == 0)
+    assert _monitor is not None, "the worker sets it before"
+    return calls.callers_of(
+        given, seconds, _monitor.time_potential, opens=get_parallel().tp_rank == 0
+    )
 
 
 def set_policy(policy: Policy | None) -> None:

@@ -7,7 +7,7 @@ behind, and all whose texts it had fail: nobody can tell whose fault it was.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TimedOut
 from typing import NamedTuple
@@ -38,11 +38,19 @@ class Caller:
         name: by which a server knows it.
         potential: opened.
         seconds: that a call may take.
+        waited: is told the seconds that somebody waited for a call's answers.
     """
 
-    def __init__(self, name: str, potential: Potential, seconds: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        potential: Potential,
+        seconds: float,
+        waited: Callable[[float], None] = lambda _: None,
+    ) -> None:
         self.name = name
         self.potential = potential
+        self.waited = waited
         self._seconds = seconds
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"potential-{name}")
 
@@ -109,19 +117,25 @@ class Call(NamedTuple):
 
     def answers(self) -> list[float | Failed]:
         """The values, once they are there, or what stands in their place."""
+        begun = time.monotonic()
         try:
-            return self.future.result(max(0.0, self.deadline - time.monotonic()))
+            return self.future.result(max(0.0, self.deadline - begun))
         except TimedOut:
             self.future.cancel()  # one that waits behind another need not be made any more
             return [self.caller.late()] * len(self.questions)
+        finally:
+            self.caller.waited(time.monotonic() - begun)
 
 
-def callers_of(given: tuple[str, ...], seconds: float, *, opens: bool) -> dict[str, Caller]:
+def callers_of(
+    given: tuple[str, ...], seconds: float, waited: Callable[[float], None], *, opens: bool
+) -> dict[str, Caller]:
     """Who asks the potentials of a server, by their names.
 
     Args:
         given: values of the flag, without `problems`.
         seconds: that a call may take.
+        waited: as of `Caller`.
         opens: whether this process is the one that asks.
 
     Raises:
@@ -136,4 +150,4 @@ def callers_of(given: tuple[str, ...], seconds: float, *, opens: bool) -> dict[s
                 f"The potential {name!r} cannot be opened: {type(error).__name__}: {error}. Mend "
                 f"it, or leave it out of {FLAG}."
             ) from error
-    return {name: Caller(name, potential, seconds) for name, potential in found.items()}
+    return {name: Caller(name, potential, seconds, waited) for name, potential in found.items()}

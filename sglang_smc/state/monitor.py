@@ -29,6 +29,7 @@ OpenMetrics' samples as if they were labels (prometheus/client_python, issue 117
 ESS_RATIO = "ess_ratio"
 CHUNK_GAP = "chunk_gap_seconds"
 CHUNK_TOKENS = "chunk_tokens"
+POTENTIAL_WAIT = "potential_wait_seconds"
 
 
 class Played(NamedTuple):
@@ -126,6 +127,11 @@ MEASURES = (
         "New tokens of each chunk of a stream that has some.",
         (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512),
     ),
+    Measure(
+        POTENTIAL_WAIT,
+        "Seconds that a round, its drafts scored, waited for one potential's answers.",
+        (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60),
+    ),
 )
 
 
@@ -211,6 +217,11 @@ class Monitor:
             if last is not None:
                 self._prometheus.observe(CHUNK_GAP, now - last)
         return now
+
+    def time_potential(self, seconds: float) -> None:
+        """Measure how long a round waited for a potential's answers."""
+        if self._prometheus is not None:
+            self._prometheus.observe(POTENTIAL_WAIT, seconds)
 
     def end_round(self) -> None:
         """Pass on what the round did for the requests of its batch."""

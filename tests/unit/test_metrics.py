@@ -291,6 +291,21 @@ def test_an_answer_that_comes_as_one_has_no_chunks(
     assert chunks(registry) == (0, 0, 0, 0)
 
 
+def test_waits_for_potentials_are_measured(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By those who ask on a server, of which `Call.answers` is the only way to wait."""
+    monkeypatch.setattr(process, "_monitor", monitor())
+    monkeypatch.setattr(process, "potentials_of", lambda _: ("slow=steered:Slow",))
+    monkeypatch.setattr(process, "get_parallel", lambda: SimpleNamespace(tp_rank=0))
+    asked = process.callers_of(cast(Any, None), SMCConfig())["slow"]
+    asked.waited(0.25)
+    found = samples(registry)
+    assert found["potential_wait_seconds_sum"] == 0.25
+    assert found["potential_wait_seconds_bucket 0.2"] == 0
+    assert found["potential_wait_seconds_bucket 0.5"] == 1
+
+
 def test_a_prefill_that_fails_is_counted_though_it_is_no_round(
     registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,9 +73,9 @@ def test_names_are_given_once() -> None:
 
 
 def test_what_cannot_be_opened_is_told() -> None:
-    assert callers_of(("shut=steered:Shut",), 1.0, opens=False)["shut"].name == "shut"
+    assert callers_of(("shut=steered:Shut",), 1.0, print, opens=False)["shut"].name == "shut"
     with pytest.raises(RuntimeError, match="'shut' cannot be opened: OSError: no weights"):
-        callers_of(("shut=steered:Shut",), 1.0, opens=True)
+        callers_of(("shut=steered:Shut",), 1.0, print, opens=True)
 
 
 # Requests.
@@ -188,12 +188,14 @@ def test_who_is_at_fault_fails_alone() -> None:
 
 
 def test_who_takes_too_long_is_left_behind_and_so_is_who_waits_for_it() -> None:
-    caller = Caller("slow", Slow(), 0.2)
+    waits: list[float] = []
+    caller = Caller("slow", Slow(), 0.2, waits.append)
     late = [Question(text("a", Slow.Args(0.6)), True, 0)]
     first, second = caller.ask(late), caller.ask([Question(text("a", Slow.Args(0.0)), True, 0)])
     for call in (first, second):
         (answer,) = call.answers()
         assert isinstance(answer, Failed) and answer.is_late and "0.2 s" in answer.message
+    assert len(waits) == 2 and sum(waits) > 0.1
     first.future.result()
     (answer,) = caller.ask([Question(text("a", Slow.Args(0.0)), True, 0)]).answers()
     assert answer == 0.0
