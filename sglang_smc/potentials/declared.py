@@ -131,12 +131,12 @@ def choose(asked: Asked, potentials: Mapping[str, Potential]) -> Chosen:
     potential = potentials.get(asked.name)
     if potential is None:
         known = ", ".join(map(repr, potentials)) or f"none, since this server has no {FLAG}"
-        raise ValueError(f"potential {asked.name!r} is unknown; allowed: {known}.")
+        raise ValueError(f"potential {asked.name!r}, which is unknown; allowed: {known}.")
     try:
         args = msgspec.convert(asked.args, potential.Args)
     except msgspec.ValidationError as error:
         raise ValueError(
-            f"potential {asked.name!r} has args={asked.args!r}: {error}; allowed: "
+            f"potential {asked.name!r} with args={asked.args!r}: {error}; allowed: "
             f"{fields_of(potential.Args)}."
         ) from error
     when = potential.when if asked.when is None else asked.when

@@ -166,7 +166,7 @@ def test_who_is_late_ends_and_no_other(running: Any) -> None:
 @pytest.mark.parametrize(
     ("smc", "told"),
     [
-        (named("none"), "potential 'none' is unknown; allowed: 'count', 'offset'"),
+        (named("none"), "potential 'none', which is unknown; allowed: 'count', 'offset'"),
         (named(args={"tokn": 3}), "unknown field `tokn`; allowed: token: int, weight: float"),
         (named(when="often"), "potential 'count' with when='often'; allowed"),
         (named(exponent=-1), "exponent=-1.0; allowed: a finite number >= 0"),

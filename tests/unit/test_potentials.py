@@ -120,7 +120,7 @@ def test_what_is_malformed_is_refused(given: Any) -> None:
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        (Asked("other"), "'other' is unknown; allowed: 'count', 'slow'"),
+        (Asked("other"), "'other', which is unknown; allowed: 'count', 'slow'"),
         (Asked("count", {"token": "x"}), "token: int, weight: float"),
         (Asked("slow"), "seconds: float"),
     ],
