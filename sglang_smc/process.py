@@ -49,13 +49,11 @@ def potentials_of(server_args: Arguments) -> tuple[str, ...]:
     return tuple(upstream.resolved(server_args).speculative_smc_potential or ())  # pyright: ignore[reportAttributeAccessIssue] -- ours
 
 
-def callers_of(server_args: Arguments, config: SMCConfig) -> dict[str, Caller]:
+def callers_of(server_args: Arguments, config: SMCConfig, monitor: Monitor) -> dict[str, Caller]:
     """Who asks a server's potentials in this scheduler process; of several ranks the first asks."""
     given, seconds = potentials_of(server_args), config.potential_timeout
-    assert _monitor is not None, "the worker sets it before"
-    return calls.callers_of(
-        given, seconds, _monitor.time_potential, opens=get_parallel().tp_rank == 0
-    )
+    opens = get_parallel().tp_rank == 0
+    return calls.callers_of(given, seconds, monitor.time_potential, opens=opens)
 
 
 def set_policy(policy: Policy | None) -> None:

@@ -65,7 +65,7 @@ class SMCWorker(WeightUpdates):
         seed = target_worker.random_seed
         assert seed is not None, "SGLang draws one where it is given none"
         replica = upstream.replica_of(placement)
-        callers = process.callers_of(server_args, self.config)
+        callers = process.callers_of(server_args, self.config, self.monitor)
         dial = self.monitor.dial
         self._states = RequestStates.of_replica(self.config, seed, replica, dial, callers)
 
