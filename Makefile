@@ -77,7 +77,7 @@ quick: lint
 
 test: check upstream
 	$(BIN)/python -W ignore tests/house_measures.py
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) -p costs --costs .costs.json $(PYTEST_ARGS)
 
 # A second environment, for the SGLang that needs no more than torch 2.11.
 OLDEST := 0.5.17
