@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+from sglang_smc.printable import printable
 from sglang_smc.state.settings import stop_tokens
 
 if TYPE_CHECKING:
@@ -61,13 +62,14 @@ def end_request(req: "Req", message: str, status: HTTPStatus) -> None:
 
     Args:
         req: in the scheduler; where it is about to end anyway, it ends as it would.
-        message: what happened, and what to do.
+        message: what happened, and what to do; control characters in it are escaped.
         status: 400, 500 or 503; for others SGLang makes no error of an abort.
     """
     if req.finished() or req.to_finish:
         return
-    logger.error("SMC ends request %s: %s", req.rid, message)
-    req.to_finish = FINISH_ABORT(message, status, status.name)
+    # It may quote a client, a potential or a remote service; SGLang logs what it ends with, too.
+    logger.error("SMC ends request %s: %s", printable(req.rid), printable(message))
+    req.to_finish = FINISH_ABORT(printable(message), status, status.name)
     # What stands in its KV slots may be the cause, and must not be found again.
     req.skip_radix_cache_insert = True
 

@@ -5,7 +5,6 @@ before (`patches/batch_result.py`), and for the device. What it reads of its req
 `custom_params["__req__"]` is the request as one particle continues it.
 """
 
-import logging
 from array import array
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -20,8 +19,6 @@ from sglang_smc.state.population import Population
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-
-logger = logging.getLogger(__name__)
 
 
 class ParticleView:
@@ -117,6 +114,5 @@ def _params(req: "Req", output_ids: list[int]) -> dict[str, Any] | None:
 
 def _abort(req: "Req", error: Exception) -> None:
     """Tell the client that its code failed; only its request ends."""
-    logger.exception("The custom logit processor of request %s failed", req.rid)
     message = f"The custom logit processor raised {type(error).__name__}: {error}"
     end_request(req, message, HTTPStatus.BAD_REQUEST)

@@ -19,6 +19,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_smc.printable import printable
 from sglang_smc.requests.pattern import num_places
 
 MAX_SAMPLES = 4096
@@ -229,7 +230,9 @@ def _convert(name: str, value: Any, expected: type) -> None:
     try:
         msgspec.convert(value, expected)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{name} is malformed: {error}. Send what SGLang documents.") from None
+        raise ValueError(
+            f"{name} is malformed: {printable(error)}. Send what SGLang documents."
+        ) from None
 
 
 def _check_ranges(values: dict[str, Any], ranges: dict[str, range]) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from sglang_smc.printable import printable
 from sglang_smc.watch.lines import HEADER, lines_of
 from sglang_smc.watch.looks import WatchError, between, look
 
@@ -22,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run(options)
     except WatchError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         pass

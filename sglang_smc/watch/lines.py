@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sglang_smc.printable import printable
 from sglang_smc.watch.looks import Shown
 
 _ID_LENGTH = 12
@@ -22,10 +23,12 @@ REQUEST_HEADER = _REQUEST_FORM.format(
 
 
 def lines_of(replicas: Sequence[Shown]) -> list[str]:
-    """Lines below `HEADER`: a replica each, and then each request that they told of."""
-    found = [line_of(rank, shown) for rank, shown in enumerate(replicas)]
+    """Return the lines below `HEADER`: one for each replica, then one for each request."""
+    found = [printable(line_of(rank, shown)) for rank, shown in enumerate(replicas)]
     requests = [
-        request_line(rank, one) for rank, shown in enumerate(replicas) for one in shown.requests
+        printable(request_line(rank, one))
+        for rank, shown in enumerate(replicas)
+        for one in shown.requests
     ]
     if not requests:
         return found
@@ -57,7 +60,7 @@ def request_line(rank: int, request: Mapping[str, Any]) -> str:
     """A request's line below `REQUEST_HEADER`, of all its rounds so far."""
     return _REQUEST_FORM.format(
         rank,
-        request["rid"][:_ID_LENGTH],
+        printable(request["rid"])[:_ID_LENGTH],
         request["output_tokens"],
         _cell(request["tokens_per_pass"], ".2f"),
         _cell(request["ess_ratio"], ".2f"),

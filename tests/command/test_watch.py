@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
+from hostile import HOSTILE
 
 from sglang_smc.watch import cli, looks
 from sglang_smc.watch.lines import HEADER, REQUEST_HEADER, line_of, lines_of, request_line
@@ -103,6 +104,16 @@ def test_requests_that_run_stand_below_their_replica() -> None:
     assert lines[6].split() == ["and", "4", "more"], "each replica has three"
     alone = [look(10, BEFORE)], [look(12, AFTER)]
     assert len(lines_of(list(looks.between(*alone)))) == 1
+
+
+def test_text_of_clients_is_shown_in_escapes() -> None:
+    """Whatever field has it, and in its own column."""
+    hostile = {**REQUEST, "rid": HOSTILE, "mode": HOSTILE, "output_tokens": HOSTILE}
+    (shown,) = looks.between([look(10, BEFORE)], [look(12, AFTER, hostile)])
+    lines = lines_of([shown._replace(mode=HOSTILE)])
+    assert all(line.isprintable() for line in lines)
+    one = {**REQUEST, "rid": "\a\x1b[2J"}
+    assert len(request_line(0, one)) == len(request_line(0, REQUEST))
 
 
 @pytest.mark.parametrize("name", ["tokens/pass", "ESS / N", "resampled", "mode", "N", "K"])

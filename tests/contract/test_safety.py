@@ -1,11 +1,15 @@
 """Nothing in this package turns data into code, or into a path, but where it is listed here.
 
-None of the listed places sees anything of a request.
+None of the listed places sees anything of a request. Likewise no line of the log has text of a
+request as it came.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(
@@ -101,6 +105,70 @@ def risks(path: Path) -> Iterator[str]:
                 yield name
             elif name.rpartition(".")[2] in FILE_METHODS | PICKLE_METHODS:
                 yield name.rpartition(".")[2]
+
+
+# What log lines show as it is: numbers, and texts of the server's owner or of this package.
+OWN_TEXTS = {
+    ("sglang_smc/server/arguments.py", "config"),
+    ("sglang_smc/models/vocabulary.py", "error"),  # a draft's tokenizer cannot be read
+    ("sglang_smc/process.py", "_memory.as_text()"),
+    ("sglang_smc/process.py", "_memory.advice"),
+    ("sglang_smc/round/costs.py", "found"),
+    ("sglang_smc/round/graph.py", "*(size, reason)"),  # why a round is not replayed
+    ("sglang_smc/state/counters.py", "tilt"),
+    (
+        "sglang_smc/state/counters.py",
+        "f'{self._ess / self._particles:.2f}' if self._particles else '-'",
+    ),
+    ("sglang_smc/state/monitor.py", "warning"),  # of numbers
+    ("patches/metrics.py", "' and no '.join(unread)"),  # names of SGLang's counters
+}  # fmt: skip
+LEVELS = {"debug", "info", "warning", "error", "critical", "log", "exception"}
+
+
+def logged(tree: ast.AST) -> Iterator[str]:
+    """Yield what log lines show that is neither a number nor `printable`."""
+    for call in ast.walk(tree):
+        if not isinstance(call, ast.Call) or dotted(call.func) not in {
+            f"logger.{level}" for level in LEVELS
+        }:
+            continue
+        form, *shown = call.args
+        if dotted(call.func) == "logger.exception" or call.keywords:
+            yield "a traceback, which quotes the error's text"
+        if not (isinstance(form, ast.Constant) and isinstance(form.value, str)):
+            yield ast.unparse(form)
+        elif "%s" in form.value:
+            kinds = re.findall(r"%[-.0-9]*([a-z])", form.value)
+            is_each = len(kinds) == len(shown)
+            for number, one in enumerate(shown):
+                is_text = not is_each or kinds[number] == "s"
+                if is_text and not (isinstance(one, ast.Call) and dotted(one.func) == "printable"):
+                    yield ast.unparse(one)
+
+
+def test_the_log_has_text_of_a_request_through_printable_alone() -> None:
+    """Red for a line with new text: escape it, or list it if no request can choose it."""
+    found = {
+        (str(path.relative_to(ROOT)), text)
+        for path in FILES
+        for text in logged(ast.parse(path.read_text()))
+    }
+    assert found == OWN_TEXTS
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("logger.error('%d %s', number, req.rid)", "req.rid"),
+        ("logger.error('%s', *many)", "*many"),
+        ("logger.info(f'{rid}')", "f'{rid}'"),
+        ("logger.exception('failed')", "a traceback, which quotes the error's text"),
+        ("logger.info('%.2f %s', share, printable(rid))", None),
+    ],
+)
+def test_the_search_finds_lines_with_text(line: str, text: str | None) -> None:
+    assert list(logged(ast.parse(line))) == ([] if text is None else [text])
 
 
 def test_data_becomes_code_or_a_path_only_where_it_is_listed() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from edit_cases import NEUTRAL
+from hostile import HOSTILE
 from toy_laws import EOS, languages
 from toy_worker import Language, ToyWorker
 
@@ -58,6 +59,14 @@ def test_an_ended_request_carries_status_and_sentence_and_leaves_no_kv() -> None
         "err_type": "BAD_REQUEST",
     }
     assert req.skip_radix_cache_insert
+
+
+def test_what_others_sent_is_one_line_of_plain_text(caplog: pytest.LogCaptureFixture) -> None:
+    req: Any = FakeReq()
+    req.rid = f"a{HOSTILE}"
+    end_request(req, f"The potential says {HOSTILE}.", HTTPStatus.BAD_REQUEST)
+    for text in (caplog.messages[0], req.to_finish.message):
+        assert text.isprintable() and r"\x1b]52;c;AA==\x07\n" in text
 
 
 @pytest.mark.parametrize("ending", ["by its client", "already"])

@@ -3,8 +3,12 @@
 from typing import Any
 
 import pytest
+from hostile import HOSTILE
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from sglang_smc.options.request import request_config
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.server import presets
 from sglang_smc.server.malformed import check_fields, check_form, check_ids, check_labels
 
 VOCAB = 64
@@ -110,6 +114,37 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
 def test_what_would_fail_later_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sampling_params": {HOSTILE: 1}},
+        {"sampling_params": {"stop_regex": f"({HOSTILE}"}},
+        {"sampling_params": {"stop_regex": f"(?P<{HOSTILE}>a)"}},
+        {"session_params": {HOSTILE: 1}},
+        {"rid": [HOSTILE]},
+        {"sampling_params": {"custom_params": {"smc": {HOSTILE: 1}}}},
+        {"sampling_params": {"custom_params": {"smc": {"mode": HOSTILE}}}},
+        {"sampling_params": {"custom_params": {"smc": {"answer_pattern": f"(?P<{HOSTILE}>a)"}}}},
+        {"sampling_params": {"custom_params": {"smc": {"answer_pattern": f"\\p{{{HOSTILE}}}"}}}},
+        {"sampling_params": {"custom_params": {"smc": {"potentials": [{"name": HOSTILE}]}}}},
+    ],
+)
+def test_refusals_show_text_in_escapes(fields: dict[str, Any]) -> None:
+    """SGLang logs them as they are."""
+    with pytest.raises(ValueError) as refused:
+        check(**fields)
+        request_config(SMCConfig(), fields["sampling_params"].get("custom_params"))
+        raise AssertionError("not refused")
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize("preset", [HOSTILE, [HOSTILE]])
+def test_an_unknown_preset_is_shown_in_escapes(preset: Any) -> None:
+    with pytest.raises(ValueError) as refused:
+        presets.find(preset, {"a": {}})
+    assert str(refused.value).isprintable()
 
 
 def test_nesting_is_followed_as_deep_as_it_goes() -> None:
