@@ -10,7 +10,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_smc.process import is_smc
 from sglang_smc.server import presets, routes
 from sglang_smc.server.hooks import Patch
-from sglang_smc.server.prompt_length import check_messages
+from sglang_smc.server.prompt_length import check_conversation
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -80,7 +80,7 @@ def process_messages(
     """Refuse a conversation that cannot fit before it is rendered and tokenized."""
     manager = serving.tokenizer_manager
     if is_smc(manager.server_args):
-        check_messages(request.messages, manager)
+        check_conversation(vars(request), manager)
     return original(serving, request, *args, **kwargs)
 
 
@@ -189,8 +189,9 @@ _NO_FIELD = (
     "name to itself."
 )
 _OLLAMA_WHAT = (
-    " the preset that the model's name has; answers HTTP 400 to custom_params, unknown presets and "
-    "what else is wrong; streams the last text, too."
+    " the preset that the model's name has; answers HTTP 400 to custom_params, unknown presets, "
+    "conversations that are longer than any that fits and what else is wrong; streams the last "
+    "text, too."
 )
 _OLLAMA_WHY = (
     " A wrong value is HTTP 500. A stream's last chunk tells that it is the last, and has no text: "
@@ -212,7 +213,8 @@ PATCHES = (
         target="sglang.srt.entrypoints.anthropic.serving.AnthropicServing.handle_messages",
         hook_type=HookType.AROUND,
         function=handle_messages,
-        what="Answers HTTP 400 on /v1/messages to custom_params, and to unknown presets.",
+        what="Answers HTTP 400 on /v1/messages to custom_params, unknown presets, and "
+        "conversations that are longer than any that fits.",
         why=_NO_FIELD,
         relies_on=("srt/entrypoints/anthropic/serving.py:189 (the whole of the route)",),
         retire_when=_PER_ROUTE,
@@ -222,7 +224,7 @@ PATCHES = (
         hook_type=HookType.AROUND,
         function=create_responses,
         what="Hands on the preset that the model's name has, on /v1/responses, and answers HTTP 400"
-        " to custom_params and unknown presets.",
+        " to custom_params, unknown presets, and conversations that are longer than any that fits.",
         why=_NO_FIELD,
         relies_on=("srt/entrypoints/openai/serving_responses.py:316 (the whole of the route)",),
         retire_when=_PER_ROUTE,

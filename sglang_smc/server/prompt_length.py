@@ -6,6 +6,7 @@ vocabulary has, so that a text of more than context length x that many character
 """
 
 import json
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,52 +17,64 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
+# Of the routes' requests: what may become a part of the prompt.
+_CONVERSATION = ("messages", "input", "system", "instructions", "tools", "chat_template_kwargs")
+
 _COMPOSED = 4  # characters that NFC makes one of, at most: a letter and three marks
 # Steps that leave no character out, and how many characters each may make one of.
 _NORMALIZERS = {"NFC": _COMPOSED, "Prepend": 1, "Replace": 1, "ByteLevel": 1}
 _SPLITS = {"ByteLevel", "Metaspace", "Digits", "Split", "UnicodeScripts"}
 
 
-def check_length(name: str, text: str, manager: "TokenizerManager") -> None:
-    """Raise ValueError for a text that no context can hold.
+def check_texts(texts: str | list[str] | None, manager: "TokenizerManager") -> None:
+    """Raise ValueError for a prompt, or one of a batch, that no context can hold."""
+    for text in (texts,) if isinstance(texts, str) else texts or ():
+        _check_length("text", len(text), manager)
+
+
+def check_conversation(request: Mapping[str, Any], manager: "TokenizerManager") -> None:
+    """Raise ValueError for a conversation that no context can hold.
+
+    All that templates may render is counted, of all roles, though a template may leave some out.
+
+    Args:
+        request: the fields of a chat route's request, whichever it is; values are what JSON has,
+            or SGLang's models of it.
+    """
+    said = [request.get(name) for name in _CONVERSATION]
+    _check_length("The conversation", sum(map(len, _texts(said))), manager)
+
+
+def _check_length(name: str, length: int, manager: "TokenizerManager") -> None:
+    """Raise ValueError for characters that no context can hold.
 
     ``--allow-auto-truncate`` takes texts of any length.
     """
     context = manager.context_len
-    if len(text) <= context or manager.allow_auto_truncate or manager.tokenizer is None:
+    if length <= context or manager.allow_auto_truncate or manager.tokenizer is None:
         return
     longest = longest_token(manager.tokenizer)
-    if longest is not None and len(text) > context * longest:
+    if longest is not None and length > context * longest:
         raise ValueError(
-            f"{name} has {len(text)} characters, which are more tokens than the context length "
+            f"{name} has {length} characters, which are more tokens than the context length "
             f"of {context}: a token has {longest} characters at most, so {context * longest} are "
             "allowed, and of these as many as make tokens that fit. Shorten it."
         )
 
 
-def check_texts(texts: str | list[str] | None, manager: "TokenizerManager") -> None:
-    """Raise ValueError for a prompt, or one of a batch, that no context can hold."""
-    for text in (texts,) if isinstance(texts, str) else texts or ():
-        check_length("text", text, manager)
-
-
-def check_messages(messages: Any, manager: "TokenizerManager") -> None:
-    """Raise ValueError for a conversation that no context can hold.
-
-    Counted is what users say, which templates leave as it is but for spaces around it; of other
-    roles they may show a part.
-    """
-    said = [
-        text.strip() for message in messages if message.role == "user" for text in _texts(message)
-    ]
-    check_length("messages", "".join(said), manager)
-
-
-def _texts(message: Any) -> list[str]:
-    content = message.content
-    if isinstance(content, str):
-        return [content]
-    return [part.text for part in content or () if part.type == "text"]
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts within a value, without the spaces around them, which templates trim."""
+    pending = [value]
+    while pending:  # a client nests as deep as it likes, a stack is not deeper
+        inner = pending.pop()
+        if isinstance(inner, str):
+            yield inner.strip()
+        elif isinstance(inner, Mapping):
+            pending += [*inner, *inner.values()]
+        elif isinstance(inner, (list, tuple)):
+            pending += inner
+        elif hasattr(inner, "__dict__"):
+            pending += vars(inner).values()
 
 
 @lru_cache(maxsize=4)

@@ -17,6 +17,7 @@ from transformers import BatchEncoding
 
 from sglang_smc.process import is_smc
 from sglang_smc.server import presets
+from sglang_smc.server.prompt_length import check_conversation
 from sglang_smc.state.counters import META_PREFIX
 
 if TYPE_CHECKING:
@@ -87,9 +88,10 @@ async def problem_of(
             if isinstance(place, dict) and place.get(key) is not None:
                 return _not_carried(key, manager)
     name = presets.named_by(model, manager.served_model_name)
-    if name is None:
-        return None
     try:
+        check_conversation(body, manager)
+        if name is None:
+            return None
         settings = presets.find(name, presets.of(manager.server_args))
     except ValueError as error:
         return str(error)

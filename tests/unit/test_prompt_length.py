@@ -1,5 +1,7 @@
 """Texts that no context can hold are refused by their characters; none that fits ever is."""
 
+import asyncio
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,11 +9,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from tiny_models import tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from sglang_smc.patches.routes import process_messages
+from sglang_smc.patches.routes import (
+    create_responses,
+    handle_messages,
+    handle_ollama,
+    process_messages,
+)
 from sglang_smc.server.prompt_length import check_texts, longest_token
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair" / "target"
@@ -101,31 +109,103 @@ def test_a_text_that_is_too_long_is_refused_with_its_length_and_the_limit() -> N
     check_texts(None, manager(BYTES))
 
 
-@pytest.mark.parametrize("role", ["user", "system"])
-def test_a_conversation_is_refused_by_what_users_say_before_it_is_rendered(role: str) -> None:
-    """Of other roles a template may leave anything out, such as thoughts."""
-    most = 10 * longest_token(BYTES)
-    part = SimpleNamespace(type="text", text="a" * most)
-    image = SimpleNamespace(type="image_url")
-    said = [
-        SimpleNamespace(role=role, content=[image, part]),
-        SimpleNamespace(role=role, content="b"),
-    ]
-    serving, rendered = SimpleNamespace(tokenizer_manager=manager(BYTES)), []
+MOST = 10 * (longest_token(BYTES) or 0)
+LONG = "a" * (MOST + 1)
+SAID = {
+    "user": [{"role": "user", "content": LONG}],
+    "system": [{"role": "system", "content": LONG}, {"role": "user", "content": "x"}],
+    "developer": [{"role": "developer", "content": LONG}, {"role": "user", "content": "x"}],
+    "assistant": [{"role": "assistant", "content": LONG}, {"role": "user", "content": "x"}],
+    "thoughts": [{"role": "assistant", "content": "x", "reasoning_content": LONG}],
+    "tool": [{"role": "tool", "tool_call_id": "a", "content": LONG}],
+    "parts": [{"role": "user", "content": [{"type": "text", "text": "a" * (MOST // 4 + 1)}] * 4}],
+    "many": [{"role": "user", "content": "a"}] * MOST,
+    "call": [
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": LONG}}],
+        }
+    ],
+}
+TOOL = {"type": "function", "function": {"name": "f", "description": LONG, "parameters": {}}}
+CHATS: dict[str, dict[str, Any]] = {
+    **{name: {"messages": messages} for name, messages in SAID.items()},
+    "tools": {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL]},
+    "template": {
+        "messages": [{"role": "user", "content": "x"}],
+        "chat_template_kwargs": {"documents": [{LONG: 1}]},
+    },
+}
 
-    def original(*args: Any, **kwargs: Any) -> None:
-        rendered.append((args, kwargs))
 
-    def ask(messages: list[Any]) -> None:
-        request = SimpleNamespace(messages=messages)
-        process_messages(original, serving, request, False, output_constrained=True)
+def stand_in() -> SimpleNamespace:
+    """A tokenizer manager with SGLang's arguments."""
+    return manager(BYTES, served_model_name="default")
 
-    ask([*said[:1], SimpleNamespace(role=role, content=" \n" * most)])  # may be trimmed
-    assert len(rendered) == 1 and rendered[0][1] == {"output_constrained": True}
-    if role == "user":
-        with pytest.raises(ValueError, match=f"messages has {most + 1} characters"):
-            ask(said)
-        assert len(rendered) == 1
-    else:
-        ask(said)
-        assert len(rendered) == 2
+
+@pytest.mark.parametrize("said", CHATS)
+def test_a_conversation_is_refused_by_all_that_is_in_it_before_it_is_rendered(said: str) -> None:
+    request = ChatCompletionRequest(model="default", **CHATS[said])
+    with pytest.raises(ValueError, match=r"The conversation has \d+ characters.* are allowed"):
+        process_messages(must_not_be_called, SimpleNamespace(tokenizer_manager=stand_in()), request)
+
+
+@pytest.mark.parametrize("content", ["a" * (MOST - 20), " \n" * MOST])
+def test_a_conversation_that_may_fit_is_rendered(content: str) -> None:
+    """Spaces may be trimmed."""
+    messages = [{"role": "user", "content": content}]
+    request, rendered = ChatCompletionRequest(model="default", messages=messages), []
+    serving: Any = SimpleNamespace(tokenizer_manager=stand_in())
+    process_messages(lambda *args, **given: rendered.append(given), serving, request, stream=False)
+    assert rendered == [{"stream": False}]
+
+
+def must_not_be_called(*_: Any, **__: Any) -> None:
+    raise AssertionError("rendered")
+
+
+ROUTES: dict[str, tuple[Any, list[dict[str, Any]]]] = {
+    "/v1/messages": (
+        handle_messages,
+        [
+            {"system": LONG},
+            {"messages": SAID["assistant"]},
+            {"messages": [{"content": [{"type": "tool_use", "input": {"data": LONG}}]}]},
+            {"tools": [{"name": "f", "input_schema": {"description": LONG}}]},
+        ],
+    ),
+    "/v1/responses": (
+        create_responses,
+        [{"input": LONG}, {"instructions": LONG, "input": "x"}, {"input": SAID["parts"]}],
+    ),
+    "/api/chat": (handle_ollama, [{"messages": SAID[name]} for name in ("user", "system", "many")]),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_each_chat_route_refuses_what_no_context_holds(route: str) -> None:
+    handle, bodies = ROUTES[route]
+    told: list[str] = []
+    of_chat = SimpleNamespace(tokenizer_manager=stand_in())
+    serving = SimpleNamespace(
+        tokenizer_manager=stand_in(),
+        openai_serving_chat=of_chat,
+        _error_response=lambda *, message, **_: told.append(message),
+        create_error_response=told.append,
+    )
+    for body in bodies:
+        request = SimpleNamespace(model="default")
+        answer = asyncio.run(handle(must_not_be_called, serving, request, Sent(body)))
+        told += [json.loads(answer.body)["error"]] if answer is not None else []
+    assert len(told) == len(bodies)
+    assert all("The conversation has" in one for one in told)
+
+
+class Sent:
+    """An HTTP request with a body."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        self.body, self.scope = body, {}
+
+    async def json(self) -> dict[str, Any]:
+        return self.body
