@@ -167,6 +167,68 @@ def test_prometheus_asks_the_server_of_the_compose_file() -> None:
     assert f"--host={host} --port={port}" in command
 
 
+def option(words: list[str], name: str) -> str:
+    """The value of a flag, in either spelling."""
+    text = " ".join(words)
+    (found,) = re.findall(rf"{name}[= ](\S+)", text)
+    return found
+
+
+def listens() -> dict[tuple[str, str], str]:
+    """Where what the files start listens: (file, what) -> address and port."""
+    found = {
+        (name, "server"): f"{option(words, '--host')}:{option(words, '--port')}"
+        for name, words in servers()
+    }
+    services = yaml.safe_load((GRAFANA / "docker-compose.yaml").read_text())["services"]
+    settings = services["grafana"]["environment"]
+    address = f"{settings['GF_SERVER_HTTP_ADDR']}:{settings['GF_SERVER_HTTP_PORT']}"
+    prometheus = option(services["prometheus"]["command"], "--web.listen-address")
+    return {
+        **found,
+        ("examples/grafana", "Prometheus"): prometheus,
+        ("examples/grafana", "Grafana"): address,
+    }
+
+
+def test_what_listens_is_what_the_page_says() -> None:
+    rows = re.findall(
+        r"^\| (.*?) \| (server|Prometheus|Grafana) \| (\S+:\d+) \|",
+        (DEPLOY / "README.md").read_text(),
+        re.M,
+    )
+    told: dict[tuple[str, str], str] = {}
+    for files, what, address in rows:
+        names = ["examples/grafana"] if what != "server" else files.split(", ")
+        told |= {(name, what): address for name in names}
+    assert told == listens()
+    reached = {name for (name, _), address in told.items() if not address.startswith("127.0.0.1:")}
+    assert reached == {"Dockerfile", "kubernetes.yaml"}, "what shares the machine's network is here"
+
+
+def test_compose_files_share_the_network_and_open_no_port() -> None:
+    every = [
+        *(read(name) for name in COMPOSE),
+        yaml.safe_load((GRAFANA / "docker-compose.yaml").read_text()),
+    ]
+    assert all("ports" not in service for one in every for service in one["services"].values())
+
+
+def test_the_image_is_run_for_this_machine_alone() -> None:
+    """In the command that its user copies."""
+    published = re.findall(r" -p (\S+:\d+)", (DEPLOY / "Dockerfile").read_text())
+    assert published and all(one.startswith("127.0.0.1:") for one in published)
+
+
+def test_nobody_logs_in_to_grafana() -> None:
+    """Its first account would be admin, with the password admin."""
+    services = yaml.safe_load((GRAFANA / "docker-compose.yaml").read_text())["services"]
+    settings = services["grafana"]["environment"]
+    assert settings["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
+    assert settings["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+    assert settings["GF_AUTH_BASIC_ENABLED"] == "false"
+
+
 def test_every_kind_of_probe_asks_health_at_the_servers_port() -> None:
     found = container()
     (port,) = found["ports"]
