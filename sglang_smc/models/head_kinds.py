@@ -41,15 +41,28 @@ def is_head(config: "ModelConfig") -> bool:
     return kind_of(config) != "model"
 
 
-@cache
-def knows_all(path: str, revision: str | None, trust_remote_code: bool) -> bool:
-    """Whether a draft can come up with every token: EAGLE-3 heads may know the frequent alone."""
-    from sglang.srt.utils.hf_transformers_utils import get_config
+def is_head_at(path: str, revision: str | None, trust_remote_code: bool) -> bool:
+    """Return whether a checkpoint is a head, by its configuration alone."""
+    return _named(_config_at(path, revision, trust_remote_code)) in _HEADS
 
-    config = get_config(path, trust_remote_code=trust_remote_code, revision=revision)
-    if (config.architectures or [""])[0] != EAGLE3:
+
+def knows_all(path: str, revision: str | None, trust_remote_code: bool) -> bool:
+    """Return whether a draft can propose every token: EAGLE-3 heads may know the frequent alone."""
+    config = _config_at(path, revision, trust_remote_code)
+    if _named(config) != EAGLE3:
         return True
     return (config.draft_vocab_size or config.vocab_size) >= config.vocab_size
+
+
+@cache
+def _config_at(path: str, revision: str | None, trust_remote_code: bool) -> Any:
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    return get_config(path, trust_remote_code=trust_remote_code, revision=revision)
+
+
+def _named(config: Any) -> str:
+    return (config.architectures or [""])[0]
 
 
 def mask_token(config: "ModelConfig") -> int:

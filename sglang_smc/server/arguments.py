@@ -9,6 +9,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_smc.memory import arena
 from sglang_smc.models import supported
+from sglang_smc.models.head_kinds import is_head_at
 from sglang_smc.ops.select import kind_of
 from sglang_smc.options.request import RequestConfig, check_support
 from sglang_smc.options.server import (
@@ -66,6 +67,12 @@ def resolve(server_args: Arguments) -> None:
     if config.round_graph == "auto" and not _captures(config, server_args):
         server_args.speculative_smc_round_graph = "off"  # pyright: ignore[reportAttributeAccessIssue] -- ours
     graphs.decode.backend = Backend.DISABLED
+    if graphs.prefill.backend != Backend.DISABLED and _reads_states(server_args):
+        graphs.prefill.backend = Backend.DISABLED
+        logger.info(
+            "SGLang's prefill graphs are disabled: --speculative-draft-model-path is a head, which "
+            "reads the target's states at all tokens of a prompt, and these graphs keep none."
+        )
     # Layers with a window keep their KV in the pool of the others: a request's row is the ledger
     # of all its slots.
     server_args.disable_hybrid_swa_memory = True
@@ -77,6 +84,13 @@ def resolve(server_args: Arguments) -> None:
             _DEFAULT_MAX_RUNNING_REQUESTS,
         )
     logger.info("SMC speculative decoding: %s", config)
+
+
+def _reads_states(server_args: Arguments) -> bool:
+    """Whether the draft is a head over the target's states."""
+    view = resolved_view(server_args)
+    path, revision = view.speculative_draft_model_path, view.speculative_draft_model_revision
+    return path is not None and is_head_at(path, revision, view.trust_remote_code)
 
 
 def _captures(config: SMCConfig, server_args: Arguments) -> bool:

@@ -264,9 +264,16 @@ def _draft_problems(view: Any) -> list[str]:
 
 
 def _environment_problems() -> list[str]:
-    if not envs.SGLANG_RUST_SERVER.get():
-        return []
-    return [
-        "SGLANG_RUST_SERVER is set; allowed: SGLang's own HTTP server, in which requests are "
-        "checked for what SMC can honour. Unset it."
-    ]
+    found = []
+    if envs.SGLANG_RUST_SERVER.get():
+        found.append(
+            "SGLANG_RUST_SERVER is set; allowed: SGLang's own HTTP server, in which requests are "
+            "checked for what SMC can honour. Unset it."
+        )
+    if envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get():
+        found.append(
+            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is set; allowed: false, since it sizes the KV "
+            "pool by what SGLang's decode graphs leave, of which there are none: the pool would "
+            "take the memory that rounds need. Unset it."
+        )
+    return found

@@ -1,13 +1,16 @@
 """The flags behave as SGLang's own, and a server that SMC cannot run on does not start."""
 
 import argparse
+import copy
 import dataclasses
 import json
+import logging
 import pickle
 import re
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +31,7 @@ from sglang_smc.options.server import (
 from sglang_smc.patches.server_args import FLAG_FIELDS
 from sglang_smc.server import algorithm, arguments
 
+PAIR = Path(__file__).parents[2] / "bench" / "pair"
 GIVEN = {
     "speculative_smc_mode": "smc",
     "speculative_smc_num_particles": 4,
@@ -286,6 +290,43 @@ def test_a_server_that_loads_no_plugins_is_refused(
     monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
     with pytest.raises(ValueError, match="SGLANG_RUST_SERVER is set; allowed: "):
         resolve(**smc)
+
+
+def test_a_pool_that_takes_the_memory_of_rounds_is_refused(
+    smc: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang would reserve 1.7 GB, for graphs that are measured: there are none."""
+    monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
+    message = "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is set; allowed: false.* Unset it"
+    with pytest.raises(ValueError, match=message):
+        resolve(**smc)
+
+
+@pytest.mark.parametrize(("draft", "kept"), [("draft", True), ("eagle3", False), ("dflash", False)])
+def test_no_prefill_graphs_are_captured_where_a_head_drafts(
+    draft: str, kept: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None would be replayed: they keep no states of the prompt's tokens."""
+    original = arguments.resolve
+
+    def as_on_a_gpu(server_args: Any) -> None:
+        graphs = copy.deepcopy(server_args.cuda_graph_config)
+        graphs.prefill.backend = "breakable"
+        server_args.cuda_graph_config = graphs
+        original(server_args)
+
+    monkeypatch.setattr(arguments, "resolve", as_on_a_gpu)
+    caplog.set_level(logging.INFO)
+    found = resolve(
+        model_path=str(PAIR / "target"),
+        speculative_algorithm="SMC",
+        speculative_draft_model_path=str(PAIR / draft),
+        device="cpu",
+    )
+    graphs = upstream.resolved(found).cuda_graph_config
+    assert graphs is not None
+    assert graphs.prefill.backend == ("breakable" if kept else "disabled")
+    assert ("prefill graphs are disabled" in caplog.text) is not kept
 
 
 def test_all_reasons_are_given_at_once(smc: dict) -> None:
