@@ -158,6 +158,17 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         return CpuRecurrentBackend(runner)
 
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        """Refuse snapshots of recurrent states; a plain False would be SGLang's bare assertion.
+
+        SGLang asks where its radix cache is to keep them, which is its default.
+        """
+        raise ValueError(
+            "The model has layers with linear attention, and the radix cache keeps snapshots of "
+            f"their states, which the {PLATFORM_NAME} platform does not make. Pass "
+            "--disable-radix-cache, as SMC asks for with such models on any device."
+        )
+
     def get_compile_backend(self, mode: str | None = None) -> str:
         """The backend of SGLang's compiled helpers; inductor would need a compiler and minutes."""
         return "eager"

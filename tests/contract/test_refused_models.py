@@ -219,6 +219,17 @@ def test_a_target_with_states_runs_without_the_radix_cache(
         algorithm.validate_server_args(with_other(free, enable_streaming_session=True))
 
 
+@pytest.mark.skipif(not upstream.IS_NEWEST, reason="older releases are refused")
+def test_a_target_with_states_is_told_at_defaults_to_run_without_the_radix_cache(
+    smc: dict, tmp_path: Path
+) -> None:
+    """Else SGLang itself ends in an assertion that names no flag."""
+    (tmp_path / "config.json").write_text(json.dumps(RECURRENT))
+    with pytest.raises(ValueError, match=r"linear attention.* Pass --disable-radix-cache"):
+        resolve(**smc | {"model_path": str(tmp_path)})
+    resolve(**smc | {"model_path": str(tmp_path), "disable_radix_cache": True})
+
+
 def test_a_draft_with_states_is_refused(smc: dict, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(RECURRENT))
     with pytest.raises(ValueError, match=r"--speculative-draft-model-path .*Choose another draft"):
