@@ -12,7 +12,7 @@ from speed.engines import Launch, environment, settings
 from speed.grid import AR, AUTO, BLOCK, CHAIN, EXACT, STANDALONE, TREE, Cell, System
 from speed.presets import PRESETS, Pair, Preset
 
-from sglang_smc.cpu.dtype import default_dtype
+from sglang_smc.dtype import default_dtype
 from sglang_smc.plan.shapes import ModelShape
 
 AR_DRAFT, ADAPTIVE, EAGLE = "AR of the draft", "SMC adaptive", "EAGLE shape"

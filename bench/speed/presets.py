@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from study import BenchError
 
-from sglang_smc.cpu.dtype import default_dtype
+from sglang_smc.dtype import default_dtype
 from sglang_smc.plan.shapes import BUILT_IN, ModelShape
 
 #: Of the KV pool, for what the scheduler keeps free.

@@ -105,7 +105,7 @@ def _device() -> Finding:
 
 
 def _cpu() -> Finding:
-    from sglang_smc.cpu.dtype import default_dtype
+    from sglang_smc.dtype import default_dtype
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     dtype = default_dtype()

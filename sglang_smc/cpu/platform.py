@@ -19,7 +19,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
 from sglang_smc.cpu import threads
-from sglang_smc.cpu.dtype import default_dtype
+from sglang_smc.dtype import default_dtype
 
 if TYPE_CHECKING:
     import torch

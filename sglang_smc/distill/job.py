@@ -24,7 +24,7 @@ from sglang_smc.distill.teacher import (
     sample_answers,
 )
 from sglang_smc.distill.texts import Text, read_prompts, read_texts, write_texts
-from sglang_smc.distill.train import Course, train
+from sglang_smc.distill.train import Course, products_of, train
 from sglang_smc.distill.validate import Worth, validate
 
 REPORT = "distill.json"
@@ -59,7 +59,9 @@ def run(job: Job) -> dict[str, Any]:
         ValueError: files or settings that do not fit.
     """
     torch.manual_seed(job.course.seed)
-    teacher = Teacher(load_model(job.target, "auto", job.device), job.temperature)
+    products = products_of(job.device)
+    stored = "auto" if products == torch.bfloat16 else products
+    teacher = Teacher(load_model(job.target, stored, job.device), job.temperature)
     draft = _begin(job, teacher)
     course = fitting(job.course, draft)
     learned, held_out = _split(_texts(job, teacher), job.held_out)
@@ -82,6 +84,7 @@ def run(job: Job) -> dict[str, Any]:
         "parameters": sum(weight.numel() for weight in draft.module.parameters()),
         "training_seconds": round(seconds, 1),
         "threads": torch.get_num_threads(),
+        "products": str(products).removeprefix("torch."),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "loss_last_50_steps": sum(steps[-50:]) / len(steps[-50:]),
         "before": _rounded(before),

@@ -13,6 +13,7 @@ from sglang_smc.distill.drafts import Draft, compare, of_hot
 from sglang_smc.distill.losses import Loss
 from sglang_smc.distill.teacher import Teacher
 from sglang_smc.distill.texts import Batch, Text, batches
+from sglang_smc.dtype import default_dtype
 
 
 class Course(msgspec.Struct, frozen=True):
@@ -62,7 +63,8 @@ def _loss(
     """The mean over columns, each of which is the mean over anchors."""
     lesson = teacher.teach(batch, draft.layer_ids)
     anchors = draw_anchors(batch, course.anchors, rng) if draft.layer_ids else _every(batch)
-    with torch.autocast(batch.ids.device.type, torch.bfloat16):
+    products = products_of(batch.ids.device)
+    with torch.autocast(batch.ids.device.type, products, enabled=products != torch.float32):
         blocks = of_hot(compare(draft, teacher, lesson, anchors, course.depth), draft.hot)
     values = loss(blocks.log_p, blocks.log_q).where(blocks.counted, 0.0)  # [B, A, depth]
     columns = values.sum((0, 1)) / blocks.counted.sum((0, 1)).clamp_min(1)
@@ -98,7 +100,8 @@ def optimizers(module: nn.Module, learning_rate: float) -> list[torch.optim.Opti
     ]
     known = {id(weight) for weight in matrices}
     others = [weight for weight in weights.values() if id(weight) not in known]
-    muon = torch.optim.Muon(
+    is_exact = products_of(next(module.parameters()).device) == torch.float32
+    muon = (Float32Muon if is_exact else torch.optim.Muon)(
         matrices,
         lr=learning_rate,
         momentum=0.95,
@@ -107,6 +110,46 @@ def optimizers(module: nn.Module, learning_rate: float) -> list[torch.optim.Opti
     )
     adam = torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
     return [muon, adam]
+
+
+class Float32Muon(torch.optim.Muon):
+    """Muon with products in float32, where torch's rounds to bfloat16 on any machine."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] -- no closures
+        """Take a step, as torch's with Nesterov's momentum and `match_rms_adamw` does."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                mean = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
+                mean.lerp_(weight.grad, 1 - group["momentum"])
+                update = orthogonal(
+                    weight.grad.lerp(mean, group["momentum"]),
+                    group["ns_coefficients"],
+                    group["ns_steps"],
+                )
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.add_(update, alpha=-0.2 * group["lr"] * max(weight.shape) ** 0.5)
+
+
+def orthogonal(
+    matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int
+) -> torch.Tensor:
+    """Return about U Vᵀ of a matrix U S Vᵀ, by Newton-Schulz steps in its own number format."""
+    a, b, c = coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    found = matrix.T if is_tall else matrix
+    found = found / found.norm().clamp_min(1e-7)
+    for _ in range(steps):
+        gram = found @ found.T
+        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return found.T if is_tall else found
+
+
+def products_of(device: torch.device) -> torch.dtype:
+    """Return the number format of matrix products: float32 where a CPU only emulates bfloat16."""
+    return torch.bfloat16 if device.type != "cpu" else getattr(torch, default_dtype())
 
 
 def _rate(step: int, steps: int) -> float:

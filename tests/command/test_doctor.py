@@ -110,7 +110,7 @@ def test_a_hook_that_does_not_land_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_cpu_that_does_not_multiply_bfloat16_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_smc.cpu import dtype
+    from sglang_smc import dtype
 
     monkeypatch.setattr(dtype, "default_dtype", lambda: "float32")
     assert machine._cpu().level == WARNING

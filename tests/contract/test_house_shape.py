@@ -10,7 +10,7 @@ PACKAGE = ROOT / "sglang_smc"
 
 # From the ground up; folders of one level import none of each other.
 LEVELS = (
-    ("upstream",),
+    ("dtype", "printable", "upstream"),
     ("potentials", "view"),
     ("tokens",),
     ("smc",),
@@ -30,7 +30,8 @@ LEVELS = (
     ("demo",),
     ("command",),
 )
-# Tools: they import nothing of the server but settings and arithmetic, and the commands alone them.
+# Tools: they import nothing of the server but settings, arithmetic and modules of the ground level;
+# the commands alone import them.
 APART = ("distill", "plan", "testing", "watch")
 COMMANDS = ("demo", "command")
 MOST_MODULES = 14
@@ -67,7 +68,8 @@ def imported_above(path: Path) -> set[str]:
     if not here:  # the package itself, where a notebook finds what it asks for
         return found - {"view"}
     if here in APART:
-        return found - {"options", "memory", "potentials"} - set(APART)
+        known = {"dtype", "printable", "options", "memory", "potentials"} | set(APART)
+        return found - known
     if here in COMMANDS:
         found -= set(APART)
     if here == KERNELS:

@@ -26,7 +26,7 @@ PLUGIN = {
 }
 PLATFORM = {
     "sglang_smc.cpu",
-    "sglang_smc.cpu.dtype",
+    "sglang_smc.dtype",
     "sglang_smc.cpu.platform",
     "sglang_smc.cpu.threads",
 }

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import make_tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from sglang_smc.distill.checkpoints import new_dflash, new_eagle3
@@ -16,8 +17,8 @@ from sglang_smc.distill.cli import main
 from sglang_smc.distill.drafts import Blocks, begin_as_target, load_draft
 from sglang_smc.distill.losses import forward_kl
 from sglang_smc.distill.teacher import Sampling, Teacher, sample_answers
-from sglang_smc.distill.texts import Text, collate, read_prompts
-from sglang_smc.distill.train import Course, draw_anchors, train
+from sglang_smc.distill.texts import Text, collate, read_prompts, write_texts
+from sglang_smc.distill.train import Course, Float32Muon, draw_anchors, train
 from sglang_smc.distill.validate import accepted, validate
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
@@ -158,6 +159,57 @@ def words(of: Path, folder: Path, **options: object) -> list[str]:
     }
     every = {**given, **options}
     return [word for name, value in every.items() for word in (f"--{name}", str(value))]
+
+
+class Products(TorchDispatchMode):
+    """Notes the number formats that matrices are multiplied in."""
+
+    NAMES = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in self.NAMES or "attention" in name:
+            self.types |= {one.dtype for one in args if isinstance(one, torch.Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("has_units", [False, True])
+def test_products_are_in_what_the_processor_multiplies(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_units: bool
+) -> None:
+    """Of the target, whose checkpoint is in bfloat16, of training and of its optimizer."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_units)
+    stored, texts = tmp_path / "target", tmp_path / "texts.jsonl"
+    AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).save_pretrained(stored)
+    write_texts(texts, [Text([2, 3, 4, 5, 6], 2)] * 4, 1.0)
+    words = ["--target", str(stored), "--new", "eagle3", "--texts", str(texts), "--held-out", "1"]
+    words += ["--steps", "2", "--batch", "2", "--depth", "2", "--out", str(tmp_path / "out")]
+    with Products() as seen:
+        assert main(words) == 0
+    wanted = {torch.bfloat16, torch.float32} if has_units else {torch.float32}
+    assert seen.types == wanted
+    report = json.loads((tmp_path / "out" / "distill.json").read_text())
+    assert report["products"] == ("bfloat16" if has_units else "float32")
+
+
+@pytest.mark.parametrize("shape", [(6, 20), (20, 6), (8, 8)])
+def test_muon_in_float32_is_torchs_but_for_rounding(shape: tuple[int, int]) -> None:
+    rng = torch.Generator().manual_seed(0)
+    begun = torch.randn(shape, generator=rng)
+    slopes = [torch.randn(shape, generator=rng) for _ in range(3)]
+    found = []
+    for kind in (torch.optim.Muon, Float32Muon):
+        weight = torch.nn.Parameter(begun.clone())
+        muon = kind([weight], lr=0.02, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+        for slope in slopes:
+            weight.grad = slope.clone()
+            muon.step()
+        found.append(weight.detach() - begun)
+    assert (found[0] - found[1]).norm() < 0.02 * found[0].norm()
 
 
 @pytest.mark.parametrize("begin", ["draft", "eagle3", "dflash"])

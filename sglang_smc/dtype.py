@@ -2,7 +2,7 @@
 
 
 def default_dtype() -> str:
-    """bfloat16 where the processor multiplies it: two to five times as fast as float32.
+    """Return bfloat16 where the processor multiplies it: two to five times as fast as float32.
 
     Elsewhere it is emulated, and float32 is both faster and more exact.
     """
