@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Any, NamedTuple
 
 if sys.version_info >= (3, 11):
@@ -27,6 +27,13 @@ else:
 
 MAX_PLACES = 256
 """Places of a pattern: its characters and classes, with repetitions written out."""
+
+MAX_PARTS = 4096
+"""Parts of a pattern, repetitions written out: places, groups, alternatives and assertions."""
+
+MAX_FOLDED = 32768
+"""Characters in the ranges of a pattern's classes that ignore case: `re` folds one after the other,
+in 0.25 us each, where it compiles such a class."""
 
 _KEPT = 4096  # steps, characters and borders that a pattern remembers its answer for
 _FLAGS = re.IGNORECASE | re.MULTILINE | re.DOTALL | re.ASCII
@@ -98,13 +105,11 @@ class Pattern:
     """One regular expression; ValueError where it cannot be read in one go, or is too large."""
 
     def __init__(self, source: str) -> None:
-        tree, flags = _parsed(source)
-        num_places(source)
-        self._tree, self._flags = tree, flags
-        self._borders = sorted(_borders(tree, flags))
+        self._tree, borders = _checked(source)
+        self._borders = sorted(borders)
         self._automata: dict[tuple[bool, ...], _Automaton] = {}
         builder = _Builder(frozenset())
-        builder.sequence(tree, flags)
+        builder.build(self._tree)
         self._classes = [(re.compile(*taken), mask) for taken, mask in builder.taken.items()]
         self._steps: dict[tuple[State, str], State | None] = {}
         self._masks: dict[str, int] = {}  # by character: places that take it
@@ -162,7 +167,7 @@ class Pattern:
     def _build(self, holding: tuple[bool, ...]) -> _Automaton:
         found = zip(self._borders, holding, strict=True)
         builder = _Builder(frozenset(border for border, holds in found if holds))
-        return _Automaton(builder.sequence(self._tree, self._flags), builder.follow, {})
+        return _Automaton(builder.build(self._tree), builder.follow, {})
 
 
 @lru_cache(maxsize=256)
@@ -172,20 +177,93 @@ def pattern_of(source: str) -> Pattern:
 
 
 def num_places(source: str) -> int:
-    """How many places a pattern has; ValueError where it cannot be read on, or has too many."""
-    size = sum(map(_size, _parsed(source)[0]))
-    if size > MAX_PLACES:
+    """Return the number of places of a pattern.
+
+    Raises:
+        ValueError: for what `re` does not parse, what needs going back, and too many places.
+    """
+    return _checked(source)[0].size
+
+
+class _Node(NamedTuple):
+    """A part of a pattern, with its flags resolved and its places counted."""
+
+    code: Any  # of `re`'s parser; SUBPATTERN for parts in a row, IN for a place
+    value: Any  # nodes; a place's class or an assertion, with its flags; what `_Builder` repeats
+    size: int  # places, with repetitions written out
+    num_parts: int = 1  # nodes, likewise
+
+
+class _Reader:
+    """Reads a pattern as `re` parses it, each part once."""
+
+    def __init__(self) -> None:
+        self.borders: set[tuple[Any, int]] = set()  # assertions, with their flags
+        self.num_folded = 0  # characters in ranges that `re` folds one by one
+
+    def row(self, parsed: Iterable[Any], flags: int) -> _Node:
+        """Return the node of parts in a row; two frames of Python's stack a level, or four."""
+        nodes: list[_Node] = []
+        for code, value in parsed:
+            nodes.append(self._node(code, value, flags))
+        if len(nodes) == 1:
+            return nodes[0]
+        return _joined(sre.SUBPATTERN, nodes)
+
+    def _node(self, code: Any, value: Any, flags: int) -> _Node:
+        if code == sre.AT:
+            self.borders.add((value, flags))
+            return _Node(code, (value, flags), 0)
+        if code == sre.SUBPATTERN:
+            return self.row(value[3], _scoped(flags, value[1], value[2]))
+        if code == sre.BRANCH:
+            return _joined(code, list(map(self.row, value[1], repeat(flags))))
+        if code in _REPEATS:
+            return self._repeat(value[0], value[1], self.row(value[2], flags))
+        if code == sre.IN and flags & re.IGNORECASE:
+            self.num_folded += sum(_num_folded(*item) for item in value)
+        return _Node(sre.IN, (_source(code, value), flags), 1)
+
+    def _repeat(self, least: int, most: Any, inner: _Node) -> _Node:
+        loops = most == sre.MAXREPEAT
+        copies = max(least, 1) if loops else int(most)
+        if not inner.size:  # what takes no character is the same once
+            least, copies = min(least, 1), min(copies, 1)
+        size, num_parts = copies * inner.size, 1 + copies * inner.num_parts
+        return _Node(sre.MAX_REPEAT, (least, copies, loops, inner), size, num_parts)
+
+
+def _joined(code: Any, nodes: list[_Node]) -> _Node:
+    size, num_parts = sum(node.size for node in nodes), sum(node.num_parts for node in nodes)
+    return _Node(code, nodes, size, 1 + num_parts)
+
+
+def _checked(source: str) -> tuple[_Node, set[tuple[Any, int]]]:
+    """Read a pattern: its tree and its assertions; ValueError where it is refused."""
+    reader = _Reader()
+    try:
+        parsed: Any = sre.parse(source)
+        tree = reader.row(parsed, parsed.state.flags & _FLAGS)
+    except (re.error, OverflowError) as error:
+        raise ValueError(f"is no regular expression: {error}") from None
+    except RecursionError:
+        raise ValueError("nests too deep; allowed: fewer groups within groups") from None
+    limits = (
+        (tree.size, MAX_PLACES, "characters and classes"),
+        (tree.num_parts, MAX_PARTS, "parts (groups, alternatives, assertions and characters)"),
+    )
+    for found, allowed, what in limits:
+        if found > allowed:
+            raise ValueError(
+                f"has {found} {what}, with repetitions written out; allowed: {allowed}. Repeat "
+                "less often, or without a bound (*, +)"
+            )
+    if reader.num_folded > MAX_FOLDED:
         raise ValueError(
-            f"has {size} characters and classes, with repetitions written out; allowed: "
-            f"{MAX_PLACES}. Repeat less often, or without a bound (*, +)"
+            f"has ranges of {reader.num_folded} characters in classes that ignore case; allowed: "
+            f"{MAX_FOLDED}. Narrow them, or leave (?i) out"
         )
-    return size
-
-
-def _parsed(source: str) -> tuple[list[Any], int]:
-    """A pattern as `re` reads it, and its flags."""
-    tree: Any = sre.parse(source)
-    return list(tree), tree.state.flags & _FLAGS
+    return tree, reader.borders
 
 
 class _Builder:
@@ -196,47 +274,35 @@ class _Builder:
         self.follow: list[int] = []
         self.taken: dict[tuple[str, int], int] = {}  # places by the character class and its flags
 
-    def sequence(self, nodes: Iterable[Any], flags: int) -> _Part:
-        """The part of nodes in a row."""
-        whole = _Part(True, 0, 0)
-        for node in nodes:
-            whole = self._then(whole, self._node(node[0], node[1], flags))
-        return whole
-
-    def _node(self, code: Any, value: Any, flags: int) -> _Part:
-        if code == sre.AT:
-            return _Part((value, flags) in self._holding, 0, 0)
-        if code == sre.SUBPATTERN:
-            _group, added, dropped, inner = value
-            return self.sequence(inner, _scoped(flags, added, dropped))
-        if code == sre.BRANCH:
-            parts = [self.sequence(branch, flags) for branch in value[1]]
-            empty, first, last = zip(*parts, strict=True)
+    def build(self, node: _Node) -> _Part:
+        """Return the part of a node; each call numbers its places anew."""
+        if node.code == sre.AT:
+            return _Part(node.value in self._holding, 0, 0)
+        if node.code == sre.SUBPATTERN:
+            return self._row(map(self.build, node.value))
+        if node.code == sre.BRANCH:
+            empty, first, last = zip(*map(self.build, node.value), strict=True)
             return _Part(any(empty), _any(first), _any(last))
-        if code in _REPEATS:
-            return self._repeat(value[0], value[1], value[2], flags)
-        return self._place(_source(code, value), flags)
-
-    def _place(self, source: str, flags: int) -> _Part:
+        if node.code == sre.MAX_REPEAT:
+            return self._repeat(*node.value)
         mask = 1 << len(self.follow)
         self.follow.append(0)
-        self.taken[source, flags] = self.taken.get((source, flags), 0) | mask
+        self.taken[node.value] = self.taken.get(node.value, 0) | mask
         return _Part(False, mask, mask)
 
-    def _repeat(self, least: int, most: Any, inner: Any, flags: int) -> _Part:
-        least, copies = _copies(least, most, inner)
+    def _row(self, parts: Iterable[_Part]) -> _Part:
         whole = _Part(True, 0, 0)
-        for _ in range(least):
-            part = self.sequence(inner, flags)
+        for part in parts:
             whole = self._then(whole, part)
-        if most == sre.MAXREPEAT:
-            if not least:
-                part = self.sequence(inner, flags)
-                whole = part._replace(can_be_empty=True)
-            self._link(part.last, part.first)
-            return whole
-        left_out = [self.sequence(inner, flags) for _ in range(copies - least)]
-        return self._then(whole, self._at_most(left_out))
+        return whole
+
+    def _repeat(self, least: int, copies: int, loops: bool, inner: _Node) -> _Part:
+        parts = list(map(self.build, repeat(inner, copies)))
+        whole = self._row(parts[:least])
+        if not loops:
+            return self._then(whole, self._at_most(parts[least:]))
+        self._link(parts[-1].last, parts[-1].first)
+        return whole if least else parts[-1]._replace(can_be_empty=True)
 
     def _at_most(self, parts: list[_Part]) -> _Part:
         """Parts in a row, of which later ones may be left out."""
@@ -255,31 +321,6 @@ class _Builder:
     def _link(self, places: int, following: int) -> None:
         for place in _bits(places if following else 0):
             self.follow[place] |= following
-
-
-def _copies(least: int, most: Any, inner: Any) -> tuple[int, int]:
-    """How often a repetition is written out: at least, and at most or without a loop.
-
-    What takes no character is the same once.
-    """
-    copies = max(least, 1) if most == sre.MAXREPEAT else int(most)
-    if not any(map(_size, inner)):
-        least, copies = min(least, 1), min(copies, 1)
-    return least, copies
-
-
-def _size(node: tuple[Any, Any]) -> int:
-    code, value = node
-    if code == sre.AT:
-        return 0
-    if code == sre.SUBPATTERN:
-        return sum(map(_size, value[-1]))
-    if code == sre.BRANCH:
-        return sum(sum(map(_size, branch)) for branch in value[1])
-    if code in _REPEATS:
-        return _copies(*value)[1] * sum(map(_size, value[2]))
-    _source(code, value)
-    return 1
 
 
 def _source(code: Any, value: Any) -> str:
@@ -322,19 +363,9 @@ def _escaped(code_point: int) -> str:
     return f"\\U{code_point:08x}"
 
 
-def _borders(nodes: Iterable[Any], flags: int) -> set[tuple[Any, int]]:
-    """The assertions in a pattern, with the flags that they stand under."""
-    found: set[tuple[Any, int]] = set()
-    for code, value in nodes:
-        if code == sre.AT:
-            found.add((value, flags))
-        elif code == sre.SUBPATTERN:
-            found |= _borders(value[3], _scoped(flags, value[1], value[2]))
-        elif code == sre.BRANCH:
-            found.update(*(_borders(branch, flags) for branch in value[1]))
-        elif code in _REPEATS:
-            found |= _borders(value[2], flags)
-    return found
+def _num_folded(code: Any, value: Any) -> int:
+    """Return how many characters of a range `re` folds: those of the Basic Multilingual Plane."""
+    return max(min(value[1], 0xFFFF) + 1 - value[0], 0) if code == sre.RANGE else 0
 
 
 def _scoped(flags: int, added: int, dropped: int) -> int:

@@ -40,6 +40,12 @@ def test_work_is_places_over_eight_a_character_whatever_the_text(
         ("(a)?(?(1)b|c)", "a group that is named again"),
         ("a{257}", "257 characters and classes, with repetitions written out; allowed: 256"),
         ("((a{1,500}){1,500}){1,500}", "125000000 characters"),
+        (r"(a\b\b){2000}", "characters and classes"),
+        (r"(a\b\B\b\B\b\B\b\B\b\B\b\B\b\B\b\B){255}", "parts (groups, alternatives"),
+        ("(?i)[\u0400-\uffff]", "ranges of 64512 characters in classes that ignore case"),
+        ("(" * 2000 + ")" * 2000, "nests too deep"),
+        ("(a", "is no regular expression: missing )"),
+        ("a{99999999999}", "is no regular expression: the repetition number is too large"),
     ],
 )
 def test_what_cannot_be_read_in_one_go_is_refused_by_name(source: str, message: str) -> None:
