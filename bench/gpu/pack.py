@@ -21,9 +21,13 @@ TEST_WHEELS = (
     "sortedcontainers",
 )
 
+#: What the plugin imports beside SGLang, built for the Python and the libraries of that machine.
+RUN_WHEELS = ("google-re2",)
+MACHINE = ("--python-version=3.12", "--platform=manylinux_2_28_x86_64")
+
 
 def pack(dist: Path = REPOSITORY / "dist", payload: Path = REPOSITORY / ".sg") -> str:
-    """Build the wheel, and put those that tests need beside the payload."""
+    """Build the wheel, and put those that it and tests need beside the payload."""
     for old in dist.glob("sglang_smc-*.whl"):
         old.unlink()
     _pip("wheel", "--quiet", "--no-deps", "--wheel-dir", str(dist), str(REPOSITORY))
@@ -31,10 +35,12 @@ def pack(dist: Path = REPOSITORY / "dist", payload: Path = REPOSITORY / ".sg") -
     edited = " with changes" if origin["git_changes"] else ""
     (dist / "commit.txt").write_text(f"{origin['git_sha']}{edited}\n")
     payload.mkdir(exist_ok=True)
-    for old in (path for name in TEST_WHEELS for path in payload.glob(f"{name}-*.whl")):
+    names = (name.replace("-", "_") for name in (*TEST_WHEELS, *RUN_WHEELS))
+    for old in (path for name in names for path in payload.glob(f"{name}-*.whl")):
         old.unlink()
-    pure = ("--no-deps", "--only-binary=:all:", "--platform=any")
-    _pip("download", "--quiet", *pure, "--dest", str(payload), *TEST_WHEELS)
+    wheels = ("--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(payload))
+    _pip("download", *wheels, "--platform=any", *TEST_WHEELS)
+    _pip("download", *wheels, *MACHINE, *RUN_WHEELS)
     found = sorted(path.name for folder in (dist, payload) for path in folder.glob("*.whl"))
     return f"{dist}/ and {payload}/ hold: {', '.join(found)}"
 

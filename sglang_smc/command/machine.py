@@ -26,7 +26,7 @@ GIB = 1 << 30
 def findings() -> Iterator[Finding]:
     """All of them, each as soon as it is known; what cannot be asked is left out."""
     yield ok("python", platform.python_version())
-    missing = [name for name in ("torch", "sglang") if _version(name) is None]
+    missing = [name for name in ("torch", "sglang", "google-re2") if _version(name) is None]
     if missing:
         yield fail(
             "packages",

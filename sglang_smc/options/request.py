@@ -6,9 +6,9 @@ name is the server's. A key that its mode would ignore is refused, like one that
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import regex
 from msgspec.structs import asdict, replace
 
+from sglang_smc.options.answers import answer_pattern
 from sglang_smc.options.server import (
     AUTO_EVIDENCE_THRESHOLD,
     EVIDENCE_THRESHOLD,
@@ -55,9 +55,6 @@ _MODES_OF = {
 _SWITCHES = (PARTICLES_KEY, TRACE_KEY)
 _OWN_KEYS = (*_SWITCHES, POTENTIALS_KEY, PATTERN_KEY)
 _KEYS = (*(name for name in RANGES if name not in SERVER_FIELDS), *_OWN_KEYS)
-
-MAX_PATTERN = 512
-"""Characters of an `answer_pattern`."""
 
 
 class RequestConfig(SMCConfig, frozen=True, kw_only=True):
@@ -218,13 +215,12 @@ def _problems_of_own(name: str, value: Any) -> list[str]:
 
 
 def _problems_of_pattern(value: Any) -> list[str]:
-    allowed = f"a regular expression of at most {MAX_PATTERN} characters"
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_PATTERN:
-        return [f"has {PATTERN_KEY}={value!r}; allowed: {allowed}."]
+    if not isinstance(value, str):
+        return [f"has {PATTERN_KEY}={value!r}; allowed: a string."]
     try:
-        regex.compile(value)
-    except (regex.error, RecursionError) as error:
-        return [f"has {PATTERN_KEY}={value!r}, which does not parse: {error}; allowed: {allowed}."]
+        answer_pattern(value)
+    except ValueError as error:
+        return [f"has {PATTERN_KEY}={value[:100]!r}, which {error}."]
     return []
 
 

@@ -18,6 +18,7 @@ from toy_potentials import Letters, callers, log_phi, read, times_phi
 from toy_worker import Outcome
 
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.requests import votes
 
 NUM_RUNS = 1200
 TARGET, DRAFT = languages()
@@ -155,7 +156,7 @@ def test_a_vote_takes_the_answer_that_weighs_most() -> None:
         last = read(text).rstrip(".")[-1:]
         shares[last] = shares.get(last, 0.0) + mass
     likeliest = max((share, letter) for letter, share in shares.items() if letter)[1]
-    vote = {"selection": "vote", "answer_pattern": r"[ab](?=\.?$)", "evidence_threshold": 0.0}
+    vote = {"selection": "vote", "answer_pattern": r"([ab])\.*$", "evidence_threshold": 0.0}
     outcome = asked(vote, 32, 2, num_runs=400)
     found = [read(tuple(text)).rstrip(".")[-1:] for text in outcome.outputs.tolist()]
     voted = sum(letter == likeliest for letter in found) / len(found)
@@ -165,3 +166,14 @@ def test_a_vote_takes_the_answer_that_weighs_most() -> None:
     assert voted > share / 400 + 0.1
     assert frequencies(outcome)
     assert EOS in itertools.chain(*outcome.outputs.tolist())
+
+
+def test_votes_that_wait_for_later_rounds_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All particles have ended, and stand still until the last text has been read."""
+    vote = {"selection": "vote", "answer_pattern": "[ab]", "evidence_threshold": 0.0}
+    at_once = asked(vote, 4, 2, num_runs=6)
+    monkeypatch.setattr(votes, "MOST_STEPS", (LENGTH + 1) * 20)  # about one text a round
+    later = asked(vote, 4, 2, num_runs=6)
+    assert later.num_rounds > at_once.num_rounds + 5
+    assert torch.equal(later.outputs, at_once.outputs)
+    assert torch.equal(later.log_evidence, at_once.log_evidence)

@@ -20,7 +20,6 @@ from sglang_smc.potentials.asked import Asked, Schedule, asked_of, schedule_of
 from sglang_smc.potentials.calls import Caller, Failed, Question, callers_of
 from sglang_smc.potentials.declared import choose, declared, load, problems
 from sglang_smc.potentials.readings import Readings
-from sglang_smc.requests.votes import answer_of
 from sglang_smc.smc.judging import elect, revalue
 
 # The flag.
@@ -280,11 +279,3 @@ def test_a_vote_leaves_the_weight_to_one_answer(particles: list[tuple[int, float
     (winner,) = left
     assert totals[winner] >= max(totals.values()) * (1 - 1e-12)
     assert float(found.logsumexp(1)) == pytest.approx(float(weights.logsumexp(1)), abs=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "answer"),
-    [(r"#### (-?\d+)", "12"), (r"\d+", "12"), ("x", None), (r"(no)|(\d+)$", None)],
-)
-def test_the_last_match_answers(pattern: str, answer: str | None) -> None:
-    assert answer_of("#### 7, no: #### 12", pattern) == answer
