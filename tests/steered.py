@@ -1,8 +1,9 @@
 """Potentials that engines of tests load by their names, in processes of their own."""
 
+import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -52,19 +53,37 @@ class Slow(Potential):
         return [0.0] * len(texts)
 
 
+class Panic(BaseException):
+    """As pyo3 raises it for a panic in Rust; it cannot even be printed."""
+
+    def __str__(self) -> str:
+        raise SystemExit(2)
+
+
+RAISED: dict[str, Callable[[], BaseException]] = {
+    "raise": lambda: RuntimeError("the oracle is silent"),
+    "exit": lambda: SystemExit("the oracle has left"),
+    "interrupt": KeyboardInterrupt,
+    "cancel": asyncio.CancelledError,
+    "panic": Panic,
+}
+
+
 class Broken(Potential):
     """Does for each request what it asks for."""
 
     class Args(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-        """raise, nan, short, forbid, or nothing."""
+        """One of `RAISED`, write, nan, large, short, forbid, or nothing."""
 
         does: str
 
     def complete(self, texts: Sequence[Text]) -> list[float]:
-        values = {"nan": math.nan, "forbid": -math.inf}
+        values = {"nan": math.nan, "forbid": -math.inf, "large": 1e308}
         for text in texts:
-            if text.args.does == "raise":
-                raise RuntimeError("the oracle is silent")
+            if text.args.does in RAISED:
+                raise RAISED[text.args.does]()
+            if text.args.does == "write":
+                text.prompt_ids[0] = 7  # type: ignore[index]
         found = [values.get(text.args.does, 0.0) for text in texts]
         return found[:-1] if any(text.args.does == "short" for text in texts) else found
 
@@ -74,8 +93,38 @@ class Broken(Potential):
 class Shut(Potential):
     """Cannot be opened."""
 
+    def __init__(self, exits: bool = False) -> None:
+        self._error = SystemExit(1) if exits else OSError("no weights")
+
     def open(self) -> None:
-        raise OSError("no weights")
+        raise self._error
 
     def complete(self, texts: Sequence[Text]) -> list[float]:
         raise AssertionError("never opened")
+
+
+class Loose(Potential):
+    """Has arguments that it could write into."""
+
+    class Args(msgspec.Struct):
+        """One."""
+
+        weight: float = 1.0
+
+    def complete(self, texts: Sequence[Text]) -> list[float]:
+        raise AssertionError("never loaded")
+
+
+class Picky(Potential):
+    """Has arguments that raise what is no error of theirs."""
+
+    class Args(msgspec.Struct, frozen=True):
+        """One."""
+
+        weight: float = 1.0
+
+        def __post_init__(self) -> None:
+            raise SystemExit(3)
+
+    def complete(self, texts: Sequence[Text]) -> list[float]:
+        raise AssertionError("never asked")

@@ -267,7 +267,7 @@ class ToyWorker:
         for req in reqs:
             config = config_of(self.config, req)  # type: ignore[arg-type]
             req.smc_state = RequestState.of(req.row, config)
-            self.worker._states._give_potentials(req.smc_state)
+            self.worker._states._give_potentials(req, req.smc_state)  # type: ignore[arg-type]
         is_open, law, log_sum = ~settings.normalized, *self._first_law(reqs, index, settings)
         noise = noise.to(self.device)[index - 1]
         first = sample(law.unsqueeze(1), self._first_noise(settings, noise, is_open))

@@ -21,7 +21,9 @@ class NoArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Text:
-    """A particle's text: what a potential is asked about.
+    """A particle's text, of which a potential gives a value.
+
+    Token ids are tuples: a potential cannot write into what the scheduler goes on with.
 
     Args:
         prompt_ids: tokens of the request's prompt.
@@ -38,8 +40,8 @@ class Text:
         args: Any,
         decode: Callable[[Sequence[int]], str],
     ) -> None:
-        self.prompt_ids = prompt_ids
-        self.output_ids = output_ids
+        self.prompt_ids = tuple(prompt_ids)  # of a tuple no copy is made
+        self.output_ids = tuple(output_ids)
         self.args = args
         self._decode = decode
 
@@ -63,7 +65,8 @@ class Potential(ABC):
 
     Its constructor is also called where requests are checked: keep it light, and load models in
     `open`. Values are natural logarithms: 0 is phi = 1, ``-inf`` forbids, ``+inf`` and NaN are
-    errors. What a method raises ends the request that it is about with HTTP 500, and no other.
+    errors. What a method raises, SystemExit too, ends the request that it is about with HTTP 500,
+    and no other.
     Methods are called in a thread of their own, one call at a time.
     """
 

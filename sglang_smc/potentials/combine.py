@@ -100,7 +100,7 @@ def _args_of(parts: dict[str, Potential]) -> type[msgspec.Struct]:
         if any(field.required for field in msgspec.structs.fields(part.Args)):
             needed.append((name, part.Args))
         else:
-            optional.append((name, part.Args, part.Args()))
+            optional.append((name, part.Args, msgspec.field(default_factory=part.Args)))
     return msgspec.defstruct(
         "ProductArgs", [*needed, *optional], frozen=True, forbid_unknown_fields=True
     )

@@ -104,11 +104,10 @@ def _loaded(one: Declared) -> Potential:
     try:
         factory = getattr(import_module(one.module), one.factory)
         potential = factory(**one.arguments)
-    except Exception as error:  # the operator's code
+    except BaseException as error:  # the operator's code
         raise ValueError(
-            f"{shown} cannot be had: {type(error).__name__}: {error}. The package must be "
-            "installed where the server runs, and the name be a Potential's class or a function "
-            "that returns one."
+            f"{shown} cannot be had: {said(error)}. The package must be installed where the server "
+            "runs, and the name be a Potential's class or a function that returns one."
         ) from error
     if not isinstance(potential, Potential):
         raise ValueError(
@@ -119,11 +118,24 @@ def _loaded(one: Declared) -> Potential:
         schedule_of(potential.when)
     except ValueError as error:
         raise ValueError(f"{shown} has {error}") from error
+    if not potential.Args.__struct_config__.frozen:
+        raise ValueError(
+            f"{shown} has Args that can be written into; allowed: a msgspec.Struct with "
+            "frozen=True, since one object stands for all of a request's texts."
+        )
     return potential
 
 
+def said(error: BaseException) -> str:
+    """Return the type and the message of what an operator's code raised."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException:  # its __str__ is the operator's code, too
+        return type(error).__name__
+
+
 def choose(asked: Asked, potentials: Mapping[str, Potential]) -> Chosen:
-    """A potential as a request asks for it.
+    """Return a potential as a request asks for it.
 
     Raises:
         ValueError: where its name is unknown, or its arguments do not fit.
@@ -134,9 +146,10 @@ def choose(asked: Asked, potentials: Mapping[str, Potential]) -> Chosen:
         raise ValueError(f"potential {asked.name!r}, which is unknown; allowed: {known}.")
     try:
         args = msgspec.convert(asked.args, potential.Args)
-    except msgspec.ValidationError as error:
+    except BaseException as error:  # of `__post_init__`, which is the operator's code
+        what = error if isinstance(error, msgspec.ValidationError) else said(error)
         raise ValueError(
-            f"potential {asked.name!r} with args={asked.args!r}: {error}; allowed: "
+            f"potential {asked.name!r} with args={asked.args!r}: {what}; allowed: "
             f"{fields_of(potential.Args)}."
         ) from error
     when = potential.when if asked.when is None else asked.when

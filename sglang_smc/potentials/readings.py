@@ -67,9 +67,13 @@ class Readings:
     Args:
         schedules: by potential.
         decode: tokens to text.
+        prompt_ids: tokens of the prompt.
     """
 
-    def __init__(self, schedules: Sequence[Schedule], decode: Decode) -> None:
+    def __init__(
+        self, schedules: Sequence[Schedule], decode: Decode, prompt_ids: tuple[int, ...] = ()
+    ) -> None:
+        self.prompt_ids = prompt_ids
         self._schedules = schedules
         self._decode = decode
         self._settled = Place(0, (), (None,) * len(schedules))

@@ -25,6 +25,14 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from transformers import PreTrainedTokenizerBase
 
+MOST = 1e300
+"""The largest log phi: differences of two are still numbers. What is below -MOST is phi = 0."""
+
+_TOO_LARGE = (
+    "The potentials {names} with their exponents add up to {value:g} for a text; allowed: up to "
+    "1e300. Lower an exponent, or mend the potential. Others are not affected."
+)
+
 _FORBIDDEN = (
     "The potentials {names} forbid the texts of all {num_particles} particles, behind {num_tokens} "
     "output tokens that these share. Ask for more particles, or loosen the potentials."
@@ -34,7 +42,7 @@ _FORBIDDEN = (
 class _Particle(NamedTuple):
     """The text of a particle, as a round starts."""
 
-    output_ids: list[int]
+    output_ids: tuple[int, ...]
     place: Place  # where it ends
     has_ended: bool
 
@@ -76,7 +84,7 @@ class Potentials(TextRule):
         for group, req in reqs.items():
             for name, wanted in _wanted_of(group, req, particles[group]):
                 self._wanted.setdefault(name, []).append(wanted)
-        self._calls = self._begin_calls()
+        self._calls = self._begin_calls() if _is_first_rank() else {}
 
     @classmethod
     def applies(cls, req: "Req") -> bool:
@@ -90,7 +98,8 @@ class Potentials(TextRule):
         state = state_of(req)
         if cls not in state.kept:
             schedules = [chosen.schedule for chosen in state.potentials]
-            state.kept[cls] = Readings(schedules, decoder_of(req))
+            prompt_ids = tuple(req.origin_input_ids)
+            state.kept[cls] = Readings(schedules, decoder_of(req), prompt_ids)
 
     @classmethod
     def of(cls, texts: BatchTexts) -> "Potentials":
@@ -107,20 +116,34 @@ class Potentials(TextRule):
 
     def verdicts(self) -> dict[int, Verdict]:
         """See `TextRule.verdicts`: waits for what was asked."""
-        answers = _of_first_rank([call.answers() for call in self._calls])
-        for wanted, of_potential in zip(self._wanted.values(), answers, strict=True):
-            for one, answer in zip(wanted, of_potential, strict=True):
+        calls = self._calls.items()
+        found = {name: c if isinstance(c, Failed) else c.answers() for name, c in calls}
+        for name, answers in _of_first_rank(found).items():
+            if isinstance(answers, Failed):
+                self._end_all(name, answers)
+                continue
+            for one, answer in zip(self._wanted[name], answers, strict=True):
                 if isinstance(answer, Failed):
                     _end(self._reqs[one.group], answer)
                 else:
                     one.keep(answer)
         return {group: self._verdict(group, req) for group, req in self._reqs.items()}
 
+    def _end_all(self, name: str, failed: Failed) -> None:
+        """End the requests that name a potential which is not asked now."""
+        for req in self._reqs.values():
+            if any(chosen.name == name for chosen in state_of(req).potentials):
+                _end(req, failed)
+
     def _verdict(self, group: int, req: "Req") -> Verdict:
         particles, chosen = self._particles[group], state_of(req).potentials
         if req.to_finish:  # with an error; what there is of values is not all
             return Verdict.none(len(particles))
         log_values = [one and _log_value(one, chosen) for one in particles]
+        for value in log_values:
+            if value is not None and not value <= MOST:  # NaN, too
+                _end(req, Failed(_TOO_LARGE.format(names=_names(req), value=value)))
+                return Verdict.none(len(particles))
         if all(value is None or value == -math.inf for value in log_values):
             self.end_stuck(req)  # before other rules, which are not the cause
         return Verdict(
@@ -128,24 +151,30 @@ class Potentials(TextRule):
             complete=[one is None or one.has_ended for one in particles],
         )
 
-    def _begin_calls(self) -> list[Call]:
-        """Ask, on the first rank of a tensor-parallel group: all must hear the same."""
-        if not _is_first_rank():
-            return []
+    def _begin_calls(self) -> dict[str, Call | Failed]:
+        """Ask, on the first rank of a tensor-parallel group: all must hear the same.
+
+        Returns:
+            By the potential's name: the call under way, or why it is not asked. Left out where
+            there is nothing to ask.
+        """
         callers = {
             caller.name: caller for req in self._reqs.values() for caller in state_of(req).callers
         }
-        return [
-            callers[name].ask([one.question for one in wanted])
-            for name, wanted in self._wanted.items()
-        ]
+        found: dict[str, Call | Failed] = {}
+        for name, caller in callers.items():
+            if refusal := caller.refusal():
+                found[name] = refusal
+            elif wanted := self._wanted.get(name):
+                found[name] = caller.ask([one.question for one in wanted])
+        return found
 
     @classmethod
     def end_stuck(cls, req: "Req") -> bool:
         """See `TextRule.end_stuck`: they may have forbidden all texts."""
         state = state_of(req)
         message = _FORBIDDEN.format(
-            names=", ".join(repr(chosen.name) for chosen in state.potentials),
+            names=_names(req),
             num_particles=state.config.num_particles,
             num_tokens=len(settled_ids(req)),
         )
@@ -175,7 +204,7 @@ def _particles(req: "Req", population: Population, group: int) -> list[_Particle
     places = readings.places(settled, tails)
     each = zip(tails, places, ended, weighs, strict=True)
     return [
-        _Particle([*settled, *tail], place, has_ended) if counts else None
+        _Particle((*settled, *tail), place, has_ended) if counts else None
         for tail, place, has_ended, counts in each
     ]
 
@@ -192,18 +221,22 @@ def _wanted_of(
                 continue
             known = place.whole if one.has_ended else place.values
             if index not in known:
-                text = _text(req, one.output_ids[: place.length], chosen)
+                text = _text(req, one.output_ids[: place.length], chosen.args)
                 wanted = _Wanted(group, index, place, one.has_ended, text)
                 found[index, id(place)] = chosen.name, wanted
     return list(found.values())
 
 
-def _text(req: "Req", output_ids: list[int], chosen: Chosen) -> Text:
-    return Text(req.origin_input_ids, output_ids, chosen.args, decoder_of(req))
+def _text(req: "Req", output_ids: tuple[int, ...], args: Any) -> Text:
+    readings: Readings = state_of(req).kept[Potentials]
+    return Text(readings.prompt_ids, output_ids, args, decoder_of(req))
 
 
 def _log_value(particle: _Particle, potentials: Sequence[Chosen]) -> float:
-    """The sum of what potentials say of a particle, each to its exponent."""
+    """Return the sum of the potentials' logarithms for a particle, each times its exponent.
+
+    It is -inf where phi is 0, and above `MOST` or NaN where floats end.
+    """
     total = 0.0
     for index, chosen in enumerate(potentials):
         asked_at = particle.place.asked_at[index]
@@ -212,7 +245,11 @@ def _log_value(particle: _Particle, potentials: Sequence[Chosen]) -> float:
         else:
             value = 0.0 if asked_at is None else asked_at.values[index]
         total += chosen.exponent * value if chosen.exponent else 0.0  # of -inf, too
-    return total
+    return -math.inf if total < -MOST else total
+
+
+def _names(req: "Req") -> str:
+    return ", ".join(repr(chosen.name) for chosen in state_of(req).potentials)
 
 
 def _end(req: "Req", failed: Failed) -> None:

@@ -6,6 +6,7 @@ retraction. The particles' texts, weights and slots are on the device.
 
 import math
 from collections.abc import Mapping
+from http import HTTPStatus
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -20,6 +21,7 @@ from sglang_smc.options.request import RequestConfig, config_of, request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.potentials.calls import Caller
 from sglang_smc.potentials.declared import Chosen, choose
+from sglang_smc.requests.failures import end_request
 from sglang_smc.requests.open_token import OpenToken
 from sglang_smc.smc.fidelity import NAMES
 from sglang_smc.smc.randomness import derive_seed
@@ -210,7 +212,7 @@ class RequestStates:
         if state is None:
             asked = config_of(self._config, req)
             state = RequestState.of(self._seed(req), self._dial.settled(asked))
-            self._give_potentials(state)
+            self._give_potentials(req, state)
             req.smc_state = state  # pyright: ignore[reportAttributeAccessIssue] -- ours
         state.begin(budget)
         # For p itself what is dropped has a factor of mean 1; for other targets it has not.
@@ -222,11 +224,18 @@ class RequestStates:
         seed = derive_seed(state.seed, req.retraction_count)
         return Start(_entry(req, seed, state.config), len(req.output_ids), state.counters)
 
-    def _give_potentials(self, state: RequestState) -> None:
-        """What a request has named, with who asks it; it was checked as it came in."""
+    def _give_potentials(self, req: "Req", state: RequestState) -> None:
+        """Note the potentials that a request names, which were checked as it came in.
+
+        One whose `Args` accepted it there, and raise here, ends the request.
+        """
         asked = state.config.potentials
         known = {name: caller.potential for name, caller in self._callers.items()}
-        state.potentials = tuple(choose(each, known) for each in asked)
+        try:
+            state.potentials = tuple(choose(each, known) for each in asked)
+        except ValueError as error:
+            end_request(req, f"The request has {error}", HTTPStatus.INTERNAL_SERVER_ERROR)
+            return
         state.callers = tuple(self._callers[each.name] for each in asked)
 
     def padding(self) -> TableEntry:

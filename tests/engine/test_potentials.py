@@ -1,9 +1,10 @@
 """Potentials through a real engine: their law, their mistakes, and who notices."""
 
-import asyncio
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from sglang_smc.view.record import Trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("schedule")]
 
+PAGE = Path(__file__).parents[2] / "docs" / "potentials.md"
+PYTHON = re.compile(r"```python\n(.*?)```", re.S)
 SIZE = 1500
 PROMPT = [3, 2, 3]
 EOS = 1
@@ -56,9 +59,11 @@ def generate(engine: Any, params: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def each_outcome(engine: Any, params: list[dict[str, Any]]) -> list[Any]:
-    """Answers of one batch, or the errors that came in their place."""
-    asked = [engine.async_generate(input_ids=PROMPT, sampling_params=one) for one in params]
-    return engine.loop.run_until_complete(asyncio.gather(*asked, return_exceptions=True))
+    """Answers of one batch, or the errors that came in their place, as the page says to ask."""
+    (code,) = [one for one in PYTHON.findall(PAGE.read_text()) if "async def each" in one]
+    exec(code, page := {})
+    asked = [{"input_ids": PROMPT, "sampling_params": one} for one in params]
+    return engine.loop.run_until_complete(page["each"](engine, asked))
 
 
 def masses(pair: tuple[str, str], tokens: int = TOKENS, power: float = 1.0) -> Law:
@@ -141,6 +146,8 @@ def test_a_mistake_ends_its_own_request(running: Any) -> None:
     """
     fails = {
         "raise": "RuntimeError: the oracle is silent",
+        "exit": "SystemExit: the oracle has left",
+        "write": "TypeError: 'tuple' object does not support item assignment",
         "nan": "gave nan",
         "forbid": "forbid the texts of all",
     }

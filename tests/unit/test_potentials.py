@@ -3,6 +3,7 @@
 import math
 import threading
 from collections.abc import Sequence
+from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -17,7 +18,14 @@ from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.potentials import Potential, Text
 from sglang_smc.potentials.asked import Asked, Schedule, asked_of, schedule_of
-from sglang_smc.potentials.calls import Caller, Failed, Question, callers_of
+from sglang_smc.potentials.calls import (
+    COOL_DOWN,
+    MOST_LATE,
+    Caller,
+    Failed,
+    Question,
+    callers_of,
+)
 from sglang_smc.potentials.declared import choose, declared, load, problems
 from sglang_smc.potentials.readings import Readings
 from sglang_smc.smc.judging import elect, revalue
@@ -59,11 +67,14 @@ def test_what_is_no_declaration_is_told(given: str) -> None:
         ("count=steered:Nothing", "AttributeError"),
         ("count=steered:Count(color='red')", "TypeError"),
         ("count=steered:log_phi(output='')", "gives a float"),
+        ("loose=steered:Loose", "frozen=True"),
+        ("count=steered:Picky.Args", "NAME=package.module:factory"),
+        ("count=sys:exit", "SystemExit"),
     ],
 )
 def test_what_cannot_be_had_is_told(given: str, told: str) -> None:
     (problem,) = problems([given])
-    assert told in problem and "count=" in problem
+    assert told in problem and given.split("=")[0] in problem
 
 
 def test_names_are_given_once() -> None:
@@ -75,11 +86,14 @@ def test_what_cannot_be_opened_is_told() -> None:
     assert callers_of(("shut=steered:Shut",), 1.0, print, opens=False)["shut"].name == "shut"
     with pytest.raises(RuntimeError, match="'shut' cannot be opened: OSError: no weights"):
         callers_of(("shut=steered:Shut",), 1.0, print, opens=True)
+    with pytest.raises(RuntimeError, match="'shut' cannot be opened: SystemExit: 1"):
+        callers_of(("shut=steered:Shut(exits=True)",), 1.0, print, opens=True)
 
 
 # Requests.
 
 KNOWN = load(("count=steered:Count", "slow=steered:Slow"))
+PICKY = load(("picky=steered:Picky",))
 
 
 def test_a_request_names_potentials_as_objects_or_as_json() -> None:
@@ -131,6 +145,12 @@ def test_what_the_server_has_not_is_refused(asked: Asked, told: str) -> None:
         choose(asked, {})
 
 
+def test_arguments_that_raise_anything_are_refused() -> None:
+    """They are the operator's code, in the process that answers HTTP: it must not end."""
+    with pytest.raises(ValueError, match=r"'picky' with args=\{\}: SystemExit: 3; allowed: weight"):
+        choose(Asked("picky"), PICKY)
+
+
 def test_potentials_make_another_target() -> None:
     """Kept whole blocks, a long lag, a first token of each particle's own."""
     plain = request_config(SMCConfig(), None)
@@ -174,16 +194,91 @@ def test_one_call_for_all_and_each_value_in_its_place() -> None:
 
 
 def test_who_is_at_fault_fails_alone() -> None:
-    does = ["nothing", "raise", "short", "nan", "forbid", "nothing"]
+    does = {
+        "raise": "raised RuntimeError: the oracle is silent",
+        "exit": "raised SystemExit: the oracle has left",
+        "interrupt": "raised KeyboardInterrupt",
+        "cancel": "raised CancelledError",
+        "panic": "raised Panic.",
+        "write": "raised TypeError: 'tuple' object does not support item assignment",
+        "short": "gave 0 values for 1 texts",
+        "nan": "gave nan",
+    }
+    asked = ["nothing", *does, "forbid", "nothing"]
     questions = [
-        Question(text("a", Broken.Args(one)), False, owner) for owner, one in enumerate(does)
+        Question(text("a", Broken.Args(one)), False, owner) for owner, one in enumerate(asked)
     ]
-    answers = Caller("broken", Broken(), 10.0).ask(questions).answers()
-    told = [answer.message if isinstance(answer, Failed) else answer for answer in answers]
-    assert told[0] == told[5] == 0.0 and told[4] == -math.inf
-    assert "the oracle is silent" in str(told[1])
-    assert "gave 0 values for 1 texts" in str(told[2])
-    assert "gave nan" in str(told[3])
+    first, *told, forbidden, last = Caller("broken", Broken(), 10.0).ask(questions).answers()
+    assert (first, forbidden, last) == (0.0, -math.inf, 0.0)
+    for failed, sentence in zip(told, does.values(), strict=True):
+        assert isinstance(failed, Failed) and sentence in failed.message
+
+
+class Gated(Potential):
+    """Answers once its gate is open; it opens and shuts while no call waits there."""
+
+    def __init__(self) -> None:
+        self.gate, self.entered = threading.Event(), threading.Event()
+
+    def shut(self) -> None:
+        self.gate.clear()
+        self.entered.clear()
+
+    def complete(self, texts: Sequence[Text]) -> list[float]:
+        self.entered.set()
+        self.gate.wait()
+        return [0.0] * len(texts)
+
+
+def test_behind_late_calls_in_a_row_a_potential_is_not_asked(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A circuit breaker: open behind three, half open when it has cooled down and the late call is
+    back, closed by one in time. With no seconds at all every call that waits at its gate is late.
+    """
+    gated, now, whole = Gated(), [0.0], [Question(text("a"), True, 0)]
+    caller = Caller("gated", gated, 0.0, now=lambda: now[0])
+
+    def is_late() -> bool:
+        assert caller.refusal() is None
+        call = caller.ask(whole)
+        if gated.gate.is_set():
+            wait([call.future])
+        else:
+            gated.entered.wait()
+        return isinstance(call.answers()[0], Failed)
+
+    assert is_late() and is_late()
+    come_back(caller)
+    gated.gate.set()
+    assert not is_late(), "which starts the count anew"
+    gated.shut()
+    assert all(is_late() for _ in range(MOST_LATE))
+    refused = caller.refusal()
+    assert refused is not None and refused.is_late
+    assert "'gated' is not asked: its last 3 calls took more than 0 s" in refused.message
+    now[0] += COOL_DOWN
+    assert caller.refusal() == refused, "the late call still hangs"
+    come_back(caller)
+    assert is_late() and caller.refusal() is not None, "one call tries, and no more"
+    come_back(caller)
+    assert caller.refusal() is not None
+    now[0] += COOL_DOWN
+    gated.gate.set()
+    assert not is_late() and caller.refusal() is None
+    gated.shut()
+    assert is_late() and caller.refusal() is None, "closed: one late call is one"
+    come_back(caller)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+def come_back(caller: Caller) -> None:
+    """Let the late call end, and the next one wait at the gate again."""
+    gated = caller.potential
+    assert isinstance(gated, Gated) and caller._hung is not None
+    gated.gate.set()
+    wait([caller._hung])
+    gated.shut()
 
 
 def test_who_takes_too_long_is_left_behind_and_so_is_who_waits_for_it() -> None:
