@@ -36,6 +36,7 @@ def replay(trace: Trace, *, is_plain: bool = True, tolerance: float = 1e-6) -> R
     state = Replay(is_plain and trace.mode == "smc", tolerance)
     for record in trace.rounds:
         state.play(record, weighs=trace.mode == "smc")
+    state.emitted += trace.emitted_after
     return Replayed(state.emitted, state.particles, state.weights, state.log_evidence)
 
 
@@ -81,6 +82,7 @@ class Replay:
             assert record.resized_from is None
             # What a retraction drops has been counted as it stood, and all weigh the same anew.
             self.banked = self.log_evidence
+            self.emitted = [*self.emitted, *record.emitted_before]
             begun = [[*self.emitted, token] for token in record.begins]
             self.texts, self.after = begun, [0.0] * len(begun)
             self.ended = []  # a first token may be the last, which only its reader can tell

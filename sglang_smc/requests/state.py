@@ -5,7 +5,7 @@ retraction. The particles' texts, weights and slots are on the device.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -60,6 +60,8 @@ class RequestState(msgspec.Struct):
     callers: tuple[Caller, ...] = ()  # who asks each of these
     rounds: list[RoundRecord] = []  # where it wants a trace
     is_fresh: bool = False  # no round has been launched behind its last prefill
+    num_prefilled: int = 0  # tokens of its output that the last prefill read
+    untold: list[int] = []  # of these the last, which a trace has in no round so far
     kept: dict[type, Any] = {}  # what each rule of its text has to remember, by the rule
 
     @classmethod
@@ -76,10 +78,18 @@ class RequestState(msgspec.Struct):
         """What memory must hold as the next round begins on ``budget``, and as it ends."""
         return union(self.now, apply_budget(self.config, budget))
 
-    def begin(self, budget: Budget | None) -> None:
-        """Let particles begin anew on ``budget``."""
+    def begin(self, budget: Budget | None, output_ids: Sequence[int]) -> None:
+        """Let particles begin anew on ``budget``, behind an output that prefill reads."""
         self.budget, self.is_fresh = budget, True
         self.last = self.now = apply_budget(self.config, budget)
+        self.num_prefilled, self.untold = len(output_ids), self._untold(output_ids)
+        self.particles = None
+
+    def _untold(self, output_ids: Sequence[int]) -> list[int]:
+        """Return the tokens behind those that the rounds of a trace have."""
+        if not self.config.trace:
+            return []
+        return list(output_ids[sum(len(record.told) for record in self.rounds) :])
 
     def step_to(self, budget: Budget | None) -> None:
         """Let the next round run on ``budget``."""
@@ -123,14 +133,15 @@ class RequestState(msgspec.Struct):
             "resample_rate": counters.resample_ct / rounds if rounds else None,
         }
 
-    def trace(self, prompt_length: int) -> dict[str, Any]:
-        """What its particles did behind so many tokens, as JSON has it: a `Trace`."""
+    def trace(self, prompt_length: int, output_ids: Sequence[int]) -> dict[str, Any]:
+        """Return what its particles did behind so many tokens, as JSON has it: a `Trace`."""
         trace = Trace(
             mode=self.config.mode,
             num_particles=self.config.num_particles,
             num_steps=self.config.num_steps,
             prompt_length=prompt_length,
             rounds=self.rounds,
+            emitted_after=self._untold(output_ids),
         )
         return {"version": trace.version, **msgspec.to_builtins(trace)}
 
@@ -146,8 +157,8 @@ class RequestState(msgspec.Struct):
         return fields
 
     def _equal(self, output_ids: list[int]) -> list[dict[str, Any]] | None:
-        """The particles of a text that ended with the token they all began with."""
-        if len(output_ids) != 1 or self.open_token.is_open:
+        """Return the particles of a text that ended with the token they all began with."""
+        if len(output_ids) != self.num_prefilled + 1 or self.open_token.is_open:
             return None  # aborted on the way
         num_particles = self.config.num_particles
         weight = 1.0 / num_particles
@@ -214,7 +225,7 @@ class RequestStates:
             state = RequestState.of(self._seed(req), self._dial.settled(asked))
             self._give_potentials(req, state)
             req.smc_state = state  # pyright: ignore[reportAttributeAccessIssue] -- ours
-        state.begin(budget)
+        state.begin(budget, req.output_ids)
         # For p itself what is dropped has a factor of mean 1; for other targets it has not.
         state.has_lost_tails |= not state.config.is_normalized and req.retraction_count > 0
         is_last = remaining(req) <= 1
@@ -319,7 +330,7 @@ def publish(req: "Req") -> None:
     if state is not None and req.finished():
         fields = state.meta_info(list(req.output_ids))
         if state.config.trace:
-            fields[META_PREFIX + "trace"] = state.trace(len(req.origin_input_ids))
+            fields[META_PREFIX + "trace"] = state.trace(len(req.origin_input_ids), settled_ids(req))
         req.customized_info = {name: _Whole([value]) for name, value in fields.items()}
 
 

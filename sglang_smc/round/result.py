@@ -18,6 +18,7 @@ from sglang_smc.requests.logprob_books import deliver
 from sglang_smc.requests.state import as_particle, has_open_token, settled_ids, state_of, tails_of
 from sglang_smc.round.draft_input import SMCDraftInput, as_eagle
 from sglang_smc.round.trace import Traced
+from sglang_smc.smc.rounds import choose
 from sglang_smc.smc.weights import normalized
 from sglang_smc.state.counters import gained
 from sglang_smc.state.monitor import Monitor, Played
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Particles(NamedTuple):
-    """All particles as they stood before the final draw."""
+    """All particles as they stood before the final draw, or as the lag left them."""
 
     last_emitted: torch.Tensor  # [G, N]
     tokens: torch.Tensor  # [G, N, T] tails
@@ -40,16 +41,25 @@ class Particles(NamedTuple):
     finished: torch.Tensor  # [G] all have ended
 
     @classmethod
-    def of(cls, population: Population) -> "Particles":
-        """Taken from a population."""
-        return cls(
-            population.last_emitted,
-            population.tokens,
-            population.lengths,
-            population.log_weights,
-            population.present,
-            population.ended.all(1),
+    def of(cls, continued: Population, narrowed: Population) -> "Particles":
+        """Take each group's particles from before a narrowing, where all had ended, or behind it.
+
+        A short lag may draw the text of a particle that has ended while others have not. All that
+        are left are copies of it then, and SGLang ends the request as it finds the end in what is
+        emitted: no final draw follows.
+        """
+        before, behind = (
+            cls(
+                population.last_emitted,
+                population.tokens,
+                population.lengths,
+                population.log_weights,
+                population.present,
+                population.ended.all(1),
+            )
+            for population in (continued, narrowed)
         )
+        return choose(before.finished, before, behind)
 
     def of_group(self, group: int, req: "Req") -> list[dict[str, Any]] | None:
         """One request's particles for `meta_info`; None while some have not ended."""

@@ -225,6 +225,6 @@ class Round:
             counters=counters,
             failure=decision.failure,
             first_tokens=first_token,
-            particles=Particles.of(continued) if shape.shows_particles else None,
+            particles=Particles.of(continued, narrowed) if shape.shows_particles else None,
             logprobs=emitted,
         )

@@ -67,6 +67,7 @@ class Traced(NamedTuple):
         config = state.config
         knows_evidence = (config.weighs or config.is_exact) and not state.has_lost_tails
         return RoundRecord(
+            emitted_before=state.untold if self.begins[group] else [],
             begins=begins,
             resized_from=self._resized_from(group, state, size),
             log_weights_before=_finite(before),

@@ -23,7 +23,7 @@ def add_texts(meta_info: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | N
         particle["text"] = tokenizer.decode(particle["output_ids"], skip_special_tokens=True)
     trace = meta_info.get(_TRACE)
     if trace and "pieces" not in trace:  # SGLang looks at what ends a stream twice
-        ids = sorted(_tokens_of(trace["rounds"]))
+        ids = sorted(_tokens_of(trace["rounds"]) | set(trace.get("emitted_after") or ()))
         trace["pieces"] = {str(one): tokenizer.decode([one]) for one in ids}
 
 
@@ -31,6 +31,7 @@ def _tokens_of(rounds: Iterable[Mapping[str, Any]]) -> set[int]:
     """All tokens that rounds name."""
     found: set[int] = set()
     for one in rounds:
-        found.update(one.get("begins") or (), one["emitted"], *one["drafted"])
+        found.update(one.get("emitted_before") or (), one.get("begins") or ())
+        found.update(one["emitted"], *one["drafted"])
         found.update(token for token in one["bonus"] if token is not None)
     return found

@@ -128,6 +128,8 @@ def genealogy(trace: Trace) -> Genealogy:
     growth = _Growth(verifies=trace.mode != "smc")
     for number, record in enumerate(trace.rounds):
         growth.play(number, record, is_last=number == len(trace.rounds) - 1)
+    for token in trace.emitted_after:
+        growth.begin(len(trace.rounds) - 1, [token] * len(growth.heads))
     return growth.result()
 
 
@@ -161,7 +163,9 @@ class _Growth:
         self.emitted: list[int] = []
 
     def play(self, number: int, record: RoundRecord, *, is_last: bool) -> None:
-        retracted = record.begins is not None and number > 0
+        retracted = record.begins is not None and (number > 0 or bool(record.emitted_before))
+        for token in record.emitted_before:
+            self.begin(number, [token])
         if record.begins is not None:
             self.begin(number, record.begins)
         if record.resized_from is not None:

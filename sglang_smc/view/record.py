@@ -16,6 +16,10 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     on takes a bonus token; `narrowed_to` settles what lags behind, or draws the answer.
     """
 
+    emitted_before: list[int] = []
+    """Ahead of `begins`: tokens of prefills behind which the request was retracted before it had a
+    round. They are of the answer."""
+
     begins: list[int] | None = None
     """The first round behind a prefill: the token that each particle begins with. Particles that
     there were before are gone: a retraction drops all that was not emitted."""
@@ -74,6 +78,12 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     emitted: list[int]
     """Tokens that all particles came to agree on: what a stream had of this round."""
 
+    @property
+    def told(self) -> list[int]:
+        """The tokens of the answer that this record has."""
+        shared = self.begins[:1] if self.begins and len(set(self.begins)) == 1 else []
+        return [*self.emitted_before, *shared, *self.emitted]
+
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One answer."""
@@ -86,5 +96,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens."""
 
     rounds: list[RoundRecord]
+    emitted_after: list[int] = []
+    """Tokens of the answer behind its last round: of a prefill that ended it."""
+
     pieces: dict[str, str] = {}
     """What each token id of the record reads, by itself; empty without a tokenizer."""

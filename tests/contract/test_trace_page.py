@@ -50,7 +50,7 @@ def test_a_trace_of_rounds_is_valid(mode: str) -> None:
     sizes = {"num_requests": 4, "max_new_tokens": 12, "eos": EOS, "chosen": chosen}
     worker = ToyWorker(SMCConfig(num_particles=3, num_steps=2), *languages(), **sizes)
     for req in played(worker, 4):
-        trace = req.smc_state.trace(2)
+        trace = req.smc_state.trace(2, req.output_ids)
         jsonschema.validate(json.loads(json.dumps(trace)), SCHEMA)
         assert trace["version"] == 1 and trace["rounds"]
 

@@ -126,9 +126,13 @@ def test_plain_neighbours_do_not_notice() -> None:
         assert torch.equal(together.log_evidence[place::3], alone.log_evidence)
 
 
-def test_no_text_is_asked_about_twice_and_none_is_left_out() -> None:
+@pytest.mark.parametrize("row", range(1, 5))
+@pytest.mark.parametrize("max_lag", [LENGTH, 1])
+def test_no_text_is_asked_about_twice_and_none_is_left_out(row: int, max_lag: int) -> None:
+    """Also where a short lag draws a text that has ended: its last token waits for the value."""
     letters = Letters()
-    outcome = asked(named(), 4, 2, rows=[1], callers=callers(letters=letters))
+    chosen = {**named(), "max_lag": max_lag}
+    outcome = asked(chosen, 4, 2, rows=[row], callers=callers(letters=letters))
     whole = [text for is_whole, texts in letters.asked if is_whole for text in texts]
     begun = [text for is_whole, texts in letters.asked if not is_whole for text in texts]
     assert len(set(whole)) == len(whole) and len(set(begun)) == len(begun)

@@ -113,7 +113,7 @@ def test_copies_of_an_outcome_s_first_groups_are_its_own() -> None:
     of_groups = torch.arange(2)
     outcome = Outcome(
         *(number, *[of_groups] * 6, None),
-        particles=Particles.of(whole),
+        particles=Particles.of(whole, whole),
         logprobs=Emitted(tails, number[:, 0]),
     )
     first = outcome.first(1)
@@ -219,6 +219,10 @@ def population(last_emitted: list[list[int]] | None = None) -> Population:
     )
 
 
+def shown(whole: Population) -> Particles:
+    return Particles.of(whole, whole)
+
+
 def emitted_req(output_ids: list[int]) -> FakeReq:
     req = FakeReq()
     req.output_ids = output_ids
@@ -227,7 +231,7 @@ def emitted_req(output_ids: list[int]) -> FakeReq:
 
 def test_particles_of_a_finished_group_are_whole_texts_with_normalised_weights() -> None:
     """The emitted text stands before each tail, and nothing that is stale or absent comes along."""
-    found = Particles.of(population()).of_group(0, emitted_req([8, 4]))
+    found = shown(population()).of_group(0, emitted_req([8, 4]))
     assert found is not None
     assert [particle["output_ids"] for particle in found] == [[8, 4, 5, 6], [8, 4, 7]]
     assert [particle["weight"] for particle in found] == pytest.approx([0.25, 0.75])
@@ -235,14 +239,14 @@ def test_particles_of_a_finished_group_are_whole_texts_with_normalised_weights()
 
 
 def test_particles_of_a_group_that_goes_on_are_not_shown() -> None:
-    assert Particles.of(population()).of_group(1, emitted_req([8, 4])) is None
+    assert shown(population()).of_group(1, emitted_req([8, 4])) is None
 
 
 def test_particles_show_their_own_first_token_while_it_is_open() -> None:
     whole = population([[3, 2, 0], [4, 4, 4]])
     req = emitted_req([8, 4])
     req.smc_state.open_token.begin(1)
-    found = Particles.of(whole).of_group(0, req)
+    found = shown(whole).of_group(0, req)
     assert found is not None
     assert [particle["output_ids"] for particle in found] == [[8, 3, 5, 6], [8, 2, 7]]
 
@@ -286,7 +290,7 @@ def test_only_who_asked_is_given_the_particles() -> None:
         correct_drafts=torch.tensor([1, 1]),
         counters=torch.zeros(2, len(Counters._fields)),
         failure=torch.zeros(2, dtype=torch.int64),
-        particles=Particles.of(Population(*(column[[0, 0]] for column in whole[:-2]))),
+        particles=shown(Population(*(column[[0, 0]] for column in whole[:-2]))),
         monitor=Monitor(100),
     )
     reqs = [asked, silent]
@@ -309,13 +313,13 @@ def test_particles_keep_the_first_tokens_that_one_is_drawn_from_in_the_same_roun
         counters=torch.zeros(1, len(Counters._fields)),
         failure=torch.zeros(1, dtype=torch.int64),
         first_tokens=torch.tensor([2]),
-        particles=Particles.of(Population(*(column[:1] for column in whole[:-2]))),
+        particles=shown(Population(*(column[:1] for column in whole[:-2]))),
         monitor=Monitor(100),
     )
     result.resolve(SimpleNamespace(reqs=[asked]), stock_resolve(result, [asked]))
     assert list(asked.output_ids[:2]) == [8, 2]
-    shown = [particle["output_ids"] for particle in asked.smc_state.particles]
-    assert shown == [[8, 3, 5, 6], [8, 2, 7]]
+    texts = [particle["output_ids"] for particle in asked.smc_state.particles]
+    assert texts == [[8, 3, 5, 6], [8, 2, 7]]
 
 
 def with_logprobs(

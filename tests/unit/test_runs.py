@@ -195,8 +195,20 @@ def test_a_plain_target_weighs_nothing_and_its_sums_are_not_read() -> None:
     assert published(req)["spec_smc_log_evidence"] == 0.0
 
 
+def test_an_answer_that_ends_with_a_prefill_s_token_has_equal_particles() -> None:
+    """Behind a retraction, too; not one that was aborted on the way."""
+    req = make_req(smc={"return_particles": True, "num_particles": 2}, output_ids=[9, 8])
+    RequestStates(SERVER, 1).begin([req])
+    assert published(req)["spec_smc_particles"] is None
+    req.output_ids.append(1)
+    found = published(req)["spec_smc_particles"]
+    assert [particle["output_ids"] for particle in found] == [[9, 8, 1]] * 2
+    assert [particle["weight"] for particle in found] == [0.5] * 2
+
+
 def test_an_answer_of_one_token_has_equal_particles() -> None:
-    req = powered_req(output_ids=[9])
+    req = powered_req(output_ids=[])
+    req.output_ids.append(9)
     req.smc_state.open_token.begin(None)
     particles = published(req)["spec_smc_particles"]
     assert particles == [as_particle([9], 0.5, 0.0)] * 2

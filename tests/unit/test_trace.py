@@ -22,6 +22,7 @@ from sglang_smc.requests import rules
 from sglang_smc.requests.state import has_open_token, publish
 from sglang_smc.smc.weights import normalized
 from sglang_smc.state.transfer import each_tensor
+from sglang_smc.view.genealogy import genealogy
 from sglang_smc.view.record import Trace
 
 LENGTH = 24
@@ -39,28 +40,28 @@ class Told(NamedTuple):
 
 
 def serve(
-    worker: ToyWorker, num_requests: int, *, retracts_behind: int | None = None
+    worker: ToyWorker, num_requests: int, *, retracts_behind: tuple[int, ...] = ()
 ) -> list[Told]:
-    """Serve all requests in one batch; each may lose its particles once, behind so many rounds."""
+    """Serve all requests in one batch; each loses its particles behind so many rounds."""
     noise = torch.rand(
         num_requests, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
     reqs = worker.begin(list(range(1, num_requests + 1)), noise)
     for req in reqs:
-        req.smc_state.is_fresh = True
+        req.smc_state.begin(None, [])
     particles: dict[int, Any] = {}
-    running = [req for req in reqs if not worker._is_over(req)]
     num_rounds = 0
-    while running:
+    while running := [req for req in reqs if not worker._is_over(req)]:
+        if num_rounds in retracts_behind:
+            begin_again(worker, running, times=retracts_behind.count(num_rounds))
+            running = [req for req in running if not worker._is_over(req)]
         num_rounds += 1
-        result = worker.play_round(running)
+        result = worker.play_round(running) if running else None
         for group, req in enumerate(running):
+            assert result is not None
             if result.particles is not None:
                 particles[req.row] = result.particles.of_group(group, req)  # type: ignore[arg-type]
             take(worker, result, group, req)
-        running = [req for req in running if not worker._is_over(req)]
-        if num_rounds == retracts_behind:
-            begin_again(worker, running)
     return [Told(req, told(req), particles.get(req.row)) for req in reqs]
 
 
@@ -79,13 +80,13 @@ def take(worker: ToyWorker, result: Any, group: int, req: ToyRequest) -> None:
     req.kv_committed_len += len(new)
 
 
-def begin_again(worker: ToyWorker, reqs: list[ToyRequest]) -> None:
+def begin_again(worker: ToyWorker, reqs: list[ToyRequest], times: int) -> None:
     """Particles begin anew behind what was emitted, as after a retraction, with a token of 0."""
     rows = worker.tensor([req.row for req in reqs])
-    for req in reqs:
+    for req in reqs * times:
+        req.smc_state.begin(None, req.output_ids)
         req.say([0])
         req.kv_committed_len += 1
-        req.smc_state.is_fresh = True
     worker.worker._tables.particles.begin(
         rows,
         first_tokens=torch.zeros_like(rows),
@@ -242,11 +243,38 @@ def test_particles_that_died_have_no_weight() -> None:
 
 def test_behind_a_retraction_particles_begin_anew() -> None:
     """Red if `begins` is told of the first round alone, or tails that are lost live on."""
-    for one in serve(toy({"trace": True}, num_requests=6), 6, retracts_behind=2):
+    for one in serve(toy({"trace": True}, num_requests=6), 6, retracts_behind=(2,)):
         assert_told(one)
         assert sum(record.begins is not None for record in one.trace.rounds) <= 2
         if len(one.trace.rounds) > 2:
             assert one.trace.rounds[2].begins == [0] * SERVER.num_particles
+
+
+def test_no_token_of_a_prefill_is_lost() -> None:
+    """Retracted before the first round, twice in a row, and where prefill draws the last token."""
+    behind = (0, 0, 1, *[2] * LENGTH)
+    told = serve(toy({"trace": True}, num_requests=8), 8, retracts_behind=behind)
+    for one in told:
+        assert_told(one)
+        assert genealogy(one.trace).answer == one.req.output_ids
+        assert len(one.trace.rounds[0].emitted_before) == 2
+    assert any(one.trace.emitted_after for one in told)
+
+
+def test_a_short_lag_that_draws_a_text_that_has_ended_leaves_particles() -> None:
+    """SGLang finds the end in what is emitted. Red if particles are those of a final draw alone."""
+    asked = {"trace": True, "return_particles": True, "max_lag": 2}
+    by_lag = 0
+    told = serve(toy(asked, num_requests=24, config=LAGGING), 24)
+    for one in (one for one in told if one.trace.rounds):
+        assert one.particles is not None
+        assert sum(particle["weight"] for particle in one.particles) == pytest.approx(1.0)
+        texts = [particle["output_ids"] for particle in one.particles]
+        if not all(text[-1] == EOS or len(text) == LENGTH for text in assert_told(one).particles):
+            by_lag += 1
+            assert texts == [one.req.output_ids] * SERVER.num_particles
+        assert one.req.output_ids in texts
+    assert 0 < by_lag < 24, "both kinds of ends"
 
 
 def test_at_temperature_0_there_is_one_chain() -> None:
@@ -302,4 +330,4 @@ def test_the_host_reads_copies() -> None:
     assert records[0] == records[1]
 
 
-NAMES = ("config", "rounds", "open_token", "has_lost_tails")
+NAMES = ("config", "rounds", "open_token", "has_lost_tails", "untold")
