@@ -320,6 +320,8 @@ def _narrow(
     weight = tl.load(log_weights + own, mask=here, other=-float("inf"))
     is_present = tl.load(present + own, mask=here, other=0) != 0
     relative, total = _log_sum(weight)
+    size = tl.sum(is_present.to(tl.int32), 0).to(tl.float64)
+    tl.store(out_log_mean + group, total - tl.log(size))
     point = tl.load(uniforms + group) + tl.zeros([padded], dtype=tl.float64)
     by_weight = tl.max(_ancestors(_normalized(relative), point, particle), 0)
     first_heaviest = tl.min(tl.where(weight == tl.max(weight, 0), particle, padded), 0)
@@ -333,13 +335,11 @@ def _narrow(
     stays = alike & is_present
     leaves = is_present & (alike == 0)
     num_dropped = tl.sum(leaves.to(tl.int32), 0)
+    tl.store(out_num_dropped + group, num_dropped.to(tl.int64))
     ancestor, share = _split(weight, stays, leaves, num_dropped, particle, padded)
     _, kept = _log_sum(tl.where(stays, weight, -float("inf")))
     raised = tl.where(total == -float("inf"), 0.0, total - kept)
     from_it = ancestor[:, None] == particle[None, :]
     split = tl.sum(tl.where(from_it, (share + raised)[None, :], 0.0), 1)
-    size = tl.sum(is_present.to(tl.int32), 0).to(tl.float64)
     tl.store(out_ancestors + own, ancestor.to(tl.int64), mask=here)
     tl.store(out_log_weights + own, tl.where(is_present, split, weight), mask=here)
-    tl.store(out_log_mean + group, total - tl.log(size))
-    tl.store(out_num_dropped + group, num_dropped.to(tl.int64))
