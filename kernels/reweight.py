@@ -1,12 +1,15 @@
 """From weights to ancestors, one launch each: where a block is cut, resampling, the final draw."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
+from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.smc.rounds import BlockCut, Resampled, Reweighted, WeightRules
 
-SCHEMES = ("systematic", "stratified", "multinomial")
+_SYSTEMATIC, _STRATIFIED, _MULTINOMIAL, _RESIDUAL, _ = (tl.constexpr(i) for i in range(len(SCHEMES)))
 
 
 def reweight_and_resample(
@@ -19,31 +22,23 @@ def reweight_and_resample(
     present: torch.Tensor,
     keep_uniforms: torch.Tensor,
     uniforms: torch.Tensor,
-    scheme: str,
+    scheme: torch.Tensor,
+    methods: Sequence[str],  # noqa: ARG001 -- a program reads its own group's
 ) -> Reweighted:
     """Weigh a block of drafts, cut it, and resample where the effective sample size is low.
 
-    Reference: `sglang_smc.smc.rounds.reweight_and_resample`, same arguments, of any strides;
-    ``scheme`` is one of `SCHEMES`. Numbers agree to rounding (1e-12), and so do the decisions,
-    unless one of them lies within rounding of its threshold.
-
-    Raises:
-        ValueError: another scheme.
+    Reference: `sglang_smc.smc.rounds.reweight_and_resample`, same arguments, of any strides.
+    Numbers agree to rounding (1e-12), and so do the decisions, unless one of them lies within
+    rounding of its threshold.
     """
-    if scheme not in SCHEMES:
-        raise ValueError(
-            f"the kernel does not draw ancestors by {scheme!r}, only by {', '.join(SCHEMES)}: "
-            "use sglang_smc.smc.rounds.reweight_and_resample"
-        )
     found = _like(log_weights)
-    groups = log_weights, power, *rules, present, keep_uniforms, uniforms
+    groups = log_weights, power, *rules, present, keep_uniforms, uniforms, scheme
     _reweight[(len(log_weights),)](
         *(argument.contiguous() for argument in (log_p, log_q, before_end, *groups)),
         *found.cut,
         found.num_kept,
         *found.resampled,
         *log_p.shape[1:],
-        scheme=scheme,
         padded_particles=triton.next_power_of_2(log_p.shape[1]),
         padded_columns=triton.next_power_of_2(log_p.shape[2] + 1),
     )
@@ -104,18 +99,6 @@ def _pick(of_columns, where):
 
 
 @triton.jit
-def _points(uniforms, particle, here, size, scheme: tl.constexpr):
-    """Where each slot's ancestor is looked up on [0, 1), as `resampling` says of the schemes."""
-    if scheme == "systematic":
-        points = (tl.load(uniforms) + particle) / size
-    else:
-        points = tl.load(uniforms + particle, mask=here, other=0.0)
-        if scheme == "stratified":
-            points = (points + particle) / size
-    return points
-
-
-@triton.jit
 def _ancestors(weights, points, particle):
     """The particle whose share of [0, 1) holds each point, as `resampling._inverse_cdf`."""
     alive = weights > 0
@@ -124,6 +107,51 @@ def _ancestors(weights, points, particle):
     found = tl.min(tl.where(reached, particle[None, :], 0x7FFFFFFF), 1)
     # Rounding may carry a point to the total itself: stay at the last positive weight.
     return tl.minimum(found, tl.max(tl.where(alive, particle, 0), 0))
+
+
+@triton.jit
+def _repeated(copies, particle, last):
+    """Ancestors in order from offspring counts, as `resampling._repeat`."""
+    reached = tl.cumsum(copies, 0)[None, :] > particle[:, None]
+    found = tl.min(tl.where(reached, particle[None, :], 0x7FFFFFFF), 1)
+    return tl.minimum(found, last)
+
+
+@triton.jit
+def _settled(fractions, uniforms, particle, num_particles):
+    """Fractions, each raised to 1 or lowered to 0, as `resampling.ssp` settles them in pairs."""
+    undecided = 0
+    for other in range(1, num_particles):
+        a = tl.sum(tl.where(particle == undecided, fractions, 0.0), 0)
+        b = tl.sum(tl.where(particle == other, fractions, 0.0), 0)
+        up_a, up_b = tl.minimum(1 - a, b), tl.minimum(1 - b, a)
+        raise_a = (tl.load(uniforms + other) * (up_a + up_b) < up_b) | (b == 0)
+        full = a + b >= 1
+        high, low = tl.where(full, 1.0, a + b), tl.where(full, a + b - 1, 0.0)
+        of_a, of_b = tl.where(raise_a, high, low), tl.where(raise_a, low, high)
+        fractions = tl.where(particle == undecided, of_a, fractions)
+        fractions = tl.where(particle == other, of_b, fractions)
+        undecided = tl.where(raise_a == full, other, undecided)
+    return fractions
+
+
+@triton.jit
+def _drawn(weights, uniforms, particle, num_particles, size, scheme):
+    """Ancestors by a scheme of `resampling.SCHEMES`, which its place there tells."""
+    points = tl.load(uniforms + particle, mask=particle < num_particles, other=0.0)
+    if scheme <= _MULTINOMIAL:
+        points = tl.where(scheme == _SYSTEMATIC, tl.load(uniforms), points)
+        points = tl.where(scheme == _MULTINOMIAL, points, (points + particle) / size)
+        return _ancestors(weights, points, particle)
+    expected = weights * size
+    copies = tl.floor(expected).to(tl.int32)
+    fractions = expected - copies
+    if scheme == _RESIDUAL:
+        certain = _repeated(copies, particle, num_particles - 1)
+        rest = _ancestors(fractions, points, particle)
+        return tl.where(particle < tl.sum(copies, 0), certain, rest)
+    settled = _settled(fractions, uniforms, particle, num_particles)
+    return _repeated(copies + tl.floor(settled + 0.5).to(tl.int32), particle, num_particles - 1)
 
 
 @triton.jit
@@ -146,6 +174,7 @@ def _reweight(
     present,
     keep_uniforms,
     uniforms,
+    schemes,
     out_num_columns,
     out_cut_log_weights,
     out_ess,
@@ -157,7 +186,6 @@ def _reweight(
     out_log_evidence,
     num_particles,
     num_drafted,
-    scheme: tl.constexpr,
     padded_particles: tl.constexpr,
     padded_columns: tl.constexpr,
 ):
@@ -206,9 +234,10 @@ def _reweight(
     tl.store(out_num_kept + own, tl.sum(kept.to(tl.int64), 0), mask=here)
 
     weights = _normalized(tl.sum(tl.where(last[:, None], relative, 0.0), 0))
-    points = _points(uniforms + group * num_particles, particle, here, size, scheme)
+    numbers, scheme = uniforms + group * num_particles, tl.load(schemes + group)
+    drawn = _drawn(weights, numbers, particle, num_particles, size, scheme)
     replaced = resample & is_present
-    ancestors = tl.where(replaced, _ancestors(weights, points, particle), particle)
+    ancestors = tl.where(replaced, drawn, particle)
     banked = tl.where(resample, _pick(total, last) - tl.log(size), 0.0)
     tl.store(out_ancestors + own, ancestors.to(tl.int64), mask=here)
     tl.store(out_log_weights + own, tl.where(replaced, 0.0, cut_log_weights), mask=here)

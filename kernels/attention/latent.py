@@ -12,11 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_smc.kernels.attention import work
 from sglang_smc.kernels.attention.join import join_spans
 from sglang_smc.kernels.attention.particle_attention import LOG2_E
-from sglang_smc.kernels.attention.work import Blocks, WorkSplit, cut
+from sglang_smc.kernels.attention.work import Blocks, Chip, WorkSplit, cut
 
-BLOCK_KEYS = 32
+BLOCK_KEYS, FEW_KEYS = 32, 16  # the latter where the chip is small
 MAX_ROWS = 64  # of a block of queries
 VALUES_PER_WARP = 64  # numbers of a value that one of a program's warps adds up; 4 at the least
 MAX_RANK, MAX_ROPE = 512, 64
@@ -58,7 +59,7 @@ def latent_attention(
     size, num_particles, num_columns, heads, width = query.shape
     rope = width - rank
     check_sizes(query.dtype, rank, rope)
-    split = cut_work(query.shape, rank, max_prefix, max_tail)
+    split = cut_work(query.shape, rank, max_prefix, max_tail, work.chip_of(query.device))
     num_prefix = size * split.prefix_blocks * split.prefix_spans
     num_tail = size * num_particles * split.tail_blocks * split.tail_spans
 
@@ -112,14 +113,17 @@ def check_sizes(dtype: torch.dtype, rank: int, rope: int) -> None:
 
 
 @lru_cache
-def cut_work(shape: torch.Size, rank: int, max_prefix: int, max_tail: int) -> WorkSplit:
+def cut_work(
+    shape: torch.Size, rank: int, max_prefix: int, max_tail: int, chip: Chip
+) -> WorkSplit:
     """Cut up the work for queries ``[G, N, C, heads, rank + rope]``, as for `particle_attention`.
 
-    A program takes the room of two of those.
+    A program has a multiprocessor to itself.
     """
     num_warps = max(4, triton.next_power_of_2(rank) // VALUES_PER_WARP)
-    blocks = Blocks(BLOCK_KEYS, MAX_ROWS, num_warps, NUM_STAGES)
-    return cut(shape, 1, blocks, max_prefix, max_tail, room=2)
+    keys = FEW_KEYS if chip.is_small else BLOCK_KEYS
+    blocks = Blocks(keys, MAX_ROWS, num_warps, NUM_STAGES)
+    return cut(shape, 1, blocks, max_prefix, max_tail, chip.resident_programs(1))
 
 
 # What differs from batch to batch is not to be compiled in.

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from sglang_smc.kernels.attention.join import join_spans
+from sglang_smc.kernels.attention import work
 from sglang_smc.kernels.attention.work import MAX_HEAD_DIM, cut_work
 
 LOG2_E = 1.4426950408889634
@@ -82,7 +83,8 @@ def particle_attention(
     kv_heads = keys.shape[1]
     if window is not None:
         max_prefix = min(max_prefix, window + 1)
-    cut = cut_work(query.shape, kv_heads, query.element_size(), max_prefix, max_tail)
+    chip = work.chip_of(query.device)
+    cut = cut_work(query.shape, kv_heads, query.element_size(), max_prefix, max_tail, chip)
     num_prefix = size * kv_heads * cut.prefix_blocks * cut.prefix_spans
     num_tail = size * num_particles * kv_heads * cut.tail_blocks * cut.tail_spans
 

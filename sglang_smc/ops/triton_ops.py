@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from sglang_smc.kernels import lineage
-from sglang_smc.kernels import reweight as reweight_kernel
 from sglang_smc.kernels.agreement import (
     common_tail,
     narrow,
@@ -17,13 +16,13 @@ from sglang_smc.kernels.edits import count_tokens, edit_logits
 from sglang_smc.kernels.filters import keep_tokens
 from sglang_smc.kernels.keep import keep
 from sglang_smc.kernels.randomness import round_seeds, uniforms
+from sglang_smc.kernels.reweight import reweight_and_resample
 from sglang_smc.kernels.rows import tally
 from sglang_smc.kernels.sample import log_probs, log_sums, sample_and_score, score_tokens
 from sglang_smc.kernels.verify import begin_walk, walk_on
 from sglang_smc.kernels.watch import keep_column, watch
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.ops.interface import Ops
-from sglang_smc.smc import rounds
 
 
 class KernelLedger(Ledger):
@@ -45,14 +44,6 @@ class KernelLedger(Ledger):
             rows,
             **arguments,
         )
-
-
-def reweight_and_resample(*args: Any) -> rounds.Reweighted:
-    """The kernel, but torch for the schemes that it does not draw by."""
-    in_kernel = args[-1] in reweight_kernel.SCHEMES
-    return (reweight_kernel.reweight_and_resample if in_kernel else rounds.reweight_and_resample)(
-        *args
-    )
 
 
 TRITON = Ops(

@@ -251,8 +251,7 @@ class Steps:
         settings = batch.settings
         numbers = partial(self.ops.uniforms, settings.seeds)
         own = self.ops.reweight_and_resample  # kernels want a column to work on
-        step = partial(
-            own if batch.shape.num_steps else rounds.reweight_and_resample,
+        cut, num_kept, resampled = (own if batch.shape.num_steps else rounds.reweight_and_resample)(
             population.log_weights,
             log_p[:, :, :-1],
             drafts.log_q,
@@ -262,8 +261,9 @@ class Steps:
             population.present,
             numbers(batch.furthest[:, :1], Purpose.KEEP)[:, 0],
             numbers(batch.furthest, Purpose.RESAMPLE),
+            settings.scheme,
+            batch.shape.methods,
         )
-        cut, num_kept, resampled = rounds.by_method(settings.scheme, batch.shape.methods, step)
         # The rows of p are [G, N, K + 1]: of each particle that of its ancestor's next token.
         first = torch.arange(0, tokens.numel(), tokens[0].numel(), device=tokens.device)  # [G]
         next_row = (first + cut.num_columns).unsqueeze(1)

@@ -15,7 +15,8 @@ the group keeps, and whether it is resampled there. Glossary:
 A particle that is not present has weight zero and is left as it is.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -73,7 +74,8 @@ def reweight_and_resample(
     present: torch.Tensor,
     keep_uniforms: torch.Tensor,
     uniforms: torch.Tensor,
-    scheme: str,
+    scheme: torch.Tensor,
+    methods: Sequence[str],
 ) -> Reweighted:
     """Weigh a block of drafts, `cut` it, and `resample` where the effective sample size is low.
 
@@ -86,14 +88,16 @@ def reweight_and_resample(
         present: ``[G, N]`` bool.
         keep_uniforms: ``[G]`` float64 uniforms, for the evidence.
         uniforms: ``[G, N]`` float64 uniforms, for the ancestors.
-        scheme: a key of `SCHEMES`.
+        scheme: ``[G]`` int64, how each group's ancestors are drawn: the place in `SCHEMES`.
+        methods: the keys of `SCHEMES` that occur among these.
     """
     scored = log_p.double() * power.view(-1, 1, 1)
     increments = torch.where(before_end, scored - log_q, 0.0)
     found = cut(log_weights, increments, rules, present, keep_uniforms)
     column = torch.arange(before_end.shape[2], device=before_end.device)
     kept = before_end & (column < found.num_columns.view(-1, 1, 1))
-    resampled = resample(found.log_weights, found.resample, present, uniforms, scheme)
+    step = partial(resample, found.log_weights, found.resample, present, uniforms)
+    resampled = by_method(scheme, methods, step)
     return Reweighted(found, kept.sum(2), resampled)
 
 

@@ -51,7 +51,8 @@ def found() -> rounds.Reweighted:
         torch.ones(1, 2, dtype=torch.bool),
         uniforms(0.999),  # whatever the uniform, all is kept
         uniforms(0.3, 0.3).unsqueeze(0),
-        "systematic",
+        torch.tensor([0]),
+        ("systematic",),
     )
 
 

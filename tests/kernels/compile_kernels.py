@@ -1,4 +1,6 @@
-"""Compiles every kernel for GPUs that need not be there: ``compile_kernels.py [--all] 80 90 100``.
+"""Compiles kernels for GPUs that need not be there: ``compile_kernels.py [--all] 80 90 -100 -120``.
+
+With a minus for a GPU, those of attention alone, which are most of what differs between GPUs.
 
 A script of its own: in a process that interprets Triton, nothing compiles. It prints one line of
 JSON for each compiled kernel, with what it takes of a multiprocessor by the word of NVIDIA's own
@@ -18,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from compile_sizes import LLAMA, OTHERS, Latents, Layer, Sizes
+from compile_sizes import CHIPS, LLAMA, OTHERS, Latents, Layer, Sizes
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -31,6 +33,7 @@ from sglang_smc.kernels.agreement import (
     same_text,
     stratify,
 )
+from sglang_smc.kernels.attention import work
 from sglang_smc.kernels.attention.gated_delta import gated_delta
 from sglang_smc.kernels.attention.latent import latent_attention
 from sglang_smc.kernels.attention.particle_attention import particle_attention
@@ -39,7 +42,7 @@ from sglang_smc.kernels.filters import keep_tokens
 from sglang_smc.kernels.keep import keep
 from sglang_smc.kernels.lineage import commit, descend, reserve
 from sglang_smc.kernels.randomness import round_seeds, uniforms
-from sglang_smc.kernels.reweight import SCHEMES, reweight_and_resample
+from sglang_smc.kernels.reweight import reweight_and_resample
 from sglang_smc.kernels.rows import tally
 from sglang_smc.kernels.sample import log_probs, log_sums, sample_and_score, score_tokens
 from sglang_smc.kernels.verify import begin_walk, walk_on
@@ -49,11 +52,13 @@ from sglang_smc.smc.exact import Chains
 from sglang_smc.smc.fidelity import Path as Paths
 from sglang_smc.smc.fidelity import Watchable
 from sglang_smc.smc.randomness import Purpose
+from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.smc.rounds import WeightRules
 from sglang_smc.tokens.distribution import TokenDistribution
 from sglang_smc.tokens.edits import EditColumns, Edits
 
 LAUNCHES: list[Callable[[Sizes], None]] = []
+OF_ATTENTION = ("_particle_attention", "_latent_attention", "_linear_attention")
 
 
 def launches(launch: Callable[[Sizes], None]) -> Callable[[Sizes], None]:
@@ -118,8 +123,8 @@ def _reweight(sizes: Sizes) -> None:
     of_groups = weights[:, 0]
     rules = WeightRules(of_groups.long(), of_groups, of_groups.bool(), of_groups)
     drafts = weights, scores, scores, scores.bool()
-    for scheme in SCHEMES:
-        reweight_and_resample(*drafts, of_groups, rules, weights.bool(), of_groups, weights, scheme)
+    ways = of_groups.long(), tuple(SCHEMES)
+    reweight_and_resample(*drafts, of_groups, rules, weights.bool(), of_groups, weights, *ways)
 
 
 @launches
@@ -306,6 +311,7 @@ class Compiler:
             get_current_stream=lambda device: device,
         )
         driver.set_active(device)  # type: ignore[arg-type]
+        work.chip_of = lambda _: CHIPS[capability]  # type: ignore[assignment]
 
     def run(
         self, function: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any
@@ -352,9 +358,12 @@ def main(arguments: list[str]) -> None:
     compiler = Compiler()
     JITFunction.run = lambda *args, **options: compiler.run(*args, **options)
     for capability in capabilities:
-        compiler.compile_for(capability)
+        compiler.compile_for(abs(capability))
+        launched = [
+            launch for launch in LAUNCHES if capability > 0 or launch.__name__ in OF_ATTENTION
+        ]
         for compiler.sizes in [LLAMA, *OTHERS] if "--all" in arguments else [LLAMA]:
-            for launch in LAUNCHES:
+            for launch in launched:
                 launch(compiler.sizes)
     compiler.sizes, compiler.starved = LLAMA, True
     _attend(LLAMA, Layer(LLAMA.draft), 1)

@@ -4,6 +4,18 @@ from typing import NamedTuple
 
 import torch
 
+from sglang_smc.kernels.attention.work import A100, H100, Chip
+
+
+CHIPS = {  # by compute capability, from the data sheets
+    80: A100,
+    86: Chip(84, 99 << 10),  # A40
+    89: Chip(142, 99 << 10),  # L40S
+    90: H100,
+    100: Chip(148, 227 << 10),  # B200
+    120: Chip(188, 99 << 10),  # RTX PRO 6000
+}
+
 
 class Heads(NamedTuple):
     q: int
@@ -72,6 +84,7 @@ OTHERS = [
     QWEN._replace(groups=2, particles=5, steps=3),
     Sizes("Qwen2.5-7B + 0.5B", Heads(28, 4, 128), Heads(14, 2, 64), vocab=152_064),
     Sizes("heads of 96 in float32", Heads(32, 32, 96), Heads(8, 4, 96), dtype=torch.float32),
+    Sizes("heads of 256 in float32", Heads(8, 4, 256), Heads(4, 1, 256), dtype=torch.float32),
     LLAMA._replace(dtype=torch.float16),
     LLAMA._replace(
         models="Kimi-K2 + GLM-4.7-Flash",

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from compile_sizes import CHIPS
 from particle_cases import SCALING, Case, make_case
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch_calls import Calls, Launch
@@ -168,10 +169,11 @@ def test_float32_is_refused_where_it_would_be_compiled(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("size", "columns"), [(1, 9), (4, 9), (7, 9), (64, 1)])
-def test_work_is_cut_until_the_device_is_busy(size: int, columns: int) -> None:
+@pytest.mark.parametrize("chip", [work.H100, CHIPS[120]])
+def test_work_is_cut_until_the_device_is_busy(size: int, columns: int, chip: work.Chip) -> None:
     """For 8 particles of 16 heads: a program has a multiprocessor to itself."""
-    split = kernel.cut_work(torch.Size([size, 8, columns, 16, 576]), 512, 2**17, 265)
-    waves = split.prefix_spans * size * split.prefix_blocks / 132
+    split = kernel.cut_work(torch.Size([size, 8, columns, 16, 576]), 512, 2**17, 265, chip)
+    waves = split.prefix_spans * size * split.prefix_blocks / chip.multiprocessors
     assert waves / -(-waves // 1) > 0.8
     assert split.tail_spans * split.tail_span >= 265
     assert split.prefix_spans + split.tail_spans <= work.MAX_SPANS

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from compile_sizes import CHIPS
 from particle_cases import SCALING, Case, make_case
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from torch_calls import Calls, Launch
@@ -171,24 +172,51 @@ def test_spans_of_a_tail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cut(
-    size: int, columns: int, q_heads: int, *, max_prefix: int = 2**17, max_tail: int = 265
+    size: int,
+    columns: int,
+    q_heads: int,
+    *,
+    max_prefix: int = 2**17,
+    max_tail: int = 265,
+    chip: work.Chip = work.H100,
 ) -> work.WorkSplit:
     """For 8 particles, 8 key heads of 128 dimensions, in half precision."""
     shape = torch.Size([size, 8, columns, q_heads, 128])
-    return work.cut_work(shape, 8, 2, max_prefix, max_tail)
+    return work.cut_work(shape, 8, 2, max_prefix, max_tail, chip)
 
 
 @pytest.mark.parametrize(
     ("size", "columns", "programs"),
     [(1, 1, 8), (1, 9, 40), (2, 9, 80), (4, 9, 160), (7, 9, 280), (64, 1, 512)],
 )
-def test_prefixes_are_cut_until_the_device_is_busy(size: int, columns: int, programs: int) -> None:
+@pytest.mark.parametrize(
+    ("chip", "resident"),
+    [(work.H100, 264), (work.A100, 108), (CHIPS[86], 84), (CHIPS[100], 296), (CHIPS[120], 188)],
+)
+def test_prefixes_are_cut_until_the_device_is_busy(
+    size: int, columns: int, programs: int, chip: work.Chip, resident: int
+) -> None:
     """Multiprocessors stand idle for a fifth of the time at the most, with what one request has."""
-    split = cut(size, columns, 32)
+    split = cut(size, columns, 32, chip=chip)
     assert size * 8 * split.prefix_blocks == programs, "of one span"
-    waves = split.prefix_spans * programs / work.RESIDENT_PROGRAMS
+    waves = split.prefix_spans * programs / resident
     assert waves / -(-waves // 1) > 0.8
     assert split.prefix_spans < 8 or programs < 40, "no more than it takes"
+
+
+def test_limits_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's own, asked once; the interpreter works as an H100 would."""
+    found = SimpleNamespace(multi_processor_count=142, shared_memory_per_block_optin=101_376)
+    asked: list[torch.device] = []
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: (asked.append(device), found)[1]
+    )
+    work.chip_of.cache_clear()
+    second = torch.device("cuda", 1)
+    assert work.chip_of(second) == work.chip_of(second) == work.Chip(142, 101_376)
+    assert asked == [second]
+    work.chip_of.cache_clear()
+    assert work.chip_of(torch.device("cpu")) == work.H100
 
 
 def test_many_prefixes_are_not_cut() -> None:

@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 
 from sglang_smc.kernels import reweight as kernel
 from sglang_smc.smc import rounds
+from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.smc.rounds import Reweighted, WeightRules
 
 INF = math.inf
+ALL = tuple(SCHEMES)
 
 
 class Case(NamedTuple):
-    """Arguments of `reweight_and_resample` but for the scheme."""
+    """Arguments of `reweight_and_resample` but for the schemes."""
 
     log_weights: torch.Tensor
     log_p: torch.Tensor
@@ -78,8 +80,12 @@ def random_case(
 
 
 def check(case: Case, scheme: str, device: str) -> Reweighted:
-    found = kernel.reweight_and_resample(*case.to(device), scheme)
-    expected = rounds.reweight_and_resample(*case.to(device), scheme)
+    """By one scheme, or each group by another."""
+    first = ALL.index(scheme) if scheme in ALL else 0
+    groups = torch.arange(len(case.power), device=device)
+    schemes = torch.where(torch.tensor(scheme in ALL, device=device), first, groups % len(ALL))
+    found = kernel.reweight_and_resample(*case.to(device), schemes, ())
+    expected = rounds.reweight_and_resample(*case.to(device), schemes, ALL)
     for part in ("cut", "resampled"):
         pair = getattr(found, part)._asdict(), getattr(expected, part)._asdict()
         torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-12)
@@ -89,12 +95,12 @@ def check(case: Case, scheme: str, device: str) -> Reweighted:
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(
-    num_groups=st.integers(1, 3),
+    num_groups=st.integers(1, 5),
     num_particles=st.sampled_from([1, 2, 3, 5, 8, 32]),
     num_steps=st.sampled_from([1, 2, 3, 4, 7]),
     spread=st.sampled_from([0.0, 0.1, 1.0, 20.0]),
     p_dead=st.sampled_from([0.0, 0.2, 0.9, 1.0]),
-    scheme=st.sampled_from(kernel.SCHEMES),
+    scheme=st.sampled_from([*ALL, "each another"]),
     seed=st.integers(0, 2**16),
 )
 def test_random_groups(
@@ -138,7 +144,7 @@ def test_equal_weights_have_an_ess_of_exactly_n(num_particles: int, device: str)
     assert found.cut.num_columns.tolist() == [4]
 
 
-@pytest.mark.parametrize("scheme", kernel.SCHEMES)
+@pytest.mark.parametrize("scheme", ALL)
 @pytest.mark.parametrize("u", [0.0, math.nextafter(1.0, 0.0)])
 def test_a_dead_particle_is_no_ancestor_whatever_the_noise(
     scheme: str, u: float, device: str
@@ -162,9 +168,3 @@ def test_a_column_that_kills_all_is_not_kept(at_token: bool, device: str) -> Non
     assert found.cut.num_columns.tolist() == [2]
     assert found.cut.all_zero.all()
     assert found.num_kept.tolist() == [[2, 2, 2]]
-
-
-@pytest.mark.parametrize("scheme", ["residual", "ssp", "best"])
-def test_other_schemes_are_refused(scheme: str) -> None:
-    with pytest.raises(ValueError, match="systematic, stratified, multinomial"):
-        kernel.reweight_and_resample(*equal_case(2), scheme)

@@ -30,7 +30,8 @@ def reweight_and_resample(
         torch.ones_like(weights, dtype=torch.bool),
         one * 0.5,
         torch.full_like(weights, 0.5),
-        "systematic",
+        torch.tensor([0]),
+        ("systematic",),
     )
 
 
