@@ -7,6 +7,7 @@ The algorithm is `round.round.Round.play`. Its state lives on the device, in tab
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from sglang.srt.runtime_context import get_parallel
 
@@ -14,12 +15,11 @@ from sglang_smc import process, upstream
 from sglang_smc.drafts import assembly as drafts
 from sglang_smc.memory import arena
 from sglang_smc.models.weight_update import WeightUpdates
-from sglang_smc.ops.select import kind_of, ops_of
 from sglang_smc.recording.recorder import Record, cuda_session
 from sglang_smc.requests.state import RequestStates, state_of
 from sglang_smc.round import costs, graph
 from sglang_smc.round.batch import RoundInputs, shape_of
-from sglang_smc.round.parts import assemble, memory_of
+from sglang_smc.round.parts import assemble, memory_of, operations
 from sglang_smc.round.result import SMCBatchResult
 from sglang_smc.round.tables import Tables
 from sglang_smc.state.monitor import Monitor
@@ -51,11 +51,14 @@ class SMCWorker(WeightUpdates):
         self.config = process.config_of(server_args)
         assert settled.device is not None, "SGLang finds one as it reads its arguments"
         self.device = settled.device
-        self._ops = ops_of(kind_of(self.config.kernels, self.device))
         self._target_worker = target_worker
         self._draft_worker = None
         if not self.config.has_no_draft:
             self._draft_worker = drafts.build(target_worker, server_args, placement)
+        models, group = (target_worker, self._draft_worker), get_parallel().tp_group
+        self._ops = operations(self.config, *models, self.device, group)
+        if self._ops.kind == "torch":  # attention that reads lengths on the host
+            self.config = msgspec.structs.replace(self.config, round_graph="off")
         self._corpus = drafts.corpus_of(settled, self.config)
         self._graph_sizes = graph.graph_sizes(settled)
         self._recordings: graph.Recordings | None = None

@@ -64,6 +64,8 @@ def parser() -> argparse.ArgumentParser:
     add("--max-lag", type=positive, default=LAG, help="as the server's flag")
     add("--mem-fraction", type=_share, help="of the memory for weights and KV; default 0.88 on a "
         "GPU, 0.7 on a CPU")  # fmt: skip
+    add("--kernels", action="store_true", help="instead run each kernel against its torch "
+        "reference, on this machine's GPU")  # fmt: skip
     add("--json", action="store_true", help="print JSON instead of lines")
     return result
 
@@ -72,6 +74,8 @@ def _check(options: argparse.Namespace) -> None:
     """Raise ValueError for arguments that make no question."""
     if bool(options.target) != bool(options.draft):
         raise ValueError("--target and --draft go together; give both or neither.")
+    if options.kernels and options.target:
+        raise ValueError("--kernels looks at no models; leave out --target and --draft.")
     if options.device != HERE and not options.target:
         raise ValueError("--device goes with --target and --draft; give both.")
     if options.target:
@@ -88,6 +92,11 @@ def _require_found(name: str, is_known: bool, known: Iterable[str]) -> None:
 
 def examine(options: argparse.Namespace) -> Iterator[Finding]:
     """What there is to find, each as soon as it is known."""
+    if options.kernels:
+        from sglang_smc.command import kernels
+
+        yield from kernels.findings(options.num_particles, options.num_steps)
+        return
     failed = False
     for finding in machine.findings():
         failed = failed or finding.level == findings.FAIL

@@ -16,6 +16,16 @@ import torch
 from sglang_smc.models.softmax import Attended, Softmax, additive, attend, gather_slots, join
 
 
+class Heads(NamedTuple):
+    """The attention of a model, on each tensor-parallel rank."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    rank: int = 0  # of latents (MLA): numbers of a key that are its value; 0: there are values
+
+
 class SharedPrefixPlan(NamedTuple):
     """Where the keys of one forward stand, and who sees them: the same in layers of one kind."""
 

@@ -19,6 +19,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_smc.models import head_kinds as kinds
+from sglang_smc.models.shared_prefix import Heads
 from sglang_smc.options.server import DEFAULTS
 from sglang_smc.upstream import Arguments, first_layer, is_gated_delta, model_config_of
 
@@ -223,6 +224,17 @@ def head_group(runner: "ModelRunner") -> int:
     if runner.use_mla_backend:  # all heads read one latent
         return config.get_num_attention_heads(tp_size)
     return config.get_num_attention_heads(tp_size) // config.get_num_kv_heads(tp_size)
+
+
+def heads_of(runner: "ModelRunner") -> Heads:
+    """The attention of a model, on each tensor-parallel rank."""
+    config = runner.model_config
+    q_heads = config.get_num_attention_heads(get_parallel().tp_size)
+    latent = runner.use_mla_backend
+    rank = config.kv_lora_rank if latent else 0
+    head_dim = rank + config.qk_rope_head_dim if latent else config.head_dim
+    assert head_dim is not None, "SGLang works it out as it reads a configuration"
+    return Heads(q_heads, q_heads // head_group(runner), head_dim, runner.dtype, rank)
 
 
 def check_pool(runner: "ModelRunner") -> None:

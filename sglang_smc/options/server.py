@@ -116,7 +116,8 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     kernels: str = "auto"
     """What runs a round beside the models: `triton` kernels or `torch` functions, which give the
-    same tokens. `auto`: kernels on a GPU, torch elsewhere."""
+    same tokens. `auto`: kernels on a GPU, torch elsewhere. A GPU's are checked against torch at
+    start: `auto` replaces those that fail, `triton` refuses to start."""
 
     round_graph: str = "auto"
     """Whether rounds are captured as CUDA graphs, one launch each. `auto`: on a GPU, unless

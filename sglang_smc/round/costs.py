@@ -6,6 +6,7 @@ Over short texts: what long ones add, to read their keys, is no part of it.
 import logging
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -58,9 +59,20 @@ def rehearse(steps: Steps) -> None:
                 run(1)
         except Exception as error:
             raise ValueError(
-                f"{name} cannot run over particles: {type(error).__name__}: {error}. Choose "
-                "another model or another --speculative-algorithm."
+                f"{name} cannot run over particles: {type(error).__name__}: {error}. {_cure(error)}"
             ) from error
+
+
+def _cure(error: Exception) -> str:
+    """What to do about a pass that raises: it may be a kernel's, the memory's or the model's."""
+    frames = traceback.walk_tb(error.__traceback__)
+    if any(frame.f_globals["__name__"].startswith("sglang_smc.kernels") for frame, _ in frames):
+        return (
+            "A kernel of sglang-smc fails: pass --speculative-smc-kernels torch, which is slower."
+        )
+    if isinstance(error, torch.OutOfMemoryError):
+        return "Pass a smaller --mem-fraction-static, or a smaller --max-running-requests."
+    return "Choose another model or another --speculative-algorithm."
 
 
 def costs_of_passes(steps: Steps, most_tokens: int) -> Costs:

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.managers.tp_worker import TpModelWorker
 
 from sglang_smc.drafts import assembly as drafts
@@ -9,8 +10,10 @@ from sglang_smc.drafts.corpus import Corpus
 from sglang_smc.memory.measured import sizes_of
 from sglang_smc.memory.table import Table
 from sglang_smc.models.head_kinds import kind_of
-from sglang_smc.models.supported import check_layers
+from sglang_smc.models.supported import check_layers, heads_of
 from sglang_smc.ops.interface import Ops
+from sglang_smc.ops.select import kind_of as kind_of_ops
+from sglang_smc.ops.select import ops_of
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.requests.state import RequestStates
 from sglang_smc.round.costs import rehearse
@@ -30,6 +33,41 @@ class Parts(NamedTuple):
     steps: Steps
     prefill: Prefill
     round: Round
+
+
+def operations(
+    config: SMCConfig,
+    target: TpModelWorker,
+    draft: TpModelWorker | None,
+    device: str,
+    group: GroupCoordinator,
+) -> Ops:
+    """Return the operations of a server, on a GPU those kernels that agree with torch there.
+
+    Every rank of ``group``, which share the models, must call it.
+
+    Raises:
+        ValueError: a kernel fails that `--speculative-smc-kernels triton` or, of attention,
+            `--speculative-smc-round-graph on` asks for.
+    """
+    ops = ops_of(kind_of_ops(config.kernels, device))
+    if ops.kind == "torch" or device == "cpu":  # Triton's interpreter is too slow for a start
+        return ops
+    from sglang_smc.ops import check
+    from sglang_smc.ops.check_inputs import Sizes
+
+    runners = [worker.model_runner for worker in (target, draft) if worker is not None]
+    heads = tuple(dict.fromkeys(map(heads_of, runners)))
+    linear = is_gated_delta(target.model_runner.model_config)
+    sizes = Sizes(config.num_particles, config.num_steps, heads, linear)
+    found = check.settle(ops, config.kernels, device, sizes, group)
+    if found.kind == "torch" and config.round_graph == "on":
+        raise ValueError(
+            "--speculative-smc-round-graph is 'on', and the kernel of attention fails on this "
+            "device (the log says why), without which no round is recorded; allowed: 'auto' or "
+            "'off'. Leave it out."
+        )
+    return found
 
 
 def assemble(

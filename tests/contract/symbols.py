@@ -362,6 +362,7 @@ WORKER = (
     Symbol(
         "sglang.srt.distributed.parallel_state.GroupCoordinator.broadcast_object", "self obj src"
     ),
+    Symbol("sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather_object", "self obj"),
     Symbol("sglang.srt.runtime_context.get_server_args", ""),
 )
 

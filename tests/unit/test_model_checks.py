@@ -1,5 +1,7 @@
 """A model that particles cannot run on is told as the worker is built, not by its first request."""
 
+import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -150,3 +152,30 @@ def test_a_model_that_wants_more_than_rounds_have_is_named(
 ) -> None:
     with pytest.raises(ValueError, match=f"^{flag} cannot run over particles: Attr.*'mrope'"):
         rehearsed(Model(target), Model(draft))
+
+
+def fails_in(module: str, error: Exception) -> Callable[..., Any]:
+    """A pass in which a function of ``module`` raises."""
+    scope: dict[str, Any] = {"__name__": module, "error": error}
+    exec("def run(*_):\n    raise error", scope)
+    return scope["run"]
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "cure"),
+    [
+        (
+            "sglang_smc.kernels.attention.latent",
+            RuntimeError("out of resource: shared memory"),
+            "pass --speculative-smc-kernels torch",
+        ),
+        ("sglang.srt.models", torch.OutOfMemoryError("80 GiB"), "smaller --mem-fraction-static"),
+        ("sglang.srt.models", ValueError("no such layer"), "Choose another model"),
+    ],
+)
+def test_what_a_failing_pass_calls_for(module: str, error: Exception, cure: str) -> None:
+    """Not every failure is the model's."""
+    model = Model()
+    model.next_logits = fails_in(module, error)  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=re.escape(cure)):
+        rehearsed(Model(), model)

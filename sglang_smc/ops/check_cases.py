@@ -1,0 +1,400 @@
+"""Small inputs on which each kernel of a round is checked against its torch reference.
+
+A check plays its operation by one implementation of `Ops`, on inputs that are the same each time.
+Every field of `Ops` is checked; those that `kind` stands for are the kernels of models.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from sglang_smc.models.gated_delta import Columns, gated_delta
+from sglang_smc.models.latent_attention import latent_attention
+from sglang_smc.models.shared_prefix import Heads, plan_shared_prefix, shared_prefix_attention
+from sglang_smc.models.softmax import Softmax
+from sglang_smc.ops.check_inputs import NUM_GROUPS, PREFIX, VOCAB, Inputs
+from sglang_smc.ops.interface import Ops
+from sglang_smc.smc import exact, fidelity
+from sglang_smc.smc.randomness import Purpose
+from sglang_smc.smc.rounds import WeightRules
+from sglang_smc.tokens import filters
+from sglang_smc.tokens.distribution import TokenDistribution
+from sglang_smc.tokens.edits import EditColumns, Edits
+
+
+class Check(NamedTuple):
+    """How an operation is checked."""
+
+    fields: tuple[str, ...]  # of `Ops`: what takes the reference's place where it fails
+    play: Callable[[Ops, Inputs], Any]  # its results: a tensor, or nested tuples of tensors
+
+
+def _uniforms(ops: Ops, of: Inputs) -> Any:
+    size, num_particles, num_steps = of.shape
+    positions = of.whole(0, 4000, size, num_particles, num_steps)
+    return ops.uniforms(of.whole(-(1 << 62), 1 << 62, size), positions, Purpose.DRAFT)
+
+
+def _round_seeds(ops: Ops, of: Inputs) -> Any:
+    return ops.round_seeds(of.whole(-(1 << 62), 1 << 62, NUM_GROUPS), of.whole(0, 4000, NUM_GROUPS))
+
+
+def _texts(of: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tails of two kinds of tokens ``[G, N, J]``, and their lengths ``[G, N]``."""
+    size, num_particles, num_steps = of.shape
+    width = 2 * num_steps + 3
+    texts = of.flags(0.2, size, num_particles, width).long()
+    texts[:, 1::2] = texts[:, ::2][:, : texts[:, 1::2].shape[1]]  # some are alike
+    return texts, of.whole(0, 2, size, num_particles) + width - 2
+
+
+def _same_text(ops: Ops, of: Inputs) -> Any:
+    return ops.same_text(*_texts(of), of.flags(0.9, *of.shape[:2]))
+
+
+def _stratify(ops: Ops, of: Inputs) -> Any:
+    family, tokens = (of.whole(0, 2, *of.shape[:2]) for _ in range(2))
+    same = family.unsqueeze(2) == family.unsqueeze(1)
+    return ops.stratify(of.uniforms(*of.shape[:2]), same, tokens)
+
+
+def _columns(of: Inputs) -> EditColumns:
+    return EditColumns(
+        penalizes=torch.tensor([False, True, True, False], device=of.device),
+        biases=torch.tensor([False, True, False, False], device=of.device),
+        rates=torch.tensor([[0.2, 0.3, 1.1]] * (NUM_GROUPS + 1), device=of.device),
+        counts=of.flags(0.05, NUM_GROUPS + 1, VOCAB).int(),
+        bias=of.normal(NUM_GROUPS + 1, VOCAB),
+    )
+
+
+def _edit_logits(ops: Ops, of: Inputs) -> Any:
+    size, num_particles, num_steps = of.shape
+    edits = Edits(
+        columns=_columns(of),
+        groups=range(size),
+        rows=torch.arange(1, size + 1, device=of.device),
+        min_new_tokens=of.whole(0, 20, size),
+        stop_mask=of.flags(0.01, size, VOCAB),
+        starts=of.whole(0, 20, size, num_particles),
+        texts=of.whole(0, VOCAB, size, num_particles, 12),
+        lengths=of.whole(0, 13, size, num_particles),
+    )
+    logits = of.logits(size * num_particles * (num_steps + 1)).view(
+        size, num_particles, num_steps + 1, VOCAB
+    )
+    ops.edit_logits(logits, edits, of.whole(0, VOCAB, size, num_particles, num_steps), 0)
+    return logits
+
+
+def _count_tokens(ops: Ops, of: Inputs) -> Any:
+    columns, rows = _columns(of), torch.arange(1, NUM_GROUPS + 1, device=of.device)
+    tokens, lengths = of.whole(0, 9, NUM_GROUPS, 12), of.whole(-1, 13, NUM_GROUPS)
+    ops.count_tokens(columns, rows, tokens, lengths)
+    return columns.counts
+
+
+def _law(of: Inputs) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Logits ``[G * N, V]``, temperatures ``[G]``, and greedy groups and filters by name."""
+    logits, temperature = of.logits(NUM_GROUPS * of.shape[1]), (of.uniforms(NUM_GROUPS) + 0.5)
+    heat = temperature.float()
+    kept = filters.keep_tokens(logits, heat, *_filters(of))
+    greedy = torch.arange(NUM_GROUPS, device=of.device) == 2
+    return logits, heat, {"greedy": greedy, "kept": kept}
+
+
+def _filters(of: Inputs) -> tuple[torch.Tensor, ...]:
+    """Top-k, top-p and min-p of three groups."""
+    rules = [50, VOCAB, VOCAB], [1.0, 0.8, 1.0], [0.0, 0.0, 0.05]
+    return tuple(torch.tensor(rule, device=of.device) for rule in rules)
+
+
+def _keep_tokens(ops: Ops, of: Inputs) -> Any:
+    logits, temperature, _ = _law(of)
+    kept = ops.keep_tokens(logits, temperature, *_filters(of))
+    return kept.peak, kept.dropped(logits)  # the same cut can be told in several ways
+
+
+def _sample_and_score(ops: Ops, of: Inputs) -> Any:
+    logits, temperature, cuts = _law(of)
+    uniforms = of.uniforms(len(logits))
+    return (
+        ops.sample_and_score(logits, temperature, uniforms, **cuts),
+        ops.sample_and_score(logits, temperature, uniforms),
+    )
+
+
+def _score_tokens(ops: Ops, of: Inputs) -> Any:
+    logits, temperature, cuts = _law(of)
+    tokens = of.whole(0, VOCAB, len(logits))
+    of_all = ops.score_tokens(logits, temperature, tokens)
+    return of_all, ops.score_tokens(logits, temperature, logits.argmax(1), **cuts)
+
+
+def _log_probs(ops: Ops, of: Inputs) -> Any:
+    logits, temperature, cuts = _law(of)
+    return ops.log_probs(logits, temperature, of.whole(0, len(logits), len(logits)), **cuts)
+
+
+def _log_sums(ops: Ops, of: Inputs) -> Any:
+    logits, temperature, cuts = _law(of)
+    return ops.log_sums(logits, temperature, **cuts)
+
+
+def _drafts(of: Inputs) -> tuple[torch.Tensor, ...]:
+    """Scores of drafts under p and q, columns up to the end, particles, and K of each group."""
+    log_q = of.normal(*of.shape) - 2
+    ends = of.flags(0.1, *of.shape)
+    present, num_steps = of.present(), of.whole(1, of.shape[2] + 1, NUM_GROUPS)
+    within = torch.arange(of.shape[2], device=of.device) < num_steps.view(-1, 1, 1)
+    before_end = (ends.cumsum(2) == ends) & within & present.unsqueeze(2)
+    return log_q + 0.3 * of.normal(*of.shape), log_q, ends, before_end, present, num_steps
+
+
+def _reweight_and_resample(ops: Ops, of: Inputs) -> Any:
+    log_p, log_q, _, before_end, present, num_steps = _drafts(of)
+    rules = WeightRules(
+        num_steps,
+        of.numbers(0.5, 1.1, 0.9),
+        torch.arange(NUM_GROUPS, device=of.device) == 2,
+        of.numbers(0.5, 0.0, 0.0),
+    )
+    log_weights = of.normal(*of.shape[:2]).double().masked_fill(~present, -torch.inf)
+    power, noise = (
+        of.numbers(1.0, 1.0, 2.0),
+        (of.uniforms(NUM_GROUPS), of.uniforms(*of.shape[:2])),
+    )
+    return ops.reweight_and_resample(
+        log_weights, log_p, log_q, before_end, power, rules, present, *noise, "systematic"
+    )
+
+
+def _keep(ops: Ops, of: Inputs) -> Any:
+    log_p, log_q, ends, before_end, present, num_steps = _drafts(of)
+    winner, none = of.whole(0, of.shape[1], NUM_GROUPS), torch.zeros_like(num_steps)
+    rejects = of.flags(0.5, NUM_GROUPS)
+    found = exact.Verified(num_steps // 2, winner, rejects, none, log_p.new_zeros(NUM_GROUPS, 1))
+    wider = torch.cat([log_p, log_p[..., :1]], 2)  # [G, N, K + 1]
+    thresholds = of.numbers(0.5, 0.0, torch.inf)
+    return ops.keep(
+        *(found, wider, log_q, before_end, ends, present, num_steps, thresholds),
+        *(of.uniforms(NUM_GROUPS), of.uniforms(NUM_GROUPS)),
+    )
+
+
+def _narrow(ops: Ops, of: Inputs) -> Any:
+    present, (texts, lengths) = of.present(), _texts(of)
+    log_weights = of.normal(*of.shape[:2]).double().masked_fill(~present, -torch.inf)
+    return ops.narrow(
+        *(log_weights, texts, lengths * present, of.whole(0, of.shape[2], NUM_GROUPS), present),
+        *(of.uniforms(NUM_GROUPS), of.flags(0.3, NUM_GROUPS)),
+    )
+
+
+def _common_tail(ops: Ops, of: Inputs) -> Any:
+    texts, lengths = _texts(of)
+    texts[:, :, :4] = texts[:, :1, :4]
+    return ops.common_tail(texts, lengths, of.present())
+
+
+def _num_distinct(ops: Ops, of: Inputs) -> Any:
+    return ops.num_distinct(of.whole(0, of.shape[1], *of.shape[:2]), of.present())
+
+
+def _tally(ops: Ops, of: Inputs) -> Any:
+    totals, rows = of.uniforms(6, 5), torch.tensor([4, 1, 2], device=of.device)
+    flags, lowest = of.flags(0.5, NUM_GROUPS), of.uniforms(NUM_GROUPS)
+    added = [flags, of.whole(0, 9, NUM_GROUPS), of.uniforms(NUM_GROUPS)]
+    return ops.tally(totals, rows, added=added, lowest=lowest, latest=[flags]), totals
+
+
+def _walk(ops: Ops, of: Inputs) -> Any:
+    """Exact verification from the root to the end, with laws that follow the walk."""
+    size, num_chains, num_steps = of.shape
+    rows = size * num_chains
+    p = of.logits(rows * (num_steps + 1)).log_softmax(1)
+    by_chain = p.view(rows, num_steps + 1, VOCAB)[:, :-1]
+    q = (by_chain + 0.3 * of.normal(rows, num_steps, VOCAB)).log_softmax(2)
+    drawn = (q.double().exp().cumsum(2) < of.uniforms(rows, num_steps, 1)).sum(2)
+    tokens = drawn.clamp_max(VOCAB - 1).view(of.shape)
+    whole = torch.full((size,), num_steps, device=of.device)
+    chains = exact.Chains(tokens, of.flags(0.05, *of.shape), of.uniforms(*of.shape), whole)
+    walk = ops.begin_walk(chains, torch.full_like(whole, num_chains), VOCAB)
+    for step in range(num_steps):
+        laws = p[walk.p_row], q[:, step][walk.q_row].contiguous()
+        walk = ops.walk_on(walk, chains, *laws, step)
+    found = walk.found
+    left = found.residuals[found.left].where(found.rejects.unsqueeze(1), 0.0)
+    return found.num_columns, found.winner, found.rejects, left
+
+
+def _watchable(of: Inputs) -> fidelity.Watchable:
+    return fidelity.Watchable(
+        of.uniforms(NUM_GROUPS),
+        of.whole(1, of.shape[2] + 1, NUM_GROUPS),
+        torch.arange(NUM_GROUPS, device=of.device) < 2,
+        torch.zeros(NUM_GROUPS, dtype=torch.bool, device=of.device),
+    )
+
+
+def _keep_column(ops: Ops, of: Inputs) -> Any:
+    watchable, held = _watchable(of), None
+    for step in range(of.shape[2]):
+        held = ops.keep_column(held, of.logits(NUM_GROUPS * of.shape[1]), watchable, step)
+    return held
+
+
+def _watch(ops: Ops, of: Inputs) -> Any:
+    size, num_particles, num_steps = of.shape
+    starts = of.whole(0, num_steps, size, num_particles)
+    lengths = starts + of.whole(0, num_steps + 2, size, num_particles)
+    tails = of.whole(0, VOCAB, size, num_particles, 2 * num_steps + 4)
+    path = fidelity.Path(of.whole(0, num_particles, size, num_particles), starts, lengths, tails)
+    heat = torch.ones(size, device=of.device)
+    p = TokenDistribution(of.logits(size * num_particles * (num_steps + 1)), heat)
+    q = TokenDistribution(of.logits(size * num_particles), heat)
+    return ops.watch(of.uniforms(size, num_particles, 4), _watchable(of), path, p, q)
+
+
+def _ledger(ops: Ops, of: Inputs) -> Any:
+    """A round's moves: slots for all columns, tails handed down, and a part of them committed."""
+    size, num_particles, num_steps = of.shape
+    columns, text = num_steps + 1, 20
+    arena, width = num_particles * columns, 1 << (2 * columns).bit_length()
+    table = torch.arange((size + 1) * (text + arena), device=of.device).view(size + 1, -1).int()
+    tails = torch.zeros((size + 1) * num_particles, width, dtype=torch.int32, device=of.device)
+    sizes = {"num_particles": num_particles, "max_tail": columns, "num_slots": table.numel()}
+    ledger = ops.ledger(table, tails, **sizes)
+    rows = torch.arange(1, size + 1, device=of.device)
+    committed = torch.full((size,), text, device=of.device)
+    bounds = {"committed": committed, "allocated": committed + arena}
+    slots = ledger.reserve(
+        rows,
+        allocated=bounds["allocated"],
+        starts=committed.unsqueeze(1).repeat(1, num_particles),
+        idle=of.flags(0.1, size, num_particles),
+        unread=of.flags(0.5, size),
+        num_particles=torch.full_like(committed, num_particles),
+        num_columns=torch.full_like(committed, columns),
+        width=columns,
+    )
+    ancestors = of.whole(0, num_particles, size, num_particles)
+    ledger.descend(rows, committed=committed, ancestors=ancestors, max_tail=columns)
+    lengths, counts = of.whole(1, columns + 1, size, num_particles), of.whole(0, 2, size)
+    room: dict[str, Any] = {"max_tail": columns, "max_arena": arena}
+    ledger.commit(rows, **bounds, lengths=lengths, counts=counts, **room)
+    return slots, table, tails, ledger.rank[1:]  # slot 0 takes what nobody reads
+
+
+def _particle_attention(ops: Ops, of: Inputs) -> Any:
+    return _attended(ops, of, has_latents=False)
+
+
+def _latent_attention(ops: Ops, of: Inputs) -> Any:
+    return _attended(ops, of, has_latents=True)
+
+
+def _attended(ops: Ops, of: Inputs, *, has_latents: bool) -> Any:
+    """Attention of the models of this kind, for one new token a particle and for a block."""
+    models = [heads for heads in of.sizes.heads if bool(heads.rank) == has_latents]
+    several = (1, of.sizes.num_steps + 1)
+    return [_attend(ops, of, heads, columns) for heads in models for columns in several]
+
+
+def _attend(ops: Ops, of: Inputs, heads: Heads, num_columns: int) -> torch.Tensor:
+    size, num_particles, _ = of.shape
+    width = 1 << (num_columns + 4).bit_length()
+    num_slots = size * (PREFIX + num_particles * width)
+    slots = 1 + torch.randperm(num_slots, generator=torch.Generator().manual_seed(0)).int()
+    table, tails = slots.to(of.device).tensor_split([size * PREFIX])
+    committed = torch.tensor([PREFIX, 3, 33], device=of.device)
+    places: dict[str, Any] = {
+        "req_to_token": table.view(size, PREFIX),
+        "tails": tails.view(-1, width),
+        "rows": torch.arange(size, device=of.device),
+        "committed": committed,
+        "particle_rows": torch.arange(size * num_particles, device=of.device).view(size, -1),
+        "starts": committed.unsqueeze(1) + of.whole(-1, 4, size, num_particles),
+    }
+    shape = size, num_particles, num_columns, heads.q_heads, heads.head_dim
+    of_cache = num_slots + 1, heads.kv_heads, heads.head_dim
+    query, keys, values = (of.normal(*s, dtype=heads.dtype) for s in (shape, of_cache, of_cache))
+    if ops.kind == "triton":
+        bounds = {"max_prefix": PREFIX, "max_tail": num_columns + 4}
+        return _by_kernel(query, keys, values, heads, {**places, **bounds})
+    plan = plan_shared_prefix(
+        **places,
+        num_columns=num_columns,
+        group=heads.q_heads // heads.kv_heads,
+        dtype=heads.dtype,
+        cache=keys,
+    )
+    scaling = heads.head_dim**-0.5
+    if heads.rank:
+        return latent_attention(query, keys, plan, heads.rank, scaling)
+    return shared_prefix_attention(query, keys, values, plan, Softmax(scaling))
+
+
+def _by_kernel(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    heads: Heads,
+    places: dict[str, Any],
+) -> torch.Tensor:
+    from sglang_smc.kernels.attention import latent, particle_attention
+
+    scaling = heads.head_dim**-0.5
+    if heads.rank:
+        return latent.latent_attention(query, keys, rank=heads.rank, scaling=scaling, **places)
+    of_heads = query, keys, values
+    return particle_attention.particle_attention(*of_heads, scaling=scaling, **places)
+
+
+def _gated_delta(ops: Ops, of: Inputs) -> Any:
+    """States of 4 value heads to 2 key heads, where a model has such layers."""
+    if not of.sizes.gated_delta:
+        return ()
+
+    def columns(num_columns: int) -> Columns:
+        gates = (-of.uniforms(5, num_columns, 4).float(), of.uniforms(5, num_columns, 4).float())
+        return Columns(of.normal(5, num_columns, 8 * 64), *gates)
+
+    states, source, num_past = of.normal(7, 4, 64, 64), of.whole(0, 7, 5), of.whole(0, 4, 5)
+    past, new = columns(3), columns(of.shape[2] + 1)
+    if ops.kind == "triton":
+        from sglang_smc.kernels.attention import gated_delta as kernel
+
+        return kernel.gated_delta(states, source, past, num_past, new)
+    return gated_delta(states, source, past, num_past, new)
+
+
+CHECKS = {
+    "uniforms": Check(("uniforms",), _uniforms),
+    "round_seeds": Check(("round_seeds",), _round_seeds),
+    "same_text": Check(("same_text",), _same_text),
+    "stratify": Check(("stratify",), _stratify),
+    "edit_logits": Check(("edit_logits",), _edit_logits),
+    "count_tokens": Check(("count_tokens",), _count_tokens),
+    "keep_tokens": Check(("keep_tokens",), _keep_tokens),
+    "sample_and_score": Check(("sample_and_score",), _sample_and_score),
+    "score_tokens": Check(("score_tokens",), _score_tokens),
+    "log_probs": Check(("log_probs",), _log_probs),
+    "log_sums": Check(("log_sums",), _log_sums),
+    "reweight_and_resample": Check(("reweight_and_resample",), _reweight_and_resample),
+    "narrow": Check(("narrow",), _narrow),
+    "common_tail": Check(("common_tail",), _common_tail),
+    "num_distinct": Check(("num_distinct",), _num_distinct),
+    "tally": Check(("tally",), _tally),
+    # One begins with the room that the other writes to.
+    "walk": Check(("begin_walk", "walk_on"), _walk),
+    "keep": Check(("keep",), _keep),
+    "keep_column": Check(("keep_column",), _keep_column),
+    "watch": Check(("watch",), _watch),
+    "ledger": Check(("ledger",), _ledger),
+    "particle_attention": Check(("kind",), _particle_attention),
+    "latent_attention": Check(("kind",), _latent_attention),
+    "gated_delta": Check(("kind",), _gated_delta),
+}
+"""The checks by the operation's name, which is that of the field of `Ops` where it has one."""

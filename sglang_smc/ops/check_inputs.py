@@ -1,0 +1,61 @@
+"""Random inputs for the checks of kernels, of the sizes of a server's rounds."""
+
+from typing import NamedTuple
+
+import torch
+
+from sglang_smc.models.shared_prefix import Heads
+
+NUM_GROUPS, VOCAB, PREFIX = 3, 1000, 70
+
+
+class Sizes(NamedTuple):
+    """Sizes of a server's rounds."""
+
+    num_particles: int = 8
+    num_steps: int = 8
+    heads: tuple[Heads, ...] = ()  # of its models' attention
+    gated_delta: bool = False  # whether some layers attend linearly
+
+
+class Inputs:
+    """Random inputs of the same values each time.
+
+    Args:
+        device: where they are.
+        sizes: of the server's rounds.
+    """
+
+    def __init__(self, device: str, sizes: Sizes) -> None:
+        self.device, self.sizes = device, sizes
+        self.shape = NUM_GROUPS, sizes.num_particles, sizes.num_steps
+        self._generator = torch.Generator().manual_seed(0)
+
+    def whole(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        """Integers in ``low .. high - 1``, int64."""
+        return torch.randint(low, high, shape, generator=self._generator).to(self.device)
+
+    def uniforms(self, *shape: int) -> torch.Tensor:
+        """Numbers in [0, 1), float64."""
+        drawn = torch.rand(shape, generator=self._generator, dtype=torch.float64)
+        return drawn.to(self.device)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator).to(self.device, dtype)
+
+    def flags(self, share: float, *shape: int) -> torch.Tensor:
+        return self.uniforms(*shape) < share
+
+    def numbers(self, *values: float) -> torch.Tensor:
+        """These, float64."""
+        return torch.tensor(values, dtype=torch.float64, device=self.device)
+
+    def logits(self, num_rows: int) -> torch.Tensor:
+        return 3 * self.normal(num_rows, VOCAB)
+
+    def present(self) -> torch.Tensor:
+        """Particles that there are ``[G, N]`` bool: the first of each group at the least."""
+        size, num_particles, _ = self.shape
+        return torch.arange(num_particles, device=self.device) < self.whole(
+            1, num_particles + 1, size, 1
+        )

@@ -1,0 +1,232 @@
+"""Kernels that lie, raise, or find no room: what a server then runs, and what it says."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import sglang_smc
+from sglang_smc.command import doctor
+from sglang_smc.memory.ledger import Ledger
+from sglang_smc.models.shared_prefix import Heads
+from sglang_smc.ops import check
+from sglang_smc.ops.check_cases import CHECKS, Check
+from sglang_smc.ops.check_inputs import Inputs, Sizes
+from sglang_smc.ops.interface import Ops
+from sglang_smc.ops.torch_ops import TORCH
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.round import parts
+
+SIZES = Sizes(3, 2, (Heads(4, 2, 16, torch.float32),), gated_delta=True)
+OPERATIONS = sorted(set(Ops._fields) - {"kind", "ledger"})
+IN_PLACE = {"edit_logits": 0, "count_tokens": 0}  # which argument they write to
+MODELS = ("particle_attention", "latent_attention", "gated_delta")
+ALONE: Any = SimpleNamespace(all_gather_object=lambda one: [one])
+
+
+def lie(value: Any) -> Any:
+    """Change a result by little more than what is allowed, wherever it is a number."""
+    if isinstance(value, torch.Tensor):
+        return (
+            ~value if value.dtype == torch.bool else value + (value + 1).abs().clamp_max(1) * 3e-4
+        )
+    lies = [lie(part) for part in value]
+    return type(value)(*lies) if hasattr(value, "_fields") else tuple(lies)
+
+
+def _is_whole(value: torch.Tensor) -> bool:
+    return not value.is_floating_point()
+
+
+def lying(name: str) -> Callable[..., Any]:
+    true = getattr(TORCH, name)
+
+    def operation(*args: Any, **kwargs: Any) -> Any:
+        result = true(*args, **kwargs)
+        if name in IN_PLACE:
+            written = args[IN_PLACE[name]]
+            getattr(written, "counts", written).add_(1)
+        return None if result is None else lie(result)
+
+    return operation
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def operation(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return operation
+
+
+def failing(ops: Ops, *names: str) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "CHECKS", {name: CHECKS[name] for name in names or CHECKS})
+        return [found.name for found in check.findings(ops, "cpu", SIZES) if found.problem]
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all checks those that these tests are about."""
+    names = ("log_probs", "narrow", "keep", "tally", "watch")
+    monkeypatch.setattr(check, "CHECKS", {name: CHECKS[name] for name in names})
+
+
+def test_every_operation_has_one_check() -> None:
+    """And every kernel of models: red where one is added without."""
+    fields = [field for name, one in CHECKS.items() for field in one.fields if name not in MODELS]
+    assert sorted(fields) == sorted(set(Ops._fields) - {"kind"})
+    folder = Path(sglang_smc.__file__).parent / "kernels" / "attention"
+    files = {path.stem for path in folder.glob("*.py")} - {"join", "work"}
+    assert files == {"particle_attention", "latent", "gated_delta"}
+    assert all(CHECKS[name].fields == ("kind",) for name in MODELS)
+
+
+def test_references_agree_with_themselves() -> None:
+    assert failing(TORCH) == []
+
+
+@pytest.mark.parametrize("name", [name for name in CHECKS if name not in MODELS])
+def test_a_check_blames_nobody_else(name: str) -> None:
+    others = set(Ops._fields) - {"kind", *CHECKS[name].fields}
+    broken: Any = dict.fromkeys(others, raising(AssertionError(name)))
+    assert failing(TORCH._replace(**broken), name) == []
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_lie_is_found(name: str) -> None:
+    of = "walk" if name in CHECKS["walk"].fields else name
+    assert failing(TORCH._replace(**{name: lying(name)}), of) == [of]
+
+
+@pytest.mark.parametrize("method", ["reserve", "descend", "commit"])
+def test_a_ledger_that_does_nothing_is_found(method: str) -> None:
+    def nothing(self: Ledger, rows: torch.Tensor, **arguments: Any) -> Any:
+        return torch.zeros(*arguments["starts"].shape, 4).long() if method == "reserve" else None
+
+    idle = type("Idle", (Ledger,), {method: nothing})
+    assert failing(TORCH._replace(ledger=idle), "ledger") == ["ledger"]
+
+
+def test_attention_that_lies_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`kind` chooses it; the operations beside it stay."""
+    by_torch = CHECKS["particle_attention"].play
+
+    def play(ops: Ops, of: Inputs) -> Any:
+        found = by_torch(TORCH, of)
+        return lie(found) if ops.kind == "triton" else found
+
+    monkeypatch.setattr(check, "CHECKS", {"particle_attention": Check(("kind",), play)})
+    monkeypatch.setitem(CHECKS, "particle_attention", Check(("kind",), play))
+    found = check.settle(TORCH._replace(kind="triton"), "auto", "cpu", SIZES, ALONE)
+    assert found == TORCH
+
+
+ERRORS = {
+    "compilation": RuntimeError("PTX assembly aborted due to errors"),
+    "shared memory": RuntimeError("out of resource: shared memory, Required: 114688"),
+    "memory": torch.OutOfMemoryError("CUDA out of memory."),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_operation_that_raises_falls_back_alone(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels = TORCH._replace(narrow=raising(ERRORS[name]), keep=lambda *a: TORCH.keep(*a))
+    with caplog.at_level(logging.ERROR):
+        found = check.settle(kernels, "auto", "cpu", SIZES, ALONE)
+    assert found.narrow is TORCH.narrow and found.keep is kernels.keep
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"narrow: it raises {type(ERRORS[name]).__name__}: {ERRORS[name]}" in line
+    assert "--speculative-smc-kernels torch" in line
+
+
+def test_the_deviation_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    kernels = TORCH._replace(log_probs=lambda *a, **k: TORCH.log_probs(*a, **k) + 0.5)
+    check.settle(kernels, "auto", "cpu", SIZES, ALONE)
+    assert "log_probs: values (torch.float32) differ by 0.5" in caplog.text
+
+
+def test_kernels_that_are_asked_for_by_name_are_not_replaced() -> None:
+    kernels = TORCH._replace(tally=raising(ERRORS["compilation"]))
+    with pytest.raises(ValueError, match=r"^--speculative-smc-kernels is 'triton'.* tally: it r"):
+        check.settle(kernels, "triton", "cpu", SIZES, ALONE)
+
+
+def test_a_device_that_answers_no_more_is_not_served_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "_answers", lambda _: False)
+    kernels = TORCH._replace(tally=raising(RuntimeError("an illegal memory access")))
+    with pytest.raises(ValueError, match=r"stopped the device.*--speculative-smc-kernels torch"):
+        check.settle(kernels, "auto", "cpu", SIZES, ALONE)
+
+
+def test_all_ranks_replace_what_fails_on_one() -> None:
+    other: Any = [check.Found("watch", 1.0, "values differ by 1")]
+    group: Any = SimpleNamespace(all_gather_object=lambda mine: [mine, other])
+    kernels = TORCH._replace(watch=lambda *a: TORCH.watch(*a))
+    assert check.settle(kernels, "auto", "cpu", SIZES, group).watch is TORCH.watch
+
+
+def test_no_rank_refuses_before_it_has_told_the_others() -> None:
+    told: list[Any] = []
+    group: Any = SimpleNamespace(all_gather_object=lambda mine: told.append(mine) or [mine])
+    with pytest.raises(ValueError):
+        check.settle(TORCH._replace(tally=raising(OSError())), "triton", "cpu", SIZES, group)
+    assert [one.name for one in told[0]] == ["tally"]
+
+
+# --- A server
+
+
+def of_a_server(monkeypatch: pytest.MonkeyPatch, device: str = "cuda", **config: Any) -> Ops:
+    """The operations of a server whose kernel of attention fails the check."""
+    kernels = TORCH._replace(kind="triton")
+    monkeypatch.setattr(parts, "ops_of", lambda kind: kernels if kind == "triton" else TORCH)
+    monkeypatch.setattr(parts, "heads_of", lambda _: SIZES.heads[0])
+    monkeypatch.setattr(parts, "is_gated_delta", lambda _: False)
+    monkeypatch.setattr(check, "settle", lambda ops, *_: ops._replace(kind="torch"))
+    worker: Any = SimpleNamespace(model_runner=SimpleNamespace(model_config=None))
+    return parts.operations(SMCConfig(**config), worker, worker, device, ALONE)
+
+
+def test_a_server_checks_its_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert of_a_server(monkeypatch).kind == "torch"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert of_a_server(monkeypatch, "cpu", kernels="triton").kind == "triton"
+
+
+def test_without_its_attention_no_round_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"^--speculative-smc-round-graph is 'on'"):
+        of_a_server(monkeypatch, round_graph="on")
+
+
+# --- The doctor
+
+
+def test_a_doctor_without_a_gpu_says_what_it_would_check(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert doctor.main(["--kernels"]) == 0
+    told = capsys.readouterr().out
+    assert "no GPU" in told and all(name in told for name in check.CHECKS)
+
+
+def test_a_doctor_prints_each_kernel(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [check.Found("watch", 2e-6), check.Found("narrow", 0.5, "values differ by 0.5")]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(check, "findings", lambda *_: iter(found))
+    monkeypatch.setattr("sglang_smc.ops.select.ops_of", lambda _: TORCH)
+    assert doctor.main(["--kernels"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["ok", "watch:", "agrees", "with", "torch,", "within", "2e-06"]
+    assert lines[1].startswith("fail") and "narrow: values differ by 0.5" in lines[1]
+    assert "--speculative-smc-kernels" in lines[2] + lines[3]
+    assert doctor.main(["--kernels", "--target", "a", "--draft", "b"]) == 2
