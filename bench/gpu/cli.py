@@ -103,6 +103,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--fresh", action="store_true", help="measure again what has a result")
     add("--list", action="store_true", help="print the cases, what each starts, and stop")
     add("--dry-run", action="store_true", help="on a CPU, with a tiny pair, what can run there")
+    add("--wheels", nargs="+", default=[], metavar="NAME", help="that pack is to fetch")
     add("--out", type=Path, help="instead of $OUT, or bench/results/gpu/raw")
     add("--state", type=Path, help="a folder of this machine that later calls find")
     add("--spent", type=float, default=0.0, help="seconds of the call that are gone already")
@@ -125,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     if PACK in options.stages:
-        print(pack())
+        print(pack(options.wheels))
         return 0
     if options.stages == [REPORT]:
         report(options)

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from gpu.pack import COMMIT, PAYLOAD
 from results import provenance
 from study import REPOSITORY, BenchError
 
@@ -22,8 +23,6 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     "report": ("matplotlib", "scipy"),
 }
 VERSIONS = ("triton", "sglang-kernel", "flashinfer-python", "numpy")
-#: Where the wheel was packed, the commit that it was made of is written down beside it.
-COMMIT = REPOSITORY / "dist" / "commit.txt"
 QUERY = "name,driver_version,memory.total,clocks.max.sm,clocks.max.memory,power.limit"
 
 
@@ -44,34 +43,18 @@ def preflight(*, on_gpu: bool) -> list[str]:
     ]
     if "all" in lacking:
         raise BenchError("\n".join(told))
-    stale = stale_files()
-    if stale and on_gpu:
+    installed = importlib.util.find_spec("sglang_smc")
+    assert installed is not None and installed.origin is not None
+    if not Path(installed.origin).resolve().is_relative_to(REPOSITORY):
         raise BenchError(
-            f"What is installed as sglang_smc is not this tree: {', '.join(stale[:3])} differ. "
-            "Pack the wheel anew: bash bench/gpu/run.sh pack."
+            f"sglang_smc is {installed.origin}, not this tree's. Start with bench/gpu/run.sh, "
+            "which links the tree, or install it with pip install -e."
         )
     import torch  # takes seconds
 
     if on_gpu and not torch.cuda.is_available():
         raise BenchError("torch sees no GPU here. --dry-run walks through all of it on a CPU.")
     return told
-
-
-def stale_files() -> list[str]:
-    """Files of the installed plugin that differ from the tree's."""
-    spec = importlib.util.find_spec("sglang_smc")
-    assert spec is not None and spec.origin is not None
-    installed = Path(spec.origin).parent
-    folders = {"sglang_smc": installed} | {
-        name: installed / name for name in ("kernels", "patches")
-    }
-    differ = []
-    for name, there in folders.items():
-        for path in (REPOSITORY / name).rglob("*.py"):
-            copy = there / path.relative_to(REPOSITORY / name)
-            if not copy.exists() or copy.read_bytes() != path.read_bytes():
-                differ.append(str(path.relative_to(REPOSITORY)))
-    return sorted(differ)
 
 
 def call(stages: list[str]) -> dict[str, Any]:
@@ -89,10 +72,9 @@ def call(stages: list[str]) -> dict[str, Any]:
 
 
 def commit(of_git: str | None) -> str | None:
-    """The commit of this tree, which a copy without its history has beside its wheel."""
-    if of_git is None and COMMIT.exists():
-        return COMMIT.read_text().strip()
-    return of_git
+    """The commit of this tree, which a copy without its history has beside its payload."""
+    beside = PAYLOAD / COMMIT
+    return beside.read_text().strip() if of_git is None and beside.exists() else of_git
 
 
 def gpu() -> dict[str, str] | None:

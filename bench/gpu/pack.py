@@ -1,48 +1,75 @@
-"""What travels to the GPU machine beside the tree: the wheel, and the commit it was made of."""
+"""What travels to a GPU machine without a network: the tree and `.sg`, within a limit."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from results import provenance
 from study import REPOSITORY, BenchError
 
-#: What benchmarks and tests of kernels need, and few machines have: pure Python all of it.
-TEST_WHEELS = (
-    "tqdm",
-    "pytest",
-    "hypothesis",
-    "pluggy",
-    "iniconfig",
-    "packaging",
-    "pygments",
-    "sortedcontainers",
-)
-
 #: What the plugin imports beside SGLang, built for the Python and the libraries of that machine.
 RUN_WHEELS = ("google-re2",)
 MACHINE = ("--python-version=3.12", "--platform=manylinux_2_28_x86_64")
+#: Bytes that such a machine is sent at a time.
+LIMIT = 60 << 20
+PAYLOAD = REPOSITORY / ".sg"
+#: Of this tree, in a copy without its history.
+COMMIT = "commit.txt"
+#: Tracked, and read by no stage: weights of heads that draft for the shipped pair, and its judge.
+UNREAD = tuple(f"/bench/pair/{name}/model.safetensors" for name in ("dflash", "eagle3", "reward"))
 
 
-def pack(dist: Path = REPOSITORY / "dist", payload: Path = REPOSITORY / ".sg") -> str:
-    """Build the wheel, and put those that it and tests need beside the payload."""
-    for old in dist.glob("sglang_smc-*.whl"):
-        old.unlink()
-    _pip("wheel", "--quiet", "--no-deps", "--wheel-dir", str(dist), str(REPOSITORY))
+def pack(wheels: Sequence[str] = (), payload: Path = PAYLOAD) -> str:
+    """Put the commit and the wheels that are asked for beside the payload, and add up all of it.
+
+    Args:
+        wheels: names of packages of pure Python that the machine lacks.
+        payload: the folder of what git ignores and the machine gets.
+
+    Raises:
+        BenchError: a wheel cannot be had, or it is more than `LIMIT`.
+    """
+    payload.mkdir(exist_ok=True)
     origin = provenance({})
     edited = " with changes" if origin["git_changes"] else ""
-    (dist / "commit.txt").write_text(f"{origin['git_sha']}{edited}\n")
-    payload.mkdir(exist_ok=True)
-    names = (name.replace("-", "_") for name in (*TEST_WHEELS, *RUN_WHEELS))
-    for old in (path for name in names for path in payload.glob(f"{name}-*.whl")):
+    (payload / COMMIT).write_text(f"{origin['git_sha']}{edited}\n")
+    for old in payload.glob("*.whl"):
         old.unlink()
-    wheels = ("--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(payload))
-    _pip("download", *wheels, "--platform=any", *TEST_WHEELS)
-    _pip("download", *wheels, *MACHINE, *RUN_WHEELS)
-    found = sorted(path.name for folder in (dist, payload) for path in folder.glob("*.whl"))
-    return f"{dist}/ and {payload}/ hold: {', '.join(found)}"
+    download = ("download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(payload))
+    _pip(*download, *MACHINE, *RUN_WHEELS)
+    if wheels:
+        _pip(*download, "--platform=any", *wheels)
+    return summed(size_of(tracked()), size_of(payload.rglob("*")))
+
+
+def tracked() -> list[Path]:
+    """The files that git tracks, as far as they are there: a sparse checkout lacks some."""
+    command = ["git", "-C", str(REPOSITORY), "ls-files", "-z"]
+    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [REPOSITORY / name for name in names.split("\0") if name]
+
+
+def size_of(paths: Iterable[Path]) -> int:
+    """Bytes of the files among them; a link is none."""
+    return sum(path.stat().st_size for path in paths if path.is_file() and not path.is_symlink())
+
+
+def summed(tree: int, payload: int) -> str:
+    """The arithmetic in a line; raises BenchError where it is more than `LIMIT`."""
+    told = (
+        f"tracked files {tree / 1e6:.1f} MB + {PAYLOAD.name}/ {payload / 1e6:.1f} MB = "
+        f"{(tree + payload) / (1 << 20):.1f} MiB of {LIMIT >> 20} MiB"
+    )
+    if tree + payload <= LIMIT:
+        return told
+    left_out = " ".join(f"'!{path}'" for path in UNREAD)
+    raise BenchError(
+        f"{told}: too much. Leave behind what no stage reads: git sparse-checkout set --no-cone "
+        f"'/*' {left_out}; git sparse-checkout disable brings it back. Then pack again."
+    )
 
 
 def _pip(*arguments: str) -> None:

@@ -1,8 +1,8 @@
-"""Make a folder that Python finds SGLang and this plugin in; needs the standard library alone.
+"""Make a folder that Python finds SGLang and this tree's plugin in, by the standard library alone.
 
 `.sg` holds SGLang and its dependencies for the GPU machine: a payload with an ``assemble.py`` that
-unpacks it to a folder and writes an ``env.sh`` there, wheels, or both. `dist` holds the wheel of
-this tree. What is there already is not unpacked again.
+unpacks it to a folder and writes an ``env.sh`` there, wheels, or both. What is there already is not
+unpacked again. The plugin runs from the tree: the folder links to it, and has its entry points.
 """
 
 from __future__ import annotations
@@ -19,42 +19,60 @@ from pathlib import Path
 
 PURE = re.compile(r"[^/]+\.data/(?:purelib|platlib)/(.*)")
 DATA = re.compile(r"[^/]+\.data/")
+TREE = Path(__file__).resolve().parents[2]
+PACKAGE = "sglang_smc"
+ENTRIES = re.compile(r'\[project\.entry-points\."([^"]+)"\]')
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Unpack SGLang and the plugin.")
+    parser = argparse.ArgumentParser(description="Unpack SGLang, and link the plugin.")
     parser.add_argument("--site", type=Path, required=True, help="where to")
     parser.add_argument("--payload", type=Path, default=Path(".sg"))
-    parser.add_argument("--dist", type=Path, default=Path("dist"))
     options = parser.parse_args()
-    unpack(options.site, options.payload, options.dist)
+    unpack(options.site, options.payload)
 
 
-def unpack(site: Path, payload: Path, dist: Path) -> None:
+def unpack(site: Path, payload: Path, tree: Path = TREE) -> None:
     """Bring ``site`` up to date; its ``env.sh`` is what a shell is to source."""
     site.mkdir(parents=True, exist_ok=True)
     assemble = payload / "assemble.py"
     if assemble.exists():
-        parts = [path for path in sorted(payload.iterdir()) if path.suffix not in (".md", ".whl")]
+        beside = (".md", ".txt", ".whl")
+        parts = [path for path in sorted(payload.iterdir()) if path.suffix not in beside]
         command = [sys.executable, str(assemble), str(payload), "--site", str(site)]
         once(site / ".assembled", parts, lambda: subprocess.run(command, check=True))
-    wheels = [*sorted(payload.glob("*.whl")), the_wheel(dist)]
-    for wheel in wheels:
+    for wheel in sorted(payload.glob("*.whl")):
         once(site / f".{wheel.name.split('-')[0]}", [wheel], lambda w=wheel: install(w, site))
+    link(tree, site)
     environment = site / "env.sh"
     if not environment.exists():
         environment.write_text(f'export PYTHONPATH="{site}${{PYTHONPATH:+:$PYTHONPATH}}"\n')
 
 
-def the_wheel(dist: Path) -> Path:
-    """The plugin's own; there is one, so that nobody wonders which was measured."""
-    found = sorted(dist.glob("sglang_smc-*.whl"))
-    if len(found) != 1:
-        sys.exit(
-            f"{dist}/ holds {len(found)} wheels of sglang-smc and has to hold one: "
-            "bash bench/gpu/run.sh pack makes it, where there is a network."
-        )
-    return found[0]
+def link(tree: Path, site: Path) -> None:
+    """Have Python find the package where the tree has it, and SGLang its entry points."""
+    remove_older(PACKAGE, site)
+    (site / PACKAGE).symlink_to(tree / PACKAGE, target_is_directory=True)
+    version = re.search(r'__version__ = "(.+)"', (tree / PACKAGE / "__init__.py").read_text())
+    assert version is not None, "tests hold it against the changelog"
+    information = site / f"{PACKAGE}-{version[1]}.dist-info"
+    information.mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: sglang-smc\nVersion: {version[1]}\n"
+    (information / "METADATA").write_text(metadata)
+    (information / "entry_points.txt").write_text("\n".join(entry_points(tree)) + "\n")
+
+
+def entry_points(tree: Path) -> list[str]:
+    """The lines of an ``entry_points.txt``, of the tables in pyproject.toml."""
+    lines: list[str] = []
+    table = None
+    for line in (tree / "pyproject.toml").read_text().splitlines():  # Python 3.10 has no tomllib
+        if line.startswith("["):
+            table = ENTRIES.match(line)
+            lines += [f"[{table[1]}]"] if table else []
+        elif table and "=" in line:
+            lines.append(line.replace('"', ""))
+    return lines
 
 
 def once(mark: Path, sources: Sequence[Path], work: object) -> None:
@@ -92,7 +110,9 @@ def remove_older(name: str, site: Path) -> None:
     """An older version, so that no file of it stays behind."""
     for information in site.glob(f"{name}-*.dist-info"):
         shutil.rmtree(information)
-    if (site / name / "__init__.py").exists():
+    if (site / name).is_symlink():
+        (site / name).unlink()
+    elif (site / name / "__init__.py").exists():
         shutil.rmtree(site / name)
 
 

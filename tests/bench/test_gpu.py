@@ -6,16 +6,19 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu import kernel_tests, machine, report, unpack
+from gpu import kernel_tests, machine, pack, report, unpack
 from gpu.clock import Clock, TimeUpError
 from gpu.records import RESULTS, Records, read_results
 from gpu.stages import Attempt, Case, Places, Runner, Stage
 from speed.remote import EngineError
-from study import REPOSITORY
+from study import REPOSITORY, BenchError
+
+from sglang_smc.command.machine import ENTRY_POINTS
 
 CALL = {
     "id": "1",
@@ -230,46 +233,86 @@ def make_wheel(folder: Path, name: str, content: Mapping[str, str]) -> Path:
     return path
 
 
+def make_tree(folder: Path, version: str = "1.0") -> Path:
+    package = folder / "sglang_smc"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "__init__.py").write_text(f'__version__ = "{version}"\n')
+    (folder / "pyproject.toml").write_text((REPOSITORY / "pyproject.toml").read_text())
+    return folder
+
+
 def test_unpacking_is_done_once(tmp_path: Path) -> None:
-    site, payload, dist = (tmp_path / name for name in ("site", "payload", "dist"))
+    site, payload, tree = tmp_path / "site", tmp_path / "payload", make_tree(tmp_path / "tree")
     payload.mkdir()
     (payload / "assemble.py").write_text(ASSEMBLE)
     (payload / "part-00").write_bytes(b"1")
     make_wheel(payload, "pytest-9.0", {"pytest/__init__.py": "", "pytest-9.0.data/scripts/x": ""})
-    own = {"sglang_smc/__init__.py": "", "sglang_smc/kernels/a.py": "1"}
-    entries = "sglang_smc-1.0.dist-info/entry_points.txt"
-    make_wheel(dist, "sglang_smc-1.0", {**own, "sglang_smc/old.py": "", entries: "[x]"})
-    for _ in range(2):
-        unpack.unpack(site, payload, dist)
+    for commit in ("a", "b"):
+        (payload / pack.COMMIT).write_text(commit)
+        unpack.unpack(site, payload, tree)
     assert (site / "calls").read_text() == "x"
     assert (site / "env.sh").read_text() == "export FROM_PAYLOAD=1\n"
     assert (site / "pytest" / "__init__.py").exists() and not (site / "pytest-9.0.data").exists()
-    assert (site / entries).read_text() == "[x]" and (site / "sglang_smc" / "old.py").exists()
-    make_wheel(dist, "sglang_smc-1.0", own)  # another tree's
-    unpack.unpack(site, payload, dist)
-    assert not (site / "sglang_smc" / "old.py").exists() and not (site / entries).exists()
-    assert (site / "calls").read_text() == "x"
 
 
-def test_where_sglang_is_installed_only_the_plugin_is_unpacked(tmp_path: Path) -> None:
-    make_wheel(tmp_path / "dist", "sglang_smc-1.0", {"sglang_smc/__init__.py": ""})
-    site = tmp_path / "site"
-    unpack.unpack(site, tmp_path / "nothing", tmp_path / "dist")
+def test_the_plugin_runs_from_the_tree(tmp_path: Path) -> None:
+    """Whichever was there before; and SGLang finds its entry points."""
+    site, payload = tmp_path / "site", tmp_path / "nothing"
+    (site / "sglang_smc").mkdir(parents=True)
+    (site / "sglang_smc" / "__init__.py").write_text("")
+    for version in ("1.0", "1.1"):
+        unpack.unpack(site, payload, make_tree(tmp_path / version, version))
+    assert (site / "sglang_smc").resolve() == tmp_path / "1.1" / "sglang_smc"
     assert str(site) in (site / "env.sh").read_text()
-    make_wheel(tmp_path / "dist", "sglang_smc-1.1", {})
-    with pytest.raises(SystemExit, match="2 wheels"):
-        unpack.unpack(site, tmp_path / "nothing", tmp_path / "dist")
+    (found,) = (one for one in distributions(path=[str(site)]) if one.name == "sglang-smc")
+    assert found.version == "1.1"
+    points = {(point.group, point.name): point.value for point in found.entry_points}
+    assert set(points) == {(group, name) for group, name, _ in ENTRY_POINTS}
+    assert points["sglang.srt.plugins", "smc"] == "sglang_smc.plugin:register"
 
 
-def test_a_wheel_of_another_tree_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert machine.stale_files() == []
-    package = tmp_path / "sglang_smc"
-    package.mkdir()
-    (package / "__init__.py").write_text("x = 1\n")
-    spec = type("Spec", (), {"origin": str(package / "__init__.py")})
+def test_another_plugin_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine.preflight(on_gpu=False)
+    spec = type("Spec", (), {"origin": str(make_tree(tmp_path) / "sglang_smc" / "__init__.py")})
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda _: spec)
-    assert "sglang_smc/__init__.py" in machine.stale_files()
-    assert "kernels/sample.py" in machine.stale_files()
+    with pytest.raises(BenchError, match="not this tree's"):
+        machine.preflight(on_gpu=False)
+
+
+# --- Packing
+
+#: Of the payload that is there: SGLang 0.5.17, trimmed.
+PAYLOAD_BYTES = 42_850_000
+
+
+def test_what_travels_is_within_the_limit(tmp_path: Path) -> None:
+    """Red where the tree grows beyond what such a machine is sent at a time."""
+    payload = tmp_path / ".sg"
+    payload.mkdir()
+    (payload / "part-00").write_bytes(b"1")
+    beside = pack.size_of(payload.iterdir()) + PAYLOAD_BYTES
+    unread = {REPOSITORY / path.lstrip("/") for path in pack.UNREAD}
+    tree = pack.tracked()
+    assert unread <= set(tree)
+    told = pack.summed(pack.size_of(set(tree) - unread), beside)
+    assert told.endswith(" of 60 MiB")
+    with pytest.raises(BenchError, match=r"git sparse-checkout set .*eagle3"):
+        pack.summed(pack.size_of(tree), beside)
+
+
+def test_packing_fetches_what_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else, and what an earlier call fetched goes."""
+    payload, asked = tmp_path / ".sg", list[str]()
+    make_wheel(payload, "pytest-9.0", {})
+    monkeypatch.setattr(pack, "tracked", list)
+    monkeypatch.setattr(pack, "_pip", lambda *words: asked.extend(words))
+    assert "tracked files 0.0 MB" in pack.pack((), payload)
+    assert asked == [] and [path.name for path in payload.iterdir()] == [pack.COMMIT]
+    pack.pack(("numpy",), payload)
+    assert asked[0] == "download" and asked[-1] == "numpy"
+    (payload / "part-00").open("wb").truncate(pack.LIMIT)
+    with pytest.raises(BenchError, match="of 60 MiB: too much"):
+        pack.pack((), payload)
 
 
 # --- Kernels
@@ -306,4 +349,7 @@ def test_what_tests_of_kernels_need_is_told(tmp_path: Path) -> None:
     assert kernel_tests.missing_for(path) == ["elsewhere", "nowhere"]
     files = kernel_tests.test_files()
     assert {"tests/kernels/test_sample.py", "tests/unit/test_host_sync.py"} <= set(files)
+    assert not {path for path in files if Path(path).name in kernel_tests.NO_GPU}
+    for name in kernel_tests.NO_GPU:
+        assert (REPOSITORY / kernel_tests.FOLDER / name).exists()
     assert all(kernel_tests.missing_for(REPOSITORY / file) == [] for file in files)
