@@ -15,7 +15,7 @@ from sglang_smc import process, upstream
 from sglang_smc.drafts import assembly as drafts
 from sglang_smc.memory import arena
 from sglang_smc.models.weight_update import WeightUpdates
-from sglang_smc.recording.recorder import Record, cuda_session
+from sglang_smc.recording.recorder import Ranks, Record, cuda_session
 from sglang_smc.requests.state import RequestStates, state_of
 from sglang_smc.round import costs, graph
 from sglang_smc.round.batch import RoundInputs, shape_of
@@ -39,6 +39,8 @@ class SMCWorker(WeightUpdates):
     SGLang calls, in this order: `__init__`, `alloc_memory_pool`, `init_attention_backends`,
     `init_cuda_graphs`, and then `forward_batch_generation` for every batch.
     """
+
+    _most_launched: int | None = None  # requests of a round that is no replay; None: any number
 
     def __init__(
         self,
@@ -118,28 +120,56 @@ class SMCWorker(WeightUpdates):
         """Let the stock runners capture prefill, then capture whole rounds."""
         if self._steps.draft.has_stock_passes:
             super().init_cuda_graphs()
-        if self.config.round_graph != "off":
-            with cuda_session(self.device) as session:
-                self._record(session.record)
-            usage = session.usage()
-            self._additional_graph_memory_usage["smc_round"] = usage.gigabytes
-            self._round_graph_gigabytes = usage.gigabytes
-            self._additional_graph_time_usage["smc_round"] = usage.seconds
+        if torch.device(self.device).type != "cpu":
+            self._bound_rounds(Ranks.of(get_parallel().tp_group, self.device))
         if self.config.adaptive:
             self._adapt()
         workers, graphs = (self._target_worker, self._draft_worker), self._round_graph_gigabytes
         kept = self._tables, self._steps.draft.state_bytes, graphs
         process.measure_memory_by(partial(memory_of, self.config, *workers, *kept))
 
-    def _record(self, record: Record) -> None:
+    def _bound_rounds(self, ranks: Ranks) -> None:
+        """Record rounds, and bound by memory those that are launched call by call."""
+        if self.config.round_graph != "off":
+            try:
+                self._record_what_fits(ranks)
+            except Exception as error:
+                graph.explain_failure(error, self.config, ranks, self.device)
+        if self._recordings is None:
+            vocab_size, free = self._tables.requests.vocab_size, ranks.free_bytes
+            room = graph.room_of(self.config, vocab_size, free, records=False)
+            self._most_launched = room.launched
+
+    def _record_what_fits(self, ranks: Ranks) -> None:
+        """Record rounds; where memory runs short all the same, begin anew with a part of it.
+
+        One rank of several does not: the others would wait for it in the round that it has left.
+        """
+        for part in (parts := (1.0, 0.75, 0.5, 0.25, 0.1)):
+            within = ranks._replace(free_bytes=int(part * ranks.free_bytes))
+            try:
+                with cuda_session(self.device) as session:
+                    recordings = self._record(session.record, within)
+                break
+            except torch.OutOfMemoryError:
+                if ranks.count > 1 or part == parts[-1]:
+                    raise
+        usage = session.usage(recordings.describe(self._graph_sizes))
+        self._recordings, self._most_launched = recordings, recordings.launched
+        self._additional_graph_memory_usage["smc_round"] = usage.gigabytes
+        self._round_graph_gigabytes = usage.gigabytes
+        self._additional_graph_time_usage["smc_round"] = usage.seconds
+
+    def _record(self, record: Record, ranks: Ranks) -> graph.Recordings:
         """Record rounds; what a batch does not fill of one plays on SGLang's padding row."""
         config, tables = self.config, self._tables
         tables.begin_padding(self._states.padding(), config.num_particles, self.device)
-        self._recordings = graph.record_rounds(
-            self._round.play, config, self._graph_sizes, tables, self.device, record
+        recordings = graph.record_rounds(
+            self._round.play, config, self._graph_sizes, tables, self.device, record, ranks
         )
-        of_passes = self._recordings.sizes.of_passes
+        of_passes = recordings.sizes.of_passes
         self._steps.record_passes(record, config, of_passes, self.device)
+        return recordings
 
     def _adapt(self) -> None:
         """Let N and K follow the load from now on."""
@@ -174,11 +204,14 @@ class SMCWorker(WeightUpdates):
         shape, inputs = shape_of(batch.reqs), RoundInputs.of(batch, self.device)
         resized = self._round.resize(inputs, shape, batch.reqs) if shape.resizes else None
         recordings = self._recordings
-        recorded = None if recordings is None else recordings.find(shape, len(batch.reqs))
+        recorded = None if recordings is None else recordings.find(shape)
         if recorded is not None:
             outcome = recorded.replay(inputs)
-        else:
+        elif self._most_launched is None or len(batch.reqs) <= self._most_launched:
             outcome = self._round.play(inputs, shape, batch.reqs, resized)
+        else:
+            sliced = inputs, shape, batch.reqs, resized, self._most_launched
+            outcome = self._round.play_in_slices(*sliced)
         result = SMCBatchResult.of(outcome, self.monitor, replayed=recorded is not None)
         result.policy, result.corpus = process.active_policy(), self._corpus
         result.budgets = [state_of(req).sizes for req in batch.reqs]

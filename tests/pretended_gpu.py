@@ -1,8 +1,8 @@
 """SGLang's reading of engine keywords on an H200 that is not there: ``python pretended_gpu.py``.
 
-With a number it has so many MiB of memory. Reads JSON lists of keywords from its input, and prints
-a line for each: what SGLang made of them, or why it refuses them. A script of its own: torch is
-told of the GPU before SGLang is imported.
+With numbers it reads them once for each, on a GPU of so many MiB. Reads a JSON list of keywords
+from its input, and prints a line for each: what SGLang made of them, or why it refuses them. A
+script of its own: torch is told of the GPU before SGLang is imported.
 """
 
 import json
@@ -15,7 +15,7 @@ from unittest.mock import MagicMock
 
 import torch
 
-MEMORY = int(sys.argv[1]) if len(sys.argv) > 1 else 143_771  # MiB
+MEMORY = 143_771  # MiB
 
 
 class Kernels(MetaPathFinder, Loader):
@@ -59,6 +59,13 @@ def pretend() -> None:
     accelerator.is_available = lambda: True
 
 
+def hold(size: int) -> None:
+    """Give the GPU so many MiB of memory."""
+    global MEMORY
+    MEMORY = size
+    torch.cuda.get_device_properties().total_memory = size << 20
+
+
 def read(arguments: dict[str, Any]) -> dict[str, Any]:
     """What SGLang makes of one engine's keywords."""
     from resolved_args import resolve
@@ -93,8 +100,11 @@ def main() -> None:
             if hasattr(module, name):
                 setattr(module, name, lambda *_, **__: MEMORY)
     load_plugins()
-    for arguments in json.load(sys.stdin):
-        print(json.dumps(read(arguments)))
+    asked, sizes = json.load(sys.stdin), [int(one) for one in sys.argv[1:]] or [MEMORY]
+    for size in sizes:
+        hold(size)
+        for arguments in asked:
+            print(json.dumps(read(arguments)))
 
 
 if __name__ == "__main__":

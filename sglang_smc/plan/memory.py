@@ -1,8 +1,4 @@
-"""What a round holds in memory at its peak, and what requests find in that of a server.
-
-A round's peak is logits, and what is made of them: all else that it makes, populations, weights and
-counts, is less than 1 % of that. What the models take inside their passes is theirs, and left out.
-"""
+"""Return what a server's memory holds: KV slots, states, requests. Arithmetic alone."""
 
 from __future__ import annotations
 
@@ -16,44 +12,18 @@ from sglang_smc.plan.shapes import ModelShape
 #: depends on the device. Of that, what libraries and tables take.
 STATIC_FRACTION = 0.88
 ASIDE_BYTES = 1.5e9
+#: MiB that SGLang takes from neither where --mem-fraction-static is not given, by the MiB of memory
+#: up to which it does. Of that, the share that its prefill graphs and workspaces take: an estimate.
+RESERVED = ((20 << 10, 4_100), (60 << 10, 7_270), (160 << 10, 13_940), (1 << 30, 26_960))
+PREFILL_SHARE = 0.19
 #: `server.arguments` and most configurations say so.
 MOST_RUNNING = 48
 CONTEXT_LENGTH = 131_072
 
-#: Bytes of a logit as an LM head makes it, and as SGLang hands it on.
-PRODUCT_BYTES = 2
-LOGIT_BYTES = 4
 
-
-def round_bytes(
-    num_particles: int,
-    num_steps: int,
-    vocab_size: int,
-    *,
-    verifies: bool = False,
-    mixes: bool = False,
-) -> int:
-    """Bytes of a request at a round's peak; a batch takes as much for each of its requests.
-
-    A captured round takes as much for each request of the largest batch that is captured.
-
-    Args:
-        num_particles: N.
-        num_steps: K.
-        vocab_size: V.
-        verifies: the round verifies, in modes exact, mixed and auto; else it weighs.
-        mixes: it does all that a device can: modes side by side, and log-probabilities of the
-            likeliest tokens.
-    """
-    scored = num_particles * (num_steps + 1)  # rows of logits
-    # Drafting alone holds K rows a particle, where scoring holds K + 1. Who verifies holds what
-    # each draft was drawn from until it has decided. One column's rows are held by who watches.
-    columns_held = num_steps * (verifies or mixes) + (num_steps > 0)
-    held = num_particles * columns_held * LOGIT_BYTES
-    beside = scored * PRODUCT_BYTES
-    if mixes:  # all log-probabilities, or those of both modes, chosen from, at each particle
-        beside = max(scored, 4 * num_particles) * LOGIT_BYTES
-    return vocab_size * (held + scored * LOGIT_BYTES + beside)
+def reserved_bytes(capacity: float) -> int:
+    """Return the bytes that SGLang keeps for activations and graphs on a GPU of ``capacity``."""
+    return next(mib for most, mib in RESERVED if capacity < most << 20) << 20
 
 
 def kv_slots(target: ModelShape, draft: Proposal, num_bytes: float) -> int:

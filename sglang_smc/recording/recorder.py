@@ -23,7 +23,10 @@ _UNSHARED = 1 << 29  # bytes that recordings may keep for themselves: inputs, re
 
 
 class Record(Protocol):
-    """Runs a function, and returns what it returned with a way to compute that anew, in place."""
+    """Runs a function, and returns what it returned with a way to compute that anew, in place.
+
+    The function has run before: its kernels are compiled, and libraries have their workspaces.
+    """
 
     def __call__(self, run: Callable[[], T]) -> tuple[T, Replay]: ...
 
@@ -45,6 +48,25 @@ class Usage(NamedTuple):
 
     gigabytes: float
     seconds: float
+
+
+class Ranks(NamedTuple):
+    """The ranks that make the same recordings, each on its own device."""
+
+    free_bytes: int = 1 << 60  # on the device that has the least
+    count: int = 1
+    index: int = 0  # of this rank
+
+    @classmethod
+    def of(cls, group: Any, device: str) -> "Ranks":
+        """Read the memory that is free; every rank of SGLang's ``group`` must call it."""
+        torch.get_device_module(device).empty_cache()
+        free = torch.tensor(_free_bytes(device))
+        if group.world_size > 1:
+            torch.distributed.all_reduce(
+                free, torch.distributed.ReduceOp.MIN, group=group.cpu_group
+            )
+        return cls(int(free), group.world_size, group.rank_in_group)
 
 
 class Session:
@@ -69,13 +91,18 @@ class Session:
             self._largest = self._taken()
         return recorded
 
-    def usage(self) -> Usage:
-        """What all recordings cost; logged, with a warning where they share no memory."""
+    def usage(self, recorded: str) -> Usage:
+        """Return what all recordings cost, and log it; a warning says that they share no memory.
+
+        Args:
+            recorded: what they are, in words.
+        """
         taken, largest = self._taken(), self._largest or 0
         usage = Usage(taken / 2**30, time.monotonic() - self._start)
         logger.info(
-            "SMC round graphs: %.2f GB, %.1f s; the largest alone: %.2f GB",
-            *(*usage, largest / 2**30),
+            "SMC round graphs: %.2f GB of %.2f GB that were free, %.1f s; the largest alone: "
+            "%.2f GB. %s",
+            *(usage.gigabytes, self._free / 2**30, usage.seconds, largest / 2**30, recorded),
         )
         if taken > MOST_OF_LARGEST * largest + _UNSHARED:
             logger.warning(
@@ -109,11 +136,8 @@ def cuda_session(device: str) -> Iterator[Session]:
         stream: Any = context.stream  # CUDA's
 
         def record(run: Callable[[], T]) -> tuple[T, Replay]:
-            for _ in range(2):  # compile kernels, and let libraries take their workspaces
-                run()
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # what these runs took is not the pool's
             graph = torch.cuda.CUDAGraph()
+            # It empties the allocator's cache first: what warm-ups took is not the pool's.
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 result = run()
             return result, graph.replay

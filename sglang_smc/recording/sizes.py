@@ -8,6 +8,11 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from sglang_smc.memory.rounds import MOST_LAUNCHED, Room
+
+UNBOUNDED = Room(MOST_LAUNCHED, 1 << 60, 1 << 60)
+"""Memory that is never short."""
+
 MOST = 64
 """Recordings that a server makes at most, where N and K are no more than 8 each."""
 
@@ -17,7 +22,6 @@ FEWEST = 3
 _PASSES = (
     3  # recordings of models alone at each size: the draft's first pass and others, the target's
 )
-_MOST_ALONE = 16  # requests: their passes keep logits, which nothing else may take the place of
 
 
 class Sizes(NamedTuple):
@@ -32,21 +36,25 @@ class Sizes(NamedTuple):
         return num_kinds * len(self.of_rounds) + len(self.of_any) + _PASSES * len(self.of_passes)
 
 
-def plan_sizes(wanted: Sequence[int], num_kinds: int) -> Sizes:
-    """Sizes to record at, of those ``wanted``.
+def plan_sizes(wanted: Sequence[int], num_kinds: int, room: Room = UNBOUNDED) -> Sizes:
+    """Return the sizes to record at, of those ``wanted``; none where memory holds not the smallest.
 
     Args:
-        wanted: ascending; the last is the most requests that run at once.
+        wanted: ascending.
         num_kinds: kinds of rounds that are recorded at `Sizes.of_rounds`: variants, or where N and
             K adapt, budgets.
+        room: requests that memory holds.
     """
+    of_rounds, of_any = ([s for s in wanted if s <= most] for most in room[1:])
+    if not of_rounds or not of_any:
+        return Sizes((), (), ())
     is_few = num_kinds <= FEWEST
-    powers = [s for s in wanted if s in (wanted[0], wanted[-1]) or s & (s - 1) == 0]
-    of_any = tuple(powers) if is_few else thinned(powers, FEWEST)
-    alone = [size for size in powers if size <= _MOST_ALONE] or powers[:1]
+    powers = [s for s in of_any if s in (of_any[0], of_any[-1]) or s & (s - 1) == 0]
+    any_sizes = tuple(powers) if is_few else thinned(powers, FEWEST)
+    alone = [size for size in powers if size <= room.launched] or powers[:1]
     of_passes = thinned(alone, FEWEST if is_few else 2)
-    rest = MOST - len(of_any) - _PASSES * len(of_passes)
-    return Sizes(thinned(wanted, max(FEWEST, rest // num_kinds)), of_any, of_passes)
+    rest = MOST - len(any_sizes) - _PASSES * len(of_passes)
+    return Sizes(thinned(of_rounds, max(FEWEST, rest // num_kinds)), any_sizes, of_passes)
 
 
 def thinned(sizes: Sequence[int], count: int) -> tuple[int, ...]:

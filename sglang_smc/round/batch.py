@@ -98,6 +98,11 @@ class RoundInputs(NamedTuple):
         columns = list(zip(*known, strict=True))
         return cls(batch.req_pool_indices, batch.seq_lens.long(), on_device(device, columns))
 
+    def split(self, most: int) -> "list[RoundInputs]":
+        """Return the inputs of slices of at most so many groups."""
+        columns = (column.split(most, dim=-1) for column in self)
+        return [RoundInputs(*part) for part in zip(*columns, strict=True)]
+
     @classmethod
     def of_padding(
         cls, config: SMCConfig, budget: Budget | None, size: int, device: str

@@ -16,6 +16,9 @@ batch needs:
 
 Where N and K adapt, each budget has recordings of the third, and the largest one of the others.
 What only the host can decide is played as it is, with the models' passes replayed.
+
+How many requests are recorded at most is chosen by the memory that is free. Larger batches play in
+slices, by replays or call by call.
 """
 
 import logging
@@ -24,17 +27,20 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from tqdm import tqdm
 
+from sglang_smc.memory.rounds import MOST_LAUNCHED, Room, round_bytes
 from sglang_smc.options.budget import Budget, budgets
 from sglang_smc.options.request import at_temperature_0
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.recording.recorder import Record, Replay, hold
+from sglang_smc.recording.recorder import Ranks, Record, Replay, hold
 from sglang_smc.recording.sizes import Sizes, plan_sizes
 from sglang_smc.round.batch import RoundInputs, RoundShape, shape_of_any, shape_of_server
 from sglang_smc.round.result import Outcome
 from sglang_smc.round.tables import Tables
 from sglang_smc.state.tail_logprobs import LogprobTable, LogprobWidths, recorded_logprobs
+from sglang_smc.state.transfer import joined
 from sglang_smc.upstream import Arguments
 
 logger = logging.getLogger(__name__)
@@ -72,6 +78,10 @@ class RoundGraphs:
         self._padding = padding
         self._recorded: dict[int, _Recorded] = {}
 
+    def warm_up(self, size: int) -> None:
+        """Play a round of ``size`` groups, so that a recording of it compiles nothing."""
+        self._play(self._padding(size), self.shape)
+
     def record(self, size: int, record: Record) -> None:
         """Record rounds of ``size`` groups."""
         inputs, padding = self._padding(size), self._padding(size)
@@ -83,7 +93,13 @@ class RoundGraphs:
         self._recorded[size].replay()
 
     def replay(self, inputs: RoundInputs) -> Outcome:
-        """The round's outcome for inputs ``[G]``, in tensors that the next replay leaves alone."""
+        """The round's outcome for inputs ``[G]``, in tensors that the next replay leaves alone.
+
+        Batches larger than any recording play in slices.
+        """
+        return joined([self._replay(part) for part in inputs.split(self.sizes[-1])])
+
+    def _replay(self, inputs: RoundInputs) -> Outcome:
         size = len(inputs.rows)
         recorded = self._recorded[self.sizes[bisect_left(self.sizes, size)]]
         hold(recorded.inputs, recorded.padding, inputs)
@@ -100,6 +116,7 @@ class Recordings:
         greedy: of single chains, on any budget.
         sizes: that were chosen.
         logprobs: where rounds keep log-probabilities.
+        launched: requests of a round that is launched call by call, at most.
     """
 
     def __init__(
@@ -108,29 +125,52 @@ class Recordings:
         greedy: RoundGraphs,
         sizes: Sizes,
         logprobs: LogprobTable,
+        launched: int = MOST_LAUNCHED,
     ) -> None:
         self.of_budget = of_budget
         self._greedy = greedy
         self.sizes = sizes
+        self.launched = launched
         self._logprobs = logprobs
         self._recorded_logprobs = logprobs.widths
         self._said: set[str] = set()
 
-    def find(self, shape: RoundShape, size: int) -> RoundGraphs | None:
-        """The first that does what a batch of ``size`` groups needs; else it is said once why."""
+    def find(self, shape: RoundShape) -> RoundGraphs | None:
+        """The first that does what a batch needs; else it is said once why."""
         reason = ""
         for graphs in self._candidates(shape):
-            reason = self._why_not(graphs, shape, size)
+            reason = self._why_not(graphs, shape)
             if not reason:
                 return graphs
         if reason and reason not in self._said:
             self._said.add(reason)
             logger.info(
-                "A batch of %d requests is not replayed from a recorded round: %s. Such rounds "
-                "take longer, by what the host needs to launch them. This is said once.",
-                *(size, reason),
+                "A batch is not replayed from a recorded round: some request asks for %s. Such "
+                "rounds take longer, by what the host needs to launch them, and at most %d "
+                "requests play at a time. This is said once.",
+                *(reason, self.launched),
             )
         return None
+
+    def describe(self, wanted: Sequence[int]) -> str:
+        """Say in words what is recorded, and where that is less than what was ``wanted``."""
+        first = next(iter(self.of_budget.values()))
+        most_used = [graphs for found in self.of_budget.values() for graphs in found[:-1]]
+        kinds = [*most_used, self._greedy]
+        most, of_any = min(graphs.sizes[-1] for graphs in kinds), first[-1].sizes[-1]
+        count = sum(len(graphs.sizes) for graphs in [*kinds, first[-1]])
+        told = (
+            f"{count} rounds of up to {most} requests are recorded, of up to {of_any} where one "
+            f"asks for what most do not; others are launched for {self.launched} requests at a "
+            "time."
+        )
+        if min(most, of_any) == wanted[-1]:
+            return told
+        return (
+            f"{told} Memory does not hold rounds of {wanted[-1]} requests: larger batches play in "
+            "slices. To record more, leave more memory free (a smaller --mem-fraction-static) or "
+            "run fewer requests (--max-running-requests); --cuda-graph-bs-decode chooses sizes."
+        )
 
     def _candidates(self, shape: RoundShape) -> list[RoundGraphs]:
         """The recordings to look through, those that do least first."""
@@ -139,12 +179,10 @@ class Recordings:
             return found
         return sorted([self._greedy, *found], key=lambda graphs: graphs.shape.num_rows)
 
-    def _why_not(self, graphs: RoundGraphs, shape: RoundShape, size: int) -> str:
+    def _why_not(self, graphs: RoundGraphs, shape: RoundShape) -> str:
         """What hinders a batch; nothing, if all is well."""
-        if size > graphs.sizes[-1]:
-            return f"the largest that is recorded has {graphs.sizes[-1]} requests"
         if shape.logprobs.own and self._logprobs.widths != self._recorded_logprobs:
-            return f"some request asked for more log-probabilities than {self._recorded_logprobs}"
+            return f"more log-probabilities than {self._recorded_logprobs}"
         return ", ".join(graphs.shape.lacks(shape))
 
 
@@ -182,6 +220,24 @@ def _filtered(shape: RoundShape) -> RoundShape:
     return shape._replace(kinds=shape.kinds._replace(filtered=True))
 
 
+def room_of(config: SMCConfig, vocab_size: int, free: int, *, records: bool) -> Room:
+    """Return how many requests' rounds fit into ``free`` bytes.
+
+    Args:
+        records: rounds are recorded.
+    """
+    kinds = Kinds.of(config, recorded_logprobs(vocab_size))
+
+    def of(shape: RoundShape, mixes: bool = False) -> int:
+        sizes = shape.num_particles, shape.num_steps, vocab_size
+        return round_bytes(*sizes, verifies=shape.verifies, mixes=mixes)
+
+    of_any = of(kinds.any[1], mixes=True)
+    if not records:
+        return Room.without_recordings(free, of_any)
+    return Room.beside_recordings(free, max(of(shape) for _, shape in kinds.most_used), of_any)
+
+
 def record_rounds(
     play: Play,
     config: SMCConfig,
@@ -189,6 +245,7 @@ def record_rounds(
     tables: Tables,
     device: str,
     record: Record,
+    ranks: Ranks,
 ) -> Recordings:
     """Record all rounds of a server, what takes most memory first.
 
@@ -197,12 +254,23 @@ def record_rounds(
         wanted: batch sizes, ascending, of which some may be left out.
         tables: that rounds read and write, where they are from now on.
         record: how to.
+        ranks: that record the same.
+
+    Raises:
+        torch.OutOfMemoryError: where not even the smallest size fits.
     """
-    logprobs = recorded_logprobs(tables.requests.vocab_size)
+    vocab_size = tables.requests.vocab_size
+    room = room_of(config, vocab_size, ranks.free_bytes, records=True)
+    logprobs = recorded_logprobs(vocab_size)
+    kinds = Kinds.of(config, logprobs)
+    sizes = plan_sizes(wanted, kinds.num_most_used, room)
+    if not sizes.of_rounds:
+        raise torch.OutOfMemoryError(
+            f"{ranks.free_bytes / 2**30:.2f} GB are free, which hold no round of {wanted[0]} "
+            "requests beside one that is launched call by call"
+        )
     tables.logprobs.make_room(logprobs)
     tables.edits.make_room()
-    kinds = Kinds.of(config, logprobs)
-    sizes = plan_sizes(wanted, kinds.num_most_used)
 
     def graphs_of(
         budget: Budget | None, shape: RoundShape, of: Sequence[int], config: SMCConfig = config
@@ -215,16 +283,52 @@ def record_rounds(
     for budget, shape in kinds.most_used:
         found.setdefault(budget, []).append(graphs_of(budget, shape, sizes.of_rounds))
     greedy = graphs_of(None, kinds.greedy, sizes.of_rounds, at_temperature_0(config))
-    _record_all([of_any, *(graphs for these in found.values() for graphs in these), greedy], record)
+    every = [of_any, *(graphs for these in found.values() for graphs in these), greedy]
+    _record_all(every, record, ranks)
     of_budget = {budget: [*these, of_any] for budget, these in found.items()}
-    return Recordings(of_budget, greedy, sizes, tables.logprobs)
+    return Recordings(of_budget, greedy, sizes, tables.logprobs, room.launched)
 
 
-def _record_all(of: Sequence[RoundGraphs], record: Record) -> None:
-    """The largest of each first, so that smaller ones find room in what it has left."""
+def _record_all(of: Sequence[RoundGraphs], record: Record, ranks: Ranks) -> None:
+    """Play each round once, then record all: so no warm-up stands beside the recordings' pool.
+
+    The largest of each comes first, so that smaller ones find room in what it has left.
+    """
     jobs = [(graphs, size) for graphs in of for size in reversed(graphs.sizes)]
-    for graphs, size in tqdm(jobs, desc="Capturing SMC rounds", unit="graph"):
-        graphs.record(size, record)
+    with tqdm(total=2 * len(jobs), desc="Capturing SMC rounds", disable=ranks.index > 0) as bar:
+        for graphs, size in jobs:
+            graphs.warm_up(size)
+            bar.update()
+        for graphs, size in jobs:
+            graphs.record(size, record)
+            bar.update()
+
+
+def explain_failure(error: Exception, config: SMCConfig, ranks: Ranks, device: str) -> None:
+    """Log why rounds are not recorded, and which flags help.
+
+    Raises:
+        ValueError: with the same, where recordings were asked for by hand, other ranks may have
+            them, or the device works no more.
+    """
+    cure = (
+        "--speculative-smc-round-graph off serves without recordings, --speculative-smc-kernels "
+        "torch without kernels of this package."
+    )
+    if isinstance(error, torch.OutOfMemoryError):
+        cure = (
+            "Leave more memory free: a smaller --mem-fraction-static, a smaller "
+            f"--max-running-requests, fewer sizes in --cuda-graph-bs-decode. {cure}"
+        )
+    told = f"SMC cannot record rounds as CUDA graphs: {type(error).__name__}: {error}. {cure}"
+    try:
+        torch.get_device_module(device).synchronize()
+        works = True
+    except RuntimeError:
+        works = False
+    if config.round_graph == "on" or ranks.count > 1 or not works:
+        raise ValueError(told) from error
+    logger.error("%s This server goes on without them: its rounds take longer.", told)
 
 
 def graph_sizes(server_args: Arguments) -> list[int]:

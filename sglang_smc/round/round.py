@@ -23,6 +23,7 @@ from sglang_smc.round.trace import trace_of
 from sglang_smc.round.watch import look
 from sglang_smc.state.logprobs import score_tails
 from sglang_smc.state.population import Population
+from sglang_smc.state.transfer import joined
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -63,8 +64,33 @@ class Round:
             reqs: the requests themselves, for rules that read texts on the host.
             resized_from: what `resize` has said before this round.
         """
-        steps = self._steps
-        batch, before = self._load_round(inputs, shape, reqs)
+        return self._play(*self._load_round(inputs, shape, reqs), resized_from)
+
+    def play_in_slices(
+        self,
+        inputs: RoundInputs,
+        shape: RoundShape,
+        reqs: "Sequence[Req]",
+        resized_from: torch.Tensor | None,
+        most: int,
+    ) -> Outcome:
+        """Play a round of at most ``most`` requests at a time, which bounds its memory.
+
+        All slices are loaded first: what is asked of the host for the last of them is under way
+        while the first one plays. Arguments and result are those of `play`.
+        """
+        starts = range(0, len(reqs), most)
+        loaded = [
+            self._load_round(part, shape, reqs[start : start + most])
+            for start, part in zip(starts, inputs.split(most), strict=True)
+        ]
+        whence = [None] * len(loaded) if resized_from is None else resized_from.split(most)
+        return joined([self._play(*one, of) for one, of in zip(loaded, whence, strict=True)])
+
+    def _play(
+        self, batch: RoundBatch, before: Population, resized_from: torch.Tensor | None
+    ) -> Outcome:
+        steps, shape = self._steps, batch.shape
         slots = steps.reserve(batch, before)
 
         drafts = steps.propose(batch, before, slots)

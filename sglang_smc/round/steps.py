@@ -73,8 +73,8 @@ class Steps:
         """
         max_tail = arena.max_tail(config) + 1
         recording = PassRecording(record, config.num_particles, sizes, max_tail, device)
-        self.target = recording.of(self.target, "chain_logits", [config.num_steps + 1])
-        self.draft = self.draft.recorded(recording)
+        target = recording.of(self.target, "chain_logits", [config.num_steps + 1])
+        self.target, self.draft = target, self.draft.recorded(recording)
 
     def reserve(self, batch: RoundBatch, population: Population) -> DraftSlots:
         """Find the KV slots of the next K + 1 positions of each particle, and of the one before."""

@@ -5,7 +5,7 @@ must last until then, and on CUDA only memory that is pinned is copied without t
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -61,6 +61,23 @@ def each_tensor(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> 
         named = isinstance(values, tuple) and hasattr(values, "_make")
         return type(values)(*changed) if named else type(values)(changed)
     return values
+
+
+def joined(parts: Sequence[T]) -> T:
+    """Join parts of a batch: tensors and lists of each place in them, along the first dimension.
+
+    Args:
+        parts: tensors, lists, None, or named tuples of such; of one form.
+    """
+    first, each = parts[0], cast("Sequence[Any]", parts)
+    found: Any = first
+    if isinstance(first, torch.Tensor):
+        found = torch.cat(list(each))
+    elif isinstance(first, list):
+        found = [value for part in each for value in part]
+    elif isinstance(first, tuple):
+        found = type(first)(*map(joined, zip(*each, strict=True)))
+    return found
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,9 +13,9 @@ import torch
 from fake_cuda import VOCAB_SIZE, Trace, fake_cuda, trace_round
 from torch.utils._pytree import tree_leaves
 
+from sglang_smc.memory.rounds import round_bytes
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.plan.memory import round_bytes
 from sglang_smc.round.batch import RoundShape, shape_of_any, shape_of_server
 from sglang_smc.round.round import Round
 from sglang_smc.state.tail_logprobs import recorded_logprobs

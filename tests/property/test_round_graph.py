@@ -14,12 +14,13 @@ import torch
 from toy_grammar import maker
 from toy_laws import EOS, LENGTH, languages
 from toy_logprobs import AskingWorker
+from toy_potentials import Letters, callers
 from toy_worker import Outcome as Texts
 from toy_worker import ToyWorker
 
 from sglang_smc.options.budget import OFF, Budget
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.recording.recorder import Record
+from sglang_smc.recording.recorder import Ranks, Record
 from sglang_smc.round.batch import RoundInputs, shape_of_server
 from sglang_smc.round.costs import costs_of_recordings
 from sglang_smc.round.graph import RoundGraphs
@@ -68,19 +69,25 @@ def serve(
     recorded: list[int] | None,
     budgets: tuple[Budget | None, ...] = (None,),
     make: Callable[..., ToyWorker] = ToyWorker,
+    most_launched: int | None = None,
     **asked: Any,
 ) -> Texts:
-    """Texts of requests, by recordings of `SIZES` if there is a list to note them in."""
+    """Texts of requests, by recordings of `SIZES` if there is a list to note them in.
+
+    Args:
+        most_launched: requests of a round that is no replay.
+    """
     sizes = {"num_requests": 9, "max_new_tokens": LENGTH, "eos": EOS}
     toy = make(config, *languages(), **sizes, **{"chosen": CHOSEN, "budgets": budgets, **asked})
     if recorded is not None:
         worker = toy.worker
         worker._graph_sizes = SIZES
-        worker._record(in_place(recorded))
+        worker._recordings = worker._record(in_place(recorded), Ranks())
         of_budget = worker._recordings.of_budget
         costs = costs_of_recordings(worker._recordings, toy.device).rounds
         assert list(costs) == [budget for budget in of_budget if budget is not None]
         recorded.clear()
+    toy.worker._most_launched = most_launched
     noise = torch.rand(9, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     texts = toy.run(rows, noise)
     toy.check_owned()
@@ -204,12 +211,46 @@ def test_a_round_that_is_traced_has_its_models_replayed() -> None:
     assert recorded and not any(recorded), "passes, and no round"
 
 
-def test_what_no_recording_holds_plays_as_it_is() -> None:
+def test_a_batch_that_no_recording_holds_is_replayed_in_slices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(f"{__name__}.SIZES", [3])
     config = SMCConfig(num_particles=3, num_steps=2)
     recorded: list[int] = []
     found = serve(config, rows=list(range(1, 10)), recorded=recorded)
-    assert torch.equal(found.outputs, serve(config, rows=list(range(1, 10)), recorded=None).outputs)
-    assert all(size <= 8 for size in recorded)
+    eager = serve(config, rows=list(range(1, 10)), recorded=None)
+    assert torch.equal(found.outputs, eager.outputs)
+    assert torch.equal(found.log_evidence, eager.log_evidence)
+    assert set(recorded) == {3} and len(recorded) > 2
+
+
+LAUNCHED: dict[str, dict[str, Any]] = {
+    **ORDINARY,
+    "smc": {},
+    "exact": {"chosen": ({"mode": "exact"},)},
+    "mixed": {"chosen": ({"mode": "mixed"},)},
+    "auto": {"chosen": ({"mode": "auto"},)},
+    "a grammar": {"grammar": maker("(ab|b)*a?")},
+    "traces": {"chosen": ({"trace": True}, {"trace": True, "mode": "exact"}, {})},
+    "potentials": {
+        "chosen": ({"potentials": [{"name": "letters", "when": "round"}]}, {}, {}),
+        "callers": callers(letters=Letters()),
+    },
+    "another N and K": {"budgets": (Budget(3, 2), OFF, Budget(2, 1), Budget(1, 2))},
+}
+
+
+@pytest.mark.parametrize("name", list(LAUNCHED))
+def test_a_round_in_slices_is_the_round(name: str) -> None:
+    """Requests share nothing but the shape of their batch."""
+    adapts = "budgets" in LAUNCHED[name]
+    config = SMCConfig(num_particles=3, num_steps=2, evidence_threshold=0.0, adaptive=adapts)
+    case = {"rows": [1, 2, 3, 4, 5], "recorded": None, **LAUNCHED[name]}
+    sliced, whole = serve(config, most_launched=2, **case), serve(config, **case)
+    assert torch.equal(sliced.outputs, whole.outputs)
+    assert torch.equal(sliced.log_evidence, whole.log_evidence)
+    assert torch.equal(sliced.fidelity, whole.fidelity)
+    assert sliced.num_rounds == whole.num_rounds
 
 
 def test_a_recording_covers_less_and_nothing_else() -> None:

@@ -70,8 +70,8 @@ def test_at_temperature_0_a_round_of_single_chains_is_replayed(is_adaptive: bool
         greedy = shape_of_server(asked)._replace(budget=budget)
         is_less = graphs[0].shape.num_rows < single.shape.num_rows
         fits = not graphs[0].shape.lacks(greedy)
-        assert found.find(greedy, 2) is (graphs[0] if is_less and fits else single)
-        assert found.find(graphs[0].shape, 2) is graphs[0]
+        assert found.find(greedy) is (graphs[0] if is_less and fits else single)
+        assert found.find(graphs[0].shape) is graphs[0]
 
 
 def recordings(caplog: pytest.LogCaptureFixture) -> tuple[Recordings, LogprobTable]:
@@ -94,20 +94,20 @@ def shape(**change: Any) -> RoundShape:
 def test_the_first_recording_that_does_enough_is_replayed(caplog: pytest.LogCaptureFixture) -> None:
     found, _ = recordings(caplog)
     plain, chat, anything = found.of_budget[None]
-    assert found.find(shape(), 2) is plain
-    assert found.find(shape(kinds=shape().kinds._replace(filtered=True)), 1) is chat
-    assert found.find(shape(verifies=True), 1) is anything
+    assert found.find(shape()) is plain
+    assert found.find(shape(kinds=shape().kinds._replace(filtered=True))) is chat
+    assert found.find(shape(verifies=True)) is anything
     assert not caplog.records
 
 
 def test_what_is_not_replayed_says_why_and_once(caplog: pytest.LogCaptureFixture) -> None:
     found, _ = recordings(caplog)
     for _ in range(3):
-        assert found.find(shape(has_rules=True), 2) is None
-        assert found.find(shape(), 3) is None
+        assert found.find(shape(has_rules=True)) is None
+        assert found.find(shape(traces=True)) is None
     assert len(caplog.records) == 2
     assert "structured output, stop texts or a custom logit processor" in caplog.messages[0]
-    assert "the largest that is recorded has 2 requests" in caplog.messages[1]
+    assert "trace" in caplog.messages[1]
 
 
 def test_a_wider_table_of_log_probabilities_is_not_written_by_recordings(
@@ -116,11 +116,11 @@ def test_a_wider_table_of_log_probabilities_is_not_written_by_recordings(
     """They write where the table was: requests that need none of it go on replaying."""
     found, table = recordings(caplog)
     asks = shape(logprobs=LOGPROBS._replace(top=1, listed=0))
-    assert found.find(asks, 1) is found.of_budget[None][2]
+    assert found.find(asks) is found.of_budget[None][2]
     table.make_room(LOGPROBS._replace(top=50))
-    assert found.find(asks, 1) is None
+    assert found.find(asks) is None
     assert "more log-probabilities" in caplog.text
-    assert found.find(shape(), 1) is found.of_budget[None][0]
+    assert found.find(shape()) is found.of_budget[None][0]
 
 
 @pytest.mark.parametrize(("each", "warns"), [(0, False), (1 << 30, True)])
@@ -139,9 +139,9 @@ def test_recordings_that_share_no_memory_are_told_of(
     session = Session(record, "cuda")
     for _ in range(4):
         session.record(lambda: None)
-    usage = session.usage()
+    usage = session.usage("four of them")
     assert usage.gigabytes == 2 + 3 * each / 2**30
-    assert "2.00 GB" in caplog.messages[0]
+    assert "2.00 GB" in caplog.messages[0] and "four of them" in caplog.messages[0]
     assert [one.levelname for one in caplog.records] == ["INFO", *["WARNING"] * warns]
 
 
