@@ -286,7 +286,8 @@ def record_rounds(
     every = [of_any, *(graphs for these in found.values() for graphs in these), greedy]
     _record_all(every, record, ranks)
     of_budget = {budget: [*these, of_any] for budget, these in found.items()}
-    return Recordings(of_budget, greedy, sizes, tables.logprobs, room.launched)
+    launched = min(room.launched, sizes.of_passes[-1])  # so that their passes are replayed
+    return Recordings(of_budget, greedy, sizes, tables.logprobs, launched)
 
 
 def _record_all(of: Sequence[RoundGraphs], record: Record, ranks: Ranks) -> None:

@@ -55,6 +55,7 @@ class Round:
         shape: RoundShape,
         reqs: "Sequence[Req]" = (),
         resized_from: torch.Tensor | None = None,
+        loaded: tuple[RoundBatch, Population] | None = None,
     ) -> Outcome:
         """Play a round: from every particle's last token to what all of them agree on.
 
@@ -63,34 +64,10 @@ class Round:
             shape: of the batch.
             reqs: the requests themselves, for rules that read texts on the host.
             resized_from: what `resize` has said before this round.
+            loaded: the batch and its particles, where they have been read from the tables.
         """
-        return self._play(*self._load_round(inputs, shape, reqs), resized_from)
-
-    def play_in_slices(
-        self,
-        inputs: RoundInputs,
-        shape: RoundShape,
-        reqs: "Sequence[Req]",
-        resized_from: torch.Tensor | None,
-        most: int,
-    ) -> Outcome:
-        """Play a round of at most ``most`` requests at a time, which bounds its memory.
-
-        All slices are loaded first: what is asked of the host for the last of them is under way
-        while the first one plays. Arguments and result are those of `play`.
-        """
-        starts = range(0, len(reqs), most)
-        loaded = [
-            self._load_round(part, shape, reqs[start : start + most])
-            for start, part in zip(starts, inputs.split(most), strict=True)
-        ]
-        whence = [None] * len(loaded) if resized_from is None else resized_from.split(most)
-        return joined([self._play(*one, of) for one, of in zip(loaded, whence, strict=True)])
-
-    def _play(
-        self, batch: RoundBatch, before: Population, resized_from: torch.Tensor | None
-    ) -> Outcome:
-        steps, shape = self._steps, batch.shape
+        steps = self._steps
+        batch, before = loaded or self._load_round(inputs, shape, reqs)
         slots = steps.reserve(batch, before)
 
         drafts = steps.propose(batch, before, slots)
@@ -112,6 +89,27 @@ class Round:
             return outcome
         populations = begun, before, drafts, decision, extended, continued, narrowed
         return outcome._replace(trace=trace_of(batch, *populations, narrowed_to, resized_from))
+
+    def play_in_slices(
+        self,
+        inputs: RoundInputs,
+        shape: RoundShape,
+        reqs: "Sequence[Req]",
+        resized_from: torch.Tensor | None,
+        most: int,
+    ) -> Outcome:
+        """Play a round of at most ``most`` requests at a time, which bounds its memory.
+
+        All slices are loaded first: what the host is asked for the last of them is under way while
+        the first one plays. Arguments and result are those of `play`.
+        """
+        parts = inputs.split(most)
+        of = [list(reqs[start : start + most]) for start in range(0, len(reqs), most)]
+        whence = [None] * len(parts) if resized_from is None else resized_from.split(most)
+        loaded = [self._load_round(part, shape, of[i]) for i, part in enumerate(parts)]
+        return joined(
+            [self.play(part, shape, of[i], whence[i], loaded[i]) for i, part in enumerate(parts)]
+        )
 
     def resize(self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]") -> torch.Tensor:
         """Bring populations to the sizes that they have in this round.
