@@ -16,7 +16,7 @@ from sglang_smc.options.server import DEFAULTS, LAG, SMCConfig
 from sglang_smc.plan import proposals
 from sglang_smc.plan.cli import positive
 from sglang_smc.plan.devices import DATA_SHEETS, Device, measure, named
-from sglang_smc.plan.memory import STATIC_FRACTION
+from sglang_smc.plan.memory import reserved_bytes
 from sglang_smc.plan.shapes import BUILT_IN, SIXTEEN_BIT, from_config
 
 HERE = "here"
@@ -62,8 +62,8 @@ def parser() -> argparse.ArgumentParser:
     add("--num-particles", type=positive, default=DEFAULTS.num_particles, help="N")
     add("--num-steps", type=positive, default=DEFAULTS.num_steps, help="K")
     add("--max-lag", type=positive, default=LAG, help="as the server's flag")
-    add("--mem-fraction", type=_share, help="of the memory for weights and KV; default 0.88 on a "
-        "GPU, 0.7 on a CPU")  # fmt: skip
+    add("--mem-fraction", type=_share, help="of the memory for weights and KV; default 0.7 on a "
+        "CPU, and on a GPU what SGLang takes of so much memory")  # fmt: skip
     add("--kernels", action="store_true", help="instead run each kernel against its torch "
         "reference, on this machine's GPU")  # fmt: skip
     add("--json", action="store_true", help="print JSON instead of lines")
@@ -106,6 +106,11 @@ def examine(options: argparse.Namespace) -> Iterator[Finding]:
     if failed:
         yield findings.warning("pair", "not looked at", "Mend what failed above first.")
         return
+    yield from pair_findings(options)
+
+
+def pair_findings(options: argparse.Namespace) -> Iterator[Finding]:
+    """Tell what there is to find of a target and a draft on a device."""
     from sglang_smc.command import pair
     from sglang_smc.cpu.platform import MAX_TOTAL_TOKENS, MEM_FRACTION
 
@@ -115,7 +120,8 @@ def examine(options: argparse.Namespace) -> Iterator[Finding]:
         yield findings.fail("device of the pair", options.device, str(error))
         return
     if options.mem_fraction is None:
-        options.mem_fraction = MEM_FRACTION if on_cpu else STATIC_FRACTION
+        kept = reserved_bytes(device.capacity or 0.0)
+        options.mem_fraction = MEM_FRACTION if on_cpu else 1 - kept / (device.capacity or kept)
     yield from pair.findings(options, device, MAX_TOTAL_TOKENS if on_cpu else None)
 
 

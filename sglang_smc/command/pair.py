@@ -10,11 +10,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_smc.command.findings import Finding, fail, ok, warning
 from sglang_smc.memory.arena import arena
+from sglang_smc.memory.rounds import Room as Graphs
+from sglang_smc.memory.rounds import round_bytes
 from sglang_smc.options.server import LAG, MODES, SMCConfig, flag_of
 from sglang_smc.plan import proposals
 from sglang_smc.plan.devices import Device
 from sglang_smc.plan.heads import ARCHITECTURES, Head
-from sglang_smc.plan.memory import ASIDE_BYTES, hidden_bytes, kv_slots
+from sglang_smc.plan.memory import (
+    ASIDE_BYTES,
+    MOST_RUNNING,
+    PREFILL_SHARE,
+    hidden_bytes,
+    kv_slots,
+)
 from sglang_smc.plan.proposals import Ngram, Proposal
 from sglang_smc.plan.report import si
 from sglang_smc.plan.roofline import DEFAULT_PARTICLES, Scenario, best_settings
@@ -63,6 +71,8 @@ def findings(
     yield _fits(shapes, device, room)
     if room.slots > 0:
         yield from (_requests(mode, room, options) for mode in (WEIGHING, VERIFYING))
+    if room.slots > 0 and most_slots is None:
+        yield _recorded(shapes[0], device, options)
     yield _roofline(*shapes, device, options)
     yield _advice(*shapes, device, room, options)
 
@@ -175,7 +185,9 @@ def _fits(shapes: tuple[ModelShape, Proposal], device: Device, room: Room) -> Fi
     slot = sum(shape.kv_bytes_per_token for shape in shapes)
     found = f"{si(weights)}B of weights, {si(slot)}B of KV a token in both, on {device.name}"
     if room.slots <= 0:
-        return fail("memory", found, "Too large: split it (--tp), or take a larger device.")
+        do = "Too large: split it (--tp), take a larger device, or leave less of it free "
+        do += "(--mem-fraction, --mem-fraction-static of the server)."
+        return fail("memory", found, do)
     return ok(
         "memory",
         f"{found}: {room.slots:,} KV slots",
@@ -198,6 +210,33 @@ def _requests(mode: str, room: Room, options: argparse.Namespace) -> Finding:
         return ok(about, found, **numbers)
     do = f"Fewer than --requests {options.requests}. {_mend(room, options)}"
     return (warning if fitting else fail)(about, found, do, **numbers)
+
+
+def _recorded(target: ModelShape, device: Device, options: argparse.Namespace) -> Finding:
+    """Tell of how many requests a server records rounds as CUDA graphs in what is left free."""
+    assert device.capacity is not None
+    kept = (1 - options.mem_fraction) * device.capacity
+    sizes = options.num_particles, options.num_steps, target.vocab_size
+    weighed, verified = (
+        Graphs.beside_recordings(
+            int((1 - PREFILL_SHARE) * kept),
+            round_bytes(*sizes, verifies=verifies),
+            round_bytes(*sizes, mixes=True),
+        )
+        for verifies in (False, True)
+    )
+    most = [min(one, MOST_RUNNING) for one in (weighed[1], verified[1], weighed.of_any)]
+    found = (
+        f"of up to {most[0]} requests in mode smc, {most[1]} in the modes that verify, {most[2]} "
+        f"where one asks for what most do not, in {si(kept)}B that are left free; rounds that the "
+        f"host looks into play {weighed.launched} requests at a time"
+    )
+    numbers = {"recorded": most, "launched": weighed.launched}
+    if min(most) >= options.requests:
+        return ok("round graphs", found, **numbers)
+    do = f"Fewer than --requests {options.requests}: larger batches play in slices, which takes "
+    do += "longer. A smaller --mem-fraction leaves more free."
+    return warning("round graphs", found, do, **numbers)
 
 
 def _settings(options: argparse.Namespace, mode: str = WEIGHING, **other: Any) -> SMCConfig:

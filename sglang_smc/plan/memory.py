@@ -22,7 +22,11 @@ CONTEXT_LENGTH = 131_072
 
 
 def reserved_bytes(capacity: float) -> int:
-    """Return the bytes that SGLang keeps for activations and graphs on a GPU of ``capacity``."""
+    """Return the bytes that SGLang keeps for activations and graphs on a GPU of ``capacity``.
+
+    Args:
+        capacity: bytes of its memory.
+    """
     return next(mib for most, mib in RESERVED if capacity < most << 20) << 20
 
 

@@ -218,6 +218,21 @@ def test_mode_auto_is_advised_where_no_lag_makes_room() -> None:
     assert "auto" in found["mode smc"].do and "mode auto" in found["advice"].found
 
 
+def test_round_graphs_are_those_that_memory_holds() -> None:
+    """By hand, for 7.6 GB less prefill: a fourth of a share for rounds call by call."""
+    asked = options("--device", "l40s", "--target", "llama-3.1-8b", "--draft", "llama-3.2-1b")
+    asked.mem_fraction = None
+    (found,) = [one for one in doctor.pair_findings(asked) if one.about == "round graphs"]
+    share, each = 0.8 * 0.81 * (7_270 << 20), 128_256 * 864
+    launched = int(share / 4 / each)
+    pool = share - launched * each
+    most = [min(int(pool / 128_256 / rows), 48) for rows in (464, 720, 864)]
+    assert found.numbers == {"recorded": most, "launched": launched}
+    assert found.level == OK and most[0] == 48 and most[2] < 48
+    tight = of_built_in(named("l4"), "--mem-fraction", "0.95")["round graphs"]
+    assert tight.level == WARNING and "--mem-fraction" in tight.do
+
+
 def test_models_that_do_not_fit_fail() -> None:
     asked = options()
     asked.target, asked.draft = "llama-3.1-70b", "llama-3.2-1b"
