@@ -9,7 +9,9 @@ import triton.language as tl
 from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.smc.rounds import BlockCut, Resampled, Reweighted, WeightRules
 
-_SYSTEMATIC, _STRATIFIED, _MULTINOMIAL, _RESIDUAL, _ = (tl.constexpr(i) for i in range(len(SCHEMES)))
+_SYSTEMATIC, _STRATIFIED, _MULTINOMIAL, _RESIDUAL, _ = (
+    tl.constexpr(i) for i in range(len(SCHEMES))
+)
 
 
 def reweight_and_resample(
@@ -23,7 +25,7 @@ def reweight_and_resample(
     keep_uniforms: torch.Tensor,
     uniforms: torch.Tensor,
     scheme: torch.Tensor,
-    methods: Sequence[str],  # noqa: ARG001 -- a program reads its own group's
+    methods: Sequence[str],
 ) -> Reweighted:
     """Weigh a block of drafts, cut it, and resample where the effective sample size is low.
 

@@ -113,9 +113,7 @@ def check_sizes(dtype: torch.dtype, rank: int, rope: int) -> None:
 
 
 @lru_cache
-def cut_work(
-    shape: torch.Size, rank: int, max_prefix: int, max_tail: int, chip: Chip
-) -> WorkSplit:
+def cut_work(shape: torch.Size, rank: int, max_prefix: int, max_tail: int, chip: Chip) -> WorkSplit:
     """Cut up the work for queries ``[G, N, C, heads, rank + rope]``, as for `particle_attention`.
 
     A program has a multiprocessor to itself.

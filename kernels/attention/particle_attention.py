@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.kernels.attention.join import join_spans
 from sglang_smc.kernels.attention import work
+from sglang_smc.kernels.attention.join import join_spans
 from sglang_smc.kernels.attention.work import MAX_HEAD_DIM, cut_work
 
 LOG2_E = 1.4426950408889634

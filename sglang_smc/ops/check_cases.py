@@ -17,6 +17,7 @@ from sglang_smc.ops.check_inputs import NUM_GROUPS, PREFIX, VOCAB, Inputs
 from sglang_smc.ops.interface import Ops
 from sglang_smc.smc import exact, fidelity
 from sglang_smc.smc.randomness import Purpose
+from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.smc.rounds import WeightRules
 from sglang_smc.tokens import filters
 from sglang_smc.tokens.distribution import TokenDistribution
@@ -166,7 +167,8 @@ def _reweight_and_resample(ops: Ops, of: Inputs) -> Any:
         (of.uniforms(NUM_GROUPS), of.uniforms(*of.shape[:2])),
     )
     return ops.reweight_and_resample(
-        log_weights, log_p, log_q, before_end, power, rules, present, *noise, "systematic"
+        *(log_weights, log_p, log_q, before_end, power, rules, present, *noise),
+        *(torch.arange(NUM_GROUPS, device=of.device), tuple(SCHEMES)[:NUM_GROUPS]),
     )
 
 

@@ -114,7 +114,14 @@ OWN_TEXTS = {
     ("sglang_smc/process.py", "_memory.as_text()"),
     ("sglang_smc/process.py", "_memory.advice"),
     ("sglang_smc/round/costs.py", "found"),
-    ("sglang_smc/round/graph.py", "*(size, reason)"),  # why a round is not replayed
+    ("sglang_smc/ops/check.py", "*(problem, FLAG)"),  # of a kernel's check
+    ("sglang_smc/potentials/calls.py", "self._stopped"),  # the operator's name for a potential
+    (
+        "sglang_smc/recording/recorder.py",
+        "*(usage.gigabytes, self._free / 2 ** 30, usage.seconds, largest / 2 ** 30, recorded)",
+    ),
+    ("sglang_smc/round/graph.py", "*(reason, self.launched)"),  # why a round is not replayed
+    ("sglang_smc/round/graph.py", "told"),  # why none is recorded
     ("sglang_smc/state/counters.py", "tilt"),
     (
         "sglang_smc/state/counters.py",

@@ -6,7 +6,6 @@ import torch
 
 from sglang_smc.kernels.attention.work import A100, H100, Chip
 
-
 CHIPS = {  # by compute capability, from the data sheets
     80: A100,
     86: Chip(84, 99 << 10),  # A40
