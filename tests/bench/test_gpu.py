@@ -301,13 +301,14 @@ def test_what_travels_is_within_the_limit(tmp_path: Path) -> None:
 
 
 def test_packing_fetches_what_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else, and what an earlier call fetched goes."""
+    """Nothing else but what the plugin imports, and what an earlier call fetched goes."""
     payload, asked = tmp_path / ".sg", list[str]()
     make_wheel(payload, "pytest-9.0", {})
     monkeypatch.setattr(pack, "tracked", list)
     monkeypatch.setattr(pack, "_pip", lambda *words: asked.extend(words))
     assert "tracked files 0.0 MB" in pack.pack((), payload)
-    assert asked == [] and [path.name for path in payload.iterdir()] == [pack.COMMIT]
+    assert asked[-1:] == [*pack.RUN_WHEELS] and asked.count("download") == 1
+    assert [path.name for path in payload.iterdir()] == [pack.COMMIT]
     pack.pack(("numpy",), payload)
     assert asked[0] == "download" and asked[-1] == "numpy"
     (payload / "part-00").open("wb").truncate(pack.LIMIT)

@@ -54,7 +54,7 @@ BY_DEFAULT = {80: "80", 86: "-86", 90: "90", 100: "-100", 120: "-120"}
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Kernels as compiled for each GPU, and what each takes."""
     cache = str(tmp_path_factory.mktemp("triton"))
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": cache}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests", "TRITON_CACHE_DIR": cache}
     environment.pop("TRITON_INTERPRET", None)
     everything = request.param == "at all sizes"
     what = ["--all", *map(str, GPUS)] if everything else BY_DEFAULT.values()
