@@ -14,6 +14,7 @@ from sglang_smc.options.server import ALGORITHM, SMCConfig
 from sglang_smc.potentials import calls
 from sglang_smc.potentials.calls import Caller
 from sglang_smc.state.monitor import Monitor
+from sglang_smc.state.ranks import RankCheck
 from sglang_smc.upstream import Arguments
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ _policy: Policy | None = None
 _monitor: Monitor | None = None
 _measure: Callable[..., Table] | None = None
 _memory: Table | None = None
+_rank_check = RankCheck()
 
 
 def is_smc(server_args: Arguments) -> bool:
@@ -81,6 +83,15 @@ def set_monitor(monitor: Monitor | None) -> None:
 def active_monitor() -> Monitor | None:
     """What counts the rounds of this scheduler process; None before its worker is built."""
     return _monitor
+
+
+def check_ranks(tokens: list[list[int]]) -> None:
+    """Compare what a round has emitted with the other ranks of this scheduler process, if any.
+
+    Raises:
+        RuntimeError: where ranks differ; see `RankCheck.add`.
+    """
+    _rank_check.add(tokens)
 
 
 def measure_memory_by(measure: Callable[..., Table] | None) -> None:

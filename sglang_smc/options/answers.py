@@ -10,6 +10,7 @@ five texts of 200 kB, most of them made to have the automaton forget its states)
 
 from functools import lru_cache
 from itertools import product
+from typing import cast
 
 import re2
 
@@ -76,7 +77,9 @@ class AnswerPattern:
         start = -1 if found is None else found.start(1)
         # Groups of former matches are left in `found`, so the last is made again.
         match = None if start < 0 else self._one.match(text, start)
-        return match and match.group(1 if self._one.groups else 0)
+        if match is None:
+            return None
+        return cast("bytes | None", match.group(1 if self._one.groups else 0))
 
 
 @lru_cache(maxsize=64)

@@ -9,6 +9,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
+from sglang_smc import process
 from sglang_smc.drafts.corpus import Corpus
 from sglang_smc.options.budget import Budget
 from sglang_smc.options.policy import Policy
@@ -182,6 +183,7 @@ class SMCBatchResult(GenerationBatchResult):
         self._settle(batch.reqs, live)
         self._end_stuck(batch.reqs, live, totals)
         tokens = resolve()
+        process.check_ranks(tokens)
         kept = self.correct_drafts.tolist()
         self.num_correct_drafts, self.num_correct_drafts_per_req_cpu = sum(kept), kept
         if self.logprobs is not None:

@@ -11,6 +11,7 @@ from populations import texts_of
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req, ReqLogprob
 
+from sglang_smc import process
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.requests.state import RequestState
 from sglang_smc.round.result import Outcome, Particles, SMCBatchResult
@@ -388,3 +389,10 @@ def test_a_settled_first_token_brings_its_own_log_probability() -> None:
     assert req.logprob.output_token_logprobs_val == [-9.0, -0.25]  # type: ignore[attr-defined]
     assert req.logprob.output_token_logprobs_idx == [8, 6]  # type: ignore[attr-defined]
     assert quiet.output_ids == [8, 5]
+
+
+def test_what_a_round_emits_is_compared_between_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    monkeypatch.setattr(process, "check_ranks", told.append)
+    emitted = resolve([FakeReq(), FakeReq()], [2, 0], [1, 0])
+    assert told == [emitted]
