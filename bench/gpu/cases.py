@@ -15,11 +15,15 @@ from speed.presets import PRESETS, Pair, Preset
 from sglang_smc.dtype import default_dtype
 from sglang_smc.plan.shapes import ModelShape
 
-AR_DRAFT, ADAPTIVE, EAGLE = "AR of the draft", "SMC adaptive", "EAGLE shape"
+AR_DRAFT, ADAPTIVE = "AR of the draft", "SMC adaptive"
+#: One head with random weights, drafting for both.
+EAGLE, EXACT_HEAD = "EAGLE-3", "SMC exact with a head"
 #: What SGLang's CPU platform has no kernels for.
 GPU_ALONE = (*STANDALONE, EAGLE)
 N = K = 8
-TARGET, DRAFT, HEAD = "target", "draft", "eagle"
+TARGET, DRAFT, HEAD = "target", "draft", "eagle3"
+#: Tokens that published heads for Llama 3.1 8B draft.
+HOT_TOKENS = 32_000
 
 Sizes = tuple[tuple[int, int], ...]
 ONE: Sizes = ((1, 256),)
@@ -62,12 +66,6 @@ def _smc(family: str, sizes: Sizes, **engine: Any) -> EngineCase:
     return EngineCase(System(family, N, K), sizes, drafted=DRAFT, engine=engine)
 
 
-EAGLE_SETTINGS = {
-    "speculative_algorithm": "EAGLE",
-    "speculative_num_steps": 3,
-    "speculative_eagle_topk": 1,
-    "speculative_num_draft_tokens": 4,
-}
 #: A family that bench/speed does not know. A graph for each budget and batch size takes a while.
 ADAPTING = _smc(
     ADAPTIVE,
@@ -79,26 +77,52 @@ ADAPTING = _smc(
     speculative_smc_evidence_threshold=0.0,
     speculative_smc_adaptive=True,
 )
+BESIDE_EAGLE = {
+    "speculative_algorithm": "SMC",
+    "speculative_num_steps": K,
+    "speculative_smc_num_particles": N,
+    "speculative_smc_mode": "exact",
+}
+#: SGLang chooses steps and tree. It would take flashinfer, too, whose kernels for trees are
+#: compiled for minutes first.
+OF_EAGLE = {"speculative_algorithm": "EAGLE3", "attention_backend": "fa3"}
+HEADS = tuple(
+    EngineCase(
+        system,
+        SHORT,
+        start_seconds=55.0,
+        drafted=HEAD,
+        engine={**engine, "speculative_draft_load_format": "auto"},
+    )
+    for system, engine in (
+        (System(EXACT_HEAD, N, K), BESIDE_EAGLE),
+        (System(EAGLE), OF_EAGLE),
+    )
+)
+PLAIN = EngineCase(System(AR), (*ALL, (64, 256)))
+#: K of its passes are the least that drafting takes.
+DRAFT_ALONE = EngineCase(System(AR_DRAFT), SHORT, served=DRAFT)
+STOCK_DRAFT = EngineCase(System(CHAIN), SHORT, drafted=DRAFT)
 SPEED = (
-    EngineCase(System(AR), (*ALL, (64, 256))),
+    DRAFT_ALONE,
+    PLAIN,
     _smc(BLOCK, ALL),
     _smc(EXACT, ALL),
-    EngineCase(System(CHAIN), ALL, drafted=DRAFT),
-    EngineCase(System(AR_DRAFT), SHORT, served=DRAFT),
+    *HEADS,
     replace(ADAPTING, start_seconds=70.0),
 )
 MORE = (
-    # SGLang would take flashinfer, whose kernels for trees are compiled for minutes first.
+    STOCK_DRAFT,
     EngineCase(System(TREE), SHORT, drafted=DRAFT, engine={"attention_backend": "fa3"}),
     _smc(AUTO, ((1, 256), (1, 4096))),
-    EngineCase(System(EAGLE), SHORT, drafted=HEAD, engine=EAGLE_SETTINGS),
 )
 PROFILE = (
     _smc(BLOCK, ((1, 256), (1, 4096))),
     _smc(EXACT, ONE),
 )
 LARGE = tuple(
-    replace(case, sizes=ONE, start_seconds=50.0, sample_seconds=15.0) for case in SPEED[:4]
+    replace(case, sizes=ONE, start_seconds=50.0, sample_seconds=15.0)
+    for case in (PLAIN, _smc(BLOCK, ONE), _smc(EXACT, ONE), STOCK_DRAFT)
 )
 
 #: Prefill runs without graphs, which take most of a start; it is not what is measured.
@@ -155,9 +179,15 @@ def launch_of(case: EngineCase, preset: Preset, models: Path) -> Launch:
     return Launch(arguments, environment(case.system, sized))
 
 
-def write_models(pair: Pair, models: Path) -> None:
-    """Target, draft and EAGLE's head, a layer of the target's, as folders of dummies."""
+def write_models(pair: Pair, models: Path, drafted: str | None = None) -> None:
+    """Target and draft as folders of dummies; where it drafts, EAGLE-3's head of random weights.
+
+    Its tokens come from a table among the weights, so that dummies would not do.
+    """
     presets.write_models(pair, models)
-    head = presets.config(replace(pair.target, num_layers=1, weight_bytes=2.0))
-    head["architectures"] = ["LlamaForCausalLMEagle"]
-    presets.write_model(models / pair.name / HEAD, head)
+    folder = models / pair.name
+    if drafted == HEAD and not (folder / HEAD / "model.safetensors").exists():
+        from sglang_smc.distill.checkpoints import new_eagle3  # takes torch along
+
+        hot = range(min(HOT_TOKENS, pair.target.vocab_size))
+        new_eagle3(folder / TARGET, folder / HEAD, hot_tokens=hot)

@@ -47,17 +47,17 @@ def stages(places: Places, *, on_gpu: bool) -> list[Stage]:
     device = "cuda" if on_gpu else "cpu"
     engines = partial(_engines, places, on_gpu)
     return [
-        Stage("kernels", 6, "tests of kernels and rounds", partial(kernel_cases, places)),
-        Stage("smoke", 8, "engines in every mode", partial(smoke_cases, places, device=device)),
+        Stage("smoke", 9, "engines in every mode", partial(smoke_cases, places, device=device)),
         Stage("speed", 9, "8B + 1B", engines(cases.SPEED, cases.SPEED_8B, ceilings=True)),
+        Stage("kernels", 6, "tests of kernels and rounds", partial(kernel_cases, places)),
         Stage(
             "profile",
             4,
             "where a round goes",
             engines(cases.PROFILE, cases.PROFILE_8B, profiled=True),
         ),
-        Stage("70b", 9, "70B in FP8 + 1B", engines(cases.LARGE, cases.SPEED_70B)),
         Stage("more", 9, "8B + 1B, other systems", engines(cases.MORE, cases.SPEED_8B)),
+        Stage("70b", 9, "70B in FP8 + 1B", engines(cases.LARGE, cases.SPEED_70B)),
     ]
 
 
@@ -80,7 +80,7 @@ def _engines(
     return listed
 
 
-STAGES = ("kernels", "smoke", "speed", "profile", "70b", "more")
+STAGES = ("smoke", "speed", "kernels", "profile", "more", "70b")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

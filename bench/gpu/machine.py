@@ -79,14 +79,25 @@ def commit(of_git: str | None) -> str | None:
 
 def gpu() -> dict[str, str] | None:
     """What the driver says of the first GPU; None where there is none."""
-    command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader", "--id=0"]
+    line = _asked(QUERY)
+    return line and dict(zip(QUERY.split(","), map(str.strip, line.split(",")), strict=True))
+
+
+def free_mib() -> int | None:
+    """The first GPU's free memory; None where there is none."""
+    line = _asked("memory.free")
+    return line and int(line.split()[0])
+
+
+def _asked(query: str) -> Any:
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "--id=0"]
     try:
         line = subprocess.run(
             command, capture_output=True, text=True, check=True, timeout=30
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return dict(zip(QUERY.split(","), map(str.strip, line.strip().split(",")), strict=True))
+    return line.strip()
 
 
 def _version(package: str) -> str | None:

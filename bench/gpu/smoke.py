@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shlex
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from gpu import kinds
+from gpu.default_server import default_case
 from gpu.kinds import Kind
 from gpu.stages import Attempt, Case, Places
 from pair.task import check, held_out, messages
 from speed.engines import SPECULATION, Launch
 from speed.grid import CHAIN
 from speed.remote import EngineError, RemoteEngine, running
-from study import PAIR, REPOSITORY, code_fingerprint, digest
+from study import PAIR, code_fingerprint, digest
 
 from sglang_smc.options.server import MODES
 
@@ -40,11 +36,8 @@ REPLAYED = "kinds that graphs know at once"
 TOLERANCE = 0.15
 FIRST_ROUND = 9  # tokens
 REFERENCE = "smc-torch"
-PAYLOAD = REPOSITORY / ".sg" / "smoke.py"
-#: The payload's own smoke test of real shapes: plain decoding, STANDALONE and SMC.
-PAYLOAD_CASES = ("1b-fa3", "1b-fa3-standalone", "1b-fa3-smc", "1b-fa3-smcexact")
 KNOWN = ("plain", "greedy", "top-p", "top-k", "top-p and top-k")
-START_SECONDS, PAYLOAD_SECONDS = 40.0, 45.0
+START_SECONDS = 40.0
 #: SGLang compiles a kernel or two for the KV of models this small, at their first start.
 COMPILE_SECONDS = 45.0
 
@@ -84,12 +77,9 @@ ENGINES = (
 
 
 def smoke_cases(places: Places, *, device: str) -> list[Case]:
-    """An engine each, and what the payload brings along."""
-    on_gpu = device != "cpu"
-    found = [_case(one, places, device) for one in ENGINES if on_gpu or one.on_a_cpu]
-    if on_gpu and PAYLOAD.exists():
-        found += [_payload_case(name, places) for name in PAYLOAD_CASES]
-    return found
+    """A server as people start it, then an engine for each way to play rounds."""
+    engines = [one for one in ENGINES if device != "cpu" or one.on_a_cpu]
+    return [default_case(places, device), *(_case(one, places, device) for one in engines)]
 
 
 def _case(one: SmokeEngine, places: Places, device: str) -> Case:
@@ -293,35 +283,3 @@ def compared(reference: Sequence[Line], found: Sequence[Line]) -> tuple[float, i
                 break
             apart, tokens = max(apart, abs(logprob - expected)), tokens + 1
     return apart, tokens
-
-
-def _payload_case(name: str, places: Places) -> Case:
-    command = [sys.executable, str(PAYLOAD), "run", name]
-    identity = {"payload": digest([PAYLOAD]), **code_fingerprint()}
-    run = partial(run_payload, name, command, places)
-    return Case(
-        f"payload-{name}", {f"payload {name}": identity}, PAYLOAD_SECONDS, run, shlex.join(command)
-    )
-
-
-def run_payload(
-    name: str, command: Sequence[str], places: Places, missing: Sequence[str], attempt: Attempt
-) -> None:
-    """The payload's own smoke test, whose line of JSON is kept."""
-    places.logs.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "OUT": str(places.logs)}
-    pipe = subprocess.PIPE
-    # It starts a group of its own for the engine, and ends that after its time.
-    environment["SMOKE_TIMEOUT"] = str(int(min(2 * PAYLOAD_SECONDS, attempt.clock.left - 10)))
-    process = subprocess.run(
-        command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment
-    )
-    output = process.stdout
-    line = next((line for line in output.splitlines() if line.startswith("{")), None)
-    if line is None:
-        raise EngineError(f"{shlex.join(command)} said nothing: {output[-300:]}")
-    result = json.loads(line.rpartition("}")[0] + "}")
-    result.pop("sample", None)
-    if result.pop("failed", False):
-        raise EngineError(output[-600:].strip())
-    attempt.add(f"payload {name}", result)

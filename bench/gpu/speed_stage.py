@@ -96,7 +96,7 @@ def measure(
     case: EngineCase, preset: Preset, places: Places, missing: Sequence[str], attempt: Attempt
 ) -> None:
     """Ask one engine for its cells."""
-    write_models(preset.pair, places.models)
+    write_models(preset.pair, places.models, case.drafted)
     sized = preset_of(case, preset)
     log = places.logs / f"{preset.name}-{case.slug}.log"
     with running(launch_of(case, preset, places.models), log, STOP_SECONDS) as engine:
@@ -166,7 +166,7 @@ def profile(
     case: EngineCase, preset: Preset, places: Places, missing: Sequence[str], attempt: Attempt
 ) -> None:
     """Time the rounds of one engine from inside its scheduler."""
-    write_models(preset.pair, places.models)
+    write_models(preset.pair, places.models, case.drafted)
     sized, launch = preset_of(case, preset), launch_of(case, preset, places.models)
     with start_probed(case.system, launch, places.work, FORWARDS_EVERY) as engine:
         attempt.started = True

@@ -121,6 +121,8 @@ class Runner:
             reason = f"it took more than {limit:.0f} s"
         except EngineError as error:
             reason = str(error)
+        except Exception as error:  # the next case may be as well as ever
+            reason = f"{type(error).__name__}: {error}"
         failed = self.missing(stage, case)
         for part in failed[:1] if attempt.started else failed:
             attempt.add(part, {"failed": reason})

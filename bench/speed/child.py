@@ -51,7 +51,9 @@ def measure(engine: Any, question: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer(engine: Any, question: dict[str, Any]) -> dict[str, Any]:
-    """Requests to time, or keywords of `generate`, of which all that it returns is told."""
+    """Requests to time, keywords of `generate`, or what the server says of itself."""
+    if "info" in question:
+        return {"info": engine.get_server_info()["internal_states"]}
     if "generate" not in question:
         return measure(engine, question)
     try:
@@ -73,7 +75,7 @@ def main() -> None:
     try:
         print(json.dumps({"ready": True}), file=answers)
         for line in sys.stdin:
-            print(json.dumps(answer(engine, json.loads(line))), file=answers)
+            print(json.dumps(answer(engine, json.loads(line)), default=str), file=answers)
     finally:
         engine.shutdown()
 

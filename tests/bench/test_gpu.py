@@ -173,6 +173,17 @@ def test_an_engine_that_does_not_start_is_not_asked_again(folder: Path) -> None:
     ] * 2
 
 
+def test_whatever_a_case_raises_the_next_one_runs(folder: Path) -> None:
+    def work(missing: Sequence[str], attempt: Attempt) -> None:
+        json.loads("no JSON")
+
+    runner = runner_of(folder)
+    runner.run(stage_of(a_case(work, "a"), a_case(all_of_them, "b", slug="next")))
+    found = runner.records.of("speed")
+    assert found["a"]["failed"].startswith("JSONDecodeError: Expecting value")
+    assert "failed" not in found["b"] and runner.left == []
+
+
 def sleeps(missing: Sequence[str], attempt: Attempt) -> None:
     attempt.started = True
     time.sleep(20)

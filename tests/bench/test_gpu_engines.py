@@ -1,20 +1,26 @@
 """The command for a GPU machine, without one: its engines, what they are asked, and the report."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu import cases, cli, goals, kinds, report, smoke
+from gpu import cases, cli, default_server, goals, kinds, report, smoke
 from gpu.cases import LARGE, MORE, PROFILE, SPEED, SPEED_8B, SPEED_70B
+from gpu.clock import Clock
 from gpu.records import Records, read_results
 from gpu.speed_stage import engine_cases, sampled
-from gpu.stages import Places
+from gpu.stages import Places, Runner, Stage
+from speed import presets
+from speed.engines import Launch
 from speed.grid import AR, BLOCK, EXACT, Cell, System
-from speed.remote import EngineError
+from speed.remote import EngineError, Sample, Work
 from speed_stand_ins import FakeEngine
 from study import REPOSITORY
 
@@ -111,6 +117,70 @@ def test_an_engine_is_asked_for_all_of_its_parts(one: smoke.SmokeEngine) -> None
     assert found[3]["lines"] == [[[5, -1.0]] * 8] * 4
 
 
+TINY_HEADS = cases.TINY_PAIR._replace(target=replace(cases.TINY_PAIR.target, num_layers=5))
+
+
+class FakeServer:
+    """A default server of 16 rounds, which says what it has."""
+
+    def __init__(self, replayed: int, memory: dict[str, Any] | None) -> None:
+        self.replayed, self.memory = replayed, memory
+
+    def exchange(self, question: dict[str, Any]) -> dict[str, Any]:
+        assert question == {"info": True}
+        return {"info": [{"smc": {"memory": self.memory}}]}
+
+    def ask(self, work: Work) -> Sample:
+        rounds = {"spec_smc_rounds_ct": 16, "spec_smc_replayed_ct": self.replayed}
+        return Sample([0.5], [2.1], [{"completion_tokens": 128, "spec_verify_ct": 16, **rounds}])
+
+
+@pytest.mark.parametrize(
+    ("replayed", "memory", "wrong"),
+    [(16, {"pool_slots": 1}, 0), (15, {"pool_slots": 1}, 1), (0, None, 2)],
+)
+def test_a_default_server_is_looked_at(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    replayed: int,
+    memory: dict[str, Any] | None,
+    wrong: int,
+) -> None:
+    """Its keywords are the two models and the algorithm, and dummies of them."""
+    started: list[Launch] = []
+
+    @contextlib.contextmanager
+    def running(launch: Launch, *_: Any) -> Iterator[FakeServer]:
+        started.append(launch)
+        yield FakeServer(replayed, memory)
+
+    monkeypatch.setattr(default_server, "running", running)
+    monkeypatch.setattr(default_server, "write_models", lambda *_: None)
+    records = Records([folder], [], CALL)
+    case = default_server.default_case(Places(folder, folder), "cuda")
+    Runner(records, Clock(9), say=lambda _: None).run(Stage("smoke", 9, "", lambda: [case]))
+    found = records.of("smoke")["default"]
+    assert (found["first_ms"], found["round_ms"]) == (500.0, pytest.approx(100.0))
+    assert len(found["wrong"]) == wrong and found["start_seconds"] >= 0
+    models = {"model_path", "speculative_draft_model_path", "load_format"}
+    assert set(started[0].arguments) == {*models, "speculative_algorithm"}
+
+
+def test_the_head_has_what_both_who_draft_with_it_ask_for(tmp_path: Path) -> None:
+    """SGLang's EAGLE-3 and mode exact start with one folder, whose weights are real files."""
+    cases.write_models(TINY_HEADS, tmp_path, cases.HEAD)
+    head = tmp_path / TINY_HEADS.name / cases.HEAD
+    config = json.loads((head / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["draft_vocab_size"] == 1024 and config["hidden_size"] == 64
+    assert (head / "model.safetensors").exists()
+    folders = {
+        launch.arguments["speculative_draft_model_path"]
+        for launch in (cases.launch_of(case, SPEED_8B, tmp_path) for case in cases.HEADS)
+    }
+    assert len(folders) == 1
+
+
 def test_a_refused_request_is_a_fault_of_its_kind() -> None:
     engine: Any = type("Refusing", (), {"exchange": lambda *_: {"refused": "no"}})()
     found = smoke.judged_alone(engine, kinds.Kind("a"), [[1]], graphs=True)
@@ -138,19 +208,19 @@ def test_only_engines_of_the_plugin_depend_on_its_code(folder: Path) -> None:
     assert "model_path" not in smc["engine"] and str(folder) not in json.dumps(smc)
 
 
-def test_the_list_fits_into_the_time_of_a_machine(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With what a payload brings along."""
-    monkeypatch.setattr(smoke, "PAYLOAD", Path(smoke.__file__))
+def test_the_list_fits_into_the_time_of_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    """All of it, and the first four stages within three calls, with a minute each to unpack."""
     assert cli.main(["--list"]) == 0
     told = capsys.readouterr().out
     assert float(told.split()[1]) <= 28
+    first = cli.stages(Places(Path(), Path()), on_gpu=True)[:4]
+    assert [stage.name for stage in first] == ["smoke", "speed", "kernels", "profile"]
+    assert sum(case.seconds for stage in first for case in stage.cases()) <= 3 * 8 * 60
     for word in (
         "speculative_algorithm='SMC'",
         "SGLANG_SIMULATE_ACC_LEN=4.47",
         "-m pytest",
-        "run 1b-fa3-smc",
+        "speculative_algorithm='EAGLE3'",
     ):
         assert word in told
 
@@ -159,8 +229,11 @@ def test_the_list_fits_into_the_time_of_a_machine(
 def test_an_h200_accepts_every_engine(tmp_path: Path) -> None:
     """SGLang's own reading of all keywords, with torch told of a GPU that is not there."""
     lists = ((SPEED + MORE, SPEED_8B), (PROFILE, cases.PROFILE_8B), (LARGE, SPEED_70B))
-    for preset in (SPEED_8B, SPEED_70B):
-        cases.write_models(preset.pair, tmp_path)
+    for pair in (SPEED_8B.pair, SPEED_70B.pair):
+        cases.write_models(pair, tmp_path)
+        head = presets.config(replace(pair.target, num_layers=1))  # as `new_eagle3` writes it
+        head |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": cases.HOT_TOKENS}
+        presets.write_model(tmp_path / pair.name / cases.HEAD, head)
     asked = [
         cases.launch_of(case, preset, tmp_path).arguments
         for found, preset in lists
@@ -203,6 +276,16 @@ def a_speed(tokens: float, batch: int = 1, prompt: int = 256, system: str = AR) 
     }
 
 
+A_DEFAULT_SERVER = {
+    "start_seconds": 140.2,
+    "first_ms": 20.0,
+    "round_ms": 14.5,
+    "free_mib": 5120,
+    "memory": {"pool_bytes": 50 << 30, "pool_slots": 345_000, "beside": {"round graphs": 6 << 30}},
+    "wrong": [],
+}
+
+
 def canned(folder: Path) -> None:
     """Lines as a GPU machine would write them, of which nobody measured any."""
     records = Records([folder], [], CALL)
@@ -212,9 +295,10 @@ def canned(folder: Path) -> None:
         records.add("speed", part, CODE, a_speed(tokens, system=system.name))
         records.add("70b", part, CODE, a_speed(tokens, system=system.name))
     records.add("speed", Cell(block, 1, 4096).slug, CODE, a_speed(600.0, prompt=4096))
-    records.add("more", "eagle-shape-b1-p256", CODE, {"failed": "it said\nno"})
+    records.add("speed", "eagle-3-b1-p256", CODE, a_speed(400.0, system="EAGLE-3"))
+    records.add("more", "standalone-tree-b1-p256", CODE, {"failed": "it said\nno"})
+    records.add("smoke", "default", CODE, A_DEFAULT_SERVER)
     records.add("smoke", "smc-graphs kinds", CODE, {"kinds": 3, "wrong": ["top-p: 0 of 3"]})
-    records.add("smoke", "payload 1b-fa3", CODE, {"tok_s_bs1": 700.5})
 
 
 def test_the_report_of_canned_lines(folder: Path, tmp_path: Path) -> None:
@@ -222,16 +306,19 @@ def test_the_report_of_canned_lines(folder: Path, tmp_path: Path) -> None:
     told = report.write_report(folder, tmp_path)
     for line in (
         "commit abc: NVIDIA H200, driver 580; torch 2.11.0",
-        "| 8B + 1B, smc, batch 1, prompt 256: tokens/s | 650 | 640 | missed |",
-        "| 8B + 1B, exact, batch 1, prompt 256: tokens/s | 500 | 510 | met |",
-        "| smc: speed at prompt 4096 over that at 256 | 0.88 | 0.94 | met |",
-        "| 70B FP8 + 1B, smc, batch 1: times AR | 5.20 | 3.20 | missed |",
+        "Estimated for an H200 before the first run",
+        "| smc, whole blocks, batch 1, prompt 256: tokens/s | 617 | 640 | as expected |",
+        "| exact with the 1B, batch 1, prompt 256: ms a round | 15.3 | 17.6 | as expected |",
+        "| SGLang's EAGLE-3 with the same head, batch 1, prompt 256: ms a round | 7.4 | 22.5 |",
+        "| 70B FP8 + 1B, smc, batch 1: times AR | 5.20 | 3.20 | worse |",
         "| adaptive, batch 64: times AR | 1.00 |  | not measured |",
+        "Ready after 140 s; KV pool 50.0 GiB (345,000 tokens), and in GiB round graphs 6.0, "
+        "5.0 GiB free then. One request of a chat: 20 ms to the first token, 14.5 ms a round.",
         "| SMC block N=8 K=8 | 1 | 256 | 640 | 3.20 | 14.06 | 9.00 |",
-        "- eagle-shape-b1-p256: it said no",
+        "- standalone-tree-b1-p256: it said no",
         "| smc-graphs kinds | 1 |",
         "- smc-graphs kinds: top-p: 0 of 3",
-        "| payload 1b-fa3 | tok_s_bs1 700.5 |",
+        "| default | 0 |",
         "nearly all of these weights are zeros",
     ):
         assert line in told, line
@@ -271,7 +358,36 @@ def test_every_goal_is_of_something_that_is_measured() -> None:
         "speed": {cell.slug: a_speed(900.0) for case in SPEED for cell in case.cells},
         "70b": {cell.slug: a_speed(900.0) for case in LARGE for cell in case.cells},
     }
-    assert {line[-1] for line in goals.lines(speeds)} == {"met", "missed"}
+    assert "not measured" not in {line[-1] for line in goals.lines(speeds)}
+
+
+@pytest.mark.parametrize(
+    ("measured", "faster_is", "slower_is"),
+    [
+        (100.0, "as expected", "as expected"),
+        (81, "as expected", "as expected"),
+        (126, "better", "worse"),
+        (79, "worse", "better"),
+    ],
+)
+def test_a_result_is_held_against_its_estimate(
+    measured: float, faster_is: str, slower_is: str
+) -> None:
+    speed = goals.Goal("", "speed", 100.0, "", lambda _: None)
+    assert goals.verdict(speed, measured) == faster_is
+    assert goals.verdict(speed._replace(is_time=True), measured) == slower_is
+    least = speed._replace(slack=1.0)
+    assert [goals.verdict(least, value) for value in (99, 100, 101)] == [
+        "worse",
+        "as expected",
+        "better",
+    ]
+
+
+def test_the_floor_of_drafting_is_of_the_draft_alone() -> None:
+    part = Cell(System(cases.AR_DRAFT), 1, 256).slug
+    assert goals.draft_floor({part: a_speed(9000.0)}) == pytest.approx(8.0)
+    assert goals.draft_floor({}) is None
 
 
 def test_without_results_there_is_no_report(
