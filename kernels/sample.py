@@ -2,7 +2,8 @@
 
 Two launches: each tile of each row leaves its largest logit and its sum of exponentials, so that a
 few rows of a large vocabulary keep the whole GPU busy; then one program a row adds these up, finds
-the tile that a draw falls into, and reads that tile alone again. Only who asks for the
+the tile that a draw falls into, and reads that tile alone again. Where one law is drawn from more
+than once, `row_sums` makes the first launch for all. Only who asks for the
 log-probabilities of all tokens gets a tensor of the logits' size.
 
 What filters cut (`filters.keep_tokens`) is left out as logits are read. A greedy group's token
@@ -28,6 +29,7 @@ def sample_and_score(
     rows: torch.Tensor | None = None,
     greedy: torch.Tensor | None = None,
     kept: KeptTokens | None = None,
+    sums: "RowSums | None" = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw a token a row, and say how probable it was.
 
@@ -39,7 +41,7 @@ def sample_and_score(
     """
     tokens = torch.empty_like(uniforms, dtype=torch.int64)  # [D]
     log_probs = torch.empty_like(uniforms, dtype=torch.float32)  # [D]
-    source, sums, sizes = _sum_tiles(logits, temperature, rows, greedy, kept)
+    source, sums, sizes = _summed(logits, temperature, rows, greedy, kept, sums)
     _draw[(len(tokens),)](
         source, sums, uniforms.contiguous(), tokens, log_probs, **sizes, num_warps=8
     )
@@ -53,6 +55,7 @@ def score_tokens(
     rows: torch.Tensor | None = None,
     greedy: torch.Tensor | None = None,
     kept: KeptTokens | None = None,
+    sums: "RowSums | None" = None,
 ) -> torch.Tensor:
     """Log-probabilities of given tokens.
 
@@ -62,7 +65,7 @@ def score_tokens(
         ValueError: the vocabulary does not lie contiguously in memory.
     """
     found = torch.empty_like(tokens, dtype=torch.float32)  # [D]
-    source, sums, sizes = _sum_tiles(logits, temperature, rows, greedy, kept)
+    source, sums, sizes = _summed(logits, temperature, rows, greedy, kept, sums)
     _score[(len(tokens),)](source, sums, tokens.contiguous(), found, **sizes)
     return found
 
@@ -73,6 +76,7 @@ def log_probs(
     rows: torch.Tensor | None = None,
     greedy: torch.Tensor | None = None,
     kept: KeptTokens | None = None,
+    sums: "RowSums | None" = None,
 ) -> torch.Tensor:
     """Log-probabilities of all tokens, the one function here that makes a tensor ``[D, V]``.
 
@@ -81,10 +85,10 @@ def log_probs(
     Raises:
         ValueError: the vocabulary does not lie contiguously in memory.
     """
-    source, sums, sizes = _sum_tiles(logits, temperature, rows, greedy, kept)
-    shape = len(sums.highest), source.vocab_size
+    source, sums, sizes = _summed(logits, temperature, rows, greedy, kept, sums)
+    shape = num_draws(logits, rows), source.vocab_size
     found = torch.empty(shape, dtype=torch.float32, device=logits.device)  # [D, V]
-    _spread[sums.highest.shape](source, sums, found, **sizes, num_warps=8)
+    _spread[shape[0], sums.num_tiles](source, sums, found, **sizes, num_warps=8)
     return found
 
 
@@ -94,6 +98,7 @@ def log_sums(
     rows: torch.Tensor | None = None,
     greedy: torch.Tensor | None = None,
     kept: KeptTokens | None = None,
+    sums: "RowSums | None" = None,
 ) -> torch.Tensor:
     """Logs of what probabilities are divided by.
 
@@ -102,10 +107,27 @@ def log_sums(
     Raises:
         ValueError: the vocabulary does not lie contiguously in memory.
     """
-    source, sums, sizes = _sum_tiles(logits, temperature, rows, greedy, kept)
-    found = torch.empty(len(sums.highest), dtype=torch.float64, device=logits.device)  # [D]
+    source, sums, sizes = _summed(logits, temperature, rows, greedy, kept, sums)
+    shape = num_draws(logits, rows)
+    found = torch.empty(shape, dtype=torch.float64, device=logits.device)  # [D]
     _add_up[(len(found),)](source, sums, found, **sizes)
     return found
+
+
+def row_sums(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    greedy: torch.Tensor | None = None,
+    kept: KeptTokens | None = None,
+) -> "RowSums":
+    """Add up each row once, for all draws from it: their ``sums``; one launch.
+
+    The reference, `sglang_smc.tokens.distribution.row_sums`, leaves nothing to be used again.
+
+    Raises:
+        ValueError: the vocabulary does not lie contiguously in memory.
+    """
+    return _summed(logits, temperature, None, greedy, kept, None)[1]
 
 
 class _Source(NamedTuple):
@@ -121,47 +143,62 @@ class _Source(NamedTuple):
     vocab_size: int
 
 
-class _Sums(NamedTuple):
-    """What the tiles of each draw's row leave."""
+class RowSums(NamedTuple):
+    """What the tiles of each draw's row leave; or of each row, where draws tell theirs."""
 
     highest: torch.Tensor  # [D, tiles] the largest logit over its temperature
     total: torch.Tensor  # [D, tiles] the sum of exponentials relative to it
     first: torch.Tensor | None  # [D, tiles] the first token that has it; None: nobody is greedy
     num_tiles: int
+    rows: torch.Tensor | None = None  # [D] which of these each draw reads; None: its own
 
 
-def _sum_tiles(
+def num_draws(logits: torch.Tensor, rows: torch.Tensor | None) -> int:
+    """How many draws there are from ``rows`` of logits ``[R, V]``; None is one a row."""
+    return len(logits if rows is None else rows)
+
+
+def _summed(
     logits: torch.Tensor,
     temperature: torch.Tensor,
     rows: torch.Tensor | None,
     greedy: torch.Tensor | None,
     kept: KeptTokens | None,
-) -> tuple[_Source, _Sums, dict[str, int]]:
+    sums: RowSums | None,
+) -> tuple[_Source, RowSums, dict[str, int]]:
     """What is drawn from, its sums, and the sizes that kernels which read them are compiled for."""
     check_contiguous(logits)
-    vocab_size = logits.shape[1]
-    num_draws = len(logits if rows is None else rows)
+    vocab_size, size = logits.shape[1], num_draws(logits, rows)
     source = _Source(
         logits,
         temperature.contiguous(),
-        num_draws // len(temperature),
+        size // len(temperature),
         None if rows is None else rows.contiguous(),
         None if greedy is None else greedy.contiguous(),
         kept,
         *(logits.stride(0), vocab_size),
     )
     tile = min(_TILE, triton.next_power_of_2(vocab_size))
-    shape = num_draws, triton.cdiv(vocab_size, tile)
+    shape = size, triton.cdiv(vocab_size, tile)
+    sizes = {"padded_tiles": triton.next_power_of_2(shape[1]), "tile": tile}
+    if sums is not None:
+        return source, sums._replace(rows=source.rows), sizes
     highest = torch.empty(shape, dtype=torch.float32, device=logits.device)
     first = None if greedy is None else torch.empty_like(highest, dtype=torch.int32)
-    sums = _Sums(highest, torch.empty_like(highest), first, shape[1])
+    sums = RowSums(highest, torch.empty_like(highest), first, shape[1])
     _sum_tile[shape](source, sums, tile=tile, num_warps=8)
-    return source, sums, {"padded_tiles": triton.next_power_of_2(shape[1]), "tile": tile}
+    return source, sums, sizes
 
 
 @triton.jit
 def _row_of(source, draw):
     return draw.to(tl.int64) if source.rows is None else tl.load(source.rows + draw)
+
+
+@triton.jit
+def _place(sums, draw):
+    """Which of the sums are those of a draw's row."""
+    return draw if sums.rows is None else tl.load(sums.rows + draw).to(tl.int32)
 
 
 @triton.jit
@@ -208,7 +245,7 @@ def _relative(scaled, largest):
 def _tile_masses(sums, draw, padded_tiles: tl.constexpr):
     """Mass of each tile and the factor it was scaled by, relative to the row's largest logit."""
     part = tl.arange(0, padded_tiles)
-    at, inside = draw * sums.num_tiles + part, part < sums.num_tiles
+    at, inside = _place(sums, draw) * sums.num_tiles + part, part < sums.num_tiles
     of_tile = tl.load(sums.highest + at, mask=inside, other=-float("inf"))
     totals = tl.load(sums.total + at, mask=inside, other=0.0)
     largest = tl.max(of_tile, 0)
@@ -220,7 +257,7 @@ def _tile_masses(sums, draw, padded_tiles: tl.constexpr):
 def _likeliest(sums, draw, largest, padded_tiles: tl.constexpr):
     """The first token that has the row's largest logit; 0 where there is no law."""
     part = tl.arange(0, padded_tiles)
-    at, inside = draw * sums.num_tiles + part, part < sums.num_tiles
+    at, inside = _place(sums, draw) * sums.num_tiles + part, part < sums.num_tiles
     has_largest = tl.load(sums.highest + at, mask=inside, other=float("nan")) == largest
     token = tl.min(tl.load(sums.first + at, mask=has_largest, other=0x7FFFFFFF), 0)
     return tl.where(token == 0x7FFFFFFF, 0, token)

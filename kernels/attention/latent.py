@@ -17,8 +17,8 @@ from sglang_smc.kernels.attention.join import join_spans
 from sglang_smc.kernels.attention.particle_attention import LOG2_E
 from sglang_smc.kernels.attention.work import Blocks, Chip, WorkSplit, cut
 
-BLOCK_KEYS, FEW_KEYS = 32, 16  # the latter where the chip is small
-MAX_ROWS = 64  # of a block of queries
+BLOCK_KEYS = 32
+MAX_ROWS, FEW_ROWS = 64, 32  # of a block of queries; the latter where the chip is small
 VALUES_PER_WARP = 64  # numbers of a value that one of a program's warps adds up; 4 at the least
 MAX_RANK, MAX_ROPE = 512, 64
 NUM_STAGES = 2
@@ -119,8 +119,8 @@ def cut_work(shape: torch.Size, rank: int, max_prefix: int, max_tail: int, chip:
     A program has a multiprocessor to itself.
     """
     num_warps = max(4, triton.next_power_of_2(rank) // VALUES_PER_WARP)
-    keys = FEW_KEYS if chip.is_small else BLOCK_KEYS
-    blocks = Blocks(keys, MAX_ROWS, num_warps, NUM_STAGES)
+    rows = FEW_ROWS if chip.is_small else MAX_ROWS
+    blocks = Blocks(BLOCK_KEYS, rows, num_warps, NUM_STAGES)
     return cut(shape, 1, blocks, max_prefix, max_tail, chip.resident_programs(1))
 
 

@@ -72,7 +72,7 @@ class Matches(NamedTuple):
         at_temperature_0 = draft.greedy
         if self.alone:
             every = torch.ones_like(draft.temperature, dtype=torch.bool)
-            draft = draft._replace(greedy=every, kept=None)
+            draft = draft._replace(greedy=every, kept=None, sums=None)
         log_q = draft.log_probs(ops)  # [D, V]
         support = log_q.gather(1, self.tokens) > -torch.inf  # [D, T]
         if draft.greedy is not None:

@@ -128,9 +128,13 @@ def _sample_and_score(ops: Ops, of: Inputs) -> Any:
 
 def _score_tokens(ops: Ops, of: Inputs) -> Any:
     logits, temperature, cuts = _law(of)
-    tokens = of.whole(0, VOCAB, len(logits))
-    of_all = ops.score_tokens(logits, temperature, tokens)
-    return of_all, ops.score_tokens(logits, temperature, logits.argmax(1), **cuts)
+    tokens, likeliest = of.whole(0, VOCAB, len(logits)), logits.argmax(1)
+    sums = ops.row_sums(logits, temperature, **cuts)
+    return (
+        ops.score_tokens(logits, temperature, tokens),
+        ops.score_tokens(logits, temperature, likeliest, **cuts),
+        ops.score_tokens(logits, temperature, likeliest, **cuts, sums=sums),
+    )
 
 
 def _log_probs(ops: Ops, of: Inputs) -> Any:
@@ -381,7 +385,7 @@ CHECKS = {
     "count_tokens": Check(("count_tokens",), _count_tokens),
     "keep_tokens": Check(("keep_tokens",), _keep_tokens),
     "sample_and_score": Check(("sample_and_score",), _sample_and_score),
-    "score_tokens": Check(("score_tokens",), _score_tokens),
+    "score_tokens": Check(("score_tokens", "row_sums"), _score_tokens),
     "log_probs": Check(("log_probs",), _log_probs),
     "log_sums": Check(("log_sums",), _log_sums),
     "reweight_and_resample": Check(("reweight_and_resample",), _reweight_and_resample),

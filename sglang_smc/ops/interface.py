@@ -6,7 +6,7 @@ torch calls would take as long as a model's forward.
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -35,6 +35,7 @@ class Ops(NamedTuple):
     score_tokens: Callable[..., torch.Tensor]
     log_probs: Callable[..., torch.Tensor]
     log_sums: Callable[..., torch.Tensor]
+    row_sums: Callable[..., Any]
     reweight_and_resample: Callable[..., rounds.Reweighted]
     narrow: Callable[..., Narrowed]
     common_tail: Callable[..., torch.Tensor]

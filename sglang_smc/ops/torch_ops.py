@@ -20,6 +20,7 @@ TORCH = Ops(
     score_tokens=distribution.score_tokens,
     log_probs=distribution.log_probs,
     log_sums=distribution.log_sums,
+    row_sums=distribution.row_sums,
     reweight_and_resample=rounds.reweight_and_resample,
     begin_walk=exact.begin_walk,
     walk_on=exact.walk_on,

@@ -18,7 +18,13 @@ from sglang_smc.kernels.keep import keep
 from sglang_smc.kernels.randomness import round_seeds, uniforms
 from sglang_smc.kernels.reweight import reweight_and_resample
 from sglang_smc.kernels.rows import tally
-from sglang_smc.kernels.sample import log_probs, log_sums, sample_and_score, score_tokens
+from sglang_smc.kernels.sample import (
+    log_probs,
+    log_sums,
+    row_sums,
+    sample_and_score,
+    score_tokens,
+)
 from sglang_smc.kernels.verify import begin_walk, walk_on
 from sglang_smc.kernels.watch import keep_column, watch
 from sglang_smc.memory.ledger import Ledger
@@ -59,6 +65,7 @@ TRITON = Ops(
     score_tokens=score_tokens,
     log_probs=log_probs,
     log_sums=log_sums,
+    row_sums=row_sums,
     reweight_and_resample=reweight_and_resample,
     begin_walk=begin_walk,
     walk_on=walk_on,

@@ -7,7 +7,7 @@ import torch
 from sglang_smc.smc import rounds
 from sglang_smc.smc.fidelity import Watchable
 from sglang_smc.state.population import Population
-from sglang_smc.tokens.distribution import TokenDistribution
+from sglang_smc.tokens.distribution import NextTokens, TokenDistribution
 
 
 class Drafts(NamedTuple):
@@ -28,9 +28,20 @@ class Decision(NamedTuple):
     cut: rounds.BlockCut
     num_kept: torch.Tensor  # [G, N] drafted tokens that each particle keeps
     resampled: rounds.Resampled  # who goes on then, and with what weight
-    next_tokens: TokenDistribution  # of the G * N particles
+    next_tokens: NextTokens
     verified: torch.Tensor  # [G] bool: exact verification had the last word
     failure: torch.Tensor  # [G] int64 `Failure`, where logits gave no law to decide by
+
+    def unless(self, mine: torch.Tensor, other: "Decision") -> "Decision":
+        """This decision by verifying, and in the groups ``mine`` ``[G]`` bool the ``other`` one."""
+        return Decision(
+            cut=rounds.choose(mine, other.cut, self.cut),
+            num_kept=rounds.choose(mine, other.num_kept, self.num_kept),
+            resampled=rounds.choose(mine, other.resampled, self.resampled),
+            next_tokens=self.next_tokens.unless(mine, other.next_tokens),
+            verified=self.verified & ~mine,
+            failure=self.failure,
+        )
 
 
 def no_drafts(population: Population) -> Drafts:

@@ -39,7 +39,7 @@ from sglang_smc.smc import resizing, rounds
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.state.logprobs import logprob_distribution
 from sglang_smc.state.population import Population
-from sglang_smc.tokens.distribution import TokenDistribution
+from sglang_smc.tokens.distribution import NextTokens, TokenDistribution
 
 
 class Steps:
@@ -186,7 +186,8 @@ class Steps:
             edited, allowed = self._edited(batch, logits.unsqueeze(2), chains, len(drawn))
             logits = edited.squeeze(2)
             allowed = allowed if allowed is None else allowed.squeeze(2)
-        return TokenDistribution.of(self.ops, logits, batch.q_rules, batch.shape.kinds, allowed)
+        q = TokenDistribution.of(self.ops, logits, batch.q_rules, batch.shape.kinds, allowed)
+        return q.summed(self.ops)
 
     def score(
         self, batch: RoundBatch, drafts: Drafts, slots: DraftSlots
@@ -205,6 +206,7 @@ class Steps:
         allowed = allowed if allowed is None else allowed.flatten(1, 2)
         logits = logits.flatten(1, 2)
         p = TokenDistribution.of(self.ops, logits, batch.p_rules, batch.shape.kinds, allowed)
+        p = p.summed(self.ops)
         if not batch.shape.logprobs.own:
             return p, None
         return p, logprob_distribution(logits, batch.p_rules.temperature, allowed)
@@ -233,23 +235,38 @@ class Steps:
     ) -> Decision:
         """Weigh or verify, as each request asked for."""
         shape = batch.shape
-        if not shape.verifies or shape.num_steps == 0:  # then the target draws the next token
-            return self.weigh(batch, population, drafts, p)
-        verified = verify(batch, population, drafts, p, self.ops)
-        if not shape.weighs:
-            return verified
-        weighed = self.weigh(batch, population, drafts, p)
-        return rounds.choose(batch.settings.weighs, weighed, verified, self.ops)
-
-    def weigh(
-        self, batch: RoundBatch, population: Population, drafts: Drafts, p: TokenDistribution
-    ) -> Decision:
-        """Weigh by log p - log q up to each particle's end; where the ESS is low, resample."""
         # The last column has no drafted token to score: any will do.
         tokens = torch.nn.functional.pad(drafts.tokens, (0, 1))  # [G, N, K + 1]
-        log_p = p.score(self.ops, tokens)
-        settings = batch.settings
-        numbers = partial(self.ops.uniforms, settings.seeds)
+        log_p = p._replace(log_mass=None).score(self.ops, tokens)
+        of_drafts = log_p, drafts.log_q, drafts.before_end, drafts.ends
+        failure = failure_of_round(*of_drafts, ~population.ended)
+        if not shape.verifies or shape.num_steps == 0:  # then the target draws the next token
+            return self._weigh(batch, population, drafts, p, log_p, failure)
+        verified = verify(batch, population, drafts, p, log_p, failure, self.ops)
+        if not shape.weighs:
+            return verified
+        weighed = self._weigh(batch, population, drafts, p, log_p, failure)
+        return verified.unless(batch.settings.weighs, weighed)
+
+    def _weigh(
+        self,
+        batch: RoundBatch,
+        population: Population,
+        drafts: Drafts,
+        p: TokenDistribution,
+        log_p: torch.Tensor,
+        failure: torch.Tensor,
+    ) -> Decision:
+        """Weigh by log p - log q up to each particle's end; where the ESS is low, resample.
+
+        Args:
+            p, log_p: ``[G, N, K + 1]`` the law, and the drafted tokens under it.
+            failure: ``[G]`` int64 `Failure`.
+        """
+        settings, numbers = batch.settings, partial(self.ops.uniforms, batch.settings.seeds)
+        log_mass = None if p.log_mass is None else p.log_mass.view_as(log_p)  # [G, N, K + 1]
+        if log_mass is not None:
+            log_p = log_p + log_mass
         own = self.ops.reweight_and_resample  # kernels want a column to work on
         cut, num_kept, resampled = (own if batch.shape.num_steps else rounds.reweight_and_resample)(
             population.log_weights,
@@ -265,18 +282,17 @@ class Steps:
             batch.shape.methods,
         )
         # The rows of p are [G, N, K + 1]: of each particle that of its ancestor's next token.
-        first = torch.arange(0, tokens.numel(), tokens[0].numel(), device=tokens.device)  # [G]
+        first = torch.arange(0, log_p.numel(), log_p[0].numel(), device=log_p.device)  # [G]
         next_row = (first + cut.num_columns).unsqueeze(1)
-        row = torch.add(next_row, resampled.ancestors, alpha=tokens.shape[2])  # [G, N]
+        row = torch.add(next_row, resampled.ancestors, alpha=log_p.shape[2]).flatten()  # [G * N]
+        masses = None if log_mass is None else log_mass.flatten()[row].view_as(resampled.ancestors)
         return Decision(
             cut,
             num_kept,
             resampled,
-            p._replace(rows=row.flatten()),
+            NextTokens(p._replace(rows=row, log_mass=None), masses),
             verified=~settings.weighs,
-            failure=failure_of_round(
-                log_p, drafts.log_q, drafts.before_end, drafts.ends, ~population.ended
-            ),
+            failure=failure,
         )
 
     def extend(
@@ -299,11 +315,11 @@ class Steps:
         return extended._replace(ended=ended, unread=unread).hand_down(resampled)
 
     def add_bonus(
-        self, batch: RoundBatch, population: Population, p: TokenDistribution
+        self, batch: RoundBatch, population: Population, next_tokens: NextTokens
     ) -> Population:
         """One more token from the target, after resampling, so that copies part at once."""
-        if batch.shape.powered or p.log_mass is not None:
-            p, population = self._weigh_bonus(batch, population, p)
+        if batch.shape.powered or next_tokens.log_masses is not None:
+            next_tokens, population = self._weigh_bonus(batch, population, next_tokens)
         settings, positions = batch.settings, population.output_lengths
         texts = population.texts[:, :, 1:]
         same_text = self.ops.same_text(texts, population.lengths, batch.may_stratify)
@@ -312,25 +328,26 @@ class Steps:
         if batch.shape.verifies:
             # After verification all particles go on as one, so they draw one token.
             numbers = torch.where(settings.weighs.unsqueeze(1), numbers, own[:, :1])
-        tokens, _ = p.sample(self.ops, numbers)
-        tokens = tokens.unsqueeze(2)  # [G, N, 1]
+        tokens = next_tokens.sample(self.ops, numbers).unsqueeze(2)  # [G, N, 1]
         ends = self._ends(batch, population, positions.unsqueeze(2), tokens).squeeze(2)
         extended = population.append(tokens, ~population.ended)
         return extended._replace(ended=population.ended | ends)
 
     def _weigh_bonus(
-        self, batch: RoundBatch, population: Population, p: TokenDistribution
-    ) -> tuple[TokenDistribution, Population]:
+        self, batch: RoundBatch, population: Population, next_tokens: NextTokens
+    ) -> tuple[NextTokens, Population]:
         """Raise the bonus token's law to each power, and weigh by the mass of what may come."""
-        weighs, shape = batch.settings.weighs.unsqueeze(1), population.log_weights.shape
-        log_sum = p.log_masses().double()
+        weighs, masses = batch.settings.weighs.unsqueeze(1), next_tokens.log_masses
+        log_sum = torch.zeros_like(population.log_weights) if masses is None else masses.double()
         if batch.shape.powered:
-            powers = batch.settings.power.unsqueeze(1).expand(shape)
-            p, log_sum = p.to_power(self.ops, powers.flatten())
-        log_sum = log_sum.view(shape)
+            powers = batch.settings.power.unsqueeze(1)  # [G, 1]
+            of_draws = powers.expand_as(log_sum).flatten()
+            law, raised = next_tokens.law.to_power(self.ops, of_draws)
+            next_tokens = next_tokens._replace(law=law)
+            log_sum = torch.addcmul(raised.view_as(log_sum), powers, log_sum)
         counts = weighs & ~population.ended
         stuck = (~weighs & (log_sum == -torch.inf)).any(1)
-        return p, population._replace(
+        return next_tokens, population._replace(
             log_weights=population.log_weights + torch.where(counts, log_sum, 0.0),
             # Verified texts have no weight; this says that no token may follow one.
             log_evidence=population.log_evidence.masked_fill(stuck, -torch.inf),

@@ -3,29 +3,36 @@
 import torch
 
 from sglang_smc.ops.interface import Ops
-from sglang_smc.requests.failures import failure_of_round
 from sglang_smc.round.batch import RoundBatch
 from sglang_smc.round.decision import Decision, Drafts
 from sglang_smc.smc import exact, mixed, rounds
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.state.population import Population
-from sglang_smc.tokens.distribution import TokenDistribution
+from sglang_smc.tokens.distribution import NextTokens, TokenDistribution
 
 
 def verify(
-    batch: RoundBatch, population: Population, drafts: Drafts, p: TokenDistribution, ops: Ops
+    batch: RoundBatch,
+    population: Population,
+    drafts: Drafts,
+    p: TokenDistribution,
+    log_p: torch.Tensor,
+    failure: torch.Tensor,
+    ops: Ops,
 ) -> Decision:
     """Keep the columns that the block's evidence covers, or that exact verification accepts.
 
     Of the two the longer. All particles go on as one winner: they begin and end such a round
-    with one text, which is emitted at once.
+    with one text, which is emitted at once. The laws that masks leave are compared, whatever masks
+    leave.
+
+    Args:
+        p, log_p: ``[G, N, K + 1]`` the law, and the drafted tokens under it.
+        failure: ``[G]`` int64 `Failure`.
     """
     assert drafts.q is not None
     settings = batch.settings
     positions = batch.starts.unsqueeze(2) + batch.column  # [G, N, K]
-    # The laws that masks leave are compared, whatever masks leave. The last column has no drafted
-    # token to score: any will do.
-    log_p = p._replace(log_mass=None).score(ops, torch.nn.functional.pad(drafts.tokens, (0, 1)))
     found = exact.verify(
         ops,
         drafts.tokens,
@@ -38,33 +45,32 @@ def verify(
     )
     kept = ops.keep(
         found,
-        log_p,  # [G, N, K + 1]
+        log_p,
         drafts.log_q,
         drafts.before_end,
         drafts.ends,
         population.present,
         settings.num_steps,
         settings.evidence_threshold,
-        ops.uniforms(settings.seeds, batch.furthest, Purpose.KEEP)[:, 0],
-        ops.uniforms(settings.seeds, batch.furthest, Purpose.RESAMPLE)[:, 0],
+        ops.uniforms(settings.seeds, batch.furthest[:, :1], Purpose.KEEP)[:, 0],
+        ops.uniforms(settings.seeds, batch.furthest[:, :1], Purpose.RESAMPLE)[:, 0],
     )
-    failure = failure_of_round(
-        log_p, drafts.log_q, drafts.before_end, drafts.ends, ~population.ended
+    masses = None
+    if p.log_mass is not None:
+        by_column = p.log_mass.view_as(log_p)  # [G, N, K + 1]
+        masses = log_mass_of_path(by_column, kept, drafts.ends)
+        masses = masses.unsqueeze(1).expand(batch.starts.shape)
+    row, left = (
+        of_groups.unsqueeze(1).expand(batch.starts.shape).flatten()
+        for of_groups in (kept.row, found.left)
     )
-    decision = one_lineage(population, kept, law_behind(found, kept, p, ops), failure)
-    if p.log_mass is None:
-        return decision
-    log_mass = p.log_mass.view(log_p.shape)  # [G, N, K + 1]
-    leaves = log_mass_of_path(log_mass, kept, drafts.ends)
-    return decision._replace(next_tokens=decision.next_tokens._replace(log_mass=leaves))
-
-
-def law_behind(
-    found: exact.Verified, kept: mixed.Kept, p: TokenDistribution, ops: Ops
-) -> torch.Tensor:
-    """Log-probabilities of the token behind what is kept, ``[G, V]``, up to a constant."""
-    left = found.residuals[found.left].log()
-    return torch.where(kept.rejects.unsqueeze(1), left, p.at(kept.row).log_probs(ops))
+    next_tokens = NextTokens(
+        p._replace(rows=row, log_mass=None),
+        masses,
+        kept.rejects,
+        TokenDistribution.of_log_probs(found.residuals.log(), left),
+    )
+    return one_lineage(population, kept, next_tokens, failure)
 
 
 def log_mass_of_path(log_mass: torch.Tensor, kept: mixed.Kept, ends: torch.Tensor) -> torch.Tensor:
@@ -84,18 +90,16 @@ def log_mass_of_path(log_mass: torch.Tensor, kept: mixed.Kept, ends: torch.Tenso
 
 
 def one_lineage(
-    population: Population, kept: mixed.Kept, law: torch.Tensor, failure: torch.Tensor
+    population: Population, kept: mixed.Kept, next_tokens: NextTokens, failure: torch.Tensor
 ) -> Decision:
     """Make all particles the winner. Their weights stay equal, so nothing is ever banked.
 
     Args:
         kept: what verification keeps of each group's winner.
-        law: ``[G, V]`` log-probabilities of the token behind it.
+        next_tokens: the token behind it.
         failure: ``[G]`` int64 `Failure`.
     """
-    size, num_particles = population.present.shape
-    itself = torch.arange(num_particles, device=failure.device)
-    group = torch.arange(size, device=failure.device)
+    itself = torch.arange(population.present.shape[1], device=failure.device)
     never = torch.zeros_like(kept.by_block)
     # One that was drawn for its group as this became smaller may have ended before the round.
     live = population.present & ~population.ended
@@ -108,9 +112,7 @@ def one_lineage(
             log_weights=population.log_weights,
             log_evidence=torch.zeros_like(population.log_evidence),
         ),
-        next_tokens=TokenDistribution.of_log_probs(
-            law, group.unsqueeze(1).expand(-1, num_particles).flatten()
-        ),
+        next_tokens=next_tokens,
         verified=~kept.by_block,
         failure=failure,
     )

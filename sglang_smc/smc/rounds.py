@@ -24,9 +24,8 @@ import torch
 from sglang_smc.smc.evidence import covered_columns
 from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.smc.weights import Weights, accumulate, effective_sample_size
-from sglang_smc.tokens.distribution import Draws, TokenDistribution
 
-Chosen = TypeVar("Chosen")
+T = TypeVar("T")
 
 
 class WeightRules(NamedTuple):
@@ -169,9 +168,7 @@ def draw(shares: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     return SCHEMES["multinomial"](shares, uniforms.unsqueeze(1), None).squeeze(1)
 
 
-def by_method(
-    scheme: torch.Tensor, methods: Iterable[str], step: Callable[[str], Chosen]
-) -> Chosen:
+def by_method(scheme: torch.Tensor, methods: Iterable[str], step: Callable[[str], T]) -> T:
     """A resampling step of each group by its own method: ``scheme`` ``[G]``, in ``methods``."""
     first, *others = methods
     found = step(first)
@@ -181,18 +178,15 @@ def by_method(
     return found
 
 
-def choose(where: torch.Tensor, yes: Chosen, no: Chosen, ops: Draws | None = None) -> Chosen:
+def choose(where: torch.Tensor, yes: T, no: T) -> T:
     """``yes`` for the groups ``where`` ``[G]`` bool, ``no`` for the others.
 
-    Both are a tensor ``[G, ...]``, a distribution, which takes ``ops``, or a named tuple of such.
+    Both are a tensor ``[G, ...]``, or a named tuple of such.
     """
     if isinstance(yes, torch.Tensor) and isinstance(no, torch.Tensor):
         return torch.where(where.view(-1, *(1,) * (yes.dim() - 1)), yes, no)
-    if isinstance(yes, TokenDistribution) and isinstance(no, TokenDistribution):
-        assert ops is not None
-        return yes.where(ops, where, no)
     assert isinstance(yes, tuple) and isinstance(no, tuple)
-    fields = [choose(where, a, b, ops) for a, b in zip(yes, no, strict=True)]
+    fields = [choose(where, a, b) for a, b in zip(yes, no, strict=True)]
     return yes._make(fields)  # pyright: ignore -- of a named tuple
 
 

@@ -6,7 +6,7 @@ p is what the client wants to sample from and q lives under the same rules, whic
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -52,6 +52,9 @@ class Draws(Protocol):
     @property
     def log_sums(self) -> Callable[..., torch.Tensor]: ...
 
+    @property
+    def row_sums(self) -> Callable[..., Any]: ...
+
 
 class TokenDistribution(NamedTuple):
     """What each of D draws is drawn from: logits over a temperature, less what rules cut.
@@ -65,6 +68,7 @@ class TokenDistribution(NamedTuple):
     log_mass: torch.Tensor | None = None  # [R] log of what masks leave of p; None: all of it
     greedy: torch.Tensor | None = None  # [G] bool: its likeliest token alone; None: of no group
     kept: KeptTokens | None = None  # of the R rows; None: no filter cuts any
+    sums: Any = None  # of the R rows by `Draws.row_sums`, where all else stays as it is
 
     @classmethod
     def of(
@@ -110,6 +114,12 @@ class TokenDistribution(NamedTuple):
         """The number of draws, D."""
         return len(self.scores if self.rows is None else self.rows)
 
+    def summed(self, ops: Draws) -> "TokenDistribution":
+        """The same law of all rows, with each row added up once for all draws from it."""
+        assert self.rows is None
+        sums = ops.row_sums(self.scores, self.temperature, self.greedy, self.kept)
+        return self._replace(sums=sums)
+
     def at(self, rows: torch.Tensor) -> "TokenDistribution":
         """The same scores, read at other ``rows`` ``[D]``, each of its draw's group."""
         return self._replace(rows=rows)
@@ -133,9 +143,9 @@ class TokenDistribution(NamedTuple):
         return ops.log_probs(self.scores, self.temperature, *self._cuts)
 
     @property
-    def _cuts(self) -> tuple[torch.Tensor | None, torch.Tensor | None, KeptTokens | None]:
-        """How `Draws` are told which rows are read, and what of them is left."""
-        return self.rows, self.greedy, self.kept
+    def _cuts(self) -> tuple[torch.Tensor | None, torch.Tensor | None, KeptTokens | None, Any]:
+        """How `Draws` are told which rows are read, what of them is left, and its sums."""
+        return self.rows, self.greedy, self.kept, self.sums
 
     def to_power(self, ops: Draws, power: torch.Tensor) -> tuple["TokenDistribution", torch.Tensor]:
         """p^alpha over its sum, and the log of the sum, for powers ``[D]``: what a draw weighs.
@@ -145,21 +155,13 @@ class TokenDistribution(NamedTuple):
         changes. The log of the sum is ``[D]`` float64.
         """
         plain = of_each_draw(self.temperature, len(power))
-        raised = self._replace(temperature=(plain / power).float(), log_mass=None)
+        raised = self._replace(temperature=(plain / power).float(), log_mass=None, sums=None)
         if self.greedy is not None:
             raised = raised._replace(greedy=of_each_draw(self.greedy, len(power)))
         sums = [ops.log_sums(self.scores, one.temperature, *one._cuts) for one in (raised, self)]
-        log_sum = sums[0] - power * sums[1]
-        return raised, torch.where(power == 1.0, 0.0, log_sum) + power * self.log_masses()
-
-    def where(
-        self, ops: Draws, mine: torch.Tensor, other: "TokenDistribution"
-    ) -> "TokenDistribution":
-        """This distribution in the groups ``mine`` ``[G]`` bool, ``other`` in the others."""
-        of_draws = of_each_draw(mine, self.num_draws)
-        log_p = torch.where(of_draws.unsqueeze(1), self.log_probs(ops), other.log_probs(ops))
-        log_mass = torch.where(of_draws, self.log_masses(), other.log_masses())
-        return TokenDistribution.of_log_probs(log_p)._replace(log_mass=log_mass)
+        log_sum = torch.addcmul(sums[0], power, sums[1], value=-1)
+        log_sum = log_sum.masked_fill_(power == 1.0, 0.0)
+        return raised, log_sum if self.log_mass is None else log_sum + power * self.log_masses()
 
     def log_masses(self) -> torch.Tensor:
         """What masks leave of p at each draw, ``[D]`` float32 logs; 0 where there is none."""
@@ -208,6 +210,40 @@ def token_log_probs(log_p: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
+class NextTokens(NamedTuple):
+    """The laws of the tokens behind the G * N particles."""
+
+    law: TokenDistribution  # at rows of p
+    log_masses: torch.Tensor | None  # [G, N] logs of what masks leave of p there; None: all of it
+    rejects: torch.Tensor | None = None  # [G] bool: the token comes from `left` instead
+    left: TokenDistribution | None = None  # what exact verification leaves of p
+
+    def sample(self, ops: Draws, uniforms: torch.Tensor) -> torch.Tensor:
+        """Tokens ``[G, N]``, by uniforms of that shape."""
+        tokens, _ = self.law.sample(ops, uniforms)
+        if self.left is None or self.rejects is None:
+            return tokens
+        others, _ = self.left.sample(ops, uniforms)
+        return torch.where(self.rejects.unsqueeze(1), others, tokens)
+
+    def unless(self, mine: torch.Tensor, other: "NextTokens") -> "NextTokens":
+        """These laws, and in the groups ``mine`` ``[G]`` bool the ``other`` ones, that verify none.
+
+        Both are rows of one p.
+        """
+        rows, others = self.law.rows, other.law.rows  # [G * N]
+        assert rows is not None and others is not None and self.rejects is not None
+        of_draws, shape = mine.unsqueeze(1), (len(mine), -1)
+        masses = self.log_masses
+        if masses is not None and other.log_masses is not None:
+            masses = torch.where(of_draws, other.log_masses, masses)
+        return self._replace(
+            law=self.law.at(torch.where(of_draws, others.view(shape), rows.view(shape)).flatten()),
+            log_masses=masses,
+            rejects=self.rejects & ~mine,
+        )
+
+
 def sample_and_score(
     logits: torch.Tensor,
     temperature: torch.Tensor,
@@ -215,6 +251,7 @@ def sample_and_score(
     rows: torch.Tensor | None = None,
     greedy: torch.Tensor | None = None,
     kept: KeptTokens | None = None,
+    sums: None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw tokens, and say how probable they were.
 
@@ -246,6 +283,7 @@ def score_tokens(
     rows: torch.Tensor | None = None,
     greedy: torch.Tensor | None = None,
     kept: KeptTokens | None = None,
+    sums: None = None,
 ) -> torch.Tensor:
     """Log-probabilities ``[D]`` float32 of given tokens ``[D]``; else as `sample_and_score`."""
     scores = torch.empty_like(tokens, dtype=torch.float32)  # [D]
@@ -284,6 +322,7 @@ def log_probs(
     rows: torch.Tensor | None = None,
     greedy: torch.Tensor | None = None,
     kept: KeptTokens | None = None,
+    sums: None = None,
 ) -> torch.Tensor:
     """Log-probabilities of all tokens, ``[D, V]`` float32; else as `sample_and_score`.
 
@@ -305,6 +344,7 @@ def log_sums(
     rows: torch.Tensor | None = None,
     greedy: torch.Tensor | None = None,
     kept: KeptTokens | None = None,
+    sums: None = None,
 ) -> torch.Tensor:
     """Logs of what probabilities are divided by, the sum of exp(logit / T), ``[D]`` float64.
 
@@ -317,6 +357,10 @@ def log_sums(
     if greedy is None:
         return total
     return torch.where(of_each_draw(greedy, len(used)) & ~total.isnan(), 0.0, total)
+
+
+def row_sums(*_: object, **__: object) -> None:
+    """Return nothing: the functions here add up each row as they read it."""
 
 
 def _tempered(

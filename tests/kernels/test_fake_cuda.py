@@ -47,14 +47,14 @@ class Case(NamedTuple):
 FILTERS = {"kinds": FilterKinds(filtered=True, greedy=True)}
 ANYTHING = shape_of_any(SMCConfig(), None, recorded_logprobs(VOCAB_SIZE))._asdict()
 ROUNDS = {
-    "smc": Case(SMCConfig(), {}, Limits(191, 1, 61)),
-    "exact": Case(SMCConfig(mode="exact"), {}, Limits(274, 5.5, 94)),
-    "mixed": Case(SMCConfig(mode="mixed"), {}, Limits(274, 5.5, 94)),
-    "smc, filtered": Case(SMCConfig(), FILTERS, Limits(241, 1, 61)),
-    "exact, filtered": Case(SMCConfig(mode="exact"), FILTERS, Limits(324, 5.5, 94)),
-    "powered": Case(SMCConfig(power=2.0), {}, Limits(223, 1, 61)),
-    "edited": Case(SMCConfig(), {"edits": True}, Limits(211, 1.5, 63)),
-    "anything": Case(SMCConfig(), ANYTHING, Limits(861, 110, 121)),
+    "smc": Case(SMCConfig(), {}, Limits(188, 1, 61)),
+    "exact": Case(SMCConfig(mode="exact"), {}, Limits(252, 5.5, 94)),
+    "mixed": Case(SMCConfig(mode="mixed"), {}, Limits(252, 5.5, 94)),
+    "smc, filtered": Case(SMCConfig(), FILTERS, Limits(238, 1, 61)),
+    "exact, filtered": Case(SMCConfig(mode="exact"), FILTERS, Limits(302, 5.5, 94)),
+    "powered": Case(SMCConfig(power=2.0), {}, Limits(216, 1, 61)),
+    "edited": Case(SMCConfig(), {"edits": True}, Limits(208, 1.5, 63)),
+    "anything": Case(SMCConfig(), ANYTHING, Limits(431, 110, 121)),
 }
 
 

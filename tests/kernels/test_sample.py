@@ -209,6 +209,33 @@ def test_draws_choose_their_rows(device: str) -> None:
     check_laws(logits, temperature[:1], rows, None, kept)
 
 
+def listed(found: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return (found,) if isinstance(found, torch.Tensor) else found
+
+
+def test_rows_are_added_up_once_for_all_draws(device: str) -> None:
+    """To the last bit as where each draw adds up its row; two groups of three rows."""
+    generator = torch.Generator().manual_seed(7)
+    logits = torch.randn(6, 9000, generator=generator).to(device)
+    temperature = torch.tensor([0.7, 1.5], device=device)
+    rows = torch.tensor([2, 0, 2, 5, 3, 3], device=device)
+    uniforms, tokens = noise(6, generator).to(device), torch.arange(6, device=device)
+    greedy = torch.tensor([False, True], device=device)
+    filters = (torch.full((2,), x, device=device) for x in (50, 0.9, 0.0))
+    kept = keep_tokens(logits, temperature, *filters)
+    for cuts in ((None, None), (greedy, None), (greedy, kept)):
+        sums = kernel.row_sums(logits, temperature, *cuts)
+        for run, more in (
+            (kernel.sample_and_score, (uniforms,)),
+            (kernel.score_tokens, (tokens,)),
+            (kernel.log_probs, ()),
+            (kernel.log_sums, ()),
+        ):
+            of_rows = logits, temperature, *more, rows, *cuts
+            found = zip(listed(run(*of_rows, sums)), listed(run(*of_rows)), strict=True)
+            assert all(torch.equal(one, other) for one, other in found)
+
+
 def test_scores_of_given_tokens(device: str) -> None:
     """A view with another stride between rows; forbidden tokens score -inf."""
     generator = torch.Generator().manual_seed(5)

@@ -45,9 +45,6 @@ def test_masses_follow_the_rows_that_draws_use() -> None:
     )
     rows = torch.tensor([2, 0])
     assert law._replace(rows=rows).log_masses().tolist() == [-3.0, -1.0]
-    plain = TokenDistribution(torch.zeros(2, 2), torch.ones(1))
-    chosen = law._replace(rows=rows).where(TORCH, torch.tensor([True, False]), plain)
-    assert chosen.log_masses().tolist() == [-3.0, 0.0]
 
 
 def test_a_power_raises_the_mass_too() -> None:

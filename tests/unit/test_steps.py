@@ -120,7 +120,7 @@ def test_weights_count_the_end_but_nothing_behind_it() -> None:
     """Ended before, ended by the second draft, never ended: 0, 2 and 3 columns of weight."""
     before = population([[True, False, False]], [3])
     of = groups({})
-    decision = STEPS.weigh(of, before, drafts(of, before, TOKENS), flat(LOG_P))
+    decision = STEPS.decide(of, before, drafts(of, before, TOKENS), flat(LOG_P))
     expected = torch.tensor([[0.0, 0.1 + 0.01, 0.1 + 0.01 + 0.001]], dtype=torch.float64)
     assert torch.allclose(decision.cut.log_weights, expected, atol=1e-6)
     assert torch.equal(decision.resampled.log_weights, decision.cut.log_weights)
@@ -132,7 +132,7 @@ def test_extending_ends_the_texts_whose_end_is_kept() -> None:
     steps = Steps(None, None, ledger, TORCH)  # type: ignore[arg-type]
     of, before = groups({}), population([[True, False, False]], [3])
     proposed = drafts(of, before, TOKENS)
-    decision = steps.weigh(of, before, proposed, flat(LOG_P))
+    decision = steps.decide(of, before, proposed, flat(LOG_P))
     after = steps.extend(of, before, proposed, decision)
     assert torch.equal(after.log_weights, decision.cut.log_weights)
     assert after.lengths.tolist() == [[1, 3, 4]]
@@ -149,7 +149,7 @@ def test_a_power_weighs_p_and_leaves_q(power: float) -> None:
     log_p = LOG_P.clone()
     log_p[:, 0] = law_of([-2.0] * 4)[:, 0]
     of = groups({"power": power})
-    decision = STEPS.weigh(of, before, drafts(of, before, tokens), flat(log_p))
+    decision = STEPS.decide(of, before, drafts(of, before, tokens), flat(log_p))
     shared = power * (-1.9 - 1.99 - 1.999) + 6
     expected = torch.tensor([[6 - 6 * power, shared, shared]], dtype=torch.float64)
     assert torch.allclose(decision.cut.log_weights, expected, atol=1e-6)
@@ -161,12 +161,12 @@ def test_a_group_weighs_its_own_columns_and_particles() -> None:
     tokens = torch.zeros(2, 3, 3, dtype=torch.int64)
     before = population([[False] * 3] * 2, [3, 2])
     log_p = LOG_P.expand(2, 3, 4, VOCAB)
-    decision = STEPS.weigh(of, before, drafts(of, before, tokens), flat(log_p))
+    decision = STEPS.decide(of, before, drafts(of, before, tokens), flat(log_p))
     assert decision.cut.num_columns.tolist() == [3, 2]
     assert decision.num_kept.tolist() == [[3, 3, 3], [2, 2, 0]]
     expected = torch.tensor([[0.111] * 3, [0.11, 0.11, -torch.inf]], dtype=torch.float64)
     assert torch.allclose(decision.cut.log_weights, expected, atol=1e-6)
-    next_log_p = decision.next_tokens.log_probs(TORCH).view(2, 3, VOCAB)
+    next_log_p = decision.next_tokens.law.log_probs(TORCH).view(2, 3, VOCAB)
     assert torch.allclose(next_log_p[1, :2], LOG_P[0, 0, 2]), "behind its own last"
 
 
