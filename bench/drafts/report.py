@@ -287,6 +287,6 @@ def note(origin: Mapping[str, Any]) -> str:
         "bound, too, and no measurement on a GPU. KL and tilt are looked for in the direction of "
         "the shipped draft, whatever drafted; the server's own tilt is to the draft at work. "
         "Chains are SGLang's rules at N = 1, computed from p and q on AR's answers, which leave "
-        "the target's law as it is: of the likeliest tokens (its default), and of samples "
+        "the target's law as it is: of the likeliest tokens (its rule for a chain), and of samples "
         "(`--speculative-use-rejection-sampling`). STANDALONE is SGLang's, measured."
     )

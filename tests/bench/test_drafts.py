@@ -317,11 +317,12 @@ def test_the_published_table_is_made_of_the_published_numbers() -> None:
 
 @published
 def test_the_page_says_what_was_published() -> None:
-    """Its table is that of the most tokens a second, row by row."""
-    page = (REPOSITORY / "docs" / "drafts.md").read_text().splitlines()
-    table = (FOLDER / cli.TABLE).read_text().splitlines()
+    """Its table is that of the most tokens a second at temperature 0.7, row by row."""
+    page = (REPOSITORY / "docs" / "drafts.md").read_text()
+    measured = page.partition("\n## Measured\n")[2].partition("\n## ")[0].splitlines()
+    table = (FOLDER / cli.TABLE).read_text().partition("**Temperature 1")[0].splitlines()
     short = [line for line in table if line.count("|") == 7]
-    assert [line for line in page if line.count("|") == 7] == short
+    assert [line for line in measured if line.count("|") == 7] == short
 
 
 @published

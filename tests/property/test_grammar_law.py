@@ -6,6 +6,7 @@ the seeds been drawn.
 """
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ UNEVEN = "abb|b(a|b)*"
 BLIND = "a(a|b)c|b(a|b)*"
 PAIR = toy_laws.languages()
 TARGET = PAIR[0]
+PAGE = Path(__file__).parents[2] / "docs" / "targets.md"
 
 
 def run(regex: str, *, pair: Any = PAIR, size: int = 2000, **settings: Any) -> Outcome:
@@ -52,6 +54,14 @@ def test_many_particles_come_near_p_given_the_grammar(resample_at: str) -> None:
     outcome = run(UNEVEN, resample_at=resample_at)
     assert total_variation(outcome, conditional_law(TARGET, UNEVEN)) < 0.06
     assert total_variation(outcome, local_law(TARGET, UNEVEN)) > 0.15
+
+
+def test_docs_targets_says_how_far_texts_are_from_p_given_the_grammar() -> None:
+    """Noise alone makes a TV of about .03."""
+    outcome = run(UNEVEN, num_particles=8)
+    found = total_variation(outcome, conditional_law(TARGET, UNEVEN))
+    assert found == pytest.approx(0.07, abs=0.02)
+    assert "| 0.07 |" in PAGE.read_text()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ Error probabilities are those of correct code, had the seeds been drawn.
 """
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from toy_worker import Language
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.tokens.distribution import TokenDistribution
+
+PAGE = Path(__file__).parents[2] / "docs" / "targets.md"
 
 
 def assert_mean_evidence(log_evidence: torch.Tensor, expected: float) -> None:
@@ -78,6 +81,21 @@ def test_texts_follow_the_power_of_p_with_many_particles(power: float, may_end: 
     )
     assert total_variation(many, expected) < 0.08
     assert total_variation(one, expected) > 0.15
+
+
+@pytest.mark.parametrize(
+    ("power", "num_particles", "distance"), [(2.0, 8, 0.09), (4.0, 8, 0.62), (4.0, 64, 0.18)]
+)
+def test_docs_targets_says_how_far_texts_are_from_the_power_of_p(
+    power: float, num_particles: int, distance: float
+) -> None:
+    """Noise alone makes a TV of about .05 and .03."""
+    powers = powers_of_texts(languages()[0], power)
+    expected = {text: mass / sum(powers.values()) for text, mass in powers.items()}
+    config = SMCConfig(num_particles=num_particles, num_steps=2, power=power)
+    found = total_variation(run(config, languages(), num_runs=600), expected)
+    assert found == pytest.approx(distance, abs=0.04)
+    assert f" {distance:.2f}" in PAGE.read_text()
 
 
 @pytest.mark.parametrize("resample_at", ["block", "token"])
