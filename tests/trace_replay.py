@@ -4,9 +4,9 @@ import math
 from functools import partial
 from typing import Any, NamedTuple
 
-import msgspec
 import pytest
 
+from sglang_smc.view.finding import checked
 from sglang_smc.view.record import RoundRecord, Trace
 
 Weights = list[float | None]
@@ -23,7 +23,7 @@ class Replayed(NamedTuple):
 
 def read(meta_info: dict[str, Any]) -> Trace:
     """The trace of an answer; raises where it is none."""
-    return msgspec.convert(meta_info["spec_smc_trace"], Trace)
+    return checked(meta_info["spec_smc_trace"])
 
 
 def replay(trace: Trace, *, is_plain: bool = True, tolerance: float = 1e-6) -> Replayed:

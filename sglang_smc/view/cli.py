@@ -12,17 +12,28 @@ from sglang_smc.view.page import page_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0; 1 where there is no trace to show, or no place to write."""
+    """Return 0; 1 where there is no trace to show, or no place to write."""
     options = parser().parse_args(argv)
-    output: Path = options.output or options.trace.with_suffix(".html")
     try:
         page = page_of(load(options.trace, options.index), options.title)
+        output: Path = options.output or options.trace.with_suffix(".html")
+        if output.is_file() and not options.force:
+            ask_to_overwrite(output)
         output.write_text(page, encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(output)
     return 0
+
+
+def ask_to_overwrite(output: Path) -> None:
+    """Ask the user at the terminal; raise ValueError unless one is there and agrees."""
+    if not (sys.stdin and sys.stdin.isatty()):  # None where it is closed
+        raise ValueError(f"{output} exists: --force overwrites it, -o names another file")
+    print(f"{output} exists. Overwrite it? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise ValueError(f"{output} stays as it is")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("trace", type=Path, help="JSON: a trace, an answer that has one, or a list")
     result.add_argument("-o", "--output", type=Path, help="the page; default: TRACE.html")
+    result.add_argument("--force", action="store_true", help="overwrite the page that exists")
     result.add_argument("--index", type=int, help="which trace, from 0, where there are several")
     result.add_argument("--title", default="Particles of one answer", help="of the page")
     return result

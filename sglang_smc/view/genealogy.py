@@ -5,7 +5,7 @@ parent up to where the segment starts, and so on. `tests/view` holds this agains
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -114,7 +114,7 @@ class Genealogy(msgspec.Struct, frozen=True, kw_only=True):
 
     def lineage(self, segment: int) -> Iterator[int]:
         """A segment and its ancestors, the youngest first."""
-        return lineage(segment, [here.parent for here in self.segments])
+        return lineage(segment, self.segments)
 
 
 def genealogy(trace: Trace) -> Genealogy:
@@ -133,11 +133,12 @@ def genealogy(trace: Trace) -> Genealogy:
     return growth.result()
 
 
-def lineage(segment: int, parents: list[int | None]) -> Iterator[int]:
+def lineage(segment: int, segments: Sequence[Segment]) -> Iterator[int]:
+    """Yield a segment and its ancestors, the youngest first."""
     at: int | None = segment
     while at is not None:
         yield at
-        at = parents[at]
+        at = segments[at].parent
 
 
 def shares(log_weights: list[float | None]) -> list[float]:
@@ -147,7 +148,8 @@ def shares(log_weights: list[float | None]) -> list[float]:
         return [0.0] * len(log_weights)
     top = max(alive)
     weights = [0.0 if value is None else math.exp(value - top) for value in log_weights]
-    return [weight / sum(weights) for weight in weights]
+    total = sum(weights)
+    return [weight / total for weight in weights]
 
 
 class _Growth:
@@ -156,6 +158,7 @@ class _Growth:
     def __init__(self, *, verifies: bool) -> None:
         self.verifies = verifies
         self.segments: list[Segment] = []
+        self.wrote: list[int] = []  # of each segment: the one with the last token of its text
         self.steps: list[Step] = []
         self.heads: list[int] = []
         self.fates: dict[int, str] = {}
@@ -171,8 +174,8 @@ class _Growth:
         if record.resized_from is not None:
             self.descend(record.resized_from, "resized")
         if record.log_potentials is not None:
-            told = zip(map(self.wrote, self.heads), record.log_potentials, strict=True)
-            self.log_potentials |= {segment: value for segment, value in told if value != 0}
+            told = zip(self.heads, record.log_potentials, strict=True)
+            self.log_potentials |= {self.wrote[head]: value for head, value in told if value != 0}
         weights = shares(record.log_weights)
         start = min(self.end_of(lane) for lane in range(len(self.heads)))
         self.draft(number, record, weights)
@@ -210,8 +213,8 @@ class _Growth:
         for segment in self.heads:
             self.fates[segment] = "retracted"
         if self.heads and at:
-            parents = [here.parent for here in self.segments]
-            parent = next(i for i in lineage(self.heads[0], parents) if self.segments[i].start < at)
+            line = lineage(self.heads[0], self.segments)
+            parent = next(i for i in line if self.segments[i].start < at)
         share = 1 / len(tokens)
         self.heads = [
             self.add(
@@ -304,17 +307,14 @@ class _Growth:
         """Whether a particle's text so far stands in another lane."""
         return self.segments[self.heads[lane]].lane != lane
 
-    def wrote(self, segment: int) -> int:
-        """The segment with the last token of the text at a segment's end."""
-        here = self.segments[segment]
-        return segment if here.tokens or here.parent is None else self.wrote(here.parent)
-
     def end_of(self, lane: int) -> int:
         return self.segments[self.heads[lane]].end
 
     def add(self, segment: Segment) -> int:
+        at, parent = len(self.segments), segment.parent
         self.segments.append(segment)
-        return len(self.segments) - 1
+        self.wrote.append(at if segment.tokens or parent is None else self.wrote[parent])
+        return at
 
     def result(self) -> Genealogy:
         for head in self.heads:
@@ -345,7 +345,7 @@ class _Growth:
     def surviving(self) -> dict[int, int]:
         """Segment -> how many of its tokens the answer has, the youngest segment first."""
         end, counts = len(self.emitted), {}
-        for at in lineage(self.heads[0], [here.parent for here in self.segments]):
+        for at in lineage(self.heads[0], self.segments):
             here = self.segments[at]
             counts[at] = max(0, min(end, here.end) - here.start)
             end = min(end, here.start)

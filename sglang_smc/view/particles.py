@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
-
+from sglang_smc.view.finding import checked
 from sglang_smc.view.genealogy import Genealogy, genealogy
 from sglang_smc.view.record import Trace
 
@@ -52,7 +51,7 @@ class Particles(NamedTuple):
         """Taken from an answer.
 
         Raises:
-            ValueError: where it has no particles, or several answers are there.
+            ValueError: no particles, those of several answers, or a trace that is none.
         """
         found = list(_infos_in(_plain(answer)))
         if len(found) != 1:
@@ -62,7 +61,7 @@ class Particles(NamedTuple):
         return cls(
             [_particle(one) for one in info[KEY]],
             info.get("spec_smc_log_evidence"),
-            None if trace is None else msgspec.convert(trace, Trace),
+            None if trace is None else checked(trace),
         )
 
     @property

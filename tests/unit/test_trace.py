@@ -310,6 +310,8 @@ def test_a_round_that_fails_says_so_and_has_no_number_that_json_lacks() -> None:
     worker = toy({"trace": True}, {"trace": True, "mode": "exact"}, pair=languages())
     reqs = worker.begin([1, 2], torch.tensor([0.5, 0.5], dtype=torch.float64))
     worker.target.language.logits.fill_(math.nan)
+    for req in reqs:
+        req.smc_state.begin(None, [])
     result = worker.play_round(reqs)
     for group, req in enumerate(reqs):
         take(worker, result, group, req)

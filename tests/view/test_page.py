@@ -1,9 +1,11 @@
 """The page, as a file and in headless Chromium."""
 
+import io
 import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -65,6 +67,11 @@ def test_a_trace_is_found_in_whatever_was_saved(saved: Path, wrap: str) -> None:
         ('[{"spec_smc_trace": {}}]', ["--index", "4"], "--index is 4"),
         ('{"spec_smc_trace": {"version": 9}}', [], "version 9"),
         ('{"spec_smc_trace": {"rounds": 3}}', [], "this is no trace"),
+        ('{"spec_smc_trace": "x"}', [], "Expected `object`, got `str`"),
+        ('{"spec_smc_trace": [1]}', [], "Expected `object`, got `array`"),
+        ('{"spec_smc_trace": 7}', [], "Expected `object`, got `int`"),
+        pytest.param("[" * 200_000 + "]" * 200_000, [], "nested too deep", id="deep"),
+        pytest.param("[" * 900 + "]" * 900, [], "has no trace", id="less deep"),
     ],
 )
 def test_what_is_wrong_is_told(
@@ -80,6 +87,27 @@ def test_what_is_wrong_is_told(
         saved.write_text(text)
     assert main([str(saved), *arguments]) == 1
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("answer", [None, "y\n", "n\n", ""], ids=["pipe", "yes", "no", "end"])
+def test_a_page_that_exists_is_overwritten_only_if_asked(
+    saved: Path, answer: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """By --force, or by the user at a terminal."""
+    terminal = io.StringIO(answer)
+    monkeypatch.setattr(terminal, "isatty", lambda: answer is not None)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    page = saved.with_suffix(".html")
+    page.write_text("old")
+    agreed = answer == "y\n"
+    assert main([str(saved)]) == (0 if agreed else 1)
+    told = capsys.readouterr().err
+    assert ("--force" in told) == (answer is None)
+    assert ("[y/N]" in told) == (answer is not None)
+    assert (page.read_text() == "old") != agreed
+    page.write_text("old")
+    assert main([str(saved), "--force"]) == 0
+    assert page.read_text() != "old"
 
 
 def shown(page: Path, *options: str) -> tuple[str, str]:
