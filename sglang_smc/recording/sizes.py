@@ -28,33 +28,39 @@ class Sizes(NamedTuple):
     """Numbers of requests to record at, ascending."""
 
     of_rounds: tuple[int, ...]  # of the kinds that most requests play
+    of_edited: tuple[int, ...]  # of kinds with edited logits and log-probabilities
     of_any: tuple[int, ...]  # of the kind that does all that a device can
     of_passes: tuple[int, ...]  # of models alone, for rounds that the host looks into
 
-    def count(self, num_kinds: int) -> int:
-        """How many recordings that comes to, for so many kinds of rounds of the first sort."""
-        return num_kinds * len(self.of_rounds) + len(self.of_any) + _PASSES * len(self.of_passes)
+    def count(self, num_kinds: int, num_edited: int) -> int:
+        """Return how many recordings these are of so many kinds."""
+        of_kinds = num_kinds * len(self.of_rounds) + num_edited * len(self.of_edited)
+        return of_kinds + len(self.of_any) + _PASSES * len(self.of_passes)
 
 
-def plan_sizes(wanted: Sequence[int], num_kinds: int, room: Room = UNBOUNDED) -> Sizes:
+def plan_sizes(
+    wanted: Sequence[int], num_kinds: int, num_edited: int, room: Room = UNBOUNDED
+) -> Sizes:
     """Return the sizes to record at, of those ``wanted``; none where memory holds not the smallest.
 
     Args:
         wanted: ascending.
         num_kinds: kinds of rounds that are recorded at `Sizes.of_rounds`: variants, or where N and
             K adapt, budgets.
+        num_edited: kinds that are recorded at `Sizes.of_edited`.
         room: requests that memory holds.
     """
     of_rounds, of_any = ([s for s in wanted if s <= most] for most in room[1:])
     if not of_rounds or not of_any:
-        return Sizes((), (), ())
+        return Sizes((), (), (), ())
     is_few = num_kinds <= FEWEST
     powers = [s for s in of_any if s in (of_any[0], of_any[-1]) or s & (s - 1) == 0]
-    any_sizes = tuple(powers) if is_few else thinned(powers, FEWEST)
+    few = thinned(powers, FEWEST if is_few else 2)
     alone = [size for size in powers if size <= room.launched] or powers[:1]
     of_passes = thinned(alone, FEWEST if is_few else 2)
-    rest = MOST - len(any_sizes) - _PASSES * len(of_passes)
-    return Sizes(thinned(of_rounds, max(FEWEST, rest // num_kinds)), any_sizes, of_passes)
+    beside = Sizes((), tuple(powers) if is_few else few, few, of_passes)
+    rest = MOST - beside.count(num_kinds, num_edited)
+    return beside._replace(of_rounds=thinned(of_rounds, max(FEWEST, rest // num_kinds)))
 
 
 def thinned(sizes: Sequence[int], count: int) -> tuple[int, ...]:

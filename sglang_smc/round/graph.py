@@ -5,16 +5,17 @@ verification, weights, resampling, commit and bonus, can be recorded with its ke
 once for each of a few batch sizes, and replayed for any batch that is no larger. What a batch does
 not fill plays on SGLang's padding row, whose particles have all ended.
 
-A server records its rounds in up to four variants, and replays the first that does all that a
-batch needs:
+A server records its rounds in several kinds, and replays the first that does all that a batch
+needs:
 
     greedy   what the server's own settings ask for, with one chain for each request: temperature 0
     plain    the same with all of its particles
     chat     and top-k, top-p, min-p, which the models people run ask for by default
-    any      and all else that a device can decide: other modes, methods and powers, edited logits,
-             log-probabilities, all particles
+    edited   plain or chat, and edited logits and log-probabilities
+    any      and all else that a device can decide: other modes, methods and powers, all particles
 
-Where N and K adapt, each budget has recordings of the third, and the largest one of the others.
+Where N and K adapt, each budget has recordings of chat, and the largest one of the others, but for
+plain ones.
 What only the host can decide is played as it is, with the models' passes replayed.
 
 How many requests are recorded at most is chosen by the memory that is free. Larger batches play in
@@ -154,11 +155,10 @@ class Recordings:
 
     def describe(self, wanted: Sequence[int]) -> str:
         """Say in words what is recorded, and where that is less than what was ``wanted``."""
-        first = next(iter(self.of_budget.values()))
-        most_used = [graphs for found in self.of_budget.values() for graphs in found[:-1]]
-        kinds = [*most_used, self._greedy]
-        most, of_any = min(graphs.sizes[-1] for graphs in kinds), first[-1].sizes[-1]
-        count = sum(len(graphs.sizes) for graphs in [*kinds, first[-1]])
+        every = {id(one): one for found in self.of_budget.values() for one in found}
+        kinds = [self._greedy, *every.values()]
+        most, of_any = (pick(graphs.sizes[-1] for graphs in kinds) for pick in (max, min))
+        count = sum(len(graphs.sizes) for graphs in kinds)
         told = (
             f"{count} rounds of up to {most} requests are recorded, of up to {of_any} where one "
             f"asks for what most do not; others are launched for {self.launched} requests at a "
@@ -190,7 +190,8 @@ class Kinds(NamedTuple):
     """What a server records: shapes with the budgets that bound their rounds."""
 
     most_used: list[tuple[Budget | None, RoundShape]]  # the largest first
-    any: tuple[Budget | None, RoundShape]  # also played on smaller budgets
+    edited: list[tuple[Budget | None, RoundShape]]  # also played on smaller budgets
+    any: tuple[Budget | None, RoundShape]  # likewise
     greedy: RoundShape  # likewise
 
     @classmethod
@@ -201,8 +202,10 @@ class Kinds(NamedTuple):
         shapes = [(rung, shape_of_server(config, rung)) for rung in rungs]
         chats = [(rung, _filtered(shape)) for rung, shape in shapes]
         most_used = chats if config.adaptive else [*shapes, *chats]
+        largest = [one for one in most_used if one[0] == rungs[0]]
+        edited = [(rung, shape._replace(edits=True, logprobs=logprobs)) for rung, shape in largest]
         of_any = rungs[0], shape_of_any(config, rungs[0], logprobs)
-        return cls(most_used, of_any, _greedy(config))
+        return cls(most_used, edited, of_any, _greedy(config))
 
     @property
     def num_most_used(self) -> int:
@@ -263,7 +266,7 @@ def record_rounds(
     room = room_of(config, vocab_size, ranks.free_bytes, records=True)
     logprobs = recorded_logprobs(vocab_size)
     kinds = Kinds.of(config, logprobs)
-    sizes = plan_sizes(wanted, kinds.num_most_used, room)
+    sizes = plan_sizes(wanted, kinds.num_most_used, len(kinds.edited), room)
     if not sizes.of_rounds:
         raise torch.OutOfMemoryError(
             f"{ranks.free_bytes / 2**30:.2f} GB are free, which hold no round of {wanted[0]} "
@@ -278,14 +281,16 @@ def record_rounds(
         padding = partial(RoundInputs.of_padding, config, budget, device=device)
         return RoundGraphs(play, shape, padding, of)
 
+    edited = [graphs_of(budget, shape, sizes.of_edited) for budget, shape in kinds.edited]
     of_any = graphs_of(*kinds.any, sizes.of_any)
     found: dict[Budget | None, list[RoundGraphs]] = {}
     for budget, shape in kinds.most_used:
         found.setdefault(budget, []).append(graphs_of(budget, shape, sizes.of_rounds))
     greedy = graphs_of(None, kinds.greedy, sizes.of_rounds, at_temperature_0(config))
-    every = [of_any, *(graphs for these in found.values() for graphs in these), greedy]
+    most_used = [graphs for these in found.values() for graphs in these]
+    every = [of_any, *edited, *most_used, greedy]
     _record_all(every, record, ranks)
-    of_budget = {budget: [*these, of_any] for budget, these in found.items()}
+    of_budget = {budget: [*these, *edited, of_any] for budget, these in found.items()}
     launched = min(room.launched, sizes.of_passes[-1])  # so that their passes are replayed
     return Recordings(of_budget, greedy, sizes, tables.logprobs, launched)
 

@@ -46,6 +46,8 @@ class Case(NamedTuple):
 
 FILTERS = {"kinds": FilterKinds(filtered=True, greedy=True)}
 ANYTHING = shape_of_any(SMCConfig(), None, recorded_logprobs(VOCAB_SIZE))._asdict()
+# One request of a batch asks for log-probabilities, or edits logits.
+SHOWN = {"edits": True, "logprobs": recorded_logprobs(VOCAB_SIZE)}
 ROUNDS = {
     "smc": Case(SMCConfig(), {}, Limits(188, 1, 61)),
     "exact": Case(SMCConfig(mode="exact"), {}, Limits(252, 5.5, 94)),
@@ -54,6 +56,9 @@ ROUNDS = {
     "exact, filtered": Case(SMCConfig(mode="exact"), FILTERS, Limits(302, 5.5, 94)),
     "powered": Case(SMCConfig(power=2.0), {}, Limits(216, 1, 61)),
     "edited": Case(SMCConfig(), {"edits": True}, Limits(208, 1.5, 63)),
+    "shown": Case(SMCConfig(), SHOWN, Limits(259, 76, 81)),
+    "shown, filtered": Case(SMCConfig(), {**SHOWN, **FILTERS}, Limits(309, 76, 81)),
+    "exact, shown": Case(SMCConfig(mode="exact"), SHOWN, Limits(323, 81, 115)),
     "anything": Case(SMCConfig(), ANYTHING, Limits(431, 110, 121)),
 }
 
@@ -78,6 +83,14 @@ def test_a_captured_round_asks_little_of_the_device(
     assert 50 < peak <= limits.peak
     tensors = [one for one in tree_leaves(found.outcome) if one is not None]
     assert all(one.device.type == "cuda" for one in tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [("shown", "smc"), ("shown, filtered", "smc, filtered"), ("exact, shown", "exact")],
+)
+def test_what_one_request_asks_for_adds_at_most_half_to_a_batch(name: str, plain: str) -> None:
+    assert ROUNDS[name].limits.launches <= 1.5 * ROUNDS[plain].limits.launches
 
 
 @pytest.mark.parametrize("mode", ["smc", "exact", "mixed"])

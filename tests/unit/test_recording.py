@@ -28,9 +28,10 @@ LOGPROBS = recorded_logprobs(1000)
 @pytest.mark.parametrize("is_adaptive", [False, True])
 def test_no_server_records_more_than_it_should(wanted: list[int], is_adaptive: bool) -> None:
     kinds = Kinds.of(SMCConfig(num_particles=8, num_steps=8, adaptive=is_adaptive), LOGPROBS)
-    sizes = plan_sizes(wanted, kinds.num_most_used)
-    assert sizes.count(kinds.num_most_used) <= MOST
-    for of_kind in sizes[:2]:
+    num_kinds = kinds.num_most_used, len(kinds.edited)
+    sizes = plan_sizes(wanted, *num_kinds)
+    assert sizes.count(*num_kinds) <= MOST
+    for of_kind in sizes[:3]:
         assert of_kind[0] == wanted[0] and of_kind[-1] == wanted[-1], "one request, and the most"
         assert set(of_kind) <= set(wanted)
 
@@ -38,7 +39,7 @@ def test_no_server_records_more_than_it_should(wanted: list[int], is_adaptive: b
 def test_sizes_in_between_waste_little() -> None:
     assert thinned(STOCK, 3) == (1, 10, 48)
     assert thinned([1, 2], 3) == (1, 2)
-    plain = plan_sizes(STOCK, 2).of_rounds
+    plain = plan_sizes(STOCK, 2, 2).of_rounds
     ratios = [larger / (size + 1) for size, larger in itertools.pairwise(plain)]
     assert max(ratios) <= 1.25, "the padding that a batch may play, over itself"
 
@@ -62,7 +63,7 @@ def test_at_temperature_0_a_round_of_single_chains_is_replayed(is_adaptive: bool
     own: dict[Budget | None, list[RoundGraphs]] = {}
     for budget, recorded in kinds.most_used:
         own.setdefault(budget, []).append(RoundGraphs(play, recorded, play, [1, 2]))
-    found = Recordings(own, single, plan_sizes([1, 2], 2), LogprobTable(3, 2, 5, "cpu"))
+    found = Recordings(own, single, plan_sizes([1, 2], 2, 2), LogprobTable(3, 2, 5, "cpu"))
     for budget, graphs in own.items():
         asked = replace(
             at_temperature_0(config), num_steps=min(4, budget.num_steps if budget else 4)
@@ -80,10 +81,10 @@ def recordings(caplog: pytest.LogCaptureFixture) -> tuple[Recordings, LogprobTab
     table.make_room(LOGPROBS)
     kinds = Kinds.of(SMCConfig(num_particles=2, num_steps=2), LOGPROBS)
     play: Any = None
-    shapes = [*(shape for _, shape in kinds.most_used), kinds.any[1]]
+    shapes = [*(shape for _, shape in [*kinds.most_used, *kinds.edited]), kinds.any[1]]
     graphs = [RoundGraphs(play, shape, play, [1, 2]) for shape in shapes]
     return Recordings(
-        {None: graphs}, RoundGraphs(play, kinds.greedy, play, [1]), plan_sizes([1, 2], 2), table
+        {None: graphs}, RoundGraphs(play, kinds.greedy, play, [1]), plan_sizes([1, 2], 2, 2), table
     ), table
 
 
@@ -93,9 +94,13 @@ def shape(**change: Any) -> RoundShape:
 
 def test_the_first_recording_that_does_enough_is_replayed(caplog: pytest.LogCaptureFixture) -> None:
     found, _ = recordings(caplog)
-    plain, chat, anything = found.of_budget[None]
+    plain, chat, edited, edited_chat, anything = found.of_budget[None]
+    filtered = shape().kinds._replace(filtered=True)
     assert found.find(shape()) is plain
-    assert found.find(shape(kinds=shape().kinds._replace(filtered=True))) is chat
+    assert found.find(shape(kinds=filtered)) is chat
+    for asked in ({"edits": True}, {"logprobs": LOGPROBS}, {"edits": True, "logprobs": LOGPROBS}):
+        assert found.find(shape(**asked)) is edited
+        assert found.find(shape(**asked, kinds=filtered)) is edited_chat
     assert found.find(shape(verifies=True)) is anything
     assert not caplog.records
 
