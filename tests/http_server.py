@@ -19,6 +19,7 @@ from sglang_smc.demo.serving import free_port
 
 START_TIMEOUT = 300.0
 STOP_TIMEOUT = 60.0
+HANGS = 600.0  # seconds; however slow the machine is, a request has an answer before
 
 
 class Server:
@@ -30,10 +31,10 @@ class Server:
         self.log = log
 
     def get(self, route: str, **arguments: Any) -> httpx.Response:
-        return httpx.get(self.url + route, **{"timeout": 120, **arguments})
+        return httpx.get(self.url + route, **{"timeout": HANGS, **arguments})
 
     def post(self, route: str, **body: Any) -> httpx.Response:
-        return httpx.post(self.url + route, json=body, timeout=120)
+        return httpx.post(self.url + route, json=body, timeout=HANGS)
 
     def ending(self) -> str:
         """The end of the log, for a message."""

@@ -83,6 +83,7 @@ def read(arguments: dict[str, Any]) -> dict[str, Any]:
         "attention": found.attention_backend,
         "prefill_graphs": str(graphs.prefill.backend),
         "sizes": graphs.decode.bs,
+        "float32_logits": found.enable_fp32_lm_head,
         "running": found.max_running_requests,
         "reserved": round((1 - (found.mem_fraction_static or 0)) * MEMORY),  # MiB
     }

@@ -21,7 +21,7 @@ from sglang_smc.options.server import (
 )
 from sglang_smc.process import drafts_all
 from sglang_smc.server import potentials, presets, requirements
-from sglang_smc.upstream import Arguments
+from sglang_smc.upstream import IS_NEWER, Arguments
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,13 @@ def resolve(server_args: Arguments) -> None:
         logger.info(
             "SGLang's prefill graphs are disabled: --speculative-draft-model-path is a head, which "
             "reads the target's states at all tokens of a prompt, and these graphs keep none."
+        )
+    if IS_NEWER and server_args.device == "cuda" and not server_args.enable_fp32_lm_head:
+        # Before 0.5.20 the flag converts the whole LM head in each pass.
+        server_args.enable_fp32_lm_head = True
+        logger.info(
+            "LM heads give logits in float32 (--enable-fp32-lm-head), which saves a copy of them "
+            "in each pass. Give a server without SMC the flag, too, to compare answers with it."
         )
     # Layers with a window keep their KV in the pool of the others: a request's row is the ledger
     # of all its slots.

@@ -256,6 +256,7 @@ def test_an_h200_accepts_every_engine(tmp_path: Path) -> None:
         assert line["algorithm"] == arguments.get("speculative_algorithm")
         assert line["sizes"] == arguments["cuda_graph_bs_decode"]
         assert line["prefill_graphs"] == "disabled"
+        assert line["float32_logits"] == (line["algorithm"] == "SMC")
 
 
 # --- The report
