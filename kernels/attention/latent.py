@@ -118,7 +118,8 @@ def cut_work(shape: torch.Size, rank: int, max_prefix: int, max_tail: int, chip:
 
     A program has a multiprocessor to itself.
     """
-    num_warps = max(4, triton.next_power_of_2(rank) // VALUES_PER_WARP)
+    # Eight where the chip is small: with four, latents of 256 numbers spill registers on sm_120.
+    num_warps = max(8 if chip.is_small else 4, triton.next_power_of_2(rank) // VALUES_PER_WARP)
     rows = FEW_ROWS if chip.is_small else MAX_ROWS
     blocks = Blocks(BLOCK_KEYS, rows, num_warps, NUM_STAGES)
     return cut(shape, 1, blocks, max_prefix, max_tail, chip.resident_programs(1))
