@@ -1,8 +1,10 @@
-"""Measure what the tests cost: CPU seconds of each file with all its processes, and engine starts.
+"""Measure what the tests cost, and fail above budget.toml: CPU seconds and engine starts.
 
 A pytest plugin, on where `--costs FILE` is given. The table is printed at the end, and written as
-JSON to FILE. CPU time is read from /proc at the first and last test of each file: that of a process
-whose parent has died is missing, so a file's seconds are a lower bound.
+JSON to FILE. CPU time is read from /proc at the first and last test of each file, with all child
+processes: that of a process whose parent has died is missing, so a file's seconds are a lower
+bound. Seconds are those of the machine that the budget was made on: they are divided by how much
+longer a fixed loop takes here, so that neither a slow machine nor a busy one is over the budget.
 """
 
 from __future__ import annotations
@@ -11,16 +13,21 @@ import json
 import multiprocessing.process
 import os
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomllib
 import warm
 
 KEY = "costs"  # of a report's user properties: file, CPU seconds, engine starts
+LONG = "long"  # likewise: CPU seconds of one test, in the test process itself
 TICKS = os.sysconf("SC_CLK_TCK")
+BUDGET = tomllib.loads((Path(__file__).parent / "budget.toml").read_text())
+MARGIN = 1.1  # above it a run fails
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,6 +47,8 @@ class Costs:
         self._cpu, self._starts_before = tree_seconds(os.getpid()), 0
         self._files: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
         self._ends_file: str | None = None  # path of the test that runs, where it is the last of it
+        self._long_tests: list[tuple[float, str]] = []
+        self._slowness = slowness()
         self._count_starts()
 
     def _count_starts(self) -> None:
@@ -72,6 +81,17 @@ class Costs:
         self._ends_file = file if file != following else None
         return (yield)
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        """Note a test that takes long itself, whatever its servers take."""
+        before = time.process_time()
+        try:
+            return (yield)
+        finally:
+            seconds = (time.process_time() - before) / self._slowness
+            if seconds > MARGIN * BUDGET["seconds_of_a_test"]:
+                item.user_properties.append((LONG, seconds))
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> None:
         """Read the clocks when the last test of a file has been torn down."""
@@ -81,7 +101,7 @@ class Costs:
     def read(self, file: str) -> tuple[str, float, int]:
         """Return a file with its CPU seconds and engine starts since the file before."""
         cpu, starts = tree_seconds(os.getpid()), self._starts
-        cost = file, cpu - self._cpu, starts - self._starts_before
+        cost = file, (cpu - self._cpu) / self._slowness, starts - self._starts_before
         self._cpu, self._starts_before = cpu, starts
         return cost
 
@@ -94,27 +114,75 @@ class Costs:
             if name == KEY:
                 total[2] += value[1]
                 total[3] += value[2]
+            elif name == LONG:
+                self._long_tests.append((value, report.nodeid))
 
-    def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
-        """Print the table by folder, and write it by file."""
-        if hasattr(config, "workerinput"):
-            return
+    def rows(self) -> dict[str, dict[str, float]]:
+        """Return what each file took."""
         names = ("tests", "wall_seconds", "cpu_seconds", "engine_starts")
-        rows = {
+        return {
             file: dict(zip(names, map(float, row), strict=True))
             for file, row in self._files.items()
         }
-        folders: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(names))
-        for file, row in rows.items():
-            for name in (str(Path(file).parent), "all"):
-                folders[name] = [a + b for a, b in zip(folders[name], row.values(), strict=True)]
-        terminalreporter.section("costs")
-        terminalreporter.write_line(f"{'folder':20} {'tests':>6} {'wall s':>8} {'CPU s':>8} starts")
-        for name, (tests, wall, cpu, starts) in folders.items():
+
+    def folders(self) -> dict[str, dict[str, float]]:
+        """Return what each folder took, and all of them."""
+        found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for file, row in self.rows().items():
+            for folder in ("/".join(Path(file).parts[1:2]), "all"):
+                for name, value in row.items():
+                    found[folder][name] += value
+        return found
+
+    def over_budget(self) -> list[str]:
+        """Return a sentence for each limit of budget.toml that is passed by more than a tenth."""
+        found = [
+            f"{test} took {seconds:.1f} CPU seconds of {BUDGET['seconds_of_a_test']}"
+            for seconds, test in self._long_tests
+        ]
+        for folder, row in self.folders().items():
+            most = BUDGET["cpu_seconds"].get(folder, 0)
+            if row["cpu_seconds"] > MARGIN * most:
+                found.append(f"{folder}: {row['cpu_seconds']:.0f} CPU seconds of {most}")
+        starts = self.folders()["all"]["engine_starts"]
+        if starts > BUDGET["engine_starts"]:
+            found.append(f"{starts:.0f} engine starts of {BUDGET['engine_starts']}")
+        return found
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Fail above the budget."""
+        if not hasattr(session.config, "workerinput") and self.over_budget():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
+        """Print the table by folder beside the budget, and write it by file."""
+        if hasattr(config, "workerinput"):
+            return
+        terminalreporter.section(f"costs (this machine is {self._slowness:.2f} times slower)")
+        terminalreporter.write_line(
+            f"{'folder':12} {'tests':>6} {'wall s':>8} {'CPU s':>8} {'budget':>8} starts"
+        )
+        for folder, row in self.folders().items():
+            most = BUDGET["cpu_seconds"].get(folder, 0)
             terminalreporter.write_line(
-                f"{name:20} {tests:6.0f} {wall:8.0f} {cpu:8.0f} {starts:6.0f}"
+                f"{folder:12} {row['tests']:6.0f} {row['wall_seconds']:8.0f} "
+                f"{row['cpu_seconds']:8.0f} {most:8} {row['engine_starts']:6.0f}"
             )
-        Path(config.getoption("--costs")).write_text(json.dumps(rows, indent=1) + "\n")
+        for sentence in self.over_budget():
+            terminalreporter.write_line(f"over the budget of tests/budget.toml: {sentence}")
+        Path(config.getoption("--costs")).write_text(json.dumps(self.rows(), indent=1) + "\n")
+
+
+def slowness() -> float:
+    """Return how much longer a fixed loop takes here than where the budget was made; at least 1."""
+
+    def loop() -> float:
+        start = time.process_time()
+        sum(i * i % 7 for i in range(2_000_000))
+        return time.process_time() - start
+
+    return max(1.0, min(loop() for _ in range(3)) / BUDGET["seconds_of_the_loop"])
 
 
 def _is_server(arguments: Any) -> bool:

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 import httpx
-from http_server import Server
+from http_server import HANGS, Server
 
 Found = TypeVar("Found")
-TIMEOUT = 120.0
+TIMEOUT = HANGS
 
 
 def request(prompt: list[int], seed: int, *, tokens: int = 20, **params: Any) -> dict[str, Any]:

@@ -14,20 +14,13 @@ from transformers import LlamaForCausalLM
 VOCAB = 64
 # Behind a token of NaN all logits are NaN; right behind one of infinity, one of them is infinite.
 TARGET_NAN, TARGET_INF, DRAFT_NAN, DRAFT_INF = RARE = (63, 62, 61, 60)
-# The draft that never agrees proposes this token alone, and the target never does.
-STUBBORN = 7
+OVERFLOWS = 7  # the token whose logit is infinite
 _CONSTANT, _SIGNAL = 0, 1  # dimensions of the residual stream that no layer writes to
-_RARE_LOGIT, _SURE_LOGIT = -60.0, 500.0
+_RARE_LOGIT = -60.0
 
 
-def fault_pair(folder: Path, *, stubborn: bool = False) -> tuple[str, str]:
-    """A target and a draft over one vocabulary; with a draft that is ``stubborn``, no token breaks.
-
-    `RARE` tokens are the broken ones.
-    """
-    if stubborn:
-        never, always = {STUBBORN: -_SURE_LOGIT}, {STUBBORN: _SURE_LOGIT}
-        return _save(folder / "target", 1, never), _save(folder / "stubborn", 2, always)
+def fault_pair(folder: Path) -> tuple[str, str]:
+    """Return a target and a draft over one vocabulary, which break at `RARE` tokens."""
     rare = dict.fromkeys(RARE, _RARE_LOGIT)
     return (
         _save(folder / "target", 1, rare, nan=TARGET_NAN, infinite=TARGET_INF),
@@ -56,7 +49,7 @@ def _save(
         if infinite is not None:
             # The norm leaves at most sqrt(hidden) of the signal, here over 2: more than float32.
             embeddings[infinite, _SIGNAL] = 100.0
-            head[STUBBORN, _SIGNAL] = 3e38
+            head[OVERFLOWS, _SIGNAL] = 3e38
         if nan is not None:
             embeddings[nan] = torch.nan
     model.save_pretrained(path)

@@ -3,22 +3,20 @@
 SGLang's strict memory checks run at every step; a leak or a double free ends the server.
 """
 
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import pytest
 import torch
-from http_server import Server, running_server
+from http_server import Server
 from operator_client import (
     GROUP,
     LONG,
-    OVERLAPPED,
-    SETTINGS,
+    Fresh,
+    Models,
     assert_paused,
-    assert_unharmed,
     broadcasting,
     checksums,
     greedy,
@@ -32,75 +30,13 @@ from operator_client import (
     tensors_of,
     texts,
 )
-from tiny_models import smc_arguments
 
 from sglang_smc import upstream
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unharmed")]
 
 selects = pytest.mark.skipif(not upstream.SELECTS_MODELS, reason="names of tensors tell the model")
 names = pytest.mark.skipif(upstream.SELECTS_MODELS, reason="requests select the model")
-
-
-class Models(NamedTuple):
-    """Two pairs of checkpoints, alike in all but their weights, and a draft of another size."""
-
-    target: str
-    draft: str
-    new_target: str
-    new_draft: str
-    other_size: str
-
-
-@pytest.fixture(scope="module")
-def models(tiny: Callable[..., str]) -> Models:
-    alike = [tiny(vocab_size=64, scale=0.3, seed=seed) for seed in (1, 2, 3, 4)]
-    return Models(*alike, tiny(vocab_size=64, scale=0.3, seed=2, layers=1))
-
-
-class Fresh(NamedTuple):
-    """What a server says that has the new weights from the start."""
-
-    texts: list[str]
-    greedy: str  # in mode `exact`
-
-
-@pytest.fixture(scope="module")
-def fresh(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Fresh:
-    arguments = smc_arguments(models.new_target, models.new_draft, **SETTINGS)
-    with running_server(tmp_path_factory.mktemp("fresh"), OVERLAPPED, **arguments) as server:
-        return Fresh(texts(server), greedy(server)[0])
-
-
-@pytest.fixture(scope="module")
-def server(
-    fresh: Fresh, models: Models, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    """After ``fresh``: one server at a time."""
-    arguments = smc_arguments(models.target, models.draft, **SETTINGS)
-    with running_server(tmp_path_factory.mktemp("server"), OVERLAPPED, **arguments) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def expected(server: Server, fresh: Fresh) -> list[str]:
-    found = texts(server)
-    assert len(set(found)) == len(found)
-    assert not set(found) & set(fresh.texts)
-    return found
-
-
-@pytest.fixture(autouse=True)
-def unharmed(server: Server, expected: list[str]) -> Iterator[None]:
-    yield
-    assert_unharmed(server, expected)
-
-
-@pytest.fixture
-def loaded_back(server: Server, models: Models) -> Iterator[None]:
-    """Ends with the weights that the server began with."""
-    yield
-    assert load(server, models.target, models.draft).status_code == 200
 
 
 def test_new_weights_from_disk_are_those_of_a_fresh_server(
@@ -190,12 +126,6 @@ def test_a_new_draft_changes_the_speed_of_a_greedy_text_alone(
     assert rounds > 20
 
 
-@pytest.fixture
-def by_file_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Share tensors by the names of files: descriptors are handed to child processes alone."""
-    monkeypatch.setattr(torch.multiprocessing, "_sharing_strategy", "file_system")
-
-
 @names
 def test_new_weights_from_tensors_that_name_their_model(
     server: Server, models: Models, fresh: Fresh, loaded_back: None, by_file_name: None
@@ -236,10 +166,7 @@ def test_new_weights_of_both_in_one_session(
     ("opened", "given", "updated"),
     [
         ("all", {}, "target"),
-        ("all", {"selector": "target"}, "target"),
         ("all", {"selector": "draft"}, "draft"),
-        ("target", {}, "target"),
-        ("draft", {}, "draft"),
         ("draft", {"flush_cache": False, "weight_version": "2"}, "draft"),
     ],
 )

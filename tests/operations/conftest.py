@@ -1,0 +1,84 @@
+"""One server for all that an operator does, and one that has the new weights from the start."""
+
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from http_server import Server, running_server
+from operator_client import (
+    OVERLAPPED,
+    SETTINGS,
+    Fresh,
+    Models,
+    assert_unharmed,
+    count_left,
+    count_processes,
+    greedy,
+    load,
+    status_of_health,
+    streaming,
+    texts,
+)
+from tiny_models import smc_arguments
+
+
+@pytest.fixture(scope="session")
+def models(tiny: Callable[..., str]) -> Models:
+    alike = [tiny(vocab_size=64, scale=0.3, seed=seed) for seed in (1, 2, 3, 4)]
+    return Models(*alike, tiny(vocab_size=64, scale=0.3, seed=2, layers=1))
+
+
+@pytest.fixture(scope="session")
+def fresh(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Fresh:
+    arguments = smc_arguments(models.new_target, models.new_draft, **SETTINGS)
+    with running_server(tmp_path_factory.mktemp("fresh"), OVERLAPPED, **arguments) as server:
+        found = texts(server), greedy(server)[0]
+        group = server.process.pid  # it leads a process group of its own
+        before = count_processes(group)
+        with streaming(server) as stream:
+            server.process.send_signal(signal.SIGTERM)
+            health = status_of_health(server)
+            last = stream.finish()["meta_info"]
+        returncode = server.process.wait(timeout=600)
+        processes = before, count_left(group)
+        reason = last["finish_reason"]["type"]
+        return Fresh(*found, last["completion_tokens"], reason, health, returncode, processes)
+
+
+@pytest.fixture(scope="session")
+def server(
+    fresh: Fresh, models: Models, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """After ``fresh``: one server at a time."""
+    folder = tmp_path_factory.mktemp("server")
+    arguments = smc_arguments(models.target, models.draft, enable_metrics=True, **SETTINGS)
+    with running_server(folder, OVERLAPPED, **arguments) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def expected(server: Server) -> list[str]:
+    found = texts(server)
+    assert len(set(found)) == len(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def unharmed(server: Server, expected: list[str]) -> Iterator[None]:
+    """Behind the module's tests the server gives the texts of its start, and holds nothing."""
+    yield
+    assert_unharmed(server, expected)
+
+
+@pytest.fixture
+def loaded_back(server: Server, models: Models) -> Iterator[None]:
+    """Load the weights that the server began with, behind the test."""
+    yield
+    assert load(server, models.target, models.draft).status_code == 200
+
+
+@pytest.fixture
+def by_file_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Share tensors by the names of files: descriptors are handed to child processes alone."""
+    monkeypatch.setattr(torch.multiprocessing, "_sharing_strategy", "file_system")
