@@ -97,17 +97,10 @@ def check(case: dict[str, Any], logits: torch.Tensor, chains: torch.Tensor, firs
 
 @settings(max_examples=60, deadline=None)
 @given(rounds())
-def test_each_column_of_a_verification_counts_what_its_own_particle_has_before_it(
-    case: dict[str, Any],
-) -> None:
+def test_each_column_counts_what_its_own_particle_has_before_it(case: dict[str, Any]) -> None:
+    """Of a verification, and of a step of drafting."""
     chains = torch.tensor(case["chains"], dtype=torch.int64)
     check(case, logits_of(case, chains.shape[2] + 1), chains, 0)
-
-
-@settings(max_examples=60, deadline=None)
-@given(rounds())
-def test_a_step_of_drafting_counts_what_has_been_drafted(case: dict[str, Any]) -> None:
-    chains = torch.tensor(case["chains"], dtype=torch.int64)
     check(case, logits_of(case, 1), chains, chains.shape[2])
 
 
@@ -143,18 +136,11 @@ def test_a_row_that_is_used_again_forgets_its_former_request() -> None:
 
 
 def test_requests_that_change_logits_are_known_and_need_no_rule_of_the_host() -> None:
-    assert not has_edits(make_req([1]))
-    for params in (
-        {"frequency_penalty": -0.1},
-        {"presence_penalty": 0.1},
-        {"repetition_penalty": 0.9},
-        {"logit_bias": {"3": 1.0}},
-        {"min_new_tokens": 1},
-    ):
-        req = make_req([1], **params)
-        assert has_edits(req)
-        assert not has_rules(req)
-    assert not has_edits(make_req([1], logit_bias={}))
+    penalties = {"frequency_penalty": -0.1, "presence_penalty": 0.1, "repetition_penalty": 0.9}
+    for name, value in {**penalties, "logit_bias": {"3": 1.0}, "min_new_tokens": 1}.items():
+        req = make_req([1], **{name: value})
+        assert has_edits(req) and not has_rules(req)
+    assert not has_edits(make_req([1])) and not has_edits(make_req([1], logit_bias={}))
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,14 @@ def with_processor(output_ids: list[int], processor: Any, **custom_params: Any) 
 
 
 def apply(
-    reqs: list[Any], last_emitted: list[list[int]], tails: list, chains: list, first: int = 0
+    reqs: list[Any],
+    last_emitted: list[list[int]],
+    tails: list,
+    chains: list,
+    first: int = 0,
+    **fields: Any,
 ) -> torch.Tensor:
-    of_round = rules_of(reqs, population_of(tails, last_emitted), VOCAB)
+    of_round = rules_of(reqs, population_of(tails, last_emitted, **fields), VOCAB)
     drafted = torch.tensor(chains, dtype=torch.int64)
     num_columns = 1 if first else drafted.shape[2] + 1
     logits = torch.zeros(*drafted.shape[:2], num_columns, VOCAB)
@@ -64,42 +69,21 @@ def test_each_row_is_shown_what_it_follows() -> None:
     assert not found[0].any(), "a neighbour without a processor"
 
 
-def test_a_step_of_drafting_is_shown_what_has_been_drafted() -> None:
-    recorder = Recorder()
-    apply([with_processor([1], recorder)], [[1, 1]], [[[], [2]]], [[[3, 4], [5, 0]]], first=2)
-    assert recorder.seen == [[1, 3, 4], [1, 2, 5, 0]]
-
-
-def test_a_particle_reads_its_own_first_token_while_it_is_open() -> None:
-    recorder = Recorder()
-    req = with_processor([1, 0], recorder)
-    req.smc_state.open_token.begin(1)
-    apply([req], [[4, 5]], [[[], []]], [[[], []]])
-    assert recorder.seen == [[1, 4], [1, 5]]
-
-
-def test_a_particle_that_has_ended_is_not_shown() -> None:
-    recorder = Recorder()
-    population = population_of([[[2], [3]]], [[1, 1]])
-    population = population._replace(ended=torch.tensor([[True, False]]))
-    of_round = rules_of([with_processor([1], recorder)], population, VOCAB)
-    of_round.apply(torch.zeros(1, 2, 1, VOCAB), torch.empty(1, 2, 0, dtype=torch.int64), 0)
-    assert recorder.seen == [[1, 3]]
-
-
-def test_a_first_token_follows_the_emitted_text() -> None:
-    recorder = Recorder()
-    found = begin_rules([make_req([]), with_processor([1, 2], recorder)], torch.zeros(2, VOCAB))
-    assert recorder.seen == [[1, 2]]
-    assert found.tolist() == [[0] * VOCAB, [0, 0, 1, 0, 0, 0]]
-
-
-def test_without_parameters_a_processor_gets_none_as_in_sglang() -> None:
+def test_each_particle_is_shown_its_own_text() -> None:
+    """What has been drafted, too; its own first token while that is open; not once it has ended."""
     recorder = Recorder()
     req = with_processor([1], recorder)
+    apply([req], [[1, 1]], [[[], [2]]], [[[3, 4], [5, 0]]], first=2)
+    apply([req], [[1, 1]], [[[2], [3]]], [[[], []]], ended=torch.tensor([[True, False]]))
+    opened = with_processor([1, 0], recorder)
+    opened.smc_state.open_token.begin(1)
+    apply([opened], [[4, 5]], [[[], []]], [[[], []]])
+    begin_rules([make_req([]), with_processor([1, 2], recorder)], torch.zeros(2, VOCAB))
+    shown = [[1, 3, 4], [1, 2, 5, 0], [1, 3], [1, 4], [1, 5], [1, 2]]
+    assert recorder.seen == shown
     req.sampling_params.custom_params = None
     apply([req], [[1]], [[[]]], [[[]]])
-    assert recorder.seen == [None]
+    assert recorder.seen == [*shown, None], "without parameters as in SGLang"
 
 
 def test_sglang_s_own_processors_read_prompt_and_output_as_they_do_there() -> None:
@@ -110,10 +94,8 @@ def test_sglang_s_own_processors_read_prompt_and_output_as_they_do_there() -> No
     found = apply([req], [[2]], [[[1]]], [[[2]]])[0, 0]
     assert (found == -torch.inf).nonzero().tolist() == [[0, 2], [1, 1]]
     disallowed = with_processor([1], DisallowedTokensLogitsProcessor(), token_ids=[3, 5])
-    assert apply([disallowed], [[1]], [[[]]], [[[]]])[0, 0, 0].isinf().nonzero().tolist() == [
-        [3],
-        [5],
-    ]
+    found = apply([disallowed], [[1]], [[[]]], [[[]]])[0, 0, 0]
+    assert found.isinf().nonzero().flatten().tolist() == [3, 5]
 
 
 @pytest.mark.parametrize("loaded", [True, False])

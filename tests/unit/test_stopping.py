@@ -34,17 +34,26 @@ class Letters:
         return whole.decode(errors="replace")
 
 
-def mark_stop_texts(
-    ends: torch.Tensor, reqs: list[Any], tokens: torch.Tensor, population: Population | None = None
-) -> torch.Tensor:
-    return StopTexts.of(BatchTexts(reqs, population, 8, "cpu")).ends(ends, tokens, population)
+def ends_of(
+    reqs: list[Any],
+    tokens: list,
+    population: Population | None = None,
+    ends: torch.Tensor | None = None,
+) -> list:
+    drawn = torch.tensor(tokens)
+    known = torch.zeros_like(drawn).bool() if ends is None else ends
+    of_round = StopTexts.of(BatchTexts(reqs, population, 8, "cpu"))
+    return of_round.ends(known, drawn, population).int().tolist()
 
 
 A, B, C, ST, OP, STOP, SPACE, SEVEN, HALF, OTHER_HALF = range(10)
 
 
 def make_req(
-    *stops: str, regex: str | None = None, span: int = 2, output_ids: tuple[int, ...] = ()
+    stops: tuple[str, ...] = (),
+    regex: str | None = None,
+    span: int = 2,
+    output_ids: tuple[int, ...] = (),
 ) -> Any:
     """``span``: tokens that a stop text may take, as SGLang computes it from the tokenizer."""
     params = SimpleNamespace(
@@ -69,52 +78,45 @@ def make_req(
 
 def test_only_requests_with_stop_texts_are_looked_at() -> None:
     assert not StopTexts.applies(make_req())
-    assert StopTexts.applies(make_req("x"))
+    assert StopTexts.applies(make_req(("x",)))
     assert StopTexts.applies(make_req(regex="x"))
 
 
+STRING = {"stops": ("STOP",), "span": 1}
+DIGITS = {"regex": r"a\d+ b", "span": 6}
+PARAGRAPH = {"regex": "a§b"}
+
+
 @pytest.mark.parametrize(
-    ("emitted", "tail", "new", "expected"),
+    ("asked", "emitted", "tail", "new", "expected"),
     [
-        ([A], [B], [A, STOP, C], 1),  # inside one token
-        ([A], [B], [A, ST, OP, C], 2),  # across two new tokens: it ends with the second
-        ([A], [B, ST], [OP, A], 0),  # begins in the tail
-        ([A, ST], [], [OP, A], 0),  # begins in the emitted text
-        ([ST], [OP], [A, A], None),  # between emitted text and tail: matched long ago, not now
-        ([A], [ST], [A, OP], None),  # not in a row
-        ([A], [], [ST, ST, OP], 2),
-        ([A], [B], [OP, ST], None),  # the wrong way round
-        ([], [], [STOP], 0),
-        ([A], [], [STOP, STOP], 0),  # the first counts
-        ([A], [B], [], None),
+        (STRING, [A], [B], [A, STOP, C], 1),  # inside one token
+        (STRING, [A], [B], [A, ST, OP, C], 2),  # across two new tokens: it ends with the second
+        (STRING, [A], [B, ST], [OP, A], 0),  # begins in the tail
+        (STRING, [A, ST], [], [OP, A], 0),  # begins in the emitted text
+        (STRING, [ST], [OP], [A, A], None),  # between text and tail: matched long ago, not now
+        (STRING, [A], [ST], [A, OP], None),  # not in a row
+        (STRING, [A], [], [ST, ST, OP], 2),
+        (STRING, [A], [B], [OP, ST], None),  # the wrong way round
+        (STRING, [], [], [STOP], 0),
+        (STRING, [A], [], [STOP, STOP], 0),  # the first counts
+        (STRING, [A], [B], [], None),
+        ({"stops": ("abcabc",), "span": 6}, [B, A, B], [C, A], [B, C, A], 1),
+        ({"stops": ("cc", "ab")}, [], [], [C, A, B, C, C], 2),  # the first of several
+        (DIGITS, [C, A], [SEVEN], [SEVEN, SPACE, B, C], 2),
+        (DIGITS, [C, A], [SPACE], [SEVEN, SPACE, B], None),
+        ({"stops": ("STOP",), "regex": r"\d"}, [], [], [A, SEVEN, STOP], 1),
+        ({"stops": ("STOP",), "regex": r"\d"}, [], [], [STOP, SEVEN], 0),
+        (PARAGRAPH, [A, HALF], [OTHER_HALF], [B], 0),  # half a character and its other half
+        (PARAGRAPH, [A, HALF], [], [OTHER_HALF, B], 1),
+        (PARAGRAPH, [A, HALF], [], [B], None),
     ],
 )
-def test_a_stop_string_ends_at_the_token_that_completes_it(
-    emitted: list[int], tail: list[int], new: list[int], expected: int | None
+def test_a_stop_text_ends_at_the_token_that_completes_it(
+    asked: dict, emitted: list[int], tail: list[int], new: list[int], expected: int | None
 ) -> None:
-    req = make_req("STOP", span=1, output_ids=tuple(emitted))
+    req = make_req(**{"stops": (), **asked}, output_ids=tuple(emitted))
     assert first_match(req, tail, new) == expected
-
-
-def test_a_match_reaches_back_over_tail_and_emitted_text() -> None:
-    req = make_req("abcabc", span=6, output_ids=(B, A, B))
-    assert first_match(req, [C, A], [B, C, A]) == 1
-
-
-def test_the_first_of_several_stop_strings_ends_the_text() -> None:
-    assert first_match(make_req("cc", "ab", span=2), [], [C, A, B, C, C]) == 2
-
-
-def test_a_stop_pattern_matches_across_the_border_of_the_tail() -> None:
-    req = make_req(regex=r"a\d+ b", span=6, output_ids=(C, A))
-    assert first_match(req, [SEVEN], [SEVEN, SPACE, B, C]) == 2
-    assert first_match(req, [SPACE], [SEVEN, SPACE, B]) is None
-
-
-def test_strings_and_patterns_together() -> None:
-    req = make_req("STOP", regex=r"\d", span=2)
-    assert first_match(req, [], [A, SEVEN, STOP]) == 1
-    assert first_match(req, [], [STOP, SEVEN]) == 0
 
 
 def population(
@@ -125,59 +127,30 @@ def population(
 
 
 def test_each_particle_is_marked_by_its_own_lineage_and_each_request_by_its_own_texts() -> None:
-    reqs = [make_req("STOP"), make_req(), make_req("ab")]
+    reqs = [make_req(("STOP",)), make_req(), make_req(("ab",))]
     tails = population([[[ST], [A]], [[ST], [A]], [[ST], [A]]])
-    tokens = torch.tensor([[[OP, A], [OP, B]]] * 3)
     ends = torch.zeros(3, 2, 2, dtype=torch.bool)
     ends[0, 1, 1] = True  # an end that is already known stays
-    found = mark_stop_texts(ends, reqs, tokens, tails)
-    assert found.int().tolist() == [
-        [[1, 0], [0, 1]],
-        [[0, 0], [0, 0]],
-        [[0, 0], [0, 0]],
-    ]
-    again = mark_stop_texts(ends, reqs, torch.tensor([[[B, A], [B, B]]] * 3), tails)
-    assert again[2].int().tolist() == [[0, 0], [1, 0]]
+    found = ends_of(reqs, [[[OP, A], [OP, B]]] * 3, tails, ends)
+    assert found == [[[1, 0], [0, 1]], [[0, 0], [0, 0]], [[0, 0], [0, 0]]]
+    again = ends_of(reqs, [[[B, A], [B, B]]] * 3, tails, ends)
+    assert again[2] == [[0, 0], [1, 0]]
     assert ends.sum() == 1, "the argument is left as it was"
+    behind = ends_of([make_req(("STOPa",))], [[[A], [A]]], population([[[ST], [ST, OP]]]))
+    assert behind == [[[0], [1]]], "tokens behind the end of a tail are not read"
+    first = ends_of([make_req(("STOP",), output_ids=(A, ST))], [[[OP], [A]]])
+    assert first == [[[1], [0]]], "right behind the emitted text stand those that prefill drew"
 
 
-def test_tokens_behind_the_end_of_a_tail_are_not_read() -> None:
-    found = mark_stop_texts(
-        torch.zeros(1, 2, 1, dtype=torch.bool),
-        [make_req("STOPa")],
-        torch.tensor([[[A], [A]]]),
-        population([[[ST], [ST, OP]]]),
-    )
-    assert found.tolist() == [[[False], [True]]]
-
-
-def test_first_tokens_that_prefill_drew_stand_right_behind_the_emitted_text() -> None:
-    tokens = torch.tensor([[[OP], [A]]])
-    nothing = torch.zeros(1, 2, 1, dtype=torch.bool)
-    found = mark_stop_texts(nothing, [make_req("STOP", output_ids=(A, ST))], tokens)
-    assert found.tolist() == [[[True], [False]]]
-
-
-@pytest.mark.parametrize(
-    ("open_token_at", "expected"), [(1, [True, False]), (None, [False, False])]
-)
+@pytest.mark.parametrize(("open_token_at", "expected"), [(1, [[1], [0]]), (None, [[0], [0]])])
 def test_a_particle_reads_its_own_first_token_while_it_is_open(
-    open_token_at: int | None, expected: list[bool]
+    open_token_at: int | None, expected: list[list[int]]
 ) -> None:
     """What stands in its place in the request's output is another particle's, or nobody's."""
-    req = make_req("STOP", output_ids=(A, C))
+    req = make_req(("STOP",), output_ids=(A, C))
     req.smc_state.open_token.begin(open_token_at)
     tails = population([[[], []]], [[ST, A]])
-    nothing = torch.zeros(1, 2, 1, dtype=torch.bool)
-    found = mark_stop_texts(nothing, [req], torch.tensor([[[OP], [OP]]]), tails)
-    assert found[0, :, 0].tolist() == expected
-
-
-def test_half_a_character_is_read_with_its_other_half() -> None:
-    req = make_req(regex="a§b", output_ids=(A, HALF))
-    assert first_match(req, [OTHER_HALF], [B]) == 0
-    assert first_match(req, [], [OTHER_HALF, B]) == 1
-    assert first_match(req, [], [B]) is None
+    assert ends_of([req], [[[OP], [OP]]], tails) == [expected]
 
 
 def judged(req: Any, *tokens: int) -> tuple[str | None, int | None]:
@@ -204,10 +177,11 @@ def test_sglang_has_no_pattern_to_search_for_and_the_request_ends_all_the_same()
         (FINISH_MATCHED_STR("ab"), 3, "ab"),  # as SGLang: strings before patterns
         (FINISH_MATCHED_TOKEN(A), 2, A),  # that was before
         (FINISH_MATCHED_STR("cc"), 4, "b"),
+        (FINISH_ABORT("gone"), None, None),
     ],
 )
 def test_the_first_end_of_a_text_is_the_one_that_counts(
-    reason: Any, length: int, expected: Any
+    reason: Any, length: int | None, expected: Any
 ) -> None:
     req = make_req(regex="b")
     req.finished_reason, req.finished_len = reason, length
@@ -215,14 +189,6 @@ def test_the_first_end_of_a_text_is_the_one_that_counts(
     req.output_ids.extend([A, A, B, C])
     StopTexts.judge(req)
     assert getattr(req.finished_reason, "matched", None) == expected
-
-
-def test_an_abort_stays_one() -> None:
-    req = make_req(regex="b")
-    req.finished_reason = FINISH_ABORT("gone")
-    req.output_ids.append(B)
-    StopTexts.judge(req)
-    assert isinstance(req.finished_reason, FINISH_ABORT)
 
 
 def test_a_long_text_is_not_read_again() -> None:
