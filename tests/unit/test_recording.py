@@ -27,6 +27,7 @@ LOGPROBS = recorded_logprobs(1000)
 @pytest.mark.parametrize("wanted", [STOCK, [1], [3], [1, 4], [*range(1, 257)], [7, 200]])
 @pytest.mark.parametrize("is_adaptive", [False, True])
 def test_no_server_records_more_than_it_should(wanted: list[int], is_adaptive: bool) -> None:
+    """And sizes in between waste little."""
     kinds = Kinds.of(SMCConfig(num_particles=8, num_steps=8, adaptive=is_adaptive), LOGPROBS)
     num_kinds = kinds.num_most_used, len(kinds.edited)
     sizes = plan_sizes(wanted, *num_kinds)
@@ -34,9 +35,6 @@ def test_no_server_records_more_than_it_should(wanted: list[int], is_adaptive: b
     for of_kind in sizes[:3]:
         assert of_kind[0] == wanted[0] and of_kind[-1] == wanted[-1], "one request, and the most"
         assert set(of_kind) <= set(wanted)
-
-
-def test_sizes_in_between_waste_little() -> None:
     assert thinned(STOCK, 3) == (1, 10, 48)
     assert thinned([1, 2], 3) == (1, 2)
     plain = plan_sizes(STOCK, 2, 2).of_rounds
@@ -93,6 +91,7 @@ def shape(**change: Any) -> RoundShape:
 
 
 def test_the_first_recording_that_does_enough_is_replayed(caplog: pytest.LogCaptureFixture) -> None:
+    """What is not replayed says why, and once."""
     found, _ = recordings(caplog)
     plain, chat, edited, edited_chat, anything = found.of_budget[None]
     filtered = shape().kinds._replace(filtered=True)
@@ -103,10 +102,6 @@ def test_the_first_recording_that_does_enough_is_replayed(caplog: pytest.LogCapt
         assert found.find(shape(**asked, kinds=filtered)) is edited_chat
     assert found.find(shape(verifies=True)) is anything
     assert not caplog.records
-
-
-def test_what_is_not_replayed_says_why_and_once(caplog: pytest.LogCaptureFixture) -> None:
-    found, _ = recordings(caplog)
     for _ in range(3):
         assert found.find(shape(has_rules=True)) is None
         assert found.find(shape(traces=True)) is None
