@@ -1,19 +1,18 @@
 """Populations of particles against the same as lists, and the table that holds them."""
 
+import copy
 import random
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from populations import population_of, shared
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.managers.schedule_batch import ReqLogprob
 
 from sglang_smc.smc.agreement import num_distinct
 from sglang_smc.state.population import ParticleTable, Population
-from sglang_smc.state.tail_logprobs import LogprobTable, LogprobWidths, TailLogprobs
+from sglang_smc.state.tail_logprobs import TailLogprobs
 
 N, MAX_TAIL = 4, 9
 
@@ -86,88 +85,79 @@ def test_populations_do_what_lists_do(seed: int) -> None:
     firsts = [[rng.randint(0, 1) for _ in range(N)] for _ in range(3)]
     if seed % 2:  # one token of all, as where p is normalised
         firsts = [[group[0]] * N for group in firsts]
-    table = ParticleTable(5, N, MAX_TAIL, "cpu")
-    rows = torch.tensor([3, 1, 4])
+    table, rows = ParticleTable(5, N, MAX_TAIL, "cpu"), torch.tensor([3, 1, 4])
     table.begin(
         rows,
         first_tokens=torch.tensor(firsts),
         num_emitted=torch.tensor([1, 2, 3]),
         log_evidence=torch.zeros(3, dtype=torch.float64),
         num_particles=torch.tensor(sizes),
+        ended=torch.tensor(firsts) == 1,
     )
-    emitted, groups = [1, 2, 3], []
-    for group, size in zip(firsts, sizes, strict=True):
-        groups.append(
-            [Particle((0, token), n, n >= size, n < size) for n, token in enumerate(group)]
-        )
+    emitted = [1, 2, 3]
+    groups = [
+        [Particle((0, token), n, token == 1 or n >= size, n < size) for n, token in enumerate(own)]
+        for own, size in zip(firsts, sizes, strict=True)
+    ]
     found = table.gather(rows, N, MAX_TAIL)
     found = found._replace(logprobs=logprobs_of(found.texts))
     check(found, groups, emitted)
     for _ in range(30):
-        before, was = found, (groups, emitted)
-        found, groups, emitted = step(rng, found, groups, emitted)
-        found = found._replace(logprobs=found.logprobs or logprobs_of(found.texts))
+        before, was = found, (copy.deepcopy(groups), list(emitted))
+        found = ACTIONS[rng.choice(list(ACTIONS))](rng, found, groups, emitted)
         check(found, groups, emitted)
         check(before, *was)
         table.scatter(rows, found)
         check(table.gather(rows, N, MAX_TAIL)._replace(logprobs=found.logprobs), groups, emitted)
 
 
-def step(
-    rng: random.Random, found: Population, groups: Groups, emitted: list[int]
-) -> tuple[Population, Groups, list[int]]:
-    """One thing that may happen to a population, and to the lists."""
-    action = rng.choice(["append", "append", "descend", "emit", "resize"])
-    if action == "append":
-        new = [[[rng.randint(0, 1) for _ in range(3)] for _ in range(N)] for _ in groups]
-        room = [[MAX_TAIL - len(one.text) + 2 if one.present else 0 for one in g] for g in groups]
-        counts = [[rng.randint(0, min(3, most)) for most in of_group] for of_group in room]
-        after = [
-            [
-                replace(one, text=(*one.text, *tokens[:count]))
-                for one, tokens, count in zip(*of_group, strict=True)
-            ]
-            for of_group in zip(groups, new, counts, strict=True)
-        ]
-        grown = found.append(torch.tensor(new), torch.tensor(counts))
-        return grown._replace(logprobs=None), after, emitted
-    if action == "emit":
-        counts = shared(found)
-        assert counts.tolist() == list(map(common, groups))
-        fewer = [rng.randint(0, count) for count in counts.tolist()]
-        after = [
-            [replace(one, text=one.text[count:]) if one.present else one for one in group]
-            for group, count in zip(groups, fewer, strict=True)
-        ]
-        total = [number + count for number, count in zip(emitted, fewer, strict=True)]
-        return found.emit(torch.tensor(fewer)), after, total
-    sizes = [sum(one.present for one in group) for group in groups]
-    ancestors = [[rng.randrange(size) if n < size else n for n in range(N)] for size in sizes]
-    if action == "descend":
-        after = [
-            [group[ancestor] for ancestor in of_group]
-            for group, of_group in zip(groups, ancestors, strict=True)
-        ]
-        return found.descend(torch.tensor(ancestors)), after, emitted
-    now = [rng.randint(1, N) for _ in groups]
-    drawn = [
-        [rng.randrange(size) if n < new else n for n in range(N)]
-        for size, new in zip(sizes, now, strict=True)
-    ]
-    after = [
-        [
-            replace(group[ancestor], present=n < new, ended=group[ancestor].ended or n >= new)
-            for n, ancestor in enumerate(of_group)
-        ]
-        for group, of_group, new in zip(groups, drawn, now, strict=True)
-    ]
-    present = torch.arange(N) < torch.tensor(now).unsqueeze(1)
-    return found.resize(torch.tensor(drawn), present), after, emitted
+def append(rng: random.Random, found: Population, groups: Groups, _: list[int]) -> Population:
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    tokens = torch.randint(2, (len(groups), N, 3), generator=generator)
+    counts = torch.zeros(len(groups), N, dtype=torch.int64)
+    for g, group in enumerate(groups):
+        for n, one in enumerate(group):
+            count = rng.randint(0, min(3, MAX_TAIL + 2 - len(one.text))) * one.present
+            counts[g, n] = count
+            group[n] = replace(one, text=(*one.text, *tokens[g, n, :count].tolist()))
+    grown = found.append(tokens, counts)
+    return grown._replace(logprobs=logprobs_of(grown.texts))
 
 
-def test_ends_go_with_their_texts() -> None:
-    before = population_of([[[1], [2, 2], [3]]], ended=torch.tensor([[False, True, False]]))
-    assert before.descend(torch.tensor([[1, 2, 1]])).ended.tolist() == [[True, False, True]]
+def emit(rng: random.Random, found: Population, groups: Groups, emitted: list[int]) -> Population:
+    assert shared(found).tolist() == list(map(common, groups))
+    counts = [rng.randint(0, common(group)) for group in groups]
+    for g, count in enumerate(counts):
+        emitted[g] += count
+        groups[g] = [replace(one, text=one.text[count * one.present :]) for one in groups[g]]
+    return found.emit(torch.tensor(counts))
+
+
+def resize(
+    rng: random.Random, found: Population, groups: Groups, _: list[int], *, same: bool = False
+) -> Population:
+    ancestors, present = [], []
+    for g, group in enumerate(groups):
+        size = sum(one.present for one in group)
+        now = size if same else rng.randint(1, N)
+        drawn = [rng.randrange(size) if n < now else n for n in range(N)]
+        groups[g] = [
+            replace(group[a], present=n < now, ended=group[a].ended or n >= now)
+            for n, a in enumerate(drawn)
+        ]
+        ancestors.append(drawn)
+        present.append([n < now for n in range(N)])
+    if same:
+        return found.descend(torch.tensor(ancestors))
+    return found.resize(torch.tensor(ancestors), torch.tensor(present))
+
+
+ACTIONS: dict[str, Any] = {
+    "append": append,
+    "descend": partial(resize, same=True),
+    "emit": emit,
+    "resize": resize,
+}
 
 
 def test_begin_forgets_the_rows_former_request() -> None:
@@ -210,27 +200,3 @@ def test_a_window_holds_what_its_groups_need_and_leaves_the_rest_alone() -> None
     assert found.lengths.tolist() == [[4, 1, 1, 2], [2, 2, 1, 1]]
     assert torch.equal(found.tokens[0], whole.tokens[0])
     assert found.tokens[1, :, :2].tolist() == [[1, 8], [2, 9], [3, 0], [4, 0]]
-
-
-def test_a_table_keeps_log_probabilities_beside_the_tails() -> None:
-    table, rows = LogprobTable(5, 2, MAX_TAIL, "cpu"), torch.tensor([3, 1])
-    asking = SimpleNamespace(
-        sampling_params=SimpleNamespace(max_new_tokens=4),
-        return_logprob=True,
-        logprob=ReqLogprob(top_logprobs_num=2, token_ids_logprob=[7]),
-    )
-    batch = SimpleNamespace(
-        reqs=[asking] * 2,
-        req_pool_indices=rows,
-        top_logprobs_nums=[2, 2],
-        token_ids_logprobs=[[7], [7]],
-    )
-    log_p, tokens = torch.zeros(2, 9), torch.tensor([[1], [2]])
-    table.begin(batch, log_p, tokens, LogitsProcessorOutput(None))  # type: ignore[arg-type]
-    whole = population_of([[[10, 11, 12], [10, 21]], [[30, 31], [40]]], width=MAX_TAIL + 1)
-    before = logprobs_of(whole.texts)
-    table.scatter(rows, before)
-    for kept, given in zip(
-        table.gather(rows, 2, MAX_TAIL, LogprobWidths(1, 2, 1)), before, strict=True
-    ):
-        assert torch.equal(kept, given)

@@ -179,7 +179,7 @@ def test_one_call_for_all_and_each_value_in_its_place() -> None:
     lengths = Lengths()
     asked = [("a", False, 0), ("ab", True, 0), ("abc", False, 1), ("abcd", True, 2)]
     questions = [Question(text(output), is_whole, owner) for output, is_whole, owner in asked]
-    answers = Caller("lengths", lengths, 10.0).ask(questions).answers()
+    answers = Caller("lengths", lengths, 600.0).ask(questions).answers()
     assert answers == [1.0, -2.0, 3.0, -4.0]
     assert sorted(lengths.calls) == [("complete", 2), ("prefix", 2)]
     assert lengths.thread != threading.get_ident()
@@ -200,7 +200,7 @@ def test_who_is_at_fault_fails_alone() -> None:
     questions = [
         Question(text("a", Broken.Args(one)), False, owner) for owner, one in enumerate(asked)
     ]
-    first, *told, forbidden, last = Caller("broken", Broken(), 10.0).ask(questions).answers()
+    first, *told, forbidden, last = Caller("broken", Broken(), 600.0).ask(questions).answers()
     assert (first, forbidden, last) == (0.0, -math.inf, 0.0)
     for failed, sentence in zip(told, does.values(), strict=True):
         assert isinstance(failed, Failed) and sentence in failed.message
@@ -386,7 +386,7 @@ def play(potential: Potential, *chosen: dict[str, Any], refused: bool = False) -
 
     size = len(chosen)
     sizes = {"num_requests": size, "max_new_tokens": 8, "eos": EOS, "chosen": chosen}
-    callers = {"named": Stopped("named", potential, 60.0)}
+    callers = {"named": Stopped("named", potential, 600.0)}
     worker = ToyWorker(SERVER, *languages(), callers=callers, **sizes)
     reqs = worker.begin(list(range(1, size + 1)), torch.full((size,), 0.4, dtype=torch.float64))
     worker.play_round(reqs)
@@ -425,36 +425,25 @@ LARGE, FORBID = {"does": "large"}, {"does": "forbid"}
 
 
 @pytest.mark.parametrize(
-    "asked",
-    [named(LARGE, exponent=1e30), named(LARGE, LARGE), named(LARGE)],
-    ids=["exponent", "sum", "alone"],
+    ("potential", "asked", "status", "told"),
+    [
+        (Broken(), named(LARGE, exponent=1e30), 500, "for a text; allowed: up to 1e300"),
+        (Broken(), named(LARGE, LARGE), 500, "for a text; allowed: up to 1e300"),
+        (Broken(), named(LARGE), 500, "for a text; allowed: up to 1e300"),
+        (Broken(), named(FORBID, LARGE, exponent=1e30), 500, ""),  # 0 * inf has no value
+        (Broken(), named(FORBID, {"does": "nothing"}), 400, ""),
+        (Picky(), named({}), 500, "SystemExit: 3"),  # accepted where the request came in
+    ],
 )
-def test_numbers_that_floats_do_not_hold_are_an_error_of_the_potential(
-    asked: dict[str, Any],
+def test_what_has_no_value_ends_its_request_alone(
+    potential: Potential, asked: dict[str, Any], status: int, told: str
 ) -> None:
-    """Not HTTP 400, as if all texts were forbidden: phi is infinite, the opposite."""
-    (req,) = play(Broken(), asked)
-    assert req.to_finish is not None
-    assert req.to_finish.status_code == HTTPStatus.INTERNAL_SERVER_ERROR
-    assert "for a text; allowed: up to 1e300" in req.to_finish.message
-
-
-def test_what_is_forbidden_stays_so_beside_large_numbers() -> None:
-    (req,) = play(Broken(), named(FORBID, {"does": "nothing"}))
-    assert req.to_finish is not None and req.smc_state.counters[-1] <= 0.0
-    assert req.to_finish.status_code == HTTPStatus.BAD_REQUEST
-    (both,) = play(Broken(), named(FORBID, LARGE, exponent=1e30))
-    assert both.to_finish is not None
-    assert both.to_finish.status_code == HTTPStatus.INTERNAL_SERVER_ERROR, "0 * inf has no value"
-    assert not math.isnan(both.smc_state.counters[-1])
-
-
-def test_arguments_that_raise_in_the_scheduler_end_their_request() -> None:
-    """They were accepted where the request came in. Red if the scheduler ends with SystemExit."""
-    req, plain = play(Picky(), named({}), {})
-    assert req.to_finish is not None and "SystemExit: 3" in req.to_finish.message
-    assert req.to_finish.status_code == HTTPStatus.INTERNAL_SERVER_ERROR
-    assert plain.to_finish is None
+    """phi that floats do not hold is infinite, not HTTP 400, as if all texts were forbidden."""
+    req, plain = play(potential, asked, {})
+    assert req.to_finish is not None and told in req.to_finish.message
+    assert req.to_finish.status_code == status and plain.to_finish is None
+    assert status == 500 or req.smc_state.counters[-1] <= 0.0
+    assert not math.isnan(req.smc_state.counters[-1])
 
 
 # The potentials that come with the package.

@@ -60,11 +60,8 @@ def test_what_cannot_be_a_preset_is_said_at_start(given: Any, said: list[str]) -
     (problem,) = presets.problems(arguments(given, num_particles=4))
     assert presets.FLAG in problem
     assert [word for word in said if word not in problem] == []
-
-
-def test_each_wrong_preset_is_named() -> None:
-    given = '{"a": {"mode": "x"}, "b": {}, "c": {"power": -1}}'
-    assert len(presets.problems(arguments(given))) == 2
+    each = '{"a": {"mode": "x"}, "b": {}, "c": {"power": -1}}'
+    assert len(presets.problems(arguments(each))) == 2
 
 
 def test_a_presets_settings_stand_where_the_requests_would() -> None:

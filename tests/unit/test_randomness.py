@@ -13,7 +13,6 @@ from scipy.stats import chisquare, kstest
 
 from sglang_smc.smc.randomness import Purpose, derive_seed, round_seeds, uniforms
 from sglang_smc.smc.stratify import equal_texts, same_text, still_same, stratified, stratify
-from sglang_smc.tokens.distribution import sample
 
 INCREMENT = 0x9E3779B97F4A7C15
 
@@ -170,14 +169,3 @@ def test_siblings_lie_in_one_stratum_each_and_still_have_a_uniform(of: tuple[int
         if others:
             pair = torch.stack([spread[:, own[-1]], spread[:, others[-1]]])
             assert abs(torch.corrcoef(pair)[0, 1]) < 4.5 / SIZE**0.5
-
-
-def test_siblings_draw_a_token_as_often_as_they_must_give_or_take_one() -> None:
-    """Tokens are intervals of the circle, so counts are floor or ceil of m q(x)."""
-    q, count = torch.tensor([0.4, 0.05, 0.3, 0.0, 0.25], dtype=torch.float64), 3
-    spread = stratified(noise(count)[:2000], families(*[0] * count)[:2000])
-    tokens = sample(q.log().expand(2000, count, 5), spread)
-    drawn = torch.nn.functional.one_hot(tokens, 5).sum(1).double()
-    assert (drawn >= (count * q - 1e-9).floor()).all()
-    assert (drawn <= (count * q + 1e-9).ceil()).all()
-    assert torch.allclose(drawn.mean(0), count * q, atol=4.5 * 0.5 / 2000**0.5)

@@ -100,14 +100,22 @@ def resolve(
     return found, tokens
 
 
-def test_histogram_identities_over_rounds_that_emit_nothing_much_or_everything() -> None:
-    """The first round may emit nothing: SGLang would index an empty histogram with -1."""
+def test_histogram_identities_over_rounds_that_emit_nothing_much_or_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first round may emit nothing: SGLang would index an empty histogram with -1.
+
+    What a round emits is compared between ranks.
+    """
+    told = []
+    monkeypatch.setattr(process, "check_ranks", told.append)
     reqs = [BookedRequest(), BookedRequest()]
     rounds = [([0, 3], [2, 2]), ([0, 0], [2, 0]), ([9, 1], [1, 0]), ([0, 12], [4, 4])]
     for emitted, kept in rounds:
         _, tokens = resolve(reqs, emitted, kept)
         firsts = zip((0, STRIDE), emitted, strict=True)
         assert tokens == [list(range(first, first + count)) for first, count in firsts]
+        assert told.pop() == tokens
     assert [req.spec_correct_drafts_histogram for req in reqs] == [[0, 1, 2, 0, 1], [2, 0, 1, 0, 1]]
     assert [req.spec_num_correct_drafts for req in reqs] == [9, 6]
 
@@ -214,7 +222,7 @@ def test_only_who_asked_is_given_the_particles() -> None:
 
 def test_an_open_first_token_is_replaced_once_all_particles_agree() -> None:
     req, plain = BookedRequest([8, 4], open_at=1), BookedRequest([8, 4])
-    for token, text, place in ((-1, [8, 4], 1), (6, [8, 6], None), (7, [8, 6], None)):
+    for token, text, place in ((-1, [8, 4], 1), (0, [8, 0], None), (7, [8, 0], None)):
         resolve([req, plain], first_tokens=torch.tensor([token, 5]))
         assert (req.output_ids, req.smc_state.open_token.place) == (text, place)
     assert plain.output_ids == [8, 4], "a token that was never open is SGLang's"
@@ -254,10 +262,3 @@ def test_a_settled_first_token_brings_its_own_log_probability() -> None:
     assert req.logprob.output_token_logprobs_val == [-9.0, -0.25]
     assert req.logprob.output_token_logprobs_idx == [8, 6]
     assert quiet.output_ids == [8, 5]
-
-
-def test_what_a_round_emits_is_compared_between_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = []
-    monkeypatch.setattr(process, "check_ranks", told.append)
-    _, emitted = resolve([BookedRequest(), BookedRequest()], [2, 0], [1, 0])
-    assert told == [emitted]

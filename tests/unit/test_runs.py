@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from edit_cases import NEUTRAL
 from sglang.srt.managers.schedule_batch import ReqLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
+from toy_request import ToyRequest
 
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches import ingress
@@ -31,37 +31,15 @@ SERVER = SMCConfig(num_particles=4, num_steps=3)
 def make_req(
     seed: int | None = None, row: int = 1, smc: dict[str, Any] | None = None, **changes: Any
 ) -> Any:
-    params = SimpleNamespace(
-        sampling_seed=seed,
-        temperature=0.7,
-        top_k=5,
-        top_p=0.9,
-        min_p=0.1,
-        max_new_tokens=20,
-        min_new_tokens=2,
-        ignore_eos=False,
-        stop_token_ids=[4],
-        custom_params={"smc": smc} if smc else None,
-        **NEUTRAL,
-    )
-    fields = {
-        "sampling_params": params,
-        "req_pool_idx": row,
-        "retraction_count": 0,
-        "output_ids": [],
-        "eos_token_ids": {1},
-        "tokenizer": None,
-        "vocab_size": 10,
-        "is_finished": False,
-        "stream": True,
-        "return_logprob": False,
-        "to_finish": None,
-        "grammar": None,
-        "custom_logit_processor": None,
+    asked = {
+        **{"sampling_seed": seed, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1},
+        **{"min_new_tokens": 2, "ignore_eos": False, "stop_token_ids": [4]},
+        "custom_params": {"smc": smc} if smc else None,
     }
-    req = SimpleNamespace(**{**fields, **changes})
+    req: Any = ToyRequest(row, 10, 20, asked, None)
+    books = {"retraction_count": 0, "req_pool_idx": row, "eos_token_ids": {1}, "tokenizer": None}
+    vars(req).update({**books, "stream": True, "is_finished": False, **changes})
     req.finished = lambda: req.is_finished
-    req.kv = req  # in 0.5.17 a request's row is its own, later its kv's
     return req
 
 
@@ -155,19 +133,16 @@ def test_a_table_s_entry_carries_what_the_request_asked_for() -> None:
     assert spec.stop_tokens == {1, 4}
 
 
-def test_only_finished_requests_of_smc_publish() -> None:
-    stranger = make_req(is_finished=True)
-    publish(stranger)
-    assert find_state(stranger) is None
-    assert "customized_info" not in stranger.__dict__
-    running = begun()
-    publish(running)
-    assert "customized_info" not in running.__dict__
-
-
 def test_published_totals_are_whole_in_every_slice() -> None:
-    """The streamer slices from the last sent token on; a plain list of one would be empty there."""
-    req = begun(is_finished=True)
+    """The streamer slices from the last sent token on; a plain list of one would be empty there.
+
+    Only finished requests of SMC publish.
+    """
+    stranger, running, req = make_req(is_finished=True), begun(), begun(is_finished=True)
+    assert find_state(stranger) is None
+    for other in (stranger, running):
+        publish(other)
+        assert "customized_info" not in other.__dict__
     req.smc_state.counters[0] = 3.0
     publish(req)
     values = req.customized_info["spec_smc_rounds_ct"]
@@ -188,7 +163,10 @@ POWERED = {"power": 2.0, "return_particles": True, "num_particles": 2}
 
 
 def test_what_the_first_token_weighs_is_in_the_answer_and_counted_once() -> None:
-    """After a round the device's total holds it: added again it would stand there twice."""
+    """After a round the device's total holds it: added again it would stand there twice.
+
+    A plain target weighs nothing, and its sums are not read: it would wait at every prefill.
+    """
     ends_at_once, goes_on = begun(smc=POWERED), begun(smc=POWERED)
     for req in (ends_at_once, goes_on):
         req.smc_state.open_token.begin(None)
@@ -197,13 +175,9 @@ def test_what_the_first_token_weighs_is_in_the_answer_and_counted_once() -> None
     goes_on.smc_state.take([*zero_counters(2)[:-1], -0.75], replayed=False)
     assert published(ends_at_once)["spec_smc_log_evidence"] == -0.25
     assert published(goes_on)["spec_smc_log_evidence"] == -0.75
-
-
-def test_a_plain_target_weighs_nothing_and_its_sums_are_not_read() -> None:
-    """Reading them would wait for the device at every prefill."""
-    req = begun()
-    RequestStates(SERVER, 1).note_first([req], None)  # type: ignore[arg-type]
-    assert published(req)["spec_smc_log_evidence"] == 0.0
+    plain = begun()
+    book.note_first([plain], None)  # type: ignore[arg-type]
+    assert published(plain)["spec_smc_log_evidence"] == 0.0
 
 
 def test_an_answer_that_ends_with_a_prefill_s_token_has_equal_particles() -> None:
@@ -237,17 +211,17 @@ def begun(**changes: Any) -> Any:
     return req
 
 
-@pytest.mark.parametrize(("power", "is_open"), [(1.0, False), (2.0, True), (0.5, True)])
-def test_first_tokens_differ_for_a_power_of_p_alone(power: float, is_open: bool) -> None:
-    req = begun(smc={"power": power}, output_ids=[5])
+@pytest.mark.parametrize(
+    ("power", "before", "is_open"),
+    [(1.0, 1, False), (2.0, 1, True), (0.5, 1, True), (2.0, 18, True), (2.0, 19, False)],
+)
+def test_first_tokens_differ_for_a_power_of_p_alone(
+    power: float, before: int, is_open: bool
+) -> None:
+    """Nor are those open behind which nothing comes: their law is all that there is of the text."""
+    req = begun(smc={"power": power}, output_ids=[5] * before)
     assert has_open_token(req) == is_open
-    assert settled_ids(req) == ([5] if is_open else [5, 9])
-
-
-def test_a_token_behind_which_nothing_comes_is_never_open() -> None:
-    """Its own law is all that there is of the text."""
-    assert not has_open_token(begun(smc={"power": 2.0}, output_ids=[5] * 19))
-    assert has_open_token(begun(smc={"power": 2.0}, output_ids=[5] * 18))
+    assert settled_ids(req) == [5] * before + ([] if is_open else [9])
 
 
 def test_nothing_is_streamed_nor_taken_for_an_end_until_the_token_is_settled() -> None:

@@ -1,5 +1,6 @@
 """What requests asked for, as tables: their own rules, their own ends."""
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ from table_entries import entry
 
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.request import RequestConfig
+from sglang_smc.round.steps import still_open
 from sglang_smc.state.settings import (
     RequestTable,
     Settings,
@@ -49,6 +51,13 @@ def test_a_text_ends_at_its_own_stop_tokens_or_at_its_limit(
     positions = first + torch.arange(len(tokens)).expand(2, 1, -1)
     found = settings.ends(torch.tensor(tokens).expand(2, 1, -1), positions).int()
     assert found[:, 0].tolist() == [expected, [0] * len(tokens)]
+
+
+def test_a_chain_is_open_up_to_its_first_end() -> None:
+    """Which still counts."""
+    rows = list(itertools.product((False, True), repeat=4))
+    expected = [[not any(ends[:column]) for column in range(4)] for ends in rows]
+    assert still_open(torch.tensor(rows)).tolist() == expected
 
 
 def test_a_row_that_is_used_again_forgets_its_former_request() -> None:
