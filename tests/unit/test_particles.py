@@ -44,6 +44,8 @@ def check(found: Population, groups: Groups, emitted: list[int]) -> None:
     assert num_distinct(found.roots, found.present).tolist() == list(map(len, roots))
     settled = [len({one.text[1] for one in group if one.present}) == 1 for group in groups]
     assert found.is_settled().tolist() == settled
+    watched = found.roots.unsqueeze(2).expand_as(found.fidelity)
+    assert torch.equal(found.fidelity, watched.double()), "it goes with the text"
     assert found.logprobs is not None
     for tensor, expected in zip(found.logprobs, logprobs_of(found.texts), strict=True):
         assert torch.equal(tensor, expected)
@@ -100,7 +102,8 @@ def test_populations_do_what_lists_do(seed: int) -> None:
         for own, size in zip(firsts, sizes, strict=True)
     ]
     found = table.gather(rows, N, MAX_TAIL)
-    found = found._replace(logprobs=logprobs_of(found.texts))
+    watched = found.roots.unsqueeze(2).expand_as(found.fidelity).double()
+    found = found._replace(logprobs=logprobs_of(found.texts), fidelity=watched)
     check(found, groups, emitted)
     for _ in range(30):
         before, was = found, (copy.deepcopy(groups), list(emitted))

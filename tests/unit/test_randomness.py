@@ -40,7 +40,11 @@ def test_splitmix_of_the_reference_gives_its_published_numbers() -> None:
 
 
 def test_numbers_and_seeds_are_those_of_an_unsigned_implementation() -> None:
-    """Of each key alone: neither the rest of a batch nor torch's generator plays a part."""
+    """Of each key alone: neither the rest of a batch nor torch's generator plays a part.
+
+    No two purposes share a number.
+    """
+    assert len(Purpose) == len(Purpose.__members__)
     step = np.uint64(INCREMENT)
     seeds = torch.tensor([0, 1, 7, 2**62, -1, -(2**63), 2**63 - 1]).view(-1, 1, 1)
     positions = torch.tensor([0, 1, 2, 1000, 2**31]).view(1, -1, 1)
