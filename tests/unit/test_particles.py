@@ -1,278 +1,205 @@
-"""Tails as tensors, at their borders; `tests/property/test_ledger.py` runs random programs."""
+"""Populations of particles against the same as lists, and the table that holds them."""
 
-from types import SimpleNamespace
+import copy
+import random
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from populations import population_of, shared, texts_of
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.managers.schedule_batch import ReqLogprob
+from populations import population_of, shared
 
 from sglang_smc.smc.agreement import num_distinct
 from sglang_smc.state.population import ParticleTable, Population
-from sglang_smc.state.tail_logprobs import LogprobTable, LogprobWidths, TailLogprobs
+from sglang_smc.state.tail_logprobs import TailLogprobs
 
-MAX_TAIL = 5
+N, MAX_TAIL = 4, 9
 
 
-def population(tails: list[list[list[int]]], last_emitted: int = 90) -> Population:
-    """Populations with these tails; what lies behind a tail is 99."""
-    found = population_of(tails, stale=99, width=MAX_TAIL + 1)
-    last_emitted = torch.full_like(found.lengths, last_emitted)
-    return found._replace(
-        texts=texts_of(found.tokens, last_emitted, last_emitted - 1),
-        num_emitted=torch.full((len(tails),), 10),
+@dataclass(frozen=True)
+class Particle:
+    text: tuple[int, ...]  # two tokens before the tail, and the tail
+    root: int
+    ended: bool = False
+    present: bool = True
+
+
+Groups = list[list[Particle]]
+
+
+def logprobs_of(texts: torch.Tensor) -> TailLogprobs:
+    """Each token's log-probability is minus its number."""
+    tokens = texts[:, :, 2:]
+    number = -tokens.float()
+    wide = number.unsqueeze(3)
+    ids = tokens.unsqueeze(3).expand(-1, -1, -1, 2)
+    return TailLogprobs(number, wide.expand_as(ids), ids, wide)
+
+
+def check(found: Population, groups: Groups, emitted: list[int]) -> None:
+    assert found.num_emitted.tolist() == emitted
+    assert found.present.tolist() == [[one.present for one in group] for group in groups]
+    roots = [{one.root for one in group if one.present} for group in groups]
+    assert num_distinct(found.roots, found.present).tolist() == list(map(len, roots))
+    settled = [len({one.text[1] for one in group if one.present}) == 1 for group in groups]
+    assert found.is_settled().tolist() == settled
+    watched = found.roots.unsqueeze(2).expand_as(found.fidelity)
+    assert torch.equal(found.fidelity, watched.double()), "it goes with the text"
+    assert found.logprobs is not None
+    for tensor, expected in zip(found.logprobs, logprobs_of(found.texts), strict=True):
+        assert torch.equal(tensor, expected)
+    for g, group in enumerate(groups):
+        first = group[0].text[1] if settled[g] else -1
+        assert found.first_token()[g] == first
+        for n, one in enumerate(group):
+            length = int(found.lengths[g, n])
+            assert found.roots[g, n] == one.root and found.ended[g, n] == one.ended
+            if not one.present:
+                assert length == 0 and one.ended
+                continue
+            assert tuple(found.texts[g, n, : 2 + length].tolist()) == one.text
+            assert found.last_two[g, n].tolist() == list(one.text[-2:])
+            assert found.last_tokens[g, n] == one.text[-1]
+            assert found.output_lengths[g, n] == emitted[g] + length
+
+
+def common(group: list[Particle]) -> int:
+    """Tail tokens that all of a group share, behind a token that they share."""
+    texts = [one.text[1:] for one in group if one.present]
+    alike = 0
+    for column in zip(*texts, strict=False):
+        if len(set(column)) > 1:
+            break
+        alike += 1
+    return max(0, alike - 1)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_populations_do_what_lists_do(seed: int) -> None:
+    """Random programs of all that a round does, on three groups that differ in all they can.
+
+    Red where a tail takes another's tokens, log-probabilities or place, an absent particle counts
+    or comes alive, or a method changes the population that it is called on.
+    """
+    rng = random.Random(seed)
+    sizes = [rng.randint(1, N) for _ in range(3)]
+    firsts = [[rng.randint(0, 1) for _ in range(N)] for _ in range(3)]
+    if seed % 2:  # one token of all, as where p is normalised
+        firsts = [[group[0]] * N for group in firsts]
+    table, rows = ParticleTable(5, N, MAX_TAIL, "cpu"), torch.tensor([3, 1, 4])
+    table.begin(
+        rows,
+        first_tokens=torch.tensor(firsts),
+        num_emitted=torch.tensor([1, 2, 3]),
+        log_evidence=torch.zeros(3, dtype=torch.float64),
+        num_particles=torch.tensor(sizes),
+        ended=torch.tensor(firsts) == 1,
     )
-
-
-def tails_of(found: Population) -> list[list[list[int]]]:
-    return [
-        [row[:length] for row, length in zip(rows, lengths, strict=True)]
-        for rows, lengths in zip(found.tokens.tolist(), found.lengths.tolist(), strict=True)
+    emitted = [1, 2, 3]
+    groups = [
+        [Particle((0, token), n, token == 1 or n >= size, n < size) for n, token in enumerate(own)]
+        for own, size in zip(firsts, sizes, strict=True)
     ]
+    found = table.gather(rows, N, MAX_TAIL)
+    watched = found.roots.unsqueeze(2).expand_as(found.fidelity).double()
+    found = found._replace(logprobs=logprobs_of(found.texts), fidelity=watched)
+    check(found, groups, emitted)
+    for _ in range(30):
+        before, was = found, (copy.deepcopy(groups), list(emitted))
+        found = ACTIONS[rng.choice(list(ACTIONS))](rng, found, groups, emitted)
+        check(found, groups, emitted)
+        check(before, *was)
+        table.scatter(rows, found)
+        check(table.gather(rows, N, MAX_TAIL)._replace(logprobs=found.logprobs), groups, emitted)
 
 
-def num_roots(found: Population) -> torch.Tensor:
-    return num_distinct(found.roots, found.present)
+def append(rng: random.Random, found: Population, groups: Groups, _: list[int]) -> Population:
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    tokens = torch.randint(2, (len(groups), N, 3), generator=generator)
+    counts = torch.zeros(len(groups), N, dtype=torch.int64)
+    for g, group in enumerate(groups):
+        for n, one in enumerate(group):
+            count = rng.randint(0, min(3, MAX_TAIL + 2 - len(one.text))) * one.present
+            counts[g, n] = count
+            group[n] = replace(one, text=(*one.text, *tokens[g, n, :count].tolist()))
+    grown = found.append(tokens, counts)
+    return grown._replace(logprobs=logprobs_of(grown.texts))
 
 
-def test_last_tokens_are_the_tails_ends_or_the_anchor() -> None:
-    found = population([[[1, 2], [], [3]]])
-    assert found.last_tokens.tolist() == [[2, 90, 3]]
-    assert found.last_two.tolist() == [[[1, 2], [89, 90], [90, 3]]]
+def emit(rng: random.Random, found: Population, groups: Groups, emitted: list[int]) -> Population:
+    assert shared(found).tolist() == list(map(common, groups))
+    counts = [rng.randint(0, common(group)) for group in groups]
+    for g, count in enumerate(counts):
+        emitted[g] += count
+        groups[g] = [replace(one, text=one.text[count * one.present :]) for one in groups[g]]
+    return found.emit(torch.tensor(counts))
 
 
-@pytest.mark.parametrize(
-    ("count", "expected"), [(0, [[89, 90], [89, 90]]), (1, [[90, 1], [90, 1]]), (2, [[1, 2]] * 2)]
-)
-def test_an_emission_keeps_the_last_two_emitted_tokens(
-    count: int, expected: list[list[int]]
-) -> None:
-    found = population([[[1, 2, 3], [1, 2]]]).emit(torch.tensor([count]))
-    assert torch.stack([found.second_last, found.last_emitted], dim=2)[0].tolist() == expected
+def resize(
+    rng: random.Random, found: Population, groups: Groups, _: list[int], *, same: bool = False
+) -> Population:
+    ancestors, present = [], []
+    for g, group in enumerate(groups):
+        size = sum(one.present for one in group)
+        now = size if same else rng.randint(1, N)
+        drawn = [rng.randrange(size) if n < now else n for n in range(N)]
+        groups[g] = [
+            replace(group[a], present=n < now, ended=group[a].ended or n >= now)
+            for n, a in enumerate(drawn)
+        ]
+        ancestors.append(drawn)
+        present.append([n < now for n in range(N)])
+    if same:
+        return found.descend(torch.tensor(ancestors))
+    return found.resize(torch.tensor(ancestors), torch.tensor(present))
 
 
-def test_output_lengths_count_emitted_text_and_tail() -> None:
-    assert population([[[1, 2], [], [3]]]).output_lengths.tolist() == [[12, 10, 11]]
-
-
-def test_append_takes_as_many_as_each_particle_keeps() -> None:
-    new = torch.tensor([[[7, 8], [7, 8], [7, 8]]])
-    found = population([[[1, 2], [], [3]]]).append(new, torch.tensor([[0, 1, 2]]))
-    assert tails_of(found) == [[[1, 2], [7], [3, 7, 8]]]
-
-
-def test_append_fills_a_tail_to_its_last_place() -> None:
-    """What is not kept goes to a place of its own, never over a token."""
-    new = torch.tensor([[[6, 7], [6, 7]]])
-    found = population([[[1, 2, 3], [1, 2, 3, 4]]]).append(new, torch.tensor([[2, 1]]))
-    assert tails_of(found) == [[[1, 2, 3, 6, 7], [1, 2, 3, 4, 6]]]
-    full = found.append(torch.tensor([[[8], [8]]]), torch.tensor([[0, 0]]))
-    assert tails_of(full) == tails_of(found)
-
-
-def test_descend_copies_tail_length_and_end_from_the_ancestor() -> None:
-    before = population([[[1], [2, 2], [3, 3, 3]]])
-    before = before._replace(ended=torch.tensor([[False, True, False]]))
-    found = before.descend(torch.tensor([[1, 2, 1]]))
-    assert tails_of(found) == [[[2, 2], [3, 3, 3], [2, 2]]]
-    assert found.ended.tolist() == [[True, False, True]]
-
-
-def test_emit_moves_the_common_tokens_out() -> None:
-    before = population([[[1, 2, 3], [1, 2]], [[4], [5]], [[6], [6]]])
-    found = before.emit(torch.tensor([2, 0, 1]))
-    assert tails_of(found) == [[[3], []], [[4], [5]], [[], []]]
-    assert found.last_emitted.tolist() == [[2, 2], [90, 90], [6, 6]]
-    assert found.num_emitted.tolist() == [12, 10, 11]
-    assert found.last_tokens.tolist() == [[3, 2], [4, 5], [6, 6]]
-    assert torch.equal(found.output_lengths, before.output_lengths)
-
-
-def test_methods_return_new_populations() -> None:
-    before = population([[[1], [2]]])
-    before.append(torch.tensor([[[5], [5]]]), torch.tensor([[1, 1]]))
-    before.descend(torch.tensor([[1, 1]]))
-    before.emit(torch.tensor([1]))
-    assert tails_of(before) == [[[1], [2]]]
-
-
-def test_a_table_gives_back_what_was_stored_in_any_order() -> None:
-    table = ParticleTable(5, 2, MAX_TAIL, "cpu")
-    table.scatter(torch.tensor([3, 1]), population([[[1], [2]], [[3], [4, 5]]]))
-    found = table.gather(torch.tensor([1, 3]), 2, MAX_TAIL)
-    assert tails_of(found) == [[[3], [4, 5]], [[1], [2]]]
+ACTIONS: dict[str, Any] = {
+    "append": append,
+    "descend": partial(resize, same=True),
+    "emit": emit,
+    "resize": resize,
+}
 
 
 def test_begin_forgets_the_rows_former_request() -> None:
     """Weights, ends and tails of the last owner would otherwise leak into the new text."""
-    table = ParticleTable(5, 2, MAX_TAIL, "cpu")
-    rows = torch.tensor([2])
-    old = population([[[1, 2], [3]]])._replace(
-        ended=torch.tensor([[True, False]]),
-        log_weights=torch.tensor([[-3.0, 5.0]], dtype=torch.float64),
-        log_evidence=torch.tensor([7.0], dtype=torch.float64),
-    )
-    table.scatter(rows, old)
-    table.begin(
-        rows,
-        first_tokens=torch.tensor([42]),
-        num_emitted=torch.tensor([3]),
-        log_evidence=torch.tensor([-0.5], dtype=torch.float64),
-        num_particles=torch.tensor([2]),
-    )
-    found = table.gather(rows, 2, MAX_TAIL)
-    assert tails_of(found) == [[[], []]]
-    assert not found.ended.any()
-    assert found.log_weights.tolist() == [[0.0, 0.0]]
-    assert found.last_tokens.tolist() == [[42, 42]]
-    assert found.output_lengths.tolist() == [[3, 3]]
-    assert found.log_evidence.tolist() == [-0.5]
-
-
-def begin(table: ParticleTable, rows: list[int], num_particles: list[int]) -> None:
-    table.begin(
-        torch.tensor(rows),
-        first_tokens=torch.tensor([40 + row for row in rows]),
-        num_emitted=torch.ones(len(rows), dtype=torch.int64),
-        log_evidence=torch.zeros(len(rows), dtype=torch.float64),
-        num_particles=torch.tensor(num_particles),
-    )
-
-
-def test_a_group_begins_with_its_own_number_of_particles() -> None:
-    table = ParticleTable(4, 3, MAX_TAIL, "cpu")
-    begin(table, [1, 2], [3, 1])
-    found = table.gather(torch.tensor([1, 2]), 3, MAX_TAIL)
-    assert found.present.tolist() == [[True] * 3, [True, False, False]]
-    assert found.ended.tolist() == [[False] * 3, [False, True, True]]
-    assert found.log_weights.tolist() == [[0.0] * 3, [0.0, -torch.inf, -torch.inf]]
-    assert num_roots(found).tolist() == [3, 1]
-
-
-def test_roots_are_handed_down_and_counted_once() -> None:
-    before = population([[[1], [2], [3], [4]]])
-    once = before.descend(torch.tensor([[1, 1, 3, 0]]))
-    assert once.roots.tolist() == [[1, 1, 3, 0]]
-    assert num_roots(once).tolist() == [3]
-    twice = once.descend(torch.tensor([[0, 1, 1, 2]]))
-    assert twice.roots.tolist() == [[1, 1, 1, 3]], "of the start, not of the last step"
-    assert num_roots(twice).tolist() == [2]
-    some = twice._replace(present=torch.tensor([[True, True, True, False]]))
-    assert num_roots(some).tolist() == [1], "an absent particle has no ancestor that counts"
-
-
-def test_what_a_round_does_leaves_absent_particles_absent() -> None:
-    table = ParticleTable(3, 3, MAX_TAIL, "cpu")
-    begin(table, [1], [2])
-    before = table.gather(torch.tensor([1]), 3, MAX_TAIL)
-    grown = before.append(torch.tensor([[[5, 6]] * 3]), torch.tensor([[2, 2, 0]]))
-    found = grown.descend(torch.tensor([[1, 1, 2]])).emit(torch.tensor([2]))
-    assert found.lengths.tolist() == [[0, 0, 0]], "not what others have emitted below zero"
-    assert found.present.tolist() == [[True, True, False]]
-    assert found.ended.tolist() == [[False, False, True]]
-    assert found.log_weights[0, 2] == -torch.inf
-    assert shared(grown).tolist() == [2], "an empty place does not disagree"
+    table, rows = ParticleTable(5, 3, MAX_TAIL, "cpu"), torch.tensor([2, 1])
+    odd: Any = {name: torch.full((2, 3), 5.0).double() for name in ("log_weights",)}
+    old = population_of([[[1, 2], [3], []]] * 2, width=MAX_TAIL + 1, **odd)
+    old = old._replace(ended=~old.ended, unread=~old.unread, fidelity=old.fidelity + 1)
+    for ended in (None, torch.tensor([[False, True, False], [False] * 3])):
+        table.scatter(rows, old)
+        table.begin(
+            rows,
+            first_tokens=torch.tensor([[42, 43, 0], [7, 7, 7]]),
+            num_emitted=torch.tensor([3, 1]),
+            log_evidence=torch.tensor([-0.5, 0.0], dtype=torch.float64),
+            num_particles=torch.tensor([2, 3]),
+            ended=ended,
+        )
+        found = table.gather(rows, 3, MAX_TAIL)
+        assert not found.lengths.any() and not found.unread.any() and not found.fidelity.any()
+        assert found.ended.tolist() == [[False, ended is not None, True], [False] * 3]
+        assert found.present.tolist() == [[True, True, False], [True] * 3]
+        assert found.log_weights.tolist() == [[0.0, 0.0, -torch.inf], [0.0] * 3]
+        assert found.last_tokens[0, :2].tolist() == [42, 43]
+        assert found.is_settled().tolist() == [False, True]
+        assert found.output_lengths[:, 0].tolist() == [3, 1]
+        assert found.log_evidence.tolist() == [-0.5, 0.0]
 
 
 def test_a_window_holds_what_its_groups_need_and_leaves_the_rest_alone() -> None:
     """A batch of small groups writes nothing over particles and tokens beyond its own."""
-    table = ParticleTable(5, 4, MAX_TAIL, "cpu")
+    table, row = ParticleTable(5, 4, MAX_TAIL, "cpu"), torch.tensor([2])
     tails = [[[1, 2, 3, 4], [5], [6], [7, 7]], [[1], [2], [3], [4]]]
-    table.scatter(torch.tensor([1, 2]), population(tails))
-    small = table.gather(torch.tensor([2]), 2, 2)
+    whole = population_of(tails, width=MAX_TAIL + 1)
+    table.scatter(torch.tensor([1, 2]), whole)
+    small = table.gather(row, 2, 2)
     assert small.tokens.shape == (1, 2, 3)
-    assert tails_of(small) == [[[1], [2]]]
-    longer = small.append(torch.tensor([[[8], [9]]]), torch.tensor([[1, 1]]))
-    table.scatter(torch.tensor([2]), longer)
+    table.scatter(row, small.append(torch.tensor([[[8], [9]]]), torch.tensor([[1, 1]])))
     found = table.gather(torch.tensor([1, 2]), 4, MAX_TAIL)
-    assert tails_of(found) == [tails[0], [[1, 8], [2, 9], [3], [4]]]
-
-
-def open_population() -> Population:
-    """Particles that agree on all but the token before their tails; the third is absent."""
-    tails, present = [[[1, 2], [1, 2], []]], torch.tensor([[True, True, False]])
-    return population_of(tails, [[7, 8, 9]], width=MAX_TAIL + 1, present=present)
-
-
-def test_nothing_is_common_behind_tokens_that_differ() -> None:
-    before = open_population()
-    assert before.is_settled().tolist() == [False]
-    assert shared(before).tolist() == [0]
-    assert before.last_tokens.tolist() == [[2, 2, 9]]
-    assert before.emit(shared(before)).last_emitted.tolist() == [[7, 8, 9]], "each keeps its own"
-
-
-def test_copies_of_one_particle_agree_on_its_first_token() -> None:
-    """An absent particle's has no say."""
-    found = open_population().descend(torch.tensor([[1, 1, 2]]))
-    assert found.last_emitted.tolist() == [[8, 8, 9]]
-    assert found.is_settled().tolist() == [True]
-    assert shared(found).tolist() == [2]
-
-
-def test_particles_may_begin_and_end_with_tokens_of_their_own() -> None:
-    table = ParticleTable(4, 3, MAX_TAIL, "cpu")
-    table.begin(
-        torch.tensor([1, 2]),
-        first_tokens=torch.tensor([[5, 6, 7], [4, 4, 4]]),
-        num_emitted=torch.tensor([1, 1]),
-        log_evidence=torch.zeros(2, dtype=torch.float64),
-        num_particles=torch.tensor([2, 3]),
-        ended=torch.tensor([[False, True, False], [False, False, False]]),
-    )
-    found = table.gather(torch.tensor([1, 2]), 3, MAX_TAIL)
-    assert found.last_tokens[0, :2].tolist() == [5, 6]
-    assert found.ended.tolist() == [[False, True, True], [False] * 3]
-    assert found.is_settled().tolist() == [False, True]
-
-
-def with_logprobs() -> Population:
-    """Two groups of particles; each token's log-probability is minus its number."""
-    found = population([[[10, 11, 12], [10, 21]], [[30, 31], [40]]])
-    number = -found.tokens.float()
-    wide = number.unsqueeze(3)
-    ids = found.tokens.unsqueeze(3).expand(-1, -1, -1, 2)
-    tails = TailLogprobs(number, wide.expand_as(ids), ids, wide)
-    return found._replace(logprobs=tails)
-
-
-def assert_with_their_tokens(found: Population) -> None:
-    assert found.logprobs is not None
-    own, top, top_ids, listed = found.logprobs
-    assert torch.equal(own, -found.tokens.float())
-    assert torch.equal(top, own.unsqueeze(3).expand_as(top))
-    assert torch.equal(top_ids, found.tokens.unsqueeze(3).expand_as(top_ids))
-    assert torch.equal(listed, own.unsqueeze(3))
-
-
-def test_log_probabilities_go_where_their_tokens_go() -> None:
-    before = with_logprobs()
-    assert_with_their_tokens(before.descend(torch.tensor([[1, 0], [1, 1]])))
-    assert_with_their_tokens(before.emit(torch.tensor([1, 0])))
-    present = torch.tensor([[True, True], [True, False]])
-    assert_with_their_tokens(before.resize(torch.tensor([[1, 1], [1, 1]]), present))
-    both = before.descend(torch.tensor([[0, 0], [1, 0]])).emit(torch.tensor([3, 0]))
-    assert_with_their_tokens(both)
-
-
-def test_a_table_keeps_log_probabilities_beside_the_tails() -> None:
-    table, rows = LogprobTable(5, 2, MAX_TAIL, "cpu"), torch.tensor([3, 1])
-    asking = SimpleNamespace(
-        sampling_params=SimpleNamespace(max_new_tokens=4),
-        return_logprob=True,
-        logprob=ReqLogprob(top_logprobs_num=2, token_ids_logprob=[7]),
-    )
-    batch = SimpleNamespace(
-        reqs=[asking] * 2,
-        req_pool_indices=rows,
-        top_logprobs_nums=[2, 2],
-        token_ids_logprobs=[[7], [7]],
-    )
-    log_p, tokens = torch.zeros(2, 9), torch.tensor([[1], [2]])
-    table.begin(batch, log_p, tokens, LogitsProcessorOutput(None))  # type: ignore[arg-type]
-    before = with_logprobs()
-    assert before.logprobs is not None
-    table.scatter(rows, before.logprobs)
-    kept = table.gather(rows, 2, MAX_TAIL, LogprobWidths(1, 2, 1))
-    assert_with_their_tokens(before._replace(logprobs=kept))
+    assert found.lengths.tolist() == [[4, 1, 1, 2], [2, 2, 1, 1]]
+    assert torch.equal(found.tokens[0], whole.tokens[0])
+    assert found.tokens[1, :, :2].tolist() == [[1, 8], [2, 9], [3, 0], [4, 0]]

@@ -1,18 +1,22 @@
-"""What the flag declares, what requests name, who asks, and which beginnings are asked about."""
+"""Potentials: the flag, requests, who asks, what becomes of weights and of requests that fail."""
 
 import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import wait
+from http import HTTPStatus
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import asdict
-from steered import Broken, Slow
-from toy_request import Letters
+from steered import Broken, Picky
+from toy_laws import EOS, languages
+from toy_request import PROMPT, Letters, ToyRequest
+from toy_worker import ToyWorker
 
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
@@ -26,9 +30,13 @@ from sglang_smc.potentials.calls import (
     Question,
     callers_of,
 )
+from sglang_smc.potentials.combine import exponent, product
 from sglang_smc.potentials.declared import choose, declared, load, problems
+from sglang_smc.potentials.length import Length
 from sglang_smc.potentials.readings import Readings
+from sglang_smc.potentials.regex_count import RegexCount
 from sglang_smc.smc.judging import elect, revalue
+from sglang_smc.testing import check_potential
 
 # The flag.
 
@@ -40,60 +48,49 @@ def test_a_declaration_is_taken_apart_and_not_run() -> None:
     assert declared("prm=a.b:make").arguments == {}
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        "steered:Count",
-        "count=steered",
-        "=steered:Count",
-        "count=steered:Count(1)",
-        "count=steered:Count(offset=open('x'))",
-        "count=steered:Count()()",
-        "count=steered:Count.open",
-        "count=steered:(",
-        "co unt=steered:Count",
-        "count=steered:Count(**{'offset': 1})",
-    ],
-)
-def test_what_is_no_declaration_is_told(given: str) -> None:
-    (problem,) = problems([given])
-    assert given in problem and "NAME=package.module:factory" in problem
+SHAPE = "NAME=package.module:factory"
 
 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
+        ("steered:Count", SHAPE),
+        ("count=steered", SHAPE),
+        ("=steered:Count", SHAPE),
+        ("count=steered:Count(1)", SHAPE),
+        ("count=steered:Count(offset=open('x'))", SHAPE),
+        ("count=steered:Count()()", SHAPE),
+        ("count=steered:Count.open", SHAPE),
+        ("count=steered:(", SHAPE),
+        ("co unt=steered:Count", SHAPE),
+        ("count=steered:Count(**{'offset': 1})", SHAPE),
         ("count=nowhere.at_all:Count", "ModuleNotFoundError"),
         ("count=steered:Nothing", "AttributeError"),
         ("count=steered:Count(color='red')", "TypeError"),
         ("count=steered:log_phi(output='')", "gives a float"),
         ("loose=steered:Loose", "frozen=True"),
-        ("count=steered:Picky.Args", "NAME=package.module:factory"),
+        ("count=steered:Picky.Args", SHAPE),
         ("count=sys:exit", "SystemExit"),
     ],
 )
-def test_what_cannot_be_had_is_told(given: str, told: str) -> None:
+def test_what_is_no_declaration_or_cannot_be_had_is_told(given: str, told: str) -> None:
     (problem,) = problems([given])
     assert told in problem and given.split("=")[0] in problem
-
-
-def test_names_are_given_once() -> None:
     (problem,) = problems(["count=steered:Count", "count=steered:Slow"])
     assert "twice" in problem
 
 
 def test_what_cannot_be_opened_is_told() -> None:
-    assert callers_of(("shut=steered:Shut",), 1.0, print, opens=False)["shut"].name == "shut"
-    with pytest.raises(RuntimeError, match="'shut' cannot be opened: OSError: no weights"):
-        callers_of(("shut=steered:Shut",), 1.0, print, opens=True)
-    with pytest.raises(RuntimeError, match="'shut' cannot be opened: SystemExit: 1"):
-        callers_of(("shut=steered:Shut(exits=True)",), 1.0, print, opens=True)
+    for how, told in (("", "OSError: no weights"), ("(exits=True)", "SystemExit: 1")):
+        flag = (f"shut=steered:Shut{how}",)
+        assert callers_of(flag, 1.0, print, opens=False)["shut"].name == "shut"
+        with pytest.raises(RuntimeError, match=f"'shut' cannot be opened: {told}"):
+            callers_of(flag, 1.0, print, opens=True)
 
 
 # Requests.
 
-KNOWN = load(("count=steered:Count", "slow=steered:Slow"))
-PICKY = load(("picky=steered:Picky",))
+KNOWN = load(("count=steered:Count", "slow=steered:Slow", "picky=steered:Picky"))
 
 
 def test_a_request_names_potentials_as_objects_or_as_json() -> None:
@@ -123,7 +120,6 @@ def test_a_request_names_potentials_as_objects_or_as_json() -> None:
         "[{",
         "[" * 70_000,
     ],
-    ids=lambda given: str(given)[:40],
 )
 def test_what_is_malformed_is_refused(given: Any) -> None:
     with pytest.raises(ValueError, match="potential"):
@@ -133,22 +129,18 @@ def test_what_is_malformed_is_refused(given: Any) -> None:
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        (Asked("other"), "'other', which is unknown; allowed: 'count', 'slow'"),
+        (Asked("other"), "'other', which is unknown; allowed: 'count', "),
         (Asked("count", {"token": "x"}), "token: int, weight: float"),
         (Asked("slow"), "seconds: float"),
+        (Asked("picky"), r"'picky' with args=\{\}: SystemExit: 3; allowed: weight"),
     ],
 )
 def test_what_the_server_has_not_is_refused(asked: Asked, told: str) -> None:
+    """Arguments are the operator's code, in the process that answers HTTP: it must not end."""
     with pytest.raises(ValueError, match=told):
         choose(asked, KNOWN)
     with pytest.raises(ValueError, match="none, since this server has no"):
         choose(asked, {})
-
-
-def test_arguments_that_raise_anything_are_refused() -> None:
-    """They are the operator's code, in the process that answers HTTP: it must not end."""
-    with pytest.raises(ValueError, match=r"'picky' with args=\{\}: SystemExit: 3; allowed: weight"):
-        choose(Asked("picky"), PICKY)
 
 
 def test_potentials_make_another_target() -> None:
@@ -187,7 +179,7 @@ def test_one_call_for_all_and_each_value_in_its_place() -> None:
     lengths = Lengths()
     asked = [("a", False, 0), ("ab", True, 0), ("abc", False, 1), ("abcd", True, 2)]
     questions = [Question(text(output), is_whole, owner) for output, is_whole, owner in asked]
-    answers = Caller("lengths", lengths, 10.0).ask(questions).answers()
+    answers = Caller("lengths", lengths, 600.0).ask(questions).answers()
     assert answers == [1.0, -2.0, 3.0, -4.0]
     assert sorted(lengths.calls) == [("complete", 2), ("prefix", 2)]
     assert lengths.thread != threading.get_ident()
@@ -208,7 +200,7 @@ def test_who_is_at_fault_fails_alone() -> None:
     questions = [
         Question(text("a", Broken.Args(one)), False, owner) for owner, one in enumerate(asked)
     ]
-    first, *told, forbidden, last = Caller("broken", Broken(), 10.0).ask(questions).answers()
+    first, *told, forbidden, last = Caller("broken", Broken(), 600.0).ask(questions).answers()
     assert (first, forbidden, last) == (0.0, -math.inf, 0.0)
     for failed, sentence in zip(told, does.values(), strict=True):
         assert isinstance(failed, Failed) and sentence in failed.message
@@ -234,10 +226,12 @@ def test_behind_late_calls_in_a_row_a_potential_is_not_asked(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A circuit breaker: open behind three, half open when it has cooled down and the late call is
-    back, closed by one in time. With no seconds at all every call that waits at its gate is late.
+    back, closed by one in time. With no seconds at all every call that waits at its gate is late,
+    and so is one that waits behind it.
     """
     gated, now, whole = Gated(), [0.0], [Question(text("a"), True, 0)]
-    caller = Caller("gated", gated, 0.0, now=lambda: now[0])
+    waits: list[float] = []
+    caller = Caller("gated", gated, 0.0, waits.append, now=lambda: now[0])
 
     def is_late() -> bool:
         assert caller.refusal() is None
@@ -246,7 +240,9 @@ def test_behind_late_calls_in_a_row_a_potential_is_not_asked(
             wait([call.future])
         else:
             gated.entered.wait()
-        return isinstance(call.answers()[0], Failed)
+        (answer,) = call.answers()
+        assert answer == 0.0 or (isinstance(answer, Failed) and answer.is_late)
+        return isinstance(answer, Failed)
 
     assert is_late() and is_late()
     come_back(caller)
@@ -270,6 +266,7 @@ def test_behind_late_calls_in_a_row_a_potential_is_not_asked(
     assert is_late() and caller.refusal() is None, "closed: one late call is one"
     come_back(caller)
     assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert len(waits) == 9
 
 
 def come_back(caller: Caller) -> None:
@@ -280,22 +277,6 @@ def come_back(caller: Caller) -> None:
     wait([caller._hung])
     gated.shut()
 
-
-def test_who_takes_too_long_is_left_behind_and_so_is_who_waits_for_it() -> None:
-    waits: list[float] = []
-    caller = Caller("slow", Slow(), 0.2, waits.append)
-    late = [Question(text("a", Slow.Args(0.6)), True, 0)]
-    first, second = caller.ask(late), caller.ask([Question(text("a", Slow.Args(0.0)), True, 0)])
-    for call in (first, second):
-        (answer,) = call.answers()
-        assert isinstance(answer, Failed) and answer.is_late and "0.2 s" in answer.message
-    assert len(waits) == 2 and sum(waits) > 0.1
-    first.future.result()
-    (answer,) = caller.ask([Question(text("a", Slow.Args(0.0)), True, 0)]).answers()
-    assert answer == 0.0
-
-
-# Which beginnings are asked about.
 
 SCHEDULES: list[Any] = ["round", "end", {"tokens": 3}, {"delimiter": 1}, {"delimiter": "ab"}]
 
@@ -374,3 +355,195 @@ def test_a_vote_leaves_the_weight_to_one_answer(particles: list[tuple[int, float
     (winner,) = left
     assert totals[winner] >= max(totals.values()) * (1 - 1e-12)
     assert float(found.logsumexp(1)) == pytest.approx(float(weights.logsumexp(1)), abs=1e-9)
+
+
+# Requests whose potentials fail, in the package's own rounds.
+
+SERVER = SMCConfig(num_particles=3, num_steps=2, max_lag=8)
+
+
+class Writes(Potential):
+    """Notes what it is given, and tries to write into it."""
+
+    def __init__(self) -> None:
+        self.given: list[Text] = []
+
+    def complete(self, texts: Sequence[Text]) -> list[float]:
+        self.given += texts
+        for text in texts:
+            text.output_ids[:] = [7]  # type: ignore[index]
+        return [0.0] * len(texts)
+
+    prefix = complete
+
+
+def play(potential: Potential, *chosen: dict[str, Any], refused: bool = False) -> list[ToyRequest]:
+    """Requests behind their first round."""
+
+    class Stopped(Caller):
+        def refusal(self) -> Failed | None:
+            return Failed("the breaker is open", is_late=True) if refused else super().refusal()
+
+    size = len(chosen)
+    sizes = {"num_requests": size, "max_new_tokens": 8, "eos": EOS, "chosen": chosen}
+    callers = {"named": Stopped("named", potential, 600.0)}
+    worker = ToyWorker(SERVER, *languages(), callers=callers, **sizes)
+    reqs = worker.begin(list(range(1, size + 1)), torch.full((size,), 0.4, dtype=torch.float64))
+    worker.play_round(reqs)
+    return reqs
+
+
+def named(*args: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"potentials": [{"name": "named", "args": one, **more} for one in args]}
+
+
+def test_what_a_potential_is_given_is_its_own() -> None:
+    """Red if it is the scheduler's own list: what is written there is another request's prefix."""
+    writes = Writes()
+    req, plain = play(writes, named({}), {})
+    assert isinstance(req.origin_input_ids, list) and req.origin_input_ids == list(PROMPT)
+    assert len(req.output_ids) == 1
+    assert writes.given and all(text.prompt_ids == PROMPT for text in writes.given)
+    assert len({id(text.prompt_ids) for text in writes.given}) == 1, "copied once a request"
+    assert req.to_finish is not None and "TypeError: 'tuple' object" in req.to_finish.message
+    assert req.to_finish.status_code == HTTPStatus.INTERNAL_SERVER_ERROR
+    assert plain.to_finish is None
+
+
+def test_all_who_name_a_potential_that_is_stopped_end_at_once() -> None:
+    """Also who would ask it at the end alone. Red if it is asked, which every request waits for."""
+    writes = Writes()
+    chosen = named({}), named({}, when="end"), {}
+    first, last, plain = play(writes, *chosen, refused=True)
+    assert writes.given == [] and plain.to_finish is None
+    for req in (first, last):
+        assert req.to_finish is not None and req.to_finish.message == "the breaker is open"
+        assert req.to_finish.status_code == HTTPStatus.SERVICE_UNAVAILABLE
+
+
+LARGE, FORBID = {"does": "large"}, {"does": "forbid"}
+
+
+@pytest.mark.parametrize(
+    ("potential", "asked", "status", "told"),
+    [
+        (Broken(), named(LARGE, exponent=1e30), 500, "for a text; allowed: up to 1e300"),
+        (Broken(), named(LARGE, LARGE), 500, "for a text; allowed: up to 1e300"),
+        (Broken(), named(LARGE), 500, "for a text; allowed: up to 1e300"),
+        (Broken(), named(FORBID, LARGE, exponent=1e30), 500, ""),  # 0 * inf has no value
+        (Broken(), named(FORBID, {"does": "nothing"}), 400, ""),
+        (Picky(), named({}), 500, "SystemExit: 3"),  # accepted where the request came in
+    ],
+)
+def test_what_has_no_value_ends_its_request_alone(
+    potential: Potential, asked: dict[str, Any], status: int, told: str
+) -> None:
+    """phi that floats do not hold is infinite, not HTTP 400, as if all texts were forbidden."""
+    req, plain = play(potential, asked, {})
+    assert req.to_finish is not None and told in req.to_finish.message
+    assert req.to_finish.status_code == status and plain.to_finish is None
+    assert status == 500 or req.smc_state.counters[-1] <= 0.0
+    assert not math.isnan(req.smc_state.counters[-1])
+
+
+# The potentials that come with the package.
+
+
+class NoX(Potential):
+    """Forbids the letter x."""
+
+    prefix_is_complete = True
+
+    def complete(self, texts: Sequence[Text]) -> list[float]:
+        return [-math.inf if "x" in text.output else 0.0 for text in texts]
+
+    prefix = complete
+
+
+def consistent(potential: Potential, texts: Sequence[Text]) -> bool:
+    return not any(result.failed for result in check_potential(potential, texts))
+
+
+def check(
+    potential: Potential, texts: Sequence[Text], complete: list[float], prefix: list[float]
+) -> None:
+    assert potential.complete(texts) == complete
+    assert potential.prefix(texts) == prefix
+    assert not any(result.failed for result in check_potential(potential, texts))
+
+
+def test_a_length_costs_what_is_missing_and_what_is_too_much() -> None:
+    """Red where a beginning pays for what can still come, or a whole text does not."""
+    args = Length.Args(per_token=0.5, target=4)
+    check(Length(), [text("ab", args), text("abcdef", args)], [-1.0, -1.0], [0.0, -1.0])
+
+
+def test_matches_of_the_operators_pattern_count() -> None:
+    """Red where matches overlap, or the prompt counts; or with `re`, by a search without end."""
+    potential = RegexCount("a+b")
+    texts = [text("aabab", potential.Args(-2.0)), text("ba", potential.Args(3.0))]
+    check(potential, texts, [-4.0, 0.0], [-4.0, 0.0])
+    potential = RegexCount("(a|aa|a?a)+$", seconds=0.01)
+    with pytest.raises(TimeoutError):
+        potential.complete([text("a" * 60 + "b", potential.Args(1.0))])
+
+
+def test_a_product_adds_logarithms_has_its_parts_arguments_and_opens_them() -> None:
+    """Red where a part gets another's arguments, is left out of the sum, or is never opened."""
+    both = product(count=RegexCount("a"), length=Length(), clean=NoX())
+    args = msgspec.convert({"count": {"weight": 3.0}, "length": {"per_token": 0.5}}, both.Args)
+    sums = [6.0 - 1.5, -math.inf]
+    check(both, [text("aab", args), text("aax", args)], sums, sums)
+    assert not both.prefix_is_complete, "that of a length is not"
+    opened = []
+
+    class Opened(NoX):
+        def open(self) -> None:
+            opened.append(self)
+
+    potential = exponent(product(one=Opened(), other=Opened()), 2.0)
+    potential.open()
+    assert len(opened) == 2 and potential.prefix_is_complete
+
+
+@pytest.mark.parametrize(
+    ("potential", "args"),
+    [
+        *(
+            (Length(), args)
+            for args in (
+                {},
+                {"per_token": -1.0},
+                {"per_token": 1.0, "target": -1},
+                {"per_token": 1.0, "x": 1},
+            )
+        ),
+        *(
+            (product(count=RegexCount("a"), clean=NoX()), args)
+            for args in (
+                {},
+                {"count": {}},
+                {"count": {"weight": 1.0}, "other": {}},
+                {"weight": 1.0},
+            )
+        ),
+    ],
+)
+def test_arguments_are_checked(potential: Potential, args: dict[str, Any]) -> None:
+    """Red where a part's schema is not asked, or takes what makes nonsense."""
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(args, potential.Args)
+
+
+def test_a_power_of_nothing_is_no_number_less() -> None:
+    """Red where 0 * -inf is NaN: a potential to the power 0 is 1."""
+    texts = [text("a"), text("x")]
+    assert exponent(NoX(), 0.0).complete(texts) == [0.0, 0.0]
+    assert exponent(NoX(), 2.0).complete(texts) == [0.0, -math.inf]
+    halved = exponent(RegexCount("a"), 0.5)
+    assert halved.prefix([text("aa", halved.Args(3.0))]) == [3.0]
+    for alpha in (-1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="allowed: a finite number"):
+            exponent(NoX(), alpha)
+    with pytest.raises(ValueError, match="no parts"):
+        product()

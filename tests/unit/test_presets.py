@@ -60,11 +60,8 @@ def test_what_cannot_be_a_preset_is_said_at_start(given: Any, said: list[str]) -
     (problem,) = presets.problems(arguments(given, num_particles=4))
     assert presets.FLAG in problem
     assert [word for word in said if word not in problem] == []
-
-
-def test_each_wrong_preset_is_named() -> None:
-    given = '{"a": {"mode": "x"}, "b": {}, "c": {"power": -1}}'
-    assert len(presets.problems(arguments(given))) == 2
+    each = '{"a": {"mode": "x"}, "b": {}, "c": {"power": -1}}'
+    assert len(presets.problems(arguments(each))) == 2
 
 
 def test_a_presets_settings_stand_where_the_requests_would() -> None:
@@ -92,37 +89,30 @@ def test_a_request_without_a_preset_stays_as_it_is(lora_path: Any) -> None:
     assert settled(lora_path, {"n": 2}).sampling_params == {"n": 2}
 
 
-@pytest.mark.parametrize("name", ["exat", 5, "../adapter"])
-def test_an_unknown_name_lists_those_that_there_are(name: Any) -> None:
-    with pytest.raises(ValueError, match=r"unknown; presets of this server: 'exact', 'two'"):
-        settled(name, {})
+UNKNOWN = "unknown; presets of this server: 'exact', 'two'"
+
+
+@pytest.mark.parametrize(
+    ("name", "smc", "told"),
+    [
+        *((name, {}, UNKNOWN) for name in ("exat", 5, "../adapter")),
+        ("exact", {"power": 2}, "preset 'exact' together with .* power=2"),
+    ],
+)
+def test_unknown_names_and_keys_that_contradict_are_refused(name: Any, smc: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        settled(name, {"custom_params": {"smc": smc}})
     with pytest.raises(ValueError, match=f"none, until the server is started with {presets.FLAG}"):
         presets.find(name, {})
 
 
-def test_a_preset_and_keys_that_contradict_it_are_refused_together() -> None:
-    with pytest.raises(ValueError, match=r"preset 'exact' together with .* power=2"):
-        settled("exact", {"custom_params": {"smc": {"power": 2}}})
-
-
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
-        ("llama", None),
-        ("llama:exact", "exact"),
-        ("another:exact", "exact"),
-        ("llama:8b", "8b"),
-        ("llama: exact ", "exact"),
-        ("llama:latest", None),
-        ("llama:", None),
-        (None, None),
-    ],
-)
-def test_the_preset_in_a_models_name(model: str | None, name: str | None) -> None:
-    assert presets.named_by(model, "llama") == name
-
-
-def test_a_served_name_may_have_a_colon() -> None:
+def test_the_preset_in_a_models_name() -> None:
+    """A served name may have a colon."""
+    for model in ("llama", "llama:latest", "llama:", None):
+        assert presets.named_by(model, "llama") is None
+    for model in ("llama:exact", "another:exact", "llama: exact "):
+        assert presets.named_by(model, "llama") == "exact"
+    assert presets.named_by("llama:8b", "llama") == "8b"
     assert presets.named_by("s3://llama", "s3://llama") is None
     assert presets.named_by("s3://llama:exact", "s3://llama") == "exact"
 

@@ -65,7 +65,7 @@ KNOWN = (BYTES, pieces(), NFC)
 texts = st.text(max_size=40) | st.text(alphabet="a e\u0301\u0323\n1", max_size=80)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(KNOWN), texts)
 def test_no_text_that_fits_is_refused(tokenizer: Any, text: str) -> None:
     """Red where a token may stand for more characters than it is taken for."""
@@ -111,43 +111,32 @@ def test_a_text_that_is_too_long_is_refused_with_its_length_and_the_limit() -> N
 
 MOST = 10 * (longest_token(BYTES) or 0)
 LONG = "a" * (MOST + 1)
+PLAIN, CALL = [{"role": "user", "content": "x"}], {"name": "f", "arguments": LONG}
 SAID = {
-    "user": [{"role": "user", "content": LONG}],
-    "system": [{"role": "system", "content": LONG}, {"role": "user", "content": "x"}],
-    "developer": [{"role": "developer", "content": LONG}, {"role": "user", "content": "x"}],
-    "assistant": [{"role": "assistant", "content": LONG}, {"role": "user", "content": "x"}],
+    **{
+        role: [{"role": role, "content": LONG}, *PLAIN]
+        for role in ("user", "system", "developer", "assistant")
+    },
     "thoughts": [{"role": "assistant", "content": "x", "reasoning_content": LONG}],
     "tool": [{"role": "tool", "tool_call_id": "a", "content": LONG}],
     "parts": [{"role": "user", "content": [{"type": "text", "text": "a" * (MOST // 4 + 1)}] * 4}],
     "many": [{"role": "user", "content": "a"}] * MOST,
-    "call": [
-        {
-            "role": "assistant",
-            "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": LONG}}],
-        }
-    ],
+    "call": [{"role": "assistant", "tool_calls": [{"id": "a", "function": CALL}]}],
 }
 TOOL = {"type": "function", "function": {"name": "f", "description": LONG, "parameters": {}}}
 CHATS: dict[str, dict[str, Any]] = {
     **{name: {"messages": messages} for name, messages in SAID.items()},
-    "tools": {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL]},
-    "template": {
-        "messages": [{"role": "user", "content": "x"}],
-        "chat_template_kwargs": {"documents": [{LONG: 1}]},
-    },
+    "tools": {"messages": PLAIN, "tools": [TOOL]},
+    "template": {"messages": PLAIN, "chat_template_kwargs": {"documents": [{LONG: 1}]}},
 }
-
-
-def stand_in() -> SimpleNamespace:
-    """A tokenizer manager with SGLang's arguments."""
-    return manager(BYTES, served_model_name="default")
+STAND_IN = manager(BYTES, served_model_name="default")
 
 
 @pytest.mark.parametrize("said", CHATS)
 def test_a_conversation_is_refused_by_all_that_is_in_it_before_it_is_rendered(said: str) -> None:
     request = ChatCompletionRequest(model="default", **CHATS[said])
     with pytest.raises(ValueError, match=r"The conversation has \d+ characters.* are allowed"):
-        process_messages(must_not_be_called, SimpleNamespace(tokenizer_manager=stand_in()), request)
+        process_messages(must_not_be_called, SimpleNamespace(tokenizer_manager=STAND_IN), request)
 
 
 @pytest.mark.parametrize("content", ["a" * (MOST - 20), " \n" * MOST])
@@ -155,7 +144,7 @@ def test_a_conversation_that_may_fit_is_rendered(content: str) -> None:
     """Spaces may be trimmed."""
     messages = [{"role": "user", "content": content}]
     request, rendered = ChatCompletionRequest(model="default", messages=messages), []
-    serving: Any = SimpleNamespace(tokenizer_manager=stand_in())
+    serving: Any = SimpleNamespace(tokenizer_manager=STAND_IN)
     process_messages(lambda *args, **given: rendered.append(given), serving, request, stream=False)
     assert rendered == [{"stream": False}]
 
@@ -186,9 +175,9 @@ ROUTES: dict[str, tuple[Any, list[dict[str, Any]]]] = {
 def test_each_chat_route_refuses_what_no_context_holds(route: str) -> None:
     handle, bodies = ROUTES[route]
     told: list[str] = []
-    of_chat = SimpleNamespace(tokenizer_manager=stand_in())
+    of_chat = SimpleNamespace(tokenizer_manager=STAND_IN)
     serving = SimpleNamespace(
-        tokenizer_manager=stand_in(),
+        tokenizer_manager=STAND_IN,
         openai_serving_chat=of_chat,
         _error_response=lambda *, message, **_: told.append(message),
         create_error_response=told.append,

@@ -104,7 +104,7 @@ def test_potentials(ranks: FakeRanks, stuck: Stuck) -> None:
         req = request_of({"potentials": [{"name": "stuck"}]})
         chosen = choose(req.smc_state.config.potentials[0], {"stuck": stuck})
         req.smc_state.potentials = (chosen,)
-        req.smc_state.callers = (Caller("stuck", stuck, 10.0),)
+        req.smc_state.callers = (Caller("stuck", stuck, 600.0),)
         Potentials.begin(req)
         verdict = Potentials.of(batch_of([req], [[[1], [1, 1]]])).verdicts()[0]
         return verdict.log_values, req.to_finish and req.to_finish.status_code

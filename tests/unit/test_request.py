@@ -18,8 +18,13 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from some_releases import contradictions
 
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.server.refusals import MOST_TRACED, check_logprobs, check_session, check_trace
-from sglang_smc.server.refusals import check_request as check_request_of
+from sglang_smc.server.refusals import (
+    MOST_TRACED,
+    check_logprobs,
+    check_request,
+    check_session,
+    check_trace,
+)
 from sglang_smc.upstream import release
 
 SERVER = SMCConfig(num_particles=4, num_steps=3)
@@ -45,8 +50,8 @@ REFUSED_PARAMS: dict[str, Any] = {"beam_width": 4, "watermark": {"key": "0x5ec7e
 HERE = [name for name in REFUSED_FIELDS if name in GenerateReqInput.__dataclass_fields__]
 
 
-def check_request(given: GenerateReqInput) -> None:
-    check_request_of(given, SERVER)
+def check(params: dict[str, Any] | None = None, **fields: Any) -> None:
+    check_request(request(params, **fields), SERVER)
 
 
 def request(params: dict[str, Any] | None = None, **fields: Any) -> GenerateReqInput:
@@ -66,35 +71,24 @@ def test_every_field_of_sglang_has_been_looked_at() -> None:
     assert sorted(REFUSED_PARAMS) == sorted(REFUSED_SAMPLING)
 
 
-@pytest.mark.parametrize("name", HERE)
-def test_refused_fields_are_named_with_their_value(name: str) -> None:
-    value = REFUSED_FIELDS[name]
+@pytest.mark.parametrize(
+    ("params", "fields"),
+    [
+        *(({"max_new_tokens": 4}, {name: REFUSED_FIELDS[name]}) for name in HERE),
+        *(({name: value}, {}) for name, value in REFUSED_PARAMS.items()),
+        (REFUSED_PARAMS, {name: REFUSED_FIELDS[name] for name in HERE}),
+    ],
+)
+def test_what_is_refused_is_named_with_its_value(params: dict, fields: dict) -> None:
+    """All of it at once. Of parameters whatever the release: older ones refuse them before."""
     with pytest.raises(ValueError) as raised:
-        check_request(request({"max_new_tokens": 4}, **{name: value}))
+        check(params, **fields)
     hidden = ("watermark", "image_data", "video_data", "audio_data")  # long, or nobody's business
-    shown = "..." if name in hidden else repr(value)
-    assert f"{name}={shown}" in str(raised.value)
+    for name, value in {**params, **fields}.items():
+        shown = "..." if name in hidden else repr(value)
+        assert f"{name}={shown}" in str(raised.value) or name == "max_new_tokens"
     assert str(raised.value).startswith("SMC speculative decoding does not support")
-
-
-@pytest.mark.parametrize("name", REFUSED_PARAMS)
-def test_refused_sampling_parameters_are_named(name: str) -> None:
-    """Whatever the release: one that does not know them refuses them before."""
-    with pytest.raises(ValueError, match=f"does not support {name}=") as raised:
-        check_request(request({name: REFUSED_PARAMS[name]}))
     assert "5ec7e7" not in str(raised.value), "a secret"
-
-
-def test_one_beam_is_no_beam_search() -> None:
-    check_request(request({"beam_width": 1}))
-    check_request(request({"beam_width": None, "watermark": None}))
-
-
-def test_all_problems_are_told_at_once() -> None:
-    with pytest.raises(ValueError) as raised:
-        check_request(request(REFUSED_PARAMS, **{name: REFUSED_FIELDS[name] for name in HERE}))
-    for name in (*HERE, *REFUSED_PARAMS):
-        assert f"{name}=" in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -113,26 +107,33 @@ def test_all_problems_are_told_at_once() -> None:
         {"custom_params": None},
         {"custom_params": {"smc": None}},
         {"custom_params": {"smc": {}, "other": 1}},
+        {"custom_params": {"smc": {"num_particles": 4, "mode": "exact"}}},
+        {"beam_width": 1},
+        {"beam_width": None, "watermark": None},
     ],
 )
 def test_what_smc_honours_passes(params: dict[str, Any] | None) -> None:
-    check_request(request(params))
+    check(params)
+    check(params, max_thinking_tokens=-1)
+    check(params, custom_logit_processor=DisallowedTokensLogitsProcessor.to_str())
 
 
 VOCAB_SIZE = 1000
 
 
-def asking(max_new_tokens: int = 4, **fields: Any) -> GenerateReqInput:
+def ask_logprobs(max_new_tokens: int = 4, vocab_size: int = VOCAB_SIZE, **fields: Any) -> None:
     given = {"return_logprob": True, "logprob_start_len": -1, "top_logprobs_num": 0, **fields}
-    return request({"max_new_tokens": max_new_tokens}, **given)
+    check_logprobs(request({"max_new_tokens": max_new_tokens}, **given), vocab_size)
 
 
 def test_log_probabilities_within_bounds_pass() -> None:
-    check_logprobs(asking(), VOCAB_SIZE)
-    check_logprobs(asking(top_logprobs_num=128, token_ids_logprob=[5] * 128), VOCAB_SIZE)
-    check_logprobs(asking(logprob_start_len=0), VOCAB_SIZE)
+    """Bounds are those of requests that ask."""
+    ask_logprobs()
+    ask_logprobs(top_logprobs_num=128, token_ids_logprob=[5] * 128)
+    ask_logprobs(logprob_start_len=0)
     scoring = {"top_logprobs_num": VOCAB_SIZE, "token_ids_logprob": list(range(VOCAB_SIZE))}
-    check_logprobs(asking(max_new_tokens=0, **scoring), VOCAB_SIZE)
+    ask_logprobs(max_new_tokens=0, **scoring)
+    ask_logprobs(return_logprob=False, top_logprobs_num=10**9)
 
 
 @pytest.mark.parametrize(
@@ -148,12 +149,13 @@ def test_log_probabilities_within_bounds_pass() -> None:
             {"top_logprobs_num": VOCAB_SIZE + 1, "max_new_tokens": 0},
             "top_logprobs_num is 1001; allowed: a whole number, 0 to 1000",
         ),
+        ({"top_logprobs_num": 65, "vocab_size": 64}, "0 to 64"),
     ],
 )
 def test_log_probabilities_out_of_bounds_are_refused(fields: dict, message: str) -> None:
     """SGLang's scheduler would die of them, or hold more than there is memory for."""
     with pytest.raises(ValueError, match=re.escape(message)):
-        check_logprobs(asking(**fields), VOCAB_SIZE)
+        ask_logprobs(**fields)
 
 
 def test_a_turn_that_replaces_says_which() -> None:
@@ -165,64 +167,36 @@ def test_a_turn_that_replaces_says_which() -> None:
         check_session(request({}, session_params={"id": "s", "replace": True}))
 
 
-def test_a_small_vocabulary_bounds_log_probabilities() -> None:
-    with pytest.raises(ValueError, match="0 to 64"):
-        check_logprobs(asking(top_logprobs_num=65), 64)
-
-
-def test_bounds_are_those_of_requests_that_ask() -> None:
-    check_logprobs(asking(return_logprob=False, top_logprobs_num=10**9), VOCAB_SIZE)
+NAN, HUGE = float("nan"), 1e39
+BIAS = r"logit_bias=.*allowed: an object of token ids"
+PROCESSOR = r"custom_logit_processor=.*allowed: what `to_str\(\)`"
+SERIALIZED = ("code", "{}", "5", '{"callable": "xyz"}', '{"callable": 5}', "[" * 9999, 7, {"a": 1})
 
 
 @pytest.mark.parametrize(
-    "bias",
+    ("params", "fields", "message"),
     [
-        [5],
-        "5",
-        {"5": "much"},
-        {"5": None},
-        {"5": float("nan")},
-        {"5": 1e39},
-        {"5": [1.0]},
-        {"5": True},
+        *(({"logit_bias": bias}, {}, BIAS) for bias in ([5], "5")),
+        *(
+            ({"logit_bias": {"5": value}}, {}, BIAS)
+            for value in ("much", None, NAN, HUGE, [1.0], True)
+        ),
+        *(({}, {"custom_logit_processor": given}, PROCESSOR) for given in SERIALIZED),
+        (
+            {"custom_params": {"smc": {"num_particles": 5}}},
+            {},
+            r"custom_params\['smc'\] has num_particles=5; allowed",
+        ),
+        (
+            {"max_new_tokens": 0, "custom_params": {"smc": {"particles": 2}}},
+            {},
+            "unknown key 'particles'",  # of requests that score, too
+        ),
     ],
 )
-def test_a_bias_is_a_number_for_each_token(bias: Any) -> None:
-    with pytest.raises(ValueError, match=r"logit_bias=.*allowed: an object of token ids"):
-        check_request(request({"logit_bias": bias}))
-
-
-def test_a_processor_is_what_sglang_serialized() -> None:
-    check_request(request({}, custom_logit_processor=DisallowedTokensLogitsProcessor.to_str()))
-    for given in (
-        "code",
-        "{}",
-        "5",
-        '{"callable": "xyz"}',
-        '{"callable": 5}',
-        "[" * 9999,
-        7,
-        {"a": 1},
-    ):
-        with pytest.raises(
-            ValueError, match=r"custom_logit_processor=.*allowed: what `to_str\(\)`"
-        ):
-            check_request(request({}, custom_logit_processor=given))
-
-
-def test_a_request_may_choose_for_itself_what_its_server_allows() -> None:
-    check_request(request({"custom_params": {"smc": {"num_particles": 4, "mode": "exact"}}}))
-    with pytest.raises(ValueError, match=r"custom_params\['smc'\] has num_particles=5; allowed"):
-        check_request(request({"custom_params": {"smc": {"num_particles": 5}}}))
-
-
-def test_scoring_requests_are_checked_too() -> None:
-    with pytest.raises(ValueError, match="unknown key 'particles'"):
-        check_request(request({"max_new_tokens": 0, "custom_params": {"smc": {"particles": 2}}}))
-
-
-def test_unlimited_thinking_is_no_limit() -> None:
-    check_request(request({}, max_thinking_tokens=-1))
+def test_what_is_malformed_is_refused(params: dict, fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(params, **fields)
 
 
 GRAMMARS = {"json_schema": "{}", "regex": "a+", "ebnf": "root ::= 'a'", "structural_tag": "{}"}
@@ -233,7 +207,7 @@ def test_a_grammar_is_weighed_with_all_columns_or_verified(name: str) -> None:
     """The evidence of p within a grammar has no known mean; verification renormalises it."""
 
     def ask(**smc: Any) -> None:
-        check_request(request({name: GRAMMARS[name], "custom_params": {"smc": smc}}))
+        check({name: GRAMMARS[name], "custom_params": {"smc": smc}})
 
     for chosen in ({}, {"evidence_threshold": 0}, {"mode": "exact"}, {"power": 2.0}):
         ask(**chosen)
@@ -267,7 +241,7 @@ def nested(depth: int) -> str:
 def test_grammars_that_would_end_the_server_are_refused(name: str, text: Any, message: str) -> None:
     """Each of the first ones did, or was cut short."""
     with pytest.raises(ValueError, match=f"{name}.*{message}"):
-        check_request(request({name: text}))
+        check({name: text})
 
 
 def test_deep_and_strange_grammars_pass() -> None:
@@ -278,14 +252,14 @@ def test_deep_and_strange_grammars_pass() -> None:
         ("regex", "\n\t\\x00"),
         ("regex", "("),
     ):
-        check_request(request({name: text}))
+        check({name: text})
 
 
 def traced(params: dict[str, Any], room: int = 10**6, **preferred: Any) -> None:
     """Whether a request with these sampling parameters may have a trace, on N = 4 and K = 7."""
     server = SMCConfig(num_particles=4, num_steps=7)
     asked = request({"custom_params": {"smc": {"trace": True}}, **params})
-    check_trace(asked, check_request_of(asked, server), room, preferred)
+    check_trace(asked, check_request(asked, server), room, preferred)
 
 
 FITS = MOST_TRACED // 32
@@ -304,8 +278,13 @@ FITS = MOST_TRACED // 32
     ],
 )
 def test_a_trace_within_bounds_passes(params: dict[str, Any]) -> None:
-    """Red if the bound is of the server's N and K, or of a chain too many at temperature 0."""
+    """Red if the bound is of the server's N and K, or of a chain too many at temperature 0.
+
+    Nor is more counted than the context leaves.
+    """
     traced(params)
+    traced({"max_new_tokens": None}, room=FITS)
+    traced({"max_new_tokens": 10**6}, room=FITS)
 
 
 @pytest.mark.parametrize(
@@ -324,8 +303,3 @@ def test_a_trace_that_may_grow_too_large_is_refused(
         traced(params, **preferred)
     for part in (given, f"num_steps=7 and {given};", f"<= {MOST_TRACED}", f"at most {FITS} new"):
         assert part in str(error.value)
-
-
-def test_a_trace_is_bounded_by_what_fits_the_context() -> None:
-    traced({"max_new_tokens": None}, room=FITS)
-    traced({"max_new_tokens": 10**6}, room=FITS)

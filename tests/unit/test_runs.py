@@ -1,14 +1,18 @@
 """Seeds of requests, what outlives a retraction, and what the streamer gets."""
 
+import asyncio
+import copy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from edit_cases import NEUTRAL
 from sglang.srt.managers.schedule_batch import ReqLogprob
+from sglang.srt.sampling.sampling_params import SamplingParams
+from toy_request import ToyRequest
 
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.patches import ingress
 from sglang_smc.patches.request_state import reset_for_retract, update_finish_state
 from sglang_smc.requests.rules import settle
 from sglang_smc.requests.state import (
@@ -27,37 +31,15 @@ SERVER = SMCConfig(num_particles=4, num_steps=3)
 def make_req(
     seed: int | None = None, row: int = 1, smc: dict[str, Any] | None = None, **changes: Any
 ) -> Any:
-    params = SimpleNamespace(
-        sampling_seed=seed,
-        temperature=0.7,
-        top_k=5,
-        top_p=0.9,
-        min_p=0.1,
-        max_new_tokens=20,
-        min_new_tokens=2,
-        ignore_eos=False,
-        stop_token_ids=[4],
-        custom_params={"smc": smc} if smc else None,
-        **NEUTRAL,
-    )
-    fields = {
-        "sampling_params": params,
-        "req_pool_idx": row,
-        "retraction_count": 0,
-        "output_ids": [],
-        "eos_token_ids": {1},
-        "tokenizer": None,
-        "vocab_size": 10,
-        "is_finished": False,
-        "stream": True,
-        "return_logprob": False,
-        "to_finish": None,
-        "grammar": None,
-        "custom_logit_processor": None,
+    asked = {
+        **{"sampling_seed": seed, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1},
+        **{"min_new_tokens": 2, "ignore_eos": False, "stop_token_ids": [4]},
+        "custom_params": {"smc": smc} if smc else None,
     }
-    req = SimpleNamespace(**{**fields, **changes})
+    req: Any = ToyRequest(row, 10, 20, asked, None)
+    books = {"retraction_count": 0, "req_pool_idx": row, "eos_token_ids": {1}, "tokenizer": None}
+    vars(req).update({**books, "stream": True, "is_finished": False, **changes})
     req.finished = lambda: req.is_finished
-    req.kv = req  # in 0.5.17 a request's row is its own, later its kv's
     return req
 
 
@@ -66,31 +48,14 @@ def seeds(book: RequestStates, *reqs: Any) -> list[int]:
 
 
 def test_the_same_seed_gives_the_same_run_on_any_server_in_any_place() -> None:
-    first = seeds(RequestStates(SERVER, random_seed=1), make_req(7))
-    second = seeds(
-        RequestStates(SMCConfig(num_particles=8), random_seed=2), make_req(), make_req(7, row=3)
-    )
-    assert first == second[1:]
-
-
-def test_other_seeds_give_other_runs() -> None:
-    book = RequestStates(SERVER, random_seed=1)
-    assert len(set(seeds(book, *(make_req(seed) for seed in range(50))))) == 50
-
-
-def test_requests_without_a_seed_all_differ_and_follow_from_the_servers() -> None:
-    first = seeds(RequestStates(SERVER, random_seed=1), *(make_req() for _ in range(20)))
-    again = seeds(RequestStates(SERVER, random_seed=1), *(make_req() for _ in range(20)))
-    other = seeds(RequestStates(SERVER, random_seed=2), *(make_req() for _ in range(20)))
-    assert len(set(first)) == 20
-    assert first == again
-    assert not set(first) & set(other)
-
-
-def test_seeded_requests_do_not_shift_the_seeds_of_the_others() -> None:
-    plain = seeds(RequestStates(SERVER, 1), make_req(), make_req())
-    mixed = seeds(RequestStates(SERVER, 1), make_req(), make_req(9), make_req())
-    assert plain == [mixed[0], mixed[2]]
+    """Other seeds give other runs, and what has one does not shift what has none."""
+    first = seeds(RequestStates(SERVER, 1), make_req(7), make_req(), make_req())
+    other = seeds(RequestStates(SMCConfig(num_particles=8), 2), make_req(), make_req(7, row=3))
+    again = seeds(RequestStates(SERVER, 1), make_req(), make_req(7, row=3), make_req())
+    assert first == [again[1], again[0], again[2]]
+    assert other[1] == first[0] and other[0] != first[1]
+    several = [make_req(seed) for seed in (*range(50), *[None] * 20)]
+    assert len(set(seeds(RequestStates(SERVER, 1), *several))) == 70
 
 
 @pytest.mark.parametrize("seed", [7, None])
@@ -98,16 +63,52 @@ def test_a_retracted_request_draws_new_numbers_but_the_same_each_time(seed: int 
     """The old ones led to the tails that were lost: drawn again they would bias the text."""
 
     def life(book: RequestStates) -> list[int]:
-        req = make_req(seed)
-        found = seeds(book, req)
-        for count in (1, 2):
-            req.retraction_count = count
+        req, found = make_req(seed), []
+        for req.retraction_count in range(3):
             found += seeds(book, req)
         return found
 
     found = life(RequestStates(SERVER, 1))
     assert len(set(found)) == 3
     assert found == life(RequestStates(SERVER, 1))
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "given", "expected"),
+    [(3, (0, 100, 0), [[0, 1, 2], [100, 101, 102], [0, 1, 2]]), (1, (3, None), [[3], [None]])],
+)
+def test_samples_of_requests_that_are_sent_at_once_keep_their_own_seeds(
+    num_samples: int, given: tuple, expected: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang sends a copy for each sample, which share one `sampling_params`.
+
+    Before them it sends a request of no tokens, so that all find the prompt cached: it takes none.
+    """
+    monkeypatch.setattr(ingress, "TokenizedGenerateReqInput", SimpleNamespace)
+    manager: Any = SimpleNamespace(server_args=SimpleNamespace(speculative_algorithm="SMC"))
+
+    async def sent(seed: int | None) -> list[int | None]:
+        seeds: list[int | None] = []
+
+        def send(request: Any) -> None:
+            ingress.send_request(
+                lambda _, one: seeds.append(one.sampling_params.sampling_seed), manager, request
+            )
+
+        params = SamplingParams(n=num_samples, sampling_seed=seed)
+        ahead = copy.copy(params)
+        ahead.max_new_tokens = 0
+        send(SimpleNamespace(sampling_params=ahead))
+        assert seeds.pop() == seed
+        for _ in range(num_samples):
+            send(SimpleNamespace(sampling_params=params))
+            await asyncio.sleep(0)  # others are sent in between
+        return seeds
+
+    async def crowd() -> list[list[int | None]]:
+        return await asyncio.gather(*map(sent, given))
+
+    assert asyncio.run(crowd()) == expected
 
 
 def test_what_was_counted_outlives_a_retraction() -> None:
@@ -120,29 +121,28 @@ def test_what_was_counted_outlives_a_retraction() -> None:
     assert start.num_emitted == 3
 
 
-def test_the_spec_carries_what_the_request_asked_for() -> None:
-    spec = RequestStates(SERVER, 1).begin([make_req(7, row=3)])[0].entry
-    params = spec.params
+def test_a_table_s_entry_carries_what_the_request_asked_for() -> None:
+    chosen = {"num_particles": 2, "mode": "exact"}
+    start = RequestStates(SERVER, 1).begin([make_req(7, row=3, smc=chosen)])[0]
+    spec, params = start.entry, start.entry.params
+    assert (spec.config.num_particles, spec.config.mode) == (2, "exact")
+    assert spec.config.num_steps == 3, "the server's, where the request is silent"
+    assert Counters(*start.counters).ess_min == 2, "counted from its own particles"
     assert (spec.row, params.temperature, params.top_k, params.top_p) == (3, 0.7, 5, 0.9)
     assert (params.max_new_tokens, params.min_new_tokens, params.ignore_eos) == (20, 2, False)
     assert spec.stop_tokens == {1, 4}
 
 
-def test_only_finished_requests_of_smc_publish() -> None:
-    stranger = make_req(is_finished=True)
-    publish(stranger)
-    assert find_state(stranger) is None
-    assert "customized_info" not in stranger.__dict__
-    running = make_req()
-    RequestStates(SERVER, 1).begin([running])
-    publish(running)
-    assert "customized_info" not in running.__dict__
-
-
 def test_published_totals_are_whole_in_every_slice() -> None:
-    """The streamer slices from the last sent token on; a plain list of one would be empty there."""
-    req = make_req(is_finished=True)
-    RequestStates(SERVER, 1).begin([req])
+    """The streamer slices from the last sent token on; a plain list of one would be empty there.
+
+    Only finished requests of SMC publish.
+    """
+    stranger, running, req = make_req(is_finished=True), begun(), begun(is_finished=True)
+    assert find_state(stranger) is None
+    for other in (stranger, running):
+        publish(other)
+        assert "customized_info" not in other.__dict__
     req.smc_state.counters[0] = 3.0
     publish(req)
     values = req.customized_info["spec_smc_rounds_ct"]
@@ -153,30 +153,21 @@ def test_published_totals_are_whole_in_every_slice() -> None:
     assert all(name.startswith("spec_smc_") for name in req.customized_info)
 
 
-def test_the_spec_carries_what_the_request_chose() -> None:
-    book = RequestStates(SERVER, 1)
-    req = make_req(smc={"num_particles": 2, "mode": "exact"})
-    start = book.begin([req])[0]
-    assert (start.entry.config.num_particles, start.entry.config.mode) == (2, "exact")
-    assert start.entry.config.num_steps == 3, "the server's, where the request is silent"
-    assert Counters(*start.counters).ess_min == 2, "counted from its own particles"
-
-
 def published(req: Any) -> dict[str, Any]:
     req.is_finished = True
     publish(req)
     return {name: values[0] for name, values in req.customized_info.items()}
 
 
-def powered_req(**changes: Any) -> Any:
-    req = make_req(smc={"power": 2.0, "return_particles": True, "num_particles": 2}, **changes)
-    RequestStates(SERVER, 1).begin([req])
-    return req
+POWERED = {"power": 2.0, "return_particles": True, "num_particles": 2}
 
 
 def test_what_the_first_token_weighs_is_in_the_answer_and_counted_once() -> None:
-    """After a round the device's total holds it: added again it would stand there twice."""
-    ends_at_once, goes_on = powered_req(output_ids=[9]), powered_req(output_ids=[9, 8])
+    """After a round the device's total holds it: added again it would stand there twice.
+
+    A plain target weighs nothing, and its sums are not read: it would wait at every prefill.
+    """
+    ends_at_once, goes_on = begun(smc=POWERED), begun(smc=POWERED)
     for req in (ends_at_once, goes_on):
         req.smc_state.open_token.begin(None)
     book = RequestStates(SERVER, 1)
@@ -184,44 +175,25 @@ def test_what_the_first_token_weighs_is_in_the_answer_and_counted_once() -> None
     goes_on.smc_state.take([*zero_counters(2)[:-1], -0.75], replayed=False)
     assert published(ends_at_once)["spec_smc_log_evidence"] == -0.25
     assert published(goes_on)["spec_smc_log_evidence"] == -0.75
-
-
-def test_a_plain_target_weighs_nothing_and_its_sums_are_not_read() -> None:
-    """Reading them would wait for the device at every prefill."""
-    req = make_req()
-    book = RequestStates(SERVER, 1)
-    book.begin([req])
-    book.note_first([req], None)  # type: ignore[arg-type]
-    assert published(req)["spec_smc_log_evidence"] == 0.0
+    plain = begun()
+    book.note_first([plain], None)  # type: ignore[arg-type]
+    assert published(plain)["spec_smc_log_evidence"] == 0.0
 
 
 def test_an_answer_that_ends_with_a_prefill_s_token_has_equal_particles() -> None:
-    """Behind a retraction, too; not one that was aborted on the way."""
-    req = make_req(smc={"return_particles": True, "num_particles": 2}, output_ids=[9, 8])
-    RequestStates(SERVER, 1).begin([req])
-    assert published(req)["spec_smc_particles"] is None
-    req.output_ids.append(1)
-    found = published(req)["spec_smc_particles"]
-    assert [particle["output_ids"] for particle in found] == [[9, 8, 1]] * 2
-    assert [particle["weight"] for particle in found] == [0.5] * 2
-
-
-def test_an_answer_of_one_token_has_equal_particles() -> None:
-    req = powered_req(output_ids=[])
-    req.output_ids.append(9)
-    req.smc_state.open_token.begin(None)
-    particles = published(req)["spec_smc_particles"]
-    assert particles == [as_particle([9], 0.5, 0.0)] * 2
-
-
-def test_an_answer_that_was_cut_off_has_no_particles() -> None:
-    assert published(powered_req(output_ids=[9, 8]))["spec_smc_particles"] is None
-
-
-def test_particles_are_shown_only_to_who_asked() -> None:
-    req = make_req()
-    RequestStates(SERVER, 1).begin([req])
-    assert "spec_smc_particles" not in published(req)
+    """Behind a retraction, too; not one that was cut off on the way or while its token is open."""
+    for smc, text in (({**POWERED, "power": 1.0}, [9, 8]), (POWERED, [])):
+        req = begun(smc=smc, output_ids=list(text))
+        *_, last = req.output_ids
+        if smc is POWERED:
+            assert published(req)["spec_smc_particles"] is None, "all need not share that token"
+            req.smc_state.open_token.begin(None)
+        req.output_ids.pop()
+        assert published(req)["spec_smc_particles"] is None
+        req.output_ids.append(last)
+        particles = published(req)["spec_smc_particles"]
+        assert particles == [as_particle([*text, last], 0.5, 0.0)] * 2
+    assert "spec_smc_particles" not in published(begun()), "it did not ask"
 
 
 def looked_at(req: Any, num_new: int) -> list[int]:
@@ -239,17 +211,17 @@ def begun(**changes: Any) -> Any:
     return req
 
 
-@pytest.mark.parametrize(("power", "is_open"), [(1.0, False), (2.0, True), (0.5, True)])
-def test_first_tokens_differ_for_a_power_of_p_alone(power: float, is_open: bool) -> None:
-    req = begun(smc={"power": power}, output_ids=[5])
+@pytest.mark.parametrize(
+    ("power", "before", "is_open"),
+    [(1.0, 1, False), (2.0, 1, True), (0.5, 1, True), (2.0, 18, True), (2.0, 19, False)],
+)
+def test_first_tokens_differ_for_a_power_of_p_alone(
+    power: float, before: int, is_open: bool
+) -> None:
+    """Nor are those open behind which nothing comes: their law is all that there is of the text."""
+    req = begun(smc={"power": power}, output_ids=[5] * before)
     assert has_open_token(req) == is_open
-    assert settled_ids(req) == ([5] if is_open else [5, 9])
-
-
-def test_a_token_behind_which_nothing_comes_is_never_open() -> None:
-    """Its own law is all that there is of the text."""
-    assert not has_open_token(begun(smc={"power": 2.0}, output_ids=[5] * 19))
-    assert has_open_token(begun(smc={"power": 2.0}, output_ids=[5] * 18))
+    assert settled_ids(req) == [5] * before + ([] if is_open else [9])
 
 
 def test_nothing_is_streamed_nor_taken_for_an_end_until_the_token_is_settled() -> None:
@@ -264,25 +236,17 @@ def test_nothing_is_streamed_nor_taken_for_an_end_until_the_token_is_settled() -
     assert looked_at(req, 2) == [2], "once"
 
 
-def test_a_token_that_settles_in_a_round_without_others_is_looked_at() -> None:
-    req = begun(smc={"power": 2.0}, output_ids=[])
-    looked_at(req, 1)
-    settle(req, 1, None)
-    assert looked_at(req, 0) == [1]
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_stream_is_released_as_it_was(stream: bool) -> None:
+    """And a token that settles in a round without others is looked at; so is an abort before."""
     req = begun(smc={"power": 2.0}, output_ids=[], stream=stream)
     for _ in range(3):
-        looked_at(req, 0)
+        assert looked_at(req, 0) == []
     settle(req, 4, None)
     assert req.stream == stream
-
-
-def test_an_abort_is_heard_while_the_token_is_open() -> None:
-    req = begun(smc={"power": 2.0}, output_ids=[], to_finish="abort")
-    assert looked_at(req, 0) == [0]
+    assert looked_at(req, 0) == [1]
+    aborted = begun(smc={"power": 2.0}, output_ids=[], to_finish="abort")
+    assert looked_at(aborted, 0) == [0]
 
 
 def test_a_retraction_takes_back_a_token_that_is_open_and_no_other() -> None:
@@ -313,9 +277,3 @@ def books(values: list[float]) -> ReqLogprob:
     empty = {name: [] for kind in kinds for name in (kind, kind.replace("val", "idx"))}
     own = {"output_token_logprobs_val": values, "output_token_logprobs_idx": list(values)}
     return ReqLogprob(top_logprobs_num=0, token_ids_logprob=None, **own, **empty)
-
-
-def test_an_answer_that_was_cut_off_while_open_has_no_particles() -> None:
-    """The one token that stands there is none that all of them share."""
-    req = begun(smc={"power": 2.0, "return_particles": True}, output_ids=[])
-    assert published(req)["spec_smc_particles"] is None

@@ -1,12 +1,13 @@
-"""The rule that selects one of several siblings: its law, and how near it is to the best."""
+"""How near the rule that selects one of several siblings is to the best.
 
-import itertools
+That it is exact, with any bins, is in `test_exact`.
+"""
 
 import pytest
 import torch
 
 from sglang_smc.smc import exact
-from sglang_smc.smc.selection import OFFSETS, select, selection_rule
+from sglang_smc.smc.selection import selection_rule
 
 
 def random_targets(seed: int, size: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -20,50 +21,15 @@ def random_targets(seed: int, size: int, num_tokens: int) -> tuple[torch.Tensor,
     return mass.unsqueeze(1) * p, q / q.sum(1, keepdim=True)
 
 
-def rule_of(
-    target: torch.Tensor, draft: torch.Tensor, bins: torch.Tensor, num_siblings: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Level and law of each token ``[size, V]`` with ``bins`` ``[size, V]`` for the tokens."""
-    size, num_bins = len(bins), int(bins.max()) + 1
-    masses = [
-        torch.zeros(size, num_bins, dtype=torch.float64).scatter_add(1, bins, of)
-        for of in (target, draft)
-    ]
-    ratio = torch.where(masses[1] > 0, masses[0] / masses[1], 1e30)
-    of_groups = torch.full((size,), num_siblings)
-    rule = selection_rule(ratio, *masses, of_groups, num_siblings + 1)
-    return rule.levels.gather(1, bins), rule.density.gather(1, bins) * draft
-
-
-def ranks(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
-    """The finest bins in order: one for each token."""
-    return (target / draft).nan_to_num(posinf=1e30).argsort(1).argsort(1)
-
-
-@pytest.mark.parametrize("num_siblings", [1, 2, 3])
-@pytest.mark.parametrize("num_bins", [2, 3, None])
-def test_the_law_of_the_selection(num_siblings: int, num_bins: int | None) -> None:
-    """Over all draws and all places where tiers may begin, against the law that is claimed.
-
-    With any bins, even such as have nothing to do with the ratio of target and draft.
-    """
-    size, num_tokens = 20, 5
-    target, q = random_targets(1, size, num_tokens)
-    bins = ranks(target, q)
-    if num_bins is not None:
-        generator = torch.Generator().manual_seed(num_bins)
-        bins = torch.randint(num_bins, bins.shape, generator=generator)
-    levels, claimed = rule_of(target, q, bins, num_siblings)
-    law = torch.zeros_like(q)
-    follows = torch.tensor([[True] * num_siblings + [False]]).expand(size, -1)
-    rows = torch.arange(size)
-    for draws in itertools.product(range(num_tokens), repeat=num_siblings):
-        drawn = torch.tensor([*draws, 0])
-        for place in range(OFFSETS):
-            uniforms = torch.full((size,), (place + 0.5) / OFFSETS, dtype=torch.float64)
-            chosen = select(levels[:, drawn], follows, uniforms)
-            law[rows, drawn[chosen]] += q[:, list(draws)].prod(1) / OFFSETS
-    assert torch.allclose(claimed, law)
+def law_of_tokens(target: torch.Tensor, draft: torch.Tensor, num_siblings: int) -> torch.Tensor:
+    """The law ``[size, V]`` of a rule with a bin for each token: the finest there is."""
+    ratio, order = (target / draft).sort(1)
+    masses, of_groups = (
+        (of.gather(1, order) for of in (target, draft)),
+        len(target) * [num_siblings],
+    )
+    rule = selection_rule(ratio, *masses, torch.tensor(of_groups), num_siblings + 1)
+    return rule.density.gather(1, order.argsort(1)) * draft
 
 
 def best(target: torch.Tensor, draft: torch.Tensor, num_siblings: int) -> torch.Tensor:
@@ -101,24 +67,22 @@ def test_the_selection_is_near_the_best(num_siblings: int) -> None:
     assert gain > 0.005 if num_siblings > 1 else gain.abs() < 1e-9
 
 
-@pytest.mark.parametrize("num_tokens", [64, 4000])
-@pytest.mark.parametrize("noise", [0.3, 1.0, 3.0])
-def test_bins_lose_next_to_nothing(noise: float, num_tokens: int) -> None:
+@pytest.mark.parametrize("noise", [0.3, 3.0])
+def test_bins_lose_next_to_nothing(noise: float) -> None:
     """Against a bin for each token: 0.001 of the target at most, where 0.6 to 0.7 are accepted.
 
-    A draft like the target, a worse one, and one that has little to do with it.
+    A draft like the target, and one that has little to do with it.
     """
     generator = torch.Generator().manual_seed(0)
-    logits = 2 * torch.randn(40, num_tokens, generator=generator, dtype=torch.float64)
+    logits = 2 * torch.randn(40, 2000, generator=generator, dtype=torch.float64)
     q = torch.softmax(logits + noise * torch.randn(logits.shape, generator=generator), 1)
     mass = torch.linspace(0.1, 1.0, 40, dtype=torch.float64).sqrt().unsqueeze(1)
     target = mass * torch.softmax(logits, 1)
-    for num_siblings in (2, 4, 8, 16):
+    for num_siblings in (2, 8):
         of_bins = law_of_bins(target, q, num_siblings)
-        of_tokens = rule_of(target, q, ranks(target, q), num_siblings)[1]
+        of_tokens = law_of_tokens(target, q, num_siblings)
         accepted, finest = (torch.minimum(target, law).sum(1) for law in (of_bins, of_tokens))
-        lost = (finest - accepted).mean()
-        assert lost < 0.0012
+        assert (finest - accepted).mean() < 0.0012
 
 
 def test_laws_in_single_precision_are_laws() -> None:

@@ -1,25 +1,36 @@
-"""Stop strings and patterns, wherever the borders between tokens and between texts fall."""
+"""Stop strings and patterns, and votes: wherever borders fall, and at what cost."""
 
-from types import SimpleNamespace
+import re
 from typing import Any
 
 import pytest
+import re2
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from populations import population_of
+from redos import ENDLESS, WORDS
 from sglang.srt.managers.schedule_batch import (
     FINISH_ABORT,
     FINISH_LENGTH,
     FINISH_MATCHED_STR,
     FINISH_MATCHED_TOKEN,
 )
+from toy_request import ToyRequest
 
-from sglang_smc.requests.open_token import OpenToken
+from sglang_smc.options.answers import AnswerPattern, answer_pattern
+from sglang_smc.options.request import RequestConfig, request_config
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.requests import pattern, votes
+from sglang_smc.requests.pattern import MAX_PLACES, START, Pattern, num_places
+from sglang_smc.requests.state import RequestState
 from sglang_smc.requests.stopping import CONTEXT, StopTexts, first_match
 from sglang_smc.requests.text_rule import BatchTexts
+from sglang_smc.requests.votes import Votes
 from sglang_smc.state.population import Population
 
 
-class Letters:
+class Words:
     """Token i is the i-th word; a text is all of them in a row."""
 
     words = ("a", "b", "c", "ST", "OP", "STOP!", " ", "7", b"\xc2", b"\xa7")  # two make a §
@@ -34,34 +45,38 @@ class Letters:
         return whole.decode(errors="replace")
 
 
-def mark_stop_texts(
-    ends: torch.Tensor, reqs: list[Any], tokens: torch.Tensor, population: Population | None = None
-) -> torch.Tensor:
-    return StopTexts.of(BatchTexts(reqs, population, 8, "cpu")).ends(ends, tokens, population)
+def ends_of(
+    reqs: list[Any],
+    tokens: list,
+    population: Population | None = None,
+    ends: torch.Tensor | None = None,
+) -> list:
+    drawn = torch.tensor(tokens)
+    known = torch.zeros_like(drawn).bool() if ends is None else ends
+    of_round = StopTexts.of(BatchTexts(reqs, population, 8, "cpu"))
+    return of_round.ends(known, drawn, population).int().tolist()
 
 
 A, B, C, ST, OP, STOP, SPACE, SEVEN, HALF, OTHER_HALF = range(10)
 
 
 def make_req(
-    *stops: str, regex: str | None = None, span: int = 2, output_ids: tuple[int, ...] = ()
+    stops: tuple[str, ...] = (),
+    regex: str | None = None,
+    span: int = 2,
+    output_ids: tuple[int, ...] = (),
 ) -> Any:
     """``span``: tokens that a stop text may take, as SGLang computes it from the tokenizer."""
-    params = SimpleNamespace(
-        stop_strs=list(stops),
-        stop_regex_strs=[regex] if regex else [],
-        stop_str_max_len=span if stops else 0,
-        stop_regex_max_len=span if regex else 0,
-    )
-    state = SimpleNamespace(open_token=OpenToken(), kept={})
-    req = SimpleNamespace(
-        sampling_params=params,
-        tokenizer=Letters(),
-        output_ids=list(output_ids),
-        smc_state=state,
-        finished_reason=None,
-        finished_len=None,
-    )
+    asked = {
+        "stop_strs": list(stops),
+        "stop_regex_strs": [regex] if regex else [],
+        "stop_str_max_len": span if stops else 0,
+        "stop_regex_max_len": span if regex else 0,
+    }
+    req: Any = ToyRequest(0, 8, 99, asked, None)
+    req.tokenizer, req.output_ids = Words(), list(output_ids)
+    req.smc_state = RequestState.of(0, RequestConfig())
+    req.finished_reason = req.finished_len = None
     req.finished = lambda: req.finished_reason is not None
     StopTexts.begin(req)  # type: ignore[arg-type]
     return req
@@ -69,52 +84,45 @@ def make_req(
 
 def test_only_requests_with_stop_texts_are_looked_at() -> None:
     assert not StopTexts.applies(make_req())
-    assert StopTexts.applies(make_req("x"))
+    assert StopTexts.applies(make_req(("x",)))
     assert StopTexts.applies(make_req(regex="x"))
 
 
+STRING = {"stops": ("STOP",), "span": 1}
+DIGITS = {"regex": r"a\d+ b", "span": 6}
+PARAGRAPH = {"regex": "a§b"}
+
+
 @pytest.mark.parametrize(
-    ("emitted", "tail", "new", "expected"),
+    ("asked", "emitted", "tail", "new", "expected"),
     [
-        ([A], [B], [A, STOP, C], 1),  # inside one token
-        ([A], [B], [A, ST, OP, C], 2),  # across two new tokens: it ends with the second
-        ([A], [B, ST], [OP, A], 0),  # begins in the tail
-        ([A, ST], [], [OP, A], 0),  # begins in the emitted text
-        ([ST], [OP], [A, A], None),  # between emitted text and tail: matched long ago, not now
-        ([A], [ST], [A, OP], None),  # not in a row
-        ([A], [], [ST, ST, OP], 2),
-        ([A], [B], [OP, ST], None),  # the wrong way round
-        ([], [], [STOP], 0),
-        ([A], [], [STOP, STOP], 0),  # the first counts
-        ([A], [B], [], None),
+        (STRING, [A], [B], [A, STOP, C], 1),  # inside one token
+        (STRING, [A], [B], [A, ST, OP, C], 2),  # across two new tokens: it ends with the second
+        (STRING, [A], [B, ST], [OP, A], 0),  # begins in the tail
+        (STRING, [A, ST], [], [OP, A], 0),  # begins in the emitted text
+        (STRING, [ST], [OP], [A, A], None),  # between text and tail: matched long ago, not now
+        (STRING, [A], [ST], [A, OP], None),  # not in a row
+        (STRING, [A], [], [ST, ST, OP], 2),
+        (STRING, [A], [B], [OP, ST], None),  # the wrong way round
+        (STRING, [], [], [STOP], 0),
+        (STRING, [A], [], [STOP, STOP], 0),  # the first counts
+        (STRING, [A], [B], [], None),
+        ({"stops": ("abcabc",), "span": 6}, [B, A, B], [C, A], [B, C, A], 1),
+        ({"stops": ("cc", "ab")}, [], [], [C, A, B, C, C], 2),  # the first of several
+        (DIGITS, [C, A], [SEVEN], [SEVEN, SPACE, B, C], 2),
+        (DIGITS, [C, A], [SPACE], [SEVEN, SPACE, B], None),
+        ({"stops": ("STOP",), "regex": r"\d"}, [], [], [A, SEVEN, STOP], 1),
+        ({"stops": ("STOP",), "regex": r"\d"}, [], [], [STOP, SEVEN], 0),
+        (PARAGRAPH, [A, HALF], [OTHER_HALF], [B], 0),  # half a character and its other half
+        (PARAGRAPH, [A, HALF], [], [OTHER_HALF, B], 1),
+        (PARAGRAPH, [A, HALF], [], [B], None),
     ],
 )
-def test_a_stop_string_ends_at_the_token_that_completes_it(
-    emitted: list[int], tail: list[int], new: list[int], expected: int | None
+def test_a_stop_text_ends_at_the_token_that_completes_it(
+    asked: dict, emitted: list[int], tail: list[int], new: list[int], expected: int | None
 ) -> None:
-    req = make_req("STOP", span=1, output_ids=tuple(emitted))
+    req = make_req(**{"stops": (), **asked}, output_ids=tuple(emitted))
     assert first_match(req, tail, new) == expected
-
-
-def test_a_match_reaches_back_over_tail_and_emitted_text() -> None:
-    req = make_req("abcabc", span=6, output_ids=(B, A, B))
-    assert first_match(req, [C, A], [B, C, A]) == 1
-
-
-def test_the_first_of_several_stop_strings_ends_the_text() -> None:
-    assert first_match(make_req("cc", "ab", span=2), [], [C, A, B, C, C]) == 2
-
-
-def test_a_stop_pattern_matches_across_the_border_of_the_tail() -> None:
-    req = make_req(regex=r"a\d+ b", span=6, output_ids=(C, A))
-    assert first_match(req, [SEVEN], [SEVEN, SPACE, B, C]) == 2
-    assert first_match(req, [SPACE], [SEVEN, SPACE, B]) is None
-
-
-def test_strings_and_patterns_together() -> None:
-    req = make_req("STOP", regex=r"\d", span=2)
-    assert first_match(req, [], [A, SEVEN, STOP]) == 1
-    assert first_match(req, [], [STOP, SEVEN]) == 0
 
 
 def population(
@@ -125,59 +133,30 @@ def population(
 
 
 def test_each_particle_is_marked_by_its_own_lineage_and_each_request_by_its_own_texts() -> None:
-    reqs = [make_req("STOP"), make_req(), make_req("ab")]
+    reqs = [make_req(("STOP",)), make_req(), make_req(("ab",))]
     tails = population([[[ST], [A]], [[ST], [A]], [[ST], [A]]])
-    tokens = torch.tensor([[[OP, A], [OP, B]]] * 3)
     ends = torch.zeros(3, 2, 2, dtype=torch.bool)
     ends[0, 1, 1] = True  # an end that is already known stays
-    found = mark_stop_texts(ends, reqs, tokens, tails)
-    assert found.int().tolist() == [
-        [[1, 0], [0, 1]],
-        [[0, 0], [0, 0]],
-        [[0, 0], [0, 0]],
-    ]
-    again = mark_stop_texts(ends, reqs, torch.tensor([[[B, A], [B, B]]] * 3), tails)
-    assert again[2].int().tolist() == [[0, 0], [1, 0]]
+    found = ends_of(reqs, [[[OP, A], [OP, B]]] * 3, tails, ends)
+    assert found == [[[1, 0], [0, 1]], [[0, 0], [0, 0]], [[0, 0], [0, 0]]]
+    again = ends_of(reqs, [[[B, A], [B, B]]] * 3, tails, ends)
+    assert again[2] == [[0, 0], [1, 0]]
     assert ends.sum() == 1, "the argument is left as it was"
+    behind = ends_of([make_req(("STOPa",))], [[[A], [A]]], population([[[ST], [ST, OP]]]))
+    assert behind == [[[0], [1]]], "tokens behind the end of a tail are not read"
+    first = ends_of([make_req(("STOP",), output_ids=(A, ST))], [[[OP], [A]]])
+    assert first == [[[1], [0]]], "right behind the emitted text stand those that prefill drew"
 
 
-def test_tokens_behind_the_end_of_a_tail_are_not_read() -> None:
-    found = mark_stop_texts(
-        torch.zeros(1, 2, 1, dtype=torch.bool),
-        [make_req("STOPa")],
-        torch.tensor([[[A], [A]]]),
-        population([[[ST], [ST, OP]]]),
-    )
-    assert found.tolist() == [[[False], [True]]]
-
-
-def test_first_tokens_that_prefill_drew_stand_right_behind_the_emitted_text() -> None:
-    tokens = torch.tensor([[[OP], [A]]])
-    nothing = torch.zeros(1, 2, 1, dtype=torch.bool)
-    found = mark_stop_texts(nothing, [make_req("STOP", output_ids=(A, ST))], tokens)
-    assert found.tolist() == [[[True], [False]]]
-
-
-@pytest.mark.parametrize(
-    ("open_token_at", "expected"), [(1, [True, False]), (None, [False, False])]
-)
+@pytest.mark.parametrize(("open_token_at", "expected"), [(1, [[1], [0]]), (None, [[0], [0]])])
 def test_a_particle_reads_its_own_first_token_while_it_is_open(
-    open_token_at: int | None, expected: list[bool]
+    open_token_at: int | None, expected: list[list[int]]
 ) -> None:
     """What stands in its place in the request's output is another particle's, or nobody's."""
-    req = make_req("STOP", output_ids=(A, C))
+    req = make_req(("STOP",), output_ids=(A, C))
     req.smc_state.open_token.begin(open_token_at)
     tails = population([[[], []]], [[ST, A]])
-    nothing = torch.zeros(1, 2, 1, dtype=torch.bool)
-    found = mark_stop_texts(nothing, [req], torch.tensor([[[OP], [OP]]]), tails)
-    assert found[0, :, 0].tolist() == expected
-
-
-def test_half_a_character_is_read_with_its_other_half() -> None:
-    req = make_req(regex="a§b", output_ids=(A, HALF))
-    assert first_match(req, [OTHER_HALF], [B]) == 0
-    assert first_match(req, [], [OTHER_HALF, B]) == 1
-    assert first_match(req, [], [B]) is None
+    assert ends_of([req], [[[OP], [OP]]], tails) == [expected]
 
 
 def judged(req: Any, *tokens: int) -> tuple[str | None, int | None]:
@@ -204,10 +183,11 @@ def test_sglang_has_no_pattern_to_search_for_and_the_request_ends_all_the_same()
         (FINISH_MATCHED_STR("ab"), 3, "ab"),  # as SGLang: strings before patterns
         (FINISH_MATCHED_TOKEN(A), 2, A),  # that was before
         (FINISH_MATCHED_STR("cc"), 4, "b"),
+        (FINISH_ABORT("gone"), None, None),
     ],
 )
 def test_the_first_end_of_a_text_is_the_one_that_counts(
-    reason: Any, length: int, expected: Any
+    reason: Any, length: int | None, expected: Any
 ) -> None:
     req = make_req(regex="b")
     req.finished_reason, req.finished_len = reason, length
@@ -215,14 +195,6 @@ def test_the_first_end_of_a_text_is_the_one_that_counts(
     req.output_ids.extend([A, A, B, C])
     StopTexts.judge(req)
     assert getattr(req.finished_reason, "matched", None) == expected
-
-
-def test_an_abort_stays_one() -> None:
-    req = make_req(regex="b")
-    req.finished_reason = FINISH_ABORT("gone")
-    req.output_ids.append(B)
-    StopTexts.judge(req)
-    assert isinstance(req.finished_reason, FINISH_ABORT)
 
 
 def test_a_long_text_is_not_read_again() -> None:
@@ -233,3 +205,202 @@ def test_a_long_text_is_not_read_again() -> None:
     for _ in range(40):
         assert first_match(req, [A, B], [A] * 8 + [B]) is None
     assert req.tokenizer.num_decoded - before < 40 * 12 * 3 * CONTEXT
+
+
+WORST = (r"[ab]*a[ab]{250}c", r"([ab]?){120}[ab]{120}c", r"(?:(?:a?){16}b?){12}c")
+
+
+@pytest.mark.parametrize("source", [*ENDLESS, *WORST])
+def test_work_is_places_over_eight_a_character_whatever_the_text(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted, not timed: `re` would need 2^300 steps, and a set walked bit by bit eight times."""
+    steps = 0
+    follow = pattern._Automaton.after
+
+    def counted(automaton: pattern._Automaton, live: int) -> int:
+        nonlocal steps
+        steps += len(live.to_bytes(-(-len(automaton.follow) // 8), "little"))
+        return follow(automaton, live)
+
+    monkeypatch.setattr(pattern._Automaton, "after", counted)
+    text = WORDS * 30 if source in ENDLESS else "aabab" * 100
+    state = Pattern(source).read(START, text)
+    assert state is not None and not Pattern(source).ends(state)
+    assert 0 < steps <= 2 * len(text) * -(-num_places(source) // 8)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("(a)\\1", "a group that is named again"),
+        ("(?=a)b", "a look ahead or behind"),
+        ("(?<!a)b", "a look ahead or behind"),
+        ("(a)?(?(1)b|c)", "a group that is named again"),
+        ("a{257}", "257 characters and classes, with repetitions written out; allowed: 256"),
+        ("((a{1,500}){1,500}){1,500}", "125000000 characters"),
+        (r"(a\b\b){2000}", "characters and classes"),
+        (r"(a\b\B\b\B\b\B\b\B\b\B\b\B\b\B\b\B){255}", "parts (groups, alternatives"),
+        ("(?i)[\u0400-\uffff]", "ranges of 64512 characters in classes that ignore case"),
+        ("(" * 2000 + ")" * 2000, "nests too deep"),
+        ("(a", "is no regular expression: missing )"),
+        ("a{99999999999}", "is no regular expression: the repetition number is too large"),
+    ],
+)
+def test_what_cannot_be_read_in_one_go_is_refused_by_name(source: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Pattern(source)
+
+
+@pytest.mark.parametrize(
+    "source", ["(?:){1000000000}a", r"(?:\b){100}a|b", "a{0}b", "", "(?:a|b*)*"]
+)
+def test_repetitions_of_nothing_cost_nothing(source: str) -> None:
+    """And every place that is allowed can be used."""
+    assert num_places(source) <= 2
+    assert Pattern(source).read(START, "x-ab-") is None  # found, as `re` would
+    assert Pattern(f"a{{{MAX_PLACES}}}").read(START, "a" * MAX_PLACES + "b") is None
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pattern, "_KEPT", 10)
+    one = Pattern(r"\w\b[^a]+c")
+    one.read(START, "".join(map(chr, range(200, 400))) + "\n" * 5)
+    assert max(map(len, (one._steps, one._masks, one._holding))) <= 10
+
+
+ATOMS = ("a", "b", "ab", "[ab]", ".", "(a)", "(a|ab)", "(?:ab|a)", "[^a]+", "a*?", "b{1,2}", "é",
+         "$", "^", r"\b", r"\n?", "(?s:.)", "(?m:$)", "(?m:^)", "(?i:A)")  # fmt: skip
+patterns = st.recursive(
+    st.sampled_from(ATOMS),
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=2, max_size=3).map("".join),
+        st.lists(inner, min_size=2, max_size=3).map(lambda all: f"(?:{'|'.join(all)})"),
+        st.tuples(inner, st.sampled_from(("", "*", "+", "?", "*?", "{2}"))).map(
+            lambda both: f"({both[0]}){both[1]}"
+        ),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(source=patterns, text=st.text(alphabet="aAbcé \n", max_size=10))
+def test_the_answer_is_in_the_last_of_all_matches_in_turn(source: str, text: str) -> None:
+    """Red for groups of an earlier match, a start within a match, and flags that leak."""
+    try:
+        found = AnswerPattern(source).last(text.encode())
+    except ValueError as error:
+        assume(not re.match("can match nothing|has [0-9]+ (groups|instructions)", str(error)))
+        raise
+    matches = list(re2.compile(source).finditer(text))
+    last = matches[-1].group(1 if matches[-1].re.groups else 0) if matches else None
+    assert found == (None if last is None else last.encode())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "answer"),
+    [
+        (r"#### (-?\d+)", b"12"),
+        (r"\d+", b"12"),
+        ("x", None),
+        (r"(no)|(\d+)$", None),
+        (r"\Qno\E", b"no"),
+        (r"\C: ", b"o: "),
+    ],
+)
+def test_the_last_match_answers(pattern: str, answer: bytes | None) -> None:
+    assert answer_pattern(pattern).last(b"#### 7, no: #### 12") == answer
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("(?=a)b", r"a look ahead \(\?="),
+        ("a(?!b)", r"a look ahead \(\?!"),
+        ("(?<=a)b", r"a look behind \(\?<="),
+        ("(?<!a)b", r"a look behind \(\?<!"),
+        (r"(a)\1", r"a group that is named again \\1"),
+        ("(?P<n>a)(?P=n)", "a group that is named again"),
+        ("(?>a)b", "an atomic group"),
+        ("a++b", r"a possessive repetition \+\+"),
+        ("(?(1)a|b)", "a condition"),
+        ("(", r"does not parse: missing \)"),
+        (r"\Qa", r"does not parse: missing \)"),
+        ("\ud800", "surrogate"),
+        ("", "is no pattern"),
+        ("a" * 513, "at most 512 characters"),
+        ("(a)" * 11, "has 11 groups"),
+        (r"\pL{2}", "has [0-9]* instructions, since .* allowed: .* 2048 instructions"),
+        (r"(\d{1,500}|)" * 40, "does not parse: pattern too large"),
+        ("a*", "can match nothing"),
+        (r"(\d*)$", "can match nothing"),
+        (r"a|\b", "can match nothing"),
+    ],
+)
+def test_what_cannot_be_linear_is_refused_by_name(pattern: str, message: str) -> None:
+    asked = {"selection": "vote", "answer_pattern": pattern}
+    with pytest.raises(ValueError, match=message):
+        request_config(SMCConfig(), {"smc": asked})
+
+
+def test_a_text_is_searched_twice_however_many_matches_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Match behind match, ``a.*b|a`` would read this text to its end 5,000 times."""
+    searches = []
+    match = re2._Regexp._match
+
+    def counted(*given: Any) -> Any:
+        for found in match(*given):
+            searches.append(found)
+            yield found
+
+    monkeypatch.setattr(re2._Regexp, "_match", counted)
+    compiled = AnswerPattern("a.*b|a")
+    searches.clear()
+    assert compiled.last(b"a" * 5000) == b"a"
+    assert len(searches) == 2
+
+
+def request(pattern: str, rid: str) -> Any:
+    smc = {"selection": "vote", "answer_pattern": pattern}
+    req: Any = ToyRequest(0, 27, 8, {}, None)
+    req.rid, req.output_ids = rid, [0]
+    req.smc_state = RequestState.of(0, request_config(SMCConfig(), {"smc": smc}))
+    return req
+
+
+def answers(reqs: list[Any], tails: list[list[list[int]]]) -> dict[int, Any]:
+    """By group, of the texts "a" and a tail, which have all ended."""
+    population = population_of(tails)
+    population = population._replace(ended=population.ended | True)
+    found = Votes.of(BatchTexts(reqs, population, 27, "cpu")).verdicts()
+    return {group: verdict.answers for group, verdict in found.items()}
+
+
+def test_a_round_reads_so_much_and_later_ones_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By lengths alone, in the order of the batch: no rank's clock has a word in it.
+
+    Equal answers have one number.
+    """
+    found = answers([request("b+", "x")], [[[1, 2], [2], [1, 1, 2], [0]]])
+    assert found == {0: [0, -1, 1, -1]}
+    reqs = [request("b", name) for name in "xyz"]
+    tails = [[[1], [2], [1, 1]], [[2], [2], [1]], [[], [], []]]
+    expected = {0: [0, -1, 0], 1: [-1, -1, 0], 2: [-1, -1, -1]}
+    assert answers([request("b", name) for name in "xyz"], tails) == expected
+    a_text = 2 * answer_pattern("b").num_instructions  # of two letters
+    monkeypatch.setattr(votes, "MOST_STEPS", 2 * a_text)
+    rounds = [answers(reqs, tails) for _ in range(4)]
+    assert rounds == [{}, {0: [0, -1, 0]}, {0: [0, -1, 0], 1: [-1, -1, 0]}, expected]
+    assert not any(req.to_finish for req in reqs)
+
+
+def test_a_text_that_no_round_may_read_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    reqs = [request("b", "long"), request("b", "short")]
+    monkeypatch.setattr(votes, "MOST_STEPS", 5 * answer_pattern("b").num_instructions)
+    assert answers(reqs, [[[1] * 5], [[1]]]) == {}
+    assert "has 6 bytes and the answer_pattern" in reqs[0].to_finish.message
+    assert reqs[0].to_finish.status_code == 400 and reqs[1].to_finish is None
+    assert answers(reqs, [[[1] * 5], [[1]]]) == {1: [0]}

@@ -1,9 +1,9 @@
 """What a round tells for a trace: a reader who plays it by its own fields comes to the answer."""
 
+import copy
 import itertools
 import json
 import math
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -139,7 +139,7 @@ def test_a_reader_comes_to_the_answer() -> None:
     token of who had ended, and an evidence without what weights have gained.
     """
     told = serve(toy(*TRACED, config=LAGGING), len(TRACED))
-    cuts: set[str] = set()
+    every = [record for one in told for record in one.trace.rounds]
     for one, choice in zip(told, TRACED, strict=True):
         found = assert_told(one)
         rounds = one.trace.rounds
@@ -151,38 +151,77 @@ def test_a_reader_comes_to_the_answer() -> None:
         assert longest == choice.get("num_steps", SERVER.num_steps)
         own = {record.cut for record in rounds}
         assert "ess" not in own or choice.get("resample_at") == "token"
-        cuts |= own
         evidence = one.req.smc_state.counters[-1]
         if one.trace.mode == "smc":
             assert found.log_evidence == pytest.approx(evidence, abs=1e-9)
         elif one.trace.mode != "exact":
             assert all(record.log_evidence is None for record in rounds)
-    assert {"none", "evidence", "ess", "verification"} <= cuts
+    # All of it happens, else the above says nothing of it.
+    assert {"none", "evidence", "ess", "verification"} <= {record.cut for record in every}
+    assert any(record.resampled and len(set(record.ancestors)) > 1 for record in every)
+    assert any(record.narrowed_to is not None and not all(record.ended) for record in every)
+    assert any(record.narrowed_to is not None and all(record.ended) for record in every)
+    assert any(None in record.bonus and any(record.bonus) for record in every)
+    assert any([] in record.drafted and any(record.drafted) for record in every)
+    assert any(not record.emitted for record in every)
 
 
-def test_all_that_particles_do_is_there_to_be_read() -> None:
-    """Red where some of these never happens, so that the test above says nothing of it."""
-    rounds = [
-        record
-        for one in serve(toy(*TRACED, config=LAGGING), len(TRACED))
-        for record in one.trace.rounds
-    ]
-    assert any(record.resampled and len(set(record.ancestors)) > 1 for record in rounds)
-    assert any(record.narrowed_to is not None and not all(record.ended) for record in rounds)
-    assert any(record.narrowed_to is not None and all(record.ended) for record in rounds)
-    assert any(None in record.bonus and any(record.bonus) for record in rounds)
-    assert any([] in record.drafted and any(record.drafted) for record in rounds)
-    assert any(not record.emitted for record in rounds)
+BUDGETS = Budget(5, 4), Budget(2, 2), Budget(1, 1), Budget(4, 3)
+POWERED = {"power": 2.0, "evidence_threshold": 0}
+DYING = {"evidence_threshold": 0, "ess_threshold": 0.1}
+RUNS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "cut by evidence": ([{"ess_threshold": 1.0, "evidence_threshold": 1.5}], {}),
+    "adaptive": ([{}], {"budgets": BUDGETS}),
+    "powered": ([POWERED], {}),
+    "powered alone": ([{**POWERED, "num_particles": 1}], {}),
+    "weighed in a grammar": ([{}], {"grammar": maker("(ab|b){6}")}),
+    "verified in a grammar": ([{"mode": "exact"}], {"grammar": maker("(ab|b){6}")}),
+    "greedy": ([{}], {"asked": {"top_k": 1}}),
+    "retracted": ([{}], {}),
+    # Of three tokens p has two, and the draft other two. A number that is NaN or infinite is red.
+    "dead": ([DYING, {**DYING, "num_particles": 1}], {"asked": {"top_k": 2}}),
+}
 
 
-def test_a_block_is_cut_by_its_evidence_whatever_its_ess() -> None:
-    """Red if a block that is resampled where its evidence cut it counts as cut for its ESS."""
-    asked = {"trace": True, "ess_threshold": 1.0, "evidence_threshold": 1.5}
-    told = serve(toy(asked, num_requests=12), 12)
+@pytest.mark.parametrize("name", list(RUNS))
+def test_a_reader_comes_to_the_answer_of_others(name: str) -> None:
+    """Weights gain by a power's or a mask's sums, at bonus tokens, too.
+
+    Red if a block that is resampled where its evidence cut it counts as cut for its ESS, a round
+    does not tell of its resizing or tells of it once more, first tokens that differ are lost or
+    told twice, or tails that a retraction has dropped live on.
+    """
+    chosen, more = RUNS[name]
+    behind = {"retracts_behind": (2,)} if name == "retracted" else {}
+    traced = [{"trace": True, **choice} for choice in chosen]
+    told = serve(toy(*traced, num_requests=12, **more), 12, **behind)
+    is_plain = "powered" not in name and "grammar" not in name
+    for one in told:
+        assert_told(one, is_plain=is_plain)
+        rounds = one.trace.rounds
+        sizes = [len(record.ancestors) for record in rounds]
+        changes = [before != now for before, now in itertools.pairwise([*sizes[:1], *sizes])]
+        assert [record.resized_from is not None for record in rounds] == changes
+        assert name == "adaptive" or not any(changes)
+        if name == "retracted":
+            assert sum(record.begins is not None for record in rounds) <= 2
+            assert len(rounds) < 3 or rounds[2].begins == [0] * SERVER.num_particles
     rounds = [record for one in told for record in one.trace.rounds]
-    assert {record.cut for record in rounds} == {"none", "evidence"}
-    cut = [record for record in rounds if record.cut == "evidence"]
-    assert any(record.resampled and any(record.kept) for record in cut)
+    cuts = {record.cut for record in rounds}
+    if name == "cut by evidence":
+        assert cuts == {"none", "evidence"}
+        cut = [record for record in rounds if record.cut == "evidence"]
+        assert any(record.resampled and any(record.kept) for record in cut)
+    elif name == "adaptive":
+        assert any(record.resized_from is not None for record in rounds)
+    elif name == "dead":
+        assert "dead" in cuts and any(None in record.log_weights for record in rounds)
+        assert any(None in record.log_weights_before for record in rounds)
+    elif name == "greedy":
+        assert {len(record.ancestors) for record in rounds} == {1} and cuts <= {"none", "dead"}
+    elif name.startswith("powered"):
+        kinds = {len(set(one.trace.rounds[0].begins or ())) > 1 for one in told}
+        assert kinds == ({True, False} if name == "powered" else {False})
 
 
 @pytest.mark.parametrize("resample_at", ["block", "token"])
@@ -196,58 +235,6 @@ def test_particles_are_those_that_come_with_the_answer(resample_at: str) -> None
         weights = [particle["weight"] for particle in one.particles]
         shares = normalized(torch.tensor(found.log_weights)).tolist()
         assert weights == pytest.approx(shares)
-
-
-def test_where_n_adapts_a_reader_knows_who_was_who() -> None:
-    """Red if a round does not tell of its resizing, or tells of it once more."""
-    budgets = (Budget(5, 4), Budget(2, 2), Budget(1, 1), Budget(4, 3))
-    for one in serve(toy({"trace": True}, num_requests=6, budgets=budgets), 6):
-        assert_told(one)
-        changes = [record.resized_from is not None for record in one.trace.rounds]
-        sizes = [len(record.ancestors) for record in one.trace.rounds]
-        pairs = itertools.pairwise(sizes)
-        assert changes == [False, *(before != now for before, now in pairs)]
-        assert any(changes) or len(sizes) < 2
-
-
-@pytest.mark.parametrize("asked", [{"power": 2.0}, {"power": 2.0, "num_particles": 1}])
-def test_first_tokens_that_differ_are_emitted_once_they_agree(asked: dict[str, Any]) -> None:
-    """Of a power of p. Red if the token is lost, or if it is told twice where all began with it."""
-    told = serve(toy({"trace": True, "evidence_threshold": 0, **asked}, num_requests=12), 12)
-    for one in told:
-        assert_told(one, is_plain=False)
-    kinds = {len(set(one.trace.rounds[0].begins or ())) > 1 for one in told}
-    assert kinds == ({True, False} if "num_particles" not in asked else {False})
-
-
-@pytest.mark.parametrize("mode", ["smc", "exact"])
-def test_within_a_grammar(mode: str) -> None:
-    """Weights gain by what masks leave, at bonus tokens, too."""
-    own = {"num_requests": 12, "grammar": maker("(ab|b){6}")}
-    for one in serve(toy({"trace": True, "mode": mode}, **own), 12):
-        assert_told(one, is_plain=False)
-
-
-def test_particles_that_died_have_no_weight() -> None:
-    """Of three tokens p has two, and the draft other two. Red if a number is NaN or infinite."""
-    asked = {"trace": True, "evidence_threshold": 0, "ess_threshold": 0.1}
-    chosen = asked, {**asked, "num_particles": 1}
-    told = serve(toy(*chosen, num_requests=6, asked={"top_k": 2}), 6)
-    for one in told:
-        assert_told(one)
-    rounds = [record for one in told for record in one.trace.rounds]
-    assert any(None in record.log_weights for record in rounds)
-    assert any(None in record.log_weights_before for record in rounds)
-    assert any(record.cut == "dead" for record in rounds)
-
-
-def test_behind_a_retraction_particles_begin_anew() -> None:
-    """Red if `begins` is told of the first round alone, or tails that are lost live on."""
-    for one in serve(toy({"trace": True}, num_requests=6), 6, retracts_behind=(2,)):
-        assert_told(one)
-        assert sum(record.begins is not None for record in one.trace.rounds) <= 2
-        if len(one.trace.rounds) > 2:
-            assert one.trace.rounds[2].begins == [0] * SERVER.num_particles
 
 
 def test_no_token_of_a_prefill_is_lost() -> None:
@@ -275,14 +262,6 @@ def test_a_short_lag_that_draws_a_text_that_has_ended_leaves_particles() -> None
             assert texts == [one.req.output_ids] * SERVER.num_particles
         assert one.req.output_ids in texts
     assert 0 < by_lag < 24, "both kinds of ends"
-
-
-def test_at_temperature_0_there_is_one_chain() -> None:
-    told = serve(toy({"trace": True}, num_requests=3, asked={"top_k": 1}), 3)
-    for one in told:
-        assert_told(one)
-        assert {len(record.ancestors) for record in one.trace.rounds} == {1}
-        assert {record.cut for record in one.trace.rounds} <= {"none", "dead"}
 
 
 def test_a_plain_neighbour_has_none_and_its_round_is_the_same() -> None:
@@ -313,23 +292,16 @@ def test_a_round_that_fails_says_so_and_has_no_number_that_json_lacks() -> None:
     for req in reqs:
         req.smc_state.begin(None, [])
     result = worker.play_round(reqs)
+    copied = each_tensor(torch.clone, result.trace)  # as the host reads it
     for group, req in enumerate(reqs):
+        states = [copy.deepcopy(req.smc_state) for _ in range(2)]
+        of_copy, own = (
+            found.record_of(group, state, [], 0.0)  # type: ignore[union-attr]
+            for found, state in zip((copied, result.trace), states, strict=True)
+        )
+        assert of_copy == own
         take(worker, result, group, req)
         (record,) = req.smc_state.rounds
         assert record.cut == "failure" and record.emitted == []
         assert set(record.bonus) == {None}
         assert "NaN" not in json.dumps(told(req).rounds, default=msgspec.to_builtins)
-
-
-def test_the_host_reads_copies() -> None:
-    """The record of tensors that were copied is that of the originals."""
-    worker = toy({"trace": True})
-    reqs = worker.begin([1], torch.tensor([0.5], dtype=torch.float64))
-    result = worker.play_round(reqs)
-    copied = each_tensor(torch.clone, result.trace)
-    state = SimpleNamespace(**{name: getattr(reqs[0].smc_state, name) for name in NAMES})
-    records = [trace.record_of(0, state, [], 0.0) for trace in (result.trace, copied)]  # type: ignore[arg-type]
-    assert records[0] == records[1]
-
-
-NAMES = ("config", "rounds", "open_token", "has_lost_tails", "untold")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import FakeGPU, fake_gpu, memory_of
+from fake_gpu import FakeGPU, fake_gpu
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ReqLogprob
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -20,6 +20,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from table_entries import entry
 from toy_laws import EOS, languages
 from toy_logprobs import AskingWorker
+from toy_request import ToyRequest
 from toy_worker import ToyWorker
 
 from sglang_smc.ops.torch_ops import TORCH
@@ -92,31 +93,8 @@ READ_ON_DEVICE = {"new_seq_lens", "next_draft_input"}
 
 
 @pytest.mark.parametrize("kind", list(ASKED))
-def test_what_a_result_carries_outlives_the_copies(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As if this were a GPU, a copy to the host is another tensor; the device has yet to run it."""
-    result = played(kind, "cpu")
-    before = {
-        name: [(memory_of(x), x.clone()) for x in own] for name, own in carried(result).items()
-    }
-    move = torch.Tensor.to
-    monkeypatch.setattr(
-        torch.Tensor,
-        "to",
-        lambda x, *args, **kw: x.clone() if args[:1] == ("cpu",) else move(x, *args, **kw),
-    )
-    monkeypatch.setattr("sglang.srt.managers.utils._async_d2h", torch.Tensor.clone)
-    result.copy_to_cpu(return_logprob=kind == "with log-probabilities", return_hidden_states=False)
-    assert [name for name, own in before.items() if any(m.expired() for m, _ in own)] == []
-    for name, found in carried(result).items():
-        copied = [memory_of(x) not in [m for m, _ in before[name]] for x in found]
-        assert copied == [name not in READ_ON_DEVICE] * len(found), name
-        assert all(torch.equal(x, y) for x, (_, y) in zip(found, before[name], strict=True))
-
-
-@pytest.mark.parametrize("kind", list(ASKED))
 def test_results_are_copied_to_pinned_memory_and_marked_as_read_by_that_stream(kind: str) -> None:
+    """And the device's tensors outlive the copies, which it has yet to run."""
     with fake_gpu() as gpu:
         result = played(kind, "cuda")
         copy(gpu, result, return_logprob=kind == "with log-probabilities")
@@ -222,21 +200,14 @@ def prefilled(
 
 def prompted(row: int, choice: dict[str, Any], vocab_size: int, return_logprob: bool) -> Any:
     """What of SGLang's `Req` a prefill looks at."""
-    params = SamplingParams(max_new_tokens=9, sampling_seed=row, custom_params={"smc": choice})
-    books = ReqLogprob(top_logprobs_num=2, token_ids_logprob=[1])
-    return SimpleNamespace(
-        **in_row(row),
-        sampling_params=params,
-        output_ids=[],
-        retraction_count=0,
-        eos_token_ids={EOS},
-        tokenizer=None,
-        vocab_size=vocab_size,
-        grammar=None,
-        custom_logit_processor=None,
-        return_logprob=return_logprob,
-        logprob=books,
+    req: Any = ToyRequest(row, vocab_size, 9, {}, None)
+    req.sampling_params = SamplingParams(
+        max_new_tokens=9, sampling_seed=row, custom_params={"smc": choice}
     )
+    vars(req).update(in_row(row), retraction_count=0, eos_token_ids={EOS}, tokenizer=None)
+    req.return_logprob = return_logprob
+    req.logprob = ReqLogprob(top_logprobs_num=2, token_ids_logprob=[1])
+    return req
 
 
 def in_row(row: int) -> dict[str, Any]:
@@ -261,24 +232,17 @@ def test_the_host_waits_for_no_copy_to_the_device(name: str, default: str) -> No
 
 
 def test_numbers_keep_their_kind_and_their_precision() -> None:
-    third = 1 / 3
+    """A CPU's own tensors are not copied, and what is no tensor stays as it is."""
+    third, tensor, other = 1 / 3, torch.ones(2), object()
+    assert to_device("cpu", tensor) is tensor is on_host(tensor)
+    found = each_tensor(lambda x: x + 1, [torch.ones(1), {"a": (other, None, "ab", 3)}])
+    assert found[0].item() == 2 and found[1] == {"a": (other, None, "ab", 3)}
     assert on_device("cpu", [third], torch.float64).tolist() == [third]
     assert on_device("cpu", [True, False]).dtype == torch.bool
     assert on_device("cpu", [(1, 2), (3, 4)]).tolist() == [[1, 2], [3, 4]]
     table = RequestTable(3, 4, "cpu")
     table.write([entry(1, RequestConfig(ess_threshold=third))])
     assert table.gather(torch.tensor([1])).ess_threshold.tolist() == [third]
-
-
-def test_a_cpu_s_own_tensors_are_not_copied() -> None:
-    tensor = torch.ones(2)
-    assert to_device("cpu", tensor) is tensor is on_host(tensor)
-
-
-def test_what_is_no_tensor_stays_as_it_is() -> None:
-    other, pair = object(), RequestConfig()
-    found = each_tensor(lambda x: x + 1, [torch.ones(1), {"a": (other, pair, None, "ab", 3)}])
-    assert found[0].item() == 2 and found[1] == {"a": (other, pair, None, "ab", 3)}
 
 
 SPANS = [(3, 5), (4, 4), (0, 3)]
@@ -302,27 +266,20 @@ def reserved(table: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_request_is_given_new_slots_where_its_own_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which waits for nothing; nor do settings of new requests."""
     table = torch.zeros(6, 6, dtype=torch.int32)
     reserved(table, monkeypatch)
     expected = torch.zeros_like(table)
     expected[2, 3:5] = torch.tensor([100, 101])
     expected[1, 0:3] = torch.tensor([102, 103, 104])
     assert torch.equal(table, expected)
-
-
-def test_a_reservation_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_gpu() as gpu:
         table = torch.zeros(6, 6, dtype=torch.int32, device="cuda")
+        settings = RequestTable(3, 4, "cuda")
         with gpu.no_waiting():
             reserved(table, monkeypatch)
-        assert len(gpu.to_device) == 1
-
-
-def test_settings_of_new_requests_are_written_without_waiting() -> None:
-    with fake_gpu() as gpu:
-        table = RequestTable(3, 4, "cuda")
-        with gpu.no_waiting():
-            table.write([entry(1, stop_tokens=frozenset({2, 3})), entry(2)])
+            assert len(gpu.to_device) == 1
+            settings.write([entry(1, stop_tokens=frozenset({2, 3})), entry(2)])
 
 
 def test_there_is_one_way_between_host_and_device() -> None:

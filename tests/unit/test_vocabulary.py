@@ -30,9 +30,23 @@ class Draft:
         return self._table[tokens]
 
 
-@pytest.mark.parametrize("widths", [(4, 4), (4, 6), (6, 4), (8, 6)])
-def test_padding_is_no_difference(widths: tuple[int, int]) -> None:
-    vocabulary.check(*map(of, widths))
+MARKED = {**TOKENS, "<image>": 4}
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        *(tuple(map(of, widths)) for widths in ((4, 4), (4, 6), (6, 4), (8, 6))),
+        # Gemma 3's tokenizer has a marker for images behind all that its text models have.
+        tuple(Vocabulary(MARKED, width, frozenset({"<image>"})) for width in (6, 4)),
+        # Without tokenizers widths are all there is; and where they agree, ids beyond them are the
+        # tokenizer's own affair.
+        (Vocabulary(None, 4), Vocabulary(None, 4)),
+        (of(3), of(3)),
+    ],
+)
+def test_padding_and_markers_are_no_difference(pair: tuple[Vocabulary, Vocabulary]) -> None:
+    vocabulary.check(*pair)
 
 
 @pytest.mark.parametrize(
@@ -53,12 +67,6 @@ def test_other_tokens_are_refused(target: Vocabulary, draft: Vocabulary, says: s
     assert str(error.value).endswith("Choose a draft of the target's family.")
 
 
-def test_markers_may_be_beyond_what_a_model_has() -> None:
-    """Gemma 3's tokenizer has one for images behind all that its text models have."""
-    with_marker = {**TOKENS, "<image>": 4}
-    vocabulary.check(*(Vocabulary(with_marker, width, frozenset({"<image>"})) for width in (6, 4)))
-
-
 def test_markers_that_differ_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """R1-Distill-Llama has Llama's text, and markers of its own in the places of Llama's."""
     sides = [Vocabulary({**TOKENS, name: 4}, 5, frozenset({name})) for name in ("<a>", "<b>")]
@@ -68,12 +76,6 @@ def test_markers_that_differ_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told == []
     vocabulary.check(*sides)
     assert len(told) == 1 and told[0].startswith("2 markers differ")
-
-
-def test_without_tokenizers_widths_are_all_there_is() -> None:
-    """And where they agree, ids beyond them are the tokenizer's own affair."""
-    vocabulary.check(Vocabulary(None, 4), Vocabulary(None, 4))
-    vocabulary.check(of(3), of(3))
 
 
 def test_one_width_needs_no_launch() -> None:

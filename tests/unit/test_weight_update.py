@@ -103,19 +103,19 @@ FLUSHED = io_struct.UpdateWeightsFromIPCReqInput(zmq_handles={})
 KEPT = io_struct.UpdateWeightsFromIPCReqInput(zmq_handles={}, flush_cache=False)
 
 
-@pytest.mark.parametrize("paused", [False, True])
-def test_an_update_by_ipc_finds_no_draft_and_a_server_at_rest(paused: bool) -> None:
-    manager = Manager(Scheduler(paused=paused))
-    assert from_ipc(Manager.update, manager, FLUSHED) is ANSWER
+@pytest.mark.parametrize(("paused", "error"), [(False, None), (True, None), (False, "no")])
+def test_an_update_by_ipc_finds_no_draft_and_a_server_at_rest(
+    paused: bool, error: str | None
+) -> None:
+    """And leaves it as it was, though the update failed."""
+    manager = Manager(Scheduler(paused=paused), error)
+    if error is None:
+        assert from_ipc(Manager.update, manager, FLUSHED) is ANSWER
+    else:
+        with pytest.raises(RuntimeError, match=error):
+            from_ipc(Manager.update, manager, FLUSHED)
     assert manager.found == [(None, True)]
     assert (manager.draft_worker, manager.scheduler._engine_paused) == ("the draft", paused)
-
-
-def test_the_draft_is_back_after_an_update_that_failed() -> None:
-    manager = Manager(Scheduler(), error="no")
-    with pytest.raises(RuntimeError, match="no"):
-        from_ipc(Manager.update, manager, FLUSHED)
-    assert (manager.draft_worker, manager.scheduler._engine_paused) == ("the draft", False)
 
 
 def test_kv_in_use_is_not_flushed() -> None:
