@@ -10,25 +10,21 @@ import pytest
 from demo import FIRST_PROBLEM, blocks
 from demo import parse_arguments as demo_arguments
 from fidelity import cli, grid
-from fidelity.bounding import Bound, Divergence
 from fidelity.engines import arguments
 from fidelity.grid import Cell, cells
 from fidelity.measure import MAX_PROBLEMS, WARM_UP, Asker, Reply, Request, grade, request
-from fidelity.scoring import Batch, Score, answer_key
 from fidelity.store import Record, seconds
 from pair.task import held_out
-from results import Interval
+from speed_stand_ins import canned_scores, leave_out_what_takes_seconds
 from study import BenchError, matching
 
 from sglang_smc.demo.party import FIRST_SHOWN
 from sglang_smc.options.request import request_config
-from sglang_smc.options.server import EVIDENCE_THRESHOLD, SMCConfig
+from sglang_smc.options.server import SMCConfig
 
-INTERVAL = Interval(1.0, 0.5, 1.5, 2)
-ORIGIN = {"date": "2026-01-01", "git_sha": "abc", "hardware": "a CPU"}
 #: The settings that a run of one temperature measures.
 SETTINGS = len(cells((0.7,)))
-TINY = ("--problems", "6", "--bound-problems", "2", "--temperatures", "0.7")
+TINY = ("--problems", "6", "--temperatures", "0.7")
 
 
 class FakeAsker:
@@ -68,12 +64,10 @@ class Bench:
         self.folder = folder
         self.asked: list[tuple[str, Request]] = []
         self.started: list[str] = []
-        self.bounded: list[str] = []
-        self.scored: list[tuple[int, int]] = []
 
     def __call__(self, *arguments: str, last: int = 10**6) -> int:
         """The exit status; the stand-in is interrupted after ``last`` answers."""
-        self.asked, self.started, self.bounded, self.scored = [], [], [], []
+        self.asked, self.started = [], []
         budget = [last]
 
         @contextlib.contextmanager
@@ -81,33 +75,13 @@ class Bench:
             self.started.append(engine)
             yield FakeAsker(engine, self.asked, budget)
 
-        stand_ins = (start, self.score, self.bound())
-        return cli.main([*TINY, "--output-dir", str(self.folder), *arguments], *stand_ins)
-
-    def score(self, batches: Sequence[Batch], jobs: int) -> Iterator[tuple[int, list[Score]]]:
-        for batch in reversed(batches):
-            self.scored += [(batch.place, index) for index in batch.indices]
-            yield batch.place, list(map(canned, batch.indices, batch.answers))
-
-    def bound(self) -> Bound:
-        def bound(todo: Sequence[Cell], problems: int) -> Iterator[tuple[int, Divergence]]:
-            for place, cell in reversed(list(enumerate(todo))):
-                self.bounded.append(cell.slug)
-                yield place, Divergence(None, INTERVAL, INTERVAL, INTERVAL, INTERVAL)
-
-        return bound
-
-
-def canned(index: int, tokens: list[int]) -> Score:
-    return Score(index, answer_key(tokens), 3, -2.0 - index, 0.1, 1.0, 0.2, 1.0, [0.1, 0.2, 0.3])
+        words = [*TINY, "--output-dir", str(self.folder), *arguments]
+        return cli.main(words, start, canned_scores)
 
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    monkeypatch.setattr(cli, "PUBLISHED", tmp_path / "published")
-    # What takes seconds and has tests of its own.
-    monkeypatch.setattr(cli, "plot_rows", lambda _, path: path.write_text("a picture"))
-    monkeypatch.setattr(cli, "provenance", lambda settings: {**ORIGIN, "settings": settings})
+    leave_out_what_takes_seconds(monkeypatch, cli, tmp_path)
     return Bench(tmp_path / "out")
 
 
@@ -121,23 +95,8 @@ def test_the_server_takes_every_setting_and_none_is_measured_twice() -> None:
             sizes = (config.num_particles, config.num_steps)
             seen.add((mode, *sizes, config.resample_at, config.covering, config.lag))
     assert len(seen) == sum(kind.engine == "smc" for kind in grid.kinds())
-
-
-def test_pure_smc_cuts_nothing_for_its_evidence() -> None:
     pure = [kind for kind in grid.kinds() if Cell(kind, 0.7).is_pure_smc]
-    assert [kind.slug for kind in pure] == ["smc-c0"]
-    assert {kind.evidence_threshold for kind in pure} == {0}
-
-
-def test_every_published_setting_is_measured() -> None:
-    """Those with a name under it, wherever `auto` and the default are set to."""
-    modes = {(kind.smc or {}).get("mode", "smc"): [] for kind in grid.kinds() if kind.smc}
-    for kind in grid.kinds():
-        if kind.smc:
-            modes[kind.smc.get("mode", "smc")].append(kind.evidence_threshold)
-    assert {4.0, 1.0, 0.5} <= set(modes["mixed"] + modes["auto"])
-    assert {0.0, 1.0, EVIDENCE_THRESHOLD} == set(modes["smc"])
-    assert modes["exact"] == [None]
+    assert [kind.evidence_threshold for kind in pure] == [0]
 
 
 def test_the_engines_differ_by_model_and_smc_alone() -> None:
@@ -147,15 +106,11 @@ def test_the_engines_differ_by_model_and_smc_alone() -> None:
     assert (smc["speculative_smc_num_particles"], smc["speculative_num_steps"]) == (8, 8)
 
 
-def test_an_answer_that_was_cut_off_is_wrong() -> None:
+def test_an_answer_that_was_cut_off_is_wrong_and_one_without_all_tokens_refused() -> None:
     whole = reply(Request(0, held_out(0), {}), "target")
     cut = whole._replace(meta_info={**whole.meta_info, "finish_reason": {"type": "length"}})
     assert grade(whole, part=0, at=1.0).right
     assert not grade(cut, part=0, at=1.0).right
-
-
-def test_an_answer_whose_tokens_are_not_all_there_is_refused() -> None:
-    whole = reply(Request(0, held_out(0), {}), "target")
     with pytest.raises(BenchError, match="with 3 tokens, of which 2 came"):
         grade(whole._replace(output_ids=[5, 1]), part=0, at=1.0)
 
@@ -175,8 +130,6 @@ def test_everything_is_measured_and_written(bench: Bench) -> None:
     assert bench() == 0
     assert bench.started == ["target", "draft", "smc"]
     assert len(bench.asked) == 6 * SETTINGS
-    assert bench.bounded == ["smc-c0-t0.7"]
-    assert len(set(bench.scored)) == len(bench.scored) == 6 * SETTINGS
     for name in cli.OUTPUTS:
         assert (bench.folder / name).stat().st_size > 0
     origin = json.loads((bench.folder / cli.ORIGIN).read_text())
@@ -192,7 +145,7 @@ def test_an_interrupted_run_goes_on(bench: Bench, capsys: pytest.CaptureFixture[
     again = [(e.index, str(e.sampling_params)) for _, e in first + bench.asked]
     assert len(again) == len(set(again)) == 6 * len(matching(cells((0.7,)), ["smc-*"]))
     assert bench("--only", "smc-*") == 0
-    assert (bench.asked, bench.started, bench.scored, bench.bounded) == ([], [], [], [])
+    assert (bench.asked, bench.started) == ([], [])
     path = bench.folder / "answers" / "smc-c0-t0.7.jsonl"
     parts = [json.loads(line)["part"] for line in path.read_text().splitlines()[1:]]
     assert parts == [0, 0, 0, 1, 1, 1]

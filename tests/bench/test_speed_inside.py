@@ -21,10 +21,9 @@ from speed.plugin.speed_probe import REPEATS, Probe
 from speed.presets import CPU
 from speed.probing import ProbedEngine
 from speed.remote import Sample, Work
-from speed_stand_ins import FakeEngine
+from speed_stand_ins import ORIGIN, FakeEngine
 from study import BenchError
 
-ORIGIN = {"date": "2026-01-01", "git_sha": "abc", "hardware": "a CPU"}
 BLOCK_CELL, PLAIN_CELL = Cell(System(BLOCK, 8, 8), 2, 256), Cell(System(AR), 2, 256)
 QUICK = ("--preset", "cpu", "--quick")
 FORWARD_SECONDS = 10.0
@@ -36,26 +35,20 @@ class Clock:
     def __init__(self) -> None:
         self.time = 0.0
 
-    def pass_by(self, seconds: float) -> None:
-        self.time += seconds
-
 
 class Model:
     """Stands in for what runs a model over particles."""
 
     def __init__(self, clock: Clock) -> None:
-        self.clock, self.calls = clock, []
+        self.clock, self.calls = clock, list[str]()
 
     def go_on(self, tokens: str) -> str:
-        self.clock.pass_by(FORWARD_SECONDS)
+        self.clock.time += FORWARD_SECONDS
         self.calls.append(tokens)
         return f"logits of {tokens}"
 
     def chain_logits(self, tokens: str) -> str:
         return self.go_on(tokens)
-
-    def _private(self) -> None:
-        raise AssertionError("nobody calls this")
 
 
 class Steps:
@@ -65,49 +58,42 @@ class Steps:
         self.clock, self.draft, self.target = clock, Model(clock), Model(clock)
 
     def propose(self) -> None:
-        self.clock.pass_by(1)
+        self.clock.time += 1
         for token in "ab":
             assert self.draft.go_on(token) == f"logits of {token}"
 
     def score(self) -> None:
         self.target.chain_logits("chain")
-        self.clock.pass_by(1)
+        self.clock.time += 1
 
     def decide(self) -> None:
-        self.clock.pass_by(1)
+        self.clock.time += 1
         self.weigh()
 
     def weigh(self) -> None:
-        self.clock.pass_by(1)
+        self.clock.time += 1
 
 
 class Worker:
-    """A worker whose round is four parts, and half a second between them."""
+    """A worker, and its round: four parts, and half a second between them."""
 
     def __init__(self, clock: Clock) -> None:
-        self.clock, self._steps, self._round = clock, Steps(clock), OneRound(clock)
+        self.clock, self._steps, self._round = clock, Steps(clock), self
+
+    def _load_round(self) -> None:
+        self.clock.time += 2
+
+    def _commit(self) -> None:
+        self.clock.time += 3
 
     def launch_round(self, batch: Any) -> str:
         self._round._load_round()
         self._steps.propose()
         self._steps.score()
-        self.clock.pass_by(0.5)
+        self.clock.time += 0.5
         self._steps.decide()
         self._round._commit()
         return f"a round of {len(batch.reqs)}"
-
-
-class OneRound:
-    """What a round does beside its steps."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-
-    def _load_round(self) -> None:
-        self.clock.pass_by(2)
-
-    def _commit(self) -> None:
-        self.clock.pass_by(3)
 
 
 ROUND = 2 + 1 + 2 * FORWARD_SECONDS + FORWARD_SECONDS + 1 + 0.5 + 2 + 3
@@ -121,14 +107,13 @@ class Scheduler:
         self.probe = Probe(str(out), every, KernelRecorder(0))
         self.probe.built(lambda _: None, self)
 
-    def run(self, num_rounds: int, size: int = 2) -> None:
+    def run(self, num_rounds: int) -> None:
+        mode = SimpleNamespace(is_decode=lambda: True)
         for _ in range(num_rounds):
-            batch = SimpleNamespace(
-                reqs=[0] * size, forward_mode=SimpleNamespace(is_decode=lambda: True)
-            )
+            batch = SimpleNamespace(reqs=[0] * 2, forward_mode=mode)
             found = self.probe.ran(lambda _, b: self.draft_worker.launch_round(b), self, batch)
-            assert found == f"a round of {size}"
-            self.clock.pass_by(0.25)
+            assert found == "a round of 2"
+            self.clock.time += 0.25
         self.probe.idle(lambda _: None, self)
 
 
@@ -220,7 +205,9 @@ def timed(tmp_path: Path) -> ProbedEngine:
     return ProbedEngine(TimedEngine(BLOCK_CELL.system, out, []), out)
 
 
-def test_a_round_against_its_forwards(timed: ProbedEngine) -> None:
+def test_a_round_against_its_forwards_and_no_number_where_no_timer_reaches(
+    timed: ProbedEngine,
+) -> None:
     row = rounds.make_row(BLOCK_CELL, [timed.inside(BLOCK_CELL, 0, CPU)])
     assert row.ratio_to_forwards == pytest.approx((1.1, 1.1, 1.1, 2))
     assert (row.rounds, row.round_seconds, row.forwards_alone_seconds) == (4, 1.1, 1.0)
@@ -229,8 +216,6 @@ def test_a_round_against_its_forwards(timed: ProbedEngine) -> None:
     assert row.parts[rounds.BETWEEN] == pytest.approx(0.2)
     assert row.parts["commit"] == 0.0
 
-
-def test_rounds_that_no_timer_reaches_are_an_error(timed: ProbedEngine) -> None:
     entry = timed.inside(BLOCK_CELL, 0, CPU)
     for one in entry["bursts"][0]["rounds"]:
         one["alone"] = None
@@ -260,38 +245,30 @@ def test_positions_by_bins() -> None:
 @pytest.mark.parametrize(
     ("study", "systems", "files"),
     [
-        (
-            "rounds",
-            ["smc-block-n4-k4", "smc-exact-n4-k4", "smc-auto-n4-k4"],
-            {"rounds.csv", "rounds.md"},
-        ),
-        ("positions", ["ar", "smc-block-n8-k8"], {"positions.csv", "positions.png"}),
+        ("rounds", ["smc-block-n4-k4", "smc-exact-n4-k4", "smc-auto-n4-k4"], (".csv", ".md")),
+        ("positions", ["ar", "smc-block-n8-k8"], (".csv", ".png")),
     ],
 )
 def test_a_study_times_its_systems_once(
     study: str,
     systems: list[str],
-    files: set[str],
+    files: tuple[str, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cli, "provenance", lambda _: {"argv": [], **ORIGIN})
     monkeypatch.setattr(rounds, "plot_rows", lambda *_, **__: None)
+    monkeypatch.setattr(cli, "PUBLISHED", tmp_path / "published")
     started: list[str] = []
-    asked: list[Any] = []
 
     @contextlib.contextmanager
     def start(system: System) -> Iterator[ProbedEngine]:
         started.append(system.slug)
         out = tmp_path / f"{system.slug}.jsonl"
-        yield ProbedEngine(TimedEngine(system, out, asked), out)
+        yield ProbedEngine(TimedEngine(system, out, []), out)
 
     arguments = [*QUICK, f"--{study}", "--output-dir", str(tmp_path / "out")]
-    assert cli.main(arguments, None, start) == 0
-    assert started == systems
-    written = {path.name for path in (tmp_path / "out").glob("*/*")}
-    assert files <= written
-    monkeypatch.setattr(cli, "PUBLISHED", tmp_path / "published")
-    assert cli.main([*arguments, "--publish"], None, start) == 0
-    assert started == systems
-    assert files <= {path.name for path in (tmp_path / "published").glob("speed/*/*")}
+    for more, place in (([], "out/*/*"), (["--publish"], "published/speed/*/*")):
+        assert cli.main([*arguments, *more], None, start) == 0
+        assert started == systems
+        assert {study + end for end in files} <= {path.name for path in tmp_path.glob(place)}

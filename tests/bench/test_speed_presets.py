@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from speed import presets
 from speed.engines import SIMULATED_ACCEPTANCE, environment, settings
-from speed.grid import AR, AR_STOCK, BLOCK, CHAIN, EXACT, Cell, System, systems
+from speed.grid import AR, AR_STOCK, BLOCK, CHAIN, Cell, System, systems
 from speed.measure import WARM_UP, WARM_UP_TOKENS, work
 from speed.presets import CPU, PRESETS
 
@@ -32,12 +32,7 @@ def test_all_systems_get_the_same_prompts_and_each_repeat_others() -> None:
     assert work(Cell(B8, 2, 256), 1, CPU).prompts[0] != ours.prompts[0]
     tokens = {token for prompt in ours.prompts for token in prompt}
     assert min(tokens) >= 2 and max(tokens) < CPU.pair.target.vocab_size
-    assert ours.params[1] == {
-        "temperature": 0.7,
-        "max_new_tokens": CPU.new_tokens,
-        "ignore_eos": True,
-        "sampling_seed": 1,
-    }
+    assert ours.params[1]["max_new_tokens"] == CPU.new_tokens and ours.params[1]["ignore_eos"]
     assert work(Cell(B8, 1, 256), WARM_UP, CPU).params[0]["max_new_tokens"] == WARM_UP_TOKENS
 
 
@@ -52,27 +47,8 @@ def test_engines_differ_by_their_speculation_alone() -> None:
 
 def test_acceptance_is_simulated_for_dummy_weights_alone() -> None:
     chain = System(CHAIN)
-    told = {"SGLANG_SIMULATE_ACC_LEN": str(SIMULATED_ACCEPTANCE[CHAIN])}
-    assert environment(chain, CPU) == told
-    folders = (Path("t"), Path("d"))
-    real = presets.replace(CPU, pair=CPU.pair._replace(folders=folders))
-    assert environment(chain, real) == {}
-    assert settings(chain, real)["load_format"] == "auto"
+    assert environment(chain, CPU) == {"SGLANG_SIMULATE_ACC_LEN": str(SIMULATED_ACCEPTANCE[CHAIN])}
+    real = presets.replace(CPU, pair=CPU.pair._replace(folders=(Path("t"), Path("d"))))
+    assert (environment(chain, real), settings(chain, real)["load_format"]) == ({}, "auto")
     assert environment(B8, CPU) == environment(System(AR), CPU) == {}
-
-
-def test_the_plugin_is_left_out_where_it_can_be() -> None:
-    stock = System(AR_STOCK)
-    assert environment(stock, CPU) == {"SGLANG_PLUGINS": "smc_cpu"}
-    assert environment(stock, GPU_8B) == {"SGLANG_PLUGINS": "none"}
-
-
-def test_the_pool_holds_the_arenas_of_the_largest_batch() -> None:
-    for preset in PRESETS.values():
-        for system in systems(preset):
-            if system.family in (BLOCK, EXACT):
-                n, k = system.num_particles or 0, system.num_steps or 0
-                text = max(preset.prompts) + preset.new_tokens + k
-                tokens = settings(system, preset)["max_total_tokens"]
-                lag = 256 if n > 1 else 1
-                assert tokens > max(preset.batches) * (text + n * (lag + k))
+    assert environment(System(AR_STOCK), GPU_8B) == {"SGLANG_PLUGINS": "none"}

@@ -1,6 +1,5 @@
 """Rounds that are replayed from CUDA graphs: whose the kernels are, and what a round is made of."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,18 +74,12 @@ def test_every_kernel_of_ours_is_known() -> None:
     }
 
 
-def test_a_round_is_what_one_launch_replays() -> None:
+def test_a_round_is_what_one_launch_replays_and_the_last_that_attends_is_the_target() -> None:
     found = replays.replays_of(recorded(3))
     assert [[kernel.name for kernel in replay] for replay in found] == [[n for n, _ in ROUND]] * 3
-
-
-def test_the_last_that_attends_is_the_target() -> None:
-    (replay,) = replays.replays_of(recorded(1))
-    phases = [phase for phase, _ in replays.phases(replay)]
-    draft = [replays.DRAFT] * 4
-    here = replays.ROUND
-    target = [replays.TARGET] * 4
-    assert phases == [here, here, *draft, here, here, *draft, here, *target, here, here, here]
+    here, draft, target = [replays.ROUND], [replays.DRAFT] * 4, [replays.TARGET] * 4
+    wanted = [*here * 2, *draft, *here * 2, *draft, *here, *target, *here * 3]
+    assert [phase for phase, _ in replays.phases(found[0])] == wanted
 
 
 def test_sums_of_kernels() -> None:
@@ -97,8 +90,6 @@ def test_sums_of_kernels() -> None:
     assert found["sums"][0] == [replays.TARGET, replays.GEMM, GEMM_NAME, 2, pytest.approx(70e-6)]
     assert sum(line[-1] for line in found["sums"]) == pytest.approx(BUSY)
 
-
-def test_where_nothing_is_replayed_nothing_is_summed() -> None:
     kernels = recorded(1)
     for place, event in enumerate(kernels["events"]):
         event[3] = place  # launched one by one
@@ -136,11 +127,9 @@ def test_a_replayed_round_is_told_by_its_kernels() -> None:
     assert row.ratio_to_forwards.mean == pytest.approx(1.25 * BUSY / 109e-6)
     assert "draft GEMMs" in rounds.markdown([row], "note")
 
-
-def test_rounds_that_were_all_profiled_have_no_time_of_their_own() -> None:
     found = entry(replays.summed(recorded(3)))
     for one in found["bursts"][0]["rounds"]:
-        one["recorded"] = True
+        one["recorded"] = True  # none has a time of its own
     with pytest.raises(BenchError, match="--new-tokens"):
         rounds.make_row(CELL, [found])
 
@@ -149,7 +138,6 @@ class FakeProfiler:
     """torch.profiler.profile, with one kernel and what is none."""
 
     def __init__(self, **_: Any) -> None:
-        self.calls: list[str] = []
         device, host = SimpleNamespace(name="CUDA"), SimpleNamespace(name="CPU")
         events = [
             event("k", 1100, device),
@@ -159,27 +147,15 @@ class FakeProfiler:
         ]
         self.profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
 
-    def start(self) -> None:
-        self.calls.append("start")
+    def start(self) -> None: ...
 
-    def stop(self) -> None:
-        self.calls.append("stop")
+    def stop(self) -> None: ...
 
 
 def event(name: str, start: int, device: Any, annotation: bool = False) -> Any:
-    return SimpleNamespace(
-        name=lambda: name,
-        start_ns=lambda: start,
-        duration_ns=lambda: 7,
-        correlation_id=lambda: 3,
-        device_type=lambda: device,
-        is_user_annotation=lambda: annotation,
-    )
-
-
-def test_what_the_profiler_says_of_kernels() -> None:
-    events = FakeProfiler().profiler.kineto_results.events()
-    assert kernels_of(events) == {"names": ["k"], "events": [[0, 50, 7, 3], [0, 0, 7, 3]]}
+    said = {"name": name, "start_ns": start, "duration_ns": 7, "correlation_id": 3}
+    said |= {"device_type": device, "is_user_annotation": annotation}
+    return SimpleNamespace(**{key: lambda value=value: value for key, value in said.items()})
 
 
 def test_torchs_profiler_has_what_is_read_of_it() -> None:
@@ -203,7 +179,7 @@ def test_some_rounds_of_each_burst_are_recorded(monkeypatch: pytest.MonkeyPatch)
         recorder.before(place)
         seen.append(recorder.is_recording)
     assert seen == [False] * SKIPPED + [True, True] + [False] * 3
-    assert recorder.take() == kernels_of(FakeProfiler().profiler.kineto_results.events())
+    assert recorder.take() == {"names": ["k"], "events": [[0, 50, 7, 3], [0, 0, 7, 3]]}
     assert recorder.take() is None
     recorder.before(SKIPPED)  # a burst that ends too soon
     assert recorder.is_recording and recorder.take() is None and not recorder.is_recording
@@ -220,10 +196,3 @@ def test_kernels_are_recorded_on_a_gpu_alone(tmp_path: Path) -> None:
     ):
         started = probed(launch(CELL.system, preset, models), tmp_path / "out", every)
         assert started.environment["SPEED_PROBE_KERNELS"] == str(number)
-
-
-def test_sums_take_the_place_of_kernels() -> None:
-    line = json.dumps({"steps": [], "rounds": [], "kernels": recorded(2)})
-    found = probing._burst(line)
-    assert "kernels" not in found and found["replays"]["rounds"] == 2
-    assert probing._burst(json.dumps({"steps": [], "rounds": []}))["replays"] is None
