@@ -15,9 +15,9 @@ from sglang_smc.watch.looks import Look
 
 KEYS = ("rounds", "weighed_rounds", "mean_ess_ratio", "kept_columns", "emitted_tokens")
 KEYS += ("resamplings", "silent_rounds")
-BEFORE = dict(zip(KEYS, (100, 50, 0.5, 700, 600, 60, 10), strict=True))
+BEFORE: dict[str, Any] = dict(zip(KEYS, (100, 50, 0.5, 700, 600, 60, 10), strict=True))
 # The mean: 25 before, 33 now, so 8 in 10 rounds.
-AFTER = dict(zip(KEYS, (120, 60, 0.55, 800, 700, 65, 12), strict=True))
+AFTER: dict[str, Any] = dict(zip(KEYS, (120, 60, 0.55, 800, 700, 65, 12), strict=True))
 IN_FORCE = {"mode": "smc", "num_particles": 8, "num_steps": 4}
 FIDELITY = {"tilt": 0.312}
 LOAD = {
