@@ -12,8 +12,7 @@ import torch
 from drafts import cli, grid
 from drafts.chains import Rounds, chances, expected_rounds, head_law, model_law
 from drafts.cost import plain_seconds, round_seconds
-from drafts.engines import arguments
-from drafts.grid import AUTO, DRAFT, EXACT, LIKELIEST, PROPOSALS, SAMPLED, Proposal, cells
+from drafts.grid import AUTO, EXACT, LIKELIEST, PROPOSALS, SAMPLED, Proposal, cells
 from drafts.plot import plot_rows
 from drafts.report import DraftRow, fastest, markdown, read_csv, write_csv
 from fidelity.measure import Asker, Reply, Request
@@ -43,19 +42,6 @@ def test_the_server_takes_every_setting_and_no_file_is_written_twice() -> None:
     slugs = [cell.slug for cell in cells((0.7, 1.0))]
     assert len(set(slugs)) == len(slugs)
     assert {name.smc["num_particles"] for name in grid.kinds() if name.smc} == {1, 4, 8}
-
-
-def test_engines_start_with_their_own_draft_alone() -> None:
-    started = {kind.engine: arguments(kind.engine, Path("p")) for kind in grid.kinds()}
-    for proposal in PROPOSALS:
-        given = started[proposal.name]
-        found = given.get("speculative_draft_model_path")
-        assert found == (proposal.folder and str(Path("p") / proposal.folder))
-        assert (given["speculative_algorithm"], given["speculative_num_steps"]) == ("SMC", 8)
-    assert "speculative_algorithm" not in started["target"]
-    chain = started[f"STANDALONE {DRAFT.name}"]
-    assert (chain["speculative_num_steps"], chain["speculative_num_draft_tokens"]) == (8, 9)
-    assert chain["speculative_draft_model_path"] == str(Path("p") / "draft")
 
 
 # --- Rounds of one chain

@@ -1,6 +1,5 @@
 """The speed benchmark's run: who is asked what, how it resumes, how it refuses."""
 
-import asyncio
 import contextlib
 import json
 import subprocess
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from speed import child, cli
+from speed import cli
 from speed.grid import AR, BLOCK, CHAIN, TREE, System
 from speed.measure import WARM_UP_TOKENS
 from speed.remote import Asker, EngineError, RemoteEngine, Work, end_group, reason
@@ -175,32 +174,3 @@ def test_a_child_that_dies_is_an_engine_error(tmp_path: Path) -> None:
             engine.exchange({"a": 2})
     finally:
         end_group(process)
-
-
-class ChunkEngine:
-    """An engine whose requests of n tokens come in two chunks."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.flushed = 0
-
-    def flush_cache(self) -> None:
-        self.flushed += 1
-
-    async def async_generate(self, input_ids: list[int], sampling_params: Any, stream: bool) -> Any:
-        assert stream and sampling_params["stream_interval"] > 100
-
-        async def chunks() -> Any:
-            for tokens in (1, len(input_ids)):
-                yield {"meta_info": {"completion_tokens": tokens, "id": "x"}}
-
-        return chunks()
-
-
-def test_a_child_times_first_tokens_and_ends() -> None:
-    engine = ChunkEngine()
-    found = child.measure(engine, {"prompts": [[2] * 3, [2] * 5], "params": [{}, {}]})
-    engine.loop.close()
-    assert engine.flushed == 1
-    assert found["infos"] == [{"completion_tokens": 3}, {"completion_tokens": 5}]
-    assert all(0 < one < two for one, two in zip(found["first"], found["end"], strict=True))

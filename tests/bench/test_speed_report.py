@@ -1,4 +1,4 @@
-"""The speed benchmark's numbers, from made-up samples: ratios, bounds, rows, table, picture."""
+"""What the speed benchmark plans, and its numbers: ratios, bounds, rows, table, picture."""
 
 import csv
 import math
@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 from results import Interval
+from speed import presets
 from speed.bound import least_round, shapes
-from speed.grid import AR, AR_STOCK, BLOCK, CHAIN, EXACT, NGRAM, TREE, Cell, System, cells
-from speed.measure import work
+from speed.engines import SIMULATED_ACCEPTANCE, environment, settings
+from speed.grid import AR, AR_STOCK, BLOCK, CHAIN, EXACT, NGRAM, TREE, Cell, System, cells, systems
+from speed.measure import WARM_UP, WARM_UP_TOKENS, work
 from speed.plot import plot_rows
-from speed.presets import PRESETS, Preset
+from speed.presets import CPU, PRESETS, Preset
 from speed.ratios import estimate, log_ratio
 from speed.report import CellRow, make_rows, markdown, write_csv
 from speed.store import CellLog, Measured
@@ -21,10 +23,43 @@ from study import Log
 from sglang_smc.plan.devices import Device
 from sglang_smc.plan.roofline import ar_step, sd_round, smc_round
 
+GPU_8B, GPU_70B = PRESETS["h200-8b"], PRESETS["h200-70b"]
+B8 = System(BLOCK, 8, 8)
+
+
+def test_all_systems_get_the_same_prompts_and_each_repeat_others() -> None:
+    ours, plain = (work(Cell(system, 2, 256), 0, CPU) for system in (B8, System(AR)))
+    assert ours == plain
+    assert [len(prompt) for prompt in ours.prompts] == [256, 256]
+    assert ours.prompts[0] != ours.prompts[1]
+    assert work(Cell(B8, 2, 256), 1, CPU).prompts[0] != ours.prompts[0]
+    tokens = {token for prompt in ours.prompts for token in prompt}
+    assert min(tokens) >= 2 and max(tokens) < CPU.pair.target.vocab_size
+    assert ours.params[1]["max_new_tokens"] == CPU.new_tokens and ours.params[1]["ignore_eos"]
+    assert work(Cell(B8, 1, 256), WARM_UP, CPU).params[0]["max_new_tokens"] == WARM_UP_TOKENS
+
+
+def test_engines_differ_by_their_speculation_alone() -> None:
+    plain = settings(System(AR), CPU)
+    assert settings(System(AR_STOCK), CPU) == plain
+    for system in systems(CPU):
+        found = settings(system, CPU)
+        other = {key for key in found if found[key] != plain.get(key)}
+        assert {key for key in other if not key.startswith("speculative_")} <= {"max_total_tokens"}
+
+
+def test_acceptance_is_simulated_for_dummy_weights_alone() -> None:
+    chain = System(CHAIN)
+    assert environment(chain, CPU) == {"SGLANG_SIMULATE_ACC_LEN": str(SIMULATED_ACCEPTANCE[CHAIN])}
+    real = presets.replace(CPU, pair=CPU.pair._replace(folders=(Path("t"), Path("d"))))
+    assert (environment(chain, real), settings(chain, real)["load_format"]) == ({}, "auto")
+    assert environment(B8, CPU) == environment(System(AR), CPU) == {}
+    assert environment(System(AR_STOCK), GPU_8B) == {"SGLANG_PLUGINS": "none"}
+
+
 MACHINE = Device("x", bandwidth=1e10, flops=1e11)
 NOISE = (1.0, 1.2, 0.9)
-CPU = replace(PRESETS["cpu"], dtype="float32")  # on any processor
-GPU_70B = PRESETS["h200-70b"]
+ANY_CPU = replace(PRESETS["cpu"], dtype="float32")  # on any processor
 
 
 def test_intervals_by_hand() -> None:
@@ -71,8 +106,11 @@ def log_of(cell: Cell, folder: Path, preset: Preset, *, beside: bool) -> CellLog
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[CellRow]:
     """Every cell of the CPU preset; noise hits plain decoding and the others alike."""
     folder = tmp_path_factory.mktemp("logs")
-    logs = {cell: log_of(cell, folder, CPU, beside=cell.system.family != AR) for cell in cells(CPU)}
-    return make_rows(logs, CPU, MACHINE)
+    logs = {
+        cell: log_of(cell, folder, ANY_CPU, beside=cell.system.family != AR)
+        for cell in cells(ANY_CPU)
+    }
+    return make_rows(logs, ANY_CPU, MACHINE)
 
 
 def row_of(rows: list[CellRow], slug: str) -> CellRow:
@@ -86,7 +124,7 @@ def mean(value: Interval | None) -> float:
 
 def test_speeds_are_of_all_requests_and_decoding_is_without_prompts(rows: list[CellRow]) -> None:
     row = row_of(rows, "smc-block-n8-k8-b8-p256")
-    tokens, decoding = CPU.new_tokens, [95 * SMC_SECONDS * slower for slower in NOISE]
+    tokens, decoding = ANY_CPU.new_tokens, [95 * SMC_SECONDS * slower for slower in NOISE]
     expected = sum(8 * 95 / seconds for seconds in decoding) / 3
     assert mean(row.decode_tokens_per_second) == pytest.approx(expected)
     expected = sum(8 * tokens / (FIRST + seconds) for seconds in decoding) / 3
@@ -130,7 +168,7 @@ def test_what_did_not_run_or_was_simulated_is_said(rows: list[CellRow]) -> None:
 
 def test_the_bound(rows: list[CellRow]) -> None:
     row = row_of(rows, "ar-b1-p256")
-    target, _ = shapes(CPU)
+    target, _ = shapes(ANY_CPU)
     step = ar_step(target, 1, 256 + 96 / 2)
     assert row.least_round_bytes == step.bytes
     assert row.least_round_seconds == pytest.approx(step.bytes / 1e10)
@@ -140,9 +178,9 @@ def test_the_bound(rows: list[CellRow]) -> None:
 
 def test_the_least_that_each_system_moves() -> None:
     def least(family: str, n: int | None = None, k: int | None = None) -> float:
-        return least_round(Cell(System(family, n, k), 2, 256), CPU).bytes
+        return least_round(Cell(System(family, n, k), 2, 256), ANY_CPU).bytes
 
-    target, draft = shapes(CPU)
+    target, draft = shapes(ANY_CPU)
     assert (target.weight_bytes, draft.kv_bytes) == (4, 4)
     context = 256 + 96 / 2
     assert least(BLOCK, 8, 4) == smc_round(target, draft, 2, 8, 4, context).bytes
