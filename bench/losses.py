@@ -11,21 +11,21 @@ from __future__ import annotations
 
 import argparse
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from fidelity.chain_layouts import draft, independent, play
-from fidelity.simulate import Llama, Pair
 from fidelity.stats import normal_interval
 from results import markdown_table, provenance
 from study import PAIR, bar
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from sglang_smc.distill import cli
 from sglang_smc.distill.losses import LOSSES
 from sglang_smc.distill.texts import Text, read_texts
+from sglang_smc.ops.torch_ops import TORCH
+from sglang_smc.smc import exact
+from sglang_smc.tokens.distribution import TokenDistribution, sample
 
 GROUPS, CHAINS, COLUMNS = 16, 8, 8
 EOS = 1
@@ -53,18 +53,47 @@ def contexts(texts: list[Text], count: int) -> list[list[int]]:
 
 def tokens_a_pass(folder: Path, behind: list[list[int]]) -> dict[str, float]:
     """Of N = 8 chains, a mean over contexts with its 95 % interval."""
-    loaded = (
+    target, draft = (
         AutoModelForCausalLM.from_pretrained(of, dtype=torch.float32).eval()
         for of in (PAIR / "target", folder)
     )
-    pair = Pair(*(Llama(module, 1.0) for module in loaded), EOS)
     rng = torch.Generator().manual_seed(1)
-    uniforms = partial(torch.rand, dtype=torch.float64, generator=rng)
-    means = []
-    for context in bar(iterable=behind, desc=folder.name, unit="context"):
-        drafts = draft(pair, context, GROUPS, CHAINS, COLUMNS, independent(uniforms))
-        means.append(float(play(drafts, uniforms).tokens.double().mean()))
-    return normal_interval(means)._asdict()
+    shown = bar(iterable=behind, desc=folder.name, unit="context")
+    return normal_interval([tokens_added(target, draft, one, rng) for one in shown])._asdict()
+
+
+@torch.inference_mode()
+def tokens_added(target: Any, draft: Any, context: list[int], rng: torch.Generator) -> float:
+    """Tokens that a round of exact verification adds behind a context, averaged over groups."""
+    size = GROUPS * CHAINS
+    p_rows, q_rows = (Rows(model, context[:-1], size) for model in (target, draft))
+    tokens, q = [torch.full((size,), context[-1])], []
+    for _ in range(COLUMNS):
+        log_q = q_rows.read(tokens[-1].unsqueeze(1))[:, 0]
+        q.append(TokenDistribution.of_log_probs(log_q))
+        tokens.append(sample(log_q, torch.rand(size, dtype=torch.float64, generator=rng)))
+    p = TokenDistribution.of_log_probs(p_rows.read(torch.stack(tokens, 1)).flatten(0, 1))
+    drafted = torch.stack(tokens[1:], 1).unflatten(0, (GROUPS, CHAINS))
+    numbers = torch.rand(drafted.shape, dtype=torch.float64, generator=rng)
+    found = exact.verify(TORCH, drafted, drafted == EOS, p, q, numbers)
+    accepted = torch.arange(COLUMNS) < found.num_columns.unsqueeze(1)
+    ended = ((drafted[torch.arange(GROUPS), found.winner] == EOS) & accepted).any(1)
+    return float((found.num_columns + (~ended).long()).double().mean())
+
+
+class Rows:
+    """A model that reads texts of one length behind a common beginning."""
+
+    def __init__(self, model: Any, common: list[int], size: int) -> None:
+        self.model, self.cache = model, DynamicCache(config=model.config)
+        if common:
+            self.read(torch.tensor([common]))
+            self.cache.batch_repeat_interleave(size)
+
+    def read(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities ``[B, T, V]`` of what follows each of the tokens ``[B, T]``."""
+        found = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True)
+        return found.logits.log_softmax(-1)
 
 
 def row(name: str, worth: dict[str, Any], tokens: dict[str, float]) -> dict[str, Any]:

@@ -1,7 +1,13 @@
-"""Stand-ins for engines of the speed benchmark, with times that tests can work out."""
+"""Stand-ins for what the benchmarks ask: engines with times that tests can work out, and scores."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fidelity.scoring import Batch, Score, answer_key
 from speed.grid import AR, AR_STOCK, CHAIN, TREE, System
 from speed.remote import EngineError, Sample, Work
 
@@ -10,6 +16,24 @@ SECONDS = {AR: 0.10, AR_STOCK: 0.09, CHAIN: 0.05, TREE: 0.04}
 SMC_SECONDS = 0.02
 FIRST = 0.5
 TOKENS_PER_ROUND = 5
+ORIGIN = {"date": "2026-01-01", "git_sha": "abc", "hardware": "a CPU", "versions": {}}
+
+
+def leave_out_what_takes_seconds(patch: pytest.MonkeyPatch, cli: Any, folder: Path) -> None:
+    """Have a study's command publish below ``folder``, without a picture or a look at git."""
+    patch.setattr(cli, "PUBLISHED", folder / "published")
+    patch.setattr(cli, "plot_rows", lambda _, path, **__: path.write_text("a picture"))
+    patch.setattr(cli, "provenance", lambda settings: {**ORIGIN, "settings": settings})
+
+
+def canned_scores(batches: Sequence[Batch], jobs: int) -> Iterator[tuple[int, list[Score]]]:
+    """Scores of batches in any order, by the number of the problem alone."""
+    for batch in reversed(batches):
+        found = []
+        for index, tokens in zip(batch.indices, batch.answers, strict=True):
+            sums = (-20.0 - index, 0.1 * (-1) ** index, 1.0, 0.2 * (-1) ** index, 1.0)
+            found.append(Score(index, answer_key(tokens), len(tokens), *sums, log_ratios=[0.1] * 3))
+        yield batch.place, found
 
 
 def sample(system: System, work: Work, slower: float = 1.0) -> Sample:
@@ -24,28 +48,24 @@ def sample(system: System, work: Work, slower: float = 1.0) -> Sample:
 
 
 class FakeEngine:
-    """Answers for one system; each answer is 10 % slower than the last one of its kind."""
+    """Answers for one system, each time 10 % slower; dies of batches of ``breaks_at``."""
 
-    def __init__(self, system: System, asked: list[tuple[str, Work]], budget: list[int]) -> None:
-        self.system, self.asked, self.budget = system, asked, budget
+    def __init__(
+        self,
+        system: System,
+        asked: list[tuple[str, Work]],
+        budget: list[int],
+        breaks_at: int | None = None,
+    ) -> None:
+        self.system, self.asked, self.budget, self.breaks_at = system, asked, budget, breaks_at
         self.count = 0
 
     def ask(self, work: Work) -> Sample:
+        if len(work.prompts) == self.breaks_at:
+            raise EngineError("OutOfMemoryError: too large")
         if self.budget[0] == 0:
             raise KeyboardInterrupt
         self.budget[0] -= 1
         self.asked.append((self.system.slug, work))
         self.count += 1
         return sample(self.system, work, 1.0 + self.count / 10)
-
-
-class BrokenEngine:
-    """Dies of every question about a batch of ``batch``."""
-
-    def __init__(self, engine: FakeEngine, batch: int) -> None:
-        self.engine, self.batch = engine, batch
-
-    def ask(self, work: Work) -> Sample:
-        if len(work.prompts) == self.batch:
-            raise EngineError("OutOfMemoryError: too large")
-        return self.engine.ask(work)

@@ -58,7 +58,7 @@ def rows_of(
 ) -> list[DraftRow]:
     """A row for each complete cell, and for SGLang's rules where the target's answers are."""
     found, engines = [], {cell.kind.engine for cell in answers}
-    for cell, row in zip(answers, make_rows(answers, {}), strict=True):
+    for cell, row in zip(answers, make_rows(answers), strict=True):
         found.append(_measured(cell, row, answers[cell], plugins[cell]))
         if cell.kind.family == AR_TARGET:
             counted = [one for one in PROPOSALS if one.name in engines]

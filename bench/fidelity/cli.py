@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fidelity.bounding import Bound, bound_cells, by_plain_models, read_bounds
 from fidelity.engines import running
 from fidelity.grid import SIZES, TEMPERATURES
 from fidelity.measure import MAX_PROBLEMS, Start, measure
@@ -40,7 +39,6 @@ CSV, TABLE, PLOT, ORIGIN = OUTPUTS = (
     "provenance.json",
 )
 START: Start = partial(running, pair=PAIR)
-BOUND: Bound = partial(by_plain_models, pair=PAIR)
 GOES_ON = "All answers so far are kept: the same command goes on from here."
 
 
@@ -54,7 +52,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--problems", type=at_least_two, default=2000, help="held-out problems for each cell")
     add("--temperatures", type=float, nargs="+", default=list(TEMPERATURES), metavar="T")
-    add("--bound-problems", type=_none_or_several, default=8, help="0: no bounds")
     add("--jobs", type=positive, default=usable_cores(), help="processes that score answers")
     return parser.parse_args(argv)
 
@@ -67,19 +64,11 @@ def at_least_two(text: str) -> int:
     return value
 
 
-def _none_or_several(text: str) -> int:
-    value = int(text)
-    if value != 0 and value < 2:
-        raise argparse.ArgumentTypeError(f"{value} is neither 0 nor at least 2")
-    return value
-
-
-def measured(plan: FidelityPlan, start: Start, score: Scorer, bound: Bound) -> str:
+def measured(plan: FidelityPlan, start: Start, score: Scorer) -> str:
     """Complete the selected cells, then report on all that is complete."""
     measure([(cell, plan.answers[cell]) for cell in plan.selected], start)
     score_cells(plan.to_score(), PAIR, score, plan.options.jobs)
-    bound_cells(plan.selected_bounds(), plan.options.bound_problems, bound)
-    rows = make_rows(plan.complete(), read_bounds(plan.complete_bounds()))
+    rows = make_rows(plan.complete())
     write_outputs(rows, plan)
     return conclusions(rows)
 
@@ -99,8 +88,8 @@ def note(plan: FidelityPlan, origin: dict[str, Any]) -> str:
     sizes = f"N={SIZES['num_particles']}, K={SIZES['num_steps']}"
     return (
         f"The shipped pair, {sizes}; held-out problems 0 to {plan.options.problems - 1}, each with "
-        f"its number as the seed, {plan.options.bound_problems} for the bounds of few problems; on "
-        f"{origin['hardware']}, {origin['date'][:10]}. In brackets 95 % intervals, over answers. "
+        f"its number as the seed; on {origin['hardware']}, {origin['date'][:10]}. In brackets 95 % "
+        "intervals, over answers. "
         "Tilt: 0 is the target's law. Innovation: log p + H, 0 under the target."
     )
 
@@ -120,13 +109,12 @@ def main(
     argv: list[str] | None = None,
     start: Start = START,
     score: Scorer = by_processes,
-    bound: Bound = BOUND,
 ) -> int:
     """Run the benchmark; the exit status is 0 where it came to its end."""
     options = parse_arguments(argv)
 
     def run() -> None:
         plan = FidelityPlan(options, fingerprint(PAIR))
-        complete(plan, lambda: measured(plan, start, score, bound), lambda: publish(plan))
+        complete(plan, lambda: measured(plan, start, score), lambda: publish(plan))
 
     return main_of(run, GOES_ON)

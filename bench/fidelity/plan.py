@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fidelity.bounding import NUM_CONDITIONAL, bound_log, bounded
 from fidelity.engines import settings
 from fidelity.grid import Cell, cells
 from fidelity.measure import MAX_TOKENS
@@ -98,7 +97,6 @@ class FidelityPlan(AnswersPlan):
         self._code = dict(code)
         every = cells(options.temperatures)
         super().__init__(options, every, lambda cell: self._identity(options, cell))
-        self.bounds = {cell: self._bound_log(cell) for cell in bounded(every)}
 
     def _identity(self, options: argparse.Namespace, cell: Cell) -> dict[str, Any]:
         return {
@@ -110,33 +108,13 @@ class FidelityPlan(AnswersPlan):
             "max_new_tokens": MAX_TOKENS,
         }
 
-    def _bound_log(self, cell: Cell) -> Log:
-        folder = self.options.output_dir / "bounds"
-        return bound_log(folder, cell, self.options.bound_problems, self._code)
-
-    def own_logs(self) -> list[Log]:
-        """The files of the selected cells."""
-        return super().own_logs() + list(self.selected_bounds().values())
-
-    def selected_bounds(self) -> dict[Cell, Log]:
-        """Where the bounds of the selected cells go."""
-        if not self.options.bound_problems:
-            return {}
-        return {cell: self.bounds[cell] for cell in bounded(self.selected)}
-
     def settings(self) -> dict[str, Any]:
         """What the numbers depend on."""
         return {
             "problems": self.options.problems,
             "first_problem": 0,
             "seeds": "problem i is asked with seed i",
-            "bound_problems": self.options.bound_problems,
-            "num_conditional": NUM_CONDITIONAL,
             "max_new_tokens": MAX_TOKENS,
             "engine": settings("smc"),
             "code": self._code,
         }
-
-    def complete_bounds(self) -> dict[Cell, Log]:
-        """The bounds that are there, likewise."""
-        return {cell: log for cell, log in self.bounds.items() if log.fits}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import results
-from fidelity.bounding import Divergence
 from fidelity.grid import AR_DRAFT, AR_TARGET, Cell
 from fidelity.nats import kl_at_least, paired_ratio_difference, ratio, watched_tilt
 from fidelity.scoring import Score
@@ -59,7 +58,7 @@ class CellRow:
     ess_share: float | None
     resample_rate: float | None
     exact_rate: float | None  # the share of rounds that verified instead of weighing
-    divergence: Divergence
+    kl_at_most: Interval | None  # of the paper's algorithm alone: -E[log Z]
     completion_tokens: int
     seconds: float
 
@@ -67,22 +66,18 @@ class CellRow:
 Answered = Sequence[tuple[Record, Score]]
 
 
-def make_rows(answers: Mapping[Cell, Answered], bounds: Mapping[Cell, Divergence]) -> list[CellRow]:
+def make_rows(answers: Mapping[Cell, Answered]) -> list[CellRow]:
     """A row for each complete cell, held against the target at the same temperature."""
     references = {c.temperature: a for c, a in answers.items() if c.kind.family == AR_TARGET}
     rows = []
     for cell, found in answers.items():
         is_reference = cell.kind.family == AR_TARGET
         reference = None if is_reference else references.get(cell.temperature)
-        records = [record for record, _ in found]
-        divergence = _with_evidence(cell, records, bounds.get(cell, Divergence()))
-        rows.append(_row(cell, found, reference, divergence))
+        rows.append(_row(cell, found, reference))
     return rows
 
 
-def _row(
-    cell: Cell, found: Answered, reference: Answered | None, divergence: Divergence
-) -> CellRow:
+def _row(cell: Cell, found: Answered, reference: Answered | None) -> CellRow:
     records, scores = [record for record, _ in found], [score for _, score in found]
     infos = [record.info for record in records]
     smc = cell.kind.smc or {}
@@ -112,7 +107,7 @@ def _row(
         ess_share=ess_share(weighed),
         resample_rate=resample_rate(weighed),
         exact_rate=None if mode == "smc" else _exact_rate(infos),
-        divergence=divergence,
+        kl_at_most=_kl_at_most(cell, records),
         completion_tokens=tokens,
         seconds=spent,
     )
@@ -143,14 +138,11 @@ def _exact_rate(infos: Sequence[Mapping[str, Any]]) -> float | None:
     return sum(info["spec_smc_exact_ct"] for info in counted) / rounds if rounds else None
 
 
-def _with_evidence(cell: Cell, records: Sequence[Record], found: Divergence) -> Divergence:
-    """The upper bound from all answers, -E[log Z], beside those of few problems."""
+def _kl_at_most(cell: Cell, records: Sequence[Record]) -> Interval | None:
+    """KL(SMC || target) is at most -E[log Z], where E[Z] = 1: columns that are cut bias Z."""
     key = "spec_smc_log_evidence"
     logs = [record.info[key] for record in records if key in record.info]
-    if not (cell.is_pure_smc and logs):
-        return found
-    upper = mean_interval([-value for value in logs])
-    return replace(found, upper=upper)
+    return mean_interval([-value for value in logs]) if cell.is_pure_smc else None
 
 
 # --- As files
@@ -164,23 +156,14 @@ def write_csv(rows: Sequence[CellRow], path: Path, provenance: Mapping[str, Any]
 def flat(row: CellRow) -> dict[str, Any]:
     """A row without nesting."""
     content: dict[str, Any] = {}
-    for name, value in {**vars(row), **_divergences(row)}.items():
-        if name in INTERVALS:
-            content |= interval_columns(name, value)
-        elif name != "divergence":
-            content[name] = short(value)
+    for name, value in vars(row).items():
+        content |= interval_columns(name, value) if name in INTERVALS else {name: short(value)}
     return content
-
-
-def _divergences(row: CellRow) -> dict[str, Interval | None]:
-    values = row.divergence
-    return {f"kl_{field.name}": getattr(values, field.name) for field in fields(values)}
 
 
 INTERVALS = (
     *("accuracy", "difference", "tilt", "innovation", "sharpening"),
-    *("kl_at_least", "log_p_difference", "server_tilt"),
-    *(f"kl_{field.name}" for field in fields(Divergence)),
+    *("kl_at_least", "log_p_difference", "server_tilt", "kl_at_most"),
 )
 HEADERS = (
     "",
@@ -196,13 +179,18 @@ HEADERS = (
 
 
 def markdown(rows: Sequence[CellRow], note: str) -> str:
-    """A table for each temperature, with what bounds the paper's algorithm below."""
+    """A table for each temperature, with the upper bound of the paper's algorithm below."""
     parts = [note]
     for temperature in sorted({row.temperature for row in rows}):
         here = [row for row in rows if row.temperature == temperature]
         table = markdown_table(HEADERS, [_cells(row) for row in here])
         parts.append(f"**Temperature {temperature:g}**\n\n{table}")
-        parts += [_bounds(row) for row in here if row.divergence != Divergence()]
+        parts += [
+            f"{row.label}, by its evidence: KL to the target at most "
+            f"{interval_cell(row.kl_at_most, '.2f')}."
+            for row in here
+            if row.kl_at_most
+        ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -218,18 +206,6 @@ def _cells(row: CellRow) -> list[str]:
         interval_cell(row.accuracy, ".1f", scale=100),
         interval_cell(row.difference, "+.1f", scale=100),
     ]
-
-
-def _bounds(row: CellRow) -> str:
-    found = row.divergence
-    named = {
-        "KL to the target at most": found.upper,
-        "on few problems at most": found.tight_upper,
-        "KL from the target at most": found.reverse_upper,
-        "at least": found.reverse_lower,
-    }
-    told = [f"{name} {interval_cell(value, '.2f')}" for name, value in named.items() if value]
-    return f"{row.label}, by its evidence: {', '.join(told)}."
 
 
 # --- In words

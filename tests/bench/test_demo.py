@@ -8,7 +8,7 @@ from typing import Any
 import demo
 import pytest
 from comparison import Contender, Run, Speed, Turn, conclusions, plain, row_of, tables
-from demo import FIRST_PROBLEM, blocks, contenders, launches, main, parse_arguments
+from demo import FIRST_PROBLEM, blocks, contenders, launches, parse_arguments
 from plots import plot_rows
 from results import Interval, wilson
 
@@ -72,12 +72,8 @@ def test_a_row_that_answered_fewer_is_held_against_the_same_problems(reference: 
     assert row.crowd.to_ar is not None
     assert (row.crowd.to_ar.mean, row.crowd.to_ar.n) == (pytest.approx(2), 2)
     assert row.tokens_per_target_pass is None  # it has no target
-
-
-def test_particles_are_told_of_where_they_are_weighed(reference: Run) -> None:
-    auto = Contender("SMC, auto", "auto", "smc")
-    row = row_of(run_of(auto, SMC_INFO, [1.0]), reference)
-    assert (row.ess_share, row.resample_rate) == (None, None)
+    auto = row_of(run_of(Contender("SMC, auto", "auto", "smc"), SMC_INFO, [1.0]), reference)
+    assert (auto.ess_share, auto.resample_rate) == (None, None)  # it keeps no population
 
 
 @pytest.mark.parametrize(
@@ -97,9 +93,7 @@ def test_it_ends_with_tables_a_picture_and_json(reference: Run, tmp_path: Path) 
     rows = [row_of(run_of(c, SMC_INFO, [1.0, 2.0]), reference) for c in found]
     plot_rows(rows, tmp_path / "it.png", title="x", concurrency=8)
     assert (tmp_path / "it.png").stat().st_size > 0
-    text = tables(rows, 8)
-    assert max(map(len, text.splitlines())) <= 100
-    assert text.index("One user") < text.index("8 at a time")
+    assert "8 at a time" in tables(rows, 8)
     assert plain(rows[0])["accuracy"]["n"] == 6
 
 
@@ -115,25 +109,19 @@ def test_one_server_takes_every_mode() -> None:
 
 def test_servers_differ_by_smc_or_the_model_alone() -> None:
     smc, target, standalone, draft = launches(parse_arguments(["--pair", "p"])).values()
-    assert smc.flags[: len(target.flags)] == target.flags == draft.flags
-    assert standalone.flags[: len(target.flags)] == target.flags
-    assert (smc.model, target.model, standalone.model, draft.model) == tuple(
-        Path("p") / name for name in ("target", "target", "target", "draft")
-    )
+    for other in (smc, standalone, draft):
+        assert other.flags[: len(target.flags)] == target.flags
+    models = [one.model.name for one in (smc, target, standalone, draft)]
+    assert models == ["target", "target", "target", "draft"]
 
 
-def test_without_the_release_for_it_stock_speculation_is_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(demo, "has_standalone", lambda: False)
+def test_rows_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("auto", "exact", "standalone", "draft"):
+        found = [c.slug for c in contenders(parse_arguments([f"--no-{name}"]))]
+        assert found == [one for one in NAMES if one != name]
+    monkeypatch.setattr(demo, "has_standalone", lambda: False)  # an older release
     found = [c.slug for c in contenders(parse_arguments([]))]
-    assert found == [name for name in NAMES if name != "standalone"]
-
-
-@pytest.mark.parametrize("left_out", ["auto", "exact", "standalone", "draft"])
-def test_rows_can_be_left_out(left_out: str) -> None:
-    found = [c.slug for c in contenders(parse_arguments([f"--no-{left_out}"]))]
-    assert found == [name for name in NAMES if name != left_out]
+    assert found == [one for one in NAMES if one != "standalone"]
 
 
 @pytest.mark.parametrize("problems", [1, 5, 128])
@@ -141,9 +129,3 @@ def test_no_problem_is_asked_twice(problems: int) -> None:
     options = parse_arguments(["--problems", str(problems), "--one-user", "3"])
     asked = list(chain.from_iterable(blocks(options)))
     assert asked == list(range(FIRST_PROBLEM + 3, FIRST_PROBLEM + 3 + problems))
-
-
-def test_a_missing_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--pair", str(tmp_path), "--output-dir", str(tmp_path / "out")]) == 1
-    assert str(tmp_path / "target") in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

@@ -1,7 +1,6 @@
 """The study of drafts: its grid, the arithmetic of chains, what a run keeps, and its tables."""
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -13,23 +12,20 @@ import torch
 from drafts import cli, grid
 from drafts.chains import Rounds, chances, expected_rounds, head_law, model_law
 from drafts.cost import plain_seconds, round_seconds
-from drafts.engines import arguments
-from drafts.grid import AUTO, DRAFT, EXACT, LIKELIEST, PROPOSALS, SAMPLED, Proposal, cells
+from drafts.grid import AUTO, EXACT, LIKELIEST, PROPOSALS, SAMPLED, Proposal, cells
 from drafts.plot import plot_rows
-from drafts.report import DraftRow, fastest, markdown, note, read_csv, rows_of, write_csv
+from drafts.report import DraftRow, fastest, markdown, read_csv, write_csv
 from fidelity.measure import Asker, Reply, Request
-from fidelity.scoring import Batch, Score, answer_key
 from fidelity.store import Record
 from head_laws import DFLASH, EAGLE3, Draft, make_head
 from results import Interval
-from study import PUBLISHED, REPOSITORY
+from speed_stand_ins import ORIGIN, canned_scores, leave_out_what_takes_seconds
+from study import PUBLISHED
 
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
 
-ORIGIN = {"date": "2026-01-01", "git_sha": "abc", "hardware": "a CPU"}
 ONE = ("--temperatures", "0.7", "--problems", "4", "--jobs", "1")
-FOLDER = PUBLISHED / "drafts"
 
 
 # --- The grid
@@ -46,19 +42,6 @@ def test_the_server_takes_every_setting_and_no_file_is_written_twice() -> None:
     slugs = [cell.slug for cell in cells((0.7, 1.0))]
     assert len(set(slugs)) == len(slugs)
     assert {name.smc["num_particles"] for name in grid.kinds() if name.smc} == {1, 4, 8}
-
-
-def test_engines_start_with_their_own_draft_alone() -> None:
-    started = {kind.engine: arguments(kind.engine, Path("p")) for kind in grid.kinds()}
-    for proposal in PROPOSALS:
-        given = started[proposal.name]
-        found = given.get("speculative_draft_model_path")
-        assert found == (proposal.folder and str(Path("p") / proposal.folder))
-        assert (given["speculative_algorithm"], given["speculative_num_steps"]) == ("SMC", 8)
-    assert "speculative_algorithm" not in started["target"]
-    chain = started[f"STANDALONE {DRAFT.name}"]
-    assert (chain["speculative_num_steps"], chain["speculative_num_draft_tokens"]) == (8, 9)
-    assert chain["speculative_draft_model_path"] == str(Path("p") / "draft")
 
 
 # --- Rounds of one chain
@@ -159,23 +142,13 @@ class Bench:
 
     def __call__(self, *arguments: str) -> int:
         self.started = []
-        return cli.main(
-            [*ONE, "--output-dir", str(self.folder), *arguments], self.start, self.score, count
-        )
+        words = [*ONE, "--output-dir", str(self.folder), *arguments]
+        return cli.main(words, self.start, canned_scores, count)
 
     @contextlib.contextmanager
     def start(self, engine: str) -> Iterator[Asker]:
         self.started.append(engine)
         yield FakeAsker(engine)
-
-    def score(self, batches: Sequence[Batch], jobs: int) -> Iterator[tuple[int, list[Score]]]:
-        for batch in batches:
-            yield batch.place, list(map(canned, batch.indices, batch.answers))
-
-
-def canned(index: int, tokens: list[int]) -> Score:
-    sums = (-20.0 - index, 0.1 * (-1) ** index, 1.0, 0.2 * (-1) ** index, 1.0)
-    return Score(index, answer_key(tokens), 37, *sums, log_ratios=[0.1] * 37)
 
 
 def count(proposal: Proposal, answers: Sequence[Record], temperature: float) -> Rounds:
@@ -185,9 +158,7 @@ def count(proposal: Proposal, answers: Sequence[Record], temperature: float) -> 
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    monkeypatch.setattr(cli, "PUBLISHED", tmp_path / "published")
-    monkeypatch.setattr(cli, "plot_rows", lambda _, path: path.write_text("a picture"))
-    monkeypatch.setattr(cli, "provenance", lambda settings: {**ORIGIN, "settings": settings})
+    leave_out_what_takes_seconds(monkeypatch, cli, tmp_path)
     return Bench(tmp_path / "out")
 
 
@@ -195,8 +166,13 @@ def rows_in(bench: Bench) -> dict[str, DraftRow]:
     return {row.label: row for row in read_csv(bench.folder / cli.CSV)}
 
 
-def test_a_whole_run_is_published(bench: Bench) -> None:
-    assert bench("--publish") == 0
+def test_a_whole_run_is_published_and_a_part_never(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench("--only", "eagle-3-exact-n8*", "--publish") == 1
+    assert "cells are not complete, as ar-target-t0.7" in capsys.readouterr().err
+    assert not cli.PUBLISHED.exists()
+    assert bench("--publish", "--fresh") == 0
     assert bench.started == list(dict.fromkeys(kind.engine for kind in grid.kinds()))
     assert {path.name for path in (cli.PUBLISHED / "drafts").iterdir()} == set(cli.OUTPUTS)
     rows = rows_in(bench)
@@ -213,12 +189,6 @@ def test_a_whole_run_is_published(bench: Bench) -> None:
     assert rows["AR target"].tokens_per_second == pytest.approx(1 / plain_seconds(), rel=1e-5)
 
 
-def test_a_part_is_never_published(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench("--only", "eagle-3-*", "--publish") == 1
-    assert "cells are not complete, as ar-target-t0.7" in capsys.readouterr().err
-    assert not cli.PUBLISHED.exists()
-
-
 def test_answers_of_older_code_are_shown_and_never_gone_on_with(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -228,7 +198,6 @@ def test_answers_of_older_code_are_shown_and_never_gone_on_with(
     assert bench("--only", "draft-model-exact*") == 0
     monkeypatch.setattr(cli, "fingerprint", lambda _: {**older, "plugin": "newer"})
     assert bench("--only", "eagle-3-exact*") == 0
-    assert bench.started == ["EAGLE-3"]
     plugins = {(row.proposal, row.plugin) for row in rows_in(bench).values()}
     assert plugins == {("draft model", "older"), ("EAGLE-3", "newer")}
     assert bench("--only", "draft-model-*") == 1
@@ -237,103 +206,42 @@ def test_answers_of_older_code_are_shown_and_never_gone_on_with(
 
 def test_more_problems_go_on_with_what_is_there(bench: Bench) -> None:
     """And a table of fewer looks at no more than these."""
-    assert bench("--only", "eagle-3-exact-n8*") == 0
-    path = bench.folder / "answers" / "eagle-3-exact-n8-t0.7.jsonl"
-    before = path.read_bytes()
-    assert bench("--only", "eagle-3-exact-n8*", "--problems", "6") == 0
-    assert path.read_bytes().startswith(before)
-    assert rows_in(bench)["EAGLE-3 exact N=8"].tokens_per_pass.n == 6
-    assert bench("--only", "eagle-3-exact-n8*") == 0
-    assert (bench.started, rows_in(bench)["EAGLE-3 exact N=8"].tokens_per_pass.n) == ([], 4)
+    only = ("--only", "eagle-3-exact-n8*")
+    for more, asks, answers in ((), True, 4), (("--problems", "6"), True, 6), ((), False, 4):
+        assert bench(*only, *more) == 0
+        told = rows_in(bench)["EAGLE-3 exact N=8"].tokens_per_pass.n
+        assert (bool(bench.started), told) == (asks, answers)
 
 
-# --- Rows and tables
-
-
-def a_row(proposal: str, rule: str, n: int, speed: float, temperature: float = 0.7) -> DraftRow:
+def a_row(proposal: str, rule: str, n: int, speed: float) -> DraftRow:
     there = Interval(0.5, 0.25, 0.75, 9)
-    is_smc = rule in (EXACT, AUTO)
-    told = there if is_smc else None
-    return DraftRow(
-        *(grid.label(proposal, rule, n), proposal, rule, n, temperature, there),
-        *([told] * 6),
-        None,
-        *(4.0, speed, 1.5 if is_smc else None, "code"),
-    )
+    told = there if rule in (EXACT, AUTO) else None
+    label = grid.label(proposal, rule, n)
+    fields = (label, proposal, rule, n, 0.7, there, *([told] * 6), None)
+    return DraftRow(*fields, 4.0, speed, told and 1.5, "code")
 
 
-ROWS = [
-    a_row("draft model", EXACT, 1, 400.0),
-    a_row("draft model", EXACT, 8, 500.0),
-    a_row("EAGLE-3", EXACT, 8, 800.0),
-    a_row("EAGLE-3", AUTO, 4, 900.0),
-    a_row("EAGLE-3", SAMPLED, 1, 950.0),
-    a_row("DFlash", AUTO, 8, 900.0, temperature=1.0),
-]
-
-
-def test_rows_come_back_from_their_file(tmp_path: Path) -> None:
-    write_csv(ROWS, tmp_path / "rows.csv", ORIGIN)
-    assert read_csv(tmp_path / "rows.csv") == ROWS
-
-
-def test_the_bottom_line_compares_exact_with_exact() -> None:
+def test_the_bottom_line_compares_exact_with_exact(tmp_path: Path) -> None:
     """Red where auto's speed stands against exact's, or a chain of SGLang's wins."""
-    best = fastest(ROWS[:5], "EAGLE-3", (EXACT,))
+    given = (EXACT, 8, 800.0), (AUTO, 4, 900.0), (SAMPLED, 1, 950.0)
+    rows = [a_row("draft model", EXACT, 1, 400.0), a_row("draft model", EXACT, 8, 500.0)]
+    rows += [a_row("EAGLE-3", *one) for one in given]
+    write_csv(rows, tmp_path / "rows.csv", ORIGIN)
+    assert read_csv(tmp_path / "rows.csv") == rows
+    best = fastest(rows, "EAGLE-3", (EXACT,))
     assert best is not None and best.tokens_per_second == 800
-    assert fastest(ROWS, "tuned draft", (EXACT,)) is None
-    lines = markdown(ROWS, "a note").splitlines()
-    eagle = [line for line in lines if line.startswith("| EAGLE-3 |")]
-    assert [line.split("|")[2].strip() for line in eagle] == ["exact N=8", "auto N=4"]
-    assert [line.split("|")[5].strip() for line in eagle] == ["1.60", ""]
-
-
-def test_a_part_can_be_drawn(tmp_path: Path) -> None:
-    plot_rows(ROWS, tmp_path / "all.png")
-    plot_rows(ROWS[4:], tmp_path / "few.png")
+    assert fastest(rows, "tuned draft", (EXACT,)) is None
+    lines = [line for line in markdown(rows, "").splitlines() if line.startswith("| EAGLE-3 |")]
+    assert [line.split("|")[2].strip() for line in lines] == ["exact N=8", "auto N=4"]
+    assert [line.split("|")[5].strip() for line in lines] == ["1.60", ""]
+    plot_rows(rows[2:], tmp_path / "few.png")
     assert (tmp_path / "few.png").stat().st_size > 0
 
 
-def test_nothing_answered_has_no_rows() -> None:
-    assert rows_of({}, {}, count) == []
-
-
-published = pytest.mark.skipif(not FOLDER.exists(), reason="nothing is published yet")
-
-
-@published
-def test_the_published_table_is_made_of_the_published_numbers() -> None:
-    """And the milliseconds are the planner's of today."""
-    rows = read_csv(FOLDER / cli.CSV)
-    origin = json.loads((FOLDER / cli.ORIGIN).read_text())
-    assert (FOLDER / cli.TABLE).read_text() == markdown(rows, note(origin))
+def test_published_milliseconds_are_the_planners_of_today() -> None:
     planned = {one.name: one.planned for one in PROPOSALS}
-    for row in rows:
+    for row in read_csv(PUBLISHED / "drafts" / cli.CSV):
         name = planned.get(row.proposal)
         seconds = round_seconds(name, row.num_particles) if name else plain_seconds()
         assert row.round_ms == pytest.approx(1e3 * seconds, rel=1e-5)
         assert row.tokens_per_second == pytest.approx(row.tokens_per_pass.mean / seconds, rel=1e-4)
-
-
-@published
-def test_the_page_says_what_was_published() -> None:
-    """Its table is that of the most tokens a second at temperature 0.7, row by row."""
-    page = (REPOSITORY / "docs" / "drafts.md").read_text()
-    measured = page.partition("\n## Measured\n")[2].partition("\n## ")[0].splitlines()
-    table = (FOLDER / cli.TABLE).read_text().partition("**Temperature 1")[0].splitlines()
-    short = [line for line in table if line.count("|") == 7]
-    assert [line for line in measured if line.count("|") == 7] == short
-
-
-@published
-def test_stock_standalone_is_near_what_its_rule_says() -> None:
-    """Computed on AR's answers, measured on others: within a tenth.
-
-    The engine takes some 5 % more passes than its rule, for a reason that was not found.
-    """
-    rows = {(row.label, row.temperature): row for row in read_csv(FOLDER / cli.CSV)}
-    for (label, temperature), row in rows.items():
-        if row.rule == grid.STANDALONE:
-            other = rows[grid.label(row.proposal, LIKELIEST, 1), temperature]
-            told, ours = other.tokens_per_pass.mean, row.tokens_per_pass.mean
-            assert ours == pytest.approx(told, rel=0.1), label

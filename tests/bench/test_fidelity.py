@@ -1,7 +1,9 @@
-"""The fidelity benchmark's run: what is asked, what is kept, how it resumes and how it refuses."""
+"""The fidelity benchmark: what is asked and kept, how it resumes and refuses, and its numbers."""
 
 import contextlib
+import csv
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,25 +12,25 @@ import pytest
 from demo import FIRST_PROBLEM, blocks
 from demo import parse_arguments as demo_arguments
 from fidelity import cli, grid
-from fidelity.bounding import Bound, Divergence
 from fidelity.engines import arguments
 from fidelity.grid import Cell, cells
-from fidelity.measure import MAX_PROBLEMS, WARM_UP, Asker, Reply, Request, grade, request
-from fidelity.scoring import Batch, Score, answer_key
+from fidelity.measure import MAX_PROBLEMS, WARM_UP, Asker, Forecast, Reply, Request, grade, request
+from fidelity.plot import plot_rows
+from fidelity.report import CellRow, conclusions, make_rows, markdown, most_tokens_within, write_csv
+from fidelity.scoring import Score
+from fidelity.stats import mean_interval, paired_difference
 from fidelity.store import Record, seconds
 from pair.task import held_out
-from results import Interval
+from speed_stand_ins import ORIGIN, canned_scores, leave_out_what_takes_seconds
 from study import BenchError, matching
 
 from sglang_smc.demo.party import FIRST_SHOWN
 from sglang_smc.options.request import request_config
-from sglang_smc.options.server import EVIDENCE_THRESHOLD, SMCConfig
+from sglang_smc.options.server import SMCConfig
 
-INTERVAL = Interval(1.0, 0.5, 1.5, 2)
-ORIGIN = {"date": "2026-01-01", "git_sha": "abc", "hardware": "a CPU"}
 #: The settings that a run of one temperature measures.
 SETTINGS = len(cells((0.7,)))
-TINY = ("--problems", "6", "--bound-problems", "2", "--temperatures", "0.7")
+TINY = ("--problems", "6", "--temperatures", "0.7")
 
 
 class FakeAsker:
@@ -68,12 +70,10 @@ class Bench:
         self.folder = folder
         self.asked: list[tuple[str, Request]] = []
         self.started: list[str] = []
-        self.bounded: list[str] = []
-        self.scored: list[tuple[int, int]] = []
 
     def __call__(self, *arguments: str, last: int = 10**6) -> int:
         """The exit status; the stand-in is interrupted after ``last`` answers."""
-        self.asked, self.started, self.bounded, self.scored = [], [], [], []
+        self.asked, self.started = [], []
         budget = [last]
 
         @contextlib.contextmanager
@@ -81,33 +81,13 @@ class Bench:
             self.started.append(engine)
             yield FakeAsker(engine, self.asked, budget)
 
-        stand_ins = (start, self.score, self.bound())
-        return cli.main([*TINY, "--output-dir", str(self.folder), *arguments], *stand_ins)
-
-    def score(self, batches: Sequence[Batch], jobs: int) -> Iterator[tuple[int, list[Score]]]:
-        for batch in reversed(batches):
-            self.scored += [(batch.place, index) for index in batch.indices]
-            yield batch.place, list(map(canned, batch.indices, batch.answers))
-
-    def bound(self) -> Bound:
-        def bound(todo: Sequence[Cell], problems: int) -> Iterator[tuple[int, Divergence]]:
-            for place, cell in reversed(list(enumerate(todo))):
-                self.bounded.append(cell.slug)
-                yield place, Divergence(None, INTERVAL, INTERVAL, INTERVAL, INTERVAL)
-
-        return bound
-
-
-def canned(index: int, tokens: list[int]) -> Score:
-    return Score(index, answer_key(tokens), 3, -2.0 - index, 0.1, 1.0, 0.2, 1.0, [0.1, 0.2, 0.3])
+        words = [*TINY, "--output-dir", str(self.folder), *arguments]
+        return cli.main(words, start, canned_scores)
 
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    monkeypatch.setattr(cli, "PUBLISHED", tmp_path / "published")
-    # What takes seconds and has tests of its own.
-    monkeypatch.setattr(cli, "plot_rows", lambda _, path: path.write_text("a picture"))
-    monkeypatch.setattr(cli, "provenance", lambda settings: {**ORIGIN, "settings": settings})
+    leave_out_what_takes_seconds(monkeypatch, cli, tmp_path)
     return Bench(tmp_path / "out")
 
 
@@ -121,23 +101,8 @@ def test_the_server_takes_every_setting_and_none_is_measured_twice() -> None:
             sizes = (config.num_particles, config.num_steps)
             seen.add((mode, *sizes, config.resample_at, config.covering, config.lag))
     assert len(seen) == sum(kind.engine == "smc" for kind in grid.kinds())
-
-
-def test_pure_smc_cuts_nothing_for_its_evidence() -> None:
     pure = [kind for kind in grid.kinds() if Cell(kind, 0.7).is_pure_smc]
-    assert [kind.slug for kind in pure] == ["smc-c0"]
-    assert {kind.evidence_threshold for kind in pure} == {0}
-
-
-def test_every_published_setting_is_measured() -> None:
-    """Those with a name under it, wherever `auto` and the default are set to."""
-    modes = {(kind.smc or {}).get("mode", "smc"): [] for kind in grid.kinds() if kind.smc}
-    for kind in grid.kinds():
-        if kind.smc:
-            modes[kind.smc.get("mode", "smc")].append(kind.evidence_threshold)
-    assert {4.0, 1.0, 0.5} <= set(modes["mixed"] + modes["auto"])
-    assert {0.0, 1.0, EVIDENCE_THRESHOLD} == set(modes["smc"])
-    assert modes["exact"] == [None]
+    assert [kind.evidence_threshold for kind in pure] == [0]
 
 
 def test_the_engines_differ_by_model_and_smc_alone() -> None:
@@ -147,15 +112,11 @@ def test_the_engines_differ_by_model_and_smc_alone() -> None:
     assert (smc["speculative_smc_num_particles"], smc["speculative_num_steps"]) == (8, 8)
 
 
-def test_an_answer_that_was_cut_off_is_wrong() -> None:
+def test_an_answer_that_was_cut_off_is_wrong_and_one_without_all_tokens_refused() -> None:
     whole = reply(Request(0, held_out(0), {}), "target")
     cut = whole._replace(meta_info={**whole.meta_info, "finish_reason": {"type": "length"}})
     assert grade(whole, part=0, at=1.0).right
     assert not grade(cut, part=0, at=1.0).right
-
-
-def test_an_answer_whose_tokens_are_not_all_there_is_refused() -> None:
-    whole = reply(Request(0, held_out(0), {}), "target")
     with pytest.raises(BenchError, match="with 3 tokens, of which 2 came"):
         grade(whole._replace(output_ids=[5, 1]), part=0, at=1.0)
 
@@ -175,8 +136,6 @@ def test_everything_is_measured_and_written(bench: Bench) -> None:
     assert bench() == 0
     assert bench.started == ["target", "draft", "smc"]
     assert len(bench.asked) == 6 * SETTINGS
-    assert bench.bounded == ["smc-c0-t0.7"]
-    assert len(set(bench.scored)) == len(bench.scored) == 6 * SETTINGS
     for name in cli.OUTPUTS:
         assert (bench.folder / name).stat().st_size > 0
     origin = json.loads((bench.folder / cli.ORIGIN).read_text())
@@ -192,7 +151,7 @@ def test_an_interrupted_run_goes_on(bench: Bench, capsys: pytest.CaptureFixture[
     again = [(e.index, str(e.sampling_params)) for _, e in first + bench.asked]
     assert len(again) == len(set(again)) == 6 * len(matching(cells((0.7,)), ["smc-*"]))
     assert bench("--only", "smc-*") == 0
-    assert (bench.asked, bench.started, bench.scored, bench.bounded) == ([], [], [], [])
+    assert (bench.asked, bench.started) == ([], [])
     path = bench.folder / "answers" / "smc-c0-t0.7.jsonl"
     parts = [json.loads(line)["part"] for line in path.read_text().splitlines()[1:]]
     assert parts == [0, 0, 0, 1, 1, 1]
@@ -209,3 +168,137 @@ def test_only_a_whole_grid_is_published(bench: Bench, capsys: pytest.CaptureFixt
 def test_time_of_a_cell_in_parts() -> None:
     record: Callable[..., Record] = lambda part, at: Record(0, True, part, at, [], {})  # noqa: E731
     assert seconds([record(0, 1.0), record(0, 4.0), record(1, 2.5), record(1, 0.5)]) == 6.5
+
+
+N, Z95 = 100, 1.959964
+TILTS = {"AR target": 0.0, "AR draft": 0.9, "exact": 0.0, "mixed c=4": 0.1}
+LOST = {"AR target": 0, "AR draft": 50, "exact": 1, "mixed c=4": 2}
+
+
+def test_paired_interval_by_hand() -> None:
+    # Ten problems: we alone solve 1, the reference alone 3, both 4, none 2. With one more of each:
+    # (2 - 4) / 12, variance (6 / 12 - (2 / 12)^2) / 12 = 17 / 432.
+    ours = {place: bit == "1" for place, bit in enumerate("1000111100")}
+    reference = {place: bit == "1" for place, bit in enumerate("0111111100")}
+    half = Z95 * math.sqrt(17 / 432)
+    found = paired_difference(ours, reference)
+    assert found == pytest.approx((-0.2, -1 / 6 - half, -1 / 6 + half, 10))
+    same = paired_difference({1: True, 2: False, 3: True}, {1: True, 2: False, 4: False})
+    assert same is not None and (same.mean, same.n) == (0.0, 2) and same.low < 0 < same.high
+    assert paired_difference({1: True}, {2: True}) is None
+
+
+def test_mean_interval() -> None:
+    half = Z95 / math.sqrt(3)
+    assert mean_interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 2 - half, 2 + half, 3))
+    assert mean_interval([]) is None
+
+
+def canned(cell: Cell, lost: int) -> list[Record]:
+    """Answers of which 90 less ``lost`` are right, in as many fewer passes."""
+    info: dict[str, Any] = {"completion_tokens": 41}
+    mode, passes = (cell.kind.smc or {}).get("mode"), 20 - lost
+    if cell.kind.engine == "smc":
+        info |= {
+            "spec_verify_ct": passes,
+            "spec_smc_num_particles": 8,
+            "spec_smc_rounds_ct": passes,
+            "spec_smc_resample_ct": passes / 2,
+            "spec_smc_ess_mean": 4.0,
+            "spec_smc_exact_ct": passes / 4,
+        }
+    if mode == "exact":
+        info |= {"spec_smc_tilt": 0.1, "spec_smc_tilt_information": 4.0}
+    found = []
+    for i in range(N):
+        # As the server says it: nothing in the modes that mix.
+        evidence = None if mode in ("mixed", "auto") else -1.0 if i % 2 else -2.0
+        own = {"spec_smc_log_evidence": evidence} if cell.kind.engine == "smc" else {}
+        found.append(Record(i, i < 90 - lost, 0, (i + 1) / 10, [1] * 41, {**info, **own}))
+    return found
+
+
+def scores(tilt: float) -> list[Score]:
+    """Of answers that all have this tilt, give or take, and log p of -40 less ten times that."""
+    return [
+        Score(i, 0, 41, -40.0 - 10 * tilt, tilt, 20.0, 10 * tilt + (-1) ** i, 10.0, [tilt] * 41)
+        for i in range(N)
+    ]
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, CellRow]:
+    """All cells by slug: one of SMC solves the less the more tokens a pass it has."""
+    answers = {}
+    for place, cell in enumerate(cells((0.7, 1.0))):
+        records = canned(cell, LOST.get(cell.kind.name, 3 + place % 9))
+        answers[cell] = list(zip(records, scores(TILTS.get(cell.kind.name, 0.3)), strict=True))
+    return {row.slug: row for row in make_rows(answers)}
+
+
+def test_rows(rows: dict[str, CellRow]) -> None:
+    target, exact, mixed = (rows[slug] for slug in ("ar-target-t0.7", "exact-t0.7", "mixed-c4-t1"))
+    assert (target.accuracy.mean, target.difference, target.tokens_per_pass) == (0.9, None, 1.0)
+    assert target.tokens_per_second == pytest.approx(41 * N / 10)
+    assert rows["ar-draft-t1"].tokens_per_pass is None
+    assert exact.difference is not None and exact.difference.mean == pytest.approx(-0.01)
+    assert exact.tokens_per_pass == pytest.approx(40 / 19)
+    smc = rows["smc-c0-t1"]
+    assert (smc.ess_share, smc.resample_rate, smc.exact_rate) == (0.5, 0.5, None)
+    assert (mixed.ess_share, mixed.resample_rate, mixed.exact_rate) == (None, None, 0.25)
+
+
+def test_rows_in_nats(rows: dict[str, CellRow]) -> None:
+    mixed, target = rows["mixed-c4-t1"], rows["ar-target-t1"]
+    half = Z95 * math.sqrt(N / (N - 1) / N) / 10  # the tilts of answers are 1 apart, either way
+    assert mixed.tilt == pytest.approx((0.1, 0.1 - half, 0.1 + half, N))
+    assert mixed.innovation.mean == pytest.approx(0.1 / 41)
+    assert mixed.sharpening.mean == pytest.approx(0.1 / 20)
+    assert mixed.kl_at_least.mean == pytest.approx(41 * math.log(1 + 0.98 * math.expm1(0.1)))
+    assert mixed.log_p_difference is not None
+    assert mixed.log_p_difference.mean == pytest.approx(-1 / 41)
+    assert (target.log_p_difference, target.kl_at_least.mean) == (None, 0)
+
+
+def test_the_servers_own_tilt_stands_where_answers_carry_it(rows: dict[str, CellRow]) -> None:
+    half = Z95 / math.sqrt(4 * N)
+    assert rows["exact-t0.7"].server_tilt == pytest.approx((0.1, 0.1 - half, 0.1 + half, N))
+    assert rows["mixed-c4-t0.7"].server_tilt is None
+
+
+def test_the_evidence_bounds_pure_smc_only(rows: dict[str, CellRow]) -> None:
+    found = rows["smc-c0-t0.7"].kl_at_most
+    assert found is not None and (found.mean, found.n) == (1.5, N)
+    assert {row.label for row in rows.values() if row.kl_at_most} == {"smc c=0"}
+    assert markdown(list(rows.values()), "").count("KL to the target at most 1.50") == 2
+
+
+def test_most_tokens_within_limits(rows: dict[str, CellRow]) -> None:
+    here = [row for row in rows.values() if row.temperature == 0.7]
+    wide, narrow = rows["mixed-c4-t0.7"], rows["exact-t0.7"]
+    assert most_tokens_within(here, 0.15, 5.0) == wide
+    assert most_tokens_within(here, 0.05, 5.0) == narrow
+    assert most_tokens_within(here, 0.15, 0.1) == narrow  # mixed is too many nats away
+    assert most_tokens_within(here, -0.1, 1.0) is None
+    assert "exact: 2.11" in conclusions(here)
+
+
+def test_a_part_ends_with_all_its_files(rows: dict[str, CellRow], tmp_path: Path) -> None:
+    """Hours of answers must not end in a picture that cannot be drawn."""
+    some = [rows["ar-draft-t1"], rows["smc-c0-t1"]]
+    plot_rows(some, tmp_path / "plot.png")
+    write_csv(some, tmp_path / "rows.csv", ORIGIN)
+    assert (tmp_path / "plot.png").stat().st_size > 0
+    lines = list(csv.DictReader((tmp_path / "rows.csv").open()))
+    for column in ("accuracy", "tilt", "kl_at_least"):
+        told = [float(line[f"{column}_mean"]) for line in lines]
+        assert told == pytest.approx([getattr(row, column).mean for row in some], rel=1e-5)
+
+
+def test_forecast_learns_the_speed_of_the_machine() -> None:
+    target, draft = matching(cells((0.7,)), ["ar-*"])
+    forecast = Forecast({target: 1000, draft: 1000})
+    for _ in range(1000):
+        left = forecast.answered(target, 3 * target.kind.cost)
+    engine_start = 30.0
+    assert left - engine_start == pytest.approx(1000 * 3 * draft.kind.cost, rel=0.2)

@@ -1,21 +1,42 @@
-"""The command for a GPU machine, without one: what it unpacks, begins, leaves and keeps."""
+"""The command for a GPU machine, without one: what it begins, leaves, keeps, asks and reports."""
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
-import time
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu import kernel_tests, machine, pack, report, unpack
+from gpu import (
+    cases,
+    cli,
+    default_server,
+    goals,
+    kernel_tests,
+    kinds,
+    machine,
+    pack,
+    report,
+    smoke,
+    unpack,
+)
+from gpu.cases import LARGE, MORE, PROFILE, SPEED, SPEED_8B, SPEED_70B
 from gpu.clock import Clock, TimeUpError
 from gpu.records import RESULTS, Records, read_results
+from gpu.speed_stage import sampled
 from gpu.stages import Attempt, Case, Places, Runner, Stage
-from speed.remote import EngineError
+from speed import presets
+from speed.engines import Launch
+from speed.grid import AR, BLOCK, EXACT, Cell, System
+from speed.remote import EngineError, Sample, Work
+from speed_stand_ins import FakeEngine
 from study import REPOSITORY, BenchError
 
 from sglang_smc.command.machine import ENTRY_POINTS
@@ -44,15 +65,19 @@ def records_in(*folders: Path, name: str = "1", reads: Sequence[Path] = ()) -> R
 
 
 def test_a_result_is_known_as_long_as_what_it_depends_on(folder: Path) -> None:
+    """And half a line is none."""
     records = records_in(folder)
     assert not records.has("speed", "ar", CODE)
     records.add("speed", "ar", CODE, {"seconds": 1.5})
+    with (folder / RESULTS).open("a") as file:
+        file.write('{"stage": "speed", "part": "sm')
     for later in (records, records_in(folder, name="2")):
         assert later.has("speed", "ar", CODE)
         assert not later.has("speed", "ar", {"code": 2})
         assert not later.has("smoke", "ar", CODE)
     assert records.is_of_this_call("speed", "ar")
     assert not records_in(folder, name="3").is_of_this_call("speed", "ar")
+    assert all(json.loads(line) for line in (folder / RESULTS).open())
 
 
 def test_results_of_other_calls_are_carried_along(folder: Path, tmp_path: Path) -> None:
@@ -63,26 +88,17 @@ def test_results_of_other_calls_are_carried_along(folder: Path, tmp_path: Path) 
     again = records_in(folder, state, name="3", reads=[other])
     again.add("speed", "exact", CODE, {"seconds": 3})
     stages, calls = read_results(folder)
-    assert list(stages["speed"]) == ["ar", "smc", "exact"]
-    assert list(calls) == ["1", "2", "3"]
+    assert (list(stages["speed"]), list(calls)) == (["ar", "smc", "exact"], ["1", "2", "3"])
     assert (folder / RESULTS).read_text() == (state / RESULTS).read_text()
-
-
-def test_half_a_line_is_not_a_result(folder: Path) -> None:
-    records_in(folder).add("speed", "ar", CODE, {"seconds": 1})
-    with (folder / RESULTS).open("a") as file:
-        file.write('{"stage": "speed", "part": "sm')
-    assert records_in(folder, name="2").has("speed", "ar", CODE)
-    assert all(json.loads(line) for line in (folder / RESULTS).open())
 
 
 # --- Time, failures, resumption
 
 
-Work = Callable[[Sequence[str], Attempt], None]
+Doing = Callable[[Sequence[str], Attempt], None]
 
 
-def a_case(work: Work, *parts: str, seconds: float = 1.0, slug: str = "case") -> Case:
+def a_case(work: Doing, *parts: str, seconds: float = 1.0, slug: str = "case") -> Case:
     return Case(slug, dict.fromkeys(parts, CODE), seconds, work)
 
 
@@ -131,75 +147,55 @@ def test_what_does_not_fit_into_the_time_is_left(folder: Path) -> None:
     assert runner.left == ["speed large"]
 
 
-def test_only_what_is_asked_for_runs(folder: Path) -> None:
-    runner = runner_of(folder, only=["smc-*"])
-    smc, plain = (a_case(all_of_them, slug, slug=slug) for slug in ("smc-block", "ar"))
-    runner.run(stage_of(plain, smc))
-    assert list(runner.records.of("speed")) == ["smc-block"]
-
-
-def test_a_part_that_brings_its_engine_down_costs_itself_alone(folder: Path) -> None:
-    starts = []
+@pytest.mark.parametrize(
+    ("slug", "error", "at", "failed"),
+    [
+        ("one part", EngineError("OutOfMemoryError: too large"), "b", {"b"}),
+        ("no start", EngineError("ValueError: no such backend"), None, {"a", "b", "c"}),
+        ("any error", KeyError("x"), None, {"a", "b", "c"}),
+    ],
+)
+def test_a_failure_is_a_result_and_costs_no_other_part_or_case(
+    folder: Path, slug: str, error: Exception, at: str | None, failed: set[str]
+) -> None:
+    starts: list[list[str]] = []
 
     def work(missing: Sequence[str], attempt: Attempt) -> None:
         starts.append(list(missing))
-        attempt.started = True
+        attempt.started = at is not None
         for part in missing:
-            if part == "bad":
-                raise EngineError("OutOfMemoryError: too large")
+            if part == (at or part):
+                raise error
             attempt.add(part, {})
 
-    runner = runner_of(folder)
-    runner.run(stage_of(a_case(work, "good", "bad", "late")))
-    found = runner.records.of("speed")
-    assert starts == [["good", "bad", "late"], ["late"]]
-    assert found["bad"]["failed"] == "OutOfMemoryError: too large"
-    assert "failed" not in found["good"] and "failed" not in found["late"]
-
-
-def test_an_engine_that_does_not_start_is_not_asked_again(folder: Path) -> None:
-    starts = []
-
-    def work(missing: Sequence[str], attempt: Attempt) -> None:
-        starts.append(missing)
-        raise EngineError("ValueError: no such backend")
-
-    for name in ("1", "2"):
+    cases = a_case(work, "a", "b", "c"), a_case(all_of_them, "next", slug="next")
+    for name in ("1", "2"):  # what has failed is not asked again
         runner = runner_of(folder, name=name)
-        runner.run(stage_of(a_case(work, "a", "b")))
-    assert len(starts) == 1
-    assert [one["failed"] for one in runner.records.of("speed").values()] == [
-        "ValueError: no such backend"
-    ] * 2
+        runner.run(stage_of(*cases))
+        found = runner.records.of("speed")
+        assert {part for part, one in found.items() if "failed" in one} == failed
+        assert set(found) == {"a", "b", "c", "next"} and runner.left == []
+        assert all(str(error) in found[part]["failed"] for part in failed)
+    assert starts == ([["a", "b", "c"], ["c"]] if at else [["a", "b", "c"]])
 
 
-def test_whatever_a_case_raises_the_next_one_runs(folder: Path) -> None:
-    def work(missing: Sequence[str], attempt: Attempt) -> None:
-        json.loads("no JSON")
+@pytest.mark.parametrize(("spent", "is_result"), [(240.0, True), (30.0, False)])
+def test_a_case_that_hangs_is_a_result_and_a_call_that_is_over_blames_nobody(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, spent: float, is_result: bool
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("gpu.clock.time.monotonic", lambda: now[0])
+
+    def hang(missing: Sequence[str], attempt: Attempt) -> None:
+        attempt.started = True
+        now[0] += spent
+        raise TimeUpError
 
     runner = runner_of(folder)
-    runner.run(stage_of(a_case(work, "a"), a_case(all_of_them, "b", slug="next")))
+    runner.run(stage_of(a_case(hang, "a")))
     found = runner.records.of("speed")
-    assert found["a"]["failed"].startswith("JSONDecodeError: Expecting value")
-    assert "failed" not in found["b"] and runner.left == []
-
-
-def sleeps(missing: Sequence[str], attempt: Attempt) -> None:
-    attempt.started = True
-    time.sleep(20)
-
-
-def test_a_case_that_hangs_is_a_result(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpu.stages.LEAST_PATIENCE", 0.2)
-    runner = runner_of(folder)
-    runner.run(stage_of(a_case(sleeps, "a", seconds=0.01)))
-    assert "took more than" in runner.records.of("speed")["a"]["failed"]
-
-
-def test_a_call_that_is_over_blames_nobody(folder: Path) -> None:
-    runner = runner_of(folder, minutes=0.5 / 60)
-    runner.run(stage_of(a_case(sleeps, "a", seconds=0.1)))
-    assert runner.left == ["speed case"] and runner.records.of("speed") == {}
+    assert ("took more than 240" in found["a"]["failed"]) if is_result else found == {}
+    assert runner.left == ([] if is_result else ["speed case"])
 
 
 def test_a_part_that_would_not_fit_is_not_begun(folder: Path) -> None:
@@ -208,19 +204,16 @@ def test_a_part_that_would_not_fit_is_not_begun(folder: Path) -> None:
         attempt.add(missing[0], {})
         attempt.require(1000.0)
 
-    runner = runner_of(folder)
-    runner.run(stage_of(a_case(work, "a", "b")))
+    runner = runner_of(folder, only=["ca*"])
+    runner.run(stage_of(a_case(work, "a", "b"), a_case(all_of_them, "c", slug="not asked for")))
     assert runner.left == ["speed case"] and list(runner.records.of("speed")) == ["a"]
 
 
 def test_time_is_up_where_something_waits() -> None:
-    began = time.monotonic()
+    """Red where the wait is not interrupted: it would last for ever."""
     with pytest.raises(TimeUpError), Clock(1).at_most(0.1):
-        subprocess.run([sys.executable, "-c", "import time; time.sleep(20)"], check=True)
-    assert time.monotonic() - began < 10
-    with Clock(1).at_most(0.1):
-        pass
-    time.sleep(0.2)  # nothing rings later
+        subprocess.run(["sleep", "infinity"], check=True)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)  # nothing rings later
 
 
 # --- Unpacking
@@ -266,25 +259,22 @@ def test_unpacking_is_done_once(tmp_path: Path) -> None:
     assert (site / "pytest" / "__init__.py").exists() and not (site / "pytest-9.0.data").exists()
 
 
-def test_the_plugin_runs_from_the_tree(tmp_path: Path) -> None:
-    """Whichever was there before; and SGLang finds its entry points."""
+def test_the_plugin_runs_from_the_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever was there before; SGLang finds its entry points, and another plugin is told."""
     site, payload = tmp_path / "site", tmp_path / "nothing"
     (site / "sglang_smc").mkdir(parents=True)
     (site / "sglang_smc" / "__init__.py").write_text("")
     for version in ("1.0", "1.1"):
-        unpack.unpack(site, payload, make_tree(tmp_path / version, version))
-    assert (site / "sglang_smc").resolve() == tmp_path / "1.1" / "sglang_smc"
+        tree = make_tree(tmp_path / version, version)
+        unpack.unpack(site, payload, tree)
+    assert (site / "sglang_smc").resolve() == tree / "sglang_smc"
     assert str(site) in (site / "env.sh").read_text()
     (found,) = (one for one in distributions(path=[str(site)]) if one.name == "sglang-smc")
     assert found.version == "1.1"
-    points = {(point.group, point.name): point.value for point in found.entry_points}
-    assert set(points) == {(group, name) for group, name, _ in ENTRY_POINTS}
-    assert points["sglang.srt.plugins", "smc"] == "sglang_smc.plugin:register"
-
-
-def test_another_plugin_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    points = {(point.group, point.name) for point in found.entry_points}
+    assert points == {(group, name) for group, name, _ in ENTRY_POINTS}
     machine.preflight(on_gpu=False)
-    spec = type("Spec", (), {"origin": str(make_tree(tmp_path) / "sglang_smc" / "__init__.py")})
+    spec = type("Spec", (), {"origin": str(tree / "sglang_smc" / "__init__.py")})
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda _: spec)
     with pytest.raises(BenchError, match="not this tree's"):
         machine.preflight(on_gpu=False)
@@ -298,17 +288,12 @@ PAYLOAD_BYTES = 42_850_000
 
 def test_what_travels_is_within_the_limit(tmp_path: Path) -> None:
     """Red where the tree grows beyond what such a machine is sent at a time."""
-    payload = tmp_path / ".sg"
-    payload.mkdir()
-    (payload / "part-00").write_bytes(b"1")
-    beside = pack.size_of(payload.iterdir()) + PAYLOAD_BYTES
     unread = {REPOSITORY / path.lstrip("/") for path in pack.UNREAD}
-    tree = pack.tracked()
-    assert unread <= set(tree)
-    told = pack.summed(pack.size_of(set(tree) - unread), beside)
-    assert told.endswith(" of 60 MiB")
+    tree = set(pack.tracked())
+    assert unread <= tree
+    assert pack.summed(pack.size_of(tree - unread), PAYLOAD_BYTES).endswith(" of 60 MiB")
     with pytest.raises(BenchError, match=r"git sparse-checkout set .*eagle3"):
-        pack.summed(pack.size_of(tree), beside)
+        pack.summed(pack.size_of(tree), PAYLOAD_BYTES)
 
 
 def test_packing_fetches_what_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,8 +305,6 @@ def test_packing_fetches_what_is_asked_for(tmp_path: Path, monkeypatch: pytest.M
     assert "tracked files 0.0 MB" in pack.pack((), payload)
     assert asked[-1:] == [*pack.RUN_WHEELS] and asked.count("download") == 1
     assert [path.name for path in payload.iterdir()] == [pack.COMMIT]
-    pack.pack(("numpy",), payload)
-    assert asked[0] == "download" and asked[-1] == "numpy"
     (payload / "part-00").open("wb").truncate(pack.LIMIT)
     with pytest.raises(BenchError, match="of 60 MiB: too much"):
         pack.pack((), payload)
@@ -351,8 +334,6 @@ def test_files_of_tests_run_side_by_side(
     assert len(one["wrong"]) == 1 and "test_b: assert 1 == 2" in one["wrong"][0]
     assert (two["passed"], two["skipped"]) == (0, 1)
     assert three["failed"].startswith("pytest ended with 7")
-    told = report.kernels(found)
-    assert "| test_one.py | 1 | 1 |" in told and "test_b" in told and "ended with 7" in told
 
 
 def test_what_tests_of_kernels_need_is_told(tmp_path: Path) -> None:
@@ -360,8 +341,294 @@ def test_what_tests_of_kernels_need_is_told(tmp_path: Path) -> None:
     path.write_text("import json, nowhere.deep\nfrom elsewhere import x\nfrom toy_laws import y\n")
     assert kernel_tests.missing_for(path) == ["elsewhere", "nowhere"]
     files = kernel_tests.test_files()
-    assert {"tests/kernels/test_sample.py", "tests/unit/test_host_sync.py"} <= set(files)
+    assert "tests/kernels/test_sample.py" in files
     assert not {path for path in files if Path(path).name in kernel_tests.NO_GPU}
-    for name in kernel_tests.NO_GPU:
-        assert (REPOSITORY / kernel_tests.FOLDER / name).exists()
+    assert all((REPOSITORY / kernel_tests.FOLDER / name).exists() for name in kernel_tests.NO_GPU)
     assert all(kernel_tests.missing_for(REPOSITORY / file) == [] for file in files)
+
+
+# --- Engines
+
+
+def answer(**info: Any) -> dict[str, Any]:
+    told = {"completion_tokens": 8, "finish_reason": {"type": "length"}, **info}
+    return {"meta_info": told, "text": "", "output_ids": []}
+
+
+ROUNDS = {"spec_smc_rounds_ct": 3, "spec_smc_replayed_ct": 3}
+
+
+@pytest.mark.parametrize(
+    ("kind", "info", "fault"),
+    [
+        (kinds.Kind("a"), ROUNDS, ""),
+        (kinds.Kind("a"), ROUNDS | {"spec_smc_replayed_ct": 2}, "2 of 3 rounds"),
+        (kinds.Kind("a", replays=False), {"spec_smc_rounds_ct": 3}, ""),
+        (kinds.Kind("a"), {"finish_reason": {"type": "abort"}}, "it ended with"),
+        (kinds.Kind("a"), {"completion_tokens": 0}, "it has 0 tokens"),
+        (kinds.Kind("a"), {"spec_smc_nan_ct": 1}, "not numbers"),
+        (kinds.Kind("a", asks=kinds.LOGPROBS), {"output_token_logprobs": []}, "0 log-prob"),
+    ],
+)
+def test_faults_of_an_answer(kind: kinds.Kind, info: dict[str, Any], fault: str) -> None:
+    (*found,) = kinds.judged(kind, answer(**info), graphs=True)["wrong"]
+    assert len(found) == bool(fault) and fault in "".join(found)
+
+
+def test_log_probabilities_are_compared_while_texts_agree() -> None:
+    reference = [[[1, -0.5], [2, -0.25], [3, -1.0]], [[7, -1.0]]]
+    found = [[[1, -0.5], [2, -0.75], [4, -9.0]], [[8, -5.0]]]
+    assert smoke.compared(reference, found) == (0.5, 2)
+    known = {f"{smoke.REFERENCE} {smoke.SAME}": {"lines": reference}}
+    (wrong,) = smoke.against({"lines": found}, known)["wrong"]
+    assert "differ by 0.5" in wrong
+    assert smoke.against({"lines": reference}, known)["wrong"] == []
+    assert smoke.against({"lines": [[[9, 0.0]], [[9, 0.0]]]}, known)["wrong"] != []
+    assert smoke.against({"lines": found}, {}) == {}
+
+
+class FakeSmokeEngine:
+    """Answers every request with eight tokens of log-probability -1."""
+
+    def exchange(self, question: dict[str, Any]) -> dict[str, Any]:
+        told = {"output_token_logprobs": [[-1.0, 5, None]] * 8}
+        return {"answers": [answer(**told)] * len(question["generate"]["input_ids"])}
+
+
+def test_an_engine_is_asked_for_all_of_its_parts() -> None:
+    for one in smoke.ENGINES:
+        engine: Any = FakeSmokeEngine()
+        asked = (smoke.answers, smoke.each_kind, smoke.all_kinds, smoke.logprobs, smoke.known_kinds)
+        found = [ask(engine, one, [[1, 2]] * 4) for ask in asked]
+        assert f"{'smc' if one.is_smc else 'plain'}: 0 of 4 are right" in found[0]["wrong"]
+        assert found[1]["kinds"] == found[2]["kinds"] == len(smoke.kinds_of(one))
+        assert 0 < found[4]["kinds"] < found[2]["kinds"] or not one.is_smc
+        assert found[3]["lines"] == [[[5, -1.0]] * 8] * 4
+
+
+class FakeServer:
+    """A default server of 16 rounds, which says what it has."""
+
+    replayed, memory = 16, {"pool_slots": 1}
+
+    def exchange(self, question: dict[str, Any]) -> dict[str, Any]:
+        assert question == {"info": True}
+        return {"info": [{"smc": {"memory": self.memory}}]}
+
+    def ask(self, work: Work) -> Sample:
+        rounds = {"spec_smc_rounds_ct": 16, "spec_smc_replayed_ct": self.replayed}
+        return Sample([0.5], [2.1], [{"completion_tokens": 128, "spec_verify_ct": 16, **rounds}])
+
+
+@pytest.mark.parametrize(("said", "wrong"), [({}, 0), ({"replayed": 15}, 1), ({"memory": None}, 1)])
+def test_a_default_server_is_looked_at(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], wrong: int
+) -> None:
+    """Its keywords are the two models and the algorithm, and dummies of them."""
+    started: list[Launch] = []
+
+    @contextlib.contextmanager
+    def running(launch: Launch, *_: Any) -> Iterator[FakeServer]:
+        started.append(launch)
+        server = FakeServer()
+        vars(server).update(said)
+        yield server
+
+    monkeypatch.setattr(default_server, "running", running)
+    monkeypatch.setattr(default_server, "write_models", lambda *_: None)
+    records = Records([folder], [], CALL)
+    case = default_server.default_case(Places(folder, folder), "cuda")
+    Runner(records, Clock(9), say=lambda _: None).run(Stage("smoke", 9, "", lambda: [case]))
+    found = records.of("smoke")["default"]
+    assert (found["first_ms"], found["round_ms"]) == (500.0, pytest.approx(100.0))
+    assert len(found["wrong"]) == wrong
+    models = {"model_path", "speculative_draft_model_path", "load_format"}
+    assert set(started[0].arguments) == {*models, "speculative_algorithm"}
+
+
+def test_a_refused_request_is_a_fault_of_its_kind() -> None:
+    engine: Any = type("Refusing", (), {"exchange": lambda *_: {"refused": "no"}})()
+    found = smoke.judged_alone(engine, kinds.Kind("a"), [[1]], graphs=True)
+    assert found["wrong"] == ["refused: no"]
+    with pytest.raises(EngineError, match="refused: no"):
+        smoke.ask(engine, {})
+
+
+def test_cells_are_sampled_and_summed_up(folder: Path) -> None:
+    cell = Cell(System(AR), 2, 256)
+    found = sampled(FakeEngine(cell.system, [], [-1]), cell, SPEED_8B)
+    assert found["round_ms"] == pytest.approx(1000 * 0.1 * 1.3)
+    assert found["decode_tokens_per_second"] == pytest.approx(2 / 0.13)
+    assert found["tokens_per_round"] == 1 and len(found["samples"]) == SPEED_8B.repeats
+    json.dumps(found)
+
+
+def test_the_list_fits_into_the_time_of_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    """All of it, and the first four stages within three calls, with a minute each to unpack."""
+    assert cli.main(["--list"]) == 0
+    told = capsys.readouterr().out
+    assert float(told.split()[1]) <= 28
+    first = cli.stages(Places(Path(), Path()), on_gpu=True)[:4]
+    assert [stage.name for stage in first] == ["smoke", "speed", "kernels", "profile"]
+    assert sum(case.seconds for stage in first for case in stage.cases()) <= 3 * 8 * 60
+    assert "speculative_algorithm='SMC'" in told and "-m pytest" in told
+
+
+@pytest.mark.thorough
+def test_an_h200_accepts_every_engine(tmp_path: Path) -> None:
+    """SGLang's own reading of all keywords, with torch told of a GPU that is not there."""
+    lists = ((SPEED + MORE, SPEED_8B), (PROFILE, cases.PROFILE_8B), (LARGE, SPEED_70B))
+    for pair in (SPEED_8B.pair, SPEED_70B.pair):
+        cases.write_models(pair, tmp_path)
+        head = presets.config(replace(pair.target, num_layers=1))  # as `new_eagle3` writes it
+        head |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": cases.HOT_TOKENS}
+        presets.write_model(tmp_path / pair.name / cases.HEAD, head)
+    every = ((case, preset) for found, preset in lists for case in found)
+    asked = [cases.launch_of(case, preset, tmp_path).arguments for case, preset in every]
+    asked += [smoke.launch_of(one, "cuda").arguments for one in smoke.ENGINES]
+    script = REPOSITORY / "tests" / "pretended_gpu.py"
+    told = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script)],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    lines = [json.loads(line) for line in told.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == len(asked)
+    for arguments, line in zip(asked, lines, strict=True):
+        assert "refused" not in line, (arguments, line)
+        assert line["algorithm"] == arguments.get("speculative_algorithm")
+        assert line["sizes"] == arguments["cuda_graph_bs_decode"]
+        assert line["prefill_graphs"] == "disabled"
+        assert line["float32_logits"] == (line["algorithm"] == "SMC")
+
+
+# --- The report
+
+
+def a_speed(tokens: float, batch: int = 1, prompt: int = 256, system: str = AR) -> dict[str, Any]:
+    return {
+        "system": system,
+        "batch": batch,
+        "prompt": prompt,
+        "decode_tokens_per_second": tokens,
+        "tokens_per_second": tokens,
+        "round_ms": 9000 / tokens,
+        "first_ms": 20.0,
+        "tokens_per_round": 9.0,
+        "simulated": None,
+        "replayed_share": 1.0,
+    }
+
+
+A_DEFAULT_SERVER = {
+    "start_seconds": 140.2,
+    "first_ms": 20.0,
+    "round_ms": 14.5,
+    "free_mib": 5120,
+    "memory": {"pool_bytes": 50 << 30, "pool_slots": 345_000, "beside": {"round graphs": 6 << 30}},
+    "wrong": [],
+}
+
+
+def a_profile() -> dict[str, Any]:
+    """Rounds of 10 ms, 8 of them in two kernels, as `bench/speed --rounds` keeps them."""
+    sums = [
+        ["draft", "GEMMs", "nvjet | a", 64.0, 0.005],
+        ["target", "attention", "_attend_spans", 32.0, 0.003],
+    ]
+    replayed = {"rounds": 20, "sums": sums, "forwards": [0.008] * 20, "busy": [0.008] * 20}
+    one = {"batch": 1, "recorded": False, "round": 0.01, "forwards": {}, "alone": None, "parts": {}}
+    steps = [[0.0, 1], [0.011, 1], [0.022, 1]]
+    burst = {"steps": steps, "rounds": [one] * 3, "replays": replayed}
+    return {"entries": [{"bursts": [burst], "tokens_per_round": 9.0}]}
+
+
+def canned(folder: Path) -> None:
+    """Lines as a GPU machine would write them, of which nobody measured any."""
+    records = Records([folder], [], CALL)
+    block, exact = System(BLOCK, 8, 8), System(EXACT, 8, 8)
+    for system, tokens in ((System(AR), 200.0), (block, 640.0), (exact, 510.0)):
+        part = Cell(system, 1, 256).slug
+        records.add("speed", part, CODE, a_speed(tokens, system=system.name))
+        records.add("70b", part, CODE, a_speed(tokens, system=system.name))
+    records.add("more", "standalone-tree-b1-p256", CODE, {"failed": "it said\nno"})
+    records.add("smoke", "default", CODE, A_DEFAULT_SERVER)
+    records.add("profile", "smc-block-n8-k8-b1-p256", CODE, a_profile())
+    records.add("profile", "smc-exact-n8-k8-b1-p256", CODE, {"failed": "it died"})
+    records.add("smoke", "smc-graphs kinds", CODE, {"kinds": 3, "wrong": ["top-p: 0 of 3"]})
+
+
+def test_the_report_of_canned_lines(folder: Path, tmp_path: Path) -> None:
+    canned(folder)
+    told = report.write_report(folder, tmp_path)
+    for line in (
+        "| smc, whole blocks, batch 1, prompt 256: tokens/s | 617 | 640 | as expected |",
+        "| 70B FP8 + 1B, smc, batch 1: times AR | 5.20 | 3.20 | worse |",
+        "| adaptive, batch 64: times AR | 1.00 |  | not measured |",
+        "One request of a chat: 20 ms to the first token, 14.5 ms a round.",
+        "- standalone-tree-b1-p256: it said no",
+        "- smc-graphs kinds: top-p: 0 of 3",
+        "| SMC block N=8 K=8 | 1 | 256 | 10.00 | 8.00 | 1.25 [1.25, 1.25] | 5.00 |",
+        "- smc-exact-n8-k8-b1-p256: it died",
+    ):
+        assert line in told, line
+    for picture in ("speed.png", "rounds.png"):
+        assert (tmp_path / picture).stat().st_size > 0
+    assert "8B+1B,ar-b1-p256,200.0" in (tmp_path / "speed.csv").read_text()
+
+
+def test_every_goal_is_of_something_that_is_measured() -> None:
+    """Red where a goal names a cell that no stage has."""
+    speeds = {
+        "speed": {cell.slug: a_speed(900.0) for case in SPEED for cell in case.cells},
+        "70b": {cell.slug: a_speed(900.0) for case in LARGE for cell in case.cells},
+    }
+    assert "not measured" not in {line[-1] for line in goals.lines(speeds)}
+
+
+def test_a_result_is_held_against_its_estimate() -> None:
+    speed = goals.Goal("", "speed", 100.0, "", lambda _: None)
+    by_speed = {100.0: "as expected", 81: "as expected", 126: "better", 79: "worse"}
+    assert {value: goals.verdict(speed, value) for value in by_speed} == by_speed
+    time = speed._replace(is_time=True)
+    assert [goals.verdict(time, value) for value in (126, 79)] == ["worse", "better"]
+    least = speed._replace(slack=1.0)
+    assert [goals.verdict(least, value) for value in (99, 100)] == ["worse", "as expected"]
+    part = Cell(System(cases.AR_DRAFT), 1, 256).slug
+    assert goals.draft_floor({part: a_speed(9000.0)}) == pytest.approx(8.0)
+    assert goals.draft_floor({}) is None
+
+
+def test_without_results_there_is_no_report(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["report", "--out", str(folder)]) == 1
+    assert "holds no results" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+@pytest.mark.engine
+def test_a_dry_run_walks_through_engines_on_a_cpu(tmp_path: Path) -> None:
+    """As a user calls it; a second call has nothing left to do."""
+    command = ["bash", "bench/gpu/run.sh", "speed", "profile", "smoke", "--dry-run"]
+    command += ["--only", "machine", "ar", "smc-block*", "smc-torch", "--minutes", "20"]
+    command += ["--out", str(tmp_path / "out"), "--state", str(tmp_path / "state")]
+    environment = {**os.environ, "PYTHON": sys.executable}
+    told = []
+    for _ in range(2):
+        done = subprocess.run(
+            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True
+        )
+        told.append(done.stdout)
+    assert "What a GPU machine would start" in told[0] and "all done" in told[0]
+    stages, _ = read_results(tmp_path / "out" / "dry-run")
+    found = {stage: set(parts) for stage, parts in stages.items()}
+    assert {"ar-b1-p32", "smc-block-n8-k8-b2-p32", "machine"} <= found["speed"]
+    assert found["profile"] == {"smc-block-n8-k8-b1-p32"}
+    assert {"smc-torch answers", "smc-torch log-probabilities", "ar kinds"} <= found["smoke"]
+    for part, one in (pair for parts in stages.values() for pair in parts.items()):
+        assert "failed" not in one and not one.get("wrong"), (part, one)
+    assert "s left" not in told[1]  # nothing was begun

@@ -93,17 +93,6 @@ def test_plain_decoding_passes_in_95_of_100_samples(target: Answers, statistic: 
     assert 88 <= sum(one.low <= 0 <= one.high for one in found) <= 99
 
 
-def test_two_samples_of_plain_decoding_have_one_log_probability(target: Answers) -> None:
-    """Likewise, of 50 pairs 43 to 50: but for a probability of 1.2 %."""
-    assert binom.cdf(42, 50, 0.95) < 0.012
-    covered = 0
-    for place in range(0, SAMPLES, 2):
-        one, other = (target.part(place + side, ANSWERS) for side in (0, 1))
-        found = paired_ratio_difference((one.log_p, one.tokens), (other.log_p, other.tokens))
-        covered += found.low <= 0 <= found.high
-    assert covered >= 43
-
-
 def test_problems_in_common_make_the_difference_narrow() -> None:
     """Problems differ far more than answers to one do; both arms have them in common."""
     rng = np.random.default_rng(5)
@@ -114,7 +103,7 @@ def test_problems_in_common_make_the_difference_narrow() -> None:
     assert found.high - found.low == pytest.approx(2 * Z95 * 2**0.5 / 20 / 50, rel=0.1)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_one_token_in_twenty_from_the_draft_is_found(seed: int) -> None:
     """In as many answers as a published row has; missed with a probability below 1 in 1,000."""
     found = tilt(sampled(PUBLISHED, 0.05, seed))

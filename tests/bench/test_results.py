@@ -1,4 +1,4 @@
-"""What all tables are made of, and that published tables say what their numbers say."""
+"""What all tables are made of, that pages say what was published, and what was tried."""
 
 import csv
 import json
@@ -6,16 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import streams
 import trees
+from drafts import report as drafts
+from fidelity.grid import kinds
+from fidelity.measure import MAX_PROBLEMS
 from results import Interval, ess_share, interval_cell, resample_rate, wilson
 from scipy.stats import binomtest
+from steering import report as steering
 from study import PUBLISHED, REPOSITORY
+from support import cli, page, pairs, trial
+from support import cli as support
+from support import page as support_page
+from support.families import FAMILIES
+from support.trial import Trial
 
 from sglang_smc.demo.serving import tokens_per_pass
-
-
-def plain_info(completion_tokens: int) -> dict[str, Any]:
-    return {"completion_tokens": completion_tokens}
 
 
 def smc_info(completion_tokens: int, rounds: int, resampled: int, ess: float) -> dict[str, Any]:
@@ -29,27 +35,19 @@ def smc_info(completion_tokens: int, rounds: int, resampled: int, ess: float) ->
     }
 
 
-@pytest.mark.parametrize(("hits", "n"), [(0, 10), (1, 10), (55, 100), (299, 300), (300, 300)])
+@pytest.mark.parametrize(("hits", "n"), [(0, 10), (1, 10), (55, 100), (300, 300)])
 def test_wilson_interval_is_scipys(hits: int, n: int) -> None:
     expected = binomtest(hits, n).proportion_ci(method="wilson")
-    interval = wilson(hits, n)
-    assert interval.mean == hits / n
-    assert interval.low == pytest.approx(expected.low, abs=1e-7)
-    assert interval.high == pytest.approx(expected.high, abs=1e-7)
+    found = wilson(hits, n)
+    assert found == pytest.approx((hits / n, expected.low, expected.high, n), abs=1e-7)
 
 
-def test_plain_decoding_makes_one_token_a_pass() -> None:
-    assert tokens_per_pass([plain_info(7), plain_info(31)]) == 1.0
-
-
-def test_answers_of_one_token_need_no_decoding_pass() -> None:
-    assert tokens_per_pass([plain_info(1)]) == 0.0
-
-
-def test_ess_is_weighted_by_rounds() -> None:
+def test_rates_are_weighted_by_rounds_and_plain_decoding_makes_one_token_a_pass() -> None:
     infos = [smc_info(100, rounds=30, resampled=3, ess=8.0), smc_info(20, 10, 7, ess=4.0)]
     assert ess_share(infos) == pytest.approx((30 * 1.0 + 10 * 0.5) / 40)
     assert resample_rate(infos) == 10 / 40
+    assert tokens_per_pass([{"completion_tokens": 7}, {"completion_tokens": 31}]) == 1.0
+    assert tokens_per_pass([{"completion_tokens": 1}]) == 0.0, "no decoding pass"
 
 
 def cells(name: str, line: dict[str, str], scale: float, form: str) -> str:
@@ -57,45 +55,101 @@ def cells(name: str, line: dict[str, str], scale: float, form: str) -> str:
     return interval_cell(Interval(mean, low, high, 0), form, scale)
 
 
-#: The columns that tables show with their interval, their scale and their form there.
-OF_ANSWERS = [
-    ("accuracy", 100, ".1f"),
-    ("difference", 100, "+.1f"),
-    ("tilt", 1, "+.3f"),
-    ("kl_at_least", 1, ".2f"),
-    ("innovation", 1, "+.4f"),
-    ("log_p_difference", 1, "+.4f"),
-    ("server_tilt", 1, "+.3f"),
-]
-SHOWN = {
-    "fidelity": OF_ANSWERS,
-    "drafts": [("tokens_per_pass", 1, ".2f"), *OF_ANSWERS],
-    "speed": [("ratio_to_ar", 1, ".2f")],
-}
-#: The studies of `SHOWN` that are published.
-TABLES = sorted(path for name in SHOWN for path in PUBLISHED.rglob(f"{name}.csv"))
-
-
-@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.parent.name)
-def test_published_tables_say_what_their_numbers_say(path: Path) -> None:
+def test_the_published_table_of_fidelity_says_what_its_numbers_say() -> None:
     """Red where one of the two files is replaced or edited without the other."""
-    table = path.with_suffix(".md").read_text()
-    with path.open() as file:
-        lines = list(csv.DictReader(file))
-    for column, scale, form in SHOWN[path.stem]:
-        for line in (x for x in lines if x[f"{column}_mean"]):
-            label = line.get("label") or line["system"]
-            said = [row for row in table.splitlines() if row.startswith(f"| {label} |")]
-            assert any(cells(column, line, scale, form) in row for row in said), (label, column)
+    path = PUBLISHED / "fidelity" / "fidelity.csv"
+    table = path.with_suffix(".md").read_text().splitlines()
+    for line in csv.DictReader(path.open()):
+        said = [row for row in table if row.startswith(f"| {line['label']} |")]
+        for column, scale, form in (("accuracy", 100, ".1f"), ("tilt", 1, "+.3f")):
+            assert any(cells(column, line, scale, form) in row for row in said), line["slug"]
 
 
-def test_something_is_published() -> None:
-    assert {"fidelity", "drafts"} <= {path.stem for path in TABLES}
+@pytest.mark.parametrize(
+    ("study", "report"), [("drafts", drafts), ("steering", steering)], ids=["drafts", "steering"]
+)
+def test_a_published_table_is_made_of_the_published_numbers(study: str, report: Any) -> None:
+    folder = PUBLISHED / study
+    origin = json.loads((folder / "provenance.json").read_text())
+    rows = report.read_csv(folder / f"{study}.csv")
+    assert (folder / f"{study}.md").read_text() == report.markdown(rows, report.note(origin))
 
 
-def test_the_table_of_trees_says_what_its_numbers_say() -> None:
-    """Likewise; and docs/drafts.md shows it as it is."""
+def test_pages_say_what_was_published() -> None:
+    """Red where results are replaced and the page is not, or the other way round."""
+    page = {path.stem: path.read_text() for path in (REPOSITORY / "docs").glob("*.md")}
+    assert (
+        steering.summaries(steering.read_csv(PUBLISHED / "steering" / "steering.csv"))
+        in (page["steering"])
+    )
+    made = support_page.tables(support.read(PUBLISHED / "support" / "support.json"))
+    assert made.strip() in page["support"]
     rows = json.loads((PUBLISHED / "trees" / "trees.json").read_text())["rows"]
-    table = (PUBLISHED / "trees" / "trees.md").read_text()
-    assert trees.markdown(rows) + "\n" == table
-    assert table in (REPOSITORY / "docs" / "drafts.md").read_text()
+    assert trees.markdown(rows) + "\n" == (PUBLISHED / "trees" / "trees.md").read_text()
+    assert trees.markdown(rows) in page["drafts"]
+    table = (PUBLISHED / "drafts" / "drafts.md").read_text().partition("**Temperature 1")[0]
+    assert {line for line in table.splitlines() if line.count("|") == 7} <= set(
+        page["drafts"].splitlines()
+    )
+
+
+def test_chunks_and_silence_of_a_stream() -> None:
+    """Only chunks with new tokens count, and no time before the first."""
+    found = list(streams.chunks_of([{"completion_tokens": count} for count in (1, 1, 4, 9, 9)]))
+    assert [chunk.tokens for chunk in found] == [1, 4, 9]
+    times = [(1, 5.0), (3, 6.0), (4, 9.0), (9, 10.0)]
+    stream = streams.stream_of([streams.Chunk(*chunk) for chunk in times])
+    assert stream == streams.Stream(chunks=4, silence=3 / 5)
+
+
+def test_a_row_has_means_of_problems_that_no_table_asks() -> None:
+    row = streams.row_of(kinds()[0], [streams.Stream(10, 0.1), streams.Stream(20, 0.3)])
+    assert row.answers == 2 and row.chunks is not None and row.silence is not None
+    assert (row.chunks.mean, row.silence.mean) == (15.0, pytest.approx(0.2))
+    assert set(streams.FAMILIES) <= {kind.family for kind in kinds()}
+    assert streams.FIRST_PROBLEM >= MAX_PROBLEMS
+
+
+def test_every_family_was_tried_and_none_fails() -> None:
+    found = cli.read(PUBLISHED / "support" / "support.json")
+    assert set(found) == {family.name for family in FAMILIES} and len(FAMILIES) >= 40
+    assert [one for one in found.values() if "failed" in (one.target, one.draft)] == []
+
+
+def test_a_refusal_is_read_by_its_flag_and_a_death_by_its_last_error(tmp_path: Path) -> None:
+    message = (
+        "--speculative-algorithm SMC cannot start this server:\n"
+        "  - --model-path /x has a recurrent state; allowed: others. Choose one.\n"
+        "  - --speculative-draft-model-path /y has sparse attention; allowed: others."
+    )
+    assert trial._reasons(message) == {
+        "--model-path": "a recurrent state",
+        "--speculative-draft-model-path": "sparse attention",
+    }
+    log = tmp_path / "log"
+    log.write_text("starting\nValueError: first\n  in a trace: Error\nKeyError: 'last'\nbye\n")
+    assert cli._last_error(log) == "KeyError: 'last'"
+    assert cli._last_error(tmp_path / "none") == "it did not answer"
+
+
+def test_only_a_row_that_was_tried_is_shown(tmp_path: Path) -> None:
+    names = [FAMILIES[1].name, FAMILIES[0].name]
+    cli.write(tmp_path / "trials.json", {name: Trial(name, "run", "run") for name in names})
+    found = cli.read(tmp_path / "trials.json")
+    assert list(found) == names[::-1], "in the families' order"
+    assert f"| {FAMILIES[2].name} |" not in page.tables(found)
+
+
+def test_a_bare_configuration_names_its_architecture(tmp_path: Path) -> None:
+    for number, family in enumerate(one for one in FAMILIES if one.architecture is not None):
+        folder = tmp_path / str(number)
+        config = json.loads(Path(trial.save(family, folder), "config.json").read_text())
+        assert config["architectures"] == [family.architecture]
+        assert (folder / "tokenizer.json").exists()
+
+
+def test_requests_that_fit_a_gpu() -> None:
+    """16.1 and 2.5 GB of weights, 160 KiB a token, 1,536 tokens and 81 slots a request."""
+    room = 0.88 * 80e9 - 1.5e9 - 18.6e9
+    assert pairs.fit(pairs.PAIRS[0], 80e9, 81) == int(room / (160 * 1024) / (1536 + 81))
+    assert pairs.fit(pairs.PAIRS[0], 20e9, 81) is None

@@ -1,4 +1,4 @@
-"""Timers inside the scheduler: what they wrap, what they write, and what is made of it."""
+"""Inside the scheduler: timers, kernels of replayed rounds, and what is made of them."""
 
 import ast
 import contextlib
@@ -13,18 +13,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from speed import cli, positions, rounds
+from speed import cli, positions, replays, rounds
 from speed.grid import AR, BLOCK, Cell, System
-from speed.plugin import speed_probe
-from speed.plugin.kernel_recorder import KernelRecorder
+from speed.plugin import kernel_recorder, speed_probe
+from speed.plugin.kernel_recorder import SKIPPED, KernelRecorder, kernels_of
 from speed.plugin.speed_probe import REPEATS, Probe
 from speed.presets import CPU
 from speed.probing import ProbedEngine
 from speed.remote import Sample, Work
-from speed_stand_ins import FakeEngine
+from speed_stand_ins import ORIGIN, FakeEngine
 from study import BenchError
 
-ORIGIN = {"date": "2026-01-01", "git_sha": "abc", "hardware": "a CPU"}
 BLOCK_CELL, PLAIN_CELL = Cell(System(BLOCK, 8, 8), 2, 256), Cell(System(AR), 2, 256)
 QUICK = ("--preset", "cpu", "--quick")
 FORWARD_SECONDS = 10.0
@@ -36,26 +35,20 @@ class Clock:
     def __init__(self) -> None:
         self.time = 0.0
 
-    def pass_by(self, seconds: float) -> None:
-        self.time += seconds
-
 
 class Model:
     """Stands in for what runs a model over particles."""
 
     def __init__(self, clock: Clock) -> None:
-        self.clock, self.calls = clock, []
+        self.clock, self.calls = clock, list[str]()
 
     def go_on(self, tokens: str) -> str:
-        self.clock.pass_by(FORWARD_SECONDS)
+        self.clock.time += FORWARD_SECONDS
         self.calls.append(tokens)
         return f"logits of {tokens}"
 
     def chain_logits(self, tokens: str) -> str:
         return self.go_on(tokens)
-
-    def _private(self) -> None:
-        raise AssertionError("nobody calls this")
 
 
 class Steps:
@@ -65,49 +58,42 @@ class Steps:
         self.clock, self.draft, self.target = clock, Model(clock), Model(clock)
 
     def propose(self) -> None:
-        self.clock.pass_by(1)
+        self.clock.time += 1
         for token in "ab":
             assert self.draft.go_on(token) == f"logits of {token}"
 
     def score(self) -> None:
         self.target.chain_logits("chain")
-        self.clock.pass_by(1)
+        self.clock.time += 1
 
     def decide(self) -> None:
-        self.clock.pass_by(1)
+        self.clock.time += 1
         self.weigh()
 
     def weigh(self) -> None:
-        self.clock.pass_by(1)
+        self.clock.time += 1
 
 
 class Worker:
-    """A worker whose round is four parts, and half a second between them."""
+    """A worker, and its round: four parts, and half a second between them."""
 
     def __init__(self, clock: Clock) -> None:
-        self.clock, self._steps, self._round = clock, Steps(clock), OneRound(clock)
+        self.clock, self._steps, self._round = clock, Steps(clock), self
+
+    def _load_round(self) -> None:
+        self.clock.time += 2
+
+    def _commit(self) -> None:
+        self.clock.time += 3
 
     def launch_round(self, batch: Any) -> str:
         self._round._load_round()
         self._steps.propose()
         self._steps.score()
-        self.clock.pass_by(0.5)
+        self.clock.time += 0.5
         self._steps.decide()
         self._round._commit()
         return f"a round of {len(batch.reqs)}"
-
-
-class OneRound:
-    """What a round does beside its steps."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-
-    def _load_round(self) -> None:
-        self.clock.pass_by(2)
-
-    def _commit(self) -> None:
-        self.clock.pass_by(3)
 
 
 ROUND = 2 + 1 + 2 * FORWARD_SECONDS + FORWARD_SECONDS + 1 + 0.5 + 2 + 3
@@ -121,14 +107,13 @@ class Scheduler:
         self.probe = Probe(str(out), every, KernelRecorder(0))
         self.probe.built(lambda _: None, self)
 
-    def run(self, num_rounds: int, size: int = 2) -> None:
+    def run(self, num_rounds: int) -> None:
+        mode = SimpleNamespace(is_decode=lambda: True)
         for _ in range(num_rounds):
-            batch = SimpleNamespace(
-                reqs=[0] * size, forward_mode=SimpleNamespace(is_decode=lambda: True)
-            )
+            batch = SimpleNamespace(reqs=[0] * 2, forward_mode=mode)
             found = self.probe.ran(lambda _, b: self.draft_worker.launch_round(b), self, batch)
-            assert found == f"a round of {size}"
-            self.clock.pass_by(0.25)
+            assert found == "a round of 2"
+            self.clock.time += 0.25
         self.probe.idle(lambda _: None, self)
 
 
@@ -220,7 +205,9 @@ def timed(tmp_path: Path) -> ProbedEngine:
     return ProbedEngine(TimedEngine(BLOCK_CELL.system, out, []), out)
 
 
-def test_a_round_against_its_forwards(timed: ProbedEngine) -> None:
+def test_a_round_against_its_forwards_and_no_number_where_no_timer_reaches(
+    timed: ProbedEngine,
+) -> None:
     row = rounds.make_row(BLOCK_CELL, [timed.inside(BLOCK_CELL, 0, CPU)])
     assert row.ratio_to_forwards == pytest.approx((1.1, 1.1, 1.1, 2))
     assert (row.rounds, row.round_seconds, row.forwards_alone_seconds) == (4, 1.1, 1.0)
@@ -229,8 +216,6 @@ def test_a_round_against_its_forwards(timed: ProbedEngine) -> None:
     assert row.parts[rounds.BETWEEN] == pytest.approx(0.2)
     assert row.parts["commit"] == 0.0
 
-
-def test_rounds_that_no_timer_reaches_are_an_error(timed: ProbedEngine) -> None:
     entry = timed.inside(BLOCK_CELL, 0, CPU)
     for one in entry["bursts"][0]["rounds"]:
         one["alone"] = None
@@ -260,38 +245,205 @@ def test_positions_by_bins() -> None:
 @pytest.mark.parametrize(
     ("study", "systems", "files"),
     [
-        (
-            "rounds",
-            ["smc-block-n4-k4", "smc-exact-n4-k4", "smc-auto-n4-k4"],
-            {"rounds.csv", "rounds.md"},
-        ),
-        ("positions", ["ar", "smc-block-n8-k8"], {"positions.csv", "positions.png"}),
+        ("rounds", ["smc-block-n4-k4", "smc-exact-n4-k4", "smc-auto-n4-k4"], (".csv", ".md")),
+        ("positions", ["ar", "smc-block-n8-k8"], (".csv", ".png")),
     ],
 )
 def test_a_study_times_its_systems_once(
     study: str,
     systems: list[str],
-    files: set[str],
+    files: tuple[str, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cli, "provenance", lambda _: {"argv": [], **ORIGIN})
     monkeypatch.setattr(rounds, "plot_rows", lambda *_, **__: None)
+    monkeypatch.setattr(cli, "PUBLISHED", tmp_path / "published")
     started: list[str] = []
-    asked: list[Any] = []
 
     @contextlib.contextmanager
     def start(system: System) -> Iterator[ProbedEngine]:
         started.append(system.slug)
         out = tmp_path / f"{system.slug}.jsonl"
-        yield ProbedEngine(TimedEngine(system, out, asked), out)
+        yield ProbedEngine(TimedEngine(system, out, []), out)
 
     arguments = [*QUICK, f"--{study}", "--output-dir", str(tmp_path / "out")]
-    assert cli.main(arguments, None, start) == 0
-    assert started == systems
-    written = {path.name for path in (tmp_path / "out").glob("*/*")}
-    assert files <= written
-    monkeypatch.setattr(cli, "PUBLISHED", tmp_path / "published")
-    assert cli.main([*arguments, "--publish"], None, start) == 0
-    assert started == systems
-    assert files <= {path.name for path in (tmp_path / "published").glob("speed/*/*")}
+    for more, place in (([], "out/*/*"), (["--publish"], "published/speed/*/*")):
+        assert cli.main([*arguments, *more], None, start) == 0
+        assert started == systems
+        assert {study + end for end in files} <= {path.name for path in tmp_path.glob(place)}
+
+
+CELL = Cell(System(BLOCK, 8, 8), 1, 256)
+GEMM_NAME, NORM_NAME = "nvjet_tst_128x8_64x12_2x1_v_bz_TNT", "void FusedAddRMSNormKernel<8u>"
+COPY = "void at::native::vectorized_elementwise_kernel<4>"
+#: A round of two drafted tokens: names and microseconds, in the order in which they run.
+DRAFTED = [(GEMM_NAME, 10), (NORM_NAME, 2), ("_attend_spans", 3), ("_join_spans", 1)]
+SCORED = [(GEMM_NAME, 40), ("_attend_spans", 5), ("_join_spans", 2), (GEMM_NAME, 30)]
+REPLAYED = [
+    ("_reserve", 1),
+    (COPY, 1),
+    *DRAFTED,
+    ("_sum_tile", 4),
+    ("_draw", 2),
+    *DRAFTED,
+    ("_draw", 2),
+    *SCORED,
+    ("_score", 3),
+    (COPY, 1),
+    ("_place", 6),
+]
+BUSY = sum(duration for _, duration in REPLAYED) * 1e-6
+
+
+def recorded(num_rounds: int) -> dict[str, Any]:
+    """Replays with other kernels around them, in no order."""
+    names = sorted({name for name, _ in REPLAYED} | {"flash_fwd"})
+    events, now = [], 0
+    for launch_number in range(1, num_rounds + 1):
+        for name, duration in REPLAYED:
+            events.append([names.index(name), now, 1000 * duration, launch_number])
+            now += 1000 * duration + 100
+    events.append([names.index("flash_fwd"), now, 9, 77])
+    events.append([names.index("_draw"), now, 9, 78])  # of a prefill, by itself
+    return {"names": names, "events": events[::-1]}
+
+
+def test_kernels_are_known_by_name() -> None:
+    kinds = {name: replays.kind_of(name) for name, _ in REPLAYED}
+    assert kinds == {
+        GEMM_NAME: replays.GEMM,
+        NORM_NAME: replays.LAYERS,
+        COPY: replays.OTHER,
+        "_attend_spans": replays.ATTENTION,
+        "_join_spans": replays.JOIN,
+        **dict.fromkeys(("_reserve", "_sum_tile", "_draw", "_score", "_place"), replays.OURS),
+    }
+    # FlashAttention is made with CUTLASS.
+    assert replays.kind_of("void cutlass::device_kernel<flash::FwdSm90>") == replays.ATTENTION
+
+
+def test_every_kernel_of_ours_is_known() -> None:
+    """Red where a file of kernels is written so that its names are not found."""
+    files = set(replays.own_kernels().values())
+    assert {"attention/particle_attention", "sample", "lineage", "reweight"} <= files
+    assert {replays.kind_of(name) for name in replays.own_kernels()} == {
+        replays.OURS,
+        replays.ATTENTION,
+        replays.JOIN,
+    }
+
+
+def test_a_round_is_what_one_launch_replays_and_the_last_that_attends_is_the_target() -> None:
+    found = replays.replays_of(recorded(3))
+    assert [[kernel.name for kernel in replay] for replay in found] == [
+        [n for n, _ in REPLAYED]
+    ] * 3
+    here, draft, target = [replays.ROUND], [replays.DRAFT] * 4, [replays.TARGET] * 4
+    wanted = [*here * 2, *draft, *here * 2, *draft, *here, *target, *here * 3]
+    assert [phase for phase, _ in replays.phases(found[0])] == wanted
+
+
+def test_sums_of_kernels() -> None:
+    found = replays.summed(recorded(3))
+    assert found is not None and found["rounds"] == 3
+    assert found["busy"] == pytest.approx([BUSY] * 3)
+    assert found["forwards"] == pytest.approx([(2 * 16 + 77) * 1e-6] * 3)
+    assert found["sums"][0] == [replays.TARGET, replays.GEMM, GEMM_NAME, 2, pytest.approx(70e-6)]
+    assert sum(line[-1] for line in found["sums"]) == pytest.approx(BUSY)
+
+    kernels = recorded(1)
+    for place, event in enumerate(kernels["events"]):
+        event[3] = place  # launched one by one
+    assert replays.summed(kernels) is None
+
+
+def entry(replayed: Any) -> dict[str, Any]:
+    """Four rounds, of which the profiler slowed two."""
+    seconds = 1.25 * BUSY
+    one = {"batch": 1, "recorded": False, "round": seconds, "forwards": {}, "alone": None}
+    slow = {**one, "recorded": True, "round": 99.0}
+    rounds_of = [{**each, "parts": {}} for each in (one, slow, slow, one, one)]
+    steps = [[place * 2 * seconds, 1] for place in range(6)]
+    return {"bursts": [{"steps": steps, "rounds": rounds_of, "replays": replayed}]}
+
+
+def test_a_replayed_round_is_told_by_its_kernels() -> None:
+    row = rounds.make_row(CELL, [entry(replays.summed(recorded(3)))])
+    micro = {name: round(1e6 * value, 3) for name, value in row.parts.items()}
+    assert micro == {
+        "draft GEMMs": 20,
+        "draft norm, rope, KV, activation": 4,
+        "draft attention": 6,
+        "draft join": 2,
+        "target GEMMs": 70,
+        "target attention": 5,
+        "target join": 2,
+        "sampler kernels": 18,
+        "other kernels": 2,
+        rounds.GAPS: pytest.approx(0.25e6 * BUSY),
+        rounds.BETWEEN: pytest.approx(1.25e6 * BUSY),
+    }
+    assert row.replayed and row.rounds == 3
+    assert row.round_seconds == pytest.approx(1.25 * BUSY)
+    assert row.ratio_to_forwards.mean == pytest.approx(1.25 * BUSY / 109e-6)
+    assert "draft GEMMs" in rounds.markdown([row], "note")
+
+    found = entry(replays.summed(recorded(3)))
+    for one in found["bursts"][0]["rounds"]:
+        one["recorded"] = True  # none has a time of its own
+    with pytest.raises(BenchError, match="--new-tokens"):
+        rounds.make_row(CELL, [found])
+
+
+class FakeProfiler:
+    """torch.profiler.profile, with one kernel and what is none."""
+
+    def __init__(self, **_: Any) -> None:
+        device, host = SimpleNamespace(name="CUDA"), SimpleNamespace(name="CPU")
+        events = [
+            event("k", 1100, device),
+            event("range", 1000, device, annotation=True),
+            event("k", 1050, device),
+            event("launch", 900, host),
+        ]
+        self.profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+def event(name: str, start: int, device: Any, annotation: bool = False) -> Any:
+    said = {"name": name, "start_ns": start, "duration_ns": 7, "correlation_id": 3}
+    said |= {"device_type": device, "is_user_annotation": annotation}
+    return SimpleNamespace(**{key: lambda value=value: value for key, value in said.items()})
+
+
+def test_torchs_profiler_has_what_is_read_of_it() -> None:
+    """Red where torch renames it: nothing would be known of a GPU's kernels."""
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        torch.ones(2).sum()
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    assert {one.device_type().name for one in events} == {"CPU"}
+    assert kernels_of(events) == {"names": [], "events": []}
+    assert all(one.duration_ns() >= 0 and one.correlation_id() >= 0 for one in events)
+
+
+def test_some_rounds_of_each_burst_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_recorder.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(kernel_recorder.torch.profiler, "profile", FakeProfiler)
+    recorder = KernelRecorder(2)
+    seen = []
+    for place in range(SKIPPED + 5):
+        recorder.before(place)
+        seen.append(recorder.is_recording)
+    assert seen == [False] * SKIPPED + [True, True] + [False] * 3
+    assert recorder.take() == {"names": ["k"], "events": [[0, 50, 7, 3], [0, 0, 7, 3]]}
+    assert recorder.take() is None
+    recorder.before(SKIPPED)  # a burst that ends too soon
+    assert recorder.is_recording and recorder.take() is None and not recorder.is_recording
+    for place in range(SKIPPED + 5):
+        KernelRecorder(0).before(place)  # asks nothing of a GPU

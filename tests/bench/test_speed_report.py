@@ -1,4 +1,4 @@
-"""The speed benchmark's numbers, from made-up samples: ratios, bounds, rows, table, picture."""
+"""What the speed benchmark plans, and its numbers: ratios, bounds, rows, table, picture."""
 
 import csv
 import math
@@ -7,38 +7,76 @@ from pathlib import Path
 
 import pytest
 from results import Interval
+from speed import presets
 from speed.bound import least_round, shapes
-from speed.grid import AR, AR_STOCK, BLOCK, CHAIN, EXACT, NGRAM, TREE, Cell, System, cells
-from speed.measure import work
+from speed.engines import SIMULATED_ACCEPTANCE, environment, settings
+from speed.grid import AR, AR_STOCK, BLOCK, CHAIN, EXACT, NGRAM, TREE, Cell, System, cells, systems
+from speed.measure import WARM_UP, WARM_UP_TOKENS, work
 from speed.plot import plot_rows
-from speed.presets import PRESETS, Preset
+from speed.presets import CPU, PRESETS, Preset
 from speed.ratios import estimate, log_ratio
 from speed.report import CellRow, make_rows, markdown, write_csv
 from speed.store import CellLog, Measured
-from speed_stand_ins import FIRST, SECONDS, SMC_SECONDS, sample
+from speed_stand_ins import FIRST, ORIGIN, SECONDS, SMC_SECONDS, sample
 from study import Log
 
 from sglang_smc.plan.devices import Device
 from sglang_smc.plan.roofline import ar_step, sd_round, smc_round
 
-ORIGIN = {"date": "2026-01-01", "git_sha": "abc", "hardware": "a CPU", "versions": {}}
+GPU_8B, GPU_70B = PRESETS["h200-8b"], PRESETS["h200-70b"]
+B8 = System(BLOCK, 8, 8)
+
+
+def test_all_systems_get_the_same_prompts_and_each_repeat_others() -> None:
+    ours, plain = (work(Cell(system, 2, 256), 0, CPU) for system in (B8, System(AR)))
+    assert ours == plain
+    assert [len(prompt) for prompt in ours.prompts] == [256, 256]
+    assert ours.prompts[0] != ours.prompts[1]
+    assert work(Cell(B8, 2, 256), 1, CPU).prompts[0] != ours.prompts[0]
+    tokens = {token for prompt in ours.prompts for token in prompt}
+    assert min(tokens) >= 2 and max(tokens) < CPU.pair.target.vocab_size
+    assert ours.params[1]["max_new_tokens"] == CPU.new_tokens and ours.params[1]["ignore_eos"]
+    assert work(Cell(B8, 1, 256), WARM_UP, CPU).params[0]["max_new_tokens"] == WARM_UP_TOKENS
+
+
+def test_engines_differ_by_their_speculation_alone() -> None:
+    plain = settings(System(AR), CPU)
+    assert settings(System(AR_STOCK), CPU) == plain
+    for system in systems(CPU):
+        found = settings(system, CPU)
+        other = {key for key in found if found[key] != plain.get(key)}
+        assert {key for key in other if not key.startswith("speculative_")} <= {"max_total_tokens"}
+
+
+def test_acceptance_is_simulated_for_dummy_weights_alone() -> None:
+    chain = System(CHAIN)
+    assert environment(chain, CPU) == {"SGLANG_SIMULATE_ACC_LEN": str(SIMULATED_ACCEPTANCE[CHAIN])}
+    real = presets.replace(CPU, pair=CPU.pair._replace(folders=(Path("t"), Path("d"))))
+    assert (environment(chain, real), settings(chain, real)["load_format"]) == ({}, "auto")
+    assert environment(B8, CPU) == environment(System(AR), CPU) == {}
+    assert environment(System(AR_STOCK), GPU_8B) == {"SGLANG_PLUGINS": "none"}
+
+
 MACHINE = Device("x", bandwidth=1e10, flops=1e11)
 NOISE = (1.0, 1.2, 0.9)
-CPU = replace(PRESETS["cpu"], dtype="float32")  # on any processor
-GPU_70B = PRESETS["h200-70b"]
+ANY_CPU = replace(PRESETS["cpu"], dtype="float32")  # on any processor
 
 
-def test_interval_by_hand() -> None:
+def test_intervals_by_hand() -> None:
     # Of 1, 2, 3: variance 1, so the mean's is 1/3; Student's 97.5 % point is 4.3027 at two.
     half = 4.302653 / math.sqrt(3)
     assert estimate([1.0, 2.0, 3.0]).interval() == pytest.approx((2, 2 - half, 2 + half, 3))
+    # Welch: variances of the means 1/3 and 4, with 2 and 1 degrees of freedom.
+    total = 1 / 3 + 4
+    freedom = total**2 / ((1 / 3) ** 2 / 2 + 4**2 / 1)
+    found = estimate([1.0, 2.0, 3.0]).minus(estimate([1.0, 5.0]))
+    assert found[:3] == pytest.approx((-1, total, freedom))
 
 
 def test_one_repeat_says_nothing_of_its_spread() -> None:
     assert estimate([2.0]).interval() == (2.0, -math.inf, math.inf, 1)
     ratio = log_ratio([2.0], [1.0], paired=True).ratio()
-    assert (ratio.mean, ratio.low) == (2.0, 0.0)
-    assert ratio.high > 1e300
+    assert (ratio.mean, ratio.low) == (2.0, 0.0) and ratio.high > 1e300
     assert log_ratio([2.0], [1.0, 1.1], paired=False).ratio().low == 0.0
 
 
@@ -50,15 +88,6 @@ def test_measuring_in_turns_takes_out_what_both_have() -> None:
     unpaired = log_ratio(ours, theirs, paired=False).ratio()
     assert unpaired.mean == pytest.approx(2)
     assert unpaired.low < 1 < unpaired.high
-
-
-def test_welch_by_hand() -> None:
-    one, other = estimate([1.0, 2.0, 3.0]), estimate([1.0, 5.0])
-    found = one.minus(other)
-    # Variances of the means 1/3 and 4, with 2 and 1 degrees of freedom.
-    total = 1 / 3 + 4
-    freedom = total**2 / ((1 / 3) ** 2 / 2 + 4**2 / 1)
-    assert found[:3] == pytest.approx((-1, total, freedom))
 
 
 def log_of(cell: Cell, folder: Path, preset: Preset, *, beside: bool) -> CellLog:
@@ -77,8 +106,11 @@ def log_of(cell: Cell, folder: Path, preset: Preset, *, beside: bool) -> CellLog
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[CellRow]:
     """Every cell of the CPU preset; noise hits plain decoding and the others alike."""
     folder = tmp_path_factory.mktemp("logs")
-    logs = {cell: log_of(cell, folder, CPU, beside=cell.system.family != AR) for cell in cells(CPU)}
-    return make_rows(logs, CPU, MACHINE)
+    logs = {
+        cell: log_of(cell, folder, ANY_CPU, beside=cell.system.family != AR)
+        for cell in cells(ANY_CPU)
+    }
+    return make_rows(logs, ANY_CPU, MACHINE)
 
 
 def row_of(rows: list[CellRow], slug: str) -> CellRow:
@@ -92,7 +124,7 @@ def mean(value: Interval | None) -> float:
 
 def test_speeds_are_of_all_requests_and_decoding_is_without_prompts(rows: list[CellRow]) -> None:
     row = row_of(rows, "smc-block-n8-k8-b8-p256")
-    tokens, decoding = CPU.new_tokens, [95 * SMC_SECONDS * slower for slower in NOISE]
+    tokens, decoding = ANY_CPU.new_tokens, [95 * SMC_SECONDS * slower for slower in NOISE]
     expected = sum(8 * 95 / seconds for seconds in decoding) / 3
     assert mean(row.decode_tokens_per_second) == pytest.approx(expected)
     expected = sum(8 * tokens / (FIRST + seconds) for seconds in decoding) / 3
@@ -126,12 +158,9 @@ def test_without_turns_a_ratio_is_to_plain_decoding_of_the_same_call(tmp_path: P
     assert (found.least_round_seconds, found.dtype) == (None, "fp8")
 
 
-def test_what_did_not_run_is_a_row_with_its_reason(rows: list[CellRow]) -> None:
+def test_what_did_not_run_or_was_simulated_is_said(rows: list[CellRow]) -> None:
     row = row_of(rows, "ngram-b8-p256")
     assert (row.refused, row.tokens_per_second) == ("ImportError: no kernels", None)
-
-
-def test_simulated_acceptance_is_said(rows: list[CellRow]) -> None:
     assert row_of(rows, "standalone-tree-b1-p256").simulated_tokens_per_round == 4.47
     assert row_of(rows, "smc-exact-n8-k8-b1-p256").simulated_tokens_per_round is None
     assert markdown(rows, "").count("(simulated)") == 4
@@ -139,7 +168,7 @@ def test_simulated_acceptance_is_said(rows: list[CellRow]) -> None:
 
 def test_the_bound(rows: list[CellRow]) -> None:
     row = row_of(rows, "ar-b1-p256")
-    target, _ = shapes(CPU)
+    target, _ = shapes(ANY_CPU)
     step = ar_step(target, 1, 256 + 96 / 2)
     assert row.least_round_bytes == step.bytes
     assert row.least_round_seconds == pytest.approx(step.bytes / 1e10)
@@ -147,12 +176,11 @@ def test_the_bound(rows: list[CellRow]) -> None:
     assert row.fraction_of_bound == pytest.approx(step.bytes / 1e10 / mean(row.round_seconds))
 
 
-def least(family: str, n: int | None = None, k: int | None = None, batch: int = 2) -> float:
-    return least_round(Cell(System(family, n, k), batch, 256), CPU).bytes
-
-
 def test_the_least_that_each_system_moves() -> None:
-    target, draft = shapes(CPU)
+    def least(family: str, n: int | None = None, k: int | None = None) -> float:
+        return least_round(Cell(System(family, n, k), 2, 256), ANY_CPU).bytes
+
+    target, draft = shapes(ANY_CPU)
     assert (target.weight_bytes, draft.kv_bytes) == (4, 4)
     context = 256 + 96 / 2
     assert least(BLOCK, 8, 4) == smc_round(target, draft, 2, 8, 4, context).bytes
@@ -165,10 +193,9 @@ def test_the_least_that_each_system_moves() -> None:
     assert weights + 6 * draft.streamed_bytes < least(TREE) < 1.3 * least(CHAIN)
 
 
-@pytest.mark.parametrize("family", [BLOCK, AR])
-def test_a_part_ends_with_all_its_files(rows: list[CellRow], family: str, tmp_path: Path) -> None:
+def test_a_part_ends_with_all_its_files(rows: list[CellRow], tmp_path: Path) -> None:
     """Hours of samples must not end in a picture that cannot be drawn."""
-    some = [row for row in rows if row.family == family]
+    some = [row for row in rows if row.family == BLOCK]
     plot_rows(some, tmp_path / "plot.png", title="x")
     write_csv(some, tmp_path / "rows.csv", ORIGIN)
     assert (tmp_path / "plot.png").stat().st_size > 0

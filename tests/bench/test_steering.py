@@ -1,7 +1,6 @@
 """The study of steering: its potentials, its choices, what a run keeps, its tables and its page."""
 
 import contextlib
-import json
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,10 +10,10 @@ import pytest
 from fidelity.measure import MAX_PROBLEMS, Asker, Reply, Request
 from pair.task import held_out
 from results import Interval
+from speed_stand_ins import ORIGIN, leave_out_what_takes_seconds
 from steering import cli
 from steering.choices import best, drawn, number_of, voted
-from steering.engines import arguments
-from steering.grid import PARTICLES, POTENTIALS, cells
+from steering.grid import PARTICLES, POTENTIALS
 from steering.judge import Judge
 from steering.measure import Values
 from steering.plot import plot_rows
@@ -32,36 +31,30 @@ from steering.report import (
     write_csv,
 )
 from steering.steps import Steps, wrong_steps
-from study import PUBLISHED, REPOSITORY
+from study import REPOSITORY
 
 from sglang_smc.potentials import Potential, Text
 from sglang_smc.testing import check_potential
-
-ORIGIN = {"date": "2026-01-01", "git_sha": "abc", "hardware": "a CPU"}
-FOLDER = PUBLISHED / "steering"
-
 
 # --- The potentials
 
 
 @pytest.mark.parametrize(
-    ("output", "of_beginning", "of_whole"),
+    ("output", "of_prefix", "of_whole"),
     [
         ("So 1+2=3.\nAnd 3x4=12", 0, 0),
         ("So 1+2=4.\nAnd 3x4=13.", 2, 2),
-        ("So 1+2=4", 0, 1),
+        ("So 1+2=4", 0, 1),  # may go on
         ("7-9=-2 and 9-7=2.", 0, 0),
         ("8/2=4. 9/2=4. 9/0=0.", 2, 2),
-        ("2*3=6! 2*3=5!", 1, 1),
     ],
 )
-def test_wrong_steps_are_counted(output: str, of_beginning: int, of_whole: int) -> None:
-    """Red where a number that may go on counts, or one at the very end does not."""
-    assert wrong_steps(output, is_whole=False) == of_beginning
-    assert wrong_steps(output, is_whole=True) == of_whole
+def test_wrong_steps_are_counted(output: str, of_prefix: int, of_whole: int) -> None:
+    found = [wrong_steps(output, is_whole=is_whole) for is_whole in (False, True)]
+    assert found == [of_prefix, of_whole]
 
 
-def texts(potential: Potential, tokenizer: Any, count: int = 4) -> list[Text]:
+def texts(potential: Potential, tokenizer: Any, count: int) -> list[Text]:
     found = []
     for index in range(count):
         item = held_out(index)
@@ -79,18 +72,14 @@ def tokenizer() -> Any:
 
 
 @pytest.mark.parametrize("kind", [Steps, Judge])
-def test_both_are_consistent(kind: type[Potential], tokenizer: Any) -> None:
+def test_both_are_consistent_and_prefer_right_answers(
+    kind: type[Potential], tokenizer: Any
+) -> None:
     """Red where padding changes what the model says, or a rule forgets a mistake."""
     potential = kind()
     potential.open()
-    results = check_potential(potential, texts(potential, tokenizer), most_beginnings=6)
+    results = check_potential(potential, texts(potential, tokenizer, 2), most_beginnings=6)
     assert not [result.note for result in results if result.failed]
-
-
-def test_the_judge_prefers_right_answers(tokenizer: Any) -> None:
-    """Red where it reads another score, or another text."""
-    potential = Judge()
-    potential.open()
     values = potential.complete(texts(potential, tokenizer, count=8))
     assert sum(values[0::2]) > sum(values[1::2])
 
@@ -111,27 +100,13 @@ def test_choices_by_hand() -> None:
 
 
 def test_a_draw_follows_weights() -> None:
-    """Red for a draw without weights; 3,000 draws err by 5 standard errors with chance 1e-6."""
+    """Red for a draw without weights; 1,000 draws err by 5 standard errors with chance 1e-6."""
     rng = random.Random(0)
-    found = [drawn(["#### 1", "#### 2"], [0.2, 0.8], rng) for _ in range(3000)]
-    assert found.count(1) / 3000 == pytest.approx(0.2, abs=5 * (0.16 / 3000) ** 0.5)
+    found = [drawn(["#### 1", "#### 2"], [0.2, 0.8], rng) for _ in range(1000)]
+    assert found.count(1) / 1000 == pytest.approx(0.2, abs=5 * (0.16 / 1000) ** 0.5)
 
 
 # --- A run
-
-
-def test_no_file_is_written_twice_and_engines_start_with_their_models() -> None:
-    every = cells()
-    assert len({cell.slug for cell in every}) == len(every) == 26
-    target = arguments("smc target", Path("p"))
-    draft = arguments("smc draft", Path("p"))
-    assert target["model_path"] == str(Path("p") / "target")
-    assert draft["model_path"] == draft["speculative_draft_model_path"] == str(Path("p") / "draft")
-    itself = arguments("smc target itself", Path("p"))
-    assert itself["speculative_draft_model_path"] == target["model_path"] == itself["model_path"]
-    assert target["speculative_draft_model_path"] == draft["model_path"]
-    assert "speculative_algorithm" not in arguments("plain target", Path("p"))
-    assert target["speculative_smc_num_particles"] == max(PARTICLES)
 
 
 class FakeAsker:
@@ -201,12 +176,10 @@ class _NoArgs(Constant):
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> Bench:
-    monkeypatch.setattr(cli, "PUBLISHED", tmp_path / "published")
+    leave_out_what_takes_seconds(monkeypatch, cli, tmp_path)
     page = tmp_path / "steering.md"
     page.write_text(f"Before.\n{BEGIN}\nold\n{END}\nBehind.\n")
     monkeypatch.setattr(cli, "PAGE", page)
-    monkeypatch.setattr(cli, "plot_rows", lambda _, path: path.write_text("a picture"))
-    monkeypatch.setattr(cli, "provenance", lambda settings: {**ORIGIN, "settings": settings})
     return Bench(tmp_path / "out", tokenizer)
 
 
@@ -265,11 +238,3 @@ def test_rows_survive_their_file_and_are_told(tmp_path: Path) -> None:
     assert "0 to 199" in markdown(rows, note({**ORIGIN, "settings": settings}))
     plot_rows(rows, tmp_path / "s.png")
     assert (tmp_path / "s.png").stat().st_size > 10_000
-
-
-def test_the_page_says_what_was_measured() -> None:
-    """Red where results are replaced and the page is not, or the other way round."""
-    rows, page = read_csv(FOLDER / cli.CSV), (REPOSITORY / "docs" / "steering.md").read_text()
-    assert summaries(rows) in page
-    origin = json.loads((FOLDER / cli.ORIGIN).read_text())
-    assert (FOLDER / cli.TABLE).read_text() == markdown(rows, note(origin))

@@ -18,33 +18,27 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"  {name} " in told for name in cli.COMMANDS)
     assert cli.main(["--version"]) == 0
     assert __version__ in capsys.readouterr().out
+    for words, says in (([], "no command"), (["serve"], "'serve'")):
+        assert cli.main(words) == 2
+        shown = capsys.readouterr()
+        assert says in shown.err and "doctor" in shown.err and shown.out == ""
 
 
-@pytest.mark.parametrize(("words", "says"), [([], "no command"), (["serve"], "'serve'")])
-def test_what_is_no_command_is_said(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(words) == 2
-    shown = capsys.readouterr()
-    assert says in shown.err and "doctor" in shown.err and shown.out == ""
+def test_a_command_gets_the_words_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, command in cli.COMMANDS.items():
+        given: list[list[str]] = []
+        module = import_module(command.module)
+        monkeypatch.setattr(module, "main", lambda argv, given=given: given.append(argv) or 7)
+        assert cli.main([name, "--x", "1"]) == 7
+        assert given == [["--x", "1"]]
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
-def test_a_command_gets_the_words_behind_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[list[str]] = []
-    module = import_module(cli.COMMANDS[name].module)
-    monkeypatch.setattr(module, "main", lambda argv: given.append(argv) or 7)
-    assert cli.main([name, "--x", "1"]) == 7
-    assert given == [["--x", "1"]]
-
-
-@pytest.mark.parametrize(
-    "words", [["--help"], *([n, "--help"] for n in ("doctor", "plan", "watch"))]
-)
-def test_help_waits_for_nothing_heavy(words: list[str]) -> None:
+def test_help_waits_for_nothing_heavy() -> None:
+    asked = [["--help"], *([name, "--help"] for name in ("doctor", "plan", "watch"))]
     program = (
         "import sys\nfrom sglang_smc.command.cli import main\n"
-        f"try:\n    main({words})\nexcept SystemExit:\n    pass\n"
+        f"for words in {asked}:\n"
+        "    try: main(words)\n    except SystemExit: pass\n"
         f"print([name for name in {HEAVY} if name in sys.modules])"
     )
     found = subprocess.run(

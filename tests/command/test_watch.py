@@ -13,24 +13,11 @@ from sglang_smc.watch import cli, looks
 from sglang_smc.watch.lines import HEADER, REQUEST_HEADER, line_of, lines_of, request_line
 from sglang_smc.watch.looks import Look
 
-BEFORE = {
-    "rounds": 100,
-    "weighed_rounds": 50,
-    "mean_ess_ratio": 0.5,
-    "kept_columns": 700,
-    "emitted_tokens": 600,
-    "resamplings": 60,
-    "silent_rounds": 10,
-}
-AFTER = {
-    "rounds": 120,
-    "weighed_rounds": 60,
-    "mean_ess_ratio": 0.55,  # 25 before, 33 now: 8 in 10 rounds
-    "kept_columns": 800,
-    "emitted_tokens": 700,
-    "resamplings": 65,
-    "silent_rounds": 12,
-}
+KEYS = ("rounds", "weighed_rounds", "mean_ess_ratio", "kept_columns", "emitted_tokens")
+KEYS += ("resamplings", "silent_rounds")
+BEFORE: dict[str, Any] = dict(zip(KEYS, (100, 50, 0.5, 700, 600, 60, 10), strict=True))
+# The mean: 25 before, 33 now, so 8 in 10 rounds.
+AFTER: dict[str, Any] = dict(zip(KEYS, (120, 60, 0.55, 800, 700, 65, 12), strict=True))
 IN_FORCE = {"mode": "smc", "num_particles": 8, "num_steps": 4}
 FIDELITY = {"tilt": 0.312}
 LOAD = {
@@ -60,38 +47,35 @@ def look(at: float, totals: dict[str, Any], *requests: dict[str, Any]) -> Look:
     return Look(at, totals, IN_FORCE, LOAD, FIDELITY, requests)
 
 
+def shown(before: dict[str, Any], after: dict[str, Any], *requests: dict[str, Any]) -> Any:
+    (found,) = looks.between([look(10, before)], [look(12, after, *requests)])
+    return found
+
+
 def test_an_interval_is_the_difference_of_two_looks() -> None:
-    (shown,) = looks.between([look(10, BEFORE)], [look(12, AFTER)])
-    assert shown.tokens_per_second == 50
-    assert shown.tokens_per_pass == 6  # 100 columns in 20 rounds, and the bonus token
-    assert shown.ess == pytest.approx(0.8)
-    assert (shown.resampled, shown.silent, shown.free) == (0.25, 0.1, 0.75)
-    assert (shown.running, shown.waiting, shown.num_particles, shown.num_steps) == (3, 1, 8, 4)
+    found = shown(BEFORE, AFTER)
+    assert found.tokens_per_second == 50
+    assert found.tokens_per_pass == 6  # 100 columns in 20 rounds, and the bonus token
+    assert found.ess == pytest.approx(0.8)
+    assert (found.resampled, found.silent, found.free) == (0.25, 0.1, 0.75)
+    assert (found.running, found.waiting, found.num_particles, found.num_steps) == (3, 1, 8, 4)
+    without = shown(AFTER, AFTER)
+    assert (without.tokens_per_pass, without.ess, without.resampled, without.silent) == (None,) * 4
+    cells = ["0", "3", "1", "0.0", "-", "-", "-", "-", "0.31", "smc", "8", "4", "75%"]
+    assert line_of(0, without).split() == cells
+    anew = shown(AFTER, {**BEFORE, "rounds": 20})  # a server that began again
+    assert anew.tokens_per_second == 300 and anew.ess == pytest.approx(0.5)
 
 
-def test_without_rounds_there_are_dashes() -> None:
-    (shown,) = looks.between([look(10, AFTER)], [look(12, AFTER)])
-    assert (shown.tokens_per_pass, shown.ess, shown.resampled, shown.silent) == (None,) * 4
-    assert line_of(0, shown).split() == (
-        ["0", "3", "1", "0.0", "-", "-", "-", "-", "0.31", "smc", "8", "4", "75%"]
-    )
-
-
-def test_a_server_that_began_anew_counts_from_its_start() -> None:
-    (shown,) = looks.between([look(10, AFTER)], [look(12, {**BEFORE, "rounds": 20})])
-    assert shown.tokens_per_second == 300 and shown.ess == pytest.approx(0.5)
-
-
-def test_columns_stand_below_their_names() -> None:
-    (shown,) = looks.between([look(10, BEFORE)], [look(12, AFTER)])
-    line = line_of(0, shown)
-    for name, cell in (
-        ("tokens/pass", "6.00"),
-        ("resampled", "25%"),
-        ("tilt", "0.31"),
-        ("KV free", "75%"),
-    ):
+def test_cells_stand_below_their_names() -> None:
+    line = line_of(0, shown(BEFORE, AFTER))
+    for name, cell in (("tokens/pass", "6.00"), ("resampled", "25%"), ("KV free", "75%")):
         assert line[: HEADER.index(name) + len(name)].endswith(cell)
+    for name, cell in (("tokens", "42"), ("ESS / N", "0.46"), ("K", "2")):
+        end = f"{REQUEST_HEADER} ".index(f" {name} ") + 1 + len(name)
+        assert request_line(0, REQUEST)[:end].split()[-1] == cell
+    for name in ("tokens/pass", "ESS / N", "resampled", "mode", "N", "K"):  # in both
+        assert f" {HEADER} ".index(f" {name} ") == f" {REQUEST_HEADER} ".index(f" {name} ")
 
 
 def test_requests_that_run_stand_below_their_replica() -> None:
@@ -109,26 +93,10 @@ def test_requests_that_run_stand_below_their_replica() -> None:
 def test_text_of_clients_is_shown_in_escapes() -> None:
     """Whatever field has it, and in its own column."""
     hostile = {**REQUEST, "rid": HOSTILE, "mode": HOSTILE, "output_tokens": HOSTILE}
-    (shown,) = looks.between([look(10, BEFORE)], [look(12, AFTER, hostile)])
-    lines = lines_of([shown._replace(mode=HOSTILE)])
+    lines = lines_of([shown(BEFORE, AFTER, hostile)._replace(mode=HOSTILE)])
     assert all(line.isprintable() for line in lines)
     one = {**REQUEST, "rid": "\a\x1b[2J"}
     assert len(request_line(0, one)) == len(request_line(0, REQUEST))
-
-
-@pytest.mark.parametrize("name", ["tokens/pass", "ESS / N", "resampled", "mode", "N", "K"])
-def test_what_both_lines_have_stands_in_one_column(name: str) -> None:
-    of_replica, of_request = (
-        f" {HEADER} ".index(f" {name} "),
-        f" {REQUEST_HEADER} ".index(f" {name} "),
-    )
-    assert of_replica == of_request
-
-
-@pytest.mark.parametrize(("name", "cell"), [("tokens", "42"), ("ESS / N", "0.46"), ("K", "2")])
-def test_a_requests_cells_stand_below_their_names(name: str, cell: str) -> None:
-    end = f"{REQUEST_HEADER} ".index(f" {name} ") + 1 + len(name)
-    assert request_line(0, REQUEST)[:end].split()[-1] == cell
 
 
 @pytest.fixture

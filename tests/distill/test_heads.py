@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from sglang_smc.distill.texts import Text, collate
 CPU = torch.device("cpu")
 DEPTH = 3
 ANCHORS = torch.tensor([[4, 7]])
+WRONG_LAYERS = ((3,), (2, 0), (0, 0), (-1,), ())
 MAKE = {"eagle3": new_eagle3, "dflash": new_dflash}
 
 
@@ -130,26 +132,22 @@ def test_weights_come_back(kind: str, target: Path, tmp_path: Path) -> None:
         assert torch.equal(weight, stored[name] + 1)
 
 
-def test_refusals_of_sizes(target: Path, tmp_path: Path) -> None:
-    """The last of four layers cannot be had, and SGLang hands layers out in ascending order."""
-    for ids in ((3,), (2, 0), (0, 0), (-1,), ()):
-        with pytest.raises(ValueError, match=r"allowed: 0 to 2 .*ascending"):
-            new_eagle3(target, tmp_path, layer_ids=ids)
-    with pytest.raises(ValueError, match="block_size is 1; allowed: 2 or more"):
-        new_dflash(target, tmp_path, block_size=1)
-    with pytest.raises(ValueError, match="mask_token_id is 24; allowed: 0 to 23"):
-        new_dflash(target, tmp_path, mask_token_id=24)
-    with pytest.raises(ValueError, match="4 heads cannot share 3"):
-        new_eagle3(target, tmp_path, num_kv_heads=3)
-    with pytest.raises(ValueError, match="hot_tokens must be ascending ids, 0 to 23"):
-        new_eagle3(target, tmp_path, hot_tokens=[5, 4])
-    with pytest.raises(ValueError, match="holds no model"):
-        new_eagle3(tmp_path / "nowhere", tmp_path)
-
-
-def change(folder: Path, **settings: object) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+@pytest.mark.parametrize(
+    ("make", "given", "said"),
+    [
+        # The last of four layers cannot be had, and SGLang hands layers out in ascending order.
+        *((new_eagle3, {"layer_ids": ids}, "allowed: 0 to 2 .*ascending") for ids in WRONG_LAYERS),
+        (new_dflash, {"block_size": 1}, "block_size is 1; allowed: 2 or more"),
+        (new_dflash, {"mask_token_id": 24}, "mask_token_id is 24; allowed: 0 to 23"),
+        (new_eagle3, {"num_kv_heads": 3}, "4 heads cannot share 3"),
+        (new_eagle3, {"hot_tokens": [5, 4]}, "hot_tokens must be ascending ids, 0 to 23"),
+    ],
+)
+def test_refusals_of_sizes(
+    make: Any, given: dict[str, Any], said: str, target: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        make(target, tmp_path, **given)
 
 
 def test_refusals_of_heads(target: Path, tmp_path: Path) -> None:
@@ -157,21 +155,20 @@ def test_refusals_of_heads(target: Path, tmp_path: Path) -> None:
     new_eagle3(target, tmp_path)
     with pytest.raises(ValueError, match=r"is \['LlamaForCausalLMEagle3'\]; this kind"):
         load_dflash(tmp_path, target)
-    change(tmp_path, norm_output=True)
-    with pytest.raises(ValueError, match=r"sets norm_output in config\.json"):
-        load_eagle3(tmp_path, target)
-    for name, value in {"num_hidden_layers": 2, "layer_types": ["sliding_attention"]}.items():
-        before = json.loads((tmp_path / "config.json").read_text()).get(name)
-        change(tmp_path, norm_output=False, **{name: value})
-        with pytest.raises(ValueError, match=f"sets {name} in config"):
+    edits = [
+        ({"norm_output": True}, r"sets norm_output in config\.json"),
+        ({"num_hidden_layers": 2}, "sets num_hidden_layers in config"),
+        ({"layer_types": ["sliding_attention"]}, "sets layer_types in config"),
+        ({"hidden_size": 48}, "hidden_size is 48, and 32 in the target"),
+        ({"intermediate_size": 20}, r"midlayer.mlp.gate_proj.weight has the shape"),
+    ]
+    sound = (tmp_path / "config.json").read_text()
+    for settings, said in edits:
+        config = json.loads(sound) | settings
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=said):
             load_eagle3(tmp_path, target)
-        change(tmp_path, **{name: before})
-    change(tmp_path, hidden_size=48)
-    with pytest.raises(ValueError, match="hidden_size is 48, and 32 in the target"):
-        load_eagle3(tmp_path, target)
-    change(tmp_path, hidden_size=32, intermediate_size=20)
-    with pytest.raises(ValueError, match=r"midlayer.mlp.gate_proj.weight has the shape"):
-        load_eagle3(tmp_path, target)
+    (tmp_path / "config.json").write_text(sound)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"has no \*\.safetensors"):
         load_eagle3(tmp_path, target)

@@ -37,18 +37,14 @@ def test_numbers_by_hand() -> None:
     assert float(rejection_of_all(P, Q, 2)) == pytest.approx(9 / 16 - 1 / 2)
 
 
-def test_one_draft_of_many_is_one_draft() -> None:
-    p, q = laws(50, 6, 1), laws(50, 6, 2)
-    assert torch.allclose(rejection_of_all(p, q, 1), rejection(p, q))
-
-
-@pytest.mark.parametrize("drafts", [2, 3, 8])
+@pytest.mark.parametrize("drafts", [2, 8])
 def test_no_set_of_tokens_is_worse(drafts: int) -> None:
     """Red where tokens are sorted the other way, or by p - q."""
     p, q = laws(20, 5, 3), laws(20, 5, 4)
     sets = torch.tensor(list(itertools.product([0.0, 1.0], repeat=5)), dtype=torch.float64)
     worst = ((q.exp() @ sets.T) ** drafts - p.exp() @ sets.T).amax(1)
     assert torch.allclose(rejection_of_all(p, q, drafts), worst)
+    assert torch.allclose(rejection_of_all(p, q, 1), rejection(p, q))
 
 
 @pytest.mark.parametrize("loss", [*LOSSES.values(), partial(rejection_of_all, drafts=4)])

@@ -23,13 +23,7 @@ from sglang_smc.distill.validate import accepted, validate
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
 CPU = torch.device("cpu")
-COURSE = Course(steps=60, batch=12, anchors=6, depth=3, decay=0.9, learning_rate=0.01, seed=0)
-KINDS = ("model", "eagle3", "dflash")
-
-
-def folder_of(kind: str, target: Path, draft: Path, folder: Path) -> Path:
-    make = {"eagle3": new_eagle3, "dflash": new_dflash}
-    return draft if kind == "model" else make[kind](target, folder, dtype=torch.float32)
+MAKE = {"eagle3": new_eagle3, "dflash": new_dflash}
 
 
 # --- Samples
@@ -74,15 +68,20 @@ def test_anchors_lie_before_answers() -> None:
 # --- Training
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["model", *MAKE])
 def test_a_draft_learns(
     kind: str, target: Path, draft: Path, teacher: Teacher, texts: list[Text], tmp_path: Path
 ) -> None:
     """Red where the loss is not between laws of the same token."""
-    learner = load_draft(folder_of(kind, target, draft, tmp_path), target, CPU)
+    folder = MAKE[kind](target, tmp_path, dtype=torch.float32) if kind in MAKE else draft
+    learner = load_draft(folder, target, CPU)
     how = {"depth": 3, "anchors": 6, "batch": 12, "particles": 4}
     before = validate(learner, teacher, texts, **how)
-    course = COURSE if kind != "model" else Course(**{**as_dict(COURSE), "depth": 1})
+    depth = 3 if kind in MAKE else 1
+    course = Course(
+        steps=60, batch=12, anchors=6, depth=depth, decay=0.9, learning_rate=0.01, seed=0
+    )
     found = train(learner, teacher, texts, forward_kl, course)
     after = validate(learner, teacher, texts, **how)
     assert sum(found[-10:]) < 0.7 * sum(found[:10])
@@ -102,10 +101,6 @@ def test_a_new_head_begins_as_the_target(target: Path, teacher: Teacher, tmp_pat
     assert ((own - torch.eye(32)).abs() < 0.1).all()
 
 
-def as_dict(course: Course) -> dict[str, Any]:
-    return {name: getattr(course, name) for name in course.__struct_fields__}
-
-
 def test_the_target_itself_is_accepted(target: Path, teacher: Teacher, texts: list[Text]) -> None:
     """Red where p and q are not of the same column."""
     learner = load_draft(target, target, CPU)
@@ -116,23 +111,18 @@ def test_the_target_itself_is_accepted(target: Path, teacher: Teacher, texts: li
 
 def test_accepted_tokens_by_enumeration() -> None:
     """The mean over the target's tokens is the sum over drafted prefixes of prod min(p, q)."""
-    generator = torch.Generator().manual_seed(3)
-    p, q = (
-        torch.randn(3, 3, generator=generator, dtype=torch.float64).softmax(-1) for _ in range(2)
-    )  # of a first token, and behind each; only the first two rows' places matter
+    rng = torch.Generator().manual_seed(3)
+    logits = torch.randn(2, 3, 3, generator=rng, dtype=torch.float64)
+    p, q = logits.softmax(-1)  # of a first token, and behind each; two rows serve there
     first = torch.minimum(p[0], q[0])
-    wanted, found = 0.0, 0.0
+    wanted, found = float(first.sum()), 0.0
     for a, b in itertools.product(range(3), repeat=2):
-        behind_p, behind_q = p[1 + a % 2], q[1 + a % 2]
-        wanted += float(first[a] * torch.minimum(behind_p[b], behind_q[b]))
-        blocks = Blocks(
-            torch.stack([p[0], behind_p])[None, None].log(),
-            torch.stack([q[0], behind_q])[None, None].log(),
-            torch.tensor([[[a, b]]]),
-            torch.ones(1, 1, 2, dtype=torch.bool),
-        )
-        found += float(p[0, a] * behind_p[b] * accepted(blocks))
-    assert found == pytest.approx(wanted + float(first.sum()))
+        behind = 1 + a % 2
+        wanted += float(first[a] * torch.minimum(p[behind, b], q[behind, b]))
+        rows = [torch.stack([of[0], of[behind]])[None, None].log() for of in (p, q)]
+        drafted, live = torch.tensor([[[a, b]]]), torch.ones(1, 1, 2, dtype=torch.bool)
+        found += float(p[0, a] * p[behind, b] * accepted(Blocks(*rows, drafted, live)))
+    assert found == pytest.approx(wanted)
 
 
 # --- The command
@@ -212,7 +202,14 @@ def test_muon_in_float32_is_torchs_but_for_rounding(shape: tuple[int, int]) -> N
     assert (found[0] - found[1]).norm() < 0.02 * found[0].norm()
 
 
-@pytest.mark.parametrize("begin", ["draft", "eagle3", "dflash"])
+@pytest.mark.parametrize(
+    "begin",
+    [
+        pytest.param("draft", marks=pytest.mark.thorough),
+        "eagle3",
+        pytest.param("dflash", marks=pytest.mark.thorough),
+    ],
+)
 def test_from_prompts_to_a_checkpoint(
     begin: str, target: Path, draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -228,6 +225,9 @@ def test_from_prompts_to_a_checkpoint(
     assert main([*again, "--loss", "acceptance"]) == 0
     more = json.loads((tmp_path / "more" / "distill.json").read_text())
     assert more["before"]["forward_kl"] == pytest.approx(report["after"]["forward_kl"], rel=0.02)
+    assert main(words(target, tmp_path, draft=draft, **texts, temperature=0.7)) == 2
+    told = capsys.readouterr().err
+    assert "was sampled at temperature 1.0, and --temperature is 0.7" in told
 
 
 def test_a_tuned_model_loads_as_it_was_written(target: Path, draft: Path, tmp_path: Path) -> None:
@@ -248,11 +248,6 @@ def test_tied_weights_are_written_once(tmp_path: Path) -> None:
     assert all(torch.equal(written[name], shipped[name]) for name in shipped)
 
 
-def refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
-    assert main(arguments) == 2
-    return capsys.readouterr().err
-
-
 def test_refusals(
     target: Path, draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,16 +266,8 @@ def test_refusals(
         "there is no such file": {"draft": draft, "prompts": tmp_path / "none.txt"},
     }
     for message, options in cases.items():
-        assert message in refused(capsys, words(target, tmp_path, **options)), message
-
-
-def test_texts_of_another_temperature_are_refused(
-    target: Path, draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    texts = {"texts": tmp_path / "texts.jsonl", "draft": draft}
-    assert main(words(target, tmp_path, **texts)) == 0
-    found = refused(capsys, words(target, tmp_path, **texts, temperature=0.7))
-    assert "was sampled at temperature 1.0, and --temperature is 0.7" in found
+        assert main(words(target, tmp_path, **options)) == 2
+        assert message in capsys.readouterr().err, message
 
 
 class Tokenizer:

@@ -1,4 +1,4 @@
-"""Bytes of a round, held by test_fake_cuda.py to what it takes, and of a server."""
+"""Devices, and bytes: of a round, held by test_fake_cuda.py to what it takes, and of a server."""
 
 import json
 import os
@@ -11,12 +11,16 @@ import pytest
 
 from sglang_smc.memory.rounds import round_bytes
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.plan import heads
 from sglang_smc.plan.blocks import States
+from sglang_smc.plan.devices import DATA_SHEETS, Device, measure, named
+from sglang_smc.plan.heads import Eagle3
 from sglang_smc.plan.memory import memory_table, reserved_bytes, state_bytes
 from sglang_smc.plan.shapes import BUILT_IN
 
 VOCAB = 128_256
 REPOSITORY = Path(__file__).parents[2]
+TARGET = BUILT_IN["llama-3.1-8b"]
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -31,46 +35,85 @@ LLAMA = {
 }
 
 
-def test_a_weighed_round_holds_the_targets_logits_twice() -> None:
+def test_data_sheets() -> None:
+    assert named("H200") == Device("h200", 4.8e12, 989e12, 141e9)
+    assert named("h200").ridge == pytest.approx(206, abs=0.5)
+    assert named("h100").times(4) == Device("4 x h100", 4 * 3.35e12, 4 * 989e12, 320e9)
+    for name in DATA_SHEETS:  # in 8 bits twice as fast, where there are units for it
+        gain = named(name, weight_bytes=1).flops / named(name, weight_bytes=2).flops
+        assert gain == pytest.approx(1 if name == "a100" else 2, rel=0.03), name
+
+
+def test_measures_this_machine_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within what any machine of the last decades has: a wrong unit would be far outside."""
+    device = measure("cpu", nbytes=1 << 26, seconds=0.05)
+    assert 5e8 < device.bandwidth < 5e12 and 1e8 < device.flops < 1e14
+    assert device.capacity is not None and 1e9 < device.capacity < 1e14
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for name, size, said in (
+        ("cpu", 1, "not 1"),
+        ("tpu", 2, "'tpu' cannot"),
+        ("cuda", 2, "no CUDA"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            measure(name, weight_bytes=size)
+
+
+@pytest.mark.gpu
+def test_measures_a_gpu() -> None:
+    device = measure("cuda", seconds=0.2)
+    assert 1e11 < device.bandwidth < 2e13
+    assert device.ridge > 10
+
+
+def test_a_round_holds_the_targets_logits_twice_and_what_was_drafted() -> None:
     """In bf16 as the head makes them, and in float32; and the draft's where they are watched."""
     assert round_bytes(8, 8, VOCAB) == (8 * 4 + 72 * 6) * VOCAB
-
-
-def test_a_verified_round_holds_what_was_drafted_too() -> None:
     assert round_bytes(8, 8, VOCAB, verifies=True) == ((64 + 8) * 4 + 72 * 6) * VOCAB
-
-
-def test_without_drafts_one_token_is_read() -> None:
-    assert round_bytes(1, 0, VOCAB) == VOCAB * 6
+    assert round_bytes(1, 0, VOCAB) == VOCAB * 6, "without drafts one token is read"
 
 
 @pytest.mark.parametrize(
     ("target", "draft", "capacity", "fits"),
     [
-        ("llama-3.1-8b", "llama-3.2-1b", 24e9, {"smc": 4, "exact, mixed, auto": 4}),
-        ("llama-3.1-8b", "llama-3.2-1b", 80e9, {"smc": 48, "exact, mixed, auto": 48}),
-        ("qwen3-8b", "qwen3-0.6b", 24e9, {"smc": 4, "exact, mixed, auto": 4}),
+        ("llama-3.1-8b", "llama-3.2-1b", 24e9, 4),
+        ("llama-3.1-8b", "llama-3.2-1b", 80e9, 48),
+        ("qwen3-8b", "qwen3-0.6b", 24e9, 4),
+        ("llama-3.1-70b", "llama-3.2-1b", 80e9, None),
     ],
 )
 def test_requests_that_a_card_holds(
-    target: str, draft: str, capacity: float, fits: dict[str, int]
+    target: str, draft: str, capacity: float, fits: int | None
 ) -> None:
     table = memory_table(BUILT_IN[target], BUILT_IN[draft], capacity, SMCConfig())
-    assert table is not None
-    assert {name: mode.fits for name, mode in table.modes.items()} == fits
-    assert table.advice is None, "no setting would make more of them fit"
+    assert (table is None) == (fits is None), "without memory beside the models there is none"
+    if table is not None:
+        assert {mode.fits for mode in table.modes.values()} == {fits}
+        assert table.advice is None, "no setting would make more of them fit"
 
 
-def test_models_that_leave_no_memory_have_no_table() -> None:
-    big = BUILT_IN["llama-3.1-70b"]
-    assert memory_table(big, BUILT_IN["llama-3.2-1b"], 80e9, SMCConfig()) is None
+#: MiB of memory, from an L4 to a B300, and how many of these SGLang 0.5.23 keeps.
+KEPT = {
+    23_034: 7279,
+    24_564: 7271,
+    32_607: 7271,
+    46_068: 7233,
+    81_559: 13865,
+    81_920: 13926,
+    97_887: 13900,
+    143_771: 13946,
+    183_359: 26770,
+    275_040: 26954,
+}
 
 
-#: MiB of memory, from an L4 to a B300.
-CARDS = (23_034, 24_564, 32_607, 46_068, 81_559, 81_920, 97_887, 143_771, 183_359, 275_040)
+def test_what_is_kept_from_weights_and_kv() -> None:
+    for card, kept in KEPT.items():
+        assert reserved_bytes(card << 20) >> 20 == pytest.approx(kept, rel=0.01)
 
 
-def test_what_sglang_keeps_from_weights_and_kv(tmp_path: Path) -> None:
+@pytest.mark.thorough
+def test_sglang_keeps_as_much(tmp_path: Path) -> None:
     """By its own reading of a server's arguments, on GPUs that are not there."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     asked = {
@@ -82,7 +125,7 @@ def test_what_sglang_keeps_from_weights_and_kv(tmp_path: Path) -> None:
     }
     script = REPOSITORY / "tests" / "pretended_gpu.py"
     told = subprocess.run(
-        [sys.executable, "-W", "ignore", script, *map(str, CARDS)],
+        [sys.executable, "-W", "ignore", script, *map(str, KEPT)],
         input=json.dumps([asked]),
         capture_output=True,
         text=True,
@@ -90,17 +133,29 @@ def test_what_sglang_keeps_from_weights_and_kv(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
     )
     found = [json.loads(line) for line in told.stdout.splitlines() if line.startswith("{")]
-    for card, one in zip(CARDS, found, strict=True):
-        print(card, one["reserved"], one["sizes"][-1])
+    for kept, one in zip(KEPT.values(), found, strict=True):
         assert one["running"] == 48
-        assert reserved_bytes(card << 20) >> 20 == pytest.approx(one["reserved"], rel=0.01)
+        assert kept == pytest.approx(one["reserved"], rel=0.01)
 
 
 def test_states_of_all_requests_are_kept_aside() -> None:
     """One that SGLang has, and one for each particle, or each column if these are more."""
     states = States(layers=2, key_heads=1, value_heads=3, key_dim=4, value_dim=5)
-    target = replace(BUILT_IN["llama-3.1-8b"], states=states)
+    target = replace(TARGET, states=states)
     assert states.bytes == 2 * 3 * 4 * 5 * 4
     assert state_bytes(target, SMCConfig(num_particles=4, num_steps=7), 10) == 10 * 9 * 480
     assert state_bytes(target, SMCConfig(num_particles=12, num_steps=7), 10) == 10 * 13 * 480
-    assert state_bytes(BUILT_IN["llama-3.1-8b"], SMCConfig(), 10) == 0
+    assert state_bytes(TARGET, SMCConfig(), 10) == 0
+
+
+def test_a_heads_states_are_kept_aside() -> None:
+    """48 requests of 8 x 9 columns: with 100 times as many layers read, slots are fewer by that."""
+    config, slots = SMCConfig(num_particles=8, num_steps=8), []
+    for num_states in (3, 300):
+        head = Eagle3(heads.BUILT_IN["eagle3-8b"].layers, num_states)
+        table = memory_table(TARGET, head, 80e9, config)
+        assert table is not None
+        slots.append(table.as_dict()["pool_slots"])
+    fc = 297 * 4096 * 4096 * 2
+    states = 48 * 8 * 9 * 297 * 4096 * 2
+    assert slots[0] - slots[1] == pytest.approx((fc + states) / (131_072 + 4_096), abs=1)

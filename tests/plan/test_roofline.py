@@ -1,46 +1,49 @@
 """What a round costs: by hand, as laws, and against what others have published."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from toy_plans import DFLASH_CONFIG, EAGLE3_CONFIG, TOY
 
+from sglang_smc.plan.blocks import Windows
 from sglang_smc.plan.devices import Device, named
+from sglang_smc.plan.heads import DFlash
+from sglang_smc.plan.memory import kv_slots
+from sglang_smc.plan.proposals import Ngram, Proposal
+from sglang_smc.plan.proposals import from_config as proposal_of
 from sglang_smc.plan.roofline import (
     LARGEST_BATCH,
+    RoundCost,
     Scenario,
     ar_step,
     best_settings,
+    round_cost,
     sd_round,
     sd_tokens,
     smc_round,
     smc_tokens,
 )
-from sglang_smc.plan.shapes import ModelShape, from_config
+from sglang_smc.plan.shapes import from_config
 
-#: 120 weights in its layer, 80 in its LM head, 16 bytes of KV a token, 32 operations a key.
-TOY = ModelShape(
-    num_layers=1,
-    hidden_size=4,
-    intermediate_size=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=2,
-    vocab_size=20,
-    tied_embeddings=True,
-)
 #: A draft that shares nothing with the target but the vocabulary.
 SMALL = dataclasses.replace(TOY, num_heads=2, num_kv_heads=1)
 DEVICE = Device("toy", bandwidth=100.0, flops=1000.0)
+H100, H200, B200 = named("h100"), named("h200"), named("b200")
 LLAMA = (from_config("llama-3.1-8b"), from_config("llama-3.2-1b"))
+NAMES = ("ngram", "dflash-8b", "eagle3-8b", "llama-3.2-1b", "ngram+llama-3.2-1b")
+OF_8B = {name: proposal_of(name) for name in NAMES}
 
-batches = st.integers(1, 64)
-particles = st.integers(1, 32)
-steps = st.integers(1, 16)
-contexts = st.integers(0, 100_000)
-tails = st.integers(0, 256)
+CASES = settings(deadline=None, derandomize=True)
+lengths = st.integers(0, 50_000)
+sizes = st.tuples(st.integers(1, 32), st.integers(1, 32), st.integers(1, 14), lengths)
+
+
+def toy_round(draft: Proposal, **more: Any) -> Any:
+    """Two requests of three particles, with 10 tokens in common and 4 of their own each."""
+    return smc_round(TOY, draft, 2, 3, 2, context=10, tail=4, **more)
 
 
 def test_ar_step_by_hand() -> None:
@@ -51,14 +54,12 @@ def test_ar_step_by_hand() -> None:
         "logits": 2 * 20 * (4 + 4),
     }
     assert step.flops == 2 * (2 * 200 + 11 * 32)
-    assert step.bytes == 400 + 352 + 320
-    assert step.seconds(DEVICE) == pytest.approx(1072 / 100)
+    assert step.seconds(DEVICE) == pytest.approx((400 + 352 + 320) / 100)
     assert step.bound(DEVICE) == "memory"
 
 
 def test_smc_round_by_hand() -> None:
-    """Two requests of three particles, with 10 tokens in common and 4 of their own each."""
-    found = smc_round(TOY, TOY, 2, 3, num_steps=2, context=10, tail=4)
+    found = toy_round(TOY)
     first, second, verify = found.passes
     assert [one.weights for one in found.passes] == [400, 400, 400]
     # Read once a request, read of each particle, written.
@@ -69,90 +70,140 @@ def test_smc_round_by_hand() -> None:
     assert first.flops == 12 * 240 + 6 * (15 + 16) * 32 + 6 * 160
     assert second.flops == 6 * 240 + 6 * 17 * 32 + 6 * 160
     assert verify.flops == 18 * 240 + 6 * (15 + 16 + 17) * 32 + 18 * 160
-    assert found.parts["draft"].passes == (first, second)
-    assert found.parts["verify"].passes == (verify,)
+    apart = toy_round(TOY, shared_prefix=False)
+    assert apart.bytes - found.bytes == 3 * (6 - 2) * 10 * 16
+    assert apart.flops == found.flops
 
 
-def test_prefix_that_is_not_shared_by_hand() -> None:
-    shared = smc_round(TOY, TOY, 2, 3, 2, context=10, tail=4)
-    apart = smc_round(TOY, TOY, 2, 3, 2, context=10, tail=4, shared_prefix=False)
-    assert apart.bytes - shared.bytes == 3 * (6 - 2) * 10 * 16
-    assert apart.flops == shared.flops
+def test_eagle3_round_by_hand() -> None:
+    found = toy_round(proposal_of(EAGLE3_CONFIG))
+    first, second, verify, follow = found.passes
+    assert [one.name for one in found.passes] == ["draft", "draft", "verify", "follow"]
+    for step, one in enumerate((first, second)):
+        assert one.weights == 2 * (120 + 64 + 24)
+        assert one.kv == (2 * 10 + 6 * (4 + step) + 6) * 16
+        assert one.logits == 6 * 6 * 8
+        assert one.flops == 6 * 2 * (120 + 64 + 24) + 6 * (15 + step) * 32
+    assert verify == toy_round(Ngram()).passes[0]
+    assert (follow.weights, follow.logits) == (2 * (120 + 64 + 48), 0)
+    assert follow.kv == (2 * 10 + 6 * 4 + 6 * 3) * 16
+    assert follow.flops == 18 * 2 * (120 + 64 + 48) + 6 * (15 + 16 + 17) * 32
+    assert found.layers == 4
+
+
+def test_dflash_round_by_hand() -> None:
+    found = toy_round(proposal_of(DFLASH_CONFIG))
+    draft, verify, follow = found.passes
+    assert draft.weights == 2 * (2 * 120 + 80)  # and the target's LM head
+    assert draft.kv == (2 * 10 + 6 * 4 + 6 * 3) * 32
+    assert draft.logits == 6 * 2 * 20 * 8
+    # Each of three columns sees 14 tokens and all three columns; two of them have logits.
+    assert draft.flops == 18 * 2 * 240 + 6 * 3 * 17 * 64 + 12 * 2 * 80
+    assert verify == toy_round(Ngram()).passes[0]
+    assert (follow.weights, follow.kv) == (2 * (48 + 64), 18 * 32)
+    assert follow.flops == 18 * 2 * (48 + 64)
+    assert found.layers == 2 + 1 + 1
+    # With a window, one of two layers sees 5 of 10 tokens: (10 + 5) / 2 on average.
+    types = ["sliding_attention", "full_attention"]
+    head = proposal_of(DFLASH_CONFIG | {"layer_types": types, "sliding_window": 5})
+    assert isinstance(head, DFlash) and head.layers.windows == Windows(1, 5)
+    assert toy_round(head).passes[0].kv == (2 * 7.5 + 6 * 4 + 6 * 3) * 32
+
+
+def test_matches_cost_the_target_alone_and_beside_a_draft_what_it_costs() -> None:
+    assert [one.name for one in toy_round(Ngram()).passes] == ["verify"]
+    assert toy_round(Ngram(TOY)) == toy_round(TOY)
+    assert Ngram().resident_bytes == Ngram().kv_bytes_per_token == 0
+    assert kv_slots(TOY, Ngram(), TOY.resident_bytes + 160) == 10
 
 
 def test_passes_differ_in_what_bounds_them() -> None:
-    found = smc_round(TOY, SMALL, 1, 4, 3, context=0)
-    bounds = {one.name: one.cost.bound(Device("", 1.0, 2.0)) for one in found.passes}
-    assert bounds == {"draft": "memory", "verify": "compute"}
-    assert found.bound(Device("", 1.0, 2.0)) == "draft memory, verify compute"
+    found, device = smc_round(TOY, SMALL, 1, 4, 3, context=0), Device("", 1.0, 2.0)
+    assert found.bound(device) == "draft memory, verify compute"
     # Each pass takes the longer of its two times: more than the sums of either.
-    assert found.seconds(Device("", 1.0, 2.0)) > max(found.bytes, found.flops / 2)
+    assert found.seconds(device) > max(found.bytes, found.flops / 2)
 
 
-@given(batches, batches, particles, steps, contexts, tails, st.booleans())
-def test_more_requests_are_never_faster(
-    batch: int, more: int, n: int, k: int, context: int, tail: int, shared: bool
+def test_a_cost_is_the_rounds_by_what_takes_it() -> None:
+    one = smc_round(LLAMA[0], OF_8B["eagle3-8b"], 2, 8, 8, 2000.0, 4.0)
+    cost = round_cost(LLAMA[0], OF_8B["eagle3-8b"], H200, 8, 8, batch=2, context=2000, tail=4)
+    assert cost == RoundCost.of(one, H200, 2, 8)
+    assert cost.seconds == pytest.approx(one.seconds(H200))
+    assert cost.rest == one.parts["follow"].seconds(H200) > 0
+    assert cost.layers == 8 * 1 + 32 + 1
+    assert cost.tokens_per_second(6) == pytest.approx(2 * 6 / one.seconds(H200))
+    for tokens in (0.9, 9.1):
+        with pytest.raises(ValueError, match="8 steps yield 1 to 9"):
+            cost.tokens_per_second(tokens)
+
+
+@CASES
+@given(sizes, st.sampled_from(NAMES))
+def test_more_of_anything_is_never_faster(of: tuple[int, int, int, int], name: str) -> None:
+    def seconds(batch: int, n: int, k: int, context: int) -> float:
+        return round_cost(LLAMA[0], OF_8B[name], H200, n, k, batch=batch, context=context).seconds
+
+    least = seconds(*of)
+    for more in ((1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 100)):
+        assert seconds(*(a + b for a, b in zip(of, more, strict=True))) >= least
+
+
+@CASES
+@given(sizes, st.integers(0, 256))
+def test_a_shared_prefix_never_costs_more_and_one_particle_what_speculation_costs(
+    of: tuple[int, int, int, int], tail: int
 ) -> None:
-    device = named("h200")
-    few = smc_round(*LLAMA, batch, n, k, context, tail, shared)
-    many = smc_round(*LLAMA, batch + more, n, k, context, tail, shared)
-    assert many.seconds(device) >= few.seconds(device)
-    assert ar_step(LLAMA[0], batch + more, context).seconds(device) >= ar_step(
-        LLAMA[0], batch, context
-    ).seconds(device)
-
-
-@given(batches, particles, steps, contexts, tails)
-def test_sharing_a_prefix_never_costs_more(
-    batch: int, n: int, k: int, context: int, tail: int
-) -> None:
-    shared = smc_round(*LLAMA, batch, n, k, context, tail, True)
-    apart = smc_round(*LLAMA, batch, n, k, context, tail, False)
+    batch, n, k, context = of
+    shared, apart = (smc_round(*LLAMA, *of, tail, is_shared) for is_shared in (True, False))
     assert shared.bytes <= apart.bytes
     assert (shared.bytes == apart.bytes) == (n == 1 or context == 0)
+    weights = LLAMA[0].streamed_bytes + k * LLAMA[1].streamed_bytes
+    assert shared.traffic["weights"] == pytest.approx(weights), "read once a pass"
+    one, other = (
+        smc_round(*LLAMA, batch, 1, k, context, tail),
+        sd_round(*LLAMA, batch, k, context + tail),
+    )
+    assert (one.bytes, one.flops) == pytest.approx((other.bytes, other.flops))
 
 
-@given(batches, steps, contexts, tails)
-def test_one_particle_costs_what_speculative_decoding_costs(
-    batch: int, k: int, context: int, tail: int
-) -> None:
-    """Also with its tail counted as context: alone, it shares nothing with nobody."""
-    one = smc_round(*LLAMA, batch, 1, k, context, tail)
-    other = sd_round(*LLAMA, batch, k, context + tail)
-    assert one.bytes == pytest.approx(other.bytes)
-    assert one.flops == pytest.approx(other.flops)
-
-
-@given(particles, steps, contexts)
-def test_weights_are_read_once_a_pass(n: int, k: int, context: int) -> None:
-    weights = smc_round(*LLAMA, 4, n, k, context).traffic["weights"]
-    assert weights == pytest.approx(LLAMA[0].streamed_bytes + k * LLAMA[1].streamed_bytes)
+def test_cheaper_drafts_have_shorter_rounds() -> None:
+    """At batch 1; in a crowd a block of five layers computes more than eight passes of one."""
+    for n, k in ((1, 4), (4, 8), (8, 8)):
+        times = [
+            round_cost(LLAMA[0], OF_8B[name], H100, n, k, context=2000).seconds
+            for name in NAMES[:4]
+        ]
+        assert times == sorted(set(times))
 
 
 def test_tokens_of_a_round() -> None:
     assert sd_tokens(0.5, 2) == 1 + 0.5 + 0.25
     assert sd_tokens(0.8, 4) == pytest.approx((1 - 0.8**5) / (1 - 0.8))
-    assert sd_tokens(1, 4) == 5
-    assert sd_tokens(0, 4) == 1
-    assert smc_tokens(8) == 9
-    assert smc_tokens(8, kept=6.9) == 7.9
+    assert (sd_tokens(1, 4), sd_tokens(0, 4)) == (5, 1)
+    assert (smc_tokens(8), smc_tokens(8, kept=6.9)) == (9, 7.9)
 
 
-@pytest.mark.parametrize(("acceptance", "kept"), [(1.1, 8.1), (-0.1, -1)])
-def test_impossible_tokens(acceptance: float, kept: float) -> None:
-    with pytest.raises(ValueError, match="within 0 and 1"):
-        sd_tokens(acceptance, 8)
-    with pytest.raises(ValueError, match="within 0 and the 8 steps"):
-        smc_tokens(8, kept)
-
-
-def test_impossible_rounds() -> None:
-    with pytest.raises(ValueError, match="batch is 0"):
-        ar_step(TOY, 0, 10)
-    with pytest.raises(ValueError, match="num_particles is 0"):
-        smc_round(TOY, TOY, 1, 0, 1, 10)
-    with pytest.raises(ValueError, match="num_steps is 0"):
-        sd_round(TOY, TOY, 1, 0, 10)
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: sd_tokens(1.1, 8), "within 0 and 1"),
+        (lambda: smc_tokens(8, -1), "within 0 and the 8 steps"),
+        (lambda: smc_tokens(8, 8.1), "within 0 and the 8 steps"),
+        (lambda: ar_step(TOY, 0, 10), "batch is 0"),
+        (lambda: smc_round(TOY, TOY, 1, 0, 1, 10), "num_particles is 0"),
+        (lambda: sd_round(TOY, TOY, 1, 0, 10), "num_steps is 0"),
+        (lambda: best_settings(*LLAMA, H200, 1, 1024, min_particles=17), "No number of particles"),
+        (
+            lambda: round_cost(
+                from_config("llama-3.1-70b"), OF_8B["eagle3-8b"], H200, 8, 8, context=1
+            ),
+            "hidden size is 4096 and the target's 8192",
+        ),
+    ],
+)
+def test_impossible_rounds_are_refused(call: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        call()
 
 
 def test_one_text_has_its_tail_in_its_context() -> None:
@@ -161,46 +212,31 @@ def test_one_text_has_its_tail_in_its_context() -> None:
     assert scenario.ar(2).round == ar_step(TOY, 2, 14)
     assert scenario.sd(2, 3, 0.5).round == sd_round(TOY, SMALL, 2, 3, 14)
     assert scenario.smc(2, 4, 3).round == smc_round(TOY, SMALL, 2, 4, 3, 10, 4, False)
-    assert scenario.sd(2, 3, 0.5).tokens_per_second == pytest.approx(
-        2 * 1.875 / scenario.sd(2, 3, 0.5).seconds
-    )
+    speculative = scenario.sd(2, 3, 0.5)
+    assert speculative.tokens_per_second == pytest.approx(2 * 1.875 / speculative.seconds)
 
 
-def test_best_settings_looks_at_all() -> None:
-    plan = best_settings(*LLAMA, named("h200"), 1, 1024, particles=(4, 8), steps=(4, 8, 16))
+def test_best_settings() -> None:
+    """Of all that quality needs; and long blocks lose where little of them is kept."""
+    plan = best_settings(*LLAMA, H200, 1, 1024, particles=(4, 8), steps=(4, 8, 16))
     rates = {(e.num_particles, e.num_steps): e.tokens_per_second for e in plan.grid}
     assert rates.keys() == {(n, k) for n in (4, 8) for k in (4, 8, 16)}
     assert (plan.best.num_particles, plan.best.num_steps) == max(rates, key=rates.__getitem__)
-    assert (plan.best.num_particles, plan.best.num_steps) == (4, 16)
+    bounded = best_settings(*LLAMA, H200, 1, 1024, min_particles=5, max_particles=8)
+    assert {e.num_particles for e in bounded.grid} == {8}
+    cut = best_settings(*LLAMA, H200, 1, 1024, steps=(4, 16), kept={4: 3.9, 16: 5.0})
+    assert (cut.best.num_steps, cut.best.tokens) == (4, 4.9)
 
 
-def test_best_settings_keeps_to_the_particles_that_quality_needs() -> None:
-    plan = best_settings(*LLAMA, named("h200"), 1, 1024, min_particles=5, max_particles=8)
-    assert {e.num_particles for e in plan.grid} == {8}
-    with pytest.raises(ValueError, match="No number of particles lies within 17"):
-        best_settings(*LLAMA, named("h200"), 1, 1024, min_particles=17)
-
-
-def test_long_blocks_lose_where_little_of_them_is_kept() -> None:
-    kept = {4: 3.9, 16: 5.0}
-    plan = best_settings(*LLAMA, named("h200"), 1, 1024, steps=(4, 16), kept=kept)
-    assert plan.best.num_steps == 4
-    assert plan.best.tokens == 4.9
-
-
-def test_plain_decoding_wins_from_just_that_batch() -> None:
-    plan = best_settings(*LLAMA, named("h200"), 1, 1024, particles=[8], steps=[8])
-    batch = plan.plain_wins_from
+def test_plain_decoding_wins_from_just_that_batch_or_never() -> None:
+    batch = best_settings(*LLAMA, H200, 1, 1024, particles=[8], steps=[8]).plain_wins_from
     assert batch is not None and batch > 1
-    scenario = Scenario(*LLAMA, named("h200"), 1024)
+    scenario = Scenario(*LLAMA, H200, 1024)
     for size, wins in ((batch - 1, False), (batch, True)):
         ar, smc = scenario.ar(size).tokens_per_second, scenario.smc(size, 8, 8).tokens_per_second
         assert (ar >= smc) == wins
-
-
-def test_plain_decoding_may_never_win() -> None:
-    """At a long context the KV is what is read, and SMC reads it once for many tokens."""
-    scenario = Scenario(*LLAMA, named("b200"), 1e6)
+    # At a long context the KV is what is read, and SMC reads it once for many tokens.
+    scenario = Scenario(*LLAMA, B200, 1e6)
     assert scenario.plain_wins_from(lambda batch: scenario.smc(batch, 4, 8)) is None
     assert scenario.ar(LARGEST_BATCH).bound == "memory"
 
@@ -218,20 +254,18 @@ class Published(NamedTuple):
     share: float
 
 
-B200, H100, H100X4 = named("b200"), named("h100"), named("h100").times(4)
 PAIR = ("llama-3.1-8b", "llama-3.2-1b")
 PUBLISHED = {
     # The reference implementation's docs/smc/performance.md: prompts of three lengths, 1,024
     # tokens of output; its blog puts it at 34.5 % of the roofline.
     "SMC, prompt 256": Published(B200, *PAIR, (8, 8), 256, 512, 677, 0.345),
-    "SMC, prompt 1k": Published(B200, *PAIR, (8, 8), 1024, 512, 641, 0.33),
     "SMC, prompt 4k": Published(B200, *PAIR, (8, 8), 4096, 512, 522, 0.28),
     # Its log of GSM8K runs.
     "SMC, H100": Published(H100, *PAIR, (12, 8), 256, 256, 307.7, 0.37),
     # SGLang's documentation of speculative decoding, MT-bench.
     "AR 8B": Published(H100, *PAIR, None, 512, 0, 158.34, 0.71),
     # The paper's figure 1.
-    "AR 70B": Published(H100X4, "llama-3.1-70b", PAIR[1], None, 512, 0, 65.0, 0.68),
+    "AR 70B": Published(H100.times(4), "llama-3.1-70b", PAIR[1], None, 512, 0, 65.0, 0.68),
     # The reference's comparison with EAGLE-3.
     "AR Qwen3": Published(B200, "qwen3-8b", "qwen3-0.6b", None, 512, 0, 264, 0.5),
 }
@@ -245,14 +279,10 @@ def test_published_speeds_reach_a_plausible_share_of_the_bound(case: Published) 
     assert case.speed / bound.tokens_per_second == pytest.approx(case.share, rel=0.1)
 
 
-def test_a_round_takes_as_long_as_the_reference_computes() -> None:
-    """3.71 ms on a B200 at N = K = 4, from its megakernel study, with a fifth draft pass."""
-    scenario = Scenario(from_config(PAIR[0]), from_config(PAIR[1]), B200, 512, 128)
-    assert scenario.smc(1, 4, 4).seconds == pytest.approx(3.71e-3, rel=0.2)
-
-
 def test_plain_decoding_overtakes_about_where_it_was_measured_to() -> None:
     """Qwen3-8B and 0.6B on a B200: with N = 4 behind at batch 32 and 64, ahead at 1."""
     scenario = Scenario(from_config("qwen3-8b"), from_config("qwen3-0.6b"), B200, 256, 128)
     batch = scenario.plain_wins_from(lambda size: scenario.smc(size, 4, 8))
     assert batch is not None and 16 <= batch <= 128
+    # 3.71 ms on a B200 at N = K = 4, from its megakernel study, with a fifth draft pass.
+    assert Scenario(*LLAMA, B200, 512, 128).smc(1, 4, 4).seconds == pytest.approx(3.71e-3, rel=0.2)

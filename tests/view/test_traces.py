@@ -1,17 +1,83 @@
-"""Traces that are broken: each is refused with a sentence."""
+"""Who descends from whom, held against a simulation that knows, and traces that are broken."""
 
 import copy
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_trace import simulated
 
 import sglang_smc
 from sglang_smc.view.finding import BY_PARTICLE, checked
+from sglang_smc.view.genealogy import Genealogy, genealogy
 from sglang_smc.view.page import page_of
+from sglang_smc.view.record import Trace
+
+CASES = settings(deadline=None, derandomize=True)
+
+
+@CASES
+@given(st.integers(0, 10_000), st.sampled_from([1, 2, 4, 7]), st.integers(2, 80), st.integers(1, 6))
+def test_lineages_read_what_particles_read(
+    seed: int, num_particles: int, length: int, num_steps: int
+) -> None:
+    """The surviving lineage is the answer, and each particle's text is what its ancestors say."""
+    made = simulated(seed, num_particles, length, num_steps)
+    found = genealogy(made.trace)
+    assert found.answer == made.answer
+    assert [found.text_of(head) for head in found.heads] == made.texts
+    assert surviving(found) == made.answer
+
+
+def surviving(found: Genealogy) -> list[int]:
+    """The tokens that are drawn in bold, by their positions."""
+    tokens = {
+        here.start + place: token
+        for here in found.segments
+        for place, token in enumerate(here.tokens[: here.surviving])
+    }
+    return [tokens[position] for position in range(len(tokens))]
+
+
+@CASES
+@given(st.integers(0, 10_000))
+def test_a_lineage_ends_with_a_reason_and_the_answers_nowhere(seed: int) -> None:
+    """Red where a retraction marks as ended what was emitted."""
+    found = genealogy(simulated(seed, 4, 120).trace)
+    parents = {here.parent for here in found.segments}
+    for place, here in enumerate(found.segments):
+        assert 0 <= here.before <= 1 and 0 <= here.after <= 1
+        if place not in parents and place not in found.heads:
+            assert here.fate in ("dead", "resampled", "narrowed", "drawn", "resized", "retracted")
+        assert here.parent is None or here.parent < place
+    _, *ancestors = found.lineage(found.heads[0])
+    for here in (found.segments[place] for place in ancestors):
+        assert here.fate is None or here.surviving < len(here.tokens)
+
+
+@CASES
+@given(st.integers(0, 10_000), st.sampled_from([1, 4, 7]))
+def test_what_potentials_say_stands_at_the_text_that_they_said_it_of(
+    seed: int, num_particles: int
+) -> None:
+    made = simulated(seed, num_particles, 60)
+    found = genealogy(made.trace)
+    told = {
+        tuple(found.text_of(place)): here.log_potential
+        for place, here in enumerate(found.segments)
+        if here.log_potential != 0
+    }
+    assert told == made.judged
+    assert all(here.tokens for here in found.segments if here.log_potential != 0)
+
+
+def test_a_trace_without_rounds_is_told() -> None:
+    trace = Trace(mode="smc", num_particles=2, num_steps=2, prompt_length=1, rounds=[])
+    with pytest.raises(ValueError, match="no round"):
+        genealogy(trace)
+
 
 SOUND = msgspec.to_builtins(simulated(3, 4, 60).trace)
 INFO = {"spec_smc_particles": [{"output_ids": [1], "weight": 1.0, "log_weight": 0.0}]}
@@ -58,6 +124,7 @@ def test_a_broken_trace_is_refused_where_it_is_read(trace: dict[str, Any]) -> No
 HOSTILE = (None, True, -1, 4, 10**30, 1.5, "", "x", [], [0], [9, 9], [[]], {}, {"a": []})
 
 
+@CASES
 @given(st.data())
 def test_any_value_in_any_place_is_drawn_or_refused(data: st.DataObject) -> None:
     """Red where a value that is put into the record comes to another error than ValueError."""

@@ -1,0 +1,303 @@
+"""Sizes of models and heads, against hand-computed and published ones, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_plans import DFLASH_CONFIG, EAGLE3_CONFIG, TOY, TOY_CONFIG
+
+from sglang_smc.plan import heads, proposals
+from sglang_smc.plan.blocks import Windows
+from sglang_smc.plan.heads import DFlash, Eagle3
+from sglang_smc.plan.passes import Rows, forward
+from sglang_smc.plan.proposals import Ngram
+from sglang_smc.plan.proposals import from_config as proposal_of
+from sglang_smc.plan.shapes import BUILT_IN, from_config
+
+LLAMA_CONFIG = TOY_CONFIG | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
+# Of the checkpoints' tensors, as their model cards state them.
+PARAMETERS = {
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.3-70b": 70_553_706_496,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+}
+#: Latents and experts.
+DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_hidden_layers": 3,
+    "hidden_size": 4,
+    "intermediate_size": 10,
+    "num_attention_heads": 2,
+    "vocab_size": 20,
+    "kv_lora_rank": 5,
+    "q_lora_rank": 3,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 7,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 9,
+    "first_k_dense_replace": 1,
+}
+DEEPSEEK_V3 = DEEPSEEK | {
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_attention_heads": 128,
+    "vocab_size": 129280,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "quantization_config": {"quant_method": "fp8"},
+}
+GEMMA: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_hidden_layers": 26,
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "vocab_size": 262_144,
+    "tie_word_embeddings": True,
+    "sliding_window": 512,
+}
+#: 27 billion weights, by the sizes that the model's card has.
+QWEN: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "tie_word_embeddings": False,
+    "text_config": {
+        "num_hidden_layers": 64,
+        "hidden_size": 5120,
+        "intermediate_size": 17_408,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 248_320,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "full_attention_interval": 4,
+    },
+}
+
+
+def test_a_dense_model_by_hand(tmp_path: Path) -> None:
+    # A layer: 4 x (8 query + 8 output + 4 key + 4 value) + 3 x 4 x 2 = 120. A table: 20 x 4.
+    assert (TOY.layer_parameters, TOY.num_parameters) == (120, 200)
+    assert (TOY.streamed_bytes, TOY.kv_bytes_per_token) == (400, 2 * 4 * 2)
+    # 8 numbers of a query against 10 keys and 10 values, 2 operations each.
+    assert TOY.flops_per_token(10) == 2 * 200 + 2 * 2 * 8 * 10
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_CONFIG))
+    for source in (LLAMA_CONFIG, tmp_path, str(tmp_path / "config.json")):
+        assert from_config(source) == TOY
+    # Qwen2 and Qwen3 configurations name a window and switch it off.
+    assert from_config(LLAMA_CONFIG | {"sliding_window": 9, "use_sliding_window": False}) == TOY
+    older = dict(LLAMA_CONFIG)
+    del older["num_key_value_heads"], older["head_dim"]  # as in Llama 2
+    assert (from_config(older).num_kv_heads, from_config(older).head_dim) == (4, 1)
+
+
+def test_built_in_models_have_their_published_sizes() -> None:
+    assert BUILT_IN.keys() == PARAMETERS.keys()
+    for name, shape in BUILT_IN.items():
+        assert shape.num_parameters == pytest.approx(PARAMETERS[name], rel=2e-4), name
+    assert BUILT_IN["llama-3.1-8b"].kv_bytes_per_token == 131_072
+
+
+def test_fp8_leaves_head_and_kv_in_16_bits() -> None:
+    grouped = {"group_0": {"weights": {"num_bits": 8, "type": "float"}}}
+    for said in (
+        {"quant_method": "fp8", "activation_scheme": "dynamic"},
+        {"quant_method": "compressed-tensors", "config_groups": grouped},
+    ):
+        shape = from_config(LLAMA_CONFIG | {"quantization_config": said})
+        assert (shape.streamed_bytes, shape.kv_bytes) == (120 + 2 * 80, 2)
+    wide = from_config(LLAMA_CONFIG, weight_bytes=4)
+    assert (wide.streamed_bytes, wide.kv_bytes) == (4 * 200, 4)
+
+
+def test_latents_and_experts_by_hand() -> None:
+    shape = from_config(DEEPSEEK)
+    # Queries 4 x 3 + 3 x 2 x (6 + 2), latents 4 x 7, keys and values 5 x 2 x 13, output 2 x 7 x 4.
+    attention = 12 + 48 + 28 + 130 + 56
+    # An expert: 3 x 4 x 9 = 108. The router: 4 x 8.
+    assert shape.layer_parameters == 3 * attention + 3 * 4 * 10 + 2 * (9 * 108 + 32)
+    assert shape.active_parameters == 3 * attention + 3 * 4 * 10 + 2 * (3 * 108 + 32)
+    assert shape.num_parameters == shape.layer_parameters + 2 * 80
+    assert shape.kv_bytes_per_token == 3 * (5 + 2) * 2
+    # Of each head 7 numbers of a latent against the query's, and 5 of them its value.
+    assert shape.attention_flops == 3 * 2 * 2 * (7 + 5)
+    # A pass reads the experts that its tokens visit: the second finds one there in a quarter.
+    one = 2 * (shape.active_parameters + 80)
+    assert shape.bytes_read(1) == one
+    assert shape.bytes_read(2) == pytest.approx(one + 2 * 2 * 1.5 * 108)
+    assert shape.bytes_read(1000) == pytest.approx(shape.streamed_bytes)
+    # Each device has latents of its own.
+    assert shape.on_devices(8).kv_bytes_per_token == 8 * shape.kv_bytes_per_token
+    assert shape.on_devices(8).streamed_bytes == shape.streamed_bytes
+    assert TOY.on_devices(8) == TOY
+
+
+def test_a_pass_computes_with_what_each_token_visits() -> None:
+    shape = from_config(DEEPSEEK)
+    rows = Rows(batch=2, num_particles=3, context=10, tail=4, shared_prefix=True)
+    found = forward("verify", shape, rows, num_tokens=2, num_logits=2)
+    assert found.weights == shape.bytes_read(12)
+    # Two prefixes once, six tails of 4, and 12 new tokens.
+    assert found.kv == (2 * 10 + 6 * 4 + 12) * 42
+    weights = 12 * (shape.active_parameters + shape.head_parameters)
+    assert found.flops == 2 * weights + shape.attention_flops * 6 * (2 * 14 + 3)
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "kv"),
+    [(DEEPSEEK_V3, 671e9, 70_272), (GEMMA, 1.0e9, 26_624), (QWEN, 27e9, 65_536)],
+    ids=["DeepSeek V3", "Gemma 3 1B", "Qwen 3.5"],
+)
+def test_published_sizes_of_other_families(
+    config: dict[str, Any], parameters: float, kv: int
+) -> None:
+    shape = from_config(config)
+    assert shape.num_parameters == pytest.approx(parameters, rel=0.03)
+    assert shape.kv_bytes_per_token == kv
+    text = {key: value for key, value in config.items() if key != "architectures"}
+    if config is GEMMA:  # the decoder of a class with images
+        images = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+        assert from_config(images) == shape
+    if config is DEEPSEEK_V3:
+        assert shape.active_parameters + shape.head_parameters == pytest.approx(37e9, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("said", "windowed"),
+    [
+        ({}, 22),
+        ({"sliding_window_pattern": 2}, 13),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 13}, 13),
+    ],
+)
+def test_layers_with_a_window_read_the_end_of_a_prefix(said: Any, windowed: int) -> None:
+    shape = from_config(GEMMA | said)
+    assert shape.windows == Windows(windowed, 512)
+    assert shape.seen(300) == 300
+    seen = (windowed * 512 + (26 - windowed) * 5120) / 26
+    rows = Rows(batch=2, num_particles=4, context=5120, tail=3, shared_prefix=True)
+    found = forward("draft", shape, rows, num_tokens=1, num_logits=1)
+    assert found.kv == pytest.approx((2 * seen + 8 * 3 + 8) * shape.kv_bytes_per_token)
+
+
+@pytest.mark.parametrize(("num_tokens", "moves"), [(1, 2), (9, 4)])
+def test_a_pass_moves_each_state(num_tokens: int, moves: int) -> None:
+    """Read and written once to decode; twice where kept columns are caught up with first."""
+    shape = from_config(QWEN)
+    assert shape.states is not None and shape.states.bytes == 48 * 48 * 128 * 128 * 4
+    rows = Rows(batch=2, num_particles=4, context=100, tail=0, shared_prefix=True)
+    found = forward("verify", shape, rows, num_tokens, num_tokens)
+    tokens = 2 * 100 + 8 * num_tokens
+    assert found.kv == tokens * shape.kv_bytes_per_token + moves * 8 * shape.states.bytes
+
+
+def test_eagle3_sizes_by_hand() -> None:
+    """Its first layer makes 16 numbers of an embedding and a state: 4 x 16 more weights."""
+    head = proposal_of(EAGLE3_CONFIG)
+    assert isinstance(head, Eagle3)
+    assert (head.entry_parameters, head.fc_parameters) == (4 * (8 + 4 + 4), 3 * 4 * 4)
+    assert head.num_parameters == 120 + 64 + 48 + 6 * 4
+    assert head.streamed_bytes == 2 * (120 + 64 + 24)
+    assert head.resident_bytes == 2 * (120 + 64 + 24 + 48)
+    assert (head.kv_bytes_per_token, head.state_bytes(3, 2)) == (16, 3 * 3 * 3 * 4 * 2)
+    # Layers follow the precision of weights; ``fc`` and LM heads stay in 16 bits.
+    quantized = proposal_of(EAGLE3_CONFIG | {"quantization_config": {"quant_method": "fp8"}})
+    assert quantized.streamed_bytes == 1 * (120 + 64) + 2 * 24
+    assert proposals.lowest_precision(TOY, quantized, Ngram()) == 1
+    for said in (
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4]}},
+        {"num_aux_hidden_states": 4},
+    ):
+        more = proposal_of(EAGLE3_CONFIG | said)
+        assert isinstance(more, Eagle3) and more.fc_parameters == 4 * 4 * 4
+
+
+def test_dflash_sizes_by_hand() -> None:
+    head = proposal_of(DFLASH_CONFIG)
+    assert isinstance(head, DFlash)
+    assert head.num_parameters == 2 * 120 + 48
+    assert head.streamed_bytes == 2 * 2 * 120
+    assert head.resident_bytes == 2 * (2 * 120 + 48)
+    assert (head.kv_parameters, head.kv_bytes_per_token) == (2 * 4 * (4 + 4), 32)
+    assert head.max_steps == 7
+
+
+def test_built_in_heads_are_what_public_configurations_say() -> None:
+    """The heads for Llama 3.1 8B and for Qwen3 8B, by the keys that their files have."""
+    wide = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+    wide |= {"head_dim": 128}
+    eagle3 = EAGLE3_CONFIG | wide
+    eagle3 |= {"intermediate_size": 14336, "vocab_size": 128256, "draft_vocab_size": 32000}
+    dflash = DFLASH_CONFIG | wide | {"num_hidden_layers": 5, "num_target_layers": 36}
+    dflash |= {"intermediate_size": 12288, "vocab_size": 151936, "block_size": 16}
+    del dflash["dflash_config"]
+    assert proposal_of(eagle3) == heads.BUILT_IN["eagle3-8b"]
+    assert proposal_of(dflash) == proposal_of("DFlash-8B") == heads.BUILT_IN["dflash-8b"]
+
+
+FOUR_BITS = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"weights": {"num_bits": 4}}},
+}
+WITHOUT_HOT = {key: value for key, value in EAGLE3_CONFIG.items() if key != "draft_vocab_size"}
+
+
+@pytest.mark.parametrize(
+    ("read", "source", "said"),
+    [
+        (from_config, "llama-9b", "'llama-9b' is neither .*llama-3.1-8b"),
+        (from_config, LLAMA_CONFIG | {"architectures": ["Qwen3MoeForCausalLM"]}, "Moe.*Llama"),
+        (from_config, {"hidden_size": 4}, "architecture is none"),
+        (from_config, LLAMA_CONFIG | {"hidden_size": None}, "no whole number for hidden_size"),
+        (from_config, DEEPSEEK | {"kv_lora_rank": None}, "no whole number for kv_lora_rank"),
+        (from_config, LLAMA_CONFIG | {"sliding_window": 4096}, "window of 4096"),
+        (from_config, LLAMA_CONFIG | {"quantization_config": {"quant_method": "awq"}}, "'awq'"),
+        (from_config, LLAMA_CONFIG | {"quantization_config": FOUR_BITS}, "with 8 bits"),
+        (from_config, DFLASH_CONFIG, "architecture is DFlashDraftModel"),
+        (proposal_of, WITHOUT_HOT, "number for draft_vocab_size.*write vocab_size there"),
+        (proposal_of, EAGLE3_CONFIG | {"target_hidden_size": 8}, "is 4 .*target_hidden_size 8"),
+        (proposal_of, DFLASH_CONFIG | {"intermediate_size": None}, "size.*its own layers"),
+        (
+            proposal_of,
+            DFLASH_CONFIG | {"dflash_config": {"projector_type": "domino"}},
+            "has projector_type: more than one pass",
+        ),
+        (proposal_of, DFLASH_CONFIG | {"layer_types": ["sliding_attention"]}, "sliding_window"),
+        (proposal_of, DFLASH_CONFIG | {"architectures": ["DFlash2DraftModel"]}, "DFlashDraftMod"),
+        (proposal_of, "eagle3-9b", "neither a config.json.*eagle3-8b.*ngram"),
+        (proposal_of, "ngram+eagle3-8b", "beside a draft model .*given is eagle3"),
+    ],
+)
+def test_what_it_does_not_know_it_refuses(read: Any, source: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        read(source)
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+        from_config(tmp_path)

@@ -1,0 +1,33 @@
+"""A model and two heads so small that the planner's numbers can be worked out by hand."""
+
+from typing import Any
+
+from sglang_smc.plan.shapes import ModelShape
+
+#: 120 weights in its layer, 80 in its LM head, 16 bytes of KV a token, 32 operations a key.
+TOY = ModelShape(
+    num_layers=1,
+    hidden_size=4,
+    intermediate_size=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=2,
+    vocab_size=20,
+    tied_embeddings=True,
+)
+TOY_CONFIG: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "hidden_size": 4,
+    "intermediate_size": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 2,
+    "vocab_size": 20,
+}
+EAGLE3_CONFIG = TOY_CONFIG | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 6}
+DFLASH_CONFIG = TOY_CONFIG | {
+    "architectures": ["DFlashDraftModel"],
+    "num_hidden_layers": 2,
+    "block_size": 8,
+    "dflash_config": {"mask_token_id": 19, "target_layer_ids": [1, 2, 3]},
+}
