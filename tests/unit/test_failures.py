@@ -49,32 +49,31 @@ class FakeReq:
         pass
 
 
-def test_an_ended_request_carries_status_and_sentence_and_leaves_no_kv() -> None:
-    req: Any = FakeReq()
-    end_request(req, "what, and what to do", HTTPStatus.BAD_REQUEST)
-    assert req.to_finish.to_json() == {
-        "type": "abort",
-        "message": "what, and what to do",
-        "status_code": 400,
-        "err_type": "BAD_REQUEST",
-    }
-    assert req.skip_radix_cache_insert
-
-
-def test_what_others_sent_is_one_line_of_plain_text(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_ended_request_carries_status_and_plain_text_and_leaves_no_kv(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What others sent is shown in escapes."""
     req: Any = FakeReq()
     req.rid = f"a{HOSTILE}"
     end_request(req, f"The potential says {HOSTILE}.", HTTPStatus.BAD_REQUEST)
-    for text in (caplog.messages[0], req.to_finish.message):
-        assert text.isprintable() and r"\x1b]52;c;AA==\x07\n" in text
+    shown = r"\x1b]52;c;AA==\x07\n"
+    message = f"The potential says {req.to_finish.message.split('says ')[1]}"
+    assert req.to_finish.to_json() == {
+        "type": "abort",
+        "message": message,
+        "status_code": 400,
+        "err_type": "BAD_REQUEST",
+    }
+    assert all(text.isprintable() and shown in text for text in (caplog.messages[0], message))
+    assert req.skip_radix_cache_insert
 
 
-@pytest.mark.parametrize("ending", ["by its client", "already"])
-def test_who_ends_anyway_ends_as_it_would(ending: str) -> None:
-    req: Any = FakeReq(to_finish="abort" if ending == "by its client" else None)
-    req.done = ending == "already"
+@pytest.mark.parametrize(("to_finish", "done"), [("abort", False), (None, True)])
+def test_who_ends_anyway_ends_as_it_would(to_finish: str | None, done: bool) -> None:
+    req: Any = FakeReq(to_finish=to_finish)
+    req.done = done
     end_request(req, "late", HTTPStatus.BAD_REQUEST)
-    assert req.to_finish in ("abort", None)
+    assert req.to_finish == to_finish
 
 
 @pytest.mark.parametrize(
@@ -200,26 +199,22 @@ def serve(pair: tuple[Language, Language], chosen: Any, rows: list[int]) -> dict
     return {req.row: (req.output_ids, codes[req.row]) for req in reqs}
 
 
-@pytest.mark.parametrize(("model", "value"), [("target", NAN), ("draft", NAN), ("target", INF)])
+@pytest.mark.parametrize(
+    ("code", "num_contexts"), [(Failure.TARGET_LOGITS, 3), (Failure.DRAFT_LOGITS, 7)]
+)
 @pytest.mark.parametrize("name", list(CHOICES))
 def test_a_broken_context_ends_its_requests_and_leaves_others_their_texts(
-    name: str, model: str, value: float
+    name: str, code: Failure, num_contexts: int
 ) -> None:
     """Logits that mean nothing in some contexts: in a batch each request fares as it does alone."""
-    target, draft = languages()
-    where = slice(0, 3 if model == "target" else 7)
-    if model == "target":
-        target = broken(target, value, where)
-    else:
-        draft = broken(draft, value, where)
-    together = serve((target, draft), CHOICES[name], ROWS)
-    code = Failure.TARGET_LOGITS if model == "target" else Failure.DRAFT_LOGITS
-    codes = [code for _, code in together.values()]
+    target, draft = whole = languages()
+    spoilt = broken(whole[code - 1], NAN, slice(0, num_contexts))
+    pair = (spoilt, draft) if code == Failure.TARGET_LOGITS else (target, spoilt)
+    together = serve(pair, CHOICES[name], ROWS)
+    codes = [found for _, found in together.values()]
     assert set(codes) == {0, code}
     for row in (codes.index(0), codes.index(code)):
-        alone = serve((target, draft), CHOICES[name], [ROWS[row]])
-        assert alone == {ROWS[row]: together[ROWS[row]]}
+        assert serve(pair, CHOICES[name], [ROWS[row]]) == {ROWS[row]: together[ROWS[row]]}
     # What does not fail is what it would have been without the fault.
-    whole = serve(languages(), CHOICES[name], ROWS)
-    for row in (row for row in ROWS if not together[row][1]):
-        assert together[row][0] == whole[row][0]
+    unbroken = serve(whole, CHOICES[name], ROWS)
+    assert all(together[row] == unbroken[row] for row in ROWS if not together[row][1])
