@@ -130,20 +130,14 @@ def test_loads_that_alternate_near_a_boundary_do_not_flap() -> None:
     assert len(list(itertools.groupby(seen))) <= 3
 
 
-def test_particles_come_back_when_the_load_has_gone() -> None:
-    policy = Policy(TOP, roofline(free=256))
-    rounds(policy, 512, 20)
-    assert policy.budget == OFF
-    rounds(policy, 1, 20)
-    assert policy.budget == TOP
-
-
-def test_a_budget_without_memory_is_not_taken() -> None:
+def test_particles_come_back_when_the_load_has_gone_and_there_is_memory() -> None:
     policy = Policy(TOP, roofline(free=256))
     rounds(policy, 512, 20)
     for _ in range(20):
         policy.choose(1, TOP, fits=lambda budget: budget == OFF)
     assert policy.budget == OFF
+    rounds(policy, 1, 20)
+    assert policy.budget == TOP
 
 
 def test_a_round_costs_its_passes() -> None:

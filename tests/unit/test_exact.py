@@ -1,7 +1,6 @@
 """Exact multi-draft verification: the distribution of what a walk puts out, against p."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -9,12 +8,10 @@ from exact_tables import verify
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.smc import exact
 from sglang_smc.smc.selection import OFFSETS
-from sglang_smc.tokens.distribution import TokenDistribution, sample
+from sglang_smc.tokens.distribution import sample
 
 ALPHA = 1e-4
 VOCAB = 4
@@ -246,45 +243,6 @@ def test_greedy_accepts_the_longest_agreeing_prefix() -> None:
         assert found.num_columns.tolist() == [3, 2, 1, 0]
         assert found.next_probs.argmax(1).tolist() == [0, 0, 0, 1]
         assert (found.next_probs.amax(1) == 1).all()
-
-
-class Sizes(TorchDispatchMode):
-    """Notes what is computed, and how large the results are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-        self.largest = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        self.names.add(func.overloadpacket.__name__)
-        if isinstance(found, torch.Tensor) and not func.is_view:
-            self.largest = max(self.largest, found.numel())
-        return found
-
-
-def test_nothing_is_sorted_and_no_table_has_a_row_for_each_chain() -> None:
-    generator = torch.Generator().manual_seed(0)
-    size, num_chains, num_steps, vocab_size = 3, 4, 2, 5000
-    shape = size, num_chains, num_steps
-    p = TokenDistribution.of_log_probs(
-        torch.randn(size * num_chains * (num_steps + 1), vocab_size, generator=generator)
-    )
-    q = [
-        TokenDistribution.of_log_probs(
-            torch.randn(size * num_chains, vocab_size, generator=generator)
-        )
-        for _ in range(num_steps)
-    ]
-    tokens = torch.randint(vocab_size, shape, generator=generator)
-    uniforms = torch.rand(shape, generator=generator, dtype=torch.float64)
-    with Sizes() as sizes:
-        exact.verify(TORCH, tokens, tokens < 0, p, q, uniforms)
-    assert not sizes.names & {"sort", "argsort", "topk"}
-    assert sizes.largest == size * vocab_size
 
 
 def test_padding_does_not_matter() -> None:

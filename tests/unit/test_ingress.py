@@ -26,19 +26,13 @@ def shown(tokenizer: Any = None, times: int = 1, **accumulated: list[Any]) -> di
 
 
 def test_totals_are_numbers_and_other_information_stays_as_it_is() -> None:
+    """With no text at all, as after an abort in the queue, SGLang fills in an empty list."""
     assert shown(spec_smc_rounds_ct=[None, 3], theirs=[1, 2]) == {
         "spec_smc_rounds_ct": 3,
         "theirs": [1, 2],
     }
-
-
-@pytest.mark.parametrize("values", [[], [None], [None, None]])
-def test_what_only_a_neighbour_has_to_tell_is_left_out(values: list[None]) -> None:
-    """With no text at all, as after an abort in the queue, SGLang fills in an empty list."""
-    assert shown(spec_smc_particles=values, spec_smc_trace=values) == {}
-
-
-def test_an_evidence_that_is_not_known_is_shown_as_such() -> None:
+    for of_neighbours in ([], [None], [None, None]):
+        assert shown(spec_smc_particles=of_neighbours, spec_smc_trace=of_neighbours) == {}
     assert shown(spec_smc_log_evidence=[None]) == {"spec_smc_log_evidence": None}
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import prometheus_client
 import pytest
 import torch
-from edit_cases import NEUTRAL
+from edit_cases import make_req
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from toy_laws import EOS, languages
@@ -350,11 +350,9 @@ def test_all_metrics_are_there_before_the_first_round(registry: CollectorRegistr
 def test_a_round_is_booked_as_that_of_a_greedy_request(is_greedy: bool) -> None:
     seen: list[Played] = []
     state = RequestState.of(0, RequestConfig(num_particles=4, greedy=is_greedy))
-    req: Any = SimpleNamespace(
-        smc_state=state,
-        spec_num_correct_drafts=0,
-        update_spec_correct_drafts_histogram=lambda _: None,
-    )
+    req = make_req([])
+    req.smc_state, req.spec_num_correct_drafts = state, 0
+    req.update_spec_correct_drafts_histogram = lambda _: None
     result = SMCBatchResult(
         monitor=cast(Monitor, SimpleNamespace(add=seen.append)),
         failure=torch.zeros(1, dtype=torch.int64),
@@ -423,14 +421,11 @@ class Streamed:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, stream: bool = True) -> None:
         self.seconds = 100.0
-        monitor = Monitor(interval=1000, now=lambda: self.seconds)
-        monitor.report_as(reporter())
-        monkeypatch.setattr(process, "_monitor", monitor)
-        state = RequestState.of(0, RequestConfig(num_particles=4))
-        self.req: Any = SimpleNamespace(smc_state=state, output_ids=[], to_finish=None, rid="r")
-        self.req.finished, self.req.return_logprob = lambda: False, False
-        self.req.grammar, self.req.custom_logit_processor, self.req.stream = None, None, stream
-        self.req.sampling_params = SimpleNamespace(**NEUTRAL)
+        self.monitor = Monitor(interval=1000, now=lambda: self.seconds)
+        self.monitor.report_as(reporter())
+        monkeypatch.setattr(process, "_monitor", self.monitor)
+        self.req = make_req([])
+        self.req.return_logprob, self.req.stream = False, stream
         self.req.output_ids_through_stop = self.req.output_ids
 
     def emit(self, num_tokens: int, after: float, num_kept: int | None = None) -> None:
@@ -488,17 +483,10 @@ def test_a_prefill_that_fails_is_counted_though_it_is_no_round(
     registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the hook that ends such a request: a broken model shows in its prefill first."""
-    counting = monitor()
-    monkeypatch.setattr(process, "_monitor", counting)
-    output_ids = [-1]  # a code of `Failure` in place of the first token
-    run = RequestState.of(0, RequestConfig(num_particles=4))
-    req: Any = SimpleNamespace(
-        smc_state=run, output_ids=output_ids, to_finish=None, rid="r", finished=lambda: False
-    )
-    req.grammar, req.custom_logit_processor, req.stream = None, None, False
-    req.sampling_params = SimpleNamespace(**NEUTRAL, min_new_tokens=0)
-    update_finish_state(lambda *_: None, req)
-    totals = counting.totals()
+    streamed = Streamed(monkeypatch, stream=False)
+    streamed.req.output_ids = [-1]  # a code of `Failure` in place of the first token
+    update_finish_state(lambda *_: None, streamed.req)
+    totals = streamed.monitor.totals()
     assert (totals["nan_rounds"], totals["rounds"]) == (1, 0)
     assert samples(registry)["nan_rounds_total"] == 1
 
@@ -538,12 +526,7 @@ def test_other_metric_classes_are_taken_where_the_collector_has_them() -> None:
 
 @pytest.mark.parametrize(
     ("logs", "given", "num_lines"),
-    [
-        (True, {}, 2),
-        (True, {"weighs": False}, 1),
-        (True, {"greedy": True}, 1),
-        (False, {}, 0),
-    ],
+    [(True, {}, 2), (True, {"weighs": False}, 1), (True, {"greedy": True}, 1), (False, {}, 0)],
 )
 def test_log_and_warning_come_from_one_rank_and_of_weighed_rounds(
     caplog: pytest.LogCaptureFixture,
@@ -554,11 +537,7 @@ def test_log_and_warning_come_from_one_rank_and_of_weighed_rounds(
 ) -> None:
     monkeypatch.setattr(counters, "LOW_ESS_ROUNDS", 2)
     low = [played(**given, ess_sum=1.0)]
-    found = Monitor(interval=2)
-    found.report_as(reporter(exports=False, logs=logs))
-    for one in low * 2:
-        found.add(one)
-        found.end_round()
+    monitor(low, low, interval=2, exports=False, logs=logs)
     assert len(caplog.messages) == num_lines
 
 
