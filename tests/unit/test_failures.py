@@ -37,6 +37,7 @@ def request(output_ids: tuple[int, ...] = (), **fields: Any) -> Any:
         "is_retracted": False,
         "return_logprob": True,
         "spec_num_correct_drafts": 0,
+        "spec_correct_drafts_histogram": [],
         "update_spec_correct_drafts_histogram": lambda _: None,
     }
     vars(req).update({**more, **fields})

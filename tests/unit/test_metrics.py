@@ -18,6 +18,7 @@ from sglang_smc import process
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.patches.ingress import add_meta_info
 from sglang_smc.patches.request_state import update_finish_state
 from sglang_smc.requests.state import RequestState
 from sglang_smc.round.result import SMCBatchResult
@@ -184,6 +185,55 @@ def test_before_the_first_round_all_particles_count() -> None:
     unknown = "tilt", "tilt_information", "innovation"
     assert [found[f"spec_smc_{name}"] for name in unknown] == [None] * 3, "0 would be the target's"
     assert found["spec_smc_watched_ct"] == 0
+
+
+# --- What of them reaches the client
+
+
+class Letters:
+    """A tokenizer: 1 reads a, 2 reads b, and so on; 0 is special."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        letters = "" if skip_special_tokens else "."
+        return "".join(chr(96 + one) if one else letters for one in ids)
+
+
+def shown(tokenizer: Any = None, times: int = 1, **accumulated: list[Any]) -> dict[str, Any]:
+    state = SimpleNamespace(customized_info_accumulated=accumulated)
+    manager: Any = SimpleNamespace(rid_to_state={"a": state}, tokenizer=tokenizer)
+    meta_info: dict[str, Any] = dict(accumulated)
+    for _ in range(times):
+        add_meta_info(lambda *_: None, manager, meta_info, SimpleNamespace(rids=["a"]), 0)
+    return meta_info
+
+
+def test_totals_are_numbers_and_other_information_stays_as_it_is() -> None:
+    """With no text at all, as after an abort in the queue, SGLang fills in an empty list."""
+    assert shown(spec_smc_rounds_ct=[None, 3], theirs=[1, 2]) == {
+        "spec_smc_rounds_ct": 3,
+        "theirs": [1, 2],
+    }
+    for of_neighbours in ([], [None], [None, None]):
+        assert shown(spec_smc_particles=of_neighbours, spec_smc_trace=of_neighbours) == {}
+    assert shown(spec_smc_log_evidence=[None]) == {"spec_smc_log_evidence": None}
+
+
+ROUND = {"begins": [1], "drafted": [[2, 3], []], "bonus": [0, None], "emitted": [4]}
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_tokens_are_readable_where_there_is_a_tokenizer(times: int) -> None:
+    """Red if a token of some field is left out, or if what ends a stream is read twice over."""
+    particle, trace = {"output_ids": [1, 0, 2]}, {"rounds": [ROUND]}
+    own = {"spec_smc_particles": [[dict(particle)]], "spec_smc_trace": [dict(trace)]}
+    found = shown(Letters(), times, **own)
+    assert found["spec_smc_particles"] == [{**particle, "text": "ab"}]
+    assert found["spec_smc_trace"]["pieces"] == {"0": ".", "1": "a", "2": "b", "3": "c", "4": "d"}
+
+
+def test_without_a_tokenizer_there_are_tokens_alone() -> None:
+    own = {"spec_smc_particles": [[{"output_ids": [1]}]], "spec_smc_trace": [{"rounds": [ROUND]}]}
+    assert shown(**own) == {name: values[-1] for name, values in own.items()}
 
 
 # --- The warning of a low effective sample size
@@ -435,14 +485,6 @@ class Streamed:
         ids.extend([5] * num_tokens)
         self.req.output_ids_through_stop = ids[: len(ids) - num_tokens + kept]
         update_finish_state(lambda *_: None, self.req, num_tokens)
-
-
-def chunks(registry: CollectorRegistry) -> tuple[float, float, float, float]:
-    """Gaps: number and seconds; chunks: number and tokens."""
-    found = samples(registry)
-    names = ("chunk_gap_seconds", "chunk_tokens")
-    count, total, *others = (found[f"{n}_{part}"] for n in names for part in ("count", "sum"))
-    return count, total, others[0], others[1]
 
 
 @pytest.mark.parametrize(
