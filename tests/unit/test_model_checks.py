@@ -1,6 +1,5 @@
 """A model that particles cannot run on is told as the worker is built, not by its first request."""
 
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -99,40 +98,16 @@ def test_keys_that_a_kernel_cannot_convert_are_refused(
         supported.check_kernel_type(kind, capability)
 
 
-class Model:
-    """Stands for a `ParticleForward`; its layers may want what no round has."""
-
-    def __init__(self, wants: str | None = None) -> None:
-        self.wants = wants
-
-    def next_logits(self, tokens: torch.Tensor, *_: Any) -> torch.Tensor:
-        if self.wants:
-            raise AttributeError(f"'NoneType' object has no attribute '{self.wants}'")
-        return torch.zeros(*tokens.shape[:2], 8)
-
-    def chain_logits(self, tokens: torch.Tensor, *_: Any) -> torch.Tensor:
-        return self.next_logits(tokens).unsqueeze(2)
+def model(fails: Callable[..., Any] | None = None) -> Any:
+    """Stands for a `ParticleForward`, whose layers may fail."""
+    run = fails or (lambda tokens, *_: torch.zeros(*tokens.shape[:2], 8))
+    return SimpleNamespace(next_logits=run, chain_logits=lambda *a: run(*a).unsqueeze(2))
 
 
-def rehearsed(target: Model, draft: Model) -> None:
+def rehearsed(target: Any, draft: Any) -> None:
     table = torch.zeros(2, 16, dtype=torch.int32)
     ledger = Ledger(table, table, num_particles=1, max_tail=4, num_slots=8)
-    rehearse(Steps(target, LanguageModel(draft), ledger, TORCH))  # type: ignore[arg-type]
-
-
-def test_models_that_run_pass() -> None:
-    rehearsed(Model(), Model())
-
-
-@pytest.mark.parametrize(
-    ("target", "draft", "flag"),
-    [("mrope", None, "--model-path"), (None, "mrope", "--speculative-draft-model-path")],
-)
-def test_a_model_that_wants_more_than_rounds_have_is_named(
-    target: str | None, draft: str | None, flag: str
-) -> None:
-    with pytest.raises(ValueError, match=f"^{flag} cannot run over particles: Attr.*'mrope'"):
-        rehearsed(Model(target), Model(draft))
+    rehearse(Steps(target, LanguageModel(draft), ledger, TORCH))
 
 
 def fails_in(module: str, error: Exception) -> Callable[..., Any]:
@@ -142,9 +117,13 @@ def fails_in(module: str, error: Exception) -> Callable[..., Any]:
     return scope["run"]
 
 
+WANTS = AttributeError("'NoneType' object has no attribute 'mrope'")
+
+
 @pytest.mark.parametrize(
-    ("module", "error", "cure"),
+    ("module", "error", "told"),
     [
+        ("sglang.srt.models", WANTS, "cannot run over particles: AttributeError: .*'mrope'"),
         (
             "sglang_smc.kernels.attention.latent",
             RuntimeError("out of resource: shared memory"),
@@ -154,9 +133,15 @@ def fails_in(module: str, error: Exception) -> Callable[..., Any]:
         ("sglang.srt.models", ValueError("no such layer"), "Choose another model"),
     ],
 )
-def test_what_a_failing_pass_calls_for(module: str, error: Exception, cure: str) -> None:
+def test_the_model_whose_pass_fails_is_named_and_what_that_calls_for(
+    module: str, error: Exception, told: str
+) -> None:
     """Not every failure is the model's."""
-    model = Model()
-    model.next_logits = fails_in(module, error)  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match=re.escape(cure)):
-        rehearsed(Model(), model)
+    rehearsed(model(), model())
+    failing = model(fails_in(module, error))
+    for flag, pair in {
+        "--model-path": (failing, model()),
+        "--speculative-draft-model-path": (model(), failing),
+    }.items():
+        with pytest.raises(ValueError, match=f"^{flag} .*{told}"):
+            rehearsed(*pair)
