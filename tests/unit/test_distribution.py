@@ -88,6 +88,7 @@ def test_evenly_spread_uniforms_draw_each_token_by_its_probability(size: int) ->
     num_draws = 4000
     uniforms = (torch.arange(num_draws).double() + 0.5) / num_draws
     tokens = sample(log_p.expand(num_draws, -1), uniforms)
+    assert int(sample(log_p, uniforms[-1])) == tokens[-1], "alone as in a batch"
     counts = torch.bincount(tokens, minlength=size)
     assert (counts - log_p.exp() * num_draws).abs().max() <= 1.0
     assert (tokens.diff() >= 0).all()
