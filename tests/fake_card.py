@@ -5,7 +5,7 @@ graphs' pool while a graph is captured, and beside it otherwise.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -81,29 +81,21 @@ class Card:
     def in_place(self) -> Iterator["Card"]:
         """Let torch and SGLang's session find this card."""
         context = "sglang.srt.runtime_context.get_server_args"
-        patches = [
+        capture = "sglang.srt.distributed.parallel_state.graph_capture"
+        graphs = mock.patch.multiple(
+            torch.cuda,
+            graph_pool_handle=self.begin,
+            synchronize=lambda *_: None,
+            empty_cache=lambda: None,
+            CUDAGraph=mock.MagicMock,
+            graph=self.capture,
+            mem_get_info=lambda *_: (self.total - self.pool, self.total),
+        )
+        with (
             mock.patch(context, lambda: SimpleNamespace(enable_cudagraph_gc=False)),
             mock.patch("sglang.srt.model_executor.runner.freeze_gc", nullcontext),
             mock.patch("sglang_smc.upstream.resolved", lambda args: args),
-            mock.patch("sglang.srt.distributed.parallel_state.graph_capture", _graph_capture),
-            *(
-                mock.patch.object(torch.cuda, name, stand_in)
-                for name, stand_in in {
-                    "graph_pool_handle": self.begin,
-                    "synchronize": lambda *_: None,
-                    "empty_cache": lambda: None,
-                    "CUDAGraph": mock.MagicMock,
-                    "graph": self.capture,
-                    "mem_get_info": lambda *_: (self.total - self.pool, self.total),
-                }.items()
-            ),
-        ]
-        with ExitStack() as stack:
-            for patch in patches:
-                stack.enter_context(patch)
+            mock.patch(capture, lambda: nullcontext(SimpleNamespace(stream="stream"))),
+            graphs,
+        ):
             yield self
-
-
-@contextmanager
-def _graph_capture() -> Iterator[SimpleNamespace]:
-    yield SimpleNamespace(stream="stream")

@@ -1,20 +1,187 @@
-"""What a request runs with on a budget, on the host and on the device alike."""
+"""Which N and K are chosen at which load, and what a request runs with on them."""
 
 import itertools
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from table_entries import entry
 
 from sglang_smc.memory import arena
-from sglang_smc.options.budget import OFF, Budget, apply_budget, union
+from sglang_smc.options.budget import OFF, Budget, apply_budget, budgets, union
+from sglang_smc.options.policy import COSTS_ENV, Costs, Curve, Kept, Policy, RoundCosts
 from sglang_smc.options.request import RequestConfig, request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.requests.state import RequestState
 from sglang_smc.round.batch import RoundInputs
 from sglang_smc.state.settings import RequestTable
+
+TOP = Budget(8, 8)
+PATIENT = 8  # rounds for which a budget stays at least
+BATCHES = [1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64, 100, 128, 256, 512]
+
+
+def roofline(free: int, pass_seconds: float = 0.01, draft: float = 0.1) -> Costs:
+    """Passes of up to ``free`` tokens are bound by memory; beyond that, time follows tokens."""
+    sizes = (1, free, 2 * free, 64 * free)
+    points = [(size, pass_seconds * max(1, size / free)) for size in sizes]
+    return Costs(Curve.of((n, draft * s) for n, s in points), Curve.of(points))
+
+
+def stairs(free: int) -> Costs:
+    """Beyond ``free`` tokens a pass takes longer, but not the longer the more there are."""
+    curve = Curve(((free, 0.01), (free + 1, 0.03), (1000 * free, 0.03)))
+    return Costs(curve, curve)
+
+
+def rounds(policy: Policy, batch_size: int, number: int, kept: float | None = None) -> list[Budget]:
+    """The budgets in force in so many rounds, of which each keeps that share of its drafts."""
+    seen = []
+    for _ in range(number):
+        seen.append(policy.budget)
+        if kept is not None:
+            for _ in range(batch_size):
+                policy.learn(policy.budget, round(kept * policy.budget.num_steps))
+            policy.end_round()
+        policy.choose(batch_size, TOP)
+    return seen
+
+
+def test_budgets_halve_both_and_ends_without_drafts() -> None:
+    assert budgets(Budget(6, 2)) == (*((n, k) for n in (6, 3, 1) for k in (2, 1)), OFF)
+    assert budgets(Budget(1, 1)) == ((1, 1), OFF)
+
+
+@pytest.mark.parametrize(
+    ("free", "draft", "batch_size", "widest", "best"),
+    [
+        # Passes that memory bounds are free for all particles and steps.
+        (4096, 0.01, 1, TOP, TOP),
+        (4096, 0.01, 32, TOP, TOP),
+        (100_000, 0.1, 16, TOP, TOP),
+        # Past the ridge each token is paid for, and in the end the target decodes alone.
+        (256, 0.1, 1, TOP, TOP),
+        (256, 0.1, 100, TOP, Budget(1, 1)),
+        (256, 0.1, 512, TOP, OFF),
+        # Requests of two particles fit where those of eight would not.
+        (256, 0.1, 16, TOP, Budget(2, 4)),
+        (256, 0.1, 16, Budget(2, 4), TOP),
+    ],
+)
+def test_the_best_budget(
+    free: int, draft: float, batch_size: int, widest: Budget, best: Budget
+) -> None:
+    assert Policy(TOP, roofline(free=free, draft=draft)).best(batch_size, widest) == best
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@given(
+    st.one_of(
+        st.builds(roofline, st.integers(1, 2000), draft=st.floats(0.001, 2.0)),
+        st.builds(stairs, st.integers(1, 2000)),
+    ),
+    st.lists(st.floats(0, 1), min_size=2, max_size=2),
+    st.sampled_from([Budget(8, 8), Budget(5, 3), Budget(1, 4), Budget(16, 1)]),
+)
+def test_more_requests_never_get_more_work(costs: Costs, kept: list[float], widest: Budget) -> None:
+    """Though it may pay: passes of some sizes cost what larger ones do."""
+    policy = Policy(Budget(16, 8), costs)
+    for budget, share in zip((Budget(8, 8), Budget(1, 8)), kept, strict=True):
+        policy.learn(budget, round(8 * share))
+    chosen = [policy.best(size, widest).within(widest) for size in BATCHES]
+    work = [budget.num_particles * budget.num_steps for budget in chosen]
+    assert all(later <= earlier for earlier, later in itertools.pairwise(work))
+
+
+def test_drafts_that_are_not_kept_are_not_made() -> None:
+    good, bad = (Policy(TOP, roofline(free=4096, draft=0.3)) for _ in range(2))
+    rounds(good, 4, 60, kept=1.0)
+    rounds(bad, 4, 60, kept=0.0)
+    assert good.budget == TOP
+    assert bad.budget.num_steps <= 1
+
+
+def test_who_does_not_speculate_forgets_why_and_tries_again() -> None:
+    """Where a second token costs something: else one draft costs what reading along does."""
+    policy = Policy(TOP, roofline(free=256, draft=0.3))
+    assert policy.best(180, TOP) == Budget(1, 1)
+    seen = rounds(policy, 180, 60, kept=0.0)
+    assert seen[-1] == OFF
+    later = rounds(policy, 180, 1000, kept=0.0)
+    assert any(budget.num_steps for budget in later)
+    assert later.count(OFF) > 700, "and finds again that it does not pay"
+
+
+def test_a_budget_is_left_for_a_clear_gain_only_and_not_at_once() -> None:
+    policy = Policy(TOP, roofline(free=256))
+    seen = rounds(policy, 512, 40)
+    assert seen[:PATIENT] == [TOP] * PATIENT and seen[-1] == OFF
+    assert len(list(itertools.groupby(seen))) == 2, "one change, and it stays"
+
+
+def test_loads_that_alternate_near_a_boundary_do_not_flap() -> None:
+    policy = Policy(TOP, roofline(free=256))
+    boundary = next(n for n in range(2, 512) if policy.best(n, TOP) != policy.best(1, TOP))
+    seen = [rounds(policy, boundary - index % 2, PATIENT)[-1] for index in range(100)]
+    assert len(list(itertools.groupby(seen))) <= 3
+
+
+def test_particles_come_back_when_the_load_has_gone_and_there_is_memory() -> None:
+    policy = Policy(TOP, roofline(free=256))
+    rounds(policy, 512, 20)
+    for _ in range(20):
+        policy.choose(1, TOP, fits=lambda budget: budget == OFF)
+    assert policy.budget == OFF
+    rounds(policy, 1, 20)
+    assert policy.budget == TOP
+
+
+def test_a_round_costs_its_passes() -> None:
+    costs = Costs(Curve.of([(1, 1.0), (101, 101.0)]), Curve.of([(1, 10.0)]), overhead=0.5)
+    assert costs.round(3, Budget(2, 4), TOP) == 12 + 3 * 6 + 10 + 0.5
+    assert costs.round(3, TOP, Budget(2, 4)) == costs.round(3, Budget(2, 4), TOP)
+    assert costs.round(3, OFF, TOP) == 6 + 10 + 0.5, "the draft reads along"
+
+
+def test_a_recorded_round_costs_what_its_budget_does_whoever_plays() -> None:
+    costs = RoundCosts({TOP: Curve(((1, 2.0), (3, 4.0))), OFF: Curve(((1, 1.0),))})
+    assert costs.round(2, TOP, Budget(1, 1)) == 3.0
+    assert costs.round(2, OFF, TOP) == 1.0
+
+
+def test_a_curve_never_falls_and_goes_on_beyond_its_last_point() -> None:
+    curve = Curve.of([(1, 2.0), (2, 1.0), (4, 4.0), (8, 8.0)])
+    assert [curve.at(n) for n in (1, 2, 3, 4, 6, 8, 16)] == [1, 1, 2.5, 4, 6, 8, 16]
+
+
+def test_what_is_kept_is_learned_and_carried_over_to_other_steps() -> None:
+    kept = Kept()
+    assert kept.tokens(Budget(4, 2)) == pytest.approx(1 + 0.8 + 0.64), "until something is known"
+    for _ in range(400):
+        kept.add(Budget(4, 4), 1)  # 1 of 2 tokens tried
+    assert kept.tokens(Budget(4, 8)) == pytest.approx(2.0, abs=0.05)
+    assert kept.tokens(Budget(8, 1)) == pytest.approx(1.5, abs=0.02), "as its like"
+    assert kept.tokens(Budget(1, 1)) == pytest.approx(1.8), "which is verified, and unlike"
+
+
+def test_costs_are_read_from_json() -> None:
+    text = json.dumps({"draft": [[1, 0.1]], "target": [[4, 0.3], [1, 0.2]]})
+    assert Costs.parse(text) == Costs(Curve(((1, 0.1),)), Curve(((1, 0.2), (4, 0.3))), 0.0)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "7", '{"draft": [[1, 1]]}', '{"draft": [], "target": [[1, 1]]}', '{"x": 1}']
+)
+def test_bad_costs_name_the_variable_and_its_form(text: str) -> None:
+    with pytest.raises(ValueError, match=f"{COSTS_ENV} is .*allowed: .*draft.*unset it"):
+        Costs.parse(text)
+
+
+# --- What a request runs with
 
 SERVER = SMCConfig(num_particles=8, num_steps=6)
 ASKED = [
@@ -32,25 +199,29 @@ ASKED = [
 RUNGS = [None, Budget(8, 6), Budget(4, 3), Budget(2, 6), Budget(1, 3), OFF]
 
 
-def test_a_rung_bounds_and_never_adds() -> None:
-    found = apply_budget(ASKED[2], Budget(8, 6))
-    assert found == ASKED[2]
-    found = apply_budget(ASKED[2], Budget(2, 1))
-    assert (found.num_particles, found.num_steps, found.mode) == (2, 1, "smc")
-
-
-@pytest.mark.parametrize("mode", ["smc", "exact", "mixed", "auto"])
-def test_who_loses_all_particles_but_one_is_verified(mode: str) -> None:
-    asked = RequestConfig(num_particles=4, mode=mode)
-    for budget in (OFF, Budget(1, 4)):
-        assert apply_budget(asked, budget).mode == "exact"
-    assert apply_budget(asked, Budget(2, 0)).mode == mode
-
-
-def test_a_power_keeps_its_particles_and_who_has_one_keeps_its_mode() -> None:
-    assert apply_budget(ASKED[6], OFF).num_particles == 8
-    assert apply_budget(ASKED[6], OFF).num_steps == 0
-    assert apply_budget(ASKED[1], OFF).mode == "smc"
+@pytest.mark.parametrize(
+    ("asked", "budget", "num_particles", "num_steps", "mode"),
+    [
+        # A budget bounds, and never adds.
+        (ASKED[2], Budget(8, 6), 3, 2, "smc"),
+        (ASKED[2], Budget(2, 1), 2, 1, "smc"),
+        # A request that loses all particles but one is verified; one that had one keeps its mode.
+        *(
+            (RequestConfig(num_particles=4, mode=mode), budget, 1, budget.num_steps, "exact")
+            for mode in ("smc", "exact", "mixed", "auto")
+            for budget in (OFF, Budget(1, 4))
+        ),
+        (RequestConfig(num_particles=4, mode="mixed"), Budget(2, 0), 2, 0, "mixed"),
+        (ASKED[1], OFF, 1, 0, "smc"),
+        # A power of p cannot be verified, and keeps its particles.
+        (ASKED[6], OFF, 8, 0, "smc"),
+    ],
+)
+def test_what_a_request_runs_with(
+    asked: RequestConfig, budget: Budget, num_particles: int, num_steps: int, mode: str
+) -> None:
+    found = apply_budget(asked, budget)
+    assert (found.num_particles, found.num_steps, found.mode) == (num_particles, num_steps, mode)
 
 
 @pytest.mark.parametrize("budget", RUNGS)
@@ -72,11 +243,8 @@ def test_the_device_runs_with_what_the_host_has_bounded(budget: Budget | None) -
     assert found.evidence_threshold.tolist() == [config.covering for config in expected]
 
 
-@pytest.mark.parametrize(("before", "now"), itertools.product(RUNGS, RUNGS))
-def test_memory_holds_the_tails_so_far_and_the_drafts_to_come(
-    before: Budget | None, now: Budget | None
-) -> None:
-    for asked in ASKED:
+def test_memory_holds_the_tails_so_far_and_the_drafts_to_come() -> None:
+    for asked, before, now in itertools.product(ASKED, RUNGS, RUNGS):
         last, new = apply_budget(asked, before), apply_budget(asked, now)
         in_use = last.num_particles * (last.lag - 1)
         taken = new.num_particles * (new.num_steps + 1)

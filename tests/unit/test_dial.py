@@ -19,15 +19,11 @@ def answer(rng: random.Random, threshold: float, scale: float = TRUE_SCALE) -> t
     return threshold, scale / (1.0 + threshold) * INFORMATION + noise, INFORMATION
 
 
-def test_nothing_is_known_at_first() -> None:
-    assert Dial().scale == SCALE
-
-
 @pytest.mark.parametrize("tilt", [0.05, 0.15, 0.4, 0.7])
 def test_answers_come_to_have_the_tilt_that_is_asked_for(tilt: float) -> None:
     """Four standard errors of what is remembered, and what is left of the first guess."""
     dial, rng = Dial(), random.Random(0)
-    for _ in range(30_000):
+    for _ in range(10_000):
         dial.learn(*answer(rng, dial.threshold(tilt)))
     gives = TRUE_SCALE / (1.0 + dial.threshold(tilt))
     assert gives == pytest.approx(tilt, rel=4 / (TRUE_SCALE * math.sqrt(WINDOW_INFORMATION)))
@@ -52,24 +48,16 @@ def test_answers_that_cannot_lean_teach_nothing() -> None:
     assert dial.scale == pytest.approx(SCALE, abs=1e-3)
 
 
-def test_the_first_guess_weighs_what_it_says() -> None:
+def test_the_first_guess_weighs_what_it_says_and_no_scale_is_below_zero() -> None:
+    """No tilt is exact, whatever is known; more than the scale keeps whole blocks."""
     dial = Dial()
+    assert [dial.threshold(tilt) for tilt in (0.0, SCALE, 9.0)] == [math.inf, 0.0, 0.0]
+    assert dial.threshold(SCALE / 3) == pytest.approx(2.0)
     dial.learn(0.0, 2 * SCALE * PRIOR_INFORMATION, PRIOR_INFORMATION)
     assert dial.scale == pytest.approx(1.5 * SCALE)
-
-
-def test_no_tilt_is_exact_and_more_than_the_scale_keeps_whole_blocks() -> None:
-    dial = Dial()
-    assert dial.threshold(0.0) == math.inf
-    assert dial.threshold(SCALE) == dial.threshold(9.0) == 0.0
-    assert dial.threshold(SCALE / 3) == pytest.approx(2.0)
-
-
-def test_a_scale_below_zero_needs_no_caution() -> None:
-    dial = Dial()
     dial.learn(0.0, -1000.0, 500.0)
     assert dial.scale == dial.threshold(0.1) == 0.0
-    assert dial.threshold(0.0) == math.inf, "exact is asked for, whatever is known"
+    assert dial.threshold(0.0) == math.inf
 
 
 def settled(server: SMCConfig | None = None, **chosen: object) -> RequestConfig:

@@ -1,12 +1,12 @@
-"""From logits to p and q: SGLang's filter rules in numpy, and exact draws at the boundaries."""
+"""From logits to p and q: temperature, SGLang's filters, masks, n-gram matches, and exact draws."""
 
 import math
 
-import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare
-from sorted_law import rules, sorted_law
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sorted_law import ALL, rules, sorted_law
 
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.tokens.distribution import (
@@ -19,62 +19,27 @@ from sglang_smc.tokens.distribution import (
     score_tokens,
     token_log_probs,
 )
+from sglang_smc.tokens.filters import EXTENT, NUM_KEYS, keep_tokens
+from sglang_smc.tokens.masking import restrict, unpack
+from sglang_smc.tokens.mixture import likeliest, mix
 
+INF = math.inf
 LARGEST = math.nextafter(1.0, 0.0)
+ROUNDING = 1e-6  # of a mass: within it of top-p, either side is right
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def filtered(logits: torch.Tensor, asked: SamplingRules) -> TokenDistribution:
+    """Of rows ``[M, V]``, or ``[G, M, V]``, under rules ``[G]``."""
+    rows = logits.view(len(asked.top_k), -1, logits.shape[-1])
+    return TokenDistribution.of(TORCH, rows, asked, FilterKinds(filtered=True, greedy=True))
 
 
 def law_of(logits: torch.Tensor, asked: SamplingRules) -> torch.Tensor:
-    """Log-probabilities ``[M, V]``, or ``[G, M, V]``, under rules ``[G]``."""
-    kinds, rows = (
-        FilterKinds(True, True),
-        logits.view(len(asked.top_k), -1, logits.shape[-1]),
-    )
-    return TokenDistribution.of(TORCH, rows, asked, kinds).log_probs(TORCH).view_as(logits)
-
-
-def sglang_probs(logits: np.ndarray, asked: SamplingRules) -> np.ndarray:
-    """The weights that `top_k_top_p_min_p_sampling_from_probs_torch` draws from, normalised."""
-    temperature, top_k, top_p, min_p, _ = (float(rule) for rule in asked)
-    scaled = logits.astype(np.float64) / temperature
-    probs = np.exp(scaled - scaled.max())
-    probs /= probs.sum()
-    order = np.argsort(-probs, kind="stable")
-    ranked = probs[order]
-    kept = ranked.copy()
-    kept[np.arange(len(kept)) >= top_k] = 0.0
-    if top_p < 1.0:  # else rounding alone could cut
-        kept[(np.cumsum(ranked) - ranked) > top_p] = 0.0
-    kept[kept < kept[0] * min_p] = 0.0
-    result = np.zeros_like(kept)
-    result[order] = kept
-    return result / result.sum()
-
-
-FILTERS = [
-    rules(),
-    rules(top_k=1),
-    rules(top_k=3),
-    rules(top_p=0.8),
-    rules(top_p=1e-6),
-    rules(min_p=0.2),
-    rules(min_p=1.0),
-    rules(temperature=0.3),
-    rules(temperature=2.5, top_k=5, top_p=0.7, min_p=0.1),
-    rules(temperature=1.5, top_k=2, top_p=0.95),
-    rules(temperature=0.7, top_p=0.9, min_p=0.3),
-]
-
-
-@pytest.mark.parametrize(
-    "asked", FILTERS, ids=lambda asked: "-".join(f"{float(x):g}" for x in asked)
-)
-def test_filters_are_those_of_sglangs_sampler(asked: SamplingRules) -> None:
-    logits = torch.randn(200, 12, generator=torch.Generator().manual_seed(0)) * 2
-    found = law_of(logits, asked).exp().numpy()
-    expected = np.stack([sglang_probs(row, asked) for row in logits.numpy()])
-    assert np.array_equal(found > 0, expected > 0), "another set of tokens is kept"
-    assert np.allclose(found, expected, atol=1e-6)
-    assert np.allclose(sorted_law(logits, asked).exp().numpy(), expected, atol=1e-6)
+    return filtered(logits, asked).log_probs(TORCH).view_as(logits)
 
 
 @pytest.mark.parametrize(
@@ -85,66 +50,49 @@ def test_filters_are_those_of_sglangs_sampler(asked: SamplingRules) -> None:
         (rules(top_p=0.5), 3),
         (rules(top_k=3), 3),
         (rules(top_k=4), 4),
+        (rules(top_k=1 << 40), 4),
         (rules(min_p=1.0), 4),  # the most probable are not below themselves
+        (rules(), 4),
     ],
 )
 def test_filters_at_their_thresholds(asked: SamplingRules, num_kept: int) -> None:
     """Four equal tokens have probability .25 exactly."""
     found = law_of(torch.zeros(1, 4), asked)
-    assert (found > -torch.inf).sum() == num_kept
+    assert (found > -INF).sum() == num_kept
     assert torch.allclose(found.exp().sum(), torch.tensor(1.0))
 
 
 def test_top_k_one_is_argmax_and_the_first_of_ties() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 5.0, 5.0, 5.0], [0.0, 0.0, 0.0, 1e-3]])
-    assert torch.equal(logits.argmax(-1), torch.tensor([1, 0, 3])), "precondition"
-    found = law_of(logits, rules(top_k=1))
-    assert found.argmax(-1).tolist() == [1, 0, 3]
-    assert found.max(-1).values.tolist() == [0.0, 0.0, 0.0], "log-probability exactly 0"
-    assert (found > -torch.inf).sum() == 3
+    expected = torch.full_like(logits, -INF)
+    expected[range(3), [1, 0, 3]] = 0.0
+    assert torch.equal(law_of(logits, rules(top_k=1)), expected)
 
 
-def test_the_unfiltered_way_equals_the_filtered_one_with_open_filters() -> None:
-    logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(1))
-    logits[:, 4] = -torch.inf
+def test_logits_of_any_type_need_no_filter_to_become_a_law() -> None:
+    logits = drawn(50, 9).bfloat16()
+    logits[:, 4] = -INF
     quick = log_probs(logits, torch.tensor([0.8]))
     assert torch.equal(quick, law_of(logits, rules(temperature=0.8)))
+    assert quick.dtype == torch.float32
+    assert torch.allclose(quick, torch.log_softmax(logits.float() / 0.8, -1), atol=1e-6)
 
 
-@pytest.mark.parametrize("asked", FILTERS, ids=str)
-def test_forbidden_tokens_stay_forbidden_and_the_rest_is_normalised(asked: SamplingRules) -> None:
-    logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(2))
-    logits[:, ::2] = -torch.inf
-    found = law_of(logits, asked)
-    assert (found[:, ::2] == -torch.inf).all()
-    assert torch.allclose(found.exp().sum(-1), torch.ones(50), atol=1e-6)
-    assert not found.isnan().any()
+# --- Draws
 
 
-def test_each_row_has_its_own_rules() -> None:
-    logits = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(3))
-    own = rules(0.5, top_k=2), rules(2.0, top_p=0.7, min_p=0.1)
-    together = law_of(logits, SamplingRules(*map(torch.cat, zip(*own, strict=True))))
-    for group in range(2):
-        assert torch.equal(together[group], law_of(logits[group], own[group]))
-
-
-def test_half_precision_logits_are_computed_in_float32() -> None:
-    logits = torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.bfloat16)
-    found = log_probs(logits, torch.tensor([3.0]))
-    assert found.dtype == torch.float32
-    assert torch.allclose(found, torch.log_softmax(logits.float() / 3, -1), atol=1e-6)
-
-
-def test_sample_follows_the_law() -> None:
-    """Chi-square, error probability 1e-4."""
-    probs = torch.tensor([0.05, 0.0, 0.4, 0.25, 0.0, 0.3], dtype=torch.float64)
-    size = 50_000
-    u = torch.rand(size, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    counts = torch.bincount(sample(probs.log().expand(size, 6), u), minlength=6)
-    assert counts[1] == counts[4] == 0
-    alive = probs > 0
-    assert chisquare(counts[alive], probs[alive] / probs[alive].sum() * size).pvalue > 1e-4
+@pytest.mark.parametrize("size", [6, 700])
+def test_evenly_spread_uniforms_draw_each_token_by_its_probability(size: int) -> None:
+    """To one draw, which the law of random ones follows from."""
+    log_p = drawn(size).double().masked_fill(torch.arange(size) % 3 == 1, -INF).log_softmax(-1)
+    num_draws = 4000
+    uniforms = (torch.arange(num_draws).double() + 0.5) / num_draws
+    tokens = sample(log_p.expand(num_draws, -1), uniforms)
+    assert int(sample(log_p, uniforms[-1])) == tokens[-1], "alone as in a batch"
+    counts = torch.bincount(tokens, minlength=size)
+    assert (counts - log_p.exp() * num_draws).abs().max() <= 1.0
+    assert (tokens.diff() >= 0).all()
+    assert (log_p[tokens] > -INF).all()
 
 
 @pytest.mark.parametrize("uniform", [0.0, 5e-324, 0.25, 0.5, LARGEST])
@@ -163,50 +111,19 @@ def test_sample_never_draws_a_token_of_probability_zero(uniform: float) -> None:
     assert (probs.gather(1, tokens.unsqueeze(1)) > 0).all()
 
 
-def test_sample_at_the_borders_of_the_tokens() -> None:
-    log_p = torch.tensor([0.25, 0.25, 0.5], dtype=torch.float64).log().expand(6, 3)
-    u = [0.0, 0.25 - 1e-9, 0.25 + 1e-9, 0.5 - 1e-9, 0.5 + 1e-9, LARGEST]
-    tokens = sample(log_p, torch.tensor(u, dtype=torch.float64))
-    assert tokens.tolist() == [0, 0, 1, 1, 2, 2]
-
-
-@pytest.mark.parametrize("uniform", [0.0, 0.5, LARGEST])
-def test_sample_from_a_large_vocabulary_stays_inside_it(uniform: float) -> None:
+def test_sample_from_a_large_vocabulary_stays_inside_it() -> None:
     """128k float32 log-probabilities whose exponentials do not sum to one."""
-    logits = torch.randn(2, 128_256, generator=torch.Generator().manual_seed(5)) * 4
-    logits[:, -300:] = -torch.inf  # padding of the vocabulary
-    logits[:, :300] = -torch.inf
-    log_p = log_probs(logits, torch.ones(1))
-    tokens = sample(log_p, torch.full((2,), uniform, dtype=torch.float64))
-    assert ((tokens >= 300) & (tokens < 128_256 - 300)).all()
-    assert (token_log_probs(log_p, tokens) > -torch.inf).all()
-
-
-def test_sample_from_a_large_vocabulary_follows_the_law() -> None:
-    """Tokens pooled by 16 bands of the vocabulary; chi-square, error probability 1e-4."""
-    logits = torch.randn(128_000, generator=torch.Generator().manual_seed(6))
-    log_p = torch.log_softmax(logits, -1).expand(160, -1)
-    u = torch.rand(160, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    found = torch.bincount(sample(log_p, u) // 8000, minlength=16)
-    expected = log_p[0].double().exp().view(16, 8000).sum(1)
-    assert chisquare(found, expected / expected.sum() * 160).pvalue > 1e-4
-
-
-def test_the_draws_of_a_uniform_do_not_depend_on_the_batch() -> None:
-    log_p = torch.log_softmax(torch.randn(7, 50, generator=torch.Generator().manual_seed(8)), -1)
-    u = torch.rand(7, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    assert sample(log_p, u).tolist() == [int(sample(log_p[i], u[i])) for i in range(7)]
-
-
-def test_token_log_probs_picks_the_token_of_each_row() -> None:
-    log_p = torch.arange(24.0).view(2, 3, 4)
-    tokens = torch.tensor([[0, 3, 1], [2, 2, 0]])
-    assert token_log_probs(log_p, tokens).tolist() == [[0, 7, 9], [14, 18, 20]]
+    logits = drawn(1, 128_256, seed=5) * 4
+    logits[:, -300:] = -INF  # padding of the vocabulary
+    logits[:, :300] = -INF
+    log_p = log_probs(logits, torch.ones(1)).expand(3, -1)
+    tokens = sample(log_p, torch.tensor([0.0, 0.5, LARGEST], dtype=torch.float64))
+    assert (token_log_probs(log_p, tokens) > -INF).all()
 
 
 def test_draws_without_filters_choose_their_rows_and_score_what_they_drew() -> None:
     """Temperatures and uniforms belong to the draws, not to the rows they come from."""
-    logits = torch.tensor([[1.0, 2.0, 4.0], [3.0, -math.inf, 0.0]])
+    logits = torch.tensor([[1.0, 2.0, 4.0], [3.0, -INF, 0.0]])
     rows, temperature = torch.tensor([1, 0, 1]), torch.tensor([2.0, 0.5, 1.0])
     noise = torch.tensor([LARGEST, 0.0, 0.5], dtype=torch.float64)
     tokens, scores = sample_and_score(logits, temperature, noise, rows)
@@ -216,8 +133,218 @@ def test_draws_without_filters_choose_their_rows_and_score_what_they_drew() -> N
     ).gather(1, tokens.unsqueeze(1))
     assert torch.allclose(scores, expected.squeeze(1))
     assert torch.equal(score_tokens(logits, temperature, tokens, rows), scores)
-    every = log_probs(logits, torch.tensor([0.5]))
-    given = torch.tensor([2, 1])
-    assert torch.equal(
-        score_tokens(logits, torch.full((2,), 0.5), given), token_log_probs(every, given)
-    )
+
+
+# --- Filters, against a sort of all probabilities
+
+
+def ordered(
+    logits: torch.Tensor, temperature: float, key: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids in the order in which filters keep tokens, their probabilities, the mass before each."""
+    ids = key.sort(stable=True).indices
+    probs = (logits.double() / temperature).softmax(-1)[ids]
+    return ids, probs, probs.cumsum(0) - probs
+
+
+def spaced(size: int, step: float, generator: torch.Generator) -> torch.Tensor:
+    """Logits that are equal or lie further apart than ``step``, in any order."""
+    places = torch.randint(size, (size,), generator=generator)
+    return places * step * 1.5
+
+
+asked_of = st.tuples(
+    st.sampled_from([0.1, 0.6, 1.0, 3.0, 40.0]),
+    st.sampled_from([ALL, 2, 7, 50, 299, 300]),
+    st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.01]),
+    st.sampled_from([0.0, 0.03, 0.7, 1.0]),
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(asked=asked_of, forbidden=st.sampled_from([0.0, 0.5]), seed=st.integers(0, 2**16))
+def test_logits_further_apart_than_keys_are_kept_as_by_a_sort(
+    asked: tuple[float, int, float, float], forbidden: float, seed: int
+) -> None:
+    """Exact ties among them, and as few as one of 300 tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    temperature, of_row = asked[0], rules(*asked)
+    logits = spaced(300, temperature * EXTENT / NUM_KEYS * 2, generator)
+    banned = torch.rand(300, generator=generator) < forbidden
+    banned[int(torch.randint(300, (), generator=generator))] = False
+    logits = logits.masked_fill(banned, -INF)
+    found = ~keep_tokens(logits.unsqueeze(0), *of_row[:4]).dropped(logits.unsqueeze(0))[0] & ~banned
+    expected = sorted_law(logits, SamplingRules(*(rule[0] for rule in of_row))) > -INF
+    ids, _, mass_before = ordered(logits, temperature, -logits)
+    sure = ids[(mass_before - asked[2]).abs() >= ROUNDING]
+    assert torch.equal(found[sure], (expected & ~banned)[sure])
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("top_k", "top_p"), [(5000, 1.0), (ALL, 0.9), (3000, 0.95), (9, 0.999)])
+def test_dense_logits_are_kept_by_rank_and_mass_within_a_key(
+    top_k: int, top_p: float, seed: int
+) -> None:
+    """20 000 float32 logits, several of a key: of that one where the row is cut, the lowest ids.
+
+    The number of tokens is exact, and so is the mass, but that tokens of one key have their mean.
+    """
+    logits = drawn(1, 20_000, seed=seed)
+    kept = keep_tokens(logits, *rules(0.7, top_k, top_p)[:4])
+    found = ~kept.dropped(logits)[0]
+    key = ((kept.peak - logits[0]) * kept.rate).floor()
+    ids, probs, mass_before = ordered(logits[0], 0.7, key)
+    count = int(found.sum())
+    assert found[ids[:count]].all(), "keys first, then ids"
+    assert logits[0, found].min() > logits[0, ~found].max() - 1 / kept.rate
+    of_last = (key == kept.key).sum() * probs[count - 1]
+    error = float(of_last) / float(kept.rate) / 0.7 + ROUNDING
+    assert count <= top_k and mass_before[count - 1] <= top_p + error
+    assert count == top_k or mass_before[count] > top_p - error
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-3, 1e3, 1e30])
+def test_no_temperature_is_too_low_or_too_high_for_the_order(temperature: float) -> None:
+    """Top-k keeps the largest, where all have one probability, and as many where one has it all."""
+    logits = drawn(3, 5000, seed=1) * 4
+    found = ~keep_tokens(logits, *rules(temperature, top_k=5)[:4]).dropped(logits)
+    assert (found.sum(1) == 5).all()
+    assert found.gather(1, logits.argmax(1, keepdim=True)).all()
+    if temperature > 1:
+        assert torch.equal(found, logits >= logits.topk(5).values[:, 4:])
+
+
+def test_hundreds_of_equal_logits_at_the_cut_leave_those_of_the_lowest_ids() -> None:
+    """As a head in bfloat16 makes them."""
+    logits = (drawn(2, 30_000, seed=2) * 2).bfloat16()
+    for asked in (rules(top_k=700), rules(top_p=0.8), rules(0.6, 20, 0.95)):
+        found = ~keep_tokens(logits, *asked[:4]).dropped(logits)
+        assert torch.equal(found, sorted_law(logits, asked) > -INF)
+    assert (logits == logits[0, found[0]].min()).sum() > 1
+
+
+def test_forbidden_tokens_have_no_rank_and_are_not_drawn() -> None:
+    """Even where their ids come first and the cut lies behind everything."""
+    logits = torch.tensor([[-INF, -INF, 0.0, -90.0, -80.0, -100.0]])
+    kept = law_of(logits, rules(top_k=3))[0] > -INF
+    assert kept.tolist() == [False, False, True, True, True, False]
+
+
+def test_rows_without_a_law_are_not_cut_and_spoil_no_other() -> None:
+    logits = drawn(5, 40, seed=4)
+    logits[0, 3], logits[1, 39], logits[2] = math.nan, INF, -INF
+    asked = rules(0.5, top_k=4, top_p=0.7, min_p=0.1)
+    found = law_of(logits, asked)
+    assert found[:3].isnan().all()
+    assert torch.allclose(found[3:], sorted_law(logits[3:], asked), atol=1e-6)
+
+
+def test_groups_have_rules_of_their_own_and_draws_choose_rows() -> None:
+    logits = drawn(3, 2, 50, seed=5)
+    own = rules(0.5, top_k=3, min_p=0.1), rules(2.0, top_p=0.5), rules(top_k=1)
+    law = filtered(logits, SamplingRules(*map(torch.cat, zip(*own, strict=True))))
+    rows = torch.tensor([1, 1, 0, 3, 2, 2, 5, 5, 4])
+    found = law.at(rows).log_probs(TORCH)
+    for draw, row in enumerate(rows.tolist()):
+        alone = sorted_law(logits.flatten(0, 1)[[row]], own[draw // 3])
+        assert torch.allclose(found[[draw]], alone, atol=1e-6)
+
+
+def test_draws_follow_the_filtered_law() -> None:
+    """Token by token what inverting the sorted law's sums gives."""
+    generator = torch.Generator().manual_seed(6)
+    logits = spaced(64, 0.05, generator).expand(5000, -1)  # more than are worked on at once
+    asked = rules(0.8, top_k=20, top_p=0.9)
+    law, expected = filtered(logits, asked), sorted_law(logits, asked)
+    u = torch.rand(5000, generator=generator, dtype=torch.float64)
+    tokens, log_p = law.sample(TORCH, u)
+    assert torch.equal(tokens, sample(expected, u))
+    assert torch.allclose(log_p, expected.gather(1, tokens.unsqueeze(1)).squeeze(1), atol=1e-5)
+    assert len(tokens.unique()) > 5
+    assert torch.allclose(law.score(TORCH, tokens), log_p)
+
+
+def test_many_rows_are_worked_on_some_at_a_time() -> None:
+    """What is kept of a row does not depend on the others."""
+    logits, asked = drawn(3000, 300, seed=7), rules(top_p=0.8)[:4]
+    together = keep_tokens(logits, *asked)
+    for rows in (slice(0, 1), slice(1020, 1030), slice(2999, 3000)):
+        for one, every in zip(keep_tokens(logits[rows], *asked), together, strict=True):
+            assert torch.equal(one, every[rows])
+
+
+# --- Masks
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=70))
+def test_bits_are_unpacked_lowest_first(bits: list[bool]) -> None:
+    words = [0] * -(-len(bits) // 32)
+    for place, bit in enumerate(bits):
+        words[place // 32] |= bit << place % 32
+    signed = [word - (word >> 31 << 32) for word in words]
+    packed = torch.tensor([signed, [-1] * len(words)], dtype=torch.int32)
+    assert unpack(packed, len(bits)).tolist() == [bits, [True] * len(bits)]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_the_law_within_a_mask_and_its_mass(temperature: float) -> None:
+    """Together they are p of the tokens that are left, which is what a draft weighs."""
+    logits, allowed = drawn(4, 9), torch.ones(4, 9, dtype=torch.bool)
+    allowed[0, 2:], allowed[1, ::2], allowed[2] = False, False, False
+    heat = torch.full((4,), temperature)
+    left, log_mass = restrict(logits, allowed, heat)
+    p = (logits / temperature).softmax(-1)
+    mass = (p * allowed).sum(-1)
+    assert torch.allclose(log_mass.exp(), mass, atol=1e-6)
+    assert log_mass[3] == 0.0 and log_mass[2] == -INF
+    law = TokenDistribution(left, heat, log_mass=log_mass)
+    assert torch.allclose(law.log_probs(TORCH)[:2].exp(), (p * allowed / mass.unsqueeze(1))[:2])
+    assert torch.allclose(law.log_probs(TORCH)[2].exp(), p[2]), "something can be drawn"
+    scores = law.score(TORCH, torch.tensor([1, 1, 1, 1])).exp()
+    assert torch.allclose(scores, torch.tensor([p[0, 1], p[1, 1], 0.0, p[3, 1]]), atol=1e-6)
+    assert torch.equal(law.at(torch.tensor([2, 0])).log_masses(), log_mass[[2, 0]])
+
+
+def test_a_power_raises_the_mass_too() -> None:
+    """(m p)^2 over its sum, and the sum: 0.04 + 0.09."""
+    logits = torch.tensor([[0.2, 0.3, 0.5]]).log()
+    left, log_mass = restrict(logits, torch.tensor([[True, True, False]]), torch.ones(1))
+    law = TokenDistribution(left, torch.ones(1), log_mass=log_mass)
+    raised, log_sum = law.to_power(TORCH, torch.tensor([2.0]))
+    assert log_sum.exp().item() == pytest.approx(0.13)
+    assert raised.log_probs(TORCH).exp()[0].tolist() == pytest.approx([4 / 13, 9 / 13, 0.0])
+
+
+# --- N-gram matches
+
+
+def test_a_mixture_shares_a_rows_weight_among_its_matches() -> None:
+    """Also with tokens that the draft never says; unused places repeat ids that are proposed."""
+    generator = torch.Generator().manual_seed(1)
+    log_q = drawn(50, 30).masked_fill(torch.rand(50, 30, generator=generator) < 0.2, -INF)
+    log_q = log_q.log_softmax(-1)
+    tokens = torch.stack([torch.randperm(30, generator=generator)[:4] for _ in range(50)])
+    tokens = tokens.repeat(1, 2)
+    proposed = torch.rand(50, 8, generator=generator) < 0.5
+    proposed[:, 4:] &= ~proposed[:, :4]
+    proposed[:5] = False
+    weights = torch.rand(50, generator=generator)
+    weights[3:9] = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0])
+    found = mix(log_q, tokens, proposed, weights)
+    for row in range(50):
+        chosen = tokens[row][proposed[row]]
+        if not len(chosen) or not weights[row]:
+            assert torch.equal(found[row], log_q[row]), "to the bit"
+            continue
+        expected = log_q[row].exp() * (1 - weights[row])
+        expected[chosen] += weights[row] / len(chosen)
+        assert torch.allclose(found[row].exp(), expected, atol=1e-6)
+
+
+def test_the_likeliest_token_takes_all_and_a_row_that_is_no_law_stays_one() -> None:
+    """Of equals the first; a NaN of the draft that became a probability would go unseen."""
+    found = likeliest(torch.tensor([[0.25, 0.5, 0.25], [0.4, 0.2, 0.4]]).log())
+    assert found.tolist() == [[-INF, 0.0, -INF], [0.0, -INF, -INF]]
+    lost = torch.full((1, 3), math.nan)
+    mixed = mix(lost, torch.tensor([[1]]), torch.tensor([[True]]), torch.tensor([0.5]))
+    assert mixed.isnan().all() and likeliest(mixed).isnan().all()

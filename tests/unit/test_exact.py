@@ -1,7 +1,6 @@
-"""Exact multi-draft verification: the law of what a walk puts out, against p."""
+"""Exact multi-draft verification: the distribution of what a walk puts out, against p."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -9,12 +8,10 @@ from exact_tables import verify
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.smc import exact
 from sglang_smc.smc.selection import OFFSETS
-from sglang_smc.tokens.distribution import TokenDistribution, sample
+from sglang_smc.tokens.distribution import sample
 
 ALPHA = 1e-4
 VOCAB = 4
@@ -61,18 +58,53 @@ def run_walks(
     return text, found.num_columns + 1
 
 
-@pytest.mark.parametrize("num_chains", [1, 2, 3, 8])
-@pytest.mark.parametrize("num_steps", [1, 3])
-def test_output_follows_p(num_chains: int, num_steps: int) -> None:
-    """What a walk puts out, continued from p where it is short, has p's law: two tokens."""
-    p, q, size = random_model(0), random_model(1), 10_000
+def banned(model: torch.Tensor, *tokens: int) -> torch.Tensor:
+    model = model.clone()
+    model[..., list(tokens)] = 0
+    return model / model.sum(-1, keepdim=True)
+
+
+PAIRS = {
+    "unlike": (random_model(0), random_model(1)),
+    "alike, with tokens that one of them lacks": (
+        banned(random_model(2, 0.7), 1),
+        banned(random_model(2, 1.0), 3),
+    ),
+    "with nothing in common": (banned(random_model(3), 2, 3), banned(random_model(4), 0, 1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("pair", "num_chains", "num_steps"),
+    [
+        ("unlike", 1, 1),
+        *((pair, 3, 3) for pair in PAIRS),
+        ("unlike", 8, 3),
+    ],
+)
+def test_output_follows_p(pair: str, num_chains: int, num_steps: int) -> None:
+    """What a walk puts out, continued from p where it is short, has p's law: three tokens."""
+    (p, q), size = PAIRS[pair], 6000
     text, lengths = run_walks(p, q, num_chains=num_chains, num_steps=num_steps, size=size, seed=5)
-    generator = torch.Generator().manual_seed(6)
-    uniforms = torch.rand(size, generator=generator, dtype=torch.float64)
-    second = torch.where(lengths >= 2, text[:, 1], sample(p[0, text[:, 0]].log(), uniforms))
-    counts = torch.bincount(VOCAB * text[:, 0] + second, minlength=VOCAB**2).double()
-    law = (p[0, 0].unsqueeze(1) * p[0]).flatten()
-    assert chisquare(counts, law * size).pvalue > ALPHA
+    uniforms = torch.rand(2, size, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    tokens = [text[:, 0]]
+    for place in (1, 2):
+        before = tokens[-2] if place > 1 else torch.zeros_like(tokens[0])
+        own = sample(p[before, tokens[-1]].log(), uniforms[place - 1])
+        given = text[:, min(place, num_steps)]
+        tokens.append(torch.where(lengths > place, given, own))
+    expected = (p[0, 0].view(-1, 1, 1) * p[0].unsqueeze(2) * p).flatten() * size
+    cells = (tokens[0] * VOCAB + tokens[1]) * VOCAB + tokens[2]
+    counts = torch.bincount(cells, minlength=VOCAB**3).double()
+    assert not counts[expected == 0].any()
+    common = expected > 5
+    merged = torch.where(common, torch.arange(VOCAB**3), int(common.long().argmax()))
+    observed, wanted = (
+        torch.zeros_like(of).index_add(0, merged, of)[common] for of in (counts, expected)
+    )
+    assert chisquare(observed, wanted).pvalue > ALPHA
+    if pair == "with nothing in common":
+        assert (lengths == 1).all()
 
 
 def one_chain_block(
@@ -167,20 +199,14 @@ def test_a_column_is_exact_with_any_bins(
 def test_more_chains_accept_more() -> None:
     p, q = random_model(0), random_model(1)
     accept = [
-        run_walks(p, q, num_chains=n, num_steps=4, size=4000, seed=1)[1].double().mean()
+        run_walks(p, q, num_chains=n, num_steps=4, size=2500, seed=1)[1].double().mean()
         for n in (1, 2, 4, 8)
     ]
     assert all(later > earlier + 0.05 for earlier, later in itertools.pairwise(accept))
 
 
 def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
-    p = random_model(3)
-    _, lengths = run_walks(p, p, num_chains=2, num_steps=4, size=2000, seed=2)
-    assert (lengths == 5).all()
-
-
-def test_such_a_draft_is_accepted_in_single_precision_too() -> None:
-    """Whatever the numbers: not one token of a large vocabulary is rounded away."""
+    """Whatever the numbers, in single precision: no token of many is rounded away."""
     generator = torch.Generator().manual_seed(0)
     log_p = (torch.randn(40, 1, 4, 5000, generator=generator) * 3).log_softmax(-1)
     log_p = log_p.expand(-1, 3, -1, -1)
@@ -188,16 +214,6 @@ def test_such_a_draft_is_accepted_in_single_precision_too() -> None:
     uniforms = torch.full(tokens.shape, 1 - 2.0**-53, dtype=torch.float64)
     found = verify(tokens, tokens < 0, log_p, log_p[:, :, :3], uniforms)
     assert (found.num_columns == 3).all()
-
-
-def test_disjoint_supports_reject_all_and_draw_from_p() -> None:
-    p, q = torch.zeros(VOCAB, VOCAB, VOCAB).double(), torch.zeros(VOCAB, VOCAB, VOCAB).double()
-    p[..., 0], p[..., 1], q[..., 2], q[..., 3] = 0.25, 0.75, 0.5, 0.5
-    text, lengths = run_walks(p, q, num_chains=4, num_steps=3, size=8000, seed=3)
-    assert (lengths == 1).all()
-    counts = torch.bincount(text[:, 0], minlength=VOCAB)
-    assert counts[2:].sum() == 0
-    assert chisquare(counts[:2].double(), torch.tensor([2000.0, 6000.0])).pvalue > ALPHA
 
 
 def test_the_walk_ends_with_an_end() -> None:
@@ -227,45 +243,6 @@ def test_greedy_accepts_the_longest_agreeing_prefix() -> None:
         assert found.num_columns.tolist() == [3, 2, 1, 0]
         assert found.next_probs.argmax(1).tolist() == [0, 0, 0, 1]
         assert (found.next_probs.amax(1) == 1).all()
-
-
-class Sizes(TorchDispatchMode):
-    """Notes what is computed, and how large the results are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-        self.largest = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        self.names.add(func.overloadpacket.__name__)
-        if isinstance(found, torch.Tensor) and not func.is_view:
-            self.largest = max(self.largest, found.numel())
-        return found
-
-
-def test_nothing_is_sorted_and_no_table_has_a_row_for_each_chain() -> None:
-    generator = torch.Generator().manual_seed(0)
-    size, num_chains, num_steps, vocab_size = 3, 4, 2, 5000
-    shape = size, num_chains, num_steps
-    p = TokenDistribution.of_log_probs(
-        torch.randn(size * num_chains * (num_steps + 1), vocab_size, generator=generator)
-    )
-    q = [
-        TokenDistribution.of_log_probs(
-            torch.randn(size * num_chains, vocab_size, generator=generator)
-        )
-        for _ in range(num_steps)
-    ]
-    tokens = torch.randint(vocab_size, shape, generator=generator)
-    uniforms = torch.rand(shape, generator=generator, dtype=torch.float64)
-    with Sizes() as sizes:
-        exact.verify(TORCH, tokens, tokens < 0, p, q, uniforms)
-    assert not sizes.names & {"sort", "argsort", "topk"}
-    assert sizes.largest == size * vocab_size
 
 
 def test_padding_does_not_matter() -> None:
@@ -300,19 +277,3 @@ def test_padding_does_not_matter() -> None:
         assert alone.winner == found.winner[row]
         assert torch.allclose(alone.next_probs[0], found.next_probs[row], rtol=1e-12)
     assert (found.num_columns == num_steps).any()
-
-
-def test_the_bonus_comes_behind_the_last_own_column() -> None:
-    p = random_model(3)
-    tokens = torch.zeros(2, 1, 3, dtype=torch.long)
-    log_p = p[0, :4].log().expand(2, 1, -1, -1)
-    found = verify(
-        tokens,
-        tokens > 0,
-        log_p,
-        log_p[:, :, :3],
-        torch.zeros(2, 1, 3, dtype=torch.float64),
-        num_steps=torch.tensor([1, 3]),
-    )
-    assert found.num_columns.tolist() == [1, 3]
-    assert torch.allclose(found.next_probs, p[0, [1, 3]])

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from edit_cases import NEUTRAL
+from edit_cases import make_req
 from hostile import HOSTILE
 from toy_laws import EOS, languages
 from toy_worker import Language, ToyWorker
 
-from sglang_smc.options.request import RequestConfig
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.requests.failures import (
     Failure,
@@ -23,7 +22,7 @@ from sglang_smc.requests.failures import (
     take_mark,
 )
 from sglang_smc.requests.rules import settle
-from sglang_smc.requests.state import RequestState, has_open_token
+from sglang_smc.requests.state import has_open_token
 from sglang_smc.round.result import SMCBatchResult
 from sglang_smc.state.counters import Counters
 from sglang_smc.state.monitor import Monitor
@@ -31,50 +30,43 @@ from sglang_smc.state.monitor import Monitor
 NAN, INF = float("nan"), float("inf")
 
 
-class FakeReq:
+def request(output_ids: tuple[int, ...] = (), **fields: Any) -> Any:
     """What of SGLang's `Req` ends it."""
-
-    def __init__(self, output_ids: tuple[int, ...] = (), to_finish: Any = None) -> None:
-        self.rid, self.output_ids, self.to_finish = "r", list(output_ids), to_finish
-        self.is_retracted, self.done, self.return_logprob = False, False, True
-        self.spec_num_correct_drafts, self.spec_correct_drafts_histogram = 0, []
-        self.grammar = self.custom_logit_processor = None
-        self.sampling_params = SimpleNamespace(**NEUTRAL, min_new_tokens=0)
-        self.smc_state = RequestState.of(0, RequestConfig())
-
-    def finished(self) -> bool:
-        return self.done
-
-    def update_spec_correct_drafts_histogram(self, num: int) -> None:
-        pass
+    req = make_req(list(output_ids))
+    more = {
+        "is_retracted": False,
+        "return_logprob": True,
+        "spec_num_correct_drafts": 0,
+        "spec_correct_drafts_histogram": [],
+        "update_spec_correct_drafts_histogram": lambda _: None,
+    }
+    vars(req).update({**more, **fields})
+    return req
 
 
-def test_an_ended_request_carries_status_and_sentence_and_leaves_no_kv() -> None:
-    req: Any = FakeReq()
-    end_request(req, "what, and what to do", HTTPStatus.BAD_REQUEST)
+def test_an_ended_request_carries_status_and_plain_text_and_leaves_no_kv(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What others sent is shown in escapes."""
+    req = request(rid=f"a{HOSTILE}")
+    end_request(req, f"The potential says {HOSTILE}.", HTTPStatus.BAD_REQUEST)
+    shown = r"\x1b]52;c;AA==\x07\n"
+    message = f"The potential says {req.to_finish.message.split('says ')[1]}"
     assert req.to_finish.to_json() == {
         "type": "abort",
-        "message": "what, and what to do",
+        "message": message,
         "status_code": 400,
         "err_type": "BAD_REQUEST",
     }
+    assert all(text.isprintable() and shown in text for text in (caplog.messages[0], message))
     assert req.skip_radix_cache_insert
 
 
-def test_what_others_sent_is_one_line_of_plain_text(caplog: pytest.LogCaptureFixture) -> None:
-    req: Any = FakeReq()
-    req.rid = f"a{HOSTILE}"
-    end_request(req, f"The potential says {HOSTILE}.", HTTPStatus.BAD_REQUEST)
-    for text in (caplog.messages[0], req.to_finish.message):
-        assert text.isprintable() and r"\x1b]52;c;AA==\x07\n" in text
-
-
-@pytest.mark.parametrize("ending", ["by its client", "already"])
-def test_who_ends_anyway_ends_as_it_would(ending: str) -> None:
-    req: Any = FakeReq(to_finish="abort" if ending == "by its client" else None)
-    req.done = ending == "already"
+@pytest.mark.parametrize(("to_finish", "done"), [("abort", False), (None, True)])
+def test_who_ends_anyway_ends_as_it_would(to_finish: str | None, done: bool) -> None:
+    req = request(to_finish=to_finish, finished=lambda: done)
     end_request(req, "late", HTTPStatus.BAD_REQUEST)
-    assert req.to_finish in ("abort", None)
+    assert req.to_finish == to_finish
 
 
 @pytest.mark.parametrize(
@@ -88,8 +80,7 @@ def test_who_ends_anyway_ends_as_it_would(ending: str) -> None:
 def test_who_forbids_all_tokens_is_told_so_and_no_model_is_blamed(
     changes: dict[str, Any], status: int
 ) -> None:
-    req: Any = FakeReq()
-    req.vocab_size, req.tokenizer, req.eos_token_ids = 4, None, {3}
+    req = request(vocab_size=4, tokenizer=None, eos_token_ids={3})
     vars(req.sampling_params).update(changes)
     assert end_failed(req, Failure.TARGET_LOGITS) is (status == 500)
     assert req.to_finish.status_code == status
@@ -99,13 +90,13 @@ def test_who_forbids_all_tokens_is_told_so_and_no_model_is_blamed(
 def test_a_mark_stands_for_the_first_token_and_goes_with_it() -> None:
     tokens = mark_first(torch.tensor([7, 0, 9]), torch.tensor([0, 2, 0]))
     assert tokens.tolist() == [7, -2, 9]
-    marked: Any = FakeReq((5, -2))
+    marked = request((5, -2))
     assert take_mark(marked) == Failure.DRAFT_LOGITS
     assert marked.output_ids == [5]
     assert not marked.return_logprob
-    for whole in (FakeReq((5, 0)), FakeReq()):
+    for whole in (request((5, 0)), request()):
         before = list(whole.output_ids)
-        assert take_mark(whole) == 0  # type: ignore[arg-type]
+        assert take_mark(whole) == 0
         assert whole.output_ids == before
 
 
@@ -143,8 +134,7 @@ def test_only_laws_that_a_text_asks_for_matter() -> None:
 
 
 def test_the_books_end_a_request_by_its_code_and_no_other() -> None:
-    reqs = [FakeReq(), FakeReq(), FakeReq()]
-    reqs[2].is_retracted = True  # its results mean nothing any more
+    reqs = [request(), request(), request(is_retracted=True)]  # the last one's results mean nothing
     result = SMCBatchResult(
         correct_drafts=torch.zeros(3, dtype=torch.int64),
         counters=torch.zeros(3, len(Counters._fields)),
@@ -200,26 +190,22 @@ def serve(pair: tuple[Language, Language], chosen: Any, rows: list[int]) -> dict
     return {req.row: (req.output_ids, codes[req.row]) for req in reqs}
 
 
-@pytest.mark.parametrize(("model", "value"), [("target", NAN), ("draft", NAN), ("target", INF)])
+@pytest.mark.parametrize(
+    ("code", "num_contexts"), [(Failure.TARGET_LOGITS, 3), (Failure.DRAFT_LOGITS, 7)]
+)
 @pytest.mark.parametrize("name", list(CHOICES))
 def test_a_broken_context_ends_its_requests_and_leaves_others_their_texts(
-    name: str, model: str, value: float
+    name: str, code: Failure, num_contexts: int
 ) -> None:
     """Logits that mean nothing in some contexts: in a batch each request fares as it does alone."""
-    target, draft = languages()
-    where = slice(0, 3 if model == "target" else 7)
-    if model == "target":
-        target = broken(target, value, where)
-    else:
-        draft = broken(draft, value, where)
-    together = serve((target, draft), CHOICES[name], ROWS)
-    code = Failure.TARGET_LOGITS if model == "target" else Failure.DRAFT_LOGITS
-    codes = [code for _, code in together.values()]
+    target, draft = whole = languages()
+    spoilt = broken(whole[code - 1], NAN, slice(0, num_contexts))
+    pair = (spoilt, draft) if code == Failure.TARGET_LOGITS else (target, spoilt)
+    together = serve(pair, CHOICES[name], ROWS)
+    codes = [found for _, found in together.values()]
     assert set(codes) == {0, code}
     for row in (codes.index(0), codes.index(code)):
-        alone = serve((target, draft), CHOICES[name], [ROWS[row]])
-        assert alone == {ROWS[row]: together[ROWS[row]]}
+        assert serve(pair, CHOICES[name], [ROWS[row]]) == {ROWS[row]: together[ROWS[row]]}
     # What does not fail is what it would have been without the fault.
-    whole = serve(languages(), CHOICES[name], ROWS)
-    for row in (row for row in ROWS if not together[row][1]):
-        assert together[row][0] == whole[row][0]
+    unbroken = serve(whole, CHOICES[name], ROWS)
+    assert all(together[row] == unbroken[row] for row in ROWS if not together[row][1])

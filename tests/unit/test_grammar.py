@@ -1,21 +1,23 @@
-"""Each particle's own state of its request's grammar."""
+"""Each particle's own state of its request's grammar, and the compiled grammars that are kept."""
 
 import gc
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from edit_cases import make_req
 from populations import population_of
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
-from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend
+from transformers import AutoTokenizer
 from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo
 
+from sglang_smc.patches import request_state
 from sglang_smc.requests import grammar as module
 from sglang_smc.requests import grammar_cache
 from sglang_smc.requests.grammar import Grammar, forked
-from sglang_smc.requests.open_token import OpenToken
 from sglang_smc.requests.text_rule import BatchTexts
 from sglang_smc.state.population import Population
 
@@ -41,17 +43,10 @@ def request(grammar: Any, output: tuple[int, ...] = (), open_token_at: int | Non
     """One whose grammar has read its output, as SGLang has it."""
     for token in output:
         grammar.accept_token(token)
-    open_token = OpenToken()
-    open_token.begin(open_token_at)
-    return SimpleNamespace(
-        grammar=grammar,
-        output_ids=list(output),
-        smc_state=SimpleNamespace(open_token=open_token, kept={}),
-        to_finish=None,
-        rid="a",
-        vocab_size=VOCAB,
-        finished=lambda: False,
-    )
+    req = make_req(list(output))
+    req.grammar, req.vocab_size = grammar, VOCAB
+    req.smc_state.open_token.begin(open_token_at)
+    return req
 
 
 def population(
@@ -61,8 +56,11 @@ def population(
     return population_of([list(tails)], last_emitted and [last_emitted], width=8, **changes)
 
 
-def legal(mask: torch.Tensor) -> list[int]:
-    return mask.nonzero().flatten().tolist()
+def legal(masks: torch.Tensor) -> list[Any]:
+    """The legal tokens of each mask."""
+    if masks.dim() > 1:
+        return [legal(mask) for mask in masks]
+    return masks.nonzero().flatten().tolist()
 
 
 def masks(req: Any, of: Population | None) -> Grammar:
@@ -89,15 +87,14 @@ EVERYTHING = list(range(VOCAB))
 def test_particles_go_their_own_ways_and_leave_the_requests_grammar_alone() -> None:
     req = request(grammar_of("ab(ca|b*c)"), (A,))
     found = masks(req, population([B], [B, B], [B, B]))
-    assert [legal(mask) for mask in after(found, drafted([], [], []).long())] == [
-        *([B, C], [B, C], [B, C])
-    ]
+    assert legal(after(found, drafted([], [], []).long())) == [[B, C], [B, C], [B, C]]
     chains = drafted([C, A], [B, C], [C, EOS])
-    of_chains = along(found, chains)
-    assert [legal(mask) for mask in of_chains[0]] == [[B, C], [A, EOS], [EOS]]
-    assert [legal(mask) for mask in of_chains[1]] == [[B, C], [B, C], [EOS]]
-    assert [legal(mask) for mask in of_chains[2]] == [[B, C], [EOS], EVERYTHING]
-    assert [legal(mask) for mask in after(found, chains[:, :, :1])] == [*([A, EOS], [B, C], [EOS])]
+    assert legal(along(found, chains)) == [
+        [[B, C], [A, EOS], [EOS]],
+        [[B, C], [B, C], [EOS]],
+        [[B, C], [EOS], EVERYTHING],
+    ]
+    assert legal(after(found, chains[:, :, :1])) == [[A, EOS], [B, C], [EOS]]
     assert req.grammar.accepted_tokens == [A]
     assert not req.grammar.is_terminated()
 
@@ -113,14 +110,13 @@ def test_who_weighs_nothing_and_who_has_ended_may_say_anything() -> None:
         ended=torch.tensor([[False, True, False]]),
     )
     found = along(masks(req, of), drafted([A], [A], [B]))
-    assert [legal(mask[0]) for mask in found] == [EVERYTHING, EVERYTHING, [B, EOS]]
+    assert legal(found[:, 0]) == [EVERYTHING, EVERYTHING, [B, EOS]]
 
 
 def test_a_token_that_is_illegal_ends_the_reading() -> None:
     """One beyond the tokenizer's own vocabulary would end the process in xgrammar."""
     found = masks(request(grammar_of("a*")), population([], []))
-    of_chains = along(found, drafted([VOCAB - 1, A], [B, A]))
-    assert all(legal(mask) == EVERYTHING for mask in of_chains[:, 1:].flatten(0, 1))
+    assert along(found, drafted([VOCAB - 1, A], [B, A]))[:, 1:].all()
 
 
 def test_an_open_first_token_is_each_particles_own() -> None:
@@ -128,16 +124,14 @@ def test_an_open_first_token_is_each_particles_own() -> None:
     for stand_in in (A, EOS):
         req = request(grammar_of("(ab|ba)?"), (stand_in,), open_token_at=0)
         found = masks(req, population([], [], [A], last_emitted=[A, B, B]))
-        mask = along(found, drafted([], [], []).long())[:, 0]
-        assert [legal(one) for one in mask] == [[B], [A], [EOS]]
+        assert legal(after(found, drafted([], [], []).long())) == [[B], [A], [EOS]]
 
 
 def test_thinking_is_free_until_its_end() -> None:
     req = request(thinking("a*c"), (C,))
     found = along(masks(req, population([], [B], [B, A])), drafted([EOS], [A], [A]))
-    assert [legal(mask) for mask in found[0]] == [EVERYTHING, EVERYTHING]
-    assert [legal(mask) for mask in found[1]] == [EVERYTHING, [A, C]]
-    assert [legal(mask) for mask in found[2]] == [[A, C], [A, C]]
+    expected = [[EVERYTHING, EVERYTHING], [EVERYTHING, [A, C]], [[A, C], [A, C]]]
+    assert legal(found) == expected
     assert req.grammar._is_thinking()
     # What the particles read has gone by the request's own grammar; and a token can be taken back.
     twin = forked(req.grammar)
@@ -161,7 +155,7 @@ def test_only_requests_with_a_grammar_are_masked() -> None:
     assert [Grammar.applies(req) for req in (plain, bound)] == [False, True]
     both = Grammar(BatchTexts([plain, bound], None, VOCAB, "cpu"))
     nothing = torch.empty(2, 1, 0, dtype=torch.int64)
-    assert [legal(mask[0, 0]) for mask in both.allowed(nothing, 0)] == [EVERYTHING, [A]]
+    assert legal(both.allowed(nothing, 0)[:, 0, 0]) == [EVERYTHING, [A]]
 
 
 def test_only_xgrammars_states_are_copied() -> None:
@@ -240,22 +234,6 @@ def test_pythons_garbage_is_not_a_grammars_fault(monkeypatch: pytest.MonkeyPatch
         gc.callbacks.remove(collected)
 
 
-def test_ranks_end_the_same_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red where each goes by its own clock: they would wait for one another for ever."""
-    group = SimpleNamespace(world_size=2, cpu_group="cpu")
-    monkeypatch.setattr(module.parallel_state, "model_parallel_is_initialized", lambda: True)
-    monkeypatch.setattr(module.parallel_state, "get_tp_group", lambda: group)
-
-    def other_rank_is_slow(flags: torch.Tensor, op: Any, group: Any) -> None:
-        assert op == torch.distributed.ReduceOp.MAX and group == "cpu"
-        flags[1] = 1
-
-    monkeypatch.setattr(torch.distributed, "all_reduce", other_rank_is_slow)
-    reqs = [request(grammar_of("a*")), request(grammar_of("a*"))]
-    Grammar.of(BatchTexts(reqs, None, VOCAB, "cpu"))
-    assert [req.grammar is None for req in reqs] == [False, True]
-
-
 def test_only_so_many_grammars_are_kept_and_the_least_recently_used_goes_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -272,3 +250,60 @@ def test_only_so_many_grammars_are_kept_and_the_least_recently_used_goes_first(
     cache.clear()
     cache["regex", "f"] = grammar_of("f")
     assert len(cache) == 1 and cache.num_bytes < 100_000
+
+
+# --- Compiled grammars of SGLang's backend
+
+PAIR = Path(__file__).parents[2] / "bench" / "pair" / "target"
+TOKENIZED = 512  # tokens of the pair
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """As the hook makes it, in a server with SMC."""
+    monkeypatch.setattr(request_state, "active_config", lambda: "some")
+    tokenizer = AutoTokenizer.from_pretrained(PAIR)
+
+    def original(vocab_size: int) -> XGrammarGrammarBackend:
+        return XGrammarGrammarBackend(tokenizer, vocab_size=vocab_size)
+
+    return request_state.create_grammar_backend(original, TOKENIZED)
+
+
+def compiled(backend: Any, number: int) -> tuple[Any, bool]:
+    """What a request gets, as SGLang's grammar manager asks for it; and whether it was kept."""
+    key = ("regex", f"({number}|a+b)c")
+    value, was_kept = backend.get_cached_or_future_value(key, False)
+    if not was_kept:
+        value = value.result()
+        backend.set_cache(key, value.copy())
+    return value, was_kept
+
+
+def allowed_by(grammar: Any) -> torch.Tensor:
+    mask = grammar.allocate_vocab_mask(TOKENIZED, 1, "cpu")
+    grammar.fill_vocab_mask(mask, 0)
+    return mask
+
+
+def test_many_grammars_take_no_more_memory_than_the_bound(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red where either of the two that keep them, SGLang and xgrammar, keeps all."""
+    monkeypatch.setattr(grammar_cache, "MAX_GRAMMARS", 8)
+    first, was_kept = compiled(backend, 0)
+    assert not was_kept and compiled(backend, 0)[1]
+    for number in range(1, 60):
+        compiled(backend, number)
+    assert len(backend.cache) == 8
+    assert backend.grammar_compiler.get_cache_size_bytes() == 0
+    again, was_kept = compiled(backend, 0)
+    assert not was_kept, "the first was dropped"
+    assert torch.equal(allowed_by(again), allowed_by(first))
+
+
+def test_servers_without_smc_keep_sglangs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_state, "active_config", lambda: None)
+    assert request_state.create_grammar_backend(lambda: "stock") == "stock"
+    monkeypatch.setattr(request_state, "active_config", lambda: "some")
+    assert request_state.create_grammar_backend(lambda: None) is None  # --grammar-backend none

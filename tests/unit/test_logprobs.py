@@ -74,16 +74,6 @@ def test_they_are_those_of_sglangs_speculative_workers(
     assert found.own.isfinite().all(), "no infinity reaches JSON"
 
 
-def test_ends_that_come_too_early_have_no_mass() -> None:
-    """As SGLang's sampler sees them before `min_new_tokens`; the others share what is left."""
-    edited = torch.zeros(1, 2, VOCAB)
-    edited[0, 0, 4] = -torch.inf
-    log_p = logprob_distribution(edited, torch.ones(1)).log_probs(TORCH)
-    assert log_p[0, 4] == -torch.inf
-    assert log_p[0, 0].exp().item() == pytest.approx(1 / (VOCAB - 1))
-    assert log_p[1, 4].exp().item() == pytest.approx(1 / VOCAB)
-
-
 def test_tokens_outside_a_grammar_have_no_mass() -> None:
     """As SGLang's sampler sees them behind its mask; where none is left they stay as they are."""
     allowed = torch.zeros(1, 2, VOCAB, dtype=torch.bool)
@@ -112,88 +102,78 @@ def test_a_batch_needs_what_most_is_asked_for_by_who_asks() -> None:
     assert LogprobWidths.of(several) == LogprobWidths(1, 2, 2)
 
 
+def begin(table: LogprobTable, rows: list[int], *asking: Any) -> Any:
+    """Start requests behind tokens 2, 3, ..., of which p is the softmax of 0..V-1."""
+    batch: Any = SimpleNamespace(
+        reqs=asking,
+        req_pool_indices=torch.tensor(rows),
+        top_logprobs_nums=[req.logprob.top_logprobs_num for req in asking],
+        token_ids_logprobs=[req.logprob.token_ids_logprob for req in asking],
+    )
+    output = LogitsProcessorOutput(next_token_logits=None)
+    log_p = torch.log_softmax(torch.arange(float(VOCAB)), -1).expand(len(rows), -1).clone()
+    table.begin(batch, log_p, 2 + torch.arange(len(rows)).unsqueeze(1), output)
+    return output
+
+
 def test_a_scoring_request_may_ask_for_all_and_widens_no_tail() -> None:
     """What it wants is there after prefill; under the overlap schedule it still sees a round."""
     scoring = req(max_new_tokens=0, top_logprobs_num=VOCAB, token_ids_logprob=[2] * 500)
     assert LogprobWidths.of([scoring]) == LogprobWidths(1, 0, 0)
     table = LogprobTable(5, 3, 3, "cpu")
-    output = begin(table, 3, scoring)
-    assert len(output.next_token_token_ids_logprobs_val[0]) == 500  # type: ignore[index]
+    output = begin(table, [3], scoring)
+    assert len(output.next_token_token_ids_logprobs_val[0]) == 500
     found = table.gather(ROWS, 3, 3, LogprobWidths.of([scoring]))
     assert found.top.shape == found.listed.shape == (2, 3, 4, 0)
-
-
-def begin(table: LogprobTable, row: int, asking: Any) -> LogitsProcessorOutput:
-    """Start one request in ``row`` behind token 2, of which p is the softmax of 0..V-1."""
-    batch: Any = SimpleNamespace(
-        reqs=[asking],
-        req_pool_indices=torch.tensor([row]),
-        top_logprobs_nums=[asking.logprob.top_logprobs_num],
-        token_ids_logprobs=[asking.logprob.token_ids_logprob],
-    )
-    output = LogitsProcessorOutput(next_token_logits=None)
-    log_p = torch.log_softmax(torch.arange(float(VOCAB)), -1).unsqueeze(0)
-    table.begin(batch, log_p, torch.tensor([[2]]), output)
-    return output
 
 
 def tails(num_top: int, num_listed: int) -> TailLogprobs:
     """Two groups of three particles with four places; all numbers differ."""
     numbers = torch.arange(24.0).view(2, 3, 4)
     top = numbers.unsqueeze(3) + torch.arange(num_top) * 100.0
-    return TailLogprobs(numbers, top, top.long(), numbers.unsqueeze(3) + torch.zeros(num_listed))
+    listed = numbers.unsqueeze(3) + torch.zeros(num_listed)
+    return TailLogprobs(numbers.clone(), top, top.long(), listed)
+
+
+def assert_equal(found: TailLogprobs, expected: TailLogprobs) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_table_widens_for_who_asks_for_more_and_loses_nothing() -> None:
     """A request that is under way when another begins keeps its tails' numbers."""
-    table = LogprobTable(5, 3, 3, "cpu")
-    begin(table, 3, req(top_logprobs_num=2))
+    table, expected = LogprobTable(5, 3, 3, "cpu"), tails(4, 2)
+    begin(table, [3], req(top_logprobs_num=2))
     table.scatter(ROWS, tails(2, 0))
-    begin(table, 4, req(top_logprobs_num=4, token_ids_logprob=[7, 0]))
-    found = table.gather(ROWS, 3, 3, LogprobWidths(1, 4, 2))
-    assert found.top.shape == found.top_ids.shape == (2, 3, 4, 4)
-    assert found.listed.shape == (2, 3, 4, 2)
-    for column, expected in zip(found[:3], tails(2, 0)[:3], strict=True):
-        kept = column if column.dim() == 3 else column[..., :2]
-        assert torch.equal(kept, expected)
-    begin(table, 2, req())
-    assert table.gather(ROWS, 3, 3, LogprobWidths(1, 4, 2)).top.shape[3] == 4, "and never shrinks"
+    begin(table, [4], req(top_logprobs_num=4, token_ids_logprob=[7, 0]))
+    begin(table, [2], req())  # it never shrinks
+    for column in (expected.top[..., 2:], expected.top_ids[..., 2:], expected.listed):
+        column.zero_()
+    assert_equal(table.gather(ROWS, 3, 3, LogprobWidths(1, 4, 2)), expected)
 
 
 def test_a_window_is_no_larger_than_its_batch_needs_and_leaves_the_rest_alone() -> None:
-    table = LogprobTable(5, 3, 3, "cpu")
-    begin(table, 3, req(top_logprobs_num=3, token_ids_logprob=[1]))
+    table, expected = LogprobTable(5, 3, 3, "cpu"), tails(3, 1)
+    begin(table, [3], req(top_logprobs_num=3, token_ids_logprob=[1]))
     table.scatter(ROWS, tails(3, 1))
     small = table.gather(ROWS[:1], 2, 1, LogprobWidths(1, 1, 0))
     shapes = [tuple(column.shape) for column in small]
     assert shapes == [(1, 2, 2), (1, 2, 2, 1), (1, 2, 2, 1), (1, 2, 2, 0)]
     table.scatter(ROWS[:1], TailLogprobs(*(column * 0 - 1 for column in small)))
-    found, expected = table.gather(ROWS, 3, 3, LogprobWidths(1, 3, 1)), tails(3, 1)
-    assert (found.own[0, :2, :2] == -1).all()
-    assert (found.top[0, :2, :2, 0] == -1).all()
-    assert torch.equal(found.top[..., 1:], expected.top[..., 1:])
-    assert torch.equal(found.own[1], expected.own[1])
-    assert torch.equal(found.own[0, 2], expected.own[0, 2])
-    assert torch.equal(found.own[0, :, 2:], expected.own[0, :, 2:])
-    assert torch.equal(found.listed, expected.listed)
+    for column in (expected.own, expected.top[..., 0], expected.top_ids[..., 0]):
+        column[0, :2, :2] = -1
+    assert_equal(table.gather(ROWS, 3, 3, LogprobWidths(1, 3, 1)), expected)
 
 
 def test_first_tokens_are_shown_as_a_stock_sampler_shows_them() -> None:
     """Also beside a request that lists no tokens, at which SGLang's own lists break."""
-    table = LogprobTable(5, 3, 3, "cpu")
-    batch: Any = SimpleNamespace(
-        reqs=[req(token_ids_logprob=[7, 0]), req(top_logprobs_num=2)],
-        req_pool_indices=ROWS,
-        top_logprobs_nums=[0, 2],
-        token_ids_logprobs=[[7, 0], None],
-    )
-    output = LogitsProcessorOutput(next_token_logits=None)
-    log_p = torch.log_softmax(torch.arange(float(VOCAB)), -1).expand(2, -1).clone()
-    table.begin(batch, log_p, torch.tensor([[2], [3]]), output)
-    assert torch.equal(output.next_token_logprobs, log_p[0, [2, 3]])  # type: ignore[arg-type]
-    listed = [row.tolist() for row in output.next_token_token_ids_logprobs_val]  # type: ignore[union-attr]
-    assert listed == [log_p[0, [7, 0]].tolist(), []]
-    assert [row.tolist() for row in output.next_token_top_logprobs_idx] == [[], [10, 9]]  # type: ignore[union-attr]
+    asking = req(token_ids_logprob=[7, 0]), req(top_logprobs_num=2)
+    output = begin(LogprobTable(5, 3, 3, "cpu"), [3, 1], *asking)
+    log_p = torch.log_softmax(torch.arange(float(VOCAB)), -1)
+    assert torch.equal(output.next_token_logprobs, log_p[[2, 3]])
+    listed = [row.tolist() for row in output.next_token_token_ids_logprobs_val]
+    assert listed == [log_p[[7, 0]].tolist(), []]
+    assert [row.tolist() for row in output.next_token_top_logprobs_idx] == [[], [10, 9]]
 
 
 def test_what_is_taken_back_leaves_the_books() -> None:

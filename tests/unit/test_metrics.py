@@ -1,4 +1,4 @@
-"""What a server counts of its rounds, and shows on /metrics and in /server_info."""
+"""What a server counts of its rounds and says of them: meta_info, /metrics, /server_info, logs."""
 
 import logging
 import math
@@ -8,25 +8,281 @@ from typing import Any, cast
 import prometheus_client
 import pytest
 import torch
-from edit_cases import NEUTRAL
+from edit_cases import make_req
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from toy_laws import EOS, languages
 from toy_worker import ToyWorker
 
 from sglang_smc import process
+from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.patches.ingress import add_meta_info
 from sglang_smc.patches.request_state import update_finish_state
 from sglang_smc.requests.state import RequestState
 from sglang_smc.round.result import SMCBatchResult
+from sglang_smc.smc.rounds import BlockCut
 from sglang_smc.state import counters
-from sglang_smc.state.counters import Counters
+from sglang_smc.state.counters import (
+    LOW_ESS,
+    LOW_ESS_ROUNDS,
+    LOW_ESS_SECONDS,
+    Counters,
+    CounterTable,
+    LowESSWarning,
+    gained,
+    meta_info,
+    zero_counters,
+)
 from sglang_smc.state.monitor import GAUGES, MEASURES, PREFIX, TOTALS, Monitor, Played
 from sglang_smc.state.watched import Answer
 
 LABELS = {"model_name": "m", "engine_type": "unified", "tp_rank": "0"}
+
+
+@pytest.fixture(autouse=True)
+def _all_levels(caplog: pytest.LogCaptureFixture) -> None:
+    """An engine that ran before in this process may have left the root logger at errors alone."""
+    caplog.set_level(logging.INFO)
+
+
+def gains(**values: float) -> Counters:
+    return Counters(**{**dict.fromkeys(Counters._fields, 0.0), **values})  # type: ignore[arg-type]
+
+
+# --- Counters of a request
+
+
+def add(table: CounterTable, rows: list[int], ess: list[float], **others: list[int]) -> list:
+    """Count a round: ancestors, sizes, fidelity and evidence follow from the row and the ESS."""
+
+    def of(name: str) -> torch.Tensor:
+        return torch.tensor(others.get(name, [0] * len(rows)))
+
+    index, numbers = torch.tensor(rows), torch.tensor(ess, dtype=torch.float64)
+    cut = BlockCut(
+        num_columns=torch.zeros(len(rows), dtype=torch.int64),
+        log_weights=torch.zeros(len(rows), 4, dtype=torch.float64),
+        ess=numbers,
+        resample=of("resampled").bool(),
+        all_zero=of("all_zero").bool(),
+    )
+    return table.add_round(
+        index,
+        cut=cut,
+        failed=of("failed").bool(),
+        verified=of("verified").bool(),
+        killed=of("killed"),
+        narrowed=of("narrowed").bool(),
+        ancestors=numbers.nan_to_num(9.0).long(),
+        num_particles=index * 2,
+        num_steps=index * 3,
+        fidelity=numbers.unsqueeze(1) * torch.arange(1, 5),
+        log_evidence=-numbers,
+    ).tolist()
+
+
+def test_every_event_has_its_own_counter_and_a_retracted_request_goes_on_counting() -> None:
+    """Sums, the lowest ESS, and what each round says anew."""
+    table = CounterTable(5, "cpu", TORCH)
+    table.begin(torch.tensor([1, 2, 3]), torch.tensor([zero_counters(8)] * 3).double())
+    add(table, [3, 1], [4.0, 2.0], killed=[2, 1], resampled=[1, 0])
+    add(table, [1, 3], [3.0, 1.0], narrowed=[0, 1], all_zero=[1, 0])
+    add(table, [2], [math.nan], verified=[1], failed=[1])
+    carried = add(table, [1, 2, 3], [1.5, 6.0, 2.0], killed=[4, 3, 0], resampled=[1, 1, 1])
+    table.begin(torch.tensor([4]), torch.tensor(carried[:1], dtype=torch.float64))
+    found = [Counters(*row) for row in [*carried[1:], *add(table, [4], [5.0], killed=[1])]]
+    expected = {
+        "rounds_ct": [2, 3, 4],
+        "resample_ct": [1, 2, 1],
+        "narrow_ct": [0, 1, 0],
+        "all_zero_ct": [0, 0, 1],
+        "nan_ct": [1, 0, 0],
+        "exact_ct": [1, 0, 0],
+        "killed_ct": [3, 2, 6],
+        "ess_sum": [6.0, 7.0, 11.5],
+        "particles_sum": [8, 18, 14],
+        "steps_sum": [12, 27, 21],
+        "ess_min": [0.0, 1.0, 1.5],
+        "ancestors": [6, 2, 5],
+        "tilt_sum": [6.0, 2.0, 5.0],
+        "tilt_information": [12.0, 4.0, 10.0],
+        "innovation_sum": [18.0, 6.0, 15.0],
+        "watched_ct": [24.0, 8.0, 20.0],
+        "log_evidence": [-6.0, -2.0, -5.0],
+    }
+    assert {name: [getattr(row, name) for row in found] for name in Counters._fields} == expected
+
+
+def test_what_a_round_gains_is_the_difference_of_totals() -> None:
+    before = [*gains(rounds_ct=3, ess_sum=10, killed_ct=2)]
+    after = [*gains(rounds_ct=4, ess_sum=12.5, killed_ct=5)]
+    assert gained(before, after) == gains(rounds_ct=1, ess_sum=2.5, killed_ct=3)
+
+
+OF_REQUEST = Counters(4, 2, 1, 3, 7, 5, 9, 10.0, 22, 11, 1.5, 2.0, 0.5, 2.0, -0.75, 3, -0.75)
+
+
+def test_meta_info_is_prefixed_and_has_plain_numbers() -> None:
+    config = RequestConfig(num_particles=6, num_steps=3)
+    found = meta_info([float(value) for value in OF_REQUEST], config, 3)
+    assert found == {
+        "spec_smc_mode": "smc",
+        "spec_smc_num_particles": 6,
+        "spec_smc_num_steps": 3,
+        "spec_smc_evidence_threshold": 0.5,
+        "spec_smc_particles_mean": 5.5,
+        "spec_smc_steps_mean": 2.75,
+        "spec_smc_rounds_ct": 4,
+        "spec_smc_replayed_ct": 3,
+        "spec_smc_resample_ct": 2,
+        "spec_smc_narrow_ct": 1,
+        "spec_smc_all_zero_ct": 3,
+        "spec_smc_nan_ct": 7,
+        "spec_smc_exact_ct": 5,
+        "spec_smc_ess_mean": 2.5,
+        "spec_smc_ess_min": 1.5,
+        "spec_smc_distinct_ancestors": 2,
+        "spec_smc_tilt": 0.25,
+        "spec_smc_tilt_information": 2.0,
+        "spec_smc_innovation": -0.25,
+        "spec_smc_watched_ct": 3,
+        "spec_smc_log_evidence": -0.75,
+    }
+    counts = [v for k, v in found.items() if k.endswith(("_ct", "_ancestors"))]
+    assert all(type(count) is int for count in counts)
+
+
+@pytest.mark.parametrize(
+    ("config", "log_evidence", "threshold", "all_zero_ct"),
+    [
+        (RequestConfig(), -0.75, 0.5, 3),
+        (RequestConfig(greedy=True), -0.75, 0.5, 0),
+        (RequestConfig(mode="exact"), -0.75, None, 3),
+        (RequestConfig(mode="mixed"), None, 0.5, 3),
+        (RequestConfig(mode="auto"), None, 2.0, 3),
+    ],
+)
+def test_what_a_mode_leaves_out(
+    config: RequestConfig, log_evidence: float | None, threshold: float | None, all_zero_ct: int
+) -> None:
+    """Where blocks are kept by evidence a text has none; all of greedy drafts die at one error."""
+    found = meta_info(list(OF_REQUEST), config, 0)
+    assert found["spec_smc_mode"] == config.mode
+    assert found["spec_smc_log_evidence"] == log_evidence
+    assert found["spec_smc_evidence_threshold"] == threshold
+    assert found["spec_smc_all_zero_ct"] == all_zero_ct
+
+
+def test_before_the_first_round_all_particles_count() -> None:
+    """A text of one token ends in prefill: no round, no division by zero."""
+    found = meta_info(zero_counters(5), RequestConfig(num_particles=5), 0)
+    assert found["spec_smc_ess_mean"] == found["spec_smc_ess_min"] == 5.0
+    assert found["spec_smc_distinct_ancestors"] == found["spec_smc_particles_mean"] == 5
+    assert found["spec_smc_steps_mean"] == 8
+    assert found["spec_smc_rounds_ct"] == 0
+    unknown = "tilt", "tilt_information", "innovation"
+    assert [found[f"spec_smc_{name}"] for name in unknown] == [None] * 3, "0 would be the target's"
+    assert found["spec_smc_watched_ct"] == 0
+
+
+# --- What of them reaches the client
+
+
+class Letters:
+    """A tokenizer: 1 reads a, 2 reads b, and so on; 0 is special."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        letters = "" if skip_special_tokens else "."
+        return "".join(chr(96 + one) if one else letters for one in ids)
+
+
+def shown(tokenizer: Any = None, times: int = 1, **accumulated: list[Any]) -> dict[str, Any]:
+    state = SimpleNamespace(customized_info_accumulated=accumulated)
+    manager: Any = SimpleNamespace(rid_to_state={"a": state}, tokenizer=tokenizer)
+    meta_info: dict[str, Any] = dict(accumulated)
+    for _ in range(times):
+        add_meta_info(lambda *_: None, manager, meta_info, SimpleNamespace(rids=["a"]), 0)
+    return meta_info
+
+
+def test_totals_are_numbers_and_other_information_stays_as_it_is() -> None:
+    """With no text at all, as after an abort in the queue, SGLang fills in an empty list."""
+    assert shown(spec_smc_rounds_ct=[None, 3], theirs=[1, 2]) == {
+        "spec_smc_rounds_ct": 3,
+        "theirs": [1, 2],
+    }
+    for of_neighbours in ([], [None], [None, None]):
+        assert shown(spec_smc_particles=of_neighbours, spec_smc_trace=of_neighbours) == {}
+    assert shown(spec_smc_log_evidence=[None]) == {"spec_smc_log_evidence": None}
+
+
+ROUND = {"begins": [1], "drafted": [[2, 3], []], "bonus": [0, None], "emitted": [4]}
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_tokens_are_readable_where_there_is_a_tokenizer(times: int) -> None:
+    """Red if a token of some field is left out, or if what ends a stream is read twice over."""
+    particle, trace = {"output_ids": [1, 0, 2]}, {"rounds": [ROUND]}
+    own = {"spec_smc_particles": [[dict(particle)]], "spec_smc_trace": [dict(trace)]}
+    found = shown(Letters(), times, **own)
+    assert found["spec_smc_particles"] == [{**particle, "text": "ab"}]
+    assert found["spec_smc_trace"]["pieces"] == {"0": ".", "1": "a", "2": "b", "3": "c", "4": "d"}
+
+
+def test_without_a_tokenizer_there_are_tokens_alone() -> None:
+    own = {"spec_smc_particles": [[{"output_ids": [1]}]], "spec_smc_trace": [{"rounds": [ROUND]}]}
+    assert shown(**own) == {name: values[-1] for name, values in own.items()}
+
+
+# --- The warning of a low effective sample size
+
+
+def play(warning: LowESSWarning, share: float, num_rounds: int, num_particles: int = 8) -> None:
+    ess = 1 + share * (num_particles - 1)
+    for _ in range(num_rounds):
+        warning.add(gains(rounds_ct=1, ess_sum=ess, particles_sum=num_particles, steps_sum=6))
+
+
+@pytest.mark.parametrize("num_particles", [2, 8, 64])
+def test_a_low_ess_is_warned_of_with_advice(
+    caplog: pytest.LogCaptureFixture, num_particles: int
+) -> None:
+    """For two particles, too, whose ESS / N is never below a half."""
+    play(LowESSWarning(), LOW_ESS * 1.1, LOW_ESS_ROUNDS, num_particles)
+    assert not caplog.records
+    play(LowESSWarning(), LOW_ESS * 0.9, LOW_ESS_ROUNDS, num_particles)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    ess = 1 + LOW_ESS * 0.9 * (num_particles - 1)
+    assert f"{ess:.1f} of {num_particles}.0 particles, with 6.0 tokens" in record.message
+    for flag in (
+        *("--speculative-smc-mode", "--speculative-num-steps", "--speculative-smc-resample-at"),
+        *("--speculative-smc-num-particles", "--speculative-draft-model-path"),
+    ):
+        assert flag in record.message
+
+
+def test_a_warning_waits_for_its_rounds_and_for_its_interval(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seconds = [0.0]
+    warning = LowESSWarning(lambda: seconds[0])
+    for share, num_rounds, now, num_warnings in (
+        (0.0, LOW_ESS_ROUNDS - 1, 0.0, 0),
+        (1.0, 1, 0.0, 1),  # the mean, not the last round
+        (0.0, 3 * LOW_ESS_ROUNDS, LOW_ESS_SECONDS - 1, 1),
+        (0.0, LOW_ESS_ROUNDS, LOW_ESS_SECONDS, 2),
+        (LOW_ESS * 1.1, LOW_ESS_ROUNDS, 9 * LOW_ESS_SECONDS, 2),
+        (0.0, LOW_ESS_ROUNDS - 1, 9 * LOW_ESS_SECONDS, 2),
+    ):
+        seconds[0] = now
+        play(warning, share, num_rounds)
+        assert len(caplog.messages) == num_warnings
+
+
+# --- Sums of a server
 
 
 @pytest.fixture
@@ -59,11 +315,10 @@ def played(
     emitted: int = 0,
     replayed: bool = False,
     greedy: bool = False,
-    **gains: float,
+    **others: float,
 ) -> Played:
-    given = {"rounds_ct": 1, "particles_sum": 1 if greedy else 4, "ess_sum": 2.0, **gains}
-    zeros = dict.fromkeys(Counters._fields, 0.0)
-    return Played(Counters(**{**zeros, **given}), weighs, kept, emitted, replayed, greedy)
+    given = {"rounds_ct": 1, "particles_sum": 1 if greedy else 4, "ess_sum": 2.0, **others}
+    return Played(gains(**given), weighs, kept, emitted, replayed, greedy)
 
 
 def monitor(*rounds: list[Played], interval: int = 1000, **reporting: bool) -> Monitor:
@@ -138,39 +393,16 @@ def test_all_metrics_are_there_before_the_first_round(registry: CollectorRegistr
     assert {f"{total.name}_total" for total in TOTALS} <= set(found)
     assert {f"{measure.name}_bucket +Inf" for measure in MEASURES} <= set(found)
     assert not any(value for name, value in found.items() if not name.endswith("_created"))
-
-
-def test_no_name_has_the_colon_that_scrapers_read_in_two_ways(registry: CollectorRegistry) -> None:
-    """Prometheus 2 and 3, and what asks for plain text, get the same names."""
-    monitor()
-    escaped = openmetrics.generate_latest(registry, escaping=openmetrics.UNDERSCORES).decode()
-    plain = openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8).decode()
-    assert escaped == plain and PREFIX in plain
-
-
-WRONG_GUESS = {"all_zero_ct": 1, "ess_sum": 4.0, "kept": 0}
-
-
-def test_wrong_guesses_at_a_greedy_law_are_no_alarm(
-    registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
-) -> None:
-    """On /metrics, in /server_info and in the log: they say nothing of what filters forbid."""
-    caplog.set_level(logging.INFO)
-    rounds = [played(**WRONG_GUESS, greedy=True), played(**WRONG_GUESS)]
-    totals = monitor(rounds, interval=1).totals()
-    assert totals["all_zero_rounds"] == samples(registry)["all_zero_rounds_total"] == 1
-    assert "#round: 2" in caplog.text and "#all-zero: 1" in caplog.text
+    assert ":" not in PREFIX, "Prometheus 2 and 3 would read names in two ways"
 
 
 @pytest.mark.parametrize("is_greedy", [True, False])
 def test_a_round_is_booked_as_that_of_a_greedy_request(is_greedy: bool) -> None:
     seen: list[Played] = []
     state = RequestState.of(0, RequestConfig(num_particles=4, greedy=is_greedy))
-    req: Any = SimpleNamespace(
-        smc_state=state,
-        spec_num_correct_drafts=0,
-        update_spec_correct_drafts_histogram=lambda _: None,
-    )
+    req = make_req([])
+    req.smc_state, req.spec_num_correct_drafts = state, 0
+    req.update_spec_correct_drafts_histogram = lambda _: None
     result = SMCBatchResult(
         monitor=cast(Monitor, SimpleNamespace(add=seen.append)),
         failure=torch.zeros(1, dtype=torch.int64),
@@ -182,13 +414,31 @@ def test_a_round_is_booked_as_that_of_a_greedy_request(is_greedy: bool) -> None:
 @pytest.mark.parametrize(
     ("one", "shown"), [({}, "0.50"), ({"weighs": False}, "-"), ({"greedy": True}, "-")]
 )
-def test_the_log_shows_an_ess_where_rounds_have_one(
+def test_the_log_has_one_line_an_interval(
     caplog: pytest.LogCaptureFixture, one: dict[str, bool], shown: str
 ) -> None:
-    caplog.set_level(logging.INFO)
-    others = [played(weighs=False, ess_sum=4.0), played(greedy=True, ess_sum=4.0)]
-    monitor([played(**one), *others], interval=1, exports=False)
-    assert f"#round: 3, ess / particles: {shown}, " in caplog.text
+    """With an ESS where rounds have one; a prefill that fails shows in the next line.
+
+    Wrong guesses of greedy requests are no alarm: they say nothing of what filters forbid.
+    """
+    others = [
+        played(weighs=False, ess_sum=4.0, narrow_ct=1, nan_ct=3, resample_ct=1),
+        played(greedy=True, ess_sum=4.0, all_zero_ct=1),
+    ]
+    found = monitor([played(**one, all_zero_ct=1)], interval=2, exports=False)
+    assert not caplog.messages
+    for batch in (others, [], []):
+        found.count_failed_prefill()
+        for each in batch:
+            found.add(each)
+        found.end_round()
+    all_zero = 0 if one.get("greedy") else 1
+    assert [line.split("SMC, ")[1].rpartition(", tilt")[0] for line in caplog.messages] == [
+        f"#round: 3, ess / particles: {shown}, resample rate: 0.33, #narrowed: 1, "
+        f"#all-zero: {all_zero}, #nan: 4",
+        "#round: 0, ess / particles: -, resample rate: 0.00, #narrowed: 0, #all-zero: 0, #nan: 2",
+    ]
+    assert found.totals()["all_zero_rounds"] == all_zero
 
 
 def ended(mode: str = "smc", tilt: float = 0.5, information: float = 4.0) -> Answer:
@@ -216,31 +466,16 @@ def test_gauges_tell_the_tilt_once_there_is_one(registry: CollectorRegistry) -> 
     }
 
 
-def test_a_prefill_that_fails_shows_in_the_next_line_of_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO)
-    found = monitor(interval=1, exports=False)
-    found.count_failed_prefill()
-    for _ in range(2):
-        found.add(played(nan_ct=1))
-        found.end_round()
-    assert ["#nan: 2" in caplog.messages[0], "#nan: 1" in caplog.messages[1]] == [True, True]
-
-
 class Streamed:
     """A stream as the scheduler sees it, whose times a test sets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, stream: bool = True) -> None:
         self.seconds = 100.0
-        monitor = Monitor(interval=1000, now=lambda: self.seconds)
-        monitor.report_as(reporter())
-        monkeypatch.setattr(process, "_monitor", monitor)
-        state = RequestState.of(0, RequestConfig(num_particles=4))
-        self.req: Any = SimpleNamespace(smc_state=state, output_ids=[], to_finish=None, rid="r")
-        self.req.finished, self.req.return_logprob = lambda: False, False
-        self.req.grammar, self.req.custom_logit_processor, self.req.stream = None, None, stream
-        self.req.sampling_params = SimpleNamespace(**NEUTRAL)
+        self.monitor = Monitor(interval=1000, now=lambda: self.seconds)
+        self.monitor.report_as(reporter())
+        monkeypatch.setattr(process, "_monitor", self.monitor)
+        self.req = make_req([])
+        self.req.return_logprob, self.req.stream = False, stream
         self.req.output_ids_through_stop = self.req.output_ids
 
     def emit(self, num_tokens: int, after: float, num_kept: int | None = None) -> None:
@@ -252,43 +487,27 @@ class Streamed:
         update_finish_state(lambda *_: None, self.req, num_tokens)
 
 
-def chunks(registry: CollectorRegistry) -> tuple[float, float, float, float]:
-    """Gaps: number and seconds; chunks: number and tokens."""
-    found = samples(registry)
-    names = ("chunk_gap_seconds", "chunk_tokens")
-    count, total, *others = (found[f"{n}_{part}"] for n in names for part in ("count", "sum"))
-    return count, total, others[0], others[1]
-
-
-def test_the_gaps_of_a_stream_are_those_between_new_tokens(
-    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("stream", "emitted", "measured"),
+    [
+        # Rounds that emit nothing make the silence longer, not shorter; prefill's token has no gap.
+        (True, [(1, 3.0), (0, 0.5), (0, 1.0), (9, 2.5), (2, 0.25)], (2, 4.25, 3, 12)),
+        (True, [(1, 0.0), (9, 1.0, 4)], (1, 1.0, 2, 5)),  # tokens behind an end are in no chunk
+        (False, [(1, 0.0), (9, 1.0)], (0, 0, 0, 0)),  # an answer that comes as one has none
+    ],
+)
+def test_the_gaps_and_sizes_of_a_streams_chunks(
+    registry: CollectorRegistry,
+    monkeypatch: pytest.MonkeyPatch,
+    stream: bool,
+    emitted: list[tuple],
+    measured: tuple[float, ...],
 ) -> None:
-    """From prefill's token on; rounds that emit nothing make the silence longer, not shorter."""
-    stream = Streamed(monkeypatch)
-    for num_tokens, after in [(1, 3.0), (0, 0.5), (0, 1.0), (9, 2.5), (2, 0.25)]:
-        stream.emit(num_tokens, after)
-    assert chunks(registry) == (2, 4.25, 3, 12)
-    found = samples(registry)
-    assert (found["chunk_gap_seconds_bucket 3.0"], found["chunk_gap_seconds_bucket 5.0"]) == (1, 2)
-    assert (found["chunk_tokens_bucket 8.0"], found["chunk_tokens_bucket 12.0"]) == (2, 3)
-
-
-def test_tokens_behind_an_end_are_in_no_chunk(
-    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream = Streamed(monkeypatch)
-    stream.emit(1, 0.0)
-    stream.emit(9, 1.0, num_kept=4)
-    assert chunks(registry) == (1, 1.0, 2, 5)
-
-
-def test_an_answer_that_comes_as_one_has_no_chunks(
-    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream = Streamed(monkeypatch, stream=False)
-    stream.emit(1, 0.0)
-    stream.emit(9, 1.0)
-    assert chunks(registry) == (0, 0, 0, 0)
+    streamed = Streamed(monkeypatch, stream=stream)
+    for numbers in emitted:
+        streamed.emit(*numbers)
+    found, names = samples(registry), ("chunk_gap_seconds", "chunk_tokens")
+    assert measured == tuple(found[f"{n}_{part}"] for n in names for part in ("count", "sum"))
 
 
 def test_waits_for_potentials_are_measured(
@@ -306,28 +525,17 @@ def test_a_prefill_that_fails_is_counted_though_it_is_no_round(
     registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the hook that ends such a request: a broken model shows in its prefill first."""
-    counting = monitor()
-    monkeypatch.setattr(process, "_monitor", counting)
-    output_ids = [-1]  # a code of `Failure` in place of the first token
-    run = RequestState.of(0, RequestConfig(num_particles=4))
-    req: Any = SimpleNamespace(
-        smc_state=run, output_ids=output_ids, to_finish=None, rid="r", finished=lambda: False
-    )
-    req.grammar, req.custom_logit_processor, req.stream = None, None, False
-    req.sampling_params = SimpleNamespace(**NEUTRAL, min_new_tokens=0)
-    update_finish_state(lambda *_: None, req)
-    totals = counting.totals()
+    streamed = Streamed(monkeypatch, stream=False)
+    streamed.req.output_ids = [-1]  # a code of `Failure` in place of the first token
+    update_finish_state(lambda *_: None, streamed.req)
+    totals = streamed.monitor.totals()
     assert (totals["nan_rounds"], totals["rounds"]) == (1, 0)
     assert samples(registry)["nan_rounds_total"] == 1
 
 
-def test_only_where_sglang_exports_do_we(registry: CollectorRegistry) -> None:
-    monitor(*EVERYTHING, exports=False)
-    assert not samples(registry)
-
-
-def test_totals_are_kept_without_prometheus_and_have_means() -> None:
+def test_totals_are_kept_without_prometheus_and_have_means(registry: CollectorRegistry) -> None:
     found = monitor(*EVERYTHING, exports=False).totals()
+    assert not samples(registry), "only where SGLang exports do we"
     means = {
         "mean_particles": 16 / 3,
         "mean_steps": 8 / 3,
@@ -337,11 +545,8 @@ def test_totals_are_kept_without_prometheus_and_have_means() -> None:
     }
     assert found == {**EXPECTED, **means, "weighed_rounds": 2}
     assert all(type(found[name]) is int for name in EXPECTED)
-
-
-def test_means_over_nothing_are_none() -> None:
-    found = Monitor(interval=1).totals()
-    assert {found[name] for name in found if name.startswith("mean_")} == {None}
+    nothing = Monitor(interval=1).totals()
+    assert [nothing[name] for name in means] == [None] * len(means)
 
 
 def test_other_metric_classes_are_taken_where_the_collector_has_them() -> None:
@@ -363,12 +568,7 @@ def test_other_metric_classes_are_taken_where_the_collector_has_them() -> None:
 
 @pytest.mark.parametrize(
     ("logs", "given", "num_lines"),
-    [
-        (True, {}, 2),
-        (True, {"weighs": False}, 1),
-        (True, {"greedy": True}, 1),
-        (False, {}, 0),
-    ],
+    [(True, {}, 2), (True, {"weighs": False}, 1), (True, {"greedy": True}, 1), (False, {}, 0)],
 )
 def test_log_and_warning_come_from_one_rank_and_of_weighed_rounds(
     caplog: pytest.LogCaptureFixture,
@@ -377,14 +577,9 @@ def test_log_and_warning_come_from_one_rank_and_of_weighed_rounds(
     given: dict[str, bool],
     num_lines: int,
 ) -> None:
-    caplog.set_level(logging.INFO)
     monkeypatch.setattr(counters, "LOW_ESS_ROUNDS", 2)
     low = [played(**given, ess_sum=1.0)]
-    found = Monitor(interval=2)
-    found.report_as(reporter(exports=False, logs=logs))
-    for one in low * 2:
-        found.add(one)
-        found.end_round()
+    monitor(low, low, interval=2, exports=False, logs=logs)
     assert len(caplog.messages) == num_lines
 
 

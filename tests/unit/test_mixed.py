@@ -1,71 +1,130 @@
-"""Which of two results a round goes on with: the block's by its evidence, or the verified one."""
+"""How much of a block its evidence keeps, and whether a round goes on with that or verifies."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
+from sglang_smc.smc.evidence import covered_columns
 from sglang_smc.smc.exact import Verified
-from sglang_smc.smc.mixed import Block, Kept, judge, keep
+from sglang_smc.smc.mixed import Kept, judge, keep
 
+INF = math.inf
+ALMOST_ONE = math.nextafter(1.0, 0.0)
+COINS = (0.0, 0.5, ALMOST_ONE)
 NUM_STEPS = 4
 
 
-def one_group(values: list[list[float]]) -> torch.Tensor:
-    return torch.tensor([values], dtype=torch.float64)
+def of_group(*values: Any) -> list[torch.Tensor]:
+    return [torch.tensor([value], dtype=torch.float64) for value in values]
 
 
-def judged(
+# Log-weights after each column, the first before the block; threshold, coin, K; columns covered.
+FALLING, LIVE, DEAD = [[0.0, 0.0], [-1.0, -1.0], [-2.0, -2.0], [-3.0, -3.0]], [0.0, 0.0], [-INF] * 2
+COVERED = [
+    # Threshold 0 keeps all that lives, an infinite one none, and none keeps what is dead.
+    *((FALLING, 0.0, coin, 3, 3) for coin in COINS),
+    *(([LIVE, [-900.0, -900.0], DEAD], 0.0, coin, 2, 1) for coin in COINS),
+    *(([LIVE, [-INF, 3.0], DEAD, DEAD], 0.0, coin, 3, 1) for coin in COINS),
+    *(([LIVE, [700.0, 700.0]], INF, coin, 1, 0) for coin in COINS),
+    *(([LIVE, DEAD], threshold, 0.0, 1, 0) for threshold in (0.0, 0.5, 1.0, INF)),
+    # No more than the group's own K; the most columns, though one before is not covered.
+    *((FALLING, 0.0, 0.5, num_steps, num_steps) for num_steps in (1, 2)),
+    ([[0.0], [-5.0], [1.0], [-5.0]], 1.0, 0.5, 3, 2),
+    # By what the block multiplies the weights, whatever they were; the absent dilute nothing.
+    *(
+        ([[level, -INF], [level - 1.0, -INF]], c, math.exp(-1) / c + beyond, 1, int(beyond < 0))
+        for level in (-50.0, 0.0, 50.0)
+        for c in (0.5, 1.0)
+        for beyond in (-1e-9, 1e-9)
+    ),
+    ([[0.0, 0.0, -INF], [-1.0, -1.0, -INF]], 1.0, 0.36, 1, 1),
+]
+
+
+@pytest.mark.parametrize(("running", "threshold", "coin", "num_steps", "expected"), COVERED)
+def test_columns_that_the_evidence_covers(
+    running: list[list[float]], threshold: float, coin: float, num_steps: int, expected: int
+) -> None:
+    weights, c, uniform = of_group(running, threshold, coin)
+    assert covered_columns(weights, c, torch.tensor([num_steps]), uniform) == expected
+
+
+SIZE = 40_000
+
+
+@pytest.mark.parametrize("num_particles", [1, 3])
+def test_no_whole_block_is_kept_more_often_than_p_has_it(num_particles: int) -> None:
+    """c = 1; each of 9 blocks at 4 standard errors. Keeping all would overdraw most of them by far.
+
+    Of several chains one is drawn by weight.
+    """
+    generator = torch.Generator().manual_seed(0)
+    p, q = torch.randn(2, 4, 3, generator=generator, dtype=torch.float64).mul(1.5).softmax(-1)
+    last = torch.zeros(SIZE, num_particles, dtype=torch.int64)
+    running, blocks = [torch.zeros(SIZE, num_particles, dtype=torch.float64)], 0
+    for step in range(2):
+        context = last + step  # row 0 begins, rows 1 to 3 follow a token
+        law = q[context]
+        tokens = torch.multinomial(law.flatten(0, 1), 1, generator=generator).view_as(last)
+        gained = p[context].log() - law.log()
+        running.append(running[-1] + gained.gather(2, tokens.unsqueeze(2)).squeeze(2))
+        blocks, last = blocks * 3 + tokens, tokens
+    coins, draws = torch.rand(2, SIZE, generator=generator, dtype=torch.float64)
+    kept = covered_columns(
+        torch.stack(running, 1),
+        torch.ones(SIZE).double(),
+        torch.full((SIZE,), 2),
+        coins,
+    )
+    weights = running[-1].softmax(1).cumsum(1)
+    winner = (weights < draws.unsqueeze(1)).sum(1).clamp_max(num_particles - 1)
+    chosen = blocks.gather(1, winner.unsqueeze(1)).squeeze(1)
+    found = torch.bincount(chosen[kept == 2], minlength=9) / SIZE
+    expected = (p[0].unsqueeze(1) * p[1:4]).flatten()
+    error = (expected * (1 - expected) / SIZE).sqrt()
+    assert (found <= expected + 4 * error).all()
+    everything = torch.bincount(chosen, minlength=9) / SIZE
+    assert (everything > expected + 10 * error).any(), "the test could not tell them apart"
+
+
+# Increments of the chains, threshold, uniform, chains absent, columns before an end; what is found:
+# covered, columns, winner, effective sample size.
+THREE = math.log(3.0)
+JUDGED = [
+    ([[-3.0] * 4, [-9.0] * 4], 0.0, 0.0, 0, 4, (4, 4, 0, 1.0)),
+    ([[3.0] * 4, [9.0] * 4], INF, 0.0, 0, 4, (0, 0, 0, 1.0)),
+    # Weights 1 to 3 where the block is cut; behind that all would go to one.
+    *(
+        ([[0.0, -50.0], [THREE, -50.0]], 1.0, uniform, 0, 2, (1, 1, winner, 1.6))
+        for uniform, winner in ((0.2, 0), (0.3, 1), (0.99, 1))
+    ),
+    ([[0.0, 9.0, 9.0]], 1.0, 0.0, 0, 1, (3, 1, 0, 1.0)),  # a chain that ends keeps its weight
+    *(
+        ([[0.0], [0.0], [50.0]], 1.0, uniform, 1, 1, (1, 1, winner, 2.0))
+        for uniform, winner in ((0.0, 0), (ALMOST_ONE, 1))
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("increments", "threshold", "uniform", "num_absent", "num_open", "expected"), JUDGED
+)
+def test_a_chain_is_drawn_by_weight_where_the_evidence_covers_the_block(
     increments: list[list[float]],
     threshold: float,
-    *,
-    before_end: list[list[int]] | None = None,
-    coin: float = 0.5,
-    uniform: float = 0.0,
-    absent: int = 0,
-) -> Block:
-    size, num_steps = len(increments), len(increments[0])
-    present = torch.arange(size) < size - absent
-    opened = torch.ones(1, size, num_steps) if before_end is None else torch.tensor([before_end])
-    return judge(
-        one_group(increments),
-        opened.bool(),
-        present.unsqueeze(0),
-        torch.tensor([num_steps]),
-        torch.tensor([threshold], dtype=torch.float64),
-        torch.tensor([coin], dtype=torch.float64),
-        torch.tensor([uniform], dtype=torch.float64),
-    )
-
-
-def test_threshold_zero_keeps_the_whole_block() -> None:
-    found = judged([[-3.0] * 4, [-9.0] * 4], 0.0)
-    assert (int(found.covered), int(found.num_columns)) == (4, 4)
-
-
-def test_an_infinite_threshold_keeps_nothing_of_it() -> None:
-    found = judged([[3.0] * 4, [9.0] * 4], math.inf)
-    assert (int(found.covered), int(found.num_columns)) == (0, 0)
-
-
-@pytest.mark.parametrize(("uniform", "winner"), [(0.2, 0), (0.3, 1), (0.99, 1)])
-def test_the_chain_is_drawn_by_weight_where_the_block_is_cut(uniform: float, winner: int) -> None:
-    """Weights 1 to 3 at the cut; behind it, where the coin does not reach, all would go to one."""
-    increments = [[0.0, -50.0], [math.log(3), -50.0]]
-    assert judged(increments, 1.0, uniform=uniform).winner == winner
-
-
-def test_a_chain_that_ends_keeps_its_columns_up_to_the_end_and_its_weight() -> None:
-    found = judged([[0.0, 9.0, 9.0]], 1.0, before_end=[[1, 0, 0]])
-    assert (int(found.covered), int(found.num_columns)) == (3, 1)
-    assert found.ess == 1.0
-
-
-def test_absent_chains_are_never_drawn_and_do_not_count() -> None:
-    for uniform in (0.0, 0.5, math.nextafter(1.0, 0.0)):
-        found = judged([[0.0], [0.0], [50.0]], 1.0, uniform=uniform, absent=1)
-        assert found.winner < 2
-        assert found.ess == 2.0
+    uniform: float,
+    num_absent: int,
+    num_open: int,
+    expected: tuple[float, ...],
+) -> None:
+    gained, c, coin, place = of_group(increments, threshold, 0.5, uniform)
+    _, size, num_steps = gained.shape
+    before_end = torch.arange(num_steps).expand(1, size, -1) < num_open
+    present = torch.arange(size).unsqueeze(0) < size - num_absent
+    found = judge(gained, before_end, present, torch.tensor([num_steps]), c, coin, place)
+    assert tuple(map(float, found)) == pytest.approx(expected)
 
 
 def chosen(covered: int, kept: int, verified: int, ends_at: int | None = None) -> Kept:
@@ -124,7 +183,7 @@ def test_an_early_end_is_no_reason_to_be_passed_over() -> None:
 
 def test_the_ess_is_that_of_the_block_unless_no_block_may_be_kept() -> None:
     """Weights of an exact round say nothing of its output, so all particles count."""
-    values = one_group([[math.log(3.0)], [0.0]])
+    (values,) = of_group([[THREE], [0.0]])
     one = torch.ones(1, dtype=torch.int64)
     nothing = Verified(0 * one, 0 * one, one.bool(), 0 * one, torch.ones(1, 3))
     flags = torch.ones(1, 2, 1, dtype=torch.bool)

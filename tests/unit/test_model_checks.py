@@ -1,6 +1,5 @@
 """A model that particles cannot run on is told as the worker is built, not by its first request."""
 
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -34,51 +33,6 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supported, "get_parallel", lambda: SimpleNamespace(tp_size=1))
 
 
-@pytest.mark.parametrize("layer", [{}, {"sliding_window_size": 31}, {"logit_cap": 50.0}])
-def test_attention_to_all_or_to_a_window_passes(layer: dict[str, Any]) -> None:
-    check_layers(runner(**layer))
-
-
-@pytest.mark.parametrize(
-    ("layer", "named"),
-    [
-        ({"use_irope": True}, "chunked attention"),
-        ({"logit_cap": 50.0, "logit_capping_method": "clip"}, "a cap other than by tanh"),
-        ({"v_head_dim": 4}, "different key and value widths"),
-        ({"num_kv_heads": 4}, "layers of unlike head groups"),
-        ({"attn_type": AttentionType.ENCODER_ONLY}, "cross or bidirectional attention"),
-    ],
-)
-def test_other_attention_is_refused(layer: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=f"does not support {named} .layer 1"):
-        check_layers(runner(**layer))
-
-
-def test_blocks_pass_where_they_are_run() -> None:
-    """With causal layers among them, which may have a window."""
-    check_layers(runner(attn_type=AttentionType.ENCODER_ONLY), blocks=True)
-    check_layers(runner(sliding_window_size=31), blocks=True)
-
-
-@pytest.mark.parametrize(
-    ("layer", "named"),
-    [
-        (
-            {"attn_type": AttentionType.ENCODER_ONLY, "sliding_window_size": 31},
-            "a window where blocks see themselves",
-        ),
-        ({"attn_type": AttentionType.DECODER_BIDIRECTIONAL}, "cross or bidirectional attention"),
-        (
-            {"attn_type": AttentionType.ENCODER_ONLY, "is_cross_attention": True},
-            "cross or bidirectional attention",
-        ),
-    ],
-)
-def test_blocks_of_other_kinds_are_refused(layer: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=f"does not support {named}.*.layer 1"):
-        check_layers(runner(**layer), blocks=True)
-
-
 def over_latents(**layer: Any) -> Any:
     """A layer of latent attention: one way to attend over latents, and one over keys of heads."""
     absorbed: dict[str, Any] = {"num_heads": 4, "head_dim": 12, "v_head_dim": 8, "num_kv_heads": 1}
@@ -92,13 +46,39 @@ def over_latents(**layer: Any) -> Any:
     )
 
 
-def test_latent_attention_passes() -> None:
-    check_layers(over_latents())
+WINDOW, ENCODER = {"sliding_window_size": 31}, {"attn_type": AttentionType.ENCODER_ONLY}
+CROSS = "cross or bidirectional attention"
 
 
-def test_a_window_over_latents_is_refused() -> None:
-    with pytest.raises(ValueError, match="does not support a window or a cap over latents"):
-        check_layers(over_latents(sliding_window_size=31))
+@pytest.mark.parametrize(
+    ("layer", "refused"),
+    [
+        ({}, None),
+        (WINDOW, None),
+        ({"logit_cap": 50.0}, None),
+        ({"use_irope": True}, "chunked attention"),
+        ({"logit_cap": 50.0, "logit_capping_method": "clip"}, "a cap other than by tanh"),
+        ({"v_head_dim": 4}, "different key and value widths"),
+        ({"num_kv_heads": 4}, "layers of unlike head groups"),
+        (ENCODER, CROSS),
+        # Where blocks are run, with causal layers among them, which may have a window.
+        ({"blocks": True, **ENCODER}, None),
+        ({"blocks": True, **WINDOW}, None),
+        ({"blocks": True, **ENCODER, **WINDOW}, "a window where blocks see themselves"),
+        ({"blocks": True, "attn_type": AttentionType.DECODER_BIDIRECTIONAL}, CROSS),
+        ({"blocks": True, **ENCODER, "is_cross_attention": True}, CROSS),
+        ({"latent": True}, None),
+        ({"latent": True, **WINDOW}, "a window or a cap over latents"),
+    ],
+)
+def test_attention_that_is_not_supported_is_refused(
+    layer: dict[str, Any], refused: str | None
+) -> None:
+    own = {name: value for name, value in layer.items() if name not in ("blocks", "latent")}
+    model = (over_latents if "latent" in layer else runner)(**own)
+    told = f"does not support {refused}.*.layer 1"
+    with pytest.raises(ValueError, match=told) if refused else nullcontext():
+        check_layers(model, blocks="blocks" in layer)
 
 
 @pytest.mark.parametrize(
@@ -118,40 +98,16 @@ def test_keys_that_a_kernel_cannot_convert_are_refused(
         supported.check_kernel_type(kind, capability)
 
 
-class Model:
-    """Stands for a `ParticleForward`; its layers may want what no round has."""
-
-    def __init__(self, wants: str | None = None) -> None:
-        self.wants = wants
-
-    def next_logits(self, tokens: torch.Tensor, *_: Any) -> torch.Tensor:
-        if self.wants:
-            raise AttributeError(f"'NoneType' object has no attribute '{self.wants}'")
-        return torch.zeros(*tokens.shape[:2], 8)
-
-    def chain_logits(self, tokens: torch.Tensor, *_: Any) -> torch.Tensor:
-        return self.next_logits(tokens).unsqueeze(2)
+def model(fails: Callable[..., Any] | None = None) -> Any:
+    """Stands for a `ParticleForward`, whose layers may fail."""
+    run = fails or (lambda tokens, *_: torch.zeros(*tokens.shape[:2], 8))
+    return SimpleNamespace(next_logits=run, chain_logits=lambda *a: run(*a).unsqueeze(2))
 
 
-def rehearsed(target: Model, draft: Model) -> None:
+def rehearsed(target: Any, draft: Any) -> None:
     table = torch.zeros(2, 16, dtype=torch.int32)
     ledger = Ledger(table, table, num_particles=1, max_tail=4, num_slots=8)
-    rehearse(Steps(target, LanguageModel(draft), ledger, TORCH))  # type: ignore[arg-type]
-
-
-def test_models_that_run_pass() -> None:
-    rehearsed(Model(), Model())
-
-
-@pytest.mark.parametrize(
-    ("target", "draft", "flag"),
-    [("mrope", None, "--model-path"), (None, "mrope", "--speculative-draft-model-path")],
-)
-def test_a_model_that_wants_more_than_rounds_have_is_named(
-    target: str | None, draft: str | None, flag: str
-) -> None:
-    with pytest.raises(ValueError, match=f"^{flag} cannot run over particles: Attr.*'mrope'"):
-        rehearsed(Model(target), Model(draft))
+    rehearse(Steps(target, LanguageModel(draft), ledger, TORCH))
 
 
 def fails_in(module: str, error: Exception) -> Callable[..., Any]:
@@ -161,9 +117,13 @@ def fails_in(module: str, error: Exception) -> Callable[..., Any]:
     return scope["run"]
 
 
+WANTS = AttributeError("'NoneType' object has no attribute 'mrope'")
+
+
 @pytest.mark.parametrize(
-    ("module", "error", "cure"),
+    ("module", "error", "told"),
     [
+        ("sglang.srt.models", WANTS, "cannot run over particles: AttributeError: .*'mrope'"),
         (
             "sglang_smc.kernels.attention.latent",
             RuntimeError("out of resource: shared memory"),
@@ -173,9 +133,15 @@ def fails_in(module: str, error: Exception) -> Callable[..., Any]:
         ("sglang.srt.models", ValueError("no such layer"), "Choose another model"),
     ],
 )
-def test_what_a_failing_pass_calls_for(module: str, error: Exception, cure: str) -> None:
+def test_the_model_whose_pass_fails_is_named_and_what_that_calls_for(
+    module: str, error: Exception, told: str
+) -> None:
     """Not every failure is the model's."""
-    model = Model()
-    model.next_logits = fails_in(module, error)  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match=re.escape(cure)):
-        rehearsed(Model(), model)
+    rehearsed(model(), model())
+    failing = model(fails_in(module, error))
+    for flag, pair in {
+        "--model-path": (failing, model()),
+        "--speculative-draft-model-path": (model(), failing),
+    }.items():
+        with pytest.raises(ValueError, match=f"^{flag} .*{told}"):
+            rehearsed(*pair)
