@@ -55,7 +55,7 @@ def sources(of: frozenset[str], root: Path = ROOT) -> list[Source]:
     found = []
     for name, text in _texts(root):
         has_branches = any(family in text for family in FAMILIES)
-        found.append(_read(name, text, of if has_branches else frozenset()))
+        found.append(read(name, text, of if has_branches else frozenset()))
     return found
 
 
@@ -68,7 +68,8 @@ def _texts(root: Path) -> list[tuple[str, str]]:
 
 
 @cache
-def _read(name: str, text: str, of: frozenset[str]) -> Source:
+def read(name: str, text: str, of: frozenset[str]) -> Source:
+    """One file."""
     body = as_run(text, of)
     nodes = list(ast.walk(body))
     imported = {}
