@@ -267,6 +267,7 @@ BREAKS = {
                 "self.kv.held, self.rank",
                 "no held",
             ),
+            ("set on nothing", "self.held, self.rank", "held, self.rank", "has no held"),
             ("never None", "self.kv = None", "self.kv = Info(0)", "never sets kv to None"),
             ("field never None", "str | None = None", 'str = ""', "never sets name to None"),
             ("field gone", "length: int", "size: int", "Info has no length"),

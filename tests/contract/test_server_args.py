@@ -17,6 +17,7 @@ from sglang.srt.arg_groups.arg_utils import namespace_of
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from sglang_smc import upstream
+from sglang_smc.options import server
 from sglang_smc.options.server import (
     AUTO_EVIDENCE_THRESHOLD,
     EVIDENCE_THRESHOLD,
@@ -51,23 +52,12 @@ GIVEN = {
 TILT = {"speculative_smc_tilt": 0.1}
 OURS = GIVEN | dict.fromkeys(TILT)
 DEFAULTS = {
-    "speculative_smc_mode": "smc",
-    "speculative_smc_num_particles": 8,
-    "speculative_smc_ess_threshold": 0.5,
-    "speculative_smc_resampling_method": "systematic",
-    "speculative_smc_resample_at": "block",
-    "speculative_smc_selection": "sample",
-    "speculative_smc_power": 1.0,
-    "speculative_smc_evidence_threshold": None,
-    "speculative_smc_tilt": None,
-    "speculative_smc_draft_temperature": None,
-    "speculative_smc_ngram_weight": 0.0,
-    "speculative_smc_max_lag": None,
-    "speculative_smc_kernels": "auto",
-    "speculative_smc_round_graph": "auto",
-    "speculative_smc_adaptive": False,
+    **{
+        field: getattr(server.DEFAULTS, name)
+        for name, field in server.SERVER_ARGS_FIELDS.items()
+        if field in FLAG_FIELDS
+    },
     "speculative_smc_potential": None,
-    "speculative_smc_potential_timeout": 10.0,
     "speculative_smc_presets": None,
 }
 

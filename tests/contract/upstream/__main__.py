@@ -39,7 +39,7 @@ HEADINGS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("release", nargs="*", help="a version, or a folder that holds sglang/")
     given = parser.parse_args().release
     gc.disable()  # syntax trees are many, and hold no circle

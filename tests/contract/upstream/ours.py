@@ -200,8 +200,7 @@ def _read_by(node: ast.AST) -> ast.Attribute | None:
     """An attribute that a node reads; `a.b += c` does, too."""
     if isinstance(node, ast.AugAssign):
         return node.target if isinstance(node.target, ast.Attribute) else None
-    is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
-    return node if is_read else None
+    return node if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) else None
 
 
 def _annotated(function: Function, source: Source) -> Iterator[tuple[str, str]]:

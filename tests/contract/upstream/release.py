@@ -84,8 +84,9 @@ def root_of(name: str) -> Path:
     if Path(name, "sglang").is_dir():
         return Path(name)
     present = installed()
-    is_present = present is not None and version_of(present) == name
-    return present if is_present else unpacked(name)
+    if present is not None and version_of(present) == name:
+        return present
+    return unpacked(name)
 
 
 def installed() -> Path | None:

@@ -82,7 +82,7 @@ class _Keeper(griffe.Extension):
     def on_instance(self, *, node: ast.AST, obj: griffe.Object, **_: Any) -> None:
         obj.extra[OWN]["node"] = node
         defined = None if obj.parent is None else obj.parent.members.get(obj.name)
-        if _is_class(defined) and defined is not obj:
+        if defined is not None and _is_class(defined) and defined is not obj:
             defined.extra[OWN]["rebound"] = ast.unparse(node)
 
 
@@ -319,12 +319,13 @@ def statements(node: ast.AST) -> Iterator[ast.AST]:
 def _stores(node: ast.AST) -> Iterator[tuple[str, bool]]:
     """What stands in a class, and what its methods set on `self`, and whether to None."""
     for each in statements(node):
-        receiver = ""
+        receiver: str | None = ""
         if isinstance(each, Function | ast.ClassDef):
             yield each.name, False
             plain = [] if isinstance(each, ast.ClassDef) else each.args.posonlyargs + each.args.args
             receiver = f"{plain[0].arg}." if plain else None
-        for inner in ast.walk(each) if receiver is not None else ():
+        for inner in () if receiver is None else ast.walk(each):
+            assert receiver is not None
             if isinstance(inner, ast.Assign | ast.AnnAssign):
                 targets = inner.targets if isinstance(inner, ast.Assign) else [inner.target]
                 is_none = isinstance(inner.value, ast.Constant) and inner.value.value is None
