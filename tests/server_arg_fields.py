@@ -1,8 +1,8 @@
 """Every field of SGLang's server arguments, and what it means for an SMC server.
 
 Those that SMC refuses stand in `sglang_smc.server.requirements`. A field that SGLang adds belongs
-to neither until someone has looked at it. Which of all these only some releases have is written
-down at the end.
+to neither until someone has looked at it. Some have come or gone with a supported release: `make
+upstream` reads all of them.
 """
 
 ACTS: dict[str, str] = {
@@ -204,49 +204,3 @@ MOOT: dict[str, str] = {
 LOOKED_AT = [
     field for group in (ACTS, MOOT) for fields in group.values() for field in fields.split()
 ]
-
-SOME_RELEASES: dict[str, str] = {
-    "0.5.17": """
-        cuda_graph_tc_compiler dsa_prefill_cp_mode elastic_ep_rejoin
-        enable_dsa_prefill_context_parallel enable_expert_distribution_metrics
-        enable_prefill_context_parallel keep_mm_feature_on_device prefill_cp_mode torchao_config
-    """,
-    "0.5.17 0.5.22": "speculative_skip_dp_mlp_sync",
-    "0.5.22 0.5.23": """
-        _radix_eviction_policy_explicitly_set _speculative_draft_quantization_explicitly_set
-        _swa_full_tokens_ratio_explicitly_set allowed_media_domains attn_dp_size boundary_reduction
-        c128_page_size constrained_json_max_whitespace_cnt cuda_graph_max_seq_len_prefill
-        cuda_graph_prefill_max_context deepep_v2_mode disable_aiter_allreduce_fusion_in_decode
-        disable_aiter_allreduce_fusion_in_prefill disaggregation_decode_allocation_policy
-        disaggregation_decode_host_receive_threshold disaggregation_decode_retraction_backup
-        disaggregation_enable_kv_checksum dsa_triton_union dsv4_attn_backend dsv4_prefill_backend
-        enable_cp_tp_group_sharing enable_decoder_swa_bounded_replay enable_dense_mlp_attn_tp
-        enable_dsa_fused_indexer enable_encoder_swa_bounded_replay enable_kv_cache_sharding
-        enable_layernorm_sp enable_lean_attention enable_linker_mla_dedup enable_pd_role_switch
-        enable_response_store enable_shared_experts_attn_tp enable_tp_lm_head_all_to_all
-        enable_unified_cache_external_linker enable_w4a4_mxfp4_megamoe enable_watermark
-        expert_balancedness_report_mode flashinfer_a2a_dispatch_type gated_launch_port
-        grpc_response_timeout_secs grpc_worker_threads hicache_host_memory_fraction
-        hicache_host_memory_mode hicache_storage_prefetch_retry_max_attempts
-        hicache_storage_prefetch_retry_poll_interval http2_initial_connection_window_size
-        http2_max_concurrent_streams image_processor_backend language_model_only
-        load_publish_endpoint media_url_max_file_size_mb mlx_enable_sampling mm_global_cache_backend
-        mm_preprocess_cache_size_mb otlp_service_name ple_offload_backend ple_offload_dir
-        ple_offload_embedding prefill_decode_interval prefill_kv_cache_dequant_dtype
-        qsa_indexer_dtype radix_eviction_policy_config return_input_ids return_output_ids
-        sampling_mask_max_tokens shared_experts_tp_size speculative_boundary_reduction
-        speculative_domino_candidate_pool_size speculative_draft_kv_cache_dtype
-        speculative_draft_sink_size speculative_dsa_topk_backend
-        speculative_enable_w4a4_mxfp4_megamoe speculative_use_block_verification
-        startup_weight_load_mode swa_prefix_tails trust_mm_content_hashes
-        trust_request_chat_template unified_cache_external_linker_backend uno_lora_path
-        watermark_config watermark_context_window watermark_default_enabled watermark_enforce_all
-        watermark_key watermark_key_b watermark_max_probability watermark_mixing_probability
-    """,
-    "0.5.23": """
-        aux_hidden_state_capture enable_amd_monokernel enable_http_worker_reuseport
-        enable_megamoe_for_layernorm_sp enable_nvidia_megakernel enable_paged_experts
-        enable_return_aux_hidden_states paged_experts_num_resident prefill_decode_interval_min_bs
-        return_aux_hidden_state_layer_ids unified_cache_external_linker_config
-    """,
-}

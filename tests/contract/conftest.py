@@ -1,5 +1,6 @@
 """A process in which SGLang has loaded its plugins, as every server process does."""
 
+import gc
 import json
 import os
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ def _plugins() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+    gc.freeze()  # what SGLang has imported stays: collections need not look at it again
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,10 @@
 import pickle
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from resolved_args import resolve
@@ -27,16 +29,6 @@ def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[hooks.Group]:
     asked: list[hooks.Group] = []
     monkeypatch.setattr(hooks, "put_in_force", asked.append)
     return asked
-
-
-@pytest.fixture
-def lost(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """A target that SGLang fails to patch."""
-    for group in hooks.GROUPS:
-        hooks.put_in_force(group)
-    monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {request.param})
-    monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)
-    return request.param
 
 
 def test_every_patch_file_is_listed_once() -> None:
@@ -77,57 +69,59 @@ def test_scheduler_installs_them_when_it_asks_for_the_worker(
     assert asked_for == [hooks.SMC]
 
 
-@pytest.mark.parametrize("lost", targets(hooks.FLAGS), indirect=True)
-def test_flag_hook_that_did_not_land_is_named(lost: str, smc: dict) -> None:
-    with pytest.raises(RuntimeError, match=lost):
-        resolve(**smc)
-    with pytest.raises(RuntimeError, match=lost):  # the scheduler is a process of its own
-        algorithm.worker_class(ServerArgs(model_path="dummy"))
+def start(smc: dict) -> None:
+    resolve(**smc)
 
 
-@pytest.mark.parametrize("lost", targets(hooks.DRAFTS), indirect=True)
-def test_hook_on_drafts_that_did_not_land_is_named(lost: str, smc: dict) -> None:
-    with pytest.raises(RuntimeError, match=lost):
-        resolve(**smc)
-    with pytest.raises(RuntimeError, match=lost):
-        algorithm.worker_class(ServerArgs(model_path="dummy"))
+def launch(smc: dict) -> None:
+    resolve(**smc).check_server_args()
 
 
-@pytest.mark.parametrize("lost", targets(hooks.SMC), indirect=True)
-def test_hook_that_did_not_land_is_named(lost: str, smc: dict) -> None:
-    with pytest.raises(RuntimeError, match=lost):
-        resolve(**smc).check_server_args()
-    with pytest.raises(RuntimeError, match=lost):
-        algorithm.worker_class(ServerArgs(model_path="dummy"))
+def schedule(_: dict) -> None:
+    algorithm.worker_class(ServerArgs(model_path="dummy"))
 
 
-@pytest.mark.parametrize("lost", targets(hooks.CPU_PLATFORM), indirect=True)
-def test_platform_hook_that_did_not_land_is_named(lost: str) -> None:
-    with pytest.raises(RuntimeError, match=lost):
-        PlainCpuPlatform().init_backend()
+#: What of a process notices that a hook of a group did not land; schedulers are their own.
+NOTICED: dict[hooks.Group, tuple[Callable[[dict], Any], ...]] = {
+    hooks.FLAGS: (start, schedule),
+    hooks.DRAFTS: (start, schedule),
+    hooks.SMC: (launch, schedule),
+    hooks.CPU_PLATFORM: (lambda _: PlainCpuPlatform().init_backend(),),
+    hooks.CPU_SPECULATION: (lambda _: PlainCpuPlatform().get_speculative_worker_cls("STANDALONE"),),
+}
 
 
-@pytest.mark.parametrize("lost", targets(hooks.CPU_SPECULATION), indirect=True)
-def test_hook_for_stock_speculation_that_did_not_land_is_named(lost: str) -> None:
-    with pytest.raises(RuntimeError, match=lost):
-        PlainCpuPlatform().get_speculative_worker_cls("STANDALONE")
-
-
-@pytest.mark.parametrize("target", targets(hooks.SMC))
-def test_target_patched_by_others_does_not_count(
-    monkeypatch: pytest.MonkeyPatch, target: str
+@pytest.mark.parametrize(
+    ("group", "lost"),
+    [(group, target) for group in NOTICED for target in targets(group)],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_hook_that_did_not_land_is_named(
+    smc: dict, monkeypatch: pytest.MonkeyPatch, group: hooks.Group, lost: str
 ) -> None:
+    for each in hooks.GROUPS:
+        hooks.put_in_force(each)
+    monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {lost})
+    monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)
+    for notice in NOTICED[group]:
+        with pytest.raises(RuntimeError, match=lost):
+            notice(smc)
+
+
+def test_target_patched_by_others_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     hooks.put_in_force(hooks.SMC)
-    monkeypatch.setitem(HookRegistry._hooks, target, [])
-    assert set(hooks.missing(hooks.SMC)) == {target}
+    for target in targets(hooks.SMC):
+        with monkeypatch.context() as patched:
+            patched.setitem(HookRegistry._hooks, target, [])
+            assert set(hooks.missing(hooks.SMC)) == {target}
 
 
-@pytest.mark.parametrize("group", hooks.GROUPS, ids=lambda group: group.modules[0])
-def test_install_is_idempotent(group: hooks.Group) -> None:
-    hooks.put_in_force(group)
-    before = {target: list(found) for target, found in HookRegistry._hooks.items()}
-    hooks.put_in_force(group)
-    assert dict(HookRegistry._hooks) == before
+def test_install_is_idempotent() -> None:
+    for group in hooks.GROUPS:
+        hooks.put_in_force(group)
+        before = {target: list(found) for target, found in HookRegistry._hooks.items()}
+        hooks.put_in_force(group)
+        assert dict(HookRegistry._hooks) == before
 
 
 def test_hook_on_what_another_plugin_has_hooked(monkeypatch: pytest.MonkeyPatch) -> None:

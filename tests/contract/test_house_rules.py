@@ -1,71 +1,153 @@
-"""Rules of CONTRIBUTING.md that a machine can check."""
+"""Rules of CONTRIBUTING.md that a machine can check, and how far a reader has to go."""
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-FOLDERS = ("sglang_smc", "kernels", "patches", "tests", "bench")
-# rglob does not follow the links sglang_smc/kernels and sglang_smc/patches, so no file comes twice.
-FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-PURE = [path for path in FILES if path.parent.name in ("smc", "tokens")]
-NO_SGLANG = [
-    *PURE,
-    ROOT / "sglang_smc" / "options" / "server.py",
-    *(path for path in FILES if path.is_relative_to(ROOT / "kernels")),
-]
+import pytest
+from house_measures import OWN, ROOT, Measures, measured, own_imports
+
+PACKAGE = ROOT / "sglang_smc"
+
+# From the ground up; folders of one level import none of each other.
+LEVELS = (
+    ("dtype", "printable", "upstream"),
+    ("potentials", "view"),
+    ("tokens",),
+    ("smc",),
+    ("options",),
+    ("memory", "models"),
+    ("recording",),
+    ("ops",),
+    ("state",),
+    ("process", "requests"),
+    ("drafts",),
+    ("round",),
+    ("worker",),
+    ("server",),
+    ("cpu",),
+    ("patches",),
+    ("plugin",),
+    ("demo",),
+    ("command",),
+)
+# Tools: they import nothing of the server but settings, arithmetic and modules of the ground level;
+# the commands alone import them.
+APART = ("distill", "plan", "testing", "watch")
+COMMANDS = ("demo", "command")
+PAIR = "pair"  # data, and the task that goes with them
+KERNELS = "kernels"  # between the mathematics and `ops`, which alone imports them
+MAY: dict[str, set[str]] = {"tokens": set(), "smc": {"tokens"}, KERNELS: {"tokens", "smc"}}
+
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_A_FUNCTION = 14, 700, 100
 
 
-MOST_LINES = 700
-MOST_LINES_OF_A_FUNCTION = 100
+def room_of(module: str) -> str:
+    """`sglang_smc.round.steps` is in `round`, `sglang_smc.worker` in `worker`."""
+    return module.split(".")[1] if "." in module else ""
 
 
-def name_of(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+def module_of(path: Path) -> str:
+    inner = path.relative_to(ROOT).with_suffix("")
+    parts = inner.parts if inner.parts[0] == "sglang_smc" else ("sglang_smc", *inner.parts)
+    return ".".join(parts).removesuffix(".__init__")
 
 
-def imported(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield "." * node.level + (node.module or "")
+SOURCES = [path for folder in OWN for path in sorted((ROOT / folder).rglob("*.py"))]
+IMPORTS = {path: set(own_imports(path)) for path in SOURCES}
+LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
 
 def test_files_and_functions_are_short() -> None:
+    others = (path for folder in ("tests", "bench") for path in (ROOT / folder).rglob("*.py"))
     long: list[str] = []
-    for path in FILES:
+    for path in [*SOURCES, *others]:
         text = path.read_text()
         if (lines := len(text.splitlines())) > MOST_LINES:
-            long.append(f"{name_of(path)}: {lines} lines")
+            long.append(f"{path.relative_to(ROOT)}: {lines} lines")
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                assert node.end_lineno is not None
-                if (lines := node.end_lineno - node.lineno + 1) > MOST_LINES_OF_A_FUNCTION:
-                    long.append(f"{name_of(path)}: {node.name} has {lines} lines")
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines > MOST_LINES_OF_A_FUNCTION:
+                    long.append(f"{path.relative_to(ROOT)}: {node.name} has {lines} lines")
     assert not long
 
 
 def test_no_sglang_below_the_worker() -> None:
+    pure = [*(PACKAGE / "smc").rglob("*.py"), *(PACKAGE / "tokens").rglob("*.py")]
+    pure += [PACKAGE / "options" / "server.py", *(ROOT / "kernels").rglob("*.py")]
     leaning = {
-        name_of(path): found
-        for path in NO_SGLANG
-        if (found := [name for name in imported(path) if name.partition(".")[0] == "sglang"])
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in pure
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in [getattr(node, "module", None) or node.names[0].name]
+        if name.partition(".")[0] == "sglang"
     }
     assert not leaning
 
 
-def test_mathematics_imports_only_mathematics() -> None:
-    pure = "sglang_smc.smc", "sglang_smc.tokens"
-    leaning = {
-        name_of(path): found
-        for path in PURE
-        if (
-            found := [
-                name
-                for name in imported(path)
-                if name.startswith(("sglang_smc", "..")) and not name.startswith(pure)
-            ]
-        )
+def test_no_room_imports_one_above_it() -> None:
+    offenders = {module_of(path): found for path in SOURCES if (found := imported_above(path))}
+    assert not offenders
+
+
+def imported_above(path: Path) -> set[str]:
+    """Rooms that a file imports and may not."""
+    here = room_of(module_of(path))
+    found = {room_of(module) for module in IMPORTS[path]} - {here, ""}
+    if not here:  # the package itself, where a notebook finds what it asks for
+        return found - {"view"}
+    if here in MAY:
+        return found - MAY[here]
+    if here in APART:
+        known = {"dtype", "printable", "options", "memory", "potentials"} | set(APART)
+        return found - known
+    if here in COMMANDS:
+        found -= set(APART)
+    on_call = {"algorithm.py": {"worker"}, "hooks.py": {"patches"}, "plugin.py": set()}
+    return {
+        room
+        for room in found - {KERNELS, PAIR} - on_call.get(path.name, set())
+        if room in APART or LEVEL_OF[room] >= LEVEL_OF[here]
     }
-    assert not leaning
+
+
+def test_no_import_circle() -> None:
+    """Within a room, too; types that are only named count."""
+    graph = {module_of(path): found for path, found in IMPORTS.items()}
+    for module, targets in graph.items():  # `python -m` imports a module by its real name
+        graph[module] = targets & graph.keys() - {module}
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, " -> ".join((*trail[trail.index(module) :], module))
+        if module not in done:
+            for target in sorted(graph[module]):
+                visit(target, (*trail, module))
+            done.add(module)
+
+    for module in sorted(graph):
+        visit(module, ())
+
+
+def test_a_room_is_small_and_says_what_it_is_for() -> None:
+    for folder in sorted(path for path in PACKAGE.iterdir() if path.is_dir()):
+        modules = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(modules) <= MOST_MODULES, folder.name
+        if not folder.is_symlink() and modules:
+            assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder.name
+
+
+@pytest.fixture(scope="module")
+def found() -> Measures:
+    return measured()
+
+
+@pytest.mark.parametrize(
+    ("measure", "most"),
+    [("file_changes", 79), ("types", 30), ("worker_imports", 15), ("grammar_files", 10)],
+)
+def test_a_reader_has_not_far_to_go(found: Measures, measure: str, most: int) -> None:
+    value = getattr(found, measure)
+    print(f"{measure}:", value)
+    assert (value if isinstance(value, int) else len(value)) <= most

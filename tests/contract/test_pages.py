@@ -6,6 +6,7 @@ import importlib
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -68,13 +69,15 @@ def is_there(page: Path, link: str) -> bool:
     return not anchor or anchor in anchors_of(path)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_and_paths_lead_somewhere(page: Path) -> None:
-    prose = prose_of(page)
-    links = [link for link in LINK.findall(prose) if not re.match(r"\w+:", link)]
-    assert [link for link in links if not is_there(page, link)] == []
-    paths = re.findall(rf"`((?:{FOLDERS})/[\w./-]+\.\w+)`", prose)
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+def test_links_and_paths_lead_somewhere() -> None:
+    lost = []
+    for page in PAGES:
+        prose = prose_of(page)
+        links = [link for link in LINK.findall(prose) if not re.match(r"\w+:", link)]
+        paths = re.findall(rf"`((?:{FOLDERS})/[\w./-]+\.\w+)`", prose)
+        lost += [(name_of(page), link) for link in links if not is_there(page, link)]
+        lost += [(name_of(page), path) for path in paths if not (ROOT / path).exists()]
+    assert lost == []
 
 
 def commands_of(page: Path) -> Iterator[list[str]]:
@@ -87,46 +90,80 @@ def commands_of(page: Path) -> Iterator[list[str]]:
                 yield words
 
 
+@cache
 def known_flags(module: str) -> set[str]:
     if module == "sglang.launch_server":
         parser = argparse.ArgumentParser()
         ServerArgs.add_cli_args(parser)
     else:
-        parser = importlib.import_module(f"{module}.cli").parser()
+        parser = importlib.import_module(module).parser()
     return {flag for action in parser._actions for flag in action.option_strings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_commands_are_known(page: Path) -> None:
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
-    for words in commands_of(page):
-        if words[0] == "make":
-            assert targets.issuperset(word for word in words[1:] if "=" not in word)
-        elif words[:2] == ["python", "-m"]:
-            flags = {word for word in words[3:] if word.startswith("--")}
-            assert flags <= known_flags(words[2])
-        elif words[0] == "sglang-smc":
-            parser = importlib.import_module(COMMANDS[words[1]].module).parser()
-            known = {flag for action in parser._actions for flag in action.option_strings}
-            assert {word for word in words[2:] if word.startswith("--")} <= known
-        elif words[0] == "python":
-            assert (ROOT / words[1]).exists()
+def unknown_in(words: list[str]) -> set[str]:
+    """What of a command line is there no more: targets, flags, files."""
+    if words[0] == "make":
+        targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+        return {word for word in words[1:] if "=" not in word} - targets
+    flags = {word for word in words if word.startswith("--")}
+    if words[:2] == ["python", "-m"]:
+        module = words[2] if words[2] == "sglang.launch_server" else f"{words[2]}.cli"
+        return flags - known_flags(module)
+    if words[0] == "sglang-smc":
+        return flags - known_flags(COMMANDS[words[1]].module)
+    return {words[1]} if words[0] == "python" and not (ROOT / words[1]).exists() else set()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_flags_of_speculative_decoding_exist(page: Path) -> None:
-    named = set(re.findall(r"--(speculative-[a-z-]*[a-z])", page.read_text()))
+def test_commands_are_known() -> None:
+    commands = [(page, words) for page in PAGES for words in commands_of(page)]
+    assert len(commands) > 30
+    unknown = {(name_of(page), *words) for page, words in commands if unknown_in(words)}
+    assert unknown == set()
+
+
+def test_flags_of_speculative_decoding_exist() -> None:
     known = {name.replace("_", "-") for name in field_names()}
-    assert named <= known
+    named = {
+        (name_of(page), flag)
+        for page in PAGES
+        for flag in re.findall(r"--(speculative-[a-z-]*[a-z])", page.read_text())
+    }
+    assert {(page, flag) for page, flag in named if flag not in known} == set()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_python_on_pages_compiles_and_names_real_keywords(page: Path) -> None:
+def test_python_on_pages_compiles_and_names_real_keywords() -> None:
     known = set(field_names())
-    for code in blocks_of(page, "python"):
-        for node in ast.walk(ast.parse(code)):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "sgl.Engine":
-                assert {keyword.arg for keyword in node.keywords} <= known
+    trees = [ast.parse(code) for page in PAGES for code in blocks_of(page, "python")]
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "sgl.Engine":
+            assert {keyword.arg for keyword in node.keywords} <= known, ast.unparse(node)
+
+
+def test_following_one_round_leads_through_few_files() -> None:
+    """Each function of CONTRIBUTING.md's path stands where it says, others in its class or file."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    section = page.partition("\n## Follow one round\n")[2].partition("\n## ")[0]
+    stops = re.findall(r"^\d\. \[`(.+?)`\]\((.+?)#L(\d+)\), (.+)$", section, re.M)
+    assert len(stops) == len(re.findall(r"^\d\. ", section, re.M)) >= 4
+    assert len({path for _, path, *_ in stops}) <= 5
+    for shown, path, line, text in stops:
+        lines = lines_of(path)
+        first, *others = re.findall(r"`([\w.]+)`", text)
+        owner = first.rpartition(".")[0]
+        assert (shown, lines[first]) == (path, int(line))
+        assert all(name in lines or f"{owner}.{name}" in lines for name in others)
+
+
+def lines_of(path: str) -> dict[str, int]:
+    """`function` or `Class.method` -> its line."""
+    found = {}
+    for node in ast.parse((ROOT / path).read_text()).body:
+        inner = node.body if isinstance(node, ast.ClassDef) else [node]
+        owner = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+        for one in inner:
+            if isinstance(one, ast.FunctionDef):
+                found[owner + one.name] = one.lineno
+    return found
 
 
 def rows_below(heading: str) -> list[str]:

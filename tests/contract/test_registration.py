@@ -124,13 +124,13 @@ BUILTIN_METHODS = [
 ]
 
 
-@pytest.mark.parametrize("name", BUILTIN_METHODS)
-def test_algorithm_has_all_that_sglang_may_call(name: str) -> None:
+def test_algorithm_has_all_that_sglang_may_call() -> None:
     """SGLang calls all algorithms alike, but checks only `is_*` and `supports_*` of ours."""
-    builtin = inspect.signature(getattr(SpeculativeAlgorithm, name))
-    assert list(inspect.signature(getattr(SMCAlgorithm, name)).parameters) == list(
-        builtin.parameters
+    theirs, ours = (
+        {name: list(inspect.signature(getattr(of, name)).parameters) for name in BUILTIN_METHODS}
+        for of in (SpeculativeAlgorithm, SMCAlgorithm)
     )
+    assert ours == theirs
 
 
 def test_standalone_is_the_only_builtin_branch_taken() -> None:
@@ -147,3 +147,28 @@ def test_draft_decodes_while_target_verifies() -> None:
     width = algorithm.get_num_tokens_per_req_for_target_verify
     assert width(9, is_draft_worker=False) == 9
     assert width(9, is_draft_worker=True) == 1
+
+
+def test_installed_version_is_supported() -> None:
+    assert compat.problem() is None
+
+
+@pytest.mark.parametrize(
+    ("installed", "is_supported"),
+    [
+        *((release, True) for release in upstream.SUPPORTED),
+        ("0.5.17+cpu", True),
+        ("0.5.17.post1", False),
+        ("0.5.18", False),
+        ("0.5.24", False),
+    ],
+)
+def test_version(monkeypatch: pytest.MonkeyPatch, installed: str, is_supported: bool) -> None:
+    monkeypatch.setattr(version, "__version__", installed)
+    assert (compat.problem() is None) is is_supported
+
+
+def test_version_check_can_be_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version, "__version__", "9.9.9")
+    monkeypatch.setenv(compat.SKIP_VERSION_ENV, "1")
+    assert compat.problem() is None

@@ -3,12 +3,8 @@
 import argparse
 import copy
 import dataclasses
-import json
 import logging
-import pickle
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +17,7 @@ from sglang.srt.arg_groups.arg_utils import namespace_of
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from sglang_smc import upstream
+from sglang_smc.options import server
 from sglang_smc.options.server import (
     AUTO_EVIDENCE_THRESHOLD,
     EVIDENCE_THRESHOLD,
@@ -55,23 +52,12 @@ GIVEN = {
 TILT = {"speculative_smc_tilt": 0.1}
 OURS = GIVEN | dict.fromkeys(TILT)
 DEFAULTS = {
-    "speculative_smc_mode": "smc",
-    "speculative_smc_num_particles": 8,
-    "speculative_smc_ess_threshold": 0.5,
-    "speculative_smc_resampling_method": "systematic",
-    "speculative_smc_resample_at": "block",
-    "speculative_smc_selection": "sample",
-    "speculative_smc_power": 1.0,
-    "speculative_smc_evidence_threshold": None,
-    "speculative_smc_tilt": None,
-    "speculative_smc_draft_temperature": None,
-    "speculative_smc_ngram_weight": 0.0,
-    "speculative_smc_max_lag": None,
-    "speculative_smc_kernels": "auto",
-    "speculative_smc_round_graph": "auto",
-    "speculative_smc_adaptive": False,
+    **{
+        field: getattr(server.DEFAULTS, name)
+        for name, field in server.SERVER_ARGS_FIELDS.items()
+        if field in FLAG_FIELDS
+    },
     "speculative_smc_potential": None,
-    "speculative_smc_potential_timeout": 10.0,
     "speculative_smc_presets": None,
 }
 
@@ -124,8 +110,6 @@ def test_command_line(smc: dict) -> None:
 def test_a_tilt_implies_the_mode_that_follows_it(smc: dict) -> None:
     found = ours(resolve(**smc, **TILT))
     assert (found["speculative_smc_mode"], found["speculative_smc_tilt"]) == ("auto", 0.1)
-    with pytest.raises(ValueError, match=r"--speculative-smc-tilt is 0.1, but .* is 'mixed'"):
-        resolve(**smc, **TILT, speculative_smc_mode="mixed")
 
 
 def test_command_line_abbreviated(smc: dict) -> None:
@@ -189,18 +173,6 @@ def test_rounds_are_captured_where_they_can_be(
     assert arguments._captures(SMCConfig(kernels=kernels), server_args) is captures
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"speculative_smc_kernels": "triton"}, "TRITON_INTERPRET"),
-        ({"speculative_smc_round_graph": "on"}, "--speculative-smc-round-graph is 'on'"),
-    ],
-)
-def test_what_needs_a_gpu_is_refused_without_one(smc: dict, given: dict, named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        resolve(**smc, **given)
-
-
 def test_user_settings_win(smc: dict) -> None:
     args = upstream.resolved(resolve(**smc, speculative_num_steps=3, max_running_requests=5))
     assert (args.speculative_num_steps, args.speculative_num_draft_tokens) == (3, 4)
@@ -214,24 +186,6 @@ def test_resolved_arguments_resolve_again(smc: dict) -> None:
     assert ours(resolve(**as_dict())) == OURS
 
 
-def test_arguments_reach_a_process_without_plugins(smc: dict) -> None:
-    """Or before it loads them: they are the first that a spawned process unpickles."""
-    data = pickle.dumps(resolve(**smc, **GIVEN))
-    names = sorted(OURS)
-    found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", READ, *names], input=data, stdout=subprocess.PIPE
-    )
-    assert json.loads(found.stdout) == [OURS[name] for name in names]
-
-
-READ = """
-import json, pickle, sys
-args = pickle.load(sys.stdin.buffer)
-from sglang_smc import upstream
-print(json.dumps([getattr(upstream.resolved(args), name) for name in sys.argv[1:]]))
-"""
-
-
 def test_flags_are_read_only_and_in_the_config_namespace(smc: dict) -> None:
     args = resolve(**smc)
     with pytest.raises(AttributeError, match="read-only"):
@@ -239,11 +193,11 @@ def test_flags_are_read_only_and_in_the_config_namespace(smc: dict) -> None:
     assert {namespace_of(ServerArgs)[name] for name in FLAG_FIELDS} == {"spec"}
 
 
-@pytest.mark.parametrize(("name", "value"), (GIVEN | TILT).items())
-def test_flag_without_smc_is_refused(model_path: str, name: str, value: Any) -> None:
-    flag = re.escape(f"--{name.replace('_', '-')} {value}")
-    with pytest.raises(ValueError, match=f"{flag} given, but --speculative-algorithm is None"):
-        ServerArgs(model_path=model_path, **{name: value})
+def test_flag_without_smc_is_refused(model_path: str) -> None:
+    for name, value in (GIVEN | TILT).items():
+        flag = re.escape(f"--{name.replace('_', '-')} {value}")
+        with pytest.raises(ValueError, match=f"{flag} given, but --speculative-algorithm is None"):
+            ServerArgs(model_path=model_path, **{name: value})
 
 
 def test_server_without_smc_is_as_stock_makes_it(model_path: str) -> None:
@@ -265,40 +219,46 @@ def stock_args(**keywords: Any) -> ServerArgs:
     return stock
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("speculative_num_steps", 0), ("speculative_smc_num_particles", 4096)],
-)
-def test_bad_setting_does_not_start(smc: dict, name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is {value}; allowed"):
-        resolve(**smc, **{name: value})
+#: What a server does not start with, and what is said of it.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"speculative_num_steps": 0}, "--speculative-num-steps is 0; allowed"),
+    ({"speculative_smc_num_particles": 4096}, "--speculative-smc-num-particles is 4096; allowed"),
+    (
+        {"speculative_num_steps": 4, "speculative_num_draft_tokens": 8},
+        r"--speculative-num-draft-tokens is 8; allowed: .* = 5",
+    ),
+    ({"speculative_draft_model_path": None}, "--speculative-draft-model-path is missing"),
+    ({"speculative_smc_kernels": "triton"}, "TRITON_INTERPRET"),
+    ({"speculative_smc_round_graph": "on"}, "--speculative-smc-round-graph is 'on'"),
+    (
+        {"speculative_smc_mode": "exact", "speculative_smc_power": 2.0},
+        r"--speculative-smc-power is 2\.0, but",
+    ),
+    (
+        {"speculative_smc_tilt": 0.1, "speculative_smc_mode": "mixed"},
+        r"--speculative-smc-tilt is 0.1, but .* is 'mixed'",
+    ),
+]
+#: Environment variables likewise: no plugins would be loaded; SGLang would reserve 1.7 GB for
+#: graphs that are measured, and there are none.
+ENVIRONMENT = {
+    "SGLANG_RUST_SERVER": "SGLANG_RUST_SERVER is set; allowed: ",
+    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "SIZING is set; allowed: false.* Unset it",
+}
 
 
-def test_round_length_follows_from_num_steps(smc: dict) -> None:
-    with pytest.raises(ValueError, match=r"--speculative-num-draft-tokens is 8; allowed: .* = 5"):
-        resolve(**smc, speculative_num_steps=4, speculative_num_draft_tokens=8)
+@pytest.mark.parametrize(("given", "said"), REFUSED)
+def test_bad_setting_does_not_start(smc: dict, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        resolve(**smc | given)
 
 
-def test_draft_model_is_required(smc: dict) -> None:
-    with pytest.raises(ValueError, match="--speculative-draft-model-path is missing"):
-        resolve(**smc | {"speculative_draft_model_path": None})
-
-
-def test_a_server_that_loads_no_plugins_is_refused(
-    smc: dict, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "said"), ENVIRONMENT.items())
+def test_bad_environment_does_not_start(
+    smc: dict, monkeypatch: pytest.MonkeyPatch, name: str, said: str
 ) -> None:
-    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
-    with pytest.raises(ValueError, match="SGLANG_RUST_SERVER is set; allowed: "):
-        resolve(**smc)
-
-
-def test_a_pool_that_takes_the_memory_of_rounds_is_refused(
-    smc: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SGLang would reserve 1.7 GB, for graphs that are measured: there are none."""
-    monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
-    message = "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is set; allowed: false.* Unset it"
-    with pytest.raises(ValueError, match=message):
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ValueError, match=said):
         resolve(**smc)
 
 
@@ -336,17 +296,3 @@ def test_all_reasons_are_given_at_once(smc: dict) -> None:
         algorithm.validate_server_args(args)
     for flag in ("--pp-size", "--enable-mixed-chunk", "--speculative-draft-model-path"):
         assert flag in str(error.value)
-
-
-@pytest.mark.parametrize("mode", ["exact", "mixed", "auto"])
-def test_a_server_that_verifies_may_set_how_requests_weigh_that_ask_for_it(
-    smc: dict, mode: str
-) -> None:
-    found = ours(resolve(**smc, speculative_smc_mode=mode, speculative_smc_ess_threshold=0.25))
-    assert found["speculative_smc_mode"] == mode
-    assert found["speculative_smc_ess_threshold"] == 0.25
-
-
-def test_a_power_that_verification_does_not_know_does_not_start(smc: dict) -> None:
-    with pytest.raises(ValueError, match=r"--speculative-smc-power is 2\.0, but"):
-        resolve(**smc, speculative_smc_mode="exact", speculative_smc_power=2.0)

@@ -9,55 +9,87 @@ differs, or was not compared.
 """
 
 import argparse
+import gc
 import sys
 from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path
 
-from contract.upstream import release, wheel
-from contract.upstream.asked import everything
-from contract.upstream.check import Finding, findings
-from contract.upstream.tree import Tree
+from contract.upstream import ours, release
+from contract.upstream.check import SERVER_ARGS, Asked, Finding, Judged, findings, nowhere
+from contract.upstream.judged import MAY_KEEP_TABLE, METHODS
+from contract.upstream.relied import symbols
+from contract.upstream.sglang import Tree
+from request_fields import GENERATE_REQUEST, SAMPLING_PARAMS
+from server_arg_fields import LOOKED_AT
 
+JUDGED = "tests/server_arg_fields.py, tests/request_fields.py or tests/contract/upstream/judged.py"
 HEADINGS = {
-    "contract": "Names in tests/contract/symbols.py and symbols_{older,newer}.py",
-    "hooks": "Hooks of patches/",
-    "names": "Names that our files import or mention",
-    "calls": "Calls that our files make",
-    "overrides": "Methods of ours that SGLang calls",
-    "attributes": "Attributes that our files read",
-    "requirements": "Fields in sglang_smc/server/requirements.py",
-    "req_to_token": "Classes that keep the table that the worker exchanges",
-    "to judge": "Somebody has to judge these, and write them into tests/server_arg_fields.py, "
-    "tests/request_fields.py or tests/contract/judged.py",
+    "relied on": "Follow these in our code, then in tests/contract/upstream/relied.py",
+    "hooks": "Hooks of patches/: write them for the function as it is now",
+    "names": "Names that our files import or mention: find where they are now",
+    "calls": "Calls that our files make: pass what is taken now",
+    "overrides": "Methods of ours that SGLang calls: take what it passes now",
+    "attributes": "Attributes that our files read: find where they are now",
+    "req_to_token": "Classes that keep the table that the worker exchanges: have it exchanged "
+    "there too, or list them in tests/contract/upstream/judged.py",
+    "to judge": f"Say what these mean to SMC in {JUDGED}, or take them out where they are gone",
+    "changed": "Read these against the hooks that count on them; silent once the release is in "
+    "sglang_smc.upstream.SUPPORTED",
 }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("release", nargs="*", help="a version, or a folder that holds sglang/")
-    compared = [compare(name) for name in parser.parse_args().release or release.supported()]
-    return 0 if all(compared) else 1
+    given = parser.parse_args().release
+    gc.disable()  # syntax trees are many, and hold no circle
+    trees = {}
+    for name in given or release.supported():
+        try:
+            trees[name] = Tree(release.root_of(name))
+        except release.NoWheelError as error:
+            print(f"SGLang {name} was not compared: {error}\n")
+    differ = [compare(name, tree) for name, tree in trees.items()]
+    if not given and trees.keys() == set(release.supported()):
+        unknown = list(nowhere(trees.values(), everything(release.supported()[-1]).judged))
+        print(*(report(unknown) if unknown else ()), sep="\n")
+        differ.append(bool(unknown))
+    return int(any(differ) or len(trees) < len(given or release.supported()))
 
 
-def compare(name: str) -> bool:
-    """Print what differs on one release; False where something does, or there is no such wheel."""
-    try:
-        root = _root(name)
-    except wheel.NoWheelError as error:
-        print(f"SGLang {name} was not compared: {error}\n")
-        return False
-    found = findings(Tree(root), everything(release.version_of(root)))
-    print(f"SGLang {name}, in {root}", *report(found), sep="\n", end="\n\n")
-    return not found
+def compare(name: str, tree: Tree) -> bool:
+    """Print what differs on one release, and say whether something does."""
+    version, last = release.version_of(tree.root), release.supported()[-1]
+    is_known = version in release.supported()
+    known = None if is_known else Tree(release.root_of(last))
+    found = findings(tree, everything(version), known)
+    print(f"SGLang {name}, in {tree.root}", *report(found), sep="\n", end="\n\n")
+    if not is_known:
+        print(f"SGLang {version} is not in sglang_smc.upstream.SUPPORTED: compared with {last}")
+    return bool(found)
 
 
-def _root(name: str) -> Path:
-    if Path(name, "sglang").is_dir():
-        return Path(name)
-    present = release.installed()
-    is_present = present is not None and release.version_of(present) == name
-    return present if is_present else wheel.unpacked(name)
+def everything(version: str) -> Asked:
+    """What is relied on, our files, and what has been judged, as they are for a release."""
+    of = release.families(version)
+    sources = ours.sources(of)
+    refused = [use.path for s in _all_sources() for use in ours.requirement_fields(s)]
+    fields = {
+        SERVER_ARGS: [*LOOKED_AT, *refused],
+        "sglang.srt.managers.io_struct.GenerateReqInput": GENERATE_REQUEST,
+        "sglang.srt.sampling.sampling_params.SamplingParams": SAMPLING_PARAMS,
+    }
+    judged = (
+        *(Judged(path, frozenset(names), "field") for path, names in fields.items()),
+        *(Judged(path, frozenset(names.split()), "method") for path, names in METHODS.items()),
+    )
+    return Asked(symbols(of), sources, judged, MAY_KEEP_TABLE)
+
+
+def _all_sources() -> list[ours.Source]:
+    """The package's own, with the records of all families."""
+    every = frozenset(release.FAMILIES)
+    return [source for source in ours.sources(every) if source.is_product]
 
 
 def report(found: list[Finding]) -> Iterator[str]:
@@ -68,14 +100,10 @@ def report(found: list[Finding]) -> Iterator[str]:
             yield f"\n{heading}: {len(lines)}"
         for (what, upstream), same in groupby(lines, key=lambda line: (line.what, line.upstream)):
             places = [finding.ours for finding in same if finding.ours]
+            more = [f"and {len(places) - 3} more"] if len(places) > 3 else []
             yield f"  {what}"
-            yield "      " + " <- ".join(filter(None, (upstream, _shortened(places))))
+            yield "      " + " <- ".join(filter(None, (upstream, ", ".join(places[:3] + more))))
     yield f"\n{len(found)} differences" if found else "\nnothing differs"
-
-
-def _shortened(places: list[str]) -> str:
-    more = f" and {len(places) - 3} more" if len(places) > 3 else ""
-    return ", ".join(places[:3]) + more
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
 """What our own files ask of SGLang, read from their source: imports, calls, hooks, attributes."""
 
 import ast
+import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from contract.shape import Parameters
-from contract.upstream.release import ROOT, as_run
-from contract.upstream.source_shape import signature
-from contract.upstream.tree import PACKAGE, Function
+from contract.upstream.release import FAMILIES, ROOT, as_run
+from contract.upstream.sglang import PACKAGE, Function, Parameters, signature
 
 PRODUCT = ("sglang_smc", "patches")
 FOLDERS = (*PRODUCT, "kernels", "tests", "bench", "examples")
+MENTIONS = re.compile(r"\bsglang\b")
 
 
 class Use(NamedTuple):
@@ -23,7 +24,7 @@ class Use(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A file of ours as it runs on a release, older or newer."""
+    """A file of ours as it runs on a release."""
 
     path: str
     body: ast.Module
@@ -49,15 +50,27 @@ class Source(NamedTuple):
         return None
 
 
-def sources(newer: bool, root: Path = ROOT, newest: bool = False) -> list[Source]:
+def sources(of: frozenset[str], root: Path = ROOT) -> list[Source]:
     """Our files; links into the package are not followed, so that no file comes twice."""
+    found = []
+    for name, text in _texts(root):
+        has_branches = any(family in text for family in FAMILIES)
+        found.append(read(name, text, of if has_branches else frozenset()))
+    return found
+
+
+@cache
+def _texts(root: Path) -> list[tuple[str, str]]:
+    """The package's files and all others that mention SGLang."""
     paths = (path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py")))
-    return [read(path, str(path.relative_to(root)), newer, newest) for path in paths]
+    texts = ((str(path.relative_to(root)), path.read_text("utf-8")) for path in paths)
+    return [(name, t) for name, t in texts if name.startswith(PRODUCT) or MENTIONS.search(t)]
 
 
-def read(path: Path, name: str, newer: bool, newest: bool = False) -> Source:
+@cache
+def read(name: str, text: str, of: frozenset[str]) -> Source:
     """One file."""
-    body = as_run(path.read_text("utf-8"), newer, newest)
+    body = as_run(text, of)
     nodes = list(ast.walk(body))
     imported = {}
     for node in nodes:
@@ -87,7 +100,7 @@ def names(source: Source) -> Iterator[Use]:
         elif isinstance(node, ast.Attribute) and (path := source.sglang_name(node)):
             yield Use(path, place, node)
         elif isinstance(node, ast.Constant) and _is_path(node.value):
-            yield Use(node.value, place, node)
+            yield Use(str(node.value), place, node)
 
 
 def _is_path(value: object) -> bool:
@@ -110,6 +123,8 @@ class Hook(NamedTuple):
     target: str
     place: str
     takes: Parameters | None  # without `original`; None: not to be told
+    is_async: bool
+    relies_on: tuple[str, ...]  # files and lines of SGLang's
 
 
 def hooks(source: Source) -> Iterator[Hook]:
@@ -125,8 +140,14 @@ def hooks(source: Source) -> Iterator[Hook]:
     for node in source.nodes:
         if isinstance(node, ast.Call) and _called(node) == "Patch":
             given = {keyword.arg: keyword.value for keyword in node.keywords}
-            takes = _parameters(given["function"], functions)
-            yield Hook(_text(given["target"], constants), source.place(node), takes)
+            function = _function(given["function"], functions)
+            yield Hook(
+                _text(given["target"], constants),
+                source.place(node),
+                None if function is None else signature(function)[1:],
+                isinstance(function, ast.AsyncFunctionDef),
+                tuple(re.findall(r"[\w/]+\.py:\d+", ast.unparse(given.get("relies_on", node)))),
+            )
 
 
 def _called(node: ast.Call) -> str:
@@ -143,15 +164,15 @@ def _text(node: ast.AST, constants: dict[str, ast.expr]) -> str:
     return str(node.value)
 
 
-def _parameters(node: ast.AST, functions: dict[str, Function]) -> Parameters | None:
-    """Of a function by its name, or of the one that a call of a function of the file returns."""
-    name = _called(node) if isinstance(node, ast.Call) else ast.unparse(node)
-    function = functions.get(name)
-    if function is not None and isinstance(node, ast.Call):
-        inner = {child.name: child for child in function.body if isinstance(child, Function)}
-        returned = (node.value for node in function.body if isinstance(node, ast.Return))
-        function = next((inner.get(ast.unparse(value)) for value in returned if value), None)
-    return None if function is None else signature(function)[1:]
+def _function(node: ast.AST, functions: dict[str, Function]) -> Function | None:
+    """A function by its name, or the one that a call of a function of the file returns."""
+    if not isinstance(node, ast.Call):
+        return functions.get(ast.unparse(node))
+    outer = functions.get(_called(node))
+    body = [] if outer is None else outer.body
+    inner = {child.name: child for child in body if isinstance(child, Function)}
+    returned = (each.value for each in body if isinstance(each, ast.Return))
+    return next((inner.get(ast.unparse(value)) for value in returned if value), None)
 
 
 def requirement_fields(source: Source) -> Iterator[Use]:
@@ -164,29 +185,22 @@ def requirement_fields(source: Source) -> Iterator[Use]:
 def attribute_reads(source: Source) -> Iterator[tuple[str, Use]]:
     """What is read of parameters that are annotated with a class of SGLang's: class, attribute."""
     for function in source.nodes:
-        if isinstance(function, Function):
-            owners = dict(_annotated(function, source))
-            narrowed = set(_narrowed(function)) if owners else set()
-            for node in map(_read, ast.walk(function)) if owners else ():
+        owners = dict(_annotated(function, source)) if isinstance(function, Function) else {}
+        if owners:
+            asked = (n for n in ast.walk(function) if isinstance(n, ast.Call))
+            narrowed = {ast.unparse(n.args[0]) for n in asked if _called(n) == "isinstance"}
+            for node in map(_read_by, ast.walk(function)):
                 if node is not None and isinstance(node.value, ast.Name):
                     owner = owners.get(node.value.id)
                     if owner is not None and node.value.id not in narrowed:
                         yield owner, Use(node.attr, source.place(node), node)
 
 
-def _read(node: ast.AST) -> ast.Attribute | None:
+def _read_by(node: ast.AST) -> ast.Attribute | None:
     """An attribute that a node reads; `a.b += c` does, too."""
     if isinstance(node, ast.AugAssign):
         return node.target if isinstance(node.target, ast.Attribute) else None
-    is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
-    return node if is_read else None
-
-
-def _narrowed(function: Function) -> Iterator[str]:
-    """Names of which a function asks what they are."""
-    for node in ast.walk(function):
-        if isinstance(node, ast.Call) and _called(node) == "isinstance":
-            yield ast.unparse(node.args[0])
+    return node if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) else None
 
 
 def _annotated(function: Function, source: Source) -> Iterator[tuple[str, str]]:
@@ -209,21 +223,13 @@ def _classes(annotation: ast.AST, source: Source) -> Iterator[str | None]:
         yield source.sglang_name(annotation)
 
 
-class Override(NamedTuple):
-    """A method of ours in a class that inherits from SGLang's."""
-
-    bases: list[str]
-    name: str
-    place: str
-    takes: Parameters
-
-
 class Heir(NamedTuple):
     """A class of ours that inherits from SGLang's."""
 
     source: Source
     node: ast.ClassDef
     bases: list[str]  # SGLang's, those of our own bases too
+    methods: dict[str, Function]
 
 
 def heirs(sources: list[Source]) -> list[Heir]:
@@ -234,35 +240,30 @@ def heirs(sources: list[Source]) -> list[Heir]:
         for node in source.body.body
         if isinstance(node, ast.ClassDef)
     }
-    found = [Heir(s, n, list(_sglang_bases(n.name, classes))) for s, n in classes.values()]
-    return [heir for heir in found if heir.bases]
+
+    def bases_of(name: str) -> Iterator[str]:
+        source, node = classes[name]
+        for base in node.bases:
+            path, own = source.sglang_name(base), ast.unparse(base)
+            if path is not None:
+                yield path
+            elif own in classes:
+                yield from bases_of(own)
+
+    found = []
+    for source, node in classes.values():
+        methods = {each.name: each for each in node.body if isinstance(each, Function)}
+        if bases := list(bases_of(node.name)):
+            found.append(Heir(source, node, bases, methods))
+    return found
 
 
-def _sglang_bases(name: str, classes: dict[str, tuple[Source, ast.ClassDef]]) -> Iterator[str]:
-    source, node = classes[name]
-    for base in node.bases:
-        path, own = source.sglang_name(base), ast.unparse(base)
-        if path is not None:
-            yield path
-        elif own in classes:
-            yield from _sglang_bases(own, classes)
-
-
-def overrides(sources: list[Source]) -> Iterator[Override]:
-    """Methods of our classes that may take the place of SGLang's."""
-    for source, node, bases in heirs(sources):
-        for method in node.body:
-            if isinstance(method, Function) and method.name != "__init__":
-                yield Override(bases, method.name, source.place(method), signature(method))
-
-
-def super_calls(sources: list[Source]) -> Iterator[Use]:
+def super_calls(found: list[Heir]) -> Iterator[Use]:
     """`super().method(...)` in our classes with one base of SGLang's, where it is not ours."""
-    found = heirs(sources)
-    own = {(h.node.name, m.name) for h in found for m in h.node.body if isinstance(m, Function)}
-    for source, node, bases in found:
-        for call in ast.walk(node) if len(bases) == 1 else ():
+    own = {(heir.node.name, name) for heir in found for name in heir.methods}
+    for heir in found:
+        for call in ast.walk(heir.node) if len(heir.bases) == 1 else ():
             if isinstance(call, ast.Call) and ast.unparse(call.func).startswith("super()."):
                 name = ast.unparse(call.func).removeprefix("super().")
-                if not any((ast.unparse(base), name) in own for base in node.bases):
-                    yield Use(f"{bases[0]}.{name}", source.place(call), call)
+                if not any((ast.unparse(base), name) in own for base in heir.node.bases):
+                    yield Use(f"{heir.bases[0]}.{name}", heir.source.place(call), call)

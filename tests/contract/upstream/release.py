@@ -1,10 +1,15 @@
-"""Which release a folder holds, which are supported, and what of our files runs on it.
+"""Which releases there are, where the source of one is, and our files as they run on it.
 
 `sglang_smc/upstream.py` alone knows releases: its `SUPPORTED`, `IS_NEWER` and `IS_NEWEST` are read
 here, and code behind these names counts only on the releases where Python would come to it.
 """
 
 import ast
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +17,18 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 UPSTREAM = Path("sglang_smc", "upstream.py")
+FAMILIES = ("OLDER", "NEWER", "NEWEST")
 
-OLDER, NEWER, NEWEST = "OLDER", "NEWER", "NEWEST"
+# Of the wheels of a release always the same one, on whatever machine this runs.
+_OPTIONS = (
+    *("--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--quiet"),
+    *("--python-version", "3.11", "--platform", "manylinux_2_34_x86_64"),
+    *("--platform", "manylinux_2_28_x86_64", "--platform", "manylinux_2_17_x86_64"),
+)
+
+
+class NoWheelError(Exception):
+    """A release that is not to be had; says what to do."""
 
 
 def version_of(root: Path) -> str:
@@ -36,28 +51,20 @@ def supported(root: Path = ROOT) -> tuple[str, ...]:
     return ast.literal_eval(value)
 
 
-def is_newer(version: str, root: Path = ROOT) -> bool:
-    """What `IS_NEWER` is on a release, by its own expression."""
-    return _holds("IS_NEWER", version, root)
-
-
-def is_newest(version: str, root: Path = ROOT) -> bool:
-    """What `IS_NEWEST` is on a release, by its own expression."""
-    return _holds("IS_NEWEST", version, root)
+def families(version: str, root: Path = ROOT) -> frozenset[str]:
+    """Which of `FAMILIES` a release is of, by the expressions of `upstream.py`."""
+    newer, newest = (_holds(name, version, root) for name in ("IS_NEWER", "IS_NEWEST"))
+    of = {"OLDER": not newer, "NEWER": newer, "NEWEST": newest}
+    return frozenset(name for name, is_of in of.items() if is_of)
 
 
 def _holds(name: str, version: str, root: Path) -> bool:
     value = _assigned(root / UPSTREAM, name)
-    assert value is not None, f"{UPSTREAM} has {name}"
+    if value is None:
+        return False
     code = compile(ast.Expression(value), str(UPSTREAM), "eval")
     names = {"version": SimpleNamespace(__version__=version), "Version": _numbers}
     return bool(eval(code, names))
-
-
-def installed() -> Path | None:
-    """The folder that holds this interpreter's SGLang, which is not imported."""
-    spec = find_spec("sglang")
-    return None if spec is None or spec.origin is None else Path(spec.origin).parents[1]
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -72,65 +79,105 @@ def _assigned(path: Path, name: str) -> ast.expr | None:
     return None
 
 
-def as_run(text: str, newer: bool, newest: bool = False) -> ast.Module:
-    """A file of ours as it runs: of a branch on `IS_NEWER` the one that is taken, and of records
-    that name a `Family`, as `Patch(...)` and `Requirement(...)` may, those that are for this one.
+def root_of(name: str) -> Path:
+    """The folder that holds a release's `sglang/`: given, installed, or else an unpacked wheel."""
+    if Path(name, "sglang").is_dir():
+        return Path(name)
+    present = installed()
+    if present is not None and version_of(present) == name:
+        return present
+    return unpacked(name)
+
+
+def installed() -> Path | None:
+    """The folder that holds this interpreter's SGLang, which is not imported."""
+    spec = find_spec("sglang")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parents[1]
+
+
+def unpacked(version: str) -> Path:
+    """The folder that holds a release's `sglang/`, downloaded the first time.
+
+    Raises:
+        NoWheelError: where pip cannot download it.
+    """
+    folder = cache() / version
+    if not folder.is_dir():
+        cache().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache()) as scratch:
+            print(f"downloading sglang {version} (20 to 40 MB) to {folder}", file=sys.stderr)
+            whole = Path(scratch, "whole")  # what is interrupted leaves no half of a release
+            with zipfile.ZipFile(_download(version, Path(scratch))) as wheel:
+                names = [n for n in wheel.namelist() if n.startswith("sglang/")]
+                wheel.extractall(whole, [name for name in names if name.endswith(".py")])
+            whole.rename(folder)
+    return folder
+
+
+def cache() -> Path:
+    """Outside the project: the user's, as the system has it."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home, "sglang-smc", "upstream")
+
+
+def _download(version: str, folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", *_OPTIONS, "--dest", str(folder)]
+    done = subprocess.run([*command, f"sglang=={version}"], stdout=sys.stderr)
+    if done.returncode:
+        raise NoWheelError(
+            f"pip could not download sglang=={version}. Is there such a release, and a network? "
+            f"A wheel that is unpacked in {cache() / version} will do as well."
+        )
+    return next(folder.glob("*.whl"))
+
+
+def as_run(text: str, of: frozenset[str]) -> ast.Module:
+    """A file of ours as it runs on a release of some families.
+
+    Of a branch on a release the one that is taken stays, and of records that name a family, as
+    `Patch(...)` and `Requirement(...)` may, those that are for this release.
     """
     body = ast.parse(text)
-    known = any(name in text for name in (OLDER, NEWER, NEWEST))
-    return _Branches(newer, newest).visit(body) if known else body
-
-
-def _leaves(statement: ast.stmt) -> bool:
-    """Whether nothing behind a statement runs; a test may skip itself, or its module."""
-    skips = isinstance(statement, ast.Expr) and ast.unparse(statement).startswith("pytest.skip(")
-    return skips or isinstance(statement, ast.Return | ast.Raise)
+    return _Branches(of).visit(body) if any(name in text for name in FAMILIES) else body
 
 
 class _Branches(ast.NodeTransformer):
-    def __init__(self, newer: bool, newest: bool) -> None:
-        families = {OLDER: not newer, NEWER: newer, NEWEST: newest}
-        self._others = {name for name, is_installed in families.items() if not is_installed}
-        self._values = {
-            "IS_NEWER": newer,
-            "IS_NEWEST": newest,
-            **{f"{name}.is_installed": value for name, value in families.items()},
-        }
+    def __init__(self, of: frozenset[str]) -> None:
+        self._others = set(FAMILIES) - of
+        self._values = {f"{name}.is_installed": name in of for name in FAMILIES}
+        self._values |= {f"IS_{name}": name in of for name in ("NEWER", "NEWEST")}
 
-    def generic_visit(self, node: ast.AST) -> Any:
-        for name, value in ast.iter_fields(node):
-            if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
-                taken = self._taken(value)
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(node, name, None)
+            if isinstance(block, list):
+                ends = [i for i, statement in enumerate(block) if _leaves(statement)]
+                taken = block[: ends[0] + 1] if ends else block
                 setattr(node, name, taken or ([ast.Pass()] if name == "body" else []))
-            elif isinstance(node, ast.Tuple | ast.List) and name == "elts":
-                node.elts = [element for element in node.elts if not self._is_for_other(element)]
-        return super().generic_visit(node)
+        if isinstance(node, ast.Tuple | ast.List):
+            node.elts = [element for element in node.elts if not self._is_for_other(element)]
+        return node
 
-    def _is_for_other(self, node: ast.expr) -> bool:
-        """Whether it is a record of a family that this release is not of."""
-        if not isinstance(node, ast.Call):
-            return False
-        given = (*node.args, *(keyword.value for keyword in node.keywords))
-        return any(ast.unparse(value).rpartition(".")[2] in self._others for value in given)
-
-    def _taken(self, statements: list[ast.stmt]) -> list[ast.stmt]:
-        """Statements without the branches that are not taken, nor what is behind a return."""
-        kept: list[ast.stmt] = []
-        for statement in statements:
-            known = self._truth(statement.test) if isinstance(statement, ast.If) else None
-            if not isinstance(statement, ast.If) or known is None:
-                kept.append(statement)
-                continue
-            kept += self._taken(statement.body if known else statement.orelse)
-            if kept and _leaves(kept[-1]):
-                break
-        return kept
+    def visit_If(self, node: ast.If) -> Any:
+        known = self._truth(node.test)
+        if known is None:
+            return self.generic_visit(node)
+        visited = [self.visit(statement) for statement in (node.body if known else node.orelse)]
+        each = (v if isinstance(v, list) else [v] for v in visited)
+        return [statement for statements in each for statement in statements]
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
         known = self._truth(node.test)
         if known is None:
             return self.generic_visit(node)
         return self.visit(node.body if known else node.orelse)
+
+    def _is_for_other(self, node: ast.expr) -> bool:
+        given = (
+            [*node.args, *(k.value for k in node.keywords)] if isinstance(node, ast.Call) else []
+        )
+        return any(ast.unparse(value).rpartition(".")[2] in self._others for value in given)
 
     def _truth(self, test: ast.expr) -> bool | None:
         """Whether a condition holds; None where the release does not tell."""
@@ -144,3 +191,9 @@ class _Branches(ast.NodeTransformer):
                 return decides
             return None if None in each else not decides
         return self._values.get(ast.unparse(test).removeprefix("upstream."))
+
+
+def _leaves(statement: ast.stmt) -> bool:
+    """Whether nothing behind a statement runs; a test may skip itself, or its module."""
+    skips = isinstance(statement, ast.Expr) and ast.unparse(statement).startswith("pytest.skip(")
+    return skips or isinstance(statement, ast.Return | ast.Raise)

@@ -1,0 +1,86 @@
+"""What a new process does that has imported SGLang's launcher, and no plugin yet.
+
+A script, since the answers are only true in a process of its own: `python cold_start.py MODEL` with
+pickled server arguments on its standard input. Copies of that process answer, so that SGLang is
+imported once, and each answer is a line of JSON:
+
+- the values of `speculative_smc_*` in arguments that are unpickled before any plugin is loaded,
+- what `sglang serve` says of a setting out of range,
+- what loading the plugin imports.
+"""
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import sglang.launch_server  # noqa: F401  what `python -m sglang.launch_server` imports
+from sglang.srt.platforms import current_platform  # noqa: F401  resolved, with our `activate`
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+IMPORTS_TORCH = re.compile(r"^(import|from) torch\b", re.MULTILINE)
+
+
+def imports_torch(module: ModuleType) -> bool:
+    """Whether a module does so as it is loaded; `sys.modules` cannot tell, SGLang has done it."""
+    assert module.__spec__ is not None
+    path = module.__spec__.origin  # None: a folder without __init__.py
+    return path is not None and bool(IMPORTS_TORCH.search(Path(path).read_text()))
+
+
+def unpickled(data: bytes) -> dict[str, object]:
+    server_args = pickle.loads(data)
+    from sglang_smc import upstream
+    from sglang_smc.patches.server_args import FLAG_FIELDS
+
+    return {name: getattr(upstream.resolved(server_args), name) for name in FLAG_FIELDS}
+
+
+def refused(model: str) -> str:
+    from sglang.cli.main import main
+
+    smc = ["--speculative-algorithm", "SMC", "--speculative-draft-model-path", model]
+    sys.argv = ["sglang", "serve", model, "--model-type", "llm", *smc]
+    sys.argv += ["--speculative-smc-num-particles", "0"]
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            main()
+    except (Exception, SystemExit) as error:
+        return f"{said.getvalue()}{error}"
+    return "it started"
+
+
+def imported() -> dict[str, list[str]]:
+    before = set(sys.modules)
+    from sglang_smc import plugin
+
+    plugin.register()
+    HookRegistry.apply_hooks()
+    ours = sorted(name for name in sys.modules if name.partition(".")[0] == "sglang_smc")
+    return {
+        "ours": ours,
+        "others": sorted(sys.modules.keys() - before - set(ours)),
+        "with_torch": [name for name in ours if imports_torch(sys.modules[name])],
+    }
+
+
+def in_a_copy(answer: Callable[[], object]) -> None:
+    process = os.fork()
+    if process == 0:
+        print(json.dumps(answer()), flush=True)
+        os._exit(0)
+    os.waitpid(process, 0)
+
+
+if __name__ == "__main__":
+    given = sys.stdin.buffer.read()
+    in_a_copy(lambda: unpickled(given))
+    in_a_copy(lambda: refused(sys.argv[1]))
+    in_a_copy(imported)

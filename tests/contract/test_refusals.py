@@ -1,0 +1,224 @@
+"""Every setting has a range, and a value outside it an error with value, range and remedy."""
+
+import argparse
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from resolved_args import field_names, resolve
+from server_arg_fields import MOOT
+from sglang.srt.server_args import ServerArgs
+
+from sglang_smc import upstream
+from sglang_smc.options.server import (
+    MODES,
+    RESAMPLING_METHODS,
+    SERVER_ARGS_FIELDS,
+    SMCConfig,
+    flag_of,
+)
+from sglang_smc.server.requirements import REQUIREMENTS, unmet
+
+NAN, INF = math.nan, math.inf
+
+#: Of each setting what is allowed, in words, values outside and values at the limits.
+RANGES: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
+    "num_steps": ("an integer >= 1", (0, "4", 8.0), (1,)),
+    # 8.0 equals the default, but is no integer.
+    "num_particles": ("an integer from 1 to 1024", (0, 1025, True, 2.0, 8.0), (1, 1024)),
+    "ess_threshold": ("a number from 0", (-0.1, 1.1, NAN, "0.5"), (0, 1.0)),
+    "resampling_method": (", ".join(RESAMPLING_METHODS), ("killing",), RESAMPLING_METHODS),
+    "resample_at": ("block, token", ("round",), ("block", "token")),
+    "selection": ("sample, argmax", ("best",), ("sample", "argmax")),
+    "mode": (", ".join(MODES), ("fast", None), MODES),
+    "power": ("a finite number > 0", (0, -1.0, INF, NAN, True, "2"), (1e-3, 100)),
+    "evidence_threshold": ("a finite number >= 0", (-0.1, INF, NAN, False), (0, 1e9, None)),
+    "tilt": ("a finite number >= 0", (-0.1, NAN), ()),
+    "draft_temperature": ("a finite number >= 1e-06", (1e-7, 0, INF, [1.0]), (1e-6, None)),
+    "ngram_weight": ("a number from 0 (none) to 1", (-0.1, 1.1, NAN, True), (0, 0.99)),
+    "max_lag": ("an integer >= 1", (0,), (1,)),
+    "adaptive": ("True or False", (1, "yes"), (True,)),
+}
+
+#: Settings that do not go together, and what is said of it.
+TOGETHER: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"mode": "smc", "tilt": 0.1}, ("--speculative-smc-tilt is 0.1, but", "'auto'")),
+    *(
+        (
+            {"mode": mode, "power": 2.0},
+            (
+                "--speculative-smc-power is 2.0, but",
+                "--speculative-smc-mode",
+                repr(mode),
+                "allowed",
+            ),
+        )
+        for mode in ("exact", "mixed", "auto")
+    ),
+    (
+        {"power": 0.5, "evidence_threshold": 0.25},
+        ("--speculative-smc-power is 0.5", "--speculative-smc-evidence-threshold is 0.25"),
+    ),
+    ({"mode": "smc", "ngram_weight": 1}, ("ngram-weight is 1, but", "is 'smc'; allowed: 'exact'")),
+]
+ALLOWED: list[dict[str, Any]] = [
+    {"mode": "auto", "tilt": 0.0},
+    *({"mode": mode, "power": 1.0} for mode in MODES),
+    *({"mode": mode, "ngram_weight": 1} for mode in ("exact", "mixed", "auto")),
+    *({"power": 2.0, "evidence_threshold": threshold} for threshold in (None, 0, 0.0)),
+    {"power": 1.0, "evidence_threshold": 0.5},
+]
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_bad_value_names_flag_value_range_and_remedy(name: str) -> None:
+    allowed, outside, at_limits = RANGES[name]
+    for value in outside:
+        with pytest.raises(ValueError) as error:
+            SMCConfig(**{name: value}).validate()
+        for part in (flag_of(name), repr(value), allowed, "leave the flag out"):
+            assert part in str(error.value)
+    for value in at_limits:
+        SMCConfig(**{name: value}).validate()
+
+
+def test_settings_that_do_not_go_together_are_refused() -> None:
+    for given, parts in TOGETHER:
+        with pytest.raises(ValueError) as error:
+            SMCConfig(**given).validate()
+        assert [part for part in parts if part not in str(error.value)] == [], given
+    for given in ALLOWED:
+        SMCConfig(**given).validate()
+
+
+def test_every_setting_has_a_flag_and_a_range() -> None:
+    """But for what the draft's checkpoint says."""
+    assert set(SERVER_ARGS_FIELDS) | {"drafts_all"} == set(SMCConfig.__struct_fields__)
+    assert RANGES.keys() <= set(SERVER_ARGS_FIELDS)
+
+
+def test_flags_not_given_take_the_defaults() -> None:
+    flags = dict.fromkeys(SERVER_ARGS_FIELDS.values())
+    assert SMCConfig.from_server_args(SimpleNamespace(**flags)) == SMCConfig()
+    given = flags | {"speculative_num_steps": 4, "speculative_smc_ess_threshold": 0.0}
+    config = SMCConfig.from_server_args(SimpleNamespace(**given))
+    assert config == SMCConfig(num_steps=4, ess_threshold=0.0)
+    tilted = flags | {"speculative_smc_tilt": 0.2}
+    assert SMCConfig.from_server_args(SimpleNamespace(**tilted)).mode == "auto"
+
+
+def server_args(**changed: Any) -> Any:
+    """Arguments as `unmet` reads them, all of them as SMC wants them."""
+    meeting = {requirement.field: requirement.allowed[0] for requirement in REQUIREMENTS}
+    experts = {"moe_runner_backend": "auto", "speculative_moe_runner_backend": None}
+    own = {"speculative_smc_ngram_weight": None}
+    return SimpleNamespace(**{**meeting, **experts, **own, **changed})
+
+
+def other_than(allowed: tuple[Any, ...]) -> Any:
+    """A value of about the same kind that is not allowed."""
+    first = allowed[0]
+    if isinstance(first, bool):
+        return not first
+    return max(allowed[-1], first) + 1 if isinstance(first, int | float) else "something else"
+
+
+def test_what_smc_cannot_honour_is_refused() -> None:
+    for field, allowed, *_ in REQUIREMENTS:
+        for value in allowed:
+            assert unmet(server_args(**{field: value})) == []
+        (problem,) = unmet(server_args(**{field: other_than(allowed)}))
+        assert problem.startswith(f"--{field.replace('_', '-')} is ")
+        assert "; allowed: " in problem and problem.endswith(".")
+        lacking = server_args()
+        delattr(lacking, field)  # as a release that has no such field
+        assert unmet(lacking) == []
+
+
+def test_requirement_is_an_option_where_sglang_has_the_field() -> None:
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    flags = {r.field: f"--{r.field.replace('_', '-')}" for r in REQUIREMENTS}
+    known = {name for name, flag in flags.items() if flag in parser._option_string_actions}
+    assert known == flags.keys() & set(field_names())
+
+
+def test_experts_of_the_draft_run_as_the_targets_do() -> None:
+    assert unmet(server_args(moe_runner_backend="triton")) == []
+    same = {"moe_runner_backend": "triton", "speculative_moe_runner_backend": "triton"}
+    assert unmet(server_args(**same)) == []
+    (problem,) = unmet(server_args(**{**same, "speculative_moe_runner_backend": "cutlass"}))
+    assert problem.startswith("--speculative-moe-runner-backend is 'cutlass'; allowed: 'triton'")
+
+
+# What SMC leaves to SGLang to refuse: without something that SMC refuses it does.
+LEFT_TO_SGLANG: dict[str, Any] = {
+    "enable_http_worker_reuseport": True,
+    "enable_kv_cache_sharding": True,
+    "enable_linker_mla_dedup": True,
+    "enable_megamoe_for_layernorm_sp": True,
+    "enable_tp_lm_head_all_to_all": True,
+    "flashinfer_a2a_dispatch_type": "bf16",
+    "prefill_kv_cache_dequant_dtype": "fp8_e4m3",
+}
+
+
+def test_what_is_left_to_sglang_it_refuses(smc: dict) -> None:
+    assert sorted(LEFT_TO_SGLANG) == sorted(MOOT["refused by SGLang"].split())
+    for name in [name for name in LEFT_TO_SGLANG if hasattr(ServerArgs, name)]:
+        flag = f"--{name.replace('_', '-')}"
+        with pytest.raises((ValueError, AssertionError), match=flag) as error:
+            ServerArgs(**smc, **{name: LEFT_TO_SGLANG[name]}).resolve_once()
+        assert "SMC cannot start" not in str(error.value)
+
+
+has_cache = pytest.mark.skipif(not upstream.HAS_NGRAM_CACHE, reason="this SGLang has no cache")
+WITH = {"speculative_smc_ngram_weight": 0.3}
+ALONE: dict[str, Any] = {
+    "speculative_smc_ngram_weight": 1,
+    "speculative_smc_mode": "exact",
+    "speculative_draft_model_path": None,
+}
+#: Flags of n-gram matches: a value that acts, and one that the cache cannot be built with, where
+#: SGLang's own thread would end the process in the middle of a request.
+NGRAM: dict[str, tuple[Any, Any, str]] = {
+    "max_trie_depth": (8, 1, "an integer >= 2"),
+    "min_bfs_breadth": (2, 0, "an integer >= 1"),
+    "max_bfs_breadth": (3, 0, "an integer >= 1"),
+    "capacity": (5000, 18, "an integer >= 19"),
+    "match_type": ("PROB", "best", "one of BFS, PROB"),
+    "external_corpus_path": (None, "texts.jsonl", "None"),
+    "external_sam_budget": (0, 4, "0"),
+}
+
+
+@has_cache
+def test_flags_of_ngram_matches_act_with_a_weight_and_are_refused_without(smc: dict) -> None:
+    given = {f"speculative_ngram_{name}": value for name, (value, _, _) in NGRAM.items()}
+    resolve(**smc, **WITH, **given)
+    for name, value in given.items():
+        flag = f"--{name.replace('_', '-')} is {value!r}"
+        if value:
+            with pytest.raises(ValueError, match=f"{flag}; allowed.*ngram-weight is 0"):
+                resolve(**smc, **{name: value})
+
+
+@has_cache
+@pytest.mark.parametrize("name", NGRAM)
+def test_what_the_ngram_cache_cannot_be_built_with_is_refused(smc: dict, name: str) -> None:
+    _, value, allowed = NGRAM[name]
+    flag = f"--speculative-ngram-{name.replace('_', '-')} is {value!r}; allowed: {allowed}"
+    with pytest.raises(ValueError, match=flag):
+        resolve(**smc, **WITH, **{f"speculative_ngram_{name}": value})
+
+
+@has_cache
+def test_ngram_matches_alone_take_no_draft_model(smc: dict) -> None:
+    resolve(**{**smc, **ALONE})
+    with pytest.raises(ValueError, match="ngram-weight is 1 and --speculative-draft-model-path"):
+        resolve(**{**smc, **ALONE, "speculative_draft_model_path": smc["model_path"]})
+    with pytest.raises(ValueError, match="without one, --speculative-smc-ngram-weight 1 drafts"):
+        resolve(**{**smc, **ALONE, **WITH})
+    with pytest.raises(ValueError, match=r"ngram-weight is 1, but .* is 'smc'; allowed: 'exact'"):
+        resolve(**{**smc, **ALONE, "speculative_smc_mode": "smc"})

@@ -1,0 +1,254 @@
+"""What this package asks of SGLang and does not say where it can be read.
+
+Imports, calls, hooks, overridden methods and attributes of annotated parameters are read from our
+files (`ours.py`). Here is the rest: what is read of objects that come unannotated, and what has to
+go on in functions of SGLang's for a hook or a method of ours to be called at all.
+
+An entry is `name(parameters): attributes`, each with its release family's names alone:
+
+- parameters of a function or class: the first, in order; behind `*` what is taken by keyword.
+- attributes of a class: also those that its methods set on `self`; with `?` None at times.
+- `| kind` of function: coroutine or async generator.
+- `| calls`: the ends of expressions that it calls. `| hands on`: the ends of what it gives to
+  calls. `| passes`: all the keywords of some call or dictionary in it.
+
+A name that begins with a dot goes with the one before that does not.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+# On every release.
+EVERY = """
+srt.server_args.ServerArgs: speculative_algorithm from_cli_args
+    .__post_init__(self)
+srt.entrypoints.engine.Engine._launch_subprocesses | calls load_plugins
+        server_args.check_server_args
+srt.plugins.hook_registry.HookRegistry
+    .register(target hook hook_type * source)
+    ._apply_target(target hooks)
+srt.plugins.hook_registry.HookSource(plugin_name dist_name)
+srt.speculative.spec_info.SpeculativeAlgorithm.create_future_map(self device req_to_token_pool
+        needs_cpu_seq_lens needs_confidence_relay)
+srt.speculative.spec_registry.CustomSpecAlgo.__init__(self name factory * supports_overlap
+        validate_server_args)
+srt.managers.overlap_utils.FutureMap.__init__(self * device spec_algo req_to_token_pool
+        needs_cpu_seq_lens needs_confidence_relay)
+srt.configs.model_config.ModelConfig: is_hybrid_swa model_is_mrope speculative_algorithm
+        num_nextn_predict_layers
+    .__init__ | calls self._config_draft_model self._derive_model_shapes
+srt.constrained.base_grammar_backend.BaseGrammarBackend: cache
+    .get_cached_or_future_value | calls self.cache.get
+srt.constrained.xgrammar_backend.XGrammarGrammarBackend: grammar_compiler
+srt.constrained.reasoner_grammar_backend.ReasonerGrammarBackend: grammar_backend
+srt.managers.schedule_batch.Req: finished_reason? finished_len? decode_batch_idx customized_info
+        is_retracted
+    ._check_str_based_finish(self new_accepted_len)
+srt.entrypoints.openai.serving_base.OpenAIServingBase
+    .handle_request(self request raw_request) | kind coroutine
+    ._resolve_lora_path(self request_model explicit_lora_path) | calls self._parse_model_parameter
+srt.entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request | calls
+        self._resolve_lora_path | hands on lora_path
+srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._convert_to_internal_request |
+        calls self._resolve_lora_path | hands on lora_path
+srt.entrypoints.ollama.serving.OllamaServing
+    ._generate_chat_response | kind coroutine | calls self.tokenizer_manager.generate_request |
+        hands on raw_request
+    ._generate_generate_response | kind coroutine | calls self.tokenizer_manager.generate_request |
+        hands on raw_request
+srt.entrypoints.openai.serving_responses.OpenAIServingResponses._generate_with_builtin_tools | kind
+        async generator | calls self.tokenizer_manager.generate_request | hands on raw_request
+srt.entrypoints.http_server
+    .available_models() | kind coroutine
+    .retrieve_model(model) | kind coroutine
+srt.managers.scheduler.Scheduler: waiting_queue
+    .pause_generation(self recv_req)
+srt.managers.io_struct.UpdateWeightFromDiskReqInput: flush_cache
+srt.managers.tp_worker.TpModelWorker: set_hicache_consumer
+    .forward_batch_generation(self batch forward_batch * is_verify)
+srt.model_executor.model_runner.ModelRunner: forward weight_updater is_draft_worker
+    .compute_logprobs_only(self logits_output forward_batch)
+srt.speculative.base_spec_worker.BaseSpecWorker: target_worker req_to_token_pool
+srt.model_executor.forward_batch_info.ForwardBatch: batch_size seq_lens_sum mrope_positions
+        spec_algorithm capture_hidden_mode
+    .init_new(batch model_runner * return_hidden_states_before_norm)
+srt.constrained.xgrammar_backend.XGrammarGrammar: matcher accepted_tokens accept_token rollback
+        is_terminated fill_vocab_mask
+srt.constrained.reasoner_grammar_backend.ReasonerGrammarObject: grammar _thinking_match_history
+srt.managers.schedule_batch.FINISH_ABORT.__init__(self message status_code err_type)
+srt.managers.schedule_batch.FINISH_MATCHED_TOKEN.__init__
+srt.speculative.spec_info.SpecInput.__init__(self spec_input_type)
+srt.managers.utils.GenerationBatchResult: next_token_ids accept_lens new_seq_lens next_draft_input
+        speculative_num_draft_tokens num_correct_drafts num_correct_drafts_per_req_cpu
+        can_run_cuda_graph extra_keep_alive_refs
+srt.managers.schedule_batch.ReqKvInfo: kv_allocated_len
+srt.mem_cache.memory_pool.ReqToTokenPool: req_to_token size write
+srt.mem_cache.allocation.alloc_token_slots(tree_cache num_tokens)
+srt.mem_cache.base_prefix_cache.BasePrefixCache.evictable_size(self)
+srt.mem_cache.allocator.token.TokenToKVPoolAllocator.available_size(self)
+srt.distributed.parallel_state.GroupCoordinator
+    .broadcast_object(self obj src)
+    .all_gather_object(self obj)
+srt.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer(self layer loc_info cache_k cache_v k_scale
+        v_scale)
+srt.layers.rotary_embedding.factory.get_rope_wrapper | calls get_rope_cpu
+srt.mem_cache.memory_pool.MLATokenToKVPool.get_key_buffer(self layer_id)
+srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.register(backend_name
+        handler_func)
+srt.models.deepseek_v2.DeepseekV2AttentionMLA.dispatch_attn_forward_method(self forward_batch) |
+        calls get_attn_backend AttentionBackendRegistry.get_handler handler
+srt.layers.attention.base_attn_backend.AttentionBackend: prefill_attention_backend_str
+        decode_attention_backend_str
+srt.models.llama_eagle3.LlamaForCausalLMEagle3: model hot_token_id load_lm_head_from_target
+        load_weights set_embed set_embed_and_head
+srt.models.llama_eagle3.LlamaModel: fc
+    .forward(self input_ids positions forward_batch)
+srt.models.dflash.DFlashDraftModel: layers
+    .forward(self input_ids positions forward_batch * input_embeds)
+    .project_target_hidden(self target_hidden)
+    .prepare_context_hidden_for_kv(self layer ctx_hidden)
+srt.models.dflash.DFlashAttention: attn num_kv_heads head_dim
+    .kv_proj_only(self hidden_states)
+    .apply_k_norm(self k)
+    .apply_k_rope(self positions k)
+srt.speculative.dflash_utils.DFlashDraftConfig
+    .resolve_target_layer_ids(self * target_num_layers draft_num_layers)
+    .resolve_block_size(self * default)
+srt.models.llama.LlamaForCausalLM
+    .set_eagle3_layers_to_capture(self layer_ids)
+    .set_dflash_layers_to_capture(self layer_ids)
+    .get_embed_and_head(self)
+    .set_embed_and_head(self embed head)
+    .set_embed(self embed)
+    .get_input_embeddings(self)
+srt.layers.logits_processor.LogitsProcessorOutput: hidden_states
+srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool_allocator | calls
+        current_platform.get_paged_allocator_cls
+srt.utils.common.get_compiler_backend | calls current_platform.get_compile_backend
+"""
+
+# On 0.5.17, whose server arguments are a dataclass that resolves as it is built; goes with it.
+OLDER = """
+srt.arg_groups.arg_utils
+    .namespace_of(cls)
+    .resolvable_fields(cls)
+srt.server_args.ServerArgs: __dataclass_fields__
+    .__post_init__ | calls handle_speculative_decoding current_platform.apply_server_args_defaults
+    .get_model_config(self)
+srt.arg_groups.speculative_hook.handle_speculative_decoding(server_args) | calls
+        algo.validate_server_args algo.handle_server_args
+srt.managers.schedule_batch.Req: kv? kv_committed_len cache_protected_len req_pool_idx?
+srt.session.streaming_session.StreamingSession._free_kv_aligned(self pool_idx target end)
+srt.managers.scheduler.Scheduler.maybe_init_draft_worker(self) | passes server_args gpu_id ps
+        nccl_port target_worker
+srt.managers.tp_worker.TpModelWorker
+    .__init__
+    ._deserialize_own_rank(self serialized_named_tensors)
+srt.runtime_context.ParallelContext: tp_size tp_group
+srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager
+    .update_weights_from_disk | calls self.draft_worker.update_weights_from_disk
+    .update_weights_from_ipc | calls self.draft_worker.update_weights_from_ipc
+    .update_weights_from_tensor | calls worker.update_weights_from_tensor
+    .update_weights_from_distributed | calls self.tp_worker.update_weights_from_distributed
+srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_oot_mha_kv_pool | calls
+        current_platform.get_mha_kv_pool_cls
+"""
+
+# Since 0.5.22: server arguments are a struct of what was given, resolved beside it; workers ask for
+# their place among ranks, and name the runners that new weights concern.
+NEWER = """
+srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus
+    .__init__
+    .batch_put(self batch_tokens)
+    .synchronize(self)
+    .reset(self)
+    .batch_get(self req_ids batch_tokens total_lens) | calls _get_state_id
+    .erase_match_state(self req_ids) | calls erase_states
+srt.managers.scheduler.Scheduler
+    ._reqs_finishing_inflight(self batch) | calls req.next_output_finishes_by_length
+    .maybe_init_draft_worker(self) | passes server_args gpu_id nccl_port target_worker
+srt.server_args.ServerArgs: __struct_fields__
+    .resolve_once(self) | calls run_resolution_pipeline
+srt.entrypoints.engine.Engine: server_args_class
+    .__init__ | calls self.server_args_class
+srt.arg_groups.speculative_hook.handle_speculative_decoding(server_args) | calls
+        record_foreign_defaults | hands on algo.validate_server_args algo.handle_server_args
+srt.arg_groups.platform_hook.handle_platform_defaults | calls record_foreign_defaults | hands on
+        current_platform.apply_server_args_defaults
+srt.arg_groups.model_override_base.model_config_of(server_args)
+srt.managers.schedule_batch.ReqKvInfo: req_pool_idx? kv_committed_len cache_protected_len holds_kv
+srt.mem_cache.prefill_budget.PrefillBudget: total_offset current_offset
+srt.session.streaming_session.StreamingSession._free_kv_aligned(self kv target end)
+srt.managers.tp_worker.TpModelWorker
+    .__init__
+    .weight_update_runners(self)
+    .deserialize_own_rank(self serialized_named_tensors)
+srt.arg_groups.fields.parallel.Parallel: tp_size tp_group dp_rank
+srt.model_executor.model_runner.ModelRunner: kv_index_translator
+    .init_kv_index_translator(self) | passes req_to_token token_to_kv_pool_allocator
+        token_to_kv_pool page_size device is_draft_worker
+    .init_attention_backends(self) | calls self.kv_index_translator.bind_and_verify_backends
+srt.speculative.base_spec_worker.BaseSpecWorker.weight_update_runners(self)
+srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager
+    ._select_runners(self selector) | calls self.tp_worker.weight_update_runners
+        self.draft_worker.weight_update_runners
+    .update_weights_from_disk | calls self._select_runners
+    .update_weights_from_ipc | calls self._select_runners
+    .update_weights_from_tensor | calls self._select_runners
+    .update_weights_from_distributed | calls self._select_runners
+    .begin_weight_update(self recv_req)
+    .end_weight_update(self recv_req)
+srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_kv_pool_class(self * kind default)
+        | calls current_platform.get_kv_pool_cls
+"""
+
+# Since 0.5.23: SGLang's own speculative decoding on our platform.
+NEWEST = """
+srt.speculative.eagle_utils.eagle_sample | calls _can_use_sparse_uno_tree_target_sampling
+        sample_uno_tree_target_tokens verify_tree_greedy_func
+srt.speculative.spec_info.SpeculativeAlgorithm.get_platform_worker_cls | calls
+        current_platform.get_speculative_worker_cls
+kernels.ops.speculative.cache_locs.assign_extend_cache_locs_func | calls platform_fn
+srt.arg_groups.speculative_hook._check_oot_speculative_algorithm | calls
+        current_platform.supports_speculative_algorithm
+srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch(probs top_ks top_ps min_ps
+        need_min_p_sampling sampling_seed positions)
+"""
+
+FAMILIES = {"OLDER": OLDER, "NEWER": NEWER, "NEWEST": NEWEST}
+
+
+class Symbol(NamedTuple):
+    """An SGLang name that must exist, with the shape that this package counts on."""
+
+    path: str
+    parameters: str | None = None  # None: not compared
+    attributes: str = ""
+    kind: str = ""
+    calls: str = ""
+    hands_on: str = ""
+    passes: str = ""
+
+
+def symbols(of: frozenset[str]) -> tuple[Symbol, ...]:
+    """What has to be there on a release of some families."""
+    texts = [EVERY, *(text for name, text in FAMILIES.items() if name in of)]
+    return tuple(symbol for text in texts for symbol in read(text))
+
+
+def read(text: str) -> Iterator[Symbol]:
+    """The entries of a table."""
+    owner = ""
+    for entry in re.sub(r"\n {8}", " ", text).strip().splitlines():
+        what, *more = (part.strip() for part in entry.split(" | "))
+        found = re.fullmatch(r"([\w.]+)(?:\((.*?)\))?(?:: (.+))?", what)
+        assert found is not None, f"no entry: {entry}"
+        name, parameters, attributes = found.groups()
+        owner = owner if name.startswith(".") else name
+        path = "sglang." + (owner + name if name.startswith(".") else name)
+        body = {}
+        for part in more:
+            key = next(k for k in ("kind", "calls", "hands on", "passes") if part.startswith(k))
+            body[key.replace(" ", "_")] = part.removeprefix(key).strip()
+        yield Symbol(path, parameters, attributes or "", **body)
