@@ -86,7 +86,7 @@ class Patch(msgspec.Struct, frozen=True, kw_only=True):
     """One hook on one SGLang function. The texts make up the catalogue."""
 
     target: str
-    """Dotted path of the function; tests/contract/symbols.py holds its signature."""
+    """Dotted path of the function; tests/contract/upstream/relied.py holds its signature."""
 
     hook_type: HookType
     function: Callable[..., Any]
