@@ -21,7 +21,7 @@ from routed import (
 
 from sglang_smc.demo.serving import free_port
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.thorough]
 
 START_TIMEOUT = 300.0
 ROUTED: dict[str, Callable[..., dict[str, Any]]] = {

@@ -52,9 +52,9 @@ EDITS: dict[str, dict[str, Any]] = {
 }
 PROCESSORS = {"disallowed": Disallowed, "no repeats": NoRepeat}
 POTENTIALS: dict[str, dict[str, Any]] = {
-    "each round": {"name": "count", "args": {"token": 90}},
-    "at a delimiter": {"name": "offset", "args": {"token": 90}, "when": {"delimiter": "t"}},
-    "at the end": {"name": "count", "args": {"token": 90}, "when": "end"},
+    "each round": {"name": "count", "args": {"token": 417}},
+    "at a delimiter": {"name": "offset", "args": {"token": 417}, "when": {"delimiter": "t"}},
+    "at the end": {"name": "count", "args": {"token": 417}, "when": "end"},
 }
 
 
@@ -95,7 +95,10 @@ def kinds() -> Iterator[tuple[str, dict[str, Any]]]:
             hot = {"temperature": 1.5, "top_p": 0.95} if seed % 2 else {}
             yield f"{kind} in mode {mode}", constrained(kind, smc, sampling_seed=seed, **hot)
     for name, potential in POTENTIALS.items():
-        yield f"potential {name}", asked({"potentials": [potential], "trace": True})
+        yield (
+            f"potential {name}",
+            asked({"potentials": [potential], "trace": True}, max_new_tokens=8),
+        )
 
 
 KINDS = dict(kinds())

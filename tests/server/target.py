@@ -40,4 +40,8 @@ class Target:
     def log_probs(self, request: dict[str, Any], output: list[int]) -> torch.Tensor:
         """Log-probabilities ``[L, V]`` at the request's temperature, as SGLang returns them."""
         temperature = request["sampling_params"]["temperature"] or 1.0
-        return (self.logits(request, output) / temperature).log_softmax(-1).clamp_min(torch.finfo(torch.float32).min)
+        return (
+            (self.logits(request, output) / temperature)
+            .log_softmax(-1)
+            .clamp_min(torch.finfo(torch.float32).min)
+        )

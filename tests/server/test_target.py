@@ -21,7 +21,10 @@ def greedy() -> dict[str, dict[str, Any]]:
     cold: dict[str, Any] = {"temperature": 0.0}
     found = {f"choice {i}": asked(choice, **cold) for i, choice in enumerate(CHOICES)}
     for mode in MODES:
-        own = {f"{name}, {mode}": edited(name, {"mode": mode}, max_new_tokens=48, **cold) for name in EDITS}
+        own = {
+            f"{name}, {mode}": edited(name, {"mode": mode}, max_new_tokens=48, **cold)
+            for name in EDITS
+        }
         own |= {f"{kind}, {mode}": constrained(kind, {"mode": mode}, **cold) for kind in GRAMMARS}
         found |= own
     return found
@@ -98,9 +101,7 @@ def assert_scored(target: Target, request: dict[str, Any], answer: dict[str, Any
     output, info = answer["output_ids"], answer["meta_info"]
     wanted = target.log_probs(request, output)
     assert info["output_token_logprobs_length"] == len(output)
-    token, top, listed = (
-        info[f"output_{kind}_logprobs"] for kind in ("token", "top", "token_ids")
-    )
+    token, top, listed = (info[f"output_{kind}_logprobs"] for kind in ("token", "top", "token_ids"))
     assert [one[1] for one in token] == output
     own = wanted.gather(1, torch.tensor(output)[:, None])[:, 0]
     assert [one[0] for one in token] == pytest.approx(own.tolist(), abs=NEAR)
