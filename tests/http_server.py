@@ -19,7 +19,7 @@ from tiny_models import ENGINE_DEFAULTS, STRICT_CHECKS
 
 from sglang_smc.demo.serving import free_port
 
-START_TIMEOUT = 300.0
+START_TIMEOUT = 1200.0
 STOP_TIMEOUT = 60.0
 HANGS = 600.0  # seconds; however slow the machine is, a request has an answer before
 

@@ -22,7 +22,7 @@ def run(script: str, *arguments: str) -> str:
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -60,7 +60,7 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(
     for cell in notebook.cells:  # the page goes elsewhere than into examples/
         cell.source = cell.source.replace('Path("steering.html")', f"Path({str(tmp_path)!r}, 'p')")
     client = nbclient.NotebookClient(
-        notebook, timeout=300, resources={"metadata": {"path": str(EXAMPLES)}}
+        notebook, timeout=600, resources={"metadata": {"path": str(EXAMPLES)}}
     )
     client.execute()
     outputs = {cell.id: cell.get("outputs", []) for cell in notebook.cells}

@@ -39,7 +39,7 @@ def test_each_trace_comes_to_its_answer(crowd: dict[str, dict[str, Any]]) -> Non
 
 
 def test_a_trace_tells_what_potentials_added(crowd: dict[str, dict[str, Any]]) -> None:
-    """All its fields agree, short of a limit before which a token is held back; along the answer's line the gains add up to log phi of the text."""
+    """All its fields agree; along the answer's line the gains add up to log phi of the text."""
     assert any(417 in crowd[f"potential {name}"]["output_ids"] for name in POTENTIALS)
     for name in POTENTIALS:
         answer = crowd[f"potential {name}"]
