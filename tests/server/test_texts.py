@@ -88,7 +88,6 @@ def test_same_prefix_is_cached_prompt_and_text(server: Server) -> None:
     prompt = [63, 62, 61, 63, 62, 61, 63, 62, 61, 63]
     request = asked(max_new_tokens=12, temperature=0.0) | {"input_ids": prompt}
     (first,), (again,) = server.generate([request]), server.generate([request])
-    assert first["meta_info"]["cached_tokens"] < len(prompt) - 1
     assert again["meta_info"]["cached_tokens"] == len(prompt) - 1
     assert again["output_ids"] == first["output_ids"]
     # A second turn: the answer is in the cache too, but for the token that never had KV and the
