@@ -82,7 +82,7 @@ test: check upstream
 # A second environment, for the SGLang that needs no more than torch 2.11.
 OLDEST := 0.5.17
 VENV_OLDEST ?= .venv-oldest
-OF_OLDEST := tests/contract tests/unit tests/engine/test_seeded_texts.py tests/engine/test_choices.py
+OF_OLDEST := tests/contract tests/unit tests/engine/test_seeded_texts.py tests/server/test_crowd.py
 
 test-oldest: $(VENV_OLDEST)/.sglang-smc-installed
 	$(VENV_OLDEST)/bin/python -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder \

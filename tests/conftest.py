@@ -19,7 +19,10 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 warm.install()  # engines and servers start in a second
 
-SHARED_SERVER = ("tests/clients/", "tests/faults/test_", "tests/kits/", "tests/operations/test_")
+# Folders of which one process runs all, since they share a server.
+SHARED_SERVER = tuple(
+    f"tests/{folder}/" for folder in ("clients", "faults", "kits", "operations", "server")
+)
 
 # The benchmarks are scripts that import each other by name. Last, so that they hide nothing.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +19,56 @@ from tiny_models import ENGINE_DEFAULTS, STRICT_CHECKS
 
 from sglang_smc.demo.serving import free_port
 
-START_TIMEOUT = 300.0
+START_TIMEOUT = 1200.0
 STOP_TIMEOUT = 60.0
 HANGS = 600.0  # seconds; however slow the machine is, a request has an answer before
 
 
 class Server:
-    """A running server: its process, its address, its log."""
+    """A running server: its process, its address, its log; requests are sent with its API key."""
 
-    def __init__(self, process: warm.Process | subprocess.Popen, port: int, log: Path) -> None:
+    def __init__(
+        self,
+        process: warm.Process | subprocess.Popen,
+        port: int,
+        log: Path,
+        key: str | None = None,
+    ) -> None:
         self.process = process
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
+        self.key = key
+        # A connection for each request: the server closes idle ones when it likes.
+        self.client = httpx.Client(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=HANGS,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        )
 
     def get(self, route: str, **arguments: Any) -> httpx.Response:
-        return httpx.get(self.url + route, **{"timeout": HANGS, **arguments})
+        return self.client.get(route, **arguments)
 
     def post(self, route: str, **body: Any) -> httpx.Response:
-        return httpx.post(self.url + route, json=body, timeout=HANGS)
+        return self.client.post(route, json=body)
+
+    def outcomes(self, requests: Sequence[dict[str, Any]]) -> list[httpx.Response]:
+        """Send requests to /generate at once, each by itself, so that one may fail alone."""
+        with ThreadPoolExecutor(len(requests)) as pool:
+            return list(pool.map(lambda one: self.post("/generate", **one), requests))
+
+    def generate(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the answers to requests sent at once, none of which fails."""
+        found = self.outcomes(requests)
+        assert all(one.status_code == 200 for one in found), [one.text[:300] for one in found]
+        return [one.json() for one in found]
+
+    @contextlib.contextmanager
+    def stream(self, **body: Any) -> Iterator[Iterator[dict[str, Any]]]:
+        """Iterate over the chunks of a streamed answer of /generate."""
+        with self.client.stream("POST", "/generate", json=body | {"stream": True}) as response:
+            lines = (line.removeprefix("data: ") for line in response.iter_lines())
+            yield (json.loads(line) for line in lines if line.startswith("{"))
 
     def ending(self) -> str:
         """The end of the log, for a message."""
@@ -60,7 +94,7 @@ def running_server(
     with log.open("w") as sink, warm.cold() if cold else contextlib.nullcontext():
         variables = {**os.environ, **STRICT_CHECKS, **(environment or {})}
         process = warm.start(command, variables, sink.fileno())
-        server = Server(process, port, log)
+        server = Server(process, port, log, given.get("api_key"))
         try:
             _wait_until_ready(server)
             yield server
@@ -74,7 +108,8 @@ def flags(arguments: dict[str, Any]) -> list[str]:
     for name, value in arguments.items():
         if value is not None and value is not False:
             found.append("--" + name.replace("_", "-"))
-            found += [] if value is True else [str(value)]
+            values = value if isinstance(value, list) else [value]
+            found += [] if value is True else map(str, values)
     return found
 
 

@@ -12,7 +12,7 @@ import pytest
 from http_server import Server
 from pair.task import held_out
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.thorough]
 
 
 def client(module: str, *arguments: object) -> str:
@@ -32,9 +32,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    "backend", ["sglang", pytest.param("sglang-oai-chat", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("backend", ["sglang", "sglang-oai-chat"])
 def test_serving(server: Server, tmp_path: Path, backend: str) -> None:
     report = tmp_path / "serving.jsonl"
     sizes = ["--random-input-len", 32, "--random-output-len", 24, "--random-range-ratio", 1]
@@ -49,7 +47,6 @@ def test_serving(server: Server, tmp_path: Path, backend: str) -> None:
     assert found["accept_length"] > 1
 
 
-@pytest.mark.thorough
 def test_one_batch_server(server: Server, tmp_path: Path) -> None:
     report, prompt = tmp_path / "batches.jsonl", tmp_path / "prompt.txt"
     # SGLang's own --apply-chat-template sends the keys of transformers' answer as token ids.
@@ -65,7 +62,6 @@ def test_one_batch_server(server: Server, tmp_path: Path) -> None:
     assert all(case["output_throughput"] > 0 and case["acc_length"] > 1.5 for case in found)
 
 
-@pytest.mark.thorough
 def test_run_eval(server: Server, tmp_path: Path) -> None:
     """GSM8K's own scorer; the problems are given as a file.
 

@@ -37,7 +37,7 @@ def run(example: str, server: Server, folder: Path) -> str:
         env={"PATH": "/usr/local/bin:/usr/bin:/bin", "CURL_HOME": str(folder)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -21,9 +21,9 @@ from routed import (
 
 from sglang_smc.demo.serving import free_port
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.thorough]
 
-START_TIMEOUT = 300.0
+START_TIMEOUT = 1200.0
 ROUTED: dict[str, Callable[..., dict[str, Any]]] = {
     "/generate": generate,
     "/v1/chat/completions": chat,

@@ -1,0 +1,147 @@
+"""OpenAI's, Anthropic's and Ollama's own clients, and `sglang-smc watch`."""
+
+from typing import Any
+
+import anthropic
+import ollama
+import openai
+import pytest
+from http_server import Server
+from openai.types.chat import ChatCompletion
+from routed import MESSAGES
+from server.kinds import PROMPT
+
+from sglang_smc.watch import cli, looks
+from sglang_smc.watch.lines import REQUEST_HEADER, lines_of
+
+
+@pytest.fixture(scope="module")
+def model(server: Server) -> str:
+    return server.get("/v1/models").json()["data"][0]["id"]
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key=server.key, max_retries=0)
+
+
+def ask(client: openai.OpenAI, **arguments: object) -> ChatCompletion:
+    asked: dict[str, Any] = {"model": "default", "messages": MESSAGES, "max_tokens": 40}
+    return client.chat.completions.create(**asked | {"seed": 11, "temperature": 1.0} | arguments)
+
+
+def texts_of(answer: ChatCompletion) -> list[str]:
+    return [choice.message.content or "" for choice in answer.choices]
+
+
+def test_openai_seeds_samples_and_chooses(client: openai.OpenAI) -> None:
+    samples = {"n": 3, "max_tokens": 8}
+    first = texts_of(ask(client, **samples))
+    assert len(set(first)) == 3
+    assert texts_of(ask(client, **samples)) == first != texts_of(ask(client, **samples, seed=6))
+    smc = {"mode": "exact", "num_particles": 2}
+    extra = {"custom_params": {"smc": smc}, "return_meta_info": True}
+    info = ask(client, extra_body=extra).choices[0].model_extra["meta_info"]  # type: ignore[index]
+    assert (info["spec_smc_mode"], info["spec_smc_num_particles"]) == ("exact", 2)
+    with pytest.raises(openai.BadRequestError, match="num_particle"):
+        ask(client, extra_body={"custom_params": {"smc": {"num_particle": 2}}})
+
+
+@pytest.mark.parametrize("mode", ["smc", "exact", "auto"])
+def test_openai_streams_texts_usage_and_log_probabilities(client: openai.OpenAI, mode: str) -> None:
+    asked = {"logprobs": True, "top_logprobs": 4}
+    asked |= {"extra_body": {"custom_params": {"smc": {"mode": mode} | TILT.get(mode, {})}}}
+    whole = ask(client, **asked)
+    places = whole.choices[0].logprobs.content  # type: ignore[union-attr]
+    assert places
+    for place in places:
+        likeliest = [other.logprob for other in place.top_logprobs]
+        assert len(likeliest) == 4 and likeliest == sorted(likeliest, reverse=True)
+        assert place.logprob <= likeliest[0]
+    usage: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks: Any = list(ask(client, **asked, **usage))
+    assert chunks[-1].usage == whole.usage
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    assert ["".join(choice.delta.content or "" for choice in choices)] == texts_of(whole)
+    streamed = [place for c in choices if c.logprobs for place in c.logprobs.content]
+    assert [place.token for place in streamed] == [place.token for place in places]
+    values = [place.logprob for place in places]
+    assert [place.logprob for place in streamed] == pytest.approx(values, abs=2e-4)
+
+
+TILT = {"auto": {"tilt": 0}}
+
+
+def test_openai_completions(client: openai.OpenAI) -> None:
+    own: dict[str, Any] = {"model": "default", "max_tokens": 9, "temperature": 0}
+    answer = client.completions.create(prompt=["Sam has", "How many"], logprobs=3, **own)
+    for choice in answer.choices:
+        found = choice.logprobs
+        assert found and found.token_logprobs and found.top_logprobs
+        for value, others in zip(found.token_logprobs, found.top_logprobs, strict=True):
+            assert value == pytest.approx(max(others.values())), "the likeliest"
+
+
+def test_anthropic_whole_and_streamed(server: Server, model: str) -> None:
+    client = anthropic.Anthropic(
+        base_url=server.url, auth_token=server.key, api_key=None, max_retries=0
+    )
+    greedy = {"temperature": 0.0}  # later releases of the client have no argument for it
+    asked: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 24, "extra_body": greedy}
+    whole = client.messages.create(model=f"{model}:two", **asked).content[0].text
+    with client.messages.stream(model=f"{model}:two", **asked) as stream:
+        assert "".join(stream.text_stream) == whole
+    with pytest.raises(anthropic.BadRequestError, match="'two'"):
+        client.messages.create(model=f"{model}:exat", **asked)
+    keys = {"custom_params": {"smc": {"num_particles": 3}}}
+    with pytest.raises(anthropic.BadRequestError, match="preset"):
+        client.messages.create(model=model, **asked | {"extra_body": keys})
+
+
+def test_ollama_whole_and_streamed(server: Server, model: str) -> None:
+    client = ollama.Client(host=server.url, headers={"Authorization": f"Bearer {server.key}"})
+    assert f"{model}:two" in [card.model for card in client.list().models]
+    options = {"num_predict": 24, "seed": 3, "temperature": 1.0}
+    asked: dict[str, Any] = {"messages": MESSAGES, "options": options}
+    whole = client.chat(model=f"{model}:two", **asked).message.content
+    parts = client.chat(model=f"{model}:two", **asked, stream=True)
+    assert "".join(part.message.content or "" for part in parts) == whole
+    with pytest.raises(ollama.ResponseError, match="'two'") as refused:
+        client.chat(model=f"{model}:exat", **asked)
+    assert refused.value.status_code == 400
+
+
+def test_watch_shows_a_line_for_the_server_and_for_each_request(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Red if a request is told under another name, counts another's rounds, or stays there."""
+    assert server.key
+    sampling = {"max_new_tokens": 400, "ignore_eos": True, "temperature": 0.7}
+    custom = {"smc": {"mode": "exact", "num_particles": 3}}
+    asked = {"input_ids": PROMPT, "rid": "watched-one"}
+    before = looks.look(server.url, server.key)
+    with server.stream(**asked, sampling_params={**sampling, "custom_params": custom}) as chunks:
+        while next(chunks)["meta_info"]["completion_tokens"] < 40:
+            pass
+        server.post("/pause_generation", mode="in_place")
+        now = looks.look(server.url, server.key)
+        server.post("/continue_generation")
+        for _ in chunks:
+            pass
+    (shown,) = looks.between(before, now)
+    assert (shown.mode, shown.num_particles, shown.num_steps) == ("smc", 4, 4)
+    (one,) = [request for request in shown.requests if request["rid"] == "watched-one"]
+    assert one["output_tokens"] >= 40 and one["rounds"] > 5
+    assert one["output_tokens"] == pytest.approx(one["tokens_per_pass"] * one["rounds"])
+    assert (one["mode"], one["num_particles"], one["num_steps"]) == ("exact", 3, 4)
+    assert one["ess_ratio"] is None and one["resample_rate"] == 0, "it verifies"
+    lines = lines_of([shown])
+    assert lines[2] == REQUEST_HEADER and any("watched-one" in line for line in lines)
+    before = looks.look(server.url, server.key)
+    server.post("/generate", input_ids=PROMPT, sampling_params=sampling)
+    (shown,) = looks.between(before, looks.look(server.url, server.key))
+    assert shown.tokens_per_pass is not None and 1 < shown.tokens_per_pass <= 5
+    assert shown.ess is not None and 0.25 <= shown.ess <= 1
+    assert shown.free is not None and 0.5 < shown.free <= 1
+    assert cli.main([server.url, "--once", "--interval", "0.1", "--api-key", server.key]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2

@@ -1,0 +1,186 @@
+"""What a server refuses, in words that help; and what fails by itself, and nothing beside it."""
+
+import re
+from typing import Any
+
+import psutil
+import pytest
+from http_server import Server
+from server.kinds import MODES, asked, constrained
+from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor as Disallowed
+from spelling import IS_LEGAL
+
+ENDLESS = 'a\na ::= a "x"'  # what an a is nobody can say
+
+
+def steered(
+    name: str = "count",
+    smc: dict[str, Any] | None = None,
+    grammar: str | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """A request with a potential."""
+    return asked({"potentials": [{"name": name, **more}], **(smc or {})}, regex=grammar)
+
+
+def scored(**fields: Any) -> dict[str, Any]:
+    return asked(fields={"return_logprob": True, **fields})
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (asked({"num_particles": 5}), "num_particles=5; allowed: an integer from 1 to 4"),
+    (asked({"num_steps": 0}), "num_steps=0; allowed: an integer from 1 to 4"),
+    (asked({"particles": 4}), "unknown key 'particles'; allowed: "),
+    (asked({"max_lag": 33}), "max_lag=33; allowed: an integer from 1 to 32"),
+    (asked({"tilt": -1}), "tilt=-1; allowed: a finite number >= 0"),
+    (asked({"tilt": 0.1, "mode": "smc"}), "no effect in mode 'smc'"),
+    (asked({"mode": "__import__('os')"}), "allowed: one of smc, exact, mixed, auto"),
+    (asked({"mode": "exact", "ess_threshold": 0.5}), "no effect in mode 'exact'"),
+    (asked({"mode": "mixed", "power": 2}), "no effect in mode 'mixed'"),
+    (asked({"kernels": "/etc/passwd"}), "unknown key 'kernels'"),
+    (asked(custom_params={"smc": 1}), "custom_params"),
+    (asked(fields={"lora_path": "choice"}), "'choice-0', 'choice-1'"),
+    (asked(fields={"lora_path": "/etc/passwd"}), "'choice-0'"),
+    (asked(fields={"image_data": "file:///etc/passwd"}), "image_data"),
+    (asked(fields={"return_hidden_states": True}), "return_hidden_states"),
+    (scored(top_logprobs_num=129), "top_logprobs_num is 129; allowed: a whole number, 0 to 128"),
+    (steered("none"), "potential 'none', which is unknown; allowed: 'count', 'offset'"),
+    (steered(args={"tokn": 3}), "unknown field `tokn`; allowed: token: int, weight: float"),
+    (steered(when="often"), "potential 'count' with when='often'; allowed"),
+    (steered(exponent=-1), "exponent=-1.0; allowed: a finite number >= 0"),
+    (steered(smc={"mode": "exact"}), "has no effect in mode 'exact'; allowed: mode 'smc'"),
+    (steered(smc={"evidence_threshold": 0.5}), "beside potentials; allowed"),
+    (asked({"selection": "vote"}), "answer_pattern=None"),
+    (asked({"selection": "vote", "answer_pattern": "("}), "does not parse"),
+    (asked({"answer_pattern": "a"}), "selection='sample' and answer_pattern='a'"),
+    (asked(regex="("), "Failed to compile regex grammar"),
+    (asked(regex="\0"), "NUL"),
+    (asked(regex="a", ebnf='root ::= "a"'), "Only one of"),
+]
+# What is found out once they run.
+FAILING: list[tuple[dict[str, Any], str]] = [
+    *(
+        (asked({"mode": mode}, **given), "admits no text here: behind the ")
+        for mode in MODES
+        for given in (
+            {"ebnf": f"root ::= {ENDLESS}"},
+            {"ebnf": f'root ::= "abc" {ENDLESS}'},
+            {"regex": "abc", "min_new_tokens": 20},
+        )
+    ),
+    *(
+        (steered("broken", args={"does": does}), words)
+        for does, words in {
+            "raise": "RuntimeError: the oracle is silent",
+            "exit": "SystemExit: the oracle has left",
+            "write": "TypeError: 'tuple' object does not support item assignment",
+            "nan": "gave nan",
+            "forbid": "forbid the texts of all",
+        }.items()
+    ),
+    (steered("broken", args={"does": "forbid"}, grammar="[a-z ]*"), "forbid the texts of all"),
+    (
+        asked(fields={"custom_logit_processor": Disallowed.to_str()}),
+        "custom logit processor raised KeyError",
+    ),
+]
+
+
+def test_what_is_refused_or_fails_is_told_and_harms_no_neighbour(server: Server) -> None:
+    """All of it at once, between answers that come out as they do by themselves."""
+    cold: dict[str, Any] = {"temperature": 0.0}
+    quiet = steered("broken", args={"does": "nothing"})
+    quiet["sampling_params"] |= cold
+    neighbours = [asked(**cold), quiet]
+    neighbours += [constrained("ebnf", {"mode": mode}, **cold) for mode in ("smc", "exact")]
+    wrong = [*REFUSED, *FAILING]
+    found = server.outcomes([*neighbours, *(request for request, _ in wrong)])
+    for outcome, (request, words) in zip(found[len(neighbours) :], wrong, strict=True):
+        assert outcome.status_code in (400, 500), (request, outcome.text)
+        assert words in outcome.text, request
+        assert "root:" not in outcome.text
+    calm = server.generate(neighbours)
+    for outcome, again in zip(found, calm, strict=False):
+        assert outcome.json()["output_ids"] == again["output_ids"]
+    assert all(IS_LEGAL["ebnf"](answer["text"]) for answer in calm[2:])
+
+
+def test_a_late_potential_ends_its_own_requests(server: Server) -> None:
+    late = steered("slow", args={"seconds": 12.0})
+    first, *others = server.outcomes([late, steered(when="end"), asked()])
+    assert first.status_code == 503 and "took more than 10 s" in first.text
+    assert all(len(other.json()["output_ids"]) == 24 for other in others)
+
+
+def test_limits_stops_and_ends_hold_within_a_grammar(server: Server) -> None:
+    """A grammar's end is one even where EOS is ignored: in each column of a round."""
+    for mode in MODES:
+        smc = {"mode": mode}
+        own = [
+            {"regex": "[a-d]{60}", "max_new_tokens": 9},
+            {"regex": "[a-d]{200}", "max_new_tokens": 80, "stop": ["c"]},
+            {"regex": "[a-d]{0,60}", "max_new_tokens": 40, "min_new_tokens": 12},
+        ]
+        lengths = [{"regex": f"[a-d]{{{size}}}", "sampling_seed": size} for size in range(8)]
+        requests = [asked(smc, temperature=1.5, **one) for one in (*own, *lengths)]
+        cut, stopped, late, *whole = server.generate(requests)
+        assert len(cut["output_ids"]) == 9 and set(cut["text"]) <= set("abcd")
+        assert cut["meta_info"]["finish_reason"]["type"] == "length"
+        assert stopped["meta_info"]["finish_reason"]["matched"] == "c"
+        assert set(stopped["text"]) <= set("abd") and len(late["output_ids"]) >= 12
+        for size, answer in enumerate(whole):
+            assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+            assert (
+                len(answer["text"]) == size
+                and answer["output_ids"].index(1) == len(answer["output_ids"]) - 1
+            )
+
+
+def test_a_vote_is_taken_among_all_particles(server: Server) -> None:
+    """The answer is how the text ends: it is the one that weighs most; phi is in the weights."""
+    potential = {"name": "count", "args": {"token": 417}, "when": "end"}
+    vote = {"selection": "vote", "answer_pattern": r"[a-z0-9]$", "return_particles": True}
+    requests = [
+        asked({"potentials": [potential], **vote}, sampling_seed=seed, max_new_tokens=8)
+        for seed in range(16)
+    ]
+    voted = 0
+    for answer in server.generate(requests):
+        info = answer["meta_info"]
+        shares: dict[str, float] = {}
+        for one in info["spec_smc_particles"]:
+            for last in re.findall(r"[a-z0-9]$", one["text"]):
+                shares[last] = shares.get(last, 0.0) + one["weight"]
+        if shares:
+            voted += 1
+            assert answer["text"][-1] == max(shares, key=lambda last: shares[last])
+    assert voted > 8
+
+
+@pytest.mark.parametrize("key", [None, "another key", "a key of this serve", "A KEY"])
+def test_without_the_key_nothing_is_served(server: Server, key: str | None) -> None:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    client = server.client
+    answers = [client.build_request("POST", "/generate", json=asked(), headers=headers)]
+    answers += [
+        client.build_request("GET", route, headers=headers)
+        for route in ("/server_info", "/get_model_info", "/v1/models", "/metrics")
+    ]
+    for request in answers:
+        if key is None:
+            del request.headers["Authorization"]
+        expected = 200 if request.url.path == "/metrics" else 401
+        assert client.send(request).status_code == expected, request.url
+    assert client.send(client.build_request("GET", "/health")).status_code == 200
+
+
+def test_only_this_machine_can_connect(server: Server) -> None:
+    port = int(server.url.rpartition(":")[2])
+    process = psutil.Process(server.process.pid)
+    listening = [
+        connection.laddr
+        for one in (process, *process.children(recursive=True))
+        for connection in one.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+    ]
+    assert {address.ip for address in listening} == {"127.0.0.1"}

@@ -1,0 +1,186 @@
+"""Presets, particles, traces and counts on every route that generates text."""
+
+import pytest
+from http_server import Server
+from routed import (
+    MESSAGES,
+    PRESETS,
+    PROMPT,
+    ROUTES,
+    STREAMED,
+    WITHOUT_CUSTOM_PARAMS,
+    chat,
+    completion,
+    counts_of,
+    ollama_chat,
+    ollama_generate,
+    parts_of,
+    rounds_and_particles,
+    text_of,
+)
+from server.kinds import PRESETS as ALL_PRESETS
+from spelling import PERSON, is_person, tokenizer
+from trace_replay import read, replay
+
+CUSTOM = {"smc": {"num_particles": 3}}
+ON = {"seed": 3, "temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def model(server: Server) -> str:
+    return server.get("/v1/models").json()["data"][0]["id"]
+
+
+def test_presets_are_listed_and_followed(server: Server, model: str) -> None:
+    """On each route: rounds are of the preset's two particles, and a stream is the whole text."""
+    listed = [card["id"] for card in server.get("/v1/models").json()["data"]]
+    assert listed == [model, *(f"{model}:{name}" for name in ALL_PRESETS)]
+    for route, body in ROUTES.items():
+        rounds, particles = rounds_and_particles(server)
+        asked = body(model, "two")
+        answer = server.post(route, **asked)
+        assert answer.status_code == 200, answer.text
+        after = rounds_and_particles(server)
+        assert after[0] > rounds
+        assert after[1] - particles == 2 * (after[0] - rounds), route
+        asked = body(model, "two", temperature=0.0)
+        whole = text_of(server.post(route, **asked).json())
+        streamed = server.post(route, **asked | {"stream": True}).text
+        parts = [STREAMED[route](part) for part in parts_of(streamed)]
+        assert whole == (parts[-1] if route == "/generate" else "".join(parts)), route
+        assert len(parts) > 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_all_routes_answer_and_count_alike(server: Server, model: str, temperature: float) -> None:
+    """With a seed where the route has one; greedy on all of them."""
+    seeded = {} if temperature == 0 else {"seed": 5}
+    found = {}
+    for route, body in ROUTES.items():
+        if seeded and route in ("/v1/responses", "/v1/messages"):
+            continue
+        more = {"temperature": temperature, **seeded}
+        if route == "/generate" and seeded:
+            more["sampling_seed"] = more.pop("seed")
+        asked = body(model, "two", **more)
+        if route == "/v1/responses":
+            asked["max_output_tokens"] += 2  # SGLang takes two off
+        answer = server.post(route, **asked).json()
+        found[route] = (text_of(answer).strip(), *counts_of(answer))
+    assert len(set(found.values())) == 1, found
+    for route in ("/v1/chat/completions", "/v1/completions"):
+        asked = ROUTES[route](model, "two", temperature=temperature, **seeded)
+        usage = {"stream": True, "stream_options": {"include_usage": True}}
+        *_, last = parts_of(server.post(route, **asked, **usage).text)
+        assert counts_of(last) == found["/generate"][1:]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_what_a_route_cannot_carry_is_refused(server: Server, model: str, route: str) -> None:
+    """Unknown presets on all; `custom_params` where SGLang drops them, with the way out."""
+    for stream in (False, True):
+        answer = server.post(route, **ROUTES[route](model, "exat") | {"stream": stream})
+        if stream and route == "/generate":  # SGLang's streams tell in their first event
+            (event,) = parts_of(answer.text)
+            assert event["error"]["code"] == 400
+        else:
+            assert answer.status_code == 400, answer.text
+        assert "'exat'" in answer.text and all(f"'{name}'" in answer.text for name in PRESETS)
+    if route not in WITHOUT_CUSTOM_PARAMS:
+        return
+    body = ROUTES[route](model, None)
+    answer = server.post(route, **body, custom_params=CUSTOM)
+    assert answer.status_code == 400 and "preset" in answer.text and "custom_params" in answer.text
+    if "options" in body:
+        within = {**body, "options": {**body["options"], "custom_params": CUSTOM}}
+        assert server.post(route, **within).status_code == 400
+    for shows in ("all-particles", "traced"):
+        refused = server.post(route, **body | {"model": f"{model}:{shows}"})
+        assert refused.status_code == 400 and "/v1/chat/completions" in refused.text
+
+
+def test_ollamas_own_tag_and_wrong_options(server: Server, model: str) -> None:
+    assert server.post("/api/generate", **ollama_generate(model, "latest")).status_code == 200
+    answer = server.post("/api/chat", **ollama_chat(model, None, temperature=-1))
+    assert answer.status_code == 400 and "temperature" in answer.json()["error"]
+
+
+def test_own_keys_win_over_a_presets(server: Server, model: str) -> None:
+    for smc, expected in (({}, ("exact", 2)), ({"num_particles": 3}, ("exact", 3))):
+        asked = chat(model, "two", custom_params={"smc": smc}, return_meta_info=True)
+        (choice,) = server.post("/v1/chat/completions", **asked).json()["choices"]
+        info = choice["meta_info"]
+        assert (info["spec_smc_mode"], info["spec_smc_num_particles"]) == expected
+    refused = chat(model, "two", custom_params={"smc": {"power": 2}})
+    answer = server.post("/v1/chat/completions", **refused)
+    assert answer.status_code == 400 and "'two'" in answer.text and "power" in answer.text
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("by", ["preset", "key"])
+def test_particles_and_traces_come_whole_and_streamed(
+    server: Server, model: str, route: str, by: str
+) -> None:
+    """Each sample with its own, readable: red if a chunk or a choice has none, or another's."""
+    decode = tokenizer().decode
+    for name in ("all-particles", "traced"):
+        asked = ROUTES[route](model, name if by == "preset" else None, n=2, **ON)
+        if by == "key":
+            asked["custom_params"] = {"smc": PRESETS[name]}
+        choices = server.post(route, **asked).json()["choices"]
+        parts = list(parts_of(server.post(route, **asked, stream=True).text))
+        ends = [c for part in parts for c in part["choices"] if c["finish_reason"]]
+        streamed = {choice["index"]: choice["meta_info"] for choice in ends}
+        for choice in choices:
+            text = text_of({"choices": [choice]})
+            for info in (choice["meta_info"], streamed[choice["index"]]):
+                if name == "all-particles":
+                    assert len(info["spec_smc_particles"]) == 3
+                    continue
+                said = replay(read(info), tolerance=1e-5).output_ids
+                whole = decode(said, skip_special_tokens=True).strip()
+                assert whole.startswith(text.strip().rstrip("\N{REPLACEMENT CHARACTER}"))
+        others = [c for part in parts for c in part["choices"] if not c["finish_reason"]]
+        assert not any("meta_info" in choice for choice in others)
+
+
+def test_completions_show_meta_info_on_request(server: Server, model: str) -> None:
+    asked = completion(model, None, return_meta_info=True)
+    (choice,) = server.post("/v1/completions", **asked).json()["choices"]
+    assert choice["meta_info"]["spec_smc_num_particles"] == 4
+    parts = list(parts_of(server.post("/v1/completions", **asked, stream=True).text))
+    assert parts[-1]["choices"][0]["meta_info"]["spec_smc_num_particles"] == 4
+    plain = server.post("/v1/completions", **completion(model, None)).json()["choices"][0]
+    assert "meta_info" not in plain
+    wrong = server.post("/v1/completions", **completion(model, None, return_meta_info="x"))
+    assert wrong.status_code == 400
+
+
+@pytest.mark.parametrize("mode", ["smc", "exact"])
+def test_structured_output_as_chat_clients_ask_for_it(server: Server, mode: str) -> None:
+    """A schema for the answer, whole and streamed."""
+    own = {"model": "default", "messages": MESSAGES, "max_tokens": 300, "temperature": 0.7}
+    own |= {"seed": 3, "custom_params": {"smc": {"mode": mode}}}
+    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    asked = {**own, "response_format": schema}
+    (whole,) = server.post("/v1/chat/completions", **asked).json()["choices"]
+    text = whole["message"]["content"]
+    assert whole["finish_reason"] == "stop" and is_person(text)
+    parts = parts_of(server.post("/v1/chat/completions", **asked, stream=True).text)
+    assert "".join(map(STREAMED["/v1/chat/completions"], parts)) == text
+
+
+def test_each_prompt_of_a_batch_has_a_preset_of_its_own(server: Server) -> None:
+    names = ["two", None, "exact"]
+    batch = {"text": [PROMPT] * 3, "lora_path": names, "sampling_params": {"max_new_tokens": 4}}
+    infos = [answer["meta_info"] for answer in server.post("/generate", **batch).json()]
+    assert [info["spec_smc_num_particles"] for info in infos] == [2, 4, 4]
+    assert [info["spec_smc_mode"] for info in infos] == ["exact", "smc", "exact"]
+
+
+def test_log_and_server_info_tell_how_smc_does(server: Server, model: str) -> None:
+    server.post("/generate", text=PROMPT, sampling_params={"max_new_tokens": 60})
+    info = server.get("/server_info").json()
+    assert info["speculative_smc_num_particles"] == 4
+    assert info["internal_states"][0]["avg_spec_accept_length"] > 1
+    assert "ess / particles:" in server.log.read_text()

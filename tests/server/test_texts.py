@@ -1,0 +1,139 @@
+"""Where texts end, what is cached of them, and what streams and samples of them show."""
+
+import itertools
+import random
+import re
+
+import pytest
+from http_server import Server
+from server.kinds import EOS, asked
+from spelling import tokenizer
+
+NUM_STEPS = 4
+
+
+def prompts(number: int, longest: int = 60) -> list[list[int]]:
+    draw = random.Random(number)
+    return [
+        [draw.randrange(2, 500) for _ in range(draw.randrange(1, longest))] for _ in range(number)
+    ]
+
+
+def test_texts_end_by_length_and_stop_in_every_column(server: Server) -> None:
+    """Stops, patterns, least lengths, limits of 0 to three rounds: all in one crowd."""
+    ends = list(range(300, 360))
+    limited = [asked(max_new_tokens=limit) for limit in range(1, 3 * (NUM_STEPS + 1) + 2)]
+    stopped = [
+        asked(stop_token_ids=ends, temperature=1.5, sampling_seed=seed, ignore_eos=False)
+        | {"input_ids": prompt}
+        for seed, prompt in enumerate(prompts(64))
+    ]
+    late = [
+        asked(stop_token_ids=ends * 2, min_new_tokens=9, sampling_seed=seed, ignore_eos=False)
+        for seed in range(12)
+    ]
+    shown = {"no_stop_trim": True, "skip_special_tokens": False, "max_new_tokens": 60}
+    endings = [({"stop": ["ar", "1"]}, "ar|1"), ({"stop_regex": "[aeiou]n"}, "[aeiou]n")]
+    matched = [
+        asked(**stop, **shown, temperature=1.5, sampling_seed=seed)
+        for stop, _ in endings
+        for seed in range(12)
+    ]
+    answers = iter(server.generate([*limited, *stopped, *late, *matched]))
+    for request, answer in zip(limited, answers, strict=False):
+        assert len(answer["output_ids"]) == request["sampling_params"]["max_new_tokens"]
+        info = answer["meta_info"]
+        assert info["finish_reason"]["type"] == "length" and info["spec_smc_num_particles"] == 4
+        few = len(answer["output_ids"])
+        assert few > 2 or info["spec_smc_rounds_ct"] == few - 1
+        if few == len(limited):
+            break
+    columns = set()
+    for answer in itertools.islice(answers, len(stopped)):
+        *before, last = answer["output_ids"]
+        assert not set(before) & {*ends, EOS}
+        if answer["meta_info"]["finish_reason"]["type"] == "stop":
+            assert last in {*ends, EOS}
+            columns.add(len(before) % (NUM_STEPS + 1))
+        else:
+            assert len(before) == 23
+    assert columns == set(range(NUM_STEPS + 1))  # the prefill's, a bonus, each drafted one
+    for answer in itertools.islice(answers, len(late)):
+        assert len(answer["output_ids"]) >= 10
+        assert not set(answer["output_ids"][:9]) & {*ends, EOS}
+    decode = tokenizer().decode
+    for _, pattern in endings:
+        reasons = []
+        for answer in itertools.islice(answers, 12):
+            reasons.append(answer["meta_info"]["finish_reason"]["type"])
+            assert bool(re.search(pattern, answer["text"])) == (reasons[-1] == "stop")
+            assert not re.search(pattern, decode(answer["output_ids"][:-1]))
+        assert reasons.count("stop") > 5
+    assert next(answers, None) is None
+
+
+def test_samples_and_requests_without_a_seed_differ(server: Server) -> None:
+    """Samples of one request are repeated by its seed."""
+    sampled = asked({"num_particles": 1}, n=4, max_new_tokens=8)
+    first, second = (
+        [one["output_ids"] for one in server.post("/generate", **sampled).json()] for _ in range(2)
+    )
+    assert first == second and len(set(map(str, first))) == 4
+    unseeded = asked(sampling_seed=None)
+    found = [answer["output_ids"] for answer in server.generate([unseeded] * 8)]
+    assert len(set(map(str, found))) == 8
+
+
+def test_same_prefix_is_cached_prompt_and_text(server: Server) -> None:
+    prompt = [63, 62, 61, 63, 62, 61, 63, 62, 61, 63]
+    request = asked(max_new_tokens=12, temperature=0.0) | {"input_ids": prompt}
+    (first,), (again,) = server.generate([request]), server.generate([request])
+    assert again["meta_info"]["cached_tokens"] == len(prompt) - 1
+    assert again["output_ids"] == first["output_ids"]
+    # A second turn: the answer is in the cache too, but for the token that never had KV and the
+    # one that the draft may not have read.
+    request["input_ids"] = [*prompt, *first["output_ids"], 20, 21]
+    (turn,) = server.generate([request])
+    assert turn["meta_info"]["cached_tokens"] == len(prompt) + len(first["output_ids"]) - 2
+
+
+def test_each_chunk_of_a_stream_goes_on_from_the_one_before(server: Server) -> None:
+    request = asked(max_new_tokens=240, temperature=0.0)
+    with server.stream(**request) as stream:
+        *early, last = list(stream)
+    texts = [chunk["text"] for chunk in (*early, last)]
+    assert len(texts) > 1
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
+    (whole,) = server.generate([request])
+    assert texts[-1] == whole["text"]
+    assert isinstance(last["meta_info"]["spec_smc_log_evidence"], float)
+    assert not any(name.startswith("spec_smc_") for one in early for name in one["meta_info"])
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 17])
+def test_particles_come_back_with_their_weights(server: Server, max_new_tokens: int) -> None:
+    sizes = (1, 3, 4)
+    choices = [{"return_particles": True, "num_particles": n, "trace": True} for n in sizes]
+    requests = [asked(choice, max_new_tokens=max_new_tokens) for choice in choices]
+    for number, answer in zip(sizes, server.generate(requests), strict=True):
+        particles = answer["meta_info"]["spec_smc_particles"]
+        assert len(particles) == number
+        assert sum(particle["weight"] for particle in particles) == pytest.approx(1.0)
+        assert answer["output_ids"] in [particle["output_ids"] for particle in particles]
+        assert {len(particle["output_ids"]) for particle in particles} == {max_new_tokens}
+        assert 1 <= answer["meta_info"]["spec_smc_distinct_ancestors"] <= number
+        rounds = answer["meta_info"]["spec_smc_trace"]["rounds"]
+        assert bool(rounds) == (max_new_tokens > 1)
+
+
+def test_settings_that_mean_the_same_give_the_same_text(server: Server) -> None:
+    """No tilt is exact; a tilt is the threshold that it came to, whatever was learned since."""
+    choices = ({"tilt": 0}, {"mode": "exact"}, {"tilt": 0.1})
+    none, exact, tilted = (answer for c in choices for answer in server.generate([asked(c)]))
+    assert none["output_ids"] == exact["output_ids"]
+    assert none["meta_info"].get("spec_smc_evidence_threshold") is None
+    assert none["meta_info"]["spec_smc_exact_ct"] == none["meta_info"]["spec_smc_rounds_ct"] > 0
+    threshold = tilted["meta_info"]["spec_smc_evidence_threshold"]
+    assert tilted["meta_info"]["spec_smc_mode"] == "auto" and threshold >= 0
+    (again,) = server.generate([asked({"mode": "mixed", "evidence_threshold": threshold})])
+    assert again["output_ids"] == tilted["output_ids"]

@@ -1,0 +1,86 @@
+"""Traces of real answers: in a crowd, of samples and streams, of potentials, of short lags."""
+
+from typing import Any
+
+import pytest
+from http_server import Server
+from server.kinds import CHOICES, KINDS, POTENTIALS, asked
+from steered import log_phi
+from trace_replay import Replayed, read, replay
+
+from sglang_smc.view.record import Trace
+
+NEAR = 1e-5  # weights are sums of numbers in float32
+
+
+def assert_told(answer: dict[str, Any], smc: dict[str, Any]) -> Replayed:
+    """A trace that comes to the answer: its text, its log-evidence, its number of rounds."""
+    info = answer["meta_info"]
+    trace = read(info)
+    found = replay(trace, is_plain="power" not in smc, tolerance=NEAR)
+    assert found.output_ids == answer["output_ids"]
+    assert trace.mode == info["spec_smc_mode"]
+    assert len(trace.rounds) == info["spec_smc_rounds_ct"]
+    assert sum(one.resampled for one in trace.rounds) == info["spec_smc_resample_ct"]
+    mean = sum(one.ess for one in trace.rounds) / len(trace.rounds)
+    assert mean == pytest.approx(info["spec_smc_ess_mean"])
+    if info["spec_smc_log_evidence"] is not None:
+        last = trace.rounds[-1].log_evidence
+        assert last == pytest.approx(info["spec_smc_log_evidence"])
+    for particle in info.get("spec_smc_particles") or ():
+        assert particle["output_ids"] in found.particles
+    return found
+
+
+def test_each_trace_comes_to_its_answer(crowd: dict[str, dict[str, Any]]) -> None:
+    """All choices beside each other and those without: red where one has a neighbour's rounds."""
+    for index, smc in enumerate(CHOICES):
+        assert_told(crowd[f"trace {index}"], smc)
+
+
+def test_a_trace_tells_what_potentials_added(crowd: dict[str, dict[str, Any]]) -> None:
+    """All its fields agree; along the answer's line the gains add up to log phi of the text."""
+    assert any(417 in crowd[f"potential {name}"]["output_ids"] for name in POTENTIALS)
+    for name in POTENTIALS:
+        answer = crowd[f"potential {name}"]
+        smc = KINDS[f"potential {name}"]["sampling_params"]["custom_params"]["smc"]
+        found = assert_told(answer, smc)
+        evidence = answer["meta_info"]["spec_smc_log_evidence"]
+        assert found.log_evidence == pytest.approx(evidence, abs=NEAR)
+        gains = gains_of_answer(read(answer["meta_info"]))
+        assert gains == pytest.approx(log_phi(answer["output_ids"], 417), abs=1e-9)
+
+
+def gains_of_answer(trace: Trace) -> float:
+    """What potentials added along the line of the particle that answers."""
+    place, total = 0, 0.0
+    for record in reversed(trace.rounds):
+        place = place if record.narrowed_to is None else record.narrowed_to[place]
+        place = record.ancestors[place]
+        assert record.log_potentials is not None
+        total += record.log_potentials[place] or 0.0
+    return total
+
+
+def test_streams_and_samples_have_their_own(server: Server) -> None:
+    smc = {"trace": True}
+    with server.stream(**asked(smc)) as stream:
+        *chunks, last = list(stream)
+    assert not any("spec_smc_trace" in chunk["meta_info"] for chunk in chunks)
+    assert_told(last, smc)
+    samples = server.post("/generate", **asked(smc, n=3)).json()
+    assert len({str(sample["output_ids"]) for sample in samples}) == 3
+    for sample in samples:
+        assert_told(sample, smc)
+
+
+def test_a_lag_of_one_emits_all_that_is_drawn(server: Server) -> None:
+    """Each round settles its columns and the target's token; a longer lag keeps some back."""
+    short, long = (
+        [len(one.emitted) for one in read(answer["meta_info"]).rounds]
+        for answer in server.generate(
+            [asked({"max_lag": lag, "evidence_threshold": 0, "trace": True}) for lag in (1, 32)]
+        )
+    )
+    assert set(short[:-1]) == {5}, "K + 1"
+    assert set(long[:-1]) != {5}
