@@ -17,12 +17,12 @@ from __future__ import annotations
 import pickle
 from array import array
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
+import torch
 import zmq
 from sglang.srt.distributed.parallel_state import cleanup_dist_env_and_memory
 from sglang.srt.managers import scheduler as sglang_scheduler
@@ -76,7 +76,6 @@ class SteppedScheduler(Scheduler):
             send_metrics_from_scheduler=None,
         )
         self.leaving: set[str] = set()  # requests to retract in the next round
-        self.retract_every: int | None = None  # forwards between retractions
 
     @property
     def result_queue(self) -> deque | None:
@@ -92,35 +91,33 @@ class SteppedScheduler(Scheduler):
         return super().ingest_requests(stop_at_pause)
 
     def update_running_batch(self, batch: ScheduleBatch) -> ScheduleBatch | None:
-        """Retract by SGLang's own switch: whom a test names, or the shortest now and then."""
+        """Retract whom a test names, by SGLang's own switch."""
         named = self.leaving & {req.rid for req in batch.reqs}
-        if not (named or self.retract_every):
-            return super().update_running_batch(batch)
-        with ExitStack() as stack:
-            every = 1 if named else self.retract_every
-            switch = {"TEST_RETRACT": True, "TEST_RETRACT_INTERVAL": every}
-            stack.enter_context(mock.patch.multiple(sglang_scheduler, **switch))
-            if named:
-                stack.enter_context(mock.patch.multiple(ScheduleBatch, **_retracting(named)))
+        with _retracting(named) if named else nullcontext():
             planned = super().update_running_batch(batch)
         self.leaving -= {req.rid for req in self.waiting_queue}
         return planned
 
 
-def _retracting(named: Container[str]) -> dict[str, Any]:
-    """Methods of a batch by which these requests are the first to lose their KV."""
+@contextmanager
+def _retracting(named: Container[str]) -> Iterator[None]:
+    """Have these requests of a batch be the first to lose their KV."""
     order, fits = ScheduleBatch._get_decode_retraction_order, ScheduleBatch.check_decode_mem
 
     def named_last(reqs: list[Req]) -> list[int]:
         return sorted(order(reqs), key=lambda i: reqs[i].rid in named)
 
     def fits_without(batch: ScheduleBatch, selected_indices: list[int] | None = None) -> bool:
-        asked = selected_indices or []
-        remain = len(asked) > 1 and any(batch.reqs[i].rid in named for i in asked)
+        chosen = selected_indices or []
+        remain = len(chosen) > 1 and any(batch.reqs[i].rid in named for i in chosen)
         return not remain and fits(batch, selected_indices)
 
-    methods = {"_get_decode_retraction_order": staticmethod(named_last)}
-    return {**methods, "check_decode_mem": fits_without}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sglang_scheduler, "TEST_RETRACT", True)
+        patch.setattr(sglang_scheduler, "TEST_RETRACT_INTERVAL", 1)
+        patch.setattr(ScheduleBatch, "_get_decode_retraction_order", staticmethod(named_last))
+        patch.setattr(ScheduleBatch, "check_decode_mem", fits_without)
+        yield
 
 
 class Reply:
@@ -131,7 +128,7 @@ class Reply:
         self.chunks: list[tuple[int, list[int]]] = []
         self.meta: dict[str, Any] = {"num_retractions": 0}
         self.logprobs: list[float] = []  # of the output, where they are asked for
-        self.said_before_retraction = 0  # tokens
+        self.kept: list[list[int]] = []  # by each retraction, of the output
         self.end: dict[str, Any] | None = None  # the finish reason
 
     @property
@@ -164,8 +161,6 @@ class Reply:
         if output.output_token_logprobs_val:
             self.logprobs += output.output_token_logprobs_val[place]
         self.chunks.append((step, list(output.output_ids[place])))
-        if not self.num_retractions:
-            self.said_before_retraction = len(self.output_ids)
         self.end = output.finished_reasons[place]
 
 
@@ -234,6 +229,9 @@ class Server:
             self.scheduler.gracefully_exit = False
             self.scheduler.run_event_loop()
             self._listen()
+            for req in self.scheduler.waiting_queue:
+                if req.retraction_count > len((reply := self.replies[req.rid]).kept):
+                    reply.kept.append(list(req.output_ids))
             self.steps += 1
 
     def _listen(self) -> None:
@@ -247,14 +245,58 @@ class Server:
             else:
                 self._answers.append(message)
 
+    def play(
+        self,
+        requests: Sequence[dict[str, Any]],
+        *,
+        every: int = 1,
+        aborted: Container[int] = (),
+        after: int = 1,
+    ) -> list[Reply]:
+        """Answer requests that arrive one after another.
+
+        Args:
+            requests: keywords of `send`.
+            every: steps between two arrivals; 0 for all at once.
+            aborted: indices of those that leave once they have ``after`` tokens.
+            after: see there.
+        """
+        replies, leaving = [], []
+        for index, given in enumerate(requests):
+            replies.append(self.send(**given))
+            leaving += replies[-1:] if index in aborted else []
+            for _ in range(every):
+                self._step_beside(leaving, after)
+        self.run_until(lambda: self._step_beside(leaving, after))
+        self.finish()
+        return replies
+
+    def _step_beside(self, leaving: list[Reply], after: int) -> bool:
+        """Make a pass, and have those leave whose time has come; whether none is left."""
+        self.step()
+        gone = [one for one in leaving if one.end or len(one.output_ids) >= after]
+        for reply in gone:
+            leaving.remove(reply)
+            if reply.end is None:
+                self.abort(reply)
+        return not leaving
+
+    def run_until(self, condition: Callable[[], bool]) -> None:
+        """Make passes until something is so."""
+        for _ in range(MOST_STEPS):
+            if condition():
+                return
+            self.step()
+        raise AssertionError("it never came to be so")
+
+    def decodes(self, reply: Reply) -> bool:
+        """Whether a request's prompt has been read, and rounds are next."""
+        return any(req.rid == reply.rid for req in self.scheduler.running_batch.reqs)
+
     def finish(self) -> None:
         """Make passes until no request is left, and one at rest, where SGLang looks for leaks."""
-        for _ in range(MOST_STEPS):
-            self.step()
-            if self.scheduler.is_fully_idle():
-                break
-        else:
-            raise AssertionError("it does not come to rest")
+        self.step()
+        self.run_until(self.scheduler.is_fully_idle)
         self.step()
         unanswered = [reply.rid for reply in self.replies.values() if reply.end is None]
         assert not unanswered, unanswered
@@ -292,6 +334,8 @@ def running(*, overlap: bool = False, **arguments: Any) -> Iterator[Server]:
         context = create_context(server_args, role="scheduler", ranks=ranks)
         stack.enter_context(use_context(context))
         stack.callback(_clean_up)
+        # SGLang's penalties are compiled, for seconds; here each function is called as it stands.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield Server(SteppedScheduler(server_args, ports))
 
 

@@ -26,3 +26,10 @@ def start() -> Iterator[Callable[..., Any]]:
             return server
 
         yield begin
+
+
+@pytest.fixture(scope="module")
+def pair(tiny: Callable[..., str]) -> tuple[str, str]:
+    """A target and a draft that disagree."""
+    model = {"vocab_size": 64, "scale": 0.3}
+    return tiny(seed=1, **model), tiny(seed=2, **model)
