@@ -278,6 +278,18 @@ def tight(start: Callable[..., Server], pair: tuple[str, str]) -> Server:
     return start(**smc_arguments(*pair, **own, schedule_conservativeness=0.0), overlap=True)
 
 
+def test_a_pool_that_overflows_retracts_and_changes_no_greedy_text(tight: Server) -> None:
+    # Of a request that cannot end early SGLang counts the whole answer.
+    own = {"max_new_tokens": 50, "logit_bias": {"1": -100.0}, "temperature": 0.0}
+    requests = [{"input_ids": [3, 4, 5 + i], "sampling_params": own} for i in range(8)]
+    replies = tight.play(requests, every=0)
+    tight.flush()
+    retracted = [i for i, reply in enumerate(replies) if reply.num_retractions]
+    assert retracted
+    for index in retracted:
+        assert replies[index].output_ids == tight.generate(**requests[index]).output_ids
+
+
 def test_a_server_says_what_memory_there_is(tight: Server) -> None:
     """In its state, and to a request that would fit without particles."""
     server = tight
