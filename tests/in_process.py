@@ -66,16 +66,19 @@ class SteppedScheduler(Scheduler):
     """SGLang's scheduler, of which `run_event_loop` returns after one pass."""
 
     def init_ipc_channels(self, port_args: PortArgs) -> None:
-        self.inbox, self.outbox, self.control = Pipe(), Pipe(), Pipe()
+        self.inbox, self.outbox, self.control, rpc = self._pipes()
         self.recv_from_tokenizer, self.load_snapshot_writer = self.inbox, None
         self.ipc_channels = SchedulerIpcChannels(
             recv_from_tokenizer=self.inbox,
-            recv_from_rpc=Pipe(),
+            recv_from_rpc=rpc,
             send_to_tokenizer=SenderWrapper(self.control),
             send_to_detokenizer=SenderWrapper(self.outbox),
             send_metrics_from_scheduler=None,
         )
         self.leaving: set[str] = set()  # requests to retract in the next round
+
+    def _pipes(self) -> Any:
+        return Pipe(), Pipe(), Pipe(), Pipe()
 
     @property
     def result_queue(self) -> deque | None:
@@ -230,7 +233,7 @@ class Server:
             self.scheduler.run_event_loop()
             self._listen()
             for req in self.scheduler.waiting_queue:
-                if req.retraction_count > len((reply := self.replies[req.rid]).kept):
+                if req.retraction_count > len((reply := self.replies[str(req.rid)]).kept):
                     reply.kept.append(list(req.output_ids))
             self.steps += 1
 
@@ -310,7 +313,8 @@ class Server:
     def flush(self) -> None:
         """Empty the cache of a server at rest, and see all of its memory come back."""
         assert self.scheduler.flush_cache()
-        pools = self.scheduler.token_to_kv_pool_allocator, self.scheduler.req_to_token_pool
+        scheduler: Any = self.scheduler
+        pools = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
         assert [pool.available_size() for pool in pools] == [pool.size for pool in pools]
 
 

@@ -5,7 +5,7 @@ the one rank that runs in this process.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def expected(pair: tuple[str, str]) -> list[tuple[list[int], str]]:
 
     with in_process.running(**smc_arguments(*pair, **SETTINGS)) as server:
         replies = server.play(REQUESTS, every=0)
-    found = [(reply.output_ids, reply.end["type"]) for reply in replies]
+    found = [(reply.output_ids, str(reply.why)) for reply in replies]
     assert {end for _, end in found} == {"stop", "length"}
     return found
 
@@ -69,7 +69,7 @@ def start(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     request: pytest.FixtureRequest,
-) -> Iterator[Callable[..., Any]]:
+) -> Callable[..., Any]:
     """Start an engine whose ranks write what they hold; what the platform sets goes away."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for name in ("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_NCCL_SO_PATH"):

@@ -6,7 +6,7 @@ and on the text that was kept, and on nothing else.
 
 import random
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -182,14 +182,15 @@ def retract_all(server: Server, rounds: int) -> list[Retracted]:
     assert staying.num_retractions == 0
     for reply in (staying, *replies):
         assert reply.meta["spec_smc_rounds_ct"] == reply.meta["spec_verify_ct"]
-    return [Retracted(*reply.kept, reply.output_ids) for reply in replies]
+    assert {len(reply.kept) for reply in replies} == {1}
+    return [Retracted(reply.kept[0], reply.output_ids) for reply in replies]
 
 
 def assert_begun_anew(server: Server, reply: Reply, seed: int) -> None:
     """Its row on the device has its next seed, and is committed to what it kept."""
     assert reply.end is None
-    req, table = server.req(reply), server.scheduler.draft_worker._tables.requests
-    settings = table.gather(torch.tensor([req.kv.req_pool_idx]))
+    req, worker = server.req(reply), cast(Any, server.scheduler.draft_worker)
+    settings = worker._tables.requests.gather(torch.tensor([req.kv.req_pool_idx]))
     assert settings.seeds.tolist() == [derive_seed(seed, 1)]
     assert req.kv.kv_committed_len >= len(req.origin_input_ids) + len(reply.kept[0])
 
