@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -159,74 +160,58 @@ def dtype(request):
     return request.param
 
 
-@pytest.mark.parametrize("prefix_lens", [[7], [0], [3, 40, 1, 17], [9, 9, 9]])
-def test_decode(prefix_lens, heads, dtype):
-    h = Harness(prefix_lens, [1] * len(prefix_lens), **heads, dtype=dtype)
-    h.assert_matches(h.run(ForwardMode.DECODE, extend_prefix_lens=None, extend_seq_lens=None))
+DECODE, EXTEND, VERIFY = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY
+RAGGED = ([3, 0, 7, 40], [2, LONG, 2, LONG + 1])
+BATCHES: dict[str, tuple[ForwardMode, list[int], list[int], int]] = {
+    # mode, cached lengths, new tokens, slots that all share
+    "decode one": (DECODE, [7], [1], 0),
+    "decode from nothing": (DECODE, [0], [1], 0),
+    "decode ragged": (DECODE, [3, 40, 1, 17], [1] * 4, 0),
+    "decode of equal lengths": (DECODE, [9, 9, 9], [1] * 3, 0),
+    "decode of particles that share slots": (DECODE, [30, 33, 31], [1] * 3, 28),
+    "extend one": (EXTEND, [0], [1], 0),
+    "extend from nothing": (EXTEND, [0, 0, 0], [5, 2, 9], 0),
+    "extend ragged": (EXTEND, [4, 0, 11, 90], [5, 1, 3, 30], 0),
+    "extend long": (EXTEND, [0], [LONG], 0),
+    "extend long behind a prefix": (EXTEND, [21], [LONG], 0),
+    "extend long beside short": (EXTEND, *RAGGED, 0),
+    "verify one": (VERIFY, [6], [5], 0),
+    "verify ragged": (VERIFY, [3, 25, 1, 11], [5] * 4, 0),
+}
 
 
-def test_decode_of_particles_that_share_slots(heads, dtype):
-    h = Harness([30, 33, 31], [1] * 3, **heads, dtype=dtype, share=28)
-    h.assert_matches(h.run(ForwardMode.DECODE))
-
-
-@pytest.mark.parametrize(
-    ("prefix_lens", "query_lens"),
-    [
-        ([0], [1]),
-        ([0, 0, 0], [5, 2, 9]),
-        ([4, 0, 11, 90], [5, 1, 3, 30]),
-        ([0], [LONG]),
-        ([21], [LONG]),
-        ([3, 0, 7, 40], [2, LONG, 2, LONG + 1]),
-    ],
-)
-def test_extend(prefix_lens, query_lens, heads, dtype):
-    h = Harness(prefix_lens, query_lens, **heads, dtype=dtype)
-    h.assert_matches(h.run(ForwardMode.EXTEND))
-
-
-@pytest.mark.parametrize("prefix_lens", [[6], [3, 25, 1, 11]])
-def test_verify_with_extend_lengths(prefix_lens, heads, dtype):
-    h = Harness(prefix_lens, [5] * len(prefix_lens), **heads, dtype=dtype)
-    h.assert_matches(h.run(ForwardMode.TARGET_VERIFY))
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+def test_attention_is_softmax_of_each_query(batch, heads, dtype):
+    mode, prefix_lens, query_lens, share = batch
+    h = Harness(prefix_lens, query_lens, **heads, dtype=dtype, share=share)
+    absent = ("extend_prefix_lens", "extend_seq_lens") if mode == DECODE else ()
+    h.assert_matches(h.run(mode, **dict.fromkeys(absent)))
 
 
 def test_verify_without_extend_lengths(heads, dtype):
     """A stock verify batch: ``seq_lens`` holds what is cached, the width follows from the batch."""
     h = Harness([3, 25, 1], [5] * 3, **heads, dtype=dtype)
-    stock = {
-        "extend_prefix_lens": None,
-        "extend_seq_lens": None,
-        "seq_lens": torch.tensor([3, 25, 1]),
-    }
-    h.assert_matches(h.run(ForwardMode.TARGET_VERIFY, **stock))
+    stock = dict.fromkeys(("extend_prefix_lens", "extend_seq_lens"))
+    h.assert_matches(h.run(VERIFY, **stock, seq_lens=torch.tensor([3, 25, 1])))
 
 
 def test_read_without_write():
     """A layer that shares another's cache brings no keys of its own."""
     h = Harness([3, 8], [1, 1], q_heads=4, kv_heads=2, dtype=torch.float32)
-    written = h.run(ForwardMode.DECODE)
-    batch = h.batch(ForwardMode.DECODE)
+    written = h.run(DECODE)
+    batch = h.batch(DECODE)
     nothing: Any = None
     again = h.backend.forward(h.q.flatten(1), nothing, nothing, h.layer, batch)
     torch.testing.assert_close(again.view_as(written), written)
 
 
-@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY])
-def test_all_particles_are_one_call(mode, monkeypatch):
-    calls = []
-    real = attention.attend
-
-    def counting(*args, **kwargs):
-        calls.append(args[0].shape)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(attention, "attend", counting)
-    width = 1 if mode == ForwardMode.DECODE else 5
+@pytest.mark.parametrize(("mode", "width"), [(DECODE, 1), (VERIFY, 5)])
+def test_all_particles_are_one_call(mode, width, monkeypatch):
+    attend = Mock(wraps=attention.attend)
+    monkeypatch.setattr(attention, "attend", attend)
     h = Harness(range(10, 42), [width] * 32, q_heads=4, kv_heads=2, dtype=torch.float32)
     h.run(mode)
-    assert calls == [(32, 2, 2 * width, HEAD_DIM)]
+    assert [call.args[0].shape for call in attend.mock_calls] == [(32, 2, 2 * width, HEAD_DIM)]
 
 
 @pytest.mark.parametrize(
@@ -241,42 +226,30 @@ def test_all_particles_are_one_call(mode, monkeypatch):
 )
 def test_unsupported_layers_are_refused(change, message):
     h = Harness([3], [1], q_heads=4, kv_heads=2, dtype=torch.float32)
-    arguments = {
-        "num_heads": 4,
-        "head_dim": HEAD_DIM,
-        "scaling": 1.0,
-        "num_kv_heads": 2,
-        "layer_id": 0,
-    }
+    arguments = {"num_heads": 4, "head_dim": HEAD_DIM, "scaling": 1.0, "num_kv_heads": 2}
+    arguments |= {"layer_id": 0}
     h.layer = RadixAttention(**(arguments | change))
     with pytest.raises(ValueError, match=message):
-        h.run(ForwardMode.DECODE)
+        h.run(DECODE)
 
 
 def test_unknown_arguments_are_refused():
     h = Harness([3], [1], q_heads=4, kv_heads=2, dtype=torch.float32)
-    batch = h.batch(ForwardMode.DECODE)
+    batch = h.batch(DECODE)
     h.backend.init_forward_metadata(batch)
     with pytest.raises(ValueError, match="score_mod="):
         h.backend.forward(h.q.flatten(1), h.k, h.v, h.layer, batch, score_mod=1)
 
 
-ROWS = [([3, 40, 1, 17], [1] * 4), ([4, 0, 11, 90], [5, 1, 3, 30]), ([3, 0, 40], [2, LONG, LONG])]
-
-
-@pytest.mark.parametrize(("prefix_lens", "query_lens"), ROWS)
-@pytest.mark.parametrize("window", [1, 8, 50, 1000])
-def test_windows(prefix_lens, query_lens, window, heads):
+@pytest.mark.parametrize("batch", ["decode ragged", "extend ragged", "extend long beside short"])
+@pytest.mark.parametrize("window", [1, 8, 50, 1000, -1])
+def test_windows_caps_and_sinks(batch, window, heads):
+    _, prefix_lens, query_lens, _ = BATCHES[batch]
     h = Harness(prefix_lens, query_lens, **heads, dtype=torch.float32)
     h.layer.sliding_window_size = window
-    h.assert_matches(h.run(ForwardMode.EXTEND))
-
-
-@pytest.mark.parametrize(("prefix_lens", "query_lens"), ROWS)
-def test_caps_and_sinks(prefix_lens, query_lens, heads):
-    h = Harness(prefix_lens, query_lens, **heads, dtype=torch.float32)
-    h.layer.logit_cap, h.sinks = 2.0, torch.linspace(-1, 2, heads["q_heads"])
-    h.assert_matches(h.run(ForwardMode.EXTEND))
+    if window == -1:
+        h.layer.logit_cap, h.sinks = 2.0, torch.linspace(-1, 2, heads["q_heads"])
+    h.assert_matches(h.run(EXTEND))
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -286,7 +259,7 @@ def test_keys_and_values_in_8_bits(heads, kv_dtype):
     h.layer.k_scale, h.layer.v_scale = torch.tensor(0.5), torch.tensor(0.25)
     h.layer.k_scale_float, h.layer.v_scale_float = 0.5, 0.25
     key, stored = h.k.clone(), h.table[h.rows[0], 3].long()
-    h.assert_matches(h.run(ForwardMode.EXTEND))
+    h.assert_matches(h.run(EXTEND))
     assert torch.equal(h.pool.get_key_buffer(0)[stored], (key[0] / 0.5).to(kv_dtype))
 
 
@@ -305,7 +278,7 @@ def test_a_tree_s_tokens_see_their_ancestors(heads):
     tree = SimpleNamespace(custom_mask=mask, tree_topk=2, draft_token_num=width)
     h = Harness(prefix_lens, [width] * 3, **heads, dtype=torch.float32)
     cached = {"seq_lens": torch.tensor(prefix_lens), "extend_seq_lens": None}
-    found = h.run(ForwardMode.TARGET_VERIFY, spec_info=tree, **cached)
+    found = h.run(VERIFY, spec_info=tree, **cached)
     for node, ancestors in enumerate(sees):
         h.hidden = (~ancestors).nonzero().flatten().tolist()
         wanted = h.reference()[node::width]
@@ -331,4 +304,4 @@ def test_a_draft_s_pass_sees_the_text_and_its_own_branch(heads, topk, step):
     runner.req_to_token_pool.req_to_token = table
     h.backend = DraftStep(runner, topk, num_steps, step)
     rows, seq_lens = torch.arange(3), torch.tensor(texts)
-    h.assert_matches(h.run(ForwardMode.DECODE, req_pool_indices=rows, seq_lens=seq_lens))
+    h.assert_matches(h.run(DECODE, req_pool_indices=rows, seq_lens=seq_lens))

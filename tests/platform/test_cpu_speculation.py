@@ -114,15 +114,11 @@ def test_trees(seed: int) -> None:
     assert built.mask.tolist() == wanted
 
 
-def test_chains() -> None:
-    steps = torch.arange(NUM_STEPS).repeat(2, 1)
-    chains = [[*range(-1, NUM_STEPS)]] * 2
-    case = Drafted(steps - 1, steps, chains, torch.tensor([4, 1]))
-    assert_links(Built.of(case, topk=1), case)
-
-
-def test_a_chain_of_one_step() -> None:
-    case = Drafted(torch.empty(2, 0).long(), torch.zeros(2, 1).long(), [[-1, 0]] * 2, torch.ones(2))
+@pytest.mark.parametrize("steps", [NUM_STEPS, 1])
+def test_chains(steps: int) -> None:
+    chosen = torch.arange(steps).repeat(2, 1)
+    groups = chosen - 1 if steps > 1 else torch.empty(2, 0).long()
+    case = Drafted(groups, chosen, [[*range(-1, steps)]] * 2, torch.tensor([4, 1]))
     assert_links(Built.of(case, topk=1), case)
 
 
@@ -202,6 +198,13 @@ def sampling(size: int, **limits: Any) -> Any:
     return SimpleNamespace(**info)
 
 
+def target_tokens(logits: torch.Tensor, info: Any, size: int) -> torch.Tensor:
+    sizes = {"batch_size": size, "verify_width": len(logits) // size, "max_top_k": None}
+    return cpu_speculation.sample_target(
+        no_kernel, next_token_logits=logits, sampling_info=info, **sizes
+    )
+
+
 #: Two tokens behind the root, and one behind the first of them: nodes by the text that leads there.
 NODES = {(): 0, (0,): 1, (2,): 2, (0, 3): 3}
 
@@ -215,14 +218,7 @@ def test_accepted_texts_follow_the_target(limits: dict[str, Any]) -> None:
     size, parents = 4000, [-1, 0, 0, 1]
     torch.manual_seed(0)
     logits = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
-    target = cpu_speculation.sample_target(
-        no_kernel,
-        next_token_logits=logits.repeat(size, 1),
-        sampling_info=sampling(size, **limits),
-        batch_size=size,
-        verify_width=4,
-        max_top_k=None,
-    )
+    target = target_tokens(logits.repeat(size, 1), sampling(size, **limits), size)
     selected = torch.tensor([[-1, 0, 1], [0, 1, 2]]).repeat_interleave(size, 0).view(2, size, 3)
     case = Drafted(*selected, [parents] * size, torch.ones(size))
     found = verified(case, torch.tensor([0, 0, 2, 3]).repeat(size, 1), target, 3, topk=2)
@@ -247,15 +243,7 @@ def test_greedy_rows_beside_others_stay_greedy() -> None:
     logits = torch.randn(6, 50)
     info = sampling(2, top_ks=1)
     info.top_ks[1] = 50
-    tokens = cpu_speculation.sample_target(
-        no_kernel,
-        next_token_logits=logits,
-        sampling_info=info,
-        batch_size=2,
-        verify_width=3,
-        max_top_k=None,
-    )
-    assert torch.equal(tokens[0], logits[:3].argmax(1))
+    assert torch.equal(target_tokens(logits, info, 2)[0], logits[:3].argmax(1))
 
 
 def filtered(
@@ -274,7 +262,7 @@ def filtered(
     return kept / kept.sum()
 
 
-def test_slots() -> None:
+def test_slots_and_tokens_are_moved_as_kernels_move_them() -> None:
     table = torch.arange(100, dtype=torch.int32).view(5, 20)
     rows, start, end = torch.tensor([3, 0, 4]), torch.tensor([2, 0, 7]), torch.tensor([5, 0, 11])
     spans = [(3, 2, 5), (0, 0, 0), (4, 7, 11)]
@@ -301,8 +289,6 @@ def test_slots() -> None:
     cpu_speculation.draft_slots(no_kernel, rows, table, start, slots, topk=2, num_cols=3)
     assert torch.equal(slots.int(), torch.cat([table[row, a : a + 6] for row, a, _ in spans]))
 
-
-def test_accepted_slots_are_moved_to_the_front_of_their_window() -> None:
     window = torch.arange(100, 112)
     to, of = torch.zeros(2, 6, dtype=torch.long)
     cpu_speculation.front_slots(no_kernel, torch.tensor([2, 3]), window, to)
@@ -311,8 +297,6 @@ def test_accepted_slots_are_moved_to_the_front_of_their_window() -> None:
     assert to.tolist() == [100, 101, 106, 107, 108, 0]
     assert of.tolist() == [100, 104, 106, 108, 111, 0]
 
-
-def test_bonus_tokens() -> None:
     bonus = torch.empty(2, dtype=torch.int32)
     tokens, lengths = torch.tensor([[5, 6, 9], [7, 9, 9]]), torch.tensor([2, 1])
     cpu_speculation.last_accepted(no_kernel, tokens, lengths, bonus, 3, 2)

@@ -49,34 +49,36 @@ def test_a_container_quota_counts(host, quota, cores):
     assert threads.usable_cores() == cores
 
 
-@pytest.mark.parametrize(("tp_size", "share"), [(1, "8"), (2, "4"), (16, "1")])
-def test_ranks_share_the_cores(host, tp_size, share):
+@pytest.mark.parametrize(
+    ("sizes", "share"),
+    [
+        ({"tp_size": 1}, "8"),
+        ({"tp_size": 2}, "4"),
+        ({"tp_size": 16}, "1"),
+        ({"tp_size": 2, "dp_size": 2}, "2"),
+    ],
+)
+def test_ranks_and_replicas_share_the_cores(host, sizes, share):
     host(cores=8)
-    threads.set_default_environment(tp_size=tp_size)
+    threads.set_default_environment(**sizes)
     assert os.environ["OMP_NUM_THREADS"] == share
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
-def test_replicas_share_the_cores_too(host):
-    host(cores=8)
-    threads.set_default_environment(tp_size=2, dp_size=2)
-    assert os.environ["OMP_NUM_THREADS"] == "2"
-
-
 @pytest.mark.parametrize(
-    ("tp_size", "binding"), [(2, "0,2|1,3"), (4, "0|1|2|3"), (5, "0|1|2|3|0,1,2,3")]
+    ("sizes", "binding"),
+    [
+        ({"tp_size": 2}, "0,2|1,3"),
+        ({"tp_size": 4}, "0|1|2|3"),
+        ({"tp_size": 5}, "0|1|2|3|0,1,2,3"),
+        # SGLang binds replicas since the newer releases.
+        ({"tp_size": 1, "dp_size": 2}, "0,2|1,3" if upstream.IS_NEWER else None),
+    ],
 )
-def test_tensor_parallel_ranks_have_their_own_cores(host, tp_size, binding):
+def test_ranks_have_their_own_cores(host, sizes, binding):
     host(cores=4)
-    threads.set_default_environment(tp_size=tp_size)
-    assert os.environ["SGLANG_CPU_OMP_THREADS_BIND"] == binding
-
-
-def test_replicas_have_their_own_cores_where_sglang_binds_them(host):
-    host(cores=4)
-    threads.set_default_environment(tp_size=1, dp_size=2)
-    found = os.environ.get("SGLANG_CPU_OMP_THREADS_BIND")
-    assert found == ("0,2|1,3" if upstream.IS_NEWER else None)
+    threads.set_default_environment(**sizes)
+    assert os.environ.get("SGLANG_CPU_OMP_THREADS_BIND") == binding
 
 
 def test_what_the_user_set_stays(host, monkeypatch):

@@ -29,27 +29,23 @@ def machine(monkeypatch):
     return set_accelerator
 
 
-# SGLang's own resolution, through the installed entry point.
-def test_serves_where_there_is_no_accelerator(machine):
-    machine(False)
-    assert type(platforms._resolve_platform()) is PlainCpuPlatform
-
-
-def test_steps_back_for_an_accelerator(machine):
-    machine(True)
-    assert type(platforms._resolve_platform()) is CudaSRTPlatform
-
-
-def test_sglang_platform_forces_it(machine, monkeypatch):
-    machine(True)
-    monkeypatch.setenv("SGLANG_PLATFORM", platform.PLATFORM_NAME)
-    assert type(platforms._resolve_platform()) is PlainCpuPlatform
-
-
-def test_steps_back_for_the_stock_cpu_engine(machine, monkeypatch):
-    machine(False)
-    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
-    assert type(platforms._resolve_platform()) is CpuSRTPlatform
+@pytest.mark.parametrize(
+    ("accelerator", "environment", "expected"),
+    [
+        (False, {}, PlainCpuPlatform),
+        (True, {}, CudaSRTPlatform),
+        (True, {"SGLANG_PLATFORM": platform.PLATFORM_NAME}, PlainCpuPlatform),
+        (False, {"SGLANG_USE_CPU_ENGINE": "1"}, CpuSRTPlatform),
+    ],
+)
+def test_sglang_chooses_it_where_nothing_else_serves(
+    machine, monkeypatch, accelerator, environment, expected
+):
+    """By SGLang's own resolution, through the installed entry point."""
+    machine(accelerator)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert type(platforms._resolve_platform()) is expected
 
 
 @pytest.fixture

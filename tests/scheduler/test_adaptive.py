@@ -1,0 +1,114 @@
+"""N and K follow the load, down to no drafts and back.
+
+Costs are given, so that the batch size alone decides; the draft is its target, so that drafts are
+always worth their while.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from in_process import Reply, Server
+from tiny_models import smc_arguments
+
+from sglang_smc.options.policy import COSTS_ENV
+from sglang_smc.round.costs import costs_of
+
+SETTINGS = {"num_particles": 4, "num_steps": 3, "max_lag": 16, "adaptive": True}
+SMC: list[dict[str, Any]] = [
+    {},
+    {"num_particles": 3, "num_steps": 1, "resampling_method": "ssp"},
+    {"mode": "exact"},
+    {"mode": "mixed", "num_particles": 2},
+    {"num_particles": 1},
+    {"power": 2.0, "num_particles": 2},
+    {"return_particles": True},
+]
+
+
+@pytest.fixture
+def adaptive(
+    start: Callable[..., Server], tiny: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Server]:
+    """Start a server where passes of up to so many tokens cost the same, and more cost a lot."""
+
+    def make(num_free: int | None, **settings: Any) -> Server:
+        if num_free is not None:
+            points = [(1, 1.0), (num_free, 1.0), (2 * num_free, 8.0)]
+            both = {"draft": 0.001, "target": 0.01}
+            costs = {kind: [(n, c * unit) for n, c in points] for kind, unit in both.items()}
+            monkeypatch.setenv(COSTS_ENV, json.dumps(costs))
+        model = tiny(seed=1, vocab_size=64, scale=0.3)
+        return start(**smc_arguments(model, model, **SETTINGS, **settings), overlap=True)
+
+    return make
+
+
+def asked(max_new_tokens: int, *more: int, **params: Any) -> dict[str, Any]:
+    own = {"max_new_tokens": max_new_tokens, "ignore_eos": True, **params}
+    return {"input_ids": [3, 4, 5, *more], "sampling_params": own}
+
+
+def sizes(reply: Reply) -> tuple[float, float]:
+    return reply.meta["spec_smc_particles_mean"], reply.meta["spec_smc_steps_mean"]
+
+
+def test_a_crowd_decodes_plainly_and_who_comes_after_it_speculates(
+    adaptive: Callable[..., Server],
+) -> None:
+    server = adaptive(num_free=16, max_running_requests=32)
+    assert sizes(server.generate(**asked(60))) == (4, 3)
+    crowd = server.play([asked(60 + i, i, sampling_seed=i) for i in range(24)], every=0)
+    for index, reply in enumerate(crowd):
+        assert len(reply.output_ids) == 60 + index
+        particles, steps = sizes(reply)
+        assert particles < 2 and steps < 1.5, "most rounds had one particle, or drafted nothing"
+        assert reply.meta["spec_smc_num_particles"] == 4, "what was asked for"
+        assert reply.meta["spec_smc_rounds_ct"] == reply.meta["spec_verify_ct"]
+    server.generate(**asked(120))  # a budget stays for some rounds
+    assert sizes(server.generate(**asked(60))) == (4, 3), "and speculation has come back"
+
+
+def test_sizes_change_under_requests_of_all_kinds_in_a_small_pool(
+    adaptive: Callable[..., Server],
+) -> None:
+    pool = {"max_total_tokens": 500, "max_running_requests": 12, "chunked_prefill_size": 24}
+    server, draw = adaptive(num_free=4, **pool), random.Random(0)
+    limits = [draw.choice([1, 2, 17, 40]) for _ in range(40)]
+    requests = []
+    for index, limit in enumerate(limits):
+        prompt = [draw.randrange(2, 64) for _ in range(draw.choice([0, 7, 40]))]
+        stop = {"stop": ["t9 "]} if index % 9 == 0 else {}
+        smc = {"smc": SMC[index % len(SMC)]}
+        params = {"temperature": 1.2, "sampling_seed": index, "custom_params": smc, **stop}
+        requests.append(asked(limit, *prompt, **params))
+    crowd = [server.send(**one) for one in requests[:20]]
+    server.step(6)
+    server.retract(*crowd)  # each, as it runs beside another
+    server.step(6)
+    server.abort(crowd[11])
+    thin = server.play(requests[20:], every=4, aborted={2, 13}, after=2)
+    assert sum(reply.num_retractions > 0 for reply in crowd) > 3
+    for index, reply in enumerate(crowd + thin):
+        assert reply.why in {"stop", "length"} or index in {11, 22, 33}
+        if reply.why == "length":
+            assert len(reply.output_ids) == limits[index]
+    steps = [sizes(r)[1] for r in crowd + thin if "spec_smc_steps_mean" in r.meta]
+    assert min(steps) < 1 < max(steps)
+    server.generate(**asked(60))
+    assert sizes(server.generate(**asked(60)))[1] > 0, "speculation comes back"
+    server.flush()
+
+
+def test_costs_are_measured_where_none_are_given(adaptive: Callable[..., Server]) -> None:
+    server = adaptive(num_free=None)
+    assert server.generate(**asked(40)).meta["spec_smc_rounds_ct"] > 0
+
+
+def test_ranks_take_the_costs_that_the_first_one_measures() -> None:
+    group = SimpleNamespace(broadcast_object=lambda mine, src: (mine, "of rank", src))
+    measure: Any = lambda: "seconds"  # noqa: E731
+    assert costs_of(measure, group) == ("seconds", "of rank", 0)
