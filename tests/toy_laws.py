@@ -127,7 +127,7 @@ def total_variation(outcome: Outcome, expected: dict[Text, float]) -> float:
 
 
 def assert_properly_weighted(outcome: Outcome, masses: Mapping[Text, float]) -> None:
-    """E[Z-hat f(x)] is the sum of f over ``masses``, for f = 1 and each of the twelve largest.
+    """E[Z-hat f(x)] is the sum of f over ``masses``, for f = 1 and each of the largest.
 
     True for any N, unlike any law of the texts themselves. Within 4.5 standard errors, so that
     correct code fails at 1 in 10,000 draws; the error of a text is no less than that of its count.
@@ -136,7 +136,8 @@ def assert_properly_weighted(outcome: Outcome, masses: Mapping[Text, float]) -> 
     texts, which = outcome.outputs.unique(dim=0, return_inverse=True)
     is_possible = torch.tensor([masses[tuple(text)] > 0 for text in texts.tolist()])
     assert not evidence[~is_possible[which]].any(), "a text weighs that has no mass"
-    likeliest = sorted(masses, key=lambda text: -masses[text])[:12]
+    largest, counts = sorted(masses, key=lambda text: -masses[text])[:12], frequencies(outcome)
+    likeliest = [text for text in largest if counts.get(text, 0) >= 20]  # else no normal law
     picked = [(outcome.outputs == torch.tensor(text)).all(1) for text in likeliest]
     lines = torch.stack([evidence, *(evidence * one for one in picked)])
     total = sum(masses.values())
