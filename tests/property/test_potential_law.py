@@ -17,7 +17,7 @@ from toy_worker import Outcome
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.requests import votes
 
-NUM_RUNS = 600
+NUM_RUNS = 800
 TARGET, DRAFT = languages()
 
 
