@@ -114,7 +114,7 @@ def test_a_vote_takes_the_answer_that_weighs_most() -> None:
     likeliest = max((share, letter) for letter, share in shares.items() if letter)[1]
 
     def share_of_likeliest(chosen: dict[str, Any]) -> float:
-        texts = asked({"evidence_threshold": 0.0, **chosen}, 16, 2, num_runs=200).outputs
+        texts = asked({"evidence_threshold": 0.0, **chosen}, 32, 2, num_runs=400).outputs
         lasts = [read(tuple(text)).rstrip(".")[-1:] for text in texts.tolist()]
         return lasts.count(likeliest) / len(lasts)
 
