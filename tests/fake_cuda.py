@@ -7,7 +7,7 @@ between host and device, a kernel's argument that is not on the device.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -211,14 +211,8 @@ def trace_round(
     shape: RoundShape,
     num_groups: int,
     ops: Ops,
-    *,
-    change: Callable[[Round], None] = lambda _: None,
 ) -> Trace:
-    """Play a round of any shape that a server of this configuration can capture.
-
-    Args:
-        change: what is done to the round before it is played.
-    """
+    """Play a round of any shape that a server of this configuration can capture."""
     with fake_cuda(monkeypatch) as device:
         num_rows, width = 1 + num_groups, PROMPT + arena.max_arena(config)
         tables = Tables.of(
@@ -240,7 +234,6 @@ def trace_round(
                 for size in ((), (), (4,))
             )
         )
-        change(round_)
         device.begin()
         outcome = round_.play(inputs, shape)
         return Trace(list(device.calls), device.peak, outcome)

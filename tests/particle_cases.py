@@ -1,9 +1,13 @@
 """Particles over a shared prefix, laid out at random slots of a KV cache, and what they see."""
 
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 
+from sglang_smc.models.attention import KVLocations, ParticleAttention
+from sglang_smc.models.forward import particle_backend
+from sglang_smc.models.shared_prefix import SharedPrefixPlan, plan_shared_prefix
 from sglang_smc.models.softmax import Softmax
 
 NUM_SLOTS = 1024
@@ -180,3 +184,52 @@ def make_case(
         sees_block=sees_block,
         first_key=first_key,
     )
+
+
+def plan_of(case: Case) -> SharedPrefixPlan:
+    """The plan of the torch reference."""
+    return plan_shared_prefix(
+        case.req_to_token,
+        case.tails,
+        case.rows,
+        case.committed,
+        case.particle_rows,
+        case.starts,
+        num_columns=case.query.shape[2],
+        group=case.query.shape[3] // case.keys.shape[1],
+        dtype=case.query.dtype,
+        cache=case.keys,
+        window=case.window,
+        sees_block=case.sees_block,
+        first_key=case.first_key,
+    )
+
+
+def backend_of(
+    case: Case, implementation: Any, pool: dict[str, Any], *, rank: int | None = None, **needs: Any
+) -> ParticleAttention:
+    """The backend of a model with the keys of a case in its pool, as it begins a pass.
+
+    Args:
+        pool: how a KV pool reads and writes.
+        rank: of a model with latent attention.
+    """
+    heads, width = case.query.shape[3:]
+    runner: Any = SimpleNamespace(
+        use_mla_backend=rank is not None,
+        is_hybrid_swa=False,
+        req_to_token_pool=SimpleNamespace(req_to_token=case.req_to_token),
+        token_to_kv_pool=SimpleNamespace(dtype=case.keys.dtype, start_layer=0, **pool),
+        dtype=case.query.dtype,
+        model_config=SimpleNamespace(
+            context_len=256,
+            kv_lora_rank=rank,
+            qk_rope_head_dim=width - (rank or 0),
+            get_num_attention_heads=lambda tp_size: heads,
+            get_num_kv_heads=lambda tp_size: case.keys.shape[1],
+        ),
+    )
+    backend = particle_backend(runner, case.tails, implementation, **needs)
+    locations = KVLocations(case.rows, case.committed, case.particle_rows, case.max_tail)
+    backend.plan(locations, case.starts, case.query.shape[2])
+    return backend

@@ -7,24 +7,137 @@ would attend to the wrong KV. Particles, tails and ownership are lists, checked 
 
 import random
 from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
-from pool_checks import PoolChecks
-from pool_request import EOS, VOCAB, Request, Text, Window, num_common
 from populations import shared
 
 from sglang_smc.memory import arena
 from sglang_smc.memory.ledger import Ledger
-from sglang_smc.options.budget import Budget
+from sglang_smc.options.budget import Budget, apply_budget, union
 from sglang_smc.options.request import RequestConfig, request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.state.population import ParticleTable, Population
 
 ENDS_WITH_PROBABILITY = 0.04
 BREAKS_WITH_PROBABILITY = 0.02
+Text = tuple[int, ...]
+EOS, VOCAB = 0, 3
 
 
-class PoolModel(PoolChecks):
+@dataclass
+class Request:
+    """One request in plain Python."""
+
+    row: int
+    config: RequestConfig
+    prompt: list[int]
+    max_new_tokens: int
+    output: list[int]
+    committed: int
+    allocated: int
+    tails: list[list[int]]
+    ended: list[bool]
+    budgets: tuple[Budget | None, ...] = (None, None)  # of the last round, and of this one
+    has_begun: bool = False
+    is_over: bool = False  # a round began with nothing left to do
+    heard: tuple[int, int] = (0, 0)  # committed and remaining, as far as the host knows
+    unread: bool = False  # the draft has yet to read the last token but one
+    first_tokens: list[int] | None = None  # of each particle, where they differ in the newest token
+    frozen: list[int] = field(default_factory=list)  # slots of the committed text so far
+
+    @property
+    def now(self) -> RequestConfig:
+        """What this round runs with."""
+        return apply_budget(self.config, self.budgets[1])
+
+    @property
+    def span(self) -> RequestConfig:
+        """What memory must hold from the last round's end to this one's."""
+        return union(apply_budget(self.config, self.budgets[0]), self.now)
+
+    def resize(self, ancestors: list[int]) -> None:
+        """Go on with copies of these particles."""
+        if self.first_tokens:
+            self.first_tokens = [self.first_tokens[ancestor] for ancestor in ancestors]
+        self.tails = [list(self.tails[ancestor]) for ancestor in ancestors]
+        self.ended = [self.ended[ancestor] for ancestor in ancestors]
+
+    @property
+    def settled(self) -> list[int]:
+        """The output, without a token that particles differ in."""
+        return self.output[:-1] if self.first_tokens else self.output
+
+    @property
+    def remaining(self) -> int:
+        return self.max_new_tokens - len(self.output)
+
+    def text(self, particle: int) -> list[int]:
+        """Prompt, output and tail, with what the particle itself has in the newest place."""
+        return [*self.prompt, *self.output[:-1], self.last_emitted[particle], *self.tails[particle]]
+
+    @property
+    def last_emitted(self) -> list[int]:
+        return self.first_tokens or [self.output[-1]] * len(self.tails)
+
+    def settle(self) -> None:
+        """Take what all particles have in the newest place into the output."""
+        if len(set(self.last_emitted)) == 1:
+            self.output[-1], self.first_tokens = self.last_emitted[0], None
+
+    def oldest(self) -> list[tuple[int, ...]]:
+        """What particles must share before they go on; nothing, where none lags behind."""
+        longest = max(map(len, self.tails))
+        late = max(longest + 1 - self.now.lag, 0) if self.now.weighs else 0
+        count = longest if all(self.ended) else late
+        if not count:
+            return [()] * len(self.tails)
+        each = zip(self.last_emitted, self.tails, strict=True)
+        return [(before, *tail[:count]) for before, tail in each]
+
+    def ends_at(self, particle: int, new_tokens: list[int]) -> int | None:
+        """Index of the new token that ends the text."""
+        length = len(self.output) + len(self.tails[particle])
+        for index, token in enumerate(new_tokens):
+            if token == EOS or length + index + 1 >= self.max_new_tokens:
+                return index
+        return None
+
+
+class Window(NamedTuple):
+    """The sizes that tensors of one round are cut to."""
+
+    num_particles: int
+    num_steps: int
+    max_tail: int
+    max_arena: int
+
+    @classmethod
+    def of(cls, batch: list[Request]) -> "Window":
+        """As small as they may be."""
+        return cls(
+            max(request.now.num_particles for request in batch),
+            max(request.now.num_steps for request in batch),
+            max(arena.tail(request.span, request.heard[1]) for request in batch),
+            max(request.allocated - request.heard[0] for request in batch),
+        )
+
+    def padded(self, values: list, filling: object) -> list:
+        """One entry for each of the particles that the largest group has."""
+        return values + [filling] * (self.num_particles - len(values))
+
+
+def num_common(tails: list[list[int]]) -> int:
+    """How many tokens all tails begin with."""
+    shortest = min(map(len, tails))
+    for index in range(shortest):
+        if len({tail[index] for tail in tails}) > 1:
+            return index
+    return shortest
+
+
+class PoolModel:
     """A pool, its requests, and the code under test.
 
     Requests choose their own N, K and mode, no larger than those of ``config``. With ``overlap``
@@ -398,3 +511,93 @@ class PoolModel(PoolChecks):
 
     def _token(self, rng: random.Random) -> int:
         return EOS if rng.random() < ENDS_WITH_PROBABILITY else rng.randrange(1, VOCAB)
+
+    # -- what must always hold ----------------------------------------------------------------
+
+    def check(self) -> None:
+        self.operations += 1
+        owned: list[int] = []
+        for request in self.requests.values():
+            slots = self.table[request.row, : request.allocated].tolist()
+            assert slots[: len(request.frozen)] == request.frozen, "committed slots moved"
+            request.frozen = slots[: request.committed]
+            owned += slots
+            if request.has_begun:
+                self._check_lineages(request, set(slots))
+        assert len(owned) == len(set(owned)), "a slot stands twice"
+        assert not set(owned) & set(self.free)
+        assert set(owned) | set(self.free) == self.all_slots
+        assert not self.table[0].any(), "SGLang's padding row was written to"
+
+    def _check_lineages(self, request: Request, owned: set[int]) -> None:
+        emitted = request.prompt + request.output
+        self._check_read(self.table[request.row, : request.committed].tolist(), emitted, owned)
+        for particle, tail in enumerate(request.tails):
+            read = self._slots_read(request, particle, request.committed + len(tail))
+            self._check_read(read, request.text(particle), owned)
+
+    def _check_read(self, read: list[int], text: list[int], owned: set[int]) -> None:
+        assert set(read) <= owned, "a particle reads a slot that its request does not own"
+        for position, slot in enumerate(read):
+            assert self.content[slot] == tuple(text[: position + 1]), "wrong KV"
+
+    def _slots_read(self, request: Request, particle: int, length: int) -> list[int]:
+        """Emitted text through the request's row, the tail through the particle's own."""
+        row = self.ledger.particle_rows(torch.tensor([request.row]), particle + 1)[0, particle]
+        committed = min(request.committed, length)
+        prefix = self.table[request.row, :committed]
+        return [*prefix.tolist(), *self._tail(int(row), committed, length)]
+
+    def _tail(self, row: int, begin: int, end: int) -> list[int]:
+        """Slots at these positions of a particle's row."""
+        return [int(self.tails[row, p % self.tails.shape[1]]) for p in range(begin, end)]
+
+    def _check_draft(self, request: Request, particle: int) -> None:
+        """Before it drafts, the draft has read the particle's whole text, slot by slot."""
+        text = request.text(particle)
+        for position, slot in enumerate(self._slots_read(request, particle, len(text))):
+            assert self.draft_content[slot] == tuple(text[: position + 1]), "wrong KV of the draft"
+
+    def _check_reserved(self, batch: list[Request], slots: list) -> None:
+        for request, of_group in zip(batch, slots, strict=True):
+            ended_here = self.window.padded(request.ended, True)
+            width = request.now.num_steps + 1
+            live = [s for s, ended in zip(of_group, ended_here, strict=True) if not ended]
+            reserved = [slot for row in live for slot in row[1 : 1 + width]]
+            assert len(reserved) == len(set(reserved)), "a slot was handed out twice"
+            arena = self.table[request.row, request.committed : request.allocated].tolist()
+            assert set(reserved) <= set(arena)
+            assert not set(reserved) & self._in_use(request), "a slot in use was handed out"
+            for row, ended in zip(of_group, ended_here, strict=True):
+                assert set(row if ended else row[1 + width :]) <= {0}, "more than its own columns"
+
+    def _in_use(self, request: Request) -> set[int]:
+        rows = self.ledger.particle_rows(torch.tensor([request.row]), len(request.tails))[
+            0
+        ].tolist()
+        spans = zip(rows, request.tails, strict=True)
+        begin = request.committed
+        return {slot for row, tail in spans for slot in self._tail(row, begin, begin + len(tail))}
+
+    def _check_population(self, population: Population, batch: list[Request]) -> None:
+        self.operations += 1
+        for group, request in enumerate(batch):
+            size = len(request.tails)
+            assert population.lengths[group, :size].tolist() == list(map(len, request.tails))
+            assert population.ended[group, :size].tolist() == request.ended
+            assert population.last_emitted[group, :size].tolist() == request.last_emitted
+            assert population.last_tokens[group, :size].tolist() == [
+                request.text(particle)[-1] for particle in range(size)
+            ]
+            for particle in range(size):
+                if request.unread and not request.ended[particle]:
+                    expected = request.text(particle)[-2:]
+                    assert population.last_two[group, particle].tolist() == expected
+            assert population.output_lengths[group, :size].tolist() == [
+                len(request.output) + len(tail) for tail in request.tails
+            ]
+            for particle, tail in enumerate(request.tails):
+                assert population.tokens[group, particle, : len(tail)].tolist() == tail
+            assert population.present[group].tolist() == self.window.padded([True] * size, False)
+            assert population.ended[group, size:].all()
+            assert not population.lengths[group, size:].any()

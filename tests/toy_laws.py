@@ -1,7 +1,7 @@
 """Runs of `toy_worker` and the laws to hold them against."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -12,12 +12,19 @@ from toy_worker import NUM_CONTEXTS, Language, Outcome, ToyWorker
 from sglang_smc.drafts.corpus import Corpus
 from sglang_smc.ops.interface import Ops
 from sglang_smc.ops.torch_ops import TORCH
-from sglang_smc.options.budget import Budget
+from sglang_smc.options.budget import OFF, Budget
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.potentials.calls import Caller
 
-VOCAB, EOS, LENGTH, NUM_RUNS = 3, 2, 5, 3000
+VOCAB, EOS, LENGTH, NUM_RUNS = 3, 2, 5, 1200
 Text = tuple[int, ...]
+SCRIPTS = {  # budgets of rounds in turn, for servers with N = 4
+    "fewer": (Budget(4, 1), Budget(2, 1)),
+    "more": (Budget(2, 1), Budget(4, 1)),
+    "down to none and back": (Budget(4, 1), OFF, Budget(3, 1)),
+    "one chain and back": (Budget(1, 1), Budget(4, 1)),
+    "without drafts, then fewer": (Budget(4, 0), Budget(3, 1), Budget(2, 0)),
+}
 
 
 def languages(
@@ -83,6 +90,20 @@ def run(
     return outcome
 
 
+def pairwise(*settings: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Cases in which every two settings meet with all pairs of their values: an orthogonal array.
+
+    Of p + 1 settings with at most p values each it has p * p rows, for a prime p.
+    """
+    most = max(len(settings) - 1, *map(len, settings))
+    prime = next(p for p in (2, 3, 5, 7) if p >= most)
+    for a, b in itertools.product(range(prime), repeat=2):
+        levels = [a, *((b + a * factor) % prime for factor in range(prime))]
+        yield tuple(
+            values[level % len(values)] for values, level in zip(settings, levels, strict=False)
+        )
+
+
 def frequencies(outcome: Outcome) -> dict[Text, int]:
     """How often each text came out."""
     texts, counts = outcome.outputs.unique(dim=0, return_counts=True)
@@ -103,3 +124,25 @@ def total_variation(outcome: Outcome, expected: dict[Text, float]) -> float:
     """Distance of what came out to a law."""
     found, size = frequencies(outcome), len(outcome.outputs)
     return 0.5 * sum(abs(found.get(text, 0) / size - mass) for text, mass in expected.items())
+
+
+def assert_properly_weighted(outcome: Outcome, masses: Mapping[Text, float]) -> None:
+    """E[Z-hat f(x)] is the sum of f over ``masses``, for f = 1 and each of the largest.
+
+    True for any N, unlike any law of the texts themselves. Within 4.5 standard errors, so that
+    correct code fails at 1 in 10,000 draws; the error of a text is no less than that of its count.
+    """
+    evidence, size = outcome.log_evidence.exp(), len(outcome.outputs)
+    texts, which = outcome.outputs.unique(dim=0, return_inverse=True)
+    is_possible = torch.tensor([masses[tuple(text)] > 0 for text in texts.tolist()])
+    assert not evidence[~is_possible[which]].any(), "a text weighs that has no mass"
+    largest, counts = sorted(masses, key=lambda text: -masses[text])[:12], frequencies(outcome)
+    likeliest = [text for text in largest if counts.get(text, 0) >= 20]  # else no normal law
+    picked = [(outcome.outputs == torch.tensor(text)).all(1) for text in likeliest]
+    lines = torch.stack([evidence, *(evidence * one for one in picked)])
+    total = sum(masses.values())
+    shares = torch.tensor([1.0, *(masses[text] / total for text in likeliest)])
+    least = total * (shares * (1 - shares)).clamp_min(0).sqrt()
+    errors = torch.maximum(lines.std(1), least) / size**0.5
+    differences = (lines.mean(1) - total * shares) / (errors + 1e-12)
+    assert differences.abs().max() < 4.5, differences

@@ -22,7 +22,7 @@ from study import REPOSITORY, code_fingerprint, digest
 
 FOLDER = "tests/kernels"
 #: Of the folder, what runs on a CPU wherever it is started.
-NO_GPU = ("test_compilation.py", "test_fake_cuda.py", "test_launches.py")
+NO_GPU = ("test_compilation.py", "test_fake_cuda.py")
 SINGLE = ("tests/unit/test_host_sync.py",)
 #: Each process compiles kernels of its own; at some point they only wait for each other.
 MOST_JOBS = 8

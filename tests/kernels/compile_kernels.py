@@ -300,7 +300,6 @@ class Compiler:
         self._run = JITFunction.run
         self._seen: set[str] = set()
         self.sizes = LLAMA
-        self.starved = False  # of registers, to see what spills look like
 
     def compile_for(self, capability: int) -> None:
         """From now on compile for CUDA devices of some capability."""
@@ -316,8 +315,6 @@ class Compiler:
     def run(
         self, function: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any
     ) -> Any:
-        if self.starved:
-            options["maxnreg"] = 48
         kernel: Any = self._run(function, *args, grid=grid, warmup=True, **options)
         if kernel.hash not in self._seen:
             self._seen.add(kernel.hash)
@@ -329,7 +326,6 @@ class Compiler:
             "kernel": f"{function.module.rpartition('.')[2]}.{function.__name__}",
             "sizes": f"{self.sizes.models}, G = {self.sizes.groups}, N = {self.sizes.particles}",
             "dtype": str(self.sizes.dtype).removeprefix("torch."),
-            "starved": self.starved,
             "capability": kernel.metadata.target.arch,
             "warps": kernel.metadata.num_warps,
             "shared": kernel.metadata.shared,
@@ -365,8 +361,6 @@ def main(arguments: list[str]) -> None:
         for compiler.sizes in [LLAMA, *OTHERS] if "--all" in arguments else [LLAMA]:
             for launch in launched:
                 launch(compiler.sizes)
-    compiler.sizes, compiler.starved = LLAMA, True
-    _attend(LLAMA, Layer(LLAMA.draft), 1)
 
 
 if __name__ == "__main__":

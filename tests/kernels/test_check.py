@@ -1,15 +1,11 @@
 """The check that a server makes as it starts, with the kernels themselves."""
 
-import pytest
 import torch
 
 from sglang_smc.models.shared_prefix import Heads
 from sglang_smc.ops import check
 from sglang_smc.ops.check_inputs import Sizes
 from sglang_smc.ops.interface import Ops
-
-# What the interpreter says of every loop between loaded bounds.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array")
 
 
 def test_all_kernels_pass(kernels: Ops, device: str) -> None:

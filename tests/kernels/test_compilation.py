@@ -42,9 +42,8 @@ GPUS = {
     100: Multiprocessor(228 << 10, tensor_columns=512),
     120: Multiprocessor(100 << 10),
 }
-# At default sizes 86 stands for 89, which differs from it in 8-bit numbers alone. Kernels beside
-# attention use next to no shared memory; for each GPU they are compiled with all sizes.
-BY_DEFAULT = {80: "80", 86: "-86", 90: "90", 100: "-100", 120: "-120"}
+# The most common, and of attention the newest, whose programs have the least shared memory.
+BY_DEFAULT = {90: "90", 120: "-120"}
 
 
 @pytest.fixture(
@@ -73,11 +72,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.fixture(scope="module")
 def kernels_of(compiled: Any) -> Any:
     def found(capability: int) -> list[dict[str, Any]]:
-        kernels = [
-            kernel
-            for kernel in compiled
-            if kernel["capability"] == capability and not kernel["starved"]
-        ]
+        kernels = [kernel for kernel in compiled if kernel["capability"] == capability]
         if not kernels:
             assert capability not in BY_DEFAULT
             pytest.skip("compiled with all sizes")
@@ -120,8 +115,3 @@ def test_programs_of_attention_run_side_by_side(
     assert attention
     room = GPUS[capability].programs
     assert [kernel for kernel in attention if room(kernel) < programs] == []
-
-
-def test_a_spilled_register_shows(compiled: Any) -> None:
-    """In a kernel that was left too few."""
-    assert any(kernel["stack"] > 0 for kernel in compiled if kernel["starved"])

@@ -1,12 +1,9 @@
 """Penalties, biases and no early ends, kernel against reference."""
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_smc.kernels import edits as kernel
 from sglang_smc.tokens import edits
@@ -94,7 +91,7 @@ def check(
     return found
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@settings(max_examples=14, deadline=None, derandomize=True, database=None)
 @given(
     names=st.lists(st.sampled_from(list(EDITED)), min_size=1, max_size=3),
     num_particles=st.integers(1, 2),
@@ -179,40 +176,7 @@ def test_a_vocabulary_in_strides_is_refused(device: str) -> None:
         kernel.edit_logits(torch.zeros(1, 1, 6, 2, device=device).mT, of, nothing, 0)
 
 
-class Largest(TorchDispatchMode):
-    """Notes the most elements that a torch call returns in memory of its own."""
-
-    elements = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view and isinstance(result, torch.Tensor):
-            self.elements = max(self.elements, result.numel())
-        return result
-
-
-def test_nothing_as_wide_as_the_vocabulary_is_made(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    of, largest = edits_of(["all", "nothing"], 2, 20, 5000, seed=2), Largest()
-    there, logits = to(device, of), torch.zeros(2, 2, 3, 5000, device=device)
-    drafts, seen = drafts_of(of, 2).to(device), []
-    launch = type(kernel._edit).__getitem__
-
-    def note(self: Any, grid: Any) -> Any:
-        seen.append(largest.elements)  # what the interpreter makes is memory of no GPU
-        return launch(self, grid)
-
-    monkeypatch.setattr(type(kernel._edit), "__getitem__", note)
-    with largest:
-        kernel.edit_logits(logits, there, drafts, 0)
-    assert len(seen) == 1, "one launch"
-    assert seen[0] <= drafts.numel()
-
-
-@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+@settings(max_examples=8, deadline=None, derandomize=True, database=None)
 @given(
     names=st.lists(st.sampled_from(["penalties", "biases"]), min_size=1, max_size=4),
     max_tail=st.sampled_from([0, 3, 40]),

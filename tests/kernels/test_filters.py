@@ -1,21 +1,16 @@
-"""What filters keep, kernel against reference; and how little it takes to draw from that."""
+"""What filters keep, kernel against reference."""
 
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sorted_law import ALL
-from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.interpreter import GridExecutor
 
 from sglang_smc.kernels import filters as kernel
-from sglang_smc.ops.interface import Ops
 from sglang_smc.tokens import filters
-from sglang_smc.tokens.distribution import FilterKinds, SamplingRules, TokenDistribution
+from sglang_smc.tokens.distribution import SamplingRules
 
 ROUNDING = 1e-6  # of a mass: within it of top-p, a token may be kept or not
 
@@ -52,7 +47,7 @@ asked_of = st.tuples(
 )
 
 
-@settings(max_examples=14, deadline=None, derandomize=True, database=None)
+@settings(max_examples=10, deadline=None, derandomize=True, database=None)
 @given(
     requests=st.sampled_from([1, 3]).flatmap(lambda n: st.lists(asked_of, min_size=n, max_size=n)),
     vocab_size=st.sampled_from([1, 5, 16, 33, 64, 100]),
@@ -121,88 +116,3 @@ def test_rows_may_lie_apart_and_a_row_may_be_alone(device: str) -> None:
     assert torch.equal(~kept.dropped(view), view >= view.topk(4).values[:, 3:])
     with pytest.raises(ValueError, match="must be 1"):
         kernel.keep_tokens(wide.t(), *rules)
-
-
-class Trace(TorchDispatchMode):
-    """Kernels that ran, torch calls that computed, and the most numbers that one made room for.
-
-    What the kernels' interpreter does for itself does not count.
-    """
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        super().__init__()
-        self.num_kernels, self.num_calls, self.most = 0, 0, 0
-        execute = GridExecutor.__call__
-
-        def run_kernel(*args: Any, **kwargs: Any) -> None:
-            before = self.num_calls, self.most
-            execute(*args, **kwargs)
-            self.num_calls, self.most = before
-            self.num_kernels += 1
-
-        patch.setattr(GridExecutor, "__call__", run_kernel)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view and isinstance(result, torch.Tensor):
-            self.num_calls += "empty" not in func.overloadpacket.__name__
-            self.most = max(self.most, result.numel())
-        return result
-
-
-@pytest.fixture
-def trace(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trace]:
-    if device != "cpu":
-        pytest.skip("kernels are counted in Triton's interpreter")
-    yield Trace(monkeypatch)
-
-
-VOCAB = 9000
-LOGITS = torch.randn(1, 2, VOCAB, generator=torch.Generator().manual_seed(4))
-
-
-def test_filters_take_five_launches_and_no_tensor_of_the_logits_size(
-    trace: Trace, kernels: Ops
-) -> None:
-    """16 KB a row of 128k: here 3 tiles of 32 digits."""
-    rules = rules_of((0.6, 20, 0.95, 0.0))
-    uniforms = torch.tensor([0.2, 0.7], dtype=torch.float64)
-    with trace:
-        law = TokenDistribution.of(kernels, LOGITS, rules, FilterKinds(True, False))
-        assert trace.num_kernels == 5
-        tokens, _ = law.sample(kernels, uniforms)
-        assert trace.num_kernels == 7
-        law.score(kernels, tokens)
-        assert trace.num_kernels == 9 and not trace.num_calls
-        raised, _ = law.to_power(kernels, torch.full((2,), 2.0, dtype=torch.float64))
-        raised.at(torch.tensor([1, 0])).sample(kernels, uniforms)
-    assert trace.most <= 2 * 3 * 32 < VOCAB
-
-
-def test_greedy_requests_add_no_launch_and_no_tensor_of_the_logits_size(
-    trace: Trace, kernels: Ops
-) -> None:
-    rules, uniforms = rules_of((0.6, 1, 1.0, 0.0)), torch.tensor([0.2, 0.7], dtype=torch.float64)
-    found = []
-    for kinds in (FilterKinds(False, False), FilterKinds(False, True)):
-        with trace:
-            law = TokenDistribution.of(kernels, LOGITS, rules, kinds)
-            tokens, log_p = law.sample(kernels, uniforms)
-            scores = law.score(kernels, tokens)
-        found.append((trace.num_kernels, trace.num_calls))
-    assert found == [(4, 0), (8, 0)]
-    assert trace.most <= 6
-    assert torch.equal(tokens, LOGITS[0].argmax(1)) and not log_p.any() and not scores.any()
-
-
-def test_log_probabilities_of_all_tokens_are_the_one_tensor_of_that_size(
-    trace: Trace, kernels: Ops
-) -> None:
-    rules = rules_of((0.6, 20, 0.95, 0.0))
-    law = TokenDistribution.of(kernels, LOGITS, rules, FilterKinds(True, False))
-    with trace:
-        found = law.log_probs(kernels)
-    assert trace.most == found.numel() and found.dtype == torch.float32
-    assert not trace.num_calls and trace.num_kernels == 7

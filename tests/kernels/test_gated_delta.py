@@ -8,8 +8,6 @@ from sglang_smc.models.gated_delta import Columns, gated_delta
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
-
 
 def columns(
     shape: tuple[int, int], heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype

@@ -1,6 +1,5 @@
 """The Triton kernel and its torch reference, against softmax attention one query at a time."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,23 +7,21 @@ import pytest
 import torch
 import triton
 from compile_sizes import CHIPS
-from particle_cases import SCALING, Case, make_case
+from particle_cases import SCALING, Case, backend_of, make_case, plan_of
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch_calls import Calls, Launch
 
 from sglang_smc.kernels.attention import join, work
 from sglang_smc.kernels.attention import latent as kernel
 from sglang_smc.models import supported
-from sglang_smc.models.attention import KVLocations, ParticleAttention
-from sglang_smc.models.forward import particle_backend
+from sglang_smc.models.attention import ParticleAttention
 from sglang_smc.models.latent_attention import latent_attention
-from sglang_smc.models.shared_prefix import plan_shared_prefix
+from sglang_smc.state.transfer import each_tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.float16 if DEVICE == "cpu" else torch.bfloat16
 
-# What the interpreter says of every loop between loaded bounds.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
+pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 
 # Lengths of prefixes, tails, columns, query heads, and the widths of values and rotary parts.
 CASES: dict[str, tuple[list[int], list[list[int | None]], int, int, tuple[int, int]]] = {
@@ -40,37 +37,23 @@ CASES: dict[str, tuple[list[int], list[list[int | None]], int, int, tuple[int, i
 }
 
 
-@pytest.fixture(autouse=True)
-def unwritten_is_nan() -> Iterator[None]:
-    """Whoever reads a result that no program wrote finds NaN there."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.zeros(1).new_empty(1).isnan()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def make(name: str, dtype: torch.dtype = torch.float32) -> tuple[Case, int]:
     """A case whose keys are latents, and the width of their values."""
     committed, ahead, num_columns, heads, (rank, rope) = CASES[name]
-    shape: dict[str, Any] = {
-        "q_heads": heads,
-        "kv_heads": 1,
-        "head_dim": rank + rope,
-        "dtype": dtype,
-    }
-    case = make_case(committed, ahead, num_columns=num_columns, **shape)
+    shape: dict[str, Any] = {"q_heads": heads, "kv_heads": 1, "head_dim": rank + rope}
+    case = make_case(committed, ahead, num_columns=num_columns, dtype=dtype, **shape)
     return case._replace(values=case.keys), rank
 
 
 def on_device(case: Case) -> Case:
-    return Case(*(p.to(DEVICE) if isinstance(p, torch.Tensor) else p for p in case))
+    return each_tensor(lambda part: part.to(DEVICE), case)
 
 
 def arguments_of(case: Case, rank: int) -> dict[str, Any]:
     arguments = on_device(case)._asdict()
-    for name in ("values", "present", "open_columns", "softmax"):
+    for name in ("values", "present", "open_columns"):
         del arguments[name]
-    for name in ("window", "sees_block", "first_key"):  # of other layers
+    for name in ("softmax", "window", "sees_block", "first_key"):  # of other layers
         del arguments[name]
     arguments |= {"max_prefix": int(case.committed.max()) + 7, "scaling": SCALING, "rank": rank}
     return {"latents": arguments.pop("keys"), **arguments}
@@ -82,19 +65,7 @@ def run_kernel(case: Case, rank: int) -> torch.Tensor:
 
 def run_torch(case: Case, rank: int) -> torch.Tensor:
     c = on_device(case)
-    plan = plan_shared_prefix(
-        c.req_to_token,
-        c.tails,
-        c.rows,
-        c.committed,
-        c.particle_rows,
-        c.starts,
-        num_columns=c.query.shape[2],
-        group=c.query.shape[3],
-        dtype=c.query.dtype,
-        cache=c.keys,
-    )
-    return latent_attention(c.query, c.keys, plan, rank, SCALING)
+    return latent_attention(c.query, c.keys, plan_of(c), rank, SCALING)
 
 
 def assert_close(case: Case, output: torch.Tensor) -> None:
@@ -106,7 +77,7 @@ def assert_close(case: Case, output: torch.Tensor) -> None:
 
 
 @pytest.fixture(params=["torch", "triton"])
-def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+def run(request: pytest.FixtureRequest) -> Any:
     return {"torch": run_torch, "triton": run_kernel}[request.param]
 
 
@@ -126,7 +97,7 @@ def test_in_half_precision(run: Any) -> None:
     assert_close(case, output)
 
 
-@pytest.mark.parametrize("spans", [1, 3, 9])
+@pytest.mark.parametrize("spans", [1, 9])
 def test_spans_of_a_prefix(spans: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it, several blocks of keys each, and more spans than there are blocks."""
     cut_work = kernel.cut_work
@@ -192,8 +163,8 @@ def test_a_layer_takes_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (launch.count, calls.names) == (2, [])
 
 
-def backend_of(
-    case: Case, rank: int, implementation: Any, **heads_need: Any
+def backend(
+    case: Case, rank: int, implementation: Any, **needs: Any
 ) -> tuple[ParticleAttention, Any]:
     """The backend of a model whose latents these are, and a layer of it."""
     c, (heads, width) = on_device(case), case.query.shape[3:]
@@ -202,24 +173,9 @@ def backend_of(
     def write(layer: Any, slots: torch.Tensor, latents: torch.Tensor, _: torch.Tensor) -> None:
         buffer[slots] = latents
 
-    pool = SimpleNamespace(
-        dtype=HALF, start_layer=0, get_key_buffer=lambda _: buffer, set_kv_buffer=write
-    )
-    runner: Any = SimpleNamespace(
-        use_mla_backend=True,
-        is_hybrid_swa=False,
-        req_to_token_pool=SimpleNamespace(req_to_token=c.req_to_token),
-        token_to_kv_pool=pool,
-        dtype=HALF,
-        model_config=SimpleNamespace(
-            context_len=256,
-            kv_lora_rank=rank,
-            qk_rope_head_dim=width - rank,
-            get_num_attention_heads=lambda tp_size: heads,
-        ),
-    )
+    pool = {"get_key_buffer": lambda _: buffer, "set_kv_buffer": write}
     layer = RadixAttention(heads, width, SCALING, 1, 0, v_head_dim=rank)
-    return particle_backend(runner, c.tails, implementation, **heads_need), layer
+    return backend_of(c, implementation, pool, rank=rank, **needs), layer
 
 
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
@@ -227,17 +183,15 @@ def test_as_a_backend(implementation: Any, monkeypatch: pytest.MonkeyPatch) -> N
     """New latents are written first, and values come flat, as SGLang's layers take them."""
     monkeypatch.setattr(supported, "get_parallel", lambda: SimpleNamespace(tp_size=1))
     case, rank = make("no tail at all", HALF)
-    backend, layer = backend_of(case, rank, implementation)
+    attention, layer = backend(case, rank, implementation)
     c = on_device(case)
     slots = c.req_to_token[c.rows, c.committed - 1].long()  # what the queries see last
-    latents = backend.token_to_kv_pool.get_key_buffer(0)
+    latents = attention.token_to_kv_pool.get_key_buffer(0)
     new = latents[slots].clone()
     latents[slots] = float("nan")
-    locations = KVLocations(c.rows, c.committed, c.particle_rows, c.max_tail)
-    backend.plan(locations, c.starts, 1)
     batch: Any = SimpleNamespace(out_cache_loc=slots)
     query = c.query.flatten(0, 2)  # [G * N * C, heads, width]
-    output = backend.forward_extend(query, new, new[..., :rank], layer, batch)
+    output = attention.forward_extend(query, new, new[..., :rank], layer, batch)
     assert output.shape == (len(query), case.query.shape[3] * rank)
     assert_close(case, output.view(*case.query.shape[:4], rank))
 
@@ -247,7 +201,7 @@ def test_heads_are_refused(heads_need: dict[str, Any], monkeypatch: pytest.Monke
     """Not run as models with all keys, or without blocks."""
     monkeypatch.setattr(supported, "get_parallel", lambda: SimpleNamespace(tp_size=1))
     with pytest.raises(ValueError, match="heads with latent attention"):
-        backend_of(*make("decode", HALF), "torch", **heads_need)
+        backend(*make("decode", HALF), "torch", **heads_need)
 
 
 def test_layers_are_told_to_absorb(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +215,7 @@ def test_layers_are_told_to_absorb(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(supported, "get_parallel", lambda: SimpleNamespace(tp_size=1))
     monkeypatch.setattr(AttentionBackendRegistry, "_handlers", {})
-    backend, _ = backend_of(*make("decode", HALF), "torch")
-    for name in (backend.prefill_attention_backend_str, backend.decode_attention_backend_str):
+    attention, _ = backend(*make("decode", HALF), "torch")
+    for name in (attention.prefill_attention_backend_str, attention.decode_attention_backend_str):
         handler: Any = AttentionBackendRegistry.get_handler(name)
         assert handler(None, None) == AttnForwardMethod.MLA

@@ -18,9 +18,6 @@ from sglang_smc.kernels import lineage
 from sglang_smc.memory.ledger import Ledger
 from sglang_smc.options.server import SMCConfig
 
-# Of the interpreter's own loops over a range that ends at a loaded number.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
-
 CONFIGS = {
     "usual": SMCConfig(num_particles=4, num_steps=3, max_lag=8),
     "long tails": SMCConfig(num_particles=3, num_steps=2, max_lag=30),

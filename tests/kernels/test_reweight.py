@@ -93,7 +93,7 @@ def check(case: Case, scheme: str, device: str) -> Reweighted:
     return found
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
 @given(
     num_groups=st.integers(1, 5),
     num_particles=st.sampled_from([1, 2, 3, 5, 8, 32]),

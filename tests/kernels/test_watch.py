@@ -108,19 +108,6 @@ def test_what_is_watched(
     assert torch.equal(expected[left_alone], given_.sums[left_alone])
 
 
-def test_some_are_watched_at_drafts_and_some_behind_them() -> None:
-    """So that the comparison above compares something."""
-    given_ = case(3, 3, 4, 7, filtered=True, dtype=torch.float32)
-    new = played(TORCH, given_) - given_.sums
-    counted = new[..., 3] > 0
-    assert counted.any()
-    assert (~counted).any()
-    behind = fidelity.columns(given_.of) == given_.of.num_steps
-    assert (counted & behind.unsqueeze(1)).any()
-    assert not new[counted & behind.unsqueeze(1)][:, [0, 2]].any()
-    assert (new[counted & ~behind.unsqueeze(1)][:, 0] != 0).all()
-
-
 @pytest.mark.parametrize("ops", ["torch", "kernels"])
 def test_what_is_held_is_not_what_was_given(ops: str, device: str) -> None:
     """Verification reads the scores of all steps later: holding one must not write over another."""

@@ -4,72 +4,118 @@ A group that took a size, a threshold, a number or a slot of its neighbour would
 than among its own kind. Through the package's own steps, with KV read through the ledger.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from toy_laws import LENGTH, languages, law, p_value, run
+from edit_cases import Echo
+from toy_corpus import corpus
+from toy_grammar import Letters, callers, maker
+from toy_laws import LENGTH, SCRIPTS, languages, law, p_value, run
+from toy_worker import Outcome
 
+from sglang_smc.options.budget import Budget
 from sglang_smc.options.server import SMCConfig
 
-CHOICES: tuple[dict[str, Any], ...] = (
-    {},
-    {"num_particles": 1, "num_steps": 1},
-    {"num_particles": 3, "num_steps": 2, "resample_at": "token", "ess_threshold": 1.0},
-    {"num_particles": 8, "num_steps": 4, "resampling_method": "ssp", "ess_threshold": 0.9},
-    {"num_particles": 5, "resampling_method": "residual", "selection": "argmax"},
-    {"num_particles": 3, "resampling_method": "stratified", "ess_threshold": 1.0},
-    {"num_particles": 3, "resampling_method": "multinomial", "evidence_threshold": 1.0},
-    {"mode": "exact", "num_particles": 3, "num_steps": 4},
-    {"mode": "exact", "num_particles": 1, "num_steps": 2},
-    {"mode": "mixed", "num_steps": 2, "evidence_threshold": 0.75},
-    {"mode": "auto", "num_particles": 2, "num_steps": 1},
-    {"power": 2.0, "num_particles": 3},
-    {"draft_temperature": 2.0, "num_particles": 4, "evidence_threshold": 0},
+
+class Kind(NamedTuple):
+    """What requests of one kind choose of SMC's settings, and ask SGLang for."""
+
+    chosen: dict[str, Any]
+    asked: dict[str, Any] = {}  # noqa: RUF012
+    regex: str | None = None
+
+
+PENALTIES = {"frequency_penalty": 1.2, "repetition_penalty": 1.8, "logit_bias": {"1": 0.8}}
+KINDS = (
+    Kind({}),
+    Kind({"num_particles": 1, "num_steps": 1}),
+    Kind({"num_particles": 3, "num_steps": 2, "resample_at": "token", "ess_threshold": 1.0}),
+    Kind({"num_particles": 8, "resampling_method": "ssp", "ess_threshold": 0.9}),
+    Kind({"num_particles": 5, "resampling_method": "residual", "selection": "argmax"}),
+    Kind({"num_particles": 3, "resampling_method": "stratified", "ess_threshold": 1.0}),
+    Kind({"num_particles": 3, "resampling_method": "multinomial", "evidence_threshold": 1.0}),
+    Kind({"mode": "exact", "num_particles": 3}),
+    Kind({"mode": "exact", "num_particles": 1, "num_steps": 2}),
+    Kind({"mode": "mixed", "num_steps": 2, "evidence_threshold": 0.75}),
+    Kind({"mode": "auto", "num_particles": 2, "num_steps": 1}),
+    Kind({"power": 2.0, "num_particles": 3}),
+    Kind({"draft_temperature": 2.0, "num_particles": 4, "evidence_threshold": 0}),
+    Kind({"ngram_weight": 0.9}),
+    Kind({"ngram_weight": 0.0}),
+    Kind({"num_particles": 3}, PENALTIES),
+    Kind({"mode": "exact"}, {"min_new_tokens": 3, "custom_logit_processor": Echo.to_str()}),
+    Kind({"num_particles": 2}, {"top_p": 0.7, "min_p": 0.2}),
+    Kind({"mode": "mixed"}, {"top_k": 1}),
+    Kind({"num_particles": 4}, regex="abb|b(a|b)*"),
+    Kind({"potentials": [{"name": "letters", "when": "round"}], "num_particles": 4}),
 )
-PER_CHOICE = 40
-SERVER = SMCConfig(num_particles=8, num_steps=4, max_lag=3)
+PER_KIND = 12
 
 
-@pytest.mark.parametrize("max_lag", [1, 3, LENGTH])
-def test_a_request_draws_the_same_text_among_its_own_kind_and_among_all(max_lag: int) -> None:
-    server = SMCConfig(num_particles=8, num_steps=4, max_lag=max_lag)
-    num_runs = PER_CHOICE * len(CHOICES)
-    together = run(server, languages(), num_runs=num_runs, chosen=CHOICES)
-    for i, mine in enumerate(CHOICES):
-        rows = list(range(1 + i, num_runs + 1, len(CHOICES)))
-        apart = run(server, languages(), rows, num_runs=num_runs, chosen=(mine,))
+def serve(
+    kinds: tuple[Kind, ...],
+    rows: list[int] | None = None,
+    *,
+    max_lag: int = LENGTH,
+    budgets: tuple[Budget | None, ...] = (None,),
+) -> Outcome:
+    """Texts of rows, each of whose kinds comes in turn."""
+    server = SMCConfig(num_particles=8, num_steps=4, max_lag=max_lag, ngram_weight=0.3)
+    makers = [maker(kind.regex) if kind.regex else (lambda: None) for kind in kinds]
+    # Grammars are made as requests begin, in their order.
+    begun = iter(rows or range(1, PER_KIND * len(KINDS) + 1))
+    return run(
+        server,
+        languages(),
+        rows,
+        num_runs=PER_KIND * len(KINDS),
+        chosen=tuple(kind.chosen for kind in kinds),
+        asked=tuple(kind.asked for kind in kinds),
+        grammar=lambda: makers[(next(begun) - 1) % len(kinds)](),
+        budgets=budgets,
+        corpus=corpus(),
+        callers=callers(letters=Letters()),
+    )
+
+
+@pytest.mark.parametrize(
+    ("max_lag", "script"),
+    [(1, None), (LENGTH, None), *zip((3, 1, LENGTH, 3, 1), SCRIPTS, strict=True)],
+)
+def test_a_request_draws_the_same_text_among_its_own_kind_and_among_all(
+    max_lag: int, script: str | None
+) -> None:
+    more: dict[str, Any] = {"max_lag": max_lag, "budgets": SCRIPTS[script] if script else (None,)}
+    together = serve(KINDS, **more)
+    for i, mine in enumerate(KINDS):
+        rows = list(range(1 + i, PER_KIND * len(KINDS) + 1, len(KINDS)))
+        apart = serve((mine,), rows, **more)
         at = torch.tensor(rows) - 1
         assert torch.equal(together.outputs[at], apart.outputs), mine
         assert torch.allclose(together.log_evidence[at], apart.log_evidence, atol=1e-12), mine
         assert torch.allclose(together.fidelity[at], apart.fidelity, atol=1e-9), mine
 
 
-def test_settings_matter_else_the_test_above_would_see_nothing() -> None:
-    num_runs = PER_CHOICE * len(CHOICES)
-    outputs = [
-        run(SERVER, languages(), num_runs=num_runs, chosen=(mine,)).outputs for mine in CHOICES
-    ]
-    for i, first in enumerate(outputs):
-        for second in outputs[i + 1 :]:
-            assert not torch.equal(first, second)
+def test_a_request_draws_the_same_text_alone_and_in_any_batch() -> None:
+    together = serve(KINDS[:1], list(range(1, 200))).outputs
+    for rows in ([7], [9, 7, 150], [199, 1]):
+        alone = serve(KINDS[:1], rows).outputs
+        assert torch.equal(alone, together[torch.tensor(rows) - 1])
 
 
-@pytest.mark.parametrize("num_particles", [1, 3, 8])
-def test_verified_texts_follow_p_beside_weighed_ones(num_particles: int) -> None:
+def test_settings_matter_else_the_tests_above_would_see_nothing() -> None:
+    outputs = {tuple(serve((mine,)).outputs.flatten().tolist()) for mine in KINDS}
+    assert len(outputs) == len(KINDS)
+
+
+@pytest.mark.parametrize("chosen", [{"mode": "exact"}, {"evidence_threshold": 0}], ids=str)
+def test_a_law_holds_beside_larger_groups(chosen: dict[str, Any]) -> None:
     """Error probability 1e-4 each. Every other request weighs, with more particles and columns."""
     target, draft = languages()
-    chosen = ({"mode": "exact", "num_particles": num_particles, "num_steps": 3}, {})
-    outcome = run(SERVER, (target, draft), num_runs=6000, chosen=chosen)
-    verified = outcome._replace(outputs=outcome.outputs[::2])
-    assert p_value(verified, law([target] * LENGTH)) > 1e-4
-
-
-def test_a_text_of_one_particle_follows_q_and_p_beside_larger_groups() -> None:
-    """Error probability 1e-4."""
-    target, draft = languages()
-    chosen = ({"num_particles": 1, "num_steps": 2, "evidence_threshold": 0}, {})
-    outcome = run(SERVER, (target, draft), num_runs=6000, chosen=chosen)
+    mine = {"num_particles": 1, "num_steps": 2, **chosen}
+    server = SMCConfig(num_particles=8, num_steps=4, max_lag=3)
+    outcome = run(server, (target, draft), num_runs=2000, chosen=(mine, {}))
     alone = outcome._replace(outputs=outcome.outputs[::2])
-    drawn_by = [target if t % 3 == 0 else draft for t in range(LENGTH)]
+    drawn_by = [target if t % 3 == 0 or "mode" in chosen else draft for t in range(LENGTH)]
     assert p_value(alone, law(drawn_by)) > 1e-4

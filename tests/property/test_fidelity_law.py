@@ -31,7 +31,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 def play(num_particles: int = 3, asked: dict[str, Any] | None = None, **more: Any) -> Outcome:
     config = SMCConfig(num_particles=num_particles, num_steps=NUM_STEPS, **more)
-    return run(config, languages(), asked=asked)
+    return run(config, languages(), asked=asked, num_runs=2000)
 
 
 def offline(outcome: Outcome, asked: dict[str, Any] | None = None) -> torch.Tensor:
@@ -63,28 +63,27 @@ def errors(values: torch.Tensor) -> torch.Tensor:
     return values.mean(0) / (values.std(0) / len(values) ** 0.5)
 
 
-@pytest.mark.parametrize("asked", [None, FILTERED], ids=["plain", "filtered"])
-@pytest.mark.parametrize("num_particles", [1, 3])
+@pytest.mark.parametrize(("num_particles", "asked"), [(1, None), (3, None), (3, FILTERED)])
 def test_exact_texts_have_no_tilt_and_no_innovation(
     num_particles: int, asked: dict[str, Any] | None
 ) -> None:
     """Who watched accepted drafts alone, or drafts of one chain, would find some of both."""
     found = play(num_particles, asked, mode="exact").fidelity
-    assert found[:, 3].sum() > 1000
+    assert found[:, 3].sum() > 400
     assert (errors(found[:, [0, 2]]).abs() < 4.5).all()
     # The information is the variance that the sum has, and would have in the columns K.
     assert 0.6 < found[:, 0].var() / found[:, 1].mean() < 1.1
 
 
-@pytest.mark.parametrize("asked", [None, FILTERED], ids=["plain", "filtered"])
-@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize(
+    ("mode", "asked"), [*((mode, None) for mode in MODES), ("exact", FILTERED), ("smc", FILTERED)]
+)
 def test_each_mode_watches_what_the_models_say_of_its_texts(
     mode: str, asked: dict[str, Any] | None
 ) -> None:
     """One column of K + 1 a round: that often its sums are those of the whole texts."""
     outcome = play(asked=asked, **MODES[mode])
     found, expected = outcome.fidelity * (NUM_STEPS + 1), offline(outcome, asked)
-    print(mode, *(f"{(s[:, 0].sum() / s[:, 1].sum()):.3f}" for s in (found, expected)))
     assert (errors(found - expected)[[0, 2, 3]].abs() < 4.5).all()
     tilts = found[:, 0] - expected[:, 0].sum() / expected[:, 1].sum() * found[:, 1]
     assert errors(tilts[:, None]).abs() < 4.5
@@ -93,7 +92,8 @@ def test_each_mode_watches_what_the_models_say_of_its_texts(
 def test_the_draft_itself_has_tilt_one_where_it_is_near() -> None:
     """A single chain that nobody corrects, of a draft close by: the score estimate is right."""
     near = languages(difference=0.5)
-    outcome = run(SMCConfig(num_particles=1, num_steps=7, evidence_threshold=0.0), near)
+    config = SMCConfig(num_particles=1, num_steps=7, evidence_threshold=0.0)
+    outcome = run(config, near, num_runs=3000)
     numerator, information, _, _ = outcome.fidelity.sum(0).tolist()
     assert numerator / information == pytest.approx(1.0, abs=4.5 * information**-0.5)
     assert numerator / information > 4.5 * information**-0.5

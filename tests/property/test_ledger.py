@@ -2,26 +2,15 @@
 
 They differ in N, in K and in how long their tails may get; a round's tensors are cut to what the
 largest needs. A ledger that took a neighbour's size for a group's own would hand out slots in use.
-The checks themselves live in `pool_model.PoolModel`; these tests supply the programs: of twenty
-kinds of server, each step of which is checked, and those of hypothesis. A program ends once each
-situation has come six times, but not within 1,500 steps; with --thorough it goes on, 100,000 steps
-in all.
+The checks themselves live in `pool_model.PoolModel`; these tests supply the programs of ten kinds
+of server, each step of which is checked. A program ends once each situation has come three times,
+but not within 600 steps; with --thorough it goes on, 65,000 steps in all.
 """
 
 import random
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
-from pool_model import PoolModel, Request
+from pool_model import PoolModel
 
 from sglang_smc.options.budget import Budget, budgets
 from sglang_smc.options.server import SMCConfig
@@ -55,9 +44,14 @@ def act(model: PoolModel, rng: random.Random) -> None:
         model.play_round(rng.sample(running, rng.randint(1, len(running))), rng)
 
 
-@pytest.mark.parametrize("adapts", [False, True])
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize(
+    ("name", "overlap", "adapts"),
+    [
+        (name, overlap, overlap != (i % 2 == 0))
+        for i, name in enumerate(CONFIGS)
+        for overlap in (False, True)
+    ],
+)
 def test_long_programs(
     name: str, overlap: bool, adapts: bool, request: pytest.FixtureRequest
 ) -> None:
@@ -65,11 +59,11 @@ def test_long_programs(
     model = PoolModel(config, overlap=overlap, budgets=some_budgets(config, adapts))
     every_kind = config.num_particles > 1 and config.max_lag > 1
     longest = 9000 if adapts else 4000  # more situations to meet
-    least = longest if request.config.getoption("--thorough") else 1500
+    least = longest if request.config.getoption("--thorough") else 600
 
     def seen_all() -> bool:
         situations = {name for name in model.seen if adapts or "particles" not in name}
-        often = min((model.seen[name] for name in situations), default=0) > 5
+        often = min((model.seen[name] for name in situations), default=0) > 2
         return len(situations) == (11 if adapts else 9) and often
 
     while model.operations < least or (
@@ -80,63 +74,3 @@ def test_long_programs(
     for request in list(model.requests.values()):
         model.abort(request, rng)
     assert set(model.free) == model.all_slots
-
-
-class Scheduler(RuleBasedStateMachine):
-    """The same, with programs that hypothesis can shrink."""
-
-    @initialize(name=st.sampled_from(list(CONFIGS)), overlap=st.booleans(), adapts=st.booleans())
-    def create(self, name: str, overlap: bool, adapts: bool) -> None:
-        variant = {"overlap": overlap, "budgets": some_budgets(CONFIGS[name], adapts)}
-        self.model = PoolModel(CONFIGS[name], num_rows=3, longest=24, **variant)
-
-    def pick(self, rng: random.Random) -> Request:
-        return rng.choice(list(self.model.requests.values()))
-
-    @precondition(lambda self: self.model.free_rows)
-    @rule(seed=st.integers(0, 2**16))
-    def start(self, seed: int) -> None:
-        self.model.start(random.Random(seed))
-
-    @precondition(lambda self: self.model.requests)
-    @rule(seed=st.integers(0, 2**16))
-    def play_round_of_some(self, seed: int) -> None:
-        rng = random.Random(seed)
-        running = list(self.model.requests.values())
-        self.model.play_round(rng.sample(running, rng.randint(1, len(running))), rng)
-
-    @precondition(lambda self: self.model.requests)
-    @rule(seed=st.integers(0, 2**16))
-    def play_round_of_all(self, seed: int) -> None:
-        self.model.play_round(list(self.model.requests.values()), random.Random(seed))
-
-    @precondition(lambda self: self.model.requests)
-    @rule(seed=st.integers(0, 2**16))
-    def abort(self, seed: int) -> None:
-        rng = random.Random(seed)
-        self.model.abort(self.pick(rng), rng)
-
-    @precondition(lambda self: self.model.requests)
-    @rule(seed=st.integers(0, 2**16))
-    def retract(self, seed: int) -> None:
-        rng = random.Random(seed)
-        self.model.retract(self.pick(rng), rng)
-
-    @invariant()
-    def nothing_is_lost(self) -> None:
-        if "model" in self.__dict__:
-            self.model.check()
-
-
-def test_random_programs() -> None:
-    run_state_machine_as_test(
-        Scheduler,
-        settings=settings(
-            max_examples=25,
-            stateful_step_count=30,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )

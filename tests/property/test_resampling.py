@@ -1,6 +1,7 @@
 """Laws of the resampling schemes: E[offspring] = N w, and how far offspring may stray."""
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from sglang_smc.smc.resampling import SCHEMES
 from sglang_smc.smc.rounds import resample
 from sglang_smc.smc.weights import log_mean_exp, normalized
 
-NUM_DRAWS = 20_000
+NUM_DRAWS = 8000
 # Normalised; dyadic, uneven, with zeros, nearly dead, more than one whole share.
 WEIGHTS = {
     "uneven": [0.05, 0.45, 0.2, 0.3],
@@ -24,9 +25,11 @@ WEIGHTS = {
 }
 
 
-def offspring(name: str, weights: torch.Tensor, seed: int) -> torch.Tensor:
+@cache
+def offspring(name: str, case: str) -> torch.Tensor:
     """Offspring counts of many independent draws, ``[NUM_DRAWS, N]``."""
-    generator = torch.Generator().manual_seed(seed)
+    weights = torch.tensor(WEIGHTS[case], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(1)
     shape = (NUM_DRAWS, len(weights))
     u = torch.rand(shape, generator=generator, dtype=torch.float64)
     ancestors = SCHEMES[name](weights.expand(shape).contiguous(), u)
@@ -35,61 +38,38 @@ def offspring(name: str, weights: torch.Tensor, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", list(WEIGHTS))
 @pytest.mark.parametrize("name", list(SCHEMES))
-def test_expected_offspring_is_n_w(name: str, case: str) -> None:
-    """z-test of each mean at 5 standard errors: error probability 6e-7 a particle."""
-    w = torch.tensor(WEIGHTS[case], dtype=torch.float64)
-    counts = offspring(name, w, seed=1)
-    expected = len(w) * w
+def test_expected_offspring_is_n_w_and_no_count_strays(name: str, case: str) -> None:
+    """z-test of each mean at 5 standard errors: error probability 6e-7 a particle.
+
+    Of one that is floor or ceil of N w, the mean is its whole law.
+    """
+    expected = len(WEIGHTS[case]) * torch.tensor(WEIGHTS[case], dtype=torch.float64)
+    counts = offspring(name, case)
     # Offspring that are 0 or 1 beyond the floor vary least; give the error that floor.
     fraction = expected - expected.floor()
     variance = torch.maximum(counts.var(0), fraction * (1 - fraction))
     error = (variance / NUM_DRAWS).sqrt() + 1e-9
     assert ((counts.mean(0) - expected).abs() < 5 * error).all()
-
-
-@pytest.mark.parametrize("case", list(WEIGHTS))
-@pytest.mark.parametrize("name", ["systematic", "ssp"])
-def test_offspring_is_floor_or_ceil_of_n_w(name: str, case: str) -> None:
-    w = torch.tensor(WEIGHTS[case], dtype=torch.float64)
-    counts = offspring(name, w, seed=2)
     stray = 1e-9  # N w that misses a whole number by a rounding may go either way
-    assert (counts >= (len(w) * w - stray).floor()).all()
-    assert (counts <= (len(w) * w + stray).ceil()).all()
-
-
-@pytest.mark.parametrize("case", list(WEIGHTS))
-def test_residual_never_keeps_less_than_floor_n_w(case: str) -> None:
-    w = torch.tensor(WEIGHTS[case], dtype=torch.float64)
-    assert (offspring("residual", w, seed=3) >= (len(w) * w).floor()).all()
-
-
-@pytest.mark.parametrize("case", list(WEIGHTS))
-def test_stratified_offspring_strays_by_less_than_two(case: str) -> None:
-    w = torch.tensor(WEIGHTS[case], dtype=torch.float64)
-    assert ((offspring("stratified", w, seed=4) - len(w) * w).abs() < 2).all()
+    if name in ("systematic", "ssp"):
+        assert (counts <= (expected + stray).ceil()).all()
+    if name in ("systematic", "ssp", "residual"):
+        assert (counts >= (expected - stray).floor()).all()
+    if name == "stratified":
+        assert ((counts - expected).abs() < 2).all()
 
 
 @pytest.mark.parametrize("case", ["uneven", "one heavy", "equal"])
 def test_variances_are_ordered_as_theory_has_it(case: str) -> None:
-    """Not above multinomial's, up to 5 % noise; a scheme that ignores its strata would be."""
+    """Not above multinomial's, up to 8 % noise; a scheme that ignores its strata would be."""
     w = torch.tensor(WEIGHTS[case], dtype=torch.float64)
-    variance = {name: float(offspring(name, w, seed=5).var(0).sum()) for name in SCHEMES}
+    variance = {name: float(offspring(name, case).var(0).sum()) for name in SCHEMES}
     expected = float((len(w) * w * (1 - w)).sum())
-    assert variance["multinomial"] == pytest.approx(expected, rel=0.05)
+    assert variance["multinomial"] == pytest.approx(expected, rel=0.08)
     for name in ("stratified", "residual", "systematic", "ssp"):
-        assert variance[name] <= 1.05 * variance["multinomial"]
+        assert variance[name] <= 1.08 * variance["multinomial"]
     if case != "equal":
         assert variance["ssp"] < 0.8 * variance["multinomial"]
-
-
-@pytest.mark.parametrize("name", ["systematic", "ssp"])
-def test_marginal_law_of_an_offspring_count(name: str) -> None:
-    """P(ceil) is the fraction of N w: z-test at 5 standard errors."""
-    w = torch.tensor(WEIGHTS["uneven"], dtype=torch.float64)
-    fraction = len(w) * w - (len(w) * w).floor()
-    above = (offspring(name, w, seed=6) > (len(w) * w).floor()).double().mean(0)
-    error = (fraction * (1 - fraction) / NUM_DRAWS).sqrt() + 1e-9
-    assert ((above - fraction).abs() < 5 * error).all()
 
 
 log_weight = st.one_of(st.floats(-50, 50), st.just(-math.inf), st.sampled_from([0.0, 1.0]))
@@ -98,7 +78,7 @@ uniform = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=80, deadline=None, derandomize=True, database=None)
 @given(st.data())
 def test_any_weights_give_valid_ancestors_with_weight(data: st.DataObject) -> None:
     values = data.draw(st.lists(log_weight, min_size=1, max_size=12))

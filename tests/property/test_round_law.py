@@ -4,7 +4,7 @@ Seeds are fixed, so a test passes always or never; error probabilities are those
 had they been drawn.
 """
 
-import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,52 +12,55 @@ from toy_laws import (
     EOS,
     LENGTH,
     NUM_RUNS,
+    assert_properly_weighted,
     frequencies,
     languages,
     law,
     p_value,
+    pairwise,
     run,
     total_variation,
     unstratified,
 )
-from toy_worker import Language, Outcome
+from toy_worker import Language
 
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.server import RESAMPLING_METHODS, SMCConfig
 
 
-def settings(num_particles: int, num_steps: int, **more: object) -> SMCConfig:
+def plain(num_particles: int, num_steps: int, **more: Any) -> SMCConfig:
     """The plain algorithm of the paper, which keeps what it drafts."""
-    more = {"evidence_threshold": 0.0, **more}
-    return SMCConfig(num_particles=num_particles, num_steps=num_steps, **more)
+    settings = {"evidence_threshold": 0.0, "max_lag": LENGTH, **more}
+    return SMCConfig(num_particles=num_particles, num_steps=num_steps, **settings)
 
 
-def assert_unit_mean_evidence(outcome: Outcome) -> None:
-    """E[Z-hat] = 1 within 4 standard errors (error probability 6e-5)."""
-    evidence = outcome.log_evidence.exp()
-    assert evidence.std() > 0
-    assert abs(evidence.mean() - 1) < 4 * evidence.std() / math.sqrt(len(evidence))
+def draft_of(target: Language, kind: str) -> Language:
+    """A draft that is near, one that ends texts at another rate, or one far off."""
+    if kind == "hasty":
+        return Language(target.logits + 1.5 * torch.eye(3)[EOS])
+    return languages(difference=0.7 if kind == "near" else 1.2)[1]
 
 
-@pytest.mark.parametrize("max_lag", [1, LENGTH])
-@pytest.mark.parametrize("num_steps", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("num_steps", "max_lag"), [(1, 1), (2, LENGTH), (2, 1), (4, LENGTH)], ids=str
+)
 def test_one_particle_follows_q_where_drafted_and_p_where_bonus(
     num_steps: int, max_lag: int
 ) -> None:
     """Error probability 1e-4 each; the slightest misreading of KV changes every context."""
     target, draft = languages()
-    outcome = run(settings(1, num_steps, max_lag=max_lag), (target, draft))
+    outcome = run(plain(1, num_steps, max_lag=max_lag), (target, draft))
     drawn_by = [target if t % (num_steps + 1) == 0 else draft for t in range(LENGTH)]
     assert p_value(outcome, law(drawn_by)) > 1e-4
     assert p_value(outcome, law([target] * LENGTH)) < 1e-9, "the test could not tell them apart"
 
 
-@pytest.mark.parametrize("resample_at", ["block", "token"])
 @pytest.mark.parametrize("max_lag", [1, 3, LENGTH])
+@pytest.mark.parametrize("resample_at", ["block", "token"])
 def test_draft_equal_to_target_is_exact(max_lag: int, resample_at: str) -> None:
     """Error probability 1e-4 each; exact evidence, since no mean weight ever leaves 1."""
     target, _ = languages()
-    config = settings(4, 2, ess_threshold=1.0, resample_at=resample_at, max_lag=max_lag)
+    config = plain(4, 2, ess_threshold=1.0, resample_at=resample_at, max_lag=max_lag)
     outcome = run(config, (target, target))
     assert p_value(outcome, law([target] * LENGTH)) > 1e-4
     assert outcome.log_evidence.abs().max() < 1e-12
@@ -65,66 +68,46 @@ def test_draft_equal_to_target_is_exact(max_lag: int, resample_at: str) -> None:
     assert outcome.num_resampled == 0 or max_lag < LENGTH
 
 
-@pytest.mark.parametrize("max_lag", [1, 2, LENGTH])
-@pytest.mark.parametrize("resample_at", ["block", "token"])
-@pytest.mark.parametrize(("num_particles", "num_steps"), [(2, 1), (4, 2), (5, 4)])
-def test_evidence_is_unbiased(
-    num_particles: int, num_steps: int, resample_at: str, max_lag: int
+@pytest.mark.parametrize(
+    ("num_particles", "method", "ess_threshold", "num_steps", "max_lag", "kind_and_place"),
+    pairwise(
+        (1, 2, 3, 5, 8),
+        RESAMPLING_METHODS,
+        (0.0, 0.5, 0.9, 1.0),
+        (1, 2, 3, 4),
+        (1, 2, LENGTH),
+        ("near block", "near token", "hasty block", "hasty token", "tempered block"),
+    ),
+)
+def test_texts_are_properly_weighted(
+    num_particles: int,
+    method: str,
+    ess_threshold: float,
+    num_steps: int,
+    max_lag: int,
+    kind_and_place: str,
 ) -> None:
-    config = settings(num_particles, num_steps, resample_at=resample_at, max_lag=max_lag)
-    outcome = run(config, languages())
-    assert_unit_mean_evidence(outcome)
-    if num_steps + 1 < LENGTH:  # else one round may be all there is
-        assert (outcome.num_narrowed > 0) == (max_lag < LENGTH)
-        if max_lag < LENGTH or num_particles == 2:  # more siblings hardly ever agree by chance
-            assert outcome.num_emitted_early > 0
-
-
-@pytest.mark.parametrize("resample_at", ["block", "token"])
-@pytest.mark.parametrize("method", RESAMPLING_METHODS)
-def test_evidence_is_unbiased_with_every_scheme(method: str, resample_at: str) -> None:
-    config = settings(
-        5, 2, ess_threshold=0.9, resample_at=resample_at, resampling_method=method, max_lag=LENGTH
-    )
-    outcome = run(config, languages())
-    assert outcome.num_resampled > NUM_RUNS / 2
-    assert_unit_mean_evidence(outcome)
-
-
-@pytest.mark.parametrize(("num_particles", "ess_threshold"), [(1, 1.0), (8, 0.0), (8, 1.0)])
-def test_evidence_is_unbiased_whether_always_or_never_resampled(
-    num_particles: int, ess_threshold: float
-) -> None:
-    config = settings(num_particles, 1, ess_threshold=ess_threshold, max_lag=LENGTH)
-    outcome = run(config, languages())
-    assert (outcome.num_resampled > NUM_RUNS) == (num_particles * ess_threshold > 1)
-    assert_unit_mean_evidence(outcome)
-
-
-@pytest.mark.parametrize("ess_threshold", [0.5, 1.0])
-@pytest.mark.parametrize(("num_steps", "resample_at"), [(1, "block"), (2, "block"), (3, "token")])
-def test_many_particles_come_near_the_target(
-    num_steps: int, resample_at: str, ess_threshold: float
-) -> None:
-    """With this many runs noise alone makes a TV of about .04; one particle's law is .26 away.
-
-    Threshold 1 resamples after every block, or token: a bonus token that is drawn behind another
-    particle or another column than the one it follows puts the law far off.
+    """Red for a weight that is lost or counted twice, of a draft, a bonus token or an end; for a
+    bonus token behind another particle than its own; for ancestors that do not follow weights.
     """
-    target, draft = languages()
-    config = settings(
-        24, num_steps, resample_at=resample_at, ess_threshold=ess_threshold, max_lag=LENGTH
-    )
-    outcome = run(config, (target, draft))
-    assert total_variation(outcome, law([target] * LENGTH)) < 0.06
-
-
-def test_a_request_draws_the_same_text_alone_and_in_any_batch() -> None:
-    config = settings(4, 2, max_lag=3)
-    together = run(config, languages()).outputs
-    for rows in ([7], [9, 7, 2000], [2999, 1]):
-        alone = run(config, languages(), rows).outputs
-        assert torch.equal(alone, together[torch.tensor(rows) - 1])
+    kind, place = kind_and_place.split()
+    target, _ = languages()
+    settings: dict[str, Any] = {
+        "resampling_method": method,
+        "ess_threshold": ess_threshold,
+        "max_lag": max_lag,
+        "resample_at": place,
+        "draft_temperature": 1.6 if kind == "tempered" else None,
+    }
+    draft = target if kind == "tempered" else draft_of(target, kind)
+    outcome = run(plain(num_particles, num_steps, **settings), (target, draft))
+    assert outcome.log_evidence.exp().std() > 0
+    assert_properly_weighted(outcome, law([target] * LENGTH))
+    if num_particles > 1 and ess_threshold == 1:
+        assert outcome.num_resampled > NUM_RUNS / 2
+    if num_particles > 1 and num_steps < 3:  # else a round or two are all there is
+        assert (outcome.num_narrowed > 0) == (max_lag < LENGTH)
+        assert outcome.num_emitted_early > 0 or max_lag == LENGTH
 
 
 def bias_of_what_one_particle_overrates(config: SMCConfig, num_runs: int, *, alone: bool) -> float:
@@ -139,13 +122,8 @@ def bias_of_what_one_particle_overrates(config: SMCConfig, num_runs: int, *, alo
     return config.num_particles * (share - sum(expected[text] for text in overrated))
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        "systematic",
-        *(pytest.param(one, marks=pytest.mark.thorough) for one in RESAMPLING_METHODS[1:]),
-    ],
-)
+@pytest.mark.thorough  # that texts are properly weighted implies it
+@pytest.mark.parametrize("method", RESAMPLING_METHODS)
 def test_law_tends_to_the_target_as_one_over_n(method: str) -> None:
     """N * bias settles; with 5000 runs it has a standard error below .06 at N = 8.
 
@@ -153,63 +131,44 @@ def test_law_tends_to_the_target_as_one_over_n(method: str) -> None:
     """
     scaled = []
     for num_particles in (2, 4, 8):
-        config = settings(num_particles, 2, resampling_method=method, max_lag=LENGTH)
+        config = plain(num_particles, 2, resampling_method=method)
         scaled.append(bias_of_what_one_particle_overrates(config, 5000, alone=True))
     assert min(scaled) > 0.3
     assert max(scaled) < 0.85
     assert bias_of_what_one_particle_overrates(config, 5000, alone=False) < scaled[-1]
 
 
-@pytest.mark.parametrize(("num_particles", "num_steps"), [(4, 2), (8, 2)])
-def test_siblings_that_share_their_noise_lower_the_variance_of_z_hat(
-    num_particles: int, num_steps: int
-) -> None:
+def test_siblings_that_share_their_noise_lower_the_variance_of_z_hat() -> None:
     """The same runs with and without; a variance has a relative error of about 5 % here."""
-    config = settings(num_particles, num_steps, max_lag=LENGTH)
-    spread, apart = (run(config, languages(), ops=ops) for ops in (TORCH, unstratified(TORCH)))
-    assert_unit_mean_evidence(spread)
+    spread, apart = (
+        run(plain(4, 2), languages(), ops=ops, num_runs=3000)
+        for ops in (TORCH, unstratified(TORCH))
+    )
+    assert_properly_weighted(spread, law([languages()[0]] * LENGTH))
     assert spread.log_evidence.exp().var() < 0.93 * apart.log_evidence.exp().var()
 
 
-@pytest.mark.parametrize("resample_at", ["block", "token"])
-@pytest.mark.parametrize("num_steps", [1, 2, 4])
-def test_an_end_inside_a_block_is_weighed_as_any_token(num_steps: int, resample_at: str) -> None:
-    """The two models end texts at very different rates; an end that does not weigh would show."""
-    target, _ = languages()
-    hasty = target.logits.clone()
-    hasty[:, EOS] += 1.5
-    config = settings(24, num_steps, ess_threshold=0.9, resample_at=resample_at, max_lag=LENGTH)
-    outcome = run(config, (target, Language(hasty)))
-    assert total_variation(outcome, law([target] * LENGTH)) < 0.06
-    assert_unit_mean_evidence(outcome)
-
-
-@pytest.mark.parametrize("temperature", [0.6, 1.6])
-def test_a_draft_with_another_temperature_is_corrected(temperature: float) -> None:
-    target, _ = languages()
-    config = settings(24, 2, draft_temperature=temperature, max_lag=LENGTH)
-    outcome = run(config, (target, target))
-    assert total_variation(outcome, law([target] * LENGTH)) < 0.06
-    assert_unit_mean_evidence(outcome)
-
-
-@pytest.mark.parametrize("resample_at", ["block", "token"])
-@pytest.mark.parametrize("num_particles", [1, 2, 24])
+@pytest.mark.parametrize(
+    ("num_particles", "resample_at"), [(1, "token"), (2, "block"), (16, "token")]
+)
 def test_tokens_that_the_target_never_says_never_come_out(
     num_particles: int, resample_at: str
 ) -> None:
-    """q has mass where p has none: weight zero, and an exact target step where all die at once."""
+    """q has mass where p has none: weight zero, and an exact target step where all die at once.
+
+    With 16 particles noise makes a TV of about .07; one particle's law is .26 away.
+    """
     target, draft = languages()
     least = target.logits.argmin(1, keepdim=True)
     cut = Language(target.logits.scatter(1, least, -torch.inf))
     expected = law([cut] * LENGTH)
-    config = settings(num_particles, 3, ess_threshold=0.9, resample_at=resample_at, max_lag=LENGTH)
-    outcome = run(config, (cut, draft))
+    config = plain(num_particles, 3, ess_threshold=0.9, resample_at=resample_at)
+    outcome = run(config, (cut, draft), num_runs=800)
     assert all(expected[text] > 0 for text in frequencies(outcome))
     assert not outcome.log_evidence.isnan().any()
     assert outcome.num_all_zero > 0 or num_particles > 2
-    if num_particles == 24:
-        assert total_variation(outcome, expected) < 0.06
+    if num_particles == 16:
+        assert total_variation(outcome, expected) < 0.12
 
 
 def test_a_group_that_dies_entirely_takes_exact_target_steps() -> None:
@@ -217,6 +176,6 @@ def test_a_group_that_dies_entirely_takes_exact_target_steps() -> None:
     target, _ = languages()
     endless, over = target.logits.clone(), target.logits.clone()
     endless[:, EOS], over[:, :EOS] = -torch.inf, -torch.inf
-    outcome = run(settings(4, 3, max_lag=LENGTH), (Language(endless), Language(over)))
+    outcome = run(plain(4, 3), (Language(endless), Language(over)))
     assert outcome.num_all_zero == outcome.num_rounds == (LENGTH - 1) * NUM_RUNS
     assert p_value(outcome, law([Language(endless)] * LENGTH)) > 1e-4
