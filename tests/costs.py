@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import multiprocessing.process
 import os
+import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -62,8 +63,10 @@ class Costs:
             start_process(process)
 
         def serve(arguments: list[str], *others: Any) -> Any:
-            self._starts += _is_server(arguments)
-            return start_server(arguments, *others)
+            process = start_server(arguments, *others)
+            if not isinstance(process, subprocess.Popen):  # which the audit hook counts
+                self._starts += _is_server(arguments)
+            return process
 
         def audit(event: str, arguments: tuple[Any, ...]) -> None:
             if event == "subprocess.Popen" and isinstance(arguments[1], (list, tuple)):

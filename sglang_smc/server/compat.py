@@ -1,8 +1,8 @@
 """What users hear on an SGLang release that this package does not support.
 
-What the package touches inside those that it does is written down in tests/contract/upstream/relied.py, and
-compared there with what is installed: a check for those who change the release, not for each start
-of a server.
+What the package touches inside those that it does is derived from its source, with
+tests/contract/upstream/relied.py, and compared there with what is installed: a check for those who
+change the release, not for each start of a server.
 """
 
 import os
