@@ -32,13 +32,15 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcChannels
 from sglang.srt.managers.scheduler_components.output_sender import SenderWrapper
 from sglang.srt.plugins import load_plugins
-from sglang.srt.runtime_context import SpawnRanks, create_context, use_context
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 from tiny_models import ENGINE_DEFAULTS, STRICT_CHECKS
 
-from sglang_smc import process
+from sglang_smc import process, upstream
 from sglang_smc.options.server import CPU_OVERLAP_ENV
+
+if upstream.IS_NEWER:  # the schedulers here run on no older one
+    from sglang.srt.runtime_context import SpawnRanks, create_context, use_context
 
 MOST_STEPS = 20_000
 
