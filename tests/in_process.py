@@ -10,15 +10,24 @@ import inspect
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import msgspec
+import pytest
 import torch
-from head_laws import DFLASH, Draft
+from head_laws import Draft
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from toy_request import PROMPT
 from toy_worker import Language, SlotModel, ToyWorker
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
+from transformers.masking_utils import eager_mask
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from sglang_smc import upstream
 from sglang_smc.drafts.corpus import Corpus
@@ -41,11 +50,25 @@ class Answer(NamedTuple):
     meta_info: dict[str, Any]  # SMC's own
 
 
+def attend_in(kind: str) -> str:
+    """Attention over keys and values that are kept in 8 bits, by the name of their type."""
+
+    def attend(module: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> Any:
+        dtype = {"fp8_e5m2": torch.float8_e5m2, "fp8_e4m3": torch.float8_e4m3fn}[kind]
+        key, value = (part.to(dtype).to(part.dtype) for part in (key, value))
+        return eager_attention_forward(module, query, key, value, *rest, **more)
+
+    if kind != "eager":
+        AttentionInterface.register(kind, attend)
+        AttentionMaskInterface.register(kind, eager_mask)
+    return kind
+
+
 def load(path: str, dtype: torch.dtype = torch.float32, attention: str = "eager") -> Any:
     """A checkpoint in plain torch; faster attention would leave a cap on scores out."""
     takes_images = hasattr(AutoConfig.from_pretrained(path), "vision_config")
     auto = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
-    options = {"attn_implementation": attention, "experts_implementation": "eager"}
+    options = {"attn_implementation": attend_in(attention), "experts_implementation": "eager"}
     return auto.from_pretrained(path, dtype=dtype, **options).eval()
 
 
@@ -152,7 +175,7 @@ class InProcess(ToyWorker):
         self.tokenizer = AutoTokenizer.from_pretrained(target)
         self.tokenizer.additional_stop_token_ids = None  # as SGLang's own loader leaves it
         blank = Language(torch.zeros(1, width))
-        longest = WIDTH - len(PROMPT)
+        self.num_begun, longest = 0, WIDTH - len(PROMPT)
         super().__init__(
             SMCConfig(**settings),
             blank,
@@ -166,18 +189,18 @@ class InProcess(ToyWorker):
     def _make_worker(self, num_slots: int) -> Any:
         rows, (target, draft) = self.target._table, self.models
         self.target = CheckpointSlots(target, rows, num_slots)
+        own: Any = HeadSlots(target, rows, num_slots)
         if isinstance(draft, Checkpoint):
-            self.draft = CheckpointSlots(draft, rows, num_slots)
-        else:
-            self.draft = HeadSlots(target, rows, num_slots)
+            own = CheckpointSlots(draft, rows, num_slots)
+        self.draft = own
         worker: Any = super()._make_worker(num_slots)
         steps = worker._steps
         if draft is None:
             proposal: Any = Nobody(None, self.vocab_size)  # type: ignore[arg-type]
             worker._steps = Steps(steps.target, proposal, steps.ledger, self.ops)
         elif isinstance(draft, Draft):
-            self.draft.head = draft
-            worker._steps = Steps(steps.target, HeadDrafts(self.draft), steps.ledger, self.ops)
+            own.head = draft
+            worker._steps = Steps(steps.target, HeadDrafts(own), steps.ledger, self.ops)
         worker._round = Round(worker._steps, worker._tables, self.ops, self.corpus)
         self.prefill = Prefill.__new__(Prefill)
         self.prefill._states, self.prefill._tables = worker._states, worker._tables
@@ -186,11 +209,7 @@ class InProcess(ToyWorker):
 
     def generate(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> list[Answer]:
         """Answer requests, in one batch; keywords of `sampling_params` as an engine takes them."""
-        reqs = [self.request(i, *each) for i, each in enumerate(zip(prompts, params, strict=True))]
-        for number, req in enumerate(reqs):
-            slots = self.table[1 + number, : len(prompts[number])]
-            for model in (self.target, self.draft):
-                model.read(prompts[number], slots)
+        reqs = [self.begin_request(*each) for each in zip(prompts, params, strict=True)]
         width = max(map(len, prompts))
         texts = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts])
         ends = torch.tensor([[len(prompt) - 1] for prompt in prompts])
@@ -206,13 +225,17 @@ class InProcess(ToyWorker):
                 self.book(req, new)
         return [self.answer(req) for req in reqs]
 
-    def request(self, number: int, prompt: list[int], asked: dict[str, Any]) -> Any:
+    def begin_request(self, prompt: list[int], asked: dict[str, Any]) -> Any:
+        """A request in the next row, whose prompt both models have read."""
+        self.num_begun += 1
         params = SamplingParams(**asked)
         params.normalize(self.tokenizer)
-        req = Req(str(number), "", prompt, params, vocab_size=self.vocab_size)  # type: ignore[arg-type]
+        req = Req(str(self.num_begun), "", prompt, params, vocab_size=self.vocab_size)  # type: ignore[arg-type]
         req.tokenizer = self.tokenizer
         kv = upstream.kv_of(req)
-        kv.req_pool_idx, kv.kv_committed_len = 1 + number, len(prompt)
+        kv.req_pool_idx, kv.kv_committed_len = self.num_begun, len(prompt)
+        for model in (self.target, self.draft):
+            model.read(prompt, self.table[self.num_begun, : len(prompt)])
         return req
 
     def batch(self, reqs: list[Any]) -> Any:
@@ -242,7 +265,7 @@ class InProcess(ToyWorker):
         return result.resolve(SimpleNamespace(reqs=reqs), resolve)
 
     def book(self, req: Any, new: list[int]) -> None:
-        """Give a request its tokens, as SGLang's books do with our hook around the look for an end."""
+        """Give a request its tokens, as SGLang does, and let it look for an end."""
         req.output_ids.extend(new)
         update_finish_state(inspect.unwrap(Req.update_finish_state), req, len(new))
 
@@ -251,5 +274,17 @@ class InProcess(ToyWorker):
         return Answer(output, state_of(req).meta_info(output))
 
 
-def config_with(settings: dict[str, Any], **more: Any) -> SMCConfig:
-    return msgspec.structs.replace(SMCConfig(**settings), **more)
+def check(answers: list[dict[str, Any]], expected: list[Answer]) -> int:
+    """Compare an engine's answers, with their evidence, but for requests that were retracted.
+
+    What follows a retraction is drawn anew. Returns how many were compared.
+    """
+    compared = 0
+    for number, (answer, wanted) in enumerate(zip(answers, expected, strict=True)):
+        info = answer["meta_info"]
+        if not info["num_retractions"]:
+            assert answer["output_ids"] == wanted.output_ids, number
+            evidence = wanted.meta_info["spec_smc_log_evidence"]
+            assert info["spec_smc_log_evidence"] == pytest.approx(evidence, abs=1e-4), number
+            compared += 1
+    return compared
