@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCAB, EOS = 64, 1
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -25,7 +25,7 @@ _TIED = {"tie_word_embeddings": True}
 
 # Every other layer sees 9 keys, its own among them.
 _WINDOWS = {
-    **_SIZES,
+    **SIZES,
     **_TIED,
     "head_dim": 8,
     "num_hidden_layers": 4,
@@ -68,9 +68,9 @@ _V3: dict[str, Any] = {
 }
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "gemma": {**_SIZES, **_TIED, "head_dim": 8},
+    "gemma": {**SIZES, **_TIED, "head_dim": 8},
     "glm4_moe": {
-        **_SIZES,
+        **SIZES,
         "head_dim": 8,
         "moe_intermediate_size": 32,
         "n_routed_experts": 4,
@@ -79,8 +79,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 1,
     },
     "gpt2": {**_TIED, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512},
-    "llama": _SIZES,
-    "mixtral": {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "llama": SIZES,
+    "mixtral": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
     "opt": {
         **_TIED,
         "hidden_size": 32,
@@ -90,18 +90,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4,
         "max_position_embeddings": 512,
     },
-    "phi3": _SIZES,
-    "qwen2": _SIZES,
-    "qwen3": {**_SIZES, "head_dim": 8},
+    "phi3": SIZES,
+    "qwen2": SIZES,
+    "qwen3": {**SIZES, "head_dim": 8},
     "qwen3_moe": {
-        **_SIZES,
+        **SIZES,
         "head_dim": 8,
         "moe_intermediate_size": 32,
         "num_experts": 4,
         "num_experts_per_tok": 2,
     },
     "qwen3_5_text": {
-        **_SIZES,
+        **SIZES,
         "num_hidden_layers": 4,
         "full_attention_interval": 2,
         "head_dim": 8,
