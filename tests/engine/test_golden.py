@@ -74,9 +74,10 @@ CASES = {
     "text of images": Case("qwen2_5_vl", "mistral3"),
     "padding of the target": Case("padded", "llama"),
     "padding of the draft": Case("llama", "padded"),
+    **{kind: Case("llama", kind) for kind in (EAGLE3, HOT)},
 }
 OTHERS = {
-    **{kind: Case("llama", kind) for kind in HEADS},
+    DFLASH: Case("llama", DFLASH),
     "8 bits": Case("llama", "llama", {"kv_cache_dtype": "fp8_e5m2"}, retracts=False),
     "windows on both sides": Case("gemma3_text", "cohere2"),
     "latents of a later family": Case("glm4_moe_lite", "minicpm3"),
@@ -149,6 +150,8 @@ def test_answers_are_those_of_rounds_over_transformers(
     if case.draft == HOT:  # weights alone would never reach what it does not know
         asked = [each for each in ASKED if not {"evidence_threshold", "power"} & {*each[0]}]
         known = {"drafts_all": False}
+    if case.draft == DFLASH:  # a block has as many masks as the batch's longest, which read theirs
+        asked = [each for each in ASKED if "num_steps" not in each[0]]
     law = Draft(case.draft, target, draft, NUM_STEPS) if case.draft in HEADS else draft
     attention = case.arguments.get("kv_cache_dtype", "eager")
     own = InProcess(target, law, settings | known, 2 * len(asked + GREEDY), attention=attention)
