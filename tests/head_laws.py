@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from laws import NextProbs, Sequence
 from transformers import AutoModelForCausalLM
 
 from sglang_smc.distill.checkpoints import load_dflash, load_eagle3, new_dflash, new_eagle3
@@ -65,30 +64,3 @@ class Draft:
         logits = self.head(embed(texts), features, columns, self.num_steps)[:, 0]
         probs = logits.new_zeros(*logits.shape[:2], len(self.model.lm_head.weight))
         return probs.index_copy(2, self.head.hot, logits.softmax(-1))
-
-    def law(self, prompt: list[int], anchor: int) -> NextProbs:
-        """Of a token in the round whose last kept token is the ``anchor``-th of the output."""
-        place = len(prompt) + anchor
-        memory: dict[Sequence, torch.Tensor] = {}
-
-        def probs(output: Sequence) -> torch.Tensor:
-            if output not in memory:
-                # What is not there yet is not read; its law is behind all that is.
-                text = [*prompt, *output, 0]
-                memory[output] = self.probs(text, place)[len(output) - anchor - 1]
-            return memory[output]
-
-        return probs
-
-    @torch.no_grad()
-    def log_evidence(self, prompt: list[int], output: list[int]) -> float:
-        """log p - log q of all that was drafted of an output, where every draft was kept."""
-        text, total = [*prompt, *output], 0.0
-        log_p = self.model(torch.tensor([text])).logits[0].log_softmax(-1)
-        for first in range(len(prompt), len(text), self.num_steps + 1):
-            q = self.probs(text, first)
-            for step, place in enumerate(range(first + 1, first + 1 + self.num_steps)):
-                if place < len(text):
-                    token = text[place]
-                    total += float(log_p[place - 1, token] - q[step, token].log())
-        return total

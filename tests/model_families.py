@@ -68,7 +68,6 @@ _V3: dict[str, Any] = {
 }
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "gemma": {**SIZES, **_TIED, "head_dim": 8},
     "glm4_moe": {
         **SIZES,
         "head_dim": 8,
@@ -81,18 +80,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {**_TIED, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512},
     "llama": SIZES,
     "mixtral": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "opt": {
-        **_TIED,
-        "hidden_size": 32,
-        "word_embed_proj_dim": 32,
-        "ffn_dim": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 512,
-    },
     "phi3": SIZES,
-    "qwen2": SIZES,
-    "qwen3": {**SIZES, "head_dim": 8},
     "qwen3_moe": {
         **SIZES,
         "head_dim": 8,
@@ -166,21 +154,6 @@ def make_family(
         _say_interval(Path(path, "config.json"), FAMILIES[family]["full_attention_interval"])
     tiny_tokenizer(vocab, EOS).save_pretrained(path)
     return str(path)
-
-
-def greedy(
-    path: str, prompts: list[list[int]], num_tokens: int, auto: Any = AutoModelForCausalLM
-) -> list[list[int]]:
-    """Continuations by transformers, one prompt at a time; ``auto`` finds the model's class.
-
-    In plain torch: its faster attention would leave a cap on scores out.
-    """
-    model: Any = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    options = {"do_sample": False, "max_new_tokens": num_tokens, "use_cache": False}
-    return [
-        model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
-        for prompt in prompts
-    ]
 
 
 def _say_interval(config: Path, interval: int) -> None:
