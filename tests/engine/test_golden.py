@@ -74,10 +74,10 @@ CASES = {
     "text of images": Case("qwen2_5_vl", "mistral3"),
     "padding of the target": Case("padded", "llama"),
     "padding of the draft": Case("llama", "padded"),
+    "8 bits": Case("llama", "llama", {"kv_cache_dtype": "fp8_e5m2"}, retracts=False),
     **{kind: Case("llama", kind) for kind in HEADS},
 }
 OTHERS = {
-    "8 bits": Case("llama", "llama", {"kv_cache_dtype": "fp8_e5m2"}, retracts=False),
     "windows on both sides": Case("gemma3_text", "cohere2"),
     "latents of a later family": Case("glm4_moe_lite", "minicpm3"),
     "latents before plain keys": Case("minicpm3", "llama"),
