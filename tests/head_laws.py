@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from laws import NextProbs, Sequence
 from transformers import AutoModelForCausalLM
 
 from sglang_smc.distill.checkpoints import load_dflash, load_eagle3, new_dflash, new_eagle3
@@ -45,47 +44,23 @@ class Draft:
         self.head = load(folder, target).double().eval()
         self.is_block, self.num_steps = kind == DFLASH, num_steps
 
-    @torch.no_grad()
     def probs(self, text: list[int], anchor: int) -> torch.Tensor:
-        """Of the K tokens behind ``text[anchor]``, ``[K, V]``; a chain's, given those in the text.
+        """Of the K tokens behind ``text[anchor]``, ``[K, V]``; see `laws`."""
+        return self.laws(torch.tensor([text]), torch.tensor([anchor]))[0]
 
-        The target has read what stands before the anchor.
+    @torch.no_grad()
+    def laws(self, texts: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+        """Of the K tokens behind ``anchors`` ``[R]`` of ``texts`` ``[R, L]``, ``[R, K, V]``.
+
+        A chain's, given those in the text. The target has read what stands before the anchor.
         """
-        ids = torch.tensor([text])
-        states = self.model(ids, output_hidden_states=True).hidden_states
+        states = self.model(texts, output_hidden_states=True).hidden_states
         features = torch.cat([states[layer + 1] for layer in self.head.shape.layer_ids], -1)
-        embed, anchors = self.model.get_input_embeddings(), torch.tensor([[anchor]])
+        embed, columns = self.model.get_input_embeddings(), anchors.unsqueeze(1)
         if self.is_block:
             mask = embed(torch.tensor(self.head.mask_token_id))
-            filled = self.head(embed(ids[:, anchor : anchor + 1]), mask, features, anchors)
-            return self.model.lm_head(filled)[0, 0].softmax(-1)
-        logits = self.head(embed(ids), features, anchors, self.num_steps)[0, 0]
-        probs = torch.zeros(len(logits), len(self.model.lm_head.weight), dtype=logits.dtype)
-        return probs.index_copy(1, self.head.hot, logits.softmax(-1))
-
-    def law(self, prompt: list[int], anchor: int) -> NextProbs:
-        """Of a token in the round whose last kept token is the ``anchor``-th of the output."""
-        place = len(prompt) + anchor
-        memory: dict[Sequence, torch.Tensor] = {}
-
-        def probs(output: Sequence) -> torch.Tensor:
-            if output not in memory:
-                # What is not there yet is not read; its law is behind all that is.
-                text = [*prompt, *output, 0]
-                memory[output] = self.probs(text, place)[len(output) - anchor - 1]
-            return memory[output]
-
-        return probs
-
-    @torch.no_grad()
-    def log_evidence(self, prompt: list[int], output: list[int]) -> float:
-        """log p - log q of all that was drafted of an output, where every draft was kept."""
-        text, total = [*prompt, *output], 0.0
-        log_p = self.model(torch.tensor([text])).logits[0].log_softmax(-1)
-        for first in range(len(prompt), len(text), self.num_steps + 1):
-            q = self.probs(text, first)
-            for step, place in enumerate(range(first + 1, first + 1 + self.num_steps)):
-                if place < len(text):
-                    token = text[place]
-                    total += float(log_p[place - 1, token] - q[step, token].log())
-        return total
+            filled = self.head(embed(texts.gather(1, columns)), mask, features, columns)
+            return self.model.lm_head(filled)[:, 0].softmax(-1)
+        logits = self.head(embed(texts), features, columns, self.num_steps)[:, 0]
+        probs = logits.new_zeros(*logits.shape[:2], len(self.model.lm_head.weight))
+        return probs.index_copy(2, self.head.hot, logits.softmax(-1))

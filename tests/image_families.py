@@ -6,19 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model_families import EOS, VOCAB
+from model_families import EOS, SIZES, VOCAB
 from tiny_models import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 _TEXT: dict[str, Any] = {
+    **SIZES,
     "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 8,
-    "max_position_embeddings": 512,
     "tie_word_embeddings": False,
     "initializer_range": 0.3,
     "pad_token_id": 0,
@@ -33,16 +28,7 @@ _VISION: dict[str, Any] = {
     "patch_size": 4,
     "spatial_merge_size": 2,
 }
-_PIXTRAL: dict[str, Any] = {
-    "model_type": "pixtral",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "head_dim": 8,
-    "patch_size": 4,
-    "image_size": 16,
-}
+_EYE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32}
 _PLACES = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62}
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -56,8 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "text_config": {**_TEXT, "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}},
         "vision_config": {
             **_VISION,
-            "hidden_size": 16,
-            "intermediate_size": 32,
+            **_EYE,
             "out_hidden_size": 32,
             "window_size": 16,
             "fullatt_block_indexes": [0],
@@ -67,16 +52,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_PLACES,
         "text_config": {
             **_TEXT,
-            "rope_parameters": {
-                **_ROPE,
-                "mrope_section": [2, 1, 1],
-                "mrope_interleaved": True,
-            },
+            "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
         },
         "vision_config": {
             **_VISION,
-            "hidden_size": 16,
-            "intermediate_size": 32,
+            **_EYE,
             "out_hidden_size": 32,
             "num_position_embeddings": 16,
             "deepstack_visual_indexes": [0],
@@ -85,7 +65,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral3": {
         "image_token_index": 60,
         "text_config": {"model_type": "mistral", **_TEXT},
-        "vision_config": _PIXTRAL,
+        "vision_config": {
+            **_EYE,
+            "model_type": "pixtral",
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "head_dim": 8,
+            "patch_size": 4,
+            "image_size": 16,
+        },
     },
 }
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCAB, EOS = 64, 1
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -25,7 +25,7 @@ _TIED = {"tie_word_embeddings": True}
 
 # Every other layer sees 9 keys, its own among them.
 _WINDOWS = {
-    **_SIZES,
+    **SIZES,
     **_TIED,
     "head_dim": 8,
     "num_hidden_layers": 4,
@@ -68,9 +68,8 @@ _V3: dict[str, Any] = {
 }
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "gemma": {**_SIZES, **_TIED, "head_dim": 8},
     "glm4_moe": {
-        **_SIZES,
+        **SIZES,
         "head_dim": 8,
         "moe_intermediate_size": 32,
         "n_routed_experts": 4,
@@ -79,29 +78,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 1,
     },
     "gpt2": {**_TIED, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512},
-    "llama": _SIZES,
-    "mixtral": {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "opt": {
-        **_TIED,
-        "hidden_size": 32,
-        "word_embed_proj_dim": 32,
-        "ffn_dim": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 512,
-    },
-    "phi3": _SIZES,
-    "qwen2": _SIZES,
-    "qwen3": {**_SIZES, "head_dim": 8},
+    "llama": SIZES,
+    "mixtral": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "phi3": SIZES,
     "qwen3_moe": {
-        **_SIZES,
+        **SIZES,
         "head_dim": 8,
         "moe_intermediate_size": 32,
         "num_experts": 4,
         "num_experts_per_tok": 2,
     },
     "qwen3_5_text": {
-        **_SIZES,
+        **SIZES,
         "num_hidden_layers": 4,
         "full_attention_interval": 2,
         "head_dim": 8,
@@ -166,21 +154,6 @@ def make_family(
         _say_interval(Path(path, "config.json"), FAMILIES[family]["full_attention_interval"])
     tiny_tokenizer(vocab, EOS).save_pretrained(path)
     return str(path)
-
-
-def greedy(
-    path: str, prompts: list[list[int]], num_tokens: int, auto: Any = AutoModelForCausalLM
-) -> list[list[int]]:
-    """Continuations by transformers, one prompt at a time; ``auto`` finds the model's class.
-
-    In plain torch: its faster attention would leave a cap on scores out.
-    """
-    model: Any = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    options = {"do_sample": False, "max_new_tokens": num_tokens, "use_cache": False}
-    return [
-        model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
-        for prompt in prompts
-    ]
 
 
 def _say_interval(config: Path, interval: int) -> None:

@@ -4,6 +4,8 @@
 bits, it has other texts, and this page of answers has to be written anew, with a reason:
 
     PYTHONPATH=tests python tests/engine/test_seeded_texts.py
+
+It is also what the package's own rounds answer over transformers; test_golden.py says what for.
 """
 
 import json
@@ -13,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from checkpoint_rounds import CheckpointRounds, check
 from tiny_models import ENGINE_DEFAULTS, make_tiny_model, smc_arguments
 
 pytestmark = pytest.mark.engine
@@ -31,26 +34,12 @@ ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "exact of two": ({"mode": "exact", "num_particles": 2, "num_steps": 2}, {}),
     "mixed": ({"mode": "mixed"}, {}),
     "filters": ({"mode": "exact"}, {"top_k": 20, "top_p": 0.9, "min_p": 0.01}),
+    "top-k": ({"evidence_threshold": 0}, {"top_k": 4, "temperature": 1.7}),
     "edits": ({}, {"frequency_penalty": 0.4, "logit_bias": {"9": 2.0}, "min_new_tokens": 8}),
     "stop": ({}, {"stop": ["t4"], "stop_token_ids": [12]}),
 }
 SAMPLES = 3  # of the first prompt, with one seed
-
-
-def answers(engine: Any) -> dict[str, list[list[int]]]:
-    """The tokens of each answer, by what was asked for; nearly all requests run at once."""
-    asked = [(name, i) for name in ASKED for i in range(len(PROMPTS))]
-    found = engine.generate(
-        input_ids=[PROMPTS[i] for _, i in asked],
-        sampling_params=[params(name, i) for name, i in asked],
-    )
-    texts: dict[str, list[list[int]]] = {name: [] for name in ASKED}
-    for (name, _), answer in zip(asked, found, strict=True):
-        texts[name].append(answer["output_ids"])
-    samples = engine.generate(
-        input_ids=PROMPTS[0], sampling_params={**params("exact", 0), "n": SAMPLES}
-    )
-    return {**texts, "samples": [answer["output_ids"] for answer in samples]}
+REQUESTS = [(name, seed) for name in ASKED for seed in range(len(PROMPTS))]
 
 
 def params(name: str, seed: int) -> dict[str, Any]:
@@ -59,12 +48,36 @@ def params(name: str, seed: int) -> dict[str, Any]:
     return {**own, "custom_params": {"smc": smc}, **others}
 
 
+def given() -> tuple[list[list[int]], list[dict[str, Any]]]:
+    return [PROMPTS[seed] for _, seed in REQUESTS], [params(*each) for each in REQUESTS]
+
+
+def answers(engine: Any) -> list[dict[str, Any]]:
+    """Nearly all requests run at once."""
+    prompts, sampling = given()
+    return engine.generate(input_ids=prompts, sampling_params=sampling)
+
+
+def record(engine: Any, found: list[dict[str, Any]]) -> dict[str, list[list[int]]]:
+    """The tokens of each answer, by what was asked for."""
+    texts: dict[str, list[list[int]]] = {name: [] for name in ASKED}
+    for (name, _), answer in zip(REQUESTS, found, strict=True):
+        texts[name].append(answer["output_ids"])
+    samples = engine.generate(
+        input_ids=PROMPTS[0], sampling_params={**params("exact", 0), "n": SAMPLES}
+    )
+    return {**texts, "samples": [answer["output_ids"] for answer in samples]}
+
+
 def test_seeded_texts_are_those_that_were_written_down(
     engine: Callable[..., Any], tiny: Callable[..., str]
 ) -> None:
-    pair = (tiny(seed=seed, **MODEL) for seed in (1, 2))
-    found = answers(engine(**smc_arguments(*pair, **SERVER)))
-    assert found == json.loads(RECORD.read_text())
+    pair = tiny(seed=1, **MODEL), tiny(seed=2, **MODEL)
+    running = engine(**smc_arguments(*pair, **SERVER))
+    found = answers(running)
+    assert record(running, found) == json.loads(RECORD.read_text())
+    own = CheckpointRounds(*pair, SERVER, len(REQUESTS))
+    assert check(found, own.generate(*given())) == len(found)
 
 
 def main() -> None:
@@ -73,9 +86,11 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         pair = (make_tiny_model(f"{folder}/{seed}", seed=seed, **MODEL) for seed in (1, 2))
         engine = sglang.Engine(**{**ENGINE_DEFAULTS, **smc_arguments(*pair, **SERVER)})
-        lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in answers(engine).items()]
+        texts = record(engine, answers(engine))
         engine.shutdown()
-    RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    RECORD.write_text(
+        "{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in texts.items()) + "\n}\n"
+    )
 
 
 if __name__ == "__main__":

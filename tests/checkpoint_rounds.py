@@ -1,0 +1,290 @@
+"""The package's own rounds over checkpoints in transformers: what an engine must answer.
+
+Randomness is a hash of (seed, round, position, particle, purpose), so that an engine's text equals
+the text of these rounds, token by token, unless it hands rounds other logits: of another token,
+slot, position or model. Here a model reads each text anew, from the tokens in the slots that the
+ledger leads to; nothing of SGLang's layers, caches, schedules or attention takes part.
+"""
+
+import inspect
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from head_laws import Draft
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+from toy_request import PROMPT
+from toy_worker import Language, SlotModel, ToyWorker
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
+from transformers.masking_utils import eager_mask
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from sglang_smc import upstream
+from sglang_smc.drafts.corpus import Corpus
+from sglang_smc.drafts.nobody import Nobody
+from sglang_smc.drafts.proposal import DraftSlots, LanguageModel
+from sglang_smc.memory import arena
+from sglang_smc.models.attention import KVLocations
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.patches.request_state import update_finish_state
+from sglang_smc.requests.state import state_of
+from sglang_smc.round.prefill import Prefill
+from sglang_smc.round.round import Round
+from sglang_smc.round.steps import Steps
+
+WIDTH = 128  # tokens of the longest prompt and answer
+
+
+class Answer(NamedTuple):
+    output_ids: list[int]
+    meta_info: dict[str, Any]  # SMC's own
+
+
+def attend_in(kind: str) -> str:
+    """Attention over keys and values that are kept in 8 bits, by the name of their type."""
+
+    def attend(module: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> Any:
+        dtype = {"fp8_e5m2": torch.float8_e5m2, "fp8_e4m3": torch.float8_e4m3fn}[kind]
+        key, value = (part.to(dtype).to(part.dtype) for part in (key, value))
+        return eager_attention_forward(module, query, key, value, *rest, **more)
+
+    if kind != "eager":
+        AttentionInterface.register(kind, attend)
+        AttentionMaskInterface.register(kind, eager_mask)
+    return kind
+
+
+def load(path: str, dtype: torch.dtype = torch.float32, attention: str = "eager") -> Any:
+    """A checkpoint in plain torch; faster attention would leave a cap on scores out."""
+    takes_images = hasattr(AutoConfig.from_pretrained(path), "vision_config")
+    auto = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
+    options = {"attn_implementation": attend_in(attention), "experts_implementation": "eager"}
+    return auto.from_pretrained(path, dtype=dtype, **options).eval()
+
+
+class Checkpoint:
+    """A model's logits behind each token of texts.
+
+    Args:
+        model: of transformers.
+        width: V, of the target's logits: a draft's get -inf where it has none, or are cut.
+    """
+
+    def __init__(self, model: Any, width: int | None = None) -> None:
+        self.model = model
+        self.own = int(model.get_input_embeddings().weight.shape[0])
+        self.width = width or self.own
+
+    @torch.no_grad()
+    def logits(self, texts: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Behind the tokens at ``places`` ``[R, C]`` of ``texts`` ``[R, L]``, ``[R, C, V]``."""
+        different, which = texts[:, : int(places.max()) + 1].unique(dim=0, return_inverse=True)
+        read = different.clamp_max(self.own - 1)  # what it has no embedding for reads as the last
+        found = self.model(input_ids=read, use_cache=False).logits
+        found = torch.nn.functional.pad(found, (0, self.width - self.own), value=-torch.inf)
+        return found[which.unsqueeze(1), places].float()
+
+
+class CheckpointSlots(SlotModel):
+    """A checkpoint that reads the tokens in the slots of each particle."""
+
+    def __init__(self, checkpoint: Checkpoint, rows: torch.Tensor, num_slots: int) -> None:
+        super().__init__(Language(torch.zeros(1, checkpoint.width)), rows, num_slots)
+        self.checkpoint = checkpoint
+
+    def read(self, prompt: list[int], slots: torch.Tensor) -> None:
+        self._tokens[slots.long()] = torch.tensor(prompt)
+
+    def chain_logits(
+        self,
+        tokens: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        locations: KVLocations,
+    ) -> torch.Tensor:
+        self._tokens[slots] = tokens
+        places = starts.flatten().unsqueeze(1) + torch.arange(tokens.shape[2])
+        texts = self.texts(locations).flatten(0, 1)
+        return self.checkpoint.logits(texts, places).view(*tokens.shape, -1)
+
+
+class HeadSlots(CheckpointSlots):
+    """A head, which knows where its round began."""
+
+    head: Draft
+    anchors: torch.Tensor  # [G, N]
+
+    def chain_logits(
+        self,
+        tokens: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        locations: KVLocations,
+    ) -> torch.Tensor:
+        self._tokens[slots] = tokens
+        texts, anchors = self.texts(locations).flatten(0, 1), self.anchors.flatten()
+        steps = starts.flatten() + tokens.shape[2] - 1 - anchors
+        laws = self.head.laws(texts[:, : int(anchors.max()) + self.head.num_steps + 1], anchors)
+        found = laws[torch.arange(len(laws)), steps].log().float()
+        return found.view(*tokens.shape[:2], 1, -1)
+
+
+class HeadDrafts(LanguageModel):
+    """Drafts by a head, through the calls that a language model gets."""
+
+    def begin(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
+        slots: Any = self.forward
+        slots.anchors = at.positions[1]
+        return super().begin(last_two, at)
+
+
+class CheckpointRounds(ToyWorker):
+    """A server in this process; all requests run at once.
+
+    Args:
+        target: a checkpoint.
+        draft: another one, or a head's law; None: n-gram matches alone.
+        settings: of the server, as `SMCConfig` has them.
+        num_requests: that it has rows for.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        draft: str | Draft | None,
+        settings: dict[str, Any],
+        num_requests: int,
+        *,
+        corpus: Corpus | None = None,
+        attention: str = "eager",
+    ) -> None:
+        self.models = Checkpoint(load(target, attention=attention)), draft
+        width = self.models[0].width
+        if isinstance(draft, str):
+            self.models = self.models[0], Checkpoint(load(draft, attention=attention), width)
+        self.tokenizer = AutoTokenizer.from_pretrained(target)
+        self.tokenizer.additional_stop_token_ids = None  # as SGLang's own loader leaves it
+        blank = Language(torch.zeros(1, width))
+        self.num_begun, longest = 0, WIDTH - len(PROMPT)
+        super().__init__(
+            SMCConfig(**settings),
+            blank,
+            blank,
+            num_requests=num_requests,
+            max_new_tokens=longest,
+            eos=self.tokenizer.eos_token_id,
+            corpus=corpus,
+        )
+
+    def _make_worker(self, num_slots: int) -> Any:
+        rows, (target, draft) = self.target._table, self.models
+        self.target = CheckpointSlots(target, rows, num_slots)
+        own: Any = HeadSlots(target, rows, num_slots)
+        if isinstance(draft, Checkpoint):
+            own = CheckpointSlots(draft, rows, num_slots)
+        self.draft = own
+        worker: Any = super()._make_worker(num_slots)
+        steps = worker._steps
+        if draft is None:
+            proposal: Any = Nobody(None, self.vocab_size)  # type: ignore[arg-type]
+            worker._steps = Steps(steps.target, proposal, steps.ledger, self.ops)
+        elif isinstance(draft, Draft):
+            own.head = draft
+            worker._steps = Steps(steps.target, HeadDrafts(own), steps.ledger, self.ops)
+        worker._round = Round(worker._steps, worker._tables, self.ops, self.corpus)
+        self.prefill = Prefill.__new__(Prefill)
+        self.prefill._states, self.prefill._tables = worker._states, worker._tables
+        self.prefill._ops, self.prefill._num_particles = self.ops, self.config.num_particles
+        return worker
+
+    def generate(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> list[Answer]:
+        """Answer requests, in one batch; keywords of `sampling_params` as an engine takes them."""
+        reqs = [self.begin_request(*each) for each in zip(prompts, params, strict=True)]
+        width = max(map(len, prompts))
+        texts = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts])
+        ends = torch.tensor([[len(prompt) - 1] for prompt in prompts])
+        logits = self.models[0].logits(texts, ends)[:, 0]
+        output = LogitsProcessorOutput(next_token_logits=logits)
+        tokens, _ = self.prefill.begin(self.batch(reqs), output, None, None)
+        for req, token in zip(reqs, tokens.tolist(), strict=True):
+            self.book(req, [token])
+        while running := [req for req in reqs if not req.finished()]:
+            result = self.play_round(running)
+            for req, new in zip(running, self.emitted(result, running), strict=True):
+                upstream.kv_of(req).kv_committed_len += len(new)
+                self.book(req, new)
+        return [self.answer(req) for req in reqs]
+
+    def begin_request(self, prompt: list[int], asked: dict[str, Any]) -> Any:
+        """A request in the next row, whose prompt both models have read."""
+        self.num_begun += 1
+        params = SamplingParams(**asked)
+        params.normalize(self.tokenizer)
+        req = Req(str(self.num_begun), "", prompt, params, vocab_size=self.vocab_size)  # type: ignore[arg-type]
+        req.tokenizer = self.tokenizer
+        kv = upstream.kv_of(req)
+        kv.req_pool_idx, kv.kv_committed_len = self.num_begun, len(prompt)
+        for model in (self.target, self.draft):
+            model.read(prompt, self.table[self.num_begun, : len(prompt)])
+        return req
+
+    def batch(self, reqs: list[Any]) -> Any:
+        held = [upstream.kv_of(req) for req in reqs]
+        return SimpleNamespace(
+            reqs=reqs,
+            req_pool_indices=self.tensor([kv.req_pool_idx for kv in held]),
+            seq_lens=self.tensor([kv.kv_committed_len for kv in held]),
+            return_logprob=False,
+        )
+
+    def reserve(self, reqs: list[Any]) -> None:
+        for req in reqs:
+            state, committed = state_of(req), upstream.kv_of(req).kv_committed_len
+            wanted = committed + arena.arena(state.span(None), arena.remaining(req))
+            state.step_to(None)
+            state.arena = committed, max(state.arena[1], wanted)
+
+    def emitted(self, result: Any, reqs: list[Any]) -> list[list[int]]:
+        """What a round has emitted, by request, once it is booked."""
+        stride = len(result.next_token_ids) // len(reqs)
+
+        def resolve() -> list[list[int]]:
+            rows = result.next_token_ids.view(-1, stride).tolist()
+            return [row[:num] for row, num in zip(rows, result.accept_lens.tolist(), strict=True)]
+
+        return result.resolve(SimpleNamespace(reqs=reqs), resolve)
+
+    def book(self, req: Any, new: list[int]) -> None:
+        """Give a request its tokens, as SGLang does, and let it look for an end."""
+        req.output_ids.extend(new)
+        update_finish_state(inspect.unwrap(Req.update_finish_state), req, len(new))
+
+    def answer(self, req: Any) -> Answer:
+        output = list(req.output_ids)[: req.finished_len]
+        return Answer(output, state_of(req).meta_info(output))
+
+
+def check(answers: list[dict[str, Any]], expected: list[Answer]) -> int:
+    """Compare an engine's answers, with their evidence, but for requests that were retracted.
+
+    What follows a retraction is drawn anew. Returns how many were compared.
+    """
+    compared = 0
+    for number, (answer, wanted) in enumerate(zip(answers, expected, strict=True)):
+        info = answer["meta_info"]
+        if not info["num_retractions"]:
+            assert answer["output_ids"] == wanted.output_ids, number
+            evidence = wanted.meta_info["spec_smc_log_evidence"]
+            assert info["spec_smc_log_evidence"] == pytest.approx(evidence, abs=1e-4), number
+            compared += 1
+    return compared
