@@ -12,7 +12,7 @@ pytestmark = pytest.mark.engine
 MODEL = {"vocab_size": 64, "scale": 0.3}
 
 
-@pytest.mark.parametrize("kind", ["fp8_e5m2", pytest.param("fp8_e4m3", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("kind", ["fp8_e5m2", pytest.param("fp8_e4m3", marks=pytest.mark.nightly)])
 def test_the_text_is_that_of_plain_decoding(
     engine: Callable[..., Any], tiny: Callable[..., str], kind: str
 ) -> None:

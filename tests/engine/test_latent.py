@@ -31,8 +31,8 @@ ROOM = {"max_running_requests": 128, "max_total_tokens": 60_000, "max_lag": 16}
         ("deepseek_v3", "llama"),
         ("llama", "deepseek_v2"),
         ("glm4_moe_lite", "deepseek_v2"),
-        pytest.param("deepseek_v2", "minicpm3", marks=pytest.mark.thorough),
-        pytest.param("minicpm3", "llama", marks=pytest.mark.thorough),
+        pytest.param("deepseek_v2", "minicpm3", marks=pytest.mark.nightly),
+        pytest.param("minicpm3", "llama", marks=pytest.mark.nightly),
     ],
 )
 def test_the_text_is_the_targets_own(

@@ -98,7 +98,7 @@ def test_draft_equal_to_target_is_exact_and_never_resamples(
         assert all(abs(info["spec_smc_log_evidence"]) < 1e-4 for info in infos)
 
 
-@pytest.mark.thorough  # tests/property/test_round_law.py has the same on the package's own rounds
+@pytest.mark.nightly  # tests/property/test_round_law.py has the same on the package's own rounds
 @pytest.mark.parametrize("resample_at", ["block", "token"])
 def test_error_falls_with_particles_and_evidence_is_unbiased(
     running: Any, pair: tuple[str, str], resample_at: str
@@ -116,7 +116,7 @@ def test_error_falls_with_particles_and_evidence_is_unbiased(
     assert distance[16] < 0.6 * distance[4]
 
 
-@pytest.mark.parametrize("power", [pytest.param(0.5, marks=pytest.mark.thorough), 2.0])
+@pytest.mark.parametrize("power", [pytest.param(0.5, marks=pytest.mark.nightly), 2.0])
 def test_a_power_of_the_target_is_sampled_and_its_normaliser_estimated(
     running: Any, pair: tuple[str, str], power: float
 ) -> None:
@@ -176,7 +176,7 @@ def test_top_k_cuts_p_where_q_has_mass(running: Any, pair: tuple[str, str]) -> N
 
 @pytest.mark.parametrize(
     "num_particles",
-    [pytest.param(1, marks=pytest.mark.thorough), 3, pytest.param(8, marks=pytest.mark.thorough)],
+    [pytest.param(1, marks=pytest.mark.nightly), 3, pytest.param(8, marks=pytest.mark.nightly)],
 )
 def test_exact_mode_follows_the_target(
     running: Any, pair: tuple[str, str], num_particles: int

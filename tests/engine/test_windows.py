@@ -27,8 +27,8 @@ def prompts() -> list[list[int]]:
     ("target", "draft"),
     [
         ("gemma2", "gemma3_text"),
-        pytest.param("gemma3_text", "gemma2", marks=pytest.mark.thorough),
-        pytest.param("llama", "cohere2", marks=pytest.mark.thorough),
+        pytest.param("gemma3_text", "gemma2", marks=pytest.mark.nightly),
+        pytest.param("llama", "cohere2", marks=pytest.mark.nightly),
     ],
 )
 def test_the_text_is_the_targets_own(
