@@ -9,7 +9,7 @@
 # make quick       unit and contract tests, no engine, two minutes
 # make test        what continuous integration runs, a quarter of an hour on two cores
 # make test-oldest the contract, the laws' arithmetic and answers on the oldest SGLang, in .venv-oldest
-# make test-all    that and the thorough tests: SGLang's kits, both schedules, soak
+# make test-all    that and the nightly tests: SGLang's kits, both schedules, soak
 # make dist        what an index gets: wheel and source archive, checked by twine
 # make VENV=/path  any target, in an environment of yours instead of .venv
 
@@ -95,7 +95,7 @@ $(VENV_OLDEST)/.sglang-smc-installed: pyproject.toml
 	@touch $@
 
 test-all: check upstream
-	$(PYTEST) --thorough $(PYTEST_ARGS)
+	$(PYTEST) --nightly $(PYTEST_ARGS)
 
 lint: venv
 	$(BIN)/ruff check $(SOURCES)

@@ -29,14 +29,14 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="run tests marked `thorough` too")
+    parser.addoption("--nightly", action="store_true", help="run tests marked `nightly` too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--thorough"):
-        left_out = [item for item in items if "thorough" in item.keywords]
+    if not config.getoption("--nightly"):
+        left_out = [item for item in items if "nightly" in item.keywords]
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if "thorough" not in item.keywords]
+        items[:] = [item for item in items if "nightly" not in item.keywords]
     gpu_items = [item for item in items if "gpu" in item.keywords]
     if not gpu_items:
         return
@@ -78,7 +78,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param("in turn", marks=pytest.mark.thorough), "overlapped"]
+    scope="module", params=[pytest.param("in turn", marks=pytest.mark.nightly), "overlapped"]
 )
 def schedule(request: pytest.FixtureRequest) -> Iterator[str]:
     """Results reach the scheduler at once, or one round late as they do on a GPU.

@@ -474,7 +474,7 @@ def test_the_list_fits_into_the_time_of_a_machine(capsys: pytest.CaptureFixture[
     assert "speculative_algorithm='SMC'" in told and "-m pytest" in told
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_an_h200_accepts_every_engine(tmp_path: Path) -> None:
     """SGLang's own reading of all keywords, with torch told of a GPU that is not there."""
     lists = ((SPEED + MORE, SPEED_8B), (PROFILE, cases.PROFILE_8B), (LARGE, SPEED_70B))
@@ -609,7 +609,7 @@ def test_without_results_there_is_no_report(
     assert "holds no results" in capsys.readouterr().err
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.engine
 def test_a_dry_run_walks_through_engines_on_a_cpu(tmp_path: Path) -> None:
     """As a user calls it; a second call has nothing left to do."""

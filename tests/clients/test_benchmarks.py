@@ -12,7 +12,7 @@ import pytest
 from http_server import Server
 from pair.task import held_out
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.thorough]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 
 def client(module: str, *arguments: object) -> str:

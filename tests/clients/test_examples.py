@@ -36,7 +36,7 @@ def test_chat_streams_answers_to_questions_one_after_another(server: Server) -> 
     assert len(lines) > last + 1
 
 
-@pytest.mark.thorough  # a minute, most of it imports
+@pytest.mark.nightly  # a minute, most of it imports
 def test_offline_answers_in_each_mode_and_tells_how() -> None:
     printed = run("offline.py", SOLVED.question)
     streamed, *modes = printed.split("\n--- ")
@@ -48,7 +48,7 @@ def test_offline_answers_in_each_mode_and_tells_how() -> None:
         assert "'spec_smc_rounds_ct': " in text and "'spec_smc_rounds_ct': 0" not in text
 
 
-@pytest.mark.thorough  # an engine of its own, and a kernel
+@pytest.mark.nightly  # an engine of its own, and a kernel
 def test_the_notebook_runs_from_its_first_cell_to_its_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from routed import (
 
 from sglang_smc.demo.serving import free_port
 
-pytestmark = [pytest.mark.engine, pytest.mark.thorough]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 START_TIMEOUT = 1200.0
 ROUTED: dict[str, Callable[..., dict[str, Any]]] = {

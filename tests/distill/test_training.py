@@ -68,7 +68,7 @@ def test_anchors_lie_before_answers() -> None:
 # --- Training
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["model", *MAKE])
 def test_a_draft_learns(
     kind: str, target: Path, draft: Path, teacher: Teacher, texts: list[Text], tmp_path: Path
@@ -205,9 +205,9 @@ def test_muon_in_float32_is_torchs_but_for_rounding(shape: tuple[int, int]) -> N
 @pytest.mark.parametrize(
     "begin",
     [
-        pytest.param("draft", marks=pytest.mark.thorough),
+        pytest.param("draft", marks=pytest.mark.nightly),
         "eagle3",
-        pytest.param("dflash", marks=pytest.mark.thorough),
+        pytest.param("dflash", marks=pytest.mark.nightly),
     ],
 )
 def test_from_prompts_to_a_checkpoint(

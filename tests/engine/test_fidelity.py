@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_smc.smc.fidelity import measured
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.thorough]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
 TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")

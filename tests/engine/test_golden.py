@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from checkpoint_rounds import CheckpointRounds, check
 from head_laws import DFLASH, EAGLE3, HOT, Draft, make_head
 from image_families import FAMILIES as OF_IMAGES
 from image_families import make_image_family
-from checkpoint_rounds import CheckpointRounds, check
 from model_families import make_family
 from tiny_models import make_tiny_model, smc_arguments
 
@@ -118,7 +118,7 @@ def requests(
 
 
 @pytest.fixture(
-    params=[*CASES, *(pytest.param(name, marks=pytest.mark.thorough) for name in OTHERS)]
+    params=[*CASES, *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)]
 )
 def case(request: pytest.FixtureRequest) -> Case:
     return {**CASES, **OTHERS}[request.param]
@@ -153,7 +153,9 @@ def test_answers_are_those_of_rounds_over_transformers(
         asked = [each for each in ASKED if "num_steps" not in each[0]]
     law = Draft(case.draft, target, draft, NUM_STEPS) if case.draft in HEADS else draft
     attention = case.arguments.get("kv_cache_dtype", "eager")
-    own = CheckpointRounds(target, law, settings | known, 2 * len(asked + GREEDY), attention=attention)
+    own = CheckpointRounds(
+        target, law, settings | known, 2 * len(asked + GREEDY), attention=attention
+    )
     last = own.vocab_size - 1
     running = engine(**smc_arguments(target, draft, **settings, **ROOM, **case.arguments))
     prompts, params = requests(asked, last)

@@ -12,7 +12,7 @@ from pair.task import check, held_out, messages
 from tiny_models import smc_arguments
 from transformers import AutoTokenizer
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.thorough]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
 PLAIN = Path(__file__).with_name("plain_smc.json")

@@ -104,7 +104,7 @@ def test_two_ranks_agree_and_give_one_ranks_text(
     assert_ranks_agree(tmp_path)
 
 
-@pytest.mark.thorough  # scheduler/test_adaptive.py has the ranks' one count
+@pytest.mark.nightly  # scheduler/test_adaptive.py has the ranks' one count
 def test_ranks_adapt_alike(start: Callable[..., Any], tmp_path: Path) -> None:
     """Each rank measures costs, and the clocks differ: one rank's count for both."""
     running = start(tp_size=2, adaptive=True, max_running_requests=12)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tiny_models import smc_arguments
 
-pytestmark = [pytest.mark.engine, pytest.mark.thorough]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 
 def test_all_ranks_hear_what_the_first_was_told(

@@ -14,7 +14,7 @@ from sglang_smc.potentials import Text
 from sglang_smc.potentials.http import EndpointError, Http
 from sglang_smc.testing import check_potential
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.thorough]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 REWARD = Path(__file__).parents[2] / "bench" / "pair" / "reward"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.thorough]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 
 def test_a_draft_with_another_vocabulary_is_refused(tiny: Callable[..., str]) -> None:

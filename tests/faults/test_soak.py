@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from soak.verdict import LEAST_FULL
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.thorough]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 SOAK = Path(__file__).parents[2] / "bench" / "soak"
 NUM_VERIFIED = 60

@@ -48,7 +48,7 @@ BY_DEFAULT = {90: "90", 120: "-120"}
 
 @pytest.fixture(
     scope="module",
-    params=["at default sizes", pytest.param("at all sizes", marks=pytest.mark.thorough)],
+    params=["at default sizes", pytest.param("at all sizes", marks=pytest.mark.nightly)],
 )
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Kernels as compiled for each GPU, and what each takes."""

@@ -47,7 +47,7 @@ from sglang.test.server_fixtures import streaming_session_fixture
 from sglang.test.server_fixtures.spec_eagle_fixture import SpecEagleServerBase
 from transformers import LlamaForCausalLM
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.thorough]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 
 class Case(unittest.TestCase):

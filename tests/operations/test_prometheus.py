@@ -16,7 +16,7 @@ from operator_client import (
 from real_prometheus import ACCEPT_3, Prometheus, asking, find_binary, prometheus
 from tiny_models import smc_arguments
 
-pytestmark = [pytest.mark.engine, pytest.mark.thorough]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")

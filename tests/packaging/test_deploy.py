@@ -55,18 +55,18 @@ SCHEMAS = {
 }
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_hadolint_takes_the_dockerfiles() -> None:
     accepts(tool("hadolint"), *(DEPLOY / name for name in DOCKERFILES))
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_schemas() -> None:
     for schema, paths in SCHEMAS.items():
         accepts(tool("check-jsonschema"), "--builtin-schema", f"vendor.{schema}", *paths)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_docker_compose_reads_them() -> None:
     docker = tool("docker")
     if subprocess.run([docker, "compose", "version"], capture_output=True).returncode:
@@ -76,12 +76,12 @@ def test_docker_compose_reads_them() -> None:
         accepts(docker, "compose", *files, "config", "--quiet")
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_kubernetes_takes_the_manifest() -> None:
     accepts(tool("kubernetes-validate"), "--strict", DEPLOY / "kubernetes.yaml")
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     copy = tmp_path / UNIT.name
     # It looks for the program.
@@ -252,7 +252,7 @@ def within(root: Path, command: str) -> str:
     return re.sub(r"(?<![\w.])/(src|wheels|models)\b", rf"{root}/\1", command)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_the_steps_of_the_cpu_image_in_an_empty_environment(tmp_path: Path) -> None:
     """As `docker build` would run them, but for the operating system; it installs gigabytes."""
     root, stages = tmp_path / "root", 0

@@ -200,7 +200,7 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(source, **{ADDRESS: REPOSITORY, REVISION: TAG})
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_links_of_a_release_lead_into_its_repository(released: Path) -> None:
     """Each to a file that is there; pictures as they are, and not the page about them."""
     found = LINK.findall(metadata(released).get_payload())
@@ -217,14 +217,14 @@ def test_links_of_a_release_lead_into_its_repository(released: Path) -> None:
     assert urls["Repository"] == REPOSITORY and len(urls) == 5
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_twine_takes_both(released: Path, tmp_path: Path) -> None:
     pytest.importorskip("twine", reason="twine is not installed: pip install '.[test]'")
     words = [sys.executable, "-m", "twine", "check", "--strict"]
     assert run([*words, *map(str, released.parent.iterdir())], tmp_path).count("PASSED") == 2
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_wheel_from_an_archive_that_lost_its_links(tmp_path: Path) -> None:
     """Zip archives and some file systems drop symbolic links; the wheel must not need them."""
     unlinked = copied(tmp_path)
@@ -233,7 +233,7 @@ def test_wheel_from_an_archive_that_lost_its_links(tmp_path: Path) -> None:
     assert contents(build(unlinked, "--wheel")) == expected_files()
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.engine
 def test_the_installed_demo_runs_the_pair_of_the_wheel(wheel: Path, tmp_path: Path) -> None:
     """Two servers, from a folder that has nothing, in an environment that borrows all else."""

@@ -112,7 +112,7 @@ def test_what_is_kept_from_weights_and_kv() -> None:
         assert reserved_bytes(card << 20) >> 20 == pytest.approx(kept, rel=0.01)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_sglang_keeps_as_much(tmp_path: Path) -> None:
     """By its own reading of a server's arguments, on GPUs that are not there."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))

@@ -37,7 +37,7 @@ def test_texts_stay_properly_weighted(script: str, method: str) -> None:
     assert_properly_weighted(outcome, law([pair[0]] * LENGTH))
 
 
-@pytest.mark.parametrize("max_lag", [pytest.param(1, marks=pytest.mark.thorough), LENGTH])
+@pytest.mark.parametrize("max_lag", [pytest.param(1, marks=pytest.mark.nightly), LENGTH])
 @pytest.mark.parametrize("script", list(SCRIPTS))
 def test_draft_equal_to_target_stays_exact(script: str, max_lag: int) -> None:
     """Error probability 1e-4 each; a tail or a slot of another particle would change contexts."""

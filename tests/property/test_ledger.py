@@ -4,7 +4,7 @@ They differ in N, in K and in how long their tails may get; a round's tensors ar
 largest needs. A ledger that took a neighbour's size for a group's own would hand out slots in use.
 The checks themselves live in `pool_model.PoolModel`; these tests supply the programs of ten kinds
 of server, each step of which is checked. A program ends once each situation has come three times,
-but not within 600 steps; with --thorough it goes on, 65,000 steps in all.
+but not within 600 steps; with --nightly it goes on, 65,000 steps in all.
 """
 
 import random
@@ -59,7 +59,7 @@ def test_long_programs(
     model = PoolModel(config, overlap=overlap, budgets=some_budgets(config, adapts))
     every_kind = config.num_particles > 1 and config.max_lag > 1
     longest = 9000 if adapts else 4000  # more situations to meet
-    least = longest if request.config.getoption("--thorough") else 600
+    least = longest if request.config.getoption("--nightly") else 600
 
     def seen_all() -> bool:
         situations = {name for name in model.seen if adapts or "particles" not in name}

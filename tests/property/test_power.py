@@ -57,7 +57,7 @@ def powers_of_texts(target: Language, power: float) -> dict[Text, float]:
 
 @pytest.mark.parametrize(
     ("power", "num_particles", "distance"),
-    [(2.0, 8, 0.09), (4.0, 8, 0.62), pytest.param(4.0, 64, 0.18, marks=pytest.mark.thorough)],
+    [(2.0, 8, 0.09), (4.0, 8, 0.62), pytest.param(4.0, 64, 0.18, marks=pytest.mark.nightly)],
 )
 def test_docs_targets_says_how_far_texts_are_from_the_power_of_p(
     power: float, num_particles: int, distance: float

@@ -122,7 +122,7 @@ def bias_of_what_one_particle_overrates(config: SMCConfig, num_runs: int, *, alo
     return config.num_particles * (share - sum(expected[text] for text in overrated))
 
 
-@pytest.mark.thorough  # that texts are properly weighted implies it
+@pytest.mark.nightly  # that texts are properly weighted implies it
 @pytest.mark.parametrize("method", RESAMPLING_METHODS)
 def test_law_tends_to_the_target_as_one_over_n(method: str) -> None:
     """N * bias settles; with 5000 runs it has a standard error below .06 at N = 8.

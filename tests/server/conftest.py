@@ -30,7 +30,7 @@ def spelling(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 @pytest.fixture(
-    scope="session", params=[pytest.param("in turn", marks=pytest.mark.thorough), "overlapped"]
+    scope="session", params=[pytest.param("in turn", marks=pytest.mark.nightly), "overlapped"]
 )
 def server(
     request: pytest.FixtureRequest,

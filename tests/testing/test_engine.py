@@ -28,7 +28,7 @@ def command(tmp_path: Path, *arguments: str) -> dict[str, dict[str, Any]]:
     return {found["check"]: found for found in json.loads(file.read_text())["results"]}
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_engines_of_its_own(tmp_path: Path) -> None:
     """The shipped pair: what is exact passes, and the other modes lie towards the draft."""
     models = ["--target", str(PAIR / "target"), "--draft", str(PAIR / "draft")]

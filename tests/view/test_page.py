@@ -24,7 +24,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 def needs_chromium(test: Any) -> Any:
     """Run it in `make test-all`, where there is one."""
     without = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH")
-    return pytest.mark.thorough(without(test))
+    return pytest.mark.nightly(without(test))
 
 
 @pytest.fixture
