@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from checkpoint_rounds import CheckpointRounds, check
 from head_laws import DFLASH, EAGLE3, HOT, Draft, make_head
 from image_families import FAMILIES as OF_IMAGES
 from image_families import make_image_family
-from checkpoint_rounds import CheckpointRounds, check
 from model_families import make_family
 from tiny_models import make_tiny_model, smc_arguments
 
