@@ -74,12 +74,6 @@ class EngineAsker:
             for task in pending:
                 task.cancel()
 
-    def stream(self, request: Request) -> Iterator[dict[str, Any]]:
-        """What one request's chunks tell of it, as they come; nothing else runs meanwhile."""
-        ids, asked = prompt_ids(self._tokenizer, request.index), request.sampling_params
-        for chunk in self._engine.generate(input_ids=ids, sampling_params=asked, stream=True):
-            yield chunk["meta_info"]
-
     async def _reply(self, request: Request) -> Reply:
         ids, asked = prompt_ids(self._tokenizer, request.index), request.sampling_params
         try:

@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import results
 from charts import COLOURS
-from gpu import goals
+from gpu import goals, rounds
 from gpu.cases import (
     AR_DRAFT,
     EAGLE,
@@ -25,11 +25,9 @@ from gpu.cases import (
 from gpu.default_server import DEFAULT
 from gpu.records import RESULTS, read_results
 from results import markdown_table, number_cell, short
-from speed import rounds
 from speed.bound import least_round, shapes
 from speed.grid import AR, Cell
 from speed.presets import Preset
-from speed.studies import REPLAYED, RUN_AGAIN
 from study import BenchError
 
 from sglang_smc.plan.devices import Device, named
@@ -213,7 +211,7 @@ def least_ms(cell: Cell, preset: Preset) -> float | None:
 
 
 def profiled(parts: Results, folder: Path, calls: Results) -> str:
-    """The parts of a round, as `bench/speed --rounds` shows them, and its largest kernels."""
+    """The parts of a round, and its largest kernels."""
     rows = [
         rounds.make_row(cell, parts[cell.slug]["entries"])
         for case in PROFILE
@@ -224,8 +222,7 @@ def profiled(parts: Results, folder: Path, calls: Results) -> str:
         return "\n".join(failures(parts))
     rounds.plot_rows(rows, folder / "rounds.png", title=f"A round of SMC on {machine(calls)}")
     rounds.write_csv(rows, folder / "rounds.csv", list(calls.values())[-1])
-    note = REPLAYED if any(row.replayed for row in rows) else RUN_AGAIN
-    tables = [rounds.markdown(rows, note).rstrip()]
+    tables = [rounds.markdown(rows).rstrip()]
     for part, one in parts.items():
         lines = largest(one.get("entries", []))
         if lines:

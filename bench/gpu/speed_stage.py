@@ -10,13 +10,13 @@ from statistics import median
 from typing import Any
 
 from gpu.cases import EngineCase, launch_of, preset_of, write_models
+from gpu.probing import PLUGIN, ProbedEngine, start_probed
 from gpu.stages import Attempt, Case, Places
 from speed.bound import measure_machine
 from speed.engines import simulated_acceptance
 from speed.grid import Cell
 from speed.measure import TEMPERATURE, WARM_UP, work
 from speed.presets import Preset
-from speed.probing import FORWARDS_EVERY, PLUGIN, ProbedEngine, start_probed
 from speed.remote import Asker, Sample, running
 from study import code_fingerprint, digest
 
@@ -168,7 +168,7 @@ def profile(
     """Time the rounds of one engine from inside its scheduler."""
     write_models(preset.pair, places.models, case.drafted)
     sized, launch = preset_of(case, preset), launch_of(case, preset, places.models)
-    with start_probed(case.system, launch, places.work, FORWARDS_EVERY) as engine:
+    with start_probed(case.system, launch, places.work) as engine:
         attempt.started = True
         for cell in wanted(case, missing):
             attempt.require(case.sample_seconds + WARM_SECONDS)

@@ -15,7 +15,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -29,10 +29,8 @@ from speed.measure import Bench, Start
 from speed.plan import SpeedPlan
 from speed.plot import plot_rows
 from speed.presets import PRESETS, write_models
-from speed.probing import StartProbed
 from speed.remote import Asker, running
 from speed.report import CellRow, conclusions, make_rows, markdown, write_csv
-from speed.studies import STUDIES, outputs
 from study import (
     PUBLISHED,
     BenchError,
@@ -67,9 +65,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--target", type=Path, help="folder of real weights, with --draft")
     add("--draft", type=Path, help="folder of real weights, with --target")
     add("--engine", nargs="+", type=_keyword, default=[], metavar="KEY=VALUE", help="for all")
-    study = parser.add_mutually_exclusive_group()
-    study.add_argument("--rounds", action="store_true", help="instead: where SMC's rounds go")
-    study.add_argument("--positions", action="store_true", help="instead: cost of late rounds")
     options = parser.parse_args(argv)
     if (options.target is None) != (options.draft is None):
         parser.error("--target and --draft belong together")
@@ -163,33 +158,16 @@ def publish(plan: SpeedPlan) -> None:
         raise BenchError("Not published: some of the selected cells are not complete.")
     if not (plan.folder / PLOT).exists():
         raise BenchError("Not published: none of the cells ran here.")
-    _copy(plan, [*(plan.folder / name for name in (*OUTPUTS, MACHINE)), *outputs(plan.folder)])
-
-
-def _copy(plan: SpeedPlan, paths: Iterable[Path]) -> None:
+    paths = (plan.folder / name for name in (*OUTPUTS, MACHINE))
     copy(paths, PUBLISHED / "speed" / plan.preset.name)
 
 
-def main(
-    argv: list[str] | None = None,
-    start: Start | None = None,
-    start_probed: StartProbed | None = None,
-) -> int:
-    """Run the benchmark; the exit status is 0 where it came to its end.
-
-    Args:
-        start: starts engines, or stand-ins.
-        start_probed: the same for engines with timers.
-    """
+def main(argv: list[str] | None = None, start: Start | None = None) -> int:
+    """Run the benchmark with ``start``, or real engines; returns the exit status."""
     options = parse_arguments(argv)
-    study = next((name for name in STUDIES if vars(options)[name]), None)
 
     def run() -> None:
         plan = SpeedPlan(options, code_fingerprint())
-        if study is None:
-            complete(plan, lambda: compared(plan, start), lambda: publish(plan))
-        else:
-            timed = partial(STUDIES[study], plan, provenance(plan.settings()), start_probed)
-            complete(plan, timed, lambda: _copy(plan, outputs(plan.folder)))
+        complete(plan, lambda: compared(plan, start), lambda: publish(plan))
 
     return main_of(run, GOES_ON)

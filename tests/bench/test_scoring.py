@@ -22,7 +22,6 @@ from fidelity.scoring import (
     score_of,
 )
 from fidelity.store import Record
-from losses import COLUMNS, tokens_added
 from pair.task import held_out
 from study import PAIR
 
@@ -75,14 +74,6 @@ def law(model: Any, text: list[int]) -> list[float]:
     logits = model(input_ids=torch.tensor([text])).logits[0, -1].double()
     weights = [math.exp(value / TEMPERATURE) for value in logits.tolist()]
     return [weight / sum(weights) for weight in weights]
-
-
-def test_a_draft_that_is_the_target_is_accepted_whole() -> None:
-    """In the study of losses. Red where p and q are not of one column, or a context is not read."""
-    (target, draft), tokenizer = load(PAIR)
-    prompt, rng = prompt_ids(tokenizer, 0), torch.Generator().manual_seed(0)
-    assert tokens_added(target, target, prompt, rng) == COLUMNS + 1
-    assert 3 < tokens_added(target, draft, prompt, rng) < COLUMNS + 1
 
 
 def record(index: int, tokens: list[int]) -> Record:

@@ -1,31 +1,26 @@
 """Inside the scheduler: timers, kernels of replayed rounds, and what is made of them."""
 
 import ast
-import contextlib
-import importlib.metadata
 import importlib.util
-import itertools
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from speed import cli, positions, replays, rounds
-from speed.grid import AR, BLOCK, Cell, System
-from speed.plugin import kernel_recorder, speed_probe
-from speed.plugin.kernel_recorder import SKIPPED, KernelRecorder, kernels_of
-from speed.plugin.speed_probe import REPEATS, Probe
+from gpu import replays, rounds
+from gpu.plugin import kernel_recorder, speed_probe
+from gpu.plugin.kernel_recorder import SKIPPED, KernelRecorder, kernels_of
+from gpu.plugin.speed_probe import REPEATS, Probe
+from gpu.probing import ProbedEngine
+from speed.grid import BLOCK, Cell, System
 from speed.presets import CPU
-from speed.probing import ProbedEngine
 from speed.remote import Sample, Work
-from speed_stand_ins import ORIGIN, FakeEngine
+from speed_stand_ins import FakeEngine
 from study import BenchError
 
-BLOCK_CELL, PLAIN_CELL = Cell(System(BLOCK, 8, 8), 2, 256), Cell(System(AR), 2, 256)
-QUICK = ("--preset", "cpu", "--quick")
+BLOCK_CELL = Cell(System(BLOCK, 8, 8), 2, 256)
 FORWARD_SECONDS = 10.0
 
 
@@ -223,57 +218,6 @@ def test_a_round_against_its_forwards_and_no_number_where_no_timer_reaches(
         rounds.make_row(BLOCK_CELL, [entry])
 
 
-def test_positions_by_bins() -> None:
-    steps = [[0.1 * place if place < 30 else 3 + 0.2 * (place - 30), 2] for place in range(60)]
-    # All but 7 ms of a step are forwards, however long it takes.
-    lengths = [end - start for (start, _), (end, _) in itertools.pairwise(steps)]
-    timed = [{"forwards": {"draft": 0.02, "target": length - 0.027}} for length in lengths]
-    entry = {"bursts": [{"steps": steps, "rounds": timed}], "tokens_per_round": 10.0}
-    log = SimpleNamespace(read=lambda: [entry])
-    points = positions.make_points({BLOCK_CELL: log})  # type: ignore[dict-item]
-    # Round i begins at token 1 + 10 i, so ten rounds to each hundred positions.
-    assert [(point.position, point.rounds) for point in points] == [
-        *((100 * place, 10) for place in range(1, 6)),
-        (600, 9),
-    ]
-    assert [round(point.round_seconds, 3) for point in points] == [0.1] * 3 + [0.2] * 3
-    told = positions.growth(points)
-    assert "100.0 ms a round up to position 100, 200.0 ms at 600, 2.00 times as much" in told
-    assert told.endswith("beside the models 7.0 and 7.0 ms")
-
-
-@pytest.mark.parametrize(
-    ("study", "systems", "files"),
-    [
-        ("rounds", ["smc-block-n4-k4", "smc-exact-n4-k4", "smc-auto-n4-k4"], (".csv", ".md")),
-        ("positions", ["ar", "smc-block-n8-k8"], (".csv", ".png")),
-    ],
-)
-def test_a_study_times_its_systems_once(
-    study: str,
-    systems: list[str],
-    files: tuple[str, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cli, "provenance", lambda _: {"argv": [], **ORIGIN})
-    monkeypatch.setattr(rounds, "plot_rows", lambda *_, **__: None)
-    monkeypatch.setattr(cli, "PUBLISHED", tmp_path / "published")
-    started: list[str] = []
-
-    @contextlib.contextmanager
-    def start(system: System) -> Iterator[ProbedEngine]:
-        started.append(system.slug)
-        out = tmp_path / f"{system.slug}.jsonl"
-        yield ProbedEngine(TimedEngine(system, out, []), out)
-
-    arguments = [*QUICK, f"--{study}", "--output-dir", str(tmp_path / "out")]
-    for more, place in (([], "out/*/*"), (["--publish"], "published/speed/*/*")):
-        assert cli.main([*arguments, *more], None, start) == 0
-        assert started == systems
-        assert {study + end for end in files} <= {path.name for path in tmp_path.glob(place)}
-
-
 CELL = Cell(System(BLOCK, 8, 8), 1, 256)
 GEMM_NAME, NORM_NAME = "nvjet_tst_128x8_64x12_2x1_v_bz_TNT", "void FusedAddRMSNormKernel<8u>"
 COPY = "void at::native::vectorized_elementwise_kernel<4>"
@@ -387,12 +331,12 @@ def test_a_replayed_round_is_told_by_its_kernels() -> None:
     assert row.replayed and row.rounds == 3
     assert row.round_seconds == pytest.approx(1.25 * BUSY)
     assert row.ratio_to_forwards.mean == pytest.approx(1.25 * BUSY / 109e-6)
-    assert "draft GEMMs" in rounds.markdown([row], "note")
+    assert "draft GEMMs" in rounds.markdown([row])
 
     found = entry(replays.summed(recorded(3)))
     for one in found["bursts"][0]["rounds"]:
         one["recorded"] = True  # none has a time of its own
-    with pytest.raises(BenchError, match="--new-tokens"):
+    with pytest.raises(BenchError, match="too short"):
         rounds.make_row(CELL, [found])
 
 
