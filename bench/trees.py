@@ -17,13 +17,12 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-from fidelity.cli import at_least_two
-from fidelity.engines import COMMON, EngineAsker, started
-from fidelity.grid import AUTO, EXACT, Cell, Kind
-from fidelity.measure import WARM_UP, grade, request
+from answers import COMMON, Asker, at_least_two, request, started
+from fidelity.grid import AUTO, EXACT
+from fidelity.measure import WARM_UP, grade
 from fidelity.nats import ratio, watched_tilt
 from results import Interval, interval_cell, markdown_table, provenance
-from study import PAIR, PUBLISHED, as_script, bar, copy, main_of, parser, prepare_folder
+from study import PUBLISHED, as_script, bar, copy, main_of, parser, prepare_folder
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 #: Beyond the problems of all other studies.
@@ -100,17 +99,16 @@ def is_measured(row: Row, temperature: float) -> bool:
     return bool(temperature) or not twin
 
 
-def answers(asker: EngineAsker, row: Row, temperature: float, problems: int) -> list[dict]:
+def ask(asker: Asker, row: Row, temperature: float, problems: int) -> list[dict]:
     """Ask all problems of one cell; return what the server tells of each answer."""
     place = ROWS.index(row) * len(TEMPERATURES) + TEMPERATURES.index(temperature)
-    cell = Cell(Kind(row.name, row.draft, 0.0, row.smc), temperature)
-    asked = []
-    for index in range(FIRST_PROBLEM, FIRST_PROBLEM + problems):
-        one = request(cell, index)
-        seed = {"sampling_seed": index + place * SEEDS_A_CELL}
-        asked.append(one._replace(sampling_params=one.sampling_params | seed))
-    list(asker.ask([request(cell, WARM_UP)]))
-    replies = bar(iterable=asker.ask(asked), total=problems, desc=cell.name)
+    asked = [
+        request(index, index + place * SEEDS_A_CELL, temperature, row.smc)
+        for index in range(FIRST_PROBLEM, FIRST_PROBLEM + problems)
+    ]
+    list(asker.ask([request(WARM_UP, WARM_UP, temperature, row.smc)]))
+    name = f"{row.name}, temperature {temperature:g}"
+    replies = bar(iterable=asker.ask(asked), total=problems, desc=name)
     return [grade(reply, part=0, at=0.0).info for reply in replies]
 
 
@@ -122,14 +120,11 @@ def yielded(infos: Sequence[dict[str, Any]]) -> Interval:
 
 def measure(problems: int) -> Iterator[tuple[Row, dict[float, list[dict]]]]:
     """Yield what the answers of each row tell, by temperature, engine by engine."""
-    target = {"model_path": str(PAIR / "target")}
     for (draft, engine), group in groupby(ROWS, key=lambda row: (row.draft, row.engine)):
-        models = target | {"speculative_draft_model_path": str(PAIR / draft)}
-        with started(COMMON | engine | models) as asker:
-            assert isinstance(asker, EngineAsker)
+        with started(COMMON | engine, "target", draft) as asker:
             for row in group:
                 own = [t for t in TEMPERATURES if is_measured(row, t)]
-                yield row, {t: answers(asker, row, t, problems) for t in own}
+                yield row, {t: ask(asker, row, t, problems) for t in own}
 
 
 def line(row: Row, infos: dict[float, list[dict]]) -> dict[str, Any]:

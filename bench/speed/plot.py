@@ -11,6 +11,7 @@ import matplotlib.pyplot as plt
 from charts import COLOURS
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
+from results import hardware
 from speed.report import CellRow
 
 MARKERS = "osD^v"
@@ -19,9 +20,11 @@ WIDEST = 1.5
 INCHES_PER_SYSTEM, INCHES_BESIDE = 0.42, 2.0
 
 
-def plot_rows(rows: Sequence[CellRow], path: Path, *, title: str) -> None:
-    """Write the picture as a PNG to ``path``: a line of panels for each prompt length."""
+def plot_rows(rows: Sequence[CellRow], path: Path) -> None:
+    """Write the picture as a PNG to ``path``: panels for each prompt length, if anything ran."""
     shown = [row for row in rows if row.round_seconds]
+    if not shown:
+        return
     names = list(dict.fromkeys(row.system for row in shown))
     batches = sorted({row.batch for row in shown})
     prompts = sorted({row.prompt for row in shown})
@@ -44,7 +47,7 @@ def plot_rows(rows: Sequence[CellRow], path: Path, *, title: str) -> None:
     panels[0][0].set_ylim(len(names) - 0.5, -0.5)  # the first on top
     handles, labels = panels[0][1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    figure.suptitle(title)
+    figure.suptitle(f"{shown[0].pair} on {hardware()}")
     figure.savefig(path)
     plt.close(figure)
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import results
 from results import (
     Interval,
     interval_cell,
-    interval_columns,
     markdown_table,
     number_cell,
-    short,
 )
 from speed.bound import least_round
 from speed.engines import simulated_acceptance
@@ -56,17 +52,6 @@ class CellRow:
     bound: str | None = None  # memory or compute
     fraction_of_bound: float | None = None
     retractions: int | None = None
-
-
-INTERVALS = (
-    "tokens_per_second",
-    "decode_tokens_per_second",
-    "seconds_to_first",
-    "ratio_to_ar",
-    "ratio_to_ar_end_to_end",
-    "ratio_to_standalone",
-    "round_seconds",
-)
 
 
 def make_rows(
@@ -189,19 +174,6 @@ def _with_bound(row: CellRow, cell: Cell, preset: Preset, machine: Device | None
         bound=least.bound(machine),
         fraction_of_bound=seconds / row.round_seconds.mean,
     )
-
-
-def flat(row: CellRow) -> dict[str, Any]:
-    """A row without nesting."""
-    content: dict[str, Any] = {}
-    for name, value in vars(row).items():
-        content |= interval_columns(name, value) if name in INTERVALS else {name: short(value)}
-    return content
-
-
-def write_csv(rows: Sequence[CellRow], path: Path, provenance: Mapping[str, Any]) -> None:
-    """One line for each cell; every interval in four columns."""
-    results.write_csv([flat(row) for row in rows], path, provenance)
 
 
 HEADERS = (

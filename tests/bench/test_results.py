@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import trees
-from drafts import report as drafts
+from drafts import cli as drafts
 from results import Interval, ess_share, interval_cell, resample_rate, wilson
 from scipy.stats import binomtest
-from steering import report as steering
+from steering import cli as steering
+from steering.report import summaries
 from study import PUBLISHED, REPOSITORY
 from support import cli, page, pairs, trial
 from support import cli as support
@@ -62,23 +63,18 @@ def test_the_published_table_of_fidelity_says_what_its_numbers_say() -> None:
             assert any(cells(column, line, scale, form) in row for row in said), line["slug"]
 
 
-@pytest.mark.parametrize(
-    ("study", "report"), [("drafts", drafts), ("steering", steering)], ids=["drafts", "steering"]
-)
-def test_a_published_table_is_made_of_the_published_numbers(study: str, report: Any) -> None:
-    folder = PUBLISHED / study
+@pytest.mark.parametrize("study", [drafts, steering], ids=lambda study: study.REPORT.name)
+def test_a_published_table_is_made_of_the_published_numbers(study: Any) -> None:
+    report, folder = study.REPORT, PUBLISHED / study.REPORT.name
     origin = json.loads((folder / "provenance.json").read_text())
-    rows = report.read_csv(folder / f"{study}.csv")
-    assert (folder / f"{study}.md").read_text() == report.markdown(rows, report.note(origin))
+    page = report.markdown(report.read(folder), study.note(origin))
+    assert (folder / report.files[1]).read_text() == page
 
 
 def test_pages_say_what_was_published() -> None:
     """Red where results are replaced and the page is not, or the other way round."""
     page = {path.stem: path.read_text() for path in (REPOSITORY / "docs").glob("*.md")}
-    assert (
-        steering.summaries(steering.read_csv(PUBLISHED / "steering" / "steering.csv"))
-        in (page["steering"])
-    )
+    assert summaries(steering.REPORT.read(PUBLISHED / "steering")) in page["steering"]
     made = support_page.tables(support.read(PUBLISHED / "support" / "support.json"))
     assert made.strip() in page["support"]
     rows = json.loads((PUBLISHED / "trees" / "trees.json").read_text())["rows"]
