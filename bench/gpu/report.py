@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import results
-from charts import COLOURS
+from charts import legend_below, picture, shade
 from gpu import goals, rounds
 from gpu.cases import (
     AR_DRAFT,
@@ -276,23 +275,19 @@ def plot_speed(parts: Results, path: Path, *, title: str) -> None:
     names = list(dict.fromkeys(one["system"] for one in found.values() if one["system"] != AR))
     if not sizes or not names:
         return
-    figure, axes = plt.subplots(figsize=(11, 5), layout="constrained", dpi=150)
-    width = 0.8 / len(names)
-    for place, name in enumerate(names):
-        heights = {
-            (one["prompt"], one["batch"]): times_ar(part, one, parts)
-            for part, one in found.items()
-            if one["system"] == name
-        }
-        at = [spot + place * width for spot, size in enumerate(sizes) if heights.get(size)]
-        tall = [height for size in sizes if (height := heights.get(size))]
-        hatch = ("", "//", "..")[place // len(COLOURS) % 3]
-        axes.bar(at, tall, width, color=COLOURS[place % len(COLOURS)], hatch=hatch, label=name)
-    axes.axhline(1.0, color="black", lw=1)
-    labels = [f"batch {batch},\nprompt {prompt}" for prompt, batch in sizes]
-    axes.set_xticks([spot + 0.4 - width / 2 for spot in range(len(sizes))], labels)
-    axes.set(ylabel="decoding speed, as a multiple of AR's", title=title)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path)
-    plt.close(figure)
+    with picture(path, (11, 5)) as (figure, ((axes,),)):
+        width = 0.8 / len(names)
+        for place, name in enumerate(names):
+            heights = {
+                (one["prompt"], one["batch"]): times_ar(part, one, parts)
+                for part, one in found.items()
+                if one["system"] == name
+            }
+            at = [spot + place * width for spot, size in enumerate(sizes) if heights.get(size)]
+            tall = [height for size in sizes if (height := heights.get(size))]
+            axes.bar(at, tall, width, label=name, **shade(place))
+        axes.axhline(1.0, color="black", lw=1)
+        labels = [f"batch {batch},\nprompt {prompt}" for prompt, batch in sizes]
+        axes.set_xticks([spot + 0.4 - width / 2 for spot in range(len(sizes))], labels)
+        axes.set(ylabel="decoding speed, as a multiple of AR's", title=title)
+        legend_below(figure, axes, ncols=4)

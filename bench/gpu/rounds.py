@@ -9,9 +9,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import matplotlib.pyplot as plt
 import results
-from charts import COLOURS
+from charts import legend_below, picture, shade
 from gpu.replays import part_of
 from results import Interval, interval_cell, interval_columns, markdown_table, short
 from speed.grid import Cell
@@ -184,20 +183,15 @@ def _ms(value: float) -> str:
 
 def plot_rows(rows: Sequence[RoundRow], path: Path, *, title: str) -> None:
     """Each cell's round as a bar of its parts, and a mark for its forwards alone."""
-    figure, axes = plt.subplots(figsize=(11, 1.8 + 0.5 * len(rows)), layout="constrained", dpi=150)
-    labels = [f"{row.system}, batch {row.batch}, {row.prompt}" for row in rows]
-    left = [0.0] * len(rows)
-    for place, name in enumerate(part_names(rows)):
-        widths = [max(0.0, 1000 * row.parts.get(name, 0.0)) for row in rows]
-        # A colour for each of the first parts, and hatching where they come again.
-        colour, hatch = COLOURS[place % len(COLOURS)], ("", "//", "..")[place // len(COLOURS) % 3]
-        axes.barh(labels, widths, left=left, color=colour, hatch=hatch, label=name)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    alone = [1000 * row.forwards_alone_seconds for row in rows]
-    axes.plot(alone, labels, "k|", ms=18, mew=2, label="forwards alone")
-    axes.invert_yaxis()
-    axes.set(xlabel="ms a round", title=title)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=6, frameon=False)
-    figure.savefig(path)
-    plt.close(figure)
+    with picture(path, (11, 1.8 + 0.5 * len(rows))) as (figure, ((axes,),)):
+        labels = [f"{row.system}, batch {row.batch}, {row.prompt}" for row in rows]
+        left = [0.0] * len(rows)
+        for place, name in enumerate(part_names(rows)):
+            widths = [max(0.0, 1000 * row.parts.get(name, 0.0)) for row in rows]
+            axes.barh(labels, widths, left=left, label=name, **shade(place))
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+        alone = [1000 * row.forwards_alone_seconds for row in rows]
+        axes.plot(alone, labels, "k|", ms=18, mew=2, label="forwards alone")
+        axes.invert_yaxis()
+        axes.set(xlabel="ms a round", title=title)
+        legend_below(figure, axes, ncols=6)
