@@ -88,6 +88,21 @@ class Runner:
         return {path.name for path in folder.iterdir()} if folder.exists() else set()
 
 
+def graded_reply(engine: str, entry: Request) -> Reply:
+    """Answer rightly at even problems, with what an SMC server tells of a group of eight."""
+    number = entry.item.number + entry.index % 2
+    info: dict[str, Any] = {"completion_tokens": 3, "finish_reason": {"type": "stop"}, "id": "x"}
+    if engine == "smc":
+        info |= {
+            "spec_smc_num_particles": 8,
+            "spec_smc_rounds_ct": 10,
+            "spec_smc_resample_ct": 5,
+            "spec_smc_ess_mean": 4.0,
+            "spec_smc_log_evidence": -1.5,
+        }
+    return Reply(entry.index, f"#### {number}", [5, entry.index, 1], info)
+
+
 def canned_scores(batches: Sequence[Batch], jobs: int) -> Iterator[tuple[int, list[Score]]]:
     """Scores of batches in any order, by the number of the problem alone."""
     for batch in reversed(batches):

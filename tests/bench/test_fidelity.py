@@ -1,13 +1,12 @@
 """The fidelity benchmark: what is asked and kept, how it resumes and refuses, and its numbers."""
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from answers import MAX_PROBLEMS, Reply, Request
+from answers import MAX_PROBLEMS, Request
 from demo import FIRST_PROBLEM, blocks
 from demo import parse_arguments as demo_arguments
 from fidelity import cli, grid
@@ -17,36 +16,12 @@ from fidelity.report import CellRow, conclusions, make_rows, markdown, most_toke
 from fidelity.scoring import Score
 from fidelity.stats import mean_interval, paired_difference
 from pair.task import held_out
-from speed_stand_ins import Runner, canned_scores, leave_out_what_takes_seconds
-from study import BenchError, matching
+from speed_stand_ins import graded_reply
+from study import BenchError
 
 from sglang_smc.demo.party import FIRST_SHOWN
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
-
-#: The settings that a run of one temperature measures.
-SETTINGS = len(cells((0.7,)))
-TINY = ("--problems", "6", "--temperatures", "0.7")
-
-
-def reply(engine: str, entry: Request) -> Reply:
-    number = entry.item.number + entry.index % 2
-    info: dict[str, Any] = {"completion_tokens": 3, "finish_reason": {"type": "stop"}, "id": "x"}
-    if engine == "smc":
-        info |= {
-            "spec_smc_num_particles": 8,
-            "spec_smc_rounds_ct": 10,
-            "spec_smc_resample_ct": 5,
-            "spec_smc_ess_mean": 4.0,
-            "spec_smc_log_evidence": -1.5,
-        }
-    return Reply(entry.index, f"#### {number}", [5, entry.index, 1], info)
-
-
-@pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
-    leave_out_what_takes_seconds(monkeypatch, cli, tmp_path)
-    return Runner(cli, tmp_path / "out", reply, TINY, canned_scores)
 
 
 def test_the_server_takes_every_setting_and_none_is_measured_twice() -> None:
@@ -70,7 +45,7 @@ def test_the_engines_differ_by_model_and_smc_alone() -> None:
 
 
 def test_an_answer_that_was_cut_off_is_wrong_and_one_without_all_tokens_refused() -> None:
-    whole = reply("target", Request(0, held_out(0), {}))
+    whole = graded_reply("target", Request(0, held_out(0), {}))
     cut = whole._replace(meta_info={**whole.meta_info, "finish_reason": {"type": "length"}})
     assert grade(whole, part=0, at=1.0).right
     assert not grade(cut, part=0, at=1.0).right
@@ -87,39 +62,6 @@ def test_the_demo_asks_other_problems_with_other_seeds() -> None:
     assert max(asked) < FIRST_SHOWN
     with pytest.raises(SystemExit):
         cli.parse_arguments(["--problems", str(MAX_PROBLEMS + 1)])
-
-
-def test_everything_is_measured_and_written(bench: Runner) -> None:
-    assert bench() == 0
-    assert bench.started == ["target", "draft", "smc"]
-    assert len(bench.asked) == 6 * SETTINGS
-    for name in cli.REPORT.files:
-        assert (bench.folder / name).stat().st_size > 0
-    origin = json.loads((bench.folder / "provenance.json").read_text())
-    assert origin["settings"]["problems"] == 6
-
-
-def test_an_interrupted_run_goes_on(bench: Runner, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench("--only", "smc-*", last=9) == 130
-    assert "goes on from here" in capsys.readouterr().err
-    first = bench.asked
-    assert len(first) == 9
-    assert bench("--only", "smc-*") == 0
-    again = [(e.index, str(e.sampling_params)) for _, e in first + bench.asked]
-    assert len(again) == len(set(again)) == 6 * len(matching(cells((0.7,)), ["smc-*"]))
-    assert bench("--only", "smc-*") == 0
-    assert (bench.asked, bench.started) == ([], [])
-    path = bench.folder / "answers" / "smc-c0-t0.7.jsonl"
-    parts = [json.loads(line)["part"] for line in path.read_text().splitlines()[1:]]
-    assert parts == [0, 0, 0, 1, 1, 1]
-
-
-def test_only_a_whole_grid_is_published(bench: Runner, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench("--only", "ar-*", "--publish") == 1
-    assert f"{SETTINGS - 2} of {SETTINGS} cells are not complete" in capsys.readouterr().err
-    assert not bench.published()
-    assert bench("--publish") == 0
-    assert bench.published() == set(cli.REPORT.files)
 
 
 def test_time_of_a_cell_in_parts() -> None:
