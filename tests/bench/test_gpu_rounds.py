@@ -24,17 +24,10 @@ BLOCK_CELL = Cell(System(BLOCK, 8, 8), 2, 256)
 FORWARD_SECONDS = 10.0
 
 
-class Clock:
-    """Time that passes by what is done, not by itself."""
-
-    def __init__(self) -> None:
-        self.time = 0.0
-
-
 class Model:
     """Stands in for what runs a model over particles."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Any) -> None:
         self.clock, self.calls = clock, list[str]()
 
     def go_on(self, tokens: str) -> str:
@@ -42,14 +35,13 @@ class Model:
         self.calls.append(tokens)
         return f"logits of {tokens}"
 
-    def chain_logits(self, tokens: str) -> str:
-        return self.go_on(tokens)
+    chain_logits = go_on
 
 
 class Steps:
     """Two drafts, a target pass, and a decision with a step in it; each takes a second itself."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Any) -> None:
         self.clock, self.draft, self.target = clock, Model(clock), Model(clock)
 
     def propose(self) -> None:
@@ -72,7 +64,7 @@ class Steps:
 class Worker:
     """A worker, and its round: four parts, and half a second between them."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Any) -> None:
         self.clock, self._steps, self._round = clock, Steps(clock), self
 
     def _load_round(self) -> None:
@@ -82,45 +74,38 @@ class Worker:
         self.clock.time += 3
 
     def launch_round(self, batch: Any) -> str:
-        self._round._load_round()
+        self._load_round()
         self._steps.propose()
         self._steps.score()
         self.clock.time += 0.5
         self._steps.decide()
-        self._round._commit()
+        self._commit()
         return f"a round of {len(batch.reqs)}"
 
 
 ROUND = 2 + 1 + 2 * FORWARD_SECONDS + FORWARD_SECONDS + 1 + 0.5 + 2 + 3
 
 
-class Scheduler:
-    """What the probe sees of SGLang's scheduler."""
-
-    def __init__(self, clock: Clock, out: Path, every: int) -> None:
-        self.clock, self.draft_worker = clock, Worker(clock)
-        self.probe = Probe(str(out), every, KernelRecorder(0))
-        self.probe.built(lambda _: None, self)
-
-    def run(self, num_rounds: int) -> None:
-        mode = SimpleNamespace(is_decode=lambda: True)
-        for _ in range(num_rounds):
-            batch = SimpleNamespace(reqs=[0] * 2, forward_mode=mode)
-            found = self.probe.ran(lambda _, b: self.draft_worker.launch_round(b), self, batch)
-            assert found == "a round of 2"
-            self.clock.time += 0.25
-        self.probe.idle(lambda _: None, self)
+def schedule(clock: Any, out: Path, every: int, num_rounds: int) -> Steps:
+    """Run rounds as SGLang's scheduler does, with a quarter of a second behind each."""
+    scheduler = SimpleNamespace(draft_worker=Worker(clock))
+    probe, mode = Probe(str(out), every, KernelRecorder(0)), SimpleNamespace(is_decode=lambda: True)
+    probe.built(lambda _: None, scheduler)
+    for _ in range(num_rounds):
+        batch = SimpleNamespace(reqs=[0] * 2, forward_mode=mode)
+        found = probe.ran(lambda _, b: scheduler.draft_worker.launch_round(b), scheduler, batch)
+        assert found == "a round of 2"
+        clock.time += 0.25
+    probe.idle(lambda _: None, scheduler)
+    return scheduler.draft_worker._steps
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def test_rounds_are_told_by_part_and_the_same_forwards_run_again_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock = SimpleNamespace(time=0.0)  # which passes by what is done, not by itself
     monkeypatch.setattr(speed_probe, "now", lambda: clock.time)
-    return clock
-
-
-def test_rounds_are_told_by_part(clock: Clock, tmp_path: Path) -> None:
-    Scheduler(clock, tmp_path / "out", every=2).run(3)
+    schedule(clock, tmp_path / "out", every=2, num_rounds=3)
     (line,) = (tmp_path / "out").read_text().splitlines()
     found = json.loads(line)
     assert [one["alone"] for one in found["rounds"]] == [None, 3 * FORWARD_SECONDS, None]
@@ -133,12 +118,7 @@ def test_rounds_are_told_by_part(clock: Clock, tmp_path: Path) -> None:
     starts = [start for start, _ in found["steps"]]
     again = 3 * FORWARD_SECONDS * REPEATS
     assert starts == pytest.approx([0, ROUND + 0.25, 2 * (ROUND + 0.25) + again])
-
-
-def test_the_same_forwards_are_run_again_alone(clock: Clock, tmp_path: Path) -> None:
-    scheduler = Scheduler(clock, tmp_path / "out", every=1)
-    scheduler.run(1)
-    steps = scheduler.draft_worker._steps
+    steps = schedule(clock, tmp_path / "again", every=1, num_rounds=1)
     assert steps.draft.calls == [*"ab", *"ab" * REPEATS]
     assert steps.target.calls == ["chain"] * (1 + REPEATS)
 
