@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import study
+from answers import Reply, Request
 from fidelity import cli
 from fidelity.grid import cells
 from speed_stand_ins import Runner, canned_scores, graded_reply, leave_out_what_takes_seconds
@@ -88,6 +89,26 @@ def test_what_was_measured_otherwise_is_refused(
     monkeypatch.setattr(cli, "fingerprint", lambda: {"code": "mine"})
     assert run("--only", "ar-draft*") == 0
     assert run.asked == []  # fresh forgets what was selected alone
+
+
+def test_no_number_is_made_where_an_engine_fails(
+    run: Runner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Answers that came before are kept, and the row is of a complete cell alone."""
+
+    def refuse(engine: str, entry: Request) -> Reply:
+        if entry.index == 2:
+            raise BenchError("The engine refused it.")
+        return graded_reply(engine, entry)
+
+    run.reply = refuse
+    assert run("--only", "ar-target*") == 1
+    assert "The engine refused it." in capsys.readouterr().err
+    assert numbers(run, "ar-target-t0.7") == [3, 4, 5]
+    assert not (run.folder / "fidelity.csv").exists()
+    run.reply = graded_reply
+    assert run("--only", "ar-draft*") == 0
+    assert list(run.rows()) == ["AR draft"]
 
 
 def test_a_look_changes_nothing(run: Runner, capsys: pytest.CaptureFixture[str]) -> None:
