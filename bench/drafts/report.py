@@ -81,8 +81,7 @@ def _computed(
         rounds: Rounds = count(proposal, records, cell.temperature)
         for rule, numbers in rounds.items():
             name, yielded = label(proposal.name, rule, 1), ratio(tokens, numbers)
-            nothing = dict.fromkeys(SHARED)
-            yield _row(name, proposal, rule, 1, cell, yielded, plugin, nothing)
+            yield _row(name, proposal, rule, 1, cell, yielded, plugin, dict.fromkeys(SHARED))
 
 
 def _row(
@@ -93,7 +92,7 @@ def _row(
     cell: Cell,
     yielded: Interval,
     plugin: str,
-    numbers: dict[str, Interval | None],
+    numbers: Mapping[str, Any],
 ) -> DraftRow:
     seconds = _seconds(proposal, num_particles)
     return DraftRow(

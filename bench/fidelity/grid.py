@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from study import slug_of
 
@@ -63,12 +63,14 @@ class Cell:
     kind: Kind
     temperature: float
 
-    #: Answers to each problem.
-    samples: ClassVar[int] = 1
-
     @property
     def engine(self) -> str:
         return self.kind.engine
+
+    @property
+    def samples(self) -> int:
+        """Answers to each problem."""
+        return 1
 
     @property
     def slug(self) -> str:

@@ -4,14 +4,20 @@ Of the fidelity study, whose frame the others share.
 """
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import study
 from answers import Reply, Request
+from drafts import engines as drafts
 from fidelity import cli
+from fidelity import measure as fidelity
 from fidelity.grid import cells
 from speed_stand_ins import Runner, canned_scores, graded_reply, leave_out_what_takes_seconds
+from steering import measure as steering
 from study import BenchError, Log, code_fingerprint, matching
 
 EVERY = cells((0.7,))
@@ -121,6 +127,44 @@ def test_a_look_changes_nothing(run: Runner, capsys: pytest.CaptureFixture[str])
         ("exact-t0.7", "0", "0"),
     ]
     assert run("--only", "three") == 1
+
+
+@pytest.mark.parametrize(
+    ("study", "name", "models"),
+    [
+        (fidelity, "target", ["target"]),
+        (fidelity, "draft", ["draft"]),
+        (fidelity, "smc", ["target", "draft"]),
+        (drafts, "target", ["target"]),
+        (drafts, "EAGLE-3", ["target", "eagle3"]),
+        (drafts, "n-gram", ["target"]),
+        (drafts, "STANDALONE tuned draft", ["target", "tuned"]),
+        (steering, "plain target itself", ["target"]),
+        (steering, "smc draft", ["draft", "draft"]),
+        (steering, "smc target", ["target", "draft"]),
+        (steering, "smc target itself", ["target", "target"]),
+    ],
+)
+def test_engines_are_of_their_models_and_end(
+    monkeypatch: pytest.MonkeyPatch, study: Any, name: str, models: list[str]
+) -> None:
+    """And n-gram matches know nothing of earlier answers."""
+    seen: list[Any] = []
+
+    def engine(**keywords: Any) -> Any:
+        paths = (keywords.get(key) for key in ("model_path", "speculative_draft_model_path"))
+        seen.append([Path(path).name for path in paths if path])
+        is_plain = name.startswith(("target", "draft", "plain"))
+        assert ("speculative_algorithm" in keywords) == (not is_plain)
+        manager, loop = SimpleNamespace(tokenizer=None), SimpleNamespace()
+        done = {"flush_cache": "flushed", "shutdown": "ended"}
+        told = {call: lambda word=word: seen.append(word) for call, word in done.items()}
+        return SimpleNamespace(tokenizer_manager=manager, loop=loop, **told)
+
+    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(Engine=engine))
+    with study.running(name) as asker:
+        assert list(asker.ask([])) == []
+    assert seen == [models, *(["flushed"] if name == "n-gram" else []), "ended"]
 
 
 def test_other_settings_of_any_kind_are_told(tmp_path: Path) -> None:
