@@ -1,5 +1,6 @@
 """The study of drafts: its grid, the arithmetic of chains, what a run keeps, and its tables."""
 
+import json
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import trees
 from answers import Reply, Request
 from drafts import cli, grid
 from drafts.chains import Rounds, chances, expected_rounds, head_law, model_law
@@ -213,3 +215,31 @@ def test_published_milliseconds_are_the_planners_of_today() -> None:
         seconds = round_seconds(name, row.num_particles) if name else plain_seconds()
         assert row.round_ms == pytest.approx(1e3 * seconds, rel=1e-5)
         assert row.tokens_per_second == pytest.approx(row.tokens_per_pass.mean / seconds, rel=1e-4)
+
+
+# --- SGLang's trees beside SMC
+
+
+def test_trees_are_asked_once_with_seeds_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Red where two cells share a seed, or a row tells of another's answers."""
+    monkeypatch.setattr(trees, "PUBLISHED", tmp_path)
+    monkeypatch.setattr(trees, "provenance", lambda settings: {"settings": settings})
+    run = Runner(trees, tmp_path / "out", reply, ("--problems", "3"))
+    assert run("--only", "exact-*", "--publish") == 1
+    assert "cells are not complete, as sglang-" in capsys.readouterr().err
+    first = run.asked
+    assert run("--publish", last=20) == 130
+    first += run.asked
+    assert run("--publish") == 0
+    seeds = [entry.sampling_params["sampling_seed"] for _, entry in first + run.asked]
+    assert len(seeds) == len(set(seeds)) == 3 * len(trees.CELLS)
+    rows = json.loads((tmp_path / "trees" / "trees.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == [row.name for row in trees.ROWS]
+    for row in rows:
+        n = row["smc"]["num_particles"] if row["smc"] else 1
+        # 36 tokens behind the first; every other problem takes a pass more.
+        wanted = 3 * 36 / (3 * 36 / (1 + n) + 1)
+        assert {round(one["mean"], 6) for one in row["tokens"].values()} == {round(wanted, 6)}
+        assert list(row["tokens"]) == (["0.7", "1"] if n == 8 else ["0", "0.7", "1"])

@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ from gpu import replays, rounds
 from gpu.plugin import kernel_recorder, speed_probe
 from gpu.plugin.kernel_recorder import SKIPPED, KernelRecorder, kernels_of
 from gpu.plugin.speed_probe import REPEATS, Probe
-from gpu.probing import ProbedEngine
+from gpu.probing import PLUGIN, PROFILED_ROUNDS, ProbedEngine, probed
+from speed.engines import Launch
 from speed.grid import BLOCK, Cell, System
 from speed.presets import CPU
 from speed.remote import Sample, Work
@@ -121,6 +123,17 @@ def test_rounds_are_told_by_part_and_the_same_forwards_run_again_alone(
     steps = schedule(clock, tmp_path / "again", every=1, num_rounds=1)
     assert steps.draft.calls == [*"ab", *"ab" * REPEATS]
     assert steps.target.calls == ["chain"] * (1 + REPEATS)
+
+
+def test_a_gpu_is_profiled_and_a_cpu_is_not(tmp_path: Path) -> None:
+    """And SGLang finds the plugin first, beside what an engine's environment had."""
+    for device, kernels in (("cuda", PROFILED_ROUNDS), ("cpu", 0)):
+        found = probed(Launch({"device": device}, {"A": "1"}), tmp_path / "out").environment
+        assert found["PYTHONPATH"].split(os.pathsep)[0] == str(PLUGIN)
+        assert (found["A"], found[speed_probe.OUT]) == ("1", str(tmp_path / "out"))
+        assert int(found[speed_probe.KERNELS]) == kernels and int(found[speed_probe.EVERY]) > 0
+    points = (PLUGIN / "speed_probe-1.0.dist-info" / "entry_points.txt").read_text()
+    assert "speed_probe = speed_probe:register" in points
 
 
 def methods(package: str, path: str, name: str) -> set[str]:

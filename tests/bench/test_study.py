@@ -127,6 +127,8 @@ def test_a_look_changes_nothing(run: Runner, capsys: pytest.CaptureFixture[str])
         ("exact-t0.7", "0", "0"),
     ]
     assert run("--only", "three") == 1
+    assert run("--only", "exact-*") == 0
+    assert list(run.rows()) == ["exact"]  # of the others answers or scores are missing
 
 
 @pytest.mark.parametrize(
