@@ -50,7 +50,7 @@ drafts: venv
 steering: venv
 	$(BIN)/python bench/steering $(STEERING_ARGS)
 
-# Likewise; SPEED_ARGS=--quick for a look, --rounds for where the time goes.
+# Likewise; SPEED_ARGS=--quick for a look.
 speed: venv
 	$(BIN)/python bench/speed $(SPEED_ARGS)
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from study import REPOSITORY
+from study import PUBLISHED, REPOSITORY, copy
 
 Z95 = 1.959964
 PACKAGES = ("sglang-smc", "sglang", "torch", "transformers", "openai")
@@ -68,6 +70,94 @@ def interval_columns(name: str, value: Interval | None) -> dict[str, float | Non
 def short(value: Any) -> Any:
     """A number with the digits that are worth keeping; anything else as it is."""
     return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+# --- Rows, dataclasses of numbers and intervals, as files
+
+R = TypeVar("R")
+NUMBERS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+def flat(row: Any) -> dict[str, Any]:
+    """Return a row without nesting: a label that is made, and each interval in four columns."""
+    made = isinstance(getattr(type(row), "label", None), property)
+    content: dict[str, Any] = {"label": row.label} if made else {}
+    for field in fields(row):
+        name, value = field.name, getattr(row, field.name)
+        is_interval = "Interval" in str(field.type)
+        content |= interval_columns(name, value) if is_interval else {name: short(value)}
+    return content
+
+
+def read_csv(kind: type[R], path: Path) -> list[R]:
+    """Read what `flat` made of rows; other columns are left out."""
+    with path.open() as file:
+        return [_row(kind, line) for line in csv.DictReader(file)]
+
+
+def _row(kind: type[R], line: Mapping[str, str]) -> R:
+    content: dict[str, Any] = {}
+    for field in fields(kind):  # type: ignore[arg-type]
+        name, said = field.name, str(field.type)
+        if "Interval" in said:
+            parts = [_number(line[f"{name}_{part}"]) for part in Interval._fields]
+            content[name] = None if parts[0] is None else Interval(*parts)
+        elif "str" in said:
+            content[name] = line[name] or ("" if said == "str" else None)
+        else:
+            content[name] = _number(line[name])
+    return kind(**content)
+
+
+def _number(text: str) -> Any:
+    return NUMBERS[text] if text in NUMBERS else json.loads(text or "null")
+
+
+@dataclass(frozen=True)
+class Report(Generic[R]):
+    """The files of a study: rows as CSV, the table and picture made of these, their origin.
+
+    Args:
+        name: of the study and its files.
+        row: the dataclass of a row.
+        markdown: makes a page of rows, below a note.
+        plot: draws the rows.
+    """
+
+    name: str
+    row: type[R]
+    markdown: Callable[[Sequence[R], str], str]
+    plot: Callable[[Sequence[R], Path], None]
+
+    @property
+    def files(self) -> tuple[str, str, str, str]:
+        """Return the names of the CSV, the table, the picture and the origin."""
+        return (*(f"{self.name}.{end}" for end in ("csv", "md", "png")), "provenance.json")  # type: ignore[return-value]
+
+    def write(
+        self,
+        folder: Path,
+        rows: Sequence[R],
+        settings: Mapping[str, Any],
+        note: Callable[[Mapping[str, Any]], str],
+    ) -> str:
+        """Write all files, with a note on the origin above the table; returns the page."""
+        numbers, table, picture, source = (folder / name for name in self.files)
+        origin = provenance(settings)
+        source.write_text(json.dumps(origin, indent=2, default=str) + "\n")
+        write_csv([flat(row) for row in rows], numbers, origin)
+        text = self.markdown(self.read(folder), note(origin))
+        table.write_text(text)
+        self.plot(self.read(folder), picture)
+        return text
+
+    def read(self, folder: Path) -> list[R]:
+        """Return the rows in a folder."""
+        return read_csv(self.row, folder / self.files[0])
+
+    def publish(self, folder: Path, *more: str, to: str = "") -> None:
+        """Copy all files to where the repository keeps them."""
+        copy((folder / name for name in (*self.files, *more)), PUBLISHED / self.name / to)
 
 
 def write_csv(

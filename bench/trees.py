@@ -1,7 +1,8 @@
 """Measure tokens a target pass of SMC beside SGLang's own chains and trees, on the shipped pair.
 
-    .venv/bin/python bench/trees.py                 # all rows, a quarter of an hour
-    .venv/bin/python bench/trees.py --problems 10   # a quick look
+    .venv/bin/python bench/trees.py                 # all rows, resumable, a quarter of an hour
+    .venv/bin/python bench/trees.py --list          # what there is to measure
+    .venv/bin/python bench/trees.py --problems 10   # a quick look, in another --output-dir
 
 Every row answers the same problems at temperatures 0, 0.7 and 1. Each cell has seeds of its own, so
 that the tilts that a server measures of its `exact` answers are independent from cell to cell.
@@ -10,20 +11,32 @@ that the tilts that a server measures of its `exact` answers are independent fro
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import groupby
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from fidelity.cli import at_least_two
-from fidelity.engines import COMMON, EngineAsker, started
-from fidelity.grid import AUTO, EXACT, Cell, Kind
-from fidelity.measure import WARM_UP, grade, request
+from answers import (
+    COMMON,
+    GOES_ON,
+    MAX_TOKENS,
+    Answers,
+    AnswersPlan,
+    Asker,
+    Start,
+    at_least_two,
+    fingerprint,
+    measure,
+    request,
+    started,
+)
+from fidelity.grid import AUTO, EXACT
+from fidelity.measure import WARM_UP, Record, grade
 from fidelity.nats import ratio, watched_tilt
 from results import Interval, interval_cell, markdown_table, provenance
-from study import PAIR, PUBLISHED, as_script, bar, copy, main_of, parser, prepare_folder
+from study import PAIR, PUBLISHED, as_script, complete, copy, digest, grid_parser, main_of, slug_of
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 #: Beyond the problems of all other studies.
@@ -94,42 +107,91 @@ ROWS = (
 )
 
 
-def is_measured(row: Row, temperature: float) -> bool:
-    """Return whether a cell is its own: at temperature 0 every N and mode runs one chain."""
-    twin = row.smc and row.smc["num_particles"] == 8
-    return bool(temperature) or not twin
+@dataclass(frozen=True)
+class Cell:
+    """A row at one temperature."""
+
+    row: Row
+    temperature: float
+
+    @property
+    def slug(self) -> str:
+        name = self.row.name.replace(" = ", "")
+        plain = "".join(letter for letter in name if letter not in ",`/")
+        return f"{slug_of(' '.join(plain.split()))}-t{self.temperature:g}"
+
+    @property
+    def engine(self) -> str:
+        return f"SMC with the {NAMES[self.row.draft]}" if self.row.smc else self.row.name
+
+    @property
+    def samples(self) -> int:
+        return 1
+
+    @property
+    def is_measured(self) -> bool:
+        """Return whether it is its own: at temperature 0 every N and mode runs one chain."""
+        twin = self.row.smc and self.row.smc["num_particles"] == 8
+        return bool(self.temperature) or not twin
 
 
-def answers(asker: EngineAsker, row: Row, temperature: float, problems: int) -> list[dict]:
-    """Ask all problems of one cell; return what the server tells of each answer."""
-    place = ROWS.index(row) * len(TEMPERATURES) + TEMPERATURES.index(temperature)
-    cell = Cell(Kind(row.name, row.draft, 0.0, row.smc), temperature)
-    asked = []
-    for index in range(FIRST_PROBLEM, FIRST_PROBLEM + problems):
-        one = request(cell, index)
-        seed = {"sampling_seed": index + place * SEEDS_A_CELL}
-        asked.append(one._replace(sampling_params=one.sampling_params | seed))
-    list(asker.ask([request(cell, WARM_UP)]))
-    replies = bar(iterable=asker.ask(asked), total=problems, desc=cell.name)
-    return [grade(reply, part=0, at=0.0).info for reply in replies]
+#: With a place each, which its seeds follow from.
+PLACES = {cell: place for place, cell in enumerate(Cell(r, t) for r in ROWS for t in TEMPERATURES)}
+CELLS = [cell for cell in PLACES if cell.is_measured]
+
+
+@contextlib.contextmanager
+def running(name: str) -> Iterator[Asker]:
+    """Start the engine ``name`` for the ``with`` block."""
+    row = next(cell.row for cell in CELLS if cell.engine == name)
+    with started(COMMON | row.engine, "target", row.draft) as asker:
+        yield asker
+
+
+def answered(cell: Cell, answers: Answers[Record], asker: Asker) -> Iterator[Record]:
+    """Ask what is missing of one cell, after a problem to warm up with."""
+    smc, seeds = cell.row.smc, FIRST_PROBLEM + PLACES[cell] * SEEDS_A_CELL
+    missing = [index for _, index in answers.missing()]
+    list(asker.ask([request(WARM_UP, WARM_UP, cell.temperature, smc)]))
+    asked = [request(FIRST_PROBLEM + i, seeds + i, cell.temperature, smc) for i in missing]
+    for reply in asker.ask(asked):
+        record = grade(reply, part=0, at=0.0)
+        yield replace(record, index=record.index - FIRST_PROBLEM)
+
+
+class TreesPlan(AnswersPlan[Cell, Record, Any]):
+    """The cells of this run, and the files of all cells that the report may show."""
+
+    def __init__(self, options: argparse.Namespace, code: Mapping[str, Any]) -> None:
+        self._code = dict(code)
+        super().__init__(options, CELLS, Record)
+
+    def identity(self, cell: Cell) -> dict[str, Any]:
+        return {
+            **self._code,
+            "cell": cell.slug,
+            "draft": digest((PAIR / cell.row.draft).glob("*")),
+            "smc": cell.row.smc,
+            "engine": COMMON | cell.row.engine,
+            "max_new_tokens": MAX_TOKENS,
+        }
+
+    def remarks_on(self, cell: Cell) -> None:
+        return None
+
+    def infos(self) -> dict[Row, dict[float, list[dict]]]:
+        """Return what servers tell of the answers of complete cells, by row and temperature."""
+        found: dict[Row, dict[float, list[dict]]] = {}
+        for cell in self.complete():
+            told = [record.info for record in self.answers[cell].read()]
+            found.setdefault(cell.row, {})[cell.temperature] = told
+        return found
 
 
 def yielded(infos: Sequence[dict[str, Any]]) -> Interval:
     """Return tokens a target pass, prompts and the tokens that they yield left out."""
     tokens = np.array([info["completion_tokens"] - 1 for info in infos], dtype=float)
     return ratio(tokens, np.array([info["spec_verify_ct"] for info in infos]))
-
-
-def measure(problems: int) -> Iterator[tuple[Row, dict[float, list[dict]]]]:
-    """Yield what the answers of each row tell, by temperature, engine by engine."""
-    target = {"model_path": str(PAIR / "target")}
-    for (draft, engine), group in groupby(ROWS, key=lambda row: (row.draft, row.engine)):
-        models = target | {"speculative_draft_model_path": str(PAIR / draft)}
-        with started(COMMON | engine | models) as asker:
-            assert isinstance(asker, EngineAsker)
-            for row in group:
-                own = [t for t in TEMPERATURES if is_measured(row, t)]
-                yield row, {t: answers(asker, row, t, problems) for t in own}
 
 
 def line(row: Row, infos: dict[float, list[dict]]) -> dict[str, Any]:
@@ -164,39 +226,47 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     return markdown_table(headers, lines)
 
 
-def report(options: argparse.Namespace) -> None:
-    """Measure and write down."""
-    prepare_folder(options.output_dir)
-    found = list(measure(options.problems))
+def measured(plan: TreesPlan, start: Start) -> str:
+    """Complete the selected cells, then report on all that is complete."""
+    measure(plan.todo(), start, answered)
+    found, folder = list(plan.infos().items()), plan.options.output_dir
     exact = [one for one in found if (one[0].smc or {}).get("mode") == EXACT]
-    settings = {"problems": options.problems, "first_problem": FIRST_PROBLEM, "engine": COMMON}
+    own = {"first_problem": FIRST_PROBLEM, "engine": COMMON, "seeds_a_cell": SEEDS_A_CELL}
     kept = {
-        "provenance": provenance(settings | {"seeds_a_cell": SEEDS_A_CELL}),
+        "provenance": provenance(plan.settings(**own)),
         "rows": [line(*one) for one in found],
         "tilt of exact": tilt(exact),
     }
-    text, page = (options.output_dir / name for name in OUTPUTS)
-    text.write_text(json.dumps(kept, indent=1) + "\n")
-    page.write_text(markdown(kept["rows"]) + "\n")
-    print(f"\n{page.read_text()}\ntilt of exact: {kept['tilt of exact']}")
-    if options.publish:
-        copy((text, page), PUBLISHED / "trees")
+    numbers, page = OUTPUTS
+    (folder / numbers).write_text(json.dumps(kept, indent=1) + "\n")
+    table = markdown(kept["rows"])
+    (folder / page).write_text(table + "\n")
+    return f"{table}\n\ntilt of exact: {kept['tilt of exact']}"
+
+
+def publish(plan: TreesPlan) -> None:
+    """Copy the results to where the repository keeps them; never a part of the grid."""
+    plan.require_all()
+    copy([plan.options.output_dir / name for name in OUTPUTS], PUBLISHED / "trees")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Return the options."""
-    found = parser("trees", "Tokens a target pass of SMC, and of SGLang's own chains and trees.")
+    what = "Tokens a target pass of SMC, and of SGLang's own chains and trees."
+    found = grid_parser("trees", what, look="--list")
     found.add_argument("--problems", type=at_least_two, default=100, help="for each cell")
-    found.add_argument(
-        "--publish", action="store_true", help="also copy the results to bench/results/trees"
-    )
     return found.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, start: Start = running) -> int:
     """Run it; the exit status is 0 where it came to its end."""
     options = parse_arguments(argv)
-    return main_of(lambda: report(options), "Nothing was kept.")
+
+    def run() -> None:
+        plan = TreesPlan(options, fingerprint())
+        complete(plan, lambda: measured(plan, start), lambda: publish(plan))
+
+    return main_of(run, GOES_ON)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import results
+from answers import Asker, Reply, Request
+from fidelity.measure import WARM_UP
 from fidelity.scoring import Batch, Score, answer_key
 from speed.grid import AR, AR_STOCK, CHAIN, TREE, System
 from speed.remote import EngineError, Sample, Work
@@ -21,9 +26,81 @@ ORIGIN = {"date": "2026-01-01", "git_sha": "abc", "hardware": "a CPU", "versions
 
 def leave_out_what_takes_seconds(patch: pytest.MonkeyPatch, cli: Any, folder: Path) -> None:
     """Have a study's command publish below ``folder``, without a picture or a look at git."""
-    patch.setattr(cli, "PUBLISHED", folder / "published")
-    patch.setattr(cli, "plot_rows", lambda _, path, **__: path.write_text("a picture"))
-    patch.setattr(cli, "provenance", lambda settings: {**ORIGIN, "settings": settings})
+    drawn = replace(cli.REPORT, plot=lambda _, path: path.write_text("a picture"))
+    patch.setattr(cli, "REPORT", drawn)
+    patch.setattr(results, "PUBLISHED", folder / "published")
+    patch.setattr(results, "provenance", lambda settings: {**ORIGIN, "settings": settings})
+
+
+class Runner:
+    """Runs a study's command with stand-ins, and remembers what they were asked.
+
+    Args:
+        cli: the study's module of the command.
+        folder: where its files go.
+        reply: what an engine of this name answers.
+        common: words of every command line.
+        stand_ins: the other arguments of the command, behind what starts engines.
+    """
+
+    def __init__(
+        self,
+        cli: Any,
+        folder: Path,
+        reply: Callable[[str, Request], Reply],
+        common: Sequence[str],
+        *stand_ins: Any,
+    ) -> None:
+        self.cli, self.folder, self.reply = cli, folder, reply
+        self.common, self.stand_ins = common, stand_ins
+        self.asked: list[tuple[str, Request]] = []
+        self.started: list[str] = []
+        self.left = 0
+
+    def __call__(self, *arguments: str, last: int = 10**6) -> int:
+        """Return the exit status; the engine is interrupted after ``last`` answers."""
+        self.asked, self.started, self.left = [], [], last
+        words = [*self.common, "--output-dir", str(self.folder), *arguments]
+        return self.cli.main(words, self.start, *self.stand_ins)
+
+    @contextlib.contextmanager
+    def start(self, engine: str) -> Iterator[Asker]:
+        self.started.append(engine)
+        yield self
+
+    def ask(self, requests: Sequence[Request]) -> Iterator[Reply]:
+        """Answer in another order than asked; a problem to warm up with is not counted."""
+        for entry in reversed(requests):
+            if entry.index != WARM_UP:
+                if self.left == 0:
+                    raise KeyboardInterrupt
+                self.left -= 1
+                self.asked.append((self.started[-1], entry))
+            yield self.reply(self.started[-1], entry)
+
+    def rows(self) -> dict[str, Any]:
+        """Return the rows of the report by label."""
+        return {row.label: row for row in self.cli.REPORT.read(self.folder)}
+
+    def published(self) -> set[str]:
+        """Return the names of published files."""
+        folder = results.PUBLISHED / self.cli.REPORT.name
+        return {path.name for path in folder.iterdir()} if folder.exists() else set()
+
+
+def graded_reply(engine: str, entry: Request) -> Reply:
+    """Answer rightly at even problems, with what an SMC server tells of a group of eight."""
+    number = entry.item.number + entry.index % 2
+    info: dict[str, Any] = {"completion_tokens": 3, "finish_reason": {"type": "stop"}, "id": "x"}
+    if engine == "smc":
+        info |= {
+            "spec_smc_num_particles": 8,
+            "spec_smc_rounds_ct": 10,
+            "spec_smc_resample_ct": 5,
+            "spec_smc_ess_mean": 4.0,
+            "spec_smc_log_evidence": -1.5,
+        }
+    return Reply(entry.index, f"#### {number}", [5, entry.index, 1], info)
 
 
 def canned_scores(batches: Sequence[Batch], jobs: int) -> Iterator[tuple[int, list[Score]]]:

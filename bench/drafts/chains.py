@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from answers import prompt_ids
 from drafts.grid import LIKELIEST, NUM_STEPS, SAMPLED, Proposal
-from fidelity.measure import prompt_ids
-from fidelity.store import Record
+from fidelity.measure import Record
 from study import PAIR, bar
 
 if TYPE_CHECKING:

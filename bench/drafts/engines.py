@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
+from answers import COMMON, Asker, started
 from drafts.grid import NUM_STEPS, STANDALONE, TARGET, proposal_of
-from fidelity import engines
-from fidelity.measure import Asker, Reply, Request
+from fidelity.measure import SMC
 
 #: SGLang's own chain of K tokens: its tree of one branch, whose root is the last token.
 CHAIN: dict[str, Any] = {
@@ -21,36 +20,17 @@ CHAIN: dict[str, Any] = {
 
 
 def settings(name: str) -> dict[str, Any]:
-    """The keywords of `sgl.Engine` but for the models."""
+    """Return the keywords of `sgl.Engine` but for the models."""
     proposal = proposal_of(name)
     if name.startswith(STANDALONE):
-        return engines.COMMON | CHAIN
-    own = {} if proposal is None else engines.SMC | dict(proposal.settings)
-    return engines.COMMON | own
-
-
-def arguments(name: str, pair: Path) -> dict[str, Any]:
-    """The keywords of `sgl.Engine` for the engine ``name``."""
-    proposal, found = proposal_of(name), {**settings(name), "model_path": str(pair / TARGET)}
-    if proposal is not None and proposal.folder is not None:
-        found["speculative_draft_model_path"] = str(pair / proposal.folder)
-    return found
-
-
-class ForgetfulAsker(engines.EngineAsker):
-    """Forgets what was said before: cells ask the same problems, and matches would know them."""
-
-    def ask(self, requests: Sequence[Request]) -> Iterator[Reply]:
-        """As `EngineAsker.ask`, from a server that has said nothing yet."""
-        self._engine.flush_cache()
-        yield from super().ask(requests)
+        return COMMON | CHAIN
+    return COMMON | ({} if proposal is None else SMC | dict(proposal.settings))
 
 
 @contextlib.contextmanager
-def running(name: str, pair: Path) -> Iterator[Asker]:
-    """The engine ``name`` for the ``with`` block."""
+def running(name: str) -> Iterator[Asker]:
+    """Start the engine ``name`` for the ``with`` block."""
     proposal = proposal_of(name)
-    forgets = proposal is not None and proposal.kind == "ngram"
-    asker = ForgetfulAsker if forgets else engines.EngineAsker
-    with engines.started(arguments(name, pair), asker) as running:
-        yield running
+    folder, kind = (proposal.folder, proposal.kind) if proposal else (None, None)
+    with started(settings(name), TARGET, folder, forgets=kind == "ngram") as asker:
+        yield asker

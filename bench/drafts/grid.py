@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from fidelity import grid
 from fidelity.grid import AR_TARGET, AUTO, EXACT, Cell, Kind
 
 PARTICLES = (1, 4, 8)
@@ -60,22 +61,18 @@ def label(proposal: str, rule: str, num_particles: int) -> str:
 
 def kinds() -> list[Kind]:
     """All settings, those of one engine together."""
-    found = [Kind(AR_TARGET, TARGET, 0.06)]
+    found = [Kind(AR_TARGET, TARGET)]
     for proposal in PROPOSALS:
         found += [_smc(proposal, mode, n) for mode in (EXACT, AUTO) for n in PARTICLES]
     models = [one.name for one in PROPOSALS if one.kind == "model"]
-    return found + [Kind(f"{name} {STANDALONE}", f"{STANDALONE} {name}", 0.1) for name in models]
+    return found + [Kind(f"{name} {STANDALONE}", f"{STANDALONE} {name}") for name in models]
 
 
 def _smc(proposal: Proposal, mode: str, num_particles: int) -> Kind:
     asked = {"mode": mode, "num_particles": num_particles, "num_steps": NUM_STEPS}
-    # Seconds an answer takes, for the time to go.
-    cost = 0.06 + 0.015 * num_particles
-    return Kind(label(proposal.name, mode, num_particles), proposal.name, cost, asked)
+    return Kind(label(proposal.name, mode, num_particles), proposal.name, asked)
 
 
 def cells(temperatures: Iterable[float]) -> list[Cell]:
-    """All cells, engine by engine: each starts only once."""
-    found = [Cell(kind, t) for t in temperatures for kind in kinds()]
-    engines = list(dict.fromkeys(kind.engine for kind in kinds()))
-    return sorted(found, key=lambda cell: engines.index(cell.kind.engine))
+    """Return all cells, engine by engine."""
+    return grid.cells(temperatures, kinds())

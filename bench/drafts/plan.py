@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from drafts.engines import settings
-from drafts.grid import Cell, cells, proposal_of
-from fidelity.measure import MAX_TOKENS
-from fidelity.plan import AnswersPlan, answers_path
+from drafts.grid import cells, proposal_of
+from fidelity.grid import Cell
+from fidelity.plan import SEEDS, ScoredPlan
 from study import PAIR, Log, digest, matching
 
 
-class DraftsPlan(AnswersPlan):
+class DraftsPlan(ScoredPlan):
     """The cells of this run, and the files of all cells that the report may show.
 
     The selected cells are measured with the code that is here. Of all others what is there is
@@ -23,38 +23,20 @@ class DraftsPlan(AnswersPlan):
     """
 
     def __init__(self, options: argparse.Namespace, code: Mapping[str, Any]) -> None:
-        self._code, self.options = dict(code), options
         every = cells(options.temperatures)
         self._own = set(matching(every, options.only))
         self.plugins: dict[Cell, str] = {}
-        super().__init__(options, every, self._identity)
+        super().__init__(options, every, settings, code)
 
-    def _identity(self, cell: Cell) -> dict[str, Any]:
-        self.plugins[cell] = self._code["plugin"] if cell in self._own else self._there(cell)
-        proposal = proposal_of(cell.kind.engine)
+    def identity(self, cell: Cell) -> dict[str, Any]:
+        # Of a cell that is not selected, the code that its file names, if there is one.
+        there = {} if cell in self._own else Log(self.path("answers", cell), {}).header()
+        self.plugins[cell] = there.get("plugin", self._code["plugin"])
+        proposal = proposal_of(cell.engine)
         folder = None if proposal is None else proposal.folder
-        return {
-            **self._code,
-            "plugin": self.plugins[cell],
-            "draft": None if folder is None else digest((PAIR / folder).glob("*")),
-            "cell": cell.slug,
-            "smc": cell.kind.smc,
-            "engine": settings(cell.kind.engine),
-            "max_new_tokens": MAX_TOKENS,
-        }
+        draft = None if folder is None else digest((PAIR / folder).glob("*"))
+        return super().identity(cell) | {"plugin": self.plugins[cell], "draft": draft}
 
-    def _there(self, cell: Cell) -> str:
-        """The code that a file names; where there is none, this one's."""
-        header = Log(answers_path(self.options, cell), {}).header()
-        return header.get("plugin", self._code["plugin"])
-
-    def settings(self) -> dict[str, Any]:
-        """What the numbers depend on."""
-        return {
-            "problems": self.options.problems,
-            "first_problem": 0,
-            "seeds": "problem i is asked with seed i",
-            "max_new_tokens": MAX_TOKENS,
-            "engines": {cell.kind.engine: settings(cell.kind.engine) for cell in self.answers},
-            "code": self._code,
-        }
+    def settings(self, **more: Any) -> dict[str, Any]:
+        engines = {cell.engine: settings(cell.engine) for cell in self.answers}
+        return super().settings(seeds=SEEDS, engines=engines, code=self._code, **more)

@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import charts
-import matplotlib.pyplot as plt
+from charts import GREY, SKY, ends, picture
 from drafts.cost import plain_seconds
 from drafts.grid import AUTO, EXACT, LIKELIEST, PROPOSALS, SAMPLED, STANDALONE
 from drafts.report import DraftRow
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-GREY = "#6E6E6E"
 #: Okabe and Ito's, one a proposal, that of its place.
-COLOURS = dict(zip((one.name for one in PROPOSALS), (*charts.COLOURS, "#56B4E9"), strict=True))
+COLOURS = dict(zip((one.name for one in PROPOSALS), (*charts.COLOURS, SKY), strict=True))
 MARKERS = {EXACT: "o", AUTO: "D", LIKELIEST: "x", SAMPLED: "+", STANDALONE: "s"}
 #: Of what follows the target by its rule, or was not found to differ: a lane for each proposal
 #: below 0, so many nats high.
@@ -25,23 +24,13 @@ LANE = 0.06
 def plot_rows(rows: Sequence[DraftRow], path: Path) -> None:
     """Write the picture as a PNG to ``path``."""
     temperatures = sorted({row.temperature for row in rows})
-    figure, panels = plt.subplots(
-        len(temperatures),
-        1,
-        figsize=(9.0, 0.8 + 4.2 * len(temperatures)),
-        layout="constrained",
-        sharex=True,
-        sharey=True,
-        squeeze=False,
-        dpi=150,
-    )
-    for axes, temperature in zip(panels[:, 0], temperatures, strict=True):
-        _panel(axes, [row for row in rows if row.temperature == temperature and row.proposal])
-        axes.set_title(f"Temperature {temperature:g}", fontweight="bold")
-    panels[-1, 0].set_xlabel("tokens a second to expect of an 8B on an H200, at most")
-    figure.legend(handles=_legend(rows), loc="outside lower center", ncols=5, frameon=False)
-    figure.savefig(path)
-    plt.close(figure)
+    shape = {"rows": len(temperatures), "sharex": True, "sharey": True}
+    with picture(path, (9.0, 0.8 + 4.2 * len(temperatures)), **shape) as (figure, panels):
+        for axes, temperature in zip(panels[:, 0], temperatures, strict=True):
+            _panel(axes, [row for row in rows if row.temperature == temperature and row.proposal])
+            axes.set_title(f"Temperature {temperature:g}", fontweight="bold")
+        panels[-1, 0].set_xlabel("tokens a second to expect of an 8B on an H200, at most")
+        figure.legend(handles=_legend(rows), loc="outside lower center", ncols=5, frameon=False)
 
 
 def _panel(axes: Axes, rows: Sequence[DraftRow]) -> None:
@@ -54,7 +43,6 @@ def _panel(axes: Axes, rows: Sequence[DraftRow]) -> None:
         _point(axes, row)
     _scale(axes, max((row.kl_at_least.high for row in rows if row.kl_at_least), default=0.0))
     axes.margins(x=0.06)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25, lw=0.6)
 
 
@@ -80,7 +68,7 @@ def _point(axes: Axes, row: DraftRow) -> None:
     axes.errorbar(
         row.tokens_per_second,
         y,
-        yerr=[[y - kl.low], [kl.high - y]] if kl and differs else None,
+        yerr=ends([kl]) if kl and differs else None,
         fmt=MARKERS[row.rule],
         ms=6,
         color=colour,

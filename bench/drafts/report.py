@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import results
 from drafts.chains import Counter, Rounds
 from drafts.cost import BATCH, CONTEXT, DEVICE, TARGET, plain_seconds, round_seconds
 from drafts.grid import AUTO, DRAFT, EXACT, PROPOSALS, Proposal, label, proposal_of, rule_of
 from fidelity.grid import AR_TARGET, Cell
 from fidelity.nats import ratio
 from fidelity.report import Answered, CellRow, make_rows
-from results import Interval, interval_cell, interval_columns, markdown_table, number_cell, short
+from results import Interval, interval_cell, markdown_table, number_cell
 
 
 @dataclass(frozen=True)
@@ -47,17 +43,11 @@ class DraftRow:
         return self.rule in (EXACT, AUTO)
 
 
-INTERVALS = (
-    *("tokens_per_pass", "accuracy", "difference", "innovation", "log_p_difference"),
-    *("kl_at_least", "tilt", "server_tilt"),
-)
-
-
 def rows_of(
     answers: Mapping[Cell, Answered], plugins: Mapping[Cell, str], count: Counter
 ) -> list[DraftRow]:
     """A row for each complete cell, and for SGLang's rules where the target's answers are."""
-    found, engines = [], {cell.kind.engine for cell in answers}
+    found, engines = [], {cell.engine for cell in answers}
     for cell, row in zip(answers, make_rows(answers), strict=True):
         found.append(_measured(cell, row, answers[cell], plugins[cell]))
         if cell.kind.family == AR_TARGET:
@@ -66,32 +56,19 @@ def rows_of(
     return sorted(_compared(found), key=_place)
 
 
+#: Of a row of the fidelity study, which is AR's or a mode's.
+SHARED = ("accuracy", "difference", "innovation", "log_p_difference", "kl_at_least", "tilt")
+SHARED += ("server_tilt",)
+
+
 def _measured(cell: Cell, row: CellRow, found: Answered, plugin: str) -> DraftRow:
-    proposal, num_particles = proposal_of(cell.kind.engine), row.num_particles or 1
-    seconds = _seconds(proposal, num_particles)
+    proposal, num_particles = proposal_of(cell.engine), row.num_particles or 1
     infos = [record.info for record, _ in found]
     tokens = np.array([info["completion_tokens"] - 1 for info in infos], dtype=float)
     passes = np.array([info["spec_verify_ct"] for info in infos]) if proposal else tokens
+    numbers = {name: getattr(row, name) for name in SHARED}
     yielded = ratio(tokens, passes)
-    return DraftRow(
-        label=row.label,
-        proposal=proposal.name if proposal else "",
-        rule=rule_of(cell),
-        num_particles=num_particles,
-        temperature=row.temperature,
-        tokens_per_pass=yielded,
-        accuracy=row.accuracy,
-        difference=row.difference,
-        innovation=row.innovation,
-        log_p_difference=row.log_p_difference,
-        kl_at_least=row.kl_at_least,
-        tilt=row.tilt,
-        server_tilt=row.server_tilt,
-        round_ms=1e3 * seconds,
-        tokens_per_second=yielded.mean / seconds,
-        to_draft_model=None,
-        plugin=plugin,
-    )
+    return _row(row.label, proposal, rule_of(cell), num_particles, cell, yielded, plugin, numbers)
 
 
 def _computed(
@@ -103,27 +80,33 @@ def _computed(
     for proposal in counted:
         rounds: Rounds = count(proposal, records, cell.temperature)
         for rule, numbers in rounds.items():
-            yield _chain(proposal, rule, cell.temperature, ratio(tokens, numbers), plugin)
+            name, yielded = label(proposal.name, rule, 1), ratio(tokens, numbers)
+            yield _row(name, proposal, rule, 1, cell, yielded, plugin, dict.fromkeys(SHARED))
 
 
-def _chain(
-    proposal: Proposal, rule: str, temperature: float, yielded: Interval, plugin: str
+def _row(
+    label: str,
+    proposal: Proposal | None,
+    rule: str,
+    num_particles: int,
+    cell: Cell,
+    yielded: Interval,
+    plugin: str,
+    numbers: Mapping[str, Any],
 ) -> DraftRow:
-    seconds, nothing = _seconds(proposal, 1), dict.fromkeys(INTERVALS)
+    seconds = _seconds(proposal, num_particles)
     return DraftRow(
-        **{
-            **nothing,
-            "label": label(proposal.name, rule, 1),
-            "proposal": proposal.name,
-            "rule": rule,
-            "num_particles": 1,
-            "temperature": temperature,
-            "tokens_per_pass": yielded,
-            "round_ms": 1e3 * seconds,
-            "tokens_per_second": yielded.mean / seconds,
-            "to_draft_model": None,
-            "plugin": plugin,
-        }
+        label=label,
+        proposal=proposal.name if proposal else "",
+        rule=rule,
+        num_particles=num_particles,
+        temperature=cell.temperature,
+        tokens_per_pass=yielded,
+        round_ms=1e3 * seconds,
+        tokens_per_second=yielded.mean / seconds,
+        to_draft_model=None,
+        plugin=plugin,
+        **numbers,
     )
 
 
@@ -150,44 +133,6 @@ def _place(row: DraftRow) -> tuple[float, int, bool]:
     """By temperature and proposal, SMC before SGLang's rules; else as they come."""
     names = ["", *(proposal.name for proposal in PROPOSALS)]
     return row.temperature, names.index(row.proposal), not row.is_smc
-
-
-# --- As files
-
-
-def write_csv(rows: Sequence[DraftRow], path: Path, provenance: Mapping[str, Any]) -> None:
-    """One line for each row; every interval in four columns."""
-    results.write_csv([_flat(row) for row in rows], path, provenance)
-
-
-def _flat(row: DraftRow) -> dict[str, Any]:
-    content: dict[str, Any] = {}
-    for name, value in vars(row).items():
-        content |= interval_columns(name, value) if name in INTERVALS else {name: short(value)}
-    return content
-
-
-def read_csv(path: Path) -> list[DraftRow]:
-    """What `write_csv` wrote."""
-    with path.open() as file:
-        return [_row(line) for line in csv.DictReader(file)]
-
-
-def _row(line: Mapping[str, str]) -> DraftRow:
-    content = {}
-    for field in fields(DraftRow):
-        if field.name in INTERVALS:
-            content[field.name] = _interval(line, field.name)
-        elif field.type == "str":
-            content[field.name] = line[field.name]
-        else:
-            content[field.name] = json.loads(line[field.name] or "null")
-    return DraftRow(**content)
-
-
-def _interval(line: Mapping[str, str], name: str) -> Interval | None:
-    parts = [line[f"{name}_{part}"] for part in Interval._fields]
-    return Interval(*map(json.loads, parts)) if parts[0] else None
 
 
 HEADERS = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,6 @@ class Kind:
 
     family: str
     engine: str  # "target", "draft" or "smc"
-    cost: float  # seconds an answer takes on two CPU cores, for the time to go
     smc: dict[str, Any] | None = field(default=None, hash=False)
 
     @property
@@ -65,6 +64,15 @@ class Cell:
     temperature: float
 
     @property
+    def engine(self) -> str:
+        return self.kind.engine
+
+    @property
+    def samples(self) -> int:
+        """Answers to each problem."""
+        return 1
+
+    @property
     def slug(self) -> str:
         return f"{self.kind.slug}-t{self.temperature:g}"
 
@@ -81,22 +89,22 @@ class Cell:
 def kinds() -> list[Kind]:
     """All settings, those of one engine together."""
     return [
-        Kind(AR_TARGET, "target", 0.06),
-        Kind(AR_DRAFT, "draft", 0.02),
-        _kind(EXACT, 0.18, mode="exact"),
+        Kind(AR_TARGET, "target"),
+        Kind(AR_DRAFT, "draft"),
+        _kind(EXACT, mode="exact"),
         *(kind for kind in _dial() if not _has_a_name(kind)),
-        _kind(AUTO, 0.15, mode="auto"),
-        _kind(DEFAULT, 0.15),
-        _kind(LATE, 0.15, max_lag=LONG_LAG),
+        _kind(AUTO, mode="auto"),
+        _kind(DEFAULT),
+        _kind(LATE, max_lag=LONG_LAG),
     ]
 
 
 def _dial() -> list[Kind]:
     """Those with an evidence threshold of their own."""
     return [
-        *(_kind(MIXED, 0.15, mode="mixed", evidence_threshold=c) for c in MIXED_THRESHOLDS),
+        *(_kind(MIXED, mode="mixed", evidence_threshold=c) for c in MIXED_THRESHOLDS),
         *(
-            _kind(SMC, 0.15, mode="smc", resample_at="block", evidence_threshold=c)
+            _kind(SMC, mode="smc", resample_at="block", evidence_threshold=c)
             for c in SMC_THRESHOLDS
         ),
     ]
@@ -108,12 +116,13 @@ def _has_a_name(kind: Kind) -> bool:
     return kind.evidence_threshold == named
 
 
-def _kind(family: str, cost: float, **settings: Any) -> Kind:
-    return Kind(family, "smc", cost, {**SIZES, **settings})
+def _kind(family: str, **settings: Any) -> Kind:
+    return Kind(family, "smc", {**SIZES, **settings})
 
 
-def cells(temperatures: Iterable[float]) -> list[Cell]:
-    """All cells, engine by engine: each starts only once."""
-    found = [Cell(kind, t) for t in temperatures for kind in kinds()]
-    engines = list(dict.fromkeys(kind.engine for kind in kinds()))
-    return sorted(found, key=lambda cell: engines.index(cell.kind.engine))
+def cells(temperatures: Iterable[float], every: Sequence[Kind] = ()) -> list[Cell]:
+    """Return these kinds, or all, at each temperature, engine by engine: each starts only once."""
+    some = every or kinds()
+    found = [Cell(kind, t) for t in temperatures for kind in some]
+    engines = list(dict.fromkeys(kind.engine for kind in some))
+    return sorted(found, key=lambda cell: engines.index(cell.engine))

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import charts  # noqa: F401  (no screen)
-import matplotlib.pyplot as plt
+from charts import COLOURS, GREY, ends, legend_below, picture
 from fidelity.grid import AR_TARGET, AUTO, DEFAULT, EXACT, MIXED, SMC
 from fidelity.report import CellRow
 from matplotlib.axes import Axes
@@ -24,38 +23,26 @@ class Side(NamedTuple):
     align: str
 
 
-# Okabe and Ito's colours, told apart by colour-blind readers; the markers do the same in grey.
+# The markers tell them apart in grey.
 SIDES = (
-    Side("verified: exact, mixed, auto", (EXACT, MIXED, AUTO), "#0072B2", "o", (7, -8), "left"),
-    Side("weighed: smc", (SMC, DEFAULT), "#D55E00", "D", (-7, 14), "right"),
+    Side("verified: exact, mixed, auto", (EXACT, MIXED, AUTO), COLOURS[0], "o", (7, -8), "left"),
+    Side("weighed: smc", (SMC, DEFAULT), COLOURS[1], "D", (-7, 14), "right"),
 )
 #: What has a name of its own stands out.
 NAMED = (EXACT, AUTO, DEFAULT)
-GREY = "#6E6E6E"
 
 
 def plot_rows(rows: Sequence[CellRow], path: Path) -> None:
     """Write the picture as a PNG to ``path``."""
     temperatures = sorted({row.temperature for row in rows})
-    figure, panels = plt.subplots(
-        1,
-        len(temperatures),
-        figsize=(0.6 + 5.0 * len(temperatures), 5.0),
-        layout="constrained",
-        sharex=True,
-        sharey=True,
-        squeeze=False,
-        dpi=150,
-    )
-    for axes, temperature in zip(panels[0], temperatures, strict=True):
-        _panel(axes, [row for row in rows if row.temperature == temperature])
-        axes.set_xlabel("tokens per target pass")
-        axes.set_title(f"Temperature {temperature:g}", fontweight="bold")
-    panels[0][0].set_ylabel("KL to the target, nats an answer, at least")
-    handles, names = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=2, frameon=False)
-    figure.savefig(path)
-    plt.close(figure)
+    shape = {"columns": len(temperatures), "sharex": True, "sharey": True}
+    with picture(path, (0.6 + 5.0 * len(temperatures), 5.0), **shape) as (figure, (panels,)):
+        for axes, temperature in zip(panels, temperatures, strict=True):
+            _panel(axes, [row for row in rows if row.temperature == temperature])
+            axes.set_xlabel("tokens per target pass")
+            axes.set_title(f"Temperature {temperature:g}", fontweight="bold")
+        panels[0].set_ylabel("KL to the target, nats an answer, at least")
+        legend_below(figure, panels[0], ncols=2)
 
 
 def _panel(axes: Axes, rows: Sequence[CellRow]) -> None:
@@ -67,7 +54,6 @@ def _panel(axes: Axes, rows: Sequence[CellRow]) -> None:
             text = f"AR: {row.accuracy.mean:.1%} right"
             axes.annotate(text, (0.02, 0.97), xycoords="axes fraction", va="top", color=GREY)
     axes.margins(x=0.18, y=0.1)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25, lw=0.6)
 
 
@@ -75,14 +61,10 @@ def _side(axes: Axes, side: Side, rows: Sequence[CellRow]) -> None:
     """Points with intervals along a line, the most faithful first."""
     rows = sorted(rows, key=lambda row: row.tokens_per_pass or 0.0)
     x = [row.tokens_per_pass or 0.0 for row in rows]
-    y, low, high = ([row.kl_at_least[part] for row in rows] for part in (0, 1, 2))
     axes.errorbar(
         x,
-        y,
-        yerr=[
-            [mean - end for mean, end in zip(y, low, strict=True)],
-            [end - mean for mean, end in zip(y, high, strict=True)],
-        ],
+        [row.kl_at_least.mean for row in rows],
+        yerr=ends([row.kl_at_least for row in rows]),
         fmt=side.marker,
         ls=":",
         lw=1,

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import results
 from fidelity.grid import AR_DRAFT, AR_TARGET, Cell
+from fidelity.measure import Record, seconds
 from fidelity.nats import kl_at_least, paired_ratio_difference, ratio, watched_tilt
 from fidelity.scoring import Score
 from fidelity.stats import mean_interval, paired_difference
-from fidelity.store import Record, seconds
 from results import (
     Interval,
     ess_share,
     interval_cell,
-    interval_columns,
     markdown_table,
     number_cell,
     resample_rate,
-    short,
     wilson,
 )
 
@@ -145,26 +141,6 @@ def _kl_at_most(cell: Cell, records: Sequence[Record]) -> Interval | None:
     return mean_interval([-value for value in logs]) if cell.is_pure_smc else None
 
 
-# --- As files
-
-
-def write_csv(rows: Sequence[CellRow], path: Path, provenance: Mapping[str, Any]) -> None:
-    """One line for each cell; every interval in four columns."""
-    results.write_csv([flat(row) for row in rows], path, provenance)
-
-
-def flat(row: CellRow) -> dict[str, Any]:
-    """A row without nesting."""
-    content: dict[str, Any] = {}
-    for name, value in vars(row).items():
-        content |= interval_columns(name, value) if name in INTERVALS else {name: short(value)}
-    return content
-
-
-INTERVALS = (
-    *("accuracy", "difference", "tilt", "innovation", "sharpening"),
-    *("kl_at_least", "log_p_difference", "server_tilt", "kl_at_most"),
-)
 HEADERS = (
     "",
     "tokens / target pass",

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from answers import prompt_ids
 from fidelity.grid import Cell
-from fidelity.measure import prompt_ids
-from fidelity.store import Record
-from study import Log, bar, digest, in_processes
+from fidelity.measure import Record
+from study import PAIR, Log, bar, digest, in_processes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -128,7 +128,6 @@ class Batch(NamedTuple):
     temperature: float
     indices: list[int]
     answers: list[list[int]]
-    pair: Path
 
 
 #: Scores batches with so many processes, in any order, as (place of the cell, scores).
@@ -141,7 +140,7 @@ def by_processes(batches: Sequence[Batch], jobs: int) -> Iterator[tuple[int, lis
 
 
 def _score_batch(batch: Batch) -> tuple[int, list[Score]]:
-    models, tokenizer = load(batch.pair)
+    models, tokenizer = load()
     prompts = [prompt_ids(tokenizer, index) for index in batch.indices]
     found = score_answers(models, prompts, batch.answers, batch.temperature)
     each = zip(batch.indices, batch.answers, found, strict=True)
@@ -149,13 +148,13 @@ def _score_batch(batch: Batch) -> tuple[int, list[Score]]:
 
 
 @lru_cache(maxsize=1)
-def load(pair: Path) -> tuple[list[PreTrainedModel], PreTrainedTokenizerBase]:
-    """The checkpoints ``target`` and ``draft`` in a folder, in float32, with their tokenizer."""
+def load() -> tuple[list[PreTrainedModel], PreTrainedTokenizerBase]:
+    """Return the shipped target and draft in float32, with their tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
     logging.disable_progress_bar()
-    folders = [pair / name for name in ("target", "draft")]
+    folders = [PAIR / name for name in ("target", "draft")]
     found = [AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in folders]
     return [model.eval() for model in found], AutoTokenizer.from_pretrained(folders[0])
 
@@ -170,28 +169,28 @@ class Scores:
         """By problem."""
         return {entry["index"]: Score(**entry) for entry in self.log.read()}
 
-    def missing(self, records: Sequence[Record]) -> list[Record]:
+    def missing(self, answers: Sequence[Record]) -> list[Record]:
         """The answers that have none, or one of another answer."""
         there = {index: score.answer for index, score in self.read().items()}
-        return [r for r in records if there.get(r.index) != answer_key(r.output_ids)]
+        return [r for r in answers if there.get(r.index) != answer_key(r.output_ids)]
 
 
-def score_log(folder: Path, cell: Cell, answers: dict[str, Any]) -> Scores:
-    """Where the scores of a cell are kept, and what they depend on beside its answers."""
+def score_log(path: Path, answers: dict[str, Any]) -> Scores:
+    """Return the scores of a cell in a file, which depend on its answers and on more."""
     scorer = digest([Path(__file__)])
     identity = {**answers, "scorer": scorer, "transformers": version("transformers")}
-    return Scores(Log(folder / f"{cell.slug}.jsonl", identity))
+    return Scores(Log(path, identity))
 
 
 Todo = Sequence[tuple[Cell, list[Record], Scores]]
 
 
-def score_cells(todo: Todo, pair: Path, score: Scorer, jobs: int) -> None:
-    """Score what is missing, with a progress bar of its own."""
+def score_cells(todo: Todo, score: Scorer, jobs: int) -> None:
+    """Score these answers, with a progress bar of its own."""
     batches = [
         batch
-        for place, (cell, records, scores) in enumerate(todo)
-        for batch in _batches(place, cell, scores.missing(records), pair)
+        for place, (cell, records, _) in enumerate(todo)
+        for batch in _batches(place, cell, records)
     ]
     if not batches:
         return
@@ -206,10 +205,10 @@ def score_cells(todo: Todo, pair: Path, score: Scorer, jobs: int) -> None:
             line.update(len(found))
 
 
-def _batches(place: int, cell: Cell, records: list[Record], pair: Path) -> Iterator[Batch]:
+def _batches(place: int, cell: Cell, records: list[Record]) -> Iterator[Batch]:
     """Of similar length, so that little is padded."""
     records = sorted(records, key=lambda record: len(record.output_ids))
     for start in range(0, len(records), BATCH):
         some = records[start : start + BATCH]
         indices, answers = [r.index for r in some], [r.output_ids for r in some]
-        yield Batch(place, cell.temperature, indices, answers, pair)
+        yield Batch(place, cell.temperature, indices, answers)

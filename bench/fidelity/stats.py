@@ -30,15 +30,10 @@ def paired_difference(
     return Interval((won - lost) / n, low, high, n)
 
 
-def normal_interval(values: Sequence[float]) -> Interval:
-    """The mean of two or more independent values with its 95 % interval by the normal law."""
-    n, mean = len(values), fmean(values)
-    half = Z95 * stdev(values) / math.sqrt(n)
-    return Interval(mean, mean - half, mean + half, n)
-
-
 def mean_interval(values: Sequence[float]) -> Interval | None:
-    """The same for any number of values: one says nothing of its spread."""
-    if len(values) > 1:
-        return normal_interval(values)
-    return Interval(values[0], -math.inf, math.inf, 1) if values else None
+    """Return the mean with its 95 % interval by the normal law; one says nothing of its spread."""
+    if not values:
+        return None
+    n, mean = len(values), fmean(values)
+    half = Z95 * stdev(values) / math.sqrt(n) if n > 1 else math.inf
+    return Interval(mean, mean - half, mean + half, n)

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import results
-from charts import COLOURS
-from gpu import goals
+from charts import legend_below, picture, shade
+from gpu import goals, rounds
 from gpu.cases import (
     AR_DRAFT,
     EAGLE,
@@ -25,11 +24,9 @@ from gpu.cases import (
 from gpu.default_server import DEFAULT
 from gpu.records import RESULTS, read_results
 from results import markdown_table, number_cell, short
-from speed import rounds
 from speed.bound import least_round, shapes
 from speed.grid import AR, Cell
 from speed.presets import Preset
-from speed.studies import REPLAYED, RUN_AGAIN
 from study import BenchError
 
 from sglang_smc.plan.devices import Device, named
@@ -213,7 +210,7 @@ def least_ms(cell: Cell, preset: Preset) -> float | None:
 
 
 def profiled(parts: Results, folder: Path, calls: Results) -> str:
-    """The parts of a round, as `bench/speed --rounds` shows them, and its largest kernels."""
+    """The parts of a round, and its largest kernels."""
     rows = [
         rounds.make_row(cell, parts[cell.slug]["entries"])
         for case in PROFILE
@@ -224,8 +221,7 @@ def profiled(parts: Results, folder: Path, calls: Results) -> str:
         return "\n".join(failures(parts))
     rounds.plot_rows(rows, folder / "rounds.png", title=f"A round of SMC on {machine(calls)}")
     rounds.write_csv(rows, folder / "rounds.csv", list(calls.values())[-1])
-    note = REPLAYED if any(row.replayed for row in rows) else RUN_AGAIN
-    tables = [rounds.markdown(rows, note).rstrip()]
+    tables = [rounds.markdown(rows).rstrip()]
     for part, one in parts.items():
         lines = largest(one.get("entries", []))
         if lines:
@@ -279,23 +275,19 @@ def plot_speed(parts: Results, path: Path, *, title: str) -> None:
     names = list(dict.fromkeys(one["system"] for one in found.values() if one["system"] != AR))
     if not sizes or not names:
         return
-    figure, axes = plt.subplots(figsize=(11, 5), layout="constrained", dpi=150)
-    width = 0.8 / len(names)
-    for place, name in enumerate(names):
-        heights = {
-            (one["prompt"], one["batch"]): times_ar(part, one, parts)
-            for part, one in found.items()
-            if one["system"] == name
-        }
-        at = [spot + place * width for spot, size in enumerate(sizes) if heights.get(size)]
-        tall = [height for size in sizes if (height := heights.get(size))]
-        hatch = ("", "//", "..")[place // len(COLOURS) % 3]
-        axes.bar(at, tall, width, color=COLOURS[place % len(COLOURS)], hatch=hatch, label=name)
-    axes.axhline(1.0, color="black", lw=1)
-    labels = [f"batch {batch},\nprompt {prompt}" for prompt, batch in sizes]
-    axes.set_xticks([spot + 0.4 - width / 2 for spot in range(len(sizes))], labels)
-    axes.set(ylabel="decoding speed, as a multiple of AR's", title=title)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path)
-    plt.close(figure)
+    with picture(path, (11, 5)) as (figure, ((axes,),)):
+        width = 0.8 / len(names)
+        for place, name in enumerate(names):
+            heights = {
+                (one["prompt"], one["batch"]): times_ar(part, one, parts)
+                for part, one in found.items()
+                if one["system"] == name
+            }
+            at = [spot + place * width for spot, size in enumerate(sizes) if heights.get(size)]
+            tall = [height for size in sizes if (height := heights.get(size))]
+            axes.bar(at, tall, width, label=name, **shade(place))
+        axes.axhline(1.0, color="black", lw=1)
+        labels = [f"batch {batch},\nprompt {prompt}" for prompt, batch in sizes]
+        axes.set_xticks([spot + 0.4 - width / 2 for spot in range(len(sizes))], labels)
+        axes.set(ylabel="decoding speed, as a multiple of AR's", title=title)
+        legend_below(figure, axes, ncols=4)

@@ -10,13 +10,13 @@ from statistics import median
 from typing import Any
 
 from gpu.cases import EngineCase, launch_of, preset_of, write_models
+from gpu.probing import PLUGIN, ProbedEngine, start_probed
 from gpu.stages import Attempt, Case, Places
 from speed.bound import measure_machine
 from speed.engines import simulated_acceptance
 from speed.grid import Cell
 from speed.measure import TEMPERATURE, WARM_UP, work
 from speed.presets import Preset
-from speed.probing import FORWARDS_EVERY, PLUGIN, ProbedEngine, start_probed
 from speed.remote import Asker, Sample, running
 from study import code_fingerprint, digest
 
@@ -114,15 +114,17 @@ def sampled(engine: Asker, cell: Cell, preset: Preset) -> dict[str, Any]:
     """A warm-up, and all repeats."""
     engine.ask(work(cell, WARM_UP, preset))
     samples = [engine.ask(work(cell, repeat, preset)) for repeat in range(preset.repeats)]
+    decoded = sum(sample.decode_tokens for sample in samples)
+    passes = sum(sum(sample.passes) for sample in samples)
     found = {
         "system": cell.system.name,
         "batch": cell.batch,
         "prompt": cell.prompt,
-        "decode_tokens_per_second": median(map(decode_speed, samples)),
-        "tokens_per_second": median(sample.tokens / sample.seconds for sample in samples),
+        "decode_tokens_per_second": median(sample.decode_speed for sample in samples),
+        "tokens_per_second": median(sample.speed for sample in samples),
         "round_ms": 1000 * median(sample.decode_seconds / sample.rounds for sample in samples),
         "first_ms": 1000 * median(max(sample.first) for sample in samples),
-        "tokens_per_round": tokens_per_round(samples),
+        "tokens_per_round": decoded / max(1, passes),
         "simulated": simulated_acceptance(cell.system, preset),
         "samples": [asdict(reduced(sample)) for sample in samples],
     }
@@ -130,20 +132,6 @@ def sampled(engine: Asker, cell: Cell, preset: Preset) -> dict[str, Any]:
     if rounds:
         found["replayed_share"] = share(total(samples, "spec_smc_replayed_ct"), rounds)
     return found
-
-
-def decode_speed(sample: Sample) -> float:
-    return sample.decode_tokens / sample.decode_seconds
-
-
-def tokens_per_round(samples: Sequence[Sample]) -> float:
-    """For each request: all its tokens but the first, over the target's passes."""
-    passes = sum(
-        info.get("spec_verify_ct", info["completion_tokens"] - 1)
-        for sample in samples
-        for info in sample.infos
-    )
-    return sum(sample.decode_tokens for sample in samples) / max(1, passes)
 
 
 def total(samples: Sequence[Sample], key: str) -> int | None:
@@ -168,7 +156,7 @@ def profile(
     """Time the rounds of one engine from inside its scheduler."""
     write_models(preset.pair, places.models, case.drafted)
     sized, launch = preset_of(case, preset), launch_of(case, preset, places.models)
-    with start_probed(case.system, launch, places.work, FORWARDS_EVERY) as engine:
+    with start_probed(case.system, launch, places.work) as engine:
         attempt.started = True
         for cell in wanted(case, missing):
             attempt.require(case.sample_seconds + WARM_SECONDS)

@@ -15,13 +15,13 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from results import provenance
+from results import Report
 from speed.bound import measure_machine, read_machine
 from speed.engines import launch
 from speed.grid import System
@@ -29,22 +29,18 @@ from speed.measure import Bench, Start
 from speed.plan import SpeedPlan
 from speed.plot import plot_rows
 from speed.presets import PRESETS, write_models
-from speed.probing import StartProbed
 from speed.remote import Asker, running
-from speed.report import CellRow, conclusions, make_rows, markdown, write_csv
-from speed.studies import STUDIES, outputs
+from speed.report import CellRow, conclusions, make_rows, markdown
 from study import (
-    PUBLISHED,
     BenchError,
     code_fingerprint,
     complete,
-    copy,
     grid_parser,
     main_of,
     positive,
 )
 
-CSV, TABLE, PLOT, ORIGIN = OUTPUTS = ("speed.csv", "speed.md", "speed.png", "provenance.json")
+REPORT = Report("speed", CellRow, markdown, plot_rows)
 MACHINE = "machine.json"
 GOES_ON = "All samples so far are kept: the same command goes on from here."
 
@@ -67,9 +63,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--target", type=Path, help="folder of real weights, with --draft")
     add("--draft", type=Path, help="folder of real weights, with --target")
     add("--engine", nargs="+", type=_keyword, default=[], metavar="KEY=VALUE", help="for all")
-    study = parser.add_mutually_exclusive_group()
-    study.add_argument("--rounds", action="store_true", help="instead: where SMC's rounds go")
-    study.add_argument("--positions", action="store_true", help="instead: cost of late rounds")
     options = parser.parse_args(argv)
     if (options.target is None) != (options.draft is None):
         parser.error("--target and --draft belong together")
@@ -102,8 +95,10 @@ def compared(plan: SpeedPlan, start: Start | None) -> str:
         deadline = time.monotonic() + 60 * plan.options.minutes
         Bench(plan.preset, plan.cell_logs, start or starter(plan), name, deadline).measure(todo)
     rows = make_rows(plan.known(), plan.preset, read_machine(plan.preset, plan.folder / MACHINE))
-    write_outputs(rows, plan)
-    return f"{(plan.folder / TABLE).read_text()}\n{conclusions(rows)}"
+    if not rows:
+        raise BenchError("Nothing was measured.")
+    text = REPORT.write(plan.folder, rows, plan.settings(), partial(note, plan))
+    return f"{text}\n{conclusions(rows)}"
 
 
 def starter(plan: SpeedPlan) -> Start:
@@ -120,15 +115,16 @@ def _start(plan: SpeedPlan, models: tuple[Path, Path], system: System) -> Iterat
         yield engine
 
 
-def note(plan: SpeedPlan, hardware: str, date: str) -> str:
-    """What one has to know to read the table."""
+def note(plan: SpeedPlan, origin: Mapping[str, Any]) -> str:
+    """Return what one has to know to read the table."""
     preset = plan.preset
     how = "in turns with AR" if preset.side_by_side else "between two runs of AR"
     parts = [
         f"{preset.pair.name} in {preset.pair.quantization or preset.dtype}, "
-        f"{preset.new_tokens} new tokens a request, {preset.repeats} repeats {how}; on {hardware}, "
-        f"{date}. Speeds are of all requests together; decoding is without the pass over the "
-        "prompts, and ratios are of decoding. In brackets 95 % intervals."
+        f"{preset.new_tokens} new tokens a request, {preset.repeats} repeats {how}; on "
+        f"{origin['hardware']}, {origin['date'][:10]}. Speeds are of all requests together; "
+        "decoding is without the pass over the prompts, and ratios are of decoding. In brackets "
+        "95 % intervals."
     ]
     if preset.pair.is_dummy:
         parts.append(
@@ -145,51 +141,21 @@ def note(plan: SpeedPlan, hardware: str, date: str) -> str:
     return " ".join(parts)
 
 
-def write_outputs(rows: list[CellRow], plan: SpeedPlan) -> None:
-    """The CSV, the table, the plot, and what one needs to make them again."""
-    if not rows:
-        raise BenchError("Nothing was measured.")
-    folder, origin = plan.folder, provenance(plan.settings())
-    (folder / ORIGIN).write_text(json.dumps(origin, indent=2, default=str) + "\n")
-    write_csv(rows, folder / CSV, origin)
-    (folder / TABLE).write_text(markdown(rows, note(plan, origin["hardware"], origin["date"][:10])))
-    if any(not row.refused for row in rows):
-        plot_rows(rows, folder / PLOT, title=f"{plan.preset.pair.name} on {origin['hardware']}")
-
-
 def publish(plan: SpeedPlan) -> None:
     """Copy the results to where the repository keeps them; never a part of what was selected."""
     if plan.todo():
         raise BenchError("Not published: some of the selected cells are not complete.")
-    if not (plan.folder / PLOT).exists():
+    if not (plan.folder / "speed.png").exists():
         raise BenchError("Not published: none of the cells ran here.")
-    _copy(plan, [*(plan.folder / name for name in (*OUTPUTS, MACHINE)), *outputs(plan.folder)])
+    REPORT.publish(plan.folder, MACHINE, to=plan.preset.name)
 
 
-def _copy(plan: SpeedPlan, paths: Iterable[Path]) -> None:
-    copy(paths, PUBLISHED / "speed" / plan.preset.name)
-
-
-def main(
-    argv: list[str] | None = None,
-    start: Start | None = None,
-    start_probed: StartProbed | None = None,
-) -> int:
-    """Run the benchmark; the exit status is 0 where it came to its end.
-
-    Args:
-        start: starts engines, or stand-ins.
-        start_probed: the same for engines with timers.
-    """
+def main(argv: list[str] | None = None, start: Start | None = None) -> int:
+    """Run the benchmark with ``start``, or real engines; returns the exit status."""
     options = parse_arguments(argv)
-    study = next((name for name in STUDIES if vars(options)[name]), None)
 
     def run() -> None:
         plan = SpeedPlan(options, code_fingerprint())
-        if study is None:
-            complete(plan, lambda: compared(plan, start), lambda: publish(plan))
-        else:
-            timed = partial(STUDIES[study], plan, provenance(plan.settings()), start_probed)
-            complete(plan, timed, lambda: _copy(plan, outputs(plan.folder)))
+        complete(plan, lambda: compared(plan, start), lambda: publish(plan))
 
     return main_of(run, GOES_ON)

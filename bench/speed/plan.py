@@ -11,10 +11,9 @@ from typing import Any
 from speed.engines import environment, settings
 from speed.grid import Cell, cells
 from speed.measure import TEMPERATURE
-from speed.presets import PRESETS, Pair, Preset, long_answers, quick
-from speed.probing import PLUGIN
+from speed.presets import PRESETS, Pair, Preset, quick
 from speed.store import CellLog
-from study import BenchError, Log, digest, selected
+from study import BenchError, Log, selected
 
 from sglang_smc.plan.shapes import from_config
 
@@ -43,11 +42,6 @@ class SpeedPlan:
     def _log(self, cell: Cell) -> CellLog:
         return CellLog(Log(self.folder / "cells" / f"{cell.slug}.jsonl", self._identity(cell)))
 
-    def timers_log(self, cell: Cell) -> Log:
-        """Where what timers say of a cell is kept."""
-        identity = {**self._identity(cell), "probe": digest(PLUGIN.glob("*.py"))}
-        return Log(self.folder / "timers" / f"{cell.slug}.jsonl", identity)
-
     def _identity(self, cell: Cell) -> dict[str, Any]:
         return {
             **self._code,
@@ -61,8 +55,7 @@ class SpeedPlan:
 
     def own_logs(self) -> list[Log]:
         """The files of the selected cells."""
-        samples = [self.cell_logs[cell].log for cell in self.selected]
-        return samples + [self.timers_log(cell) for cell in self.selected]
+        return [self.cell_logs[cell].log for cell in self.selected]
 
     def logs(self) -> list[Log]:
         """Those with samples, and plain decoding's, which they are measured with."""
@@ -125,7 +118,6 @@ def preset_of(options: argparse.Namespace) -> Preset:
     """The preset with what the options change."""
     preset = PRESETS[options.preset]
     preset = quick(preset) if options.quick else preset
-    preset = long_answers(preset) if options.positions else preset
     if options.target:
         preset = replace(preset, pair=_real_pair(options), name=f"{preset.name}-real")
     changes = {

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
-from charts import COLOURS
+from charts import COLOURS, ends, legend_below, picture
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
+from results import hardware
 from speed.report import CellRow
 
 MARKERS = "osD^v"
@@ -19,34 +19,26 @@ WIDEST = 1.5
 INCHES_PER_SYSTEM, INCHES_BESIDE = 0.42, 2.0
 
 
-def plot_rows(rows: Sequence[CellRow], path: Path, *, title: str) -> None:
-    """Write the picture as a PNG to ``path``: a line of panels for each prompt length."""
+def plot_rows(rows: Sequence[CellRow], path: Path) -> None:
+    """Write the picture as a PNG to ``path``: panels for each prompt length, if anything ran."""
     shown = [row for row in rows if row.round_seconds]
+    if not shown:
+        return
     names = list(dict.fromkeys(row.system for row in shown))
     batches = sorted({row.batch for row in shown})
     prompts = sorted({row.prompt for row in shown})
     height = INCHES_BESIDE + INCHES_PER_SYSTEM * len(names)
-    figure, panels = plt.subplots(
-        len(prompts),
-        2,
-        figsize=(11, height * len(prompts)),
-        layout="constrained",
-        squeeze=False,
-        sharey=True,
-        dpi=150,
-    )
-    for (left, right), prompt in zip(panels, prompts, strict=True):
-        here = [row for row in shown if row.prompt == prompt]
-        _ratios(left, here, names, batches)
-        _bounds(right, here, names, batches)
-        left.set_yticks(range(len(names)), names)
-        left.set_title(f"Prompts of {prompt} tokens", loc="left", fontweight="bold")
-    panels[0][0].set_ylim(len(names) - 0.5, -0.5)  # the first on top
-    handles, labels = panels[0][1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    figure.suptitle(title)
-    figure.savefig(path)
-    plt.close(figure)
+    size, shape = (11, height * len(prompts)), {"rows": len(prompts), "columns": 2}
+    with picture(path, size, **shape, sharey=True) as (figure, panels):
+        for (left, right), prompt in zip(panels, prompts, strict=True):
+            here = [row for row in shown if row.prompt == prompt]
+            _ratios(left, here, names, batches)
+            _bounds(right, here, names, batches)
+            left.set_yticks(range(len(names)), names)
+            left.set_title(f"Prompts of {prompt} tokens", loc="left", fontweight="bold")
+        panels[0][0].set_ylim(len(names) - 0.5, -0.5)  # the first on top
+        legend_below(figure, panels[0][1], ncols=len(batches))
+        figure.suptitle(f"{shown[0].pair} on {hardware()}")
 
 
 def _ratios(
@@ -55,11 +47,10 @@ def _ratios(
     axes.axvline(1.0, color="black", lw=1)
     for row in rows:
         if row.ratio_to_ar:
-            mean, low, high, _ = row.ratio_to_ar
             # One repeat has no interval to draw.
-            errors = [[mean - low], [high - mean]] if math.isfinite(high) else None
+            errors = ends([row.ratio_to_ar]) if math.isfinite(row.ratio_to_ar.high) else None
             at = _height(row, names, batches)
-            axes.errorbar(mean, at, xerr=errors, capsize=3, **_style(row, batches))
+            axes.errorbar(row.ratio_to_ar.mean, at, xerr=errors, capsize=3, **_style(row, batches))
     axes.set_xlabel("decoding speed, as a multiple of AR's (95 % interval)")
     _tidy(axes)
     # A wide interval is cut rather than let it squeeze everything else.
@@ -96,4 +87,3 @@ def _style(row: CellRow, batches: Sequence[int]) -> dict[str, Any]:
 
 def _tidy(axes: Axes) -> None:
     axes.grid(axis="x", alpha=0.25, lw=0.6)
-    axes.spines[["top", "right"]].set_visible(False)

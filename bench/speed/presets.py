@@ -17,8 +17,6 @@ POOL_SLACK = 1.1
 #: Prompts are of these tokens: not the padding, and not the end of text.
 FIRST_TOKEN = 2
 PADDING, END = 0, 1
-#: Tokens of an answer where the cost of a round is held against its position.
-LONG_ANSWER = 2000
 
 
 class Pair(NamedTuple):
@@ -142,20 +140,6 @@ def quick(preset: Preset) -> Preset:
         prompts=preset.prompts[:1],
         new_tokens=48,
         repeats=2,
-    )
-
-
-def long_answers(preset: Preset) -> Preset:
-    """Plain decoding and one setting of SMC, one request at a time, far into an answer."""
-    return replace(
-        preset,
-        name=f"{preset.name}-positions",
-        block_sizes=((8, 8),),
-        exact_sizes=(),
-        batches=preset.batches[:1],
-        prompts=preset.prompts[:1],
-        new_tokens=LONG_ANSWER,
-        repeats=1,
     )
 
 

@@ -63,9 +63,24 @@ class Sample:
         return max(self.end) - max(self.first)
 
     @property
+    def speed(self) -> float:
+        """Return tokens a second of all requests together, end to end."""
+        return self.tokens / self.seconds
+
+    @property
+    def decode_speed(self) -> float:
+        """Return the same behind the first token of each."""
+        return self.decode_tokens / self.decode_seconds
+
+    @property
+    def passes(self) -> list[int]:
+        """Return passes of the target after the prompt, of each request."""
+        return [info.get("spec_verify_ct", info["completion_tokens"] - 1) for info in self.infos]
+
+    @property
     def rounds(self) -> int:
-        """Passes of the target after the prompt; those of a batch are the same passes."""
-        return max(info.get("spec_verify_ct", info["completion_tokens"] - 1) for info in self.infos)
+        """Return passes of a batch: those of its requests are the same."""
+        return max(self.passes)
 
 
 class Asker(Protocol):

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from operator import attrgetter
 from typing import Any
 
-import results
 from results import (
     Interval,
     interval_cell,
-    interval_columns,
     markdown_table,
     number_cell,
-    short,
 )
 from speed.bound import least_round
 from speed.engines import simulated_acceptance
@@ -58,23 +55,12 @@ class CellRow:
     retractions: int | None = None
 
 
-INTERVALS = (
-    "tokens_per_second",
-    "decode_tokens_per_second",
-    "seconds_to_first",
-    "ratio_to_ar",
-    "ratio_to_ar_end_to_end",
-    "ratio_to_standalone",
-    "round_seconds",
-)
-
-
 def make_rows(
     known: Mapping[Cell, CellLog], preset: Preset, machine: Device | None
 ) -> list[CellRow]:
     """A row for each cell of which something is known."""
     measured = {cell: log.measured() for cell, log in known.items()}
-    ratios = {cell: _to_ar(cell, measured, _decode_speed) for cell in known}
+    ratios = {cell: _to_ar(cell, measured, attrgetter("decode_speed")) for cell in known}
     rows = []
     for cell, log in known.items():
         row = _identity(cell, preset)
@@ -103,26 +89,14 @@ def _identity(cell: Cell, preset: Preset) -> CellRow:
     )
 
 
-def _decode_speed(sample: Sample) -> float:
-    return sample.decode_tokens / sample.decode_seconds
-
-
-def _speed(sample: Sample) -> float:
-    return sample.tokens / sample.seconds
-
-
 def _with_samples(row: CellRow, samples: Sequence[Sample]) -> CellRow:
-    passes = [
-        info.get("spec_verify_ct", info["completion_tokens"] - 1)
-        for sample in samples
-        for info in sample.infos
-    ]
+    passes = sum(sum(sample.passes) for sample in samples)
     return replace(
         row,
-        tokens_per_second=_interval(map(_speed, samples)),
-        decode_tokens_per_second=_interval(map(_decode_speed, samples)),
+        tokens_per_second=_interval(s.speed for s in samples),
+        decode_tokens_per_second=_interval(s.decode_speed for s in samples),
         seconds_to_first=_interval(sum(s.first) / len(s.first) for s in samples),
-        tokens_per_round=sum(s.decode_tokens for s in samples) / sum(passes),
+        tokens_per_round=sum(s.decode_tokens for s in samples) / passes,
         round_seconds=_interval(s.decode_seconds / s.rounds for s in samples),
         retractions=sum(info.get("num_retractions", 0) for s in samples for info in s.infos),
     )
@@ -155,7 +129,7 @@ def _with_ratios(
     ratios: Mapping[Cell, Estimate | None],
     measured: Mapping[Cell, list[Measured]],
 ) -> CellRow:
-    ours, end_to_end = ratios[cell], _to_ar(cell, measured, _speed)
+    ours, end_to_end = ratios[cell], _to_ar(cell, measured, attrgetter("speed"))
     if ours is None or end_to_end is None:
         return row
     rivals = [
@@ -189,19 +163,6 @@ def _with_bound(row: CellRow, cell: Cell, preset: Preset, machine: Device | None
         bound=least.bound(machine),
         fraction_of_bound=seconds / row.round_seconds.mean,
     )
-
-
-def flat(row: CellRow) -> dict[str, Any]:
-    """A row without nesting."""
-    content: dict[str, Any] = {}
-    for name, value in vars(row).items():
-        content |= interval_columns(name, value) if name in INTERVALS else {name: short(value)}
-    return content
-
-
-def write_csv(rows: Sequence[CellRow], path: Path, provenance: Mapping[str, Any]) -> None:
-    """One line for each cell; every interval in four columns."""
-    results.write_csv([flat(row) for row in rows], path, provenance)
 
 
 HEADERS = (

@@ -13,38 +13,19 @@ that checks each step of arithmetic, and the trained reward model, judge lines a
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 
-from fidelity.cli import GOES_ON, at_least_two
-from fidelity.measure import Start
-from results import provenance
-from steering.engines import running
+from answers import GOES_ON, Start, at_least_two, measure
+from results import Report
 from steering.grid import PARTICLES
-from steering.measure import Values, measure, value
+from steering.measure import Potentials, drawn, running, shipped, value
 from steering.plan import SteeringPlan, code
 from steering.plot import plot_rows
-from steering.report import markdown, note, read_csv, rows_of, write_csv, write_page
-from study import (
-    PAIR,
-    PUBLISHED,
-    REPOSITORY,
-    BenchError,
-    complete,
-    copy,
-    grid_parser,
-    main_of,
-    positive,
-)
+from steering.report import Row, markdown, note, rows_of, write_page
+from study import REPOSITORY, complete, grid_parser, main_of, positive
 
-CSV, TABLE, PLOT, ORIGIN = OUTPUTS = (
-    *("steering.csv", "steering.md", "steering.png"),
-    "provenance.json",
-)
+REPORT = Report("steering", Row, markdown, plot_rows)
 PAGE = REPOSITORY / "docs" / "steering.md"
-START: Start = partial(running, pair=PAIR)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -61,48 +42,30 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def measured(plan: SteeringPlan, start: Start, values: Callable[[], Values]) -> str:
+def measured(plan: SteeringPlan, start: Start, opened: Callable[[], Potentials]) -> str:
     """Complete the selected cells, then report on all that is complete."""
-    measure(plan.todo(), start)
-    value(plan.to_value(), values)
-    folder: Path = plan.options.output_dir
-    origin = provenance(plan.settings())
-    (folder / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
-    write_csv(rows_of(plan.complete()), folder / CSV, origin)
-    return written(folder)
-
-
-def written(folder: Path) -> str:
-    """Make table and picture of the numbers in ``folder``; returns the table."""
-    rows, origin = read_csv(folder / CSV), json.loads((folder / ORIGIN).read_text())
-    text = markdown(rows, note(origin))
-    (folder / TABLE).write_text(text)
-    plot_rows(rows, folder / PLOT)
-    return text
+    measure(plan.todo(), start, drawn)
+    value(plan.unremarked(), opened)
+    return REPORT.write(plan.options.output_dir, rows_of(plan.drawn()), plan.settings(), note)
 
 
 def publish(plan: SteeringPlan) -> None:
     """Copy the results to where the repository keeps them, and the tables to their page."""
-    missing = [cell.slug for cell in plan.pools if cell not in plan.complete()]
-    if missing:
-        raise BenchError(
-            f"Not published: {len(missing)} of {len(plan.pools)} cells are not complete, as "
-            f"{missing[0]}. Complete them with the same command without --only."
-        )
-    copy([plan.options.output_dir / name for name in OUTPUTS], PUBLISHED / "steering")
-    write_page(PAGE, read_csv(PUBLISHED / "steering" / CSV))
+    plan.require_all()
+    REPORT.publish(plan.options.output_dir)
+    write_page(PAGE, REPORT.read(plan.options.output_dir))
 
 
 def main(
     argv: list[str] | None = None,
-    start: Start = START,
-    values: Callable[[], Values] = Values.shipped,
+    start: Start = running,
+    opened: Callable[[], Potentials] = shipped,
 ) -> int:
     """Run the benchmark; the exit status is 0 where it came to its end."""
     options = parse_arguments(argv)
 
     def run() -> None:
         plan = SteeringPlan(options, code())
-        complete(plan, lambda: measured(plan, start, values), lambda: publish(plan))
+        complete(plan, lambda: measured(plan, start, opened), lambda: publish(plan))
 
     return main_of(run, GOES_ON)

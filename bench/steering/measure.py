@@ -1,133 +1,89 @@
-"""Ask the cells' problems, skipping what is on disk, and show how far it is."""
+"""Ask the problems of a cell, and ask potentials about plain samples."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
-from fidelity.measure import MAX_PROBLEMS, MAX_TOKENS, Reply, Request, Start, prompt_ids
-from pair.task import held_out
-from steering.grid import POTENTIALS, TEMPERATURE, Cell
+from answers import (
+    COMMON,
+    MAX_PROBLEMS,
+    Answers,
+    Asker,
+    Reply,
+    Request,
+    prompt_ids,
+    request,
+    started,
+)
+from steering.grid import DRAFT, ITSELF, NUM_STEPS, POTENTIALS, SAMPLES, TARGET, TEMPERATURE, Cell
 from steering.judge import Judge
 from steering.steps import Steps
-from steering.store import Drawn, Pool, Valued
-from study import PAIR, BenchError, bar
+from study import PAIR, BenchError, Log, bar
 
 from sglang_smc.potentials import Potential, Text
 
 _AT_ONCE = 64  # samples whose values are kept together
+SMC: dict[str, Any] = {
+    "speculative_algorithm": "SMC",
+    "speculative_num_steps": NUM_STEPS,
+    "speculative_smc_num_particles": SAMPLES,
+    "speculative_smc_potential": ["steps=steering.steps:Steps", "judge=steering.judge:Judge"],
+    # Two cores, which others use too, may take long for a batch.
+    "speculative_smc_potential_timeout": 60.0,
+    # Twice the particles of the fidelity study share its room.
+    "max_running_requests": 16,
+}
 
 
-def request(cell: Cell, index: int, sample: int) -> Request:
-    """Problem ``index`` for the ``sample``-th time, with a seed of its own."""
-    params: dict[str, Any] = {
-        "temperature": TEMPERATURE,
-        "max_new_tokens": MAX_TOKENS,
-        "sampling_seed": index + MAX_PROBLEMS * sample,
-    }
-    if cell.smc is not None:
-        params["custom_params"] = {"smc": cell.smc}
-    return Request(index, held_out(index), params)
+def settings(name: str) -> dict[str, Any]:
+    """Return the keywords of `sgl.Engine` but for the models."""
+    return COMMON | (SMC if name.startswith("smc ") else {})
 
 
-class Values:
-    """What potentials say of plain samples, for choices among them."""
-
-    def __init__(self, potentials: Mapping[str, Potential]) -> None:
-        self._potentials = potentials
-
-    @classmethod
-    def shipped(cls) -> Values:
-        """The two of this study, opened."""
-        found: dict[str, Potential] = {"steps": Steps(), "judge": Judge()}
-        for potential in found.values():
-            potential.open()
-        return cls(found)
-
-    def of(self, some: Sequence[Drawn]) -> list[dict[str, float]]:
-        """By the names of potentials, of each sample."""
-        columns = {
-            name: potential.complete([self._text(one, name, potential) for one in some])
-            for name, potential in self._potentials.items()
-        }
-        return [
-            dict(zip(columns, values, strict=True))
-            for values in zip(*columns.values(), strict=True)
-        ]
-
-    def _text(self, one: Drawn, name: str, potential: Potential) -> Text:
-        """As a server would give it."""
-        args = potential.Args(**POTENTIALS[name])
-        ids = _tokenizer()(one.chosen)["input_ids"]
-        return Text(prompt_ids(_tokenizer(), one.index), ids, args, _decode)
+@contextlib.contextmanager
+def running(name: str) -> Iterator[Asker]:
+    """Start a model alone, or under SMC with both potentials, for the ``with`` block."""
+    kind, _, model = name.partition(" ")
+    models = (TARGET, TARGET) if model == ITSELF else (model, DRAFT)
+    with started(settings(name), *(models if kind == "smc" else models[:1])) as asker:
+        yield asker
 
 
-def value(todo: Sequence[Valued], values: Callable[[], Values]) -> None:
-    """Ask potentials about all plain samples that they have not been asked about."""
-    missing = [(valued, valued.missing()) for valued in todo]
-    total = sum(len(some) for _, some in missing)
-    if not total:
-        return
-    opened = values()
-    with bar(total=total, unit="sample", desc="values of samples") as progress:
-        for valued, some in missing:
-            with valued.log.writing() as write:
-                for start in range(0, len(some), _AT_ONCE):
-                    few = some[start : start + _AT_ONCE]
-                    for one, found in zip(few, opened.of(few), strict=True):
-                        write({"index": one.index, "sample": one.sample, "values": found})
-                    progress.update(len(few))
+@dataclass(frozen=True)
+class Drawn:
+    """What one request gave: a plain sample, or the particles of SMC."""
+
+    index: int  # of the problem
+    sample: int  # which one of it, from 0 on
+    chosen: str  # the server's answer
+    texts: list[str]
+    weights: list[float]  # that sum to 1
+    tokens: int  # of all texts
+    passes: int  # of the model
+    values: dict[str, float] = field(default_factory=dict)  # log phi, of a plain sample
 
 
-def measure(todo: Sequence[tuple[Cell, Pool]], start: Start) -> None:
-    """Complete all cells, starting each engine that is needed once."""
-    open_cells = [(cell, pool) for cell, pool in todo if pool.missing()]
-    total = sum(len(pool.missing()) for _, pool in open_cells)
-    with bar(total=total, unit="answer", disable=not open_cells) as progress:
-        for engine, group in groupby(open_cells, key=lambda pair: pair[0].engine):
-            progress.set_description_str(f"starting the engine: {engine}")
-            with start(engine) as asker:
-                for cell, pool in group:
-                    progress.set_description_str(cell.slug)
-                    with pool.writing() as write:
-                        for drawn in _asked(cell, pool, asker):
-                            write(drawn)
-                            progress.update()
+def request_of(cell: Cell, index: int, sample: int) -> Request:
+    """Return problem ``index`` for the ``sample``-th time, with a seed of its own."""
+    return request(index, index + MAX_PROBLEMS * sample, TEMPERATURE, cell.smc)
 
 
-def _asked(cell: Cell, pool: Pool, asker: Any) -> Iterator[Drawn]:
-    """What is missing, one sample of each problem after the other: replies name the problem."""
-    for sample, group in groupby(pool.missing(), key=lambda pair: pair[0]):
-        requests = [request(cell, index, sample) for _, index in group]
+def drawn(cell: Cell, answers: Answers[Drawn], asker: Asker) -> Iterator[Drawn]:
+    """Ask what is missing, one sample of each problem after the other: replies name the problem."""
+    for sample, group in groupby(answers.missing(), key=lambda pair: pair[0]):
+        requests = [request_of(cell, index, sample) for _, index in group]
         for reply in asker.ask(requests):
             yield _steered(reply) if cell.smc else _plain(reply, sample)
 
 
-@lru_cache(maxsize=1)
-def _tokenizer() -> Any:
-    """The pair's one."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(PAIR / "target")
-
-
-def _decode(ids: Sequence[int]) -> str:
-    return _tokenizer().decode(list(ids), skip_special_tokens=True)
-
-
 def _plain(reply: Reply, sample: int) -> Drawn:
     tokens = reply.meta_info["completion_tokens"]
-    return Drawn(
-        index=reply.index,
-        sample=sample,
-        chosen=reply.text,
-        texts=[reply.text],
-        weights=[1.0],
-        tokens=tokens,
-        passes=tokens,
-    )
+    return Drawn(reply.index, sample, reply.text, [reply.text], [1.0], tokens, passes=tokens)
 
 
 def _steered(reply: Reply) -> Drawn:
@@ -144,3 +100,82 @@ def _steered(reply: Reply) -> Drawn:
         tokens=sum(len(one["output_ids"]) for one in particles),
         passes=info["spec_verify_ct"],
     )
+
+
+# --- What potentials say of plain samples, for choices among them
+
+
+@dataclass(frozen=True)
+class Values:
+    """The values of plain samples on disk."""
+
+    log: Log
+
+    def of(self, answers: Sequence[Drawn]) -> list[Drawn]:
+        """Return the samples that have values, with them."""
+        known = {(one["index"], one["sample"]): one["values"] for one in self.log.read()}
+        there = [one for one in answers if (one.index, one.sample) in known]
+        return [replace(one, values=known[one.index, one.sample]) for one in there]
+
+    def missing(self, answers: Sequence[Drawn]) -> list[Drawn]:
+        """Return samples without values."""
+        known = {(one.index, one.sample) for one in self.of(answers)}
+        return [one for one in answers if (one.index, one.sample) not in known]
+
+
+#: Opened potentials by name.
+Potentials = Mapping[str, Potential]
+
+
+def shipped() -> Potentials:
+    """Open the two potentials of this study."""
+    found: dict[str, Potential] = {"steps": Steps(), "judge": Judge()}
+    for potential in found.values():
+        potential.open()
+    return found
+
+
+def value(
+    todo: Sequence[tuple[Cell, list[Drawn], Values]], opened: Callable[[], Potentials]
+) -> None:
+    """Ask potentials about plain samples that they have not been asked about."""
+    total = sum(len(some) for _, some, _ in todo)
+    if not total:
+        return
+    potentials = opened()
+    with bar(total=total, unit="sample", desc="values of samples") as progress:
+        for _, some, values in todo:
+            with values.log.writing() as write:
+                for start in range(0, len(some), _AT_ONCE):
+                    few = some[start : start + _AT_ONCE]
+                    for one, found in zip(few, values_of(few, potentials), strict=True):
+                        write({"index": one.index, "sample": one.sample, "values": found})
+                    progress.update(len(few))
+
+
+def values_of(some: Sequence[Drawn], potentials: Potentials) -> list[dict[str, float]]:
+    """Return what each potential says of each sample."""
+    columns = {
+        name: potential.complete([_text(one, name, potential) for one in some])
+        for name, potential in potentials.items()
+    }
+    return [dict(zip(columns, line, strict=True)) for line in zip(*columns.values(), strict=True)]
+
+
+def _text(one: Drawn, name: str, potential: Potential) -> Text:
+    """As a server would give it."""
+    args = potential.Args(**POTENTIALS[name])
+    ids = _tokenizer()(one.chosen)["input_ids"]
+    return Text(prompt_ids(_tokenizer(), one.index), ids, args, _decode)
+
+
+@lru_cache(maxsize=1)
+def _tokenizer() -> Any:
+    """The pair's one."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(PAIR / "target")
+
+
+def _decode(ids: Sequence[int]) -> str:
+    return _tokenizer().decode(list(ids), skip_special_tokens=True)

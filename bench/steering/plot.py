@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import charts
-import matplotlib.pyplot as plt
+from charts import ends, legend_below, picture
 from matplotlib.axes import Axes
 from steering.grid import POTENTIALS
 from steering.report import METHODS, ONE, TITLES, Row
 
 #: Choices among samples are drawn thin and dashed, SMC's thick.
-COLOURS: dict[str, str] = dict(zip(METHODS[1:], (*charts.COLOURS, "#56B4E9"), strict=True))
+COLOURS: dict[str, str] = dict(zip(METHODS[1:], (*charts.COLOURS, charts.SKY), strict=True))
 NAMES = {"steps": "a rule for arithmetic", "judge": "the trained reward model"}
 
 
@@ -20,27 +20,18 @@ def plot_rows(rows: Sequence[Row], path: Path) -> None:
     """Write the picture as a PNG to ``path``."""
     models = list(dict.fromkeys(row.model for row in rows))
     size = (4.6 * len(POTENTIALS), 0.8 + 3.4 * len(models))
-    figure, panels = plt.subplots(
-        len(models),
-        len(POTENTIALS),
-        figsize=size,
-        layout="constrained",
-        sharex=True,
-        sharey="row",
-        squeeze=False,
-        dpi=150,
-    )
-    for line, model in zip(panels, models, strict=True):
-        for axes, potential in zip(line, POTENTIALS, strict=True):
-            _panel(axes, [r for r in rows if r.model == model and r.potential in ("", potential)])
-            axes.set_title(f"{TITLES[model]}\n{NAMES[potential]}", fontsize=9)
-        line[0].set_ylabel("accuracy, %")
-    for axes in panels[-1]:
-        axes.set_xlabel("samples or particles N")
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path)
-    plt.close(figure)
+    shape = {"rows": len(models), "columns": len(POTENTIALS), "sharex": True, "sharey": "row"}
+    with picture(path, size, **shape) as (figure, panels):
+        for line, model in zip(panels, models, strict=True):
+            for axes, potential in zip(line, POTENTIALS, strict=True):
+                _panel(
+                    axes, [r for r in rows if r.model == model and r.potential in ("", potential)]
+                )
+                axes.set_title(f"{TITLES[model]}\n{NAMES[potential]}", fontsize=9)
+            line[0].set_ylabel("accuracy, %")
+        for axes in panels[-1]:
+            axes.set_xlabel("samples or particles N")
+        legend_below(figure, panels[0, 0], ncols=4)
 
 
 def _panel(axes: Axes, rows: Sequence[Row]) -> None:
@@ -54,20 +45,16 @@ def _panel(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.minorticks_off()
-    axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25, lw=0.6)
 
 
 def _line(axes: Axes, rows: Sequence[Row], shift: float) -> None:
     """One method, a little beside its N, so that intervals can be told apart."""
     is_smc = rows[0].method.startswith("SMC")
-    means = [100 * row.accuracy.mean for row in rows]
-    below = [100 * (row.accuracy.mean - row.accuracy.low) for row in rows]
-    above = [100 * (row.accuracy.high - row.accuracy.mean) for row in rows]
     axes.errorbar(
         [row.num_particles * 2 ** (0.25 * shift) for row in rows],
-        means,
-        yerr=[below, above],
+        [100 * row.accuracy.mean for row in rows],
+        yerr=ends([row.accuracy for row in rows], 100),
         color=COLOURS[rows[0].method],
         lw=2.0 if is_smc else 1.0,
         ls="-" if is_smc else "--",

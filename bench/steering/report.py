@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import results
 from pair.task import held_out
-from results import Interval, interval_cell, interval_columns, markdown_table, short, wilson
+from results import Interval, interval_cell, markdown_table, wilson
 from steering.choices import best, drawn, number_of, voted
 from steering.grid import MODELS, POTENTIALS, Cell
-from steering.store import Drawn
+from steering.measure import Drawn
 
 ONE, MAJORITY, BEST, WEIGHTED = "one sample", "majority", "best of N", "weighted vote"
 SMC_SAMPLE, SMC_ARGMAX, SMC_VOTE = "SMC, sample", "SMC, argmax", "SMC, vote"
@@ -118,41 +115,6 @@ def _row(
         tokens=sum(one.tokens for some in taken for one in some) / len(taken),
         passes=sum(max(one.passes for one in some) for some in taken) / len(taken),
     )
-
-
-# --- As files
-
-
-def write_csv(rows: Sequence[Row], path: Path, provenance: Mapping[str, Any]) -> None:
-    """One line for each row; accuracy with its interval in four columns."""
-    results.write_csv([_flat(row) for row in rows], path, provenance)
-
-
-def _flat(row: Row) -> dict[str, Any]:
-    content: dict[str, Any] = {"label": row.label}
-    for name, value in vars(row).items():
-        own = interval_columns(name, value) if isinstance(value, Interval) else {name: short(value)}
-        content |= own
-    return content
-
-
-def read_csv(path: Path) -> list[Row]:
-    """What `write_csv` wrote."""
-    with path.open() as file:
-        return [_read(line) for line in csv.DictReader(file)]
-
-
-def _read(line: Mapping[str, str]) -> Row:
-    content: dict[str, Any] = {}
-    for field in fields(Row):
-        if field.name == "accuracy":
-            parts = [json.loads(line[f"accuracy_{part}"]) for part in Interval._fields]
-            content["accuracy"] = Interval(*parts)
-        elif field.type == "str":
-            content[field.name] = line[field.name]
-        else:
-            content[field.name] = json.loads(line[field.name])
-    return Row(**content)
 
 
 def markdown(rows: Sequence[Row], note: str) -> str:

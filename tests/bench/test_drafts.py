@@ -1,7 +1,7 @@
 """The study of drafts: its grid, the arithmetic of chains, what a run keeps, and its tables."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import trees
+from answers import Reply, Request
 from drafts import cli, grid
 from drafts.chains import Rounds, chances, expected_rounds, head_law, model_law
 from drafts.cost import plain_seconds, round_seconds
 from drafts.grid import AUTO, EXACT, LIKELIEST, PROPOSALS, SAMPLED, Proposal, cells
-from drafts.plot import plot_rows
-from drafts.report import DraftRow, fastest, markdown, read_csv, write_csv
-from fidelity.measure import Asker, Reply, Request
-from fidelity.store import Record
+from drafts.report import DraftRow, fastest, markdown, note
+from fidelity.measure import Record
 from head_laws import DFLASH, EAGLE3, Draft, make_head
 from results import Interval
-from speed_stand_ins import ORIGIN, canned_scores, leave_out_what_takes_seconds
+from speed_stand_ins import Runner, canned_scores, leave_out_what_takes_seconds
 from study import PUBLISHED
 
 from sglang_smc.options.request import request_config
@@ -116,39 +116,14 @@ def load(folder: str) -> Any:
 # --- A run
 
 
-class FakeAsker:
+def reply(engine: str, entry: Request) -> Reply:
     """Two tokens a pass with one particle, one more with each further one."""
-
-    def __init__(self, engine: str) -> None:
-        self.engine = engine
-
-    def ask(self, requests: Sequence[Request]) -> Iterator[Reply]:
-        for entry in requests:
-            info: dict[str, Any] = {"completion_tokens": 37, "finish_reason": {"type": "stop"}}
-            smc = entry.sampling_params.get("custom_params", {}).get("smc")
-            if self.engine != "target":
-                yielded = 1 + (smc["num_particles"] if smc else 1)
-                info["spec_verify_ct"] = 36 / yielded + entry.index % 2
-            text = f"#### {entry.item.number}"
-            yield Reply(entry.index, text, [5] * 36 + [entry.index % 500], info)
-
-
-class Bench:
-    """Runs the command with stand-ins."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.started: list[str] = []
-
-    def __call__(self, *arguments: str) -> int:
-        self.started = []
-        words = [*ONE, "--output-dir", str(self.folder), *arguments]
-        return cli.main(words, self.start, canned_scores, count)
-
-    @contextlib.contextmanager
-    def start(self, engine: str) -> Iterator[Asker]:
-        self.started.append(engine)
-        yield FakeAsker(engine)
+    info: dict[str, Any] = {"completion_tokens": 37, "finish_reason": {"type": "stop"}}
+    smc = entry.sampling_params.get("custom_params", {}).get("smc")
+    if engine != "target":
+        info["spec_verify_ct"] = 36 / (1 + (smc["num_particles"] if smc else 1)) + entry.index % 2
+    text = f"#### {entry.item.number}"
+    return Reply(entry.index, text, [5] * 36 + [entry.index % 500], info)
 
 
 def count(proposal: Proposal, answers: Sequence[Record], temperature: float) -> Rounds:
@@ -157,25 +132,21 @@ def count(proposal: Proposal, answers: Sequence[Record], temperature: float) -> 
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
     leave_out_what_takes_seconds(monkeypatch, cli, tmp_path)
-    return Bench(tmp_path / "out")
-
-
-def rows_in(bench: Bench) -> dict[str, DraftRow]:
-    return {row.label: row for row in read_csv(bench.folder / cli.CSV)}
+    return Runner(cli, tmp_path / "out", reply, ONE, canned_scores, count)
 
 
 def test_a_whole_run_is_published_and_a_part_never(
-    bench: Bench, capsys: pytest.CaptureFixture[str]
+    bench: Runner, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bench("--only", "eagle-3-exact-n8*", "--publish") == 1
     assert "cells are not complete, as ar-target-t0.7" in capsys.readouterr().err
-    assert not cli.PUBLISHED.exists()
+    assert not bench.published()
     assert bench("--publish", "--fresh") == 0
     assert bench.started == list(dict.fromkeys(kind.engine for kind in grid.kinds()))
-    assert {path.name for path in (cli.PUBLISHED / "drafts").iterdir()} == set(cli.OUTPUTS)
-    rows = rows_in(bench)
+    assert bench.published() == set(cli.REPORT.files)
+    rows = bench.rows()
     model, head = rows["draft model exact N=8"], rows["EAGLE-3 exact N=8"]
     # Every other answer of 36 tokens behind the first took a pass more than 36 / 9.
     assert head.tokens_per_pass.mean == pytest.approx(36 / 4.5)
@@ -190,26 +161,26 @@ def test_a_whole_run_is_published_and_a_part_never(
 
 
 def test_answers_of_older_code_are_shown_and_never_gone_on_with(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bench: Runner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each row names its code."""
     older = {"format": 1, "plugin": "older", "pair": "a pair"}
-    monkeypatch.setattr(cli, "fingerprint", lambda _: older)
+    monkeypatch.setattr(cli, "fingerprint", lambda: older)
     assert bench("--only", "draft-model-exact*") == 0
-    monkeypatch.setattr(cli, "fingerprint", lambda _: {**older, "plugin": "newer"})
+    monkeypatch.setattr(cli, "fingerprint", lambda: {**older, "plugin": "newer"})
     assert bench("--only", "eagle-3-exact*") == 0
-    plugins = {(row.proposal, row.plugin) for row in rows_in(bench).values()}
+    plugins = {(row.proposal, row.plugin) for row in bench.rows().values()}
     assert plugins == {("draft model", "older"), ("EAGLE-3", "newer")}
     assert bench("--only", "draft-model-*") == 1
     assert "plugin is 'older' there and 'newer' here" in capsys.readouterr().err
 
 
-def test_more_problems_go_on_with_what_is_there(bench: Bench) -> None:
+def test_more_problems_go_on_with_what_is_there(bench: Runner) -> None:
     """And a table of fewer looks at no more than these."""
     only = ("--only", "eagle-3-exact-n8*")
     for more, asks, answers in ((), True, 4), (("--problems", "6"), True, 6), ((), False, 4):
         assert bench(*only, *more) == 0
-        told = rows_in(bench)["EAGLE-3 exact N=8"].tokens_per_pass.n
+        told = bench.rows()["EAGLE-3 exact N=8"].tokens_per_pass.n
         assert (bool(bench.started), told) == (asks, answers)
 
 
@@ -226,22 +197,49 @@ def test_the_bottom_line_compares_exact_with_exact(tmp_path: Path) -> None:
     given = (EXACT, 8, 800.0), (AUTO, 4, 900.0), (SAMPLED, 1, 950.0)
     rows = [a_row("draft model", EXACT, 1, 400.0), a_row("draft model", EXACT, 8, 500.0)]
     rows += [a_row("EAGLE-3", *one) for one in given]
-    write_csv(rows, tmp_path / "rows.csv", ORIGIN)
-    assert read_csv(tmp_path / "rows.csv") == rows
+    cli.REPORT.write(tmp_path, rows, {"problems": 9}, note)
+    assert cli.REPORT.read(tmp_path) == rows
     best = fastest(rows, "EAGLE-3", (EXACT,))
     assert best is not None and best.tokens_per_second == 800
     assert fastest(rows, "tuned draft", (EXACT,)) is None
     lines = [line for line in markdown(rows, "").splitlines() if line.startswith("| EAGLE-3 |")]
     assert [line.split("|")[2].strip() for line in lines] == ["exact N=8", "auto N=4"]
     assert [line.split("|")[5].strip() for line in lines] == ["1.60", ""]
-    plot_rows(rows[2:], tmp_path / "few.png")
-    assert (tmp_path / "few.png").stat().st_size > 0
+    assert (tmp_path / "drafts.png").stat().st_size > 0
 
 
 def test_published_milliseconds_are_the_planners_of_today() -> None:
     planned = {one.name: one.planned for one in PROPOSALS}
-    for row in read_csv(PUBLISHED / "drafts" / cli.CSV):
+    for row in cli.REPORT.read(PUBLISHED / "drafts"):
         name = planned.get(row.proposal)
         seconds = round_seconds(name, row.num_particles) if name else plain_seconds()
         assert row.round_ms == pytest.approx(1e3 * seconds, rel=1e-5)
         assert row.tokens_per_second == pytest.approx(row.tokens_per_pass.mean / seconds, rel=1e-4)
+
+
+# --- SGLang's trees beside SMC
+
+
+def test_trees_are_asked_once_with_seeds_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Red where two cells share a seed, or a row tells of another's answers."""
+    monkeypatch.setattr(trees, "PUBLISHED", tmp_path)
+    monkeypatch.setattr(trees, "provenance", lambda settings: {"settings": settings})
+    run = Runner(trees, tmp_path / "out", reply, ("--problems", "3"))
+    assert run("--only", "exact-*", "--publish") == 1
+    assert "cells are not complete, as sglang-" in capsys.readouterr().err
+    first = run.asked
+    assert run("--publish", last=20) == 130
+    first += run.asked
+    assert run("--publish") == 0
+    seeds = [entry.sampling_params["sampling_seed"] for _, entry in first + run.asked]
+    assert len(seeds) == len(set(seeds)) == 3 * len(trees.CELLS)
+    rows = json.loads((tmp_path / "trees" / "trees.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == [row.name for row in trees.ROWS]
+    for row in rows:
+        n = row["smc"]["num_particles"] if row["smc"] else 1
+        # 36 tokens behind the first; every other problem takes a pass more.
+        wanted = 3 * 36 / (3 * 36 / (1 + n) + 1)
+        assert {round(one["mean"], 6) for one in row["tokens"].values()} == {round(wanted, 6)}
+        assert list(row["tokens"]) == (["0.7", "1"] if n == 8 else ["0", "0.7", "1"])

@@ -1,94 +1,27 @@
 """The fidelity benchmark: what is asked and kept, how it resumes and refuses, and its numbers."""
 
-import contextlib
-import csv
-import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from answers import MAX_PROBLEMS, Request
 from demo import FIRST_PROBLEM, blocks
 from demo import parse_arguments as demo_arguments
 from fidelity import cli, grid
-from fidelity.engines import arguments
 from fidelity.grid import Cell, cells
-from fidelity.measure import MAX_PROBLEMS, WARM_UP, Asker, Forecast, Reply, Request, grade, request
-from fidelity.plot import plot_rows
-from fidelity.report import CellRow, conclusions, make_rows, markdown, most_tokens_within, write_csv
+from fidelity.measure import Record, grade, request_of, seconds, settings
+from fidelity.report import CellRow, conclusions, make_rows, markdown, most_tokens_within
 from fidelity.scoring import Score
 from fidelity.stats import mean_interval, paired_difference
-from fidelity.store import Record, seconds
 from pair.task import held_out
-from speed_stand_ins import ORIGIN, canned_scores, leave_out_what_takes_seconds
-from study import BenchError, matching
+from speed_stand_ins import graded_reply
+from study import BenchError
 
 from sglang_smc.demo.party import FIRST_SHOWN
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
-
-#: The settings that a run of one temperature measures.
-SETTINGS = len(cells((0.7,)))
-TINY = ("--problems", "6", "--temperatures", "0.7")
-
-
-class FakeAsker:
-    """Right at even problems; dies at its ``last``-th answer, as a kill would have it."""
-
-    def __init__(self, engine: str, asked: list[Any], last: list[int]) -> None:
-        self.engine, self.asked, self.last = engine, asked, last
-
-    def ask(self, requests: Sequence[Request]) -> Iterator[Reply]:
-        for entry in requests:
-            if entry.index != WARM_UP:
-                if self.last[0] == 0:
-                    raise KeyboardInterrupt
-                self.last[0] -= 1
-                self.asked.append((self.engine, entry))
-            yield reply(entry, self.engine)
-
-
-def reply(entry: Request, engine: str) -> Reply:
-    number = entry.item.number + entry.index % 2
-    info: dict[str, Any] = {"completion_tokens": 3, "finish_reason": {"type": "stop"}, "id": "x"}
-    if engine == "smc":
-        info |= {
-            "spec_smc_num_particles": 8,
-            "spec_smc_rounds_ct": 10,
-            "spec_smc_resample_ct": 5,
-            "spec_smc_ess_mean": 4.0,
-            "spec_smc_log_evidence": -1.5,
-        }
-    return Reply(entry.index, f"#### {number}", [5, entry.index, 1], info)
-
-
-class Bench:
-    """Runs the command with stand-ins, and remembers what they were asked."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.asked: list[tuple[str, Request]] = []
-        self.started: list[str] = []
-
-    def __call__(self, *arguments: str, last: int = 10**6) -> int:
-        """The exit status; the stand-in is interrupted after ``last`` answers."""
-        self.asked, self.started = [], []
-        budget = [last]
-
-        @contextlib.contextmanager
-        def start(engine: str) -> Iterator[Asker]:
-            self.started.append(engine)
-            yield FakeAsker(engine, self.asked, budget)
-
-        words = [*TINY, "--output-dir", str(self.folder), *arguments]
-        return cli.main(words, start, canned_scores)
-
-
-@pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    leave_out_what_takes_seconds(monkeypatch, cli, tmp_path)
-    return Bench(tmp_path / "out")
 
 
 def test_the_server_takes_every_setting_and_none_is_measured_twice() -> None:
@@ -106,14 +39,13 @@ def test_the_server_takes_every_setting_and_none_is_measured_twice() -> None:
 
 
 def test_the_engines_differ_by_model_and_smc_alone() -> None:
-    target, draft, smc = (arguments(name, Path("p")) for name in ("target", "draft", "smc"))
-    assert {key for key in target if target[key] != draft[key]} == {"model_path"}
-    assert {**smc, **target} == smc
+    target, smc = settings("target"), settings("smc")
+    assert settings("draft") == target and smc == {**smc, **target}
     assert (smc["speculative_smc_num_particles"], smc["speculative_num_steps"]) == (8, 8)
 
 
 def test_an_answer_that_was_cut_off_is_wrong_and_one_without_all_tokens_refused() -> None:
-    whole = reply(Request(0, held_out(0), {}), "target")
+    whole = graded_reply("target", Request(0, held_out(0), {}))
     cut = whole._replace(meta_info={**whole.meta_info, "finish_reason": {"type": "length"}})
     assert grade(whole, part=0, at=1.0).right
     assert not grade(cut, part=0, at=1.0).right
@@ -123,46 +55,13 @@ def test_an_answer_that_was_cut_off_is_wrong_and_one_without_all_tokens_refused(
 
 def test_the_demo_asks_other_problems_with_other_seeds() -> None:
     """Whatever a table may be asked for, and the demo asks by default."""
-    last = request(cells((0.7,))[0], MAX_PROBLEMS - 1)
+    last = request_of(cells((0.7,))[0], MAX_PROBLEMS - 1)
     assert last.sampling_params["sampling_seed"] == last.index < FIRST_PROBLEM
     asked = [index for block in blocks(demo_arguments([])) for index in block]
     assert MAX_PROBLEMS <= FIRST_PROBLEM < min(asked)
     assert max(asked) < FIRST_SHOWN
     with pytest.raises(SystemExit):
         cli.parse_arguments(["--problems", str(MAX_PROBLEMS + 1)])
-
-
-def test_everything_is_measured_and_written(bench: Bench) -> None:
-    assert bench() == 0
-    assert bench.started == ["target", "draft", "smc"]
-    assert len(bench.asked) == 6 * SETTINGS
-    for name in cli.OUTPUTS:
-        assert (bench.folder / name).stat().st_size > 0
-    origin = json.loads((bench.folder / cli.ORIGIN).read_text())
-    assert origin["settings"]["problems"] == 6
-
-
-def test_an_interrupted_run_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench("--only", "smc-*", last=9) == 130
-    assert "goes on from here" in capsys.readouterr().err
-    first = bench.asked
-    assert len(first) == 9
-    assert bench("--only", "smc-*") == 0
-    again = [(e.index, str(e.sampling_params)) for _, e in first + bench.asked]
-    assert len(again) == len(set(again)) == 6 * len(matching(cells((0.7,)), ["smc-*"]))
-    assert bench("--only", "smc-*") == 0
-    assert (bench.asked, bench.started) == ([], [])
-    path = bench.folder / "answers" / "smc-c0-t0.7.jsonl"
-    parts = [json.loads(line)["part"] for line in path.read_text().splitlines()[1:]]
-    assert parts == [0, 0, 0, 1, 1, 1]
-
-
-def test_only_a_whole_grid_is_published(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench("--only", "ar-*", "--publish") == 1
-    assert f"{SETTINGS - 2} of {SETTINGS} cells are not complete" in capsys.readouterr().err
-    assert not cli.PUBLISHED.exists()
-    assert bench("--publish") == 0
-    assert {path.name for path in (cli.PUBLISHED / "fidelity").iterdir()} == set(cli.OUTPUTS)
 
 
 def test_time_of_a_cell_in_parts() -> None:
@@ -286,19 +185,9 @@ def test_most_tokens_within_limits(rows: dict[str, CellRow]) -> None:
 def test_a_part_ends_with_all_its_files(rows: dict[str, CellRow], tmp_path: Path) -> None:
     """Hours of answers must not end in a picture that cannot be drawn."""
     some = [rows["ar-draft-t1"], rows["smc-c0-t1"]]
-    plot_rows(some, tmp_path / "plot.png")
-    write_csv(some, tmp_path / "rows.csv", ORIGIN)
-    assert (tmp_path / "plot.png").stat().st_size > 0
-    lines = list(csv.DictReader((tmp_path / "rows.csv").open()))
-    for column in ("accuracy", "tilt", "kl_at_least"):
-        told = [float(line[f"{column}_mean"]) for line in lines]
-        assert told == pytest.approx([getattr(row, column).mean for row in some], rel=1e-5)
-
-
-def test_forecast_learns_the_speed_of_the_machine() -> None:
-    target, draft = matching(cells((0.7,)), ["ar-*"])
-    forecast = Forecast({target: 1000, draft: 1000})
-    for _ in range(1000):
-        left = forecast.answered(target, 3 * target.kind.cost)
-    engine_start = 30.0
-    assert left - engine_start == pytest.approx(1000 * 3 * draft.kind.cost, rel=0.2)
+    text = cli.REPORT.write(tmp_path, some, {"problems": N}, cli.note)
+    assert (tmp_path / "fidelity.png").stat().st_size > 0
+    for found, row in zip(cli.REPORT.read(tmp_path), some, strict=True):
+        assert found.tilt == pytest.approx(row.tilt, rel=1e-5)
+        assert (found.slug, found.mode, found.exact_rate) == (row.slug, row.mode, row.exact_rate)
+    assert "problems 0 to 99" in text and text == (tmp_path / "fidelity.md").read_text()

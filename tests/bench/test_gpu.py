@@ -534,7 +534,7 @@ A_DEFAULT_SERVER = {
 
 
 def a_profile() -> dict[str, Any]:
-    """Rounds of 10 ms, 8 of them in two kernels, as `bench/speed --rounds` keeps them."""
+    """Rounds of 10 ms, 8 of them in two kernels, as the timers tell them."""
     sums = [
         ["draft", "GEMMs", "nvjet | a", 64.0, 0.005],
         ["target", "attention", "_attend_spans", 32.0, 0.003],

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import streams
 import trees
-from drafts import report as drafts
-from fidelity.grid import kinds
-from fidelity.measure import MAX_PROBLEMS
+from drafts import cli as drafts
 from results import Interval, ess_share, interval_cell, resample_rate, wilson
 from scipy.stats import binomtest
-from steering import report as steering
+from steering import cli as steering
+from steering.report import summaries
 from study import PUBLISHED, REPOSITORY
 from support import cli, page, pairs, trial
 from support import cli as support
@@ -65,23 +63,18 @@ def test_the_published_table_of_fidelity_says_what_its_numbers_say() -> None:
             assert any(cells(column, line, scale, form) in row for row in said), line["slug"]
 
 
-@pytest.mark.parametrize(
-    ("study", "report"), [("drafts", drafts), ("steering", steering)], ids=["drafts", "steering"]
-)
-def test_a_published_table_is_made_of_the_published_numbers(study: str, report: Any) -> None:
-    folder = PUBLISHED / study
+@pytest.mark.parametrize("study", [drafts, steering], ids=lambda study: study.REPORT.name)
+def test_a_published_table_is_made_of_the_published_numbers(study: Any) -> None:
+    report, folder = study.REPORT, PUBLISHED / study.REPORT.name
     origin = json.loads((folder / "provenance.json").read_text())
-    rows = report.read_csv(folder / f"{study}.csv")
-    assert (folder / f"{study}.md").read_text() == report.markdown(rows, report.note(origin))
+    page = report.markdown(report.read(folder), study.note(origin))
+    assert (folder / report.files[1]).read_text() == page
 
 
 def test_pages_say_what_was_published() -> None:
     """Red where results are replaced and the page is not, or the other way round."""
     page = {path.stem: path.read_text() for path in (REPOSITORY / "docs").glob("*.md")}
-    assert (
-        steering.summaries(steering.read_csv(PUBLISHED / "steering" / "steering.csv"))
-        in (page["steering"])
-    )
+    assert summaries(steering.REPORT.read(PUBLISHED / "steering")) in page["steering"]
     made = support_page.tables(support.read(PUBLISHED / "support" / "support.json"))
     assert made.strip() in page["support"]
     rows = json.loads((PUBLISHED / "trees" / "trees.json").read_text())["rows"]
@@ -91,23 +84,6 @@ def test_pages_say_what_was_published() -> None:
     assert {line for line in table.splitlines() if line.count("|") == 7} <= set(
         page["drafts"].splitlines()
     )
-
-
-def test_chunks_and_silence_of_a_stream() -> None:
-    """Only chunks with new tokens count, and no time before the first."""
-    found = list(streams.chunks_of([{"completion_tokens": count} for count in (1, 1, 4, 9, 9)]))
-    assert [chunk.tokens for chunk in found] == [1, 4, 9]
-    times = [(1, 5.0), (3, 6.0), (4, 9.0), (9, 10.0)]
-    stream = streams.stream_of([streams.Chunk(*chunk) for chunk in times])
-    assert stream == streams.Stream(chunks=4, silence=3 / 5)
-
-
-def test_a_row_has_means_of_problems_that_no_table_asks() -> None:
-    row = streams.row_of(kinds()[0], [streams.Stream(10, 0.1), streams.Stream(20, 0.3)])
-    assert row.answers == 2 and row.chunks is not None and row.silence is not None
-    assert (row.chunks.mean, row.silence.mean) == (15.0, pytest.approx(0.2))
-    assert set(streams.FAMILIES) <= {kind.family for kind in kinds()}
-    assert streams.FIRST_PROBLEM >= MAX_PROBLEMS
 
 
 def test_every_family_was_tried_and_none_fails() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from answers import prompt_ids
 from fidelity.grid import AR_TARGET, Cell, Kind
-from fidelity.measure import prompt_ids
+from fidelity.measure import Record
 from fidelity.scoring import (
     Batch,
     Score,
@@ -21,10 +22,7 @@ from fidelity.scoring import (
     score_log,
     score_of,
 )
-from fidelity.store import Record
-from losses import COLUMNS, tokens_added
 from pair.task import held_out
-from study import PAIR
 
 TEMPERATURE = 0.7
 
@@ -32,18 +30,18 @@ TEMPERATURE = 0.7
 @pytest.fixture(scope="module")
 def answers() -> list[list[int]]:
     """One that ends, and one that the length limit cut, of other lengths behind other prompts."""
-    _, tokenizer = load(PAIR)
+    _, tokenizer = load()
     whole = [tokenizer.encode(held_out(i).answer, add_special_tokens=False) for i in (0, 1)]
     return [[*whole[0][:20], 1], whole[1][:9]]
 
 
 def test_scores_are_those_of_a_slow_direct_computation(answers: list[list[int]]) -> None:
     """Token by token, each behind its own prefix, with sums over the vocabulary in plain Python."""
-    models, tokenizer = load(PAIR)
+    models, tokenizer = load()
     assert tokenizer.eos_token_id == answers[0][-1]
     prompts = [prompt_ids(tokenizer, i) for i in (0, 1)]
     found = score_answers(models, prompts, answers, TEMPERATURE)
-    batch = Batch(7, TEMPERATURE, [0, 1], answers, PAIR)
+    batch = Batch(7, TEMPERATURE, [0, 1], answers)
     assert _score_batch(batch) == (7, [score_of(i, answers[i], found[i]) for i in (0, 1)])
     for i in (0, 1):
         score = score_of(i, answers[i], found[i])
@@ -77,14 +75,6 @@ def law(model: Any, text: list[int]) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def test_a_draft_that_is_the_target_is_accepted_whole() -> None:
-    """In the study of losses. Red where p and q are not of one column, or a context is not read."""
-    (target, draft), tokenizer = load(PAIR)
-    prompt, rng = prompt_ids(tokenizer, 0), torch.Generator().manual_seed(0)
-    assert tokens_added(target, target, prompt, rng) == COLUMNS + 1
-    assert 3 < tokens_added(target, draft, prompt, rng) < COLUMNS + 1
-
-
 def record(index: int, tokens: list[int]) -> Record:
     return Record(index, True, 0, 1.0, tokens, {})
 
@@ -94,8 +84,8 @@ def canned(index: int, tokens: list[int]) -> Score:
 
 
 def test_an_interrupted_run_goes_on_and_another_answer_is_scored_anew(tmp_path: Path) -> None:
-    cell = Cell(Kind(AR_TARGET, "target", 0.1), 1.0)
-    scores = score_log(tmp_path, cell, {"cell": cell.slug})
+    cell = Cell(Kind(AR_TARGET, "target"), 1.0)
+    scores = score_log(tmp_path / "scores", {"cell": cell.slug})
     records = [record(i, [i, 1] + [2] * (80 - i)) for i in range(80)]
     scored: list[int] = []
 
@@ -107,12 +97,12 @@ def test_an_interrupted_run_goes_on_and_another_answer_is_scored_anew(tmp_path: 
             raise KeyboardInterrupt
 
     with contextlib.suppress(KeyboardInterrupt):
-        score_cells([(cell, records, scores)], PAIR, some, 1)
+        score_cells([(cell, scores.missing(records), scores)], some, 1)
     assert len(scored) == 64
-    score_cells([(cell, records, scores)], PAIR, some, 2)
+    score_cells([(cell, scores.missing(records), scores)], some, 2)
     assert sorted(scored) == list(range(80))
     records[3] = record(3, [9, 1])
-    score_cells([(cell, records, scores)], PAIR, some, 2)
+    score_cells([(cell, scores.missing(records), scores)], some, 2)
     assert scored[80:] == [3]
     assert scores.missing(records) == []
     assert scores.read()[3].answer == answer_key([9, 1])

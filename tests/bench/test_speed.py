@@ -68,9 +68,9 @@ def test_every_cell_is_measured_in_turns_with_plain_decoding(bench: Bench) -> No
     at = next(i for i, (slug, _) in enumerate(ours) if slug != "ar")
     assert [slug for slug, _ in ours[at - 1 : at + 3]] == ["ar", "smc-block-n4-k4"] * 2
     assert ours[at - 1][1] == ours[at][1]
-    for name in cli.OUTPUTS:
+    for name in cli.REPORT.files:
         assert (bench.folder / "cpu-quick" / name).stat().st_size > 0
-    origin = json.loads((bench.folder / "cpu-quick" / cli.ORIGIN).read_text())
+    origin = json.loads((bench.folder / "cpu-quick" / "provenance.json").read_text())
     assert origin["settings"]["weights"] == "dummy"
 
 
@@ -108,9 +108,9 @@ def test_what_does_not_start_is_written_down_with_its_reason(bench: Bench) -> No
     bench.refuses = {CHAIN, TREE}
     assert bench(*QUICK) == 0
     assert {"smc-block-n4-k4", "ngram"} <= set(bench.started)
-    table = (bench.folder / "cpu-quick" / cli.TABLE).read_text()
+    table = (bench.folder / "cpu-quick" / "speed.md").read_text()
     assert "STANDALONE chain: not run here: ValueError: no such backend" in table
-    assert "no such backend" in (bench.folder / "cpu-quick" / cli.CSV).read_text()
+    assert "no such backend" in (bench.folder / "cpu-quick" / "speed.csv").read_text()
     assert bench(*QUICK) == 0
     assert bench.started == []  # it would say the same again
     assert bench(*QUICK, "--fresh", "--only", "standalone-chain*") == 0
@@ -121,7 +121,7 @@ def test_a_cell_that_kills_its_engine_costs_itself_alone(bench: Bench) -> None:
     bench.breaks_at = 1
     assert bench("--preset", "cpu", "--only", "smc-block-n4-k4*") == 0
     assert bench.started == ["ar", "smc-block-n4-k4", "smc-block-n4-k4"]
-    text = (bench.folder / "cpu" / cli.TABLE).read_text()
+    text = (bench.folder / "cpu" / "speed.md").read_text()
     assert "SMC block N=4 K=4: not run here: OutOfMemoryError: too large" in text
     assert [len(w.prompts) for slug, w in bench.counted() if slug != "ar"] == [8, 8, 8]
 

@@ -1,23 +1,21 @@
 """What the speed benchmark plans, and its numbers: ratios, bounds, rows, table, picture."""
 
-import csv
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from results import Interval
-from speed import presets
+from speed import cli, presets
 from speed.bound import least_round, shapes
 from speed.engines import SIMULATED_ACCEPTANCE, environment, settings
 from speed.grid import AR, AR_STOCK, BLOCK, CHAIN, EXACT, NGRAM, TREE, Cell, System, cells, systems
 from speed.measure import WARM_UP, WARM_UP_TOKENS, work
-from speed.plot import plot_rows
 from speed.presets import CPU, PRESETS, Preset
 from speed.ratios import estimate, log_ratio
-from speed.report import CellRow, make_rows, markdown, write_csv
+from speed.report import CellRow, make_rows, markdown
 from speed.store import CellLog, Measured
-from speed_stand_ins import FIRST, ORIGIN, SECONDS, SMC_SECONDS, sample
+from speed_stand_ins import FIRST, SECONDS, SMC_SECONDS, sample
 from study import Log
 
 from sglang_smc.plan.devices import Device
@@ -196,9 +194,11 @@ def test_the_least_that_each_system_moves() -> None:
 def test_a_part_ends_with_all_its_files(rows: list[CellRow], tmp_path: Path) -> None:
     """Hours of samples must not end in a picture that cannot be drawn."""
     some = [row for row in rows if row.family == BLOCK]
-    plot_rows(some, tmp_path / "plot.png", title="x")
-    write_csv(some, tmp_path / "rows.csv", ORIGIN)
-    assert (tmp_path / "plot.png").stat().st_size > 0
-    lines = list(csv.DictReader((tmp_path / "rows.csv").open()))
-    found = [float(line["decode_tokens_per_second_mean"]) for line in lines]
+    report, note = cli.REPORT, "How it was measured."
+    assert report.write(tmp_path, some, {}, lambda _: note).startswith(note)
+    assert (tmp_path / "speed.png").stat().st_size > 0
+    found = [mean(row.decode_tokens_per_second) for row in report.read(tmp_path)]
     assert found == pytest.approx([mean(row.decode_tokens_per_second) for row in some], rel=1e-5)
+    refused = row_of(rows, "ngram-b8-p256")
+    assert "ImportError: no kernels" in report.write(tmp_path, [refused], {}, lambda _: note)
+    assert report.read(tmp_path) == [refused]

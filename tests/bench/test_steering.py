@@ -1,34 +1,28 @@
 """The study of steering: its potentials, its choices, what a run keeps, its tables and its page."""
 
-import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fidelity.measure import MAX_PROBLEMS, Asker, Reply, Request
+from answers import MAX_PROBLEMS, Reply, Request
 from pair.task import held_out
 from results import Interval
-from speed_stand_ins import ORIGIN, leave_out_what_takes_seconds
+from speed_stand_ins import Runner, leave_out_what_takes_seconds
 from steering import cli
 from steering.choices import best, drawn, number_of, voted
 from steering.grid import PARTICLES, POTENTIALS
 from steering.judge import Judge
-from steering.measure import Values
-from steering.plot import plot_rows
 from steering.report import (
     BEGIN,
     END,
     MAJORITY,
     SMC_VOTE,
     Row,
-    markdown,
     note,
-    read_csv,
     summaries,
     summary,
-    write_csv,
 )
 from steering.steps import Steps, wrong_steps
 from study import REPOSITORY
@@ -109,34 +103,27 @@ def test_a_draw_follows_weights() -> None:
 # --- A run
 
 
-class FakeAsker:
+def replying(tokenizer: Any) -> Callable[[str, Request], Reply]:
     """Right in all even problems; particles are right but for the last, which weighs nothing."""
 
-    def __init__(self, engine: str, tokenizer: Any) -> None:
-        self.engine, self.tokenizer = engine, tokenizer
-        self.seeds: list[int] = []
-
-    def ask(self, requests: Sequence[Request]) -> Iterator[Reply]:
-        for entry in reversed(requests):
-            self.seeds.append(entry.sampling_params["sampling_seed"])
-            right, wrong = f"#### {entry.item.number}", "#### -1"
-            info: dict[str, Any] = {"completion_tokens": 10}
-            smc = entry.sampling_params.get("custom_params", {}).get("smc")
-            if smc:
-                count = smc["num_particles"]
-                info["spec_verify_ct"] = 3
-                alike = [self.particle(right, 1 / (count - 1))] * (count - 1)
-                info["spec_smc_particles"] = [*alike, self.particle(wrong, 0.0)]
-            text = right if smc or entry.index % 2 == 0 else wrong
-            yield Reply(entry.index, text, [5] * 10, info)
-
-    def particle(self, text: str, weight: float) -> dict[str, Any]:
+    def particle(text: str, weight: float) -> dict[str, Any]:
         """Of ten tokens, EOS and what is not shown among them."""
-        ids = self.tokenizer(text)["input_ids"]
-        return {
-            "weight": weight,
-            "output_ids": ids + [self.tokenizer.eos_token_id] * (10 - len(ids)),
-        }
+        ids = tokenizer(text)["input_ids"]
+        return {"weight": weight, "output_ids": ids + [tokenizer.eos_token_id] * (10 - len(ids))}
+
+    def reply(engine: str, entry: Request) -> Reply:
+        right, wrong = f"#### {entry.item.number}", "#### -1"
+        info: dict[str, Any] = {"completion_tokens": 10}
+        smc = entry.sampling_params.get("custom_params", {}).get("smc")
+        if smc:
+            count = smc["num_particles"]
+            info["spec_verify_ct"] = 3
+            alike = [particle(right, 1 / (count - 1))] * (count - 1)
+            info["spec_smc_particles"] = [*alike, particle(wrong, 0.0)]
+        text = right if smc or entry.index % 2 == 0 else wrong
+        return Reply(entry.index, text, [5] * 10, info)
+
+    return reply
 
 
 class Constant(Potential):
@@ -148,73 +135,53 @@ class Constant(Potential):
         return [0.0] * len(texts)
 
 
-class Bench:
-    """Runs the command with stand-ins."""
-
-    def __init__(self, folder: Path, tokenizer: Any) -> None:
-        self.folder, self.tokenizer = folder, tokenizer
-        self.askers: list[FakeAsker] = []
-
-    def __call__(self, *arguments: str) -> int:
-        self.askers = []
-        common = ("--problems", "4", "--output-dir", str(self.folder))
-        return cli.main([*common, *arguments], self.start, self.values)
-
-    def values(self) -> Values:
-        likes_all: Potential = Constant()
-        return Values({"steps": likes_all, "judge": _NoArgs()})
-
-    @contextlib.contextmanager
-    def start(self, engine: str) -> Iterator[Asker]:
-        self.askers.append(FakeAsker(engine, self.tokenizer))
-        yield self.askers[-1]
-
-
 class _NoArgs(Constant):
     Args = Potential.Args
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> Bench:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> Runner:
     leave_out_what_takes_seconds(monkeypatch, cli, tmp_path)
     page = tmp_path / "steering.md"
     page.write_text(f"Before.\n{BEGIN}\nold\n{END}\nBehind.\n")
     monkeypatch.setattr(cli, "PAGE", page)
-    return Bench(tmp_path / "out", tokenizer)
+    words = ("--problems", "4")
+    potentials = {"steps": Constant(), "judge": _NoArgs()}
+    return Runner(cli, tmp_path / "out", replying(tokenizer), words, lambda: potentials)
 
 
-def test_a_whole_run_is_published(bench: Bench) -> None:
+def test_a_whole_run_is_published(bench: Runner) -> None:
     """Red where cells are lost, samples share a seed, or some tokens are not counted."""
     assert bench("--publish") == 0
     engines = ["plain draft", "smc draft", "plain target", "smc target", "smc target itself"]
-    assert [asker.engine for asker in bench.askers] == engines
-    seeds = bench.askers[0].seeds
+    assert bench.started == engines
+    first = [entry for engine, entry in bench.asked if engine == engines[0]]
+    seeds = [entry.sampling_params["sampling_seed"] for entry in first]
     assert len(set(seeds)) == len(seeds) == 4 * max(PARTICLES)
     assert {seed % MAX_PROBLEMS for seed in seeds} == {0, 1, 2, 3}
-    rows = {row.label: row for row in read_csv(bench.folder / cli.CSV)}
+    rows = bench.rows()
     of_samples = 1 + len(PARTICLES) * (1 + 2 * len(POTENTIALS))
     of_particles = len(PARTICLES) * 3 * len(POTENTIALS)
     assert len(rows) == 2 * of_samples + 4 * of_particles
     majority, steered = rows["draft: majority, N=8"], rows["draft: SMC, vote by judge, N=8"]
     assert (majority.accuracy.mean, majority.tokens, majority.passes) == (0.5, 80.0, 10.0)
     assert (steered.accuracy.mean, steered.tokens, steered.passes) == (1.0, 80.0, 3.0)
-    published = bench.folder.parent / "published" / "steering"
-    assert {path.name for path in published.iterdir()} == set(cli.OUTPUTS)
+    assert bench.published() == set(cli.REPORT.files)
     page = cli.PAGE.read_text()
     assert page.startswith("Before.\n") and page.endswith("Behind.\n") and "old" not in page
     assert summaries(list(rows.values())) in page
 
 
-def test_a_second_run_asks_nothing(bench: Bench) -> None:
+def test_a_second_run_asks_nothing(bench: Runner) -> None:
     """Red where what is on disk is asked again, or a part stops the report."""
     assert bench("--only", "smc-draft-steps-*") == 0
-    assert [asker.engine for asker in bench.askers] == ["smc draft"]
+    assert bench.started == ["smc draft"]
     assert bench("--only", "smc-draft-steps-*") == 0
-    assert bench.askers == []
+    assert bench.started == []
     assert bench("--only", "plain-draft") == 0
-    bench.values = None  # type: ignore[assignment]  # it would be called for values that are missing
+    bench.stand_ins = (None,)  # it would be called for values that are missing
     assert bench("--only", "plain-draft") == 0
-    assert bench.askers == []
+    assert bench.started == []
     assert bench("--publish", "--only", "smc-draft-steps-*") == 1, "not all is there"
 
 
@@ -229,12 +196,10 @@ def row(method: str, count: int, mean: float) -> Row:
 
 def test_rows_survive_their_file_and_are_told(tmp_path: Path) -> None:
     rows = [row(MAJORITY, 4, 0.5), row(MAJORITY, 8, 0.625), row(SMC_VOTE, 8, 0.75)]
-    write_csv(rows, tmp_path / "s.csv", ORIGIN)
-    assert read_csv(tmp_path / "s.csv") == rows
+    text = cli.REPORT.write(tmp_path, rows, {"temperature": 1.0, "problems": 200}, note)
+    assert cli.REPORT.read(tmp_path) == rows
+    assert "0 to 199" in text
     table = summary(rows, "draft").splitlines()
     assert table[2] == "| majority | 50.0 [37.5, 62.5] | 62.5 [50.0, 75.0] |"
     assert table[3] == "| SMC, vote by steps |  | 75.0 [62.5, 87.5] |"
-    settings = {"temperature": 1.0, "problems": 200}
-    assert "0 to 199" in markdown(rows, note({**ORIGIN, "settings": settings}))
-    plot_rows(rows, tmp_path / "s.png")
-    assert (tmp_path / "s.png").stat().st_size > 10_000
+    assert (tmp_path / "steering.png").stat().st_size > 10_000

@@ -1,116 +1,172 @@
-"""What every study rests on: it goes on where it stopped, and never mixes two measurements."""
+"""What every study rests on: it goes on where it stopped, and never mixes two measurements.
 
-import argparse
+Of the fidelity study, whose frame the others share.
+"""
+
 import json
+import sys
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import study
-from study import BenchError, Log, code_fingerprint, complete, grid_parser, main_of, selected
+from answers import Reply, Request
+from drafts import engines as drafts
+from fidelity import cli
+from fidelity import measure as fidelity
+from fidelity.grid import cells
+from speed_stand_ins import Runner, canned_scores, graded_reply, leave_out_what_takes_seconds
+from steering import measure as steering
+from study import BenchError, Log, code_fingerprint, matching
 
-
-class Cell(NamedTuple):
-    slug: str
-
-
-CELLS = [Cell("one-a"), Cell("one-b"), Cell("two")]
-
-
-class Plan:
-    """Three cells of three numbers each, the same in every run but for ``code``."""
-
-    def __init__(self, options: argparse.Namespace, code: str = "mine") -> None:
-        self.options = options
-        folder = options.output_dir
-        self.all = {cell: Log(folder / f"{cell.slug}.jsonl", {"code": code}) for cell in CELLS}
-        self.mine = [self.all[cell] for cell in selected(CELLS, options.only, look="--list")]
-
-    def logs(self) -> list[Log]:
-        return self.mine
-
-    own_logs = logs
-
-    def status(self) -> str:
-        return "\n".join(f"{log.path.stem} {len(log.read())}" for log in self.mine)
-
-
-class Study:
-    """The command, and how many numbers its last call has measured."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.measured = folder, 0
-
-    def __call__(self, *arguments: str, last: int = 100, code: str = "mine") -> int:
-        """The exit status; measuring is interrupted after ``last`` numbers."""
-        parser = grid_parser("x", "A study.", look="--list")
-        options = parser.parse_args([*arguments, "--output-dir", str(self.folder)])
-        self.measured = 0
-
-        def measure(plan: Plan) -> str:
-            for log in plan.mine:
-                with log.writing() as append:
-                    for number in range(len(log.read()), 3):
-                        if self.measured == last:
-                            raise KeyboardInterrupt
-                        append({"number": number})
-                        self.measured += 1
-            return "done"
-
-        def run() -> None:
-            plan = Plan(options, code)
-            complete(plan, lambda: measure(plan), lambda: None)
-
-        return main_of(run, "It goes on.")
-
-    def numbers(self, slug: str) -> list[int]:
-        lines = (self.folder / f"{slug}.jsonl").read_text().splitlines()
-        return [json.loads(line)["number"] for line in lines[1:]]
+EVERY = cells((0.7,))
+WORDS = ("--problems", "6", "--temperatures", "0.7")
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Study:
-    return Study(tmp_path / "out")
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
+    leave_out_what_takes_seconds(monkeypatch, cli, tmp_path)
+    monkeypatch.setattr(cli, "fingerprint", lambda: {"code": "mine"})
+    return Runner(cli, tmp_path / "out", graded_reply, WORDS, canned_scores)
 
 
-@pytest.mark.parametrize("last", [0, 1, 8])
-def test_an_interrupted_run_goes_on(run: Study, last: int) -> None:
-    assert run(last=last) == 130
-    assert run() == 0
-    assert run.measured == 9 - last
-    assert [run.numbers(cell.slug) for cell in CELLS] == [[0, 1, 2]] * 3
-    assert run() == 0
-    assert run.measured == 0
+def numbers(run: Runner, slug: str, folder: str = "answers") -> list[int]:
+    lines = (run.folder / folder / f"{slug}.jsonl").read_text().splitlines()
+    return sorted(json.loads(line)["index"] for line in lines[1:])
 
 
-@pytest.mark.parametrize("num_bytes", [-1, -9, 5])
-def test_a_line_that_a_kill_cut_is_measured_again(run: Study, num_bytes: int) -> None:
+def test_a_whole_grid_is_measured_written_and_published_and_a_part_never(
+    run: Runner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--only", "ar-*", "--publish") == 1
+    missing = f"{len(EVERY) - 2} of {len(EVERY)} cells are not complete, as {EVERY[2].slug}"
+    assert missing in capsys.readouterr().err
+    assert not run.published()
+    assert run("--publish", "--fresh") == 0
+    assert run.started == ["target", "draft", "smc"]
+    assert len(run.asked) == 6 * len(EVERY)
+    assert all((run.folder / name).stat().st_size > 0 for name in cli.REPORT.files)
+    origin = json.loads((run.folder / "provenance.json").read_text())
+    assert origin["settings"]["problems"] == 6
+    assert run.published() == set(cli.REPORT.files)
+
+
+@pytest.mark.parametrize("last", [0, 1, 9])
+def test_an_interrupted_run_goes_on(
+    run: Runner, capsys: pytest.CaptureFixture[str], last: int
+) -> None:
+    assert run("--only", "smc-*", last=last) == 130
+    assert "goes on from here" in capsys.readouterr().err
+    first = run.asked
+    assert len(first) == last
+    assert run("--only", "smc-*") == 0
+    again = [(one.index, str(one.sampling_params)) for _, one in first + run.asked]
+    assert len(again) == len(set(again)) == 6 * len(matching(EVERY, ["smc-*"]))
+    assert run("--only", "smc-*") == 0
+    assert (run.asked, run.started) == ([], [])
+    path = run.folder / "answers" / "smc-c0-t0.7.jsonl"
+    parts = [json.loads(line)["part"] for line in path.read_text().splitlines()[1:]]
+    assert parts == ([0, 0, 0, 1, 1, 1] if last == 9 else [0] * 6)
+
+
+@pytest.mark.parametrize("folder", ["answers", "scores"])
+@pytest.mark.parametrize("num_bytes", [-1, -40, 5])
+def test_a_line_that_a_kill_cut_is_measured_again(run: Runner, num_bytes: int, folder: str) -> None:
     """The header, too."""
-    run("--only", "two")
-    path = run.folder / "two.jsonl"
+    run("--only", "exact-*")
+    path = run.folder / folder / "exact-t0.7.jsonl"
     path.write_bytes(path.read_bytes()[:num_bytes])
-    assert run("--only", "two") == 0
-    assert run.numbers("two") == [0, 1, 2]
+    assert run("--only", "exact-*") == 0
+    assert numbers(run, "exact-t0.7", folder) == [0, 1, 2, 3, 4, 5]
 
 
 def test_what_was_measured_otherwise_is_refused(
-    run: Study, capsys: pytest.CaptureFixture[str]
+    run: Runner, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run("--only", "one*")
-    assert run("--only", "one-a", code="other") == 1
+    run("--only", "ar-*")
+    monkeypatch.setattr(cli, "fingerprint", lambda: {"code": "other"})
+    assert run("--only", "ar-target*") == 1
     assert "code is 'mine' there and 'other' here" in capsys.readouterr().err
-    assert run("--only", "two", code="other") == 0  # of which nothing was there
-    assert run("--only", "one-a", "--fresh", code="other") == 0
-    assert (run.measured, run.numbers("one-a")) == (3, [0, 1, 2])
-    assert run("--only", "one-b") == 0
-    assert run.measured == 0  # fresh forgets what was selected alone
+    assert run.started == []
+    assert run("--only", "exact-*") == 0  # of which nothing was there
+    assert run("--only", "ar-target*", "--fresh") == 0
+    assert (len(run.asked), len(numbers(run, "ar-target-t0.7"))) == (6, 6)
+    monkeypatch.setattr(cli, "fingerprint", lambda: {"code": "mine"})
+    assert run("--only", "ar-draft*") == 0
+    assert run.asked == []  # fresh forgets what was selected alone
 
 
-def test_a_look_changes_nothing(run: Study, capsys: pytest.CaptureFixture[str]) -> None:
-    run("--only", "one-a", last=2)
-    assert run("--list", "--fresh") == 0
-    assert capsys.readouterr().out.splitlines()[-3:] == ["one-a 2", "one-b 0", "two 0"]
+def test_no_number_is_made_where_an_engine_fails(
+    run: Runner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Answers that came before are kept, and the row is of a complete cell alone."""
+
+    def refuse(engine: str, entry: Request) -> Reply:
+        if entry.index == 2:
+            raise BenchError("The engine refused it.")
+        return graded_reply(engine, entry)
+
+    run.reply = refuse
+    assert run("--only", "ar-target*") == 1
+    assert "The engine refused it." in capsys.readouterr().err
+    assert numbers(run, "ar-target-t0.7") == [3, 4, 5]
+    assert not (run.folder / "fidelity.csv").exists()
+    run.reply = graded_reply
+    assert run("--only", "ar-draft*") == 0
+    assert list(run.rows()) == ["AR draft"]
+
+
+def test_a_look_changes_nothing(run: Runner, capsys: pytest.CaptureFixture[str]) -> None:
+    run("--only", "ar-*", last=7)
+    assert run("--list", "--fresh", "--only", "ar-*", "exact*") == 0
+    told = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert [(slug, there, scored) for slug, there, *_, scored, _ in told] == [
+        ("ar-target-t0.7", "6", "0"),
+        ("ar-draft-t0.7", "1", "0"),
+        ("exact-t0.7", "0", "0"),
+    ]
     assert run("--only", "three") == 1
+    assert run("--only", "exact-*") == 0
+    assert list(run.rows()) == ["exact"]  # of the others answers or scores are missing
+
+
+@pytest.mark.parametrize(
+    ("study", "name", "models"),
+    [
+        (fidelity, "target", ["target"]),
+        (fidelity, "draft", ["draft"]),
+        (fidelity, "smc", ["target", "draft"]),
+        (drafts, "target", ["target"]),
+        (drafts, "EAGLE-3", ["target", "eagle3"]),
+        (drafts, "n-gram", ["target"]),
+        (drafts, "STANDALONE tuned draft", ["target", "tuned"]),
+        (steering, "plain target itself", ["target"]),
+        (steering, "smc draft", ["draft", "draft"]),
+        (steering, "smc target", ["target", "draft"]),
+        (steering, "smc target itself", ["target", "target"]),
+    ],
+)
+def test_engines_are_of_their_models_and_end(
+    monkeypatch: pytest.MonkeyPatch, study: Any, name: str, models: list[str]
+) -> None:
+    """And n-gram matches know nothing of earlier answers."""
+    seen: list[Any] = []
+
+    def engine(**keywords: Any) -> Any:
+        paths = (keywords.get(key) for key in ("model_path", "speculative_draft_model_path"))
+        seen.append([Path(path).name for path in paths if path])
+        is_plain = name.startswith(("target", "draft", "plain"))
+        assert ("speculative_algorithm" in keywords) == (not is_plain)
+        manager, loop = SimpleNamespace(tokenizer=None), SimpleNamespace()
+        done = {"flush_cache": "flushed", "shutdown": "ended"}
+        told = {call: lambda word=word: seen.append(word) for call, word in done.items()}
+        return SimpleNamespace(tokenizer_manager=manager, loop=loop, **told)
+
+    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(Engine=engine))
+    with study.running(name) as asker:
+        assert list(asker.ask([])) == []
+    assert seen == [models, *(["flushed"] if name == "n-gram" else []), "ended"]
 
 
 def test_other_settings_of_any_kind_are_told(tmp_path: Path) -> None:

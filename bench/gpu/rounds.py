@@ -9,17 +9,27 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import matplotlib.pyplot as plt
 import results
-from charts import COLOURS
+from charts import legend_below, picture, shade
+from gpu.replays import part_of
 from results import Interval, interval_cell, interval_columns, markdown_table, short
 from speed.grid import Cell
 from speed.ratios import log_ratio
-from speed.replays import part_of
-from study import BenchError, Log
+from study import BenchError
 
 DRAFT, TARGET, BETWEEN = "draft forwards", "target forward", "between rounds"
 GAPS = "gaps"  # of a replayed round, while no kernel runs
+#: How to read the table of parts, by how it came about.
+RUN_AGAIN = (
+    "Medians in ms. The ratio is of a whole round over its own forwards, run again alone on the "
+    "same rows, with a 95 % interval. Parts are without the forwards in them."
+)
+REPLAYED = (
+    "In ms. Rounds are replayed from CUDA graphs and timed by CUDA events; parts are sums of their "
+    "kernels by name, in other rounds that torch's profiler saw. Forwards alone are the kernels of "
+    "both models; the ratio is of a whole round over these, with a 95 % interval. Gaps are what no "
+    "kernel fills."
+)
 
 
 @dataclass(frozen=True)
@@ -50,8 +60,7 @@ def make_row(cell: Cell, entries: Sequence[Mapping[str, Any]]) -> RoundRow:
     if not both:
         raise BenchError(
             f"No forwards were seen in the rounds of {cell.name}: they run from a CUDA graph, and "
-            "the profiler saw no kernels of it. Ask for answers of more rounds, with --new-tokens, "
-            "or for --engine disable_cuda_graph=true and another folder."
+            "the profiler saw no kernels of it."
         )
     whole, alone = [one["round"] for one in both], [one["alone"] for one in both]
     names = dict.fromkeys(name for one in rounds for name in one["parts"])
@@ -85,7 +94,7 @@ def _of_replays(
     """Parts are sums of kernels in profiled rounds; the round's own time is of all others."""
     whole = [one["round"] for burst in bursts for one in burst["rounds"] if _counts(one, cell)]
     if not whole:
-        raise BenchError(f"All rounds of {cell.name} were profiled; ask for more --new-tokens.")
+        raise BenchError(f"All rounds of {cell.name} were profiled: its answers are too short.")
     forwards = list(chain.from_iterable(one["forwards"] for one in replayed))
     busy = list(chain.from_iterable(one["busy"] for one in replayed))
     parts: dict[str, float] = {}
@@ -128,11 +137,6 @@ def _between(bursts: Sequence[Mapping[str, Any]], batch: int) -> float:
     return median(found) if found else 0.0
 
 
-def make_rows(logs: Mapping[Cell, Log]) -> list[RoundRow]:
-    """A row for each cell that was timed."""
-    return [make_row(cell, entries) for cell, log in logs.items() if (entries := log.read())]
-
-
 def flat(row: RoundRow, names: Sequence[str]) -> dict[str, Any]:
     """A row without nesting; ``names`` are the parts of all rows."""
     content = {k: short(v) for k, v in vars(row).items() if k not in ("parts", "ratio_to_forwards")}
@@ -153,9 +157,10 @@ def write_csv(rows: Sequence[RoundRow], path: Path, provenance: Mapping[str, Any
     results.write_csv([flat(row, names) for row in rows], path, provenance)
 
 
-def markdown(rows: Sequence[RoundRow], note: str) -> str:
-    """Milliseconds of each part, below the whole round."""
+def markdown(rows: Sequence[RoundRow]) -> str:
+    """Return milliseconds of each part, below the whole round."""
     names = part_names(rows)
+    note = REPLAYED if any(row.replayed for row in rows) else RUN_AGAIN
     headers = ["", "batch", "prompt", "ms / round", "forwards alone", "ratio", *names]
     lines = [
         [
@@ -178,20 +183,15 @@ def _ms(value: float) -> str:
 
 def plot_rows(rows: Sequence[RoundRow], path: Path, *, title: str) -> None:
     """Each cell's round as a bar of its parts, and a mark for its forwards alone."""
-    figure, axes = plt.subplots(figsize=(11, 1.8 + 0.5 * len(rows)), layout="constrained", dpi=150)
-    labels = [f"{row.system}, batch {row.batch}, {row.prompt}" for row in rows]
-    left = [0.0] * len(rows)
-    for place, name in enumerate(part_names(rows)):
-        widths = [max(0.0, 1000 * row.parts.get(name, 0.0)) for row in rows]
-        # A colour for each of the first parts, and hatching where they come again.
-        colour, hatch = COLOURS[place % len(COLOURS)], ("", "//", "..")[place // len(COLOURS) % 3]
-        axes.barh(labels, widths, left=left, color=colour, hatch=hatch, label=name)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    alone = [1000 * row.forwards_alone_seconds for row in rows]
-    axes.plot(alone, labels, "k|", ms=18, mew=2, label="forwards alone")
-    axes.invert_yaxis()
-    axes.set(xlabel="ms a round", title=title)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=6, frameon=False)
-    figure.savefig(path)
-    plt.close(figure)
+    with picture(path, (11, 1.8 + 0.5 * len(rows))) as (figure, ((axes,),)):
+        labels = [f"{row.system}, batch {row.batch}, {row.prompt}" for row in rows]
+        left = [0.0] * len(rows)
+        for place, name in enumerate(part_names(rows)):
+            widths = [max(0.0, 1000 * row.parts.get(name, 0.0)) for row in rows]
+            axes.barh(labels, widths, left=left, label=name, **shade(place))
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+        alone = [1000 * row.forwards_alone_seconds for row in rows]
+        axes.plot(alone, labels, "k|", ms=18, mew=2, label="forwards alone")
+        axes.invert_yaxis()
+        axes.set(xlabel="ms a round", title=title)
+        legend_below(figure, axes, ncols=6)

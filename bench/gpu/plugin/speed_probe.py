@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from speed.plugin.kernel_recorder import KernelRecorder
+    from gpu.plugin.kernel_recorder import KernelRecorder
 
 OUT, EVERY = "SPEED_PROBE_OUT", "SPEED_PROBE_FORWARDS_EVERY"
 KERNELS = "SPEED_PROBE_KERNELS"

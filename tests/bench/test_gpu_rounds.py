@@ -1,45 +1,35 @@
 """Inside the scheduler: timers, kernels of replayed rounds, and what is made of them."""
 
 import ast
-import contextlib
-import importlib.metadata
 import importlib.util
-import itertools
 import json
+import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from speed import cli, positions, replays, rounds
-from speed.grid import AR, BLOCK, Cell, System
-from speed.plugin import kernel_recorder, speed_probe
-from speed.plugin.kernel_recorder import SKIPPED, KernelRecorder, kernels_of
-from speed.plugin.speed_probe import REPEATS, Probe
+from gpu import replays, rounds
+from gpu.plugin import kernel_recorder, speed_probe
+from gpu.plugin.kernel_recorder import SKIPPED, KernelRecorder, kernels_of
+from gpu.plugin.speed_probe import REPEATS, Probe
+from gpu.probing import PLUGIN, PROFILED_ROUNDS, ProbedEngine, probed
+from speed.engines import Launch
+from speed.grid import BLOCK, Cell, System
 from speed.presets import CPU
-from speed.probing import ProbedEngine
 from speed.remote import Sample, Work
-from speed_stand_ins import ORIGIN, FakeEngine
+from speed_stand_ins import FakeEngine
 from study import BenchError
 
-BLOCK_CELL, PLAIN_CELL = Cell(System(BLOCK, 8, 8), 2, 256), Cell(System(AR), 2, 256)
-QUICK = ("--preset", "cpu", "--quick")
+BLOCK_CELL = Cell(System(BLOCK, 8, 8), 2, 256)
 FORWARD_SECONDS = 10.0
-
-
-class Clock:
-    """Time that passes by what is done, not by itself."""
-
-    def __init__(self) -> None:
-        self.time = 0.0
 
 
 class Model:
     """Stands in for what runs a model over particles."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Any) -> None:
         self.clock, self.calls = clock, list[str]()
 
     def go_on(self, tokens: str) -> str:
@@ -47,14 +37,13 @@ class Model:
         self.calls.append(tokens)
         return f"logits of {tokens}"
 
-    def chain_logits(self, tokens: str) -> str:
-        return self.go_on(tokens)
+    chain_logits = go_on
 
 
 class Steps:
     """Two drafts, a target pass, and a decision with a step in it; each takes a second itself."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Any) -> None:
         self.clock, self.draft, self.target = clock, Model(clock), Model(clock)
 
     def propose(self) -> None:
@@ -77,7 +66,7 @@ class Steps:
 class Worker:
     """A worker, and its round: four parts, and half a second between them."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Any) -> None:
         self.clock, self._steps, self._round = clock, Steps(clock), self
 
     def _load_round(self) -> None:
@@ -87,45 +76,38 @@ class Worker:
         self.clock.time += 3
 
     def launch_round(self, batch: Any) -> str:
-        self._round._load_round()
+        self._load_round()
         self._steps.propose()
         self._steps.score()
         self.clock.time += 0.5
         self._steps.decide()
-        self._round._commit()
+        self._commit()
         return f"a round of {len(batch.reqs)}"
 
 
 ROUND = 2 + 1 + 2 * FORWARD_SECONDS + FORWARD_SECONDS + 1 + 0.5 + 2 + 3
 
 
-class Scheduler:
-    """What the probe sees of SGLang's scheduler."""
-
-    def __init__(self, clock: Clock, out: Path, every: int) -> None:
-        self.clock, self.draft_worker = clock, Worker(clock)
-        self.probe = Probe(str(out), every, KernelRecorder(0))
-        self.probe.built(lambda _: None, self)
-
-    def run(self, num_rounds: int) -> None:
-        mode = SimpleNamespace(is_decode=lambda: True)
-        for _ in range(num_rounds):
-            batch = SimpleNamespace(reqs=[0] * 2, forward_mode=mode)
-            found = self.probe.ran(lambda _, b: self.draft_worker.launch_round(b), self, batch)
-            assert found == "a round of 2"
-            self.clock.time += 0.25
-        self.probe.idle(lambda _: None, self)
+def schedule(clock: Any, out: Path, every: int, num_rounds: int) -> Steps:
+    """Run rounds as SGLang's scheduler does, with a quarter of a second behind each."""
+    scheduler = SimpleNamespace(draft_worker=Worker(clock))
+    probe, mode = Probe(str(out), every, KernelRecorder(0)), SimpleNamespace(is_decode=lambda: True)
+    probe.built(lambda _: None, scheduler)
+    for _ in range(num_rounds):
+        batch = SimpleNamespace(reqs=[0] * 2, forward_mode=mode)
+        found = probe.ran(lambda _, b: scheduler.draft_worker.launch_round(b), scheduler, batch)
+        assert found == "a round of 2"
+        clock.time += 0.25
+    probe.idle(lambda _: None, scheduler)
+    return scheduler.draft_worker._steps
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def test_rounds_are_told_by_part_and_the_same_forwards_run_again_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock = SimpleNamespace(time=0.0)  # which passes by what is done, not by itself
     monkeypatch.setattr(speed_probe, "now", lambda: clock.time)
-    return clock
-
-
-def test_rounds_are_told_by_part(clock: Clock, tmp_path: Path) -> None:
-    Scheduler(clock, tmp_path / "out", every=2).run(3)
+    schedule(clock, tmp_path / "out", every=2, num_rounds=3)
     (line,) = (tmp_path / "out").read_text().splitlines()
     found = json.loads(line)
     assert [one["alone"] for one in found["rounds"]] == [None, 3 * FORWARD_SECONDS, None]
@@ -138,14 +120,20 @@ def test_rounds_are_told_by_part(clock: Clock, tmp_path: Path) -> None:
     starts = [start for start, _ in found["steps"]]
     again = 3 * FORWARD_SECONDS * REPEATS
     assert starts == pytest.approx([0, ROUND + 0.25, 2 * (ROUND + 0.25) + again])
-
-
-def test_the_same_forwards_are_run_again_alone(clock: Clock, tmp_path: Path) -> None:
-    scheduler = Scheduler(clock, tmp_path / "out", every=1)
-    scheduler.run(1)
-    steps = scheduler.draft_worker._steps
+    steps = schedule(clock, tmp_path / "again", every=1, num_rounds=1)
     assert steps.draft.calls == [*"ab", *"ab" * REPEATS]
     assert steps.target.calls == ["chain"] * (1 + REPEATS)
+
+
+def test_a_gpu_is_profiled_and_a_cpu_is_not(tmp_path: Path) -> None:
+    """And SGLang finds the plugin first, beside what an engine's environment had."""
+    for device, kernels in (("cuda", PROFILED_ROUNDS), ("cpu", 0)):
+        found = probed(Launch({"device": device}, {"A": "1"}), tmp_path / "out").environment
+        assert found["PYTHONPATH"].split(os.pathsep)[0] == str(PLUGIN)
+        assert (found["A"], found[speed_probe.OUT]) == ("1", str(tmp_path / "out"))
+        assert int(found[speed_probe.KERNELS]) == kernels and int(found[speed_probe.EVERY]) > 0
+    points = (PLUGIN / "speed_probe-1.0.dist-info" / "entry_points.txt").read_text()
+    assert "speed_probe = speed_probe:register" in points
 
 
 def methods(package: str, path: str, name: str) -> set[str]:
@@ -221,57 +209,6 @@ def test_a_round_against_its_forwards_and_no_number_where_no_timer_reaches(
         one["alone"] = None
     with pytest.raises(BenchError, match="CUDA graph"):
         rounds.make_row(BLOCK_CELL, [entry])
-
-
-def test_positions_by_bins() -> None:
-    steps = [[0.1 * place if place < 30 else 3 + 0.2 * (place - 30), 2] for place in range(60)]
-    # All but 7 ms of a step are forwards, however long it takes.
-    lengths = [end - start for (start, _), (end, _) in itertools.pairwise(steps)]
-    timed = [{"forwards": {"draft": 0.02, "target": length - 0.027}} for length in lengths]
-    entry = {"bursts": [{"steps": steps, "rounds": timed}], "tokens_per_round": 10.0}
-    log = SimpleNamespace(read=lambda: [entry])
-    points = positions.make_points({BLOCK_CELL: log})  # type: ignore[dict-item]
-    # Round i begins at token 1 + 10 i, so ten rounds to each hundred positions.
-    assert [(point.position, point.rounds) for point in points] == [
-        *((100 * place, 10) for place in range(1, 6)),
-        (600, 9),
-    ]
-    assert [round(point.round_seconds, 3) for point in points] == [0.1] * 3 + [0.2] * 3
-    told = positions.growth(points)
-    assert "100.0 ms a round up to position 100, 200.0 ms at 600, 2.00 times as much" in told
-    assert told.endswith("beside the models 7.0 and 7.0 ms")
-
-
-@pytest.mark.parametrize(
-    ("study", "systems", "files"),
-    [
-        ("rounds", ["smc-block-n4-k4", "smc-exact-n4-k4", "smc-auto-n4-k4"], (".csv", ".md")),
-        ("positions", ["ar", "smc-block-n8-k8"], (".csv", ".png")),
-    ],
-)
-def test_a_study_times_its_systems_once(
-    study: str,
-    systems: list[str],
-    files: tuple[str, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cli, "provenance", lambda _: {"argv": [], **ORIGIN})
-    monkeypatch.setattr(rounds, "plot_rows", lambda *_, **__: None)
-    monkeypatch.setattr(cli, "PUBLISHED", tmp_path / "published")
-    started: list[str] = []
-
-    @contextlib.contextmanager
-    def start(system: System) -> Iterator[ProbedEngine]:
-        started.append(system.slug)
-        out = tmp_path / f"{system.slug}.jsonl"
-        yield ProbedEngine(TimedEngine(system, out, []), out)
-
-    arguments = [*QUICK, f"--{study}", "--output-dir", str(tmp_path / "out")]
-    for more, place in (([], "out/*/*"), (["--publish"], "published/speed/*/*")):
-        assert cli.main([*arguments, *more], None, start) == 0
-        assert started == systems
-        assert {study + end for end in files} <= {path.name for path in tmp_path.glob(place)}
 
 
 CELL = Cell(System(BLOCK, 8, 8), 1, 256)
@@ -387,12 +324,12 @@ def test_a_replayed_round_is_told_by_its_kernels() -> None:
     assert row.replayed and row.rounds == 3
     assert row.round_seconds == pytest.approx(1.25 * BUSY)
     assert row.ratio_to_forwards.mean == pytest.approx(1.25 * BUSY / 109e-6)
-    assert "draft GEMMs" in rounds.markdown([row], "note")
+    assert "draft GEMMs" in rounds.markdown([row])
 
     found = entry(replays.summed(recorded(3)))
     for one in found["bursts"][0]["rounds"]:
         one["recorded"] = True  # none has a time of its own
-    with pytest.raises(BenchError, match="--new-tokens"):
+    with pytest.raises(BenchError, match="too short"):
         rounds.make_row(CELL, [found])
 
 
