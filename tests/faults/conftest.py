@@ -34,7 +34,7 @@ def full_folder(path: Path, *names: str) -> Path:
 
 
 @pytest.fixture(
-    scope="session", params=[pytest.param("in turn", marks=pytest.mark.nightly), "overlapped"]
+    scope="package", params=[pytest.param("in turn", marks=pytest.mark.nightly), "overlapped"]
 )
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -23,13 +23,13 @@ from operator_client import (
 from tiny_models import smc_arguments
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def models(tiny: Callable[..., str]) -> Models:
     alike = [tiny(vocab_size=64, scale=0.3, seed=seed) for seed in (1, 2, 3, 4)]
     return Models(*alike, tiny(vocab_size=64, scale=0.3, seed=2, layers=1))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def fresh(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Fresh:
     arguments = smc_arguments(models.new_target, models.new_draft, **SETTINGS)
     with running_server(tmp_path_factory.mktemp("fresh"), OVERLAPPED, **arguments) as server:
@@ -46,7 +46,7 @@ def fresh(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Fresh:
         return Fresh(*found, last["completion_tokens"], reason, health, returncode, processes)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(
     fresh: Fresh, models: Models, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
@@ -57,7 +57,7 @@ def server(
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def expected(server: Server) -> list[str]:
     found = texts(server)
     assert len(set(found)) == len(found)

@@ -22,7 +22,7 @@ POTENTIALS = [
 ]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def spelling(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A target and a draft that spell, of 540 tokens."""
     folder = tmp_path_factory.mktemp("spelling")
@@ -30,7 +30,7 @@ def spelling(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 @pytest.fixture(
-    scope="session", params=[pytest.param("in turn", marks=pytest.mark.nightly), "overlapped"]
+    scope="package", params=[pytest.param("in turn", marks=pytest.mark.nightly), "overlapped"]
 )
 def server(
     request: pytest.FixtureRequest,
@@ -65,13 +65,13 @@ def server(
             yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def crowd(server: Server) -> dict[str, dict[str, Any]]:
     """Answers to requests of every kind, sent at once."""
     return dict(zip(KINDS, server.generate(list(KINDS.values())), strict=True))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def target(spelling: tuple[str, str]) -> Target:
     """The server's target, in this process."""
     return Target(spelling[0], EOS)
