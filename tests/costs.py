@@ -86,13 +86,14 @@ class Costs:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        """Note a test that takes long itself, whatever its servers take."""
+        """Note a test that takes long itself, unless it starts an engine."""
         before = time.process_time()
         try:
             return (yield)
         finally:
             seconds = (time.process_time() - before) / self._slowness
-            if seconds > MARGIN * BUDGET["seconds_of_a_test"]:
+            most = MARGIN * BUDGET["seconds_of_a_test"]
+            if seconds > most and item.get_closest_marker("engine") is None:
                 item.user_properties.append((LONG, seconds))
 
     @pytest.hookimpl(tryfirst=True)

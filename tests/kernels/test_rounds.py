@@ -69,7 +69,9 @@ def serve(
         ("at tokens, by other methods", "of changing size", ({},)),
         ("by methods that torch draws", "as asked", ({},)),
         ("verified", "of changing size", ASKED),
-        ("powered", "as asked", ({"top_k": 2, "min_p": 0.3},)),
+        pytest.param(
+            "powered", "as asked", ({"top_k": 2, "min_p": 0.3},), marks=pytest.mark.nightly
+        ),
         ("powered", "of changing size", ({},)),
         ("powered", "as asked", ({"top_k": 1},)),
     ],

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from http_server import Server, running_server
-from server.kinds import EOS, KINDS, PRESETS
-from server.target import Target
 from spelling import spelling_model
 from tiny_models import smc_arguments
 
+from server.kinds import EOS, KINDS, PRESETS
+from server.target import Target
 from sglang_smc.options.server import CPU_OVERLAP_ENV
 
 POTENTIALS = [
