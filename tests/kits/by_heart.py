@@ -10,9 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from kits.kit_prompts import FILLER, lessons
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kits.kit_prompts import FILLER, lessons
 
 SPECIAL = ["<|pad|>", "<|user|>", "<|eos|>", "<|assistant|>"]
 MARKUP = ["<think>", "</think>"]  # stays in the text, for parsers

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 from http_server import Server, running_server
-from kits.by_heart import make_pair
 from tiny_models import smc_arguments
 from transformers import AutoTokenizer
+
+from kits.by_heart import make_pair
 
 COMMON: dict[str, Any] = {
     "num_particles": 4,

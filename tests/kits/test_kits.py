@@ -13,8 +13,8 @@ from unittest import mock
 
 import openai
 import pytest
-from kits.by_heart import VOCAB_SIZE
 
+from kits.by_heart import VOCAB_SIZE
 from sglang_smc.upstream import IS_NEWEST
 
 if not IS_NEWEST:

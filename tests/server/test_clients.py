@@ -9,8 +9,8 @@ import pytest
 from http_server import Server
 from openai.types.chat import ChatCompletion
 from routed import MESSAGES
-from server.kinds import PROMPT
 
+from server.kinds import PROMPT
 from sglang_smc.watch import cli, looks
 from sglang_smc.watch.lines import REQUEST_HEADER, lines_of
 

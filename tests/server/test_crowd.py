@@ -3,6 +3,7 @@
 from typing import Any
 
 from http_server import Server
+
 from server.kinds import CHOICES, KINDS, asked
 
 Answers = dict[str, dict[str, Any]]

@@ -6,9 +6,10 @@ from typing import Any
 import psutil
 import pytest
 from http_server import Server
-from server.kinds import MODES, asked, constrained
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor as Disallowed
 from spelling import IS_LEGAL
+
+from server.kinds import MODES, asked, constrained
 
 ENDLESS = 'a\na ::= a "x"'  # what an a is nobody can say
 

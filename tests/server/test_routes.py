@@ -18,9 +18,10 @@ from routed import (
     rounds_and_particles,
     text_of,
 )
-from server.kinds import PRESETS as ALL_PRESETS
 from spelling import PERSON, is_person, tokenizer
 from trace_replay import read, replay
+
+from server.kinds import PRESETS as ALL_PRESETS
 
 CUSTOM = {"smc": {"num_particles": 3}}
 ON = {"seed": 3, "temperature": 1.0}

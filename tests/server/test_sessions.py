@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 from http_server import Server
+from spelling import GRAMMARS
+from trace_replay import read, replay
+
 from server.kinds import CHOICES, EDITS, LOGPROBS, MODES, asked, constrained, edited
 from server.target import Target
 from server.test_target import assert_greedy, assert_scored
-from spelling import GRAMMARS
-from trace_replay import read, replay
 
 FIRST, SECOND, THIRD = [5, 9, 33, 20], [41, 8], [12]
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 import xgrammar
 from http_server import Server
+from spelling import GRAMMARS, IS_LEGAL, VOCAB, tokenizer
+
 from server.kinds import CHOICES, EDITS, EOS, KINDS, MODES, PROMPT, asked, constrained, edited
 from server.target import Target
-from spelling import GRAMMARS, IS_LEGAL, VOCAB, tokenizer
 
 LISTED = [3, 9]
 TOP = 3

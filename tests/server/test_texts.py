@@ -6,8 +6,9 @@ import re
 
 import pytest
 from http_server import Server
-from server.kinds import EOS, asked
 from spelling import tokenizer
+
+from server.kinds import EOS, asked
 
 NUM_STEPS = 4
 

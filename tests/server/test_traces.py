@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 from http_server import Server
-from server.kinds import CHOICES, KINDS, POTENTIALS, asked
 from steered import log_phi
 from trace_replay import Replayed, read, replay
 
+from server.kinds import CHOICES, KINDS, POTENTIALS, asked
 from sglang_smc.view.record import Trace
 
 NEAR = 1e-5  # weights are sums of numbers in float32
