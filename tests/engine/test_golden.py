@@ -71,10 +71,6 @@ HEADS = (EAGLE3, HOT, DFLASH)
 CASES = {
     "windows and caps": Case("gemma2", "gemma3_text"),
     "latents": Case("deepseek_v3", "deepseek_v2"),
-    # More particles than columns: their states find no room among those of columns.
-    "recurrent states": Case(
-        "qwen3_5_text", "llama", {"disable_radix_cache": True}, num_particles=6
-    ),
     "experts, on both sides": Case("mixtral", "glm4_moe"),
     "text of images": Case("qwen2_5_vl", "mistral3"),
     "padding of the target": Case("padded", "llama"),
@@ -83,6 +79,11 @@ CASES = {
     **{kind: Case("llama", kind) for kind in HEADS},
 }
 OTHERS = {
+    # More particles than columns: their states find no room among those of columns. Beside another
+    # test process an evidence has differed, alone never: to be understood before it runs by day.
+    "recurrent states": Case(
+        "qwen3_5_text", "llama", {"disable_radix_cache": True}, num_particles=6
+    ),
     "windows on both sides": Case("gemma3_text", "cohere2"),
     "latents of a later family": Case("glm4_moe_lite", "minicpm3"),
     "latents before plain keys": Case("minicpm3", "llama"),
