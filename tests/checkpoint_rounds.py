@@ -277,8 +277,7 @@ class CheckpointRounds(ToyWorker):
 def check(answers: list[dict[str, Any]], expected: list[Answer]) -> int:
     """Compare an engine's answers, with their evidence, but for requests that were retracted.
 
-    What follows a retraction is drawn anew. Returns how many were compared. Evidence adds up the
-    rounding of all positions, which depends on how prompts were batched.
+    What follows a retraction is drawn anew. Returns how many were compared.
     """
     compared = 0
     for number, (answer, wanted) in enumerate(zip(answers, expected, strict=True)):
@@ -287,6 +286,6 @@ def check(answers: list[dict[str, Any]], expected: list[Answer]) -> int:
             assert answer["output_ids"] == wanted.output_ids, number
             evidence = wanted.meta_info["spec_smc_log_evidence"]
             found = info["spec_smc_log_evidence"]
-            assert found == pytest.approx(evidence, abs=1e-3), (number, found, evidence)
+            assert found == pytest.approx(evidence, abs=1e-4), (number, found, evidence)
             compared += 1
     return compared

@@ -78,18 +78,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param("in turn", marks=pytest.mark.nightly), "overlapped"]
+    scope="session", params=[pytest.param("in turn", marks=pytest.mark.nightly), "overlapped"]
 )
-def schedule(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Results reach the scheduler at once, or one round late as they do on a GPU.
-
-    All tests of a module run under one, then under the other, so that engines are shared.
-    """
+def schedule(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Return the environment of a server with results at once, or a round late as on a GPU."""
     from sglang_smc.options.server import CPU_OVERLAP_ENV
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CPU_OVERLAP_ENV, str(int(request.param == "overlapped")))
-        yield request.param
+    return {CPU_OVERLAP_ENV: str(int(request.param == "overlapped"))}
 
 
 @pytest.fixture(scope="module")

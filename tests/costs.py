@@ -133,7 +133,7 @@ class Costs:
         """Return what each folder took, and all of them."""
         found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for file, row in self.rows().items():
-            for folder in ("/".join(Path(file).parts[1:2]), "all"):
+            for folder in (Path(file).parts[1], "all"):
                 for name, value in row.items():
                     found[folder][name] += value
         return found
@@ -144,11 +144,12 @@ class Costs:
             f"{test} took {seconds:.1f} CPU seconds of {BUDGET['seconds_of_a_test']}"
             for seconds, test in self._long_tests
         ]
-        for folder, row in self.folders().items():
+        folders = self.folders()
+        for folder, row in folders.items():
             most = BUDGET["cpu_seconds"].get(folder, 0)
             if row["cpu_seconds"] > MARGIN * most:
                 found.append(f"{folder}: {row['cpu_seconds']:.0f} CPU seconds of {most}")
-        starts = self.folders()["all"]["engine_starts"]
+        starts = folders["all"]["engine_starts"]
         if starts > BUDGET["engine_starts"]:
             found.append(f"{starts:.0f} engine starts of {BUDGET['engine_starts']}")
         return found

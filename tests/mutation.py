@@ -60,7 +60,7 @@ class Mutant(NamedTuple):
 class Coverage(NamedTuple):
     """Which tests run which line, how long each takes, and what they import beside the package."""
 
-    tests: dict[str, dict[int, list[str]]]  # by file and line
+    tests: dict[str, dict[str, list[str]]]  # by file and line, as JSON has it
     seconds: dict[str, float]  # by test
     modules: list[str]
 
@@ -99,7 +99,7 @@ def mutated(file: str, operator: str, occurrence: int) -> str:
 
 
 def spans_of_types(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Return the spans of annotations, and of the operators between types in assignments."""
+    """Return the spans of annotations, where an operator stands between types."""
     spans = []
     for node in ast.walk(ast.parse(source)):
         for field in ("annotation", "returns"):
@@ -186,7 +186,7 @@ class Recorder:
         data, of_lines = self.coverage.get_data(), {}
         for file in files():
             lines = data.contexts_by_lineno(str(ROOT / file))
-            of_lines[file] = {line: sorted(filter(None, tests)) for line, tests in lines.items()}
+            of_lines[file] = {str(line): sorted(filter(None, of)) for line, of in lines.items()}
         outside = [
             name
             for name, module in sys.modules.items()
@@ -206,9 +206,7 @@ def measure_coverage() -> Coverage:
     failed, found = in_fork(run) or (["all"], None)
     if failed:
         raise RuntimeError(f"these tests fail without a mutation: {', '.join(failed)}")
-    of_lines, seconds, modules = found
-    of_lines = {f: {int(line): t for line, t in some.items()} for f, some in of_lines.items()}
-    return Coverage(of_lines, seconds, modules)
+    return Coverage(*found)
 
 
 def selected(mutant: Mutant, coverage: Coverage) -> list[str]:
@@ -217,7 +215,7 @@ def selected(mutant: Mutant, coverage: Coverage) -> list[str]:
     A line that is run at import has the tests of the whole file.
     """
     lines = coverage.tests[mutant.file]
-    tests = lines.get(mutant.line) or sorted({t for some in lines.values() for t in some})
+    tests = lines.get(str(mutant.line)) or sorted({t for some in lines.values() for t in some})
     found, total = [], 0.0
     for test in sorted(tests, key=lambda test: (coverage.seconds[test], test)):
         total += coverage.seconds[test]
@@ -256,10 +254,8 @@ def main() -> None:
     known = output.with_suffix(".coverage.json")
     if not known.exists():
         known.write_text(json.dumps(measure_coverage()))
-    of_lines, seconds, modules = json.loads(known.read_text())
-    of_lines = {f: {int(line): t for line, t in some.items()} for f, some in of_lines.items()}
-    coverage = Coverage(of_lines, seconds, modules)
-    for name in modules:
+    coverage = Coverage(*json.loads(known.read_text()))
+    for name in coverage.modules:
         with suppress(Exception), redirect_stderr(io.StringIO()):
             importlib.import_module(name)
     for number, mutant in enumerate(chosen[len(done) :], start=len(done) + 1):

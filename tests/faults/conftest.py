@@ -11,8 +11,6 @@ from fault_models import fault_pair
 from http_server import running_server
 from tiny_models import smc_arguments
 
-from sglang_smc.options.server import CPU_OVERLAP_ENV
-
 # Holds few populations; a prompt of more than 24 tokens is prefilled in several steps.
 SMALL = {
     "num_particles": 4,
@@ -33,15 +31,12 @@ def full_folder(path: Path, *names: str) -> Path:
     return path
 
 
-@pytest.fixture(
-    scope="package", params=[pytest.param("in turn", marks=pytest.mark.nightly), "overlapped"]
-)
+@pytest.fixture(scope="package")
 def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    schedule: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[FaultServer]:
     """Serve a pair that breaks at the tokens of `fault_models.RARE`; its records cannot be kept."""
     folder = tmp_path_factory.mktemp("faults")
-    environment = {CPU_OVERLAP_ENV: str(int(request.param == "overlapped"))}
     template = folder / "chat.jinja"
     template.write_text("{% for message in messages %}{{ message.content }} {% endfor %}")
     hours = [datetime.now() + timedelta(hours=hours) for hours in range(24)]
@@ -54,5 +49,5 @@ def server(
         "export_metrics_to_file_dir": full_folder(folder / "records", *records),
     }
     arguments = smc_arguments(*fault_pair(folder), **SMALL, **written, chat_template=template)
-    with running_server(folder, environment, **arguments) as running:
+    with running_server(folder, schedule, **arguments) as running:
         yield FaultServer(running)

@@ -12,7 +12,6 @@ from tiny_models import smc_arguments
 
 from server.kinds import EOS, KINDS, PRESETS
 from server.target import Target
-from sglang_smc.options.server import CPU_OVERLAP_ENV
 
 POTENTIALS = [
     "count=steered:Count",
@@ -29,11 +28,9 @@ def spelling(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return spelling_model(folder / "target", 1), spelling_model(folder / "draft", 2)
 
 
-@pytest.fixture(
-    scope="package", params=[pytest.param("in turn", marks=pytest.mark.nightly), "overlapped"]
-)
+@pytest.fixture(scope="package")
 def server(
-    request: pytest.FixtureRequest,
+    schedule: dict[str, str],
     spelling: tuple[str, str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Server]:
@@ -57,11 +54,10 @@ def server(
         tool_call_parser="hermes",
         constrained_json_disable_any_whitespace=True,  # most JSON of a random model is whitespace
     )
-    environment = {CPU_OVERLAP_ENV: str(int(request.param == "overlapped"))}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(Path(__file__).parents[1])  # from where it loads its potentials
         folder = tmp_path_factory.mktemp("server")
-        with running_server(folder, environment, **arguments) as running:
+        with running_server(folder, schedule, **arguments) as running:
             yield running
 
 

@@ -6,33 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from particle_cases import SCALING, Case, make_case
+from particle_cases import SCALING, Case, make_case, plan_of
 
 from sglang_smc.models import shared_prefix, softmax
-from sglang_smc.models.shared_prefix import plan_shared_prefix, shared_prefix_attention
+from sglang_smc.models.shared_prefix import shared_prefix_attention
 from sglang_smc.models.softmax import Softmax, attend, attend_anywhere
 
 
-def plan(case: Case) -> shared_prefix.SharedPrefixPlan:
-    return plan_shared_prefix(
-        case.req_to_token,
-        case.tails,
-        case.rows,
-        case.committed,
-        case.particle_rows,
-        case.starts,
-        num_columns=case.query.shape[2],
-        group=case.query.shape[3] // case.keys.shape[1],
-        dtype=case.query.dtype,
-        cache=case.keys,
-        window=case.window,
-        sees_block=case.sees_block,
-        first_key=case.first_key,
-    )
-
-
 def run(case: Case) -> torch.Tensor:
-    return shared_prefix_attention(case.query, case.keys, case.values, plan(case), case.softmax)
+    return shared_prefix_attention(case.query, case.keys, case.values, plan_of(case), case.softmax)
 
 
 @st.composite
@@ -92,7 +74,7 @@ def test_in_half_precision(dtype: torch.dtype) -> None:
 def test_keys_are_gathered_once_and_where_some_query_sees_them(
     committed: list[int], ahead: list, how: dict[str, int], expected: int
 ) -> None:
-    assert len(plan(make_case(committed, ahead, num_columns=2, **how)).slots) == expected
+    assert len(plan_of(make_case(committed, ahead, num_columns=2, **how)).slots) == expected
 
 
 def test_what_sees_no_key_weighs_nothing() -> None:
