@@ -77,13 +77,12 @@ CASES = {
     "padding of the draft": Case("llama", "padded"),
     "8 bits": Case("llama", "llama", {"kv_cache_dtype": "fp8_e5m2"}, retracts=False),
     **{kind: Case("llama", kind) for kind in HEADS},
-}
-OTHERS = {
-    # More particles than columns: their states find no room among those of columns. Beside another
-    # test process an evidence has differed, alone never: to be understood before it runs by day.
+    # More particles than columns: their states find no room among those of columns.
     "recurrent states": Case(
         "qwen3_5_text", "llama", {"disable_radix_cache": True}, num_particles=6
     ),
+}
+OTHERS = {
     "windows on both sides": Case("gemma3_text", "cohere2"),
     "latents of a later family": Case("glm4_moe_lite", "minicpm3"),
     "latents before plain keys": Case("minicpm3", "llama"),
