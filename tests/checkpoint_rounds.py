@@ -287,6 +287,7 @@ def check(answers: list[dict[str, Any]], expected: list[Answer]) -> int:
             found, evidence = (info["spec_smc_log_evidence"] for info in infos)
             same = found == pytest.approx(evidence, abs=1e-4)
             if answer["output_ids"] != wanted.output_ids or not same:
-                different.append((number, answer, wanted))
+                texts = answer["output_ids"], wanted.output_ids
+                different.append((number, *texts, found, evidence))
     assert not different
     return compared

@@ -86,13 +86,13 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.attention_backend = ATTENTION_BACKEND
         if server_args.dtype == "auto":
             server_args.dtype = default_dtype()
-        # What convolutions of linear attention look back on is as exact as what goes into them.
-        os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", str(server_args.dtype))
         if server_args.max_total_tokens is None and server_args.mem_fraction_static is None:
             server_args.max_total_tokens = MAX_TOTAL_TOKENS
         if server_args.mem_fraction_static is None:
             server_args.mem_fraction_static = MEM_FRACTION
-        threads.set_default_environment(tp_size=server_args.tp_size, dp_size=server_args.dp_size)
+        threads.set_default_environment(
+            tp_size=server_args.tp_size, dp_size=server_args.dp_size, dtype=str(server_args.dtype)
+        )
 
     def init_backend(self) -> None:
         """Register the batched attention, and our hooks, in each process that may run a model."""

@@ -44,7 +44,7 @@ def usable_cores() -> int:
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
-def set_default_environment(*, tp_size: int, dp_size: int = 1) -> None:
+def set_default_environment(*, tp_size: int, dp_size: int = 1, dtype: str = "float32") -> None:
     """Give each of the ``tp_size * dp_size`` model processes its share of the cores.
 
     Child processes inherit the variables before they load OpenMP. Whatever the user has set
@@ -62,6 +62,8 @@ def set_default_environment(*, tp_size: int, dp_size: int = 1) -> None:
     # SGLang takes any NCCL that it can load, here the one of torch's CUDA wheel, and then needs a
     # CUDA device. A name that cannot be loaded leaves the ranks to gloo.
     _default("SGLANG_NCCL_SO_PATH", "no-nccl-on-a-cpu" if tp_size > 1 else None)
+    # What convolutions of linear attention look back on is as exact as what goes into them.
+    _default("SGLANG_MAMBA_CONV_DTYPE", dtype)
 
 
 def _binding(num_processes: int) -> str:

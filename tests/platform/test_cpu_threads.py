@@ -14,6 +14,7 @@ VARIABLES = (
     "OMP_WAIT_POLICY",
     "SGLANG_CPU_OMP_THREADS_BIND",
     "SGLANG_NCCL_SO_PATH",
+    "SGLANG_MAMBA_CONV_DTYPE",
 )
 
 
@@ -88,10 +89,10 @@ def test_what_the_user_set_stays(host, monkeypatch):
     assert os.environ["OMP_NUM_THREADS"] == "3"
 
 
-def test_the_next_engine_of_a_process_gets_its_own_share(host, monkeypatch):
+def test_the_next_engine_of_a_process_gets_its_own(host, monkeypatch):
     host(cores=8)
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    threads.set_default_environment(tp_size=2)
-    threads.set_default_environment(tp_size=1)
+    threads.set_default_environment(tp_size=2, dtype="bfloat16")
+    threads.set_default_environment(tp_size=1, dtype="float32")
     found = [os.environ.get(name) for name in VARIABLES]
-    assert found == ["8", "ACTIVE", None, None]
+    assert found == ["8", "ACTIVE", None, None, "float32"]
