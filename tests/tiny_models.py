@@ -22,6 +22,7 @@ ENGINE_DEFAULTS: dict[str, Any] = {
     "chunked_prefill_size": 512,
     "watchdog_timeout": 300,
     "log_level": "error",
+    "sleep_on_idle": True,
 }
 
 # SGLang checks after every batch that no KV slot is lost.
