@@ -22,14 +22,8 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 VOCAB = 64
 NATIVE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
 HUGE, ENDLESS = 10**40, 2**63
-HOSTILE = (
-    "' OR 1=1 --",
-    "../../etc/passwd",
-    "__import__('os').system('id')",
-    "\x00\x01",
-    "\u202e",
-    "{{7*7}}",
-)
+HOSTILE = ("' OR 1=1 --", "../../etc/passwd", "__import__('os').system('id')", "\x00\x01")
+HOSTILE += ("\u202e", "{{7*7}}")
 NOT_A_NUMBER: tuple[Any, ...] = ("many", [], {}, [1], {"a": 1}, *HOSTILE)
 NOT_A_COUNT = (*NOT_A_NUMBER, 1.5, -1, -(10**12), float("nan"), float("inf"))
 NOT_POSITIVE = (*NOT_A_NUMBER, -1.0, -HUGE, float("nan"), float("-inf"))
@@ -76,54 +70,19 @@ SMC: dict[str, tuple[Any, ...]] = {
     "": (1,),
     "é\u202e": ("x",),
 }
-DEEP = "[" * 100_000
+DEEP, LONG = "[" * 100_000, "t3 " * 100_000
+NO_IDS = (5, {}, [], [[]], [-1], [VOCAB], [HUGE])
 PROMPTS: dict[str, tuple[Any, ...]] = {
     "input_ids": (
-        [],
-        [[]],
-        [-1],
-        [VOCAB],
-        [HUGE],
-        [1, [2]],
-        [[1], 2],
-        ["a"],
-        [1.5],
-        "abc",
-        {},
-        5,
-        [[3], []],
-        [None],
-        [2] * 100_000,
+        *(*NO_IDS, "abc", [1, [2]], [[1], 2], ["a"], [1.5], [[3], []], [None], [2] * 100_000),
         [[3], [VOCAB]],
     ),
-    "text": ("", 5, [], {}, [5], [["t3"]], "\ud800", ["t3", ""], ["t3", None], "t3 " * 100_000),
-    "prompt": (
-        "",
-        5,
-        {},
-        [],
-        [-1],
-        [VOCAB],
-        [HUGE],
-        ["t3", ""],
-        [[]],
-        [["t3"]],
-        "\udc00",
-        "t3 " * 100_000,
-    ),
+    "text": ("", 5, [], {}, [5], [["t3"]], "\ud800", ["t3", ""], ["t3", None], LONG),
+    "prompt": (*NO_IDS, "", ["t3", ""], [["t3"]], "\udc00", LONG),
     "messages": (
-        "t3",
-        5,
-        {},
-        [],
-        [{}],
-        [5],
-        [{"role": "user"}],
-        [{"content": "t3"}],
+        *("t3", 5, {}, [], [{}], [5], [{"role": "user"}], [{"content": "t3"}]),
         [{"role": "nobody", "content": "t3"}],
-        [{"role": "user", "content": 5}],
-        [{"role": "user", "content": "\ud800"}],
-        [{"role": "user", "content": "t3 " * 100_000}],
+        *([{"role": "user", "content": content}] for content in (5, "\ud800", LONG)),
     ),
 }
 FIELDS: dict[str, tuple[Any, ...]] = {
@@ -135,19 +94,9 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "priority": ("high", HUGE, {}, 1.5),
     "session_params": (5, "a", [1], {"nobody": 1}, {"id": 5}, {"id": "x", "offset": "a"}),
     "sampling_params": (
-        5,
-        "a",
-        [5],
-        [[]],
-        [],
-        [{"n": 1}, {}],
-        {"nobody_knows": 1},
-        {"is_normalized": True},
-        {"stop_strs": 5},
-        {"beam_width": 4},
-        {"beam_width": "wide"},
-        {"watermark": {"enabled": True}},
-        {"ebnf_full_assistant": "all of it"},
+        *(5, "a", [5], [[]], [], [{"n": 1}, {}], {"nobody_knows": 1}, {"is_normalized": True}),
+        *({"stop_strs": 5}, {"beam_width": 4}, {"beam_width": "wide"}),
+        *({"watermark": {"enabled": True}}, {"ebnf_full_assistant": "all of it"}),
     ),
     "lora_path": ("../adapter", 5),
     "image_data": ("file:///etc/passwd", "http://127.0.0.1:1/"),
@@ -172,23 +121,12 @@ OPENAI_FIELDS: dict[str, tuple[Any, ...]] = {
     "user": (5, []),
 }
 OPENAI_FIELDS |= {name: FIELDS[name] for name in ("watermark",) if name in FIELDS}
-NOT_JSON = (
-    b"",
-    b"{",
-    b"\xff\xfe\x00",
-    b"{'input_ids': [3]}",
-    b'{"input_ids": [3]',
-    b"\x00" * 64,
-    "{}".encode("utf-16"),
-    b'{"a": 1}' * 3,
-    DEEP.encode(),
-)
+NOT_JSON = (b"", b"{", b"\xff\xfe\x00", b"{'input_ids': [3]}", b'{"input_ids": [3]', b"\x00" * 64)
+NOT_JSON += ("{}".encode("utf-16"), b'{"a": 1}' * 3, DEEP.encode())
 NO_OBJECT = (b"[]", b"null", b"5", b'"text"')
 
 
 class BadRequest(NamedTuple):
-    """What is sent."""
-
     name: str  # what is wrong with it
     route: str
     body: bytes
@@ -208,18 +146,19 @@ def _every() -> Iterator[BadRequest]:
         good = json.dumps(_good(route)).encode()
         yield BadRequest("text/plain", route, good, "text/plain")
         yield BadRequest("form", route, good, "application/x-www-form-urlencoded")
-        for name, values in _fields(route).items():
-            for i, value in enumerate(values):
-                yield _json(
-                    f"{name} {i}", route, {**_good(route), **_prompt(route, name), name: value}
-                )
-        for name, values in PARAMS.items():
-            for i, value in enumerate(values):
-                yield _json(f"{name} {i}", route, _with_param(route, name, value))
-        for name, values in SMC.items():
-            for i, value in enumerate(values):
-                chosen = {"smc": {name: value}}
-                yield _json(f"smc {name} {i}", route, _with_param(route, "custom_params", chosen))
+        for name, value, which in _each(_fields(route)):
+            own = {"input_ids": None} if name == "text" else {}
+            yield _json(f"{name} {which}", route, {**_good(route), **own, name: value})
+        for name, value, which in _each(PARAMS):
+            yield _json(f"{name} {which}", route, _with_param(route, name, value))
+        for name, value, which in _each(SMC):
+            chosen = {"smc": {name: value}}
+            yield _json(f"smc {name} {which}", route, _with_param(route, "custom_params", chosen))
+
+
+def _each(table: dict[str, tuple[Any, ...]]) -> Iterator[tuple[str, Any, int]]:
+    for name, values in table.items():
+        yield from ((name, value, which) for which, value in enumerate(values))
 
 
 def _good(route: str) -> dict[str, Any]:
@@ -234,10 +173,6 @@ def _fields(route: str) -> dict[str, tuple[Any, ...]]:
         return {**FIELDS, "input_ids": PROMPTS["input_ids"], "text": PROMPTS["text"]}
     name = "messages" if route == CHAT else "prompt"
     return {**OPENAI_FIELDS, name: PROMPTS[name]}
-
-
-def _prompt(route: str, name: str) -> dict[str, Any]:
-    return {"input_ids": None} if name == "text" else {}
 
 
 _NATIVE_NAMES = {"seed": "sampling_seed", "min_tokens": "min_new_tokens"}

@@ -2,12 +2,13 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from table_entries import entry
+from table_entries import NEUTRAL, entry
 
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.requests.rules import TextRules
@@ -17,15 +18,6 @@ from sglang_smc.state.edits import EditTable
 from sglang_smc.state.population import Population
 from sglang_smc.state.settings import RequestTable
 from sglang_smc.tokens.edits import Edits, edit_logits
-
-NEUTRAL: dict[str, Any] = {
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": None,
-    "stop_strs": [],
-    "stop_regex_strs": [],
-}
 
 
 class Echo(CustomLogitProcessor):
@@ -42,10 +34,9 @@ class Echo(CustomLogitProcessor):
 
 def make_req(output_ids: list[int], **params: Any) -> Any:
     """A request that has been begun; ``params`` are sampling parameters."""
-    given = {"custom_params": None, "min_new_tokens": 0, **NEUTRAL, **params}
     return SimpleNamespace(
         rid="a",
-        sampling_params=SimpleNamespace(**given),
+        sampling_params=SimpleNamespace(**{**NEUTRAL, **params}),
         custom_logit_processor=None,
         origin_input_ids=[7, 8],
         output_ids=list(output_ids),
@@ -86,14 +77,11 @@ class EditedRequests:
         settings = RequestTable(1 + len(rows), vocab_size, device)
         self.table = EditTable(1 + len(rows), vocab_size, device)
         self.rows = torch.tensor(rows, device=device)
+        least = (req.sampling_params.min_new_tokens for req in reqs)
         settings.write(
             [
-                entry(
-                    row,
-                    stop_tokens=stop_tokens,
-                    min_new_tokens=req.sampling_params.min_new_tokens,
-                )
-                for row, req in zip(rows, reqs, strict=True)
+                entry(row, stop_tokens=stop_tokens, min_new_tokens=few)
+                for row, few in zip(rows, least, strict=True)
             ]
         )
         self.settings = settings.gather(self.rows)
@@ -125,12 +113,12 @@ def stock_edit(
     stop_tokens: frozenset[int] = frozenset(),
 ) -> torch.Tensor:
     """Logits ``[V]`` after SGLang's own penalties and biases, for a request with this output."""
-    asked = {**NEUTRAL, "min_new_tokens": 0, "stop_token_ids": set(stop_tokens), **params}
+    asked = {**NEUTRAL, "stop_token_ids": set(stop_tokens), **params}
     tokenizer = SimpleNamespace(eos_token_id=None, additional_stop_token_ids=None)
     req = SimpleNamespace(
         sampling_params=SimpleNamespace(**asked), tokenizer=tokenizer, eos_token_ids=None
     )
-    batch: Any = _Batch([req])
+    batch: Any = mock.Mock(reqs=[req], device="cpu")  # which penalizers hold by a weak reference
     orchestrator = penaltylib.BatchedPenalizerOrchestrator(
         vocab_size=len(logits),
         batch=batch,
@@ -158,20 +146,10 @@ def stock_edit(
     return row[0]
 
 
-class _Batch:
-    """What of `ScheduleBatch` penalizers look at; they hold it by a weak reference."""
-
-    device = "cpu"
-
-    def __init__(self, reqs: list[Any]) -> None:
-        self.reqs = reqs
-
-
 def _dense(bias: dict[str, float] | None, vocab_size: int) -> torch.Tensor | None:
     """As `SamplingBatchInfo.from_schedule_batch` spells it out."""
     if bias is None:
         return None
     row = torch.zeros(1, vocab_size)
-    for token, value in bias.items():
-        row[0, int(token)] = value
+    row[0, [int(token) for token in bias]] = torch.tensor(list(bias.values()))
     return row

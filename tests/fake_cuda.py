@@ -6,7 +6,6 @@ kernel is noted; what a capture forbids is refused where it stands: a wait for t
 between host and device, a kernel's argument that is not on the device.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -35,18 +34,13 @@ PROMPT = 8_192
 
 # They look at memory, or only take it.
 NO_LAUNCH = {"device", "empty", "empty_like", "new_empty", "_unsafe_view", "scalar_tensor"}
-# Kernels that torch launches in one call on a GPU, where they are more than one: it copies before
-# it writes in place, or makes numbers of flags before it adds them up.
-INNER = {"masked_fill": 2, "scatter": 2, "scatter_add": 2, "cumprod": 2, "logsumexp": 9}
 
 
 class Call(NamedTuple):
     """A call of torch, or a kernel."""
 
     name: str
-    shapes: tuple[tuple[int, ...], ...]  # of what it reads
-    num_bytes: int  # that it reads and writes; 0 for a kernel, which nobody has measured
-    is_kernel: bool
+    num_bytes: int = 0  # that it reads and writes; of a kernel nobody has measured it
 
 
 class Trace(NamedTuple):
@@ -57,30 +51,9 @@ class Trace(NamedTuple):
     outcome: Any
 
     @property
-    def num_launches(self) -> int:
-        """Calls of torch that are more than views, and kernels."""
-        return len(self.calls)
-
-    @property
-    def num_inner(self) -> int:
-        """Kernels that torch launches beyond one a call."""
-        return sum(INNER.get(call.name, 1) - 1 for call in self.calls)
-
-    @property
     def num_bytes(self) -> int:
         """Bytes that calls of torch read and write."""
         return sum(call.num_bytes for call in self.calls)
-
-    def table(self) -> str:
-        """Launches and bytes by name, the most frequent first."""
-        counts = Counter((call.name, call.is_kernel) for call in self.calls)
-        lines = [f"{'launches':>8} {'MB':>9}  name"]
-        for (name, is_kernel), count in counts.most_common():
-            moved = sum(call.num_bytes for call in self.calls if call.name == name) / 1e6
-            shown = "kernel" if is_kernel else f"{moved:.3f}"
-            lines.append(f"{count:8} {shown:>9}  {name}")
-        total = f"{self.num_launches:8} {self.num_bytes / 1e6:9.3f}  in all"
-        return "\n".join([*lines, f"{total}, {self.num_inner} more in them"])
 
 
 class Device(TorchDispatchMode):
@@ -104,7 +77,7 @@ class Device(TorchDispatchMode):
         _refuse_copy(func, given, found)
         if not self._in_model and not func.is_view and _name(func) not in NO_LAUNCH:
             moved = sum(one.numel() * one.element_size() for one in (*given, *found))
-            self._note(_name(func), given, moved, is_kernel=False)
+            self.calls.append(Call(_name(func), moved))
         self._measure(found)
         return made
 
@@ -112,13 +85,7 @@ class Device(TorchDispatchMode):
         """A kernel is launched."""
         given = _tensors(args)
         assert all(one.device.type == "cuda" for one in given), f"{name} reads the host's memory"
-        self._note(name, given, 0, is_kernel=True)
-
-    def _note(
-        self, name: str, given: list[torch.Tensor], num_bytes: int, *, is_kernel: bool
-    ) -> None:
-        shapes = tuple(tuple(one.shape) for one in given)
-        self.calls.append(Call(name, shapes, num_bytes, is_kernel))
+        self.calls.append(Call(name))
 
     def begin(self) -> None:
         """What is there from now on belongs to nobody's account."""

@@ -47,7 +47,6 @@ class FaultServer:
             loop.close()
 
     def alone(self, bodies: list[dict[str, Any]]) -> list[list[int]]:
-        """The texts of requests that are asked one after another."""
         return [text_of(self.server.post("/generate", **body).json()) for body in bodies]
 
     async def ask(self, body: dict[str, Any], route: str = "/generate") -> httpx.Response:

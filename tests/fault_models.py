@@ -21,20 +21,13 @@ _RARE_LOGIT = -60.0
 
 def fault_pair(folder: Path) -> tuple[str, str]:
     """Return a target and a draft over one vocabulary, which break at `RARE` tokens."""
-    rare = dict.fromkeys(RARE, _RARE_LOGIT)
     return (
-        _save(folder / "target", 1, rare, nan=TARGET_NAN, infinite=TARGET_INF),
-        _save(folder / "draft", 2, rare, nan=DRAFT_NAN, infinite=DRAFT_INF),
+        _save(folder / "target", 1, nan=TARGET_NAN, infinite=TARGET_INF),
+        _save(folder / "draft", 2, nan=DRAFT_NAN, infinite=DRAFT_INF),
     )
 
 
-def _save(
-    path: Path,
-    seed: int,
-    offsets: dict[int, float],
-    nan: int | None = None,
-    infinite: int | None = None,
-) -> str:
+def _save(path: Path, seed: int, *, nan: int, infinite: int) -> str:
     made: dict[str, Any] = {"vocab_size": VOCAB, "scale": 0.3, "seed": seed}
     model = LlamaForCausalLM.from_pretrained(make_tiny_model(path, **made), dtype=torch.float32)
     embeddings, head = model.model.embed_tokens.weight, model.lm_head.weight
@@ -44,13 +37,10 @@ def _save(
             layer.mlp.down_proj.weight[[_CONSTANT, _SIGNAL]] = 0.0
         embeddings[:, _CONSTANT], embeddings[:, _SIGNAL] = 3.0, 0.0
         head[:, [_CONSTANT, _SIGNAL]] = 0.0
-        for token, offset in offsets.items():
-            head[token, _CONSTANT] = offset
-        if infinite is not None:
-            # The norm leaves at most sqrt(hidden) of the signal, here over 2: more than float32.
-            embeddings[infinite, _SIGNAL] = 100.0
-            head[OVERFLOWS, _SIGNAL] = 3e38
-        if nan is not None:
-            embeddings[nan] = torch.nan
+        head[list(RARE), _CONSTANT] = _RARE_LOGIT
+        # The norm leaves at most sqrt(hidden) of the signal, here over 2: more than float32.
+        embeddings[infinite, _SIGNAL] = 100.0
+        head[OVERFLOWS, _SIGNAL] = 3e38
+        embeddings[nan] = torch.nan
     model.save_pretrained(path)
     return str(path)

@@ -9,7 +9,6 @@ imports, what mentions a grammar.
 from __future__ import annotations
 
 import ast
-import inspect
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
@@ -32,7 +31,6 @@ class Measures(NamedTuple):
 
 
 def measured() -> Measures:
-    """All of them."""
     codes = calls_of_a_round()
     files = [code.co_filename for code in codes]
     return Measures(
@@ -59,7 +57,6 @@ def own_imports(path: Path) -> Iterator[str]:
 
 
 def mentions(word: str) -> Iterator[str]:
-    """Files that have a word, in whatever case."""
     for path in sources():
         if word in path.read_text().lower():
             yield str(path.relative_to(ROOT))
@@ -67,7 +64,6 @@ def mentions(word: str) -> Iterator[str]:
 
 def calls_of_a_round() -> list[CodeType]:
     """The functions of the package that one default round of two requests calls, in order."""
-    import torch
     from toy_laws import EOS, languages
     from toy_worker import ToyWorker
 
@@ -76,7 +72,7 @@ def calls_of_a_round() -> list[CodeType]:
 
     config = SMCConfig(num_particles=8, num_steps=3)
     toy = ToyWorker(config, *languages(), num_requests=2, max_new_tokens=60, eos=EOS)
-    reqs: Any = toy.begin([1, 2], torch.full((2,), 0.3, dtype=torch.float64))
+    reqs: Any = toy.begin([1, 2])
     toy.reserve(reqs)
     inputs, shape = RoundInputs.of(toy.batch(reqs), toy.device), shape_of(reqs)
     calls: list[CodeType] = []
@@ -100,28 +96,23 @@ def _is_own(code: CodeType) -> bool:
 
 def types_named(codes: set[CodeType]) -> set[str]:
     """Classes of the package that functions name, in signatures and in code."""
-    classes = {
-        node.name
-        for path in sources()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-    }
-    return classes & {name for code in codes for name in _names(code)}
+    called = {(code.co_filename, code.co_firstlineno) for code in codes}
+    classes, named = set(), set()
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                classes.add(node.name)
+            elif isinstance(node, ast.FunctionDef):
+                first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+                if (str(path), first) in called:
+                    named |= set(_names(node))
+    return classes & named
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    """Names in a function, those in quoted annotations too."""
-    lines = Path(code.co_filename).read_text().splitlines(keepends=True)
-    block = inspect.cleandoc("\n" + "".join(inspect.getblock(lines[code.co_firstlineno - 1 :])))
-    try:
-        tree = ast.parse(block)
-    except SyntaxError:  # a generator within a call: its function is counted
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            yield node.id
-        elif isinstance(node, ast.Attribute):
-            yield node.attr
+def _names(function: ast.FunctionDef) -> Iterator[str]:
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name | ast.Attribute):
+            yield node.id if isinstance(node, ast.Name) else node.attr
 
 
 def main() -> None:

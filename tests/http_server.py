@@ -71,7 +71,6 @@ class Server:
             yield (json.loads(line) for line in lines if line.startswith("{"))
 
     def ending(self) -> str:
-        """The end of the log, for a message."""
         return self.log.read_text(errors="replace")[-3000:]
 
 

@@ -27,7 +27,7 @@ def next_probs(
     def probs(output: Sequence) -> torch.Tensor:
         if output not in memory:
             logits = model(torch.tensor([[*prompt, *output]])).logits[0, -1]
-            memory[output] = _filtered(torch.softmax(logits / temperature, -1), top_k, top_p)
+            memory[output] = filtered(torch.softmax(logits / temperature, -1), top_k, top_p)
         return memory[output]
 
     return probs
@@ -65,18 +65,10 @@ def p_value(samples: Iterable[Sequence], law: Law, smallest_expected: float = 8.
     return float(chisquare(observed, expected).pvalue)
 
 
-def total_variation(samples: Iterable[Sequence], law: Law) -> float:
-    """Total variation distance between the samples' frequencies and a law."""
-    counts = Counter(samples)
-    size = counts.total()
-    outputs = set(counts) | set(law)
-    return 0.5 * sum(abs(counts[output] / size - law.get(output, 0.0)) for output in outputs)
-
-
-def _filtered(probs: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Top-k and top-p on the same probabilities, as SGLang's sampler cuts them."""
+def filtered(probs: torch.Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> torch.Tensor:
+    """Filter a law by all of them on the same probabilities, as SGLang's sampler does."""
     ordered, ids = probs.sort(descending=True, stable=True)
-    keep = (ordered.cumsum(0) - ordered) <= top_p
+    keep = (ordered.cumsum(0) - ordered <= top_p) & (ordered >= min_p * ordered[0])
     if top_k:
         keep[top_k:] = False
     kept = torch.zeros_like(probs).index_put((ids,), ordered * keep)

@@ -62,7 +62,6 @@ class Fresh(NamedTuple):
 
 
 def body(seeds: Sequence[int], tokens: int, smc: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One request for each seed, in one batch."""
     params = {"max_new_tokens": tokens, "ignore_eos": True}
     own = zip(seeds, smc, strict=True)
     return {
@@ -86,13 +85,11 @@ def texts(server: Server) -> list[str]:
 
 
 def assert_unharmed(server: Server, expected: list[str]) -> None:
-    """It gives the texts that it gave at first, and holds nothing."""
     assert texts(server) == expected
     assert server.get("/flush_cache", params={"timeout": HANGS}).status_code == 200
 
 
 def greedy(server: Server) -> tuple[str, int]:
-    """A text at temperature 0 in mode `exact`, and how many rounds it took."""
     given = body([0], 40, [{"mode": "exact"}])
     given["sampling_params"][0]["temperature"] = 0
     (answer,) = server.post("/generate", **given).json()
@@ -102,18 +99,14 @@ def greedy(server: Server) -> tuple[str, int]:
 class Stream:
     """A long answer, read as far as a test wants."""
 
-    def __init__(self, response: httpx.Response, rid: str) -> None:
-        self.rid = rid
-        self._lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+    def __init__(self, chunks: Iterator[dict[str, Any]], rid: str) -> None:
+        self.rid, self._chunks = rid, chunks
         self.last = self.next()
 
     def next(self) -> dict[str, Any]:
-        """The next chunk; nothing at the end."""
-        line = next(self._lines)
-        return {} if line == "[DONE]" else json.loads(line)
+        return next(self._chunks, {})
 
     def finish(self) -> dict[str, Any]:
-        """The last chunk."""
         while chunk := self.next():
             self.last = chunk
         return self.last
@@ -124,15 +117,13 @@ def streaming(server: Server, seed: int = 9) -> Iterator[Stream]:
     """A request whose first tokens have come, and most have not."""
     # Never the same again: SGLang aborts a stream's rid once more, seconds after its end.
     rid = f"stream-{next(NUMBERS)}"
-    given = {**body([seed], LONG, [{}]), "stream": True, "rid": [rid]}
-    with httpx.stream("POST", server.url + "/generate", json=given, timeout=HANGS) as response:
-        stream = Stream(response, rid)
+    with server.stream(**body([seed], LONG, [{}]), rid=[rid]) as chunks:
+        stream = Stream(chunks, rid)
         assert stream.last["meta_info"]["completion_tokens"] < LONG
         yield stream
 
 
 def queries_of_dashboard() -> list[str]:
-    """What its panels ask, of all models, over two minutes."""
     panels = json.loads(DASHBOARD.read_text())["panels"]
     asked = [target["expr"] for panel in panels for target in panel.get("targets", ())]
     return [query.replace("$__rate_interval", "2m").replace("$model", ".*") for query in asked]
@@ -145,7 +136,6 @@ def queries_of_page() -> list[str]:
 
 
 def names_in(queries: Iterable[str]) -> set[str]:
-    """The metrics that queries ask for."""
     return {name for query in queries for name in re.findall(r"\bsglang[:_]\w+", query)}
 
 
@@ -186,28 +176,6 @@ def status_of_health(server: Server) -> int:
     while (status := server.get("/health").status_code) == 200:
         time.sleep(0.05)
     return status
-
-
-def count_processes(group: int) -> int:
-    """Processes of a process group that run, zombies aside."""
-    paths = Path("/proc").glob("[0-9]*/stat")
-    stats = (_read(path).rpartition(")")[2].split() for path in paths)
-    return sum(stat[0] != "Z" and int(stat[2]) == group for stat in stats if stat)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:  # it has just ended
-        return ""
-
-
-def count_left(group: int) -> int:
-    """The same, when those that were killed have had time to go."""
-    deadline = time.monotonic() + HANGS
-    while (left := count_processes(group)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return left
 
 
 def load(server: Server, target: str, draft: str | None = None, **given: Any) -> httpx.Response:

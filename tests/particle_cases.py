@@ -38,6 +38,7 @@ class Case(NamedTuple):
     window: int | None = None
     sees_block: bool = False
     first_key: int = 0
+    rank: int | None = None  # of latents: keys, whose first numbers are the values
 
     def expected(self) -> torch.Tensor:
         """Softmax attention in float64, one query and one head at a time; NaN where absent."""
@@ -91,7 +92,7 @@ class Case(NamedTuple):
         tolerance = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[output.dtype]
         torch.testing.assert_close(
             output.cpu().double()[asked],
-            self.expected()[asked],
+            self.expected()[..., : output.shape[4]][asked],
             atol=tolerance,
             rtol=tolerance,
         )
@@ -111,6 +112,7 @@ def make_case(
     window: int | None = None,
     sees_block: bool = False,
     first_key: int = 0,
+    rank: int | None = None,
 ) -> Case:
     """Lay out requests of the given prefix lengths.
 
@@ -119,7 +121,7 @@ def make_case(
         ahead: ``[G, N]`` how far each particle's first token stands behind ``committed``: -1 for
             the last committed token itself; None for an absent particle.
         open_columns: ``[G]`` how many of the columns each request has itself; None for all.
-        softmax, window, sees_block, first_key: of the layer.
+        softmax, window, sees_block, first_key, rank: of the layer.
     """
     generator = torch.Generator().manual_seed(0)
     starts = torch.tensor([[a or 0 for a in row] for row in ahead])
@@ -169,7 +171,7 @@ def make_case(
     return Case(
         query=normal(size, num_particles, num_columns, q_heads, head_dim),
         keys=keys,
-        values=values,
+        values=values if rank is None else keys,
         req_to_token=table,
         tails=tails,
         rows=rows,
@@ -183,6 +185,7 @@ def make_case(
         window=window,
         sees_block=sees_block,
         first_key=first_key,
+        rank=rank,
     )
 
 
@@ -205,30 +208,57 @@ def plan_of(case: Case) -> SharedPrefixPlan:
     )
 
 
+def runner_of(
+    table: torch.Tensor,
+    pool: Any,
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    *,
+    context_len: int = 256,
+    latents: tuple[int, int] | None = None,
+) -> Any:
+    """What attention asks of SGLang's model runner.
+
+    Args:
+        table: slots of requests.
+        pool: of keys and values.
+        dtype: of queries.
+        heads: of queries, and of keys.
+        context_len: the longest text.
+        latents: the widths of values and rotary parts, where attention is latent.
+    """
+    rank, rope = latents or (None, 0)
+    return SimpleNamespace(
+        use_mla_backend=rank is not None,
+        is_hybrid_swa=False,
+        req_to_token_pool=SimpleNamespace(req_to_token=table),
+        token_to_kv_pool=pool,
+        dtype=dtype,
+        spec_algorithm=None,
+        model_config=SimpleNamespace(
+            context_len=context_len,
+            model_is_mrope=False,
+            kv_lora_rank=rank,
+            qk_rope_head_dim=rope,
+            get_num_attention_heads=lambda tp_size: heads[0],
+            get_num_kv_heads=lambda tp_size: heads[1],
+        ),
+    )
+
+
 def backend_of(
-    case: Case, implementation: Any, pool: dict[str, Any], *, rank: int | None = None, **needs: Any
+    case: Case, implementation: Any, pool: dict[str, Any], **needs: Any
 ) -> ParticleAttention:
     """The backend of a model with the keys of a case in its pool, as it begins a pass.
 
     Args:
         pool: how a KV pool reads and writes.
-        rank: of a model with latent attention.
     """
     heads, width = case.query.shape[3:]
-    runner: Any = SimpleNamespace(
-        use_mla_backend=rank is not None,
-        is_hybrid_swa=False,
-        req_to_token_pool=SimpleNamespace(req_to_token=case.req_to_token),
-        token_to_kv_pool=SimpleNamespace(dtype=case.keys.dtype, start_layer=0, **pool),
-        dtype=case.query.dtype,
-        model_config=SimpleNamespace(
-            context_len=256,
-            kv_lora_rank=rank,
-            qk_rope_head_dim=width - (rank or 0),
-            get_num_attention_heads=lambda tp_size: heads,
-            get_num_kv_heads=lambda tp_size: case.keys.shape[1],
-        ),
-    )
+    kv_pool = SimpleNamespace(dtype=case.keys.dtype, start_layer=0, **pool)
+    latents = None if case.rank is None else (case.rank, width - case.rank)
+    of_model = heads, case.keys.shape[1]
+    runner = runner_of(case.req_to_token, kv_pool, case.query.dtype, of_model, latents=latents)
     backend = particle_backend(runner, case.tails, implementation, **needs)
     locations = KVLocations(case.rows, case.committed, case.particle_rows, case.max_tail)
     backend.plan(locations, case.starts, case.query.shape[2])

@@ -24,6 +24,13 @@ ENDS_WITH_PROBABILITY = 0.04
 BREAKS_WITH_PROBABILITY = 0.02
 Text = tuple[int, ...]
 EOS, VOCAB = 0, 3
+CONFIGS = {
+    "usual": SMCConfig(num_particles=4, num_steps=3, max_lag=8),
+    "long tails": SMCConfig(num_particles=3, num_steps=2, max_lag=30),
+    "emits every round": SMCConfig(num_particles=3, num_steps=2, max_lag=1),
+    "one particle": SMCConfig(num_particles=1, num_steps=4, max_lag=5),
+    "one step": SMCConfig(num_particles=8, num_steps=1, max_lag=3),
+}
 
 
 @dataclass
@@ -184,6 +191,18 @@ class PoolModel:
         self.seen: Counter[str] = Counter()  # situations that the programs met
 
     # -- the scheduler's part -----------------------------------------------------------------
+
+    def act(self, rng: random.Random) -> None:
+        """Do one thing that a scheduler may do next; mostly a round for some of the requests."""
+        running, choice = list(self.requests.values()), rng.random()
+        if self.free_rows and (choice < 0.3 or not running):
+            self.start(rng)
+        elif choice < 0.34:
+            self.abort(rng.choice(running), rng)
+        elif choice < 0.38:
+            self.retract(rng.choice(running), rng)
+        else:
+            self.play_round(rng.sample(running, rng.randint(1, len(running))), rng)
 
     def start(self, rng: random.Random) -> Request:
         prompt = [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 6))]

@@ -19,7 +19,6 @@ PRESETS = {
 
 
 def pair_arguments() -> dict[str, Any]:
-    """Of a server with the shipped pair."""
     return smc_arguments(
         str(PAIR / "target"),
         str(PAIR / "draft"),
@@ -101,7 +100,6 @@ def _delta(part: dict[str, Any], *keys: str) -> str:
 
 
 def text_of(answer: dict[str, Any]) -> str:
-    """The text of a whole answer, of whatever route."""
     if "choices" in answer:
         choice = answer["choices"][0]
         return choice["text"] if "text" in choice else choice["message"]["content"]
@@ -134,7 +132,6 @@ def parts_of(streamed: str) -> Iterator[dict[str, Any]]:
 
 
 def rounds_and_particles(server: Server) -> tuple[float, float]:
-    """What a server has counted so far."""
     lines = server.get("/metrics").text.splitlines()
     found = [
         sum(float(line.split()[-1]) for line in lines if line.startswith(f"sglang_spec_smc_{name}"))

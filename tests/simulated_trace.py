@@ -1,6 +1,8 @@
 """Traces of made-up answers, by the contract of `view.record`, and what their particles read."""
 
+import math
 import random
+from itertools import takewhile
 from typing import NamedTuple
 
 from sglang_smc.smc.weights import effective_sample_size
@@ -62,9 +64,8 @@ class _Answer:
             self.texts[lane] = self.texts[lane] + drafted[lane][:count]
             if count:
                 self.weights[lane] += self.rng.gauss(0, 0.3 * count)
-                alive = sum(weight > -float("inf") for weight in self.weights)
-                if alive > 1 and self.rng.random() < 0.02:
-                    self.weights[lane] = -float("inf")
+                if len(self.alive()) > 1 and self.rng.random() < 0.02:
+                    self.weights[lane] = -math.inf
         weights = list(self.weights)
         ess = _ess(weights)
         resampled = ess < size / 2
@@ -115,8 +116,7 @@ class _Answer:
         if self.rng.random() > 0.03 or self.most < 4:
             return None
         size = self.most // 2 if len(self.texts) == self.most else self.most
-        alive = [lane for lane, weight in enumerate(self.weights) if weight > -float("inf")]
-        found = sorted(self.rng.choice(alive) for _ in range(size))
+        found = sorted(self.rng.choice(self.alive()) for _ in range(size))
         self.copy(found)
         return found
 
@@ -133,9 +133,12 @@ class _Answer:
     def has_ended(self, text: list[int]) -> bool:
         return len(text) >= self.length or (bool(text) and text[-1] == EOS)
 
+    def alive(self) -> list[int]:
+        return [lane for lane, weight in enumerate(self.weights) if weight > -math.inf]
+
     def resample(self) -> list[int]:
-        alive = [lane for lane, weight in enumerate(self.weights) if weight > -float("inf")]
-        shares = [2.718281828 ** self.weights[lane] for lane in alive]
+        alive = self.alive()
+        shares = [math.exp(self.weights[lane]) for lane in alive]
         found = sorted(self.rng.choices(alive, shares, k=len(self.texts)))
         self.copy(found)
         self.weights = [0.0] * len(found)
@@ -144,19 +147,19 @@ class _Answer:
 
     def narrow(self) -> list[int] | None:
         """Draw the answer, or what lags too far behind."""
+        late = max(map(len, self.texts)) - len(self.emitted) - LAG
         if all(map(self.has_ended, self.texts)):
-            alive = [lane for lane, weight in enumerate(self.weights) if weight > -float("inf")]
-            found = [self.rng.choice(alive)] * len(self.texts)
+            found = [self.rng.choice(self.alive())] * len(self.texts)
+        elif late <= 0:
+            return None
         else:
-            late = max(map(len, self.texts)) - len(self.emitted) - LAG
-            if late <= 0:
-                return None
             upto = len(self.emitted) + late
-            drawn = self.rng.randrange(len(self.texts))
-            alive = [lane for lane, weight in enumerate(self.weights) if weight > -float("inf")]
-            drawn = drawn if self.weights[drawn] > -float("inf") else alive[0]
-            same = [text[:upto] == self.texts[drawn][:upto] for text in self.texts]
-            found = [lane if stays else drawn for lane, stays in enumerate(same)]
+            text = self.texts[self.rng.choice(self.alive())][:upto]
+            drawn = next(lane for lane in self.alive() if self.texts[lane][:upto] == text)
+            found = [
+                lane if self.texts[lane][:upto] == text else drawn
+                for lane in range(len(self.texts))
+            ]
         if found == list(range(len(found))):
             return None
         self.copy(found)
@@ -167,18 +170,14 @@ class _Answer:
         self.weights = [self.weights[lane] for lane in of]
 
     def emit(self) -> list[int]:
-        shared = 0
-        while all(
-            len(text) > shared and text[shared] == self.texts[0][shared] for text in self.texts
-        ):
-            shared += 1
-        new = self.texts[0][len(self.emitted) : shared]
-        self.emitted = [*self.emitted, *new]
+        columns = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*self.texts, strict=False))
+        shared = [token for token, *_ in columns]
+        new, self.emitted = shared[len(self.emitted) :], shared
         return new
 
 
 def _told(weights: list[float]) -> list[float | None]:
-    return [None if weight == -float("inf") else weight for weight in weights]
+    return [None if weight == -math.inf else weight for weight in weights]
 
 
 def _ess(weights: list[float]) -> float:

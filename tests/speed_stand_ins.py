@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import results
-from answers import Asker, Reply, Request
+from answers import Reply, Request
 from fidelity.measure import WARM_UP
 from fidelity.scoring import Batch, Score, answer_key
 from speed.grid import AR, AR_STOCK, CHAIN, TREE, System
@@ -33,7 +34,7 @@ def leave_out_what_takes_seconds(patch: pytest.MonkeyPatch, cli: Any, folder: Pa
 
 
 class Runner:
-    """Runs a study's command with stand-ins, and remembers what they were asked.
+    """Runs a study's command with stand-ins, and remembers what they were asked and it said.
 
     Args:
         cli: the study's module of the command.
@@ -53,18 +54,21 @@ class Runner:
     ) -> None:
         self.cli, self.folder, self.reply = cli, folder, reply
         self.common, self.stand_ins = common, stand_ins
-        self.asked: list[tuple[str, Request]] = []
+        self.asked: list[tuple[str, Any]] = []
         self.started: list[str] = []
-        self.left = 0
+        self.budget, self.said = [0], ""
 
     def __call__(self, *arguments: str, last: int = 10**6) -> int:
-        """Return the exit status; the engine is interrupted after ``last`` answers."""
-        self.asked, self.started, self.left = [], [], last
+        """Return the exit status; engines are interrupted after ``last`` answers."""
+        self.asked, self.started, self.budget = [], [], [last]
         words = [*self.common, "--output-dir", str(self.folder), *arguments]
-        return self.cli.main(words, self.start, *self.stand_ins)
+        with contextlib.redirect_stderr(io.StringIO()) as errors:
+            status = self.cli.main(words, self.start, *self.stand_ins)
+        self.said = errors.getvalue()
+        return status
 
     @contextlib.contextmanager
-    def start(self, engine: str) -> Iterator[Asker]:
+    def start(self, engine: Any) -> Iterator[Any]:
         self.started.append(engine)
         yield self
 
@@ -72,9 +76,9 @@ class Runner:
         """Answer in another order than asked; a problem to warm up with is not counted."""
         for entry in reversed(requests):
             if entry.index != WARM_UP:
-                if self.left == 0:
+                if self.budget[0] == 0:
                     raise KeyboardInterrupt
-                self.left -= 1
+                self.budget[0] -= 1
                 self.asked.append((self.started[-1], entry))
             yield self.reply(self.started[-1], entry)
 

@@ -43,7 +43,6 @@ SERVER = {"constrained_json_disable_any_whitespace": True}
 
 
 def spelling_model(path: Path, seed: int) -> str:
-    """A random model with the shipped tokenizer and chat template."""
     made = make_tiny_model(path, vocab_size=VOCAB, scale=0.3, seed=seed)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(TOKENIZER / name, path / name)
@@ -55,7 +54,6 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 def is_person(text: str) -> bool:
-    """Whether a text is JSON by the schema."""
     found = json.loads(text)
     return (
         found.keys() == {"name", "age"}

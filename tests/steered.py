@@ -14,8 +14,6 @@ class Count(Potential):
     """phi = exp(weight * number of a token), and 0 where the output begins with it thrice."""
 
     class Args(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-        """Which token, and how much each counts."""
-
         token: int = 2
         weight: float = 0.7
 
@@ -41,11 +39,7 @@ def log_phi(output: Sequence[int], token: int = 2, weight: float = 0.7) -> float
 
 
 class Slow(Potential):
-    """Sleeps for as long as a request says."""
-
     class Args(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-        """Seconds."""
-
         seconds: float
 
     def complete(self, texts: Sequence[Text]) -> list[float]:
@@ -70,12 +64,8 @@ RAISED: dict[str, Callable[[], BaseException]] = {
 
 
 class Broken(Potential):
-    """Does for each request what it asks for."""
-
     class Args(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-        """One of `RAISED`, write, nan, large, short, forbid, or nothing."""
-
-        does: str
+        does: str  # one of `RAISED`, write, nan, large, short, forbid, or nothing
 
     def complete(self, texts: Sequence[Text]) -> list[float]:
         values = {"nan": math.nan, "forbid": -math.inf, "large": 1e308}
@@ -90,41 +80,31 @@ class Broken(Potential):
     prefix = complete
 
 
-class Shut(Potential):
-    """Cannot be opened."""
+class Never(Potential):
+    def complete(self, texts: Sequence[Text]) -> list[float]:
+        raise AssertionError("asked")
 
+
+class Shut(Never):
     def __init__(self, exits: bool = False) -> None:
         self._error = SystemExit(1) if exits else OSError("no weights")
 
     def open(self) -> None:
         raise self._error
 
-    def complete(self, texts: Sequence[Text]) -> list[float]:
-        raise AssertionError("never opened")
 
-
-class Loose(Potential):
+class Loose(Never):
     """Has arguments that it could write into."""
 
     class Args(msgspec.Struct):
-        """One."""
-
         weight: float = 1.0
 
-    def complete(self, texts: Sequence[Text]) -> list[float]:
-        raise AssertionError("never loaded")
 
-
-class Picky(Potential):
+class Picky(Never):
     """Has arguments that raise what is no error of theirs."""
 
     class Args(msgspec.Struct, frozen=True):
-        """One."""
-
         weight: float = 1.0
 
         def __post_init__(self) -> None:
             raise SystemExit(3)
-
-    def complete(self, texts: Sequence[Text]) -> list[float]:
-        raise AssertionError("never asked")

@@ -84,7 +84,7 @@ class HeadWorker(ToyWorker):
         worker._round = Round(worker._steps, worker._tables, self.ops)
         return worker
 
-    def begin(self, rows: list[int], noise: torch.Tensor) -> list[Any]:
+    def begin(self, rows: list[int]) -> list[Any]:
         index = self.tensor(rows)
         lengths = torch.full_like(index, len(PROMPT))
         context = Language.contexts(self.tensor([PROMPT]), lengths[:1])
@@ -95,4 +95,4 @@ class HeadWorker(ToyWorker):
             ledger.particle_rows(index, self.config.num_particles),
             context.float().expand(len(rows), 1),
         )
-        return super().begin(rows, noise)
+        return super().begin(rows)

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import laws
 import torch
-from scipy.stats import chisquare
 from toy_worker import NUM_CONTEXTS, Language, Outcome, ToyWorker
 
 from sglang_smc.drafts.corpus import Corpus
@@ -84,8 +84,7 @@ def run(
     sizes = {"num_requests": num_runs, "max_new_tokens": LENGTH, "eos": EOS}
     own = {"chosen": chosen, "budgets": budgets, "grammar": grammar, "asked": asked, "ops": ops}
     worker = ToyWorker(config, *pair, **sizes, **own, corpus=corpus, callers=callers)
-    noise = torch.rand(num_runs, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    outcome = worker.run(list(range(1, num_runs + 1)) if rows is None else rows, noise)
+    outcome = worker.run(list(range(1, num_runs + 1)) if rows is None else rows)
     worker.check_owned()
     return outcome
 
@@ -112,12 +111,8 @@ def frequencies(outcome: Outcome) -> dict[Text, int]:
 
 def p_value(outcome: Outcome, expected: dict[Text, float]) -> float:
     """Chi-square p-value of what came out under a law; rare texts share a cell."""
-    found, size = frequencies(outcome), len(outcome.outputs)
-    assert all(expected[text] > 0 for text in found)
-    common = [text for text, mass in expected.items() if mass * size >= 8]
-    observed = [found.get(text, 0) for text in common]
-    wanted = [expected[text] * size for text in common]
-    return float(chisquare([*observed, size - sum(observed)], [*wanted, size - sum(wanted)]).pvalue)
+    possible = {text: mass for text, mass in expected.items() if mass > 0}
+    return laws.p_value(map(tuple, outcome.outputs.tolist()), possible)
 
 
 def total_variation(outcome: Outcome, expected: dict[Text, float]) -> float:

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ReqLogprob
 from sglang.srt.managers.scheduler_components.batch_result_processor import (
     SchedulerBatchResultProcessor as Books,
@@ -27,25 +26,33 @@ class AskingWorker(ToyWorker):
         self.shown = shown
         self.begun: list[Any] = []
 
-    def begin(self, rows: list[int], noise: torch.Tensor) -> list[ToyRequest]:
-        """Prefill, with the first tokens' log-probabilities."""
-        reqs = super().begin(rows, noise)
-        for req in reqs:
-            self._ask(req, self.shown[(req.row - 1) % len(self.shown)])
-        batch: Any = self.batch(reqs)
-        batch.top_logprobs_nums = [req.logprob.top_logprobs_num for req in reqs]
-        batch.token_ids_logprobs = [req.logprob.token_ids_logprob for req in reqs]
-        tables, width = self.worker._tables, self.config.num_particles
-        log_p = torch.log_softmax(self.target.language.after(()), -1).expand(len(rows), -1).clone()
-        last_emitted = tables.particles.gather(batch.req_pool_indices, width, 1).last_emitted
-        output = LogitsProcessorOutput(next_token_logits=None)
-        tables.logprobs.begin(batch, log_p, last_emitted, output)
-        Books.move_logprobs_to_cpu(None, batch=_returning(batch), logits_output=output)  # type: ignore[arg-type]
+    def make_request(self, row: int) -> ToyRequest:
+        req = super().make_request(row)
+        shown = self.shown[(row - 1) % len(self.shown)]
+        num_top, ids = shown or (0, None)
+        req.return_logprob = shown is not None
+        names = [name for name in ReqLogprob.__dataclass_fields__ if name.startswith("output_")]
+        lists: dict[str, Any] = {name: [] for name in names}
+        req.logprob = ReqLogprob(top_logprobs_num=num_top, token_ids_logprob=ids, **lists)
+        return req
+
+    def begin(self, rows: list[int]) -> list[Any]:
+        reqs = super().begin(rows)
+        output = self.first_output
+        Books.move_logprobs_to_cpu(None, batch=self.batch(reqs), logits_output=output)  # type: ignore[arg-type]
         for i, req in enumerate(reqs):
             if req.return_logprob:
                 _first(req.logprob, i, req.output_ids[0], output)
         self.begun += reqs
         return reqs
+
+    def batch(self, reqs: list[Any]) -> Any:
+        batch = super().batch(reqs)
+        batch.return_logprob = True
+        batch.spec_algorithm = SimpleNamespace(is_none=lambda: False)
+        batch.top_logprobs_nums = [req.logprob.top_logprobs_num for req in reqs]
+        batch.token_ids_logprobs = [req.logprob.token_ids_logprob for req in reqs]
+        return batch
 
     def play_round(self, reqs: list[ToyRequest]) -> Any:
         """A round, and what it says of its tokens into the books, as SGLang itself reads it."""
@@ -55,52 +62,27 @@ class AskingWorker(ToyWorker):
             return result
         tokens = result.next_token_ids.view(len(reqs), -1)
         counts = result.accept_lens.tolist()
-        output = result.logits_output
-        tails = each_tensor(torch.Tensor.cpu, result.logprobs.tails)
+        output, settled = result.logits_output, result.logprobs
+        tails = each_tensor(torch.Tensor.cpu, settled.tails)
         deliver(output, tails, counts, reqs)  # type: ignore[arg-type]
-        batch: Any = _returning(SimpleNamespace(reqs=reqs))
+        batch = self.batch(reqs)
         emitted = [row[:count].tolist() for row, count in zip(tokens, counts, strict=True)]
         books: Any = SimpleNamespace(_resolve_spec_v2_tokens=lambda *_: emitted)
-        found = Books._normalize_decode_outputs(
+        own, logprobs = Books._normalize_decode_outputs(
             books, batch=batch, result=result, logits_output=output, next_token_ids=tokens
         )
         for i, req in enumerate(reqs):
-            if req.return_logprob:
-                self._book(i, req, batch, found, result)
+            if not req.return_logprob:
+                continue
+            if has_open_token(req) and result.first_tokens[i] >= 0:
+                settle(req, 0, int(result.first_tokens[i]), float(settled.first[i]))
+            of_req = {"i": i, "req": req, "batch": batch, "logits_output": output}
+            of_token = {"next_token_id": own[i], "next_token_logprobs": logprobs}
+            Books._apply_decode_logprobs(None, **of_req, **of_token)  # type: ignore[arg-type]
         return result
 
-    def _book(self, i: int, req: Any, batch: Any, found: Any, result: Any) -> None:
-        tokens, logprobs = found
-        if has_open_token(req) and result.first_tokens[i] >= 0:
-            settle(req, 0, int(result.first_tokens[i]), float(result.logprobs.first[i]))
-        Books._apply_decode_logprobs(
-            None,  # type: ignore[arg-type]
-            req=req,
-            i=i,
-            batch=batch,
-            next_token_id=tokens[i],
-            next_token_logprobs=logprobs,
-            logits_output=result.logits_output,
-        )
 
-    def _ask(self, req: ToyRequest, shown: Shown) -> None:
-        num_top, ids = shown or (0, None)
-        req.return_logprob = shown is not None
-        lists = {
-            f"output_{kind}_logprobs_{part}": []
-            for kind in ("token", "top", "token_ids")
-            for part in ("val", "idx")
-        }
-        req.logprob = ReqLogprob(top_logprobs_num=num_top, token_ids_logprob=ids, **lists)
-
-
-def _returning(batch: Any) -> Any:
-    batch.return_logprob = True
-    batch.spec_algorithm = SimpleNamespace(is_none=lambda: False)
-    return batch
-
-
-def _first(books: ReqLogprob, i: int, token: int, output: LogitsProcessorOutput) -> None:
+def _first(books: Any, i: int, token: int, output: Any) -> None:
     """As SGLang books the token that prefill puts out."""
     books.output_token_logprobs_val.append(output.next_token_logprobs[i])
     books.output_token_logprobs_idx.append(token)

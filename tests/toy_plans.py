@@ -15,19 +15,19 @@ TOY = ModelShape(
     vocab_size=20,
     tied_embeddings=True,
 )
-TOY_CONFIG: dict[str, Any] = {
-    "num_hidden_layers": 1,
-    "hidden_size": 4,
-    "intermediate_size": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 2,
-    "vocab_size": 20,
-}
-EAGLE3_CONFIG = TOY_CONFIG | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 6}
-DFLASH_CONFIG = TOY_CONFIG | {
-    "architectures": ["DFlashDraftModel"],
-    "num_hidden_layers": 2,
-    "block_size": 8,
-    "dflash_config": {"mask_token_id": 19, "target_layer_ids": [1, 2, 3]},
-}
+
+
+def config(arch: str, numbers: str, **more: Any) -> dict[str, Any]:
+    """Return a model's configuration, of numbers as `name=1 other=2` and of what else it has."""
+    pairs = (pair.split("=") for pair in numbers.split())
+    return {"architectures": [arch], **{name: int(value) for name, value in pairs}, **more}
+
+
+_SIZES = """
+    num_hidden_layers=1 hidden_size=4 intermediate_size=2 num_attention_heads=4
+    num_key_value_heads=2 head_dim=2 vocab_size=20
+"""
+LLAMA_CONFIG = config("LlamaForCausalLM", _SIZES, tie_word_embeddings=True)
+EAGLE3_CONFIG = config("LlamaForCausalLMEagle3", f"{_SIZES} draft_vocab_size=6")
+DFLASH_CONFIG = config("DFlashDraftModel", f"{_SIZES} num_hidden_layers=2 block_size=8")
+DFLASH_CONFIG["dflash_config"] = {"mask_token_id": 19, "target_layer_ids": [1, 2, 3]}

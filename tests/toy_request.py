@@ -1,28 +1,27 @@
 """What of SGLang's `Req` a round looks at."""
 
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from edit_cases import NEUTRAL
+from populations import population_of
+from table_entries import NEUTRAL
+
+from sglang_smc.options.request import request_config
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.requests.state import RequestState
+from sglang_smc.requests.text_rule import BatchTexts
 
 PROMPT = (1, 0)
 
-FILTERS = ("top_k", "top_p", "min_p", "min_new_tokens")
-ASKED: dict[str, Any] = {
-    "custom_params": None,
-    "stop_strs": [],
-    "stop_regex_strs": [],
-    "top_k": 1 << 30,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "min_new_tokens": 0,
-    **NEUTRAL,
-}
+ASKED: dict[str, Any] = {**NEUTRAL, "stop_token_ids": None, "sampling_seed": None}
 
 
 class Letters:
     """What of a tokenizer potentials look at: a letter for each token, "." for the last."""
+
+    eos_token_id = additional_stop_token_ids = None
 
     def __init__(self, vocab_size: int) -> None:
         self._letters = [*map(chr, range(ord("a"), ord("a") + vocab_size - 1)), "."]
@@ -34,13 +33,17 @@ class Letters:
 class ToyRequest:
     """What of SGLang's `Req` a round looks at."""
 
+    smc_state: Any
+    customized_info: dict[str, Any]
+
     def __init__(
         self, row: int, vocab_size: int, limit: int, asked: dict[str, Any], grammar: Any
     ) -> None:
-        self.row = row
+        self.row = self.req_pool_idx = row
+        self.retraction_count, self.eos_token_ids = 0, None
         self.rid = str(row)
         self.custom_logit_processor = asked.get("custom_logit_processor")
-        self.to_finish = None
+        self.to_finish: Any = None
         self.origin_input_ids = list(PROMPT)
         self.output_ids: list[int] = []
         self.stream = False
@@ -61,8 +64,21 @@ class ToyRequest:
         return self.smc_state.counters[-1] == -math.inf
 
     def say(self, tokens: list[int]) -> None:
-        """As SGLang's books take tokens."""
         self.output_ids += tokens
         if self.grammar is not None:
             for token in tokens:
                 self.grammar.accept_token(token)
+
+
+def begun(smc: dict[str, Any], output_ids: Sequence[int] = (0,), grammar: Any = None) -> Any:
+    """Return a request of letters that has a state, behind these tokens."""
+    req = ToyRequest(0, 27, 8, {}, grammar)
+    req.output_ids = list(output_ids)
+    req.smc_state = RequestState.of(0, request_config(SMCConfig(), {"smc": smc}))
+    return req
+
+
+def ended(reqs: list[Any], tails: list[list[list[int]]]) -> BatchTexts:
+    """Return the texts of a round in which all particles, with these tails, have ended."""
+    population = population_of(tails)
+    return BatchTexts(reqs, population._replace(ended=population.ended | True), 27, "cpu")

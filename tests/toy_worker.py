@@ -11,8 +11,8 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from table_entries import entry
-from toy_request import FILTERS, PROMPT, ToyRequest
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from toy_request import PROMPT, ToyRequest
 
 from sglang_smc.drafts.corpus import Corpus
 from sglang_smc.drafts.proposal import LanguageModel
@@ -21,23 +21,16 @@ from sglang_smc.models.attention import KVLocations
 from sglang_smc.ops.interface import Ops
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.budget import Budget
-from sglang_smc.options.request import config_of
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.potentials.calls import Caller
 from sglang_smc.requests import rules
-from sglang_smc.requests.rules import TextRules
-from sglang_smc.requests.state import RequestState, RequestStates, has_open_token
-from sglang_smc.requests.text_rule import BatchTexts
+from sglang_smc.requests.state import RequestStates, has_open_token
+from sglang_smc.round.prefill import Prefill
 from sglang_smc.round.round import Round
 from sglang_smc.round.steps import Steps
 from sglang_smc.round.tables import Tables
-from sglang_smc.smc.stratify import stratified
 from sglang_smc.state.counters import Counters, fidelity_of
-from sglang_smc.state.edits import has_edits
 from sglang_smc.state.monitor import Monitor
-from sglang_smc.state.settings import Settings, TableEntry, filter_kinds
-from sglang_smc.tokens.distribution import TokenDistribution, sample
-from sglang_smc.tokens.edits import edit_logits
 from sglang_smc.worker import SMCWorker
 
 NUM_CONTEXTS = 97
@@ -75,14 +68,8 @@ class SlotModel:
     def prefill(self, slots: torch.Tensor) -> None:
         self._tokens[slots] = torch.tensor(PROMPT, device=slots.device).expand_as(slots)
 
-    def next_logits(
-        self,
-        tokens: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: KVLocations,
-    ) -> torch.Tensor:
-        return self.chain_logits(tokens, starts, slots, locations)[:, :, -1]
+    def next_logits(self, *given: Any) -> torch.Tensor:
+        return self.chain_logits(*given)[:, :, -1]
 
     def chain_logits(
         self,
@@ -151,13 +138,12 @@ class ToyWorker:
         self.budgets, self.num_reserved = budgets, 0
         width = len(PROMPT) + max_new_tokens + arena.max_arena(config)
         num_slots = 1 + num_requests * width
-        self.table = torch.zeros(
-            1 + num_requests, width, dtype=torch.int32, device=target.logits.device
-        )
+        device = target.logits.device
+        self.table = torch.zeros(1 + num_requests, width, dtype=torch.int32, device=device)
         # Every request owns its slots from the start, scattered over the pool.
         generator = torch.Generator().manual_seed(0)
         shuffled = torch.randperm(num_slots - 1, generator=generator) + 1
-        self.owned = shuffled.view(num_requests, width).int().to(self.table.device)
+        self.owned = shuffled.view(num_requests, width).int().to(device)
         self.table[1 : 1 + num_requests] = self.owned
         longest = len(PROMPT) + max_new_tokens + config.num_steps + 1
         self.target = SlotModel(target, self.table[:, :longest], num_slots)
@@ -168,16 +154,11 @@ class ToyWorker:
         self.worker = self._make_worker(num_slots)
 
     def _make_worker(self, num_slots: int) -> SMCWorker:
-        """The package's worker on these tables and models, without SGLang around it."""
         worker, config = SMCWorker.__new__(SMCWorker), self.config
         worker.config, worker.device = config, self.device
+        sizes = {"num_slots": num_slots, "vocab_size": self.vocab_size}
         worker._tables = tables = Tables.of(
-            config,
-            self.ops,
-            self.table,
-            num_slots=num_slots,
-            vocab_size=self.vocab_size,
-            device=self.device,
+            config, self.ops, self.table, **sizes, device=self.device
         )
         models: Any = self.target, self.draft
         for model in models:
@@ -195,29 +176,15 @@ class ToyWorker:
     def vocab_size(self) -> int:
         return self.target.language.logits.shape[1]
 
-    def run(self, rows: list[int], noise: torch.Tensor) -> Outcome:
-        """Serve the requests in ``rows`` in one batch; prefill draws by ``noise`` of each row."""
-        reqs = self.begin(rows, noise)
-        emitted_in_last = [0] * len(rows)
-        running = [i for i, req in enumerate(reqs) if not self._is_over(req)]
+    def run(self, rows: list[int]) -> Outcome:
+        reqs = self.begin(rows)
+        emitted_in_last = dict.fromkeys(rows, 0)
         num_rounds = 0
-        while running:
+        while running := [req for req in reqs if not self._is_over(req)]:
             num_rounds += len(running)
-            result = self.play_round([reqs[i] for i in running])
-            tokens = result.next_token_ids.view(len(running), -1)
-            first_tokens = (
-                [-1] * len(running) if result.first_tokens is None else result.first_tokens.tolist()
-            )
-            for group, i in enumerate(running):
-                if has_open_token(reqs[i]) and first_tokens[group] >= 0:  # type: ignore[arg-type]
-                    rules.settle(reqs[i], first_tokens[group], None)  # type: ignore[arg-type]
-                reqs[i].smc_state.counters = result.counters[group].tolist()
-                count = 0 if reqs[i].is_stuck else int(result.accept_lens[group])
-                new = tokens[group, :count].tolist()
-                reqs[i].say(new)
-                reqs[i].kv_committed_len += len(new)
-                emitted_in_last[i] = len(new)
-            running = [i for i in running if not self._is_over(reqs[i])]
+            result = self.play_round(running)
+            for group, req in enumerate(running):
+                emitted_in_last[req.row] = len(self.take(result, group, req))
         counted = [Counters._make(req.smc_state.counters) for req in reqs]
         evidence = self.tensor([counters.log_evidence for counters in counted])
         evidence = evidence.masked_fill(self.tensor([req.is_stuck for req in reqs]), -math.inf)
@@ -229,7 +196,7 @@ class ToyWorker:
             outputs=self.tensor(padded),
             log_evidence=evidence,
             num_narrowed=int(totals.narrow_ct),
-            num_emitted_early=num_tokens - sum(emitted_in_last),
+            num_emitted_early=num_tokens - sum(emitted_in_last.values()),
             num_rounds=num_rounds,
             num_tokens=num_tokens,
             num_resampled=int(totals.resample_ct),
@@ -237,8 +204,23 @@ class ToyWorker:
             fidelity=fidelity_of(self.tensor([req.smc_state.counters for req in reqs])),
         )
 
+    def take(self, result: Any, group: int, req: ToyRequest) -> list[int]:
+        """Book what a round says of a request, as SGLang and `SMCBatchResult.resolve` do."""
+        state, firsts = req.smc_state, result.first_tokens
+        if has_open_token(req) and (token := int(firsts[group])) >= 0:  # type: ignore[arg-type]
+            rules.settle(req, token, None)  # type: ignore[arg-type]
+        state.take(result.counters[group].tolist(), replayed=False)
+        count = 0 if req.is_stuck else int(result.accept_lens[group])
+        new = result.next_token_ids.view(len(result.accept_lens), -1)[group, :count].tolist()
+        if result.trace is not None and state.config.trace:
+            state.rounds.append(result.trace.record_of(group, state, new, state.counters[-1]))
+        state.open_token.take()
+        req.say(new)
+        req.kv_committed_len += len(new)
+        return new
+
     def check_owned(self) -> None:
-        """Each request still owns the slots that it began with, each once, and nobody else's."""
+        """Check that each request owns the slots that it began with, once, and nobody else's."""
         found = self.table[1 : 1 + len(self.owned)]
         assert torch.equal(found.sort(1).values, self.owned.sort(1).values)
         assert not self.table[0].any(), "SGLang's padding row was written to"
@@ -251,93 +233,27 @@ class ToyWorker:
         return req.output_ids[-1] == self.eos or len(req.output_ids) >= self.limit
 
     def tensor(self, values: list[Any], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Numbers where the tables are."""
         return torch.tensor(values, dtype=dtype, device=self.device)
 
-    def begin(self, rows: list[int], noise: torch.Tensor) -> list[ToyRequest]:
-        """Prefill."""
-        reqs = [
-            ToyRequest(row, self.vocab_size, self.limit, self._asked_of(row), self.grammar())
-            for row in rows
-        ]
-        requests, index = self.worker._tables.requests, self.tensor(rows)
-        requests.write([self._entry(req) for req in reqs])
-        self.worker._tables.edits.begin(reqs, rows)  # type: ignore[arg-type]
-        settings = requests.gather(index)
-        for req in reqs:
-            config = config_of(self.config, req)  # type: ignore[arg-type]
-            req.smc_state = RequestState.of(req.row, config)
-            self.worker._states._give_potentials(req, req.smc_state)  # type: ignore[arg-type]
-        is_open, law, log_sum = ~settings.normalized, *self._first_law(reqs, index, settings)
-        noise = noise.to(self.device)[index - 1]
-        first = sample(law.unsqueeze(1), self._first_noise(settings, noise, is_open))
-        for req, token, opens in zip(reqs, first[:, 0].tolist(), is_open.tolist(), strict=True):
+    def begin(self, rows: list[int]) -> list[Any]:
+        """Prefill: the package's own, behind the target's logits."""
+        reqs = [self.make_request(row) for row in rows]
+        logits = self.target.language.after(()).expand(len(rows), -1)
+        self.first_output = output = LogitsProcessorOutput(next_token_logits=logits)
+        states, tables = self.worker._states, self.worker._tables
+        nobody: Any = None
+        prefill = Prefill(nobody, nobody, states, tables, TORCH, self.config.num_particles)
+        tokens, _ = prefill.begin(self.batch(reqs), output, None, None)
+        for req, token in zip(reqs, tokens.tolist(), strict=True):
             req.say([token])
-            req.smc_state.open_token.begin(0 if opens else None)
-        self.worker._tables.judged.begin(index)
-        self.worker._tables.counters.begin(
-            index, self.tensor([req.smc_state.counters for req in reqs], torch.float64)
-        )
-        self.worker._tables.particles.begin(
-            index,
-            first_tokens=first,
-            num_emitted=torch.ones_like(index),
-            log_evidence=log_sum,
-            num_particles=settings.num_particles,
-            ended=(first == self.eos) & is_open.unsqueeze(1),
-        )
         return reqs
 
-    def _asked_of(self, row: int) -> dict[str, Any]:
-        own = {"smc": self.chosen[(row - 1) % len(self.chosen)]}
-        return {"custom_params": own, **self.asked[(row - 1) % len(self.asked)]}
-
-    def _first_law(
-        self, reqs: list[ToyRequest], index: torch.Tensor, settings: Settings
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities of first tokens ``[G, V]``, and what they weigh ``[G]``."""
-        logits = self.target.language.after(()).expand(len(reqs), -1)
-        nothing = self.tensor([[[]]] * len(reqs), torch.int64)  # [G, N, J]
-        of_texts = TextRules.begin(BatchTexts(reqs, None, self.vocab_size, self.device))  # type: ignore[arg-type]
-        first = logits.clone().view(len(reqs), 1, 1, -1)
-        if any(map(has_edits, reqs)):  # type: ignore[arg-type]
-            table, none = self.worker._tables.edits, torch.zeros_like(index)
-            edits = table.of_prefill(reqs, index, settings, none)  # type: ignore[arg-type]
-            edit_logits(first, edits, nothing, 0)
-        edited, allowed = of_texts.apply(first, nothing, 0)
-        law, log_sum = TokenDistribution.of(
-            TORCH,
-            edited.squeeze(2),
-            settings.sampling_rules(),
-            filter_kinds(reqs),  # type: ignore[arg-type]
-            None if allowed is None else allowed.squeeze(2),
-        ).to_power(TORCH, settings.power)
-        return law.log_probs(TORCH), log_sum.masked_fill(~settings.weighs, 0.0)
-
-    def _first_noise(
-        self, settings: Settings, noise: torch.Tensor, is_open: torch.Tensor
-    ) -> torch.Tensor:
-        """One number for all particles, or spread among them where each draws its own token."""
-        size = self.config.num_particles
-        particle = torch.arange(size, device=noise.device)
-        present = particle < settings.num_particles.unsqueeze(1)
-        itself = particle.unsqueeze(1) == particle
-        same_text = (present.unsqueeze(1) & present.unsqueeze(2)) | itself
-        shared = noise.unsqueeze(1).expand(-1, size)
-        return torch.where(is_open.unsqueeze(1), stratified(shared, same_text), shared)
-
-    def _entry(self, req: ToyRequest) -> TableEntry:
-        config = config_of(self.config, req)  # type: ignore[arg-type]
-        stops = frozenset({self.eos})
-        asked = {name: getattr(req.sampling_params, name) for name in FILTERS}
-        return entry(
-            req.row,
-            config,
-            seed=req.row,
-            max_new_tokens=self.limit,
-            stop_tokens=stops,
-            **asked,
-        )
+    def make_request(self, row: int) -> ToyRequest:
+        """Return the request of a row, whose seed is its row's number."""
+        smc = self.chosen[(row - 1) % len(self.chosen)]
+        asked = {"custom_params": {"smc": smc}, "stop_token_ids": [self.eos], "sampling_seed": row}
+        asked |= self.asked[(row - 1) % len(self.asked)]
+        return ToyRequest(row, self.vocab_size, self.limit, asked, self.grammar())
 
     def play_round(self, reqs: list[ToyRequest]) -> Any:
         """Reserve memory as the scheduler does, then the worker's own round."""
@@ -359,4 +275,5 @@ class ToyWorker:
             reqs=reqs,
             req_pool_indices=self.tensor([req.row for req in reqs]),
             seq_lens=self.tensor([req.kv_committed_len for req in reqs]),
+            return_logprob=False,
         )

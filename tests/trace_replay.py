@@ -5,16 +5,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
+from scipy.special import logsumexp
 
 from sglang_smc.view.finding import checked
 from sglang_smc.view.record import RoundRecord, Trace
 
-Weights = list[float | None]
-
 
 class Replayed(NamedTuple):
-    """What the rounds of a trace come to."""
-
     output_ids: list[int]  # that were emitted
     particles: list[list[int]]  # their texts as they stood before the last narrowing
     log_weights: list[float]  # of these, up to what bonus tokens added
@@ -58,7 +55,6 @@ class Replay:
     def play(self, record: RoundRecord, *, weighs: bool) -> None:
         self.begin(record)
         num_particles = len(record.ancestors)
-        assert {len(column) for column in columns_of(record)} == {num_particles}
         before, weighed = as_floats(record.log_weights_before), as_floats(record.log_weights)
         assert before == self.near(self.after), "weights are those of the round before"
         if weighs:
@@ -72,7 +68,8 @@ class Replay:
         if weighs:
             pairs = zip(record.kept, record.drafted, strict=True)
             assert all(count <= len(tokens) for count, tokens in pairs)
-        self.weigh(record, weighed)
+        self.weights = [0.0] * num_particles if record.resampled else weighed
+        self.banked += log_mean(weighed) if record.resampled else 0.0
         self.narrow(record)
         if weighs:
             self.check_evidence(record)
@@ -102,7 +99,6 @@ class Replay:
         self.ended = record.ended
 
     def extend(self, record: RoundRecord) -> None:
-        """Drafts, ancestors, bonus tokens."""
         kept = record.kept
         whole = zip(self.texts, record.drafted, kept, strict=True)
         drafted = [[*text, *tokens[:count]] for text, tokens, count in whole]
@@ -112,11 +108,6 @@ class Replay:
         pairs = zip(handed, record.bonus, strict=True)
         self.texts = [text if token is None else [*text, token] for text, token in pairs]
         self.particles = self.texts
-
-    def weigh(self, record: RoundRecord, weighed: list[float]) -> None:
-        self.weights = [0.0] * len(weighed) if record.resampled else weighed
-        if record.resampled:
-            self.banked += log_mean(weighed)
 
     def narrow(self, record: RoundRecord) -> None:
         """Who is left, with what weights, and what all of them say."""
@@ -145,55 +136,27 @@ class Replay:
         return self.banked + (log_mean(self.after) if self.after else 0.0)
 
 
-def columns_of(record: RoundRecord) -> list[list[Any]]:
-    """All lists that are by particle."""
-    there: list[list[Any] | None] = [
-        record.begins,
-        record.resized_from,
-        record.log_weights_before,
-        record.drafted,
-        record.kept,
-        record.log_weights,
-        record.ancestors,
-        record.bonus,
-        record.ended,
-        record.narrowed_to,
-        record.log_weights_after,
-    ]
-    return [column for column in there if column is not None]
-
-
 def cut_of_nothing(record: RoundRecord) -> bool:
-    """Whether those who go on have kept all that was drafted."""
-    return all(record.kept[who] >= len(record.drafted[who]) for who in living(record))
+    """Return whether those who go on, of verified rounds the winner, keep all that was drafted."""
+    is_one = len(set(record.ancestors)) == 1
+    whose = record.ancestors if is_one else range(len(record.kept))
+    return all(record.kept[who] >= len(record.drafted[who]) for who in whose)
 
 
-def living(record: RoundRecord) -> list[int]:
-    """Whose drafts count: of verified rounds the winner's."""
-    return record.ancestors if len(set(record.ancestors)) == 1 else [*range(len(record.kept))]
-
-
-def as_floats(values: Weights) -> list[float]:
+def as_floats(values: list[float | None]) -> list[float]:
     return [-math.inf if value is None else value for value in values]
 
 
-def log_sum(values: list[float]) -> float:
-    top = max(values)
-    return (
-        top if top == -math.inf else top + math.log(sum(math.exp(value - top) for value in values))
-    )
-
-
 def log_mean(values: list[float]) -> float:
-    return log_sum(values) - math.log(len(values))
+    return float(logsumexp(values)) - math.log(len(values))
 
 
 def ess_of(log_weights: list[float]) -> float:
-    return math.exp(2 * log_sum(log_weights) - log_sum([2 * value for value in log_weights]))
+    doubled = [2 * value for value in log_weights]
+    return math.exp(2 * logsumexp(log_weights) - logsumexp(doubled))
 
 
 def common(texts: list[list[int]]) -> list[int]:
-    """The tokens that all begin with."""
     columns = zip(*texts, strict=False)
     agreed = [len(set(column)) == 1 for column in columns]
     return texts[0][: [*agreed, False].index(False)]

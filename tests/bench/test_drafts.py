@@ -137,11 +137,9 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
     return Runner(cli, tmp_path / "out", reply, ONE, canned_scores, count)
 
 
-def test_a_whole_run_is_published_and_a_part_never(
-    bench: Runner, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_whole_run_is_published_and_a_part_never(bench: Runner) -> None:
     assert bench("--only", "eagle-3-exact-n8*", "--publish") == 1
-    assert "cells are not complete, as ar-target-t0.7" in capsys.readouterr().err
+    assert "cells are not complete, as ar-target-t0.7" in bench.said
     assert not bench.published()
     assert bench("--publish", "--fresh") == 0
     assert bench.started == list(dict.fromkeys(kind.engine for kind in grid.kinds()))
@@ -161,7 +159,7 @@ def test_a_whole_run_is_published_and_a_part_never(
 
 
 def test_answers_of_older_code_are_shown_and_never_gone_on_with(
-    bench: Runner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bench: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each row names its code."""
     older = {"format": 1, "plugin": "older", "pair": "a pair"}
@@ -172,7 +170,7 @@ def test_answers_of_older_code_are_shown_and_never_gone_on_with(
     plugins = {(row.proposal, row.plugin) for row in bench.rows().values()}
     assert plugins == {("draft model", "older"), ("EAGLE-3", "newer")}
     assert bench("--only", "draft-model-*") == 1
-    assert "plugin is 'older' there and 'newer' here" in capsys.readouterr().err
+    assert "plugin is 'older' there and 'newer' here" in bench.said
 
 
 def test_more_problems_go_on_with_what_is_there(bench: Runner) -> None:
@@ -221,14 +219,14 @@ def test_published_milliseconds_are_the_planners_of_today() -> None:
 
 
 def test_trees_are_asked_once_with_seeds_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Red where two cells share a seed, or a row tells of another's answers."""
     monkeypatch.setattr(trees, "PUBLISHED", tmp_path)
     monkeypatch.setattr(trees, "provenance", lambda settings: {"settings": settings})
     run = Runner(trees, tmp_path / "out", reply, ("--problems", "3"))
     assert run("--only", "exact-*", "--publish") == 1
-    assert "cells are not complete, as sglang-" in capsys.readouterr().err
+    assert "cells are not complete, as sglang-" in run.said
     first = run.asked
     assert run("--publish", last=20) == 130
     first += run.asked

@@ -387,25 +387,6 @@ def test_log_probabilities_are_compared_while_texts_agree() -> None:
     assert smoke.against({"lines": found}, {}) == {}
 
 
-class FakeSmokeEngine:
-    """Answers every request with eight tokens of log-probability -1."""
-
-    def exchange(self, question: dict[str, Any]) -> dict[str, Any]:
-        told = {"output_token_logprobs": [[-1.0, 5, None]] * 8}
-        return {"answers": [answer(**told)] * len(question["generate"]["input_ids"])}
-
-
-def test_an_engine_is_asked_for_all_of_its_parts() -> None:
-    for one in smoke.ENGINES:
-        engine: Any = FakeSmokeEngine()
-        asked = (smoke.answers, smoke.each_kind, smoke.all_kinds, smoke.logprobs, smoke.known_kinds)
-        found = [ask(engine, one, [[1, 2]] * 4) for ask in asked]
-        assert f"{'smc' if one.is_smc else 'plain'}: 0 of 4 are right" in found[0]["wrong"]
-        assert found[1]["kinds"] == found[2]["kinds"] == len(smoke.kinds_of(one))
-        assert 0 < found[4]["kinds"] < found[2]["kinds"] or not one.is_smc
-        assert found[3]["lines"] == [[[5, -1.0]] * 8] * 4
-
-
 class FakeServer:
     """A default server of 16 rounds, which says what it has."""
 

@@ -1,46 +1,58 @@
-"""The speed benchmark's run: who is asked what, how it resumes, how it refuses."""
+"""The speed benchmark: who is asked what, how it resumes and refuses, its plan and its numbers."""
 
 import contextlib
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from speed import cli
-from speed.grid import AR, BLOCK, CHAIN, TREE, System
-from speed.measure import WARM_UP_TOKENS
-from speed.remote import Asker, EngineError, RemoteEngine, Work, end_group, reason
-from speed_stand_ins import FakeEngine, leave_out_what_takes_seconds
+from results import Interval
+from speed import cli, presets
+from speed.bound import least_round, shapes
+from speed.engines import SIMULATED_ACCEPTANCE, environment, settings
+from speed.grid import AR, AR_STOCK, BLOCK, CHAIN, EXACT, NGRAM, TREE, Cell, System, cells, systems
+from speed.measure import WARM_UP, WARM_UP_TOKENS, work
+from speed.presets import CPU, PRESETS, Preset
+from speed.ratios import estimate, log_ratio
+from speed.remote import EngineError, RemoteEngine, Work, end_group, reason
+from speed.report import CellRow, make_rows, markdown
+from speed.store import CellLog, Measured
+from speed_stand_ins import (
+    FIRST,
+    SECONDS,
+    SMC_SECONDS,
+    FakeEngine,
+    Runner,
+    graded_reply,
+    leave_out_what_takes_seconds,
+    sample,
+)
+from study import Log
+
+from sglang_smc.plan.devices import Device
+from sglang_smc.plan.roofline import ar_step, sd_round, smc_round
 
 QUICK = ("--preset", "cpu", "--quick")
 
 
-class Bench:
-    """Runs the command with stand-ins, and remembers what they were asked."""
+class Bench(Runner):
+    """Systems of some families do not start, and block ones die of batches of a size."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.asked: list[tuple[str, Work]] = []
-        self.started: list[str] = []
-        self.refuses: set[str] = set()
-        self.breaks_at: int | None = None
+    refuses: frozenset[str] = frozenset()
+    breaks_at: int | None = None
 
-    def __call__(self, *arguments: str, last: int = 10**6) -> int:
-        """The exit status; the stand-ins are interrupted after ``last`` answers."""
-        self.asked, self.started, budget = [], [], [last]
-
-        @contextlib.contextmanager
-        def start(system: System) -> Iterator[Asker]:
-            self.started.append(system.slug)
-            if system.family in self.refuses:
-                raise EngineError("ValueError: no such backend")
-            breaks_at = self.breaks_at if system.family == BLOCK else None
-            yield FakeEngine(system, self.asked, budget, breaks_at)
-
-        return cli.main([*arguments, "--output-dir", str(self.folder)], start)
+    @contextlib.contextmanager
+    def start(self, engine: System) -> Iterator[FakeEngine]:
+        self.started.append(engine.slug)
+        if engine.family in self.refuses:
+            raise EngineError("ValueError: no such backend")
+        breaks_at = self.breaks_at if engine.family == BLOCK else None
+        yield FakeEngine(engine, self.asked, self.budget, breaks_at)
 
     def counted(self) -> list[tuple[str, Work]]:
         """What was asked but for warm-ups."""
@@ -58,7 +70,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
         path.write_text(json.dumps(device))
 
     monkeypatch.setattr(cli, "measure_machine", measure)
-    return Bench(tmp_path / "out")
+    return Bench(cli, tmp_path / "out", graded_reply, ())
 
 
 def test_every_cell_is_measured_in_turns_with_plain_decoding(bench: Bench) -> None:
@@ -83,9 +95,9 @@ def test_where_one_engine_fits_plain_decoding_stands_around_the_others(bench: Be
     )
 
 
-def test_an_interrupted_run_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_run_goes_on(bench: Bench) -> None:
     assert bench(*QUICK, "--only", "smc-*", last=7) == 130
-    assert "goes on from here" in capsys.readouterr().err
+    assert "goes on from here" in bench.said
     first = bench.counted()
     assert bench(*QUICK, "--only", "smc-*") == 0
     ours = [(slug, str(w)) for slug, w in first + bench.counted() if slug != "ar"]
@@ -105,7 +117,7 @@ def test_a_call_that_is_out_of_time_begins_nothing_new(bench: Bench) -> None:
 
 
 def test_what_does_not_start_is_written_down_with_its_reason(bench: Bench) -> None:
-    bench.refuses = {CHAIN, TREE}
+    bench.refuses = frozenset({CHAIN, TREE})
     assert bench(*QUICK) == 0
     assert {"smc-block-n4-k4", "ngram"} <= set(bench.started)
     table = (bench.folder / "cpu-quick" / "speed.md").read_text()
@@ -127,21 +139,21 @@ def test_a_cell_that_kills_its_engine_costs_itself_alone(bench: Bench) -> None:
 
 
 def test_a_failure_of_plain_decoding_is_not_blamed_on_others(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die(self: FakeEngine, _: Work) -> Any:
         raise EngineError("it died")
 
     monkeypatch.setattr(FakeEngine, "ask", die)
-    bench.refuses = {AR}
+    bench.refuses = frozenset({AR})
     assert bench(*QUICK, "--only", "smc*") == 1
-    assert "no such backend" in capsys.readouterr().err
-    bench.refuses = set()
+    assert "no such backend" in bench.said
+    bench.refuses = frozenset()
     monkeypatch.setattr(
         FakeEngine, "ask", lambda self, w: die(self, w) if self.system.family == AR else None
     )
     assert bench(*QUICK, "--only", "smc*") == 1
-    assert "Plain decoding failed" in capsys.readouterr().err
+    assert "Plain decoding failed" in bench.said
     assert not list((bench.folder / "cpu-quick" / "cells").glob("smc*"))
 
 
@@ -174,3 +186,189 @@ def test_a_child_that_dies_is_an_engine_error(tmp_path: Path) -> None:
             engine.exchange({"a": 2})
     finally:
         end_group(process)
+
+
+# --- Its plan and its numbers
+
+
+GPU_8B, GPU_70B = PRESETS["h200-8b"], PRESETS["h200-70b"]
+B8 = System(BLOCK, 8, 8)
+
+
+def test_all_systems_get_the_same_prompts_and_each_repeat_others() -> None:
+    ours, plain = (work(Cell(system, 2, 256), 0, CPU) for system in (B8, System(AR)))
+    assert ours == plain
+    assert [len(prompt) for prompt in ours.prompts] == [256, 256]
+    assert ours.prompts[0] != ours.prompts[1]
+    assert work(Cell(B8, 2, 256), 1, CPU).prompts[0] != ours.prompts[0]
+    tokens = {token for prompt in ours.prompts for token in prompt}
+    assert min(tokens) >= 2 and max(tokens) < CPU.pair.target.vocab_size
+    assert ours.params[1]["max_new_tokens"] == CPU.new_tokens and ours.params[1]["ignore_eos"]
+    assert work(Cell(B8, 1, 256), WARM_UP, CPU).params[0]["max_new_tokens"] == WARM_UP_TOKENS
+
+
+def test_engines_differ_by_their_speculation_alone() -> None:
+    plain = settings(System(AR), CPU)
+    assert settings(System(AR_STOCK), CPU) == plain
+    for system in systems(CPU):
+        found = settings(system, CPU)
+        other = {key for key in found if found[key] != plain.get(key)}
+        assert {key for key in other if not key.startswith("speculative_")} <= {"max_total_tokens"}
+
+
+def test_acceptance_is_simulated_for_dummy_weights_alone() -> None:
+    chain = System(CHAIN)
+    assert environment(chain, CPU) == {"SGLANG_SIMULATE_ACC_LEN": str(SIMULATED_ACCEPTANCE[CHAIN])}
+    real = presets.replace(CPU, pair=CPU.pair._replace(folders=(Path("t"), Path("d"))))
+    assert (environment(chain, real), settings(chain, real)["load_format"]) == ({}, "auto")
+    assert environment(B8, CPU) == environment(System(AR), CPU) == {}
+    assert environment(System(AR_STOCK), GPU_8B) == {"SGLANG_PLUGINS": "none"}
+
+
+MACHINE = Device("x", bandwidth=1e10, flops=1e11)
+NOISE = (1.0, 1.2, 0.9)
+ANY_CPU = replace(PRESETS["cpu"], dtype="float32")  # on any processor
+
+
+def test_intervals_by_hand() -> None:
+    # Of 1, 2, 3: variance 1, so the mean's is 1/3; Student's 97.5 % point is 4.3027 at two.
+    half = 4.302653 / math.sqrt(3)
+    assert estimate([1.0, 2.0, 3.0]).interval() == pytest.approx((2, 2 - half, 2 + half, 3))
+    # Welch: variances of the means 1/3 and 4, with 2 and 1 degrees of freedom.
+    total = 1 / 3 + 4
+    freedom = total**2 / ((1 / 3) ** 2 / 2 + 4**2 / 1)
+    found = estimate([1.0, 2.0, 3.0]).minus(estimate([1.0, 5.0]))
+    assert found[:3] == pytest.approx((-1, total, freedom))
+
+
+def test_one_repeat_says_nothing_of_its_spread() -> None:
+    assert estimate([2.0]).interval() == (2.0, -math.inf, math.inf, 1)
+    ratio = log_ratio([2.0], [1.0], paired=True).ratio()
+    assert (ratio.mean, ratio.low) == (2.0, 0.0) and ratio.high > 1e300
+    assert log_ratio([2.0], [1.0, 1.1], paired=False).ratio().low == 0.0
+
+
+def test_measuring_in_turns_takes_out_what_both_have() -> None:
+    theirs = [10.0, 20.0, 5.0]
+    ours = [2 * value for value in theirs]
+    paired = log_ratio(ours, theirs, paired=True).ratio()
+    assert paired == pytest.approx((2, 2, 2, 3))
+    unpaired = log_ratio(ours, theirs, paired=False).ratio()
+    assert unpaired.mean == pytest.approx(2)
+    assert unpaired.low < 1 < unpaired.high
+
+
+def log_of(cell: Cell, folder: Path, preset: Preset, *, beside: bool) -> CellLog:
+    log = CellLog(Log(folder / preset.name / f"{cell.slug}.jsonl", {"a": 1}))
+    if cell.system.family == NGRAM:
+        log.refuse("ImportError: no kernels")
+        return log
+    for repeat, slower in enumerate(NOISE):
+        asked = work(cell, repeat, preset)
+        plain = sample(System(AR), asked, slower) if beside else None
+        log.add(Measured("now", repeat, sample(cell.system, asked, slower), plain))
+    return log
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[CellRow]:
+    """Every cell of the CPU preset; noise hits plain decoding and the others alike."""
+    folder = tmp_path_factory.mktemp("logs")
+    logs = {
+        cell: log_of(cell, folder, ANY_CPU, beside=cell.system.family != AR)
+        for cell in cells(ANY_CPU)
+    }
+    return make_rows(logs, ANY_CPU, MACHINE)
+
+
+def row_of(rows: list[CellRow], slug: str) -> CellRow:
+    return next(row for row in rows if row.slug == slug)
+
+
+def mean(value: Interval | None) -> float:
+    assert value is not None
+    return value.mean
+
+
+def test_speeds_are_of_all_requests_and_decoding_is_without_prompts(rows: list[CellRow]) -> None:
+    row = row_of(rows, "smc-block-n8-k8-b8-p256")
+    tokens, decoding = ANY_CPU.new_tokens, [95 * SMC_SECONDS * slower for slower in NOISE]
+    expected = sum(8 * 95 / seconds for seconds in decoding) / 3
+    assert mean(row.decode_tokens_per_second) == pytest.approx(expected)
+    expected = sum(8 * tokens / (FIRST + seconds) for seconds in decoding) / 3
+    assert mean(row.tokens_per_second) == pytest.approx(expected)
+    assert mean(row.seconds_to_first) == FIRST
+    assert row.tokens_per_round == pytest.approx(5)
+    assert mean(row.round_seconds) == pytest.approx(sum(decoding) / 3 / 19)
+
+
+def test_ratios(rows: list[CellRow]) -> None:
+    row = row_of(rows, "smc-block-n8-k8-b1-p256")
+    assert row.ratio_to_ar == pytest.approx((5, 5, 5, 3))  # the noise is the same on both sides
+    # To the tree, the faster of the two.
+    assert mean(row.ratio_to_standalone) == pytest.approx(SECONDS[TREE] / SMC_SECONDS)
+    assert mean(row.ratio_to_ar_end_to_end) < 5
+    plain = row_of(rows, "ar-b1-p256")
+    assert (plain.ratio_to_ar, plain.ratio_to_standalone, plain.tokens_per_round) == (None, None, 1)
+    stock = row_of(rows, "ar-without-the-plugin-b1-p256")
+    assert mean(stock.ratio_to_ar) == pytest.approx(0.10 / 0.09)
+    assert stock.ratio_to_standalone is None
+
+
+def test_without_turns_a_ratio_is_to_plain_decoding_of_the_same_call(tmp_path: Path) -> None:
+    plain, block = Cell(System(AR), 1, 256), Cell(System(BLOCK, 8, 8), 1, 256)
+    logs = {cell: log_of(cell, tmp_path, GPU_70B, beside=False) for cell in (plain, block)}
+    other_day = sample(System(AR), work(plain, 0, GPU_70B), slower=100.0)
+    logs[plain].add(Measured("another day", 0, other_day))
+    found = row_of(make_rows(logs, GPU_70B, None), block.slug)
+    assert mean(found.ratio_to_ar) == pytest.approx(5)
+    assert found.ratio_to_ar is not None and found.ratio_to_ar.low < 4.5
+    assert (found.least_round_seconds, found.dtype) == (None, "fp8")
+
+
+def test_what_did_not_run_or_was_simulated_is_said(rows: list[CellRow]) -> None:
+    row = row_of(rows, "ngram-b8-p256")
+    assert (row.refused, row.tokens_per_second) == ("ImportError: no kernels", None)
+    assert row_of(rows, "standalone-tree-b1-p256").simulated_tokens_per_round == 4.47
+    assert row_of(rows, "smc-exact-n8-k8-b1-p256").simulated_tokens_per_round is None
+    assert markdown(rows, "").count("(simulated)") == 4
+
+
+def test_the_bound(rows: list[CellRow]) -> None:
+    row = row_of(rows, "ar-b1-p256")
+    target, _ = shapes(ANY_CPU)
+    step = ar_step(target, 1, 256 + 96 / 2)
+    assert row.least_round_bytes == step.bytes
+    assert row.least_round_seconds == pytest.approx(step.bytes / 1e10)
+    assert row.bound == "memory"
+    assert row.fraction_of_bound == pytest.approx(step.bytes / 1e10 / mean(row.round_seconds))
+
+
+def test_the_least_that_each_system_moves() -> None:
+    def least(family: str, n: int | None = None, k: int | None = None) -> float:
+        return least_round(Cell(System(family, n, k), 2, 256), ANY_CPU).bytes
+
+    target, draft = shapes(ANY_CPU)
+    assert (target.weight_bytes, draft.kv_bytes) == (4, 4)
+    context = 256 + 96 / 2
+    assert least(BLOCK, 8, 4) == smc_round(target, draft, 2, 8, 4, context).bytes
+    assert least(EXACT, 8, 4) == least(BLOCK, 8, 4)
+    assert least(CHAIN) == sd_round(target, draft, 2, 4, context).bytes
+    assert least(AR_STOCK) == least(AR) == ar_step(target, 2, context).bytes
+    weights = target.streamed_bytes
+    assert weights < least(AR) < least(NGRAM) < weights * 1.2
+    # Six draft passes and one of the target.
+    assert weights + 6 * draft.streamed_bytes < least(TREE) < 1.3 * least(CHAIN)
+
+
+def test_a_part_ends_with_all_its_files(rows: list[CellRow], tmp_path: Path) -> None:
+    """Hours of samples must not end in a picture that cannot be drawn."""
+    some = [row for row in rows if row.family == BLOCK]
+    report, note = cli.REPORT, "How it was measured."
+    assert report.write(tmp_path, some, {}, lambda _: note).startswith(note)
+    assert (tmp_path / "speed.png").stat().st_size > 0
+    found = [mean(row.decode_tokens_per_second) for row in report.read(tmp_path)]
+    assert found == pytest.approx([mean(row.decode_tokens_per_second) for row in some], rel=1e-5)
+    refused = row_of(rows, "ngram-b8-p256")
+    assert "ImportError: no kernels" in report.write(tmp_path, [refused], {}, lambda _: note)
+    assert report.read(tmp_path) == [refused]

@@ -36,12 +36,10 @@ def numbers(run: Runner, slug: str, folder: str = "answers") -> list[int]:
     return sorted(json.loads(line)["index"] for line in lines[1:])
 
 
-def test_a_whole_grid_is_measured_written_and_published_and_a_part_never(
-    run: Runner, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_whole_grid_is_measured_written_and_published_and_a_part_never(run: Runner) -> None:
     assert run("--only", "ar-*", "--publish") == 1
     missing = f"{len(EVERY) - 2} of {len(EVERY)} cells are not complete, as {EVERY[2].slug}"
-    assert missing in capsys.readouterr().err
+    assert missing in run.said
     assert not run.published()
     assert run("--publish", "--fresh") == 0
     assert run.started == ["target", "draft", "smc"]
@@ -53,11 +51,9 @@ def test_a_whole_grid_is_measured_written_and_published_and_a_part_never(
 
 
 @pytest.mark.parametrize("last", [0, 1, 9])
-def test_an_interrupted_run_goes_on(
-    run: Runner, capsys: pytest.CaptureFixture[str], last: int
-) -> None:
+def test_an_interrupted_run_goes_on(run: Runner, last: int) -> None:
     assert run("--only", "smc-*", last=last) == 130
-    assert "goes on from here" in capsys.readouterr().err
+    assert "goes on from here" in run.said
     first = run.asked
     assert len(first) == last
     assert run("--only", "smc-*") == 0
@@ -82,12 +78,12 @@ def test_a_line_that_a_kill_cut_is_measured_again(run: Runner, num_bytes: int, f
 
 
 def test_what_was_measured_otherwise_is_refused(
-    run: Runner, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run("--only", "ar-*")
     monkeypatch.setattr(cli, "fingerprint", lambda: {"code": "other"})
     assert run("--only", "ar-target*") == 1
-    assert "code is 'mine' there and 'other' here" in capsys.readouterr().err
+    assert "code is 'mine' there and 'other' here" in run.said
     assert run.started == []
     assert run("--only", "exact-*") == 0  # of which nothing was there
     assert run("--only", "ar-target*", "--fresh") == 0
@@ -97,9 +93,7 @@ def test_what_was_measured_otherwise_is_refused(
     assert run.asked == []  # fresh forgets what was selected alone
 
 
-def test_no_number_is_made_where_an_engine_fails(
-    run: Runner, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_number_is_made_where_an_engine_fails(run: Runner) -> None:
     """Answers that came before are kept, and the row is of a complete cell alone."""
 
     def refuse(engine: str, entry: Request) -> Reply:
@@ -109,7 +103,7 @@ def test_no_number_is_made_where_an_engine_fails(
 
     run.reply = refuse
     assert run("--only", "ar-target*") == 1
-    assert "The engine refused it." in capsys.readouterr().err
+    assert "The engine refused it." in run.said
     assert numbers(run, "ar-target-t0.7") == [3, 4, 5]
     assert not (run.folder / "fidelity.csv").exists()
     run.reply = graded_reply

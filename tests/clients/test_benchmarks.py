@@ -1,9 +1,7 @@
 """SGLang's own benchmark and evaluation clients, without a download."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,21 +9,13 @@ from typing import Any
 import pytest
 from http_server import Server
 from pair.task import held_out
+from programs import OFFLINE, printed
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 
 def client(module: str, *arguments: object) -> str:
-    """What ``python -m module`` prints; it must end well."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, *map(str, arguments)],
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return printed(sys.executable, "-m", module, *arguments, env=OFFLINE)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -72,13 +62,13 @@ def test_run_eval(server: Server, tmp_path: Path) -> None:
     problems.write_text(
         "".join(json.dumps({"question": i.question, "answer": i.answer}) + "\n" for i in items)
     )
-    printed = client(
+    told = client(
         "sglang.test.run_eval",
         *("--base-url", server.url, "--eval-name", "gsm8k", "--api", "chat", "--num-shots", 0),
         *("--gsm8k-data-path", problems, "--num-examples", 10, "--num-threads", 8),
         *("--max-tokens", 160, "--temperature", 0),
     )
-    score = re.search(r"^Score: ([\d.]+)", printed, re.M)
+    score = re.search(r"^Score: ([\d.]+)", told, re.M)
     assert score is not None
     assert float(score[1]) >= 0.9  # one tie may fall another way
-    assert "Speculative accept length (per-request, from meta_info): n=10" in printed
+    assert "Speculative accept length (per-request, from meta_info): n=10" in told

@@ -1,13 +1,12 @@
 """The programs in examples/, as a user starts them."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from http_server import Server
 from pair.task import check, held_out
+from programs import OFFLINE, printed
 
 pytestmark = pytest.mark.engine
 
@@ -16,16 +15,7 @@ SOLVED = held_out(1)  # at temperature 0, by the target
 
 
 def run(script: str, *arguments: str) -> str:
-    """What an example prints; it must end well."""
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / script), *arguments],
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return printed(sys.executable, EXAMPLES / script, *arguments, env=OFFLINE)
 
 
 def test_chat_streams_answers_to_questions_one_after_another(server: Server) -> None:
@@ -38,8 +28,7 @@ def test_chat_streams_answers_to_questions_one_after_another(server: Server) -> 
 
 @pytest.mark.nightly  # a minute, most of it imports
 def test_offline_answers_in_each_mode_and_tells_how() -> None:
-    printed = run("offline.py", SOLVED.question)
-    streamed, *modes = printed.split("\n--- ")
+    streamed, *modes = run("offline.py", SOLVED.question).split("\n--- ")
     assert streamed.strip()
     assert [part.split("\n", 1)[0] for part in modes] == ["smc", "auto", "exact"]
     for part in modes:
@@ -64,8 +53,8 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(
     )
     client.execute()
     outputs = {cell.id: cell.get("outputs", []) for cell in notebook.cells}
-    printed = {name: "".join(one.get("text", "") for one in of) for name, of in outputs.items()}
-    assert printed["asked"].count("####") == 2 and "####" in printed["voted"]
+    texts = {name: "".join(one.get("text", "") for one in of) for name, of in outputs.items()}
+    assert texts["asked"].count("####") == 2 and "####" in texts["voted"]
     assert "Particles(8" in outputs["shown"][0]["data"]["text/plain"]
     assert "image/png" in outputs["plotted"][0]["data"]
     assert "<canvas" in (tmp_path / "p").read_text()

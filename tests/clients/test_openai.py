@@ -8,6 +8,7 @@ import openai
 import pytest
 from http_server import Server
 from pair.task import check, held_out, messages
+from spelling import PERSON, is_person
 
 pytestmark = pytest.mark.engine
 
@@ -19,9 +20,8 @@ def prompt_of(index: int) -> str:
     return f"<|user|>{held_out(index).question}<|assistant|>"
 
 
-def test_problems_are_solved_at_temperature_0(server: Server) -> None:
+def test_problems_are_solved_at_temperature_0(client: openai.OpenAI) -> None:
     """By chat in every mode and by completions: the same text of the target's."""
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
     own = {"model": "default", "temperature": 0, "max_tokens": 160}
     completed = client.completions.create(prompt=[prompt_of(i) for i in SOLVED], **own)  # type: ignore[call-overload]
     for index, choice in zip(SOLVED, completed.choices, strict=True):
@@ -37,9 +37,24 @@ def test_problems_are_solved_at_temperature_0(server: Server) -> None:
     assert stopped.message.content == whole[: whole.index("=")]
 
 
-class MakesAFolder:
-    """To unpickle it is to make a folder."""
+@pytest.mark.parametrize("mode", ["smc", "exact"])
+def test_a_tool_that_must_be_called_is(client: openai.OpenAI, mode: str) -> None:
+    tool = {"type": "function", "function": {"name": "register", "parameters": PERSON}}
+    wanted = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    own = {"model": "default", "max_tokens": 300, "temperature": 0.7, "seed": 3}
+    answer = client.chat.completions.create(  # type: ignore[call-overload]
+        messages=[{"role": "user", "content": "What is 2 + 3?"}],
+        extra_body={"custom_params": {"smc": {"mode": mode}}},
+        **(own | wanted),
+    ).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    assert answer.message.tool_calls
+    for call in answer.message.tool_calls:
+        assert call.function.name == "register"
+        assert is_person(call.function.arguments)
 
+
+class MakesAFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 

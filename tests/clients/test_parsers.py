@@ -2,40 +2,83 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
+import torch
 from http_server import Server, running_server
-from scripted_model import make_scripted_model
 from tiny_models import smc_arguments
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 pytestmark = pytest.mark.engine
 
+PAD, EOS, START = "<pad>", "<eos>", "<start>"
+# Each message's words, and then the word that the model goes on from.
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}" + START
 REASONING = ["it", "is", "about", "the", "weather"]
 SAID = ["I", "will", "look", "out"]
 ARGUMENTS = {"city": "Paris", "days": 3}
 CALL = ['{"name":', '"forecast",', '"arguments":', '{"city":', '"Paris",', '"days":', "3}}"]
-WORDS = [
-    "<think>",
-    *REASONING,
-    "</think>",
-    *SAID,
-    "<tool_call>",
-    *CALL,
-    "</tool_call>",
-]
+WORDS = ["<think>", *REASONING, "</think>", *SAID, "<tool_call>", *CALL, "</tool_call>"]
 CONTENT = " ".join(SAID)
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "forecast",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-        },
-    },
-}
+PARAMETERS = {"city": {"type": "string"}, "days": {"type": "integer"}}
+FORECAST = {"name": "forecast", "parameters": {"type": "object", "properties": PARAMETERS}}
+TOOL = {"type": "function", "function": FORECAST}
 QUESTION = {"role": "user", "content": "about the weather"}
+
+
+def make_scripted_model(path: Path, words: list[str], *, certainty: float) -> str:
+    """Save a model that answers each chat with ``words``, no two alike, a space behind each.
+
+    A Llama whose layers add nothing, so that the next token follows from the last one alone.
+
+    Args:
+        certainty: the logit of the right next word; all others have 0.
+    """
+    vocabulary = [PAD, EOS, START, *(word + " " for word in words)]
+    size = len(vocabulary)
+    hidden = 16 * -(-size // 16)
+    config = LlamaConfig(
+        vocab_size=size,
+        hidden_size=hidden,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config).float()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.fill_(1.0 if "norm" in name else 0.0)
+        model.model.embed_tokens.weight[:, :size] = torch.eye(size)
+        after = [*range(3, size), 1]  # of START and each word
+        # The last norm makes a word's one entry the root of the width.
+        model.lm_head.weight[after, range(2, size)] = certainty / hidden**0.5
+    model.generation_config.pad_token_id = 0
+    model.save_pretrained(path)
+    _tokenizer(vocabulary).save_pretrained(path)
+    return str(path)
+
+
+def _tokenizer(vocabulary: list[str]) -> PreTrainedTokenizerFast:
+    ids = {word: i for i, word in enumerate(vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=PAD,
+        chat_template=CHAT_TEMPLATE,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +93,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     settings = {"num_particles": 4, "num_steps": 3, "enable_cache_report": True}
     with running_server(folder, **smc_arguments(*pair, **settings, **parsers)) as running:
         yield running
-
-
-@pytest.fixture
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url + "/v1", api_key="none")
 
 
 def test_reasoning_and_calls_are_told_apart(client: openai.OpenAI) -> None:

@@ -2,11 +2,11 @@
 
 import json
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 from http_server import Server
+from programs import printed
 
 pytestmark = pytest.mark.engine
 
@@ -32,22 +32,14 @@ def run(example: str, server: Server, folder: Path) -> str:
     assert script != example
     for there, here in PLACES.items():
         script = script.replace(there, here)
-    done = subprocess.run(
-        ["bash", "-euc", script],
-        env={"PATH": "/usr/local/bin:/usr/bin:/bin", "CURL_HOME": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    variables = {"PATH": "/usr/local/bin:/usr/bin:/bin", "CURL_HOME": str(folder)}
+    return printed("bash", "-euc", script, env=variables)
 
 
-def chat_text(printed: str) -> str:
-    """The answer's text, streamed or whole."""
-    if not printed.startswith("data: "):
-        return json.loads(printed)["choices"][0]["message"]["content"]
-    lines = [line.removeprefix("data: ") for line in printed.splitlines() if line]
+def chat_text(told: str) -> str:
+    if not told.startswith("data: "):
+        return json.loads(told)["choices"][0]["message"]["content"]
+    lines = [line.removeprefix("data: ") for line in told.splitlines() if line]
     assert lines.pop() == "[DONE]"
     return "".join(json.loads(line)["choices"][0]["delta"].get("content") or "" for line in lines)
 
@@ -58,13 +50,13 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_example_works_as_printed(example: str, server: Server, tmp_path: Path) -> None:
-    printed = run(example, server, tmp_path)
+    told = run(example, server, tmp_path)
     if "/v1/chat/completions" in example:
-        assert chat_text(printed)
+        assert chat_text(told)
     elif "/generate" in example:
-        answer = json.loads(printed)
+        answer = json.loads(told)
         assert answer["text"]
         particles = answer["meta_info"].get("spec_smc_particles")
         assert bool(particles) == ("return_particles" in example)
     else:
-        assert json.loads(printed)["success"]
+        assert json.loads(told)["success"]

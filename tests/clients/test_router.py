@@ -58,7 +58,6 @@ def router(replicas: list[Server], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def num_healthy(router: Server) -> int:
-    """Replicas that the router would send a request to."""
     try:
         workers = router.get("/workers", timeout=5).json()["workers"]
     except (httpx.HTTPError, ValueError, KeyError):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from http_server import Server, running_server
 from image_families import make_image_family
-from routed import text_of
+from routed import MESSAGES, ROUTES, chat, response, text_of
 from tiny_models import smc_arguments
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -16,53 +16,34 @@ PIXEL = (
     "gg=="
 )
 URL = f"data:image/png;base64,{PIXEL}"
+MEDIA_KINDS = ("image", "audio", "video")
 SEES = {"type": "text", "text": "t5 t6"}
 BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PIXEL}}
 
 
-def asking(*content: dict[str, Any], **more: Any) -> dict[str, Any]:
-    message = {"role": "user", "content": [SEES, *content], **more}
-    return {"model": "m", "messages": [message], "max_tokens": 4}
+def asking(*content: dict[str, Any]) -> dict[str, Any]:
+    return chat("m", None, messages=[{"role": "user", "content": [SEES, *content]}])
 
 
 def responding(*content: dict[str, Any]) -> dict[str, Any]:
     text = {"type": "input_text", "text": "t5 t6"}
     message = {"type": "message", "role": "user", "content": [text, *content]}
-    return {"model": "m", "input": [message], "max_output_tokens": 4}
+    return response("m", None, input=[message])
 
 
-def ollama(route: str, **more: Any) -> dict[str, Any]:
-    asked = {"messages": [{"role": "user", "content": "t5 t6", **more}]}
-    if route == "/api/generate":
-        asked = {"prompt": "t5 t6", **more}
-    return {"model": "m", "stream": False, "options": {"num_predict": 4}, **asked}
-
-
-def generating(**more: Any) -> dict[str, Any]:
-    return {"text": "t5 t6", "sampling_params": {"max_new_tokens": 4}, **more}
-
-
-TEXT: dict[str, dict[str, Any]] = {
-    "/generate": generating(),
-    "/v1/chat/completions": asking(),
-    "/v1/completions": {"model": "m", "prompt": "t5 t6", "max_tokens": 4},
-    "/v1/responses": responding(),
-    "/v1/messages": asking(),
-    "/api/chat": ollama("/api/chat"),
-    "/api/generate": ollama("/api/generate"),
-}
+TEXT = {route: body("m", None) for route, body in ROUTES.items()}
+TEXT |= {"/v1/chat/completions": asking(), "/v1/messages": asking(), "/v1/responses": responding()}
 MEDIA: list[tuple[str, dict[str, Any]]] = [
-    ("/generate", generating(image_data=URL)),
-    ("/generate", generating(audio_data=URL)),
-    ("/generate", generating(video_data=URL)),
-    ("/v1/chat/completions", asking({"type": "image_url", "image_url": {"url": URL}})),
-    ("/v1/chat/completions", asking({"type": "video_url", "video_url": {"url": URL}})),
-    ("/v1/chat/completions", asking({"type": "audio_url", "audio_url": {"url": URL}})),
+    *(("/generate", TEXT["/generate"] | {f"{kind}_data": URL}) for kind in MEDIA_KINDS),
+    *(
+        ("/v1/chat/completions", asking({"type": f"{kind}_url", f"{kind}_url": {"url": URL}}))
+        for kind in MEDIA_KINDS
+    ),
     ("/v1/responses", responding({"type": "input_image", "image_url": URL})),
     ("/v1/messages", asking(BLOCK)),
     ("/v1/messages", asking({"type": "tool_result", "tool_use_id": "x", "content": [BLOCK]})),
-    ("/api/chat", ollama("/api/chat", images=[PIXEL])),
-    ("/api/generate", ollama("/api/generate", images=[PIXEL])),
+    ("/api/chat", TEXT["/api/chat"] | {"messages": [MESSAGES[0] | {"images": [PIXEL]}]}),
+    ("/api/generate", TEXT["/api/generate"] | {"images": [PIXEL]}),
 ]
 
 

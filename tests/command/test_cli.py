@@ -1,15 +1,16 @@
 """``sglang-smc``: which words it knows, how it ends, and that its help does not wait."""
 
-import subprocess
 import sys
 from importlib import import_module
 
 import pytest
+from programs import printed
 
 from sglang_smc import __version__
 from sglang_smc.command import cli
 
-HEAVY = ("torch", "sglang", "transformers", "openai")
+HEAVY = ("torch", "sglang", "transformers", "openai", "matplotlib", "numpy")
+PLAN = "plan --target llama-3.1-8b --draft llama-3.2-1b --device h200"
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,15 +34,13 @@ def test_a_command_gets_the_words_behind_it(monkeypatch: pytest.MonkeyPatch) -> 
         assert given == [["--x", "1"]]
 
 
-def test_help_waits_for_nothing_heavy() -> None:
-    asked = [["--help"], *([name, "--help"] for name in ("doctor", "plan", "watch"))]
+def test_help_and_a_plan_wait_for_nothing_heavy() -> None:
+    asked = ["--help", "doctor --help", "plan --help", "watch --help", PLAN]
     program = (
         "import sys\nfrom sglang_smc.command.cli import main\n"
-        f"for words in {asked}:\n"
+        f"for words in {[line.split() for line in asked]}:\n"
         "    try: main(words)\n    except SystemExit: pass\n"
         f"print([name for name in {HEAVY} if name in sys.modules])"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True
-    )
-    assert found.stdout.splitlines()[-1] == "[]"
+    told = printed(sys.executable, "-c", program)
+    assert "Best: SMC" in told and told.splitlines()[-1] == "[]"

@@ -4,10 +4,11 @@ import argparse
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -123,20 +124,11 @@ def test_vocabularies(draft: Path, spoil: Callable[[Path], Any], level: str, say
     assert found.level == level and says in found.found
 
 
-@pytest.fixture
-def _kept_environment() -> Iterator[None]:
-    """Resolving server arguments exports some of them as environment variables."""
+@mock.patch.dict(os.environ)  # resolving server arguments exports some of them
+def test_a_family_that_is_not_supported_is_refused(draft: Path) -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
-
-
-@pytest.mark.usefixtures("_kept_environment")
-def test_a_family_that_is_not_supported_is_refused(draft: Path) -> None:
     assert pair._accepted(options("--target", TARGET, "--draft", DRAFT)).level == OK
     edit(draft, architectures=["LlamaForSequenceClassification"])
     found = pair._accepted(options("--target", TARGET, "--draft", str(draft)))

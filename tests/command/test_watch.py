@@ -1,13 +1,12 @@
 """``sglang-smc watch``: intervals from what a server tells. A stand-in tells it."""
 
-import json
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from hostile import HOSTILE
+from little_server import answering
 
 from sglang_smc.watch import cli, looks
 from sglang_smc.watch.lines import HEADER, REQUEST_HEADER, line_of, lines_of, request_line
@@ -102,36 +101,22 @@ def test_text_of_clients_is_shown_in_escapes() -> None:
 @pytest.fixture
 def server() -> Iterator[Callable[..., str]]:
     """Starts one that answers with these states in turn, the last again and again."""
-    running: list[HTTPServer] = []
+    with ExitStack() as running:
 
-    def start(*states: dict[str, Any], key: str | None = None) -> str:
-        left = list(states)
+        def start(*states: dict[str, Any], key: str | None = None) -> str:
+            left = list(states)
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                allowed = key is None or self.headers["Authorization"] == f"Bearer {key}"
-                self.send_response(200 if allowed else 401)
-                self.end_headers()
-                if self.path == "/server_info":
-                    state = left.pop(0) if len(left) > 1 else left[0]
-                    answer: dict[str, Any] = {"internal_states": [state]}
-                else:
-                    assert self.path == "/v1/loads?include=core"
-                    answer = {"loads": [LOAD]}
-                self.wfile.write(json.dumps(answer).encode())
+            def answer(path: str, headers: Mapping[str, str]) -> tuple[int, Any]:
+                if key is not None and headers["Authorization"] != f"Bearer {key}":
+                    return 401, {}
+                if path == "/server_info":
+                    return 200, {"internal_states": [left.pop(0) if len(left) > 1 else left[0]]}
+                assert path == "/v1/loads?include=core"
+                return 200, {"loads": [LOAD]}
 
-            def log_message(self, *_: Any) -> None:
-                pass
+            return running.enter_context(answering(answer))
 
-        one = HTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=one.serve_forever, daemon=True).start()
-        running.append(one)
-        return f"http://127.0.0.1:{one.server_port}"
-
-    yield start
-    for one in running:
-        one.shutdown()
-        one.server_close()
+        yield start
 
 
 def state(totals: dict[str, Any]) -> dict[str, Any]:
@@ -157,14 +142,10 @@ def test_a_key_is_sent(server: Callable[..., str], capsys: pytest.CaptureFixture
     assert cli.main([*words, "--api-key", "secret"]) == 0
 
 
-def test_a_server_without_smc_is_said(
-    server: Callable[..., str], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense", None])
+def test_nothing_there_is_said(
+    server: Callable[..., str], url: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([server({}), "--once"]) == 1
-    assert "does not run SMC" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense"])
-def test_nothing_there_is_said(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([url, "--once"]) == 1
-    assert f"{url}/server_info" in capsys.readouterr().err
+    """Nor SMC at what is there."""
+    assert cli.main([url or server({}), "--once"]) == 1
+    assert (f"{url}/server_info" if url else "does not run SMC") in capsys.readouterr().err

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -34,10 +35,8 @@ def _plugins() -> None:
 @pytest.fixture(autouse=True)
 def _environment() -> Iterator[None]:
     """Resolving server arguments exports some of them as environment variables."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +49,6 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def smc(model_path: str) -> dict[str, Any]:
-    """The fewest `Engine` keywords that select SMC."""
     return {
         "model_path": model_path,
         "speculative_algorithm": "SMC",

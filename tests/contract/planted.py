@@ -231,102 +231,61 @@ def found_in(
 
 
 PARALLEL = "srt/fields/parallel.py"  # or else where the arguments are a dataclass
+POOL, ME = "srt/pool.py", "sglang_smc/upstream.py"
 
-# What breaks in SGLang: a file, what of it changes to what, and what is then said where.
-BREAKS = {
-    "module moved": ("srt/pool.py", None, "", "names", "sglang.srt.pool.Pool is gone"),
-    "no longer exported": ("api.py", "*", "Base", "names", "sglang.api.Owner is gone"),
-    "gone from a module": ("srt/pool.py", "class Pool", "class Rows", "names", "sglang.api.pool"),
-    "hook's target": ("owner.py", "def wait", "def wait_for", "hooks", "sglang.owner.Owner.wait"),
-    "hook's parameters": ("owner.py", "wait(self, obj)", "wait(self, obj, x)", "hooks", "only ("),
-    "hook's order": ("owner.py", "wait(self, obj)", "wait(obj, self)", "hooks", "only ("),
-    "hooked coroutine": ("owner.py", "async def wait", "def wait", "hooks", "is no coroutine"),
-    "keyword": ("owner.py", "*, device", "*, place", "calls", "takes no keyword device"),
-    "left out": ("owner.py", "size, *,", "size, rank, *,", "calls", "wants rank"),
-    "one too many": ("owner.py", "def made(cls, size)", "def made(cls)", "calls", "by position"),
-    "super's keyword": ("srt/pool.py", "keep=0", "held=0", "calls", "takes no keyword keep"),
-    "override": ("srt/pool.py", "rows, keep=0", "rows, keep=0, x=0", "overrides", "our method"),
-    "override's name": ("srt/pool.py", "rows, keep=0", "slots, keep=0", "overrides", "our method"),
-    "attribute": ("owner.py", "self.held", "self.kv.held", "attributes", "Owner has no held"),
-    "new setting": (PARALLEL, "tp_size", "x: int; tp_size", "to judge", "new field ServerArgs.x"),
-    "new method": ("srt/pool.py", "def free", "def keep", "to judge", "new method Pool.keep"),
-    "table kept": ("srt/pool.py", "...", "self.t = x.req_to_token", "req_to_token", "srt.pool"),
-    **{
-        name: ("owner.py", old, new, "relied on", expected)
-        for name, old, new, expected in (
-            ("renamed", "def build(", "def build_it(", "build is missing"),
-            ("class renamed", "class Info", "class Information", "Info is missing"),
-            ("parameter gone", "size, *, device", "size, *, place", "takes no keyword device"),
-            ("other order", "(size, device", "(device, size", "not first (size)"),
-            ("keyword alone", "wait(self, obj)", "wait(self, *, obj)", "not first (self obj)"),
-            ("no coroutine", "async def wait", "def wait", "is now plain, not coroutine"),
-            ("returns", "yield obj", "return obj", "is now coroutine, not async generator"),
-            (
-                "moved to an inner object",
-                "self.held, self.rank",
-                "self.kv.held, self.rank",
-                "no held",
-            ),
-            ("set on nothing", "self.held, self.rank", "held, self.rank", "has no held"),
-            ("never None", "self.kv = None", "self.kv = Info(0)", "never sets kv to None"),
-            ("field never None", "str | None = None", 'str = ""', "never sets name to None"),
-            ("field gone", "length: int", "size: int", "Info has no length"),
-            ("no dataclass", "@dataclass(slots=True)", "", "Info has no __dataclass_fields__"),
-            ("calls another", "self.worker.update", "self.runner.update", "not call worker.update"),
-            ("hands on another", "(obj.update", "(obj.load", "does not hand on obj.update"),
-            ("passes more", "dict(size=1", "dict(rank=0, size=1", "passes not just these keywords"),
-            ("passes less", "size=1, ", "", "passes not just these keywords"),
-            (
-                "no function",
-                "def build(size, device",
-                "build = 0\ndef o(size, device",
-                "no function",
-            ),
-        )
-    },
-}
+# What breaks: a file, what of it becomes what, and what is then said where. Of a file of the
+# project that is asked of the older release, and of the newer; None: nothing.
+BREAKS: list[tuple[str, str | None, str, str, str | tuple[str | None, str | None]]] = [
+    (POOL, None, "", "names", "sglang.srt.pool.Pool is gone"),
+    ("api.py", "*", "Base", "names", "sglang.api.Owner is gone"),
+    (POOL, "class Pool", "class Rows", "names", "sglang.api.pool"),
+    ("owner.py", "def wait", "def wait_for", "hooks", "sglang.owner.Owner.wait"),
+    ("owner.py", "wait(self, obj)", "wait(self, obj, x)", "hooks", "only ("),
+    ("owner.py", "wait(self, obj)", "wait(obj, self)", "hooks", "only ("),
+    ("owner.py", "async def wait", "def wait", "hooks", "is no coroutine"),
+    ("owner.py", "*, device", "*, place", "calls", "takes no keyword device"),
+    ("owner.py", "size, *,", "size, rank, *,", "calls", "wants rank"),
+    ("owner.py", "def made(cls, size)", "def made(cls)", "calls", "by position"),
+    (POOL, "keep=0", "held=0", "calls", "takes no keyword keep"),
+    (POOL, "rows, keep=0", "rows, keep=0, x=0", "overrides", "our method"),
+    (POOL, "rows, keep=0", "slots, keep=0", "overrides", "our method"),
+    ("owner.py", "self.held", "self.kv.held", "attributes", "Owner has no held"),
+    (PARALLEL, "tp_size", "x: int; tp_size", "to judge", "new field ServerArgs.x"),
+    (POOL, "def free", "def keep", "to judge", "new method Pool.keep"),
+    (POOL, "...", "self.t = x.req_to_token", "req_to_token", "srt.pool"),
+    ("owner.py", "def build(", "def build_it(", "relied on", "build is missing"),
+    ("owner.py", "class Info", "class Information", "relied on", "Info is missing"),
+    ("owner.py", "size, *, device", "size, *, place", "relied on", "takes no keyword device"),
+    ("owner.py", "(size, device", "(device, size", "relied on", "not first (size)"),
+    ("owner.py", "wait(self, obj)", "wait(self, *, obj)", "relied on", "not first (self obj)"),
+    ("owner.py", "async def wait", "def wait", "relied on", "is now plain, not coroutine"),
+    ("owner.py", "yield obj", "return obj", "relied on", "is now coroutine, not async generator"),
+    ("owner.py", "self.held, self.rank", "self.kv.held, self.rank", "relied on", "has no held"),
+    ("owner.py", "self.held, self.rank", "held, self.rank", "relied on", "has no held"),
+    ("owner.py", "self.kv = None", "self.kv = Info(0)", "relied on", "never sets kv to None"),
+    ("owner.py", "str | None = None", 'str = ""', "relied on", "never sets name to None"),
+    ("owner.py", "length: int", "size: int", "relied on", "Info has no length"),
+    ("owner.py", "@dataclass(slots=True)", "", "relied on", "Info has no __dataclass_fields__"),
+    ("owner.py", "self.worker.update", "self.runner.update", "relied on", "not call worker.update"),
+    ("owner.py", "(obj.update", "(obj.load", "relied on", "does not hand on obj.update"),
+    ("owner.py", "dict(size=1", "dict(rank=0, size=1", "relied on", "passes not just these"),
+    ("owner.py", "size=1, ", "", "relied on", "passes not just these keywords"),
+    ("owner.py", "def build(size, device", "build = 0\ndef o(size, device", "relied on", "no func"),
+    (ME, "request.row\n", "request.line\n", "attributes", ("Request has no line", None)),
+    (ME, "request.slots", "request.line", "attributes", (None, "Request has no line")),
+    (ME, "key=0", "name=0", "calls", (None, "takes no keyword name")),
+    (ME, "import row_of", "import rows", "names", (None, "request.rows is gone")),
+    (ME, "if not IS_NEWER", "if request", "attributes", ("has no slots", "has no row")),
+    (ME, "not IS_NEWER", "IS_NEWER", "attributes", ("has no slots", "has no row")),
+]
 
 # What a release that is not supported yet has otherwise than the newest that is.
-CHANGES = {
-    "hook's target reads otherwise": (
-        "owner.py",
-        "return obj",
-        "return [obj]",
-        "changed",
-        "Owner.wait",
-    ),
-    "what a hook counts on": (
-        "owner.py",
-        "return cls(size)",
-        "return cls(0)",
-        "changed",
-        "Owner.made",
-    ),
-    "setting dropped": (
-        PARALLEL,
-        "tp_size",
-        "x",
-        "to judge",
-        "no field ServerArgs.tp_size any more",
-    ),
-    "method dropped": (
-        "srt/pool.py",
-        "def free",
-        "def keep",
-        "to judge",
-        "no method Pool.free any",
-    ),
-}
-
-# What breaks in the project's branches on the release, and what of it the two releases hear.
-BRANCH_BREAKS = {
-    "older's attribute": ("request.row\n", "request.line\n", "Request has no line", None),
-    "newer's attribute": ("request.slots", "request.line", None, "Request has no line"),
-    "newer's keyword": ("key=0", "name=0", None, "takes no keyword name"),
-    "newer's import": ("import row_of", "import rows", None, "request.rows is gone"),
-    "no branch": ("if not IS_NEWER", "if request", "has no slots", "has no row"),
-    "wrong way round": ("not IS_NEWER", "IS_NEWER", "has no slots", "has no row"),
-}
+CHANGES = [
+    ("owner.py", "return obj", "return [obj]", "changed", "Owner.wait"),  # a hook's target
+    ("owner.py", "return cls(size)", "return cls(0)", "changed", "Owner.made"),  # counted on
+    (PARALLEL, "tp_size", "x", "to judge", "no field ServerArgs.tp_size any more"),
+    (POOL, "def free", "def keep", "to judge", "no method Pool.free any"),
+]
 
 # A file of ours, and what of it runs on the older and on the newer release.
 BRANCHES = {
@@ -349,10 +308,9 @@ BRANCHES = {
 }
 
 
-def broken(sglang: dict[str, str], file: str, old: str | None, new: str) -> dict[str, str]:
-    """SGLang with a break; the older release has its arguments elsewhere."""
-    name = file if file in sglang else "srt/server_args.py"
+def broken(files: dict[str, str], file: str, old: str | None, new: str) -> dict[str, str]:
+    name = file if file in files else "srt/server_args.py"
     if old is None:
-        return {other: text for other, text in sglang.items() if other != name}
-    assert sglang[name].count(old) == 1
-    return {**sglang, name: sglang[name].replace(old, new)}
+        return {other: text for other, text in files.items() if other != name}
+    assert files[name].count(old) == 1
+    return {**files, name: files[name].replace(old, new)}

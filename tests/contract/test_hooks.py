@@ -69,10 +69,6 @@ def test_scheduler_installs_them_when_it_asks_for_the_worker(
     assert asked_for == [hooks.SMC]
 
 
-def start(smc: dict) -> None:
-    resolve(**smc)
-
-
 def launch(smc: dict) -> None:
     resolve(**smc).check_server_args()
 
@@ -83,8 +79,8 @@ def schedule(_: dict) -> None:
 
 #: What of a process notices that a hook of a group did not land; schedulers are their own.
 NOTICED: dict[hooks.Group, tuple[Callable[[dict], Any], ...]] = {
-    hooks.FLAGS: (start, schedule),
-    hooks.DRAFTS: (start, schedule),
+    hooks.FLAGS: (lambda smc: resolve(**smc), schedule),
+    hooks.DRAFTS: (lambda smc: resolve(**smc), schedule),
     hooks.SMC: (launch, schedule),
     hooks.CPU_PLATFORM: (lambda _: PlainCpuPlatform().init_backend(),),
     hooks.CPU_SPECULATION: (lambda _: PlainCpuPlatform().get_speculative_worker_cls("STANDALONE"),),
@@ -134,14 +130,12 @@ def test_hook_on_what_another_plugin_has_hooked(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "user", user)
     HookRegistry.register("hooked.f", lambda f: [*f(), "theirs"], HookType.AROUND)
     HookRegistry.apply_hooks()
+    nothing: dict[str, Any] = {"what": "", "why": "", "relies_on": (), "retire_when": ""}
     ours = hooks.Patch(
         target="hooked.f",
         hook_type=HookType.AROUND,
         function=lambda f: [*f(), "ours"],
-        what="",
-        why="",
-        relies_on=(),
-        retire_when="",
+        **nothing,
     )
     monkeypatch.setattr(hooks, "collect", lambda group: (ours,))
     for _ in range(2):

@@ -21,18 +21,11 @@ from sglang_smc.server import presets, refusals
 from sglang_smc.state import counters, monitor
 
 ROOT = Path(__file__).parents[2]
+FOLDERS_OF_PAGES = (".", "docs", "kernels", "patches", "bench", "deploy", "*/*")
 PAGES = sorted(
     path
-    for pattern in (
-        "*.md",
-        "docs/*.md",
-        "kernels/*.md",
-        "patches/*.md",
-        "bench/*.md",
-        "deploy/*.md",
-        "*/*/*.md",
-    )
-    for path in ROOT.glob(pattern)
+    for folder in FOLDERS_OF_PAGES
+    for path in ROOT.glob(f"{folder}/*.md")
     if not any(part.startswith(".") or part in ("build", "dist") for part in path.parts)
 )
 REFERENCE = (ROOT / "docs" / "reference.md").read_text()
@@ -202,9 +195,28 @@ def test_every_choice_of_a_flag_is_named() -> None:
             assert missing == [], f"{name}: {missing}"
 
 
-def test_every_request_key_has_a_row() -> None:
+def test_all_are_named_in_their_places() -> None:
+    """Request keys, refused fields, metrics, and kernels that have a reference."""
     keys = [row.split("`")[1] for row in rows_below("Request keys") if row.count("`") == 2]
     assert set(request._KEYS) <= set(keys)
+    kernels = {
+        name: ROOT / "kernels" / "README.md"
+        for path in (ROOT / "kernels").rglob("*.py")
+        for name in (path.relative_to(ROOT / "kernels").as_posix(), *referring(path))
+    }
+    operations = ROOT / "docs" / "operations.md"
+    metrics = dict.fromkeys((f"{total.name}_total" for total in monitor.TOTALS), operations)
+    section = REFERENCE.partition("\n## What is HTTP 400\n")[2]
+    assert [r.field for r in refusals._FIELDS if f"`{r.field}`" not in section] == []
+    named = kernels | metrics | {monitor.ESS_RATIO: operations}
+    assert len(kernels) > 5 and len(metrics) > 5
+    assert [name for name, page in named.items() if f"`{name}`" not in page.read_text()] == []
+
+
+def referring(path: Path) -> list[str]:
+    """Functions of a file whose docstrings name their reference."""
+    functions = (n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef))
+    return [one.name for one in functions if "Reference:" in (ast.get_docstring(one) or "")]
 
 
 def test_every_answer_field_has_a_row() -> None:
@@ -218,12 +230,6 @@ def test_every_answer_field_has_a_row() -> None:
     }
 
 
-def test_every_refused_field_is_listed() -> None:
-    section = REFERENCE.partition("\n## What is HTTP 400\n")[2]
-    missing = [r.field for r in refusals._FIELDS if f"`{r.field}`" not in section]
-    assert missing == []
-
-
 def test_every_environment_variable_is_listed() -> None:
     sources = [*(ROOT / "sglang_smc").rglob("*.py"), *(ROOT / "patches").glob("*.py")]
     read = {
@@ -231,24 +237,6 @@ def test_every_environment_variable_is_listed() -> None:
     }
     named = set(re.findall(r"`(SGLANG_SMC_\w+)", "".join(rows_below("Environment variables"))))
     assert named == read
-
-
-def test_every_metric_is_listed() -> None:
-    page = (ROOT / "docs" / "operations.md").read_text()
-    missing = [total.name for total in monitor.TOTALS if f"`{total.name}_total`" not in page]
-    assert missing == [] and f"`{monitor.ESS_RATIO}`" in page
-
-
-def test_every_kernel_is_listed() -> None:
-    folder = ROOT / "kernels"
-    page = (folder / "README.md").read_text()
-    for path in folder.rglob("*.py"):
-        assert f"`{path.relative_to(folder).as_posix()}`" in page
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and "Reference:" in (
-                ast.get_docstring(node) or ""
-            ):
-                assert f"`{node.name}`" in page
 
 
 def test_the_plan_prints_the_rows_that_are_shown(capsys: pytest.CaptureFixture[str]) -> None:

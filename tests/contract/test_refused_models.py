@@ -43,15 +43,9 @@ MODELS = {
         "num_hidden_layers": 4,
     },
     "an encoder": {"model_type": "mllama", "arch": "MllamaForConditionalGeneration"},
-    "inputs that are no text": {
-        "model_type": "llava",
-        "arch": "LlavaForConditionalGeneration",
-    },
+    "inputs that are no text": {"model_type": "llava", "arch": "LlavaForConditionalGeneration"},
     "no next-token head": {"model_type": "llama", "arch": "LlamaForSequenceClassification"},
-    "layers whose heads differ in width": {
-        "model_type": "llama",
-        "arch": "Gemma4ForCausalLM",
-    },
+    "layers whose heads differ in width": {"model_type": "llama", "arch": "Gemma4ForCausalLM"},
     "chunked attention in .* of 8": {
         "model_type": "llama4",
         "arch": "Llama4ForConditionalGeneration",
@@ -71,11 +65,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"model_type": "mistral", "sliding_window": 4096},
     "Phi3ForCausalLM": {"model_type": "phi3", "sliding_window": 2047, "pad_token_id": 0},
     "Starcoder2ForCausalLM": {"model_type": "starcoder2", "sliding_window": 4096},
-    "Qwen2ForCausalLM": {
-        "model_type": "qwen2",
-        "sliding_window": 32768,
-        "use_sliding_window": False,
-    },
+    "Qwen2ForCausalLM": {"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": False},
     "Qwen3ForCausalLM": {
         "model_type": "qwen3",
         "sliding_window": 4096,
@@ -101,45 +91,33 @@ if "minicpm3" in CONFIG_MAPPING:  # 0.5.17 comes with a transformers that lacks 
     ATTENTION["MiniCPM3ForCausalLM"] = {**LATENT, "model_type": "minicpm3"}
 
 
-@pytest.fixture(params=MODELS)
-def other_model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str]:
-    """What is said of a model, and a folder with its configuration."""
-    config = {"max_position_embeddings": 256, **MODELS[request.param]}
-    config["architectures"] = [config.pop("arch")]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return request.param, str(tmp_path)
+def saved(folder: Path, arch: str, **config: Any) -> dict[str, str]:
+    """Write a model's configuration; return the argument that makes it the draft."""
+    told = {"architectures": [arch], "max_position_embeddings": 256, **config}
+    (folder / "config.json").write_text(json.dumps(told))
+    return {"speculative_draft_model_path": str(folder)}
 
 
+@pytest.mark.parametrize("kind", MODELS)
 def test_unsupported_model_is_refused(
-    monkeypatch: pytest.MonkeyPatch, smc: dict, other_model: tuple[str, str]
+    monkeypatch: pytest.MonkeyPatch, smc: dict, tmp_path: Path, kind: str
 ) -> None:
-    kind, path = other_model
-    args = with_other(resolve(**smc), model_path=path)
+    """As a draft, and as a target; a draft with a word on what else there is."""
+    saved(tmp_path, **MODELS[kind])
+    with pytest.raises(ValueError, match=f"--speculative-draft-model-path .* has {kind}") as error:
+        resolve(**smc | saved(tmp_path, **MODELS[kind]))
+    assert "Choose another draft: Llama, Qwen2 and Qwen3, Mistral" in str(error.value)
+    args = with_other(resolve(**smc), model_path=str(tmp_path))
     monkeypatch.setattr(supported, "model_config_of", ModelConfig.from_server_args)
     with pytest.raises(ValueError, match=f"--model-path .* has {kind}"):
         algorithm.validate_server_args(args)
-
-
-def test_unsupported_draft_is_refused(smc: dict, other_model: tuple[str, str]) -> None:
-    kind, path = other_model
-    with pytest.raises(ValueError, match=f"--speculative-draft-model-path .* has {kind}"):
-        resolve(**smc | {"speculative_draft_model_path": path})
 
 
 @pytest.mark.parametrize("arch", ATTENTION)
 def test_a_model_whose_layers_attend_to_all_or_to_a_window_is_not_refused(
     smc: dict, tmp_path: Path, arch: str
 ) -> None:
-    config = {"architectures": [arch], "max_position_embeddings": 256, **ATTENTION[arch]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    resolve(**smc | {"speculative_draft_model_path": str(tmp_path)})
-
-
-def test_a_refused_model_is_told_what_else_there_is(smc: dict, tmp_path: Path) -> None:
-    config = {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="Choose another draft: Llama, Qwen2 and Qwen3, Mistral"):
-        resolve(**smc | {"speculative_draft_model_path": str(tmp_path)})
+    resolve(**smc | saved(tmp_path, arch, **ATTENTION[arch]))
 
 
 @pytest.mark.parametrize(("head_dim", "refused"), [(512, True), (256, False), (None, False)])
@@ -174,9 +152,8 @@ WITH_EXTRA_LAYERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("arch", WITH_EXTRA_LAYERS)
 def test_a_draft_is_not_taken_for_extra_layers(smc: dict, tmp_path: Path, arch: str) -> None:
     """For SMC; other algorithms go on drafting with them."""
-    config = {"architectures": [arch], "num_hidden_layers": 3, **WITH_EXTRA_LAYERS[arch]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    args = resolve(**smc | {"speculative_draft_model_path": str(tmp_path)})
+    draft = saved(tmp_path, arch, num_hidden_layers=3, **WITH_EXTRA_LAYERS[arch])
+    args = resolve(**smc | draft)
     whole = ModelConfig.from_server_args(args, model_path=str(tmp_path), is_draft_model=True)
     assert whole.hf_config.architectures == [arch]
     assert whole.num_nextn_predict_layers is None
@@ -185,52 +162,41 @@ def test_a_draft_is_not_taken_for_extra_layers(smc: dict, tmp_path: Path, arch: 
     assert extra.num_nextn_predict_layers == 1
 
 
-def test_a_draft_is_refused_for_the_layers_that_extra_ones_lack(smc: dict, tmp_path: Path) -> None:
-    """Those of Nemotron-H have no recurrent state, of which SGLang is told by the draft's place."""
-    config = {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"speculative-draft-model-path .* has a recurrent"):
-        resolve(**smc | {"speculative_draft_model_path": str(tmp_path)})
-
-
 RECURRENT = {
-    "architectures": ["Qwen3_5ForCausalLM"],
+    "arch": "Qwen3_5ForCausalLM",
     "model_type": "qwen3_5_text",
-    "max_position_embeddings": 256,
     "num_hidden_layers": 4,
     "full_attention_interval": 4,
 }
+
+
+@pytest.mark.parametrize(
+    "config",
+    # Extra layers of Nemotron-H have no state, of which SGLang is told by the draft's place.
+    [{"arch": "NemotronHForCausalLM", "model_type": "nemotron_h"}, RECURRENT],
+    ids=["Nemotron-H", "Qwen 3.5"],
+)
+def test_a_draft_with_states_is_refused(smc: dict, tmp_path: Path, config: dict[str, Any]) -> None:
+    said = r"--speculative-draft-model-path .* has a recurrent.*Choose another draft"
+    with pytest.raises(ValueError, match=said):
+        resolve(**smc | saved(tmp_path, **config))
 
 
 @pytest.mark.skipif(not upstream.IS_NEWEST, reason="older releases are refused")
 def test_a_target_with_states_runs_without_the_radix_cache(
     monkeypatch: pytest.MonkeyPatch, smc: dict, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(RECURRENT))
+    """At defaults, too, where SGLang itself ends in an assertion that names no flag."""
+    saved(tmp_path, **RECURRENT)
+    target, free = {"model_path": str(tmp_path)}, {"disable_radix_cache": True}
+    without = r"linear attention[;,]? .* Pass --disable-radix-cache[.,]"
+    with pytest.raises(ValueError, match=without):
+        resolve(**smc | target)
+    resolve(**smc | target | free)
     monkeypatch.setattr(supported, "model_config_of", ModelConfig.from_server_args)
-    cached, free = (
-        with_other(resolve(**smc), model_path=str(tmp_path), disable_radix_cache=without)
-        for without in (False, True)
-    )
-    with pytest.raises(ValueError, match=r"linear attention; .* Pass --disable-radix-cache\."):
-        algorithm.validate_server_args(cached)
-    algorithm.validate_server_args(free)
+    with pytest.raises(ValueError, match=without):
+        algorithm.validate_server_args(with_other(resolve(**smc), **target))
+    args = with_other(resolve(**smc), **target, **free)
+    algorithm.validate_server_args(args)
     with pytest.raises(ValueError, match=r"Leave out --enable-streaming-session\."):
-        algorithm.validate_server_args(with_other(free, enable_streaming_session=True))
-
-
-@pytest.mark.skipif(not upstream.IS_NEWEST, reason="older releases are refused")
-def test_a_target_with_states_is_told_at_defaults_to_run_without_the_radix_cache(
-    smc: dict, tmp_path: Path
-) -> None:
-    """Else SGLang itself ends in an assertion that names no flag."""
-    (tmp_path / "config.json").write_text(json.dumps(RECURRENT))
-    with pytest.raises(ValueError, match=r"linear attention.* Pass --disable-radix-cache"):
-        resolve(**smc | {"model_path": str(tmp_path)})
-    resolve(**smc | {"model_path": str(tmp_path), "disable_radix_cache": True})
-
-
-def test_a_draft_with_states_is_refused(smc: dict, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(RECURRENT))
-    with pytest.raises(ValueError, match=r"--speculative-draft-model-path .*Choose another draft"):
-        resolve(**smc | {"speculative_draft_model_path": str(tmp_path)})
+        algorithm.validate_server_args(with_other(args, enable_streaming_session=True))

@@ -65,30 +65,29 @@ def test_unsupported_sglang_is_told_to_those_who_select_smc(
     assert resolve(model_path=smc["model_path"]).speculative_algorithm is None
 
 
-@pytest.mark.parametrize("installed", [upstream.SUPPORTED[0], "9.9.9"])
-def test_no_hooks_are_handed_over_but_those_of_the_flags(
-    unregistered: None, handed_over: list[str], monkeypatch: pytest.MonkeyPatch, installed: str
-) -> None:
-    monkeypatch.setattr(version, "__version__", installed)
-    monkeypatch.delitem(sys.modules, "sglang.srt.configs.model_config")
-    plugin.register()
-    assert handed_over == [patch.target for patch in hooks.collect(hooks.FLAGS)]
-
-
 @pytest.mark.parametrize(
-    ("installed", "groups"),
-    [(upstream.SUPPORTED[0], [hooks.FLAGS, hooks.DRAFTS]), ("9.9.9", [hooks.FLAGS])],
+    ("installed", "is_loaded", "groups"),
+    [
+        (upstream.SUPPORTED[0], False, [hooks.FLAGS]),
+        ("9.9.9", False, [hooks.FLAGS]),
+        (upstream.SUPPORTED[0], True, [hooks.FLAGS, hooks.DRAFTS]),
+        ("9.9.9", True, [hooks.FLAGS]),
+    ],
 )
-def test_a_process_that_has_configurations_loaded_keeps_drafts_whole(
+def test_hooks_that_are_handed_over_are_those_of_the_flags(
     unregistered: None,
     handed_over: list[str],
     monkeypatch: pytest.MonkeyPatch,
     installed: str,
+    is_loaded: bool,
     groups: list[hooks.Group],
 ) -> None:
-    """A scheduler, which asks for our worker only once it has sized the KV pool for a draft."""
+    """And of drafts where configurations are loaded: a scheduler asks for our worker only once it
+    has sized the KV pool for a draft."""
     monkeypatch.setattr(version, "__version__", installed)
     assert "sglang.srt.configs.model_config" in sys.modules
+    if not is_loaded:
+        monkeypatch.delitem(sys.modules, "sglang.srt.configs.model_config")
     plugin.register()
     assert handed_over == [patch.target for patch in hooks.collect(*groups)]
 
@@ -147,10 +146,6 @@ def test_draft_decodes_while_target_verifies() -> None:
     width = algorithm.get_num_tokens_per_req_for_target_verify
     assert width(9, is_draft_worker=False) == 9
     assert width(9, is_draft_worker=True) == 1
-
-
-def test_installed_version_is_supported() -> None:
-    assert compat.problem() is None
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import argparse
 import copy
 import dataclasses
 import logging
+import os
 import re
 from functools import partial
 from pathlib import Path
@@ -94,8 +95,15 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def test_keywords(smc: dict) -> None:
-    assert ours(resolve(**smc, **GIVEN)) == OURS
+def test_flags_come_by_keyword_by_command_line_and_from_resolved_arguments(smc: dict) -> None:
+    """SGLang's tools build an engine from what another one was built with."""
+    args = resolve(**smc, **GIVEN)
+    as_dict = args.resolved_dict if upstream.IS_NEWER else partial(dataclasses.asdict, args)
+    told = prepare_server_args(command_line(smc | GIVEN))
+    assert ours(args) == ours(told) == ours(resolve(**as_dict())) == OURS
+    short = [*command_line(smc), "--speculative-smc-num", "4", "--speculative-smc-ess=0.25"]
+    found = {"speculative_smc_num_particles": 4, "speculative_smc_ess_threshold": 0.25}.items()
+    assert found <= ours(prepare_server_args(short)).items()
 
 
 def test_engine_validates_before_it_starts_anything(smc: dict) -> None:
@@ -103,22 +111,9 @@ def test_engine_validates_before_it_starts_anything(smc: dict) -> None:
         sglang.Engine(**smc, speculative_smc_max_lag=0)
 
 
-def test_command_line(smc: dict) -> None:
-    assert ours(prepare_server_args(command_line(smc | GIVEN))) == OURS
-
-
 def test_a_tilt_implies_the_mode_that_follows_it(smc: dict) -> None:
     found = ours(resolve(**smc, **TILT))
     assert (found["speculative_smc_mode"], found["speculative_smc_tilt"]) == ("auto", 0.1)
-
-
-def test_command_line_abbreviated(smc: dict) -> None:
-    args = [*command_line(smc), "--speculative-smc-num", "4", "--speculative-smc-ess=0.25"]
-    found = ours(prepare_server_args(args))
-    assert (found["speculative_smc_num_particles"], found["speculative_smc_ess_threshold"]) == (
-        4,
-        0.25,
-    )
 
 
 def test_help_shows_flags_and_defaults(parser: argparse.ArgumentParser) -> None:
@@ -143,13 +138,19 @@ def test_stock_abbreviations_stay_unique(parser: argparse.ArgumentParser) -> Non
     assert lost == ({"--speculative-s"} if has_another else set())
 
 
-def test_settings_are_resolved(smc: dict) -> None:
-    args = resolve(**smc)
+@pytest.mark.parametrize(
+    ("given", "resolved"),
+    [({}, (8, 9, 48)), ({"speculative_num_steps": 3, "max_running_requests": 5}, (3, 4, 5))],
+)
+def test_settings_are_resolved_and_those_of_users_win(
+    smc: dict, given: dict[str, int], resolved: tuple[int, ...]
+) -> None:
+    args = resolve(**smc, **given)
     assert ours(args) == DEFAULTS | {"speculative_smc_round_graph": "off"}, "no GPU here"
     args = upstream.resolved(args)
-    assert (args.speculative_num_steps, args.speculative_num_draft_tokens) == (8, 9)
-    assert (args.speculative_eagle_topk, args.max_running_requests) == (1, 48)
-    assert args.disable_overlap_schedule
+    steps, width = args.speculative_num_steps, args.speculative_num_draft_tokens
+    assert (steps, width, args.max_running_requests) == resolved
+    assert args.speculative_eagle_topk == 1 and args.disable_overlap_schedule
 
 
 @pytest.mark.parametrize(
@@ -171,19 +172,6 @@ def test_rounds_are_captured_where_they_can_be(
         cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=decode_graphs)),
     )
     assert arguments._captures(SMCConfig(kernels=kernels), server_args) is captures
-
-
-def test_user_settings_win(smc: dict) -> None:
-    args = upstream.resolved(resolve(**smc, speculative_num_steps=3, max_running_requests=5))
-    assert (args.speculative_num_steps, args.speculative_num_draft_tokens) == (3, 4)
-    assert args.max_running_requests == 5
-
-
-def test_resolved_arguments_resolve_again(smc: dict) -> None:
-    """SGLang's tools build an engine from what another one was built with."""
-    args = resolve(**smc, **GIVEN)
-    as_dict = args.resolved_dict if upstream.IS_NEWER else partial(dataclasses.asdict, args)
-    assert ours(resolve(**as_dict())) == OURS
 
 
 def test_flags_are_read_only_and_in_the_config_namespace(smc: dict) -> None:
@@ -241,25 +229,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 #: Environment variables likewise: no plugins would be loaded; SGLang would reserve 1.7 GB for
 #: graphs that are measured, and there are none.
-ENVIRONMENT = {
-    "SGLANG_RUST_SERVER": "SGLANG_RUST_SERVER is set; allowed: ",
-    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "SIZING is set; allowed: false.* Unset it",
-}
+REFUSED += [
+    ({"SGLANG_RUST_SERVER": "1"}, "SGLANG_RUST_SERVER is set; allowed: "),
+    (
+        {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"},
+        "SIZING is set; allowed: false.* Unset it",
+    ),
+]
 
 
 @pytest.mark.parametrize(("given", "said"), REFUSED)
-def test_bad_setting_does_not_start(smc: dict, given: dict[str, Any], said: str) -> None:
+def test_a_server_does_not_start(smc: dict, given: dict[str, Any], said: str) -> None:
+    os.environ.update({name: value for name, value in given.items() if name.isupper()})
     with pytest.raises(ValueError, match=said):
-        resolve(**smc | given)
-
-
-@pytest.mark.parametrize(("name", "said"), ENVIRONMENT.items())
-def test_bad_environment_does_not_start(
-    smc: dict, monkeypatch: pytest.MonkeyPatch, name: str, said: str
-) -> None:
-    monkeypatch.setenv(name, "1")
-    with pytest.raises(ValueError, match=said):
-        resolve(**smc)
+        resolve(**smc | {name: value for name, value in given.items() if name.islower()})
 
 
 @pytest.mark.parametrize(("draft", "kept"), [("draft", True), ("eagle3", False), ("dflash", False)])

@@ -9,7 +9,6 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
-import torch
 from toy_laws import EOS, languages
 from toy_worker import ToyWorker
 from trace_replay import replay
@@ -56,8 +55,7 @@ def test_a_trace_of_rounds_is_valid(mode: str) -> None:
 
 
 def played(worker: ToyWorker, size: int) -> list[Any]:
-    """Requests behind their first round."""
-    reqs = worker.begin(list(range(1, size + 1)), torch.full((size,), 0.4, dtype=torch.float64))
+    reqs = worker.begin(list(range(1, size + 1)))
     result = worker.play_round(reqs)
     for group, req in enumerate(reqs):
         state = req.smc_state

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from contract.planted import (
-    BRANCH_BREAKS,
     BRANCHES,
     BREAKS,
     CHANGES,
@@ -20,7 +19,6 @@ from contract.planted import (
     OWNER,
     PROJECT,
     RELEASES,
-    UPSTREAM,
     broken,
     found_in,
     write,
@@ -81,18 +79,24 @@ def test_nothing_differs(tmp_path: Path, sglang: dict[str, str]) -> None:
     assert found_in(tmp_path / "more", {**sglang, "owner.py": more}, PROJECT) == []
 
 
-@pytest.mark.parametrize("sglang", RELEASES.values(), ids=RELEASES.keys())
-@pytest.mark.parametrize("name", BREAKS)
-def test_break_is_found(tmp_path: Path, name: str, sglang: dict[str, str]) -> None:
-    file, old, new, group, expected = BREAKS[name]
-    found = found_in(tmp_path, broken(sglang, file, old, new), PROJECT)
-    said = [finding.what for finding in found if finding.group == group]
-    assert any(expected in what for what in said), found
+@pytest.mark.parametrize("file, old, new, group, expected", BREAKS)
+def test_break_is_found(
+    tmp_path: Path, file: str, old: str | None, new: str, group: str, expected: Any
+) -> None:
+    for which, (name, sglang) in enumerate(RELEASES.items()):
+        if isinstance(expected, str):
+            wanted, project, sglang = expected, PROJECT, broken(sglang, file, old, new)
+        else:
+            wanted, project = expected[which], broken(PROJECT, file, old, new)
+        found = found_in(tmp_path / name, sglang, project)
+        said = [finding.what for finding in found if finding.group == group]
+        assert any(wanted in what for what in said) if wanted else found == [], found
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_change_since_the_newest_release_is_found(tmp_path: Path, name: str) -> None:
-    file, old, new, group, expected = CHANGES[name]
+@pytest.mark.parametrize("file, old, new, group, expected", CHANGES)
+def test_change_since_the_newest_release_is_found(
+    tmp_path: Path, file: str, old: str, new: str, group: str, expected: str
+) -> None:
     later = {**NEWER, "_version.py": "__version__ = version = '0.3.0'\n"}
     assert found_in(tmp_path / "same", later, PROJECT, known=True) == []
     found = found_in(tmp_path / "later", broken(later, file, old, new), PROJECT, known=True)
@@ -106,16 +110,6 @@ def test_judged_name_of_no_release_is_found(tmp_path: Path) -> None:
     assert [f.what for f in nowhere([Tree(tmp_path)], (stale, JUDGED[1]))] == [
         "ServerArgs.misspelled is in no supported release"
     ]
-
-
-@pytest.mark.parametrize("name", BRANCH_BREAKS)
-def test_break_in_a_branch_is_found_on_its_release(tmp_path: Path, name: str) -> None:
-    old, new, *expected = BRANCH_BREAKS[name]
-    assert UPSTREAM.count(old) == 1
-    project = {**PROJECT, "sglang_smc/upstream.py": UPSTREAM.replace(old, new)}
-    for (which, sglang), what in zip(RELEASES.items(), expected, strict=True):
-        found = found_in(tmp_path / which, sglang, project)
-        assert (found == []) if what is None else any(what in each.what for each in found)
 
 
 @pytest.mark.parametrize("code", BRANCHES)
@@ -148,7 +142,7 @@ def test_finding_says_where_and_what_to_do(tmp_path: Path) -> None:
     shown = "\n".join(report([found, found._replace(ours="sglang_smc/other.py:1")]))
     assert "Attributes that our files read: find where they are now: 2" in shown
     assert "sglang/owner.py:11 <- sglang_smc/other.py:1, sglang_smc/worker.py:9" in shown
-    groups = {group for *_, group, _ in [*BREAKS.values(), *CHANGES.values()]}
+    groups = {group for *_, group, _ in [*BREAKS, *CHANGES]}
     assert groups == command.HEADINGS.keys()
 
 

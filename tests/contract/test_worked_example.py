@@ -34,7 +34,6 @@ def uniforms(*values: float) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def found() -> rounds.Reweighted:
-    """The two particles' round."""
     rules = rounds.WeightRules(
         num_steps=torch.tensor([3]),
         ess_threshold=uniforms(THRESHOLD),
@@ -107,7 +106,6 @@ def test_the_bonus(found: rounds.Reweighted) -> None:
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    """`docs/draw_round.py`."""
     spec = importlib.util.spec_from_file_location("draw_round", DOCS / "draw_round.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -60,22 +60,12 @@ def test_zero_at_the_target_and_nowhere_below(loss: Loss) -> None:
     value.sum().backward()
     assert logits.grad is not None
     assert value.abs().max() < 1e-12 and logits.grad.abs().max() < 1e-12
-    assert loss(p, laws(30, 7, 6)).min() >= 0
-
-
-@pytest.mark.parametrize("loss", [*LOSSES.values(), partial(rejection_of_all, drafts=4)])
-def test_descent_leads_to_the_target(loss: Loss) -> None:
-    """Red for a wrong sign. That of many drafts ends where they suffice, which is earlier."""
-    p = laws(1, 7, 7)
-    logits = laws(1, 7, 8).mul(3).requires_grad_()
-    stepper = torch.optim.Adam([logits], lr=0.02)
-    first = float(loss(p, logits.log_softmax(-1)))
-    for _ in range(600):
-        stepper.zero_grad()
-        value = loss(p, logits.log_softmax(-1)).sum()
-        value.backward()
-        stepper.step()
-    assert float(value) < 0.05 * first
+    other = laws(30, 7, 6).requires_grad_()
+    before = loss(p, other.log_softmax(-1))
+    (slope,) = torch.autograd.grad(before.sum(), other)
+    after = loss(p, (other - 0.01 * slope).log_softmax(-1))
+    assert before.min() >= 0
+    assert (after <= before).all() and after.sum() < before.sum(), "descent leads to the target"
 
 
 def test_chi2_stays_finite_where_q_misses_all() -> None:

@@ -242,7 +242,6 @@ def test_a_killed_scheduler_ends_the_server_and_its_clients(server: FaultServer)
     scheduler = max(processes, key=lambda one: one.cpu_times().user)  # it runs the models
 
     def outcome(stream: bool) -> str:
-        """Return how a long request ends for its client."""
         params = {"max_new_tokens": 200, "ignore_eos": True}
         body = {"input_ids": [3, 4], "sampling_params": params, "stream": stream}
         try:

@@ -26,28 +26,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from sglang_smc.kernels.agreement import (
-    common_tail,
-    narrow,
-    num_distinct,
-    same_text,
-    stratify,
-)
 from sglang_smc.kernels.attention import work
 from sglang_smc.kernels.attention.gated_delta import gated_delta
 from sglang_smc.kernels.attention.latent import latent_attention
 from sglang_smc.kernels.attention.particle_attention import particle_attention
-from sglang_smc.kernels.edits import count_tokens, edit_logits
-from sglang_smc.kernels.filters import keep_tokens
-from sglang_smc.kernels.keep import keep
-from sglang_smc.kernels.lineage import commit, descend, reserve
-from sglang_smc.kernels.randomness import round_seeds, uniforms
-from sglang_smc.kernels.reweight import reweight_and_resample
-from sglang_smc.kernels.rows import tally
-from sglang_smc.kernels.sample import log_probs, log_sums, sample_and_score, score_tokens
-from sglang_smc.kernels.verify import begin_walk, walk_on
-from sglang_smc.kernels.watch import keep_column, watch
 from sglang_smc.models.gated_delta import Columns
+from sglang_smc.ops.triton_ops import TRITON
 from sglang_smc.smc.exact import Chains
 from sglang_smc.smc.fidelity import Path as Paths
 from sglang_smc.smc.fidelity import Watchable
@@ -75,29 +59,31 @@ def _sample(sizes: Sizes) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.empty(of_target, sizes.vocab, dtype=dtype)
         scored, own = torch.arange(of_target), torch.arange(of_draft)
-        sample_and_score(logits[:of_draft], ones, noise)
-        sample_and_score(logits, ones, noise, own)
-        score_tokens(logits, ones, scored)
-        kept = keep_tokens(logits, ones, ones.long(), ones, ones)
+        TRITON.sample_and_score(logits[:of_draft], ones, noise)
+        TRITON.sample_and_score(logits, ones, noise, own)
+        TRITON.score_tokens(logits, ones, scored)
+        kept = TRITON.keep_tokens(logits, ones, ones.long(), ones, ones)
         for greedy, left in ((ones.bool(), None), (None, kept), (ones.bool(), kept)):
-            sample_and_score(logits, ones, noise, own, greedy, left)
-            score_tokens(logits, ones, scored, scored, greedy, left)
-            log_probs(logits, ones, own, greedy, left)
-            log_sums(logits, ones, own, greedy, left)
+            TRITON.sample_and_score(logits, ones, noise, own, greedy, left)
+            TRITON.score_tokens(logits, ones, scored, scored, greedy, left)
+            TRITON.log_probs(logits, ones, own, greedy, left)
+            TRITON.log_sums(logits, ones, own, greedy, left)
 
 
 @launches
 def _same_text(sizes: Sizes) -> None:
     shape = sizes.groups, sizes.particles
     positions = torch.zeros(shape, dtype=torch.int64)
-    noise = uniforms(positions[:, 0], positions, Purpose.DRAFT)
-    uniforms(positions[:, 0], positions.unsqueeze(2).repeat(1, 1, sizes.steps), Purpose.DRAFT)
-    round_seeds(positions[:, 0], positions[:, 0])
+    noise = TRITON.uniforms(positions[:, 0], positions, Purpose.DRAFT)
+    TRITON.uniforms(
+        positions[:, 0], positions.unsqueeze(2).repeat(1, 1, sizes.steps), Purpose.DRAFT
+    )
+    TRITON.round_seeds(positions[:, 0], positions[:, 0])
     pairs = torch.zeros(*shape, sizes.particles, dtype=torch.bool)
-    stratify(noise, pairs)
-    stratify(noise, pairs, positions)
+    TRITON.stratify(noise, pairs)
+    TRITON.stratify(noise, pairs, positions)
     texts = torch.zeros(*shape, 1 + sizes.max_lag + sizes.steps, dtype=torch.int64)
-    same_text(texts[:, :, 1:], positions, positions.bool())
+    TRITON.same_text(texts[:, :, 1:], positions, positions.bool())
 
 
 @launches
@@ -111,9 +97,9 @@ def _edits(sizes: Sizes) -> None:
     drafts = torch.zeros(*shape, sizes.steps, dtype=torch.int64)
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.empty(*shape, sizes.steps + 1, sizes.vocab, dtype=dtype)
-        edit_logits(logits, edits, drafts, 0)
-        edit_logits(logits[:, :, :1], edits, drafts[:, :, :0], 0)
-    count_tokens(columns, rows, texts[:, 0], rows)
+        TRITON.edit_logits(logits, edits, drafts, 0)
+        TRITON.edit_logits(logits[:, :, :1], edits, drafts[:, :, :0], 0)
+    TRITON.count_tokens(columns, rows, texts[:, 0], rows)
 
 
 @launches
@@ -124,7 +110,9 @@ def _reweight(sizes: Sizes) -> None:
     rules = WeightRules(of_groups.long(), of_groups, of_groups.bool(), of_groups)
     drafts = weights, scores, scores, scores.bool()
     ways = of_groups.long(), tuple(SCHEMES)
-    reweight_and_resample(*drafts, of_groups, rules, weights.bool(), of_groups, weights, *ways)
+    TRITON.reweight_and_resample(
+        *drafts, of_groups, rules, weights.bool(), of_groups, weights, *ways
+    )
 
 
 @launches
@@ -133,11 +121,11 @@ def _verify(sizes: Sizes) -> None:
     scores, of_groups = torch.zeros(shape), torch.zeros(sizes.groups, dtype=torch.float64)
     drafts, steps = scores[:, :, 1:], of_groups.long()
     chains = Chains(drafts.long(), drafts.bool(), drafts.double(), steps)
-    walk = begin_walk(chains, steps, sizes.vocab)
+    walk = TRITON.begin_walk(chains, steps, sizes.vocab)
     rows = torch.zeros(sizes.groups, sizes.vocab)
-    walk_on(walk, chains, rows, rows, 1)
+    TRITON.walk_on(walk, chains, rows, rows, 1)
     flags = drafts.bool()
-    keep(
+    TRITON.keep(
         *(walk.found, scores, drafts, flags, flags, flags[:, :, 0], steps),
         *(of_groups, of_groups, of_groups),
     )
@@ -153,27 +141,27 @@ def _watch(sizes: Sizes) -> None:
     of_draft = cells.numel()
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.empty(of_draft * (sizes.steps + 1), sizes.vocab, dtype=dtype)
-        held = keep_column(None, logits[:of_draft], of, 1)
+        held = TRITON.keep_column(None, logits[:of_draft], of, 1)
         for filtered in (False, True):
             laws = [TokenDistribution(scores, ones) for scores in (logits, held)]
             if filtered:
                 rules = ones, ones.long(), ones, ones
-                laws = [law._replace(kept=keep_tokens(law.scores, *rules)) for law in laws]
-            watch(sums, of, path, *laws)
+                laws = [law._replace(kept=TRITON.keep_tokens(law.scores, *rules)) for law in laws]
+            TRITON.watch(sums, of, path, *laws)
 
 
 @launches
 def _agreement(sizes: Sizes) -> None:
     places = torch.zeros(sizes.groups, sizes.particles, dtype=torch.int64)
     texts = torch.zeros(*places.shape, 2 + sizes.max_lag + sizes.steps, dtype=torch.int64)
-    common_tail(texts, places, places.bool())
-    num_distinct(places, places.bool())
+    TRITON.common_tail(texts, places, places.bool())
+    TRITON.num_distinct(places, places.bool())
     one, flags = torch.zeros(sizes.groups, dtype=torch.float64), places[:, 0].bool()
     weights = one.unsqueeze(1).repeat(1, sizes.particles)
-    narrow(weights, texts, places, places[:, 0], places.bool(), one, flags)
+    TRITON.narrow(weights, texts, places, places[:, 0], places.bool(), one, flags)
     added, latest = (one[:1].expand(sizes.groups), flags, places[:, 0]), (places[:, 0], one)
     totals = torch.zeros(sizes.groups + 1, 6, dtype=torch.float64)
-    tally(totals, places[:, 0], added=added, lowest=one, latest=latest)
+    TRITON.tally(totals, places[:, 0], added=added, lowest=one, latest=latest)
 
 
 @launches
@@ -181,12 +169,10 @@ def _ledger(sizes: Sizes) -> None:
     cells = torch.zeros(sizes.groups, sizes.particles, dtype=torch.int64)
     rows = of_groups = cells[:, 0]
     max_tail = sizes.max_lag + sizes.steps
-    max_arena = sizes.particles * max_tail + sizes.steps + 1
     table, particles = torch.zeros(2, 100, 4096, dtype=torch.int32)
-    reserve(
-        table,
-        particles,
-        sizes.particles,
+    sized = {"num_particles": sizes.particles, "max_tail": max_tail, "num_slots": 300}
+    ledger = TRITON.ledger(table, particles, **sized)
+    ledger.reserve(
         rows,
         allocated=of_groups,
         starts=cells,
@@ -197,20 +183,26 @@ def _ledger(sizes: Sizes) -> None:
         width=sizes.steps + 1,
     )
     tails = {"committed": of_groups, "max_tail": max_tail}
-    descend(particles, sizes.particles, rows, ancestors=cells, **tails)
-    commit(
-        table,
-        particles,
-        table[0],
-        300,
-        sizes.particles,
-        rows,
-        allocated=of_groups,
-        lengths=cells,
-        counts=of_groups,
-        max_arena=max_arena,
-        **tails,
-    )
+    ledger.descend(rows, ancestors=cells, **tails)
+    lengths = {"lengths": cells, "counts": of_groups}
+    max_arena = sizes.particles * max_tail + sizes.steps + 1
+    ledger.commit(rows, allocated=of_groups, max_arena=max_arena, **lengths, **tails)
+
+
+def _texts(sizes: Sizes) -> dict[str, Any]:
+    """What every attention reads beside keys."""
+    cells = torch.zeros(sizes.groups, sizes.particles, dtype=torch.int64)
+    return {
+        "req_to_token": torch.zeros(100, 4096, dtype=torch.int32),
+        "tails": torch.zeros(100, 512, dtype=torch.int32),
+        "rows": cells[:, 0],
+        "committed": cells[:, 0],
+        "particle_rows": cells,
+        "starts": cells,
+        "max_prefix": sizes.context,
+        "max_tail": sizes.max_lag + sizes.steps + 1,
+        "scaling": 0.1,
+    }
 
 
 @launches
@@ -228,7 +220,6 @@ def _attend(sizes: Sizes, layer: Layer, num_columns: int) -> None:
     if driver.active.get_current_target().arch < layer.least_capability:
         return
     heads = layer.heads
-    cells = torch.zeros(sizes.groups, sizes.particles, dtype=torch.int64)
     cache = torch.zeros(64, heads.kv, heads.dim, dtype=layer.cache or sizes.dtype)
     tokens = sizes.groups * sizes.particles * num_columns
     qkv = torch.zeros(tokens, (heads.q + 2 * heads.kv) * heads.dim, dtype=sizes.dtype)
@@ -237,15 +228,7 @@ def _attend(sizes: Sizes, layer: Layer, num_columns: int) -> None:
         query.view(sizes.groups, sizes.particles, num_columns, heads.q, heads.dim),
         cache,
         cache,
-        req_to_token=torch.zeros(100, 4096, dtype=torch.int32),
-        tails=torch.zeros(100, 512, dtype=torch.int32),
-        rows=cells[:, 0],
-        committed=cells[:, 0],
-        particle_rows=cells,
-        starts=cells,
-        max_prefix=sizes.context,
-        max_tail=sizes.max_lag + sizes.steps + 1,
-        scaling=0.1,
+        **_texts(sizes),
         cap=layer.cap,
         sinks=torch.zeros(heads.q) if layer.sinks else None,
         window=layer.window,
@@ -263,21 +246,14 @@ def _latent_attention(sizes: Sizes) -> None:
 
 
 def _attend_latents(sizes: Sizes, latents: Latents, num_columns: int) -> None:
-    cells = torch.zeros(sizes.groups, sizes.particles, dtype=torch.int64)
     width = latents.rank + latents.rope
     latent_attention(
-        torch.zeros(*cells.shape, num_columns, latents.q, width, dtype=sizes.dtype),
+        torch.zeros(
+            sizes.groups, sizes.particles, num_columns, latents.q, width, dtype=sizes.dtype
+        ),
         torch.zeros(64, 1, width, dtype=sizes.dtype),
         rank=latents.rank,
-        req_to_token=torch.zeros(100, 4096, dtype=torch.int32),
-        tails=torch.zeros(100, 512, dtype=torch.int32),
-        rows=cells[:, 0],
-        committed=cells[:, 0],
-        particle_rows=cells,
-        starts=cells,
-        max_prefix=sizes.context,
-        max_tail=sizes.max_lag + sizes.steps + 1,
-        scaling=0.1,
+        **_texts(sizes),
     )
 
 

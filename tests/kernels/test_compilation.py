@@ -88,30 +88,18 @@ def test_every_kernel_compiles(capability: int, kernels_of: Any) -> None:
     assert files == {path.stem for path in sources if "@triton.jit" in path.read_text()}
 
 
-@pytest.mark.parametrize("capability", GPUS)
-def test_no_register_spills(capability: int, kernels_of: Any) -> None:
-    assert [kernel for kernel in kernels_of(capability) if kernel["stack"]] == []
-
-
-@pytest.mark.parametrize("capability", GPUS)
-def test_shared_memory_fits(capability: int, kernels_of: Any) -> None:
-    most = CHIPS[capability].shared
-    assert [kernel for kernel in kernels_of(capability) if kernel["shared"] > most] == []
-
-
+# Programs of attention that run at a time, as `Chip.resident_programs` counts on.
 PROGRAMS = {80: 1, 86: 1, 89: 1, 90: 2, 100: 2, 120: 1}
 
 
-@pytest.mark.parametrize(("capability", "programs"), list(PROGRAMS.items()))
-def test_programs_of_attention_run_side_by_side(
-    capability: int, programs: int, kernels_of: Any
+@pytest.mark.parametrize("capability", GPUS)
+def test_no_register_spills_shared_memory_fits_and_programs_run_side_by_side(
+    capability: int, kernels_of: Any
 ) -> None:
-    """As many as `Chip.resident_programs` counts on, but for float32."""
-    attention = [
-        kernel
-        for kernel in kernels_of(capability)
-        if kernel["kernel"].endswith("._attend_spans") and kernel["dtype"] != "float32"
-    ]
-    assert attention
-    room = GPUS[capability].programs
-    assert [kernel for kernel in attention if room(kernel) < programs] == []
+    found, most = kernels_of(capability), CHIPS[capability].shared
+    assert [kernel for kernel in found if kernel["stack"] or kernel["shared"] > most] == []
+    attention = [one for one in found if one["kernel"].endswith("._attend_spans")]
+    in_half = [one for one in attention if one["dtype"] != "float32"]
+    assert in_half
+    room, programs = GPUS[capability].programs, PROGRAMS[capability]
+    assert [kernel for kernel in in_half if room(kernel) < programs] == []

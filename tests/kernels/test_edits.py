@@ -1,8 +1,10 @@
 """Penalties, biases and no early ends, kernel against reference."""
 
+from typing import Any
+
 import pytest
 import torch
-from hypothesis import given, settings
+from drawn import drawn
 from hypothesis import strategies as st
 
 from sglang_smc.kernels import edits as kernel
@@ -91,38 +93,27 @@ def check(
     return found
 
 
-@settings(max_examples=14, deadline=None, derandomize=True, database=None)
-@given(
+@drawn(
+    14,
     names=st.lists(st.sampled_from(list(EDITED)), min_size=1, max_size=3),
-    num_particles=st.integers(1, 2),
-    num_drafted=st.integers(0, 2),
+    num_particles=[1, 2],
+    num_drafted=[0, 1, 2],
     is_step=st.booleans(),
-    max_tail=st.sampled_from([0, 1, 13]),
-    vocab_size=st.sampled_from([1, 5, 16, 33]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    seed=st.integers(0, 2**16),
+    max_tail=[0, 1, 13],
+    vocab_size=[1, 5, 16, 33],
+    dtype=[torch.float32, torch.bfloat16],
 )
-def test_small_rows(
-    names: list[str],
-    num_particles: int,
-    num_drafted: int,
-    is_step: bool,
-    max_tail: int,
-    vocab_size: int,
-    dtype: torch.dtype,
-    seed: int,
-    device: str,
-) -> None:
+def test_small_rows(c: Any, device: str) -> None:
     """A step of drafting or all columns of a verification; several tiles, texts of many blocks."""
-    of = edits_of(names, num_particles, max_tail, vocab_size, seed)
-    drafts = drafts_of(of, num_drafted)
-    num_columns = 1 if is_step else num_drafted + 1
-    shape = len(names), num_particles, num_columns, vocab_size
-    logits = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
+    of = edits_of(c.names, c.num_particles, c.max_tail, c.vocab_size, c.seed)
+    num_columns = 1 if c.is_step else c.num_drafted + 1
+    shape = len(c.names), c.num_particles, num_columns, c.vocab_size
+    logits = (torch.randn(shape, generator=torch.Generator().manual_seed(c.seed)) * 3).to(c.dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "_TILE", 16)
         patch.setattr(kernel, "_BLOCK", 4)
-        check(logits, of, drafts, num_drafted if is_step else 0, device)
+        first = c.num_drafted if c.is_step else 0
+        check(logits, of, drafts_of(of, c.num_drafted), first, device)
 
 
 @pytest.mark.parametrize("vocab_size", [4096, 5000])
@@ -134,28 +125,6 @@ def test_rows_of_a_real_vocabulary_behind_the_longest_texts(vocab_size: int, dev
     check(logits, of, drafts_of(of, 2), 0, device)
 
 
-def test_a_token_counts_as_often_as_its_text_has_it(device: str) -> None:
-    """Settled once, twice in the tail and once drafted; a column later, once more."""
-    of = edits_of(["penalties"], 1, 3, 8, seed=0)
-    of.columns.rates[:] = torch.tensor([1.0, 10.0, 1.0])
-    of.columns.counts[:] = 0
-    of.columns.counts[:, 5] = 1
-    of = of._replace(texts=torch.tensor([[[5, 2, 5, 5]]]), lengths=torch.tensor([[3]]))
-    found = check(torch.zeros(1, 1, 2, 8), of, torch.tensor([[[5, 5]]]), 1, device)
-    assert found[0, 0, :, 5].tolist() == [-14.0, -15.0]
-    assert found[0, 0, :, 2].tolist() == [-11.0, -11.0]
-    assert found[0, 0, :, 3].tolist() == [0.0, 0.0]
-
-
-def test_the_last_place_where_a_text_must_not_end(device: str) -> None:
-    """With a least length of 9 the token at place 8 must not end it, that at place 9 may."""
-    of = edits_of(["a least length"], 2, 3, 8, seed=0)
-    of = of._replace(starts=torch.tensor([[7, 8]]), stop_mask=torch.arange(8).unsqueeze(0) == 6)
-    found = check(torch.zeros(1, 2, 3, 8), of, drafts_of(of, 2), 0, device)
-    assert (found[0, :, :, 6] == -torch.inf).tolist() == [[True, True, False], [True, False, False]]
-    assert (found == -torch.inf).sum() == 3
-
-
 def test_logits_in_strides_of_their_own(device: str) -> None:
     """As where a step of drafting has read two tokens, or columns come first."""
     of = edits_of(["all", "penalties"], 3, 5, 33, seed=8)
@@ -165,28 +134,19 @@ def test_logits_in_strides_of_their_own(device: str) -> None:
     expected = check(logits.cpu(), of, drafts_of(of, 1), 0, device)
     kernel.edit_logits(logits, to(device, of), drafts_of(of, 1).to(device), 0)
     torch.testing.assert_close(logits.cpu(), expected)
+    with pytest.raises(ValueError, match="must be 1"):
+        kernel.edit_logits(wide[:, :, :2].mT, to(device, of), drafts_of(of, 1).to(device), 0)
     logits.copy_(around.permute(1, 2, 0, 3)[:, :, 1:3, :33])
     assert torch.equal(wide, around)
 
 
-def test_a_vocabulary_in_strides_is_refused(device: str) -> None:
-    of = to(device, edits_of(["all"], 1, 1, 6, seed=0))
-    nothing = torch.empty(1, 1, 0, dtype=torch.int64, device=device)
-    with pytest.raises(ValueError, match="must be 1"):
-        kernel.edit_logits(torch.zeros(1, 1, 6, 2, device=device).mT, of, nothing, 0)
+NAMES = st.lists(st.sampled_from(["penalties", "biases"]), min_size=1, max_size=4)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, database=None)
-@given(
-    names=st.lists(st.sampled_from(["penalties", "biases"]), min_size=1, max_size=4),
-    max_tail=st.sampled_from([0, 3, 40]),
-    seed=st.integers(0, 2**16),
-)
-def test_settled_tokens_are_counted(
-    names: list[str], max_tail: int, seed: int, device: str
-) -> None:
+@drawn(8, names=NAMES, max_tail=[0, 3, 40])
+def test_settled_tokens_are_counted(c: Any, device: str) -> None:
     """Some of a text, or none; the same token many times; nothing of a request that only biases."""
-    of = edits_of(names, 2, max_tail, 9, seed)
+    of = edits_of(c.names, 2, c.max_tail, 9, c.seed)
     tokens = of.texts[:, 0]
     counts = of.lengths[:, 0] - 1  # -1 is as good as 0
     there = to(device, of)

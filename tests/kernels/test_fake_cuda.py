@@ -1,10 +1,9 @@
 """What a server captures, at its real sizes on fake CUDA tensors: no wait, no copy, few launches.
 
-    pytest tests/kernels/test_fake_cuda.py -s      prints launches and bytes by name
-
 Rounds that a server may capture are lines of `ROUNDS`; their limits stand beside them.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -69,20 +68,12 @@ def test_a_captured_round_asks_little_of_the_device(
     case = ROUNDS[name]
     found, limits = trace_round(monkeypatch, case.config, case.shape, size, kernels), case.limits
     moved, peak = found.num_bytes / size / 1e6, found.peak / size / 1e6
-    print(f"\n{name}, {size} groups, {peak:.1f} MB a group at the peak\n{found.table()}")
-    assert 100 < found.num_launches <= limits.launches
+    by_name = Counter(call.name for call in found.calls).most_common()
+    assert 100 < len(found.calls) <= limits.launches, by_name
     assert moved <= limits.moved
     assert 50 < peak <= limits.peak
     tensors = [one for one in tree_leaves(found.outcome) if one is not None]
     assert all(one.device.type == "cuda" for one in tensors)
-
-
-@pytest.mark.parametrize(
-    ("name", "plain"),
-    [("shown", "smc"), ("shown, filtered", "smc, filtered"), ("exact, shown", "exact")],
-)
-def test_what_one_request_asks_for_adds_at_most_half_to_a_batch(name: str, plain: str) -> None:
-    assert ROUNDS[name].limits.launches <= 1.5 * ROUNDS[plain].limits.launches
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 """What filters keep, kernel against reference."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from drawn import drawn, some_banned
 from hypothesis import strategies as st
 from sorted_law import ALL
 
@@ -47,35 +48,24 @@ asked_of = st.tuples(
 )
 
 
-@settings(max_examples=10, deadline=None, derandomize=True, database=None)
-@given(
+@drawn(
+    10,
     requests=st.sampled_from([1, 3]).flatmap(lambda n: st.lists(asked_of, min_size=n, max_size=n)),
-    vocab_size=st.sampled_from([1, 5, 16, 33, 64, 100]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
-    spread=st.sampled_from([0.0, 1.0, 8.0, 60.0]),
-    forbidden=st.sampled_from([0.0, 0.3, 0.95]),
-    seed=st.integers(0, 2**16),
+    vocab_size=[1, 5, 16, 33, 64, 100],
+    dtype=[torch.float32, torch.bfloat16, torch.float16, torch.float64],
+    spread=[0.0, 1.0, 8.0, 60.0],
+    forbidden=[0.0, 0.3, 0.95],
 )
-def test_small_rows(
-    requests: list[tuple[float, int, float, float]],
-    vocab_size: int,
-    dtype: torch.dtype,
-    spread: float,
-    forbidden: float,
-    seed: int,
-    device: str,
-) -> None:
+def test_small_rows(c: Any, device: str) -> None:
     """Ties, forbidden tokens and tiles, peaks; 7 tiles at most, the last of them not full."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(3, vocab_size, generator=generator) * spread
-    if seed % 2:
+    generator = torch.Generator().manual_seed(c.seed)
+    logits = torch.randn(3, c.vocab_size, generator=generator) * c.spread
+    if c.seed % 2:
         logits = logits.round()
-    banned = torch.rand(logits.shape, generator=generator) < forbidden
-    banned[torch.arange(3), torch.randint(vocab_size, (3,), generator=generator)] = False
-    logits = logits.masked_fill(banned, -torch.inf).to(dtype)
+    logits = some_banned(logits, c.forbidden, generator).to(c.dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "_TILE", 16)
-        check_kept(logits, rules_of(*requests), device)
+        check_kept(logits, rules_of(*c.requests), device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,32 +1,26 @@
 """Which block is kept, kernel against reference."""
 
 import math
+from typing import Any
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from drawn import drawn
 
 from sglang_smc.kernels.keep import keep
 from sglang_smc.smc import mixed
 from sglang_smc.smc.exact import Verified
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, database=None)
-@given(
-    num_chains=st.sampled_from([1, 2, 3, 8]),
-    max_steps=st.sampled_from([1, 3, 8]),
-    spread=st.sampled_from([0.0, 0.3, 3.0]),
-    seed=st.integers(0, 2**16),
-)
-def test_what_is_kept(
-    num_chains: int, max_steps: int, spread: float, seed: int, device: str
-) -> None:
-    """Dead chains, broken ones, absent ones and ends; thresholds from 0 to infinity."""
-    generator = torch.Generator().manual_seed(seed)
-    size = 8
-    shape = size, num_chains, max_steps
+@drawn(12, num_chains=[1, 2, 3, 8], max_steps=[1, 3, 8], spread=[0.0, 0.3, 3.0])
+def test_what_is_kept(c: Any, device: str) -> None:
+    """Dead chains, broken ones, absent ones and ends; thresholds from 0 to infinity.
+
+    Uniforms are one number of each group's row, without a copy.
+    """
+    generator = torch.Generator().manual_seed(c.seed)
+    shape = size, num_chains, max_steps = 8, c.num_chains, c.max_steps
     log_q = torch.randn(shape, generator=generator) - 2
-    log_p = torch.randn(*shape[:2], max_steps + 1, generator=generator) * spread
+    log_p = torch.randn(*shape[:2], max_steps + 1, generator=generator) * c.spread
     log_p[..., :-1] += log_q
     log_p[torch.rand(log_p.shape, generator=generator) < 0.1] = -torch.inf
     log_p[torch.rand(log_p.shape, generator=generator) < 0.02] = math.nan
@@ -63,19 +57,3 @@ def test_what_is_kept(
             assert torch.allclose(mine.cpu(), wanted, rtol=1e-12)
         else:
             assert torch.equal(mine.cpu(), wanted), name
-
-
-def test_uniforms_may_lie_apart(device: str) -> None:
-    """One number of each group's row, without a copy."""
-    generator = torch.Generator().manual_seed(0)
-    zeros = torch.zeros(16, 2, 3, device=device)
-    none = torch.zeros(16, dtype=torch.int64, device=device)
-    found = Verified(none, none, none.bool(), none, zeros[:, 0])
-    flags, whole = torch.ones_like(zeros[:, :, :2]).bool(), torch.full_like(none, 2)
-    numbers = torch.rand(2, 16, 4, generator=generator, dtype=torch.float64).to(device)
-    some = (zeros, zeros[:, :, :2], flags, ~flags, flags[:, :, 0], whole, none.double())
-    apart = keep(found, *some, *numbers[..., 0])
-    together = keep(found, *some, *numbers[..., 0].contiguous())
-    assert torch.equal(apart.winner, together.winner)
-    assert set(apart.winner.tolist()) == {0, 1}
-    assert apart.by_block.all()

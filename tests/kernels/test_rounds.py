@@ -6,8 +6,11 @@ import pytest
 import torch
 from toy_laws import EOS, languages
 from toy_logprobs import AskingWorker
-from toy_worker import Outcome, ToyWorker
+from toy_worker import Outcome
 
+from sglang_smc.models.shared_prefix import Heads
+from sglang_smc.ops import check
+from sglang_smc.ops.check_inputs import Sizes
 from sglang_smc.ops.interface import Ops
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.budget import OFF, Budget
@@ -42,10 +45,11 @@ def serve(
     budgets: tuple[Budget | None, ...],
     ops: Ops,
     device: str,
-    asked: tuple[dict[str, Any], ...] = ({},),
-) -> Outcome:
+    asked: tuple[dict[str, Any], ...],
+) -> tuple[Outcome, list[float]]:
+    """What comes out, and the log-probabilities that requests are told."""
     config = SMCConfig(num_particles=3, num_steps=2, max_lag=4, evidence_threshold=0.0)
-    toy = ToyWorker(
+    toy = AskingWorker(
         config,
         *languages(device=device),
         num_requests=4,
@@ -54,11 +58,13 @@ def serve(
         chosen=chosen,
         budgets=budgets,
         asked=asked,
+        shown=((0, None), (2, [1]), None),
         ops=ops,
     )
-    outcome = toy.run([1, 2, 3, 4], torch.tensor([0.1, 0.4, 0.6, 0.9], dtype=torch.float64))
+    outcome = toy.run([1, 2, 3, 4])
     toy.check_owned()
-    return outcome
+    shown = [req.logprob.output_token_logprobs_val for req in toy.begun]
+    return outcome, [value for values in shown for value in values]
 
 
 @pytest.mark.parametrize(
@@ -79,30 +85,23 @@ def serve(
 def test_kernels_change_no_token(
     name: str, budgets: str, asked: tuple[dict[str, Any], ...], device: str, kernels: Ops
 ) -> None:
-    by_kernels, by_torch = (
+    (by_kernels, shown), (by_torch, expected) = (
         serve(CHOICES[name], RUNGS[budgets], ops, device, asked) for ops in (kernels, TORCH)
     )
     assert torch.equal(by_kernels.outputs, by_torch.outputs)
     assert torch.allclose(by_kernels.log_evidence, by_torch.log_evidence, atol=1e-5)
     assert torch.allclose(by_kernels.fidelity, by_torch.fidelity, atol=1e-4)
+    assert shown == pytest.approx(expected, abs=1e-5) and len(shown) > 10
     assert by_kernels.num_narrowed == by_torch.num_narrowed
     assert len(by_torch.outputs.unique(dim=0)) > 1 or asked == ({"top_k": 1},)
 
 
-def books(chosen: tuple[dict[str, Any], ...], ops: Ops, device: str) -> list[list[float]]:
-    """Log-probabilities of each request's tokens."""
-    config = SMCConfig(num_particles=3, num_steps=2, max_lag=4, evidence_threshold=0.0)
-    sizes = {"num_requests": 3, "max_new_tokens": 9, "eos": EOS}
-    own = {"chosen": chosen, "shown": ((0, None), (2, [1])), "ops": ops}
-    toy = AskingWorker(config, *languages(device=device), **sizes, **own)
-    toy.run([1, 2, 3], torch.tensor([0.1, 0.4, 0.6], dtype=torch.float64))
-    return [req.logprob.output_token_logprobs_val for req in toy.begun]
-
-
-@pytest.mark.parametrize("name", ["weighed", "verified"])
-def test_kernels_change_no_log_probability(name: str, device: str, kernels: Ops) -> None:
-    by_kernels = books(CHOICES[name], kernels, device)
-    by_torch = books(CHOICES[name], TORCH, device)
-    for one, other in zip(by_kernels, by_torch, strict=True):
-        assert one == pytest.approx(other, abs=1e-5)
-    assert max(map(len, by_torch)) > 3
+def test_all_kernels_pass(kernels: Ops, device: str) -> None:
+    """On a GPU at a server's sizes, in the interpreter at small ones."""
+    few, dtype = device == "cpu", torch.float32 if device == "cpu" else torch.bfloat16
+    heads = Heads(4, 2, 16, dtype) if few else Heads(32, 8, 128, dtype)
+    latent = Heads(2, 1, 24, dtype, 16) if few else Heads(16, 1, 576, dtype, 512)
+    n_and_k = (2, 2) if few else (8, 8)
+    sizes = Sizes(*n_and_k, (heads, latent), gated_delta=True)
+    found = list(check.findings(kernels, device, sizes))
+    assert [one for one in found if one.problem] == []

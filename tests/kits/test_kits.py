@@ -86,20 +86,25 @@ class TestJSONMode(json_mode_kit.JSONModeMixin, Case):
         self.addCleanup(self.client.close)
 
 
-class TestAPIContract(basic_api_contract_kit.BasicAPIContractMixin, Case):
-    pass
+class TestAsTheyAre(
+    basic_api_contract_kit.BasicAPIContractMixin,
+    basic_decode_correctness_kit.BasicDecodeCorrectnessMixin,
+    matched_stop_kit.MatchedStopMixin,
+    spec_server_kits.SpecCorrectnessKit,
+    ebnf_constrained_kit.EBNFConstrainedMixin,
+    json_constrained_kit.JSONConstrainedMixin,
+    spec_server_kits.SpecGrammarKit,
+    Case,
+):
+    """No two of these kits name anything alike."""
 
 
-class TestDecodeCorrectness(basic_decode_correctness_kit.BasicDecodeCorrectnessMixin, Case):
-    pass
-
-
-class TestSchedulerStress(basic_scheduler_stress_kit.BasicSchedulerStressMixin, Case):
-    pass
-
-
-class TestMatchedStop(matched_stop_kit.MatchedStopMixin, Case):
-    pass
+class TestStressAndRegex(
+    basic_scheduler_stress_kit.BasicSchedulerStressMixin,
+    regex_constrained_kit.RegexConstrainedMixin,
+    Case,
+):
+    """These name what kits above do, each for itself."""
 
 
 class TestAbortAll(abort_timeout_kit.AbortAllMixin, Case):
@@ -111,10 +116,6 @@ class TestPause(pause_generation_kit.PauseResumeInPlaceMixin, Case):
     pause_max_new_tokens = 2000  # all 8 have 256 in the second before the pause
     pause_ignore_eos = True
     pause_duration = 2
-
-
-class TestSpecCorrectness(spec_server_kits.SpecCorrectnessKit, Case):
-    pass
 
 
 class TestSpecSpeed(spec_decoding_kit.SpecDecodingMixin, Case):
@@ -147,22 +148,6 @@ class TestSpecFeatures(spec_server_kits.SpecFeatureKit, Case):
             mock.patch.object(radix_cache_server_kit, "gen_radix_tree", smaller),
         ):
             super().test_radix_attention()
-
-
-class TestEBNF(ebnf_constrained_kit.EBNFConstrainedMixin, Case):
-    pass
-
-
-class TestJSON(json_constrained_kit.JSONConstrainedMixin, Case):
-    pass
-
-
-class TestRegex(regex_constrained_kit.RegexConstrainedMixin, Case):
-    pass
-
-
-class TestSpecGrammar(spec_server_kits.SpecGrammarKit, Case):
-    pass
 
 
 class TestSpecPenalties(spec_server_kits.SpecPenaltyKit, Case):

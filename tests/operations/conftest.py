@@ -3,17 +3,16 @@
 import signal
 from collections.abc import Callable, Iterator
 
+import psutil
 import pytest
 import torch
-from http_server import Server, running_server
+from http_server import HANGS, Server, running_server
 from operator_client import (
     OVERLAPPED,
     SETTINGS,
     Fresh,
     Models,
     assert_unharmed,
-    count_left,
-    count_processes,
     greedy,
     load,
     status_of_health,
@@ -34,14 +33,14 @@ def fresh(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Fresh:
     arguments = smc_arguments(models.new_target, models.new_draft, **SETTINGS)
     with running_server(tmp_path_factory.mktemp("fresh"), OVERLAPPED, **arguments) as server:
         found = texts(server), greedy(server)[0]
-        group = server.process.pid  # it leads a process group of its own
-        before = count_processes(group)
+        process = psutil.Process(server.process.pid)
+        tree = [process, *process.children(recursive=True)]
         with streaming(server) as stream:
             server.process.send_signal(signal.SIGTERM)
             health = status_of_health(server)
             last = stream.finish()["meta_info"]
         returncode = server.process.wait(timeout=600)
-        processes = before, count_left(group)
+        processes = len(tree), len(psutil.wait_procs(tree, timeout=HANGS)[1])
         reason = last["finish_reason"]["type"]
         return Fresh(*found, last["completion_tokens"], reason, health, returncode, processes)
 
@@ -73,7 +72,6 @@ def unharmed(server: Server, expected: list[str]) -> Iterator[None]:
 
 @pytest.fixture
 def loaded_back(server: Server, models: Models) -> Iterator[None]:
-    """Load the weights that the server began with, behind the test."""
     yield
     assert load(server, models.target, models.draft).status_code == 200
 

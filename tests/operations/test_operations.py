@@ -175,17 +175,15 @@ def test_requests_add_no_series(server: Server) -> None:
     assert series() == before
 
 
-@pytest.mark.parametrize("route", ["/health", "/health_generate"])
-def test_health_idle_and_busy(server: Server, route: str) -> None:
+@pytest.mark.parametrize(
+    ("route", "busy"), [("/health", 200), ("/health_generate", 200), ("/flush_cache", 400)]
+)
+def test_health_idle_and_busy_and_no_flush_while_requests_run(
+    server: Server, route: str, busy: int
+) -> None:
     assert server.get(route).status_code == 200
     with streaming(server) as stream:
-        assert server.get(route).status_code == 200
-        assert stream.finish()["meta_info"]["completion_tokens"] == LONG
-
-
-def test_flush_is_refused_while_requests_run(server: Server) -> None:
-    with streaming(server) as stream:
-        assert server.get("/flush_cache").status_code == 400
+        assert server.get(route).status_code == busy
         assert stream.finish()["meta_info"]["completion_tokens"] == LONG
 
 
@@ -219,20 +217,17 @@ def test_pause_with_abort_tells_the_client(server: Server) -> None:
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-def test_abort_of_one_spares_its_neighbour(server: Server) -> None:
+@pytest.mark.parametrize("every", [False, True])
+def test_abort_of_one_spares_its_neighbour_and_of_all_does_not(server: Server, every: bool) -> None:
     with streaming(server) as stream:
         undisturbed = stream.finish()["text"]
     with streaming(server, seed=8) as mine, streaming(server) as other:
-        assert server.post("/abort_request", rid=mine.rid).status_code == 200
+        asked = {"abort_all": True} if every else {"rid": mine.rid}
+        assert server.post("/abort_request", **asked).status_code == 200
         assert mine.finish()["meta_info"]["finish_reason"]["type"] == "abort"
-        assert other.finish()["text"] == undisturbed
-
-
-def test_abort_of_all(server: Server) -> None:
-    with streaming(server) as one, streaming(server, seed=8) as two:
-        assert server.post("/abort_request", abort_all=True).status_code == 200
-        ended = [stream.finish()["meta_info"]["finish_reason"]["type"] for stream in (one, two)]
-    assert ended == ["abort", "abort"]
+        answer = other.finish()
+        reason = answer["meta_info"]["finish_reason"]["type"]
+        assert reason == "abort" if every else answer["text"] == undisturbed
 
 
 @pytest.mark.parametrize("route", ["/release_memory_occupation", "/resume_memory_occupation"])
@@ -251,9 +246,10 @@ def test_a_profile_is_written(server: Server, tmp_path: Path) -> None:
 
 
 def test_internal_state_that_smc_does_not_read_is_not_set(server: Server) -> None:
-    def put(**arguments: float) -> Any:
-        return server.post("/set_internal_state", server_args=arguments).json()
-
-    assert put(pp_max_micro_batch_size=4) == [True]
-    assert put(speculative_accept_threshold_acc=0.5) == [False]
-    assert put(speculative_accept_threshold_single=0.5) == [False]
+    for name, value, is_set in (
+        ("pp_max_micro_batch_size", 4, True),
+        ("speculative_accept_threshold_acc", 0.5, False),
+        ("speculative_accept_threshold_single", 0.5, False),
+    ):
+        answer = server.post("/set_internal_state", server_args={name: value})
+        assert answer.json() == [is_set], name

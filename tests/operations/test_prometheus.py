@@ -1,10 +1,20 @@
 """What a Prometheus that scrapes a server makes of the dashboard's and the pages' queries."""
 
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from http_server import Server, running_server
+from little_server import answering
 from operator_client import (
     LONG,
     SETTINGS,
@@ -13,10 +23,112 @@ from operator_client import (
     queries_of_page,
     streaming,
 )
-from real_prometheus import ACCEPT_3, Prometheus, asking, find_binary, prometheus
 from tiny_models import smc_arguments
 
+from sglang_smc.demo.serving import free_port
+
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+
+CACHE = Path.home() / ".cache/sglang-smc/prometheus"
+CONFIG = Path(__file__).parents[2] / "examples/grafana/prometheus.yaml"
+TARGET = "127.0.0.1:30000"  # which stands in the configuration
+
+# What Prometheus 3 asks for by default (`acceptHeader` in its scrape/scrape.go).
+ACCEPT_3 = (
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,"
+    "application/openmetrics-text;version=0.0.1;q=0.4,"
+    "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.3,text/plain;version=0.0.4;q=0.2,*/*;q=0.1"
+)
+
+
+def find_binary() -> str | None:
+    """An installed Prometheus, or the one of the package; None where there is neither."""
+    if (installed := shutil.which("prometheus")) is not None:
+        return installed
+    binary = CACHE / "usr/bin/prometheus"
+    if not binary.exists() and shutil.which("apt-get") is not None:
+        CACHE.mkdir(parents=True, exist_ok=True)
+        # As any user; the lists of packages are those of the last `apt-get update`.
+        subprocess.run(["apt-get", "download", "prometheus"], cwd=CACHE, capture_output=True)
+        for package in CACHE.glob("prometheus_*.deb"):
+            subprocess.run(["dpkg", "-x", package, CACHE], check=True)
+    return str(binary) if binary.exists() else None
+
+
+class Prometheus:
+    def __init__(self, port: int) -> None:
+        self._api = f"http://127.0.0.1:{port}/api/v1/"
+
+    def get(self, path: str, **parameters: str) -> Any:
+        answer = httpx.get(self._api + path, params=parameters, timeout=30).json()
+        assert answer["status"] == "success", answer
+        return answer["data"]
+
+    def ask(self, query: str) -> list[float]:
+        """The values of a query's series, those that are no numbers aside."""
+        found = [float(one["value"][1]) for one in self.get("query", query=query)["result"]]
+        return [value for value in found if math.isfinite(value)]
+
+    def wait_for_scrapes(self, number: int) -> None:
+        """Until it has read so many more."""
+        taken = self._num_scrapes()
+        deadline = time.monotonic() + 60
+        while self._num_scrapes() < taken + number:
+            assert time.monotonic() < deadline, self.get("targets")
+            time.sleep(0.3)
+
+    def _num_scrapes(self) -> float:
+        return sum(self.ask('sum_over_time(up{job="sglang"}[1h])'))
+
+
+@contextmanager
+def prometheus(binary: str, folder: Path, server: str) -> Iterator[Prometheus]:
+    """Prometheus with the shipped configuration, but for the address ``server`` that it reads."""
+    folder.mkdir()
+    shipped, port = CONFIG.read_text(), free_port()
+    assert shipped.count(TARGET) == 1
+    (folder / "prometheus.yaml").write_text(shipped.replace(TARGET, server))
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [
+                binary,
+                f"--config.file={folder / 'prometheus.yaml'}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address=127.0.0.1:{port}",
+            ],
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        _wait_until_ready(port, process, folder / "log")
+        yield Prometheus(port)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _wait_until_ready(port: int, process: subprocess.Popen, log: Path) -> None:
+    for _ in range(200):
+        assert process.poll() is None, log.read_text()[-2000:]
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/-/ready", timeout=5).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.1)
+    raise TimeoutError(log.read_text()[-2000:])
+
+
+@contextmanager
+def asking(server: str, accept: str) -> Iterator[str]:
+    """The address of a proxy that asks a server's /metrics as ``accept`` says."""
+
+    def answer(*_: Any) -> tuple[int, httpx.Response]:
+        found = httpx.get(f"http://{server}/metrics", headers={"Accept": accept})
+        return found.status_code, found
+
+    with answering(answer) as url:
+        yield url.removeprefix("http://")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +152,6 @@ def server(
 
 
 def use(server: Server) -> None:
-    """Requests of all modes, and a stream."""
     generate(server)
     with streaming(server) as stream:
         stream.finish()

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
+from programs import printed
 
 from sglang_smc.upstream import SUPPORTED
 
@@ -61,11 +61,17 @@ def expected_files() -> set[str]:
     return files
 
 
+def run(command: list[str], folder: Path, **variables: str) -> str:
+    """What a command prints in a folder; it must end well."""
+    ours = ("PYTHONPATH", ADDRESS, REVISION)
+    outside = {name: value for name, value in os.environ.items() if name not in ours}
+    return printed(*command, cwd=folder, env=outside | variables)
+
+
 def build(source: Path, *options: str, **variables: str) -> Path:
     """Build in this environment, without an index; return the wheel."""
     command = [sys.executable, "-m", "build", "--no-isolation", *options, str(source)]
-    environment = {name: os.environ[name] for name in os.environ if name not in (ADDRESS, REVISION)}
-    subprocess.run(command, env=environment | variables, check=True, capture_output=True, text=True)
+    run(command, source.parent, **variables)
     (wheel,) = (source / "dist").glob("*.whl")
     return wheel
 
@@ -141,27 +147,17 @@ def test_without_an_address_no_link_leads_nowhere(wheel: Path) -> None:
     assert "All flags, request keys and answer fields" in text
 
 
-def run(command: list[str], folder: Path, **variables: str) -> str:
-    """What a command prints in a folder; it must end well."""
-    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    found = subprocess.run(
-        command, cwd=folder, env=outside | variables, capture_output=True, text=True
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
-    return found.stdout
-
-
 PROBE = """
 import json, sys
 from importlib.metadata import distribution
 from importlib.util import find_spec
 import sglang_smc
-heavy = [name for name in ("torch", "sglang", "msgspec") if name in sys.modules]
+heavy = {"torch", "sglang", "msgspec", "pandas", "matplotlib"} & set(sys.modules)
 points = {}
 for point in distribution("sglang-smc").entry_points:
     points.setdefault(point.group, {})[point.name] = point.value
 names = ["sglang_smc", "sglang_smc.plugin", "sglang_smc.patches.server_args", "sglang_smc.smc"]
-print(json.dumps([heavy, points, [find_spec(name).origin for name in names]]))
+print(json.dumps([list(heavy), points, [find_spec(name).origin for name in names]]))
 """
 
 
@@ -247,8 +243,8 @@ def test_the_installed_demo_runs_the_pair_of_the_wheel(wheel: Path, tmp_path: Pa
     (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
     command = str(venv / "bin" / "sglang-smc")
     numbers = empty / "numbers.json"
-    printed = run([command, "demo", "--quick", "--json", str(numbers)], empty)
-    assert "The target alone:" in printed and "The target with SMC:" in printed
+    told = run([command, "demo", "--quick", "--json", str(numbers)], empty)
+    assert "The target alone:" in told and "The target with SMC:" in told
     rows = {row["row"]: row for row in json.loads(numbers.read_text())["rows"]}
     assert rows["AR, target alone"]["tokens_per_target_pass"] == 1
     for mode in ("smc", "auto", "exact"):

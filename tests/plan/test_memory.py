@@ -2,12 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from programs import printed
+from toy_plans import config
 
 from sglang_smc.memory.rounds import round_bytes
 from sglang_smc.options.server import SMCConfig
@@ -21,18 +22,15 @@ from sglang_smc.plan.shapes import BUILT_IN
 VOCAB = 128_256
 REPOSITORY = Path(__file__).parents[2]
 TARGET = BUILT_IN["llama-3.1-8b"]
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "torch_dtype": "bfloat16",
-    "vocab_size": VOCAB,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131_072,
-}
+LLAMA = config(
+    "LlamaForCausalLM",
+    """
+    vocab_size=128256 hidden_size=4096 intermediate_size=14336 num_hidden_layers=32
+    num_attention_heads=32 num_key_value_heads=8 max_position_embeddings=131072
+    """,
+    model_type="llama",
+    torch_dtype="bfloat16",
+)
 
 
 def test_data_sheets() -> None:
@@ -93,18 +91,8 @@ def test_requests_that_a_card_holds(
 
 
 #: MiB of memory, from an L4 to a B300, and how many of these SGLang 0.5.23 keeps.
-KEPT = {
-    23_034: 7279,
-    24_564: 7271,
-    32_607: 7271,
-    46_068: 7233,
-    81_559: 13865,
-    81_920: 13926,
-    97_887: 13900,
-    143_771: 13946,
-    183_359: 26770,
-    275_040: 26954,
-}
+KEPT = {23_034: 7279, 24_564: 7271, 32_607: 7271, 46_068: 7233, 81_559: 13865, 81_920: 13926}
+KEPT |= {97_887: 13900, 143_771: 13946, 183_359: 26770, 275_040: 26954}
 
 
 def test_what_is_kept_from_weights_and_kv() -> None:
@@ -124,15 +112,12 @@ def test_sglang_keeps_as_much(tmp_path: Path) -> None:
         "speculative_draft_model_path": str(tmp_path),
     }
     script = REPOSITORY / "tests" / "pretended_gpu.py"
-    told = subprocess.run(
-        [sys.executable, "-W", "ignore", script, *map(str, KEPT)],
+    told = printed(
+        *(sys.executable, "-W", "ignore", script, *KEPT),
         input=json.dumps([asked]),
-        capture_output=True,
-        text=True,
-        check=True,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
     )
-    found = [json.loads(line) for line in told.stdout.splitlines() if line.startswith("{")]
+    found = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
     for kept, one in zip(KEPT.values(), found, strict=True):
         assert one["running"] == 48
         assert kept == pytest.approx(one["reserved"], rel=0.01)

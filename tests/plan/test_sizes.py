@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_plans import DFLASH_CONFIG, EAGLE3_CONFIG, TOY, TOY_CONFIG
+from toy_plans import DFLASH_CONFIG, EAGLE3_CONFIG, LLAMA_CONFIG, TOY, config
 
 from sglang_smc.plan import heads, proposals
 from sglang_smc.plan.blocks import Windows
@@ -15,7 +15,6 @@ from sglang_smc.plan.proposals import Ngram
 from sglang_smc.plan.proposals import from_config as proposal_of
 from sglang_smc.plan.shapes import BUILT_IN, from_config
 
-LLAMA_CONFIG = TOY_CONFIG | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
 # Of the checkpoints' tensors, as their model cards state them.
 PARAMETERS = {
     "llama-3.1-8b": 8_030_261_248,
@@ -31,72 +30,45 @@ PARAMETERS = {
     "qwen3-32b": 32_762_123_264,
 }
 #: Latents and experts.
-DEEPSEEK: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "num_hidden_layers": 3,
-    "hidden_size": 4,
-    "intermediate_size": 10,
-    "num_attention_heads": 2,
-    "vocab_size": 20,
-    "kv_lora_rank": 5,
-    "q_lora_rank": 3,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 2,
-    "v_head_dim": 7,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 9,
-    "first_k_dense_replace": 1,
-}
-DEEPSEEK_V3 = DEEPSEEK | {
-    "num_hidden_layers": 61,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "num_attention_heads": 128,
-    "vocab_size": 129280,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 2048,
-    "first_k_dense_replace": 3,
-    "quantization_config": {"quant_method": "fp8"},
-}
-GEMMA: dict[str, Any] = {
-    "architectures": ["Gemma3ForCausalLM"],
-    "num_hidden_layers": 26,
-    "hidden_size": 1152,
-    "intermediate_size": 6912,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-    "vocab_size": 262_144,
-    "tie_word_embeddings": True,
-    "sliding_window": 512,
-}
+DEEPSEEK = config(
+    "DeepseekV3ForCausalLM",
+    """
+    num_hidden_layers=3 hidden_size=4 intermediate_size=10 num_attention_heads=2 vocab_size=20
+    kv_lora_rank=5 q_lora_rank=3 qk_nope_head_dim=6 qk_rope_head_dim=2 v_head_dim=7
+    n_routed_experts=8 n_shared_experts=1 num_experts_per_tok=2 moe_intermediate_size=9
+    first_k_dense_replace=1
+    """,
+)
+DEEPSEEK_V3 = config(
+    "DeepseekV3ForCausalLM",
+    """
+    num_hidden_layers=61 hidden_size=7168 intermediate_size=18432 num_attention_heads=128
+    vocab_size=129280 kv_lora_rank=512 q_lora_rank=1536 qk_nope_head_dim=128 qk_rope_head_dim=64
+    v_head_dim=128 n_routed_experts=256 n_shared_experts=1 num_experts_per_tok=8
+    moe_intermediate_size=2048 first_k_dense_replace=3
+    """,
+    quantization_config={"quant_method": "fp8"},
+)
+GEMMA = config(
+    "Gemma3ForCausalLM",
+    """
+    num_hidden_layers=26 hidden_size=1152 intermediate_size=6912 num_attention_heads=4
+    num_key_value_heads=1 head_dim=256 vocab_size=262144 sliding_window=512
+    """,
+    tie_word_embeddings=True,
+)
 #: 27 billion weights, by the sizes that the model's card has.
-QWEN: dict[str, Any] = {
-    "architectures": ["Qwen3_5ForConditionalGeneration"],
-    "tie_word_embeddings": False,
-    "text_config": {
-        "num_hidden_layers": 64,
-        "hidden_size": 5120,
-        "intermediate_size": 17_408,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "vocab_size": 248_320,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 48,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "full_attention_interval": 4,
-    },
-}
+_QWEN = config(
+    "",
+    """
+    num_hidden_layers=64 hidden_size=5120 intermediate_size=17408 num_attention_heads=24
+    num_key_value_heads=4 head_dim=256 vocab_size=248320 linear_num_key_heads=16
+    linear_num_value_heads=48 linear_key_head_dim=128 linear_value_head_dim=128
+    full_attention_interval=4
+    """,
+)
+del _QWEN["architectures"]
+QWEN = config("Qwen3_5ForConditionalGeneration", "", tie_word_embeddings=False, text_config=_QWEN)
 
 
 def test_a_dense_model_by_hand(tmp_path: Path) -> None:

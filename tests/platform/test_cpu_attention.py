@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from particle_cases import runner_of
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -53,7 +54,8 @@ class Harness:
             torch.randn(tokens, heads, HEAD_DIM, generator=generator).to(dtype)
             for heads in (q_heads, kv_heads, kv_heads)
         )
-        self.backend = CpuAttentionBackend(self._runner(q_heads, kv_heads, dtype))
+        self.runner = runner_of(self.table, self.pool, dtype, (q_heads, kv_heads))
+        self.backend = CpuAttentionBackend(self.runner)
 
     def _layout(self, share, generator):
         """Rows of the table in scrambled order; the first ``share`` slots are everybody's."""
@@ -72,19 +74,6 @@ class Harness:
             for buffer in (self.pool.get_key_buffer(0), self.pool.get_value_buffer(0)):
                 fresh = torch.randn(prefix, *buffer.shape[1:], generator=generator)
                 buffer[self.table[row, :prefix].long()] = fresh.to(buffer.dtype)
-
-    def _runner(self, q_heads, kv_heads, dtype) -> Any:
-        return SimpleNamespace(
-            use_mla_backend=False,
-            is_hybrid_swa=False,
-            req_to_token_pool=SimpleNamespace(req_to_token=self.table),
-            token_to_kv_pool=self.pool,
-            dtype=dtype,
-            model_config=SimpleNamespace(
-                get_num_attention_heads=lambda tp_size: q_heads // tp_size,
-                get_num_kv_heads=lambda tp_size: kv_heads // tp_size,
-            ),
-        )
 
     def batch(self, mode, **fields) -> Any:
         prefix, query = torch.tensor(self.prefix_lens), torch.tensor(self.query_lens)
@@ -300,8 +289,7 @@ def test_a_draft_s_pass_sees_the_text_and_its_own_branch(heads, topk, step):
             table[row, :text] = own
             start = text + branch * num_steps
             table[row, start : start + step + 1] = source[text : text + step + 1]
-    runner = h._runner(heads["q_heads"], heads["kv_heads"], torch.float32)
-    runner.req_to_token_pool.req_to_token = table
-    h.backend = DraftStep(runner, topk, num_steps, step)
+    h.runner.req_to_token_pool.req_to_token = table
+    h.backend = DraftStep(h.runner, topk, num_steps, step)
     rows, seq_lens = torch.arange(3), torch.tensor(texts)
     h.assert_matches(h.run(DECODE, req_pool_indices=rows, seq_lens=seq_lens))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from laws import p_value
+from laws import filtered, p_value
 
 from sglang_smc.cpu import trees
 from sglang_smc.patches import cpu_speculation
@@ -223,7 +223,9 @@ def test_accepted_texts_follow_the_target(limits: dict[str, Any]) -> None:
     case = Drafted(*selected, [parents] * size, torch.ones(size))
     found = verified(case, torch.tensor([0, 0, 2, 3]).repeat(size, 1), target, 3, topk=2)
     texts = [tuple(found.predicts[walk[walk != -1]].tolist()) for walk in found.accept_index]
-    law = law_of_texts({t: filtered(logits[n].double(), **limits) for t, n in NODES.items()})
+    given = {"temperatures": 1.0, "top_ks": 0, "top_ps": 1.0, "min_ps": 0.0, **limits}
+    probs = (logits.double() / given.pop("temperatures")).softmax(1)
+    law = law_of_texts({t: filtered(probs[n], *given.values()) for t, n in NODES.items()})
     assert p_value(texts, law) > 1e-4
 
 
@@ -244,22 +246,6 @@ def test_greedy_rows_beside_others_stay_greedy() -> None:
     info = sampling(2, top_ks=1)
     info.top_ks[1] = 50
     assert torch.equal(target_tokens(logits, info, 2)[0], logits[:3].argmax(1))
-
-
-def filtered(
-    logits: torch.Tensor,
-    temperatures: float = 1.0,
-    top_ks: int = 4,
-    top_ps: float = 1.0,
-    min_ps: float = 0.0,
-) -> torch.Tensor:
-    probs = (logits / temperatures).softmax(0)
-    order = probs.sort(descending=True)
-    keep = torch.arange(len(probs)) < top_ks
-    keep &= order.values.cumsum(0) - order.values <= top_ps
-    keep &= order.values >= min_ps * order.values[0]
-    kept = torch.zeros_like(probs).index_put((order.indices,), order.values * keep)
-    return kept / kept.sum()
 
 
 def test_slots_and_tokens_are_moved_as_kernels_move_them() -> None:

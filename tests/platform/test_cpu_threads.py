@@ -50,35 +50,28 @@ def test_a_container_quota_counts(host, quota, cores):
     assert threads.usable_cores() == cores
 
 
+# SGLang binds replicas since the newer releases.
+BOTH = ("0,2|1,3", "0,4|1,5|2,6|3,7") if upstream.IS_NEWER else (None, "0,2,4,6|1,3,5,7")
+
+
 @pytest.mark.parametrize(
-    ("sizes", "share"),
+    ("cores", "sizes", "share", "binding"),
     [
-        ({"tp_size": 1}, "8"),
-        ({"tp_size": 2}, "4"),
-        ({"tp_size": 16}, "1"),
-        ({"tp_size": 2, "dp_size": 2}, "2"),
+        (8, {"tp_size": 1}, "8", None),
+        (8, {"tp_size": 2}, "4", "0,2,4,6|1,3,5,7"),
+        (4, {"tp_size": 8}, "1", "|".join(["0", "1", "2", "3", *["0,1,2,3"] * 4])),
+        (4, {"tp_size": 2}, "2", "0,2|1,3"),
+        (4, {"tp_size": 4}, "1", "0|1|2|3"),
+        (4, {"tp_size": 5}, "1", "0|1|2|3|0,1,2,3"),
+        (4, {"tp_size": 1, "dp_size": 2}, "2", BOTH[0]),
+        (8, {"tp_size": 2, "dp_size": 2}, "2", BOTH[1]),
     ],
 )
-def test_ranks_and_replicas_share_the_cores(host, sizes, share):
-    host(cores=8)
+def test_ranks_and_replicas_share_the_cores_and_have_their_own(host, cores, sizes, share, binding):
+    host(cores=cores)
     threads.set_default_environment(**sizes)
     assert os.environ["OMP_NUM_THREADS"] == share
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
-
-
-@pytest.mark.parametrize(
-    ("sizes", "binding"),
-    [
-        ({"tp_size": 2}, "0,2|1,3"),
-        ({"tp_size": 4}, "0|1|2|3"),
-        ({"tp_size": 5}, "0|1|2|3|0,1,2,3"),
-        # SGLang binds replicas since the newer releases.
-        ({"tp_size": 1, "dp_size": 2}, "0,2|1,3" if upstream.IS_NEWER else None),
-    ],
-)
-def test_ranks_have_their_own_cores(host, sizes, binding):
-    host(cores=4)
-    threads.set_default_environment(**sizes)
     assert os.environ.get("SGLANG_CPU_OMP_THREADS_BIND") == binding
 
 

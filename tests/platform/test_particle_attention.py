@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from particle_cases import NUM_SLOTS, SCALING, Case, make_case
+from particle_cases import NUM_SLOTS, SCALING, Case, make_case, runner_of
 from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -56,21 +56,11 @@ class Harness:
             buffer.copy_(getattr(case, name))
             setattr(self.model, name, buffer[self.slots.flatten()].clone())
             buffer[self.slots.flatten()] = float("nan")
-        self.runner: Any = SimpleNamespace(
-            model=self.model,
-            use_mla_backend=False,
-            is_hybrid_swa=False,
-            req_to_token_pool=SimpleNamespace(req_to_token=case.req_to_token),
-            token_to_kv_pool=pool,
-            dtype=dtype,
-            spec_algorithm=None,
-            model_config=SimpleNamespace(
-                context_len=LAST_POSITION + 1,
-                model_is_mrope=False,
-                get_num_attention_heads=lambda tp_size: case.query.shape[3],
-                get_num_kv_heads=lambda tp_size: kv_heads,
-            ),
+        heads = case.query.shape[3], kv_heads
+        self.runner = runner_of(
+            case.req_to_token, pool, dtype, heads, context_len=LAST_POSITION + 1
         )
+        self.runner.model = self.model
         self.forward = ParticleForward(self.runner, case.tails, attention, max_columns=9)
         self.tokens = torch.arange(self.slots.numel()).view_as(self.slots)
 

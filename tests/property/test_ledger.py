@@ -10,38 +10,16 @@ but not within 600 steps; with --nightly it goes on, 65,000 steps in all.
 import random
 
 import pytest
-from pool_model import PoolModel
+from pool_model import CONFIGS, PoolModel
 
 from sglang_smc.options.budget import Budget, budgets
 from sglang_smc.options.server import SMCConfig
-
-CONFIGS = {
-    "usual": SMCConfig(num_particles=4, num_steps=3, max_lag=8),
-    "long tails": SMCConfig(num_particles=3, num_steps=2, max_lag=30),
-    "emits every round": SMCConfig(num_particles=3, num_steps=2, max_lag=1),
-    "one particle": SMCConfig(num_particles=1, num_steps=4, max_lag=5),
-    "one step": SMCConfig(num_particles=8, num_steps=1, max_lag=3),
-}
 
 
 def some_budgets(config: SMCConfig, adapts: bool) -> tuple[Budget | None, ...]:
     """What rounds may be on: any budget of a server that adapts."""
     top = Budget(config.num_particles, config.num_steps)
     return (None, *budgets(top)) if adapts else (None,)
-
-
-def act(model: PoolModel, rng: random.Random) -> None:
-    """One thing that a scheduler may do next; mostly a round for some of the requests."""
-    running = list(model.requests.values())
-    choice = rng.random()
-    if model.free_rows and (choice < 0.3 or not running):
-        model.start(rng)
-    elif choice < 0.04 + 0.3:
-        model.abort(rng.choice(running), rng)
-    elif choice < 0.08 + 0.3:
-        model.retract(rng.choice(running), rng)
-    else:
-        model.play_round(rng.sample(running, rng.randint(1, len(running))), rng)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +47,7 @@ def test_long_programs(
     while model.operations < least or (
         every_kind and model.operations < longest and not seen_all()
     ):
-        act(model, rng)
+        model.act(rng)
     assert seen_all() or not every_kind, model.seen
     for request in list(model.requests.values()):
         model.abort(request, rng)

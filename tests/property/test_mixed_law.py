@@ -12,7 +12,6 @@ from toy_laws import (
     EOS,
     LENGTH,
     NUM_CONTEXTS,
-    NUM_RUNS,
     VOCAB,
     languages,
     law,
@@ -81,13 +80,14 @@ def test_texts_that_end_early_are_neither_lost_nor_preferred(num_particles: int)
     pair = Language(logits), Language(draft.logits + logits - target.logits)
     of_texts = law([pair[0]] * LENGTH)
     expected = sum(mass for text, mass in of_texts.items() if EOS in text[1:4])
-    error = math.sqrt(expected * (1 - expected) / NUM_RUNS)
+    num_runs = 3000
+    error = math.sqrt(expected * (1 - expected) / num_runs)
     sizes = {"num_particles": num_particles, "num_steps": LENGTH - 1}
     for chosen, margin in (
         ({"mode": "exact"}, 5 * error),
         ({"mode": "mixed", "evidence_threshold": 1.0}, 0.045),
     ):
-        outputs = run(SMCConfig(**sizes, **chosen), pair).outputs
+        outputs = run(SMCConfig(**sizes, **chosen), pair, num_runs=num_runs).outputs
         found = float((outputs[:, 1:4] == EOS).any(1).double().mean())
         assert abs(found - expected) < margin
 

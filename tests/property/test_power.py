@@ -28,15 +28,6 @@ from sglang_smc.tokens.distribution import TokenDistribution
 PAGE = Path(__file__).parents[2] / "docs" / "targets.md"
 
 
-def test_a_power_of_one_changes_no_bit() -> None:
-    logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(0))
-    logits[:, 3] = -torch.inf
-    plain = TokenDistribution(logits, torch.tensor([0.3, 1.0]))
-    found, log_sum = plain.to_power(TORCH, torch.ones(50))
-    assert torch.equal(found.log_probs(TORCH), plain.log_probs(TORCH))
-    assert not log_sum.any()
-
-
 def test_the_law_of_the_next_token_and_its_sum_by_the_power_of_each_group() -> None:
     """What p excludes stays excluded: 0 to a small power is no NaN."""
     p = torch.tensor([0.5, 0.3, 0.0, 0.2], dtype=torch.float64).expand(4, -1)

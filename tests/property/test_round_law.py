@@ -110,34 +110,6 @@ def test_texts_are_properly_weighted(
         assert outcome.num_emitted_early > 0 or max_lag == LENGTH
 
 
-def bias_of_what_one_particle_overrates(config: SMCConfig, num_runs: int, *, alone: bool) -> float:
-    """How much more often than p the texts come out that are likelier with N = 1; times N."""
-    target, draft = languages(difference=1.5)
-    expected = law([target] * LENGTH)
-    of_one = law([target if place % 3 == 0 else draft for place in range(LENGTH)])
-    overrated = [text for text, mass in expected.items() if of_one[text] > mass]
-    ops = unstratified(TORCH) if alone else TORCH
-    found = frequencies(run(config, (target, draft), num_runs=num_runs, ops=ops))
-    share = sum(found.get(text, 0) for text in overrated) / num_runs
-    return config.num_particles * (share - sum(expected[text] for text in overrated))
-
-
-@pytest.mark.nightly  # that texts are properly weighted implies it
-@pytest.mark.parametrize("method", RESAMPLING_METHODS)
-def test_law_tends_to_the_target_as_one_over_n(method: str) -> None:
-    """N * bias settles; with 5000 runs it has a standard error below .06 at N = 8.
-
-    Siblings that share their noise bring it down faster still.
-    """
-    scaled = []
-    for num_particles in (2, 4, 8):
-        config = plain(num_particles, 2, resampling_method=method)
-        scaled.append(bias_of_what_one_particle_overrates(config, 5000, alone=True))
-    assert min(scaled) > 0.3
-    assert max(scaled) < 0.85
-    assert bias_of_what_one_particle_overrates(config, 5000, alone=False) < scaled[-1]
-
-
 def test_siblings_that_share_their_noise_lower_the_variance_of_z_hat() -> None:
     """The same runs with and without; a variance has a relative error of about 5 % here."""
     spread, apart = (

@@ -71,3 +71,8 @@ def crowd(server: Server) -> dict[str, dict[str, Any]]:
 def target(spelling: tuple[str, str]) -> Target:
     """The server's target, in this process."""
     return Target(spelling[0], EOS)
+
+
+@pytest.fixture(scope="package")
+def model(server: Server) -> str:
+    return server.get("/v1/models").json()["data"][0]["id"]

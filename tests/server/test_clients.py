@@ -16,11 +16,6 @@ from sglang_smc.watch.lines import REQUEST_HEADER, lines_of
 
 
 @pytest.fixture(scope="module")
-def model(server: Server) -> str:
-    return server.get("/v1/models").json()["data"][0]["id"]
-
-
-@pytest.fixture(scope="module")
 def client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=server.url + "/v1", api_key=server.key, max_retries=0)
 

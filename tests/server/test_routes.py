@@ -27,11 +27,6 @@ CUSTOM = {"smc": {"num_particles": 3}}
 ON = {"seed": 3, "temperature": 1.0}
 
 
-@pytest.fixture(scope="module")
-def model(server: Server) -> str:
-    return server.get("/v1/models").json()["data"][0]["id"]
-
-
 def test_presets_are_listed_and_followed(server: Server, model: str) -> None:
     """On each route: rounds are of the preset's two particles, and a stream is the whole text."""
     listed = [card["id"] for card in server.get("/v1/models").json()["data"]]

@@ -18,7 +18,6 @@ NEAR = 2e-4
 
 
 def greedy() -> dict[str, dict[str, Any]]:
-    """Every setting, edit and grammar at temperature 0."""
     cold: dict[str, Any] = {"temperature": 0.0}
     found = {f"choice {i}": asked(choice, **cold) for i, choice in enumerate(CHOICES)}
     for mode in MODES:

@@ -52,7 +52,6 @@ def test_a_trace_tells_what_potentials_added(crowd: dict[str, dict[str, Any]]) -
 
 
 def gains_of_answer(trace: Trace) -> float:
-    """What potentials added along the line of the particle that answers."""
     place, total = 0, 0.0
     for record in reversed(trace.rounds):
         place = place if record.narrowed_to is None else record.narrowed_to[place]

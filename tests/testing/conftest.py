@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_smc.testing import Model
+from sglang_smc.testing.model import RefusedError
 
 Table = list[list[float]]  # last token -> law of the next
 VOCAB = 8
@@ -68,7 +69,7 @@ class Toy:
             return [self._scored((1, 2), 0, 0) for _ in body["text"]]
         if body.get("return_logprob"):
             if body["top_logprobs_num"] > VOCAB:
-                raise_refusal()
+                raise RefusedError("top_logprobs_num is too large")
             starts = body["logprob_start_len"]
             return [
                 self._scored(tuple(text), start, body["top_logprobs_num"])
@@ -146,12 +147,6 @@ def warmed(table: Table, temperature: float) -> Table:
     return [normalized([mass ** (1 / temperature) for mass in row]) for row in table]
 
 
-def raise_refusal() -> None:
-    from sglang_smc.testing.model import RefusedError
-
-    raise RefusedError("top_logprobs_num is too large")
-
-
 @pytest.fixture
 def tables() -> tuple[Table, Table]:
     """A target and a draft that overlap, and differ."""
@@ -160,7 +155,7 @@ def tables() -> tuple[Table, Table]:
 
 @pytest.fixture
 def model(tables: tuple[Table, Table]) -> Callable[..., Model]:
-    """Makes the model of a toy; keywords say what is wrong with it."""
+    """Makes the model of a toy; keywords say what is wrong with it, or how much of the other."""
 
     def make(
         *,
@@ -168,10 +163,15 @@ def model(tables: tuple[Table, Table]) -> Callable[..., Model]:
         q: Table = tables[1],
         settings: dict[str, Any] | None = None,
         same_models: bool = False,
+        drawn: Table | float = 0.0,
+        drafted: Table | float = 0.0,
         **wrong: Any,
     ) -> Model:
         known = {**SETTINGS, **(settings or {})}
-        return Model(Toy(p, q, **wrong).send, "toy", known, same_models=same_models)
+        drawn = drawn if isinstance(drawn, list) else mixed(p, q, drawn)
+        drafted = drafted if isinstance(drafted, list) else mixed(q, p, drafted)
+        toy = Toy(p, q, drawn=drawn, drafted=drafted, **wrong)
+        return Model(toy.send, "toy", known, same_models=same_models)
 
     return make
 

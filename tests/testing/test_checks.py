@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -22,17 +23,11 @@ from sglang_smc.testing import (
 )
 from sglang_smc.testing.checks import ALPHA
 from sglang_smc.testing.laws import short_law
+from sglang_smc.testing.result import Result
 
 PROMPTS = ("one", "two")
 MakeModel = Callable[..., Model]
 Table = list[list[float]]
-
-
-def blend(one: Table, other: Table, share: float) -> Table:
-    return [
-        [(1 - share) * a + share * b for a, b in zip(x, y, strict=True)]
-        for x, y in zip(one, other, strict=True)
-    ]
 
 
 def test_right_samplers_pass_everything(model: MakeModel, draft: Model) -> None:
@@ -49,21 +44,32 @@ def test_right_samplers_pass_everything(model: MakeModel, draft: Model) -> None:
     assert all(result.alpha == ALPHA for result in found)
 
 
-def test_exact_answers_turn_red_where_a_tenth_is_the_draft_s(
-    model: MakeModel, tables: tuple[Table, Table]
+#: What draws texts or drafts wrongly: a check, what it is asked, what is wrong; by whose laws.
+WRONG: list[tuple[Callable[..., Result], dict[str, Any], dict[str, Any]]] = [
+    (check_exact_answers, {}, {"drawn": 0.1}),
+    (check_mode, {"mode": "exact", "num_answers": 600}, {"drawn": 0.2}),
+    (check_mode, {"mode": "exact", "num_answers": 600, "draft": True}, {"drawn": 0.2}),
+    (check_evidence, {"num_answers": 4000}, {"factor": 0.9}),
+    (check_evidence, {"num_answers": 4000}, {"factor": 1.1}),
+    (check_evidence, {"num_answers": 8000}, {"drafted": 0.4}),
+    (check_draft_law, {}, {"drafted": 0.3}),
+    (check_draft_law, {"draft": True}, {"drafted": 0.3}),
+]
+
+
+@pytest.mark.parametrize(("check", "asked", "wrong"), WRONG)
+def test_a_check_turns_red_where_a_share_is_the_other_models(
+    model: MakeModel,
+    draft: Model,
+    check: Callable[..., Result],
+    asked: dict[str, Any],
+    wrong: dict[str, Any],
 ) -> None:
-    result = check_exact_answers(model(drawn=blend(*tables, 0.1)), PROMPTS)
+    """Or where weights are a tenth off."""
+    asked = {**asked, "draft": draft} if "draft" in asked else asked
+    result = check(model(**wrong), prompts=PROMPTS, **asked)
     assert result.failed
-    assert "--speculative-smc-kernels torch" in result.note
-
-
-@pytest.mark.parametrize("with_draft", [False, True])
-def test_log_probabilities_turn_red_where_a_fifth_is_the_draft_s(
-    model: MakeModel, draft: Model, tables: tuple[Table, Table], with_draft: bool
-) -> None:
-    wrong = model(drawn=blend(*tables, 0.2))
-    asked = {"num_answers": 600, "draft": draft if with_draft else None}
-    assert check_mode(wrong, "exact", PROMPTS, **asked).failed
+    assert check is not check_exact_answers or "--speculative-smc-kernels torch" in result.note
 
 
 def test_log_probabilities_turn_red_on_a_sharpened_target(
@@ -76,27 +82,6 @@ def test_log_probabilities_turn_red_on_a_sharpened_target(
     assert "sharper" in result.note
 
 
-@pytest.mark.parametrize("factor", [0.9, 1.1])
-def test_evidence_turns_red_where_weights_are_a_tenth_off(model: MakeModel, factor: float) -> None:
-    assert check_evidence(model(factor=factor), PROMPTS, num_answers=4000).failed
-
-
-def test_evidence_turns_red_where_drafts_are_weighed_by_another_law(
-    model: MakeModel, tables: tuple[Table, Table]
-) -> None:
-    wrong = model(drafted=blend(tables[1], tables[0], 0.4))
-    assert check_evidence(wrong, PROMPTS, num_answers=8000).failed
-
-
-@pytest.mark.parametrize("with_draft", [False, True])
-def test_draft_law_turns_red_where_drafts_follow_another(
-    model: MakeModel, draft: Model, tables: tuple[Table, Table], with_draft: bool
-) -> None:
-    """By the draft's own law, and by the law that weights claim."""
-    wrong = model(drafted=blend(tables[1], tables[0], 0.3))
-    assert check_draft_law(wrong, PROMPTS, draft=draft if with_draft else None).failed
-
-
 def test_evidence_that_never_varies_is_no_evidence(model: MakeModel) -> None:
     silent = model(weighs=False)
     assert check_evidence(silent, PROMPTS).verdict is Verdict.NOT_ENOUGH_DATA
@@ -105,10 +90,8 @@ def test_evidence_that_never_varies_is_no_evidence(model: MakeModel) -> None:
 
 def test_evidence_of_a_draft_that_misses_is_not_enough(model: MakeModel) -> None:
     hopeless = [[1e-12 if token else 1.0 for token in range(8)] for _ in range(8)]
-    assert (
-        check_evidence(model(q=hopeless), PROMPTS, num_answers=64).verdict
-        is Verdict.NOT_ENOUGH_DATA
-    )
+    found = check_evidence(model(q=hopeless), PROMPTS, num_answers=64)
+    assert found.verdict is Verdict.NOT_ENOUGH_DATA
 
 
 def test_an_approximate_mode_is_measured_towards_the_draft(model: MakeModel, draft: Model) -> None:
@@ -152,18 +135,9 @@ def test_false_alarms_of_log_probabilities_are_as_rare_as_stated(
     model: MakeModel, draft: Model
 ) -> None:
     """Of 200 right samplers 10 fail at 5 %; more than 22 would, with probability 1e-4."""
-    right = model()
+    few = {"draft": draft, "num_answers": 60, "length": 6, "alpha": 0.05}
     alarms = sum(
-        check_mode(
-            right,
-            "exact",
-            PROMPTS,
-            draft=draft,
-            num_answers=60,
-            length=6,
-            alpha=0.05,
-            seed=1000 * repeat,
-        ).failed
+        check_mode(model(), "exact", PROMPTS, **few, seed=1000 * repeat).failed
         for repeat in range(200)
     )
     assert alarms <= 22

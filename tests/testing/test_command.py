@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from little_server import answering
 
 from sglang_smc.testing import Model, cli, connect, report
 from sglang_smc.testing.connection import Pair
@@ -35,30 +34,8 @@ def answered_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Pair], None]:
 @pytest.fixture
 def fake_server() -> Iterator[Callable[[int, Any], str]]:
     """Starts a server that gives every GET the same answer."""
-    servers: list[HTTPServer] = []
-
-    def start(status: int, body: Any) -> str:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(json.dumps(body).encode())
-
-            def do_POST(self) -> None:
-                self.connection.close()
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        server = HTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        servers.append(server)
-        return f"http://127.0.0.1:{server.server_port}"
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    with contextlib.ExitStack() as running:
+        yield lambda status, body: running.enter_context(answering(lambda *_: (status, body)))
 
 
 def test_right_models_give_zero_and_all_numbers(
@@ -124,23 +101,25 @@ PLAIN = {"model_path": "m", "speculative_algorithm": None, "internal_states": [{
         (200, {"hello": "world"}, "not as an SGLang server"),
         (404, {}, "not as an SGLang server"),
         (401, {}, "--api-key"),
+        (None, {}, "no server answers there"),
     ],
 )
 def test_other_servers_are_refused(
-    fake_server: Callable[[int, Any], str], status: int, body: Any, needle: str
+    fake_server: Callable[[int, Any], str], status: int | None, body: Any, needle: str
 ) -> None:
     with pytest.raises(ValueError, match=needle):
-        connect(fake_server(status, body))
+        connect("http://127.0.0.1:9" if status is None else fake_server(status, body))
 
 
-def test_a_url_that_does_not_answer_is_refused() -> None:
-    with pytest.raises(ValueError, match="no server answers there"):
-        connect("http://127.0.0.1:9")
-
-
-def test_a_plain_server_may_be_the_draft_s(fake_server: Callable[[int, Any], str]) -> None:
-    body = {**PLAIN, "speculative_draft_model_path": None}
-    assert connect(fake_server(200, body), needs_smc=False).settings == {}
+def test_a_plain_server_may_be_the_draft_s_and_stops_answering_without_a_traceback(
+    fake_server: Callable[[int, Any], str],
+) -> None:
+    """It closes the connection at each POST."""
+    url = fake_server(200, {**PLAIN, "speculative_draft_model_path": None})
+    found = connect(url, needs_smc=False)
+    assert found.settings == {}
+    with pytest.raises(ValueError, match="stopped answering"):
+        found.token_ids("a")
 
 
 def test_prompts_are_lines(tmp_path: Path) -> None:
@@ -158,16 +137,6 @@ def test_fewer_tokens_are_asked_for_where_the_vocabulary_has_fewer(model: MakeMo
     """64 are refused, until as many as there are."""
     (top,) = model().following([(1, 2)])
     assert len(top) == 8
-
-
-def test_a_server_that_stops_answering_is_no_traceback(
-    fake_server: Callable[[int, Any], str],
-) -> None:
-    """It closes the connection at each POST."""
-    body = {**PLAIN, "speculative_draft_model_path": None}
-    url = fake_server(200, body)
-    with pytest.raises(ValueError, match="stopped answering"):
-        connect(url, needs_smc=False).token_ids("a")
 
 
 def test_the_last_token_of_a_vocabulary_is_scored_as_itself(

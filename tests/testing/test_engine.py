@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from http_server import running_server
+from programs import printed
 from tiny_models import smc_arguments
 
 pytestmark = pytest.mark.engine
@@ -22,9 +22,7 @@ APPROXIMATE = ("law-of-smc", "law-of-mixed", "law-of-auto")
 def command(tmp_path: Path, *arguments: str) -> dict[str, dict[str, Any]]:
     """Its results by check. With these seeds none fails; with others one in a thousand runs."""
     file = tmp_path / "found.json"
-    line = [sys.executable, "-m", "sglang_smc.testing", *arguments, "--json", str(file)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    printed(sys.executable, "-m", "sglang_smc.testing", *arguments, "--json", file)
     return {found["check"]: found for found in json.loads(file.read_text())["results"]}
 
 

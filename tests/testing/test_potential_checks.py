@@ -45,62 +45,55 @@ def each(value: Callable[[str], float]) -> Values:
     return lambda texts: [value(text.output) for text in texts]
 
 
-def test_a_sound_potential_passes() -> None:
-    """Red where a check errs."""
-    assert failed(Made(lengths, lengths)) == set()
+def rounded(texts: Sequence[Text]) -> list[float]:
+    return [value * (1 + 1e-6 * len(texts)) for value in lengths(texts)]
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda texts: lengths(texts)[1:],
-        lambda texts: [*lengths(texts), 0.0],
-        each(lambda output: math.nan if output.endswith("c") else 0.0),
-        each(lambda output: math.inf if output == "bb" else 0.0),
-    ],
-    ids=["too few", "too many", "NaN", "infinite"],
-)
-def test_values_that_are_none(wrong: Values) -> None:
-    """Red where counts, NaN or plus infinity are not looked at; the others cannot say a thing."""
-    assert failed(Made(wrong, lengths)) == {"values"}
-    results = check_potential(Made(wrong, lengths), TEXTS)
-    assert {result.verdict for result in results[1:]} == {Verdict.NOT_APPLICABLE}
+def centred(texts: Sequence[Text]) -> list[float]:
+    found = lengths(texts)
+    return [value - max(found) for value in found]
 
 
-def test_values_that_depend_on_the_others() -> None:
-    """Red where only whole batches are asked about."""
+zeros = each(lambda output: 0.0)
+only_b = each(lambda output: -math.inf if output == "ab" else 0.0)
+nothing_whole = each(lambda output: -math.inf if "b" in output else 0.0)
+calls = count()
+#: A potential, and the checks that fail of it.
+FOUND: dict[str, tuple[Potential, set[str]]] = {
+    "sound": (Made(lengths, lengths), set()),
+    "too few": (Made(lambda texts: lengths(texts)[1:], lengths), {"values"}),
+    "too many": (Made(lambda texts: [*lengths(texts), 0.0], lengths), {"values"}),
+    "NaN": (
+        Made(each(lambda output: math.nan if output.endswith("c") else 0.0), lengths),
+        {"values"},
+    ),
+    "infinite": (Made(each(lambda o: math.inf if o == "bb" else 0.0), lengths), {"values"}),
+    "depends on the others": (Made(lengths, centred, claims=False), {"batched"}),
+    "changes": (
+        Made(lambda texts: [float(next(calls))] * len(texts), lengths, claims=False),
+        {"batched", "repeated"},
+    ),
+    "goes on behind a forbidden beginning": (Made(only_b, zeros, claims=False), {"forbidden"}),
+    "ends behind one": (Made(nothing_whole, zeros, claims=False), {"forbidden"}),
+    "forbids to its end": (Made(nothing_whole, nothing_whole), set()),
+    "claims what does not hold": (Made(zeros, lengths), {"whole"}),
+    # As a model's values are, which differ with the batch.
+    "rounded": (Made(rounded, rounded), set()),
+}
 
-    def centred(texts: Sequence[Text]) -> list[float]:
-        found = lengths(texts)
-        return [value - max(found) for value in found]
 
-    assert "batched" in failed(Made(lengths, centred, claims=False))
-
-
-def test_values_that_change() -> None:
-    """Red where no text is asked about twice."""
-    calls = count()
-    assert "repeated" in failed(
-        Made(lambda texts: [float(next(calls))] * len(texts), lengths, claims=False)
-    )
-
-
-def test_a_forbidden_beginning_that_goes_on() -> None:
-    """Red where beginnings are not compared, or the whole text is not."""
-    only_b = each(lambda output: -math.inf if output == "ab" else 0.0)
-    nothing_whole = each(lambda output: -math.inf if "b" in output else 0.0)
-    zeros = each(lambda output: 0.0)
-    assert failed(Made(only_b, zeros, claims=False)) == {"forbidden"}
-    assert failed(Made(nothing_whole, zeros, claims=False)) == {"forbidden"}
-    assert failed(Made(nothing_whole, nothing_whole)) == set()
-
-
-def test_a_claim_that_does_not_hold() -> None:
-    """Red where the claim is not asked about; without a claim nothing is checked."""
-    zeros = each(lambda output: 0.0)
-    assert failed(Made(zeros, lengths)) == {"whole"}
-    results = check_potential(Made(zeros, lengths, claims=False), TEXTS)
-    assert results[-1].verdict is Verdict.NOT_APPLICABLE
+@pytest.mark.parametrize(("potential", "expected"), FOUND.values(), ids=FOUND.keys())
+def test_each_inconsistency_is_found(potential: Potential, expected: set[str]) -> None:
+    """Without values or a claim the checks of these cannot say a thing."""
+    assert failed(potential) == expected
+    results = {
+        one.check.removeprefix("potential-"): one for one in check_potential(potential, TEXTS)
+    }
+    silent = {name for name, one in results.items() if one.verdict is Verdict.NOT_APPLICABLE}
+    if expected == {"values"}:
+        assert silent == results.keys() - expected
+    else:
+        assert silent == (set() if potential.prefix_is_complete else {"whole"})
 
 
 def test_few_beginnings_of_a_long_text() -> None:
@@ -113,15 +106,6 @@ def test_few_beginnings_of_a_long_text() -> None:
 
     check_potential(Made(spy, lengths), [text("a" * 100)], most_beginnings=5)
     assert sorted(set(asked)) == [0, 25, 50, 75, 100]
-
-
-def test_rounding_is_no_failure() -> None:
-    """Red where values are compared bit by bit, as a model's in another batch never are."""
-
-    def rounded(texts: Sequence[Text]) -> list[float]:
-        return [value * (1 + 1e-6 * len(texts)) for value in lengths(texts)]
-
-    assert failed(Made(rounded, rounded)) == set()
 
 
 def test_no_texts_are_refused() -> None:

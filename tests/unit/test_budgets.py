@@ -97,14 +97,6 @@ def test_more_requests_never_get_more_work(costs: Costs, kept: list[float], wide
     assert all(later <= earlier for earlier, later in itertools.pairwise(work))
 
 
-def test_drafts_that_are_not_kept_are_not_made() -> None:
-    good, bad = (Policy(TOP, roofline(free=4096, draft=0.3)) for _ in range(2))
-    rounds(good, 4, 60, kept=1.0)
-    rounds(bad, 4, 60, kept=0.0)
-    assert good.budget == TOP
-    assert bad.budget.num_steps <= 1
-
-
 def test_who_does_not_speculate_forgets_why_and_tries_again() -> None:
     """Where a second token costs something: else one draft costs what reading along does."""
     policy = Policy(TOP, roofline(free=256, draft=0.3))
@@ -141,16 +133,17 @@ def test_particles_come_back_when_the_load_has_gone_and_there_is_memory() -> Non
 
 
 def test_a_round_costs_its_passes() -> None:
-    costs = Costs(Curve.of([(1, 1.0), (101, 101.0)]), Curve.of([(1, 10.0)]), overhead=0.5)
+    """A block of drafts is one pass of all its tokens; a recorded round is whole, whoever plays."""
+    curves = Curve.of([(1, 1.0), (101, 101.0)]), Curve.of([(1, 10.0)])
+    costs, at_once = Costs(*curves, overhead=0.5), Costs(*curves, at_once=True)
     assert costs.round(3, Budget(2, 4), TOP) == 12 + 3 * 6 + 10 + 0.5
     assert costs.round(3, TOP, Budget(2, 4)) == costs.round(3, Budget(2, 4), TOP)
     assert costs.round(3, OFF, TOP) == 6 + 10 + 0.5, "the draft reads along"
-
-
-def test_a_recorded_round_costs_what_its_budget_does_whoever_plays() -> None:
-    costs = RoundCosts({TOP: Curve(((1, 2.0), (3, 4.0))), OFF: Curve(((1, 1.0),))})
-    assert costs.round(2, TOP, Budget(1, 1)) == 3.0
-    assert costs.round(2, OFF, TOP) == 1.0
+    assert at_once.round(2, Budget(4, 7), TOP) == 2 * 4 * 8 + 10
+    assert at_once.round(2, OFF, TOP) == 10
+    recorded = RoundCosts({TOP: Curve(((1, 2.0), (3, 4.0))), OFF: Curve(((1, 1.0),))})
+    assert recorded.round(2, TOP, Budget(1, 1)) == 3.0
+    assert recorded.round(2, OFF, TOP) == 1.0
 
 
 def test_a_curve_never_falls_and_goes_on_beyond_its_last_point() -> None:

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sorted_law import ALL, rules, sorted_law
+from torch import Tensor
 
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.tokens.distribution import (
@@ -15,12 +16,10 @@ from sglang_smc.tokens.distribution import (
     TokenDistribution,
     log_probs,
     sample,
-    sample_and_score,
-    score_tokens,
     token_log_probs,
 )
 from sglang_smc.tokens.filters import EXTENT, NUM_KEYS, keep_tokens
-from sglang_smc.tokens.masking import restrict, unpack
+from sglang_smc.tokens.masking import restrict
 from sglang_smc.tokens.mixture import likeliest, mix
 
 INF = math.inf
@@ -62,13 +61,6 @@ def test_filters_at_their_thresholds(asked: SamplingRules, num_kept: int) -> Non
     assert torch.allclose(found.exp().sum(), torch.tensor(1.0))
 
 
-def test_top_k_one_is_argmax_and_the_first_of_ties() -> None:
-    logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 5.0, 5.0, 5.0], [0.0, 0.0, 0.0, 1e-3]])
-    expected = torch.full_like(logits, -INF)
-    expected[range(3), [1, 0, 3]] = 0.0
-    assert torch.equal(law_of(logits, rules(top_k=1)), expected)
-
-
 def test_logits_of_any_type_need_no_filter_to_become_a_law() -> None:
     logits = drawn(50, 9).bfloat16()
     logits[:, 4] = -INF
@@ -95,44 +87,16 @@ def test_evenly_spread_uniforms_draw_each_token_by_its_probability(size: int) ->
     assert (log_p[tokens] > -INF).all()
 
 
+SPARSE = [[0.0, 0.0, 0.5, 0.5, 0.0], [0.5, 0.0, 0.0, 0.0, 0.5], [1.0, 0.0, 0.0, 0.0, 0.0]]
+LARGE = drawn(1, 128_256, seed=5) * 4  # exponentials of whose log-probabilities do not sum to one
+LARGE[:, :300] = LARGE[:, -300:] = -INF
+
+
 @pytest.mark.parametrize("uniform", [0.0, 5e-324, 0.25, 0.5, LARGEST])
-def test_sample_never_draws_a_token_of_probability_zero(uniform: float) -> None:
-    """Zeros at the front, at the end, in the middle, and everywhere but one place."""
-    probs = torch.tensor(
-        [
-            [0.0, 0.0, 0.5, 0.5, 0.0],
-            [0.5, 0.0, 0.0, 0.0, 0.5],
-            [0.0, 0.0, 0.0, 1.0, 0.0],
-            [1.0, 0.0, 0.0, 0.0, 0.0],
-            [0.0, 0.0, 0.0, 0.0, 1.0],
-        ]
-    )
-    tokens = sample(probs.log(), torch.full((5,), uniform, dtype=torch.float64))
-    assert (probs.gather(1, tokens.unsqueeze(1)) > 0).all()
-
-
-def test_sample_from_a_large_vocabulary_stays_inside_it() -> None:
-    """128k float32 log-probabilities whose exponentials do not sum to one."""
-    logits = drawn(1, 128_256, seed=5) * 4
-    logits[:, -300:] = -INF  # padding of the vocabulary
-    logits[:, :300] = -INF
-    log_p = log_probs(logits, torch.ones(1)).expand(3, -1)
-    tokens = sample(log_p, torch.tensor([0.0, 0.5, LARGEST], dtype=torch.float64))
+@pytest.mark.parametrize("log_p", [torch.tensor(SPARSE).log(), log_probs(LARGE, torch.ones(1))])
+def test_sample_never_draws_a_token_of_probability_zero(log_p: Tensor, uniform: float) -> None:
+    tokens = sample(log_p, torch.full((len(log_p),), uniform, dtype=torch.float64))
     assert (token_log_probs(log_p, tokens) > -INF).all()
-
-
-def test_draws_without_filters_choose_their_rows_and_score_what_they_drew() -> None:
-    """Temperatures and uniforms belong to the draws, not to the rows they come from."""
-    logits = torch.tensor([[1.0, 2.0, 4.0], [3.0, -INF, 0.0]])
-    rows, temperature = torch.tensor([1, 0, 1]), torch.tensor([2.0, 0.5, 1.0])
-    noise = torch.tensor([LARGEST, 0.0, 0.5], dtype=torch.float64)
-    tokens, scores = sample_and_score(logits, temperature, noise, rows)
-    assert tokens.tolist() == [2, 0, 0]
-    expected = torch.log_softmax(
-        torch.stack([logits[1] / 2, logits[0] * 2, logits[1]]), dim=1
-    ).gather(1, tokens.unsqueeze(1))
-    assert torch.allclose(scores, expected.squeeze(1))
-    assert torch.equal(score_tokens(logits, temperature, tokens, rows), scores)
 
 
 # --- Filters, against a sort of all probabilities
@@ -214,29 +178,11 @@ def test_no_temperature_is_too_low_or_too_high_for_the_order(temperature: float)
         assert torch.equal(found, logits >= logits.topk(5).values[:, 4:])
 
 
-def test_hundreds_of_equal_logits_at_the_cut_leave_those_of_the_lowest_ids() -> None:
-    """As a head in bfloat16 makes them."""
-    logits = (drawn(2, 30_000, seed=2) * 2).bfloat16()
-    for asked in (rules(top_k=700), rules(top_p=0.8), rules(0.6, 20, 0.95)):
-        found = ~keep_tokens(logits, *asked[:4]).dropped(logits)
-        assert torch.equal(found, sorted_law(logits, asked) > -INF)
-    assert (logits == logits[0, found[0]].min()).sum() > 1
-
-
 def test_forbidden_tokens_have_no_rank_and_are_not_drawn() -> None:
     """Even where their ids come first and the cut lies behind everything."""
     logits = torch.tensor([[-INF, -INF, 0.0, -90.0, -80.0, -100.0]])
     kept = law_of(logits, rules(top_k=3))[0] > -INF
     assert kept.tolist() == [False, False, True, True, True, False]
-
-
-def test_rows_without_a_law_are_not_cut_and_spoil_no_other() -> None:
-    logits = drawn(5, 40, seed=4)
-    logits[0, 3], logits[1, 39], logits[2] = math.nan, INF, -INF
-    asked = rules(0.5, top_k=4, top_p=0.7, min_p=0.1)
-    found = law_of(logits, asked)
-    assert found[:3].isnan().all()
-    assert torch.allclose(found[3:], sorted_law(logits[3:], asked), atol=1e-6)
 
 
 def test_groups_have_rules_of_their_own_and_draws_choose_rows() -> None:
@@ -276,19 +222,8 @@ def test_many_rows_are_worked_on_some_at_a_time() -> None:
 # --- Masks
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=70))
-def test_bits_are_unpacked_lowest_first(bits: list[bool]) -> None:
-    words = [0] * -(-len(bits) // 32)
-    for place, bit in enumerate(bits):
-        words[place // 32] |= bit << place % 32
-    signed = [word - (word >> 31 << 32) for word in words]
-    packed = torch.tensor([signed, [-1] * len(words)], dtype=torch.int32)
-    assert unpack(packed, len(bits)).tolist() == [bits, [True] * len(bits)]
-
-
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 def test_the_law_within_a_mask_and_its_mass(temperature: float) -> None:
-    """Together they are p of the tokens that are left, which is what a draft weighs."""
     logits, allowed = drawn(4, 9), torch.ones(4, 9, dtype=torch.bool)
     allowed[0, 2:], allowed[1, ::2], allowed[2] = False, False, False
     heat = torch.full((4,), temperature)
@@ -306,7 +241,6 @@ def test_the_law_within_a_mask_and_its_mass(temperature: float) -> None:
 
 
 def test_a_power_raises_the_mass_too() -> None:
-    """(m p)^2 over its sum, and the sum: 0.04 + 0.09."""
     logits = torch.tensor([[0.2, 0.3, 0.5]]).log()
     left, log_mass = restrict(logits, torch.tensor([[True, True, False]]), torch.ones(1))
     law = TokenDistribution(left, torch.ones(1), log_mass=log_mass)
@@ -316,29 +250,6 @@ def test_a_power_raises_the_mass_too() -> None:
 
 
 # --- N-gram matches
-
-
-def test_a_mixture_shares_a_rows_weight_among_its_matches() -> None:
-    """Also with tokens that the draft never says; unused places repeat ids that are proposed."""
-    generator = torch.Generator().manual_seed(1)
-    log_q = drawn(50, 30).masked_fill(torch.rand(50, 30, generator=generator) < 0.2, -INF)
-    log_q = log_q.log_softmax(-1)
-    tokens = torch.stack([torch.randperm(30, generator=generator)[:4] for _ in range(50)])
-    tokens = tokens.repeat(1, 2)
-    proposed = torch.rand(50, 8, generator=generator) < 0.5
-    proposed[:, 4:] &= ~proposed[:, :4]
-    proposed[:5] = False
-    weights = torch.rand(50, generator=generator)
-    weights[3:9] = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0])
-    found = mix(log_q, tokens, proposed, weights)
-    for row in range(50):
-        chosen = tokens[row][proposed[row]]
-        if not len(chosen) or not weights[row]:
-            assert torch.equal(found[row], log_q[row]), "to the bit"
-            continue
-        expected = log_q[row].exp() * (1 - weights[row])
-        expected[chosen] += weights[row] / len(chosen)
-        assert torch.allclose(found[row].exp(), expected, atol=1e-6)
 
 
 def test_the_likeliest_token_takes_all_and_a_row_that_is_no_law_stays_one() -> None:

@@ -60,7 +60,6 @@ def columns(num_rows: int, num_columns: int) -> Columns:
 
 
 def test_rolling_and_reading_is_reading_in_one_go() -> None:
-    """Whatever was kept of the past columns, new ones see that and no more."""
     torch.manual_seed(0)
     states, past, new = torch.randn(5, HEADS[1], DIM, DIM), columns(4, 3), columns(4, 2)
     source, num_past = torch.tensor([4, 1, 1, 0]), torch.tensor([0, 1, 2, 3])

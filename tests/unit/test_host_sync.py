@@ -8,7 +8,7 @@ that is not there (`fake_gpu`) all tensors must be on it, and all copies to it b
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -28,12 +28,8 @@ from sglang_smc.options.budget import OFF, Budget
 from sglang_smc.options.server import SMCConfig
 
 # Methods that reach the memory of a CPU tensor without any operator.
-WAITING_METHODS = {
-    torch.Tensor.cpu,
-    torch.Tensor.numpy,
-    torch.Tensor.tolist,
-    torch.Tensor.__array__,
-}
+TENSOR = torch.Tensor
+WAITING_METHODS = {TENSOR.cpu, TENSOR.numpy, TENSOR.tolist, TENSOR.__array__}
 FAKE = "fake GPU"
 GPUS = ["GPU", "GPU with kernels"] if torch.cuda.is_available() else []
 DEVICES = ["cpu", FAKE, *GPUS]
@@ -55,23 +51,16 @@ class Methods(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Place(NamedTuple):
-    """Where rounds are played, and how to refuse waits there."""
-
-    device: str
-    no_waiting: Callable[[], AbstractContextManager[None]]
-    ops: Ops = TORCH
-
-
 @contextmanager
-def place(name: str) -> Iterator[Place]:
+def place(name: str) -> Iterator[tuple[str, Callable[[], AbstractContextManager[None]], Ops]]:
+    """Where rounds are played, how to refuse waits there, and by which operations."""
     if name == "cpu":
-        yield Place("cpu", traced)
+        yield "cpu", traced, TORCH
     elif name == FAKE:
         with fake_gpu() as gpu:
-            yield Place("cuda", gpu.no_waiting)
+            yield "cuda", gpu.no_waiting, TORCH
     else:
-        yield Place("cuda", torch_raises, ops_of("triton") if "kernels" in name else TORCH)
+        yield "cuda", torch_raises, ops_of("triton") if "kernels" in name else TORCH
 
 
 @contextmanager
@@ -118,11 +107,11 @@ REFUSALS = "waits for the device|two (different )?devices|DataDependent|DynamicO
 
 @pytest.mark.parametrize("device", ["cpu", FAKE])
 def test_each_kind_of_wait_is_refused(device: str) -> None:
-    with place(device) as here:
-        there = torch.zeros(3, dtype=torch.int64, device=here.device)
+    with place(device) as (there, no_waiting, _):
+        values = torch.zeros(3, dtype=torch.int64, device=there)
         for wait in WAITS + COPIES * (device == FAKE):
-            with pytest.raises(Exception, match=REFUSALS), here.no_waiting():
-                wait(there)
+            with pytest.raises(Exception, match=REFUSALS), no_waiting():
+                wait(values)
 
 
 POWERED, VERIFIED = {"power": 2.0}, {"mode": "exact"}
@@ -139,12 +128,8 @@ ALL_CHOICES: tuple[dict[str, Any], ...] = (
     {**VERIFIED, "trace": True},
 )
 FILTERS = {"top_p": 0.9, "top_k": 2, "min_p": 0.1, "min_new_tokens": 3}
-EDITS = {
-    "frequency_penalty": 0.5,
-    "presence_penalty": -0.5,
-    "repetition_penalty": 1.5,
-    "logit_bias": {"1": 0.5},
-}
+PENALTIES = {"frequency_penalty": 0.5, "presence_penalty": -0.5, "repetition_penalty": 1.5}
+EDITS = {**PENALTIES, "logit_bias": {"1": 0.5}}
 BUDGETS = (None, OFF, Budget(2, 1), Budget(3, 2), Budget(1, 2), Budget(3, 1))
 SHOWN = ((2, [0, 1]), None, (0, None))
 ROUNDS: dict[str, tuple[type[ToyWorker], dict[str, Any]]] = {
@@ -174,18 +159,17 @@ COVERED = ("verified", "weighed beside verified", "powered")
     ],
 )
 def test_a_round_never_waits_for_the_device(name: str, device: str) -> None:
-    """The worker's own round, from the batch to the result, over models of a few tables."""
     config = SMCConfig(num_particles=3, num_steps=2, evidence_threshold=0.0)
     kind, variants = ROUNDS[name]
     size = max(4, len(variants.get("chosen", ())))
-    with place(device) as here:
-        sizes = {"num_requests": size, "max_new_tokens": 12, "eos": EOS, "ops": here.ops}
-        toy = kind(config, *languages(device=here.device), **sizes, budgets=BUDGETS, **variants)
-        reqs = toy.begin(list(range(1, size + 1)), torch.rand(size, dtype=torch.float64))
+    with place(device) as (there, no_waiting, ops):
+        sizes = {"num_requests": size, "max_new_tokens": 12, "eos": EOS, "ops": ops}
+        toy = kind(config, *languages(device=there), **sizes, budgets=BUDGETS, **variants)
+        reqs = toy.begin(list(range(1, size + 1)))
         for _ in BUDGETS[: 2 if device == FAKE else None]:
             toy.reserve(reqs)
             batch = toy.batch(reqs)
-            with here.no_waiting():
+            with no_waiting():
                 result = toy.worker.launch_round(batch)
             assert result.new_seq_lens is not None
             for req, length in zip(reqs, result.new_seq_lens.tolist(), strict=True):

@@ -3,8 +3,8 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ SIZES = Sizes(3, 2, (Heads(4, 2, 16, torch.float32),), gated_delta=True)
 OPERATIONS = sorted(set(Ops._fields) - {"kind", "ledger", "row_sums"})
 IN_PLACE = {"edit_logits": 0, "count_tokens": 0}  # which argument they write to
 MODELS = ("particle_attention", "latent_attention", "gated_delta")
-ALONE: Any = SimpleNamespace(all_gather_object=lambda one: [one])
+ALONE: Any = Mock(all_gather_object=lambda one: [one])
 
 
 def lie(value: Any) -> Any:
@@ -48,13 +48,6 @@ def lying(name: str) -> Callable[..., Any]:
             written = args[IN_PLACE[name]]
             getattr(written, "counts", written).add_(1)
         return None if result is None else lie(result)
-
-    return operation
-
-
-def raising(error: Exception) -> Callable[..., Any]:
-    def operation(*_: Any, **__: Any) -> Any:
-        raise error
 
     return operation
 
@@ -86,7 +79,7 @@ def test_every_operation_has_one_check() -> None:
 def test_a_reference_agrees_with_itself_and_a_check_blames_nobody_else(name: str) -> None:
     own = {"kind", *CHECKS[name].fields}
     others = set() if name in MODELS else set(Ops._fields) - own
-    broken: Any = dict.fromkeys(others, raising(AssertionError(name)))
+    broken: Any = dict.fromkeys(others, Mock(side_effect=AssertionError(name)))
     assert failing(TORCH._replace(**broken), name) == []
 
 
@@ -106,7 +99,6 @@ def test_a_ledger_that_does_nothing_is_found(method: str) -> None:
 
 
 def test_attention_that_lies_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`kind` chooses it; the operations beside it stay."""
     by_torch = CHECKS["particle_attention"].play
 
     def play(ops: Ops, of: Inputs) -> Any:
@@ -114,7 +106,6 @@ def test_attention_that_lies_is_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
         return lie(found) if ops.kind == "triton" else found
 
     monkeypatch.setattr(check, "CHECKS", {"particle_attention": Check(("kind",), play)})
-    monkeypatch.setitem(CHECKS, "particle_attention", Check(("kind",), play))
     found = check.settle(TORCH._replace(kind="triton"), "auto", "cpu", SIZES, ALONE)
     assert found == TORCH
 
@@ -123,7 +114,7 @@ def test_operations_that_raise_or_deviate_fall_back_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     kernels = TORCH._replace(
-        narrow=raising(torch.OutOfMemoryError("CUDA out of memory.")),
+        narrow=Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")),
         log_probs=lambda *a, **k: TORCH.log_probs(*a, **k) + 0.5,
         keep=lambda *a: TORCH.keep(*a),
     )
@@ -138,24 +129,24 @@ def test_operations_that_raise_or_deviate_fall_back_alone(
 
 def test_kernels_that_are_asked_for_by_name_are_not_replaced() -> None:
     """No rank refuses before it has told the others."""
-    told: list[Any] = []
-    group: Any = SimpleNamespace(all_gather_object=lambda mine: told.append(mine) or [mine])
-    kernels = TORCH._replace(tally=raising(OSError()))
+    group = Mock(all_gather_object=Mock(side_effect=lambda mine: [mine]))
+    kernels = TORCH._replace(tally=Mock(side_effect=OSError()))
     with pytest.raises(ValueError, match=r"^--speculative-smc-kernels is 'triton'.* tally: it r"):
         check.settle(kernels, "triton", "cpu", SIZES, group)
-    assert [one.name for one in told[0]] == ["tally"]
+    (told,) = group.all_gather_object.call_args.args
+    assert [one.name for one in told] == ["tally"]
 
 
 def test_a_device_that_answers_no_more_is_not_served_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "_answers", lambda _: False)
-    kernels = TORCH._replace(tally=raising(RuntimeError("an illegal memory access")))
+    kernels = TORCH._replace(tally=Mock(side_effect=RuntimeError("an illegal memory access")))
     with pytest.raises(ValueError, match=r"stopped the device.*--speculative-smc-kernels torch"):
         check.settle(kernels, "auto", "cpu", SIZES, ALONE)
 
 
 def test_all_ranks_replace_what_fails_on_one() -> None:
-    other: Any = [check.Found("watch", 1.0, "values differ by 1")]
-    group: Any = SimpleNamespace(all_gather_object=lambda mine: [mine, other])
+    other = [check.Found("watch", 1.0, "values differ by 1")]
+    group = Mock(all_gather_object=lambda mine: [mine, other])
     kernels = TORCH._replace(watch=lambda *a: TORCH.watch(*a))
     assert check.settle(kernels, "auto", "cpu", SIZES, group).watch is TORCH.watch
 
@@ -170,8 +161,7 @@ def of_a_server(monkeypatch: pytest.MonkeyPatch, device: str = "cuda", **config:
     monkeypatch.setattr(parts, "heads_of", lambda _: SIZES.heads[0])
     monkeypatch.setattr(parts, "is_gated_delta", lambda _: False)
     monkeypatch.setattr(check, "settle", lambda ops, *_: ops._replace(kind="torch"))
-    worker: Any = SimpleNamespace(model_runner=SimpleNamespace(model_config=None))
-    return parts.operations(SMCConfig(**config), worker, worker, device, ALONE)
+    return parts.operations(SMCConfig(**config), Mock(), Mock(), device, ALONE)
 
 
 def test_a_server_checks_its_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

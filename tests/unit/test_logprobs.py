@@ -15,7 +15,6 @@ from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.requests.logprob_books import take_back
 from sglang_smc.state.logprobs import logprob_distribution, score
 from sglang_smc.state.tail_logprobs import (
-    NO_LOGPROBS,
     LogprobTable,
     LogprobWidths,
     TailLogprobs,
@@ -26,7 +25,6 @@ ROWS = torch.tensor([3, 1])
 
 
 def stock(logits: torch.Tensor, tokens: torch.Tensor, temperatures: list[float]) -> Any:
-    """SGLang's own log-probabilities of a verified round, ``[G, J, V]`` and ``[G, J]``."""
     num_groups, num_columns = tokens.shape
     batch = SimpleNamespace(
         seq_lens=[0] * num_groups,
@@ -93,15 +91,6 @@ def req(**fields: Any) -> Any:
     )
 
 
-def test_a_batch_needs_what_most_is_asked_for_by_who_asks() -> None:
-    assert LogprobWidths.of([]) == NO_LOGPROBS
-    silent = req(return_logprob=False, top_logprobs_num=9, token_ids_logprob=[1, 2, 3])
-    assert LogprobWidths.of([silent]) == NO_LOGPROBS
-    assert LogprobWidths.of([silent, req()]) == LogprobWidths(1, 0, 0)
-    several = [req(top_logprobs_num=2), req(token_ids_logprob=[5, 6]), silent]
-    assert LogprobWidths.of(several) == LogprobWidths(1, 2, 2)
-
-
 def begin(table: LogprobTable, rows: list[int], *asking: Any) -> Any:
     """Start requests behind tokens 2, 3, ..., of which p is the softmax of 0..V-1."""
     batch: Any = SimpleNamespace(
@@ -116,13 +105,16 @@ def begin(table: LogprobTable, rows: list[int], *asking: Any) -> Any:
     return output
 
 
-def test_a_scoring_request_may_ask_for_all_and_widens_no_tail() -> None:
+def test_who_scores_or_shows_nothing_may_ask_for_all_and_widens_no_tail() -> None:
     """What it wants is there after prefill; under the overlap schedule it still sees a round."""
     scoring = req(max_new_tokens=0, top_logprobs_num=VOCAB, token_ids_logprob=[2] * 500)
-    assert LogprobWidths.of([scoring]) == LogprobWidths(1, 0, 0)
+    silent = req(return_logprob=False, top_logprobs_num=9, token_ids_logprob=[1, 2, 3])
+    assert LogprobWidths.of([silent]) == LogprobWidths(0, 0, 0)
+    assert LogprobWidths.of([scoring, silent]) == LogprobWidths(1, 0, 0)
     table = LogprobTable(5, 3, 3, "cpu")
-    output = begin(table, [3], scoring)
-    assert len(output.next_token_token_ids_logprobs_val[0]) == 500
+    output = begin(table, [3, 1], scoring, req())
+    listed = [row.tolist() for row in output.next_token_token_ids_logprobs_val]
+    assert len(listed[0]) == 500 and listed[1] == [], "at which SGLang's own lists break"
     found = table.gather(ROWS, 3, 3, LogprobWidths.of([scoring]))
     assert found.top.shape == found.listed.shape == (2, 3, 4, 0)
 
@@ -163,17 +155,6 @@ def test_a_window_is_no_larger_than_its_batch_needs_and_leaves_the_rest_alone() 
     for column in (expected.own, expected.top[..., 0], expected.top_ids[..., 0]):
         column[0, :2, :2] = -1
     assert_equal(table.gather(ROWS, 3, 3, LogprobWidths(1, 3, 1)), expected)
-
-
-def test_first_tokens_are_shown_as_a_stock_sampler_shows_them() -> None:
-    """Also beside a request that lists no tokens, at which SGLang's own lists break."""
-    asking = req(token_ids_logprob=[7, 0]), req(top_logprobs_num=2)
-    output = begin(LogprobTable(5, 3, 3, "cpu"), [3, 1], *asking)
-    log_p = torch.log_softmax(torch.arange(float(VOCAB)), -1)
-    assert torch.equal(output.next_token_logprobs, log_p[[2, 3]])
-    listed = [row.tolist() for row in output.next_token_token_ids_logprobs_val]
-    assert listed == [log_p[[7, 0]].tolist(), []]
-    assert [row.tolist() for row in output.next_token_top_logprobs_idx] == [[], [10, 9]]
 
 
 def test_what_is_taken_back_leaves_the_books() -> None:

@@ -3,6 +3,7 @@
 `tests/property/test_ledger.py` fills arenas of this size with random programs.
 """
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from sglang.srt.model_executor.model_runner import ModelRunner
 
-from sglang_smc import process
+from sglang_smc import process, upstream
 from sglang_smc.memory import arena
 from sglang_smc.memory.measured import slot_bytes, tensor_bytes
 from sglang_smc.memory.table import Sizes, Table
+from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches import admission
+from sglang_smc.worker import SMCWorker
 
 configs = st.builds(
     SMCConfig,
@@ -34,11 +38,7 @@ quick = settings(max_examples=200, deadline=None, derandomize=True, database=Non
 def test_an_arena_holds_the_longest_tails_and_a_round_and_is_within_the_largest(
     config: SMCConfig, remaining: int, mode: str
 ) -> None:
-    """Before a round a tail is shorter than the lag bound and than what may still be emitted.
-
-    A particle without rivals has none. An arena never grows as text is emitted, nor does a request
-    that chooses for itself exceed its server's.
-    """
+    """Before a round a tail is shorter than the lag bound and than what may still be emitted."""
     reserved, taken = arena.arena(config, remaining), config.num_steps + 1
     if remaining > 0:
         longest_before = min(config.lag, remaining) - 1 if config.num_particles > 1 else 0
@@ -57,11 +57,7 @@ def test_an_arena_holds_the_longest_tails_and_a_round_and_is_within_the_largest(
 @quick
 @given(configs, st.integers(1, 200_000))
 def test_rows_hold_what_they_must_and_no_more(config: SMCConfig, longest: int) -> None:
-    """The longest text and its arena, in whole cache lines.
-
-    A particle's row goes round before it meets itself: from the last committed position to the
-    columns behind the longest tail, ended ones' too.
-    """
+    """A particle's row goes round from the last committed position to behind its longest tail."""
     width = arena.row_width(config, longest)
     assert 0 <= width - longest - arena.max_arena(config) < 32
     assert width * 4 % 128 == 0
@@ -105,7 +101,6 @@ def req(max_new_tokens: int = 500, num_emitted: int = 0, **chosen: Any) -> Any:
 
 
 def test_a_pool_of_just_the_size_that_is_asked_for_is_taken() -> None:
-    """The refusal has the flags, their values and what helps."""
     config = SMCConfig(num_particles=7, num_steps=5, max_lag=33)
     with pytest.raises(ValueError, match=r"holds 10 tokens.*at least (\d+)") as raised:
         arena.check_pool(config, 10)
@@ -115,11 +110,38 @@ def test_a_pool_of_just_the_size_that_is_asked_for_is_taken() -> None:
     arena.check_pool(config, needed)
     with pytest.raises(ValueError, match=f"holds {needed - 1} tokens"):
         arena.check_pool(config, needed - 1)
-    for part in (
-        *("--speculative-smc-num-particles 7", "--speculative-smc-max-lag 33"),
-        *("--speculative-num-steps 5", "--max-total-tokens", "--mem-fraction-static"),
-    ):
+    flags = "smc-num-particles 7", "smc-max-lag 33", "num-steps 5"
+    for part in (*(f"--speculative-{flag}" for flag in flags), "--max-total-tokens", "--mem-fr"):
         assert part in message
+
+
+def test_the_translator_reads_the_workers_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, attention reads it in a prefill; from the former it would get others' KV unseen."""
+    if not upstream.IS_NEWER:
+        return pytest.skip("0.5.17 has no translator of indices")
+    place = SimpleNamespace(attn_dcp_size=1, dcp_enabled=False)
+    monkeypatch.setattr("sglang.srt.mem_cache.kv_index_translator.get_parallel", lambda: place)
+    former = torch.zeros(5, 40, dtype=torch.int32)
+    pool, allocator = SimpleNamespace(req_to_token=former), SimpleNamespace(size=2000)
+    # A target's runner as SGLang leaves it, before the worker is told of the pools.
+    runner: Any = SimpleNamespace(
+        req_to_token_pool=pool,
+        token_to_kv_pool_allocator=allocator,
+        token_to_kv_pool=object(),
+        page_size=1,
+        device="cpu",
+        is_draft_worker=False,
+        model_config=SimpleNamespace(vocab_size=16),
+    )
+    runner.init_kv_index_translator = partial(ModelRunner.init_kv_index_translator, runner)
+    runner.init_kv_index_translator()
+    worker: Any = object.__new__(SMCWorker)
+    worker.config, worker.device, worker._ops = SMCConfig(num_particles=2), "cpu", TORCH
+    worker._target_worker = SimpleNamespace(model_runner=runner)
+    worker._draft_worker = SimpleNamespace(alloc_memory_pool=lambda **_: None)
+    worker.alloc_memory_pool(None, pool, allocator)
+    assert pool.req_to_token is not former
+    assert runner.kv_index_translator.req_to_token is pool.req_to_token
 
 
 # --- What a server tells
@@ -157,12 +179,10 @@ def test_only_what_a_server_may_change_is_advised() -> None:
     assert "--speculative-smc-max-lag 32" in advice
 
 
-@pytest.mark.parametrize(
-    ("config", "sizes"),
-    [(SMCConfig(), LARGE), (SMCConfig(mode="auto"), SMALL), (SMCConfig(max_lag=1), SMALL)],
-)
-def test_nothing_is_advised_where_nothing_helps(config: SMCConfig, sizes: Sizes) -> None:
-    assert Table.of(config, sizes).advice is None
+def test_nothing_is_advised_where_nothing_helps() -> None:
+    assert Table.of(SMCConfig(), LARGE).advice is None
+    for config in (SMCConfig(mode="auto"), SMCConfig(max_lag=1)):
+        assert Table.of(config, SMALL).advice is None
 
 
 def test_the_table_says_slots_megabytes_and_the_longest_request() -> None:
@@ -197,16 +217,13 @@ def test_latents_are_keys_and_values_at_once() -> None:
     assert slot_bytes(SimpleNamespace(start_layer=0, layer_num=3, **parts)) == 3 * 2 * 8 * 2
 
 
-class Adder(SimpleNamespace):
+class Adder:
     """What admission touches of SGLang's, of every release."""
 
     def __init__(self) -> None:
-        super().__init__(
-            can_run_list=[],
-            memory_budget=SimpleNamespace(total_offset=0, current_offset=0),
-            rem_total_token_offset=0,
-            cur_rem_token_offset=0,
-        )
+        self.can_run_list: list[Any] = []
+        self.memory_budget = SimpleNamespace(total_offset=0, current_offset=0)
+        self.rem_total_token_offset = self.cur_rem_token_offset = 0
 
     @property
     def charged(self) -> int:
@@ -238,9 +255,8 @@ def test_a_request_is_asked_whether_its_own_arena_fits(
 def test_a_prompt_in_parts_is_charged_and_a_preemption_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(admission, "active_config", lambda: SMCConfig())
-    adder = Adder()
-    seen = []
+    monkeypatch.setattr(admission, "active_config", SMCConfig)
+    adder, seen = Adder(), []
     admission.preempt_to_schedule(lambda *_: seen.append(adder.charged), adder, req(mode="exact"))
     assert (seen, adder.charged) == ([81], 0)
     admission.add_chunked_req(lambda *_: seen.append(adder.charged), adder, req(mode="exact"))

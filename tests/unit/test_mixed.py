@@ -51,42 +51,27 @@ def test_columns_that_the_evidence_covers(
     assert covered_columns(weights, c, torch.tensor([num_steps]), uniform) == expected
 
 
-SIZE = 40_000
-
-
 @pytest.mark.parametrize("num_particles", [1, 3])
 def test_no_whole_block_is_kept_more_often_than_p_has_it(num_particles: int) -> None:
-    """c = 1; each of 9 blocks at 4 standard errors. Keeping all would overdraw most of them by far.
-
-    Of several chains one is drawn by weight.
-    """
+    """c = 1, by enumeration of all chains, of which one is drawn by weight."""
     generator = torch.Generator().manual_seed(0)
-    p, q = torch.randn(2, 4, 3, generator=generator, dtype=torch.float64).mul(1.5).softmax(-1)
-    last = torch.zeros(SIZE, num_particles, dtype=torch.int64)
-    running, blocks = [torch.zeros(SIZE, num_particles, dtype=torch.float64)], 0
-    for step in range(2):
-        context = last + step  # row 0 begins, rows 1 to 3 follow a token
-        law = q[context]
-        tokens = torch.multinomial(law.flatten(0, 1), 1, generator=generator).view_as(last)
-        gained = p[context].log() - law.log()
-        running.append(running[-1] + gained.gather(2, tokens.unsqueeze(2)).squeeze(2))
-        blocks, last = blocks * 3 + tokens, tokens
-    coins, draws = torch.rand(2, SIZE, generator=generator, dtype=torch.float64)
-    kept = covered_columns(
-        torch.stack(running, 1),
-        torch.ones(SIZE).double(),
-        torch.full((SIZE,), 2),
-        coins,
+    laws = torch.randn(2, 4, 3, generator=generator, dtype=torch.float64).mul(1.5).softmax(-1)
+    # Of p and q: row 0 begins, rows 1 to 3 follow a token; nine blocks of two.
+    firsts = laws[:, 0].repeat_interleave(3, 1)
+    p, q = blocks = firsts * laws[:, 1:].flatten(1)
+    chains = torch.cartesian_prod(*[torch.arange(9)] * num_particles).view(-1, num_particles)
+    gained = [(of[0] / of[1]).log()[chains] for of in (torch.ones(2, 9), firsts, blocks)]
+    coins = (torch.arange(200).double() + 0.5).repeat(len(chains)) / 200
+    ones = torch.ones_like(coins)
+    running = torch.stack(gained, 1).repeat_interleave(200, 0)
+    kept = covered_columns(running, ones, 2 * ones.long(), coins) == 2
+    drawn = q[chains].prod(1, keepdim=True) * gained[-1].softmax(1)
+    found, everything = (
+        torch.zeros(9).double().index_add(0, chains.flatten(), (drawn * share).flatten())
+        for share in (kept.view(-1, 200).double().mean(1, keepdim=True), 1.0)
     )
-    weights = running[-1].softmax(1).cumsum(1)
-    winner = (weights < draws.unsqueeze(1)).sum(1).clamp_max(num_particles - 1)
-    chosen = blocks.gather(1, winner.unsqueeze(1)).squeeze(1)
-    found = torch.bincount(chosen[kept == 2], minlength=9) / SIZE
-    expected = (p[0].unsqueeze(1) * p[1:4]).flatten()
-    error = (expected * (1 - expected) / SIZE).sqrt()
-    assert (found <= expected + 4 * error).all()
-    everything = torch.bincount(chosen, minlength=9) / SIZE
-    assert (everything > expected + 10 * error).any(), "the test could not tell them apart"
+    assert (found <= p + 1 / 200).all()
+    assert (everything > p + 0.05).any(), "the test could not tell them apart"
 
 
 # Increments of the chains, threshold, uniform, chains absent, columns before an end; what is found:
@@ -157,28 +142,25 @@ def chosen(covered: int, kept: int, verified: int, ends_at: int | None = None) -
     )
 
 
-def test_the_block_where_it_reaches_further() -> None:
-    result = chosen(3, 3, 2)
-    assert result.by_block
-    assert (int(result.num_columns), int(result.winner)) == (3, 0)
-    assert result.row == 3 and not result.rejects, "from p, behind its own last"
-
-
-@pytest.mark.parametrize("covered", [0, 1, 2])
-def test_verification_where_it_reaches_as_far(covered: int) -> None:
-    result = chosen(covered, covered, 2)
-    assert not result.by_block
-    assert (int(result.num_columns), int(result.winner)) == (2, 1)
-    assert result.row == NUM_STEPS + 1 + 2 and result.rejects
-
-
-def test_an_early_end_is_no_reason_to_be_passed_over() -> None:
-    """Counting tokens instead of columns would lose texts that end: on either side."""
-    result = chosen(4, 1, 3)
-    assert result.by_block and result.num_columns == 1, "a block whose winner ended after one token"
-    result = chosen(3, 3, 1, ends_at=0)
-    assert not result.by_block and result.num_columns == 1, "a verified text that is complete"
-    assert chosen(3, 3, 1, ends_at=2).by_block, "that end was not accepted"
+@pytest.mark.parametrize(
+    ("block", "by_block", "num_columns", "winner"),
+    [
+        ((3, 3, 2), True, 3, 0),
+        *(((covered, covered, 2), False, 2, 1) for covered in (0, 1, 2)),
+        # Counting tokens instead of columns would lose texts that end: on either side.
+        ((4, 1, 3), True, 1, 0),  # a block whose winner ended after one token
+        ((3, 3, 1, 0), False, 1, 1),  # a verified text that is complete
+        ((3, 3, 1, 2), True, 3, 1),  # that end was not accepted
+    ],
+)
+def test_what_reaches_further_is_kept(
+    block: tuple[int, ...], by_block: bool, num_columns: int, winner: int
+) -> None:
+    """Behind a block the next token is drawn from p, in the row behind its winner's last."""
+    result = chosen(*block)
+    found = result.by_block, result.rejects, result.num_columns, result.winner, result.row
+    row = winner * (NUM_STEPS + 1) + num_columns
+    assert [int(one) for one in found] == [by_block, not by_block, num_columns, winner, row]
 
 
 def test_the_ess_is_that_of_the_block_unless_no_block_may_be_kept() -> None:

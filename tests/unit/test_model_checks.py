@@ -18,32 +18,25 @@ from sglang_smc.round.costs import rehearse
 from sglang_smc.round.steps import Steps
 
 
-def runner(**layer: Any) -> Any:
-    """A model runner whose second layer is as told."""
-    plain = {"num_heads": 4, "head_dim": 8, "scaling": 1.0, "num_kv_heads": 2}
-    layers = [RadixAttention(**plain, layer_id=0), RadixAttention(**plain | layer, layer_id=1)]
-    config = SimpleNamespace(get_num_attention_heads=lambda _: 4, get_num_kv_heads=lambda _: 2)
-    return SimpleNamespace(
-        model=torch.nn.Sequential(*layers), model_config=config, use_mla_backend=False
+def runner(*, latent: bool = False, **layer: Any) -> Any:
+    """A model runner whose second layer is as told; one of latent attention attends in two ways."""
+    plain: dict[str, Any] = {"num_heads": 4, "head_dim": 8, "num_kv_heads": 2}
+    absorbed = {**plain, "head_dim": 12, "v_head_dim": 8, "num_kv_heads": 1}
+    made = {**plain, "head_dim": 6, "v_head_dim": 5, "num_kv_heads": 4}
+    ways = [absorbed | layer, made] if latent else [plain | {"layer_id": 0}, plain | layer]
+    layers = [RadixAttention(**{"layer_id": 1, **way}, scaling=1.0) for way in ways]
+    config = SimpleNamespace(
+        kv_lora_rank=8,
+        get_num_attention_heads=lambda _: 4,
+        get_num_kv_heads=lambda _: 4 if latent else 2,
     )
+    model = torch.nn.Sequential(*layers)
+    return SimpleNamespace(model=model, model_config=config, use_mla_backend=latent)
 
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supported, "get_parallel", lambda: SimpleNamespace(tp_size=1))
-
-
-def over_latents(**layer: Any) -> Any:
-    """A layer of latent attention: one way to attend over latents, and one over keys of heads."""
-    absorbed: dict[str, Any] = {"num_heads": 4, "head_dim": 12, "v_head_dim": 8, "num_kv_heads": 1}
-    made: dict[str, Any] = {"num_heads": 4, "head_dim": 6, "v_head_dim": 5, "num_kv_heads": 4}
-    layers = [RadixAttention(**ways, scaling=1.0, layer_id=1) for ways in (absorbed | layer, made)]
-    config = SimpleNamespace(
-        kv_lora_rank=8, get_num_attention_heads=lambda _: 4, get_num_kv_heads=lambda _: 4
-    )
-    return SimpleNamespace(
-        model=torch.nn.Sequential(*layers), model_config=config, use_mla_backend=True
-    )
 
 
 WINDOW, ENCODER = {"sliding_window_size": 31}, {"attn_type": AttentionType.ENCODER_ONLY}
@@ -74,8 +67,7 @@ CROSS = "cross or bidirectional attention"
 def test_attention_that_is_not_supported_is_refused(
     layer: dict[str, Any], refused: str | None
 ) -> None:
-    own = {name: value for name, value in layer.items() if name not in ("blocks", "latent")}
-    model = (over_latents if "latent" in layer else runner)(**own)
+    model = runner(**{name: value for name, value in layer.items() if name != "blocks"})
     told = f"does not support {refused}.*.layer 1"
     with pytest.raises(ValueError, match=told) if refused else nullcontext():
         check_layers(model, blocks="blocks" in layer)
@@ -93,8 +85,7 @@ def test_attention_that_is_not_supported_is_refused(
 def test_keys_that_a_kernel_cannot_convert_are_refused(
     kind: torch.dtype, capability: tuple[int, int] | None, refused: bool
 ) -> None:
-    expected = pytest.raises(ValueError, match="fp8_e5m2") if refused else nullcontext()
-    with expected:
+    with pytest.raises(ValueError, match="fp8_e5m2") if refused else nullcontext():
         supported.check_kernel_type(kind, capability)
 
 
@@ -108,13 +99,6 @@ def rehearsed(target: Any, draft: Any) -> None:
     table = torch.zeros(2, 16, dtype=torch.int32)
     ledger = Ledger(table, table, num_particles=1, max_tail=4, num_slots=8)
     rehearse(Steps(target, LanguageModel(draft), ledger, TORCH))
-
-
-def fails_in(module: str, error: Exception) -> Callable[..., Any]:
-    """A pass in which a function of ``module`` raises."""
-    scope: dict[str, Any] = {"__name__": module, "error": error}
-    exec("def run(*_):\n    raise error", scope)
-    return scope["run"]
 
 
 WANTS = AttributeError("'NoneType' object has no attribute 'mrope'")
@@ -136,9 +120,10 @@ WANTS = AttributeError("'NoneType' object has no attribute 'mrope'")
 def test_the_model_whose_pass_fails_is_named_and_what_that_calls_for(
     module: str, error: Exception, told: str
 ) -> None:
-    """Not every failure is the model's."""
     rehearsed(model(), model())
-    failing = model(fails_in(module, error))
+    scope: dict[str, Any] = {"__name__": module, "error": error}
+    exec("def run(*_):\n    raise error", scope)
+    failing = model(scope["run"])
     for flag, pair in {
         "--model-path": (failing, model()),
         "--speculative-draft-model-path": (model(), failing),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_smc.smc.agreement import Narrowed, common_tail, narrow
 
-INF, ALMOST_ONE = math.inf, math.nextafter(1.0, 0.0)
+INF = math.inf
 quick = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 BEFORE = 9  # the token before all tails
 
@@ -19,10 +19,11 @@ def of_group(
     tails: list[list[int]],
     log_weights: list[float],
     count: int,
-    uniforms: torch.Tensor,
+    of_uniforms: list[float],
     **other: Any,
 ) -> Narrowed:
     """One group, narrowed once for each of the uniforms ``[S]``."""
+    uniforms = torch.tensor(of_uniforms, dtype=torch.float64)
     size, width = len(uniforms), max(map(len, tails)) + 2
     padded = [[BEFORE, *tail, *[7] * (width - 1 - len(tail))] for tail in tails]
     present = other.get("present", [True] * len(tails))
@@ -40,8 +41,7 @@ def of_group(
 def test_prefixes_are_drawn_by_weight_and_each_particle_keeps_its_own_in_expectation() -> None:
     """Over evenly spread uniforms, so to one of them: what makes it proper."""
     tails, shares = [[1, 2], [1, 3], [4, 2], [5, 5], [1, 2]], [0.1, 0.2, 0.6, 0.0, 0.1]
-    size = 1000
-    uniforms = (torch.arange(size).double() + 0.5) / size
+    uniforms = [(place + 0.5) / 1000 for place in range(1000)]
     logs = [math.log(share) + 5 if share else -INF for share in shares]
     found = of_group(tails, logs, 1, uniforms)
     first = torch.tensor(tails)[found.ancestors[:, 0], 0]
@@ -49,14 +49,14 @@ def test_prefixes_are_drawn_by_weight_and_each_particle_keeps_its_own_in_expecta
     for particle, share in enumerate(shares):
         mine = found.ancestors == particle
         carried = torch.where(mine, (found.log_weights - 5).exp(), 0.0).sum(1)
-        assert carried.mean() == pytest.approx(share, abs=2 / size)
+        assert carried.mean() == pytest.approx(share, abs=2 / 1000)
     assert found.num_dropped.unique().tolist() == [2, 4]
 
 
 def test_free_places_are_filled_by_splitting_the_heaviest() -> None:
     tails = [[1, 2], [1, 3], [4, 2], [4, 4], [5, 1]]
     logs = [math.log(weight) for weight in (1.0, 5.0, 1.0, 1.0, 2.0)]
-    found = of_group(tails, logs, 1, torch.tensor([0.0], dtype=torch.float64))
+    found = of_group(tails, logs, 1, [0.0])
     # In four parts the heavier is still heavier than the other.
     assert found.ancestors.tolist() == [[0, 1, 1, 1, 1]]
     expected = torch.tensor([1.0, *[5.0 / 4] * 4], dtype=torch.float64) * 10 / 6
@@ -65,34 +65,29 @@ def test_free_places_are_filled_by_splitting_the_heaviest() -> None:
 
 def test_a_tail_that_has_ended_is_shared_by_its_own_kind_alone() -> None:
     """A shorter text is no beginning of a longer one: it is over."""
-    tails, equal = [[1], [1, 2, 3], [1]], [0.0] * 3
-    ended = of_group(tails, equal, 2, torch.tensor([0.1], dtype=torch.float64))
-    assert ended.ancestors.tolist() == [[0, 0, 2]]
-    longer = of_group(tails, equal, 2, torch.tensor([0.5], dtype=torch.float64))
-    assert longer.ancestors.tolist() == [[1, 1, 1]]
+    for uniform, ancestors in ((0.1, [0, 0, 2]), (0.5, [1, 1, 1])):
+        found = of_group([[1], [1, 2, 3], [1]], [0.0] * 3, 2, [uniform])
+        assert found.ancestors.tolist() == [ancestors]
 
 
 def test_the_token_before_counts_where_particles_differ_in_it() -> None:
     texts = [[8, 1, 2, 0], [9, 1, 3, 0], [8, 1, 4, 0]]
-    tails = [text[1:3] for text in texts]
-    found = of_group(tails, [0.0] * 3, 1, torch.tensor([0.0], dtype=torch.float64), texts=texts)
+    found = of_group([text[1:3] for text in texts], [0.0] * 3, 1, [0.0], texts=texts)
     assert found.ancestors.tolist() == [[0, 0, 2]]
 
 
-@pytest.mark.parametrize("uniform", [0.0, 0.5, ALMOST_ONE])
-def test_whatever_the_uniform_the_dead_and_the_absent_are_not_drawn(uniform: float) -> None:
+def test_whatever_the_uniform_the_dead_and_the_absent_are_not_drawn() -> None:
     """Nor any but the heaviest where that is asked for."""
-    u = torch.tensor([uniform], dtype=torch.float64)
-    found = of_group([[1], [2], [3]], [-1.0, 3.0, -INF], 1, u, heaviest=True)
-    assert found.ancestors.tolist() == [[1, 1, 1]]
-    present = [True, True, False, True]
-    found = of_group([[1], [2], [], [3]], [-INF, 0.0, -INF, -INF], 1, u, present=present)
-    assert found.ancestors.tolist() == [[1, 1, 2, 1]]
-    assert found.log_weights[0, 2] == -INF
+    uniforms, present = [0.0, 0.5, math.nextafter(1.0, 0.0)], [True, True, False, True]
+    found = of_group([[1], [2], [3]], [-1.0, 3.0, -INF], 1, uniforms, heaviest=True)
+    assert found.ancestors.tolist() == [[1, 1, 1]] * 3
+    found = of_group([[1], [2], [], [3]], [-INF, 0.0, -INF, -INF], 1, uniforms, present=present)
+    assert found.ancestors.tolist() == [[1, 1, 2, 1]] * 3
+    assert (found.log_weights[:, 2] == -INF).all()
 
 
 def test_a_group_whose_particles_have_all_died_is_left_dead() -> None:
-    found = of_group([[1], [2]], [-INF, -INF], 1, torch.tensor([0.3], dtype=torch.float64))
+    found = of_group([[1], [2]], [-INF, -INF], 1, [0.3])
     assert found.log_weights.tolist() == [[-INF, -INF]]
     assert found.log_mean.tolist() == [-INF]
 
@@ -106,7 +101,7 @@ def populations(draw: st.DrawFn) -> dict[str, Any]:
         "tails": draw(st.lists(lists, min_size=num_particles, max_size=num_particles)),
         "log_weights": [0.0, *draw(st.lists(weights, min_size=5, max_size=5))][:num_particles],
         "count": draw(st.integers(0, 6)),
-        "uniforms": torch.tensor([draw(st.floats(0, 1, exclude_max=True))], dtype=torch.float64),
+        "of_uniforms": [draw(st.floats(0, 1, exclude_max=True))],
     }
 
 

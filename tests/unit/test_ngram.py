@@ -1,5 +1,6 @@
 """What the corpus reads and answers, and how a round follows its trees."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,7 +91,6 @@ def test_what_particles_have_not_settled_is_not_read() -> None:
 
 
 def corpus_of(*texts: list[int], **more: Any) -> Corpus:
-    """SGLang's own, compiled."""
     if not upstream.HAS_NGRAM_CACHE:
         pytest.skip("this SGLang's cache does not compile everywhere, and is refused")
     corpus = open_corpus(SimpleNamespace(**{**SETTINGS, **more}), SMCConfig(num_steps=4))
@@ -137,41 +137,31 @@ def test_what_sglang_cannot_build_is_said_with_the_mend(monkeypatch: pytest.Monk
         corpus_of()
 
 
-def matches(tree: Tree, weights: list[float], *, alone: bool = False) -> Matches:
-    """One tree for all particles."""
+def mixed(
+    tree: Tree, weights: list[float], logits: list[list[float]], alone: bool = False, **more: Any
+) -> Any:
+    """Probabilities ``[D, V]`` of q: one tree behind all particles, and the draft's own logits."""
     tokens, mask = answer(1, tree, 6)
-    found = [torch.from_numpy(these) for these in as_trees(np.array(tokens), mask, 6)]
     size = len(weights)
-    return Matches(
-        *(these.expand(size, -1) for these in found),
-        torch.zeros(size, dtype=torch.int64),
-        torch.tensor(weights),
-        alone,
-    )
-
-
-def law(logits: list[list[float]], **more: Any) -> TokenDistribution:
-    """Of a group for each row."""
-    return TokenDistribution(torch.tensor(logits), torch.ones(len(logits)), **more)
-
-
-def probs(of: TokenDistribution) -> list[list[float]]:
-    found = of.log_probs(TORCH).exp()
-    return [[round(value, 5) for value in row] for row in found.tolist()]
+    trees = [torch.from_numpy(one).expand(size, -1) for one in as_trees(np.array(tokens), mask, 6)]
+    matches = Matches(trees[0], trees[1], torch.zeros(size).long(), torch.tensor(weights), alone)
+    draft = TokenDistribution(torch.tensor(logits), torch.ones(size), **more)
+    return pytest.approx(matches.mixed(TORCH, draft).log_probs(TORCH).exp().numpy(), abs=1e-5)
 
 
 def test_a_forbidden_token_gets_no_mass() -> None:
     """Red where a match speaks over masks, biases of -inf or filters of its request."""
-    q = law([[0.0, 0.0, -torch.inf], [0.0, 0.0, 0.0]])
-    assert probs(matches({2: {}}, [0.5, 0.5]).mixed(TORCH, q)) == [
-        [0.5, 0.5, 0.0],
-        [round(1 / 6, 5), round(1 / 6, 5), round(2 / 3, 5)],
-    ]
+    found = mixed({2: {}}, [0.5, 0.5], [[0.0, 0.0, -torch.inf], [0.0, 0.0, 0.0]])
+    assert found == np.array([[0.5, 0.5, 0.0], [1 / 6, 1 / 6, 2 / 3]])
     filters = torch.ones(1), torch.tensor([2]), torch.ones(1), torch.zeros(1)
-    logits = torch.tensor([[2.0, 1.0, 0.0]])
-    cut = law(logits.tolist(), kept=TORCH.keep_tokens(logits, *filters))
-    assert probs(matches({2: {}}, [0.5]).mixed(TORCH, cut))[0][2] == 0.0
-    assert probs(matches({1: {}}, [0.5]).mixed(TORCH, cut))[0][1] > 0.5
+    kept = TORCH.keep_tokens(torch.tensor([[2.0, 1.0, 0.0]]), *filters)
+    q = 1 / (1 + math.e)
+    assert mixed({2: {}}, [0.5], [[2.0, 1.0, 0.0]], kept=kept) == np.array([[1 - q, q, 0.0]])
+    found = mixed({1: {}}, [0.5], [[2.0, 1.0, 0.0]], kept=kept)
+    assert found == np.array([[(1 - q) / 2, (1 + q) / 2, 0.0]])
+
+
+GREEDY: dict[str, Any] = {"greedy": torch.tensor([True])}
 
 
 @pytest.mark.parametrize(
@@ -181,15 +171,14 @@ def test_a_forbidden_token_gets_no_mass() -> None:
 def test_at_temperature_0_the_likelier_of_both_is_drafted(
     weight: float, tree: Tree, expected: int
 ) -> None:
-    q = law([[3.0, 1.0, 0.0]], greedy=torch.tensor([True]))
-    found = probs(matches(tree, [weight]).mixed(TORCH, q))
-    assert found == [[float(token == expected) for token in range(3)]]
+    assert mixed(tree, [weight], [[3.0, 1.0, 0.0]], **GREEDY) == np.eye(3)[[expected]]
 
 
-@pytest.mark.parametrize("greedy", [None, torch.tensor([True])])
-def test_alone_what_matches_is_all_and_else_the_first_token_that_may_come(greedy: Any) -> None:
+@pytest.mark.parametrize("more", [{}, GREEDY])
+@pytest.mark.parametrize(("tree", "expected"), [({2: {}}, 2), ({0: {}}, 1), ({}, 1)])
+def test_alone_what_matches_is_all_and_else_the_first_token_that_may_come(
+    tree: Tree, expected: int, more: dict[str, Any]
+) -> None:
     """Red where flat logits spread a draft over the vocabulary, or a rule's ban is not heard."""
-    flat = law([[-torch.inf, 0.0, 0.0]], greedy=greedy)
-    assert probs(matches({2: {}}, [1.0], alone=True).mixed(TORCH, flat)) == [[0.0, 0.0, 1.0]]
-    assert probs(matches({0: {}}, [1.0], alone=True).mixed(TORCH, flat)) == [[0.0, 1.0, 0.0]]
-    assert probs(matches({}, [1.0], alone=True).mixed(TORCH, flat)) == [[0.0, 1.0, 0.0]]
+    found = mixed(tree, [1.0], [[-torch.inf, 0.0, 0.0]], alone=True, **more)
+    assert found == np.eye(3)[[expected]]

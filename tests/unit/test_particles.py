@@ -1,6 +1,7 @@
 """Populations of particles against the same as lists, and the table that holds them."""
 
 import copy
+import itertools
 import random
 from dataclasses import dataclass, replace
 from functools import partial
@@ -65,14 +66,10 @@ def check(found: Population, groups: Groups, emitted: list[int]) -> None:
 
 
 def common(group: list[Particle]) -> int:
-    """Tail tokens that all of a group share, behind a token that they share."""
-    texts = [one.text[1:] for one in group if one.present]
-    alike = 0
-    for column in zip(*texts, strict=False):
-        if len(set(column)) > 1:
-            break
-        alike += 1
-    return max(0, alike - 1)
+    """Return how many tail tokens all of a group share, behind a token that they share."""
+    columns = zip(*(one.text[1:] for one in group if one.present), strict=False)
+    alike = itertools.takewhile(lambda column: len(set(column)) == 1, columns)
+    return max(0, len(list(alike)) - 1)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -139,7 +136,7 @@ def emit(rng: random.Random, found: Population, groups: Groups, emitted: list[in
 def resize(
     rng: random.Random, found: Population, groups: Groups, _: list[int], *, same: bool = False
 ) -> Population:
-    ancestors, present = [], []
+    ancestors, sizes = [], []
     for g, group in enumerate(groups):
         size = sum(one.present for one in group)
         now = size if same else rng.randint(1, N)
@@ -149,10 +146,10 @@ def resize(
             for n, a in enumerate(drawn)
         ]
         ancestors.append(drawn)
-        present.append([n < now for n in range(N)])
+        sizes.append([now])
     if same:
         return found.descend(torch.tensor(ancestors))
-    return found.resize(torch.tensor(ancestors), torch.tensor(present))
+    return found.resize(torch.tensor(ancestors), torch.arange(N) < torch.tensor(sizes))
 
 
 ACTIONS: dict[str, Any] = {
@@ -193,8 +190,9 @@ def test_begin_forgets_the_rows_former_request() -> None:
 def test_a_window_holds_what_its_groups_need_and_leaves_the_rest_alone() -> None:
     """A batch of small groups writes nothing over particles and tokens beyond its own."""
     table, row = ParticleTable(5, 4, MAX_TAIL, "cpu"), torch.tensor([2])
-    tails = [[[1, 2, 3, 4], [5], [6], [7, 7]], [[1], [2], [3], [4]]]
-    whole = population_of(tails, width=MAX_TAIL + 1)
+    whole = population_of(
+        [[[1, 2, 3, 4], [5], [6], [7, 7]], [[1], [2], [3], [4]]], width=MAX_TAIL + 1
+    )
     table.scatter(torch.tensor([1, 2]), whole)
     small = table.gather(row, 2, 2)
     assert small.tokens.shape == (1, 2, 3)

@@ -1,5 +1,6 @@
 """Each row of logits is changed as SGLang would for the text that the row follows."""
 
+import itertools
 from array import array
 from typing import Any
 
@@ -39,18 +40,18 @@ PARAMS = st.fixed_dictionaries(
 
 @st.composite
 def rounds(draw: Any) -> dict[str, Any]:
-    """Some requests' emitted texts, what N particles have behind them, and what they draft."""
-    size, num_particles = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    num_drafted = draw(st.integers(0, 3))
-    texts = st.lists(TOKENS, min_size=num_particles, max_size=num_particles)
-    chain = st.lists(st.integers(0, VOCAB - 1), min_size=num_drafted, max_size=num_drafted)
-    chains = st.lists(chain, min_size=num_particles, max_size=num_particles)
+    size, num_particles, num_drafted = (draw(st.integers(*of)) for of in ((1, 3), (1, 3), (0, 3)))
+    token = st.integers(0, VOCAB - 1)
+
+    def each(inner: Any, length: int) -> Any:
+        return st.lists(inner, min_size=length, max_size=length)
+
     return {
-        "params": [draw(PARAMS) for _ in range(size)],
-        "emitted": [[*draw(TOKENS), draw(st.integers(0, VOCAB - 1))] for _ in range(size)],
+        "params": draw(each(PARAMS, size)),
+        "emitted": [[*draw(TOKENS), draw(token)] for _ in range(size)],
         "num_before_prefill": draw(st.integers(0, 8)),
-        "tails": [draw(texts) for _ in range(size)],
-        "chains": [draw(chains) for _ in range(size)],
+        "tails": draw(each(each(TOKENS, num_particles), size)),
+        "chains": draw(each(each(each(token, num_drafted), num_particles), size)),
         "seed": draw(st.integers(0, 1000)),
     }
 
@@ -76,12 +77,6 @@ def begun(case: dict[str, Any]) -> EditedRequests:
     return of_case
 
 
-def logits_of(case: dict[str, Any], num_columns: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(case["seed"])
-    shape = len(case["params"]), len(case["tails"][0]), num_columns, VOCAB
-    return torch.randn(shape, generator=generator) * 3
-
-
 def edits_of(case: dict[str, Any]) -> Edits:
     num_particles = len(case["tails"][0])
     last_emitted = [[emitted[-1]] * num_particles for emitted in case["emitted"]]
@@ -90,17 +85,15 @@ def edits_of(case: dict[str, Any]) -> Edits:
     return begun(case).of_round(population)
 
 
-def check(case: dict[str, Any], logits: torch.Tensor, chains: torch.Tensor, first: int) -> None:
-    size, num_particles, num_columns, _ = logits.shape
+def check(case: dict[str, Any], chains: torch.Tensor, first: int, num_columns: int) -> None:
+    generator = torch.Generator().manual_seed(case["seed"])
+    logits = torch.randn(*chains.shape[:2], num_columns, VOCAB, generator=generator) * 3
     found = logits.clone()
     edit_logits(found, edits_of(case), chains, first)
-    for g in range(size):
-        for n in range(num_particles):
-            for c in range(num_columns):
-                drafted = case["chains"][g][n][: first + c]
-                text = case["emitted"][g] + case["tails"][g][n] + drafted
-                wanted = stock_edit(logits[g, n, c], text, case["params"][g], STOPS)
-                torch.testing.assert_close(found[g, n, c], wanted)
+    for g, n, c in itertools.product(*map(range, logits.shape[:3])):
+        text = case["emitted"][g] + case["tails"][g][n] + case["chains"][g][n][: first + c]
+        wanted = stock_edit(logits[g, n, c], text, case["params"][g], STOPS)
+        torch.testing.assert_close(found[g, n, c], wanted)
 
 
 @settings(max_examples=60, deadline=None)
@@ -108,8 +101,8 @@ def check(case: dict[str, Any], logits: torch.Tensor, chains: torch.Tensor, firs
 def test_each_column_counts_what_its_own_particle_has_before_it(case: dict[str, Any]) -> None:
     """Of a verification, and of a step of drafting."""
     chains = torch.tensor(case["chains"], dtype=torch.int64)
-    check(case, logits_of(case, chains.shape[2] + 1), chains, 0)
-    check(case, logits_of(case, 1), chains, chains.shape[2])
+    check(case, chains, 0, chains.shape[2] + 1)
+    check(case, chains, chains.shape[2], 1)
 
 
 @settings(max_examples=30, deadline=None)
@@ -143,25 +136,22 @@ def test_a_row_that_is_used_again_forgets_its_former_request() -> None:
     assert of_row.first(torch.zeros(1, VOCAB)).tolist() == [[-1, 0, 0, -1, 0, 0]]
 
 
-def test_requests_that_change_logits_are_known_and_need_no_rule_of_the_host() -> None:
-    penalties = {"frequency_penalty": -0.1, "presence_penalty": 0.1, "repetition_penalty": 0.9}
-    for name, value in {**penalties, "logit_bias": {"3": 1.0}, "min_new_tokens": 1}.items():
-        req = make_req([1], **{name: value})
-        assert has_edits(req) and not has_rules(req)
-    assert not has_edits(make_req([1])) and not has_edits(make_req([1], logit_bias={}))
-
-
 @pytest.mark.parametrize(
     ("params", "expected"),
     [
         ({"presence_penalty": 1.0}, -1.0),
+        ({"frequency_penalty": -0.5}, 1.0),
+        ({"repetition_penalty": 0.5}, 0.0),
         ({"logit_bias": {"0": -2.0}}, -2.0),
         ({"min_new_tokens": 2}, -torch.inf),
     ],
 )
 def test_a_neighbour_s_logits_are_left_alone(params: dict[str, Any], expected: float) -> None:
     """Also what zero becomes by adding zero, and what has no law."""
-    of_round = EditedRequests([make_req([0]), make_req([0], **params), make_req([0])], VOCAB, STOPS)
+    reqs = make_req([0], logit_bias={}), make_req([0], **params), make_req([0])
+    assert [has_edits(req) for req in reqs] == [False, True, False]
+    assert not any(map(has_rules, reqs)), "no edit is the host's"
+    of_round = EditedRequests(list(reqs), VOCAB, STOPS)
     logits = torch.tensor([-0.0, torch.nan, -torch.inf, 1.0, -0.0, 2.0]).repeat(3, 1, 1, 1)
     before = logits.clone()
     population = population_of([[[]]] * 3, num_emitted=torch.ones(3, dtype=torch.int64))

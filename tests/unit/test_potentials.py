@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import wait
 from http import HTTPStatus
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -49,21 +50,15 @@ def test_a_declaration_is_taken_apart_and_not_run() -> None:
 
 
 SHAPE = "NAME=package.module:factory"
+NO_CALL = ["(1)", "(offset=open('x'))", "()()", ".open", "(**{'offset': 1})"]
 
 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ("steered:Count", SHAPE),
-        ("count=steered", SHAPE),
-        ("=steered:Count", SHAPE),
-        ("count=steered:Count(1)", SHAPE),
-        ("count=steered:Count(offset=open('x'))", SHAPE),
-        ("count=steered:Count()()", SHAPE),
-        ("count=steered:Count.open", SHAPE),
-        ("count=steered:(", SHAPE),
-        ("co unt=steered:Count", SHAPE),
-        ("count=steered:Count(**{'offset': 1})", SHAPE),
+        *((it, SHAPE) for it in ("steered:Count", "count=steered", "=steered:Count")),
+        *((it, SHAPE) for it in ("count=steered:(", "co unt=steered:Count")),
+        *((f"count=steered:Count{it}", SHAPE) for it in NO_CALL),
         ("count=nowhere.at_all:Count", "ModuleNotFoundError"),
         ("count=steered:Nothing", "AttributeError"),
         ("count=steered:Count(color='red')", "TypeError"),
@@ -102,23 +97,20 @@ def test_a_request_names_potentials_as_objects_or_as_json() -> None:
     assert choose(Asked("count"), KNOWN).schedule == Schedule(is_each_round=True)
 
 
+WHEN = ({"tokens": 0}, {"tokens": True}, {"delimiter": ""}, {"delimiter": -1})
+BESIDE_A_NAME: list[dict[str, Any]] = [
+    *({"exponent": exponent} for exponent in (math.nan, "1")),
+    *({"when": when} for when in (*WHEN, {"tokens": 1, "delimiter": "a"})),
+    {"color": 1},
+]
+
+
 @pytest.mark.parametrize(
     "given",
     [
-        {"name": "count"},
-        [{"nam": "count"}],
-        [{"name": "count", "color": 1}],
-        [{"name": 1}],
-        [{"name": "count", "exponent": math.nan}],
-        [{"name": "count", "exponent": "1"}],
-        [{"name": "count", "when": {"tokens": 0}}],
-        [{"name": "count", "when": {"tokens": True}}],
-        [{"name": "count", "when": {"delimiter": ""}}],
-        [{"name": "count", "when": {"delimiter": -1}}],
-        [{"name": "count", "when": {"tokens": 1, "delimiter": "a"}}],
-        [{"name": "count"}] * 9,
-        "[{",
-        "[" * 70_000,
+        *([{"name": "count", **more}] for more in BESIDE_A_NAME),
+        *({"name": "count"}, [{"nam": "count"}], [{"name": 1}], [{"name": "count"}] * 9),
+        *("[{", "[" * 70_000),
     ],
 )
 def test_what_is_malformed_is_refused(given: Any) -> None:
@@ -144,14 +136,11 @@ def test_what_the_server_has_not_is_refused(asked: Asked, told: str) -> None:
 
 
 def test_potentials_make_another_target() -> None:
-    """Kept whole blocks, a long lag, a first token of each particle's own."""
+    """Kept whole blocks, a first token of each particle's own."""
     plain = request_config(SMCConfig(), None)
     found = request_config(SMCConfig(), {"smc": {"potentials": [{"name": "count"}]}})
     assert plain.is_normalized and not found.is_normalized
     assert (plain.covering, found.covering) == (0.5, 0.0)
-    assert (plain.lag, found.lag) == (4, 256)
-    vote = {"selection": "vote", "answer_pattern": "a"}
-    assert request_config(SMCConfig(), {"smc": vote}).lag == 256
 
 
 # Who asks.
@@ -161,28 +150,26 @@ def text(output: str, args: Any = None) -> Text:
     return Text([0], [ord(letter) - ord("a") for letter in output], args, Letters(27).decode)
 
 
+class Lengths(Potential):
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int, int]] = []
+
+    def complete(self, texts: Sequence[Text], sign: int = -1) -> list[float]:
+        self.calls.append((sign, len(texts), threading.get_ident()))
+        return [sign * float(len(one.output)) for one in texts]
+
+    def prefix(self, texts: Sequence[Text]) -> list[float]:
+        return self.complete(texts, 1)
+
+
 def test_one_call_for_all_and_each_value_in_its_place() -> None:
-    class Lengths(Potential):
-        def __init__(self) -> None:
-            self.calls: list[tuple[str, int]] = []
-            self.thread = 0
-
-        def complete(self, texts: Sequence[Text]) -> list[float]:
-            self.calls.append(("complete", len(texts)))
-            self.thread = threading.get_ident()
-            return [-float(len(one.output)) for one in texts]
-
-        def prefix(self, texts: Sequence[Text]) -> list[float]:
-            self.calls.append(("prefix", len(texts)))
-            return [float(len(one.output)) for one in texts]
-
     lengths = Lengths()
     asked = [("a", False, 0), ("ab", True, 0), ("abc", False, 1), ("abcd", True, 2)]
     questions = [Question(text(output), is_whole, owner) for output, is_whole, owner in asked]
-    answers = Caller("lengths", lengths, 600.0).ask(questions).answers()
-    assert answers == [1.0, -2.0, 3.0, -4.0]
-    assert sorted(lengths.calls) == [("complete", 2), ("prefix", 2)]
-    assert lengths.thread != threading.get_ident()
+    assert Caller("lengths", lengths, 600.0).ask(questions).answers() == [1.0, -2.0, 3.0, -4.0]
+    (_, _, thread), _ = lengths.calls
+    assert sorted(lengths.calls) == [(-1, 2, thread), (1, 2, thread)]
+    assert thread != threading.get_ident()
 
 
 def test_who_is_at_fault_fails_alone() -> None:
@@ -326,9 +313,7 @@ def test_weights_hold_the_last_value_alone() -> None:
     weights = torch.tensor([[0.5, -0.5, -math.inf, 0.0]], dtype=torch.float64)
     first = revalue(weights, torch.zeros(1, 4).double(), torch.tensor([[1.0, math.nan, 2.0, 3.0]]))
     assert first.log_weights.tolist() == [[1.5, -0.5, -math.inf, 3.0]]
-    second = revalue(
-        first.log_weights, first.log_values, torch.tensor([[-1.0, 2.0, 0.0, -math.inf]])
-    )
+    second = revalue(*first, torch.tensor([[-1.0, 2.0, 0.0, -math.inf]]))
     assert second.log_weights.tolist() == [[-0.5, 1.5, -math.inf, -math.inf]]
 
 
@@ -378,7 +363,6 @@ class Writes(Potential):
 
 
 def play(potential: Potential, *chosen: dict[str, Any], refused: bool = False) -> list[ToyRequest]:
-    """Requests behind their first round."""
 
     class Stopped(Caller):
         def refusal(self) -> Failed | None:
@@ -388,7 +372,7 @@ def play(potential: Potential, *chosen: dict[str, Any], refused: bool = False) -
     sizes = {"num_requests": size, "max_new_tokens": 8, "eos": EOS, "chosen": chosen}
     callers = {"named": Stopped("named", potential, 600.0)}
     worker = ToyWorker(SERVER, *languages(), callers=callers, **sizes)
-    reqs = worker.begin(list(range(1, size + 1)), torch.full((size,), 0.4, dtype=torch.float64))
+    reqs = worker.begin(list(range(1, size + 1)))
     worker.play_round(reqs)
     return reqs
 
@@ -405,7 +389,7 @@ def test_what_a_potential_is_given_is_its_own() -> None:
     assert len(req.output_ids) == 1
     assert writes.given and all(text.prompt_ids == PROMPT for text in writes.given)
     assert len({id(text.prompt_ids) for text in writes.given}) == 1, "copied once a request"
-    assert req.to_finish is not None and "TypeError: 'tuple' object" in req.to_finish.message
+    assert "TypeError: 'tuple' object" in req.to_finish.message
     assert req.to_finish.status_code == HTTPStatus.INTERNAL_SERVER_ERROR
     assert plain.to_finish is None
 
@@ -417,19 +401,19 @@ def test_all_who_name_a_potential_that_is_stopped_end_at_once() -> None:
     first, last, plain = play(writes, *chosen, refused=True)
     assert writes.given == [] and plain.to_finish is None
     for req in (first, last):
-        assert req.to_finish is not None and req.to_finish.message == "the breaker is open"
+        assert req.to_finish.message == "the breaker is open"
         assert req.to_finish.status_code == HTTPStatus.SERVICE_UNAVAILABLE
 
 
-LARGE, FORBID = {"does": "large"}, {"does": "forbid"}
+LARGE, FORBID, MOST = {"does": "large"}, {"does": "forbid"}, "for a text; allowed: up to 1e300"
 
 
 @pytest.mark.parametrize(
     ("potential", "asked", "status", "told"),
     [
-        (Broken(), named(LARGE, exponent=1e30), 500, "for a text; allowed: up to 1e300"),
-        (Broken(), named(LARGE, LARGE), 500, "for a text; allowed: up to 1e300"),
-        (Broken(), named(LARGE), 500, "for a text; allowed: up to 1e300"),
+        (Broken(), named(LARGE, exponent=1e30), 500, MOST),
+        (Broken(), named(LARGE, LARGE), 500, MOST),
+        (Broken(), named(LARGE), 500, MOST),
         (Broken(), named(FORBID, LARGE, exponent=1e30), 500, ""),  # 0 * inf has no value
         (Broken(), named(FORBID, {"does": "nothing"}), 400, ""),
         (Picky(), named({}), 500, "SystemExit: 3"),  # accepted where the request came in
@@ -440,7 +424,7 @@ def test_what_has_no_value_ends_its_request_alone(
 ) -> None:
     """phi that floats do not hold is infinite, not HTTP 400, as if all texts were forbidden."""
     req, plain = play(potential, asked, {})
-    assert req.to_finish is not None and told in req.to_finish.message
+    assert told in req.to_finish.message
     assert req.to_finish.status_code == status and plain.to_finish is None
     assert status == 500 or req.smc_state.counters[-1] <= 0.0
     assert not math.isnan(req.smc_state.counters[-1])
@@ -450,18 +434,12 @@ def test_what_has_no_value_ends_its_request_alone(
 
 
 class NoX(Potential):
-    """Forbids the letter x."""
-
     prefix_is_complete = True
 
     def complete(self, texts: Sequence[Text]) -> list[float]:
         return [-math.inf if "x" in text.output else 0.0 for text in texts]
 
     prefix = complete
-
-
-def consistent(potential: Potential, texts: Sequence[Text]) -> bool:
-    return not any(result.failed for result in check_potential(potential, texts))
 
 
 def check(
@@ -495,44 +473,30 @@ def test_a_product_adds_logarithms_has_its_parts_arguments_and_opens_them() -> N
     sums = [6.0 - 1.5, -math.inf]
     check(both, [text("aab", args), text("aax", args)], sums, sums)
     assert not both.prefix_is_complete, "that of a length is not"
-    opened = []
+    potential = exponent(product(one=NoX(), other=NoX()), 2.0)
+    with mock.patch.object(NoX, "open") as opened:
+        potential.open()
+    assert opened.call_count == 2 and potential.prefix_is_complete
 
-    class Opened(NoX):
-        def open(self) -> None:
-            opened.append(self)
 
-    potential = exponent(product(one=Opened(), other=Opened()), 2.0)
-    potential.open()
-    assert len(opened) == 2 and potential.prefix_is_complete
+ONE, WEIGHT = {"per_token": 1.0}, {"weight": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("potential", "args"),
+    ("potential", "wrong"),
     [
-        *(
-            (Length(), args)
-            for args in (
-                {},
-                {"per_token": -1.0},
-                {"per_token": 1.0, "target": -1},
-                {"per_token": 1.0, "x": 1},
-            )
-        ),
-        *(
-            (product(count=RegexCount("a"), clean=NoX()), args)
-            for args in (
-                {},
-                {"count": {}},
-                {"count": {"weight": 1.0}, "other": {}},
-                {"weight": 1.0},
-            )
+        (Length(), ({}, {"per_token": -1.0}, {**ONE, "target": -1}, {**ONE, "x": 1})),
+        (
+            product(count=RegexCount("a"), clean=NoX()),
+            ({}, {"count": {}}, {"count": WEIGHT, "other": {}}, WEIGHT),
         ),
     ],
 )
-def test_arguments_are_checked(potential: Potential, args: dict[str, Any]) -> None:
+def test_arguments_are_checked(potential: Potential, wrong: tuple[dict[str, Any], ...]) -> None:
     """Red where a part's schema is not asked, or takes what makes nonsense."""
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(args, potential.Args)
+    for args in wrong:
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(args, potential.Args)
 
 
 def test_a_power_of_nothing_is_no_number_less() -> None:

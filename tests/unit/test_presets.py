@@ -31,11 +31,10 @@ def settled(lora_path: Any, params: Any, prompts: Any = "a") -> GenerateReqInput
 def test_a_text_and_a_file_say_the_same(tmp_path: Path) -> None:
     file = tmp_path / "presets.json"
     file.write_text(json.dumps(KNOWN, indent=2))
-    for given in (str(file), "\n" + json.dumps(KNOWN)):
+    for given in (str(file), "\n" + json.dumps(KNOWN), None):
         assert presets.problems(arguments(given)) == []
-        assert json.loads(presets.settled(arguments(given)) or "") == KNOWN
-    assert presets.problems(arguments(None)) == []
-    assert presets.settled(arguments(None)) is None
+        found = presets.settled(arguments(given))
+        assert found is None if given is None else json.loads(found or "") == KNOWN
 
 
 @pytest.mark.parametrize(
@@ -77,16 +76,12 @@ def test_a_presets_settings_stand_where_the_requests_would() -> None:
 
 
 def test_each_prompt_of_a_batch_may_have_its_own() -> None:
-    wanted = [{"custom_params": {"smc": KNOWN["exact"]}}, {}]
-    assert settled(["exact", None], None, ["a", "b"]).sampling_params == wanted
-    assert settled(["exact", None], [{}, {}], ["a", "b"]).sampling_params == wanted
-    both = settled("exact", [{}, {}], ["a", "b"]).sampling_params
-    assert both == [wanted[0]] * 2
-
-
-@pytest.mark.parametrize("lora_path", [None, "", []])
-def test_a_request_without_a_preset_stays_as_it_is(lora_path: Any) -> None:
-    assert settled(lora_path, {"n": 2}).sampling_params == {"n": 2}
+    own = {"custom_params": {"smc": KNOWN["exact"]}}
+    for params in (None, [{}, {}]):
+        assert settled(["exact", None], params, ["a", "b"]).sampling_params == [own, {}]
+    assert settled("exact", [{}, {}], ["a", "b"]).sampling_params == [own] * 2
+    for without in (None, "", []):
+        assert settled(without, {"n": 2}).sampling_params == {"n": 2}
 
 
 UNKNOWN = "unknown; presets of this server: 'exact', 'two'"
@@ -106,15 +101,18 @@ def test_unknown_names_and_keys_that_contradict_are_refused(name: Any, smc: Any,
         presets.find(name, {})
 
 
-def test_the_preset_in_a_models_name() -> None:
-    """A served name may have a colon."""
-    for model in ("llama", "llama:latest", "llama:", None):
-        assert presets.named_by(model, "llama") is None
-    for model in ("llama:exact", "another:exact", "llama: exact "):
-        assert presets.named_by(model, "llama") == "exact"
-    assert presets.named_by("llama:8b", "llama") == "8b"
-    assert presets.named_by("s3://llama", "s3://llama") is None
-    assert presets.named_by("s3://llama:exact", "s3://llama") == "exact"
+@pytest.mark.parametrize(
+    ("served", "named", "preset"),
+    [
+        *(("llama", model, None) for model in ("llama", "llama:latest", "llama:", None)),
+        *(("llama", model, "exact") for model in ("llama:exact", "another:exact", "llama: exact ")),
+        ("llama", "llama:8b", "8b"),
+        ("s3://llama", "s3://llama", None),  # which may have a colon
+        ("s3://llama", "s3://llama:exact", "exact"),
+    ],
+)
+def test_the_preset_in_a_models_name(served: str, named: str | None, preset: str | None) -> None:
+    assert presets.named_by(named, served) == preset
 
 
 def test_token_ids_of_later_transformers_are_read() -> None:

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -26,25 +27,19 @@ PAIR = Path(__file__).parents[2] / "bench" / "pair" / "target"
 BYTES = AutoTokenizer.from_pretrained(PAIR)
 
 
-def pieces(**changes: Any) -> PreTrainedTokenizerFast:
-    """As SentencePiece's are: spaces shown, and bytes for what is in no piece."""
-    vocab = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a", "▁▁▁▁"]
-    merges = [("▁", "a")]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={piece: i for i, piece in enumerate(vocab)},
-            merges=merges,
-            unk_token="<unk>",
-            fuse_unk=True,
-            byte_fallback=changes.get("byte_fallback", True),
-        )
-    )
-    steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁"), *changes.get("steps", ())]
-    tokenizer.normalizer = normalizers.Sequence(steps)
-    tokenizer.pre_tokenizer = changes.get("pre_tokenizer", pre_tokenizers.Metaspace())
+def pieces(
+    *steps: Any, byte_fallback: bool = True, cut: Any = None, added: tuple[AddedToken, ...] = ()
+) -> PreTrainedTokenizerFast:
+    """Return one like SentencePiece's: spaces shown, and bytes for what is in no piece."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a", "▁▁▁▁"]
+    vocab, own = {piece: i for i, piece in enumerate(pieces)}, {"byte_fallback": byte_fallback}
+    model = models.BPE(vocab=vocab, merges=[("▁", "a")], unk_token="<unk>", fuse_unk=True, **own)
+    tokenizer = Tokenizer(model)
+    shown = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([*shown, *steps])
+    tokenizer.pre_tokenizer = cut or pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.ByteFallback()
-    added = changes.get("added", [])
-    tokenizer.add_special_tokens(added)
+    tokenizer.add_special_tokens(list(added))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
@@ -54,13 +49,7 @@ def manager(tokenizer: Any, context: int = 10, **changes: Any) -> Any:
     return SimpleNamespace(tokenizer=tokenizer, **{**given, **changes})
 
 
-class Slow:
-    """A tokenizer in Python, of which nothing is known."""
-
-    is_fast = False
-
-
-NFC = pieces(steps=[normalizers.NFC()])
+NFC = pieces(normalizers.NFC())
 KNOWN = (BYTES, pieces(), NFC)
 texts = st.text(max_size=40) | st.text(alphabet="a e\u0301\u0323\n1", max_size=80)
 
@@ -84,12 +73,12 @@ def test_the_longest_token_is_the_vocabularys() -> None:
     [
         tiny_tokenizer(8, 1),  # any word is one unknown token, and spaces are none
         pieces(byte_fallback=False),
-        pieces(steps=[normalizers.Strip()]),
-        pieces(steps=[normalizers.Replace("aa", "a")]),
-        pieces(pre_tokenizer=pre_tokenizers.WhitespaceSplit()),
-        pieces(pre_tokenizer=pre_tokenizers.Split(" ", "removed")),
-        pieces(added=[AddedToken("<x>", rstrip=True)]),
-        Slow(),
+        pieces(normalizers.Strip()),
+        pieces(normalizers.Replace("aa", "a")),
+        pieces(cut=pre_tokenizers.WhitespaceSplit()),
+        pieces(cut=pre_tokenizers.Split(" ", "removed")),
+        pieces(added=(AddedToken("<x>", rstrip=True),)),
+        mock.Mock(is_fast=False),  # in Python: nothing is known of it
     ],
 )
 def test_where_a_token_may_stand_for_any_number_nothing_is_refused(tokenizer: Any) -> None:
@@ -134,23 +123,20 @@ STAND_IN = manager(BYTES, served_model_name="default")
 
 @pytest.mark.parametrize("said", CHATS)
 def test_a_conversation_is_refused_by_all_that_is_in_it_before_it_is_rendered(said: str) -> None:
-    request = ChatCompletionRequest(model="default", **CHATS[said])
+    request, rendered = ChatCompletionRequest(model="default", **CHATS[said]), mock.Mock()
     with pytest.raises(ValueError, match=r"The conversation has \d+ characters.* are allowed"):
-        process_messages(must_not_be_called, SimpleNamespace(tokenizer_manager=STAND_IN), request)
+        process_messages(rendered, SimpleNamespace(tokenizer_manager=STAND_IN), request)
+    rendered.assert_not_called()
 
 
 @pytest.mark.parametrize("content", ["a" * (MOST - 20), " \n" * MOST])
 def test_a_conversation_that_may_fit_is_rendered(content: str) -> None:
     """Spaces may be trimmed."""
     messages = [{"role": "user", "content": content}]
-    request, rendered = ChatCompletionRequest(model="default", messages=messages), []
+    request, rendered = ChatCompletionRequest(model="default", messages=messages), mock.Mock()
     serving: Any = SimpleNamespace(tokenizer_manager=STAND_IN)
-    process_messages(lambda *args, **given: rendered.append(given), serving, request, stream=False)
-    assert rendered == [{"stream": False}]
-
-
-def must_not_be_called(*_: Any, **__: Any) -> None:
-    raise AssertionError("rendered")
+    process_messages(rendered, serving, request, stream=False)
+    assert rendered.call_args.kwargs == {"stream": False}
 
 
 ROUTES: dict[str, tuple[Any, list[dict[str, Any]]]] = {
@@ -175,26 +161,14 @@ ROUTES: dict[str, tuple[Any, list[dict[str, Any]]]] = {
 def test_each_chat_route_refuses_what_no_context_holds(route: str) -> None:
     handle, bodies = ROUTES[route]
     told: list[str] = []
-    of_chat = SimpleNamespace(tokenizer_manager=STAND_IN)
-    serving = SimpleNamespace(
-        tokenizer_manager=STAND_IN,
-        openai_serving_chat=of_chat,
-        _error_response=lambda *, message, **_: told.append(message),
-        create_error_response=told.append,
-    )
+    serving, rendered = SimpleNamespace(tokenizer_manager=STAND_IN), mock.Mock()
+    serving.openai_serving_chat = serving
+    serving._error_response = lambda *, message, **_: told.append(message)
+    serving.create_error_response = told.append
     for body in bodies:
+        sent = SimpleNamespace(json=mock.AsyncMock(return_value=body), body=body, scope={})
         request = SimpleNamespace(model="default")
-        answer = asyncio.run(handle(must_not_be_called, serving, request, Sent(body)))
+        answer = asyncio.run(handle(rendered, serving, request, sent))
         told += [json.loads(answer.body)["error"]] if answer is not None else []
-    assert len(told) == len(bodies)
+    assert len(told) == len(bodies) and not rendered.called
     assert all("The conversation has" in one for one in told)
-
-
-class Sent:
-    """An HTTP request with a body."""
-
-    def __init__(self, body: dict[str, Any]) -> None:
-        self.body, self.scope = body, {}
-
-    async def json(self) -> dict[str, Any]:
-        return self.body

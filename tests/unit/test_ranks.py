@@ -1,27 +1,106 @@
 """Tensor-parallel ranks end the same requests whatever their clocks say, and tell if they part."""
 
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from fake_ranks import FakeRanks
-from populations import population_of
+import torch
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
-from toy_request import ToyRequest
+from sglang.srt.distributed import parallel_state
+from toy_request import begun, ended
 from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo
 
-from sglang_smc.options.request import request_config
-from sglang_smc.options.server import SMCConfig
 from sglang_smc.potentials import Potential, Text
 from sglang_smc.potentials.calls import Caller
 from sglang_smc.potentials.declared import choose
 from sglang_smc.requests.grammar import Grammar
 from sglang_smc.requests.potentials import Potentials
-from sglang_smc.requests.state import RequestState
 from sglang_smc.requests.text_rule import BatchTexts
 from sglang_smc.requests.votes import Votes
 from sglang_smc.state.ranks import INTERVAL, RankCheck
+
+CLOCKS = ("monotonic", "perf_counter", "thread_time")
+
+
+class FakeRanks:
+    """So many ranks as threads of one process, in place of SGLang's groups and of the clocks.
+
+    What they exchange is real. One that asks for an exchange more or less than the others fails the
+    test instead of waiting for ever.
+
+    Args:
+        rank_seconds: by rank, the seconds that pass from each look at a clock to the next.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, rank_seconds: tuple[float, ...]) -> None:
+        self.world_size = len(rank_seconds)
+        self.cpu_group = self
+        self.rank_seconds = rank_seconds
+        self._own = threading.local()
+        self._lock = threading.Condition()
+        self._box: dict[int, Any] = {}
+        self._exchanges: list[list[Any]] = []
+        self._num_done = 0
+        patch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
+        patch.setattr(parallel_state, "get_tp_group", lambda: self)
+        patch.setattr(torch.distributed, "all_reduce", self._all_reduce)
+        patch.setattr(torch.distributed, "all_gather", self._all_gather)
+        for name in CLOCKS:
+            patch.setattr(time, name, self._now)
+
+    @property
+    def rank_in_group(self) -> int:
+        return self._own.rank
+
+    def run(self, of_rank: Callable[[int], Any]) -> list[Any]:
+        self._num_done = 0
+
+        def play(rank: int) -> Any:
+            self._own.rank = rank
+            try:
+                return of_rank(rank)
+            except Exception as error:
+                return error
+            finally:
+                with self._lock:
+                    self._num_done += 1
+                    self._lock.notify_all()
+
+        with ThreadPoolExecutor(self.world_size) as threads:
+            started = [threads.submit(play, rank) for rank in range(self.world_size)]
+            return [future.result() for future in started]
+
+    def broadcast_object(self, value: Any = None, src: int = 0) -> Any:
+        return self._exchange(value)[src]
+
+    def _exchange(self, value: Any) -> list[Any]:
+        with self._lock:
+            index = len(self._exchanges)
+            self._box[self.rank_in_group] = value
+            if len(self._box) == self.world_size:
+                self._exchanges.append([self._box.pop(rank) for rank in range(self.world_size)])
+                self._lock.notify_all()
+            self._lock.wait_for(lambda: len(self._exchanges) > index or self._num_done)
+            assert len(self._exchanges) > index, "another rank has ended without this exchange"
+            return self._exchanges[index]
+
+    def _all_reduce(self, tensor: torch.Tensor, op: Any, group: Any) -> None:
+        assert op == torch.distributed.ReduceOp.MAX and group is self
+        tensor.copy_(torch.stack(self._exchange(tensor.clone())).amax(0))
+
+    def _all_gather(self, into: list[torch.Tensor], tensor: torch.Tensor, group: Any) -> None:
+        assert group is self
+        for place, value in zip(into, self._exchange(tensor), strict=True):
+            place.copy_(value)
+
+    def _now(self) -> float:
+        own = self._own.__dict__
+        own["now"] = own.get("now", 0.0) + self.rank_seconds[own.get("rank", 0)]
+        return own["now"]
+
 
 VOCAB = 27
 SLOW_FIRST, SLOW_SECOND = (3600.0, 0.0), (0.0, 3600.0)  # seconds that a look at the clock takes
@@ -32,27 +111,13 @@ def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fa
     return FakeRanks(monkeypatch, request.param)
 
 
-def request_of(smc: dict[str, Any], grammar: Any = None) -> Any:
-    """A request with a state of its own, as each rank holds it."""
-    found: Any = ToyRequest(1, VOCAB, 8, {}, grammar)
-    found.output_ids = [0]
-    found.smc_state = RequestState.of(0, request_config(SMCConfig(), {"smc": smc}))
-    return found
-
-
-def batch_of(reqs: list[Any], tails: list[list[list[int]]]) -> BatchTexts:
-    """All of whose particles have ended."""
-    population = population_of(tails)
-    return BatchTexts(reqs, population._replace(ended=population.ended | True), VOCAB, "cpu")
-
-
 def test_votes(ranks: FakeRanks) -> None:
     """Red where a clock bounds the search: going back, this one takes 60^5 steps."""
     smc = {"selection": "vote", "answer_pattern": "(.*?.*?.*?.*?.*?[yz]|a)"}
 
     def of_rank(rank: int) -> Any:
-        req = request_of(smc)
-        verdict = Votes.of(batch_of([req], [[[1, 0] * 30, [1]]])).verdicts()[0]
+        req = begun(smc)
+        verdict = Votes.of(ended([req], [[[1, 0] * 30, [1]]])).verdicts()[0]
         return verdict.answers, req.to_finish
 
     assert ranks.run(of_rank) == [([0, 0], None)] * 2
@@ -66,19 +131,17 @@ def test_grammars(ranks: FakeRanks) -> None:
 
     def of_rank(rank: int) -> list[bool]:
         grammar = XGrammarGrammar(GrammarMatcher(compiled), VOCAB, compiled, None, "(a|b)*")
-        req = request_of({}, grammar)
-        ended = []
+        req = begun({}, grammar=grammar)
+        told = []
         for _ in range(3):
             Grammar.of(BatchTexts([req], None, VOCAB, "cpu"))
-            ended.append(req.to_finish is not None)
-        return ended
+            told.append(req.to_finish is not None)
+        return told
 
     assert ranks.run(of_rank) == [[False, True, True]] * 2
 
 
 class Stuck(Potential):
-    """Answers when it is let go."""
-
     def __init__(self) -> None:
         self.go = threading.Event()
 
@@ -101,30 +164,31 @@ def test_potentials(ranks: FakeRanks, stuck: Stuck) -> None:
         stuck.go.set()
 
     def of_rank(rank: int) -> Any:
-        req = request_of({"potentials": [{"name": "stuck"}]})
+        req = begun({"potentials": [{"name": "stuck"}]})
         chosen = choose(req.smc_state.config.potentials[0], {"stuck": stuck})
         req.smc_state.potentials = (chosen,)
         req.smc_state.callers = (Caller("stuck", stuck, 600.0),)
         Potentials.begin(req)
-        verdict = Potentials.of(batch_of([req], [[[1], [1, 1]]])).verdicts()[0]
+        verdict = Potentials.of(ended([req], [[[1], [1, 1]]])).verdicts()[0]
         return verdict.log_values, req.to_finish and req.to_finish.status_code
 
     expected = ([None, None], 503) if is_late else ([1.0, 1.0], None)
     assert ranks.run(of_rank) == [expected] * 2
 
 
-def emit(check: RankCheck, rounds: list[list[list[int]]]) -> None:
+def emit(rounds: list[list[list[int]]]) -> RankCheck:
+    check = RankCheck()
     for tokens in rounds:
         check.add(tokens)
+    return check
 
 
 def test_ranks_that_part_end_with_the_round_in_which_they_did(ranks: FakeRanks) -> None:
     alike = [[[round_, 1], [2]] for round_ in range(2 * INTERVAL)]
-    assert ranks.run(lambda rank: emit(RankCheck(), alike)) == [None] * 2
-    parted = [[[round_, 1], [3]] for round_ in range(2 * INTERVAL)]
+    assert all(isinstance(found, RankCheck) for found in ranks.run(lambda _: emit(alike)))
     at = INTERVAL + 4
-    theirs = [alike, alike[:at] + parted[at : at + 1] + alike[at + 1 :]]
-    for error in ranks.run(lambda rank: emit(RankCheck(), theirs[rank])):
+    theirs = [alike, [*alike[:at], [[at, 1], [3]], *alike[at + 1 :]]]
+    for error in ranks.run(lambda rank: emit(theirs[rank])):
         assert isinstance(error, RuntimeError)
         assert f"in round {at + 1} since its start" in str(error)
         assert "--speculative-smc-round-graph off" in str(error)
@@ -132,6 +196,4 @@ def test_ranks_that_part_end_with_the_round_in_which_they_did(ranks: FakeRanks) 
 
 def test_one_rank_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeRanks(monkeypatch, (0.0,))
-    check = RankCheck()
-    emit(check, [[[1]]] * INTERVAL)
-    assert not check._digests
+    assert not emit([[[1]]] * INTERVAL)._digests

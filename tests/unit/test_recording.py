@@ -2,16 +2,18 @@
 
 import itertools
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
-from fake_card import Card
 from msgspec.structs import replace
 
-from sglang_smc.memory.rounds import SHARE, round_bytes
+from sglang_smc.memory.rounds import LOGIT_BYTES, PRODUCT_BYTES, SHARE, round_bytes
 from sglang_smc.models.attention import KVLocations
 from sglang_smc.options.budget import OFF, Budget
 from sglang_smc.options.request import at_temperature_0
@@ -22,7 +24,7 @@ from sglang_smc.recording.passes import PassRecording, RecordedPasses
 from sglang_smc.recording.recorder import Ranks, Session, cuda_session
 from sglang_smc.recording.sizes import MOST, plan_sizes, thinned
 from sglang_smc.round import graph
-from sglang_smc.round.batch import RoundShape, shape_of_server
+from sglang_smc.round.batch import RoundInputs, RoundShape, shape_of_server
 from sglang_smc.round.graph import Kinds, Recordings, RoundGraphs, record_rounds
 from sglang_smc.state.tail_logprobs import LogprobTable, recorded_logprobs
 from sglang_smc.worker import SMCWorker
@@ -80,26 +82,34 @@ def test_at_temperature_0_a_round_of_single_chains_is_replayed(is_adaptive: bool
         assert found.find(graphs[0].shape) is graphs[0]
 
 
-def recordings(caplog: pytest.LogCaptureFixture) -> tuple[Recordings, LogprobTable]:
-    caplog.set_level(logging.INFO)
+@pytest.fixture
+def table() -> LogprobTable:
     table = LogprobTable(3, 2, 5, "cpu")
     table.make_room(LOGPROBS)
-    kinds = Kinds.of(SMCConfig(num_particles=2, num_steps=2), LOGPROBS)
-    play: Any = None
+    return table
+
+
+@pytest.fixture
+def found(table: LogprobTable) -> Recordings:
+    kinds, play = Kinds.of(SMCConfig(num_particles=2, num_steps=2), LOGPROBS), cast("Any", None)
     shapes = [*(shape for _, shape in [*kinds.most_used, *kinds.edited]), kinds.any[1]]
     graphs = [RoundGraphs(play, shape, play, [1, 2]) for shape in shapes]
-    return Recordings(
-        {None: graphs}, RoundGraphs(play, kinds.greedy, play, [1]), plan_sizes([1, 2], 2, 2), table
-    ), table
+    greedy = RoundGraphs(play, kinds.greedy, play, [1])
+    return Recordings({None: graphs}, greedy, plan_sizes([1, 2], 2, 2), table)
 
 
 def shape(**change: Any) -> RoundShape:
     return shape_of_server(SMCConfig(num_particles=2, num_steps=2))._replace(**change)
 
 
-def test_the_first_recording_that_does_enough_is_replayed(caplog: pytest.LogCaptureFixture) -> None:
-    """What is not replayed says why, and once."""
-    found, _ = recordings(caplog)
+def test_the_first_recording_that_does_enough_is_replayed(
+    found: Recordings, table: LogprobTable, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is not replayed says why, and once.
+
+    They write where the table was: who needs none of a wider one goes on replaying.
+    """
+    caplog.set_level(logging.INFO)
     plain, chat, edited, edited_chat, anything = found.of_budget[None]
     filtered = shape().kinds._replace(filtered=True)
     assert found.find(shape()) is plain
@@ -108,26 +118,17 @@ def test_the_first_recording_that_does_enough_is_replayed(caplog: pytest.LogCapt
         assert found.find(shape(**asked)) is edited
         assert found.find(shape(**asked, kinds=filtered)) is edited_chat
     assert found.find(shape(verifies=True)) is anything
+    assert found.find(shape(logprobs=LOGPROBS._replace(top=1, listed=0))) is edited
     assert not caplog.records
     for _ in range(3):
         assert found.find(shape(has_rules=True)) is None
         assert found.find(shape(traces=True)) is None
-    assert len(caplog.records) == 2
-    assert "structured output, stop texts or a custom logit processor" in caplog.messages[0]
-    assert "trace" in caplog.messages[1]
-
-
-def test_a_wider_table_of_log_probabilities_is_not_written_by_recordings(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """They write where the table was: requests that need none of it go on replaying."""
-    found, table = recordings(caplog)
-    asks = shape(logprobs=LOGPROBS._replace(top=1, listed=0))
-    assert found.find(asks) is found.of_budget[None][2]
     table.make_room(LOGPROBS._replace(top=50))
-    assert found.find(asks) is None
-    assert "more log-probabilities" in caplog.text
-    assert found.find(shape()) is found.of_budget[None][0]
+    assert found.find(shape(logprobs=LOGPROBS._replace(top=1, listed=0))) is None
+    assert found.find(shape()) is plain
+    rules, trace, more = caplog.messages
+    assert "structured output, stop texts or a custom logit processor" in rules
+    assert "trace" in trace and "more log-probabilities" in more
 
 
 @pytest.mark.parametrize(("each", "warns"), [(0, False), (1 << 30, True)])
@@ -136,14 +137,9 @@ def test_recordings_that_share_no_memory_are_told_of(
 ) -> None:
     """Four recordings, of which the first takes 2 GB and each other one ``each`` bytes."""
     caplog.set_level(logging.INFO)
-    free = [80 << 30]
-    monkeypatch.setattr(recorder, "_free_bytes", lambda device: free[0])
-
-    def record(run: Any) -> Any:
-        free[0] -= each if free[0] < 80 << 30 else 2 << 30
-        return run(), run
-
-    session = Session(record, "cuda")
+    free = iter([80 << 30, 78 << 30, (78 << 30) - 3 * each])
+    monkeypatch.setattr(recorder, "_free_bytes", lambda device: next(free))
+    session = Session(lambda run: (run(), run), "cuda")
     for _ in range(4):
         session.record(lambda: None)
     usage = session.usage("four of them")
@@ -204,6 +200,89 @@ def test_a_smaller_pass_is_replayed_with_padding_around_it() -> None:
     assert model.num_runs == runs + 1, "no recording is so large"
 
 
+class Card:
+    """Memory of a GPU that is not there, with torch.cuda mocked; it counts bytes and rounds.
+
+    Rounds and passes are played by name alone: each takes the bytes that the arithmetic says, in
+    the graphs' pool while a graph is captured, and beside it otherwise.
+
+    Args:
+        free: bytes, before anything is recorded.
+        vocab_size: V.
+        short_of: bytes that are taken by another process, which nobody was told of.
+    """
+
+    def __init__(self, free: float, vocab_size: int, short_of: float = 0) -> None:
+        self.total, self.vocab_size, self.short_of = int(free), vocab_size, short_of
+        self.pool = self.peak = self.num_played = self.num_captured = 0
+        self.streams: set[Any] = set()
+        self.attn_backend: Any = None
+        self._captures, self._kept = False, 0  # bytes of the pool that passes keep
+
+    def bytes_of(self, shape: RoundShape) -> int:
+        sizes = shape.num_particles, shape.num_steps, self.vocab_size
+        return round_bytes(*sizes, verifies=shape.verifies, mixes=shape.logprobs.own)
+
+    def play(self, inputs: RoundInputs, shape: RoundShape, *_: Any) -> SimpleNamespace:
+        self.num_played += 1
+        self.take(len(inputs.rows) * self.bytes_of(shape))
+        return SimpleNamespace(size=len(inputs.rows), shape=shape)
+
+    def chain_logits(self, tokens: torch.Tensor, *_: Any) -> torch.Tensor:
+        """Run a model: its logits, and the product that they are made of."""
+        size = tokens.numel() * self.vocab_size
+        self.take(self._kept * self._captures + size * (LOGIT_BYTES + PRODUCT_BYTES))
+        self._kept += self._captures * size * LOGIT_BYTES
+        return tokens
+
+    next_logits = chain_logits
+
+    def take(self, size: int) -> None:
+        if self._captures:
+            self.pool = max(self.pool, size)
+        in_use = self.pool + (0 if self._captures else size)
+        if in_use > self.total - self.short_of:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        self.peak = max(self.peak, in_use)
+
+    def begin(self) -> str:
+        """Stand in for `torch.cuda.graph_pool_handle`: what was recorded before is let go."""
+        self.pool = self._kept = self.num_captured = 0
+        return "pool"
+
+    @contextmanager
+    def capture(self, graph: Any, pool: Any = None, stream: Any = None) -> Iterator[None]:
+        assert pool == "pool"
+        self.streams.add(stream)
+        self.num_captured, self._captures = self.num_captured + 1, True
+        try:
+            yield
+        finally:
+            self._captures = False
+
+    @contextmanager
+    def in_place(self) -> Iterator["Card"]:
+        sglang, arguments = "sglang.srt", SimpleNamespace(enable_cudagraph_gc=False)
+        stream, parallel = SimpleNamespace(stream="stream"), f"{sglang}.distributed.parallel_state"
+        graphs = mock.patch.multiple(
+            torch.cuda,
+            graph_pool_handle=self.begin,
+            synchronize=lambda *_: None,
+            empty_cache=lambda: None,
+            CUDAGraph=mock.MagicMock,
+            graph=self.capture,
+            mem_get_info=lambda *_: (self.total - self.pool, self.total),
+        )
+        with (
+            mock.patch(f"{sglang}.runtime_context.get_server_args", lambda: arguments),
+            mock.patch(f"{sglang}.model_executor.runner.freeze_gc", nullcontext),
+            mock.patch("sglang_smc.upstream.resolved", lambda args: args),
+            mock.patch(f"{parallel}.graph_capture", lambda: nullcontext(stream)),
+            graphs,
+        ):
+            yield self
+
+
 # MiB of memory
 CARDS = {"L4": 23_034, "RTX 5090": 32_607, "L40S": 46_068, "H100": 81_559, "B300": 275_040}
 
@@ -214,15 +293,11 @@ def left_free(memory: int) -> float:
 
 
 def tables(vocab_size: int) -> Any:
-    return SimpleNamespace(
-        requests=SimpleNamespace(vocab_size=vocab_size),
-        logprobs=LogprobTable(3, 2, 5, "cpu"),
-        edits=SimpleNamespace(make_room=lambda: None),
-    )
+    requests, logprobs = SimpleNamespace(vocab_size=vocab_size), LogprobTable(3, 2, 5, "cpu")
+    return mock.Mock(requests=requests, logprobs=logprobs)
 
 
 def record(card: Card, config: SMCConfig) -> Recordings:
-    """Record rounds and passes, as a server starts."""
     known, model = Ranks(card.total), cast("Any", card)
     with card.in_place(), cuda_session("cuda") as session:
         found = record_rounds(
@@ -257,7 +332,6 @@ def test_recordings_and_launched_rounds_fit_on_every_card(
 
 
 def test_a_card_says_what_it_leaves_out() -> None:
-    """A large one nothing."""
     found = record(Card(left_free(CARDS["H100"]), 128_256), SMCConfig())
     assert all(graphs.sizes[-1] == 48 for graphs in found.of_budget[None])
     assert found.launched == 16
@@ -287,8 +361,10 @@ def test_no_size_fits() -> None:
     assert not card.num_played
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_all_ranks_go_by_the_least_memory(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("count", "least"), [(1, 8 << 30), (2, 5 << 30)])
+def test_all_ranks_go_by_the_least_memory(
+    count: int, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def all_reduce(value: torch.Tensor, op: Any, group: str) -> None:
         assert (op, group) == (torch.distributed.ReduceOp.MIN, "over the host")
         value.clamp_(max=5 << 30)  # what another rank has
@@ -296,20 +372,17 @@ def test_all_ranks_go_by_the_least_memory(count: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     group = SimpleNamespace(world_size=count, rank_in_group=count - 1, cpu_group="over the host")
     with Card(8 << 30, 1000).in_place():
-        found = Ranks.of(group, "cuda")
-    assert found == ((5 if count == 2 else 8) << 30, count, count - 1)
+        assert Ranks.of(group, "cuda") == (least, count, count - 1)
 
 
 class Server(SMCWorker):
     """A worker whose recording is all that there is of it, on a card."""
 
     def __init__(self, card: Card, config: SMCConfig, tp_size: int = 1) -> None:
-        drafts = SimpleNamespace(has_stock_passes=False, state_bytes=0)
-        self._steps: Any = SimpleNamespace(draft=drafts, record_passes=lambda *_: None)
+        self._steps: Any = mock.Mock(draft=mock.Mock(has_stock_passes=False, state_bytes=0))
         self.config, self.device, self.card, self.tp_size = config, "cuda", card, tp_size
         self._tables = tables(card.vocab_size)
-        self._tables.begin_padding = lambda *_: None
-        self._states: Any = SimpleNamespace(padding=lambda: None)
+        self._states: Any = mock.Mock()
         self._round: Any = SimpleNamespace(play=card.play)
         self._graph_sizes, self._recordings = STOCK, None
         self._target_worker = self._draft_worker = self._corpus = None  # type: ignore[assignment]
@@ -323,11 +396,8 @@ class Server(SMCWorker):
         monkeypatch.setattr("sglang_smc.worker.get_parallel", lambda: parallel)
         monkeypatch.setattr("sglang_smc.process.measure_memory_by", lambda _: None)
         monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
-        # Padding would be copied to a device that is not there.
-        padding = graph.RoundInputs.of_padding
-        monkeypatch.setattr(
-            graph.RoundInputs, "of_padding", lambda *a, device: padding(*a, device="cpu")
-        )
+        padding = partial(graph.RoundInputs.of_padding, device="cpu")  # the device is not there
+        monkeypatch.setattr(graph.RoundInputs, "of_padding", lambda *a, device: padding(*a))
         with self.card.in_place():
             self.init_cuda_graphs()
 
@@ -347,14 +417,11 @@ def test_a_server_records_and_says_what(
     assert server._additional_graph_time_usage["smc_round"] >= 0
 
 
-def short(card: Card) -> Card:
-    """A card of which something takes the larger part, after it was asked what is free."""
-    card.short_of = card.total * 3 // 5
-    return card
+SHORT = left_free(CARDS["H100"]), 128_256, 0.6 * left_free(CARDS["H100"])
 
 
 def test_where_memory_runs_short_less_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server(short(Card(left_free(CARDS["H100"]), 128_256)), SMCConfig())
+    server = Server(Card(*SHORT), SMCConfig())
     server.start(monkeypatch)
     assert server._recordings is not None
     assert server._recordings.of_budget[None][-1].sizes[-1] in (16, 32)
@@ -364,7 +431,7 @@ def test_where_memory_runs_short_less_is_recorded(monkeypatch: pytest.MonkeyPatc
 
 def test_one_rank_of_several_does_not_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others would wait for it in the round that it has left."""
-    server = Server(short(Card(left_free(CARDS["H100"]), 128_256)), SMCConfig(), tp_size=2)
+    server = Server(Card(*SHORT), SMCConfig(), tp_size=2)
     with pytest.raises(ValueError, match="--mem-fraction-static"):
         server.start(monkeypatch)
     assert server.card.num_played == 1
@@ -381,8 +448,7 @@ def test_a_server_goes_on_without_recordings(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = Server(Card(left_free(CARDS["L40S"]), 128_256), SMCConfig())
-    monkeypatch.setattr(server.card, "play", partial(failing, FAILURES[name]))
-    server._round.play = server.card.play
+    server._round.play = mock.Mock(side_effect=FAILURES[name])
     server.start(monkeypatch)
     assert server._recordings is None
     most = SHARE * server.card.total // round_bytes(8, 8, 128_256, mixes=True)
@@ -402,29 +468,11 @@ def test_a_server_that_cannot_go_on_without_them_names_flags(
 ) -> None:
     """Recording was asked for by hand, other ranks may have recorded, or the device is lost."""
     server = Server(Card(1e12, 1000), SMCConfig(round_graph=asked), tp_size)
-    server._round.play = partial(failing, FAILURES[name])
+    server._round.play = mock.Mock(side_effect=FAILURES[name])
     if breaks:
-        lost = RuntimeError("CUDA error: an illegal memory access was encountered")
-        monkeypatch.setattr(graph.torch, "get_device_module", lambda _: Lost(lost))
+        lost = mock.Mock(side_effect=RuntimeError("CUDA error: an illegal memory access"))
+        device = mock.Mock(mem_get_info=lambda _: (1 << 40, 1 << 40), synchronize=lost)
+        monkeypatch.setattr(graph.torch, "get_device_module", lambda _: device)
     with pytest.raises(ValueError, match="--speculative-smc-round-graph off") as told:
         server.start(monkeypatch)
     assert told.value.__cause__ is FAILURES[name]
-
-
-def failing(error: Exception, *_: Any) -> None:
-    raise error
-
-
-class Lost:
-    """A device that answers nothing any more."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def empty_cache(self) -> None: ...
-
-    def mem_get_info(self, _: str) -> tuple[int, int]:
-        return 1 << 40, 1 << 40
-
-    def synchronize(self) -> None:
-        raise self._error

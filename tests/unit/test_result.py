@@ -22,8 +22,6 @@ from sglang_smc.state.tail_logprobs import Emitted, TailLogprobs
 
 
 class BookedRequest(ToyRequest):
-    """With what SGLang's books say of it."""
-
     update_spec_correct_drafts_histogram = Req.update_spec_correct_drafts_histogram
 
     def __init__(
@@ -39,13 +37,6 @@ class BookedRequest(ToyRequest):
 
     def finished(self) -> bool:
         return self.done
-
-
-def asking(num_top: int, ids: list[int] | None, **books: Any) -> BookedRequest:
-    req = BookedRequest([8, 4], **{"open_at": books.pop("open_at", None)})
-    req.return_logprob = True
-    req.logprob = ReqLogprob(top_logprobs_num=num_top, token_ids_logprob=ids, **books)
-    return req
 
 
 STRIDE = 12
@@ -110,7 +101,7 @@ def test_histogram_identities_over_rounds_that_emit_nothing_much_or_everything(
     told = []
     monkeypatch.setattr(process, "check_ranks", told.append)
     reqs = [BookedRequest(), BookedRequest()]
-    rounds = [([0, 3], [2, 2]), ([0, 0], [2, 0]), ([9, 1], [1, 0]), ([0, 12], [4, 4])]
+    rounds = ([0, 3], [2, 2]), ([0, 0], [2, 0]), ([9, 1], [1, 0]), ([0, 12], [4, 4])
     for emitted, kept in rounds:
         _, tokens = resolve(reqs, emitted, kept)
         firsts = zip((0, STRIDE), emitted, strict=True)
@@ -165,14 +156,6 @@ def population(last_emitted: list[list[int]] | None = None) -> Population:
     )
 
 
-OWN_FIRST = [[3, 2, 0], [4, 4, 4]]
-
-
-def texts_of(particles: list[dict[str, Any]] | None) -> list[list[int]]:
-    assert particles is not None
-    return [particle["output_ids"] for particle in particles]
-
-
 def test_copies_of_an_outcome_s_first_groups_are_its_own() -> None:
     """A graph's next replay writes what it wrote before; particles and log-probabilities, too."""
     whole, number = population(), torch.arange(6.0).view(2, 3)
@@ -193,14 +176,10 @@ def test_copies_of_an_outcome_s_first_groups_are_its_own() -> None:
 
 
 def test_particles_of_a_finished_group_are_whole_texts_with_normalised_weights() -> None:
-    """The emitted text stands before each tail, and nothing that is stale or absent comes along.
-
-    While the first token is open, each has its own.
-    """
+    """The emitted text stands before each tail, and nothing that is stale or absent comes along."""
     whole, req = population(), BookedRequest([8, 4])
-    found = Particles.of(whole, whole).of_group(0, req)  # type: ignore[arg-type]
-    assert texts_of(found) == [[8, 4, 5, 6], [8, 4, 7]]
-    assert found is not None
+    found = Particles.of(whole, whole).of_group(0, req) or []  # type: ignore[arg-type]
+    assert [particle["output_ids"] for particle in found] == [[8, 4, 5, 6], [8, 4, 7]]
     assert [particle["weight"] for particle in found] == pytest.approx([0.25, 0.75])
     assert [particle["log_weight"] for particle in found] == pytest.approx([3.0, 3 + math.log(3)])
     assert Particles.of(whole, whole).of_group(1, req) is None, "it goes on"  # type: ignore[arg-type]
@@ -208,16 +187,15 @@ def test_particles_of_a_finished_group_are_whole_texts_with_normalised_weights()
 
 def test_only_who_asked_is_given_the_particles() -> None:
     """With the text as it stood before this round, and with first tokens that one is drawn from."""
-    plain, silent = BookedRequest([8, 4], return_particles=True), BookedRequest()
-    opened = BookedRequest([8, 4], open_at=1, return_particles=True)
-    whole = population(OWN_FIRST)
+    reqs = [BookedRequest([8, 4], open_at=at, return_particles=True) for at in (None, 1)]
+    reqs.insert(1, BookedRequest())
+    whole = population([[3, 2, 0], [4, 4, 4]])
     three = Population(*(column[[0, 0, 0]] for column in whole[:-2]))
     shown, first = Particles.of(three, three), torch.tensor([2, 2, 2])
-    resolve([plain, silent, opened], [1, 1, 1], [1, 1, 1], particles=shown, first_tokens=first)
-    assert texts_of(plain.smc_state.particles) == [[8, 4, 5, 6], [8, 4, 7]]
-    assert silent.smc_state.particles is None
-    assert texts_of(opened.smc_state.particles) == [[8, 3, 5, 6], [8, 2, 7]]
-    assert opened.output_ids[:2] == [8, 2]
+    resolve(reqs, [1, 1, 1], [1, 1, 1], particles=shown, first_tokens=first)
+    told = [[one["output_ids"] for one in req.smc_state.particles or ()] for req in reqs]
+    assert told == [[[8, 4, 5, 6], [8, 4, 7]], [], [[8, 3, 5, 6], [8, 2, 7]]]
+    assert reqs[2].output_ids[:2] == [8, 2]
 
 
 def test_an_open_first_token_is_replaced_once_all_particles_agree() -> None:
@@ -228,8 +206,15 @@ def test_an_open_first_token_is_replaced_once_all_particles_agree() -> None:
     assert plain.output_ids == [8, 4], "a token that was never open is SGLang's"
 
 
+def asking(num_top: int, ids: list[int] | None, **books: Any) -> BookedRequest:
+    req = BookedRequest([8, 4], open_at=1 if books else None)
+    req.return_logprob = True
+    req.logprob = ReqLogprob(top_logprobs_num=num_top, token_ids_logprob=ids, **books)
+    return req
+
+
 def logprobs_of(size: int) -> dict[str, Any]:
-    """A round of which each token's log-probability is minus its place, 10 a request."""
+    """Return a round of which each log-probability is minus its token's place, 10 a request."""
     number = -torch.arange(10.0).expand(size, -1) - 10 * torch.arange(size).unsqueeze(1)
     top = number.unsqueeze(2).expand(-1, -1, 2)
     tails = TailLogprobs(number, top, top.long(), number.unsqueeze(2))
@@ -240,25 +225,19 @@ def logprobs_of(size: int) -> dict[str, Any]:
 def test_sglang_finds_each_emitted_tokens_log_probabilities_where_it_looks() -> None:
     """A rectangle of as many tokens for each request, row after row, cut to what each asked for."""
     result, _ = resolve([asking(2, None), asking(1, [7])], [1, 3], **logprobs_of(2))
-    output = result.logits_output
-    assert output is not None
+    output: Any = result.logits_output
     assert output.next_token_logprobs.tolist() == [[0, -1, -2], [-10, -11, -12]]
-    values = [row.tolist() for row in output.next_token_top_logprobs_val]
-    assert values == [[0, 0], [-1, -1], [-2, -2], [-10], [-11], [-12]]
-    assert [row.tolist() for row in output.next_token_top_logprobs_idx][3:] == [[-10], [-11], [-12]]
+    values, ids = output.next_token_top_logprobs_val, output.next_token_top_logprobs_idx
+    assert [row.tolist() for row in values] == [[0, 0], [-1, -1], [-2, -2], [-10], [-11], [-12]]
+    assert [row.tolist() for row in ids][3:] == [[-10], [-11], [-12]]
     listed = [row.tolist() for row in output.next_token_token_ids_logprobs_val]
     assert listed == [[], [], [], [-10], [-11], [-12]]
     assert output.next_token_token_ids_logprobs_idx == [[], [], [], [7], [7], [7]]
-    silent, _ = resolve([asking(2, [7])], **logprobs_of(1))
-    assert silent.logits_output is not None
-    assert silent.logits_output.next_token_logprobs.tolist() == [[]], "of a round without tokens"
-
-
-def test_a_settled_first_token_brings_its_own_log_probability() -> None:
+    silent: Any = resolve([asking(2, [7])], **logprobs_of(1))[0].logits_output
+    assert silent.next_token_logprobs.tolist() == [[]], "of a round without tokens"
     books = {"output_token_logprobs_val": [-9.0, -9.0], "output_token_logprobs_idx": [8, 4]}
-    req, quiet = asking(0, None, open_at=1, **books), BookedRequest([8, 4], open_at=1)
+    req, quiet = asking(0, None, **books), BookedRequest([8, 4], open_at=1)
     resolve([req, quiet], first_tokens=torch.tensor([6, 5]), **logprobs_of(2))
-    assert req.output_ids == [8, 6]
-    assert req.logprob.output_token_logprobs_val == [-9.0, -0.25]
-    assert req.logprob.output_token_logprobs_idx == [8, 6]
+    assert req.output_ids == req.logprob.output_token_logprobs_idx == [8, 6]
+    assert req.logprob.output_token_logprobs_val == [-9.0, -0.25], "a settled token brings its own"
     assert quiet.output_ids == [8, 5]

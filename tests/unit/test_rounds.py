@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
+from scipy.special import logsumexp
 
 from sglang_smc.smc import rounds
 from sglang_smc.smc.resampling import SCHEMES
+from sglang_smc.smc.resizing import resize
 from sglang_smc.smc.weights import accumulate, effective_sample_size, log_mean_exp, normalized
 
 INF = math.inf
@@ -19,15 +21,14 @@ def choices(generator: torch.Generator, values: list, *shape: int) -> torch.Tens
 
 
 def ess_of(weights: list[float]) -> float:
+    """Return N exactly where all weigh the same."""
     highest = max(weights)
-    shares = [0.0 if w == -INF else math.exp(w - highest) for w in weights]
-    return sum(shares) ** 2 / sum(share**2 for share in shares) if highest > -INF else 0.0
+    shares = [math.exp(w - highest) for w in weights if w > -INF]
+    return sum(shares) ** 2 / sum(share**2 for share in shares) if shares else 0.0
 
 
 def log_total(weights: list[float]) -> float:
-    highest = max(weights)
-    alive = [w - highest for w in weights if w > -INF]
-    return highest + math.log(sum(map(math.exp, alive))) if alive else -INF
+    return float(logsumexp(weights))
 
 
 def definition(
@@ -153,19 +154,15 @@ def test_ess_of_equal_weights_is_exactly_n(level: float) -> None:
         assert effective_sample_size(log_weights) == num_particles
 
 
-@pytest.mark.parametrize("shift", [-3000.0, 0.0, 3000.0])
+@pytest.mark.parametrize("shift", [-3000.0, 0.0, 3000.0, -INF])
 def test_weights_at_any_scale(shift: float) -> None:
+    """Of a dead group all are zero, not NaN."""
     log_weights = torch.tensor([6.0, 2.0, 0.0, 0.0], dtype=torch.float64).log() + shift
-    assert effective_sample_size(log_weights).item() == pytest.approx(64 / 40)
-    assert normalized(log_weights).tolist() == pytest.approx([0.75, 0.25, 0.0, 0.0])
+    is_dead = shift == -INF
+    shares = [0.0] * 4 if is_dead else [0.75, 0.25, 0.0, 0.0]
+    assert effective_sample_size(log_weights).item() == pytest.approx(0 if is_dead else 64 / 40)
+    assert normalized(log_weights).tolist() == pytest.approx(shares)
     assert log_mean_exp(log_weights).item() == pytest.approx(math.log(2.0) + shift)
-
-
-def test_a_dead_group_has_ess_zero_and_weights_zero_not_nan() -> None:
-    dead = torch.full((3,), -INF, dtype=torch.float64)
-    assert effective_sample_size(dead) == 0
-    assert normalized(dead).tolist() == [0.0, 0.0, 0.0]
-    assert log_mean_exp(dead) == -INF
 
 
 def test_long_texts_lose_no_increment_and_the_dead_stay_dead() -> None:
@@ -176,3 +173,48 @@ def test_long_texts_lose_no_increment_and_the_dead_stay_dead() -> None:
     assert running.dtype == torch.float64
     assert running[:, -1].tolist() == [1e8 + 3, -INF, -INF]
     assert running[1].tolist() == [-INF] * 4
+
+
+@pytest.mark.parametrize("name", ["systematic", "stratified", "ssp", "residual"])
+@pytest.mark.parametrize("num_particles", [1, 2, 8, 64])
+def test_equal_weights_keep_every_particle_once(name: str, num_particles: int) -> None:
+    """For N a power of two, where 1/N is exact; the low-variance schemes then do nothing."""
+    w = torch.full((num_particles,), 1.0 / num_particles, dtype=torch.float64)
+    u = torch.rand(num_particles, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    assert SCHEMES[name](w, u).sort().values.tolist() == list(range(num_particles))
+
+
+SIZE = 4_000
+WEIGHTS = torch.tensor([0.5, 0.0, 2.0, 1.5, 0.0, 0.0], dtype=torch.float64)  # of four present
+
+
+@pytest.mark.parametrize("method", list(SCHEMES))
+@pytest.mark.parametrize("num_particles", [1, 2, 3, 5, 6])
+def test_offspring_are_expected_in_proportion_to_weight(num_particles: int, method: str) -> None:
+    """Of another size. Within 5 standard errors of a multinomial draw, which none exceeds."""
+    uniforms = torch.rand(SIZE, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    present = (torch.arange(6) < 4).expand(SIZE, -1)
+    after = torch.full((SIZE,), num_particles)
+    found = resize(WEIGHTS.log().expand(SIZE, -1), present, after, uniforms, method)
+    drawn = found.ancestors[:, :num_particles]
+    offspring = torch.stack([(drawn == n).sum(1) for n in range(6)], 1).double().mean(0)
+    shares = WEIGHTS / WEIGHTS.sum()
+    error = (num_particles * shares * (1 - shares) / SIZE).sqrt()
+    assert ((offspring - num_particles * shares).abs() <= 5 * error + 1e-12).all()
+    assert torch.allclose(found.log_evidence, torch.tensor(math.log(4 / 4)).double())
+    assert found.present.sum(1).eq(num_particles).all()
+    assert found.log_weights[:, :num_particles].eq(0).all()
+    assert found.log_weights[:, num_particles:].eq(-torch.inf).all()
+    assert found.ancestors[:, num_particles:].eq(torch.arange(num_particles, 6)).all()
+
+
+def test_who_keeps_its_size_keeps_everything() -> None:
+    """Where the size changes, the mean weight of the particles that were there is banked."""
+    weights = torch.tensor([1.0, 3.0, 0.0], dtype=torch.float64).log().expand(3, -1)
+    present = torch.tensor([True, True, False]).expand(3, -1)
+    uniforms = torch.full((3, 3), 0.9, dtype=torch.float64)
+    found = resize(weights, present, torch.tensor([2, 1, 3]), uniforms, "multinomial")
+    assert found.ancestors.tolist() == [[0, 1, 2], [1, 1, 2], [1, 1, 1]]
+    assert torch.equal(found.log_weights[0], weights[0])
+    assert found.log_evidence.exp().tolist() == pytest.approx([1.0, 2.0, 2.0])
+    assert found.present.tolist() == [[True, True, False], [True, False, False], [True] * 3]

@@ -37,8 +37,7 @@ def make_req(
         "custom_params": {"smc": smc} if smc else None,
     }
     req: Any = ToyRequest(row, 10, 20, asked, None)
-    books = {"retraction_count": 0, "req_pool_idx": row, "eos_token_ids": {1}, "tokenizer": None}
-    vars(req).update({**books, "stream": True, "is_finished": False, **changes})
+    vars(req).update({"eos_token_ids": {1}, "stream": True, "is_finished": False, **changes})
     req.finished = lambda: req.is_finished
     return req
 
@@ -61,16 +60,12 @@ def test_the_same_seed_gives_the_same_run_on_any_server_in_any_place() -> None:
 @pytest.mark.parametrize("seed", [7, None])
 def test_a_retracted_request_draws_new_numbers_but_the_same_each_time(seed: int | None) -> None:
     """The old ones led to the tails that were lost: drawn again they would bias the text."""
-
-    def life(book: RequestStates) -> list[int]:
-        req, found = make_req(seed), []
-        for req.retraction_count in range(3):
-            found += seeds(book, req)
-        return found
-
-    found = life(RequestStates(SERVER, 1))
-    assert len(set(found)) == 3
-    assert found == life(RequestStates(SERVER, 1))
+    lives = []
+    for book in (RequestStates(SERVER, 1), RequestStates(SERVER, 1)):
+        req = make_req(seed)
+        lives.append([seeds(book, req) for req.retraction_count in range(3)])
+    assert lives[0] == lives[1]
+    assert len({seed for (seed,) in lives[0]}) == 3
 
 
 @pytest.mark.parametrize(
@@ -112,13 +107,13 @@ def test_samples_of_requests_that_are_sent_at_once_keep_their_own_seeds(
 
 
 def test_what_was_counted_outlives_a_retraction() -> None:
-    book, req = RequestStates(SERVER, 1), make_req(7)
-    assert book.begin([req])[0].counters == zero_counters(4)
+    book, req = RequestStates(SERVER, 1), make_req(7, smc={"num_particles": 2})
+    assert book.begin([req])[0].counters == zero_counters(2), "of its own particles"
     req.smc_state.counters = [float(i) for i in range(len(Counters._fields))]
     req.output_ids, req.retraction_count = [5, 6, 7], 1
     start = book.begin([req])[0]
     assert start.counters == req.smc_state.counters
-    assert start.num_emitted == 3
+    assert (start.num_emitted, start.entry.stop_tokens) == (3, {1, 4})
 
 
 def test_a_table_s_entry_carries_what_the_request_asked_for() -> None:
@@ -146,10 +141,8 @@ def test_published_totals_are_whole_in_every_slice() -> None:
     req.smc_state.counters[0] = 3.0
     publish(req)
     values = req.customized_info["spec_smc_rounds_ct"]
-    assert values[0] == values[-1] == 3
-    for whole in (values[0:1], values[17:], values[5:9], values[:]):
-        assert whole == [3]
-    assert len(values) == 1
+    slices = values[0:1], values[17:], values[5:9], values[:], [values[0]], [values[-1]]
+    assert list(slices) == [[3]] * 6 and len(values) == 1
     assert all(name.startswith("spec_smc_") for name in req.customized_info)
 
 
@@ -224,27 +217,18 @@ def test_first_tokens_differ_for_a_power_of_p_alone(
     assert settled_ids(req) == [5] * before + ([] if is_open else [9])
 
 
-def test_nothing_is_streamed_nor_taken_for_an_end_until_the_token_is_settled() -> None:
-    """Then it is looked at along with what the round emits."""
-    req = begun(smc={"power": 2.0}, output_ids=[])
-    assert looked_at(req, 1) == looked_at(req, 0) == []
-    assert not req.stream
-    settle(req, 4, None)
-    req.output_ids += [1, 2]
-    assert (req.output_ids, req.stream) == ([4, 1, 2], True)
-    assert looked_at(req, 2) == [3]
-    assert looked_at(req, 2) == [2], "once"
-
-
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_stream_is_released_as_it_was(stream: bool) -> None:
-    """And a token that settles in a round without others is looked at; so is an abort before."""
-    req = begun(smc={"power": 2.0}, output_ids=[], stream=stream)
-    for _ in range(3):
-        assert looked_at(req, 0) == []
-    settle(req, 4, None)
-    assert req.stream == stream
-    assert looked_at(req, 0) == [1]
+def test_nothing_is_streamed_nor_taken_for_an_end_until_the_token_is_settled(stream: bool) -> None:
+    """Then it is looked at, once, along with what the round emits; so is an abort before."""
+    for new in ([1, 2], []):
+        req = begun(smc={"power": 2.0}, output_ids=[], stream=stream)
+        assert looked_at(req, 1) == looked_at(req, 0) == looked_at(req, 0) == []
+        assert not req.stream
+        settle(req, 4, None)
+        req.output_ids += new
+        assert (req.output_ids, req.stream) == ([4, *new], stream)
+        assert looked_at(req, len(new)) == [len(new) + 1]
+        assert looked_at(req, 2) == [2], "once"
     aborted = begun(smc={"power": 2.0}, output_ids=[], to_finish="abort")
     assert looked_at(aborted, 0) == [0]
 
@@ -255,7 +239,10 @@ def test_a_retraction_takes_back_a_token_that_is_open_and_no_other() -> None:
     for power in (2.0, 1.0):
         req = begun(smc={"power": power}, output_ids=[5, 6])
         looked_at(req, 1)
-        req.return_logprob, req.logprob = True, books([-5.0, -6.0, -9.0])
+        names = [name for name in ReqLogprob.__dataclass_fields__ if name.startswith("output_")]
+        lists: dict[str, Any] = {**{name: [] for name in names}, names[0]: [-5.0, -6.0, -9.0]}
+        req.return_logprob = True
+        req.logprob = ReqLogprob(top_logprobs_num=0, token_ids_logprob=None, **lists)
         reset_for_retract(lambda req: found.append(list(req.output_ids)), req)
         found.append(req.logprob.output_token_logprobs_val)
         assert req.stream
@@ -269,11 +256,3 @@ def test_a_stream_without_tokens_sends_no_log_probability() -> None:
         req.send_token_offset, req.send_output_token_logprobs_offset = sent, at
         looked_at(req, 1)
         assert req.send_output_token_logprobs_offset == expected
-
-
-def books(values: list[float]) -> ReqLogprob:
-    """Log-probabilities of output tokens, and of nothing beside them."""
-    kinds = [f"output_{kind}_logprobs_val" for kind in ("top", "token_ids")]
-    empty = {name: [] for kind in kinds for name in (kind, kind.replace("val", "idx"))}
-    own = {"output_token_logprobs_val": values, "output_token_logprobs_idx": list(values)}
-    return ReqLogprob(top_logprobs_num=0, token_ids_logprob=None, **own, **empty)

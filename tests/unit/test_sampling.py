@@ -1,6 +1,7 @@
 """What requests asked for, as tables: their own rules, their own ends."""
 
 import itertools
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,10 +55,9 @@ def test_a_text_ends_at_its_own_stop_tokens_or_at_its_limit(
 
 
 def test_a_chain_is_open_up_to_its_first_end() -> None:
-    """Which still counts."""
-    rows = list(itertools.product((False, True), repeat=4))
-    expected = [[not any(ends[:column]) for column in range(4)] for ends in rows]
-    assert still_open(torch.tensor(rows)).tolist() == expected
+    rows = torch.tensor(list(itertools.product((False, True), repeat=4)))
+    expected = [[not any(ends[:column]) for column in range(4)] for ends in rows.tolist()]
+    assert still_open(rows).tolist() == expected
 
 
 def test_a_row_that_is_used_again_forgets_its_former_request() -> None:
@@ -71,78 +71,52 @@ def test_a_row_that_is_used_again_forgets_its_former_request() -> None:
     assert found.seeds.tolist() == [101, 77]
 
 
-def test_large_seeds_and_small_fractions_survive_the_tables() -> None:
-    found = settings_of(spec(seed=2**63 - 1, top_p=1e-6, min_p=0.25, temperature=1e-3))
-    assert found.seeds.tolist() == [2**63 - 1]
-    assert found.top_p.item() == pytest.approx(1e-6)
-    assert found.min_p.item() == 0.25
-    assert found.temperature.item() == pytest.approx(1e-3)
-
-
 def test_the_tables_carry_what_each_request_chose() -> None:
-    first = RequestConfig(
-        num_particles=3,
-        num_steps=2,
-        ess_threshold=0.25,
-        resample_at="token",
-        selection="argmax",
-        power=2.0,
-        draft_temperature=0.5,
-    )
-    found = settings_of(spec(1, config=first), spec(3, config=RequestConfig(mode="exact")))
-    assert found.num_particles.tolist() == [3, 8]
-    assert found.num_steps.tolist() == [2, 8]
-    assert found.weighs.tolist() == [True, False]
-    assert found.ess_threshold.tolist() == [0.25, 0.5]
-    assert found.at_token.tolist() == [True, False]
-    assert found.heaviest.tolist() == [True, False]
-    assert found.power.tolist() == [2.0, 1.0]
-    assert found.evidence_threshold.tolist() == [0.0, float("inf")]
-
-
-def tokenizer(eos: int | None, more: set[int] | None) -> SimpleNamespace:
-    return SimpleNamespace(eos_token_id=eos, additional_stop_token_ids=more)
+    """Large seeds and small fractions, too."""
+    sizes: dict[str, Any] = {"num_particles": 3, "num_steps": 2, "ess_threshold": 0.25}
+    rules: dict[str, Any] = {"resample_at": "token", "selection": "argmax", "power": 2.0}
+    small = {"temperature": 1e-3, "top_p": 1e-6, "min_p": 0.25}
+    first = spec(1, config=RequestConfig(**sizes, **rules), seed=2**63 - 1, **small)
+    found = settings_of(first, spec(3, config=RequestConfig(mode="exact")))
+    names = (*sizes, "at_token", "heaviest", "power", *small, "weighs", "evidence_threshold")
+    rows = list(zip(*(getattr(found, name).tolist() for name in names), strict=True))
+    assert rows[0] == pytest.approx((3, 2, 0.25, True, True, 2.0, 1e-3, 1e-6, 0.25, True, 0.0))
+    assert rows[1] == pytest.approx((8, 8, 0.5, False, False, 1.0, 1.0, 1.0, 0.0, False, math.inf))
+    assert found.seeds.tolist() == [2**63 - 1, 103]
 
 
 @pytest.mark.parametrize(
-    ("request_tokens", "model_tokens", "tokenizer_tokens", "expected"),
+    ("of_request", "of_model", "of_tokenizer", "expected"),
     [
         (None, None, None, set()),
         ([5], None, None, {5}),
         (None, {1, 2}, None, {1, 2}),
-        (None, None, tokenizer(3, None), {3}),
-        (None, None, tokenizer(3, {4}), {3, 4}),
-        (None, None, tokenizer(None, {4}), {4}),
-        ([5], {1}, tokenizer(3, {4}), {1, 3, 4, 5}),
-        ([-1, 6, 5], {99}, tokenizer(6, {-7}), {5}),  # ids outside the vocabulary
+        (None, None, (3, None), {3}),
+        (None, None, (3, {4}), {3, 4}),
+        (None, None, (None, {4}), {4}),
+        ([5], {1}, (3, {4}), {1, 3, 4, 5}),
+        ([-1, 6, 5], {99}, (6, {-7}), {5}),  # ids outside the vocabulary
         ([0], None, None, {0}),  # 0 is a token like any other
     ],
 )
 def test_stop_tokens_come_from_request_model_and_tokenizer(
-    request_tokens: list[int] | None,
-    model_tokens: set[int] | None,
-    tokenizer_tokens: SimpleNamespace | None,
-    expected: set[int],
+    of_request: Any, of_model: Any, of_tokenizer: tuple | None, expected: set[int]
 ) -> None:
-    found = stop_tokens(request_tokens, model_tokens, tokenizer_tokens, VOCAB)
-    assert found == frozenset(expected)
+    names = "eos_token_id", "additional_stop_token_ids"
+    own = of_tokenizer and SimpleNamespace(**dict(zip(names, of_tokenizer, strict=True)))
+    assert stop_tokens(of_request, of_model, own, VOCAB) == frozenset(expected)
 
 
+DRAFTS = RequestConfig(draft_temperature=0.5)
 KINDS = {
     "plain": ([spec(1, temperature=0.5), spec(2)], FilterKinds(False, False)),
-    "greedy beside plain": ([spec(1, top_k=1), spec(2)], FilterKinds(False, True)),
-    "filtered, greedy, plain": (
-        [spec(1, top_p=0.7), spec(2, top_k=1), spec(3)],
-        FilterKinds(True, True),
-    ),
+    "greedy": ([spec(1, top_k=1), spec(2)], FilterKinds(False, True)),
+    "all": ([spec(1, top_p=0.7), spec(2, top_k=1), spec(3)], FilterKinds(True, True)),
     "two drafts": (
-        [
-            spec(1, temperature=2.0, config=RequestConfig(draft_temperature=0.5)),
-            spec(2, temperature=0.5, top_k=2),
-            spec(3, temperature=2.0, min_p=0.5),
-        ],
+        [spec(1, temperature=2.0, config=DRAFTS), spec(2, temperature=0.5, top_k=2)],
         FilterKinds(True, False),
     ),
+    "least": ([spec(1, temperature=2.0, min_p=0.5), spec(2)], FilterKinds(True, False)),
 }
 
 
@@ -165,12 +139,13 @@ def test_a_law_is_what_the_rules_say_however_it_is_worked_out(name: str, draft: 
 
 
 def test_kinds_are_those_of_the_requests() -> None:
-    def req(**params: object) -> SimpleNamespace:
-        default = {"top_k": VOCAB, "top_p": 1.0, "min_p": 0.0}
-        sampling_params = SimpleNamespace(**(default | params))
-        return SimpleNamespace(sampling_params=sampling_params, vocab_size=VOCAB)
+    def kinds(*asked: dict[str, Any]) -> FilterKinds:
+        neutral = {"top_k": VOCAB, "top_p": 1.0, "min_p": 0.0}
+        params = [SimpleNamespace(**{**neutral, **one}) for one in ({}, *asked)]
+        reqs: Any = [SimpleNamespace(sampling_params=p, vocab_size=VOCAB) for p in params]
+        return filter_kinds(reqs)
 
-    assert filter_kinds([req()]) == FilterKinds(filtered=False, greedy=False)
-    assert filter_kinds([req(top_k=1, top_p=0.5)]) == FilterKinds(filtered=False, greedy=True)
+    assert kinds() == FilterKinds(filtered=False, greedy=False)
+    assert kinds({"top_k": 1, "top_p": 0.5}) == FilterKinds(filtered=False, greedy=True)
     for filters in ({"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}):
-        assert filter_kinds([req(), req(**filters)]) == FilterKinds(filtered=True, greedy=False)
+        assert kinds(filters) == FilterKinds(filtered=True, greedy=False)

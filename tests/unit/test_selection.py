@@ -24,11 +24,9 @@ def random_targets(seed: int, size: int, num_tokens: int) -> tuple[torch.Tensor,
 def law_of_tokens(target: torch.Tensor, draft: torch.Tensor, num_siblings: int) -> torch.Tensor:
     """The law ``[size, V]`` of a rule with a bin for each token: the finest there is."""
     ratio, order = (target / draft).sort(1)
-    masses, of_groups = (
-        (of.gather(1, order) for of in (target, draft)),
-        len(target) * [num_siblings],
-    )
-    rule = selection_rule(ratio, *masses, torch.tensor(of_groups), num_siblings + 1)
+    masses = (of.gather(1, order) for of in (target, draft))
+    of_groups = torch.full((len(target),), num_siblings)
+    rule = selection_rule(ratio, *masses, of_groups, num_siblings + 1)
     return rule.density.gather(1, order.argsort(1)) * draft
 
 

@@ -9,14 +9,13 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from populations import population_of
-from redos import ENDLESS, WORDS
 from sglang.srt.managers.schedule_batch import (
     FINISH_ABORT,
     FINISH_LENGTH,
     FINISH_MATCHED_STR,
     FINISH_MATCHED_TOKEN,
 )
-from toy_request import ToyRequest
+from toy_request import ToyRequest, begun, ended
 
 from sglang_smc.options.answers import AnswerPattern, answer_pattern
 from sglang_smc.options.request import RequestConfig, request_config
@@ -45,12 +44,7 @@ class Words:
         return whole.decode(errors="replace")
 
 
-def ends_of(
-    reqs: list[Any],
-    tokens: list,
-    population: Population | None = None,
-    ends: torch.Tensor | None = None,
-) -> list:
+def ends_of(reqs: list[Any], tokens: list, population: Any = None, ends: Any = None) -> list:
     drawn = torch.tensor(tokens)
     known = torch.zeros_like(drawn).bool() if ends is None else ends
     of_round = StopTexts.of(BatchTexts(reqs, population, 8, "cpu"))
@@ -80,12 +74,6 @@ def make_req(
     req.finished = lambda: req.finished_reason is not None
     StopTexts.begin(req)  # type: ignore[arg-type]
     return req
-
-
-def test_only_requests_with_stop_texts_are_looked_at() -> None:
-    assert not StopTexts.applies(make_req())
-    assert StopTexts.applies(make_req(("x",)))
-    assert StopTexts.applies(make_req(regex="x"))
 
 
 STRING = {"stops": ("STOP",), "span": 1}
@@ -125,9 +113,7 @@ def test_a_stop_text_ends_at_the_token_that_completes_it(
     assert first_match(req, tail, new) == expected
 
 
-def population(
-    tails: list[list[list[int]]], last_emitted: list[list[int]] | None = None
-) -> Population:
+def population(tails: list[list[list[int]]], last_emitted: Any = None) -> Population:
     """Populations with given tails; stale tokens behind them would complete a match."""
     return population_of(tails, last_emitted, stale=OP, width=8)
 
@@ -148,15 +134,13 @@ def test_each_particle_is_marked_by_its_own_lineage_and_each_request_by_its_own_
     assert first == [[[1], [0]]], "right behind the emitted text stand those that prefill drew"
 
 
-@pytest.mark.parametrize(("open_token_at", "expected"), [(1, [[1], [0]]), (None, [[0], [0]])])
-def test_a_particle_reads_its_own_first_token_while_it_is_open(
-    open_token_at: int | None, expected: list[list[int]]
-) -> None:
+def test_a_particle_reads_its_own_first_token_while_it_is_open() -> None:
     """What stands in its place in the request's output is another particle's, or nobody's."""
-    req = make_req(("STOP",), output_ids=(A, C))
-    req.smc_state.open_token.begin(open_token_at)
-    tails = population([[[], []]], [[ST, A]])
-    assert ends_of([req], [[[OP], [OP]]], tails) == [expected]
+    for open_token_at, expected in ((1, [[1], [0]]), (None, [[0], [0]])):
+        req = make_req(("STOP",), output_ids=(A, C))
+        req.smc_state.open_token.begin(open_token_at)
+        tails = population([[[], []]], [[ST, A]])
+        assert ends_of([req], [[[OP], [OP]]], tails) == [expected]
 
 
 def judged(req: Any, *tokens: int) -> tuple[str | None, int | None]:
@@ -164,12 +148,13 @@ def judged(req: Any, *tokens: int) -> tuple[str | None, int | None]:
     req.output_ids.extend(tokens)
     StopTexts.judge(req)
     reason = req.finished_reason
-    return reason and reason.matched, req.finished_len
+    return getattr(reason, "matched", None), req.finished_len
 
 
 def test_sglang_has_no_pattern_to_search_for_and_the_request_ends_all_the_same() -> None:
     req = make_req(regex="b+c")
     assert req.sampling_params.stop_regex_strs == [] and StopTexts.applies(req)
+    assert StopTexts.applies(make_req(("x",))) and not StopTexts.applies(make_req())
     assert req.sampling_params.stop_regex_max_len == 0
     assert judged(req, A, B) == (None, None)
     assert judged(req, B, C, A, B, C) == ("b+c", 4)
@@ -191,9 +176,8 @@ def test_the_first_end_of_a_text_is_the_one_that_counts(
 ) -> None:
     req = make_req(regex="b")
     req.finished_reason, req.finished_len = reason, length
-    StopTexts.judge(req)
-    req.output_ids.extend([A, A, B, C])
-    StopTexts.judge(req)
+    judged(req)
+    judged(req, A, A, B, C)
     assert getattr(req.finished_reason, "matched", None) == expected
 
 
@@ -207,6 +191,15 @@ def test_a_long_text_is_not_read_again() -> None:
     assert req.tokenizer.num_decoded - before < 40 * 12 * 3 * CONTEXT
 
 
+# Shapes of the OWASP page on regular expression denial of service, and of Davis and others, "The
+# impact of regular expression denial of service in practice" (2018), each before a character that
+# never comes: `re` would take 2^n steps, or n^25, for n words.
+WORDS = "t3 t40 t12 t7 t33 t5 t61 t18 t2 t55 "
+ENDLESS = (
+    *(r"([a-zA-Z0-9 .=+#\n]+)+§", r"(\w+\s?)*§", r"(\S+ *)+§", r"(?:t?\d*\s*)*§", r"(\w|\w\w| )+§"),
+    *(r"(.*\d){25}§", r"^(([a-z0-9 ])+.)+[A-Z]([a-z])+§", r"(?:.*.* .*)*§", r"(x*\w*\s?)*§"),
+    r"((t\d+ )+)+§",
+)
 WORST = (r"[ab]*a[ab]{250}c", r"([ab]?){120}[ab]{120}c", r"(?:(?:a?){16}b?){12}c")
 
 
@@ -234,8 +227,7 @@ def test_work_is_places_over_eight_a_character_whatever_the_text(
     ("source", "message"),
     [
         ("(a)\\1", "a group that is named again"),
-        ("(?=a)b", "a look ahead or behind"),
-        ("(?<!a)b", "a look ahead or behind"),
+        *((source, "a look ahead or behind") for source in ("(?=a)b", "(?<!a)b")),
         ("(a)?(?(1)b|c)", "a group that is named again"),
         ("a{257}", "257 characters and classes, with repetitions written out; allowed: 256"),
         ("((a{1,500}){1,500}){1,500}", "125000000 characters"),
@@ -298,44 +290,30 @@ def test_the_answer_is_in_the_last_of_all_matches_in_turn(source: str, text: str
     assert found == (None if last is None else last.encode())
 
 
-@pytest.mark.parametrize(
-    ("pattern", "answer"),
-    [
-        (r"#### (-?\d+)", b"12"),
-        (r"\d+", b"12"),
-        ("x", None),
-        (r"(no)|(\d+)$", None),
-        (r"\Qno\E", b"no"),
-        (r"\C: ", b"o: "),
-    ],
-)
-def test_the_last_match_answers(pattern: str, answer: bytes | None) -> None:
-    assert answer_pattern(pattern).last(b"#### 7, no: #### 12") == answer
+def test_the_last_match_answers() -> None:
+    answers = {r"#### (-?\d+)": b"12", r"\d+": b"12", r"\Qno\E": b"no", r"\C: ": b"o: "}
+    for source, answer in {**answers, "x": None, r"(no)|(\d+)$": None}.items():
+        assert answer_pattern(source).last(b"#### 7, no: #### 12") == answer
 
 
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("(?=a)b", r"a look ahead \(\?="),
-        ("a(?!b)", r"a look ahead \(\?!"),
-        ("(?<=a)b", r"a look behind \(\?<="),
-        ("(?<!a)b", r"a look behind \(\?<!"),
+        *((f"a({look}b)", f"a look ahead {re.escape(f'({look}')}") for look in ("?=", "?!")),
+        *((f"({look}a)b", f"a look behind {re.escape(f'({look}')}") for look in ("?<=", "?<!")),
         (r"(a)\1", r"a group that is named again \\1"),
         ("(?P<n>a)(?P=n)", "a group that is named again"),
         ("(?>a)b", "an atomic group"),
         ("a++b", r"a possessive repetition \+\+"),
         ("(?(1)a|b)", "a condition"),
-        ("(", r"does not parse: missing \)"),
-        (r"\Qa", r"does not parse: missing \)"),
+        *((pattern, r"does not parse: missing \)") for pattern in ("(", r"\Qa")),
         ("\ud800", "surrogate"),
         ("", "is no pattern"),
         ("a" * 513, "at most 512 characters"),
         ("(a)" * 11, "has 11 groups"),
         (r"\pL{2}", "has [0-9]* instructions, since .* allowed: .* 2048 instructions"),
         (r"(\d{1,500}|)" * 40, "does not parse: pattern too large"),
-        ("a*", "can match nothing"),
-        (r"(\d*)$", "can match nothing"),
-        (r"a|\b", "can match nothing"),
+        *((pattern, "can match nothing") for pattern in ("a*", r"(\d*)$", r"a|\b")),
     ],
 )
 def test_what_cannot_be_linear_is_refused_by_name(pattern: str, message: str) -> None:
@@ -348,34 +326,21 @@ def test_a_text_is_searched_twice_however_many_matches_it_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Match behind match, ``a.*b|a`` would read this text to its end 5,000 times."""
-    searches = []
-    match = re2._Regexp._match
-
-    def counted(*given: Any) -> Any:
-        for found in match(*given):
-            searches.append(found)
-            yield found
-
-    monkeypatch.setattr(re2._Regexp, "_match", counted)
-    compiled = AnswerPattern("a.*b|a")
-    searches.clear()
+    compiled, match = AnswerPattern("a.*b|a"), re2._Regexp._match
+    found: list[Any] = []
+    monkeypatch.setattr(
+        re2._Regexp, "_match", lambda *given: (found.append(one) or one for one in match(*given))
+    )
     assert compiled.last(b"a" * 5000) == b"a"
-    assert len(searches) == 2
+    assert len(found) == 2
 
 
-def request(pattern: str, rid: str) -> Any:
-    smc = {"selection": "vote", "answer_pattern": pattern}
-    req: Any = ToyRequest(0, 27, 8, {}, None)
-    req.rid, req.output_ids = rid, [0]
-    req.smc_state = RequestState.of(0, request_config(SMCConfig(), {"smc": smc}))
-    return req
+def request(pattern: str) -> Any:
+    return begun({"selection": "vote", "answer_pattern": pattern})
 
 
 def answers(reqs: list[Any], tails: list[list[list[int]]]) -> dict[int, Any]:
-    """By group, of the texts "a" and a tail, which have all ended."""
-    population = population_of(tails)
-    population = population._replace(ended=population.ended | True)
-    found = Votes.of(BatchTexts(reqs, population, 27, "cpu")).verdicts()
+    found = Votes.of(ended(reqs, tails)).verdicts()
     return {group: verdict.answers for group, verdict in found.items()}
 
 
@@ -384,12 +349,12 @@ def test_a_round_reads_so_much_and_later_ones_the_rest(monkeypatch: pytest.Monke
 
     Equal answers have one number.
     """
-    found = answers([request("b+", "x")], [[[1, 2], [2], [1, 1, 2], [0]]])
+    found = answers([request("b+")], [[[1, 2], [2], [1, 1, 2], [0]]])
     assert found == {0: [0, -1, 1, -1]}
-    reqs = [request("b", name) for name in "xyz"]
+    reqs = [request("b") for _ in range(3)]
     tails = [[[1], [2], [1, 1]], [[2], [2], [1]], [[], [], []]]
     expected = {0: [0, -1, 0], 1: [-1, -1, 0], 2: [-1, -1, -1]}
-    assert answers([request("b", name) for name in "xyz"], tails) == expected
+    assert answers([request("b") for _ in range(3)], tails) == expected
     a_text = 2 * answer_pattern("b").num_instructions  # of two letters
     monkeypatch.setattr(votes, "MOST_STEPS", 2 * a_text)
     rounds = [answers(reqs, tails) for _ in range(4)]
@@ -398,7 +363,7 @@ def test_a_round_reads_so_much_and_later_ones_the_rest(monkeypatch: pytest.Monke
 
 
 def test_a_text_that_no_round_may_read_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    reqs = [request("b", "long"), request("b", "short")]
+    reqs = [request("b"), request("b")]
     monkeypatch.setattr(votes, "MOST_STEPS", 5 * answer_pattern("b").num_instructions)
     assert answers(reqs, [[[1] * 5], [[1]]]) == {}
     assert "has 6 bytes and the answer_pattern" in reqs[0].to_finish.message

@@ -18,8 +18,7 @@ from trace_replay import Replayed, read, replay
 
 from sglang_smc.options.budget import Budget
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.requests import rules
-from sglang_smc.requests.state import has_open_token, publish
+from sglang_smc.requests.state import publish
 from sglang_smc.smc.weights import normalized
 from sglang_smc.state.transfer import each_tensor
 from sglang_smc.view.genealogy import genealogy
@@ -32,8 +31,6 @@ PAIR = languages(difference=1.2)
 
 
 class Told(NamedTuple):
-    """A request that is over."""
-
     req: ToyRequest
     trace: Trace
     particles: list[dict[str, Any]] | None
@@ -43,17 +40,12 @@ def serve(
     worker: ToyWorker, num_requests: int, *, retracts_behind: tuple[int, ...] = ()
 ) -> list[Told]:
     """Serve all requests in one batch; each loses its particles behind so many rounds."""
-    noise = torch.rand(
-        num_requests, generator=torch.Generator().manual_seed(1), dtype=torch.float64
-    )
-    reqs = worker.begin(list(range(1, num_requests + 1)), noise)
-    for req in reqs:
-        req.smc_state.begin(None, [])
+    reqs = worker.begin(list(range(1, num_requests + 1)))
     particles: dict[int, Any] = {}
     num_rounds = 0
     while running := [req for req in reqs if not worker._is_over(req)]:
-        if num_rounds in retracts_behind:
-            begin_again(worker, running, times=retracts_behind.count(num_rounds))
+        if times := retracts_behind.count(num_rounds):
+            begin_again(worker, running, times)
             running = [req for req in running if not worker._is_over(req)]
         num_rounds += 1
         result = worker.play_round(running) if running else None
@@ -61,23 +53,8 @@ def serve(
             assert result is not None
             if result.particles is not None:
                 particles[req.row] = result.particles.of_group(group, req)  # type: ignore[arg-type]
-            take(worker, result, group, req)
+            worker.take(result, group, req)
     return [Told(req, told(req), particles.get(req.row)) for req in reqs]
-
-
-def take(worker: ToyWorker, result: Any, group: int, req: ToyRequest) -> None:
-    """What `SMCBatchResult.resolve` and SGLang's books do of a round."""
-    state = req.smc_state
-    if has_open_token(req) and int(result.first_tokens[group]) >= 0:  # type: ignore[arg-type]
-        rules.settle(req, int(result.first_tokens[group]), None)  # type: ignore[arg-type]
-    state.counters = result.counters[group].tolist()
-    count = 0 if req.is_stuck else int(result.accept_lens[group])
-    new = result.next_token_ids.view(len(result.accept_lens), -1)[group, :count].tolist()
-    if result.trace is not None and state.config.trace:
-        state.rounds.append(result.trace.record_of(group, state, new, state.counters[-1]))
-    state.open_token.take()
-    req.say(new)
-    req.kv_committed_len += len(new)
 
 
 def begin_again(worker: ToyWorker, reqs: list[ToyRequest], times: int) -> None:
@@ -99,7 +76,7 @@ def begin_again(worker: ToyWorker, reqs: list[ToyRequest], times: int) -> None:
 def told(req: ToyRequest) -> Trace:
     req.finished = lambda: True  # type: ignore[method-assign]
     publish(req)  # type: ignore[arg-type]
-    return read({name: values[-1] for name, values in req.customized_info.items()})  # type: ignore[attr-defined]
+    return read({name: values[-1] for name, values in req.customized_info.items()})
 
 
 def toy(*chosen: dict[str, Any], num_requests: int = 0, **more: Any) -> ToyWorker:
@@ -138,24 +115,27 @@ def test_a_reader_comes_to_the_answer() -> None:
     So are ancestors of another step, weights from before or behind the one that is meant, a bonus
     token of who had ended, and an evidence without what weights have gained.
     """
-    told = serve(toy(*TRACED, config=LAGGING), len(TRACED))
+    size = 3 * len(TRACED)
+    told = serve(toy(*TRACED, config=LAGGING, num_requests=size), size)
     every = [record for one in told for record in one.trace.rounds]
-    for one, choice in zip(told, TRACED, strict=True):
-        found = assert_told(one)
-        rounds = one.trace.rounds
-        assert rounds[0].begins is not None
-        assert all(record.begins is None for record in rounds[1:])
+    for number, choice in enumerate(TRACED):
+        of_choice = told[number :: len(TRACED)]
+        rounds = [record for one in of_choice for record in one.trace.rounds]
         sizes = {len(record.ancestors) for record in rounds}
         assert sizes == {choice.get("num_particles", SERVER.num_particles)}
         longest = max(len(draft) for record in rounds for draft in record.drafted)
         assert longest == choice.get("num_steps", SERVER.num_steps)
-        own = {record.cut for record in rounds}
-        assert "ess" not in own or choice.get("resample_at") == "token"
-        evidence = one.req.smc_state.counters[-1]
-        if one.trace.mode == "smc":
-            assert found.log_evidence == pytest.approx(evidence, abs=1e-9)
-        elif one.trace.mode != "exact":
-            assert all(record.log_evidence is None for record in rounds)
+        cuts = {record.cut for record in rounds}
+        assert "ess" not in cuts or choice.get("resample_at") == "token"
+        for one in of_choice:
+            found = assert_told(one)
+            begins = [record.begins is not None for record in one.trace.rounds]
+            assert begins == [place == 0 for place in range(len(begins))]
+            if one.trace.mode == "smc":
+                evidence = one.req.smc_state.counters[-1]
+                assert found.log_evidence == pytest.approx(evidence, abs=1e-9)
+            elif one.trace.mode != "exact":
+                assert all(record.log_evidence is None for record in one.trace.rounds)
     # All of it happens, else the above says nothing of it.
     assert {"none", "evidence", "ess", "verification"} <= {record.cut for record in every}
     assert any(record.resampled and len(set(record.ancestors)) > 1 for record in every)
@@ -194,7 +174,8 @@ def test_a_reader_comes_to_the_answer_of_others(name: str) -> None:
     chosen, more = RUNS[name]
     behind = {"retracts_behind": (2,)} if name == "retracted" else {}
     traced = [{"trace": True, **choice} for choice in chosen]
-    told = serve(toy(*traced, num_requests=12, **more), 12, **behind)
+    size = 96 if name == "dead" else 12
+    told = serve(toy(*traced, num_requests=size, **more), size, **behind)
     is_plain = "powered" not in name and "grammar" not in name
     for one in told:
         assert_told(one, is_plain=is_plain)
@@ -210,8 +191,7 @@ def test_a_reader_comes_to_the_answer_of_others(name: str) -> None:
     cuts = {record.cut for record in rounds}
     if name == "cut by evidence":
         assert cuts == {"none", "evidence"}
-        cut = [record for record in rounds if record.cut == "evidence"]
-        assert any(record.resampled and any(record.kept) for record in cut)
+        assert any(one.cut == "evidence" and one.resampled and any(one.kept) for one in rounds)
     elif name == "adaptive":
         assert any(record.resized_from is not None for record in rounds)
     elif name == "dead":
@@ -267,30 +247,27 @@ def test_a_short_lag_that_draws_a_text_that_has_ended_leaves_particles() -> None
 def test_a_plain_neighbour_has_none_and_its_round_is_the_same() -> None:
     """And without a trace nothing is kept: red if a batch's shape, or its outcome, has one."""
     plain, both = (toy(*chosen, num_requests=2) for chosen in (({}, {}), ({"trace": True}, {})))
-    noise = torch.tensor([0.3, 0.6], dtype=torch.float64)
     texts = []
     for worker in (plain, both):
-        reqs = worker.begin([1, 2], noise)
+        reqs = worker.begin([1, 2])
         result = worker.play_round(reqs)
         texts.append(result.next_token_ids.tolist())
         assert (result.trace is not None) == (worker is both)
         for group, req in enumerate(reqs):
-            take(worker, result, group, req)
+            worker.take(result, group, req)
         req = reqs[1]
         assert req.smc_state.rounds == []
         req.finished = lambda: True  # type: ignore[method-assign]
         publish(req)  # type: ignore[arg-type]
-        assert "spec_smc_trace" not in req.customized_info  # type: ignore[attr-defined]
+        assert "spec_smc_trace" not in req.customized_info
     assert texts[0] == texts[1]
 
 
 def test_a_round_that_fails_says_so_and_has_no_number_that_json_lacks() -> None:
     """Logits that are NaN: the record has null or 0 in place of what means nothing."""
     worker = toy({"trace": True}, {"trace": True, "mode": "exact"}, pair=languages())
-    reqs = worker.begin([1, 2], torch.tensor([0.5, 0.5], dtype=torch.float64))
+    reqs = worker.begin([1, 2])
     worker.target.language.logits.fill_(math.nan)
-    for req in reqs:
-        req.smc_state.begin(None, [])
     result = worker.play_round(reqs)
     copied = each_tensor(torch.clone, result.trace)  # as the host reads it
     for group, req in enumerate(reqs):
@@ -300,7 +277,7 @@ def test_a_round_that_fails_says_so_and_has_no_number_that_json_lacks() -> None:
             for found, state in zip((copied, result.trace), states, strict=True)
         )
         assert of_copy == own
-        take(worker, result, group, req)
+        worker.take(result, group, req)
         (record,) = req.smc_state.rounds
         assert record.cut == "failure" and record.emitted == []
         assert set(record.bonus) == {None}

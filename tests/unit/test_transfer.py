@@ -4,11 +4,13 @@ SGLang copies results on a stream of its own. Device memory whose last tensor is
 next that asks on the stream that made it, though a copy on another stream has yet to read it.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, ValuesView
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,6 @@ from fake_gpu import FakeGPU, fake_gpu
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ReqLogprob
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.sampling.sampling_params import SamplingParams
 from table_entries import entry
 from toy_laws import EOS, languages
 from toy_logprobs import AskingWorker
@@ -48,44 +49,32 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 def played(kind: str, device: str) -> SMCBatchResult:
-    """The result of one round, as the scheduler gets it from the worker."""
     sizes = {"num_requests": 2, "max_new_tokens": 12, "eos": EOS, "chosen": (ASKED[kind],)}
     pair = languages(device=device)
     if kind == "with log-probabilities":
         toy: ToyWorker = AskingWorker(CONFIG, *pair, **sizes, shown=((2, [1]),))
     else:
         toy = ToyWorker(CONFIG, *pair, **sizes)
-    reqs = toy.begin([1, 2], torch.tensor([0.3, 0.6], dtype=torch.float64))
+    reqs = toy.begin([1, 2])
     toy.reserve(reqs)
     result = toy.worker.launch_round(toy.batch(reqs))
     result.copy_done = SimpleNamespace(record=lambda: None)  # type: ignore[assignment]
     return result
 
 
-HOLDERS = LogitsProcessorOutput, SMCDraftInput
-
-
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """All of them, however deep."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        inner: Any = value.values()
-    elif isinstance(value, (list, tuple)):
-        inner = value
-    else:
-        inner = vars(value).values() if isinstance(value, HOLDERS) else ()
-    return [tensor for one in inner for tensor in tensors_in(one)]
+    if isinstance(value, (LogitsProcessorOutput, SMCDraftInput)):
+        value = vars(value)
+    inner = value.values() if isinstance(value, dict) else value
+    if isinstance(inner, (list, tuple, ValuesView)):
+        return [tensor for one in inner for tensor in tensors_in(one)]
+    return [value] if isinstance(value, torch.Tensor) else []
 
 
 def carried(result: Any) -> dict[str, list[torch.Tensor]]:
     """The tensors of a result by field, without those that are kept for nobody to read."""
-    kept = {"extra_keep_alive_refs"}
-    return {
-        field.name: tensors_in(getattr(result, field.name))
-        for field in fields(result)
-        if field.name not in kept
-    }
+    names = {field.name for field in fields(result)} - {"extra_keep_alive_refs"}
+    return {name: tensors_in(getattr(result, name)) for name in names}
 
 
 READ_ON_DEVICE = {"new_seq_lens", "next_draft_input"}
@@ -166,26 +155,23 @@ def test_what_a_prefill_carries_is_marked_too(
 def prefilled(
     choice: dict[str, Any], return_logprob: bool, monkeypatch: pytest.MonkeyPatch
 ) -> GenerationBatchResult:
-    monkeypatch.setattr(
-        prefill.ForwardBatch, "init_new", lambda *_, **__: SimpleNamespace(input_ids=None)
-    )
+    init_new = mock.Mock(return_value=SimpleNamespace(input_ids=None))
+    monkeypatch.setattr(prefill.ForwardBatch, "init_new", init_new)
     vocab_size, rows = 5, [1, 2]
-    sizes: dict[str, Any] = {"num_slots": 99, "vocab_size": vocab_size}
-    table = torch.zeros(3, 50, dtype=torch.int32, device="cuda")
-    tables = Tables.of(CONFIG, TORCH, table, **sizes, device="cuda")
+    cuda: dict[str, Any] = {"device": "cuda"}
+    table = torch.zeros(3, 50, dtype=torch.int32, **cuda)
+    tables = Tables.of(CONFIG, TORCH, table, num_slots=99, vocab_size=vocab_size, **cuda)
 
     def forward(*_: Any, **__: Any) -> Any:
-        output = LogitsProcessorOutput(torch.zeros(len(rows), vocab_size, device="cuda"))
+        output = LogitsProcessorOutput(torch.zeros(len(rows), vocab_size, **cuda))
         return GenerationBatchResult(logits_output=output)
 
-    runner = SimpleNamespace(forward=forward)
-    worker: Any = SimpleNamespace(
-        model_runner=runner, forward_batch_generation=forward, set_hicache_consumer=lambda _: None
-    )
+    worker: Any = mock.Mock(forward_batch_generation=forward)
+    worker.model_runner.forward = forward
     batch: Any = SimpleNamespace(
         reqs=[prompted(row, choice, vocab_size, return_logprob) for row in rows],
-        req_pool_indices=torch.tensor(rows, device="cuda"),
-        seq_lens=torch.tensor([4, 4], device="cuda"),
+        req_pool_indices=torch.tensor(rows, **cuda),
+        seq_lens=torch.tensor([4, 4], **cuda),
         is_prefill_only=False,
         hicache_consumer_index=-1,
         return_logprob=return_logprob,
@@ -193,42 +179,34 @@ def prefilled(
         token_ids_logprobs=[None, [1]],
     )
     draft: Any = SimpleNamespace(
-        wants_states=False, read=lambda *_: torch.zeros(len(rows), vocab_size, device="cuda")
+        wants_states=False, read=lambda *_: torch.zeros(len(rows), vocab_size, **cuda)
     )
     return Prefill(worker, draft, RequestStates(CONFIG, 0), tables, TORCH, 3).run(batch, None)
 
 
 def prompted(row: int, choice: dict[str, Any], vocab_size: int, return_logprob: bool) -> Any:
-    """What of SGLang's `Req` a prefill looks at."""
-    req: Any = ToyRequest(row, vocab_size, 9, {}, None)
-    req.sampling_params = SamplingParams(
-        max_new_tokens=9, sampling_seed=row, custom_params={"smc": choice}
-    )
-    vars(req).update(in_row(row), retraction_count=0, eos_token_ids={EOS}, tokenizer=None)
+    asked = {"sampling_seed": row, "custom_params": {"smc": choice}}
+    req: Any = ToyRequest(row, vocab_size, 9, asked, None)
     req.return_logprob = return_logprob
     req.logprob = ReqLogprob(top_logprobs_num=2, token_ids_logprob=[1])
     return req
 
 
-def in_row(row: int) -> dict[str, Any]:
-    """Where a request says which row it has: itself in 0.5.17, its kv later."""
-    return {"req_pool_idx": row, "kv": SimpleNamespace(req_pool_idx=row)}
-
-
-COMING: dict[str, Callable[[], torch.Tensor]] = {
-    "a list": lambda: on_device("cuda", [1, 2]),
-    "rows": lambda: on_device("cuda", [(1, 2.5), (True, 4)], torch.float64),
-    "nothing": lambda: on_device("cuda", [], torch.int64),
-    "a view": lambda: to_device("cuda", torch.arange(6, device="cpu").view(2, 3).t()),
-}
+COMING: list[Callable[[], torch.Tensor]] = [
+    lambda: on_device("cuda", [1, 2]),
+    lambda: on_device("cuda", [(1, 2.5), (True, 4)], torch.float64),
+    lambda: on_device("cuda", [], torch.int64),
+    lambda: to_device("cuda", torch.arange(6, device="cpu").view(2, 3).t()),
+]
 
 
 @pytest.mark.parametrize("default", ["cpu", "cuda"])
-@pytest.mark.parametrize("name", list(COMING))
-def test_the_host_waits_for_no_copy_to_the_device(name: str, default: str) -> None:
+@pytest.mark.parametrize("coming", COMING, ids=["a list", "rows", "nothing", "a view"])
+def test_the_host_waits_for_no_copy_to_the_device(
+    coming: Callable[[], torch.Tensor], default: str
+) -> None:
     with fake_gpu() as gpu, torch.device(default), gpu.no_waiting():
-        found = COMING[name]()
-        assert found.device.type == "cuda" and len(gpu.to_device) == 1
+        assert coming().device.type == "cuda" and len(gpu.to_device) == 1
 
 
 def test_numbers_keep_their_kind_and_their_precision() -> None:
@@ -245,34 +223,28 @@ def test_numbers_keep_their_kind_and_their_precision() -> None:
     assert table.gather(torch.tensor([1])).ess_threshold.tolist() == [third]
 
 
-SPANS = [(3, 5), (4, 4), (0, 3)]
-ROWS = [2, 5, 1]
-
-
 def reserved(table: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give requests in these rows the slots 100, 101, ... in these spans."""
+    """Give requests in rows 2, 5 and 1 the slots 100, 101, ... in spans of their own."""
     monkeypatch.setattr(
         decode_memory,
         "alloc_token_slots",
         lambda _, total: torch.arange(100, 100 + total, device=table.device),
     )
     batch: Any = SimpleNamespace(
-        reqs=[SimpleNamespace(**in_row(row)) for row in ROWS],
+        reqs=[ToyRequest(row, 4, 9, {}, None) for row in (2, 5, 1)],
         device=str(table.device),
         tree_cache=None,
         req_to_token_pool=SimpleNamespace(write=table.__setitem__),
     )
-    decode_memory._allocate(batch, SPANS)
+    decode_memory._allocate(batch, [(3, 5), (4, 4), (0, 3)])
 
 
 def test_each_request_is_given_new_slots_where_its_own_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which waits for nothing; nor do settings of new requests."""
     table = torch.zeros(6, 6, dtype=torch.int32)
     reserved(table, monkeypatch)
-    expected = torch.zeros_like(table)
-    expected[2, 3:5] = torch.tensor([100, 101])
-    expected[1, 0:3] = torch.tensor([102, 103, 104])
-    assert torch.equal(table, expected)
+    assert table[2, 3:5].tolist() == [100, 101] and table[1, :3].tolist() == [102, 103, 104]
+    assert table.count_nonzero() == 5
     with fake_gpu() as gpu:
         table = torch.zeros(6, 6, dtype=torch.int32, device="cuda")
         settings = RequestTable(3, 4, "cuda")
@@ -285,9 +257,5 @@ def test_each_request_is_given_new_slots_where_its_own_end(monkeypatch: pytest.M
 def test_there_is_one_way_between_host_and_device() -> None:
     """What moves tensors for itself forgets one duty or another."""
     sources = [*(ROOT / "sglang_smc").rglob("*.py"), *(ROOT / "patches").glob("*.py")]
-    found = [
-        path.name
-        for path in sources
-        if any(word in path.read_text() for word in ("non_blocking", "pin_memory"))
-    ]
-    assert found == ["transfer.py"]
+    ways = re.compile("non_blocking|pin_memory")
+    assert [path.name for path in sources if ways.search(path.read_text())] == ["transfer.py"]

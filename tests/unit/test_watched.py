@@ -1,5 +1,6 @@
 """What a server makes of what its answers were watched to be: windows, gauges, warnings."""
 
+import functools
 import logging
 import math
 import random
@@ -7,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from edit_cases import NEUTRAL
+from toy_request import ToyRequest
 
 from sglang_smc import process
 from sglang_smc.options.request import RequestConfig
@@ -35,10 +36,7 @@ def answer(
 
 
 def sums_of(*answers: Answer) -> Sums:
-    total = Sums()
-    for one in answers:
-        total = total.plus(Sums.of(one))
-    return total
+    return functools.reduce(lambda total, one: total.plus(Sums.of(one)), answers, Sums())
 
 
 def test_a_tilt_weighs_answers_by_what_they_say() -> None:
@@ -93,23 +91,23 @@ def test_a_window_lets_the_oldest_half_go() -> None:
     assert [place for place, one in enumerate(whole) if one is not None] == [5, 11]
 
 
-@pytest.mark.parametrize("sign", [-1, 1])
-def test_exact_is_a_fault_five_standard_errors_from_zero(sign: int) -> None:
-    limit = FAULT * INFORMATION**-0.5
-    of = [sums_of(*[answer("exact", sign * limit * by)] * 250) for by in (0.98, 1.02)]
-    assert judge("exact", of[0]) is None
-    text = judge("exact", of[1])
-    assert text is not None
-    assert "report" in text and "/server_info" in text and str(of[1]) in text
-
-
-def test_advice_where_a_tilt_is_surely_more_than_half_way() -> None:
-    near, far = (sums_of(*[answer(tilt=0.5 + by * INFORMATION**-0.5)] * 250) for by in (1.9, 2.1))
-    assert judge("smc", near) is None
-    text = judge("smc", far)
-    assert text is not None
-    for advice in ("--speculative-smc-mode auto", "exact", "evidence-threshold", "draft-model"):
-        assert advice in text
+@pytest.mark.parametrize(
+    ("mode", "zero", "errors", "advice"),
+    [
+        ("exact", 0.0, FAULT, ("report", "/server_info")),
+        ("exact", 0.0, -FAULT, ("report", "/server_info")),
+        ("smc", 0.5, 2.0, ("-mode auto", "exact", "evidence-threshold", "draft-model")),
+    ],
+)
+def test_tilts_are_told_where_they_are_surely_wrong(
+    mode: str, zero: float, errors: float, advice: tuple[str, ...]
+) -> None:
+    """Exact answers five standard errors from zero, others where they are more than half way."""
+    tilts = [zero + errors * by * INFORMATION**-0.5 for by in (0.98, 1.02)]
+    near, far = (sums_of(*[answer(mode, tilt)] * 250) for tilt in tilts)
+    assert judge(mode, near) is None
+    text = judge(mode, far) or ""
+    assert all(word in text for word in advice) and (mode == "smc" or str(far) in text)
     assert judge("smc", sums_of(*[answer(tilt=-2.0)] * 250)) is None
 
 
@@ -147,20 +145,18 @@ def test_the_log_has_the_tilt_and_what_is_wrong_with_it(
     assert ("This is a fault" in caplog.text) == logs
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_an_answer_is_taken_in_once_as_it_ends(
-    monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
-    monitor, state = Monitor(interval=1), RequestState.of(0, RequestConfig(num_particles=4))
-    monkeypatch.setattr(process, "_monitor", monitor)
-    watched = {"tilt_sum": 1.0, "tilt_information": 4.0, "watched_ct": 2.0}
-    state.counters = [watched.get(name, 0.0) for name in Counters._fields]
-    req: Any = SimpleNamespace(smc_state=state, output_ids=[5], output_ids_through_stop=[5])
-    req.to_finish, req.rid, req.grammar, req.custom_logit_processor = None, "r", None, None
-    req.stream, req.return_logprob, req.sampling_params = stream, False, SimpleNamespace(**NEUTRAL)
-    for has_ended in (False, True, True):
-        req.finished = lambda has_ended=has_ended: has_ended
-        update_finish_state(lambda *_: None, req, 1)
-        assert monitor.fidelity()[ALL]["answers"] == has_ended
-    assert monitor.fidelity()["smc"]["tilt"] == 0.25
-    assert req.customized_info["spec_smc_tilt"] == [0.25]
+def test_an_answer_is_taken_in_once_as_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream in (True, False):
+        monitor, state = Monitor(interval=1), RequestState.of(0, RequestConfig(num_particles=4))
+        monkeypatch.setattr(process, "_monitor", monitor)
+        watched = {"tilt_sum": 1.0, "tilt_information": 4.0, "watched_ct": 2.0}
+        state.counters = [watched.get(name, 0.0) for name in Counters._fields]
+        req: Any = ToyRequest(0, 9, 9, {}, None)
+        req.smc_state, req.stream = state, stream
+        req.output_ids = req.output_ids_through_stop = [5]
+        for has_ended in (False, True, True):
+            req.finished = lambda has_ended=has_ended: has_ended
+            update_finish_state(lambda *_: None, req, 1)
+            assert monitor.fidelity()[ALL]["answers"] == has_ended
+        assert monitor.fidelity()["smc"]["tilt"] == 0.25
+        assert req.customized_info["spec_smc_tilt"] == [0.25]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,18 +45,16 @@ def test_the_drafts_prefix_is_refused_where_requests_select_the_model() -> None:
 @pytest.mark.parametrize(
     ("opened", "given", "updated"),
     [
-        (None, "all", "target"),
-        ("all", "all", "target"),
-        ("target", "all", "target"),
+        *((opened, "all", "target") for opened in (None, "all", "target")),
+        *((opened, "draft", "draft") for opened in ("draft", "all")),
         ("draft", "all", "draft"),
-        ("all", "draft", "draft"),
         ("draft", "target", "target"),
     ],
 )
 def test_all_is_one_model(opened: str | None, given: str, updated: str) -> None:
     session = None if opened is None else SimpleNamespace(selector=opened)
-    request = SimpleNamespace(selector=given)
-    upstream.select_one_model(SimpleNamespace(_session=session), request)  # pyright: ignore[reportArgumentType] -- what it looks at
+    request, manager = SimpleNamespace(selector=given), SimpleNamespace(_session=session)
+    upstream.select_one_model(manager, request)  # pyright: ignore[reportArgumentType]
     assert request.selector == updated
 
 
@@ -84,7 +83,7 @@ class Scheduler:
 class Manager:
     """What a hook looks at, and how an update found it."""
 
-    tp_cpu_group = None
+    tp_cpu_group = _session = None
 
     def __init__(self, scheduler: Scheduler, error: str | None = None) -> None:
         self.scheduler, self.error = scheduler, error
@@ -109,23 +108,17 @@ def test_an_update_by_ipc_finds_no_draft_and_a_server_at_rest(
 ) -> None:
     """And leaves it as it was, though the update failed."""
     manager = Manager(Scheduler(paused=paused), error)
-    if error is None:
+    with pytest.raises(RuntimeError, match=error) if error else nullcontext():
         assert from_ipc(Manager.update, manager, FLUSHED) is ANSWER
-    else:
-        with pytest.raises(RuntimeError, match=error):
-            from_ipc(Manager.update, manager, FLUSHED)
     assert manager.found == [(None, True)]
     assert (manager.draft_worker, manager.scheduler._engine_paused) == ("the draft", paused)
 
 
-def test_kv_in_use_is_not_flushed() -> None:
+def test_kv_in_use_is_not_flushed_and_other_algorithms_are_left_alone() -> None:
     manager = Manager(Scheduler(paused=True, running=True))
     answer = from_ipc(Manager.update, manager, FLUSHED)
     assert (answer.success, "'retract'" in answer.message, manager.found) == (False, True, [])
     assert from_ipc(Manager.update, manager, KEPT) is ANSWER
-
-
-def test_other_algorithms_are_left_alone() -> None:
     manager = Manager(Scheduler(smc=False, paused=True, running=True))
     assert from_ipc(Manager.update, manager, FLUSHED) is ANSWER
     assert manager.found == [("the draft", True)]
@@ -140,7 +133,6 @@ def test_what_tensors_raise_is_an_answer_that_no_rank_waits_for(
     sent = [MultiprocessingSerializer.serialize(TENSORS[:1])]
     request = io_struct.UpdateWeightsFromTensorReqInput(serialized_named_tensors=sent)
     manager = Manager(Scheduler(), error="shapes differ")
-    manager._session = None  # pyright: ignore[reportAttributeAccessIssue] -- as SGLang's has it
     answer = update(Manager.update, manager, request)
     assert (answer.success, "shapes differ" in answer.message) == (False, True)
     assert met == [None], "the group of the manager, once"

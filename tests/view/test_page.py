@@ -50,19 +50,14 @@ def test_no_piece_of_text_ends_the_script() -> None:
     assert "<title>&lt;b&gt;&amp;</title>" in page
 
 
-@pytest.mark.parametrize("wrap", ["trace", "answer", "chat", "list"])
-def test_a_trace_is_found_in_whatever_was_saved(saved: Path, wrap: str) -> None:
+def test_a_trace_is_found_in_whatever_was_saved(saved: Path) -> None:
     trace = json.loads(saved.read_text())
     info = {"meta_info": {"spec_smc_trace": trace}}
-    value = {
-        "trace": trace,
-        "answer": {"text": "", **info},
-        "chat": {"choices": [{"index": 0, **info}]},
-        "list": [info, info],
-    }[wrap]
-    saved.write_text(json.dumps(value))
-    assert main([str(saved), *(["--index", "1"] if wrap == "list" else [])]) == 0
-    assert saved.with_suffix(".html").exists()
+    answer, chat = {"text": "", **info}, {"choices": [{"index": 0, **info}]}
+    for value, more in ((trace, []), (answer, []), (chat, []), ([info, info], ["--index", "1"])):
+        saved.write_text(json.dumps(value))
+        assert main([str(saved), *more]) == 0
+        saved.with_suffix(".html").unlink()
 
 
 @pytest.mark.parametrize(
@@ -74,10 +69,7 @@ def test_a_trace_is_found_in_whatever_was_saved(saved: Path, wrap: str) -> None:
         ('[{"spec_smc_trace": {}}, {"spec_smc_trace": {}}]', [], "has 2 traces"),
         ('[{"spec_smc_trace": {}}]', ["--index", "4"], "--index is 4"),
         ('{"spec_smc_trace": {"version": 9}}', [], "version 9"),
-        ('{"spec_smc_trace": {"rounds": 3}}', [], "this is no trace"),
         ('{"spec_smc_trace": "x"}', [], "Expected `object`, got `str`"),
-        ('{"spec_smc_trace": [1]}', [], "Expected `object`, got `array`"),
-        ('{"spec_smc_trace": 7}', [], "Expected `object`, got `int`"),
         pytest.param("[" * 200_000 + "]" * 200_000, [], "nested too deep", id="deep"),
         pytest.param("[" * 900 + "]" * 900, [], "has no trace", id="less deep"),
     ],

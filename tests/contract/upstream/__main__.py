@@ -72,8 +72,8 @@ def compare(name: str, tree: Tree) -> bool:
 def everything(version: str) -> Asked:
     """What is relied on, our files, and what has been judged, as they are for a release."""
     of = release.families(version)
-    sources = ours.sources(of)
-    refused = [use.path for s in _all_sources() for use in ours.requirement_fields(s)]
+    every = ours.sources(frozenset(release.FAMILIES))  # with the records of all families
+    refused = [use.path for s in every if s.is_product for use in ours.requirement_fields(s)]
     fields = {
         SERVER_ARGS: [*LOOKED_AT, *refused],
         "sglang.srt.managers.io_struct.GenerateReqInput": GENERATE_REQUEST,
@@ -83,13 +83,7 @@ def everything(version: str) -> Asked:
         *(Judged(path, frozenset(names), "field") for path, names in fields.items()),
         *(Judged(path, frozenset(names.split()), "method") for path, names in METHODS.items()),
     )
-    return Asked(symbols(of), sources, judged, MAY_KEEP_TABLE)
-
-
-def _all_sources() -> list[ours.Source]:
-    """The package's own, with the records of all families."""
-    every = frozenset(release.FAMILIES)
-    return [source for source in ours.sources(every) if source.is_product]
+    return Asked(symbols(of), ours.sources(of), judged, MAY_KEEP_TABLE)
 
 
 def report(found: list[Finding]) -> Iterator[str]:

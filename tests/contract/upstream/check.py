@@ -39,8 +39,6 @@ class Judged(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """All that is compared."""
-
     symbols: tuple[Symbol, ...]
     sources: list[ours.Source]
     judged: tuple[Judged, ...]
@@ -144,12 +142,10 @@ def _of_body(symbol: Symbol, body: ast.AST) -> Iterator[str]:
 
 
 def _positional(parameters: Parameters) -> list[str]:
-    """Names of the parameters that may be given by position, in order."""
     return [p.name for p in parameters if p.kind in ("position", "either")]
 
 
 def takes_keyword(parameters: Parameters, name: str) -> bool:
-    """Whether a keyword is accepted."""
     named = ("either", "keyword")
     return any(p.kind == "**" or (p.name == name and p.kind in named) for p in parameters)
 
@@ -159,14 +155,13 @@ def _takes_any(parameters: Parameters) -> bool:
 
 
 def text_of(parameters: Parameters) -> str:
-    """Parameters as they are shown."""
     return " ".join((p.kind if "*" in p.kind else "") + p.name for p in parameters)
 
 
 def _of_hook(tree: Tree, hook: ours.Hook) -> Iterator[Finding]:
     found = tree.find(hook.target)
     if found is None:
-        cls = tree.find(hook.target.removesuffix(".__init__"))
+        cls = tree.own(hook.target.removesuffix(".__init__"))
         # A dataclass's constructor is generated, and can be hooked. A struct's is C's own.
         if cls is None or not cls.is_class or not is_dataclass(cls):
             near = tree.nearest(hook.target)
@@ -224,8 +219,8 @@ def _is_there(tree: Tree, path: str) -> bool:
 
 
 def _of_call(tree: Tree, use: ours.Use) -> Iterator[Finding]:
-    found = tree.find(use.path)
-    if found is not None and not found.is_alias:
+    found = tree.own(use.path)
+    if found is not None:
         is_method = found.is_function and found.parent.is_class
         if not is_method or found.labels & {"classmethod", "staticmethod"}:
             yield from _misfit(tree, use, found, tree.parameters(found))
@@ -233,15 +228,15 @@ def _of_call(tree: Tree, use: ours.Use) -> Iterator[Finding]:
 
 def _of_super_call(tree: Tree, use: ours.Use) -> Iterator[Finding]:
     base, _, name = use.path.rpartition(".")
-    owner, found = tree.find(base), tree.find(use.path)
-    if owner is None or owner.is_alias or not owner.is_class:
+    owner, found = tree.own(base), tree.own(use.path)
+    if owner is None or not owner.is_class:
         return
     if name == "__init__":
         yield from _misfit(tree, use, owner, tree.parameters(owner))
-    elif found is None:
-        yield Finding("calls", f"{use.path} is gone", use.place, tree.place(owner))
-    elif not found.is_alias and found.is_function:
+    elif found is not None and found.is_function:
         yield from _misfit(tree, use, found, signature(node_of(found))[1:])
+    elif tree.find(use.path) is None:
+        yield Finding("calls", f"{use.path} is gone", use.place, tree.place(owner))
 
 
 def _misfit(
@@ -276,9 +271,9 @@ def _misfits(call: ast.Call, parameters: Parameters) -> Iterator[str]:
 def _of_overrides(tree: Tree, heir: ours.Heir) -> Iterator[Finding]:
     """Methods of ours that take the place of SGLang's."""
     for name, method in heir.methods.items():
-        each = ((f"{base}.{name}", tree.find(f"{base}.{name}")) for base in heir.bases)
-        path, found = next(((path, found) for path, found in each if found is not None), ("", None))
-        if name != "__init__" and found is not None and not found.is_alias and found.is_function:
+        path = next((f"{base}.{name}" for base in heir.bases if tree.find(f"{base}.{name}")), "")
+        found = tree.own(path) if path and name != "__init__" else None
+        if found is not None and found.is_function:
             mine, theirs = signature(method), signature(node_of(found))
             by_name = (p.name for p in theirs[1:] if p.kind in ("either", "keyword"))
             renames = not all(takes_keyword(mine, each) for each in by_name)
@@ -289,8 +284,8 @@ def _of_overrides(tree: Tree, heir: ours.Heir) -> Iterator[Finding]:
 
 def _of_reads(tree: Tree, reads: Iterable[tuple[str, ours.Use]]) -> Iterator[Finding]:
     for path, use in reads:
-        found = tree.find(path)
-        if found is not None and not found.is_alias and found.is_class and tree.is_closed(found):
+        found = tree.own(path)
+        if found is not None and found.is_class and tree.is_closed(found):
             is_known = use.path in tree.attributes(found) or use.path.endswith("__")
             if not is_known and not _is_ours(use.path):
                 line = f"{path} has no {use.path}"
@@ -329,20 +324,20 @@ def _gone(
 ) -> Iterator[Finding]:
     """Fields, and methods that ours override, that the newest supported release has alone."""
     refused = {use.path: use.place for s in own for use in ours.requirement_fields(s)}
+    heirs = ours.heirs(own)
     for each in judged:
-        mine = refused if each.of == "field" else dict(_overriding(each.path, own))
+        overriding = {
+            name: heir.source.place(method)
+            for heir in heirs
+            for name, method in heir.methods.items()
+            if each.path in heir.bases
+        }
+        mine = refused if each.of == "field" else overriding
         before, now = _present(known, each) or {}, _present(tree, each) or {}
         for name in sorted((before.keys() & each.names) - now.keys()):
             if each.of == "field" or name in mine:
                 line = f"no {each.of} {each.path.rpartition('.')[2]}.{name} any more"
                 yield Finding("to judge", line, mine.get(name, ""), before[name])
-
-
-def _overriding(base: str, own: list[ours.Source]) -> Iterator[tuple[str, str]]:
-    """Methods of our classes that inherit from one of SGLang's, and where they stand."""
-    for heir in ours.heirs(own):
-        for name, method in heir.methods.items() if base in heir.bases else ():
-            yield name, heir.source.place(method)
 
 
 def nowhere(trees: Iterable[Tree], judged: Iterable[Judged]) -> Iterator[Finding]:

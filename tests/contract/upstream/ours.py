@@ -16,8 +16,6 @@ MENTIONS = re.compile(r"\bsglang\b")
 
 
 class Use(NamedTuple):
-    """An SGLang name in a file of ours."""
-
     path: str
     place: str
     node: ast.AST
@@ -37,7 +35,6 @@ class Source(NamedTuple):
         return self.path.startswith(PRODUCT)
 
     def place(self, node: ast.AST) -> str:
-        """File and line."""
         return f"{self.path}:{getattr(node, 'lineno', 1)}"
 
     def sglang_name(self, node: ast.AST) -> str | None:
@@ -69,7 +66,6 @@ def _texts(root: Path) -> list[tuple[str, str]]:
 
 @cache
 def read(name: str, text: str, of: frozenset[str]) -> Source:
-    """One file."""
     body = as_run(text, of)
     nodes = list(ast.walk(body))
     imported = {}
@@ -85,7 +81,6 @@ def read(name: str, text: str, of: frozenset[str]) -> Source:
 
 
 def is_sglang(name: str) -> bool:
-    """Whether a dotted name is SGLang's, and not ours."""
     return name.partition(".")[0] == PACKAGE
 
 
@@ -118,8 +113,6 @@ def calls(source: Source) -> Iterator[Use]:
 
 
 class Hook(NamedTuple):
-    """A record of `patches/`."""
-
     target: str
     place: str
     takes: Parameters | None  # without `original`; None: not to be told
@@ -128,7 +121,6 @@ class Hook(NamedTuple):
 
 
 def hooks(source: Source) -> Iterator[Hook]:
-    """The `Patch(...)` records of a file."""
     constants = {
         target.id: node.value
         for node in source.body.body
@@ -183,24 +175,17 @@ def requirement_fields(source: Source) -> Iterator[Use]:
 
 
 def attribute_reads(source: Source) -> Iterator[tuple[str, Use]]:
-    """What is read of parameters that are annotated with a class of SGLang's: class, attribute."""
+    """What is read or set of parameters that are annotated with a class of SGLang's."""
     for function in source.nodes:
         owners = dict(_annotated(function, source)) if isinstance(function, Function) else {}
         if owners:
             asked = (n for n in ast.walk(function) if isinstance(n, ast.Call))
             narrowed = {ast.unparse(n.args[0]) for n in asked if _called(n) == "isinstance"}
-            for node in map(_read_by, ast.walk(function)):
-                if node is not None and isinstance(node.value, ast.Name):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                     owner = owners.get(node.value.id)
                     if owner is not None and node.value.id not in narrowed:
                         yield owner, Use(node.attr, source.place(node), node)
-
-
-def _read_by(node: ast.AST) -> ast.Attribute | None:
-    """An attribute that a node reads; `a.b += c` does, too."""
-    if isinstance(node, ast.AugAssign):
-        return node.target if isinstance(node.target, ast.Attribute) else None
-    return node if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) else None
 
 
 def _annotated(function: Function, source: Source) -> Iterator[tuple[str, str]]:
@@ -224,8 +209,6 @@ def _classes(annotation: ast.AST, source: Source) -> Iterator[str | None]:
 
 
 class Heir(NamedTuple):
-    """A class of ours that inherits from SGLang's."""
-
     source: Source
     node: ast.ClassDef
     bases: list[str]  # SGLang's, those of our own bases too

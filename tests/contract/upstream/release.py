@@ -32,11 +32,7 @@ class NoWheelError(Exception):
 
 
 def version_of(root: Path) -> str:
-    """The version of the SGLang that stands below a folder.
-
-    Raises:
-        SystemExit: where nothing tells it, as in a checkout that was never built.
-    """
+    """The version of the SGLang that stands below a folder; a checkout never built tells none."""
     path = root / "sglang" / "_version.py"
     value = _assigned(path, "__version__") if path.is_file() else None
     if value is None:
@@ -72,7 +68,6 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _assigned(path: Path, name: str) -> ast.expr | None:
-    """The value of a module's variable."""
     for node in ast.parse(path.read_text("utf-8")).body:
         if isinstance(node, ast.Assign) and name in map(ast.unparse, node.targets):
             return node.value
@@ -96,11 +91,7 @@ def installed() -> Path | None:
 
 
 def unpacked(version: str) -> Path:
-    """The folder that holds a release's `sglang/`, downloaded the first time.
-
-    Raises:
-        NoWheelError: where pip cannot download it.
-    """
+    """The folder that holds a release's `sglang/`, downloaded the first time, or NoWheelError."""
     folder = cache() / version
     if not folder.is_dir():
         cache().mkdir(parents=True, exist_ok=True)

@@ -36,13 +36,12 @@ srt.speculative.spec_registry.CustomSpecAlgo.__init__(self name factory * suppor
 srt.managers.overlap_utils.FutureMap.__init__(self * device spec_algo req_to_token_pool
         needs_cpu_seq_lens needs_confidence_relay)
 srt.configs.model_config.ModelConfig: is_hybrid_swa model_is_mrope speculative_algorithm
-        num_nextn_predict_layers
     .__init__ | calls self._config_draft_model self._derive_model_shapes
 srt.constrained.base_grammar_backend.BaseGrammarBackend: cache
     .get_cached_or_future_value | calls self.cache.get
 srt.constrained.xgrammar_backend.XGrammarGrammarBackend: grammar_compiler
 srt.constrained.reasoner_grammar_backend.ReasonerGrammarBackend: grammar_backend
-srt.managers.schedule_batch.Req: finished_reason? finished_len? decode_batch_idx customized_info
+srt.managers.schedule_batch.Req: finished_reason? finished_len? decode_batch_idx
         is_retracted
     ._check_str_based_finish(self new_accepted_len)
 srt.entrypoints.openai.serving_base.OpenAIServingBase
@@ -70,14 +69,12 @@ srt.managers.tp_worker.TpModelWorker: set_hicache_consumer
 srt.model_executor.model_runner.ModelRunner: forward weight_updater is_draft_worker
     .compute_logprobs_only(self logits_output forward_batch)
 srt.speculative.base_spec_worker.BaseSpecWorker: target_worker req_to_token_pool
-srt.model_executor.forward_batch_info.ForwardBatch: batch_size seq_lens_sum mrope_positions
-        spec_algorithm capture_hidden_mode
-    .init_new(batch model_runner * return_hidden_states_before_norm)
+srt.model_executor.forward_batch_info.ForwardBatch.init_new(batch model_runner *
+        return_hidden_states_before_norm)
 srt.constrained.xgrammar_backend.XGrammarGrammar: matcher accepted_tokens accept_token rollback
         is_terminated fill_vocab_mask
 srt.constrained.reasoner_grammar_backend.ReasonerGrammarObject: grammar _thinking_match_history
 srt.managers.schedule_batch.FINISH_ABORT.__init__(self message status_code err_type)
-srt.managers.schedule_batch.FINISH_MATCHED_TOKEN.__init__
 srt.speculative.spec_info.SpecInput.__init__(self spec_input_type)
 srt.managers.utils.GenerationBatchResult: next_token_ids accept_lens new_seq_lens next_draft_input
         speculative_num_draft_tokens num_correct_drafts num_correct_drafts_per_req_cpu
@@ -142,9 +139,7 @@ srt.managers.schedule_batch.Req: kv? kv_committed_len cache_protected_len req_po
 srt.session.streaming_session.StreamingSession._free_kv_aligned(self pool_idx target end)
 srt.managers.scheduler.Scheduler.maybe_init_draft_worker(self) | passes server_args gpu_id ps
         nccl_port target_worker
-srt.managers.tp_worker.TpModelWorker
-    .__init__
-    ._deserialize_own_rank(self serialized_named_tensors)
+srt.managers.tp_worker.TpModelWorker._deserialize_own_rank(self serialized_named_tensors)
 srt.runtime_context.ParallelContext: tp_size tp_group
 srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager
     .update_weights_from_disk | calls self.draft_worker.update_weights_from_disk
@@ -159,7 +154,6 @@ srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_oot_mha_kv_pool |
 # their place among ranks, and name the runners that new weights concern.
 NEWER = """
 srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus
-    .__init__
     .batch_put(self batch_tokens)
     .synchronize(self)
     .reset(self)
@@ -181,7 +175,6 @@ srt.managers.schedule_batch.ReqKvInfo: req_pool_idx? kv_committed_len cache_prot
 srt.mem_cache.prefill_budget.PrefillBudget: total_offset current_offset
 srt.session.streaming_session.StreamingSession._free_kv_aligned(self kv target end)
 srt.managers.tp_worker.TpModelWorker
-    .__init__
     .weight_update_runners(self)
     .deserialize_own_rank(self serialized_named_tensors)
 srt.arg_groups.fields.parallel.Parallel: tp_size tp_group dp_rank
@@ -232,7 +225,6 @@ class Symbol(NamedTuple):
 
 
 def symbols(of: frozenset[str]) -> tuple[Symbol, ...]:
-    """What has to be there on a release of some families."""
     texts = [EVERY, *(text for name, text in FAMILIES.items() if name in of)]
     return tuple(symbol for text in texts for symbol in read(text))
 

@@ -21,8 +21,6 @@ ENUMS = {"Enum", "IntEnum", "StrEnum", "str", "int"}
 
 
 class Parameter(NamedTuple):
-    """One parameter of a function."""
-
     name: str
     kind: str  # "position", "either", "keyword", "*" or "**"
     optional: bool = False
@@ -82,7 +80,8 @@ class _Keeper(griffe.Extension):
     def on_instance(self, *, node: ast.AST, obj: griffe.Object, **_: Any) -> None:
         obj.extra[OWN]["node"] = node
         defined = None if obj.parent is None else obj.parent.members.get(obj.name)
-        if defined is not None and _is_class(defined) and defined is not obj:
+        is_other = defined is not None and defined is not obj and not defined.is_alias
+        if is_other and defined.is_class:
             defined.extra[OWN]["rebound"] = ast.unparse(node)
 
 
@@ -131,6 +130,11 @@ class Tree:
             self._found[path] = found
         return self._found[path]
 
+    def own(self, path: str) -> Any:
+        """The same, but None where another package has it."""
+        found = self.find(path)
+        return None if found is None or found.is_alias else found
+
     def _step(self, owner: Any, name: str) -> Any:
         if owner is not self._collection and owner.is_class:
             owners = [each for each in self.lineage(owner) if name in each.members]
@@ -171,32 +175,28 @@ class Tree:
     def around(self, line: str) -> str:
         """The dotted name of the function that stands at `srt/file.py:number`; "" for none."""
         path, _, number = line.rpartition(":")
-        module = f"{PACKAGE}.{path.removesuffix('.py').replace('/', '.')}"
-        found = self.find(module)
-        names: list[str] = []
-        inner = () if found is None else statements(node_of(found))
-        while node := next((n for n in inner if _holds(n, int(number))), None):
-            names.append(node.name)  # type: ignore[attr-defined]
-            inner = statements(node) if isinstance(node, ast.ClassDef) else ()
-        is_function = bool(names) and not isinstance(
-            node_of(self.find(".".join([module, *names]))), ast.ClassDef
-        )
-        return ".".join([module, *names]) if is_function else ""
+        found = self.find(f"{PACKAGE}.{path.removesuffix('.py').replace('/', '.')}")
+        while found is not None and not found.is_function:
+            inner = [member for member in found.members.values() if not member.is_alias]
+            definitions = (member for member in inner if member.is_class or member.is_function)
+            here = (d for d in definitions if d.lineno <= int(number) <= d.endlineno)
+            found = next(here, None)
+        return "" if found is None else found.path
 
     def lineage(self, cls: Any) -> list[Any]:
         """A class and those of SGLang that it inherits from, the nearest first."""
         found = [cls]
         for base in cls.bases:
-            parent = self.find(base.canonical_path)
-            if _is_class(parent):
+            parent = self.own(base.canonical_path)
+            if parent is not None and parent.is_class:
                 found += [each for each in self.lineage(parent) if each not in found]
         return found
 
     def foreign_bases(self, cls: Any) -> set[str]:
         """The last names of bases that are another package's, of a class and its ancestors."""
         paths = {base.canonical_path for owner in self.lineage(cls) for base in owner.bases}
-        parents = {path: self.find(path) for path in paths}
-        foreign = [p for p, found in parents.items() if not _is_class(found)]
+        parents = {path: self.own(path) for path in paths}
+        foreign = [p for p, found in parents.items() if found is None or not found.is_class]
         return {path.rpartition(".")[2] for path in foreign}
 
     def is_closed(self, cls: Any) -> bool:
@@ -272,12 +272,7 @@ def node_of(found: Any) -> Any:
     return None if found.is_alias else found.extra[OWN].get("node")
 
 
-def _is_class(found: Any) -> bool:
-    return found is not None and not found.is_alias and found.is_class
-
-
 def is_dataclass(cls: Any) -> bool:
-    """Whether a class is decorated so."""
     decorators = (d.func if isinstance(d, ast.Call) else d for d in node_of(cls).decorator_list)
     return any(ast.unparse(each).endswith("dataclass") for each in decorators)
 
@@ -302,11 +297,6 @@ def signature(node: Function) -> Parameters:
     return tuple(found[of_class:])
 
 
-def _holds(node: ast.AST, line: int) -> bool:
-    is_definition = isinstance(node, Function | ast.ClassDef)
-    return is_definition and node.lineno <= line <= (node.end_lineno or 0)
-
-
 def statements(node: ast.AST) -> Iterator[ast.AST]:
     """What stands in a module or class, also under `if`, `try` and `with`."""
     for child in ast.iter_child_nodes(node):
@@ -319,13 +309,14 @@ def statements(node: ast.AST) -> Iterator[ast.AST]:
 def _stores(node: ast.AST) -> Iterator[tuple[str, bool]]:
     """What stands in a class, and what its methods set on `self`, and whether to None."""
     for each in statements(node):
-        receiver: str | None = ""
+        receiver = ""
         if isinstance(each, Function | ast.ClassDef):
             yield each.name, False
-            plain = [] if isinstance(each, ast.ClassDef) else each.args.posonlyargs + each.args.args
-            receiver = f"{plain[0].arg}." if plain else None
-        for inner in () if receiver is None else ast.walk(each):
-            assert receiver is not None
+            plain = each.args.posonlyargs + each.args.args if isinstance(each, Function) else []
+            if not plain:
+                continue
+            receiver = f"{plain[0].arg}."
+        for inner in ast.walk(each):
             if isinstance(inner, ast.Assign | ast.AnnAssign):
                 targets = inner.targets if isinstance(inner, ast.Assign) else [inner.target]
                 is_none = isinstance(inner.value, ast.Constant) and inner.value.value is None

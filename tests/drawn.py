@@ -1,0 +1,29 @@
+"""Random cases for tests of kernels, the same ones each time."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+Test = Callable[..., None]
+
+
+def drawn(count: int, **choices: Any) -> Callable[[Test], Test]:
+    """Have a test run over ``count`` cases ``c``, which have each of ``choices`` and a ``seed``.
+
+    A choice is a strategy, or a list of values to choose from.
+    """
+    each = {name: st.sampled_from(c) if isinstance(c, list) else c for name, c in choices.items()}
+    cases = st.builds(SimpleNamespace, **each, seed=st.integers(0, 2**16))
+    same = settings(max_examples=count, deadline=None, derandomize=True, database=None)
+    return lambda test: same(given(c=cases)(test))
+
+
+def some_banned(logits: torch.Tensor, share: float, generator: torch.Generator) -> torch.Tensor:
+    """Forbid tokens of each row ``[R, V]``, but one at the least."""
+    banned = torch.rand(logits.shape, generator=generator) < share
+    kept = torch.randint(logits.shape[1], (len(logits), 1), generator=generator)
+    return logits.masked_fill(banned.scatter(1, kept, False), -torch.inf)
