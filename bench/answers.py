@@ -1,4 +1,4 @@
-"""The frame of the studies that ask engines held-out problems: engines, answers on disk, cells."""
+"""Provide engines, stored answers and cells for the studies on held-out problems."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from pair.task import Problem, held_out, messages
 from study import PAIR, REPOSITORY, BenchError, Log, bar, code_fingerprint, digest, selected
 
-#: The longest worked answers of the task take about 130 tokens.
+#: The task's longest reference answers have about 130 tokens.
 MAX_TOKENS = 160
-#: Problems below this are the tables', each with its number as the seed; all others, the demos'
-#: among them, lie beyond.
+#: Problems below this belong to the tables, each with its number as the seed; all others, such as
+#: the demos', are larger.
 MAX_PROBLEMS = 10_000
 GOES_ON = "All answers so far are kept: the same command goes on from here."
 CONCURRENCY = 64
-#: The same for all engines; part of what makes answers comparable.
+#: Settings of all engines; they make answers comparable.
 COMMON: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
     "random_seed": 0,
     "max_running_requests": CONCURRENCY,
     "context_length": 1024,
-    # Room for 64 requests of eight particles that share nothing.
+    # Enough for 64 requests of eight particles without a shared prefix.
     "max_total_tokens": 196_608,
     "skip_server_warmup": True,
     "disable_cuda_graph": True,
@@ -41,7 +41,7 @@ COMMON: dict[str, Any] = {
 
 
 def at_least_two(text: str) -> int:
-    """Parse a number of problems: one has no interval, and those beyond the last are others'."""
+    """Parse a number of problems from 2, as one has no interval, to `MAX_PROBLEMS`."""
     value = int(text)
     if not 2 <= value <= MAX_PROBLEMS:
         raise argparse.ArgumentTypeError(f"{value} is not from 2 to {MAX_PROBLEMS}")
@@ -49,7 +49,7 @@ def at_least_two(text: str) -> int:
 
 
 def fingerprint(pair: Path = PAIR) -> dict[str, Any]:
-    """Return the code and models that answers depend on."""
+    """Return the fingerprint of the code and models that answers depend on."""
     models = [path for name in ("target", "draft") for path in (pair / name).iterdir()]
     task = REPOSITORY / "bench" / "pair" / "task.py"
     return {**code_fingerprint(), "pair": digest([*models, task])}
@@ -59,7 +59,7 @@ def fingerprint(pair: Path = PAIR) -> dict[str, Any]:
 
 
 class Request(NamedTuple):
-    """One problem, and how to sample its answer."""
+    """One problem, and the sampling parameters of its answer."""
 
     index: int
     item: Problem
@@ -67,7 +67,7 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """One answer as an engine gives it."""
+    """One answer of an engine."""
 
     index: int
     text: str
@@ -76,7 +76,7 @@ class Reply(NamedTuple):
 
 
 def request(index: int, seed: int, temperature: float, smc: dict[str, Any] | None) -> Request:
-    """Return problem ``index`` with what it asks of SMC, if anything."""
+    """Return the request of problem ``index``, with SMC request fields, if any."""
     params: dict[str, Any] = {
         "temperature": temperature,
         "max_new_tokens": MAX_TOKENS,
@@ -88,29 +88,29 @@ def request(index: int, seed: int, temperature: float, smc: dict[str, Any] | Non
 
 
 def prompt_ids(tokenizer: Any, index: int) -> list[int]:
-    """Return the tokens that an answer to problem ``index`` follows: what engines are asked."""
+    """Return the prompt's token ids for problem ``index``."""
     chat = messages(held_out(index))
     return tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
 
 
 class Asker(Protocol):
-    """Whatever answers requests: an engine, or a stand-in."""
+    """An engine that answers requests, or a stand-in."""
 
     def ask(self, requests: Sequence[Request]) -> Iterator[Reply]:
-        """Take on all requests at once; yield each answer as soon as it is complete."""
+        """Submit all requests at once; yield each answer as soon as it is complete."""
         ...
 
 
-#: Starts the engine of a name.
+#: Starts the engine with the given name.
 Start = Callable[[str], AbstractContextManager[Asker]]
 
 
 class EngineAsker:
-    """Asks an offline `sgl.Engine`, which schedules as many requests at a time as it may.
+    """Submits requests to an offline `sgl.Engine`, which schedules them.
 
     Args:
-        forgets: whether it first forgets what was said before: cells ask the same problems, and
-            n-gram matches would know them.
+        forgets: whether to flush the cache first: cells share their problems, so that n-gram
+            matches would find earlier answers.
     """
 
     def __init__(self, engine: Any, *, forgets: bool = False) -> None:
@@ -118,7 +118,7 @@ class EngineAsker:
         self._tokenizer = engine.tokenizer_manager.tokenizer
 
     def ask(self, requests: Sequence[Request]) -> Iterator[Reply]:
-        """Yield answers as they complete. While the caller looks at one, the others run on."""
+        """Yield answers as they complete; the others continue while the caller handles one."""
         if self._forgets:
             self._engine.flush_cache()
         loop = self._engine.loop
@@ -137,7 +137,7 @@ class EngineAsker:
         ids, asked = prompt_ids(self._tokenizer, request.index), request.sampling_params
         try:
             answer = await self._engine.async_generate(input_ids=ids, sampling_params=asked)
-        except ValueError as error:  # how SGLang reports a request that it refuses
+        except ValueError as error:  # raised for an invalid request
             raise BenchError(f"The engine refused {asked}: {error}") from error
         return Reply(request.index, answer["text"], answer["output_ids"], answer["meta_info"])
 
@@ -146,11 +146,12 @@ class EngineAsker:
 def started(
     settings: dict[str, Any], target: str, draft: str | None = None, *, forgets: bool = False
 ) -> Iterator[EngineAsker]:
-    """Start an engine of these keywords and models of the pair for the ``with`` block."""
-    # Dozens on what this machine lacks would tear the progress bars; processes inherit the second.
+    """Start an engine with these settings and models of the pair for the ``with`` block."""
+    # Dozens of warnings about missing hardware would break the progress bars; child processes
+    # inherit the second setting.
     warnings.simplefilter("ignore")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
-    import sglang  # takes seconds, which --list and --help need not wait for
+    import sglang  # the import takes seconds, which --list and --help skip
 
     models = {"model_path": str(PAIR / target)}
     if draft is not None:
@@ -166,7 +167,7 @@ def started(
 
 
 class AskedCell(Protocol):
-    """A cell whose engine answers each problem ``samples`` times."""
+    """A cell with ``samples`` answers to each problem by one engine."""
 
     @property
     def slug(self) -> str: ...
@@ -179,7 +180,7 @@ class AskedCell(Protocol):
 
 
 class Answer(Protocol):
-    """An answer as it is kept: a dataclass with the number of its problem."""
+    """A stored answer: a dataclass with the number of its problem."""
 
     @property
     def index(self) -> int: ...
@@ -191,7 +192,7 @@ A = TypeVar("A", bound=Answer)
 
 @dataclass(frozen=True)
 class Answers(Generic[A]):
-    """The answers of a cell: of each problem, ``samples``."""
+    """The answers of a cell, ``samples`` for each problem."""
 
     log: Log
     kind: type[A]
@@ -199,13 +200,13 @@ class Answers(Generic[A]):
     samples: int = 1
 
     def read(self) -> list[A]:
-        """Return them in the order of problems and samples, of those that are asked for."""
+        """Return the stored answers to the requested problems, by problem and sample."""
         found = [self.kind(**entry) for entry in self.log.read()]
         found.sort(key=lambda one: (one.index, _sample(one)))
         return [one for one in found if one.index < self.problems]
 
     def missing(self) -> list[tuple[int, int]]:
-        """Return samples and problems that have no answer yet, sample by sample."""
+        """Return the (sample, problem) pairs without an answer, sample by sample."""
         there = {(_sample(one), one.index) for one in self.read()}
         wanted = ((s, index) for s in range(self.samples) for index in range(self.problems))
         return [pair for pair in wanted if pair not in there]
@@ -215,12 +216,12 @@ def _sample(one: Any) -> int:
     return getattr(one, "sample", 0)
 
 
-#: What an engine answers to what is missing of a cell.
+#: Yields an engine's answers to the missing problems of a cell.
 Ask = Callable[[C, Answers[A], Asker], Iterable[A]]
 
 
 def measure(todo: Sequence[tuple[C, Answers[A]]], start: Start, ask: Ask[C, A]) -> None:
-    """Complete all cells, starting each engine that is needed once; each answer is kept at once."""
+    """Complete all cells, starting each needed engine once; each answer is stored at once."""
     missing = {cell: len(answers.missing()) for cell, answers in todo}
     open_cells = [(cell, answers) for cell, answers in todo if missing[cell]]
     with bar(total=sum(missing.values()), unit="answer", disable=not open_cells) as progress:
@@ -239,13 +240,13 @@ def measure(todo: Sequence[tuple[C, Answers[A]]], start: Start, ask: Ask[C, A]) 
 
 
 class Remarks(Protocol[A]):
-    """What is said of the answers of a cell, in a file of its own."""
+    """Evaluations of a cell's answers, in a file of their own."""
 
     @property
     def log(self) -> Log: ...
 
     def missing(self, answers: list[A]) -> list[A]:
-        """Return the answers of which nothing is said."""
+        """Return the answers without an evaluation."""
         ...
 
 
@@ -253,12 +254,12 @@ S = TypeVar("S", bound=Remarks)
 
 
 class AnswersPlan(Generic[C, A, S]):
-    """The cells of a run, their answers and what is said of these, and what a report may show.
+    """The cells of a run, with their answers and evaluations.
 
     Args:
         options: of the command line.
-        every: all cells, whether selected or not.
-        kind: what is kept of an answer.
+        every: all cells, selected or not.
+        kind: the dataclass of a stored answer.
     """
 
     def __init__(self, options: argparse.Namespace, every: Sequence[C], kind: type[A]) -> None:
@@ -274,15 +275,15 @@ class AnswersPlan(Generic[C, A, S]):
                 self.remarks[cell] = remarks
 
     def identity(self, cell: C) -> dict[str, Any]:
-        """Return what the answers of a cell depend on."""
+        """Return the settings and code that the answers of a cell depend on."""
         raise NotImplementedError
 
     def remarks_on(self, cell: C) -> S | None:
-        """Return what is said of a cell's answers; None where nothing is."""
+        """Return the evaluations of a cell's answers; None for a cell without."""
         raise NotImplementedError
 
     def path(self, folder: str, cell: C) -> Path:
-        """Return a file of a cell."""
+        """Return the path of a cell's file in ``folder``."""
         return self.options.output_dir / folder / f"{cell.slug}.jsonl"
 
     def own_logs(self) -> list[Log]:
@@ -291,7 +292,7 @@ class AnswersPlan(Generic[C, A, S]):
         return found + [self.remarks[cell].log for cell in self.selected if cell in self.remarks]
 
     def logs(self) -> list[Log]:
-        """Return the same files: nothing else is read before the report."""
+        """Return the files that are read before the report: those of the selected cells."""
         return self.own_logs()
 
     def todo(self) -> list[tuple[C, Answers[A]]]:
@@ -299,12 +300,12 @@ class AnswersPlan(Generic[C, A, S]):
         return [(cell, self.answers[cell]) for cell in self.selected]
 
     def unremarked(self) -> list[tuple[C, list[A], S]]:
-        """Return the selected cells that remarks are made on, with answers that lack one."""
+        """Return the selected cells with evaluations, and their answers that lack one."""
         found = [(cell, self.remarks[cell]) for cell in self.selected if cell in self.remarks]
         return [(cell, said.missing(self.answers[cell].read()), said) for cell, said in found]
 
     def complete(self) -> list[C]:
-        """Return every cell that is complete, by this run or an earlier one like it."""
+        """Return every cell that is complete, by this run or an earlier one with equal settings."""
         return [cell for cell in self.answers if self._is_complete(cell)]
 
     def _is_complete(self, cell: C) -> bool:
@@ -314,7 +315,7 @@ class AnswersPlan(Generic[C, A, S]):
         return remarks is None or (remarks.log.fits and not remarks.missing(answers.read()))
 
     def require_all(self) -> None:
-        """Raise BenchError where a part of the grid is missing, which is never published."""
+        """Raise BenchError if a part of the grid is missing: partial results are not published."""
         there = self.complete()
         missing = [cell.slug for cell in self.answers if cell not in there]
         if missing:
@@ -334,6 +335,6 @@ class AnswersPlan(Generic[C, A, S]):
         return "\n".join(lines)
 
     def settings(self, **more: Any) -> dict[str, Any]:
-        """Return what the numbers depend on, with what is a study's own."""
+        """Return the settings that the numbers depend on, including a study's own."""
         own = {"problems": self.options.problems, "first_problem": 0, "max_new_tokens": MAX_TOKENS}
         return own | more

@@ -1,4 +1,4 @@
-"""What all pictures share: no screen is needed, and colours that everybody can tell apart."""
+"""Share plot settings: a headless backend, and colours distinct to colour-blind readers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from results import Interval
 
 matplotlib.use("Agg")
 
-# Okabe and Ito's colours, told apart by colour-blind readers and in grey.
+# Okabe and Ito's colours, distinct to colour-blind readers and in grey.
 COLOURS = ("#0072B2", "#D55E00", "#999999", "#009E73", "#CC79A7")
 GREY, SKY = "#6E6E6E", "#56B4E9"
 HATCHES = ("", "//", "..")
 
 
 def shade(place: int) -> dict[str, str]:
-    """Return a colour for each of the first bars, with hatching where colours come again."""
+    """Return the colour of the ``place``-th bar, with hatching once colours repeat."""
     again, colour = divmod(place, len(COLOURS))
     return {"color": COLOURS[colour], "hatch": HATCHES[again % len(HATCHES)]}
 
@@ -32,7 +32,7 @@ def shade(place: int) -> dict[str, str]:
 def picture(
     path: Path, size: tuple[float, float], rows: int = 1, columns: int = 1, **shared: Any
 ) -> Iterator[tuple[Figure, np.ndarray]]:
-    """Draw on panels ``[rows, columns]``, and write them as a PNG to ``path``."""
+    """Yield panels ``[rows, columns]`` to draw on, and write them as a PNG to ``path``."""
     figure, panels = plt.subplots(
         rows, columns, figsize=size, layout="constrained", squeeze=False, dpi=150, **shared
     )
@@ -44,13 +44,13 @@ def picture(
 
 
 def legend_below(figure: Figure, axes: Axes, ncols: int) -> None:
-    """Put the names of what one panel shows below all."""
+    """Place one panel's legend below all panels."""
     handles, names = axes.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=ncols, frameon=False)
 
 
 def ends(values: Sequence[Interval], scale: float = 1.0) -> list[list[float]]:
-    """Return how far intervals reach below and above their means, as `errorbar` asks for it."""
+    """Return how far intervals extend below and above their means, as `errorbar` takes it."""
     return [
         [scale * (value.mean - value.low) for value in values],
         [scale * (value.high - value.mean) for value in values],

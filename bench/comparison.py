@@ -1,4 +1,4 @@
-"""From the demo's answers to its table: one user first, then several at a time."""
+"""Summarize the demo's answers as tables: one user first, then several at a time."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from results import (
 )
 from tabulate import tabulate
 
-from sglang_smc.demo.chat import Answer
-from sglang_smc.demo.serving import tokens_per_pass
+from sglang_smc.tools.demo.chat import Answer
+from sglang_smc.tools.demo.serving import tokens_per_pass
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to decode: a row of the table."""
+    """One decoding method: a row of the table."""
 
     name: str
     slug: str
     server: str  # "smc", "target", "standalone" or "draft"
-    smc: dict[str, Any] | None = None  # what its requests ask of the SMC server
-    is_slow: bool = False  # asked fewer problems
-    weighs: bool = False  # SMC whose particles have weights from round to round
+    smc: dict[str, Any] | None = None  # SMC request fields
+    is_slow: bool = False  # gets fewer problems
+    weighs: bool = False  # SMC with particle weights kept between rounds
 
     @property
     def uses_target(self) -> bool:
@@ -39,7 +39,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Turn:
-    """Answers to a block of problems, and the wall time from the first request to the last end."""
+    """Answers to a block of problems, and the wall time of the block."""
 
     answers: list[Answer]
     seconds: float
@@ -59,7 +59,7 @@ class Run:
         return [answer for turn in (*self.alone, *self.crowd) for answer in turn.answers]
 
     def speeds(self, turns: Sequence[Turn]) -> list[float]:
-        """Tokens per second of each turn."""
+        """Return the tokens per second of each turn."""
         return [self.tokens([turn]) / turn.seconds for turn in turns]
 
     def tokens(self, turns: Sequence[Turn]) -> int:
@@ -69,7 +69,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Speed:
-    """What clients saw of some turns."""
+    """Clients' measurements of some turns."""
 
     tokens_per_second: float
     to_ar: Interval | None  # over turns on the same problems, measured one after the other
@@ -80,7 +80,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Row:
-    """One contender's numbers; ``None`` where a number makes no sense for it."""
+    """One contender's numbers; ``None`` where a number does not apply."""
 
     name: str
     alone: Speed
@@ -92,7 +92,7 @@ class Row:
 
 
 def row_of(run: Run, reference: Run) -> Row:
-    """The row of a contender, held against plain decoding of the same problems."""
+    """Return the row of a contender, compared with plain decoding of the same problems."""
     contender, infos = run.contender, list(run.infos.values())
     weighed = infos if contender.weighs else []
     right = sum(answer.right for answer in run.answers)
@@ -119,9 +119,9 @@ def _speed(run: Run, turns: Sequence[Turn], reference: Run, theirs: Sequence[Tur
 
 
 def _ratio(run: Run, turns: Sequence[Turn], reference: Run, theirs: Sequence[Turn]) -> Interval:
-    from speed.ratios import log_ratio  # takes a second, and is needed once all is measured
+    from speed.ratios import log_ratio  # slow to import, and needed only after the measurement
 
-    pairs = zip(run.speeds(turns), reference.speeds(theirs), strict=False)  # slow ones have fewer
+    pairs = zip(run.speeds(turns), reference.speeds(theirs), strict=False)  # slow ones: fewer
     ours, plain = zip(*pairs, strict=True)
     return log_ratio(ours, plain, paired=True).ratio()
 
@@ -138,7 +138,7 @@ HEADERS = (
 
 
 def tables(rows: Sequence[Row], concurrency: int, style: str = "simple") -> str:
-    """Three tables below each other; styles are those of tabulate."""
+    """Return three tables as text; styles are those of tabulate."""
     parts = {
         "One user: one request at a time": (SPEED_HEADERS, [_speeds(r, r.alone) for r in rows]),
         f"{concurrency} at a time": (SPEED_HEADERS, [_speeds(r, r.crowd) for r in rows]),
@@ -177,7 +177,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def conclusions(row: Row, concurrency: int) -> str:
-    """What may be said of a row's two speeds, whatever they are."""
+    """Return a sentence for each of the row's two speedups."""
     phases = {"One user": row.alone.to_ar, f"{concurrency} at a time": row.crowd.to_ar}
     return "\n".join(
         f"{name + ':':18} {row.name} runs at {interval_cell(ratio, '.2f')} times the speed of AR: "
@@ -196,7 +196,7 @@ def _words(ratio: Interval) -> str:
 
 
 def answer_lines(run: Run) -> list[dict[str, Any]]:
-    """One entry for each answer: what the client saw, and what the server said about it."""
+    """Return an entry for each answer: the client's measurements and the server's ``meta_info``."""
     return [
         {"row": run.contender.name, **asdict(answer), "meta_info": run.infos[answer.request_id]}
         for answer in run.answers
@@ -204,7 +204,7 @@ def answer_lines(run: Run) -> list[dict[str, Any]]:
 
 
 def plain(row: Row) -> Mapping[str, Any]:
-    """A row as JSON, with its intervals by name."""
+    """Return a row as JSON, with its intervals by name."""
     content = asdict(row)
     content["accuracy"] = row.accuracy._asdict()
     for name, speed in (("alone", row.alone), ("crowd", row.crowd)):

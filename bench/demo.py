@@ -1,11 +1,11 @@
-"""SMC, SGLang's own speculation and plain decoding side by side, with the shipped model pair.
+"""Compare SMC, SGLang's own speculation and plain decoding with the shipped model pair.
 
     make demo                                      # needs no arguments, takes a few minutes
     .venv/bin/python bench/demo.py --num-steps 4   # other settings: see --help
 
-A server with SMC speculative decoding starts, and its first answers appear as they are streamed.
+A server with SMC speculative decoding starts, and its first answers are printed as they stream.
 Then the target alone, with SGLang's STANDALONE, and the draft alone start beside it, and all answer
-the same held-out problems in turns: first one request at a time, as one user asks, then several at
+the same held-out problems in turns: first one request at a time, as from one user, then several at
 a time. The demo ends with tables; ``demo-output/`` holds them, the answers, a plot and the logs of
 the servers.
 """
@@ -34,18 +34,18 @@ from study import REPOSITORY, as_script, bar, main_of, positive, prepare_folder
 from tqdm import tqdm
 
 from sglang_smc import upstream
-from sglang_smc.demo.chat import Answer, Sampling, ask_all
-from sglang_smc.demo.party import FIRST_SHOWN, PAIR, Common, Party, check_pair, parties, show
-from sglang_smc.demo.serving import Launch, smc_flags, standalone_flags
 from sglang_smc.options.server import DEFAULTS, RESAMPLE_AT
+from sglang_smc.tools.demo.chat import Answer, Sampling, ask_all
+from sglang_smc.tools.demo.party import FIRST_SHOWN, PAIR, Common, Party, check_pair, parties, show
+from sglang_smc.tools.demo.serving import Launch, smc_flags, standalone_flags
 
-#: Far beyond those of bench/fidelity, each of which has its number as the seed, too.
+#: Far beyond the problems of bench/fidelity, which also have their numbers as seeds.
 FIRST_PROBLEM = 500_000
 NUM_SHOWN = 3
-#: The problems asked several at a time come in so many blocks, and slow rows answer some of them.
+#: Number of blocks of the problems run several at a time, and of those that slow rows answer.
 NUM_TURNS, NUM_SLOW_TURNS = 4, 3
-SMC = "SMC"  # the row that is held against AR in words
-#: Drafted a round by STANDALONE, as in SGLang's published comparisons.
+SMC = "SMC"  # the row that is compared with AR in words
+#: K of STANDALONE, as in SGLang's published comparisons.
 STANDALONE_STEPS = 4
 
 WHY = """\
@@ -63,7 +63,7 @@ fidelity tables."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The options of the demo."""
+    """Parse the options of the demo."""
     parser = argparse.ArgumentParser(
         description="SMC and plain decoding side by side, on real servers.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -87,7 +87,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def contenders(options: argparse.Namespace) -> list[Contender]:
-    """The rows; the three of SMC are answered by one server, each request with its mode."""
+    """Return the rows; one server answers the three of SMC, with the mode set per request."""
     smc = {"mode": "smc", "resample_at": options.resample_at}
     found = [
         Contender("AR, target", "target", "target"),
@@ -105,14 +105,14 @@ def contenders(options: argparse.Namespace) -> list[Contender]:
 
 
 def has_standalone() -> bool:
-    """Whether SGLang's own speculation runs here."""
-    import torch  # takes seconds, and is needed by servers alone
+    """Return whether SGLang's own speculation runs on this machine."""
+    import torch  # slow to import, and needed only for servers
 
     return upstream.IS_NEWEST or torch.accelerator.is_available()
 
 
 def launches(options: argparse.Namespace) -> dict[str, Launch]:
-    """The servers; their command lines differ by the SMC flags or the model, and nothing else."""
+    """Return the servers; their command lines differ only by the SMC flags or the model."""
     target, draft = options.pair / "target", options.pair / "draft"
     sizes = {"num_particles": options.num_particles, "num_steps": options.num_steps}
     launch = Common(options.output_dir, options.concurrency, options.seed, **sizes).launch
@@ -130,7 +130,7 @@ def launches(options: argparse.Namespace) -> dict[str, Launch]:
 
 
 def blocks(options: argparse.Namespace) -> list[range]:
-    """The problems asked several at a time, in as many blocks as there are turns."""
+    """Return the problems run several at a time, in `NUM_TURNS` blocks."""
     first = FIRST_PROBLEM + options.one_user
     size = -(-options.problems // NUM_TURNS)
     return [
@@ -140,7 +140,7 @@ def blocks(options: argparse.Namespace) -> list[range]:
 
 
 def measure(runs: Sequence[Run], others: Mapping[str, Party], options: argparse.Namespace) -> None:
-    """Warm up; then one problem at a time of each in turn, then a block of each in turn."""
+    """Warm up; then run one problem at a time of each in turn, then a block of each in turn."""
     single = range(FIRST_PROBLEM, FIRST_PROBLEM + options.one_user)
     for run in runs:
         _turn(run, others, range(FIRST_SHOWN, FIRST_SHOWN + 1), options, 1)
@@ -170,7 +170,7 @@ def _turn(
     concurrency: int,
     line: tqdm | None = None,
 ) -> Turn:
-    """Ask one contender a block of problems."""
+    """Run a block of problems on one contender."""
     party, found = others[run.contender.server], []
     sampling = Sampling(options.temperature, options.seed, run.contender.smc)
 
@@ -187,13 +187,13 @@ def _turn(
 
 
 def _collect(runs: Sequence[Run], others: Mapping[str, Party]) -> None:
-    """Ask the servers' records what they say of each answer."""
+    """Read the ``meta_info`` of all answers from the servers' records."""
     for run in runs:
         run.infos = others[run.contender.server].infos(run.answers)
 
 
 def settings_line(options: argparse.Namespace) -> str:
-    """The settings that the numbers depend on, in one line."""
+    """Return the settings that the numbers depend on, in one line."""
     return (
         f"N={options.num_particles} particles, K={options.num_steps} drafted tokens, temperature "
         f"{options.temperature:g}, {options.resample_at} resampling, problems "
@@ -202,8 +202,8 @@ def settings_line(options: argparse.Namespace) -> str:
 
 
 def report(runs: Sequence[Run], options: argparse.Namespace) -> str:
-    """Write everything to the output folder; the tables, and what may be said of them."""
-    from plots import plot_rows  # takes a second, and is needed once all is measured
+    """Write all results to the output folder; return the tables and conclusions."""
+    from plots import plot_rows  # slow to import, and needed only after the measurement
 
     rows = [row_of(run, runs[0]) for run in runs]
     origin = provenance({name: _plain(value) for name, value in vars(options).items()})
@@ -221,7 +221,7 @@ def report(runs: Sequence[Run], options: argparse.Namespace) -> str:
 
 
 def why(options: argparse.Namespace) -> str:
-    """What explains the numbers, and is true whatever they are."""
+    """Return an explanation of the numbers that holds for any outcome."""
     width = options.num_particles * (options.num_steps + 1)
     parts = (
         WHY.format(width=width, concurrency=options.concurrency),
@@ -231,7 +231,7 @@ def why(options: argparse.Namespace) -> str:
 
 
 def _plain(value: object) -> object:
-    """A setting as JSON; of a path what says something elsewhere too."""
+    """Return a setting as JSON; a path relative to the repository, or its name."""
     if not isinstance(value, Path):
         return value
     path = value.resolve()
@@ -266,7 +266,7 @@ def demo(options: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the demo; the exit status is 0 where it came to its end."""
+    """Run the demo; return exit status 0 if it completes."""
     options = parse_arguments(argv)
     return main_of(lambda: demo(options), "The servers are stopped.")
 

@@ -1,4 +1,4 @@
-"""The demo's picture: the rows of its tables, drawn side by side."""
+"""Plot the rows of the demo's tables side by side."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _accuracy(axes: Axes, rows: list[Row]) -> None:
 def _bars(axes: Axes, heights: dict[str, float], title: str, form: str | None = None) -> None:
     places = range(len(heights))
     shades = [COLOURS[place % len(COLOURS)] for place in places]
-    names = [name.replace(", ", ",\n") for name in heights]  # side by side they would touch
+    names = [name.replace(", ", ",\n") for name in heights]  # side by side they would overlap
     axes.bar(places, list(heights.values()), color=shades, width=0.6, tick_label=names)
     axes.margins(x=0.12, y=0.12)
     axes.set_title(title)

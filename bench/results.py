@@ -1,4 +1,4 @@
-"""Intervals, what servers tell of SMC, tables, and where the numbers come from."""
+"""Compute intervals, SMC's server statistics, tables and provenance."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Interval(NamedTuple):
 
 
 def wilson(hits: int, n: int, z: float = Z95) -> Interval:
-    """A proportion with Wilson's interval, which stays inside 0 to 1 at both ends."""
+    """Return a proportion with Wilson's interval, which stays within 0 and 1."""
     mean, spread = hits / n, z * z / n
     middle = (mean + spread / 2) / (1 + spread)
     half = math.sqrt(mean * (1 - mean) * spread + spread * spread / 4) / (1 + spread)
@@ -39,7 +39,7 @@ def wilson(hits: int, n: int, z: float = Z95) -> Interval:
 
 
 def ess_share(meta_infos: list[dict[str, Any]]) -> float | None:
-    """Mean over rounds of the effective sample size, as a share of N."""
+    """Return the mean over rounds of the effective sample size, as a share of N."""
     rounds = _rounds(meta_infos)
     if not rounds:
         return None
@@ -51,7 +51,7 @@ def ess_share(meta_infos: list[dict[str, Any]]) -> float | None:
 
 
 def resample_rate(meta_infos: list[dict[str, Any]]) -> float | None:
-    """The share of rounds that resampled."""
+    """Return the share of rounds that resampled."""
     rounds = _rounds(meta_infos)
     return sum(info["spec_smc_resample_ct"] for info in meta_infos) / rounds if rounds else None
 
@@ -61,14 +61,14 @@ def _rounds(meta_infos: list[dict[str, Any]]) -> int:
 
 
 def interval_columns(name: str, value: Interval | None) -> dict[str, float | None]:
-    """An interval as four columns of a CSV, empty ones where there is none."""
+    """Return an interval as four CSV columns, empty for None."""
     values = value or (None,) * len(Interval._fields)
     parts = zip(Interval._fields, values, strict=True)
     return {f"{name}_{part}": short(number) for part, number in parts}
 
 
 def short(value: Any) -> Any:
-    """A number with the digits that are worth keeping; anything else as it is."""
+    """Return a number rounded to six significant digits; other values unchanged."""
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
@@ -79,7 +79,7 @@ NUMBERS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def flat(row: Any) -> dict[str, Any]:
-    """Return a row without nesting: a label that is made, and each interval in four columns."""
+    """Return a row without nesting: a computed label, and each interval in four columns."""
     made = isinstance(getattr(type(row), "label", None), property)
     content: dict[str, Any] = {"label": row.label} if made else {}
     for field in fields(row):
@@ -90,7 +90,7 @@ def flat(row: Any) -> dict[str, Any]:
 
 
 def read_csv(kind: type[R], path: Path) -> list[R]:
-    """Read what `flat` made of rows; other columns are left out."""
+    """Read rows that `flat` produced; other columns are ignored."""
     with path.open() as file:
         return [_row(kind, line) for line in csv.DictReader(file)]
 
@@ -115,12 +115,12 @@ def _number(text: str) -> Any:
 
 @dataclass(frozen=True)
 class Report(Generic[R]):
-    """The files of a study: rows as CSV, the table and picture made of these, their origin.
+    """The files of a study: rows as CSV, their table and plot, their provenance.
 
     Args:
         name: of the study and its files.
         row: the dataclass of a row.
-        markdown: makes a page of rows, below a note.
+        markdown: returns a page of rows, below a note.
         plot: draws the rows.
     """
 
@@ -131,7 +131,7 @@ class Report(Generic[R]):
 
     @property
     def files(self) -> tuple[str, str, str, str]:
-        """Return the names of the CSV, the table, the picture and the origin."""
+        """Return the names of the CSV, the table, the plot and the provenance."""
         return (*(f"{self.name}.{end}" for end in ("csv", "md", "png")), "provenance.json")  # type: ignore[return-value]
 
     def write(
@@ -141,7 +141,7 @@ class Report(Generic[R]):
         settings: Mapping[str, Any],
         note: Callable[[Mapping[str, Any]], str],
     ) -> str:
-        """Write all files, with a note on the origin above the table; returns the page."""
+        """Write all files, with a note on the provenance above the table; return the page."""
         numbers, table, picture, source = (folder / name for name in self.files)
         origin = provenance(settings)
         source.write_text(json.dumps(origin, indent=2, default=str) + "\n")
@@ -156,14 +156,14 @@ class Report(Generic[R]):
         return read_csv(self.row, folder / self.files[0])
 
     def publish(self, folder: Path, *more: str, to: str = "") -> None:
-        """Copy all files to where the repository keeps them."""
+        """Copy all files to bench/results."""
         copy((folder / name for name in (*self.files, *more)), PUBLISHED / self.name / to)
 
 
 def write_csv(
     lines: Sequence[Mapping[str, Any]], path: Path, provenance: Mapping[str, Any]
 ) -> None:
-    """One line for each row, with where it comes from in columns of their own."""
+    """Write one line for each row, with its provenance in columns of their own."""
     origin = {key: provenance[key] for key in ("date", "git_sha", "hardware")}
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*lines[0], *origin], lineterminator="\n")
@@ -172,13 +172,13 @@ def write_csv(
 
 
 def markdown_table(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Lines of cells below headers; all but the first column are numbers."""
+    """Return lines of cells below headers; all columns but the first are numbers."""
     rule = ["---"] + ["---:"] * (len(headers) - 1)
     return "\n".join("| " + " | ".join(line) + " |" for line in [headers, rule, *lines])
 
 
 def interval_cell(value: Interval | None, form: str, scale: float = 1.0) -> str:
-    """An interval for a table; nothing where there is none."""
+    """Return an interval as a table cell, empty for None."""
     if value is None:
         return ""
     mean, low, high = (format(scale * number, form) for number in value[:3])
@@ -186,14 +186,14 @@ def interval_cell(value: Interval | None, form: str, scale: float = 1.0) -> str:
 
 
 def number_cell(value: float | None, form: str, missing: str = "") -> str:
-    """A number for a table."""
+    """Return a number as a table cell."""
     return missing if value is None else format(value, form)
 
 
 def provenance(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What one needs to know to make the numbers again: settings, not the words they came in.
+    """Return the provenance of numbers: settings, versions, hardware and date.
 
-    The command line may name folders of this machine.
+    Settings instead of the command line, which may name folders of this machine.
     """
     return {
         "settings": dict(settings),
@@ -209,8 +209,8 @@ def provenance(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hardware() -> str:
-    """What SGLang runs on here: the accelerator's name, else the number of CPUs."""
-    import torch  # takes seconds to import, and is needed once all is measured
+    """Return the device that SGLang uses here: the accelerator's name, else the number of CPUs."""
+    import torch  # slow to import, and needed only after the measurement
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()

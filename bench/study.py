@@ -1,7 +1,7 @@
-"""What all benchmarks share: a command line, cells on disk that a later run continues, an end.
+"""Share the frame of all benchmarks: command line, resumable files of cells, exit status.
 
-A file of a cell is JSONL. Its first line says what the entries were measured with. It must be
-equal to what this run measures with, so that a file never holds a mixture.
+A cell's file is JSONL. Its first line is the identity that its entries were measured with. It must
+equal that of this run, so that a file never holds a mixture.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-# Of these the benchmarks import from here what they need, beside what stands below.
-from sglang_smc.demo.script import ScriptError
-from sglang_smc.demo.script import as_script as as_script
-from sglang_smc.demo.script import bar as bar
-from sglang_smc.demo.script import main_of as main_of
+# The benchmarks import these from here.
+from sglang_smc.tools.demo.script import ScriptError
+from sglang_smc.tools.demo.script import as_script as as_script
+from sglang_smc.tools.demo.script import bar as bar
+from sglang_smc.tools.demo.script import main_of as main_of
 
 FORMAT = 1
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -37,14 +37,14 @@ ANOTHER_RUN = (
 
 
 class BenchError(ScriptError):
-    """The measurement cannot go on; the message says why and what to do."""
+    """An error that ends the measurement; the message gives the reason and the remedy."""
 
 
-# --- The command line
+# --- Command line
 
 
 def parser(name: str, description: str) -> argparse.ArgumentParser:
-    """A parser of ``bench/NAME`` whose help tells the defaults, with where its files go."""
+    """Return a parser of ``bench/NAME`` with ``--output-dir`` and defaults in its help."""
     found = argparse.ArgumentParser(
         prog=f"bench/{name}",
         description=description,
@@ -56,7 +56,7 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
 
 
 def grid_parser(name: str, description: str, *, look: str) -> argparse.ArgumentParser:
-    """The same for a study of cells; ``look`` is the flag that only lists them."""
+    """Return a parser for a study of cells; ``look`` is the flag that only lists them."""
     found = parser(name, description)
     add = found.add_argument
     add("--only", nargs="+", default=["*"], metavar="PATTERN", help="slugs, as a shell matches")
@@ -67,7 +67,7 @@ def grid_parser(name: str, description: str, *, look: str) -> argparse.ArgumentP
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """Parse a whole number of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is below 1")
@@ -78,7 +78,7 @@ def positive(text: str) -> int:
 
 
 class HasSlug(Protocol):
-    """Whatever files and patterns have a name for."""
+    """An object with a name for files and patterns."""
 
     @property
     def slug(self) -> str: ...
@@ -90,17 +90,17 @@ R = TypeVar("R")
 
 
 def slug_of(name: str) -> str:
-    """As files and patterns have it: ``smc-block-n8-k4`` of ``SMC block N=8 K=4``."""
+    """Return the name for files and patterns: ``smc-block-n8-k4`` of ``SMC block N=8 K=4``."""
     return name.lower().replace("=", "").replace(" ", "-")
 
 
 def matching(cells: Iterable[C], patterns: Sequence[str]) -> list[C]:
-    """The cells whose slug matches one of these, as a shell would."""
+    """Return the cells with a slug that matches a shell pattern."""
     return [cell for cell in cells if any(fnmatchcase(cell.slug, p) for p in patterns)]
 
 
 def selected(cells: Iterable[C], patterns: Sequence[str], *, look: str) -> list[C]:
-    """The cells whose slug matches a pattern; raises BenchError where none does."""
+    """Return the cells with a slug that matches a pattern; raise BenchError if there is none."""
     found = matching(cells, patterns)
     if not found:
         raise BenchError(f"No cell matches --only {' '.join(patterns)}; {look} shows all.")
@@ -108,25 +108,25 @@ def selected(cells: Iterable[C], patterns: Sequence[str], *, look: str) -> list[
 
 
 class Plan(Protocol):
-    """Which cells a run completes, and which files of the output folder it may read."""
+    """The cells of a run, and the files of the output folder that it reads."""
 
     options: argparse.Namespace
 
     def logs(self) -> list[Log]:
-        """The files that this run reads, which must have been measured as it measures."""
+        """Return the files that this run reads; their identity must equal the run's."""
         ...
 
     def own_logs(self) -> list[Log]:
-        """Those of the selected cells, which ``--fresh`` deletes."""
+        """Return the files of the selected cells, which ``--fresh`` deletes."""
         ...
 
     def status(self) -> str:
-        """A line for each selected cell."""
+        """Return a line for each selected cell."""
         ...
 
 
 def complete(plan: Plan, measure: Callable[[], str], publish: Callable[[], None]) -> None:
-    """Do what the options ask for; ``measure`` returns what there is to say of the results."""
+    """Run what the options select; ``measure`` returns the text to print."""
     options, began = plan.options, time.monotonic()
     if options.fresh and not options.look:
         for log in plan.own_logs():
@@ -143,14 +143,14 @@ def complete(plan: Plan, measure: Callable[[], str], publish: Callable[[], None]
 
 
 def copy(paths: Iterable[Path], folder: Path) -> None:
-    """Copy results to where the repository keeps them."""
+    """Copy results to a folder of the repository."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in paths:
         shutil.copy(path, folder / path.name)
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the output folder, which git is not to see wherever it is."""
+    """Create the output folder, ignored by git wherever it is."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ".gitignore").write_text("*\n")
 
@@ -159,10 +159,10 @@ def prepare_folder(folder: Path) -> None:
 
 
 def in_processes(function: Callable[[W], R], work: Sequence[W], jobs: int) -> Iterator[R]:
-    """What ``function`` makes of each piece of work, in any order; one thread a process.
+    """Yield ``function`` of each piece of work, in any order; one thread per process.
 
-    For models too small to share one among cores. A Ctrl-C reaches the parent alone, which ends
-    the others.
+    For models too small to use several cores. Ctrl-C reaches only the parent, which ends the
+    others.
     """
     context = multiprocessing.get_context("spawn")
     with context.Pool(min(len(work), jobs), _begin_process) as pool:
@@ -182,14 +182,14 @@ def _begin_process() -> None:
 
 
 class Log:
-    """A JSONL file of entries below a header; being killed at any byte costs the last line."""
+    """A JSONL file of entries below a header; being killed at any byte costs only the last line."""
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
         self.path = path
         self._identity: dict[str, Any] = json.loads(json.dumps(identity))  # tuples become lists
 
     def read(self) -> list[dict[str, Any]]:
-        """All entries; raises BenchError where they were measured otherwise."""
+        """Return all entries; raise BenchError if their identity differs."""
         header, *entries = self._lines() or [self._identity]
         changes = differences(header, self._identity)
         if changes:
@@ -197,12 +197,12 @@ class Log:
         return entries
 
     def header(self) -> dict[str, Any]:
-        """What the file says that it was measured with; nothing where there is none."""
+        """Return the identity that the file names, empty without a file."""
         return next(iter(self._lines()), {})
 
     @property
     def fits(self) -> bool:
-        """Whether it was measured as this run measures."""
+        """Return whether the file's identity equals this run's."""
         try:
             self.read()
         except BenchError:
@@ -211,7 +211,7 @@ class Log:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Callable[[dict[str, Any]], None]]:
-        """What appends an entry, at once visible to others."""
+        """Yield a function that appends an entry, visible at once to others."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b") as file:
 
@@ -225,7 +225,7 @@ class Log:
             yield append
 
     def delete(self) -> None:
-        """Start anew."""
+        """Delete the file."""
         self.path.unlink(missing_ok=True)
 
     def _lines(self) -> list[dict[str, Any]]:
@@ -235,14 +235,14 @@ class Log:
 
 
 def _drop_half_line(file: Any) -> None:
-    """Cut what a killed run left behind the last end of a line, and go to the end."""
+    """Truncate a partial last line that a killed run left, and seek to the end."""
     file.seek(0)
     file.truncate(file.read().rfind(b"\n") + 1)
     file.seek(0, 2)
 
 
 def check(log: Log) -> None:
-    """Raise BenchError, before anything is started, where a file does not fit."""
+    """Raise BenchError if a file's identity differs, before anything starts."""
     try:
         log.read()
     except BenchError as error:
@@ -250,7 +250,7 @@ def check(log: Log) -> None:
 
 
 def differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """What differs between two identities, in words."""
+    """Return the differences between two identities as sentences."""
     return [
         f"{name} is {there.get(name)!r} there and {here.get(name)!r} here"
         for name in sorted(there.keys() | here.keys())
@@ -259,7 +259,7 @@ def differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
 
 
 def code_fingerprint() -> dict[str, Any]:
-    """The code that measurements depend on; edits count, committed or not."""
+    """Return the fingerprint of the code that measurements depend on, committed or not."""
     folders = [REPOSITORY / name for name in ("sglang_smc", "kernels", "patches")]
     code = [path for folder in folders for path in folder.rglob("*.py")]
     return {
@@ -271,7 +271,7 @@ def code_fingerprint() -> dict[str, Any]:
 
 
 def digest(paths: Iterable[Path]) -> str:
-    """A short hash of the files' names and content."""
+    """Return a short hash of the files' names and contents."""
     content = hashlib.sha256()
     for path in sorted(paths):
         content.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")

@@ -1,11 +1,11 @@
-"""Measure tokens a target pass of SMC beside SGLang's own chains and trees, on the shipped pair.
+"""Measure tokens per target pass of SMC, SGLang's chains and its trees, on the shipped pair.
 
     .venv/bin/python bench/trees.py                 # all rows, resumable, a quarter of an hour
-    .venv/bin/python bench/trees.py --list          # what there is to measure
-    .venv/bin/python bench/trees.py --problems 10   # a quick look, in another --output-dir
+    .venv/bin/python bench/trees.py --list          # lists the cells
+    .venv/bin/python bench/trees.py --problems 10   # a quick run, in another --output-dir
 
-Every row answers the same problems at temperatures 0, 0.7 and 1. Each cell has seeds of its own, so
-that the tilts that a server measures of its `exact` answers are independent from cell to cell.
+Every row answers the same problems at temperatures 0, 0.7 and 1. Each cell has its own seeds, so
+that the tilts that a server measures on its `exact` answers are independent between cells.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from study import PAIR, PUBLISHED, as_script, complete, copy, digest, grid_parse
 TEMPERATURES = (0.0, 0.7, 1.0)
 #: Beyond the problems of all other studies.
 FIRST_PROBLEM = 5_400_000
-#: Seeds of a cell begin so far behind those of the cell before.
+#: Distance between the first seeds of consecutive cells.
 SEEDS_A_CELL = 100_000
 MODEL, HEAD = "draft", "eagle3"
 NAMES = {MODEL: "draft model", HEAD: "EAGLE-3 head"}
 ALGORITHMS = {MODEL: "STANDALONE", HEAD: "EAGLE3"}
-#: The widest N and K of the rows, of which each request asks for a part.
+#: The largest N and K of the rows; each request sets its own.
 SMC = {
     "speculative_algorithm": "SMC",
     "speculative_num_steps": 17,
@@ -61,10 +61,10 @@ class Row:
 
     Attributes:
         draft: the checkpoint's folder beside the target.
-        rows: tokens that a pass of the target reads.
-        passes: draft passes a round, with a head's own pass over what the target has read.
+        rows: tokens that a target pass reads.
+        passes: draft passes per round, including a head's pass over the target's columns.
         engine: keywords of `sgl.Engine` besides the models.
-        smc: what requests ask of an SMC engine; None for SGLang's own speculation.
+        smc: SMC request fields; None for SGLang's own speculation.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Row:
 
 
 def stock(draft: str, topk: int, steps: int, tokens: int) -> Row:
-    """Return SGLang's own tree, or its chain of the likeliest tokens where ``topk`` is 1."""
+    """Return SGLang's own tree, or its chain of the likeliest tokens if ``topk`` is 1."""
     engine = {
         "speculative_algorithm": ALGORITHMS[draft],
         "speculative_num_steps": steps,
@@ -95,7 +95,7 @@ def ours(draft: str, mode: str, num_particles: int, num_steps: int) -> Row:
     return Row(name, draft, num_particles * (num_steps + 1), passes, SMC, asked)
 
 
-#: 4 / 5 / 8 is SGLang's default for a Llama target, 72 rows are those of N = K = 8.
+#: 4 / 5 / 8 is SGLang's default for a Llama target; 72 rows are those of N = K = 8.
 ROWS = (
     *(stock(HEAD, *shape) for shape in ((4, 5, 8), (1, 8, 9), (10, 8, 72))),
     *(stock(MODEL, *shape) for shape in ((1, 8, 9), (8, 8, 72))),
@@ -130,12 +130,12 @@ class Cell:
 
     @property
     def is_measured(self) -> bool:
-        """Return whether it is its own: at temperature 0 every N and mode runs one chain."""
+        """Return whether it is measured: at temperature 0 every N and mode runs one chain."""
         twin = self.row.smc and self.row.smc["num_particles"] == 8
         return bool(self.temperature) or not twin
 
 
-#: With a place each, which its seeds follow from.
+#: Cells with their indices, from which their seeds are derived.
 PLACES = {cell: place for place, cell in enumerate(Cell(r, t) for r in ROWS for t in TEMPERATURES)}
 CELLS = [cell for cell in PLACES if cell.is_measured]
 
@@ -149,7 +149,7 @@ def running(name: str) -> Iterator[Asker]:
 
 
 def answered(cell: Cell, answers: Answers[Record], asker: Asker) -> Iterator[Record]:
-    """Ask what is missing of one cell, after a problem to warm up with."""
+    """Run the missing problems of one cell, after a warm-up problem."""
     smc, seeds = cell.row.smc, FIRST_PROBLEM + PLACES[cell] * SEEDS_A_CELL
     missing = [index for _, index in answers.missing()]
     list(asker.ask([request(WARM_UP, WARM_UP, cell.temperature, smc)]))
@@ -160,7 +160,7 @@ def answered(cell: Cell, answers: Answers[Record], asker: Asker) -> Iterator[Rec
 
 
 class TreesPlan(AnswersPlan[Cell, Record, Any]):
-    """The cells of this run, and the files of all cells that the report may show."""
+    """The cells of this run, and the files of all cells for the report."""
 
     def __init__(self, options: argparse.Namespace, code: Mapping[str, Any]) -> None:
         self._code = dict(code)
@@ -180,7 +180,7 @@ class TreesPlan(AnswersPlan[Cell, Record, Any]):
         return None
 
     def infos(self) -> dict[Row, dict[float, list[dict]]]:
-        """Return what servers tell of the answers of complete cells, by row and temperature."""
+        """Return the ``meta_info`` of the answers of complete cells, by row and temperature."""
         found: dict[Row, dict[float, list[dict]]] = {}
         for cell in self.complete():
             told = [record.info for record in self.answers[cell].read()]
@@ -189,19 +189,19 @@ class TreesPlan(AnswersPlan[Cell, Record, Any]):
 
 
 def yielded(infos: Sequence[dict[str, Any]]) -> Interval:
-    """Return tokens a target pass, prompts and the tokens that they yield left out."""
+    """Return the tokens per target pass, without prefill and its token."""
     tokens = np.array([info["completion_tokens"] - 1 for info in infos], dtype=float)
     return ratio(tokens, np.array([info["spec_verify_ct"] for info in infos]))
 
 
 def line(row: Row, infos: dict[float, list[dict]]) -> dict[str, Any]:
-    """Return a row's numbers as they are kept."""
+    """Return a row's numbers for JSON."""
     tokens = {f"{t:g}": yielded(found)._asdict() for t, found in infos.items()}
     return asdict(row) | {"tokens": tokens, "tilt": tilt([(row, infos)])}
 
 
 def tilt(found: Sequence[tuple[Row, dict[float, list[dict]]]]) -> dict[str, float] | None:
-    """Return the tilt that servers measure of these rows' sampled answers, None if they do not."""
+    """Return the servers' tilt over these rows' sampled answers; None without any."""
     told = watched_tilt([info for _, by in found for t in by if t for info in by[t]])
     return None if told is None else told._asdict()
 
@@ -227,7 +227,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def measured(plan: TreesPlan, start: Start) -> str:
-    """Complete the selected cells, then report on all that is complete."""
+    """Complete the selected cells, then report on all that are complete."""
     measure(plan.todo(), start, answered)
     found, folder = list(plan.infos().items()), plan.options.output_dir
     exact = [one for one in found if (one[0].smc or {}).get("mode") == EXACT]
@@ -245,13 +245,13 @@ def measured(plan: TreesPlan, start: Start) -> str:
 
 
 def publish(plan: TreesPlan) -> None:
-    """Copy the results to where the repository keeps them; never a part of the grid."""
+    """Copy the results to bench/results; raise BenchError unless the grid is complete."""
     plan.require_all()
     copy([plan.options.output_dir / name for name in OUTPUTS], PUBLISHED / "trees")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the options."""
+    """Parse the options."""
     what = "Tokens a target pass of SMC, and of SGLang's own chains and trees."
     found = grid_parser("trees", what, look="--list")
     found.add_argument("--problems", type=at_least_two, default=100, help="for each cell")
@@ -259,7 +259,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None, start: Start = running) -> int:
-    """Run it; the exit status is 0 where it came to its end."""
+    """Run the study; return exit status 0 if it completes."""
     options = parse_arguments(argv)
 
     def run() -> None:

@@ -1,4 +1,7 @@
-"""What particles have in common: noise, tails, roots; and how they come to agree. A launch each."""
+"""Compare particles' tails and roots, share uniforms among siblings, and narrow a group's tails.
+
+Each function is one launch.
+"""
 
 import torch
 import triton
@@ -6,22 +9,22 @@ import triton.language as tl
 
 from sglang_smc.kernels.randomness import _mix
 from sglang_smc.kernels.reweight import _ancestors, _normalized
-from sglang_smc.smc.agreement import Narrowed
+from sglang_smc.smc.prefixes import Narrowed
 
-_BLOCK = 64  # tokens of each tail that are read at once
+_BLOCK = 64  # tokens of each tail that a program loads at once
 
 
 def same_text(
     texts: torch.Tensor, lengths: torch.Tensor, may_stratify: torch.Tensor
 ) -> torch.Tensor:
-    """The siblings among a group's particles, an equivalence ``[G, N, N]`` bool.
+    """Return the siblings among a group's particles, an equivalence relation ``[G, N, N]`` bool.
 
-    Reference: `sglang_smc.smc.stratify.same_text`, same arguments, to the last bit of the hash.
+    Reference: `sglang_smc.smc.randomness.same_text`, same arguments, bit-identical hashes.
     """
     num_groups, num_particles, width = texts.shape
     shape = num_groups, num_particles, num_particles
     found = torch.empty(shape, dtype=torch.bool, device=texts.device)  # [G, N, N]
-    rows = texts.flatten(0, 1)  # a view of a population's texts, of which the first token is cut
+    rows = texts.flatten(0, 1)  # a view of a population's texts, without the first token
     _same_text[(num_groups,)](
         rows,
         *rows.stride(),
@@ -41,7 +44,7 @@ def stratify(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keep as siblings those with equal tokens, then spread the uniforms of siblings evenly.
 
-    Reference: `sglang_smc.smc.stratify.stratify`, same arguments, to the last bit.
+    Reference: `sglang_smc.smc.randomness.stratify`, same arguments, bit-identical.
     """
     num_groups, num_particles = uniforms.shape
     spread_out = torch.empty_like(uniforms, memory_format=torch.contiguous_format)  # [G, N]
@@ -62,9 +65,9 @@ def stratify(
 
 
 def common_tail(texts: torch.Tensor, lengths: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-    """Number of leading tail tokens that all present particles of a group share, ``[G]``.
+    """Return the number of leading tail tokens that all present particles share, ``[G]``.
 
-    Reference: `sglang_smc.smc.agreement.common_tail`, same arguments.
+    Reference: `sglang_smc.smc.prefixes.common_tail`, same arguments.
     """
     num_groups, num_particles, width = texts.shape
     shared = torch.empty(num_groups, dtype=torch.int64, device=texts.device)  # [G]
@@ -83,9 +86,9 @@ def common_tail(texts: torch.Tensor, lengths: torch.Tensor, present: torch.Tenso
 
 
 def num_distinct(places: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-    """How many of a group's N places its present particles name, ``[G]``.
+    """Return the number of distinct places among a group's present particles, ``[G]``.
 
-    Reference: `sglang_smc.smc.agreement.num_distinct`, same arguments.
+    Reference: `sglang_smc.smc.prefixes.num_distinct`, same arguments.
     """
     num_groups, num_particles = places.shape
     found = torch.empty(num_groups, dtype=torch.int64, device=places.device)  # [G]
@@ -108,9 +111,9 @@ def narrow(
     uniforms: torch.Tensor,
     heaviest: torch.Tensor,
 ) -> Narrowed:
-    """Draw the first ``counts[g]`` tokens of each group's tails, and keep who has them.
+    """Draw the first ``counts[g]`` tokens of each group's tails, and keep the particles with them.
 
-    Reference: `sglang_smc.smc.agreement.narrow`, same arguments.
+    Reference: `sglang_smc.smc.prefixes.narrow`, same arguments.
     """
     num_groups, num_particles, width = texts.shape
     found = Narrowed(
@@ -243,7 +246,7 @@ def _num_distinct(places, present, found, num_particles, padded: tl.constexpr):
 
 @triton.jit
 def _log_sum(log_weights):
-    """The highest of these, and the log of their sum."""
+    """Return the weights relative to the highest, and the log of their sum."""
     highest = tl.max(log_weights, 0)
     relative = tl.exp(log_weights - tl.where(highest == -float("inf"), 0.0, highest))
     return relative, tl.log(tl.sum(relative, 0)) + highest
@@ -262,7 +265,7 @@ def _begins_alike(
     here,
     block: tl.constexpr,
 ):
-    """Which particles have the drawn one's first tokens, as `agreement._begins_alike`."""
+    """Return which particles share the drawn one's prefix, see `smc.prefixes._begins_alike`."""
     reach = tl.minimum(length, count)
     drawn_reach = tl.sum(tl.where(particle == drawn, reach, 0), 0)
     differ = tl.zeros_like(particle)
@@ -279,7 +282,7 @@ def _begins_alike(
 
 @triton.jit
 def _split(weight, stays, leaves, num_free, particle, padded: tl.constexpr):
-    """Who stands in each place, as `agreement._splits`, and what a copy of each particle weighs."""
+    """Return the ancestor in each place, see `smc.prefixes._splits`, and each copy's log-weight."""
     place = tl.cumsum(leaves.to(tl.int32), 0) - 1  # among the free ones
     ancestor, share = particle, weight
     parts = stays.to(tl.int32)

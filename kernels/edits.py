@@ -1,8 +1,8 @@
-"""Penalties, biases and no early ends, in one pass over the logits of who asked for them.
+"""Apply penalties, biases and min_new_tokens in one pass over the logits of requests that set them.
 
-Each program owns one tile of one row: it counts the tokens of the row's text that lie in its tile,
-and writes nothing else. So no order of programs matters, and nothing as wide as the vocabulary is
-allocated.
+Each program owns one tile of one row: it counts the tokens of the row's sequence that lie in its
+tile, and writes nothing else. So the order of programs does not matter, and nothing as wide as the
+vocabulary is allocated.
 """
 
 import torch
@@ -10,20 +10,20 @@ import triton
 import triton.language as tl
 
 from sglang_smc.kernels.filters import check_contiguous
-from sglang_smc.tokens.edits import EditColumns, Edits
+from sglang_smc.smc.edits import EditColumns, Edits
 
-_TILE = 2048  # logits a program edits; a row of 152k has 75 tiles
-_BLOCK = 32  # tokens of a text that are looked at together
+_TILE = 2048  # logits per program; a row of 152k has 75 tiles
+_BLOCK = 32  # tokens of a sequence that a program loads at once
 
 
 def edit_logits(logits: torch.Tensor, edits: Edits, drafts: torch.Tensor, first: int) -> None:
-    """Change logits of either model, in place; those of requests that ask for nothing stay.
+    """Edit logits of either model, in place; those of requests without edits are unchanged.
 
-    Reference: `sglang_smc.tokens.edits.edit_logits`, same arguments, to the last bit but for what a
-    compiler makes of a product and a sum.
+    Reference: `sglang_smc.smc.edits.edit_logits`, same arguments, bit-identical up to a compiler's
+    fusion of products and sums.
 
     Raises:
-        ValueError: the vocabulary does not lie contiguously in memory.
+        ValueError: the vocabulary is not contiguous in memory.
     """
     check_contiguous(logits)
     num_groups, num_particles, num_columns, vocab_size = logits.shape
@@ -56,10 +56,10 @@ def edit_logits(logits: torch.Tensor, edits: Edits, drafts: torch.Tensor, first:
 def count_tokens(
     columns: EditColumns, rows: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor
 ) -> None:
-    """Count tokens that are settled from now on, for the requests that penalize.
+    """Count newly settled tokens, for the requests that penalize.
 
-    Reference: `sglang_smc.tokens.edits.count_tokens`, same arguments, and the same counts: sums of
-    whole numbers do not depend on an order.
+    Reference: `sglang_smc.smc.edits.count_tokens`, same arguments, equal counts: sums of integers
+    do not depend on their order.
     """
     _count[(len(rows),)](
         columns.penalizes,
@@ -76,7 +76,7 @@ def count_tokens(
 
 @triton.jit
 def _counted(counts, tokens, text, stride, length, lowest, tile: tl.constexpr, block: tl.constexpr):
-    """Add how often a text has each token of a tile, which begins at token ``lowest``."""
+    """Add each token's number of occurrences in a sequence, for a tile from token ``lowest``."""
     for start in range(0, length, block):
         place = start + tl.arange(0, block)
         some = tl.load(text + place * stride, mask=place < length, other=-1)
@@ -88,7 +88,7 @@ def _counted(counts, tokens, text, stride, length, lowest, tile: tl.constexpr, b
 
 @triton.jit
 def _penalized(values, counts, rates):
-    """As `Rates.apply`, and divided as torch does."""
+    """Apply penalties as `Rates.apply` does, with torch's rounding of the division."""
     occurs = counts > 0
     lowered = values - (
         tl.load(rates) * counts.to(tl.float32) + tl.load(rates + 1) * occurs.to(tl.float32)
@@ -127,7 +127,7 @@ def _edit(
 ):
     own, column = tl.program_id(0) // num_columns, tl.program_id(0) % num_columns
     group, particle = own // num_particles, own % num_particles  # own is the text, in [G, N]
-    row = tl.load(rows + group)  # int64, as all that is multiplied by the vocabulary
+    row = tl.load(rows + group)  # int64, since it is multiplied by the vocabulary size
     place = first + column  # drafts before this row
     is_penalized = tl.load(penalizes + row) != 0
     is_biased = tl.load(biases + row) != 0

@@ -1,13 +1,13 @@
-"""Top-k, top-p and min-p without a sort: where a row of logits is cut, in five launches.
+"""Apply top-k, top-p and min-p without a sort: find where a row of logits is cut, in five launches.
 
-Tokens have keys (`sglang_smc.tokens.filters`), and the key at which a row is cut is found digit by
-digit. Every tile of a row leaves how many of its tokens have each digit, and their mass; whoever
-comes next adds the tiles up, always in the same order, finds the digit, and looks at the tokens
-that have it. Most tiles have none of those and are not read again. The last launch finds how many
-tokens of the last key are left, and which is the last of them.
+Tokens have keys (`sglang_smc.smc.filters`), and the key at which a row is cut is found digit by
+digit. Every tile of a row stores how many of its tokens have each digit, and their mass; the next
+launch adds the tiles up, always in the same order, finds the digit, and reads the tokens that have
+it. Most tiles have none of those and are not read again. The last launch finds how many tokens of
+the last key are kept, and which is the last of them.
 
-That takes 520 bytes of memory for each tile of a row, 17 KB for 128,256 tokens. A row that no
-filter cuts leaves every launch at once.
+That takes 520 bytes of memory for each tile of a row, 17 KB for 128,256 tokens. For a row that no
+filter cuts every launch returns at once.
 """
 
 from typing import NamedTuple
@@ -16,11 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.tokens import filters
+from sglang_smc.smc import filters
 
-_TILE = 4096  # logits a program reads; a row of 152k has 38 tiles
-_CHUNK = 128  # of them counted at once, one a thread
-_UNROLL = 4  # chunks whose loads do not wait for each other
+_TILE = 4096  # logits per program; a row of 152k has 38 tiles
+_CHUNK = 128  # logits counted at once, one a thread
+_UNROLL = 4  # chunks with independent loads
 _BITS = 5  # of a digit
 _LEVELS = 3
 NUM_KEYS = tl.constexpr(filters.NUM_KEYS)
@@ -29,7 +29,7 @@ assert 1 << _BITS * _LEVELS == filters.NUM_KEYS
 
 
 class _Rows(NamedTuple):
-    """What is cut, and by which rules: the first argument of every kernel of this file."""
+    """The rows and their filters: the first argument of every kernel of this file."""
 
     logits: torch.Tensor
     stride: int
@@ -39,27 +39,27 @@ class _Rows(NamedTuple):
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
-    highest: torch.Tensor  # [R, tiles] the largest logit; NaN where some logit leaves no law
-    lowest: torch.Tensor  # [R, tiles] the smallest that is not -inf
+    highest: torch.Tensor  # [R, tiles] the largest logit; NaN with a NaN or +inf among them
+    lowest: torch.Tensor  # [R, tiles] the smallest logit above -inf
     num_tiles: int
 
 
 class _Level(NamedTuple):
-    """What is known of the tokens behind some digits of the key: `_find_digit` reads it."""
+    """The counts and masses of tokens with some leading digits of the key, for `_find_digit`."""
 
     counts: torch.Tensor  # [R, tiles, digits] int32 tokens
     masses: torch.Tensor  # [R, tiles, digits] float32, relative to the likeliest token's
-    state: torch.Tensor  # [R, 4] float64: digits, rank, mass before, and the most there may be
+    state: torch.Tensor  # [R, 4] float64: `_Cut`'s key, rank, before and target
 
 
 class _Cut(NamedTuple):
-    """What is known of the key at which a row is cut."""
+    """The partial key at which a row is cut."""
 
     key: int  # its digits so far; -1 where nothing is cut
-    rank: int  # tokens of smaller keys
+    rank: int  # number of tokens of smaller keys
     before: float  # their mass
-    target: float  # no token is left with more mass before it
-    count: int  # tokens of keys with these digits
+    target: float  # tokens with more mass before them are dropped
+    count: int  # number of tokens of keys with these digits
     mass: float
 
 
@@ -70,14 +70,14 @@ def keep_tokens(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> filters.KeptTokens:
-    """What the filters of each request leave.
+    """Return the tokens that the filters of each request keep.
 
-    Reference: `sglang_smc.tokens.filters.keep_tokens`, same arguments. It leaves the same tokens,
-    but for those that have top-p's mass before them to rounding (1e-6). Where it cuts nothing, the
-    numbers other than ``lowest`` and ``key`` may be others.
+    Reference: `sglang_smc.smc.filters.keep_tokens`, same arguments. It keeps the same tokens,
+    except where the mass before a token equals top-p's to rounding (1e-6). Where it cuts
+    nothing, the numbers other than ``lowest`` and ``key`` may differ.
 
     Raises:
-        ValueError: the vocabulary does not lie contiguously in memory.
+        ValueError: the vocabulary is not contiguous in memory.
     """
     check_contiguous(logits)
     num_rows, vocab_size = logits.shape
@@ -98,7 +98,7 @@ def keep_tokens(
         num_tiles=num_tiles,
     )
     size = num_tiles, 1 << _BITS
-    # Each level reads what the one before it has left.
+    # Each level reads the results of the one before it.
     levels = [
         _Level(room(torch.int32, *size), room(torch.float32, *size), room(torch.float64, 4))
         for _ in range(2)
@@ -127,10 +127,10 @@ def keep_tokens(
 
 
 def check_contiguous(rows: torch.Tensor, name: str = "logits") -> None:
-    """Kernels read rows ``[..., V]`` that may lie apart, but not their tokens.
+    """Raise ValueError unless tokens of rows ``[..., V]`` are contiguous; rows may be strided.
 
     Raises:
-        ValueError: the vocabulary does not lie contiguously in memory.
+        ValueError: the vocabulary is not contiguous in memory.
     """
     if rows.stride(-1) != 1:
         raise ValueError(
@@ -141,7 +141,7 @@ def check_contiguous(rows: torch.Tensor, name: str = "logits") -> None:
 
 @triton.jit
 def dropped(kept, row, raw, columns):
-    """Which of a row's tokens are cut, as `KeptTokens.dropped`."""
+    """Return which of a row's tokens are cut, as `KeptTokens.dropped` does."""
     place = _key(raw, tl.load(kept.peak + row), tl.load(kept.rate + row))
     cut = tl.load(kept.key + row).to(tl.float32)
     behind = (place > cut) | ((place == cut) & (columns > tl.load(kept.last + row)))
@@ -150,20 +150,20 @@ def dropped(kept, row, raw, columns):
 
 @triton.jit
 def _key(raw, peak, rate):
-    """As a float: where it is compared with NaN nothing is found."""
+    """Return the key of a logit as a float, so that comparisons with NaN are false."""
     return tl.floor(tl.minimum((peak - raw) * rate, NUM_KEYS - 1.0))
 
 
 @triton.jit
 def _searches(rows, group):
-    """Whether top-k or top-p may cut."""
+    """Return whether top-k or top-p may cut."""
     limit = tl.load(rows.top_k + group)
     return (limit > 1) & ((limit < rows.vocab_size) | (tl.load(rows.top_p + group) < 1.0))
 
 
 @triton.jit
 def _filters(rows, group):
-    """Whether any filter may cut."""
+    """Return whether any filter may cut."""
     by_min_p = (tl.load(rows.top_k + group) > 1) & (tl.load(rows.min_p + group) > 0)
     return by_min_p | _searches(rows, group)
 
@@ -176,7 +176,7 @@ def _load(rows, row, columns):
 
 @triton.jit
 def _survey(rows, tile: tl.constexpr):
-    """What the keys of a row are counted from, of one tile."""
+    """Store the largest and the smallest finite logit of one tile."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     if _filters(rows, row // rows.rows_each):
@@ -189,7 +189,7 @@ def _survey(rows, tile: tl.constexpr):
 
 @triton.jit
 def _peak_and_rate(rows, row, heat, share, padded_tiles: tl.constexpr):
-    """The row's largest logit and its keys a unit (`filters._rate`); no number without a law."""
+    """Return a row's largest logit and its keys per unit (`smc.filters._rate`); NaN if broken."""
     part = tl.arange(0, padded_tiles)
     at, inside = row * rows.num_tiles + part, part < rows.num_tiles
     of_tiles = tl.load(rows.highest + at, mask=inside, other=-float("inf"))
@@ -214,7 +214,7 @@ def _find_digit(
     bits: tl.constexpr,
     padded_tiles: tl.constexpr,
 ):
-    """The next digit of the key at which a row is cut, a `_Cut`, from what all tiles have left."""
+    """Return the next digit of the key at which a row is cut, a `_Cut`, from all tiles."""
     digit = tl.arange(0, 1 << bits)
     part = tl.arange(0, padded_tiles)[:, None]
     at, inside = ((row * rows.num_tiles + part) << bits) + digit[None, :], part < rows.num_tiles
@@ -232,7 +232,7 @@ def _find_digit(
     exists = count > 0
     reached = (rank + tl.cumsum(count, 0) >= limit) | (before + tl.cumsum(mass, 0) > target)
     here = tl.min(tl.where(reached & exists, digit, 1 << bits), 0)
-    # Where rounding leaves none, the last that has tokens.
+    # If rounding leaves none, the last digit with tokens.
     here = tl.minimum(here, tl.max(tl.where(exists, digit, 0), 0))
     return _Cut(
         tl.where(is_cut, (key << bits) + here, -1),
@@ -257,7 +257,7 @@ def _count(
     chunk: tl.constexpr,
     unroll: tl.constexpr,
 ):
-    """Tokens of one tile, and their mass, by the next digit of those with the digits ``found``."""
+    """Count one tile's tokens, and their mass, by the digit after the digits ``found``."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     group = row // rows.rows_each
@@ -268,7 +268,7 @@ def _count(
         of_tile = (row * rows.num_tiles + part) << bits
         if level == 0:
             before = tl.full([], 0, tl.int32)
-            has_any = peak - peak == 0  # not without a law
+            has_any = peak - peak == 0  # false for NaN and infinite peaks
         else:
             limit = tl.load(rows.top_k + group)
             cut = _find_digit(rows, found, row, limit, share, level == 1, bits, padded_tiles)
@@ -281,7 +281,7 @@ def _count(
                 tl.store(state + 3, cut.target)
             own = tl.load(found.counts + of_tile + (cut.key & ((1 << bits) - 1)))
             has_any = (cut.key >= 0) & (own > 0)
-        # Counts are floats, so that a token and a digit take three instructions: =, + and * +.
+        # Counts are floats, so that a token and a digit take three instructions: ==, + and fma.
         count = tl.zeros([1 << bits, chunk], tl.float32)
         mass = tl.zeros([1 << bits, chunk], tl.float32)
         digit = tl.arange(0, 1 << bits)
@@ -292,7 +292,7 @@ def _count(
                     columns = part * tile + start + i * chunk + tl.arange(0, chunk)
                     raw = _load(rows, row, columns)
                     place = tl.floor(_key(raw, peak, rate) * unit) - (before << bits).to(tl.float32)
-                    # With other digits before this one it is none.
+                    # Tokens with other digits before this one match none.
                     place = tl.where(raw > -float("inf"), place, -1.0)
                     here = (place[None, :] == digit.to(tl.float32)[:, None]).to(tl.float32)
                     count += here
@@ -303,7 +303,7 @@ def _count(
 
 @triton.jit
 def _settle(rows, found, kept, bits: tl.constexpr, padded_tiles: tl.constexpr, tile: tl.constexpr):
-    """What a row keeps."""
+    """Store the tokens that a row keeps."""
     row = tl.program_id(0).to(tl.int64)
     group = row // rows.rows_each
     tl.store(kept.peak + row, 0.0)
@@ -336,7 +336,7 @@ def _settle(rows, found, kept, bits: tl.constexpr, padded_tiles: tl.constexpr, t
 
 @triton.jit
 def _num_left(cut, limit):
-    """How many tokens of the key at which a row is cut are left."""
+    """Return how many tokens of the key at which a row is cut are kept."""
     by_mass = tl.floor((cut.target - cut.before) / (cut.mass / cut.count)) + 1
     by_mass = tl.where(cut.mass > 0, by_mass, cut.count)
     num_left = tl.minimum(tl.minimum(by_mass, limit - cut.rank), cut.count)
@@ -356,7 +356,7 @@ def _last(
     padded_tiles: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """The id of the so-manieth token of a key."""
+    """Return the id of the ``num_left``-th token of a key."""
     part = tl.arange(0, padded_tiles)
     at = ((row * rows.num_tiles + part) << bits) + (key & ((1 << bits) - 1))
     of_tiles = tl.load(found.counts + at, mask=part < rows.num_tiles, other=0)

@@ -1,12 +1,11 @@
-"""Which block of a round is kept, by its evidence or by exact verification."""
+"""Choose which block of a round is kept: by its evidence, or by exact verification."""
 
 import torch
 import triton
 import triton.language as tl
 
 from sglang_smc.kernels.reweight import _ancestors, _covered, _normalized, _pick
-from sglang_smc.smc.exact import Verified
-from sglang_smc.smc.mixed import Kept
+from sglang_smc.smc.verification import Kept, Verified
 
 
 def keep(
@@ -21,11 +20,11 @@ def keep(
     keep_uniforms: torch.Tensor,
     uniforms: torch.Tensor,
 ) -> Kept:
-    """Keep what the block's evidence covers, or what exact verification accepts, in one launch.
+    """Keep the columns that the evidence covers, or that exact verification accepts, in one launch.
 
-    Reference: `sglang_smc.smc.mixed.keep`, same arguments, the uniforms of any stride. Numbers
-    agree to rounding (1e-12), and so do the decisions, unless one of them lies within rounding of
-    its threshold.
+    Reference: `sglang_smc.smc.verification.keep`, same arguments, the uniforms of any stride.
+    Numbers agree to rounding (1e-12), and so do the decisions, unless one of them is within
+    rounding of its threshold.
     """
     kept = Kept(
         num_columns=torch.empty_like(found.num_columns),
@@ -88,7 +87,7 @@ def _keep(
     is_present = tl.load(present + own, mask=here, other=0) != 0
     own_steps = tl.load(num_steps + group).to(tl.int32)
 
-    # As `reweight._reweight`, from equal weights.
+    # The same as `reweight._reweight`, from equal weights.
     drafted = here[None, :] & (column > 0)[:, None] & (column <= num_drafted)[:, None]
     before = column[:, None] - 1
     at = own[None, :] * num_drafted + before
@@ -109,7 +108,7 @@ def _keep(
     point = tl.load(uniforms + group * stride) + tl.zeros([padded_particles], dtype=tl.float64)
     drawn = tl.max(_ancestors(weights, point, particle), 0)
 
-    # A text that has ended reaches through all columns.
+    # A sequence that has ended counts as reaching all columns.
     verified = tl.load(found_columns + group).to(tl.int32)
     verified_chain = tl.load(found_winner + group).to(tl.int32)
     of_found = (group * num_particles + verified_chain) * num_drafted + column

@@ -1,5 +1,4 @@
-"""Tails of KV slots: found for drafts, handed down to copies of a particle, and committed once they
-are common."""
+"""Manage tails of KV slots: reserve slots for drafts, copy tails to descendants, commit."""
 
 import torch
 import triton
@@ -24,10 +23,10 @@ def reserve(
     num_columns: torch.Tensor,
     width: int,
 ) -> torch.Tensor:
-    """Hand each particle free slots for its next positions, behind the one before them.
+    """Assign each particle free slots for its next positions, and return them with the one before.
 
-    Reference: `sglang_smc.memory.ledger.Ledger.reserve`, same arguments after the first three, and
-    the same result.
+    Reference: `sglang_smc.kv.ledger.Ledger.reserve`, same arguments after the first three, and the
+    same result.
 
     Args:
         table: ``[num_rows, width]`` int32, the requests' rows.
@@ -35,7 +34,7 @@ def reserve(
             a power of two.
         max_particles: rows of each request's particles.
     """
-    shape = 1 + width, *starts.shape  # a column in one piece, since each is read by itself
+    shape = 1 + width, *starts.shape  # columns are contiguous, since each is read by itself
     slots = torch.empty(shape, dtype=torch.int64, device=table.device).permute(1, 2, 0)
     of_groups = rows, allocated, starts, idle, unread, num_particles, num_columns
     _reserve[(triton.cdiv(slots.numel(), _CELL_BLOCK),)](
@@ -61,10 +60,10 @@ def descend(
     ancestors: torch.Tensor,
     max_tail: int,
 ) -> None:
-    """Exchange pointers: particle n takes over the tail of ``ancestors[g, n]``. One launch.
+    """Copy tails of slots: particle n takes over the tail of ``ancestors[g, n]``. One launch.
 
-    Reference: `sglang_smc.memory.ledger.Ledger.descend`, same arguments after the first two. No
-    two ``rows`` are the same where tails are to move.
+    Reference: `sglang_smc.kv.ledger.Ledger.descend`, same arguments after the first two. No two
+    ``rows`` are equal where tails are to move.
 
     Args:
         tails, max_particles: as in `reserve`.
@@ -101,14 +100,14 @@ def commit(
 ) -> None:
     """Sort each arena: slots of the common lineage by position, then those in use, then free ones.
 
-    Reference: `sglang_smc.memory.ledger.Ledger.commit`, same arguments after the first five. No two
-    ``rows`` are the same where there is an arena; a group without one is left alone. Three
-    launches, since programs of one do not wait for each other: mark the slots by their rank, place
-    them in order, and write them back, with the marks taken off.
+    Reference: `sglang_smc.kv.ledger.Ledger.commit`, same arguments after the first five. No two
+    ``rows`` are equal where there is an arena; a group without one is skipped. Three launches,
+    since programs of one do not synchronize: mark the slots by their rank, place them in order, and
+    write them back, with the marks removed.
 
     Args:
         table, tails, max_particles: as in `reserve`; both are written in place.
-        rank: ``[num_slots]`` int32 of ``free_rank``, and so again afterwards.
+        rank: ``[num_slots]`` int32 of ``free_rank``, restored afterwards.
         free_rank: at least 1 + ``max_tail``.
     """
     num_groups, num_particles = lengths.shape
@@ -161,7 +160,7 @@ def _reserve(
     inside = cell < num_groups * padded_particles * padded_columns
     own = cell // padded_columns  # of this particle, in [G, N]
     group, particle = own // padded_particles, own % padded_particles
-    column = cell % padded_columns - 1  # -1 is the position before
+    column = cell % padded_columns - 1  # -1 is the position before the first
     request = tl.load(rows + group, mask=inside, other=0)
     start = tl.load(starts + own, mask=inside, other=0)
     runs = inside & (tl.load(idle + own, mask=inside, other=1) == 0)
@@ -199,7 +198,7 @@ def _descend(
     particle = tl.arange(0, padded)
     here = particle < num_particles
     ancestor = tl.load(ancestors + group * num_particles + particle, mask=here, other=0)
-    # All rows of these columns, and no others: nobody else reads or writes them.
+    # All rows of these columns, and no others: no other program reads or writes them.
     in_ring = (tl.load(committed + group) + column) & (width - 1)
     tails = table + tl.load(rows + group) * max_particles * width + in_ring[None, :]
     moves = (here & (ancestor != particle))[:, None] & (column < max_tail)[None, :]
@@ -242,7 +241,7 @@ def _mark(
     others = here & (particle > 0)[:, None] & common[None, :]
     tl.store(rows_of_particles, shared[None, :], mask=others)
 
-    # No slot is both common and held, since it stands at one position of every text it serves.
+    # No slot is both common and held, since it has one position in every sequence that uses it.
     length = tl.load(lengths + group * num_particles + particle[:, None], mask=here, other=0)
     held = (column[None, :] < length) & (inside & ~common)[None, :]
     slots = tl.load(rows_of_particles, mask=held, other=0)
@@ -251,7 +250,7 @@ def _mark(
 
 @triton.jit
 def _arena(table, rows, committed, allocated, group, stride, max_arena):
-    """Where a group's arena begins, and how many slots it has."""
+    """Return where a group's arena begins, and how many slots it has."""
     begin = tl.load(committed + group)
     size = tl.minimum(tl.load(allocated + group) - begin, max_arena).to(tl.int32)
     return table + tl.load(rows + group) * stride + begin, size

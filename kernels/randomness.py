@@ -1,4 +1,7 @@
-"""Counter-based uniforms of all particles of all groups, and seeds of rounds: one launch each."""
+"""Generate counter-based uniforms of all particles of all groups, and seeds of rounds.
+
+Each function is one launch.
+"""
 
 import torch
 import triton
@@ -15,16 +18,16 @@ _ULP = tl.constexpr(2.0**-53)
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:
-    """Independent uniforms on [0, 1), one per position of each particle.
+    """Return independent uniforms on [0, 1), one per position of each particle.
 
-    Reference: `sglang_smc.smc.randomness.uniforms`, to the last bit. Here the particle is the
-    second index of ``positions``.
+    Reference: `sglang_smc.smc.randomness.uniforms`, bit-identical. Here the particle is the second
+    index of ``positions``.
 
     Args:
         seeds: ``[G]`` int64.
         positions: ``[G, N]`` or ``[G, N, C]`` int64. Any strides, so that one position a group is
             ``[G, 1].expand(-1, N)``; if dense, they are those of the result.
-        purpose: which decision the numbers are for.
+        purpose: the decision that the numbers are for.
     """
     drawn = torch.empty_like(positions, dtype=torch.float64)  # [G, N(, C)]
     cells, numbers = (t if t.dim() == 3 else t.unsqueeze(2) for t in (positions, drawn))
@@ -42,9 +45,9 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> 
 
 
 def round_seeds(seeds: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """Seeds of a round, from a request's seed and the output position it starts at.
+    """Return the seeds of a round, from a request's seed and the round's first output position.
 
-    Reference: `sglang_smc.smc.randomness.round_seeds`, same arguments, to the last bit.
+    Reference: `sglang_smc.smc.randomness.round_seeds`, same arguments, bit-identical.
     """
     derived = torch.empty_like(starts, memory_format=torch.contiguous_format)  # [G]
     _round_seeds[(triton.cdiv(len(starts), _BLOCK),)](

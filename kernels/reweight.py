@@ -1,4 +1,4 @@
-"""From weights to ancestors, one launch each: where a block is cut, resampling, the final draw."""
+"""Compute weights, cuts and ancestors, in one launch."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.smc.resampling import SCHEMES
-from sglang_smc.smc.rounds import BlockCut, Resampled, Reweighted, WeightRules
+from sglang_smc.smc.weighing import SCHEMES, BlockCut, Resampled, Reweighted, WeightRules
 
 _SYSTEMATIC, _STRATIFIED, _MULTINOMIAL, _RESIDUAL, _ = (
     tl.constexpr(i) for i in range(len(SCHEMES))
@@ -29,8 +28,8 @@ def reweight_and_resample(
 ) -> Reweighted:
     """Weigh a block of drafts, cut it, and resample where the effective sample size is low.
 
-    Reference: `sglang_smc.smc.rounds.reweight_and_resample`, same arguments, of any strides.
-    Numbers agree to rounding (1e-12), and so do the decisions, unless one of them lies within
+    Reference: `sglang_smc.smc.weighing.reweight_and_resample`, same arguments, of any strides.
+    Numbers agree to rounding (1e-12), and so do the decisions, unless one of them is within
     rounding of its threshold.
     """
     found = _like(log_weights)
@@ -48,7 +47,7 @@ def reweight_and_resample(
 
 
 def _like(log_weights: torch.Tensor) -> Reweighted:
-    """Room for the results, ``[G, N]`` or ``[G]`` as `BlockCut` says."""
+    """Allocate the results, ``[G, N]`` or ``[G]`` as in `BlockCut`."""
     of_groups = log_weights[:, 0]  # [G]
     return Reweighted(
         cut=BlockCut(
@@ -64,7 +63,7 @@ def _like(log_weights: torch.Tensor) -> Reweighted:
 
 
 def _like_resampled(log_weights: torch.Tensor) -> Resampled:
-    """Room for a resampling step, ``[G, N]`` or ``[G]`` as `Resampled` says."""
+    """Allocate the results of a resampling step, ``[G, N]`` or ``[G]`` as in `Resampled`."""
     return Resampled(
         ancestors=_empty(log_weights, torch.int64),
         log_weights=_empty(log_weights, torch.float64),
@@ -78,7 +77,7 @@ def _empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @triton.jit
 def _increments(log_p, log_q, before_end, alpha, at, drafted):
-    """``alpha log p - log q`` where columns are open; a broken one kills, as in `accumulate`."""
+    """Return ``alpha log p - log q`` of open columns; NaN and +inf become -inf."""
     is_open_here = tl.load(before_end + at, mask=drafted, other=0) != 0
     scored = tl.load(log_p + at, mask=is_open_here, other=0.0).to(tl.float64) * alpha
     steps = scored - tl.load(log_q + at, mask=is_open_here, other=0.0).to(tl.float64)
@@ -88,7 +87,7 @@ def _increments(log_p, log_q, before_end, alpha, at, drafted):
 
 @triton.jit
 def _covered(total, column, num_drafted, log_coin, num_steps):
-    """The most columns that the evidence covers, as `evidence.covered_columns`."""
+    """Return the most columns that the evidence covers, see `smc.weighing.covered_columns`."""
     log_evidence = total - _pick(total, column == 0)
     enough = (log_coin < log_evidence) & (column <= num_drafted)
     return tl.minimum(tl.max(tl.where(enough, column, 0), 0), num_steps)
@@ -96,24 +95,24 @@ def _covered(total, column, num_drafted, log_coin, num_steps):
 
 @triton.jit
 def _pick(of_columns, where):
-    """The one entry that is meant; the others may be infinite."""
+    """Return the entry selected by ``where``; the others may be infinite."""
     return tl.sum(tl.where(where, of_columns, 0), 0)
 
 
 @triton.jit
 def _ancestors(weights, points, particle):
-    """The particle whose share of [0, 1) holds each point, as `resampling._inverse_cdf`."""
+    """Return the particle at each point of summed weights, see `smc.weighing._inverse_cdf`."""
     alive = weights > 0
     targets = points * tl.sum(weights, 0)
     reached = (tl.cumsum(weights, 0)[None, :] > targets[:, None]) & alive[None, :]
     found = tl.min(tl.where(reached, particle[None, :], 0x7FFFFFFF), 1)
-    # Rounding may carry a point to the total itself: stay at the last positive weight.
+    # A point may round up to the total itself: use the last positive weight.
     return tl.minimum(found, tl.max(tl.where(alive, particle, 0), 0))
 
 
 @triton.jit
 def _repeated(copies, particle, last):
-    """Ancestors in order from offspring counts, as `resampling._repeat`."""
+    """Return ancestors in order from offspring counts, see `smc.weighing._repeat`."""
     reached = tl.cumsum(copies, 0)[None, :] > particle[:, None]
     found = tl.min(tl.where(reached, particle[None, :], 0x7FFFFFFF), 1)
     return tl.minimum(found, last)
@@ -121,7 +120,7 @@ def _repeated(copies, particle, last):
 
 @triton.jit
 def _settled(fractions, uniforms, particle, num_particles):
-    """Fractions, each raised to 1 or lowered to 0, as `resampling.ssp` settles them in pairs."""
+    """Return fractions raised to 1 or lowered to 0 in pairs, see `smc.weighing.ssp`."""
     undecided = 0
     for other in range(1, num_particles):
         a = tl.sum(tl.where(particle == undecided, fractions, 0.0), 0)
@@ -139,7 +138,7 @@ def _settled(fractions, uniforms, particle, num_particles):
 
 @triton.jit
 def _drawn(weights, uniforms, particle, num_particles, size, scheme):
-    """Ancestors by a scheme of `resampling.SCHEMES`, which its place there tells."""
+    """Return ancestors by a scheme, given as its index in `smc.weighing.SCHEMES`."""
     points = tl.load(uniforms + particle, mask=particle < num_particles, other=0.0)
     if scheme <= _MULTINOMIAL:
         points = tl.where(scheme == _SYSTEMATIC, tl.load(uniforms), points)
@@ -206,7 +205,7 @@ def _reweight(
     steps, is_open_here = _increments(log_p, log_q, before_end, tl.load(power + group), at, drafted)
     running = tl.cumsum(tl.where((column == 0)[:, None], start[None, :], steps), 0)
 
-    # Relative to the largest weight, so that equal log-weights give exact ones.
+    # Relative to the largest weight, so that equal log-weights give equal weights of exactly 1.
     highest = tl.max(running, 1)
     dead = highest == -float("inf")
     relative = tl.exp(running - tl.where(dead, 0.0, highest)[:, None])

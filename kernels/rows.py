@@ -1,4 +1,4 @@
-"""Running totals in rows of a table: one launch."""
+"""Accumulate running totals in rows of a table, in one launch."""
 
 from collections.abc import Sequence
 
@@ -15,9 +15,9 @@ def tally(
     lowest: torch.Tensor,
     latest: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Take values into rows of ``totals``: sums, then a minimum, then what is taken over.
+    """Accumulate values into rows of ``totals``: sums, then a minimum, then latest values.
 
-    Reference: `sglang_smc.memory.rows.tally`, same arguments.
+    Reference: `sglang_smc.ops.rows.tally`, same arguments.
     """
     values = *added, lowest, *latest
     after = totals.new_empty(len(rows), len(values))  # [G, C]

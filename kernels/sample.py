@@ -1,13 +1,13 @@
-"""Temperature, draw and log-probability in about one pass over the logits.
+"""Apply temperature, sample tokens and compute log-probabilities, in about one pass.
 
-Two launches: each tile of each row leaves its largest logit and its sum of exponentials, so that a
+Two launches: each tile of each row stores its largest logit and its sum of exponentials, so that a
 few rows of a large vocabulary keep the whole GPU busy; then one program a row adds these up, finds
-the tile that a draw falls into, and reads that tile alone again. Where one law is drawn from more
-than once, `row_sums` makes the first launch for all. Only who asks for the
-log-probabilities of all tokens gets a tensor of the logits' size.
+the tile that a uniform falls into, and reads that tile alone again. Where one distribution is
+sampled more than once, `row_sums` runs the first launch for all. Only `log_probs`, of all tokens,
+allocates a tensor of the logits' size.
 
-What filters cut (`filters.keep_tokens`) is left out as logits are read. A greedy group's token
-comes from its tiles' first largest logits, with no launch of its own.
+Tokens that filters drop (`kernels.filters.keep_tokens`) are masked as logits are read. A greedy
+group's token is the first of its tiles' largest logits, with no launch of its own.
 """
 
 from typing import NamedTuple
@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 from sglang_smc.kernels.filters import check_contiguous, dropped
-from sglang_smc.tokens.filters import KeptTokens
+from sglang_smc.smc.filters import KeptTokens
 
-_TILE = 4096  # logits a program reads; a row of 152k has 38 tiles
+_TILE = 4096  # logits per program; a row of 152k has 38 tiles
 
 
 def sample_and_score(
@@ -31,13 +31,13 @@ def sample_and_score(
     kept: KeptTokens | None = None,
     sums: "RowSums | None" = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token a row, and say how probable it was.
+    """Sample a token for each row, and return its log-probability.
 
-    Reference: `sglang_smc.tokens.distribution.sample_and_score`, same arguments. Tokens are its
-    tokens unless a uniform lies within rounding (1e-6) of the boundary between two.
+    Reference: `sglang_smc.smc.distribution.sample_and_score`, same arguments. Tokens are equal
+    unless a uniform is within rounding (1e-6) of the boundary between two.
 
     Raises:
-        ValueError: the vocabulary does not lie contiguously in memory.
+        ValueError: the vocabulary is not contiguous in memory.
     """
     tokens = torch.empty_like(uniforms, dtype=torch.int64)  # [D]
     log_probs = torch.empty_like(uniforms, dtype=torch.float32)  # [D]
@@ -57,12 +57,12 @@ def score_tokens(
     kept: KeptTokens | None = None,
     sums: "RowSums | None" = None,
 ) -> torch.Tensor:
-    """Log-probabilities of given tokens.
+    """Return the log-probabilities of given tokens.
 
-    Reference: `sglang_smc.tokens.distribution.score_tokens`, same arguments.
+    Reference: `sglang_smc.smc.distribution.score_tokens`, same arguments.
 
     Raises:
-        ValueError: the vocabulary does not lie contiguously in memory.
+        ValueError: the vocabulary is not contiguous in memory.
     """
     found = torch.empty_like(tokens, dtype=torch.float32)  # [D]
     source, sums, sizes = _summed(logits, temperature, rows, greedy, kept, sums)
@@ -78,12 +78,12 @@ def log_probs(
     kept: KeptTokens | None = None,
     sums: "RowSums | None" = None,
 ) -> torch.Tensor:
-    """Log-probabilities of all tokens, the one function here that makes a tensor ``[D, V]``.
+    """Return the log-probabilities of all tokens, ``[D, V]``.
 
-    Reference: `sglang_smc.tokens.distribution.log_probs`, same arguments.
+    Reference: `sglang_smc.smc.distribution.log_probs`, same arguments.
 
     Raises:
-        ValueError: the vocabulary does not lie contiguously in memory.
+        ValueError: the vocabulary is not contiguous in memory.
     """
     source, sums, sizes = _summed(logits, temperature, rows, greedy, kept, sums)
     shape = num_draws(logits, rows), source.vocab_size
@@ -100,12 +100,12 @@ def log_sums(
     kept: KeptTokens | None = None,
     sums: "RowSums | None" = None,
 ) -> torch.Tensor:
-    """Logs of what probabilities are divided by.
+    """Return the logarithms of the normalizing constants.
 
-    Reference: `sglang_smc.tokens.distribution.log_sums`, same arguments.
+    Reference: `sglang_smc.smc.distribution.log_sums`, same arguments.
 
     Raises:
-        ValueError: the vocabulary does not lie contiguously in memory.
+        ValueError: the vocabulary is not contiguous in memory.
     """
     source, sums, sizes = _summed(logits, temperature, rows, greedy, kept, sums)
     shape = num_draws(logits, rows)
@@ -120,18 +120,18 @@ def row_sums(
     greedy: torch.Tensor | None = None,
     kept: KeptTokens | None = None,
 ) -> "RowSums":
-    """Add up each row once, for all draws from it: their ``sums``; one launch.
+    """Add up each row once, for the ``sums`` of all draws from it, in one launch.
 
-    The reference, `sglang_smc.tokens.distribution.row_sums`, leaves nothing to be used again.
+    The reference, `sglang_smc.smc.distribution.row_sums`, returns nothing reusable.
 
     Raises:
-        ValueError: the vocabulary does not lie contiguously in memory.
+        ValueError: the vocabulary is not contiguous in memory.
     """
     return _summed(logits, temperature, None, greedy, kept, None)[1]
 
 
 class _Source(NamedTuple):
-    """What is drawn from: the first argument of every kernel of this file."""
+    """The distributions to sample: the first argument of every kernel of this file."""
 
     logits: torch.Tensor
     temperature: torch.Tensor
@@ -144,17 +144,17 @@ class _Source(NamedTuple):
 
 
 class RowSums(NamedTuple):
-    """What the tiles of each draw's row leave; or of each row, where draws tell theirs."""
+    """The partial sums of each draw's row; or of each row, where ``rows`` maps draws to rows."""
 
     highest: torch.Tensor  # [D, tiles] the largest logit over its temperature
     total: torch.Tensor  # [D, tiles] the sum of exponentials relative to it
-    first: torch.Tensor | None  # [D, tiles] the first token that has it; None: nobody is greedy
+    first: torch.Tensor | None  # [D, tiles] its first token; None: no group is greedy
     num_tiles: int
-    rows: torch.Tensor | None = None  # [D] which of these each draw reads; None: its own
+    rows: torch.Tensor | None = None  # [D] row of these for each draw; None: its own
 
 
 def num_draws(logits: torch.Tensor, rows: torch.Tensor | None) -> int:
-    """How many draws there are from ``rows`` of logits ``[R, V]``; None is one a row."""
+    """Return the number of draws from ``rows`` of logits ``[R, V]``; None is one a row."""
     return len(logits if rows is None else rows)
 
 
@@ -166,7 +166,7 @@ def _summed(
     kept: KeptTokens | None,
     sums: RowSums | None,
 ) -> tuple[_Source, RowSums, dict[str, int]]:
-    """What is drawn from, its sums, and the sizes that kernels which read them are compiled for."""
+    """Return the source, its sums, and the compile-time sizes of the kernels that read them."""
     check_contiguous(logits)
     vocab_size, size = logits.shape[1], num_draws(logits, rows)
     source = _Source(
@@ -197,7 +197,7 @@ def _row_of(source, draw):
 
 @triton.jit
 def _place(sums, draw):
-    """Which of the sums are those of a draw's row."""
+    """Return the row of the sums for a draw."""
     return draw if sums.rows is None else tl.load(sums.rows + draw).to(tl.int32)
 
 
@@ -208,7 +208,7 @@ def _is_greedy(source, draw):
 
 @triton.jit
 def _scaled(source, draw, columns):
-    """Logits over temperature, divided as torch does: then they agree bit for bit."""
+    """Return logits over temperature, with torch's rounding, so that they are bit-identical."""
     row = _row_of(source, draw)
     at = source.logits + row * source.stride + columns
     raw = tl.load(at, mask=columns < source.vocab_size, other=-float("inf")).to(tl.float32)
@@ -237,13 +237,13 @@ def _sum_tile(source, sums, tile: tl.constexpr):
 
 @triton.jit
 def _relative(scaled, largest):
-    """Exponentials; all zero, not NaN, where everything is forbidden."""
+    """Return exponentials; all zero, not NaN, where everything is forbidden."""
     return tl.exp(scaled - tl.where(largest == -float("inf"), 0.0, largest))
 
 
 @triton.jit
 def _tile_masses(sums, draw, padded_tiles: tl.constexpr):
-    """Mass of each tile and the factor it was scaled by, relative to the row's largest logit."""
+    """Return each tile's mass and scale, relative to the row's largest logit, and that logit."""
     part = tl.arange(0, padded_tiles)
     at, inside = _place(sums, draw) * sums.num_tiles + part, part < sums.num_tiles
     of_tile = tl.load(sums.highest + at, mask=inside, other=-float("inf"))
@@ -255,7 +255,7 @@ def _tile_masses(sums, draw, padded_tiles: tl.constexpr):
 
 @triton.jit
 def _likeliest(sums, draw, largest, padded_tiles: tl.constexpr):
-    """The first token that has the row's largest logit; 0 where there is no law."""
+    """Return the first token with the row's largest logit; 0 if the row has no distribution."""
     part = tl.arange(0, padded_tiles)
     at, inside = _place(sums, draw) * sums.num_tiles + part, part < sums.num_tiles
     has_largest = tl.load(sums.highest + at, mask=inside, other=float("nan")) == largest
@@ -265,9 +265,9 @@ def _likeliest(sums, draw, largest, padded_tiles: tl.constexpr):
 
 @triton.jit
 def _find(masses, places, target):
-    """First place whose cumulative mass exceeds the target, and that has mass itself.
+    """Return the first place of nonzero mass where the cumulative mass exceeds the target.
 
-    Where rounding leaves none, the last that has mass: no other is ever found.
+    If rounding leaves none, it is the last place of nonzero mass.
     """
     reached = (tl.cumsum(masses, 0) > target) & (masses > 0)
     found = tl.min(tl.where(reached, places, 0x7FFFFFFF), 0)
@@ -282,7 +282,7 @@ def _log_prob(scaled, largest, mass):
 
 @triton.jit
 def _sure(tokens, likeliest, mass):
-    """Log-probabilities where the likeliest token is sure; NaN where there is no law."""
+    """Return log-probabilities of a point mass on the likeliest token; NaN without mass."""
     return tl.where(mass > 0, tl.where(tokens == likeliest, 0.0, -float("inf")), float("nan"))
 
 
@@ -301,7 +301,7 @@ def _draw(
 
     columns = found * tile + tl.arange(0, tile)
     scaled = _scaled(source, draw, columns)
-    # Relative to the tile's own largest: a tile far below the row's would vanish in float32.
+    # Relative to the tile's own largest logit: relative to the row's, it may underflow float32.
     inner = _relative(scaled, tl.max(scaled, 0)).to(tl.float64)
     token = tl.where(mass == mass, _find(inner, columns, (target - before) / factor), 0)
     log_prob = _log_prob(_scaled(source, draw, token), largest, mass)
@@ -329,12 +329,12 @@ def _score(source, sums, tokens, log_probs, padded_tiles: tl.constexpr, tile: tl
 
 @triton.jit
 def _spread(source, sums, log_probs, padded_tiles: tl.constexpr, tile: tl.constexpr):
-    """Log-probabilities of a tile's tokens."""
+    """Store the log-probabilities of a tile's tokens."""
     draw = tl.program_id(0)
     masses, _, largest = _tile_masses(sums, draw, padded_tiles)
     mass = tl.sum(masses, 0)
     columns = tl.program_id(1) * tile + tl.arange(0, tile)
-    # In float32, as torch does: nothing here is added up.
+    # In float32, as in torch: nothing is summed here.
     of_tokens = (_scaled(source, draw, columns) - largest) - tl.log(mass).to(tl.float32)
     if source.greedy is not None:
         likeliest = _likeliest(sums, draw, largest, padded_tiles)
@@ -345,7 +345,7 @@ def _spread(source, sums, log_probs, padded_tiles: tl.constexpr, tile: tl.conste
 
 @triton.jit
 def _add_up(source, sums, found, padded_tiles: tl.constexpr, tile: tl.constexpr):
-    """The log of the sum of a row's exponentials."""
+    """Store the log of the sum of a row's exponentials."""
     draw = tl.program_id(0)
     masses, _, largest = _tile_masses(sums, draw, padded_tiles)
     mass = tl.sum(masses, 0)

@@ -1,4 +1,4 @@
-"""The rule by which one of several siblings is selected, one program a group."""
+"""Compute the rule that selects one of several siblings, one program a group."""
 
 from typing import NamedTuple
 
@@ -6,28 +6,35 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_smc.smc.exact import BINS_PER_NAT, NUM_BINS
-from sglang_smc.smc.selection import MAX_TIERS, NUDGE, NUM_LEVELS, OFFSETS, TINY
+from sglang_smc.smc.verification import (
+    BINS_PER_NAT,
+    MAX_TIERS,
+    NUDGE,
+    NUM_BINS,
+    NUM_LEVELS,
+    OFFSETS,
+    TINY,
+)
 
-_MANY_TILES = 64  # whose masses are read at once
+_MANY_TILES = 64  # tiles of masses that are loaded at once
 
 
 class BinRule(NamedTuple):
-    """What a group does with the tokens of each bin; nothing where it does not walk."""
+    """A group's selection rule by bin; undefined where it does not walk."""
 
     levels: torch.Tensor  # [G, B] int32: a bin's rank
-    density: torch.Tensor  # [G, B] float32: law of the selected token over q
+    density: torch.Tensor  # [G, B] float32: distribution of the selected token over q
     scale: torch.Tensor  # [G] float32: target over p
 
 
 def selection_rule(
     walking: torch.Tensor, chance: torch.Tensor, follows: torch.Tensor, masses: torch.Tensor
 ) -> BinRule:
-    """The rule for the bins of `exact.bins_of`, in one launch.
+    """Return the rule for the bins of `smc.verification.bins_of`, in one launch.
 
-    Reference: `sglang_smc.smc.selection.selection_rule`, of the masses of all tiles together, with
-    `exact.middle_ratios` where nothing is drafted. Levels agree unless one lies within rounding of
-    the next, densities but for that to 1e-6.
+    Reference: `sglang_smc.smc.verification.selection_rule`, of the masses of all tiles together,
+    with `smc.verification.middle_ratios` in bins without draft mass. Levels agree unless one is
+    within rounding of the next, densities otherwise to 1e-6.
 
     Args:
         walking: ``[G]`` bool; others get no rule.
@@ -66,7 +73,7 @@ def selection_rule(
 
 @triton.jit
 def _all_masses(masses, group, num_tiles, num_bins: tl.constexpr, many: tl.constexpr):
-    """The masses of p and q in each bin, of all tiles together."""
+    """Return the masses of p and q in each bin, summed over tiles."""
     bins = tl.arange(0, num_bins)
     in_p = tl.zeros([num_bins], dtype=tl.float64)
     in_q = tl.zeros([num_bins], dtype=tl.float64)
@@ -89,14 +96,14 @@ def _to_power(base, count):
 
 @triton.jit
 def _before(sums, place):
-    """What stands before each bin, of sums that include it."""
+    """Return the exclusive sums before each bin, from inclusive ones."""
     earlier = tl.gather(sums, tl.maximum(place - 1, 0), 0)
     return tl.where(place > 0, earlier, 0.0)
 
 
 @triton.jit
 def _best_density(target, draft, ratio, below, at_cut, forced, taken, bins, tiny: tl.constexpr):
-    """As `selection._best_density`, of inclusive sums."""
+    """Compute `smc.verification._best_density` from inclusive sums."""
     floors = (forced - taken + target) / tl.where(draft > 0, draft, 1.0)
     floor = tl.min(tl.where(below & (draft > 0), floors, float("inf")), 0)
     rest = 1.0 - _before(draft, bins)
@@ -127,7 +134,7 @@ def _levels(
     tiny: tl.constexpr,
     nudge: tl.constexpr,
 ):
-    """As `selection._levels`, of inclusive sums."""
+    """Compute `smc.verification._levels` from inclusive sums."""
     low, high = tl.where(below, 0.0, at_cut), tl.where(below, at_cut, 1.0)
     of_low, of_high = tl.where(below, 0.0, forced), tl.where(below, forced, 1.0)
     here = _to_power(draft, count)
@@ -150,7 +157,7 @@ def _levels(
 
 @triton.jit
 def _mass_below(levels, draft, edges, num_bins: tl.constexpr):
-    """The draft's mass on levels below each edge: a search among levels that rise."""
+    """Return the draft's mass on levels below each edge, by binary search of sorted levels."""
     num_below = tl.zeros_like(edges)
     jump: tl.constexpr = num_bins
     for halving in tl.static_range(0, 31):
@@ -170,7 +177,7 @@ def _level_density(
     offsets: tl.constexpr,
     num_starts: tl.constexpr,
 ):
-    """As `selection._law`, of each bin."""
+    """Compute `smc.verification._law` for each bin."""
     starts = tl.arange(0, num_starts) + (1 - offsets)
     start = _mass_below(levels, draft, starts, num_bins)
     stop = _mass_below(levels, draft, starts + offsets, num_bins)

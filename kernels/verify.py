@@ -1,11 +1,11 @@
-"""Exact verification, four launches a column.
+"""Verify drafts exactly, in four launches a column.
 
-A column's two rows of the vocabulary are read twice. Tiles leave the mass of p and q in each bin,
-and one program a group makes of these the rule by which a token is selected. Tiles leave what p has
-beyond the rule's law, and one program a group stops there or selects the next token.
+A column's two rows of the vocabulary are read twice. Tiles store the mass of p and q in each bin,
+and one program a group computes from these the rule that selects a token. Tiles store the residual
+of p over the rule's distribution, and one program a group stops there or selects the next token.
 
-Every kernel that needs a token's bin works it out anew, from numbers that no compiler may round in
-another way: a difference, a sum, and a product with a power of two.
+Every kernel that needs a token's bin recomputes it, from operations that no compiler rounds
+differently: a difference, a sum, and a product with a power of two.
 """
 
 import torch
@@ -14,20 +14,19 @@ import triton.language as tl
 
 from sglang_smc.kernels.filters import check_contiguous
 from sglang_smc.kernels.selection import selection_rule
-from sglang_smc.smc.exact import BINS_PER_NAT, NUM_BINS, Chains, Verified, Walk
-from sglang_smc.smc.selection import OFFSETS
+from sglang_smc.smc.verification import BINS_PER_NAT, NUM_BINS, OFFSETS, Chains, Verified, Walk
 
-_BIN_TILE = 1024  # tokens a program puts into bins, which takes long
-_BIN_CHUNK = 64  # of which so many at once
-_TILE = 4096  # tokens whose residual a program adds up
-_EXACT = {"enable_fp_fusion": False}  # law and target are the same numbers in all kernels
+_BIN_TILE = 1024  # tokens that a program bins, which is slow
+_BIN_CHUNK = 64  # tokens binned at once
+_TILE = 4096  # tokens per program of the residual's sum
+_EXACT = {"enable_fp_fusion": False}  # all kernels compute bit-identical probabilities
 
 
 def begin_walk(chains: Chains, num_chains: torch.Tensor, vocab_size: int) -> Walk:
-    """The walk of all groups at the root, in one launch.
+    """Return the walk of all groups at the root, in one launch.
 
-    Reference: `sglang_smc.smc.exact.begin_walk`, same arguments; the result is the same, but has
-    room for two residuals a group: that of what was found and that of the column.
+    Reference: `sglang_smc.smc.verification.begin_walk`, same arguments; the result is the same, but
+    has room for two residuals a group: that of the accepted path and that of the column.
     """
     size, max_chains, max_steps = chains.tokens.shape
     walk = Walk(
@@ -57,14 +56,14 @@ def begin_walk(chains: Chains, num_chains: torch.Tensor, vocab_size: int) -> Wal
 def walk_on(
     walk: Walk, chains: Chains, log_p: torch.Tensor, log_q: torch.Tensor, step: int
 ) -> Walk:
-    """Stop behind the path, or select its next token, in four launches; ``walk`` is written over.
+    """Stop after the path, or select its next token, in four launches; updates ``walk`` in place.
 
-    Reference: `sglang_smc.smc.exact.walk_on`, same arguments, ``walk`` from `begin_walk` of this
-    module. Masses agree to rounding (1e-6), and so do the decisions, unless one of them lies within
-    rounding of its threshold.
+    Reference: `sglang_smc.smc.verification.walk_on`, same arguments, ``walk`` from `begin_walk` of
+    this module. Masses agree to rounding (1e-6), and so do the decisions, unless one of them is
+    within rounding of its threshold.
 
     Raises:
-        ValueError: a vocabulary does not lie contiguously in memory.
+        ValueError: a vocabulary is not contiguous in memory.
     """
     check_contiguous(log_p, "log_p")
     check_contiguous(log_q, "log_q")
@@ -122,7 +121,7 @@ def walk_on(
 
 
 def _state(walk: Walk) -> tuple[torch.Tensor, ...]:
-    """All of a walk but the residuals, in one order."""
+    """Return all of a walk but the residuals, in one order."""
     found = walk.found
     path = walk.follows, walk.chance, walk.walking, walk.p_row, walk.q_row
     return (*path, found.num_columns, found.winner, found.rejects, found.left)
@@ -160,7 +159,7 @@ def _begin(
 
 @triton.jit
 def _bin_of(log_p, log_q, log_chance, num_bins: tl.constexpr, bins_per_nat: tl.constexpr):
-    """As `exact.bins_of`; what is NaN there may lie in any bin."""
+    """Compute `smc.verification.bins_of`; where that has NaN, the bin is arbitrary."""
     log_ratio = log_p - log_q + log_chance
     place = tl.floor(tl.where(log_ratio == log_ratio, log_ratio, 0.0) * bins_per_nat)
     half: tl.constexpr = num_bins // 2
@@ -174,7 +173,7 @@ def _log_chance(chance, group):
 
 @triton.jit
 def _laws(log_p, log_q, p_stride, q_stride, group, columns, inside):
-    """Log-probabilities of some tokens in a group's two rows."""
+    """Return log-probabilities of some tokens in a group's two rows."""
     of_group = group.to(tl.int64)
     of_p = tl.load(log_p + of_group * p_stride + columns, mask=inside, other=-float("inf"))
     of_q = tl.load(log_q + of_group * q_stride + columns, mask=inside, other=-float("inf"))
@@ -228,7 +227,7 @@ def _target_and_law(
     num_bins: tl.constexpr,
     bins_per_nat: tl.constexpr,
 ):
-    """p times the path's chance, the law of the selected token, and the bin, of some tokens."""
+    """Return p times the path's chance, the selected token's distribution, and the bin."""
     own = group * num_bins + _bin_of(of_p, of_q, log_chance, num_bins, bins_per_nat)
     law = tl.exp(of_q) * tl.load(density + own)
     return tl.exp(of_p) * tl.load(scale + group), law, own
@@ -236,7 +235,7 @@ def _target_and_law(
 
 @triton.jit
 def _other(left, group, num_groups):
-    """The row of residuals that has not what was found: each group has two."""
+    """Return the group's residual row that does not hold the accepted path's; it has two."""
     return 2 * group + num_groups - left
 
 
@@ -269,7 +268,7 @@ def _add_up_residual(
         of_p, of_q, _log_chance(chance, group), density, scale, group, num_bins, bins_per_nat
     )
     difference = target - law
-    # NaN stays NaN: no maximum is to hide it.
+    # NaN propagates, unlike through a maximum.
     residual = tl.where(difference < 0, 0.0, difference)
     row = _other(tl.load(left + group), group, tl.num_programs(0))
     tl.store(residuals + row.to(tl.int64) * vocab_size + columns, residual, mask=inside)
@@ -325,7 +324,7 @@ def _stop_or_go_on(
     found_rejects = tl.load(rejects + group) != 0
     found_left = tl.load(left + group)
 
-    # Accept the path up to here, unless a longer part of it will be.
+    # Accept the path up to here, unless a longer part of it is accepted later.
     part = tl.arange(0, padded_tiles)
     of_tiles = tl.load(sums + group * num_tiles + part, mask=part < num_tiles, other=0.0)
     mass = tl.sum(of_tiles.to(tl.float64), 0)
@@ -346,7 +345,7 @@ def _stop_or_go_on(
     )
     level = tl.load(levels + bins)
     offset = (tl.load(numbers + tl.minimum(1, max_chains - 1) * max_steps + step)) * offsets
-    # A lone chain needs no number, and it may be none.
+    # A single chain needs no uniform, and there may be none.
     shift = tl.where(tl.sum(still.to(tl.int32), 0) > 1, offset, 0.0).to(tl.int32)
     tier = tl.where(still, (level + shift) // offsets, -1)
     chosen = tl.min(tl.where(tier == tl.max(tier, 0), chain, max_chains - 1), 0)
@@ -357,7 +356,7 @@ def _stop_or_go_on(
     ratio = tl.where(can_be, chosen_target / tl.where(can_be, chosen_law, 1.0), 0.0)
     new_chance = tl.where(ratio > 1, 1.0, ratio)
 
-    # At the path's end, accept all of it by the chance it has.
+    # At the path's end, accept all of it with the path's chance.
     chosen_at = (group * max_chains + chosen) * max_steps + step
     at_end = (tl.load(ends + chosen_at) != 0) | (step + 1 == tl.load(num_steps + group))
     accepted = at_end & (tl.load(numbers + step) < new_chance)

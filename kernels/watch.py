@@ -1,8 +1,8 @@
-"""The laws at a watched position, compared: a copy for each draft step, and three launches.
+"""Compare p and q at a measured position: a copy for each draft step, and three launches.
 
-A row of p and one of q are read twice: tiles leave what the laws are divided by, and then their
-parts of the moments; one program a particle adds these up. Where nothing is watched, or a text does
-not come so far, no row is read.
+A row of p and one of q are read twice: tiles store the normalizing sums, and then their parts of
+the moments; one program a particle adds these up. Where nothing is measured, or a sequence does not
+reach the position, no row is read.
 """
 
 from typing import NamedTuple
@@ -14,11 +14,11 @@ import triton.language as tl
 from sglang_smc.kernels.filters import check_contiguous, dropped
 from sglang_smc.kernels.sample import _relative
 from sglang_smc.smc import fidelity
+from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.fidelity import Path, Watchable
-from sglang_smc.tokens.distribution import TokenDistribution
-from sglang_smc.tokens.filters import KeptTokens
+from sglang_smc.smc.filters import KeptTokens
 
-_TILE = 4096  # logits of each law that a program reads
+_TILE = 4096  # logits of each distribution that a program reads
 _MOST = tl.constexpr(fidelity.MOST)
 _LEAST = tl.constexpr(fidelity.LEAST)
 
@@ -26,13 +26,13 @@ _LEAST = tl.constexpr(fidelity.LEAST)
 def keep_column(
     held: torch.Tensor | None, scores: torch.Tensor, of: Watchable, step: int
 ) -> torch.Tensor:
-    """Hold a step's scores of the draft where a group watches it, in one launch.
+    """Store a step's draft scores where a group measures that step, in one launch.
 
-    Reference: `sglang_smc.smc.fidelity.keep_column`, same arguments; what is held at the first step
-    is a tensor of its own, and rows whose step is yet to come hold nothing.
+    Reference: `sglang_smc.smc.fidelity.keep_column`, same arguments; the tensor is allocated at the
+    first step, and rows of later steps are undefined until then.
 
     Raises:
-        ValueError: the vocabulary does not lie contiguously in memory.
+        ValueError: the vocabulary is not contiguous in memory.
     """
     check_contiguous(scores)
     num_rows, vocab_size = scores.shape
@@ -56,12 +56,12 @@ def keep_column(
 def watch(
     sums: torch.Tensor, of: Watchable, path: Path, p: TokenDistribution, q: TokenDistribution
 ) -> torch.Tensor:
-    """Add what a round has watched, in three launches.
+    """Add a round's measurements, in three launches.
 
     Reference: `sglang_smc.smc.fidelity.watch`, same arguments, to rounding (1e-4 of each term).
 
     Raises:
-        ValueError: a vocabulary does not lie contiguously in memory.
+        ValueError: a vocabulary is not contiguous in memory.
     """
     size, num_particles, _ = sums.shape
     at = _At(
@@ -91,7 +91,7 @@ def watch(
 
 
 class _At(NamedTuple):
-    """What says which rows are read: the first argument of every kernel of `watch`."""
+    """The rows to read: the first argument of every kernel of `watch`."""
 
     of: Watchable
     ancestors: torch.Tensor
@@ -113,10 +113,10 @@ class _Law(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What the tiles of each particle's two rows leave, ``[D, tiles]`` float32 each."""
+    """The partial results of the tiles of each particle's two rows, ``[D, tiles]`` float32 each."""
 
     p_highest: torch.Tensor  # the largest logit over its temperature
-    p_total: torch.Tensor  # the sum of exponentials relative to it
+    p_total: torch.Tensor  # the sum of exponentials relative to `p_highest`
     q_highest: torch.Tensor
     q_total: torch.Tensor
     ratio: torch.Tensor  # parts of E l, E l^2 and E log p
@@ -137,7 +137,7 @@ def _of(law: TokenDistribution) -> _Law:
 
 @triton.jit
 def _columns(of, group):
-    """The column of a group, and the drafted one that stands for it."""
+    """Return the column of a group, the draft column that represents it, and its steps."""
     num_steps = tl.load(of.num_steps + group)
     column = (tl.load(of.uniforms + group) * (num_steps + 1).to(tl.float64)).to(tl.int64)
     return column, tl.maximum(tl.minimum(column, num_steps - 1), 0), num_steps
@@ -156,7 +156,7 @@ def _keep(of, held, scores, stride, vocab_size, num_particles, step, tile: tl.co
 
 @triton.jit
 def _rows_of(at, draw):
-    """The rows of p and of q behind which a particle's watched token stands."""
+    """Return the rows of p and of q that precede a particle's measured token, and its group."""
     group = draw // at.num_particles
     _, drafted, _ = _columns(at.of, group)
     q_row = (group * at.num_particles + tl.load(at.ancestors + draw)).to(tl.int64)
@@ -165,7 +165,7 @@ def _rows_of(at, draw):
 
 @triton.jit
 def _place(at, draw):
-    """Where in its tail the token stands that is watched, and whether the text comes so far."""
+    """Return the measured token's index in the tail, and whether the sequence reaches it."""
     _, q_row, group = _rows_of(at, draw)
     column, _, num_steps = _columns(at.of, group)
     counts = (tl.load(at.of.normalized + group) != 0) & (tl.load(at.of.greedy + group) == 0)
@@ -175,7 +175,7 @@ def _place(at, draw):
 
 @triton.jit
 def _scaled(law, found, row, group, columns):
-    """Logits over temperature, less what filters cut."""
+    """Return logits over temperature, -inf where filters cut."""
     inside = columns < found.vocab_size
     raw = tl.load(law.scores + row * law.stride + columns, mask=inside, other=-float("inf"))
     raw = raw.to(tl.float32)
@@ -208,7 +208,7 @@ def _sum_tile(at, p, q, found, tile: tl.constexpr):
 
 @triton.jit
 def _norm(found, draw, highest, total, padded_tiles: tl.constexpr):
-    """The largest logit of a row, and the log of its sum of exponentials relative to that."""
+    """Return the largest logit of a row, and the log of its sum of exponentials relative to it."""
     part = tl.arange(0, padded_tiles)
     inside = part < found.num_tiles
     of_tile = tl.load(highest + draw * found.num_tiles + part, mask=inside, other=-float("inf"))
@@ -220,14 +220,14 @@ def _norm(found, draw, highest, total, padded_tiles: tl.constexpr):
 
 @triton.jit
 def _logs(at, p, q, found, draw, columns, padded_tiles: tl.constexpr):
-    """Of tokens log p, and log q - log p within its bounds."""
+    """Return log p of tokens, and log q - log p within its bounds."""
     p_row, q_row, group = _rows_of(at, draw)
     largest, log_sum = _norm(found, draw, found.p_highest, found.p_total, padded_tiles)
     log_p = (_scaled(p, found, p_row, group, columns) - largest) - log_sum
     largest, log_sum = _norm(found, draw, found.q_highest, found.q_total, padded_tiles)
     log_q = (_scaled(q, found, q_row, group, columns) - largest) - log_sum
     ratio = log_q - log_p
-    ratio = tl.where(ratio == ratio, ratio, 0.0)  # neither law has the token
+    ratio = tl.where(ratio == ratio, ratio, 0.0)  # the token has mass in neither distribution
     return log_p, tl.minimum(tl.maximum(ratio, -_MOST), _MOST)
 
 

@@ -1,7 +1,7 @@
-"""A request is admitted only when its arena fits beside it.
+"""Admit a request only when its arena fits beside it.
 
-SGLang's budget counts prompt and expected output. Without the arena a full pool would
-admit a request, retract it at its first round, and admit it again.
+SGLang's budget counts prompt and expected output. Without the arena a full pool would admit a
+request, retract it at its first round, and admit it again.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc import process, upstream
-from sglang_smc.memory import arena
+from sglang_smc.kv import arena
 from sglang_smc.process import active_budget, active_config
 from sglang_smc.server.hooks import Patch
 from sglang_smc.upstream import allocated, kv_of
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def init_budget(original: Callable, adder: "PrefillAdder", *args: Any, **kwargs: Any) -> None:
-    """Charge what running requests have yet to reserve."""
+    """Charge the arenas that running requests have yet to reserve."""
     original(adder, *args, **kwargs)
     config = active_config()
     if config is None:
@@ -40,7 +40,7 @@ def init_budget(original: Callable, adder: "PrefillAdder", *args: Any, **kwargs:
 def add_one_req(
     original: Callable, adder: "PrefillAdder", req: "Req", *args: Any, **kwargs: Any
 ) -> Any:
-    """Charge a request's arena before it is asked whether it fits, and keep that if it did."""
+    """Charge a request's arena before admission is decided, and keep the charge if admitted."""
     admitted, charged = len(adder.can_run_list), _charge(adder, req)
     result = original(adder, req, *args, **kwargs)
     if len(adder.can_run_list) == admitted:
@@ -49,7 +49,7 @@ def add_one_req(
 
 
 def add_chunked_req(original: Callable, adder: "PrefillAdder", req: "Req") -> Any:
-    """Charge the arena of a prompt that is prefilled in part: it was admitted, and goes on."""
+    """Charge the arena of a request with a prompt that is prefilled in chunks."""
     result = original(adder, req)
     _charge(adder, req)
     return result
@@ -58,7 +58,7 @@ def add_chunked_req(original: Callable, adder: "PrefillAdder", req: "Req") -> An
 def preempt_to_schedule(
     original: Callable, adder: "PrefillAdder", req: "Req", *args: Any, **kwargs: Any
 ) -> bool:
-    """Make room for a request's arena, too, where others give way to it."""
+    """Charge a request's arena while other requests are preempted for it."""
     charged = _charge(adder, req)
     result = original(adder, req, *args, **kwargs)
     upstream.charge(adder, -charged)
@@ -66,7 +66,7 @@ def preempt_to_schedule(
 
 
 def _charge(adder: "PrefillAdder", req: "Req") -> int:
-    """Charge what a request will own beside its text; nothing without SMC."""
+    """Charge the slots that a request will own beside its text; none without SMC."""
     config = active_config()
     num_slots = 0 if config is None else arena.arena_of(config, req, active_budget())
     upstream.charge(adder, num_slots)
@@ -74,7 +74,7 @@ def _charge(adder: "PrefillAdder", req: "Req") -> int:
 
 
 def worker_info(original: Callable, worker: "TpModelWorker") -> tuple:
-    """Shorten the longest request by an arena, so that what is accepted can be admitted."""
+    """Reduce the longest request by an arena, so that every accepted one can be admitted."""
     info = original(worker)
     config = active_config()
     if config is None:
@@ -87,7 +87,7 @@ def worker_info(original: Callable, worker: "TpModelWorker") -> tuple:
 def validate_input_length(
     original: Callable, req: "Req", max_req_input_len: int, allow_auto_truncate: bool
 ) -> str | None:
-    """Say of a request that is too long what else the pool must hold, and what helps."""
+    """Add to the error for a long request what else the pool must hold, and what helps."""
     error = original(req, max_req_input_len, allow_auto_truncate)
     memory = process.memory()
     if error is None or memory is None or not memory.is_shortened:
@@ -103,9 +103,9 @@ def validate_input_length(
     )
 
 
-# Places in the tuple that TpModelWorker.get_worker_info returns.
+# Indices into the tuple that TpModelWorker.get_worker_info returns.
 _MAX_TOTAL, _MOST_RUNNING, _MAX_REQ_LEN = 0, 2, 4
-_INPUT_MARGIN = 5  # what SGLang keeps between the longest request and its longest input
+_INPUT_MARGIN = 5  # SGLang's margin between the longest request and its longest input
 
 PATCHES = (
     Patch(

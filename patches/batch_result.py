@@ -1,4 +1,4 @@
-"""When the scheduler waits for a round's result, and what it books of it."""
+"""Make the scheduler wait for a round's result where rules need it, and record its statistics."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc.process import is_smc
-from sglang_smc.requests.rules import needs_host
 from sglang_smc.round.result import SMCBatchResult
+from sglang_smc.rules.registry import needs_host
 from sglang_smc.server.hooks import Patch
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def is_disable_overlap_for_batch(
     batch: "ScheduleBatch | None",
     last_batch: "ScheduleBatch | None",
 ) -> bool:
-    """Whether to wait for the last round: also where some request's rules read texts."""
+    """Return whether to wait for the last round: also where a request needs the host."""
     if original(scheduler, batch, last_batch):
         return True
     if batch is None or not (is_smc(scheduler.server_args) and scheduler.result_queue):
@@ -39,7 +39,7 @@ def resolve_tokens(
     result: "GenerationBatchResult",
     batch: "ScheduleBatch",
 ) -> list[list[int]]:
-    """Resolve a round's tokens; an SMC result brings its own accept statistics."""
+    """Return a round's tokens; an SMC result has its own accept statistics."""
     if not isinstance(result, SMCBatchResult):
         return original(processor, result, batch)
     return result.resolve(batch, lambda: original(processor, result, batch))

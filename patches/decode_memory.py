@@ -1,8 +1,8 @@
-"""Before each round, every running request's arena is topped up; here is also how large it will be.
+"""Reserve every running request's arena before each round, and predict its size.
 
-SGLang's own speculative decoding reserves a window behind the text. SMC owns an arena
-there, for the tails of N particles, whose size follows from what the request may still emit; a
-streaming session does not keep it for the next turn.
+SGLang's own speculative decoding reserves a window after the text. SMC owns an arena there, for
+the tails of N particles, of a size that follows from what the request may still emit; a streaming
+session does not keep it for the next turn.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from sglang.srt.mem_cache.allocation import alloc_token_slots
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_smc.cpu.trees import spans as entries
-from sglang_smc.memory import arena
-from sglang_smc.options.budget import Budget
+from sglang_smc.kv import arena
+from sglang_smc.kv.transfer import to_device
+from sglang_smc.options.request import Budget
 from sglang_smc.process import active_budget, active_config, active_policy
-from sglang_smc.requests.state import state_of
 from sglang_smc.server.hooks import Patch
-from sglang_smc.state.transfer import to_device
+from sglang_smc.state.request import state_of
 from sglang_smc.upstream import allocated, holds_kv, kv_of, owner_of_slots
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def prepare_for_decode(original: Callable, batch: "ScheduleBatch") -> None:
-    """Give each request of a batch the slots that its next round may take."""
+    """Reserve the slots that the next round of each request of a batch may take."""
     config = active_config()
     if config is None:
         original(batch)
@@ -46,7 +46,7 @@ def prepare_for_decode(original: Callable, batch: "ScheduleBatch") -> None:
 def _adapt(batch: "ScheduleBatch") -> None:
     """Choose N and K of the next round.
 
-    Here alone: between this and the next round's reservation, predictions must not change.
+    It is called here alone: until the next round's reservation, predictions must not change.
     """
     policy = active_policy()
     if policy is None:
@@ -59,12 +59,12 @@ def _adapt(batch: "ScheduleBatch") -> None:
 
 
 def _num_free(batch: "ScheduleBatch") -> int:
-    """KV slots to be had without taking them from a running request."""
+    """Return the KV slots that are available without retracting a running request."""
     return batch.token_to_kv_pool_allocator.available_size() + batch.tree_cache.evictable_size()
 
 
 def _num_new(reqs: "list[Req]", budget: Budget | None) -> int:
-    """KV slots that a round on ``budget`` takes beside those that are owned."""
+    """Return the KV slots that a round on ``budget`` takes beside those that are owned."""
     return sum(_allocated_after(req, budget) - allocated(req) for req in reqs)
 
 
@@ -79,7 +79,7 @@ def _allocate(batch: "ScheduleBatch", spans: list[tuple[int, int]]) -> None:
 
 
 def _places(reqs: "list[Req]", spans: list[tuple[int, int]]) -> torch.Tensor:
-    """Rows and columns of the table's entries in these spans, ``[2, total]`` int64 on the host."""
+    """Return rows and columns of the table's entries in these spans, ``[2, total]`` int64."""
     rows = [kv_of(req).req_pool_idx for req in reqs]
     known = [(row, start, end) for row, (start, end) in zip(rows, spans, strict=True)]
     return torch.stack(entries(*torch.tensor(known, device="cpu").unbind(1)))
@@ -88,7 +88,7 @@ def _places(reqs: "list[Req]", spans: list[tuple[int, int]]) -> torch.Tensor:
 def tokens_required(
     original: Callable, batch: "ScheduleBatch", requests: "list[Req]", page_size: int
 ) -> Any:
-    """What `prepare_for_decode` is about to allocate for these requests."""
+    """Return the number of slots that `prepare_for_decode` is about to allocate."""
     config = active_config()
     if config is None:
         return original(batch, requests, page_size)
@@ -96,7 +96,7 @@ def tokens_required(
 
 
 def _allocated_after(req: "Req", budget: Budget | None) -> int:
-    # Never less than now: an arena shrinks by committing, not by giving slots back.
+    # Never less than now: an arena shrinks by commits, not by freeing slots.
     span = state_of(req).span(budget)
     wanted = kv_of(req).kv_committed_len + arena.arena(span, arena.remaining(req))
     return max(allocated(req), wanted)
@@ -105,7 +105,7 @@ def _allocated_after(req: "Req", budget: Budget | None) -> int:
 def trim_overshoot(
     original: Callable, sessions: "StreamingSession", req: "Req", finished_len: int
 ) -> None:
-    """Give the arena back first, so that the session keeps only slots that hold the text's KV."""
+    """Free the arena first, so that the session keeps only slots with the text's KV."""
     if active_config() is not None:
         assert holds_kv(req), "the turn still owns its row"
         end = _end_of_read_text(req)
@@ -115,10 +115,10 @@ def trim_overshoot(
 
 
 def _end_of_read_text(req: "Req") -> int:
-    """The end of what both models have read; the draft is one token behind the target."""
+    """Return the end of what both models have processed; the draft is one token behind."""
     prompt, written = len(req.origin_input_ids), len(req.output_ids)
     read = min(kv_of(req).kv_committed_len, prompt + max(0, written - 2))
-    return max(read, kv_of(req).cache_protected_len)  # read in a prefill, and not ours to free
+    return max(read, kv_of(req).cache_protected_len)  # prefilled, and owned by the radix cache
 
 
 PATCHES = (

@@ -1,10 +1,10 @@
-"""A draft is a model of its own, whatever SGLang would make of its checkpoint.
+"""Load an SMC server's draft as the whole model of its checkpoint.
 
-SGLang takes some checkpoints, given as a draft, for their extra layers alone (MTP, NextN), which
-read a target's hidden states. That of an SMC server is run whole.
+SGLang loads some checkpoints, given as a draft, for their extra layers alone (MTP, NextN), which
+read a target's hidden states.
 
-SGLang sizes the target's KV pool by the draft's configuration, before it asks for a worker. So
-these hooks come earlier than those of `hooks.SMC`.
+SGLang sizes the target's KV pool by the draft's configuration, before it builds a worker. So these
+hooks are installed earlier than those of `server.hooks.SMC`.
 """
 
 from collections.abc import Callable
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 def keep_architecture(original: Callable, config: "ModelConfig") -> None:
-    """Leave a draft's configuration as its checkpoint has it."""
+    """Keep a draft's configuration as its checkpoint has it."""
     if not is_smc(config):
         original(config)
 
 
 def count_own_layers(original: Callable, config: "ModelConfig") -> None:
-    """Have the KV of a draft sized by its layers.
+    """Size the KV of a draft by its own layers.
 
     `hf_config` keeps the number of extra layers: the models skip their weights by it.
     """

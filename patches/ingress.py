@@ -1,4 +1,4 @@
-"""Requests as they come in, and answers as they go out, in SGLang's tokenizer manager."""
+"""Validate requests, and complete responses, in SGLang's tokenizer manager."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -8,13 +8,13 @@ import msgspec
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_smc.guard.prompt_length import check_texts
+from sglang_smc.guard.validation import check_fields, check_form, check_ids, check_labels
 from sglang_smc.process import config_of, is_smc
-from sglang_smc.server import potentials, presets, readable, routes
+from sglang_smc.server import presets, refusals, routes
 from sglang_smc.server.hooks import Patch
-from sglang_smc.server.malformed import check_fields, check_form, check_ids, check_labels
-from sglang_smc.server.prompt_length import check_texts
 from sglang_smc.server.refusals import check_logprobs, check_request, check_session, check_trace
-from sglang_smc.state.counters import META_PREFIX
+from sglang_smc.state.metrics import META_PREFIX
 from sglang_smc.upstream import resolved
 
 if TYPE_CHECKING:
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
 def generate_request(
     original: Callable, manager: "TokenizerManager", obj: Any, request: Any = None
 ) -> Any:
-    """Refuse what is no request at all, and put its preset in place, before all else."""
+    """Validate a request's form, and resolve its preset, before all else."""
     server_args = manager.server_args
     if not (is_smc(server_args) and isinstance(obj, GenerateReqInput)):
         return original(manager, obj, request)
     routes.take_over(obj, request)
-    potentials.pack(obj)
+    refusals.pack(obj)
     check_form(obj, manager.model_config.vocab_size)
     check_texts(obj.text, manager)
     check_labels(obj, resolved(server_args).tokenizer_metrics_allowed_custom_labels)
     presets.put_in_place(obj, presets.of(server_args), config_of(server_args))
-    potentials.pack(obj)
+    refusals.pack(obj)
     return routes.hand_back(original(manager, obj, request), obj, request)
 
 
 def validate_request(
     original: Callable, manager: "TokenizerManager", obj: Any, input_ids: list[int]
 ) -> None:
-    """Refuse what SMC cannot honour, before anything else is made of the request."""
+    """Raise ValueError for a request that SMC cannot honor, before it is processed."""
     if is_smc(manager.server_args) and isinstance(obj, GenerateReqInput):
         vocab_size = manager.model_config.vocab_size
         check_fields(obj, vocab_size)
         config = check_request(obj, config_of(manager.server_args))
-        potentials.check(config, manager.server_args)
+        refusals.check(config, manager.server_args)
         check_ids(input_ids, vocab_size)
         room = manager.context_len - len(input_ids or ())
         check_trace(obj, config, room, manager.preferred_sampling_params or {})
@@ -56,7 +56,7 @@ def validate_request(
 
 
 def send_request(original: Callable, manager: "TokenizerManager", tokenized: Any) -> Any:
-    """Number the seeds of parallel samples: the i-th of n runs with seed + i."""
+    """Set the seeds of parallel samples: the i-th of n runs with seed + i."""
     if is_smc(manager.server_args) and isinstance(tokenized, TokenizedGenerateReqInput):
         tokenized.sampling_params = _sample_params(tokenized.sampling_params)
     return original(manager, tokenized)  # to be awaited, except in 0.5.17
@@ -65,21 +65,21 @@ def send_request(original: Callable, manager: "TokenizerManager", tokenized: Any
 def add_meta_info(
     original: Callable, manager: "TokenizerManager", meta_info: dict, recv_obj: Any, i: int
 ) -> None:
-    """Show a finished request's totals as the numbers they are, not as lists of one."""
+    """Unwrap a finished request's SMC totals in meta_info, which SGLang has as lists."""
     original(manager, meta_info, recv_obj, i)
     accumulated = manager.rid_to_state[recv_obj.rids[i]].customized_info_accumulated
     for name, values in list(accumulated.items()):
         if name.startswith(META_PREFIX):
             meta_info[name] = values[-1] if values else None
-            # SGLang fills in None for what only a neighbour in the batch has to tell, and looks
-            # there once more as it ends a stream.
+            # SGLang fills in None for fields that only another request of the batch has, and reads
+            # them once more as it ends a stream.
             if meta_info[name] is None and name != META_PREFIX + "log_evidence":
                 del meta_info[name], accumulated[name]
-    readable.add_texts(meta_info, manager.tokenizer)
+    routes.add_texts(meta_info, manager.tokenizer)
 
 
-# SGLang sends the n samples of a request one after another, all with one object, in one task; those
-# of other requests, in theirs, may come between.
+# SGLang sends the n samples of a request one after another, all with one object, in one task;
+# samples of other requests, in their tasks, may come between.
 _last_sample: ContextVar[tuple[Any, int]] = ContextVar("last_sample", default=(None, 0))
 
 

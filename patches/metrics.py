@@ -1,4 +1,4 @@
-"""SMC's totals beside SGLang's: on /metrics, and in each scheduler's internal state."""
+"""Report SMC's totals beside SGLang's: on /metrics, and in each scheduler's internal state."""
 
 import logging
 import math
@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_smc.options.budget import apply_budget
-from sglang_smc.options.request import request_config
+from sglang_smc.options.request import apply_budget, request_config
 from sglang_smc.options.server import SERVER_ARGS_FIELDS
 from sglang_smc.process import active_budget, config_of, is_smc, memory
-from sglang_smc.requests.state import find_state
 from sglang_smc.server.hooks import Patch
+from sglang_smc.state.request import find_state
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import (
@@ -22,19 +21,19 @@ if TYPE_CHECKING:
     )
     from sglang.srt.managers.scheduler import Scheduler
 
-    from sglang_smc.state.monitor import Monitor
+    from sglang_smc.state.metrics import Monitor
     from sglang_smc.worker import SMCWorker
 
 logger = logging.getLogger(__name__)
 
-# SGLang lets a running server change these, of which SMC reads none.
+# Settings that SGLang can change in a running server, and SMC does not use.
 _UNREAD = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 
 
 def init_metrics_reporter(
     original: Callable, scheduler: "Scheduler", *args: Any, **kwargs: Any
 ) -> None:
-    """Show the worker where, and with what labels, SGLang reports."""
+    """Pass SGLang's metrics reporter and its labels to the worker's monitor."""
     original(scheduler, *args, **kwargs)
     if is_smc(scheduler.server_args):
         _monitor(scheduler).report_as(scheduler.metrics_reporter)
@@ -43,7 +42,7 @@ def init_metrics_reporter(
 def get_internal_state(
     original: Callable, scheduler: "Scheduler", recv_req: "GetInternalStateReq"
 ) -> "GetInternalStateReqOutput":
-    """Add what SMC runs with, and what it has done."""
+    """Add SMC's settings, and its totals since the start."""
     output = original(scheduler, recv_req)
     if is_smc(scheduler.server_args):
         output.internal_state["smc"] = _state(scheduler)
@@ -51,7 +50,7 @@ def get_internal_state(
 
 
 def _monitor(scheduler: "Scheduler") -> "Monitor":
-    """The worker's, which is SMC's own where the server arguments select SMC."""
+    """Return the worker's monitor; the worker is SMC's where the server arguments select SMC."""
     return cast("SMCWorker", scheduler.draft_worker).monitor
 
 
@@ -61,11 +60,11 @@ def _state(scheduler: "Scheduler") -> dict[str, Any]:
     now = apply_budget(config, active_budget())
     names = (name for name in SERVER_ARGS_FIELDS if name != "evidence_threshold")
     table = memory()
-    threshold = config.covering if math.isfinite(config.covering) else None  # None: all is verified
+    threshold = config.covering if math.isfinite(config.covering) else None  # None: verify all
     return {
         "settings": {name: getattr(config, name) for name in names}
         | {"evidence_threshold": threshold, "max_lag": config.lag},
-        # Less than the settings while the server adapts to its load.
+        # Smaller than the settings while the server adapts to its load.
         "in_force": {name: getattr(now, name) for name in ("mode", "num_particles", "num_steps")},
         "since_start": monitor.totals(),
         "fidelity": monitor.fidelity(),
@@ -75,11 +74,11 @@ def _state(scheduler: "Scheduler") -> dict[str, Any]:
 
 
 MOST_TOLD = 64
-"""Requests that a look at the server tells of."""
+"""The most requests in an internal state."""
 
 
 def _running(scheduler: "Scheduler") -> list[dict[str, Any]]:
-    """The requests that decode, those with most rounds behind them first."""
+    """Return the requests that decode, in descending order of rounds."""
     begun = [
         state.progress(req.rid, len(req.output_ids))
         for req in scheduler.running_batch.reqs
@@ -91,7 +90,7 @@ def _running(scheduler: "Scheduler") -> list[dict[str, Any]]:
 def set_internal_state(
     original: Callable, scheduler: "Scheduler", recv_req: "SetInternalStateReq"
 ) -> Any:
-    """Refuse thresholds that SMC does not read."""
+    """Refuse thresholds that SMC does not use."""
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
     unread = [name for name in _UNREAD if name in recv_req.server_args]

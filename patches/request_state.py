@@ -1,31 +1,34 @@
-"""How a request's state takes a round that emits nothing, and shows its totals at the end."""
+"""Update a request's state after rounds that emit nothing, and publish its totals at the end."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_smc.guard import grammar_cache
 from sglang_smc.process import active_config, active_monitor
-from sglang_smc.requests import grammar_cache, rules
-from sglang_smc.requests.failures import end_failed, take_mark
-from sglang_smc.requests.logprob_books import rewind_stream
-from sglang_smc.requests.state import RequestState, find_state, publish
+from sglang_smc.rules import registry
 from sglang_smc.server.hooks import Patch
+from sglang_smc.state.failures import end_failed, take_mark
+from sglang_smc.state.request import RequestState, find_state, publish, rewind_stream
 from sglang_smc.upstream import NEWER
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_smc.state.monitor import Monitor
+    from sglang_smc.state.metrics import Monitor
 
 
 def update_finish_state(original: Callable, req: "Req", new_accepted_len: int = 1) -> None:
-    """Look at new tokens only; with none, a request ends only if it is told to."""
+    """Update a request's state: check new tokens only for an end, and publish its totals.
+
+    With no new token, a request ends only if it is aborted.
+    """
     state = find_state(req)
     if state is None:
         num_new = new_accepted_len
-        rules.leave(req)
+        registry.leave(req)
     else:
         _judge_prefill(req, state)
         num_new = new_accepted_len + state.open_token.take()
@@ -34,7 +37,7 @@ def update_finish_state(original: Callable, req: "Req", new_accepted_len: int = 
             state.open_token.hold(req)
     if num_new > 0 or req.to_finish:
         original(req, num_new)
-        rules.judge(req)
+        registry.judge(req)
     if state is not None and (monitor := active_monitor()) is not None:
         if req.stream:
             _time_chunk(req, state, monitor, num_new)
@@ -45,20 +48,20 @@ def update_finish_state(original: Callable, req: "Req", new_accepted_len: int = 
 
 
 def _time_chunk(req: "Req", state: RequestState, monitor: "Monitor", num_new: int) -> None:
-    """Measure what a stream sends on of the new tokens: those behind its end stay here."""
+    """Measure the new tokens that a stream sends; those after its end are not sent."""
     kept = num_new - (len(req.output_ids) - len(req.output_ids_through_stop))
     if kept > 0:
         state.last_chunk = monitor.time_chunk(state.last_chunk, kept)
 
 
 def _judge_prefill(req: "Req", state: RequestState) -> None:
-    """End a request whose prefill has found that it cannot go on."""
+    """End a request if its prefill has found that it cannot go on."""
     code = take_mark(req)
     if not code:
-        rules.judge_first(req)
+        registry.judge_first(req)
         rewind_stream(req)
         return
-    rules.forget(req)
+    registry.forget(req)
     if not end_failed(req, code):
         return
     state.count_nan()
@@ -67,21 +70,21 @@ def _judge_prefill(req: "Req", state: RequestState) -> None:
 
 
 def next_output_finishes_by_length(original: Callable, req: "Req") -> bool:
-    """Of judged texts nobody knows: a round may hold the last token back."""
-    return not rules.has_judges(req) and original(req)
+    """Return False with potentials or a vote, since a round may hold the last token back."""
+    return not registry.has_judges(req) and original(req)
 
 
 def reset_for_retract(original: Callable, req: "Req") -> None:
-    """Take back a token that was not settled, so that the next prefill does not read it."""
+    """Drop a token that is not settled, so that the next prefill does not process it."""
     if find_state(req) is not None:
-        rules.withdraw(req)
+        registry.withdraw(req)
     original(req)
 
 
 def create_grammar_backend(
     original: Callable, *args: Any, **kwargs: Any
 ) -> "BaseGrammarBackend | None":
-    """Have what compiles grammars keep no more of them than it should."""
+    """Create a grammar backend with bounded caches."""
     backend = original(*args, **kwargs)
     return backend if active_config() is None else grammar_cache.bound(backend)
 

@@ -1,4 +1,4 @@
-"""SGLang's HTTP routes: what they would lose of SMC's settings and answers (`server/routes.py`)."""
+"""Carry SMC's settings and results through SGLang's HTTP routes (`server/routes.py`)."""
 
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -7,10 +7,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import ORJSONResponse
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_smc.guard.prompt_length import check_conversation
 from sglang_smc.process import is_smc
 from sglang_smc.server import presets, routes
 from sglang_smc.server.hooks import Patch
-from sglang_smc.server.prompt_length import check_conversation
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 async def handle_messages(
     original: Callable, serving: "AnthropicServing", request: Any, raw_request: Request
 ) -> Any:
-    """Refuse what Anthropic's route would ignore; it hands on the model's name by itself."""
+    """Refuse what Anthropic's route would ignore; it passes on the model's name by itself."""
     manager = serving.openai_serving_chat.tokenizer_manager
     problem = await routes.problem_of(manager, request.model, raw_request)
     if problem:
@@ -41,7 +41,7 @@ async def create_responses(
     request: Any,
     raw_request: Request | None = None,
 ) -> Any:
-    """Hand on the preset, and refuse what the route would ignore."""
+    """Pass on the preset, and refuse what the route would ignore."""
     if raw_request is not None:
         problem = await routes.problem_of(serving.tokenizer_manager, request.model, raw_request)
         if problem:
@@ -52,7 +52,7 @@ async def create_responses(
 async def handle_ollama(
     original: Callable, serving: "OllamaServing", request: Any, raw_request: Request
 ) -> Any:
-    """Hand on the preset, and answer HTTP 400 to what the route would ignore or raises."""
+    """Pass on the preset, and respond with HTTP 400 to what the route would ignore or raises."""
     problem = await routes.problem_of(serving.tokenizer_manager, request.model, raw_request)
     if problem:
         return ORJSONResponse({"error": problem}, status_code=400)
@@ -64,7 +64,7 @@ async def handle_ollama(
 
 
 def ollama_params(original: Callable, serving: "OllamaServing", options: Any = None) -> dict:
-    """Ollama's seed under the name that it has in SGLang's sampling parameters."""
+    """Rename Ollama's seed to that of SGLang's sampling parameters."""
     params = original(serving, options)
     if "seed" in params:
         params["sampling_seed"] = params.pop("seed")
@@ -77,20 +77,20 @@ def ollama_params(original: Callable, serving: "OllamaServing", options: Any = N
 def process_messages(
     original: Callable, serving: "OpenAIServingBase", request: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Refuse a conversation that cannot fit before it is rendered and tokenized."""
+    """Reject a conversation that cannot fit, before it is rendered and tokenized."""
     manager = serving.tokenizer_manager
     if is_smc(manager.server_args):
         check_conversation(vars(request), manager)
     return original(serving, request, *args, **kwargs)
 
 
-# Particles on the OpenAI routes, in `meta_info` where SGLang shows that on request.
+# Particles on the OpenAI routes, in `meta_info`.
 
 
 def show_particles(
     original: Callable, serving: "OpenAIServingBase", request: Any, ret: list[dict], created: int
 ) -> Any:
-    """A chat's answer with its meta_info where that has particles."""
+    """Add meta_info to a chat's response that has particles."""
     if any(routes.has_particles(item["meta_info"]) for item in ret):
         request.return_meta_info = True
     return original(serving, request, ret, created)
@@ -99,7 +99,7 @@ def show_particles(
 def completion_with_meta_info(
     original: Callable, serving: "OpenAIServingBase", request: Any, ret: list[dict], created: int
 ) -> Any:
-    """A completion's answer, with its meta_info where that has particles or was asked for."""
+    """Add meta_info to a completion's response that has particles, or on request."""
     response = original(serving, request, ret, created)
     shown = [routes.shown(request, item["meta_info"]) for item in ret]
     if not any(shown):
@@ -113,7 +113,7 @@ def completion_with_meta_info(
 def stream_with_meta_info(
     original: Callable, serving: "OpenAIServingBase", adapted: Any, request: Any, raw_request: Any
 ) -> AsyncIterator[str]:
-    """A stream whose last chunk of each choice has its meta_info, as above."""
+    """Add meta_info to the last chunk of each choice of a stream, as above."""
     chunks = original(serving, adapted, request, raw_request)
     if not is_smc(serving.tokenizer_manager.server_args):
         return chunks
@@ -123,7 +123,7 @@ def stream_with_meta_info(
 async def take_meta_info_wish(
     original: Callable, serving: "OpenAIServingBase", request: Any, raw_request: Request
 ) -> Any:
-    """Keep `return_meta_info` of a completion: SGLang knows the field on the chat route alone."""
+    """Keep `return_meta_info` of a completion: SGLang has the field on the chat route alone."""
     if is_smc(serving.tokenizer_manager.server_args) and raw_request is not None:
         wish = (await raw_request.json()).get(routes.META_INFO_WISH)
         if wish not in (None, True, False):
@@ -138,7 +138,7 @@ async def take_meta_info_wish(
 
 
 def list_presets(original: Callable, global_state: Any) -> None:
-    """Put routes that list presets before SGLang's, as soon as there is a model to serve."""
+    """Add routes that list presets before SGLang's, as soon as there is a model to serve."""
     from sglang.srt.entrypoints import http_server
 
     original(global_state)
@@ -170,7 +170,7 @@ def _route_models(app: "FastAPI", stock: Any, served: str, names: Iterable[str])
 
 
 def ollama_tags(original: Callable, serving: "OllamaServing") -> Any:
-    """Ollama's list of models, with the presets."""
+    """Add presets to Ollama's list of models."""
     found = original(serving)
     manager = serving.tokenizer_manager
     if is_smc(manager.server_args):

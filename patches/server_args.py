@@ -1,14 +1,14 @@
-"""The `--speculative-smc-*` flags, as fields of SGLang's `ServerArgs`.
+"""Add the `--speculative-smc-*` flags, as fields of SGLang's `ServerArgs`.
 
 SGLang derives everything from the fields of `ServerArgs`: `--help`, `--config` files,
-`from_cli_args`, the namespace bags, `/server_info`. So the flags become fields, of a subclass that
-takes the class's place; and in 0.5.17, of the class itself, which is a dataclass there. That one's
-generated `__init__` was compiled before, and refuses keywords it does not know, hence a hook.
+`from_cli_args`, the namespace bags, `/server_info`. So the flags become fields of a subclass that
+replaces the class; in 0.5.17, of the class itself, which is a dataclass there. Its `__init__` was
+generated before, and rejects unknown keywords, hence a hook.
 
-A flag that was not given is None, as for SGLang's own `speculative_num_steps`; `arguments.py` fills
-in the default when SMC is selected. A value without SMC is refused, never ignored.
+A flag that is not given is None, as for SGLang's own `speculative_num_steps`; `server.arguments`
+fills in the default when SMC is selected. A value without SMC is refused, never ignored.
 
-Whoever selects SMC gets all other hooks into the process that launches the server. This module is
+Selecting SMC installs all other hooks in the process that launches the server. This module is
 imported wherever the plugin is loaded, so it imports nothing heavy.
 """
 
@@ -28,7 +28,7 @@ from sglang_smc.upstream import Arguments
 
 
 class SMCFlags:
-    """Declared as SGLang declares its own."""
+    """The flags, declared as SGLang declares its own."""
 
     speculative_smc_mode: Annotated[
         str | None,
@@ -204,7 +204,7 @@ FLAG_FIELDS = tuple(FLAGS)
 
 
 def add_fields() -> None:
-    """Let server arguments have the flags; calling it again changes nothing."""
+    """Add the flags to SGLang's server arguments; a second call changes nothing."""
     if upstream.IS_NEWER:
         upstream.let_engines_build(SMCServerArgs)
     else:
@@ -212,7 +212,7 @@ def add_fields() -> None:
 
 
 def init_with_flags(original: Any, self: ServerArgs, *args: Any, **kwargs: Any) -> None:
-    """Set our keywords before the generated `__init__`, whose `__post_init__` validates them."""
+    """Set SMC's keywords before the generated `__init__`, since its `__post_init__` reads them."""
     for name in FLAG_FIELDS:
         setattr(self, name, kwargs.pop(name, None))
     original(self, *args, **kwargs)
@@ -220,7 +220,7 @@ def init_with_flags(original: Any, self: ServerArgs, *args: Any, **kwargs: Any) 
 
 
 def check_with_hooks(original: Any, self: ServerArgs) -> None:
-    """Install what else an SMC server needs in this process, before any of it is used."""
+    """Install the other hooks of an SMC server in this process, before any of it is used."""
     original(self)
     if _selects_smc(self):
         hooks.put_in_force(hooks.SMC)
@@ -250,7 +250,7 @@ def _post_init(self: ServerArgs) -> None:
     _refuse_flags_without_smc(self)
 
 
-# The name by which pickles find the class, in processes that load no plugins or not yet.
+# Pickles find the class by this name, in processes that load no plugins or have not yet.
 SMCServerArgs: type = ServerArgs
 if upstream.IS_NEWER:
     SMCServerArgs = upstream.struct_with(ServerArgs, FLAGS, _post_init, __name__)

@@ -1,4 +1,4 @@
-"""New weights for a running server, and what stands in their way."""
+"""Load new weights into a running server, or report why not."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 Update = Callable[[Callable, "SchedulerWeightUpdaterManager", Any], Any]
-"""Does an update with SGLang's own function; its answer, or a sentence why there is none."""
+"""Runs an update by SGLang's own function; returns its response, or why there is none."""
 
 _HELD = (
     "Requests hold KV of the present weights, and flush_cache is True. Allowed: no requests in "
@@ -35,7 +35,7 @@ _NOT_LOADED = (
 
 
 def hook(update: Update, output: Callable[..., Any]) -> Callable:
-    """A hook on a kind of update that answers `output`: `update`, unless KV stands in its way."""
+    """Return a hook on a kind of update: `update`, unless requests hold KV; returns `output`."""
 
     def around(original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: Any) -> Any:
         scheduler = _scheduler(manager)
@@ -57,7 +57,7 @@ def update_from_disk(
 ) -> Any:
     """Load the draft's checkpoint, if one is named, and the target's; neither, if one would fail.
 
-    The cache is flushed after both, so that no KV of the former weights is found again.
+    The cache is flushed after both, so that no KV of the former weights is reused.
     """
     worker = manager.draft_worker
     reason = worker.reason_not_to_update(recv_req) or worker.load_draft(recv_req)
@@ -67,7 +67,7 @@ def update_from_disk(
 def update_target(
     original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: Any
 ) -> Any:
-    """Hide the draft, which SGLang would load the target's weights into."""
+    """Hide the draft, into which SGLang would load the target's weights."""
     worker, manager.draft_worker = manager.draft_worker, None
     try:
         return original(manager, recv_req)
@@ -93,15 +93,15 @@ def update_from_tensor(
     manager: "SchedulerWeightUpdaterManager",
     recv_req: "io_struct.UpdateWeightsFromTensorReqInput",
 ) -> Any:
-    """Update one model, or tell what is wrong with the tensors."""
+    """Update one model, or return what is wrong with the tensors."""
     try:
         reason = reason_not_to_name(names_in(recv_req.serialized_named_tensors[0]))
         if reason is not None:
             return reason
         upstream.select_one_model(manager, recv_req)
         return original(manager, recv_req)
-    except Exception as error:  # whatever it is, the sender has to hear of it
-        # Ranks that could load theirs wait here.
+    except Exception as error:  # reported to the sender, whatever it is
+        # Ranks that have loaded theirs wait here.
         torch.distributed.barrier(group=manager.tp_cpu_group)
         return _NOT_LOADED + str(error)
 
@@ -109,7 +109,7 @@ def update_from_tensor(
 def flush_after_update(
     original: Callable, manager: "SchedulerWeightUpdaterManager", recv_req: Any
 ) -> None:
-    """Flush although requests wait: these own no KV."""
+    """Flush the cache although requests wait: these own no KV."""
     scheduler = _scheduler(manager)
     waiting = scheduler.waiting_queue
     if is_smc(scheduler.server_args):
@@ -121,7 +121,7 @@ def flush_after_update(
 
 
 def release_memory(original: Callable, manager: "TokenizerManager", *args: Any) -> Any:
-    """Refuse, before a scheduler hears of it."""
+    """Raise ValueError, before the request reaches a scheduler."""
     if is_smc(manager.server_args):
         _refuse_to_release()
     return original(manager, *args)
@@ -142,13 +142,13 @@ def _scheduler(manager: "SchedulerWeightUpdaterManager") -> "Scheduler":
 def _held(scheduler: "Scheduler", recv_req: Any) -> str | None:
     if not recv_req.flush_cache:
         return None
-    # Of a server that is not paused SGLang has let all requests end before it asks.
+    # Unless the server is paused, SGLang has waited for all requests to end.
     holds = scheduler._engine_paused and not _is_retracted(scheduler)
     return _HELD if holds or len(scheduler.grammar_manager) else None
 
 
 def _is_retracted(scheduler: "Scheduler") -> bool:
-    """Whether no request of a paused server owns KV."""
+    """Return whether no request of a paused server owns KV."""
     is_running = not scheduler.running_batch.is_empty()
     return not (is_running or scheduler.last_batch or scheduler.chunked_req)
 
@@ -157,7 +157,7 @@ def _is_retracted(scheduler: "Scheduler") -> bool:
 def _at_rest(scheduler: "Scheduler") -> Iterator[None]:
     """Pause a server that is not: with overlap, a round is in flight when the last request ends.
 
-    SGLang would not flush under it. What waits owns no KV then.
+    SGLang would not flush then. Waiting requests own no KV.
     """
     is_paused = scheduler._engine_paused
     if not is_paused:

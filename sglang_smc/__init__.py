@@ -1,30 +1,30 @@
-"""SMC speculative decoding for stock SGLang.
+"""Add SMC speculative decoding to unmodified SGLang.
 
-SGLang finds this package through its entry points (`pyproject.toml`); nothing here needs importing
-by hand. This module stays free of imports because SGLang loads its plugins in every process.
+SGLang finds this package through its entry points (`pyproject.toml`); no import is needed. This
+module has no imports, because SGLang loads its plugins in every process.
 
-In a notebook `particles(answer)` makes a value of an answer's particles.
+In a notebook, `particles(answer)` returns an answer's particles for display.
 """
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from sglang_smc.view.particles import Particles
+    from sglang_smc.tools.view.particles import Particles
 
 __version__ = "0.1.0"
 
 
 def particles(answer: "Any") -> "Particles":
-    """The particles of an answer, with their weights; see `sglang_smc.view.particles`.
+    """Return the particles of an answer, with their weights; see `sglang_smc.tools.view.particles`.
 
     Args:
-        answer: of `/generate`, `sgl.Engine.generate` or an OpenAI route, asked for with
+        answer: of `/generate`, `sgl.Engine.generate` or an OpenAI route, for a request that sets
             ``return_particles``.
 
     Raises:
-        ValueError: saying what to ask for, where it has none.
+        ValueError: if the answer has no particles; the message names the option to set.
     """
-    from sglang_smc.view.particles import Particles
+    from sglang_smc.tools.view.particles import Particles
 
     return Particles.of(answer)

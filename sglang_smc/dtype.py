@@ -1,10 +1,11 @@
-"""The number format that a CPU serves fastest."""
+"""Choose the fastest number format of a CPU."""
 
 
 def default_dtype() -> str:
-    """Return bfloat16 where the processor multiplies it: two to five times as fast as float32.
+    """Return bfloat16 where the processor supports it in hardware, else float32.
 
-    Elsewhere it is emulated, and float32 is both faster and more exact.
+    In hardware bfloat16 is two to five times as fast as float32. Elsewhere it is emulated, and
+    float32 is both faster and more precise.
     """
     import torch
 

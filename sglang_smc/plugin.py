@@ -1,34 +1,39 @@
-"""Entry point of the group `sglang.srt.plugins`.
+"""Register SMC with SGLang: the entry point of the group `sglang.srt.plugins`.
 
-SGLang calls `register` in every process, of servers without SMC too. So it brings what argument
-parsing needs and no more: the name, the flags, and one hook that installs all others once a server
-has selected SMC (`patches/server_args.py`).
+SGLang calls `register` in every process, of servers without SMC too. So it installs only what
+argument parsing needs: the name, the flags, and one hook that installs all others once a server has
+selected SMC (`patches/server_args.py`).
 
-SGLang swallows what `register` raises and goes on, so nothing may fail unheard: on a release that
-is not supported, the name SMC is registered all the same, and tells the reason to whoever selects
-it.
+SGLang suppresses exceptions of `register`. So on an SGLang release that is not supported, the name
+SMC is registered all the same, and selecting it raises the reason.
+
+The parts of supported releases that the package uses are derived from its source, in
+tests/contract/upstream/relied.py, and compared there with the installed release: a check for a
+change of release, not for each start of a server.
 """
 
+import os
 import sys
 from contextlib import suppress
 from typing import NoReturn
 
+from sglang import version
+
 from sglang_smc.options.server import ALGORITHM
+from sglang_smc.upstream import SUPPORTED, release
 
 
 def register() -> None:
     """Register the algorithm and its flags; a second call changes nothing."""
-    from sglang_smc.server import compat
-
-    problem = compat.problem()
-    if problem is None:
+    refusal = problem()
+    if refusal is None:
         _register_algorithm()
         _install_flags()
         _keep_drafts_whole()
         return
-    _register_refusal(problem)
-    # So that a command line with our flags gets as far as the refusal. Where they cannot even be
-    # declared, SGLang itself calls them unknown; servers without them must not hear of it.
+    _register_refusal(refusal)
+    # So that a command line with SMC's flags is parsed, and then refused. Where the flags cannot be
+    # declared, SGLang reports them as unknown; servers without them must not be affected.
     with suppress(Exception):
         _install_flags()
 
@@ -41,7 +46,7 @@ def _register_algorithm() -> None:
 
     if isinstance(get_spec(ALGORITHM), algorithm.SMCAlgorithm):
         return
-    # Raises where another plugin holds the name already.
+    # Raises where another plugin has registered the name.
     SpeculativeAlgorithm.register(
         ALGORITHM,
         supports_overlap=True,
@@ -51,7 +56,7 @@ def _register_algorithm() -> None:
 
 
 def _register_refusal(message: str) -> None:
-    """Register SMC as an algorithm that no server starts with, for the reason in `message`."""
+    """Register SMC as an algorithm that raises ``message`` in validation."""
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import get_spec
 
@@ -73,8 +78,24 @@ def _install_flags() -> None:
 
 
 def _keep_drafts_whole() -> None:
-    """Hook a scheduler's configurations: it reads the draft's before it asks for our worker."""
+    """Register the hooks on a scheduler's model configurations, read before the worker is built."""
     from sglang_smc.server import hooks
 
     if "sglang.srt.configs.model_config" in sys.modules:
         hooks.hand_over(hooks.collect(hooks.DRAFTS))
+
+
+# For development against another SGLang. A hook without its target still prevents a start.
+SKIP_VERSION_ENV = "SGLANG_SMC_DISABLE_VERSION_CHECK"
+
+
+def problem() -> str | None:
+    """Return the error for selecting SMC on another release; None on a supported one."""
+    if release() in SUPPORTED or os.environ.get(SKIP_VERSION_ENV) == "1":
+        return None
+    return (
+        f"--speculative-algorithm SMC cannot run here: sglang {version.__version__} is installed; "
+        f"allowed: {', '.join(SUPPORTED)}. Install one of them (pip install "
+        f"'sglang=={SUPPORTED[-1]}'), or an sglang-smc made for {release()}. To develop against "
+        f"another SGLang, set {SKIP_VERSION_ENV}=1."
+    )

@@ -1,4 +1,4 @@
-"""Is this an SMC server? Every hook asks before it does anything."""
+"""Hold the SMC state of a scheduler process, and test whether it is an SMC server."""
 
 import logging
 from collections.abc import Callable
@@ -7,13 +7,13 @@ from msgspec.structs import replace
 from sglang.srt.runtime_context import get_parallel, get_server_args
 
 from sglang_smc import upstream
-from sglang_smc.memory.table import Table
-from sglang_smc.options.budget import Budget
+from sglang_smc.kv.report import Table
 from sglang_smc.options.policy import Costs, Policy, RoundCosts
+from sglang_smc.options.request import Budget
 from sglang_smc.options.server import ALGORITHM, SMCConfig
 from sglang_smc.potentials import calls
 from sglang_smc.potentials.calls import Caller
-from sglang_smc.state.monitor import Monitor
+from sglang_smc.state.metrics import Monitor
 from sglang_smc.state.ranks import RankCheck
 from sglang_smc.upstream import Arguments
 
@@ -27,19 +27,19 @@ _rank_check = RankCheck()
 
 
 def is_smc(server_args: Arguments) -> bool:
-    """Whether these server arguments select SMC."""
+    """Return whether these server arguments select SMC."""
     return (server_args.speculative_algorithm or "").upper() == ALGORITHM
 
 
 def config_of(server_args: Arguments) -> SMCConfig:
-    """The settings of an SMC server, of which these are the resolved arguments."""
+    """Return the options of an SMC server with these arguments."""
     settled = upstream.resolved(server_args)
     config = SMCConfig.from_server_args(settled)
     return config if drafts_all(settled) else replace(config, drafts_all=False)
 
 
 def drafts_all(settled: Arguments) -> bool:
-    """Whether the draft of these arguments, of which no field is open, may draft any token."""
+    """Return whether the draft model of these resolved arguments may draft any token."""
     from sglang_smc.models.head_kinds import knows_all
 
     path, revision = settled.speculative_draft_model_path, settled.speculative_draft_model_revision
@@ -47,61 +47,61 @@ def drafts_all(settled: Arguments) -> bool:
 
 
 def potentials_of(server_args: Arguments) -> tuple[str, ...]:
-    """What `--speculative-smc-potential` declares."""
+    """Return the declarations of `--speculative-smc-potential`."""
     return tuple(upstream.resolved(server_args).speculative_smc_potential or ())  # pyright: ignore[reportAttributeAccessIssue] -- ours
 
 
 def callers_of(server_args: Arguments, config: SMCConfig, monitor: Monitor) -> dict[str, Caller]:
-    """Who asks a server's potentials in this scheduler process; of several ranks the first asks."""
+    """Return the callers of a server's potentials; of several ranks only the first calls them."""
     given, seconds = potentials_of(server_args), config.potential_timeout
     opens = get_parallel().tp_rank == 0
     return calls.callers_of(given, seconds, monitor.time_potential, opens=opens)
 
 
 def set_policy(policy: Policy | None) -> None:
-    """Have this scheduler process adapt N and K to its load, or not."""
+    """Set the policy that adapts N and K in this scheduler process; None for constant ones."""
     global _policy
     _policy = policy
 
 
 def adapt(config: SMCConfig, costs: Costs | RoundCosts) -> None:
-    """Have this scheduler process adapt N and K to its load, by what rounds cost."""
+    """Adapt N and K in this scheduler process to its load, by the costs of rounds."""
     set_policy(Policy(Budget(config.num_particles, config.num_steps), costs))
 
 
 def active_policy() -> Policy | None:
-    """What adapts N and K in this scheduler process; None where they stay."""
+    """Return the policy that adapts N and K in this scheduler process; None if they stay."""
     return _policy
 
 
 def set_monitor(monitor: Monitor | None) -> None:
-    """Have hooks of this scheduler process count there what no round does."""
+    """Set the monitor in which this scheduler process counts."""
     global _monitor
     _monitor = monitor
 
 
 def active_monitor() -> Monitor | None:
-    """What counts the rounds of this scheduler process; None before its worker is built."""
+    """Return the monitor of this scheduler process; None before its worker is built."""
     return _monitor
 
 
 def check_ranks(tokens: list[list[int]]) -> None:
-    """Compare what a round has emitted with the other ranks of this scheduler process, if any.
+    """Compare the tokens of a round with those of the other tensor-parallel ranks, if any.
 
     Raises:
-        RuntimeError: where ranks differ; see `RankCheck.add`.
+        RuntimeError: if ranks differ; see `RankCheck.add`.
     """
     _rank_check.add(tokens)
 
 
 def measure_memory_by(measure: Callable[..., Table] | None) -> None:
-    """Have this scheduler process tell what memory it has, once its pools have their sizes."""
+    """Set the function by which `tell_memory` measures memory, once pools have their sizes."""
     global _measure, _memory
     _measure, _memory = measure, None
 
 
 def tell_memory(*, num_slots: int, most_running: int) -> None:
-    """Log what memory there is and what requests take of it, on the first rank.
+    """Measure memory and the requests' shares of it, and log the table on the first rank.
 
     Args:
         num_slots: of the KV pool.
@@ -118,16 +118,16 @@ def tell_memory(*, num_slots: int, most_running: int) -> None:
 
 
 def memory() -> Table | None:
-    """What was told; None before that, and without SMC."""
+    """Return the table of `tell_memory`; None before that, and without SMC."""
     return _memory
 
 
 def active_budget() -> Budget | None:
-    """The bounds of N and K in force; None where they stay."""
+    """Return the budget of N and K in force; None if they stay."""
     return None if _policy is None else _policy.budget
 
 
 def active_config() -> SMCConfig | None:
-    """The SMC settings of this scheduler process; None where it runs anything else."""
+    """Return the SMC options of this scheduler process; None for another algorithm."""
     server_args = get_server_args()
     return config_of(server_args) if is_smc(server_args) else None

@@ -1,10 +1,10 @@
-"""The SGLang releases that this package runs on, and all that differs between them.
+"""Define the supported SGLang releases, and hide the differences between them.
 
-No other file of the package knows a release. What has changed its place or its shape has a function
-here, in our words; hooks that only some releases need name a `Family`. To drop 0.5.17, delete what
-stands under `OLDER` and `not IS_NEWER`.
+No other module depends on a release number. An SGLang name or signature that changes has a function
+here; hooks that only some releases need name a `Family`. To drop 0.5.17, delete all code under
+`OLDER` and `not IS_NEWER`.
 
-Imported wherever the plugin is loaded, so it imports nothing heavy.
+This module is imported wherever the plugin is loaded, so it imports nothing heavy.
 """
 
 import dataclasses
@@ -27,30 +27,30 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
-#: Server arguments, or a view of them. Their fields stand in no class that a type checker reads.
+#: Server arguments, or a view of them. No class that a type checker reads declares their fields.
 Arguments: TypeAlias = Any
 
 SUPPORTED = ("0.5.17", "0.5.22", "0.5.23")
 
-# The package itself has its number only once its platform is imported, which may be ours.
-#: The first release whose server arguments take no fields; no supported one stands between.
+# `sglang.__version__` exists only once SGLang's platform is imported, which may be this package's.
+#: Whether the release is 0.5.20 or later, where server arguments accept no new fields.
 IS_NEWER = Version(version.__version__) >= Version("0.5.20")
 
-#: The first release that asks platforms about all of its own speculative decoding.
+#: Whether the release queries platforms for all of its own speculative decoding.
 IS_NEWEST = Version(version.__version__) >= Version("0.5.23")
 
 
-#: Whether SGLang's n-gram cache compiles: 0.5.17 leaves out a header that GCC 13 and later ask for.
+#: Whether SGLang's n-gram cache compiles: 0.5.17 lacks an include that GCC 13 and later require.
 HAS_NGRAM_CACHE = IS_NEWER
 
 
 def release() -> str:
-    """The installed release; a local suffix (0.5.17+cpu) names a build of the same source."""
+    """Return the installed release without its local suffix (0.5.17+cpu), a build variant."""
     return version.__version__.partition("+")[0]
 
 
 class Family(NamedTuple):
-    """Supported releases that are alike in something."""
+    """Group of supported releases that need the same hooks."""
 
     name: str
     is_installed: bool
@@ -62,13 +62,13 @@ NEWER = Family("0.5.22 and later", IS_NEWER)
 NEWEST = Family("0.5.23 and later", IS_NEWEST)
 
 
-# Server arguments. In 0.5.17 they are a dataclass that resolves itself as it is built, and hold
-# what was resolved. Later they are a sealed struct of what the operator gave; what was resolved
-# stands beside it.
+# Server arguments. In 0.5.17 they are a dataclass that resolves itself when it is built, and hold
+# the resolved values. Later they are a sealed struct of the given values, and the resolved values
+# are in a separate view.
 
 
 def resolved(server_args: "ServerArgs") -> Any:
-    """The arguments as SGLang has resolved them, to be read."""
+    """Return a view of the arguments as SGLang has resolved them."""
     if not IS_NEWER:
         return server_args
     from sglang.srt.arg_groups.overrides import resolved_view
@@ -77,13 +77,13 @@ def resolved(server_args: "ServerArgs") -> Any:
 
 
 def resolve_now(server_args: "ServerArgs") -> None:
-    """Have SGLang fill in and check the arguments, which 0.5.17 does as they are built."""
+    """Resolve and validate the arguments, which 0.5.17 does when they are built."""
     if IS_NEWER:
         server_args.resolve_once()
 
 
 def model_config_of(server_args: "ServerArgs") -> "ModelConfig":
-    """The target's configuration."""
+    """Return the target's configuration."""
     if not IS_NEWER:
         return server_args.get_model_config()  # pyright: ignore[reportAttributeAccessIssue] -- 0.5.17
     from sglang.srt.arg_groups.overrides import model_config_of
@@ -92,7 +92,7 @@ def model_config_of(server_args: "ServerArgs") -> "ModelConfig":
 
 
 def is_gated_delta(model: "ModelConfig") -> bool:
-    """Whether some layers attend linearly, by a gated delta rule, and the release has the seams."""
+    """Return whether some layers have gated delta rules, and the release has the hooks for them."""
     if not IS_NEWEST:
         return False
     from sglang.srt.configs.hybrid_arch import hybrid_gdn_config
@@ -101,7 +101,10 @@ def is_gated_delta(model: "ModelConfig") -> bool:
 
 
 def kv_layers(pool: Any) -> tuple[int, int]:
-    """The first layer whose keys stand in a KV pool, and how many: not all of hybrid models."""
+    """Return the first layer with keys in a KV pool, and the number of such layers.
+
+    Hybrid models have layers without keys.
+    """
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 
     if isinstance(pool, HybridLinearKVPool):
@@ -111,21 +114,21 @@ def kv_layers(pool: Any) -> tuple[int, int]:
 
 
 def first_layer(pool: Any) -> int:
-    """The first layer whose keys stand in a KV pool."""
+    """Return the first layer with keys in a KV pool."""
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 
     return kv_layers(pool)[0] if isinstance(pool, HybridLinearKVPool) else pool.start_layer
 
 
 def add_fields(server_args: type, annotations: Mapping[str, Any]) -> None:
-    """Make None-able fields of the dataclass that server arguments are; again changes nothing.
+    """Add optional fields, None by default, to the dataclass of server arguments; idempotent.
 
-    The generated ``__init__`` knows nothing of them.
+    The generated ``__init__`` does not take them.
     """
     from sglang.srt.arg_groups import arg_utils
 
-    # Both remember their answer per class. First, since only this can fail on another SGLang, and
-    # fields without the hook would break servers without SMC.
+    # Both functions cache per class. This comes first, since only it can fail on another SGLang,
+    # and fields without the hook would break servers without SMC.
     arg_utils.namespace_of.cache_clear()
     arg_utils.resolvable_fields.cache_clear()
     fields = [(name, kind, dataclasses.field(default=None)) for name, kind in annotations.items()]
@@ -138,9 +141,9 @@ def add_fields(server_args: type, annotations: Mapping[str, Any]) -> None:
 def struct_with(
     server_args: type, annotations: Mapping[str, Any], post_init: Callable, module: str
 ) -> type:
-    """A subclass of the struct that server arguments are, with None-able fields.
+    """Return a subclass of the struct of server arguments, with optional fields, None by default.
 
-    ``module`` is where pickles find the class, under the name ``SMCServerArgs``.
+    ``module`` is the module in which pickle finds the class, as ``SMCServerArgs``.
     """
     fields = [(name, kind, None) for name, kind in annotations.items()]
     return msgspec.defstruct(
@@ -155,41 +158,41 @@ def struct_with(
 
 
 def let_engines_build(server_args: type) -> None:
-    """Have `sgl.Engine` build this class: it keeps its own as an attribute, which no hook reaches.
+    """Set the class of server arguments that `sgl.Engine` builds, which no hook reaches.
 
-    Where the engine's module comes later, it imports the class that a hook has put in place.
+    If the engine's module is imported later, it imports the class that a hook has put in place.
     """
     engine = sys.modules.get("sglang.srt.entrypoints.engine")
     if engine is not None:
         engine.Engine.server_args_class = server_args
 
 
-# Requests, and what admission keeps free for them.
+# Requests, and the KV slots that admission reserves for them.
 
 
 def kv_of(req: "Req") -> "ReqKvInfo":
-    """Whose req_pool_idx, kv_committed_len and cache_protected_len are the request's."""
+    """Return the object with a request's req_pool_idx, kv_committed_len and cache_protected_len."""
     return req.kv if IS_NEWER else req  # pyright: ignore[reportReturnType] -- 0.5.17
 
 
 def holds_kv(req: "Req") -> bool:
-    """Whether a request owns a row, and with it slots."""
+    """Return whether a request owns a row of `req_to_token`, and thus KV slots."""
     return req.kv.holds_kv if IS_NEWER else req.kv is not None
 
 
 def allocated(req: "Req") -> int:
-    """The end of a request's slots, which hold its text's KV and, behind that, its arena."""
+    """Return the end of a request's KV slots, those of its sequence and then of its arena."""
     assert req.kv is not None, "set as a request gets its row, until it gives that back"
     return req.kv.kv_allocated_len
 
 
 def owner_of_slots(req: "Req") -> Any:
-    """How a streaming session names whose slots it frees."""
+    """Return the key by which a streaming session identifies the owner of slots that it frees."""
     return req.kv if IS_NEWER else kv_of(req).req_pool_idx
 
 
 def charge(adder: "PrefillAdder", num_slots: int) -> None:
-    """Keep KV slots out of what an admission may still give away."""
+    """Reserve KV slots in the budget of an admission."""
     if IS_NEWER:
         adder.memory_budget.total_offset += num_slots
         adder.memory_budget.current_offset += num_slots
@@ -198,17 +201,17 @@ def charge(adder: "PrefillAdder", num_slots: int) -> None:
         adder.cur_rem_token_offset += num_slots  # pyright: ignore[reportAttributeAccessIssue] -- 0.5.17
 
 
-# New weights. In 0.5.17 our worker hands them on; later SGLang loads them into the models that the
-# request selects, and within a session that was opened for some.
+# New weights. In 0.5.17 this package's worker passes them on; later SGLang loads them into the
+# models that the request selects, and within a session that was opened for some models.
 
-#: Whether a request for new weights selects the model that they are of.
+#: Whether a request for new weights selects the model to update.
 SELECTS_MODELS = IS_NEWER
 
 
 def select_one_model(manager: "SchedulerWeightUpdaterManager", recv_req: Any) -> None:
-    """Have the "all" of an update select one model, since no two have their tensors in common.
+    """Replace the selector "all" of an update by one model, since models share no tensors.
 
-    It is the one that the session was opened for; the target, if that was for both.
+    It is the session's model; the target, if the session is for both.
     """
     if not IS_NEWER:
         return
@@ -218,19 +221,19 @@ def select_one_model(manager: "SchedulerWeightUpdaterManager", recv_req: Any) ->
         recv_req.selector = "draft" if is_drafts else "target"
 
 
-# Workers. In 0.5.17 a process's place among ranks is handed on as ``ps``; later it is asked for.
+# Workers. In 0.5.17 a process's ranks are passed as ``ps``; later `get_parallel` returns them.
 
 
 def build_draft(
     target: "TpModelWorker", server_args: "ServerArgs", placement: Mapping[str, Any]
 ) -> "TpModelWorker":
-    """A worker for the draft model; ``placement`` is what else SGLang builds ours with."""
+    """Build a worker for the draft model; ``placement`` has SGLang's other arguments."""
     from sglang.srt.managers.tp_worker import TpModelWorker
 
     if IS_NEWER:
         from sglang.srt.layers.moe.utils import draft_model_build_scope
 
-        # The draft runs at the target's positions, with what was resolved for its own layers.
+        # The draft runs at the target's positions, with the arguments resolved for its own layers.
         length = target.model_runner.model_config.context_len
         asked = {**placement, "is_draft_worker": True, "context_length": length}
         with draft_model_build_scope():
@@ -240,7 +243,7 @@ def build_draft(
 
 
 def replica_of(placement: Mapping[str, Any]) -> int | None:
-    """Which data-parallel replica a worker belongs to."""
+    """Return the rank of a worker's data-parallel replica."""
     if IS_NEWER:
         from sglang.srt.runtime_context import get_parallel
 
@@ -249,14 +252,14 @@ def replica_of(placement: Mapping[str, Any]) -> int | None:
 
 
 def refresh_tables(runner: "ModelRunner") -> None:
-    """Tell a model runner that its pool holds another ``req_to_token`` than when it was built.
+    """Update a model runner after its pool's ``req_to_token`` was replaced.
 
-    Attention backends take theirs from it: with the former they would read other tokens' KV.
+    Attention backends take the table from it: with the old one they would read other tokens' KV.
     """
     if IS_NEWER:
         runner.init_kv_index_translator()
 
 
 def num_bound_processes(*, tp_size: int, dp_size: int) -> int:
-    """How many shares of the cores are listed: replicas are bound apart, except in 0.5.17."""
+    """Return the number of listed core shares: replicas have their own, except in 0.5.17."""
     return tp_size * dp_size if IS_NEWER else tp_size

@@ -1,6 +1,6 @@
-"""SMC speculative decoding as a worker of SGLang's scheduler: what the scheduler calls.
+"""Run SMC speculative decoding as a worker of SGLang's scheduler.
 
-The algorithm is `round.round.Round.play`. Its state lives on the device, in tables keyed by
+The algorithm is `round.play.Round.play`. Its state is on the device, in tables keyed by
 `req_pool_idx`. docs/algorithm.md explains the steps.
 """
 
@@ -12,17 +12,16 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_smc import process, upstream
-from sglang_smc.drafts import assembly as drafts
-from sglang_smc.memory import arena
+from sglang_smc.kv import arena
+from sglang_smc.models.recorder import Ranks, Record, cuda_session
 from sglang_smc.models.weight_update import WeightUpdates
-from sglang_smc.recording.recorder import Ranks, Record, cuda_session
-from sglang_smc.requests.state import RequestStates, state_of
+from sglang_smc.proposers import assembly as drafts
 from sglang_smc.round import costs, graph
-from sglang_smc.round.batch import RoundInputs, shape_of
+from sglang_smc.round.batch import RoundInputs, Tables, shape_of
 from sglang_smc.round.parts import assemble, memory_of, operations
 from sglang_smc.round.result import SMCBatchResult
-from sglang_smc.round.tables import Tables
-from sglang_smc.state.monitor import Monitor
+from sglang_smc.state.metrics import Monitor
+from sglang_smc.state.request import RequestStates, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,13 +33,13 @@ if TYPE_CHECKING:
 
 
 class SMCWorker(WeightUpdates):
-    """Drives a target and an independent draft model; built by SGLang's scheduler.
+    """Worker of SGLang's scheduler with a target and an independent draft model.
 
     SGLang calls, in this order: `__init__`, `alloc_memory_pool`, `init_attention_backends`,
     `init_cuda_graphs`, and then `forward_batch_generation` for every batch.
     """
 
-    _most_launched: int | None = None  # requests of a round that is no replay; None: any number
+    _most_launched: int | None = None  # most requests of a round without a graph; None: any number
 
     def __init__(
         self,
@@ -80,12 +79,12 @@ class SMCWorker(WeightUpdates):
         req_to_token_pool: Any = None,
         token_to_kv_pool_allocator: Any = None,
     ) -> None:
-        """Make room for arenas in requests' rows, then give the draft its KV for the same slots."""
+        """Widen requests' rows by their arenas, then allocate the draft's KV for the same slots."""
         config, pool = self.config, req_to_token_pool
         num_slots = token_to_kv_pool_allocator.size
         arena.check_pool(config, num_slots)
         num_rows, longest = pool.req_to_token.shape
-        # Attention backends take the tensor as they are built, which is after this.
+        # Attention backends take the tensor when they are built, which is after this.
         pool.req_to_token = torch.zeros(
             num_rows,
             arena.row_width(config, longest),
@@ -104,7 +103,7 @@ class SMCWorker(WeightUpdates):
         )
 
     def init_attention_backends(self) -> None:
-        """Build the stock backends for prefill, and our own for the particles."""
+        """Build SGLang's backends for prefill, and this package's for the particles."""
         super().init_attention_backends()
         self._steps, self._prefill, self._round = assemble(
             self._target_worker,
@@ -117,7 +116,7 @@ class SMCWorker(WeightUpdates):
         )
 
     def init_cuda_graphs(self) -> None:
-        """Let the stock runners capture prefill, then capture whole rounds."""
+        """Let SGLang's runners capture prefill, then capture whole rounds."""
         if self._steps.draft.has_stock_passes:
             super().init_cuda_graphs()
         if torch.device(self.device).type != "cpu":
@@ -129,7 +128,7 @@ class SMCWorker(WeightUpdates):
         process.measure_memory_by(partial(memory_of, self.config, *workers, *kept))
 
     def _bound_rounds(self, ranks: Ranks) -> None:
-        """Record rounds, and bound by memory those that are launched call by call."""
+        """Capture rounds, and bound the size of those launched without a graph by memory."""
         if self.config.round_graph != "off":
             try:
                 self._record_what_fits(ranks)
@@ -141,9 +140,9 @@ class SMCWorker(WeightUpdates):
             self._most_launched = room.launched
 
     def _record_what_fits(self, ranks: Ranks) -> None:
-        """Record rounds; where memory runs short all the same, begin anew with a part of it.
+        """Capture rounds; if memory runs out, start again with a smaller part of it.
 
-        One rank of several does not: the others would wait for it in the round that it has left.
+        With several ranks the error is raised, since the others would wait in the aborted round.
         """
         for part in (parts := (1.0, 0.75, 0.5, 0.25, 0.1)):
             within = ranks._replace(free_bytes=int(part * ranks.free_bytes))
@@ -161,7 +160,7 @@ class SMCWorker(WeightUpdates):
         self._additional_graph_time_usage["smc_round"] = usage.seconds
 
     def _record(self, record: Record, ranks: Ranks) -> graph.Recordings:
-        """Record rounds; what a batch does not fill of one plays on SGLang's padding row."""
+        """Capture rounds; unused groups of a batch run on SGLang's padding row."""
         config, tables = self.config, self._tables
         tables.begin_padding(self._states.padding(), config.num_particles, self.device)
         recordings = graph.record_rounds(
@@ -172,7 +171,7 @@ class SMCWorker(WeightUpdates):
         return recordings
 
     def _adapt(self) -> None:
-        """Let N and K follow the load from now on."""
+        """Adapt N and K to the load from now on."""
         if self._recordings is not None:
             measure = partial(costs.costs_of_recordings, self._recordings, self.device)
         else:
@@ -184,7 +183,7 @@ class SMCWorker(WeightUpdates):
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
-        """Every attention backend that a round touches."""
+        """Return every attention backend that a round uses."""
         return self._steps.target.attn_backend, self._steps.draft.attn_backend
 
     def forward_batch_generation(
@@ -200,7 +199,7 @@ class SMCWorker(WeightUpdates):
         return result
 
     def launch_round(self, batch: "ScheduleBatch") -> SMCBatchResult:
-        """Launch a round; the host hears of it when the device has come so far."""
+        """Launch a round; the host reads its result after the device has finished it."""
         shape, inputs = shape_of(batch.reqs), RoundInputs.of(batch, self.device)
         resized = self._round.resize(inputs, shape, batch.reqs) if shape.resizes else None
         recordings = self._recordings
@@ -218,15 +217,15 @@ class SMCWorker(WeightUpdates):
         return result
 
     def clear_cache_pool(self) -> None:
-        """Forget with the KV what was said: a flush leaves nothing of former requests."""
+        """Clear the corpus along with the KV cache, so that a flush leaves no data of requests."""
         if self._corpus is not None:
             self._corpus.forget()
 
     def prepare_for_kv_cache_release(self, req: "Req") -> None:
-        """Keep the last slot of a finished text out of the radix cache.
+        """Keep the last slot of a finished sequence out of the radix cache.
 
-        The draft reads the last token of a round in the next one, which this text has not. What
-        the cache owns both models have read, in a prefill: all, if no round has emitted since.
+        The draft would read the last token only in a further round. Both models have read all
+        tokens that the cache already owns, in a prefill.
         """
         if len(req.output_ids) > 1:
             kv = upstream.kv_of(req)

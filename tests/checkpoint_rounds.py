@@ -30,17 +30,15 @@ from transformers.masking_utils import eager_mask
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from sglang_smc import upstream
-from sglang_smc.drafts.corpus import Corpus
-from sglang_smc.drafts.nobody import Nobody
-from sglang_smc.drafts.proposal import DraftSlots, LanguageModel
-from sglang_smc.memory import arena
+from sglang_smc.kv import arena
 from sglang_smc.models.attention import KVLocations
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches.request_state import update_finish_state
-from sglang_smc.requests.state import state_of
+from sglang_smc.proposers.base import DraftSlots, LanguageModel
+from sglang_smc.proposers.ngram import Corpus, Nobody
+from sglang_smc.round.play import Round, Steps
 from sglang_smc.round.prefill import Prefill
-from sglang_smc.round.round import Round
-from sglang_smc.round.steps import Steps
+from sglang_smc.state.request import state_of
 
 WIDTH = 128  # tokens of the longest prompt and answer
 

@@ -11,13 +11,13 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from table_entries import NEUTRAL, entry
 
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.requests.rules import TextRules
-from sglang_smc.requests.state import RequestState
-from sglang_smc.requests.text_rule import BatchTexts
+from sglang_smc.rules.base import BatchTexts
+from sglang_smc.rules.registry import TextRules
+from sglang_smc.smc.edits import Edits, edit_logits
 from sglang_smc.state.edits import EditTable
 from sglang_smc.state.population import Population
+from sglang_smc.state.request import RequestState
 from sglang_smc.state.settings import RequestTable
-from sglang_smc.tokens.edits import Edits, edit_logits
 
 
 class Echo(CustomLogitProcessor):

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 
 from sglang_smc.ops.torch_ops import TORCH
-from sglang_smc.smc import exact
-from sglang_smc.smc.exact import Walker
-from sglang_smc.tokens.distribution import TokenDistribution
+from sglang_smc.smc import verification
+from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.verification import Walker
 
 
 class Verified(NamedTuple):
@@ -32,7 +32,7 @@ def verify(
     """`exact.verify` of log p ``[G, N, K + 1, V]`` and log q ``[G, N, K, V]``."""
     p = TokenDistribution.of_log_probs(log_p.flatten(0, 2))
     q = [TokenDistribution.of_log_probs(column.flatten(0, 1)) for column in log_q.unbind(2)]
-    found = exact.verify(
+    found = verification.verify(
         walker, tokens, ends, p, q, uniforms, num_steps=num_steps, num_chains=num_chains
     )
     group = torch.arange(len(tokens), device=tokens.device)

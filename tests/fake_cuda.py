@@ -20,14 +20,12 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
 
-from sglang_smc.drafts.proposal import LanguageModel
-from sglang_smc.memory import arena
+from sglang_smc.kv import arena
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.round.batch import RoundInputs, RoundShape
-from sglang_smc.round.round import Round
-from sglang_smc.round.steps import Steps
-from sglang_smc.round.tables import Tables
+from sglang_smc.proposers.base import LanguageModel
+from sglang_smc.round.batch import RoundInputs, RoundShape, Tables
+from sglang_smc.round.play import Round, Steps
 
 VOCAB_SIZE = 128_256
 PROMPT = 8_192

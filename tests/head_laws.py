@@ -1,4 +1,4 @@
-"""What heads draft, by plain transformers and the heads of `sglang_smc.distill`, in float64."""
+"""What heads draft, by transformers and the heads of `sglang_smc.tools.distill`, in float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from sglang_smc.distill.checkpoints import load_dflash, load_eagle3, new_dflash, new_eagle3
+from sglang_smc.tools.distill.checkpoints import load_dflash, load_eagle3, new_dflash, new_eagle3
 
 EAGLE3, HOT, DFLASH = "eagle3", "eagle3 of hot tokens", "dflash"
 KINDS = (EAGLE3, HOT, DFLASH)

@@ -17,7 +17,7 @@ import httpx
 import warm
 from tiny_models import ENGINE_DEFAULTS, STRICT_CHECKS
 
-from sglang_smc.demo.serving import free_port
+from sglang_smc.tools.demo.serving import free_port
 
 START_TIMEOUT = 1200.0
 STOP_TIMEOUT = 60.0

@@ -334,7 +334,9 @@ def running(*, overlap: bool = False, **arguments: Any) -> Iterator[Server]:
             patch.setenv(name, value)
         # It would end this process's parent, if a debugger held a test for long.
         patch.setattr(sglang_scheduler, "create_scheduler_watchdog", lambda *_, **__: None)
-        server_args = ServerArgs(**{**ENGINE_DEFAULTS, **arguments})
+        # Its pipes are no sockets that a poller could wait for.
+        own = {"sleep_on_idle": False}
+        server_args = ServerArgs(**{**ENGINE_DEFAULTS, **own, **arguments})
         ports = PortArgs.init_new(server_args)
         ranks = SpawnRanks(world_rank=0, gpu_id=0)
         context = create_context(server_args, role="scheduler", ranks=ranks)

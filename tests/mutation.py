@@ -1,6 +1,6 @@
 """Count which mutants of the mathematics, the ledger and the round the in-process tests kill.
 
-    python tests/mutation.py --output FILE [--count 300] [--only sglang_smc/smc/exact.py]
+    python tests/mutation.py --output FILE [--count 300] [--only sglang_smc/smc/verification.py]
 
 A mutant is one change by an operator of Cosmic Ray (`a < b` for `a <= b`, `0` for `1`, `not x` for
 `x`, ...) at one place; the sample is fixed by its seed. Tests of unit/ and property/ that run the
@@ -33,11 +33,10 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = ("tests/unit", "tests/property")
 FILES = (
     "sglang_smc/smc/*.py",
-    "sglang_smc/tokens/*.py",
-    "sglang_smc/memory/ledger.py",
-    "sglang_smc/memory/table.py",
-    "sglang_smc/memory/arena.py",
-    "sglang_smc/memory/rows.py",
+    "sglang_smc/kv/ledger.py",
+    "sglang_smc/kv/report.py",
+    "sglang_smc/kv/arena.py",
+    "sglang_smc/ops/rows.py",
     "sglang_smc/round/*.py",
     "sglang_smc/state/population.py",
 )

@@ -22,9 +22,9 @@ from prometheus_client.samples import Sample
 from safetensors.torch import load_file
 
 from sglang_smc import upstream
-from sglang_smc.demo.serving import free_port
 from sglang_smc.options.server import CPU_OVERLAP_ENV
-from sglang_smc.state.monitor import PREFIX
+from sglang_smc.state.metrics import PREFIX
+from sglang_smc.tools.demo.serving import free_port
 
 Named = tuple[str, torch.Tensor]
 

@@ -7,8 +7,7 @@ import torch
 
 from sglang_smc.models.attention import KVLocations, ParticleAttention
 from sglang_smc.models.forward import particle_backend
-from sglang_smc.models.shared_prefix import SharedPrefixPlan, plan_shared_prefix
-from sglang_smc.models.softmax import Softmax
+from sglang_smc.models.softmax import SharedPrefixPlan, Softmax, plan_shared_prefix
 
 NUM_SLOTS = 1024
 SCALING = 0.3

@@ -13,10 +13,9 @@ from typing import NamedTuple
 import torch
 from populations import shared
 
-from sglang_smc.memory import arena
-from sglang_smc.memory.ledger import Ledger
-from sglang_smc.options.budget import Budget, apply_budget, union
-from sglang_smc.options.request import RequestConfig, request_config
+from sglang_smc.kv import arena
+from sglang_smc.kv.ledger import Ledger
+from sglang_smc.options.request import Budget, RequestConfig, apply_budget, request_config, union
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.state.population import ParticleTable, Population
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from sglang_smc.smc.agreement import common_tail
+from sglang_smc.smc.prefixes import common_tail
 from sglang_smc.state.population import Population
 
 

@@ -5,8 +5,8 @@ import random
 from itertools import takewhile
 from typing import NamedTuple
 
-from sglang_smc.smc.weights import effective_sample_size
-from sglang_smc.view.record import RoundRecord, Trace
+from sglang_smc.smc.weighing import effective_sample_size
+from sglang_smc.state.record import RoundRecord, Trace
 
 EOS = 0
 LAG = 24

@@ -2,7 +2,7 @@
 
 import torch
 
-from sglang_smc.tokens.distribution import SamplingRules
+from sglang_smc.smc.distribution import SamplingRules
 
 ALL = 1 << 30  # SGLang's top_k for "no top-k"
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from toy_worker import PROMPT
 
-from sglang_smc.drafts.corpus import Corpus
+from sglang_smc.proposers.ngram import Corpus
 
 Tree = dict[int, Any]  # token -> what may follow it
 

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from toy_worker import NUM_CONTEXTS, PROMPT, Language, SlotModel, ToyWorker
 
-from sglang_smc.drafts.eagle import EagleHead
-from sglang_smc.drafts.states import StateTable
 from sglang_smc.models.attention import KVLocations
-from sglang_smc.round.round import Round
-from sglang_smc.round.steps import Steps
+from sglang_smc.proposers.eagle3 import EagleHead
+from sglang_smc.proposers.hidden_states import StateTable
+from sglang_smc.round.play import Round, Steps
 
 
 def terms(tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

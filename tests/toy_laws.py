@@ -9,12 +9,12 @@ import laws
 import torch
 from toy_worker import NUM_CONTEXTS, Language, Outcome, ToyWorker
 
-from sglang_smc.drafts.corpus import Corpus
 from sglang_smc.ops.interface import Ops
 from sglang_smc.ops.torch_ops import TORCH
-from sglang_smc.options.budget import OFF, Budget
+from sglang_smc.options.request import OFF, Budget
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.potentials.calls import Caller
+from sglang_smc.proposers.ngram import Corpus
 
 VOCAB, EOS, LENGTH, NUM_RUNS = 3, 2, 5, 1200
 Text = tuple[int, ...]

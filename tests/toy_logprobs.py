@@ -10,9 +10,8 @@ from sglang.srt.managers.scheduler_components.batch_result_processor import (
 )
 from toy_worker import ToyRequest, ToyWorker
 
-from sglang_smc.requests.logprob_books import deliver, settle
-from sglang_smc.requests.state import has_open_token
-from sglang_smc.state.transfer import each_tensor
+from sglang_smc.kv.transfer import each_tensor
+from sglang_smc.state.request import deliver, has_open_token, settle
 
 Shown = tuple[int, list[int] | None] | None
 """How many of the likeliest tokens, and which tokens of its own; None asks for nothing."""

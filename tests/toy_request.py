@@ -10,8 +10,8 @@ from table_entries import NEUTRAL
 
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.requests.state import RequestState
-from sglang_smc.requests.text_rule import BatchTexts
+from sglang_smc.rules.base import BatchTexts
+from sglang_smc.state.request import RequestState
 
 PROMPT = (1, 0)
 

@@ -14,23 +14,21 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from toy_request import PROMPT, ToyRequest
 
-from sglang_smc.drafts.corpus import Corpus
-from sglang_smc.drafts.proposal import LanguageModel
-from sglang_smc.memory import arena
+from sglang_smc.kv import arena
 from sglang_smc.models.attention import KVLocations
 from sglang_smc.ops.interface import Ops
 from sglang_smc.ops.torch_ops import TORCH
-from sglang_smc.options.budget import Budget
+from sglang_smc.options.request import Budget
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.potentials.calls import Caller
-from sglang_smc.requests import rules
-from sglang_smc.requests.state import RequestStates, has_open_token
+from sglang_smc.proposers.base import LanguageModel
+from sglang_smc.proposers.ngram import Corpus
+from sglang_smc.round.batch import Tables
+from sglang_smc.round.play import Round, Steps
 from sglang_smc.round.prefill import Prefill
-from sglang_smc.round.round import Round
-from sglang_smc.round.steps import Steps
-from sglang_smc.round.tables import Tables
-from sglang_smc.state.counters import Counters, fidelity_of
-from sglang_smc.state.monitor import Monitor
+from sglang_smc.rules import registry
+from sglang_smc.state.metrics import Counters, Monitor, fidelity_of
+from sglang_smc.state.request import RequestStates, has_open_token
 from sglang_smc.worker import SMCWorker
 
 NUM_CONTEXTS = 97
@@ -208,7 +206,7 @@ class ToyWorker:
         """Book what a round says of a request, as SGLang and `SMCBatchResult.resolve` do."""
         state, firsts = req.smc_state, result.first_tokens
         if has_open_token(req) and (token := int(firsts[group])) >= 0:  # type: ignore[arg-type]
-            rules.settle(req, token, None)  # type: ignore[arg-type]
+            registry.settle(req, token, None)  # type: ignore[arg-type]
         state.take(result.counters[group].tolist(), replayed=False)
         count = 0 if req.is_stuck else int(result.accept_lens[group])
         new = result.next_token_ids.view(len(result.accept_lens), -1)[group, :count].tolist()

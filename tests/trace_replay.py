@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import pytest
 from scipy.special import logsumexp
 
-from sglang_smc.view.finding import checked
-from sglang_smc.view.record import RoundRecord, Trace
+from sglang_smc.state.record import RoundRecord, Trace
+from sglang_smc.tools.view.finding import checked
 
 
 class Replayed(NamedTuple):

@@ -1,11 +1,12 @@
-"""Tokens a pass of SGLang's rules for one chain, from the target's own answers.
+"""Compute tokens per pass of SGLang's single-chain rules from the target's own answers.
 
-Both rules give texts of the target's law, so its own answers x serve. A drafted token is in a text
-as it was drafted with the chance k: of a sample of q, min(1, q(x) / p(x)); of the likeliest token,
-1 where x is that token and 0 elsewhere (SGLang accepts it with p(x), and else draws another). A
-round that starts behind one token of a text ends with the first that was not kept, or with one more
-behind the K-th. So the mean number of rounds follows from the chances alone, and no round is
-played. Where a round starts matters to heads, whose q reads the target's states up to there.
+Both rules keep the target's distribution, so its own answers x serve. A token of a text equals the
+drafted one with probability k: for a sample of q, min(1, q(x) / p(x)); for the likeliest token, 1
+if x is that token and 0 otherwise (SGLang accepts it with p(x), and else samples another). A round
+that starts behind one token of a text ends with the first token that was not kept, or with the
+bonus token behind the K-th. So the mean number of rounds follows from these probabilities alone,
+and no round is run. The start of a round matters for heads: q reads the target's states up
+to there.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ from study import PAIR, bar
 if TYPE_CHECKING:
     import torch
 
-#: Of each answer, the mean number of rounds by each rule.
+#: By rule: the mean number of rounds of each answer.
 Rounds = dict[str, np.ndarray]
-#: Counts the rounds that a proposal takes for answers at a temperature; {} where its q is unknown.
+#: Counts the rounds that a proposal takes for answers at a temperature; {} if q is unknown.
 Counter = Callable[[Proposal, Sequence[Record], float], Rounds]
-#: The logits of q ``[A, K, V]`` behind A anchors of a text.
+#: Returns the logits of q ``[A, K, V]`` behind A anchors of a text.
 Law = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 
 
 def expected_rounds(keep: np.ndarray) -> float:
-    """The mean number of rounds that an answer takes behind its first token.
+    """Return the mean number of rounds of an answer behind its first token.
 
     Args:
-        keep: ``[A, K]`` for a round behind each token but the last: the chance that its drafts,
-            if those before were kept, are. What would stand behind the text is not looked at.
+        keep: ``[A, K]`` for a round behind each token but the last: the probability that each
+            draft is kept, given that those before are. Entries beyond the text are ignored.
     """
     left, steps = keep.shape
-    ahead = np.zeros(left + 1)  # rounds from each token on
+    ahead = np.zeros(left + 1)  # expected rounds from each token on
     for anchor in reversed(range(left)):
         most = min(steps, left - anchor)
         reached = np.concatenate([[1.0], np.cumprod(keep[anchor, :most]), [0.0]])
@@ -50,7 +51,7 @@ def expected_rounds(keep: np.ndarray) -> float:
 
 
 def count(proposal: Proposal, answers: Sequence[Record], temperature: float) -> Rounds:
-    """By the plain models, one text at a time."""
+    """Return the mean rounds of each answer by rule, computed with the plain models."""
     if proposal.kind == "ngram":
         return {}
     found: dict[str, list[float]] = {SAMPLED: [], LIKELIEST: []}
@@ -67,7 +68,7 @@ def count(proposal: Proposal, answers: Sequence[Record], temperature: float) -> 
 def chances(
     target: Any, law: Law, prompt: Sequence[int], answer: Sequence[int], temperature: float
 ) -> dict[str, np.ndarray]:
-    """Of each rule, what `expected_rounds` asks of an answer of two tokens or more ``[A, K]``."""
+    """Return the keep probabilities ``[A, K]`` by rule, for an answer of two tokens or more."""
     import torch
 
     ids = torch.tensor([*prompt, *answer])
@@ -100,7 +101,7 @@ def _model(name: str) -> Any:
 
 
 def _law(proposal: Proposal) -> Law:
-    """The law of a proposal that has a checkpoint."""
+    """Return the draft distribution of a proposal that has a checkpoint."""
     assert proposal.folder is not None
     if proposal.kind == "model":
         return model_law(_model(proposal.folder))
@@ -109,7 +110,7 @@ def _law(proposal: Proposal) -> Law:
 
 
 def model_law(model: Any) -> Law:
-    """A language model's: wherever the round started."""
+    """Return a language model's distribution, which does not depend on the round's start."""
 
     def law(ids: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         import torch
@@ -122,8 +123,8 @@ def model_law(model: Any) -> Law:
 
 
 def head_law(is_block: bool, folder: Path, target: Any) -> Law:
-    """A head's, by the code that trains it."""
-    from sglang_smc.distill.checkpoints import load_dflash, load_eagle3
+    """Return a head's distribution, computed by its training code."""
+    from sglang_smc.tools.distill.checkpoints import load_dflash, load_eagle3
 
     source = target.config._name_or_path
     head = (load_dflash if is_block else load_eagle3)(folder, source).eval()

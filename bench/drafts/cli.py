@@ -1,12 +1,12 @@
-"""Which draft yields how many tokens a target pass, how far from the target, and how fast?
+"""Measure drafts: tokens per target pass, distance from the target, and expected speed.
 
     make drafts                                        # everything, resumable at any point
-    .venv/bin/python bench/drafts --list               # what there is to measure
+    .venv/bin/python bench/drafts --list               # lists the cells
     .venv/bin/python bench/drafts --only 'eagle-3-*'   # a part of it
-    .venv/bin/python bench/drafts --problems 20        # a quick look, in another --output-dir
+    .venv/bin/python bench/drafts --problems 20        # a quick run, in another --output-dir
 
-As `bench/fidelity`, with an engine for each proposal, whose requests choose N, mode and
-temperature. Tokens a second to expect are the planner's, of an 8B. ``drafts-output/`` then holds
+As `bench/fidelity`, with an engine for each proposal; its requests choose N, mode and
+temperature. Expected tokens per second are the planner's, of an 8B. ``drafts-output/`` then holds
 all answers and scores, a CSV, a Markdown table and a plot.
 """
 
@@ -29,7 +29,7 @@ REPORT = Report("drafts", DraftRow, markdown, plot_rows)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the options."""
+    """Parse the options."""
     what = (
         "Tokens per target pass, distance from the target's law, and tokens a second to expect, "
         "of all that drafts."
@@ -38,14 +38,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def measured(plan: DraftsPlan, start: Start, score: Scorer, count: Counter) -> str:
-    """Complete the selected cells, then report on all that is complete."""
+    """Complete the selected cells, then report on all that are complete."""
     plan.finish(start, score)
     rows = rows_of(plan.scored(), plan.plugins, count)
     return REPORT.write(plan.options.output_dir, rows, plan.settings(), note)
 
 
 def publish(plan: DraftsPlan) -> None:
-    """Copy the results to where the repository keeps them; never a part of the grid."""
+    """Copy the results to bench/results; raise BenchError unless the grid is complete."""
     plan.require_all()
     REPORT.publish(plan.options.output_dir)
 
@@ -56,7 +56,7 @@ def main(
     score: Scorer = by_processes,
     count: Counter = count,
 ) -> int:
-    """Run the benchmark; the exit status is 0 where it came to its end."""
+    """Run the benchmark; return exit status 0 if it completes."""
     options = parse_arguments(argv)
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""What a round costs at the size of an 8B, by the planner."""
+"""Compute the cost of a round at the size of an 8B, by the planner."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from functools import lru_cache
 from drafts.grid import NUM_STEPS
 
 from sglang_smc.options.server import LAG
-from sglang_smc.plan import proposals, shapes
-from sglang_smc.plan.devices import named
-from sglang_smc.plan.roofline import ar_step, round_cost
+from sglang_smc.tools.plan import proposals, shapes
+from sglang_smc.tools.plan.devices import named
+from sglang_smc.tools.plan.roofline import ar_step, round_cost
 
 TARGET, DEVICE, BATCH, CONTEXT = "llama-3.1-8b", "h200", 1, 2000
-#: Tokens of each particle's own, on average, as the planner has it.
+#: Mean tokens of each particle's own tail, as in the planner.
 TAIL = LAG // 2
 
 
 @lru_cache
 def round_seconds(planned: str, num_particles: int) -> float:
-    """The least time of a round of K steps.
+    """Return a lower bound of the time of a round of K steps.
 
     Args:
-        planned: what drafts, one of `sglang_smc.plan.proposals.NAMES`.
+        planned: the draft, one of `sglang_smc.tools.plan.proposals.NAMES`.
     """
     target, draft = shapes.from_config(TARGET), proposals.from_config(planned)
     device = named(DEVICE, proposals.lowest_precision(target, draft))
@@ -33,5 +33,5 @@ def round_seconds(planned: str, num_particles: int) -> float:
 
 @lru_cache
 def plain_seconds() -> float:
-    """The least time of a token without speculation."""
+    """Return a lower bound of the time per token without speculation."""
     return ar_step(shapes.from_config(TARGET), BATCH, CONTEXT + TAIL).seconds(named(DEVICE))

@@ -1,4 +1,4 @@
-"""An engine for each proposal, one for the target alone, and SGLang's own with a draft model."""
+"""Start an engine for a proposal, for the target alone, or for SGLang's own speculation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from answers import COMMON, Asker, started
 from drafts.grid import NUM_STEPS, STANDALONE, TARGET, proposal_of
 from fidelity.measure import SMC
 
-#: SGLang's own chain of K tokens: its tree of one branch, whose root is the last token.
+#: SGLang's own chain of K tokens: a tree with one branch; its root is the last token.
 CHAIN: dict[str, Any] = {
     "speculative_algorithm": STANDALONE,
     "speculative_num_steps": NUM_STEPS,
@@ -20,7 +20,7 @@ CHAIN: dict[str, Any] = {
 
 
 def settings(name: str) -> dict[str, Any]:
-    """Return the keywords of `sgl.Engine` but for the models."""
+    """Return the keywords of `sgl.Engine` except the models."""
     proposal = proposal_of(name)
     if name.startswith(STANDALONE):
         return COMMON | CHAIN

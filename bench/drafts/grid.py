@@ -1,4 +1,4 @@
-"""What is measured: each proposal with few and many particles, exact and auto, warm and hot."""
+"""Define the cells: each proposal with few and many particles, exact and auto, by temperature."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from fidelity.grid import AR_TARGET, AUTO, EXACT, Cell, Kind
 PARTICLES = (1, 4, 8)
 NUM_STEPS = 8
 TARGET, STANDALONE = "target", "STANDALONE"
-#: Rules of one chain that SGLang has, computed on the target's own answers (`chains.py`).
+#: SGLang's single-chain rules, computed on the target's own answers (`chains.py`).
 LIKELIEST, SAMPLED = "chain of the likeliest", "chain of samples"
-#: Of a row: how tokens are accepted. N is 1 in all but the two modes of SMC.
+#: Acceptance rules of rows. N is 1 in all but the two modes of SMC.
 RULES = (EXACT, AUTO, LIKELIEST, SAMPLED, STANDALONE)
 
 
 class Proposal(NamedTuple):
-    """Who drafts."""
+    """A kind of draft."""
 
     name: str
-    folder: str | None  # of its checkpoint, beside the target; None: there is none
+    folder: str | None  # of its checkpoint, beside the target; None without one
     kind: Literal["model", "eagle3", "dflash", "ngram"]
-    planned: str  # the planner's name of one of its kind for an 8B
-    settings: Mapping[str, Any] = MappingProxyType({})  # of the engine, besides
+    planned: str  # the planner's name of such a draft for an 8B
+    settings: Mapping[str, Any] = MappingProxyType({})  # further engine settings
 
 
 WEIGHT = "speculative_smc_ngram_weight"
@@ -42,12 +42,12 @@ _BY_NAME = {one.name: one for one in PROPOSALS}
 
 
 def proposal_of(engine: str) -> Proposal | None:
-    """Who drafts for an engine; None for the target alone."""
+    """Return the proposal of an engine; None for the target alone."""
     return _BY_NAME.get(engine.removeprefix(f"{STANDALONE} "))
 
 
 def rule_of(cell: Cell) -> str:
-    """How tokens are accepted: of `RULES`, or the target's own drawing."""
+    """Return a cell's acceptance rule, one of `RULES`, or AR for the target alone."""
     kind = cell.kind
     if kind.smc is not None:
         return kind.smc["mode"]
@@ -55,12 +55,12 @@ def rule_of(cell: Cell) -> str:
 
 
 def label(proposal: str, rule: str, num_particles: int) -> str:
-    """As people read it: ``EAGLE-3 exact N=4``."""
+    """Return a display name: ``EAGLE-3 exact N=4``."""
     return f"{proposal} {rule}" + (f" N={num_particles}" if rule in (EXACT, AUTO) else "")
 
 
 def kinds() -> list[Kind]:
-    """All settings, those of one engine together."""
+    """Return all settings, grouped by engine."""
     found = [Kind(AR_TARGET, TARGET)]
     for proposal in PROPOSALS:
         found += [_smc(proposal, mode, n) for mode in (EXACT, AUTO) for n in PARTICLES]

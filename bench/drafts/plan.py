@@ -1,4 +1,4 @@
-"""Which cells a run completes, and the code that the answers of others were measured with."""
+"""Plan the cells of a run, and record the code that measured the other cells."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from study import PAIR, Log, digest, matching
 
 
 class DraftsPlan(ScoredPlan):
-    """The cells of this run, and the files of all cells that the report may show.
+    """The cells of this run, and the files of all cells for the report.
 
-    The selected cells are measured with the code that is here. Of all others what is there is
-    shown, and each row of the report names the code (`plugin`) that its answers are of: a
-    proposal is added without asking all the others again. Nor do answers depend on how many
-    problems are asked: a later run with more of them goes on with what is there.
+    The selected cells are measured with the current code. For the others existing answers are
+    shown, and each row of the report names the code (`plugin`) that measured it: a proposal is
+    added without measuring all the others again. Answers do not depend on the number of problems:
+    a later run with more problems continues.
     """
 
     def __init__(self, options: argparse.Namespace, code: Mapping[str, Any]) -> None:
@@ -29,7 +29,7 @@ class DraftsPlan(ScoredPlan):
         super().__init__(options, every, settings, code)
 
     def identity(self, cell: Cell) -> dict[str, Any]:
-        # Of a cell that is not selected, the code that its file names, if there is one.
+        # For a cell that is not selected, use the code that its file names, if there is one.
         there = {} if cell in self._own else Log(self.path("answers", cell), {}).header()
         self.plugins[cell] = there.get("plugin", self._code["plugin"])
         proposal = proposal_of(cell.engine)

@@ -1,4 +1,4 @@
-"""The picture: nats to the target against tokens a second to expect, a panel a temperature."""
+"""Plot nats to the target against expected tokens per second, a panel per temperature."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from drafts.report import DraftRow
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-#: Okabe and Ito's, one a proposal, that of its place.
+#: Okabe and Ito's colours, one per proposal.
 COLOURS = dict(zip((one.name for one in PROPOSALS), (*charts.COLOURS, SKY), strict=True))
 MARKERS = {EXACT: "o", AUTO: "D", LIKELIEST: "x", SAMPLED: "+", STANDALONE: "s"}
-#: Of what follows the target by its rule, or was not found to differ: a lane for each proposal
-#: below 0, so many nats high.
+#: Height, in nats, of each proposal's lane below 0, for rows that follow the target by their rule
+#: or do not differ measurably.
 LANE = 0.06
 
 
 def plot_rows(rows: Sequence[DraftRow], path: Path) -> None:
-    """Write the picture as a PNG to ``path``."""
+    """Write the plot as a PNG to ``path``."""
     temperatures = sorted({row.temperature for row in rows})
     shape = {"rows": len(temperatures), "sharex": True, "sharey": True}
     with picture(path, (9.0, 0.8 + 4.2 * len(temperatures)), **shape) as (figure, panels):
@@ -47,7 +47,7 @@ def _panel(axes: Axes, rows: Sequence[DraftRow]) -> None:
 
 
 def _scale(axes: Axes, highest: float) -> None:
-    """Nats above 0, and the names of the lanes below."""
+    """Label the axis: nats above 0, and the names of the lanes below."""
     nats = [tenth / 10 for tenth in range(0, int(10 * highest) + 2)]
     names = {_lane(name): name for name in COLOURS}
     axes.set_yticks([*names, *nats], [*names.values(), *(f"{value:g}" for value in nats)])
@@ -61,7 +61,7 @@ def _lane(proposal: str) -> float:
 
 
 def _point(axes: Axes, row: DraftRow) -> None:
-    """With its interval where there is one, and its N beside it."""
+    """Draw a row's point, with its interval if there is one, and its N."""
     colour, kl = COLOURS[row.proposal], row.kl_at_least
     differs = kl is not None and kl.mean > 0
     y = kl.mean if kl and differs else _lane(row.proposal)

@@ -1,4 +1,4 @@
-"""From scored answers to rows, the rows as CSV and back, and the tables that are made of these."""
+"""Summarize scored answers as rows, the rows as CSV, and these as tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from results import Interval, interval_cell, markdown_table, number_cell
 
 @dataclass(frozen=True)
 class DraftRow:
-    """A line of the table; None where a number makes no sense for it."""
+    """A line of the table; None where a number does not apply."""
 
     label: str  # without the temperature
     proposal: str  # empty for the target alone
@@ -28,15 +28,15 @@ class DraftRow:
     tokens_per_pass: Interval
     accuracy: Interval | None
     difference: Interval | None  # accuracy minus AR's
-    innovation: Interval | None  # nats a token
-    log_p_difference: Interval | None  # nats a token, minus AR's
-    kl_at_least: Interval | None  # nats an answer; the direction is that of the shipped draft
-    tilt: Interval | None  # likewise
+    innovation: Interval | None  # nats per token
+    log_p_difference: Interval | None  # nats per token, minus AR's
+    kl_at_least: Interval | None  # nats per answer; in the direction of the shipped draft
+    tilt: Interval | None  # in the direction of the shipped draft
     server_tilt: Interval | None  # to the proposal itself
-    round_ms: float  # of an 8B, by the planner
-    tokens_per_second: float  # that this makes
+    round_ms: float  # for an 8B, by the planner
+    tokens_per_second: float  # by these round times
     to_draft_model: float | None  # of the same rule, N and temperature
-    plugin: str  # the code that answered
+    plugin: str  # fingerprint of the code that answered
 
     @property
     def is_smc(self) -> bool:
@@ -46,7 +46,7 @@ class DraftRow:
 def rows_of(
     answers: Mapping[Cell, Answered], plugins: Mapping[Cell, str], count: Counter
 ) -> list[DraftRow]:
-    """A row for each complete cell, and for SGLang's rules where the target's answers are."""
+    """Return a row for each complete cell, and for SGLang's rules if AR's answers are complete."""
     found, engines = [], {cell.engine for cell in answers}
     for cell, row in zip(answers, make_rows(answers), strict=True):
         found.append(_measured(cell, row, answers[cell], plugins[cell]))
@@ -56,7 +56,7 @@ def rows_of(
     return sorted(_compared(found), key=_place)
 
 
-#: Of a row of the fidelity study, which is AR's or a mode's.
+#: Columns shared with the rows of the fidelity study.
 SHARED = ("accuracy", "difference", "innovation", "log_p_difference", "kl_at_least", "tilt")
 SHARED += ("server_tilt",)
 
@@ -74,7 +74,7 @@ def _measured(cell: Cell, row: CellRow, found: Answered, plugin: str) -> DraftRo
 def _computed(
     cell: Cell, found: Answered, plugin: str, counted: Sequence[Proposal], count: Counter
 ) -> Iterator[DraftRow]:
-    """SGLang's rules, whose texts have the target's law."""
+    """Yield rows of SGLang's rules, which keep the target's distribution."""
     records = [record for record, _ in found]
     tokens = np.array([len(record.output_ids) - 1 for record in records], dtype=float)
     for proposal in counted:
@@ -115,7 +115,7 @@ def _seconds(proposal: Proposal | None, num_particles: int) -> float:
 
 
 def _compared(rows: Sequence[DraftRow]) -> list[DraftRow]:
-    """With the ratio to the draft model's row of the same rule, N and temperature."""
+    """Return rows with the ratio to the draft model's row of the same rule, N and temperature."""
     speed = {_like(row): row.tokens_per_second for row in rows if row.proposal == DRAFT.name}
     return [
         replace(row, to_draft_model=row.tokens_per_second / speed[_like(row)])
@@ -130,7 +130,7 @@ def _like(row: DraftRow) -> tuple[str, int, float]:
 
 
 def _place(row: DraftRow) -> tuple[float, int, bool]:
-    """By temperature and proposal, SMC before SGLang's rules; else as they come."""
+    """Return the sort key: temperature, proposal, SMC before SGLang's rules."""
     names = ["", *(proposal.name for proposal in PROPOSALS)]
     return row.temperature, names.index(row.proposal), not row.is_smc
 
@@ -152,7 +152,7 @@ HEADERS = (
 
 
 def markdown(rows: Sequence[DraftRow], note: str) -> str:
-    """For each temperature the fastest row of each proposal, and all rows."""
+    """Return Markdown: for each temperature each proposal's fastest row, and all rows."""
     parts = [note]
     for temperature in sorted({row.temperature for row in rows}):
         here = [row for row in rows if row.temperature == temperature]
@@ -182,7 +182,7 @@ def _cells(row: DraftRow) -> list[str]:
 
 
 def fastest(rows: Iterable[DraftRow], proposal: str, rules: Sequence[str]) -> DraftRow | None:
-    """Of a proposal by these rules."""
+    """Return a proposal's fastest row by these rules."""
     ours = [row for row in rows if row.proposal == proposal and row.rule in rules]
     return max(ours, key=lambda row: row.tokens_per_second, default=None)
 
@@ -198,7 +198,7 @@ BEST_HEADERS = (
 
 
 def _bottom_line(rows: Sequence[DraftRow]) -> str:
-    """At equal fidelity: exact beside exact, auto beside auto."""
+    """Return the fastest rows at equal fidelity: exact beside exact, auto beside auto."""
     lines, plain = [], 1 / plain_seconds()
     for rule in (EXACT, AUTO):
         model = fastest(rows, DRAFT.name, (rule,))
@@ -221,7 +221,7 @@ def _bottom_line(rows: Sequence[DraftRow]) -> str:
 
 
 def note(origin: Mapping[str, Any]) -> str:
-    """What stands above the tables."""
+    """Return the text above the tables."""
     last = origin["settings"]["problems"] - 1
     return (
         f"The shipped pair and its heads, K = 8; held-out problems 0 to {last}, "

@@ -1,13 +1,13 @@
-"""How far is each mode from the target's law, and how many tokens does a target pass yield?
+"""Measure each mode's distance from the target's distribution and its tokens per target pass.
 
     make fidelity                                        # everything, resumable at any point
-    .venv/bin/python bench/fidelity --list               # what there is to measure
+    .venv/bin/python bench/fidelity --list               # lists the cells
     .venv/bin/python bench/fidelity --only 'exact-*'     # a part of it
-    .venv/bin/python bench/fidelity --problems 20        # a quick look, in another --output-dir
+    .venv/bin/python bench/fidelity --problems 20        # a quick run, in another --output-dir
 
-Engines answer; then the plain models say of each token of each answer what the target's law and the
-draft's were there. Every answer and every score is written down as it comes, so after an
-interruption the same command goes on where it stopped. ``fidelity-output/`` then holds them, a
+Engines answer; then plain models compute, for each token of each answer, the distributions of
+target and draft. Every answer and every score is written as soon as it is complete, so after an
+interruption the same command continues where it stopped. ``fidelity-output/`` then holds them, a
 CSV, a Markdown table and a plot.
 """
 
@@ -33,7 +33,7 @@ REPORT = Report("fidelity", CellRow, markdown, plot_rows)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the options."""
+    """Parse the options."""
     what = "Tokens per target pass, accuracy, and distance from the target's law, of all modes."
     return scored_options("fidelity", what, 2000, argv)
 
@@ -41,7 +41,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def scored_options(
     name: str, what: str, problems: int, argv: list[str] | None
 ) -> argparse.Namespace:
-    """Return the options of a study of scored answers."""
+    """Parse the options of a study of scored answers."""
     parser = grid_parser(name, what, look="--list")
     add = parser.add_argument
     add("--problems", type=at_least_two, default=problems, help="held-out problems for each cell")
@@ -51,7 +51,7 @@ def scored_options(
 
 
 def measured(plan: FidelityPlan, start: Start, score: Scorer) -> str:
-    """Complete the selected cells, then report on all that is complete."""
+    """Complete the selected cells, then report on all that are complete."""
     plan.finish(start, score)
     rows = make_rows(plan.scored())
     REPORT.write(plan.options.output_dir, rows, plan.settings(), note)
@@ -59,7 +59,7 @@ def measured(plan: FidelityPlan, start: Start, score: Scorer) -> str:
 
 
 def note(origin: Mapping[str, Any]) -> str:
-    """Return what stands above the tables."""
+    """Return the text above the tables."""
     sizes = f"N={SIZES['num_particles']}, K={SIZES['num_steps']}"
     last = origin["settings"]["problems"] - 1
     return (
@@ -71,7 +71,7 @@ def note(origin: Mapping[str, Any]) -> str:
 
 
 def publish(plan: FidelityPlan) -> None:
-    """Copy the results to where the repository keeps them; never a part of the grid."""
+    """Copy the results to bench/results; raise BenchError unless the grid is complete."""
     plan.require_all()
     REPORT.publish(plan.options.output_dir)
 
@@ -81,7 +81,7 @@ def main(
     start: Start = running,
     score: Scorer = by_processes,
 ) -> int:
-    """Run the benchmark; the exit status is 0 where it came to its end."""
+    """Run the benchmark; return exit status 0 if it completes."""
     options = parse_arguments(argv)
 
     def run() -> None:

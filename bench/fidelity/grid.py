@@ -1,4 +1,4 @@
-"""What is measured: the cells, one for each setting and temperature."""
+"""Define the cells, one for each setting and temperature."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sglang_smc.options.server import (
 TEMPERATURES = (0.7, 1.0)
 AR_TARGET, AR_DRAFT, EXACT = "AR target", "AR draft", "exact"
 MIXED, AUTO, SMC, DEFAULT = "mixed", "auto", "smc", "smc default"
-LATE = f"smc lag {LONG_LAG}"  # the default, but for the lag
-#: Evidence thresholds beside those of `auto` and of the default; 0 is the paper's algorithm.
+LATE = f"smc lag {LONG_LAG}"  # the default with a longer lag
+#: Evidence thresholds besides those of `auto` and of the default; 0 is the paper's algorithm.
 MIXED_THRESHOLDS = (4.0, 1.0, 0.5)
 SMC_THRESHOLDS = (1.0, 0.0)
 #: N and K are the server's defaults throughout.
@@ -28,7 +28,7 @@ SIZES = {"num_particles": DEFAULTS.num_particles, "num_steps": DEFAULTS.num_step
 
 @dataclass(frozen=True)
 class Kind:
-    """A setting without a temperature; ``smc`` is what its requests ask of the SMC engine."""
+    """A setting without a temperature; ``smc`` holds the SMC request fields."""
 
     family: str
     engine: str  # "target", "draft" or "smc"
@@ -36,13 +36,13 @@ class Kind:
 
     @property
     def name(self) -> str:
-        """As people read it: ``mixed c=1``."""
+        """Return a display name: ``mixed c=1``."""
         asked = (self.smc or {}).get("evidence_threshold")
         return self.family if asked is None else f"{self.family} c={asked:g}"
 
     @property
     def evidence_threshold(self) -> float | None:
-        """The c that it runs with, asked for or not; None where there is none."""
+        """Return the evidence threshold c in force, set or default; None without one."""
         unasked = {
             AUTO: AUTO_EVIDENCE_THRESHOLD,
             DEFAULT: EVIDENCE_THRESHOLD,
@@ -52,7 +52,7 @@ class Kind:
 
     @property
     def slug(self) -> str:
-        """As files and patterns have it: ``mixed-c1``."""
+        """Return the name for files and patterns: ``mixed-c1``."""
         return slug_of(self.name)
 
 
@@ -69,7 +69,7 @@ class Cell:
 
     @property
     def samples(self) -> int:
-        """Answers to each problem."""
+        """Return the number of answers to each problem."""
         return 1
 
     @property
@@ -82,12 +82,12 @@ class Cell:
 
     @property
     def is_pure_smc(self) -> bool:
-        """Whether it is the paper's algorithm, whose log Z bounds the divergence."""
+        """Return whether it is the paper's algorithm, in which log Z bounds the divergence."""
         return self.kind.family == SMC and self.kind.evidence_threshold == 0
 
 
 def kinds() -> list[Kind]:
-    """All settings, those of one engine together."""
+    """Return all settings, grouped by engine."""
     return [
         Kind(AR_TARGET, "target"),
         Kind(AR_DRAFT, "draft"),
@@ -100,7 +100,7 @@ def kinds() -> list[Kind]:
 
 
 def _dial() -> list[Kind]:
-    """Those with an evidence threshold of their own."""
+    """Return the settings with their own evidence threshold."""
     return [
         *(_kind(MIXED, mode="mixed", evidence_threshold=c) for c in MIXED_THRESHOLDS),
         *(
@@ -111,7 +111,7 @@ def _dial() -> list[Kind]:
 
 
 def _has_a_name(kind: Kind) -> bool:
-    """Whether it is `auto`, or the default, under another name: nothing is measured twice."""
+    """Return whether it equals `auto` or the default, which are measured under these names."""
     named = AUTO_EVIDENCE_THRESHOLD if kind.family == MIXED else EVIDENCE_THRESHOLD
     return kind.evidence_threshold == named
 
@@ -121,7 +121,7 @@ def _kind(family: str, **settings: Any) -> Kind:
 
 
 def cells(temperatures: Iterable[float], every: Sequence[Kind] = ()) -> list[Cell]:
-    """Return these kinds, or all, at each temperature, engine by engine: each starts only once."""
+    """Return these kinds, or all, at each temperature, grouped by engine to start each once."""
     some = every or kinds()
     found = [Cell(kind, t) for t in temperatures for kind in some]
     engines = list(dict.fromkeys(kind.engine for kind in some))

@@ -1,4 +1,4 @@
-"""Ask the problems of a cell, and grade their answers."""
+"""Run the problems of a cell, and grade their answers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fidelity.grid import SIZES, Cell
 from pair.task import check, held_out
 from study import BenchError
 
-#: A problem to warm up with lies beyond all that are measured.
+#: The warm-up problem, beyond all measured ones.
 WARM_UP = 1_000_000
 KEPT = ("completion_tokens", "spec_verify_ct")
 KEPT_PREFIX = "spec_smc_"
-#: What the SMC engine adds.
+#: Further settings of the SMC engine.
 SMC: dict[str, Any] = {
     "speculative_algorithm": "SMC",
     "speculative_num_steps": SIZES["num_steps"],
@@ -26,7 +26,7 @@ SMC: dict[str, Any] = {
 
 
 def settings(name: str) -> dict[str, Any]:
-    """Return the keywords of `sgl.Engine` but for the models."""
+    """Return the keywords of `sgl.Engine` except the models."""
     return COMMON | (SMC if name == "smc" else {})
 
 
@@ -40,18 +40,18 @@ def running(name: str) -> Iterator[Asker]:
 
 @dataclass(frozen=True)
 class Record:
-    """One answer, graded."""
+    """One graded answer."""
 
     index: int
     right: bool
-    part: int  # of a cell that was interrupted; 0 in one that was not
-    at: float  # seconds since its part began
-    output_ids: list[int]  # EOS and all
+    part: int  # number of the run that measured it; above 0 after an interruption
+    at: float  # seconds since that run began
+    output_ids: list[int]  # including EOS
     info: dict[str, Any]
 
 
 def seconds(records: Sequence[Record]) -> float:
-    """Return the wall time of all parts; of an interrupted one, up to its last answer."""
+    """Return the wall time of all runs; of an interrupted one, up to its last answer."""
     ends: dict[int, float] = {}
     for record in records:
         ends[record.part] = max(record.at, ends.get(record.part, 0.0))
@@ -59,12 +59,12 @@ def seconds(records: Sequence[Record]) -> float:
 
 
 def request_of(cell: Cell, index: int) -> Request:
-    """Return problem ``index``, with its number as the seed, under the settings of ``cell``."""
+    """Return the request of problem ``index``, with its number as the seed, as ``cell`` sets it."""
     return request(index, index, cell.temperature, cell.kind.smc)
 
 
 def grade(reply: Reply, *, part: int, at: float) -> Record:
-    """Return what is kept of a reply; raises BenchError where its tokens are not all there."""
+    """Return the record of a reply; raise BenchError if some of its tokens are missing."""
     info = reply.meta_info
     if len(reply.output_ids) != info["completion_tokens"]:
         raise BenchError(
@@ -74,14 +74,14 @@ def grade(reply: Reply, *, part: int, at: float) -> Record:
     # An answer cut off by the length limit may end in a right number by chance.
     ended = info["finish_reason"]["type"] == "stop"
     kept = {key: info[key] for key in info if key in KEPT or key.startswith(KEPT_PREFIX)}
-    if "spec_smc_rounds_ct" in kept:  # each is one pass of the target
+    if "spec_smc_rounds_ct" in kept:  # each is one target pass
         kept.setdefault("spec_verify_ct", kept["spec_smc_rounds_ct"])
     right = ended and check(reply.text, held_out(reply.index))
     return Record(reply.index, right, part, round(at, 3), reply.output_ids, kept)
 
 
 def graded(cell: Cell, answers: Answers[Record], asker: Asker) -> Iterator[Record]:
-    """Ask what is missing of one cell, after a problem to warm up with."""
+    """Run the missing problems of one cell, after a warm-up problem."""
     part = max((record.part for record in answers.read()), default=-1) + 1
     missing = [index for _, index in answers.missing()]
     list(asker.ask([request_of(cell, WARM_UP)]))

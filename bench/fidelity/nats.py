@@ -1,14 +1,15 @@
-"""How far answers are from the target's law: statistics of scored answers, in nats.
+"""Estimate the distance of answers from the target's distribution, in nats.
 
-An answer is one draw, its tokens are not, so all intervals are over answers. With p and q the laws
-of the next token (`scoring.py`), H the entropy of p, l = log q/p, and sums over an answer's tokens:
+An answer is one draw, its tokens are not, so all intervals are over answers. With p and q the
+distributions of the next token (`scoring.py`), H the entropy of p, l = log q/p, and sums over an
+answer's tokens:
 
-innovation  sum(log p + H): mean 0 under the target, as a martingale. Above 0 where the text is
-            sharper than the target's, below 0 where it is flatter.
-tilt        sum(l - E_p l) / sum(Var_p l): mean 0 under the target in the numerator, likewise. One
-            Newton step from 0 to the b for which p^(1 - b) q^b explains the answers best.
-KL          KL(s || p) >= E_s[log m(x) / p(x)] for the law s of the answers x and any law m of
-            texts (Gibbs). Here m draws each token from (1 - w) p + w q.
+    innovation  sum(log p + H): mean 0 under the target, as a martingale. Above 0 if the text is
+                sharper than the target's, below 0 if it is flatter.
+    tilt        sum(l - E_p l) / sum(Var_p l): its numerator has mean 0 under the target, too.
+                One Newton step from 0 to the b for which p^(1 - b) q^b fits the answers best.
+    KL          KL(s || p) >= E_s[log m(x) / p(x)] for the distribution s of the answers x and any
+                distribution m of texts (Gibbs). Here m samples each token from (1 - w) p + w q.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from typing import Any
 import numpy as np
 from results import Z95, Interval
 
-#: The weights w that the bound chooses from; at 0 it says that KL >= 0.
+#: The weights w that the bound chooses from; at 0 the bound is 0.
 WEIGHTS = np.linspace(0.0, 0.98, 50)
 FOLDS = 5
 
 
 def ratio(numerators: np.ndarray, denominators: np.ndarray) -> Interval:
-    """A ratio of sums over two or more answers ``[n]``, with its interval by linearization."""
+    """Return a ratio of sums over two or more answers ``[n]``, with its linearized interval."""
     estimate, influence = _linearized(numerators, denominators)
     return _around(estimate, influence)
 
@@ -34,13 +35,13 @@ def ratio(numerators: np.ndarray, denominators: np.ndarray) -> Interval:
 def paired_ratio_difference(
     ours: tuple[np.ndarray, np.ndarray], reference: tuple[np.ndarray, np.ndarray]
 ) -> Interval:
-    """Our ratio of sums less the reference's, answer i of each to the same problem, ``[n]``."""
+    """Return our ratio of sums minus the reference's, over the same problems in order, ``[n]``."""
     one, other = _linearized(*ours), _linearized(*reference)
     return _around(one[0] - other[0], one[1] - other[1])
 
 
 def _linearized(numerators: np.ndarray, denominators: np.ndarray) -> tuple[float, np.ndarray]:
-    """The ratio, and what each answer adds to it, in first order, times n: ``[n]``, mean 0."""
+    """Return the ratio, and each answer's first-order influence times n: ``[n]``, mean 0."""
     estimate = numerators.sum() / denominators.sum()
     return float(estimate), (numerators - estimate * denominators) / denominators.mean()
 
@@ -52,10 +53,10 @@ def _around(estimate: float, influence: np.ndarray) -> Interval:
 
 
 def kl_at_least(log_ratios: Sequence[np.ndarray]) -> Interval:
-    """A lower bound of KL(s || p), nats an answer, from log q/p of each answer's tokens.
+    """Return a lower bound of KL(s || p), nats per answer, from log q/p of each answer's tokens.
 
     The weight for a fold of the answers is the best one of all others, so that no answer chooses
-    its own. A bound below 0 is worse than 0, which is reported instead.
+    its own. A bound below 0 is reported as 0.
     """
     gains = _log_likelihood_gains(log_ratios)  # [n, W]
     n = len(gains)
@@ -69,7 +70,7 @@ def kl_at_least(log_ratios: Sequence[np.ndarray]) -> Interval:
 
 
 def _log_likelihood_gains(log_ratios: Sequence[np.ndarray]) -> np.ndarray:
-    """log m(x) / p(x) of n answers at each weight, ``[n, W]``."""
+    """Return log m(x) / p(x) of n answers at each weight, ``[n, W]``."""
     ratios = np.exp(np.concatenate(log_ratios))  # [tokens]
     starts = np.cumsum([0, *(len(answer) for answer in log_ratios[:-1])])
     each = [np.add.reduceat(np.log1p(w * (ratios - 1)), starts) for w in WEIGHTS]
@@ -77,7 +78,7 @@ def _log_likelihood_gains(log_ratios: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def watched_tilt(meta_infos: Sequence[Mapping[str, Any]]) -> Interval | None:
-    """What the server says of its own tilt, answers weighted by their information."""
+    """Return the mean of the server's own tilt, answers weighted by their information."""
     keys = ("spec_smc_tilt", "spec_smc_tilt_information")
     found = [tuple(info.get(key) for key in keys) for info in meta_infos]
     pairs = np.array([pair for pair in found if None not in pair], dtype=float).reshape(-1, 2)

@@ -1,4 +1,4 @@
-"""Which cells this run completes, and which files of the output folder it may read."""
+"""Plan the cells of a run, and the files of the output folder that it reads."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SEEDS = "problem i is asked with seed i"
 
 
 class ScoredPlan(AnswersPlan[Cell, Record, Scores]):
-    """The cells of a run whose engines answer and whose answers are scored by plain models.
+    """The cells of a run, with answers scored by plain models.
 
     Args:
-        settings: the keywords of an engine but for the models.
-        code: what all answers depend on.
+        settings: returns the keywords of an engine except the models.
+        code: the fingerprint that all answers depend on.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ScoredPlan(AnswersPlan[Cell, Record, Scores]):
         score_cells(self.unremarked(), score, self.options.jobs)
 
     def scored(self) -> dict[Cell, list[tuple[Record, Score]]]:
-        """Return the answers of every complete cell, and what the plain models say of them."""
+        """Return the answers of every complete cell with their scores."""
         found = {}
         for cell in self.complete():
             scores = self.remarks[cell].read()
@@ -59,7 +59,7 @@ class ScoredPlan(AnswersPlan[Cell, Record, Scores]):
 
 
 class FidelityPlan(ScoredPlan):
-    """The cells of this run, and the files of all cells that the report may show."""
+    """The cells of this run, and the files of all cells for the report."""
 
     def __init__(self, options: argparse.Namespace, code: Mapping[str, Any]) -> None:
         super().__init__(options, cells(options.temperatures), settings, code)

@@ -1,4 +1,4 @@
-"""The picture: nats to the target against tokens per target pass, a panel for each temperature."""
+"""Plot nats to the target against tokens per target pass, a panel per temperature."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 
 
 class Side(NamedTuple):
-    """A dial: what its points look like, and on which side of them their names stand."""
+    """A family of settings: the style of its points, and the side of their labels."""
 
     name: str
     families: tuple[str, ...]
@@ -23,17 +23,17 @@ class Side(NamedTuple):
     align: str
 
 
-# The markers tell them apart in grey.
+# The markers are distinct in grey.
 SIDES = (
     Side("verified: exact, mixed, auto", (EXACT, MIXED, AUTO), COLOURS[0], "o", (7, -8), "left"),
     Side("weighed: smc", (SMC, DEFAULT), COLOURS[1], "D", (-7, 14), "right"),
 )
-#: What has a name of its own stands out.
+#: Settings that are emphasized by their names.
 NAMED = (EXACT, AUTO, DEFAULT)
 
 
 def plot_rows(rows: Sequence[CellRow], path: Path) -> None:
-    """Write the picture as a PNG to ``path``."""
+    """Write the plot as a PNG to ``path``."""
     temperatures = sorted({row.temperature for row in rows})
     shape = {"columns": len(temperatures), "sharex": True, "sharey": True}
     with picture(path, (0.6 + 5.0 * len(temperatures), 5.0), **shape) as (figure, (panels,)):
@@ -58,7 +58,7 @@ def _panel(axes: Axes, rows: Sequence[CellRow]) -> None:
 
 
 def _side(axes: Axes, side: Side, rows: Sequence[CellRow]) -> None:
-    """Points with intervals along a line, the most faithful first."""
+    """Draw points with intervals along a line, by tokens per target pass."""
     rows = sorted(rows, key=lambda row: row.tokens_per_pass or 0.0)
     x = [row.tokens_per_pass or 0.0 for row in rows]
     axes.errorbar(
@@ -80,7 +80,7 @@ def _side(axes: Axes, side: Side, rows: Sequence[CellRow]) -> None:
 
 
 def _label(axes: Axes, side: Side, row: CellRow) -> None:
-    """The name of a point, and in small how often it is right."""
+    """Label a point with its name, and below it in small type its accuracy."""
     at = (row.tokens_per_pass or 0.0, row.kl_at_least.mean)
     right, up = side.offset
     style = {"xytext": (right, up), "textcoords": "offset points", "ha": side.align}

@@ -1,4 +1,4 @@
-"""From scored answers to rows, and the rows as CSV, as Markdown and as a few sentences."""
+"""Summarize scored answers as rows, and the rows as CSV, Markdown and sentences."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from results import (
     wilson,
 )
 
-from sglang_smc.demo.serving import tokens_per_pass
 from sglang_smc.options.server import DEFAULTS
+from sglang_smc.tools.demo.serving import tokens_per_pass
 
-#: What `auto` is held to, at both temperatures.
+#: Limits for `auto`, at both temperatures.
 MOST_TILT, MOST_NATS = 0.15, 0.15
 
 
 @dataclass(frozen=True)
 class CellRow:
-    """A cell's numbers; ``None`` where a number makes no sense for it."""
+    """A cell's numbers; ``None`` where a number does not apply."""
 
     slug: str
     family: str
@@ -39,22 +39,22 @@ class CellRow:
     mode: str | None
     num_particles: int | None
     num_steps: int | None
-    evidence_threshold: float | None  # that of `auto` and the default too
+    evidence_threshold: float | None  # also the default of `auto` and smc
     label: str  # without the temperature
     accuracy: Interval
     difference: Interval | None  # accuracy minus AR's
     tokens_per_pass: float | None
     tilt: Interval
-    innovation: Interval  # nats a token
-    sharpening: Interval  # innovation over its variance: the shift of 1 / temperature, locally
-    kl_at_least: Interval  # nats an answer
-    log_p_difference: Interval | None  # nats a token, minus AR's
+    innovation: Interval  # nats per token
+    sharpening: Interval  # innovation over its variance: locally the shift of 1 / temperature
+    kl_at_least: Interval  # nats per answer
+    log_p_difference: Interval | None  # nats per token, minus AR's
     server_tilt: Interval | None
     tokens_per_second: float
     ess_share: float | None
     resample_rate: float | None
-    exact_rate: float | None  # the share of rounds that verified instead of weighing
-    kl_at_most: Interval | None  # of the paper's algorithm alone: -E[log Z]
+    exact_rate: float | None  # share of rounds that verify instead of weighting
+    kl_at_most: Interval | None  # only for the paper's algorithm: -E[log Z]
     completion_tokens: int
     seconds: float
 
@@ -63,7 +63,7 @@ Answered = Sequence[tuple[Record, Score]]
 
 
 def make_rows(answers: Mapping[Cell, Answered]) -> list[CellRow]:
-    """A row for each complete cell, held against the target at the same temperature."""
+    """Return a row for each complete cell, compared with AR at the same temperature."""
     references = {c.temperature: a for c, a in answers.items() if c.kind.family == AR_TARGET}
     rows = []
     for cell, found in answers.items():
@@ -78,7 +78,7 @@ def _row(cell: Cell, found: Answered, reference: Answered | None) -> CellRow:
     infos = [record.info for record in records]
     smc = cell.kind.smc or {}
     mode = smc.get("mode", DEFAULTS.mode) if smc else None
-    weighed = infos if mode == "smc" else []  # the others keep no population
+    weighed = infos if mode == "smc" else []  # the other modes keep no population
     tokens, spent = sum(info["completion_tokens"] for info in infos), seconds(records)
     innovation = _column(scores, "innovation")
     return CellRow(
@@ -114,12 +114,12 @@ def _right(found: Answered) -> dict[Any, bool]:
 
 
 def _column(scores: Sequence[Score], name: str) -> np.ndarray:
-    """A sum of each answer, ``[n]``."""
+    """Return one field of all scores, ``[n]``."""
     return np.array([getattr(score, name) for score in scores], dtype=float)
 
 
 def _log_p_difference(found: Answered, reference: Answered) -> Interval:
-    """E[log p] a token minus AR's. Both answered the same problems, in one order."""
+    """Return E[log p] per token minus AR's, over the same problems in the same order."""
     ours, theirs = ([score for _, score in answers] for answers in (found, reference))
     return paired_ratio_difference(_log_p(ours), _log_p(theirs))
 
@@ -135,7 +135,7 @@ def _exact_rate(infos: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def _kl_at_most(cell: Cell, records: Sequence[Record]) -> Interval | None:
-    """KL(SMC || target) is at most -E[log Z], where E[Z] = 1: columns that are cut bias Z."""
+    """Return the upper bound -E[log Z] of KL(SMC || target), for E[Z] = 1: cut columns bias Z."""
     key = "spec_smc_log_evidence"
     logs = [record.info[key] for record in records if key in record.info]
     return mean_interval([-value for value in logs]) if cell.is_pure_smc else None
@@ -155,7 +155,7 @@ HEADERS = (
 
 
 def markdown(rows: Sequence[CellRow], note: str) -> str:
-    """A table for each temperature, with the upper bound of the paper's algorithm below."""
+    """Return a table for each temperature, with the upper bound of the paper's algorithm below."""
     parts = [note]
     for temperature in sorted({row.temperature for row in rows}):
         here = [row for row in rows if row.temperature == temperature]
@@ -188,7 +188,7 @@ def _cells(row: CellRow) -> list[str]:
 
 
 def conclusions(rows: Sequence[CellRow]) -> str:
-    """For each temperature: what AR says of the statistics, and how far the dial goes."""
+    """Return for each temperature AR's own statistics, and the fastest setting within limits."""
     lines = []
     for temperature in sorted({row.temperature for row in rows}):
         here = [row for row in rows if row.temperature == temperature]
@@ -202,7 +202,7 @@ def conclusions(rows: Sequence[CellRow]) -> str:
 
 
 def _check(row: CellRow) -> str:
-    """AR is the target: where its intervals miss 0, all else is in doubt."""
+    """Return AR's statistics: if their intervals exclude 0, all others are in doubt."""
     return (
         f"  AR itself (0 is expected):  tilt {interval_cell(row.tilt, '+.3f')}, "
         f"innovation {interval_cell(row.innovation, '+.4f')}"
@@ -210,7 +210,7 @@ def _check(row: CellRow) -> str:
 
 
 def most_tokens_within(rows: Sequence[CellRow], tilt: float, nats: float) -> CellRow | None:
-    """Of the rows within both limits, by their estimates, the one with most tokens a pass."""
+    """Return the row with most tokens per pass, of those with estimates within both limits."""
     close = [
         row
         for row in rows

@@ -1,7 +1,7 @@
-"""What the plain models say of each token of an answer: no engine, no cache, float32.
+"""Score each token of an answer by the plain models: no engine, no cache, float32.
 
-p is the target's law of the next token and q the draft's, both at the temperature that the answer
-was sampled at, after its prompt and the tokens before. EOS is a token like any other.
+p is the target's distribution of the next token and q the draft's, both at the temperature that
+the answer was sampled at, given its prompt and the tokens before. EOS counts as a token.
 """
 
 from __future__ import annotations
@@ -24,30 +24,29 @@ from study import PAIR, Log, bar, digest, in_processes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-#: Answers that go through the models at once.
+#: Number of answers in a forward pass.
 BATCH = 32
-#: A log-ratio is kept to so many digits.
+#: Decimal digits of a stored log-ratio.
 DIGITS = 6
 
 
 class TokenStatistics(NamedTuple):
-    """Per token, each ``[T]`` float64; l is log q/p. Under the target the second and fourth have
-    mean 0 at every token, whatever came before, and the variances of the third and the fifth."""
+    """Statistics per token, each ``[T]`` float64; l is log q/p.
+
+    Under the target the second and fourth have mean 0 at every token, given the tokens before, and
+    the third and fifth are their variances.
+    """
 
     log_p: np.ndarray
     innovation: np.ndarray  # log p + the entropy of p
     variance: np.ndarray  # of log p, under p
-    tilt: np.ndarray  # l less its mean under p
+    tilt: np.ndarray  # l minus its mean under p
     information: np.ndarray  # the variance of l under p
     log_ratio: np.ndarray  # l
 
 
 def token_statistics(log_p: np.ndarray, log_q: np.ndarray, tokens: np.ndarray) -> TokenStatistics:
-    """Of tokens ``[T]`` and the laws that they were drawn from.
-
-    Args:
-        log_p: ``[T, V]`` float64, normalized and finite; ``log_q`` likewise.
-    """
+    """Return the statistics of tokens ``[T]`` under both distributions."""
     at, p = np.arange(len(tokens)), np.exp(log_p)
     ratio = log_q - log_p
     mean_log, mean_ratio = (p * log_p).sum(-1), (p * ratio).sum(-1)
@@ -63,10 +62,10 @@ def token_statistics(log_p: np.ndarray, log_q: np.ndarray, tokens: np.ndarray) -
 
 @dataclass(frozen=True)
 class Score:
-    """An answer as the plain models see it: sums over its tokens, in nats."""
+    """An answer's score by the plain models: sums over its tokens, in nats."""
 
     index: int
-    answer: int  # `answer_key` of the tokens that were scored
+    answer: int  # `answer_key` of the scored tokens
     tokens: int
     log_p: float
     innovation: float
@@ -77,7 +76,7 @@ class Score:
 
 
 def score_of(index: int, tokens: Sequence[int], found: TokenStatistics) -> Score:
-    """Sum up an answer."""
+    """Sum an answer's token statistics."""
     *sums, log_ratio = found
     return Score(
         index,
@@ -89,7 +88,7 @@ def score_of(index: int, tokens: Sequence[int], found: TokenStatistics) -> Score
 
 
 def answer_key(tokens: Sequence[int]) -> int:
-    """Tells an answer from another one to the same problem."""
+    """Return a checksum that distinguishes answers to the same problem."""
     return zlib.crc32(np.asarray(tokens, dtype="<i4").tobytes())
 
 
@@ -99,12 +98,12 @@ def score_answers(
     answers: Sequence[Sequence[int]],
     temperature: float,
 ) -> list[TokenStatistics]:
-    """Score answers behind their prompts, all at once, by ``pair``: the target and the draft."""
+    """Score answers behind their prompts in one batch by ``pair``: the target and the draft."""
     import torch
 
     rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
     longest = max(map(len, rows))
-    # What is padded stands behind a text, where no token of a causal model looks.
+    # Padding follows a text, where causal attention ignores it.
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])  # [B, L]
     with torch.inference_mode():
         logits = [model(input_ids=ids).logits for model in pair]  # [B, L, V] each
@@ -122,7 +121,7 @@ def score_answers(
 
 
 class Batch(NamedTuple):
-    """Answers of one cell, ``place`` among those to be scored."""
+    """Answers of one cell; ``place`` is the cell's index."""
 
     place: int
     temperature: float
@@ -130,12 +129,12 @@ class Batch(NamedTuple):
     answers: list[list[int]]
 
 
-#: Scores batches with so many processes, in any order, as (place of the cell, scores).
+#: Scores batches with so many processes; yields (place of the cell, scores) in any order.
 Scorer = Callable[[Sequence[Batch], int], Iterator[tuple[int, list[Score]]]]
 
 
 def by_processes(batches: Sequence[Batch], jobs: int) -> Iterator[tuple[int, list[Score]]]:
-    """Score by the plain models."""
+    """Score batches by the plain models, in processes."""
     return in_processes(_score_batch, batches, jobs)
 
 
@@ -166,17 +165,17 @@ class Scores:
     log: Log
 
     def read(self) -> dict[int, Score]:
-        """By problem."""
+        """Return the scores by problem."""
         return {entry["index"]: Score(**entry) for entry in self.log.read()}
 
     def missing(self, answers: Sequence[Record]) -> list[Record]:
-        """The answers that have none, or one of another answer."""
+        """Return the answers without a score, or with that of another answer."""
         there = {index: score.answer for index, score in self.read().items()}
         return [r for r in answers if there.get(r.index) != answer_key(r.output_ids)]
 
 
 def score_log(path: Path, answers: dict[str, Any]) -> Scores:
-    """Return the scores of a cell in a file, which depend on its answers and on more."""
+    """Return the stored scores of a cell; their identity includes that of its answers."""
     scorer = digest([Path(__file__)])
     identity = {**answers, "scorer": scorer, "transformers": version("transformers")}
     return Scores(Log(path, identity))
@@ -186,7 +185,7 @@ Todo = Sequence[tuple[Cell, list[Record], Scores]]
 
 
 def score_cells(todo: Todo, score: Scorer, jobs: int) -> None:
-    """Score these answers, with a progress bar of its own."""
+    """Score these answers, with a progress bar."""
     batches = [
         batch
         for place, (cell, records, _) in enumerate(todo)
@@ -206,7 +205,7 @@ def score_cells(todo: Todo, score: Scorer, jobs: int) -> None:
 
 
 def _batches(place: int, cell: Cell, records: list[Record]) -> Iterator[Batch]:
-    """Of similar length, so that little is padded."""
+    """Yield batches of similar length, which reduces padding."""
     records = sorted(records, key=lambda record: len(record.output_ids))
     for start in range(0, len(records), BATCH):
         some = records[start : start + BATCH]

@@ -1,4 +1,4 @@
-"""Intervals of proportions and means."""
+"""Compute intervals of proportions and means."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from results import Z95, Interval
 def paired_difference(
     ours: Mapping[Hashable, bool], reference: Mapping[Hashable, bool]
 ) -> Interval | None:
-    """Share right less the reference's, over the problems that both answered.
+    """Return the share of right answers minus the reference's, on problems that both answered.
 
     The interval is Bonett and Price's for paired proportions (2012): Wald's, after adding one
-    problem that only we solved and one that only the reference did. Unlike Wald's it keeps a
+    problem that only we solved and one that only the reference solved. Unlike Wald's it keeps a
     width where few problems differ.
     """
     common = ours.keys() & reference.keys()
@@ -31,7 +31,7 @@ def paired_difference(
 
 
 def mean_interval(values: Sequence[float]) -> Interval | None:
-    """Return the mean with its 95 % interval by the normal law; one says nothing of its spread."""
+    """Return the mean with its 95 % normal interval, infinite for a single value."""
     if not values:
         return None
     n, mean = len(values), fmean(values)

@@ -1,9 +1,9 @@
-"""`python bench/gpu`: see cli.py; `bash bench/gpu/run.sh` unpacks what it needs first."""
+"""Run `python bench/gpu`, see cli.py; `bash bench/gpu/run.sh` unpacks its payload first."""
 
 import sys
 from pathlib import Path
 
-# In place of this folder, which Python has put first.
+# Replace this folder, which Python puts first.
 sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
 
 try:

@@ -1,4 +1,4 @@
-"""Which engines are measured, at which batches and prompts, the most important first."""
+"""Define the measured engines, with batches and prompts, the most important first."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from speed.grid import AR, AUTO, BLOCK, CHAIN, EXACT, STANDALONE, TREE, Cell, Sy
 from speed.presets import PRESETS, Pair, Preset
 
 from sglang_smc.dtype import default_dtype
-from sglang_smc.plan.shapes import ModelShape
+from sglang_smc.tools.plan.shapes import ModelShape
 
 AR_DRAFT, ADAPTIVE = "AR of the draft", "SMC adaptive"
-#: One head with random weights, drafting for both.
+#: One head with random weights, for SGLang's EAGLE-3 and for SMC.
 EAGLE, EXACT_HEAD = "EAGLE-3", "SMC exact with a head"
-#: What SGLang's CPU platform has no kernels for.
+#: Systems without kernels on SGLang's CPU platform.
 GPU_ALONE = (*STANDALONE, EAGLE)
 N = K = 8
 TARGET, DRAFT, HEAD = "target", "draft", "eagle3"
-#: Tokens that published heads for Llama 3.1 8B draft.
+#: Draft vocabulary of published heads for Llama 3.1 8B.
 HOT_TOKENS = 32_000
 
 Sizes = tuple[tuple[int, int], ...]
 ONE: Sizes = ((1, 256),)
-#: By importance: the headline, long prompts, then crowds.
+#: By importance: the headline, long prompts, then large batches.
 ALL: Sizes = ((1, 256), (1, 4096), (8, 256), (32, 256), (8, 4096), (32, 4096))
 SHORT: Sizes = ((1, 256), (8, 256), (32, 256))
 
 
 @dataclass(frozen=True)
 class EngineCase:
-    """An engine, and the cells that it is asked for, as (batch, tokens of a prompt)."""
+    """An engine, and its cells as (batch, prompt tokens)."""
 
     system: System
     sizes: Sizes
     start_seconds: float = 45.0
-    sample_seconds: float = 5.0  # of a cell: its warm-up and repeats
+    sample_seconds: float = 5.0  # per cell: warm-up and repeats
     served: str = TARGET
     drafted: str | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class EngineCase:
 
     @property
     def has_plugin(self) -> bool:
-        """Whether the plugin's code is what is measured."""
+        """Return whether the measurement depends on the plugin's code."""
         return self.system.num_particles is not None
 
 
@@ -66,7 +66,7 @@ def _smc(family: str, sizes: Sizes, **engine: Any) -> EngineCase:
     return EngineCase(System(family, N, K), sizes, drafted=DRAFT, engine=engine)
 
 
-#: A family that bench/speed does not know. A graph for each budget and batch size takes a while.
+#: A family that bench/speed lacks. Captures a graph for each budget and batch size, which is slow.
 ADAPTING = _smc(
     ADAPTIVE,
     ((32, 256), (64, 256), (1, 256)),
@@ -83,8 +83,8 @@ BESIDE_EAGLE = {
     "speculative_smc_num_particles": N,
     "speculative_smc_mode": "exact",
 }
-#: SGLang chooses steps and tree. It would take flashinfer, too, whose kernels for trees are
-#: compiled for minutes first.
+#: SGLang chooses steps and tree. Its default backend, flashinfer, first compiles its tree kernels
+#: for minutes.
 OF_EAGLE = {"speculative_algorithm": "EAGLE3", "attention_backend": "fa3"}
 HEADS = tuple(
     EngineCase(
@@ -100,7 +100,7 @@ HEADS = tuple(
     )
 )
 PLAIN = EngineCase(System(AR), (*ALL, (64, 256)))
-#: K of its passes are the least that drafting takes.
+#: K of its passes are a lower bound of the drafting time.
 DRAFT_ALONE = EngineCase(System(AR_DRAFT), SHORT, served=DRAFT)
 STOCK_DRAFT = EngineCase(System(CHAIN), SHORT, drafted=DRAFT)
 SPEED = (
@@ -125,7 +125,7 @@ LARGE = tuple(
     for case in (PLAIN, _smc(BLOCK, ONE), _smc(EXACT, ONE), STOCK_DRAFT)
 )
 
-#: Prefill runs without graphs, which take most of a start; it is not what is measured.
+#: Prefill runs without graphs, which take most of a start; only decoding is measured.
 FAST_START = {"disable_prefill_cuda_graph": True, "mem_fraction_static": 0.8}
 TINY_PAIR = Pair(
     "tiny",
@@ -151,7 +151,7 @@ TINY = replace(
 
 
 def on_a_cpu(cases: Sequence[EngineCase]) -> list[EngineCase]:
-    """Those that run on a CPU, of one size or two."""
+    """Return the cases that run on a CPU, with one size or two."""
     return [
         replace(case, sizes=tuple(dict.fromkeys((min(b, 2), 32) for b, _ in case.sizes)))
         for case in cases
@@ -160,7 +160,7 @@ def on_a_cpu(cases: Sequence[EngineCase]) -> list[EngineCase]:
 
 
 def preset_of(case: EngineCase, preset: Preset) -> Preset:
-    """The preset with an engine for this case's sizes and no others."""
+    """Return the preset with an engine for only this case's sizes."""
     batches = tuple(sorted({batch for batch, _ in case.sizes}))
     prompts = tuple(sorted({prompt for _, prompt in case.sizes}))
     on_gpu = preset.device != "cpu"
@@ -170,7 +170,7 @@ def preset_of(case: EngineCase, preset: Preset) -> Preset:
 
 
 def launch_of(case: EngineCase, preset: Preset, models: Path) -> Launch:
-    """How its engine is started; the folders of its models lie under ``models``."""
+    """Return the launch of the case's engine, with its models in folders under ``models``."""
     sized = preset_of(case, preset)
     folder = models / preset.pair.name
     arguments = {"model_path": str(folder / case.served), **settings(case.system, sized)}
@@ -180,14 +180,14 @@ def launch_of(case: EngineCase, preset: Preset, models: Path) -> Launch:
 
 
 def write_models(pair: Pair, models: Path, drafted: str | None = None) -> None:
-    """Target and draft as folders of dummies; where it drafts, EAGLE-3's head of random weights.
+    """Write target and draft as folders of dummies and, if drafted, a random EAGLE-3 head.
 
-    Its tokens come from a table among the weights, so that dummies would not do.
+    The head's token map is among its weights, so that dummy weights would not do.
     """
     presets.write_models(pair, models)
     folder = models / pair.name
     if drafted == HEAD and not (folder / HEAD / "model.safetensors").exists():
-        from sglang_smc.distill.checkpoints import new_eagle3  # takes torch along
+        from sglang_smc.tools.distill.checkpoints import new_eagle3  # imports torch
 
         hot = range(min(HOT_TOKENS, pair.target.vocab_size))
         new_eagle3(folder / TARGET, folder / HEAD, hot_tokens=hot)

@@ -37,13 +37,13 @@ RAW = PUBLISHED / "gpu" / "raw"
 GOES_ON = "All results so far are kept: the same command goes on from here."
 REPORT, PACK = "report", "pack"
 LOGS = "logs.tar.gz"
-#: Whatever else such a machine does counts, too.
+#: Factor of all time limits on a CPU, which other processes may share.
 SLOWER_ON_A_CPU = 5
-LARGEST_LOG = 200_000  # bytes; the end of each
+LARGEST_LOG = 200_000  # bytes of each log's end
 
 
 def stages(places: Places, *, on_gpu: bool) -> list[Stage]:
-    """In the order in which they are worth their time."""
+    """Return the stages, the most useful first."""
     device = "cuda" if on_gpu else "cpu"
     engines = partial(_engines, places, on_gpu)
     return [
@@ -70,7 +70,7 @@ def _engines(
     profiled: bool = False,
     ceilings: bool = False,
 ) -> Callable[[], list[Case]]:
-    """Lists a stage's engines, after a look at the machine's ceilings."""
+    """Return a function that lists a stage's engines, after the machine's ceilings."""
     preset, found = (preset, found) if on_gpu else (cases.TINY, cases.on_a_cpu(found))
 
     def listed() -> list[Case]:
@@ -84,7 +84,7 @@ STAGES = ("smoke", "speed", "kernels", "profile", "more", "70b")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(
         prog="bench/gpu/run.sh",
         description=__doc__,
@@ -119,7 +119,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what is asked for; the exit status is 0 where that has come to its end."""
+    """Run the selected stages; return exit status 0 if they are complete."""
     options = parse_arguments(argv)
     return main_of(partial(run, options), GOES_ON)
 
@@ -145,7 +145,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def measure(asked: Sequence[Stage], options: argparse.Namespace, places: Places) -> int:
-    """Complete stages as far as time goes; 0 where nothing is left."""
+    """Complete stages as far as time allows; return 0 if nothing is left, else 3."""
     clock = Clock(options.minutes - options.spent / 60)
     for sentence in machine.preflight(on_gpu=not options.dry_run):
         print(sentence)
@@ -173,7 +173,7 @@ def say(began: float, text: str) -> None:
 
 
 def show(asked: Sequence[Stage]) -> None:
-    """Each case with what it starts."""
+    """Print each case with the engines that it starts."""
     total = sum(case.seconds for stage in asked for case in stage.cases())
     print(f"about {total / 60:.0f} minutes in all")
     for stage in asked:
@@ -186,7 +186,7 @@ def show(asked: Sequence[Stage]) -> None:
 
 
 def keep_logs(places: Places) -> None:
-    """All logs as one small file beside the results."""
+    """Write the ends of all logs as one archive beside the results."""
     paths = sorted(path for path in places.logs.glob("*") if path.is_file())
     places.out.mkdir(parents=True, exist_ok=True)
     with tarfile.open(places.out / LOGS, "w:gz") as archive:
@@ -197,7 +197,7 @@ def keep_logs(places: Places) -> None:
 
 
 def report(options: argparse.Namespace) -> None:
-    """Tables and plots from the lines that are there."""
-    from gpu.report import write_report  # draws
+    """Write tables and plots from the stored results."""
+    from gpu.report import write_report  # imports matplotlib
 
     print(write_report(options.out, options.out.parent if options.out == RAW else options.out))

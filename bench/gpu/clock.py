@@ -1,4 +1,4 @@
-"""Time is short: what does not fit is not begun, and what takes too long is stopped."""
+"""Limit a run's time: skip what does not fit, and stop what takes too long."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import NoReturn
 
 
 class TimeUpError(Exception):
-    """A block has used its seconds."""
+    """A block has used up its seconds."""
 
 
 class Clock:
-    """The seconds that are left of a call."""
+    """The time left of a call."""
 
     def __init__(self, minutes: float) -> None:
         self._end = time.monotonic() + 60 * minutes
@@ -25,9 +25,9 @@ class Clock:
 
     @contextlib.contextmanager
     def at_most(self, seconds: float) -> Iterator[None]:
-        """A block of the main thread that ends with `TimeUpError` after so many seconds.
+        """Raise `TimeUpError` in a block of the main thread after ``seconds``.
 
-        Or earlier, when the call itself is over. What the block waits for is interrupted.
+        Or earlier, at the end of the call. A signal interrupts blocking calls of the block.
         """
 
         def ring(number: int, frame: object) -> NoReturn:

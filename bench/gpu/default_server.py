@@ -1,6 +1,6 @@
-"""A server as people start it: two models, the algorithm, and nothing else.
+"""Measure a server with default settings: two models, the algorithm, and no other argument.
 
-So it captures SGLang's graphs of prompts and all rounds, and sizes its pool by itself.
+It captures SGLang's prefill graphs and all rounds, and sizes its pool by itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from speed.remote import Work, running
 from study import PAIR, code_fingerprint
 
 DEFAULT = "default"
-#: 8B of dummy weights, some 60 graphs of prompts and as many of rounds, and all kernels compiled.
+#: 8B of dummy weights, some 60 prefill graphs and as many of rounds, and all kernels compiled.
 SECONDS = 150.0
 CHAT = Work(
     [list(range(FIRST_TOKEN, FIRST_TOKEN + 256))],
@@ -28,7 +28,7 @@ CHAT = Work(
 
 
 def default_case(places: Places, device: str) -> Case:
-    """Its start, its memory and one request of a chat."""
+    """Return the case: the server's start, its memory and one chat request."""
     launch = launch_of(places, device)
     identity = {"default": len(launch.arguments), **code_fingerprint()}
     arguments = ", ".join(f"{name}={value!r}" for name, value in launch.arguments.items())
@@ -37,7 +37,7 @@ def default_case(places: Places, device: str) -> Case:
 
 
 def launch_of(places: Places, device: str) -> Launch:
-    """8B + 1B; on a CPU the shipped pair."""
+    """Return the launch of 8B + 1B, or of the shipped pair on a CPU."""
     on_cpu = device == "cpu"
     folder = PAIR if on_cpu else places.models / SPEED_8B.pair.name
     arguments = {
@@ -51,7 +51,7 @@ def launch_of(places: Places, device: str) -> Launch:
 def run_default(
     launch: Launch, places: Places, device: str, missing: Sequence[str], attempt: Attempt
 ) -> None:
-    """Start it and ask it; the second answer counts, as the first may compile something."""
+    """Start it and send requests; the second answer counts, as the first may compile kernels."""
     if device != "cpu":
         write_models(SPEED_8B.pair, places.models)
     began = time.monotonic()
@@ -74,7 +74,7 @@ def run_default(
 
 
 def faults(found: Mapping[str, Any], info: Mapping[str, Any], *, on_gpu: bool) -> list[str]:
-    """In words; none where all is as it should be."""
+    """Return the faults as sentences, if any."""
     wrong = [] if found["memory"] else ["it says nothing of its memory"]
     rounds, replayed = info["spec_smc_rounds_ct"], info.get("spec_smc_replayed_ct")
     if on_gpu and replayed != rounds:

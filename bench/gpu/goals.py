@@ -1,7 +1,7 @@
-"""What one H200 is expected to measure, and how the results compare.
+"""Compare results on one H200 with estimates.
 
-The numbers were estimated before the first run, from the sizes of the models, the memory's speed
-and counts of launches (docs/performance.md); they are good to about 25 %.
+The numbers were estimated before the first run, from the sizes of the models, the memory's
+bandwidth and counts of launches (docs/performance.md); they are good to about 25 %.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ESTIMATE = 1.25
 
 
 class Goal(NamedTuple):
-    """A number that is expected."""
+    """An estimated number."""
 
     what: str
     stage: str
@@ -26,17 +26,17 @@ class Goal(NamedTuple):
     form: str
     found: Callable[[Results], float | None]
     is_time: bool = False  # less is better
-    slack: float = ESTIMATE  # a factor; within it a result is as expected
+    slack: float = ESTIMATE  # factor within which a result is as expected
 
 
 def measured(results: Results, key: str, family: str, batch: int, prompt: int) -> float | None:
-    """A number of a cell; None where it was not measured."""
+    """Return a number of a cell; None if it was not measured."""
     sizes = (None, None) if family in ALONE else (N, K)
     return results.get(Cell(System(family, *sizes), batch, prompt).slug, {}).get(key)
 
 
 def speed_of(results: Results, family: str, batch: int, prompt: int) -> float | None:
-    """Decoded tokens a second."""
+    """Return the decoded tokens per second of a cell."""
     return measured(results, "decode_tokens_per_second", family, batch, prompt)
 
 
@@ -45,7 +45,7 @@ def ratio(one: float | None, other: float | None) -> float | None:
 
 
 def draft_floor(results: Results) -> float | None:
-    """K passes of the draft model alone, in ms: the least that drafting takes in a round."""
+    """Return the ms of K passes of the draft model alone, a lower bound of a round's drafting."""
     alone = measured(results, "round_ms", AR_DRAFT, 1, 256)
     return None if alone is None else K * alone
 
@@ -83,7 +83,7 @@ GOALS = (
 
 
 def lines(results: Mapping[str, Results]) -> list[list[str]]:
-    """A line of a table for each goal."""
+    """Return a table row for each goal."""
     found = []
     for goal in GOALS:
         value = goal.found(results.get(goal.stage, {}))
@@ -93,7 +93,7 @@ def lines(results: Mapping[str, Results]) -> list[list[str]]:
 
 
 def verdict(goal: Goal, value: float | None) -> str:
-    """How a result compares."""
+    """Return the outcome of comparing a result with its goal."""
     if value is None:
         return "not measured"
     gain = goal.expected / value if goal.is_time else value / goal.expected

@@ -1,4 +1,4 @@
-"""The tests of kernels and of whole rounds, on the GPU, by plain pytest, several files at once."""
+"""Run the tests of kernels and whole rounds on the GPU by plain pytest, files in parallel."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from gpu.stages import Attempt, Case, Places
 from study import REPOSITORY, code_fingerprint, digest
 
 FOLDER = "tests/kernels"
-#: Of the folder, what runs on a CPU wherever it is started.
+#: Files of the folder that always run on a CPU.
 NO_GPU = ("test_compilation.py", "test_fake_cuda.py")
 SINGLE = ("tests/unit/test_host_sync.py",)
-#: Each process compiles kernels of its own; at some point they only wait for each other.
+#: Each process compiles its own kernels; with more processes they wait for each other.
 MOST_JOBS = 8
 LONGEST_MESSAGE = 600
 SECONDS = 120.0
 
 
 def kernel_cases(places: Places) -> list[Case]:
-    """One case, whose parts are the files of tests."""
+    """Return one case; its parts are the test files."""
     code = {**code_fingerprint(), "tests": digest((REPOSITORY / "tests").rglob("*.py"))}
     files = test_files()
     parts = {file: {**code, "missing": missing_for(REPOSITORY / file)} for file in files}
@@ -40,7 +40,7 @@ def kernel_cases(places: Places) -> list[Case]:
 
 
 def test_files() -> list[str]:
-    """The files that need a GPU, the longest first."""
+    """Return the files that need a GPU, the largest first."""
     found = [path for path in (REPOSITORY / FOLDER).glob("test_*.py") if path.name not in NO_GPU]
     found += [REPOSITORY / file for file in SINGLE]
     found.sort(key=lambda path: -path.stat().st_size)
@@ -48,7 +48,7 @@ def test_files() -> list[str]:
 
 
 def missing_for(path: Path) -> list[str]:
-    """Packages that a file of tests imports and that are not there."""
+    """Return the packages that a test file imports and that are not installed."""
     names = {"pytest"}
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -60,13 +60,13 @@ def missing_for(path: Path) -> list[str]:
 
 
 def command(file: str, report: Path | None) -> list[str]:
-    """Plain pytest; without the folder that it is called in among the paths of modules."""
+    """Return the pytest command, without the current folder on the module path."""
     written = [] if report is None else [f"--junitxml={report}"]
     return [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *written, file]
 
 
 def run_files(places: Places, missing: Sequence[str], attempt: Attempt) -> None:
-    """Run files side by side, so that kernels compile on several cores."""
+    """Run files in parallel, so that kernels compile on several cores."""
     places.logs.mkdir(parents=True, exist_ok=True)
     jobs = max(1, min(MOST_JOBS, (os.cpu_count() or 1) // 2))
     waiting, running = list(missing), list[Process]()
@@ -85,7 +85,7 @@ def run_files(places: Places, missing: Sequence[str], attempt: Attempt) -> None:
 
 
 class Process:
-    """One file of tests, while it runs."""
+    """A running pytest process of one test file."""
 
     def __init__(self, file: str, logs: Path) -> None:
         self.file = file
@@ -112,7 +112,7 @@ class Process:
         self._process.wait()
 
     def result(self) -> dict[str, Any]:
-        """How many tests passed, and what the others said."""
+        """Return the counts of passed and broken tests, and the messages of the latter."""
         seconds = {"seconds": time.monotonic() - self._began}
         if not self._report.exists():
             last = self._log.read_text(errors="replace").strip()[-LONGEST_MESSAGE:]
@@ -121,7 +121,7 @@ class Process:
 
 
 def counted(report: Path) -> dict[str, Any]:
-    """What pytest's own report says."""
+    """Return the counts of pytest's JUnit report."""
     cases = list(ElementTree.parse(report).iter("testcase"))
     broken = {case_name(case): message(case) for case in cases if message(case) is not None}
     skipped = sum(case.find("skipped") is not None for case in cases)
@@ -138,7 +138,7 @@ def case_name(case: ElementTree.Element) -> str:
 
 
 def message(case: ElementTree.Element) -> str | None:
-    """What a failed test said, shortened; None for others."""
+    """Return a failed test's message, shortened; None for other tests."""
     for kind in ("failure", "error"):
         found = case.find(kind)
         if found is not None:

@@ -1,4 +1,4 @@
-"""Kinds of requests that a chat sends, and what must be true of their answers."""
+"""Define kinds of chat requests, and the invariants of their answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Kind:
     params: Mapping[str, Any] = field(default_factory=dict)  # beside `PLAIN`
     asks: Mapping[str, Any] = field(default_factory=dict)  # of `Engine.generate`
     smc: Mapping[str, Any] = field(default_factory=dict)  # of custom_params
-    replays: bool = True  # whether a device can decide all of it
+    replays: bool = True  # whether a captured graph supports all of it
 
     @property
     def sampling_params(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ OURS = (
 
 
 def question(kinds: Sequence[Kind], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Keywords of `Engine.generate` for one request of each kind, all at once."""
+    """Return `Engine.generate` keywords for one request of each kind, in one batch."""
     asks = {
         key: [kind.asks.get(key, type(value)()) for kind in kinds]
         for key, value in LOGPROBS.items()
@@ -74,7 +74,7 @@ def question(kinds: Sequence[Kind], prompts: Sequence[Sequence[int]]) -> dict[st
 
 
 def judged(kind: Kind, answer: Mapping[str, Any], *, graphs: bool) -> dict[str, Any]:
-    """What an answer says of itself, and what is wrong with it."""
+    """Return an answer's counters, and its faults."""
     info = answer["meta_info"]
     found = {
         "tokens": info["completion_tokens"],
@@ -87,7 +87,7 @@ def judged(kind: Kind, answer: Mapping[str, Any], *, graphs: bool) -> dict[str, 
 def faults(
     kind: Kind, answer: Mapping[str, Any], found: Mapping[str, Any], *, graphs: bool
 ) -> list[str]:
-    """In words; none where all is as it should be."""
+    """Return the faults as sentences, if any."""
     info = answer["meta_info"]
     wrong = []
     if (info["finish_reason"] or {}).get("type") not in ("stop", "length"):

@@ -1,4 +1,4 @@
-"""What this machine is, and what it lacks."""
+"""Describe this machine, and its missing packages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpu.pack import COMMIT, PAYLOAD
 from results import provenance
 from study import REPOSITORY, BenchError
 
-#: By stage, packages that it cannot do without.
+#: Required packages by stage.
 NEEDED: Mapping[str, tuple[str, ...]] = {
     "all": ("torch", "triton", "sglang", "sglang_smc", "transformers", "tokenizers", "tqdm"),
     "engines": ("sgl_kernel", "flashinfer", "xgrammar", "msgspec", "zmq", "orjson"),
@@ -27,7 +27,7 @@ QUERY = "name,driver_version,memory.total,clocks.max.sm,clocks.max.memory,power.
 
 
 def missing() -> dict[str, list[str]]:
-    """By stage, packages that are not there."""
+    """Return the missing packages by stage."""
     found = {
         stage: [name for name in names if importlib.util.find_spec(name) is None]
         for stage, names in NEEDED.items()
@@ -36,7 +36,7 @@ def missing() -> dict[str, list[str]]:
 
 
 def preflight(*, on_gpu: bool) -> list[str]:
-    """What stands in a stage's way, in sentences; raises BenchError where nothing can run."""
+    """Return the missing packages as sentences; raise BenchError if nothing can run."""
     lacking = missing()
     told = [
         f"{', '.join(names)}: not installed; {stage} need it" for stage, names in lacking.items()
@@ -50,7 +50,7 @@ def preflight(*, on_gpu: bool) -> list[str]:
             f"sglang_smc is {installed.origin}, not this tree's. Start with bench/gpu/run.sh, "
             "which links the tree, or install it with pip install -e."
         )
-    import torch  # takes seconds
+    import torch  # slow to import
 
     if on_gpu and not torch.cuda.is_available():
         raise BenchError("torch sees no GPU here. --dry-run walks through all of it on a CPU.")
@@ -58,7 +58,7 @@ def preflight(*, on_gpu: bool) -> list[str]:
 
 
 def call(stages: list[str]) -> dict[str, Any]:
-    """Where and when this call runs, and what with."""
+    """Return the provenance of this call: machine, versions, time, stages."""
     found = provenance({"stages": stages})
     now = datetime.now(timezone.utc)
     return {
@@ -72,19 +72,19 @@ def call(stages: list[str]) -> dict[str, Any]:
 
 
 def commit(of_git: str | None) -> str | None:
-    """The commit of this tree, which a copy without its history has beside its payload."""
+    """Return git's commit, or the one stored beside the payload in a copy without history."""
     beside = PAYLOAD / COMMIT
     return beside.read_text().strip() if of_git is None and beside.exists() else of_git
 
 
 def gpu() -> dict[str, str] | None:
-    """What the driver says of the first GPU; None where there is none."""
+    """Return the driver's data on the first GPU; None without a GPU."""
     line = _asked(QUERY)
     return line and dict(zip(QUERY.split(","), map(str.strip, line.split(",")), strict=True))
 
 
 def free_mib() -> int | None:
-    """The first GPU's free memory; None where there is none."""
+    """Return the first GPU's free memory in MiB; None without a GPU."""
     line = _asked("memory.free")
     return line and int(line.split()[0])
 

@@ -1,4 +1,4 @@
-"""What travels to a GPU machine without a network: the tree and `.sg`, within a limit."""
+"""Assemble the files for a GPU machine without a network: the tree and `.sg`, within a limit."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from pathlib import Path
 from results import provenance
 from study import REPOSITORY, BenchError
 
-#: What the plugin imports beside SGLang, built for the Python and the libraries of that machine.
+#: The plugin's dependencies besides SGLang, built for that machine's Python and libraries.
 RUN_WHEELS = ("google-re2",)
 MACHINE = ("--python-version=3.12", "--platform=manylinux_2_28_x86_64")
-#: Bytes that such a machine is sent at a time.
+#: Most bytes per transfer.
 LIMIT = 60 << 20
 PAYLOAD = REPOSITORY / ".sg"
-#: Of this tree, in a copy without its history.
+#: File with this tree's commit, for a copy without its history.
 COMMIT = "commit.txt"
-#: Tracked, and read by no stage: weights of heads that draft for the shipped pair, and its judge.
+#: Tracked files that no stage reads: weights of heads for the shipped pair, and of its reward
+#: model.
 UNREAD = tuple(f"/bench/pair/{name}/model.safetensors" for name in ("dflash", "eagle3", "reward"))
 
 
 def pack(wheels: Sequence[str] = (), payload: Path = PAYLOAD) -> str:
-    """Put the commit and the wheels that are asked for beside the payload, and add up all of it.
+    """Write the commit and the requested wheels beside the payload, and return the total size.
 
     Args:
         wheels: names of packages of pure Python that the machine lacks.
-        payload: the folder of what git ignores and the machine gets.
+        payload: the folder, ignored by git, that the machine gets.
 
     Raises:
-        BenchError: a wheel cannot be had, or it is more than `LIMIT`.
+        BenchError: a wheel cannot be downloaded, or the total exceeds `LIMIT`.
     """
     payload.mkdir(exist_ok=True)
     origin = provenance({})
@@ -46,19 +47,19 @@ def pack(wheels: Sequence[str] = (), payload: Path = PAYLOAD) -> str:
 
 
 def tracked() -> list[Path]:
-    """The files that git tracks, as far as they are there: a sparse checkout lacks some."""
+    """Return the files that git tracks; a sparse checkout lacks some of them."""
     command = ["git", "-C", str(REPOSITORY), "ls-files", "-z"]
     names = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return [REPOSITORY / name for name in names.split("\0") if name]
 
 
 def size_of(paths: Iterable[Path]) -> int:
-    """Bytes of the files among them; a link is none."""
+    """Return the bytes of the files among the paths, without links."""
     return sum(path.stat().st_size for path in paths if path.is_file() and not path.is_symlink())
 
 
 def summed(tree: int, payload: int) -> str:
-    """The arithmetic in a line; raises BenchError where it is more than `LIMIT`."""
+    """Return the sum in one line; raise BenchError if it exceeds `LIMIT`."""
     told = (
         f"tracked files {tree / 1e6:.1f} MB + {PAYLOAD.name}/ {payload / 1e6:.1f} MB = "
         f"{(tree + payload) / (1 << 20):.1f} MiB of {LIMIT >> 20} MiB"

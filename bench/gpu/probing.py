@@ -20,9 +20,9 @@ from speed.remote import Asker, running
 from study import BenchError
 
 PLUGIN = Path(__file__).resolve().parent / "plugin"
-#: Of so many rounds the forwards of one are run again, alone.
+#: The forwards of one round in so many are run again, alone.
 FORWARDS_EVERY = 2
-#: Of a GPU's rounds in each burst so many are profiled, kernel by kernel.
+#: Rounds per burst that are profiled on a GPU, kernel by kernel.
 PROFILED_ROUNDS = 20
 PATIENCE = 30.0
 
@@ -41,13 +41,13 @@ def probed(launch: Launch, out: Path) -> Launch:
 
 @dataclass(frozen=True)
 class ProbedEngine:
-    """An engine, and what its timers write."""
+    """An engine with timers, and their output file."""
 
     asker: Asker
     out: Path
 
     def inside(self, cell: Cell, repeat: int | str, preset: Preset) -> dict[str, Any]:
-        """Run a repeat, and return what the scheduler did meanwhile."""
+        """Run a repeat, and return the scheduler's timings of it."""
         before = len(self._lines())
         sample = self.asker.ask(work(cell, repeat, preset))
         deadline = time.monotonic() + PATIENCE
@@ -70,7 +70,7 @@ class ProbedEngine:
 
 
 def _burst(line: str) -> dict[str, Any]:
-    """Read what the timers wrote, with sums in place of kernels, of which there are some 50,000."""
+    """Return a burst of timings, with sums in place of its some 50,000 kernels."""
     found = json.loads(line)
     kernels = found.pop("kernels", None)
     return {**found, "replays": replays.summed(kernels) if kernels else None}

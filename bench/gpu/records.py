@@ -1,4 +1,4 @@
-"""Results as lines of JSON that a later call continues, on this machine or on another."""
+"""Store results as lines of JSON that a later call continues, on this machine or another."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-#: The one file of results; each line is a call with where it ran, or a result.
+#: The file of results; each line is a call's provenance, or a result.
 RESULTS = "results.jsonl"
 
 
 class Records:
-    """All results that are known, and the files that new ones go to.
+    """All stored results, and the files for new ones.
 
     Args:
-        folders: where results of earlier calls may be; the first ``len(writes)`` are written.
-        writes: folders that end up with every result.
-        call: what is known of this call: the machine, versions, the date.
+        writes: folders that are brought to hold every result.
+        reads: further folders with results of earlier calls.
+        call: provenance of this call: the machine, versions, the date.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Records:
     def add(
         self, stage: str, part: str, identity: Mapping[str, Any], content: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Write down one result."""
+        """Write one result."""
         entry = {"stage": stage, "part": part, "identity": _plain(identity), "call": self._call}
         return self._append({**entry, **content})
 
@@ -51,23 +51,23 @@ class Records:
             return entry
 
     def has(self, stage: str, part: str, identity: Mapping[str, Any]) -> bool:
-        """Whether there is a result that was measured as it would be now."""
+        """Return whether there is a result with the same identity."""
         found = self.of(stage).get(part)
         return found is not None and found["identity"] == _plain(identity)
 
     def is_of_this_call(self, stage: str, part: str) -> bool:
-        """Whether a part's last result is new."""
+        """Return whether a part's last result is of this call."""
         return self.of(stage)[part]["call"] == self._call
 
     def of(self, stage: str) -> dict[str, dict[str, Any]]:
-        """The last result of each part of a stage."""
+        """Return the last result of each part of a stage."""
         return {one["part"]: one for one in self._found if one.get("stage") == stage}
 
 
 def read_results(
     folder: Path,
 ) -> tuple[dict[str, dict[str, dict[str, Any]]], dict[str, dict[str, Any]]]:
-    """The last result of each part by stage, and the calls that they came from."""
+    """Return the last result of each part by stage, and the calls that measured them."""
     entries = [json.loads(line) for line in _lines(folder)]
     stages: dict[str, dict[str, dict[str, Any]]] = {}
     for one in entries:
@@ -83,7 +83,7 @@ def _plain(identity: Mapping[str, Any]) -> Any:
 
 
 def _lines(folder: Path) -> list[str]:
-    """Whole lines; a call that was killed may have left half of one."""
+    """Return complete lines; a killed call may have left a partial one."""
     path = folder / RESULTS
     if not path.exists():
         return []
@@ -91,7 +91,7 @@ def _lines(folder: Path) -> list[str]:
 
 
 def _complete(path: Path, lines: Mapping[str, Any]) -> None:
-    """Bring a file to hold all of these lines, unless it does."""
+    """Bring a file to hold exactly these lines."""
     text = "".join(f"{line}\n" for line in lines)
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text() != text:

@@ -1,8 +1,8 @@
-"""Kernels of replayed rounds: whose they are, what they do, and how long they take.
+"""Attribute kernels of replayed rounds to models, kinds and times.
 
-A round that is replayed from a CUDA graph is one launch, so no timer reaches into it; torch's
-profiler sees its kernels all the same, in their order. Drafts come first, one token after another,
-with our own kernels between them, and the target's pass is the last that attends.
+A round that is replayed from a CUDA graph is one launch, so timers cannot split it; torch's
+profiler still reports its kernels, in order. Drafts come first, one token after another, with our
+own kernels between them, and the target's pass is the last one with attention.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from study import REPOSITORY
 DRAFT, TARGET, ROUND = "draft", "target", "round"
 GEMM, LAYERS, ATTENTION, JOIN = "GEMMs", "norm, rope, KV, activation", "attention", "join"
 OURS, OTHER = "sampler kernels", "other kernels"
-#: What a model's forward is made of, rather than the round around it.
+#: Kinds of kernels in a model's forward, as opposed to the round around it.
 FORWARD = (GEMM, LAYERS, ATTENTION, JOIN)
-#: By name, the first that matches; FlashAttention is made with CUTLASS, too.
+#: By name, the first match; FlashAttention is built with CUTLASS, too.
 PATTERNS = (
     (ATTENTION, re.compile(r"flash|attention|fmha", re.I)),
     (LAYERS, re.compile(r"norm|rope|rotary|kv_?cache|store_|set_kv|silu|act_and_mul|quant", re.I)),
@@ -30,17 +30,17 @@ PATTERNS = (
 
 
 class Kernel(NamedTuple):
-    """One kernel that ran; in nanoseconds."""
+    """One executed kernel; times in nanoseconds."""
 
     name: str
     start: int
     duration: int
-    launch: int  # a number that kernels of one graph's replay have in common
+    launch: int  # correlation id, shared by the kernels of a graph replay
 
 
 @cache
 def own_kernels() -> dict[str, str]:
-    """The plugin's Triton kernels by name, and the file of each in `kernels/`."""
+    """Return the plugin's Triton kernels by name, with the file of each in `kernels/`."""
     folder = REPOSITORY / "kernels"
     return {
         node.name: path.relative_to(folder).with_suffix("").as_posix()
@@ -53,7 +53,7 @@ def own_kernels() -> dict[str, str]:
 
 @cache
 def kind_of(name: str) -> str:
-    """What a kernel does, by its name."""
+    """Return the kind of a kernel, by its name."""
     ours = [own for own in own_kernels() if name.startswith(own)]
     if ours:
         file = own_kernels()[max(ours, key=len)]
@@ -64,7 +64,7 @@ def kind_of(name: str) -> str:
 
 
 def replays_of(recorded: Mapping[str, Any]) -> list[list[Kernel]]:
-    """The launches with kernels of ours among others: rounds, in their order."""
+    """Return the launches that contain our kernels and attention: rounds, in order."""
     kernels = [Kernel(recorded["names"][name], *rest) for name, *rest in recorded["events"]]
     kernels.sort(key=lambda kernel: (kernel.launch, kernel.start))
     launches = [list(found) for _, found in groupby(kernels, key=lambda kernel: kernel.launch)]
@@ -73,7 +73,7 @@ def replays_of(recorded: Mapping[str, Any]) -> list[list[Kernel]]:
 
 
 def phases(replay: Sequence[Kernel]) -> Iterator[tuple[str, Kernel]]:
-    """Each kernel of a round with whose it is: the draft's, the target's or the round's own."""
+    """Yield each kernel of a round with its phase: the draft's, the target's or the round's own."""
     between = (kind_of(kernel.name) == OURS for kernel in replay)
     pairs = zip(between, replay, strict=True)
     stretches = [
@@ -88,17 +88,17 @@ def phases(replay: Sequence[Kernel]) -> Iterator[tuple[str, Kernel]]:
 
 
 def part_of(phase: str, kind: str) -> str:
-    """As tables have it: ``draft GEMMs``, ``sampler kernels``."""
+    """Return the table's name of a part: ``draft GEMMs``, ``sampler kernels``."""
     if phase == ROUND:
         return OURS if kind == OURS else OTHER
     return f"{phase} {kind}"
 
 
 def summed(recorded: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the recorded rounds add up to, in seconds; None where none was replayed.
+    """Return the sums over the recorded rounds, in seconds; None if no round was replayed.
 
-    ``sums`` are lines of whose, what, name, launches and seconds, both for a round; ``forwards``
-    and ``busy`` are each round's kernels of the models, and all of its kernels.
+    ``sums`` are lines of phase, kind, name, launches and seconds, both per round; ``forwards`` and
+    ``busy`` are each round's kernels of the models, and all of its kernels.
     """
     found = replays_of(recorded)
     if not found:

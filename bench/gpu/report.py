@@ -1,4 +1,4 @@
-"""Tables, a CSV and plots from the lines of all calls; nothing here needs a GPU."""
+"""Write tables, a CSV and plots from the results of all calls, without a GPU."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from speed.grid import AR, Cell
 from speed.presets import Preset
 from study import BenchError
 
-from sglang_smc.plan.devices import Device, named
-from sglang_smc.plan.roofline import ar_step
+from sglang_smc.tools.plan.devices import Device, named
+from sglang_smc.tools.plan.roofline import ar_step
 
 Results = Mapping[str, Mapping[str, Any]]
 DEVICE = "h200"
@@ -50,7 +50,7 @@ HEADERS = (
 
 
 def write_report(raw: Path, folder: Path) -> str:
-    """All files of the report; returns the text of the page."""
+    """Write all files of the report; return the text of the page."""
     stages, calls = read_results(raw)
     if not stages:
         raise BenchError(f"{raw / RESULTS} holds no results.")
@@ -78,13 +78,13 @@ GOAL_HEADERS = ("", "expected", "measured", "")
 
 
 def expected(results: Mapping[str, Results]) -> str:
-    """The estimates beside what was measured."""
+    """Return the table of estimated and measured numbers."""
     table = markdown_table(GOAL_HEADERS, goals.lines(results))
     return f"## Expected\n\nEstimated for an H200 before the first run, to about 25 %.\n\n{table}"
 
 
 def default_server(one: Mapping[str, Any]) -> str:
-    """What a server of no more than its models takes to start, and of memory."""
+    """Return the start time, memory and speed of a server with default settings."""
     memory = one.get("memory")
     if not memory:
         return ""
@@ -99,7 +99,7 @@ def default_server(one: Mapping[str, Any]) -> str:
 
 
 def heading(calls: Results) -> str:
-    """Where and when."""
+    """Return the heading: date, commit, machine and versions of each call."""
     lines = []
     for one in calls.values():
         gpu, versions = one.get("gpu") or {}, one["versions"]
@@ -110,12 +110,12 @@ def heading(calls: Results) -> str:
 
 
 def machine(calls: Results) -> str:
-    """The last call's device."""
+    """Return the last call's device."""
     return str(list(calls.values())[-1]["hardware"]) if calls else "an unknown machine"
 
 
 def kernels(parts: Results) -> str:
-    """Passed and broken tests by file."""
+    """Return the numbers of passed and broken tests by file, and the messages."""
     if not parts:
         return ""
     lines = [
@@ -130,7 +130,7 @@ def kernels(parts: Results) -> str:
 
 
 def smoke(parts: Results) -> str:
-    """What ran, and what was wrong with it."""
+    """Return the outcome of each smoke test, and its faults."""
     if not parts:
         return ""
     lines = [[part, "failed" if "failed" in one else verdict(one)] for part, one in parts.items()]
@@ -140,7 +140,7 @@ def smoke(parts: Results) -> str:
 
 
 def verdict(one: Mapping[str, Any]) -> str:
-    """The number of faults, or what a benchmark without any has measured."""
+    """Return the number of faults, or the numbers of a benchmark without faults."""
     if "wrong" in one:
         return str(len(one["wrong"]))
     shown = {k: v for k, v in one.items() if isinstance(v, float)}
@@ -156,7 +156,7 @@ def _line(text: str) -> str:
 
 
 def speed(title: str, parts: Results, cases: Sequence[EngineCase], preset: Preset) -> str:
-    """A line for each cell, with its ratio to plain decoding and its roofline."""
+    """Return a row for each cell, with its ratio to plain decoding and its roofline."""
     rows = [row for case in cases for cell in case.cells if (row := _row(cell, parts, preset))]
     if not rows and not failures(parts):
         return ""
@@ -165,7 +165,7 @@ def speed(title: str, parts: Results, cases: Sequence[EngineCase], preset: Prese
         "tokens / s are decoded ones of all requests together. What STANDALONE accepts is "
         "simulated as published for Llama 8B + 1B; SMC keeps whole blocks (evidence threshold 0); "
         "exact, auto and EAGLE-3 accept what such weights make them accept: compare ms / round. "
-        "The bound is of an H200 by its data sheet (sglang_smc.plan)."
+        "The bound is of an H200 by its data sheet (sglang_smc.tools.plan)."
     )
     if preset.pair.quantization:
         note += " In eight bits nearly all of these weights are zeros, which compute faster."
@@ -197,7 +197,7 @@ def _row(cell: Cell, parts: Results, preset: Preset) -> list[str] | None:
 
 
 def least_ms(cell: Cell, preset: Preset) -> float | None:
-    """The roofline of a round; None for the shapes that it does not know."""
+    """Return the roofline of a round in ms; None for unknown shapes."""
     target, draft = shapes(preset)
     device: Device = named(DEVICE, target.weight_bytes)
     family = cell.system.family
@@ -210,7 +210,7 @@ def least_ms(cell: Cell, preset: Preset) -> float | None:
 
 
 def profiled(parts: Results, folder: Path, calls: Results) -> str:
-    """The parts of a round, and its largest kernels."""
+    """Return the parts of a round, and its largest kernels."""
     rows = [
         rounds.make_row(cell, parts[cell.slug]["entries"])
         for case in PROFILE
@@ -231,7 +231,7 @@ def profiled(parts: Results, folder: Path, calls: Results) -> str:
 
 
 def largest(entries: Sequence[Mapping[str, Any]], most: int = 25) -> list[list[str]]:
-    """The kernels of the first profiled burst that take the longest."""
+    """Return the longest kernels of the first profiled burst."""
     found = [b["replays"] for e in entries for b in e["bursts"] if b.get("replays")]
     if not found:
         return []
@@ -242,7 +242,7 @@ def largest(entries: Sequence[Mapping[str, Any]], most: int = 25) -> list[list[s
 
 
 def write_csv(small: Results, large: Results, path: Path, calls: Results) -> None:
-    """One line for each cell, without its samples."""
+    """Write one line for each cell, without its samples."""
     keys = ("decode_tokens_per_second", "tokens_per_second", "round_ms", "first_ms")
     keys += ("tokens_per_round", "simulated", "replayed_share", "failed")
     lines = [
@@ -262,14 +262,14 @@ def write_csv(small: Results, large: Results, path: Path, calls: Results) -> Non
 
 
 def times_ar(part: str, one: Mapping[str, Any], parts: Results) -> float | None:
-    """Of the same batch and prompt."""
+    """Return the ratio to AR at the same batch and prompt."""
     plain = parts.get(f"ar-{'-'.join(part.split('-')[-2:])}", {}).get("decode_tokens_per_second")
     ours = one.get("decode_tokens_per_second")
     return goals.ratio(ours, plain)
 
 
 def plot_speed(parts: Results, path: Path, *, title: str) -> None:
-    """Each system's speed as a multiple of plain decoding's, by batch and prompt."""
+    """Plot each system's speed as a multiple of plain decoding's, by batch and prompt."""
     found = {part: one for part, one in parts.items() if "round_ms" in one}
     sizes = sorted({(one["prompt"], one["batch"]) for one in found.values()})
     names = list(dict.fromkeys(one["system"] for one in found.values() if one["system"] != AR))

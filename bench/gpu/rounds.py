@@ -1,4 +1,4 @@
-"""Where the time of a round of SMC goes, and how it compares with its model forwards alone."""
+"""Split the time of an SMC round into parts, and compare it with its model forwards alone."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from speed.ratios import log_ratio
 from study import BenchError
 
 DRAFT, TARGET, BETWEEN = "draft forwards", "target forward", "between rounds"
-GAPS = "gaps"  # of a replayed round, while no kernel runs
-#: How to read the table of parts, by how it came about.
+GAPS = "gaps"  # time of a replayed round during which no kernel runs
+#: Notes on the table of parts, by the method of measurement.
 RUN_AGAIN = (
     "Medians in ms. The ratio is of a whole round over its own forwards, run again alone on the "
     "same rows, with a 95 % interval. Parts are without the forwards in them."
@@ -34,7 +34,7 @@ REPLAYED = (
 
 @dataclass(frozen=True)
 class RoundRow:
-    """A round of one cell, in seconds; medians over rounds, but for the ratio."""
+    """A round of one cell, in seconds; medians over rounds, except the ratio."""
 
     slug: str
     system: str
@@ -43,14 +43,14 @@ class RoundRow:
     rounds: int
     round_seconds: float
     forwards_alone_seconds: float
-    #: A round over its forwards alone; both of the same round where these were run again.
+    #: A round over its forwards alone; both from the same round if the forwards were repeated.
     ratio_to_forwards: Interval
-    parts: dict[str, float]  # of a round without forwards, then the forwards, and the scheduler
+    parts: dict[str, float]  # of a round without forwards, then forwards and scheduler
     replayed: bool = False  # from a CUDA graph: forwards and parts are sums of kernels
 
 
 def make_row(cell: Cell, entries: Sequence[Mapping[str, Any]]) -> RoundRow:
-    """From what the timers said. Rounds of fewer requests, at the end, are left out."""
+    """Return the row of a cell from the timers' output, without rounds of fewer requests."""
     bursts = [burst for entry in entries for burst in entry["bursts"]]
     replayed = [burst["replays"] for burst in bursts if burst.get("replays")]
     if replayed:
@@ -84,14 +84,14 @@ def make_row(cell: Cell, entries: Sequence[Mapping[str, Any]]) -> RoundRow:
 
 
 def _counts(one: Mapping[str, Any], cell: Cell) -> bool:
-    """Whether a round is of all requests, and no profiler looked on, which costs time."""
+    """Return whether a round has all requests, and no profiler, which costs time."""
     return one["batch"] == cell.batch and not one.get("recorded")
 
 
 def _of_replays(
     cell: Cell, bursts: Sequence[Mapping[str, Any]], replayed: Sequence[Mapping[str, Any]]
 ) -> RoundRow:
-    """Parts are sums of kernels in profiled rounds; the round's own time is of all others."""
+    """Return a row with kernel sums of profiled rounds as parts; other rounds give the time."""
     whole = [one["round"] for burst in bursts for one in burst["rounds"] if _counts(one, cell)]
     if not whole:
         raise BenchError(f"All rounds of {cell.name} were profiled: its answers are too short.")
@@ -121,10 +121,10 @@ def _of_replays(
 
 
 def _between(bursts: Sequence[Mapping[str, Any]], batch: int) -> float:
-    """From the end of a round to the start of the next: the scheduler.
+    """Return the median time from the end of a round to the start of the next: the scheduler.
 
-    A step begins just before its round, so a step's length less its round's is what lies between.
-    Rounds whose forwards were run again are left out: their steps hold that, too.
+    A step begins just before its round, so the difference of their lengths is the time between.
+    Rounds with repeated forwards are left out, as their steps contain the repetition.
     """
     found = [
         later - earlier - one["round"]
@@ -138,7 +138,7 @@ def _between(bursts: Sequence[Mapping[str, Any]], batch: int) -> float:
 
 
 def flat(row: RoundRow, names: Sequence[str]) -> dict[str, Any]:
-    """A row without nesting; ``names`` are the parts of all rows."""
+    """Return a row without nesting; ``names`` are the parts of all rows."""
     content = {k: short(v) for k, v in vars(row).items() if k not in ("parts", "ratio_to_forwards")}
     content |= interval_columns("ratio_to_forwards", row.ratio_to_forwards)
     parts = {f"{name.replace(' ', '_')}_seconds": row.parts.get(name) for name in names}
@@ -146,19 +146,19 @@ def flat(row: RoundRow, names: Sequence[str]) -> dict[str, Any]:
 
 
 def part_names(rows: Sequence[RoundRow]) -> list[str]:
-    """The parts of all rows, the largest first."""
+    """Return the parts of all rows, the largest first."""
     names = dict.fromkeys(name for row in rows for name in row.parts)
     return sorted(names, key=lambda name: -fmean(row.parts.get(name, 0.0) for row in rows))
 
 
 def write_csv(rows: Sequence[RoundRow], path: Path, provenance: Mapping[str, Any]) -> None:
-    """One line for each cell."""
+    """Write one line for each cell."""
     names = part_names(rows)
     results.write_csv([flat(row, names) for row in rows], path, provenance)
 
 
 def markdown(rows: Sequence[RoundRow]) -> str:
-    """Return milliseconds of each part, below the whole round."""
+    """Return a table with the milliseconds of each round and its parts."""
     names = part_names(rows)
     note = REPLAYED if any(row.replayed for row in rows) else RUN_AGAIN
     headers = ["", "batch", "prompt", "ms / round", "forwards alone", "ratio", *names]
@@ -182,7 +182,7 @@ def _ms(value: float) -> str:
 
 
 def plot_rows(rows: Sequence[RoundRow], path: Path, *, title: str) -> None:
-    """Each cell's round as a bar of its parts, and a mark for its forwards alone."""
+    """Plot each cell's round as a bar of its parts, and a mark for its forwards alone."""
     with picture(path, (11, 1.8 + 0.5 * len(rows))) as (figure, ((axes,),)):
         labels = [f"{row.system}, batch {row.batch}, {row.prompt}" for row in rows]
         left = [0.0] * len(rows)

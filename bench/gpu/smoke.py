@@ -1,4 +1,4 @@
-"""Does everything run: engines in every mode, the requests of a chat, and the same numbers."""
+"""Run smoke tests: engines in every mode, the requests of a chat, and matching numbers."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ SMC_SETTINGS = {
     "speculative_smc_num_particles": 8,
 }
 NUM_PROBLEMS = 16
-#: Far beyond what bench/demo.py and bench/fidelity ask.
+#: Far beyond the problems of bench/demo.py and bench/fidelity.
 FIRST_PROBLEM = 2_000_000
 ANSWER_TOKENS = 160
 ANSWERS, KINDS, MIXED, SAME = "answers", "kinds", "all kinds at once", "log-probabilities"
 REPLAYED = "kinds that graphs know at once"
-#: bfloat16 has 8 bits: logits of 20 are known to within 0.1. Beyond this something else is wrong.
+#: bfloat16 has 8 bits: logits of 20 are exact to 0.1. A larger difference is an error.
 TOLERANCE = 0.15
 FIRST_ROUND = 9  # tokens
 REFERENCE = "smc-torch"
 KNOWN = ("plain", "greedy", "top-p", "top-k", "top-p and top-k")
 START_SECONDS = 40.0
-#: SGLang compiles a kernel or two for the KV of models this small, at their first start.
+#: SGLang compiles some kernels for the KV of models this small at their first start.
 COMPILE_SECONDS = 45.0
 
 
 @dataclass(frozen=True)
 class SmokeEngine:
-    """An engine over the shipped pair, small and trained, so that texts mean something."""
+    """An engine over the shipped pair, which is small and trained, so that texts are meaningful."""
 
     slug: str
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class SmokeEngine:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether rounds are replayed."""
+        """Return whether rounds are replayed."""
         return self.is_smc and "speculative_smc_round_graph" not in self.engine
 
     @property
@@ -66,7 +66,7 @@ class SmokeEngine:
 
 EAGER = {"speculative_smc_round_graph": "off"}
 TORCH = {"speculative_smc_kernels": "torch"}
-#: Torch's operations first: what the others are held against.
+#: Torch's operations first: the reference of the others.
 ENGINES = (
     SmokeEngine(REFERENCE, {**SMC_SETTINGS, **EAGER, **TORCH}, on_a_cpu=True),
     SmokeEngine("smc-kernels", {**SMC_SETTINGS, **EAGER}),
@@ -77,7 +77,7 @@ ENGINES = (
 
 
 def smoke_cases(places: Places, *, device: str) -> list[Case]:
-    """A server as people start it, then an engine for each way to play rounds."""
+    """Return a server with default settings, then an engine for each way to run rounds."""
     engines = [one for one in ENGINES if device != "cpu" or one.on_a_cpu]
     return [default_case(places, device), *(_case(one, places, device) for one in engines)]
 
@@ -98,7 +98,7 @@ def _case(one: SmokeEngine, places: Places, device: str) -> Case:
 
 
 def launch_of(one: SmokeEngine, device: str) -> Launch:
-    """Small in all, so that it starts soon."""
+    """Return the launch of an engine with small settings, which starts quickly."""
     arguments: dict[str, Any] = {
         "model_path": str(PAIR / "target"),
         "device": device,
@@ -127,7 +127,7 @@ def launch_of(one: SmokeEngine, device: str) -> Launch:
 def run_engine(
     one: SmokeEngine, launch: Launch, places: Places, missing: Sequence[str], attempt: Attempt
 ) -> None:
-    """Ask one engine for its parts."""
+    """Run the missing parts of one engine."""
     prompts = prompts_of(NUM_PROBLEMS)
     asks = {ANSWERS: answers, KINDS: each_kind, MIXED: all_kinds, REPLAYED: known_kinds}
     asks[SAME] = logprobs
@@ -143,8 +143,8 @@ def run_engine(
 
 
 def prompts_of(number: int) -> list[list[int]]:
-    """Problems as a chat has them, in tokens."""
-    from transformers import AutoTokenizer  # takes seconds
+    """Return the chat prompts of problems as token ids."""
+    from transformers import AutoTokenizer  # slow to import
 
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
     return [
@@ -164,7 +164,7 @@ Prompts = Sequence[Sequence[int]]
 
 
 def answers(engine: RemoteEngine, one: SmokeEngine, prompts: Prompts) -> dict[str, Any]:
-    """How many problems each mode gets right; too few to compare, enough to see it broken."""
+    """Count right answers in each mode: too few to compare, enough to detect a broken mode."""
     found: dict[str, int] = {}
     wrong: list[str] = []
     rounds = replayed = 0
@@ -187,14 +187,14 @@ def answers(engine: RemoteEngine, one: SmokeEngine, prompts: Prompts) -> dict[st
 
 
 def kinds_of(one: SmokeEngine) -> list[Kind]:
-    """What is asked: of others' speculative decoding what it is known to take."""
+    """Return the request kinds; for SGLang's own speculation only those that it supports."""
     if one.engine and not one.is_smc:
         return [kind for kind in kinds.STOCK if kind.name in KNOWN]
     return [*kinds.STOCK, *(kinds.OURS if one.is_smc else ())]
 
 
 def each_kind(engine: RemoteEngine, one: SmokeEngine, prompts: Prompts) -> dict[str, Any]:
-    """One request of each kind, alone."""
+    """Send one request of each kind, alone."""
     found = {}
     for kind in kinds_of(one):
         began = time.monotonic()
@@ -206,7 +206,7 @@ def each_kind(engine: RemoteEngine, one: SmokeEngine, prompts: Prompts) -> dict[
 def judged_alone(
     engine: RemoteEngine, kind: Kind, prompts: Prompts, *, graphs: bool
 ) -> dict[str, Any]:
-    """The verdict on one request; that it is refused is one, too."""
+    """Check one request; a rejection counts as a fault."""
     question = kinds.question([kind], prompts)
     found = engine.exchange({"generate": question})
     if "refused" in found:
@@ -215,7 +215,7 @@ def judged_alone(
 
 
 def all_kinds(engine: RemoteEngine, one: SmokeEngine, prompts: Prompts) -> dict[str, Any]:
-    """One request of each kind, all at once: modes, filters and edits share a batch."""
+    """Send one request of each kind in one batch: modes, filters and edits share it."""
     asked = kinds_of(one)
     told = ask(engine, kinds.question(asked, prompts))
     pairs = zip(asked, told, strict=True)
@@ -224,7 +224,7 @@ def all_kinds(engine: RemoteEngine, one: SmokeEngine, prompts: Prompts) -> dict[
 
 
 def known_kinds(engine: RemoteEngine, one: SmokeEngine, prompts: Prompts) -> dict[str, Any]:
-    """The same without those that the host must look at, so that graphs do."""
+    """Send all kinds that need no host decision in one batch, so that graphs run them."""
     asked = [kind for kind in kinds_of(one) if kind.replays]
     pairs = zip(asked, ask(engine, kinds.question(asked, prompts)), strict=True)
     return summary(
@@ -238,7 +238,7 @@ def summary(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def logprobs(engine: RemoteEngine, one: SmokeEngine, prompts: Prompts) -> dict[str, Any]:
-    """Greedy texts of little more than a round, with their log-probabilities."""
+    """Return greedy texts of a few rounds, with their log-probabilities."""
     kind = Kind("greedy", {"temperature": 0.0, "max_new_tokens": 24}, kinds.LOGPROBS)
     told = ask(engine, kinds.question([kind] * len(prompts), prompts))
     lines = [answer["meta_info"]["output_token_logprobs"] for answer in told]
@@ -246,7 +246,7 @@ def logprobs(engine: RemoteEngine, one: SmokeEngine, prompts: Prompts) -> dict[s
 
 
 def ask(engine: RemoteEngine, question: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """All answers; raises EngineError where the engine refuses the question."""
+    """Return all answers; raise EngineError if the engine rejects a request."""
     found = engine.exchange({"generate": question})
     if "refused" in found:
         raise EngineError(f"refused: {found['refused']}")
@@ -254,7 +254,7 @@ def ask(engine: RemoteEngine, question: Mapping[str, Any]) -> list[dict[str, Any
 
 
 def against(found: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """How far log-probabilities of the first round are from those of torch's operations."""
+    """Compare log-probabilities of the first round with those of torch's operations."""
     reference = known.get(f"{REFERENCE} {SAME}", {}).get("lines")
     if reference is None:
         return {}
@@ -271,10 +271,10 @@ Line = Sequence[Sequence[float]]
 
 
 def compared(reference: Sequence[Line], found: Sequence[Line]) -> tuple[float, int]:
-    """The largest difference in the first round, and of how many tokens.
+    """Return the largest difference in the first round, and the number of compared tokens.
 
-    Token by token as long as two texts agree: where two likely tokens are all but equal, rounding
-    decides, and the texts part without anything being wrong.
+    Tokens are compared up to the first differing one: if two likely tokens are nearly equal,
+    rounding decides, and the texts diverge without an error.
     """
     apart, tokens = 0.0, 0
     for ours, theirs in zip(found, reference, strict=True):

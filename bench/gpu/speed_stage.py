@@ -1,4 +1,4 @@
-"""Tokens a second of each engine, and where a round's time goes: one engine at a time."""
+"""Measure each engine's tokens per second and the parts of its rounds, one engine at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from speed.presets import Preset
 from speed.remote import Asker, Sample, running
 from study import code_fingerprint, digest
 
-#: An engine whose answers are all there is killed rather than waited for.
+#: Grace period of a finished engine, which is then killed.
 STOP_SECONDS = 0.5
 MACHINE = "machine"
 KEPT = ("completion_tokens", "spec_verify_ct", "spec_smc_rounds_ct", "spec_smc_replayed_ct")
@@ -30,7 +30,7 @@ WARM_SECONDS = 3.0
 def engine_cases(
     cases: Sequence[EngineCase], preset: Preset, places: Places, *, profiled: bool = False
 ) -> list[Case]:
-    """Engines whose parts are cells."""
+    """Return a case for each engine; its parts are the engine's cells."""
     write = profile if profiled else measure
     return [
         Case(
@@ -48,7 +48,7 @@ def engine_cases(
 
 
 def machine_case(preset: Preset, places: Places) -> Case:
-    """The machine's own bandwidth and arithmetic, which rooflines are made of."""
+    """Return the case that measures the machine's bandwidth and FLOP/s, for rooflines."""
     parts = {MACHINE: {"device": preset.device, "dtype": preset.dtype}}
     return Case(MACHINE, parts, 15.0, partial(measure_ceilings, preset, places), "torch alone")
 
@@ -56,7 +56,7 @@ def machine_case(preset: Preset, places: Places) -> Case:
 def measure_ceilings(
     preset: Preset, places: Places, missing: Sequence[str], attempt: Attempt
 ) -> None:
-    """A copy and a matrix product, in a process of their own."""
+    """Measure a copy and a matrix product, in a process of their own."""
     found = measure_machine(preset, places.work / "machine.json")
     attempt.add(MACHINE, found._asdict())
 
@@ -64,7 +64,7 @@ def measure_ceilings(
 def identity(
     case: EngineCase, cell: Cell, preset: Preset, places: Places, *, profiled: bool
 ) -> dict[str, Any]:
-    """What the numbers of a cell depend on: the plugin's code for rounds of SMC alone."""
+    """Return the settings that a cell depends on; the plugin's code only for SMC."""
     launch = launch_of(case, preset, places.models)
     folders = ("model_path", "speculative_draft_model_path")
     found = {
@@ -85,7 +85,7 @@ def identity(
 
 
 def shown(case: EngineCase, preset: Preset, places: Places) -> str:
-    """The engine as one could start it by hand."""
+    """Return the command that starts the engine by hand."""
     launch = launch_of(case, preset, places.models)
     variables = "".join(f"{name}={value} " for name, value in launch.environment.items())
     arguments = ", ".join(f"{name}={value!r}" for name, value in launch.arguments.items())
@@ -95,7 +95,7 @@ def shown(case: EngineCase, preset: Preset, places: Places) -> str:
 def measure(
     case: EngineCase, preset: Preset, places: Places, missing: Sequence[str], attempt: Attempt
 ) -> None:
-    """Ask one engine for its cells."""
+    """Measure one engine's missing cells."""
     write_models(preset.pair, places.models, case.drafted)
     sized = preset_of(case, preset)
     log = places.logs / f"{preset.name}-{case.slug}.log"
@@ -111,7 +111,7 @@ def wanted(case: EngineCase, missing: Sequence[str]) -> list[Cell]:
 
 
 def sampled(engine: Asker, cell: Cell, preset: Preset) -> dict[str, Any]:
-    """A warm-up, and all repeats."""
+    """Run a warm-up and all repeats of a cell; return their medians."""
     engine.ask(work(cell, WARM_UP, preset))
     samples = [engine.ask(work(cell, repeat, preset)) for repeat in range(preset.repeats)]
     decoded = sum(sample.decode_tokens for sample in samples)
@@ -135,7 +135,7 @@ def sampled(engine: Asker, cell: Cell, preset: Preset) -> dict[str, Any]:
 
 
 def total(samples: Sequence[Sample], key: str) -> int | None:
-    """The sum over all requests; None where no request says it."""
+    """Return the sum over all requests; None if no request has the key."""
     values = [info[key] for sample in samples for info in sample.infos if key in info]
     return sum(values) if values else None
 
@@ -145,7 +145,7 @@ def share(part: int | None, whole: int) -> float | None:
 
 
 def reduced(sample: Sample) -> Sample:
-    """Of what the server says only what numbers are made of."""
+    """Return the sample with only the counters that the numbers use."""
     infos = [{key: info[key] for key in KEPT if key in info} for info in sample.infos]
     return Sample(sample.first, sample.end, infos)
 
@@ -164,7 +164,7 @@ def profile(
 
 
 def profiled_rounds(engine: ProbedEngine, cell: Cell, preset: Preset) -> dict[str, Any]:
-    """What the timers say of all repeats."""
+    """Return the timers' output for all repeats."""
     engine.inside(cell, WARM_UP, preset)
     entries = [engine.inside(cell, repeat, preset) for repeat in range(preset.repeats)]
     bursts = [burst for entry in entries for burst in entry["bursts"]]

@@ -1,4 +1,4 @@
-"""What a call does: cases of stages, each begun only where its time is left, none done twice."""
+"""Run the cases of stages: skip those that are done, or longer than the time left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpu.clock import Clock, TimeUpError
 from gpu.records import Records
 from speed.remote import EngineError
 
-#: A case that takes so many times what it is expected to take hangs.
+#: A case that exceeds its expected time by this factor is treated as hanging.
 PATIENCE = 3.0
 LEAST_PATIENCE = 240.0
 
@@ -26,27 +26,27 @@ class Attempt:
     records: Records
     clock: Clock
     say: Callable[[str], None]
-    started: bool = False  # whether a failure is of a part rather than of all
+    started: bool = False  # whether a failure concerns one part instead of all
 
     def add(self, part: str, content: Mapping[str, Any]) -> None:
-        """The result of a part, with a line about it."""
+        """Record the result of a part, and print a line about it."""
         self.records.add(self.stage, part, self.case.parts[part], content)
         self.say(f"{self.stage} {part}: {told(content)}")
 
     def require(self, seconds: float) -> None:
-        """Raise TimeUpError where fewer are left of the call."""
+        """Raise TimeUpError if less time is left of the call."""
         if self.clock.left < seconds:
             raise TimeUpError
 
 
 @dataclass(frozen=True)
 class Case:
-    """Something that is started once, an engine say; each of its parts has a result of its own.
+    """A unit that is started once, such as an engine; each of its parts has its own result.
 
     Args:
-        parts: by name what a result depends on; one with the same is not measured again.
-        seconds: what all of it is expected to take.
-        shown: what is started, for people to read.
+        parts: by name the identity of each result; an existing equal one is not measured again.
+        seconds: expected time of all parts.
+        shown: the command that it starts, for display.
     """
 
     slug: str
@@ -58,17 +58,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Stage:
-    """Cases, the most important first."""
+    """A list of cases, the most important first."""
 
     name: str
-    minutes: float  # at most, of a call
+    minutes: float  # at most, per call
     about: str
     cases: Callable[[], list[Case]]
 
 
 @dataclass
 class Runner:
-    """Completes stages within the time of a call."""
+    """Runner that completes stages within the time of a call."""
 
     records: Records
     clock: Clock
@@ -76,17 +76,17 @@ class Runner:
     fresh: bool = False
     say: Callable[[str], None] = print
     patience: float = PATIENCE
-    left: list[str] = field(default_factory=list)  # what another call has to do
+    left: list[str] = field(default_factory=list)  # cases left for another call
 
     def run(self, stage: Stage) -> None:
-        """All cases that are not done, as far as time goes."""
+        """Run all unfinished cases of a stage, as far as time allows."""
         clock = Clock(min(stage.minutes, self.clock.left / 60))
         for case in stage.cases():
             if any(fnmatchcase(case.slug, pattern) for pattern in self.only):
                 self._complete(stage.name, case, clock)
 
     def missing(self, stage: str, case: Case) -> list[str]:
-        """The parts without a result."""
+        """Return the parts without a result."""
         return [part for part, identity in case.parts.items() if self._lacks(stage, part, identity)]
 
     def _lacks(self, stage: str, part: str, identity: Mapping[str, Any]) -> bool:
@@ -95,7 +95,7 @@ class Runner:
         return self.fresh and not self.records.is_of_this_call(stage, part)
 
     def _complete(self, stage: str, case: Case, clock: Clock) -> None:
-        """As often as it takes: where one part has failed, the others get another start."""
+        """Start a case until all parts have results: after a failed part the others are retried."""
         while missing := self.missing(stage, case):
             share = len(missing) / len(case.parts)
             if clock.left < case.seconds * (0.5 + 0.5 * share):
@@ -105,7 +105,7 @@ class Runner:
                 return
 
     def _attempt(self, stage: str, case: Case, missing: Sequence[str], clock: Clock) -> bool:
-        """Start a case once; False where the call is over."""
+        """Start a case once; return False if the call's time is over."""
         attempt = Attempt(stage, case, self.records, clock, self.say)
         reason = "it ended without a result"
         limit = max(LEAST_PATIENCE, self.patience * case.seconds)
@@ -121,7 +121,7 @@ class Runner:
             reason = f"it took more than {limit:.0f} s"
         except EngineError as error:
             reason = str(error)
-        except Exception as error:  # the next case may be as well as ever
+        except Exception as error:  # later cases may still succeed
             reason = f"{type(error).__name__}: {error}"
         failed = self.missing(stage, case)
         for part in failed[:1] if attempt.started else failed:
@@ -134,7 +134,7 @@ class Runner:
 
 
 def told(content: Mapping[str, Any]) -> str:
-    """A result in a line."""
+    """Return a result in one line."""
     if "failed" in content:
         return f"FAILED: {content['failed']}"
     shown = {k: v for k, v in content.items() if isinstance(v, (int, float, str))}
@@ -147,7 +147,7 @@ def told(content: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Places:
-    """Folders of a call: what it writes, and what it may forget."""
+    """Folders of a call: results in ``out``, and temporary files in ``work``."""
 
     out: Path
     work: Path

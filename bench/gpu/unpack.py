@@ -1,8 +1,8 @@
-"""Make a folder that Python finds SGLang and this tree's plugin in, by the standard library alone.
+"""Create a folder with SGLang and this tree's plugin, using only the standard library.
 
 `.sg` holds SGLang and its dependencies for the GPU machine: a payload with an ``assemble.py`` that
-unpacks it to a folder and writes an ``env.sh`` there, wheels, or both. What is there already is not
-unpacked again. The plugin runs from the tree: the folder links to it, and has its entry points.
+unpacks it to a folder and writes an ``env.sh`` there, wheels, or both. Unpacked files are kept.
+The plugin runs from the tree: the folder links to it, and has its entry points.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def unpack(site: Path, payload: Path, tree: Path = TREE) -> None:
-    """Bring ``site`` up to date; its ``env.sh`` is what a shell is to source."""
+    """Bring ``site`` up to date; a shell then sources its ``env.sh``."""
     site.mkdir(parents=True, exist_ok=True)
     assemble = payload / "assemble.py"
     if assemble.exists():
@@ -50,7 +50,7 @@ def unpack(site: Path, payload: Path, tree: Path = TREE) -> None:
 
 
 def link(tree: Path, site: Path) -> None:
-    """Have Python find the package where the tree has it, and SGLang its entry points."""
+    """Link the package and write its entry points, for Python and SGLang to find."""
     remove_older(PACKAGE, site)
     (site / PACKAGE).symlink_to(tree / PACKAGE, target_is_directory=True)
     version = re.search(r'__version__ = "(.+)"', (tree / PACKAGE / "__init__.py").read_text())
@@ -63,7 +63,7 @@ def link(tree: Path, site: Path) -> None:
 
 
 def entry_points(tree: Path) -> list[str]:
-    """The lines of an ``entry_points.txt``, of the tables in pyproject.toml."""
+    """Return the lines of an ``entry_points.txt``, from the tables in pyproject.toml."""
     lines: list[str] = []
     table = None
     for line in (tree / "pyproject.toml").read_text().splitlines():  # Python 3.10 has no tomllib
@@ -76,7 +76,7 @@ def entry_points(tree: Path) -> list[str]:
 
 
 def once(mark: Path, sources: Sequence[Path], work: object) -> None:
-    """Do it unless ``mark`` says that it was done with the very same files."""
+    """Call ``work`` unless ``mark`` records that it ran with the same files."""
     state = hashlib.sha256()
     for path in sources:
         if path.is_file():
@@ -92,7 +92,7 @@ def once(mark: Path, sources: Sequence[Path], work: object) -> None:
 
 
 def install(wheel: Path, site: Path) -> None:
-    """What pip does with --no-deps --target, of a wheel without scripts."""
+    """Install a wheel without scripts, as pip does with --no-deps --target."""
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if not name.endswith("/")]
         remove_older(wheel.name.split("-")[0], site)
@@ -107,7 +107,7 @@ def install(wheel: Path, site: Path) -> None:
 
 
 def remove_older(name: str, site: Path) -> None:
-    """An older version, so that no file of it stays behind."""
+    """Remove an older version, so that none of its files remain."""
     for information in site.glob(f"{name}-*.dist-info"):
         shutil.rmtree(information)
     if (site / name).is_symlink():

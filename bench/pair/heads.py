@@ -1,10 +1,10 @@
-"""Train what drafts for the shipped target, with the tool that ships: ``sglang_smc.distill``.
+"""Train what drafts for the shipped target, with the tool that ships: ``sglang_smc.tools.distill``.
 
     python bench/pair/heads.py                  # all three, an hour on one core
     python bench/pair/heads.py eagle3           # one of them
-    python bench/pair/heads.py --texts t.jsonl  # the target's samples are kept there
+    python bench/pair/heads.py --texts t.jsonl  # keeps the target's samples there
 
-Each goes to its own folder next to this file; how it was made goes to provenance.json.
+Each is written to its own folder next to this file, its training record to provenance.json.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from task import messages, problem
 from train import FIRST_SEED, HERE, circumstances, note, with_environment
 
-from sglang_smc.distill import cli
+from sglang_smc.tools.distill import cli
 
 PROMPTS = 8000
 COMMON = ("--max-new-tokens", "160", "--held-out", "400")
 LAYERS = ("--layer-ids", "0,2,3")
-#: The tool's words for each course; a further one goes on from the one before.
+#: The tool's arguments for each course; a further course continues from the one before.
 _SIXTEEN = ("--loss", "forward-kl", "--decay", "0.9", "--batch", "16")
 _FIRST = (*_SIXTEEN, "--steps", "300", "--learning-rate", "0.004")
 _FURTHER = (*_SIXTEEN, "--anchors", "32", "--learning-rate", "0.005", "--seed", "1")
@@ -44,13 +44,13 @@ RECIPES = {
 
 
 def write_prompts(path: Path, count: int) -> None:
-    """Questions with seeds of their own, below the held-out ones."""
+    """Write questions with seeds reserved for heads, below the held-out ones."""
     questions = (messages(problem(FIRST_SEED["heads"] + index)) for index in range(count))
     path.write_text("".join(json.dumps({"messages": asked}) + "\n" for asked in questions))
 
 
 def train_one(name: str, prompts: Path, texts: Path, out: Path, steps: int | None) -> None:
-    """Train one of `RECIPES` into ``out``; raises SystemExit where the tool could not."""
+    """Train one of `RECIPES` into ``out``; raise SystemExit if the tool fails."""
     own, seconds, said = out / name, 0.0, []
     files = ["--target", HERE / "target", "--out", own, "--prompts", prompts, "--texts", texts]
     for course in RECIPES[name]:
@@ -66,7 +66,7 @@ def train_one(name: str, prompts: Path, texts: Path, out: Path, steps: int | Non
 
 
 def entry_of(name: str, said: list[str], made: dict[str, Any]) -> dict[str, object]:
-    """What provenance.json says of one, from the tool's words and its last report."""
+    """Return an entry of provenance.json, from the tool's arguments and its last report."""
     return {
         **circumstances("heads", name),
         "recipe": "; then ".join(said).replace(f"{HERE}/", ""),
@@ -79,7 +79,7 @@ def entry_of(name: str, said: list[str], made: dict[str, Any]) -> dict[str, obje
 
 
 def main() -> None:
-    """Train what the command line names."""
+    """Train the heads that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=list(RECIPES), help=", ".join(RECIPES))
     parser.add_argument("--out", type=Path, default=HERE, help="folder of the checkpoints")

@@ -4,9 +4,9 @@
     python bench/pair/measure.py --json numbers.json  # and the numbers in a file
 
 The acceptance of exact speculative sampling needs no speculative decoder. Its output has the
-law of the target p, and a token x that it put out came from the draft q's proposal with
-probability min(1, q(x) / p(x)). So answers are sampled from p, both models are run over them
-once, and the rounds that would have put them out are replayed.
+distribution of the target p, and an output token x is the draft q's proposal with
+probability min(1, q(x) / p(x)). So answers are sampled from p, both models score them
+once, and the rounds that would have generated them are simulated.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Interval(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """One sampled answer: the ids of the question and of the answer, up to EOS if it came."""
+    """A sampled answer: token ids of the question and of the answer, with EOS if it came."""
 
     prompt: list[int]
     tokens: list[int]
@@ -49,7 +49,7 @@ class Answer(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """What one answer cost an exact speculative decoder."""
+    """Counters of exact speculative decoding of one answer."""
 
     accepted: int
     tested: int
@@ -58,7 +58,7 @@ class Replay(NamedTuple):
 
 
 def share(hits: int, n: int) -> Interval:
-    """A proportion with Wilson's interval."""
+    """Return a proportion with Wilson's interval."""
     mean, spread = hits / n, Z95**2 / n
     middle = (mean + spread / 2) / (1 + spread)
     half = math.sqrt(mean * (1 - mean) * spread + spread**2 / 4) / (1 + spread)
@@ -66,7 +66,7 @@ def share(hits: int, n: int) -> Interval:
 
 
 def ratio(tops: list[float], bottoms: list[float]) -> Interval:
-    """A ratio of two sums over problems, with the interval of its linearisation."""
+    """Return a ratio of two sums over problems, with its linearized interval."""
     n, mean = len(tops), sum(tops) / sum(bottoms)
     residue = sum((top - mean * bottom) ** 2 for top, bottom in zip(tops, bottoms, strict=True))
     half = Z95 * math.sqrt(residue) / sum(bottoms)
@@ -74,7 +74,7 @@ def ratio(tops: list[float], bottoms: list[float]) -> Interval:
 
 
 def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """A checkpoint in float32 and its tokenizer."""
+    """Return a checkpoint in float32 and its tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return model, AutoTokenizer.from_pretrained(folder)
 
@@ -121,7 +121,7 @@ def sample(
 def log_probs(
     model: PreTrainedModel, answers: list[Answer], temperature: float
 ) -> list[torch.Tensor]:
-    """For each answer, log-probabilities in nats ``[answer tokens, vocabulary]``."""
+    """Return each answer's log-probabilities in nats ``[answer tokens, vocabulary]``."""
     rows = [torch.tensor(answer.prompt + answer.tokens) for answer in answers]
     logits = model(input_ids=pad_sequence(rows, batch_first=True), use_cache=False).logits
     spans = [(len(a.prompt) - 1, len(a.prompt) + len(a.tokens) - 1) for a in answers]
@@ -130,11 +130,11 @@ def log_probs(
 
 
 def replay(keep: list[float], draft_tokens: int, rng: torch.Generator) -> Replay:
-    """Replay the rounds of exact speculative decoding that put out an answer.
+    """Simulate the rounds of exact speculative decoding that generate an answer.
 
-    ``keep[t]`` is the chance that token t, had it been tested, was the draft's own. A round
-    tests up to ``draft_tokens`` tokens, ends at the first that was not, and else adds one
-    token of the target's that nothing tested.
+    ``keep[t]`` is the probability that token t, if verified, is the accepted draft token. A round
+    verifies up to ``draft_tokens`` tokens and ends at the first rejected one; if all are accepted
+    it adds one token of the target.
     """
     coins = torch.rand(len(keep), generator=rng).tolist()
     accepted = tested = passes = at = 0
@@ -158,7 +158,7 @@ def replays(
     temperature: float,
     draft_tokens: int,
 ) -> list[Replay]:
-    """Replay each of the target's ``answers`` once."""
+    """Simulate the rounds of each of the target's ``answers`` once."""
     rng = torch.Generator().manual_seed(0)
     rows = zip(
         answers,
@@ -198,7 +198,7 @@ def measure(folder: Path, n: int, batch: int, temperature: float, k: int) -> dic
 
 
 def main() -> None:
-    """Print the table and, where asked for, write the numbers."""
+    """Print the table and, if requested, write the numbers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pair", type=Path, default=HERE, help="folder of target and draft")
     parser.add_argument("-n", type=int, default=2000, help="held-out problems")

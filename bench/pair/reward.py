@@ -3,11 +3,11 @@
     python bench/pair/reward.py                 # half an hour on one core that others use, too
     python bench/pair/reward.py --steps 20 --samples 64 --held-out 20 --out try
 
-A second course goes on from the first one's checkpoint, with other samples and lower rates.
+A second course continues from the first one's checkpoint, with other samples and lower rates.
 
-It begins as the target's first layers and learns from the draft's samples at temperature 1, from
-right answers and from made-up mistakes. It goes to reward/ next to this file; how it was made and
-how well it tells right from wrong goes to provenance.json.
+It begins as the target's first layers and is trained on the draft's samples at temperature 1, on
+right answers and on synthetic mistakes. It is written to reward/ next to this file, its training
+record and accuracy to provenance.json.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrained
 NAME = "reward"
 FIRST_SEED = 301_000_000
 SEEDS_OF_COURSE = 10_000_000
-#: Held-out problems behind those that benchmarks ask.
+#: Held-out problems behind those of the benchmarks.
 HELD_OUT_SEED = HELD_OUT_START + 500_000
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the reward model is made."""
+    """Hyperparameters of the reward model's training."""
 
     num_hidden_layers: int = 4
     intermediate_size: int = 160
@@ -51,9 +51,9 @@ class Recipe:
     muon_lr: float = 0.004
     adam_lr: float = 0.002
     of_language: float = 0.3
-    """The weight of the loss of a language model, which keeps arithmetic learned."""
+    """Weight of the language-model loss, which preserves the learned arithmetic."""
     at_ends: float = 4.0
-    """The weight of a line's end, where the model is asked, over that of another token."""
+    """Weight of line ends, where the model is evaluated, relative to other tokens."""
     seed: int = 3
     warmup: int = 50
 
@@ -65,7 +65,7 @@ COURSES = (
 
 
 class Example(NamedTuple):
-    """A text's ids; of each, whether all was right so far, and how much it counts."""
+    """A text's token ids; for each token its label (all right so far) and its loss weight."""
 
     ids: list[int]
     is_right: list[float]
@@ -77,11 +77,11 @@ class Batch(NamedTuple):
 
     ids: torch.Tensor
     is_right: torch.Tensor
-    weight: torch.Tensor  # 0 where the loss does not look
+    weight: torch.Tensor  # 0 outside the loss
 
 
 def beginning_of(target: Any, recipe: Recipe) -> LlamaForSequenceClassification:
-    """The target's first layers with the MLP units of the largest weights, and one label."""
+    """Return a model of the target's first layers, with narrower MLPs and one label."""
     known = {**target.config.to_dict(), "intermediate_size": recipe.intermediate_size}
     known |= {"num_hidden_layers": recipe.num_hidden_layers, "num_labels": 1}
     for name in ("architectures", "layer_types", "dtype"):
@@ -97,7 +97,7 @@ def beginning_of(target: Any, recipe: Recipe) -> LlamaForSequenceClassification:
 
 
 def keep_largest(weights: dict[str, torch.Tensor], prefix: str, count: int) -> None:
-    """Cut an MLP down to the units whose weights are largest, in place."""
+    """Cut an MLP down to the units with the largest weights, in place."""
     gate, up, down = (f"{prefix}{part}_proj.weight" for part in ("gate", "up", "down"))
     size = weights[gate].norm(dim=1) * weights[up].norm(dim=1) * weights[down].norm(dim=0)
     kept = size.topk(count).indices.sort().values
@@ -106,7 +106,7 @@ def keep_largest(weights: dict[str, torch.Tensor], prefix: str, count: int) -> N
 
 
 def example(one: Judged, tokenizer: PreTrainedTokenizerFast, at_ends: float) -> Example:
-    """The model's text of a judged answer, with a label for each token of the answer."""
+    """Return the model's input for a labelled answer, with a label for each of its tokens."""
     front = TEMPLATE.format(prompt=one.question, output="")
     text = WHOLE_TEMPLATE.format(prompt=one.question, output=one.answer)
     coded = tokenizer(text, return_offsets_mapping=True)
@@ -121,7 +121,7 @@ def example(one: Judged, tokenizer: PreTrainedTokenizerFast, at_ends: float) -> 
 
 
 def collate(rows: Sequence[Example], pad: int) -> Batch:
-    """Causal attention makes padding on the right harmless."""
+    """Pad on the right, which causal attention ignores."""
     length = max(len(row.ids) for row in rows)
 
     def padded(name: str, filler: float) -> torch.Tensor:
@@ -132,7 +132,7 @@ def collate(rows: Sequence[Example], pad: int) -> Batch:
 
 
 def drafted(seeds: Sequence[int], title: str) -> list[Judged]:
-    """The draft's samples at temperature 1, one for each problem."""
+    """Sample one answer of the draft at temperature 1 to each problem, and label it."""
     model, tokenizer = load(HERE / "draft")
     found, size = [], 200
     for start in tqdm(range(0, len(seeds), size), desc=title, unit="batch", mininterval=2):
@@ -144,13 +144,13 @@ def drafted(seeds: Sequence[int], title: str) -> list[Judged]:
 
 
 def seeds_of(recipe: Recipe) -> tuple[int, int]:
-    """The first seed of a course's problems, samples first, and the one behind the last."""
+    """Return the first seed of a course's problems, samples first, and the seed after the last."""
     first = FIRST_SEED + (recipe.course - 1) * SEEDS_OF_COURSE
     return first, first + recipe.samples + recipe.steps * recipe.batch
 
 
 def made_up(seed: int, rng: random.Random) -> Judged:
-    """A right answer in any style between those of the pair, or one with a mistake."""
+    """Return a right answer in any style between those of the pair, or one with a mistake."""
     item = problem(seed, Style(rng.uniform(-0.9, 0.5)))
     return judged(wrong_answer(item, rng) if rng.random() < 0.75 else item.answer, item)
 
@@ -158,7 +158,7 @@ def made_up(seed: int, rng: random.Random) -> Judged:
 def batches(
     samples: Sequence[Judged], tokenizer: PreTrainedTokenizerFast, recipe: Recipe, pool: int = 20
 ) -> Iterator[Batch]:
-    """Endless batches, one half of samples; each pool is sorted by length to spare padding."""
+    """Yield endless batches, one half of samples; sort each pool by length to reduce padding."""
     rng, size = random.Random(recipe.seed), recipe.batch * pool
     seed = seeds_of(recipe)[0] + len(samples)
     while True:
@@ -175,7 +175,7 @@ def batches(
 def losses(
     model: LlamaForSequenceClassification, batch: Batch
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean losses in nats: of the labels, and of a language model before the first mistake."""
+    """Return mean losses in nats: of the labels, and of language up to the first mistake."""
     with torch.autocast("cpu", torch.bfloat16):
         states = model.model(input_ids=batch.ids, use_cache=False).last_hidden_state
         scores = model.score(states).squeeze(-1)
@@ -192,7 +192,7 @@ def trained(
     tokenizer: PreTrainedTokenizerFast,
     recipe: Recipe,
 ) -> dict[str, Any]:
-    """Train in place; what provenance says of it (times in s)."""
+    """Train in place; return the training record (times in s)."""
     model.train()
     steppers = optimizers(model, recipe)  # type: ignore[arg-type]
     peaks = [stepper.param_groups[0]["lr"] for stepper in steppers]
@@ -227,7 +227,7 @@ def scores_at_ends(
     texts: Sequence[Judged],
     tokenizer: PreTrainedTokenizerFast,
 ) -> list[tuple[float, bool, bool]]:
-    """At each end of a line and of a text: the score, whether all was right, whether it is EOS."""
+    """Return (score, all right so far, is EOS) at each end of a line or text."""
     found = []
     for one in tqdm(texts, desc="held out", unit="answer", mininterval=2):
         row = example(one, tokenizer, 2.0)
@@ -239,7 +239,7 @@ def scores_at_ends(
 
 
 def area(scores: Sequence[tuple[float, bool]]) -> float:
-    """The area under the ROC curve: how often a right one scores above a wrong one."""
+    """Return the area under the ROC curve: the probability that a right one scores higher."""
     right = torch.tensor([score for score, is_right in scores if is_right])
     wrong = torch.tensor([score for score, is_right in scores if not is_right])
     above = (right[:, None] > wrong).double() + 0.5 * (right[:, None] == wrong).double()
@@ -249,7 +249,7 @@ def area(scores: Sequence[tuple[float, bool]]) -> float:
 def measured(
     model: LlamaForSequenceClassification, tokenizer: PreTrainedTokenizerFast, count: int
 ) -> dict[str, Any]:
-    """How well the model tells right from wrong in the draft's answers to held-out problems."""
+    """Return the model's accuracy on the draft's answers to held-out problems."""
     texts = drafted(range(HELD_OUT_SEED, HELD_OUT_SEED + count), "held-out samples")
     found = scores_at_ends(model, texts, tokenizer)
     lines = [(score, right) for score, right, is_eos in found if not is_eos]
@@ -274,12 +274,12 @@ def save(
 
 
 def reloaded(folder: Path) -> LlamaForSequenceClassification:
-    """The checkpoint as others load it, in float32."""
+    """Return the saved checkpoint in float32."""
     return LlamaForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def course(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """One course, from the target or from the folder's checkpoint, to the folder's checkpoint."""
+    """Run one course, from the target or from the folder's checkpoint, into the folder."""
     torch.manual_seed(recipe.seed)
     target, tokenizer = load(HERE / "target")
     model = beginning_of(target, recipe) if recipe.course == 1 else reloaded(folder)
@@ -291,7 +291,7 @@ def course(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Train it."""
+    """Train the reward model."""
     parser = argparse.ArgumentParser(description=(__doc__ or NAME).splitlines()[0])
     parser.add_argument("--out", type=Path, default=HERE, help="folder of the checkpoint's folder")
     parser.add_argument("--courses", type=int, nargs="+", default=[1, 2], help="1 begins anew")

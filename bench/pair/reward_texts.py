@@ -1,7 +1,7 @@
-"""Worked answers, right and wrong, and how far into each all is right.
+"""Label worked answers, right and wrong, by the position of their first mistake.
 
-The reward model learns from these. A worked answer is right as long as each line so far does the
-step that the problem asks for at that place, with the right numbers; how it is worded is free.
+The reward model is trained on these. A worked answer is right as long as each line so far does the
+step that the problem requires there, with the right numbers; its wording is free.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from task import Problem
 
-#: What the reward model reads; a whole text ends with EOS, a beginning does not.
+#: Input of the reward model; a complete text ends with EOS, a prefix does not.
 TEMPLATE = "<|user|>{prompt}<|assistant|>{output}"
 WHOLE_TEMPLATE = TEMPLATE + "<|eos|>"
 _EQUATION = re.compile(r"(\d+)([-+x*/])(\d+)=(\d+)")
@@ -22,35 +22,35 @@ _TIMES = ("x", "*")
 
 
 class Judged(NamedTuple):
-    """An answer with what is right of it."""
+    """An answer, labelled by its first mistake."""
 
     question: str
     answer: str
     right: int
     """Characters of the answer before its first mistake."""
     is_whole: bool
-    """Whether the text as a whole, with nothing missing, is right."""
+    """Whether the text is complete and right."""
 
 
 def judged(answer: str, item: Problem) -> Judged:
-    """An answer as `right_until` has it."""
+    """Return an answer labelled by `right_until`."""
     right = right_until(answer, item)
     is_whole = right == len(answer) and answer.endswith("\n" + item.answer.split("\n")[-1])
     return Judged(item.question, answer, right, is_whole)
 
 
 def right_until(answer: str, item: Problem) -> int:
-    """How many characters of an answer, or of its beginning, come before the first mistake.
+    """Return the number of characters of an answer, or of a prefix, before the first mistake.
 
-    A mistake is the first character with which no right line begins: a wrong digit, the end of a
-    number that lacks one, the end of a line that lacks its formula, a step too many.
+    A mistake is the first character that starts no right continuation: a wrong digit, the end of a
+    number that lacks one, the end of a line without its formula, a step too many.
     """
     wanted = [forms(line) for line in item.answer.split("\n")]
     at = 0
     lines = answer.split("\n")
     for index, line in enumerate(lines):
         if index == len(wanted):
-            return at - 1  # the end of the last line was one line's end too many
+            return at - 1  # the newline after the last line was one too many
         is_over = index < len(lines) - 1
         right = _right_in(line, wanted[index], is_over)
         if right is not None:
@@ -60,7 +60,7 @@ def right_until(answer: str, item: Problem) -> int:
 
 
 def forms(line: str) -> tuple[str, ...]:
-    """All ways to write what counts in a right line: its formula, or the whole last line."""
+    """Return all spellings of a right line's formula, or the complete last line."""
     found = _EQUATION.search(line)
     if found is None:
         return (line,)
@@ -71,7 +71,7 @@ def forms(line: str) -> tuple[str, ...]:
 
 
 def _right_in(line: str, wanted: tuple[str, ...], is_over: bool) -> int | None:
-    """Characters of a line before its mistake; None where there is none."""
+    """Return the characters of a line before its mistake; None without a mistake."""
     is_last = wanted[0].startswith("#")
     if line.startswith("#") and not is_last:
         return 0
@@ -94,7 +94,7 @@ def _first_digit(line: str, start: int = 0) -> int | None:
 
 
 def _common(one: str, other: str) -> int:
-    """The length of the beginning that two texts share."""
+    """Return the length of the common prefix of two texts."""
     pairs = zip(one, other, strict=False)
     return next((at for at, (x, y) in enumerate(pairs) if x != y), min(len(one), len(other)))
 
@@ -103,7 +103,7 @@ def _common(one: str, other: str) -> int:
 
 
 def wrong_answer(item: Problem, rng: random.Random) -> str:
-    """The item's answer with a mistake in one step, which later lines may take up."""
+    """Return the item's answer with a mistake in one step, which later lines may propagate."""
     found = rng.choice(list(_EQUATION.finditer(item.answer)))
     a, op, b, result = found.groups()
     numbers = re.findall(r"\d+", item.question + item.answer[: found.start()])
@@ -118,14 +118,14 @@ def wrong_answer(item: Problem, rng: random.Random) -> str:
 
 
 def value(a: int, op: str, b: int) -> int:
-    """What a formula comes to, rounded down."""
+    """Return the value of a formula, rounded down."""
     if op == "/":
         return a // max(b, 1)
     return {"+": a + b, "-": a - b, "x": a * b, "*": a * b}[op]
 
 
 def _result(a: int, op: str, b: int, numbers: list[str], rng: random.Random) -> str:
-    """A slip in the result: near it, or one digit."""
+    """Return the formula with a wrong result: a near number, or one changed digit."""
     right = value(a, op, b)
     near = max(0, right + rng.choice((-10, -2, -1, 1, 2, 10)))
     digits = list(str(right))
@@ -134,13 +134,13 @@ def _result(a: int, op: str, b: int, numbers: list[str], rng: random.Random) -> 
 
 
 def _operand(a: int, op: str, b: int, numbers: list[str], rng: random.Random) -> str:
-    """Another number in a place, and what comes of it."""
+    """Return the formula with another operand, and its value."""
     other = int(rng.choice([*numbers, str(a + rng.choice((-1, 1, 10))), str(b + 1)]))
     x, y = rng.choice(((other, b), (a, other)))
     return f"{x}{op}{y}={abs(value(x, op, y))}"
 
 
 def _operator(a: int, op: str, b: int, numbers: list[str], rng: random.Random) -> str:
-    """Another operation, and what comes of it."""
+    """Return the formula with another operator, and its value."""
     other = rng.choice([sign for sign in "+-x" if sign != op])
     return f"{a}{other}{b}={abs(value(a, other, b))}"

@@ -1,6 +1,6 @@
-"""Generated grade-school word problems for the shipped model pair (standard library only).
+"""Generate grade-school word problems for the shipped model pair (standard library only).
 
-How to use it::
+Usage::
 
     from task import check, held_out, messages
 
@@ -9,13 +9,13 @@ How to use it::
     item.answer                        # one worked answer, ending in "#### 77"
     item.number                        # the right number, here 77
     messages(item)                     # chat messages for ``tokenizer.apply_chat_template``
-    check(generated_text, item)        # True where the text ends with the right "#### number";
+    check(generated_text, item)        # True if the text ends with the right "#### number";
                                        # leave special tokens out of the text
 
-Everything is a pure function of a seed. A worked answer is full of free choices of wording. A
-`Style` says how they are made: questions and numbers do not depend on it, only the words of
-the answer do. The target learns one style and the draft the opposite one, so that the two
-disagree about words often, which does no harm, and about numbers sometimes, which does.
+Everything is a pure function of a seed. A worked answer has many free choices of wording, made by
+a `Style`: questions and numbers do not depend on it, only the words of the answer do. The target
+is trained on one style and the draft on the opposite one, so that the two often differ in words,
+which does no harm, and sometimes in numbers, which does.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-#: Seeds of held-out problems start here; seeds below it are for training.
+#: First seed of held-out problems; smaller seeds are for training.
 HELD_OUT_START = 1_000_000_000
 
 
 class Style(NamedTuple):
-    """How free choices of wording are made.
+    """Distribution of free choices of wording.
 
-    ``lean`` is the log of the odds of a choice's first option over its last one; options
-    between them are spaced evenly. 0 is uniform, a negative lean prefers the last option.
+    ``lean`` is the log of the odds of a choice's first option over its last one; options between
+    them are spaced evenly. 0 is uniform, a negative lean prefers the last option.
     """
 
     lean: float
@@ -48,12 +48,12 @@ class Style(NamedTuple):
 
 TARGET_STYLE = Style(0.5)
 DRAFT_STYLE = Style(-0.9)
-#: Questions are worded uniformly: both models must read all of them.
+#: Questions are worded uniformly, as both models read all of them.
 QUESTION_STYLE = Style(0.0)
 
 
 class Step(NamedTuple):
-    """One line of arithmetic: ``a op b``, where ``unit`` is what the result counts."""
+    """One line of arithmetic: ``a op b``, where ``unit`` is the unit of the result."""
 
     op: str
     a: int
@@ -62,7 +62,7 @@ class Step(NamedTuple):
 
     @property
     def result(self) -> int:
-        """The value of ``a op b``; divisions are made to come out even."""
+        """Return the value of ``a op b``; no division leaves a remainder."""
         return _ARITHMETIC[self.op](self.a, self.b)
 
 
@@ -75,7 +75,7 @@ class Story(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A question, one worked answer to it and the number that the answer must end with."""
+    """A question, a worked answer and the number that an answer must end with."""
 
     question: str
     answer: str
@@ -101,8 +101,8 @@ _PEOPLE = [
 _ITEMS = ["pens", "cups", "eggs", "nuts", "caps", "toys", "cards", "coins", "shells", "stamps"]
 _PACKS = ["packs", "boxes", "bags", "sets"]
 
-# "[a|b|c]" is a free choice and "{x}" a field. The wordings of a step have a choice at nearly
-# every word, because exact speculative decoding gains least where few tokens are forced.
+# "[a|b|c]" is a free choice and "{x}" a field. The wordings of a step have a choice at nearly every
+# word, because exact speculative decoding gains least where few tokens are forced.
 _LEADS = {
     "first": "[First|To start|To begin|Well][,|] ",
     "middle": "[Then|Next|Now|After that][,|] ",
@@ -144,7 +144,7 @@ def _person(rng: random.Random) -> dict[str, str]:
 
 
 def _collection(rng: random.Random) -> Story:
-    """Someone's collection grows and shrinks in two to four steps of arithmetic."""
+    """Generate a collection that grows and shrinks in two to four steps of arithmetic."""
     who, unit = _person(rng), rng.choice(_ITEMS)
     have = rng.randint(10, 60)
     sentences = [_ask("{name} has {n} {unit}.", rng, **who, n=have, unit=unit)]
@@ -221,7 +221,7 @@ def _share(have: int, unit: str, who: dict[str, str], rng: random.Random) -> tup
 
 
 def _compare(rng: random.Random) -> Story:
-    """One person has more, fewer or several times as many as another."""
+    """Generate a comparison: one person has more, fewer or several times as many as another."""
     who, unit = _person(rng), rng.choice(_ITEMS)
     other = rng.choice([name for name, _ in _PEOPLE if name != who["name"]])
     have = rng.randint(10, 60)
@@ -243,7 +243,7 @@ def _compare(rng: random.Random) -> Story:
 
 
 def _wages(rng: random.Random) -> Story:
-    """Pay for the hours of two days, sometimes less what is spent."""
+    """Generate pay for the hours of two days, sometimes less some spending."""
     who, unit = _person(rng), "dollars"
     pay, first, second = rng.randint(3, 12), rng.randint(2, 9), rng.randint(2, 9)
     sentences = [
@@ -262,7 +262,7 @@ def _wages(rng: random.Random) -> Story:
 
 
 def _pages(rng: random.Random) -> Story:
-    """A book read at so many pages a day: how many are left."""
+    """Generate a book read at a number of pages a day; the question is how many are left."""
     who, unit = _person(rng), "pages"
     rate, days = rng.randint(4, 15), rng.randint(2, 7)
     extra = rng.randint(3, 30) if rng.random() < 0.5 else 0
@@ -281,7 +281,7 @@ def _pages(rng: random.Random) -> Story:
 
 
 def _shop(rng: random.Random) -> Story:
-    """Two kinds of things bought, sometimes paid with a note."""
+    """Generate a purchase of two kinds of things, sometimes with change."""
     who, unit = _person(rng), "dollars"
     one, two = rng.sample(_ITEMS, 2)
     counts = [rng.randint(2, 9) for _ in range(2)]
@@ -301,7 +301,7 @@ def _shop(rng: random.Random) -> Story:
     return Story(sentences, steps, who)
 
 
-# Collections are the most varied of the kinds, so they make up half of the problems.
+# Collections are the most varied kind, so they make up half of the problems.
 _KINDS = [_collection] * 5 + [_compare] * 2 + [_wages, _pages, _shop]
 
 
@@ -312,7 +312,7 @@ def _position(index: int, count: int) -> str:
 
 
 def _work_out(story: Story, style: Style, rng: random.Random) -> str:
-    """The worked answer: one sentence for each step, then ``#### number``."""
+    """Return the worked answer: one sentence for each step, then ``#### number``."""
     lines = []
     for index, step in enumerate(story.steps):
         lead = _LEADS[_position(index, len(story.steps))]
@@ -323,7 +323,7 @@ def _work_out(story: Story, style: Style, rng: random.Random) -> str:
 
 
 def problem(seed: int, style: Style = TARGET_STYLE) -> Problem:
-    """The problem of ``seed``, its answer worded in ``style``."""
+    """Return the problem of ``seed``, its answer worded in ``style``."""
     rng = random.Random(seed)
     story = rng.choice(_KINDS)(rng)
     answer = _work_out(story, style, rng)
@@ -331,16 +331,16 @@ def problem(seed: int, style: Style = TARGET_STYLE) -> Problem:
 
 
 def held_out(index: int, style: Style = TARGET_STYLE) -> Problem:
-    """The held-out problem number ``index``, from 0 on; training uses none of their seeds."""
+    """Return the held-out problem number ``index``, from 0 on; training uses none of them."""
     return problem(HELD_OUT_START + index, style)
 
 
 def messages(item: Problem) -> list[dict[str, str]]:
-    """``item``'s question as the chat messages that the pair was trained on."""
+    """Return ``item``'s question as the chat messages that the pair was trained on."""
     return [{"role": "user", "content": item.question}]
 
 
 def check(text: str, item: Problem) -> bool:
-    """Whether ``text`` ends with ``#### n`` where n is ``item``'s number."""
+    """Return whether ``text`` ends with ``#### n`` where n is ``item``'s number."""
     final = _FINAL.search(text)
     return final is not None and int(final[1]) == item.number

@@ -3,7 +3,7 @@
     python bench/pair/train.py                  # all of it, under an hour on two cores
     python bench/pair/train.py draft            # the tokenizer, then only the draft
 
-Each model goes to its own folder next to this file; how it was made goes to provenance.json.
+Each model is written to its own folder next to this file, its training record to provenance.json.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one model of the pair is made."""
+    """Hyperparameters of one model of the pair."""
 
     lean: float
     hidden_size: int
@@ -70,7 +70,7 @@ class Recipe:
     checkpoint_every: int = 250
 
     def config(self, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
-        """The Hugging Face configuration of this shape, for ``tokenizer``'s vocabulary."""
+        """Return the Hugging Face configuration of this shape, for ``tokenizer``'s vocabulary."""
         return LlamaConfig(
             vocab_size=len(tokenizer),
             hidden_size=self.hidden_size,
@@ -115,12 +115,12 @@ RECIPES = {
         seed=2,
     ),
 }
-# Each model's training problems are a range of seeds of its own, below the held-out ones.
+# Each model's training problems are a seed range of its own, below the held-out ones.
 FIRST_SEED = {"tokenizer": 0, "target": 1_000_000, "draft": 101_000_000, "heads": 201_000_000}
 
 
 def train_tokenizer(problems: int = 4000) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of `VOCABULARY` tokens, digits one by one, with the chat template."""
+    """Train a byte-level BPE of `VOCABULARY` tokens with single digits and the chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
@@ -132,7 +132,7 @@ def train_tokenizer(problems: int = 4000) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # Words weigh the same for both models where no option is preferred.
+    # With uniform choices both models' wordings have equal weight.
     items = (problem(FIRST_SEED["tokenizer"] + i, Style(0.0)) for i in range(problems))
     texts = (text for item in items for text in (item.question, item.answer))
     tokenizer.train_from_iterator(texts, trainer)
@@ -149,7 +149,7 @@ def train_tokenizer(problems: int = 4000) -> PreTrainedTokenizerFast:
 
 
 class Batch(NamedTuple):
-    """Token ids ``[rows, length]`` (int64) and labels, -100 where the loss does not look."""
+    """Token ids ``[rows, length]`` (int64) and labels, -100 outside the loss."""
 
     ids: torch.Tensor
     labels: torch.Tensor
@@ -158,7 +158,7 @@ class Batch(NamedTuple):
 def encode(
     tokenizer: PreTrainedTokenizerFast, seeds: range, style: Style
 ) -> list[tuple[list[int], int]]:
-    """For each seed: the ids of question and answer, and how many of them are question."""
+    """Return for each seed the token ids of question and answer, and the question's length."""
     items = [problem(seed, style) for seed in seeds]
     prompts = tokenizer.apply_chat_template(
         [messages(item) for item in items], add_generation_prompt=True, tokenize=False
@@ -170,7 +170,7 @@ def encode(
 
 
 def collate(rows: list[tuple[list[int], int]], pad: int) -> Batch:
-    """Pad on the right: with causal attention the padding then changes nothing before it."""
+    """Pad on the right, which causal attention ignores."""
     length = max(len(ids) for ids, _ in rows)
     ids = torch.full((len(rows), length), pad)
     labels = torch.full((len(rows), length), -100)
@@ -183,7 +183,7 @@ def collate(rows: list[tuple[list[int], int]], pad: int) -> Batch:
 def batches(
     tokenizer: PreTrainedTokenizerFast, recipe: Recipe, first_seed: int, pool: int = 40
 ) -> Iterator[Batch]:
-    """Endless batches of fresh problems; each pool is sorted by length to spare padding."""
+    """Yield endless batches of fresh problems; sort each pool by length to reduce padding."""
     order = torch.Generator().manual_seed(recipe.seed)
     size = recipe.batch * pool
     start = first_seed
@@ -197,7 +197,7 @@ def batches(
 
 
 def optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
+    """Return Muon for the matrices of the layers, AdamW for the embedding and the norms."""
     matrices = [w for w in model.model.layers.parameters() if w.ndim == 2]
     known = {id(w) for w in matrices}
     others = [w for w in model.parameters() if id(w) not in known]
@@ -212,13 +212,13 @@ def optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Opti
 
 
 def rate(step: int, recipe: Recipe) -> float:
-    """The learning rate's factor: linear warm-up, then linear decay to nearly nothing."""
+    """Return the learning rate's factor: linear warm-up, then linear decay to nearly 0."""
     rise = (step + 1) / recipe.warmup
     return min(1.0, rise, (recipe.steps - step) / (recipe.steps - recipe.warmup))
 
 
 def answer_loss(model: LlamaForCausalLM, batch: Batch) -> tuple[torch.Tensor, float]:
-    """Mean cross-entropy per answer token in nats, and the share of them guessed right."""
+    """Return the mean cross-entropy per answer token in nats, and the accuracy of the argmax."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(input_ids=batch.ids[:, :-1], use_cache=False).logits
     labels = batch.labels[:, 1:]
@@ -231,7 +231,7 @@ def answer_loss(model: LlamaForCausalLM, batch: Batch) -> tuple[torch.Tensor, fl
 def update(
     model: LlamaForCausalLM, batch: Batch, steppers: list[torch.optim.Optimizer]
 ) -> tuple[float, float]:
-    """One step of training; returns the loss in nats and the share of tokens guessed right."""
+    """Take one training step; return the loss in nats and the accuracy of the argmax."""
     loss, right = answer_loss(model, batch)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -255,7 +255,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
 def train_model(
     name: str, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> dict[str, object]:
-    """Train one model of the pair into ``folder``; returns its provenance (times in s)."""
+    """Train one model of the pair into ``folder``; return its provenance (times in s)."""
     torch.manual_seed(recipe.seed)
     model = LlamaForCausalLM(recipe.config(tokenizer)).train()
     steppers = optimizers(model, recipe)
@@ -288,7 +288,7 @@ def train_model(
 
 
 def note(folder: Path, name: str, entry: dict[str, object]) -> None:
-    """Put one model's entry into the provenance file, keeping the other's."""
+    """Write one model's entry to the provenance file, keeping the others."""
     path = folder / PROVENANCE
     known = json.loads(path.read_text()) if path.exists() else {}
     known[name] = entry
@@ -296,7 +296,7 @@ def note(folder: Path, name: str, entry: dict[str, object]) -> None:
 
 
 def circumstances(program: str, *names: str) -> dict[str, object]:
-    """What a repetition needs to know besides the recipe."""
+    """Return the command, date and versions, which a repetition needs besides the recipe."""
     words = [f"python bench/pair/{program}.py", *names, f"--threads {torch.get_num_threads()}"]
     return {
         "command": " ".join(words),
@@ -306,13 +306,13 @@ def circumstances(program: str, *names: str) -> dict[str, object]:
 
 
 def with_environment() -> None:
-    """Start this program again with `ENVIRONMENT` set, unless it is already."""
+    """Restart this program with `ENVIRONMENT` set, unless it is set already."""
     if ENVIRONMENT.items() - os.environ.items():
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ENVIRONMENT})
 
 
 def main() -> None:
-    """Train what the command line names."""
+    """Train the models that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", default=list(RECIPES), help="target, draft or both")
     parser.add_argument("--out", type=Path, default=HERE, help="folder of the checkpoints")

@@ -1,4 +1,4 @@
-"""How requests end for their clients, and what must be true of any answer by itself."""
+"""Record the endings of requests, and check each answer by itself."""
 
 from __future__ import annotations
 
@@ -7,50 +7,50 @@ from typing import Any
 
 from soak.traffic import Request
 
-LEFT = ("left", "abort")  # reasons of those that had no whole answer
+LEFT = ("left", "abort")  # finish reasons of incomplete answers
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How one answer ended for its client; a request for n answers has n."""
+    """The end of one answer for its client; a request for n answers has n."""
 
     request: Request
     index: int  # of n
     reason: str  # SGLang's finish reason, or "left" without one
     output_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # of these tokens, where asked for
+    logprobs: list[float] = field(default_factory=list)  # of these tokens, if requested
     retractions: int = 0
-    undisturbed: list[int] = field(default_factory=list)  # said before the first retraction
-    problem: str = ""  # what is wrong with it, where something is
+    undisturbed: list[int] = field(default_factory=list)  # received before the first retraction
+    problem: str = ""  # its fault, if any
 
     @property
     def name(self) -> str:
-        """To tell it from all others, in a report."""
+        """Return a unique name for reports."""
         return f"{self.request.rid}[{self.index}]"
 
     @property
     def seeded(self) -> list[int]:
-        """What of its text follows from its seed: behind a retraction it is drawn anew."""
+        """Return the tokens that the seed determines: those before a first retraction, if any."""
         return self.undisturbed if self.retractions else self.output_ids
 
     @property
     def is_whole(self) -> bool:
-        """Whether all that its seed gives is there."""
+        """Return whether all tokens that its seed determines are there."""
         return not self.retractions and self.reason not in LEFT
 
     @property
     def is_verifiable(self) -> bool:
-        """Whether there is anything to hold against the same request alone."""
+        """Return whether there is something to compare with the same request alone."""
         return bool(self.seeded) and not self.problem
 
 
 def failed(request: Request, problem: str) -> list[Ending]:
-    """The ending of a request that got no answer that can be read."""
+    """Return the ending of a request without a readable answer."""
     return [Ending(request, 0, "failed", problem=problem)]
 
 
 def ending(request: Request, index: int, answer: dict[str, Any], *, left: bool = False) -> Ending:
-    """What came as a whole answer, or, of one who ``left``, as the last of a stream."""
+    """Return the ending of a complete answer or, with ``left``, of a stream's last chunk."""
     info, ids = answer["meta_info"], answer["output_ids"]
     finish = info["finish_reason"] or {"type": "left" if left else "no finish reason"}
     return Ending(
@@ -59,19 +59,19 @@ def ending(request: Request, index: int, answer: dict[str, Any], *, left: bool =
         finish["type"],
         ids,
         [logprob for logprob, *_ in info.get("output_token_logprobs", [])],
-        # One that is aborted in the queue is not told of; it was retracted if it has begun.
+        # An abort in the queue reports no retractions; with tokens it was retracted before.
         info.get("num_retractions", int(bool(ids))),
         problem=_complaint(request, answer, finish["type"]),
     )
 
 
 def was_queued(answer: dict[str, Any]) -> bool:
-    """Whether it was aborted in the queue; SGLang then sends no more than a stream's last token."""
+    """Return whether it was aborted in the queue; SGLang then sends only a stream's last token."""
     return "num_retractions" not in answer["meta_info"]
 
 
 def _complaint(request: Request, answer: dict[str, Any], reason: str) -> str:
-    """What is wrong with an answer that nobody has to be asked for again, or ""."""
+    """Return the fault of an answer that needs no second request to find, or ""."""
     ids, params = answer["output_ids"], request.params
     allowed = {"stop", "length", "left"} | ({"abort"} if request.leaves == "abort" else set())
     least, most = params["min_new_tokens"], params["max_new_tokens"]
@@ -87,7 +87,7 @@ def _complaint(request: Request, answer: dict[str, Any], reason: str) -> str:
 
 
 def _bad_logprobs(request: Request, answer: dict[str, Any]) -> str:
-    """What is wrong with log-probabilities: each token has its own, and a row of each kind."""
+    """Return the fault of log-probabilities: each token has its own, and a row of each kind."""
     ids, info, options = answer["output_ids"], answer["meta_info"], request.options
     if not options.get("return_logprob"):
         return ""

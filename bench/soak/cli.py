@@ -1,12 +1,12 @@
-"""Leave a server alone with a crowd for a while, and then count what it has lost.
+"""Run heavy traffic against a server for a while, and check that it loses nothing.
 
     make soak                                                    # three minutes
     .venv/bin/python bench/soak --minutes 600                    # overnight
-    .venv/bin/python bench/soak --requests 3000 --warm-up 0.17   # what is left of request 500's
+    .venv/bin/python bench/soak --requests 3000 --warm-up 0.17   # the first 510 are the warm-up
     .venv/bin/python bench/soak --requests 1500 --crowd 500 --pause 0 --leave 0.6 --dawdlers 60
 
 Clients of all kinds arrive at random, about a third of them leave before the end, and the pool is
-too small for them. SGLang's strict memory checks are on. The exit status is 0 where nothing is
+too small for them. SGLang's strict memory checks are on. The exit status is 0 if nothing is
 lost, and nothing has grown since the warm-up.
 """
 
@@ -31,18 +31,19 @@ from soak.verdict import Verdict, judge
 from soak.watch import Held
 from study import PAIR, PUBLISHED, bar, main_of, parser, positive, prepare_folder
 
-from sglang_smc.demo.serving import Launch, describe_log, running, smc_flags
+from sglang_smc.tools.demo.serving import Launch, describe_log, running, smc_flags
 
 ENVIRONMENT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-    # Admit as if texts hardly grew, so that the pool fills up and some requests are retracted. That
-    # makes SGLang careful; after so many rounds it has forgotten.
+    # Admit requests as if their outputs hardly grew, so that the pool fills up and some are
+    # retracted. After a retraction SGLang admits fewer; this decays over the given number of
+    # rounds.
     "SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR": "0.01",
     "SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "5",
     "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "16",
-    # glibc keeps much of what is freed, which looks like growth for minutes: what is left then is
-    # what somebody holds.
+    # glibc keeps much of the freed memory, which looks like growth for minutes; with these
+    # thresholds it is returned.
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
 }
@@ -50,7 +51,7 @@ MEAN_PAUSE = 0.02
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     found = parser("soak", "Many clients, a pool that is too small, and no request lost.")
     add = found.add_argument
     add("--minutes", type=float, help="of traffic; verifying comes on top (default: 3)")
@@ -73,7 +74,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def server_flags(options: argparse.Namespace) -> list[str]:
-    """What makes the server's life hard."""
+    """Return the server flags, with a small KV pool and chunked prefill."""
     return [
         *smc_flags(options.pair / "draft", num_particles=NUM_PARTICLES, num_steps=NUM_STEPS),
         *("--speculative-smc-max-lag", str(MAX_LAG)),
@@ -86,7 +87,7 @@ def server_flags(options: argparse.Namespace) -> list[str]:
 
 
 def run(options: argparse.Namespace) -> tuple[Verdict, Findings]:
-    """Start a server, send it traffic, and judge what came of it."""
+    """Start a server, send it traffic, and check the outcome."""
     prepare_folder(options.output_dir)
     os.environ.update(ENVIRONMENT)
     log, target = options.output_dir / "server.log", options.pair / "target"
@@ -101,7 +102,7 @@ def run(options: argparse.Namespace) -> tuple[Verdict, Findings]:
 
 
 def verify(url: str, endings: list[Ending], options: argparse.Namespace) -> list[Ending]:
-    """Some of the answers again, alone; half of them were retracted, if there are so many."""
+    """Request some of the answers again, alone; half of them retracted ones, if available."""
     candidates = [ending for ending in endings if ending.is_verifiable]
     random.Random(options.seed).shuffle(candidates)
     retracted = [ending for ending in candidates if ending.retractions][: options.verify // 2]
@@ -112,14 +113,14 @@ def verify(url: str, endings: list[Ending], options: argparse.Namespace) -> list
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it; the exit status is 0 where all is well."""
+    """Run the soak; return exit status 0 if no problem is found."""
     options = parse_arguments(argv)
     return main_of(lambda: _report(options), "")
 
 
 def _report(options: argparse.Namespace) -> int:
     verdict, found = run(options)
-    where = ("output_dir", "pair", "publish")  # folders of this machine
+    where = ("output_dir", "pair", "publish")  # paths of this machine
     report = {
         "verdict": in_words(asdict(verdict)),
         "rests": in_words(found.rests),
@@ -137,7 +138,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def in_words(value: Any) -> Any:
-    """For a file: what a process holds with the names of its numbers."""
+    """Return a value as JSON, with the field names of a process's resources."""
     if isinstance(value, Held):
         return value._asdict()
     if isinstance(value, dict):

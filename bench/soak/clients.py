@@ -1,4 +1,4 @@
-"""Clients of one server, all in one event loop: they ask, wait, abort or hang up."""
+"""Run clients of one server in one event loop: they wait, abort or disconnect."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import httpx
 from soak.answers import Ending, ending, failed, was_queued
 from soak.traffic import Request
 
-PATIENCE = 600.0  # seconds that any answer may take, queueing included
-NEVER_BEGUN = 499  # of an abort that comes before SGLang has made n requests of one
+PATIENCE = 600.0  # timeout of an answer in seconds, including the queue
+NEVER_BEGUN = 499  # HTTP status of an abort before SGLang has split a request into n
 
 
 class Clients:
-    """Keeps up to ``crowd`` requests with the server, one after another as they come.
+    """Keeps up to ``crowd`` requests at the server.
 
     Args:
         url: of the server.
         crowd: the most requests at once; more wait until one has ended.
-        ended: is told of each.
+        ended: called with the endings of each request.
     """
 
     def __init__(self, url: str, crowd: int, ended: Callable[[list[Ending]], None]) -> None:
@@ -34,9 +34,9 @@ class Clients:
     async def run(
         self, requests: Iterable[Request], seconds: float, sent: Callable[[], object]
     ) -> None:
-        """Send requests, for so long at most, tell that all are sent, and wait for their ends."""
-        # Each on a connection of its own: the server closes one that has been idle for five
-        # seconds, and a request that is sent at that moment is lost.
+        """Send requests for at most ``seconds``, call ``sent`` at the end, and await the rest."""
+        # One connection per request: the server closes one that has been idle for five seconds, and
+        # a request that is sent at that moment is lost.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with self._client(limits=limits) as client:
             room, deadline = asyncio.Semaphore(self._crowd), time.monotonic() + seconds
@@ -52,7 +52,7 @@ class Clients:
             await asyncio.gather(*under_way)
 
     async def alone(self, answers: list[Ending], done: Callable[[], object]) -> list[Ending]:
-        """The same answers, each asked for when no other is under way."""
+        """Request the same answers again, one at a time."""
         found = []
         async with self._client() as client:
             for answer in answers:
@@ -85,10 +85,10 @@ class Clients:
 
 
 async def serve(client: httpx.AsyncClient, request: Request) -> list[Ending]:
-    """Ask, do what the request says, and tell how it ended.
+    """Send a request, leave early if it is set to, and return its endings.
 
     Raises:
-        httpx.HTTPError: where the server does not answer.
+        httpx.HTTPError: the server does not respond.
     """
     try:
         return await _manner(request)(client, request)
@@ -97,14 +97,14 @@ async def serve(client: httpx.AsyncClient, request: Request) -> list[Ending]:
 
 
 def _manner(request: Request) -> Callable[..., Awaitable[list[Ending]]]:
-    """How a client asks."""
+    """Return the function that sends a request in the configured way."""
     if request.leaves == "half":
         return _break_off
     return _stream if request.stream and request.leaves != "unheard" else _ask
 
 
 class _BrokenOffError(Exception):
-    """A client has hung up in the middle of its request."""
+    """A client disconnected in the middle of its request."""
 
 
 async def _break_off(client: httpx.AsyncClient, request: Request) -> list[Ending]:
@@ -137,7 +137,7 @@ async def _ask(client: httpx.AsyncClient, request: Request) -> list[Ending]:
         if not sent.done():
             await _abort(client, request)
     answer = await sent
-    if request.stream:  # and was to leave unheard, but the whole stream came first
+    if request.stream:  # set to disconnect, but the complete stream came first
         return _unheard(request)
     if answer.status_code == NEVER_BEGUN and request.leaves == "abort":
         return [Ending(request, index, "abort") for index in range(request.n)]
@@ -182,7 +182,7 @@ async def _stream(client: httpx.AsyncClient, request: Request) -> list[Ending]:
 
 
 def _join(before: dict[str, Any], chunk: dict[str, Any]) -> str:
-    """What is wrong with a chunk behind another: a text may but grow."""
+    """Return the fault of a chunk that does not extend the one before it, or ""."""
     old, new = before["output_ids"], chunk["output_ids"]
     if was_queued(chunk):
         chunk["output_ids"] = old
@@ -195,7 +195,7 @@ async def _chunks(
     client: httpx.AsyncClient, request: Request
 ) -> AsyncGenerator[dict[str, Any], None]:
     async with client.stream("POST", "/generate", json=request.body) as lines:
-        if lines.status_code != 200:  # before the first chunk, so that no client has left yet
+        if lines.status_code != 200:  # before the first chunk, when no client has left yet
             raise ValueError(f"HTTP {lines.status_code}: {(await lines.aread()).decode()}")
         async for line in lines.aiter_lines():
             if line.startswith("data: {"):

@@ -1,6 +1,6 @@
-"""Clients that hold a connection and hardly use it: slow readers, and slow writers ("slow loris").
+"""Run clients that hold a connection and hardly use it: slow readers and writers ("slow loris").
 
-They are raw sockets: an HTTP library would read and write for them.
+They use raw sockets, since an HTTP library would read and write by itself.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 KINDS = ("reader", "headers", "body")
-BREATH = 1.0  # seconds from one byte to the next
-LEAST_BUFFER = 2048  # bytes that the kernel keeps for a reader; Linux doubles it
-BODY_BYTES = 1 << 20  # that a slow body says it has
+BREATH = 1.0  # seconds between bytes
+LEAST_BUFFER = 2048  # kernel receive buffer of a reader in bytes; Linux doubles it
+BODY_BYTES = 1 << 20  # declared length of a slow body
 
 
 class Dawdlers:
-    """Keeps ``number`` of them at a server, a third of each kind.
+    """Keeps ``number`` slow clients at a server, a third of each kind.
 
-    ``moved`` counts bytes by kind. ``ended`` counts connections that the server has closed; for
-    each comes another.
+    ``moved`` counts bytes by kind. ``ended`` counts connections that the server has closed; each
+    is replaced by another.
     """
 
     def __init__(self, url: str, number: int, body: dict[str, Any]) -> None:
@@ -36,7 +36,7 @@ class Dawdlers:
 
     @contextlib.asynccontextmanager
     async def at_work(self) -> AsyncIterator[Dawdlers]:
-        """Until this ends, when all of them hang up."""
+        """Run the clients for the ``async with`` block; all disconnect at its end."""
         kinds = itertools.islice(itertools.cycle(KINDS), self._number)
         tasks = [asyncio.create_task(self._again_and_again(kind)) for kind in kinds]
         try:
@@ -58,7 +58,7 @@ class Dawdlers:
             await asyncio.sleep(BREATH)
 
     async def _read(self, one: socket.socket) -> None:
-        """Ask for a stream and take a byte of it a second."""
+        """Request a stream and read one byte of it per second."""
         loop, body = asyncio.get_running_loop(), json.dumps({**self._body, "stream": True})
         await loop.sock_sendall(one, _head(len(body)) + b"\r\n" + body.encode())
         while byte := await loop.sock_recv(one, 1):
@@ -66,7 +66,7 @@ class Dawdlers:
             await asyncio.sleep(BREATH)
 
     async def _write(self, one: socket.socket, kind: str) -> None:
-        """Send headers without end, or a body, a byte a second."""
+        """Send endless headers, or a body, one byte per second."""
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(one, _head(BODY_BYTES) + (b"\r\n" if kind == "body" else b"X-A: "))
         while not await _has_closed(one):
@@ -75,7 +75,7 @@ class Dawdlers:
 
 
 async def _has_closed(one: socket.socket) -> bool:
-    """Wait a breath; whether the server has said anything, which ends the connection."""
+    """Wait a second; return whether the server has sent anything, which ends the connection."""
     try:
         await asyncio.wait_for(asyncio.get_running_loop().sock_recv(one, 1), BREATH)
     except asyncio.TimeoutError:
@@ -84,6 +84,6 @@ async def _has_closed(one: socket.socket) -> bool:
 
 
 def _head(length: int) -> bytes:
-    """A request's beginning, up to where another header or an empty line may follow."""
+    """Return the start of a request, which a header or an empty line may follow."""
     lines = ("POST /generate HTTP/1.1", "Host: server", "Content-Type: application/json")
     return "\r\n".join([*lines, f"Content-Length: {length}", ""]).encode()

@@ -1,4 +1,4 @@
-"""Grammars that xgrammar compiles at once for the shipped pair, and what is legal in them."""
+"""Define grammars that xgrammar compiles at once for the shipped pair, with validity checks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Grammar(NamedTuple):
-    """What a request asks for, and whether a whole text obeys it."""
+    """Request parameters of a grammar, and the check of a complete text."""
 
     params: dict[str, Any]
     is_legal: Callable[[str], bool]

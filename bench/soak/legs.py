@@ -1,4 +1,4 @@
-"""Traffic in two legs with a rest behind each: the first leg is the warm-up."""
+"""Run traffic in two legs with a rest after each: the first leg is the warm-up."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from soak.traffic import Request, requests
 from soak.watch import Held, Watch
 from study import bar
 
-REST = 60.0  # seconds that a server may take to come to rest
-CALM = 3.0  # seconds that it then has to close connections and to give back memory
-# What a slow reader asks for: chunks so large that no kernel's buffers hold them.
+REST = 60.0  # seconds for the server to become idle
+CALM = 3.0  # further seconds for closing connections and returning memory
+# Request of a slow reader: its chunks exceed all kernel buffers.
 UNREAD = {
     "input_ids": [5, 6, 7],
     "sampling_params": {"max_new_tokens": 400, "ignore_eos": True},
@@ -31,16 +31,16 @@ UNREAD = {
 
 @dataclass
 class Findings:
-    """What a soak leaves behind."""
+    """The record of a soak."""
 
     watch: Watch
     endings: list[Ending] = field(default_factory=list)
-    rests: list[dict[str, Held]] = field(default_factory=list)  # what processes held at each
-    lost: list[str] = field(default_factory=list)  # in words; after it nothing was sent
+    rests: list[dict[str, Held]] = field(default_factory=list)  # processes at each rest
+    lost: list[str] = field(default_factory=list)  # as sentences; no traffic follows a loss
 
 
 def soak(url: str, options: argparse.Namespace) -> Findings:
-    """Send all of the traffic that the options ask for."""
+    """Send all of the configured traffic."""
     traffic = requests(options.seed, options.leave, options.pause)
     with Watch(url) as watch:
         found = Findings(watch)
@@ -54,7 +54,7 @@ def soak(url: str, options: argparse.Namespace) -> Findings:
 
 
 def at_rest(url: str) -> list[str]:
-    """What is still in use once nobody asks any more, in words; SGLang's own checks run, too."""
+    """Return resources still in use without requests, as sentences; run SGLang's own checks."""
     deadline = time.monotonic() + REST
     state = "the server does not answer"
     while time.monotonic() < deadline:
@@ -78,7 +78,7 @@ def _leg(
     traffic: Iterator[Request],
     found: Findings,
 ) -> None:
-    """A share of the traffic, up to the end of its last request."""
+    """Send a share of the traffic, and wait for its last request."""
     number = round(share * options.requests) if options.requests else None
     seconds = math.inf if options.minutes is None else 60.0 * share * options.minutes
     line = _Line(number, seconds, found)
@@ -94,7 +94,7 @@ def _leg(
 
 
 class _Line:
-    """What is shown of a leg: its share in requests or in seconds, and how it fares."""
+    """The progress bar of a leg: its share in requests or in seconds, and its problems."""
 
     def __init__(self, number: int | None, seconds: float, found: Findings) -> None:
         form = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}<{remaining}{postfix}"

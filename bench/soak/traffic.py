@@ -1,4 +1,4 @@
-"""What clients ask for, and how some of them leave: all drawn from one seed."""
+"""Generate requests, and the ways in which clients leave, from one seed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from soak.grammars import GRAMMARS, Grammar
 
 VOCAB = 512  # of the shipped pair
 NUM_PARTICLES, NUM_STEPS, MAX_LAG = 4, 3, 8
-# To hang up in the middle, or unheard: before anything has come; or with half of the request sent.
+# Abort; disconnect in the middle of the answer, or unheard, before it; or after half of the
+# request.
 WAYS = ("abort", "disconnect", "unheard", "half")
-# More than SGLang's threshold for preemption above the others, which it takes the pool from.
+# Above SGLang's preemption threshold, so that it takes the pool from others.
 URGENT = 100
 SMC: tuple[dict[str, Any], ...] = (
     {},
@@ -54,27 +55,27 @@ LOGPROBS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Request:
-    """One request, and what its client does to it."""
+    """One request, and its client's behaviour."""
 
     rid: str
     prompt: list[int]
     params: dict[str, Any]
-    options: dict[str, Any] = field(default_factory=dict)  # of /generate, beside the params
+    options: dict[str, Any] = field(default_factory=dict)  # of /generate, besides the params
     grammar: Grammar | None = None
     n: int = 1
     stream: bool = False
-    leaves: str | None = None  # a way, or None to wait for the answer
-    after: float = 0.0  # leaves so many seconds after sending, if it does not stream or unheard,
-    at_chunk: int = 0  # else at this chunk, or with the last, before the stream's end
-    pause: float = field(default=0.0, compare=False)  # seconds before the next client comes
+    leaves: str | None = None  # one of `WAYS`, or None to wait for the answer
+    after: float = 0.0  # seconds after sending, if it does not stream or leaves unheard,
+    at_chunk: int = 0  # else at this chunk, or at the last one before the stream's end
+    pause: float = field(default=0.0, compare=False)  # seconds before the next client
 
     @property
     def body(self) -> dict[str, Any]:
-        """For /generate."""
+        """Return the body for /generate."""
         return self._body({**self.params, "n": self.n}, stream=self.stream)
 
     def alone(self, index: int) -> dict[str, Any]:
-        """What gives the ``index``-th of its n answers, and nothing else."""
+        """Return the body that requests only the ``index``-th of its n answers."""
         return self._body({**self.params, "sampling_seed": self.params["sampling_seed"] + index})
 
     def _body(self, params: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -83,7 +84,7 @@ class Request:
 
 
 def requests(seed: int, share_leaving: float, mean_pause: float) -> Iterator[Request]:
-    """Requests without end: the i-th is the same in every run."""
+    """Yield endless requests; the i-th is the same in every run."""
     index = 0
     while True:
         yield _request(random.Random(f"{seed}-{index}"), index, share_leaving, mean_pause)
@@ -94,7 +95,7 @@ def _request(draw: random.Random, index: int, share_leaving: float, mean_pause: 
     leaves = draw.random() < share_leaving
     grammar = draw.choice(GRAMMARS) if draw.random() < 0.15 else None
     return Request(
-        rid=f"soak-{index:06}",  # none a prefix of another: SGLang aborts by prefix
+        rid=f"soak-{index:06}",  # no id is a prefix of another: SGLang aborts by prefix
         prompt=[draw.randrange(4, VOCAB) for _ in range(draw.choice([1, 4, 12, 40, 150]))],
         params=_params(draw, index, grammar),
         options={**draw.choice(LOGPROBS), "priority": draw.choice([0] * 9 + [URGENT])},
@@ -109,12 +110,12 @@ def _request(draw: random.Random, index: int, share_leaving: float, mean_pause: 
 
 
 def _params(draw: random.Random, index: int, grammar: Grammar | None) -> dict[str, Any]:
-    # A stop would cut a grammar's text short, and a minimum forbid its end.
+    # A stop string would cut a grammar's text, and a minimum length would forbid its end.
     ends = draw.choice(STOPS) if grammar is None else grammar.params
     params = {
         "max_new_tokens": draw.choice([1, 2, 8, 40, 80, 120, 160]),
         "temperature": draw.choice([0.0, 0.6, 1.0, 1.4]),
-        "sampling_seed": 10 * index,  # the i-th of n answers has the i-th seed from here
+        "sampling_seed": 10 * index,  # the i-th of n answers uses the seed plus i
         "ignore_eos": draw.random() < 0.7,
         "custom_params": {"smc": draw.choice(SMC)},
         **draw.choice(FILTERS),

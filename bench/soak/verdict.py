@@ -1,4 +1,4 @@
-"""What a soak must show, and what it did."""
+"""Check the requirements of a soak."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from dataclasses import dataclass, field
 from soak.answers import LEFT, Ending
 from soak.watch import Held
 
-FULL = 0.85  # of the pool; the longest prompt waits for a tenth of it to be free
-LEAST_FULL = 0.25  # of the time; what is full less is not soaked
-# What a process may hold more at the last rest than at the one behind the warm-up.
-GROWTH = 0.02  # of its memory
-GROWTH_BYTES = 8 << 20  # or so much, which allocators keep and give back at will
+FULL = 0.85  # share of the pool; the longest prompt needs a tenth of it free
+LEAST_FULL = 0.25  # share of the time; with less the soak is inconclusive
+# Allowed growth of a process between the rest after the warm-up and the last one.
+GROWTH = 0.02  # share of its memory
+GROWTH_BYTES = 8 << 20  # or so many bytes, which allocators may keep
 GROWTH_FDS = 4
-GROWTH_THREADS = 4  # pools of threads grow when they are first used, up to a bound
-LOGPROB_NOISE = 1e-3  # nats between batches of other shapes; another token is ten and more off
-SHOWN = 20  # problems on the screen; the file has all
+GROWTH_THREADS = 4  # thread pools grow up to a bound as they are used
+LOGPROB_NOISE = 1e-3  # nats between batches of other shapes; another token differs by ten and more
+SHOWN = 20  # number of problems on the screen; the file has all
 
 
 @dataclass
 class Verdict:
-    """The numbers, and what is wrong with them."""
+    """The numbers of a soak, and its problems."""
 
     requests: int
     tokens: int
     left: int
     retracted: int
     verified: int
-    verified_retracted: int  # of these; what came before the retraction
+    verified_retracted: int  # of these; tokens before the retraction
     full_share: float  # of the time that the pool was full
     growth: dict[str, Held]  # of each process since the warm-up
     problems: list[str] = field(default_factory=list)
@@ -55,14 +55,14 @@ def judge(
     rests: list[dict[str, Held]],
     lost: list[str],
 ) -> Verdict:
-    """Hold what happened against what must.
+    """Check the requirements.
 
     Args:
         endings: of all requests.
-        alone: some of their answers again, asked for one at a time.
-        usage: shares of the pool in use, at regular times while there was traffic.
-        rests: what each process held at rest, after the warm-up and at the end.
-        lost: what the server itself has lost, in words.
+        alone: some of their answers again, requested one at a time.
+        usage: shares of the pool in use, at regular times during traffic.
+        rests: resources of each process at rest, after the warm-up and at the end.
+        lost: the server's own losses, as sentences.
     """
     warm, last = rests
     growth = {name: grown(warm[name], last[name]) for name in warm if name in last}
@@ -95,7 +95,7 @@ def judge(
 
 
 def grown(before: Held, after: Held) -> Held:
-    """What a process holds more than before."""
+    """Return the growth of a process's resources."""
     return Held(*(now - then for then, now in zip(before, after, strict=True)))
 
 
@@ -112,9 +112,10 @@ def _words(more: Held) -> str:
 
 
 def difference(company: Ending, alone: Ending) -> str:
-    """How an answer in company differs from the same alone, or "".
+    """Return the difference between an answer under load and the same alone, or "".
 
-    Who left or was retracted has the beginning of a text, all others have the whole.
+    If the client left or the request was retracted only the prefix is compared, else the whole
+    text.
     """
     if alone.problem:
         return f"{alone.name} alone {alone.problem:.500}"
@@ -131,7 +132,7 @@ def difference(company: Ending, alone: Ending) -> str:
 def _unsoaked(
     endings: list[Ending], alone: list[Ending], num_retracted: int, full_share: float
 ) -> list[str]:
-    """Why nothing is known although nothing went wrong."""
+    """Return the reasons why a soak without problems is inconclusive."""
     smaller = "Lower --pool, or raise --crowd, --running or --minutes."
     found = []
     if not endings:

@@ -1,4 +1,4 @@
-"""A look at the server every second: how full its pool is, and what its processes hold."""
+"""Sample the server every second: its pool usage, and its processes' resources."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import httpx
 import psutil
 
 INTERVAL = 1.0  # seconds
-NUM_KEPT = 200  # points of a line, for the file
+NUM_KEPT = 200  # points per line in the file
 
 
 class Held(NamedTuple):
-    """What a process holds: bytes of its own, open files and sockets, threads."""
+    """Resources of a process: private bytes, open files and sockets, threads."""
 
     memory: int
     fds: int
@@ -25,13 +25,13 @@ class Held(NamedTuple):
 
 @dataclass
 class Watch:
-    """What was seen while it was entered."""
+    """Samples taken inside the ``with`` block."""
 
     url: str
-    # Points of seconds and the share of the pool in use; process -> points of seconds and more.
+    # usage: (seconds, share of the pool in use); held: by process, (seconds, resources).
     usage: list[tuple[float, float]] = field(default_factory=list)
     held: dict[str, list[tuple[float, Held]]] = field(default_factory=lambda: defaultdict(list))
-    loaded_usage: list[float] = field(default_factory=list)  # shares while more clients came
+    loaded_usage: list[float] = field(default_factory=list)  # shares while clients were arriving
 
     def __post_init__(self) -> None:
         self._stopped = threading.Event()
@@ -49,15 +49,15 @@ class Watch:
         self._thread.join()
 
     def go_on(self) -> None:
-        """Clients come."""
+        """Mark the start of traffic."""
         self._is_loaded = True
 
     def pause(self) -> None:
-        """No more of them come: the pool drains, and how full it is says nothing."""
+        """Mark the end of arrivals: the pool drains, and its usage no longer counts."""
         self._is_loaded = False
 
     def now(self) -> dict[str, Held]:
-        """What each process that lives holds at this moment."""
+        """Return the current resources of each live process."""
         found = {}
         for name, process in self._processes.items():
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
@@ -65,7 +65,7 @@ class Watch:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """What was seen, for a plot: some points of each line, in seconds, shares and MiB."""
+        """Return some points of each line for a plot, in seconds, shares and MiB."""
         lines = {
             name: [(round(s), round(h.memory / 2**20, 1), h.fds, h.threads) for s, h in _some(line)]
             for name, line in self.held.items()
@@ -79,7 +79,7 @@ class Watch:
                 try:
                     self._look(client)
                 except (httpx.HTTPError, psutil.NoSuchProcess):
-                    continue  # a server that is slow, or gone: the clients will tell
+                    continue  # the server is slow or gone, which the clients report
 
     def _look(self, client: httpx.Client) -> None:
         was_loaded = self._is_loaded
@@ -97,14 +97,14 @@ def _some(points: list[Any]) -> list[Any]:
 
 
 def held(process: psutil.Process) -> Held:
-    """What a process holds. Memory that is a file's is not its own: paged-in code is no growth."""
+    """Return a process's resources, without file-backed memory: paged-in code is no growth."""
     with process.oneshot():
         info = process.memory_info()
         return Held(info.rss - info.shared, process.num_fds(), process.num_threads())
 
 
 def _named(parent: psutil.Process) -> dict[str, psutil.Process]:
-    """The server's processes, by what they are."""
+    """Return the server's processes by role and pid."""
     children = parent.children(recursive=True)
     live = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
     return {f"{_role(child)} {child.pid}": child for child in live}

@@ -1,9 +1,9 @@
-"""`python bench/speed`: see cli.py."""
+"""Run `python bench/speed`, see cli.py."""
 
 import sys
 from pathlib import Path
 
-# Python has put this folder first; the benchmarks import each other from the one above.
+# Python puts this folder first; the benchmarks import each other from its parent.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from speed.cli import main

@@ -1,4 +1,4 @@
-"""What a round of each system must move and compute, and how fast this machine could."""
+"""Compute the traffic and operations of each system's round, and this machine's speed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from speed.engines import SPECULATION
 from speed.grid import AR, AR_STOCK, CHAIN, NGRAM, TREE, Cell
 from speed.presets import Preset
 
-from sglang_smc.plan import devices
-from sglang_smc.plan.devices import Device
-from sglang_smc.plan.passes import Round, Rows, forward
-from sglang_smc.plan.roofline import ar_step, sd_round, smc_round
-from sglang_smc.plan.shapes import ModelShape
+from sglang_smc.tools.plan import devices
+from sglang_smc.tools.plan.devices import Device
+from sglang_smc.tools.plan.passes import Round, Rows, forward
+from sglang_smc.tools.plan.roofline import ar_step, sd_round, smc_round
+from sglang_smc.tools.plan.shapes import ModelShape
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
 
 def shapes(preset: Preset) -> tuple[ModelShape, ModelShape]:
-    """Target and draft as they are served: weights and KV in the preset's type."""
+    """Return target and draft as served: weights and KV in the preset's dtype."""
     width = BYTES[preset.dtype]
     found = []
     for shape in preset.pair.target, preset.pair.draft:
@@ -31,9 +31,9 @@ def shapes(preset: Preset) -> tuple[ModelShape, ModelShape]:
 
 
 def least_round(cell: Cell, preset: Preset) -> Round:
-    """The passes of a round halfway through the answers.
+    """Return the passes of a round halfway through the answers.
 
-    Of particles no KV is counted beyond what they share, which is the least that any weights allow.
+    The particles' own KV is not counted, only the shared KV: a lower bound for any weights.
     """
     target, draft = shapes(preset)
     context = cell.prompt + preset.new_tokens / 2
@@ -51,7 +51,7 @@ def least_round(cell: Cell, preset: Preset) -> Round:
 
 
 def _tree_round(target: ModelShape, draft: ModelShape, cell: Cell, context: float) -> Round:
-    """Draft passes over the tree's leaves, and one target pass over its tokens."""
+    """Return draft passes over the tree's leaves, and one target pass over its tokens."""
     settings = SPECULATION[cell.system.family]
     texts = Rows(cell.batch, 1, context, 0.0, shared_prefix=True)
     passes = []
@@ -64,12 +64,12 @@ def _tree_round(target: ModelShape, draft: ModelShape, cell: Cell, context: floa
 
 
 def measure_machine(preset: Preset, path: Path) -> Device:
-    """This machine's bandwidth and arithmetic, kept in ``path``: the best of this call and earlier.
+    """Measure this machine's bandwidth and FLOP/s, and store the best so far in ``path``.
 
-    Whatever else the machine does can only slow a measurement down.
+    Other load on the machine can only slow a measurement down.
     """
     width = BYTES[preset.dtype]
-    # A process of its own gives the memory back.
+    # A child process returns its memory.
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         found = pool.apply(devices.measure, (preset.device, width))
     if path.exists():
@@ -83,9 +83,9 @@ def measure_machine(preset: Preset, path: Path) -> Device:
 
 
 def read_machine(preset: Preset, path: Path) -> Device | None:
-    """What an earlier measurement found; None where there was none.
+    """Return the stored measurement; None if there is none.
 
-    Eight-bit products are taken to be twice as fast as sixteen-bit ones, as data sheets have it.
+    Eight-bit products are assumed to be twice as fast as sixteen-bit ones, as in data sheets.
     """
     if not path.exists():
         return None

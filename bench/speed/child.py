@@ -1,7 +1,7 @@
-"""A process that holds one engine and answers the benchmark's questions, one line of JSON each.
+"""Serve one engine in a child process: each request and reply is a line of JSON.
 
-Apart from the benchmark, because an engine takes its environment with it, ends the process that
-holds it when it fails, and has to live beside another one.
+A process apart from the benchmark, because an engine inherits its environment, ends its process
+when it fails, and has to run beside another engine.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import time
 import warnings
 from typing import Any
 
-#: Beyond any answer: a chunk for the first token and one for the end, none between.
+#: More than any answer's tokens: one chunk for the first token and one for the end.
 ONE_CHUNK = 1_000_000
 KEPT = ("completion_tokens", "spec_verify_ct", "num_retractions")
 KEPT_PREFIX = "spec_smc_"
 
 
 async def stream(engine: Any, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
-    """One request: the times of its first token and of its end, and what the server says of it."""
+    """Stream one request; return the times of its first token and end, and its ``meta_info``."""
     params = {**params, "stream_interval": ONE_CHUNK}
     first, end, info = None, 0.0, {}
     generator = await engine.async_generate(input_ids=prompt, sampling_params=params, stream=True)
@@ -34,13 +34,13 @@ async def stream(engine: Any, prompt: list[int], params: dict[str, Any]) -> dict
 
 
 def measure(engine: Any, question: dict[str, Any]) -> dict[str, Any]:
-    """All requests at once; times in seconds since they were sent."""
+    """Run all requests at once; return times in seconds since they were sent."""
 
     async def all_of_them() -> list[dict[str, Any]]:
         pairs = zip(question["prompts"], question["params"], strict=True)
         return await asyncio.gather(*(stream(engine, *pair) for pair in pairs))
 
-    engine.flush_cache()  # a prompt that was seen before would cost nothing
+    engine.flush_cache()  # a cached prompt would cost nothing
     start = time.perf_counter()
     found = engine.loop.run_until_complete(all_of_them())
     return {
@@ -51,20 +51,20 @@ def measure(engine: Any, question: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer(engine: Any, question: dict[str, Any]) -> dict[str, Any]:
-    """Requests to time, keywords of `generate`, or what the server says of itself."""
+    """Return timings of requests, outputs of `generate`, or the server's state."""
     if "info" in question:
         return {"info": engine.get_server_info()["internal_states"]}
     if "generate" not in question:
         return measure(engine, question)
     try:
         return {"answers": engine.generate(**question["generate"])}
-    except ValueError as error:  # a request that is refused; the engine lives
+    except ValueError as error:  # an invalid request; the engine keeps running
         return {"refused": str(error)}
 
 
 def main() -> None:
-    """Start the engine of the first line, say so, and answer until the input ends."""
-    # Engines print as they like; the answers keep the real output for themselves.
+    """Start the engine of the first line, report it ready, and reply until the input ends."""
+    # Engines print to stdout; the replies keep the original one for themselves.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     warnings.simplefilter("ignore")
@@ -80,5 +80,5 @@ def main() -> None:
         engine.shutdown()
 
 
-if __name__ == "__main__":  # an engine's own processes import this file too
+if __name__ == "__main__":  # an engine's child processes import this file too
     main()

@@ -1,12 +1,12 @@
-"""How fast is SMC next to plain decoding and to SGLang's own speculative decoding?
+"""Compare the speed of SMC with plain decoding and with SGLang's own speculative decoding.
 
-    make speed                                           # what fits this machine, resumable
-    .venv/bin/python bench/speed --quick                 # a look, about 3 minutes on two cores
-    .venv/bin/python bench/speed --dry-run               # what there is to measure
+    make speed                                           # this machine's preset, resumable
+    .venv/bin/python bench/speed --quick                 # a trial, about 3 minutes on two cores
+    .venv/bin/python bench/speed --dry-run               # lists the cells
     .venv/bin/python bench/speed --preset h200-8b --only 'smc-block-n8-k8*' --batch 1 4
 
-Every sample is written down as it comes, so after an interruption the same command goes on where
-it stopped, and several calls that measure a part each add up to one table.
+Every sample is written at once, so after an interruption the same command continues where
+it stopped, and several partial runs add up to one table.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ GOES_ON = "All samples so far are kept: the same command goes on from here."
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = grid_parser(
         "speed",
         "Tokens per second of AR, SGLang's speculative decoding and SMC, side by side.",
@@ -71,7 +71,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def _keyword(text: str) -> tuple[str, Any]:
-    """A keyword of `sgl.Engine`; the value is JSON, or else a plain string."""
+    """Parse a keyword of `sgl.Engine`; the value is JSON, or else a plain string."""
     name, found, value = text.partition("=")
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
@@ -82,13 +82,13 @@ def _keyword(text: str) -> tuple[str, Any]:
 
 
 def _preset_of_this_machine() -> str:
-    import torch  # takes seconds
+    import torch  # slow to import
 
     return "h200-8b" if torch.cuda.is_available() else "cpu"
 
 
 def compared(plan: SpeedPlan, start: Start | None) -> str:
-    """Complete the selected cells, then report on all that is known."""
+    """Complete the selected cells, then report on all cells with samples."""
     todo, name = plan.todo(), time.strftime("%Y%m%dT%H%M%S")
     if todo:
         measure_machine(plan.preset, plan.folder / MACHINE)
@@ -102,7 +102,7 @@ def compared(plan: SpeedPlan, start: Start | None) -> str:
 
 
 def starter(plan: SpeedPlan) -> Start:
-    """What starts real engines."""
+    """Return a function that starts real engines."""
     models = write_models(plan.preset.pair, plan.options.output_dir / "models")
     return partial(_start, plan, models)
 
@@ -116,7 +116,7 @@ def _start(plan: SpeedPlan, models: tuple[Path, Path], system: System) -> Iterat
 
 
 def note(plan: SpeedPlan, origin: Mapping[str, Any]) -> str:
-    """Return what one has to know to read the table."""
+    """Return the notes above the table."""
     preset = plan.preset
     how = "in turns with AR" if preset.side_by_side else "between two runs of AR"
     parts = [
@@ -142,7 +142,7 @@ def note(plan: SpeedPlan, origin: Mapping[str, Any]) -> str:
 
 
 def publish(plan: SpeedPlan) -> None:
-    """Copy the results to where the repository keeps them; never a part of what was selected."""
+    """Copy the results to bench/results; raise BenchError unless the selection is complete."""
     if plan.todo():
         raise BenchError("Not published: some of the selected cells are not complete.")
     if not (plan.folder / "speed.png").exists():
@@ -151,7 +151,7 @@ def publish(plan: SpeedPlan) -> None:
 
 
 def main(argv: list[str] | None = None, start: Start | None = None) -> int:
-    """Run the benchmark with ``start``, or real engines; returns the exit status."""
+    """Run the benchmark with ``start``, or real engines; return the exit status."""
     options = parse_arguments(argv)
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""The keywords and the environment of the engine of each system."""
+"""Define the keywords and the environment of each system's engine."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from speed.grid import AR_STOCK, BLOCK, CHAIN, MODES, NGRAM, STANDALONE, TREE, System
 from speed.presets import Preset
 
-from sglang_smc.memory import arena
+from sglang_smc.kv import arena
 from sglang_smc.options.server import SMCConfig
 
-#: SGLang's speculative decoding as its published comparisons with SMC-SD run it.
+#: SGLang's speculative decoding with the settings of its published comparisons with SMC-SD.
 SPECULATION: dict[str, dict[str, Any]] = {
     CHAIN: {
         "speculative_algorithm": "STANDALONE",
@@ -28,21 +28,21 @@ SPECULATION: dict[str, dict[str, Any]] = {
     },
     NGRAM: {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 12},
 }
-#: Tokens a round that those comparisons measured for Llama 8B + 1B at temperature 0.7. SGLang
-#: can be told to accept so many, whatever the weights.
+#: Tokens per round in those comparisons, for Llama 8B + 1B at temperature 0.7. SGLang can simulate
+#: this acceptance for any weights.
 SIMULATED_ACCEPTANCE = {CHAIN: 2.86, TREE: 4.47}
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a process needs to start an engine."""
+    """Arguments and environment of an engine's process."""
 
     arguments: dict[str, Any]
     environment: dict[str, str]
 
 
 def settings(system: System, preset: Preset) -> dict[str, Any]:
-    """The keywords of `sgl.Engine` but for the folders of the models."""
+    """Return the keywords of `sgl.Engine` except the model folders."""
     content: dict[str, Any] = {
         "device": preset.device,
         "dtype": preset.dtype,
@@ -52,7 +52,7 @@ def settings(system: System, preset: Preset) -> dict[str, Any]:
         "context_length": preset.context_length,
         "max_total_tokens": preset.pool_tokens(_arena(system)),
         "skip_server_warmup": True,
-        "sleep_on_idle": True,  # an engine that waits for its turn must not keep a core busy
+        "sleep_on_idle": True,  # an idle engine must not keep a core busy
         "watchdog_timeout": 900,
         "log_level": "error",
         **SPECULATION.get(system.family, {}),
@@ -65,38 +65,38 @@ def settings(system: System, preset: Preset) -> dict[str, Any]:
             "speculative_smc_mode": MODES[system.family],
         }
     if system.family == BLOCK:
-        # The paper's rule: whole blocks are kept, whatever weights say of the text.
+        # The paper's rule: whole blocks are kept at any evidence.
         content["speculative_smc_evidence_threshold"] = 0.0
     return {**content, **preset.engine}
 
 
 def _arena(system: System) -> int:
-    """KV slots of a request beyond its text."""
+    """Return the KV slots of a request beyond its text."""
     if system.num_particles is None or system.num_steps is None:
         tokens = SPECULATION.get(system.family, {}).get("speculative_num_draft_tokens", 0)
-        return 4 * tokens  # SGLang reserves twice what a round drafts, ahead and again
+        return 4 * tokens  # SGLang reserves twice a round's draft tokens, ahead and again
     sizes = SMCConfig(num_particles=system.num_particles, num_steps=system.num_steps)
     return arena.max_arena(sizes)
 
 
 def environment(system: System, preset: Preset) -> dict[str, str]:
-    """What differs in the environment: plugins left out, and a simulated acceptance."""
+    """Return environment variables that select plugins or simulate acceptance."""
     if system.family == AR_STOCK:
-        # On a CPU nothing runs without our platform; what is left out there is SMC alone.
+        # On a CPU nothing runs without our platform; there only SMC is left out.
         return {"SGLANG_PLUGINS": "smc_cpu" if preset.device == "cpu" else "none"}
     simulated = simulated_acceptance(system, preset)
     return {} if simulated is None else {"SGLANG_SIMULATE_ACC_LEN": str(simulated)}
 
 
 def simulated_acceptance(system: System, preset: Preset) -> float | None:
-    """Tokens a round that SGLang is told to accept, where dummy weights would say nothing."""
+    """Return the simulated tokens per round of STANDALONE with dummy weights, else None."""
     if system.family in STANDALONE and preset.pair.is_dummy:
         return SIMULATED_ACCEPTANCE[system.family]
     return None
 
 
 def launch(system: System, preset: Preset, models: tuple[Path, Path]) -> Launch:
-    """How the engine of a system is started; ``models`` are the folders of target and draft."""
+    """Return the launch of a system's engine; ``models`` are the folders of target and draft."""
     arguments = {"model_path": str(models[0]), **settings(system, preset)}
     if system.family in (*STANDALONE, *MODES):
         arguments["speculative_draft_model_path"] = str(models[1])

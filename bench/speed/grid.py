@@ -1,4 +1,4 @@
-"""What is measured: the cells, one for each system, batch and prompt length."""
+"""Define the cells, one for each system, batch and prompt length."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMC = tuple(MODES)
 
 @dataclass(frozen=True)
 class System:
-    """One way to decode, and one engine."""
+    """One way to decode, with an engine of its own."""
 
     family: str
     num_particles: int | None = None
@@ -26,14 +26,14 @@ class System:
 
     @property
     def name(self) -> str:
-        """As people read it: ``SMC block N=8 K=4``."""
+        """Return a display name: ``SMC block N=8 K=4``."""
         if self.num_particles is None:
             return self.family
         return f"{self.family} N={self.num_particles} K={self.num_steps}"
 
     @property
     def slug(self) -> str:
-        """As files and patterns have it: ``smc-block-n8-k4``."""
+        """Return the name for files and patterns: ``smc-block-n8-k4``."""
         return slug_of(self.name)
 
 
@@ -55,7 +55,7 @@ class Cell:
 
     @property
     def reference(self) -> Cell:
-        """Plain decoding of the same requests."""
+        """Return the cell of plain decoding of the same requests."""
         return Cell(PLAIN, self.batch, self.prompt)
 
 
@@ -63,7 +63,7 @@ PLAIN = System(AR)
 
 
 def systems(preset: Preset) -> list[System]:
-    """Everything that is compared; plain decoding first."""
+    """Return all compared systems, plain decoding first."""
     return [
         PLAIN,
         System(AR_STOCK),
@@ -78,7 +78,7 @@ def cells(
     batches: Iterable[int] | None = None,
     prompts: Iterable[int] | None = None,
 ) -> list[Cell]:
-    """The cells of these batches and prompts, engine by engine."""
+    """Return the cells of these batches and prompts, grouped by engine."""
     return [
         Cell(system, batch, prompt)
         for system in systems(preset)

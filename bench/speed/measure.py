@@ -1,4 +1,4 @@
-"""Ask the engines, plain decoding beside or around every other, and show how far it is."""
+"""Measure the engines, with plain decoding beside or around each, and show the progress."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Start = Callable[[System], AbstractContextManager[Asker]]
 
 
 def work(cell: Cell, repeat: int | str, preset: Preset) -> Work:
-    """The requests of a repeat: the same for every system, and others in every repeat."""
+    """Return the requests of a repeat: the same for every system, different in every repeat."""
     tokens = WARM_UP_TOKENS if repeat == WARM_UP else preset.new_tokens
     limit = preset.pair.target.vocab_size
     prompts = []
@@ -44,30 +44,30 @@ def work(cell: Cell, repeat: int | str, preset: Preset) -> Work:
 
 
 class TimeUpError(Exception):
-    """The call has used its minutes."""
+    """The time of the call is used up."""
 
 
 class Turn:
-    """One engine's samples, each cell warmed up once."""
+    """One engine's samples, with a warm-up for each cell."""
 
     def __init__(self, asker: Asker, preset: Preset) -> None:
         self._asker, self._preset = asker, preset
         self._warm: set[Cell] = set()
 
     def warm_up(self, cell: Cell) -> None:
-        """Run a few tokens that do not count, where this cell has not run yet."""
+        """Run a few unmeasured tokens, if this cell has not run yet."""
         if cell not in self._warm:
             self._asker.ask(work(cell, WARM_UP, self._preset))
             self._warm.add(cell)
 
     def sample(self, cell: Cell, repeat: int) -> Sample:
-        """One repeat of a cell."""
+        """Measure one repeat of a cell."""
         self.warm_up(cell)
         return self._asker.ask(work(cell, repeat, self._preset))
 
 
 class Bench:
-    """One call: what it has to measure, and where that goes."""
+    """One call: its cells, their logs and its deadline."""
 
     def __init__(
         self,
@@ -78,10 +78,10 @@ class Bench:
         deadline: float = math.inf,
     ) -> None:
         self._preset, self._logs, self._start, self._run = preset, logs, start, run
-        self._deadline = deadline  # of `time.monotonic`; what has begun by then is completed
+        self._deadline = deadline  # of `time.monotonic`; a started sample is completed
 
     def measure(self, todo: Mapping[Cell, Sequence[int]]) -> None:
-        """Complete the cells; a system that fails is written down with its reason."""
+        """Complete the cells; record the reason if a system fails."""
         self._todo = dict(todo)
         with bar(total=sum(map(len, todo.values())), unit="sample") as self._bar:
             try:
@@ -93,7 +93,7 @@ class Bench:
                 self._bar.write("Time is up: the same command goes on from here.")
 
     def _side_by_side(self) -> None:
-        """Plain decoding stays, the others come and go; the two take turns."""
+        """Keep plain decoding running beside each other engine; the two take turns."""
         with self._start(PLAIN) as asker:
             plain = Turn(asker, self._preset)
             for system, cells in self._systems():
@@ -104,7 +104,7 @@ class Bench:
                     self._system(system, cells, plain)
 
     def _one_at_a_time(self) -> None:
-        """Plain decoding before all others, and again after them."""
+        """Run plain decoding before all others, and again after them."""
         others = [(system, cells) for system, cells in self._systems() if system != PLAIN]
         references = list(dict.fromkeys(cell.reference for cell in self._todo))
         self._plain(references, range(self._preset.repeats))
@@ -135,7 +135,7 @@ class Bench:
         return [(system, list(cells)) for system, cells in groups]
 
     def _system(self, system: System, cells: list[Cell], plain: Turn | None) -> None:
-        """All cells of one engine, which is started again where one has brought it down."""
+        """Measure all cells of one engine; restart it after a failed cell."""
         left = list(cells)
         while left:
             self._check_time()
@@ -175,5 +175,5 @@ class Bench:
 def _beside(plain: Turn, cell: Cell, repeat: int) -> Sample:
     try:
         return plain.sample(cell.reference, repeat)
-    except EngineError as error:  # which says nothing of the cell
+    except EngineError as error:  # not an error of the cell itself
         raise BenchError(f"Plain decoding failed beside {cell.name}: {error}") from error

@@ -1,4 +1,4 @@
-"""Which cells this run completes, and which files of the output folder it may read."""
+"""Plan the cells of a run, and the files of the output folder that it reads."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from speed.presets import PRESETS, Pair, Preset, quick
 from speed.store import CellLog
 from study import BenchError, Log, selected
 
-from sglang_smc.plan.shapes import from_config
+from sglang_smc.tools.plan.shapes import from_config
 
 
 class SpeedPlan:
-    """The cells of this run, and the files of all cells that the report may show."""
+    """The cells of this run, and the files of all cells for the report."""
 
     def __init__(self, options: argparse.Namespace, code: Mapping[str, Any]) -> None:
         self.options = options
@@ -36,7 +36,7 @@ class SpeedPlan:
 
     @property
     def folder(self) -> Path:
-        """Where the preset's files are."""
+        """Return the folder of the preset's files."""
         return self.options.output_dir / self.preset.name
 
     def _log(self, cell: Cell) -> CellLog:
@@ -54,28 +54,28 @@ class SpeedPlan:
         }
 
     def own_logs(self) -> list[Log]:
-        """The files of the selected cells."""
+        """Return the files of the selected cells."""
         return [self.cell_logs[cell].log for cell in self.selected]
 
     def logs(self) -> list[Log]:
-        """Those with samples, and plain decoding's, which they are measured with."""
+        """Return the files of the selected cells, and of plain decoding, their reference."""
         return [self.cell_logs[cell].log for cell in [*self.selected, *self._references()]]
 
     def todo(self) -> dict[Cell, list[int]]:
-        """The selected cells that miss repeats, and which."""
+        """Return the selected cells that lack repeats, with these repeats."""
         missing = {
             cell: self.cell_logs[cell].missing(self.preset.repeats) for cell in self.selected
         }
         return {cell: repeats for cell, repeats in missing.items() if repeats}
 
     def known(self) -> dict[Cell, CellLog]:
-        """All cells of which something is known, by this run or an earlier one like it."""
+        """Return all cells with entries, from this run or an earlier one with equal settings."""
         return {
             cell: log for cell, log in self.cell_logs.items() if log.log.fits and log.log.read()
         }
 
     def status(self) -> str:
-        """A line for each selected cell."""
+        """Return a line for each selected cell."""
         lines = []
         for cell in self.selected:
             log, repeats = self.cell_logs[cell], self.preset.repeats
@@ -85,7 +85,7 @@ class SpeedPlan:
         return "\n".join(lines)
 
     def settings(self) -> dict[str, Any]:
-        """What the numbers depend on."""
+        """Return the settings that the numbers depend on."""
         preset, used = self.preset, dict.fromkeys(cell.system for cell in self.known())
         return {
             "preset": preset.name,
@@ -102,7 +102,7 @@ class SpeedPlan:
 
 
 def _check_sizes(preset: Preset, options: argparse.Namespace) -> None:
-    """Engines are sized for the preset, so that calls for parts of it measure the same engines."""
+    """Raise BenchError for sizes above the preset's, for which its engines are sized."""
     for name, asked, most in (
         ("batch", options.batch, preset.max_batch),
         ("prompt", options.prompt, max(preset.prompts)),
@@ -115,7 +115,7 @@ def _check_sizes(preset: Preset, options: argparse.Namespace) -> None:
 
 
 def preset_of(options: argparse.Namespace) -> Preset:
-    """The preset with what the options change."""
+    """Return the preset with the options' changes."""
     preset = PRESETS[options.preset]
     preset = quick(preset) if options.quick else preset
     if options.target:

@@ -1,4 +1,4 @@
-"""The picture: speed against plain decoding, and the share of the bound that is reached."""
+"""Plot the speed relative to plain decoding, and the share of the roofline."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from results import hardware
 from speed.report import CellRow
 
 MARKERS = "osD^v"
-#: How far intervals are drawn, in multiples of the largest ratio.
+#: Limit of the axis, as a multiple of the largest ratio.
 WIDEST = 1.5
 INCHES_PER_SYSTEM, INCHES_BESIDE = 0.42, 2.0
 
 
 def plot_rows(rows: Sequence[CellRow], path: Path) -> None:
-    """Write the picture as a PNG to ``path``: panels for each prompt length, if anything ran."""
+    """Write the plot as a PNG to ``path``: panels for each prompt length, if anything ran."""
     shown = [row for row in rows if row.round_seconds]
     if not shown:
         return
@@ -47,13 +47,13 @@ def _ratios(
     axes.axvline(1.0, color="black", lw=1)
     for row in rows:
         if row.ratio_to_ar:
-            # One repeat has no interval to draw.
+            # A single repeat has no interval to draw.
             errors = ends([row.ratio_to_ar]) if math.isfinite(row.ratio_to_ar.high) else None
             at = _height(row, names, batches)
             axes.errorbar(row.ratio_to_ar.mean, at, xerr=errors, capsize=3, **_style(row, batches))
     axes.set_xlabel("decoding speed, as a multiple of AR's (95 % interval)")
     _tidy(axes)
-    # A wide interval is cut rather than let it squeeze everything else.
+    # A wide interval is cut off, so that the others stay readable.
     largest = max((row.ratio_to_ar.mean for row in rows if row.ratio_to_ar), default=1.0)
     axes.set_xlim(0, WIDEST * max(1.0, largest))
 
@@ -75,7 +75,7 @@ def _bounds(
 
 
 def _height(row: CellRow, names: Sequence[str], batches: Sequence[int]) -> float:
-    """Where a row is drawn: batches of a system stand a little apart."""
+    """Return the vertical position of a row: batches of a system are a little apart."""
     apart = (batches.index(row.batch) - (len(batches) - 1) / 2) / (len(batches) + 1)
     return names.index(row.system) + 0.8 * apart
 

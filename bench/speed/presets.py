@@ -1,4 +1,4 @@
-"""Which models are measured, on what, and at which settings."""
+"""Define presets: models, device and settings of a run."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 from study import BenchError
 
 from sglang_smc.dtype import default_dtype
-from sglang_smc.plan.shapes import BUILT_IN, ModelShape
+from sglang_smc.tools.plan.shapes import BUILT_IN, ModelShape
 
-#: Of the KV pool, for what the scheduler keeps free.
+#: Factor of the KV pool for slots that the scheduler keeps free.
 POOL_SLACK = 1.1
-#: Prompts are of these tokens: not the padding, and not the end of text.
+#: First token of prompts: neither padding nor EOS.
 FIRST_TOKEN = 2
 PADDING, END = 0, 1
 
 
 class Pair(NamedTuple):
-    """A target and a draft of one vocabulary, served with dummy weights or from folders."""
+    """A target and a draft with one vocabulary, with dummy weights or from folders."""
 
     name: str
     target: ModelShape
@@ -33,7 +33,7 @@ class Pair(NamedTuple):
 
     @property
     def quantization(self) -> str | None:
-        """Of the target's layers."""
+        """Return the quantization of the target's layers; None for 16 bits or more."""
         return "fp8" if self.target.weight_bytes < 2 else None
 
 
@@ -52,7 +52,7 @@ PAIR_70B = Pair(
 
 @dataclass(frozen=True)
 class Preset:
-    """What a run measures. (N, K) are the particles and the tokens drafted a round."""
+    """Settings of a run. (N, K) are the particles and the tokens drafted per round."""
 
     name: str
     pair: Pair
@@ -64,7 +64,7 @@ class Preset:
     prompts: tuple[int, ...]  # tokens
     new_tokens: int
     repeats: int
-    #: Whether plain decoding lives beside each other engine, so that the two take turns.
+    #: Whether plain decoding runs beside each other engine, so that the two take turns.
     side_by_side: bool
     engine: dict[str, Any] = field(default_factory=dict, hash=False)
 
@@ -74,15 +74,15 @@ class Preset:
 
     @property
     def context_length(self) -> int:
-        """Of every engine: the longest prompt and answer, and room for a round's drafts."""
+        """Return the context length: the longest prompt and answer, and a round's drafts."""
         return max(self.prompts) + self.new_tokens + 64
 
     def pool_tokens(self, arena: int) -> int:
-        """KV slots for the largest batch, each request with an ``arena`` beside its text."""
+        """Return the KV slots of the largest batch, each request with an ``arena`` of slots."""
         return int(POOL_SLACK * self.max_batch * (self.context_length + arena))
 
 
-#: The sweep of the reference implementation's speed script, as (N, K).
+#: The (N, K) sweep of the reference implementation's speed script.
 REFERENCE_SWEEP = ((8, 8), (8, 10), (6, 10), (8, 12), (8, 16), (6, 8), (4, 8), (6, 12))
 _GPU = Preset(
     name="",
@@ -130,7 +130,7 @@ PRESETS = {
 
 
 def quick(preset: Preset) -> Preset:
-    """A look at one setting of each mode, to see it work."""
+    """Return the preset reduced to one setting of each mode, as a trial."""
     return replace(
         preset,
         name=f"{preset.name}-quick",
@@ -144,7 +144,7 @@ def quick(preset: Preset) -> Preset:
 
 
 def config(shape: ModelShape) -> dict[str, Any]:
-    """The ``config.json`` of a Llama of this shape."""
+    """Return the ``config.json`` of a Llama of this shape."""
     content: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -166,13 +166,13 @@ def config(shape: ModelShape) -> dict[str, Any]:
         "tie_word_embeddings": shape.tied_embeddings,
     }
     if shape.weight_bytes < 2:
-        # Weights are then made in eight bits at once; in sixteen they would not fit at first.
+        # Dummy weights are then created in eight bits; in sixteen they would not fit.
         content["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     return content
 
 
 def write_models(pair: Pair, folder: Path) -> tuple[Path, Path]:
-    """The folders of target and draft; those of dummy weights are written under ``folder``."""
+    """Return the folders of target and draft; write those of dummy weights under ``folder``."""
     if pair.folders:
         for model in pair.folders:
             if not (model / "config.json").is_file():
@@ -185,7 +185,7 @@ def write_models(pair: Pair, folder: Path) -> tuple[Path, Path]:
 
 
 def write_model(folder: Path, content: dict[str, Any]) -> None:
-    """A configuration and a tokenizer of words without meaning; weights are not needed."""
+    """Write a configuration and a tokenizer of meaningless words, without weights."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
     if not (folder / "tokenizer.json").exists():

@@ -1,4 +1,4 @@
-"""Ratios of speeds with intervals, from a few repeats."""
+"""Compute ratios of speeds with intervals, from a few repeats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEVEL = 0.95
 
 
 class Estimate(NamedTuple):
-    """A mean, the variance of that mean, its degrees of freedom, and the number of repeats."""
+    """A mean, its variance, its degrees of freedom, and the number of repeats."""
 
     mean: float
     variance: float
@@ -22,7 +22,7 @@ class Estimate(NamedTuple):
     n: int
 
     def minus(self, other: Estimate) -> Estimate:
-        """The difference of two independent estimates, with Welch's degrees of freedom."""
+        """Return the difference of two independent estimates, with Welch's degrees of freedom."""
         total = self.variance + other.variance
         n = min(self.n, other.n)
         if not 0 < total < math.inf:
@@ -32,12 +32,12 @@ class Estimate(NamedTuple):
         return Estimate(self.mean - other.mean, total, total**2 / spread, n)
 
     def interval(self) -> Interval:
-        """The mean with its 95 % interval by Student's law."""
+        """Return the mean with its 95 % interval by Student's t distribution."""
         half = self._half()
         return Interval(self.mean, self.mean - half, self.mean + half, self.n)
 
     def ratio(self) -> Interval:
-        """The same of what this is the logarithm of."""
+        """Return the exponential of the mean, with its 95 % interval."""
         half = self._half()
         low, high = math.exp(self.mean - half), math.exp(min(self.mean + half, 700.0))
         return Interval(math.exp(self.mean), low, high, self.n)
@@ -49,14 +49,14 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Of one or more repeats; one says nothing of its spread."""
+    """Return the estimate from one or more repeats; a single one has infinite variance."""
     n = len(values)
     spread = variance(values) / n if n > 1 else math.inf
     return Estimate(fmean(values), spread, n - 1, n)
 
 
 def log_ratio(ours: Sequence[float], theirs: Sequence[float], *, paired: bool) -> Estimate:
-    """The logarithm of ours over theirs; ``paired`` where they were measured in turns."""
+    """Return the log of ours over theirs; ``paired`` if they were measured in turns."""
     if paired:
         pairs = zip(ours, theirs, strict=True)
         return estimate([math.log(one / other) for one, other in pairs])

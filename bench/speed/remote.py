@@ -1,4 +1,4 @@
-"""Start an engine in a process of its own, and ask it."""
+"""Start an engine in a child process, and send it requests."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from speed.engines import Launch
 from study import BenchError
 
 CHILD = Path(__file__).resolve().parent / "child.py"
-#: An error as Python prints the last line of a traceback.
+#: The last line of a Python traceback.
 ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): ?(.*)$")
 LONGEST_REASON = 300
 STOP_SECONDS = 20.0
 
 
 class EngineError(BenchError):
-    """The engine did not start or did not answer; the message is its own error, in a sentence."""
+    """The engine did not start or respond; the message is its own error, in a sentence."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Sample:
-    """What was seen of a batch of requests; times in seconds since they were sent."""
+    """Measurements of a batch of requests; times in seconds since they were sent."""
 
     first: list[float]
     end: list[float]
@@ -54,40 +54,40 @@ class Sample:
 
     @property
     def decode_tokens(self) -> int:
-        """All but the first of each request, which come from the pass over the prompts."""
+        """Return all tokens but the first of each request, which prefill yields."""
         return self.tokens - len(self.infos)
 
     @property
     def decode_seconds(self) -> float:
-        """From the moment when all requests have their first token."""
+        """Return the time from the last first token to the end."""
         return max(self.end) - max(self.first)
 
     @property
     def speed(self) -> float:
-        """Return tokens a second of all requests together, end to end."""
+        """Return the tokens per second of all requests together, end to end."""
         return self.tokens / self.seconds
 
     @property
     def decode_speed(self) -> float:
-        """Return the same behind the first token of each."""
+        """Return the tokens per second of all requests together, after the first tokens."""
         return self.decode_tokens / self.decode_seconds
 
     @property
     def passes(self) -> list[int]:
-        """Return passes of the target after the prompt, of each request."""
+        """Return each request's target passes after the prompt."""
         return [info.get("spec_verify_ct", info["completion_tokens"] - 1) for info in self.infos]
 
     @property
     def rounds(self) -> int:
-        """Return passes of a batch: those of its requests are the same."""
+        """Return the target passes of the batch, which its requests share."""
         return max(self.passes)
 
 
 class Asker(Protocol):
-    """Whatever answers work: an engine, or a stand-in."""
+    """An engine that runs work, or a stand-in."""
 
     def ask(self, work: Work) -> Sample:
-        """Raises EngineError where it cannot."""
+        """Run the work; raise EngineError if the engine fails."""
         ...
 
 
@@ -102,9 +102,9 @@ class RemoteEngine:
         return Sample(**self.exchange(asdict(work)))
 
     def exchange(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Send one line, and return the next."""
+        """Send one line, and return the reply."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # the missing answer says it
+        with contextlib.suppress(BrokenPipeError):  # the missing reply is reported below
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
         answer = self._process.stdout.readline()
@@ -113,7 +113,7 @@ class RemoteEngine:
         return json.loads(answer)
 
     def stop(self, patience: float) -> None:
-        """Let it end by itself, so that it writes what it has to; not for ever."""
+        """Let the process end by itself for ``patience`` seconds, to complete its output."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -123,7 +123,7 @@ class RemoteEngine:
 
 @contextlib.contextmanager
 def running(launch: Launch, log: Path, patience: float = STOP_SECONDS) -> Iterator[RemoteEngine]:
-    """An engine for the ``with`` block; raises EngineError where it does not start.
+    """Start an engine for the ``with`` block; raise EngineError if it does not start.
 
     After the block it has ``patience`` seconds to end by itself.
     """
@@ -137,7 +137,7 @@ def running(launch: Launch, log: Path, patience: float = STOP_SECONDS) -> Iterat
             stderr=output,
             text=True,
             env=environment,
-            start_new_session=True,  # Ctrl-C is for us alone, and all its processes are one group
+            start_new_session=True,  # Ctrl-C reaches only this process
         )
         try:
             engine = RemoteEngine(process, log)
@@ -149,18 +149,18 @@ def running(launch: Launch, log: Path, patience: float = STOP_SECONDS) -> Iterat
 
 
 def end_group(process: subprocess.Popen[str]) -> None:
-    """End a process that leads its group, and all in it."""
+    """End a process that leads its group, and all processes of the group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert process.stdin is not None and process.stdout is not None
-    with contextlib.suppress(BrokenPipeError):  # a question that it did not read
+    with contextlib.suppress(BrokenPipeError):  # an unread request
         process.stdin.close()
     process.stdout.close()
 
 
 def reason(log: str) -> str:
-    """The last error in a log, in a sentence."""
+    """Return the last error in a log, in a sentence."""
     lines = log.splitlines()
     for place in range(len(lines) - 1, -1, -1):
         found = ERROR.match(lines[place])

@@ -1,4 +1,4 @@
-"""From samples to rows, and the rows as CSV, as Markdown and as a few sentences."""
+"""Summarize samples as rows, and the rows as CSV, Markdown and sentences."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from speed.ratios import Estimate, estimate, log_ratio
 from speed.remote import Sample
 from speed.store import CellLog, Measured
 
-from sglang_smc.plan.devices import Device
+from sglang_smc.tools.plan.devices import Device
 
 
 @dataclass(frozen=True)
 class CellRow:
-    """A cell's numbers; ``None`` where there is none."""
+    """A cell's numbers; ``None`` for missing ones."""
 
     slug: str
     system: str
@@ -43,9 +43,9 @@ class CellRow:
     seconds_to_first: Interval | None = None  # mean over a batch's requests
     ratio_to_ar: Interval | None = None  # of decode tokens per second
     ratio_to_ar_end_to_end: Interval | None = None
-    ratio_to_standalone: Interval | None = None  # likewise, to the faster of chain and tree
+    ratio_to_standalone: Interval | None = None  # likewise, the faster of chain and tree
     tokens_per_round: float | None = None
-    simulated_tokens_per_round: float | None = None  # what SGLang was told to accept
+    simulated_tokens_per_round: float | None = None  # the acceptance that SGLang simulates
     round_seconds: Interval | None = None
     least_round_seconds: float | None = None
     least_round_bytes: float | None = None
@@ -58,7 +58,7 @@ class CellRow:
 def make_rows(
     known: Mapping[Cell, CellLog], preset: Preset, machine: Device | None
 ) -> list[CellRow]:
-    """A row for each cell of which something is known."""
+    """Return a row for each cell with samples or a refusal."""
     measured = {cell: log.measured() for cell, log in known.items()}
     ratios = {cell: _to_ar(cell, measured, attrgetter("decode_speed")) for cell in known}
     rows = []
@@ -107,7 +107,7 @@ def _interval(values: Any) -> Interval:
 
 
 def _to_ar(cell: Cell, measured: Mapping[Cell, list[Measured]], speed: Any) -> Estimate | None:
-    """The log of a cell's speed over plain decoding's, measured in turns or before and after."""
+    """Return the log of a cell's speed over AR's, measured in turns or before and after."""
     ours = measured[cell]
     if cell.system.family == AR or not ours:
         return None
@@ -180,7 +180,7 @@ HEADERS = (
 
 
 def markdown(rows: Sequence[CellRow], note: str) -> str:
-    """One table for each batch and prompt length, below each other."""
+    """Return one table for each batch and prompt length."""
     parts = [note]
     for batch, prompt in sorted({(row.batch, row.prompt) for row in rows}):
         here = [row for row in rows if (row.batch, row.prompt) == (batch, prompt)]
@@ -209,7 +209,7 @@ def _cells(row: CellRow) -> list[str]:
 
 
 def conclusions(rows: Sequence[CellRow]) -> str:
-    """The fastest setting at each batch and prompt length, and what the plugin costs others."""
+    """Return the fastest setting at each batch and prompt length, and the plugin's cost for AR."""
     lines = []
     for batch, prompt in sorted({(row.batch, row.prompt) for row in rows}):
         here = [row for row in rows if (row.batch, row.prompt) == (batch, prompt)]

@@ -1,4 +1,4 @@
-"""Samples on disk: one JSONL file for each cell, which a later run continues."""
+"""Store samples in one JSONL file for each cell, which a later run continues."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ class Measured:
 
 
 class CellLog:
-    """What is known of a cell: its repeats, or why it cannot run here."""
+    """The stored repeats of a cell, or the reason why it cannot run here."""
 
     def __init__(self, log: Log) -> None:
         self.log = log
 
     def measured(self) -> list[Measured]:
-        """The repeats."""
+        """Return the repeats."""
         return [_measured(entry) for entry in self.log.read() if "refused" not in entry]
 
     def refused(self) -> str | None:
-        """Why it cannot run here, in the engine's own words; None where nothing says so."""
+        """Return the engine's error if the cell cannot run here, else None."""
         reasons = [entry["refused"] for entry in self.log.read() if "refused" in entry]
         return reasons[-1] if reasons else None
 
     def missing(self, repeats: int) -> list[int]:
-        """The repeats that are still to be measured; none where it cannot run."""
+        """Return the missing repeats; none if the cell cannot run."""
         if self.refused():
             return []
         return sorted(set(range(repeats)) - {one.repeat for one in self.measured()})
 
     def add(self, measured: Measured) -> None:
-        """Write down one repeat."""
+        """Write one repeat."""
         self._append(asdict(measured))
 
     def refuse(self, reason: str) -> None:
-        """Write down that it cannot run here."""
+        """Write the reason why the cell cannot run here."""
         self._append({"refused": reason})
 
     def _append(self, entry: dict[str, Any]) -> None:

@@ -1,10 +1,10 @@
-"""`python bench/steering`: see cli.py."""
+"""Run `python bench/steering`, see cli.py."""
 
 import sys
 from pathlib import Path
 
-# Python has put this folder first; the benchmarks import each other from the one above, and so do
-# the engines' processes, which are given the potentials of this folder.
+# Python puts this folder first; the benchmarks import each other from its parent, and so do the
+# engines' processes, which import the potentials of this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from steering.cli import main

@@ -1,4 +1,4 @@
-"""Ways to make one answer of several texts."""
+"""Choose one answer from several texts: majority vote, best, or a weighted draw."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _ANSWER = re.compile(ANSWER_PATTERN)
 
 
 def number_of(text: str) -> int | None:
-    """What a text answers; None where it does not come to an answer."""
+    """Return the number that a text answers; None if it has no final answer."""
     found = _ANSWER.search(text)
     return int(found[1]) if found else None
 
 
 def voted(texts: Sequence[str], weights: Sequence[float]) -> int | None:
-    """The number whose texts weigh most, of equals the first; None where no text has one."""
+    """Return the number with the largest total weight (ties: the first); None without any."""
     total: dict[int, float] = {}
     for text, weight in zip(texts, weights, strict=True):
         number = number_of(text)
@@ -28,11 +28,11 @@ def voted(texts: Sequence[str], weights: Sequence[float]) -> int | None:
 
 
 def best(texts: Sequence[str], values: Sequence[float]) -> int | None:
-    """What the text of the highest value answers, of equals the first."""
+    """Return the answer of the text with the highest value (ties: the first)."""
     place = max(range(len(texts)), key=lambda index: values[index])
     return number_of(texts[place])
 
 
 def drawn(texts: Sequence[str], weights: Sequence[float], rng: random.Random) -> int | None:
-    """What a text answers that is drawn by weight."""
+    """Return the answer of a text drawn by weight."""
     return number_of(rng.choices(texts, weights)[0])

@@ -1,12 +1,12 @@
-"""What do potentials add, beside choosing among as many plain samples?
+"""Compare steering by potentials with choices among as many plain samples.
 
     make steering                                        # everything, resumable at any point
-    .venv/bin/python bench/steering --list               # what there is to measure
+    .venv/bin/python bench/steering --list               # lists the cells
     .venv/bin/python bench/steering --only 'smc-draft-*' # a part of it
-    .venv/bin/python bench/steering --problems 20        # a quick look, in another --output-dir
+    .venv/bin/python bench/steering --problems 20        # a quick run, in another --output-dir
 
 The shipped pair answers held-out problems: the draft alone as the model, and the target. A rule
-that checks each step of arithmetic, and the trained reward model, judge lines and answers.
+that checks each step of arithmetic, and the trained reward model, score lines and answers.
 ``steering-output/`` then holds all answers, a CSV, a Markdown table and a plot.
 """
 
@@ -29,7 +29,7 @@ PAGE = REPOSITORY / "docs" / "steering.md"
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = grid_parser(
         "steering",
         "Accuracy with potentials, beside votes and choices among as many plain samples.",
@@ -43,14 +43,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def measured(plan: SteeringPlan, start: Start, opened: Callable[[], Potentials]) -> str:
-    """Complete the selected cells, then report on all that is complete."""
+    """Complete the selected cells, then report on all that are complete."""
     measure(plan.todo(), start, drawn)
     value(plan.unremarked(), opened)
     return REPORT.write(plan.options.output_dir, rows_of(plan.drawn()), plan.settings(), note)
 
 
 def publish(plan: SteeringPlan) -> None:
-    """Copy the results to where the repository keeps them, and the tables to their page."""
+    """Copy the results to bench/results, and the tables to the page."""
     plan.require_all()
     REPORT.publish(plan.options.output_dir)
     write_page(PAGE, REPORT.read(plan.options.output_dir))
@@ -61,7 +61,7 @@ def main(
     start: Start = running,
     opened: Callable[[], Potentials] = shipped,
 ) -> int:
-    """Run the benchmark; the exit status is 0 where it came to its end."""
+    """Run the benchmark; return exit status 0 if it completes."""
     options = parse_arguments(argv)
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""What is measured: who answers, what steers, and how many particles."""
+"""Define the cells: model, potential, and number of particles."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 TEMPERATURE = 1.0
 NUM_STEPS = 8
-#: Tokens drafted a round where every third token is to be the target's own.
+#: Tokens drafted per round where every third token is the target's own.
 FEW_STEPS = 2
 PARTICLES = (4, 8, 16)
-#: Of each problem, plain samples for a vote or a choice among the first N.
+#: Plain samples per problem, of which a vote or choice takes the first N.
 SAMPLES = max(PARTICLES)
-#: Who answers. The target is drafted for by the draft, in long rounds or in short ones, or by
-#: itself, so that particles are its own.
+#: Models. For the target the draft proposes, in long or short rounds, or the target itself, so that
+#: particles are sampled from it.
 DRAFT, TARGET, SHORT, ITSELF = MODELS = ("draft", "target", "target by twos", "target itself")
-#: The potentials' names with the arguments that requests give them.
+#: The potentials' names, with the arguments of requests.
 POTENTIALS: dict[str, dict[str, Any]] = {"steps": {"cost": 5.0}, "judge": {}}
 #: The last line of an answer.
 ANSWER_PATTERN = r"#### (-?\d+)\s*$"
@@ -26,11 +26,11 @@ DELIMITER = "\n"
 
 @dataclass(frozen=True)
 class Cell:
-    """Answers of one model, plain ones or steered by a potential."""
+    """Answers of one model, plain or steered by a potential."""
 
     model: str
-    potential: str  # empty: plain samples
-    num_particles: int  # 1 for these
+    potential: str  # empty for plain samples
+    num_particles: int  # 1 for plain samples
 
     @property
     def slug(self) -> str:
@@ -41,18 +41,18 @@ class Cell:
 
     @property
     def engine(self) -> str:
-        """Its engine's name: what samples, and the model."""
+        """Return the engine's name: the kind of sampling, and the model."""
         model = TARGET if self.model == SHORT else self.model
         return f"{'smc' if self.potential else 'plain'} {model}"
 
     @property
     def samples(self) -> int:
-        """Answers to each problem."""
+        """Return the number of answers to each problem."""
         return 1 if self.potential else SAMPLES
 
     @property
     def smc(self) -> dict[str, Any] | None:
-        """What its requests ask of SMC: all particles, so that each way to choose can be tried."""
+        """Return the SMC request fields; all particles are returned, for every kind of choice."""
         if not self.potential:
             return None
         asked = {
@@ -72,7 +72,7 @@ class Cell:
 
 
 def cells(particles: Sequence[int] = PARTICLES) -> list[Cell]:
-    """All cells, engine by engine: each starts only once."""
+    """Return all cells, grouped by engine to start each once."""
     found = []
     for model in MODELS:
         if model not in (SHORT, ITSELF):  # their plain samples are the target's

@@ -1,6 +1,6 @@
-"""The shipped reward model as a potential in the server's own process, by transformers.
+"""Evaluate the shipped reward model as a potential in the server's own process.
 
-`sglang_smc.potentials.http` asks the same model behind a server of its own.
+`sglang_smc.potentials.library` calls the same model on a server of its own.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from study import PAIR
 
 from sglang_smc.potentials import Potential, Text
 
-_AT_ONCE = 64  # texts that the model reads at once
+_AT_ONCE = 64  # batch size of the model
 
 
 class Judge(Potential):
-    """log phi = log sigmoid(score): how likely all steps so far are right, as the model sees it."""
+    """log phi = log sigmoid(score), the model's log-probability that all steps so far are right."""
 
     when: ClassVar[dict[str, Any]] = {"delimiter": "\n"}
 
@@ -46,7 +46,7 @@ class Judge(Potential):
         ]
 
     def _some(self, texts: list[str]) -> list[float]:
-        """Padded on the right, where causal attention does not see it."""
+        """Return the values of a batch, padded on the right, which causal attention ignores."""
         import torch
 
         rows = self._tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")

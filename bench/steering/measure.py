@@ -1,4 +1,4 @@
-"""Ask the problems of a cell, and ask potentials about plain samples."""
+"""Run the problems of a cell, and evaluate potentials on plain samples."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from study import PAIR, BenchError, Log, bar
 
 from sglang_smc.potentials import Potential, Text
 
-_AT_ONCE = 64  # samples whose values are kept together
+_AT_ONCE = 64  # number of samples with values stored together
 SMC: dict[str, Any] = {
     "speculative_algorithm": "SMC",
     "speculative_num_steps": NUM_STEPS,
     "speculative_smc_num_particles": SAMPLES,
     "speculative_smc_potential": ["steps=steering.steps:Steps", "judge=steering.judge:Judge"],
-    # Two cores, which others use too, may take long for a batch.
+    # On two shared cores a batch may take long.
     "speculative_smc_potential_timeout": 60.0,
-    # Twice the particles of the fidelity study share its room.
+    # Twice the particles of the fidelity study share its KV pool.
     "max_running_requests": 16,
 }
 
 
 def settings(name: str) -> dict[str, Any]:
-    """Return the keywords of `sgl.Engine` but for the models."""
+    """Return the keywords of `sgl.Engine` except the models."""
     return COMMON | (SMC if name.startswith("smc ") else {})
 
 
@@ -56,25 +56,25 @@ def running(name: str) -> Iterator[Asker]:
 
 @dataclass(frozen=True)
 class Drawn:
-    """What one request gave: a plain sample, or the particles of SMC."""
+    """The result of one request: a plain sample, or the particles of SMC."""
 
     index: int  # of the problem
-    sample: int  # which one of it, from 0 on
+    sample: int  # of the problem, from 0 on
     chosen: str  # the server's answer
     texts: list[str]
-    weights: list[float]  # that sum to 1
+    weights: list[float]  # which sum to 1
     tokens: int  # of all texts
     passes: int  # of the model
-    values: dict[str, float] = field(default_factory=dict)  # log phi, of a plain sample
+    values: dict[str, float] = field(default_factory=dict)  # log phi, for plain samples
 
 
 def request_of(cell: Cell, index: int, sample: int) -> Request:
-    """Return problem ``index`` for the ``sample``-th time, with a seed of its own."""
+    """Return the request of problem ``index`` for sample ``sample``, with its own seed."""
     return request(index, index + MAX_PROBLEMS * sample, TEMPERATURE, cell.smc)
 
 
 def drawn(cell: Cell, answers: Answers[Drawn], asker: Asker) -> Iterator[Drawn]:
-    """Ask what is missing, one sample of each problem after the other: replies name the problem."""
+    """Run the missing requests, one sample of each problem at a time: replies name the problem."""
     for sample, group in groupby(answers.missing(), key=lambda pair: pair[0]):
         requests = [request_of(cell, index, sample) for _, index in group]
         for reply in asker.ask(requests):
@@ -102,12 +102,12 @@ def _steered(reply: Reply) -> Drawn:
     )
 
 
-# --- What potentials say of plain samples, for choices among them
+# --- Values of plain samples, for choices among them
 
 
 @dataclass(frozen=True)
 class Values:
-    """The values of plain samples on disk."""
+    """The potentials' values of plain samples on disk."""
 
     log: Log
 
@@ -118,7 +118,7 @@ class Values:
         return [replace(one, values=known[one.index, one.sample]) for one in there]
 
     def missing(self, answers: Sequence[Drawn]) -> list[Drawn]:
-        """Return samples without values."""
+        """Return the samples without values."""
         known = {(one.index, one.sample) for one in self.of(answers)}
         return [one for one in answers if (one.index, one.sample) not in known]
 
@@ -138,7 +138,7 @@ def shipped() -> Potentials:
 def value(
     todo: Sequence[tuple[Cell, list[Drawn], Values]], opened: Callable[[], Potentials]
 ) -> None:
-    """Ask potentials about plain samples that they have not been asked about."""
+    """Evaluate the potentials on plain samples without values."""
     total = sum(len(some) for _, some, _ in todo)
     if not total:
         return
@@ -154,7 +154,7 @@ def value(
 
 
 def values_of(some: Sequence[Drawn], potentials: Potentials) -> list[dict[str, float]]:
-    """Return what each potential says of each sample."""
+    """Return each potential's value of each sample."""
     columns = {
         name: potential.complete([_text(one, name, potential) for one in some])
         for name, potential in potentials.items()
@@ -163,7 +163,7 @@ def values_of(some: Sequence[Drawn], potentials: Potentials) -> list[dict[str, f
 
 
 def _text(one: Drawn, name: str, potential: Potential) -> Text:
-    """As a server would give it."""
+    """Return a sample as the text that a server passes to potentials."""
     args = potential.Args(**POTENTIALS[name])
     ids = _tokenizer()(one.chosen)["input_ids"]
     return Text(prompt_ids(_tokenizer(), one.index), ids, args, _decode)
@@ -171,7 +171,7 @@ def _text(one: Drawn, name: str, potential: Potential) -> Text:
 
 @lru_cache(maxsize=1)
 def _tokenizer() -> Any:
-    """The pair's one."""
+    """Return the pair's tokenizer."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(PAIR / "target")

@@ -1,4 +1,4 @@
-"""Which cells a run completes, and which files of the output folder it may read."""
+"""Plan the cells of a run, and the files of the output folder that it reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from study import PAIR, Log, digest
 
 
 def code() -> dict[str, Any]:
-    """Return the code and models that answers depend on, and potentials by name."""
+    """Return the fingerprint of code, models and potentials that answers depend on."""
     here = Path(__file__).parent
     reward = [*(PAIR / "reward").iterdir(), PAIR / "reward_texts.py"]
     potentials = {
@@ -25,14 +25,14 @@ def code() -> dict[str, Any]:
 
 
 class SteeringPlan(AnswersPlan[Cell, Drawn, Values]):
-    """The cells of this run, and the files of all cells that the report may show."""
+    """The cells of this run, and the files of all cells for the report."""
 
     def __init__(self, options: argparse.Namespace, code: Mapping[str, Any]) -> None:
         self._code = dict(code)
         super().__init__(options, cells(options.particles), Drawn)
 
     def identity(self, cell: Cell) -> dict[str, Any]:
-        """Return what the answers of a cell depend on: plain samples are stock SGLang's."""
+        """Return the settings that a cell's answers depend on; plain samples are stock SGLang's."""
         unused = {"potentials"} if cell.potential else {"potentials", "plugin"}
         return {
             **{name: value for name, value in self._code.items() if name not in unused},
@@ -45,7 +45,7 @@ class SteeringPlan(AnswersPlan[Cell, Drawn, Values]):
         }
 
     def remarks_on(self, cell: Cell) -> Values | None:
-        """Return what potentials say of plain samples; others may be asked about the same."""
+        """Return the potentials' values of plain samples; None for steered cells."""
         if cell.potential:
             return None
         identity = {**self.identity(cell), "potentials": self._code["potentials"]}

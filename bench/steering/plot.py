@@ -1,4 +1,4 @@
-"""The picture: accuracy against N, a panel for each model and potential."""
+"""Plot accuracy against N, a panel for each model and potential."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from matplotlib.axes import Axes
 from steering.grid import POTENTIALS
 from steering.report import METHODS, ONE, TITLES, Row
 
-#: Choices among samples are drawn thin and dashed, SMC's thick.
+#: Choices among samples have thin dashed lines, SMC thick ones.
 COLOURS: dict[str, str] = dict(zip(METHODS[1:], (*charts.COLOURS, charts.SKY), strict=True))
 NAMES = {"steps": "a rule for arithmetic", "judge": "the trained reward model"}
 
 
 def plot_rows(rows: Sequence[Row], path: Path) -> None:
-    """Write the picture as a PNG to ``path``."""
+    """Write the plot as a PNG to ``path``."""
     models = list(dict.fromkeys(row.model for row in rows))
     size = (4.6 * len(POTENTIALS), 0.8 + 3.4 * len(models))
     shape = {"rows": len(models), "columns": len(POTENTIALS), "sharex": True, "sharey": "row"}
@@ -49,7 +49,7 @@ def _panel(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _line(axes: Axes, rows: Sequence[Row], shift: float) -> None:
-    """One method, a little beside its N, so that intervals can be told apart."""
+    """Draw one method, slightly beside its N, so that intervals do not overlap."""
     is_smc = rows[0].method.startswith("SMC")
     axes.errorbar(
         [row.num_particles * 2 ** (0.25 * shift) for row in rows],

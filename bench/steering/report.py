@@ -1,4 +1,4 @@
-"""From answers to rows, the rows as CSV and back, and the tables that are made of these."""
+"""Summarize answers as rows, the rows as CSV, and these as tables."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from steering.measure import Drawn
 ONE, MAJORITY, BEST, WEIGHTED = "one sample", "majority", "best of N", "weighted vote"
 SMC_SAMPLE, SMC_ARGMAX, SMC_VOTE = "SMC, sample", "SMC, argmax", "SMC, vote"
 METHODS = (ONE, MAJORITY, BEST, WEIGHTED, SMC_SAMPLE, SMC_ARGMAX, SMC_VOTE)
-#: The page's marks.
+#: Marks of the generated part of the page.
 BEGIN, END = "<!-- made by bench/steering -->", "<!-- end -->"
-#: What a way to choose makes of the texts of one problem.
+#: Chooses an answer from the texts of one problem.
 Choice = Callable[[Sequence[Drawn]], int | None]
 
 
@@ -30,22 +30,22 @@ class Row:
     """One way to answer, over all problems."""
 
     model: str
-    potential: str  # empty where none is asked
+    potential: str  # empty without one
     method: str
     num_particles: int  # or samples
     accuracy: Interval
-    tokens: float  # a problem, of all samples or particles
-    passes: float  # a problem; samples run side by side, so the longest of them counts
+    tokens: float  # per problem, of all samples or particles
+    passes: float  # per problem; samples run in parallel, so the longest counts
 
     @property
     def label(self) -> str:
-        """As tables name it."""
+        """Return the display name."""
         asked = f" by {self.potential}" if self.potential else ""
         return f"{self.model}: {self.method}{asked}, N={self.num_particles}"
 
 
 def rows_of(answers: Mapping[Cell, Sequence[Drawn]]) -> list[Row]:
-    """Rows of all complete cells."""
+    """Return the rows of all complete cells."""
     found: list[Row] = []
     counts = sorted({cell.num_particles for cell in answers if cell.potential})
     for cell, every in answers.items():
@@ -64,7 +64,7 @@ def _place(row: Row) -> tuple[int, int, int, int]:
 
 
 def _plain(cell: Cell, every: Sequence[Drawn], counts: Sequence[int]) -> Iterator[Row]:
-    """Choices among the first N samples of each problem."""
+    """Yield the choices among the first N samples of each problem."""
     yield _row(cell, "", ONE, 1, every, lambda some: number_of(some[0].chosen))
     for count in counts:
         yield _row(cell, "", MAJORITY, count, every, lambda some: _vote(some, lambda _: 1.0))
@@ -89,7 +89,7 @@ def _best(some: Sequence[Drawn], name: str) -> int | None:
 
 
 def _steered(cell: Cell, every: Sequence[Drawn]) -> Iterator[Row]:
-    """Choices among the particles of each problem."""
+    """Yield the choices among the particles of each problem."""
     choices: dict[str, Choice] = {
         SMC_SAMPLE: lambda some: drawn(
             some[0].texts, some[0].weights, random.Random(some[0].index)
@@ -118,7 +118,7 @@ def _row(
 
 
 def markdown(rows: Sequence[Row], note: str) -> str:
-    """The table of a page for each model, and all rows."""
+    """Return a table for each model, and all rows."""
     lines = [
         [
             row.label,
@@ -133,13 +133,13 @@ def markdown(rows: Sequence[Row], note: str) -> str:
 
 
 def write_page(page: Path, rows: Sequence[Row]) -> None:
-    """Put the tables of a page between their marks."""
+    """Write the tables between the marks of the page."""
     before, _, rest = page.read_text().partition(BEGIN)
     page.write_text(f"{before}{BEGIN}\n\n{summaries(rows)}\n\n{END}{rest.partition(END)[2]}")
 
 
 def summaries(rows: Sequence[Row]) -> str:
-    """A table for each model."""
+    """Return a table for each model."""
     models = dict.fromkeys(row.model for row in rows)
     return "\n\n".join(f"**{TITLES[model]}**\n\n{summary(rows, model)}" for model in models)
 
@@ -153,7 +153,7 @@ TITLES = {
 
 
 def summary(rows: Sequence[Row], model: str) -> str:
-    """Accuracies of one model: a line for each method and potential, a column for each N."""
+    """Return one model's accuracies: a line per method and potential, a column per N."""
     here = [row for row in rows if row.model == model]
     counts = sorted({row.num_particles for row in here} - {1})
     lines = []
@@ -171,7 +171,7 @@ def _percent(row: Row) -> str:
 
 
 def note(origin: Mapping[str, Any]) -> str:
-    """What stands above the tables."""
+    """Return the text above the tables."""
     settings = origin["settings"]
     return (
         f"The shipped pair, temperature {settings['temperature']:g}, held-out problems 0 to "

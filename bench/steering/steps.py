@@ -1,6 +1,6 @@
-"""A rule as a potential: each step of arithmetic that comes out wrong costs.
+"""Penalize wrong steps of arithmetic by a rule-based potential.
 
-It knows nothing of the question: a step with wrong numbers whose sum is right is free.
+It ignores the question: a step with wrong numbers but a right result costs nothing.
 """
 
 import math
@@ -16,7 +16,7 @@ _STEP = re.compile(r"(\d+)([-+x*/])(\d+)=(\d+)(\D?)")
 
 
 class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a request says: nats of a wrong step."""
+    """Request arguments: the cost of a wrong step in nats."""
 
     cost: float = 5.0
 
@@ -28,7 +28,7 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Steps(Potential):
     """log phi = -cost * wrong steps, of the forms a+b=c, a-b=c, axb=c, a*b=c and a/b=c.
 
-    Of a beginning, a last number that may go on is not yet looked at.
+    In a prefix a last number is not checked, since it may continue.
     """
 
     Args = Cost
@@ -44,7 +44,7 @@ class Steps(Potential):
 
 
 def wrong_steps(output: str, *, is_whole: bool) -> int:
-    """How many steps of an output come out wrong."""
+    """Return the number of wrong steps of an output."""
     found = (match for match in _STEP.finditer(output) if match[5] or is_whole)
     return sum(not _holds(int(m[1]), m[2], int(m[3]), int(m[4])) for m in found)
 

@@ -28,7 +28,7 @@ from support.trial import Trial, try_family, try_plain
 
 RESULTS = REPOSITORY / "bench" / "results" / "support"
 PAGE = REPOSITORY / "docs" / "support.md"
-PATIENCE = 300  # seconds for a family
+PATIENCE = 300  # seconds per family
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -62,7 +62,7 @@ def _parser() -> Any:
 
 
 def read(path: Path) -> dict[str, Trial]:
-    """What an earlier run has found, by family."""
+    """Return the trials of an earlier run, by family."""
     if not path.exists():
         return {}
     return {one["family"]: Trial(**one) for one in json.loads(path.read_text())["families"]}
@@ -80,11 +80,11 @@ def publish(found: dict[str, Trial]) -> None:
 
 
 def in_own_process(family: Family) -> Trial:
-    """What came of a family, whatever becomes of the process that tries it."""
+    """Return the trial of a family, run in a process of its own, which may fail."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         trial, error = _run("--try", family, folder)
-        if trial is None:  # is it SMC's fault?
+        if trial is None:  # test whether SMC is the cause
             trial, of_sglang = _run("--plain", family, folder)
             if trial is None:
                 return Trial(family.name, "not here", "not here", of_sglang)
@@ -93,7 +93,7 @@ def in_own_process(family: Family) -> Trial:
 
 
 def _run(flag: str, family: Family, folder: Path) -> tuple[Trial | None, str]:
-    """Its trial, or None and its last error."""
+    """Return the trial, or None, and the last error."""
     answer, log = folder / "trial.json", folder / flag
     command = [sys.executable, str(Path(__file__).parent), flag, family.name]
     with log.open("w") as file, contextlib.suppress(subprocess.TimeoutExpired):
@@ -103,7 +103,7 @@ def _run(flag: str, family: Family, folder: Path) -> tuple[Trial | None, str]:
             stdout=file,
             stderr=file,
             timeout=PATIENCE,
-            start_new_session=True,  # an engine that fails ends its group
+            start_new_session=True,  # an engine that fails ends its process group
             check=False,
         )
     found = Trial(**json.loads(answer.read_text())) if answer.exists() else None
@@ -111,7 +111,7 @@ def _run(flag: str, family: Family, folder: Path) -> tuple[Trial | None, str]:
 
 
 def _try_here(options: argparse.Namespace) -> None:
-    """Leave what came of a family in ``trial.json``."""
+    """Write the trial of a family to ``trial.json``."""
     name, attempt = (options.alone, try_family) if options.alone else (options.plain, try_plain)
     (family,) = (family for family in FAMILIES if family.name == name)
     trial = attempt(family, options.output_dir)
@@ -119,7 +119,7 @@ def _try_here(options: argparse.Namespace) -> None:
 
 
 def _last_error(log: Path) -> str:
-    """The last line that names an exception."""
+    """Return the last line that names an exception."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     named = [line for line in lines if "Error" in line and not line.startswith(" ")]
     return named[-1].strip()[:200] if named else "it did not answer"

@@ -1,7 +1,7 @@
-"""Families of models that people run, each as a configuration of a few thousand weights.
+"""Define families of popular models, each as a configuration of a few thousand weights.
 
-All of it is in the shape that transformers gives a family: the kind of attention, experts, norms,
-tied tables. Sizes are ours, the smallest that keep the kind.
+Each has the structure that transformers defines for the family: the kind of attention, experts,
+norms, tied tables. Sizes are the smallest that keep the structure.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ VOCAB, EOS = 64, 1
 
 
 class Family(NamedTuple):
-    """A row of the table."""
+    """A model family: a row of the table."""
 
-    name: str  # as people call it
+    name: str  # display name
     model_type: str  # in transformers
-    attention: str  # the heading that it stands under
+    attention: str  # heading of its table
     config: dict[str, Any]
-    architecture: str | None = None  # of published checkpoints, where it is not transformers'
-    bare: bool = False  # a configuration is all that there is: it is refused, or no class has it
-    flags: tuple[tuple[str, Any], ...] = ()  # what a server of it needs
-    head: str = "AutoModelForCausalLM"  # the class of transformers that saves it
-    renamed: tuple[str, str] | None = None  # part of weights' names, and what published ones have
+    architecture: str | None = None  # of published checkpoints, if it differs from transformers'
+    bare: bool = False  # configuration only: refused, or without a class in transformers
+    flags: tuple[tuple[str, Any], ...] = ()  # further server arguments
+    head: str = "AutoModelForCausalLM"  # transformers' class that saves it
+    renamed: tuple[str, str] | None = None  # part of weights' names, and its published spelling
 
 
 SIZES: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The tables of docs/support.md, from what the trials found."""
+"""Write the tables of docs/support.md from the trials' results."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ WORDS = {"run": "yes", "refused": "refused", "not here": "not here", "failed": "
 
 
 def write_page(page: Path, found: dict[str, Trial]) -> None:
-    """Put the tables between their marks."""
+    """Write the tables between the marks of the page."""
     before, _, rest = page.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     page.write_text(f"{before}{BEGIN}\n\n{tables(found)}\n{END}{after}")
 
 
 def tables(found: dict[str, Trial]) -> str:
-    """A table for each kind of attention, and one of natural pairs."""
+    """Return a table for each kind of attention, and one of natural pairs."""
     parts = []
     for attention, families in groupby(FAMILIES, key=lambda family: family.attention):
         rows = [_row(family, found[family.name]) for family in families if family.name in found]

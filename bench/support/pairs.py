@@ -1,26 +1,26 @@
-"""Pairs of models that belong together, and what of a GPU's memory each leaves for KV."""
+"""Compute the memory for KV that a GPU has beside common pairs of models."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 GB = 1e9
-SHARE = 0.88  # of a GPU's memory, which SGLang takes for weights and KV
+SHARE = 0.88  # share of a GPU's memory that SGLang uses for weights and KV
 ASIDE = 1.5 * GB  # activations, graphs, tables
-TOKENS = 1024 + 512  # of a request
+TOKENS = 1024 + 512  # per request
 
 
 class Model(NamedTuple):
-    """From the config.json of each: layers that keep KV, and what a token keeps in each."""
+    """A model's sizes, by its config.json."""
 
     name: str
     weights: float  # GB
     kv_layers: int
-    kv_numbers: int  # of a token in a layer: keys and values, or a latent
+    kv_numbers: int  # per token and layer: keys and values, or a latent
 
     @property
     def kv_bytes(self) -> int:
-        """Of a token, in 16 bits."""
+        """Return the KV bytes of a token, in 16 bits."""
         return 2 * self.kv_layers * self.kv_numbers
 
 
@@ -61,7 +61,7 @@ PAIRS = (
 
 
 def fit(pair: Pair, memory: float, arena: int) -> int | None:
-    """Requests of `TOKENS` that a GPU of so many bytes holds, each with an arena of slots."""
+    """Return the requests of `TOKENS`, each with an arena of slots, that fit into the memory."""
     weights = (pair.target.weights + pair.draft.weights) * GB
     room = SHARE * memory - ASIDE - weights
     if room <= 0:
@@ -71,7 +71,7 @@ def fit(pair: Pair, memory: float, arena: int) -> int | None:
 
 
 def pairs_table(arena: int = 81) -> str:
-    """What fits, in mode auto at N = K = 8."""
+    """Return the table of requests that fit, in mode auto at N = K = 8."""
     lines = [
         "| target | draft | weights, GB | KV of a token, KB | requests on 80 GB | on 141 GB | |",
         "| --- | --- | ---: | ---: | ---: | ---: | --- |",

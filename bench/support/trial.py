@@ -1,4 +1,4 @@
-"""One family through an engine: saved with random weights, started, held against transformers."""
+"""Try one family: save random weights, start an engine, compare texts with transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.families import EOS, FAMILIES, VOCAB, Family
 
 MODES = ("smc", "exact", "mixed", "auto")
 LENGTHS = (1, 7, 16, 45)
-NEW_TOKENS = 25  # one of prefill, and rounds of K + 1
+NEW_TOKENS = 25  # one from prefill, and rounds of K + 1
 ENGINE: dict[str, Any] = {
     "random_seed": 0,
     "device": "cpu",
@@ -33,7 +33,7 @@ SMC: dict[str, Any] = {
 
 
 class Trial(NamedTuple):
-    """What came of a family, in each of the two places."""
+    """The outcome of a family, as target and as draft."""
 
     family: str
     target: str  # run, refused, not here or failed
@@ -42,7 +42,7 @@ class Trial(NamedTuple):
 
 
 def save(family: Family, folder: Path) -> str:
-    """A random checkpoint of the family, or where transformers has no such class a bare config."""
+    """Save a random checkpoint of the family, or only its config if transformers has no class."""
     folder.mkdir(parents=True, exist_ok=True)
     if family.bare:
         config = {"model_type": family.model_type, "vocab_size": VOCAB, **family.config}
@@ -71,7 +71,7 @@ def _save_weights(family: Family, folder: Path) -> None:
 
 
 def _rename(file: Path, old: str, new: str) -> None:
-    """Give weights the names that published checkpoints have."""
+    """Rename weights to the names of published checkpoints."""
     from safetensors.torch import load_file, save_file
 
     weights = {name.replace(old, new): weight for name, weight in load_file(file).items()}
@@ -79,7 +79,7 @@ def _rename(file: Path, old: str, new: str) -> None:
 
 
 def _say_as_published(family: Family, file: Path) -> None:
-    """What published configurations say and transformers does not save."""
+    """Add configuration keys that published checkpoints have and transformers does not save."""
     saved = json.loads(file.read_text())
     if family.architecture is not None:
         saved["architectures"] = [family.architecture]
@@ -108,11 +108,11 @@ def prompts() -> list[list[int]]:
 
 
 def try_family(family: Family, folder: Path) -> Trial:
-    """Start a server in which the family drafts for itself, and ask for greedy texts in all modes.
+    """Start a server in which the family drafts for itself, and compare greedy texts in all modes.
 
-    The texts must be those of transformers, or else those of SGLang without SMC: the two differ for
-    some families. Where the draft is the target, mode exact must keep every drafted token. If the
-    family is refused as a draft alone, a Llama drafts.
+    The texts must equal those of transformers, or else those of SGLang without SMC: the two differ
+    for some families. If the draft is the target, mode exact must keep every drafted token. If the
+    family is refused only as a draft, a Llama drafts.
     """
     path = save(family, folder / "model")
     try:
@@ -120,7 +120,7 @@ def try_family(family: Family, folder: Path) -> Trial:
         draft, note = "run" if kept else "failed", ""
     except ValueError as error:
         reasons = _reasons(str(error))
-        if not reasons:  # no refusal of SMC's
+        if not reasons:  # no refusal by SMC
             raise
         if "--model-path" in reasons:
             return Trial(family.name, "refused", "refused", reasons["--model-path"])
@@ -137,20 +137,20 @@ def try_family(family: Family, folder: Path) -> Trial:
 
 
 def try_plain(family: Family, folder: Path) -> Trial:
-    """The same without SMC: what fails there is not SMC's."""
+    """Run the family without SMC: a failure there is not SMC's."""
     _texts(_engine(model_path=save(family, folder / "plain"), **dict(family.flags)), {})
     return Trial(family.name, "failed", "failed")
 
 
 def _reasons(message: str) -> dict[str, str]:
-    """Why models are refused, by flag."""
+    """Return the reasons why models are refused, by flag."""
     lines = [line.removeprefix("  - ") for line in message.splitlines()]
     told = [line for line in lines if line.startswith("--") and " has " in line]
     return {line.split()[0]: _short(line.partition(" has ")[2]) for line in told}
 
 
 def _short(reason: str) -> str:
-    """What it is about a model, without what else there is."""
+    """Return the first part of a reason."""
     return reason.partition(";")[0].partition(", which")[0]
 
 
@@ -161,7 +161,7 @@ def _engine(**arguments: Any) -> Any:
 
 
 def _with_smc(family: Family, path: str, draft: str) -> tuple[dict[str, list[list[int]]], bool]:
-    """Texts by mode, and whether mode exact kept all that was drafted."""
+    """Return texts by mode, and whether mode exact kept all drafted tokens."""
     arguments = {"model_path": path, "speculative_draft_model_path": draft, **SMC}
     engine = _engine(**arguments, **dict(family.flags))
     try:
@@ -187,7 +187,7 @@ def _ask(engine: Any, smc: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _transformers(family: Family, path: str) -> list[list[int]]:
-    """Greedy continuations in plain torch: faster attention would leave caps out."""
+    """Return greedy continuations with eager attention: faster kernels leave out logit caps."""
     import transformers
 
     head = getattr(transformers, family.head)

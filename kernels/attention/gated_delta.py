@@ -1,7 +1,7 @@
-"""The gated delta rule for particles: roll a state over what was kept, and read on from there.
+"""Compute the gated delta rule for particles: advance states over kept columns, then run new ones.
 
 One program for each particle, value head and block of value dimensions holds that part of the
-state, in float32, from the first column to the last: rows of a state do not meet.
+state, in float32, from the first column to the last: rows of a state are independent.
 """
 
 import torch
@@ -11,7 +11,7 @@ import triton.language as tl
 _BLOCK = 32  # value dimensions of a program
 _EPSILON = 1e-6  # of the norms of queries and keys
 
-Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # qkv, decay and beta, as there
+Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # qkv, decay and beta
 
 
 def gated_delta(
@@ -21,10 +21,10 @@ def gated_delta(
     num_past: torch.Tensor,
     new: Columns,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Roll states over past columns, and read new ones from there, in one launch.
+    """Advance states over past columns, then run new columns from there, in one launch.
 
-    Reference: `sglang_smc.models.gated_delta.gated_delta`, same arguments; the results agree as
-    far as sums in another order do.
+    Reference: `sglang_smc.models.gated_delta.gated_delta`, same arguments; results agree up to the
+    order of sums.
     """
     for part in (states, source, num_past, *past, *new):
         if not part.is_contiguous():
@@ -124,14 +124,14 @@ def _gated_delta(
 
 @triton.jit
 def _unit(ptr, inside, epsilon: tl.constexpr):
-    """A vector of length 1, or nearly."""
+    """Load a vector and scale it to L2 norm 1, up to epsilon."""
     vector = tl.load(ptr, inside, 0.0).to(tl.float32)
     return vector * tl.rsqrt(tl.sum(vector * vector, axis=0) + epsilon)
 
 
 @triton.jit
 def _step(state, key, value, decay, beta):
-    """What a token makes of a state, ``[value_tile, key_tile]``."""
+    """Return a state ``[value_tile, key_tile]`` updated by one token."""
     state = state * tl.exp(decay)
     change = (value - tl.sum(state * key[None, :], axis=1)) * beta
     return state + change[:, None] * key[None, :]

@@ -1,4 +1,4 @@
-"""The last step of attention over spans of keys: their softmaxes joined."""
+"""Join the softmaxes of spans of keys, the last step of attention."""
 
 import torch
 import triton
@@ -6,7 +6,7 @@ import triton.language as tl
 
 from sglang_smc.kernels.attention.work import MAX_SPANS
 
-NUMBERS_PER_WARP = 1024  # of the one tile that a program joins: 32 a thread
+NUMBERS_PER_WARP = 1024  # of the tile that a program joins: 32 a thread
 
 
 def join_spans(
@@ -16,11 +16,11 @@ def join_spans(
     sinks: torch.Tensor | None = None,
     value_scale: float = 1.0,
 ) -> None:
-    """Write the joined attention of all spans; one launch.
+    """Write the joined attention of all spans, in one launch.
 
     Args:
-        partial: ``[spans, tokens, q_heads, head_dim]`` float32, each span's own.
-        log_sums: ``[spans, tokens, q_heads]`` float32, how much it saw: logarithms to base 2.
+        partial: ``[spans, tokens, q_heads, head_dim]`` float32, the attention over each span.
+        log_sums: ``[spans, tokens, q_heads]`` float32 log-sum-exp of each span, to base 2.
         output: ``[..., q_heads, head_dim]``, contiguous.
         sinks: ``[q_heads]`` scores of a key without a value.
         value_scale: factor of the output.
@@ -60,10 +60,10 @@ def _join_spans(
     block_spans: tl.constexpr,
     has_sinks: tl.constexpr,
 ):
-    """Each program: one query row, from [spans, rows, head_dim] to [rows, head_dim].
+    """Join the spans of one query row per program: [spans, rows, head_dim] to [rows, head_dim].
 
-    It waits for memory twice, however many spans there are: for what each weighs, then for all
-    that weigh anything. The others' results need not have been written.
+    It waits for memory twice, for any number of spans: for the log-sums, then for all results of
+    nonzero weight. The others need not have been written.
     """
     row = tl.program_id(0).to(tl.int64)
     span = tl.arange(0, block_spans)

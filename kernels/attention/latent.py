@@ -1,9 +1,9 @@
-"""Latent attention (MLA) of particles: the kernel form of `sglang_smc.models.latent_attention`.
+"""Attend over latents (MLA) of particles, as `sglang_smc.models.latent_attention` does, in Triton.
 
-`particle_attention` with one key head that all query heads share, whose values are the first
-``rank`` numbers of its keys. A block of latents is loaded once and serves as both: it is what the
-queries are multiplied by, and what their weights are. Spans of keys, their joining and what the
-grid follows from are those of `sglang_smc.kernels.attention.particle_attention`.
+`particle_attention` with one key head that all query heads share, and values that are the first
+``rank`` numbers of its keys. A block of latents is loaded once and serves as keys and as values.
+Spans of keys, their joining and the grid are those of
+`sglang_smc.kernels.attention.particle_attention`.
 """
 
 from functools import lru_cache
@@ -18,8 +18,8 @@ from sglang_smc.kernels.attention.particle_attention import LOG2_E
 from sglang_smc.kernels.attention.work import Blocks, Chip, WorkSplit, cut
 
 BLOCK_KEYS = 32
-MAX_ROWS, FEW_ROWS = 64, 32  # of a block of queries; the latter where the chip is small
-VALUES_PER_WARP = 64  # numbers of a value that one of a program's warps adds up; 4 at the least
+MAX_ROWS, FEW_ROWS = 64, 32  # of a block of queries; the latter on a small chip
+VALUES_PER_WARP = 64  # numbers of a value per warp of a program; at least 4 warps
 MAX_RANK, MAX_ROPE = 512, 64
 NUM_STAGES = 2
 
@@ -39,22 +39,21 @@ def latent_attention(
     max_tail: int,
     scaling: float,
 ) -> torch.Tensor:
-    """Causal softmax attention of particles over latents; waits for nothing.
+    """Compute causal softmax attention of particles over latents; never waits for the device.
 
     Args:
-        query: ``[G, N, C, heads, rank + rope]``. Read where it stands if its tokens are equally
-            far apart.
-        latents: ``[slots, 1, rank + rope]`` of one layer, with the new tokens' in them.
-        rank: numbers of a latent that are its value.
+        query: ``[G, N, C, heads, rank + rope]``. Read in place if its tokens have one stride.
+        latents: ``[slots, 1, rank + rope]`` of one layer, the new tokens' included.
+        rank: width of the value in a latent.
         req_to_token, tails, rows, committed, particle_rows, starts, max_prefix, max_tail, scaling:
-            as for `particle_attention`.
+            as in `particle_attention`.
 
     Returns:
         ``[G, N, C, heads, rank]``, contiguous.
 
     Raises:
-        ValueError: for numbers of 32 bits, or wider latents than 512 + 64: no block of either fits
-            on the chip.
+        ValueError: for float32, or wider latents than 512 + 64: their blocks do not fit on the
+            chip.
     """
     size, num_particles, num_columns, heads, width = query.shape
     rope = width - rank
@@ -99,7 +98,7 @@ def latent_attention(
 
 
 def check_sizes(dtype: torch.dtype, rank: int, rope: int) -> None:
-    """Raise ValueError for latents of which no block fits on the chip; an interpreter has room."""
+    """Raise ValueError if blocks of latents do not fit on the chip; an interpreter has room."""
     if rank > MAX_RANK or rope > MAX_ROPE:
         raise ValueError(
             f"latents of {rank} + {rope} numbers; the Triton kernel takes at most {MAX_RANK} + "
@@ -114,18 +113,18 @@ def check_sizes(dtype: torch.dtype, rank: int, rope: int) -> None:
 
 @lru_cache
 def cut_work(shape: torch.Size, rank: int, max_prefix: int, max_tail: int, chip: Chip) -> WorkSplit:
-    """Cut up the work for queries ``[G, N, C, heads, rank + rope]``, as for `particle_attention`.
+    """Split the work for queries ``[G, N, C, heads, rank + rope]``, as for `particle_attention`.
 
     A program has a multiprocessor to itself.
     """
-    # Eight where the chip is small: with four, latents of 256 numbers spill registers on sm_120.
+    # Eight on a small chip: with four, latents of 256 numbers spill registers on sm_120.
     num_warps = max(8 if chip.is_small else 4, triton.next_power_of_2(rank) // VALUES_PER_WARP)
     rows = FEW_ROWS if chip.is_small else MAX_ROWS
     blocks = Blocks(BLOCK_KEYS, rows, num_warps, NUM_STAGES)
     return cut(shape, 1, blocks, max_prefix, max_tail, chip.resident_programs(1))
 
 
-# What differs from batch to batch is not to be compiled in.
+# Arguments that differ from batch to batch are not specialized.
 @triton.jit(
     do_not_specialize=[
         *("num_particles", "all_tokens", "num_prefix"),
@@ -166,22 +165,22 @@ def _attend_latents(
     block_rows: tl.constexpr,
     block_keys: tl.constexpr,
 ):
-    """Each program: a block of query rows (token, head), one span of a prefix or of a tail."""
+    """Attend with a block of query rows (token, head) over one span of a prefix or a tail."""
     program = tl.program_id(0)
     is_tail = program >= num_prefix
-    # The innermost index runs fastest: blocks of rows that read the same keys run side by side.
+    # The innermost index runs fastest: blocks of rows that read the same keys run concurrently.
     rest = program - tl.where(is_tail, num_prefix, 0)
     blocks = tl.where(is_tail, tail_blocks, prefix_blocks)
     block, rest = rest % blocks, rest // blocks
     spans = tl.where(is_tail, tail_spans, prefix_spans)
-    span, owner = rest % spans, rest // spans  # of a tail a particle, of a prefix a request
+    span, owner = rest % spans, rest // spans  # the owner of a tail is a particle, else a request
 
     committed = tl.load(committed_ptr + owner // tl.where(is_tail, num_particles, 1)).to(tl.int32)
-    # A prefix is seen from everywhere.
+    # Every query attends to all of a prefix.
     start = tl.load(starts_ptr + owner, mask=is_tail, other=1 << 30).to(tl.int32)
     own_row = tl.load(particle_rows_ptr + owner, mask=is_tail, other=0)
     shared_row = tl.load(rows_ptr + owner, mask=program < num_prefix, other=0)
-    # The spans of a prefix are whole blocks of keys, as many in each.
+    # The spans of a prefix have equal numbers of whole blocks of keys.
     even = tl.cdiv(committed, block_keys * prefix_spans) * block_keys
     length = tl.where(is_tail, tail_span, even)
     begin = tl.where(is_tail, committed, 0) + span * length
@@ -190,7 +189,7 @@ def _attend_latents(
     slot_ptr = tl.where(
         is_tail, tails_ptr + own_row * tails_width, table_ptr + shared_row * table_stride
     )
-    in_row = tl.where(is_tail, tails_width - 1, 0x7FFFFFFF)  # a tail's positions go round
+    in_row = tl.where(is_tail, tails_width - 1, 0x7FFFFFFF)  # a tail's row is a ring buffer
     partial_span = span + tl.where(is_tail, prefix_spans, 0)
     _attend_span(
         query_ptr,
@@ -249,15 +248,15 @@ def _attend_span(
     block_rows: tl.constexpr,
     block_keys: tl.constexpr,
 ):
-    """Flash attention of query rows (token, head) over the positions [begin, end)."""
-    # Unsigned: to divide it by what is no power of two takes fewer registers.
+    """Compute flash attention of query rows (token, head) over the positions [begin, end)."""
+    # Unsigned, since division by other numbers than powers of two takes fewer registers.
     row = (block * block_rows + tl.arange(0, block_rows)).to(tl.uint32)
     nth_token, head = (row // heads).to(tl.int32), (row % heads).to(tl.int32)
     token = first_token + nth_token
     last_seen = start + nth_token % num_columns
     in_rows = row < num_tokens * heads
     dim, turned = tl.arange(0, block_rank), tl.arange(0, block_rope)
-    # Nothing to see: nothing is loaded, the loop is empty, and log-sums of -inf are all that stays.
+    # An empty span loads nothing, runs no iteration, and stores log-sums of -inf alone.
     asked = (in_rows & (begin < end))[:, None]
     query_row = query_ptr + token.to(tl.int64) * query_stride + head * query_head_stride
     query = tl.load(
@@ -276,7 +275,7 @@ def _attend_span(
         position = at + tl.arange(0, block_keys)
         inside = position < end
         slot = tl.load(slot_ptr + (position & in_row), mask=inside, other=0).to(tl.int64)
-        # All requests write to slot 0: what one leaves there may be NaN, even times a weight of 0.
+        # All requests write to slot 0, which may hold NaN, and NaN times a weight of 0 is NaN.
         latent_row = latent_ptr + slot * latent_stride
         loaded = (slot > 0)[:, None]
         latent = tl.load(
@@ -292,7 +291,7 @@ def _attend_span(
         seen = inside[None, :] & (position[None, :] <= last_seen[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
-        # A row that has seen nothing so far: -inf - 0, not -inf - -inf.
+        # For a row without keys so far: -inf - 0, not -inf - -inf.
         reference = tl.where(new_highest > float("-inf"), new_highest, 0.0)
         weights = tl.exp2(scores - reference[:, None])
         decay = tl.exp2(highest - reference)
@@ -300,7 +299,7 @@ def _attend_span(
         output = tl.dot(weights.to(query.dtype), latent, output * decay[:, None])
         highest = new_highest
 
-    some = total != 0  # NaN is something: what is broken must show
+    some = total != 0  # true for NaN, so that NaN propagates
     log_sum = tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
     place = first_partial + token * heads + head
     tl.store(log_sum_ptr + place, log_sum, mask=in_rows)

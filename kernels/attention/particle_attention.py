@@ -1,16 +1,16 @@
-"""Attention of particles that share a prefix: the kernel form of `sglang_smc.models.shared_prefix`.
+"""Attend over a prefix that particles share, as `sglang_smc.models.softmax` does, in Triton.
 
 Flash decoding in one launch over *spans* of keys, and a second one that joins their softmaxes:
 
-- A prefix is cut into a number of spans that depends on shapes alone. Its queries are all of a
+- A prefix is split into a number of spans that depends on shapes alone. Its queries are all of a
   request's: N particles * C columns * the query heads of one key head, in blocks of rows.
-- A particle's tail is cut into spans of one length, as many as the longest tail may have. Its
+- A particle's tail is split into spans of one length, as many as the longest tail may have. Its
   queries are its own C * group.
 
-A layer with a window reads the end of a prefix alone, as far as its earliest query sees, and a head
-no keys before its first: the spans are cut from what is left. Programs whose keys or queries do not
-exist leave at once. The grid follows from shapes and bounds that the host knows, so that a CUDA
-graph can capture it.
+A layer with a sliding window reads the end of a prefix alone, as far as its earliest query attends,
+and a head no keys before its first: spans are split from the rest. Programs without keys or queries
+return at once. The grid follows from shapes and bounds on the host, so that a CUDA graph can
+capture it.
 """
 
 import torch
@@ -45,36 +45,36 @@ def particle_attention(
     sees_block: bool = False,
     first_key: int = 0,
 ) -> torch.Tensor:
-    """Softmax attention of particles over their prefix and tails, causal but for blocks.
+    """Compute softmax attention of particles over prefix and tails, causal except in blocks.
 
-    It waits for nothing.
+    It never waits for the device.
 
     Args:
-        query: ``[G, N, C, q_heads, head_dim]``; heads that share a key head stand together. Read
-            where it stands if its tokens are equally far apart, as in a slice of a wider matrix.
-        keys, values: ``[slots, kv_heads, head_dim]`` of one layer, with the new tokens' in them; of
-            the queries' type, or of 8 bits.
+        query: ``[G, N, C, q_heads, head_dim]``; heads that share a key head are adjacent. Read in
+            place if its tokens have one stride, as in a slice of a wider matrix.
+        keys, values: ``[slots, kv_heads, head_dim]`` of one layer, the new tokens' included; of the
+            queries' dtype, or 8-bit.
         req_to_token: ``[rows, width]`` slots by row and position.
         tails: ``[rows, W]`` slots by row and position modulo W, a power of two.
         rows, committed: ``[G]`` int64, rows of the shared prefixes and their lengths.
         particle_rows: ``[G, N]`` int64, rows of the tails, which begin at ``committed``.
-        starts: ``[G, N]`` int64, position of each particle's first query, at least
-            ``committed - 1``.
-        max_prefix, max_tail: no prefix is longer, and no particle has more keys behind it.
+        starts: ``[G, N]`` int64, position of each particle's first query, at least ``committed -
+            1``.
+        max_prefix, max_tail: upper bounds of the prefix length, and of a particle's keys after it.
         scaling: factor of the scores.
-        cap: scores become cap * tanh(score / cap); 0: they stay.
+        cap: scores become cap * tanh(score / cap); 0 for no cap.
         sinks: ``[q_heads]`` scores of a key without a value.
         value_scale: factor of the output.
-        window: how many keys before its own a query sees; None for all.
-        sees_block: whether a query sees all new tokens of its particle that have slots of their
-            own, also those ahead of it. Not with a window.
-        first_key: the first position that has a key: nobody sees those before it.
+        window: the number of keys before its own that a query attends to; None for all.
+        sees_block: whether a query attends to all new tokens of its particle that have slots of
+            their own, also those ahead of it. Not with a window.
+        first_key: the first position that has a key; those before it are not attended.
 
     Returns:
-        The shape of ``query``, contiguous.
+        The output, contiguous, in the shape of ``query``.
 
     Raises:
-        ValueError: for heads of more than 256 dimensions, whose blocks do not fit on the chip.
+        ValueError: for heads of more than 256 dimensions: their blocks do not fit on the chip.
     """
     size, num_particles, num_columns, q_heads, head_dim = query.shape
     if head_dim > MAX_HEAD_DIM:
@@ -127,7 +127,7 @@ def particle_attention(
 
 
 def _constants(shape: torch.Size, kv_heads: int) -> dict[str, int]:
-    """What is compiled in for queries ``[G, N, C, q_heads, head_dim]``."""
+    """Return the compile-time constants for queries ``[G, N, C, q_heads, head_dim]``."""
     num_columns, q_heads, head_dim = shape[2:]
     return {
         "num_columns": num_columns,
@@ -139,7 +139,7 @@ def _constants(shape: torch.Size, kv_heads: int) -> dict[str, int]:
     }
 
 
-# What differs from batch to batch is not to be compiled in.
+# Arguments that differ from batch to batch are not specialized.
 @triton.jit(
     do_not_specialize=[
         *("window", "first_key", "num_particles", "all_tokens", "num_prefix"),
@@ -190,12 +190,12 @@ def _attend_spans(
     sees_block: tl.constexpr,
     block_columns: tl.constexpr,
 ):
-    """Each program: a block of query rows of one key head, one span of a prefix or of a tail."""
+    """Attend with query rows of one key head over one span of a prefix or a tail, per program."""
     is_tail, block, span, head, owner = _own_work(
         num_prefix, prefix_blocks, prefix_spans, tail_blocks, tail_spans, kv_heads
     )
     committed = tl.load(committed_ptr + owner // tl.where(is_tail, num_particles, 1)).to(tl.int32)
-    # A prefix is seen from everywhere.
+    # Every query attends to all of a prefix.
     start = tl.load(starts_ptr + owner, mask=is_tail, other=1 << 30).to(tl.int32)
     own_row = tl.load(particle_rows_ptr + owner, mask=is_tail, other=0)
     own_tail = tails_ptr + own_row * tails_width
@@ -204,7 +204,7 @@ def _attend_spans(
     length = tl.where(is_tail, tail_span, even)
     begin = tl.where(is_tail, tl.maximum(committed, first_key), first) + span * length
     end = tl.where(is_tail, start + num_columns, committed)
-    if sees_block:  # but not what pads a request with fewer columns than others
+    if sees_block:  # without the padding of a request with fewer columns than others
         columns = tl.where(is_tail, num_columns, 0)
         end -= _padding(own_tail, tails_width - 1, start, committed, columns, block_columns)
     num_tokens = tl.where(is_tail, 1, num_particles) * num_columns
@@ -214,7 +214,7 @@ def _attend_spans(
         key_ptr + head * key_head_stride,
         value_ptr + head * value_head_stride,
         tl.where(is_tail, own_tail, table_ptr + shared_row * table_stride),
-        tl.where(is_tail, tails_width - 1, 0x7FFFFFFF),  # a tail's positions go round in its row
+        tl.where(is_tail, tails_width - 1, 0x7FFFFFFF),  # a tail's row is a ring buffer
         starts_ptr,
         partial_ptr,
         log_sum_ptr,
@@ -248,9 +248,9 @@ def _attend_spans(
 
 @triton.jit
 def _own_work(num_prefix, prefix_blocks, prefix_spans, tail_blocks, tail_spans, kv_heads):
-    """Of this program: whether a tail is its own, and which block, span, key head and owner.
+    """Return this program's work: whether it is a tail, its block, span, key head and owner.
 
-    The innermost index runs fastest: blocks of rows that read the same keys run side by side. The
+    The innermost index runs fastest: blocks of rows that read the same keys run concurrently. The
     owner of a tail is a particle, that of a prefix a request.
     """
     program = tl.program_id(0)
@@ -265,8 +265,8 @@ def _own_work(num_prefix, prefix_blocks, prefix_spans, tail_blocks, tail_spans, 
 
 @triton.jit
 def _cut_prefix(committed, window, first_key, spans, block_keys, has_window: tl.constexpr):
-    """The first key of a prefix that is seen, and the length of spans: whole blocks of keys."""
-    # What the earliest query sees that there may be, the one at the prefix's end.
+    """Return the first attended key of a prefix, and the length of its spans in whole blocks."""
+    # The first key of the earliest possible query, which is at the prefix's end.
     first = tl.maximum(committed - 1 - window, first_key) if has_window else first_key
     left = tl.maximum(committed - first, 0)
     return first, tl.cdiv(left, block_keys * spans) * block_keys
@@ -274,7 +274,7 @@ def _cut_prefix(committed, window, first_key, spans, block_keys, has_window: tl.
 
 @triton.jit
 def _padding(tail_ptr, in_row, start, committed, columns, block_columns: tl.constexpr):
-    """How many columns of a tail have no slot. Those before a tail have theirs in the prefix."""
+    """Return how many columns of a tail have no slot; those before a tail are in the prefix."""
     column = tl.arange(0, block_columns)
     own = (column < columns) & (start + column >= committed)
     slot = tl.load(tail_ptr + ((start + column) & in_row), mask=own, other=1)
@@ -317,14 +317,14 @@ def _attend_span(
     has_cap: tl.constexpr,
     sees_block: tl.constexpr,
 ):
-    """Flash attention of query rows (token, head of the group) over the positions [begin, end)."""
-    # Unsigned: to divide it by what is no power of two takes fewer registers.
+    """Compute flash attention of query rows (token, head) over the positions [begin, end)."""
+    # Unsigned, since division by other numbers than powers of two takes fewer registers.
     row = (block * block_rows + tl.arange(0, block_rows)).to(tl.uint32)
     nth_token, nth_head = (row // group).to(tl.int32), (row % group).to(tl.int32)
     token, own_head = first_token + nth_token, head * group + nth_head
     dim = tl.arange(0, block_dim)
     in_dim = dim < head_dim
-    # Nothing to see: nothing is loaded, the loop is empty, and log-sums of -inf are all that stays.
+    # An empty span loads nothing, runs no iteration, and stores log-sums of -inf alone.
     in_rows = row < num_tokens * group
     place = token * (kv_heads * group) + own_head
     query_place = token.to(tl.int64) * query_stride + own_head * query_head_stride
@@ -345,14 +345,14 @@ def _attend_span(
         position = at + tl.arange(0, block_keys)
         inside = position < end
         slot = tl.load(slot_ptr + (position & in_row), mask=inside, other=0).to(tl.int64)
-        # All requests write to slot 0: what one leaves there may be NaN, even times a weight of 0.
+        # All requests write to slot 0, which may hold NaN, and NaN times a weight of 0 is NaN.
         loaded = (slot > 0)[:, None] & in_dim[None, :]
         key = tl.load(key_ptr + slot[:, None] * key_stride + dim[None, :], mask=loaded, other=0.0)
         value = tl.load(
             value_ptr + slot[:, None] * value_stride + dim[None, :], mask=loaded, other=0.0
         )
         scores = tl.dot(query, tl.trans(key).to(query.dtype), input_precision="tf32x3") * scaling
-        if has_cap:  # cap * tanh(score), in a form that no score overflows
+        if has_cap:  # cap * tanh(score), in a form that does not overflow
             scores = cap - 2 * cap / (1 + tl.exp(2 * scores))
         seen = inside[None, :]
         if not sees_block:
@@ -361,7 +361,7 @@ def _attend_span(
             seen &= position[None, :] >= first_seen[:, None]
         scores = tl.where(seen, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
-        # A row that has seen nothing so far: -inf - 0, not -inf - -inf.
+        # For a row without keys so far: -inf - 0, not -inf - -inf.
         reference = tl.where(new_highest > float("-inf"), new_highest, 0.0)
         weights = tl.exp2(scores - reference[:, None])
         decay = tl.exp2(highest - reference)
@@ -371,7 +371,7 @@ def _attend_span(
         )
         highest = new_highest
 
-    some = total != 0  # NaN is something: what is broken must show
+    some = total != 0  # true for NaN, so that NaN propagates
     log_sum = tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
     tl.store(log_sum_ptr + first_partial * (kv_heads * group) + place, log_sum, mask=in_rows)
     tl.store(

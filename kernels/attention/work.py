@@ -1,4 +1,4 @@
-"""How attention over particles is cut into programs."""
+"""Split attention into programs."""
 
 import math
 from functools import cache, lru_cache
@@ -9,32 +9,33 @@ import triton
 
 
 class Blocks(NamedTuple):
-    """What one program looks at together, and what runs it."""
+    """The tile sizes of one program, and its launch parameters."""
 
     keys: int
     most_rows: int  # of queries
     num_warps: int
-    # Keys are found by slots that are loaded first. With fewer stages the pipeline asks for a
-    # block's keys only after the block before it is done; with five they are under way by then.
+    # Slots are loaded before their keys. With fewer stages the pipeline loads a block's keys only
+    # after the block before it is done; with five they are in flight by then.
     num_stages: int
 
 
 class Chip(NamedTuple):
-    """What a device gives to programs."""
+    """The resources of a device."""
 
     multiprocessors: int
-    shared: int  # bytes of shared memory that one program may take
+    shared: int  # bytes of shared memory available to one program
 
     @property
     def is_small(self) -> bool:
-        """Whether a program gets less than on an A100: 99 KiB on sm_86, 89, 120 and 121."""
+        """Return whether shared memory is less than an A100's: 99 KiB on sm_86, 89, 120 and 121."""
         return self.shared < A100.shared
 
     def resident_programs(self, most_each: int) -> int:
-        """How many programs run at a time, ``most_each`` on a multiprocessor of 228 KiB.
+        """Return how many programs run at a time, ``most_each`` per multiprocessor of 228 KiB.
 
-        Where there is less, on the A100 also, a multiprocessor runs one. Ranks of unlike GPUs may
-        cut unlike spans: each has heads of its own, and an all-reduce gives all of them one sum.
+        With less shared memory, on the A100 also, a multiprocessor runs one. Ranks with different
+        GPUs may split spans differently: each has its own heads, and an all-reduce gives all the
+        same sum.
         """
         return self.multiprocessors * (most_each if self.shared >= H100.shared else 1)
 
@@ -44,7 +45,7 @@ A100, H100 = Chip(108, 163 << 10), Chip(132, 227 << 10)
 
 @cache
 def chip_of(device: torch.device) -> Chip:
-    """What a GPU gives; where there is none, and Triton interprets, what an H100 gives."""
+    """Return the resources of a GPU; those of an H100 where Triton is interpreted."""
     if device.type != "cuda":
         return H100
     properties = torch.cuda.get_device_properties(device)
@@ -53,30 +54,30 @@ def chip_of(device: torch.device) -> Chip:
 
 # By the bytes of an element.
 BLOCKS = {2: Blocks(64, 64, 4, 5), 4: Blocks(32, 32, 8, 5)}
-# The same for heads of more than 128 dimensions: what fits on the chip of an A100.
+# The same for heads of more than 128 dimensions, to fit on the chip of an A100.
 WIDE_BLOCKS = {2: Blocks(32, 32, 8, 3), 4: Blocks(16, 16, 8, 3)}
-# The same for more than 64 dimensions where a chip is small: one program has a multiprocessor to
-# itself, and eight warps leave a thread registers enough.
+# The same for more than 64 dimensions on a small chip: one program has a multiprocessor to itself,
+# and with eight warps a thread has enough registers.
 SMALL_BLOCKS = {2: Blocks(64, 64, 8, 5), 4: Blocks(32, 32, 8, 3)}
 SMALL_WIDE_BLOCKS = {2: Blocks(32, 32, 4, 3), 4: Blocks(16, 16, 8, 3)}
 NARROW = 128
 MAX_HEAD_DIM = 256
-# What one program joins is a single tile, spans * head_dim: 32 numbers a thread at the most.
+# A program joins a single tile, spans * head_dim: at most 32 numbers a thread.
 MAX_SPANS = 32
 MAX_TAIL_SPANS = 8
 TAIL_SPAN = 512  # keys of a tail that one program reads, or a multiple where a tail may be longer
 
 
 class WorkSplit(NamedTuple):
-    """How the work is cut into programs; follows from shapes and bounds alone."""
+    """The split of the work into programs; it follows from shapes and bounds alone."""
 
     block_rows: int  # query rows of a program
-    block_keys: int  # keys that it looks at together
+    block_keys: int  # keys of one iteration
     num_warps: int
     num_stages: int
     prefix_blocks: int  # blocks of query rows that share a prefix
     prefix_spans: int
-    tail_blocks: int  # those of one particle
+    tail_blocks: int  # blocks of query rows of one particle
     tail_spans: int
     tail_span: int  # keys of each
 
@@ -85,7 +86,7 @@ class WorkSplit(NamedTuple):
 def cut_work(
     shape: torch.Size, kv_heads: int, element_size: int, max_prefix: int, max_tail: int, chip: Chip
 ) -> WorkSplit:
-    """Cut up the work for queries ``[G, N, C, q_heads, head_dim]`` of so many bytes a number."""
+    """Split the work for queries ``[G, N, C, q_heads, head_dim]`` of ``element_size`` bytes."""
     blocks = _blocks(shape[4], chip)[element_size]
     return cut(shape, kv_heads, blocks, max_prefix, max_tail, chip.resident_programs(2))
 
@@ -104,10 +105,10 @@ def cut(
     max_tail: int,
     resident: int,
 ) -> WorkSplit:
-    """Cut up the work for queries ``[G, N, C, q_heads, ...]`` into programs of such blocks.
+    """Split the work for queries ``[G, N, C, q_heads, ...]`` into programs of given blocks.
 
-    A prefix is cut into as few spans as keep the device busy, no shorter than a block of keys, and
-    never into more than can be joined at once: `MAX_SPANS`, those of a tail among them.
+    A prefix is split into as few spans as keep the device busy, no shorter than a block of keys,
+    and never into more than can be joined at once: `MAX_SPANS`, those of a tail included.
 
     Args:
         resident: programs that run at a time.
@@ -133,11 +134,11 @@ def cut(
 
 
 def _fewest_spans(programs: int, most: int, resident: int) -> int:
-    """The smallest number of spans that is nearly as good as any, ``most`` at most.
+    """Return the smallest number of spans, at most ``most``, with nearly full waves.
 
-    Of each span there are so many ``programs``, all with equal work. They run in waves, and one
-    that is not full takes as long as one that is: good are full waves. Nearly as good is 85 % as
-    full as can be; FlashAttention chooses its splits by the same rule.
+    Each span has ``programs`` programs of equal work. They run in waves, and a partial wave takes
+    as long as a full one. Nearly full is 85 % of the best fill; FlashAttention chooses its splits
+    by the same rule.
     """
     waves = [spans * programs / resident for spans in range(1, most + 1)]
     shares = [wave / math.ceil(wave) for wave in waves]

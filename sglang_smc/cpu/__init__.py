@@ -1,1 +1,1 @@
-"""SGLang's platform for machines without an accelerator, in plain torch."""
+"""Run SGLang on machines without an accelerator, in plain torch: a platform plugin."""

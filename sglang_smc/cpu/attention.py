@@ -1,15 +1,15 @@
-"""Batched attention for CPUs: one gather and one attention kernel for many rows.
+"""Compute batched attention on CPUs: one gather and one attention kernel for many rows.
 
-SGLang's ``torch_native`` backend loops over the rows of a batch in Python. Many short rows, as in
-decoding, spend most of their time in that loop. Here rows are padded to the longest and masked, so
-that decode and verify are one call per layer. Particles have a backend of their own
-(`particle_attention`); this one serves prefill, and decoding without SMC.
+SGLang's ``torch_native`` backend loops over the rows of a batch in Python, which dominates the time
+for many short rows, as in decoding. Here rows are padded to the longest and masked, so that decode
+and verify are one call per layer. Particles have a backend of their own (`models.attention`); this
+one serves prefill, and decoding without SMC.
 
-Every forward is read as an *extend*: row ``r`` brings ``query_lens[r]`` new tokens after
-``prefix_lens[r]`` cached ones, and query ``i`` sees the keys ``0 .. prefix_lens[r] + i``. Decode is
-the case of one new token, verify that of K + 1, where tokens of a tree see their ancestors alone.
-The keys of a row stand in the slots ``req_to_token[req_pool_indices[r], :kv_len]``, as everywhere
-in SGLang.
+Every forward is an *extend*: row ``r`` has ``query_lens[r]`` new tokens after ``prefix_lens[r]``
+cached ones, and query ``i`` attends to the keys ``0 .. prefix_lens[r] + i``. Decode is the case of
+one new token, verify that of K + 1, where tokens of a tree attend to their ancestors alone. The
+keys of a row are in the slots ``req_to_token[req_pool_indices[r], :kv_len]``, as everywhere in
+SGLang.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-# A row with more new tokens than this keeps the cores busy by itself: padding it to its
-# neighbours would only add work, and its mask would be large.
+# A row with more new tokens than this keeps all cores busy: batching it with others would only
+# add padding, and its mask would be large.
 LONG_ROW = 64
 
 
@@ -52,7 +52,7 @@ class PaddedRows(msgspec.Struct, frozen=True):
     tokens: torch.Tensor  # [rows, query_len] int64
     # Slots of the rows' keys. Padding repeats a row's last slot, so only written slots are read.
     slots: torch.Tensor  # [rows, kv_len] int64
-    # As of `additive`; query heads that share a key head are folded into the query axis.
+    # From `additive`; query heads that share a key head are folded into the query axis.
     mask: torch.Tensor  # [rows, 1, query_len * group, kv_len]
 
     def attend(
@@ -84,7 +84,7 @@ class PaddedRows(msgspec.Struct, frozen=True):
 
 
 class LongRow(msgspec.Struct, frozen=True):
-    """One row with many new tokens: the queries ``start .. start + query_len``."""
+    """A row with many new tokens: the queries ``start .. start + query_len``."""
 
     start: int
     slots: torch.Tensor  # [1, kv_len] int64
@@ -99,7 +99,7 @@ class LongRow(msgspec.Struct, frozen=True):
         softmax: Softmax,
         output: torch.Tensor,
     ) -> None:
-        """Fill this row's part of ``output``; arguments as for ``PaddedRows.attend``, of one row.
+        """Fill this row's part of ``output``; arguments as in ``PaddedRows.attend``, of one row.
 
         Key heads become the batch axis: keys are broadcast over their query heads as views.
         """
@@ -121,7 +121,7 @@ class LongRow(msgspec.Struct, frozen=True):
 
 
 class ForwardPlan(msgspec.Struct, frozen=True):
-    """What all layers of one forward share that have one window."""
+    """The attention calls of one forward, shared by all layers with the same window."""
 
     calls: list[PaddedRows | LongRow]
     # Destinations of the gathers. Fresh pages for every layer would cost more than the copy.
@@ -163,7 +163,7 @@ class CpuAttentionBackend(AttentionBackend):
         )
 
     def set_plan(self, **rows: Any) -> None:
-        """What the next forward's layers do, from what ``plan_calls`` is to know of its rows."""
+        """Set the plan of the next forward, from the arguments of ``plan_calls``."""
 
         @cache
         def plan_of(window: int | None) -> ForwardPlan:
@@ -218,7 +218,10 @@ class CpuAttentionBackend(AttentionBackend):
     def _gather(
         self, layer_id: int, slots: torch.Tensor, plan: ForwardPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values in ``slots`` [rows, kv_len] as [rows, kv_heads, kv_len, head_dim]."""
+        """Return keys and values of ``slots`` [rows, kv_len].
+
+        Both are [rows, kv_heads, kv_len, head_dim].
+        """
         values = self.token_to_kv_pool.get_value_buffer(layer_id)
         keys = self._gather_keys(layer_id, slots, plan)
         return keys, _gather_rows(values, slots, plan.values)
@@ -228,7 +231,7 @@ class CpuAttentionBackend(AttentionBackend):
 
 
 def row_lengths(forward_batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cached and new tokens of every row: two int64 tensors [rows]."""
+    """Return the cached and new tokens of every row: two int64 tensors [rows]."""
     mode, seq_lens = forward_batch.forward_mode, forward_batch.seq_lens.long()
     prefix_lens, query_lens = forward_batch.extend_prefix_lens, forward_batch.extend_seq_lens
     if mode.is_decode():
@@ -242,7 +245,7 @@ def row_lengths(forward_batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor
 
 
 def tree_of(forward_batch: ForwardBatch) -> torch.Tensor | None:
-    """Which new tokens see which, ``[rows, width, width]`` bool; None for chains."""
+    """Return which new tokens attend to which, ``[rows, width, width]`` bool; None for chains."""
     spec_info: Any = forward_batch.spec_info
     if not forward_batch.forward_mode.is_target_verify() or spec_info is None:
         return None
@@ -262,18 +265,19 @@ def plan_calls(
     tree: torch.Tensor | None = None,
     window: int | None = None,
 ) -> list[PaddedRows | LongRow]:
-    """Split a batch into attention calls that waste little padding.
+    """Split a batch into attention calls with little padding.
 
-    Rows of one length (decode, verify) are one call. Short rows of unlike lengths share a call
-    where query and key lengths agree within a factor of two; long rows stand alone.
+    Rows of one length (decode, verify) are one call. Short rows of different lengths share a call
+    where query and key lengths agree within a factor of two; each long row has its own call.
 
     Args:
-        slots_of: of rows ``[n]`` with ``[n]`` keys, the slots ``[n, most keys]`` of these
+        slots_of: from row indices ``[n]`` and their numbers of keys ``[n]``, the slots ``[n, most
+            keys]``
         prefix_lens, query_lens: [rows] int64, cached and new tokens
         group: query heads per key head
         dtype: of the queries
-        tree: as from ``tree_of``
-        window: how many keys before its own a query sees; None for all
+        tree: from ``tree_of``
+        window: the number of keys before its own that a query attends to; None for all
     """
     starts = query_lens.cumsum(0) - query_lens  # [rows], first query of each row
     calls: list[PaddedRows | LongRow] = []
@@ -289,7 +293,7 @@ def plan_calls(
 
 
 def _buckets(prefix_lens: list[int], query_lens: list[int], together: bool) -> list[list[int]]:
-    """Rows of each call."""
+    """Return the rows of each call."""
     if together or (len(set(query_lens)) == 1 and query_lens[0] <= LONG_ROW):
         return [list(range(len(query_lens)))]
     buckets: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -302,7 +306,7 @@ def _buckets(prefix_lens: list[int], query_lens: list[int], together: bool) -> l
 
 
 def columns(lengths: torch.Tensor) -> torch.Tensor:
-    """Places in rows of these lengths, ``[rows, longest]`` int64; padding repeats a row's last."""
+    """Return indices into rows of these lengths, ``[rows, longest]``; padding repeats the last."""
     return torch.arange(int(lengths.max())).minimum(lengths[:, None] - 1)
 
 
@@ -341,7 +345,7 @@ def _padded_rows(
 
 
 def _hidden(position: torch.Tensor, kv_len: int, window: int | None) -> torch.Tensor:
-    """Keys that a query at ``position`` does not see: ``[*position.shape, kv_len]`` bool."""
+    """Return the keys masked for queries at ``position``: ``[*position.shape, kv_len]`` bool."""
     key, position = torch.arange(kv_len), position.unsqueeze(-1)
     if window is None:
         return key > position

@@ -1,6 +1,6 @@
-"""Latent attention (MLA) for CPUs: the batched attention over one latent per token.
+"""Compute latent attention (MLA) on CPUs: batched attention over one latent per token.
 
-`CpuAttentionBackend` with one key head that all query heads share, whose values are the first
+`CpuAttentionBackend` with one key head that all query heads share, and values that are the first
 numbers of its keys.
 """
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_smc.cpu.attention import CpuAttentionBackend
-from sglang_smc.models.latents import absorb
+from sglang_smc.models.latent_attention import absorb
 from sglang_smc.models.softmax import Softmax
 from sglang_smc.models.supported import check_layer
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class CpuLatentBackend(CpuAttentionBackend):
-    """Causal attention over latents; layers absorb their projections in prefill, too.
+    """Causal attention over latents; layers use the absorbed form in prefill, too.
 
     Args:
         model_runner: of a model with latent attention.
-        name: by which SGLang knows this backend.
+        name: the name under which SGLang registers this backend.
     """
 
     def __init__(self, model_runner: ModelRunner, name: str) -> None:
@@ -62,7 +62,7 @@ class CpuLatentBackend(CpuAttentionBackend):
         plan, softmax = self.plan_of(None), Softmax(layer.scaling)
         for call in plan.calls:
             latents = self._gather_keys(layer.layer_id, call.slots, plan).to(q.dtype)
-            # Whole latents are the values: heads of one width are what torch has a kernel for.
+            # The values are whole latents, since torch has a kernel for values as wide as keys.
             call.attend(query, latents, latents, softmax, output)
         return output[..., : self.rank].reshape(len(query), -1)
 

@@ -1,8 +1,8 @@
-"""A plain-torch CPU platform for stock SGLang.
+"""Provide a plain-torch CPU platform for stock SGLang.
 
-SGLang's own CPU engine needs Intel's AMX kernels (a special build of ``sgl-kernel``). This
-platform runs the same scheduler, radix cache and HTTP server with torch operators alone, for
-Llama-type models on any x86 CPU: laptops and continuous integration.
+SGLang's own CPU engine needs Intel's AMX kernels (a special build of ``sgl-kernel``). This platform
+runs the same scheduler, radix cache and HTTP server with torch operators alone, for Llama-type
+models on any x86 CPU: laptops and continuous integration.
 
 SGLang finds ``activate`` through the entry point ``smc_cpu`` of group ``sglang.srt.platforms``, and
 calls it in every process, on machines with an accelerator too. So nothing heavy is imported here.
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 PLATFORM_NAME = "smc_cpu"
 
-# SGLang sizes its KV cache for a device that it has to itself: 85 % of the memory, whatever the
-# model. A host also serves the rest of the system, and every page of the cache is written at start.
+# SGLang sizes its KV cache for a device of its own: 85 % of the memory, for any model. A host also
+# serves the rest of the system, and every page of the cache is written at start.
 MEM_FRACTION = 0.7
 MAX_TOTAL_TOKENS = 1 << 17
 
-# The batched attention takes the place of SGLang's row loop under the loop's own name: SGLang
-# tells by this name (`support_triton`, `get_last_loc`) that Triton kernels are out of reach.
+# The batched attention replaces SGLang's row loop under the loop's own name: by this name SGLang
+# avoids Triton kernels (`support_triton`, `get_last_loc`).
 ATTENTION_BACKEND = "torch_native"
 
-# SGLang's own, where it asks a platform for them; and their options that do not run here, with the
-# value that asks for nothing.
+# SGLang's algorithms that take functions from the platform; and their options that are not
+# supported here, with the value that disables each.
 SPECULATIVE_ALGORITHMS = ("STANDALONE", "EAGLE", "EAGLE3", "NGRAM")
 SPECULATIVE_OPTIONS = {
     "speculative_use_rejection_sampling": False,
@@ -54,10 +54,10 @@ SPECULATIVE_OPTIONS = {
 
 
 def activate() -> str | None:
-    """Return the platform's qualified name where it should serve, else None.
+    """Return the platform's qualified name where it should be used, else None.
 
-    ``SGLANG_PLATFORM=smc_cpu`` forces it. Otherwise it steps back for any accelerator that
-    torch sees, and for a user who asked for SGLang's own CPU engine.
+    ``SGLANG_PLATFORM=smc_cpu`` forces it. Otherwise it yields to any accelerator that torch
+    detects, and to SGLang's own CPU engine where that is selected.
     """
     import torch
 
@@ -69,19 +69,19 @@ def activate() -> str | None:
 
 
 class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """CPU platform of SGLang that needs no kernels but torch's."""
+    """A CPU platform of SGLang that needs no kernels but torch's."""
 
-    # OOT, not CPU: only out-of-tree platforms are asked for their pools and backends.
+    # OOT, not CPU: SGLang takes pools and backends from out-of-tree platforms only.
     _enum = PlatformEnum.OOT
 
     def get_device(self, device_id: int | None = None, **_: Any) -> str:
-        """The device as a string: SGLang splits off an index and compares names."""
+        """Return the device as a string: SGLang splits off an index and compares names."""
         return "cpu"
 
     def apply_server_args_defaults(self, server_args: Arguments) -> None:
-        """Fill in what the user left open; refuse what cannot run here."""
+        """Fill in defaults; raise ValueError for what is not supported here."""
         _check_server_args(server_args)
-        # SGLang has just put its AMX backend where the user named none.
+        # SGLang has just set its AMX backend as the default.
         if server_args.attention_backend == "intel_amx":
             server_args.attention_backend = ATTENTION_BACKEND
         if server_args.dtype == "auto":
@@ -95,7 +95,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         )
 
     def init_backend(self) -> None:
-        """Register the batched attention, and our hooks, in each process that may run a model."""
+        """Register the batched attention, and the hooks, in each process that may run a model."""
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
         from sglang_smc.server import hooks
@@ -107,29 +107,29 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return ATTENTION_BACKEND
 
     def get_kv_pool_cls(self, *, kind: str) -> type | None:
-        """Ours for ordinary attention; SGLang's own for the others, refused or all torch."""
+        """Return the pool for ordinary attention; None for SGLang's own, all torch or refused."""
         return self.get_mha_kv_pool_cls() if kind == "mha" else None
 
     def get_mla_kv_pool_cls(self) -> type:
-        """What a release asks for that has no `get_kv_pool_cls`: SGLang's own, all torch."""
+        """Return SGLang's own pool, all torch, on releases without `get_kv_pool_cls`."""
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
         return MLATokenToKVPool
 
     def get_mha_kv_pool_cls(self) -> type:
-        """What a release asks for that has no `get_kv_pool_cls`."""
+        """Return the pool for ordinary attention, on releases without `get_kv_pool_cls`."""
         from sglang_smc.cpu.pool import CpuKVPool
 
         return CpuKVPool
 
     def get_paged_allocator_cls(self) -> type:
-        """What a release asks for whose platforms allocate pages of one slot, too."""
+        """Return the allocator, on releases where platforms allocate pages of one slot, too."""
         from sglang_smc.cpu.pool import CpuTokenAllocator
 
         return CpuTokenAllocator
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        """Whether SGLang's own algorithm runs here."""
+        """Return whether an algorithm of SGLang's runs here."""
         return algorithm in SPECULATIVE_ALGORITHMS
 
     def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
@@ -138,7 +138,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return slots_between
 
     def get_speculative_worker_cls(self, algorithm: str) -> None:
-        """SGLang's own worker; asked in the process that will run it, so our hooks are in time."""
+        """Return None for SGLang's own worker, after installing hooks in the worker's process."""
         from sglang_smc.cpu.speculation import stand_in_for_wheel
         from sglang_smc.server import hooks
 
@@ -147,21 +147,24 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
             hooks.put_in_force(hooks.CPU_SPECULATION)
 
     def draft_attention(self, runner: ModelRunner, topk: int, num_steps: int, each: bool) -> Any:
-        """For `patches/cpu_speculation.py`: of each pass of a draft, or of what it reads then."""
+        """Return the attention of each pass of a draft, or of its pass over accepted tokens.
+
+        `patches/cpu/speculation.py` calls this.
+        """
         from sglang_smc.cpu.speculation import DraftExtend, DraftSteps
 
         return DraftSteps(runner, topk, num_steps) if each else DraftExtend(runner)
 
     def linear_attention(self, runner: ModelRunner) -> Any:
-        """For `patches/cpu_platform.py`: of layers that attend linearly."""
+        """Return the backend of linear-attention layers, for `patches/cpu/platform.py`."""
         from sglang_smc.cpu.recurrent import CpuRecurrentBackend
 
         return CpuRecurrentBackend(runner)
 
     def support_mamba_cache_extra_buffer(self) -> bool:
-        """Refuse snapshots of recurrent states; a plain False would be SGLang's bare assertion.
+        """Raise ValueError for snapshots of recurrent states; False would fail an assertion.
 
-        SGLang asks where its radix cache is to keep them, which is its default.
+        SGLang calls this where its radix cache is to keep them, which is its default.
         """
         raise ValueError(
             "The model has layers with linear attention, and the radix cache keeps snapshots of "
@@ -170,19 +173,19 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         )
 
     def get_compile_backend(self, mode: str | None = None) -> str:
-        """The backend of SGLang's compiled helpers; inductor would need a compiler and minutes."""
+        """Return the backend of SGLang's compiled helpers: inductor would take minutes."""
         return "eager"
 
     def get_dispatch_key_name(self) -> str:
-        """Operators run their ``forward_native``: torch only."""
+        """Return "native": operators run their ``forward_native``, in torch."""
         return "native"
 
     def get_torch_profiler_activity_str(self) -> str:
-        """What /start_profile can record here."""
+        """Return the activity that /start_profile can record here."""
         return "CPU"
 
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
-        """What /start_profile can record here, as torch's profiler takes it."""
+        """Return the activity that /start_profile can record here, for torch's profiler."""
         import torch
 
         return torch.profiler.ProfilerActivity.CPU
@@ -206,7 +209,7 @@ def _check_server_args(server_args: Arguments) -> None:
     }
     if server_args.speculative_algorithm in (*SPECULATIVE_ALGORITHMS, "NEXTN"):
         for field, nothing in SPECULATIVE_OPTIONS.items():
-            value = getattr(server_args, field, nothing)  # no release has them all
+            value = getattr(server_args, field, nothing)  # each release lacks some
             refused[f"{field}={value!r} (allowed: {nothing!r})"] = value != nothing
     found = [what for what, present in refused.items() if present]
     if found:

@@ -1,4 +1,4 @@
-"""KV pool of the plain-CPU platform, and its slot allocator."""
+"""Provide the KV pool of the plain-CPU platform, and its slot allocator."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool
 
 
 class CpuKVPool(MHATokenToKVPool):
-    """SGLang's pool, whose slots are moved by torch.
+    """SGLang's KV pool, with slots moved by torch.
 
-    Where speculation is on, the stock pool prepares a Triton kernel for that, and launches it once.
+    With speculation, the stock pool compiles a Triton kernel for that, and launches it once.
     """
 
     def _init_kv_copy_and_warmup(self) -> None:
@@ -19,7 +19,7 @@ class CpuKVPool(MHATokenToKVPool):
 
 
 class CpuTokenAllocator(TokenToKVPoolAllocator):
-    """SGLang's slot allocator behind the paged signature that platforms are called with.
+    """SGLang's slot allocator with the paged signature of platforms.
 
     The stock paged allocator needs Triton kernels; on a CPU a page is one slot.
     """

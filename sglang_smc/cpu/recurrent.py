@@ -1,7 +1,7 @@
-"""Layers that attend linearly, on the plain CPU: prompts, and decoding without SMC.
+"""Run linear-attention layers on the plain CPU, for prompts and for decoding without SMC.
 
-SGLang's own backend for them needs Triton kernels. States stand where SGLang keeps them, in its
-mamba pool, one for each request. Particles have a backend of their own (`models.recurrent`).
+SGLang's own backend for them needs Triton kernels. States are in SGLang's mamba pool, one for each
+request. Particles have a backend of their own (`models.recurrent`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CpuRecurrentBackend(AttentionBackend):
         self._lengths: torch.Tensor  # [rows] int64
 
     def supports_prefill_graph_extend(self) -> bool:
-        """For SGLang's hybrid backend."""
+        """Return False; SGLang's hybrid backend reads it."""
         return False
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -65,7 +65,7 @@ class CpuRecurrentBackend(AttentionBackend):
         b: torch.Tensor,
         **_: Any,
     ) -> torch.Tensor:
-        """Read each row's tokens from its state, and leave it the state behind them.
+        """Run each row's tokens from its state, and store the state after them.
 
         Args:
             mixed_qkv: ``[tokens, D]`` before the convolution.

@@ -1,4 +1,4 @@
-"""SGLang's own speculative decoding: the attention of its drafts, and a wheel that is not there."""
+"""Run SGLang's own speculative decoding on a CPU: attention of its drafts, and a missing wheel."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class DraftStep(CpuAttentionBackend):
-    """Attention of the draft's pass number ``step``, over a row for each branch of each request.
+    """The attention of pass ``step`` of the draft, over a row for each branch of each request.
 
-    Branch ``b`` has written to the ``step`` slots from ``num_steps * b`` on behind the request's
-    text, and now writes to the next.
+    Branch ``b`` has written to the ``step`` slots from ``num_steps * b`` on after the request's
+    sequence, and now writes to the next.
     """
 
     def __init__(self, runner: ModelRunner, topk: int, num_steps: int, step: int) -> None:
@@ -28,7 +28,7 @@ class DraftStep(CpuAttentionBackend):
         self.topk, self.num_steps, self.step = topk, num_steps, step
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Plan the calls of this pass; ``seq_lens`` counts the text alone."""
+        """Plan the calls of this pass; ``seq_lens`` excludes draft tokens."""
         if forward_batch.forward_mode.is_idle():
             return
         rows = forward_batch.req_pool_indices.repeat_interleave(self.topk)
@@ -46,10 +46,10 @@ class DraftStep(CpuAttentionBackend):
 
 
 class DraftSteps:
-    """The attention of all passes of a round's draft, where SGLang looks for it."""
+    """The attention of all passes of a round's draft, in the structure that SGLang expects."""
 
     def __init__(self, runner: ModelRunner, topk: int, num_steps: int) -> None:
-        # What the last pass would predict nobody verifies.
+        # The prediction of a last pass would not be verified.
         steps = range(num_steps - 1)
         self.attn_backends = [DraftStep(runner, topk, num_steps, step) for step in steps]
 
@@ -60,14 +60,14 @@ class DraftSteps:
 
 
 class DraftExtend(CpuAttentionBackend):
-    """The draft's reading of what was accepted."""
+    """The attention of the draft's pass over accepted tokens."""
 
-    # For SGLang, which sizes the masks of trees by them.
+    # SGLang sizes the masks of trees by them.
     needs_cpu_seq_lens = True
 
 
 def stand_in_for_wheel() -> None:
-    """Offer what NGRAM imports from SGLang's wheel of CUDA kernels, which needs `libcuda`."""
+    """Provide what NGRAM imports from SGLang's wheel of CUDA kernels, which needs `libcuda`."""
     wheel: Any = ModuleType("sgl_kernel.speculative")
     wheel.reconstruct_indices_from_tree_mask = tree_of_mask
     sys.modules[wheel.__name__] = wheel

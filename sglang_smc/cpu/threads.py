@@ -1,4 +1,4 @@
-"""Defaults for model processes on a CPU, set through the environment that they inherit."""
+"""Set defaults for model processes on a CPU, in the environment that they inherit."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 _SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
-_set_here: dict[str, str] = {}  # variables as this module has last set them
+_set_here: dict[str, str] = {}  # variables with the values that this module has set
 
 
 def physical_cpus() -> list[int]:
-    """One logical CPU id per physical core that this process may run on, ascending."""
+    """Return one logical CPU id per physical core that this process may run on, ascending."""
     if not hasattr(os, "sched_getaffinity"):  # macOS has neither affinity nor sysfs
         return list(range(os.cpu_count() or 1))
     first_of_core: dict[str, int] = {}
@@ -29,7 +29,7 @@ def _core_key(cpu: int) -> str:
 
 
 def cgroup_quota() -> float | None:
-    """CPUs' worth of time that the container may use (cgroup v2), or None for no limit."""
+    """Return the container's CPU limit in cores (cgroup v2), or None for no limit."""
     try:
         quota, period = _CGROUP_CPU_MAX.read_text().split()
     except OSError:
@@ -38,31 +38,31 @@ def cgroup_quota() -> float | None:
 
 
 def usable_cores() -> int:
-    """Physical cores that this process can keep busy: affinity and container quota."""
+    """Return the physical cores that this process can use: affinity and container quota."""
     quota = cgroup_quota()
     cores = len(physical_cpus())
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def set_default_environment(*, tp_size: int, dp_size: int = 1, dtype: str = "float32") -> None:
-    """Give each of the ``tp_size * dp_size`` model processes its share of the cores.
+    """Set the number of cores for each of the ``tp_size * dp_size`` model processes.
 
-    Child processes inherit the variables before they load OpenMP. Whatever the user has set
-    stays; what this function has set for an engine before does not.
+    Child processes inherit the variables before they load OpenMP. Values that the user has set are
+    kept; those that this function has set for an earlier engine are not.
     """
     threads = max(1, usable_cores() // (tp_size * dp_size))
     _default("OMP_NUM_THREADS", str(threads))
-    # Idle OpenMP threads spin by default and take the cores from the processes beside them.
+    # Idle OpenMP threads spin by default and take the cores from other processes.
     _default("OMP_WAIT_POLICY", "PASSIVE")
     from sglang_smc.upstream import num_bound_processes
 
     bound = num_bound_processes(tp_size=tp_size, dp_size=dp_size)
     # Without this list SGLang allows one rank for each NUMA node.
     _default("SGLANG_CPU_OMP_THREADS_BIND", _binding(bound) if bound > 1 else None)
-    # SGLang takes any NCCL that it can load, here the one of torch's CUDA wheel, and then needs a
-    # CUDA device. A name that cannot be loaded leaves the ranks to gloo.
+    # SGLang loads any NCCL, here the one of torch's CUDA wheel, and then needs a CUDA device. With
+    # a name that cannot be loaded, ranks use gloo.
     _default("SGLANG_NCCL_SO_PATH", "no-nccl-on-a-cpu" if tp_size > 1 else None)
-    # What convolutions of linear attention look back on is as exact as what goes into them.
+    # Convolution states of linear attention have the dtype of their inputs.
     _default("SGLANG_MAMBA_CONV_DTYPE", dtype)
 
 
@@ -73,7 +73,7 @@ def _binding(num_processes: int) -> str:
 
 
 def _default(name: str, value: str | None) -> None:
-    """Set a variable, or unset it for None, unless it has a value that is not from here."""
+    """Set a variable, or unset it for None, unless it has a value from elsewhere."""
     if os.environ.get(name) not in (None, _set_here.get(name)):
         return
     os.environ.pop(name, None)

@@ -1,6 +1,6 @@
-"""Trees of drafted tokens in torch, for SGLang's own speculative decoding.
+"""Build and verify trees of draft tokens in torch, for SGLang's own speculative decoding.
 
-Nodes are numbered from the root, 0; who follows another has a higher number. A chain is a tree.
+Nodes are numbered from the root, 0; a child has a higher number than its parent. A chain is a tree.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import torch
 
 
 class Links(NamedTuple):
-    """Where SGLang wants to know a batch's trees from; each [requests, width] int64, written."""
+    """The outputs that describe a batch's trees to SGLang; each [requests, width] int64."""
 
-    index: torch.Tensor  # a node's number among those of all requests
+    index: torch.Tensor  # a node's index among those of all requests
     child: torch.Tensor  # its first child, or -1
     sibling: torch.Tensor  # the next child of its parent, or -1
 
 
 def who_sees_whom(parent_list: torch.Tensor, selected: torch.Tensor, topk: int) -> torch.Tensor:
-    """Each node, which sees itself, and its ancestors: ``[requests, width, width]`` bool.
+    """Return each node's ancestors, itself included: ``[requests, width, width]`` bool.
 
     Args:
-        parent_list: [requests, n] of each group of ``topk`` candidates, which candidate it follows
+        parent_list: [requests, n] for each group of ``topk`` candidates, their parent candidate
         selected: [requests, width - 1] the candidates that became nodes 1, 2, ...; ascending
     """
     requests, width = len(selected), selected.shape[1] + 1
@@ -31,7 +31,7 @@ def who_sees_whom(parent_list: torch.Tensor, selected: torch.Tensor, topk: int) 
     if parent_list.numel():
         follows = parent_list.gather(1, group.clamp(max=parent_list.shape[1] - 1))
     is_parent = selected.unsqueeze(1) == follows.unsqueeze(2)
-    # Of equals another may have been selected than the parent: who has none is out of the tree.
+    # With ties a parent may not have been selected: its children are left out of the tree.
     parents = torch.where(is_parent.any(2), is_parent.int().argmax(2) + 1, torch.arange(1, width))
     parents = torch.where(group == 0, 0, parents)  # the first group follows the root
     sees = torch.eye(width, dtype=torch.bool).repeat(requests, 1, 1)
@@ -41,13 +41,13 @@ def who_sees_whom(parent_list: torch.Tensor, selected: torch.Tensor, topk: int) 
 
 
 def places_in_mask(cached: torch.Tensor, width: int) -> torch.Tensor:
-    """Where SGLang's mask tells which new tokens see which, ``[rows, width, width]`` int64.
+    """Return the indices of SGLang's tree mask for new tokens, ``[rows, width, width]`` int64.
 
-    It has a line for each new token, over all of its row's cached and new tokens; the lines of all
-    rows stand in one piece.
+    The mask has a line for each new token, over all of its row's cached and new tokens; the lines
+    of all rows are concatenated.
 
     Args:
-        cached: [rows] tokens
+        cached: [rows] cached tokens
         width: new tokens of each row
     """
     cached = cached.long()
@@ -60,7 +60,7 @@ def places_in_mask(cached: torch.Tensor, width: int) -> torch.Tensor:
 def write_tree(
     sees: torch.Tensor, seq_lens: torch.Tensor, positions: torch.Tensor, links: Links
 ) -> None:
-    """Write what follows from who sees whom, with ``seq_lens`` [requests] tokens in front."""
+    """Write positions and links of trees, from ancestors and ``seq_lens`` [requests]."""
     requests, width, _ = sees.shape
     node = torch.arange(width)
     positions.copy_((sees.sum(2) - 1 + seq_lens.unsqueeze(1)).flatten())
@@ -76,7 +76,7 @@ def write_tree(
 def walk(
     tokens: list[int], wanted: list[int], child: list[int], sibling: list[int], longest: int
 ) -> list[int]:
-    """The nodes from the root on, each holding the token that is wanted behind the one before."""
+    """Return the nodes from the root on, each holding the target's token at the node before."""
     nodes = [0]
     while len(nodes) < longest:
         node = child[nodes[-1]]
@@ -91,7 +91,7 @@ def walk(
 def spans(
     rows: torch.Tensor, start: torch.Tensor, end: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and columns of the entries ``start .. end - 1`` of each row, in one piece."""
+    """Return rows and columns of the entries ``start .. end - 1`` of each row, concatenated."""
     size = (end - start).long()
     owner = torch.repeat_interleave(size)  # [total] which row an entry goes to
     place = torch.arange(len(owner), device=size.device) - (size.cumsum(0) - size)[owner]
@@ -106,7 +106,7 @@ def slots_between(
     end_offset: torch.Tensor,
     **_: Any,
 ) -> torch.Tensor:
-    """The slots of each row's positions ``start .. end - 1``, in one piece, int64."""
+    """Return the slots of each row's positions ``start .. end - 1``, concatenated, int64."""
     return req_to_token[spans(req_pool_indices, start_offset, end_offset)].long()
 
 
@@ -120,7 +120,7 @@ def tree_of_mask(
     batch_size: int,
     width: int,
 ) -> None:
-    """`write_tree` from a mask with a line for each node, over the nodes alone."""
+    """Call `write_tree` with a mask that has a line for each node, over the nodes alone."""
     sees = tree_mask.view(batch_size, width, width).bool()
     links = Links(retrieve_index, retrieve_next_token, retrieve_next_sibling)
     write_tree(sees, seq_lens, positions, links)

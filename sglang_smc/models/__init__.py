@@ -1,1 +1,1 @@
-"""Two models run over particles."""
+"""Run the target and the draft over particles: forwards, attention, and CUDA graph capture."""

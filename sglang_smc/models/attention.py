@@ -1,6 +1,6 @@
-"""The attention backend of all forwards over particles: draft steps and verification.
+"""Attend over particles in draft steps and verification, as an SGLang attention backend.
 
-Stock backends take particles for unrelated rows and read the prompt's KV once for each. This one
+Stock backends treat particles as unrelated rows and read the prompt's KV once for each. This one
 reads it once per request, by a Triton kernel or in plain torch.
 """
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_smc.models.shared_prefix import (
+from sglang_smc.models.softmax import (
     SharedPrefixPlan,
     plan_shared_prefix,
     shared_prefix_attention,
+    softmax_of,
 )
-from sglang_smc.models.softmax import softmax_of
 from sglang_smc.models.supported import (
     check_kernel_type,
     check_layer,
@@ -39,34 +39,35 @@ Implementation = Literal["torch", "triton"]
 
 
 class KVLocations(NamedTuple):
-    """Where the particles of a batch have their keys.
+    """KV cache locations of the particles of a batch.
 
-    Positions before ``committed`` stand in the request's own row, the others in the particle's.
+    Positions before ``committed`` are in the request's own row, the others in the particle's.
     """
 
-    rows: torch.Tensor  # [G] int64 of `req_to_token`: a request's text is the shared prefix
-    committed: torch.Tensor  # [G] int64, its length
-    particle_rows: torch.Tensor  # [G, N] int64 of `Ledger.tails`
-    # Known to the host: no particle has more keys than this behind `committed`, the new included.
+    rows: torch.Tensor  # [G] int64 rows of `req_to_token`: the shared prefixes
+    committed: torch.Tensor  # [G] int64 lengths of the shared prefixes
+    particle_rows: torch.Tensor  # [G, N] int64 rows of `Ledger.tails`
+    # Upper bound, on the host, of a particle's keys after `committed`, the new ones included.
     max_tail: int
 
 
 class ParticleAttention(AttentionBackend):
-    """Attention of particles over the prefix that they share and over their tails.
+    """Attention of particles over their shared prefix and their tails.
 
-    It is causal, but for the layers of a block head.
+    It is causal, except for the layers of a block head.
 
     Args:
         runner: the target's or the draft's, its pools built.
         tails: the particles' rows, `Ledger.tails`.
-        implementation: "triton" waits for no device, so that a CUDA graph can capture it; "torch"
-            runs anywhere and reads lengths on the host.
-        first_key: the first position of a text that has a key: nobody sees those before it.
-        blocks: whether layers may ask that all new tokens of a particle see one another
+        implementation: "triton" never waits for the device, so that a CUDA graph can capture it;
+            "torch" runs anywhere and reads lengths on the host.
+        first_key: the first position of a sequence that has a key; those before it are not
+            attended.
+        blocks: whether layers may let all new tokens of a particle attend to each other
             (`AttentionType.ENCODER_ONLY`), as those of block heads do.
 
     Raises:
-        ValueError: for a model or a KV cache that this attention would get wrong.
+        ValueError: for a model or a KV cache that this attention does not support.
     """
 
     needs_cpu_seq_lens = False
@@ -95,13 +96,13 @@ class ParticleAttention(AttentionBackend):
         self._group = head_group(runner)
         self._first_key, self._blocks = first_key, blocks
         self._shape: tuple[int, ...]  # [G, N, C] of the running forward
-        # Of a window, and of whether blocks see themselves; in the running forward.
+        # Arguments: the window, and whether tokens of a block attend to each other.
         self._attend_over: Callable[[int | None, bool], Attend]
 
     def plan(self, locations: KVLocations, starts: torch.Tensor, num_columns: int) -> None:
-        """Prepare all layers of a forward over C tokens a particle, the first at ``starts``."""
+        """Plan all layers of a forward over C tokens a particle, the first at ``starts``."""
         self._shape = (*starts.shape, num_columns)
-        # Layers come after one another, and many see the same.
+        # Layers of one kind share their plan.
         self._attend_over = cache(partial(self._plan, locations, starts, num_columns))
 
     def forward_extend(
@@ -115,16 +116,16 @@ class ParticleAttention(AttentionBackend):
         sinks: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Attend as `plan` said.
+        """Attend with the plan of `plan`.
 
         Args:
             q: ``[G * N * C, q_heads * head_dim]``.
             k, v: ``[G * N * C, kv_heads, head_dim]``, written to ``out_cache_loc`` first; None
                 where the layer reads another layer's cache.
-            sinks: ``[q_heads]`` scores of a key without a value, of models that have them.
+            sinks: ``[q_heads]`` scores of a key without a value, for models that have them.
 
         Returns:
-            The shape of ``q``.
+            The output, in the shape of ``q``.
         """
         check_layer(layer, self._group, kwargs, blocks=self._blocks)
         pool = self.token_to_kv_pool
@@ -136,7 +137,7 @@ class ParticleAttention(AttentionBackend):
         attend = self._attend_over(window_of(layer), sees_block(layer))
         return attend(query, keys, values, softmax=softmax).view(q.shape)
 
-    # A decode brings one column.
+    # Decode is an extend by one token.
     forward_decode = forward_extend
 
     def _plan_torch(
@@ -199,7 +200,7 @@ def store(
 ) -> None:
     """Write keys and values ``[R, kv_heads, head_dim]`` of a layer to ``slots`` ``[R]``.
 
-    Those of 8 bits are divided by the layer's scales.
+    8-bit keys and values are divided by the layer's scales.
     """
     scales = (layer.k_scale, layer.v_scale) if pool.dtype.itemsize == 1 else ()
     pool.set_kv_buffer(layer, slots, k, v, *scales)
@@ -208,18 +209,21 @@ def store(
 def slots_before(
     tails: torch.Tensor, particle_rows: torch.Tensor, starts: torch.Tensor
 ) -> torch.Tensor:
-    """The slots of the tokens before ``starts``, int64, of particles' own rows of their shape."""
+    """Return the slots of the tokens before ``starts``, int64, from the particles' own rows.
+
+    ``particle_rows`` and the result have the shape of ``starts``.
+    """
     return tails[particle_rows, (starts - 1) & (tails.shape[1] - 1)].long()
 
 
 def lead_in(
     tails: torch.Tensor, particle_rows: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """Let particles' rows begin with the last token of a prompt, for `slots_before`.
+    """Write the slot of a prompt's last token into the particles' rows, for `slots_before`.
 
     Args:
         tails: `Ledger.tails`.
-        particle_rows: ``[G, N]`` of them.
+        particle_rows: ``[G, N]`` rows of ``tails``.
         lengths, slots: ``[G]`` of the prompts, and of their last tokens.
     """
     place = (lengths - 1) & (tails.shape[1] - 1)

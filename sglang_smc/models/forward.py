@@ -1,4 +1,4 @@
-"""Model forwards over particles, on SGLang's model runners."""
+"""Run models over particles, on SGLang's model runners."""
 
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 class ParticleForward:
-    """Runs one model over particles.
+    """A forward of one model over particles.
 
-    The models are stock; the attention backend is ours, for the duration of a forward.
+    The model is SGLang's own; the attention backend is replaced for the duration of a forward.
 
     Args:
         runner: the target's or the draft's.
-        tails, attention: the particles' rows and how to attend, see `ParticleAttention`.
-        max_columns: no forward has more tokens a particle.
-        first_key, blocks: what heads ask of attention, see there.
+        tails, attention: the particles' rows and the implementation, see `ParticleAttention`.
+        max_columns: the most tokens of a particle in one forward.
+        first_key, blocks: for heads, see `ParticleAttention`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ParticleForward:
             runner, tails, attention, first_key=first_key, blocks=blocks
         )
         self._counts = torch.arange(max_columns + 1, device=tails.device)
-        self._captured = CaptureHiddenMode.NULL  # of the states of all tokens
+        self._captured = CaptureHiddenMode.NULL  # hidden states that the forward returns
 
     def next_logits(
         self,
@@ -57,14 +57,14 @@ class ParticleForward:
         slots: torch.Tensor,
         locations: KVLocations,
     ) -> torch.Tensor:
-        """Run a chain of C tokens for each particle and tell what comes after its last.
+        """Run a chain of C tokens for each particle and return the logits after its last token.
 
         Args:
             tokens: ``[G, N, C]``.
             starts: ``[G, N]`` position of each chain's first token, at least ``committed - 1``.
-            slots: ``[G, N, C]`` int64, where the tokens' KV goes; 0 for what nobody will read, or
-                what stands there already.
-            locations: where the rest of the KV stands.
+            slots: ``[G, N, C]`` int64 KV slots to which the tokens are written; 0 for those that
+                are never read, or are written already.
+            locations: of the rest of the KV.
 
         Returns:
             Logits ``[G, N, V]`` float32.
@@ -80,7 +80,7 @@ class ParticleForward:
         slots: torch.Tensor,
         locations: KVLocations,
     ) -> torch.Tensor:
-        """Logits ``[G, N, C, V]`` after each token of a chain; arguments as for `next_logits`."""
+        """Return logits ``[G, N, C, V]`` after each token; arguments as in `next_logits`."""
         output = self._run(ForwardMode.TARGET_VERIFY, tokens, starts, slots, locations)
         return output.next_token_logits.unflatten(0, tokens.shape)
 
@@ -100,7 +100,7 @@ class ParticleForward:
     def _attending(
         self, locations: KVLocations, starts: torch.Tensor, num_columns: int
     ) -> "Iterator[None]":
-        """Over particles, within the block."""
+        """Set this attention backend, planned for a forward, within the block."""
         with forward_context(ForwardContext(attn_backend=self.attn_backend)):
             self.attn_backend.plan(locations, starts, num_columns)
             yield
@@ -113,7 +113,7 @@ class ParticleForward:
         slots: torch.Tensor,
         locations: KVLocations,
     ) -> ForwardBatch:
-        """What the model's layers look at; our attention has its plan instead."""
+        """Return the batch for the model's layers; the attention backend uses its plan instead."""
         num_columns = tokens.shape[2]
         first = starts.flatten()
         positions, lengths = starts.unsqueeze(2), None
@@ -121,8 +121,7 @@ class ParticleForward:
             positions = positions + self._counts[:num_columns]
         if mode == ForwardMode.EXTEND:  # SGLang computes logits for the last token of each row
             lengths = self._counts[num_columns].expand(len(first))
-        # Columns past the context's end are never kept; they only must not overrun the rotary
-        # table.
+        # Columns past the context's end are never kept, but must not overrun the rotary table.
         positions = positions.flatten().clamp_max(self._last_position)
         return ForwardBatch(
             forward_mode=mode,
@@ -130,11 +129,11 @@ class ParticleForward:
             input_ids=tokens.flatten(),
             req_pool_indices=locations.particle_rows.flatten(),
             out_cache_loc=slots.flatten(),
-            # For attention backends alone, and not to be had for nothing.
+            # Read by attention backends alone, and costly to compute.
             seq_lens=first,
             seq_lens_sum=0,
             positions=positions,
-            # Time, height and width, which are one thing for text.
+            # Time, height and width, which are equal for text.
             mrope_positions=positions.expand(3, -1) if self._is_mrope else None,  # pyright: ignore[reportArgumentType] -- the default
             extend_seq_lens=lengths,
             extend_prefix_lens=first,
@@ -151,10 +150,10 @@ def particle_backend(
     first_key: int = 0,
     blocks: bool = False,
 ) -> ParticleAttention:
-    """The attention over particles that a model asks for; arguments as for `ParticleAttention`."""
+    """Return the attention over particles for a model; arguments as in `ParticleAttention`."""
     kind = ParticleAttention
     if runner.use_mla_backend:
-        from sglang_smc.models.latents import LatentParticleAttention
+        from sglang_smc.models.latent_attention import LatentParticleAttention
 
         kind = LatentParticleAttention
     return kind(runner, tails, implementation, first_key=first_key, blocks=blocks)

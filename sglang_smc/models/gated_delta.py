@@ -1,14 +1,14 @@
-"""The gated delta rule and what stands before it, in torch: a linear-attention layer's mathematics.
+"""Compute the gated delta rule, and the convolution before it, of linear-attention layers in torch.
 
-A layer of Qwen3.5 or Qwen3-Next that attends linearly has, for each value head, a matrix S. A token
-with key k, value v, query q, decay g <= 0 and step beta changes it and reads it:
+A linear-attention layer of Qwen3.5 or Qwen3-Next has a state matrix S for each value head. A token
+with key k, value v, query q, decay g <= 0 and step beta updates it and reads it:
 
     S <- exp(g) S
     S <- S + beta (v - S k) k^T
     output = S q
 
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464. Keys and queries are
-normalised, queries also scaled, and all three have gone through a short causal convolution.
+normalized, queries also scaled, and all three have gone through a short causal convolution.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,13 +19,13 @@ from torch.nn.functional import silu, softplus
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 
-EPSILON = 1e-6  # of the l2 norm, as in the published models
+EPSILON = 1e-6  # of the L2 norm, as in the published models
 
 
 class Columns(NamedTuple):
-    """Some consecutive tokens of each of P sequences, as the recurrence takes them."""
+    """Consecutive tokens of each of P sequences, as inputs of the recurrence."""
 
-    qkv: torch.Tensor  # [P, J, 2 * k_heads * K + v_heads * V] behind the convolution
+    qkv: torch.Tensor  # [P, J, 2 * k_heads * K + v_heads * V] after the convolution
     decay: torch.Tensor  # [P, J, v_heads] float32 g, at most 0
     beta: torch.Tensor  # [P, J, v_heads] float32
 
@@ -38,23 +38,23 @@ class Gates(NamedTuple):
 
 
 def taps_of(layer: "RadixLinearAttention") -> torch.Tensor:
-    """The convolution of an SGLang layer, ``[D, W]``."""
+    """Return the convolution weights of an SGLang layer, ``[D, W]``."""
     weight = layer.conv_weights
     assert isinstance(weight, torch.Tensor), "queries, keys and values have one convolution"
     return weight
 
 
 def gates_of(layer: "RadixLinearAttention") -> Gates:
-    """The parameters of an SGLang layer's decay."""
+    """Return the decay parameters of an SGLang layer."""
     assert layer.A_log is not None and layer.dt_bias is not None, "of a gated delta rule"
     return Gates(layer.A_log, layer.dt_bias)
 
 
 def causal_conv(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Depthwise causal convolution, and SiLU.
+    """Apply a depthwise causal convolution, and SiLU.
 
     Args:
-        inputs: ``[P, W - 1 + J, D]``, the J tokens behind the W - 1 before them.
+        inputs: ``[P, W - 1 + J, D]``, J tokens preceded by the W - 1 before them.
         weight: ``[D, W]``.
 
     Returns:
@@ -69,7 +69,7 @@ def causal_conv(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def columns_of(qkv: torch.Tensor, gates: Gates, a: torch.Tensor, b: torch.Tensor) -> Columns:
-    """What the recurrence takes, from ``qkv`` ``[P, J, D]`` and the gates' inputs ``[P, J, H]``."""
+    """Return the recurrence's inputs from ``qkv`` ``[P, J, D]`` and gate inputs ``[P, J, H]``."""
     rate = -gates.log_rate.float().exp()
     return Columns(qkv, rate * softplus(a.float() + gates.bias.float()), b.float().sigmoid())
 
@@ -81,18 +81,18 @@ def gated_delta(
     num_past: torch.Tensor,
     new: Columns,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Roll states over the first of their past columns, and read new ones from there.
+    """Advance states over the first of their past columns, then run new columns from there.
 
     Args:
         states: ``[particles, v_heads, V, K]``.
-        source: ``[P]`` int64, which of them each of the P sequences goes on from.
-        past: columns behind the states.
-        num_past: ``[P]`` int64, how many of those each state is rolled over.
-        new: C columns, which leave no trace in the rolled states.
+        source: ``[P]`` int64, the particle from which each of the P sequences takes its state.
+        past: columns after the states.
+        num_past: ``[P]`` int64, the number of past columns over which each state is advanced.
+        new: C columns, which leave no trace in the advanced states.
 
     Returns:
         Outputs ``[P, C, v_heads, V]`` of the new columns in the dtype of their ``qkv``, and the
-        rolled states ``[P, v_heads, V, K]`` in the dtype of ``states``.
+        advanced states ``[P, v_heads, V, K]`` in the dtype of ``states``.
     """
     before = torch.arange(past.decay.shape[1], device=states.device) < num_past.unsqueeze(1)
     kept = before.unsqueeze(2)  # [P, J, 1]: without decay and step a column changes nothing
@@ -109,8 +109,8 @@ def scan(states: torch.Tensor, columns: Columns) -> tuple[torch.Tensor, torch.Te
         states: ``[P, v_heads, V, K]`` float32.
 
     Returns:
-        The states behind the last column, and outputs ``[P, J, v_heads, V]`` of each in the dtype
-        of ``qkv``.
+        The states after the last column, and the outputs ``[P, J, v_heads, V]`` in the dtype of
+        ``qkv``.
     """
     query, key, value = split_heads(columns.qkv, states.shape)
     keep, outputs = columns.decay.exp(), [value[:, :0]]
@@ -126,9 +126,9 @@ def scan(states: torch.Tensor, columns: Columns) -> tuple[torch.Tensor, torch.Te
 def split_heads(
     qkv: torch.Tensor, shape: torch.Size
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Normalised queries and keys, ``[P, J, v_heads, K]``, and values ``[P, J, v_heads, V]``.
+    """Return normalized queries and keys ``[P, J, v_heads, K]``, and values ``[..., V]``.
 
-    All float32. Value heads that share a key head stand together.
+    All are float32. Value heads that share a key head are adjacent.
 
     Args:
         qkv: ``[P, J, 2 * k_heads * K + v_heads * V]``.
@@ -147,5 +147,5 @@ def split_heads(
 
 
 def normalised(vectors: torch.Tensor) -> torch.Tensor:
-    """Vectors ``[..., K]`` of length 1, or nearly: see `EPSILON`."""
+    """Return vectors ``[..., K]`` scaled to L2 norm 1, up to `EPSILON`."""
     return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + EPSILON)

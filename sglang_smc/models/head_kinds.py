@@ -1,4 +1,4 @@
-"""What a draft's checkpoint is: a language model, or a head that SGLang has a class for."""
+"""Classify a draft's checkpoint: a language model, or a head that SGLang has a class for."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -12,7 +12,7 @@ Kind = Literal["model", "eagle3", "dflash"]
 EAGLE3, DFLASH = "LlamaForCausalLMEagle3", "DFlashDraftModel"
 _HEADS: dict[str, Kind] = {EAGLE3: "eagle3", DFLASH: "dflash"}
 
-# Of architectures that are heads, too, and what they are, by a part of their names.
+# Unsupported heads, by a part of their architecture's name.
 _OTHER_HEADS = {
     "Eagle3": "an EAGLE-3 head with layers that are not Llama's",
     "Eagle": "an EAGLE head of the first or second kind",
@@ -32,22 +32,22 @@ _DFLASH_EXTRAS = {
 
 
 def kind_of(config: "ModelConfig") -> Kind:
-    """What the checkpoint of a draft is."""
+    """Return the kind of a draft's checkpoint."""
     return _HEADS.get(_architecture(config), "model")
 
 
 def is_head(config: "ModelConfig") -> bool:
-    """Whether it reads the target's states."""
+    """Return whether a draft reads the target's hidden states."""
     return kind_of(config) != "model"
 
 
 def is_head_at(path: str, revision: str | None, trust_remote_code: bool) -> bool:
-    """Return whether a checkpoint is a head, by its configuration alone."""
+    """Return whether a checkpoint is a head, from its configuration alone."""
     return _named(_config_at(path, revision, trust_remote_code)) in _HEADS
 
 
 def knows_all(path: str, revision: str | None, trust_remote_code: bool) -> bool:
-    """Return whether a draft can propose every token: EAGLE-3 heads may know the frequent alone."""
+    """Return whether a draft can propose every token: an EAGLE-3 head may lack rare ones."""
     config = _config_at(path, revision, trust_remote_code)
     if _named(config) != EAGLE3:
         return True
@@ -66,12 +66,19 @@ def _named(config: Any) -> str:
 
 
 def mask_token(config: "ModelConfig") -> int:
-    """The token that stands for what is to be drafted, of a block head that says it."""
+    """Return the mask token id of a block head."""
     return _dflash(config).mask_token_id
 
 
 def captured_layers(config: "ModelConfig", num_layers: int) -> list[int] | None:
-    """Which of the target's ``num_layers`` a head reads, as SGLang counts; None: its choice."""
+    """Return the target layers that give a head its hidden states, counted as by SGLang.
+
+    Args:
+        num_layers: of the target.
+
+    Returns:
+        The layers; None for SGLang's default.
+    """
     if kind_of(config) == "dflash":
         parsed = _dflash(config)
         return parsed.resolve_target_layer_ids(
@@ -81,7 +88,7 @@ def captured_layers(config: "ModelConfig", num_layers: int) -> list[int] | None:
 
 
 def problems(config: "ModelConfig", target: "ModelConfig", num_steps: int) -> Iterator[str]:
-    """What about a draft's checkpoint does not fit, in words that follow its path.
+    """Yield what in a draft's checkpoint does not fit, as phrases that follow its path.
 
     Args:
         num_steps: K of the server.
@@ -108,7 +115,7 @@ def _eagle_problems(config: "ModelConfig") -> Iterator[str]:
 
 def _block_problems(config: "ModelConfig", target: "ModelConfig", num_steps: int) -> Iterator[str]:
     parsed = _dflash(config)
-    given = config.hf_config.to_dict().get("dflash_config") or {}  # 0.5.17 parses no extras
+    given = config.hf_config.to_dict().get("dflash_config") or {}  # 0.5.17 does not parse extras
     extras = {name: given.get(name) or getattr(parsed, name, None) for name in _DFLASH_EXTRAS}
     extras["output_multiplier"] = extras["output_multiplier"] not in (None, 1.0)
     for name in (name for name, value in extras.items() if value):
@@ -129,7 +136,7 @@ def _block_problems(config: "ModelConfig", target: "ModelConfig", num_steps: int
 
 
 def _width_problems(config: "ModelConfig", target: "ModelConfig") -> Iterator[str]:
-    """Heads read states, and mostly embeddings, of the target's width."""
+    """Yield mismatches of width: heads take hidden states, and mostly embeddings, of the target."""
     own = config.hf_config
     reads = own.to_dict().get("target_hidden_size") or config.hidden_size
     if reads != target.hidden_size:
@@ -141,7 +148,7 @@ def _width_problems(config: "ModelConfig", target: "ModelConfig") -> Iterator[st
 
 
 def _layer_problems(config: "ModelConfig", target: "ModelConfig") -> Iterator[str]:
-    last = target.num_hidden_layers - 2  # what the last layer passes on is not given out
+    last = target.num_hidden_layers - 2  # the last layer's output is not captured
     try:
         layers = captured_layers(config, target.num_hidden_layers)
     except ValueError as error:

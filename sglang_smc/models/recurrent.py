@@ -1,9 +1,9 @@
-"""Layers that attend linearly, over particles: each particle has a state of its own.
+"""Run linear-attention layers over particles, each of which has its own recurrent state.
 
-A particle's state is named by the KV slot of the last token that the target has read of it. The
-ledger hands that slot down as particles descend, so that nothing is copied as they do: the next
-pass looks up who read the slot, takes over that particle's state and columns, and rolls the state
-over the columns that were kept. docs/recurrent.md has the design, and its memory.
+A particle's state is addressed by the KV slot of the last token that the target has processed of
+it. The ledger passes that slot on when particles are resampled, so that no state is copied then:
+the next pass finds the particle that wrote the slot, takes its state and columns, and advances the
+state over the columns that were kept. docs/algorithm.md has the design, and its memory.
 """
 
 import dataclasses
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 
 class StateTables(NamedTuple):
-    """What the device keeps of the states of P particles, those of a request together.
+    """The recurrent states of P particles on the device, those of a request together.
 
-    A state stands behind what was kept of all passes but the last. Of that one its C columns are
-    there as they came in, behind the W - 1 before them, which the convolution reads.
+    A state includes the kept columns of all passes but the last. Of the last pass its C columns are
+    stored as inputs, with the W - 1 before them, which the convolution reads.
     """
 
     states: torch.Tensor  # [L, P, v_heads, V, K]
     inputs: torch.Tensor  # [L, P, W - 1 + C, D] before the convolution
-    gates: torch.Tensor  # [L, P, C, 2 * v_heads] a, and b behind it
+    gates: torch.Tensor  # [L, P, C, 2 * v_heads] a, then b
     readers: torch.Tensor  # [KV slots] int64: (C + 1) * particle + columns of it, this included
 
     @classmethod
@@ -50,14 +50,14 @@ class StateTables(NamedTuple):
         num_slots: int,
         dtype: torch.dtype,
     ) -> "StateTables":
-        """Tables of zeros, beside the one state of each request in SGLang's mamba pool.
+        """Return tables of zeros, beside the one state of each request in SGLang's mamba pool.
 
         Args:
             pool: SGLang's `HybridReqToTokenPool`.
             num_particles: N, of each row of the pool.
             num_columns: C, the most of a pass.
             num_slots: of KV, the padding slot 0 included.
-            dtype: of what goes into the layers.
+            dtype: of the layers' inputs.
         """
         states = take_room(pool, len(pool.req_to_token) * num_particles)
         windows = pool.mamba_pool.mamba_cache.conv[0]  # [L, slots, D, W - 1]
@@ -71,10 +71,10 @@ class StateTables(NamedTuple):
 
 
 def take_room(pool: Any, num_states: int) -> torch.Tensor:
-    """Room for states ``[L, num_states, v_heads, V, K]``.
+    """Return memory for states ``[L, num_states, v_heads, V, K]``.
 
-    SGLang has made some: for its own speculation a request has a state for each of K + 1 columns.
-    Where particles are no more than those they move in there, else a table takes its place.
+    SGLang allocates K + 1 states per request for its own speculation. That buffer is reused where
+    it is large enough, and replaced by a new table otherwise.
     """
     cache = pool.mamba_pool.mamba_cache
     found, of_requests = cache.intermediate_ssm.flatten(1, 2), cache.temporal
@@ -88,10 +88,10 @@ def take_room(pool: Any, num_states: int) -> torch.Tensor:
 
 
 class RecurrentParticles(AttentionBackend):
-    """Attention of particles where some layers attend linearly.
+    """Attention of particles for models in which some layers use linear attention.
 
     Args:
-        full: of the other layers.
+        full: attention of the other layers.
         runner: the target's, its pools built.
         tables: of the particles.
         tails: `Ledger.tails`.
@@ -117,19 +117,19 @@ class RecurrentParticles(AttentionBackend):
         self._gated_delta = _implementation(implementation)
         # Of the running pass, [P] int64:
         self._own: torch.Tensor  # its particles
-        self._source: torch.Tensor  # whose state and columns each takes over
-        self._num_past: torch.Tensor  # of these columns
+        self._source: torch.Tensor  # the particle from which each takes state and columns
+        self._num_past: torch.Tensor  # kept columns of that particle
 
     def plan(self, locations: KVLocations, starts: torch.Tensor, num_columns: int) -> None:
-        """As `ParticleAttention.plan`, for the layers with full attention."""
+        """Plan the softmax-attention layers, see `ParticleAttention.plan`."""
         self._full.plan(locations, starts, num_columns)
 
     def enter(self, locations: KVLocations, starts: torch.Tensor, slots: torch.Tensor) -> None:
-        """Find the states that a pass goes on from, and note who reads in it.
+        """Find the states from which a pass continues, and note which particle writes each slot.
 
         Args:
             starts: ``[G, N]`` positions of the chains' first tokens.
-            slots: ``[G, N, C]`` int64 of the chains' tokens; 0 for what nobody will read.
+            slots: ``[G, N, C]`` int64 of the chains' tokens; 0 for those that are never read.
         """
         readers, base = self.tables.readers, self._most_columns + 1
         found = readers[slots_before(self._tails, locations.particle_rows, starts)].flatten()
@@ -139,7 +139,7 @@ class RecurrentParticles(AttentionBackend):
         readers[slots] = locations.particle_rows.unsqueeze(2) * base + column
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Attend as the layer does."""
+        """Run the attention of a layer of either kind."""
         if "mixed_qkv" in kwargs:
             return self.forward_linear(**kwargs)
         return self._full.forward(*args, **kwargs)
@@ -153,7 +153,7 @@ class RecurrentParticles(AttentionBackend):
         b: torch.Tensor,
         **_: Any,
     ) -> torch.Tensor:
-        """Roll states over what was kept of the last pass, and read this one's columns from there.
+        """Advance states over the kept columns of the last pass, then run this pass's columns.
 
         Args:
             mixed_qkv: ``[P * C, D]`` before the convolution.
@@ -184,10 +184,10 @@ class RecurrentParticles(AttentionBackend):
         return output.view(1, -1, *output.shape[2:])
 
     def take_up(self, rows: torch.Tensor, lengths: torch.Tensor, particles: torch.Tensor) -> None:
-        """Let particles go on from the states behind prompts, which SGLang's pool has.
+        """Start particles from the states after prompts, which are in SGLang's pool.
 
         Args:
-            rows, lengths: ``[G]`` int64 of `req_to_token`, and of what was read.
+            rows, lengths: ``[G]`` int64 rows of `req_to_token`, and numbers of tokens processed.
             particles: ``[G, N]`` int64 rows of all particles.
         """
         pool, tables, first = self.req_to_token_pool, self.tables, particles[:, 0]
@@ -201,13 +201,13 @@ class RecurrentParticles(AttentionBackend):
 
 
 class RecurrentForward(ParticleForward):
-    """Runs a target with linear attention over particles.
+    """A forward of a target with linear attention over particles.
 
     Args:
-        runner, attention: as for `ParticleForward`.
-        ledger: `memory.ledger.Ledger`, of KV slots.
+        runner, attention: see `ParticleForward`.
+        ledger: `kv.ledger.Ledger`, of KV slots.
         num_particles: N.
-        max_columns: no forward has more tokens a particle.
+        max_columns: the most tokens of a particle in one forward.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class RecurrentForward(ParticleForward):
         self.attn_backend: Any = self._linear
 
     def take_up(self, rows: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Let the particles of prompts that have been read go on from there; see `Prefill`."""
+        """Start the particles of prefilled prompts from their prompts' states; see `Prefill`."""
         particles = self._ledger.particle_rows(rows, self._num_particles)
         self._linear.take_up(rows, lengths.long(), particles)
 

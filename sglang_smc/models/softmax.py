@@ -1,4 +1,13 @@
-"""Softmax attention over some of the keys, in plain torch: what a layer makes of its scores."""
+"""Attend over a part of the keys, and to a prefix that particles share, in plain torch.
+
+The particles of a request share its committed prefix and differ in their tails. So the keys of the
+prefix are gathered once per request, and its particles, columns and query heads of a key head are
+all queries to them; each particle attends to its own tail, and the two softmaxes are joined by
+their log-sum-exp. A query is at the last committed token or after it, so it attends to the whole
+prefix: only tails need a causal mask. A layer with a sliding window attends to the prefix's end,
+and no more of it is gathered. In a block head's layer all new tokens of a particle attend to each
+other, and a head may have no keys at the first positions of a sequence.
+"""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -9,21 +18,21 @@ if TYPE_CHECKING:
 
 
 class Softmax(NamedTuple):
-    """How a layer goes from queries and keys to weights, and from values to its output."""
+    """The parameters of a layer's softmax attention."""
 
-    scaling: float  # factor of the scores, with that of keys in 8 bits in it
-    cap: float = 0.0  # scores become cap * tanh(score / cap), as in Gemma 2; 0: they stay
+    scaling: float  # factor of the scores, the scale of 8-bit keys included
+    cap: float = 0.0  # scores become cap * tanh(score / cap), as in Gemma 2; 0 for no cap
     sinks: torch.Tensor | None = None  # [q_heads] scores of a key without a value, as in gpt-oss
-    value_scale: float = 1.0  # of values in 8 bits
+    value_scale: float = 1.0  # of 8-bit values
 
 
 def softmax_of(layer: "RadixAttention", sinks: torch.Tensor | None, is_scaled: bool) -> Softmax:
-    """What ``layer`` asks for.
+    """Return the softmax parameters of ``layer``.
 
     Args:
-        sinks: ``[q_heads]``, which some models hand to attention with each call.
-        is_scaled: whether keys and values were divided by the layer's scales as they were stored,
-            which is so for those of 8 bits.
+        sinks: ``[q_heads]``, which some models pass to attention with each call.
+        is_scaled: whether keys and values are stored divided by the layer's scales, as 8-bit ones
+            are.
     """
     if not is_scaled:
         return Softmax(layer.scaling, layer.logit_cap, sinks)
@@ -37,7 +46,7 @@ def softmax_of(layer: "RadixAttention", sinks: torch.Tensor | None, is_scaled: b
 
 
 class Attended(NamedTuple):
-    """Softmax attention over some of the keys."""
+    """The softmax attention over a part of the keys."""
 
     output: torch.Tensor  # [..., head_dim]
     log_sum: torch.Tensor  # [...] float32, log-sum-exp of the scores
@@ -50,14 +59,14 @@ def attend(
     mask: torch.Tensor | None,
     softmax: Softmax,
 ) -> Attended:
-    """Softmax attention that also tells how much there was to see; sinks are left to `finish`.
+    """Compute softmax attention with its log-sum-exp; sinks are left to `finish`.
 
     Args:
         query: ``[B, H, Q, head_dim]``.
         keys, values: ``[B, H, L, head_dim]``.
-        mask: added to the scores, broadcasts to ``[B, H, Q, L]``. A query that may see no key needs
-            a finite one: it gets a mean of all values, with a log-sum-exp that gives it no weight.
-            None: the i-th query sees the keys 0 to i.
+        mask: added to the scores, broadcasts to ``[B, H, Q, L]``. A query without visible keys
+            needs a finite mask: it gets a mean of all values, with a log-sum-exp that gives it no
+            weight. None: the i-th query attends to the keys 0 to i.
     """
     if query.device.type == "cpu" and not softmax.cap:
         options = {"is_causal": mask is None, "attn_mask": mask, "scale": softmax.scaling}
@@ -74,7 +83,7 @@ def attend_anywhere(
     mask: torch.Tensor,
     softmax: Softmax,
 ) -> Attended:
-    """`attend` written out, where torch has no kernel for it."""
+    """Compute `attend` in basic operators, where torch has no kernel for it."""
     scores = (query @ keys.transpose(2, 3)).float() * softmax.scaling
     if softmax.cap:
         scores = softmax.cap * torch.tanh(scores / softmax.cap)
@@ -85,16 +94,16 @@ def attend_anywhere(
 
 
 def join(one: Attended, other: Attended, softmax: Softmax) -> torch.Tensor:
-    """The output of a layer, ``[..., head_dim]``, from two disjoint sets of keys that are all."""
+    """Return a layer's output, ``[..., head_dim]``, from two disjoint sets of all its keys."""
     weight = torch.sigmoid(other.log_sum - one.log_sum).unsqueeze(-1)
     output = torch.lerp(one.output, other.output, weight.to(one.output.dtype))
-    if softmax.sinks is None:  # nobody asks how much there was to see
+    if softmax.sinks is None:  # the joint log-sum-exp is not needed
         return _rescale(output, softmax)
     return finish(Attended(output, torch.logaddexp(one.log_sum, other.log_sum)), softmax)
 
 
 def finish(attended: Attended, softmax: Softmax) -> torch.Tensor:
-    """The output of a layer, ``[..., head_dim]``, once all keys have been seen.
+    """Return a layer's output, ``[..., head_dim]``, once all keys are attended.
 
     A sink takes its share of the weight and adds nothing; ``softmax.sinks`` must broadcast to
     ``log_sum`` here.
@@ -111,24 +120,203 @@ def _rescale(output: torch.Tensor, softmax: Softmax) -> torch.Tensor:
 
 
 def additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask to add to scores: what is ``hidden`` gets a finite number that outweighs any score."""
+    """Return a mask to add to scores: a finite number that outweighs any score where ``hidden``."""
     mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     return mask.masked_fill_(hidden, torch.finfo(dtype).min)
 
 
 def hidden_ahead(length: int, device: torch.device) -> torch.Tensor:
-    """Of ``length`` queries and as many keys, which lie ahead: ``[length, length]`` bool."""
+    """Return which of ``length`` keys are ahead of each query: ``[length, length]`` bool."""
     return torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)
 
 
 def gather_slots(cache: torch.Tensor, slots: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-    """``cache[slots]`` for ``[slots, kv_heads, head_dim]`` and ``[L]``, written into scratch."""
+    """Copy ``cache[slots]``, of ``[slots, kv_heads, head_dim]`` and ``[L]``, into ``scratch``."""
     out = scratch[: len(slots)]
-    if cache.element_size() == 1:  # torch gathers no numbers of 8 bits but whole ones
+    if cache.element_size() == 1:  # torch gathers 8-bit integers, but no 8-bit floats
         torch.index_select(cache.view(torch.uint8), 0, slots, out=out.view(torch.uint8))
         return out
     return torch.index_select(cache, 0, slots, out=out)
 
 
-# What scaled_dot_product_attention runs on a CPU, which keeps the log-sum-exp to itself.
+# The CPU kernel of scaled_dot_product_attention, which does not return the log-sum-exp.
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+class Heads(NamedTuple):
+    """The attention heads of a model, on each tensor-parallel rank."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    rank: int = 0  # of latents (MLA): width of the value in a key; 0: values are stored apart
+
+
+class SharedPrefixPlan(NamedTuple):
+    """The key locations and masks of one forward, shared by layers of one kind."""
+
+    # Prefixes [G * P], then tails [G * N * T]. Padding repeats a slot of the prefix, so that only
+    # the request's own slots are read: all requests write to slot 0, which may so hold NaN, and
+    # NaN times a weight of 0 is NaN.
+    slots: torch.Tensor
+    # Added to the scores: [G, 1, 1, P], with a window [G, 1, N * C * group, P].
+    prefix_mask: torch.Tensor
+    tail_mask: torch.Tensor  # [G * N, 1, C * group, T], the same
+    # Destinations of the gathers. Fresh pages for every layer would cost more than the copy.
+    key_scratch: torch.Tensor  # [G * P + G * N * T, kv_heads, head_dim]
+    value_scratch: torch.Tensor
+
+
+def plan_shared_prefix(
+    req_to_token: torch.Tensor,
+    tails: torch.Tensor,
+    rows: torch.Tensor,
+    committed: torch.Tensor,
+    particle_rows: torch.Tensor,
+    starts: torch.Tensor,
+    *,
+    num_columns: int,
+    group: int,
+    dtype: torch.dtype,
+    cache: torch.Tensor,
+    window: int | None = None,
+    sees_block: bool = False,
+    first_key: int = 0,
+) -> SharedPrefixPlan:
+    """Plan a forward over C tokens of each of N particles of each of G requests.
+
+    Reads lengths on the host, which waits for the device, and cuts all tensors to them.
+
+    Args:
+        req_to_token: ``[rows, width]`` slots by row and position.
+        tails: ``[rows, W]`` slots by row and position modulo W, a power of two.
+        rows, committed: ``[G]`` rows of the shared prefixes and their lengths, at least 1.
+        particle_rows, starts: ``[G, N]`` rows of the tails, which begin at ``committed``, and the
+            position of each particle's first token, at least ``committed - 1``.
+        num_columns: C.
+        group: query heads per key head.
+        dtype: of the queries.
+        cache: keys of some layer, ``[slots, kv_heads, head_dim]``.
+        window: the number of keys before its own that a query attends to; None for all.
+        sees_block: whether a query attends to all new tokens of its particle that have slots of
+            their own, also those ahead of it. Not with a window.
+        first_key: the first position that has a key; those before it are not attended. The output
+            of queries before it is undefined.
+    """
+    assert window is None or not sees_block, "checked with the layers"
+    column = torch.arange(num_columns, device=rows.device)
+    begins = committed.clamp_min(first_key)  # [G] where the keys of the tails begin
+    # [G, N, C] number of keys of its own tail that each query attends to
+    seen = (starts - begins.unsqueeze(1)).unsqueeze(2) + column + 1
+    if sees_block:
+        seen = seen[:, :, -1:].expand_as(seen)
+    # Keys at the end of the prefix that the earliest possible query attends to.
+    visible = (committed - first_key).clamp(0, None if window is None else window + 1)  # [G]
+    prefix_len, tail_len = _host_sizes(visible, seen)
+    position = torch.arange(max(prefix_len, tail_len), device=rows.device)
+    at = position[:prefix_len] + (committed - visible).unsqueeze(1)  # [G, P] in a prefix
+    hidden = at >= committed.unsqueeze(1)  # [G, P]
+    unseen = position[:tail_len] >= seen.unsqueeze(3)  # [G, N, C, T]
+    unwritten = unseen[:, :, -1]  # [G, N, T]
+    prefix_mask = additive(hidden, dtype).view(len(rows), 1, 1, prefix_len)
+    if window is not None:
+        oldest = (seen - 1 - window).unsqueeze(3)  # [G, N, C, 1] first key that a query attends to
+        unseen = unseen | (position[:tail_len] < oldest)
+        behind = (at - begins.unsqueeze(1)).view(len(rows), 1, 1, -1)  # a tail begins at 0
+        left_out = hidden.view(len(rows), 1, 1, -1) | (behind < oldest)  # [G, N, C, P]
+        prefix_mask = _of_heads(left_out.flatten(1, 2), group, dtype)
+
+    prefix = req_to_token[rows.unsqueeze(1), at.minimum(committed.unsqueeze(1) - 1)]
+    place = (begins.view(-1, 1, 1) + position[:tail_len]) & (tails.shape[1] - 1)  # [G, 1, T]
+    tails = tails[particle_rows.unsqueeze(2), place]  # [G, N, T]
+    unwritten = unwritten | (tails == 0)
+    if sees_block:  # padding of a request with fewer columns than others is ahead of its own
+        unseen = unseen | unwritten.unsqueeze(2)
+    written = prefix[:, :1]
+    if first_key:  # the prefix may have no key: then a slot that some particle has written
+        of_tails = tails[:, :, :1].masked_fill(unwritten[:, :, :1], 0).amax(1)  # [G, 1]
+        written = torch.where(hidden[:, :1], of_tails, written)
+    slots = torch.cat(
+        [
+            torch.where(hidden, written, prefix).flatten(),
+            torch.where(unwritten, written.unsqueeze(2), tails).flatten(),
+        ]
+    ).long()
+    return SharedPrefixPlan(
+        slots=slots,
+        prefix_mask=prefix_mask,
+        tail_mask=_of_heads(unseen.flatten(0, 1), group, dtype),
+        key_scratch=cache.new_empty(len(slots), *cache.shape[1:]),
+        value_scratch=cache.new_empty(len(slots), *cache.shape[1:]),
+    )
+
+
+def shared_prefix_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: SharedPrefixPlan,
+    softmax: Softmax,
+) -> torch.Tensor:
+    """Compute softmax attention of particles over their shared prefix and tails.
+
+    Args:
+        query: ``[G, N, C, q_heads, head_dim]``; heads that share a key head are adjacent.
+        keys, values: ``[slots, kv_heads, head_dim]``, the caches of one layer.
+        softmax: the layer's parameters.
+
+    Returns:
+        The output, in the shape of ``query``.
+    """
+    size, num_particles, num_columns, _, head_dim = query.shape
+    kv_heads, num_prefix = keys.shape[1], size * plan.prefix_mask.shape[-1]
+    grouped = query.view(size, num_particles, num_columns, kv_heads, -1, head_dim)
+    folded = grouped.permute(0, 3, 1, 2, 4, 5).flatten(2, 4)  # [G, kv_heads, N * C * group, dim]
+    per_particle = folded.unflatten(2, (num_particles, -1)).transpose(1, 2).flatten(0, 1)
+
+    keys = gather_slots(keys, plan.slots, plan.key_scratch).to(query.dtype)
+    values = gather_slots(values, plan.slots, plan.value_scratch).to(query.dtype)
+    prefix = attend(
+        folded,
+        _by_head(keys[:num_prefix], size),
+        _by_head(values[:num_prefix], size),
+        plan.prefix_mask,
+        softmax,
+    )
+    tails = attend(
+        per_particle,  # [G * N, kv_heads, C * group, dim]
+        _by_head(keys[num_prefix:], size * num_particles),
+        _by_head(values[num_prefix:], size * num_particles),
+        plan.tail_mask,
+        softmax,
+    )
+    if softmax.sinks is not None:  # [G * N * C * group, kv_heads], the layout of the parts
+        by_head = softmax.sinks.view(kv_heads, -1).t().repeat(query[..., 0, 0].numel(), 1)
+        softmax = softmax._replace(sinks=by_head)
+    joined = join(
+        _by_query(prefix), _by_query(tails), softmax
+    )  # [G * N * C * group, kv_heads, dim]
+    unfolded = joined.view(size, num_particles, num_columns, -1, kv_heads, head_dim)
+    return unfolded.transpose(3, 4).reshape(query.shape)
+
+
+def _host_sizes(prefixes: torch.Tensor, seen: torch.Tensor) -> tuple[int, int]:
+    """Return the longest prefix and tail of a batch, at least 1; this waits for the device."""
+    prefix_len, tail_len = torch.stack([prefixes.amax(), seen.amax()]).clamp_min(1).tolist()
+    return prefix_len, tail_len
+
+
+def _of_heads(hidden: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return hidden keys ``[rows, Q, L]`` as an additive mask ``[rows, 1, Q * group, L]``."""
+    return additive(hidden, dtype).repeat_interleave(group, dim=1).unsqueeze(1)
+
+
+def _by_head(gathered: torch.Tensor, rows: int) -> torch.Tensor:
+    """Reshape ``[rows * L, kv_heads, head_dim]`` to ``[rows, kv_heads, L, head_dim]``."""
+    return gathered.unflatten(0, (rows, -1)).transpose(1, 2)
+
+
+def _by_query(attended: Attended) -> Attended:
+    """Reshape attention ``[B, H, Q, ...]`` to ``[B * Q, H, ...]``."""
+    return Attended(*(part.transpose(1, 2).flatten(0, 1) for part in attended))

@@ -1,6 +1,6 @@
-"""Models that SMC cannot run, told by their configuration before anything is loaded.
+"""Validate models before anything is loaded: find those that SMC cannot run by their configuration.
 
-What a configuration does not tell is found when the models are built: `check_layers`.
+What a configuration does not show is found when the models are built: `check_layers`.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_smc.models import head_kinds as kinds
-from sglang_smc.models.shared_prefix import Heads
+from sglang_smc.models.softmax import Heads
 from sglang_smc.options.server import DEFAULTS
 from sglang_smc.upstream import Arguments, first_layer, is_gated_delta, model_config_of
 
@@ -36,11 +36,11 @@ _FAMILIES = (
     "R are among those that run (docs/support.md has all)"
 )
 
-# What a cache may hold. In 8 bits, keys and values are divided by their layer's scales.
+# Dtypes of a KV cache. 8-bit keys and values are stored divided by their layer's scales.
 _PLAIN_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SMALL_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
-# Of latent attention (MLA): those whose layers are SGLang's DeepSeek layers, or are like them.
+# Latent attention (MLA): models with SGLang's DeepSeek layers, or equivalent ones.
 _LATENT = {
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
@@ -48,7 +48,7 @@ _LATENT = {
     "MiniCPM3ForCausalLM",
 }
 
-# Architectures that take images, too: served for text alone, by the decoder within.
+# Multimodal architectures, served for text alone by their language model.
 _TEXT_OF_IMAGES = {
     "Gemma3ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
@@ -61,7 +61,7 @@ _TEXT_OF_IMAGES = {
 }
 
 
-# Whose layers with linear attention have been run over particles.
+# Architectures with linear attention that have been run over particles.
 _RECURRENT = {"Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"}
 _UNSERVED = (
     f"a recurrent (Mamba-like) state, which a target of {' or '.join(sorted(_RECURRENT))} alone "
@@ -70,10 +70,10 @@ _UNSERVED = (
 
 
 def problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
-    """A sentence for everything about target and draft that SMC cannot run.
+    """Return a sentence for everything about target and draft that SMC cannot run.
 
     Args:
-        widest_heads: dimensions that heads may have; None for any.
+        widest_heads: the largest supported head dimension; None for any.
     """
     target = model_config_of(server_args)
     found = [
@@ -91,7 +91,7 @@ def problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
         model_revision=server_args.speculative_draft_model_revision or "main",
         is_draft_model=True,
     )
-    config.is_draft_model = False  # what SGLang then says of layers is about extra ones
+    config.is_draft_model = False  # else SGLang's layer queries refer to MTP layers
     flag = "--speculative-draft-model-path"
     num_steps = server_args.speculative_num_steps or DEFAULTS.num_steps
     found += [
@@ -110,7 +110,7 @@ def problems(server_args: Arguments, widest_heads: int | None) -> list[str]:
 
 
 def _no_heads(target: ModelConfig) -> Iterator[str]:
-    """Targets that heads cannot follow."""
+    """Yield why heads cannot draft for a target."""
     if _has_states(target):
         yield (
             "a target with linear attention hands no states to one; allowed: targets whose layers "
@@ -119,8 +119,8 @@ def _no_heads(target: ModelConfig) -> Iterator[str]:
 
 
 def _head_problems(flag: str, path: str, model: ModelConfig, widest: int | None) -> list[str]:
-    """Heads that are too wide for the kernels that are to run."""
-    latent = model.attention_arch == AttentionArch.MLA  # in kernels of its own
+    """Return a sentence if attention heads are too wide for the kernels in use."""
+    latent = model.attention_arch == AttentionArch.MLA  # has kernels of its own
     if widest is None or latent or (model.head_dim or 0) <= widest:
         return []
     return [
@@ -131,13 +131,13 @@ def _head_problems(flag: str, path: str, model: ModelConfig, widest: int | None)
 
 
 def _has_states(model: ModelConfig) -> bool:
-    """Whether particles can have states of a target's layers with linear attention."""
+    """Return whether particles can have states of a target's linear-attention layers."""
     runs = _RECURRENT.intersection(model.hf_config.architectures or ())
     return bool(runs) and is_gated_delta(model)
 
 
 def _state_problems(server_args: Arguments, target: ModelConfig) -> list[str]:
-    """What a target with recurrent states does not go with."""
+    """Return the server settings that conflict with a target's recurrent states."""
     if not _has_states(target):
         return []
     refused = {
@@ -154,7 +154,7 @@ def _state_problems(server_args: Arguments, target: ModelConfig) -> list[str]:
 
 
 def _kinds(model: ModelConfig, as_draft: bool = False) -> Iterator[str]:
-    """What it is about a model that neither the ledger nor the attention can serve."""
+    """Yield the properties of a model that the ledger or the attention does not support."""
     latent = model.attention_arch == AttentionArch.MLA
     yield from _chunks(model)
     if latent:
@@ -173,7 +173,7 @@ def _kinds(model: ModelConfig, as_draft: bool = False) -> Iterator[str]:
 
 
 def _chunks(model: ModelConfig) -> Iterator[str]:
-    """What is neither all of the text nor a window that ends at the query."""
+    """Yield attention over chunks: neither full nor a window that ends at the query."""
     types = getattr(model.hf_text_config, "layer_types", None) or ()
     if "chunked_attention" in types:
         count = types.count("chunked_attention")
@@ -181,9 +181,9 @@ def _chunks(model: ModelConfig) -> Iterator[str]:
 
 
 def _takes_more_than_text(model: ModelConfig) -> bool:
-    """Whether a model does whose decoder is not known to run by itself.
+    """Return whether a model is multimodal and not known to run for text alone.
 
-    What SGLang says of it follows the server's arguments, which leave images out.
+    SGLang's own flag follows the server's arguments, which disable images.
     """
     names = model.hf_config.architectures or []
     more = is_multimodal_model(names) or model.hf_config is not model.hf_text_config
@@ -191,7 +191,7 @@ def _takes_more_than_text(model: ModelConfig) -> bool:
 
 
 def _latent_limits(model: ModelConfig) -> Iterator[str]:
-    """What layers make of latent attention that is softmax over all latents of the text."""
+    """Yield properties of latent attention other than plain softmax over all latents."""
     text, names = model.hf_text_config, model.hf_config.architectures or ["none"]
     if is_deepseek_dsa(model.hf_config):
         yield f"sparse attention (DSA, index_topk is {text.index_topk})"
@@ -203,15 +203,15 @@ def _latent_limits(model: ModelConfig) -> Iterator[str]:
 
 
 def check_layers(runner: "ModelRunner", *, blocks: bool = False) -> None:
-    """Raise ValueError for a model with a layer that our attention would get wrong.
+    """Raise ValueError for a model with a layer that attention over particles does not support.
 
     Args:
-        blocks: whether its attention over particles lets blocks see themselves.
+        blocks: whether its attention over particles lets tokens of a block attend to each other.
     """
     group, rank = head_group(runner), None
     layers = [layer for layer in runner.model.modules() if isinstance(layer, RadixAttention)]
     if runner.use_mla_backend:
-        # Of each layer's two ways to attend, the one over latents is what particles take.
+        # Each layer has two attention modules; particles use the one over latents.
         rank = runner.model_config.kv_lora_rank
         layers = [layer for layer in layers if layer.v_head_dim == rank]
     for layer in layers:
@@ -219,7 +219,7 @@ def check_layers(runner: "ModelRunner", *, blocks: bool = False) -> None:
 
 
 def head_group(runner: "ModelRunner") -> int:
-    """Query heads per key head, on each tensor-parallel rank."""
+    """Return the number of query heads per key head, on each tensor-parallel rank."""
     tp_size, config = get_parallel().tp_size, runner.model_config
     if runner.use_mla_backend:  # all heads read one latent
         return config.get_num_attention_heads(tp_size)
@@ -227,7 +227,7 @@ def head_group(runner: "ModelRunner") -> int:
 
 
 def heads_of(runner: "ModelRunner") -> Heads:
-    """The attention of a model, on each tensor-parallel rank."""
+    """Return the attention heads of a model, on each tensor-parallel rank."""
     config = runner.model_config
     q_heads = config.get_num_attention_heads(get_parallel().tp_size)
     latent = runner.use_mla_backend
@@ -238,7 +238,7 @@ def heads_of(runner: "ModelRunner") -> Heads:
 
 
 def check_pool(runner: "ModelRunner") -> None:
-    """Refuse a KV cache that is not one of [slots, kv_heads, head_dim] for all layers."""
+    """Raise ValueError unless the KV cache is [slots, kv_heads, head_dim] for all layers."""
     if runner.is_hybrid_swa:
         raise ValueError(
             "attention of sglang-smc needs one KV cache for layers with a window and without: pass "
@@ -269,10 +269,10 @@ def check_layer(
     *,
     blocks: bool = False,
 ) -> None:
-    """Refuse what the softmax attention of this package would silently get wrong.
+    """Raise ValueError for a layer that this package's attention would silently get wrong.
 
-    Over latents, values have the width ``rank``; else that of keys. It is causal, but for layers
-    whose ``blocks`` of new tokens see themselves, where the caller has those.
+    Over latents, values have the width ``rank``; else that of keys. It is causal, except for layers
+    with attention in both directions within ``blocks`` of new tokens, where the caller sets those.
     """
     in_block = blocks and sees_block(layer)
     unsupported = {
@@ -297,7 +297,7 @@ def check_layer(
 
 
 def check_kernel_type(pool_type: torch.dtype, capability: tuple[int, int] | None) -> None:
-    """Refuse keys in 8 bits that the Triton kernel of a GPU cannot convert.
+    """Raise ValueError for 8-bit keys that the Triton kernels of a GPU cannot convert.
 
     Args:
         capability: of the GPU; None where there is none, and Triton is interpreted.
@@ -311,10 +311,10 @@ def check_kernel_type(pool_type: torch.dtype, capability: tuple[int, int] | None
 
 
 def window_of(layer: RadixAttention) -> int | None:
-    """How many keys before its own a query of this layer sees; None for all."""
+    """Return the number of keys before its own that a query attends to; None for all."""
     return layer.sliding_window_size if layer.sliding_window_size > -1 else None
 
 
 def sees_block(layer: RadixAttention) -> bool:
-    """Whether a query of this layer sees all new tokens, also those ahead of it: of block heads."""
+    """Return whether new tokens attend to each other in both directions, as in block heads."""
     return layer.attn_type == AttentionType.ENCODER_ONLY

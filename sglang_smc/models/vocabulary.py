@@ -1,7 +1,7 @@
-"""One vocabulary for target and draft: the same tokens, of which logits may have other padding.
+"""Compare the vocabularies of target and draft: the same tokens, with logits of any padded width.
 
-Families pad their vocabularies by the size of a model: Qwen2.5 has 151,936 logits in its small
-models and 152,064 in its large ones, for the same 151,665 tokens. V is the width of the target's.
+Some families pad their vocabularies by model size: Qwen2.5 has 151,936 logits in its small models
+and 152,064 in its large ones, for the same 151,665 tokens. V is the width of the target's.
 """
 
 import logging
@@ -23,28 +23,28 @@ logger = logging.getLogger(__name__)
 
 
 class Vocabulary(NamedTuple):
-    """Of one model."""
+    """The tokens of one model, and the width of its logits."""
 
     tokens: Mapping[str, int] | None  # of its tokenizer; None where there is none
     width: int  # of its logits
-    added: frozenset[str] = frozenset()  # of the tokens: markers, of which a model may lack some
+    added: frozenset[str] = frozenset()  # special tokens among these, which a model may lack
 
     @classmethod
     def of(cls, tokenizer: Any, width: int) -> "Vocabulary":
-        """That of logits, and of a tokenizer or None."""
+        """Return the vocabulary of a tokenizer, or of None, for logits of a width."""
         if tokenizer is None:
             return cls(None, width)
         return cls(tokenizer.get_vocab(), width, frozenset(tokenizer.get_added_vocab()))
 
     @property
     def num_ids(self) -> int:
-        """One more than the highest id that text becomes."""
+        """Return one more than the highest id of an ordinary token."""
         tokens = self.tokens or {}
         return 1 + max((i for token, i in tokens.items() if token not in self.added), default=-1)
 
 
 def vocabularies(target: "TpModelWorker", draft: "TpModelWorker") -> tuple[Vocabulary, Vocabulary]:
-    """Those of two models that SGLang has loaded; raises ValueError where they do not fit."""
+    """Return the vocabularies of two loaded models; raise ValueError where they do not fit."""
     widths = [worker.model_runner.model_config.vocab_size for worker in (target, draft)]
     of_draft = None if target.tokenizer is None else _tokenizer_of(draft)
     pair = Vocabulary.of(target.tokenizer, widths[0]), Vocabulary.of(of_draft, widths[1])
@@ -53,7 +53,7 @@ def vocabularies(target: "TpModelWorker", draft: "TpModelWorker") -> tuple[Vocab
 
 
 def _tokenizer_of(draft: "TpModelWorker") -> Any:
-    """SGLang loads the target's alone, and so compares nothing; None if the draft has none."""
+    """Load the draft's tokenizer, or return None: SGLang loads the target's alone."""
     from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
     settled = upstream.resolved(draft.server_args)
@@ -74,7 +74,7 @@ def _tokenizer_of(draft: "TpModelWorker") -> Any:
 
 
 def problem(target: Vocabulary, draft: Vocabulary) -> str | None:
-    """Why a draft's tokens are not the target's, by their ids; None if they are."""
+    """Return why a draft's tokens are not the target's, by their ids; None if they are."""
     widths = f"vocab_size is {target.width} in the target and {draft.width} in the draft"
     if target.tokens is None or draft.tokens is None:
         if target.width == draft.width:
@@ -100,7 +100,7 @@ def problem(target: Vocabulary, draft: Vocabulary) -> str | None:
 
 
 def _differing(target: Vocabulary, draft: Vocabulary) -> set[str]:
-    """Tokens that have no id, or another one, on either side."""
+    """Return the tokens with a missing or different id on either side."""
     of_target, of_draft = target.tokens or {}, draft.tokens or {}
     return {token for token, _ in of_target.items() ^ of_draft.items()}
 
@@ -108,7 +108,8 @@ def _differing(target: Vocabulary, draft: Vocabulary) -> set[str]:
 def check(target: Vocabulary, draft: Vocabulary) -> None:
     """Raise ValueError for a draft that has other tokens.
 
-    Markers may differ, as those of R1-Distill-Llama and Llama 3.2 do: their ids are scored as any.
+    Special tokens may differ, as those of R1-Distill-Llama and Llama 3.2 do: their ids are scored
+    as any.
     """
     found = problem(target, draft)
     if found is not None:
@@ -125,36 +126,35 @@ def check(target: Vocabulary, draft: Vocabulary) -> None:
 
 
 def last_read(target: Vocabulary, draft: Vocabulary) -> int | None:
-    """The last id that the draft has an embedding for; None where it has one for each."""
+    """Return the last id that the draft has an embedding for; None where it has all of them."""
     return draft.width - 1 if draft.width < target.width else None
 
 
 def with_width(
     forward: "ParticleForward", target: Vocabulary, draft: Vocabulary
 ) -> "ParticleForward | PaddedDraft":
-    """The draft over particles, with logits of the target's width."""
+    """Return the draft over particles, with logits of the target's width."""
     if target.width == draft.width:
         return forward
     return PaddedDraft(forward, target, draft)
 
 
 def readable(tokens: torch.Tensor, last: int | None) -> torch.Tensor:
-    """Tokens of any shape as a draft reads them.
+    """Return tokens of any shape, clamped to ids for which the draft has an embedding.
 
-    One that it has no embedding for is no text: it is a marker that the draft does without (that
-    of images, in Gemma 3), or it comes with a prompt of ids, or the target drew its own padding.
-    The draft reads its last id there. That changes what it
-    proposes, which is as good a proposal as any: weights and verification correct for it.
+    An id beyond these is a special token that the draft lacks (that of images, in Gemma 3), or
+    comes from a prompt of token ids, or is padding that the target sampled. The draft reads its
+    last id in its place. That changes q, which weights and verification correct for.
     """
     return tokens if last is None else tokens.clamp_max(last)
 
 
 class PaddedDraft:
-    """A draft over particles whose logits get the width of the target's.
+    """A draft over particles with logits of the target's width.
 
-    What only the target has gets -inf, so that it is never drafted: as with any token that q has
-    not, p's mass there is left to bonus tokens and to what verification rejects. What only the
-    draft has is cut off.
+    Tokens of the target alone get -inf, so that they are never drafted: as for any token outside of
+    q's support, p's mass there is left to bonus tokens and to rejections in verification. Tokens of
+    the draft alone are cut off.
 
     Args:
         forward: the draft.
@@ -163,11 +163,11 @@ class PaddedDraft:
     def __init__(self, forward: "ParticleForward", target: Vocabulary, draft: Vocabulary) -> None:
         self._forward = forward
         self._last = last_read(target, draft)
-        self._missing = target.width - draft.width  # below 0: what is cut
+        self._missing = target.width - draft.width  # below 0: the number cut off
 
     @property
     def attn_backend(self) -> "ParticleAttention":
-        """The draft's."""
+        """Return the draft's attention."""
         return self._forward.attn_backend
 
     def next_logits(
@@ -177,7 +177,7 @@ class PaddedDraft:
         slots: torch.Tensor,
         locations: "KVLocations",
     ) -> torch.Tensor:
-        """Logits ``[G, N, V]``; arguments as for `ParticleForward.next_logits`."""
+        """Return logits ``[G, N, V]``; arguments as in `ParticleForward.next_logits`."""
         read = readable(tokens, self._last)
         return self._padded(self._forward.next_logits(read, starts, slots, locations))
 
@@ -188,10 +188,10 @@ class PaddedDraft:
         slots: torch.Tensor,
         locations: "KVLocations",
     ) -> torch.Tensor:
-        """Logits ``[G, N, C, V]``; arguments as for `ParticleForward.chain_logits`."""
+        """Return logits ``[G, N, C, V]``; arguments as in `ParticleForward.chain_logits`."""
         read = readable(tokens, self._last)
         return self._padded(self._forward.chain_logits(read, starts, slots, locations))
 
     def _padded(self, logits: torch.Tensor) -> torch.Tensor:
-        # In one piece, for the kernels.
+        # Contiguous, for the kernels.
         return torch.nn.functional.pad(logits, (0, self._missing), value=-torch.inf).contiguous()

@@ -1,16 +1,17 @@
-"""New weights for a running server's target and draft.
+"""Load new weights into a running server's target and draft.
 
-Weights and verification correct for whatever draft there is, if not at the same speed. So an update
-that names no draft keeps it.
+Weights and verification correct for any draft, if not at the same speed. So an update that names no
+draft keeps it. SGLang loads weights in place: a checkpoint that does not fit, or is incomplete,
+would fail half way, when the old weights are gone. So it is validated on disk first.
 """
 
 import pickletools
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_smc import upstream
-from sglang_smc.models.checkpoints import reason_not_to_load
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -21,11 +22,69 @@ if TYPE_CHECKING:
     )
     from sglang.srt.managers.tp_worker import TpModelWorker
 
+Shapes = dict[str, tuple[int, ...]]
+
+
+def reason_not_to_load(path: str, loaded: str) -> str | None:
+    """Return why the checkpoint at ``path`` cannot replace ``loaded``; None if it can.
+
+    The two must have the same tensors, by name and shape.
+    """
+    try:
+        new, old = tensor_shapes(path), tensor_shapes(loaded)
+    except Exception as error:  # reported to the operator, whatever it is
+        return f"{path!r} cannot replace {loaded!r}: {error}"
+    differing = sorted(name for name in new.keys() | old.keys() if new.get(name) != old.get(name))
+    if not differing:
+        return None
+    name = differing[0]
+    return (
+        f"{path!r} cannot replace {loaded!r}: {len(differing)} tensors differ, {name} is "
+        f"{_shape(new, name)} instead of {_shape(old, name)}. Allowed: a checkpoint of the same "
+        "architecture and size; start a new server for another."
+    )
+
+
+def tensor_shapes(path: str) -> Shapes:
+    """Return name and shape of each tensor in a checkpoint, read from its files' headers.
+
+    Args:
+        path: a folder, or a Hugging Face id that has been downloaded.
+
+    Raises:
+        ValueError: there are no safetensors.
+        Exception: of the reader, for example for a truncated file.
+    """
+    from safetensors import safe_open
+
+    files = sorted(_folder(path).glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"there are no *.safetensors in {path!r}")
+    shapes: Shapes = {}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            names = tensors.keys()
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+    return shapes
+
+
+def _folder(path: str) -> Path:
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(path, local_files_only=True))
+
+
+def _shape(shapes: Shapes, name: str) -> Any:
+    return list(shapes[name]) if name in shapes else "absent"
+
+
 DRAFT_KEY = "draft_model_path"
 """The key in the `manifest` of an update from disk that names the draft's new checkpoint."""
 
 DRAFT_PREFIX = "draft."
-"""What the names of the draft's tensors begin with where no request selects a model."""
+"""The prefix of names of the draft's tensors, where requests do not select a model."""
 
 LOAD_FORMATS = ("auto", "safetensors")
 
@@ -33,17 +92,17 @@ _NO_DRAFT = "New weights are for the draft, and this server has no draft model. 
 
 
 class WeightUpdates(BaseSpecWorker):
-    """The part of the worker that takes new weights; `patches/weights.py` asks it."""
+    """The worker's interface for weight updates, which `patches/weights.py` calls."""
 
     _draft_worker: "TpModelWorker | None"
 
     @property
     def draft_worker(self) -> "TpModelWorker | None":
-        """The draft's, which is a whole model or a head; None where there is none."""
+        """Return the worker of the draft model or head; None where there is none."""
         return self._draft_worker
 
     def reason_not_to_update(self, recv_req: "UpdateWeightFromDiskReqInput") -> str | None:
-        """Why an update from disk would fail; nothing has been loaded when it is asked."""
+        """Return why an update from disk would fail, before anything is loaded; None if not."""
         manifest = recv_req.manifest or {}
         if set(manifest) - {DRAFT_KEY} or not isinstance(manifest.get(DRAFT_KEY, ""), str):
             return f"manifest is {manifest!r}; allowed: {{{DRAFT_KEY!r}: a path}}, or none."
@@ -68,7 +127,7 @@ class WeightUpdates(BaseSpecWorker):
         return next((reason for reason in found if reason is not None), None)
 
     def load_draft(self, recv_req: "UpdateWeightFromDiskReqInput") -> str | None:
-        """Load the draft's checkpoint, if the request names one; why that failed, if it did."""
+        """Load the draft's checkpoint, if the request names one; return an error or None."""
         path = _draft_path(recv_req)
         if path is None:
             return None
@@ -83,7 +142,7 @@ class WeightUpdates(BaseSpecWorker):
     ) -> tuple[bool, str]:
         """Load tensors named ``draft.…`` into the draft, all others into the target.
 
-        SGLang asks where requests select no model.
+        SGLang calls this on releases where requests select no model.
         """
         tensors = self.target_worker._deserialize_own_rank(  # pyright: ignore[reportAttributeAccessIssue] -- 0.5.17
             recv_req.serialized_named_tensors
@@ -121,15 +180,15 @@ class WeightUpdates(BaseSpecWorker):
 
 
 def names_in(payload: bytes) -> "Iterator[str]":
-    """The strings in serialized tensors, their names among them; no tensor is read.
+    """Return the strings in serialized tensors, their names among them, without loading tensors.
 
-    A tensor of another process must be read only once: reading takes a reference that is counted.
+    A tensor of another process must be loaded only once, since loading takes a counted reference.
     """
     return (arg for _, arg, _ in pickletools.genops(payload) if isinstance(arg, str))
 
 
 def reason_not_to_name(names: "Iterable[str]") -> str | None:
-    """Why tensors of these names are not taken where requests select their model."""
+    """Return why tensors of these names are refused where requests select their model."""
     if not upstream.SELECTS_MODELS:
         return None
     named = next((name for name in names if name.startswith(DRAFT_PREFIX)), None)

@@ -1,1 +1,1 @@
-"""The small operations of a round, as torch functions or Triton kernels."""
+"""Provide the small operations of a round, as torch functions or Triton kernels."""

@@ -1,7 +1,7 @@
-"""The check of all kernels on the device that they run on, against their torch references.
+"""Check all kernels on their device against their torch references.
 
-Compilers, drivers and cards differ, and tests of kernels cover some of them. So a server plays each
-operation on small inputs as it starts, by the kernel and by the reference, on the same device.
+Compilers, drivers and GPUs differ, and tests of kernels cover only some of them. So a server runs
+each operation on small inputs when it starts, by the kernel and by the reference, on one device.
 """
 
 import logging
@@ -27,26 +27,26 @@ TOLERANCES = {
     torch.float16: 1e-2,
     torch.bfloat16: 4e-2,
 }
-"""By a result's type, the largest difference: absolute for values up to 1, relative beyond.
+"""Largest allowed difference by dtype: absolute for values up to 1, relative beyond.
 
 Tokens, indices and flags must be equal."""
 
 
 class Found(NamedTuple):
-    """The outcome of one check."""
+    """Result of one check."""
 
     name: str  # of `CHECKS`
-    deviation: float  # the largest, as `TOLERANCES` has it; inf where there is no such number
+    deviation: float  # the largest, in the terms of `TOLERANCES`; inf where it is undefined
     problem: str = ""  # why the kernel cannot be used
-    is_fatal: bool = False  # the device has not answered since
+    is_fatal: bool = False  # the device no longer works
 
 
 def findings(ops: Ops, device: str, sizes: Sizes) -> Iterator[Found]:
-    """Play every check by both implementations.
+    """Run every check with both implementations, and yield the results.
 
     Args:
         ops: the kernels.
-        device: where both run.
+        device: of both.
         sizes: of the server's rounds.
     """
     for name, check in CHECKS.items():
@@ -54,19 +54,19 @@ def findings(ops: Ops, device: str, sizes: Sizes) -> Iterator[Found]:
 
 
 def settle(ops: Ops, kernels: str, device: str, sizes: Sizes, group: Any) -> Ops:
-    """Return the kernels that agree with their references, and the references of the others.
+    """Return the kernels that equal their references, and the references of the others.
 
-    Every rank of ``group`` must call it: all take the same, and none decides alone.
+    Every rank of ``group`` must call it; all ranks return the same operations.
 
     Args:
         ops: the kernels.
         kernels: the value of `--speculative-smc-kernels`.
-        device: where they run.
+        device: of the kernels.
         sizes: of the server's rounds.
         group: SGLang's group of the ranks that share the models.
 
     Raises:
-        ValueError: a kernel fails where kernels are asked for by name, or stops the device.
+        ValueError: if a kernel fails with ``kernels`` "triton", or stops the device.
     """
     start = time.perf_counter()
     mine = [found for found in findings(ops, device, sizes) if found.problem]
@@ -99,13 +99,13 @@ def _examined(
     try:
         expected = played(TORCH)
         return Found(name, *deviation_of(played(ops), expected))
-    except Exception as error:  # a compiler's, a driver's or a kernel's, or no memory
+    except Exception as error:  # of a compiler, a driver or a kernel, or out of memory
         told = f"it raises {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return Found(name, math.inf, told, is_fatal=not _answers(device))
 
 
 def _answers(device: str) -> bool:
-    """Whether a device still computes, which it does not after an access to memory of nobody's."""
+    """Return whether a device still computes; after an illegal memory access it does not."""
     try:
         return bool(torch.ones(1, device=device).sum().item())
     except Exception:
@@ -113,7 +113,7 @@ def _answers(device: str) -> bool:
 
 
 def _played(check: Check, device: str, sizes: Sizes, ops: Ops) -> list[torch.Tensor]:
-    """The results of one implementation; errors of its kernels surface here, not later."""
+    """Return the results of one implementation, after its kernels have raised their errors."""
     with torch.no_grad():
         found = list(_tensors(check.play(ops, Inputs(device, sizes))))
     if device != "cpu":
@@ -149,7 +149,7 @@ def deviation_of(found: list[torch.Tensor], expected: list[torch.Tensor]) -> tup
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference, as `TOLERANCES` has it; inf where only one is a number."""
+    """Return the largest difference, in the terms of `TOLERANCES`; inf where only one is NaN."""
     same = (one == other) | (one.isnan() & other.isnan())
     gap = (one - other).abs() / other.abs().clamp_min(1.0)
     return float(gap.nan_to_num(torch.inf, torch.inf).masked_fill(same, 0.0).max())

@@ -1,7 +1,7 @@
-"""Small inputs on which each kernel of a round is checked against its torch reference.
+"""Define small inputs on which each kernel of a round is checked against its torch reference.
 
-A check plays its operation by one implementation of `Ops`, on inputs that are the same each time.
-Every field of `Ops` is checked; those that `kind` stands for are the kernels of models.
+A check runs its operation with one implementation of `Ops`, on inputs that are the same each time.
+Every field of `Ops` is checked; checks of `kind` are of the models' kernels.
 """
 
 from collections.abc import Callable
@@ -11,24 +11,21 @@ import torch
 
 from sglang_smc.models.gated_delta import Columns, gated_delta
 from sglang_smc.models.latent_attention import latent_attention
-from sglang_smc.models.shared_prefix import Heads, plan_shared_prefix, shared_prefix_attention
-from sglang_smc.models.softmax import Softmax
+from sglang_smc.models.softmax import Heads, Softmax, plan_shared_prefix, shared_prefix_attention
 from sglang_smc.ops.check_inputs import NUM_GROUPS, PREFIX, VOCAB, Inputs
 from sglang_smc.ops.interface import Ops
-from sglang_smc.smc import exact, fidelity
+from sglang_smc.smc import fidelity, filters, verification
+from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.edits import EditColumns, Edits
 from sglang_smc.smc.randomness import Purpose
-from sglang_smc.smc.resampling import SCHEMES
-from sglang_smc.smc.rounds import WeightRules
-from sglang_smc.tokens import filters
-from sglang_smc.tokens.distribution import TokenDistribution
-from sglang_smc.tokens.edits import EditColumns, Edits
+from sglang_smc.smc.weighing import SCHEMES, WeightRules
 
 
 class Check(NamedTuple):
-    """How an operation is checked."""
+    """Check of one operation."""
 
-    fields: tuple[str, ...]  # of `Ops`: what takes the reference's place where it fails
-    play: Callable[[Ops, Inputs], Any]  # its results: a tensor, or nested tuples of tensors
+    fields: tuple[str, ...]  # of `Ops`: replaced by the reference if the check fails
+    play: Callable[[Ops, Inputs], Any]  # returns a tensor, or nested tuples of tensors
 
 
 def _uniforms(ops: Ops, of: Inputs) -> Any:
@@ -42,7 +39,7 @@ def _round_seeds(ops: Ops, of: Inputs) -> Any:
 
 
 def _texts(of: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tails of two kinds of tokens ``[G, N, J]``, and their lengths ``[G, N]``."""
+    """Return tails of two kinds of tokens ``[G, N, J]``, and their lengths ``[G, N]``."""
     size, num_particles, num_steps = of.shape
     width = 2 * num_steps + 3
     texts = of.flags(0.2, size, num_particles, width).long()
@@ -97,7 +94,7 @@ def _count_tokens(ops: Ops, of: Inputs) -> Any:
 
 
 def _law(of: Inputs) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Logits ``[G * N, V]``, temperatures ``[G]``, and greedy groups and filters by name."""
+    """Return logits ``[G * N, V]``, temperatures ``[G]``, and greedy groups and filters by name."""
     logits, temperature = of.logits(NUM_GROUPS * of.shape[1]), (of.uniforms(NUM_GROUPS) + 0.5)
     heat = temperature.float()
     kept = filters.keep_tokens(logits, heat, *_filters(of))
@@ -106,7 +103,7 @@ def _law(of: Inputs) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
 
 
 def _filters(of: Inputs) -> tuple[torch.Tensor, ...]:
-    """Top-k, top-p and min-p of three groups."""
+    """Return top-k, top-p and min-p of three groups."""
     rules = [50, VOCAB, VOCAB], [1.0, 0.8, 1.0], [0.0, 0.0, 0.05]
     return tuple(torch.tensor(rule, device=of.device) for rule in rules)
 
@@ -114,7 +111,7 @@ def _filters(of: Inputs) -> tuple[torch.Tensor, ...]:
 def _keep_tokens(ops: Ops, of: Inputs) -> Any:
     logits, temperature, _ = _law(of)
     kept = ops.keep_tokens(logits, temperature, *_filters(of))
-    return kept.peak, kept.dropped(logits)  # the same cut can be told in several ways
+    return kept.peak, kept.dropped(logits)  # the other fields are not unique
 
 
 def _sample_and_score(ops: Ops, of: Inputs) -> Any:
@@ -148,7 +145,7 @@ def _log_sums(ops: Ops, of: Inputs) -> Any:
 
 
 def _drafts(of: Inputs) -> tuple[torch.Tensor, ...]:
-    """Scores of drafts under p and q, columns up to the end, particles, and K of each group."""
+    """Return log p, log q, ends, columns up to them, present particles, and K of each group."""
     log_q = of.normal(*of.shape) - 2
     ends = of.flags(0.1, *of.shape)
     present, num_steps = of.present(), of.whole(1, of.shape[2] + 1, NUM_GROUPS)
@@ -180,7 +177,9 @@ def _keep(ops: Ops, of: Inputs) -> Any:
     log_p, log_q, ends, before_end, present, num_steps = _drafts(of)
     winner, none = of.whole(0, of.shape[1], NUM_GROUPS), torch.zeros_like(num_steps)
     rejects = of.flags(0.5, NUM_GROUPS)
-    found = exact.Verified(num_steps // 2, winner, rejects, none, log_p.new_zeros(NUM_GROUPS, 1))
+    found = verification.Verified(
+        num_steps // 2, winner, rejects, none, log_p.new_zeros(NUM_GROUPS, 1)
+    )
     wider = torch.cat([log_p, log_p[..., :1]], 2)  # [G, N, K + 1]
     thresholds = of.numbers(0.5, 0.0, torch.inf)
     return ops.keep(
@@ -216,7 +215,7 @@ def _tally(ops: Ops, of: Inputs) -> Any:
 
 
 def _walk(ops: Ops, of: Inputs) -> Any:
-    """Exact verification from the root to the end, with laws that follow the walk."""
+    """Run exact verification from the root to the end, with p and q along the walk."""
     size, num_chains, num_steps = of.shape
     rows = size * num_chains
     p = of.logits(rows * (num_steps + 1)).log_softmax(1)
@@ -225,7 +224,7 @@ def _walk(ops: Ops, of: Inputs) -> Any:
     drawn = (q.double().exp().cumsum(2) < of.uniforms(rows, num_steps, 1)).sum(2)
     tokens = drawn.clamp_max(VOCAB - 1).view(of.shape)
     whole = torch.full((size,), num_steps, device=of.device)
-    chains = exact.Chains(tokens, of.flags(0.05, *of.shape), of.uniforms(*of.shape), whole)
+    chains = verification.Chains(tokens, of.flags(0.05, *of.shape), of.uniforms(*of.shape), whole)
     walk = ops.begin_walk(chains, torch.full_like(whole, num_chains), VOCAB)
     for step in range(num_steps):
         laws = p[walk.p_row], q[:, step][walk.q_row].contiguous()
@@ -264,7 +263,7 @@ def _watch(ops: Ops, of: Inputs) -> Any:
 
 
 def _ledger(ops: Ops, of: Inputs) -> Any:
-    """A round's moves: slots for all columns, tails handed down, and a part of them committed."""
+    """Run a round's operations: reserve slots, copy tails to descendants, commit some tokens."""
     size, num_particles, num_steps = of.shape
     columns, text = num_steps + 1, 20
     arena, width = num_particles * columns, 1 << (2 * columns).bit_length()
@@ -290,7 +289,7 @@ def _ledger(ops: Ops, of: Inputs) -> Any:
     lengths, counts = of.whole(1, columns + 1, size, num_particles), of.whole(0, 2, size)
     room: dict[str, Any] = {"max_tail": columns, "max_arena": arena}
     ledger.commit(rows, **bounds, lengths=lengths, counts=counts, **room)
-    return slots, table, tails, ledger.rank[1:]  # slot 0 takes what nobody reads
+    return slots, table, tails, ledger.rank[1:]  # slot 0 receives the writes of masked entries
 
 
 def _particle_attention(ops: Ops, of: Inputs) -> Any:
@@ -302,7 +301,7 @@ def _latent_attention(ops: Ops, of: Inputs) -> Any:
 
 
 def _attended(ops: Ops, of: Inputs, *, has_latents: bool) -> Any:
-    """Attention of the models of this kind, for one new token a particle and for a block."""
+    """Run attention of the models of this kind, for one new token per particle and for a block."""
     models = [heads for heads in of.sizes.heads if bool(heads.rank) == has_latents]
     several = (1, of.sizes.num_steps + 1)
     return [_attend(ops, of, heads, columns) for heads in models for columns in several]
@@ -359,7 +358,7 @@ def _by_kernel(
 
 
 def _gated_delta(ops: Ops, of: Inputs) -> Any:
-    """States of 4 value heads to 2 key heads, where a model has such layers."""
+    """Update states of 4 value heads and 2 key heads, where a model has such layers."""
     if not of.sizes.gated_delta:
         return ()
 
@@ -393,7 +392,7 @@ CHECKS = {
     "common_tail": Check(("common_tail",), _common_tail),
     "num_distinct": Check(("num_distinct",), _num_distinct),
     "tally": Check(("tally",), _tally),
-    # One begins with the room that the other writes to.
+    # One allocates the tensors that the other writes.
     "walk": Check(("begin_walk", "walk_on"), _walk),
     "keep": Check(("keep",), _keep),
     "keep_column": Check(("keep_column",), _keep_column),
@@ -403,4 +402,4 @@ CHECKS = {
     "latent_attention": Check(("kind",), _latent_attention),
     "gated_delta": Check(("kind",), _gated_delta),
 }
-"""The checks by the operation's name, which is that of the field of `Ops` where it has one."""
+"""Checks by the operation's name, which is that of its field of `Ops` where it has one."""

@@ -1,10 +1,10 @@
-"""Random inputs for the checks of kernels, of the sizes of a server's rounds."""
+"""Generate random inputs for the checks of kernels, in the sizes of a server's rounds."""
 
 from typing import NamedTuple
 
 import torch
 
-from sglang_smc.models.shared_prefix import Heads
+from sglang_smc.models.softmax import Heads
 
 NUM_GROUPS, VOCAB, PREFIX = 3, 1000, 70
 
@@ -15,14 +15,14 @@ class Sizes(NamedTuple):
     num_particles: int = 8
     num_steps: int = 8
     heads: tuple[Heads, ...] = ()  # of its models' attention
-    gated_delta: bool = False  # whether some layers attend linearly
+    gated_delta: bool = False  # whether some layers have linear attention (gated delta rule)
 
 
 class Inputs:
-    """Random inputs of the same values each time.
+    """Random inputs with a fixed seed.
 
     Args:
-        device: where they are.
+        device: of the inputs.
         sizes: of the server's rounds.
     """
 
@@ -32,11 +32,11 @@ class Inputs:
         self._generator = torch.Generator().manual_seed(0)
 
     def whole(self, low: int, high: int, *shape: int) -> torch.Tensor:
-        """Integers in ``low .. high - 1``, int64."""
+        """Return integers in ``low .. high - 1``, int64."""
         return torch.randint(low, high, shape, generator=self._generator).to(self.device)
 
     def uniforms(self, *shape: int) -> torch.Tensor:
-        """Numbers in [0, 1), float64."""
+        """Return uniforms in [0, 1), float64."""
         drawn = torch.rand(shape, generator=self._generator, dtype=torch.float64)
         return drawn.to(self.device)
 
@@ -47,14 +47,14 @@ class Inputs:
         return self.uniforms(*shape) < share
 
     def numbers(self, *values: float) -> torch.Tensor:
-        """These, float64."""
+        """Return the values as a tensor, float64."""
         return torch.tensor(values, dtype=torch.float64, device=self.device)
 
     def logits(self, num_rows: int) -> torch.Tensor:
         return 3 * self.normal(num_rows, VOCAB)
 
     def present(self) -> torch.Tensor:
-        """Particles that there are ``[G, N]`` bool: the first of each group at the least."""
+        """Return present particles ``[G, N]`` bool, at least the first of each group."""
         size, num_particles, _ = self.shape
         return torch.arange(num_particles, device=self.device) < self.whole(
             1, num_particles + 1, size, 1

@@ -1,8 +1,8 @@
-"""The small operations of a round, which kernels and torch functions both have.
+"""Define the interface of the small operations of a round, for kernels and torch functions.
 
-Both give the same tokens for the same seed; the torch functions are the definition. Kernels are
-for devices where a launch costs more than the work that it does: there a round's hundreds of small
-torch calls would take as long as a model's forward.
+Both give the same tokens for the same seed; the torch functions are the reference. Kernels are
+for devices where a launch takes longer than its work: there a round's hundreds of small torch
+calls would take as long as a model's forward pass.
 """
 
 from collections.abc import Callable
@@ -10,18 +10,17 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from sglang_smc.memory.ledger import Ledger
-from sglang_smc.smc import rounds
-from sglang_smc.smc.agreement import Narrowed
-from sglang_smc.smc.exact import Walk
-from sglang_smc.smc.mixed import Kept
-from sglang_smc.tokens.filters import KeptTokens
+from sglang_smc.kv.ledger import Ledger
+from sglang_smc.smc import weighing
+from sglang_smc.smc.filters import KeptTokens
+from sglang_smc.smc.prefixes import Narrowed
+from sglang_smc.smc.verification import Kept, Walk
 
 Kind = Literal["torch", "triton"]
 
 
 class Ops(NamedTuple):
-    """One implementation of each; signatures as in `torch_ops`."""
+    """One implementation of each operation; signatures as in `ops.torch_ops`."""
 
     kind: Kind
     uniforms: Callable[..., torch.Tensor]
@@ -36,7 +35,7 @@ class Ops(NamedTuple):
     log_probs: Callable[..., torch.Tensor]
     log_sums: Callable[..., torch.Tensor]
     row_sums: Callable[..., Any]
-    reweight_and_resample: Callable[..., rounds.Reweighted]
+    reweight_and_resample: Callable[..., weighing.Reweighted]
     narrow: Callable[..., Narrowed]
     common_tail: Callable[..., torch.Tensor]
     num_distinct: Callable[..., torch.Tensor]

@@ -1,4 +1,4 @@
-"""Which implementation of the operations a server runs."""
+"""Select the implementation of a server's operations."""
 
 import os
 
@@ -7,10 +7,10 @@ from sglang_smc.ops.torch_ops import TORCH
 
 
 def kind_of(kernels: str, device: str) -> Kind:
-    """What `--speculative-smc-kernels` means on a device.
+    """Return the implementation for a value of `--speculative-smc-kernels` on a device.
 
     Raises:
-        ValueError: kernels are wanted where Triton has neither a GPU nor its interpreter.
+        ValueError: for "triton" where Triton has neither a GPU nor its interpreter.
     """
     if kernels == "auto":
         return "torch" if device == "cpu" else "triton"
@@ -24,7 +24,7 @@ def kind_of(kernels: str, device: str) -> Kind:
 
 
 def ops_of(kind: Kind) -> Ops:
-    """The implementation of that kind; Triton is imported only where it is wanted."""
+    """Return the implementation of a kind; Triton is imported only if needed."""
     if kind == "torch":
         return TORCH
     from sglang_smc.ops.triton_ops import TRITON

@@ -1,11 +1,19 @@
-"""The operations of a round as torch functions: they define what kernels compute."""
+"""Implement the operations of a round as torch functions, the references of the kernels."""
 
-from sglang_smc.memory.ledger import Ledger
-from sglang_smc.memory.rows import tally
+from sglang_smc.kv.ledger import Ledger
 from sglang_smc.ops.interface import Ops
-from sglang_smc.smc import agreement, exact, fidelity, mixed, randomness, rounds
-from sglang_smc.smc.stratify import same_text, stratify
-from sglang_smc.tokens import distribution, edits, filters
+from sglang_smc.ops.rows import tally
+from sglang_smc.smc import (
+    distribution,
+    edits,
+    fidelity,
+    filters,
+    prefixes,
+    randomness,
+    verification,
+    weighing,
+)
+from sglang_smc.smc.randomness import same_text, stratify
 
 TORCH = Ops(
     kind="torch",
@@ -21,15 +29,15 @@ TORCH = Ops(
     log_probs=distribution.log_probs,
     log_sums=distribution.log_sums,
     row_sums=distribution.row_sums,
-    reweight_and_resample=rounds.reweight_and_resample,
-    begin_walk=exact.begin_walk,
-    walk_on=exact.walk_on,
-    keep=mixed.keep,
-    narrow=agreement.narrow,
+    reweight_and_resample=weighing.reweight_and_resample,
+    begin_walk=verification.begin_walk,
+    walk_on=verification.walk_on,
+    keep=verification.keep,
+    narrow=prefixes.narrow,
     keep_column=fidelity.keep_column,
     watch=fidelity.watch,
-    common_tail=agreement.common_tail,
-    num_distinct=agreement.num_distinct,
+    common_tail=prefixes.common_tail,
+    num_distinct=prefixes.num_distinct,
     tally=tally,
     ledger=Ledger,
 )

@@ -1,4 +1,4 @@
-"""The operations of a round as Triton kernels, where they replace torch calls."""
+"""Implement the operations of a round as Triton kernels."""
 
 from typing import Any
 
@@ -27,12 +27,12 @@ from sglang_smc.kernels.sample import (
 )
 from sglang_smc.kernels.verify import begin_walk, walk_on
 from sglang_smc.kernels.watch import keep_column, watch
-from sglang_smc.memory.ledger import Ledger
+from sglang_smc.kv.ledger import Ledger
 from sglang_smc.ops.interface import Ops
 
 
 class KernelLedger(Ledger):
-    """A ledger whose three methods are kernels, each a launch or three."""
+    """Ledger with kernels for its three methods, of one to three launches each."""
 
     def reserve(self, rows: torch.Tensor, **arguments: Any) -> torch.Tensor:
         return lineage.reserve(self.table, self.tails, self._num_particles, rows, **arguments)

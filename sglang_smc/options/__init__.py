@@ -1,1 +1,1 @@
-"""What a server and a request may choose."""
+"""Define the options of a server and of a request."""

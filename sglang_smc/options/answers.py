@@ -1,11 +1,12 @@
-"""The pattern that finds the answer in a text, in time linear in both: RE2 runs it.
+"""Find the answer in a text by a regular expression, in time linear in both, with RE2.
 
-Matching again behind each match is quadratic even there: ``a.*b|a`` reads to the end of a text for
-each ``a``. So one expression takes all matches in a row, ``(?:(?s:.*?)(pattern))*``, and its group
-is left at the last. An empty match may not go on, so a pattern that can match nothing is refused.
+Matching again behind each match is quadratic even with RE2: ``a.*b|a`` reads to the end of a text
+for each ``a``. So one expression matches all occurrences, ``(?:(?s:.*?)(pattern))*``, and its group
+holds the last. An empty match would stop the repetition, so a pattern that matches the empty string
+is rejected.
 
-A search takes at most 12 ns a byte and instruction of RE2's program (the worst of 37 patterns over
-five texts of 200 kB, most of them made to have the automaton forget its states).
+A search takes at most 12 ns per byte and instruction of RE2's program (the worst of 37 patterns
+over five texts of 200 kB, most of them built to overflow the automaton's state cache).
 """
 
 from functools import lru_cache
@@ -15,16 +16,17 @@ from typing import cast
 import re2
 
 MAX_PATTERN = 512
-"""Characters of a pattern."""
+"""Maximum number of characters of a pattern."""
 
 MAX_INSTRUCTIONS = 2048
-"""Of RE2's program: ``\\d+`` has 16, ``\\pL+`` 1,211."""
+"""Maximum number of instructions of RE2's program: ``\\d+`` has 16, ``\\pL+`` 1,211."""
 
 MAX_GROUPS = 10
-"""Each costs time in all states that a search is in, and the first alone is of use."""
+"""Maximum number of groups: each costs time in all states of a search, and only the first is
+used."""
 
 _MEMORY = 1 << 18
-"""Bytes of a program and its automaton's states. With these no pattern takes longer than 20 ms to
+"""Bytes for a program and its automaton's states. With these no pattern takes longer than 20 ms to
 compile; with 1 MiB some took 650."""
 
 _ALLOWED = (
@@ -43,11 +45,15 @@ _REFUSED = {
     **{f"{repeat}+": f"a possessive repetition {repeat}+" for repeat in "*+?"},
 }
 _BORDERS = tuple(product(("", "a", "\n", " "), repeat=2))
-"""Characters around a place, of each kind that an assertion tells apart."""
+"""Characters around a position, of each kind that an assertion distinguishes."""
 
 
 class AnswerPattern:
-    """One pattern; ValueError, which continues a sentence, where it is refused."""
+    """Validated pattern that finds the answer in a text.
+
+    Raises:
+        ValueError: for a pattern that is not allowed; its message continues a sentence.
+    """
 
     def __init__(self, source: str) -> None:
         if not 0 < len(source) <= MAX_PATTERN:
@@ -75,7 +81,7 @@ class AnswerPattern:
         """Return the last match in a UTF-8 text, or its first group; None without one."""
         found = self._all.match(text)
         start = -1 if found is None else found.start(1)
-        # Groups of former matches are left in `found`, so the last is made again.
+        # Groups of earlier repetitions remain in `found`, so the last match is repeated alone.
         match = None if start < 0 else self._one.match(text, start)
         if match is None:
             return None
@@ -84,7 +90,7 @@ class AnswerPattern:
 
 @lru_cache(maxsize=64)
 def answer_pattern(source: str) -> AnswerPattern:
-    """Return the pattern of a text, which many requests may share; see `AnswerPattern`."""
+    """Return the cached pattern of a source, which many requests may share; see `AnswerPattern`."""
     return AnswerPattern(source)
 
 

@@ -1,35 +1,48 @@
-"""How many particles and steps pay at a given load. No SGLang and no device in here.
+"""Choose N and K by the load, and the evidence threshold by a given tilt, without SGLang.
 
-A round of B requests costs K draft passes over B N tokens (the first reads two a particle), one
-target pass over B N (K + 1), and what a round costs beside them; it yields B (1 + E[kept])
-tokens. What passes cost is measured when the server starts; what rounds keep, while it runs.
+*N and K* (`Policy`). A round of B requests costs K draft passes over B N tokens (the first reads
+two per particle), one target pass over B N (K + 1), and an overhead; it yields B (1 + E[kept])
+tokens. The costs of passes are measured when the server starts, the kept tokens while it runs.
+
+*The evidence threshold* (`Dial`). The tilt of an answer measures how far its distribution leans
+from the target to the draft: 0 is the target's (docs/fidelity.md). In modes that verify it falls
+with the evidence threshold c about as
+
+    tilt = s / (1 + c),     s the scale: of a pair of models, a temperature, N and K
+
+so only s has to be estimated. A server measures the tilt of each answer, and fits s to those that
+have ended, by weighted least squares: with g = 1 / (1 + c) the expected tilt is g s, so s is the
+sum of g times the tilt's numerator over the sum of g^2 times its information. Answers of infinite
+c contain no information on s, and are not used.
 """
 
 import logging
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import Annotated, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
-from sglang_smc.options.budget import Budget, budgets
+from sglang_smc.options.request import Budget, RequestConfig, budgets
 
 logger = logging.getLogger(__name__)
 
 COSTS_ENV = "SGLANG_SMC_ADAPTIVE_COSTS"
-"""Costs to go by instead of measured ones, as JSON in the form of `Costs`."""
+"""Environment variable with costs in place of measured ones, as JSON in the form of `Costs`."""
 
 _PERIOD = 8  # rounds for which a budget stays before another is considered
-_TAKEN = 0.98  # of the best rate: of the budgets this good, the one of most particles is taken
-_LEFT = 1 / 1.05  # of that one's rate: a budget this good stays, unless it has fewer particles
-_PRIOR = 0.8  # chance that a drafted token is kept, until it is known
-_PRIOR_TOKENS = 32.0  # how many tokens that guess is worth
-_MEMORY = 0.98  # what a round that has been counted is worth one round later
+_TAKEN = 0.98  # share of the best rate: of budgets with at least this, that of most particles wins
+_LEFT = 1 / 1.05  # share of the new rate above which a budget stays, unless particles are gained
+_PRIOR = 0.8  # prior probability that a draft token is kept
+_PRIOR_TOKENS = 32.0  # weight of the prior, in tokens
+_MEMORY = 0.98  # decay of counts per round
 
 
 class Curve(NamedTuple):
-    """Seconds by size: linear between points and beyond the last.
+    """Seconds by size: piecewise linear, also beyond the last point.
 
     At least one point; sizes ascend, and seconds never fall.
     """
@@ -38,7 +51,7 @@ class Curve(NamedTuple):
 
     @classmethod
     def of(cls, points: Iterable[tuple[int, float]]) -> "Curve":
-        """A curve of measurements. Chance only adds: none takes longer than a larger one has."""
+        """Return a curve of measurements, lowered to be monotone, since noise only adds time."""
         sizes, seconds = zip(*points, strict=True)
         lowest = list(accumulate(reversed(seconds), min))[::-1]
         return cls(tuple(zip(sizes, lowest, strict=True)))
@@ -47,7 +60,7 @@ class Curve(NamedTuple):
         return ", ".join(f"{size}: {1e3 * seconds:.3g} ms" for size, seconds in self.points)
 
     def at(self, size: int) -> float:
-        """Seconds at ``size``."""
+        """Return the seconds at ``size``."""
         if len(self.points) == 1 or size <= self.points[0][0]:
             return self.points[0][1]
         upper = min(bisect_left(self.points, (size,)), len(self.points) - 1)
@@ -56,22 +69,22 @@ class Curve(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """What the parts of a round cost, in seconds; passes by their number of tokens."""
+    """Costs of the parts of a round, in seconds; passes by their number of tokens."""
 
     draft: Curve
     target: Curve
-    overhead: float = 0.0  # of a round, whatever its size
-    at_once: bool = False  # one pass of the draft over K + 1 tokens of each chain, not K over one
+    overhead: float = 0.0  # of a round of any size
+    at_once: bool = False  # the draft runs one pass over K + 1 tokens per chain, not K over one
 
     def __str__(self) -> str:
         return f"passes by tokens: draft {self.draft}; target {self.target}"
 
     @classmethod
     def parse(cls, text: str) -> "Costs":
-        """Costs as JSON: ``{"draft": [[1, 0.001], ...], "target": [[1, 0.01]], "overhead": 0}``.
+        """Parse JSON: ``{"draft": [[1, 0.001], ...], "target": [[1, 0.01]], "overhead": 0}``.
 
         Raises:
-            ValueError: for anything else.
+            ValueError: for any other form.
         """
         try:
             given = msgspec.json.decode(text, type=_Given)
@@ -85,9 +98,9 @@ class Costs(NamedTuple):
         return cls(draft, target, given.overhead)
 
     def round(self, batch_size: int, budget: Budget, widest: Budget) -> float:
-        """A round of ``batch_size`` requests, none of which asked for more than ``widest``.
+        """Return the seconds of a round of ``batch_size`` requests with at most ``widest`` each.
 
-        Without drafts the draft still reads along.
+        With K = 0 the draft still reads the tokens.
         """
         num_particles, num_steps = budget.within(widest)
         chains = batch_size * num_particles
@@ -99,7 +112,7 @@ class Costs(NamedTuple):
 
 
 class RoundCosts(NamedTuple):
-    """What whole rounds cost, in seconds, where they are recorded and replayed in full."""
+    """Costs of whole rounds, in seconds, where they are replayed as CUDA graphs."""
 
     rounds: dict[Budget, Curve]  # by the number of requests
 
@@ -108,7 +121,7 @@ class RoundCosts(NamedTuple):
         return f"rounds by requests: {'; '.join(shown)}"
 
     def round(self, batch_size: int, budget: Budget, widest: Budget) -> float:
-        """A round of ``batch_size`` requests; those that asked for less are padded."""
+        """Return the seconds of a round of ``batch_size`` requests; smaller ones are padded."""
         return self.rounds[budget].at(batch_size)
 
 
@@ -123,36 +136,36 @@ class _Given(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Kept:
-    """How many drafted tokens rounds keep, as a chance per token.
+    """Estimate of the draft tokens that rounds keep, as a probability per token.
 
-    One chance for particles, and one for a single particle, which is verified. What has not been
-    seen for long is forgotten: a server that has stopped to speculate tries again in the end.
+    There is one probability for several particles, and one for a single particle, which is
+    verified. Old counts decay towards the prior: a server that has stopped drafting tries again.
     """
 
     def __init__(self) -> None:
         self._counts = dict.fromkeys((False, True), (0.0, 0.0))  # N = 1 -> tokens kept, tried
 
     def add(self, budget: Budget, num_kept: int) -> None:
-        """Count one request's round; with K tokens tried, none behind the first not kept."""
+        """Count one request's round; tokens behind the first rejected one do not count as tried."""
         kept, tried = self._counts[budget.num_particles == 1]
         tried += min(num_kept + 1, budget.num_steps)
         self._counts[budget.num_particles == 1] = kept + num_kept, tried
 
     def fade(self) -> None:
-        """Let what is known be worth less, once a round."""
+        """Decay the counts, once per round."""
         self._counts = {one: (k * _MEMORY, t * _MEMORY) for one, (k, t) in self._counts.items()}
 
     def tokens(self, budget: Budget) -> float:
-        """Expected tokens of a round, the target's own included."""
+        """Return the expected tokens of a round, the target's own included."""
         kept, tried = self._counts[budget.num_particles == 1]
         chance = (kept + _PRIOR_TOKENS * _PRIOR) / (tried + _PRIOR_TOKENS)
         return (1.0 - chance ** (budget.num_steps + 1)) / (1.0 - chance)
 
 
 class Policy:
-    """The budget in force, and when to change it.
+    """Policy that sets the budget of N and K by the load.
 
-    All ranks of a server must give it the same calls and the same costs, so that they agree.
+    All ranks of a server must make the same calls with the same costs, to set the same budget.
 
     Args:
         top: the server's N and K; the first budget in force.
@@ -167,23 +180,23 @@ class Policy:
         self._num_rounds = 0
 
     def learn(self, budget: Budget, num_kept: int) -> None:
-        """One request's round with N and K of ``budget`` kept so many drafted tokens."""
+        """Count the draft tokens that one request's round kept, with N and K of ``budget``."""
         if budget.num_steps:
             self._kept.add(budget, num_kept)
 
     def end_round(self) -> None:
-        """End a round: all its requests have been told of."""
+        """End a round, after `learn` for all its requests."""
         self._kept.fade()
 
     def choose(
         self, batch_size: int, widest: Budget, fits: Callable[[Budget], bool] = lambda _: True
     ) -> None:
-        """Set the budget for the rounds to come; called once a round.
+        """Set the budget of the next rounds; called once per round.
 
         Args:
             batch_size: running requests.
-            widest: the most particles, and the most steps, that any of them asked for.
-            fits: whether there is memory for a budget.
+            widest: the most particles, and the most steps, of any of them.
+            fits: returns whether there is memory for a budget.
         """
         self._num_rounds += 1
         if self._num_rounds % _PERIOD:
@@ -200,10 +213,10 @@ class Policy:
         self.budget = best
 
     def best(self, batch_size: int, widest: Budget) -> Budget:
-        """The budget of most tokens a second; of those nearly as good, the one of most particles.
+        """Return the budget of most tokens per second; of near ties, that of most particles.
 
-        Batches of more requests never get more work, N K, than smaller ones: sizes are gone through
-        from 1, in steps of a quarter of a power of two.
+        A larger batch never gets more work, N K, than a smaller one: sizes are visited from 1, in
+        steps of a quarter of a power of two.
         """
         best, allowed = self._budgets[0], list(self._budgets)
         for size in _sizes(batch_size):
@@ -214,7 +227,7 @@ class Policy:
         return best
 
     def _rates(self, of: Iterable[Budget], batch_size: int, widest: Budget) -> dict[Budget, float]:
-        """Tokens a second, by budget."""
+        """Return the tokens per second of each budget."""
         return {
             budget: batch_size
             * self._kept.tokens(budget.within(widest))
@@ -229,9 +242,64 @@ def _work(budget: Budget, widest: Budget) -> int:
 
 
 def _sizes(last: int) -> Iterator[int]:
-    """1, 2, ..., 8, 10, 12, 14, 16, 20, ...: up to the first that is not below ``last``."""
+    """Yield 1, 2, ..., 8, 10, 12, 14, 16, 20, ..., up to the first not below ``last``."""
     size = 1
     yield size
     while size < last:
         size += 1 << max(size.bit_length() - 3, 0)
         yield size
+
+
+SCALE = 0.4
+"""Prior of s: that of the shipped pair at c = 2 (bench/results/fidelity)."""
+
+PRIOR_INFORMATION = 30.0
+"""Information of the prior. An answer of the shipped pair has about 3, times g^2."""
+
+WINDOW_INFORMATION = 800.0
+"""Most information that is kept: s within 0.035, and the pair's last 2,400 answers at c = 2."""
+
+DIALED = ("mixed", "auto")
+"""Modes in which the tilt follows this formula, at any c."""
+
+
+class Dial:
+    """Estimate of the scale, which converts a tilt into an evidence threshold.
+
+    All ranks of a server must add the same answers in the same order, to get the same estimate.
+    """
+
+    def __init__(self) -> None:
+        self._information = PRIOR_INFORMATION
+        self._sum = SCALE * PRIOR_INFORMATION
+
+    @property
+    def scale(self) -> float:
+        """Return the estimate of s, at least 0."""
+        return max(self._sum / self._information, 0.0)
+
+    def threshold(self, tilt: float) -> float:
+        """Return the evidence threshold c for a ``tilt`` >= 0; infinity for 0."""
+        if tilt == 0.0:
+            return math.inf
+        return max(self.scale / tilt - 1.0, 0.0)
+
+    def settled(self, asked: RequestConfig) -> RequestConfig:
+        """Return the options with the threshold for their tilt, which stays with the request."""
+        if asked.mode != "auto" or asked.tilt is None:
+            return asked
+        return replace(asked, settled_threshold=self.threshold(asked.tilt))
+
+    def learn(self, threshold: float, numerator: float, information: float) -> None:
+        """Update the estimate with an answer that has ended.
+
+        Args:
+            threshold: its c.
+            numerator: of its tilt: the sum of l - E l, with l = log q / p.
+            information: the sum of the variances of l, the denominator of its tilt.
+        """
+        gain = 1.0 / (1.0 + threshold)  # 0 where c is infinite
+        self._sum += gain * numerator
+        self._information += gain * gain * information
+        kept = min(WINDOW_INFORMATION / self._information, 1.0)
+        self._sum, self._information = kept * self._sum, kept * self._information

@@ -1,10 +1,15 @@
-"""What one request asks of SMC: the server's settings, with its own in their place.
+"""Resolve and validate the options of one request, and apply the server's budget to them.
 
-A request chooses in `custom_params={"smc": {...}}`, by the names of `SMCConfig`. What it does not
-name is the server's. A key that its mode would ignore is refused, like one that nobody knows.
+A request sets options in `custom_params={"smc": {...}}`, by the names of `SMCConfig`. The server's
+values apply to all others. A key without effect in the request's mode is rejected, as is an unknown
+one.
+
+A *budget* bounds N and K for all requests of a batch where the server adapts to its load; a
+request's own N and K bound them, too. With the lowest budget, N = 1 and K = 0, no tokens are
+drafted, and the target decodes alone.
 """
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from msgspec.structs import asdict, replace
 
@@ -25,7 +30,7 @@ from sglang_smc.options.server import (
     flag_of,
     with_mode,
 )
-from sglang_smc.potentials.asked import Asked, asked_of
+from sglang_smc.potentials.declared import Asked, asked_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -38,7 +43,7 @@ PATTERN_KEY = "answer_pattern"
 TRACE_KEY = "trace"
 CUSTOM_PARAMS = "custom_params['smc']"
 
-# Key -> the modes in which it means something; all others mean something in every mode.
+# Key -> the modes in which it has an effect; all others have an effect in every mode.
 _MODES_OF = {
     "ess_threshold": ("smc",),
     "resampling_method": ("smc",),
@@ -61,59 +66,59 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
     """`SMCConfig` of one request."""
 
     return_particles: bool = False
-    """smc: all particles and their weights go into `meta_info` with the answer."""
+    """smc: return all particles and their weights in `meta_info`."""
 
     trace: bool = False
-    """What particles do, round by round, goes into `meta_info` with the answer."""
+    """Return a trace of the particles, round by round, in `meta_info`."""
 
     potentials: tuple[Asked, ...] = ()
-    """smc: what multiplies the target."""
+    """smc: potentials that multiply the target."""
 
     answer_pattern: str | None = None
-    """smc: what finds the answer in a text, for a vote."""
+    """smc: regular expression of the answer in a text, for a majority vote."""
 
     constrained: bool = False
     """Not a key: whether the request has a grammar."""
 
     greedy: bool = False
-    """Not a key: whether it takes the likeliest token, as at temperature 0."""
+    """Not a key: whether the request takes the likeliest token, as at temperature 0."""
 
     settled_threshold: float | None = None
-    """Not a key: the evidence threshold that its tilt came to as it began."""
+    """Not a key: the evidence threshold for its tilt, resolved when the request starts."""
 
     @property
     def is_normalized(self) -> bool:
-        """Whether its target's next-token probabilities sum to 1, as those of p do.
+        """Return whether its target's next-token probabilities sum to 1, as those of p do.
 
-        Those of a power of p and of p within a grammar do not. Verification renormalises the
-        latter token by token.
+        Those of a power of p and of p under a grammar do not. Verification renormalises the
+        latter at each token.
         """
         weighed = (self.constrained or bool(self.potentials)) and self.weighs
         return self.power == 1.0 and not weighed
 
     @property
     def votes(self) -> bool:
-        """Whether its particles vote for the answer."""
+        """Return whether its answer is chosen by a majority vote."""
         return self.selection == VOTE and self.weighs
 
     @property
     def _usual_lag(self) -> int:
-        # Who wants to see the particles wants them to differ.
+        # Returned particles, and a majority vote, need particles that differ.
         return LONG_LAG if self.return_particles or self.votes else super()._usual_lag
 
     @property
     def uses_matches(self) -> bool:
-        """Whether n-gram matches can change what it drafts: at temperature 0 the likelier token.
+        """Return whether n-gram matches can change its draft tokens.
 
-        That is the draft's unless w is above a half.
+        At temperature 0 they cannot unless w is above 1/2, since the likeliest token is drafted.
         """
         return self.num_steps > 0 and self.ngram_weight > (0.5 if self.greedy else 0.0)
 
     @property
     def covering(self) -> float:
-        """The evidence threshold in force; infinite where all is verified.
+        """Return the evidence threshold in force; infinite in mode exact.
 
-        The one place that knows what `auto` is short for.
+        Only this property resolves `auto`.
         """
         if self.is_exact:
             return float("inf")
@@ -130,11 +135,13 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
 def request_config(
     server: SMCConfig, given: Any, *, constrained: bool = False, where: str = CUSTOM_PARAMS
 ) -> RequestConfig:
-    """The settings of a request whose `custom_params` are ``given``.
+    """Return the validated options of a request with the `custom_params` ``given``.
 
     Args:
-        constrained: whether it has a grammar.
-        where: what errors are to call the place of these settings.
+        server: the server's options.
+        given: `custom_params` of the request.
+        constrained: whether the request has a grammar.
+        where: name of these options in error messages.
 
     Raises:
         ValueError: naming every key that is unknown, out of range or without effect.
@@ -150,10 +157,10 @@ def request_config(
 
 
 def chosen_keys(given: Any, where: str = CUSTOM_PARAMS) -> dict[str, Any]:
-    """What a request whose `custom_params` are ``given`` chooses for itself, not yet checked.
+    """Return the SMC options in the `custom_params` ``given``, not yet validated.
 
     Raises:
-        ValueError: where it is no object.
+        ValueError: if they are no object.
     """
     if not isinstance(given, dict) or given.get("smc") is None:
         return {}
@@ -165,21 +172,21 @@ def chosen_keys(given: Any, where: str = CUSTOM_PARAMS) -> dict[str, Any]:
 
 
 def config_of(server: SMCConfig, req: "Req") -> RequestConfig:
-    """What a request in the scheduler plays with; what came that far has been checked."""
+    """Return the options of a request in the scheduler, which have been validated on arrival."""
     found = req.__dict__.get("smc_config")
     if found is None:
         params, constrained = req.sampling_params, req.grammar is not None
         found = request_config(server, params.custom_params, constrained=constrained)
-        if params.top_k == 1:  # what SGLang makes of temperature 0
+        if params.top_k == 1:  # SGLang's form of temperature 0
             found = replace(at_temperature_0(found), greedy=True)
         req.smc_config = found  # pyright: ignore[reportAttributeAccessIssue] -- ours
     return found
 
 
 def at_temperature_0(asked: _Config) -> _Config:
-    """What is left of settings where each next token is the likeliest one: a single chain.
+    """Return the options for greedy decoding, which needs a single chain.
 
-    All chains would be one text, the target's own in every mode, and of any power of p.
+    All chains would be equal, in every mode and for any power of p.
     """
     return replace(asked, num_particles=1, power=1.0)
 
@@ -202,7 +209,7 @@ def _problems(server: SMCConfig, chosen: dict[str, Any]) -> list[str]:
 
 
 def _problems_of_own(name: str, value: Any) -> list[str]:
-    """What is wrong with a key that servers have no flag for."""
+    """Return the problems of a key that has no flag of the server."""
     if name in _SWITCHES:
         return [] if isinstance(value, bool) else [f"has {name}={value!r}; allowed: true or false."]
     if name == PATTERN_KEY:
@@ -225,7 +232,10 @@ def _problems_of_pattern(value: Any) -> list[str]:
 
 
 def _range_of(name: str, server: SMCConfig) -> Range:
-    """Tables and graphs are made for the server's N, K and lag: a request may have less."""
+    """Return the allowed values of a request's option.
+
+    Tables and graphs are allocated for the server's N, K and lag, so these are maxima.
+    """
     if name in ("num_particles", "num_steps"):
         return Integer(1, getattr(server, name))
     if name == "max_lag":
@@ -241,7 +251,7 @@ def _range_of(name: str, server: SMCConfig) -> Range:
 
 
 def check_support(config: RequestConfig) -> str | None:
-    """Why weights alone would miss a part of the target, if they would; continues a sentence."""
+    """Return why weights cannot cover the target's support, or None; it continues a sentence."""
     if config.drafts_all or not config.weighs or config.covering or config.greedy:
         return None
     others = "potentials" if config.potentials else f"power {config.power:g}"
@@ -298,7 +308,62 @@ def _conflicts(config: RequestConfig, chosen: dict[str, Any]) -> list[str]:
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Saying what is so anyway does no harm."""
+    """Return whether a value has no effect in any mode, so that it is allowed in all."""
     return (name == "power" and value == 1.0) or (
         name in (PARTICLES_KEY, POTENTIALS_KEY) and not value
     )
+
+
+class Budget(NamedTuple):
+    """Upper bounds of a request's particles and draft tokens in a round."""
+
+    num_particles: int
+    num_steps: int
+
+    def within(self, bound: "Budget") -> "Budget":
+        """Return the minimum of this and ``bound``, in N and in K."""
+        return Budget(*map(min, self, bound))
+
+
+OFF = Budget(1, 0)
+
+
+def budgets(top: Budget) -> tuple[Budget, ...]:
+    """Return the budgets from ``top`` down: N and K halved in all combinations, and `OFF`."""
+    sizes = [(n, k) for n in _halved(top.num_particles) for k in _halved(top.num_steps)]
+    return *(Budget(*size) for size in sizes), OFF
+
+
+def apply_budget(asked: _Config, budget: Budget | None) -> _Config:
+    """Return a request's options on a budget; None leaves them as they are.
+
+    Rounds get the return value only. The weight of a single particle has no effect, and its
+    sequence would follow the draft: a request that is reduced to one particle is verified.
+    Verification supports only the target p, or p renormalised at each token, so requests for a
+    power of p and, in mode smc, for p under a mask keep their particles.
+    """
+    if budget is None:
+        return asked
+    num_particles = asked.num_particles
+    if asked.is_normalized:
+        num_particles = min(num_particles, budget.num_particles)
+    return replace(
+        asked,
+        num_particles=num_particles,
+        num_steps=min(asked.num_steps, budget.num_steps),
+        mode="exact" if num_particles == 1 < asked.num_particles else asked.mode,
+    )
+
+
+def union(before: RequestConfig, now: RequestConfig) -> RequestConfig:
+    """Return options that need enough memory for both: larger N, larger K and longer tails."""
+    return replace(
+        now,
+        num_particles=max(before.num_particles, now.num_particles),
+        num_steps=max(before.num_steps, now.num_steps),
+        mode=before.mode if before.weighs else now.mode,
+    )
+
+
+def _halved(size: int) -> list[int]:
+    return [size >> shift for shift in range(size.bit_length())]

@@ -1,8 +1,8 @@
-"""The knobs of SMC speculative decoding: names, defaults, ranges.
+"""Define the options of SMC speculative decoding: names, defaults, ranges.
 
-This module is the one place that knows them. `patches/server_args.py` turns them into command-line
-flags and `Engine` keywords, `algorithm.py` resolves them when a server starts, and a request may
-choose for itself in `custom_params={"smc": {...}}`, by the same names. No SGLang in here.
+`patches/server_args.py` turns them into command-line flags and `Engine` keywords,
+`server/algorithm.py` resolves them when a server starts, and a request may set its own in
+`custom_params={"smc": {...}}`, by the same names. This module does not import SGLang.
 """
 
 import math
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 ALGORITHM = "SMC"
-"""The name after `--speculative-algorithm`."""
+"""Value of `--speculative-algorithm`."""
 
-# For tests: results reach the scheduler one round late on a CPU, too, as they do on a GPU.
+# For tests: the overlap schedule on a CPU, where results reach the scheduler one round late.
 CPU_OVERLAP_ENV = "SGLANG_SMC_CPU_OVERLAP"
 
 MAX_PARTICLES = 1024
@@ -22,17 +22,17 @@ MODES = ("smc", "exact", "mixed", "auto")
 RESAMPLING_METHODS = ("systematic", "stratified", "multinomial", "residual", "ssp")
 RESAMPLE_AT = ("block", "token")
 SELECTIONS = ("sample", "argmax")
-VOTE = "vote"  # the selection that only requests may ask for
+VOTE = "vote"  # the selection that only requests may set
 KERNELS = ("auto", "triton", "torch")
 ROUND_GRAPH = ("auto", "on", "off")
 
 EVIDENCE_THRESHOLD = 0.5
-"""The threshold where none is given. Chosen by bench/fidelity, as the next."""
+"""Default threshold. Chosen by bench/fidelity, as the next."""
 
 AUTO_EVIDENCE_THRESHOLD = 2.0
-"""`auto` is a name for `mixed` with this threshold, whatever the server's own is."""
+"""Mode `auto` is `mixed` with this threshold, independent of the server's own."""
 
-# Field of SMCConfig -> attribute of ServerArgs. K is SGLang's own flag; the others are ours.
+# Field of SMCConfig -> attribute of ServerArgs. K is SGLang's own flag.
 SERVER_ARGS_FIELDS = {
     "num_steps": "speculative_num_steps",
     "mode": "speculative_smc_mode",
@@ -54,118 +54,116 @@ SERVER_ARGS_FIELDS = {
 }
 
 SERVER_FIELDS = ("kernels", "round_graph", "adaptive", "potential_timeout")
-"""They choose code, so a request has no say in them."""
+"""Options that select code, which a request cannot set."""
 
 LAG = 4
-"""The lag bound where none is given. Chosen by measurement: docs/notes.md."""
+"""Default lag bound. Chosen by measurement: docs/notes.md."""
 
 LONG_LAG = 256
-"""The same where a tail's weight tells what its beginning is worth: of a power of p, and of p under
-a mask that weights make up for. There a token that is settled early is settled by a wrong law,
-however many particles there are."""
+"""Default lag bound where later weights correct earlier tokens: for a power of p, and for p under a
+mask that weights correct. There a token that is drawn early is drawn from a wrong distribution, for
+any number of particles."""
 
 
 class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server runs SMC with, unless a request asks otherwise."""
+    """Options of a server, which apply unless a request sets its own."""
 
     num_steps: int = 8
-    """K: tokens the draft proposes per round. A round yields K + 1, with the target's bonus."""
+    """K: draft tokens per round. A round yields at most K + 1 tokens, with the target's bonus."""
 
     mode: str = "smc"
-    """`smc`: weigh and resample, every draft is kept. `exact`: verify; the output follows p.
+    """`smc`: weigh and resample, every draft token is kept. `exact`: verify; the output follows p.
     `mixed`: keep a block where its evidence is high, verify elsewhere. `auto`: `mixed`, tuned."""
 
     num_particles: int = 8
-    """N: continuations kept alive per request."""
+    """N: particles, that is continuations, per request."""
 
     ess_threshold: float = 0.5
     """smc: resample when the effective sample size falls below this fraction of N."""
 
     resampling_method: str = "systematic"
-    """smc: how ancestors are drawn from the weights."""
+    """smc: method of drawing ancestors from the weights."""
 
     resample_at: str = "block"
-    """smc: `block`, after the whole round; `token`, at the first drafted token whose ESS is low."""
+    """smc: `block`, after the whole round; `token`, at the first column with a low ESS."""
 
     selection: str = "sample"
-    """smc: `sample` draws the particle to answer with by weight; `argmax` takes the heaviest.
-    A request may also ask for a `vote`: of those that give the answer which weighs most."""
+    """smc: `sample` draws the particle of the answer by weight; `argmax` takes the heaviest.
+    A request may also set `vote`: draw among the particles of the majority answer."""
 
     power: float = 1.0
-    """smc: alpha; the output follows p^alpha, on whole texts."""
+    """smc: alpha; the output follows p^alpha of whole sequences."""
 
     evidence_threshold: float | None = None
     """smc, mixed: c; columns are kept while their evidence exceeds c times a uniform. 0 keeps all.
-    Where it is not given: `EVIDENCE_THRESHOLD`, but 0 for a power of p, whose normaliser nobody
-    knows."""
+    Default: `EVIDENCE_THRESHOLD`, but 0 for a power of p, which has an unknown normaliser."""
 
     tilt: float | None = None
-    """auto: how far answers may lean to the draft; 0 is exact. c follows it, by what the server
-    measures (`options.dial`). Whoever names a tilt, and no mode, means `auto`."""
+    """auto: how far answers may lean to the draft; 0 is exact. c is set by it and the server's
+    measurements (`options.policy`). A tilt without a mode implies `auto`."""
 
     draft_temperature: float | None = None
-    """The draft's temperature, where it is not to be the request's own."""
+    """Temperature of the draft; default: the request's own."""
 
     ngram_weight: float = 0.0
-    """w: q is (1 - w) times the draft's law plus w times that of n-gram matches, where there are
-    any. 1 is for servers without a draft model."""
+    """w: q is (1 - w) times the draft distribution plus w times that of n-gram matches, where there
+    are any. 1 is for servers without a draft model."""
 
     max_lag: int | None = None
-    """smc: tokens a particle may run ahead of the text that all share, before the oldest of them
-    are drawn. Where it is not given: `LAG`, but `LONG_LAG` for a target that is not normalized."""
+    """smc: tokens that a particle may be ahead of the output that all share, before the oldest of
+    them are resampled. Default: `LAG`, but `LONG_LAG` for a target that is not normalized."""
 
     kernels: str = "auto"
-    """What runs a round beside the models: `triton` kernels or `torch` functions, which give the
-    same tokens. `auto`: kernels on a GPU, torch elsewhere. A GPU's are checked against torch at
-    start: `auto` replaces those that fail, `triton` refuses to start."""
+    """Implementation of the small operations: `triton` kernels or `torch` functions, which give the
+    same tokens. `auto`: kernels on a GPU, torch elsewhere. Kernels on a GPU are checked against
+    torch at start: `auto` replaces those that fail, `triton` fails to start."""
 
     round_graph: str = "auto"
     """Whether rounds are captured as CUDA graphs, one launch each. `auto`: on a GPU, unless
     SGLang's own --disable-cuda-graph is given."""
 
     adaptive: bool = False
-    """N and K follow the load: under it requests get fewer than they ask for, down to N = 1, K = 0.
-    """
+    """Adapt N and K to the load: requests get at most their own, down to N = 1, K = 0."""
 
     potential_timeout: float = 10.0
-    """Seconds that a potential may take for a call, which is of all texts of a round."""
+    """Seconds that a call of a potential may take; a call scores all sequences of a round."""
 
     drafts_all: bool = True
-    """Not a flag: whether the draft may come up with any token. EAGLE-3 heads may not."""
+    """Not a flag: whether the draft can propose any token. EAGLE-3 heads may not."""
 
     @property
     def round_sizes(self) -> tuple[int, int, bool]:
-        """What a round is told where the server adapts: N, K, and whether it verifies alone."""
+        """Return N, K and whether the round only verifies, its inputs if the server adapts."""
         return self.num_particles, self.num_steps, self.is_exact
 
     @property
     def tokens_of_round(self) -> int:
-        """Tokens that the target reads for one request in a round: N (K + 1)."""
+        """Return the tokens that the target reads for one request in a round: N (K + 1)."""
         return self.num_particles * (self.num_steps + 1)
 
     @property
     def weighs(self) -> bool:
-        """Whether rounds weigh and resample particles; else they verify."""
+        """Return whether rounds weigh and resample particles; else they verify drafts."""
         return self.mode == "smc"
 
     @property
     def is_exact(self) -> bool:
-        """Whether rounds verify all that is drafted."""
+        """Return whether rounds verify every draft token."""
         return self.mode == "exact"
 
     @property
     def keeps_texts(self) -> bool:
-        """Whether the server keeps what was said, for n-gram matches."""
+        """Return whether the server keeps texts for n-gram matches."""
         return self.ngram_weight > 0
 
     @property
     def has_no_draft(self) -> bool:
-        """Whether a server's n-gram matches are all that drafts."""
+        """Return whether n-gram matches are the only proposer."""
         return self.ngram_weight == 1
 
     @property
     def lag(self) -> int:
-        """The length that no tail reaches before a round; 1 where all that is drawn is emitted."""
+        """Return the bound on tails before a round; 1 where every token is emitted at once."""
         if not self.weighs or self.num_particles == 1:
             return 1
         if self.max_lag is not None:
@@ -178,12 +176,12 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def most_lag(self) -> int:
-        """The longest lag that a request may have: what the server was given, or any default."""
+        """Return the longest lag that a request may set: the server's, or the longest default."""
         return LONG_LAG if self.max_lag is None else self.max_lag
 
     @property
     def is_normalized(self) -> bool:
-        """Whether the target's next-token probabilities sum to 1, as those of p do."""
+        """Return whether the target's next-token probabilities sum to 1, as those of p do."""
         return self.power == 1.0
 
     @classmethod
@@ -232,7 +230,7 @@ class SMCConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Integer(NamedTuple):
-    """Integers from ``low`` to ``high``."""
+    """Range of integers from ``low`` to ``high``."""
 
     low: int
     high: int | None = None
@@ -249,7 +247,7 @@ class Integer(NamedTuple):
 
 
 class Number(NamedTuple):
-    """Finite numbers from ``low`` to ``high``; ``low`` itself only where it is ``closed``."""
+    """Range of finite numbers from ``low`` to ``high``; ``low`` itself only if ``closed``."""
 
     low: float
     high: float = math.inf
@@ -269,7 +267,7 @@ class Number(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """One of several words."""
+    """Set of allowed words."""
 
     words: tuple[str, ...]
 
@@ -281,7 +279,7 @@ class Choice(NamedTuple):
 
 
 class Switch:
-    """A switch: True or False."""
+    """Range of a switch: True or False."""
 
     def holds(self, value: Any) -> bool:
         return isinstance(value, bool)
@@ -303,7 +301,7 @@ RANGES: dict[str, Range] = {
     "power": Number(0, closed=False),
     "evidence_threshold": Number(0),
     "tilt": Number(0),
-    # As SGLang's own, below which sampling is greedy; division by less leaves float32.
+    # SGLang's own bound, below which sampling is greedy; dividing by less overflows float32.
     "draft_temperature": Number(1e-6),
     "ngram_weight": Number(0, 1, meaning="a number from 0 (none) to 1 (no draft model)"),
     "max_lag": Integer(1),
@@ -317,13 +315,13 @@ DEFAULTS = SMCConfig()
 
 
 def with_mode(chosen: dict[str, Any]) -> dict[str, Any]:
-    """Settings that somebody chose, with the mode that a tilt implies."""
+    """Return the options ``chosen``, with the mode that a tilt implies."""
     implied = {"mode": "auto"} if chosen.get("tilt") is not None else {}
     return {**implied, **chosen}
 
 
 def flag_of(name: str) -> str:
-    """The command-line flag of a field: `num_steps` -> `--speculative-num-steps`."""
+    """Return the command-line flag of a field: `num_steps` -> `--speculative-num-steps`."""
     return "--" + SERVER_ARGS_FIELDS[name].replace("_", "-")
 
 
@@ -336,5 +334,5 @@ def _out_of_range(name: str, value: object, allowed: Range) -> ValueError:
 
 
 def cpu_overlap_is_forced() -> bool:
-    """Whether the overlap schedule is wanted on a CPU."""
+    """Return whether the overlap schedule is forced on a CPU."""
     return os.environ.get(CPU_OVERLAP_ENV) == "1"

@@ -1,7 +1,7 @@
-"""Potentials: what multiplies the target, so that particles are steered by more than probability.
+"""Potentials: functions of texts that multiply the target, to steer particles.
 
-A subclass of `Potential` is all that a new one takes. docs/potentials.md has the interface, and how
-a server is given one and a request asks for it.
+A new one is a subclass of `Potential`. docs/potentials.md has the interface, and how an operator
+declares one and a request names it.
 """
 
 from sglang_smc.potentials.base import NoArgs, Potential, Text

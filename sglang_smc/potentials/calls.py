@@ -1,10 +1,11 @@
-"""Asks potentials while the device works: each in a thread of its own, one call at a time.
+"""Query potentials while the device works: each in its own thread, one call at a time.
 
-A call is of all texts that all requests ask one potential about in a round. Where it raises, each
-request is asked about by itself, so that one alone fails. Where it takes too long it is left
-behind, and all whose texts it had fail: nobody can tell whose fault it was. The round, and so every
-running request, waits until then. A circuit breaker bounds that: behind `MOST_LATE` late calls in
-a row the potential is not asked, until one call tries again `COOL_DOWN` seconds later.
+A call has the texts of all requests for which one potential is due in a round. Where it raises, the
+potential is called again for each request alone, so that only the faulty one fails. Where it
+exceeds the time limit the call is abandoned, and all of its requests fail, since the cause cannot
+be attributed. The round, and so every running request, waits until then. A circuit breaker bounds
+that: after `MOST_LATE` late calls in a row the potential is not called until a trial call
+`COOL_DOWN` seconds later.
 """
 
 import logging
@@ -21,37 +22,37 @@ from sglang_smc.potentials.declared import FLAG, load, said
 logger = logging.getLogger(__name__)
 
 MOST_LATE = 3
-"""Late calls in a row behind which a potential is not asked."""
+"""Late calls in a row after which a potential is not called."""
 
 COOL_DOWN = 60.0
-"""Seconds from the last late call to one that tries again."""
+"""Seconds from the last late call to the next trial call."""
 
 
 class Question(NamedTuple):
-    """A text to ask about."""
+    """A text to query, and the request it belongs to."""
 
     text: Text
     is_whole: bool
-    owner: int  # the request's place in its batch
+    owner: int  # the request's index in its batch
 
 
 class Failed(NamedTuple):
-    """In place of a value: why there is none."""
+    """The reason for a missing value."""
 
     message: str
     is_late: bool = False
 
 
 class Caller:
-    """Asks one potential.
+    """A client of one potential.
 
     Args:
-        name: by which a server knows it.
+        name: the potential's name on the server.
         potential: opened.
-        seconds: that a call may take.
-        waited: is told the seconds that somebody waited for a call's answers.
-        now: a clock in seconds, of the breaker. One rank asks, and tells the others what came of
-            it, so that no other rank's clock counts.
+        seconds: time limit of a call.
+        waited: called with the seconds that a round waited for a call's answers.
+        now: a clock in seconds, for the circuit breaker. Only one rank calls potentials and
+            broadcasts the results, so no other rank's clock matters.
     """
 
     def __init__(
@@ -73,17 +74,17 @@ class Caller:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"potential-{name}")
 
     def ask(self, questions: Sequence[Question]) -> "Call":
-        """Begin a call; questions of one request stand together."""
+        """Start a call; questions of one request are adjacent."""
         deadline = time.monotonic() + self._seconds
         return Call(self, questions, self._thread.submit(self._answer, questions), deadline)
 
     def refusal(self) -> Failed | None:
-        """Return why the potential is not asked now; None where it is."""
+        """Return why the potential is not called now; None where it is."""
         if self._num_late < MOST_LATE:
             return None
         is_back = self._hung is None or self._hung.done()
         if is_back and self._now() >= self._last_late + COOL_DOWN:
-            return None  # half open: one call tries
+            return None  # half open: one trial call
         return Failed(self._stopped, is_late=True)
 
     @property
@@ -96,18 +97,18 @@ class Caller:
         )
 
     def end(self, future: Future, *, is_late: bool) -> None:
-        """Note how a call has ended: in time, or left behind."""
+        """Record the end of a call: in time, or abandoned."""
         self._num_late = self._num_late + 1 if is_late else 0
         if not is_late:
             return
         self._last_late = self._now()
-        if not future.cancel():  # one that waits behind another need not be made any more
+        if not future.cancel():  # a call still in the queue is dropped
             self._hung = future
         if self._num_late == MOST_LATE:
             logger.error("%s", self._stopped)
 
     def late(self) -> Failed:
-        """Return what stands in place of values that did not come in time."""
+        """Return the failure of a late call."""
         return Failed(
             f"The potential {self.name!r} took more than {self._seconds:g} s "
             "(--speculative-smc-potential-timeout): this request ends, and so does each whose "
@@ -129,7 +130,7 @@ class Caller:
         ]
 
     def _values(self, questions: Sequence[Question]) -> list[float | Failed]:
-        """Ask about beginnings and about whole texts; raises what the potential does."""
+        """Query prefixes and whole texts; raise what the potential raises."""
         found: list[float | Failed] = [0.0] * len(questions)
         for is_whole, method in ((False, self.potential.prefix), (True, self.potential.complete)):
             places = [place for place, one in enumerate(questions) if one.is_whole == is_whole]
@@ -163,7 +164,7 @@ class Call(NamedTuple):
     deadline: float  # by time.monotonic()
 
     def answers(self) -> list[float | Failed]:
-        """The values, once they are there, or what stands in their place."""
+        """Return the values, waiting for them, or a failure for each."""
         begun = time.monotonic()
         try:
             found = self.future.result(max(0.0, self.deadline - begun))
@@ -179,13 +180,13 @@ class Call(NamedTuple):
 def callers_of(
     given: tuple[str, ...], seconds: float, waited: Callable[[float], None], *, opens: bool
 ) -> dict[str, Caller]:
-    """Who asks the potentials of a server, by their names.
+    """Return the callers of a server's potentials, by name.
 
     Args:
-        given: values of the flag, without `problems`.
-        seconds: that a call may take.
-        waited: as of `Caller`.
-        opens: whether this process is the one that asks.
+        given: values of the flag, which `problems` has accepted.
+        seconds: time limit of a call.
+        waited: see `Caller`.
+        opens: whether this process calls the potentials.
 
     Raises:
         RuntimeError: where one cannot be opened.

@@ -1,10 +1,11 @@
-"""The potentials that an operator gives a server: ``NAME=package.module:factory``.
+"""Load the potentials that an operator declares: ``NAME=package.module:factory``.
 
-What the flag names is code of the operator's, imported as the server starts. A request only ever
-names what was declared: nothing of it is imported or evaluated.
+The flag names the operator's code, which is imported as the server starts. A request only names
+declared potentials: nothing of it is imported or evaluated.
 """
 
 import ast
+import math
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
@@ -13,19 +14,117 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sglang_smc.potentials.asked import Asked, Schedule, schedule_of
 from sglang_smc.potentials.base import Potential
+
+MOST = 8
+"""The most potentials that one request may name."""
+
+MOST_TEXT = 65_536
+"""The most characters of JSON for a request's potentials."""
+
+_FORM = (
+    'a list of {"name": ..., "args": {...}, "exponent": 1.0, "when": ...}, all but name optional'
+)
+WHEN = '"round", "end", {"tokens": n} with n from 1 on, or {"delimiter": a text or a token id}'
+
+
+class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One potential, as a request names it."""
+
+    name: str
+    args: dict[str, Any] = {}
+    exponent: float = 1.0
+    when: str | dict[str, Any] | None = None  # None: the potential's own default
+
+
+class Schedule(NamedTuple):
+    """The prefixes at which a potential is queried; whole texts always are."""
+
+    is_each_round: bool = False
+    tokens: int = 0  # interval in tokens; 0: none
+    delimiter: str | int | None = None  # queried after each occurrence
+
+    def falls_on(self, length: int, token: int) -> bool:
+        """Return whether a query is due at a prefix of ``length`` tokens that ends with ``token``.
+
+        Delimiters that are text are handled by `rules.potentials`, which can decode.
+        """
+        if self.tokens:
+            return length % self.tokens == 0
+        return isinstance(self.delimiter, int) and token == self.delimiter
+
+
+def schedule_of(when: str | dict[str, Any]) -> Schedule:
+    """Parse a `when` value.
+
+    Raises:
+        ValueError: with the allowed values.
+    """
+    if when == "round":
+        return Schedule(is_each_round=True)
+    if when == "end":
+        return Schedule()
+    if isinstance(when, dict) and len(when) == 1:
+        (kind, value), *_ = when.items()
+        if kind == "tokens" and _is_number(value, 1):
+            return Schedule(tokens=value)
+        if kind == "delimiter" and (_is_number(value, 0) or (isinstance(value, str) and value)):
+            return Schedule(delimiter=value)
+    raise ValueError(f"when={when!r}; allowed: {WHEN}.")
+
+
+def _check_when(name: str, when: str | dict[str, Any]) -> None:
+    try:
+        schedule_of(when)
+    except ValueError as error:
+        raise ValueError(f"potential {name!r} with {error}") from error
+
+
+def _parsed(given: Any) -> tuple[Asked, ...]:
+    if not isinstance(given, str):
+        return msgspec.convert(given, tuple[Asked, ...])
+    if len(given) > MOST_TEXT:
+        raise msgspec.ValidationError(f"{len(given)} characters are more than {MOST_TEXT}")
+    return msgspec.json.decode(given, type=tuple[Asked, ...])
+
+
+def _is_number(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def asked_of(given: Any) -> tuple[Asked, ...]:
+    """Parse the potentials of a request, from its value of `potentials`, or that as JSON.
+
+    Raises:
+        ValueError: for an invalid value; names and arguments are checked by `choose`.
+    """
+    try:
+        found = _parsed(given)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise ValueError(f"potentials={given!r:.200}: {error}; allowed: {_FORM}.") from error
+    if len(found) > MOST:
+        raise ValueError(f"{len(found)} potentials; allowed: {MOST}. Make a product of some.")
+    for asked in found:
+        if not (math.isfinite(asked.exponent) and asked.exponent >= 0):
+            raise ValueError(
+                f"potential {asked.name!r} with exponent={asked.exponent!r}; allowed: a finite "
+                "number >= 0."
+            )
+        if asked.when is not None:
+            _check_when(asked.name, asked.when)
+    return found
+
 
 FLAG = "--speculative-smc-potential"
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]*")
-_FORM = (
+_FLAG_FORM = (
     "NAME=package.module:factory, where factory is a Potential's class or a function that returns "
     'one; literal keyword arguments may follow, as in NAME=package.module:factory(url="...")'
 )
 
 
 class Declared(NamedTuple):
-    """One value of the flag, taken apart."""
+    """One parsed value of the flag."""
 
     name: str
     module: str
@@ -34,7 +133,7 @@ class Declared(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """A potential as one request has it."""
+    """A potential with one request's arguments."""
 
     name: str
     args: Any  # of the potential's `Args`
@@ -43,24 +142,24 @@ class Chosen(NamedTuple):
 
 
 def declared(given: str) -> Declared:
-    """One value of the flag.
+    """Parse one value of the flag.
 
     Raises:
-        ValueError: where it is none.
+        ValueError: for an invalid value.
     """
     name, _, target = given.partition("=")
     module, _, call = target.partition(":")
     if not (_NAME.fullmatch(name) and module and call):
-        raise ValueError(f"{FLAG} is {given!r}; allowed: {_FORM}.")
+        raise ValueError(f"{FLAG} is {given!r}; allowed: {_FLAG_FORM}.")
     try:
         factory, arguments = _call(call)
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"{FLAG} is {given!r}: {error}; allowed: {_FORM}.") from error
+        raise ValueError(f"{FLAG} is {given!r}: {error}; allowed: {_FLAG_FORM}.") from error
     return Declared(name, module, factory, arguments)
 
 
 def _call(text: str) -> tuple[str, dict[str, Any]]:
-    """``name`` or ``name(key=literal, ...)``; nothing of it is run."""
+    """Parse ``name`` or ``name(key=literal, ...)`` without evaluating it."""
     found = ast.parse(text, mode="eval").body
     if isinstance(found, ast.Name):
         return found.id, {}
@@ -72,12 +171,12 @@ def _call(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def names(given: Iterable[str]) -> tuple[str, ...]:
-    """The names that flags declare, which `problems` has looked at."""
+    """Return the names that flag values declare, which `problems` has accepted."""
     return tuple(declared(one).name for one in given)
 
 
 def problems(given: Iterable[str]) -> list[str]:
-    """What is wrong with the flag's values, a sentence each; imports what they name."""
+    """Return what is wrong with the flag's values, a sentence each; import what they name."""
     found = []
     for one in given:
         try:
@@ -91,10 +190,10 @@ def problems(given: Iterable[str]) -> list[str]:
 
 @lru_cache(maxsize=4)
 def load(given: tuple[str, ...]) -> Mapping[str, Potential]:
-    """The potentials of a server, not opened, by name; the same objects for each call.
+    """Return the potentials of a server by name, not opened; each call returns the same objects.
 
     Raises:
-        ValueError: where one cannot be had.
+        ValueError: where one cannot be loaded.
     """
     return {one.name: _loaded(one) for one in map(declared, given)}
 
@@ -135,10 +234,10 @@ def said(error: BaseException) -> str:
 
 
 def choose(asked: Asked, potentials: Mapping[str, Potential]) -> Chosen:
-    """Return a potential as a request asks for it.
+    """Return a potential with a request's arguments and schedule.
 
     Raises:
-        ValueError: where its name is unknown, or its arguments do not fit.
+        ValueError: for an unknown name, or arguments that do not fit.
     """
     potential = potentials.get(asked.name)
     if potential is None:
@@ -157,7 +256,7 @@ def choose(asked: Asked, potentials: Mapping[str, Potential]) -> Chosen:
 
 
 def fields_of(schema: type[msgspec.Struct]) -> str:
-    """The names and types of arguments, as an error tells them."""
+    """Return the names and types of arguments, for an error message."""
     fields = msgspec.structs.fields(schema)
     shown = (f"{f.name}: {getattr(f.type, '__name__', None) or f.type}" for f in fields)
     return ", ".join(shown) or "none"

@@ -1,1 +1,1 @@
-"""One round: draft, score, decide, extend, bonus, commit."""
+"""Play one round: draft, score, decide, extend, bonus, commit."""

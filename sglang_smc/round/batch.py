@@ -1,64 +1,76 @@
-"""The requests of one round, and what the host knows of them."""
+"""Define the inputs of a round, its shape on the host, and the tensors between its steps."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from sglang_smc.memory import arena
-from sglang_smc.options.budget import Budget, apply_budget, union
-from sglang_smc.options.request import RequestConfig
+from sglang_smc.kv import arena
+from sglang_smc.kv.ledger import Ledger
+from sglang_smc.kv.sizes import tensor_bytes
+from sglang_smc.kv.transfer import on_device
+from sglang_smc.ops.interface import Ops
+from sglang_smc.options.request import Budget, RequestConfig, apply_budget, union
 from sglang_smc.options.server import RESAMPLING_METHODS, SMCConfig
-from sglang_smc.requests.rules import TextRules, has_judges, has_rules
-from sglang_smc.requests.state import RequestState, state_of
-from sglang_smc.state.edits import has_edits
-from sglang_smc.state.settings import Settings, filter_kinds
-from sglang_smc.state.tail_logprobs import NO_LOGPROBS, LogprobWidths
-from sglang_smc.state.transfer import on_device
-from sglang_smc.tokens.distribution import FilterKinds, SamplingRules
-from sglang_smc.tokens.edits import Edits
+from sglang_smc.rules.registry import TextRules, has_judges, has_rules
+from sglang_smc.smc import weighing
+from sglang_smc.smc.distribution import FilterKinds, NextTokens, SamplingRules, TokenDistribution
+from sglang_smc.smc.edits import Edits
+from sglang_smc.smc.fidelity import Watchable
+from sglang_smc.state.edits import EditTable, has_edits
+from sglang_smc.state.metrics import CounterTable, zero_counters
+from sglang_smc.state.population import (
+    NO_LOGPROBS,
+    JudgedTable,
+    LogprobTable,
+    LogprobWidths,
+    ParticleTable,
+    Population,
+)
+from sglang_smc.state.request import RequestState, state_of
+from sglang_smc.state.settings import RequestTable, Settings, TableEntry, filter_kinds
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
-    from sglang_smc.drafts.ngram import Matches
+    from sglang_smc.proposers.ngram import Matches
 
 
 class RoundShape(NamedTuple):
-    """Sizes and kinds in a batch, known without asking the device; tensors are cut to them."""
+    """Sizes and kinds in a batch, from the host's state; tensors are cut to them."""
 
     budget: Budget | None  # that bounds N and K in this round
-    num_held: int  # the most particles that a request has or, as the round begins, had
-    resizes: bool  # some request has more or fewer than it had
-    num_particles: int  # the most that a request has
-    num_steps: int  # the most that a request drafts a round
-    max_tail: int  # no tail is longer when the round ends
-    max_arena: int  # no request owns more KV slots behind its emitted text
+    num_held: int  # the most particles of a request, now or before a resize
+    resizes: bool  # the number of particles of some request changes
+    num_particles: int  # the most of a request
+    num_steps: int  # the most tokens that a request drafts per round
+    max_tail: int  # the longest tail at the end of the round
+    max_arena: int  # the most KV slots of a request behind its emitted tokens
     kinds: FilterKinds
-    edits: bool  # some request has penalties, biases or a least number of tokens
+    edits: bool  # some request has penalties, biases or min_new_tokens
     powered: bool  # some request samples from a power of p
     weighs: bool  # some request's rounds weigh and resample
-    verifies: bool  # some request's rounds verify
-    shows_particles: bool  # some request wants all of its particles with the answer
-    traces: bool  # some request wants to know what its particles did
+    verifies: bool  # some request's rounds verify drafts
+    shows_particles: bool  # some request sets return_particles
+    traces: bool  # some request sets trace
     has_open_token: bool  # particles of some request may differ in its first token
-    has_rules: bool  # the host looks at some request's text
-    judges: bool  # some request's texts are judged on the host: by potentials, for a vote
+    has_rules: bool  # some request has rules that read its sequences on the host
+    judges: bool  # some request has potentials or a majority vote, which run on the host
     has_matches: bool  # some request's drafts are mixed with n-gram matches
-    logprobs: LogprobWidths  # of the log-probabilities that requests want
-    methods: tuple[str, ...]  # how ancestors are drawn, by one request or another
+    logprobs: LogprobWidths  # of the log-probabilities that requests return
+    methods: tuple[str, ...]  # resampling methods that occur
 
     @property
     def num_rows(self) -> int:
-        """Tokens of one request that the target reads, at most."""
+        """Return the most tokens of one request that the target reads."""
         return self.num_particles * (self.num_steps + 1)
 
     def lacks(self, other: "RoundShape") -> list[str]:
-        """What a round of another shape does that one of this does not, in words."""
+        """Return, in words, the options that another shape supports and this shape lacks."""
         pairs = zip(self._parts().items(), other._parts().values(), strict=True)
         return [name for (name, mine), theirs in pairs if not mine >= theirs]
 
     def _parts(self) -> dict[str, Any]:
-        """Sizes, kinds and sets: a shape that has no less of any does all that another does."""
+        """Return sizes, kinds and sets: a shape with no smaller value supports all of another."""
         return {
             "more particles": self.num_particles,
             "more drafted tokens": self.num_steps,
@@ -84,22 +96,22 @@ class RoundShape(NamedTuple):
 
 
 class RoundInputs(NamedTuple):
-    """What a round is told of its requests, int64; the rest stands in tables."""
+    """Inputs of a round, int64; everything else is in tables."""
 
     rows: torch.Tensor  # [G] in req_to_token_pool
-    committed: torch.Tensor  # [G] KV slots of the emitted text
-    known: torch.Tensor  # [4, G] by the host: KV slots owned, and `SMCConfig.round_sizes`
+    committed: torch.Tensor  # [G] KV slots of the emitted tokens
+    known: torch.Tensor  # [4, G] from the host: KV slots owned, and `SMCConfig.round_sizes`
 
     @classmethod
     def of(cls, batch: "ScheduleBatch", device: str) -> "RoundInputs":
-        """The inputs of a batch that SGLang has prepared; one copy to the device."""
+        """Return the inputs of a batch that SGLang has prepared, by one copy to the device."""
         states = [state_of(req) for req in batch.reqs]
         known = [(state.arena[1], *state.now.round_sizes) for state in states]
         columns = list(zip(*known, strict=True))
         return cls(batch.req_pool_indices, batch.seq_lens.long(), on_device(device, columns))
 
     def split(self, most: int) -> "list[RoundInputs]":
-        """Return the inputs of slices of at most so many groups."""
+        """Return the inputs of slices of at most ``most`` groups."""
         columns = (column.split(most, dim=-1) for column in self)
         return [RoundInputs(*part) for part in zip(*columns, strict=True)]
 
@@ -107,9 +119,9 @@ class RoundInputs(NamedTuple):
     def of_padding(
         cls, config: SMCConfig, budget: Budget | None, size: int, device: str
     ) -> "RoundInputs":
-        """The inputs of ``size`` groups on SGLang's padding row, whose particles have all ended.
+        """Return the inputs of ``size`` groups on SGLang's padding row, with ended particles.
 
-        Its text ends where its first slot, 0, is there to be read.
+        Its sequence has one token, in slot 0, so that there is KV to read.
         """
         rows = torch.zeros(size, dtype=torch.int64, device=device)
         known = [1, *map(int, apply_budget(config, budget).round_sizes)]
@@ -118,30 +130,30 @@ class RoundInputs(NamedTuple):
 
 
 class RoundBatch(NamedTuple):
-    """The requests of one round: who they are, what they asked for, what they own."""
+    """Requests of one round, with their options and KV slots."""
 
     reqs: "list[Req]"
     shape: RoundShape
     rows: torch.Tensor  # [G] int64 in req_to_token_pool
-    committed: torch.Tensor  # [G] int64 KV slots of the emitted text
+    committed: torch.Tensor  # [G] int64 KV slots of the emitted tokens
     allocated: torch.Tensor  # [G] int64 KV slots owned
-    starts: torch.Tensor  # [G, N] int64 output tokens of each particle as the round begins
-    column: torch.Tensor  # [K] int64: 0, 1, ..., which drafted token of a particle
-    furthest: torch.Tensor  # [G, N] int64 the most of any: where a group decides for all
-    last_two: torch.Tensor  # [G, N, 2] int64 the token that each continues from, and one before
+    starts: torch.Tensor  # [G, N] int64 output length of each particle at the start of the round
+    column: torch.Tensor  # [K] int64: 0, 1, ..., K - 1
+    furthest: torch.Tensor  # [G, N] int64 maximum of `starts`: the position of group decisions
+    last_two: torch.Tensor  # [G, N, 2] int64 the last two tokens of each particle, in order
     may_stratify: torch.Tensor  # [G, N] bool: weighed; verified chains are independent
     settings: Settings
     p_rules: SamplingRules  # of the target's rows
     q_rules: SamplingRules  # of the draft's
     rules: TextRules
     edits: Edits | None = None  # where some request has one
-    matches: "Matches | None" = None  # where some request wants them
+    matches: "Matches | None" = None  # where some request uses them
 
 
 def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundShape:
-    """The largest shape of batches whose requests choose nothing but sizes for themselves.
+    """Return the largest shape of batches of requests that set only sizes.
 
-    On a ``budget`` tails and arenas may be there that larger ones have left.
+    On a ``budget`` the tails and arenas of earlier, larger budgets may still exist.
     """
     now = apply_budget(config, budget)
     return RoundShape(
@@ -155,7 +167,7 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
         kinds=FilterKinds(filtered=False, greedy=True),
         edits=False,
         powered=config.power != 1.0,
-        # Without drafts the two are one.
+        # Without draft tokens weighing and verifying are the same.
         weighs=now.weighs or now.num_steps == 0,
         verifies=not now.weighs or now.num_steps == 0,
         shows_particles=False,
@@ -170,7 +182,7 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
 
 
 def shape_of_any(config: SMCConfig, budget: Budget | None, logprobs: LogprobWidths) -> RoundShape:
-    """The shape of batches whose requests choose whatever a device can decide."""
+    """Return the shape of batches of requests that set any options that need no host."""
     return shape_of_server(config, budget)._replace(
         max_tail=arena.max_tail(config),
         max_arena=arena.max_arena(config),
@@ -187,9 +199,9 @@ def shape_of_any(config: SMCConfig, budget: Budget | None, logprobs: LogprobWidt
 
 
 def shape_of(reqs: "list[Req]") -> RoundShape:
-    """The shape of a batch.
+    """Return the shape of a batch.
 
-    Under the overlap schedule the host's numbers are one round old, and too large if anything.
+    Under the overlap schedule the host's numbers are one round old, and never too small.
     """
     states = [state_of(req) for req in reqs]
     configs = [state.now for state in states]
@@ -225,3 +237,121 @@ def _longest_tail(req: "Req", state: RequestState) -> int:
 def _methods(configs: list[RequestConfig]) -> tuple[str, ...]:
     draws = (config for config in configs if config.weighs or config.num_steps == 0)
     return tuple(sorted({config.resampling_method for config in draws}))
+
+
+class Drafts(NamedTuple):
+    """Draft tokens and their log-probabilities."""
+
+    tokens: torch.Tensor  # [G, N, K]
+    log_q: torch.Tensor  # [G, N, K] of these tokens
+    ends: torch.Tensor  # [G, N, K] bool: the sequence ends with this token
+    before_end: torch.Tensor  # [G, N, K] bool: up to the particle's end, within its request's K
+    q: list[TokenDistribution] | None  # of G * N draws each; kept where some group verifies
+    watchable: Watchable | None = None  # the columns in which fidelity is measured
+    held: torch.Tensor | None = None  # [G * N, V] the draft's scores in these columns
+
+
+class Decision(NamedTuple):
+    """Result of weighing or verifying the draft tokens."""
+
+    cut: weighing.BlockCut
+    num_kept: torch.Tensor  # [G, N] draft tokens that each particle keeps
+    resampled: weighing.Resampled  # ancestors and weights
+    next_tokens: NextTokens
+    verified: torch.Tensor  # [G] bool: exact verification set the kept tokens
+    failure: torch.Tensor  # [G] int64 `Failure`, where logits gave no distribution
+
+    def unless(self, mine: torch.Tensor, other: "Decision") -> "Decision":
+        """Return this decision, with ``other`` in the groups ``mine`` ``[G]`` bool.
+
+        This one verifies, ``other`` weighs.
+        """
+        return Decision(
+            cut=weighing.choose(mine, other.cut, self.cut),
+            num_kept=weighing.choose(mine, other.num_kept, self.num_kept),
+            resampled=weighing.choose(mine, other.resampled, self.resampled),
+            next_tokens=self.next_tokens.unless(mine, other.next_tokens),
+            verified=self.verified & ~mine,
+            failure=self.failure,
+        )
+
+
+def no_drafts(population: Population) -> Drafts:
+    """Return the drafts of a round with K = 0."""
+    nothing = population.tokens[:, :, :0]  # [G, N, 0]
+    return Drafts(nothing, nothing.float(), nothing.bool(), nothing.bool(), None)
+
+
+class Tables(NamedTuple):
+    """Device tables with a row for each request of SGLang's request pool; row 0 pads batches."""
+
+    requests: RequestTable  # options
+    edits: EditTable  # logit edits
+    particles: ParticleTable  # sequences, weights, ends
+    logprobs: LogprobTable  # of the tails
+    judged: JudgedTable  # potential values
+    counters: CounterTable  # statistics of rounds
+    ledger: Ledger  # KV slots, in SGLang's own req_to_token and in tables of particles
+
+    @classmethod
+    def of(
+        cls,
+        config: SMCConfig,
+        ops: Ops,
+        req_to_token: torch.Tensor,
+        *,
+        num_slots: int,
+        vocab_size: int,
+        device: str,
+    ) -> "Tables":
+        """Allocate empty tables.
+
+        Args:
+            req_to_token: ``[num_rows, width]``, SGLang's, the padding row included.
+            num_slots: size of the KV pool, the padding slot 0 included.
+            vocab_size: V, of the target's logits.
+        """
+        num_rows, num_particles = len(req_to_token), config.num_particles
+        max_tail, tail_width = arena.max_tail(config), arena.tail_width(config)
+        tails = torch.zeros(num_rows * num_particles, tail_width, dtype=torch.int32, device=device)
+        return cls(
+            requests=RequestTable(num_rows, vocab_size, device),
+            edits=EditTable(num_rows, vocab_size, device),
+            particles=ParticleTable(num_rows, num_particles, max_tail, device),
+            logprobs=LogprobTable(num_rows, num_particles, max_tail, device),
+            judged=JudgedTable(num_rows, num_particles, device),
+            counters=CounterTable(num_rows, device, ops),
+            ledger=ops.ledger(
+                req_to_token,
+                tails,
+                num_particles=num_particles,
+                max_tail=max_tail,
+                num_slots=num_slots,
+            ),
+        )
+
+    def sizes(self) -> dict[str, int]:
+        """Return bytes by purpose."""
+        of_texts = self.particles, self.logprobs, self.judged
+        state = (self.requests, self.edits, *of_texts, self.counters)
+        return {
+            "rows of requests": tensor_bytes(self.ledger.table),
+            "rows of particles": tensor_bytes(self.ledger.tails),
+            "state of requests": tensor_bytes(state),
+            "marks of KV slots": tensor_bytes(self.ledger.rank),
+        }
+
+    def begin_padding(self, entry: TableEntry, num_particles: int, device: str) -> None:
+        """Give SGLang's padding row ended particles, which fill up batches of captured rounds."""
+        self.requests.write([entry])
+        row = torch.zeros(1, dtype=torch.int64, device=device)
+        zeros = on_device(device, [zero_counters(1)], torch.float64)
+        self.counters.begin(row, zeros)
+        self.particles.begin(
+            row,
+            first_tokens=row,
+            num_emitted=row,
+            log_evidence=torch.zeros_like(row, dtype=torch.float64),
+            num_particles=row + num_particles,
+            ended=torch.ones(1, num_particles, dtype=torch.bool, device=device),
+        )

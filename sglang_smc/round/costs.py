@@ -1,6 +1,6 @@
-"""What rounds cost on this machine, measured as a server starts.
+"""Measure the cost of rounds on this machine when a server starts.
 
-Over short texts: what long ones add, to read their keys, is no part of it.
+Sequences are short: the cost of reading the KV cache of long ones is not included.
 """
 
 import logging
@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from sglang_smc.drafts.proposal import DraftSlots
 from sglang_smc.models.attention import KVLocations
 from sglang_smc.options.policy import COSTS_ENV, Costs, Curve, RoundCosts
+from sglang_smc.proposers.base import DraftSlots
 from sglang_smc.round.graph import Recordings, RoundGraphs
-from sglang_smc.round.steps import Steps
-from sglang_smc.tokens.distribution import TokenDistribution
+from sglang_smc.round.play import Steps
+from sglang_smc.smc.distribution import TokenDistribution
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ _REPEATS = 3
 
 
 def costs_of(measure: Callable[[], AnyCosts], group: Any) -> AnyCosts:
-    """Costs given in the environment, or measured: the same on all ranks of ``group``.
+    """Return costs from the environment, or measured ones: the same on all ranks of ``group``.
 
     Every rank must call it: passes of tensor-parallel models wait for each other.
     """
@@ -43,10 +43,10 @@ def costs_of(measure: Callable[[], AnyCosts], group: Any) -> AnyCosts:
 
 
 def rehearse(steps: Steps) -> None:
-    """Run each model once over a particle, so that one that cannot is told at start.
+    """Run each model once over a particle, so that an unsupported one fails at start.
 
     Raises:
-        ValueError: for a model whose layers ask for what rounds do not have.
+        ValueError: if a model cannot run over particles; it includes the cause and a remedy.
     """
     passes = _Passes(steps)
     for name, run in (
@@ -64,7 +64,7 @@ def rehearse(steps: Steps) -> None:
 
 
 def _cure(error: Exception) -> str:
-    """What to do about a pass that raises: it may be a kernel's, the memory's or the model's."""
+    """Return the remedy for a pass that raises: the cause may be a kernel, memory or the model."""
     frames = traceback.walk_tb(error.__traceback__)
     if any(frame.f_globals["__name__"].startswith("sglang_smc.kernels") for frame, _ in frames):
         return (
@@ -76,11 +76,11 @@ def _cure(error: Exception) -> str:
 
 
 def costs_of_passes(steps: Steps, most_tokens: int) -> Costs:
-    """The costs of passes over up to ``most_tokens``."""
+    """Return the costs of passes over up to ``most_tokens``."""
     passes = _Passes(steps)
     sizes = list(_sizes(min(most_tokens, _LARGEST)))
     at_once = steps.draft.at_once
-    if at_once:  # two tokens a particle: the last, and a mask
+    if at_once:  # two tokens per particle: the last, and a mask
         draft = Curve.of((2 * size, cost) for size, cost in passes.measure(sizes, passes.block))
     else:
         draft = Curve.of(passes.measure(sizes, passes.draft, passes.begin))
@@ -89,9 +89,9 @@ def costs_of_passes(steps: Steps, most_tokens: int) -> Costs:
 
 
 def costs_of_recordings(recordings: Recordings, device: str) -> RoundCosts:
-    """The costs of rounds that have been recorded: of replays in which all groups are padding.
+    """Measure captured rounds by replays in which all groups are padding.
 
-    Of each budget those are measured that most requests play.
+    For each budget the kind of round that most requests use is measured.
     """
 
     def curve(of_budget: RoundGraphs) -> Curve:
@@ -108,7 +108,7 @@ def costs_of_recordings(recordings: Recordings, device: str) -> RoundCosts:
 
 
 class _Passes:
-    """Passes over SGLang's padding row: its particles, and its KV slot 0."""
+    """Passes over SGLang's padding row, with its particles and its KV slot 0."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -122,7 +122,7 @@ class _Passes:
         run: Callable[[int], object],
         before: Callable[[int], object] | None = None,
     ) -> Iterator[tuple[int, float]]:
-        """Sizes in tokens, and seconds of a pass over so many; what comes before is not timed."""
+        """Yield sizes in tokens with the seconds of a pass over them; ``before`` is not timed."""
         with torch.no_grad():
             for size in sizes:
                 if before is not None:
@@ -130,35 +130,35 @@ class _Passes:
                 yield size, _seconds(partial(run, size), self._device.type)
 
     def begin(self, num_tokens: int) -> object:
-        """The draft's first pass, behind which others can follow."""
+        """Run the draft's first pass, after which others can follow."""
         at = self._slots(num_tokens)
         return self._steps.draft.begin(at.slots[:2].permute(1, 2, 0), at)
 
     def block(self, num_particles: int) -> object:
-        """The one pass of a block head for one draft each, and the draw."""
+        """Run the single pass of a block head for one draft token each, and the draw."""
         at = self._slots(num_particles, num_steps=1)
         logits = self._steps.draft.begin(at.slots[:2].permute(1, 2, 0), at)
         return _distribution(logits).sample(self._ops, self._zeros(num_particles).double())
 
     def draft(self, num_tokens: int) -> object:
-        """A further pass of the draft and the draw behind each token."""
+        """Run a later pass of the draft, and the draw of the next token of each."""
         at = self._slots(num_tokens)
         logits = self._steps.draft.go_on(1, at.slots[0], at)
         return _distribution(logits).sample(self._ops, self._zeros(num_tokens).double())
 
     def target(self, num_tokens: int) -> object:
-        """A forward of the target and the score of each token."""
+        """Run a forward pass of the target, and score each token."""
         logits = self._forward(self._steps.target.chain_logits, num_tokens)
         return _distribution(logits).score(self._ops, self._zeros(num_tokens))
 
     def _forward(self, forward: Callable[..., torch.Tensor], num_tokens: int) -> torch.Tensor:
-        """Logits ``[..., V]``; each token is a particle of its own request."""
+        """Return logits ``[..., V]``; each token is a particle of its own request."""
         rows = self._zeros(num_tokens)
         column = rows.view(-1, 1, 1)  # [G, 1, 1]
         return forward(column, rows.unsqueeze(1) + 1, column, self._locations(rows))
 
     def _slots(self, num_particles: int, num_steps: int = 2) -> DraftSlots:
-        """Of a round of K drafts by each of so many particles, of requests of their own."""
+        """Return the slots of a round with K draft tokens for particles of distinct requests."""
         rows = self._zeros(num_particles)
         slots = rows.view(1, -1, 1).repeat(num_steps + 2, 1, 1)  # [K + 2, G, 1]
         return DraftSlots(slots, slots + 1, self._locations(rows))
@@ -171,7 +171,7 @@ class _Passes:
 
 
 def _seconds(run: Callable[[], object], device: str) -> float:
-    """Seconds of the fastest run but the first, in which things are compiled or allocated."""
+    """Return the seconds of the fastest run but the first, which may compile and allocate."""
     times = []
     for _ in range(1 + _REPEATS):
         start = time.perf_counter()
@@ -188,7 +188,7 @@ def _distribution(logits: torch.Tensor) -> TokenDistribution:
 
 
 def _sizes(most: int) -> Iterator[int]:
-    """Powers of two, up to the first that is not below ``most``."""
+    """Yield powers of two, up to the first that is not below ``most``."""
     size = 1
     yield size
     while size < most:

@@ -1,25 +1,27 @@
-"""Rounds as CUDA graphs: one launch instead of some thousand, recorded as the server starts.
+"""Capture rounds as CUDA graphs when the server starts: one launch instead of about a thousand.
 
-A round has no shape that depends on values, and waits for nothing. So all of it, draft passes,
-verification, weights, resampling, commit and bonus, can be recorded with its kernels' arguments,
-once for each of a few batch sizes, and replayed for any batch that is no larger. What a batch does
-not fill plays on SGLang's padding row, whose particles have all ended.
+No tensor shape of a round depends on values, and a round does not synchronise with the host. So
+all of it, draft passes, verification, weights, resampling, commit and bonus, can be captured once
+for each of a few batch sizes, and replayed for any batch that is no larger. The rest of the batch
+size is filled with SGLang's padding row, which has only ended particles.
 
-A server records its rounds in several kinds, and replays the first that does all that a batch
-needs:
+A server captures several kinds of rounds, and replays the first that supports a batch:
 
-    greedy   what the server's own settings ask for, with one chain for each request: temperature 0
-    plain    the same with all of its particles
-    chat     and top-k, top-p, min-p, which the models people run ask for by default
-    edited   plain or chat, and edited logits and log-probabilities
-    any      and all else that a device can decide: other modes, methods and powers, all particles
+    greedy   the server's own settings with one chain per request: temperature 0
+    plain    the server's own settings with all particles
+    chat     plain with top-k, top-p and min-p, which most models set by default
+    edited   plain or chat, with logit edits and log-probabilities
+    any      all options that need no host: other modes, methods and powers, all particles
 
-Where N and K adapt, each budget has recordings of chat, and the largest one of the others, but for
-plain ones.
-What only the host can decide is played as it is, with the models' passes replayed.
+Where N and K adapt, there are graphs of chat for each budget, and of the other kinds except plain
+for the largest budget.
+Rounds that need the host are launched operation by operation, with the models' passes replayed.
 
-How many requests are recorded at most is chosen by the memory that is free. Larger batches play in
-slices, by replays or call by call.
+The largest captured batch size is set by the free memory. Larger batches are played in slices, by
+replays or by launches.
+
+Each capture takes some tenth of a second at start, and a batch between two sizes is padded to the
+larger one: many sizes waste little work, few sizes start quickly (`plan_sizes`).
 """
 
 import logging
@@ -31,18 +33,92 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from sglang_smc.memory.rounds import MOST_LAUNCHED, Room, round_bytes
-from sglang_smc.options.budget import Budget, budgets
-from sglang_smc.options.request import at_temperature_0
+from sglang_smc.kv.rounds import MOST_LAUNCHED, Room, round_bytes
+from sglang_smc.kv.transfer import joined
+from sglang_smc.models.recorder import Ranks, Record, Replay, hold
+from sglang_smc.options.request import Budget, at_temperature_0, budgets
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.recording.recorder import Ranks, Record, Replay, hold
-from sglang_smc.recording.sizes import Sizes, plan_sizes
-from sglang_smc.round.batch import RoundInputs, RoundShape, shape_of_any, shape_of_server
+from sglang_smc.round.batch import RoundInputs, RoundShape, Tables, shape_of_any, shape_of_server
 from sglang_smc.round.result import Outcome
-from sglang_smc.round.tables import Tables
-from sglang_smc.state.tail_logprobs import LogprobTable, LogprobWidths, recorded_logprobs
-from sglang_smc.state.transfer import joined
+from sglang_smc.state.population import LogprobTable, LogprobWidths, recorded_logprobs
 from sglang_smc.upstream import Arguments
+
+UNBOUNDED = Room(MOST_LAUNCHED, 1 << 60, 1 << 60)
+"""Unlimited memory."""
+
+MOST = 64
+"""Maximum number of graphs of a server, where N and K are at most 8 each."""
+
+FEWEST = 3
+"""Minimum number of batch sizes per kind of round: one request, the most, and one between."""
+
+_PASSES = (
+    3  # graphs of models alone per size: the draft's first pass, its later ones, and the target's
+)
+
+
+class Sizes(NamedTuple):
+    """Batch sizes to capture, ascending."""
+
+    of_rounds: tuple[int, ...]  # of the kinds that most requests use
+    of_edited: tuple[int, ...]  # of kinds with edited logits and log-probabilities
+    of_any: tuple[int, ...]  # of the kind with all options that need no host
+    of_passes: tuple[int, ...]  # of models alone, for rounds that need the host
+
+    def count(self, num_kinds: int, num_edited: int) -> int:
+        """Return the number of graphs for ``num_kinds`` and ``num_edited`` kinds."""
+        of_kinds = num_kinds * len(self.of_rounds) + num_edited * len(self.of_edited)
+        return of_kinds + len(self.of_any) + _PASSES * len(self.of_passes)
+
+
+def plan_sizes(
+    wanted: Sequence[int], num_kinds: int, num_edited: int, room: Room = UNBOUNDED
+) -> Sizes:
+    """Return the sizes to capture, of those ``wanted``; none if not even the smallest fits.
+
+    Args:
+        wanted: ascending.
+        num_kinds: kinds of rounds that are captured at `Sizes.of_rounds`: variants, or where N and
+            K adapt, budgets.
+        num_edited: kinds that are captured at `Sizes.of_edited`.
+        room: numbers of requests that fit in memory.
+    """
+    of_rounds, of_any = ([s for s in wanted if s <= most] for most in room[1:])
+    if not of_rounds or not of_any:
+        return Sizes((), (), (), ())
+    is_few = num_kinds <= FEWEST
+    powers = [s for s in of_any if s in (of_any[0], of_any[-1]) or s & (s - 1) == 0]
+    few = thinned(powers, FEWEST if is_few else 2)
+    alone = [size for size in powers if size <= room.launched] or powers[:1]
+    of_passes = thinned(alone, FEWEST if is_few else 2)
+    beside = Sizes((), tuple(powers) if is_few else few, few, of_passes)
+    rest = MOST - beside.count(num_kinds, num_edited)
+    return beside._replace(of_rounds=thinned(of_rounds, max(FEWEST, rest // num_kinds)))
+
+
+def thinned(sizes: Sequence[int], count: int) -> tuple[int, ...]:
+    """Return at most ``count`` of ascending sizes: both ends, and those between that waste least.
+
+    Args:
+        count: at least 2.
+    """
+    wastes = sorted({0.0, *(b / (a + 1) for a in sizes for b in sizes if a < b)})
+    least = bisect_left(wastes, True, key=lambda waste: len(_chain(sizes, waste)) <= count)
+    return _chain(sizes, wastes[least])
+
+
+def _chain(sizes: Sequence[int], waste: float) -> tuple[int, ...]:
+    """Return the fewest sizes such that no batch is padded to more than ``waste`` times its size.
+
+    The worst batch is one larger than a size; the next size is always included if none is within
+    the bound.
+    """
+    chain = [sizes[0]]
+    while chain[-1] < sizes[-1]:
+        above = [size for size in sizes if size > chain[-1]]
+        chain.append(max([s for s in above if s <= waste * (chain[-1] + 1)] or above[:1]))
+    return tuple(chain)
+
 
 logger = logging.getLogger(__name__)
 
@@ -50,20 +126,20 @@ Play = Callable[[RoundInputs, RoundShape], Outcome]
 
 
 class _Recorded(NamedTuple):
-    inputs: RoundInputs  # of B groups: what the recording reads
-    padding: RoundInputs  # of as many groups that play on the padding row
-    outcome: Outcome  # [B, ...] what it writes
+    inputs: RoundInputs  # of B groups: the graph's inputs
+    padding: RoundInputs  # of B groups on the padding row
+    outcome: Outcome  # [B, ...] the graph's outputs
     replay: Replay
 
 
 class RoundGraphs:
-    """Recordings of one kind of round.
+    """Captured graphs of one kind of round.
 
     Args:
-        play: the round, of as many groups as the inputs have.
-        shape: sizes and kinds that the recordings are made for.
-        padding: inputs of so many groups that play on the padding row.
-        sizes: numbers of groups to record, ascending.
+        play: the round, for any number of groups.
+        shape: sizes and kinds of the graphs.
+        padding: returns the inputs of a number of groups on the padding row.
+        sizes: numbers of groups to capture, ascending.
     """
 
     def __init__(
@@ -80,23 +156,23 @@ class RoundGraphs:
         self._recorded: dict[int, _Recorded] = {}
 
     def warm_up(self, size: int) -> None:
-        """Play a round of ``size`` groups, so that a recording of it compiles nothing."""
+        """Play a round of ``size`` groups, so that its capture compiles nothing."""
         self._play(self._padding(size), self.shape)
 
     def record(self, size: int, record: Record) -> None:
-        """Record rounds of ``size`` groups."""
+        """Capture a round of ``size`` groups."""
         inputs, padding = self._padding(size), self._padding(size)
         outcome, replay = record(lambda: self._play(inputs, self.shape))
         self._recorded[size] = _Recorded(inputs, padding, outcome, replay)
 
     def replay_padding(self, size: int) -> None:
-        """A round of ``size`` groups that play on the padding row, as all do until a replay."""
+        """Replay a round of ``size`` groups of padding, which all are before the first replay."""
         self._recorded[size].replay()
 
     def replay(self, inputs: RoundInputs) -> Outcome:
-        """The round's outcome for inputs ``[G]``, in tensors that the next replay leaves alone.
+        """Return the round's outcome for inputs ``[G]``, in tensors that no later replay changes.
 
-        Batches larger than any recording play in slices.
+        Batches larger than any graph are played in slices.
         """
         return joined([self._replay(part) for part in inputs.split(self.sizes[-1])])
 
@@ -109,15 +185,15 @@ class RoundGraphs:
 
 
 class Recordings:
-    """All recorded rounds of a server.
+    """All captured rounds of a server.
 
     Args:
-        of_budget: the recordings, by the budget that bounds their rounds, None where nothing
-            adapts; those that do least first.
-        greedy: of single chains, on any budget.
-        sizes: that were chosen.
-        logprobs: where rounds keep log-probabilities.
-        launched: requests of a round that is launched call by call, at most.
+        of_budget: graphs by the budget that bounds their rounds, None where nothing adapts; those
+            with the fewest options first.
+        greedy: graphs of single chains, for any budget.
+        sizes: captured batch sizes.
+        logprobs: table of log-probabilities, which graphs write.
+        launched: the most requests of a round that is launched without a graph.
     """
 
     def __init__(
@@ -137,7 +213,7 @@ class Recordings:
         self._said: set[str] = set()
 
     def find(self, shape: RoundShape) -> RoundGraphs | None:
-        """The first that does what a batch needs; else it is said once why."""
+        """Return the first graphs that support a batch; else None, and log each reason once."""
         reason = ""
         for graphs in self._candidates(shape):
             reason = self._why_not(graphs, shape)
@@ -154,7 +230,7 @@ class Recordings:
         return None
 
     def describe(self, wanted: Sequence[int]) -> str:
-        """Say in words what is recorded, and where that is less than what was ``wanted``."""
+        """Describe in words the captured rounds, and how they differ from the sizes ``wanted``."""
         every = {id(one): one for found in self.of_budget.values() for one in found}
         kinds = [self._greedy, *every.values()]
         most, of_any = (pick(graphs.sizes[-1] for graphs in kinds) for pick in (max, min))
@@ -173,30 +249,30 @@ class Recordings:
         )
 
     def _candidates(self, shape: RoundShape) -> list[RoundGraphs]:
-        """The recordings to look through, those that do least first."""
+        """Return the graphs to search, those with the fewest options first."""
         found = self.of_budget.get(shape.budget, [])
         if shape.num_particles > 1 or not found:
             return found
         return sorted([self._greedy, *found], key=lambda graphs: graphs.shape.num_rows)
 
     def _why_not(self, graphs: RoundGraphs, shape: RoundShape) -> str:
-        """What hinders a batch; nothing, if all is well."""
+        """Return why the graphs do not support a batch; empty if they do."""
         if shape.logprobs.own and self._logprobs.widths != self._recorded_logprobs:
             return f"more log-probabilities than {self._recorded_logprobs}"
         return ", ".join(graphs.shape.lacks(shape))
 
 
 class Kinds(NamedTuple):
-    """What a server records: shapes with the budgets that bound their rounds."""
+    """Shapes of rounds that a server captures, with the budgets that bound them."""
 
     most_used: list[tuple[Budget | None, RoundShape]]  # the largest first
-    edited: list[tuple[Budget | None, RoundShape]]  # also played on smaller budgets
+    edited: list[tuple[Budget | None, RoundShape]]  # also used on smaller budgets
     any: tuple[Budget | None, RoundShape]  # likewise
     greedy: RoundShape  # likewise
 
     @classmethod
     def of(cls, config: SMCConfig, logprobs: LogprobWidths) -> "Kinds":
-        """What a server of these settings records."""
+        """Return the kinds that a server with these settings captures."""
         bounds = budgets(Budget(config.num_particles, config.num_steps))
         rungs = bounds if config.adaptive else (None,)
         shapes = [(rung, shape_of_server(config, rung)) for rung in rungs]
@@ -209,12 +285,12 @@ class Kinds(NamedTuple):
 
     @property
     def num_most_used(self) -> int:
-        """How many kinds are recorded for all batch sizes."""
+        """Return the number of kinds that are captured at all batch sizes."""
         return len(self.most_used) + 1
 
 
 def _greedy(config: SMCConfig) -> RoundShape:
-    """One particle, in a round that bounds its requests to one: the padding row has more."""
+    """Return the shape of one particle; its budget bounds the padding row, too, which has more."""
     alone = at_temperature_0(config)
     return shape_of_server(alone)._replace(budget=Budget(1, alone.num_steps))
 
@@ -224,10 +300,10 @@ def _filtered(shape: RoundShape) -> RoundShape:
 
 
 def room_of(config: SMCConfig, vocab_size: int, free: int, *, records: bool) -> Room:
-    """Return how many requests' rounds fit into ``free`` bytes.
+    """Return the numbers of requests for which rounds fit into ``free`` bytes.
 
     Args:
-        records: rounds are recorded.
+        records: whether rounds are captured.
     """
     kinds = Kinds.of(config, recorded_logprobs(vocab_size))
 
@@ -250,17 +326,17 @@ def record_rounds(
     record: Record,
     ranks: Ranks,
 ) -> Recordings:
-    """Record all rounds of a server, what takes most memory first.
+    """Capture all rounds of a server, those that take most memory first.
 
     Args:
         play: as for `RoundGraphs`.
         wanted: batch sizes, ascending, of which some may be left out.
-        tables: that rounds read and write, where they are from now on.
-        record: how to.
-        ranks: that record the same.
+        tables: tables that rounds read and write; their addresses must not change any more.
+        record: captures a function.
+        ranks: that capture the same.
 
     Raises:
-        torch.OutOfMemoryError: where not even the smallest size fits.
+        torch.OutOfMemoryError: if not even the smallest size fits.
     """
     vocab_size = tables.requests.vocab_size
     room = room_of(config, vocab_size, ranks.free_bytes, records=True)
@@ -296,9 +372,9 @@ def record_rounds(
 
 
 def _record_all(of: Sequence[RoundGraphs], record: Record, ranks: Ranks) -> None:
-    """Play each round once, then record all: so no warm-up stands beside the recordings' pool.
+    """Play each round once, then capture all, so that no warm-up needs memory beside the graphs.
 
-    The largest of each comes first, so that smaller ones find room in what it has left.
+    The largest of each kind is captured first, so that smaller ones reuse its memory.
     """
     jobs = [(graphs, size) for graphs in of for size in reversed(graphs.sizes)]
     with tqdm(total=2 * len(jobs), desc="Capturing SMC rounds", disable=ranks.index > 0) as bar:
@@ -311,11 +387,11 @@ def _record_all(of: Sequence[RoundGraphs], record: Record, ranks: Ranks) -> None
 
 
 def explain_failure(error: Exception, config: SMCConfig, ranks: Ranks, device: str) -> None:
-    """Log why rounds are not recorded, and which flags help.
+    """Log why rounds are not captured, and which flags help.
 
     Raises:
-        ValueError: with the same, where recordings were asked for by hand, other ranks may have
-            them, or the device works no more.
+        ValueError: with the same text, if graphs were requested explicitly, other ranks may have
+            them, or the device no longer works.
     """
     cure = (
         "--speculative-smc-round-graph off serves without recordings, --speculative-smc-kernels "
@@ -338,7 +414,7 @@ def explain_failure(error: Exception, config: SMCConfig, ranks: Ranks, device: s
 
 
 def graph_sizes(server_args: Arguments) -> list[int]:
-    """Batch sizes to capture: those that SGLang would, up to the most that can run."""
+    """Return the batch sizes to capture: SGLang's own, up to the most requests that can run."""
     graphs, largest = server_args.cuda_graph_config, server_args.max_running_requests
     assert graphs is not None and largest is not None
     sizes = graphs.decode.bs or [1 << i for i in range(largest.bit_length() + 1)]

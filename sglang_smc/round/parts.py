@@ -1,26 +1,25 @@
-"""The parts of a server's rounds, put together once its pools are there."""
+"""Build the parts of a server's rounds, once its pools exist."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.managers.tp_worker import TpModelWorker
 
-from sglang_smc.drafts import assembly as drafts
-from sglang_smc.drafts.corpus import Corpus
-from sglang_smc.memory.measured import sizes_of
-from sglang_smc.memory.table import Table
+from sglang_smc.kv.report import Table
+from sglang_smc.kv.sizes import sizes_of
 from sglang_smc.models.head_kinds import kind_of
 from sglang_smc.models.supported import check_layers, heads_of
 from sglang_smc.ops.interface import Ops
 from sglang_smc.ops.select import kind_of as kind_of_ops
 from sglang_smc.ops.select import ops_of
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.requests.state import RequestStates
+from sglang_smc.proposers import assembly as drafts
+from sglang_smc.proposers.ngram import Corpus
+from sglang_smc.round.batch import Tables
 from sglang_smc.round.costs import rehearse
+from sglang_smc.round.play import Round, Steps
 from sglang_smc.round.prefill import Prefill
-from sglang_smc.round.round import Round
-from sglang_smc.round.steps import Steps
-from sglang_smc.round.tables import Tables
+from sglang_smc.state.request import RequestStates
 from sglang_smc.upstream import is_gated_delta
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Parts(NamedTuple):
-    """What a worker runs."""
+    """Parts of a worker."""
 
     steps: Steps
     prefill: Prefill
@@ -42,13 +41,13 @@ def operations(
     device: str,
     group: GroupCoordinator,
 ) -> Ops:
-    """Return the operations of a server, on a GPU those kernels that agree with torch there.
+    """Return the operations of a server, on a GPU the kernels that equal their torch references.
 
-    Every rank of ``group``, which share the models, must call it.
+    Every rank of ``group``, which shares the models, must call it.
 
     Raises:
-        ValueError: a kernel fails that `--speculative-smc-kernels triton` or, of attention,
-            `--speculative-smc-round-graph on` asks for.
+        ValueError: if a kernel fails that `--speculative-smc-kernels triton` or, of attention,
+            `--speculative-smc-round-graph on` requires.
     """
     ops = ops_of(kind_of_ops(config.kernels, device))
     if ops.kind == "torch" or device == "cpu":  # Triton's interpreter is too slow for a start
@@ -80,18 +79,19 @@ def assemble(
     tables: Tables,
     corpus: Corpus | None = None,
 ) -> Parts:
-    """The parts of a server, each model run once over a particle.
+    """Build the parts of a server, and run each model once over a particle.
 
     Args:
-        target, draft: SGLang's workers of the two models, their pools built; there may be no
-            draft model.
+        target, draft: SGLang's workers of the two models, with their pools built; ``draft`` is
+            None without a draft model.
+        config: the server's options.
         ops: the small operations.
-        states: begins requests on the host.
-        tables: where they live on the device.
-        corpus: what n-gram matches are of, where there are any.
+        states: state of requests on the host.
+        tables: state of requests on the device.
+        corpus: texts of n-gram matches; None without such matches.
 
     Raises:
-        ValueError: for a model that rounds cannot run.
+        ValueError: for a model that cannot run in rounds.
     """
     sizes = config.num_particles, config.num_steps + 1
     drafting = drafts.assemble(drafts.Beside(target, draft, tables.ledger, ops.kind, *sizes))
@@ -117,7 +117,7 @@ def assemble(
 def _recurrent(
     target: TpModelWorker, config: SMCConfig, ops: Ops, tables: Tables
 ) -> "RecurrentForward | None":
-    """The target's passes, where some of its layers attend linearly."""
+    """Return the passes of a target with linear attention layers; None for other models."""
     if not is_gated_delta(target.model_runner.model_config):
         return None
     from sglang_smc.models.recurrent import RecurrentForward
@@ -140,11 +140,11 @@ def memory_of(
     graph_gigabytes: float,
     **pool: int,
 ) -> Table:
-    """What memory a server has, and what requests take of it, on this rank.
+    """Return the memory table of a server on this rank.
 
     Args:
-        state_bytes: what the draft keeps beside its KV.
-        graph_gigabytes: of recorded rounds, 2^30 bytes each.
+        state_bytes: bytes that the draft keeps beside its KV cache.
+        graph_gigabytes: of captured rounds, in units of 2^30 bytes.
         pool: as for `sizes_of`.
     """
     states = {"states of the target": state_bytes} if state_bytes else {}

@@ -1,4 +1,4 @@
-"""Prefill: prompts are read, and particles begin behind the target's first token."""
+"""Prefill prompts, and start particles behind the target's first token."""
 
 from typing import TYPE_CHECKING
 
@@ -7,23 +7,22 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 
+from sglang_smc.kv.transfer import on_device
 from sglang_smc.ops.interface import Ops
-from sglang_smc.options.budget import Budget
-from sglang_smc.requests.failures import failure_of_first, mark_first
-from sglang_smc.requests.rules import TextRules, has_judges
-from sglang_smc.requests.state import RequestStates, has_open_token, state_of
-from sglang_smc.requests.text_rule import BatchTexts
-from sglang_smc.round.draft_input import SMCDraftInput, as_eagle
-from sglang_smc.round.tables import Tables
-from sglang_smc.smc.randomness import Purpose, uniforms
-from sglang_smc.smc.stratify import stratified
-from sglang_smc.state.counters import fidelity_of
+from sglang_smc.options.request import Budget
+from sglang_smc.round.batch import Tables
+from sglang_smc.round.result import SMCDraftInput, as_eagle
+from sglang_smc.rules.base import BatchTexts
+from sglang_smc.rules.registry import TextRules, has_judges
+from sglang_smc.smc.distribution import TokenDistribution, sample
+from sglang_smc.smc.edits import Edits
+from sglang_smc.smc.randomness import Purpose, stratified, uniforms
 from sglang_smc.state.edits import has_edits
+from sglang_smc.state.failures import failure_of_first, mark_first
 from sglang_smc.state.logprobs import logprob_distribution
+from sglang_smc.state.metrics import fidelity_of
+from sglang_smc.state.request import RequestStates, has_open_token, state_of
 from sglang_smc.state.settings import Settings, filter_kinds
-from sglang_smc.state.transfer import on_device
-from sglang_smc.tokens.distribution import TokenDistribution, sample
-from sglang_smc.tokens.edits import Edits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,21 +31,21 @@ if TYPE_CHECKING:
     from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 
-    from sglang_smc.drafts.prompts import ReadsPrompts
+    from sglang_smc.proposers.prompts import ReadsPrompts
 
 
 class Prefill:
-    """Reads prompts with the target and with who drafts for it.
+    """Prefill of prompts with the target and the proposer.
 
     Args:
         target: SGLang's worker of the target.
-        draft: who drafts.
-        states: begins requests on the host.
-        tables: begin them on the device.
+        draft: the proposer.
+        states: starts requests on the host.
+        tables: state of requests on the device.
         ops: the small operations.
         num_particles: N of the server; requests may have fewer.
-        take_up: where the target has states, lets particles go on from those behind prompts, of
-            rows and lengths ``[G]``.
+        take_up: for a target with recurrent states, initialises the particles' states from those
+            behind prompts, by rows and lengths ``[G]``.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class Prefill:
         self._num_particles = num_particles
 
     def run(self, batch: "ScheduleBatch", budget: Budget | None) -> "GenerationBatchResult":
-        """Read a batch of prompts; the target's first token is an exact sample."""
+        """Prefill a batch of prompts; the target's first token is an exact sample."""
         result = self._read(batch, budget)
         result.new_seq_lens = batch.seq_lens
         assert isinstance(result.next_token_ids, torch.Tensor), "there is one pipeline stage alone"
@@ -87,7 +86,7 @@ class Prefill:
         result = target.forward_batch_generation(None, forward_batch, is_verify=draws)
         output = result.logits_output
         assert output is not None, "there is one pipeline stage alone"
-        # Read here alone: SGLang would copy them to the host.
+        # Used only here: SGLang would copy the hidden states to the host.
         states, output.hidden_states = output.hidden_states, None
         draft_logits = self._draft.read(batch, forward_batch, states)
         if not draws:
@@ -107,7 +106,8 @@ class Prefill:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw first tokens ``[G]`` from logits ``[G, V]`` and start the particles there.
 
-        Where either model's logits mean nothing there is a `Failure`, ``[G]``.
+        Returns:
+            The tokens, and a `Failure` code ``[G]`` where either model's logits are invalid.
         """
         tables, reqs, rows = self._tables, batch.reqs, batch.req_pool_indices
         logits = _logits(output)
@@ -162,13 +162,15 @@ class Prefill:
         log_p: torch.Tensor,
         num_emitted: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """First tokens and whether each ends its text, ``[G, 1]`` or, if any is open, ``[G, N]``.
+        """Draw first tokens, and return them and which end their sequence.
+
+        Both are ``[G, 1]`` or, if any first token is open, ``[G, N]``.
 
         Args:
             log_p: ``[G, V]`` normalised.
             num_emitted: ``[G]`` output tokens before this one.
         """
-        particle = torch.zeros_like(num_emitted)  # what all share is drawn as particle 0's
+        particle = torch.zeros_like(num_emitted)  # a shared token is drawn with particle 0's number
         drawn = sample(log_p, uniforms(settings.seeds, num_emitted, particle, Purpose.BONUS))
         shared = drawn.unsqueeze(1)
         if not any(has_open_token(req) for req in reqs):
@@ -178,12 +180,12 @@ class Prefill:
         tokens = torch.where(is_open, own, shared)
         cells, positions = tokens.unsqueeze(2), num_emitted.view(-1, 1, 1)  # [G, N, 1]
         ends = rules.ends(settings.ends(cells, positions), cells, None).squeeze(2)
-        return tokens, ends & is_open  # SGLang itself looks at a token that all share
+        return tokens, ends & is_open  # SGLang itself checks a shared token for an end
 
     def _own_tokens(
         self, settings: Settings, log_p: torch.Tensor, num_emitted: torch.Tensor
     ) -> torch.Tensor:
-        """A first token of each particle's own, ``[G, N]``: they part at once."""
+        """Draw a first token for each particle, ``[G, N]``, stratified."""
         particle = torch.arange(self._num_particles, device=log_p.device)
         places = num_emitted.unsqueeze(1)
         numbers = uniforms(settings.seeds.unsqueeze(1), places, particle, Purpose.BONUS)
@@ -196,13 +198,13 @@ class Prefill:
     def _edited(
         self, edits: Edits | None, rules: TextRules, logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """First tokens' logits ``[G, V]`` as requests change them, and what their rules allow.
+        """Return first tokens' edited logits, from ``[G, V]``, and the mask of the requests' rules.
 
-        Both are ``[G, 1, V]``.
+        Both are ``[G, 1, V]``; the mask is None without rules.
         """
         if edits is None and rules.is_empty:
             return logits.unsqueeze(1), None
-        rows = logits.clone().unsqueeze(1).unsqueeze(1)  # SGLang may read its own again
+        rows = logits.clone().unsqueeze(1).unsqueeze(1)  # SGLang may read its own logits again
         nothing = torch.empty(
             len(logits), 1, 0, dtype=torch.int64, device=logits.device
         )  # [G, N, J]
@@ -213,6 +215,6 @@ class Prefill:
 
 
 def _logits(output: "LogitsProcessorOutput | PPProxyTensors | None") -> torch.Tensor:
-    """What follows each prompt, ``[G, V]``, as the last pipeline stage has it: there is but one."""
+    """Return the next-token logits of each prompt, ``[G, V]``; there is one pipeline stage."""
     assert isinstance(output, LogitsProcessorOutput) and output.next_token_logits is not None
     return output.next_token_logits

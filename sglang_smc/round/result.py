@@ -1,53 +1,104 @@
-"""The result of a round, and how the scheduler's books take it."""
+"""Return the result of a round to SGLang's scheduler, and carry it to the next round.
+
+SGLang carries only the batch's requests from round to round: the state of a round stays on the
+device, in tables keyed by `req_pool_idx`.
+"""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
 from sglang_smc import process
-from sglang_smc.drafts.corpus import Corpus
-from sglang_smc.options.budget import Budget
+from sglang_smc.kv.transfer import each_tensor, on_host
 from sglang_smc.options.policy import Policy
-from sglang_smc.requests import rules
-from sglang_smc.requests.failures import end_failed
-from sglang_smc.requests.logprob_books import deliver
-from sglang_smc.requests.state import as_particle, has_open_token, settled_ids, state_of, tails_of
-from sglang_smc.round.draft_input import SMCDraftInput, as_eagle
-from sglang_smc.round.trace import Traced
-from sglang_smc.smc.rounds import choose
-from sglang_smc.smc.weights import normalized
-from sglang_smc.state.counters import gained
-from sglang_smc.state.monitor import Monitor, Played
-from sglang_smc.state.population import Population
-from sglang_smc.state.tail_logprobs import Emitted
-from sglang_smc.state.transfer import each_tensor, on_host
+from sglang_smc.options.request import Budget
+from sglang_smc.proposers.ngram import Corpus
+from sglang_smc.round.observers import Traced
+from sglang_smc.rules import registry
+from sglang_smc.smc.weighing import choose, normalized
+from sglang_smc.state.failures import end_failed
+from sglang_smc.state.metrics import Monitor, Played, gained
+from sglang_smc.state.population import Emitted, Population
+from sglang_smc.state.request import (
+    as_particle,
+    deliver,
+    has_open_token,
+    settled_ids,
+    state_of,
+    tails_of,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.speculative.eagle_info import EagleDraftInput
+
+
+class LengthRelay(FutureMap):
+    """Relay of sequence lengths between rounds; the tokens are in this package's tables."""
+
+    def _resolve_spec_extras(self, batch: "ScheduleBatch") -> None:
+        """Do nothing; SGLang's own method also assumes that every device has streams."""
+
+
+class SMCDraftInput(SpecInput):
+    """`spec_info` of a running batch.
+
+    Args:
+        bonus_tokens: ``[bs]`` last emitted tokens, for SGLang's relay between rounds.
+    """
+
+    # Read by the relay; None as in SGLang's STANDALONE.
+    topk_p = topk_index = hidden_states = dsa_topk_indices = None
+
+    def __init__(self, bonus_tokens: torch.Tensor) -> None:
+        super().__init__(SpecInputType.EAGLE_DRAFT)
+        self.bonus_tokens = bonus_tokens
+        self.future_indices: torch.Tensor | None = None  # set by the scheduler when it overlaps
+
+    def filter_batch(
+        self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None
+    ) -> None:
+        """Keep the requests in ``new_indices``."""
+        self.bonus_tokens = self.bonus_tokens[new_indices]
+        if self.future_indices is not None:
+            self.future_indices = self.future_indices[new_indices]
+
+    def merge_batch(self, other: "SMCDraftInput") -> None:
+        """Append another batch's requests."""
+        self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
+        if self.future_indices is not None and other.future_indices is not None:
+            self.future_indices = torch.cat([self.future_indices, other.future_indices])
+
+
+def as_eagle(draft_input: SMCDraftInput) -> "EagleDraftInput":
+    """Cast to the only type in SGLang's annotations; its relay needs no more than ours has."""
+    return cast("EagleDraftInput", draft_input)
 
 
 class Particles(NamedTuple):
-    """All particles as they stood before the final draw, or as the lag left them."""
+    """All particles before the final draw, or after narrowing by the lag."""
 
     last_emitted: torch.Tensor  # [G, N]
     tokens: torch.Tensor  # [G, N, T] tails
     lengths: torch.Tensor  # [G, N]
     log_weights: torch.Tensor  # [G, N]
     present: torch.Tensor  # [G, N]
-    finished: torch.Tensor  # [G] all have ended
+    finished: torch.Tensor  # [G] bool: all have ended
 
     @classmethod
     def of(cls, continued: Population, narrowed: Population) -> "Particles":
-        """Take each group's particles from before a narrowing, where all had ended, or behind it.
+        """Return each group's particles before narrowing if all had ended there, else after it.
 
-        A short lag may draw the text of a particle that has ended while others have not. All that
-        are left are copies of it then, and SGLang ends the request as it finds the end in what is
-        emitted: no final draw follows.
+        A short lag may draw the sequence of a particle that has ended while others have not. Then
+        all remaining particles are copies of it, and SGLang ends the request when it finds the end
+        in the emitted tokens: no final draw follows.
         """
         before, behind = (
             cls(
@@ -63,7 +114,7 @@ class Particles(NamedTuple):
         return choose(before.finished, before, behind)
 
     def of_group(self, group: int, req: "Req") -> list[dict[str, Any]] | None:
-        """One request's particles for `meta_info`; None while some have not ended."""
+        """Return one request's particles for `meta_info`; None while some have not ended."""
         if not self.finished[group]:
             return None
         shared = settled_ids(req)
@@ -82,22 +133,22 @@ class Particles(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a round leaves for the host, on the device; tables hold the rest."""
+    """Result of a round for the host, on the device; tables hold the rest."""
 
     tokens: torch.Tensor  # [G, T]: the first counts[g] are emitted
     counts: torch.Tensor  # [G]
     new_seq_lens: torch.Tensor  # [G]
     last_emitted: torch.Tensor  # [G] last emitted tokens
-    num_correct_drafts: torch.Tensor  # [G] drafted tokens that the round kept
+    num_correct_drafts: torch.Tensor  # [G] kept columns of draft tokens
     counters: torch.Tensor  # [G, len(Counters)] float64
     failure: torch.Tensor  # [G] int64 `Failure`; such a request has emitted nothing
-    first_tokens: torch.Tensor | None  # [G] token that prefill drew, -1 while particles differ
-    particles: Particles | None  # where some request wants them
-    logprobs: Emitted | None  # of tokens and first_tokens, where some request wants them
-    trace: Traced | None = None  # where some request wants one
+    first_tokens: torch.Tensor | None  # [G] the first token of prefill, -1 while particles differ
+    particles: Particles | None  # where some request sets return_particles
+    logprobs: Emitted | None  # of tokens and first_tokens, where some request sets return_logprob
+    trace: Traced | None = None  # where some request sets trace
 
     def first(self, size: int) -> "Outcome":
-        """Copies of the first groups."""
+        """Return copies of the first ``size`` groups."""
         return each_tensor(lambda column: column[:size].clone(), self)
 
 
@@ -106,30 +157,30 @@ _OF_SGLANG = {field.name for field in fields(GenerationBatchResult)}
 
 @dataclass
 class SMCBatchResult(GenerationBatchResult):
-    """A `GenerationBatchResult` with what SMC adds; filled by the worker, read on the host."""
+    """`GenerationBatchResult` with SMC's fields; the worker fills it, the host reads it."""
 
-    correct_drafts: torch.Tensor | None = None  # [G] drafted tokens that the round kept
+    correct_drafts: torch.Tensor | None = None  # [G] kept columns of draft tokens
     counters: torch.Tensor | None = None  # [G, len(Counters)] float64
     failure: torch.Tensor | None = None  # [G] int64 `Failure`
-    particles: Particles | None = None  # where some request wants them
+    particles: Particles | None = None  # where some request sets return_particles
     first_tokens: torch.Tensor | None = (
-        None  # [G] token that prefill drew, -1 while particles differ
+        None  # [G] the first token of prefill, -1 while particles differ
     )
-    logprobs: Emitted | None = None  # of tokens and first_tokens, where some request wants them
-    trace: Traced | None = None  # where some request wants one
+    logprobs: Emitted | None = None  # of tokens and first_tokens
+    trace: Traced | None = None  # where some request sets trace
     monitor: Monitor | None = None
     budgets: list[Budget] | None = None  # N and K of each request in this round
-    policy: Policy | None = None  # that learns from them
-    corpus: Corpus | None = None  # that reads what is emitted
+    policy: Policy | None = None  # updated by them
+    corpus: Corpus | None = None  # to which emitted tokens are added
 
     @classmethod
     def of(cls, outcome: Outcome, monitor: Monitor, replayed: bool = False) -> "SMCBatchResult":
-        """A round's outcome, as the scheduler takes it.
+        """Return a round's outcome in the scheduler's form.
 
         Args:
             outcome: of the round.
-            monitor: that counts it.
-            replayed: whether the round was a recorded graph.
+            monitor: counts the round.
+            replayed: whether the round was a replay of a CUDA graph.
         """
         tokens = outcome.tokens.flatten()
         return cls(
@@ -150,16 +201,16 @@ class SMCBatchResult(GenerationBatchResult):
             trace=outcome.trace,
             can_run_cuda_graph=replayed,
             monitor=monitor,
-            # SGLang drops these two batches later, when it has waited for the copies: until then
-            # the memory must not be had by the next round, on the stream that made them.
+            # SGLang drops these two batches later, after it has waited for the copies: until then
+            # the next round, on the stream that allocated the memory, must not reuse it.
             extra_keep_alive_refs=[outcome, tokens],
         )
 
     def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
-        """Copy what this class adds to the host along with SGLang's, on the stream for copies.
+        """Copy this class's fields to the host along with SGLang's, on the copy stream.
 
-        All of it, so that no field is forgotten. What the next round reads on the device stands in
-        SGLang's own fields.
+        All fields of this class are copied, so that none is forgotten. The next round reads only
+        SGLang's own fields on the device.
         """
         for field in fields(self):
             if field.name not in _OF_SGLANG:
@@ -169,10 +220,10 @@ class SMCBatchResult(GenerationBatchResult):
     def resolve(
         self, batch: "ScheduleBatch", resolve: Callable[[], list[list[int]]]
     ) -> list[list[int]]:
-        """Run SGLang's ``resolve`` of the emitted tokens, with SMC's statistics for its own.
+        """Run SGLang's ``resolve`` of the emitted tokens, with SMC's accept statistics.
 
-        SGLang takes what a round emits, less one, for correct drafts. An SMC round may emit
-        nothing, or several rounds' tokens at once; what is true is how many columns it kept.
+        SGLang counts the emitted tokens, less one, as accepted draft tokens. An SMC round may emit
+        no token, or those of several rounds at once: its kept columns are counted instead.
         """
         assert self.correct_drafts is not None and self.counters is not None
         assert self.monitor is not None and self.failure is not None
@@ -203,7 +254,7 @@ class SMCBatchResult(GenerationBatchResult):
     def _take(
         self, group: int, req: "Req", num_kept: int, emitted: list[int], totals: list[float]
     ) -> None:
-        """Book one request's round."""
+        """Add one request's round to its state and to the server's statistics."""
         assert self.monitor is not None and self.failure is not None
         state = state_of(req)
         req.spec_num_correct_drafts += num_kept
@@ -220,7 +271,7 @@ class SMCBatchResult(GenerationBatchResult):
             state.rounds.append(self.trace.record_of(group, state, emitted, totals[-1]))
 
     def _keep_particles(self, reqs: "list[Req]", live: list[bool]) -> None:
-        """Show all particles to who wants them, while first tokens are still each one's own."""
+        """Store the particles of requests that set ``return_particles``, with own first tokens."""
         if self.particles is None:
             return
         for group, req in enumerate(reqs):
@@ -229,25 +280,25 @@ class SMCBatchResult(GenerationBatchResult):
                 state.particles = self.particles.of_group(group, req)
 
     def _settle(self, reqs: "list[Req]", live: list[bool]) -> None:
-        """Give open first tokens their values, before rules read what follows them."""
+        """Settle open first tokens, before rules read the tokens after them."""
         if self.first_tokens is None:
             return
         each = zip(reqs, self.first_tokens.tolist(), live, strict=True)
         for i, (req, token, lives) in enumerate(each):
             if lives and token >= 0 and has_open_token(req):
                 logprobs = self.logprobs if req.return_logprob else None
-                rules.settle(req, token, None if logprobs is None else float(logprobs.first[i]))
+                registry.settle(req, token, None if logprobs is None else float(logprobs.first[i]))
 
     def _end_stuck(self, reqs: "list[Req]", live: list[bool], totals: list[list[float]]) -> None:
-        """End requests whose particles all weigh nothing: their rules leave no text."""
+        """End requests with only particles of weight zero: their rules allow no sequence."""
         assert self.accept_lens is not None
         for i, req in enumerate(reqs):
-            if live[i] and totals[i][-1] == -math.inf and rules.end_stuck(req):
+            if live[i] and totals[i][-1] == -math.inf and registry.end_stuck(req):
                 self.accept_lens[i], live[i] = 0, False
 
 
 def _set_aside(req: "Req") -> tuple[int, list[int]]:
-    """Take a request's accept statistics, and leave a histogram that even -1 can index."""
+    """Return a request's accept statistics, and set a histogram that index -1 can update."""
     saved = req.spec_num_correct_drafts, req.spec_correct_drafts_histogram
     req.spec_correct_drafts_histogram = [0]
     return saved

@@ -1,14 +1,13 @@
-"""Modes exact, mixed and auto: the chains of a round verified as one multi-draft."""
+"""Verify the chains of a round as one multi-draft, in modes exact, mixed and auto."""
 
 import torch
 
 from sglang_smc.ops.interface import Ops
-from sglang_smc.round.batch import RoundBatch
-from sglang_smc.round.decision import Decision, Drafts
-from sglang_smc.smc import exact, mixed, rounds
+from sglang_smc.round.batch import Decision, Drafts, RoundBatch
+from sglang_smc.smc import verification, weighing
+from sglang_smc.smc.distribution import NextTokens, TokenDistribution
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.state.population import Population
-from sglang_smc.tokens.distribution import NextTokens, TokenDistribution
 
 
 def verify(
@@ -22,18 +21,18 @@ def verify(
 ) -> Decision:
     """Keep the columns that the block's evidence covers, or that exact verification accepts.
 
-    Of the two the longer. All particles go on as one winner: they begin and end such a round
-    with one text, which is emitted at once. The laws that masks leave are compared, whatever masks
-    leave.
+    The longer of the two is kept. All particles become copies of one winner: they start and end
+    such a round with one sequence, which is emitted at once. With masks, the masked and
+    renormalised distributions are compared.
 
     Args:
-        p, log_p: ``[G, N, K + 1]`` the law, and the drafted tokens under it.
+        p, log_p: ``[G, N, K + 1]`` the target distribution, and log p of the draft tokens.
         failure: ``[G]`` int64 `Failure`.
     """
     assert drafts.q is not None
     settings = batch.settings
     positions = batch.starts.unsqueeze(2) + batch.column  # [G, N, K]
-    found = exact.verify(
+    found = verification.verify(
         ops,
         drafts.tokens,
         drafts.ends,
@@ -73,12 +72,15 @@ def verify(
     return one_lineage(population, kept, next_tokens, failure)
 
 
-def log_mass_of_path(log_mass: torch.Tensor, kept: mixed.Kept, ends: torch.Tensor) -> torch.Tensor:
-    """``[G]``: 0, or -inf where no token may follow some prefix of what a group keeps.
+def log_mass_of_path(
+    log_mass: torch.Tensor, kept: verification.Kept, ends: torch.Tensor
+) -> torch.Tensor:
+    """Return 0, or -inf where masks forbid all tokens after some kept prefix, ``[G]``.
 
     Args:
-        log_mass: ``[G, N, K + 1]`` of what masks leave of p behind each prefix.
-        ends: ``[G, N, K]`` bool: the text ends with this token.
+        log_mass: ``[G, N, K + 1]`` log of the mass that masks leave of p behind each prefix.
+        kept: the kept columns of each group's winner.
+        ends: ``[G, N, K]`` bool: the sequence ends with this token.
     """
     group = torch.arange(len(log_mass), device=log_mass.device)
     column = torch.arange(log_mass.shape[2], device=log_mass.device)
@@ -90,24 +92,24 @@ def log_mass_of_path(log_mass: torch.Tensor, kept: mixed.Kept, ends: torch.Tenso
 
 
 def one_lineage(
-    population: Population, kept: mixed.Kept, next_tokens: NextTokens, failure: torch.Tensor
+    population: Population, kept: verification.Kept, next_tokens: NextTokens, failure: torch.Tensor
 ) -> Decision:
-    """Make all particles the winner. Their weights stay equal, so nothing is ever banked.
+    """Make all particles copies of the winner. Weights stay equal, so the evidence stays.
 
     Args:
-        kept: what verification keeps of each group's winner.
-        next_tokens: the token behind it.
+        kept: the kept columns of each group's winner.
+        next_tokens: the distribution of the token behind it.
         failure: ``[G]`` int64 `Failure`.
     """
     itself = torch.arange(population.present.shape[1], device=failure.device)
     never = torch.zeros_like(kept.by_block)
-    # One that was drawn for its group as this became smaller may have ended before the round.
+    # A particle that was drawn when its group became smaller may have ended before the round.
     live = population.present & ~population.ended
     num_columns = kept.num_columns.where(live.any(1), 0)
     return Decision(
-        cut=rounds.BlockCut(num_columns, population.log_weights, kept.ess, never, never),
+        cut=weighing.BlockCut(num_columns, population.log_weights, kept.ess, never, never),
         num_kept=num_columns.unsqueeze(1).where(live, 0),
-        resampled=rounds.Resampled(
+        resampled=weighing.Resampled(
             ancestors=kept.winner.unsqueeze(1).where(population.present, itself),
             log_weights=population.log_weights,
             log_evidence=torch.zeros_like(population.log_evidence),

@@ -1,1 +1,1 @@
-"""What SGLang asks of SMC as a server starts and as requests come in."""
+"""Start SMC servers in SGLang, and validate their arguments and requests."""

@@ -1,10 +1,11 @@
-"""The algorithm `SMC` as SGLang sees it: its answers about itself, and the servers it accepts.
+"""Define the algorithm `SMC` for SGLang, and validate the arguments of its servers.
 
-The model to imitate is STANDALONE: an independent draft model whose KV pool is indexed by the same
-slots as the target's. That predicate is True, the other builtin ones (`is_eagle`, ...) stay False,
+SMC is registered like STANDALONE: an independent draft model with a KV pool indexed by the same
+slots as the target's. That predicate is True; the other builtin ones (`is_eagle`, ...) stay False,
 since the code behind them builds EAGLE's tree inputs.
 
-This module is imported wherever the plugin is loaded: all else is imported by those who select SMC.
+This module is imported wherever the plugin is loaded: functions import the rest when SMC is
+selected.
 """
 
 from typing import TYPE_CHECKING
@@ -21,18 +22,18 @@ if TYPE_CHECKING:
 
 
 class SMCAlgorithm(CustomSpecAlgo):
-    """Answers for SMC wherever SGLang dispatches on `spec_algorithm`."""
+    """The properties of SMC that SGLang reads from `spec_algorithm`."""
 
     def carries_draft_hidden_states(self) -> bool:
-        """False: the draft is a plain language model."""
+        """Return False: rounds pass no hidden states through SGLang."""
         return False
 
     def is_standalone(self) -> bool:
-        """True: so that the KV pool is sized for the draft's layers beside the target's."""
+        """Return True, so that the KV pool is sized for the draft's layers beside the target's."""
         return True
 
     def need_topk(self) -> bool:
-        """False: the next round starts from tokens alone, without the draft's top-k."""
+        """Return False: the next round starts from tokens alone, without the draft's top-k."""
         return False
 
     def create_future_map(
@@ -42,8 +43,8 @@ class SMCAlgorithm(CustomSpecAlgo):
         needs_cpu_seq_lens: bool = True,
         needs_confidence_relay: bool = False,
     ) -> "FutureMap":
-        """The stock relay between rounds, for sequence lengths alone."""
-        from sglang_smc.round.draft_input import LengthRelay
+        """Return SGLang's relay between rounds, for sequence lengths alone."""
+        from sglang_smc.round.result import LengthRelay
 
         return LengthRelay(
             device=device,
@@ -56,7 +57,7 @@ class SMCAlgorithm(CustomSpecAlgo):
     def get_num_tokens_per_req_for_target_verify(
         self, num_draft_tokens: int, is_draft_worker: bool
     ) -> int:
-        """K + 1 positions for the target; one for the draft, which only ever decodes."""
+        """Return K + 1 positions for the target; 1 for the draft, which only ever decodes."""
         return 1 if is_draft_worker else num_draft_tokens
 
     def handle_server_args(self, server_args: "ServerArgs") -> None:
@@ -67,7 +68,7 @@ class SMCAlgorithm(CustomSpecAlgo):
 
 
 def worker_class(server_args: "ServerArgs") -> type:
-    """The worker's class, for the scheduler: what SGLang asks for first in that process."""
+    """Return the worker's class, for the scheduler: SGLang's first call in that process."""
     hooks.require_landed(hooks.FLAGS)
     hooks.require_landed(hooks.DRAFTS)  # in time for the target's runner, which is built before
     hooks.put_in_force(hooks.SMC)
@@ -79,7 +80,7 @@ def worker_class(server_args: "ServerArgs") -> type:
 def validate_server_args(server_args: "ServerArgs") -> None:
     """Raise ValueError, listing the reasons, for a server that SMC cannot run on.
 
-    Called by SGLang while it resolves the server arguments, in the process that starts the server.
+    SGLang calls this while it resolves the server arguments, in the process that starts the server.
     """
     hooks.require_landed(hooks.FLAGS)
     from sglang_smc.server import arguments

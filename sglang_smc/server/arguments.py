@@ -1,4 +1,4 @@
-"""The server arguments that SMC accepts, and those that it fills in."""
+"""Validate an SMC server's arguments, and resolve those that follow from others."""
 
 import logging
 from copy import deepcopy
@@ -7,7 +7,7 @@ from msgspec.structs import asdict, replace
 from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
-from sglang_smc.memory import arena
+from sglang_smc.kv import arena
 from sglang_smc.models import supported
 from sglang_smc.models.head_kinds import is_head_at
 from sglang_smc.ops.select import kind_of
@@ -20,12 +20,12 @@ from sglang_smc.options.server import (
     flag_of,
 )
 from sglang_smc.process import drafts_all
-from sglang_smc.server import potentials, presets, requirements
+from sglang_smc.server import presets, refusals, requirements
 from sglang_smc.upstream import IS_NEWER, Arguments
 
 logger = logging.getLogger(__name__)
 
-# What SGLang sets for each of its own speculative algorithms.
+# SGLang's default for its own speculative algorithms.
 _DEFAULT_MAX_RUNNING_REQUESTS = 48
 
 ANY_FLAG = SERVER_ARGS_FIELDS["mode"]
@@ -51,17 +51,17 @@ def resolve(server_args: Arguments) -> None:
     config = SMCConfig.from_server_args(server_args)
     for name, attribute in SERVER_ARGS_FIELDS.items():
         setattr(server_args, attribute, getattr(config, name))
-    # Read once: what a file says later would be checked by nobody.
+    # Read once: a later version of the file would not be validated.
     server_args.speculative_smc_presets = presets.settled(server_args)  # pyright: ignore[reportAttributeAccessIssue] -- ours
-    # Models that take images are served as the text models within, with a tokenizer alone.
+    # Multimodal models are served as their language model, with a tokenizer alone.
     server_args.enable_multimodal = False
-    # A chain: one candidate a step, and the K drafted tokens plus the bonus make a round.
+    # A chain: one candidate a step; a round has K draft tokens and the bonus token.
     server_args.speculative_eagle_topk = 1
     server_args.speculative_num_draft_tokens = config.num_steps + 1
-    # On a CPU there is nothing to overlap with, and each request would pay one idle round.
+    # On a CPU there is nothing to overlap, and each request would cost one idle round.
     if server_args.device == "cpu" and not cpu_overlap_is_forced():
         server_args.disable_overlap_schedule = True
-    # SGLang's decode graphs hold one row a request, and no weights: we capture our own.
+    # SGLang's decode graphs have one row per request, and no weights: SMC captures its own.
     graphs = deepcopy(server_args.cuda_graph_config)
     assert graphs is not None, "SGLang resolves its graphs before speculative decoding"
     if config.round_graph == "auto" and not _captures(config, server_args):
@@ -94,14 +94,14 @@ def resolve(server_args: Arguments) -> None:
 
 
 def _reads_states(server_args: Arguments) -> bool:
-    """Whether the draft is a head over the target's states."""
+    """Return whether the draft is a head over the target's hidden states."""
     view = resolved_view(server_args)
     path, revision = view.speculative_draft_model_path, view.speculative_draft_model_revision
     return path is not None and is_head_at(path, revision, view.trust_remote_code)
 
 
 def _captures(config: SMCConfig, server_args: Arguments) -> bool:
-    """Whether rounds are captured where the user leaves it to us."""
+    """Return whether rounds are captured with round graphs set to 'auto'."""
     graphs = server_args.cuda_graph_config
     assert graphs is not None
     wanted = graphs.decode.backend != Backend.DISABLED
@@ -109,15 +109,15 @@ def _captures(config: SMCConfig, server_args: Arguments) -> bool:
 
 
 def _can_capture(config: SMCConfig, device: str | None) -> bool:
-    """Whether there are kernels, and a GPU that runs them."""
+    """Return whether rounds run Triton kernels on a GPU."""
     return kind_of(config.kernels, device or "cuda") == "triton" and device != "cpu"
 
 
 def _widest_heads(server_args: Arguments) -> int | None:
-    """What kernels take, where kernels are to run."""
+    """Return the largest head dimension of the kernels, or None where none run."""
     kernels, device = server_args.speculative_smc_kernels or "auto", server_args.device or "cuda"
     if kernels not in KERNELS or (kernels == "triton" and device == "cpu"):
-        return None  # told elsewhere, or run to be looked at
+        return None  # invalid, which `SMCConfig` reports, or interpreted kernels on a CPU
     if kind_of(kernels, device) == "torch":
         return None
     from sglang_smc.kernels.attention.work import MAX_HEAD_DIM
@@ -133,7 +133,7 @@ def _setting_problems(server_args: Arguments) -> list[str]:
     problems = _pool_problems(config, server_args.max_total_tokens)
     problems += _support_problems(config, server_args)
     problems += _kernel_problems(config, server_args.device)
-    of_potentials = potentials.problems(server_args)
+    of_potentials = refusals.problems(server_args)
     problems += of_potentials or presets.problems(server_args)
     given, expected = server_args.speculative_num_draft_tokens, config.num_steps + 1
     if given not in (None, expected):
@@ -145,7 +145,7 @@ def _setting_problems(server_args: Arguments) -> list[str]:
 
 
 def _pool_problems(config: SMCConfig, num_slots: int | None) -> list[str]:
-    """A pool whose size is given can be judged now, others when they are allocated."""
+    """Return problems of a KV pool of given size; others are checked at allocation."""
     if num_slots is None:
         return []
     try:
@@ -156,7 +156,7 @@ def _pool_problems(config: SMCConfig, num_slots: int | None) -> list[str]:
 
 
 def _support_problems(config: SMCConfig, server_args: Arguments) -> list[str]:
-    """What the server's own settings ask of a draft that cannot draft every token."""
+    """Return the server's settings that need a draft which can draft every token."""
     if drafts_all(resolved_view(server_args)):
         return []
     lacking = check_support(RequestConfig(**asdict(replace(config, drafts_all=False))))

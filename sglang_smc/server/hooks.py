@@ -1,9 +1,9 @@
-"""The records of what this package changes inside SGLang, and their installation.
+"""Define the records of this package's hooks on SGLang, and install them.
 
-Each file in `patches/` covers one touchpoint and exports `PATCHES`, a tuple of `Patch` records.
+Each file in `patches/` covers one part of SGLang and exports `PATCHES`, a tuple of `Patch` records.
 `GROUPS` lists those files by the processes that need them; the others never import them. SGLang's
-own `HookRegistry` applies the records; it logs a hook that fails and goes on, so `require_landed`
-asks it afterwards.
+own `HookRegistry` applies the records; it only logs a hook that fails, so `require_landed` checks
+it afterwards.
 
 `python -m sglang_smc.server.hooks > patches/README.md` writes the catalogue.
 """
@@ -20,7 +20,7 @@ from sglang_smc.upstream import Family
 
 
 class Group(NamedTuple):
-    """Files of `patches/` whose hooks are installed together."""
+    """Files of `patches/` with hooks that are installed together."""
 
     modules: tuple[str, ...]
     where: str
@@ -61,24 +61,24 @@ ROUTES = Group(
     "engine has none.",
 )
 CPU_PLATFORM = Group(
-    ("cpu_platform",),
+    ("cpu.platform",),
     where="In processes that run models on the platform `smc_cpu`",
     when="By `PlainCpuPlatform.init_backend`, with SMC or without.",
 )
 CPU_SPECULATION = Group(
-    ("cpu_speculation",),
+    ("cpu.speculation",),
     where="In processes that run models on the platform `smc_cpu` with SGLang's own speculation",
     when="By `PlainCpuPlatform.get_speculative_worker_cls`, which SGLang asks before it builds the "
     "worker.",
 )
 CPU_RECURRENT = Group(
-    ("cpu_recurrent",),
+    ("cpu.recurrent",),
     where="In processes that run a model with linear attention on the platform `smc_cpu`",
     when="By the hook on `attn_backend_wrapper`, once the model is loaded.",
 )
 GROUPS = (FLAGS, DRAFTS, SMC, ROUTES, CPU_PLATFORM, CPU_SPECULATION, CPU_RECURRENT)
 
-# In SGLang's log lines about hooks.
+# The source in SGLang's log lines about hooks.
 _SOURCE = HookSource("smc", "sglang-smc")
 
 
@@ -92,23 +92,23 @@ class Patch(msgspec.Struct, frozen=True, kw_only=True):
     function: Callable[..., Any]
 
     what: str
-    """What the hook changes, for whom."""
+    """The change, and the users affected."""
 
     why: str
-    """Which stock seam was looked for, and why it does not do."""
+    """The reason why no extension point of SGLang suffices."""
 
     relies_on: tuple[str, ...]
-    """The upstream lines that the hook was written against."""
+    """The SGLang lines that the hook depends on."""
 
     retire_when: str
-    """What has to happen upstream before the hook can go."""
+    """The change in SGLang after which the hook can be removed."""
 
     family: Family = upstream.EVERY
-    """The releases that need it."""
+    """The releases that need the hook."""
 
 
 def collect(*groups: Group) -> tuple[Patch, ...]:
-    """The records of these groups that the installed release needs, in their order."""
+    """Return the records of these groups that the installed release needs, in their order."""
     return tuple(patch for patch in _recorded(*groups) if patch.family.is_installed)
 
 
@@ -119,16 +119,16 @@ def _recorded(*groups: Group) -> tuple[Patch, ...]:
 
 
 def hand_over(patches: tuple[Patch, ...]) -> None:
-    """Give the records to SGLang's registry, each once; SGLang applies them once plugins ran."""
+    """Register the records with SGLang's registry, each once; it applies them after plugins."""
     for patch in patches:
         if not _is_registered(patch):
             HookRegistry.register(patch.target, patch.function, patch.hook_type, source=_SOURCE)
 
 
 def put_in_force(group: Group) -> None:
-    """Install a group of hooks in this process, now; RuntimeError if one did not land.
+    """Install a group of hooks in this process, now; raise RuntimeError if one fails.
 
-    In time even for names that are imported already: the registry replaces those too.
+    This works even for names that are imported already: the registry replaces those too.
     """
     patches = collect(group)
     taken = [patch for patch in patches if patch.target in HookRegistry._patched]
@@ -140,14 +140,14 @@ def put_in_force(group: Group) -> None:
 
 
 def _put_around(patch: Patch) -> None:
-    """A hook on what another plugin has hooked before: the registry patches no target twice."""
+    """Install a hook on a function that another plugin has hooked: the registry would skip it."""
     if not _is_registered(patch):
         hand_over((patch,))
         HookRegistry._apply_target(patch.target, HookRegistry._hooks[patch.target][-1:])
 
 
 def missing(group: Group) -> list[str]:
-    """Targets whose hook is not in force in this process."""
+    """Return the targets of hooks that are not installed in this process."""
     return [
         patch.target
         for patch in collect(group)
@@ -156,7 +156,7 @@ def missing(group: Group) -> list[str]:
 
 
 def require_landed(group: Group) -> None:
-    """Raise RuntimeError, naming them, if hooks did not land in this process."""
+    """Raise RuntimeError, naming them, if hooks are not installed in this process."""
     targets = missing(group)
     if targets:
         raise RuntimeError(
@@ -173,7 +173,7 @@ def _is_registered(patch: Patch) -> bool:
 
 
 def catalogue() -> str:
-    """The text of `patches/README.md`."""
+    """Return the text of `patches/README.md`."""
     return _CATALOGUE_HEAD + "".join(_section(group) for group in GROUPS)
 
 
@@ -195,10 +195,10 @@ def _section(group: Group) -> str:
 
 def _entry(patch: Patch) -> str:
     name = patch.target.rpartition("srt.")[2]
-    source = patch.function.__module__.rpartition(".")[2]
+    source = patch.function.__module__.removeprefix("sglang_smc.").replace(".", "/")
     lines = [
         f"\n### `{name}`\n",
-        f"{patch.hook_type.name}, in [`{source}.py`]({source}.py).\n",
+        f"{patch.hook_type.name}, in `{source}.py`.\n",
         f"- **What:** {patch.what}",
         f"- **Why:** {patch.why}",
         "- **Relies on:** " + "; ".join(patch.relies_on),
@@ -209,7 +209,7 @@ def _entry(patch: Patch) -> str:
 
 
 if __name__ == "__main__":
-    # Imported by its real name: the records' class must not exist twice, here as __main__.
+    # Imported by its real name, or the records' class would exist twice, here as __main__.
     from sglang_smc.server import hooks
 
     print(hooks.catalogue(), end="")

@@ -1,11 +1,11 @@
-"""Presets: SMC's settings under a name, which a request chooses by the name of its model.
+"""Resolve presets: named SMC settings, which a request selects by the name of its model.
 
-Proxies and some routes hand on the fields that they know, and `custom_params` is none of these; the
-model's name they all know. SGLang reads `model:name` as a model and a LoRA adapter, whose name goes
-into `lora_path`. SMC has no adapters, so that the name is a preset's.
+Proxies and some routes pass on the fields of their own schema, which lack `custom_params`; all of
+them pass on the model's name. SGLang parses `model:name` as a model and a LoRA adapter, and puts
+the adapter's name into `lora_path`. SMC has no adapters, so the name is a preset's.
 
-An operator declares them with `--speculative-smc-presets`, and they are checked when the server
-starts. A request's own keys win over those of its preset; both are checked together.
+An operator declares presets with `--speculative-smc-presets`; they are validated when the server
+starts. A request's own keys override those of its preset; both are validated together.
 """
 
 import json
@@ -24,7 +24,7 @@ from sglang_smc.options.request import (
     request_config,
 )
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.server import potentials
+from sglang_smc.server import refusals
 from sglang_smc.upstream import Arguments
 
 if TYPE_CHECKING:
@@ -35,13 +35,13 @@ FIELD = "speculative_smc_presets"
 
 Presets = Mapping[str, dict[str, Any]]
 
-# A colon ends a model's name, and SGLang strips what is around it.
+# A colon ends a model's name, and SGLang strips spaces around it.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_NO_TAG = "latest"  # Ollama's word for a model without a tag
+_NO_TAG = "latest"  # Ollama's default tag
 
 
 def problems(server_args: Arguments) -> list[str]:
-    """What is wrong with the presets that were given, a sentence each."""
+    """Return what is wrong with the flag's presets, a sentence each."""
     given = getattr(server_args, FIELD)
     if given is None:
         return []
@@ -54,23 +54,23 @@ def problems(server_args: Arguments) -> list[str]:
 
 
 def settled(server_args: Arguments) -> str | None:
-    """The presets that were given and have no `problems`, as JSON."""
+    """Return the flag's presets, which `problems` has accepted, as JSON."""
     given = getattr(server_args, FIELD)
     return None if given is None else json.dumps(_parsed(given))
 
 
 def of(server_args: Arguments) -> Presets:
-    """The presets of an SMC server, of which these are the resolved arguments."""
+    """Return the presets of an SMC server, from its resolved arguments."""
     return _read(getattr(upstream.resolved(server_args), FIELD))
 
 
 def named_by(model: str | None, served: str) -> str | None:
-    """The preset that a model's name ends with, as SGLang's OpenAI routes read it.
+    """Return the preset in a model's name, parsed as by SGLang's OpenAI routes, or None.
 
-    Ollama's clients add ``:latest`` to a name without a tag: it names none.
+    Ollama's clients add ``:latest`` to a name without a tag: it is no preset.
 
     Args:
-        model: what the request asks for.
+        model: the request's model.
         served: the server's own name for its model, which may have colons.
     """
     if model is None or model == served:
@@ -81,10 +81,10 @@ def named_by(model: str | None, served: str) -> str | None:
 
 
 def find(name: Any, presets: Presets) -> dict[str, Any]:
-    """The settings under a name.
+    """Return the settings of a preset.
 
     Raises:
-        ValueError: listing the names that there are.
+        ValueError: listing the presets, for an unknown one.
     """
     if isinstance(name, str) and name in presets:
         return presets[name]
@@ -96,12 +96,12 @@ def find(name: Any, presets: Presets) -> dict[str, Any]:
 
 
 def put_in_place(request: "GenerateReqInput", presets: Presets, server: SMCConfig) -> None:
-    """Put the presets that a request's ``lora_path`` names where settings of its own would stand.
+    """Merge the presets that a request's ``lora_path`` names into its sampling parameters.
 
     ``lora_path`` is a name, or a list of a name or None for each prompt, and is None afterwards.
 
     Raises:
-        ValueError: if a name is unknown, or a preset and the request's own keys do not go together.
+        ValueError: if a name is unknown, or a preset and the request's own keys conflict.
     """
     names, params = request.lora_path, request.sampling_params
     if not names:
@@ -118,7 +118,7 @@ def put_in_place(request: "GenerateReqInput", presets: Presets, server: SMCConfi
 
 
 def _with(params: Any, name: str | None, presets: Presets, server: SMCConfig) -> dict[str, Any]:
-    """Sampling parameters with a preset; the caller's own stay as they are."""
+    """Return sampling parameters with a preset merged in; the caller's are not modified."""
     params = params or {}
     if not name:
         return params
@@ -129,7 +129,7 @@ def _with(params: Any, name: str | None, presets: Presets, server: SMCConfig) ->
 
 
 def shows_in_answers(settings: Mapping[str, Any]) -> list[str]:
-    """The keys by which an answer is to have all particles, or what they did."""
+    """Return the keys by which a preset adds all particles, or a trace, to responses."""
     return [key for key in (PARTICLES_KEY, TRACE_KEY) if settings.get(key)]
 
 
@@ -139,7 +139,7 @@ def _read(text: str | None) -> Presets:
 
 
 def _parsed(given: Any) -> dict[str, Any]:
-    """The object that a flag's value is, or that stands in the file of which it is the path."""
+    """Parse a flag's value: JSON, or the path of a JSON file."""
     if not isinstance(given, str):
         raise ValueError(f"{FLAG} is {given!r}; allowed: JSON as a text, or a file's path.")
     is_text = given.lstrip().startswith("{")
@@ -176,7 +176,7 @@ def _problems(name: str, settings: Any, server: SMCConfig, server_args: Argument
         return [f"{where} is {settings!r}; allowed: an object with the keys of {CUSTOM_PARAMS}."]
     try:
         asked = request_config(server, {"smc": settings}, where=where)
-        potentials.check(asked, server_args, where)
+        refusals.check(asked, server_args, where)
     except ValueError as error:
         return [str(error)]
     return []

@@ -1,7 +1,7 @@
-"""Which requests an SMC server takes, and what it answers to the others.
+"""Validate requests of an SMC server against what SMC supports.
 
-What SMC cannot honour in p, in q and in the weights is refused by name, never
-ignored. SGLang turns the ValueError into HTTP 400.
+A setting that SMC cannot honor in p, in q and in the weights is refused by name, never ignored.
+SGLang turns the ValueError into HTTP 400.
 """
 
 import json
@@ -10,18 +10,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_smc.options.request import CUSTOM_PARAMS, RequestConfig, request_config
+from sglang_smc.guard.grammar_text import FIELDS as GRAMMARS
+from sglang_smc.guard.grammar_text import check_grammars
+from sglang_smc.options.request import CUSTOM_PARAMS, POTENTIALS_KEY, RequestConfig, request_config
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.server.grammar_text import FIELDS as GRAMMARS
-from sglang_smc.server.grammar_text import check_grammars
-from sglang_smc.state.tail_logprobs import MOST_LISTED
+from sglang_smc.potentials.declared import FLAG, choose, load
+from sglang_smc.potentials.declared import problems as problems_of
+from sglang_smc.process import potentials_of
+from sglang_smc.state.population import MOST_LISTED
+from sglang_smc.upstream import Arguments, resolved
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
 
 class _Refusal(NamedTuple):
-    field: str  # None where this SGLang has no such field
+    field: str  # reads as None where this SGLang has no such field
     is_used: Callable[[Any], bool]
     instead: str
     is_shown: bool = True
@@ -32,7 +36,7 @@ def _is_not(default: float | None) -> Callable[[Any], bool]:
 
 
 MOST_TRACED = 2**19
-"""Tokens that the rounds of a request with a trace may draft, if each kept but one."""
+"""The most tokens that the rounds of a traced request may draft, at one kept token a round."""
 
 _DEFAULT_NEW_TOKENS: int | None = SamplingParams().max_new_tokens
 
@@ -64,10 +68,10 @@ _SAMPLING = (
 
 
 def check_request(request: "GenerateReqInput", server: SMCConfig) -> RequestConfig:
-    """What one request chooses; ``server`` bounds what it may.
+    """Return the configuration of one request, within the bounds of ``server``.
 
     Raises:
-        ValueError: naming every field that SMC cannot honour.
+        ValueError: naming every field that SMC cannot honor.
     """
     params = _params(request)
     problems = _used(_FIELDS, lambda field: getattr(request, field, None))
@@ -86,9 +90,9 @@ def check_trace(
     """Raise ValueError where a trace may grow too large to be kept and sent.
 
     Args:
-        config: what the request chooses.
-        room: tokens that the context has left behind its prompt.
-        preferred: sampling parameters that the server puts where a request has none.
+        config: the request's configuration.
+        room: tokens that the context has left after its prompt.
+        preferred: the server's default sampling parameters.
     """
     params = {**preferred, **_params(request)}
     if not config.trace or params.get("max_new_tokens") == 0:
@@ -110,13 +114,13 @@ def check_trace(
 
 
 def check_logprobs(request: "GenerateReqInput", vocab_size: int) -> None:
-    """Raise ValueError where one request asks for more log-probabilities than there can be.
+    """Raise ValueError where one request sets more log-probabilities than there can be.
 
-    SGLang itself looks at none of these numbers, and its scheduler dies of some.
+    SGLang checks none of these numbers, and some of them end its scheduler.
     """
     if not request.return_logprob:
         return
-    # Scoring (max_new_tokens = 0) carries nothing from round to round, so that it has no bound.
+    # Scoring (max_new_tokens = 0) runs no rounds, so that no bound applies.
     scores = _params(request).get("max_new_tokens") == 0
     most = vocab_size if scores else min(MOST_LISTED, vocab_size)
     listed = request.token_ids_logprob
@@ -130,9 +134,9 @@ def check_logprobs(request: "GenerateReqInput", vocab_size: int) -> None:
 
 
 def check_session(request: "GenerateReqInput") -> None:
-    """Raise ValueError for a turn that would end SGLang's scheduler.
+    """Raise ValueError for a session's turn that would end SGLang's scheduler.
 
-    It empties a dictionary while it walks through it (srt/session/session_controller.py:242).
+    It removes entries from a dictionary while iterating (srt/session/session_controller.py:242).
     """
     turn = request.session_params
     if isinstance(turn, dict) and turn.get("replace") and turn.get("rid") is None:
@@ -144,7 +148,7 @@ def check_session(request: "GenerateReqInput") -> None:
 
 def _params(request: "GenerateReqInput") -> dict[str, Any]:
     params = request.sampling_params or {}
-    assert isinstance(params, dict), "of one request, which `malformed` has looked at"
+    assert isinstance(params, dict), "of one request, which `guard.validation` has looked at"
     return params
 
 
@@ -165,11 +169,11 @@ def _used(refusals: tuple[_Refusal, ...], read: Callable[[str], Any]) -> list[st
     ]
 
 
-_HIGHEST_BIAS = 1e30  # over the lowest temperature it is still a float32
+_HIGHEST_BIAS = 1e30  # does not overflow float32 at the lowest temperature
 
 
 def _check_edits(logit_bias: Any, processor: Any) -> None:
-    """What SGLang would find out in its scheduler, and die of."""
+    """Raise ValueError for logit edits that would end SGLang's scheduler."""
     if logit_bias is not None and not _is_bias(logit_bias):
         raise ValueError(
             f"logit_bias={logit_bias!r}; allowed: an object of token ids, as strings, and numbers "
@@ -190,8 +194,75 @@ def _is_bias(given: Any) -> bool:
 
 
 def _is_serialized(given: Any) -> bool:
-    """Whether SGLang could read the text; not what it would make of it."""
+    """Return whether SGLang could parse the processor; it is not loaded."""
     try:
         return bool(bytes.fromhex(json.loads(given)["callable"]))
     except (TypeError, KeyError, ValueError, RecursionError):
         return False
+
+
+def problems(server_args: Arguments) -> list[str]:
+    """Return what is wrong with the server's potentials, a sentence each."""
+    given = server_args.speculative_smc_potential  # pyright: ignore[reportAttributeAccessIssue] -- ours
+    if given is None:
+        return []
+    if not (isinstance(given, (list, tuple)) and all(isinstance(one, str) for one in given)):
+        return [f"{FLAG} is {given!r}; allowed: a list of texts NAME=package.module:factory."]
+    found = problems_of(given)
+    if given and server_args.skip_tokenizer_init:
+        found.append(
+            f"{FLAG} is given with --skip-tokenizer-init; allowed: one of both, since potentials "
+            "read texts. Leave --skip-tokenizer-init out."
+        )
+    seconds = server_args.speculative_smc_potential_timeout  # pyright: ignore[reportAttributeAccessIssue] -- ours
+    watchdog = server_args.watchdog_timeout
+    if seconds is not None and watchdog and seconds >= watchdog:
+        found.append(
+            f"--speculative-smc-potential-timeout is {seconds:g} with --watchdog-timeout "
+            f"{watchdog:g}; allowed: less, since SGLang ends a server whose batch takes that long."
+        )
+    return found
+
+
+def check(asked: RequestConfig, server_args: Arguments, where: str = CUSTOM_PARAMS) -> None:
+    """Raise ValueError where a request names potentials or arguments that the server lacks.
+
+    Args:
+        asked: the request's configuration, without conflicts of its own.
+        server_args: of the server, resolved or not.
+        where: the name of these settings in errors.
+    """
+    if asked.votes and resolved(server_args).skip_tokenizer_init:
+        raise ValueError(
+            f"{where} has selection='vote'; allowed: 'sample' and 'argmax', since this server runs "
+            "with --skip-tokenizer-init and cannot read texts."
+        )
+    potentials: Mapping[str, Any] = load(potentials_of(server_args)) if asked.potentials else {}
+    for one in asked.potentials:
+        try:
+            choose(one, potentials)
+        except ValueError as error:
+            raise ValueError(f"{where} has {error}") from error
+
+
+def pack(request: "GenerateReqInput") -> None:
+    """Convert the potentials that a request names to JSON text: SGLang passes on nothing deeper.
+
+    Invalid requests are left to later validation; the caller's objects are not modified.
+    """
+    params = request.sampling_params
+    is_batch = isinstance(params, list)
+    request.sampling_params = [_packed(one) for one in params] if is_batch else _packed(params)  # pyright: ignore[reportAttributeAccessIssue] -- of what came in
+
+
+def _packed(params: Any) -> Any:
+    custom = params.get("custom_params") if isinstance(params, dict) else None
+    smc = custom.get("smc") if isinstance(custom, dict) else None
+    given = smc.get(POTENTIALS_KEY) if isinstance(smc, dict) else None
+    if custom is None or smc is None or not isinstance(given, (list, tuple)):
+        return params
+    try:
+        text = json.dumps(given)
+    except (TypeError, ValueError, RecursionError):
+        return params
+    return {**params, "custom_params": {**custom, "smc": {**smc, POTENTIALS_KEY: text}}}

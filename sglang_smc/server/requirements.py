@@ -1,8 +1,8 @@
-"""The fields of SGLang's server arguments that an SMC server cannot honour, and why.
+"""List the fields of SGLang's server arguments that an SMC server cannot honor, and why.
 
-A field stands here if SMC would break on it, or would ignore it. What the others do, or why they do
-not matter, is written down in tests/server_arg_fields.py, field by field. Some fields only some
-releases of SGLang have: what this one has not cannot be given.
+A field is listed if SMC would fail with it, or ignore it. The reasons for all others are in
+tests/server_arg_fields.py, field by field. Some fields exist in some releases of SGLang only; one
+that this release lacks cannot be set.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Requirement(NamedTuple):
-    """What a field of `ServerArgs` may be."""
+    """The allowed values of a field of `ServerArgs`."""
 
     field: str
     allowed: tuple[Any, ...]
@@ -203,8 +203,8 @@ REQUIREMENTS = (*_PARALLELISM, *_MEMORY, *_MODES, *_OWN_WAYS, *_OTHER_ALGORITHMS
 
 
 def unmet(server_args: "ServerArgs") -> list[str]:
-    """A sentence for each requirement that is not met, and what to do."""
-    # Until the end of resolution, fields may lag behind what earlier steps have declared.
+    """Return a sentence for each requirement that is not met, and what to do."""
+    # Until resolution ends, fields may lag behind the values that earlier steps have set.
     view = resolved_view(server_args)
     skipped = _NGRAM if _keeps_texts(view) else ()
     present = [
@@ -227,7 +227,7 @@ def _keeps_texts(view: Any) -> bool:
 
 
 def _ngram_problems(view: Any) -> list[str]:
-    """What SGLang's cache cannot be built with, or would end the process at."""
+    """Return n-gram settings with which SGLang's cache cannot be built, or ends the process."""
     if not _keeps_texts(view):
         return []
     if not HAS_NGRAM_CACHE:
@@ -253,7 +253,7 @@ def _ngram_problems(view: Any) -> list[str]:
 
 
 def _draft_problems(view: Any) -> list[str]:
-    """What is given for the draft alone, whose layers run as the target's do."""
+    """Return settings of the draft alone that differ from the target's."""
     given, of_target = view.speculative_moe_runner_backend, view.moe_runner_backend
     if given in (None, of_target):
         return []

@@ -1,37 +1,38 @@
-"""What HTTP routes lose of SMC's settings and answers, and a place to keep it.
+"""Carry SMC's settings and results through HTTP routes that would drop them.
 
-`custom_params` exist on SGLang's OpenAI chat and completions routes alone: sent to another one they
-are refused, since SGLang would ignore them. A model's name with a preset reaches the tokenizer
-manager from those two and from Anthropic's; from `/v1/responses` and Ollama's it does not. What
-these know travels in the `scope` of the HTTP request, which all routes hand to the tokenizer
+`custom_params` exist on SGLang's OpenAI chat and completions routes alone: other routes refuse
+them, since SGLang would ignore them. A model's name with a preset reaches the tokenizer manager
+from those two and from Anthropic's route; from `/v1/responses` and Ollama's it does not. For these
+the preset is stored in the `scope` of the HTTP request, which all routes pass to the tokenizer
 manager.
 """
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 from sglang.srt.managers.io_struct import GenerateReqInput
 from transformers import BatchEncoding
 
+from sglang_smc.guard.prompt_length import check_conversation
 from sglang_smc.process import is_smc
 from sglang_smc.server import presets
-from sglang_smc.server.prompt_length import check_conversation
-from sglang_smc.state.counters import META_PREFIX
+from sglang_smc.state.metrics import META_PREFIX
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from transformers import PreTrainedTokenizerBase
 
 META_INFO_WISH = "return_meta_info"
 
-# In the scope of an HTTP request: the preset that it names; whether its stream loses its last text.
+# Keys in the scope of an HTTP request: its preset; whether its stream drops the last text.
 _PRESET = "smc_preset"
 _LOSES_LAST_TEXT = "smc_loses_last_text"
-# On a request: what is known of its answers once they are finished, by their index.
+# Attribute of a request: the meta_info of its finished responses, by their index.
 _FINISHED = "smc_finished"
 
-# How types of content begin that are no text, in the words of all routes.
+# Prefixes of content types other than text, on all routes.
 _MEDIA = ("image", "input_image", "audio", "input_audio", "video", "input_video")
 
 _NOT_CARRIED = ("custom_params", "lora_path")
@@ -39,8 +40,8 @@ _SHOWN = {META_PREFIX + "particles", META_PREFIX + "trace"}
 
 
 def take_over(obj: GenerateReqInput, request: Any) -> None:
-    """Give a request what its route has not handed on, or not as SGLang reads it."""
-    # What the chat templates of later transformers return: Ollama's route before SGLang 0.5.23.
+    """Set the fields of a request that its route drops, or passes in another form."""
+    # Chat templates of later transformers return this, on Ollama's route before SGLang 0.5.23.
     ids: Any = obj.input_ids
     if isinstance(ids, BatchEncoding):
         obj.input_ids = ids["input_ids"]
@@ -49,7 +50,7 @@ def take_over(obj: GenerateReqInput, request: Any) -> None:
 
 
 def hand_back(answers: AsyncIterator[dict], obj: GenerateReqInput, request: Any) -> Any:
-    """A request's answers, in the shape that its route does not lose anything of."""
+    """Return a request's responses, in a form of which its route drops nothing."""
     finished = vars(obj).get(_FINISHED)
     if finished is not None:
         return _noting(answers, finished)
@@ -66,7 +67,7 @@ async def _noting(answers: AsyncIterator[dict], finished: dict[int, dict]) -> As
 
 
 async def _ending_without_text(answers: AsyncIterator[dict]) -> AsyncIterator[dict]:
-    """The last answer twice: its text first, then that it was the last."""
+    """Yield the last response twice: first its text, then its finish reason."""
     async for answer in answers:
         if answer["meta_info"].get("finish_reason"):
             yield {**answer, "meta_info": {**answer["meta_info"], "finish_reason": None}}
@@ -76,7 +77,7 @@ async def _ending_without_text(answers: AsyncIterator[dict]) -> AsyncIterator[di
 async def problem_of(
     manager: "TokenizerManager", model: str | None, raw_request: Request
 ) -> str | None:
-    """What is to be refused; else the preset, if the model's name has one, is left in the scope."""
+    """Return an error for a request; else store the preset in its model's name in the scope."""
     if not is_smc(manager.server_args):
         return None
     body = await raw_request.json()
@@ -107,13 +108,13 @@ async def problem_of(
 
 
 def medium_in(body: dict[str, Any]) -> str | None:
-    """What a request of any route brings that is no text; None if it is text alone.
+    """Return the first content type in a request that is not text, or None.
 
-    SGLang tells some of it from text, where a model takes none: Ollama's route drops images.
+    SGLang ignores some such content where a model takes text alone: Ollama's route drops images.
     """
     messages = body.get("messages", body.get("input"))
     parts = [body, *(messages if isinstance(messages, list) else ())]
-    for part in parts:  # which grows by what is within
+    for part in parts:  # grows by nested parts
         if not isinstance(part, dict):
             continue
         content = part.get("content")
@@ -125,7 +126,7 @@ def medium_in(body: dict[str, Any]) -> str | None:
 
 
 def no_media(medium: str) -> str:
-    """The answer to a request that brings some."""
+    """Return the error for a request with content other than text."""
     return (
         f"The request has content of type {medium!r}; allowed: text, since an SMC server "
         "writes text from text. Send text only."
@@ -143,21 +144,21 @@ def _not_carried(key: str, manager: "TokenizerManager") -> str:
 
 
 def shown(request: Any, meta_info: dict) -> dict | None:
-    """An answer's meta_info, where it has particles or a trace, or the request asks for it."""
+    """Return a response's meta_info if it has particles or a trace, or is requested."""
     return meta_info if has_particles(meta_info) or vars(request).get(META_INFO_WISH) else None
 
 
 async def with_meta_info(
     chunks: AsyncIterator[str], request: Any, finished: dict[int, dict]
 ) -> AsyncIterator[str]:
-    """A stream of the OpenAI routes, with `shown` meta_info in the chunks that end its choices."""
+    """Yield a stream of the OpenAI routes, with meta_info in the chunks that end its choices."""
     async for chunk in chunks:
-        # Within a text the quotes would have a backslash before them.
+        # Within a text the quotes would be escaped.
         yield _ended(chunk, request, finished) if '"finish_reason":"' in chunk else chunk
 
 
 def _ended(chunk: str, request: Any, finished: dict[int, dict]) -> str:
-    """A chunk that ends choices, with their meta_info."""
+    """Return a chunk that ends choices, with their meta_info."""
     body = json.loads(chunk.removeprefix("data: "))
     for choice in body["choices"]:
         meta_info = shown(request, finished.get(choice["index"], {}))
@@ -167,17 +168,46 @@ def _ended(chunk: str, request: Any, finished: dict[int, dict]) -> str:
 
 
 def loses_last_text(raw_request: Request) -> None:
-    """Have a request's stream end with an answer that has no text of its own."""
+    """Make a request's stream end with a response that has no text of its own."""
     raw_request.scope[_LOSES_LAST_TEXT] = True
 
 
 def note_finished(obj: GenerateReqInput) -> dict[int, dict]:
-    """Where the meta_info of a request's answers will stand once they are finished, by index."""
+    """Return a dictionary that receives the meta_info of finished responses, by index."""
     finished: dict[int, dict] = {}
     setattr(obj, _FINISHED, finished)
     return finished
 
 
 def has_particles(meta_info: dict) -> bool:
-    """Whether an answer brings its particles, or what they did."""
+    """Return whether a response has particles or a trace."""
     return not _SHOWN.isdisjoint(meta_info)
+
+
+_PARTICLES = META_PREFIX + "particles"
+_TRACE = META_PREFIX + "trace"
+
+
+def add_texts(meta_info: dict[str, Any], tokenizer: "PreTrainedTokenizerBase | None") -> None:
+    """Decode the particles of a response, and each token of its trace.
+
+    A particle's text leaves special tokens out, as texts of responses do; a token's own does not.
+    """
+    if tokenizer is None:
+        return
+    for particle in meta_info.get(_PARTICLES) or ():
+        particle["text"] = tokenizer.decode(particle["output_ids"], skip_special_tokens=True)
+    trace = meta_info.get(_TRACE)
+    if trace and "pieces" not in trace:  # SGLang processes the end of a stream twice
+        ids = sorted(_tokens_of(trace["rounds"]) | set(trace.get("emitted_after") or ()))
+        trace["pieces"] = {str(one): tokenizer.decode([one]) for one in ids}
+
+
+def _tokens_of(rounds: Iterable[Mapping[str, Any]]) -> set[int]:
+    """Return all tokens in a trace's rounds."""
+    found: set[int] = set()
+    for one in rounds:
+        found.update(one.get("emitted_before") or (), one.get("begins") or ())
+        found.update(one["emitted"], *one["drafted"])
+        found.update(token for token in one["bonus"] if token is not None)
+    return found

@@ -1,88 +1,88 @@
-"""How far texts are from the target's law, told by the laws that they were drawn under.
+"""Measure how far output sequences are from the target distribution.
 
-At a position of a text, with p and q the laws of the next token there, l = log q - log p and x the
-token that the text has, two numbers have mean 0 if x was drawn from p, whatever the text before:
+At a position of a sequence, with p and q the next-token distributions there, l = log q - log p and
+x the token at that position, two numbers have mean 0 if x was drawn from p, whatever the prefix:
 
-    l(x) - E_p l        the text's pull towards the draft; its variance is the information Var_p l
-    log p(x) + H(p)     the innovation: above 0 the text is more likely than the target's own
+    l(x) - E_p l        the pull towards the draft; its variance is the information Var_p l
+    log p(x) + H(p)     the innovation: above 0 the sequence is more likely than samples of p
 
-Over a text both are martingales under the target. The sum of the first over that of Var_p l is the
-*tilt*: 0 for the target, and near b where texts follow p^(1 - b) q^b, of which it is the score
-estimate; 1 is about the draft.
+Along a sequence the sums of both are martingales under the target. The sum of the first over that
+of Var_p l is the *tilt*: 0 for the target, and near b where sequences follow p^(1 - b) q^b, of
+which it is the score estimate; it is about 1 for the draft.
 
-A round watches one position of each request, its start plus a *column* in 0..K that is drawn before
-anything else of the round. What counts is whether the text reaches it, and not how: the token may
-be a draft that is kept, or the target's own behind those that are. Drafts alone would be a biased
-choice. In mode exact each mean is exactly 0 then: a path of a column's length that may still be
-accepted with chance a hands its followers the mass min(law, a p) by acceptance and (a p - law)+
-by a redraw, together a p(x), so the token behind a prefix that is reached has the law p.
+A round measures one position of each request, its start plus a *column* in 0..K that is drawn
+before anything else of the round. The position counts if the sequence reaches it: the token may be
+a kept draft token, or the target's own draw behind these. Draft tokens alone would be a biased
+choice. In mode exact each mean is exactly 0: a path of a column's length with acceptance
+probability a gives its next token the mass min(s, a p) by acceptance, with s the distribution of
+the selected token, and (a p - s)+ by a redraw, together a p(x). So the token behind a prefix that
+is reached has the distribution p.
 
-Column K is the token that the target draws behind a whole block, where the draft has not looked.
-It counts as what its law says: nothing for the sums, which have mean 0 as it is drawn, and for
-their information what the column before has.
+Column K is the bonus token that the target draws behind a whole block, where there is no q. It
+enters with its expectation: zero for the two sums, and for the information that of column K - 1.
 """
 
 from typing import NamedTuple
 
 import torch
 
-from sglang_smc.tokens.distribution import TokenDistribution, log_probs
+from sglang_smc.smc.distribution import TokenDistribution, log_probs
 
 MOST = 16.0
-"""Nats that l is cut to, on both sides: filters leave tokens to p that q cannot draw.
+"""Bound of abs(l) in nats: filters leave tokens to p that q cannot draw.
 
-Any function of the token has its mean taken off, so the means stay 0. Without filters hardly any
-token lies beyond: it would need 10^7 times the draft's chance.
+The mean of the clamped l is subtracted, so the terms keep mean 0. Without filters hardly any
+token lies beyond: its probabilities would differ by a factor of 10^7.
 """
 
 LEAST = -100.0
-"""Of log p, so that a token which p forbids does not make a sum infinite; no other is as rare."""
+"""Lower bound of log p, in nats, so that a token of probability zero leaves sums finite."""
 
 NAMES = ("tilt_sum", "tilt_information", "innovation_sum", "watched_ct")
-"""What is added up along a text: the last axis of all sums here."""
+"""Names of the sums along a sequence: the last axis of all sums here."""
 
 
 class Watchable(NamedTuple):
-    """What decides where each group is watched."""
+    """Inputs that select the measured column of each group."""
 
-    uniforms: torch.Tensor  # [G] float64 in [0, 1): they choose the column
+    uniforms: torch.Tensor  # [G] float64 in [0, 1): they select the column
     num_steps: torch.Tensor  # [G] int64 K
     normalized: torch.Tensor  # [G] bool: the target's next-token probabilities sum to 1
-    greedy: torch.Tensor  # [G] bool: the likeliest token alone, which says nothing of a law
+    greedy: torch.Tensor  # [G] bool: takes the likeliest token; not measured
 
 
 class Path(NamedTuple):
-    """Where particles have gone in a round."""
+    """Ancestors and tails of the particles after a round."""
 
-    ancestors: torch.Tensor  # [G, N] int64: whose tail each has carried on
-    starts: torch.Tensor  # [G, N] int64: lengths of tails before
-    lengths: torch.Tensor  # [G, N] int64: and now
+    ancestors: torch.Tensor  # [G, N] int64: the particle before the round that each continues
+    starts: torch.Tensor  # [G, N] int64: lengths of tails before the round
+    lengths: torch.Tensor  # [G, N] int64: lengths of tails after it
     tails: torch.Tensor  # [G, N, T] int64
 
 
 def columns(of: Watchable) -> torch.Tensor:
-    """The column ``[G]`` int64 in 0..K that each group watches, each as likely."""
+    """Return the measured column of each group, ``[G]`` int64, uniform in 0..K."""
     return (of.uniforms * (of.num_steps + 1)).long()
 
 
 def drafted_columns(of: Watchable) -> torch.Tensor:
-    """The same in 0..K - 1: of K the column before."""
+    """Return the measured column of each group, ``[G]`` int64, with K - 1 in place of K."""
     return columns(of).minimum(of.num_steps - 1).clamp_min(0)
 
 
 def keep_column(
     held: torch.Tensor | None, scores: torch.Tensor, of: Watchable, step: int
 ) -> torch.Tensor:
-    """Hold a step's scores of the draft where a group watches it.
+    """Store a step's draft scores for the groups that measure this column.
 
     Args:
-        held: ``[G * N, V]`` of the steps before, None at the first; it may be written over.
-        scores: ``[G * N, V]`` of this one.
+        held: ``[G * N, V]`` of the earlier steps, None at the first; it may be overwritten.
+        scores: ``[G * N, V]`` of this step.
         of: of the groups.
         step: 0 to K - 1.
 
     Returns:
-        ``[G * N, V]``: of groups whose step is yet to come anything.
+        ``[G * N, V]``; undefined for groups before their measured step.
     """
     if held is None:
         return scores
@@ -95,14 +95,14 @@ def keep_column(
 def watch(
     sums: torch.Tensor, of: Watchable, path: Path, p: TokenDistribution, q: TokenDistribution
 ) -> torch.Tensor:
-    """Add what a round has watched to ``sums`` ``[G, N, 4]`` float64, by `NAMES`.
+    """Add a round's measurements to ``sums`` ``[G, N, 4]`` float64, by `NAMES`.
 
     Args:
-        sums: of each particle as it stands now.
+        sums: of each particle after resampling.
         of: of the groups.
         path: of the particles.
         p: of ``G * N * (K + 1)`` rows; that of column k follows a chain's first k tokens.
-        q: of ``G * N`` rows, what `keep_column` has held.
+        q: of ``G * N`` rows, those that `keep_column` returned.
     """
     size, num_particles, _ = sums.shape
     column = columns(of).unsqueeze(1)  # [G, 1]
@@ -137,7 +137,7 @@ def watch(
 def measured(
     log_p: torch.Tensor, log_q: torch.Tensor, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Both means' terms at D tokens and the first one's variance, each ``[D]`` float64.
+    """Return pull, information and innovation at D tokens, each ``[D]`` float64.
 
     Args:
         log_p, log_q: ``[D, V]`` float32 or float64, normalized.
@@ -161,5 +161,5 @@ def _sum(terms: torch.Tensor) -> torch.Tensor:
 
 
 def _grouped(rows: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """``[G * N, V]`` to ``[G, N, V]``."""
+    """Reshape ``[G * N, V]`` to ``[G, N, V]``."""
     return rows.unflatten(0, (len(groups), -1))

@@ -1,9 +1,16 @@
-"""Counter-based uniforms: a pure function of who draws what, where.
+"""Generate counter-based uniforms, and stratify the draws of equal particles.
 
 Each random number belongs to (seed, round, position, particle, purpose), so a request
 draws the same numbers alone or in any batch, on every tensor-parallel rank, on
 CPU and GPU, and no generator state has to be kept or restored. The hash is the
 finaliser of SplitMix64 (Steele, Lea and Flood 2014), applied once per key.
+
+*Siblings* are particles with equal whole sequences: they draw their next token from one
+distribution. With independent uniforms some of its mass is drawn twice by chance, and some is
+missed. Siblings that share one uniform instead, shifted by ``rank / count`` modulo 1, cover the
+distribution evenly, while each still draws from exactly that distribution. So no weight changes,
+and E[Z-hat] stays the same.
+(Systematic resampling does the same to ancestors; Chopin and Papaspiliopoulos 2020, section 9.7.)
 """
 
 from enum import IntEnum
@@ -17,7 +24,7 @@ _MANTISSA_BITS = 53
 
 
 class Purpose(IntEnum):
-    """What a uniform decides. Two purposes never share a number."""
+    """Decision that a uniform is drawn for. Two purposes never share a number."""
 
     DRAFT = 1
     BONUS = 2
@@ -32,12 +39,12 @@ class Purpose(IntEnum):
 def uniforms(
     seeds: torch.Tensor, positions: torch.Tensor, particles: torch.Tensor, purpose: Purpose
 ) -> torch.Tensor:
-    """Independent uniforms on [0, 1), float64, one per broadcast (seed, position, particle).
+    """Return independent uniforms on [0, 1), float64, one per broadcast (seed, position, particle).
 
     Args:
         seeds, positions, particles: int64 tensors that broadcast against each other;
             a position is the index of the output token that the number decides.
-        purpose: which decision the number is for.
+        purpose: the decision that the number is for.
     """
     state = mix(seeds ^ _signed(int(purpose) * _INCREMENT))
     state = mix(state ^ (positions * _INCREMENT))
@@ -48,12 +55,12 @@ def uniforms(
 def particle_uniforms(
     seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose
 ) -> torch.Tensor:
-    """Uniforms of N particles of each request, of the shape of ``positions``.
+    """Return uniforms for N particles of each request, in the shape of ``positions``.
 
     Args:
         seeds: ``[G]`` int64.
         positions: ``[G, N]`` or ``[G, N, C]`` int64.
-        purpose: which decision the numbers are for.
+        purpose: the decision that the numbers are for.
     """
     columns = (1,) * (positions.dim() - 2)
     particle = torch.arange(positions.shape[1], device=positions.device).view(-1, *columns)
@@ -61,16 +68,16 @@ def particle_uniforms(
 
 
 def round_seeds(seeds: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """Seeds of a round ``[G]``, from a request's seed and the output position it starts at.
+    """Return the seeds of a round ``[G]``, from a request's seed and the round's output position.
 
-    A round may drop columns that it has looked at. The next one drafts those positions again,
-    and must not meet the numbers that decided where this one stopped.
+    A round may drop columns that it has scored. The next round drafts those positions again, and
+    must not reuse the numbers that decided where this one stopped.
     """
     return mix(mix(seeds) ^ (starts * _INCREMENT))
 
 
 def mix(state: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finaliser on int64, whose products wrap around as unsigned ones do."""
+    """Apply SplitMix64's finaliser to int64; products wrap around as unsigned ones do."""
     state = state + _INCREMENT
     state = (state ^ _shift_right(state, 30)) * _MULTIPLIER_1
     state = (state ^ _shift_right(state, 27)) * _MULTIPLIER_2
@@ -78,12 +85,12 @@ def mix(state: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_right(state: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift: torch's own keeps the sign bit."""
+    """Shift right without the sign bit, which torch's own shift keeps."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def derive_seed(seed: int, *keys: int) -> int:
-    """A seed in ``[0, 2^63)`` for each (seed, keys), on the host."""
+    """Return a seed in ``[0, 2^63)`` for each (seed, keys), on the host."""
     state = torch.tensor(_signed(seed))
     for key in keys:
         state = mix(state ^ (torch.tensor(_signed(key)) * _INCREMENT))
@@ -91,6 +98,68 @@ def derive_seed(seed: int, *keys: int) -> int:
 
 
 def _signed(number: int) -> int:
-    """The low 64 bits of any integer, as torch stores them."""
+    """Return the low 64 bits of any integer as a signed number, as torch stores them."""
     low = number & ((1 << 64) - 1)
     return low - (1 << 64) if low >> 63 else low
+
+
+def equal_texts(texts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Compare the particles' sequences: ``[G, N, J]``, lengths ``[G, N]`` to ``[G, N, N]`` bool.
+
+    Sequences are compared by 64-bit hashes. After a collision the two particles' draws would
+    depend on each other, and each would still have its distribution.
+    """
+    column = torch.arange(texts.shape[2], device=texts.device)
+    terms = mix(texts ^ mix(column))
+    keys = torch.where(column < lengths.unsqueeze(2), terms, 0).sum(2)  # [G, N]
+    return keys.unsqueeze(2) == keys.unsqueeze(1)
+
+
+def same_text(
+    texts: torch.Tensor, lengths: torch.Tensor, may_stratify: torch.Tensor
+) -> torch.Tensor:
+    """Return the siblings among a group's particles, an equivalence ``[G, N, N]`` bool.
+
+    Args:
+        texts: ``[G, N, J]`` the token before each tail, and the tail; the rest is common to all.
+        lengths: ``[G, N]`` of the tails.
+        may_stratify: ``[G, N]`` bool; the others are siblings of themselves only.
+    """
+    same = equal_texts(texts, lengths + 1)
+    itself = torch.eye(texts.shape[1], dtype=torch.bool, device=texts.device)
+    return itself | (same & may_stratify.unsqueeze(2) & may_stratify.unsqueeze(1))
+
+
+def still_same(same_text: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the siblings ``[G, N, N]`` that remain so after one more token each, ``[G, N]``."""
+    return same_text & (tokens.unsqueeze(2) == tokens.unsqueeze(1))
+
+
+def stratified(uniforms: torch.Tensor, same_text: torch.Tensor) -> torch.Tensor:
+    """Spread the uniforms of siblings evenly: ``[G, N]`` float64 to ``[G, N]``.
+
+    Args:
+        same_text: ``[G, N, N]`` bool, an equivalence; alone, a particle keeps its own uniform.
+    """
+    eldest = same_text.long().argmax(2)  # [G, N]: the sibling of the lowest index
+    rank = same_text.tril(-1).sum(2)
+    shifted = uniforms.gather(1, eldest) + rank / same_text.sum(2).double()
+    return shifted - shifted.floor()
+
+
+def stratify(
+    uniforms: torch.Tensor, same_text: torch.Tensor, tokens: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keep as siblings those with equal tokens, then spread the uniforms of siblings evenly.
+
+    Args:
+        uniforms: ``[G, N]`` float64.
+        same_text: ``[G, N, N]`` bool, an equivalence.
+        tokens: ``[G, N]`` int64, one more token each; None leaves the siblings as they are.
+
+    Returns:
+        Uniforms ``[G, N]`` and the siblings that remain ``[G, N, N]``.
+    """
+    if tokens is not None:
+        same_text = still_same(same_text, tokens)
+    return stratified(uniforms, same_text), same_text

@@ -1,1 +1,1 @@
-"""What the device knows of requests, as tables by request row."""
+"""Hold the state of requests: tables on the device by request row, and records on the host."""

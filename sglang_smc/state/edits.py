@@ -1,7 +1,7 @@
-"""What each request changes in logits, as device tables: penalties with their counts, and biases.
+"""Hold each request's logit edits in device tables: penalties with their counts, and biases.
 
 One row of each table belongs to one request, under its index in SGLang's `req_to_token_pool`.
-Unlike SGLang's own, counts survive a retraction.
+Unlike SGLang's own counts, these survive a retraction.
 """
 
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from sglang_smc.kv.transfer import on_device
+from sglang_smc.smc.edits import EditColumns, Edits
 from sglang_smc.state.population import Population
 from sglang_smc.state.settings import Settings
-from sglang_smc.state.transfer import on_device
-from sglang_smc.tokens.edits import EditColumns, Edits
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -21,12 +21,12 @@ _NEUTRAL = (0.0, 0.0, 1.0)
 
 
 def has_edits(req: "Req") -> bool:
-    """Whether a request has penalties, biases, or a least number of tokens."""
+    """Return whether a request has penalties, logit biases, or `min_new_tokens`."""
     return _penalizes(req) or _biases(req) or req.sampling_params.min_new_tokens > 0
 
 
 class _Wide(NamedTuple):
-    """The tables as wide as the vocabulary; what nobody asked for is never written or read."""
+    """Tables as wide as the vocabulary; rows of requests without edits are never used."""
 
     counts: torch.Tensor  # [rows, V] int32
     bias: torch.Tensor  # [rows, V] float32
@@ -35,8 +35,8 @@ class _Wide(NamedTuple):
 class EditTable:
     """Edits of all requests that hold a row of SGLang's request pool.
 
-    Counts and biases take 8 V bytes a row: 1 MB with a vocabulary of 128k. They are allocated as
-    the first request asks for an edit, unless `make_room` has been called before.
+    Counts and biases take 8 V bytes per row: 1 MB with a vocabulary of 128k. They are allocated
+    with the first request that has an edit, unless `make_room` has been called before.
 
     Args:
         num_rows: rows of SGLang's request pool, the padding row included.
@@ -52,7 +52,7 @@ class EditTable:
         self._wide: _Wide | None = None
 
     def make_room(self) -> _Wide:
-        """Allocate counts and biases once, for good: captured rounds read where they lie."""
+        """Allocate counts and biases once: captured CUDA graphs read at their addresses."""
         if self._wide is None:
             self._wide = _Wide(
                 torch.empty(self._shape, dtype=torch.int32, device=self._device),
@@ -61,7 +61,7 @@ class EditTable:
         return self._wide
 
     def begin(self, reqs: "list[Req]", rows: list[int]) -> None:
-        """Store what requests change, as they are prefilled: all of their output is settled."""
+        """Store the edits of requests in prefill, where all particles share their whole output."""
         at = on_device(self._device, rows)
         self._penalizes[at] = on_device(self._device, [_penalizes(req) for req in reqs])
         self._biases[at] = on_device(self._device, [_biases(req) for req in reqs])
@@ -85,7 +85,7 @@ class EditTable:
         settings: Settings,
         population: Population,
     ) -> Edits:
-        """Edits of a round whose particles stand so; without requests, of any in ``rows`` [G]."""
+        """Return the edits of a round; without requests, of any request in ``rows`` ``[G]``."""
         return Edits(
             columns=self._columns(),
             groups=_who_edits(reqs) if reqs else range(len(rows)),
@@ -93,7 +93,7 @@ class EditTable:
             min_new_tokens=settings.min_new_tokens,
             stop_mask=settings.stop_mask,
             starts=population.output_lengths,
-            # The last emitted token is not settled: particles may differ in a first one.
+            # The last emitted token is not in the counts: particles may differ in a first token.
             texts=population.texts[:, :, 1:],
             lengths=population.lengths + 1,
         )
@@ -105,7 +105,10 @@ class EditTable:
         settings: Settings,
         num_emitted: torch.Tensor,
     ) -> Edits:
-        """Edits of requests that `begin` has stored, behind ``num_emitted`` ``[G]`` tokens."""
+        """Return the edits of requests in prefill, after ``num_emitted`` ``[G]`` tokens.
+
+        `begin` must have stored them.
+        """
         starts = num_emitted.unsqueeze(1)  # [G, 1]
         return Edits(
             columns=self._columns(),
@@ -140,7 +143,7 @@ def _biases(req: "Req") -> bool:
 
 
 def _spread(req: "Req") -> tuple[list[int], list[float]]:
-    """Tokens, each once, and what is added to their logits."""
+    """Return the biased tokens, each once, and their biases."""
     biased = req.sampling_params.logit_bias
     assert biased is not None, "asked of a request that biases"
     values = {int(token): value for token, value in biased.items()}

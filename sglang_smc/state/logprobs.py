@@ -1,29 +1,28 @@
-"""Log-probabilities of the tokens that a request gets back, as SGLang defines them.
+"""Compute the log-probabilities that a request returns, as SGLang defines them.
 
-They are the target's, after what edits logits and at the request's temperature, but before top-k,
-top-p and min-p cut tokens (srt/layers/sampler.py:140, srt/layers/logprob_processor.py:276). With
-SGLANG_RETURN_ORIGINAL_LOGPROB=1 the temperature stays out of them, too.
+They are the target's, after logit edits and at the request's temperature, but before top-k,
+top-p and min-p (srt/layers/sampler.py:140, srt/layers/logprob_processor.py:276). With
+SGLANG_RETURN_ORIGINAL_LOGPROB=1 the temperature is not applied either.
 """
 
 import torch
 from sglang.srt.environ import envs
 
 from sglang_smc.ops.interface import Ops
-from sglang_smc.state.population import Population
-from sglang_smc.state.tail_logprobs import TailLogprobs
-from sglang_smc.tokens.distribution import TokenDistribution
-from sglang_smc.tokens.masking import restrict
+from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.edits import restrict
+from sglang_smc.state.population import Population, TailLogprobs
 
 
 def logprob_distribution(
     logits: torch.Tensor, temperature: torch.Tensor, allowed: torch.Tensor | None = None
 ) -> TokenDistribution:
-    """What log-probabilities are taken from, for ``G * M`` rows of the target's logits.
+    """Return the distribution of the reported log-probabilities for ``G * M`` rows of logits.
 
     Args:
-        logits: ``[G, M, V]``, edited, and without ends that come too early.
+        logits: ``[G, M, V]`` of the target, edited, with stop tokens that come too early masked.
         temperature: ``[G]``.
-        allowed: ``[G, M, V]`` bool, by the rules of texts.
+        allowed: ``[G, M, V]`` bool mask of the requests' rules.
     """
     if envs.SGLANG_RETURN_ORIGINAL_LOGPROB.get():
         temperature = torch.ones_like(temperature)
@@ -40,14 +39,14 @@ def score(
     ids: torch.Tensor,
     num_top: int,
 ) -> TailLogprobs:
-    """Log-probabilities of tokens, and of the likeliest and the listed ones in their places.
+    """Return log-probabilities of tokens, and of the likeliest and the listed tokens there.
 
     Args:
-        law: of R rows, the same number for each group.
+        law: distribution of R rows, the same number for each group.
         tokens: ``[G, N, J]``.
-        rows: ``[G, N, J]`` the row that each token was drawn from.
+        rows: ``[G, N, J]`` the row of each token.
         ids: ``[G, M]`` listed tokens of each group.
-        num_top: W.
+        num_top: W, the number of likeliest tokens.
     """
     lowest = torch.finfo(torch.float32).min  # SGLang's, in place of -inf
     own = law._replace(rows=rows.flatten()).score(ops, tokens).clamp_min(lowest)
@@ -70,23 +69,23 @@ def score_tails(
     shown: TokenDistribution,
     listed_ids: torch.Tensor,
 ) -> Population:
-    """Score the tokens that a round has added, drafted or the target's own.
+    """Score the tokens that a round has appended, draft tokens and the target's own.
 
-    The j-th of them was decided by column j of the ancestor's chain.
+    The j-th of them is scored by column j of the ancestor's chain.
 
     Args:
-        before: as the round began.
-        population: as it is now.
-        ancestors: ``[G, N]`` whose text each particle goes on with.
-        shown: of all columns of all chains.
-        listed_ids: ``[G, M]`` tokens of each request's own choice.
+        before: population at the start of the round.
+        population: population now.
+        ancestors: ``[G, N]`` the earlier particle that each one continues.
+        shown: distribution of all columns of all chains.
+        listed_ids: ``[G, M]`` tokens that each request lists.
     """
     assert population.logprobs is not None
     num_groups, num_particles, width = population.tokens.shape
     starts = before.lengths.gather(1, ancestors)
     num_columns = shown.num_draws // ancestors.numel()
     column = torch.arange(num_columns, device=ancestors.device)
-    # Places past a tail's new end mean nothing, and the last is never part of a tail.
+    # Places past a tail's new end are undefined, and the last is never part of a tail.
     place = (starts.unsqueeze(2) + column).clamp_max(width - 1)
     group = torch.arange(num_groups, device=ancestors.device).unsqueeze(1)
     chain = group * num_particles + ancestors  # [G, N]

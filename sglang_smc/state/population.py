@@ -1,31 +1,277 @@
-"""The particles of all requests, as device tables that know slots and tokens but no models.
+"""Hold the particles of all requests in device tables.
 
-One row of each table belongs to one request, under its index in SGLang's
-`req_to_token_pool`. A particle is the request's emitted text plus a *tail* of
-tokens that are not emitted yet, because the particles still disagree about them.
+One row of each table belongs to one request, under its index in SGLang's `req_to_token_pool`. A
+particle is the request's emitted tokens plus a *tail* of tokens that are not emitted yet, because
+the particles still differ in them.
 
-Shapes: G groups in a batch, N particles a group, T places of a tail. A group with fewer
-particles than others in its batch leaves places empty: these are not `present`, have ended, and
-weigh nothing.
+Shapes: G groups in a batch, N particles per group, T places of a tail. A group with fewer particles
+than others in its batch leaves places empty: these are not `present`, have ended, and have weight
+zero.
+
+Two parts are carried only in batches where some request needs them, and are copied with the tail:
+
+- potential values (`Judged`). A particle's weight includes phi of the last prefix of its sequence
+  that was scored; the next value replaces it, however many tokens were added since. A sequence
+  that has ended is complete once it was scored as a whole: only then is its group's answer drawn.
+- log-probabilities (`TailLogprobs`). A token is scored when the target has read it, and emitted in
+  a later round, if ever.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from sglang.srt.layers.logprob_processor import OutputLogprobProcessor
 
-from sglang_smc.smc import judging
+from sglang_smc.kv.transfer import on_device
+from sglang_smc.smc import weighing
 from sglang_smc.smc.fidelity import NAMES
-from sglang_smc.smc.rounds import Resampled
-from sglang_smc.state.judged import Judged
-from sglang_smc.state.tail_logprobs import TailLogprobs
+from sglang_smc.smc.weighing import Resampled
 
-# Columns of `Population.texts` beside the tail: two tokens before it, and one place that takes what
-# is not kept.
+if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+MOST_LISTED = 128
+"""Maximum of `top_logprobs_num`, and of listed token ids, per request: it bounds the memory of a
+tail."""
+
+
+class LogprobWidths(NamedTuple):
+    """Widths of the log-probabilities that a batch needs, on the host."""
+
+    own: int  # 1 where some request sets return_logprob
+    top: int  # maximum of top_logprobs_num
+    listed: int  # maximum number of listed token ids
+
+    @classmethod
+    def of(cls, reqs: "list[Req]") -> "LogprobWidths":
+        """Return the widths that a round needs; scoring requests get theirs in prefill."""
+        asking = [req for req in reqs if req.return_logprob]
+        rounds = [req.logprob for req in asking if req.sampling_params.max_new_tokens]
+        return cls(
+            own=int(bool(asking)),
+            top=max((books.top_logprobs_num for books in rounds), default=0),
+            listed=max((len(books.token_ids_logprob or ()) for books in rounds), default=0),
+        )
+
+
+NO_LOGPROBS = LogprobWidths(0, 0, 0)
+
+
+def recorded_logprobs(vocab_size: int) -> LogprobWidths:
+    """Return the widths of captured rounds; OpenAI clients may request at most 20 top tokens."""
+    return LogprobWidths(own=1, top=min(20, vocab_size), listed=16)
+
+
+class TailLogprobs(NamedTuple):
+    """Log-probabilities along the tails of G * N particles; methods return new ones.
+
+    Entries past a tail's length, or beyond the request's own widths, are undefined.
+    """
+
+    own: torch.Tensor  # [G, N, T] float32
+    top: torch.Tensor  # [G, N, T, W] float32, descending
+    top_ids: torch.Tensor  # [G, N, T, W] int64
+    listed: torch.Tensor  # [G, N, T, M] float32
+
+    def descend(self, ancestors: torch.Tensor) -> "TailLogprobs":
+        """Copy the entries of ``ancestors[g, n]`` to particle n."""
+        return TailLogprobs(*(column.gather(1, _like(ancestors, column, 2)) for column in self))
+
+    def write(self, place: torch.Tensor, new: "TailLogprobs") -> "TailLogprobs":
+        """Write ``new``, ``[G, N, J, ...]``, to places ``[G, N, J]`` of the tails."""
+        pairs = zip(self, new, strict=True)
+        return TailLogprobs(*(old.scatter(2, _like(place, more, 3), more) for old, more in pairs))
+
+    def emit(self, counts: torch.Tensor) -> "TailLogprobs":
+        """Drop the first ``counts[g]`` entries of each tail."""
+        place = torch.arange(self.own.shape[2], device=counts.device)
+        source = (place + counts.view(-1, 1, 1)).clamp_max(len(place) - 1).expand_as(self.own)
+        return TailLogprobs(*(column.gather(2, _like(source, column, 3)) for column in self))
+
+
+class Emitted(NamedTuple):
+    """Log-probabilities of each group's first particle, from which tokens are emitted."""
+
+    tails: TailLogprobs  # [G, T, ...]
+    first: torch.Tensor  # [G] float32, of the particle's first token
+
+
+class LogprobTable:
+    """Log-probabilities of tails between rounds, one row per request; allocated at first use.
+
+    Args:
+        num_rows: rows of SGLang's request pool, the padding row included.
+        num_particles: N.
+        max_tail: the longest tail, in tokens.
+    """
+
+    def __init__(self, num_rows: int, num_particles: int, max_tail: int, device: str) -> None:
+        self._shape = (num_rows, num_particles, max_tail + 1)
+        self._device = device
+        self._widths = NO_LOGPROBS
+        self._columns: TailLogprobs | None = None
+        self._ids = torch.zeros(num_rows, MOST_LISTED, dtype=torch.int64, device=device)
+        self._first = torch.zeros(num_rows, num_particles, device=device)
+
+    def begin(
+        self,
+        batch: "ScheduleBatch",
+        log_p: torch.Tensor,
+        tokens: torch.Tensor,
+        output: "LogitsProcessorOutput",
+    ) -> None:
+        """Start requests, and return the log-probabilities of their first tokens to SGLang.
+
+        Args:
+            batch: the requests that have been prefilled.
+            log_p: ``[G, V]`` of the next token.
+            tokens: ``[G, N]`` first tokens of the particles, or ``[G, 1]`` if all share one.
+            output: receives the log-probabilities in the form of SGLang's sampler.
+        """
+        num_top, listed = batch.top_logprobs_nums, batch.token_ids_logprobs
+        assert num_top is not None and listed is not None, "there where a request asks for any"
+        processor = OutputLogprobProcessor()
+        found = processor.compute_logprobs(log_p, num_top, listed, tokens[:, 0])
+        if found.token_ids_logprobs_val is not None:
+            # SGLang leaves a list for a request without listed ids, but later expects tensors.
+            values, none = found.token_ids_logprobs_val, log_p.new_empty(0)
+            found.token_ids_logprobs_val = [row if len(row) else none for row in values]
+        found.write_output_to(output)
+        widths, rows = LogprobWidths.of(batch.reqs), batch.req_pool_indices
+        self.make_room(widths)
+        self._first[rows] = log_p.gather(1, tokens).expand(-1, self._shape[1])
+        if widths.listed:
+            lists = [(ids or [])[: widths.listed] for ids in listed]
+            padded = [[*ids, *[0] * (widths.listed - len(ids))] for ids in lists]
+            self._ids[rows, : widths.listed] = on_device(self._device, padded)
+
+    @property
+    def widths(self) -> LogprobWidths:
+        """Return the allocated widths. Captured rounds write to the table of their capture time."""
+        return self._widths
+
+    def listed_ids(self, rows: torch.Tensor, num_listed: int) -> torch.Tensor:
+        """Return the token ids that the requests in ``rows`` list, ``[G, num_listed]``."""
+        return self._ids[rows, :num_listed]
+
+    def emitted(self, rows: torch.Tensor, logprobs: TailLogprobs, roots: torch.Tensor) -> Emitted:
+        """Return the log-probabilities of each group's first particle, of roots ``[G]``."""
+        tails = TailLogprobs(*(column[:, 0] for column in logprobs))
+        # A particle's first token is that of its first ancestor.
+        return Emitted(tails, self._first[rows, roots])
+
+    def gather(
+        self, rows: torch.Tensor, num_particles: int, max_tail: int, widths: LogprobWidths
+    ) -> TailLogprobs:
+        """Return the log-probabilities of the requests in ``rows`` ``[G]``, no more than needed.
+
+        Args:
+            num_particles, max_tail: sizes of the populations, as for `ParticleTable.gather`.
+            widths: of the batch.
+        """
+        views = self._views(num_particles, max_tail + 1, widths.top, widths.listed)
+        return TailLogprobs(*(view[rows] for view in views))
+
+    def scatter(self, rows: torch.Tensor, logprobs: TailLogprobs) -> None:
+        """Store the log-probabilities of the requests in ``rows`` ``[G]``."""
+        _, num_particles, length, num_listed = logprobs.listed.shape
+        views = self._views(num_particles, length, logprobs.top.shape[3], num_listed)
+        for view, values in zip(views, logprobs, strict=True):
+            view[rows] = values
+
+    def _views(
+        self, num_particles: int, length: int, num_top: int, num_listed: int
+    ) -> TailLogprobs:
+        """Return the part of the table with these sizes."""
+        assert self._columns is not None
+        own, top, top_ids, listed = (column[:, :num_particles, :length] for column in self._columns)
+        tops = top[..., :num_top], top_ids[..., :num_top]
+        return TailLogprobs(own, *tops, listed[..., :num_listed])
+
+    def make_room(self, widths: LogprobWidths) -> None:
+        """Widen the table to these widths; it never shrinks.
+
+        Graphs that were captured before write to the old table, which is no longer read: see
+        `widths`.
+        """
+        had, before = self._widths, self._columns
+        self._widths = LogprobWidths(*map(max, had, widths))
+        if self._widths == had:
+            return
+
+        def zeros(*width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.zeros(*self._shape, *width, dtype=dtype, device=self._device)
+
+        num_top = self._widths.top
+        self._columns = TailLogprobs(
+            own=zeros(),
+            top=zeros(num_top),
+            top_ids=zeros(num_top, dtype=torch.int64),
+            listed=zeros(self._widths.listed),
+        )
+        if before is not None:
+            for view, values in zip(self._views(*self._shape[1:], *had[1:]), before, strict=True):
+                view.copy_(values)
+
+
+def _like(index: torch.Tensor, column: torch.Tensor, num_dims: int) -> torch.Tensor:
+    """Expand an index over a column's first dimensions to all its trailing ones."""
+    behind = column.shape[num_dims:]
+    return index.view(*index.shape, *[1] * len(behind)).expand(*index.shape, *behind)
+
+
+class Judged(NamedTuple):
+    """Potential values of G * N particles; methods return new ones."""
+
+    log_values: torch.Tensor  # [G, N] float64: log phi; NaN, from the host, keeps the old value
+    complete: torch.Tensor  # [G, N] bool: of the whole sequence, or of a request without potentials
+    answers: torch.Tensor  # [G, N] int64: number of the answer, for a majority vote; -1: none
+
+    def descend(self, ancestors: torch.Tensor) -> "Judged":
+        """Copy the values of ``ancestors[g, n]`` to particle n."""
+        return Judged(*(column.gather(1, ancestors) for column in self))
+
+
+class JudgedTable:
+    """Potential values between rounds, one row per request.
+
+    Args:
+        num_rows: rows of SGLang's request pool, the padding row included.
+        num_particles: N.
+    """
+
+    def __init__(self, num_rows: int, num_particles: int, device: str) -> None:
+        shape = (num_rows, num_particles)
+        self._columns = Judged(
+            log_values=torch.zeros(shape, dtype=torch.float64, device=device),
+            complete=torch.zeros(shape, dtype=torch.bool, device=device),
+            answers=torch.zeros(shape, dtype=torch.int64, device=device),
+        )
+
+    def begin(self, rows: torch.Tensor) -> None:
+        """Reset the requests in ``rows`` ``[G]``: their sequences are not scored yet."""
+        for column in self._columns:
+            column[rows] = 0
+
+    def gather(self, rows: torch.Tensor, num_particles: int) -> Judged:
+        """Return the values of the first particles of the requests in ``rows`` ``[G]``."""
+        return Judged(*(column[:, :num_particles][rows] for column in self._columns))
+
+    def scatter(self, rows: torch.Tensor, judged: Judged) -> None:
+        """Store the values of the particles of the requests in ``rows`` ``[G]``."""
+        num_particles = judged.complete.shape[1]
+        for column, values in zip(self._columns, judged, strict=True):
+            column[:, :num_particles][rows] = values
+
+
+# Columns of `Population.texts` beside the tail: two tokens before it, and one place that collects
+# the tokens that are not kept.
 _NO_TAIL = 3
 
 
 class Population(NamedTuple):
-    """The particles of the G groups in a batch. Every method returns a new one."""
+    """Particles of the G groups in a batch. Every method returns a new one."""
 
     texts: (
         torch.Tensor
@@ -34,52 +280,52 @@ class Population(NamedTuple):
     ended: torch.Tensor  # [G, N] bool: absorbed; weight frozen, tail complete
     log_weights: torch.Tensor  # [G, N] float64
     num_emitted: torch.Tensor  # [G] int64: output tokens emitted so far
-    log_evidence: torch.Tensor  # [G] float64: log Z-hat banked at resampling steps
+    log_evidence: torch.Tensor  # [G] float64: log Z-hat accumulated at resampling steps
     present: torch.Tensor  # [G, N] bool: the particles that the group has
-    roots: torch.Tensor  # [G, N] int64: the first ancestor of each, among those of the start
-    unread: torch.Tensor  # [G] bool: the draft has yet to read the last token but one
-    fidelity: torch.Tensor  # [G, N, 4] float64: what each text was watched to be, by `smc.fidelity`
-    logprobs: TailLogprobs | None = None  # of the tails' tokens, where some request wants them
-    judged: Judged | None = None  # what potentials have said, where some request has any
+    roots: torch.Tensor  # [G, N] int64: the first ancestor of each, among the initial particles
+    unread: torch.Tensor  # [G] bool: the draft has yet to read the second last token
+    fidelity: torch.Tensor  # [G, N, 4] float64: sums of each sequence, by `smc.fidelity`
+    logprobs: TailLogprobs | None = None  # of the tails' tokens, where some request returns them
+    judged: Judged | None = None  # potential values, where some request has potentials
 
     @property
     def tokens(self) -> torch.Tensor:
-        """The tails, ``[G, N, T]``; entries past a tail's length are stale."""
+        """Return the tails, ``[G, N, T]``; entries past a tail's length are stale."""
         return self.texts[:, :, 2:]
 
     @property
     def last_emitted(self) -> torch.Tensor:
-        """The last emitted token, or what each particle has in its place, ``[G, N]``."""
+        """Return the last emitted token, or each particle's own in its place, ``[G, N]``."""
         return self.texts[:, :, 1]
 
     @property
     def second_last(self) -> torch.Tensor:
-        """The token before the last_emitted, ``[G, N]``; unknown right after prefill."""
+        """Return the token before `last_emitted`, ``[G, N]``; undefined right after prefill."""
         return self.texts[:, :, 0]
 
     @property
     def last_two(self) -> torch.Tensor:
-        """The token that each particle continues from, behind the one before it: ``[G, N, 2]``."""
+        """Return the last two tokens of each particle, ``[G, N, 2]``, in order."""
         pairs = self.texts.unfold(2, 2, 1)  # [G, N, 1 + T, 2], a view
         at = self.lengths.view(*self.lengths.shape, 1, 1).expand(-1, -1, 1, 2)
         return pairs.gather(2, at).squeeze(2)
 
     @property
     def last_tokens(self) -> torch.Tensor:
-        """The token that each particle continues from, ``[G, N]``."""
+        """Return the last token of each particle, ``[G, N]``."""
         return self.texts.gather(2, self.lengths.unsqueeze(2) + 1).squeeze(2)
 
     @property
     def output_lengths(self) -> torch.Tensor:
-        """Output tokens of each particle, emitted ones included, ``[G, N]``."""
+        """Return the output length of each particle, emitted tokens included, ``[G, N]``."""
         return self.num_emitted.unsqueeze(1) + self.lengths
 
     def append(self, tokens: torch.Tensor, counts: torch.Tensor) -> "Population":
         """Extend each tail by the first ``counts[g, n]`` of ``tokens`` ``[G, N, J]``.
 
-        Flags count as 0 and 1.
+        ``counts`` may be bool, as 0 and 1.
         """
-        # What is not kept is stale, and where a tail has no room for it stands in the last place,
+        # Tokens that are not kept are stale; those beyond the tail's room go to the last place,
         # which is never part of a tail.
         column = torch.arange(2, 2 + tokens.shape[2], device=tokens.device)
         place = (self.lengths.unsqueeze(2) + column).clamp_max(self.texts.shape[2] - 1)
@@ -88,7 +334,7 @@ class Population(NamedTuple):
         )
 
     def descend(self, ancestors: torch.Tensor) -> "Population":
-        """Make particle n a copy of ``ancestors[g, n]``; the weights are the caller's to set."""
+        """Make particle n a copy of ``ancestors[g, n]``; the caller sets the weights."""
         return self._replace(
             texts=self.texts.gather(1, ancestors.unsqueeze(2).expand_as(self.texts)),
             lengths=self.lengths.gather(1, ancestors),
@@ -100,27 +346,27 @@ class Population(NamedTuple):
         )
 
     def hand_down(self, step: Resampled) -> "Population":
-        """Descend as a resampling step says, with the weights that it leaves."""
+        """Descend to a resampling step's ancestors, with its weights and evidence."""
         return self.descend(step.ancestors)._replace(
             log_weights=step.log_weights,
             log_evidence=self.log_evidence + step.log_evidence,
         )
 
     def is_finished(self) -> torch.Tensor:
-        """Which groups' answers may be drawn, ``[G]`` bool: texts have ended, and are judged."""
+        """Return which groups' answers may be drawn, ``[G]`` bool: all ended and fully scored."""
         ended = self.ended.all(1)
         if self.judged is None:
             return ended
         return ended & (self.judged.complete | ~self.present).all(1)
 
     def held_back(self, counts: torch.Tensor) -> torch.Tensor:
-        """Of common tokens ``counts`` ``[G]`` those to emit: no text ends before all are judged."""
+        """Limit common tokens ``counts`` ``[G]`` so that no sequence ends before all are scored."""
         shortest = self.lengths.masked_fill(~self.present, self.texts.shape[2]).amin(1)
         waits = self.ended.all(1) & ~self.is_finished()
         return torch.where(waits, torch.minimum(counts, shortest - 1).clamp_min(0), counts)
 
     def resize(self, ancestors: torch.Tensor, present: torch.Tensor) -> "Population":
-        """Descend to the particles that are ``present`` ``[G, N]`` from now on."""
+        """Descend to another number of particles, those ``present`` ``[G, N]`` from now on."""
         descended = self.descend(ancestors)
         return descended._replace(
             lengths=descended.lengths.masked_fill(~present, 0),
@@ -129,7 +375,7 @@ class Population(NamedTuple):
         )
 
     def stop(self, where: torch.Tensor) -> "Population":
-        """Let groups ``[G]`` end without their tails: nothing more is emitted of them."""
+        """End groups ``where`` ``[G]`` bool, without their tails: they emit no more tokens."""
         all_of = where.unsqueeze(1)
         return self._replace(
             lengths=torch.where(all_of, 0, self.lengths),
@@ -138,9 +384,9 @@ class Population(NamedTuple):
         )
 
     def judge(self, said: Judged) -> "Population":
-        """Weigh texts by what is said of them now; a group that this leaves nothing of ends."""
+        """Update the weights to new potential values; a group with no positive weight ends."""
         assert self.judged is not None, "carried where some request's texts are judged"
-        found = judging.revalue(self.log_weights, self.judged.log_values, said.log_values)
+        found = weighing.revalue(self.log_weights, self.judged.log_values, said.log_values)
         forbidden = (found.log_weights == -torch.inf).all(1)
         return self._replace(
             log_weights=found.log_weights,
@@ -149,38 +395,38 @@ class Population(NamedTuple):
         ).stop(forbidden)
 
     def elect(self) -> "Population":
-        """Where the answer of a finished group is voted for, leave the weight to who gives it."""
+        """Take the majority vote in finished groups, which keeps the particles of its answer."""
         if self.judged is None:
             return self
-        elected = judging.elect(self.log_weights, self.judged.answers)
+        elected = weighing.elect(self.log_weights, self.judged.answers)
         finished = self.is_finished().unsqueeze(1)
         return self._replace(log_weights=torch.where(finished, elected, self.log_weights))
 
     def is_settled(self) -> torch.Tensor:
-        """Whether a group's particles agree on the last emitted token, ``[G]`` bool.
+        """Return whether a group's particles share the last emitted token, ``[G]`` bool.
 
-        Where they do not, nothing behind it is emitted.
+        Where they do not, no token behind it is emitted.
         """
         return ((self.last_emitted == self.last_emitted[:, :1]) | ~self.present).all(1)
 
     def first_token(self) -> torch.Tensor:
-        """The last emitted token of all particles of a group, ``[G]``; -1 where they differ."""
+        """Return the last emitted token of each group, ``[G]``; -1 where its particles differ."""
         return torch.where(self.is_settled(), self.last_emitted[:, 0], -1)
 
     def emit(self, counts: torch.Tensor) -> "Population":
-        """Drop the first ``counts[g]`` tokens, common to all tails, from each of them."""
+        """Move the first ``counts[g]`` tokens, common to all tails, to the emitted output."""
         place = torch.arange(self.texts.shape[2], device=self.texts.device)
         source = (place + counts.view(-1, 1, 1)).clamp_max(len(place) - 1)
         return self._replace(
             texts=self.texts.gather(2, source.expand_as(self.texts)),
-            lengths=(self.lengths - counts.unsqueeze(1)).clamp_min(0),  # an absent one has none
+            lengths=(self.lengths - counts.unsqueeze(1)).clamp_min(0),  # absent particles have none
             num_emitted=self.num_emitted + counts,
             logprobs=None if self.logprobs is None else self.logprobs.emit(counts),
         )
 
 
 class ParticleTable:
-    """The populations between rounds, one row a request.
+    """Populations between rounds, one row per request.
 
     Args:
         num_rows: rows of SGLang's request pool, the padding row included.
@@ -205,7 +451,7 @@ class ParticleTable:
         )
 
     def gather(self, rows: torch.Tensor, num_particles: int, max_tail: int) -> Population:
-        """The populations of the requests in ``rows`` ``[G]``, no larger than they need.
+        """Return the populations of the requests in ``rows`` ``[G]``, no larger than needed.
 
         Args:
             num_particles: the most that any of them has.
@@ -215,7 +461,7 @@ class ParticleTable:
         return Population(*(view[rows] for view in views), logprobs=None, judged=None)
 
     def scatter(self, rows: torch.Tensor, population: Population) -> None:
-        """Store the populations of the requests in ``rows`` ``[G]``, but what only some carry."""
+        """Store the populations of ``rows`` ``[G]``, without the parts that only some carry."""
         _, num_particles, width = population.texts.shape
         *columns, _, _ = population
         views = self._views(num_particles, width - _NO_TAIL)
@@ -223,7 +469,7 @@ class ParticleTable:
             view[rows] = values
 
     def _views(self, num_particles: int, max_tail: int) -> list[torch.Tensor]:
-        """The part of the table that populations of this size live in."""
+        """Return the part of the table for populations of this size."""
         texts, *others, _, _ = self._columns
         small = (column[:, :num_particles] if column.dim() > 1 else column for column in others)
         return [texts[:, :num_particles, : max_tail + _NO_TAIL], *small]
@@ -241,8 +487,8 @@ class ParticleTable:
     ) -> None:
         """Start particles behind the token that prefill sampled; arguments ``[G]``.
 
-        Where particles begin with tokens of their own, ``first_tokens`` and ``ended`` are
-        ``[G, N]``, for the table's N. ``fidelity`` is ``[G, 4]``, of a text that goes on.
+        Where particles have first tokens of their own, ``first_tokens`` and ``ended`` are
+        ``[G, N]``, for the table's N. ``fidelity`` is ``[G, 4]``, of a sequence that is resumed.
         """
         columns = self._columns
         place = torch.arange(self.num_particles, device=rows.device)

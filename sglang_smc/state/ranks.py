@@ -1,8 +1,8 @@
 """Compare the tokens that tensor-parallel ranks emit, which must be equal.
 
-Each rank decides for itself what a round emits, from logits and random numbers that are the same
-bit for bit. Where one decides otherwise, its batches differ soon after, and then the ranks wait for
-one another for ever. So they compare digests of their tokens now and then, by a count of rounds.
+Each rank computes the tokens of a round by itself, from logits and random numbers that are bitwise
+equal. Where one rank differs, its batches differ soon after, and the ranks deadlock. So they
+compare digests of their tokens every `INTERVAL` rounds.
 """
 
 import zlib
@@ -12,8 +12,8 @@ import torch
 from sglang.srt.distributed import parallel_state
 
 INTERVAL = 32
-"""Rounds between two comparisons: one message of 256 bytes in 32 rounds, where SGLang sends several
-over the same group in each."""
+"""Rounds between two comparisons: one message of 256 bytes in 32 rounds, while SGLang sends several
+over the same group in each round."""
 
 _PARTED = (
     "The tensor-parallel ranks of this server have parted: in round {num_rounds} since its start "
@@ -26,19 +26,19 @@ _PARTED = (
 
 
 class RankCheck:
-    """The digests of one rank's rounds since the last comparison."""
+    """Digests of one rank's rounds since the last comparison."""
 
     def __init__(self) -> None:
         self._num_compared = 0  # rounds
         self._digests: list[int] = []
 
     def add(self, tokens: list[list[int]]) -> None:
-        """Note the tokens that a round has emitted; every `INTERVAL` rounds, compare.
+        """Record the tokens that a round has emitted, and compare every `INTERVAL` rounds.
 
-        Nothing is done where one rank is all.
+        With a single rank nothing is done.
 
         Raises:
-            RuntimeError: on all ranks, where the digests of some round differ.
+            RuntimeError: on all ranks, if the digests of some round differ.
         """
         group = _group()
         if group is None:
@@ -58,7 +58,7 @@ class RankCheck:
 
 
 def _group() -> Any:
-    """SGLang's tensor-parallel group; None where there is one rank."""
+    """Return SGLang's tensor-parallel group; None with a single rank."""
     if not parallel_state.model_parallel_is_initialized():
         return None
     group = parallel_state.get_tp_group()

@@ -1,7 +1,7 @@
-"""What each request asked for, as device tables, and the distributions that follow.
+"""Hold each request's options in device tables.
 
-The same rules shape p and q: temperature, top-k, top-p and min-p. One row of each
-table belongs to one request, under its index in SGLang's `req_to_token_pool`.
+Temperature, top-k, top-p and min-p apply to p and q alike. One row of each table belongs to one
+request, under its index in SGLang's `req_to_token_pool`.
 """
 
 from collections.abc import Iterable
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from sglang_smc.kv.transfer import on_device
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.smc.resampling import SCHEMES
-from sglang_smc.state.transfer import on_device
-from sglang_smc.tokens.distribution import FilterKinds, SamplingRules
+from sglang_smc.smc.distribution import FilterKinds, SamplingRules
+from sglang_smc.smc.weighing import SCHEMES
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TableEntry(NamedTuple):
-    """What one row of the tables is written from: the request's own options, not a copy of them."""
+    """Source of one row of the tables; it references the request's options, without a copy."""
 
     row: int
     seed: int
@@ -30,7 +30,7 @@ class TableEntry(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The settings of the G requests in a batch."""
+    """Settings of the G requests in a batch."""
 
     seeds: torch.Tensor  # [G] int64
     temperature: torch.Tensor  # [G] float32
@@ -40,34 +40,34 @@ class Settings(NamedTuple):
     last_position: torch.Tensor  # [G] int64 of an output token
     min_new_tokens: torch.Tensor  # [G] int64
     greedy: torch.Tensor  # [G] bool: top_k is 1
-    may_stop: torch.Tensor  # [G] bool: stop tokens end the text, too
+    may_stop: torch.Tensor  # [G] bool: stop tokens end the sequence, besides the length
     num_particles: torch.Tensor  # [G] int64 N
     num_steps: torch.Tensor  # [G] int64 K
-    weighs: torch.Tensor  # [G] bool: its rounds weigh and resample; else they verify
+    weighs: torch.Tensor  # [G] bool: its rounds weigh and resample; else they verify drafts
     ess_threshold: torch.Tensor  # [G] float64 tau
     scheme: torch.Tensor  # [G] int64 index of the resampling method in SCHEMES
-    at_token: torch.Tensor  # [G] bool: resample at the first column whose ESS is low
+    at_token: torch.Tensor  # [G] bool: resample at the first column with a low ESS
     heaviest: torch.Tensor  # [G] bool: answer with the heaviest particle
-    lag: torch.Tensor  # [G] int64 that no tail reaches before a round
+    lag: torch.Tensor  # [G] int64: bound on tails before a round
     power: torch.Tensor  # [G] float64 alpha
     normalized: torch.Tensor  # [G] bool: its target's next-token probabilities sum to 1
-    evidence_threshold: torch.Tensor  # [G] float64 c; infinite where all is verified
+    evidence_threshold: torch.Tensor  # [G] float64 c; infinite in mode exact
     draft_temperature: torch.Tensor  # [G] float32
     rows: torch.Tensor  # [G] int64 in the tables
-    stop_table: torch.Tensor  # [R, V] bool: tokens that end the text, of all requests
+    stop_table: torch.Tensor  # [R, V] bool: stop tokens of all requests
 
     @property
     def stop_mask(self) -> torch.Tensor:
-        """The tokens that end the text, ``[G, V]`` bool; who asks of a few looks in the table."""
+        """Return the stop tokens, ``[G, V]`` bool; to test a few tokens, index `stop_table`."""
         return self.stop_table[self.rows]
 
     def bounded(
         self, num_particles: torch.Tensor, num_steps: torch.Tensor, is_exact: torch.Tensor
     ) -> "Settings":
-        """Settings with what `options.budget.apply_budget` leaves of N and K, each ``[G]`` int64.
+        """Return the settings with N and K of `options.request.apply_budget`, each ``[G]`` int64.
 
         Args:
-            is_exact: not 0 where one particle is left, which is verified.
+            is_exact: nonzero where a single particle is left, which is verified.
         """
         alone = is_exact > 0
         return self._replace(
@@ -78,23 +78,23 @@ class Settings(NamedTuple):
         )
 
     def sampling_rules(self, *, draft: bool = False) -> SamplingRules:
-        """How next tokens are drawn, ``[G]`` each; the draft may have its own temperature."""
+        """Return the sampling rules, ``[G]`` each; the draft may have its own temperature."""
         temperature = self.draft_temperature if draft else self.temperature
         return SamplingRules(temperature, self.top_k, self.top_p, self.min_p, self.greedy)
 
     def ends(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Does the text end with this token? ``[G, N, C]`` bool.
+        """Return whether the sequence ends with each token, ``[G, N, C]`` bool.
 
         Args:
             tokens: ``[G, N, C]``.
-            positions: ``[G, N, C]`` index of the output token that each is.
+            positions: ``[G, N, C]`` each token's index in the output.
         """
         stops = self.stop_table[self.rows.view(-1, 1, 1), tokens] & self.may_stop.view(-1, 1, 1)
         return stops | (positions >= self.last_position.view(-1, 1, 1))
 
 
 def filter_kinds(reqs: "list[Req]") -> FilterKinds:
-    """The kinds of these requests."""
+    """Return the kinds of sampling rules that these requests use."""
     return FilterKinds(
         filtered=any(map(_uses_filters, reqs)),
         greedy=any(req.sampling_params.top_k == 1 for req in reqs),
@@ -120,7 +120,7 @@ _COLUMNS = {
 
 
 class RequestTable:
-    """Settings of all requests that hold a row of SGLang's request pool."""
+    """Table of the settings of all requests that hold a row of SGLang's request pool."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: str) -> None:
         self._device = device
@@ -132,7 +132,7 @@ class RequestTable:
         self._stop_mask = torch.zeros(num_rows, vocab_size, dtype=torch.bool, device=device)
 
     def gather(self, rows: torch.Tensor) -> Settings:
-        """The settings of the requests in ``rows`` ``[G]``."""
+        """Return the settings of the requests in ``rows`` ``[G]``."""
         found: dict[str, torch.Tensor] = {}
         for dtype, names in _COLUMNS.items():
             values = self._tables[dtype].index_select(1, rows)  # [len(names), G]
@@ -154,7 +154,7 @@ class RequestTable:
 
 
 def _values(entry: TableEntry) -> dict[str, Any]:
-    """One request's entry in each column but the mask."""
+    """Return one request's value for each column except the stop mask."""
     params, config = entry.params, entry.config
     assert params.max_new_tokens is not None, "SGLang's scheduler bounds it as a request comes in"
     return {
@@ -188,7 +188,7 @@ def stop_tokens(
     tokenizer: Any | None,
     vocab_size: int,
 ) -> frozenset[int]:
-    """Every token that SGLang takes for an end: the request's, the model's, the tokenizer's."""
+    """Return every token that SGLang treats as an end: of request, model and tokenizer."""
     found = set(request_tokens or ()) | set(model_tokens or ())
     if tokenizer is not None:
         found |= {tokenizer.eos_token_id} | set(tokenizer.additional_stop_token_ids or ())

@@ -16,9 +16,11 @@ from demo import FIRST_PROBLEM, blocks, contenders, launches, parse_arguments
 from plots import plot_rows
 from results import Interval, wilson
 
-from sglang_smc.demo import serving
-from sglang_smc.demo.chat import Answer
-from sglang_smc.demo.serving import (
+from sglang_smc.options.request import request_config
+from sglang_smc.options.server import SERVER_ARGS_FIELDS, SMCConfig
+from sglang_smc.tools.demo import serving
+from sglang_smc.tools.demo.chat import Answer
+from sglang_smc.tools.demo.serving import (
     Launch,
     Server,
     ServerError,
@@ -27,8 +29,6 @@ from sglang_smc.demo.serving import (
     smc_flags,
     wait_for_records,
 )
-from sglang_smc.options.request import request_config
-from sglang_smc.options.server import SERVER_ARGS_FIELDS, SMCConfig
 
 SMC_INFO = {
     "completion_tokens": 41,

@@ -31,9 +31,9 @@ from pair.task import held_out
 from speed_stand_ins import graded_reply
 from study import BenchError
 
-from sglang_smc.demo.party import FIRST_SHOWN
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.tools.demo.party import FIRST_SHOWN
 
 
 def test_the_server_takes_every_setting_and_none_is_measured_twice() -> None:

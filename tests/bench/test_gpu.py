@@ -39,7 +39,7 @@ from speed.remote import EngineError, Sample, Work
 from speed_stand_ins import FakeEngine
 from study import REPOSITORY, BenchError
 
-from sglang_smc.command.machine import ENTRY_POINTS
+from sglang_smc.tools.command.machine import ENTRY_POINTS
 
 CALL = {
     "id": "1",

@@ -161,7 +161,7 @@ def test_what_the_timers_wrap_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path
         owner, _, name = target.rpartition(".")
         assert owner == "sglang.srt.managers.scheduler.Scheduler" and name in stock
     assert "launch_round" in methods("sglang_smc", "worker.py", "SMCWorker")
-    assert set(speed_probe.OWN_PARTS) <= methods("sglang_smc", "round/round.py", "Round")
+    assert set(speed_probe.OWN_PARTS) <= methods("sglang_smc", "round/play.py", "Round")
     forwards = methods("sglang_smc", "models/forward.py", "ParticleForward")
     assert set(speed_probe.FORWARDS) & forwards
 

@@ -19,7 +19,7 @@ from support import page as support_page
 from support.families import FAMILIES
 from support.trial import Trial
 
-from sglang_smc.demo.serving import tokens_per_pass
+from sglang_smc.tools.demo.serving import tokens_per_pass
 
 
 def smc_info(completion_tokens: int, rounds: int, resampled: int, ess: float) -> dict[str, Any]:

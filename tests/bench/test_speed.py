@@ -34,8 +34,8 @@ from speed_stand_ins import (
 )
 from study import Log
 
-from sglang_smc.plan.devices import Device
-from sglang_smc.plan.roofline import ar_step, sd_round, smc_round
+from sglang_smc.tools.plan.devices import Device
+from sglang_smc.tools.plan.roofline import ar_step, sd_round, smc_round
 
 QUICK = ("--preset", "cpu", "--quick")
 

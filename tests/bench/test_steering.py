@@ -28,7 +28,7 @@ from steering.steps import Steps, wrong_steps
 from study import REPOSITORY
 
 from sglang_smc.potentials import Potential, Text
-from sglang_smc.testing import check_potential
+from sglang_smc.tools.testing import check_potential
 
 # --- The potentials
 

@@ -19,7 +19,7 @@ from routed import (
     rounds_and_particles,
 )
 
-from sglang_smc.demo.serving import free_port
+from sglang_smc.tools.demo.serving import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 

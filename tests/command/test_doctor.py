@@ -12,14 +12,14 @@ from unittest import mock
 
 import pytest
 
-from sglang_smc.command import doctor, findings, machine, pair
-from sglang_smc.command.findings import FAIL, OK, WARNING, Finding
-from sglang_smc.memory.arena import arena
+from sglang_smc.kv.arena import arena
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.plan import proposals
-from sglang_smc.plan.devices import Device, named
-from sglang_smc.plan.memory import hidden_bytes
-from sglang_smc.plan.shapes import BUILT_IN
+from sglang_smc.tools.command import doctor, findings, machine, pair
+from sglang_smc.tools.command.findings import FAIL, OK, WARNING, Finding
+from sglang_smc.tools.plan import proposals
+from sglang_smc.tools.plan.devices import Device, named
+from sglang_smc.tools.plan.memory import hidden_bytes
+from sglang_smc.tools.plan.shapes import BUILT_IN
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
 TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
@@ -43,8 +43,8 @@ def findings_of(device: Device | str, *given: str) -> dict[str, Finding]:
 
 def test_faults_of_an_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without SGLang, on another release, with a hook that does not land, without bfloat16."""
-    from sglang_smc import dtype
-    from sglang_smc.server import compat, hooks
+    from sglang_smc import dtype, plugin
+    from sglang_smc.server import hooks
 
     def refuse(group: Any) -> None:
         raise RuntimeError("it did not land: x.y")
@@ -56,10 +56,10 @@ def test_faults_of_an_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     for format_, level in (("float32", WARNING), ("bfloat16", OK)):
         monkeypatch.setattr(dtype, "default_dtype", lambda format_=format_: format_)
         assert machine._cpu().level == level
-    monkeypatch.delenv(compat.SKIP_VERSION_ENV, raising=False)
-    monkeypatch.setattr(compat, "release", lambda: "0.5.19")
+    monkeypatch.delenv(plugin.SKIP_VERSION_ENV, raising=False)
+    monkeypatch.setattr(plugin, "release", lambda: "0.5.19")
     version = machine._version("sglang") or ""
-    assert machine._release() == findings.fail("sglang", version, compat.problem() or "")
+    assert machine._release() == findings.fail("sglang", version, plugin.problem() or "")
     monkeypatch.setattr(machine, "_version", lambda name: None if name == "sglang" else "1")
     *_, last = machine.findings()
     assert (last.level, last.about) == (FAIL, "packages")

@@ -8,9 +8,9 @@ import pytest
 from hostile import HOSTILE
 from little_server import answering
 
-from sglang_smc.watch import cli, looks
-from sglang_smc.watch.lines import HEADER, REQUEST_HEADER, line_of, lines_of, request_line
-from sglang_smc.watch.looks import Look
+from sglang_smc.tools.watch import cli, looks
+from sglang_smc.tools.watch.lines import HEADER, REQUEST_HEADER, line_of, lines_of, request_line
+from sglang_smc.tools.watch.looks import Look
 
 KEYS = ("rounds", "weighed_rounds", "mean_ess_ratio", "kept_columns", "emitted_tokens")
 KEYS += ("resamplings", "silent_rounds")

@@ -22,7 +22,6 @@ PLUGIN = {
     "sglang_smc.plugin",
     "sglang_smc.server",
     "sglang_smc.server.algorithm",
-    "sglang_smc.server.compat",
     "sglang_smc.server.hooks",
     "sglang_smc.upstream",
 }

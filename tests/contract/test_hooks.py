@@ -32,8 +32,11 @@ def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[hooks.Group]:
 
 
 def test_every_patch_file_is_listed_once() -> None:
-    files = sorted(path.stem for path in (ROOT / "patches").glob("*.py"))
-    assert files == sorted(name for group in hooks.GROUPS for name in group.modules)
+    folder = ROOT / "patches"
+    paths = (path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py"))
+    assert sorted(".".join(path.parts) for path in paths) == sorted(
+        name for group in hooks.GROUPS for name in group.modules
+    )
 
 
 def test_catalogue_is_fresh() -> None:

@@ -13,12 +13,12 @@ import pytest
 from resolved_args import field_names
 from sglang.srt.server_args import ServerArgs
 
-from sglang_smc.command.cli import COMMANDS
 from sglang_smc.options import request, server
-from sglang_smc.plan import cli as plan
 from sglang_smc.potentials import declared
 from sglang_smc.server import presets, refusals
-from sglang_smc.state import counters, monitor
+from sglang_smc.state import metrics
+from sglang_smc.tools.command.cli import COMMANDS
+from sglang_smc.tools.plan import cli as plan
 
 ROOT = Path(__file__).parents[2]
 FOLDERS_OF_PAGES = (".", "docs", "kernels", "patches", "bench", "deploy", "*/*")
@@ -205,11 +205,11 @@ def test_all_are_named_in_their_places() -> None:
         for name in (path.relative_to(ROOT / "kernels").as_posix(), *referring(path))
     }
     operations = ROOT / "docs" / "operations.md"
-    metrics = dict.fromkeys((f"{total.name}_total" for total in monitor.TOTALS), operations)
+    totals = dict.fromkeys((f"{total.name}_total" for total in metrics.TOTALS), operations)
     section = REFERENCE.partition("\n## What is HTTP 400\n")[2]
     assert [r.field for r in refusals._FIELDS if f"`{r.field}`" not in section] == []
-    named = kernels | metrics | {monitor.ESS_RATIO: operations}
-    assert len(kernels) > 5 and len(metrics) > 5
+    named = kernels | totals | {metrics.ESS_RATIO: operations}
+    assert len(kernels) > 5 and len(totals) > 5
     assert [name for name, page in named.items() if f"`{name}`" not in page.read_text()] == []
 
 
@@ -221,12 +221,12 @@ def referring(path: Path) -> list[str]:
 
 def test_every_answer_field_has_a_row() -> None:
     config = request.RequestConfig()
-    told = counters.meta_info(counters.zero_counters(1), config, 0)
+    told = metrics.meta_info(metrics.zero_counters(1), config, 0)
     rows = "".join(rows_below("Answer fields"))
     named = set(re.findall(r"`(\w+)`", rows))
     assert named - {"return_particles"} == {
         *told,
-        *(counters.META_PREFIX + name for name in ("particles", "trace")),
+        *(metrics.META_PREFIX + name for name in ("particles", "trace")),
     }
 
 
@@ -241,9 +241,10 @@ def test_every_environment_variable_is_listed() -> None:
 
 def test_the_plan_prints_the_rows_that_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     page = ROOT / "docs" / "performance.md"
-    commands = [words for words in commands_of(page) if "sglang_smc.plan" in words]
+    commands = [words for words in commands_of(page) if "sglang_smc.tools.plan" in words]
     sections = [
-        shown.partition("\n## ")[0] for shown in page.read_text().split("python -m sglang_smc.plan")
+        shown.partition("\n## ")[0]
+        for shown in page.read_text().split("python -m sglang_smc.tools.plan")
     ]
     for command, shown, count in zip(commands, sections[1:], (5, 16), strict=True):
         end = command.index("--plot") if "--plot" in command else None

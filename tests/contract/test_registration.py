@@ -14,7 +14,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_smc import plugin, upstream
 from sglang_smc.patches import server_args
-from sglang_smc.server import compat, hooks
+from sglang_smc.server import hooks
 from sglang_smc.server.algorithm import SMCAlgorithm
 
 
@@ -59,7 +59,7 @@ def test_unsupported_sglang_is_told_to_those_who_select_smc(
         "9.9.9",
         f"allowed: {', '.join(upstream.SUPPORTED)}.",
         "pip install",
-        compat.SKIP_VERSION_ENV,
+        plugin.SKIP_VERSION_ENV,
     ):
         assert part in str(error.value)
     assert resolve(model_path=smc["model_path"]).speculative_algorithm is None
@@ -160,10 +160,10 @@ def test_draft_decodes_while_target_verifies() -> None:
 )
 def test_version(monkeypatch: pytest.MonkeyPatch, installed: str, is_supported: bool) -> None:
     monkeypatch.setattr(version, "__version__", installed)
-    assert (compat.problem() is None) is is_supported
+    assert (plugin.problem() is None) is is_supported
 
 
 def test_version_check_can_be_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(version, "__version__", "9.9.9")
-    monkeypatch.setenv(compat.SKIP_VERSION_ENV, "1")
-    assert compat.problem() is None
+    monkeypatch.setenv(plugin.SKIP_VERSION_ENV, "1")
+    assert plugin.problem() is None

@@ -33,17 +33,19 @@ def dotted(node: ast.expr) -> str:
 
 # --- Clocks
 
-TOOLS = {"command", "demo", "distill", "plan", "testing", "view", "watch"}  # other processes
+TOOLS = {"tools"}  # other processes
 CLOCKS = {"time", "datetime", "timeit", "sched", "signal"}  # modules
 WAITS = {"poll", "result", "wait", "wait_for"}  # methods whose first argument says how long
 
 AGREED: Listed = {
     # Told to people, and decides nothing; clocks as default arguments are of log lines and metrics.
     "ops/check.py": {"settle: time.perf_counter"},
-    "recording/recorder.py": {"Session.__init__: time.monotonic", "Session.usage: time.monotonic"},
-    "state/counters.py": {"LowESSWarning.__init__: time.monotonic"},
-    "state/monitor.py": {"Monitor.__init__: time.monotonic"},
-    "state/watched.py": {"Watched.__init__: time.monotonic"},
+    "models/recorder.py": {"Session.__init__: time.monotonic", "Session.usage: time.monotonic"},
+    "state/metrics.py": {
+        "LowESSWarning.__init__: time.monotonic",
+        "Monitor.__init__: time.monotonic",
+    },
+    "state/fidelity.py": {"Watched.__init__: time.monotonic"},
     # The first rank's potentials alone are asked, and what came of it is broadcast.
     "potentials/calls.py": {
         "Caller.__init__: time.monotonic",
@@ -51,10 +53,9 @@ AGREED: Listed = {
         "Call.answers: time.monotonic",
         "Call.answers: .result()",
     },
-    "potentials/http.py": {"Http._client: timeout="},
-    "potentials/regex_count.py": {"RegexCount._count: timeout="},
+    "potentials/library.py": {"Http._client: timeout=", "RegexCount._count: timeout="},
     # A request ends on all ranks where it was slow on any (all_reduce).
-    "requests/grammar.py": {
+    "rules/grammar.py": {
         "_Pauses.__call__: time.thread_time",
         "_Cost.counted: time.thread_time",
     },
@@ -112,44 +113,44 @@ RISKY_METHODS = {
 
 LISTED: Listed = {
     # Where the server's owner has given --enable-custom-logit-processor, which is off by default.
-    "requests/processors.py": {"from_str"},
+    "rules/processors.py": {"from_str"},
     # The names of our own patch files, as they stand in this module.
     "server/hooks.py": {"importlib"},
     # Potentials: code that the server's owner names in a flag; requests choose among their names.
     "potentials/declared.py": {"importlib"},
     # A method of theirs, not a file.
     "potentials/calls.py": {"open"},
-    "potentials/combine.py": {"open"},
+    "potentials/library.py": {"open"},
     # Descriptions of the machine, below /sys.
     "cpu/threads.py": {"read_text"},
     # The file of --speculative-smc-presets, which the server's owner names.
     "server/presets.py": {"read_text"},
     # Tools, in processes of their own. The planner: models and plots where its user says.
-    "plan/plot.py": {"savefig"},
-    "plan/shapes.py": {"read_text"},
+    "tools/plan/plot.py": {"savefig"},
+    "tools/plan/shapes.py": {"read_text"},
     # The viewer: traces that its user names, pages where he says, its own parts; pandas and
     # matplotlib, where a notebook asks for them.
-    "view/finding.py": {"read_bytes"},
-    "view/cli.py": {"write_text"},
-    "view/page.py": {"importlib", "read_text"},
-    "view/particles.py": {"importlib"},
+    "tools/view/finding.py": {"read_bytes"},
+    "tools/view/cli.py": {"write_text"},
+    "tools/view/page.py": {"importlib", "read_text"},
+    "tools/view/particles.py": {"importlib"},
     # The doctor: versions of packages, and the tokenizers that its user names.
-    "command/machine.py": {"importlib"},
-    "command/pair.py": {"read_text"},
+    "tools/command/machine.py": {"importlib"},
+    "tools/command/pair.py": {"read_text"},
     # The commands' own modules; the demo, which starts servers of the pair in the package, and
     # keeps their logs where its user says.
-    "command/cli.py": {"importlib"},
-    "demo/party.py": {"importlib"},
-    "demo/serving.py": {"subprocess", "open", "read_text"},
-    "demo/cli.py": {"mkdir", "write_text"},
+    "tools/command/cli.py": {"importlib"},
+    "tools/demo/party.py": {"importlib"},
+    "tools/demo/serving.py": {"subprocess", "open", "read_text"},
+    "tools/demo/cli.py": {"mkdir", "write_text"},
     # What trains drafts: prompts, samples and checkpoints where its user says.
-    "distill/checkpoints.py": {"mkdir", "write_bytes", "write_text"},
-    "distill/head_config.py": {"read_text"},
-    "distill/job.py": {"mkdir", "write_text"},
-    "distill/texts.py": {"mkdir", "read_text", "write_text"},
+    "tools/distill/checkpoints.py": {"mkdir", "write_bytes", "write_text"},
+    "tools/distill/head_config.py": {"read_text"},
+    "tools/distill/job.py": {"mkdir", "write_text"},
+    "tools/distill/texts.py": {"mkdir", "read_text", "write_text"},
     # The checks of a user's own pair: prompts and a report where its user says.
-    "testing/prompts.py": {"read_text"},
-    "testing/cli.py": {"write_text"},
+    "tools/testing/prompts.py": {"read_text"},
+    "tools/testing/cli.py": {"write_text"},
 }
 
 
@@ -176,16 +177,16 @@ OWN_TEXTS: Listed = {
     "round/costs.py": {"found"},
     "ops/check.py": {"*(problem, FLAG)"},  # of a kernel's check
     "potentials/calls.py": {"self._stopped"},  # the operator's name for a potential
-    "recording/recorder.py": {
+    "models/recorder.py": {
         "*(usage.gigabytes, self._free / 2 ** 30, usage.seconds, largest / 2 ** 30, recorded)"
     },
     # Why a round is not replayed, and why none is recorded.
     "round/graph.py": {"*(reason, self.launched)", "told"},
-    "state/counters.py": {
+    "state/metrics.py": {
         "tilt",
         "f'{self._ess / self._particles:.2f}' if self._particles else '-'",
+        "warning",  # of numbers
     },
-    "state/monitor.py": {"warning"},  # of numbers
     "patches/metrics.py": {"' and no '.join(unread)"},  # names of SGLang's counters
 }
 LEVELS = {

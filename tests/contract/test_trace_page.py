@@ -15,7 +15,7 @@ from trace_replay import replay
 
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.server.refusals import MOST_TRACED
-from sglang_smc.view.record import RoundRecord, Trace
+from sglang_smc.state.record import RoundRecord, Trace
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "trace.md").read_text()

@@ -8,12 +8,16 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from sglang_smc.smc import rounds
-from sglang_smc.smc.agreement import common_tail
-from sglang_smc.smc.evidence import covered_columns
-from sglang_smc.smc.resampling import systematic
-from sglang_smc.smc.stratify import stratified
-from sglang_smc.smc.weights import accumulate, effective_sample_size, normalized
+from sglang_smc.smc import weighing
+from sglang_smc.smc.prefixes import common_tail
+from sglang_smc.smc.randomness import stratified
+from sglang_smc.smc.weighing import (
+    accumulate,
+    covered_columns,
+    effective_sample_size,
+    normalized,
+    systematic,
+)
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLE = (
@@ -33,14 +37,14 @@ def uniforms(*values: float) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def found() -> rounds.Reweighted:
-    rules = rounds.WeightRules(
+def found() -> weighing.Reweighted:
+    rules = weighing.WeightRules(
         num_steps=torch.tensor([3]),
         ess_threshold=uniforms(THRESHOLD),
         at_token=torch.tensor([False]),
         evidence_threshold=uniforms(KEEP_ALL),
     )
-    return rounds.reweight_and_resample(
+    return weighing.reweight_and_resample(
         torch.zeros(1, 2, dtype=torch.float64),
         P.log().unsqueeze(0),
         Q.log().unsqueeze(0),
@@ -65,7 +69,7 @@ def shown(*rows: tuple[torch.Tensor, torch.Tensor]) -> list[str]:
     ]
 
 
-def test_the_table(found: rounds.Reweighted) -> None:
+def test_the_table(found: weighing.Reweighted) -> None:
     for row in shown(*zip(P, Q, strict=True)):
         assert row in EXAMPLE
     for text in TEXTS:
@@ -77,7 +81,7 @@ def test_the_table(found: rounds.Reweighted) -> None:
     assert cut.tolist() == [2], "a larger c can cut there"
 
 
-def test_the_decision(found: rounds.Reweighted) -> None:
+def test_the_decision(found: weighing.Reweighted) -> None:
     weights = found.cut.log_weights
     ess, shares = effective_sample_size(weights), normalized(weights)[0]
     assert found.cut.num_columns.tolist() == [3]
@@ -92,7 +96,7 @@ def test_the_decision(found: rounds.Reweighted) -> None:
         assert systematic(shares, uniforms(uniform, 0)).tolist() == [first, 1]
 
 
-def test_the_bonus(found: rounds.Reweighted) -> None:
+def test_the_bonus(found: weighing.Reweighted) -> None:
     same = torch.ones(1, 2, 2, dtype=torch.bool)
     drawn = stratified(uniforms(0.35, 0.7).unsqueeze(0), same)[0]
     assert drawn.tolist() == pytest.approx([0.35, 0.85])

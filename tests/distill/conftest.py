@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny_models import make_tiny_model
 
-from sglang_smc.distill.teacher import Sampling, Teacher, load_model, sample_answers
-from sglang_smc.distill.texts import Text
+from sglang_smc.tools.distill.teacher import Sampling, Teacher, load_model, sample_answers
+from sglang_smc.tools.distill.texts import Text
 
 CPU = torch.device("cpu")
 

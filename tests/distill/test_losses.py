@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from sglang_smc.distill.losses import (
+from sglang_smc.tools.distill.losses import (
     LOSSES,
     Loss,
     chi2,

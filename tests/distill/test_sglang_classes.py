@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_smc.distill.checkpoints import new_dflash, new_eagle3
+from sglang_smc.tools.distill.checkpoints import new_dflash, new_eagle3
 from sglang_smc.upstream import IS_NEWER
 
 SCRIPT = Path(__file__).with_name("as_sglang_runs_them.py")

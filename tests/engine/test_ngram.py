@@ -12,8 +12,8 @@ import pytest
 from checkpoint_rounds import Answer, CheckpointRounds, check
 from tiny_models import smc_arguments
 
-from sglang_smc.drafts.corpus import open_corpus
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.proposers.ngram import open_corpus
 
 pytestmark = pytest.mark.engine
 

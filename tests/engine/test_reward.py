@@ -11,8 +11,8 @@ from pair.task import held_out
 from transformers import AutoTokenizer, LlamaForSequenceClassification
 
 from sglang_smc.potentials import Text
-from sglang_smc.potentials.http import EndpointError, Http
-from sglang_smc.testing import check_potential
+from sglang_smc.potentials.library import EndpointError, Http
+from sglang_smc.tools.testing import check_potential
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 

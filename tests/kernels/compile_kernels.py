@@ -32,14 +32,13 @@ from sglang_smc.kernels.attention.latent import latent_attention
 from sglang_smc.kernels.attention.particle_attention import particle_attention
 from sglang_smc.models.gated_delta import Columns
 from sglang_smc.ops.triton_ops import TRITON
-from sglang_smc.smc.exact import Chains
+from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.smc.edits import EditColumns, Edits
 from sglang_smc.smc.fidelity import Path as Paths
 from sglang_smc.smc.fidelity import Watchable
 from sglang_smc.smc.randomness import Purpose
-from sglang_smc.smc.resampling import SCHEMES
-from sglang_smc.smc.rounds import WeightRules
-from sglang_smc.tokens.distribution import TokenDistribution
-from sglang_smc.tokens.edits import EditColumns, Edits
+from sglang_smc.smc.verification import Chains
+from sglang_smc.smc.weighing import SCHEMES, WeightRules
 
 LAUNCHES: list[Callable[[Sizes], None]] = []
 OF_ATTENTION = ("_particle_attention", "_latent_attention", "_linear_attention")

@@ -6,7 +6,7 @@ import torch
 from drawn import drawn
 
 from sglang_smc.kernels import agreement as kernel
-from sglang_smc.smc import agreement, stratify
+from sglang_smc.smc import prefixes, randomness
 
 
 def generator_of(c: Any) -> tuple[torch.Generator, tuple[int, int]]:
@@ -44,7 +44,7 @@ def test_narrow(c: Any, device: str) -> None:
         torch.rand(shape[:1], generator=generator) < 0.3,
     )
     found = kernel.narrow(*(argument.to(device) for argument in arguments))
-    for one, other in zip(found, agreement.narrow(*arguments), strict=True):
+    for one, other in zip(found, prefixes.narrow(*arguments), strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=1e-12, atol=1e-12)
 
 
@@ -62,7 +62,7 @@ def test_common_tail(c: Any, device: str) -> None:
     lengths = torch.randint(c.width // 2, c.width, shape, generator=generator)
     arguments = wide[:, :, 2:], lengths, random_present(shape, generator)
     found = kernel.common_tail(*(argument.to(device) for argument in arguments)).tolist()
-    assert found == agreement.common_tail(*arguments).tolist() == by_hand(*arguments)
+    assert found == prefixes.common_tail(*arguments).tolist() == by_hand(*arguments)
 
 
 def by_hand(texts: torch.Tensor, lengths: torch.Tensor, present: torch.Tensor) -> list[int]:
@@ -85,7 +85,7 @@ def test_num_distinct(c: Any, device: str) -> None:
     present = random_present(shape, generator)
     found = kernel.num_distinct(places.to(device), present.to(device)).tolist()
     by_sets = [len(set(row[there].tolist())) for row, there in zip(places, present, strict=True)]
-    assert found == agreement.num_distinct(places, present).tolist() == by_sets
+    assert found == prefixes.num_distinct(places, present).tolist() == by_sets
 
 
 @drawn(
@@ -107,7 +107,7 @@ def test_spread(c: Any, device: str) -> None:
     chains = torch.randint(max(c.vocab_size, 1), (*shape, 3), generator=generator).to(device)
     tokens, before = chains[:, :, 1] if c.vocab_size else None, same_text.clone()
     found = kernel.stratify(uniforms, same_text, tokens)
-    expected = stratify.stratify(uniforms, same_text, tokens)
+    expected = randomness.stratify(uniforms, same_text, tokens)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
     assert torch.equal(same_text, before), "the caller's siblings were changed"
@@ -137,7 +137,7 @@ def test_same_text(c: Any, device: str) -> None:
     texts, lengths, may_stratify = (x.to(device) for x in (texts, lengths, draw(4) > 0))
     arguments = texts[:, :, 1:], lengths, may_stratify  # the ends of wider rows, as in a round
     found = kernel.same_text(*arguments)
-    assert torch.equal(found, stratify.same_text(*arguments))
+    assert torch.equal(found, randomness.same_text(*arguments))
     stale = torch.arange(c.width + 1, device=device) > lengths.unsqueeze(2)
     texts[:, :, 1:][stale] = draw(9, c.width + 1).to(device)[stale]
     assert torch.equal(found, kernel.same_text(*arguments)), "read beyond the end"

@@ -8,8 +8,8 @@ from drawn import drawn
 from hypothesis import strategies as st
 
 from sglang_smc.kernels import edits as kernel
-from sglang_smc.tokens import edits
-from sglang_smc.tokens.edits import EditColumns, Edits
+from sglang_smc.smc import edits
+from sglang_smc.smc.edits import EditColumns, Edits
 
 NUM_ROWS = 7
 EDITED = {

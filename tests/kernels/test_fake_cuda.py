@@ -12,12 +12,12 @@ import torch
 from fake_cuda import VOCAB_SIZE, fake_cuda, trace_round
 from torch.utils._pytree import tree_leaves
 
-from sglang_smc.memory.rounds import round_bytes
+from sglang_smc.kv.rounds import round_bytes
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import RoundShape, shape_of_any, shape_of_server
-from sglang_smc.state.tail_logprobs import recorded_logprobs
-from sglang_smc.tokens.distribution import FilterKinds
+from sglang_smc.smc.distribution import FilterKinds
+from sglang_smc.state.population import recorded_logprobs
 
 
 class Limits(NamedTuple):

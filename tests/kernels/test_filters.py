@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from sorted_law import ALL
 
 from sglang_smc.kernels import filters as kernel
-from sglang_smc.tokens import filters
-from sglang_smc.tokens.distribution import SamplingRules
+from sglang_smc.smc import filters
+from sglang_smc.smc.distribution import SamplingRules
 
 ROUNDING = 1e-6  # of a mass: within it of top-p, a token may be kept or not
 

@@ -7,8 +7,8 @@ import torch
 from drawn import drawn
 
 from sglang_smc.kernels.keep import keep
-from sglang_smc.smc import mixed
-from sglang_smc.smc.exact import Verified
+from sglang_smc.smc import verification
+from sglang_smc.smc.verification import Verified
 
 
 @drawn(12, num_chains=[1, 2, 3, 8], max_steps=[1, 3, 8], spread=[0.0, 0.3, 3.0])
@@ -47,7 +47,7 @@ def test_what_is_kept(c: Any, device: str) -> None:
         *(log_p, log_q, before_end, ends, present, num_steps),
         *(choices[torch.randint(4, (size,), generator=generator)], *uniforms[..., 0]),
     ]
-    expected = mixed.keep(found, *arguments)
+    expected = verification.keep(found, *arguments)
     kept = keep(
         Verified(*(part.to(device) for part in found)), *(part.to(device) for part in arguments)
     )

@@ -15,10 +15,10 @@ import torch
 from pool_model import CONFIGS, PoolModel
 
 from sglang_smc.kernels import lineage
-from sglang_smc.memory.ledger import Ledger
+from sglang_smc.kv.ledger import Ledger
+from sglang_smc.kv.transfer import each_tensor
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.state.transfer import each_tensor
 
 
 class Compared(Ledger):

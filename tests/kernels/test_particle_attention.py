@@ -13,12 +13,11 @@ from torch_calls import Calls, Launch
 
 from sglang_smc.kernels.attention import join, latent, work
 from sglang_smc.kernels.attention import particle_attention as plain
+from sglang_smc.kv.transfer import each_tensor
 from sglang_smc.models import supported
 from sglang_smc.models.attention import ParticleAttention
 from sglang_smc.models.latent_attention import latent_attention
-from sglang_smc.models.shared_prefix import shared_prefix_attention
-from sglang_smc.models.softmax import Softmax
-from sglang_smc.state.transfer import each_tensor
+from sglang_smc.models.softmax import Softmax, shared_prefix_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.float16 if DEVICE == "cpu" else torch.bfloat16

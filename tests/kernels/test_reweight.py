@@ -8,9 +8,8 @@ import torch
 from drawn import drawn
 
 from sglang_smc.kernels import reweight as kernel
-from sglang_smc.smc import rounds
-from sglang_smc.smc.resampling import SCHEMES
-from sglang_smc.smc.rounds import Reweighted, WeightRules
+from sglang_smc.smc import weighing
+from sglang_smc.smc.weighing import SCHEMES, Reweighted, WeightRules
 
 INF = math.inf
 ALL = tuple(SCHEMES)
@@ -82,7 +81,7 @@ def check(case: Case, scheme: str, device: str) -> Reweighted:
     groups = torch.arange(len(case.power), device=device)
     schemes = torch.where(torch.tensor(scheme in ALL, device=device), first, groups % len(ALL))
     found = kernel.reweight_and_resample(*case.to(device), schemes, ())
-    expected = rounds.reweight_and_resample(*case.to(device), schemes, ALL)
+    expected = weighing.reweight_and_resample(*case.to(device), schemes, ALL)
     for part in ("cut", "resampled"):
         pair = getattr(found, part)._asdict(), getattr(expected, part)._asdict()
         torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-12)

@@ -8,12 +8,12 @@ from toy_laws import EOS, languages
 from toy_logprobs import AskingWorker
 from toy_worker import Outcome
 
-from sglang_smc.models.shared_prefix import Heads
+from sglang_smc.models.softmax import Heads
 from sglang_smc.ops import check
 from sglang_smc.ops.check_inputs import Sizes
 from sglang_smc.ops.interface import Ops
 from sglang_smc.ops.torch_ops import TORCH
-from sglang_smc.options.budget import OFF, Budget
+from sglang_smc.options.request import OFF, Budget
 from sglang_smc.options.server import SMCConfig
 
 CHOICES: dict[str, tuple[dict[str, Any], ...]] = {

@@ -3,7 +3,7 @@
 import torch
 
 from sglang_smc.kernels import rows as kernel
-from sglang_smc.memory import rows as reference
+from sglang_smc.ops import rows as reference
 
 
 def test_tally_adds_keeps_the_least_and_takes_over(device: str) -> None:

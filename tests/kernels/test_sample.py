@@ -8,8 +8,8 @@ import torch
 from drawn import drawn, some_banned
 
 from sglang_smc.kernels import sample as kernel
-from sglang_smc.tokens import distribution
-from sglang_smc.tokens.filters import KeptTokens, keep_tokens
+from sglang_smc.smc import distribution
+from sglang_smc.smc.filters import KeptTokens, keep_tokens
 
 LARGEST = math.nextafter(1.0, 0.0)
 ROUNDING = 1e-6  # of a cumulative probability: within it of a boundary, either token is right

@@ -11,9 +11,9 @@ from exact_tables import verify
 from sglang_smc.kernels import verify as kernel
 from sglang_smc.kernels.selection import selection_rule
 from sglang_smc.ops.interface import Ops
-from sglang_smc.smc import exact
-from sglang_smc.smc.exact import NUM_BINS, Chains, Walk, middle_ratios
-from sglang_smc.smc.selection import selection_rule as expected_rule
+from sglang_smc.smc import verification
+from sglang_smc.smc.verification import NUM_BINS, Chains, Walk, middle_ratios
+from sglang_smc.smc.verification import selection_rule as expected_rule
 
 
 def laws(size: int, vocab_size: int, generator: torch.Generator, spread: float) -> torch.Tensor:
@@ -39,7 +39,7 @@ def a_walk(size: int, max_chains: int, vocab_size: int, generator: torch.Generat
         walking=torch.rand(size, generator=generator) < 0.8,
         p_row=group,
         q_row=group * max_chains + follows.long().argmax(1),
-        found=exact.Verified(
+        found=verification.Verified(
             num_columns=torch.zeros_like(group),
             winner=torch.zeros_like(group),
             rejects=torch.rand(size, generator=generator) < 0.5,
@@ -51,7 +51,7 @@ def a_walk(size: int, max_chains: int, vocab_size: int, generator: torch.Generat
 
 def on(device: str, walk: Walk) -> Walk:
     """A copy, since kernels write over what they are given."""
-    found = exact.Verified(*(part.clone().to(device) for part in walk.found))
+    found = verification.Verified(*(part.clone().to(device) for part in walk.found))
     return Walk(*(part.clone().to(device) for part in walk[:-1]), found=found)
 
 
@@ -82,7 +82,7 @@ def test_a_column(c: Any, device: str) -> None:
             left=torch.arange(size), residuals=walk.found.residuals[walk.found.left]
         )
     )
-    expected = exact.walk_on(own, chains, log_p, log_q, step)
+    expected = verification.walk_on(own, chains, log_p, log_q, step)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("_BIN_TILE", 128), ("_BIN_CHUNK", 32), ("_TILE", 256)):
             patch.setattr(kernel, name, value)

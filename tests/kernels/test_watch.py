@@ -6,10 +6,10 @@ import torch
 from drawn import drawn
 
 from sglang_smc.kernels import watch as kernel
+from sglang_smc.kv.transfer import each_tensor
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.smc import fidelity
-from sglang_smc.state.transfer import each_tensor
-from sglang_smc.tokens.distribution import FilterKinds, SamplingRules, TokenDistribution
+from sglang_smc.smc.distribution import FilterKinds, SamplingRules, TokenDistribution
 
 
 class Case(NamedTuple):

@@ -29,7 +29,7 @@ from operator_client import (
     values,
 )
 
-from sglang_smc.state.monitor import PREFIX
+from sglang_smc.state.metrics import PREFIX
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unharmed")]
 

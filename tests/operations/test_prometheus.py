@@ -25,7 +25,7 @@ from operator_client import (
 )
 from tiny_models import smc_arguments
 
-from sglang_smc.demo.serving import free_port
+from sglang_smc.tools.demo.serving import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 

@@ -33,7 +33,7 @@ DATA = {
     ".": {"py.typed"},
     "kernels": {"README.md"},
     "patches": {"README.md"},
-    "view/page": {"page.css", "page.html", "page.js", "picture.js"},
+    "tools/view/page": {"page.css", "page.html", "page.js", "picture.js"},
     "pair": {"README.md", "measurements.json", "provenance.json"},
     "pair/target": GENERATES,
     "pair/draft": GENERATES,
@@ -47,7 +47,7 @@ REPOSITORY, TAG = "https://github.com/o/n", "v1.2"
 ENTRY_POINTS = {
     "sglang.srt.plugins": {"smc": "sglang_smc.plugin:register"},
     "sglang.srt.platforms": {"smc_cpu": "sglang_smc.cpu.platform:activate"},
-    "console_scripts": {"sglang-smc": "sglang_smc.command.cli:main"},
+    "console_scripts": {"sglang-smc": "sglang_smc.tools.command.cli:main"},
 }
 
 
@@ -156,8 +156,8 @@ heavy = {"torch", "sglang", "msgspec", "pandas", "matplotlib"} & set(sys.modules
 points = {}
 for point in distribution("sglang-smc").entry_points:
     points.setdefault(point.group, {})[point.name] = point.value
-names = ["sglang_smc", "sglang_smc.plugin", "sglang_smc.patches.server_args", "sglang_smc.smc"]
-print(json.dumps([list(heavy), points, [find_spec(name).origin for name in names]]))
+names = ["", ".plugin", ".patches.server_args", ".smc"]
+print(json.dumps([list(heavy), points, [find_spec("sglang_smc" + name).origin for name in names]]))
 """
 
 
@@ -176,7 +176,7 @@ def test_the_installed_doctor_finds_the_wheel_and_its_pair_sound(
     site: Path, tmp_path: Path
 ) -> None:
     """As a user runs it: in a process of its own, which has the hooks put in force."""
-    words = [sys.executable, "-m", "sglang_smc.command", "doctor", "--json"]
+    words = [sys.executable, "-m", "sglang_smc.tools.command", "doctor", "--json"]
     for name in ("target", "draft"):
         words += [f"--{name}", str(site / "sglang_smc" / "pair" / name)]
     listed = json.loads(run(words, tmp_path, PYTHONPATH=str(site)))

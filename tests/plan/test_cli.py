@@ -1,4 +1,4 @@
-"""``python -m sglang_smc.plan``, end to end: one pair, and drafts side by side."""
+"""``python -m sglang_smc.tools.plan``, end to end: one pair, and drafts side by side."""
 
 import json
 import re
@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from toy_plans import config
 
-from sglang_smc.plan import cli
-from sglang_smc.plan.cli import main
-from sglang_smc.plan.devices import Device, named
-from sglang_smc.plan.proposals import from_config
-from sglang_smc.plan.roofline import ar_step, round_cost
-from sglang_smc.plan.shapes import from_config as model_from_config
+from sglang_smc.tools.plan import cli
+from sglang_smc.tools.plan.cli import main
+from sglang_smc.tools.plan.devices import Device, named
+from sglang_smc.tools.plan.proposals import from_config
+from sglang_smc.tools.plan.roofline import ar_step, round_cost
+from sglang_smc.tools.plan.shapes import from_config as model_from_config
 
 Capture = pytest.CaptureFixture[str]
 PAIR = ("--target", "llama-3.1-8b", "--draft", "llama-3.2-1b")
@@ -203,7 +203,7 @@ def test_plot(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     pixels = (image.imread(path)[..., :3] * 255).round().astype(int)
     seen = {tuple(pixel) for pixel in pixels.reshape(-1, 3).tolist()}
     assert {(0, 0, 0), (0, 0x72, 0xB2), (0xD5, 0x5E, 0), (0, 0x9E, 0x73)} <= seen
-    monkeypatch.delitem(sys.modules, "sglang_smc.plan.plot", raising=False)
+    monkeypatch.delitem(sys.modules, "sglang_smc.tools.plan.plot", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([*H200, "--plot", str(path)]) == 2
     assert "pip install 'sglang-smc[plot]'" in capsys.readouterr().err

@@ -10,14 +10,14 @@ import pytest
 from programs import printed
 from toy_plans import config
 
-from sglang_smc.memory.rounds import round_bytes
+from sglang_smc.kv.rounds import round_bytes
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.plan import heads
-from sglang_smc.plan.blocks import States
-from sglang_smc.plan.devices import DATA_SHEETS, Device, measure, named
-from sglang_smc.plan.heads import Eagle3
-from sglang_smc.plan.memory import memory_table, reserved_bytes, state_bytes
-from sglang_smc.plan.shapes import BUILT_IN
+from sglang_smc.tools.plan import heads
+from sglang_smc.tools.plan.blocks import States
+from sglang_smc.tools.plan.devices import DATA_SHEETS, Device, measure, named
+from sglang_smc.tools.plan.heads import Eagle3
+from sglang_smc.tools.plan.memory import memory_table, reserved_bytes, state_bytes
+from sglang_smc.tools.plan.shapes import BUILT_IN
 
 VOCAB = 128_256
 REPOSITORY = Path(__file__).parents[2]

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_plans import DFLASH_CONFIG, EAGLE3_CONFIG, TOY
 
-from sglang_smc.plan.blocks import Windows
-from sglang_smc.plan.devices import Device, named
-from sglang_smc.plan.heads import DFlash
-from sglang_smc.plan.memory import kv_slots
-from sglang_smc.plan.proposals import Ngram, Proposal
-from sglang_smc.plan.proposals import from_config as proposal_of
-from sglang_smc.plan.roofline import (
+from sglang_smc.tools.plan.blocks import Windows
+from sglang_smc.tools.plan.devices import Device, named
+from sglang_smc.tools.plan.heads import DFlash
+from sglang_smc.tools.plan.memory import kv_slots
+from sglang_smc.tools.plan.proposals import Ngram, Proposal
+from sglang_smc.tools.plan.proposals import from_config as proposal_of
+from sglang_smc.tools.plan.roofline import (
     LARGEST_BATCH,
     RoundCost,
     Scenario,
@@ -26,7 +26,7 @@ from sglang_smc.plan.roofline import (
     smc_round,
     smc_tokens,
 )
-from sglang_smc.plan.shapes import from_config
+from sglang_smc.tools.plan.shapes import from_config
 
 #: A draft that shares nothing with the target but the vocabulary.
 SMALL = dataclasses.replace(TOY, num_heads=2, num_kv_heads=1)

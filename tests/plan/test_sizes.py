@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from toy_plans import DFLASH_CONFIG, EAGLE3_CONFIG, LLAMA_CONFIG, TOY, config
 
-from sglang_smc.plan import heads, proposals
-from sglang_smc.plan.blocks import Windows
-from sglang_smc.plan.heads import DFlash, Eagle3
-from sglang_smc.plan.passes import Rows, forward
-from sglang_smc.plan.proposals import Ngram
-from sglang_smc.plan.proposals import from_config as proposal_of
-from sglang_smc.plan.shapes import BUILT_IN, from_config
+from sglang_smc.tools.plan import heads, proposals
+from sglang_smc.tools.plan.blocks import Windows
+from sglang_smc.tools.plan.heads import DFlash, Eagle3
+from sglang_smc.tools.plan.passes import Rows, forward
+from sglang_smc.tools.plan.proposals import Ngram
+from sglang_smc.tools.plan.proposals import from_config as proposal_of
+from sglang_smc.tools.plan.shapes import BUILT_IN, from_config
 
 # Of the checkpoints' tensors, as their model cards state them.
 PARAMETERS = {

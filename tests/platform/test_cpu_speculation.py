@@ -12,7 +12,7 @@ import torch
 from laws import filtered, p_value
 
 from sglang_smc.cpu import trees
-from sglang_smc.patches import cpu_speculation
+from sglang_smc.patches.cpu import speculation
 
 SEEDS = range(5)
 NUM_STEPS, TOPK, WIDTH = 3, 3, 7
@@ -75,7 +75,7 @@ class Built:
         width = case.selected.shape[1] + 1
         built = cls(case.seq_lens, width)
         args = (case.parent_list, case.selected, case.seq_lens, built.mask, built.positions)
-        cpu_speculation.build_trees(no_kernel, *args, *built.links, topk, NUM_STEPS, width, 0)
+        speculation.build_trees(no_kernel, *args, *built.links, topk, NUM_STEPS, width, 0)
         return built
 
 
@@ -150,7 +150,7 @@ def verified(
         accept_index=torch.full((requests, longest), -1, dtype=torch.int32),
         accept_token_num=torch.empty(requests, dtype=torch.int32),
     )
-    cpu_speculation.verify_trees(
+    speculation.verify_trees(
         no_kernel,
         **vars(found),
         candidates=tokens,
@@ -200,7 +200,7 @@ def sampling(size: int, **limits: Any) -> Any:
 
 def target_tokens(logits: torch.Tensor, info: Any, size: int) -> torch.Tensor:
     sizes = {"batch_size": size, "verify_width": len(logits) // size, "max_top_k": None}
-    return cpu_speculation.sample_target(
+    return speculation.sample_target(
         no_kernel, next_token_logits=logits, sampling_info=info, **sizes
     )
 
@@ -264,7 +264,7 @@ def test_slots_and_tokens_are_moved_as_kernels_move_them() -> None:
     assert torch.equal(found, wanted.long())
 
     written = table.clone()
-    cpu_speculation.fill_table(
+    speculation.fill_table(
         no_kernel, rows, written, start.int(), end.int(), wanted.long() + 1000, 3
     )
     for row, a, b in spans:
@@ -272,18 +272,18 @@ def test_slots_and_tokens_are_moved_as_kernels_move_them() -> None:
     assert torch.equal(written, table)
 
     slots = torch.empty(3 * 6, dtype=torch.long)
-    cpu_speculation.draft_slots(no_kernel, rows, table, start, slots, topk=2, num_cols=3)
+    speculation.draft_slots(no_kernel, rows, table, start, slots, topk=2, num_cols=3)
     assert torch.equal(slots.int(), torch.cat([table[row, a : a + 6] for row, a, _ in spans]))
 
     window = torch.arange(100, 112)
     to, of = torch.zeros(2, 6, dtype=torch.long)
-    cpu_speculation.front_slots(no_kernel, torch.tensor([2, 3]), window, to)
+    speculation.front_slots(no_kernel, torch.tensor([2, 3]), window, to)
     walks = torch.tensor([[0, 4, -1], [6, 8, 11]], dtype=torch.int32)
-    cpu_speculation.accepted_slots(no_kernel, walks, window, of, 6)
+    speculation.accepted_slots(no_kernel, walks, window, of, 6)
     assert to.tolist() == [100, 101, 106, 107, 108, 0]
     assert of.tolist() == [100, 104, 106, 108, 111, 0]
 
     bonus = torch.empty(2, dtype=torch.int32)
     tokens, lengths = torch.tensor([[5, 6, 9], [7, 9, 9]]), torch.tensor([2, 1])
-    cpu_speculation.last_accepted(no_kernel, tokens, lengths, bonus, 3, 2)
+    speculation.last_accepted(no_kernel, tokens, lengths, bonus, 3, 2)
     assert bonus.tolist() == [6, 7]

@@ -14,7 +14,7 @@ from toy_grammar import Letters, callers, maker
 from toy_laws import LENGTH, SCRIPTS, languages, run
 from toy_worker import Outcome
 
-from sglang_smc.options.budget import Budget
+from sglang_smc.options.request import Budget
 from sglang_smc.options.server import SMCConfig
 
 

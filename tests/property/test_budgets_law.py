@@ -18,7 +18,7 @@ from toy_laws import (
     total_variation,
 )
 
-from sglang_smc.options.budget import OFF, Budget
+from sglang_smc.options.request import OFF, Budget
 from sglang_smc.options.server import RESAMPLING_METHODS, SMCConfig
 
 

@@ -14,9 +14,9 @@ from toy_worker import Outcome
 
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.round import round as round_
+from sglang_smc.round import play as round_
+from sglang_smc.smc.distribution import FilterKinds, SamplingRules, TokenDistribution
 from sglang_smc.smc.fidelity import measured
-from sglang_smc.tokens.distribution import FilterKinds, SamplingRules, TokenDistribution
 
 NUM_STEPS = 3
 FILTERED = {"top_k": 2}

@@ -15,7 +15,7 @@ from toy_grammar import conditional_law, local_law, maker, potential
 from toy_laws import LENGTH, assert_properly_weighted, frequencies, p_value, total_variation
 from toy_worker import Outcome
 
-from sglang_smc.options.budget import Budget
+from sglang_smc.options.request import Budget
 from sglang_smc.options.server import SMCConfig
 
 # Behind an a only bb may come, behind a b anything: a local mask takes a far too often.
@@ -24,7 +24,7 @@ UNEVEN = "abb|b(a|b)*"
 BLIND = "a(a|b)c|b(a|b)*"
 PAIR = toy_laws.languages()
 TARGET = PAIR[0]
-PAGE = Path(__file__).parents[2] / "docs" / "targets.md"
+PAGE = Path(__file__).parents[2] / "docs" / "fidelity.md"
 
 
 def run(regex: str, *, pair: Any = PAIR, size: int = 1000, **settings: Any) -> Outcome:

@@ -12,7 +12,7 @@ from toy_head import HeadWorker
 from toy_laws import EOS, languages
 from toy_worker import Outcome, ToyWorker
 
-from sglang_smc.options.budget import Budget
+from sglang_smc.options.request import Budget
 from sglang_smc.options.server import SMCConfig
 
 NUM_RUNS, LIMIT = 60, 24

@@ -12,7 +12,7 @@ import random
 import pytest
 from pool_model import CONFIGS, PoolModel
 
-from sglang_smc.options.budget import Budget, budgets
+from sglang_smc.options.request import Budget, budgets
 from sglang_smc.options.server import SMCConfig
 
 

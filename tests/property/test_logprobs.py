@@ -8,7 +8,7 @@ from toy_laws import EOS, languages
 from toy_logprobs import AskingWorker, Shown
 from toy_worker import ToyRequest
 
-from sglang_smc.options.budget import OFF, Budget
+from sglang_smc.options.request import OFF, Budget
 from sglang_smc.options.server import SMCConfig
 
 CHOICES: dict[str, tuple[dict[str, Any], ...]] = {

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sglang_smc.requests.pattern import MAX_PLACES, START, Pattern, State, num_places
+from sglang_smc.guard.pattern import MAX_PLACES, START, Pattern, State, num_places
 
 ATOMS = ("a", "b", "é", " ", r"\n", ".", "[ab]", "[^a]", r"\w", r"\W", r"\s", r"\d", r"[\W\d_]")
 BORDERS = ("^", "$", r"\A", r"\Z", r"\b", r"\B")

@@ -15,7 +15,7 @@ from toy_laws import EOS, LENGTH, assert_properly_weighted, languages, law, run
 from toy_worker import Outcome
 
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.requests import votes
+from sglang_smc.rules import potentials
 
 NUM_RUNS = 800
 TARGET, DRAFT = languages()
@@ -126,7 +126,7 @@ def test_votes_that_wait_for_later_rounds_are_the_same(monkeypatch: pytest.Monke
     """All particles have ended, and stand still until the last text has been read."""
     vote = {"selection": "vote", "answer_pattern": "[ab]", "evidence_threshold": 0.0}
     at_once = asked(vote, 4, 2, num_runs=6)
-    monkeypatch.setattr(votes, "MOST_STEPS", (LENGTH + 1) * 20)  # about one text a round
+    monkeypatch.setattr(potentials, "MOST_STEPS", (LENGTH + 1) * 20)  # about one text a round
     later = asked(vote, 4, 2, num_runs=6)
     assert later.num_rounds > at_once.num_rounds + 5
     assert torch.equal(later.outputs, at_once.outputs)

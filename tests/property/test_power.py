@@ -23,9 +23,9 @@ from toy_worker import Language
 
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.tokens.distribution import TokenDistribution
+from sglang_smc.smc.distribution import TokenDistribution
 
-PAGE = Path(__file__).parents[2] / "docs" / "targets.md"
+PAGE = Path(__file__).parents[2] / "docs" / "fidelity.md"
 
 
 def test_the_law_of_the_next_token_and_its_sum_by_the_power_of_each_group() -> None:

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_smc.smc.resampling import SCHEMES
-from sglang_smc.smc.weights import normalized
+from sglang_smc.smc.weighing import SCHEMES, normalized
 
 NUM_DRAWS = 8000
 # Normalised; dyadic, uneven, with zeros, nearly dead, more than one whole share.

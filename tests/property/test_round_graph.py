@@ -17,14 +17,14 @@ from toy_logprobs import AskingWorker
 from toy_worker import Outcome as Texts
 from toy_worker import ToyWorker
 
-from sglang_smc.options.budget import OFF, Budget
+from sglang_smc.models.recorder import Ranks, Record
+from sglang_smc.options.request import OFF, Budget
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.recording.recorder import Ranks, Record
 from sglang_smc.round.batch import RoundInputs, shape_of_server
 from sglang_smc.round.costs import costs_of_recordings
 from sglang_smc.round.graph import RoundGraphs
 from sglang_smc.round.result import Outcome
-from sglang_smc.state.tail_logprobs import LogprobWidths
+from sglang_smc.state.population import LogprobWidths
 
 SIZES, FIVE = [2, 3, 8], [1, 2, 3, 4, 5]
 CHOSEN: tuple[dict[str, Any], ...] = ({}, {"num_particles": 2}, {"num_steps": 1})

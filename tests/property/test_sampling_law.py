@@ -12,7 +12,7 @@ from checkpoint_rounds import CheckpointRounds
 from laws import NextProbs, Sequence, enumerate_law, next_probs, p_value
 from toy_corpus import DEPTH, NUM_NODES, ToyTrie
 
-from sglang_smc.drafts.corpus import Corpus
+from sglang_smc.proposers.ngram import Corpus
 
 PROMPT, EOS, LENGTH, SIZE = [3, 2, 3], 1, 4, 800
 MODEL = {"vocab_size": 4, "scale": 0.5}

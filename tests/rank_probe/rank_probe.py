@@ -23,7 +23,7 @@ def register() -> None:
     if OUT in os.environ:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        HookRegistry.register("sglang_smc.round.round.Round.play", play, HookType.AROUND)
+        HookRegistry.register("sglang_smc.round.play.Round.play", play, HookType.AROUND)
 
 
 def play(original: Callable, of_server: Any, inputs: Any, shape: Any, *rest: Any) -> Any:

@@ -11,8 +11,8 @@ from openai.types.chat import ChatCompletion
 from routed import MESSAGES
 
 from server.kinds import PROMPT
-from sglang_smc.watch import cli, looks
-from sglang_smc.watch.lines import REQUEST_HEADER, lines_of
+from sglang_smc.tools.watch import cli, looks
+from sglang_smc.tools.watch.lines import REQUEST_HEADER, lines_of
 
 
 @pytest.fixture(scope="module")

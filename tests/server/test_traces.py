@@ -8,7 +8,7 @@ from steered import log_phi
 from trace_replay import Replayed, read, replay
 
 from server.kinds import CHOICES, KINDS, POTENTIALS, asked
-from sglang_smc.view.record import Trace
+from sglang_smc.state.record import Trace
 
 NEAR = 1e-5  # weights are sums of numbers in float32
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from sglang_smc.testing import Model
-from sglang_smc.testing.model import RefusedError
+from sglang_smc.tools.testing import Model
+from sglang_smc.tools.testing.model import RefusedError
 
 Table = list[list[float]]  # last token -> law of the next
 VOCAB = 8

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sglang_smc.testing import (
+from sglang_smc.tools.testing import (
     Model,
     Verdict,
     check_draft_law,
@@ -21,9 +21,9 @@ from sglang_smc.testing import (
     check_exact_answers,
     check_mode,
 )
-from sglang_smc.testing.checks import ALPHA
-from sglang_smc.testing.laws import short_law
-from sglang_smc.testing.result import Result
+from sglang_smc.tools.testing.checks import ALPHA
+from sglang_smc.tools.testing.laws import short_law
+from sglang_smc.tools.testing.result import Result
 
 PROMPTS = ("one", "two")
 MakeModel = Callable[..., Model]

@@ -22,7 +22,7 @@ APPROXIMATE = ("law-of-smc", "law-of-mixed", "law-of-auto")
 def command(tmp_path: Path, *arguments: str) -> dict[str, dict[str, Any]]:
     """Its results by check. With these seeds none fails; with others one in a thousand runs."""
     file = tmp_path / "found.json"
-    printed(sys.executable, "-m", "sglang_smc.testing", *arguments, "--json", file)
+    printed(sys.executable, "-m", "sglang_smc.tools.testing", *arguments, "--json", file)
     return {found["check"]: found for found in json.loads(file.read_text())["results"]}
 
 

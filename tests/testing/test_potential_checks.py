@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 from sglang_smc.potentials import Potential, Text
-from sglang_smc.testing import Verdict, check_potential
+from sglang_smc.tools.testing import Verdict, check_potential
 
 Values = Callable[[Sequence[Text]], Sequence[float]]
 CHECKS = ("values", "batched", "repeated", "forbidden", "whole")

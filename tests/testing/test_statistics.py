@@ -10,8 +10,8 @@ import numpy
 import pytest
 from scipy.stats import binom, chi2
 
-from sglang_smc.testing import statistics
-from sglang_smc.testing.statistics import Fit, goodness_of_fit
+from sglang_smc.tools.testing import statistics
+from sglang_smc.tools.testing.statistics import Fit, goodness_of_fit
 
 P = [0.4, 0.3, 0.17, 0.09, 0.04]
 Q = [0.1, 0.3, 0.2, 0.1, 0.3]

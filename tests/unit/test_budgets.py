@@ -11,13 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_entries import entry
 
-from sglang_smc.memory import arena
-from sglang_smc.options.budget import OFF, Budget, apply_budget, budgets, union
+from sglang_smc.kv import arena
 from sglang_smc.options.policy import COSTS_ENV, Costs, Curve, Kept, Policy, RoundCosts
-from sglang_smc.options.request import RequestConfig, request_config
+from sglang_smc.options.request import (
+    OFF,
+    Budget,
+    RequestConfig,
+    apply_budget,
+    budgets,
+    request_config,
+    union,
+)
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.requests.state import RequestState
 from sglang_smc.round.batch import RoundInputs
+from sglang_smc.state.request import RequestState
 from sglang_smc.state.settings import RequestTable
 
 TOP = Budget(8, 8)

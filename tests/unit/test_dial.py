@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from sglang_smc.options.dial import PRIOR_INFORMATION, SCALE, WINDOW_INFORMATION, Dial
+from sglang_smc.options.policy import PRIOR_INFORMATION, SCALE, WINDOW_INFORMATION, Dial
 from sglang_smc.options.request import RequestConfig, request_config
 from sglang_smc.options.server import SMCConfig
 

@@ -10,7 +10,7 @@ from sorted_law import ALL, rules, sorted_law
 from torch import Tensor
 
 from sglang_smc.ops.torch_ops import TORCH
-from sglang_smc.tokens.distribution import (
+from sglang_smc.smc.distribution import (
     FilterKinds,
     SamplingRules,
     TokenDistribution,
@@ -18,9 +18,8 @@ from sglang_smc.tokens.distribution import (
     sample,
     token_log_probs,
 )
-from sglang_smc.tokens.filters import EXTENT, NUM_KEYS, keep_tokens
-from sglang_smc.tokens.masking import restrict
-from sglang_smc.tokens.mixture import likeliest, mix
+from sglang_smc.smc.edits import likeliest, mix, restrict
+from sglang_smc.smc.filters import EXTENT, NUM_KEYS, keep_tokens
 
 INF = math.inf
 LARGEST = math.nextafter(1.0, 0.0)

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from sglang_smc.smc import exact
-from sglang_smc.smc.selection import OFFSETS
+from sglang_smc.smc import verification
+from sglang_smc.smc.verification import OFFSETS
 
 VOCAB = 4
 
@@ -88,11 +88,11 @@ def expected_output(
     if num_siblings > 1:
         uniforms[:, 1, 0] = place.repeat(len(draws))
     one = torch.ones(size, dtype=torch.int64)
-    chains = exact.Chains(tokens, torch.zeros_like(tokens).bool(), uniforms, one)
-    walk = exact.begin_walk(chains, num_siblings * one, VOCAB)
+    chains = verification.Chains(tokens, torch.zeros_like(tokens).bool(), uniforms, one)
+    walk = verification.begin_walk(chains, num_siblings * one, VOCAB)
     walk = walk._replace(chance=torch.full((size,), chance, dtype=torch.float64))
     log_p, log_q = (law.log().expand(size, -1) for law in (p, q))
-    found = exact.walk_on(walk, chains, log_p, log_q, 0)
+    found = verification.walk_on(walk, chains, log_p, log_q, 0)
     # With coins of 0 all is accepted that can be: then its chance is in `chance`.
     token = tokens[torch.arange(size), found.found.winner, 0]
     accepted = torch.where(found.found.num_columns == 1, found.chance, 0.0)
@@ -119,7 +119,7 @@ def test_a_column_is_exact_with_any_bins(
     with pytest.MonkeyPatch.context() as patch:
         if num_bins is not None:
             any_bins = torch.randint(num_bins, (VOCAB,), generator=generator)
-            patch.setattr(exact, "bins_of", lambda log_p, *_: any_bins.expand_as(log_p))
+            patch.setattr(verification, "bins_of", lambda log_p, *_: any_bins.expand_as(log_p))
         put_out = expected_output(p, q, chance, num_siblings)
     assert torch.allclose(put_out, chance * p, rtol=0, atol=1e-9)
 

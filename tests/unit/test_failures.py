@@ -12,7 +12,9 @@ from toy_laws import EOS, languages
 from toy_worker import Language, ToyWorker
 
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.requests.failures import (
+from sglang_smc.round.result import SMCBatchResult
+from sglang_smc.rules.registry import settle
+from sglang_smc.state.failures import (
     Failure,
     end_failed,
     end_request,
@@ -21,11 +23,8 @@ from sglang_smc.requests.failures import (
     mark_first,
     take_mark,
 )
-from sglang_smc.requests.rules import settle
-from sglang_smc.requests.state import has_open_token
-from sglang_smc.round.result import SMCBatchResult
-from sglang_smc.state.counters import Counters
-from sglang_smc.state.monitor import Monitor
+from sglang_smc.state.metrics import Counters, Monitor
+from sglang_smc.state.request import has_open_token
 
 NAN, INF = float("nan"), float("inf")
 

@@ -16,11 +16,11 @@ from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGra
 from transformers import AutoTokenizer
 from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo
 
+from sglang_smc.guard import grammar_cache
 from sglang_smc.patches import request_state
-from sglang_smc.requests import grammar as module
-from sglang_smc.requests import grammar_cache
-from sglang_smc.requests.grammar import Grammar, forked
-from sglang_smc.requests.text_rule import BatchTexts
+from sglang_smc.rules import grammar as module
+from sglang_smc.rules.base import BatchTexts
+from sglang_smc.rules.grammar import Grammar, forked
 from sglang_smc.state.population import Population
 
 A, B, C, EOS, VOCAB = 0, 1, 2, 3, 40  # the vocabulary of the logits is larger than that

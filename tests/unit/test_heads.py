@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
-from sglang_smc.drafts.assembly import load_own
-from sglang_smc.drafts.eagle import spread
 from sglang_smc.models import head_kinds as kinds
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.proposers.assembly import load_own
+from sglang_smc.proposers.eagle3 import spread
 
 PARTIAL = SMCConfig(drafts_all=False)
 

@@ -24,7 +24,7 @@ from toy_worker import ToyWorker
 from sglang_smc.ops.interface import Ops
 from sglang_smc.ops.select import ops_of
 from sglang_smc.ops.torch_ops import TORCH
-from sglang_smc.options.budget import OFF, Budget
+from sglang_smc.options.request import OFF, Budget
 from sglang_smc.options.server import SMCConfig
 
 # Methods that reach the memory of a CPU tensor without any operator.

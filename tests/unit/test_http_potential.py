@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from sglang_smc.potentials import Text
-from sglang_smc.potentials.http import EndpointError, Http
+from sglang_smc.potentials.library import EndpointError, Http
 
 URL = "http://localhost:1"
 

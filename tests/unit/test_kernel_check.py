@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import sglang_smc
-from sglang_smc.command import doctor
-from sglang_smc.memory.ledger import Ledger
-from sglang_smc.models.shared_prefix import Heads
+from sglang_smc.kv.ledger import Ledger
+from sglang_smc.models.softmax import Heads
 from sglang_smc.ops import check
 from sglang_smc.ops.check_cases import CHECKS, Check
 from sglang_smc.ops.check_inputs import Inputs, Sizes
@@ -20,6 +19,7 @@ from sglang_smc.ops.interface import Ops
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round import parts
+from sglang_smc.tools.command import doctor
 
 SIZES = Sizes(3, 2, (Heads(4, 2, 16, torch.float32),), gated_delta=True)
 # The reference of `row_sums` returns nothing that could be changed.

@@ -12,13 +12,13 @@ from sglang.srt.managers.schedule_batch import ReqLogprob
 
 from sglang_smc import upstream
 from sglang_smc.ops.torch_ops import TORCH
-from sglang_smc.requests.logprob_books import take_back
 from sglang_smc.state.logprobs import logprob_distribution, score
-from sglang_smc.state.tail_logprobs import (
+from sglang_smc.state.population import (
     LogprobTable,
     LogprobWidths,
     TailLogprobs,
 )
+from sglang_smc.state.request import take_back
 
 VOCAB, PARTS = 11, ("_val", "_idx")
 ROWS = torch.tensor([3, 1])

@@ -7,10 +7,10 @@ import pytest
 from hostile import HOSTILE
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from sglang_smc.guard.validation import check_fields, check_form, check_ids, check_labels
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.server import presets
-from sglang_smc.server.malformed import check_fields, check_form, check_ids, check_labels
 
 VOCAB = 64
 

@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_smc import process, upstream
-from sglang_smc.memory import arena
-from sglang_smc.memory.measured import slot_bytes, tensor_bytes
-from sglang_smc.memory.table import Sizes, Table
+from sglang_smc.kv import arena
+from sglang_smc.kv.report import Sizes, Table
+from sglang_smc.kv.sizes import slot_bytes, tensor_bytes
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig

@@ -22,21 +22,26 @@ from sglang_smc.options.request import RequestConfig
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches.ingress import add_meta_info
 from sglang_smc.patches.request_state import update_finish_state
-from sglang_smc.requests.state import RequestState
 from sglang_smc.round.result import SMCBatchResult
-from sglang_smc.state import counters
-from sglang_smc.state.counters import (
+from sglang_smc.state import metrics
+from sglang_smc.state.fidelity import Answer
+from sglang_smc.state.metrics import (
+    GAUGES,
     LOW_ESS,
     LOW_ESS_ROUNDS,
     LOW_ESS_SECONDS,
+    MEASURES,
+    PREFIX,
+    TOTALS,
     Counters,
     CounterTable,
     LowESSWarning,
+    Monitor,
+    Played,
     meta_info,
     zero_counters,
 )
-from sglang_smc.state.monitor import GAUGES, MEASURES, PREFIX, TOTALS, Monitor, Played
-from sglang_smc.state.watched import Answer
+from sglang_smc.state.request import RequestState
 
 LABELS = {"model_name": "m", "engine_type": "unified", "tp_rank": "0"}
 
@@ -496,7 +501,7 @@ def test_log_and_warning_come_from_one_rank_and_of_weighed_rounds(
     given: dict[str, bool],
     num_lines: int,
 ) -> None:
-    monkeypatch.setattr(counters, "LOW_ESS_ROUNDS", 2)
+    monkeypatch.setattr(metrics, "LOW_ESS_ROUNDS", 2)
     low = [played(**given, ess_sum=1.0)]
     monitor(low, low, interval=2, exports=False, logs=logs)
     assert len(caplog.messages) == num_lines

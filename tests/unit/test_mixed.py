@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_smc.smc.evidence import covered_columns
-from sglang_smc.smc.exact import Verified
-from sglang_smc.smc.mixed import Kept, judge, keep
+from sglang_smc.smc.verification import Kept, Verified, judge, keep
+from sglang_smc.smc.weighing import covered_columns
 
 INF = math.inf
 ALMOST_ONE = math.nextafter(1.0, 0.0)

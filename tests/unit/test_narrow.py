@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_smc.smc.agreement import Narrowed, common_tail, narrow
+from sglang_smc.smc.prefixes import Narrowed, common_tail, narrow
 
 INF = math.inf
 quick = settings(max_examples=150, deadline=None, derandomize=True, database=None)

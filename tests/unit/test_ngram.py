@@ -11,13 +11,12 @@ from populations import population_of
 from toy_corpus import ToyTrie, Tree, answer
 
 from sglang_smc import upstream
-from sglang_smc.drafts.corpus import NONE, Corpus, as_trees, open_corpus
-from sglang_smc.drafts.ngram import Matches
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.requests.state import RequestState
-from sglang_smc.tokens.distribution import TokenDistribution
+from sglang_smc.proposers.ngram import NONE, Corpus, Matches, as_trees, open_corpus
+from sglang_smc.smc.distribution import TokenDistribution
+from sglang_smc.state.request import RequestState
 
 SETTINGS = {
     "speculative_ngram_max_trie_depth": 6,

@@ -11,9 +11,8 @@ import pytest
 import torch
 from populations import population_of, shared
 
-from sglang_smc.smc.agreement import num_distinct
-from sglang_smc.state.population import ParticleTable, Population
-from sglang_smc.state.tail_logprobs import TailLogprobs
+from sglang_smc.smc.prefixes import num_distinct
+from sglang_smc.state.population import ParticleTable, Population, TailLogprobs
 
 N, MAX_TAIL = 4, 9
 

@@ -17,10 +17,10 @@ from sglang.srt.sampling.custom_logit_processor import (
     DisallowedTokensLogitsProcessor,
 )
 
-from sglang_smc.requests.processors import Processors
-from sglang_smc.requests.rules import has_rules
+from sglang_smc.rules.processors import Processors
+from sglang_smc.rules.registry import has_rules
+from sglang_smc.smc.edits import Edits, count_tokens, edit_logits
 from sglang_smc.state.edits import has_edits
-from sglang_smc.tokens.edits import Edits, count_tokens, edit_logits
 
 VOCAB, STOPS = 6, frozenset({0, 4})
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=7)

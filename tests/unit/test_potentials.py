@@ -22,7 +22,6 @@ from toy_worker import ToyWorker
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.potentials import Potential, Text
-from sglang_smc.potentials.asked import Asked, Schedule, asked_of, schedule_of
 from sglang_smc.potentials.calls import (
     COOL_DOWN,
     MOST_LATE,
@@ -31,13 +30,20 @@ from sglang_smc.potentials.calls import (
     Question,
     callers_of,
 )
-from sglang_smc.potentials.combine import exponent, product
-from sglang_smc.potentials.declared import choose, declared, load, problems
-from sglang_smc.potentials.length import Length
-from sglang_smc.potentials.readings import Readings
-from sglang_smc.potentials.regex_count import RegexCount
-from sglang_smc.smc.judging import elect, revalue
-from sglang_smc.testing import check_potential
+from sglang_smc.potentials.declared import (
+    Asked,
+    Schedule,
+    asked_of,
+    choose,
+    declared,
+    load,
+    problems,
+    schedule_of,
+)
+from sglang_smc.potentials.library import Length, RegexCount, exponent, product
+from sglang_smc.rules.potentials import Readings
+from sglang_smc.smc.weighing import elect, revalue
+from sglang_smc.tools.testing import check_potential
 
 # The flag.
 

@@ -15,13 +15,13 @@ from tiny_models import tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from sglang_smc.guard.prompt_length import check_texts, longest_token
 from sglang_smc.patches.routes import (
     create_responses,
     handle_messages,
     handle_ollama,
     process_messages,
 )
-from sglang_smc.server.prompt_length import check_texts, longest_token
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair" / "target"
 BYTES = AutoTokenizer.from_pretrained(PAIR)

@@ -11,8 +11,17 @@ import pytest
 import torch
 from scipy.stats import chisquare, kstest
 
-from sglang_smc.smc.randomness import Purpose, derive_seed, round_seeds, uniforms
-from sglang_smc.smc.stratify import equal_texts, same_text, still_same, stratified, stratify
+from sglang_smc.smc.randomness import (
+    Purpose,
+    derive_seed,
+    equal_texts,
+    round_seeds,
+    same_text,
+    still_same,
+    stratified,
+    stratify,
+    uniforms,
+)
 
 INCREMENT = 0x9E3779B97F4A7C15
 

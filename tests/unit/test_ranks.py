@@ -16,10 +16,9 @@ from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo
 from sglang_smc.potentials import Potential, Text
 from sglang_smc.potentials.calls import Caller
 from sglang_smc.potentials.declared import choose
-from sglang_smc.requests.grammar import Grammar
-from sglang_smc.requests.potentials import Potentials
-from sglang_smc.requests.text_rule import BatchTexts
-from sglang_smc.requests.votes import Votes
+from sglang_smc.rules.base import BatchTexts
+from sglang_smc.rules.grammar import Grammar
+from sglang_smc.rules.potentials import Potentials, Votes
 from sglang_smc.state.ranks import INTERVAL, RankCheck
 
 CLOCKS = ("monotonic", "perf_counter", "thread_time")

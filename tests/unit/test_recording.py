@@ -13,20 +13,25 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from sglang_smc.memory.rounds import LOGIT_BYTES, PRODUCT_BYTES, SHARE, round_bytes
+from sglang_smc.kv.rounds import LOGIT_BYTES, PRODUCT_BYTES, SHARE, round_bytes
+from sglang_smc.models import recorder
 from sglang_smc.models.attention import KVLocations
-from sglang_smc.options.budget import OFF, Budget
-from sglang_smc.options.request import at_temperature_0
+from sglang_smc.models.recorder import PassRecording, Ranks, RecordedPasses, Session, cuda_session
+from sglang_smc.options.request import OFF, Budget, at_temperature_0
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.plan.memory import PREFILL_SHARE, reserved_bytes
-from sglang_smc.recording import recorder
-from sglang_smc.recording.passes import PassRecording, RecordedPasses
-from sglang_smc.recording.recorder import Ranks, Session, cuda_session
-from sglang_smc.recording.sizes import MOST, plan_sizes, thinned
 from sglang_smc.round import graph
 from sglang_smc.round.batch import RoundInputs, RoundShape, shape_of_server
-from sglang_smc.round.graph import Kinds, Recordings, RoundGraphs, record_rounds
-from sglang_smc.state.tail_logprobs import LogprobTable, recorded_logprobs
+from sglang_smc.round.graph import (
+    MOST,
+    Kinds,
+    Recordings,
+    RoundGraphs,
+    plan_sizes,
+    record_rounds,
+    thinned,
+)
+from sglang_smc.state.population import LogprobTable, recorded_logprobs
+from sglang_smc.tools.plan.memory import PREFILL_SHARE, reserved_bytes
 from sglang_smc.worker import SMCWorker
 
 STOCK = [*range(1, 9), *range(10, 34, 2), 40, 44, 48]  # of SGLang, up to 48 requests

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_smc.memory import arena
+from sglang_smc.kv import arena
 from sglang_smc.options.request import RequestConfig, config_of, request_config
 from sglang_smc.options.server import (
     AUTO_EVIDENCE_THRESHOLD,

@@ -13,12 +13,10 @@ from toy_request import ToyRequest
 
 from sglang_smc import process
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.requests.state import RequestState
 from sglang_smc.round.result import Outcome, Particles, SMCBatchResult
-from sglang_smc.state.counters import Counters
-from sglang_smc.state.monitor import Monitor
-from sglang_smc.state.population import Population
-from sglang_smc.state.tail_logprobs import Emitted, TailLogprobs
+from sglang_smc.state.metrics import Counters, Monitor
+from sglang_smc.state.population import Emitted, Population, TailLogprobs
+from sglang_smc.state.request import RequestState
 
 
 class BookedRequest(ToyRequest):

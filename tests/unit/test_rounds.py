@@ -6,10 +6,15 @@ import pytest
 import torch
 from scipy.special import logsumexp
 
-from sglang_smc.smc import rounds
-from sglang_smc.smc.resampling import SCHEMES
-from sglang_smc.smc.resizing import resize
-from sglang_smc.smc.weights import accumulate, effective_sample_size, log_mean_exp, normalized
+from sglang_smc.smc import weighing
+from sglang_smc.smc.weighing import (
+    SCHEMES,
+    accumulate,
+    effective_sample_size,
+    log_mean_exp,
+    normalized,
+    resize,
+)
 
 INF = math.inf
 G, N, K = 3000, 4, 3
@@ -77,7 +82,7 @@ def test_blocks_are_weighed_cut_and_resampled_as_defined() -> None:
     power = choices(generator, [0.5, 1.0, 2.0], G).double()
     log_q = choices(generator, [-1.0, -2.0], G, N, K).double()
     log_p = ((increments + log_q) / power.view(-1, 1, 1)).where(before_end, math.nan)
-    rules = rounds.WeightRules(
+    rules = weighing.WeightRules(
         num_steps,
         ess_threshold=choices(generator, [0.0, 0.5, 0.9, 1.0], G).double(),
         at_token=choices(generator, [False, True], G),
@@ -86,7 +91,7 @@ def test_blocks_are_weighed_cut_and_resampled_as_defined() -> None:
     coins = choices(generator, [0.0, 0.1, 0.3, 0.45, 0.97], G).double()
     uniforms = torch.rand(G, N, generator=generator, dtype=torch.float64)
     scheme = torch.randint(len(SCHEMES), (G,), generator=generator)
-    cut, num_kept, resampled = rounds.reweight_and_resample(
+    cut, num_kept, resampled = weighing.reweight_and_resample(
         *(weights, log_p, log_q, before_end, power, rules, present),
         *(coins, uniforms, scheme, tuple(SCHEMES)),
     )

@@ -14,8 +14,9 @@ from toy_request import ToyRequest
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches import ingress
 from sglang_smc.patches.request_state import reset_for_retract, update_finish_state
-from sglang_smc.requests.rules import settle
-from sglang_smc.requests.state import (
+from sglang_smc.rules.registry import settle
+from sglang_smc.state.metrics import Counters, zero_counters
+from sglang_smc.state.request import (
     RequestStates,
     as_particle,
     find_state,
@@ -23,7 +24,6 @@ from sglang_smc.requests.state import (
     publish,
     settled_ids,
 )
-from sglang_smc.state.counters import Counters, zero_counters
 
 SERVER = SMCConfig(num_particles=4, num_steps=3)
 

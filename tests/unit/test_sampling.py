@@ -12,7 +12,8 @@ from table_entries import entry
 
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.round.steps import still_open
+from sglang_smc.round.play import still_open
+from sglang_smc.smc.distribution import FilterKinds, SamplingRules, TokenDistribution
 from sglang_smc.state.settings import (
     RequestTable,
     Settings,
@@ -20,7 +21,6 @@ from sglang_smc.state.settings import (
     filter_kinds,
     stop_tokens,
 )
-from sglang_smc.tokens.distribution import FilterKinds, SamplingRules, TokenDistribution
 
 VOCAB = 6
 

@@ -6,8 +6,8 @@ That it is exact, with any bins, is in `test_exact`.
 import pytest
 import torch
 
-from sglang_smc.smc import exact
-from sglang_smc.smc.selection import selection_rule
+from sglang_smc.smc import verification
+from sglang_smc.smc.verification import selection_rule
 
 
 def random_targets(seed: int, size: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,10 +40,12 @@ def best(target: torch.Tensor, draft: torch.Tensor, num_siblings: int) -> torch.
 def law_of_bins(target: torch.Tensor, draft: torch.Tensor, num_siblings: int) -> torch.Tensor:
     """The law that `exact` selects by, ``[size, V]``."""
     size, none = len(target), torch.zeros(len(target), dtype=torch.int64)
-    chains = exact.Chains(*(none.view(-1, 1, 1).expand(-1, num_siblings, 1),) * 3, none)
+    chains = verification.Chains(*(none.view(-1, 1, 1).expand(-1, num_siblings, 1),) * 3, none)
     mass = target.sum(1)
-    walk = exact.begin_walk(chains, torch.full((size,), num_siblings), 1)._replace(chance=mass)
-    return exact._fork(walk, (target / mass.unsqueeze(1)).log(), draft.log()).law
+    walk = verification.begin_walk(chains, torch.full((size,), num_siblings), 1)._replace(
+        chance=mass
+    )
+    return verification._fork(walk, (target / mass.unsqueeze(1)).log(), draft.log()).law
 
 
 @pytest.mark.parametrize("num_siblings", [1, 2, 4, 8])

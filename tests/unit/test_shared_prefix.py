@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from particle_cases import SCALING, Case, make_case, plan_of
 
-from sglang_smc.models import shared_prefix, softmax
-from sglang_smc.models.shared_prefix import shared_prefix_attention
-from sglang_smc.models.softmax import Softmax, attend, attend_anywhere
+from sglang_smc.models import softmax
+from sglang_smc.models.softmax import Softmax, attend, attend_anywhere, shared_prefix_attention
 
 
 def run(case: Case) -> torch.Tensor:
@@ -51,7 +50,7 @@ def test_particles_see_their_prefix_and_their_own_tail(case: Case) -> None:
     """By torch's CPU kernel, and by the formula that other devices use."""
     case.assert_close(run(case))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_prefix, "attend", attend_anywhere)
+        patch.setattr(softmax, "attend", attend_anywhere)
         case.assert_close(run(case))
 
 

@@ -17,16 +17,17 @@ from sglang.srt.managers.schedule_batch import (
 )
 from toy_request import ToyRequest, begun, ended
 
+from sglang_smc.guard import pattern
+from sglang_smc.guard.pattern import MAX_PLACES, START, Pattern, num_places
 from sglang_smc.options.answers import AnswerPattern, answer_pattern
 from sglang_smc.options.request import RequestConfig, request_config
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.requests import pattern, votes
-from sglang_smc.requests.pattern import MAX_PLACES, START, Pattern, num_places
-from sglang_smc.requests.state import RequestState
-from sglang_smc.requests.stopping import CONTEXT, StopTexts, first_match
-from sglang_smc.requests.text_rule import BatchTexts
-from sglang_smc.requests.votes import Votes
+from sglang_smc.rules import potentials
+from sglang_smc.rules.base import BatchTexts
+from sglang_smc.rules.potentials import Votes
+from sglang_smc.rules.stopping import CONTEXT, StopTexts, first_match
 from sglang_smc.state.population import Population
+from sglang_smc.state.request import RequestState
 
 
 class Words:
@@ -356,7 +357,7 @@ def test_a_round_reads_so_much_and_later_ones_the_rest(monkeypatch: pytest.Monke
     expected = {0: [0, -1, 0], 1: [-1, -1, 0], 2: [-1, -1, -1]}
     assert answers([request("b") for _ in range(3)], tails) == expected
     a_text = 2 * answer_pattern("b").num_instructions  # of two letters
-    monkeypatch.setattr(votes, "MOST_STEPS", 2 * a_text)
+    monkeypatch.setattr(potentials, "MOST_STEPS", 2 * a_text)
     rounds = [answers(reqs, tails) for _ in range(4)]
     assert rounds == [{}, {0: [0, -1, 0]}, {0: [0, -1, 0], 1: [-1, -1, 0]}, expected]
     assert not any(req.to_finish for req in reqs)
@@ -364,7 +365,7 @@ def test_a_round_reads_so_much_and_later_ones_the_rest(monkeypatch: pytest.Monke
 
 def test_a_text_that_no_round_may_read_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     reqs = [request("b"), request("b")]
-    monkeypatch.setattr(votes, "MOST_STEPS", 5 * answer_pattern("b").num_instructions)
+    monkeypatch.setattr(potentials, "MOST_STEPS", 5 * answer_pattern("b").num_instructions)
     assert answers(reqs, [[[1] * 5], [[1]]]) == {}
     assert "has 6 bytes and the answer_pattern" in reqs[0].to_finish.message
     assert reqs[0].to_finish.status_code == 400 and reqs[1].to_finish is None

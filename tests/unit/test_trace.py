@@ -16,13 +16,13 @@ from toy_request import ToyRequest
 from toy_worker import ToyWorker
 from trace_replay import Replayed, read, replay
 
-from sglang_smc.options.budget import Budget
+from sglang_smc.kv.transfer import each_tensor
+from sglang_smc.options.request import Budget
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.requests.state import publish
-from sglang_smc.smc.weights import normalized
-from sglang_smc.state.transfer import each_tensor
-from sglang_smc.view.genealogy import genealogy
-from sglang_smc.view.record import Trace
+from sglang_smc.smc.weighing import normalized
+from sglang_smc.state.record import Trace
+from sglang_smc.state.request import publish
+from sglang_smc.tools.view.genealogy import genealogy
 
 LENGTH = 24
 SERVER = SMCConfig(num_particles=5, num_steps=4, evidence_threshold=0.5)

@@ -24,18 +24,17 @@ from toy_logprobs import AskingWorker
 from toy_request import ToyRequest
 from toy_worker import ToyWorker
 
+from sglang_smc.kv.transfer import each_tensor, on_device, on_host, to_device
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches import decode_memory
-from sglang_smc.requests.state import RequestStates
 from sglang_smc.round import prefill
-from sglang_smc.round.draft_input import SMCDraftInput
+from sglang_smc.round.batch import Tables
 from sglang_smc.round.prefill import Prefill
-from sglang_smc.round.result import SMCBatchResult
-from sglang_smc.round.tables import Tables
+from sglang_smc.round.result import SMCBatchResult, SMCDraftInput
+from sglang_smc.state.request import RequestStates
 from sglang_smc.state.settings import RequestTable
-from sglang_smc.state.transfer import each_tensor, on_device, on_host, to_device
 
 ROOT = Path(__file__).parents[2]
 CONFIG = SMCConfig(num_particles=3, num_steps=2)

@@ -13,10 +13,7 @@ from toy_request import ToyRequest
 from sglang_smc import process
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.patches.request_state import update_finish_state
-from sglang_smc.requests.state import RequestState
-from sglang_smc.state.counters import Counters
-from sglang_smc.state.monitor import Monitor
-from sglang_smc.state.watched import (
+from sglang_smc.state.fidelity import (
     ALL,
     FAULT,
     INFORMATION,
@@ -27,6 +24,8 @@ from sglang_smc.state.watched import (
     Window,
     judge,
 )
+from sglang_smc.state.metrics import Counters, Monitor
+from sglang_smc.state.request import RequestState
 
 
 def answer(

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from simulated_trace import simulated
 
 import sglang_smc
-from sglang_smc.view.finding import BY_PARTICLE, checked
-from sglang_smc.view.genealogy import Genealogy, genealogy
-from sglang_smc.view.page import page_of
-from sglang_smc.view.record import Trace
+from sglang_smc.state.record import Trace
+from sglang_smc.tools.view.finding import BY_PARTICLE, checked
+from sglang_smc.tools.view.genealogy import Genealogy, genealogy
+from sglang_smc.tools.view.page import page_of
 
 CASES = settings(deadline=None, derandomize=True)
 

@@ -1,7 +1,7 @@
-"""The kernels of some rounds, as torch's profiler sees them: those of a replayed CUDA graph, too.
+"""Record the kernels of some rounds with torch's profiler, including those of replayed CUDA graphs.
 
-Kernels of one replay have the number of its launch in common; those that are launched one by one
-have each their own.
+Kernels of one replay share the correlation id of its launch; kernels launched one by one have each
+their own.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-#: Rounds at the start of a burst that are not recorded: all requests have to be there.
+#: Rounds at the start of a burst that are not recorded, until all requests have arrived.
 SKIPPED = 4
 
 
 class KernelRecorder:
-    """Records ``number`` rounds of each burst that has as many; of none for 0."""
+    """Recorder of ``number`` rounds of each burst that is long enough; of none for 0."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -28,14 +28,14 @@ class KernelRecorder:
         return self._profiler is not None
 
     def before(self, place: int) -> None:
-        """Round ``place`` of a burst is about to be launched; the first is 0."""
+        """Start or stop recording before round ``place`` of a burst, counted from 0."""
         if self._number and place == SKIPPED:
             self._start()
         elif self.is_recording and place == SKIPPED + self._number:
             self._recorded = self._stop()
 
     def take(self) -> dict[str, Any] | None:
-        """What was recorded since the last time; None where a burst was too short."""
+        """Return the kernels recorded since the last call; None if the burst was too short."""
         if self.is_recording:
             self._stop()
         found, self._recorded = self._recorded, None
@@ -55,7 +55,7 @@ class KernelRecorder:
 
 
 def kernels_of(events: Iterable[Any]) -> dict[str, Any]:
-    """Kernels as ``[name, start, duration, launch]``: the place of a name, and nanoseconds."""
+    """Return kernels as ``[name index, start, duration, launch]``, in nanoseconds."""
     names: dict[str, int] = {}
     found = [
         [

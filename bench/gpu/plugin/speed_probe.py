@@ -1,7 +1,7 @@
-"""Timers inside SGLang's scheduler, as a plugin of SGLang: nothing but clocks is added.
+"""Time SGLang's scheduler by a plugin of SGLang that adds nothing but clocks.
 
-Found by SGLang where this folder is on the path, and active where `SPEED_PROBE_OUT` names a file.
-That gets a line of JSON whenever the scheduler has run out of work: what it did since the last.
+SGLang loads it if this folder is on the path; it is active if `SPEED_PROBE_OUT` names a file.
+Whenever the scheduler becomes idle, a line of JSON with its steps since the last line is appended.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 OUT, EVERY = "SPEED_PROBE_OUT", "SPEED_PROBE_FORWARDS_EVERY"
 KERNELS = "SPEED_PROBE_KERNELS"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-#: The methods that run a model over particles, by what they return.
+#: The methods that run a model over particles.
 FORWARDS = ("begin", "go_on", "chain_logits", "decode", "verify")
-#: What a round itself does beside its steps, and how that is shown.
+#: Methods of a round beside its steps, and their displayed names.
 OWN_PARTS = {"_load_round": "open", "_commit": "commit"}
-#: How often a round's forwards are run again, back to back.
+#: Number of times that a round's forwards are repeated, back to back.
 REPEATS = 3
 
-#: A moment: seconds, or an event on the GPU's own clock.
+#: A point in time: seconds, or a CUDA event.
 Moment = Any
 
 
 def register() -> None:
-    """Called by SGLang in every process; only schedulers have what is hooked."""
+    """Hook the scheduler; SGLang calls this in every process, and only schedulers match."""
     if OUT not in os.environ:
         return
     from kernel_recorder import KernelRecorder  # SGLang has this folder on its path
@@ -47,7 +47,7 @@ def register() -> None:
 
 
 def now() -> Moment:
-    """This moment, where the work queued so far ends."""
+    """Return the current time, on a GPU that of the end of the queued work."""
     if not torch.cuda.is_available():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -56,7 +56,7 @@ def now() -> Moment:
 
 
 def seconds(start: Moment, end: Moment) -> float:
-    """From one moment to another; waits for the GPU to have passed both."""
+    """Return the seconds between two moments; wait until the GPU has passed both."""
     if isinstance(start, float):
         return end - start
     end.synchronize()
@@ -64,7 +64,7 @@ def seconds(start: Moment, end: Moment) -> float:
 
 
 class Probe:
-    """What one scheduler did since it was last idle."""
+    """Steps and rounds of one scheduler since it was last idle."""
 
     def __init__(self, path: str, forwards_every: int, recorder: KernelRecorder) -> None:
         self._path, self._forwards_every = path, forwards_every
@@ -75,20 +75,20 @@ class Probe:
         self._num_rounds = 0
 
     def built(self, original: Callable[..., Any], scheduler: Any) -> None:
-        """The scheduler has its workers: time the rounds of an SMC worker."""
+        """Wrap the scheduler's worker once it is built, to time the rounds of an SMC worker."""
         original(scheduler)
         worker = getattr(scheduler, "draft_worker", None)
         if self._forwards_every and hasattr(worker, "launch_round"):
             self._wrap(worker)
 
     def ran(self, original: Callable[..., Any], scheduler: Any, batch: Any, *rest: Any) -> Any:
-        """Note when each decode step begins."""
+        """Record the start of each decode step."""
         if batch.forward_mode.is_decode():
             self._steps.append((now(), len(batch.reqs)))
         return original(scheduler, batch, *rest)
 
     def idle(self, original: Callable[..., Any], scheduler: Any) -> Any:
-        """Write down what was done."""
+        """Write the timings when the scheduler is idle."""
         if self._steps:
             origin = self._steps[0][0]
             content = {
@@ -128,7 +128,7 @@ class Probe:
         return timed
 
     def _part(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A part of a round; one called by another part belongs to that."""
+        """Time a part of a round; one called by another part counts as that one."""
 
         @wraps(original)
         def timed(*arguments: Any, **keywords: Any) -> Any:
@@ -144,7 +144,7 @@ class Probe:
         return timed
 
     def _forward(self, model: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward; one called by another forward belongs to that."""
+        """Time a forward; one called by another forward counts as that one."""
 
         @wraps(original)
         def timed(*arguments: Any, **keywords: Any) -> Any:
@@ -153,10 +153,11 @@ class Probe:
                 return original(*arguments, **keywords)
             one.is_forwarding, start = True, now()
             result = original(*arguments, **keywords)
-            part = len(one.parts)  # the one that is open, once it is closed
+            part = len(one.parts)  # index of the enclosing part, once it is closed
             one.forwards.append((model, part, start, now()))
             one.calls.append(lambda: original(*arguments, **keywords))
-            # The target's is the last of a round; tables are as the forwards found them.
+            # The target's forward is the last of a round; its tables are unchanged since the
+            # forwards.
             if model == "target" and self._num_rounds % self._forwards_every == 0:
                 one.run_alone()
             one.is_forwarding = False
@@ -166,7 +167,7 @@ class Probe:
 
 
 class Round:
-    """The moments of one round."""
+    """The timestamps of one round."""
 
     def __init__(self, batch: int, is_recorded: bool) -> None:
         self.batch, self.is_recorded = batch, is_recorded
@@ -180,7 +181,7 @@ class Round:
     def run_alone(self) -> None:
         """Run the very same forwards again: same rows, tokens, tables and slots.
 
-        They write the keys and values that stand there already.
+        They rewrite the keys and values that are already in these slots.
         """
         start = now()
         for call in self.calls * REPEATS:
@@ -188,7 +189,7 @@ class Round:
         self.alone = len(self.parts), start, now()
 
     def content(self) -> dict[str, Any]:
-        """Seconds: the round, its forwards, and its parts without these; all without `alone`."""
+        """Return seconds of the round, its forwards and its other parts, without `alone`."""
         part, alone = -1, 0.0
         if self.alone is not None:
             part, *ends = self.alone
@@ -212,7 +213,7 @@ class Round:
 
 
 def public_methods(instance: Any) -> list[str]:
-    """The names of an object's own methods that others call."""
+    """Return the names of the public methods of an object's class."""
     return [
         name for name, value in vars(type(instance)).items() if callable(value) and name[0] != "_"
     ]

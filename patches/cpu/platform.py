@@ -1,0 +1,152 @@
+"""Run SGLang's models on the plain CPU, with SMC or without.
+
+The hooks cover tensor-parallel heads, rotary embeddings, capped logits, hybrid models and grammars.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_smc import upstream
+from sglang_smc.server.hooks import Patch
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+def adjust_config_with_unaligned_cpu_tp(
+    original: Callable, model_config: "ModelConfig", load_config: "LoadConfig", tp_size: int
+) -> "ModelConfig":
+    """Keep heads and widths as they are: layers replicate key heads for tensor parallelism."""
+    return model_config
+
+
+def get_rope_cpu(original: Callable, *rope: Any, device: str | None = None) -> torch.nn.Module:
+    """Return the rotary embedding of other devices, created on the platform's device."""
+    from sglang.srt.layers.rotary_embedding.factory import get_rope
+
+    # All are positional, and the device is the last.
+    return get_rope(*rope[:8])
+
+
+def allocate_token_bitmask(original: Callable, vocab_size: int, batch_size: int) -> torch.Tensor:
+    """Allocate a grammar's bitmask, in pinned memory only where there is an accelerator."""
+    if torch.accelerator.is_available():
+        return original(vocab_size, batch_size)
+    from xgrammar import allocate_token_bitmask
+
+    return allocate_token_bitmask(batch_size, vocab_size)
+
+
+def apply_vocab_mask(
+    original: Callable, grammar: "XGrammarGrammar", logits: torch.Tensor, vocab_mask: torch.Tensor
+) -> None:
+    """Apply a grammar's mask by xgrammar's own kernel, for logits on a CPU."""
+    if logits.device.type != "cpu":
+        return original(grammar, logits, vocab_mask)
+    from xgrammar import apply_token_bitmask_inplace
+
+    return apply_token_bitmask_inplace(logits, vocab_mask)
+
+
+def softcap_in_place(original: Callable, logits: torch.Tensor, cap: float) -> None:
+    """Replace logits ``[rows, V]`` by cap * tanh(logit / cap)."""
+    if logits.device.type != "cpu":
+        return original(logits, cap)
+    logits.div_(cap).tanh_().mul_(cap)
+    return None
+
+
+def attn_backend_wrapper(
+    original: Callable, runner: "ModelRunner", full_attn_backend: "AttentionBackend"
+) -> "AttentionBackend":
+    """Return a hybrid backend of this package's linear attention and the full attention."""
+    if not upstream.is_gated_delta(runner.model_config):
+        return original(runner, full_attn_backend)
+    from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+    from sglang.srt.platforms import current_platform
+
+    from sglang_smc.server import hooks
+
+    hooks.put_in_force(hooks.CPU_RECURRENT)
+    config: Any = runner.model_config.hf_text_config
+    platform: Any = current_platform  # ours
+    linear = platform.linear_attention(runner)
+    return HybridLinearAttnBackend(full_attn_backend, linear, config.full_attention_layer_ids)
+
+
+PATCHES = (
+    Patch(
+        target="sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
+        hook_type=HookType.AROUND,
+        function=attn_backend_wrapper,
+        what="Puts a torch backend for linear attention beside that for full attention.",
+        why="Platforms and the registry of backends give the full one alone; SGLang wraps it with "
+        "its own linear one, of Triton kernels.",
+        relies_on=("srt/layers/attention/attention_registry.py:392 (wraps hybrid models)",),
+        retire_when="SGLang has a registry of linear-attention backends that platforms reach.",
+        family=upstream.NEWEST,
+    ),
+    Patch(
+        target="sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
+        hook_type=HookType.AROUND,
+        function=adjust_config_with_unaligned_cpu_tp,
+        what="Leaves the numbers of heads, and widths, as the model has them.",
+        why="SGLang pads them for every device called cpu, and weights to match only where its own "
+        "CPU engine runs (SGLANG_USE_CPU_ENGINE=1): a model with one key head would fail under "
+        "--tp-size 2 as its weights are loaded. No platform is asked.",
+        relies_on=(
+            "srt/model_executor/model_runner.py:1301 (calls it where the device is cpu)",
+            "srt/layers/linear.py (QKVParallelLinear replicates key heads, as on a GPU)",
+        ),
+        retire_when="SGLang pads heads only where it pads their weights.",
+    ),
+    Patch(
+        target="sglang.srt.layers.logits_processor.fused_softcap",
+        hook_type=HookType.AROUND,
+        function=softcap_in_place,
+        what="Caps logits that are on a CPU, as those of Gemma 2.",
+        why="SGLang has torch's own formula where its CPU engine runs, and a Triton kernel for all "
+        "other devices.",
+        relies_on=("srt/layers/logits_processor.py:1066",),
+        retire_when="SGLang asks where the logits are.",
+    ),
+    Patch(
+        target="sglang.srt.layers.rotary_embedding.factory.get_rope_cpu",
+        hook_type=HookType.AROUND,
+        function=get_rope_cpu,
+        what="Gives layers of latent attention the rotary embedding that they get on a GPU.",
+        why="For every device called cpu SGLang makes the one that its own CPU engine has a kernel "
+        "for, and asserts that the model's is of that kind: GLM-4.7-Flash, whose positions are "
+        "not scaled, would fail. No platform is asked.",
+        relies_on=("srt/layers/rotary_embedding/factory.py:541 (get_rope_wrapper calls it)",),
+        retire_when="SGLang's get_rope_cpu takes embeddings of all kinds.",
+    ),
+    Patch(
+        target="sglang.srt.constrained.xgrammar_backend._allocate_token_bitmask",
+        hook_type=HookType.AROUND,
+        function=allocate_token_bitmask,
+        what="Leaves a grammar's masks unpinned where torch has no accelerator.",
+        why="Without one, pinning raises, and takes the scheduler with it. A grammar backend of "
+        "our own (register_grammar_backend) would lose the reasoning parser's wrapper.",
+        relies_on=("srt/constrained/xgrammar_backend.py:60",),
+        retire_when="A release that serves grammars on a CPU is the oldest supported.",
+        family=upstream.OLDER,
+    ),
+    Patch(
+        target="sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
+        hook_type=HookType.AROUND,
+        function=apply_vocab_mask,
+        what="Masks logits that are on a CPU.",
+        why="SGLang has kernels for accelerators alone, and raises.",
+        relies_on=("srt/constrained/xgrammar_backend.py:137",),
+        retire_when="A release that serves grammars on a CPU is the oldest supported.",
+        family=upstream.OLDER,
+    ),
+)

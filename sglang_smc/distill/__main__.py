@@ -1,8 +1,0 @@
-"""``python -m sglang_smc.distill``."""
-
-import sys
-
-from sglang_smc.distill.cli import main
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Who drafts: a language model, or a head that reads the target's states."""

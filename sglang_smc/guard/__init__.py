@@ -1,0 +1,1 @@
+"""Validate requests, to protect any SGLang server, with SMC or without."""

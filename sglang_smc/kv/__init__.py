@@ -1,0 +1,1 @@
+"""Account for the KV slots of requests and particles, and for the memory of rounds."""

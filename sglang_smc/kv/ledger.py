@@ -1,0 +1,191 @@
+"""Assign KV slots to particles, within the request's own row of `req_to_token`.
+
+SGLang keeps one row per request, position -> KV slot. All slots of the particles stay in it:
+
+row[0 : committed]            the emitted tokens, common to all particles, in order
+row[committed : allocated]    the arena: the slots of all tails, then the free ones
+
+so that finish, abort, retraction, the radix cache and the leak checks of SGLang's
+scheduler stay correct without support for particles. A particle has a row of its own
+in another table, for its tail's slots only: the prefix is in the request's row.
+It is a ring buffer, in which position p has column p modulo the width, so that no entry moves
+when tokens are committed. Resampling copies tails between these rows; several particles may
+share a slot, and a slot of no particle is free. KV is never copied.
+"""
+
+import torch
+
+
+class Ledger:
+    """KV slots of particles.
+
+    Args:
+        req_to_token: ``[num_rows, width]``, SGLang's; rows hold a sequence and its arena.
+        tails: ``[num_rows * N, W]`` int32, the particles' rows, of `kv.arena.tail_width`.
+        num_particles: N.
+        max_tail: the longest tail, in tokens; a tail of L tokens holds L slots.
+        num_slots: size of the KV pool, the padding slot 0 included.
+
+    Where a method takes ``max_tail``, no tail of its batch is longer.
+    """
+
+    def __init__(
+        self,
+        req_to_token: torch.Tensor,
+        tails: torch.Tensor,
+        *,
+        num_particles: int,
+        max_tail: int,
+        num_slots: int,
+    ) -> None:
+        device = req_to_token.device
+        self.table = req_to_token
+        self.tails = tails
+        self._num_particles = num_particles
+        self._tail = torch.arange(max_tail, device=device)
+        self._first_rows = torch.arange(num_particles, device=device)  # of request 0
+        self._held_rank, self._free_rank = max_tail, max_tail + 1
+        self.rank = torch.full((num_slots,), self._free_rank, dtype=torch.int32, device=device)
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the tables."""
+        return self.table.device
+
+    def particle_rows(self, rows: torch.Tensor, num_particles: int) -> torch.Tensor:
+        """Return the rows of `tails` of requests' particles: ``[G]`` to ``[G, num_particles]``."""
+        first = self._first_rows[:num_particles]
+        return torch.add(first, rows.unsqueeze(1), alpha=self._num_particles)
+
+    def reserve(
+        self,
+        rows: torch.Tensor,
+        *,
+        allocated: torch.Tensor,
+        starts: torch.Tensor,
+        idle: torch.Tensor,
+        unread: torch.Tensor,
+        num_particles: torch.Tensor,
+        num_columns: torch.Tensor,
+        width: int,
+    ) -> torch.Tensor:
+        """Assign each particle free slots for its next positions.
+
+        Args:
+            rows: ``[G]`` int64 requests.
+            allocated: ``[G]`` int64 where each arena ends; its last num_particles * num_columns
+                slots are free.
+            starts: ``[G, N]`` int64 first position to fill.
+            idle: ``[G, N]`` bool, particles that get the padding slot 0 instead.
+            unread: ``[G]`` bool, groups in which the draft has not yet written the position before.
+            num_particles, num_columns: ``[G]`` int64 numbers of each group's particles, of N, and
+                columns, of ``width``; the others get the padding slot, too.
+            width: the most columns of any group.
+
+        Returns:
+            Slots ``[G, N, 1 + width]`` int64. The first is that of the position before where it is
+            ``unread``, else the padding slot; the others are also written to the particles' rows.
+        """
+        particle = torch.arange(starts.shape[1], device=rows.device).view(1, -1, 1)
+        column = torch.arange(width, device=rows.device)
+        per_particle = num_columns.view(-1, 1, 1)
+        first = (allocated - num_particles * num_columns).view(-1, 1, 1)
+        mine = (column < per_particle) & ~idle.unsqueeze(2)
+        place = (first + particle * per_particle + column).where(mine, 0)  # [G, N, width]
+        slots = self.table[rows.view(-1, 1, 1), place].where(mine, 0)
+        targets, next_place = self.particle_rows(rows, starts.shape[1]), starts.unsqueeze(2)
+        self.tails[targets.unsqueeze(2), self._in_ring(next_place + column)] = slots
+        owed = unread.view(-1, 1, 1) & ~idle.unsqueeze(2)  # [G, N, 1]
+        before = self.tails[targets.unsqueeze(2), self._in_ring(next_place - 1)].where(owed, 0)
+        return torch.cat([before, slots], dim=2).long()
+
+    def descend(
+        self,
+        rows: torch.Tensor,
+        *,
+        committed: torch.Tensor,
+        ancestors: torch.Tensor,
+        max_tail: int,
+    ) -> None:
+        """Copy the slots of the tail of ``ancestors[g, n]`` to the row of particle n.
+
+        Args:
+            rows: ``[G]`` int64 requests.
+            committed: ``[G]`` int64 first position of the tails.
+            ancestors: ``[G, N]`` int64.
+            max_tail: the longest tail.
+        """
+        where = self._tail_index(rows, committed, ancestors.shape[1], max_tail)
+        tails = self.tails[where]
+        self.tails[where] = tails.gather(1, ancestors.unsqueeze(2).expand_as(tails))
+
+    def commit(
+        self,
+        rows: torch.Tensor,
+        *,
+        committed: torch.Tensor,
+        allocated: torch.Tensor,
+        lengths: torch.Tensor,
+        counts: torch.Tensor,
+        max_tail: int,
+        max_arena: int,
+    ) -> None:
+        """Sort each arena: committed slots first, slots in use next, free ones last.
+
+        Args:
+            rows: ``[G]`` int64 requests.
+            committed, allocated: ``[G]`` int64 bounds of each arena before the commit.
+            lengths: ``[G, N]`` int64 tail lengths before the commit.
+            counts: ``[G]`` int64 leading tail tokens to commit, which must be common to all tails.
+            max_tail: the longest tail.
+            max_arena: the largest arena of the batch, in slots.
+        """
+        where = self._tail_index(rows, committed, lengths.shape[1], max_tail)
+        tails = self.tails[where].long()  # [G, N, T]; stale past a tail's length
+        column = self._tail[:max_tail]
+        common = column < counts.view(-1, 1, 1)  # [G, 1, T]
+        # Equal tokens after an equal prefix have equal KV: all particles use particle 0's slots.
+        tails = torch.where(common, tails[:, :1], tails)
+        self.tails[where] = tails.int()
+        held = (column < lengths.unsqueeze(2)) & ~common
+        arena = committed.unsqueeze(1) + torch.arange(max_arena, device=rows.device)
+        self._partition(rows, arena, arena < allocated.unsqueeze(1), tails, held, common.squeeze(1))
+
+    def _partition(
+        self,
+        rows: torch.Tensor,
+        place: torch.Tensor,
+        inside: torch.Tensor,
+        tails: torch.Tensor,
+        held: torch.Tensor,
+        common: torch.Tensor,
+    ) -> None:
+        """Sort each arena stably by rank: common slots by position, then held ones, then free ones.
+
+        Args:
+            place: ``[G, A]`` positions in the rows, in an arena where ``inside``.
+            tails: ``[G, N, T]`` slots, in use where ``held``.
+            common: ``[G, T]`` which of particle 0's slots are committed.
+        """
+        # Places outside an arena point to SGLang's padding row, and are written back unchanged.
+        where = torch.where(inside, rows.unsqueeze(1), 0), torch.where(inside, place, 0)
+        arena = self.table[where].long()  # [G, A]
+        # Padding slot 0 belongs to no arena: it receives the ranks of masked entries.
+        self.rank[torch.where(held, tails, 0)] = self._held_rank
+        self.rank[torch.where(common, tails[:, 0], 0)] = self._tail[: tails.shape[2]].int()
+        rank = torch.where(inside, self.rank[arena], self._free_rank + 1)
+        order = rank.argsort(dim=1, stable=True)
+        sorted_arena = torch.where(inside, arena.gather(1, order), arena)
+        self.table[where] = sorted_arena.int()
+        self.rank[arena] = self._free_rank
+
+    def _tail_index(
+        self, rows: torch.Tensor, committed: torch.Tensor, num_particles: int, max_tail: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the index of the tails in their table, for ``[G, N, T]``."""
+        positions = committed.view(-1, 1, 1) + self._tail[:max_tail]
+        return self.particle_rows(rows, num_particles).unsqueeze(2), self._in_ring(positions)
+
+    def _in_ring(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the columns of positions in particles' rows."""
+        return positions & (self.tails.shape[1] - 1)

@@ -1,0 +1,89 @@
+"""Copy tensors between host and device asynchronously.
+
+A copy runs on the device's stream after the call has returned. Source and destination must live
+until then, and on CUDA only pinned memory is copied without blocking the host.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+
+T = TypeVar("T")
+
+
+def on_device(
+    device: torch.device | str, values: Sequence[Any], dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return numbers, or equally long rows of them, as a tensor on a device, asynchronously.
+
+    Args:
+        device: of the tensor.
+        values: on the host.
+        dtype: of the tensor; None: torch's default for such numbers, float32 for floats.
+    """
+    # device="cpu": within `with torch.device("cuda")` torch would copy to the GPU, and block.
+    return to_device(device, torch.tensor(values, dtype=dtype, device="cpu"))
+
+
+def to_device(device: torch.device | str, values: torch.Tensor) -> torch.Tensor:
+    """Return a host tensor on a device, asynchronously.
+
+    The host's tensor may be freed at once: torch's host allocator reuses pinned memory only after
+    the non-blocking copies from it, for each of which it records an event.
+    """
+    if torch.device(device).type == "cuda":
+        values = values.contiguous().pin_memory()
+    return values.to(device, non_blocking=True)
+
+
+def on_host(values: T) -> T:
+    """Copy each tensor in a structure to the host, asynchronously on the current stream.
+
+    The tensors may have been allocated on another stream, which could reuse their memory while
+    this one still reads it: therefore each is marked as used on this stream, as SGLang's own
+    `_async_d2h` does.
+
+    Args:
+        values: a tensor, or tuples, lists and dictionaries of tensors and of anything else.
+    """
+    return each_tensor(_on_host, values)
+
+
+def each_tensor(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
+    """Apply a function to each tensor in nested tuples, lists and dictionaries."""
+    if isinstance(values, torch.Tensor):
+        return change(values)
+    if isinstance(values, dict):
+        return {key: each_tensor(change, value) for key, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        changed = [each_tensor(change, value) for value in values]
+        named = isinstance(values, tuple) and hasattr(values, "_make")
+        return type(values)(*changed) if named else type(values)(changed)
+    return values
+
+
+def joined(parts: Sequence[T]) -> T:
+    """Concatenate parts of a batch: their tensors and lists, along the first dimension.
+
+    Args:
+        parts: tensors, lists, None, or named tuples of these; all of the same structure.
+    """
+    first, each = parts[0], cast("Sequence[Any]", parts)
+    found: Any = first
+    if isinstance(first, torch.Tensor):
+        found = torch.cat(list(each))
+    elif isinstance(first, list):
+        found = [value for part in each for value in part]
+    elif isinstance(first, tuple):
+        found = type(first)(*map(joined, zip(*each, strict=True)))
+    return found
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cuda:
+        return tensor.to("cpu", non_blocking=True)
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    copied.copy_(tensor, non_blocking=True)
+    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return copied

@@ -1,1 +1,0 @@
-"""Who owns which KV slot, and how many."""

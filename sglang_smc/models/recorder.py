@@ -1,0 +1,326 @@
+"""Capture device work as CUDA graphs that share their memory, and replay model passes.
+
+A round that needs the host cannot be captured as a whole. Its model passes can, and they account
+for most of its kernel launches.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from sglang_smc import upstream
+from sglang_smc.models.attention import KVLocations
+
+if TYPE_CHECKING:
+    from sglang_smc.models.attention import ParticleAttention
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Replay = Callable[[], None]
+
+MOST_OF_LARGEST = 1.3
+"""Memory of all graphs over that of the largest, above which they do not share it."""
+
+_UNSHARED = 1 << 29  # bytes that graphs may keep for themselves: inputs, results, workspaces
+
+
+class Record(Protocol):
+    """Runs a function, and returns its result with a replay that recomputes it in place.
+
+    The function has run before: its kernels are compiled, and libraries have their workspaces.
+    """
+
+    def __call__(self, run: Callable[[], T]) -> tuple[T, Replay]: ...
+
+
+def hold(
+    inputs: Iterable[torch.Tensor],
+    padding: Iterable[torch.Tensor],
+    values: Iterable[torch.Tensor],
+) -> None:
+    """Copy ``values`` into a graph's inputs; where they are smaller, padding fills the rest."""
+    for column, rest, value in zip(inputs, padding, values, strict=True):
+        if value.shape != column.shape:
+            column.copy_(rest)
+        column[tuple(map(slice, value.shape))].copy_(value)
+
+
+class Usage(NamedTuple):
+    """The memory and time that a server's graphs took."""
+
+    gigabytes: float
+    seconds: float
+
+
+class Ranks(NamedTuple):
+    """The ranks that capture the same graphs, each on its own device."""
+
+    free_bytes: int = 1 << 60  # on the device with the least free memory
+    count: int = 1
+    index: int = 0  # of this rank
+
+    @classmethod
+    def of(cls, group: Any, device: str) -> "Ranks":
+        """Measure free memory; every rank of SGLang's ``group`` must call it."""
+        torch.get_device_module(device).empty_cache()
+        free = torch.tensor(_free_bytes(device))
+        if group.world_size > 1:
+            torch.distributed.all_reduce(
+                free, torch.distributed.ReduceOp.MIN, group=group.cpu_group
+            )
+        return cls(int(free), group.world_size, group.rank_in_group)
+
+
+class Session:
+    """A sequence of captures, and the memory that they take.
+
+    Args:
+        record: captures one function.
+        device: on which memory is measured.
+    """
+
+    def __init__(self, record: Record, device: str) -> None:
+        self._record = record
+        self._device = device
+        self._start = time.monotonic()
+        self._free = _free_bytes(device)
+        self._largest: int | None = None
+
+    def record(self, run: Callable[[], T]) -> tuple[T, Replay]:
+        """Capture a function; the first must be the largest."""
+        recorded = self._record(run)
+        if self._largest is None:
+            self._largest = self._taken()
+        return recorded
+
+    def usage(self, recorded: str) -> Usage:
+        """Return and log the cost of all graphs; log a warning if they share no memory.
+
+        Args:
+            recorded: description of the graphs, for the log.
+        """
+        taken, largest = self._taken(), self._largest or 0
+        usage = Usage(taken / 2**30, time.monotonic() - self._start)
+        logger.info(
+            "SMC round graphs: %.2f GB of %.2f GB that were free, %.1f s; the largest alone: "
+            "%.2f GB. %s",
+            *(usage.gigabytes, self._free / 2**30, usage.seconds, largest / 2**30, recorded),
+        )
+        if taken > MOST_OF_LARGEST * largest + _UNSHARED:
+            logger.warning(
+                "SMC's recorded rounds take %.2f GB, and the largest alone %.2f GB: they should "
+                "share their memory. If it runs short, pass fewer sizes to --cuda-graph-bs-decode, "
+                "or --speculative-smc-round-graph off.",
+                *(taken / 2**30, largest / 2**30),
+            )
+        return usage
+
+    def _taken(self) -> int:
+        return self._free - _free_bytes(self._device)
+
+
+@contextmanager
+def cuda_session(device: str) -> Iterator[Session]:
+    """Capture CUDA graphs, all on one stream and from one memory pool.
+
+    The stream matters: the allocator keeps blocks by stream, in a pool too, so that graphs captured
+    on two streams share nothing. The largest is captured first, and smaller ones fit into the
+    blocks that it has freed.
+    """
+    from sglang.srt.distributed.parallel_state import graph_capture
+    from sglang.srt.model_executor.runner import freeze_gc
+    from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
+    from sglang.srt.runtime_context import get_server_args
+
+    pool = torch.cuda.graph_pool_handle()
+    keeps_gc = upstream.resolved(get_server_args()).enable_cudagraph_gc
+    with torch.no_grad(), freeze_gc(keeps_gc), graph_capture() as context, model_capture_mode():
+        stream: Any = context.stream  # CUDA's
+
+        def record(run: Callable[[], T]) -> tuple[T, Replay]:
+            graph = torch.cuda.CUDAGraph()
+            # It empties the allocator's cache first: blocks of warm-ups are not in the pool.
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                result = run()
+            return result, graph.replay
+
+        yield Session(record, device)
+
+
+def _free_bytes(device: str) -> int:
+    if torch.device(device).type == "cpu":
+        return 0
+    return torch.get_device_module(device).mem_get_info(device)[0]
+
+
+class Forward(Protocol):
+    """The interface of a model over particles: `models.forward.ParticleForward`."""
+
+    @property
+    def attn_backend(self) -> "ParticleAttention": ...
+
+    def next_logits(
+        self,
+        tokens: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        locations: KVLocations,
+    ) -> torch.Tensor: ...
+
+    def chain_logits(
+        self,
+        tokens: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        locations: KVLocations,
+    ) -> torch.Tensor: ...
+
+
+class _Inputs(NamedTuple):
+    """The inputs of a captured pass, all int64."""
+
+    tokens: torch.Tensor  # [G, N, C]
+    starts: torch.Tensor  # [G, N]
+    slots: torch.Tensor  # [G, N, C]
+    rows: torch.Tensor  # [G]
+    committed: torch.Tensor  # [G]
+    particle_rows: torch.Tensor  # [G, N]
+
+    @classmethod
+    def of_padding(cls, shape: tuple[int, int, int], device: torch.device | str) -> "_Inputs":
+        """Return particles on SGLang's padding row, which read and write its slot 0."""
+        chains = torch.zeros(shape, dtype=torch.int64, device=device)  # [G, N, C]
+        particles, groups = chains[:, :, 0].clone(), chains[:, 0, 0].clone()
+        return cls(chains, particles + 1, chains.clone(), groups, groups + 1, particles)
+
+
+class _Recorded(NamedTuple):
+    inputs: _Inputs
+    padding: _Inputs
+    logits: torch.Tensor  # [G, N, V] or [G, N, C, V]
+    replay: Replay
+
+
+class RecordedPasses:
+    """A model over particles with passes replayed from CUDA graphs.
+
+    Args:
+        forward: the model; it runs directly the passes that no graph fits.
+    """
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self._recorded: dict[str, dict[int, _Recorded]] = {}
+
+    @property
+    def attn_backend(self) -> "ParticleAttention":
+        """Return the model's attention over particles."""
+        return self._forward.attn_backend
+
+    def record(
+        self,
+        record: Record,
+        name: str,
+        shape: tuple[int, int],
+        sizes: Sequence[int],
+        max_tail: int,
+        device: str,
+    ) -> None:
+        """Capture one kind of pass.
+
+        Args:
+            record: captures one function.
+            name: the method, `next_logits` or `chain_logits`.
+            shape: particles of a request and tokens of a chain, (N, C).
+            sizes: batch sizes, in requests.
+            max_tail: of `KVLocations`.
+        """
+        kind = self._recorded[_kind(name, shape[1])] = {}
+        for size in sorted(sizes, reverse=True):
+            inputs, padding = (_Inputs.of_padding((size, *shape), device) for _ in range(2))
+            locations = KVLocations(inputs.rows, inputs.committed, inputs.particle_rows, max_tail)
+
+            def run(inputs: _Inputs = inputs, locations: KVLocations = locations) -> torch.Tensor:
+                return getattr(self._forward, name)(*inputs[:3], locations)
+
+            run()  # warm-up, see `Record`
+            kind[size] = _Recorded(inputs, padding, *record(run))
+
+    def next_logits(
+        self,
+        tokens: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        locations: KVLocations,
+    ) -> torch.Tensor:
+        """See `models.forward.ParticleForward.next_logits`; returns a copy."""
+        return self._run("next_logits", tokens, starts, slots, locations)
+
+    def chain_logits(
+        self,
+        tokens: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        locations: KVLocations,
+    ) -> torch.Tensor:
+        """See `models.forward.ParticleForward.chain_logits`; the next such pass overwrites it."""
+        return self._run("chain_logits", tokens, starts, slots, locations)
+
+    def _run(
+        self,
+        name: str,
+        tokens: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        locations: KVLocations,
+    ) -> torch.Tensor:
+        found = self._find(_kind(name, tokens.shape[2]), tokens.shape)
+        if found is None:
+            return getattr(self._forward, name)(tokens, starts, slots, locations)
+        given = _Inputs(tokens, starts, slots, *locations[:3])
+        hold(found.inputs, found.padding, given)
+        found.replay()
+        size, num_particles, num_columns = tokens.shape
+        logits = found.logits[:size, :num_particles]
+        return logits.clone() if name == "next_logits" else logits[:, :, :num_columns]
+
+    def _find(self, kind: str, shape: torch.Size) -> _Recorded | None:
+        """Return the smallest graph that fits chains ``[G, N, C]``, or None."""
+        sizes = self._recorded.get(kind, {})
+        for size in sorted(sizes):
+            room = sizes[size].inputs.tokens.shape
+            if all(mine <= its for mine, its in zip(shape, room, strict=True)):
+                return sizes[size]
+        return None
+
+
+class PassRecording(NamedTuple):
+    """The parameters with which a server captures the passes of its models."""
+
+    record: Record
+    num_particles: int  # of a request
+    sizes: Sequence[int]  # of batches, in requests
+    max_tail: int  # of `KVLocations`
+    device: str
+
+    def of(self, forward: Forward, name: str, columns: Sequence[int]) -> RecordedPasses:
+        """Return a model with its passes ``name`` captured, for chains of each given length."""
+        passes = RecordedPasses(forward)
+        for num_columns in columns:
+            shape = self.num_particles, num_columns
+            passes.record(self.record, name, shape, self.sizes, self.max_tail, self.device)
+        return passes
+
+
+def _kind(name: str, num_columns: int) -> str:
+    """Return the key of a pass; ``next_logits`` are captured per chain length.
+
+    The logits of a chain's last token are at another place of a longer chain.
+    """
+    return f"{name} {num_columns}" if name == "next_logits" else name

@@ -1,0 +1,220 @@
+"""Build the draft of a server: its worker, its proposal, and its source of hidden states."""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sglang_smc import upstream
+from sglang_smc.models import head_kinds as kinds
+from sglang_smc.models import vocabulary
+from sglang_smc.models.attention import Implementation
+from sglang_smc.models.forward import ParticleForward
+from sglang_smc.proposers.base import LanguageModel, Proposal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    import torch
+    from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_smc.kv.ledger import Ledger
+    from sglang_smc.options.server import SMCConfig
+    from sglang_smc.proposers.ngram import Corpus
+    from sglang_smc.proposers.prompts import ReadsPrompts
+    from sglang_smc.upstream import Arguments
+
+
+# Methods of SGLang's target class that a head needs; the first makes it capture hidden states.
+_GIVES_OUT = {
+    "eagle3": ("set_eagle3_layers_to_capture", "get_embed_and_head"),
+    "dflash": (
+        "set_dflash_layers_to_capture",
+        "get_input_embeddings",
+        "logits_processor",
+        "lm_head",
+    ),
+}
+
+
+class Drafting(NamedTuple):
+    """A target over particles, with its proposal."""
+
+    target: ParticleForward
+    proposal: Proposal
+    prompts: "ReadsPrompts"
+
+
+def build(
+    target: "TpModelWorker", server_args: "ServerArgs", placement: "Mapping[str, Any]"
+) -> "TpModelWorker":
+    """Build the draft's worker and load its model.
+
+    Args:
+        placement: the other arguments with which SGLang builds the SMC worker.
+
+    Raises:
+        ValueError: for a head, if the target returns no hidden states.
+    """
+    worker = upstream.build_draft(target, server_args, placement)
+    connect(target, worker)
+    # SGLang reads the draft's runner under names that only EAGLE's workers declare.
+    runner = worker.model_runner
+    worker.draft_runner = runner  # pyright: ignore[reportAttributeAccessIssue] -- as above
+    worker.draft_runners = [runner]  # pyright: ignore[reportAttributeAccessIssue] -- as above
+    return worker
+
+
+def connect(target: "TpModelWorker", draft: "TpModelWorker") -> None:
+    """Share the target's hidden states, embedding and LM head with a head.
+
+    Runs before pools and graphs are built, which depend on it.
+
+    Raises:
+        ValueError: for a target that does not expose them.
+    """
+    config = draft.model_runner.model_config
+    kind = kinds.kind_of(config)
+    if kind == "model":
+        return
+    model, head = target.model_runner.model, draft.model_runner.model
+    lacking = [name for name in _GIVES_OUT[kind] if not hasattr(model, name)]
+    if lacking:
+        raise ValueError(
+            f"--speculative-draft-model-path is a head of kind {kind}, and SGLang's "
+            f"{type(model).__name__} gives out no states for one (it has no {lacking[0]}). Choose "
+            "a language model as the draft, or a target of another family."
+        )
+    layers = kinds.captured_layers(config, target.model_runner.model_config.num_hidden_layers)
+    getattr(model, _GIVES_OUT[kind][0])(layers)
+    if kind == "eagle3":
+        _share_embedding(model, head)
+    elif (Path(config.model_path) / "mask_embedding.pt").exists():
+        raise ValueError(
+            "--speculative-draft-model-path has a mask_embedding.pt, which would be written into "
+            "the target's own embedding; allowed: block heads whose mask is a token of the "
+            "target's. Choose another head."
+        )
+
+
+def _share_embedding(model: Any, head: Any) -> None:
+    embedding, lm_head = model.get_embed_and_head()
+    if head.load_lm_head_from_target:
+        head.set_embed_and_head(embedding, lm_head)
+    else:
+        head.set_embed(embedding)
+    shared = ("embed_tokens.weight", "lm_head.weight")[: 1 + head.load_lm_head_from_target]
+    if head.hot_token_id is not None:
+        head.hot_token_id = head.hot_token_id.to(embedding.device)
+    head.load_weights = partial(load_own, head, head.load_weights, shared)
+
+
+def load_own(
+    head: Any,
+    load: "Callable[[Iterable[tuple[str, torch.Tensor]]], None]",
+    shared: tuple[str, ...],
+    weights: "Iterable[tuple[str, torch.Tensor]]",
+) -> None:
+    """Load new weights into a running head in place, except those that it shares with the target.
+
+    Args:
+        head: SGLang's model.
+        load: its own `load_weights`.
+        shared: suffixes of the names of shared weights.
+        weights: of a checkpoint.
+    """
+    hot = head.hot_token_id
+    load((name, weight) for name, weight in weights if not name.endswith(shared))
+    if hot is not None:
+        hot.copy_(head.hot_token_id)  # captured rounds read this tensor
+        head.hot_token_id = hot
+
+
+class Beside(NamedTuple):
+    """The parts of which a draft is assembled."""
+
+    target: "TpModelWorker"
+    draft: "TpModelWorker | None"  # None: n-gram matches are the only proposer
+    ledger: "Ledger"  # of KV slots
+    kernels: Implementation
+    num_particles: int  # N of the server
+    num_columns: int  # K + 1
+
+    @property
+    def over(self) -> "tuple[torch.Tensor, Implementation, int]":
+        """Return the arguments shared by all forwards over particles."""
+        return self.ledger.tails, self.kernels, self.num_columns
+
+
+def assemble(given: Beside) -> Drafting:
+    """Build the target and the draft over particles, for targets with softmax attention alone."""
+    if given.draft is None:
+        return _nobody(given)
+    build = {"model": _model, "eagle3": _eagle, "dflash": _block}
+    return build[kinds.kind_of(given.draft.model_runner.model_config)](given, given.draft)
+
+
+def _nobody(given: Beside) -> Drafting:
+    from sglang_smc.proposers.ngram import Nobody, NoPrompts
+
+    runner = given.target.model_runner
+    target = ParticleForward(runner, *given.over)
+    width = runner.model_config.vocab_size
+    return Drafting(target, Nobody(target.attn_backend, width), NoPrompts())
+
+
+def _model(given: Beside, draft: "TpModelWorker") -> Drafting:
+    from sglang_smc.proposers.prompts import ModelPrompts
+
+    widths = vocabulary.vocabularies(given.target, draft)
+    runner = draft.model_runner
+    forward = vocabulary.with_width(ParticleForward(runner, *given.over), *widths)
+    return Drafting(
+        ParticleForward(given.target.model_runner, *given.over),
+        LanguageModel(forward),
+        ModelPrompts(runner, vocabulary.last_read(*widths)),
+    )
+
+
+def _eagle(given: Beside, draft: "TpModelWorker") -> Drafting:
+    from sglang_smc.proposers.eagle3 import EagleForward, EagleHead
+    from sglang_smc.proposers.hidden_states import ReadTarget, StateTable
+    from sglang_smc.proposers.prompts import EaglePrompts
+
+    runner, of_target, ledger = draft.model_runner, given.target.model_runner, given.ledger
+    model: Any = runner.model
+    table = StateTable.of(
+        ledger.tails,
+        num_columns=given.num_columns,
+        num_slots=len(ledger.rank),
+        width=model.model.fc.in_features,
+        dtype=of_target.dtype,
+    )
+    head = EagleHead(
+        EagleForward(runner, *given.over),
+        table,
+        model.hot_token_id,
+        of_target.model_config.vocab_size,
+    )
+    reads = ReadTarget(of_target, *given.over, head)
+    return Drafting(reads, head, EaglePrompts(runner, reads, table, ledger, given.num_particles))
+
+
+def _block(given: Beside, draft: "TpModelWorker") -> Drafting:
+    from sglang_smc.proposers.dflash import BlockForward, BlockHead
+    from sglang_smc.proposers.hidden_states import ReadTarget
+    from sglang_smc.proposers.prompts import BlockPrompts
+
+    runner, of_target = draft.model_runner, given.target.model_runner
+    forward = BlockForward(runner, *given.over, of_target.model)
+    head = BlockHead(forward, kinds.mask_token(runner.model_config))
+    return Drafting(ReadTarget(of_target, *given.over, head), head, BlockPrompts(forward))
+
+
+def corpus_of(settled: "Arguments", config: "SMCConfig") -> "Corpus | None":
+    """Return the n-gram corpus of a server, or None where no n-gram matches are used."""
+    if not config.keeps_texts:
+        return None
+    from sglang_smc.proposers.ngram import open_corpus
+
+    return open_corpus(settled, config)

@@ -1,0 +1,147 @@
+"""Draft with block heads (DFlash, arXiv 2602.06036), run over particles on SGLang's model class.
+
+One pass returns the distributions of all K draft tokens: the block is the last token and K masks,
+which attend to the text before them and to each other, in both directions. So q is a product of
+marginals, from which each particle samples its own chain. For the text before the block, the head's
+keys and values are computed from the target's hidden states, and written to the slots of their
+tokens right after the target's pass.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+from sglang_smc.models.attention import Implementation, KVLocations, store
+from sglang_smc.models.forward import ParticleForward
+from sglang_smc.proposers.base import DraftSlots
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_smc.models.recorder import PassRecording
+
+
+class BlockForward(ParticleForward):
+    """A block head over particles.
+
+    Args:
+        runner, tails, attention, max_columns: see `ParticleForward`.
+        target: SGLang's target model; the block head uses its embedding and LM head.
+    """
+
+    def __init__(
+        self,
+        runner: "ModelRunner",
+        tails: torch.Tensor,
+        attention: Implementation,
+        max_columns: int,
+        target: Any,
+    ) -> None:
+        super().__init__(runner, tails, attention, max_columns, blocks=True)
+        self._model: Any = runner.model
+        self._target = target
+        self._embed = target.get_input_embeddings()
+        # Some models scale embeddings outside of the embedding table.
+        scales = hasattr(target, "get_dflash_noise_embedding_scale")
+        self._scale = target.get_dflash_noise_embedding_scale() if scales else 1.0
+
+    def laws(
+        self,
+        blocks: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        locations: KVLocations,
+    ) -> torch.Tensor:
+        """Return the logits ``[K, G, N, V]`` at the masks of blocks ``[G, N, K + 1]``.
+
+        Other arguments as in `ParticleForward.next_logits`.
+        """
+        batch = self._batch(ForwardMode.TARGET_VERIFY, blocks, starts, slots, locations)
+        embedded = self._embed(batch.input_ids) * self._scale
+        with self._attending(locations, starts, blocks.shape[2]):
+            output = self._model.forward(
+                batch.input_ids, batch.positions, batch, input_embeds=embedded
+            )
+        masked = output.hidden_states.unflatten(0, blocks.shape)[:, :, 1:]
+        steps = masked.permute(2, 0, 1, 3)  # [K, G, N, H]: each step contiguous
+        return self._logits(steps.flatten(0, 2), batch).unflatten(0, steps.shape[:3])
+
+    def _logits(self, states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Map the last layer's output ``[R, H]`` to logits ``[R, V]`` with the target's LM head."""
+        target = self._target
+        ids = batch.input_ids
+        return target.logits_processor(ids, states, target.lm_head, batch).next_token_logits
+
+    def write(self, states: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write the keys and values computed from the target's hidden states.
+
+        Args:
+            states: ``[R, F]`` hidden states of the target.
+            positions, slots: ``[R]`` positions of their tokens, and destination KV slots.
+        """
+        model, pool = self._model, self.attn_backend.token_to_kv_pool
+        context = model.project_target_hidden(states)
+        positions = positions.clamp_max(self._last_position)
+        for layer in model.layers:
+            attention = layer.self_attn
+            shown = model.prepare_context_hidden_for_kv(layer, context)
+            keys, values = attention.kv_proj_only(shown)
+            keys = attention.apply_k_rope(positions, attention.apply_k_norm(keys))
+            heads = -1, attention.num_kv_heads, attention.head_dim
+            store(pool, attention.attn, slots, keys.view(heads), values.view(heads))
+
+
+class BlockHead:
+    """A draft by a block head: one pass returns the distributions of all K tokens.
+
+    Args:
+        forward: the head over particles.
+        mask: the mask token id.
+    """
+
+    at_once = True
+    has_stock_passes = False  # SGLang's own passes have no hidden states to read
+    state_bytes = 0
+
+    def __init__(self, forward: BlockForward, mask: int) -> None:
+        self._forward = forward
+        self._mask = mask
+        self._laws: torch.Tensor  # [K, G, N, V] logits of the running round
+
+    @property
+    def attn_backend(self) -> Any:
+        """Return the head's attention over particles."""
+        return self._forward.attn_backend
+
+    def begin(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
+        """See `Proposal`. Without drafts no pass is run."""
+        last, slots = last_two[:, :, 1:], at.slots[1:].permute(1, 2, 0)  # [G, N, K + 1]
+        num_steps = slots.shape[2] - 1
+        if num_steps == 0:
+            return last.float()
+        masks = torch.full_like(slots[:, :, 1:], self._mask)
+        blocks = torch.cat([last, masks], dim=2)
+        self._laws = self._forward.laws(blocks, at.positions[1], slots, at.locations)
+        return self._laws[0]
+
+    def go_on(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
+        """See `Proposal`. The result does not depend on the tokens sampled before."""
+        return self._laws[step]
+
+    def recorded(self, recording: "PassRecording") -> "BlockHead":
+        """Return this object: its only pass keeps the logits of all steps."""
+        return self
+
+    def read_chains(
+        self,
+        tokens: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        locations: KVLocations,
+        states: torch.Tensor,
+    ) -> None:
+        """See `ReadsStates`."""
+        column = torch.arange(tokens.shape[2], device=tokens.device)
+        positions = starts.unsqueeze(2) + column
+        self._forward.write(states.flatten(0, 2), positions.flatten(), slots.flatten())

@@ -1,0 +1,150 @@
+"""Read the target's hidden states from its passes, and keep those that heads need in later rounds.
+
+A hidden state here is the concatenated output of some of the target's layers at one token: F
+numbers. SGLang's model classes return it for the layers that they are set to capture.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
+
+from sglang_smc.models.attention import Implementation, KVLocations, lead_in, slots_before
+from sglang_smc.models.forward import ParticleForward
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class ReadsStates(Protocol):
+    """A head, as the target's passes call it."""
+
+    def read_chains(
+        self,
+        tokens: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        locations: KVLocations,
+        states: torch.Tensor,
+    ) -> None:
+        """Run the head over the chains that the target has just scored.
+
+        Args:
+            tokens, starts, slots, locations: of the pass, as in `ParticleForward.chain_logits`.
+            states: ``[G, N, C, F]`` hidden states at these tokens.
+        """
+        ...
+
+
+class ReadTarget(ParticleForward):
+    """A target over particles that passes its hidden states to a head.
+
+    Args:
+        runner, tails, attention, max_columns: see `ParticleForward`.
+        reader: the head.
+    """
+
+    def __init__(
+        self,
+        runner: "ModelRunner",
+        tails: torch.Tensor,
+        attention: Implementation,
+        max_columns: int,
+        reader: ReadsStates,
+    ) -> None:
+        super().__init__(runner, tails, attention, max_columns)
+        self._captured = CaptureHiddenMode.FULL
+        self._reader = reader
+
+    def chain_logits(
+        self,
+        tokens: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        locations: KVLocations,
+    ) -> torch.Tensor:
+        """Score chains as `ParticleForward.chain_logits` does, then run the head over them."""
+        output = self._run(ForwardMode.TARGET_VERIFY, tokens, starts, slots, locations)
+        states = output.hidden_states.unflatten(0, tokens.shape)  # [G, N, C, F]
+        self._reader.read_chains(tokens, starts, slots, locations, states)
+        return output.next_token_logits.unflatten(0, tokens.shape)
+
+    def states_at(
+        self, tokens: torch.Tensor, positions: torch.Tensor, locations: KVLocations
+    ) -> torch.Tensor:
+        """Return the hidden states ``[R, F]`` at tokens that the target has processed before.
+
+        Args:
+            tokens, positions: ``[R]`` int64, the last committed token of each of R requests.
+            locations: of these requests, with one particle each, and ``committed`` after the
+                tokens: their own keys are there.
+        """
+        shown = tokens.view(-1, 1, 1)
+        nowhere = torch.zeros_like(shown)  # the padding slot takes keys that are stored elsewhere
+        starts = positions.unsqueeze(1)
+        output = self._run(ForwardMode.TARGET_VERIFY, shown, starts, nowhere, locations)
+        return output.hidden_states
+
+
+class StateTable(NamedTuple):
+    """The hidden states of each particle's last chain, found by the KV slot of one of its tokens.
+
+    Resampling copies nothing here: the ledger passes the slots on.
+    """
+
+    states: torch.Tensor  # [P * C, F] of P particles, those of a request together
+    readers: torch.Tensor  # [KV slots] int64: row of `states` for each slot
+    tails: torch.Tensor  # `Ledger.tails`
+    num_columns: int  # C
+
+    @classmethod
+    def of(
+        cls,
+        tails: torch.Tensor,
+        *,
+        num_columns: int,
+        num_slots: int,
+        width: int,
+        dtype: torch.dtype,
+    ) -> "StateTable":
+        """Return a table of zeros.
+
+        Args:
+            tails: `Ledger.tails`, a row for each of the P particles.
+            num_columns: C, the longest chain.
+            num_slots: of KV, the padding slot 0 included.
+            width, dtype: of hidden states.
+        """
+        return cls(
+            torch.zeros(len(tails) * num_columns, width, dtype=dtype, device=tails.device),
+            torch.zeros(num_slots, dtype=torch.int64, device=tails.device),
+            tails,
+            num_columns,
+        )
+
+    def before(self, starts: torch.Tensor, particle_rows: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states ``[G, N, F]`` of the tokens before ``starts`` ``[G, N]``."""
+        return self.states[self.readers[slots_before(self.tails, particle_rows, starts)]]
+
+    def keep(self, slots: torch.Tensor, particle_rows: torch.Tensor, states: torch.Tensor) -> None:
+        """Store hidden states ``[G, N, C, F]`` of the tokens in ``slots`` ``[G, N, C]``."""
+        column = torch.arange(slots.shape[2], device=slots.device)
+        place = particle_rows.unsqueeze(2) * self.num_columns + column  # [G, N, C]
+        self.readers[slots] = place
+        self.states[place] = states
+
+    def keep_prompts(
+        self,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        particle_rows: torch.Tensor,
+        states: torch.Tensor,
+    ) -> None:
+        """Start all particles of G requests from hidden states ``[G, F]`` at prompt ends.
+
+        Args:
+            slots, lengths: ``[G]`` int64, of the last token of each prompt, and of the prompts.
+            particle_rows: ``[G, N]`` rows of all particles.
+        """
+        lead_in(self.tails, particle_rows, lengths, slots)
+        self.keep(slots.view(-1, 1, 1), particle_rows[:, :1], states.unsqueeze(1).unsqueeze(1))

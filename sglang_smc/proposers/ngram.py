@@ -1,0 +1,337 @@
+"""Mix n-gram matches into the draft distribution, or propose from matches alone.
+
+SGLang's corpus returns, for the last tokens of a sequence, a tree of the continuations that it has
+seen. At each draft step a particle is at a node of its tree, or has left it. The match distribution
+is uniform over the node's children, since their counts are not returned; where there are none, q is
+the draft distribution alone. All of that is fixed before a token is sampled, so q is known exactly,
+and weights and verification correct for it as for any draft. A token that a request's rules forbid
+has no mass in the draft distribution, and gets none from a match.
+
+A server without a draft model proposes from matches alone. A round then takes uniform logits in
+place of the draft's, to which rules and filters apply as usual.
+
+The corpus is SGLang's trie, on the host, of all runs of up to `--speculative-ngram-max-trie-depth`
+tokens of prompts and outputs; the oldest are evicted. SGLang keeps the progress of a match under a
+request's id, for a sequence that only grows. A particle's sequence may change from round to round,
+so each match uses a fresh id that is erased right after. Tensor-parallel ranks keep one corpus
+each. They insert the same tokens in the same order, and wait until all are inserted before they
+match.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from sglang_smc.kv.transfer import on_device, to_device
+from sglang_smc.models.attention import ParticleAttention
+from sglang_smc.models.recorder import PassRecording
+from sglang_smc.options.server import SMCConfig, flag_of
+from sglang_smc.proposers.base import DraftSlots
+from sglang_smc.smc.distribution import Draws, TokenDistribution, of_each_draw
+from sglang_smc.smc.edits import likeliest, mix
+from sglang_smc.state.population import Population
+from sglang_smc.state.request import settled_ids, state_of, tails_of
+from sglang_smc.upstream import Arguments, release
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+NONE = -2
+"""The parent of the root, and of padding."""
+
+
+class Trie(Protocol):
+    """The interface of SGLang's `NgramCorpus`."""
+
+    def batch_put(self, batch_tokens: list[list[int]]) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def batch_get(
+        self, req_ids: list[str], batch_tokens: list[list[int]], total_lens: list[int]
+    ) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def erase_match_state(self, req_ids: list[str]) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+class _HostTails(NamedTuple):
+    """The fields of a population that `tails_of` reads."""
+
+    last_emitted: torch.Tensor  # [G, N]
+    tokens: torch.Tensor  # [G, N, T]
+    lengths: torch.Tensor  # [G, N]
+
+    @classmethod
+    def of(cls, of: Population) -> "_HostTails":
+        """Copy the fields to the host, which waits for the device."""
+        return cls(of.last_emitted.cpu(), of.tokens.cpu(), of.lengths.cpu())
+
+
+def open_corpus(server_args: Arguments, config: SMCConfig) -> "Corpus":
+    """Return an empty corpus, of the sizes in the resolved arguments.
+
+    Its trees have a node for each draft token, beside the root, as in SGLang's own worker: in a
+    repetitive text a tree is the last continuation alone.
+
+    Raises:
+        ValueError: where SGLang cannot compile its cache.
+    """
+    depth, num_nodes = server_args.speculative_ngram_max_trie_depth, config.num_steps + 1
+    try:
+        from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
+
+        trie = NgramCorpus(
+            max_trie_depth=depth,
+            min_bfs_breadth=server_args.speculative_ngram_min_bfs_breadth,
+            max_bfs_breadth=server_args.speculative_ngram_max_bfs_breadth,
+            draft_token_num=num_nodes,
+            match_type=server_args.speculative_ngram_match_type,
+            capacity=server_args.speculative_ngram_capacity,
+        )
+    except Exception as error:  # of a compiler, or of whatever it lacks
+        raise ValueError(
+            f"{flag_of('ngram_weight')} is above 0, and SGLang {release()} cannot build its n-gram "
+            f"cache: {_told(error)}. It is compiled as a server starts: have a C++20 compiler and "
+            "ninja (apt-get install g++ ninja-build), or leave the flag out."
+        ) from error
+    return Corpus(trie, depth, num_nodes, alone=config.has_no_draft)
+
+
+def _told(error: Exception) -> str:
+    """Return the error line of a compiler's output."""
+    lines = str(error).splitlines() or [""]
+    found = next((line for line in lines if "error:" in line), lines[0])
+    return f"{type(error).__name__}: {found.strip()}"
+
+
+class Corpus:
+    """The tokens of all prompts and outputs, from which continuations are matched.
+
+    Args:
+        trie: SGLang's trie.
+        depth: the longest run of tokens that it stores.
+        num_nodes: T, nodes of a tree that it returns, the root included.
+        alone: whether there is no other proposer.
+    """
+
+    def __init__(self, trie: Trie, depth: int, num_nodes: int, *, alone: bool = False) -> None:
+        self.alone = alone
+        self._trie = trie
+        self._depth = depth
+        self._num_nodes = num_nodes
+
+    def read(self, req: "Req", new: Sequence[int] = ()) -> None:
+        """Insert the tokens that a request has gained since the last call, and ``new`` after them.
+
+        These are tokens of its prompt and of its settled output. The tokens before them are
+        inserted again, so that runs across the boundary are stored, too.
+        """
+        prompt, answer = req.origin_input_ids, [*settled_ids(req), *new]
+        state = state_of(req)
+        num_read, length = state.kept.get(Corpus, 0), len(prompt) + len(answer)
+        if length > num_read:
+            start = max(num_read - self._depth + 1, 0)
+            answer_start = max(start - len(prompt), 0)
+            self._trie.batch_put([[*prompt[start:], *answer[answer_start:]]])
+            state.kept[Corpus] = length
+
+    def forget(self) -> None:
+        """Remove all tokens; no request may be running."""
+        self._trie.reset()
+
+    def trees(self, reqs: "list[Req]", population: Population) -> tuple[np.ndarray, np.ndarray]:
+        """Return tokens and parents ``[G * N, T]`` int64 of each particle's tree of continuations.
+
+        Requests that use no matches get empty trees.
+        """
+        for req in reqs:
+            self.read(req)
+        tails = _HostTails.of(population)
+        nothing = np.zeros((1, self._num_nodes), dtype=np.int64)
+        places, contexts = self._places(reqs, tails)
+        tokens, parents = nothing, nothing + NONE
+        if contexts:
+            found = self._match(contexts)
+            tokens, parents = (
+                np.concatenate([these, none])
+                for these, none in zip(found, (tokens, parents), strict=True)
+            )
+        return tokens[places], parents[places]
+
+    def _places(
+        self, reqs: "list[Req]", tails: _HostTails
+    ) -> tuple[list[int], list[tuple[int, ...]]]:
+        """Return each particle's index into the distinct contexts (-1: none), and these."""
+        contexts: dict[tuple[int, ...], int] = {}
+        places: list[int] = []
+        for group, req in enumerate(reqs):
+            if not state_of(req).now.uses_matches:
+                places += [-1] * tails.tokens.shape[1]
+                continue
+            shared = self._end_of(req)
+            for tail in tails_of(req, tails, group):
+                context = tuple([*shared, *tail][-self._depth :])
+                places.append(contexts.setdefault(context, len(contexts)))
+        return places, list(contexts)
+
+    def _end_of(self, req: "Req") -> list[int]:
+        """Return the last tokens that all particles of a request share."""
+        answer = settled_ids(req)[-self._depth :]
+        missing = self._depth - len(answer)
+        return [*(req.origin_input_ids[-missing:] if missing else ()), *answer]
+
+    def _match(self, contexts: list[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
+        """Return tokens and parents ``[R, T]`` of the trees after R contexts."""
+        ids = [str(place) for place in range(len(contexts))]
+        self._trie.synchronize()
+        texts = [list(context) for context in contexts]
+        tokens, mask = self._trie.batch_get(ids, texts, [len(text) for text in texts])
+        self._trie.erase_match_state(ids)
+        return as_trees(tokens, mask, self._num_nodes)
+
+
+def as_trees(tokens: np.ndarray, mask: np.ndarray, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Convert SGLang's result to trees: tokens and parents ``[R, T]`` int64.
+
+    SGLang pads trees with token 0 below the root, which a real node can equal. So trailing nodes of
+    that form are dropped: this loses a real token 0 that directly continues the sequence and has no
+    continuation of its own, and nothing else.
+
+    Args:
+        tokens: R * T, a root and its nodes by depth.
+        mask: R * T * T, [i, j] is 1 where j is i or an ancestor of i.
+        num_nodes: T.
+    """
+    tokens = tokens.reshape(-1, num_nodes).astype(np.int64)
+    node = np.arange(num_nodes)
+    above = mask.reshape(-1, num_nodes, num_nodes).astype(bool) & (node < node[:, None])
+    parents = np.where(above.any(-1), (above * node).argmax(-1), NONE)
+    looks_filled = (tokens == 0) & (parents == 0)
+    fills = np.minimum.accumulate(looks_filled[:, ::-1], axis=1)[:, ::-1]
+    return tokens, np.where(fills, NONE, parents)
+
+
+_OUTSIDE = -1  # the sampled token is not in the tree; no node has this parent
+
+
+class Matches(NamedTuple):
+    """The trees after the sequences of a batch, and each particle's node in its tree.
+
+    D = G * N particles, T nodes of a tree.
+    """
+
+    tokens: torch.Tensor  # [D, T] int64; the root comes first, for the sequence itself
+    parents: torch.Tensor  # [D, T] int64 nodes; -2 for the root and for padding
+    node: torch.Tensor  # [D] int64 current node; `_OUTSIDE` once the particle has left the tree
+    weights: torch.Tensor  # [D] float32: w of each particle's request
+    alone: bool = False  # there is no draft model: uniform logits, -inf where rules forbid
+
+    @classmethod
+    def of(cls, corpus: Corpus, reqs: "list[Req]", population: Population) -> "Matches":
+        """Match the sequences that a round starts from; this waits for the device."""
+        size, num_particles, _ = population.texts.shape
+        device = population.texts.device
+        tokens, parents = map(torch.from_numpy, corpus.trees(reqs, population))
+        weights = [state_of(req).now.ngram_weight for req in reqs]
+        return cls(
+            to_device(device, tokens),
+            to_device(device, parents),
+            torch.zeros(size * num_particles, dtype=torch.int64, device=device),
+            of_each_draw(on_device(device, weights, torch.float32), size * num_particles),
+            corpus.alone,
+        )
+
+    def follow(self, drawn: torch.Tensor) -> "Matches":
+        """Return the matches after ``drawn`` ``[G, N]``, one sampled token for each particle."""
+        found = self._children() & (self.tokens == drawn.flatten().unsqueeze(1))  # one at most
+        node = torch.where(found.any(1), found.long().argmax(1), _OUTSIDE)
+        return self._replace(node=node)
+
+    def mixed(self, ops: Draws, draft: TokenDistribution) -> TokenDistribution:
+        """Return the mixture q of the matches and the draft distribution ``draft``, of D rows.
+
+        At temperature 0 the draft distribution is a point mass on its likeliest token, and q is one
+        on the likeliest token of the mixture: the match's where w > 1/2 and it is the only one.
+
+        Without a draft model the other component is a point mass on the first token that the rules
+        allow: any is valid, since verification corrects for it.
+        """
+        num_draws = len(self.node)
+        at_temperature_0 = draft.greedy
+        if self.alone:
+            every = torch.ones_like(draft.temperature, dtype=torch.bool)
+            draft = draft._replace(greedy=every, kept=None, sums=None)
+        log_q = draft.log_probs(ops)  # [D, V]
+        support = log_q.gather(1, self.tokens) > -torch.inf  # [D, T]
+        if draft.greedy is not None:
+            is_point = of_each_draw(draft.greedy, num_draws).unsqueeze(1)
+            allowed = draft.scores.gather(1, self.tokens) > -torch.inf
+            support = torch.where(is_point, allowed, support)
+        mixture = mix(log_q, self.tokens, self._children() & support, self.weights)
+        if at_temperature_0 is not None:
+            is_point = of_each_draw(at_temperature_0, num_draws).unsqueeze(1)
+            mixture = torch.where(is_point, likeliest(mixture), mixture)
+        return as_law(mixture, draft)
+
+    def _children(self) -> torch.Tensor:
+        """Return which nodes ``[D, T]`` are children of each particle's node."""
+        return self.parents == self.node.unsqueeze(1)
+
+
+def as_law(log_q: torch.Tensor, like: TokenDistribution) -> TokenDistribution:
+    """Return the distribution of log-probabilities ``[D, V]``, of as many groups as ``like``."""
+    return TokenDistribution(log_q, torch.ones_like(like.temperature))
+
+
+class Nobody:
+    """Uniform logits, used where n-gram matches are the only proposer.
+
+    Args:
+        of_target: the target's attention over particles.
+        vocab_size: V, of the target's logits.
+    """
+
+    at_once = False
+    has_stock_passes = False
+    state_bytes = 0
+
+    def __init__(self, of_target: ParticleAttention, vocab_size: int) -> None:
+        self._of_target = of_target
+        self._vocab_size = vocab_size
+
+    @property
+    def attn_backend(self) -> ParticleAttention:
+        """Return the target's attention, the only one."""
+        return self._of_target
+
+    def begin(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
+        """See `Proposal`."""
+        return self._flat(last_two[:, :, 0])
+
+    def go_on(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
+        """See `Proposal`."""
+        return self._flat(tokens)
+
+    def recorded(self, recording: PassRecording) -> "Nobody":
+        """See `Proposal`. There is nothing to capture."""
+        return self
+
+    def _flat(self, like: torch.Tensor) -> torch.Tensor:
+        """Return new logits ``[G, N, V]`` of zeros: rules write into them."""
+        return torch.zeros(*like.shape, self._vocab_size, device=like.device)
+
+
+class NoPrompts:
+    """A no-op in place of a draft's prefill; the n-gram corpus reads prompts on the host."""
+
+    wants_states = False
+
+    def read(
+        self, batch: "ScheduleBatch", target: "ForwardBatch", states: torch.Tensor | None
+    ) -> None:
+        """See `ReadsPrompts`."""

@@ -1,1 +1,0 @@
-"""Device work that is recorded once, as CUDA graphs, and replayed: how, how much of it, of what."""

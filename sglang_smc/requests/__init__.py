@@ -1,1 +1,0 @@
-"""What the host knows of one request, and the rules that its text obeys."""

@@ -1,0 +1,667 @@
+"""Play one round of SMC speculative decoding for all particles of all running requests.
+
+`Round.play` is the algorithm: draft, score, reweight and resample (or verify), extend, bonus,
+narrow, commit; `Steps` has the steps. docs/algorithm.md explains them. Glossary, with G requests
+(groups), N particles each, K draft tokens per round, V tokens in the vocabulary:
+
+    particle     a request's emitted tokens and a *tail* of tokens that are not emitted yet
+    draft        a token that the draft model proposes, drawn from q
+    column       the j-th draft token of all particles of a request
+    weight       product of p / q since the last resampling, of each particle
+    ESS          effective sample size: the number of equal weights with the same variance
+    resampling   heavy particles are copied, light ones dropped: `ancestors`
+    evidence     the factor by which a block of drafts multiplies the mean weight
+    bonus        one more token, from the target's own distribution
+    narrow       draw the oldest tokens of tails by weight, and drop particles with others
+
+The host waits for the device only where some request's rules read its sequences.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_smc.kv import arena
+from sglang_smc.kv.ledger import Ledger
+from sglang_smc.kv.transfer import joined
+from sglang_smc.models.attention import KVLocations
+from sglang_smc.models.recorder import Forward, PassRecording, Record
+from sglang_smc.ops.interface import Ops
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.proposers.base import DraftSlots, Proposal
+from sglang_smc.proposers.ngram import Corpus, Matches
+from sglang_smc.round.batch import (
+    Decision,
+    Drafts,
+    RoundBatch,
+    RoundInputs,
+    RoundShape,
+    Tables,
+    no_drafts,
+)
+from sglang_smc.round.observers import choose, look, trace_of
+from sglang_smc.round.result import Outcome, Particles
+from sglang_smc.round.verification import verify
+from sglang_smc.rules.base import BatchTexts
+from sglang_smc.rules.registry import TextRules
+from sglang_smc.smc import weighing
+from sglang_smc.smc.distribution import NextTokens, TokenDistribution
+from sglang_smc.smc.randomness import Purpose
+from sglang_smc.state.failures import failure_of_round
+from sglang_smc.state.logprobs import logprob_distribution, score_tails
+from sglang_smc.state.population import Population
+from sglang_smc.state.request import state_of
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+
+class Steps:
+    """Steps of a round: draft, score, decide, extend, bonus and narrow.
+
+    Each takes populations and returns new ones.
+
+    Args:
+        target: the target model, over particles.
+        draft: proposes draft tokens.
+        ledger: of the particles' KV slots.
+        ops: the small operations.
+    """
+
+    def __init__(
+        self,
+        target: Forward,
+        draft: Proposal,
+        ledger: Ledger,
+        ops: Ops,
+    ) -> None:
+        self.target = target
+        self.draft = draft
+        self.ledger = ledger
+        self.ops = ops
+
+    def record_passes(
+        self, record: Record, config: SMCConfig, sizes: Sequence[int], device: str
+    ) -> None:
+        """Capture the models' passes, and replay them from now on, in rounds without a graph.
+
+        Call it after whole rounds are captured, since a graph must not contain another's replay.
+        """
+        max_tail = arena.max_tail(config) + 1
+        recording = PassRecording(record, config.num_particles, sizes, max_tail, device)
+        target = recording.of(self.target, "chain_logits", [config.num_steps + 1])
+        self.target, self.draft = target, self.draft.recorded(recording)
+
+    def reserve(self, batch: RoundBatch, population: Population) -> DraftSlots:
+        """Return the KV slots of each particle's next K + 1 positions, and of the one before."""
+        starts = batch.committed.unsqueeze(1) + population.lengths
+        slots = self.ledger.reserve(
+            batch.rows,
+            allocated=batch.allocated,
+            starts=starts,
+            idle=population.ended,
+            unread=population.unread,
+            num_particles=batch.settings.num_particles,
+            num_columns=batch.settings.num_steps + 1,
+            width=batch.shape.num_steps + 1,
+        )
+        locations = KVLocations(
+            rows=batch.rows,
+            committed=batch.committed,
+            particle_rows=self.ledger.particle_rows(batch.rows, batch.shape.num_particles),
+            max_tail=batch.shape.max_tail + 1,  # ended particles compute past their last token, too
+        )
+        slots = slots.permute(2, 0, 1).contiguous()  # contiguous for each draft step
+        column = torch.arange(-1, len(slots) - 1, device=starts.device)
+        return DraftSlots(slots, starts + column.view(-1, 1, 1), locations)
+
+    def resize(self, batch: RoundBatch, population: Population) -> tuple[Population, torch.Tensor]:
+        """Resample each group that changes its number of particles to the new number.
+
+        Returns:
+            The population, and the ancestor of each particle, ``[G, N]``.
+        """
+        methods = sorted({state_of(req).config.resampling_method for req in batch.reqs})
+        step = weighing.by_method(
+            batch.settings.scheme,
+            methods,
+            partial(
+                weighing.resize,
+                population.log_weights,
+                population.present,
+                batch.settings.num_particles,
+                self.ops.uniforms(batch.settings.seeds, batch.furthest, Purpose.RESIZE),
+            ),
+        )
+        # The draft may not have read the last emitted token yet; it does so in the particle's row.
+        self.ledger.descend(
+            batch.rows,
+            committed=batch.committed - 1,
+            ancestors=step.ancestors,
+            max_tail=batch.shape.max_tail,
+        )
+        resized = population.resize(step.ancestors, step.present)._replace(
+            log_weights=step.log_weights,
+            log_evidence=population.log_evidence + step.log_evidence,
+        )
+        return resized, step.ancestors
+
+    def propose(self, batch: RoundBatch, population: Population, slots: DraftSlots) -> Drafts:
+        """Draft x_1..x_K ~ q, one after another, after each particle's last token."""
+        num_steps, settings = batch.shape.num_steps, batch.settings
+        logits = self.draft.begin(batch.last_two, slots)  # [G, N, V]
+        if num_steps == 0:
+            return no_drafts(population)
+        # [G, N, K], contiguous for each step
+        positions = (batch.starts + batch.column.view(-1, 1, 1)).permute(1, 2, 0)
+        texts = population.texts[:, :, 1:]
+        same_text = self.ops.same_text(texts, population.lengths, batch.may_stratify)
+        numbers = self.ops.uniforms(settings.seeds, positions, Purpose.DRAFT)
+        numbers = numbers.permute(2, 0, 1).contiguous()  # [K, G, N]
+        watchable, matches = choose(self.ops, batch), batch.matches
+        held: torch.Tensor | None = None
+        tokens: torch.Tensor | None = None
+        drawn: list[torch.Tensor] = []
+        log_q: list[torch.Tensor] = []
+        distributions: list[TokenDistribution] = []
+        for step in range(num_steps):
+            at_step, same_text = self.ops.stratify(numbers[step], same_text, tokens)
+            if tokens is not None:
+                logits = self.draft.go_on(step, tokens, slots)
+                matches = None if matches is None else matches.follow(tokens)
+            q = self._q(batch, logits, drawn)
+            q = q if matches is None else matches.mixed(self.ops, q)
+            tokens, log_q_of_tokens = q.sample(self.ops, at_step)
+            drawn.append(tokens)
+            log_q.append(log_q_of_tokens)
+            distributions.append(q)
+            held = self.ops.keep_column(held, q.scores, watchable, step)
+        chains = torch.stack(drawn, dim=2)  # [G, N, K]
+        ends = self._ends(batch, population, positions, chains)
+        num_columns = torch.where(population.ended, 0, settings.num_steps.unsqueeze(1))  # [G, N]
+        return Drafts(
+            chains,
+            torch.stack(log_q, dim=2),
+            ends,
+            still_open(ends) & (batch.column < num_columns.unsqueeze(2)),
+            distributions if batch.shape.verifies else None,
+            watchable,
+            held,
+        )
+
+    def _q(
+        self,
+        batch: RoundBatch,
+        logits: torch.Tensor,
+        drawn: list[torch.Tensor],
+    ) -> TokenDistribution:
+        """Return q after the ``drawn`` tokens, ``[G, N]`` each, from ``logits`` ``[G, N, V]``."""
+        allowed = None
+        if batch.edits is not None or batch.shape.has_rules:
+            nothing = batch.starts.new_empty(*batch.starts.shape, 0)  # [G, N, 0]
+            chains = torch.stack(drawn, dim=2) if drawn else nothing
+            edited, allowed = self._edited(batch, logits.unsqueeze(2), chains, len(drawn))
+            logits = edited.squeeze(2)
+            allowed = allowed if allowed is None else allowed.squeeze(2)
+        q = TokenDistribution.of(self.ops, logits, batch.q_rules, batch.shape.kinds, allowed)
+        return q.summed(self.ops)
+
+    def score(
+        self, batch: RoundBatch, drafts: Drafts, slots: DraftSlots
+    ) -> tuple[TokenDistribution, TokenDistribution | None]:
+        """Run one target pass over [last, x_1..x_K] of each particle.
+
+        Returns:
+            p of the next token, of G * N * (K + 1) rows, and the distribution of the reported
+            log-probabilities, or None where no request returns them.
+        """
+        last = batch.last_two[:, :, 1:]
+        # Tokens behind an end are replaced: a NaN there would spread to earlier columns (0 * NaN).
+        read = torch.where(drafts.before_end, drafts.tokens, last)
+        chain = torch.cat([last, read], dim=2)  # [G, N, K + 1]
+        where = slots.slots[1:].permute(1, 2, 0)
+        logits = self.target.chain_logits(chain, slots.positions[1], where, slots.locations)
+        logits, allowed = self._edited(batch, logits, drafts.tokens, 0)  # [G, N, K + 1, V]
+        allowed = allowed if allowed is None else allowed.flatten(1, 2)
+        logits = logits.flatten(1, 2)
+        p = TokenDistribution.of(self.ops, logits, batch.p_rules, batch.shape.kinds, allowed)
+        p = p.summed(self.ops)
+        if not batch.shape.logprobs.own:
+            return p, None
+        return p, logprob_distribution(logits, batch.p_rules.temperature, allowed)
+
+    def _edited(
+        self, batch: RoundBatch, logits: torch.Tensor, chains: torch.Tensor, first: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the edited logits, and the mask of the requests' rules; see `rules.base`."""
+        if batch.edits is not None:
+            self.ops.edit_logits(logits, batch.edits, chains, first)
+        if not batch.shape.has_rules:
+            return logits, None
+        return batch.rules.apply(logits, chains, first)
+
+    def judge(self, batch: RoundBatch, population: Population) -> Population:
+        """Update the weights to the latest potential values of the sequences before the round.
+
+        It waits for potentials if necessary.
+        """
+        if population.judged is None:
+            return population
+        return population.judge(batch.rules.judged(batch.reqs, batch.starts))
+
+    def decide(
+        self, batch: RoundBatch, population: Population, drafts: Drafts, p: TokenDistribution
+    ) -> Decision:
+        """Weigh or verify the draft tokens, by each request's mode."""
+        shape = batch.shape
+        # The last column has no draft token: any token may be scored there.
+        tokens = torch.nn.functional.pad(drafts.tokens, (0, 1))  # [G, N, K + 1]
+        log_p = p._replace(log_mass=None).score(self.ops, tokens)
+        of_drafts = log_p, drafts.log_q, drafts.before_end, drafts.ends
+        failure = failure_of_round(*of_drafts, ~population.ended)
+        if not shape.verifies or shape.num_steps == 0:  # with K = 0 the target draws the next token
+            return self._weigh(batch, population, drafts, p, log_p, failure)
+        verified = verify(batch, population, drafts, p, log_p, failure, self.ops)
+        if not shape.weighs:
+            return verified
+        weighed = self._weigh(batch, population, drafts, p, log_p, failure)
+        return verified.unless(batch.settings.weighs, weighed)
+
+    def _weigh(
+        self,
+        batch: RoundBatch,
+        population: Population,
+        drafts: Drafts,
+        p: TokenDistribution,
+        log_p: torch.Tensor,
+        failure: torch.Tensor,
+    ) -> Decision:
+        """Weigh by log p - log q up to each particle's end, and resample where the ESS is low.
+
+        Args:
+            p, log_p: ``[G, N, K + 1]`` the target distribution, and log p of the draft tokens.
+            failure: ``[G]`` int64 `Failure`.
+        """
+        settings, numbers = batch.settings, partial(self.ops.uniforms, batch.settings.seeds)
+        log_mass = None if p.log_mass is None else p.log_mass.view_as(log_p)  # [G, N, K + 1]
+        if log_mass is not None:
+            log_p = log_p + log_mass
+        own = self.ops.reweight_and_resample  # kernels need at least one column
+        cut, num_kept, resampled = (
+            own if batch.shape.num_steps else weighing.reweight_and_resample
+        )(
+            population.log_weights,
+            log_p[:, :, :-1],
+            drafts.log_q,
+            drafts.before_end,
+            settings.power,
+            _weight_rules(batch, population),
+            population.present,
+            numbers(batch.furthest[:, :1], Purpose.KEEP)[:, 0],
+            numbers(batch.furthest, Purpose.RESAMPLE),
+            settings.scheme,
+            batch.shape.methods,
+        )
+        # The rows of p are [G, N, K + 1]: each particle uses that of its ancestor's next token.
+        first = torch.arange(0, log_p.numel(), log_p[0].numel(), device=log_p.device)  # [G]
+        next_row = (first + cut.num_columns).unsqueeze(1)
+        row = torch.add(next_row, resampled.ancestors, alpha=log_p.shape[2]).flatten()  # [G * N]
+        masses = None if log_mass is None else log_mass.flatten()[row].view_as(resampled.ancestors)
+        return Decision(
+            cut,
+            num_kept,
+            resampled,
+            NextTokens(p._replace(rows=row, log_mass=None), masses),
+            verified=~settings.weighs,
+            failure=failure,
+        )
+
+    def extend(
+        self, batch: RoundBatch, population: Population, drafts: Drafts, decision: Decision
+    ) -> Population:
+        """Append the kept draft tokens, and make each particle a copy of its ancestor."""
+        num_steps = batch.shape.num_steps
+        kept = batch.column < decision.num_kept.unsqueeze(2)  # [G, N, K]
+        ended = population.ended | (drafts.ends & kept).any(2)
+        # The draft has read all draft tokens but its last one, if K > 0.
+        unread = decision.cut.num_columns == (num_steps or -1)
+        resampled = decision.resampled
+        self.ledger.descend(
+            batch.rows,
+            committed=batch.committed,
+            ancestors=resampled.ancestors,
+            max_tail=batch.shape.max_tail,
+        )
+        extended = population.append(drafts.tokens, decision.num_kept)
+        return extended._replace(ended=ended, unread=unread).hand_down(resampled)
+
+    def add_bonus(
+        self, batch: RoundBatch, population: Population, next_tokens: NextTokens
+    ) -> Population:
+        """Append one token drawn from the target, after resampling, so that copies can differ."""
+        if batch.shape.powered or next_tokens.log_masses is not None:
+            next_tokens, population = self._weigh_bonus(batch, population, next_tokens)
+        settings, positions = batch.settings, population.output_lengths
+        texts = population.texts[:, :, 1:]
+        same_text = self.ops.same_text(texts, population.lengths, batch.may_stratify)
+        own = self.ops.uniforms(settings.seeds, positions, Purpose.BONUS)
+        numbers, _ = self.ops.stratify(own, same_text)
+        if batch.shape.verifies:
+            # After verification all particles are copies of one, and must draw the same token.
+            numbers = torch.where(settings.weighs.unsqueeze(1), numbers, own[:, :1])
+        tokens = next_tokens.sample(self.ops, numbers).unsqueeze(2)  # [G, N, 1]
+        ends = self._ends(batch, population, positions.unsqueeze(2), tokens).squeeze(2)
+        extended = population.append(tokens, ~population.ended)
+        return extended._replace(ended=population.ended | ends)
+
+    def _weigh_bonus(
+        self, batch: RoundBatch, population: Population, next_tokens: NextTokens
+    ) -> tuple[NextTokens, Population]:
+        """Raise the bonus token's distribution to each power, and weigh by its normaliser."""
+        weighs, masses = batch.settings.weighs.unsqueeze(1), next_tokens.log_masses
+        log_sum = torch.zeros_like(population.log_weights) if masses is None else masses.double()
+        if batch.shape.powered:
+            powers = batch.settings.power.unsqueeze(1)  # [G, 1]
+            of_draws = powers.expand_as(log_sum).flatten()
+            law, raised = next_tokens.law.to_power(self.ops, of_draws)
+            next_tokens = next_tokens._replace(law=law)
+            log_sum = torch.addcmul(raised.view_as(log_sum), powers, log_sum)
+        counts = weighs & ~population.ended
+        stuck = (~weighs & (log_sum == -torch.inf)).any(1)
+        return next_tokens, population._replace(
+            log_weights=population.log_weights + torch.where(counts, log_sum, 0.0),
+            # Verified sequences have no weights; -inf marks that no token may follow one.
+            log_evidence=population.log_evidence.masked_fill(stuck, -torch.inf),
+        )
+
+    def narrow(
+        self, batch: RoundBatch, population: Population
+    ) -> tuple[Population, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Resample the tokens that lag too far behind, and the whole tails of ended groups.
+
+        Returns:
+            The population, the ancestor of each particle ``[G, N]``, whether the lag bound dropped
+            particles ``[G]`` bool, and log Z-hat ``[G]`` including the current mean weight.
+        """
+        settings, longest = batch.settings, population.lengths.amax(1)
+        finished = population.is_finished()
+        # A scored particle may have no tokens but its own first one: that is drawn, too.
+        whole = longest if population.judged is None else longest.clamp_min(1)
+        late = (longest + 1 - settings.lag).clamp_min(0) * settings.weighs
+        furthest = (population.num_emitted + longest).unsqueeze(1)  # [G, 1]
+        step = self.ops.narrow(
+            population.log_weights,
+            population.texts[:, :, 1:],  # including the token before each tail
+            population.lengths,
+            torch.where(finished, whole, late),
+            population.present,
+            self.ops.uniforms(settings.seeds, furthest, Purpose.SELECT)[:, 0],
+            settings.heaviest,
+        )
+        self.ledger.descend(
+            batch.rows,
+            committed=batch.committed,
+            ancestors=step.ancestors,
+            max_tail=batch.shape.max_tail,
+        )
+        narrowed = population.descend(step.ancestors)._replace(log_weights=step.log_weights)
+        by_lag = (step.num_dropped > 0) & ~finished
+        return narrowed, step.ancestors, by_lag, population.log_evidence + step.log_mean
+
+    def _ends(
+        self,
+        batch: RoundBatch,
+        population: Population,
+        positions: torch.Tensor,
+        tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return which tokens ``[G, N, C]`` at output ``positions`` end their sequence, bool."""
+        ends = batch.settings.ends(tokens, positions)
+        return batch.rules.ends(ends, tokens, population) if batch.shape.has_rules else ends
+
+
+def _weight_rules(batch: RoundBatch, population: Population) -> weighing.WeightRules:
+    settings = batch.settings
+    num_steps, threshold = settings.num_steps, settings.ess_threshold
+    if population.judged is not None:
+        # A group that only waited for potential values has drafted nothing: no cut, no resampling.
+        waited = population.ended.all(1)
+        num_steps = num_steps.masked_fill(waited, 0)
+        threshold = threshold.masked_fill(waited, 0.0)
+    return weighing.WeightRules(
+        num_steps, threshold, settings.at_token, settings.evidence_threshold
+    )
+
+
+def still_open(ends: torch.Tensor) -> torch.Tensor:
+    """Return the columns without an end before them: ends ``[..., K]`` to ``[..., K]`` bool."""
+    return ends.cumsum(-1) == ends
+
+
+NO_RULES = TextRules()
+
+
+class Round:
+    """Rounds on the tables of a server.
+
+    Args:
+        steps: the steps, with the models.
+        tables: state of requests between rounds.
+        ops: the small operations.
+        corpus: texts of n-gram matches; None without such matches.
+    """
+
+    def __init__(
+        self, steps: Steps, tables: Tables, ops: Ops, corpus: Corpus | None = None
+    ) -> None:
+        self._steps = steps
+        self._tables = tables
+        self._ops = ops
+        self._corpus = corpus
+
+    def play(
+        self,
+        inputs: RoundInputs,
+        shape: RoundShape,
+        reqs: "Sequence[Req]" = (),
+        resized_from: torch.Tensor | None = None,
+        loaded: tuple[RoundBatch, Population] | None = None,
+    ) -> Outcome:
+        """Play a round: advance all particles, and emit the tokens that they share.
+
+        Args:
+            inputs: of the G requests.
+            shape: of the batch.
+            reqs: the requests themselves, for rules that read sequences on the host.
+            resized_from: return value of `resize` before this round.
+            loaded: the batch and its particles, if they have already been read from the tables.
+        """
+        steps = self._steps
+        batch, before = loaded or self._load_round(inputs, shape, reqs)
+        slots = steps.reserve(batch, before)
+
+        drafts = steps.propose(batch, before, slots)
+        p, shown = steps.score(batch, drafts, slots)
+        begun, before = before, steps.judge(batch, before)  # potentials ran in parallel
+        decision = steps.decide(batch, before, drafts, p)  # reweight and resample, or verify
+        extended = steps.extend(batch, before, drafts, decision)
+        continued = steps.add_bonus(batch, extended, decision.next_tokens)
+        ancestors = decision.resampled.ancestors
+        if shown is not None:
+            listed = self._tables.logprobs.listed_ids(batch.rows, shape.logprobs.listed)
+            continued = score_tails(self._ops, before, continued, ancestors, shown, listed)
+        continued = continued.stop(decision.failure > 0)
+        continued = look(self._ops, batch, before, continued, ancestors, p, drafts)
+        elected = continued.elect()
+        narrowed, narrowed_to, by_lag, log_evidence = steps.narrow(batch, elected)
+        outcome = self._commit(batch, continued, narrowed, decision, by_lag, log_evidence)
+        if not shape.traces:
+            return outcome
+        populations = begun, before, drafts, decision, extended, continued, narrowed
+        return outcome._replace(trace=trace_of(batch, *populations, narrowed_to, resized_from))
+
+    def play_in_slices(
+        self,
+        inputs: RoundInputs,
+        shape: RoundShape,
+        reqs: "Sequence[Req]",
+        resized_from: torch.Tensor | None,
+        most: int,
+    ) -> Outcome:
+        """Play a round in slices of at most ``most`` requests, which bounds its memory.
+
+        All slices are loaded first, so that the host's rules for the last slice run while the
+        first one plays. Arguments and return value are those of `play`.
+        """
+        parts = inputs.split(most)
+        of = [list(reqs[start : start + most]) for start in range(0, len(reqs), most)]
+        whence = [None] * len(parts) if resized_from is None else resized_from.split(most)
+        loaded = [self._load_round(part, shape, of[i]) for i, part in enumerate(parts)]
+        return joined(
+            [self.play(part, shape, of[i], whence[i], loaded[i]) for i, part in enumerate(parts)]
+        )
+
+    def resize(self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]") -> torch.Tensor:
+        """Resize populations to the numbers of particles of this round.
+
+        Returns:
+            ``[G, N]`` the ancestor of each particle, with N the larger of old and new.
+        """
+        as_held = shape._replace(
+            num_particles=shape.num_held, edits=False, has_rules=False, has_matches=False
+        )
+        batch, held = self._load_round(inputs, as_held, reqs)
+        resized, ancestors = self._steps.resize(batch, held)
+        self._tables.particles.scatter(batch.rows, resized)
+        if resized.logprobs is not None:
+            self._tables.logprobs.scatter(batch.rows, resized.logprobs)
+        if resized.judged is not None:
+            self._tables.judged.scatter(batch.rows, resized.judged)
+        return ancestors
+
+    def _load_round(
+        self, inputs: RoundInputs, shape: RoundShape, reqs: "Sequence[Req]"
+    ) -> tuple[RoundBatch, Population]:
+        """Read the batch and its particles from the tables."""
+        tables, rows = self._tables, inputs.rows
+        before = tables.particles.gather(rows, shape.num_particles, shape.max_tail)
+        starts, last_two = before.output_lengths, before.last_two
+        furthest = starts.amax(1, keepdim=True)  # [G, 1]
+        if shape.logprobs.own:
+            widest = shape.num_particles, shape.max_tail
+            carried = tables.logprobs.gather(rows, *widest, shape.logprobs)
+            before = before._replace(logprobs=carried)
+        if shape.judges:
+            before = before._replace(judged=tables.judged.gather(rows, shape.num_particles))
+        settings = tables.requests.gather(rows)
+        allocated, *sizes = inputs.known.unbind()
+        if shape.budget is not None:
+            settings = settings.bounded(*sizes)
+        p_rules, q_rules = settings.sampling_rules(), settings.sampling_rules(draft=True)
+        seeds = self._ops.round_seeds(settings.seeds, furthest.squeeze(1))
+        settings = settings._replace(seeds=seeds)
+        rules = NO_RULES
+        if shape.has_rules:
+            vocab_size = tables.requests.vocab_size
+            rules = TextRules.of(BatchTexts(list(reqs), before, vocab_size, rows.device))
+        edits = tables.edits.of_round(reqs, rows, settings, before) if shape.edits else None
+        batch = RoundBatch(
+            reqs=list(reqs),
+            shape=shape,
+            rows=rows,
+            committed=inputs.committed,
+            allocated=allocated,
+            starts=starts,
+            column=torch.arange(shape.num_steps, device=rows.device),
+            furthest=furthest.expand_as(starts),
+            last_two=last_two,
+            may_stratify=before.present & settings.weighs.unsqueeze(1),
+            settings=settings,
+            p_rules=p_rules,
+            q_rules=q_rules,
+            rules=rules,
+            edits=edits,
+            matches=self._matches(reqs, before) if shape.has_matches else None,
+        )
+        return batch, before
+
+    def _matches(self, reqs: "Sequence[Req]", before: Population) -> Matches:
+        """Return the n-gram matches of the sequences before the round."""
+        assert self._corpus is not None, "a request has matches where the server keeps texts alone"
+        return Matches.of(self._corpus, list(reqs), before)
+
+    def _commit(
+        self,
+        batch: RoundBatch,
+        continued: Population,
+        narrowed: Population,
+        decision: Decision,
+        by_lag: torch.Tensor,
+        log_evidence: torch.Tensor,
+    ) -> Outcome:
+        """Emit the tokens that all particles share, and store the rest for the next round.
+
+        Args:
+            continued: population before narrowing and the final draw.
+            narrowed: population after them.
+            by_lag: ``[G]`` bool: the lag bound dropped particles.
+            log_evidence: ``[G]`` float64 log Z-hat.
+        """
+        tables, shape, ops = self._tables, batch.shape, self._ops
+        tails = narrowed.texts[:, :, 1:]  # including the token before each tail
+        counts = ops.common_tail(tails, narrowed.lengths, narrowed.present)  # [G]
+        if narrowed.judged is not None:
+            counts = narrowed.held_back(counts)
+        num_roots = ops.num_distinct(continued.roots, continued.present)  # [G]
+        num_parents = ops.num_distinct(decision.resampled.ancestors, continued.present)  # [G]
+        tables.ledger.commit(
+            batch.rows,
+            committed=batch.committed,
+            allocated=batch.allocated,
+            lengths=narrowed.lengths,
+            counts=counts,
+            max_tail=shape.max_tail,
+            max_arena=shape.max_arena,
+        )
+        if batch.edits is not None:
+            # Counts lag one token: the last emitted one is counted with the next.
+            ops.count_tokens(batch.edits.columns, batch.rows, tails[:, 0], counts)
+        after = narrowed.emit(counts)
+        tokens, last_emitted = narrowed.tokens[:, 0], after.last_emitted[:, 0]
+        first_token = narrowed.first_token() if shape.has_open_token else None
+        tables.particles.scatter(batch.rows, after)
+        if after.judged is not None:
+            tables.judged.scatter(batch.rows, after.judged)
+        emitted = None
+        if after.logprobs is not None and narrowed.logprobs is not None:
+            tables.logprobs.scatter(batch.rows, after.logprobs)
+            roots = narrowed.roots[:, 0]
+            emitted = tables.logprobs.emitted(batch.rows, narrowed.logprobs, roots)
+        settings = batch.settings
+        counters = tables.counters.add_round(
+            batch.rows,
+            cut=decision.cut,
+            failed=decision.failure > 0,
+            verified=decision.verified,
+            killed=(settings.num_particles - num_parents) * decision.cut.resample,
+            narrowed=by_lag,
+            ancestors=num_roots,
+            num_particles=settings.num_particles,
+            num_steps=settings.num_steps,
+            fidelity=narrowed.fidelity[:, 0],
+            log_evidence=log_evidence,
+        )
+        return Outcome(
+            tokens=tokens,
+            counts=counts,
+            new_seq_lens=batch.committed + counts,
+            last_emitted=last_emitted,
+            num_correct_drafts=decision.cut.num_columns,
+            counters=counters,
+            failure=decision.failure,
+            first_tokens=first_token,
+            particles=Particles.of(continued, narrowed) if shape.shows_particles else None,
+            logprobs=emitted,
+        )

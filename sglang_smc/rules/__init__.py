@@ -1,0 +1,1 @@
+"""Evaluate rules over a request's text, on the host."""

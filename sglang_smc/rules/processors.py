@@ -1,0 +1,118 @@
+"""Run SGLang's custom logit processors, each row with the sequence that it follows.
+
+A processor is the client's Python code and reads host objects: rounds with one wait for the round
+before (`patches/batch_result.py`), and for the device. Its `custom_params["__req__"]` is the
+request with one particle's output.
+"""
+
+from array import array
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+from sglang_smc.rules.base import BatchTexts, TextRule
+from sglang_smc.state.failures import end_request
+from sglang_smc.state.population import Population
+from sglang_smc.state.request import settled_ids, state_of, tails_of
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+
+class ParticleView:
+    """A request with a particle's output; all other attributes are the request's."""
+
+    def __init__(self, req: "Req", output_ids: list[int]) -> None:
+        self._req = req
+        self.output_ids = array("q", output_ids)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._req, name)
+
+
+class Processors(TextRule):
+    """The custom logit processors of a batch.
+
+    Args:
+        texts: by group, its request and the output of each particle that has not ended.
+    """
+
+    needs_host = True
+
+    def __init__(self, texts: "dict[int, tuple[Req, dict[int, list[int]]]]") -> None:
+        self._texts = texts
+
+    @classmethod
+    def applies(cls, req: "Req") -> bool:
+        """Return whether a request has a custom logit processor."""
+        return bool(req.custom_logit_processor)
+
+    @classmethod
+    def begin(cls, req: "Req") -> None:
+        """Load the processor, once."""
+        if cls in state_of(req).kept:
+            return
+        assert req.custom_logit_processor is not None, "only for requests that it applies to"
+        try:
+            loaded = CustomLogitProcessor.from_str(req.custom_logit_processor)
+            state_of(req).kept[cls] = loaded
+        except Exception as error:
+            _abort(req, error)
+
+    @classmethod
+    def of(cls, texts: BatchTexts) -> "Processors":
+        """See `TextRule.of`."""
+        chosen = {group: req for group, req in enumerate(texts.reqs) if cls.applies(req)}
+        return cls(
+            {group: (req, _outputs(req, texts.population, group)) for group, req in chosen.items()}
+        )
+
+    def edit(self, logits: torch.Tensor, chains: torch.Tensor, first: int) -> torch.Tensor:
+        """See `TextRule.edit`."""
+        for group, (req, outputs) in self._texts.items():
+            if req.to_finish or not outputs:
+                continue
+            drafted = chains[group].tolist()
+            params = [
+                _params(req, output + drafted[particle][: first + column])
+                for particle, output in outputs.items()
+                for column in range(logits.shape[2])
+            ]
+            try:
+                logits[group, list(outputs)] = _processed(req, logits[group, list(outputs)], params)
+            except Exception as error:  # the client's code
+                _abort(req, error)
+        return logits
+
+
+def _processed(req: "Req", logits: torch.Tensor, params: list[Any]) -> torch.Tensor:
+    """Run the processor over logits ``[n, C, V]`` of one request's particles."""
+    rows = state_of(req).kept[Processors](logits.flatten(0, 1), params)
+    return rows.view_as(logits)
+
+
+def _outputs(req: "Req", population: Population | None, group: int) -> dict[int, list[int]]:
+    """Return the output of each particle that has not ended, before this round."""
+    shared = settled_ids(req)
+    if population is None:
+        return {0: shared}
+    ended = population.ended[group].tolist()
+    return {
+        particle: shared + tail
+        for particle, tail in enumerate(tails_of(req, population, group))
+        if not ended[particle]
+    }
+
+
+def _params(req: "Req", output_ids: list[int]) -> dict[str, Any] | None:
+    """Return the processor's parameters for one row; None where the request gives none."""
+    given = req.sampling_params.custom_params
+    return given if given is None else {**given, "__req__": ParticleView(req, output_ids)}
+
+
+def _abort(req: "Req", error: Exception) -> None:
+    """End the request with its processor's error; other requests go on."""
+    message = f"The custom logit processor raised {type(error).__name__}: {error}"
+    end_request(req, message, HTTPStatus.BAD_REQUEST)

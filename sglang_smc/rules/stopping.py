@@ -1,0 +1,209 @@
+"""Find stop strings and stop patterns in each particle before it is weighed.
+
+Token ids do not show where a stop string ends, so this runs on the host, and only for requests that
+have one.
+
+SGLang would search the whole output for a pattern after each round, with `re`, and backtracking
+can take exponential time. So patterns are removed from the request at prefill, and searched for
+here alone: `judge` ends a request at the match that SGLang would have found.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_MATCHED_STR, FINISHED_MATCHED_REGEX
+
+from sglang_smc.guard.pattern import START, State, pattern_of
+from sglang_smc.rules.base import BatchTexts, TextRule
+from sglang_smc.state.population import Population
+from sglang_smc.state.request import find_state, settled_ids, state_of, tails_of
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from transformers import PreTrainedTokenizerBase
+
+CONTEXT = 8
+"""Tokens of context with which new ones are decoded: a token's text depends on the last few, and a
+character may be split over four."""
+
+
+class StopTexts(TextRule):
+    """The stop strings and patterns of a batch.
+
+    Args:
+        reqs: by group.
+    """
+
+    needs_host = True
+
+    def __init__(self, reqs: "dict[int, Req]") -> None:
+        self._reqs = reqs
+
+    @classmethod
+    def applies(cls, req: "Req") -> bool:
+        """Return whether a request has a stop string or a stop pattern."""
+        params = req.sampling_params
+        return bool(params.stop_strs or params.stop_regex_strs or _patterns(req))
+
+    @classmethod
+    def begin(cls, req: "Req") -> None:
+        """See `TextRule.begin`. Takes the patterns from the request."""
+        if sources := req.sampling_params.stop_regex_strs:
+            state_of(req).kept[cls] = StopPatterns(list(sources), _tokenizer(req))
+        cls.leave(req)
+
+    @classmethod
+    def leave(cls, req: "Req") -> None:
+        """See `TextRule.leave`. SGLang has no pattern to search for."""
+        req.sampling_params.stop_regex_strs = []
+        req.sampling_params.stop_regex_max_len = 0
+
+    @classmethod
+    def judge(cls, req: "Req") -> None:
+        """See `TextRule.judge`."""
+        patterns = _patterns(req)
+        found = patterns and patterns.found_in(settled_ids(req))
+        if found and _is_first(req, found.length):
+            req.finished_reason = FINISHED_MATCHED_REGEX(matched=found.source)
+            req.finished_len = found.length
+
+    @classmethod
+    def of(cls, texts: BatchTexts) -> "StopTexts":
+        """See `TextRule.of`."""
+        return cls({group: req for group, req in enumerate(texts.reqs) if cls.applies(req)})
+
+    def ends(
+        self, ends: torch.Tensor, tokens: torch.Tensor, population: Population | None
+    ) -> torch.Tensor:
+        """See `TextRule.ends`."""
+        ends = ends.clone()
+        for group, req in self._reqs.items():
+            candidates = tokens[group].tolist()
+            tails = tails_of(req, population, group) if population else [[]] * len(candidates)
+            for particle, tail in enumerate(tails):
+                match = first_match(req, tail, candidates[particle])
+                if match is not None:
+                    ends[group, particle, match] = True
+        return ends
+
+
+class _Reading(NamedTuple):
+    """The state of the patterns after a sequence."""
+
+    tokens: list[int]  # the last ones, with which new ones are decoded
+    num_known: int  # characters of their text that the patterns have consumed
+    states: tuple[State, ...]  # by pattern
+
+
+class _Found(NamedTuple):
+    source: str  # the pattern that matches
+    length: int  # tokens of the output, up to where it first does
+
+
+class StopPatterns:
+    """The stop patterns of one request, and their state after its settled output."""
+
+    def __init__(self, sources: list[str], tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._sources = sources
+        self._patterns = [pattern_of(source) for source in sources]
+        self._tokenizer = tokenizer
+        self._settled = _Reading([], 0, (START,) * len(sources))
+        self._num_settled = 0
+        self._found: _Found | None = None
+
+    def found_in(self, settled: list[int]) -> _Found | None:
+        """Return the first match in output tokens, which only grow from call to call."""
+        for token in settled[self._num_settled :]:
+            if self._found is not None:
+                break
+            self._num_settled += 1
+            following = self._read(self._settled, [token])
+            if isinstance(following, str):
+                self._found = _Found(following, self._num_settled)
+            else:
+                self._settled = following
+        return self._found
+
+    def first_match(self, settled: list[int], tail: list[int], new_tokens: list[int]) -> int | None:
+        """See `first_match`."""
+        self.found_in(settled)
+        reading = self._read(self._settled, tail)
+        for index, token in enumerate(new_tokens):
+            if isinstance(reading, str):
+                return index  # the tail has ended before
+            reading = self._read(reading, [token])
+            if isinstance(reading, str):
+                return index
+        return None
+
+    def _read(self, reading: _Reading, tokens: list[int]) -> _Reading | str:
+        """Advance over tokens; return the new state, or the pattern that matches."""
+        tokens = [*reading.tokens, *tokens]
+        text = _decode(self._tokenizer, tokens)
+        num_known = len(text.rstrip("\ufffd"))  # an incomplete character changes with more tokens
+        states = []
+        each = zip(self._sources, self._patterns, reading.states, strict=True)
+        for source, pattern, state in each:
+            following = pattern.read(state, text[reading.num_known : num_known])
+            if following is None or pattern.ends(following):
+                return source
+            states.append(following)
+        if num_known == len(text) and len(tokens) > 2 * CONTEXT:
+            tokens = tokens[-CONTEXT:]
+            num_known = len(_decode(self._tokenizer, tokens))
+        return _Reading(tokens, num_known, tuple(states))
+
+
+def first_match(req: "Req", tail: list[int], new_tokens: list[int]) -> int | None:
+    """Return the index of the new token that completes a stop string or pattern, or None.
+
+    Args:
+        req: the request; its `settled_ids` are the output that all particles share.
+        tail: the particle's tokens beyond it.
+        new_tokens: candidates to append.
+    """
+    settled, patterns = settled_ids(req), _patterns(req)
+    lineage = [*settled[-_window(req) :], *tail]
+    found = patterns.first_match(settled, tail, new_tokens) if patterns else None
+    for index, token in enumerate(new_tokens[:found] if req.sampling_params.stop_strs else ()):
+        lineage.append(token)
+        if _matches(req, lineage[-_window(req) :]):
+            return index
+    return found
+
+
+def _patterns(req: "Req") -> StopPatterns | None:
+    state = find_state(req)
+    return state and state.kept.get(StopTexts)
+
+
+def _is_first(req: "Req", length: int) -> bool:
+    """Return whether a pattern's match ends a request before SGLang's own match does."""
+    if not req.finished():
+        return True
+    if req.finished_len is None:
+        return False  # aborted, or ended by another rule
+    is_string = isinstance(req.finished_reason, FINISH_MATCHED_STR)
+    return length < req.finished_len + (not is_string)
+
+
+def _window(req: "Req") -> int:
+    """Return the number of trailing tokens that a stop string can span, by SGLang's bound."""
+    return req.sampling_params.stop_str_max_len + 1
+
+
+def _matches(req: "Req", tokens: list[int]) -> bool:
+    text = _decode(_tokenizer(req), tokens)
+    assert req.sampling_params.stop_strs is not None, "normalized"
+    return any(stop in text for stop in req.sampling_params.stop_strs)
+
+
+def _tokenizer(req: "Req") -> "PreTrainedTokenizerBase":
+    # SGLang declares it as None, and refuses stop texts where it has no tokenizer.
+    return cast("PreTrainedTokenizerBase", req.tokenizer)
+
+
+def _decode(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> str:
+    text = tokenizer.decode(tokens)
+    assert isinstance(text, str), "it is a list for a list of texts alone"
+    return text

@@ -1,0 +1,135 @@
+"""Find the common prefix of a group's particles, and resample prefixes to bound the tails.
+
+A tail must not grow without bound: a stream emits only the tokens that all particles share, and
+each tail holds memory. So once the oldest tokens of the tails lag too far behind, one prefix is
+drawn for them by weight, and the particles that have it survive. That is a proper resampling of
+prefixes: with W the total weight and W(a) that of the particles with tails that start with a, the
+prefix a is drawn with probability W(a) / W, and its particles' weights are multiplied by W / W(a).
+So each particle keeps its weight in expectation, and the total never changes. Behind the prefix
+the particles stay diverse, which drawing a single particle would lose.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from sglang_smc.smc.weighing import Weights, draw
+
+
+def common_tail(texts: torch.Tensor, lengths: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
+    """Return the number of leading tail tokens that all present particles of a group share.
+
+    0 where they differ in the token before the tails.
+
+    Args:
+        texts: ``[G, N, J]`` int64 the token before each tail, and the tail; particle 0 is present.
+        lengths: ``[G, N]`` int64 of the tails; later entries are ignored.
+        present: ``[G, N]`` bool.
+
+    Returns:
+        ``[G]`` int64.
+    """
+    agree = torch.where(present.unsqueeze(2), texts == texts[:, :1], True).all(1)  # [G, J]
+    shortest = torch.where(present, lengths, texts.shape[2]).amin(1)
+    return torch.minimum(agree.cumprod(1).sum(1) - 1, shortest).clamp_min(0)
+
+
+def num_distinct(places: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
+    """Count the distinct places among a group's present particles.
+
+    Args:
+        places: ``[G, N]`` int64 in 0..N - 1, one per particle.
+        present: ``[G, N]`` bool.
+
+    Returns:
+        ``[G]`` int64.
+    """
+    place = torch.arange(places.shape[1], device=places.device)
+    named = (places.unsqueeze(2) == place) & present.unsqueeze(2)  # [G, N, N]
+    return named.any(1).sum(1)
+
+
+class Narrowed(NamedTuple):
+    """A population of particles that share the oldest tokens of their tails."""
+
+    ancestors: torch.Tensor  # [G, N] int64
+    log_weights: torch.Tensor  # [G, N] float64, of the same sum as before
+    log_mean: torch.Tensor  # [G] float64 log of the mean weight, before and after
+    num_dropped: torch.Tensor  # [G] int64: particles that had other tokens
+
+
+def narrow(
+    log_weights: torch.Tensor,
+    texts: torch.Tensor,
+    lengths: torch.Tensor,
+    counts: torch.Tensor,
+    present: torch.Tensor,
+    uniforms: torch.Tensor,
+    heaviest: torch.Tensor,
+) -> Narrowed:
+    """Draw the first ``counts[g]`` tokens of each group's tails, and keep the particles with them.
+
+    Free places are filled by splitting: each of a particle's c copies, itself included, has a c-th
+    of its weight; the heaviest copy is split next. That is deterministic, and changes no mean.
+
+    Args:
+        log_weights: ``[G, N]`` float64.
+        texts: ``[G, N, J]`` int64 the token before each tail, and the tail.
+        lengths: ``[G, N]`` int64 of the tails; later entries are ignored. A shorter tail than
+            ``counts`` has ended: only tails of the same length share it.
+        counts: ``[G]`` int64; 0 leaves a group as it is.
+        present: ``[G, N]`` bool.
+        uniforms: ``[G]`` float64, to draw the particle that gives the tokens.
+        heaviest: ``[G]`` bool: the heaviest particle gives them instead, which is not proper.
+    """
+    weights = Weights.of(log_weights, present.sum(1))
+    drawn = torch.where(heaviest, log_weights.argmax(1), draw(weights.shares, uniforms))
+    stays = _begins_alike(texts, lengths, counts, drawn.unsqueeze(1)) & present
+    leaves = present & ~stays
+    ancestors = torch.where(leaves, _splits(log_weights, stays, leaves), _places(present))
+    copies = (ancestors.unsqueeze(1) == _places(present).unsqueeze(2)) & present.unsqueeze(1)
+    parts = copies.sum(2).gather(1, ancestors)  # [G, N]: into how many each weight is split
+    lost = weights.log_mean - Weights.of(_only(log_weights, stays), present.sum(1)).log_mean
+    raised = torch.where(weights.log_mean > -torch.inf, lost, 0.0).unsqueeze(1)
+    split = log_weights.gather(1, ancestors) - parts.clamp_min(1).to(log_weights).log() + raised
+    return Narrowed(
+        ancestors=ancestors,
+        log_weights=torch.where(present, split, log_weights),
+        log_mean=weights.log_mean,
+        num_dropped=leaves.sum(1),
+    )
+
+
+def _begins_alike(
+    texts: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor, drawn: torch.Tensor
+) -> torch.Tensor:
+    """Return which particles have the first tokens of ``drawn`` ``[G, 1]``: ``[G, N]`` bool."""
+    reach = torch.minimum(lengths, counts.unsqueeze(1))  # [G, N]
+    drawn_reach = reach.gather(1, drawn)  # [G, 1]
+    its = texts.gather(1, drawn.unsqueeze(2).expand(-1, -1, texts.shape[2]))  # [G, 1, J]
+    column = torch.arange(texts.shape[2], device=texts.device)
+    alike = ((texts == its) | (column > drawn_reach.unsqueeze(2))).all(2)
+    return (alike & (reach == drawn_reach)) | (counts == 0).unsqueeze(1)
+
+
+def _splits(log_weights: torch.Tensor, stays: torch.Tensor, leaves: torch.Tensor) -> torch.Tensor:
+    """Return the ancestor of the particle in each free place, ``[G, N]``.
+
+    The next copy is of the particle with the heaviest copies, until no place is free: the largest
+    of the quotients w / 1, w / 2, ... (the D'Hondt method).
+    """
+    num_particles = log_weights.shape[1]
+    parts = torch.arange(1, num_particles + 1, device=log_weights.device)
+    quotients = _only(log_weights, stays).unsqueeze(2) - parts.to(log_weights).log()  # [G, N, N]
+    order = quotients.flatten(1).sort(dim=1, descending=True, stable=True).indices
+    which = (leaves.cumsum(1) - 1).clamp_min(0)
+    return order.gather(1, which) // num_particles
+
+
+def _only(log_weights: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    return log_weights.masked_fill(~of, -torch.inf)
+
+
+def _places(present: torch.Tensor) -> torch.Tensor:
+    """Return each particle's own place, ``[G, N]``."""
+    return torch.arange(present.shape[1], device=present.device).expand(present.shape)

@@ -1,0 +1,541 @@
+"""Weigh, cut and resample the particles of one round, for all groups at once.
+
+A round drafts K tokens for each particle, scores them, and then decides how many of the K columns
+a group keeps, and whether it is resampled there. Glossary:
+
+    group        the G requests of a batch, with up to N particles each
+    column       the j-th draft token of all particles of a group, j = 1 ... K
+    weight       product of p / q since the last resampling, of each particle: here its log
+    ESS          effective sample size: the number of equal weights with the same variance
+    evidence     the factor by which a block of drafts multiplies the mean weight
+    cut          the choice of the columns that a round keeps
+    resampling   heavy particles are copied, light ones dropped: `ancestors`
+    present      the particles that a group has; groups may differ in N and in K
+
+*Weights* are unnormalised logarithms. They start at zero, add ``log p - log q`` for each draft
+token, and are reset to zero when the group is resampled; the mean weight before is a factor of the
+evidence estimate. A NaN becomes a dead particle (`accumulate`). A particle that is not present has
+weight zero and is left as it is.
+
+*Evidence* bounds the columns that a group keeps. The evidence of a block up to column j is the
+factor by which it multiplies the group's total weight. For a normalised p its expectation is 1
+whatever q is. It is near 1 where the draft tokens cover the target and near 0 where they all miss
+it, which the effective sample size does not show: N equally wrong drafts have equal weights.
+So a group keeps the most columns with
+
+    u < evidence_j / c,   u one uniform for the round, c the evidence threshold,
+
+and the target draws the next token itself. A column in which every particle dies has evidence
+zero and is never kept, whatever c is. With c = 0 no other column is cut.
+
+Drafts that cover little are drawn again, so with c > 0 the estimate Z-hat is biased upwards, while
+the distribution of the output comes closer to p: with c = 1, given the population, no sequence has
+a higher probability as the output of a whole uncut block than under p. That does not bound the
+output of a cut block. For N = 1 the probability is ``q(x) min(1, p(x) / q(x)) <= p(x)``, for N
+chains of one prefix, of which one is drawn by weight, ``p(x) E[1 / max(c, evidence)] <= p(x)``.
+
+*Resampling schemes* have one signature, ``scheme(weights, uniforms, num_particles=None) ->
+ancestors``:
+
+    weights         [..., S] normalised, float64, at least one positive
+    uniforms        [..., S] float64 in [0, 1); a scheme uses as many as it needs
+    num_particles   [...] int64, N <= S: slots beyond N are empty, of weight 0; None is N = S
+    ancestors       [..., S] int64; slot i < N becomes a copy of particle ``ancestors[i]``; the
+                    others are undefined
+
+All are unbiased, E[offspring of n] = N w_n, and none ever selects a particle of weight zero. They
+differ in the variance that they add (Chopin and Papaspiliopoulos, An Introduction to Sequential
+Monte Carlo, 2020, chapter 9):
+
+    systematic    one uniform for all; offspring floor or ceil of N w_n; the default
+    stratified    one uniform per stratum; lower variance than multinomial, and proven
+    multinomial   N independent draws; the textbook's, with the highest variance
+    residual      floor(N w_n) copies for sure, the rest multinomial
+    ssp           Srinivasan sampling process (Gerber, Chopin and Whiteley 2019):
+                  floor or ceil as systematic, with a proof of convergence
+
+*Resizing* is a resampling step to another number of particles: M equally weighted particles, each
+drawn from the weights, represent the same distribution as N do. The mean weight is multiplied into
+the evidence, so Z-hat stays unbiased, and particles stay properly weighted.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import torch
+
+Scheme = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+def systematic(
+    weights: torch.Tensor, uniforms: torch.Tensor, num_particles: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the ancestors at points ``(u + i) / N`` of the cumulative weights, with one u."""
+    points = (uniforms[..., :1] + _slots(weights)) / _count(weights, num_particles)
+    return _inverse_cdf(weights, points)
+
+
+def stratified(
+    weights: torch.Tensor, uniforms: torch.Tensor, num_particles: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the ancestors at one uniform point in each interval ``[i / N, (i + 1) / N)``."""
+    points = (uniforms + _slots(weights)) / _count(weights, num_particles)
+    return _inverse_cdf(weights, points)
+
+
+def multinomial(
+    weights: torch.Tensor, uniforms: torch.Tensor, num_particles: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Draw N ancestors independently."""
+    return _inverse_cdf(weights, uniforms)
+
+
+def residual(
+    weights: torch.Tensor, uniforms: torch.Tensor, num_particles: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Copy each particle ``floor(N w_n)`` times, and draw the rest multinomially."""
+    copies, fractions = _split(weights, num_particles)
+    num_certain = copies.sum(-1, keepdim=True)
+    certain = _repeat(copies)
+    drawn = _inverse_cdf(fractions, uniforms)
+    return torch.where(_slots(weights) < num_certain, certain, drawn)
+
+
+def ssp(
+    weights: torch.Tensor, uniforms: torch.Tensor, num_particles: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Round each ``N w_n`` up or down, pair by pair, so that each pair keeps its sum."""
+    copies, fractions = _split(weights, num_particles)
+    undecided = torch.zeros_like(copies[..., :1])
+    for other in range(1, weights.shape[-1]):
+        fractions, undecided = _settle_one(fractions, undecided, other, uniforms[..., other, None])
+    # Fractions sum to an integer, so the one left over is whole up to rounding.
+    return _repeat(copies + fractions.round().long())
+
+
+SCHEMES: dict[str, Scheme] = {
+    scheme.__name__: scheme for scheme in (systematic, stratified, multinomial, residual, ssp)
+}
+
+
+def _slots(weights: torch.Tensor) -> torch.Tensor:
+    return torch.arange(weights.shape[-1], device=weights.device)
+
+
+def _inverse_cdf(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+    """Return the particle at each point of the cumulative shares on [0, 1), ``[..., N]``."""
+    cumulative = weights.cumsum(-1)
+    total = cumulative[..., -1:]
+    found = torch.searchsorted(cumulative, points * total, right=True)
+    # Rounding may move a point to the total: the last particle of positive weight has it.
+    return torch.minimum(found, (cumulative < total).sum(-1, keepdim=True))
+
+
+def _count(weights: torch.Tensor, num_particles: torch.Tensor | None) -> torch.Tensor | int:
+    """Return N, as ``[..., 1]`` where groups differ in it."""
+    return weights.shape[-1] if num_particles is None else num_particles.unsqueeze(-1)
+
+
+def _split(
+    weights: torch.Tensor, num_particles: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split ``N w_n`` into integer copies (int64) and fractions."""
+    expected = weights * _count(weights, num_particles)
+    copies = expected.floor()
+    return copies.long(), expected - copies
+
+
+def _repeat(copies: torch.Tensor) -> torch.Tensor:
+    """Return ancestors in order from offspring counts; slots beyond their sum repeat the last."""
+    found = torch.searchsorted(
+        copies.cumsum(-1), _slots(copies).expand_as(copies).contiguous(), right=True
+    )
+    return found.clamp_max(copies.shape[-1] - 1)
+
+
+def _settle_one(
+    fractions: torch.Tensor, undecided: torch.Tensor, other: int, uniform: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move mass between two fractions until one is 0 or 1, and return the index of the other.
+
+    Raising a by ``up_a`` with probability ``up_b / (up_a + up_b)``, else b by ``up_b``,
+    keeps both expectations.
+    """
+    others = torch.full_like(undecided, other)
+    a, b = fractions.gather(-1, undecided), fractions.gather(-1, others)
+    up_a, up_b = torch.minimum(1 - a, b), torch.minimum(1 - b, a)
+    raise_a = (uniform * (up_a + up_b) < up_b) | (b == 0)  # a dead particle gains nothing
+    # The settled fraction is set to exactly 0 or 1, which a sum could miss by rounding.
+    full = a + b >= 1  # then the raised one becomes 1, else the lowered one becomes 0
+    high, low = torch.where(full, 1.0, a + b), torch.where(full, a + b - 1, 0.0)
+    a, b = torch.where(raise_a, high, low), torch.where(raise_a, low, high)
+    fractions = fractions.scatter(-1, undecided, a).scatter(-1, others, b)
+    return fractions, torch.where(raise_a == full, others, undecided)
+
+
+def covered_columns(
+    running: torch.Tensor,
+    evidence_threshold: torch.Tensor,
+    num_steps: torch.Tensor,
+    keep_uniforms: torch.Tensor,
+) -> torch.Tensor:
+    """Return the most columns that each group may keep, ``[G]`` int64.
+
+    Args:
+        running: ``[G, K + 1, N]`` log-weights after each column, the first before the block.
+        evidence_threshold: ``[G]`` float64 c >= 0; infinite to keep none.
+        num_steps: ``[G]`` int64: each group's own K.
+        keep_uniforms: ``[G]`` float64 in [0, 1).
+    """
+    total = torch.logsumexp(running, dim=2)  # [G, K + 1]
+    log_evidence = total - total[:, :1]
+    # In logs nothing underflows. -inf < -inf is False, so a column of dead particles is not kept.
+    enough = (keep_uniforms.log() + evidence_threshold.log()).unsqueeze(1) < log_evidence
+    column = torch.arange(running.shape[1], device=running.device)
+    return torch.minimum((enough * column).amax(1), num_steps)
+
+
+class Weights(NamedTuple):
+    """Weights of a group, with their normalised values and their mean."""
+
+    log: torch.Tensor  # [..., N] unnormalised, float64
+    shares: torch.Tensor  # [..., N] they sum to one; all zero if all are dead
+    log_mean: torch.Tensor  # [...] log((1/N) sum_n w_n); -inf if all are dead
+
+    @classmethod
+    def of(cls, log_weights: torch.Tensor, num_particles: torch.Tensor) -> "Weights":
+        """Return them for log-weights ``[..., N]`` of ``num_particles`` ``[...]`` particles."""
+        log_mean = log_mean_exp(log_weights, num_particles)
+        return cls(log_weights, normalized(log_weights), log_mean)
+
+
+def accumulate(log_weights: torch.Tensor, increments: torch.Tensor) -> torch.Tensor:
+    """Return the cumulative log-weights after each drafted column.
+
+    Args:
+        log_weights: ``[..., N]`` before the block.
+        increments: ``[..., N, K]`` of ``log p(x) - log q(x)``. NaN counts as ``-inf``, and so
+            does ``+inf``: a drawn token has q > 0, so only a broken draft can give one.
+
+    Returns:
+        ``[..., N, K + 1]`` float64; column ``k`` holds the weights after ``k`` tokens.
+    """
+    dead = -torch.inf
+    steps = torch.nan_to_num(increments.double(), nan=dead, posinf=dead, neginf=dead)
+    start = log_weights.double().unsqueeze(-1)
+    return torch.cat([start, steps], dim=-1).cumsum(-1)
+
+
+def log_mean_exp(
+    log_weights: torch.Tensor, num_particles: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return ``log((1/N) sum_n w_n)`` over the last dimension; ``-inf`` if all are dead.
+
+    N is the size of that dimension, or ``num_particles`` ``[...]`` where places are empty; an
+    empty place has weight zero, like a dead particle, but does not count towards N.
+    """
+    if num_particles is None:
+        num_particles = log_weights.new_tensor(log_weights.shape[-1])
+    return torch.logsumexp(log_weights, dim=-1) - torch.log(num_particles.to(log_weights))
+
+
+def normalized(log_weights: torch.Tensor) -> torch.Tensor:
+    """Return weights that sum to one over the last dimension; all zero if all are dead."""
+    unnormalized = _relative(log_weights)
+    total = unnormalized.sum(-1, keepdim=True)
+    return unnormalized / total.clamp_min(torch.finfo(total.dtype).tiny)
+
+
+def effective_sample_size(log_weights: torch.Tensor) -> torch.Tensor:
+    """Return ``(sum w)^2 / sum w^2`` (Kong 1992), from 1 to N; 0 if all are dead.
+
+    It is exactly N for equal weights, so that no threshold up to 1 resamples those.
+    """
+    unnormalized = _relative(log_weights)
+    squares = unnormalized.square().sum(-1)
+    return unnormalized.sum(-1).square() / squares.clamp_min(torch.finfo(squares.dtype).tiny)
+
+
+def _relative(log_weights: torch.Tensor) -> torch.Tensor:
+    """Return weights over the largest one, so that equal log-weights give exactly 1."""
+    highest = log_weights.amax(-1, keepdim=True)
+    # In a dead group the largest is -inf: shift by 0, and keep exp(-inf) = 0.
+    return torch.exp(log_weights - highest.masked_fill(highest == -torch.inf, 0.0))
+
+
+T = TypeVar("T")
+
+
+class WeightRules(NamedTuple):
+    """Thresholds and sizes for the weights of each group."""
+
+    num_steps: torch.Tensor  # [G] int64 K
+    ess_threshold: torch.Tensor  # [G] float64 tau; resample where ESS < tau * N
+    at_token: torch.Tensor  # [G] bool: test the ESS after every column, not only after the last
+    evidence_threshold: torch.Tensor  # [G] float64 c; keep columns that the evidence covers
+
+
+class BlockCut(NamedTuple):
+    """Columns that a round keeps, per group, and the weights there."""
+
+    num_columns: torch.Tensor  # [G] int64 in 0..K: draft tokens kept
+    log_weights: torch.Tensor  # [G, N] after the kept columns
+    ess: torch.Tensor  # [G] effective sample size of those weights
+    resample: torch.Tensor  # [G] bool: the effective sample size is below the threshold
+    all_zero: torch.Tensor  # [G] bool: every particle died in the column after the cut
+
+
+class Resampled(NamedTuple):
+    """A population after its resampling step."""
+
+    ancestors: torch.Tensor  # [G, N] int64
+    log_weights: torch.Tensor  # [G, N]
+    log_evidence: torch.Tensor  # [G] what this step adds to log Z-hat
+
+
+class Reweighted(NamedTuple):
+    """Result of weighing a block of draft tokens."""
+
+    cut: BlockCut
+    num_kept: torch.Tensor  # [G, N] draft tokens that each particle keeps
+    resampled: Resampled
+
+
+def reweight_and_resample(
+    log_weights: torch.Tensor,
+    log_p: torch.Tensor,
+    log_q: torch.Tensor,
+    before_end: torch.Tensor,
+    power: torch.Tensor,
+    rules: WeightRules,
+    present: torch.Tensor,
+    keep_uniforms: torch.Tensor,
+    uniforms: torch.Tensor,
+    scheme: torch.Tensor,
+    methods: Sequence[str],
+) -> Reweighted:
+    """Weigh a block of draft tokens, `cut` it, and `resample` where the ESS is low.
+
+    Args:
+        log_weights: ``[G, N]`` float64 before the block.
+        log_p, log_q: ``[G, N, K]`` log-probabilities of the draft tokens.
+        before_end: ``[G, N, K]`` bool: columns up to a particle's end, within its request's K.
+        power: ``[G]`` float64 alpha: a draft token adds ``alpha log p - log q`` to the log-weight.
+        rules: of each group.
+        present: ``[G, N]`` bool.
+        keep_uniforms: ``[G]`` float64 uniforms, for the evidence.
+        uniforms: ``[G, N]`` float64 uniforms, for the ancestors.
+        scheme: ``[G]`` int64, each group's resampling method: its index in `SCHEMES`.
+        methods: the keys of `SCHEMES` that occur among these.
+    """
+    scored = log_p.double() * power.view(-1, 1, 1)
+    increments = torch.where(before_end, scored - log_q, 0.0)
+    found = cut(log_weights, increments, rules, present, keep_uniforms)
+    column = torch.arange(before_end.shape[2], device=before_end.device)
+    kept = before_end & (column < found.num_columns.view(-1, 1, 1))
+    step = partial(resample, found.log_weights, found.resample, present, uniforms)
+    resampled = by_method(scheme, methods, step)
+    return Reweighted(found, kept.sum(2), resampled)
+
+
+def cut(
+    log_weights: torch.Tensor,
+    increments: torch.Tensor,
+    rules: WeightRules,
+    present: torch.Tensor,
+    keep_uniforms: torch.Tensor,
+) -> BlockCut:
+    """Choose the columns that a round keeps (arXiv 2604.15672, section 3).
+
+    ``block`` keeps all K and tests the effective sample size once, after them.
+    ``token`` tests it after every column and stops at the first that fails.
+    Neither keeps more columns than the evidence covers (`covered_columns`), so both stop before a
+    column in which all particles die: the target's own draw takes that column's place, and a round
+    always advances by at least one token. At temperature 0 this is greedy verification: accept the
+    draft tokens that equal the target's likeliest ones.
+
+    Args:
+        log_weights: ``[G, N]`` before the round.
+        increments: ``[G, N, K]`` of ``log p - log q``, 0 where a particle has ended.
+        rules: of each group; columns beyond its own K are ignored.
+        present: ``[G, N]`` bool.
+        keep_uniforms: ``[G]`` float64 uniforms, for the evidence.
+    """
+    running = accumulate(log_weights, increments).transpose(1, 2)  # [G, K + 1, N]
+    ess = effective_sample_size(running)  # [G, K + 1]
+    covered = covered_columns(running, rules.evidence_threshold, rules.num_steps, keep_uniforms)
+    low = ess < (rules.ess_threshold * present.sum(1)).unsqueeze(1)  # [G, K + 1]
+    first_low = torch.minimum(_first_true(low[:, 1:]) + 1, covered)
+    num_columns = torch.where(rules.at_token, first_low, covered)
+    dead = (running == -torch.inf).all(2)  # [G, K + 1]; a group never starts dead
+    next_column = (num_columns + 1).clamp_max(dead.shape[1] - 1).unsqueeze(1)
+    at = num_columns.unsqueeze(1)
+    return BlockCut(
+        num_columns=num_columns,
+        log_weights=column_of(running, num_columns),
+        ess=ess.gather(1, at).squeeze(1),
+        resample=low.gather(1, at).squeeze(1),
+        all_zero=dead.gather(1, next_column).squeeze(1) & (num_columns < rules.num_steps),
+    )
+
+
+def resample(
+    log_weights: torch.Tensor,
+    where: torch.Tensor,
+    present: torch.Tensor,
+    uniforms: torch.Tensor,
+    method: str,
+) -> Resampled:
+    """Resample the groups in ``where``; the others keep their particles and weights.
+
+    Args:
+        log_weights: ``[G, N]``, at least one finite per group.
+        where: ``[G]`` bool.
+        present: ``[G, N]`` bool.
+        uniforms: ``[G, N]`` float64.
+        method: a key of `SCHEMES`.
+    """
+    num_particles = present.sum(1)
+    weights = Weights.of(log_weights, num_particles)
+    chosen = SCHEMES[method](weights.shares, uniforms, num_particles)
+    return _replace(weights, where, present, chosen)
+
+
+def draw(shares: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Draw one particle of each group by its share: ``[G, N]``, ``[G]`` to ``[G]``."""
+    return SCHEMES["multinomial"](shares, uniforms.unsqueeze(1), None).squeeze(1)
+
+
+def by_method(scheme: torch.Tensor, methods: Iterable[str], step: Callable[[str], T]) -> T:
+    """Run a resampling step with each group's own method: ``scheme`` ``[G]``, in ``methods``."""
+    first, *others = methods
+    found = step(first)
+    for method in others:
+        mine = scheme == list(SCHEMES).index(method)
+        found = choose(mine, step(method), found)
+    return found
+
+
+def choose(where: torch.Tensor, yes: T, no: T) -> T:
+    """Return ``yes`` for the groups ``where`` ``[G]`` bool, ``no`` for the others.
+
+    Both are a tensor ``[G, ...]``, or a named tuple of such tensors.
+    """
+    if isinstance(yes, torch.Tensor) and isinstance(no, torch.Tensor):
+        return torch.where(where.view(-1, *(1,) * (yes.dim() - 1)), yes, no)
+    assert isinstance(yes, tuple) and isinstance(no, tuple)
+    fields = [choose(where, a, b) for a, b in zip(yes, no, strict=True)]
+    return yes._make(fields)  # pyright: ignore -- of a named tuple
+
+
+def column_of(running: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Return row ``columns[g]`` of each group: ``[G, C, N]``, ``[G]`` to ``[G, N]``."""
+    at = columns.view(-1, 1, 1).expand(-1, -1, running.shape[2])
+    return running.gather(1, at).squeeze(1)
+
+
+def _replace(
+    weights: Weights, where: torch.Tensor, present: torch.Tensor, chosen: torch.Tensor
+) -> Resampled:
+    """Set ``chosen`` as ancestors in ``where``, with equal weights and their mean as evidence."""
+    stay = torch.arange(chosen.shape[-1], device=chosen.device)
+    selected = where.unsqueeze(-1) & present
+    return Resampled(
+        ancestors=torch.where(selected, chosen, stay),
+        log_weights=torch.where(selected, 0.0, weights.log),
+        log_evidence=torch.where(where, weights.log_mean, 0.0),
+    )
+
+
+def _first_true(flags: torch.Tensor) -> torch.Tensor:
+    """Return the index of the first True along the last dimension, its size where there is none."""
+    return (~flags).cumprod(-1).sum(-1)
+
+
+class Revalued(NamedTuple):
+    """A population with weights that include new potential values."""
+
+    log_weights: torch.Tensor  # [G, N] float64
+    log_values: torch.Tensor  # [G, N] float64: the log phi that they include now
+
+
+def revalue(log_weights: torch.Tensor, held: torch.Tensor, log_values: torch.Tensor) -> Revalued:
+    """Replace phi_{t-1} in the weights by phi_t: they gain log phi_t - log phi_{t-1}.
+
+    The target of the particles is then p phi_t, whatever the earlier values were, since they
+    cancel (Chopin and Papaspiliopoulos, An Introduction to Sequential Monte Carlo, 2020,
+    section 5.2). Dead particles stay dead.
+
+    Args:
+        log_weights: ``[G, N]`` float64.
+        held: ``[G, N]`` float64 log phi_{t-1}, finite where a particle is alive.
+        log_values: ``[G, N]`` float64 log phi_t; NaN keeps the held value.
+    """
+    is_told = (log_weights > -torch.inf) & ~log_values.isnan()
+    gains = torch.where(is_told, log_values - held, 0.0)
+    return Revalued(log_weights + gains, torch.where(is_told, log_values, held))
+
+
+def elect(log_weights: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+    """Take a weighted majority vote: keep only the particles of the heaviest answer.
+
+    The total weight of a group stays; of two equally heavy answers that of the first particle
+    wins. Groups in which no particle with weight has an answer stay as they are.
+
+    Args:
+        log_weights: ``[G, N]`` float64.
+        answers: ``[G, N]`` int64, equal numbers for equal answers; -1 for none.
+
+    Returns:
+        ``[G, N]`` log-weights.
+    """
+    gives = answers >= 0
+    same = (answers.unsqueeze(1) == answers.unsqueeze(2)) & gives.unsqueeze(1)  # [G, N, N]
+    totals = log_weights.unsqueeze(1).masked_fill(~same, -torch.inf).logsumexp(2)  # [G, N]
+    winner = answers.gather(1, totals.argmax(1, keepdim=True))  # [G, 1]
+    votes = (answers == winner) & gives
+    won = log_weights.masked_fill(~votes, -torch.inf)
+    log_share = won.logsumexp(1, keepdim=True) - log_weights.logsumexp(1, keepdim=True)
+    is_decided = log_share.isfinite()  # some particle of positive weight has an answer
+    return torch.where(is_decided, won - log_share, log_weights)
+
+
+class Resized(NamedTuple):
+    """A population after it has been resized."""
+
+    ancestors: torch.Tensor  # [G, N] int64
+    log_weights: torch.Tensor  # [G, N]
+    log_evidence: torch.Tensor  # [G] what this step adds to log Z-hat
+    present: torch.Tensor  # [G, N] bool: the particles from now on
+
+
+def resize(
+    log_weights: torch.Tensor,
+    present: torch.Tensor,
+    num_particles: torch.Tensor,
+    uniforms: torch.Tensor,
+    method: str,
+) -> Resized:
+    """Resample the groups that change their number of particles; the others stay as they are.
+
+    Args:
+        log_weights: ``[G, N]``, at least one finite per group; N is at least both sizes.
+        present: ``[G, N]`` bool: the particles so far.
+        num_particles: ``[G]`` int64 from now on.
+        uniforms: ``[G, N]`` float64.
+        method: a key of `SCHEMES`.
+    """
+    place = torch.arange(log_weights.shape[1], device=log_weights.device)
+    changes = present.sum(1) != num_particles
+    after = place < num_particles.unsqueeze(1)
+    weights = Weights.of(log_weights, present.sum(1))
+    drawn = SCHEMES[method](weights.shares, uniforms, num_particles)
+    equal = torch.where(after, 0.0, -torch.inf).to(log_weights)
+    redrawn = changes.unsqueeze(1)
+    return Resized(
+        ancestors=torch.where(redrawn & after, drawn, place),
+        log_weights=torch.where(redrawn, equal, log_weights),
+        log_evidence=torch.where(changes, weights.log_mean, 0.0),
+        present=after,
+    )

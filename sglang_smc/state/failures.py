@@ -1,0 +1,152 @@
+"""End a single request with an error.
+
+A round on the device reports a request that cannot continue by a `Failure` code, and leaves it
+unchanged until the host reads the code: after a round in the round's result, after prefill as an
+id outside the vocabulary in place of the first token. The host then ends the request as SGLang
+ends an aborted one. HTTP clients receive the status and the message; a stream ends with them.
+"""
+
+import logging
+from enum import IntEnum
+from http import HTTPStatus
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+from sglang_smc.printable import printable
+from sglang_smc.state.settings import stop_tokens
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+logger = logging.getLogger(__name__)
+
+
+class Failure(IntEnum):
+    """Code by which the device reports why a request cannot continue; 0 is none."""
+
+    TARGET_LOGITS = 1
+    DRAFT_LOGITS = 2
+
+
+class _Answer(NamedTuple):
+    message: str
+    status: HTTPStatus
+
+
+def _broken(model: str, flag: str) -> _Answer:
+    return _Answer(
+        f"The {model} model's logits for this text leave no token to draw: they are NaN or "
+        "infinite, unless its custom_logit_processor forbids all tokens. Others are not affected. "
+        f"Check the weights of {flag} and the server's --dtype: float16 overflows where bfloat16 "
+        "does not.",
+        HTTPStatus.INTERNAL_SERVER_ERROR,
+    )
+
+
+_ANSWERS = {
+    Failure.TARGET_LOGITS: _broken("target", "--model-path"),
+    Failure.DRAFT_LOGITS: _broken("draft", "--speculative-draft-model-path"),
+}
+
+
+_FORBIDS_ALL = (
+    "The request forbids all tokens: each would end its text (by stop_token_ids or the model), and "
+    "min_new_tokens forbids an end. Leave min_new_tokens out, or some stop tokens."
+)
+
+
+def end_request(req: "Req", message: str, status: HTTPStatus) -> None:
+    """End a request with an error at SGLang's next check for its end.
+
+    Args:
+        req: in the scheduler; a request that is about to end anyway is left as it is.
+        message: the cause and its remedy; control characters in it are escaped.
+        status: 400, 500 or 503; SGLang turns no other status of an abort into an error.
+    """
+    if req.finished() or req.to_finish:
+        return
+    # The message may quote a client, a potential or a remote service; SGLang logs it, too.
+    logger.error("SMC ends request %s: %s", printable(req.rid), printable(message))
+    req.to_finish = FINISH_ABORT(printable(message), status, status.name)
+    # The KV in its slots may be the cause, and must not be reused as a prefix.
+    req.skip_radix_cache_insert = True
+
+
+def end_failed(req: "Req", code: int) -> bool:
+    """End a request with a failure code other than 0; return whether a model is the cause."""
+    if code and _forbids_all(req):
+        end_request(req, _FORBIDS_ALL, HTTPStatus.BAD_REQUEST)
+        return False
+    if code:
+        end_request(req, *_ANSWERS[Failure(code)])
+    return bool(code)
+
+
+def _forbids_all(req: "Req") -> bool:
+    """Return whether all tokens are stop tokens while `min_new_tokens` forbids these."""
+    params = req.sampling_params
+    if not params.min_new_tokens:
+        return False
+    assert req.vocab_size is not None, "SGLang's scheduler sets it on each request"
+    given = params.stop_token_ids, req.eos_token_ids, req.tokenizer, req.vocab_size
+    return len(stop_tokens(*given)) >= req.vocab_size
+
+
+def mark_first(tokens: torch.Tensor, failure: torch.Tensor) -> torch.Tensor:
+    """Return first tokens ``[G]``, with negated failure codes ``[G]`` in place of invalid ones."""
+    return torch.where(failure > 0, -failure, tokens)
+
+
+def take_mark(req: "Req") -> int:
+    """Remove and return the failure code in place of a request's first token; 0 for a token."""
+    if not req.output_ids or req.output_ids[-1] >= 0:
+        return 0
+    req.return_logprob = False  # there is no token to report one for
+    return -req.output_ids.pop()
+
+
+def failure_of_first(target: torch.Tensor, draft: torch.Tensor | None) -> torch.Tensor:
+    """Return the failure codes ``[G]`` after prefill.
+
+    Args:
+        target: ``[G, V]`` log-probabilities of the first token, NaN where logits give none.
+        draft: ``[G, V]`` logits, not sampled from yet; None where the proposer has none.
+    """
+    is_broken = target[:, 0].isnan()
+    if draft is None:
+        return _codes(is_broken, torch.zeros_like(is_broken))
+    return _codes(is_broken, ~draft.float().logsumexp(1).isfinite())
+
+
+def failure_of_round(
+    target: torch.Tensor,
+    draft: torch.Tensor,
+    before_end: torch.Tensor,
+    ends: torch.Tensor,
+    live: torch.Tensor,
+) -> torch.Tensor:
+    """Return the failure codes ``[G]`` of a round in which logits gave no distribution.
+
+    Args:
+        target: ``[G, N, K + 1]`` log-probabilities of any token in each column; NaN where logits
+            give no distribution, since its normaliser is NaN then.
+        draft: ``[G, N, K]`` log-probabilities of the draft tokens, NaN likewise.
+        before_end: ``[G, N, K]`` bool: up to each particle's end, and within its request's K.
+        ends: ``[G, N, K]`` bool: the sequence ends with this token.
+        live: ``[G, N]`` bool: present, and not ended.
+    """
+    # The target's distribution is needed behind each column, unless the sequence ends there.
+    asked = torch.cat([live.unsqueeze(2), before_end & ~ends], dim=2)  # [G, N, K + 1]
+    return _codes(_any(target.isnan() & asked), _any(draft.isnan() & before_end))
+
+
+def _any(flags: torch.Tensor) -> torch.Tensor:
+    return flags.flatten(1).any(1)
+
+
+def _codes(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
+    """Return the codes of flags ``[G]``; a failure of the target takes precedence."""
+    code = torch.where(draft, int(Failure.DRAFT_LOGITS), 0)
+    return torch.where(target, int(Failure.TARGET_LOGITS), code)

@@ -1,0 +1,507 @@
+"""Hold the host's state of each request: seed, options, sizes, counters, and its first token.
+
+It is the attribute `smc_state` of SGLang's request object, and survives a retraction. The
+particles' sequences, weights and slots are on the device.
+
+The first token of a request is *open* while its particles may differ in it. Prefill must return
+one token. If the target is p, all particles share it. For a power of p, or p under a mask, the
+marginal of the first token depends on all continuations, so a shared token could not be corrected
+by weights: each particle draws its own, and the token in SGLang's lists is a placeholder.
+
+    SHARED  --begin-->  OPEN  --settle-->  SETTLED  --take-->  SHARED
+                        OPEN  --withdraw-->  SHARED
+
+    transition   called by                                     when
+    begin        RequestStates.begin                           at each prefill
+    hold         patches/request_state, update_finish_state    SGLang has taken the placeholder
+    settle       registry.settle, from SMCBatchResult.resolve  all particles share the token
+    take         patches/request_state, update_finish_state    SGLang checks for an end
+    withdraw     registry.withdraw, patches/request_state      the request is retracted
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from http import HTTPStatus
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import msgspec
+import torch
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_smc.kv.arena import remaining
+from sglang_smc.options.policy import Dial
+from sglang_smc.options.request import (
+    Budget,
+    RequestConfig,
+    apply_budget,
+    config_of,
+    request_config,
+    union,
+)
+from sglang_smc.options.server import SMCConfig
+from sglang_smc.potentials.calls import Caller
+from sglang_smc.potentials.declared import Chosen, choose
+from sglang_smc.smc.fidelity import NAMES
+from sglang_smc.smc.randomness import derive_seed
+from sglang_smc.state.failures import end_request
+from sglang_smc.state.fidelity import Answer
+from sglang_smc.state.metrics import META_PREFIX, Counters, meta_info, zero_counters
+from sglang_smc.state.population import TailLogprobs
+from sglang_smc.state.record import RoundRecord, Trace
+from sglang_smc.state.settings import TableEntry, stop_tokens
+from sglang_smc.upstream import kv_of
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.managers.schedule_batch import Req
+
+
+def deliver(
+    output: "LogitsProcessorOutput", logprobs: TailLogprobs, counts: list[int], reqs: "list[Req]"
+) -> None:
+    """Store the emitted tokens' log-probabilities in SGLang's request fields, on the host.
+
+    Args:
+        output: of the round; SGLang reads the same number of tokens for each request.
+        logprobs: ``[G, T, ...]``.
+        counts: ``[G]`` tokens emitted.
+        reqs: the batch.
+    """
+    emitted = TailLogprobs(*(column[:, : max(counts)] for column in logprobs))
+    tops = [req.logprob.top_logprobs_num if req.return_logprob else 0 for req in reqs]
+    ids = [(req.return_logprob and req.logprob.token_ids_logprob) or [] for req in reqs]
+    output.next_token_logprobs = emitted.own
+    output.next_token_top_logprobs_val = _rows(emitted.top, tops)
+    output.next_token_top_logprobs_idx = _rows(emitted.top_ids, tops)
+    output.next_token_token_ids_logprobs_val = _rows(emitted.listed, [len(few) for few in ids])
+    output.next_token_token_ids_logprobs_idx = [few for few in ids for _ in range(max(counts))]
+
+
+def settle(req: "Req", place: int, token: int, logprob: float) -> None:
+    """Replace the placeholder by the token that all particles share, with its log-probability.
+
+    The likeliest tokens at that position do not depend on it.
+    """
+    tokens, values = req.logprob.output_token_logprobs_idx, req.logprob.output_token_logprobs_val
+    assert tokens is not None and values is not None, "there where a request asks for any"
+    tokens[place], values[place] = token, logprob
+
+
+def rewind_stream(req: "Req") -> None:
+    """Reset the stream's offset of log-probabilities to that of its tokens, at most.
+
+    Under the overlap schedule a request may be retracted before the token of its prefill is taken.
+    SGLang still streams it, without a token, but counts one log-probability as sent.
+    """
+    if req.return_logprob:
+        sent = req.send_output_token_logprobs_offset
+        req.send_output_token_logprobs_offset = min(sent, req.send_token_offset)
+
+
+def take_back(req: "Req", start: int) -> None:
+    """Delete the log-probabilities of output tokens from ``start`` on."""
+    if req.return_logprob:
+        for name in _BOOKS:
+            del getattr(req.logprob, name)[start:]
+
+
+# Lists of SGLang's ReqLogprob with one entry per output token, or empty where not requested.
+_BOOKS = tuple(
+    f"output_{kind}logprobs_{part}"
+    for kind in ("token_", "top_", "token_ids_")
+    for part in ("val", "idx")
+)
+
+
+def _rows(values: torch.Tensor, widths: list[int]) -> list[list[float] | torch.Tensor]:
+    """Split ``[G, C, W]`` into one tensor ``[widths[g]]`` per request and token."""
+    return [
+        row[:width] for of_req, width in zip(values, widths, strict=True) for row in of_req.unbind()
+    ]
+
+
+class Phase(Enum):
+    """State of a request's first token."""
+
+    SHARED = "one token, for good"
+    OPEN = "particles may differ in it"
+    SETTLED = "they have just come to agree on it"
+
+
+class OpenToken(msgspec.Struct):
+    """First token of one request, with its transitions."""
+
+    phase: Phase = Phase.SHARED
+    place: int | None = None  # in output_ids, while it is open
+    holds_stream: bool = False  # until it is settled
+    settled: int = -1  # the token that they share, of the last settling
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the newest output token is a placeholder."""
+        return self.phase is Phase.OPEN
+
+    def begin(self, place: int | None) -> None:
+        """Start with a prefill: each particle draws a token at ``place``; None if they share it."""
+        self.phase = Phase.SHARED if place is None else Phase.OPEN
+        self.place = place
+
+    def hold(self, req: "Req") -> None:
+        """Pause the stream of a request while its newest token may still change."""
+        assert self.phase is Phase.OPEN
+        self.holds_stream, req.stream = self.holds_stream or req.stream, False
+
+    def settle(self, req: "Req", token: int, logprob: float | None) -> None:
+        """Replace the placeholder by the token that all particles share."""
+        assert self.phase is Phase.OPEN and self.place is not None
+        req.output_ids[self.place] = token
+        if logprob is not None:
+            settle(req, self.place, token, logprob)
+        self.phase, self.place, self.settled = Phase.SETTLED, None, token
+        self._release(req)
+
+    def take(self) -> int:
+        """Return the number of tokens that SGLang has not checked yet: 1 right after `settle`."""
+        was_settled = self.phase is Phase.SETTLED
+        if was_settled:
+            self.phase = Phase.SHARED
+        return int(was_settled)
+
+    def withdraw(self, req: "Req") -> int:
+        """Drop the placeholder from SGLang's lists, and return the number of tokens removed."""
+        if self.phase is not Phase.OPEN:
+            return 0
+        assert self.place is not None
+        num_dropped = len(req.output_ids) - self.place
+        del req.output_ids[self.place :]
+        take_back(req, self.place)
+        self.phase, self.place = Phase.SHARED, None
+        self._release(req)
+        return num_dropped
+
+    def _release(self, req: "Req") -> None:
+        req.stream, self.holds_stream = req.stream or self.holds_stream, False
+
+
+_WATCHED = {name: Counters._fields.index(name) for name in NAMES}
+
+
+class RequestState(msgspec.Struct):
+    """State of one request on the host."""
+
+    seed: int
+    config: RequestConfig  # its options
+    counters: list[float]
+    # Options of its last round and of the next: smaller N and K where the server adapts.
+    last: RequestConfig
+    now: RequestConfig
+    budget: Budget | None = None  # that bounds the next round
+    arena: tuple[int, int] = (0, 0)  # behind the end of the sequence on the host, when reserved
+    open_token: OpenToken = msgspec.field(default_factory=OpenToken)
+    has_lost_tails: bool = False  # a retraction dropped tokens that the evidence has counted
+    num_replayed: int = 0  # rounds that replayed a CUDA graph
+    last_chunk: float | None = None  # time of its stream's last new tokens, by the monitor's clock
+    first_log_sum: float = 0.0  # log-weight of the first token, while in no counter yet
+    particles: list[dict[str, Any]] | None = None  # all of them, before the final draw
+    has_ended: bool = False  # its answer is counted in the server's totals
+    potentials: tuple[Chosen, ...] = ()  # that multiply its target
+    callers: tuple[Caller, ...] = ()  # that call each of these
+    rounds: list[RoundRecord] = []  # of its trace, if it sets `trace`
+    is_fresh: bool = False  # no round has been launched behind its last prefill
+    num_prefilled: int = 0  # tokens of its output that the last prefill read
+    untold: list[int] = []  # the last of these, which are in no round of the trace yet
+    kept: dict[type, Any] = {}  # state of each rule of the request, by the rule's class
+
+    @classmethod
+    def of(cls, seed: int, config: RequestConfig) -> "RequestState":
+        """Return the state of a new request."""
+        return cls(seed, config, zero_counters(config.num_particles), config, config)
+
+    @property
+    def sizes(self) -> Budget:
+        """Return N and K of its last round, or of the one that is prepared."""
+        return Budget(self.now.num_particles, self.now.num_steps)
+
+    def span(self, budget: Budget | None) -> RequestConfig:
+        """Return the sizes for which the next round on ``budget`` needs memory."""
+        return union(self.now, apply_budget(self.config, budget))
+
+    def begin(self, budget: Budget | None, output_ids: Sequence[int]) -> None:
+        """Start new particles on ``budget``, after the output that prefill reads."""
+        self.budget, self.is_fresh = budget, True
+        self.last = self.now = apply_budget(self.config, budget)
+        self.num_prefilled, self.untold = len(output_ids), self._untold(output_ids)
+        self.particles = None
+
+    def _untold(self, output_ids: Sequence[int]) -> list[int]:
+        """Return the output tokens after those in the rounds of the trace."""
+        if not self.config.trace:
+            return []
+        return list(output_ids[sum(len(record.told) for record in self.rounds) :])
+
+    def step_to(self, budget: Budget | None) -> None:
+        """Set the next round's N and K by ``budget``."""
+        self.last = self.now
+        if budget != self.budget:
+            self.budget, self.now = budget, apply_budget(self.config, budget)
+
+    def take_start(self) -> bool:
+        """Return whether the next round is the first after a prefill, and clear the flag."""
+        was_fresh, self.is_fresh = self.is_fresh, False
+        return was_fresh
+
+    def take(self, totals: list[float], replayed: bool) -> None:
+        """Store the device's totals after a round, and count it if a CUDA graph was replayed."""
+        self.counters, self.first_log_sum = totals, 0.0
+        self.num_replayed += replayed
+
+    def count_nan(self) -> None:
+        """Count invalid logits in prefill; the device counts rounds only."""
+        place = Counters._fields.index("nan_ct")
+        self.counters = [count + (i == place) for i, count in enumerate(self.counters)]
+
+    def answer(self) -> Answer:
+        """Return the fidelity measurements of its sequence."""
+        watched = {name: self.counters[place] for name, place in _WATCHED.items()}
+        return Answer(self.config.mode, self.config.covering, **watched)
+
+    def progress(self, rid: str, num_tokens: int) -> dict[str, Any]:
+        """Return the statistics of all its rounds so far, for a report on the running server."""
+        counters = Counters._make(self.counters)
+        rounds, weighs = counters.rounds_ct, self.now.weighs
+        return {
+            "rid": rid,
+            "output_tokens": num_tokens,
+            "mode": self.now.mode,
+            "num_particles": self.now.num_particles,
+            "num_steps": self.now.num_steps,
+            "rounds": int(rounds),
+            "tokens_per_pass": num_tokens / rounds if rounds else None,
+            "ess_ratio": counters.ess_sum / counters.particles_sum if rounds and weighs else None,
+            "resample_rate": counters.resample_ct / rounds if rounds else None,
+        }
+
+    def trace(self, prompt_length: int, output_ids: Sequence[int]) -> dict[str, Any]:
+        """Return its `Trace` as JSON-compatible values."""
+        trace = Trace(
+            mode=self.config.mode,
+            num_particles=self.config.num_particles,
+            num_steps=self.config.num_steps,
+            prompt_length=prompt_length,
+            rounds=self.rounds,
+            emitted_after=self._untold(output_ids),
+        )
+        return {"version": trace.version, **msgspec.to_builtins(trace)}
+
+    def meta_info(self, output_ids: list[int]) -> dict[str, Any]:
+        """Return the `meta_info` fields of the finished request, without its trace."""
+        log_evidence = self.counters[-1] + self.first_log_sum
+        totals = [*self.counters[:-1], log_evidence]
+        fields = meta_info(totals, self.config, self.num_replayed)
+        if self.has_lost_tails:
+            fields[META_PREFIX + "log_evidence"] = None
+        if self.config.return_particles:
+            fields[META_PREFIX + "particles"] = self.particles or self._equal(output_ids)
+        return fields
+
+    def _equal(self, output_ids: list[int]) -> list[dict[str, Any]] | None:
+        """Return the particles of a sequence that ended with a shared first token, else None."""
+        if len(output_ids) != self.num_prefilled + 1 or self.open_token.is_open:
+            return None  # aborted
+        num_particles = self.config.num_particles
+        weight = 1.0 / num_particles
+        return [as_particle(list(output_ids), weight, 0.0) for _ in range(num_particles)]
+
+
+def as_particle(output_ids: list[int], weight: float, log_weight: float) -> dict[str, Any]:
+    """Return a particle in the form of `meta_info`."""
+    return {"output_ids": output_ids, "weight": weight, "log_weight": log_weight}
+
+
+class Start(NamedTuple):
+    """Inputs of the device for starting a request, or starting it again."""
+
+    entry: TableEntry
+    num_emitted: int
+    counters: list[float]
+
+
+class RequestStates:
+    """States of all requests, and seeds for those without one.
+
+    Args:
+        config: the server's.
+        random_seed: the server's; seeds of requests without one are derived from it.
+        dial: converts the requests' tilts into evidence thresholds.
+        callers: callers of the server's potentials, by the potentials' names.
+    """
+
+    def __init__(
+        self,
+        config: SMCConfig,
+        random_seed: int,
+        dial: Dial | None = None,
+        callers: Mapping[str, Caller] = MappingProxyType({}),
+    ) -> None:
+        self._config = config
+        self._callers = callers
+        self._dial = dial or Dial()
+        self._random_seed = random_seed
+        self._num_seeded = 0
+
+    @classmethod
+    def of_replica(
+        cls,
+        config: SMCConfig,
+        random_seed: int,
+        dp_rank: int | None,
+        dial: Dial,
+        callers: Mapping[str, Caller],
+    ) -> "RequestStates":
+        """Return the states of a data-parallel replica, with a seed of its own.
+
+        All replicas number their requests from 1, and must not draw the same numbers.
+        """
+        seed = derive_seed(random_seed, dp_rank) if dp_rank else random_seed
+        return cls(config, seed, dial, callers)
+
+    def begin(self, reqs: "list[Req]", budget: Budget | None = None) -> list[Start]:
+        """Start or restart requests as they are prefilled, in batch order, on ``budget``."""
+        return [self._begin(req, budget) for req in reqs]
+
+    def _begin(self, req: "Req", budget: Budget | None) -> Start:
+        state = find_state(req)
+        if state is None:
+            asked = config_of(self._config, req)
+            state = RequestState.of(self._seed(req), self._dial.settled(asked))
+            self._give_potentials(req, state)
+            req.smc_state = state  # pyright: ignore[reportAttributeAccessIssue] -- ours
+        state.begin(budget, req.output_ids)
+        # Only if the target is p do the dropped tokens have an evidence factor of mean 1.
+        state.has_lost_tails |= not state.config.is_normalized and req.retraction_count > 0
+        is_last = remaining(req) <= 1
+        shared = state.config.is_normalized or (is_last and not state.potentials)
+        state.open_token.begin(None if shared else len(req.output_ids))
+        # A retracted request's particles are gone: later tokens are drawn with new numbers.
+        seed = derive_seed(state.seed, req.retraction_count)
+        return Start(_entry(req, seed, state.config), len(req.output_ids), state.counters)
+
+    def _give_potentials(self, req: "Req", state: RequestState) -> None:
+        """Set the potentials that a request names, which were validated on arrival.
+
+        If a potential's `Args` accept the arguments there, but raise here, the request ends.
+        """
+        asked = state.config.potentials
+        known = {name: caller.potential for name, caller in self._callers.items()}
+        try:
+            state.potentials = tuple(choose(each, known) for each in asked)
+        except ValueError as error:
+            end_request(req, f"The request has {error}", HTTPStatus.INTERNAL_SERVER_ERROR)
+            return
+        state.callers = tuple(self._callers[each.name] for each in asked)
+
+    def padding(self) -> TableEntry:
+        """Return the entry of SGLang's padding row, with the server's defaults."""
+        params = SamplingParams(max_new_tokens=1)
+        return TableEntry(0, 0, params, request_config(self._config, None), frozenset())
+
+    def note_first(self, reqs: "list[Req]", log_sums: torch.Tensor) -> None:
+        """Store the log-weights of first tokens ``[G]``, which are 0 if p is the target.
+
+        An answer may end with that token, before the device has counted it. Minus infinity, where
+        no token could be drawn, is skipped.
+        """
+        states = [state_of(req) for req in reqs]
+        if all(state.config.is_normalized for state in states):
+            return
+        for state, log_sum in zip(states, log_sums.tolist(), strict=True):
+            if log_sum != -math.inf:
+                state.first_log_sum = log_sum
+
+    def _seed(self, req: "Req") -> int:
+        if req.sampling_params.sampling_seed is not None:
+            return req.sampling_params.sampling_seed
+        self._num_seeded += 1
+        return derive_seed(self._random_seed, self._num_seeded)
+
+
+def find_state(req: "Req") -> RequestState | None:
+    """Return the state of a request; None for one that SMC has not started."""
+    return req.__dict__.get("smc_state")
+
+
+def state_of(req: "Req") -> RequestState:
+    """Return the state of a request that decodes."""
+    return req.smc_state  # pyright: ignore[reportAttributeAccessIssue] -- ours
+
+
+def has_open_token(req: "Req") -> bool:
+    """Return whether the newest output token is a placeholder for one that particles differ in."""
+    state = find_state(req)
+    return state is not None and state.open_token.is_open
+
+
+def settled_ids(req: "Req") -> list[int]:
+    """Return the output tokens that all particles share."""
+    state = find_state(req)
+    return list(req.output_ids[: state.open_token.place if state is not None else None])
+
+
+class Tails(Protocol):
+    """Tails of particles: a `Population`, or the part of one that is kept."""
+
+    @property
+    def last_emitted(self) -> torch.Tensor: ...  # [G, N]
+
+    @property
+    def tokens(self) -> torch.Tensor: ...  # [G, N, T]
+
+    @property
+    def lengths(self) -> torch.Tensor: ...  # [G, N]
+
+
+def tails_of(req: "Req", population: Tails, group: int) -> list[list[int]]:
+    """Return each particle's tokens after the output that all particles share."""
+    last_emitted, lengths = (
+        population.last_emitted[group].tolist(),
+        population.lengths[group].tolist(),
+    )
+    is_open = has_open_token(req)
+    return [
+        [*([last_emitted] if is_open else []), *tail[:length]]
+        for last_emitted, tail, length in zip(
+            last_emitted, population.tokens[group].tolist(), lengths, strict=True
+        )
+    ]
+
+
+def publish(req: "Req") -> None:
+    """Pass a finished request's totals to SGLang's streamer, which adds them to `meta_info`."""
+    state = find_state(req)
+    if state is not None and req.finished():
+        fields = state.meta_info(list(req.output_ids))
+        if state.config.trace:
+            fields[META_PREFIX + "trace"] = state.trace(len(req.origin_input_ids), settled_ids(req))
+        req.customized_info = {name: _Whole([value]) for name, value in fields.items()}
+
+
+class _Whole(list):
+    """List of one element that every slice returns whole.
+
+    The streamer slices such lists by output token, one element each, but a total belongs
+    to the whole output.
+    """
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self) if isinstance(index, slice) else super().__getitem__(index)
+
+
+def _entry(req: "Req", seed: int, config: RequestConfig) -> TableEntry:
+    params = req.sampling_params
+    row = kv_of(req).req_pool_idx
+    assert row is not None, "SGLang gives a request its row before its prefill"
+    assert params.max_new_tokens is not None and req.vocab_size is not None, "set as it comes in"
+    stops = stop_tokens(params.stop_token_ids, req.eos_token_ids, req.tokenizer, req.vocab_size)
+    return TableEntry(row, seed, params, config, stops)

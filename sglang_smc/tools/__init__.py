@@ -1,0 +1,1 @@
+"""Implement the command line tools beside the server: `sglang-smc ...`."""

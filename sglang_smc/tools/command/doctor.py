@@ -1,0 +1,151 @@
+"""Run ``sglang-smc doctor``: check this machine, or a pair of models on a device."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from sglang_smc.options.server import DEFAULTS, LAG, SMCConfig
+from sglang_smc.tools.command import findings, machine
+from sglang_smc.tools.command.findings import Finding
+from sglang_smc.tools.plan import proposals
+from sglang_smc.tools.plan.cli import positive
+from sglang_smc.tools.plan.devices import DATA_SHEETS, Device, measure, named
+from sglang_smc.tools.plan.memory import reserved_bytes
+from sglang_smc.tools.plan.shapes import BUILT_IN, SIXTEEN_BIT, from_config
+
+HERE = "here"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit status: 0 if nothing failed, 1 if something did, 2 for wrong arguments."""
+    options = parser().parse_args(argv)
+    try:
+        _check(options)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    # SGLang's own log lines and warnings: relevant problems are reported as findings.
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    found = []
+    for finding in examine(options):
+        found.append(finding)
+        if not options.json:
+            print(findings.as_text(finding), flush=True)
+    if options.json:
+        print(json.dumps([findings.as_dict(finding) for finding in found], indent=2))
+    return int(any(finding.level == findings.FAIL for finding in found))
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="sglang-smc doctor",
+        description="Versions, device and hooks of this installation; with --target and --draft "
+        "also whether the pair fits together, and onto a device. No model is loaded.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = result.add_argument
+    models = "a model folder, or the name of one that sglang-smc plan knows, such as llama-3.1-8b"
+    add("--target", metavar="DIR", help=models)
+    add("--draft", metavar="DIR", help="the same, or that of a head, or ngram, as plan takes them")
+    add("--device", default=HERE, help=f"for the pair: {', '.join(DATA_SHEETS)}, or here")
+    add("--tp", type=positive, default=1, help="devices that share the models")
+    add("--requests", type=positive, default=8, help="that should fit at once")
+    add("--context", type=positive, help="tokens of a request, with its answer; default 4096, or "
+        "what the target takes")  # fmt: skip
+    add("--num-particles", type=positive, default=DEFAULTS.num_particles, help="N")
+    add("--num-steps", type=positive, default=DEFAULTS.num_steps, help="K")
+    add("--max-lag", type=positive, default=LAG, help="as the server's flag")
+    add("--mem-fraction", type=_share, help="of the memory for weights and KV; default 0.7 on a "
+        "CPU, and on a GPU what SGLang takes of so much memory")  # fmt: skip
+    add("--kernels", action="store_true", help="instead run each kernel against its torch "
+        "reference, on this machine's GPU")  # fmt: skip
+    add("--json", action="store_true", help="print JSON instead of lines")
+    return result
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise ValueError unless the arguments are consistent with each other."""
+    if bool(options.target) != bool(options.draft):
+        raise ValueError("--target and --draft go together; give both or neither.")
+    if options.kernels and options.target:
+        raise ValueError("--kernels looks at no models; leave out --target and --draft.")
+    if options.device != HERE and not options.target:
+        raise ValueError("--device goes with --target and --draft; give both.")
+    if options.target:
+        _require_found(options.target, options.target.lower() in BUILT_IN, BUILT_IN)
+        _require_found(options.draft, proposals.is_name(options.draft), proposals.NAMES)
+    settings = ("num_particles", "num_steps", "max_lag")
+    SMCConfig(**{name: getattr(options, name) for name in settings}).validate()
+
+
+def _require_found(name: str, is_known: bool, known: Iterable[str]) -> None:
+    if not is_known and not Path(name).is_dir():
+        raise ValueError(f"{name!r} is no folder, and none of {', '.join(known)}.")
+
+
+def examine(options: argparse.Namespace) -> Iterator[Finding]:
+    """Yield all findings, each as soon as it is available."""
+    if options.kernels:
+        from sglang_smc.tools.command import kernels
+
+        yield from kernels.findings(options.num_particles, options.num_steps)
+        return
+    failed = False
+    for finding in machine.findings():
+        failed = failed or finding.level == findings.FAIL
+        yield finding
+    if not options.target:
+        return
+    if failed:
+        yield findings.warning("pair", "not looked at", "Mend what failed above first.")
+        return
+    yield from pair_findings(options)
+
+
+def pair_findings(options: argparse.Namespace) -> Iterator[Finding]:
+    """Yield the findings on a target and a draft on a device."""
+    from sglang_smc.cpu.platform import MAX_TOTAL_TOKENS, MEM_FRACTION
+    from sglang_smc.tools.command import pair
+
+    try:
+        device, on_cpu = _device(options)
+    except ValueError as error:
+        yield findings.fail("device of the pair", options.device, str(error))
+        return
+    if options.mem_fraction is None:
+        kept = reserved_bytes(device.capacity or 0.0)
+        options.mem_fraction = MEM_FRACTION if on_cpu else 1 - kept / (device.capacity or kept)
+    yield from pair.findings(options, device, MAX_TOTAL_TOKENS if on_cpu else None)
+
+
+def _device(options: argparse.Namespace) -> tuple[Device, bool]:
+    """Return the device, and whether it is this machine's CPU; measured rates are 16-bit."""
+    if options.device != HERE:
+        return named(options.device, _weight_bytes(options)), False
+    import torch
+
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return measure(kind), kind == "cpu"
+
+
+def _weight_bytes(options: argparse.Namespace) -> float:
+    """Return the lower of the two models' precisions, which keeps the result a bound for both."""
+    try:
+        target, draft = from_config(options.target), proposals.from_config(options.draft)
+        return proposals.lowest_precision(target, draft)
+    except ValueError:  # no roofline is computed
+        return SIXTEEN_BIT
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value

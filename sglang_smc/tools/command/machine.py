@@ -1,0 +1,155 @@
+"""Check an installation and the machine that it runs on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import TYPE_CHECKING
+
+from sglang_smc import __version__
+from sglang_smc.tools.command.findings import Finding, fail, ok, warning
+
+if TYPE_CHECKING:
+    from sglang_smc.server.hooks import Group
+
+#: Entry points of the package: group, name, and the variable that restricts the names loaded.
+ENTRY_POINTS = (
+    ("sglang.srt.plugins", "smc", "SGLANG_PLUGINS"),
+    ("sglang.srt.platforms", "smc_cpu", None),
+)
+GIB = 1 << 30
+
+
+def findings() -> Iterator[Finding]:
+    """Yield all findings, each as soon as it is available; stop early if packages are missing."""
+    yield ok("python", platform.python_version())
+    missing = [name for name in ("torch", "sglang", "google-re2") if _version(name) is None]
+    if missing:
+        yield fail(
+            "packages",
+            f"{' and '.join(missing)} not installed in {sys.prefix}",
+            "pip install sglang-smc, without --no-deps.",
+        )
+        return
+    yield ok("torch", str(_version("torch")))
+    yield _release()
+    for group, name, variable in ENTRY_POINTS:
+        yield _entry_point(group, name, variable)
+    yield _device()
+    yield _hooks()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _release() -> Finding:
+    from sglang_smc import plugin
+    from sglang_smc.upstream import SUPPORTED
+
+    problem, found = plugin.problem(), _version("sglang")
+    supported = ", ".join(SUPPORTED)
+    if problem is None and found is not None and found.partition("+")[0] in SUPPORTED:
+        return ok("sglang", f"{found}, with sglang-smc {__version__}, which supports {supported}")
+    if problem is None:
+        return warning(
+            "sglang",
+            f"{found}, which is not supported; {plugin.SKIP_VERSION_ENV}=1 lets it start",
+            f"pip install 'sglang=={SUPPORTED[-1]}', or unset it.",
+        )
+    return fail("sglang", f"{found}", problem)
+
+
+def _entry_point(group: str, name: str, variable: str | None) -> Finding:
+    about = f"entry point {group}"
+    found = [point for point in entry_points(group=group) if point.name == name]
+    if not found:
+        return fail(
+            about,
+            f"no {name}",
+            "pip install sglang-smc: SGLang does not find a folder that is on PYTHONPATH alone.",
+        )
+    listed = os.environ.get(variable or "", "")
+    if listed and name not in [one.strip() for one in listed.split(",")]:
+        return fail(about, f"{variable}={listed} keeps {name} out", f"Add {name} to it.")
+    others = sorted({point.value for point in found} - {found[0].value})
+    if others:
+        return warning(
+            about,
+            f"{name} is {found[0].value}, and again {', '.join(others)}",
+            "Uninstall the package that should not be there.",
+        )
+    return ok(about, f"{name} = {found[0].value}")
+
+
+def _device() -> Finding:
+    import torch
+
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        count, memory = torch.cuda.device_count(), properties.total_memory
+        name = f"{count} x {properties.name}, {memory / GIB:.0f} GiB each"
+        if torch.version.hip:
+            return warning("device", name, "It has been tried on NVIDIA's GPUs and CPUs alone.")
+        return ok("device", name, name=properties.name, count=count, bytes=memory)
+    if torch.accelerator.is_available():
+        name = str(torch.accelerator.current_accelerator())
+        return fail("device", name, "Supported are NVIDIA's GPUs and x86-64 CPUs.")
+    return _cpu()
+
+
+def _cpu() -> Finding:
+    from sglang_smc.dtype import default_dtype
+
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    dtype = default_dtype()
+    found = f"no GPU; {os.cpu_count()} CPUs, {memory / GIB:.0f} GiB, which serve in {dtype}"
+    numbers = {"name": "cpu", "count": os.cpu_count(), "bytes": memory, "dtype": dtype}
+    if dtype == "bfloat16":
+        return ok("device", f"{found} (avx512_bf16)", **numbers)
+    return warning(
+        "device",
+        found,
+        "Nothing to mend: without avx512_bf16 a pass takes two to five times as long.",
+        **numbers,
+    )
+
+
+def _hooks() -> Finding:
+    """Apply the hooks in this process, as a server does in its own."""
+    import torch
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang_smc.server import hooks
+
+    on_cpu = not torch.accelerator.is_available()
+    groups = [hooks.FLAGS, hooks.SMC, *([hooks.CPU_PLATFORM] if on_cpu else [])]
+    problems = [problem for group in groups if (problem := _not_in_force(group))]
+    count = len(hooks.collect(*groups))
+    if problems:
+        return fail(
+            "hooks",
+            f"not all of {count} hooks on SGLang land\n" + "\n".join(problems),
+            "Install a release of SGLang that is supported; another plugin may hook the same.",
+        )
+    return ok("hooks", f"all {count} land", count=count)
+
+
+def _not_in_force(group: Group) -> str | None:
+    from sglang_smc.server import hooks
+
+    try:
+        if group is hooks.FLAGS:  # applied by the plugin when it is loaded
+            hooks.require_landed(group)
+        else:
+            hooks.put_in_force(group)
+    except (RuntimeError, ImportError, AttributeError) as error:
+        return str(error)
+    return None

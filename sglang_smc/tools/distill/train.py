@@ -1,0 +1,158 @@
+"""Train a draft: batches of the target's texts, and a loss between p and q."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from sglang_smc.dtype import default_dtype
+from sglang_smc.tools.distill.drafts import Draft, compare, of_hot
+from sglang_smc.tools.distill.losses import Loss
+from sglang_smc.tools.distill.teacher import Teacher
+from sglang_smc.tools.distill.texts import Batch, Text, batches
+
+
+class Course(msgspec.Struct, frozen=True):
+    """Hyperparameters of training."""
+
+    steps: int
+    batch: int  # texts per step
+    anchors: int  # of each text, drawn anew each step; a draft model trains at all positions
+    depth: int  # columns behind an anchor that are compared
+    decay: float  # a column's weight, relative to the one before it
+    learning_rate: float  # the peak; warmup over the first 1/20 of the steps, then decay
+    seed: int
+
+
+def train(
+    draft: Draft, teacher: Teacher, texts: Sequence[Text], loss: Loss, course: Course
+) -> list[float]:
+    """Train ``draft`` on ``texts``; return the loss of each step."""
+    rng = torch.Generator().manual_seed(course.seed)
+    device = next(draft.module.parameters()).device
+    supply = batches(texts, course.batch, device, rng)
+    steppers = optimizers(draft.module.train(), course.learning_rate)
+    found = []
+    for step in (bar := tqdm(range(course.steps), desc="training", unit="step", mininterval=2)):
+        for stepper in steppers:
+            stepper.param_groups[0]["lr"] = course.learning_rate * _rate(step, course.steps)
+        value = _loss(draft, teacher, next(supply), loss, course, rng)
+        value.backward()
+        nn.utils.clip_grad_norm_(draft.module.parameters(), 1.0)
+        for stepper in steppers:
+            stepper.step()
+            stepper.zero_grad()
+        found.append(value.item())
+        bar.set_postfix(loss=f"{found[-1]:.4f}", refresh=False)
+    draft.module.eval()
+    return found
+
+
+def _loss(
+    draft: Draft,
+    teacher: Teacher,
+    batch: Batch,
+    loss: Loss,
+    course: Course,
+    rng: torch.Generator,
+) -> torch.Tensor:
+    """Return the loss: the weighted mean over columns of the means over anchors."""
+    lesson = teacher.teach(batch, draft.layer_ids)
+    anchors = draw_anchors(batch, course.anchors, rng) if draft.layer_ids else _every(batch)
+    products = products_of(batch.ids.device)
+    with torch.autocast(batch.ids.device.type, products, enabled=products != torch.float32):
+        blocks = of_hot(compare(draft, teacher, lesson, anchors, course.depth), draft.hot)
+    values = loss(blocks.log_p, blocks.log_q).where(blocks.counted, 0.0)  # [B, A, depth]
+    columns = values.sum((0, 1)) / blocks.counted.sum((0, 1)).clamp_min(1)
+    weights = course.decay ** torch.arange(course.depth, device=columns.device)
+    return (columns * weights).sum() / weights.sum()
+
+
+def draw_anchors(batch: Batch, count: int, rng: torch.Generator) -> torch.Tensor:
+    """Draw positions ``[B, count]`` int64 with a next token that belongs to the answer.
+
+    The first token of a text is excluded: a head reads the states of the position before it.
+    """
+    first = (batch.prompts - 1).clamp_min(1).unsqueeze(1)
+    choices = (batch.lengths.unsqueeze(1) - 1 - first).clamp_min(1)
+    drawn = torch.rand(len(batch.ids), count, generator=rng).to(batch.ids.device)
+    return first + (drawn * choices).long()
+
+
+def _every(batch: Batch) -> torch.Tensor:
+    """Return all positions ``[B, L - 1]`` that have a next token."""
+    places = torch.arange(batch.ids.shape[1] - 1, device=batch.ids.device)
+    return places.expand(len(batch.ids), -1)
+
+
+def optimizers(module: nn.Module, learning_rate: float) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices of layers, and AdamW for embeddings, LM heads and norms."""
+    weights = dict(module.named_parameters())
+    edges = ("embed", "lm_head", "wte", "wpe")
+    matrices = [
+        weight
+        for name, weight in weights.items()
+        if weight.ndim == 2 and not any(edge in name for edge in edges)
+    ]
+    known = {id(weight) for weight in matrices}
+    others = [weight for weight in weights.values() if id(weight) not in known]
+    is_exact = products_of(next(module.parameters()).device) == torch.float32
+    muon = (Float32Muon if is_exact else torch.optim.Muon)(
+        matrices,
+        lr=learning_rate,
+        momentum=0.95,
+        weight_decay=0.01,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    adam = torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
+    return [muon, adam]
+
+
+class Float32Muon(torch.optim.Muon):
+    """Muon with matrix products in float32, where torch's always rounds to bfloat16."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] -- no closures
+        """Take a step like torch's with Nesterov momentum and `match_rms_adamw`."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                mean = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
+                mean.lerp_(weight.grad, 1 - group["momentum"])
+                update = orthogonal(
+                    weight.grad.lerp(mean, group["momentum"]),
+                    group["ns_coefficients"],
+                    group["ns_steps"],
+                )
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.add_(update, alpha=-0.2 * group["lr"] * max(weight.shape) ** 0.5)
+
+
+def orthogonal(
+    matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int
+) -> torch.Tensor:
+    """Return about U Vᵀ of a matrix U S Vᵀ, by Newton-Schulz steps in the matrix's dtype."""
+    a, b, c = coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    found = matrix.T if is_tall else matrix
+    found = found / found.norm().clamp_min(1e-7)
+    for _ in range(steps):
+        gram = found @ found.T
+        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return found.T if is_tall else found
+
+
+def products_of(device: torch.device) -> torch.dtype:
+    """Return the dtype of matrix products: float32 if the CPU only emulates bfloat16."""
+    return torch.bfloat16 if device.type != "cpu" else getattr(torch, default_dtype())
+
+
+def _rate(step: int, steps: int) -> float:
+    """Return the learning rate's factor: linear warmup and decay."""
+    warmup = max(1, steps // 20)
+    return min(1.0, (step + 1) / warmup, (steps - step) / max(1, steps - warmup))

@@ -1,0 +1,157 @@
+"""Define devices' memory bandwidth and compute: from data sheets, or measured here."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Device(NamedTuple):
+    """A device's roofline at one precision."""
+
+    name: str
+    bandwidth: float  # bytes a second
+    flops: float  # a second
+    capacity: float | None = None  # bytes of memory
+
+    @property
+    def ridge(self) -> float:
+        """Return the operations per byte above which work is compute-bound."""
+        return self.flops / self.bandwidth
+
+    def times(self, count: int) -> Device:
+        """Return ``count`` of these as one device that splits each pass perfectly (TP)."""
+        if count == 1:
+            return self
+        capacity = None if self.capacity is None else count * self.capacity
+        name = f"{count} x {self.name}"
+        return Device(name, count * self.bandwidth, count * self.flops, capacity)
+
+
+class DataSheet(NamedTuple):
+    """A vendor's figures. FLOP/s are dense: data sheets often print the doubled sparse ones."""
+
+    bandwidth: float
+    bf16_flops: float
+    fp8_flops: float
+    capacity: float
+
+
+#: The SXM module where there are several. With float32 accumulation.
+DATA_SHEETS = {
+    # NVIDIA A100 80GB SXM data sheet. No fp8 units: fp8 weights are multiplied in bf16.
+    "a100": DataSheet(2.039e12, 312e12, 312e12, 80e9),
+    # NVIDIA H100 Tensor Core GPU data sheet (1,979 and 3,958 TFLOP/s with sparsity).
+    "h100": DataSheet(3.35e12, 989e12, 1979e12, 80e9),
+    # NVIDIA H200 Tensor Core GPU data sheet.
+    "h200": DataSheet(4.8e12, 989e12, 1979e12, 141e9),
+    # NVIDIA DGX B200 data sheet, an eighth of its 64 TB/s, 1,440 GB and sparse 72 PFLOP/s of fp8.
+    "b200": DataSheet(8e12, 2250e12, 4500e12, 180e9),
+    # NVIDIA L40S data sheet.
+    "l40s": DataSheet(864e9, 362e12, 733e12, 48e9),
+    # NVIDIA L4 data sheet.
+    "l4": DataSheet(300e9, 121e12, 242e12, 24e9),
+    # NVIDIA Ada GPU architecture white paper, table 2.
+    "rtx-4090": DataSheet(1008e9, 165.2e12, 330.3e12, 24e9),
+}
+
+
+def named(name: str, weight_bytes: float = 2.0) -> Device:
+    """Return a device by its data sheet, computing on weights of ``weight_bytes`` (1 fp8, 2 bf16).
+
+    Raises ValueError for other names and precisions.
+    """
+    sheet = DATA_SHEETS.get(name.lower())
+    if sheet is None:
+        raise ValueError(
+            f"{name!r} is no known device. Known: {', '.join(DATA_SHEETS)}. 'measured' measures "
+            "this machine."
+        )
+    rates = {1.0: sheet.fp8_flops, 2.0: sheet.bf16_flops}
+    if weight_bytes not in rates:
+        raise ValueError(
+            f"Data sheets give rates for weights of 1 byte (fp8) and 2 (bf16), not {weight_bytes}. "
+            "Measure the device instead."
+        )
+    return Device(name.lower(), sheet.bandwidth, rates[weight_bytes], sheet.capacity)
+
+
+def measure(
+    device: str = "cpu", weight_bytes: float = 2.0, *, nbytes: int = 1 << 30, seconds: float = 1.0
+) -> Device:
+    """Measure this machine's ``device`` ("cpu" or "cuda") for about three times ``seconds``.
+
+    Bandwidth is the better of a copy and a sum over ``nbytes``, which must exceed all caches;
+    compute is a square matrix product, in bf16 (``weight_bytes`` 2) or float32 (4).
+
+    Raises ValueError for other precisions and for devices that torch does not find.
+    """
+    import torch
+
+    types = {2.0: torch.bfloat16, 4.0: torch.float32}
+    if weight_bytes not in types:
+        raise ValueError(
+            f"A device is measured with weights of 2 bytes (bf16) or 4 (float32), not "
+            f"{weight_bytes}. Name the device for fp8."
+        )
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"{device!r} cannot be measured; 'cpu' and 'cuda' can.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("torch sees no CUDA device here. Measure 'cpu', or name a device.")
+    return Device(
+        f"{device} (measured)",
+        _bandwidth(device, nbytes, seconds),
+        _matmul_flops(device, types[weight_bytes], seconds),
+        _capacity(device),
+    )
+
+
+def _bandwidth(device: str, nbytes: int, seconds: float) -> float:
+    import torch
+
+    source = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    copy = 2 * nbytes / _fastest(lambda: target.copy_(source), device, seconds)
+    read = nbytes / _fastest(source.sum, device, seconds)
+    return max(copy, read)
+
+
+def _matmul_flops(device: str, dtype: torch.dtype, seconds: float) -> float:
+    import torch
+
+    size = 8192 if device == "cuda" else 1024
+    square = torch.ones(size, size, dtype=dtype, device=device)
+    return 2 * size**3 / _fastest(lambda: square @ square, device, seconds)
+
+
+def _fastest(work: Callable[[], object], device: str, seconds: float) -> float:
+    """Return the seconds of the fastest run of ``work``, after a warm-up run."""
+    wait = _synchronizer(device)
+    work()
+    wait()
+    best, deadline = float("inf"), time.perf_counter() + seconds
+    while best == float("inf") or time.perf_counter() < deadline:
+        start = time.perf_counter()
+        work()
+        wait()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _synchronizer(device: str) -> Callable[[], None]:
+    import torch
+
+    return torch.cuda.synchronize if device == "cuda" else lambda: None
+
+
+def _capacity(device: str) -> float:
+    import torch
+
+    if device == "cuda":
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

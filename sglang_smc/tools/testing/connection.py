@@ -1,0 +1,115 @@
+"""Connect the checks to models: in a running server, or in engines of their own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sglang_smc.tools.testing.engines import starting
+from sglang_smc.tools.testing.model import Model, RefusedError
+
+TIMEOUT = 600.0
+_ROUNDING = {"float32": 1e-3}  # nats per token
+_COARSE_ROUNDING = 0.05  # for 16-bit models
+
+
+class Pair(NamedTuple):
+    """The checked SMC model, and optionally the draft model alone, which extends two checks."""
+
+    smc: Model
+    draft: Model | None = None
+
+
+def connect(url: str, *, api_key: str | None = None, needs_smc: bool = True) -> Model:
+    """Return the model of a running server.
+
+    Args:
+        needs_smc: False for a server of the draft, which may be any SGLang server.
+
+    Raises:
+        ValueError: there is no server, or it does not run SMC.
+    """
+    import requests
+
+    session = requests.Session()
+    if api_key:
+        session.headers["Authorization"] = f"Bearer {api_key}"
+    address = url.rstrip("/")
+
+    def send(body: dict[str, Any]) -> list[dict[str, Any]]:
+        try:
+            reply = session.post(f"{address}/generate", json=body, timeout=TIMEOUT)
+        except requests.RequestException as error:
+            raise ValueError(
+                f"--url {url}: the server stopped answering ({type(error).__name__}). Its own log "
+                "says why."
+            ) from error
+        if reply.status_code != 200:
+            raise RefusedError(f"{address} answered HTTP {reply.status_code}: {reply.text[:500]}")
+        return reply.json()
+
+    try:
+        reply = session.get(f"{address}/server_info", timeout=30)
+    except requests.RequestException as error:
+        raise ValueError(
+            f"--url {url}: no server answers there ({type(error).__name__}). Start one with "
+            "python -m sglang.launch_server --speculative-algorithm SMC, or check host and port."
+        ) from error
+    return _model(send, f"--url {url}", _server_info(url, reply), needs_smc)
+
+
+@contextlib.contextmanager
+def started(target: str, draft: str, **arguments: Any) -> Iterator[Pair]:
+    """Start two engines for the ``with`` block: SMC with the pair, and with the draft for both.
+
+    The second has equal models, and returns the draft's own distribution.
+    """
+    for flag, path in (("--target", target), ("--draft", draft)):
+        _check_folder(flag, path)
+    with contextlib.ExitStack() as stack:
+        both = [stack.enter_context(starting(m, draft, **arguments)) for m in (target, draft)]
+        yield Pair(*(_model(engine.send, engine.models, engine.ready(), True) for engine in both))
+
+
+def _server_info(url: str, reply: Any) -> dict[str, Any]:
+    if reply.status_code in (401, 403):
+        raise ValueError(f"--url {url}: the server wants a key. Give it with --api-key.")
+    try:
+        info = reply.json()
+    except ValueError:
+        info = None
+    if reply.status_code != 200 or not isinstance(info, dict) or "model_path" not in info:
+        raise ValueError(
+            f"--url {url}: something answers there, but not as an SGLang server (GET /server_info: "
+            f"HTTP {reply.status_code}). Give the address of the server itself, without a route."
+        )
+    return info
+
+
+def _model(send: Any, name: str, info: dict[str, Any], needs_smc: bool) -> Model:
+    algorithm = info["speculative_algorithm"]
+    if needs_smc and algorithm != "SMC":
+        raise ValueError(
+            f"{name}: this server runs --speculative-algorithm {algorithm}; needed: SMC. Start it "
+            "with --speculative-algorithm SMC --speculative-draft-model-path DRAFT."
+        )
+    state = info["internal_states"][0]
+    return Model(
+        send,
+        name,
+        state["smc"]["settings"] if algorithm == "SMC" else {},
+        same_models=info["model_path"] == info["speculative_draft_model_path"],
+        rounding=_ROUNDING.get(state.get("dtype", ""), _COARSE_ROUNDING),
+    )
+
+
+def _check_folder(flag: str, path: str) -> None:
+    """Raise ValueError for a local path without a config.json; other names may be on the Hub."""
+    looks_local = path.startswith((".", "/", "~")) or Path(path).is_dir()
+    if looks_local and not (Path(path).expanduser() / "config.json").is_file():
+        raise ValueError(
+            f"{flag} {path}: no config.json there. Give the folder of a Hugging Face checkpoint, "
+            "or its name on the hub."
+        )

@@ -1,0 +1,179 @@
+"""Generate and score texts by a model in a server or in an engine."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from sglang_smc.tools.testing.statistics import Text
+
+CHUNK = 128  # requests sent at a time
+TOP = 64  # top log-probabilities requested per position; fewer if the vocabulary is smaller
+
+#: The model's plain distribution, independent of the server's sampling defaults.
+PLAIN = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+}
+
+Send = Callable[[dict[str, Any]], list[dict[str, Any]]]
+"""Sends the body of a /generate request with lists in it; returns a list of replies."""
+
+
+class RefusedError(ValueError):
+    """A request that the server or engine rejected."""
+
+
+class Answer(NamedTuple):
+    """A generated text and its ``meta_info``, with SMC's fields."""
+
+    text: Text
+    meta: dict[str, Any]
+
+    @property
+    def log_evidence(self) -> float:
+        return float(self.meta["spec_smc_log_evidence"])
+
+
+class Position(NamedTuple):
+    """A scored token of a text, and the distribution at its position."""
+
+    token: int
+    logprob: float
+    top: dict[int, float]
+    """Log-probabilities of the likeliest tokens, most likely first."""
+
+
+class Model:
+    """The interface of a server or an engine for the checks; tests substitute toy models.
+
+    Args:
+        send: sends a /generate body.
+        name: used in messages.
+        settings: the server's SMC settings (`num_particles`, `mode`, ...); empty for a plain model.
+        same_models: whether the target and the draft are one model.
+        rounding: tolerance between log-probabilities of one text, in nats per token.
+    """
+
+    def __init__(
+        self,
+        send: Send,
+        name: str,
+        settings: dict[str, Any],
+        *,
+        same_models: bool = False,
+        rounding: float = 1e-3,
+    ) -> None:
+        self.name = name
+        self.settings = settings
+        self.same_models = same_models
+        self.rounding = rounding
+        self.on_answers: Callable[[int], None] = lambda count: None
+        self._send = send
+        self._top = TOP
+        self._seeds = itertools.count()
+
+    def seed_from(self, seed: int) -> None:
+        """Use the seeds ``seed``, ``seed + 1``, ... for the following answers."""
+        self._seeds = itertools.count(seed)
+
+    def answers(
+        self, prompts: Sequence[Text], length: int, smc: dict[str, Any], **params: Any
+    ) -> list[Answer]:
+        """Generate an answer of at most ``length`` tokens to each prompt, each with its seed."""
+        found: list[Answer] = []
+        for chunk in _chunks(prompts):
+            sampling = [
+                PLAIN
+                | params
+                | {
+                    "max_new_tokens": length,
+                    "sampling_seed": next(self._seeds),
+                    "custom_params": {"smc": smc},
+                }
+                for _ in chunk
+            ]
+            replies = self._ask({"input_ids": _lists(chunk), "sampling_params": sampling})
+            found += [Answer(tuple(reply["output_ids"]), reply["meta_info"]) for reply in replies]
+        return found
+
+    def score(self, prompts: Sequence[Text], texts: Sequence[Text]) -> list[list[Position]]:
+        """Return the model's distribution at each token of texts behind prompts, by one prefill."""
+        both = [(*prompt, *text) for prompt, text in zip(prompts, texts, strict=True)]
+        replies = self._scored(both, [len(prompt) - 1 for prompt in prompts])
+        return [_positions(text, meta) for text, meta in zip(texts, replies, strict=True)]
+
+    def following(self, texts: Sequence[Text]) -> list[dict[int, float]]:
+        """Return the likeliest next tokens with their log-probabilities, most likely first."""
+        replies = self._scored(texts, [len(text) - 1 for text in texts])
+        return [_top(meta["output_top_logprobs"][0]) for meta in replies]
+
+    def token_ids(self, text: str) -> Text:
+        """Return the token ids of a prompt."""
+        body = _scoring({"text": [text], "logprob_start_len": 0, "top_logprobs_num": 0})
+        meta = self._ask(body)[0]["meta_info"]
+        return tuple(token for _, token, _ in meta["input_token_logprobs"])
+
+    def _scored(self, texts: Sequence[Text], starts: Sequence[int]) -> Iterator[dict[str, Any]]:
+        for chunk in _chunks(list(zip(texts, starts, strict=True))):
+            body = {
+                "input_ids": _lists(text for text, _ in chunk),
+                "logprob_start_len": [start for _, start in chunk],
+            }
+            yield from (reply["meta_info"] for reply in self._ask_for_top(body))
+
+    def _ask_for_top(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Request as many top log-probabilities as the server allows, halving after a rejection."""
+        while True:
+            try:
+                return self._ask(_scoring({**body, "top_logprobs_num": self._top}))
+            except RefusedError:
+                if self._top == 1:
+                    raise
+                self._top //= 2
+
+    def _ask(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        replies = self._send(body)
+        self.on_answers(len(replies))
+        return replies
+
+
+def _scoring(body: dict[str, Any]) -> dict[str, Any]:
+    return {**body, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
+
+
+def _positions(text: Text, meta: dict[str, Any]) -> list[Position]:
+    """Return the positions of a text, without the first entry, the token before the text.
+
+    SGLang scores the last token of a vocabulary as token 0
+    (srt/managers/scheduler_components/logprob_result_processor.py:54), so the token is taken from
+    the text, and its log-probability from the top tokens if they contain it.
+    """
+    entries = zip(
+        text, meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:], strict=True
+    )
+    found = []
+    for token, (logprob, told, _), likeliest in entries:
+        top = _top(likeliest)
+        found.append(Position(token, top.get(token, logprob if told == token else -math.inf), top))
+    return found
+
+
+def _top(entries: list[list[Any]]) -> dict[int, float]:
+    return {token: logprob for logprob, token, _ in entries}
+
+
+def _lists(texts: Any) -> list[list[int]]:
+    return [list(text) for text in texts]
+
+
+def _chunks(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    return (items[start : start + CHUNK] for start in range(0, len(items), CHUNK))

@@ -1,0 +1,164 @@
+"""Compute statistics with a known distribution for texts that follow the target."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Text = tuple[int, ...]
+
+SMALLEST_CELL = 8.0
+"""Expected answers per cell, at least: the chi-square approximation holds from there on."""
+
+NUM_BINS = 20
+_RAREST = 1e-9  # a mass below it is rounding
+
+
+class Mean(NamedTuple):
+    """An estimated mean and its standard error."""
+
+    estimate: float
+    standard_error: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A chi-square statistic: its mean is ``df``, its standard deviation sqrt(2 df)."""
+
+    statistic: float
+    df: int
+
+    def __add__(self, other: Fit) -> Fit:
+        return Fit(self.statistic + other.statistic, self.df + other.df)
+
+    @property
+    def p_value(self) -> float:
+        from scipy.special import gammaincc  # the import takes half a second, which --help skips
+
+        return float(gammaincc(self.df / 2, self.statistic / 2)) if self.df else 1.0
+
+
+def mean_of(values: Sequence[float]) -> Mean:
+    """Return the mean of two or more independent values."""
+    mean = math.fsum(values) / len(values)
+    spread = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return Mean(mean, math.sqrt(spread / len(values)))
+
+
+def p_value_of_mean(values: Sequence[float], expected: float) -> float:
+    """Return the two-sided p-value of independent values having this mean.
+
+    Uses the normal approximation of Student's t after Hall's transformation (1992), which corrects
+    for the values' skewness: a mean of weights is too low more often than too high.
+    """
+    size, mean = len(values), mean_of(values)
+    if mean.standard_error == 0.0:
+        return float(mean.estimate == expected)
+    t = (mean.estimate - expected) / mean.standard_error
+    deviation = mean.standard_error * math.sqrt(size)
+    third = math.fsum((value - mean.estimate) ** 3 for value in values) / size
+    skew = third / deviation**3 / math.sqrt(size)
+    straight = t + skew * t**2 / 3 + skew**2 * t**3 / 27 + skew / 6
+    return math.erfc(abs(straight) / math.sqrt(2))
+
+
+def per_token(sums: Sequence[float], lengths: Sequence[int]) -> Mean:
+    """Return the mean per token of sums over independent answers of these lengths."""
+    total = sum(lengths)
+    mean = math.fsum(sums) / total
+    gaps = [value - mean * length for value, length in zip(sums, lengths, strict=True)]
+    return Mean(mean, math.sqrt(math.fsum(gap * gap for gap in gaps)) / total)
+
+
+def goodness_of_fit(
+    texts: Iterable[Text], law: Mapping[Text, float], smallest: float = SMALLEST_CELL
+) -> Fit:
+    """Return Pearson's chi-square of independent texts under a distribution.
+
+    Args:
+        law: prefix -> mass of the texts of which it is the longest prefix here. The rest
+            up to 1, and cells with too few expected texts, form one cell.
+    """
+    counts = Counter(_cell(text, law) for text in texts)
+    size = counts.total()
+    common = [cell for cell, mass in law.items() if mass * size >= smallest]
+    observed = [float(counts[cell]) for cell in common]
+    expected = [law[cell] * size for cell in common]
+    observed.append(size - math.fsum(observed))
+    expected.append(max(0.0, size - math.fsum(expected)))
+    return _chi_square(observed, expected, smallest)
+
+
+def uniformity(values: Sequence[float]) -> Fit:
+    """Return the chi-square of values in [0, 1] against the uniform distribution, in equal bins."""
+    counts = Counter(min(NUM_BINS - 1, int(value * NUM_BINS)) for value in values)
+    expected = len(values) / NUM_BINS
+    observed = (counts[index] for index in range(NUM_BINS))
+    return Fit(sum((count - expected) ** 2 / expected for count in observed), NUM_BINS - 1)
+
+
+def innovation(token: int, top: Mapping[int, float]) -> float:
+    """Return log p(token) minus its mean under p: mean 0 under p, positive if texts are too likely.
+
+    Tokens outside ``top``, which maps tokens to log p, count as one token. That is a function of
+    the context, so the mean stays exactly 0.
+    """
+    masses = {name: math.exp(value) for name, value in top.items()}
+    rest = max(0.0, 1.0 - math.fsum(masses.values()))
+    of_rest = math.log(max(rest, _RAREST))
+    mean = math.fsum(masses[name] * value for name, value in top.items()) + rest * of_rest
+    return top.get(token, of_rest) - mean
+
+
+def tilt(token: int, top_p: Mapping[int, float], top_q: Mapping[int, float]) -> float:
+    """Return log q/p of the token minus its mean under p: mean 0 under p, positive towards q.
+
+    Tokens that one side lacks count as log q/p = 0; others are clamped to `_FARTHEST` either way.
+    """
+    ratios = {
+        name: max(-_FARTHEST, min(_FARTHEST, top_q[name] - value))
+        for name, value in top_p.items()
+        if name in top_q
+    }
+    mean = math.fsum(math.exp(top_p[name]) * ratio for name, ratio in ratios.items())
+    return ratios.get(token, 0.0) - mean
+
+
+_FARTHEST = 5.0
+
+
+def rank_uniform(token: int, top: Mapping[int, float], uniform: float) -> float:
+    """Return the mass of the tokens that are likelier under p, plus a share of the token's own.
+
+    Uniform on [0, 1] and independent from token to token under p. Tokens outside ``top`` count as
+    one, the last.
+    """
+    above = 0.0
+    for name, value in sorted(top.items(), key=lambda item: (-item[1], item[0])):
+        mass = math.exp(value)
+        if name == token:
+            return min(1.0, above + uniform * mass)
+        above += mass
+    return min(1.0, above + uniform * max(0.0, 1.0 - above))
+
+
+def _cell(text: Text, law: Mapping[Text, float]) -> Text | None:
+    for length in range(len(text), -1, -1):
+        if text[:length] in law:
+            return text[:length]
+    return None
+
+
+def _chi_square(observed: list[float], expected: list[float], smallest: float) -> Fit:
+    """Return the chi-square; a last cell below ``smallest`` is merged into the thinnest one."""
+    if expected[-1] < smallest and len(expected) > 1:
+        thinnest = min(range(len(expected) - 1), key=expected.__getitem__)
+        observed[thinnest] += observed.pop()
+        expected[thinnest] += expected.pop()
+    if len(expected) == 1:
+        return Fit(0.0, 0)
+    gaps = zip(observed, expected, strict=True)
+    return Fit(math.fsum((seen - mean) ** 2 / mean for seen, mean in gaps), len(expected) - 1)

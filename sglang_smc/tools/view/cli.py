@@ -1,0 +1,51 @@
+"""Run ``sglang-smc view trace.json -o trace.html``: write a page of the particles."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sglang_smc.tools.view.finding import load
+from sglang_smc.tools.view.page import page_of
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return 0, or 1 if there is no valid trace or the page cannot be written."""
+    options = parser().parse_args(argv)
+    try:
+        page = page_of(load(options.trace, options.index), options.title)
+        output: Path = options.output or options.trace.with_suffix(".html")
+        if output.is_file() and not options.force:
+            ask_to_overwrite(output)
+        output.write_text(page, encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(output)
+    return 0
+
+
+def ask_to_overwrite(output: Path) -> None:
+    """Prompt the user to overwrite a file; raise ValueError without a terminal or a yes."""
+    if not (sys.stdin and sys.stdin.isatty()):  # None if it is closed
+        raise ValueError(f"{output} exists: --force overwrites it, -o names another file")
+    print(f"{output} exists. Overwrite it? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise ValueError(f"{output} stays as it is")
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="sglang-smc view",
+        description="Writes a page that shows what the particles of one answer did: who descends "
+        "from whom, weights, resampling, cuts, ESS and log Z. The request asks for it with "
+        '"trace": true in custom_params["smc"].',
+    )
+    result.add_argument("trace", type=Path, help="JSON: a trace, an answer that has one, or a list")
+    result.add_argument("-o", "--output", type=Path, help="the page; default: TRACE.html")
+    result.add_argument("--force", action="store_true", help="overwrite the page that exists")
+    result.add_argument("--index", type=int, help="which trace, from 0, where there are several")
+    result.add_argument("--title", default="Particles of one answer", help="of the page")
+    return result

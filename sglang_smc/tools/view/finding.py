@@ -1,0 +1,125 @@
+"""Find a trace in saved JSON: alone, in an answer of any route, or in a list."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sglang_smc.state.record import VERSION, RoundRecord, Trace
+
+KEY = "spec_smc_trace"
+BY_PARTICLE = (
+    "log_weights_before", "drafted", "kept", "log_weights", "log_potentials", "ancestors", "bonus",
+    "ended", "narrowed_to", "log_weights_after",
+)  # fmt: skip
+
+
+def load(path: Path, index: int | None = None) -> Trace:
+    """Return the trace in a JSON file.
+
+    Args:
+        index: which of several, from 0: answers of a list, or choices of an answer.
+
+    Raises:
+        ValueError: no such file, no JSON, no trace, several of them, or an invalid one.
+    """
+    try:
+        found = list(traces_in(msgspec.json.decode(path.read_bytes())))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} has no trace: its JSON is nested too deep") from error
+    return checked(chosen(found, index, str(path)))
+
+
+def traces_in(value: Any) -> Iterator[Any]:
+    """Yield all traces, unvalidated, in document order."""
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, list):
+            pending += reversed(value)
+        elif isinstance(value, dict):
+            if "rounds" in value and "num_particles" in value:
+                yield value
+            elif value.get(KEY) is not None:
+                yield value[KEY]
+            else:
+                pending += reversed(value.values())
+
+
+def chosen(found: list[Any], index: int | None, where: str) -> Any:
+    """Return the trace at `index`; raise ValueError if there is none."""
+    if not found:
+        raise ValueError(
+            f"{where} has no trace: ask for one with custom_params={{'smc': {{'trace': true}}}}, "
+            f"and save the whole answer, or its meta_info['{KEY}']"
+        )
+    if index is None and len(found) > 1:
+        raise ValueError(
+            f"{where} has {len(found)} traces: choose one with --index, 0 to {len(found) - 1}"
+        )
+    if not 0 <= (index or 0) < len(found):
+        raise ValueError(f"--index is {index}, but {where} has 0 to {len(found) - 1}")
+    return found[index or 0]
+
+
+def checked(value: Any) -> Trace:
+    """Validate a trace, and return it as a record with lists and indices that fit their rounds.
+
+    Raises:
+        ValueError: another version, another type, or an inconsistent round.
+    """
+    version = value.get("version", VERSION) if isinstance(value, Mapping) else VERSION
+    if isinstance(version, int) and version != VERSION:
+        raise ValueError(
+            f"the trace is of version {version}, and this sglang-smc reads version {VERSION}: "
+            "use the release that the server runs"
+        )
+    try:
+        trace = msgspec.convert(value, Trace)
+        size = 0
+        for number, record in enumerate(trace.rounds):
+            size = checked_size(record, size, f"`$.rounds[{number}]`")
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ValueError(f"this is no trace: {error}") from error
+    return trace
+
+
+def checked_size(record: RoundRecord, size: int, where: str) -> int:
+    """Validate a round, and return its number of particles.
+
+    Args:
+        size: the number after the previous round; 0 before the first.
+
+    Raises:
+        ValueError: a list has another length, or an index is out of range.
+    """
+    if record.begins is not None:
+        size = len(record.begins)
+    elif record.emitted_before:
+        raise ValueError(f"`emitted_before` stands without `begins` - at {where}")
+    if record.resized_from is not None:
+        check_range("resized_from", record.resized_from, size, where)
+        size = len(record.resized_from)
+    if not size:
+        raise ValueError(f"no particle has begun: `begins` is missing or empty - at {where}")
+    for name in BY_PARTICLE:
+        column = getattr(record, name)
+        if column is not None and len(column) != size:
+            raise ValueError(f"`{name}` has {len(column)} values of {size} - at {where}")
+    for name, by in (("ancestors", record.ancestors), ("narrowed_to", record.narrowed_to or [])):
+        check_range(name, by, size, where)
+    if min(record.kept) < 0:
+        raise ValueError(f"`kept` has {min(record.kept)}, below 0 - at {where}")
+    return size
+
+
+def check_range(name: str, indices: list[int], size: int, where: str) -> None:
+    """Raise ValueError unless all indices are those of `size` particles."""
+    wrong = [index for index in indices if not 0 <= index < size]
+    if wrong:
+        raise ValueError(f"`{name}` has {wrong[0]}, an index of none of {size} - at {where}")

@@ -1,0 +1,357 @@
+"""Convert a trace to segments of text in lanes, linked by ancestry, without drawing them.
+
+A lane is a particle's index. A particle's text is read backwards: its last segment, that segment's
+parent up to the segment's start, and so on. `tests/view` compares this with a replay.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from sglang_smc.state.record import RoundRecord, Trace
+
+FIRST, DRAFTED, BONUS = "first", "drafted", "bonus"
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Tokens that one particle appends in one step, in its lane."""
+
+    parent: int | None
+    """The segment that it continues; None at the prompt's end."""
+
+    lane: int
+    start: int
+    """Position of its first token, in output tokens. Only the parent's earlier tokens count."""
+
+    tokens: list[int]
+    """Empty if a finished text moves to another lane."""
+
+    kind: str
+    """`first`, prefill's token; `drafted`; or `bonus`."""
+
+    round: int
+    before: float
+    """The particle's normalised weight, 0 to 1, at the segment's start."""
+
+    after: float
+    """The normalised weight at its end."""
+
+    log_weight: float | None
+    """The unnormalised log-weight at its end; null for weight 0."""
+
+    rejected: list[int]
+    """Tokens drafted behind it that were not kept."""
+
+    fate: str | None
+    """Reason why no segment continues it to its end, or None if it is continued.
+
+    `dead` (weight 0), `resampled`, `verification`, `narrowed`, `drawn` (another particle was drawn
+    as the answer), `resized`, `retracted`, `failure`, or `end` at the end of the record. None also
+    for whole segments of the answer.
+    """
+
+    surviving: int
+    """Number of its tokens that are in the answer by this line of descent."""
+
+    log_potential: float | None = 0.0
+    """Log-potential of the text up to its end, as in the weight.
+
+    0 without one, null if the text is forbidden.
+    """
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One round, on the axis of output positions."""
+
+    start: int
+    """Position of its first draft token."""
+
+    kept_to: int
+    """Position behind the last kept column."""
+
+    end: int
+    """Position behind the bonus tokens."""
+
+    num_particles: int
+    ess: float
+    log_block_evidence: float | None
+    log_evidence: float | None
+    cut: str
+    resampled: bool
+    gone: int
+    """Number of particles that ended by narrowing."""
+
+    resized: bool
+    retracted: bool
+    emitted_to: int
+    """Number of tokens emitted so far, after this round."""
+
+
+class Genealogy(msgspec.Struct, frozen=True, kw_only=True):
+    """All segments of one answer, parents first."""
+
+    num_lanes: int
+    length: int
+    """Number of positions that any particle or draft reaches."""
+
+    segments: list[Segment]
+    steps: list[Step]
+    heads: list[int]
+    """Each particle's last segment at the end of the record."""
+
+    answer: list[int]
+    """The emitted tokens."""
+
+    def text_of(self, segment: int) -> list[int]:
+        """Return the tokens of a particle up to the end of a segment."""
+        pieces: list[list[int]] = []
+        end = self.segments[segment].end
+        for at in self.lineage(segment):
+            here = self.segments[at]
+            pieces.append(here.tokens[: max(0, end - here.start)])
+            end = min(end, here.start)
+        return [token for piece in reversed(pieces) for token in piece]
+
+    def lineage(self, segment: int) -> Iterator[int]:
+        """Return a segment and its ancestors, the youngest first."""
+        return lineage(segment, self.segments)
+
+
+def genealogy(trace: Trace) -> Genealogy:
+    """Build the genealogy that a trace records.
+
+    Raises:
+        ValueError: the trace has no round.
+    """
+    if not trace.rounds:
+        raise ValueError("the trace has no round: the answer was prefill's token alone")
+    growth = _Growth(verifies=trace.mode != "smc")
+    for number, record in enumerate(trace.rounds):
+        growth.play(number, record, is_last=number == len(trace.rounds) - 1)
+    for token in trace.emitted_after:
+        growth.begin(len(trace.rounds) - 1, [token] * len(growth.heads))
+    return growth.result()
+
+
+def lineage(segment: int, segments: Sequence[Segment]) -> Iterator[int]:
+    """Yield a segment and its ancestors, the youngest first."""
+    at: int | None = segment
+    while at is not None:
+        yield at
+        at = segments[at].parent
+
+
+def shares(log_weights: list[float | None]) -> list[float]:
+    """Return the normalised weights; all 0 if no particle is alive."""
+    alive = [value for value in log_weights if value is not None]
+    if not alive:
+        return [0.0] * len(log_weights)
+    top = max(alive)
+    weights = [0.0 if value is None else math.exp(value - top) for value in log_weights]
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+class _Growth:
+    """Segments as rounds append them, and the last segment of each particle."""
+
+    def __init__(self, *, verifies: bool) -> None:
+        self.verifies = verifies
+        self.segments: list[Segment] = []
+        self.wrote: list[int] = []  # of each segment: the last one of its text that has a token
+        self.steps: list[Step] = []
+        self.heads: list[int] = []
+        self.fates: dict[int, str] = {}
+        self.log_potentials: dict[int, float | None] = {}
+        self.emitted: list[int] = []
+
+    def play(self, number: int, record: RoundRecord, *, is_last: bool) -> None:
+        retracted = record.begins is not None and (number > 0 or bool(record.emitted_before))
+        for token in record.emitted_before:
+            self.begin(number, [token])
+        if record.begins is not None:
+            self.begin(number, record.begins)
+        if record.resized_from is not None:
+            self.descend(record.resized_from, "resized")
+        if record.log_potentials is not None:
+            told = zip(self.heads, record.log_potentials, strict=True)
+            self.log_potentials |= {self.wrote[head]: value for head, value in told if value != 0}
+        weights = shares(record.log_weights)
+        start = min(self.end_of(lane) for lane in range(len(self.heads)))
+        self.draft(number, record, weights)
+        kept_to = max(self.end_of(lane) for lane in range(len(self.heads)))
+        self.hand_down(record, weights)
+        self.add_bonus(number, record, weights)
+        end = max(self.end_of(lane) for lane in range(len(self.heads)))
+        gone = 0
+        if record.narrowed_to is not None:
+            gone = len(record.narrowed_to) - len(set(record.narrowed_to))
+            self.descend(record.narrowed_to, "drawn" if is_last else "narrowed")
+        self.emitted += record.emitted
+        self.steps.append(
+            Step(
+                start=start,
+                kept_to=kept_to,
+                end=end,
+                num_particles=len(weights),
+                ess=record.ess,
+                log_block_evidence=record.log_block_evidence,
+                log_evidence=record.log_evidence,
+                cut=record.cut,
+                resampled=record.resampled,
+                gone=gone,
+                resized=record.resized_from is not None,
+                retracted=retracted,
+                emitted_to=len(self.emitted),
+            )
+        )
+
+    def begin(self, number: int, tokens: list[int]) -> None:
+        """Start all particles anew behind a prefill, after the emitted tokens."""
+        at = len(self.emitted)
+        parent = None
+        for segment in self.heads:
+            self.fates[segment] = "retracted"
+        if self.heads and at:
+            line = lineage(self.heads[0], self.segments)
+            parent = next(i for i in line if self.segments[i].start < at)
+        share = 1 / len(tokens)
+        self.heads = [
+            self.add(
+                Segment(
+                    parent=parent,
+                    lane=lane,
+                    start=at,
+                    tokens=[token],
+                    kind=FIRST,
+                    round=number,
+                    before=share,
+                    after=share,
+                    log_weight=0.0,
+                    rejected=[],
+                    fate=None,
+                    surviving=0,
+                )
+            )
+            for lane, token in enumerate(tokens)
+        ]
+        if len(set(tokens)) == 1:
+            self.emitted.append(tokens[0])
+
+    def draft(self, number: int, record: RoundRecord, weights: list[float]) -> None:
+        """Append each particle's draft, split into kept and rejected tokens."""
+        before = shares(record.log_weights_before)
+        for lane, drafted in enumerate(record.drafted):
+            loses = self.verifies and lane not in record.ancestors
+            kept = 0 if loses else min(record.kept[lane], len(drafted))
+            here = Segment(
+                parent=self.heads[lane],
+                lane=lane,
+                start=self.end_of(lane),
+                tokens=drafted[:kept],
+                kind=DRAFTED,
+                round=number,
+                before=before[lane],
+                after=weights[lane],
+                log_weight=record.log_weights[lane],
+                rejected=drafted[kept:],
+                fate=None,
+                surviving=0,
+            )
+            if drafted or self.moves(lane):
+                self.heads[lane] = self.add(here)
+
+    def hand_down(self, record: RoundRecord, weights: list[float]) -> None:
+        if record.cut == "failure":
+            self.fates |= dict.fromkeys(self.heads, "failure")
+        dead = {head for head, weight in zip(self.heads, weights, strict=True) if weight == 0}
+        self.descend(record.ancestors, "verification" if self.verifies else "resampled")
+        for head in dead & self.fates.keys():
+            self.fates[head] = "dead" if self.fates[head] == "resampled" else self.fates[head]
+
+    def add_bonus(self, number: int, record: RoundRecord, weights: list[float]) -> None:
+        count = len(weights)
+        if record.resampled:
+            weights = [1 / count] * count
+        # Powers and masks weigh bonus tokens, too; behind a narrowing the record has no weights.
+        is_told = record.narrowed_to is None
+        weights_after = shares(record.log_weights_after) if is_told else weights
+        heads = []
+        for lane, token in enumerate(record.bonus):
+            here = Segment(
+                parent=self.heads[lane],
+                lane=lane,
+                start=self.end_of(lane),
+                tokens=[] if token is None else [token],
+                kind=BONUS,
+                round=number,
+                before=weights[lane],
+                after=weights_after[lane],
+                log_weight=None if record.narrowed_to else record.log_weights_after[lane],
+                rejected=[],
+                fate=None,
+                surviving=0,
+            )
+            needed = token is not None or self.moves(lane)
+            heads.append(self.add(here) if needed else self.heads[lane])
+        self.heads = heads
+
+    def descend(self, by: list[int], fate: str) -> None:
+        """Replace particles by copies of their ancestors; those without a copy end."""
+        heads = [self.heads[who] for who in by]
+        for gone in set(self.heads) - set(heads):
+            self.fates.setdefault(gone, fate)
+        self.heads = heads
+
+    def moves(self, lane: int) -> bool:
+        """Return whether a particle's text so far is in another lane."""
+        return self.segments[self.heads[lane]].lane != lane
+
+    def end_of(self, lane: int) -> int:
+        return self.segments[self.heads[lane]].end
+
+    def add(self, segment: Segment) -> int:
+        at, parent = len(self.segments), segment.parent
+        self.segments.append(segment)
+        self.wrote.append(at if segment.tokens or parent is None else self.wrote[parent])
+        return at
+
+    def result(self) -> Genealogy:
+        for head in self.heads:
+            self.fates.setdefault(head, "end")
+        counts = self.surviving()
+        for at in list(counts)[1:]:  # except the youngest, which no segment continues
+            if counts[at] == len(self.segments[at].tokens):
+                self.fates.pop(at, None)
+        replace = msgspec.structs.replace
+        ends = [here.end + len(here.rejected) for here in self.segments]
+        return Genealogy(
+            num_lanes=max(here.lane for here in self.segments) + 1,
+            length=max(ends),
+            segments=[
+                replace(
+                    here,
+                    fate=self.fates.get(i),
+                    surviving=counts.get(i, 0),
+                    log_potential=self.log_potentials.get(i, 0.0),
+                )
+                for i, here in enumerate(self.segments)
+            ],
+            steps=self.steps,
+            heads=self.heads,
+            answer=self.emitted,
+        )
+
+    def surviving(self) -> dict[int, int]:
+        """Return the number of each segment's tokens in the answer, the youngest segment first."""
+        end, counts = len(self.emitted), {}
+        for at in lineage(self.heads[0], self.segments):
+            here = self.segments[at]
+            counts[at] = max(0, min(end, here.end) - here.start)
+            end = min(end, here.start)
+        return counts

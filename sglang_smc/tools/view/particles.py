@@ -1,0 +1,193 @@
+"""Represent the particles of one answer for notebooks, with genlm-control's names."""
+
+import html
+import math
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sglang_smc.state.record import Trace
+from sglang_smc.tools.view.finding import checked
+from sglang_smc.tools.view.genealogy import Genealogy, genealogy
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.axes import Axes
+
+KEY = "spec_smc_particles"
+SHOWN = 12  # particles that a notebook shows
+
+_NONE = (
+    'The answer has no particles: ask for them with custom_params={"smc": {"return_particles": '
+    "true}} in mode smc, and hand over the whole answer."
+)
+_SEVERAL = "There are {count} answers with particles here: hand over one of them."
+_NO_TRACE = (
+    'The answer has no trace, which is what a plot shows: ask for it with custom_params={"smc": '
+    '{"trace": true}}.'
+)
+
+
+class Particle(NamedTuple):
+    """One particle of an answer."""
+
+    output_ids: list[int]
+    text: str  # without special tokens; token ids if the server has no tokenizer
+    weight: float  # normalised, 0 to 1
+    log_weight: float  # -inf for weight 0
+
+
+class Particles(NamedTuple):
+    """All particles of one answer, before one was drawn."""
+
+    particles: list[Particle]
+    log_ml: float | None
+    """log Z-hat, the estimate of the target's normalising constant; None if the server has none."""
+
+    trace: Trace | None = None
+
+    @classmethod
+    def of(cls, answer: Any) -> "Particles":
+        """Return the particles of an answer.
+
+        Raises:
+            ValueError: no particles, those of several answers, or an invalid trace.
+        """
+        found = list(_infos_in(_plain(answer)))
+        if len(found) != 1:
+            raise ValueError(_SEVERAL.format(count=len(found)) if found else _NONE)
+        info = found[0]
+        trace = info.get("spec_smc_trace")
+        return cls(
+            [_particle(one) for one in info[KEY]],
+            info.get("spec_smc_log_evidence"),
+            None if trace is None else checked(trace),
+        )
+
+    @property
+    def texts(self) -> list[str]:
+        """Return the text of each particle."""
+        return [one.text for one in self.particles]
+
+    @property
+    def weights(self) -> list[float]:
+        """Return the normalised weights, which sum to 1."""
+        return [one.weight for one in self.particles]
+
+    @property
+    def log_weights(self) -> list[float]:
+        """Return the unnormalised log-weights."""
+        return [one.log_weight for one in self.particles]
+
+    @property
+    def ess(self) -> float:
+        """Return the effective sample size, 1 to N."""
+        return 1.0 / sum(weight * weight for weight in self.weights)
+
+    def posterior(self) -> dict[str, float]:
+        """Return the weight of each distinct text, the heaviest first."""
+        totals: dict[str, float] = {}
+        for one in self.particles:
+            totals[one.text] = totals.get(one.text, 0.0) + one.weight
+        return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+    def frame(self) -> "pandas.DataFrame":
+        """Return a data frame with a row for each particle, the heaviest first."""
+        pandas = _imported("pandas")
+        rows = [one._asdict() for one in self.particles]
+        return pandas.DataFrame(rows).sort_values("weight", ascending=False, ignore_index=True)
+
+    def plot(self, axes: "Axes | None" = None) -> "Axes":
+        """Draw the particles' genealogy over output tokens, the answer's lineage in bold.
+
+        Raises:
+            ValueError: the answer has no trace.
+        """
+        if self.trace is None:
+            raise ValueError(_NO_TRACE)
+        if axes is None:
+            axes = _imported("matplotlib.pyplot").subplots(figsize=(10, 3), layout="tight")[1]
+        assert axes is not None
+        _draw(axes, genealogy(self.trace))
+        return axes
+
+    def page(self) -> str:
+        """Return the HTML page of `python -m sglang_smc.tools.view`.
+
+        Raises:
+            ValueError: the answer has no trace.
+        """
+        from sglang_smc.tools.view.page import page_of
+
+        if self.trace is None:
+            raise ValueError(_NO_TRACE)
+        return page_of(self.trace)
+
+    def __repr__(self) -> str:
+        known = "unknown" if self.log_ml is None else f"{self.log_ml:.3f}"
+        return f"Particles({len(self.particles)}, ess={self.ess:.2f}, log_ml={known})"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{share:.3f}</td><td style='text-align:left'><code>{html.escape(text)}</code>"
+            "</td></tr>"
+            for text, share in list(self.posterior().items())[:SHOWN]
+        )
+        return (
+            f"<p>{html.escape(repr(self))}</p>"
+            f"<table><tr><th>share</th><th>text</th></tr>{rows}</table>"
+        )
+
+
+def _plain(answer: Any) -> Any:
+    """Return an answer as plain JSON values."""
+    return answer.model_dump() if hasattr(answer, "model_dump") else answer
+
+
+def _infos_in(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield each `meta_info` with particles, at any depth."""
+    if isinstance(value, Mapping):
+        if value.get(KEY) is not None:
+            yield value
+            return
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _infos_in(each)
+
+
+def _particle(given: Mapping[str, Any]) -> Particle:
+    ids, log_weight = list(given["output_ids"]), given["log_weight"]
+    return Particle(
+        ids,
+        given.get("text") or " ".join(map(str, ids)),
+        given["weight"],
+        -math.inf if log_weight is None else log_weight,
+    )
+
+
+def _imported(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"This needs {name.partition('.')[0]}: pip install 'sglang-smc[notebook]'"
+        ) from error
+
+
+def _draw(axes: "Axes", tree: Genealogy) -> None:
+    for here in tree.segments:
+        at = None if here.parent is None else tree.segments[here.parent]
+        if at is not None and at.lane != here.lane:
+            axes.plot([here.start, here.start], [at.lane, here.lane], color="0.8", lw=0.8)
+        width = 0.4 + 4.0 * math.sqrt(here.after)
+        axes.plot([here.start, here.end], [here.lane] * 2, color="0.75", lw=width)
+    for here in tree.segments:
+        if here.surviving:
+            end = here.start + here.surviving
+            axes.plot([here.start, end], [here.lane] * 2, color="tab:blue", lw=2.5)
+    for step in tree.steps:
+        if step.resampled:
+            axes.axvline(step.kept_to, color="tab:red", lw=0.5, ls=":")
+    axes.set(xlabel="output token", ylabel="particle", xlim=(0, tree.length))
+    axes.invert_yaxis()

@@ -1,1 +1,0 @@
-"""What particles did, told round by round: the record of one answer, and how to look at it."""

@@ -1,1 +1,0 @@
-"""A running server in a terminal, a line for each replica and for each request that runs."""
