@@ -32,7 +32,6 @@ GENERATES, HEAD = MODEL | {"generation_config.json"}, {"config.json", "model.saf
 DATA = {
     ".": {"py.typed"},
     "kernels": {"README.md"},
-    "patches": {"README.md"},
     "tools/view/page": {"page.css", "page.html", "page.js", "picture.js"},
     "pair": {"README.md", "measurements.json", "provenance.json"},
     "pair/target": GENERATES,
