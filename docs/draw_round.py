@@ -34,7 +34,7 @@ UNIFORM = 0.6
 
 
 def weights() -> list[float]:
-    """The product of p / q along each particle."""
+    """Return the product of p / q along each particle."""
     found = []
     for draft in DRAFTS:
         weight = 1.0
@@ -110,7 +110,7 @@ BOTTOM = FIRST_ROW + 4 * ROW
 
 
 def middle(row: float) -> float:
-    """The height of a row's middle."""
+    """Return the height of a row's middle."""
     return FIRST_ROW + row * ROW + BOX_HEIGHT / 2
 
 
@@ -121,31 +121,31 @@ def text(x: float, y: float, words: str, kind: str = "") -> str:
 
 
 def frame(x: float, y: float, width: float, height: float, kind: str) -> str:
-    """A rectangle with round corners."""
+    """Return a rectangle with round corners."""
     place = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
     return f'<rect {place} rx="6" class="{kind}"/>'
 
 
 def token(x: float, row: int, word: str, kind: str) -> str:
-    """A box with one token in it."""
+    """Return a box with one token in it."""
     box = frame(x, FIRST_ROW + row * ROW, BOX, BOX_HEIGHT, kind)
     return box + text(x + BOX / 2, middle(row) + 5, word)
 
 
 def curve(x: float, row: float, to_x: float, to_row: float, kind: str) -> str:
-    """A line from one row to another that leaves and arrives level."""
+    """Return a line from one row to another that leaves and arrives level."""
     y, to_y, bend = middle(row), middle(to_row), (x + to_x) / 2
     path = f"M{x:g} {y:g}C{bend:g} {y:g} {bend:g} {to_y:g} {to_x:g} {to_y:g}"
     return f'<path d="{path}" class="{kind}"/>'
 
 
 def heading(x: float, title: str, note: str, y: float = 44, kind: str = "title") -> str:
-    """A step's name, and what it does below it."""
+    """Return a step's name, and what it does below it."""
     return text(x, y, title, kind) + text(x, y + 20, note, "note")
 
 
 def draw_drafts() -> list[str]:
-    """The prefix, the particles behind it, and the target's pass around them."""
+    """Return the prefix, the particles behind it, and the target's pass around them."""
     width = 3 * STEP - 4
     centre = DRAFTS_X + width / 2
     parts = [
@@ -164,7 +164,7 @@ def draw_drafts() -> list[str]:
 
 
 def draw_weights() -> list[str]:
-    """A bar for each particle's weight."""
+    """Return a bar for each particle's weight."""
     found = weights()
     ess, least = effective_sample_size(found), ESS_THRESHOLD * len(found)
     centre = BARS_X + BARS_WIDTH / 2
@@ -209,7 +209,7 @@ def draw_heirs() -> list[str]:
 
 
 def draw() -> str:
-    """The picture, as SVG."""
+    """Return the picture, as SVG."""
     title = "One round: draft, score, weigh, resample, bonus, commit"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '

@@ -11,7 +11,7 @@ PATH = Path(__file__).parent / "trace.schema.json"
 
 
 def text() -> str:
-    """The JSON Schema of `spec_smc_trace`."""
+    """Return the JSON Schema of `spec_smc_trace`."""
     dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     return json.dumps({**dialect, **msgspec.json.schema(Trace)}, indent=2) + "\n"
 
