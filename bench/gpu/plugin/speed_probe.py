@@ -33,7 +33,7 @@ Moment = Any
 
 
 def register() -> None:
-    """Install hooks in the scheduler; SGLang calls this in every process, and only schedulers match."""
+    """Install hooks in schedulers; SGLang calls this in every process, but only they match."""
     if OUT not in os.environ:
         return
     from kernel_recorder import KernelRecorder  # SGLang has this folder on its path
