@@ -170,7 +170,7 @@ def _reweight(
     power,
     num_steps,
     ess_threshold,
-    at_token,
+    resample_each_token,
     evidence_threshold,
     present,
     keep_uniforms,
@@ -218,7 +218,7 @@ def _reweight(
     low = ess < tl.load(ess_threshold + group) * size
     low_after = low & (column > 0) & (column <= num_drafted)
     first_low = tl.min(tl.where(low_after, column, num_drafted + 1), 0)
-    stops_early = tl.load(at_token + group) != 0
+    stops_early = tl.load(resample_each_token + group) != 0
     num_columns = tl.where(stops_early, tl.minimum(first_low, covered), covered)
 
     last = column == num_columns

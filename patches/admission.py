@@ -80,7 +80,7 @@ def worker_info(original: Callable, worker: "TpModelWorker") -> tuple:
     if config is None:
         return info
     longest = arena.longest(config, info[_MAX_TOTAL], info[_MAX_REQ_LEN])
-    process.tell_memory(num_slots=info[_MAX_TOTAL], most_running=info[_MOST_RUNNING])
+    process.log_memory_report(num_slots=info[_MAX_TOTAL], most_running=info[_MOST_RUNNING])
     return (*info[:_MAX_REQ_LEN], longest, longest - _INPUT_MARGIN, *info[_MAX_REQ_LEN + 2 :])
 
 

@@ -60,7 +60,11 @@ def _state(scheduler: "Scheduler") -> dict[str, Any]:
     now = apply_budget(config, active_budget())
     names = (name for name in SERVER_ARGS_FIELDS if name != "evidence_threshold")
     table = memory()
-    threshold = config.covering if math.isfinite(config.covering) else None  # None: verify all
+    threshold = (
+        config.effective_evidence_threshold
+        if math.isfinite(config.effective_evidence_threshold)
+        else None
+    )  # None: verify all
     return {
         "settings": {name: getattr(config, name) for name in names}
         | {"evidence_threshold": threshold, "max_lag": config.lag},

@@ -71,7 +71,7 @@ def _judge_prefill(req: "Req", state: RequestState) -> None:
 
 def next_output_finishes_by_length(original: Callable, req: "Req") -> bool:
     """Return False with potentials or a vote, since a round may hold the last token back."""
-    return not registry.has_judges(req) and original(req)
+    return not registry.has_scorers(req) and original(req)
 
 
 def reset_for_retract(original: Callable, req: "Req") -> None:

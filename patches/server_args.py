@@ -223,9 +223,9 @@ def check_with_hooks(original: Any, self: ServerArgs) -> None:
     """Install the other hooks of an SMC server in this process, before any of it is used."""
     original(self)
     if _selects_smc(self):
-        hooks.put_in_force(hooks.SMC)
+        hooks.install(hooks.SMC)
         if "sglang.srt.entrypoints.http_server" in sys.modules:
-            hooks.put_in_force(hooks.ROUTES)
+            hooks.install(hooks.ROUTES)
 
 
 def _selects_smc(server_args: Arguments) -> bool:

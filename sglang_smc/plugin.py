@@ -74,7 +74,7 @@ def _install_flags() -> None:
     from sglang_smc.server import hooks
 
     server_args.add_fields()
-    hooks.hand_over(hooks.collect(hooks.FLAGS))
+    hooks.register(hooks.collect(hooks.FLAGS))
 
 
 def _keep_drafts_whole() -> None:
@@ -82,7 +82,7 @@ def _keep_drafts_whole() -> None:
     from sglang_smc.server import hooks
 
     if "sglang.srt.configs.model_config" in sys.modules:
-        hooks.hand_over(hooks.collect(hooks.DRAFTS))
+        hooks.register(hooks.collect(hooks.DRAFTS))
 
 
 # For development against another SGLang. A hook without its target still prevents a start.

@@ -95,12 +95,12 @@ def check_ranks(tokens: list[list[int]]) -> None:
 
 
 def measure_memory_by(measure: Callable[..., Table] | None) -> None:
-    """Set the function by which `tell_memory` measures memory, once pools have their sizes."""
+    """Set the function with which `log_memory_report` measures, once pools have their sizes."""
     global _measure, _memory
     _measure, _memory = measure, None
 
 
-def tell_memory(*, num_slots: int, most_running: int) -> None:
+def log_memory_report(*, num_slots: int, most_running: int) -> None:
     """Measure memory and the requests' shares of it, and log the table on the first rank.
 
     Args:
@@ -118,7 +118,7 @@ def tell_memory(*, num_slots: int, most_running: int) -> None:
 
 
 def memory() -> Table | None:
-    """Return the table of `tell_memory`; None before that, and without SMC."""
+    """Return the table of `log_memory_report`; None before that, and without SMC."""
     return _memory
 
 

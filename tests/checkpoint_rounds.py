@@ -35,7 +35,7 @@ from sglang_smc.models.attention import KVLocations
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches.request_state import update_finish_state
 from sglang_smc.proposers.base import DraftSlots, LanguageModel
-from sglang_smc.proposers.ngram import Corpus, Nobody
+from sglang_smc.proposers.ngram import Corpus, UniformDraft
 from sglang_smc.round.play import Round, Steps
 from sglang_smc.round.prefill import Prefill
 from sglang_smc.state.request import state_of
@@ -194,7 +194,7 @@ class CheckpointRounds(ToyWorker):
         worker: Any = super()._make_worker(num_slots)
         steps = worker._steps
         if draft is None:
-            proposal: Any = Nobody(None, self.vocab_size)  # type: ignore[arg-type]
+            proposal: Any = UniformDraft(None, self.vocab_size)  # type: ignore[arg-type]
             worker._steps = Steps(steps.target, proposal, steps.ledger, self.ops)
         elif isinstance(draft, Draft):
             own.head = draft

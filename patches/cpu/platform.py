@@ -74,7 +74,7 @@ def attn_backend_wrapper(
 
     from sglang_smc.server import hooks
 
-    hooks.put_in_force(hooks.CPU_RECURRENT)
+    hooks.install(hooks.CPU_RECURRENT)
     config: Any = runner.model_config.hf_text_config
     platform: Any = current_platform  # ours
     linear = platform.linear_attention(runner)

@@ -101,7 +101,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang_smc.server import hooks
 
         register_attention_backend(ATTENTION_BACKEND)(_create_attention_backend)
-        hooks.put_in_force(hooks.CPU_PLATFORM)
+        hooks.install(hooks.CPU_PLATFORM)
 
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND
@@ -144,7 +144,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         if algorithm in SPECULATIVE_ALGORITHMS:
             stand_in_for_wheel()
-            hooks.put_in_force(hooks.CPU_SPECULATION)
+            hooks.install(hooks.CPU_SPECULATION)
 
     def draft_attention(self, runner: ModelRunner, topk: int, num_steps: int, each: bool) -> Any:
         """Return the attention of each pass of a draft, or of its pass over accepted tokens.

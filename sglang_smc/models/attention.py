@@ -216,7 +216,7 @@ def slots_before(
     return tails[particle_rows, (starts - 1) & (tails.shape[1] - 1)].long()
 
 
-def lead_in(
+def seed_tail(
     tails: torch.Tensor, particle_rows: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor
 ) -> None:
     """Write the slot of a prompt's last token into the particles' rows, for `slots_before`.

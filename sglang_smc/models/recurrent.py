@@ -16,7 +16,7 @@ from sglang_smc.models.attention import (
     Implementation,
     KVLocations,
     ParticleAttention,
-    lead_in,
+    seed_tail,
     slots_before,
 )
 from sglang_smc.models.forward import ParticleForward
@@ -124,7 +124,9 @@ class RecurrentParticles(AttentionBackend):
         """Plan the softmax-attention layers, see `ParticleAttention.plan`."""
         self._full.plan(locations, starts, num_columns)
 
-    def enter(self, locations: KVLocations, starts: torch.Tensor, slots: torch.Tensor) -> None:
+    def begin_forward(
+        self, locations: KVLocations, starts: torch.Tensor, slots: torch.Tensor
+    ) -> None:
         """Find the states from which a pass continues, and note which particle writes each slot.
 
         Args:
@@ -183,7 +185,9 @@ class RecurrentParticles(AttentionBackend):
         gates[own, : new_gates.shape[1]] = new_gates
         return output.view(1, -1, *output.shape[2:])
 
-    def take_up(self, rows: torch.Tensor, lengths: torch.Tensor, particles: torch.Tensor) -> None:
+    def init_from_prompt(
+        self, rows: torch.Tensor, lengths: torch.Tensor, particles: torch.Tensor
+    ) -> None:
         """Start particles from the states after prompts, which are in SGLang's pool.
 
         Args:
@@ -192,7 +196,7 @@ class RecurrentParticles(AttentionBackend):
         """
         pool, tables, first = self.req_to_token_pool, self.tables, particles[:, 0]
         slots = pool.req_to_token[rows, lengths - 1]  # [G]
-        lead_in(self._tails, particles, lengths, slots)
+        seed_tail(self._tails, particles, lengths, slots)
         tables.readers[slots.long()] = first * (self._most_columns + 1)
         cache, found = pool.mamba_pool.mamba_cache, pool.get_mamba_indices(rows).long()
         tables.states[:, first] = cache.temporal[:, found]
@@ -232,10 +236,10 @@ class RecurrentForward(ParticleForward):
         self._linear = RecurrentParticles(full, runner, tables, ledger.tails, attention)
         self.attn_backend: Any = self._linear
 
-    def take_up(self, rows: torch.Tensor, lengths: torch.Tensor) -> None:
+    def init_from_prompt(self, rows: torch.Tensor, lengths: torch.Tensor) -> None:
         """Start the particles of prefilled prompts from their prompts' states; see `Prefill`."""
         particles = self._ledger.particle_rows(rows, self._num_particles)
-        self._linear.take_up(rows, lengths.long(), particles)
+        self._linear.init_from_prompt(rows, lengths.long(), particles)
 
     def _run(
         self,
@@ -245,7 +249,7 @@ class RecurrentForward(ParticleForward):
         slots: torch.Tensor,
         locations: KVLocations,
     ) -> Any:
-        self._linear.enter(locations, starts, slots)
+        self._linear.begin_forward(locations, starts, slots)
         return super()._run(mode, tokens, starts, slots, locations)
 
 

@@ -115,7 +115,7 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
         return self.num_steps > 0 and self.ngram_weight > (0.5 if self.greedy else 0.0)
 
     @property
-    def covering(self) -> float:
+    def effective_evidence_threshold(self) -> float:
         """Return the evidence threshold in force; infinite in mode exact.
 
         Only this property resolves `auto`.
@@ -252,7 +252,12 @@ def _range_of(name: str, server: SMCConfig) -> Range:
 
 def check_support(config: RequestConfig) -> str | None:
     """Return why weights cannot cover the target's support, or None; it continues a sentence."""
-    if config.drafts_all or not config.weighs or config.covering or config.greedy:
+    if (
+        config.drafts_all
+        or not config.weighs
+        or config.effective_evidence_threshold
+        or config.greedy
+    ):
         return None
     others = "potentials" if config.potentials else f"power {config.power:g}"
     reason = "a grammar" if config.constrained else others

@@ -149,18 +149,18 @@ class Beside(NamedTuple):
 def assemble(given: Beside) -> Drafting:
     """Build the target and the draft over particles, for targets with softmax attention alone."""
     if given.draft is None:
-        return _nobody(given)
+        return _uniform_draft(given)
     build = {"model": _model, "eagle3": _eagle, "dflash": _block}
     return build[kinds.kind_of(given.draft.model_runner.model_config)](given, given.draft)
 
 
-def _nobody(given: Beside) -> Drafting:
-    from sglang_smc.proposers.ngram import Nobody, NoPrompts
+def _uniform_draft(given: Beside) -> Drafting:
+    from sglang_smc.proposers.ngram import NoPrompts, UniformDraft
 
     runner = given.target.model_runner
     target = ParticleForward(runner, *given.over)
     width = runner.model_config.vocab_size
-    return Drafting(target, Nobody(target.attn_backend, width), NoPrompts())
+    return Drafting(target, UniformDraft(target.attn_backend, width), NoPrompts())
 
 
 def _model(given: Beside, draft: "TpModelWorker") -> Drafting:

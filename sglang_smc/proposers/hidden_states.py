@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 
-from sglang_smc.models.attention import Implementation, KVLocations, lead_in, slots_before
+from sglang_smc.models.attention import Implementation, KVLocations, seed_tail, slots_before
 from sglang_smc.models.forward import ParticleForward
 
 if TYPE_CHECKING:
@@ -146,5 +146,5 @@ class StateTable(NamedTuple):
             slots, lengths: ``[G]`` int64, of the last token of each prompt, and of the prompts.
             particle_rows: ``[G, N]`` rows of all particles.
         """
-        lead_in(self.tails, particle_rows, lengths, slots)
+        seed_tail(self.tails, particle_rows, lengths, slots)
         self.keep(slots.view(-1, 1, 1), particle_rows[:, :1], states.unsqueeze(1).unsqueeze(1))

@@ -288,7 +288,7 @@ def as_law(log_q: torch.Tensor, like: TokenDistribution) -> TokenDistribution:
     return TokenDistribution(log_q, torch.ones_like(like.temperature))
 
 
-class Nobody:
+class UniformDraft:
     """Uniform logits, used where n-gram matches are the only proposer.
 
     Args:
@@ -317,7 +317,7 @@ class Nobody:
         """See `Proposal`."""
         return self._flat(tokens)
 
-    def recorded(self, recording: PassRecording) -> "Nobody":
+    def recorded(self, recording: PassRecording) -> "UniformDraft":
         """See `Proposal`. There is nothing to capture."""
         return self
 

@@ -11,7 +11,7 @@ from sglang_smc.kv.transfer import on_device
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.request import Budget, RequestConfig, apply_budget, union
 from sglang_smc.options.server import RESAMPLING_METHODS, SMCConfig
-from sglang_smc.rules.registry import TextRules, has_judges, has_rules
+from sglang_smc.rules.registry import TextRules, has_rules, has_scorers
 from sglang_smc.smc import weighing
 from sglang_smc.smc.distribution import FilterKinds, NextTokens, SamplingRules, TokenDistribution
 from sglang_smc.smc.edits import Edits
@@ -223,7 +223,7 @@ def shape_of(reqs: "list[Req]") -> RoundShape:
         traces=any(config.trace for config in configs),
         has_open_token=not all(config.is_normalized for config in configs),
         has_rules=any(has_rules(req) for req in reqs),
-        judges=any(has_judges(req) for req in reqs),
+        judges=any(has_scorers(req) for req in reqs),
         has_matches=any(config.uses_matches for config in configs),
         logprobs=LogprobWidths.of(reqs),
         methods=_methods(configs),

@@ -109,7 +109,7 @@ def assemble(
         tables,
         ops,
         config.num_particles,
-        take_up=None if recurrent is None else recurrent.take_up,
+        init_from_prompt=None if recurrent is None else recurrent.init_from_prompt,
     )
     return Parts(steps, prefill, Round(steps, tables, ops, corpus))
 

@@ -431,7 +431,7 @@ def _weight_rules(batch: RoundBatch, population: Population) -> weighing.WeightR
         num_steps = num_steps.masked_fill(waited, 0)
         threshold = threshold.masked_fill(waited, 0.0)
     return weighing.WeightRules(
-        num_steps, threshold, settings.at_token, settings.evidence_threshold
+        num_steps, threshold, settings.resample_each_token, settings.evidence_threshold
     )
 
 
@@ -494,7 +494,7 @@ class Round:
             continued = score_tails(self._ops, before, continued, ancestors, shown, listed)
         continued = continued.stop(decision.failure > 0)
         continued = look(self._ops, batch, before, continued, ancestors, p, drafts)
-        elected = continued.elect()
+        elected = continued.majority_vote()
         narrowed, narrowed_to, by_lag, log_evidence = steps.narrow(batch, elected)
         outcome = self._commit(batch, continued, narrowed, decision, by_lag, log_evidence)
         if not shape.traces:

@@ -13,7 +13,7 @@ from sglang_smc.options.request import Budget
 from sglang_smc.round.batch import Tables
 from sglang_smc.round.result import SMCDraftInput, as_eagle
 from sglang_smc.rules.base import BatchTexts
-from sglang_smc.rules.registry import TextRules, has_judges
+from sglang_smc.rules.registry import TextRules, has_scorers
 from sglang_smc.smc.distribution import TokenDistribution, sample
 from sglang_smc.smc.edits import Edits
 from sglang_smc.smc.randomness import Purpose, stratified, uniforms
@@ -44,8 +44,8 @@ class Prefill:
         tables: state of requests on the device.
         ops: the small operations.
         num_particles: N of the server; requests may have fewer.
-        take_up: for a target with recurrent states, initialises the particles' states from those
-            behind prompts, by rows and lengths ``[G]``.
+        init_from_prompt: for a target with recurrent states, initialises the particles' states
+            from those behind prompts, by rows and lengths ``[G]``.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class Prefill:
         tables: Tables,
         ops: Ops,
         num_particles: int,
-        take_up: "Callable[[torch.Tensor, torch.Tensor], None] | None" = None,
+        init_from_prompt: "Callable[[torch.Tensor, torch.Tensor], None] | None" = None,
     ) -> None:
-        self._take_up = take_up
+        self._init_from_prompt = init_from_prompt
         self._target = target
         self._draft = draft
         self._states = states
@@ -91,8 +91,8 @@ class Prefill:
         draft_logits = self._draft.read(batch, forward_batch, states)
         if not draws:
             return result
-        if self._take_up is not None:
-            self._take_up(batch.req_pool_indices, batch.seq_lens)
+        if self._init_from_prompt is not None:
+            self._init_from_prompt(batch.req_pool_indices, batch.seq_lens)
         tokens, failure = self.begin(batch, output, draft_logits, budget)
         result.next_token_ids = mark_first(tokens, failure)
         return result
@@ -147,7 +147,7 @@ class Prefill:
             fidelity=fidelity_of(carried),
         )
         self._states.note_first(reqs, log_sum)
-        if any(map(has_judges, reqs)):
+        if any(map(has_scorers, reqs)):
             tables.judged.begin(rows)
         if batch.return_logprob:
             shown = logprob_distribution(last, settings.temperature, allowed)

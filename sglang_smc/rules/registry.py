@@ -35,7 +35,7 @@ def has_rules(req: "Req") -> bool:
     return any(rule.applies(req) for rule in RULES)
 
 
-def has_judges(req: "Req") -> bool:
+def has_scorers(req: "Req") -> bool:
     """Return whether a request has potentials or a majority vote."""
     return any(rule.judges and rule.applies(req) for rule in RULES)
 

@@ -69,9 +69,9 @@ class SMCAlgorithm(CustomSpecAlgo):
 
 def worker_class(server_args: "ServerArgs") -> type:
     """Return the worker's class, for the scheduler: SGLang's first call in that process."""
-    hooks.require_landed(hooks.FLAGS)
-    hooks.require_landed(hooks.DRAFTS)  # in time for the target's runner, which is built before
-    hooks.put_in_force(hooks.SMC)
+    hooks.verify_installed(hooks.FLAGS)
+    hooks.verify_installed(hooks.DRAFTS)  # in time for the target's runner, which is built before
+    hooks.install(hooks.SMC)
     from sglang_smc.worker import SMCWorker
 
     return SMCWorker
@@ -82,7 +82,7 @@ def validate_server_args(server_args: "ServerArgs") -> None:
 
     SGLang calls this while it resolves the server arguments, in the process that starts the server.
     """
-    hooks.require_landed(hooks.FLAGS)
+    hooks.verify_installed(hooks.FLAGS)
     from sglang_smc.server import arguments
 
     if not hasattr(server_args, arguments.ANY_FLAG):
@@ -90,5 +90,5 @@ def validate_server_args(server_args: "ServerArgs") -> None:
             "sglang-smc cannot start: these server arguments were built before plugins were "
             "loaded. Call sglang.srt.plugins.load_plugins() first, then build them."
         )
-    hooks.put_in_force(hooks.DRAFTS)
+    hooks.install(hooks.DRAFTS)
     arguments.check(server_args)

@@ -2,7 +2,7 @@
 
 Each file in `patches/` covers one part of SGLang and exports `PATCHES`, a tuple of `Patch` records.
 `GROUPS` lists those files by the processes that need them; the others never import them. SGLang's
-own `HookRegistry` applies the records; it only logs a hook that fails, so `require_landed` checks
+own `HookRegistry` applies the records; it only logs a hook that fails, so `verify_installed` checks
 it afterwards.
 
 `make catalogue` prints all of them.
@@ -118,14 +118,14 @@ def _recorded(*groups: Group) -> tuple[Patch, ...]:
     return tuple(patch for module in modules for patch in module.PATCHES)
 
 
-def hand_over(patches: tuple[Patch, ...]) -> None:
+def register(patches: tuple[Patch, ...]) -> None:
     """Register the records with SGLang's registry, each once; it applies them after plugins."""
     for patch in patches:
         if not _is_registered(patch):
             HookRegistry.register(patch.target, patch.function, patch.hook_type, source=_SOURCE)
 
 
-def put_in_force(group: Group) -> None:
+def install(group: Group) -> None:
     """Install a group of hooks in this process, now; raise RuntimeError if one fails.
 
     This works even for names that are imported already: the registry replaces those too.
@@ -134,15 +134,15 @@ def put_in_force(group: Group) -> None:
     taken = [patch for patch in patches if patch.target in HookRegistry._patched]
     for patch in taken:
         _put_around(patch)
-    hand_over(patches)
+    register(patches)
     HookRegistry.apply_hooks()
-    require_landed(group)
+    verify_installed(group)
 
 
 def _put_around(patch: Patch) -> None:
     """Install a hook on a function that another plugin has hooked: the registry would skip it."""
     if not _is_registered(patch):
-        hand_over((patch,))
+        register((patch,))
         HookRegistry._apply_target(patch.target, HookRegistry._hooks[patch.target][-1:])
 
 
@@ -155,7 +155,7 @@ def missing(group: Group) -> list[str]:
     ]
 
 
-def require_landed(group: Group) -> None:
+def verify_installed(group: Group) -> None:
     """Raise RuntimeError, naming them, if hooks are not installed in this process."""
     targets = missing(group)
     if targets:

@@ -272,7 +272,9 @@ class WeightRules(NamedTuple):
 
     num_steps: torch.Tensor  # [G] int64 K
     ess_threshold: torch.Tensor  # [G] float64 tau; resample where ESS < tau * N
-    at_token: torch.Tensor  # [G] bool: test the ESS after every column, not only after the last
+    resample_each_token: (
+        torch.Tensor
+    )  # [G] bool: test the ESS after every column, not only after the last
     evidence_threshold: torch.Tensor  # [G] float64 c; keep columns that the evidence covers
 
 
@@ -367,7 +369,7 @@ def cut(
     covered = covered_columns(running, rules.evidence_threshold, rules.num_steps, keep_uniforms)
     low = ess < (rules.ess_threshold * present.sum(1)).unsqueeze(1)  # [G, K + 1]
     first_low = torch.minimum(_first_true(low[:, 1:]) + 1, covered)
-    num_columns = torch.where(rules.at_token, first_low, covered)
+    num_columns = torch.where(rules.resample_each_token, first_low, covered)
     dead = (running == -torch.inf).all(2)  # [G, K + 1]; a group never starts dead
     next_column = (num_columns + 1).clamp_max(dead.shape[1] - 1).unsqueeze(1)
     at = num_columns.unsqueeze(1)
@@ -477,7 +479,7 @@ def revalue(log_weights: torch.Tensor, held: torch.Tensor, log_values: torch.Ten
     return Revalued(log_weights + gains, torch.where(is_told, log_values, held))
 
 
-def elect(log_weights: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+def majority_vote(log_weights: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
     """Take a weighted majority vote: keep only the particles of the heaviest answer.
 
     The total weight of a group stays; of two equally heavy answers that of the first particle

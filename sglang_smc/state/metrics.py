@@ -158,7 +158,9 @@ def meta_info(totals: list[float], config: RequestConfig, num_replayed: int) -> 
         "mode": config.mode,
         "num_particles": config.num_particles,
         "num_steps": config.num_steps,
-        "evidence_threshold": config.covering if math.isfinite(config.covering) else None,
+        "evidence_threshold": config.effective_evidence_threshold
+        if math.isfinite(config.effective_evidence_threshold)
+        else None,
         # Smaller than its options where the server adapts to its load.
         "particles_mean": counters.particles_sum / rounds if rounds else config.num_particles,
         "steps_mean": counters.steps_sum / rounds if rounds else config.num_steps,

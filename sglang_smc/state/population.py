@@ -394,11 +394,11 @@ class Population(NamedTuple):
             judged=said._replace(log_values=found.log_values),
         ).stop(forbidden)
 
-    def elect(self) -> "Population":
+    def majority_vote(self) -> "Population":
         """Take the majority vote in finished groups, which keeps the particles of its answer."""
         if self.judged is None:
             return self
-        elected = weighing.elect(self.log_weights, self.judged.answers)
+        elected = weighing.majority_vote(self.log_weights, self.judged.answers)
         finished = self.is_finished().unsqueeze(1)
         return self._replace(log_weights=torch.where(finished, elected, self.log_weights))
 

@@ -265,7 +265,7 @@ class RequestState(msgspec.Struct):
     def answer(self) -> Answer:
         """Return the fidelity measurements of its sequence."""
         watched = {name: self.counters[place] for name, place in _WATCHED.items()}
-        return Answer(self.config.mode, self.config.covering, **watched)
+        return Answer(self.config.mode, self.config.effective_evidence_threshold, **watched)
 
     def progress(self, rid: str, num_tokens: int) -> dict[str, Any]:
         """Return the statistics of all its rounds so far, for a report on the running server."""

@@ -46,7 +46,7 @@ class Settings(NamedTuple):
     weighs: torch.Tensor  # [G] bool: its rounds weigh and resample; else they verify drafts
     ess_threshold: torch.Tensor  # [G] float64 tau
     scheme: torch.Tensor  # [G] int64 index of the resampling method in SCHEMES
-    at_token: torch.Tensor  # [G] bool: resample at the first column with a low ESS
+    resample_each_token: torch.Tensor  # [G] bool: resample at the first column with a low ESS
     heaviest: torch.Tensor  # [G] bool: answer with the heaviest particle
     lag: torch.Tensor  # [G] int64: bound on tails before a round
     power: torch.Tensor  # [G] float64 alpha
@@ -115,7 +115,7 @@ _COLUMNS = {
     ),
     torch.float32: ("temperature", "top_p", "min_p", "draft_temperature"),
     torch.float64: ("ess_threshold", "power", "evidence_threshold"),
-    torch.bool: ("greedy", "may_stop", "weighs", "at_token", "heaviest", "normalized"),
+    torch.bool: ("greedy", "may_stop", "weighs", "resample_each_token", "heaviest", "normalized"),
 }
 
 
@@ -172,12 +172,12 @@ def _values(entry: TableEntry) -> dict[str, Any]:
         "weighs": config.weighs,
         "ess_threshold": config.ess_threshold,
         "scheme": list(SCHEMES).index(config.resampling_method),
-        "at_token": config.resample_at == "token",
+        "resample_each_token": config.resample_at == "token",
         "heaviest": config.selection == "argmax",
         "lag": config.lag,
         "power": config.power,
         "normalized": config.is_normalized,
-        "evidence_threshold": config.covering,
+        "evidence_threshold": config.effective_evidence_threshold,
         "draft_temperature": config.draft_temperature or params.temperature,
     }
 

@@ -41,10 +41,12 @@ def test_the_server_takes_every_setting_and_none_is_measured_twice() -> None:
     for kind in grid.kinds():
         if kind.smc:
             config = request_config(server, {"smc": kind.smc})
-            assert kind.evidence_threshold in (None, config.covering)
+            assert kind.evidence_threshold in (None, config.effective_evidence_threshold)
             mode = "mixed" if config.mode == "auto" else config.mode
             sizes = (config.num_particles, config.num_steps)
-            seen.add((mode, *sizes, config.resample_at, config.covering, config.lag))
+            seen.add(
+                (mode, *sizes, config.resample_at, config.effective_evidence_threshold, config.lag)
+            )
     assert len(seen) == sum(kind.engine == "smc" for kind in grid.kinds())
     pure = [kind for kind in grid.kinds() if Cell(kind, 0.7).is_pure_smc]
     assert [kind.evidence_threshold for kind in pure] == [0]

@@ -49,7 +49,7 @@ def test_faults_of_an_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(group: Any) -> None:
         raise RuntimeError("it did not land: x.y")
 
-    for name in ("put_in_force", "require_landed"):
+    for name in ("install", "verify_installed"):
         monkeypatch.setattr(hooks, name, refuse)
     found = machine._hooks()
     assert found.level == FAIL and "x.y" in found.found and found.do

@@ -8,9 +8,9 @@ import pytest
 from hostile import HOSTILE
 from little_server import answering
 
-from sglang_smc.tools.watch import cli, looks
+from sglang_smc.tools.watch import cli, snapshots
 from sglang_smc.tools.watch.lines import HEADER, REQUEST_HEADER, line_of, lines_of, request_line
-from sglang_smc.tools.watch.looks import Look
+from sglang_smc.tools.watch.snapshots import Snapshot
 
 KEYS = ("rounds", "weighed_rounds", "mean_ess_ratio", "kept_columns", "emitted_tokens")
 KEYS += ("resamplings", "silent_rounds")
@@ -42,12 +42,12 @@ REQUEST = {
 SILENT = {**REQUEST, "rid": "b", "tokens_per_pass": None, "ess_ratio": None, "resample_rate": None}
 
 
-def look(at: float, totals: dict[str, Any], *requests: dict[str, Any]) -> Look:
-    return Look(at, totals, IN_FORCE, LOAD, FIDELITY, requests)
+def snapshot(at: float, totals: dict[str, Any], *requests: dict[str, Any]) -> Snapshot:
+    return Snapshot(at, totals, IN_FORCE, LOAD, FIDELITY, requests)
 
 
 def shown(before: dict[str, Any], after: dict[str, Any], *requests: dict[str, Any]) -> Any:
-    (found,) = looks.between([look(10, before)], [look(12, after, *requests)])
+    (found,) = snapshots.between([snapshot(10, before)], [snapshot(12, after, *requests)])
     return found
 
 
@@ -79,14 +79,14 @@ def test_cells_stand_below_their_names() -> None:
 
 def test_requests_that_run_stand_below_their_replica() -> None:
     """Of two replicas, each in its own row; and how many more there are."""
-    pair = [look(10, BEFORE)] * 2, [look(12, AFTER, REQUEST), look(12, AFTER, SILENT)]
-    lines = lines_of(list(looks.between(*pair)))
+    pair = [snapshot(10, BEFORE)] * 2, [snapshot(12, AFTER, REQUEST), snapshot(12, AFTER, SILENT)]
+    lines = lines_of(list(snapshots.between(*pair)))
     assert lines[2:4] == ["", REQUEST_HEADER]
     assert lines[4].split() == ["0", "0123456789ab", "42", "3.00", "0.46", "25%", "mixed", "3", "2"]
     assert lines[5].split() == ["1", "b", "42", "-", "-", "-", "mixed", "3", "2"]
     assert lines[6].split() == ["and", "4", "more"], "each replica has three"
-    alone = [look(10, BEFORE)], [look(12, AFTER)]
-    assert len(lines_of(list(looks.between(*alone)))) == 1
+    alone = [snapshot(10, BEFORE)], [snapshot(12, AFTER)]
+    assert len(lines_of(list(snapshots.between(*alone)))) == 1
 
 
 def test_text_of_clients_is_shown_in_escapes() -> None:

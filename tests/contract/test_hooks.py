@@ -27,7 +27,7 @@ def targets(group: hooks.Group) -> list[str]:
 def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[hooks.Group]:
     """The groups that are to be put in force; none is."""
     asked: list[hooks.Group] = []
-    monkeypatch.setattr(hooks, "put_in_force", asked.append)
+    monkeypatch.setattr(hooks, "install", asked.append)
     return asked
 
 
@@ -101,7 +101,7 @@ def test_hook_that_did_not_land_is_named(
     smc: dict, monkeypatch: pytest.MonkeyPatch, group: hooks.Group, lost: str
 ) -> None:
     for each in hooks.GROUPS:
-        hooks.put_in_force(each)
+        hooks.install(each)
     monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {lost})
     monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)
     for notice in NOTICED[group]:
@@ -110,7 +110,7 @@ def test_hook_that_did_not_land_is_named(
 
 
 def test_target_patched_by_others_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    hooks.put_in_force(hooks.SMC)
+    hooks.install(hooks.SMC)
     for target in targets(hooks.SMC):
         with monkeypatch.context() as patched:
             patched.setitem(HookRegistry._hooks, target, [])
@@ -119,9 +119,9 @@ def test_target_patched_by_others_does_not_count(monkeypatch: pytest.MonkeyPatch
 
 def test_install_is_idempotent() -> None:
     for group in hooks.GROUPS:
-        hooks.put_in_force(group)
+        hooks.install(group)
         before = {target: list(found) for target, found in HookRegistry._hooks.items()}
-        hooks.put_in_force(group)
+        hooks.install(group)
         assert dict(HookRegistry._hooks) == before
 
 
@@ -144,7 +144,7 @@ def test_hook_on_what_another_plugin_has_hooked(monkeypatch: pytest.MonkeyPatch)
     )
     monkeypatch.setattr(hooks, "collect", lambda group: (ours,))
     for _ in range(2):
-        hooks.put_in_force(hooks.SMC)
+        hooks.install(hooks.SMC)
         assert source.f() == user.f() == ["f", "theirs", "ours"]
 
 

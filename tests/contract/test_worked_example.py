@@ -41,7 +41,7 @@ def found() -> weighing.Reweighted:
     rules = weighing.WeightRules(
         num_steps=torch.tensor([3]),
         ess_threshold=uniforms(THRESHOLD),
-        at_token=torch.tensor([False]),
+        resample_each_token=torch.tensor([False]),
         evidence_threshold=uniforms(KEEP_ALL),
     )
     return weighing.reweight_and_resample(

@@ -66,7 +66,7 @@ def random_case(c: Any) -> Case:
         rules=WeightRules(
             num_steps=steps,
             ess_threshold=any_of([0.0, 0.37, 0.71, 1.0, INF], (num_groups,), generator),
-            at_token=torch.rand(num_groups, generator=generator) < 0.5,
+            resample_each_token=torch.rand(num_groups, generator=generator) < 0.5,
             evidence_threshold=any_of([0.0, 0.3, 1.0, INF], (num_groups,), generator),
         ),
         present=present,

@@ -240,7 +240,9 @@ def test_the_device_runs_with_what_the_host_has_bounded(budget: Budget | None) -
     assert found.num_particles.tolist() == [config.num_particles for config in expected]
     assert found.num_steps.tolist() == [config.num_steps for config in expected]
     assert found.weighs.tolist() == [config.weighs for config in expected]
-    assert found.evidence_threshold.tolist() == [config.covering for config in expected]
+    assert found.evidence_threshold.tolist() == [
+        config.effective_evidence_threshold for config in expected
+    ]
 
 
 def test_memory_holds_the_tails_so_far_and_the_drafts_to_come() -> None:

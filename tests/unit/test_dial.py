@@ -59,8 +59,12 @@ def settled(server: SMCConfig | None = None, **chosen: object) -> RequestConfig:
 
 
 def test_a_request_keeps_the_threshold_that_its_tilt_came_to() -> None:
-    assert settled(tilt=SCALE / 3).covering == pytest.approx(2.0)
-    assert settled(tilt=0).covering == math.inf
-    assert settled(mode="auto").covering == 2.0
-    assert settled(SMCConfig(mode="auto", tilt=SCALE / 5)).covering == pytest.approx(4.0)
-    assert settled(SMCConfig(mode="auto", tilt=0.1), mode="mixed").covering == 0.5
+    assert settled(tilt=SCALE / 3).effective_evidence_threshold == pytest.approx(2.0)
+    assert settled(tilt=0).effective_evidence_threshold == math.inf
+    assert settled(mode="auto").effective_evidence_threshold == 2.0
+    assert settled(
+        SMCConfig(mode="auto", tilt=SCALE / 5)
+    ).effective_evidence_threshold == pytest.approx(4.0)
+    assert (
+        settled(SMCConfig(mode="auto", tilt=0.1), mode="mixed").effective_evidence_threshold == 0.5
+    )

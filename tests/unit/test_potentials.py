@@ -42,7 +42,7 @@ from sglang_smc.potentials.declared import (
 )
 from sglang_smc.potentials.library import Length, RegexCount, exponent, product
 from sglang_smc.rules.potentials import Readings
-from sglang_smc.smc.weighing import elect, revalue
+from sglang_smc.smc.weighing import majority_vote, revalue
 from sglang_smc.tools.testing import check_potential
 
 # The flag.
@@ -146,7 +146,7 @@ def test_potentials_make_another_target() -> None:
     plain = request_config(SMCConfig(), None)
     found = request_config(SMCConfig(), {"smc": {"potentials": [{"name": "count"}]}})
     assert plain.is_normalized and not found.is_normalized
-    assert (plain.covering, found.covering) == (0.5, 0.0)
+    assert (plain.effective_evidence_threshold, found.effective_evidence_threshold) == (0.5, 0.0)
 
 
 # Who asks.
@@ -333,7 +333,7 @@ def test_weights_hold_the_last_value_alone() -> None:
 def test_a_vote_leaves_the_weight_to_one_answer(particles: list[tuple[int, float]]) -> None:
     answers = torch.tensor([[answer for answer, _ in particles]])
     weights = torch.tensor([[weight for _, weight in particles]], dtype=torch.float64)
-    found = elect(weights, answers)
+    found = majority_vote(weights, answers)
     totals = {
         answer: sum(math.exp(w) for a, w in particles if a == answer)
         for answer, _ in particles

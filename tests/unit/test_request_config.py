@@ -181,7 +181,7 @@ def test_the_evidence_threshold_in_force(
 ) -> None:
     """A server's is no concern of modes that ignore it."""
     found = choose(SMCConfig(**server), **chosen)
-    assert found.covering == expected
+    assert found.effective_evidence_threshold == expected
     assert found.weighs == (found.mode == "smc")
 
 

@@ -40,7 +40,7 @@ def definition(
     start: list[float],
     columns: list[list[float]],
     tau: float,
-    at_token: bool,
+    resample_each_token: bool,
     threshold: float,
     coin: float,
 ) -> tuple[int, list[float], float, bool, bool]:
@@ -54,7 +54,7 @@ def definition(
     low = [ess_of(weights) < tau * len(start) for weights in running]
     last = max(covered, default=0)
     failing = [j for j in range(1, last + 1) if low[j]]
-    stop = failing[0] if at_token and failing else last
+    stop = failing[0] if resample_each_token and failing else last
     dies = stop < len(columns) and max(running[stop + 1]) == -INF
     return stop, running[stop], ess_of(running[stop]), low[stop], dies
 
@@ -85,7 +85,7 @@ def test_blocks_are_weighed_cut_and_resampled_as_defined() -> None:
     rules = weighing.WeightRules(
         num_steps,
         ess_threshold=choices(generator, [0.0, 0.5, 0.9, 1.0], G).double(),
-        at_token=choices(generator, [False, True], G),
+        resample_each_token=choices(generator, [False, True], G),
         evidence_threshold=choices(generator, [0.0, 0.5, 1.0, INF], G).double(),
     )
     coins = choices(generator, [0.0, 0.1, 0.3, 0.45, 0.97], G).double()
@@ -129,7 +129,7 @@ def test_blocks_are_weighed_cut_and_resampled_as_defined() -> None:
 
 
 @pytest.mark.parametrize(
-    ("columns", "tau", "at_token", "threshold", "coin", "expected"),
+    ("columns", "tau", "resample_each_token", "threshold", "coin", "expected"),
     [
         ([[50, 0], [-50, 0]], 0.9, False, 0.0, 0.5, (2, False, False)),  # low on the way only
         ([[0, 0], [9, 0]], 0.9, False, 0.0, 0.5, (2, True, False)),
@@ -144,10 +144,15 @@ def test_blocks_are_weighed_cut_and_resampled_as_defined() -> None:
     ],
 )
 def test_cuts_by_hand(
-    columns: list, tau: float, at_token: bool, threshold: float, coin: float, expected: tuple
+    columns: list,
+    tau: float,
+    resample_each_token: bool,
+    threshold: float,
+    coin: float,
+    expected: tuple,
 ) -> None:
     """The definition above is itself held to these."""
-    found = definition([0.0, 0.0], columns, tau, at_token, threshold, coin)
+    found = definition([0.0, 0.0], columns, tau, resample_each_token, threshold, coin)
     assert (found[0], found[3], found[4]) == expected
 
 

@@ -78,7 +78,15 @@ def test_the_tables_carry_what_each_request_chose() -> None:
     small = {"temperature": 1e-3, "top_p": 1e-6, "min_p": 0.25}
     first = spec(1, config=RequestConfig(**sizes, **rules), seed=2**63 - 1, **small)
     found = settings_of(first, spec(3, config=RequestConfig(mode="exact")))
-    names = (*sizes, "at_token", "heaviest", "power", *small, "weighs", "evidence_threshold")
+    names = (
+        *sizes,
+        "resample_each_token",
+        "heaviest",
+        "power",
+        *small,
+        "weighs",
+        "evidence_threshold",
+    )
     rows = list(zip(*(getattr(found, name).tolist() for name in names), strict=True))
     assert rows[0] == pytest.approx((3, 2, 0.25, True, True, 2.0, 1e-3, 1e-6, 0.25, True, 0.0))
     assert rows[1] == pytest.approx((8, 8, 0.5, False, False, 1.0, 1.0, 1.0, 0.0, False, math.inf))

@@ -147,9 +147,9 @@ def _not_in_force(group: Group) -> str | None:
 
     try:
         if group is hooks.FLAGS:  # applied by the plugin when it is loaded
-            hooks.require_landed(group)
+            hooks.verify_installed(group)
         else:
-            hooks.put_in_force(group)
+            hooks.install(group)
     except (RuntimeError, ImportError, AttributeError) as error:
         return str(error)
     return None

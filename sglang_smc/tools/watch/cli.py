@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from sglang_smc.printable import printable
 from sglang_smc.tools.watch.lines import HEADER, lines_of
-from sglang_smc.tools.watch.looks import WatchError, between, look
+from sglang_smc.tools.watch.snapshots import WatchError, between, snapshot
 
 CLEAR = "\033[H\033[2J"
 
@@ -50,10 +50,10 @@ def run(options: argparse.Namespace) -> None:
     renews = sys.stdout.isatty() and not options.once
     if not renews:
         print(HEADER, flush=True)
-    before = look(options.url, options.api_key)
+    before = snapshot(options.url, options.api_key)
     while True:
         time.sleep(options.interval)
-        now = look(options.url, options.api_key)
+        now = snapshot(options.url, options.api_key)
         lines = lines_of(list(between(before, now)))
         if renews:
             print(f"{CLEAR}{options.url}, every {options.interval:g} s; Ctrl-C ends\n\n{HEADER}")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang_smc.printable import printable
-from sglang_smc.tools.watch.looks import Shown
+from sglang_smc.tools.watch.snapshots import Row
 
 _ID_LENGTH = 12
 _FORM = "{:>4}{:>9}{:>9}{:>10}{:>13}{:>9}{:>11}{:>8}{:>7}  {:7}{:>5}{:>5}{:>9}"
@@ -22,7 +22,7 @@ REQUEST_HEADER = _REQUEST_FORM.format(
 )
 
 
-def lines_of(replicas: Sequence[Shown]) -> list[str]:
+def lines_of(replicas: Sequence[Row]) -> list[str]:
     """Return the lines below `HEADER`: one for each replica, then one for each request."""
     found = [printable(line_of(rank, shown)) for rank, shown in enumerate(replicas)]
     requests = [
@@ -37,7 +37,7 @@ def lines_of(replicas: Sequence[Shown]) -> list[str]:
     return [*found, "", REQUEST_HEADER, *requests, *rest]
 
 
-def line_of(rank: int, shown: Shown) -> str:
+def line_of(rank: int, shown: Row) -> str:
     """Return a replica's line, with a dash for missing numbers."""
     return _FORM.format(
         rank,

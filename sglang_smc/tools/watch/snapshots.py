@@ -13,7 +13,7 @@ class WatchError(RuntimeError):
     """An error that ends the display; the message gives the reason and the remedy."""
 
 
-class Look(NamedTuple):
+class Snapshot(NamedTuple):
     """A sample of one replica's counters."""
 
     at: float  # seconds, monotonic
@@ -24,7 +24,7 @@ class Look(NamedTuple):
     requests: Sequence[Mapping[str, Any]]  # running, those with most rounds first
 
 
-class Shown(NamedTuple):
+class Row(NamedTuple):
     """Values of a replica's line; None if no round yields them."""
 
     running: int
@@ -42,7 +42,7 @@ class Shown(NamedTuple):
     requests: Sequence[Mapping[str, Any]] = ()  # running, those with most rounds first
 
 
-def look(url: str, api_key: str | None = None) -> list[Look]:
+def snapshot(url: str, api_key: str | None = None) -> list[Snapshot]:
     """Sample each replica of the server at ``url``.
 
     Raises WatchError if there is no server, or it does not run SMC.
@@ -52,12 +52,12 @@ def look(url: str, api_key: str | None = None) -> list[Look]:
         raise WatchError(f"the server at {url} does not run SMC: /server_info has no `smc`.")
     loads = {one["dp_rank"]: one for one in _get(url, "/v1/loads?include=core", api_key)["loads"]}
     at = time.monotonic()
-    return [_look(at, state["smc"], loads.get(rank, {})) for rank, state in enumerate(states)]
+    return [_snapshot(at, state["smc"], loads.get(rank, {})) for rank, state in enumerate(states)]
 
 
-def _look(at: float, smc: Mapping[str, Any], load: Mapping[str, Any]) -> Look:
+def _snapshot(at: float, smc: Mapping[str, Any], load: Mapping[str, Any]) -> Snapshot:
     of_answers = smc["fidelity"]["all"]
-    return Look(at, smc["since_start"], smc["in_force"], load, of_answers, smc["running"])
+    return Snapshot(at, smc["since_start"], smc["in_force"], load, of_answers, smc["running"])
 
 
 def _get(url: str, route: str, api_key: str | None) -> dict[str, Any]:
@@ -75,19 +75,19 @@ def _get(url: str, route: str, api_key: str | None) -> dict[str, Any]:
         raise WatchError(f"{address}: {error or type(error).__name__}") from error
 
 
-def between(before: Sequence[Look], now: Sequence[Look]) -> Iterator[Shown]:
+def between(before: Sequence[Snapshot], now: Sequence[Snapshot]) -> Iterator[Row]:
     """Yield each replica's rates between two samples."""
     for first, last in zip(before, now, strict=False):
-        yield _shown(first, last)
+        yield _row(first, last)
 
 
-def _shown(first: Look, last: Look) -> Shown:
+def _row(first: Snapshot, last: Snapshot) -> Row:
     # A server that restarted in between counts from its start.
     began_anew = last.totals["rounds"] < first.totals["rounds"]
     earlier: Mapping[str, Any] = {} if began_anew else first.totals
     gained = {name: (last.totals[name] or 0) - (earlier.get(name) or 0) for name in last.totals}
     rounds, slots = gained["rounds"], last.load.get("max_total_num_tokens", 0)
-    return Shown(
+    return Row(
         running=last.load.get("num_running_reqs", 0),
         waiting=last.load.get("num_waiting_reqs", 0),
         tokens_per_second=gained["emitted_tokens"] / max(last.at - first.at, 1e-9),
