@@ -1,9 +1,6 @@
-"""How far a reader has to go: measures of the package as a whole, for a test and for people.
+"""Measure how far a reader has to go, and how much there is, for a test and for people.
 
-    python tests/house_measures.py      prints them
-
-Files that one default round changes between, types that its functions name, what the worker
-imports, what mentions a grammar.
+python tests/house_measures.py      prints the measures
 """
 
 from __future__ import annotations
@@ -19,26 +16,59 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sglang_smc"
 OWN = ("sglang_smc", "kernels", "patches")  # folders of the package
+NO_PAGES = {".venv", ".venv-oldest", ".pytest_cache", "build", "dist", "results"}  # folders
 
 
 class Measures(NamedTuple):
-    """What is counted; the first two over one round of mode smc with K = 3, by its calls."""
+    """The first three are of one round of mode smc with K = 3, by its calls."""
 
+    round_lines: int  # of the functions that are called
     file_changes: int  # calls whose function stands in another file than the one called before
     types: tuple[str, ...]  # of the package, that the called functions name
     worker_imports: tuple[str, ...]  # modules of the package
     grammar_files: tuple[str, ...]  # of the package and its hooks
+    package_lines: int  # without kernels and hooks
+    core_lines: int  # of these without tools, CPU platform and guard
+    kernel_and_hook_lines: int
+    bench_lines: int
+    test_lines: int
+    page_words: int
+    glossary: tuple[str, ...]  # words of our own
 
 
 def measured() -> Measures:
     codes = calls_of_a_round()
     files = [code.co_filename for code in codes]
+    functions = list(functions_of(set(codes)))
+    beside = sum(lines_in(f"sglang_smc/{room}") for room in ("tools", "cpu", "guard"))
+    pages = [path for path in ROOT.rglob("*.md") if not set(path.parts) & NO_PAGES]
     return Measures(
+        round_lines=sum((one.end_lineno or 0) - one.lineno + 1 for one in functions),
         file_changes=sum(here != there for here, there in pairwise(files)),
-        types=tuple(sorted(types_named(set(codes)))),
+        types=tuple(sorted(types_named(functions))),
         worker_imports=tuple(sorted(set(own_imports(PACKAGE / "worker.py")))),
         grammar_files=tuple(sorted(mentions("grammar"))),
+        package_lines=lines_in("sglang_smc"),
+        core_lines=lines_in("sglang_smc") - beside,
+        kernel_and_hook_lines=lines_in("kernels") + lines_in("patches"),
+        bench_lines=lines_in("bench"),
+        test_lines=lines_in("tests"),
+        page_words=sum(len(path.read_text().split()) for path in pages),
+        glossary=tuple(glossary()),
     )
+
+
+def lines_in(folder: str) -> int:
+    """Count lines of Python, links not followed."""
+    return sum(len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py"))
+
+
+def glossary() -> Iterator[str]:
+    """Yield first cells of the table of words in docs/algorithm.md."""
+    page = (ROOT / "docs" / "algorithm.md").read_text()
+    section = page.partition("\n## Words\n")[2].partition("\n## ")[0]
+    rows = (row for row in section.splitlines() if row.startswith("| "))
+    yield from (row.split(" | ")[0].removeprefix("| ") for row in list(rows)[2:])
 
 
 def sources() -> Iterator[Path]:
@@ -94,19 +124,23 @@ def _is_own(code: CodeType) -> bool:
     return any(path.is_relative_to(ROOT / folder) for folder in OWN)
 
 
-def types_named(codes: set[CodeType]) -> set[str]:
-    """Classes of the package that functions name, in signatures and in code."""
+def functions_of(codes: set[CodeType]) -> Iterator[ast.FunctionDef]:
+    """Yield the definitions of what was called."""
     called = {(code.co_filename, code.co_firstlineno) for code in codes}
-    classes, named = set(), set()
     for path in sources():
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                classes.add(node.name)
-            elif isinstance(node, ast.FunctionDef):
+            if isinstance(node, ast.FunctionDef):
                 first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
                 if (str(path), first) in called:
-                    named |= set(_names(node))
-    return classes & named
+                    yield node
+
+
+def types_named(functions: list[ast.FunctionDef]) -> set[str]:
+    """Return classes of the package that functions name, in signatures and in code."""
+    trees = (ast.parse(path.read_text()) for path in sources())
+    nodes = (node for tree in trees for node in ast.walk(tree))
+    classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
+    return classes & {name for one in functions for name in _names(one)}
 
 
 def _names(function: ast.FunctionDef) -> Iterator[str]:
@@ -119,7 +153,7 @@ def main() -> None:
     found = measured()
     for name, value in found._asdict().items():
         shown = value if isinstance(value, int) else f"{len(value)}: {', '.join(value)}"
-        print(f"{name:15} {shown}")
+        print(f"{name:22} {shown}")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,7 @@ import ast
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-from house_measures import PACKAGE, ROOT, Measures, measured, own_imports, sources
+from house_measures import PACKAGE, ROOT, measured, own_imports, sources
 
 # From the ground up; folders of one level import none of each other.
 LEVELS = (
@@ -127,16 +126,27 @@ def test_a_room_is_small_and_says_what_it_is_for() -> None:
             assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder.name
 
 
-@pytest.fixture(scope="module")
-def found() -> Measures:
-    return measured()
+#: They may only go down; one that must go up stands in CHANGELOG.md, with the reason.
+MOST = {
+    "round_lines": 1600,
+    "file_changes": 67,
+    "types": 30,
+    "worker_imports": 13,
+    "grammar_files": 10,
+    "package_lines": 29_500,
+    "core_lines": 18_950,
+    "kernel_and_hook_lines": 6_500,
+    "bench_lines": 12_300,
+    "test_lines": 38_100,
+    "page_words": 36_000,
+    "glossary": 30,
+}
 
 
-@pytest.mark.parametrize(
-    ("measure", "most"),
-    [("file_changes", 67), ("types", 30), ("worker_imports", 13), ("grammar_files", 10)],
-)
-def test_a_reader_has_not_far_to_go(found: Measures, measure: str, most: int) -> None:
-    value = getattr(found, measure)
-    print(f"{measure}:", value)
-    assert (value if isinstance(value, int) else len(value)) <= most
+def test_a_reader_has_not_far_to_go() -> None:
+    sizes = {
+        name: value if isinstance(value, int) else len(value)
+        for name, value in measured()._asdict().items()
+    }
+    print(sizes)
+    assert {name: size for name, size in sizes.items() if size > MOST[name]} == {}
