@@ -1,5 +1,6 @@
 """Carry SMC's settings and results through SGLang's HTTP routes (`server/routes.py`)."""
 
+import re
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from sglang.srt.entrypoints.ollama.serving import OllamaServing
     from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
     from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
+    from sglang.srt.function_call.core_types import ToolCallItem
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
 # Routes without custom_params.
 
@@ -208,6 +211,20 @@ _CHAT_ALONE = "SGLang shows meta_info on the chat route alone, on request and no
 _PER_ROUTE = "SGLang's routes take custom_params and refuse fields that they do not know."
 _SHOWS_META_INFO = "SGLang shows meta_info on all OpenAI routes."
 
+# Tool calls in streams.
+
+_PIECES = re.compile(r"\w+|\W")
+
+
+def parse_stream_chunk(
+    original: Callable, parser: "FunctionCallParser", chunk_text: str
+) -> "tuple[str, list[ToolCallItem]]":
+    """Return the text and the tool calls of a chunk, parsed in pieces no longer than tokens."""
+    pieces = _PIECES.findall(chunk_text) or [chunk_text]
+    texts, calls = zip(*(original(parser, piece) for piece in pieces), strict=True)
+    return "".join(texts), [call for some in calls for call in some]
+
+
 PATCHES = (
     Patch(
         target="sglang.srt.entrypoints.anthropic.serving.AnthropicServing.handle_messages",
@@ -332,5 +349,16 @@ PATCHES = (
         why=_CHAT_ALONE,
         relies_on=("srt/entrypoints/openai/serving_completions.py:225 (makes the whole stream)",),
         retire_when=_SHOWS_META_INFO,
+    ),
+    Patch(
+        target="sglang.srt.function_call.function_call_parser.FunctionCallParser"
+        ".parse_stream_chunk",
+        hook_type=HookType.AROUND,
+        function=parse_stream_chunk,
+        what="Parses a streamed chunk word by word for tool calls.",
+        why="A round emits several tokens at once. SGLang's parsers return at most one part of a "
+        "call for a chunk: one that comes whole loses its arguments, or its name, too.",
+        relies_on=("srt/function_call/function_call_parser.py:223 (parses one chunk)",),
+        retire_when="SGLang's parsers return all parts of the calls that a chunk completes.",
     ),
 )

@@ -1,5 +1,6 @@
 """Reasoning and tool calls on the chat route: parsers read the text that particles agree on."""
 
+import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,9 +9,13 @@ import openai
 import pytest
 import torch
 from http_server import Server, running_server
+from sglang.srt.entrypoints.openai.protocol import Tool
+from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from tiny_models import smc_arguments
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from sglang_smc.patches.routes import parse_stream_chunk
 
 pytestmark = pytest.mark.engine
 
@@ -145,3 +150,18 @@ def test_a_second_turn_finds_the_first_in_the_cache(client: openai.OpenAI) -> No
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens == 20
+
+
+def test_a_call_survives_chunks_of_any_length() -> None:
+    """Stock parsers lose arguments, and the name, of a call that comes in one chunk."""
+    text = " ".join(WORDS[len(REASONING) + 2 :])
+    for cut in range(len(text)):
+        parser = FunctionCallParser([Tool(**TOOL)], "hermes")
+        found = [
+            parse_stream_chunk(inspect.unwrap(FunctionCallParser.parse_stream_chunk), parser, chunk)
+            for chunk in (text[:cut], text[cut:])
+        ]
+        assert "".join(normal for normal, _ in found).strip() == CONTENT
+        calls = [call for _, some in found for call in some]
+        assert "".join(call.name or "" for call in calls) == "forecast"
+        assert json.loads("".join(call.parameters for call in calls)) == ARGUMENTS

@@ -8,6 +8,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from sglang_smc.options.server import DEFAULTS, LAG, SMCConfig
@@ -30,17 +31,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    # SGLang's own log lines and warnings: relevant problems are reported as findings.
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
     found = []
-    for finding in examine(options):
-        found.append(finding)
-        if not options.json:
-            print(findings.as_text(finding), flush=True)
+    with _without_log():
+        for finding in examine(options):
+            found.append(finding)
+            if not options.json:
+                print(findings.as_text(finding), flush=True)
     if options.json:
         print(json.dumps([findings.as_dict(finding) for finding in found], indent=2))
     return int(any(finding.level == findings.FAIL for finding in found))
+
+
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """Suppress SGLang's log lines and warnings: relevant problems are reported as findings."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def parser() -> argparse.ArgumentParser:
