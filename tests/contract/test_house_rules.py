@@ -135,7 +135,7 @@ MOST = {
     "grammar_files": 10,
     "package_lines": 29_500,
     "core_lines": 18_950,
-    "kernel_and_hook_lines": 6_500,
+    "kernel_and_hook_lines": 6_550,
     "bench_lines": 12_300,
     "test_lines": 38_100,
     "page_words": 36_000,
