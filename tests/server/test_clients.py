@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletion
 from routed import MESSAGES
 
 from server.kinds import PROMPT
-from sglang_smc.tools.watch import cli, looks
+from sglang_smc.tools.watch import cli, snapshots
 from sglang_smc.tools.watch.lines import REQUEST_HEADER, lines_of
 
 
@@ -114,16 +114,16 @@ def test_watch_shows_a_line_for_the_server_and_for_each_request(
     sampling = {"max_new_tokens": 400, "ignore_eos": True, "temperature": 0.7}
     custom = {"smc": {"mode": "exact", "num_particles": 3}}
     asked = {"input_ids": PROMPT, "rid": "watched-one"}
-    before = looks.look(server.url, server.key)
+    before = snapshots.snapshot(server.url, server.key)
     with server.stream(**asked, sampling_params={**sampling, "custom_params": custom}) as chunks:
         while next(chunks)["meta_info"]["completion_tokens"] < 40:
             pass
         server.post("/pause_generation", mode="in_place")
-        now = looks.look(server.url, server.key)
+        now = snapshots.snapshot(server.url, server.key)
         server.post("/continue_generation")
         for _ in chunks:
             pass
-    (shown,) = looks.between(before, now)
+    (shown,) = snapshots.between(before, now)
     assert (shown.mode, shown.num_particles, shown.num_steps) == ("smc", 4, 4)
     (one,) = [request for request in shown.requests if request["rid"] == "watched-one"]
     assert one["output_tokens"] >= 40 and one["rounds"] > 5
@@ -132,9 +132,9 @@ def test_watch_shows_a_line_for_the_server_and_for_each_request(
     assert one["ess_ratio"] is None and one["resample_rate"] == 0, "it verifies"
     lines = lines_of([shown])
     assert lines[2] == REQUEST_HEADER and any("watched-one" in line for line in lines)
-    before = looks.look(server.url, server.key)
+    before = snapshots.snapshot(server.url, server.key)
     server.post("/generate", input_ids=PROMPT, sampling_params=sampling)
-    (shown,) = looks.between(before, looks.look(server.url, server.key))
+    (shown,) = snapshots.between(before, snapshots.snapshot(server.url, server.key))
     assert shown.tokens_per_pass is not None and 1 < shown.tokens_per_pass <= 5
     assert shown.ess is not None and 0.25 <= shown.ess <= 1
     assert shown.free is not None and 0.5 < shown.free <= 1
