@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
@@ -77,9 +78,14 @@ def sources() -> Iterator[Path]:
         yield from sorted((ROOT / folder).rglob("*.py"))
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def own_imports(path: Path) -> Iterator[str]:
     """Modules of the package that a file imports as it is loaded or for its types."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang_smc"):
             for alias in node.names:
                 inner = (ROOT / f"{node.module}.{alias.name}".replace(".", "/")).with_suffix(".py")
@@ -128,7 +134,7 @@ def functions_of(codes: set[CodeType]) -> Iterator[ast.FunctionDef]:
     """Yield the definitions of what was called."""
     called = {(code.co_filename, code.co_firstlineno) for code in codes}
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef):
                 first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
                 if (str(path), first) in called:
@@ -137,8 +143,7 @@ def functions_of(codes: set[CodeType]) -> Iterator[ast.FunctionDef]:
 
 def types_named(functions: list[ast.FunctionDef]) -> set[str]:
     """Return classes of the package that functions name, in signatures and in code."""
-    trees = (ast.parse(path.read_text()) for path in sources())
-    nodes = (node for tree in trees for node in ast.walk(tree))
+    nodes = (node for path in sources() for node in ast.walk(tree_of(path)))
     classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
     return classes & {name for one in functions for name in _names(one)}
 

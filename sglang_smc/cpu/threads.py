@@ -45,7 +45,7 @@ def usable_cores() -> int:
 
 
 def set_default_environment(*, tp_size: int, dp_size: int = 1, dtype: str = "float32") -> None:
-    """Set the number of cores for each of the ``tp_size * dp_size`` model processes.
+    """Set the environment of ``tp_size * dp_size`` model processes: cores, libraries, dtypes.
 
     Child processes inherit the variables before they load OpenMP. Values that the user has set are
     kept; those that this function has set for an earlier engine are not.

@@ -259,7 +259,7 @@ class RecordedPasses:
         slots: torch.Tensor,
         locations: KVLocations,
     ) -> torch.Tensor:
-        """See `models.forward.ParticleForward.next_logits`; returns a copy."""
+        """Return a copy of the logits of `models.forward.ParticleForward.next_logits`."""
         return self._run("next_logits", tokens, starts, slots, locations)
 
     def chain_logits(
@@ -269,7 +269,7 @@ class RecordedPasses:
         slots: torch.Tensor,
         locations: KVLocations,
     ) -> torch.Tensor:
-        """See `models.forward.ParticleForward.chain_logits`; the next such pass overwrites it."""
+        """Return logits as `ParticleForward.chain_logits`; the next such pass overwrites them."""
         return self._run("chain_logits", tokens, starts, slots, locations)
 
     def _run(

@@ -129,7 +129,7 @@ class Http(Potential):
         self.prefix_is_complete = self._whole == self._template  # pyright: ignore[reportAttributeAccessIssue] -- one object's claim
 
     def complete(self, texts: Sequence[Text]) -> list[float]:
-        """See `Potential.complete`.
+        """Return log phi of whole texts; see `Potential.complete`.
 
         Raises:
             EndpointError: for a failed query.
@@ -137,7 +137,7 @@ class Http(Potential):
         return self._values(texts, self._whole)
 
     def prefix(self, texts: Sequence[Text]) -> list[float]:
-        """See `Potential.prefix`; raises as `complete` does."""
+        """Return log phi of prefixes; raise as `complete` does; see `Potential.prefix`."""
         return self._values(texts, self._template)
 
     def _values(self, texts: Sequence[Text], template: str) -> list[float]:
@@ -270,7 +270,7 @@ class RegexCount(Potential):
         self._pattern, self._seconds = regex.compile(pattern), seconds
 
     def complete(self, texts: Sequence[Text]) -> list[float]:
-        """See `Potential.complete`."""
+        """Return log phi of whole texts; see `Potential.complete`."""
         return [text.args.weight * self._count(text.output) for text in texts]
 
     prefix = complete
@@ -304,11 +304,11 @@ class Length(Potential):
     Args = LengthArgs
 
     def complete(self, texts: Sequence[Text]) -> list[float]:
-        """See `Potential.complete`."""
+        """Return log phi of whole texts; see `Potential.complete`."""
         return [-t.args.per_token * abs(len(t.output_ids) - t.args.target) for t in texts]
 
     def prefix(self, texts: Sequence[Text]) -> list[float]:
-        """See `Potential.prefix`."""
+        """Return log phi of prefixes; see `Potential.prefix`."""
         return [-t.args.per_token * max(0, len(t.output_ids) - t.args.target) for t in texts]
 
 

@@ -78,17 +78,17 @@ class LanguageModel:
         return self.forward.attn_backend
 
     def begin(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
-        """See `Proposal`. It also runs without drafts, which keeps the draft's KV complete."""
+        """Run the first pass, without drafts too, which keeps the draft's KV complete."""
         two = at.slots[:2].permute(1, 2, 0)  # [G, N, 2]: the first may not have been run yet
         return self.forward.next_logits(last_two, at.positions[0], two, at.locations)
 
     def go_on(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
-        """See `Proposal`."""
+        """Run the tokens sampled at the last step; see `Proposal.go_on`."""
         here = at.slots[step + 1].unsqueeze(2)
         return self.forward.next_logits(
             tokens.unsqueeze(2), at.positions[step + 1], here, at.locations
         )
 
     def recorded(self, recording: PassRecording) -> "LanguageModel":
-        """See `Proposal`."""
+        """Return the proposer with captured passes; see `Proposal.recorded`."""
         return LanguageModel(recording.of(self.forward, "next_logits", (2, 1)))

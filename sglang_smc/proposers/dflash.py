@@ -115,7 +115,7 @@ class BlockHead:
         return self._forward.attn_backend
 
     def begin(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
-        """See `Proposal`. Without drafts no pass is run."""
+        """Run the one pass of a round, none without drafts; see `Proposal.begin`."""
         last, slots = last_two[:, :, 1:], at.slots[1:].permute(1, 2, 0)  # [G, N, K + 1]
         num_steps = slots.shape[2] - 1
         if num_steps == 0:
@@ -126,7 +126,7 @@ class BlockHead:
         return self._laws[0]
 
     def go_on(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
-        """See `Proposal`. The result does not depend on the tokens sampled before."""
+        """Return logits that do not depend on earlier tokens; see `Proposal.go_on`."""
         return self._laws[step]
 
     def recorded(self, recording: "PassRecording") -> "BlockHead":
@@ -141,7 +141,7 @@ class BlockHead:
         locations: KVLocations,
         states: torch.Tensor,
     ) -> None:
-        """See `ReadsStates`."""
+        """Write keys and values of the target's states; see `ReadsStates.read_chains`."""
         column = torch.arange(tokens.shape[2], device=tokens.device)
         positions = starts.unsqueeze(2) + column
         self._forward.write(states.flatten(0, 2), positions.flatten(), slots.flatten())

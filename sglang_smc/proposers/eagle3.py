@@ -162,12 +162,12 @@ class EagleHead:
         return tensor_bytes((self._table.states, self._table.readers))
 
     def begin(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
-        """See `Proposal`. Runs the last token with the target's hidden state before it."""
+        """Run the last token with the target's hidden state before it; see `Proposal.begin`."""
         states = self._table.before(at.positions[1], at.locations.particle_rows)
         return self._laws(last_two[:, :, 1], states, 1, at)
 
     def go_on(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
-        """See `Proposal`. Runs the draft tokens with the head's own states."""
+        """Run the draft tokens with the head's own states; see `Proposal.go_on`."""
         return self._laws(tokens, self._own, step + 1, at)
 
     def _laws(
@@ -189,7 +189,7 @@ class EagleHead:
         locations: KVLocations,
         states: torch.Tensor,
     ) -> None:
-        """See `ReadsStates`. The first token's pair has been run in the draft step."""
+        """Run the head over chains but their first pair; see `ReadsStates.read_chains`."""
         if tokens.shape[2] > 1:
             self._forward.read(
                 tokens[:, :, 1:], states[:, :, :-1], starts + 1, slots[:, :, 1:], locations

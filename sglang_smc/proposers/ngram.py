@@ -310,15 +310,15 @@ class UniformDraft:
         return self._of_target
 
     def begin(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
-        """See `Proposal`."""
+        """Return uniform logits; see `Proposal.begin`."""
         return self._flat(last_two[:, :, 0])
 
     def go_on(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
-        """See `Proposal`."""
+        """Return uniform logits; see `Proposal.go_on`."""
         return self._flat(tokens)
 
     def recorded(self, recording: PassRecording) -> "UniformDraft":
-        """See `Proposal`. There is nothing to capture."""
+        """Return itself: there is nothing to capture."""
         return self
 
     def _flat(self, like: torch.Tensor) -> torch.Tensor:
@@ -334,4 +334,4 @@ class NoPrompts:
     def read(
         self, batch: "ScheduleBatch", target: "ForwardBatch", states: torch.Tensor | None
     ) -> None:
-        """See `ReadsPrompts`."""
+        """Do nothing: there is no draft model to run; see `ReadsPrompts.read`."""

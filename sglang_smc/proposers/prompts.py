@@ -70,7 +70,7 @@ class ModelPrompts:
     def read(
         self, batch: "ScheduleBatch", target: ForwardBatch, states: torch.Tensor | None
     ) -> torch.Tensor:
-        """See `ReadsPrompts`."""
+        """Run over new tokens of prompts; see `ReadsPrompts.read`."""
         forward_batch = ForwardBatch.init_new(
             batch, self._runner, return_hidden_states_before_norm=False
         )
@@ -117,7 +117,7 @@ class EaglePrompts:
     def read(
         self, batch: "ScheduleBatch", target: ForwardBatch, states: torch.Tensor | None
     ) -> None:
-        """See `ReadsPrompts`."""
+        """Run over new tokens of prompts; see `ReadsPrompts.read`."""
         assert states is not None and batch.extend_lens is not None
         ends = on_device(states.device, batch.extend_lens).cumsum(0)  # [G]
         before = self._states_before(batch, states, ends)
@@ -185,7 +185,7 @@ class BlockPrompts:
     def read(
         self, batch: "ScheduleBatch", target: ForwardBatch, states: torch.Tensor | None
     ) -> None:
-        """See `ReadsPrompts`."""
+        """Run over new tokens of prompts; see `ReadsPrompts.read`."""
         assert states is not None
         self._forward.write(states, target.positions, target.out_cache_loc)
 

@@ -43,6 +43,10 @@ from sglang_smc.round.result import Outcome
 from sglang_smc.state.population import LogprobTable, LogprobWidths, recorded_logprobs
 from sglang_smc.upstream import Arguments
 
+logger = logging.getLogger(__name__)
+
+Play = Callable[[RoundInputs, RoundShape], Outcome]
+
 UNBOUNDED = Room(MOST_LAUNCHED, 1 << 60, 1 << 60)
 """Unlimited memory."""
 
@@ -118,11 +122,6 @@ def _chain(sizes: Sequence[int], waste: float) -> tuple[int, ...]:
         above = [size for size in sizes if size > chain[-1]]
         chain.append(max([s for s in above if s <= waste * (chain[-1] + 1)] or above[:1]))
     return tuple(chain)
-
-
-logger = logging.getLogger(__name__)
-
-Play = Callable[[RoundInputs, RoundShape], Outcome]
 
 
 class _Recorded(NamedTuple):

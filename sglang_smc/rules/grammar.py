@@ -185,7 +185,7 @@ class Grammar(TextRule):
 
     @classmethod
     def of(cls, texts: BatchTexts) -> "Grammar":
-        """See `TextRule.of`. A request ends if its grammar was too slow in the last round."""
+        """End requests with grammars too slow in the last round; see `TextRule.of`."""
         slow = [cost.is_slow for cost in map(_last_cost, texts.reqs)]
         for req, is_slow in zip(texts.reqs, _any_rank(slow), strict=True):
             if is_slow and cls.applies(req):
@@ -194,7 +194,7 @@ class Grammar(TextRule):
         return cls(texts)
 
     def allowed(self, chains: torch.Tensor, first: int) -> torch.Tensor:
-        """See `TextRule.allowed`."""
+        """Return the tokens that grammars allow; see `TextRule.allowed`."""
         self._walk(chains)
         packed = torch.stack(self._columns[first : chains.shape[2] + 1], dim=2)  # [G, N, C, W]
         return unpack(to_device(self._device, packed), self._vocab_size)
@@ -202,7 +202,7 @@ class Grammar(TextRule):
     def ends(
         self, ends: torch.Tensor, tokens: torch.Tensor, population: Population | None
     ) -> torch.Tensor:
-        """See `TextRule.ends`.
+        """Mark candidates that complete a grammar; see `TextRule.ends`.
 
         Mostly the model's own stop tokens end a sequence there already; not so with `ignore_eos`,
         which grammars do not take into account.
@@ -215,7 +215,7 @@ class Grammar(TextRule):
         return ends
 
     def note_first(self, tokens: torch.Tensor, log_sums: torch.Tensor) -> None:
-        """See `TextRule.note_first`.
+        """Note the tokens sampled at prefill; see `TextRule.note_first`.
 
         At prefill SGLang checks neither for the grammar's end nor for a missing continuation.
         """
@@ -231,7 +231,7 @@ class Grammar(TextRule):
 
     @classmethod
     def judge_first(cls, req: "Req") -> None:
-        """See `TextRule.judge_first`."""
+        """End a request at its first token; see `TextRule.judge_first`."""
         noted = state_of(req).kept.pop(cls, None)
         if noted is None:
             return
@@ -243,7 +243,7 @@ class Grammar(TextRule):
 
     @classmethod
     def reread(cls, req: "Req", num_dropped: int, tokens: list[int]) -> None:
-        """See `TextRule.reread`."""
+        """Roll matchers back and forward; see `TextRule.reread`."""
         grammar = _grammar(req)
         grammar.rollback(num_dropped)
         for token in tokens:
@@ -251,12 +251,12 @@ class Grammar(TextRule):
 
     @classmethod
     def forget(cls, req: "Req") -> None:
-        """See `TextRule.forget`."""
+        """Release the matchers of a request; see `TextRule.forget`."""
         req.grammar = None
 
     @classmethod
     def end_stuck(cls, req: "Req") -> bool:
-        """See `TextRule.end_stuck`. The grammar allows no continuation."""
+        """End a request that its grammar cannot continue; see `TextRule.end_stuck`."""
         cls.forget(req)  # else SGLang advances it over a forbidden token
         message = _STUCK.format(num_tokens=len(settled_ids(req)))
         end_request(req, message, HTTPStatus.BAD_REQUEST)

@@ -187,7 +187,7 @@ class Potentials(TextRule):
 
     @classmethod
     def begin(cls, req: "Req") -> None:
-        """See `TextRule.begin`. The tree stays valid when a request is retracted."""
+        """Keep the tree of a retracted request, which stays valid; see `TextRule.begin`."""
         state = state_of(req)
         if cls not in state.kept:
             schedules = [chosen.schedule for chosen in state.potentials]
@@ -196,7 +196,7 @@ class Potentials(TextRule):
 
     @classmethod
     def of(cls, texts: BatchTexts) -> "Potentials":
-        """See `TextRule.of`. This starts the queries."""
+        """Start the queries of a round; see `TextRule.of`."""
         population = texts.population
         if population is None:
             return cls({}, {})
@@ -208,7 +208,7 @@ class Potentials(TextRule):
         return cls.applies(req) and not (req.finished() or req.to_finish)
 
     def verdicts(self) -> dict[int, Verdict]:
-        """See `TextRule.verdicts`. This waits for the queries."""
+        """Wait for the queries and return their values; see `TextRule.verdicts`."""
         calls = self._calls.items()
         found = {name: c if isinstance(c, Failed) else c.answers() for name, c in calls}
         for name, answers in _of_first_rank(found).items():
@@ -264,7 +264,7 @@ class Potentials(TextRule):
 
     @classmethod
     def end_stuck(cls, req: "Req") -> bool:
-        """See `TextRule.end_stuck`. The potentials may have forbidden all sequences."""
+        """End a request if potentials forbid all sequences; see `TextRule.end_stuck`."""
         state = state_of(req)
         message = _FORBIDDEN.format(
             names=_names(req),
@@ -395,7 +395,7 @@ class Votes(TextRule):
 
     @classmethod
     def of(cls, texts: BatchTexts) -> "Votes":
-        """See `TextRule.of`. Reads the answers of groups in which all particles have ended."""
+        """Read the answers of groups in which all particles have ended; see `TextRule.of`."""
         if texts.population is None:
             return cls({})
         finished = texts.population.ended.all(1).tolist()
@@ -408,7 +408,7 @@ class Votes(TextRule):
         return cls({group: found for group, found in answers.items() if found is not None})
 
     def verdicts(self) -> dict[int, Verdict]:
-        """See `TextRule.verdicts`."""
+        """Return the answers by group; see `TextRule.verdicts`."""
         return {
             group: Verdict([None] * len(found), [True] * len(found), found)
             for group, found in self._answers.items()

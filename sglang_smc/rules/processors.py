@@ -63,14 +63,14 @@ class Processors(TextRule):
 
     @classmethod
     def of(cls, texts: BatchTexts) -> "Processors":
-        """See `TextRule.of`."""
+        """Return the rule of a batch; see `TextRule.of`."""
         chosen = {group: req for group, req in enumerate(texts.reqs) if cls.applies(req)}
         return cls(
             {group: (req, _outputs(req, texts.population, group)) for group, req in chosen.items()}
         )
 
     def edit(self, logits: torch.Tensor, chains: torch.Tensor, first: int) -> torch.Tensor:
-        """See `TextRule.edit`."""
+        """Edit logits of either model; see `TextRule.edit`."""
         for group, (req, outputs) in self._texts.items():
             if req.to_finish or not outputs:
                 continue

@@ -47,20 +47,20 @@ class StopTexts(TextRule):
 
     @classmethod
     def begin(cls, req: "Req") -> None:
-        """See `TextRule.begin`. Takes the patterns from the request."""
+        """Take the patterns from the request; see `TextRule.begin`."""
         if sources := req.sampling_params.stop_regex_strs:
             state_of(req).kept[cls] = StopPatterns(list(sources), _tokenizer(req))
         cls.leave(req)
 
     @classmethod
     def leave(cls, req: "Req") -> None:
-        """See `TextRule.leave`. SGLang has no pattern to search for."""
+        """Leave SGLang no pattern to search for; see `TextRule.leave`."""
         req.sampling_params.stop_regex_strs = []
         req.sampling_params.stop_regex_max_len = 0
 
     @classmethod
     def judge(cls, req: "Req") -> None:
-        """See `TextRule.judge`."""
+        """End a request at a stop text in its output; see `TextRule.judge`."""
         patterns = _patterns(req)
         found = patterns and patterns.found_in(settled_ids(req))
         if found and _is_first(req, found.length):
@@ -69,13 +69,13 @@ class StopTexts(TextRule):
 
     @classmethod
     def of(cls, texts: BatchTexts) -> "StopTexts":
-        """See `TextRule.of`."""
+        """Return the rule of a batch; see `TextRule.of`."""
         return cls({group: req for group, req in enumerate(texts.reqs) if cls.applies(req)})
 
     def ends(
         self, ends: torch.Tensor, tokens: torch.Tensor, population: Population | None
     ) -> torch.Tensor:
-        """See `TextRule.ends`."""
+        """Mark candidates that complete a stop text; see `TextRule.ends`."""
         ends = ends.clone()
         for group, req in self._reqs.items():
             candidates = tokens[group].tolist()
@@ -125,7 +125,7 @@ class StopPatterns:
         return self._found
 
     def first_match(self, settled: list[int], tail: list[int], new_tokens: list[int]) -> int | None:
-        """See `first_match`."""
+        """Return the first match; see the function `first_match`."""
         self.found_in(settled)
         reading = self._read(self._settled, tail)
         for index, token in enumerate(new_tokens):

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from house_measures import ROOT, sources
+from house_measures import ROOT, sources, tree_of
 
 
 def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT)).removeprefix("sglang_smc/")
 
 
-TREES = {name_of(path): ast.parse(path.read_text()) for path in sources()}
+TREES = {name_of(path): tree_of(path) for path in sources()}
 Listed = dict[str, set[str]]
 
 

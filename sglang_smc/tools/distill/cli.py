@@ -14,6 +14,7 @@ from transformers import logging
 from sglang_smc.tools.distill.job import NEW, REPORT, Job, run
 from sglang_smc.tools.distill.losses import LOSSES
 from sglang_smc.tools.distill.train import Course
+from sglang_smc.tools.plan.cli import positive
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SIZES = {
@@ -169,14 +170,6 @@ def as_text(report: dict[str, Any], out: Path) -> str:
 
 def _mean(value: float | list[float]) -> float:
     return sum(value) / len(value) if isinstance(value, list) else value
-
-
-def positive(text: str) -> int:
-    """Parse a whole number of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
-    return value
 
 
 def naturals(text: str) -> tuple[int, ...]:
