@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from http_server import Server
+from http_server import HANGS, Server
 from operator_client import (
     LONG,
     MODES,
@@ -181,7 +181,8 @@ def test_requests_add_no_series(server: Server) -> None:
 def test_health_idle_and_busy_and_no_flush_while_requests_run(
     server: Server, route: str, busy: int
 ) -> None:
-    assert server.get(route).status_code == 200
+    # A request of the test before may still be ending; a flush waits for it.
+    assert server.get(route, params={"timeout": HANGS}).status_code == 200
     with streaming(server) as stream:
         assert server.get(route).status_code == busy
         assert stream.finish()["meta_info"]["completion_tokens"] == LONG
