@@ -194,102 +194,6 @@ def _fidelity(counters: Counters) -> dict[str, Any]:
     }
 
 
-class IntervalLog:
-    """Log line per interval with the effective sample size and the resampling rate.
-
-    Args:
-        interval: rounds of the server between two lines; SGLang's --decode-log-interval.
-    """
-
-    def __init__(self, interval: int) -> None:
-        self._interval = interval
-        self._begin()
-
-    def _begin(self) -> None:
-        self._num_batches, self._sums = 0, [0.0] * len(Counters._fields)
-        self._ess, self._particles, self._failed_prefills = 0.0, 0.0, 0
-
-    def add(self, gains: Counters, *, is_weighed: bool) -> None:
-        """Add the increments of one request's totals, of the ESS only where ``is_weighed``."""
-        self._sums = [total + gain for total, gain in zip(self._sums, gains, strict=True)]
-        if is_weighed:
-            self._ess += gains.ess_sum
-            self._particles += gains.particles_sum
-
-    def add_failed_prefill(self) -> None:
-        """Count a request without any round, since its prefill gave unusable logits."""
-        self._failed_prefills += 1
-
-    def end_round(self, tilt: str) -> None:
-        """Count a batch; at each interval's end write the line, and start again.
-
-        Args:
-            tilt: of the newest answers.
-        """
-        self._num_batches += 1
-        if self._num_batches < self._interval:
-            return
-        sums = Counters._make(self._sums)
-        rounds = max(sums.rounds_ct, 1)
-        logger.info(
-            "SMC, #round: %d, ess / particles: %s, resample rate: %.2f, "
-            "#narrowed: %d, #all-zero: %d, #nan: %d, tilt: %s",
-            sums.rounds_ct,
-            f"{self._ess / self._particles:.2f}" if self._particles else "-",
-            sums.resample_ct / rounds,
-            sums.narrow_ct,
-            sums.all_zero_ct,
-            sums.nan_ct + self._failed_prefills,
-            tilt,
-        )
-        self._begin()
-
-
-class LowESSWarning:
-    """Warning, with advice, where few particles carry nearly all the weight.
-
-    Args:
-        now: a clock in seconds.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._not_before = -float("inf")
-        self._begin()
-
-    def _begin(self) -> None:
-        self._num_rounds, self._shares, self._ess, self._particles, self._steps = 0, 0.0, 0.0, 0, 0
-
-    def add(self, gains: Counters) -> None:
-        """Count a round of a request with several weighted particles."""
-        self._num_rounds += 1
-        self._shares += (gains.ess_sum - 1) / (gains.particles_sum - 1)
-        self._ess += gains.ess_sum
-        self._particles += gains.particles_sum
-        self._steps += gains.steps_sum
-        if self._num_rounds == LOW_ESS_ROUNDS:
-            self._judge()
-            self._begin()
-
-    def _judge(self) -> None:
-        if self._shares / self._num_rounds >= LOW_ESS or self._now() < self._not_before:
-            return
-        self._not_before = self._now() + LOW_ESS_SECONDS
-        logger.warning(
-            "The effective sample size is low: %.1f of %.1f particles, with %.1f tokens drafted a "
-            "round, over the last %d rounds. The draft misses what the target would say, so "
-            "answers may be far from the target's. Any of these helps: --speculative-smc-mode auto "
-            "(or exact, which is lossless); a smaller --speculative-num-steps; "
-            "--speculative-smc-resample-at token; a larger --speculative-smc-num-particles; "
-            "another --speculative-draft-model-path. A request may choose all but the last in "
-            "custom_params.",
-            self._ess / self._num_rounds,
-            self._particles / self._num_rounds,
-            self._steps / self._num_rounds,
-            self._num_rounds,
-        )
-
-
 PREFIX = "sglang_spec_smc_"
 """Prefix of metric names, without SGLang's colon, which some scrapers get as an underscore.
 
@@ -373,6 +277,17 @@ TOTALS = (
 )
 
 
+WEIGHED: dict[str, Callable[[Counters], Any]] = {
+    "weighed_rounds": lambda gains: 1,
+    "ess": lambda gains: gains.ess_sum,
+    "of_particles": lambda gains: gains.particles_sum,
+    "of_steps": lambda gains: gains.steps_sum,
+    "ess_ratio": lambda gains: gains.ess_sum / gains.particles_sum,
+    "free_share": lambda gains: (gains.ess_sum - 1) / (gains.particles_sum - 1),
+}
+"""Sums over the rounds in which the ESS is meaningful, for the log and its warning."""
+
+
 class Measure(NamedTuple):
     """A histogram."""
 
@@ -430,12 +345,15 @@ class Monitor:
 
     def __init__(self, interval: int, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
+        self._interval = interval
         self.dial = Dial()
-        self._log = IntervalLog(interval)
-        self._low_ess = LowESSWarning()
         self._watched = Watched(now)
-        self._totals = dict.fromkeys((total.name for total in TOTALS), 0.0)
-        self._ess_ratios = 0.0, 0  # their sum and number
+        self._sums = dict.fromkeys([*(total.name for total in TOTALS), *WEIGHED], 0.0)
+        self._logged = self._tested = (
+            self._sums
+        )  # at the last log line; at the last test of the ESS
+        self._num_batches = 0
+        self._warned = -math.inf
         self._round: list[Played] = []
         self._prometheus: Prometheus | None = None
         self._is_silent = False
@@ -452,10 +370,67 @@ class Monitor:
 
     def count_failed_prefill(self) -> None:
         """Count a request without any round, since its prefill gave unusable logits."""
-        self._totals["nan_rounds"] += 1
-        self._log.add_failed_prefill()
+        self._add({"nan_rounds": 1.0})
+
+    def _add(self, sums: dict[str, float]) -> None:
+        self._sums = self._sums | {name: self._sums[name] + sums[name] for name in sums}
         if self._prometheus is not None:
-            self._prometheus.count({"nan_rounds": 1})
+            self._prometheus.count(sums)
+
+    def end_round(self) -> None:
+        """Add the round's results to totals, metrics and log."""
+        weighed = [played.gained for played in self._round if played.is_weighed]
+        of_weighed = {name: float(sum(map(of, weighed))) for name, of in WEIGHED.items()}
+        self._add({total.name: sum(map(total.of, self._round)) for total in TOTALS} | of_weighed)
+        self._round = []
+        if self._prometheus is not None:
+            for gains in weighed:
+                self._prometheus.observe(ESS_RATIO, gains.ess_sum / gains.particles_sum)
+        self._num_batches += 1
+        if self._is_silent:
+            return
+        if self._num_batches % self._interval == 0:
+            self._write_log()
+        self._warn_of_low_ess()
+
+    def _write_log(self) -> None:
+        new, self._logged = _differences(self._logged, self._sums), self._sums
+        ess = f"{new['ess'] / new['of_particles']:.2f}" if new["of_particles"] else "-"
+        logger.info(
+            "SMC, #round: %d, ess / particles: %s, resample rate: %.2f, "
+            "#narrowed: %d, #all-zero: %d, #nan: %d, tilt: %s",
+            new["rounds"],
+            ess,
+            new["resamplings"] / max(new["rounds"], 1),
+            new["narrowed_rounds"],
+            new["all_zero_rounds"],
+            new["nan_rounds"],
+            self._watched.all,
+        )
+
+    def _warn_of_low_ess(self) -> None:
+        """Warn, with advice, where few particles carry nearly all the weight."""
+        new = _differences(self._tested, self._sums)
+        count = new["weighed_rounds"]
+        if count < LOW_ESS_ROUNDS:
+            return
+        self._tested = self._sums
+        if new["free_share"] / count >= LOW_ESS or self._now() < self._warned + LOW_ESS_SECONDS:
+            return
+        self._warned = self._now()
+        logger.warning(
+            "The effective sample size is low: %.1f of %.1f particles, with %.1f tokens drafted a "
+            "round, over the last %d rounds. The draft misses what the target would say, so "
+            "answers may be far from the target's. Any of these helps: --speculative-smc-mode auto "
+            "(or exact, which is lossless); a smaller --speculative-num-steps; "
+            "--speculative-smc-resample-at token; a larger --speculative-smc-num-particles; "
+            "another --speculative-draft-model-path. A request may choose all but the last in "
+            "custom_params.",
+            new["ess"] / count,
+            new["of_particles"] / count,
+            new["of_steps"] / count,
+            count,
+        )
 
     def end_answer(self, answer: Answer) -> None:
         """Add the measurements of an answer that has ended."""
@@ -494,45 +469,19 @@ class Monitor:
         if self._prometheus is not None:
             self._prometheus.observe(POTENTIAL_WAIT, seconds)
 
-    def end_round(self) -> None:
-        """Add the round's results to totals, metrics and log."""
-        sums = {total.name: sum(map(total.of, self._round)) for total in TOTALS}
-        ratios = [r.gained.ess_sum / r.gained.particles_sum for r in self._round if r.is_weighed]
-        self._totals = {name: self._totals[name] + sums[name] for name in sums}
-        self._ess_ratios = self._ess_ratios[0] + sum(ratios), self._ess_ratios[1] + len(ratios)
-        if self._prometheus is not None:
-            self._prometheus.count(sums)
-            for ratio in ratios:
-                self._prometheus.observe(ESS_RATIO, ratio)
-        if not self._is_silent:
-            self._write_log()
-        self._round = []
-
-    def _write_log(self) -> None:
-        for played in self._round:
-            self._log.add(
-                played.gained._replace(all_zero_ct=played.num_all_zero),
-                is_weighed=played.is_weighed,
-            )
-            if played.is_weighed:
-                self._low_ess.add(played.gained)
-        self._log.end_round(str(self._watched.all))
-
     def totals(self) -> dict[str, Any]:
         """Return sums since the start, and means over them; a mean over nothing is None."""
-        sums = {name: int(value) for name, value in self._totals.items()}
-        per_round = {
-            "mean_particles": sums["particles"],
-            "mean_steps": sums["drafted_columns"],
-            "mean_kept_columns": sums["kept_columns"],
-            "mean_emitted_tokens": sums["emitted_tokens"],
+        sums = {total.name: int(self._sums[total.name]) for total in TOTALS}
+        weighed = int(self._sums["weighed_rounds"])
+        return {
+            **sums,
+            "mean_particles": _mean(sums["particles"], sums["rounds"]),
+            "mean_steps": _mean(sums["drafted_columns"], sums["rounds"]),
+            "mean_kept_columns": _mean(sums["kept_columns"], sums["rounds"]),
+            "mean_emitted_tokens": _mean(sums["emitted_tokens"], sums["rounds"]),
+            "weighed_rounds": weighed,
+            "mean_ess_ratio": _mean(self._sums["ess_ratio"], weighed),
         }
-        means = {name: _mean(value, sums["rounds"]) for name, value in per_round.items()}
-        weighed = {
-            "weighed_rounds": self._ess_ratios[1],
-            "mean_ess_ratio": _mean(*self._ess_ratios),
-        }
-        return {**sums, **means, **weighed}
 
 
 class Prometheus:
@@ -575,7 +524,7 @@ class Prometheus:
     def count(self, sums: Mapping[str, float]) -> None:
         """Add to the counters."""
         for name, value in sums.items():
-            if value:
+            if value and name in self._counters:
                 self._counters[name].inc(value)
 
     def show(self, sums: Sums) -> None:
@@ -595,6 +544,10 @@ class Prometheus:
     def observe(self, name: str, value: Any) -> None:
         """Add a value to a histogram."""
         self._histograms[name].observe(value)
+
+
+def _differences(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    return {name: value - before[name] for name, value in after.items()}
 
 
 def _mean(total: Any, count: int) -> float | None:

@@ -41,10 +41,7 @@ AGREED: Listed = {
     # Told to people, and decides nothing; clocks as default arguments are of log lines and metrics.
     "ops/check.py": {"settle: time.perf_counter"},
     "models/recorder.py": {"Session.__init__: time.monotonic", "Session.usage: time.monotonic"},
-    "state/metrics.py": {
-        "LowESSWarning.__init__: time.monotonic",
-        "Monitor.__init__: time.monotonic",
-    },
+    "state/metrics.py": {"Monitor.__init__: time.monotonic"},
     "state/fidelity.py": {"Watched.__init__: time.monotonic"},
     # The first rank's potentials alone are asked, and what came of it is broadcast.
     "potentials/calls.py": {
@@ -182,11 +179,7 @@ OWN_TEXTS: Listed = {
     },
     # Why a round is not replayed, and why none is recorded.
     "round/graph.py": {"*(reason, self.launched)", "told"},
-    "state/metrics.py": {
-        "tilt",
-        "f'{self._ess / self._particles:.2f}' if self._particles else '-'",
-        "warning",  # of numbers
-    },
+    "state/metrics.py": {"ess", "self._watched.all", "warning"},  # of numbers
     "patches/metrics.py": {"' and no '.join(unread)"},  # names of SGLang's counters
 }
 LEVELS = {

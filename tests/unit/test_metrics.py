@@ -35,7 +35,6 @@ from sglang_smc.state.metrics import (
     TOTALS,
     Counters,
     CounterTable,
-    LowESSWarning,
     Monitor,
     Played,
     meta_info,
@@ -217,46 +216,6 @@ def test_tokens_are_readable_where_there_is_a_tokenizer(times: int) -> None:
     assert found["spec_smc_trace"]["pieces"] == {"0": ".", "1": "a", "2": "b", "3": "c", "4": "d"}
 
 
-# --- The warning of a low effective sample size
-
-
-def play(warning: LowESSWarning, share: float, num_rounds: int, num_particles: int = 8) -> None:
-    ess = 1 + share * (num_particles - 1)
-    for _ in range(num_rounds):
-        warning.add(gains(rounds_ct=1, ess_sum=ess, particles_sum=num_particles, steps_sum=6))
-
-
-@pytest.mark.parametrize("num_particles", [2, 8, 64])
-def test_a_low_ess_is_warned_of_with_advice(
-    caplog: pytest.LogCaptureFixture, num_particles: int
-) -> None:
-    """For two particles, too, whose ESS / N is never below a half."""
-    play(LowESSWarning(), LOW_ESS * 1.1, LOW_ESS_ROUNDS, num_particles)
-    assert not caplog.records
-    play(LowESSWarning(), LOW_ESS * 0.9, LOW_ESS_ROUNDS, num_particles)
-    ess = 1 + LOW_ESS * 0.9 * (num_particles - 1)
-    told = rf"{ess:.1f} of {num_particles}\.0 particles, with 6\.0 tokens.*--speculative-smc-mode"
-    assert re.search(told, caplog.text)
-
-
-def test_a_warning_waits_for_its_rounds_and_for_its_interval(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    seconds = [0.0]
-    warning = LowESSWarning(lambda: seconds[0])
-    for share, num_rounds, now, num_warnings in (
-        (0.0, LOW_ESS_ROUNDS - 1, 0.0, 0),
-        (1.0, 1, 0.0, 1),  # the mean, not the last round
-        (0.0, 3 * LOW_ESS_ROUNDS, LOW_ESS_SECONDS - 1, 1),
-        (0.0, LOW_ESS_ROUNDS, LOW_ESS_SECONDS, 2),
-        (LOW_ESS * 1.1, LOW_ESS_ROUNDS, 9 * LOW_ESS_SECONDS, 2),
-        (0.0, LOW_ESS_ROUNDS - 1, 9 * LOW_ESS_SECONDS, 2),
-    ):
-        seconds[0] = now
-        play(warning, share, num_rounds)
-        assert len(caplog.messages) == num_warnings
-
-
 # --- Sums of a server
 
 
@@ -296,6 +255,45 @@ def monitor(*rounds: list[Played], interval: int = 1000, **reporting: bool) -> M
             found.add(one)
         found.end_round()
     return found
+
+
+def play(found: Monitor, share: float, num_rounds: int, num_particles: int = 8) -> None:
+    ess = 1 + share * (num_particles - 1)
+    for _ in range(num_rounds):
+        found.add(played(ess_sum=ess, particles_sum=num_particles, steps_sum=6))
+        found.end_round()
+
+
+@pytest.mark.parametrize("num_particles", [2, 8, 64])
+def test_a_low_ess_is_warned_of_with_advice(
+    caplog: pytest.LogCaptureFixture, num_particles: int
+) -> None:
+    """For two particles, too, whose ESS / N is never below a half."""
+    interval = 2 * LOW_ESS_ROUNDS
+    play(Monitor(interval), LOW_ESS * 1.1, LOW_ESS_ROUNDS, num_particles)
+    assert not caplog.records
+    play(Monitor(interval), LOW_ESS * 0.9, LOW_ESS_ROUNDS, num_particles)
+    ess = 1 + LOW_ESS * 0.9 * (num_particles - 1)
+    told = rf"{ess:.1f} of {num_particles}\.0 particles, with 6\.0 tokens.*--speculative-smc-mode"
+    assert re.search(told, caplog.text)
+
+
+def test_a_warning_waits_for_its_rounds_and_for_its_interval(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seconds = [0.0]
+    found = Monitor(100 * LOW_ESS_ROUNDS, lambda: seconds[0])
+    for share, num_rounds, now, num_warnings in (
+        (0.0, LOW_ESS_ROUNDS - 1, 0.0, 0),
+        (1.0, 1, 0.0, 1),  # the mean, not the last round
+        (0.0, 3 * LOW_ESS_ROUNDS, LOW_ESS_SECONDS - 1, 1),
+        (0.0, LOW_ESS_ROUNDS, LOW_ESS_SECONDS, 2),
+        (LOW_ESS * 1.1, LOW_ESS_ROUNDS, 9 * LOW_ESS_SECONDS, 2),
+        (0.0, LOW_ESS_ROUNDS - 1, 9 * LOW_ESS_SECONDS, 2),
+    ):
+        seconds[0] = now
+        play(found, share, num_rounds)
+        assert len(caplog.messages) == num_warnings
 
 
 def samples(registry: CollectorRegistry) -> dict[str, float]:
