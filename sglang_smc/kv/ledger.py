@@ -99,6 +99,14 @@ class Ledger:
         before = self.tails[targets.unsqueeze(2), self._in_ring(next_place - 1)].where(owed, 0)
         return torch.cat([before, slots], dim=2).long()
 
+    def share(self, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Point particles to ``slots`` ``[G, N]`` at ``positions`` ``[G, N]``; equal texts share.
+
+        A slot that no particle points to any more is free at the next commit.
+        """
+        targets = self.particle_rows(rows, positions.shape[1])
+        self.tails[targets, self._in_ring(positions)] = slots.int()
+
     def descend(
         self,
         rows: torch.Tensor,

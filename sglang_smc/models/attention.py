@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+from sglang_smc.models.merged_rows import MergedRows
 from sglang_smc.models.softmax import (
     SharedPrefixPlan,
     plan_shared_prefix,
@@ -96,12 +97,24 @@ class ParticleAttention(AttentionBackend):
         self._group = head_group(runner)
         self._first_key, self._blocks = first_key, blocks
         self._shape: tuple[int, ...]  # [G, N, C] of the running forward
+        self._merged: MergedRows | None = None
         # Arguments: the window, and whether tokens of a block attend to each other.
         self._attend_over: Callable[[int | None, bool], Attend]
 
-    def plan(self, locations: KVLocations, starts: torch.Tensor, num_columns: int) -> None:
-        """Plan all layers of a forward over C tokens a particle, the first at ``starts``."""
+    def plan(
+        self,
+        locations: KVLocations,
+        starts: torch.Tensor,
+        num_columns: int,
+        merged: MergedRows | None = None,
+    ) -> None:
+        """Plan all layers of a forward over C tokens a particle, the first at ``starts``.
+
+        Args:
+            merged: the rows that the model runs; None for all.
+        """
         self._shape = (*starts.shape, num_columns)
+        self._merged = merged
         # Layers of one kind share their plan.
         self._attend_over = cache(partial(self._plan, locations, starts, num_columns))
 
@@ -119,9 +132,9 @@ class ParticleAttention(AttentionBackend):
         """Attend with the plan of `plan`.
 
         Args:
-            q: ``[G * N * C, q_heads * head_dim]``.
-            k, v: ``[G * N * C, kv_heads, head_dim]``, written to ``out_cache_loc`` first; None
-                where the layer reads another layer's cache.
+            q: ``[R, q_heads * head_dim]``, of all G * N * C rows or of the merged ones.
+            k, v: ``[R, kv_heads, head_dim]``, written to ``out_cache_loc`` first; None where the
+                layer reads another layer's cache.
             sinks: ``[q_heads]`` scores of a key without a value, for models that have them.
 
         Returns:
@@ -131,14 +144,25 @@ class ParticleAttention(AttentionBackend):
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
             store(pool, layer, forward_batch.out_cache_loc, k, v)
-        query = q.view(*self._shape, layer.tp_q_head_num, layer.head_dim)
         keys, values = pool.get_kv_buffer(layer.layer_id)
         softmax = softmax_of(layer, sinks, self._is_scaled)
         attend = self._attend_over(window_of(layer), sees_block(layer))
-        return attend(query, keys, values, softmax=softmax).view(q.shape)
+        output = attend(self._queries(q, layer), keys, values, softmax=softmax)
+        return self._outputs(output).view(q.shape)
 
     # Decode is an extend by one token.
     forward_decode = forward_extend
+
+    def _queries(self, q: torch.Tensor, layer: "RadixAttention") -> torch.Tensor:
+        """Return the queries of all rows, ``[G, N, C, q_heads, head_dim]``."""
+        q = q if self._merged is None else q[self._merged.results]
+        return q.view(*self._shape, layer.tp_q_head_num, layer.head_dim)
+
+    def _outputs(self, output: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of the rows that the model runs, of ``[G, N, C, ...]``."""
+        if self._merged is None:
+            return output
+        return output.flatten(0, 2)[self._merged.kept]
 
     def _plan_torch(
         self,

@@ -1,6 +1,7 @@
 """Run models over particles, on SGLang's model runners."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from sglang_smc.models.attention import Implementation, KVLocations, ParticleAttention
+from sglang_smc.models.merged_rows import MergedRows, merge_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,6 +25,8 @@ class ParticleForward:
     """A forward of one model over particles.
 
     The model is SGLang's own; the attention backend is replaced for the duration of a forward.
+    Particles that write a token to the same KV slot have the same text up to there: where shapes
+    may depend on values, as in plain torch, the model runs once for each slot.
 
     Args:
         runner: the target's or the draft's.
@@ -48,6 +52,7 @@ class ParticleForward:
             runner, tails, attention, first_key=first_key, blocks=blocks
         )
         self._counts = torch.arange(max_columns + 1, device=tails.device)
+        self._merges = attention == "torch"
         self._captured = CaptureHiddenMode.NULL  # hidden states that the forward returns
 
     def next_logits(
@@ -92,17 +97,30 @@ class ParticleForward:
         slots: torch.Tensor,
         locations: KVLocations,
     ) -> Any:
-        batch = self._batch(mode, tokens, starts, slots, locations)
-        with self._attending(locations, starts, tokens.shape[2]):
-            return self._runner.model.forward(batch.input_ids, batch.positions, batch)
+        merged = merge_rows(slots, last=mode == ForwardMode.EXTEND) if self._merges else None
+        batch = self._batch(mode, tokens, starts, slots, locations, merged)
+        with self._attending(locations, starts, tokens.shape[2], merged):
+            output = self._runner.model.forward(batch.input_ids, batch.positions, batch)
+        if merged is None:
+            return output
+        of_logits = merged.sequences if mode == ForwardMode.EXTEND else merged.results
+        states = output.hidden_states
+        return SimpleNamespace(
+            next_token_logits=output.next_token_logits[of_logits],
+            hidden_states=None if states is None else states[merged.results],
+        )
 
     @contextmanager
     def _attending(
-        self, locations: KVLocations, starts: torch.Tensor, num_columns: int
+        self,
+        locations: KVLocations,
+        starts: torch.Tensor,
+        num_columns: int,
+        merged: MergedRows | None = None,
     ) -> "Iterator[None]":
         """Set this attention backend, planned for a forward, within the block."""
         with forward_context(ForwardContext(attn_backend=self.attn_backend)):
-            self.attn_backend.plan(locations, starts, num_columns)
+            self.attn_backend.plan(locations, starts, num_columns, merged)
             yield
 
     def _batch(
@@ -112,6 +130,7 @@ class ParticleForward:
         starts: torch.Tensor,
         slots: torch.Tensor,
         locations: KVLocations,
+        merged: MergedRows | None = None,
     ) -> ForwardBatch:
         """Return the batch for the model's layers; the attention backend uses its plan instead."""
         num_columns = tokens.shape[2]
@@ -123,12 +142,17 @@ class ParticleForward:
             lengths = self._counts[num_columns].expand(len(first))
         # Columns past the context's end are never kept, but must not overrun the rotary table.
         positions = positions.flatten().clamp_max(self._last_position)
+        tokens, slots, rows = tokens.flatten(), slots.flatten(), locations.particle_rows.flatten()
+        if merged is not None:
+            tokens, slots, positions = (of[merged.kept] for of in (tokens, slots, positions))
+            first, rows = first[merged.particles], rows[merged.particles]
+            lengths = None if lengths is None else merged.lengths
         return ForwardBatch(
             forward_mode=mode,
             batch_size=len(first),
-            input_ids=tokens.flatten(),
-            req_pool_indices=locations.particle_rows.flatten(),
-            out_cache_loc=slots.flatten(),
+            input_ids=tokens,
+            req_pool_indices=rows,
+            out_cache_loc=slots,
             # Read by attention backends alone, and costly to compute.
             seq_lens=first,
             seq_lens_sum=0,

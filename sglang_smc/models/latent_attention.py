@@ -146,23 +146,21 @@ class LatentParticleAttention(ParticleAttention):
         """Attend with the plan of `plan`.
 
         Args:
-            q: ``[G * N * C, heads, rank + rope]``, or flat.
-            k: ``[G * N * C, 1, rank + rope]``, the new latents, written to ``out_cache_loc``
-                first.
+            q: ``[R, heads, rank + rope]``, or flat, of all G * N * C rows or of the merged ones.
+            k: ``[R, 1, rank + rope]``, the new latents, written to ``out_cache_loc`` first.
             v: the first part of ``k``.
 
         Returns:
-            ``[G * N * C, heads * rank]``.
+            ``[R, heads * rank]``.
         """
         check_layer(layer, self._group, kwargs, rank=self._rank)
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
             pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
-        query = q.view(*self._shape, layer.tp_q_head_num, layer.head_dim)
         latents = pool.get_key_buffer(layer.layer_id)
         attend = self._attend_over(None, False)
-        output = attend(query, latents, rank=self._rank, scaling=layer.scaling)
-        return output.view(-1, layer.tp_q_head_num * self._rank)
+        output = attend(self._queries(q, layer), latents, rank=self._rank, scaling=layer.scaling)
+        return self._outputs(output).reshape(-1, layer.tp_q_head_num * self._rank)
 
     forward_decode = forward_extend
 

@@ -120,9 +120,11 @@ class RecurrentParticles(AttentionBackend):
         self._source: torch.Tensor  # the particle from which each takes state and columns
         self._num_past: torch.Tensor  # kept columns of that particle
 
-    def plan(self, locations: KVLocations, starts: torch.Tensor, num_columns: int) -> None:
+    def plan(
+        self, locations: KVLocations, starts: torch.Tensor, num_columns: int, merged: None = None
+    ) -> None:
         """Plan the softmax-attention layers, see `ParticleAttention.plan`."""
-        self._full.plan(locations, starts, num_columns)
+        self._full.plan(locations, starts, num_columns, merged)
 
     def begin_forward(
         self, locations: KVLocations, starts: torch.Tensor, slots: torch.Tensor
@@ -224,6 +226,7 @@ class RecurrentForward(ParticleForward):
         max_columns: int,
     ) -> None:
         super().__init__(runner, ledger.tails, attention, max_columns)
+        self._merges = False  # each particle has a state of its own
         tables = StateTables.of(
             runner.req_to_token_pool,
             num_particles=num_particles,

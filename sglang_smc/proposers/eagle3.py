@@ -24,6 +24,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang_smc.kv.sizes import tensor_bytes
 from sglang_smc.models.attention import Implementation, KVLocations
 from sglang_smc.models.forward import ParticleForward
+from sglang_smc.models.merged_rows import MergedRows, merge_rows
 from sglang_smc.proposers.base import DraftSlots
 from sglang_smc.proposers.hidden_states import StateTable
 
@@ -100,8 +101,9 @@ class EagleForward(ParticleForward):
             starts, locations: as in `laws`.
         """
         self._given = Given(states.flatten(0, 2))
-        batch = self._batch(ForwardMode.EXTEND, tokens, starts, slots, locations)
-        with self._attending(locations, starts, tokens.shape[2]):
+        merged = merge_rows(slots, last=False) if self._merges else None
+        batch = self._batch(ForwardMode.EXTEND, tokens, starts, slots, locations, merged)
+        with self._attending(locations, starts, tokens.shape[2], merged):
             self._model.model(batch.input_ids, batch.positions, batch)
 
     def _batch(
@@ -111,11 +113,14 @@ class EagleForward(ParticleForward):
         starts: torch.Tensor,
         slots: torch.Tensor,
         locations: KVLocations,
+        merged: MergedRows | None = None,
     ) -> ForwardBatch:
-        batch = super()._batch(mode, tokens, starts, slots, locations)
+        batch = super()._batch(mode, tokens, starts, slots, locations, merged)
         batch.positions = places_of_pairs(batch.positions)
         if self._is_mrope:
             batch.mrope_positions = batch.positions.expand(3, -1)
+        if merged is not None:
+            self._given = Given(self._given.hidden_states[merged.kept])
         batch.spec_info = self._given  # pyright: ignore[reportAttributeAccessIssue] -- heads read `Given`
         return batch
 

@@ -10,7 +10,7 @@ from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch_calls import Calls, Launch
 
 from sglang_smc.models import supported
@@ -34,11 +34,13 @@ class OneLayer:
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> Any:
         self.tokens, self.positions, self.batch = tokens, positions, batch
-        hidden = self.layer(self.query, self.keys, self.values, batch)
+        # Tokens are the numbers of rows, of which some may be left out.
+        rows = slice(None) if len(tokens) == len(self.query) else tokens
+        hidden = self.layer(self.query[rows], self.keys[rows], self.values[rows], batch)
         metadata = LogitsMetadata.from_forward_batch(batch)
         nobody: Any = None
         pruned = LogitsProcessor._get_pruned_states(nobody, hidden, None, None, metadata)
-        return SimpleNamespace(next_token_logits=pruned[0])
+        return SimpleNamespace(next_token_logits=pruned[0], hidden_states=None)
 
 
 class Harness:
@@ -119,6 +121,22 @@ def test_what_the_model_is_told() -> None:
     assert torch.equal(h.model.batch.out_cache_loc, h.slots.flatten())
 
 
+@pytest.mark.parametrize("name", ["next_logits", "chain_logits"])
+@pytest.mark.parametrize("num_columns", [1, 2, 9])
+def test_particles_with_one_slot_are_run_once(name: str, num_columns: int) -> None:
+    """A copy has the slots, and so the logits, of the particle that it copies."""
+    whole = case(num_columns)
+    copy = torch.tensor([0, 0, 2])
+    parts = {"tails": whole.tails.clone(), "query": whole.query[:, copy]}
+    parts["tails"][whole.particle_rows] = whole.tails[whole.particle_rows[:, copy]]
+    given = whole._replace(starts=whole.starts[:, copy], present=whole.present[:, copy], **parts)
+    alone, h = Harness(given), Harness(given)
+    alone.forward._merges = False
+    expected = alone.run(name)
+    assert torch.allclose(h.run(name), expected, atol=1e-6)
+    assert len(h.model.tokens) < len(alone.model.tokens)
+
+
 @pytest.mark.parametrize(
     ("num_columns", "mode", "names"),
     [
@@ -193,7 +211,7 @@ def test_with_triton_nothing_waits_for_the_device(
     with mode:
         columns = () if name == "next_logits" else (num_columns,)
         assert h.run(name).shape == (*h.case.starts.shape, *columns, 4 * 64)
-        with pytest.raises(DataDependentOutputException):
+        with pytest.raises(DynamicOutputShapeException):
             waiting.run(name)
 
 

@@ -1,0 +1,53 @@
+"""Rows of one KV slot are run once: which are run, and whose result each row has."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_smc.models.merged_rows import merge_rows
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> torch.Tensor:
+    """Slots ``[G, N, C]`` of a trie: particles of a group share slots up to where they part."""
+    num_groups, num_particles, num_columns = (draw(st.integers(1, 3)) for _ in range(3))
+    slots = torch.zeros(num_groups, num_particles, num_columns, dtype=torch.int64)
+    slot = iter(range(1, 1000))
+    for group in slots:
+        for n, row in enumerate(group):
+            parent = draw(st.integers(0, n))
+            shared = draw(st.integers(0, num_columns)) if parent < n else 0
+            row[:shared] = group[parent, :shared]
+            for column in range(shared, num_columns):
+                row[column] = next(slot) if draw(st.booleans()) or column else 0
+    return slots
+
+
+@settings(max_examples=300, derandomize=True)
+@given(passes(), st.booleans())
+def test_each_slot_is_run_once_and_each_row_has_the_result_of_its_slot(
+    slots: torch.Tensor, last: bool
+) -> None:
+    flat, num_columns = slots.flatten(), slots.shape[2]
+    found = merge_rows(slots, last=last)
+    used = [
+        row
+        for row in range(len(flat))
+        if flat[row] or not last or row % num_columns == num_columns - 1
+    ]
+    wanted = [
+        row for row in used if not flat[row] or row == int((flat == flat[row]).int().argmax())
+    ]
+    if found is None:
+        assert wanted == list(range(len(flat)))
+        return
+    assert found.kept.tolist() == wanted
+    for row in used:
+        kept = int(found.kept[found.results[row]])
+        assert kept == row or flat[kept] == flat[row] != 0
+    # Sequences are the kept rows of each particle, in order.
+    owners = found.kept // num_columns
+    assert torch.equal(found.particles.repeat_interleave(found.lengths), owners)
+    ends = found.lengths.cumsum(0) - 1
+    of_last = found.results.view(-1, num_columns)[:, -1]
+    assert torch.equal(ends[found.sequences], of_last), "where SGLang computes logits"
