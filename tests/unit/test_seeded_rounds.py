@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+from toy_grammar import callers
 from toy_worker import NUM_CONTEXTS, Language, ToyWorker
 from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo
 
 from sglang_smc.options.request import Budget
 from sglang_smc.options.server import SMCConfig
+from sglang_smc.potentials import Potential, Text
 from sglang_smc.state.request import publish
 
 RECORD = Path(__file__).with_name("seeded_rounds.json")
@@ -64,8 +66,34 @@ CASES: dict[str, tuple[dict[str, Any], tuple[dict[str, Any], ...], tuple[dict[st
     ),
     "budgets": ({"num_steps": 4}, ({}, {"mode": "exact"}), (NEVER,)),
     "traces": ({}, ({"trace": True}, {"trace": True, "mode": "exact"}), (NEVER,)),
+    "potentials": (
+        {},
+        (
+            {"potentials": [{"name": "even"}], "trace": True},
+            {"potentials": [{"name": "even", "when": {"tokens": 3}, "exponent": 2.0}]},
+            {"potentials": [{"name": "even", "when": "end"}], "selection": "argmax"},
+            {},
+        ),
+        (NEVER,),
+    ),
     "grammar": ({}, ({"trace": True}, {"mode": "exact"}), (NEVER,)),
 }
+
+
+class Even(Potential):
+    """Prefers even tokens, and forbids texts with one that ends with 77."""
+
+    def complete(self, texts: list[Text]) -> list[float]:
+        return [self._log_phi(text.output_ids) for text in texts]
+
+    def _log_phi(self, tokens: tuple[int, ...]) -> float:
+        if any(token % 100 == 77 for token in tokens):
+            return -math.inf
+        return 0.4 * sum(token % 2 == 0 for token in tokens)
+
+    prefix = complete
+
+
 BUDGETS = {"budgets": (Budget(4, 4), Budget(2, 2), Budget(4, 1), Budget(1, 4))}
 
 
@@ -97,6 +125,7 @@ def serve(name: str) -> list[dict[str, Any]]:
         chosen=chosen,
         asked=asked,
         budgets=BUDGETS.get(name, (None,)),
+        callers=callers(even=Even()),
         grammar=grammars() if name == "grammar" else lambda: None,
     )
     reqs = worker.begin(list(range(1, SIZE + 1)))
