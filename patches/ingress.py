@@ -15,7 +15,7 @@ from sglang_smc.server import presets, refusals, routes
 from sglang_smc.server.hooks import Patch
 from sglang_smc.server.refusals import check_logprobs, check_request, check_session, check_trace
 from sglang_smc.state.metrics import META_PREFIX
-from sglang_smc.upstream import resolved
+from sglang_smc.upstream import NEWER, OLDER, resolved
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -62,18 +62,42 @@ def send_request(original: Callable, manager: "TokenizerManager", tokenized: Any
     return original(manager, tokenized)  # to be awaited, except in 0.5.17
 
 
+def update_meta_info(
+    original: Callable,
+    manager: "TokenizerManager",
+    meta_info: dict,
+    state: Any,
+    customized_info: dict,
+    index: int,
+    finish_reason: dict | None,
+) -> None:
+    """Add a finished request's SMC totals to meta_info; those of others in its batch are left out.
+
+    SGLang has lists with an entry for each token, and empty ones for requests without a field.
+    """
+    others = {name: of for name, of in customized_info.items() if not name.startswith(META_PREFIX)}
+    original(manager, meta_info, state, others, index, finish_reason)
+    for name in () if finish_reason is None else customized_info.keys() - others.keys():
+        if (values := customized_info[name][index]) and _is_own(name, values[-1]):
+            meta_info[name] = values[-1]
+    routes.add_texts(meta_info, manager.tokenizer)
+
+
+def _is_own(name: str, value: Any) -> bool:
+    """Return whether a field is the request's own: None stands where only others have it."""
+    return value is not None or name == META_PREFIX + "log_evidence"
+
+
 def add_meta_info(
     original: Callable, manager: "TokenizerManager", meta_info: dict, recv_obj: Any, i: int
 ) -> None:
-    """Unwrap a finished request's SMC totals in meta_info, which SGLang has as lists."""
+    """Unwrap a finished request's SMC totals in meta_info, which SGLang 0.5.17 has as lists."""
     original(manager, meta_info, recv_obj, i)
     accumulated = manager.rid_to_state[recv_obj.rids[i]].customized_info_accumulated
     for name, values in list(accumulated.items()):
         if name.startswith(META_PREFIX):
             meta_info[name] = values[-1] if values else None
-            # SGLang fills in None for fields that only another request of the batch has, and reads
-            # them once more as it ends a stream.
-            if meta_info[name] is None and name != META_PREFIX + "log_evidence":
+            if not _is_own(name, meta_info[name]):  # SGLang reads it again as it ends a stream
                 del meta_info[name], accumulated[name]
     routes.add_texts(meta_info, manager.tokenizer)
 
@@ -128,14 +152,26 @@ PATCHES = (
         retire_when="SGLang tells parallel samples of a seeded request apart.",
     ),
     Patch(
+        target="sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info",
+        hook_type=HookType.AROUND,
+        function=update_meta_info,
+        what="Unwraps spec_smc_* in the final meta_info, and has a tokenizer read the tokens of "
+        "particles and traces. Chunks of requests that have not finished have none of it.",
+        why="customized_info carries lists with one element per token, for all requests of a batch "
+        "as soon as one of them has a field; totals are numbers of a finished request.",
+        relies_on=("srt/managers/tokenizer_manager.py:2578 (with each request's finish reason)",),
+        retire_when="customized_info can carry a value per request.",
+        family=NEWER,
+    ),
+    Patch(
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager"
         "._calculate_spec_decoding_metrics",
         hook_type=HookType.AROUND,
         function=add_meta_info,
-        what="Unwraps spec_smc_* in the final meta_info, and has a tokenizer read the tokens of "
-        "particles and traces.",
+        what="Unwraps spec_smc_* in the final meta_info, as update_request_meta_info later.",
         why="customized_info carries lists with one element per token; totals are numbers.",
-        relies_on=("srt/managers/tokenizer_manager.py:2276 and :2436",),
-        retire_when="customized_info can carry a value per request.",
+        relies_on=("srt/managers/tokenizer_manager.py, of 0.5.17",),
+        retire_when="0.5.17 is no longer supported.",
+        family=OLDER,
     ),
 )

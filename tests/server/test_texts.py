@@ -101,7 +101,9 @@ def test_same_prefix_is_cached_prompt_and_text(server: Server) -> None:
 def test_each_chunk_of_a_stream_goes_on_from_the_one_before(server: Server) -> None:
     request = asked(max_new_tokens=240, temperature=0.0)
     with server.stream(**request) as stream:
-        *early, last = list(stream)
+        first = next(stream)
+        server.generate([asked(max_new_tokens=n) for n in range(2, 9)])  # some end with a chunk
+        *early, last = [first, *stream]
     texts = [chunk["text"] for chunk in (*early, last)]
     assert len(texts) > 1
     assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))

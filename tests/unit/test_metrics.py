@@ -20,7 +20,7 @@ from sglang_smc import process
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.patches.ingress import add_meta_info
+from sglang_smc.patches.ingress import add_meta_info, update_meta_info
 from sglang_smc.patches.request_state import update_finish_state
 from sglang_smc.round.result import SMCBatchResult
 from sglang_smc.state import metrics
@@ -191,6 +191,33 @@ def shown(tokenizer: Any = None, times: int = 1, **accumulated: list[Any]) -> di
     for _ in range(times):
         add_meta_info(lambda *_: None, manager, meta_info, SimpleNamespace(rids=["a"]), 0)
     return meta_info
+
+
+def given(finish: dict | None, tokenizer: Any = None, **info: list[list[Any]]) -> dict[str, Any]:
+    """What meta_info has of the second request of an output batch."""
+    found: dict[str, Any] = {}
+
+    def accumulate(
+        _: Any, meta_info: dict, state: Any, info: dict, index: int, reason: Any
+    ) -> None:
+        meta_info.update({name: values[index] for name, values in info.items()})
+
+    update_meta_info(accumulate, SimpleNamespace(tokenizer=tokenizer), found, None, info, 1, finish)  # type: ignore[arg-type]
+    return found
+
+
+def test_a_chunk_of_a_request_that_goes_on_has_no_totals() -> None:
+    """Red if it has fields of a neighbour that ends in the same output batch, as [] or null."""
+    batch: dict[str, Any] = {"spec_smc_rounds_ct": [[7], []], "theirs": [[1], [2]]}
+    assert given(None, **batch) == {"theirs": [2]}
+    assert given({"type": "stop"}, **batch) == {"theirs": [2]}
+    batch["spec_smc_rounds_ct"][1] = [None, 3]
+    batch |= {"spec_smc_particles": [[[]], [None]], "spec_smc_log_evidence": [[0.5], [None]]}
+    own = {"spec_smc_rounds_ct": 3, "spec_smc_log_evidence": None, "theirs": [2]}
+    assert given({"type": "stop"}, **batch) == own
+    particle = {"output_ids": [1, 0, 2]}
+    (read,) = given({}, Letters(), spec_smc_particles=[[], [[particle]]])["spec_smc_particles"]
+    assert read["text"] == "ab"
 
 
 def test_totals_are_numbers_and_other_information_stays_as_it_is() -> None:
