@@ -154,7 +154,7 @@ def test_answers_are_those_of_rounds_over_transformers(
     if case.draft == HOT:  # weights alone would never reach what it does not know
         asked = [each for each in ASKED if not {"evidence_threshold", "power"} & {*each[0]}]
         known = {"drafts_all": False}
-    if case.draft == DFLASH:  # a block has as many masks as the batch's longest, which read theirs
+    if case.draft == DFLASH:  # the law here has as many masks as the server's K
         asked = [each for each in ASKED if "num_steps" not in each[0]]
     law = Draft(case.draft, target, draft, NUM_STEPS) if case.draft in HEADS else draft
     attention = case.arguments.get("kv_cache_dtype", "eager")
