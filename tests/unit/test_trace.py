@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
-from toy_grammar import maker
+from toy_grammar import Letters, callers, maker
 from toy_laws import EOS, languages
 from toy_request import ToyRequest
 from toy_worker import ToyWorker
@@ -77,6 +77,21 @@ def told(req: ToyRequest) -> Trace:
     req.finished = lambda: True  # type: ignore[method-assign]
     publish(req)  # type: ignore[arg-type]
     return read({name: values[-1] for name, values in req.customized_info.items()})
+
+
+@pytest.mark.parametrize("when", ["round", {"tokens": 3}, "end"])
+def test_a_reader_comes_to_the_answer_of_potentials(when: Any) -> None:
+    """At every lag; the last token of a text waits until its whole text has a value."""
+    scored = {"trace": True, "potentials": [{"name": "letters", "when": when}]}
+    choices = {}, {"max_lag": 4}, {"max_lag": 2}, {"resample_at": "token"}
+    worker = toy(
+        *({**scored, **more} for more in choices),
+        num_requests=40,
+        callers=callers(letters=Letters()),
+    )
+    for one in serve(worker, 40):
+        if not one.req.is_stuck:
+            assert_told(one, is_plain=False)
 
 
 def toy(*chosen: dict[str, Any], num_requests: int = 0, **more: Any) -> ToyWorker:
