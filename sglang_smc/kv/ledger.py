@@ -99,13 +99,30 @@ class Ledger:
         before = self.tails[targets.unsqueeze(2), self._in_ring(next_place - 1)].where(owed, 0)
         return torch.cat([before, slots], dim=2).long()
 
-    def share(self, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Point particles to ``slots`` ``[G, N]`` at ``positions`` ``[G, N]``; equal texts share.
+    def share(
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        equal: torch.Tensor,
+        tokens: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Give particles of equal texts one slot at their next position; return which they are.
 
         A slot that no particle points to any more is free at the next commit.
+
+        Args:
+            positions: ``[G, N]`` int64 of the slots.
+            slots: ``[G, N]`` int64, one for each particle, changed in place.
+            equal: ``[G, N, N]`` bool, an equivalence: whose texts are equal without ``tokens``.
+            tokens: ``[G, N]`` int64, one more token of each text.
         """
+        if tokens is not None:
+            equal = equal & (tokens.unsqueeze(2) == tokens.unsqueeze(1))
+        slots.copy_(slots.gather(1, equal.long().argmax(2)))
         targets = self.particle_rows(rows, positions.shape[1])
         self.tails[targets, self._in_ring(positions)] = slots.int()
+        return equal
 
     def descend(
         self,

@@ -48,7 +48,7 @@ from sglang_smc.rules.base import BatchTexts
 from sglang_smc.rules.registry import TextRules
 from sglang_smc.smc import weighing
 from sglang_smc.smc.distribution import NextTokens, TokenDistribution
-from sglang_smc.smc.randomness import Purpose, equal_texts, still_same
+from sglang_smc.smc.randomness import Purpose
 from sglang_smc.state.failures import failure_of_round
 from sglang_smc.state.logprobs import logprob_distribution, score_tails
 from sglang_smc.state.population import Population
@@ -153,13 +153,16 @@ class Steps:
     def propose(self, batch: RoundBatch, population: Population, slots: DraftSlots) -> Drafts:
         """Draft x_1..x_K ~ q, one after another, after each particle's last token."""
         num_steps, settings = batch.shape.num_steps, batch.settings
-        equal = self._merge_slots(batch, population, slots)
+        texts = population.texts[:, :, 1:]
+        equal: torch.Tensor | None = None
+        if self._merges:  # particles with equal texts share KV slots
+            equal = self.ops.same_text(texts, population.lengths, ~population.ended)
+            equal = self.ledger.share(batch.rows, slots.positions[1], slots.slots[1], equal)
         logits = self.draft.begin(batch.last_two, slots)  # [G, N, V]
         if num_steps == 0:
             return no_drafts(population)
         # [G, N, K], contiguous for each step
         positions = (batch.starts + batch.column.view(-1, 1, 1)).permute(1, 2, 0)
-        texts = population.texts[:, :, 1:]
         same_text = self.ops.same_text(texts, population.lengths, batch.may_stratify)
         numbers = self.ops.uniforms(settings.seeds, positions, Purpose.DRAFT)
         numbers = numbers.permute(2, 0, 1).contiguous()  # [K, G, N]
@@ -177,7 +180,9 @@ class Steps:
             q = self._q(batch, logits, drawn)
             q = q if matches is None else matches.mixed(self.ops, q)
             tokens, log_q_of_tokens = q.sample(self.ops, at_step)
-            equal = self._share_slots(batch, slots, step + 2, equal, tokens)
+            if equal is not None:
+                where = batch.rows, slots.positions[step + 2], slots.slots[step + 2]
+                equal = self.ledger.share(*where, equal, tokens)
             drawn.append(tokens)
             log_q.append(log_q_of_tokens)
             distributions.append(q)
@@ -194,39 +199,6 @@ class Steps:
             watchable,
             held,
         )
-
-    def _merge_slots(
-        self, batch: RoundBatch, population: Population, slots: DraftSlots
-    ) -> torch.Tensor | None:
-        """Give particles of one text one slot for their last tokens; return who shares, [G, N, N].
-
-        In place. None where models run each particle by itself.
-        """
-        if not self._merges:
-            return None
-        live = ~population.ended
-        equal = equal_texts(population.texts[:, :, 1:], population.lengths + 1)
-        return self._share_slots(batch, slots, 1, equal & live.unsqueeze(1) & live.unsqueeze(2))
-
-    def _share_slots(
-        self,
-        batch: RoundBatch,
-        slots: DraftSlots,
-        column: int,
-        equal: torch.Tensor | None,
-        tokens: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        """Give particles that are ``equal``, ``tokens`` ``[G, N]`` included, one slot in a column.
-
-        In place. Returns which particles are equal from there on, ``[G, N, N]`` bool.
-        """
-        if equal is None:
-            return None
-        equal = equal if tokens is None else still_same(equal, tokens)
-        first = (equal | torch.eye(equal.shape[1], dtype=torch.bool, device=equal.device)).long()
-        slots.slots[column] = slots.slots[column].gather(1, first.argmax(2))
-        self.ledger.share(batch.rows, slots.positions[column], slots.slots[column])
-        return equal
 
     def _q(
         self,

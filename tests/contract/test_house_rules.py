@@ -128,17 +128,17 @@ def test_a_room_is_small_and_says_what_it_is_for() -> None:
 
 #: They may only go down; one that must go up stands in CHANGELOG.md, with the reason.
 MOST = {
-    "round_lines": 1600,
-    "file_changes": 67,
+    "round_lines": 1550,
+    "file_changes": 72,
     "types": 30,
     "worker_imports": 13,
     "grammar_files": 10,
-    "package_lines": 29_500,
-    "core_lines": 18_950,
-    "kernel_and_hook_lines": 6_550,
+    "package_lines": 29_580,
+    "core_lines": 19_010,
+    "kernel_and_hook_lines": 6_560,
     "bench_lines": 12_300,
-    "test_lines": 38_100,
-    "page_words": 36_000,
+    "test_lines": 38_360,
+    "page_words": 33_500,
     "glossary": 30,
 }
 
