@@ -130,9 +130,8 @@ class Cell:
 
     @property
     def is_measured(self) -> bool:
-        """Return whether it is measured: at temperature 0 every N and mode runs one chain."""
-        twin = self.row.smc and self.row.smc["num_particles"] == 8
-        return bool(self.temperature) or not twin
+        """Return whether it is measured: at temperature 0 every mode verifies the same tree."""
+        return bool(self.temperature) or not self.row.smc or self.row.smc["mode"] == EXACT
 
 
 #: Cells with their indices, from which their seeds are derived.

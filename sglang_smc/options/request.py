@@ -110,9 +110,15 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
     def uses_matches(self) -> bool:
         """Return whether n-gram matches can change its draft tokens.
 
-        At temperature 0 they cannot unless w is above 1/2, since the likeliest token is drafted.
+        For a single greedy chain they cannot unless w is above 1/2: it drafts the likeliest token.
         """
-        return self.num_steps > 0 and self.ngram_weight > (0.5 if self.greedy else 0.0)
+        is_chain = self.greedy and not self.branches
+        return self.num_steps > 0 and self.ngram_weight > (0.5 if is_chain else 0.0)
+
+    @property
+    def branches(self) -> bool:
+        """Return whether its chains are a tree of likely tokens: greedy, and more than one."""
+        return self.greedy and self.num_particles > 1 and self.num_steps > 0
 
     @property
     def effective_evidence_threshold(self) -> float:
@@ -178,17 +184,19 @@ def config_of(server: SMCConfig, req: "Req") -> RequestConfig:
         params, constrained = req.sampling_params, req.grammar is not None
         found = request_config(server, params.custom_params, constrained=constrained)
         if params.top_k == 1:  # SGLang's form of temperature 0
-            found = replace(at_temperature_0(found), greedy=True)
+            found = at_temperature_0(found)
         req.smc_config = found  # pyright: ignore[reportAttributeAccessIssue] -- ours
     return found
 
 
-def at_temperature_0(asked: _Config) -> _Config:
-    """Return the options for greedy decoding, which needs a single chain.
+def at_temperature_0(asked: RequestConfig) -> RequestConfig:
+    """Return the options for greedy decoding: a verified tree, in every mode and for any power.
 
-    All chains would be equal, in every mode and for any power of p.
+    Particles that are returned, weighed by potentials or vote would all be equal: they are one.
     """
-    return replace(asked, num_particles=1, power=1.0)
+    if asked.return_particles or asked.potentials or asked.votes:
+        return replace(asked, greedy=True, num_particles=1, power=1.0)
+    return replace(asked, greedy=True, mode="exact", power=1.0)
 
 
 def _raise_if(problems: list[str], where: str) -> None:

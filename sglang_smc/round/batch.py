@@ -49,7 +49,8 @@ class RoundShape(NamedTuple):
     edits: bool  # some request has penalties, biases or min_new_tokens
     powered: bool  # some request samples from a power of p
     weighs: bool  # some request's rounds weigh and resample
-    verifies: bool  # some request's rounds verify drafts
+    walks: bool  # some request's rounds verify sampled chains
+    branches: bool  # some request's rounds verify a tree, at temperature 0
     shows_particles: bool  # some request sets return_particles
     traces: bool  # some request sets trace
     has_open_token: bool  # particles of some request may differ in its first token
@@ -58,6 +59,11 @@ class RoundShape(NamedTuple):
     has_matches: bool  # some request's drafts are mixed with n-gram matches
     logprobs: LogprobWidths  # of the log-probabilities that requests return
     methods: tuple[str, ...]  # resampling methods that occur
+
+    @property
+    def verifies(self) -> bool:
+        """Return whether some request's rounds verify drafts."""
+        return self.walks or self.branches
 
     @property
     def num_rows(self) -> int:
@@ -81,7 +87,8 @@ class RoundShape(NamedTuple):
             "penalties, biases or min_new_tokens": self.edits,
             "a power of p": self.powered,
             "mode smc": self.weighs,
-            "a mode that verifies": self.verifies,
+            "a mode that verifies": self.walks,
+            "trees at temperature 0": self.branches,
             "return_particles": self.shows_particles,
             "trace": self.traces,
             "particles that differ in the first token": self.has_open_token,
@@ -141,7 +148,7 @@ class RoundBatch(NamedTuple):
     column: torch.Tensor  # [K] int64: 0, 1, ..., K - 1
     furthest: torch.Tensor  # [G, N] int64 maximum of `starts`: the position of group decisions
     last_two: torch.Tensor  # [G, N, 2] int64 the last two tokens of each particle, in order
-    may_stratify: torch.Tensor  # [G, N] bool: weighed; verified chains are independent
+    may_stratify: torch.Tensor  # [G, N] bool: verified chains are independent
     settings: Settings
     p_rules: SamplingRules  # of the target's rows
     q_rules: SamplingRules  # of the draft's
@@ -169,7 +176,8 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
         powered=config.power != 1.0,
         # Without draft tokens weighing and verifying are the same.
         weighs=now.weighs or now.num_steps == 0,
-        verifies=not now.weighs or now.num_steps == 0,
+        walks=not now.weighs or now.num_steps == 0,
+        branches=False,
         shows_particles=False,
         traces=False,
         has_open_token=config.power != 1.0,
@@ -190,7 +198,8 @@ def shape_of_any(config: SMCConfig, budget: Budget | None, logprobs: LogprobWidt
         edits=True,
         powered=True,
         weighs=True,
-        verifies=True,
+        walks=True,
+        branches=True,
         shows_particles=True,
         has_open_token=True,
         logprobs=logprobs,
@@ -218,7 +227,8 @@ def shape_of(reqs: "list[Req]") -> RoundShape:
         edits=any(map(has_edits, reqs)),
         powered=any(config.power != 1.0 for config in configs),
         weighs=any(config.weighs for config in configs),
-        verifies=not all(config.weighs for config in configs),
+        walks=not all(config.weighs or config.branches for config in configs),
+        branches=any(config.branches for config in configs),
         shows_particles=any(config.return_particles for config in configs),
         traces=any(config.trace for config in configs),
         has_open_token=not all(config.is_normalized for config in configs),

@@ -7,7 +7,7 @@ size is filled with SGLang's padding row, which has only ended particles.
 
 A server captures several kinds of rounds, and replays the first that supports a batch:
 
-    greedy   the server's own settings with one chain per request: temperature 0
+    greedy   the server's own settings with a tree per request: temperature 0
     plain    the server's own settings with all particles
     chat     plain with top-k, top-p and min-p, which most models set by default
     edited   plain or chat, with logit edits and log-probabilities
@@ -31,12 +31,13 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace
 from tqdm import tqdm
 
 from sglang_smc.kv.rounds import MOST_LAUNCHED, Room, round_bytes
 from sglang_smc.kv.transfer import joined
 from sglang_smc.models.recorder import Ranks, Record, Replay, hold
-from sglang_smc.options.request import Budget, at_temperature_0, budgets
+from sglang_smc.options.request import Budget, budgets
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.batch import RoundInputs, RoundShape, Tables, shape_of_any, shape_of_server
 from sglang_smc.round.result import Outcome
@@ -189,7 +190,7 @@ class Recordings:
     Args:
         of_budget: graphs by the budget that bounds their rounds, None where nothing adapts; those
             with the fewest options first.
-        greedy: graphs of single chains, for any budget.
+        greedy: graphs of trees, for any budget.
         sizes: captured batch sizes.
         logprobs: table of log-probabilities, which graphs write.
         launched: the most requests of a round that is launched without a graph.
@@ -250,7 +251,7 @@ class Recordings:
     def _candidates(self, shape: RoundShape) -> list[RoundGraphs]:
         """Return the graphs to search, those with the fewest options first."""
         found = self.of_budget.get(shape.budget, [])
-        if shape.num_particles > 1 or not found:
+        if not shape.branches or not found:
             return found
         return sorted([self._greedy, *found], key=lambda graphs: graphs.shape.num_rows)
 
@@ -289,9 +290,14 @@ class Kinds(NamedTuple):
 
 
 def _greedy(config: SMCConfig) -> RoundShape:
-    """Return the shape of one particle; its budget bounds the padding row, too, which has more."""
-    alone = at_temperature_0(config)
-    return shape_of_server(alone)._replace(budget=Budget(1, alone.num_steps))
+    """Return the shape of batches at temperature 0."""
+    budget = Budget(config.num_particles, config.num_steps) if config.adaptive else None
+    shape = shape_of_server(_at_temperature_0(config))
+    return shape._replace(budget=budget, walks=False, branches=True)
+
+
+def _at_temperature_0(config: SMCConfig) -> SMCConfig:
+    return replace(config, mode="exact", power=1.0)
 
 
 def _filtered(shape: RoundShape) -> RoundShape:
@@ -308,7 +314,7 @@ def room_of(config: SMCConfig, vocab_size: int, free: int, *, records: bool) -> 
 
     def of(shape: RoundShape, mixes: bool = False) -> int:
         sizes = shape.num_particles, shape.num_steps, vocab_size
-        return round_bytes(*sizes, verifies=shape.verifies, mixes=mixes)
+        return round_bytes(*sizes, verifies=shape.walks, mixes=mixes)
 
     of_any = of(kinds.any[1], mixes=True)
     if not records:
@@ -361,7 +367,7 @@ def record_rounds(
     found: dict[Budget | None, list[RoundGraphs]] = {}
     for budget, shape in kinds.most_used:
         found.setdefault(budget, []).append(graphs_of(budget, shape, sizes.of_rounds))
-    greedy = graphs_of(None, kinds.greedy, sizes.of_rounds, at_temperature_0(config))
+    greedy = graphs_of(None, kinds.greedy, sizes.of_rounds, _at_temperature_0(config))
     most_used = [graphs for these in found.values() for graphs in these]
     every = [of_any, *edited, *most_used, greedy]
     _record_all(every, record, ranks)

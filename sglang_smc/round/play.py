@@ -46,7 +46,7 @@ from sglang_smc.round.result import Outcome, Particles
 from sglang_smc.round.verification import verify
 from sglang_smc.rules.base import BatchTexts
 from sglang_smc.rules.registry import TextRules
-from sglang_smc.smc import weighing
+from sglang_smc.smc import trees, weighing
 from sglang_smc.smc.distribution import NextTokens, TokenDistribution
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.state.failures import failure_of_round
@@ -180,6 +180,8 @@ class Steps:
             q = self._q(batch, logits, drawn)
             q = q if matches is None else matches.mixed(self.ops, q)
             tokens, log_q_of_tokens = q.sample(self.ops, at_step)
+            if batch.shape.branches:
+                tokens, log_q_of_tokens = self._branched(batch, q, same_text, tokens)
             if equal is not None:
                 where = batch.rows, slots.positions[step + 2], slots.slots[step + 2]
                 equal = self.ledger.share(*where, equal, tokens)
@@ -195,10 +197,23 @@ class Steps:
             torch.stack(log_q, dim=2),
             ends,
             still_open(ends) & (batch.column < num_columns.unsqueeze(2)),
-            distributions if batch.shape.verifies else None,
+            distributions if batch.shape.walks else None,
             watchable,
             held,
         )
+
+    def _branched(
+        self, batch: RoundBatch, q: TokenDistribution, same_text: torch.Tensor, drawn: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Replace the ``drawn`` tokens ``[G, N]`` of greedy requests by branches of a tree.
+
+        Returns:
+            The tokens and their log q, ``[G, N]``.
+        """
+        log_q = q.log_probs(self.ops).view(*drawn.shape, -1)  # [G, N, V]
+        greedy = batch.settings.greedy.unsqueeze(1)
+        tokens = torch.where(greedy, trees.branch(log_q, same_text), drawn)
+        return tokens, log_q.gather(2, tokens.unsqueeze(2)).squeeze(2)
 
     def _q(
         self,
@@ -214,7 +229,10 @@ class Steps:
             edited, allowed = self._edited(batch, logits.unsqueeze(2), chains, len(drawn))
             logits = edited.squeeze(2)
             allowed = allowed if allowed is None else allowed.squeeze(2)
-        q = TokenDistribution.of(self.ops, logits, batch.q_rules, batch.shape.kinds, allowed)
+        kinds = batch.shape.kinds
+        if batch.shape.branches:  # greedy requests draft more than the likeliest token
+            kinds = kinds._replace(greedy=False)
+        q = TokenDistribution.of(self.ops, logits, batch.q_rules, kinds, allowed)
         return q.summed(self.ops)
 
     def score(
@@ -586,7 +604,7 @@ class Round:
             column=torch.arange(shape.num_steps, device=rows.device),
             furthest=furthest.expand_as(starts),
             last_two=last_two,
-            may_stratify=before.present & settings.weighs.unsqueeze(1),
+            may_stratify=before.present & (settings.weighs | settings.greedy).unsqueeze(1),
             settings=settings,
             p_rules=p_rules,
             q_rules=q_rules,

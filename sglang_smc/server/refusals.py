@@ -99,13 +99,11 @@ def check_trace(
         return
     asked = params.get("max_new_tokens", _DEFAULT_NEW_TOKENS)
     longest = max(0, room if asked is None else min(asked, room))
-    is_greedy = params.get("temperature") == 0 or params.get("top_k") == 1
-    num_particles = 1 if is_greedy else config.num_particles
-    of_each = num_particles * (config.num_steps + 1)
+    of_each = config.num_particles * (config.num_steps + 1)
     if of_each * longest > MOST_TRACED:
         given = f"{longest}" if asked is not None else f"{longest} (all that its context leaves)"
         raise ValueError(
-            f"{CUSTOM_PARAMS} has trace=true with num_particles={num_particles}, "
+            f"{CUSTOM_PARAMS} has trace=true with num_particles={config.num_particles}, "
             f"num_steps={config.num_steps} and max_new_tokens={given}; allowed: num_particles * "
             f"(num_steps + 1) * max_new_tokens <= {MOST_TRACED}, since a trace holds all that is "
             f"drafted. Ask for at most {MOST_TRACED // of_each} new tokens, for fewer particles or "

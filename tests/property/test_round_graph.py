@@ -166,15 +166,14 @@ def test_every_ordinary_request_replays(name: str, is_adaptive: bool) -> None:
     assert recorded and 0 not in recorded, "no model's pass alone"
 
 
-def test_at_temperature_0_one_chain_is_replayed_and_gives_the_same_texts(
+def test_at_temperature_0_a_tree_is_replayed_and_gives_the_same_texts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its padding has more particles in its table than the recording has room for."""
-    widths: list[int] = []
+    shapes: set[tuple[int, bool, bool]] = set()
     original = RoundGraphs.replay
 
     def replay(graphs: RoundGraphs, inputs: RoundInputs) -> Outcome:
-        widths.append(graphs.shape.num_particles)
+        shapes.add((graphs.shape.num_particles, graphs.shape.walks, graphs.shape.branches))
         return original(graphs, inputs)
 
     monkeypatch.setattr(RoundGraphs, "replay", replay)
@@ -182,7 +181,7 @@ def test_at_temperature_0_one_chain_is_replayed_and_gives_the_same_texts(
     case: dict[str, Any] = {"rows": FIVE, "asked": {"top_k": 1}}
     by_graph, eager = (serve(config, recorded=recorded, **case) for recorded in ([], None))
     assert torch.equal(by_graph.outputs, eager.outputs)
-    assert set(widths) == {1}
+    assert shapes == {(3, False, True)}
 
 
 @pytest.mark.parametrize(
@@ -251,7 +250,7 @@ def test_a_recording_covers_less_and_nothing_else() -> None:
         {"kinds": shape.kinds._replace(filtered=True)},
         {"edits": True},
         {"powered": True},
-        {"verifies": True},
+        {"walks": True},
         {"shows_particles": True},
         {"traces": True},
         {"has_rules": True},

@@ -11,13 +11,12 @@ from unittest import mock
 
 import pytest
 import torch
-from msgspec.structs import replace
 
 from sglang_smc.kv.rounds import LOGIT_BYTES, PRODUCT_BYTES, SHARE, round_bytes
 from sglang_smc.models import recorder
 from sglang_smc.models.attention import KVLocations
 from sglang_smc.models.recorder import PassRecording, Ranks, RecordedPasses, Session, cuda_session
-from sglang_smc.options.request import OFF, Budget, at_temperature_0
+from sglang_smc.options.request import OFF, Budget
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round import graph
 from sglang_smc.round.batch import RoundInputs, RoundShape, shape_of_server
@@ -66,25 +65,22 @@ def test_where_n_and_k_adapt_each_budget_has_its_round() -> None:
 
 
 @pytest.mark.parametrize("is_adaptive", [False, True])
-def test_at_temperature_0_a_round_of_single_chains_is_replayed(is_adaptive: bool) -> None:
-    """Unless the budget's own round is less work."""
+def test_at_temperature_0_a_round_of_trees_is_replayed(is_adaptive: bool) -> None:
+    """On any budget of several particles; a single one is replayed with other requests."""
     config = SMCConfig(num_particles=4, num_steps=4, adaptive=is_adaptive)
     kinds, play = Kinds.of(config, LOGPROBS), Any
-    assert (kinds.greedy.num_particles, kinds.greedy.num_steps) == (1, 4)
-    single = RoundGraphs(play, kinds.greedy, play, [1, 2])
+    trees = RoundGraphs(play, kinds.greedy, play, [1, 2])
     own: dict[Budget | None, list[RoundGraphs]] = {}
     for budget, recorded in kinds.most_used:
         own.setdefault(budget, []).append(RoundGraphs(play, recorded, play, [1, 2]))
-    found = Recordings(own, single, plan_sizes([1, 2], 2, 2), LogprobTable(3, 2, 5, "cpu"))
+    found = Recordings(own, trees, plan_sizes([1, 2], 2, 2), LogprobTable(3, 2, 5, "cpu"))
     for budget, graphs in own.items():
-        asked = replace(
-            at_temperature_0(config), num_steps=min(4, budget.num_steps if budget else 4)
-        )
-        greedy = shape_of_server(asked)._replace(budget=budget)
-        is_less = graphs[0].shape.num_rows < single.shape.num_rows
-        fits = not graphs[0].shape.lacks(greedy)
-        assert found.find(greedy) is (graphs[0] if is_less and fits else single)
+        bound = budget or Budget(4, 4)
+        sizes = {"budget": budget, "num_particles": bound[0], "num_steps": bound[1]}
+        if bound.num_particles > 1 and bound.num_steps:
+            assert found.find(kinds.greedy._replace(**sizes)) is trees
         assert found.find(graphs[0].shape) is graphs[0]
+        assert graphs[0].shape.kinds.greedy and not graphs[0].shape.branches
 
 
 @pytest.fixture
@@ -122,7 +118,7 @@ def test_the_first_recording_that_does_enough_is_replayed(
     for asked in ({"edits": True}, {"logprobs": LOGPROBS}, {"edits": True, "logprobs": LOGPROBS}):
         assert found.find(shape(**asked)) is edited
         assert found.find(shape(**asked, kinds=filtered)) is edited_chat
-    assert found.find(shape(verifies=True)) is anything
+    assert found.find(shape(walks=True)) is anything
     assert found.find(shape(logprobs=LOGPROBS._replace(top=1, listed=0))) is edited
     assert not caplog.records
     for _ in range(3):
@@ -226,7 +222,7 @@ class Card:
 
     def bytes_of(self, shape: RoundShape) -> int:
         sizes = shape.num_particles, shape.num_steps, self.vocab_size
-        return round_bytes(*sizes, verifies=shape.verifies, mixes=shape.logprobs.own)
+        return round_bytes(*sizes, verifies=shape.walks, mixes=shape.logprobs.own)
 
     def play(self, inputs: RoundInputs, shape: RoundShape, *_: Any) -> SimpleNamespace:
         self.num_played += 1

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from sglang_smc.kv import arena
 from sglang_smc.options.request import RequestConfig, config_of, request_config
 from sglang_smc.options.server import (
     AUTO_EVIDENCE_THRESHOLD,
@@ -234,15 +233,26 @@ def test_a_request_in_the_scheduler_is_read_once() -> None:
     assert first.num_particles == 2
 
 
-@pytest.mark.parametrize("chosen", [{}, {"mode": "auto"}, {"power": 3.0}, {"mode": "exact"}])
-def test_at_temperature_0_a_single_chain_plays(chosen: dict[str, Any]) -> None:
-    """Eight would be one text. The mode stays, so that batches are no more mixed than they were."""
+@pytest.mark.parametrize(
+    ("chosen", "num_particles"),
+    [
+        ({}, 6),
+        ({"mode": "auto", "num_particles": 2}, 2),
+        ({"power": 3.0}, 6),
+        ({"mode": "exact", "num_particles": 1}, 1),
+        ({"return_particles": True}, 1),
+        ({"potentials": [{"name": "count"}]}, 1),
+    ],
+)
+def test_at_temperature_0_a_tree_is_verified(chosen: dict[str, Any], num_particles: int) -> None:
+    """And particles that are returned or weighed, which would all be equal, are one."""
     params = SimpleNamespace(custom_params={"smc": {"num_steps": 3, **chosen}}, top_k=1)
     played = config_of(SERVER, SimpleNamespace(sampling_params=params, grammar=None))
-    assert (played.num_particles, played.num_steps, played.power) == (1, 3, 1.0)
-    assert played.mode == chosen.get("mode", "smc")
-    assert played.greedy and played.is_normalized, "no first token is held back"
-    assert arena.arena(played, 1000) == (1 + 3) + (3 + 1), "no tail is longer than a round"
+    assert (played.num_particles, played.num_steps, played.power) == (num_particles, 3, 1.0)
+    assert played.branches is (num_particles > 1)
+    assert played.greedy and played.lag == 1
+    weighed = {"return_particles", "potentials"} & chosen.keys()
+    assert played.mode == ("smc" if weighed else "exact")
 
 
 def test_matches_are_where_texts_are_kept_and_where_there_is_what_else_drafts() -> None:
