@@ -4,7 +4,7 @@
     .venv/bin/python bench/trees.py --list          # lists the cells
     .venv/bin/python bench/trees.py --problems 10   # a quick run, in another --output-dir
 
-Every row answers the same problems at temperatures 0, 0.7 and 1. Each cell has its own seeds, so
+Every row answers the same problems at temperatures 0, 0.3, 0.7 and 1. Each cell has its own seeds, so
 that the tilts that a server measures on its `exact` answers are independent between cells.
 """
 
@@ -38,7 +38,7 @@ from fidelity.nats import ratio, watched_tilt
 from results import Interval, interval_cell, markdown_table, provenance
 from study import PAIR, PUBLISHED, as_script, complete, copy, digest, grid_parser, main_of, slug_of
 
-TEMPERATURES = (0.0, 0.7, 1.0)
+TEMPERATURES = (0.0, 0.3, 0.7, 1.0)
 #: Beyond the problems of all other studies.
 FIRST_PROBLEM = 5_400_000
 #: Distance between the first seeds of consecutive cells.

@@ -122,10 +122,12 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
 
     @property
     def effective_evidence_threshold(self) -> float:
-        """Return the evidence threshold in force; infinite in mode exact.
+        """Return the evidence threshold in force; infinite in mode exact, 0 at temperature 0.
 
         Only this property resolves `auto`.
         """
+        if self.branches:
+            return 0.0
         if self.is_exact:
             return float("inf")
         if self.mode == "auto":

@@ -51,7 +51,7 @@ Play = Callable[[RoundInputs, RoundShape], Outcome]
 UNBOUNDED = Room(MOST_LAUNCHED, 1 << 60, 1 << 60)
 """Unlimited memory."""
 
-MOST = 64
+MOST = 70
 """Maximum number of graphs of a server, where N and K are at most 8 each."""
 
 FEWEST = 3
@@ -190,7 +190,7 @@ class Recordings:
     Args:
         of_budget: graphs by the budget that bounds their rounds, None where nothing adapts; those
             with the fewest options first.
-        greedy: graphs of trees, for any budget.
+        greedy: graphs of trees by N, the fewest first; for any budget.
         sizes: captured batch sizes.
         logprobs: table of log-probabilities, which graphs write.
         launched: the most requests of a round that is launched without a graph.
@@ -199,7 +199,7 @@ class Recordings:
     def __init__(
         self,
         of_budget: dict[Budget | None, list[RoundGraphs]],
-        greedy: RoundGraphs,
+        greedy: list[RoundGraphs],
         sizes: Sizes,
         logprobs: LogprobTable,
         launched: int = MOST_LAUNCHED,
@@ -232,7 +232,7 @@ class Recordings:
     def describe(self, wanted: Sequence[int]) -> str:
         """Describe in words the captured rounds, and how they differ from the sizes ``wanted``."""
         every = {id(one): one for found in self.of_budget.values() for one in found}
-        kinds = [self._greedy, *every.values()]
+        kinds = [*self._greedy, *every.values()]
         most, of_any = (pick(graphs.sizes[-1] for graphs in kinds) for pick in (max, min))
         count = sum(len(graphs.sizes) for graphs in kinds)
         told = (
@@ -251,9 +251,7 @@ class Recordings:
     def _candidates(self, shape: RoundShape) -> list[RoundGraphs]:
         """Return the graphs to search, those with the fewest options first."""
         found = self.of_budget.get(shape.budget, [])
-        if not shape.branches or not found:
-            return found
-        return sorted([self._greedy, *found], key=lambda graphs: graphs.shape.num_rows)
+        return [*self._greedy, *found] if shape.branches and found else found
 
     def _why_not(self, graphs: RoundGraphs, shape: RoundShape) -> str:
         """Return why the graphs do not support a batch; empty if they do."""
@@ -268,7 +266,7 @@ class Kinds(NamedTuple):
     most_used: list[tuple[Budget | None, RoundShape]]  # the largest first
     edited: list[tuple[Budget | None, RoundShape]]  # also used on smaller budgets
     any: tuple[Budget | None, RoundShape]  # likewise
-    greedy: RoundShape  # likewise
+    greedy: list[tuple[Budget | None, RoundShape]]  # by N, the fewest first; any K
 
     @classmethod
     def of(cls, config: SMCConfig, logprobs: LogprobWidths) -> "Kinds":
@@ -281,19 +279,22 @@ class Kinds(NamedTuple):
         largest = [one for one in most_used if one[0] == rungs[0]]
         edited = [(rung, shape._replace(edits=True, logprobs=logprobs)) for rung, shape in largest]
         of_any = rungs[0], shape_of_any(config, rungs[0], logprobs)
-        return cls(most_used, edited, of_any, _greedy(config))
+        return cls(most_used, edited, of_any, _greedy(config, rungs))
 
     @property
     def num_most_used(self) -> int:
         """Return the number of kinds that are captured at all batch sizes."""
-        return len(self.most_used) + 1
+        return len(self.most_used) + len(self.greedy)
 
 
-def _greedy(config: SMCConfig) -> RoundShape:
-    """Return the shape of batches at temperature 0."""
-    budget = Budget(config.num_particles, config.num_steps) if config.adaptive else None
-    shape = shape_of_server(_at_temperature_0(config))
-    return shape._replace(budget=budget, walks=False, branches=True)
+def _greedy(
+    config: SMCConfig, rungs: Sequence[Budget | None]
+) -> list[tuple[Budget | None, RoundShape]]:
+    """Return the shapes of batches at temperature 0, by N, with the most steps."""
+    greedy, most = _at_temperature_0(config), config.num_steps
+    of_n = [one for one in reversed(rungs) if one is None or (one[0] > 1 and one[1] == most)]
+    shapes = [(rung, shape_of_server(greedy, rung)) for rung in of_n]
+    return [(rung, shape._replace(walks=False, branches=True)) for rung, shape in shapes]
 
 
 def _at_temperature_0(config: SMCConfig) -> SMCConfig:
@@ -367,9 +368,10 @@ def record_rounds(
     found: dict[Budget | None, list[RoundGraphs]] = {}
     for budget, shape in kinds.most_used:
         found.setdefault(budget, []).append(graphs_of(budget, shape, sizes.of_rounds))
-    greedy = graphs_of(None, kinds.greedy, sizes.of_rounds, _at_temperature_0(config))
+    at_0 = _at_temperature_0(config)
+    greedy = [graphs_of(rung, shape, sizes.of_rounds, at_0) for rung, shape in kinds.greedy]
     most_used = [graphs for these in found.values() for graphs in these]
-    every = [of_any, *edited, *most_used, greedy]
+    every = [of_any, *edited, *most_used, *greedy]
     _record_all(every, record, ranks)
     of_budget = {budget: [*these, *edited, of_any] for budget, these in found.items()}
     launched = min(room.launched, sizes.of_passes[-1])  # so that their passes are replayed

@@ -181,7 +181,9 @@ class Steps:
             q = q if matches is None else matches.mixed(self.ops, q)
             tokens, log_q_of_tokens = q.sample(self.ops, at_step)
             if batch.shape.branches:
-                tokens, log_q_of_tokens = self._branched(batch, q, same_text, tokens)
+                likely = trees.branch(q.scores.view(*tokens.shape, -1), same_text)
+                tokens = torch.where(settings.greedy.unsqueeze(1), likely, tokens)
+                log_q_of_tokens = q.score(self.ops, tokens)
             if equal is not None:
                 where = batch.rows, slots.positions[step + 2], slots.slots[step + 2]
                 equal = self.ledger.share(*where, equal, tokens)
@@ -201,19 +203,6 @@ class Steps:
             watchable,
             held,
         )
-
-    def _branched(
-        self, batch: RoundBatch, q: TokenDistribution, same_text: torch.Tensor, drawn: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Replace the ``drawn`` tokens ``[G, N]`` of greedy requests by branches of a tree.
-
-        Returns:
-            The tokens and their log q, ``[G, N]``.
-        """
-        log_q = q.log_probs(self.ops).view(*drawn.shape, -1)  # [G, N, V]
-        greedy = batch.settings.greedy.unsqueeze(1)
-        tokens = torch.where(greedy, trees.branch(log_q, same_text), drawn)
-        return tokens, log_q.gather(2, tokens.unsqueeze(2)).squeeze(2)
 
     def _q(
         self,
@@ -594,6 +583,8 @@ class Round:
             vocab_size = tables.requests.vocab_size
             rules = TextRules.of(BatchTexts(list(reqs), before, vocab_size, rows.device))
         edits = tables.edits.of_round(reqs, rows, settings, before) if shape.edits else None
+        # Sampled chains that are verified must be independent.
+        dependent = settings.weighs | settings.greedy if shape.branches else settings.weighs
         batch = RoundBatch(
             reqs=list(reqs),
             shape=shape,
@@ -604,7 +595,7 @@ class Round:
             column=torch.arange(shape.num_steps, device=rows.device),
             furthest=furthest.expand_as(starts),
             last_two=last_two,
-            may_stratify=before.present & (settings.weighs | settings.greedy).unsqueeze(1),
+            may_stratify=before.present & dependent.unsqueeze(1),
             settings=settings,
             p_rules=p_rules,
             q_rules=q_rules,

@@ -4,7 +4,7 @@ import torch
 
 from sglang_smc.ops.interface import Ops
 from sglang_smc.round.batch import Decision, Drafts, RoundBatch
-from sglang_smc.smc import trees, verification, weighing
+from sglang_smc.smc import verification, weighing
 from sglang_smc.smc.distribution import NextTokens, TokenDistribution
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.state.population import Population
@@ -21,27 +21,30 @@ def verify(
 ) -> Decision:
     """Keep the columns that the block's evidence covers, or that exact verification accepts.
 
-    The longer of the two is kept. At temperature 0 the chains are a tree, of which the tokens
-    that follow the target are kept. All particles become copies of one winner: they start and end
-    such a round with one sequence, which is emitted at once. With masks, the masked and
-    renormalised distributions are compared.
+    The longer of the two is kept. Trees, at temperature 0, keep what the evidence covers: the
+    target's own tokens. All particles become copies of one winner: they start and end such a round
+    with one sequence, which is emitted at once. With masks, the masked and renormalised
+    distributions are compared.
 
     Args:
         p, log_p: ``[G, N, K + 1]`` the target distribution, and log p of the draft tokens.
         failure: ``[G]`` int64 `Failure`.
     """
     settings = batch.settings
-    positions = batch.starts.unsqueeze(2) + batch.column  # [G, N, K]
-    uniforms = ops.uniforms(settings.seeds, positions, Purpose.ACCEPT)
-    sizes = {"num_chains": settings.num_particles, "num_steps": settings.num_steps}
-    chains = drafts.tokens, drafts.ends, p
-    found = None
-    if drafts.q is not None:
-        found = verification.verify(ops, *chains, drafts.q, uniforms, **sizes)
-    if batch.shape.branches:
-        tree = trees.follow(ops, *chains, uniforms[:, 0], **sizes)
-        found = tree if found is None else weighing.choose(settings.greedy, tree, found)
-    assert found is not None, "a round that verifies has sampled chains or trees"
+    if drafts.q is None:
+        found = verification.nothing(settings.num_steps)
+    else:
+        positions = batch.starts.unsqueeze(2) + batch.column  # [G, N, K]
+        found = verification.verify(
+            ops,
+            drafts.tokens,
+            drafts.ends,
+            p,
+            drafts.q,
+            ops.uniforms(settings.seeds, positions, Purpose.ACCEPT),
+            num_chains=settings.num_particles,
+            num_steps=settings.num_steps,
+        )
     kept = ops.keep(
         found,
         log_p,
@@ -63,12 +66,11 @@ def verify(
         of_groups.unsqueeze(1).expand(batch.starts.shape).flatten()
         for of_groups in (kept.row, found.left)
     )
-    next_tokens = NextTokens(
-        p._replace(rows=row, log_mass=None),
-        masses,
-        kept.rejects,
-        TokenDistribution.of_log_probs(found.residuals.log(), left),
-    )
+    residual = None
+    if drafts.q is not None:
+        residual = TokenDistribution.of_log_probs(found.residuals.log(), left)
+    law = p._replace(rows=row, log_mass=None)
+    next_tokens = NextTokens(law, masses, kept.rejects, residual)
     return one_lineage(population, kept, next_tokens, failure)
 
 

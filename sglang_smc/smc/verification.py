@@ -291,6 +291,12 @@ def verify(
     return walk.found
 
 
+def nothing(num_steps: torch.Tensor) -> Verified:
+    """Return that no draft token of ``num_steps`` ``[G]`` is accepted, and none rejected."""
+    none = torch.zeros_like(num_steps)
+    return Verified(none, none, none.bool(), none, none.new_empty(0, 0).float())
+
+
 def begin_walk(chains: Chains, num_chains: torch.Tensor, vocab_size: int) -> Walk:
     """Return the walk at the root, with all ``num_chains`` ``[G]`` int64 >= 1 of each group."""
     size, max_chains, max_steps = chains.tokens.shape

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-WHOLE_VOCABULARY = 1 << 30  # SGLang's top_k without a filter
-
 
 class TableEntry(NamedTuple):
     """Source of one row of the tables; it references the request's options, without a copy."""
@@ -159,14 +157,13 @@ def _values(entry: TableEntry) -> dict[str, Any]:
     """Return one request's value for each column except the stop mask."""
     params, config = entry.params, entry.config
     assert params.max_new_tokens is not None, "SGLang's scheduler bounds it as a request comes in"
-    greedy = params.top_k == 1  # so that filters are without effect, and would cut trees
     return {
         "seeds": entry.seed,
         "temperature": params.temperature,
-        "top_k": WHOLE_VOCABULARY if greedy else params.top_k,
-        "top_p": 1.0 if greedy else params.top_p,
-        "min_p": 0.0 if greedy else params.min_p,
-        "greedy": greedy,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "greedy": params.top_k == 1,
         "last_position": params.max_new_tokens - 1,
         "min_new_tokens": params.min_new_tokens,
         "may_stop": not params.ignore_eos,

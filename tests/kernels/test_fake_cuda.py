@@ -42,6 +42,7 @@ class Case(NamedTuple):
 
 FILTERS = {"kinds": FilterKinds(filtered=True, greedy=True)}
 ANYTHING = shape_of_any(SMCConfig(), None, recorded_logprobs(VOCAB_SIZE))._asdict()
+GREEDY = {"walks": False, "branches": True}
 # One request of a batch asks for log-probabilities, or edits logits.
 SHOWN = {"edits": True, "logprobs": recorded_logprobs(VOCAB_SIZE)}
 ROUNDS = {
@@ -55,7 +56,8 @@ ROUNDS = {
     "shown": Case(SMCConfig(), SHOWN, Limits(259, 76, 81)),
     "shown, filtered": Case(SMCConfig(), {**SHOWN, **FILTERS}, Limits(309, 76, 81)),
     "exact, shown": Case(SMCConfig(mode="exact"), SHOWN, Limits(323, 81, 115)),
-    "anything": Case(SMCConfig(), ANYTHING, Limits(431, 110, 121)),
+    "greedy": Case(SMCConfig(mode="exact"), GREEDY, Limits(296, 34, 64)),
+    "anything": Case(SMCConfig(), ANYTHING, Limits(531, 124, 121)),
 }
 
 

@@ -69,16 +69,17 @@ def test_at_temperature_0_a_round_of_trees_is_replayed(is_adaptive: bool) -> Non
     """On any budget of several particles; a single one is replayed with other requests."""
     config = SMCConfig(num_particles=4, num_steps=4, adaptive=is_adaptive)
     kinds, play = Kinds.of(config, LOGPROBS), Any
-    trees = RoundGraphs(play, kinds.greedy, play, [1, 2])
+    trees = [RoundGraphs(play, shape, play, [1, 2]) for _, shape in kinds.greedy]
+    assert [one.shape.num_particles for one in trees] == ([2, 4] if is_adaptive else [4])
     own: dict[Budget | None, list[RoundGraphs]] = {}
     for budget, recorded in kinds.most_used:
         own.setdefault(budget, []).append(RoundGraphs(play, recorded, play, [1, 2]))
     found = Recordings(own, trees, plan_sizes([1, 2], 2, 2), LogprobTable(3, 2, 5, "cpu"))
     for budget, graphs in own.items():
-        bound = budget or Budget(4, 4)
-        sizes = {"budget": budget, "num_particles": bound[0], "num_steps": bound[1]}
-        if bound.num_particles > 1 and bound.num_steps:
-            assert found.find(kinds.greedy._replace(**sizes)) is trees
+        n, k = budget or Budget(4, 4)
+        if n > 1 and k:
+            asked = trees[-1].shape._replace(budget=budget, num_particles=n, num_steps=k)
+            assert found.find(asked) is next(one for one in trees if one.shape.num_particles >= n)
         assert found.find(graphs[0].shape) is graphs[0]
         assert graphs[0].shape.kinds.greedy and not graphs[0].shape.branches
 
@@ -95,7 +96,7 @@ def found(table: LogprobTable) -> Recordings:
     kinds, play = Kinds.of(SMCConfig(num_particles=2, num_steps=2), LOGPROBS), cast("Any", None)
     shapes = [*(shape for _, shape in [*kinds.most_used, *kinds.edited]), kinds.any[1]]
     graphs = [RoundGraphs(play, shape, play, [1, 2]) for shape in shapes]
-    greedy = RoundGraphs(play, kinds.greedy, play, [1])
+    greedy = [RoundGraphs(play, shape, play, [1]) for _, shape in kinds.greedy]
     return Recordings({None: graphs}, greedy, plan_sizes([1, 2], 2, 2), table)
 
 
