@@ -61,11 +61,6 @@ class RoundShape(NamedTuple):
     methods: tuple[str, ...]  # resampling methods that occur
 
     @property
-    def verifies(self) -> bool:
-        """Return whether some request's rounds verify drafts."""
-        return self.walks or self.branches
-
-    @property
     def num_rows(self) -> int:
         """Return the most tokens of one request that the target reads."""
         return self.num_particles * (self.num_steps + 1)

@@ -277,7 +277,8 @@ class Steps:
         log_p = p._replace(log_mass=None).score(self.ops, tokens)
         of_drafts = log_p, drafts.log_q, drafts.before_end, drafts.ends
         failure = failure_of_round(*of_drafts, ~population.ended)
-        if not shape.verifies or shape.num_steps == 0:  # with K = 0 the target draws the next token
+        verifies = shape.walks or shape.branches
+        if not verifies or shape.num_steps == 0:  # with K = 0 the target draws the next token
             return self._weigh(batch, population, drafts, p, log_p, failure)
         verified = verify(batch, population, drafts, p, log_p, failure, self.ops)
         if not shape.weighs:
@@ -364,7 +365,7 @@ class Steps:
         same_text = self.ops.same_text(texts, population.lengths, batch.may_stratify)
         own = self.ops.uniforms(settings.seeds, positions, Purpose.BONUS)
         numbers, _ = self.ops.stratify(own, same_text)
-        if batch.shape.verifies:
+        if batch.shape.walks or batch.shape.branches:
             # After verification all particles are copies of one, and must draw the same token.
             numbers = torch.where(settings.weighs.unsqueeze(1), numbers, own[:, :1])
         tokens = next_tokens.sample(self.ops, numbers).unsqueeze(2)  # [G, N, 1]
