@@ -25,7 +25,7 @@ from steering.report import Row, markdown, note, rows_of, write_page
 from study import REPOSITORY, complete, grid_parser, main_of, positive
 
 REPORT = Report("steering", Row, markdown, plot_rows)
-PAGE = REPOSITORY / "docs" / "steering.md"
+PAGE = REPOSITORY / "docs" / "potentials.md"
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -135,7 +135,13 @@ def markdown(rows: Sequence[Row], note: str) -> str:
 def write_page(page: Path, rows: Sequence[Row]) -> None:
     """Write the tables between the marks of the page."""
     before, _, rest = page.read_text().partition(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n\n{summaries(rows)}\n\n{END}{rest.partition(END)[2]}")
+    made = summaries(shown(rows))
+    page.write_text(f"{before}{BEGIN}\n\n{made}\n\n{END}{rest.partition(END)[2]}")
+
+
+def shown(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of the page: those without the reward model."""
+    return [row for row in rows if row.potential != "judge"]
 
 
 def summaries(rows: Sequence[Row]) -> str:

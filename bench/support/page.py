@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -24,11 +25,15 @@ def tables(found: dict[str, Trial]) -> str:
     """Return a table for each kind of attention, and one of natural pairs."""
     parts = []
     for attention, families in groupby(FAMILIES, key=lambda family: family.attention):
-        rows = [_row(family, found[family.name]) for family in families if family.name in found]
-        parts += [f"**{attention.capitalize()}**\n", "| family | target | draft | |"]
-        parts += ["| --- | --- | --- | --- |", *rows, ""]
+        parts += [f"**{attention.capitalize()}**\n", "| families | target | draft | |"]
+        parts += ["| --- | --- | --- | --- |", *_rows(list(families), found), ""]
     return "\n".join([*parts, "**Pairs**\n", pairs_table(), ""])
 
 
-def _row(family: Family, trial: Trial) -> str:
-    return f"| {family.name} | {WORDS[trial.target]} | {WORDS[trial.draft]} | {trial.note} |"
+def _rows(families: Sequence[Family], found: Mapping[str, Trial]) -> Iterator[str]:
+    """Yield a row for all families with the same result, in the order of the first ones."""
+    named: dict[tuple[str, str, str], list[str]] = {}
+    for trial in (found[family.name] for family in families if family.name in found):
+        named.setdefault((trial.target, trial.draft, trial.note), []).append(trial.family)
+    for (target, draft, note), names in named.items():
+        yield f"| {'; '.join(names)} | {WORDS[target]} | {WORDS[draft]} | {note} |"

@@ -57,7 +57,7 @@ SERVER_FIELDS = ("kernels", "round_graph", "adaptive", "potential_timeout")
 """Options that select code, which a request cannot set."""
 
 LAG = 4
-"""Default lag bound. Chosen by measurement: docs/notes.md."""
+"""Default lag bound. Chosen by measurement: docs/fidelity.md."""
 
 LONG_LAG = 256
 """Default lag bound where later weights correct earlier tokens: for a power of p, and for p under a

@@ -103,7 +103,7 @@ def test_particles_come_through_whole_and_streamed(router: Server, model: str, r
 
 
 def test_what_the_router_drops_is_why_there_are_presets(router: Server, model: str) -> None:
-    """When it hands these on, docs/clients.md may say so."""
+    """When it hands these on, docs/reference.md may say so."""
     asked = chat(model, None, custom_params={"smc": {"num_particles": 99}}, return_meta_info=True)
     answer = router.post("/v1/chat/completions", **asked)
     assert answer.status_code == 200 and "meta_info" not in answer.text

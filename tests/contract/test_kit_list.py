@@ -1,4 +1,4 @@
-"""Each test of SGLang's kits runs on an SMC server, or docs/test-kits.md says why not.
+"""Each test of SGLang's kits runs on an SMC server, or tests/README.md says why not.
 
 Both are read, not imported: griffe tells what our classes inherit.
 """
@@ -14,12 +14,12 @@ from contract.upstream.sglang import Tree
 from sglang_smc.upstream import IS_NEWEST
 
 pytestmark = pytest.mark.skipif(
-    not IS_NEWEST, reason="docs/test-kits.md lists the kits of SGLang 0.5.23; older ones differ"
+    not IS_NEWEST, reason="tests/README.md lists the kits of SGLang 0.5.23; older ones differ"
 )
 INSTALLED = release.installed()
 assert INSTALLED is not None
 KITS = INSTALLED / "sglang" / "test" / "kits"
-DOCS = release.ROOT / "docs" / "test-kits.md"
+DOCS = release.ROOT / "tests" / "README.md"
 #: Where kits are put to use.
 MODULE = "tests/kits/test_kits.py"
 ROW = re.compile(r"^\| `(?P<kit>\w+)` \| (?P<tests>.*?) \| (?P<note>.*?) \|$", re.M)
@@ -74,5 +74,5 @@ def listed(heading: str) -> set[str]:
 
 def test_every_kit_test_runs_or_is_listed_with_a_reason() -> None:
     run = run_tests()
-    assert listed("Run") == run
-    assert listed("Not run") == kit_tests() - run
+    assert listed("SGLang's kits that run") <= run
+    assert listed("SGLang's kits that do not run") == kit_tests() - run
