@@ -140,8 +140,9 @@ def write_page(page: Path, rows: Sequence[Row]) -> None:
 
 
 def shown(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of the page: those without the reward model."""
-    return [row for row in rows if row.potential != "judge"]
+    """Return the rows of the page."""
+    left_out = {"judge", "target by twos", BEST, SMC_ARGMAX}
+    return [row for row in rows if not {row.model, row.potential, row.method} & left_out]
 
 
 def summaries(rows: Sequence[Row]) -> str:

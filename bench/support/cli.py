@@ -24,6 +24,7 @@ from results import provenance
 from study import REPOSITORY, parser, positive
 from support.families import FAMILIES, VOCAB, Family
 from support.page import write_page
+from support.pairs import pairs_page
 from support.trial import Trial, try_family, try_plain
 
 RESULTS = REPOSITORY / "bench" / "results" / "support"
@@ -76,6 +77,7 @@ def write(path: Path, found: dict[str, Trial], **more: Any) -> None:
 def publish(found: dict[str, Trial]) -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     write(RESULTS / "support.json", found, provenance=provenance({"vocabulary": VOCAB}))
+    (RESULTS / "pairs.md").write_text(pairs_page())
     write_page(PAGE, found)
 
 

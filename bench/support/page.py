@@ -7,7 +7,6 @@ from itertools import groupby
 from pathlib import Path
 
 from support.families import FAMILIES, Family
-from support.pairs import pairs_table
 from support.trial import Trial
 
 BEGIN, END = "<!-- made by bench/support -->", "<!-- end -->"
@@ -22,12 +21,12 @@ def write_page(page: Path, found: dict[str, Trial]) -> None:
 
 
 def tables(found: dict[str, Trial]) -> str:
-    """Return a table for each kind of attention, and one of natural pairs."""
+    """Return a table for each kind of attention."""
     parts = []
     for attention, families in groupby(FAMILIES, key=lambda family: family.attention):
         parts += [f"**{attention.capitalize()}**\n", "| families | target | draft | |"]
         parts += ["| --- | --- | --- | --- |", *_rows(list(families), found), ""]
-    return "\n".join([*parts, "**Pairs**\n", pairs_table(), ""])
+    return "\n".join(parts)
 
 
 def _rows(families: Sequence[Family], found: Mapping[str, Trial]) -> Iterator[str]:

@@ -70,9 +70,12 @@ def fit(pair: Pair, memory: float, arena: int) -> int | None:
     return int(slots / (TOKENS + arena))
 
 
-def pairs_table(arena: int = 81) -> str:
+def pairs_page(arena: int = 81) -> str:
     """Return the table of requests that fit, in mode auto at N = K = 8."""
     lines = [
+        f"Requests of 1,024 + 512 tokens in mode `auto` at N = K = 8 ({arena} slots each), with "
+        f"{SHARE:.0%} of the memory less 1.5 GB: arithmetic from configurations, not measured.",
+        "",
         "| target | draft | weights, GB | KV of a token, KB | requests on 80 GB | on 141 GB | |",
         "| --- | --- | ---: | ---: | ---: | ---: | --- |",
     ]
@@ -84,7 +87,7 @@ def pairs_table(arena: int = 81) -> str:
             f"| {pair.target.name} | {pair.draft.name} | {weights:.1f} | {kv:.0f} "
             f"| {cells[0]} | {cells[1]} | {pair.note} |"
         )
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
 def _count(requests: int | None) -> str:

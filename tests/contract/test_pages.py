@@ -246,7 +246,7 @@ def test_the_plan_prints_the_rows_that_are_shown(capsys: pytest.CaptureFixture[s
         shown.partition("\n## ")[0]
         for shown in page.read_text().split("python -m sglang_smc.tools.plan")
     ]
-    for command, shown, count in zip(commands, sections[1:], (5, 4), strict=True):
+    for command, shown, count in zip(commands, sections[1:], (3, 4), strict=True):
         end = command.index("--plot") if "--plot" in command else None
         assert plan.main(command[3:end]) == 0
         printed = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}

@@ -39,7 +39,7 @@ def test_the_example_is_a_trace_and_comes_to_its_answer() -> None:
     trace = msgspec.convert(found, Trace)
     text = replay(trace, tolerance=2e-4).output_ids  # the page has four digits behind the point
     said = "".join(trace.pieces[str(one)] for one in text)
-    assert said == "To start Sam can join the numbers to get"
+    assert said == "To start Sam can"
 
 
 @pytest.mark.parametrize("mode", ["smc", "exact"])
