@@ -56,7 +56,7 @@ def edit_logits(logits: torch.Tensor, edits: Edits, drafts: torch.Tensor, first:
 def count_tokens(
     columns: EditColumns, rows: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor
 ) -> None:
-    """Count newly settled tokens, for the requests that penalize.
+    """Count newly emitted tokens, for the requests that penalize.
 
     Reference: `sglang_smc.smc.edits.count_tokens`, same arguments, equal counts: sums of integers
     do not depend on their order.

@@ -119,7 +119,7 @@ def _repeated(copies, particle, last):
 
 
 @triton.jit
-def _settled(fractions, uniforms, particle, num_particles):
+def _in_pairs(fractions, uniforms, particle, num_particles):
     """Return fractions raised to 1 or lowered to 0 in pairs, see `smc.weighing.ssp`."""
     undecided = 0
     for other in range(1, num_particles):
@@ -151,8 +151,8 @@ def _drawn(weights, uniforms, particle, num_particles, size, scheme):
         certain = _repeated(copies, particle, num_particles - 1)
         rest = _ancestors(fractions, points, particle)
         return tl.where(particle < tl.sum(copies, 0), certain, rest)
-    settled = _settled(fractions, uniforms, particle, num_particles)
-    return _repeated(copies + tl.floor(settled + 0.5).to(tl.int32), particle, num_particles - 1)
+    rounded = _in_pairs(fractions, uniforms, particle, num_particles)
+    return _repeated(copies + tl.floor(rounded + 0.5).to(tl.int32), particle, num_particles - 1)
 
 
 @triton.jit

@@ -56,7 +56,7 @@ def _monitor(scheduler: "Scheduler") -> "Monitor":
 
 def _state(scheduler: "Scheduler") -> dict[str, Any]:
     monitor = _monitor(scheduler)
-    config = monitor.dial.settled(request_config(config_of(scheduler.server_args), None))
+    config = monitor.dial.with_threshold(request_config(config_of(scheduler.server_args), None))
     now = apply_budget(config, active_budget())
     names = (name for name in SERVER_ARGS_FIELDS if name != "evidence_threshold")
     table = memory()

@@ -8,6 +8,8 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_smc.guard import grammar_cache
 from sglang_smc.process import active_config, active_monitor
 from sglang_smc.rules import registry
+from sglang_smc.rules.grammar import Grammar
+from sglang_smc.rules.stopping import StopTexts
 from sglang_smc.server.hooks import Patch
 from sglang_smc.state.failures import end_failed, take_mark
 from sglang_smc.state.request import RequestState, find_state, publish, rewind_stream
@@ -28,16 +30,16 @@ def update_finish_state(original: Callable, req: "Req", new_accepted_len: int = 
     state = find_state(req)
     if state is None:
         num_new = new_accepted_len
-        registry.leave(req)
+        StopTexts.remove_patterns(req)  # one that generates nothing
     else:
-        _judge_prefill(req, state)
+        _end_after_prefill(req, state)
         num_new = new_accepted_len + state.open_token.take()
         if state.open_token.is_open:
             num_new = 0
             state.open_token.hold(req)
     if num_new > 0 or req.to_finish:
         original(req, num_new)
-        registry.judge(req)
+        StopTexts.end_at_match(req)
     if state is not None and (monitor := active_monitor()) is not None:
         if req.stream:
             _time_chunk(req, state, monitor, num_new)
@@ -54,14 +56,14 @@ def _time_chunk(req: "Req", state: RequestState, monitor: "Monitor", num_new: in
         state.last_chunk = monitor.time_chunk(state.last_chunk, kept)
 
 
-def _judge_prefill(req: "Req", state: RequestState) -> None:
+def _end_after_prefill(req: "Req", state: RequestState) -> None:
     """End a request if its prefill has found that it cannot go on."""
     code = take_mark(req)
     if not code:
-        registry.judge_first(req)
+        Grammar.end_at_first_token(req)
         rewind_stream(req)
         return
-    registry.forget(req)
+    Grammar.release(req)
     if not end_failed(req, code):
         return
     state.count_nan()
@@ -75,9 +77,9 @@ def next_output_finishes_by_length(original: Callable, req: "Req") -> bool:
 
 
 def reset_for_retract(original: Callable, req: "Req") -> None:
-    """Drop a token that is not settled, so that the next prefill does not process it."""
+    """Drop an open token, so that the next prefill does not process it."""
     if find_state(req) is not None:
-        registry.withdraw(req)
+        registry.withdraw_token(req)
     original(req)
 
 
@@ -116,7 +118,7 @@ PATCHES = (
         function=next_output_finishes_by_length,
         what="Says no of a request with potentials or a vote.",
         why="SGLang leaves a request out of the next batch if the result under way must finish it, "
-        "by its length. A round that holds the last token back, until potentials have judged the "
+        "by its length. A round that holds the last token back, until potentials have scored the "
         "text, does not: the request would never be looked at again.",
         relies_on=("srt/managers/scheduler.py:4456 (asks under the overlap schedule)",),
         retire_when="SGLang asks the algorithm whether a result finishes a request.",

@@ -11,8 +11,8 @@ from sglang_smc.kv.report import Table
 from sglang_smc.options.policy import Costs, Policy, RoundCosts
 from sglang_smc.options.request import Budget
 from sglang_smc.options.server import ALGORITHM, SMCConfig
-from sglang_smc.potentials import calls
-from sglang_smc.potentials.calls import Caller
+from sglang_smc.potentials import runner
+from sglang_smc.potentials.runner import PotentialRunner
 from sglang_smc.state.metrics import Monitor
 from sglang_smc.state.ranks import RankCheck
 from sglang_smc.upstream import Arguments
@@ -33,17 +33,20 @@ def is_smc(server_args: Arguments) -> bool:
 
 def config_of(server_args: Arguments) -> SMCConfig:
     """Return the options of an SMC server with these arguments."""
-    settled = upstream.resolved(server_args)
-    config = SMCConfig.from_server_args(settled)
-    return config if drafts_all(settled) else replace(config, drafts_all=False)
+    resolved = upstream.resolved(server_args)
+    config = SMCConfig.from_server_args(resolved)
+    return config if drafts_all(resolved) else replace(config, drafts_all=False)
 
 
-def drafts_all(settled: Arguments) -> bool:
+def drafts_all(resolved: Arguments) -> bool:
     """Return whether the draft model of these resolved arguments may draft any token."""
     from sglang_smc.models.head_kinds import knows_all
 
-    path, revision = settled.speculative_draft_model_path, settled.speculative_draft_model_revision
-    return path is None or knows_all(path, revision, settled.trust_remote_code)
+    path, revision = (
+        resolved.speculative_draft_model_path,
+        resolved.speculative_draft_model_revision,
+    )
+    return path is None or knows_all(path, revision, resolved.trust_remote_code)
 
 
 def potentials_of(server_args: Arguments) -> tuple[str, ...]:
@@ -51,11 +54,13 @@ def potentials_of(server_args: Arguments) -> tuple[str, ...]:
     return tuple(upstream.resolved(server_args).speculative_smc_potential or ())  # pyright: ignore[reportAttributeAccessIssue] -- ours
 
 
-def callers_of(server_args: Arguments, config: SMCConfig, monitor: Monitor) -> dict[str, Caller]:
-    """Return the callers of a server's potentials; of several ranks only the first calls them."""
+def open_runners(
+    server_args: Arguments, config: SMCConfig, monitor: Monitor
+) -> dict[str, PotentialRunner]:
+    """Return the runners of a server's potentials; of several ranks only the first opens them."""
     given, seconds = potentials_of(server_args), config.potential_timeout
     opens = get_parallel().tp_rank == 0
-    return calls.callers_of(given, seconds, monitor.time_potential, opens=opens)
+    return runner.open_runners(given, seconds, monitor.time_potential, opens=opens)
 
 
 def set_policy(policy: Policy | None) -> None:

@@ -48,10 +48,10 @@ class SMCWorker(WeightUpdates):
         **placement: Any,
     ) -> None:
         super().__init__()
-        settled = upstream.resolved(server_args)
+        resolved = upstream.resolved(server_args)
         self.config = process.config_of(server_args)
-        assert settled.device is not None, "SGLang finds one as it reads its arguments"
-        self.device = settled.device
+        assert resolved.device is not None, "SGLang finds one as it reads its arguments"
+        self.device = resolved.device
         self._target_worker = target_worker
         self._draft_worker = None
         if not self.config.has_no_draft:
@@ -60,18 +60,18 @@ class SMCWorker(WeightUpdates):
         self._ops = operations(self.config, *models, self.device, group)
         if self._ops.kind == "torch":  # attention that reads lengths on the host
             self.config = msgspec.structs.replace(self.config, round_graph="off")
-        self._corpus = drafts.corpus_of(settled, self.config)
-        self._graph_sizes = graph.graph_sizes(settled)
+        self._corpus = drafts.corpus_of(resolved, self.config)
+        self._graph_sizes = graph.graph_sizes(resolved)
         self._recordings: graph.Recordings | None = None
         self._round_graph_gigabytes = 0.0
-        self.monitor = Monitor(settled.decode_log_interval)
+        self.monitor = Monitor(resolved.decode_log_interval)
         process.set_monitor(self.monitor)
         seed = target_worker.random_seed
         assert seed is not None, "SGLang draws one where it is given none"
         replica = upstream.replica_of(placement)
-        callers = process.callers_of(server_args, self.config, self.monitor)
+        runners = process.open_runners(server_args, self.config, self.monitor)
         dial = self.monitor.dial
-        self._states = RequestStates.of_replica(self.config, seed, replica, dial, callers)
+        self._states = RequestStates.of_replica(self.config, seed, replica, dial, runners)
 
     def alloc_memory_pool(
         self,

@@ -16,7 +16,7 @@ from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo
 
 from sglang_smc.potentials import Potential
 from sglang_smc.potentials import Text as Asked
-from sglang_smc.potentials.calls import Caller
+from sglang_smc.potentials.runner import PotentialRunner
 
 LETTERS = "ab"
 _COMPILER = GrammarCompiler(TokenizerInfo([*LETTERS, "</s>"], stop_token_ids=[EOS]))
@@ -110,9 +110,9 @@ def log_phi(output: str, weight: float = 0.8) -> float:
     return -math.inf if output.startswith("aab") else weight * output.count("b")
 
 
-def callers(seconds: float = 60.0, **potentials: Potential) -> dict[str, Caller]:
-    """Who asks them, as a server does."""
-    return {name: Caller(name, potential, seconds) for name, potential in potentials.items()}
+def runners(**potentials: Potential) -> dict[str, PotentialRunner]:
+    """Return their runners, as a server has them."""
+    return {name: PotentialRunner(name, phi, 60.0) for name, phi in potentials.items()}
 
 
 def times_phi(masses: dict[Text, float], phi: Callable[[str], float]) -> dict[Text, float]:

@@ -13,7 +13,7 @@ from sglang_smc.ops.interface import Ops
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.request import OFF, Budget
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.potentials.calls import Caller
+from sglang_smc.potentials.runner import PotentialRunner
 from sglang_smc.proposers.ngram import Corpus
 
 VOCAB, EOS, LENGTH, NUM_RUNS = 3, 2, 5, 1200
@@ -74,7 +74,7 @@ def run(
     asked: dict[str, Any] | tuple[dict[str, Any], ...] | None = None,
     ops: Ops = TORCH,
     corpus: Corpus | None = None,
-    callers: Mapping[str, Caller] = MappingProxyType({}),
+    runners: Mapping[str, PotentialRunner] = MappingProxyType({}),
 ) -> Outcome:
     """Serve requests in ``rows``, or all of them, in one batch; every slot stays where it belongs.
 
@@ -83,7 +83,7 @@ def run(
     """
     sizes = {"num_requests": num_runs, "max_new_tokens": LENGTH, "eos": EOS}
     own = {"chosen": chosen, "budgets": budgets, "grammar": grammar, "asked": asked, "ops": ops}
-    worker = ToyWorker(config, *pair, **sizes, **own, corpus=corpus, callers=callers)
+    worker = ToyWorker(config, *pair, **sizes, **own, corpus=corpus, runners=runners)
     outcome = worker.run(list(range(1, num_runs + 1)) if rows is None else rows)
     worker.check_owned()
     return outcome

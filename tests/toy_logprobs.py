@@ -11,7 +11,7 @@ from sglang.srt.managers.scheduler_components.batch_result_processor import (
 from toy_worker import ToyRequest, ToyWorker
 
 from sglang_smc.kv.transfer import each_tensor
-from sglang_smc.state.request import deliver, has_open_token, settle
+from sglang_smc.state.request import deliver, has_open_token, set_logprob
 
 Shown = tuple[int, list[int] | None] | None
 """How many of the likeliest tokens, and which tokens of its own; None asks for nothing."""
@@ -74,7 +74,7 @@ class AskingWorker(ToyWorker):
             if not req.return_logprob:
                 continue
             if has_open_token(req) and result.first_tokens[i] >= 0:
-                settle(req, 0, int(result.first_tokens[i]), float(settled.first[i]))
+                set_logprob(req, 0, int(result.first_tokens[i]), float(settled.first[i]))
             of_req = {"i": i, "req": req, "batch": batch, "logits_output": output}
             of_token = {"next_token_id": own[i], "next_token_logprobs": logprobs}
             Books._apply_decode_logprobs(None, **of_req, **of_token)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from sglang_smc.ops.interface import Ops
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.request import Budget
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.potentials.calls import Caller
+from sglang_smc.potentials.runner import PotentialRunner
 from sglang_smc.proposers.base import LanguageModel
 from sglang_smc.proposers.ngram import Corpus
 from sglang_smc.round.batch import Tables
@@ -109,7 +109,7 @@ class ToyWorker:
 
     Row r asks for ``chosen[(r - 1) % len(chosen)]`` as its `custom_params["smc"]`, and for
     ``asked``, or one of several in turn: sampling parameters and a processor. Each has the grammar
-    that ``grammar()`` makes for it, and ``callers`` ask its potentials. The i-th round is bounded
+    that ``grammar()`` makes for it, and ``runners`` query its potentials. The i-th round is bounded
     by ``budgets[i % len(budgets)]``. Tables are where the target's language is.
     """
 
@@ -128,9 +128,9 @@ class ToyWorker:
         asked: dict[str, Any] | tuple[dict[str, Any], ...] | None = None,
         ops: Ops = TORCH,
         corpus: Corpus | None = None,
-        callers: Mapping[str, Caller] = MappingProxyType({}),
+        runners: Mapping[str, PotentialRunner] = MappingProxyType({}),
     ) -> None:
-        self.ops, self.grammar, self.corpus, self.callers = ops, grammar, corpus, callers
+        self.ops, self.grammar, self.corpus, self.runners = ops, grammar, corpus, runners
         self.asked = asked if isinstance(asked, tuple) else (asked or {},)
         self.config, self.limit, self.eos, self.chosen = config, max_new_tokens, eos, chosen
         self.budgets, self.num_reserved = budgets, 0
@@ -165,7 +165,7 @@ class ToyWorker:
         worker._steps = Steps(models[0], drafts, tables.ledger, self.ops)
         worker._corpus = self.corpus
         worker._round = Round(worker._steps, tables, self.ops, self.corpus)
-        worker._states = RequestStates(config, random_seed=0, callers=self.callers)
+        worker._states = RequestStates(config, random_seed=0, runners=self.runners)
         worker._recordings = None
         worker.monitor = Monitor(40)
         return worker
@@ -206,7 +206,7 @@ class ToyWorker:
         """Book what a round says of a request, as SGLang and `SMCBatchResult.resolve` do."""
         state, firsts = req.smc_state, result.first_tokens
         if has_open_token(req) and (token := int(firsts[group])) >= 0:  # type: ignore[arg-type]
-            registry.settle(req, token, None)  # type: ignore[arg-type]
+            registry.close_token(req, token, None)  # type: ignore[arg-type]
         state.take(result.counters[group].tolist(), replayed=False)
         count = 0 if req.is_stuck else int(result.accept_lens[group])
         new = result.next_token_ids.view(len(result.accept_lens), -1)[group, :count].tolist()

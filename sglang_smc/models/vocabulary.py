@@ -56,13 +56,13 @@ def _tokenizer_of(draft: "TpModelWorker") -> Any:
     """Load the draft's tokenizer, or return None: SGLang loads the target's alone."""
     from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-    settled = upstream.resolved(draft.server_args)
+    resolved = upstream.resolved(draft.server_args)
     try:
         return get_tokenizer(
             draft.model_runner.model_config.model_path,
-            tokenizer_mode=settled.tokenizer_mode,
-            trust_remote_code=settled.trust_remote_code,
-            revision=settled.speculative_draft_model_revision,
+            tokenizer_mode=resolved.tokenizer_mode,
+            trust_remote_code=resolved.trust_remote_code,
+            revision=resolved.speculative_draft_model_revision,
         )
     except (OSError, ValueError, RuntimeError) as error:
         logger.warning(
@@ -80,7 +80,7 @@ def problem(target: Vocabulary, draft: Vocabulary) -> str | None:
         if target.width == draft.width:
             return None
         return (
-            f"{widths}, and without tokenizers nobody can tell whether by padding alone; allowed: "
+            f"{widths}, and without tokenizers it is unknown whether by padding alone; allowed: "
             "the same. Have a tokenizer beside each model, and leave out --skip-tokenizer-init"
         )
     differing = _differing(target, draft) - target.added - draft.added

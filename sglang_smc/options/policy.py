@@ -284,11 +284,11 @@ class Dial:
             return math.inf
         return max(self.scale / tilt - 1.0, 0.0)
 
-    def settled(self, asked: RequestConfig) -> RequestConfig:
+    def with_threshold(self, config: RequestConfig) -> RequestConfig:
         """Return the options with the threshold for their tilt, which stays with the request."""
-        if asked.mode != "auto" or asked.tilt is None:
-            return asked
-        return replace(asked, settled_threshold=self.threshold(asked.tilt))
+        if config.mode != "auto" or config.tilt is None:
+            return config
+        return replace(config, threshold_in_force=self.threshold(config.tilt))
 
     def learn(self, threshold: float, numerator: float, information: float) -> None:
         """Update the estimate with an answer that has ended.

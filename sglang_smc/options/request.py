@@ -30,7 +30,7 @@ from sglang_smc.options.server import (
     flag_of,
     with_mode,
 )
-from sglang_smc.potentials.declared import Asked, asked_of
+from sglang_smc.potentials.spec import PotentialSpec, parse_specs
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -71,7 +71,7 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
     trace: bool = False
     """Return a trace of the particles, round by round, in `meta_info`."""
 
-    potentials: tuple[Asked, ...] = ()
+    potentials: tuple[PotentialSpec, ...] = ()
     """smc: potentials that multiply the target."""
 
     answer_pattern: str | None = None
@@ -83,7 +83,7 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
     greedy: bool = False
     """Not a key: whether the request takes the likeliest token, as at temperature 0."""
 
-    settled_threshold: float | None = None
+    threshold_in_force: float | None = None
     """Not a key: the evidence threshold for its tilt, resolved when the request starts."""
 
     @property
@@ -131,8 +131,8 @@ class RequestConfig(SMCConfig, frozen=True, kw_only=True):
         if self.is_exact:
             return float("inf")
         if self.mode == "auto":
-            settled = self.settled_threshold
-            return AUTO_EVIDENCE_THRESHOLD if settled is None else settled
+            own = self.threshold_in_force
+            return AUTO_EVIDENCE_THRESHOLD if own is None else own
         if not self.is_normalized:
             return 0.0
         if self.evidence_threshold is None:
@@ -158,7 +158,7 @@ def request_config(
     _raise_if(_problems(server, chosen), where)
     own = {**asdict(server), **with_mode(chosen)}
     if POTENTIALS_KEY in chosen:
-        own[POTENTIALS_KEY] = asked_of(chosen[POTENTIALS_KEY])
+        own[POTENTIALS_KEY] = parse_specs(chosen[POTENTIALS_KEY])
     config = RequestConfig(**own, constrained=constrained)
     _raise_if(_conflicts(config, chosen), where)
     return config
@@ -225,7 +225,7 @@ def _problems_of_own(name: str, value: Any) -> list[str]:
     if name == PATTERN_KEY:
         return _problems_of_pattern(value)
     try:
-        asked_of(value)
+        parse_specs(value)
     except ValueError as error:
         return [f"has {error}"]
     return []

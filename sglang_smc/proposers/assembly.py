@@ -211,10 +211,10 @@ def _block(given: Beside, draft: "TpModelWorker") -> Drafting:
     return Drafting(ReadTarget(of_target, *given.over, head), head, BlockPrompts(forward))
 
 
-def corpus_of(settled: "Arguments", config: "SMCConfig") -> "Corpus | None":
+def corpus_of(resolved: "Arguments", config: "SMCConfig") -> "Corpus | None":
     """Return the n-gram corpus of a server, or None where no n-gram matches are used."""
     if not config.keeps_texts:
         return None
     from sglang_smc.proposers.ngram import open_corpus
 
-    return open_corpus(settled, config)
+    return open_corpus(resolved, config)

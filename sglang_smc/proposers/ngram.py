@@ -32,7 +32,7 @@ from sglang_smc.proposers.base import DraftSlots
 from sglang_smc.smc.distribution import Draws, TokenDistribution, of_each_draw
 from sglang_smc.smc.edits import likeliest, mix
 from sglang_smc.state.population import Population
-from sglang_smc.state.request import settled_ids, state_of, tails_of
+from sglang_smc.state.request import shared_ids, state_of, tails_of
 from sglang_smc.upstream import Arguments, release
 
 if TYPE_CHECKING:
@@ -128,10 +128,10 @@ class Corpus:
     def read(self, req: "Req", new: Sequence[int] = ()) -> None:
         """Insert the tokens that a request has gained since the last call, and ``new`` after them.
 
-        These are tokens of its prompt and of its settled output. The tokens before them are
+        These are tokens of its prompt and of its shared output. The tokens before them are
         inserted again, so that runs across the boundary are stored, too.
         """
-        prompt, answer = req.origin_input_ids, [*settled_ids(req), *new]
+        prompt, answer = req.origin_input_ids, [*shared_ids(req), *new]
         state = state_of(req)
         num_read, length = state.kept.get(Corpus, 0), len(prompt) + len(answer)
         if length > num_read:
@@ -181,7 +181,7 @@ class Corpus:
 
     def _end_of(self, req: "Req") -> list[int]:
         """Return the last tokens that all particles of a request share."""
-        answer = settled_ids(req)[-self._depth :]
+        answer = shared_ids(req)[-self._depth :]
         missing = self._depth - len(answer)
         return [*(req.origin_input_ids[-missing:] if missing else ()), *answer]
 

@@ -20,11 +20,11 @@ from sglang_smc.state.edits import EditTable, has_edits
 from sglang_smc.state.metrics import CounterTable, zero_counters
 from sglang_smc.state.population import (
     NO_LOGPROBS,
-    JudgedTable,
     LogprobTable,
     LogprobWidths,
     ParticleTable,
     Population,
+    ScoreTable,
 )
 from sglang_smc.state.request import RequestState, state_of
 from sglang_smc.state.settings import RequestTable, Settings, TableEntry, filter_kinds
@@ -55,7 +55,7 @@ class RoundShape(NamedTuple):
     traces: bool  # some request sets trace
     has_open_token: bool  # particles of some request may differ in its first token
     has_rules: bool  # some request has rules that read its sequences on the host
-    judges: bool  # some request has potentials or a majority vote, which run on the host
+    has_scorers: bool  # some request has potentials or a majority vote, which run on the host
     has_matches: bool  # some request's drafts are mixed with n-gram matches
     logprobs: LogprobWidths  # of the log-probabilities that requests return
     methods: tuple[str, ...]  # resampling methods that occur
@@ -88,7 +88,7 @@ class RoundShape(NamedTuple):
             "trace": self.traces,
             "particles that differ in the first token": self.has_open_token,
             "structured output, stop texts or a custom logit processor": self.has_rules,
-            "potentials or a vote": self.judges,
+            "potentials or a vote": self.has_scorers,
             "n-gram matches": self.has_matches,
             "log-probabilities": self.logprobs.own,
             f"more than {self.logprobs.top} top_logprobs": self.logprobs.top,
@@ -177,7 +177,7 @@ def shape_of_server(config: SMCConfig, budget: Budget | None = None) -> RoundSha
         traces=False,
         has_open_token=config.power != 1.0,
         has_rules=False,
-        judges=False,
+        has_scorers=False,
         has_matches=False,
         logprobs=NO_LOGPROBS,
         methods=(config.resampling_method,) if now.weighs or now.num_steps == 0 else (),
@@ -228,7 +228,7 @@ def shape_of(reqs: "list[Req]") -> RoundShape:
         traces=any(config.trace for config in configs),
         has_open_token=not all(config.is_normalized for config in configs),
         has_rules=any(has_rules(req) for req in reqs),
-        judges=any(has_scorers(req) for req in reqs),
+        has_scorers=any(has_scorers(req) for req in reqs),
         has_matches=any(config.uses_matches for config in configs),
         logprobs=LogprobWidths.of(reqs),
         methods=_methods(configs),
@@ -294,7 +294,7 @@ class Tables(NamedTuple):
     edits: EditTable  # logit edits
     particles: ParticleTable  # sequences, weights, ends
     logprobs: LogprobTable  # of the tails
-    judged: JudgedTable  # potential values
+    scores: ScoreTable  # potential values
     counters: CounterTable  # statistics of rounds
     ledger: Ledger  # KV slots, in SGLang's own req_to_token and in tables of particles
 
@@ -324,7 +324,7 @@ class Tables(NamedTuple):
             edits=EditTable(num_rows, vocab_size, device),
             particles=ParticleTable(num_rows, num_particles, max_tail, device),
             logprobs=LogprobTable(num_rows, num_particles, max_tail, device),
-            judged=JudgedTable(num_rows, num_particles, device),
+            scores=ScoreTable(num_rows, num_particles, device),
             counters=CounterTable(num_rows, device, ops),
             ledger=ops.ledger(
                 req_to_token,
@@ -337,7 +337,7 @@ class Tables(NamedTuple):
 
     def sizes(self) -> dict[str, int]:
         """Return bytes by purpose."""
-        of_texts = self.particles, self.logprobs, self.judged
+        of_texts = self.particles, self.logprobs, self.scores
         state = (self.requests, self.edits, *of_texts, self.counters)
         return {
             "rows of requests": tensor_bytes(self.ledger.table),

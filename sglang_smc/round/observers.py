@@ -94,7 +94,7 @@ class Traced(NamedTuple):
             narrowed_to=None if narrowed_to == list(range(size)) else narrowed_to,
             log_weights_after=_finite(self.log_weights_after[group, :size]),
             log_evidence=log_evidence if knows_evidence and math.isfinite(log_evidence) else None,
-            emitted=[*self._settled(group, state, begins), *emitted],
+            emitted=[*self._closed_token(group, state, begins), *emitted],
         )
 
     def _resized_from(self, group: int, state: RequestState, size: int) -> list[int] | None:
@@ -104,16 +104,16 @@ class Traced(NamedTuple):
         assert self.resized_from is not None, "N changes by a resizing step alone"
         return self.resized_from[group, :size].tolist()
 
-    def _settled(self, group: int, state: RequestState, begins: list[int] | None) -> list[int]:
+    def _closed_token(self, group: int, state: RequestState, begins: list[int] | None) -> list[int]:
         """Return the first token, if particles differed in it and share it since this round.
 
         If they started with one token, it counts as emitted there.
         """
-        if state.open_token.phase is not Phase.SETTLED:
+        if state.open_token.phase is not Phase.CLOSED:
             return []
         if begins is None:
             begins = next(one.begins for one in reversed(state.rounds) if one.begins is not None)
-        return [] if len(set(begins)) == 1 else [state.open_token.settled]
+        return [] if len(set(begins)) == 1 else [state.open_token.shared]
 
     def _cut(self, group: int, config: RequestConfig, ancestors: list[int]) -> str:
         """Return why the round kept no more columns."""
@@ -162,7 +162,7 @@ def trace_of(
         num_particles=before.present.sum(1),
         first_tokens=before.last_emitted,
         log_weights_before=begun.log_weights,
-        log_potentials=None if before.judged is None else _gains(begun, before),
+        log_potentials=None if before.scores is None else _gains(begun, before),
         drafted=drafts.tokens,
         num_drafted=drafts.before_end.sum(2),
         num_kept=decision.num_kept,

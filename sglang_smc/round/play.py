@@ -258,14 +258,14 @@ class Steps:
             return logits, None
         return batch.rules.apply(logits, chains, first)
 
-    def judge(self, batch: RoundBatch, population: Population) -> Population:
+    def apply_potentials(self, batch: RoundBatch, population: Population) -> Population:
         """Update the weights to the latest potential values of the sequences before the round.
 
         It waits for potentials if necessary.
         """
-        if population.judged is None:
+        if population.scores is None:
             return population
-        return population.judge(batch.rules.judged(batch.reqs, batch.starts))
+        return population.apply_potentials(batch.rules.scores(batch.reqs, batch.starts))
 
     def decide(
         self, batch: RoundBatch, population: Population, drafts: Drafts, p: TokenDistribution
@@ -405,7 +405,7 @@ class Steps:
         settings, longest = batch.settings, population.lengths.amax(1)
         finished = population.is_finished()
         # A scored particle may have no tokens but its own first one: that is drawn, too.
-        whole = longest if population.judged is None else longest.clamp_min(1)
+        whole = longest if population.scores is None else longest.clamp_min(1)
         late = (longest + 1 - settings.lag).clamp_min(0) * settings.weighs
         furthest = (population.num_emitted + longest).unsqueeze(1)  # [G, 1]
         step = self.ops.narrow(
@@ -442,7 +442,7 @@ class Steps:
 def _weight_rules(batch: RoundBatch, population: Population) -> weighing.WeightRules:
     settings = batch.settings
     num_steps, threshold = settings.num_steps, settings.ess_threshold
-    if population.judged is not None:
+    if population.scores is not None:
         # A group that only waited for potential values has drafted nothing: no cut, no resampling.
         waited = population.ended.all(1)
         num_steps = num_steps.masked_fill(waited, 0)
@@ -501,7 +501,7 @@ class Round:
 
         drafts = steps.propose(batch, before, slots)
         p, shown = steps.score(batch, drafts, slots)
-        begun, before = before, steps.judge(batch, before)  # potentials ran in parallel
+        begun, before = before, steps.apply_potentials(batch, before)  # potentials ran in parallel
         decision = steps.decide(batch, before, drafts, p)  # reweight and resample, or verify
         extended = steps.extend(batch, before, drafts, decision)
         continued = steps.add_bonus(batch, extended, decision.next_tokens)
@@ -554,8 +554,8 @@ class Round:
         self._tables.particles.scatter(batch.rows, resized)
         if resized.logprobs is not None:
             self._tables.logprobs.scatter(batch.rows, resized.logprobs)
-        if resized.judged is not None:
-            self._tables.judged.scatter(batch.rows, resized.judged)
+        if resized.scores is not None:
+            self._tables.scores.scatter(batch.rows, resized.scores)
         return ancestors
 
     def _load_round(
@@ -570,8 +570,8 @@ class Round:
             widest = shape.num_particles, shape.max_tail
             carried = tables.logprobs.gather(rows, *widest, shape.logprobs)
             before = before._replace(logprobs=carried)
-        if shape.judges:
-            before = before._replace(judged=tables.judged.gather(rows, shape.num_particles))
+        if shape.has_scorers:
+            before = before._replace(scores=tables.scores.gather(rows, shape.num_particles))
         settings = tables.requests.gather(rows)
         allocated, *sizes = inputs.known.unbind()
         if shape.budget is not None:
@@ -631,7 +631,7 @@ class Round:
         tables, shape, ops = self._tables, batch.shape, self._ops
         tails = narrowed.texts[:, :, 1:]  # including the token before each tail
         counts = ops.common_tail(tails, narrowed.lengths, narrowed.present)  # [G]
-        if narrowed.judged is not None:
+        if narrowed.scores is not None:
             counts = narrowed.held_back(counts)
         num_roots = ops.num_distinct(continued.roots, continued.present)  # [G]
         num_parents = ops.num_distinct(decision.resampled.ancestors, continued.present)  # [G]
@@ -651,8 +651,8 @@ class Round:
         tokens, last_emitted = narrowed.tokens[:, 0], after.last_emitted[:, 0]
         first_token = narrowed.first_token() if shape.has_open_token else None
         tables.particles.scatter(batch.rows, after)
-        if after.judged is not None:
-            tables.judged.scatter(batch.rows, after.judged)
+        if after.scores is not None:
+            tables.scores.scatter(batch.rows, after.scores)
         emitted = None
         if after.logprobs is not None and narrowed.logprobs is not None:
             tables.logprobs.scatter(batch.rows, after.logprobs)

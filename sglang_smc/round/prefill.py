@@ -148,7 +148,7 @@ class Prefill:
         )
         self._states.note_first(reqs, log_sum)
         if any(map(has_scorers, reqs)):
-            tables.judged.begin(rows)
+            tables.scores.begin(rows)
         if batch.return_logprob:
             shown = logprob_distribution(last, settings.temperature, allowed)
             tables.logprobs.begin(batch, shown.log_probs(self._ops), tokens, output)

@@ -30,7 +30,7 @@ from sglang_smc.state.request import (
     as_particle,
     deliver,
     has_open_token,
-    settled_ids,
+    shared_ids,
     state_of,
     tails_of,
 )
@@ -117,7 +117,7 @@ class Particles(NamedTuple):
         """Return one request's particles for `meta_info`; None while some have not ended."""
         if not self.finished[group]:
             return None
-        shared = settled_ids(req)
+        shared = shared_ids(req)
         rows = zip(
             tails_of(req, self, group),
             normalized(self.log_weights[group]).tolist(),
@@ -231,7 +231,7 @@ class SMCBatchResult(GenerationBatchResult):
         before = [_set_aside(req) for req in batch.reqs]
         totals = self.counters.tolist()
         self._keep_particles(batch.reqs, live)
-        self._settle(batch.reqs, live)
+        self._close_tokens(batch.reqs, live)
         self._end_stuck(batch.reqs, live, totals)
         tokens = resolve()
         process.check_ranks(tokens)
@@ -279,15 +279,17 @@ class SMCBatchResult(GenerationBatchResult):
             if live[group] and state.config.return_particles:
                 state.particles = self.particles.of_group(group, req)
 
-    def _settle(self, reqs: "list[Req]", live: list[bool]) -> None:
-        """Settle open first tokens, before rules read the tokens after them."""
+    def _close_tokens(self, reqs: "list[Req]", live: list[bool]) -> None:
+        """Close open first tokens, before rules read the tokens after them."""
         if self.first_tokens is None:
             return
         each = zip(reqs, self.first_tokens.tolist(), live, strict=True)
         for i, (req, token, lives) in enumerate(each):
             if lives and token >= 0 and has_open_token(req):
                 logprobs = self.logprobs if req.return_logprob else None
-                registry.settle(req, token, None if logprobs is None else float(logprobs.first[i]))
+                registry.close_token(
+                    req, token, None if logprobs is None else float(logprobs.first[i])
+                )
 
     def _end_stuck(self, reqs: "list[Req]", live: list[bool], totals: list[list[float]]) -> None:
         """End requests with only particles of weight zero: their rules allow no sequence."""

@@ -1,19 +1,23 @@
-"""Define `TextRule`, the interface of every rule that reads a request's text on the host.
+"""Define the two kinds of rule that read a request's text on the host.
 
-Custom processors, structured output and stop strings are such rules, each in a file of its own.
-`rules.registry` lists and combines them; nothing else in this package names one. Penalties, biases
-and filters depend on numbers alone and run on the device (`state.edits`, `state.settings`).
+A `LogitsRule` changes logits, masks tokens or ends sequences: custom processors, structured output
+and stop strings. A `Scorer` gives values of the sequences from which a round starts: potentials and
+majority votes. `rules.registry` lists and combines them. Penalties, biases and filters depend on
+numbers alone and run on the device (`state.edits`, `state.settings`).
 """
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
 from sglang_smc.state.population import Population
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from sglang.srt.managers.schedule_batch import Req
+    from transformers import PreTrainedTokenizerBase
 
 
 class BatchTexts(NamedTuple):
@@ -25,34 +29,12 @@ class BatchTexts(NamedTuple):
     device: torch.device | str  # of the logits
 
 
-class Verdict(NamedTuple):
-    """The result of a rule for one request's particles, by particle, at the start of a round."""
-
-    log_values: list[float | None]  # log phi; None: unchanged
-    complete: list[bool]  # whether the result for an ended sequence is final
-    answers: list[int] | None = None  # for the majority vote, numbers of answers; -1 for none
-
-    @classmethod
-    def none(cls, num_particles: int) -> "Verdict":
-        """Return an empty result."""
-        return cls([None] * num_particles, [False] * num_particles)
-
-
-class TextRule(ABC):
+class Rule(ABC):
     """One rule over the sequences of a batch, made for one round or one prefill.
 
-    Each particle has its own sequence, so each row of logits is edited by the sequence that it
-    follows. A rule overrides the methods that it needs; the methods here do nothing. State of a
-    request that a rule keeps from round to round is in `RequestState.kept`, under the rule's class.
-
-    Shapes: G requests, N particles (1 in a prefill), C rows of logits each, J draft tokens.
+    State of a request that a rule keeps from round to round is in `RequestState.kept`, under the
+    rule's class.
     """
-
-    needs_host: ClassVar[bool] = False
-    """Whether it reads sequences on the host, so that its rounds wait for the round before."""
-
-    judges: ClassVar[bool] = False
-    """Whether it has `verdicts`, for which particles that have ended wait."""
 
     @classmethod
     @abstractmethod
@@ -65,8 +47,16 @@ class TextRule(ABC):
 
     @classmethod
     @abstractmethod
-    def of(cls, texts: BatchTexts) -> "TextRule":
+    def of(cls, texts: BatchTexts) -> "Rule":
         """Return the rule for one round or prefill; at least one of its requests has it."""
+
+
+class LogitsRule(Rule):
+    """A rule about the next token; it overrides the methods that it needs.
+
+    Each particle has its own sequence, so each row of logits is edited by the sequence that it
+    follows. Shapes: G requests, N particles (1 in a prefill), C rows of logits, J draft tokens.
+    """
 
     def edit(self, logits: torch.Tensor, chains: torch.Tensor, first: int) -> torch.Tensor:
         """Edit logits of either model, before temperature and filters.
@@ -85,12 +75,7 @@ class TextRule(ABC):
     def allowed(self, chains: torch.Tensor, first: int) -> torch.Tensor | None:
         """Return the tokens allowed after the first ``first``, ..., J tokens of ``chains``.
 
-        Args:
-            chains: ``[G, N, J]`` draft tokens of this round.
-            first: number of draft tokens before the first row.
-
-        Returns:
-            ``[G, N, J - first + 1, V]`` bool; None: anything.
+        The mask is ``[G, N, J - first + 1, V]`` bool, or None for anything.
         """
         return None
 
@@ -103,41 +88,45 @@ class TextRule(ABC):
         """
         return ends
 
-    def verdicts(self) -> "dict[int, Verdict]":
-        """Return the results for the sequences that a round starts from, by group.
-
-        This may wait. A group with a rule that has `judges`, and without a result, waits for a
-        later round.
-        """
-        return {}
-
     def note_first(self, tokens: torch.Tensor, log_sums: torch.Tensor) -> None:
         """Note the tokens ``[G]`` sampled at prefill, and masked rows' log sums ``[G]``."""
 
-    @classmethod
-    def judge_first(cls, req: "Req") -> None:
-        """End a request at the token sampled at prefill, if `note_first` found an end there."""
+
+class GroupScores(NamedTuple):
+    """A scorer's values for one request's particles, by particle, at the start of a round."""
+
+    log_values: list[float | None]  # log phi; None: unchanged
+    complete: list[bool]  # whether the value of an ended sequence is final
+    answers: list[int] | None = None  # for the majority vote, numbers of answers; -1 for none
 
     @classmethod
-    def judge(cls, req: "Req") -> None:
-        """End a request if the rule finds an end in its settled output.
+    def none(cls, num_particles: int) -> "GroupScores":
+        """Return no values."""
+        return cls([None] * num_particles, [False] * num_particles)
 
-        SGLang has checked the output before.
+
+class Scorer(Rule):
+    """A rule about whole sequences; `of` submits its queries, before the round drafts."""
+
+    @abstractmethod
+    def result(self) -> dict[int, GroupScores]:
+        """Return the values of the sequences that a round starts from, by group.
+
+        This may wait. A group without a result, whose particles have ended, waits for a later
+        round.
         """
 
-    @classmethod
-    def leave(cls, req: "Req") -> None:
-        """Disable SGLang's own check in a request that generates nothing."""
 
-    @classmethod
-    def reread(cls, req: "Req", num_dropped: int, tokens: list[int]) -> None:
-        """Drop the last ``num_dropped`` output tokens from the state, and append ``tokens``."""
+def decoder_of(
+    req: "Req", *, skip_special_tokens: bool = False
+) -> "Callable[[Sequence[int]], str]":
+    """Return a function that decodes a request's tokens."""
+    # SGLang declares it as None, and refuses rules about text where it has no tokenizer.
+    tokenizer = cast("PreTrainedTokenizerBase", req.tokenizer)
 
-    @classmethod
-    def forget(cls, req: "Req") -> None:
-        """Release the rule's state of a request that is about to end."""
+    def decode(tokens: "Sequence[int]") -> str:
+        text = tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        assert isinstance(text, str), "it is a list for a list of texts alone"
+        return text
 
-    @classmethod
-    def end_stuck(cls, req: "Req") -> bool:
-        """End a request without any particle of positive weight, if this rule can be the cause."""
-        return False
+    return decode

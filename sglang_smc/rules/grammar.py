@@ -9,7 +9,6 @@ import contextlib
 import copy
 import gc
 import math
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -25,11 +24,11 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
 
 from sglang_smc.kv.transfer import to_device
-from sglang_smc.rules.base import BatchTexts, TextRule
+from sglang_smc.rules.base import BatchTexts, LogitsRule
 from sglang_smc.smc.edits import unpack
 from sglang_smc.state.failures import end_request
 from sglang_smc.state.population import Population
-from sglang_smc.state.request import find_state, settled_ids, state_of, tails_of
+from sglang_smc.state.request import find_state, shared_ids, state_of, tails_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -80,24 +79,6 @@ def stop_ids(grammar: BaseGrammarObject | None) -> frozenset[int]:
     return frozenset()
 
 
-class _Pauses:
-    """A meter of the CPU seconds that Python's garbage collector takes in this thread."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._begun = 0.0
-        self._thread = threading.get_ident()
-
-    def __call__(self, phase: str, _: dict[str, int]) -> None:
-        """Measure one collection; `gc.callbacks` calls this in the thread that triggered it."""
-        if threading.get_ident() != self._thread:
-            return
-        if phase == "start":
-            self._begun = time.thread_time()
-        else:
-            self.seconds += time.thread_time() - self._begun
-
-
 class _Cost(msgspec.Struct):
     """The time that a round has spent on one request's grammar."""
 
@@ -119,13 +100,14 @@ class _Cost(msgspec.Struct):
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
         """Measure what is done within the block."""
-        begun, num_texts, pauses = time.thread_time(), _Text.num_made, _Pauses()
-        gc.callbacks.append(pauses)
+        begun, num_texts, collects = time.thread_time(), _Text.num_made, gc.isenabled()
+        gc.disable()  # a collection takes CPU time of whichever thread allocates
         try:
             yield
         finally:
-            gc.callbacks.remove(pauses)
-        self.seconds += time.thread_time() - begun - pauses.seconds
+            if collects:
+                gc.enable()
+        self.seconds += time.thread_time() - begun
         self.num_texts += _Text.num_made - num_texts
 
 
@@ -158,13 +140,11 @@ class _Text:
         return _Text(grammar, self.row.shape[1])
 
 
-class Grammar(TextRule):
+class Grammar(LogitsRule):
     """The grammars of a batch, as masks over each particle's next token.
 
     Requests without a grammar, particles that have ended and particles of weight zero get no mask.
     """
-
-    needs_host = True
 
     def __init__(self, texts: BatchTexts) -> None:
         reqs, population, vocab_size, device = texts
@@ -185,16 +165,16 @@ class Grammar(TextRule):
 
     @classmethod
     def of(cls, texts: BatchTexts) -> "Grammar":
-        """End requests with grammars too slow in the last round; see `TextRule.of`."""
+        """End requests with grammars too slow in the last round; see `Rule.of`."""
         slow = [cost.is_slow for cost in map(_last_cost, texts.reqs)]
         for req, is_slow in zip(texts.reqs, _any_rank(slow), strict=True):
             if is_slow and cls.applies(req):
                 end_request(req, _last_cost(req).complaint, HTTPStatus.BAD_REQUEST)
-                cls.forget(req)
+                cls.release(req)
         return cls(texts)
 
     def allowed(self, chains: torch.Tensor, first: int) -> torch.Tensor:
-        """Return the tokens that grammars allow; see `TextRule.allowed`."""
+        """Return the tokens that grammars allow; see `LogitsRule.allowed`."""
         self._walk(chains)
         packed = torch.stack(self._columns[first : chains.shape[2] + 1], dim=2)  # [G, N, C, W]
         return unpack(to_device(self._device, packed), self._vocab_size)
@@ -202,7 +182,7 @@ class Grammar(TextRule):
     def ends(
         self, ends: torch.Tensor, tokens: torch.Tensor, population: Population | None
     ) -> torch.Tensor:
-        """Mark candidates that complete a grammar; see `TextRule.ends`.
+        """Mark candidates that complete a grammar; see `LogitsRule.ends`.
 
         Mostly the model's own stop tokens end a sequence there already; not so with `ignore_eos`,
         which grammars do not take into account.
@@ -215,7 +195,7 @@ class Grammar(TextRule):
         return ends
 
     def note_first(self, tokens: torch.Tensor, log_sums: torch.Tensor) -> None:
-        """Note the tokens sampled at prefill; see `TextRule.note_first`.
+        """Note the tokens sampled at prefill; see `LogitsRule.note_first`.
 
         At prefill SGLang checks neither for the grammar's end nor for a missing continuation.
         """
@@ -226,41 +206,42 @@ class Grammar(TextRule):
             if self.applies(req):
                 state = state_of(req)
                 ends_here = is_end and not state.open_token.is_open
-                noted = _Noted(log_sum == -math.inf, token if ends_here else None)
-                state.kept[Grammar] = noted
+                is_stuck = log_sum == -math.inf
+                state.kept[Grammar] = _FirstToken(is_stuck, token if ends_here else None)
 
     @classmethod
-    def judge_first(cls, req: "Req") -> None:
-        """End a request at its first token; see `TextRule.judge_first`."""
-        noted = state_of(req).kept.pop(cls, None)
-        if noted is None:
+    def end_at_first_token(cls, req: "Req") -> None:
+        """End a request at the token sampled at prefill, if `note_first` found an end there."""
+        first = state_of(req).kept.pop(cls, None)
+        if first is None:
             return
-        if noted.is_stuck:
+        if first.is_stuck:
             del req.output_ids[-1:]  # arbitrary: no token was allowed
             cls.end_stuck(req)
-        elif noted.terminated_by is not None:
-            req.to_finish = FINISH_MATCHED_TOKEN(matched=noted.terminated_by)
+        elif first.terminated_by is not None:
+            req.to_finish = FINISH_MATCHED_TOKEN(matched=first.terminated_by)
 
     @classmethod
     def reread(cls, req: "Req", num_dropped: int, tokens: list[int]) -> None:
-        """Roll matchers back and forward; see `TextRule.reread`."""
+        """Drop the last ``num_dropped`` output tokens from the matchers, and append ``tokens``."""
+        if not (num_dropped and cls.applies(req)):
+            return
         grammar = _grammar(req)
         grammar.rollback(num_dropped)
         for token in tokens:
             grammar.accept_token(token)
 
     @classmethod
-    def forget(cls, req: "Req") -> None:
-        """Release the matchers of a request; see `TextRule.forget`."""
+    def release(cls, req: "Req") -> None:
+        """Release the matchers of a request that is about to end."""
         req.grammar = None
 
     @classmethod
-    def end_stuck(cls, req: "Req") -> bool:
-        """End a request that its grammar cannot continue; see `TextRule.end_stuck`."""
-        cls.forget(req)  # else SGLang advances it over a forbidden token
-        message = _STUCK.format(num_tokens=len(settled_ids(req)))
+    def end_stuck(cls, req: "Req") -> None:
+        """End a request that its grammar cannot continue."""
+        cls.release(req)  # else SGLang advances it over a forbidden token
+        message = _STUCK.format(num_tokens=len(shared_ids(req)))
         end_request(req, message, HTTPStatus.BAD_REQUEST)
-        return True
 
     def _walk(self, chains: torch.Tensor) -> None:
         """Advance all sequences over the draft tokens since the last call."""
@@ -310,8 +291,8 @@ def _grammar(req: "Req") -> BaseGrammarObject:
     return grammar
 
 
-class _Noted(NamedTuple):
-    """The findings of a prefill for one request."""
+class _FirstToken(NamedTuple):
+    """The end that a prefill found for one request."""
 
     is_stuck: bool  # no token is allowed after the prompt
     terminated_by: int | None  # the token that ends the output
@@ -348,7 +329,7 @@ def _ending_column(text: _Text | None, tokens: list[int]) -> int | None:
 def _tails(
     req: "Req", population: Population | None, group: int, num_particles: int = 1
 ) -> list[list[int] | None]:
-    """Return each particle's tokens beyond the settled output; None if ended or of weight zero."""
+    """Return each particle's tokens beyond the shared output; None if ended or of weight zero."""
     if population is None or not Grammar.applies(req):
         return [[]] * (num_particles if population is None else population.ended.shape[1])
     lives = (~population.ended[group] & (population.log_weights[group] > -torch.inf)).tolist()
@@ -376,10 +357,10 @@ def _read(grammar: BaseGrammarObject, tokens: list[int]) -> BaseGrammarObject:
 
 
 def _emitted(req: "Req") -> BaseGrammarObject | None:
-    """Return a copy of a request's grammar at its settled output; None where it has none."""
+    """Return a copy of a request's grammar at its shared output; None where it has none."""
     if not Grammar.applies(req) or req.finished():
         return None
     grammar = forked(_grammar(req))
-    if num_open := len(req.output_ids) - len(settled_ids(req)):
+    if num_open := len(req.output_ids) - len(shared_ids(req)):
         grammar.rollback(num_open)  # SGLang has advanced it over the placeholder of an open token
     return None if grammar.is_terminated() else grammar

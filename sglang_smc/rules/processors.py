@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
-from sglang_smc.rules.base import BatchTexts, TextRule
+from sglang_smc.rules.base import BatchTexts, LogitsRule
 from sglang_smc.state.failures import end_request
 from sglang_smc.state.population import Population
-from sglang_smc.state.request import settled_ids, state_of, tails_of
+from sglang_smc.state.request import shared_ids, state_of, tails_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -32,14 +32,12 @@ class ParticleView:
         return getattr(self._req, name)
 
 
-class Processors(TextRule):
+class Processors(LogitsRule):
     """The custom logit processors of a batch.
 
     Args:
         texts: by group, its request and the output of each particle that has not ended.
     """
-
-    needs_host = True
 
     def __init__(self, texts: "dict[int, tuple[Req, dict[int, list[int]]]]") -> None:
         self._texts = texts
@@ -63,14 +61,14 @@ class Processors(TextRule):
 
     @classmethod
     def of(cls, texts: BatchTexts) -> "Processors":
-        """Return the rule of a batch; see `TextRule.of`."""
+        """Return the rule of a batch; see `Rule.of`."""
         chosen = {group: req for group, req in enumerate(texts.reqs) if cls.applies(req)}
         return cls(
             {group: (req, _outputs(req, texts.population, group)) for group, req in chosen.items()}
         )
 
     def edit(self, logits: torch.Tensor, chains: torch.Tensor, first: int) -> torch.Tensor:
-        """Edit logits of either model; see `TextRule.edit`."""
+        """Edit logits of either model; see `LogitsRule.edit`."""
         for group, (req, outputs) in self._texts.items():
             if req.to_finish or not outputs:
                 continue
@@ -95,7 +93,7 @@ def _processed(req: "Req", logits: torch.Tensor, params: list[Any]) -> torch.Ten
 
 def _outputs(req: "Req", population: Population | None, group: int) -> dict[int, list[int]]:
     """Return the output of each particle that has not ended, before this round."""
-    shared = settled_ids(req)
+    shared = shared_ids(req)
     if population is None:
         return {0: shared}
     ended = population.ended[group].tolist()

@@ -5,36 +5,35 @@ have one.
 
 SGLang would search the whole output for a pattern after each round, with `re`, and backtracking
 can take exponential time. So patterns are removed from the request at prefill, and searched for
-here alone: `judge` ends a request at the match that SGLang would have found.
+here alone: `end_at_match` ends a request at the match that SGLang would have found.
 """
 
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_MATCHED_STR, FINISHED_MATCHED_REGEX
 
 from sglang_smc.guard.pattern import START, State, pattern_of
-from sglang_smc.rules.base import BatchTexts, TextRule
+from sglang_smc.rules.base import BatchTexts, LogitsRule, decoder_of
 from sglang_smc.state.population import Population
-from sglang_smc.state.request import find_state, settled_ids, state_of, tails_of
+from sglang_smc.state.request import find_state, shared_ids, state_of, tails_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from sglang.srt.managers.schedule_batch import Req
-    from transformers import PreTrainedTokenizerBase
 
 CONTEXT = 8
 """Tokens of context with which new ones are decoded: a token's text depends on the last few, and a
 character may be split over four."""
 
 
-class StopTexts(TextRule):
+class StopTexts(LogitsRule):
     """The stop strings and patterns of a batch.
 
     Args:
         reqs: by group.
     """
-
-    needs_host = True
 
     def __init__(self, reqs: "dict[int, Req]") -> None:
         self._reqs = reqs
@@ -47,35 +46,36 @@ class StopTexts(TextRule):
 
     @classmethod
     def begin(cls, req: "Req") -> None:
-        """Take the patterns from the request; see `TextRule.begin`."""
+        """Take the patterns from the request; see `Rule.begin`."""
         if sources := req.sampling_params.stop_regex_strs:
-            state_of(req).kept[cls] = StopPatterns(list(sources), _tokenizer(req))
-        cls.leave(req)
+            state_of(req).kept[cls] = StopPatterns(list(sources), decoder_of(req))
+        cls.remove_patterns(req)
 
     @classmethod
-    def leave(cls, req: "Req") -> None:
-        """Leave SGLang no pattern to search for; see `TextRule.leave`."""
-        req.sampling_params.stop_regex_strs = []
-        req.sampling_params.stop_regex_max_len = 0
+    def remove_patterns(cls, req: "Req") -> None:
+        """Leave SGLang no pattern to search for."""
+        if req.sampling_params.stop_regex_strs:
+            req.sampling_params.stop_regex_strs = []
+            req.sampling_params.stop_regex_max_len = 0
 
     @classmethod
-    def judge(cls, req: "Req") -> None:
-        """End a request at a stop text in its output; see `TextRule.judge`."""
+    def end_at_match(cls, req: "Req") -> None:
+        """End a request at a pattern's match in its output; SGLang has checked the rest before."""
         patterns = _patterns(req)
-        found = patterns and patterns.found_in(settled_ids(req))
-        if found and _is_first(req, found.length):
-            req.finished_reason = FINISHED_MATCHED_REGEX(matched=found.source)
-            req.finished_len = found.length
+        match = patterns and patterns.match_in(shared_ids(req))
+        if match and _is_first(req, match.length):
+            req.finished_reason = FINISHED_MATCHED_REGEX(matched=match.source)
+            req.finished_len = match.length
 
     @classmethod
     def of(cls, texts: BatchTexts) -> "StopTexts":
-        """Return the rule of a batch; see `TextRule.of`."""
+        """Return the rule of a batch; see `Rule.of`."""
         return cls({group: req for group, req in enumerate(texts.reqs) if cls.applies(req)})
 
     def ends(
         self, ends: torch.Tensor, tokens: torch.Tensor, population: Population | None
     ) -> torch.Tensor:
-        """Mark candidates that complete a stop text; see `TextRule.ends`."""
+        """Mark candidates that complete a stop text; see `LogitsRule.ends`."""
         ends = ends.clone()
         for group, req in self._reqs.items():
             candidates = tokens[group].tolist()
@@ -95,39 +95,39 @@ class _Reading(NamedTuple):
     states: tuple[State, ...]  # by pattern
 
 
-class _Found(NamedTuple):
+class _Match(NamedTuple):
     source: str  # the pattern that matches
     length: int  # tokens of the output, up to where it first does
 
 
 class StopPatterns:
-    """The stop patterns of one request, and their state after its settled output."""
+    """The stop patterns of one request, and their state after the output that particles share."""
 
-    def __init__(self, sources: list[str], tokenizer: "PreTrainedTokenizerBase") -> None:
+    def __init__(self, sources: list[str], decode: "Callable[[Sequence[int]], str]") -> None:
         self._sources = sources
         self._patterns = [pattern_of(source) for source in sources]
-        self._tokenizer = tokenizer
-        self._settled = _Reading([], 0, (START,) * len(sources))
-        self._num_settled = 0
-        self._found: _Found | None = None
+        self._decode = decode
+        self._shared = _Reading([], 0, (START,) * len(sources))
+        self._num_read = 0
+        self._match: _Match | None = None
 
-    def found_in(self, settled: list[int]) -> _Found | None:
+    def match_in(self, shared: list[int]) -> _Match | None:
         """Return the first match in output tokens, which only grow from call to call."""
-        for token in settled[self._num_settled :]:
-            if self._found is not None:
+        for token in shared[self._num_read :]:
+            if self._match is not None:
                 break
-            self._num_settled += 1
-            following = self._read(self._settled, [token])
+            self._num_read += 1
+            following = self._read(self._shared, [token])
             if isinstance(following, str):
-                self._found = _Found(following, self._num_settled)
+                self._match = _Match(following, self._num_read)
             else:
-                self._settled = following
-        return self._found
+                self._shared = following
+        return self._match
 
-    def first_match(self, settled: list[int], tail: list[int], new_tokens: list[int]) -> int | None:
+    def first_match(self, shared: list[int], tail: list[int], new_tokens: list[int]) -> int | None:
         """Return the first match; see the function `first_match`."""
-        self.found_in(settled)
-        reading = self._read(self._settled, tail)
+        self.match_in(shared)
+        reading = self._read(self._shared, tail)
         for index, token in enumerate(new_tokens):
             if isinstance(reading, str):
                 return index  # the tail has ended before
@@ -139,7 +139,7 @@ class StopPatterns:
     def _read(self, reading: _Reading, tokens: list[int]) -> _Reading | str:
         """Advance over tokens; return the new state, or the pattern that matches."""
         tokens = [*reading.tokens, *tokens]
-        text = _decode(self._tokenizer, tokens)
+        text = self._decode(tokens)
         num_known = len(text.rstrip("\ufffd"))  # an incomplete character changes with more tokens
         states = []
         each = zip(self._sources, self._patterns, reading.states, strict=True)
@@ -150,7 +150,7 @@ class StopPatterns:
             states.append(following)
         if num_known == len(text) and len(tokens) > 2 * CONTEXT:
             tokens = tokens[-CONTEXT:]
-            num_known = len(_decode(self._tokenizer, tokens))
+            num_known = len(self._decode(tokens))
         return _Reading(tokens, num_known, tuple(states))
 
 
@@ -158,16 +158,19 @@ def first_match(req: "Req", tail: list[int], new_tokens: list[int]) -> int | Non
     """Return the index of the new token that completes a stop string or pattern, or None.
 
     Args:
-        req: the request; its `settled_ids` are the output that all particles share.
+        req: the request; its `shared_ids` are the output that all particles share.
         tail: the particle's tokens beyond it.
         new_tokens: candidates to append.
     """
-    settled, patterns = settled_ids(req), _patterns(req)
-    lineage = [*settled[-_window(req) :], *tail]
-    found = patterns.first_match(settled, tail, new_tokens) if patterns else None
-    for index, token in enumerate(new_tokens[:found] if req.sampling_params.stop_strs else ()):
+    shared, patterns, decode = shared_ids(req), _patterns(req), decoder_of(req)
+    window = req.sampling_params.stop_str_max_len + 1  # tokens that a stop string spans, by SGLang
+    lineage = [*shared[-window:], *tail]
+    found = patterns.first_match(shared, tail, new_tokens) if patterns else None
+    stops = req.sampling_params.stop_strs or ()
+    for index, token in enumerate(new_tokens[:found] if stops else ()):
         lineage.append(token)
-        if _matches(req, lineage[-_window(req) :]):
+        text = decode(lineage[-window:])
+        if any(stop in text for stop in stops):
             return index
     return found
 
@@ -185,25 +188,3 @@ def _is_first(req: "Req", length: int) -> bool:
         return False  # aborted, or ended by another rule
     is_string = isinstance(req.finished_reason, FINISH_MATCHED_STR)
     return length < req.finished_len + (not is_string)
-
-
-def _window(req: "Req") -> int:
-    """Return the number of trailing tokens that a stop string can span, by SGLang's bound."""
-    return req.sampling_params.stop_str_max_len + 1
-
-
-def _matches(req: "Req", tokens: list[int]) -> bool:
-    text = _decode(_tokenizer(req), tokens)
-    assert req.sampling_params.stop_strs is not None, "normalized"
-    return any(stop in text for stop in req.sampling_params.stop_strs)
-
-
-def _tokenizer(req: "Req") -> "PreTrainedTokenizerBase":
-    # SGLang declares it as None, and refuses stop texts where it has no tokenizer.
-    return cast("PreTrainedTokenizerBase", req.tokenizer)
-
-
-def _decode(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> str:
-    text = tokenizer.decode(tokens)
-    assert isinstance(text, str), "it is a list for a list of texts alone"
-    return text

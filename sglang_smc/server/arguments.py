@@ -52,7 +52,7 @@ def resolve(server_args: Arguments) -> None:
     for name, attribute in SERVER_ARGS_FIELDS.items():
         setattr(server_args, attribute, getattr(config, name))
     # Read once: a later version of the file would not be validated.
-    server_args.speculative_smc_presets = presets.settled(server_args)  # pyright: ignore[reportAttributeAccessIssue] -- ours
+    server_args.speculative_smc_presets = presets.as_json(server_args)  # pyright: ignore[reportAttributeAccessIssue] -- ours
     # Multimodal models are served as their language model, with a tokenizer alone.
     server_args.enable_multimodal = False
     # A chain: one candidate a step; a round has K draft tokens and the bonus token.

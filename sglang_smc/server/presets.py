@@ -53,7 +53,7 @@ def problems(server_args: Arguments) -> list[str]:
     return [problem for item in found.items() for problem in _problems(*item, server, server_args)]
 
 
-def settled(server_args: Arguments) -> str | None:
+def as_json(server_args: Arguments) -> str | None:
     """Return the flag's presets, which `problems` has accepted, as JSON."""
     given = getattr(server_args, FIELD)
     return None if given is None else json.dumps(_parsed(given))

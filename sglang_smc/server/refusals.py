@@ -14,8 +14,8 @@ from sglang_smc.guard.grammar_text import FIELDS as GRAMMARS
 from sglang_smc.guard.grammar_text import check_grammars
 from sglang_smc.options.request import CUSTOM_PARAMS, POTENTIALS_KEY, RequestConfig, request_config
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.potentials.declared import FLAG, choose, load
-from sglang_smc.potentials.declared import problems as problems_of
+from sglang_smc.potentials.spec import FLAG, load
+from sglang_smc.potentials.spec import problems as problems_of
 from sglang_smc.process import potentials_of
 from sglang_smc.state.population import MOST_LISTED
 from sglang_smc.upstream import Arguments, resolved
@@ -236,9 +236,9 @@ def check(asked: RequestConfig, server_args: Arguments, where: str = CUSTOM_PARA
             "with --skip-tokenizer-init and cannot read texts."
         )
     potentials: Mapping[str, Any] = load(potentials_of(server_args)) if asked.potentials else {}
-    for one in asked.potentials:
+    for spec in asked.potentials:
         try:
-            choose(one, potentials)
+            spec.resolve(potentials)
         except ValueError as error:
             raise ValueError(f"{where} has {error}") from error
 

@@ -107,8 +107,8 @@ def _edit_group(
 
 def _counts(edits: Edits, group: int, drafted: torch.Tensor) -> torch.Tensor:
     """Count each token in a group's sequences followed by ``drafted``: ``[N, V]``."""
-    settled = edits.columns.counts[edits.rows[group : group + 1]]  # [1, V]
-    counts = settled.repeat(len(drafted), 1)
+    emitted = edits.columns.counts[edits.rows[group : group + 1]]  # [1, V]
+    counts = emitted.repeat(len(drafted), 1)
     texts, lengths = edits.texts[group], edits.lengths[group]  # [N, T], [N]
     place = torch.arange(texts.shape[1], device=counts.device)
     counts.scatter_add_(1, texts, (place < lengths.unsqueeze(1)).to(counts.dtype))

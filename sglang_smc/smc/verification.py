@@ -467,12 +467,12 @@ def keep(
         found: the prefix that exact verification accepts.
         log_p: ``[G, N, K + 1]`` of the draft tokens, and one more column of arbitrary values.
         log_q: ``[G, N, K]`` of the draft tokens.
-        ends: ``[G, N, K]`` bool: the sequence ends with this token.
-        before_end, present, num_steps, evidence_threshold, keep_uniforms, uniforms: as in `judge`.
+        before_end, ends: ``[G, N, K]`` bool: up to each chain's end, and only at its last token.
+        present, num_steps, evidence_threshold, keep_uniforms, uniforms: as in `draw_block`.
     """
     increments = log_p[:, :, :-1].double() - log_q
     thresholds = evidence_threshold, keep_uniforms, uniforms
-    block = judge(increments, before_end, present, num_steps, *thresholds)
+    block = draw_block(increments, before_end, present, num_steps, *thresholds)
     by_block = longer(block, found, ends, num_steps)
     num_columns = torch.where(by_block, block.num_columns, found.num_columns)
     winner = torch.where(by_block, block.winner, found.winner)
@@ -488,7 +488,7 @@ def keep(
     )
 
 
-def judge(
+def draw_block(
     increments: torch.Tensor,
     before_end: torch.Tensor,
     present: torch.Tensor,

@@ -166,7 +166,7 @@ def _settle_one(
     a, b = fractions.gather(-1, undecided), fractions.gather(-1, others)
     up_a, up_b = torch.minimum(1 - a, b), torch.minimum(1 - b, a)
     raise_a = (uniform * (up_a + up_b) < up_b) | (b == 0)  # a dead particle gains nothing
-    # The settled fraction is set to exactly 0 or 1, which a sum could miss by rounding.
+    # The raised or lowered fraction is set to exactly 0 or 1, which a sum could miss by rounding.
     full = a + b >= 1  # then the raised one becomes 1, else the lowered one becomes 0
     high, low = torch.where(full, 1.0, a + b), torch.where(full, a + b - 1, 0.0)
     a, b = torch.where(raise_a, high, low), torch.where(raise_a, low, high)

@@ -162,7 +162,7 @@ class Watched:
             return None
         self._windows[ALL].add(answer)
         whole = self._windows.setdefault(answer.mode, self._make()).add(answer)
-        text = None if whole is None else judge(answer.mode, whole)
+        text = None if whole is None else warning_of(answer.mode, whole)
         if text is None or self._now() < self._not_before.get(answer.mode, -math.inf):
             return None
         self._not_before[answer.mode] = self._now() + WARNING_SECONDS
@@ -173,7 +173,7 @@ class Watched:
         return {name: window.sums.as_dict() for name, window in self._windows.items()}
 
 
-def judge(mode: str, sums: Sums) -> str | None:
+def warning_of(mode: str, sums: Sums) -> str | None:
     """Return a warning with advice if a mode's tilt is too large, else None."""
     tilt, error = sums.tilt, sums.tilt_error
     if tilt is None or error is None:

@@ -10,7 +10,7 @@ zero.
 
 Two parts are carried only in batches where some request needs them, and are copied with the tail:
 
-- potential values (`Judged`). A particle's weight includes phi of the last prefix of its sequence
+- potential values (`Scores`). A particle's weight includes phi of the last prefix of its sequence
   that was scored; the next value replaces it, however many tokens were added since. A sequence
   that has ended is complete once it was scored as a whole: only then is its group's answer drawn.
 - log-probabilities (`TailLogprobs`). A token is scored when the target has read it, and emitted in
@@ -221,19 +221,19 @@ def _like(index: torch.Tensor, column: torch.Tensor, num_dims: int) -> torch.Ten
     return index.view(*index.shape, *[1] * len(behind)).expand(*index.shape, *behind)
 
 
-class Judged(NamedTuple):
+class Scores(NamedTuple):
     """Potential values of G * N particles; methods return new ones."""
 
     log_values: torch.Tensor  # [G, N] float64: log phi; NaN, from the host, keeps the old value
     complete: torch.Tensor  # [G, N] bool: of the whole sequence, or of a request without potentials
     answers: torch.Tensor  # [G, N] int64: number of the answer, for a majority vote; -1: none
 
-    def descend(self, ancestors: torch.Tensor) -> "Judged":
+    def descend(self, ancestors: torch.Tensor) -> "Scores":
         """Copy the values of ``ancestors[g, n]`` to particle n."""
-        return Judged(*(column.gather(1, ancestors) for column in self))
+        return Scores(*(column.gather(1, ancestors) for column in self))
 
 
-class JudgedTable:
+class ScoreTable:
     """Potential values between rounds, one row per request.
 
     Args:
@@ -243,7 +243,7 @@ class JudgedTable:
 
     def __init__(self, num_rows: int, num_particles: int, device: str) -> None:
         shape = (num_rows, num_particles)
-        self._columns = Judged(
+        self._columns = Scores(
             log_values=torch.zeros(shape, dtype=torch.float64, device=device),
             complete=torch.zeros(shape, dtype=torch.bool, device=device),
             answers=torch.zeros(shape, dtype=torch.int64, device=device),
@@ -254,14 +254,14 @@ class JudgedTable:
         for column in self._columns:
             column[rows] = 0
 
-    def gather(self, rows: torch.Tensor, num_particles: int) -> Judged:
+    def gather(self, rows: torch.Tensor, num_particles: int) -> Scores:
         """Return the values of the first particles of the requests in ``rows`` ``[G]``."""
-        return Judged(*(column[:, :num_particles][rows] for column in self._columns))
+        return Scores(*(column[:, :num_particles][rows] for column in self._columns))
 
-    def scatter(self, rows: torch.Tensor, judged: Judged) -> None:
+    def scatter(self, rows: torch.Tensor, scores: Scores) -> None:
         """Store the values of the particles of the requests in ``rows`` ``[G]``."""
-        num_particles = judged.complete.shape[1]
-        for column, values in zip(self._columns, judged, strict=True):
+        num_particles = scores.complete.shape[1]
+        for column, values in zip(self._columns, scores, strict=True):
             column[:, :num_particles][rows] = values
 
 
@@ -286,7 +286,7 @@ class Population(NamedTuple):
     unread: torch.Tensor  # [G] bool: the draft has yet to read the second last token
     fidelity: torch.Tensor  # [G, N, 4] float64: sums of each sequence, by `smc.fidelity`
     logprobs: TailLogprobs | None = None  # of the tails' tokens, where some request returns them
-    judged: Judged | None = None  # potential values, where some request has potentials
+    scores: Scores | None = None  # potential values, where some request has potentials
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -342,7 +342,7 @@ class Population(NamedTuple):
             roots=self.roots.gather(1, ancestors),
             fidelity=self.fidelity.gather(1, ancestors.unsqueeze(2).expand_as(self.fidelity)),
             logprobs=None if self.logprobs is None else self.logprobs.descend(ancestors),
-            judged=None if self.judged is None else self.judged.descend(ancestors),
+            scores=None if self.scores is None else self.scores.descend(ancestors),
         )
 
     def hand_down(self, step: Resampled) -> "Population":
@@ -355,9 +355,9 @@ class Population(NamedTuple):
     def is_finished(self) -> torch.Tensor:
         """Return which groups' answers may be drawn, ``[G]`` bool: all ended and fully scored."""
         ended = self.ended.all(1)
-        if self.judged is None:
+        if self.scores is None:
             return ended
-        return ended & (self.judged.complete | ~self.present).all(1)
+        return ended & (self.scores.complete | ~self.present).all(1)
 
     def held_back(self, counts: torch.Tensor) -> torch.Tensor:
         """Limit common tokens ``counts`` ``[G]`` so that no sequence ends before all are scored."""
@@ -383,26 +383,26 @@ class Population(NamedTuple):
             log_weights=torch.where(all_of & self.present, 0.0, self.log_weights),
         )
 
-    def judge(self, said: Judged) -> "Population":
+    def apply_potentials(self, scores: Scores) -> "Population":
         """Update the weights to new potential values; a group with no positive weight ends."""
-        assert self.judged is not None, "carried where some request's texts are judged"
-        found = weighing.revalue(self.log_weights, self.judged.log_values, said.log_values)
+        assert self.scores is not None, "carried where some request has scorers"
+        found = weighing.revalue(self.log_weights, self.scores.log_values, scores.log_values)
         forbidden = (found.log_weights == -torch.inf).all(1)
         return self._replace(
             log_weights=found.log_weights,
             log_evidence=self.log_evidence.masked_fill(forbidden, -torch.inf),
-            judged=said._replace(log_values=found.log_values),
+            scores=scores._replace(log_values=found.log_values),
         ).stop(forbidden)
 
     def majority_vote(self) -> "Population":
         """Take the majority vote in finished groups, which keeps the particles of its answer."""
-        if self.judged is None:
+        if self.scores is None:
             return self
-        elected = weighing.majority_vote(self.log_weights, self.judged.answers)
+        elected = weighing.majority_vote(self.log_weights, self.scores.answers)
         finished = self.is_finished().unsqueeze(1)
         return self._replace(log_weights=torch.where(finished, elected, self.log_weights))
 
-    def is_settled(self) -> torch.Tensor:
+    def shares_last_token(self) -> torch.Tensor:
         """Return whether a group's particles share the last emitted token, ``[G]`` bool.
 
         Where they do not, no token behind it is emitted.
@@ -411,7 +411,7 @@ class Population(NamedTuple):
 
     def first_token(self) -> torch.Tensor:
         """Return the last emitted token of each group, ``[G]``; -1 where its particles differ."""
-        return torch.where(self.is_settled(), self.last_emitted[:, 0], -1)
+        return torch.where(self.shares_last_token(), self.last_emitted[:, 0], -1)
 
     def emit(self, counts: torch.Tensor) -> "Population":
         """Move the first ``counts[g]`` tokens, common to all tails, to the emitted output."""
@@ -458,7 +458,7 @@ class ParticleTable:
             max_tail: the longest tail that any of them can have when the round ends.
         """
         views = self._views(num_particles, max_tail)
-        return Population(*(view[rows] for view in views), logprobs=None, judged=None)
+        return Population(*(view[rows] for view in views), logprobs=None, scores=None)
 
     def scatter(self, rows: torch.Tensor, population: Population) -> None:
         """Store the populations of ``rows`` ``[G]``, without the parts that only some carry."""

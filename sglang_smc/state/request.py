@@ -8,15 +8,15 @@ one token. If the target is p, all particles share it. For a power of p, or p un
 marginal of the first token depends on all continuations, so a shared token could not be corrected
 by weights: each particle draws its own, and the token in SGLang's lists is a placeholder.
 
-    SHARED  --begin-->  OPEN  --settle-->  SETTLED  --take-->  SHARED
+    SHARED  --begin-->  OPEN  --close-->  CLOSED  --take-->  SHARED
                         OPEN  --withdraw-->  SHARED
 
-    transition   called by                                     when
-    begin        RequestStates.begin                           at each prefill
-    hold         patches/request_state, update_finish_state    SGLang has taken the placeholder
-    settle       registry.settle, from SMCBatchResult.resolve  all particles share the token
-    take         patches/request_state, update_finish_state    SGLang checks for an end
-    withdraw     registry.withdraw, patches/request_state      the request is retracted
+    transition   called by                                         when
+    begin        RequestStates.begin                               at each prefill
+    hold         patches/request_state, update_finish_state        SGLang has taken the placeholder
+    close        registry.close_token, by SMCBatchResult.resolve   all particles share the token
+    take         patches/request_state, update_finish_state        SGLang checks for an end
+    withdraw     registry.withdraw_token, patches/request_state    the request is retracted
 """
 
 import math
@@ -41,8 +41,8 @@ from sglang_smc.options.request import (
     union,
 )
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.potentials.calls import Caller
-from sglang_smc.potentials.declared import Chosen, choose
+from sglang_smc.potentials.runner import PotentialRunner
+from sglang_smc.potentials.spec import PotentialSpec
 from sglang_smc.smc.fidelity import NAMES
 from sglang_smc.smc.randomness import derive_seed
 from sglang_smc.state.failures import end_request
@@ -79,7 +79,7 @@ def deliver(
     output.next_token_token_ids_logprobs_idx = [few for few in ids for _ in range(max(counts))]
 
 
-def settle(req: "Req", place: int, token: int, logprob: float) -> None:
+def set_logprob(req: "Req", place: int, token: int, logprob: float) -> None:
     """Replace the placeholder by the token that all particles share, with its log-probability.
 
     The likeliest tokens at that position do not depend on it.
@@ -103,12 +103,12 @@ def rewind_stream(req: "Req") -> None:
 def take_back(req: "Req", start: int) -> None:
     """Delete the log-probabilities of output tokens from ``start`` on."""
     if req.return_logprob:
-        for name in _BOOKS:
+        for name in _LOGPROB_FIELDS:
             del getattr(req.logprob, name)[start:]
 
 
 # Lists of SGLang's ReqLogprob with one entry per output token, or empty where not requested.
-_BOOKS = tuple(
+_LOGPROB_FIELDS = tuple(
     f"output_{kind}logprobs_{part}"
     for kind in ("token_", "top_", "token_ids_")
     for part in ("val", "idx")
@@ -127,7 +127,7 @@ class Phase(Enum):
 
     SHARED = "one token, for good"
     OPEN = "particles may differ in it"
-    SETTLED = "they have just come to agree on it"
+    CLOSED = "they have just come to share it"
 
 
 class OpenToken(msgspec.Struct):
@@ -135,8 +135,8 @@ class OpenToken(msgspec.Struct):
 
     phase: Phase = Phase.SHARED
     place: int | None = None  # in output_ids, while it is open
-    holds_stream: bool = False  # until it is settled
-    settled: int = -1  # the token that they share, of the last settling
+    holds_stream: bool = False  # until it is closed
+    shared: int = -1  # the token that they share, since it was last closed
 
     @property
     def is_open(self) -> bool:
@@ -153,21 +153,21 @@ class OpenToken(msgspec.Struct):
         assert self.phase is Phase.OPEN
         self.holds_stream, req.stream = self.holds_stream or req.stream, False
 
-    def settle(self, req: "Req", token: int, logprob: float | None) -> None:
+    def close(self, req: "Req", token: int, logprob: float | None) -> None:
         """Replace the placeholder by the token that all particles share."""
         assert self.phase is Phase.OPEN and self.place is not None
         req.output_ids[self.place] = token
         if logprob is not None:
-            settle(req, self.place, token, logprob)
-        self.phase, self.place, self.settled = Phase.SETTLED, None, token
+            set_logprob(req, self.place, token, logprob)
+        self.phase, self.place, self.shared = Phase.CLOSED, None, token
         self._release(req)
 
     def take(self) -> int:
-        """Return the number of tokens that SGLang has not checked yet: 1 right after `settle`."""
-        was_settled = self.phase is Phase.SETTLED
-        if was_settled:
-            self.phase = Phase.SHARED
-        return int(was_settled)
+        """Return the number of tokens that SGLang has not checked yet: 1 right after `close`."""
+        if self.phase is not Phase.CLOSED:
+            return 0
+        self.phase = Phase.SHARED
+        return 1
 
     def withdraw(self, req: "Req") -> int:
         """Drop the placeholder from SGLang's lists, and return the number of tokens removed."""
@@ -206,8 +206,8 @@ class RequestState(msgspec.Struct):
     first_log_sum: float = 0.0  # log-weight of the first token, while in no counter yet
     particles: list[dict[str, Any]] | None = None  # all of them, before the final draw
     has_ended: bool = False  # its answer is counted in the server's totals
-    potentials: tuple[Chosen, ...] = ()  # that multiply its target
-    callers: tuple[Caller, ...] = ()  # that call each of these
+    potentials: tuple[PotentialSpec, ...] = ()  # that multiply its target, resolved
+    runners: tuple[PotentialRunner, ...] = ()  # that call each of these
     rounds: list[RoundRecord] = []  # of its trace, if it sets `trace`
     is_fresh: bool = False  # no round has been launched behind its last prefill
     num_prefilled: int = 0  # tokens of its output that the last prefill read
@@ -335,7 +335,7 @@ class RequestStates:
         config: the server's.
         random_seed: the server's; seeds of requests without one are derived from it.
         dial: converts the requests' tilts into evidence thresholds.
-        callers: callers of the server's potentials, by the potentials' names.
+        runners: of the server's potentials, by the potentials' names.
     """
 
     def __init__(
@@ -343,10 +343,10 @@ class RequestStates:
         config: SMCConfig,
         random_seed: int,
         dial: Dial | None = None,
-        callers: Mapping[str, Caller] = MappingProxyType({}),
+        runners: Mapping[str, PotentialRunner] = MappingProxyType({}),
     ) -> None:
         self._config = config
-        self._callers = callers
+        self._callers = runners
         self._dial = dial or Dial()
         self._random_seed = random_seed
         self._num_seeded = 0
@@ -358,14 +358,14 @@ class RequestStates:
         random_seed: int,
         dp_rank: int | None,
         dial: Dial,
-        callers: Mapping[str, Caller],
+        runners: Mapping[str, PotentialRunner],
     ) -> "RequestStates":
         """Return the states of a data-parallel replica, with a seed of its own.
 
         All replicas number their requests from 1, and must not draw the same numbers.
         """
         seed = derive_seed(random_seed, dp_rank) if dp_rank else random_seed
-        return cls(config, seed, dial, callers)
+        return cls(config, seed, dial, runners)
 
     def begin(self, reqs: "list[Req]", budget: Budget | None = None) -> list[Start]:
         """Start or restart requests as they are prefilled, in batch order, on ``budget``."""
@@ -374,9 +374,9 @@ class RequestStates:
     def _begin(self, req: "Req", budget: Budget | None) -> Start:
         state = find_state(req)
         if state is None:
-            asked = config_of(self._config, req)
-            state = RequestState.of(self._seed(req), self._dial.settled(asked))
-            self._give_potentials(req, state)
+            config = self._dial.with_threshold(config_of(self._config, req))
+            state = RequestState.of(self._seed(req), config)
+            self._resolve_potentials(req, state)
             req.smc_state = state  # pyright: ignore[reportAttributeAccessIssue] -- ours
         state.begin(budget, req.output_ids)
         # Only if the target is p do the dropped tokens have an evidence factor of mean 1.
@@ -388,19 +388,19 @@ class RequestStates:
         seed = derive_seed(state.seed, req.retraction_count)
         return Start(_entry(req, seed, state.config), len(req.output_ids), state.counters)
 
-    def _give_potentials(self, req: "Req", state: RequestState) -> None:
-        """Set the potentials that a request names, which were validated on arrival.
+    def _resolve_potentials(self, req: "Req", state: RequestState) -> None:
+        """Resolve the potentials that a request names, which were validated on arrival.
 
         If a potential's `Args` accept the arguments there, but raise here, the request ends.
         """
-        asked = state.config.potentials
-        known = {name: caller.potential for name, caller in self._callers.items()}
+        specs = state.config.potentials
+        known = {name: runner.potential for name, runner in self._callers.items()}
         try:
-            state.potentials = tuple(choose(each, known) for each in asked)
+            state.potentials = tuple(spec.resolve(known) for spec in specs)
         except ValueError as error:
             end_request(req, f"The request has {error}", HTTPStatus.INTERNAL_SERVER_ERROR)
             return
-        state.callers = tuple(self._callers[each.name] for each in asked)
+        state.runners = tuple(self._callers[spec.name] for spec in specs)
 
     def padding(self) -> TableEntry:
         """Return the entry of SGLang's padding row, with the server's defaults."""
@@ -443,7 +443,7 @@ def has_open_token(req: "Req") -> bool:
     return state is not None and state.open_token.is_open
 
 
-def settled_ids(req: "Req") -> list[int]:
+def shared_ids(req: "Req") -> list[int]:
     """Return the output tokens that all particles share."""
     state = find_state(req)
     return list(req.output_ids[: state.open_token.place if state is not None else None])
@@ -483,7 +483,7 @@ def publish(req: "Req") -> None:
     if state is not None and req.finished():
         fields = state.meta_info(list(req.output_ids))
         if state.config.trace:
-            fields[META_PREFIX + "trace"] = state.trace(len(req.origin_input_ids), settled_ids(req))
+            fields[META_PREFIX + "trace"] = state.trace(len(req.origin_input_ids), shared_ids(req))
         req.customized_info = {name: _Whole([value]) for name, value in fields.items()}
 
 

@@ -14,7 +14,7 @@ from resolved_args import field_names
 from sglang.srt.server_args import ServerArgs
 
 from sglang_smc.options import request, server
-from sglang_smc.potentials import declared
+from sglang_smc.potentials import spec
 from sglang_smc.server import presets, refusals
 from sglang_smc.state import metrics
 from sglang_smc.tools.command.cli import COMMANDS
@@ -179,7 +179,7 @@ def test_every_flag_has_a_row_with_its_default() -> None:
         server.flag_of("tilt"): "none",
         server.flag_of("adaptive"): "off",
         presets.FLAG: "none",
-        declared.FLAG: "none",
+        spec.FLAG: "none",
     }
     as_text = {flag: f"{v:g}" if isinstance(v, float) else str(v) for flag, v in defaults.items()}
     assert stated == as_text | in_words

@@ -44,16 +44,17 @@ AGREED: Listed = {
     "state/metrics.py": {"Monitor.__init__: time.monotonic"},
     "state/fidelity.py": {"Watched.__init__: time.monotonic"},
     # The first rank's potentials alone are asked, and what came of it is broadcast.
-    "potentials/calls.py": {
-        "Caller.__init__: time.monotonic",
-        "Caller.ask: time.monotonic",
-        "Call.answers: time.monotonic",
-        "Call.answers: .result()",
+    "potentials/runner.py": {
+        "PotentialRunner.__init__: time.monotonic",
+        "PotentialRunner.submit: time.monotonic",
+        "PotentialRunner.wait: time.monotonic",
+        "PotentialRunner.wait: .result()",
+        "Call.result: time.monotonic",
+        "Call.result: .wait()",
     },
     "potentials/library.py": {"Http._client: timeout=", "RegexCount._count: timeout="},
     # A request ends on all ranks where it was slow on any (all_reduce).
     "rules/grammar.py": {
-        "_Pauses.__call__: time.thread_time",
         "_Cost.counted: time.thread_time",
     },
     # The first is told to people; the first rank's measurements are broadcast at start.
@@ -114,9 +115,9 @@ LISTED: Listed = {
     # The names of our own patch files, as they stand in this module.
     "server/hooks.py": {"importlib"},
     # Potentials: code that the server's owner names in a flag; requests choose among their names.
-    "potentials/declared.py": {"importlib"},
+    "potentials/spec.py": {"importlib"},
     # A method of theirs, not a file.
-    "potentials/calls.py": {"open"},
+    "potentials/runner.py": {"open"},
     "potentials/library.py": {"open"},
     # Descriptions of the machine, below /sys.
     "cpu/threads.py": {"read_text"},
@@ -173,7 +174,7 @@ OWN_TEXTS: Listed = {
     "process.py": {"_memory.as_text()", "_memory.advice"},
     "round/costs.py": {"found"},
     "ops/check.py": {"*(problem, FLAG)"},  # of a kernel's check
-    "potentials/calls.py": {"self._stopped"},  # the operator's name for a potential
+    "potentials/runner.py": {"self._stopped"},  # the operator's name for a potential
     "models/recorder.py": {
         "*(usage.gigabytes, self._free / 2 ** 30, usage.seconds, largest / 2 ** 30, recorded)"
     },

@@ -10,7 +10,7 @@ import pytest
 import torch
 from edit_cases import Echo
 from toy_corpus import corpus
-from toy_grammar import Letters, callers, maker
+from toy_grammar import Letters, maker, runners
 from toy_laws import LENGTH, SCRIPTS, languages, run
 from toy_worker import Outcome
 
@@ -75,7 +75,7 @@ def serve(
         grammar=lambda: makers[(next(begun) - 1) % len(kinds)](),
         budgets=budgets,
         corpus=corpus(),
-        callers=callers(letters=Letters()),
+        runners=runners(letters=Letters()),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from toy_grammar import Letters, callers, log_phi, maker, potential, read, times_phi
+from toy_grammar import Letters, log_phi, maker, potential, read, runners, times_phi
 from toy_laws import EOS, LENGTH, assert_properly_weighted, languages, law, run
 from toy_worker import Outcome
 
@@ -27,7 +27,7 @@ def named(when: Any = "round", **more: Any) -> dict[str, Any]:
 
 def asked(chosen: dict[str, Any], num_particles: int, num_steps: int, **more: Any) -> Outcome:
     config = SMCConfig(num_particles=num_particles, num_steps=num_steps, max_lag=LENGTH)
-    own = {"chosen": (chosen,), "callers": callers(letters=Letters()), "num_runs": NUM_RUNS}
+    own = {"chosen": (chosen,), "runners": runners(letters=Letters()), "num_runs": NUM_RUNS}
     given = {**own, **more}
     return run(config, (TARGET, DRAFT), **given)
 
@@ -85,7 +85,7 @@ def test_no_text_is_asked_about_twice_and_none_is_left_out(row: int, max_lag: in
     """Also where a short lag draws a text that has ended: its last token waits for the value."""
     letters = Letters()
     chosen = {**named(), "max_lag": max_lag}
-    outcome = asked(chosen, 4, 2, rows=[row], callers=callers(letters=letters))
+    outcome = asked(chosen, 4, 2, rows=[row], runners=runners(letters=letters))
     whole = [text for is_whole, texts in letters.asked if is_whole for text in texts]
     begun = [text for is_whole, texts in letters.asked if not is_whole for text in texts]
     assert len(set(whole)) == len(whole) and len(set(begun)) == len(begun)
@@ -100,7 +100,7 @@ def test_who_is_forbidden_altogether_ends() -> None:
 
         complete = prefix
 
-    outcome = asked(named(), 4, 2, rows=[1, 2, 3], callers=callers(letters=Never()))
+    outcome = asked(named(), 4, 2, rows=[1, 2, 3], runners=runners(letters=Never()))
     assert torch.equal(outcome.log_evidence, torch.full((3,), -math.inf, dtype=torch.float64))
 
 

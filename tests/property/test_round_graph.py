@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from toy_grammar import Letters, callers, maker
+from toy_grammar import Letters, maker, runners
 from toy_laws import EOS, LENGTH, languages
 from toy_logprobs import AskingWorker
 from toy_worker import Outcome as Texts
@@ -222,7 +222,7 @@ LAUNCHED: dict[str, dict[str, Any]] = {
     "traces": {"chosen": ({"trace": True}, {"trace": True, "mode": "exact"}, {})},
     "potentials": {
         "chosen": ({"potentials": [{"name": "letters", "when": "round"}]}, {}, {}),
-        "callers": callers(letters=Letters()),
+        "runners": runners(letters=Letters()),
     },
     "another N and K": {"budgets": (Budget(3, 2), OFF, Budget(2, 1), Budget(1, 2))},
 }

@@ -55,7 +55,7 @@ def test_the_first_guess_weighs_what_it_says_and_no_scale_is_below_zero() -> Non
 
 
 def settled(server: SMCConfig | None = None, **chosen: object) -> RequestConfig:
-    return Dial().settled(request_config(server or SMCConfig(), {"smc": chosen}))
+    return Dial().with_threshold(request_config(server or SMCConfig(), {"smc": chosen}))
 
 
 def test_a_request_keeps_the_threshold_that_its_tilt_came_to() -> None:

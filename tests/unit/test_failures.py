@@ -13,7 +13,7 @@ from toy_worker import Language, ToyWorker
 
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.round.result import SMCBatchResult
-from sglang_smc.rules.registry import settle
+from sglang_smc.rules.registry import close_token
 from sglang_smc.state.failures import (
     Failure,
     end_failed,
@@ -170,7 +170,7 @@ def serve(pair: tuple[Language, Language], chosen: Any, rows: list[int]) -> dict
             assert totals.nan_ct == (codes[req.row] > 0)
             assert totals.ess_sum == totals.ess_sum
             if has_open_token(req) and result.first_tokens[group] >= 0:  # type: ignore[arg-type]
-                settle(req, int(result.first_tokens[group]), None)  # type: ignore[arg-type]
+                close_token(req, int(result.first_tokens[group]), None)  # type: ignore[arg-type]
     toy.check_owned()
     return {req.row: (req.output_ids, codes[req.row]) for req in reqs}
 

@@ -479,7 +479,7 @@ def test_waits_for_potentials_are_measured(
     """By those who ask on a server, of which `Call.answers` is the only way to wait."""
     monkeypatch.setattr(process, "potentials_of", lambda _: ("slow=steered:Slow",))
     monkeypatch.setattr(process, "get_parallel", lambda: SimpleNamespace(tp_rank=0))
-    process.callers_of(cast(Any, None), SMCConfig(), monitor())["slow"].waited(0.25)
+    process.open_runners(cast(Any, None), SMCConfig(), monitor())["slow"].waited(0.25)
     parts, found = ("sum", "bucket 0.2", "bucket 0.5"), samples(registry)
     assert [found[f"potential_wait_seconds_{part}"] for part in parts] == [0.25, 0, 1]
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_smc.smc.verification import Kept, Verified, judge, keep
+from sglang_smc.smc.verification import Kept, Verified, draw_block, keep
 from sglang_smc.smc.weighing import covered_columns
 
 INF = math.inf
@@ -107,7 +107,7 @@ def test_a_chain_is_drawn_by_weight_where_the_evidence_covers_the_block(
     _, size, num_steps = gained.shape
     before_end = torch.arange(num_steps).expand(1, size, -1) < num_open
     present = torch.arange(size).unsqueeze(0) < size - num_absent
-    found = judge(gained, before_end, present, torch.tensor([num_steps]), c, coin, place)
+    found = draw_block(gained, before_end, present, torch.tensor([num_steps]), c, coin, place)
     assert tuple(map(float, found)) == pytest.approx(expected)
 
 

@@ -43,7 +43,7 @@ def check(found: Population, groups: Groups, emitted: list[int]) -> None:
     roots = [{one.root for one in group if one.present} for group in groups]
     assert num_distinct(found.roots, found.present).tolist() == list(map(len, roots))
     settled = [len({one.text[1] for one in group if one.present}) == 1 for group in groups]
-    assert found.is_settled().tolist() == settled
+    assert found.shares_last_token().tolist() == settled
     watched = found.roots.unsqueeze(2).expand_as(found.fidelity)
     assert torch.equal(found.fidelity, watched.double()), "it goes with the text"
     assert found.logprobs is not None
@@ -181,7 +181,7 @@ def test_begin_forgets_the_rows_former_request() -> None:
         assert found.present.tolist() == [[True, True, False], [True] * 3]
         assert found.log_weights.tolist() == [[0.0, 0.0, -torch.inf], [0.0] * 3]
         assert found.last_tokens[0, :2].tolist() == [42, 43]
-        assert found.is_settled().tolist() == [False, True]
+        assert found.shares_last_token().tolist() == [False, True]
         assert found.output_lengths[:, 0].tolist() == [3, 1]
         assert found.log_evidence.tolist() == [-0.5, 0.0]
 

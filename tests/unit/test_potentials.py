@@ -1,5 +1,6 @@
 """Potentials: the flag, requests, who asks, what becomes of weights and of requests that fail."""
 
+import json
 import math
 import threading
 from collections.abc import Sequence
@@ -22,26 +23,24 @@ from toy_worker import ToyWorker
 from sglang_smc.options.request import request_config
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.potentials import Potential, Text
-from sglang_smc.potentials.calls import (
+from sglang_smc.potentials.library import Length, RegexCount, exponent, product
+from sglang_smc.potentials.runner import (
     COOL_DOWN,
     MOST_LATE,
-    Caller,
-    Failed,
-    Question,
-    callers_of,
+    MissingValue,
+    PotentialRunner,
+    Query,
+    open_runners,
 )
-from sglang_smc.potentials.declared import (
-    Asked,
+from sglang_smc.potentials.spec import (
+    Declaration,
+    PotentialSpec,
     Schedule,
-    asked_of,
-    choose,
-    declared,
     load,
+    parse_specs,
     problems,
-    schedule_of,
 )
-from sglang_smc.potentials.library import Length, RegexCount, exponent, product
-from sglang_smc.rules.potentials import Readings
+from sglang_smc.rules.potentials import PrefixTree
 from sglang_smc.smc.weighing import majority_vote, revalue
 from sglang_smc.tools.testing import check_potential
 
@@ -49,10 +48,10 @@ from sglang_smc.tools.testing import check_potential
 
 
 def test_a_declaration_is_taken_apart_and_not_run() -> None:
-    found = declared('prm=a.b:make(url="http://x:1/y", labels=["good"], scale=-2.5)')
+    found = Declaration.parse('prm=a.b:make(url="http://x:1/y", labels=["good"], scale=-2.5)')
     assert found[:3] == ("prm", "a.b", "make")
     assert found.arguments == {"url": "http://x:1/y", "labels": ["good"], "scale": -2.5}
-    assert declared("prm=a.b:make").arguments == {}
+    assert Declaration.parse("prm=a.b:make").arguments == {}
 
 
 SHAPE = "NAME=package.module:factory"
@@ -84,9 +83,9 @@ def test_what_is_no_declaration_or_cannot_be_had_is_told(given: str, told: str) 
 def test_what_cannot_be_opened_is_told() -> None:
     for how, told in (("", "OSError: no weights"), ("(exits=True)", "SystemExit: 1")):
         flag = (f"shut=steered:Shut{how}",)
-        assert callers_of(flag, 1.0, print, opens=False)["shut"].name == "shut"
+        assert open_runners(flag, 1.0, print, opens=False)["shut"].name == "shut"
         with pytest.raises(RuntimeError, match=f"'shut' cannot be opened: {told}"):
-            callers_of(flag, 1.0, print, opens=True)
+            open_runners(flag, 1.0, print, opens=True)
 
 
 # Requests.
@@ -95,12 +94,13 @@ KNOWN = load(("count=steered:Count", "slow=steered:Slow", "picky=steered:Picky")
 
 
 def test_a_request_names_potentials_as_objects_or_as_json() -> None:
-    (found,) = asked_of([{"name": "count", "args": {"token": 3}, "when": {"tokens": 2}}])
-    assert asked_of('[{"name": "count", "args": {"token": 3}, "when": {"tokens": 2}}]') == (found,)
-    chosen = choose(found, KNOWN)
-    assert asdict(chosen.args) == {"token": 3, "weight": 0.7}
-    assert (chosen.exponent, chosen.schedule) == (1.0, Schedule(tokens=2))
-    assert choose(Asked("count"), KNOWN).schedule == Schedule(is_each_round=True)
+    given = [{"name": "count", "args": {"token": 3}, "when": {"tokens": 2}}]
+    (found,) = parse_specs(given)
+    assert parse_specs(json.dumps(given)) == (found,)
+    resolved = found.resolve(KNOWN)
+    assert asdict(resolved.args) == {"token": 3, "weight": 0.7}
+    assert (resolved.exponent, resolved.schedule) == (1.0, Schedule(tokens=2))
+    assert PotentialSpec("count").resolve(KNOWN).schedule == Schedule(is_each_round=True)
 
 
 WHEN = ({"tokens": 0}, {"tokens": True}, {"delimiter": ""}, {"delimiter": -1})
@@ -127,18 +127,18 @@ def test_what_is_malformed_is_refused(given: Any) -> None:
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        (Asked("other"), "'other', which is unknown; allowed: 'count', "),
-        (Asked("count", {"token": "x"}), "token: int, weight: float"),
-        (Asked("slow"), "seconds: float"),
-        (Asked("picky"), r"'picky' with args=\{\}: SystemExit: 3; allowed: weight"),
+        (PotentialSpec("other"), "'other', which is unknown; allowed: 'count', "),
+        (PotentialSpec("count", {"token": "x"}), "token: int, weight: float"),
+        (PotentialSpec("slow"), "seconds: float"),
+        (PotentialSpec("picky"), r"'picky' with args=\{\}: SystemExit: 3; allowed: weight"),
     ],
 )
-def test_what_the_server_has_not_is_refused(asked: Asked, told: str) -> None:
+def test_what_the_server_has_not_is_refused(asked: PotentialSpec, told: str) -> None:
     """Arguments are the operator's code, in the process that answers HTTP: it must not end."""
     with pytest.raises(ValueError, match=told):
-        choose(asked, KNOWN)
+        asked.resolve(KNOWN)
     with pytest.raises(ValueError, match="none, since this server has no"):
-        choose(asked, {})
+        asked.resolve({})
 
 
 def test_potentials_make_another_target() -> None:
@@ -168,11 +168,15 @@ class Lengths(Potential):
         return self.complete(texts, 1)
 
 
+def values_of(potential: Potential, queries: list[Query]) -> list[float | MissingValue]:
+    return PotentialRunner("named", potential, 600.0).submit(queries).result()
+
+
 def test_one_call_for_all_and_each_value_in_its_place() -> None:
     lengths = Lengths()
     asked = [("a", False, 0), ("ab", True, 0), ("abc", False, 1), ("abcd", True, 2)]
-    questions = [Question(text(output), is_whole, owner) for output, is_whole, owner in asked]
-    assert Caller("lengths", lengths, 600.0).ask(questions).answers() == [1.0, -2.0, 3.0, -4.0]
+    queries = [Query(text(output), is_whole, owner) for output, is_whole, owner in asked]
+    assert values_of(lengths, queries) == [1.0, -2.0, 3.0, -4.0]
     (_, _, thread), _ = lengths.calls
     assert sorted(lengths.calls) == [(-1, 2, thread), (1, 2, thread)]
     assert thread != threading.get_ident()
@@ -190,13 +194,11 @@ def test_who_is_at_fault_fails_alone() -> None:
         "nan": "gave nan",
     }
     asked = ["nothing", *does, "forbid", "nothing"]
-    questions = [
-        Question(text("a", Broken.Args(one)), False, owner) for owner, one in enumerate(asked)
-    ]
-    first, *told, forbidden, last = Caller("broken", Broken(), 600.0).ask(questions).answers()
+    queries = [Query(text("a", Broken.Args(one)), False, owner) for owner, one in enumerate(asked)]
+    first, *told, forbidden, last = values_of(Broken(), queries)
     assert (first, forbidden, last) == (0.0, -math.inf, 0.0)
     for failed, sentence in zip(told, does.values(), strict=True):
-        assert isinstance(failed, Failed) and sentence in failed.message
+        assert isinstance(failed, MissingValue) and sentence in failed.message
 
 
 class Gated(Potential):
@@ -222,52 +224,52 @@ def test_behind_late_calls_in_a_row_a_potential_is_not_asked(
     back, closed by one in time. With no seconds at all every call that waits at its gate is late,
     and so is one that waits behind it.
     """
-    gated, now, whole = Gated(), [0.0], [Question(text("a"), True, 0)]
+    gated, now, whole = Gated(), [0.0], [Query(text("a"), True, 0)]
     waits: list[float] = []
-    caller = Caller("gated", gated, 0.0, waits.append, now=lambda: now[0])
+    runner = PotentialRunner("gated", gated, 0.0, waits.append, now=lambda: now[0])
 
     def is_late() -> bool:
-        assert caller.refusal() is None
-        call = caller.ask(whole)
+        assert runner.refusal() is None
+        call = runner.submit(whole)
         if gated.gate.is_set():
             wait([call.future])
         else:
             gated.entered.wait()
-        (answer,) = call.answers()
-        assert answer == 0.0 or (isinstance(answer, Failed) and answer.is_late)
-        return isinstance(answer, Failed)
+        (answer,) = call.result()
+        assert answer == 0.0 or (isinstance(answer, MissingValue) and answer.is_late)
+        return isinstance(answer, MissingValue)
 
     assert is_late() and is_late()
-    come_back(caller)
+    come_back(runner)
     gated.gate.set()
     assert not is_late(), "which starts the count anew"
     gated.shut()
     assert all(is_late() for _ in range(MOST_LATE))
-    refused = caller.refusal()
+    refused = runner.refusal()
     assert refused is not None and refused.is_late
     assert "'gated' is not asked: its last 3 calls took more than 0 s" in refused.message
     now[0] += COOL_DOWN
-    assert caller.refusal() == refused, "the late call still hangs"
-    come_back(caller)
-    assert is_late() and caller.refusal() is not None, "one call tries, and no more"
-    come_back(caller)
-    assert caller.refusal() is not None
+    assert runner.refusal() == refused, "the late call still hangs"
+    come_back(runner)
+    assert is_late() and runner.refusal() is not None, "one call tries, and no more"
+    come_back(runner)
+    assert runner.refusal() is not None
     now[0] += COOL_DOWN
     gated.gate.set()
-    assert not is_late() and caller.refusal() is None
+    assert not is_late() and runner.refusal() is None
     gated.shut()
-    assert is_late() and caller.refusal() is None, "closed: one late call is one"
-    come_back(caller)
+    assert is_late() and runner.refusal() is None, "closed: one late call is one"
+    come_back(runner)
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert len(waits) == 9
 
 
-def come_back(caller: Caller) -> None:
+def come_back(runner: PotentialRunner) -> None:
     """Let the late call end, and the next one wait at the gate again."""
-    gated = caller.potential
-    assert isinstance(gated, Gated) and caller._hung is not None
+    gated = runner.potential
+    assert isinstance(gated, Gated) and runner._hung is not None
     gated.gate.set()
-    wait([caller._hung])
+    wait([runner._hung])
     gated.shut()
 
 
@@ -293,23 +295,23 @@ def last_time(when: Any, output: str) -> int | None:
     st.lists(st.text("abc", max_size=12), min_size=1, max_size=4),
     st.integers(0, 30),
 )
-def test_readings_know_the_last_time_of_each_text(
+def test_the_tree_knows_the_last_time_of_each_text(
     settled: str, tails: list[str], in_two: int
 ) -> None:
     decode = Letters(27).decode
-    readings = Readings([schedule_of(when) for when in SCHEDULES], decode)
+    tree = PrefixTree([Schedule.of(when) for when in SCHEDULES], decode)
     ids = {letter: number for number, letter in enumerate("abc")}
     numbers = [[ids[letter] for letter in part] for part in (settled, *tails)]
-    readings.places(numbers[0][:in_two], [[]])  # the text has grown since
-    places = readings.places(numbers[0], numbers[1:])
-    for tail, place in zip(tails, places, strict=True):
-        found = [at.length if at is not None else None for at in place.asked_at]
+    tree.nodes(numbers[0][:in_two], [[]])  # the text has grown since
+    nodes = tree.nodes(numbers[0], numbers[1:])
+    for tail, node in zip(tails, nodes, strict=True):
+        found = [at.length if at is not None else None for at in node.due_at]
         whole = settled + tail
         if not whole:
             found[0] = None
         assert found == [last_time(when, whole) for when in SCHEDULES]
-    again = readings.places(numbers[0], numbers[1:])
-    assert all(one is same for one, same in zip(places, again, strict=True))
+    again = tree.nodes(numbers[0], numbers[1:])
+    assert all(one is same for one, same in zip(nodes, again, strict=True))
 
 
 # What becomes of weights.
@@ -370,14 +372,15 @@ class Writes(Potential):
 
 def play(potential: Potential, *chosen: dict[str, Any], refused: bool = False) -> list[ToyRequest]:
 
-    class Stopped(Caller):
-        def refusal(self) -> Failed | None:
-            return Failed("the breaker is open", is_late=True) if refused else super().refusal()
+    class Stopped(PotentialRunner):
+        def refusal(self) -> MissingValue | None:
+            stopped = MissingValue("the breaker is open", is_late=True)
+            return stopped if refused else super().refusal()
 
     size = len(chosen)
     sizes = {"num_requests": size, "max_new_tokens": 8, "eos": EOS, "chosen": chosen}
-    callers = {"named": Stopped("named", potential, 600.0)}
-    worker = ToyWorker(SERVER, *languages(), callers=callers, **sizes)
+    runners = {"named": Stopped("named", potential, 600.0)}
+    worker = ToyWorker(SERVER, *languages(), runners=runners, **sizes)
     reqs = worker.begin(list(range(1, size + 1)))
     worker.play_round(reqs)
     return reqs

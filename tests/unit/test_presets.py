@@ -33,7 +33,7 @@ def test_a_text_and_a_file_say_the_same(tmp_path: Path) -> None:
     file.write_text(json.dumps(KNOWN, indent=2))
     for given in (str(file), "\n" + json.dumps(KNOWN), None):
         assert presets.problems(arguments(given)) == []
-        found = presets.settled(arguments(given))
+        found = presets.as_json(arguments(given))
         assert found is None if given is None else json.loads(found or "") == KNOWN
 
 

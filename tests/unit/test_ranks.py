@@ -14,8 +14,7 @@ from toy_request import begun, ended
 from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo
 
 from sglang_smc.potentials import Potential, Text
-from sglang_smc.potentials.calls import Caller
-from sglang_smc.potentials.declared import choose
+from sglang_smc.potentials.runner import PotentialRunner
 from sglang_smc.rules.base import BatchTexts
 from sglang_smc.rules.grammar import Grammar
 from sglang_smc.rules.potentials import Potentials, Votes
@@ -116,8 +115,8 @@ def test_votes(ranks: FakeRanks) -> None:
 
     def of_rank(rank: int) -> Any:
         req = begun(smc)
-        verdict = Votes.of(ended([req], [[[1, 0] * 30, [1]]])).verdicts()[0]
-        return verdict.answers, req.to_finish
+        scores = Votes.of(ended([req], [[[1, 0] * 30, [1]]])).result()[0]
+        return scores.answers, req.to_finish
 
     assert ranks.run(of_rank) == [([0, 0], None)] * 2
 
@@ -164,12 +163,12 @@ def test_potentials(ranks: FakeRanks, stuck: Stuck) -> None:
 
     def of_rank(rank: int) -> Any:
         req = begun({"potentials": [{"name": "stuck"}]})
-        chosen = choose(req.smc_state.config.potentials[0], {"stuck": stuck})
-        req.smc_state.potentials = (chosen,)
-        req.smc_state.callers = (Caller("stuck", stuck, 600.0),)
+        (spec,) = req.smc_state.config.potentials
+        req.smc_state.potentials = (spec.resolve({"stuck": stuck}),)
+        req.smc_state.runners = (PotentialRunner("stuck", stuck, 600.0),)
         Potentials.begin(req)
-        verdict = Potentials.of(ended([req], [[[1], [1, 1]]])).verdicts()[0]
-        return verdict.log_values, req.to_finish and req.to_finish.status_code
+        scores = Potentials.of(ended([req], [[[1], [1, 1]]])).result()[0]
+        return scores.log_values, req.to_finish and req.to_finish.status_code
 
     expected = ([None, None], 503) if is_late else ([1.0, 1.0], None)
     assert ranks.run(of_rank) == [expected] * 2

@@ -14,7 +14,7 @@ from toy_request import ToyRequest
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches import ingress
 from sglang_smc.patches.request_state import reset_for_retract, update_finish_state
-from sglang_smc.rules.registry import settle
+from sglang_smc.rules.registry import close_token
 from sglang_smc.state.metrics import Counters, zero_counters
 from sglang_smc.state.request import (
     RequestStates,
@@ -22,7 +22,7 @@ from sglang_smc.state.request import (
     find_state,
     has_open_token,
     publish,
-    settled_ids,
+    shared_ids,
 )
 
 SERVER = SMCConfig(num_particles=4, num_steps=3)
@@ -214,7 +214,7 @@ def test_first_tokens_differ_for_a_power_of_p_alone(
     """Nor are those open behind which nothing comes: their law is all that there is of the text."""
     req = begun(smc={"power": power}, output_ids=[5] * before)
     assert has_open_token(req) == is_open
-    assert settled_ids(req) == [5] * before + ([] if is_open else [9])
+    assert shared_ids(req) == [5] * before + ([] if is_open else [9])
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -224,7 +224,7 @@ def test_nothing_is_streamed_nor_taken_for_an_end_until_the_token_is_settled(str
         req = begun(smc={"power": 2.0}, output_ids=[], stream=stream)
         assert looked_at(req, 1) == looked_at(req, 0) == looked_at(req, 0) == []
         assert not req.stream
-        settle(req, 4, None)
+        close_token(req, 4, None)
         req.output_ids += new
         assert (req.output_ids, req.stream) == ([4, *new], stream)
         assert looked_at(req, len(new)) == [len(new) + 1]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
-from toy_grammar import callers
+from toy_grammar import runners
 from toy_worker import NUM_CONTEXTS, Language, ToyWorker
 from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo
 
@@ -125,7 +125,7 @@ def serve(name: str) -> list[dict[str, Any]]:
         chosen=chosen,
         asked=asked,
         budgets=BUDGETS.get(name, (None,)),
-        callers=callers(even=Even()),
+        runners=runners(even=Even()),
         grammar=grammars() if name == "grammar" else lambda: None,
     )
     reqs = worker.begin(list(range(1, SIZE + 1)))

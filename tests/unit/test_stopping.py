@@ -38,7 +38,8 @@ class Words:
     def __init__(self) -> None:
         self.num_decoded = 0
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        assert not skip_special_tokens
         self.num_decoded += len(tokens)
         words = (self.words[token] for token in tokens)
         whole = b"".join(word if isinstance(word, bytes) else word.encode() for word in words)
@@ -144,10 +145,10 @@ def test_a_particle_reads_its_own_first_token_while_it_is_open() -> None:
         assert ends_of([req], [[[OP], [OP]]], tails) == [expected]
 
 
-def judged(req: Any, *tokens: int) -> tuple[str | None, int | None]:
+def end_of(req: Any, *tokens: int) -> tuple[str | None, int | None]:
     """How a request ends, if it does, once it has put out these tokens."""
     req.output_ids.extend(tokens)
-    StopTexts.judge(req)
+    StopTexts.end_at_match(req)
     reason = req.finished_reason
     return getattr(reason, "matched", None), req.finished_len
 
@@ -157,8 +158,8 @@ def test_sglang_has_no_pattern_to_search_for_and_the_request_ends_all_the_same()
     assert req.sampling_params.stop_regex_strs == [] and StopTexts.applies(req)
     assert StopTexts.applies(make_req(("x",))) and not StopTexts.applies(make_req())
     assert req.sampling_params.stop_regex_max_len == 0
-    assert judged(req, A, B) == (None, None)
-    assert judged(req, B, C, A, B, C) == ("b+c", 4)
+    assert end_of(req, A, B) == (None, None)
+    assert end_of(req, B, C, A, B, C) == ("b+c", 4)
 
 
 @pytest.mark.parametrize(
@@ -177,15 +178,15 @@ def test_the_first_end_of_a_text_is_the_one_that_counts(
 ) -> None:
     req = make_req(regex="b")
     req.finished_reason, req.finished_len = reason, length
-    judged(req)
-    judged(req, A, A, B, C)
+    end_of(req)
+    end_of(req, A, A, B, C)
     assert getattr(req.finished_reason, "matched", None) == expected
 
 
 def test_a_long_text_is_not_read_again() -> None:
     """Red where work a round grows with the text: here it was decoded 360 times over."""
     req = make_req(regex=r"(a+)+c", output_ids=(A,) * 5000)
-    StopTexts.judge(req)
+    StopTexts.end_at_match(req)
     before = req.tokenizer.num_decoded
     for _ in range(40):
         assert first_match(req, [A, B], [A] * 8 + [B]) is None
@@ -341,8 +342,8 @@ def request(pattern: str) -> Any:
 
 
 def answers(reqs: list[Any], tails: list[list[list[int]]]) -> dict[int, Any]:
-    found = Votes.of(ended(reqs, tails)).verdicts()
-    return {group: verdict.answers for group, verdict in found.items()}
+    found = Votes.of(ended(reqs, tails)).result()
+    return {group: scores.answers for group, scores in found.items()}
 
 
 def test_a_round_reads_so_much_and_later_ones_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
-from toy_grammar import Letters, callers, maker
+from toy_grammar import Letters, maker, runners
 from toy_laws import EOS, languages
 from toy_request import ToyRequest
 from toy_worker import ToyWorker
@@ -87,7 +87,7 @@ def test_a_reader_comes_to_the_answer_of_potentials(when: Any) -> None:
     worker = toy(
         *({**scored, **more} for more in choices),
         num_requests=40,
-        callers=callers(letters=Letters()),
+        runners=runners(letters=Letters()),
     )
     for one in serve(worker, 40):
         if not one.req.is_stuck:

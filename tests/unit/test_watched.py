@@ -22,7 +22,7 @@ from sglang_smc.state.fidelity import (
     Sums,
     Watched,
     Window,
-    judge,
+    warning_of,
 )
 from sglang_smc.state.metrics import Counters, Monitor
 from sglang_smc.state.request import RequestState
@@ -104,10 +104,10 @@ def test_tilts_are_told_where_they_are_surely_wrong(
     """Exact answers five standard errors from zero, others where they are more than half way."""
     tilts = [zero + errors * by * INFORMATION**-0.5 for by in (0.98, 1.02)]
     near, far = (sums_of(*[answer(mode, tilt)] * 250) for tilt in tilts)
-    assert judge(mode, near) is None
-    text = judge(mode, far) or ""
+    assert warning_of(mode, near) is None
+    text = warning_of(mode, far) or ""
     assert all(word in text for word in advice) and (mode == "smc" or str(far) in text)
-    assert judge("smc", sums_of(*[answer(tilt=-2.0)] * 250)) is None
+    assert warning_of("smc", sums_of(*[answer(tilt=-2.0)] * 250)) is None
 
 
 def test_a_mode_is_warned_of_once_in_a_while_and_by_itself() -> None:

@@ -17,7 +17,7 @@ from concurrent.futures import TimeoutError as TimedOut
 from typing import NamedTuple
 
 from sglang_smc.potentials.base import Potential, Text
-from sglang_smc.potentials.declared import FLAG, load, said
+from sglang_smc.potentials.spec import FLAG, describe, load
 
 logger = logging.getLogger(__name__)
 
@@ -28,29 +28,29 @@ COOL_DOWN = 60.0
 """Seconds from the last late call to the next trial call."""
 
 
-class Question(NamedTuple):
-    """A text to query, and the request it belongs to."""
+class Query(NamedTuple):
+    """A text for which a value is wanted, and the request it belongs to."""
 
     text: Text
     is_whole: bool
     owner: int  # the request's index in its batch
 
 
-class Failed(NamedTuple):
+class MissingValue(NamedTuple):
     """The reason for a missing value."""
 
     message: str
     is_late: bool = False
 
 
-class Caller:
-    """A client of one potential.
+class PotentialRunner:
+    """The thread of one potential, with its time limit and circuit breaker.
 
     Args:
         name: the potential's name on the server.
         potential: opened.
         seconds: time limit of a call.
-        waited: called with the seconds that a round waited for a call's answers.
+        waited: called with the seconds that a round waited for a call's values.
         now: a clock in seconds, for the circuit breaker. Only one rank calls potentials and
             broadcasts the results, so no other rank's clock matters.
     """
@@ -73,19 +73,19 @@ class Caller:
         self._hung: Future | None = None  # the late call that the thread may still be in
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"potential-{name}")
 
-    def ask(self, questions: Sequence[Question]) -> "Call":
-        """Start a call; questions of one request are adjacent."""
+    def submit(self, queries: Sequence[Query]) -> "Call":
+        """Start a call; queries of one request are adjacent."""
         deadline = time.monotonic() + self._seconds
-        return Call(self, questions, self._thread.submit(self._answer, questions), deadline)
+        return Call(self, queries, self._thread.submit(self._run, queries), deadline)
 
-    def refusal(self) -> Failed | None:
+    def refusal(self) -> MissingValue | None:
         """Return why the potential is not called now; None where it is."""
         if self._num_late < MOST_LATE:
             return None
         is_back = self._hung is None or self._hung.done()
         if is_back and self._now() >= self._last_late + COOL_DOWN:
             return None  # half open: one trial call
-        return Failed(self._stopped, is_late=True)
+        return MissingValue(self._stopped, is_late=True)
 
     @property
     def _stopped(self) -> str:
@@ -96,96 +96,90 @@ class Caller:
             "has come back. Try again later, or leave it out."
         )
 
-    def end(self, future: Future, *, is_late: bool) -> None:
-        """Record the end of a call: in time, or abandoned."""
-        self._num_late = self._num_late + 1 if is_late else 0
-        if not is_late:
-            return
+    def wait(self, future: Future, seconds: float) -> list[float | MissingValue] | MissingValue:
+        """Return the values of a call within ``seconds``, or the failure of a late one."""
+        begun = time.monotonic()
+        try:
+            values = future.result(seconds)
+            self._num_late = 0
+            return values
+        except TimedOut:
+            self._note_late(future)
+            return MissingValue(
+                f"The potential {self.name!r} took more than {self._seconds:g} s "
+                "(--speculative-smc-potential-timeout): this request ends, and so does each whose "
+                "texts it was asked about in the same call. Try again later, or leave it out.",
+                is_late=True,
+            )
+        finally:
+            self.waited(time.monotonic() - begun)
+
+    def _note_late(self, future: Future) -> None:
+        self._num_late += 1
         self._last_late = self._now()
         if not future.cancel():  # a call still in the queue is dropped
             self._hung = future
         if self._num_late == MOST_LATE:
             logger.error("%s", self._stopped)
 
-    def late(self) -> Failed:
-        """Return the failure of a late call."""
-        return Failed(
-            f"The potential {self.name!r} took more than {self._seconds:g} s "
-            "(--speculative-smc-potential-timeout): this request ends, and so does each whose "
-            "texts it was asked about in the same call. Try again later, or leave it out.",
-            is_late=True,
-        )
-
-    def _answer(self, questions: Sequence[Question]) -> list[float | Failed]:
+    def _run(self, queries: Sequence[Query]) -> list[float | MissingValue]:
         try:
-            return self._values(questions)
+            return self._values(queries)
         except BaseException as error:  # the operator's code: SystemExit, a panic of Rust's, too
-            owners = dict.fromkeys(question.owner for question in questions)
+            owners = dict.fromkeys(query.owner for query in queries)
             if len(owners) == 1:
-                return [self._failed(f"raised {said(error)}")] * len(questions)
+                return [self._missing(f"raised {describe(error)}")] * len(queries)
         return [
-            answer
+            value
             for owner in owners
-            for answer in self._answer([one for one in questions if one.owner == owner])
+            for value in self._run([query for query in queries if query.owner == owner])
         ]
 
-    def _values(self, questions: Sequence[Question]) -> list[float | Failed]:
+    def _values(self, queries: Sequence[Query]) -> list[float | MissingValue]:
         """Query prefixes and whole texts; raise what the potential raises."""
-        found: list[float | Failed] = [0.0] * len(questions)
+        found: list[float | MissingValue] = [0.0] * len(queries)
         for is_whole, method in ((False, self.potential.prefix), (True, self.potential.complete)):
-            places = [place for place, one in enumerate(questions) if one.is_whole == is_whole]
+            places = [place for place, query in enumerate(queries) if query.is_whole == is_whole]
             if not places:
                 continue
-            values = list(method([questions[place].text for place in places]))
+            values = list(method([queries[place].text for place in places]))
             if len(values) != len(places):
                 raise ValueError(
                     f"{method.__name__} gave {len(values)} values for {len(places)} texts"
                 )
-            for place, value in zip(places, values, strict=True):
-                found[place] = self._checked(value)
+            for place, value in zip(places, map(float, values), strict=True):
+                is_valid = not math.isnan(value) and value < math.inf
+                invalid = f"gave {value}; allowed: finite logarithms and -inf"
+                found[place] = value if is_valid else self._missing(invalid)
         return found
 
-    def _checked(self, value: float) -> float | Failed:
-        value = float(value)
-        if math.isnan(value) or value == math.inf:
-            return self._failed(f"gave {value}; allowed: finite logarithms and -inf")
-        return value
-
-    def _failed(self, what: str) -> Failed:
-        return Failed(f"The potential {self.name!r} {what}. Others are not affected.")
+    def _missing(self, what: str) -> MissingValue:
+        return MissingValue(f"The potential {self.name!r} {what}. Others are not affected.")
 
 
 class Call(NamedTuple):
     """A call under way."""
 
-    caller: Caller
-    questions: Sequence[Question]
-    future: "Future[list[float | Failed]]"
+    runner: PotentialRunner
+    queries: Sequence[Query]
+    future: "Future[list[float | MissingValue]]"
     deadline: float  # by time.monotonic()
 
-    def answers(self) -> list[float | Failed]:
+    def result(self) -> list[float | MissingValue]:
         """Return the values, waiting for them, or a failure for each."""
-        begun = time.monotonic()
-        try:
-            found = self.future.result(max(0.0, self.deadline - begun))
-            self.caller.end(self.future, is_late=False)
-            return found
-        except TimedOut:
-            self.caller.end(self.future, is_late=True)
-            return [self.caller.late()] * len(self.questions)
-        finally:
-            self.caller.waited(time.monotonic() - begun)
+        values = self.runner.wait(self.future, max(0.0, self.deadline - time.monotonic()))
+        return [values] * len(self.queries) if isinstance(values, MissingValue) else values
 
 
-def callers_of(
+def open_runners(
     given: tuple[str, ...], seconds: float, waited: Callable[[float], None], *, opens: bool
-) -> dict[str, Caller]:
-    """Return the callers of a server's potentials, by name.
+) -> dict[str, PotentialRunner]:
+    """Return the runners of a server's potentials, by name.
 
     Args:
         given: values of the flag, which `problems` has accepted.
         seconds: time limit of a call.
-        waited: see `Caller`.
+        waited: see `PotentialRunner`.
         opens: whether this process calls the potentials.
 
     Raises:
@@ -197,7 +191,7 @@ def callers_of(
             potential.open()
         except BaseException as error:  # the operator's code
             raise RuntimeError(
-                f"The potential {name!r} cannot be opened: {said(error)}. Mend it, or leave it out "
-                f"of {FLAG}."
+                f"The potential {name!r} cannot be opened: {describe(error)}. Mend it, or leave it "
+                f"out of {FLAG}."
             ) from error
-    return {name: Caller(name, potential, seconds, waited) for name, potential in found.items()}
+    return {name: PotentialRunner(name, found[name], seconds, waited) for name in found}
