@@ -31,7 +31,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from sglang_smc import upstream
 from sglang_smc.kv import arena
-from sglang_smc.models.attention import KVLocations
+from sglang_smc.models.chains import Chains
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.patches.request_state import update_finish_state
 from sglang_smc.proposers.base import DraftSlots, LanguageModel
@@ -103,13 +103,8 @@ class CheckpointSlots(SlotModel):
     def read(self, prompt: list[int], slots: torch.Tensor) -> None:
         self._tokens[slots.long()] = torch.tensor(prompt)
 
-    def chain_logits(
-        self,
-        tokens: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: KVLocations,
-    ) -> torch.Tensor:
+    def chain_logits(self, chains: Chains) -> torch.Tensor:
+        tokens, starts, slots, locations = chains
         self._tokens[slots] = tokens
         places = starts.flatten().unsqueeze(1) + torch.arange(tokens.shape[2])
         texts = self.texts(locations).flatten(0, 1)
@@ -122,13 +117,8 @@ class HeadSlots(CheckpointSlots):
     head: Draft
     anchors: torch.Tensor  # [G, N]
 
-    def chain_logits(
-        self,
-        tokens: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: KVLocations,
-    ) -> torch.Tensor:
+    def chain_logits(self, chains: Chains) -> torch.Tensor:
+        tokens, starts, slots, locations = chains
         self._tokens[slots] = tokens
         texts, anchors = self.texts(locations).flatten(0, 1), self.anchors.flatten()
         steps = starts.flatten() + tokens.shape[2] - 1 - anchors
@@ -140,10 +130,10 @@ class HeadSlots(CheckpointSlots):
 class HeadDrafts(LanguageModel):
     """Drafts by a head, through the calls that a language model gets."""
 
-    def begin(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
+    def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         slots: Any = self.forward
         slots.anchors = at.positions[1]
-        return super().begin(last_two, at)
+        return super().first_logits(last_two, at)
 
 
 class CheckpointRounds(ToyWorker):
@@ -198,7 +188,8 @@ class CheckpointRounds(ToyWorker):
             worker._steps = Steps(steps.target, proposal, steps.ledger, self.ops)
         elif isinstance(draft, Draft):
             own.head = draft
-            worker._steps = Steps(steps.target, HeadDrafts(own), steps.ledger, self.ops)
+            nobody: Any = None
+            worker._steps = Steps(steps.target, HeadDrafts(own, nobody), steps.ledger, self.ops)
         worker._round = Round(worker._steps, worker._tables, self.ops, self.corpus)
         self.prefill = Prefill.__new__(Prefill)
         self.prefill._states, self.prefill._tables = worker._states, worker._tables

@@ -11,7 +11,6 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from table_entries import NEUTRAL, entry
 
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.rules.base import BatchTexts
 from sglang_smc.rules.registry import TextRules
 from sglang_smc.smc.edits import Edits, edit_logits
 from sglang_smc.state.edits import EditTable
@@ -51,13 +50,13 @@ def begin_rules(reqs: list[Any], logits: torch.Tensor) -> torch.Tensor:
     """First tokens' logits ``[G, V]`` as the rules of the requests leave them."""
     rows = logits.clone().view(len(reqs), 1, 1, -1)
     nothing = torch.empty(len(reqs), 1, 0, dtype=torch.int64)
-    of_texts = TextRules.begin(BatchTexts(reqs, None, logits.shape[1], "cpu"))
+    of_texts = TextRules.begin(reqs, logits.shape[1], "cpu")
     return of_texts.apply(rows, nothing, 0)[0].view_as(logits)
 
 
 def rules_of(reqs: list[Any], population: Population | None, vocab_size: int) -> TextRules:
     """The rules of a round of begun requests."""
-    return TextRules.of(BatchTexts(reqs, population, vocab_size, "cpu"))
+    return TextRules.of(reqs, population, vocab_size, "cpu")
 
 
 class EditedRequests:

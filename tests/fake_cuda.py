@@ -21,6 +21,7 @@ from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
 
 from sglang_smc.kv import arena
+from sglang_smc.models.chains import Chains
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
 from sglang_smc.proposers.base import LanguageModel
@@ -143,11 +144,13 @@ class FakeModel:
     def __init__(self, device: Device) -> None:
         self._device = device
 
-    def next_logits(self, tokens: torch.Tensor, starts: torch.Tensor, *_: Any) -> torch.Tensor:
-        return self._logits(starts.shape)
+    attn_backend: Any = None
 
-    def chain_logits(self, tokens: torch.Tensor, starts: torch.Tensor, *_: Any) -> torch.Tensor:
-        return self._logits(tokens.shape)
+    def next_logits(self, chains: Chains) -> torch.Tensor:
+        return self._logits(chains.starts.shape)
+
+    def chain_logits(self, chains: Chains) -> torch.Tensor:
+        return self._logits(chains.tokens.shape)
 
     def _logits(self, shape: torch.Size) -> torch.Tensor:
         with self._device.in_model():
@@ -191,7 +194,7 @@ def trace_round(
         if shape.logprobs.own:
             tables.logprobs.make_room(shape.logprobs)
         target: Any = FakeModel(device)
-        draft: Any = LanguageModel(FakeModel(device))  # type: ignore[arg-type]
+        draft: Any = LanguageModel(FakeModel(device), None)  # type: ignore[arg-type]
         round_ = Round(Steps(target, draft, tables.ledger, ops), tables, ops)
         inputs = RoundInputs(
             *(

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sglang_smc.models.attention import KVLocations, ParticleAttention
+from sglang_smc.models.attention import ParticleAttention
+from sglang_smc.models.chains import Chains, KVLocations
 from sglang_smc.models.forward import particle_backend
 from sglang_smc.models.softmax import SharedPrefixPlan, Softmax, plan_shared_prefix
 
@@ -188,14 +189,16 @@ def make_case(
     )
 
 
+def locations_of(case: Case) -> KVLocations:
+    return KVLocations(case.rows, case.committed, case.particle_rows, case.max_tail)
+
+
 def plan_of(case: Case) -> SharedPrefixPlan:
     """The plan of the torch reference."""
     return plan_shared_prefix(
         case.req_to_token,
         case.tails,
-        case.rows,
-        case.committed,
-        case.particle_rows,
+        locations_of(case),
         case.starts,
         num_columns=case.query.shape[2],
         group=case.query.shape[3] // case.keys.shape[1],
@@ -259,6 +262,6 @@ def backend_of(
     of_model = heads, case.keys.shape[1]
     runner = runner_of(case.req_to_token, kv_pool, case.query.dtype, of_model, latents=latents)
     backend = particle_backend(runner, case.tails, implementation, **needs)
-    locations = KVLocations(case.rows, case.committed, case.particle_rows, case.max_tail)
-    backend.plan(locations, case.starts, case.query.shape[2])
+    tokens = case.query[..., 0, 0].long()
+    backend.plan(Chains(tokens, case.starts, tokens, locations_of(case)))
     return backend

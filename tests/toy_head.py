@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from toy_worker import NUM_CONTEXTS, PROMPT, Language, SlotModel, ToyWorker
 
-from sglang_smc.models.attention import KVLocations
+from sglang_smc.models.chains import Chains
 from sglang_smc.proposers.eagle3 import EagleHead
 from sglang_smc.proposers.hidden_states import StateTable
 from sglang_smc.round.play import Round, Steps
@@ -25,14 +25,9 @@ class ReadSlots:
     def __init__(self, model: SlotModel, head: EagleHead) -> None:
         self.model, self.head = model, head
 
-    def chain_logits(
-        self,
-        tokens: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: KVLocations,
-    ) -> torch.Tensor:
-        logits = self.model.chain_logits(tokens, starts, slots, locations)
+    def chain_logits(self, chains: Chains) -> torch.Tensor:
+        tokens, starts, _, locations = chains
+        logits = self.model.chain_logits(chains)
         texts = self.model.texts(locations)
         states = torch.stack(
             [
@@ -41,7 +36,7 @@ class ReadSlots:
             ],
             dim=1,
         ).view(*tokens.shape, 1)
-        self.head.read_chains(tokens, starts, slots, locations, states.float())
+        self.head.read_chains(chains, states.float())
         return logits
 
 
@@ -51,15 +46,13 @@ class FromStates:
     def __init__(self, language: Language) -> None:
         self.language = language
 
-    def laws(
-        self,
-        tokens: torch.Tensor,
-        states: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: KVLocations,
+    attn_backend: Any = None
+
+    def pair_logits(
+        self, chains: Chains, states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        own = (states.long().squeeze(2) + terms(tokens, starts)) % NUM_CONTEXTS
+        own = states.long().squeeze(2) + terms(chains.tokens.squeeze(2), chains.starts)
+        own %= NUM_CONTEXTS
         return self.language.logits[own], own.unsqueeze(2).float()
 
     def read(self, *_: Any) -> None:
@@ -77,7 +70,9 @@ class HeadWorker(ToyWorker):
             ledger.tails, num_columns=columns, num_slots=num_slots, width=1, dtype=torch.float32
         )
         forward: Any = FromStates(self.draft.language)
-        head = EagleHead(forward, self.states, None, self.vocab_size)
+        nobody: Any = None  # who reads prompts
+        rest = {"target": nobody, "ledger": ledger, "num_particles": 0}
+        head = EagleHead(forward, self.states, None, self.vocab_size, **rest)
         target: Any = ReadSlots(self.target, head)
         worker._steps = Steps(target, head, ledger, self.ops)
         worker._round = Round(worker._steps, worker._tables, self.ops)

@@ -15,7 +15,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from toy_request import PROMPT, ToyRequest
 
 from sglang_smc.kv import arena
-from sglang_smc.models.attention import KVLocations
+from sglang_smc.models.chains import Chains, KVLocations
 from sglang_smc.ops.interface import Ops
 from sglang_smc.ops.torch_ops import TORCH
 from sglang_smc.options.request import Budget
@@ -56,6 +56,7 @@ class Language(NamedTuple):
 class SlotModel:
     """Stands in for `ParticleForward`: same calls, KV in the same slots."""
 
+    attn_backend: Any = None
     tails: torch.Tensor  # the particles' rows, set with the tables
 
     def __init__(self, language: Language, rows: torch.Tensor, num_slots: int) -> None:
@@ -66,16 +67,11 @@ class SlotModel:
     def prefill(self, slots: torch.Tensor) -> None:
         self._tokens[slots] = torch.tensor(PROMPT, device=slots.device).expand_as(slots)
 
-    def next_logits(self, *given: Any) -> torch.Tensor:
-        return self.chain_logits(*given)[:, :, -1]
+    def next_logits(self, chains: Chains) -> torch.Tensor:
+        return self.chain_logits(chains)[:, :, -1]
 
-    def chain_logits(
-        self,
-        tokens: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: KVLocations,
-    ) -> torch.Tensor:
+    def chain_logits(self, chains: Chains) -> torch.Tensor:
+        tokens, starts, slots, locations = chains
         self._tokens[slots] = tokens
         read = self.texts(locations)
         read = read.unsqueeze(2).expand(-1, -1, tokens.shape[2], -1).flatten(0, 2)
@@ -159,9 +155,10 @@ class ToyWorker:
             config, self.ops, self.table, **sizes, device=self.device
         )
         models: Any = self.target, self.draft
+        nobody: Any = None
         for model in models:
             model.tails = tables.ledger.tails
-        drafts = LanguageModel(self.draft)  # type: ignore[arg-type]
+        drafts = LanguageModel(models[1], nobody)
         worker._steps = Steps(models[0], drafts, tables.ledger, self.ops)
         worker._corpus = self.corpus
         worker._round = Round(worker._steps, tables, self.ops, self.corpus)

@@ -5,12 +5,12 @@ reads it once per request, by a Triton kernel or in plain torch.
 """
 
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_smc.models.merged_rows import MergedRows
+from sglang_smc.models.chains import Chains, MergedRows
 from sglang_smc.models.softmax import (
     SharedPrefixPlan,
     plan_shared_prefix,
@@ -37,19 +37,6 @@ if TYPE_CHECKING:
     Attend = Callable[..., torch.Tensor]  # of query, keys, values and `Softmax`
 
 Implementation = Literal["torch", "triton"]
-
-
-class KVLocations(NamedTuple):
-    """KV cache locations of the particles of a batch.
-
-    Positions before ``committed`` are in the request's own row, the others in the particle's.
-    """
-
-    rows: torch.Tensor  # [G] int64 rows of `req_to_token`: the shared prefixes
-    committed: torch.Tensor  # [G] int64 lengths of the shared prefixes
-    particle_rows: torch.Tensor  # [G, N] int64 rows of `Ledger.tails`
-    # Upper bound, on the host, of a particle's keys after `committed`, the new ones included.
-    max_tail: int
 
 
 class ParticleAttention(AttentionBackend):
@@ -96,27 +83,22 @@ class ParticleAttention(AttentionBackend):
         self._max_prefix = runner.model_config.context_len
         self._group = head_group(runner)
         self._first_key, self._blocks = first_key, blocks
+        self._rank: int | None = None  # of latents (MLA)
         self._shape: tuple[int, ...]  # [G, N, C] of the running forward
         self._merged: MergedRows | None = None
         # Arguments: the window, and whether tokens of a block attend to each other.
         self._attend_over: Callable[[int | None, bool], Attend]
 
-    def plan(
-        self,
-        locations: KVLocations,
-        starts: torch.Tensor,
-        num_columns: int,
-        merged: MergedRows | None = None,
-    ) -> None:
-        """Plan all layers of a forward over C tokens a particle, the first at ``starts``.
+    def plan(self, chains: Chains, merged: MergedRows | None = None) -> None:
+        """Plan all layers of a forward over chains.
 
         Args:
             merged: the rows that the model runs; None for all.
         """
-        self._shape = (*starts.shape, num_columns)
+        self._shape = chains.slots.shape
         self._merged = merged
         # Layers of one kind share their plan.
-        self._attend_over = cache(partial(self._plan, locations, starts, num_columns))
+        self._attend_over = cache(partial(self._plan, chains))
 
     def forward_extend(
         self,
@@ -138,25 +120,29 @@ class ParticleAttention(AttentionBackend):
             sinks: ``[q_heads]`` scores of a key without a value, for models that have them.
 
         Returns:
-            The output, in the shape of ``q``.
+            ``[R, q_heads * width of a value]``.
         """
-        check_layer(layer, self._group, kwargs, blocks=self._blocks)
+        unsupported = kwargs if self._rank is None else {**kwargs, "sinks": sinks}
+        check_layer(layer, self._group, unsupported, self._rank, blocks=self._blocks)
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
             store(pool, layer, forward_batch.out_cache_loc, k, v)
-        keys, values = pool.get_kv_buffer(layer.layer_id)
-        softmax = softmax_of(layer, sinks, self._is_scaled)
         attend = self._attend_over(window_of(layer), sees_block(layer))
-        output = attend(self._queries(q, layer), keys, values, softmax=softmax)
-        return self._outputs(output).view(q.shape)
+        softmax = softmax_of(layer, sinks, self._is_scaled)
+        output = attend(self._queries(q, layer), *self._caches(layer.layer_id), softmax=softmax)
+        return self._outputs(output).reshape(len(q), -1)
 
     # Decode is an extend by one token.
     forward_decode = forward_extend
 
+    def _caches(self, layer_id: int) -> tuple[torch.Tensor, ...]:
+        """Return a layer's keys and values, ``[slots, kv_heads, head_dim]``."""
+        return self.token_to_kv_pool.get_kv_buffer(layer_id)
+
     def _queries(self, q: torch.Tensor, layer: "RadixAttention") -> torch.Tensor:
         """Return the queries of all rows, ``[G, N, C, q_heads, head_dim]``."""
         q = q if self._merged is None else q[self._merged.results]
-        return q.view(*self._shape, layer.tp_q_head_num, layer.head_dim)
+        return q.view(*self._shape, layer.tp_q_head_num, -1)
 
     def _outputs(self, output: torch.Tensor) -> torch.Tensor:
         """Return the outputs of the rows that the model runs, of ``[G, N, C, ...]``."""
@@ -164,23 +150,14 @@ class ParticleAttention(AttentionBackend):
             return output
         return output.flatten(0, 2)[self._merged.kept]
 
-    def _plan_torch(
-        self,
-        locations: KVLocations,
-        starts: torch.Tensor,
-        num_columns: int,
-        window: int | None,
-        block: bool,
-    ) -> "Attend":
+    def _plan_torch(self, chains: Chains, window: int | None, block: bool) -> "Attend":
         pool = self.token_to_kv_pool
         plan = plan_shared_prefix(
             self.req_to_token_pool.req_to_token,
             self._tails,
-            locations.rows,
-            locations.committed,
-            locations.particle_rows,
-            starts,
-            num_columns=num_columns,
+            chains.locations,
+            chains.starts,
+            num_columns=chains.slots.shape[2],
             group=self._group,
             dtype=self._dtype,
             cache=pool.get_key_buffer(first_layer(pool)),
@@ -190,20 +167,13 @@ class ParticleAttention(AttentionBackend):
         )
         return self._in_torch(plan)
 
-    def _plan_triton(
-        self,
-        locations: KVLocations,
-        starts: torch.Tensor,
-        num_columns: int,
-        window: int | None,
-        block: bool,
-    ) -> "Attend":
+    def _plan_triton(self, chains: Chains, window: int | None, block: bool) -> "Attend":
         places = {
             "req_to_token": self.req_to_token_pool.req_to_token,
             "tails": self._tails,
-            "starts": starts,
+            "starts": chains.starts,
             "max_prefix": self._max_prefix,
-            **locations._asdict(),
+            **chains.locations._asdict(),
         }
         return self._in_triton(places, window, block)
 

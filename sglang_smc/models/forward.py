@@ -12,8 +12,8 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from sglang_smc.models.attention import Implementation, KVLocations, ParticleAttention
-from sglang_smc.models.merged_rows import MergedRows, merge_rows
+from sglang_smc.models.attention import Implementation, ParticleAttention
+from sglang_smc.models.chains import Chains, MergedRows, merge_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,8 +32,10 @@ class ParticleForward:
         runner: the target's or the draft's.
         tails, attention: the particles' rows and the implementation, see `ParticleAttention`.
         max_columns: the most tokens of a particle in one forward.
-        first_key, blocks: for heads, see `ParticleAttention`.
     """
+
+    # For heads: see `ParticleAttention`, and the hidden states that the forward returns.
+    _first_key, _blocks, _captured = 0, False, CaptureHiddenMode.NULL
 
     def __init__(
         self,
@@ -41,98 +43,54 @@ class ParticleForward:
         tails: torch.Tensor,
         attention: Implementation,
         max_columns: int,
-        *,
-        first_key: int = 0,
-        blocks: bool = False,
     ) -> None:
         self._runner = runner
         self._last_position = runner.model_config.context_len - 1
         self._is_mrope = runner.model_config.model_is_mrope
         self.attn_backend = particle_backend(
-            runner, tails, attention, first_key=first_key, blocks=blocks
+            runner, tails, attention, first_key=self._first_key, blocks=self._blocks
         )
         self._counts = torch.arange(max_columns + 1, device=tails.device)
         self._merges = attention == "torch"
-        self._captured = CaptureHiddenMode.NULL  # hidden states that the forward returns
 
-    def next_logits(
-        self,
-        tokens: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: KVLocations,
-    ) -> torch.Tensor:
-        """Run a chain of C tokens for each particle and return the logits after its last token.
+    def next_logits(self, chains: Chains) -> torch.Tensor:
+        """Run chains, and return the logits ``[G, N, V]`` float32 after the last token of each."""
+        mode = ForwardMode.DECODE if chains.tokens.shape[2] == 1 else ForwardMode.EXTEND
+        return self._run(mode, chains).next_token_logits.unflatten(0, chains.starts.shape)
 
-        Args:
-            tokens: ``[G, N, C]``.
-            starts: ``[G, N]`` position of each chain's first token, at least ``committed - 1``.
-            slots: ``[G, N, C]`` int64 KV slots to which the tokens are written; 0 for those that
-                are never read, or are written already.
-            locations: of the rest of the KV.
+    def chain_logits(self, chains: Chains) -> torch.Tensor:
+        """Run chains, and return the logits ``[G, N, C, V]`` after each token."""
+        output = self._run(ForwardMode.TARGET_VERIFY, chains)
+        return output.next_token_logits.unflatten(0, chains.tokens.shape)
 
-        Returns:
-            Logits ``[G, N, V]`` float32.
-        """
-        mode = ForwardMode.DECODE if tokens.shape[2] == 1 else ForwardMode.EXTEND
-        output = self._run(mode, tokens, starts, slots, locations)
-        return output.next_token_logits.unflatten(0, starts.shape)
-
-    def chain_logits(
-        self,
-        tokens: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: KVLocations,
-    ) -> torch.Tensor:
-        """Return logits ``[G, N, C, V]`` after each token; arguments as in `next_logits`."""
-        output = self._run(ForwardMode.TARGET_VERIFY, tokens, starts, slots, locations)
-        return output.next_token_logits.unflatten(0, tokens.shape)
-
-    def _run(
-        self,
-        mode: ForwardMode,
-        tokens: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: KVLocations,
-    ) -> Any:
-        merged = merge_rows(slots, last=mode == ForwardMode.EXTEND) if self._merges else None
-        batch = self._batch(mode, tokens, starts, slots, locations, merged)
-        with self._attending(locations, starts, tokens.shape[2], merged):
+    def _run(self, mode: ForwardMode, chains: Chains) -> Any:
+        is_last = mode == ForwardMode.EXTEND
+        merged = merge_rows(chains.slots, last=is_last) if self._merges else None
+        batch = self._batch(mode, chains, merged)
+        with self._attending(chains, merged):
             output = self._runner.model.forward(batch.input_ids, batch.positions, batch)
         if merged is None:
             return output
-        of_logits = merged.sequences if mode == ForwardMode.EXTEND else merged.results
         states = output.hidden_states
         return SimpleNamespace(
-            next_token_logits=output.next_token_logits[of_logits],
+            next_token_logits=output.next_token_logits[
+                merged.sequences if is_last else merged.results
+            ],
             hidden_states=None if states is None else states[merged.results],
         )
 
     @contextmanager
-    def _attending(
-        self,
-        locations: KVLocations,
-        starts: torch.Tensor,
-        num_columns: int,
-        merged: MergedRows | None = None,
-    ) -> "Iterator[None]":
+    def _attending(self, chains: Chains, merged: MergedRows | None = None) -> "Iterator[None]":
         """Set this attention backend, planned for a forward, within the block."""
         with forward_context(ForwardContext(attn_backend=self.attn_backend)):
-            self.attn_backend.plan(locations, starts, num_columns, merged)
+            self.attn_backend.plan(chains, merged)
             yield
 
     def _batch(
-        self,
-        mode: ForwardMode,
-        tokens: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: KVLocations,
-        merged: MergedRows | None = None,
+        self, mode: ForwardMode, chains: Chains, merged: MergedRows | None = None
     ) -> ForwardBatch:
         """Return the batch for the model's layers; the attention backend uses its plan instead."""
+        tokens, starts, slots, locations = chains
         num_columns = tokens.shape[2]
         first = starts.flatten()
         positions, lengths = starts.unsqueeze(2), None

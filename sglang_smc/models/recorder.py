@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from sglang_smc import upstream
-from sglang_smc.models.attention import KVLocations
+from sglang_smc.models.chains import Chains
 
 if TYPE_CHECKING:
     from sglang_smc.models.attention import ParticleAttention
@@ -165,44 +165,14 @@ class Forward(Protocol):
     @property
     def attn_backend(self) -> "ParticleAttention": ...
 
-    def next_logits(
-        self,
-        tokens: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: KVLocations,
-    ) -> torch.Tensor: ...
+    def next_logits(self, chains: Chains) -> torch.Tensor: ...
 
-    def chain_logits(
-        self,
-        tokens: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: KVLocations,
-    ) -> torch.Tensor: ...
-
-
-class _Inputs(NamedTuple):
-    """The inputs of a captured pass, all int64."""
-
-    tokens: torch.Tensor  # [G, N, C]
-    starts: torch.Tensor  # [G, N]
-    slots: torch.Tensor  # [G, N, C]
-    rows: torch.Tensor  # [G]
-    committed: torch.Tensor  # [G]
-    particle_rows: torch.Tensor  # [G, N]
-
-    @classmethod
-    def of_padding(cls, shape: tuple[int, int, int], device: torch.device | str) -> "_Inputs":
-        """Return particles on SGLang's padding row, which read and write its slot 0."""
-        chains = torch.zeros(shape, dtype=torch.int64, device=device)  # [G, N, C]
-        particles, groups = chains[:, :, 0].clone(), chains[:, 0, 0].clone()
-        return cls(chains, particles + 1, chains.clone(), groups, groups + 1, particles)
+    def chain_logits(self, chains: Chains) -> torch.Tensor: ...
 
 
 class _Recorded(NamedTuple):
-    inputs: _Inputs
-    padding: _Inputs
+    inputs: Chains
+    padding: Chains
     logits: torch.Tensor  # [G, N, V] or [G, N, C, V]
     replay: Replay
 
@@ -243,50 +213,30 @@ class RecordedPasses:
         """
         kind = self._recorded[_kind(name, shape[1])] = {}
         for size in sorted(sizes, reverse=True):
-            inputs, padding = (_Inputs.of_padding((size, *shape), device) for _ in range(2))
-            locations = KVLocations(inputs.rows, inputs.committed, inputs.particle_rows, max_tail)
+            full = size, *shape
+            inputs, padding = (Chains.of_padding(full, max_tail, device) for _ in range(2))
 
-            def run(inputs: _Inputs = inputs, locations: KVLocations = locations) -> torch.Tensor:
-                return getattr(self._forward, name)(*inputs[:3], locations)
+            def run(inputs: Chains = inputs) -> torch.Tensor:
+                return getattr(self._forward, name)(inputs)
 
             run()  # warm-up, see `Record`
             kind[size] = _Recorded(inputs, padding, *record(run))
 
-    def next_logits(
-        self,
-        tokens: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: KVLocations,
-    ) -> torch.Tensor:
+    def next_logits(self, chains: Chains) -> torch.Tensor:
         """Return a copy of the logits of `models.forward.ParticleForward.next_logits`."""
-        return self._run("next_logits", tokens, starts, slots, locations)
+        return self._run("next_logits", chains)
 
-    def chain_logits(
-        self,
-        tokens: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: KVLocations,
-    ) -> torch.Tensor:
+    def chain_logits(self, chains: Chains) -> torch.Tensor:
         """Return logits as `ParticleForward.chain_logits`; the next such pass overwrites them."""
-        return self._run("chain_logits", tokens, starts, slots, locations)
+        return self._run("chain_logits", chains)
 
-    def _run(
-        self,
-        name: str,
-        tokens: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: KVLocations,
-    ) -> torch.Tensor:
-        found = self._find(_kind(name, tokens.shape[2]), tokens.shape)
+    def _run(self, name: str, chains: Chains) -> torch.Tensor:
+        size, num_particles, num_columns = chains.tokens.shape
+        found = self._find(_kind(name, num_columns), chains.tokens.shape)
         if found is None:
-            return getattr(self._forward, name)(tokens, starts, slots, locations)
-        given = _Inputs(tokens, starts, slots, *locations[:3])
-        hold(found.inputs, found.padding, given)
+            return getattr(self._forward, name)(chains)
+        hold(found.inputs.tensors, found.padding.tensors, chains.tensors)
         found.replay()
-        size, num_particles, num_columns = tokens.shape
         logits = found.logits[:size, :num_particles]
         return logits.clone() if name == "next_logits" else logits[:, :, :num_columns]
 

@@ -14,11 +14,11 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_smc.models.attention import (
     Implementation,
-    KVLocations,
     ParticleAttention,
     seed_tail,
     slots_before,
 )
+from sglang_smc.models.chains import Chains
 from sglang_smc.models.forward import ParticleForward
 from sglang_smc.models.gated_delta import causal_conv, columns_of, gated_delta, gates_of, taps_of
 
@@ -120,27 +120,19 @@ class RecurrentParticles(AttentionBackend):
         self._source: torch.Tensor  # the particle from which each takes state and columns
         self._num_past: torch.Tensor  # kept columns of that particle
 
-    def plan(
-        self, locations: KVLocations, starts: torch.Tensor, num_columns: int, merged: None = None
-    ) -> None:
+    def plan(self, chains: Chains, merged: None = None) -> None:
         """Plan the softmax-attention layers, see `ParticleAttention.plan`."""
-        self._full.plan(locations, starts, num_columns, merged)
+        self._full.plan(chains, merged)
 
-    def begin_forward(
-        self, locations: KVLocations, starts: torch.Tensor, slots: torch.Tensor
-    ) -> None:
-        """Find the states from which a pass continues, and note which particle writes each slot.
-
-        Args:
-            starts: ``[G, N]`` positions of the chains' first tokens.
-            slots: ``[G, N, C]`` int64 of the chains' tokens; 0 for those that are never read.
-        """
+    def begin_forward(self, chains: Chains) -> None:
+        """Find the states from which a pass continues, and note which particle writes each slot."""
         readers, base = self.tables.readers, self._most_columns + 1
-        found = readers[slots_before(self._tails, locations.particle_rows, starts)].flatten()
+        slots, particle_rows = chains.slots, chains.locations.particle_rows
+        found = readers[slots_before(self._tails, particle_rows, chains.starts)].flatten()
         self._source, self._num_past = found // base, found % base
-        self._own = locations.particle_rows.flatten()
+        self._own = particle_rows.flatten()
         column = torch.arange(1, slots.shape[2] + 1, device=slots.device)
-        readers[slots] = locations.particle_rows.unsqueeze(2) * base + column
+        readers[slots] = particle_rows.unsqueeze(2) * base + column
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run the attention of a layer of either kind."""
@@ -244,16 +236,9 @@ class RecurrentForward(ParticleForward):
         particles = self._ledger.particle_rows(rows, self._num_particles)
         self._linear.init_from_prompt(rows, lengths.long(), particles)
 
-    def _run(
-        self,
-        mode: "ForwardMode",
-        tokens: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: KVLocations,
-    ) -> Any:
-        self._linear.begin_forward(locations, starts, slots)
-        return super()._run(mode, tokens, starts, slots, locations)
+    def _run(self, mode: "ForwardMode", chains: Chains) -> Any:
+        self._linear.begin_forward(chains)
+        return super()._run(mode, chains)
 
 
 def _implementation(kind: Implementation) -> Any:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from sglang_smc.models.chains import KVLocations
+
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -171,9 +173,7 @@ class SharedPrefixPlan(NamedTuple):
 def plan_shared_prefix(
     req_to_token: torch.Tensor,
     tails: torch.Tensor,
-    rows: torch.Tensor,
-    committed: torch.Tensor,
-    particle_rows: torch.Tensor,
+    locations: KVLocations,
     starts: torch.Tensor,
     *,
     num_columns: int,
@@ -191,9 +191,8 @@ def plan_shared_prefix(
     Args:
         req_to_token: ``[rows, width]`` slots by row and position.
         tails: ``[rows, W]`` slots by row and position modulo W, a power of two.
-        rows, committed: ``[G]`` rows of the shared prefixes and their lengths, at least 1.
-        particle_rows, starts: ``[G, N]`` rows of the tails, which begin at ``committed``, and the
-            position of each particle's first token, at least ``committed - 1``.
+        locations: of the prefixes, and of the tails behind them.
+        starts: ``[G, N]`` position of each particle's first token, at least ``committed - 1``.
         num_columns: C.
         group: query heads per key head.
         dtype: of the queries.
@@ -205,6 +204,7 @@ def plan_shared_prefix(
             of queries before it is undefined.
     """
     assert window is None or not sees_block, "checked with the layers"
+    rows, committed, particle_rows, _ = locations
     column = torch.arange(num_columns, device=rows.device)
     begins = committed.clamp_min(first_key)  # [G] where the keys of the tails begin
     # [G, N, C] number of keys of its own tail that each query attends to
@@ -255,7 +255,7 @@ def plan_shared_prefix(
 def shared_prefix_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
-    values: torch.Tensor,
+    values: torch.Tensor | None,
     plan: SharedPrefixPlan,
     softmax: Softmax,
 ) -> torch.Tensor:
@@ -263,7 +263,8 @@ def shared_prefix_attention(
 
     Args:
         query: ``[G, N, C, q_heads, head_dim]``; heads that share a key head are adjacent.
-        keys, values: ``[slots, kv_heads, head_dim]``, the caches of one layer.
+        keys, values: ``[slots, kv_heads, head_dim]``, the caches of one layer; without values, keys
+            are values, too.
         softmax: the layer's parameters.
 
     Returns:
@@ -276,7 +277,10 @@ def shared_prefix_attention(
     per_particle = folded.unflatten(2, (num_particles, -1)).transpose(1, 2).flatten(0, 1)
 
     keys = gather_slots(keys, plan.slots, plan.key_scratch).to(query.dtype)
-    values = gather_slots(values, plan.slots, plan.value_scratch).to(query.dtype)
+    if values is None:
+        values = keys
+    else:
+        values = gather_slots(values, plan.slots, plan.value_scratch).to(query.dtype)
     prefix = attend(
         folded,
         _by_head(keys[:num_prefix], size),

@@ -15,7 +15,8 @@ from sglang_smc import upstream
 if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
 
-    from sglang_smc.models.attention import KVLocations, ParticleAttention
+    from sglang_smc.models.attention import ParticleAttention
+    from sglang_smc.models.chains import Chains
     from sglang_smc.models.forward import ParticleForward
 
 
@@ -170,27 +171,16 @@ class PaddedDraft:
         """Return the draft's attention."""
         return self._forward.attn_backend
 
-    def next_logits(
-        self,
-        tokens: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: "KVLocations",
-    ) -> torch.Tensor:
-        """Return logits ``[G, N, V]``; arguments as in `ParticleForward.next_logits`."""
-        read = readable(tokens, self._last)
-        return self._padded(self._forward.next_logits(read, starts, slots, locations))
+    def next_logits(self, chains: "Chains") -> torch.Tensor:
+        """Return logits ``[G, N, V]``; see `ParticleForward.next_logits`."""
+        return self._padded(self._forward.next_logits(self._readable(chains)))
 
-    def chain_logits(
-        self,
-        tokens: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: "KVLocations",
-    ) -> torch.Tensor:
-        """Return logits ``[G, N, C, V]``; arguments as in `ParticleForward.chain_logits`."""
-        read = readable(tokens, self._last)
-        return self._padded(self._forward.chain_logits(read, starts, slots, locations))
+    def chain_logits(self, chains: "Chains") -> torch.Tensor:
+        """Return logits ``[G, N, C, V]``; see `ParticleForward.chain_logits`."""
+        return self._padded(self._forward.chain_logits(self._readable(chains)))
+
+    def _readable(self, chains: "Chains") -> "Chains":
+        return chains._replace(tokens=readable(chains.tokens, self._last))
 
     def _padded(self, logits: torch.Tensor) -> torch.Tensor:
         # Contiguous, for the kernels.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sglang_smc.models.chains import KVLocations
 from sglang_smc.models.gated_delta import Columns, gated_delta
 from sglang_smc.models.latent_attention import latent_attention
 from sglang_smc.models.softmax import Heads, Softmax, plan_shared_prefix, shared_prefix_attention
@@ -314,22 +315,23 @@ def _attend(ops: Ops, of: Inputs, heads: Heads, num_columns: int) -> torch.Tenso
     slots = 1 + torch.randperm(num_slots, generator=torch.Generator().manual_seed(0)).int()
     table, tails = slots.to(of.device).tensor_split([size * PREFIX])
     committed = torch.tensor([PREFIX, 3, 33], device=of.device)
+    particle_rows = torch.arange(size * num_particles, device=of.device).view(size, -1)
+    rows = torch.arange(size, device=of.device)
+    locations = KVLocations(rows, committed, particle_rows, max_tail=num_columns + 4)
     places: dict[str, Any] = {
         "req_to_token": table.view(size, PREFIX),
         "tails": tails.view(-1, width),
-        "rows": torch.arange(size, device=of.device),
-        "committed": committed,
-        "particle_rows": torch.arange(size * num_particles, device=of.device).view(size, -1),
         "starts": committed.unsqueeze(1) + of.whole(-1, 4, size, num_particles),
     }
     shape = size, num_particles, num_columns, heads.q_heads, heads.head_dim
     of_cache = num_slots + 1, heads.kv_heads, heads.head_dim
     query, keys, values = (of.normal(*s, dtype=heads.dtype) for s in (shape, of_cache, of_cache))
     if ops.kind == "triton":
-        bounds = {"max_prefix": PREFIX, "max_tail": num_columns + 4}
-        return _by_kernel(query, keys, values, heads, {**places, **bounds})
+        places |= {"max_prefix": PREFIX, **locations._asdict()}
+        return _by_kernel(query, keys, values, heads, places)
     plan = plan_shared_prefix(
         **places,
+        locations=locations,
         num_columns=num_columns,
         group=heads.q_heads // heads.kv_heads,
         dtype=heads.dtype,

@@ -1,4 +1,4 @@
-"""Build the draft of a server: its worker, its proposal, and its source of hidden states."""
+"""Build the draft of a server: its worker, its proposer, and its source of hidden states."""
 
 from functools import partial
 from pathlib import Path
@@ -9,7 +9,7 @@ from sglang_smc.models import head_kinds as kinds
 from sglang_smc.models import vocabulary
 from sglang_smc.models.attention import Implementation
 from sglang_smc.models.forward import ParticleForward
-from sglang_smc.proposers.base import LanguageModel, Proposal
+from sglang_smc.proposers.base import DraftProposer, LanguageModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from sglang_smc.kv.ledger import Ledger
     from sglang_smc.options.server import SMCConfig
     from sglang_smc.proposers.ngram import Corpus
-    from sglang_smc.proposers.prompts import ReadsPrompts
     from sglang_smc.upstream import Arguments
 
 
@@ -35,14 +34,6 @@ _GIVES_OUT = {
         "lm_head",
     ),
 }
-
-
-class Drafting(NamedTuple):
-    """A target over particles, with its proposal."""
-
-    target: ParticleForward
-    proposal: Proposal
-    prompts: "ReadsPrompts"
 
 
 def build(
@@ -146,7 +137,7 @@ class Beside(NamedTuple):
         return self.ledger.tails, self.kernels, self.num_columns
 
 
-def assemble(given: Beside) -> Drafting:
+def assemble(given: Beside) -> tuple[ParticleForward, DraftProposer]:
     """Build the target and the draft over particles, for targets with softmax attention alone."""
     if given.draft is None:
         return _uniform_draft(given)
@@ -154,32 +145,25 @@ def assemble(given: Beside) -> Drafting:
     return build[kinds.kind_of(given.draft.model_runner.model_config)](given, given.draft)
 
 
-def _uniform_draft(given: Beside) -> Drafting:
-    from sglang_smc.proposers.ngram import NoPrompts, UniformDraft
+def _uniform_draft(given: Beside) -> tuple[ParticleForward, DraftProposer]:
+    from sglang_smc.proposers.ngram import UniformDraft
 
     runner = given.target.model_runner
     target = ParticleForward(runner, *given.over)
-    width = runner.model_config.vocab_size
-    return Drafting(target, UniformDraft(target.attn_backend, width), NoPrompts())
+    return target, UniformDraft(target.attn_backend, runner.model_config.vocab_size)
 
 
-def _model(given: Beside, draft: "TpModelWorker") -> Drafting:
-    from sglang_smc.proposers.prompts import ModelPrompts
-
+def _model(given: Beside, draft: "TpModelWorker") -> tuple[ParticleForward, DraftProposer]:
     widths = vocabulary.vocabularies(given.target, draft)
     runner = draft.model_runner
     forward = vocabulary.with_width(ParticleForward(runner, *given.over), *widths)
-    return Drafting(
-        ParticleForward(given.target.model_runner, *given.over),
-        LanguageModel(forward),
-        ModelPrompts(runner, vocabulary.last_read(*widths)),
-    )
+    target = ParticleForward(given.target.model_runner, *given.over)
+    return target, LanguageModel(forward, runner, vocabulary.last_read(*widths))
 
 
-def _eagle(given: Beside, draft: "TpModelWorker") -> Drafting:
+def _eagle(given: Beside, draft: "TpModelWorker") -> tuple[ParticleForward, DraftProposer]:
     from sglang_smc.proposers.eagle3 import EagleForward, EagleHead
     from sglang_smc.proposers.hidden_states import ReadTarget, StateTable
-    from sglang_smc.proposers.prompts import EaglePrompts
 
     runner, of_target, ledger = draft.model_runner, given.target.model_runner, given.ledger
     model: Any = runner.model
@@ -190,25 +174,28 @@ def _eagle(given: Beside, draft: "TpModelWorker") -> Drafting:
         width=model.model.fc.in_features,
         dtype=of_target.dtype,
     )
-    head = EagleHead(
+    target = ReadTarget(of_target, *given.over)
+    target.reader = head = EagleHead(
         EagleForward(runner, *given.over),
         table,
         model.hot_token_id,
         of_target.model_config.vocab_size,
+        target=target,
+        ledger=ledger,
+        num_particles=given.num_particles,
     )
-    reads = ReadTarget(of_target, *given.over, head)
-    return Drafting(reads, head, EaglePrompts(runner, reads, table, ledger, given.num_particles))
+    return target, head
 
 
-def _block(given: Beside, draft: "TpModelWorker") -> Drafting:
+def _block(given: Beside, draft: "TpModelWorker") -> tuple[ParticleForward, DraftProposer]:
     from sglang_smc.proposers.dflash import BlockForward, BlockHead
     from sglang_smc.proposers.hidden_states import ReadTarget
-    from sglang_smc.proposers.prompts import BlockPrompts
 
     runner, of_target = draft.model_runner, given.target.model_runner
     forward = BlockForward(runner, *given.over, of_target.model)
-    head = BlockHead(forward, kinds.mask_token(runner.model_config))
-    return Drafting(ReadTarget(of_target, *given.over, head), head, BlockPrompts(forward))
+    target = ReadTarget(of_target, *given.over)
+    target.reader = head = BlockHead(forward, kinds.mask_token(runner.model_config))
+    return target, head
 
 
 def corpus_of(resolved: "Arguments", config: "SMCConfig") -> "Corpus | None":

@@ -1,17 +1,26 @@
-"""Define `Proposal`, the interface of a draft to a round, and implement it for draft models.
+"""Define `DraftProposer`, the interface of a draft to a round, and implement it for draft models.
 
-A round takes from the proposal the distribution q of the first draft token after each particle's
-sequence, samples a token, and takes the distribution after that token, K times. A proposal stores
+A round takes from the proposer the distribution q of the first draft token after each particle's
+sequence, samples a token, and takes the distribution after that token, K times. A proposer stores
 its own state by KV slot: a slot belongs to one token of one sequence, and the ledger passes slots
-on as particles are resampled. So resampling, cuts and emission need no calls to the proposal.
+on as particles are resampled. So resampling, cuts and emission need no calls to the proposer.
 """
 
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from sglang_smc.models.attention import KVLocations, ParticleAttention
+from sglang_smc.models.attention import ParticleAttention
+from sglang_smc.models.chains import Chains, KVLocations
 from sglang_smc.models.recorder import Forward, PassRecording
+from sglang_smc.models.vocabulary import readable
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 class DraftSlots(NamedTuple):
@@ -21,22 +30,33 @@ class DraftSlots(NamedTuple):
     positions: torch.Tensor  # [K + 2, G, N]
     locations: KVLocations
 
+    def chains(self, tokens: torch.Tensor, first: int) -> Chains:
+        """Return tokens ``[G, N, C]`` as chains that begin in the column ``first``."""
+        slots = self.slots[first : first + tokens.shape[2]].permute(1, 2, 0)
+        return Chains(tokens, self.positions[first], slots, self.locations)
 
-class Proposal(Protocol):
+
+class DraftProposer(ABC):
     """A draft: a language model, a head over the target's hidden states, or uniform logits."""
 
-    at_once: bool  # whether one pass returns the distributions of all K tokens
-    has_stock_passes: bool  # whether SGLang may capture its own passes, over prompts
+    at_once = False
+    """Whether one pass returns the distributions of all K tokens."""
 
-    @property
-    def attn_backend(self) -> ParticleAttention: ...
+    has_stock_passes = False
+    """Whether SGLang may capture its own passes, over prompts."""
+
+    wants_states = False
+    """Whether `read_prompts` takes the target's hidden states."""
+
+    attn_backend: ParticleAttention
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes that the proposal keeps from round to round beside KV."""
-        ...
+        """Return the bytes that the proposer keeps from round to round beside KV."""
+        return 0
 
-    def begin(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
+    @abstractmethod
+    def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """Return the logits ``[G, N, V]`` of the first draft token.
 
         Args:
@@ -44,18 +64,32 @@ class Proposal(Protocol):
                 has processed, and the token before it.
             at: slots and positions of the round's columns.
         """
-        ...
 
-    def go_on(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
+    @abstractmethod
+    def next_logits(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """Return the logits ``[G, N, V]`` after the tokens ``[G, N]`` sampled at ``step - 1``."""
-        ...
 
-    def recorded(self, recording: PassRecording) -> "Proposal":
-        """Return this proposal with captured passes, for rounds that are launched from the host."""
-        ...
+    def recorded(self, recording: PassRecording) -> "DraftProposer":
+        """Return a proposer with captured passes, for rounds that are launched from the host."""
+        return self
+
+    def read_prompts(
+        self, batch: "ScheduleBatch", target: ForwardBatch, states: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Run over the new tokens of prompts, after the target's pass.
+
+        Args:
+            batch: of the scheduler.
+            target: the batch of the target's pass, T new tokens in all.
+            states: ``[T, F]`` hidden states of the target at these tokens; None where not wanted.
+
+        Returns:
+            Logits ``[G, V]`` after the prompts; None for heads, which need the next token first.
+        """
+        return None
 
 
-class LanguageModel:
+class LanguageModel(DraftProposer):
     """A draft model: it runs over its own draft tokens, and over those that the target appends.
 
     The last draft token is not run in its own round: if it is kept, the next round runs it together
@@ -63,32 +97,41 @@ class LanguageModel:
 
     Args:
         forward: the draft model over particles.
+        runner: SGLang's, which runs over prompts.
+        last_read: the last token id that has an embedding; None for all.
     """
 
-    at_once = False
     has_stock_passes = True
-    state_bytes = 0
 
-    def __init__(self, forward: Forward) -> None:
-        self.forward = forward
+    def __init__(
+        self, forward: Forward, runner: "ModelRunner", last_read: int | None = None
+    ) -> None:
+        self.forward, self._runner, self._last_read = forward, runner, last_read
+        self.attn_backend = forward.attn_backend
 
-    @property
-    def attn_backend(self) -> ParticleAttention:
-        """Return the draft model's attention over particles."""
-        return self.forward.attn_backend
-
-    def begin(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
+    def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
         """Run the first pass, without drafts too, which keeps the draft's KV complete."""
-        two = at.slots[:2].permute(1, 2, 0)  # [G, N, 2]: the first may not have been run yet
-        return self.forward.next_logits(last_two, at.positions[0], two, at.locations)
+        return self.forward.next_logits(at.chains(last_two, 0))  # the first may not have been run
 
-    def go_on(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
-        """Run the tokens sampled at the last step; see `Proposal.go_on`."""
-        here = at.slots[step + 1].unsqueeze(2)
-        return self.forward.next_logits(
-            tokens.unsqueeze(2), at.positions[step + 1], here, at.locations
+    def next_logits(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
+        """Run the tokens sampled at the last step; see `DraftProposer.next_logits`."""
+        return self.forward.next_logits(at.chains(tokens.unsqueeze(2), step + 1))
+
+    def recorded(self, recording: PassRecording) -> DraftProposer:
+        """Return the proposer with captured passes; see `DraftProposer.recorded`."""
+        forward = recording.of(self.forward, "next_logits", (2, 1))
+        return LanguageModel(forward, self._runner, self._last_read)
+
+    def read_prompts(
+        self, batch: "ScheduleBatch", target: ForwardBatch, states: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Run SGLang's own forward over new tokens; see `DraftProposer.read_prompts`."""
+        forward_batch = ForwardBatch.init_new(
+            batch, self._runner, return_hidden_states_before_norm=False
         )
-
-    def recorded(self, recording: PassRecording) -> "LanguageModel":
-        """Return the proposer with captured passes; see `Proposal.recorded`."""
-        return LanguageModel(recording.of(self.forward, "next_logits", (2, 1)))
+        forward_batch.return_logprob = False
+        forward_batch.input_ids = readable(forward_batch.input_ids, self._last_read)
+        output = self._runner.forward(forward_batch).logits_output
+        assert isinstance(output, LogitsProcessorOutput)
+        assert output.next_token_logits is not None
+        return output.next_token_logits

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-from sglang_smc.models.attention import Implementation, KVLocations, store
+from sglang_smc.models.attention import Implementation, store
+from sglang_smc.models.chains import Chains
 from sglang_smc.models.forward import ParticleForward
-from sglang_smc.proposers.base import DraftSlots
+from sglang_smc.proposers.base import DraftProposer, DraftSlots
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from sglang_smc.models.recorder import PassRecording
 
 
 class BlockForward(ParticleForward):
@@ -30,6 +30,8 @@ class BlockForward(ParticleForward):
         target: SGLang's target model; the block head uses its embedding and LM head.
     """
 
+    _blocks = True
+
     def __init__(
         self,
         runner: "ModelRunner",
@@ -38,7 +40,7 @@ class BlockForward(ParticleForward):
         max_columns: int,
         target: Any,
     ) -> None:
-        super().__init__(runner, tails, attention, max_columns, blocks=True)
+        super().__init__(runner, tails, attention, max_columns)
         self._model: Any = runner.model
         self._target = target
         self._embed = target.get_input_embeddings()
@@ -46,24 +48,15 @@ class BlockForward(ParticleForward):
         scales = hasattr(target, "get_dflash_noise_embedding_scale")
         self._scale = target.get_dflash_noise_embedding_scale() if scales else 1.0
 
-    def laws(
-        self,
-        blocks: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: KVLocations,
-    ) -> torch.Tensor:
-        """Return the logits ``[K, G, N, V]`` at the masks of blocks ``[G, N, K + 1]``.
-
-        Other arguments as in `ParticleForward.next_logits`.
-        """
-        batch = self._batch(ForwardMode.TARGET_VERIFY, blocks, starts, slots, locations)
+    def block_logits(self, blocks: Chains) -> torch.Tensor:
+        """Return the logits ``[K, G, N, V]`` at the masks of blocks of K + 1 tokens."""
+        batch = self._batch(ForwardMode.TARGET_VERIFY, blocks)
         embedded = self._embed(batch.input_ids) * self._scale
-        with self._attending(locations, starts, blocks.shape[2]):
+        with self._attending(blocks):
             output = self._model.forward(
                 batch.input_ids, batch.positions, batch, input_embeds=embedded
             )
-        masked = output.hidden_states.unflatten(0, blocks.shape)[:, :, 1:]
+        masked = output.hidden_states.unflatten(0, blocks.tokens.shape)[:, :, 1:]
         steps = masked.permute(2, 0, 1, 3)  # [K, G, N, H]: each step contiguous
         return self._logits(steps.flatten(0, 2), batch).unflatten(0, steps.shape[:3])
 
@@ -92,7 +85,7 @@ class BlockForward(ParticleForward):
             store(pool, attention.attn, slots, keys.view(heads), values.view(heads))
 
 
-class BlockHead:
+class BlockHead(DraftProposer):
     """A draft by a block head: one pass returns the distributions of all K tokens.
 
     Args:
@@ -101,47 +94,36 @@ class BlockHead:
     """
 
     at_once = True
-    has_stock_passes = False  # SGLang's own passes have no hidden states to read
-    state_bytes = 0
+    wants_states = True
 
     def __init__(self, forward: BlockForward, mask: int) -> None:
+        self.attn_backend = forward.attn_backend
         self._forward = forward
         self._mask = mask
-        self._laws: torch.Tensor  # [K, G, N, V] logits of the running round
+        self._steps: torch.Tensor  # [K, G, N, V] logits of the running round
 
-    @property
-    def attn_backend(self) -> Any:
-        """Return the head's attention over particles."""
-        return self._forward.attn_backend
-
-    def begin(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
-        """Run the one pass of a round, none without drafts; see `Proposal.begin`."""
-        last, slots = last_two[:, :, 1:], at.slots[1:].permute(1, 2, 0)  # [G, N, K + 1]
-        num_steps = slots.shape[2] - 1
+    def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
+        """Run the one pass of a round, none without drafts; see `DraftProposer.first_logits`."""
+        last, num_steps = last_two[:, :, 1:], len(at.slots) - 2
         if num_steps == 0:
             return last.float()
-        masks = torch.full_like(slots[:, :, 1:], self._mask)
-        blocks = torch.cat([last, masks], dim=2)
-        self._laws = self._forward.laws(blocks, at.positions[1], slots, at.locations)
-        return self._laws[0]
+        masks = torch.full_like(last, self._mask).expand(-1, -1, num_steps)
+        self._steps = self._forward.block_logits(at.chains(torch.cat([last, masks], dim=2), 1))
+        return self._steps[0]
 
-    def go_on(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
-        """Return logits that do not depend on earlier tokens; see `Proposal.go_on`."""
-        return self._laws[step]
+    def next_logits(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
+        """Return logits that do not depend on earlier tokens; see `DraftProposer.next_logits`."""
+        return self._steps[step]
 
-    def recorded(self, recording: "PassRecording") -> "BlockHead":
-        """Return this object: its only pass keeps the logits of all steps."""
-        return self
+    def read_chains(self, chains: Chains, states: torch.Tensor) -> None:
+        """Write keys and values of the target's states; see `StatesReader.read_chains`."""
+        column = torch.arange(chains.tokens.shape[2], device=chains.tokens.device)
+        positions = chains.starts.unsqueeze(2) + column
+        self._forward.write(states.flatten(0, 2), positions.flatten(), chains.slots.flatten())
 
-    def read_chains(
-        self,
-        tokens: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: KVLocations,
-        states: torch.Tensor,
+    def read_prompts(
+        self, batch: "ScheduleBatch", target: ForwardBatch, states: torch.Tensor | None
     ) -> None:
-        """Write keys and values of the target's states; see `ReadsStates.read_chains`."""
-        column = torch.arange(tokens.shape[2], device=tokens.device)
-        positions = starts.unsqueeze(2) + column
-        self._forward.write(states.flatten(0, 2), positions.flatten(), slots.flatten())
+        """Write keys and values, without a pass; see `DraftProposer.read_prompts`."""
+        assert states is not None
+        self._forward.write(states, target.positions, target.out_cache_loc)

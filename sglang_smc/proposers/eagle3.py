@@ -12,6 +12,7 @@ have different slots there, and a cached prefix is valid for any continuation. T
 sequence has no hidden state before it and therefore no key, and attention skips its position.
 """
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,109 +21,102 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
 )
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
+from sglang_smc.kv.ledger import Ledger
 from sglang_smc.kv.sizes import tensor_bytes
-from sglang_smc.models.attention import Implementation, KVLocations
+from sglang_smc.kv.transfer import on_device
+from sglang_smc.models.chains import Chains, KVLocations, MergedRows, merge_rows
 from sglang_smc.models.forward import ParticleForward
-from sglang_smc.models.merged_rows import MergedRows, merge_rows
-from sglang_smc.proposers.base import DraftSlots
-from sglang_smc.proposers.hidden_states import StateTable
+from sglang_smc.proposers.base import DraftProposer, DraftSlots
+from sglang_smc.proposers.hidden_states import ReadTarget, StateTable
+from sglang_smc.proposers.prompt_attention import PromptAttention
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from sglang_smc.models.recorder import PassRecording
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 
-class Given(NamedTuple):
-    """The fields that SGLang's heads read from a batch's ``spec_info``."""
+class PairStates(NamedTuple):
+    """The field that SGLang's heads read from a batch's ``spec_info``."""
 
     hidden_states: torch.Tensor  # [rows, F] of the target, or [rows, H] of the head itself
 
 
 class EagleForward(ParticleForward):
-    """An EAGLE-3 head over particles.
+    """An EAGLE-3 head over particles; arguments as in `ParticleForward`."""
 
-    Args:
-        runner, tails, attention, max_columns: see `ParticleForward`.
-    """
+    _first_key, _captured = 1, CaptureHiddenMode.FULL
+    _pairs: PairStates  # of the running pass
 
-    def __init__(
-        self,
-        runner: "ModelRunner",
-        tails: torch.Tensor,
-        attention: Implementation,
-        max_columns: int,
-    ) -> None:
-        super().__init__(runner, tails, attention, max_columns, first_key=1)
-        self._captured = CaptureHiddenMode.FULL
-        self._model: Any = runner.model
-        self._given: Given
-
-    def laws(
-        self,
-        tokens: torch.Tensor,
-        states: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: KVLocations,
+    def pair_logits(
+        self, chains: Chains, states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run one pair for each particle.
 
         Args:
-            tokens, slots: ``[G, N]`` tokens, and the KV slots to which their keys are written.
+            chains: of one token each.
             states: ``[G, N, F]`` or ``[G, N, H]`` hidden states before them.
-            starts: ``[G, N]`` their positions.
-            locations: as in `ParticleForward.next_logits`.
 
         Returns:
             Logits ``[G, N, draft vocabulary]``, and the head's own states ``[G, N, H]``.
         """
-        self._given = Given(states.flatten(0, 1))
-        one = tokens.unsqueeze(2), starts, slots.unsqueeze(2), locations
-        output = self._run(ForwardMode.DECODE, *one)
-        shape = starts.shape
+        self._pairs = PairStates(states.flatten(0, 1))
+        output, shape = self._run(ForwardMode.DECODE, chains), chains.starts.shape
         own = output.hidden_states.unflatten(0, shape)
         return output.next_token_logits.unflatten(0, shape), own
 
-    def read(
-        self,
-        tokens: torch.Tensor,
-        states: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: KVLocations,
-    ) -> None:
+    def read(self, chains: Chains, states: torch.Tensor) -> None:
         """Run C pairs for each particle, to write their keys alone.
 
         Args:
-            tokens, slots: ``[G, N, C]``.
+            chains: of C tokens each.
             states: ``[G, N, C, F]`` hidden states before them.
-            starts, locations: as in `laws`.
         """
-        self._given = Given(states.flatten(0, 2))
-        merged = merge_rows(slots, last=False) if self._merges else None
-        batch = self._batch(ForwardMode.EXTEND, tokens, starts, slots, locations, merged)
-        with self._attending(locations, starts, tokens.shape[2], merged):
-            self._model.model(batch.input_ids, batch.positions, batch)
+        self._pairs = PairStates(states.flatten(0, 2))
+        merged = merge_rows(chains.slots, last=False) if self._merges else None
+        batch = self._batch(ForwardMode.EXTEND, chains, merged)
+        with self._attending(chains, merged):
+            self.read_batch(batch)
+
+    def read_batch(self, batch: ForwardBatch) -> None:
+        """Run the layers over a batch of pairs, to write their keys alone."""
+        model: Any = self._runner.model
+        model.model(batch.input_ids, batch.positions, batch)
+
+    def prompt_batch(self, target: ForwardBatch, states: torch.Tensor) -> ForwardBatch:
+        """Return the pairs of new tokens of prompts and the states ``[T, F]`` before them."""
+        pairs = ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=len(target.seq_lens),
+            input_ids=target.input_ids,
+            req_pool_indices=target.req_pool_indices,
+            seq_lens=target.seq_lens,
+            out_cache_loc=target.out_cache_loc,
+            seq_lens_sum=0,
+            positions=target.positions,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )
+        return self._with_pairs(pairs, PairStates(states))
 
     def _batch(
-        self,
-        mode: ForwardMode,
-        tokens: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: KVLocations,
-        merged: MergedRows | None = None,
+        self, mode: ForwardMode, chains: Chains, merged: MergedRows | None = None
     ) -> ForwardBatch:
-        batch = super()._batch(mode, tokens, starts, slots, locations, merged)
+        batch, pairs = super()._batch(mode, chains, merged), self._pairs
+        if merged is not None:
+            pairs = PairStates(pairs.hidden_states[merged.kept])
+        return self._with_pairs(batch, pairs)
+
+    def _with_pairs(self, batch: ForwardBatch, pairs: PairStates) -> ForwardBatch:
         batch.positions = places_of_pairs(batch.positions)
         if self._is_mrope:
             batch.mrope_positions = batch.positions.expand(3, -1)
-        if merged is not None:
-            self._given = Given(self._given.hidden_states[merged.kept])
-        batch.spec_info = self._given  # pyright: ignore[reportAttributeAccessIssue] -- heads read `Given`
+        batch.spec_info = pairs  # pyright: ignore[reportAttributeAccessIssue] -- heads read this
         return batch
+
+    @cached_property
+    def prompt_attention(self) -> PromptAttention:
+        """Return the head's attention over prompts."""
+        return PromptAttention(self._runner)
 
 
 def places_of_pairs(positions: torch.Tensor) -> torch.Tensor:
@@ -130,7 +124,7 @@ def places_of_pairs(positions: torch.Tensor) -> torch.Tensor:
     return (positions - 1).clamp_min(0)
 
 
-class EagleHead:
+class EagleHead(DraftProposer):
     """A draft by an EAGLE-3 head, with chains that are sampled token by token.
 
     Args:
@@ -138,10 +132,12 @@ class EagleHead:
         table: the target's hidden states.
         hot: ``[draft vocabulary]`` int64 target token ids of the draft vocabulary; None for all.
         vocab_size: V, of the target's logits.
+        target: the target over particles.
+        ledger: of KV slots.
+        num_particles: N of the server.
     """
 
-    at_once = False
-    has_stock_passes = False  # SGLang's own passes have no hidden states to read
+    wants_states = True
 
     def __init__(
         self,
@@ -149,57 +145,94 @@ class EagleHead:
         table: StateTable,
         hot: torch.Tensor | None,
         vocab_size: int,
+        *,
+        target: ReadTarget,
+        ledger: Ledger,
+        num_particles: int,
     ) -> None:
-        self._forward = forward
-        self._table = table
-        self._hot = hot
-        self._vocab_size = vocab_size
+        self._forward, self._table, self._target = forward, table, target
+        self._hot, self._vocab_size = hot, vocab_size
+        self._ledger, self._num_particles = ledger, num_particles
+        self.attn_backend = forward.attn_backend
         self._own: torch.Tensor  # [G, N, H] states of the running round
-
-    @property
-    def attn_backend(self) -> Any:
-        """Return the head's attention over particles."""
-        return self._forward.attn_backend
 
     @property
     def state_bytes(self) -> int:
         """Return the bytes of the table of hidden states."""
         return tensor_bytes((self._table.states, self._table.readers))
 
-    def begin(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
-        """Run the last token with the target's hidden state before it; see `Proposal.begin`."""
+    def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
+        """Run the last token with the target's state; see `DraftProposer.first_logits`."""
         states = self._table.before(at.positions[1], at.locations.particle_rows)
-        return self._laws(last_two[:, :, 1], states, 1, at)
+        return self._logits(at.chains(last_two[:, :, 1:], 1), states)
 
-    def go_on(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
-        """Run the draft tokens with the head's own states; see `Proposal.go_on`."""
-        return self._laws(tokens, self._own, step + 1, at)
+    def next_logits(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
+        """Run draft tokens with the head's own states; see `DraftProposer.next_logits`."""
+        return self._logits(at.chains(tokens.unsqueeze(2), step + 1), self._own)
 
-    def _laws(
-        self, tokens: torch.Tensor, states: torch.Tensor, column: int, at: DraftSlots
-    ) -> torch.Tensor:
-        where = at.positions[column], at.slots[column], at.locations
-        logits, self._own = self._forward.laws(tokens, states, *where)
+    def _logits(self, chains: Chains, states: torch.Tensor) -> torch.Tensor:
+        logits, self._own = self._forward.pair_logits(chains, states)
         return spread(logits, self._hot, self._vocab_size)
 
-    def recorded(self, recording: "PassRecording") -> "EagleHead":
-        """Return this object: its states go from pass to pass, outside of any capture."""
-        return self
-
-    def read_chains(
-        self,
-        tokens: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: KVLocations,
-        states: torch.Tensor,
-    ) -> None:
-        """Run the head over chains but their first pair; see `ReadsStates.read_chains`."""
+    def read_chains(self, chains: Chains, states: torch.Tensor) -> None:
+        """Run the head over chains but their first pair; see `StatesReader.read_chains`."""
+        tokens, starts, slots, locations = chains
         if tokens.shape[2] > 1:
-            self._forward.read(
-                tokens[:, :, 1:], states[:, :, :-1], starts + 1, slots[:, :, 1:], locations
-            )
+            later = Chains(tokens[:, :, 1:], starts + 1, slots[:, :, 1:], locations)
+            self._forward.read(later, states[:, :, :-1])
         self._table.keep(slots, locations.particle_rows, states)
+
+    def read_prompts(
+        self, batch: "ScheduleBatch", target: ForwardBatch, states: torch.Tensor | None
+    ) -> None:
+        """Run over pairs of each new token and the state before; see `DraftProposer.read_prompts`.
+
+        Where the prefix of a prompt is cached, or was processed in an earlier chunk, the target
+        runs its last token again to recover that hidden state.
+        """
+        assert states is not None and batch.extend_lens is not None
+        ends = on_device(states.device, batch.extend_lens).cumsum(0)  # [G]
+        pairs = self._forward.prompt_batch(target, self._states_before(batch, states, ends))
+        attention = self._forward.prompt_attention
+        attention.plan(batch)
+        with forward_context(ForwardContext(attn_backend=attention)), torch.no_grad():
+            self._forward.read_batch(pairs)
+        rows, last = batch.req_pool_indices, ends - 1
+        self._table.keep_prompts(
+            target.out_cache_loc[last].long(),
+            target.seq_lens.long(),
+            self._ledger.particle_rows(rows, self._num_particles),
+            states[last],
+        )
+
+    def _states_before(
+        self, batch: "ScheduleBatch", states: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the hidden state before each new token, ``[T, F]``.
+
+        It is arbitrary before the first token of a sequence.
+        """
+        before = states.roll(1, 0)
+        known = batch.prefix_lens
+        assert known is not None
+        going_on = [i for i, length in enumerate(known) if length]
+        if not going_on:
+            return before
+        device = states.device
+        lengths = on_device(device, [known[i] for i in going_on])  # [R]
+        tokens = on_device(device, [_token_of(batch.reqs[i], known[i] - 1) for i in going_on])
+        which = on_device(device, going_on)
+        rows = batch.req_pool_indices[which]
+        locations = KVLocations(rows, lengths, self._ledger.particle_rows(rows, 1), max_tail=1)
+        found = self._target.states_at(tokens, lengths - 1, locations)
+        first = torch.nn.functional.pad(ends, (1, 0))[which]
+        return before.index_copy(0, first, found)
+
+
+def _token_of(req: "Req", position: int) -> int:
+    """Return the token at a position of a request's sequence."""
+    prompt = req.origin_input_ids
+    return prompt[position] if position < len(prompt) else req.output_ids[position - len(prompt)]
 
 
 def spread(logits: torch.Tensor, hot: torch.Tensor | None, vocab_size: int) -> torch.Tensor:

@@ -4,70 +4,39 @@ A hidden state here is the concatenated output of some of the target's layers at
 numbers. SGLang's model classes return it for the layers that they are set to capture.
 """
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 
-from sglang_smc.models.attention import Implementation, KVLocations, seed_tail, slots_before
+from sglang_smc.models.attention import seed_tail, slots_before
+from sglang_smc.models.chains import Chains, KVLocations
 from sglang_smc.models.forward import ParticleForward
 
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
 
-
-class ReadsStates(Protocol):
+class StatesReader(Protocol):
     """A head, as the target's passes call it."""
 
-    def read_chains(
-        self,
-        tokens: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: KVLocations,
-        states: torch.Tensor,
-    ) -> None:
-        """Run the head over the chains that the target has just scored.
+    def read_chains(self, chains: Chains, states: torch.Tensor) -> None:
+        """Run the head over chains that the target has just scored, with its states there.
 
-        Args:
-            tokens, starts, slots, locations: of the pass, as in `ParticleForward.chain_logits`.
-            states: ``[G, N, C, F]`` hidden states at these tokens.
+        The states are ``[G, N, C, F]``.
         """
         ...
 
 
 class ReadTarget(ParticleForward):
-    """A target over particles that passes its hidden states to a head.
+    """A target over particles that passes its hidden states to a head, its `reader`."""
 
-    Args:
-        runner, tails, attention, max_columns: see `ParticleForward`.
-        reader: the head.
-    """
+    _captured = CaptureHiddenMode.FULL
+    reader: StatesReader
 
-    def __init__(
-        self,
-        runner: "ModelRunner",
-        tails: torch.Tensor,
-        attention: Implementation,
-        max_columns: int,
-        reader: ReadsStates,
-    ) -> None:
-        super().__init__(runner, tails, attention, max_columns)
-        self._captured = CaptureHiddenMode.FULL
-        self._reader = reader
-
-    def chain_logits(
-        self,
-        tokens: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        locations: KVLocations,
-    ) -> torch.Tensor:
+    def chain_logits(self, chains: Chains) -> torch.Tensor:
         """Score chains as `ParticleForward.chain_logits` does, then run the head over them."""
-        output = self._run(ForwardMode.TARGET_VERIFY, tokens, starts, slots, locations)
-        states = output.hidden_states.unflatten(0, tokens.shape)  # [G, N, C, F]
-        self._reader.read_chains(tokens, starts, slots, locations, states)
-        return output.next_token_logits.unflatten(0, tokens.shape)
+        output = self._run(ForwardMode.TARGET_VERIFY, chains)
+        states = output.hidden_states.unflatten(0, chains.tokens.shape)  # [G, N, C, F]
+        self.reader.read_chains(chains, states)
+        return output.next_token_logits.unflatten(0, chains.tokens.shape)
 
     def states_at(
         self, tokens: torch.Tensor, positions: torch.Tensor, locations: KVLocations
@@ -81,9 +50,8 @@ class ReadTarget(ParticleForward):
         """
         shown = tokens.view(-1, 1, 1)
         nowhere = torch.zeros_like(shown)  # the padding slot takes keys that are stored elsewhere
-        starts = positions.unsqueeze(1)
-        output = self._run(ForwardMode.TARGET_VERIFY, shown, starts, nowhere, locations)
-        return output.hidden_states
+        chains = Chains(shown, positions.unsqueeze(1), nowhere, locations)
+        return self._run(ForwardMode.TARGET_VERIFY, chains).hidden_states
 
 
 class StateTable(NamedTuple):

@@ -26,9 +26,8 @@ import torch
 
 from sglang_smc.kv.transfer import on_device, to_device
 from sglang_smc.models.attention import ParticleAttention
-from sglang_smc.models.recorder import PassRecording
 from sglang_smc.options.server import SMCConfig, flag_of
-from sglang_smc.proposers.base import DraftSlots
+from sglang_smc.proposers.base import DraftProposer, DraftSlots
 from sglang_smc.smc.distribution import Draws, TokenDistribution, of_each_draw
 from sglang_smc.smc.edits import likeliest, mix
 from sglang_smc.state.population import Population
@@ -36,8 +35,7 @@ from sglang_smc.state.request import shared_ids, state_of, tails_of
 from sglang_smc.upstream import Arguments, release
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.managers.schedule_batch import Req
 
 NONE = -2
 """The parent of the root, and of padding."""
@@ -288,50 +286,26 @@ def as_law(log_q: torch.Tensor, like: TokenDistribution) -> TokenDistribution:
     return TokenDistribution(log_q, torch.ones_like(like.temperature))
 
 
-class UniformDraft:
+class UniformDraft(DraftProposer):
     """Uniform logits, used where n-gram matches are the only proposer.
 
     Args:
-        of_target: the target's attention over particles.
+        of_target: the target's attention over particles, the only one.
         vocab_size: V, of the target's logits.
     """
 
-    at_once = False
-    has_stock_passes = False
-    state_bytes = 0
-
     def __init__(self, of_target: ParticleAttention, vocab_size: int) -> None:
-        self._of_target = of_target
+        self.attn_backend = of_target
         self._vocab_size = vocab_size
 
-    @property
-    def attn_backend(self) -> ParticleAttention:
-        """Return the target's attention, the only one."""
-        return self._of_target
-
-    def begin(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
-        """Return uniform logits; see `Proposal.begin`."""
+    def first_logits(self, last_two: torch.Tensor, at: DraftSlots) -> torch.Tensor:
+        """Return uniform logits; see `DraftProposer.first_logits`."""
         return self._flat(last_two[:, :, 0])
 
-    def go_on(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
-        """Return uniform logits; see `Proposal.go_on`."""
+    def next_logits(self, step: int, tokens: torch.Tensor, at: DraftSlots) -> torch.Tensor:
+        """Return uniform logits; see `DraftProposer.next_logits`."""
         return self._flat(tokens)
-
-    def recorded(self, recording: PassRecording) -> "UniformDraft":
-        """Return itself: there is nothing to capture."""
-        return self
 
     def _flat(self, like: torch.Tensor) -> torch.Tensor:
         """Return new logits ``[G, N, V]`` of zeros: rules write into them."""
         return torch.zeros(*like.shape, self._vocab_size, device=like.device)
-
-
-class NoPrompts:
-    """A no-op in place of a draft's prefill; the n-gram corpus reads prompts on the host."""
-
-    wants_states = False
-
-    def read(
-        self, batch: "ScheduleBatch", target: "ForwardBatch", states: torch.Tensor | None
-    ) -> None:
-        """Do nothing: there is no draft model to run; see `ReadsPrompts.read`."""

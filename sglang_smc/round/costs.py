@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sglang_smc.models.attention import KVLocations
+from sglang_smc.models.chains import KVLocations
 from sglang_smc.options.policy import COSTS_ENV, Costs, Curve, RoundCosts
 from sglang_smc.proposers.base import DraftSlots
 from sglang_smc.round.graph import Recordings, RoundGraphs
@@ -132,30 +132,25 @@ class _Passes:
     def begin(self, num_tokens: int) -> object:
         """Run the draft's first pass, after which others can follow."""
         at = self._slots(num_tokens)
-        return self._steps.draft.begin(at.slots[:2].permute(1, 2, 0), at)
+        return self._steps.draft.first_logits(at.slots[:2].permute(1, 2, 0), at)
 
     def block(self, num_particles: int) -> object:
         """Run the single pass of a block head for one draft token each, and the draw."""
         at = self._slots(num_particles, num_steps=1)
-        logits = self._steps.draft.begin(at.slots[:2].permute(1, 2, 0), at)
+        logits = self._steps.draft.first_logits(at.slots[:2].permute(1, 2, 0), at)
         return _distribution(logits).sample(self._ops, self._zeros(num_particles).double())
 
     def draft(self, num_tokens: int) -> object:
         """Run a later pass of the draft, and the draw of the next token of each."""
         at = self._slots(num_tokens)
-        logits = self._steps.draft.go_on(1, at.slots[0], at)
+        logits = self._steps.draft.next_logits(1, at.slots[0], at)
         return _distribution(logits).sample(self._ops, self._zeros(num_tokens).double())
 
     def target(self, num_tokens: int) -> object:
         """Run a forward pass of the target, and score each token."""
-        logits = self._forward(self._steps.target.chain_logits, num_tokens)
+        at = self._slots(num_tokens)
+        logits = self._steps.target.chain_logits(at.chains(at.slots[:1].permute(1, 2, 0), 0))
         return _distribution(logits).score(self._ops, self._zeros(num_tokens))
-
-    def _forward(self, forward: Callable[..., torch.Tensor], num_tokens: int) -> torch.Tensor:
-        """Return logits ``[..., V]``; each token is a particle of its own request."""
-        rows = self._zeros(num_tokens)
-        column = rows.view(-1, 1, 1)  # [G, 1, 1]
-        return forward(column, rows.unsqueeze(1) + 1, column, self._locations(rows))
 
     def _slots(self, num_particles: int, num_steps: int = 2) -> DraftSlots:
         """Return the slots of a round with K draft tokens for particles of distinct requests."""

@@ -94,9 +94,11 @@ def assemble(
         ValueError: for a model that cannot run in rounds.
     """
     sizes = config.num_particles, config.num_steps + 1
-    drafting = drafts.assemble(drafts.Beside(target, draft, tables.ledger, ops.kind, *sizes))
+    softmax, proposer = drafts.assemble(
+        drafts.Beside(target, draft, tables.ledger, ops.kind, *sizes)
+    )
     recurrent = _recurrent(target, config, ops, tables)
-    steps = Steps(recurrent or drafting.target, drafting.proposal, tables.ledger, ops)
+    steps = Steps(recurrent or softmax, proposer, tables.ledger, ops)
     check_layers(target.model_runner)
     if draft is not None:
         runner = draft.model_runner
@@ -104,7 +106,7 @@ def assemble(
     rehearse(steps)
     prefill = Prefill(
         target,
-        drafting.prompts,
+        proposer,
         states,
         tables,
         ops,

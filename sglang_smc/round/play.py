@@ -26,11 +26,11 @@ import torch
 from sglang_smc.kv import arena
 from sglang_smc.kv.ledger import Ledger
 from sglang_smc.kv.transfer import joined
-from sglang_smc.models.attention import KVLocations
+from sglang_smc.models.chains import Chains, KVLocations
 from sglang_smc.models.recorder import Forward, PassRecording, Record
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.proposers.base import DraftSlots, Proposal
+from sglang_smc.proposers.base import DraftProposer, DraftSlots
 from sglang_smc.proposers.ngram import Corpus, Matches
 from sglang_smc.round.batch import (
     Decision,
@@ -44,7 +44,6 @@ from sglang_smc.round.batch import (
 from sglang_smc.round.observers import choose, look, trace_of
 from sglang_smc.round.result import Outcome, Particles
 from sglang_smc.round.verification import verify
-from sglang_smc.rules.base import BatchTexts
 from sglang_smc.rules.registry import TextRules
 from sglang_smc.smc import trees, weighing
 from sglang_smc.smc.distribution import NextTokens, TokenDistribution
@@ -73,7 +72,7 @@ class Steps:
     def __init__(
         self,
         target: Forward,
-        draft: Proposal,
+        draft: DraftProposer,
         ledger: Ledger,
         ops: Ops,
     ) -> None:
@@ -81,7 +80,7 @@ class Steps:
         self.draft = draft
         self.ledger = ledger
         self.ops = ops
-        # In plain torch models run once for particles of one text, see `models.merged_rows`.
+        # In plain torch models run once for particles of one text, see `models.chains`.
         self._merges = ops.kind == "torch"
 
     def record_passes(
@@ -158,7 +157,7 @@ class Steps:
         if self._merges:  # particles with equal texts share KV slots
             equal = self.ops.same_text(texts, population.lengths, ~population.ended)
             equal = self.ledger.share(batch.rows, slots.positions[1], slots.slots[1], equal)
-        logits = self.draft.begin(batch.last_two, slots)  # [G, N, V]
+        logits = self.draft.first_logits(batch.last_two, slots)  # [G, N, V]
         if num_steps == 0:
             return no_drafts(population)
         # [G, N, K], contiguous for each step
@@ -175,7 +174,7 @@ class Steps:
         for step in range(num_steps):
             at_step, same_text = self.ops.stratify(numbers[step], same_text, tokens)
             if tokens is not None:
-                logits = self.draft.go_on(step, tokens, slots)
+                logits = self.draft.next_logits(step, tokens, slots)
                 matches = None if matches is None else matches.follow(tokens)
             q = self._q(batch, logits, drawn)
             q = q if matches is None else matches.mixed(self.ops, q)
@@ -237,8 +236,8 @@ class Steps:
         # Tokens behind an end are replaced: a NaN there would spread to earlier columns (0 * NaN).
         read = torch.where(drafts.before_end, drafts.tokens, last)
         chain = torch.cat([last, read], dim=2)  # [G, N, K + 1]
-        where = slots.slots[1:].permute(1, 2, 0)
-        logits = self.target.chain_logits(chain, slots.positions[1], where, slots.locations)
+        where = slots.positions[1], slots.slots[1:].permute(1, 2, 0), slots.locations
+        logits = self.target.chain_logits(Chains(chain, *where))
         logits, allowed = self._edited(batch, logits, drafts.tokens, 0)  # [G, N, K + 1, V]
         allowed = allowed if allowed is None else allowed.flatten(1, 2)
         logits = logits.flatten(1, 2)
@@ -582,7 +581,7 @@ class Round:
         rules = NO_RULES
         if shape.has_rules:
             vocab_size = tables.requests.vocab_size
-            rules = TextRules.of(BatchTexts(list(reqs), before, vocab_size, rows.device))
+            rules = TextRules.of(list(reqs), before, vocab_size, rows.device)
         edits = tables.edits.of_round(reqs, rows, settings, before) if shape.edits else None
         # Sampled chains that are verified must be independent.
         dependent = settings.weighs | settings.greedy if shape.branches else settings.weighs

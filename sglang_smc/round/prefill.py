@@ -12,7 +12,6 @@ from sglang_smc.ops.interface import Ops
 from sglang_smc.options.request import Budget
 from sglang_smc.round.batch import Tables
 from sglang_smc.round.result import SMCDraftInput, as_eagle
-from sglang_smc.rules.base import BatchTexts
 from sglang_smc.rules.registry import TextRules, has_scorers
 from sglang_smc.smc.distribution import TokenDistribution, sample
 from sglang_smc.smc.edits import Edits
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 
-    from sglang_smc.proposers.prompts import ReadsPrompts
+    from sglang_smc.proposers.base import DraftProposer
 
 
 class Prefill:
@@ -51,7 +50,7 @@ class Prefill:
     def __init__(
         self,
         target: TpModelWorker,
-        draft: "ReadsPrompts",
+        draft: "DraftProposer",
         states: RequestStates,
         tables: Tables,
         ops: Ops,
@@ -88,7 +87,7 @@ class Prefill:
         assert output is not None, "there is one pipeline stage alone"
         # Used only here: SGLang would copy the hidden states to the host.
         states, output.hidden_states = output.hidden_states, None
-        draft_logits = self._draft.read(batch, forward_batch, states)
+        draft_logits = self._draft.read_prompts(batch, forward_batch, states)
         if not draws:
             return result
         if self._init_from_prompt is not None:
@@ -121,7 +120,7 @@ class Prefill:
         if budget is not None:
             sizes = [state_of(req).now.round_sizes for req in reqs]
             settings = settings.bounded(*on_device(device, sizes).unbind(1))
-        rules = TextRules.begin(BatchTexts(reqs, None, logits.shape[1], device))
+        rules = TextRules.begin(reqs, logits.shape[1], device)
         edits = None
         if any(map(has_edits, reqs)):
             edits = tables.edits.of_prefill(reqs, rows, settings, num_emitted)

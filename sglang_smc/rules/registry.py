@@ -53,9 +53,16 @@ class TextRules:
         self._scorers = [rule for rule in rules if isinstance(rule, Scorer)]
 
     @classmethod
-    def of(cls, texts: BatchTexts) -> "TextRules":
-        """Return the rules of a round or a prefill."""
-        present = (rule for rule in RULES if any(map(rule.applies, texts.reqs)))
+    def of(
+        cls,
+        reqs: "list[Req]",
+        population: Population | None,
+        vocab_size: int,
+        device: torch.device | str,
+    ) -> "TextRules":
+        """Return the rules of a round or a prefill; arguments as in `BatchTexts`."""
+        texts = BatchTexts(reqs, population, vocab_size, device)
+        present = (rule for rule in RULES if any(map(rule.applies, reqs)))
         return cls(tuple(rule.of(texts) for rule in present))
 
     @property
@@ -64,13 +71,13 @@ class TextRules:
         return not (self._logits_rules or self._scorers)
 
     @classmethod
-    def begin(cls, texts: BatchTexts) -> "TextRules":
+    def begin(cls, reqs: "list[Req]", vocab_size: int, device: torch.device | str) -> "TextRules":
         """Return the rules of a prefill, after each has stored what its rounds will need."""
-        for req in texts.reqs:
+        for req in reqs:
             for rule in RULES:
                 if rule.applies(req):
                     rule.begin(req)
-        return cls.of(texts)
+        return cls.of(reqs, None, vocab_size, device)
 
     def apply(
         self, logits: torch.Tensor, chains: torch.Tensor, first: int

@@ -32,12 +32,12 @@ class Model:
     def __init__(self, clock: Any) -> None:
         self.clock, self.calls = clock, list[str]()
 
-    def go_on(self, tokens: str) -> str:
+    def next_logits(self, tokens: str) -> str:
         self.clock.time += FORWARD_SECONDS
         self.calls.append(tokens)
         return f"logits of {tokens}"
 
-    chain_logits = go_on
+    chain_logits = next_logits
 
 
 class Steps:
@@ -49,7 +49,7 @@ class Steps:
     def propose(self) -> None:
         self.clock.time += 1
         for token in "ab":
-            assert self.draft.go_on(token) == f"logits of {token}"
+            assert self.draft.next_logits(token) == f"logits of {token}"
 
     def score(self) -> None:
         self.target.chain_logits("chain")

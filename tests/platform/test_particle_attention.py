@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from particle_cases import NUM_SLOTS, SCALING, Case, make_case, runner_of
+from particle_cases import NUM_SLOTS, SCALING, Case, locations_of, make_case, runner_of
 from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch_calls import Calls, Launch
 
 from sglang_smc.models import supported
-from sglang_smc.models.attention import KVLocations
+from sglang_smc.models.chains import Chains
 from sglang_smc.models.forward import ParticleForward, particle_backend
 
 LAST_POSITION = 99
@@ -76,9 +76,10 @@ class Harness:
         return slots.where(behind & case.present.unsqueeze(2), 0)
 
     def run(self, name: str) -> torch.Tensor:
-        case = self.case
-        locations = KVLocations(case.rows, case.committed, case.particle_rows, case.max_tail)
-        return getattr(self.forward, name)(self.tokens, case.starts, self.slots, locations)
+        return getattr(self.forward, name)(self.chains(self.slots))
+
+    def chains(self, slots: torch.Tensor) -> Chains:
+        return Chains(self.tokens, self.case.starts, slots, locations_of(self.case))
 
 
 @pytest.fixture(autouse=True)
@@ -151,9 +152,9 @@ def test_a_forward_is_prepared_in_few_launches(
     """Positions within the table, and slots of each step in one piece to those of a chain."""
     h = Harness(case(num_columns))
     by_step = h.slots.permute(2, 0, 1).contiguous()
-    locations = KVLocations(h.case.rows, h.case.committed, h.case.particle_rows, h.case.max_tail)
+    chains = h.chains(by_step.permute(1, 2, 0))
     with Calls() as calls:
-        h.forward._batch(mode, h.tokens, h.case.starts, by_step.permute(1, 2, 0), locations)
+        h.forward._batch(mode, chains)
     assert sorted(calls.names) == names
 
 

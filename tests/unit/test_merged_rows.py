@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_smc.models.merged_rows import merge_rows
+from sglang_smc.models.chains import merge_rows
 
 
 @st.composite

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -91,14 +91,15 @@ def test_keys_that_a_kernel_cannot_convert_are_refused(
 
 def model(fails: Callable[..., Any] | None = None) -> Any:
     """Stands for a `ParticleForward`, whose layers may fail."""
-    run = fails or (lambda tokens, *_: torch.zeros(*tokens.shape[:2], 8))
-    return SimpleNamespace(next_logits=run, chain_logits=lambda *a: run(*a).unsqueeze(2))
+    run = fails or (lambda chains: torch.zeros(*chains.starts.shape, 8))
+    passes = {"next_logits": run, "chain_logits": lambda chains: run(chains).unsqueeze(2)}
+    return SimpleNamespace(**passes, attn_backend=None)
 
 
 def rehearsed(target: Any, draft: Any) -> None:
     table = torch.zeros(2, 16, dtype=torch.int32)
     ledger = Ledger(table, table, num_particles=1, max_tail=4, num_slots=8)
-    rehearse(Steps(target, LanguageModel(draft), ledger, TORCH))
+    rehearse(Steps(target, LanguageModel(draft, cast("Any", None)), ledger, TORCH))
 
 
 WANTS = AttributeError("'NoneType' object has no attribute 'mrope'")

@@ -14,7 +14,7 @@ import torch
 
 from sglang_smc.kv.rounds import LOGIT_BYTES, PRODUCT_BYTES, SHARE, round_bytes
 from sglang_smc.models import recorder
-from sglang_smc.models.attention import KVLocations
+from sglang_smc.models.chains import Chains, KVLocations
 from sglang_smc.models.recorder import PassRecording, Ranks, RecordedPasses, Session, cuda_session
 from sglang_smc.options.request import OFF, Budget
 from sglang_smc.options.server import SMCConfig
@@ -159,16 +159,15 @@ class Adder:
         self.kv = torch.zeros(10, dtype=torch.int64)
         self.num_runs = 0
 
-    def chain_logits(
-        self, tokens: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor, locations: Any
-    ) -> torch.Tensor:
+    def chain_logits(self, chains: Chains) -> torch.Tensor:
+        tokens, starts, slots, locations = chains
         self.num_runs += 1
         self.kv[slots] = tokens
         sums = tokens + starts.unsqueeze(2) + locations.rows.view(-1, 1, 1)
         return (sums + locations.particle_rows.unsqueeze(2)).unsqueeze(3).expand(-1, -1, -1, 4)
 
-    def next_logits(self, *args: Any) -> torch.Tensor:
-        return self.chain_logits(*args)[:, :, -1]
+    def next_logits(self, chains: Chains) -> torch.Tensor:
+        return self.chain_logits(chains)[:, :, -1]
 
 
 def test_a_smaller_pass_is_replayed_with_padding_around_it() -> None:
@@ -188,17 +187,17 @@ def test_a_smaller_pass_is_replayed_with_padding_around_it() -> None:
         slots = torch.randperm(9).repeat(3)[: tokens.numel()].view_as(tokens) + 1
         rows = torch.arange(size) + 1
         locations = KVLocations(rows, rows, rows.unsqueeze(1) + tokens[:, :, 0], 5)
-        given = tokens, tokens[:, :, 0] * 2, slots, locations
+        given = Chains(tokens, tokens[:, :, 0] * 2, slots, locations)
         before = model.kv.clone()
-        found = passes.chain_logits(*given)
+        found = passes.chain_logits(given)
         written, model.kv = model.kv.clone(), before
-        assert torch.equal(found, model.chain_logits(*given))
+        assert torch.equal(found, model.chain_logits(given))
         assert torch.equal(written[1:], model.kv[1:]), "padding writes to slot 0 alone"
         if columns == 1:
-            assert torch.equal(passes.next_logits(*given), model.next_logits(*given))
+            assert torch.equal(passes.next_logits(given), model.next_logits(given))
     runs = model.num_runs
     chains, cells, rows = torch.ones(5, 2, 3).long(), torch.ones(5, 2).long(), torch.ones(5).long()
-    passes.chain_logits(chains, cells, chains, KVLocations(rows, rows, cells, 5))
+    passes.chain_logits(Chains(chains, cells, chains, KVLocations(rows, rows, cells, 5)))
     assert model.num_runs == runs + 1, "no recording is so large"
 
 
@@ -230,12 +229,12 @@ class Card:
         self.take(len(inputs.rows) * self.bytes_of(shape))
         return SimpleNamespace(size=len(inputs.rows), shape=shape)
 
-    def chain_logits(self, tokens: torch.Tensor, *_: Any) -> torch.Tensor:
+    def chain_logits(self, chains: Chains) -> torch.Tensor:
         """Run a model: its logits, and the product that they are made of."""
-        size = tokens.numel() * self.vocab_size
+        size = chains.tokens.numel() * self.vocab_size
         self.take(self._kept * self._captures + size * (LOGIT_BYTES + PRODUCT_BYTES))
         self._kept += self._captures * size * LOGIT_BYTES
-        return tokens
+        return chains.tokens
 
     next_logits = chain_logits
 

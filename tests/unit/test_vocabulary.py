@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sglang_smc.models import vocabulary
+from sglang_smc.models.chains import Chains
 from sglang_smc.models.vocabulary import Vocabulary
 
 TOKENS = {"a": 0, "b": 1, "c": 2, "d": 3}
@@ -23,11 +24,11 @@ class Draft:
     def __init__(self, width: int) -> None:
         self._table = torch.arange(width * width).float().view(width, width)
 
-    def next_logits(self, tokens: torch.Tensor, *_: Any) -> torch.Tensor:
-        return self.chain_logits(tokens)[:, :, -1]
+    def next_logits(self, chains: Chains) -> torch.Tensor:
+        return self.chain_logits(chains)[:, :, -1]
 
-    def chain_logits(self, tokens: torch.Tensor, *_: Any) -> torch.Tensor:
-        return self._table[tokens]
+    def chain_logits(self, chains: Chains) -> torch.Tensor:
+        return self._table[chains.tokens]
 
 
 MARKED = {**TOKENS, "<image>": 4}
@@ -77,7 +78,9 @@ def test_markers_that_differ_are_told(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.messages) == 1 and caplog.messages[0].startswith("2 markers differ")
 
 
-NONE: Any = [None] * 3
+def chains(*tokens: list[int]) -> Chains:
+    rest: Any = [None] * 3
+    return Chains(torch.tensor([tokens]), *rest)
 
 
 def test_one_width_needs_no_launch() -> None:
@@ -89,10 +92,10 @@ def test_one_width_needs_no_launch() -> None:
 
 def test_what_the_draft_lacks_it_never_proposes_and_reads_as_its_last_id() -> None:
     forward: Any = vocabulary.with_width(cast(Any, Draft(4)), of(6), of(4))
-    tokens, nothing = torch.tensor([[[0, 1], [2, 5]]]), [-torch.inf] * 2  # [G, N, C]
-    logits = forward.next_logits(tokens, *NONE)
+    read, nothing = chains([0, 1], [2, 5]), [-torch.inf] * 2
+    logits = forward.next_logits(read)
     assert logits.tolist() == [[[4, 5, 6, 7, *nothing], [12, 13, 14, 15, *nothing]]]
-    chain = forward.chain_logits(tokens, *NONE)
+    chain = forward.chain_logits(read)
     assert chain.shape == (1, 2, 2, 6)
     assert chain[0, 1, 1, :4].tolist() == [12, 13, 14, 15]
     assert forward.attn_backend == "its own"
@@ -100,6 +103,6 @@ def test_what_the_draft_lacks_it_never_proposes_and_reads_as_its_last_id() -> No
 
 def test_what_the_target_lacks_is_cut_off() -> None:
     forward: Any = vocabulary.with_width(cast(Any, Draft(6)), of(4), of(6))
-    logits = forward.next_logits(torch.tensor([[[1], [3]]]), *NONE)
+    logits = forward.next_logits(chains([1], [3]))
     assert logits.tolist() == [[[6, 7, 8, 9], [18, 19, 20, 21]]]
     assert logits.is_contiguous()

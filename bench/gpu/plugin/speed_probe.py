@@ -22,7 +22,7 @@ OUT, EVERY = "SPEED_PROBE_OUT", "SPEED_PROBE_FORWARDS_EVERY"
 KERNELS = "SPEED_PROBE_KERNELS"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 #: The methods that run a model over particles.
-FORWARDS = ("begin", "go_on", "chain_logits", "decode", "verify")
+FORWARDS = ("first_logits", "next_logits", "chain_logits", "decode", "verify")
 #: Methods of a round beside its steps, and their displayed names.
 OWN_PARTS = {"_load_round": "open", "_commit": "commit"}
 #: Number of times that a round's forwards are repeated, back to back.

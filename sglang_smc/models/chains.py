@@ -1,12 +1,52 @@
-"""Find the rows of a pass over particles that have the same text, and run each once.
+"""Define the input of a pass over particles, and find the rows of it that have the same text.
 
 A row is a token of a particle. Its KV slot names its text: the round gives one slot to all
-particles with the same text up to there, so that rows of one slot have the same result.
+particles with the same text up to there, so that rows of one slot have the same result and the
+model runs each slot once.
 """
 
 from typing import NamedTuple
 
 import torch
+
+
+class KVLocations(NamedTuple):
+    """KV cache locations of the particles of a batch.
+
+    Positions before ``committed`` are in the request's own row, the others in the particle's.
+    """
+
+    rows: torch.Tensor  # [G] int64 rows of `req_to_token`: the shared prefixes
+    committed: torch.Tensor  # [G] int64 lengths of the shared prefixes, at least 1
+    particle_rows: torch.Tensor  # [G, N] int64 rows of `Ledger.tails`
+    # Upper bound, on the host, of a particle's keys after `committed`, the new ones included.
+    max_tail: int
+
+
+class Chains(NamedTuple):
+    """C consecutive tokens of each of N particles of each of G requests, as a model reads them."""
+
+    tokens: torch.Tensor  # [G, N, C] int64
+    starts: torch.Tensor  # [G, N] int64 position of the first token, at least `committed` - 1
+    # [G, N, C] int64 KV slots to which the tokens are written; 0 for those that are never read, or
+    # are written already.
+    slots: torch.Tensor
+    locations: KVLocations  # of the rest of the KV
+
+    @classmethod
+    def of_padding(
+        cls, shape: tuple[int, int, int], max_tail: int, device: torch.device | str
+    ) -> "Chains":
+        """Return particles on SGLang's padding row, which read and write its slot 0."""
+        chains = torch.zeros(shape, dtype=torch.int64, device=device)  # [G, N, C]
+        particles, groups = chains[:, :, 0].clone(), chains[:, 0, 0].clone()
+        locations = KVLocations(groups, groups + 1, particles, max_tail)
+        return cls(chains, particles + 1, chains.clone(), locations)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return all that is on the device."""
+        return *self[:3], *self.locations[:3]
 
 
 class MergedRows(NamedTuple):
