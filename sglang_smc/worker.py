@@ -71,7 +71,7 @@ class SMCWorker(WeightUpdates):
         replica = upstream.replica_of(placement)
         runners = process.open_runners(server_args, self.config, self.monitor)
         dial = self.monitor.dial
-        self._states = RequestStates.of_replica(self.config, seed, replica, dial, runners)
+        self._states = RequestStates(self.config, seed, dial, runners, replica)
 
     def alloc_memory_pool(
         self,

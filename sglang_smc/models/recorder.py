@@ -177,6 +177,23 @@ class _Recorded(NamedTuple):
     replay: Replay
 
 
+class PassRecording(NamedTuple):
+    """The parameters with which a server captures the passes of its models."""
+
+    record: Record
+    num_particles: int  # of a request
+    sizes: Sequence[int]  # of batches, in requests
+    max_tail: int  # of `KVLocations`
+    device: str
+
+    def of(self, forward: Forward, name: str, columns: Sequence[int]) -> "RecordedPasses":
+        """Return a model with its passes ``name`` captured, for chains of each given length."""
+        passes = RecordedPasses(forward)
+        for num_columns in columns:
+            passes.record(self, name, num_columns)
+        return passes
+
+
 class RecordedPasses:
     """A model over particles with passes replayed from CUDA graphs.
 
@@ -193,34 +210,20 @@ class RecordedPasses:
         """Return the model's attention over particles."""
         return self._forward.attn_backend
 
-    def record(
-        self,
-        record: Record,
-        name: str,
-        shape: tuple[int, int],
-        sizes: Sequence[int],
-        max_tail: int,
-        device: str,
-    ) -> None:
-        """Capture one kind of pass.
-
-        Args:
-            record: captures one function.
-            name: the method, `next_logits` or `chain_logits`.
-            shape: particles of a request and tokens of a chain, (N, C).
-            sizes: batch sizes, in requests.
-            max_tail: of `KVLocations`.
-        """
-        kind = self._recorded[_kind(name, shape[1])] = {}
-        for size in sorted(sizes, reverse=True):
-            full = size, *shape
-            inputs, padding = (Chains.of_padding(full, max_tail, device) for _ in range(2))
+    def record(self, recording: PassRecording, name: str, num_columns: int) -> None:
+        """Capture passes of the method ``name`` over chains of C tokens."""
+        sizes = self._recorded[_kind(name, num_columns)] = {}
+        for size in sorted(recording.sizes, reverse=True):
+            shape = size, recording.num_particles, num_columns
+            inputs, padding = (
+                Chains.of_padding(shape, recording.max_tail, recording.device) for _ in range(2)
+            )
 
             def run(inputs: Chains = inputs) -> torch.Tensor:
                 return getattr(self._forward, name)(inputs)
 
             run()  # warm-up, see `Record`
-            kind[size] = _Recorded(inputs, padding, *record(run))
+            sizes[size] = _Recorded(inputs, padding, *recording.record(run))
 
     def next_logits(self, chains: Chains) -> torch.Tensor:
         """Return a copy of the logits of `models.forward.ParticleForward.next_logits`."""
@@ -248,24 +251,6 @@ class RecordedPasses:
             if all(mine <= its for mine, its in zip(shape, room, strict=True)):
                 return sizes[size]
         return None
-
-
-class PassRecording(NamedTuple):
-    """The parameters with which a server captures the passes of its models."""
-
-    record: Record
-    num_particles: int  # of a request
-    sizes: Sequence[int]  # of batches, in requests
-    max_tail: int  # of `KVLocations`
-    device: str
-
-    def of(self, forward: Forward, name: str, columns: Sequence[int]) -> RecordedPasses:
-        """Return a model with its passes ``name`` captured, for chains of each given length."""
-        passes = RecordedPasses(forward)
-        for num_columns in columns:
-            shape = self.num_particles, num_columns
-            passes.record(self.record, name, shape, self.sizes, self.max_tail, self.device)
-        return passes
 
 
 def _kind(name: str, num_columns: int) -> str:

@@ -312,74 +312,36 @@ class Length(Potential):
         return [-t.args.per_token * max(0, len(t.output_ids) - t.args.target) for t in texts]
 
 
-def product(**parts: Potential) -> Potential:
-    """Return the product of potentials, the sum of their logarithms.
-
-    A request gives each part its arguments under the part's name; those of a part without
-    arguments, or with defaults for all, may be left out.
-
-    Raises:
-        ValueError: without parts.
-    """
-    if not parts:
-        raise ValueError("product() has no parts; needed: one or more, as name=potential.")
-    claims = all(part.prefix_is_complete for part in parts.values())
-    return _Product.of({"Args": _args_of(parts), "prefix_is_complete": claims}, parts)
-
-
-def exponent(potential: Potential, alpha: float) -> Potential:
-    """Return a potential to the power alpha, alpha times its logarithm.
-
-    With 0 it is 1 for all texts, also for those that the potential forbids.
-
-    Raises:
-        ValueError: unless alpha is a finite number >= 0.
-    """
-    if not (math.isfinite(alpha) and alpha >= 0):
-        raise ValueError(f"exponent() has alpha={alpha!r}; allowed: a finite number >= 0.")
-    names = ("Args", "when", "prefix_is_complete")
-    return _Power.of({name: getattr(potential, name) for name in names}, potential, alpha)
-
-
-class _Made(Potential):
-    """A base with class attributes that can be set per object."""
-
-    @classmethod
-    def of(cls, said: dict[str, Any], *given: Any) -> Potential:
-        """Return an object of a new subclass with the class attributes ``said``."""
-        return type(cls.__name__, (cls,), said)(*given)
-
-
-class _Product(_Made):
+class _Product(Potential):
     def __init__(self, parts: dict[str, Potential]) -> None:
         self._parts = parts
+        self.Args = _args_of(parts)  # pyright: ignore[reportAttributeAccessIssue] -- one object's
+        self.prefix_is_complete = all(part.prefix_is_complete for part in parts.values())  # pyright: ignore[reportAttributeAccessIssue] -- as above
 
     def open(self) -> None:
         for part in self._parts.values():
             part.open()
 
     def complete(self, texts: Sequence[Text]) -> list[float]:
-        return self._sums(texts, lambda part: part.complete)
+        return self._sums("complete", texts)
 
     def prefix(self, texts: Sequence[Text]) -> list[float]:
-        return self._sums(texts, lambda part: part.prefix)
+        return self._sums("prefix", texts)
 
-    def _sums(
-        self,
-        texts: Sequence[Text],
-        method: Callable[[Potential], Callable[[Sequence[Text]], Sequence[float]]],
-    ) -> list[float]:
+    def _sums(self, method: str, texts: Sequence[Text]) -> list[float]:
         """Return the sum for each text; zip detects a part with too few values."""
         columns = [
-            method(part)([_with(text, getattr(text.args, name)) for text in texts])
+            getattr(part, method)([_with(text, getattr(text.args, name)) for text in texts])
             for name, part in self._parts.items()
         ]
         return [sum(values) for values in zip(*columns, strict=True)]
 
 
-class _Power(_Made):
+class _Power(Potential):
     def __init__(self, potential: Potential, alpha: float) -> None:
         self._potential, self._alpha = potential, alpha
+        for name in ("Args", "when", "prefix_is_complete"):
+            setattr(self, name, getattr(potential, name))
 
     def open(self) -> None:
         self._potential.open()
@@ -392,6 +354,33 @@ class _Power(_Made):
 
     def _power(self, value: float) -> float:
         return self._alpha * value if self._alpha else 0.0  # 0 * -inf is NaN
+
+
+def product(**parts: Potential) -> Potential:
+    """Return the product of potentials, the sum of their logarithms.
+
+    A request gives each part its arguments under the part's name; those of a part without
+    arguments, or with defaults for all, may be left out.
+
+    Raises:
+        ValueError: without parts.
+    """
+    if not parts:
+        raise ValueError("product() has no parts; needed: one or more, as name=potential.")
+    return _Product(parts)
+
+
+def exponent(potential: Potential, alpha: float) -> Potential:
+    """Return a potential to the power alpha, alpha times its logarithm.
+
+    With 0 it is 1 for all texts, also for those that the potential forbids.
+
+    Raises:
+        ValueError: unless alpha is a finite number >= 0.
+    """
+    if not (math.isfinite(alpha) and alpha >= 0):
+        raise ValueError(f"exponent() has alpha={alpha!r}; allowed: a finite number >= 0.")
+    return _Power(potential, alpha)
 
 
 def _args_of(parts: dict[str, Potential]) -> type[msgspec.Struct]:

@@ -57,19 +57,6 @@ class Trie(Protocol):
     def reset(self) -> None: ...
 
 
-class _HostTails(NamedTuple):
-    """The fields of a population that `tails_of` reads."""
-
-    last_emitted: torch.Tensor  # [G, N]
-    tokens: torch.Tensor  # [G, N, T]
-    lengths: torch.Tensor  # [G, N]
-
-    @classmethod
-    def of(cls, of: Population) -> "_HostTails":
-        """Copy the fields to the host, which waits for the device."""
-        return cls(of.last_emitted.cpu(), of.tokens.cpu(), of.lengths.cpu())
-
-
 def open_corpus(server_args: Arguments, config: SMCConfig) -> "Corpus":
     """Return an empty corpus, of the sizes in the resolved arguments.
 
@@ -149,7 +136,8 @@ class Corpus:
         """
         for req in reqs:
             self.read(req)
-        tails = _HostTails.of(population)
+        # One copy to the host, which waits for the device.
+        tails = population._replace(texts=population.texts.cpu(), lengths=population.lengths.cpu())
         nothing = np.zeros((1, self._num_nodes), dtype=np.int64)
         places, contexts = self._places(reqs, tails)
         tokens, parents = nothing, nothing + NONE
@@ -162,7 +150,7 @@ class Corpus:
         return tokens[places], parents[places]
 
     def _places(
-        self, reqs: "list[Req]", tails: _HostTails
+        self, reqs: "list[Req]", tails: Population
     ) -> tuple[list[int], list[tuple[int, ...]]]:
         """Return each particle's index into the distinct contexts (-1: none), and these."""
         contexts: dict[tuple[int, ...], int] = {}

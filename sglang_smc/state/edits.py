@@ -86,17 +86,10 @@ class EditTable:
         population: Population,
     ) -> Edits:
         """Return the edits of a round; without requests, of any request in ``rows`` ``[G]``."""
-        return Edits(
-            columns=self._columns(),
-            groups=_who_edits(reqs) if reqs else range(len(rows)),
-            rows=rows,
-            min_new_tokens=settings.min_new_tokens,
-            stop_mask=settings.stop_mask,
-            starts=population.output_lengths,
-            # The last emitted token is not in the counts: particles may differ in a first token.
-            texts=population.texts[:, :, 1:],
-            lengths=population.lengths + 1,
-        )
+        # The last emitted token is not in the counts: particles may differ in a first token.
+        texts, lengths = population.texts[:, :, 1:], population.lengths + 1
+        groups = _who_edits(reqs) if reqs else range(len(rows))
+        return self._edits(groups, rows, settings, population.output_lengths, texts, lengths)
 
     def of_prefill(
         self,
@@ -110,19 +103,16 @@ class EditTable:
         `begin` must have stored them.
         """
         starts = num_emitted.unsqueeze(1)  # [G, 1]
-        return Edits(
-            columns=self._columns(),
-            groups=_who_edits(reqs),
-            rows=rows,
-            min_new_tokens=settings.min_new_tokens,
-            stop_mask=settings.stop_mask,
-            starts=starts,
-            texts=starts.unsqueeze(2)[:, :, :0],
-            lengths=torch.zeros_like(starts),
-        )
+        nothing = starts.unsqueeze(2)[:, :, :0]  # [G, 1, 0]
+        lengths = torch.zeros_like(starts)
+        return self._edits(_who_edits(reqs), rows, settings, starts, nothing, lengths)
 
-    def _columns(self) -> EditColumns:
-        return EditColumns(self._penalizes, self._biases, self._rates, *self.make_room())
+    def _edits(
+        self, groups: Sequence[int], rows: torch.Tensor, settings: Settings, *of_texts: torch.Tensor
+    ) -> Edits:
+        """Return edits of ``groups``, by starts, texts and lengths."""
+        columns = EditColumns(self._penalizes, self._biases, self._rates, *self.make_room())
+        return Edits(columns, groups, rows, settings.min_new_tokens, settings.stop_mask, *of_texts)
 
 
 def _who_edits(reqs: "Sequence[Req]") -> list[int]:

@@ -336,6 +336,8 @@ class RequestStates:
         random_seed: the server's; seeds of requests without one are derived from it.
         dial: converts the requests' tilts into evidence thresholds.
         runners: of the server's potentials, by the potentials' names.
+        replica: number of this data-parallel replica: all number their requests from 1, and must
+            not draw the same numbers.
     """
 
     def __init__(
@@ -344,28 +346,13 @@ class RequestStates:
         random_seed: int,
         dial: Dial | None = None,
         runners: Mapping[str, PotentialRunner] = MappingProxyType({}),
+        replica: int | None = None,
     ) -> None:
         self._config = config
         self._callers = runners
         self._dial = dial or Dial()
-        self._random_seed = random_seed
+        self._random_seed = derive_seed(random_seed, replica) if replica else random_seed
         self._num_seeded = 0
-
-    @classmethod
-    def of_replica(
-        cls,
-        config: SMCConfig,
-        random_seed: int,
-        dp_rank: int | None,
-        dial: Dial,
-        runners: Mapping[str, PotentialRunner],
-    ) -> "RequestStates":
-        """Return the states of a data-parallel replica, with a seed of its own.
-
-        All replicas number their requests from 1, and must not draw the same numbers.
-        """
-        seed = derive_seed(random_seed, dp_rank) if dp_rank else random_seed
-        return cls(config, seed, dial, runners)
 
     def begin(self, reqs: "list[Req]", budget: Budget | None = None) -> list[Start]:
         """Start or restart requests as they are prefilled, in batch order, on ``budget``."""

@@ -180,7 +180,7 @@ def test_a_smaller_pass_is_replayed_with_padding_around_it() -> None:
         return found, lambda: found.copy_(run())
 
     for name, columns in (("chain_logits", 3), ("next_logits", 1)):
-        passes.record(record, name, (2, columns), [1, 4], 5, "cpu")
+        passes.record(PassRecording(record, 2, [1, 4], 5, "cpu"), name, columns)
     model.num_runs = 0
     for size, particles, columns in ((4, 2, 3), (3, 1, 2), (1, 2, 1), (1, 1, 3)):
         tokens = torch.randint(1, 99, (size, particles, columns))
