@@ -73,7 +73,7 @@ class ParticleAttention(AttentionBackend):
         check_pool(runner)
         assert runner.req_to_token_pool is not None, "pools are built before backends"
         self.req_to_token_pool = runner.req_to_token_pool
-        self._tails = tails
+        self.tails = tails
         self.token_to_kv_pool = runner.token_to_kv_pool
         self._is_scaled = self.token_to_kv_pool.dtype.itemsize == 1
         if implementation == "triton" and self._is_scaled:
@@ -154,7 +154,7 @@ class ParticleAttention(AttentionBackend):
         pool = self.token_to_kv_pool
         plan = plan_shared_prefix(
             self.req_to_token_pool.req_to_token,
-            self._tails,
+            self.tails,
             chains.locations,
             chains.starts,
             num_columns=chains.slots.shape[2],
@@ -170,7 +170,7 @@ class ParticleAttention(AttentionBackend):
     def _plan_triton(self, chains: Chains, window: int | None, block: bool) -> "Attend":
         places = {
             "req_to_token": self.req_to_token_pool.req_to_token,
-            "tails": self._tails,
+            "tails": self.tails,
             "starts": chains.starts,
             "max_prefix": self._max_prefix,
             **chains.locations._asdict(),

@@ -92,27 +92,19 @@ class RecurrentParticles(AttentionBackend):
 
     Args:
         full: attention of the other layers.
-        runner: the target's, its pools built.
         tables: of the particles.
-        tails: `Ledger.tails`.
     """
 
     needs_cpu_seq_lens = False
 
     def __init__(
-        self,
-        full: ParticleAttention,
-        runner: "ModelRunner",
-        tables: StateTables,
-        tails: torch.Tensor,
-        implementation: Implementation,
+        self, full: ParticleAttention, tables: StateTables, implementation: Implementation
     ) -> None:
         super().__init__()
         self.token_to_kv_pool = full.token_to_kv_pool
-        self.req_to_token_pool: Any = runner.req_to_token_pool
+        self.req_to_token_pool: Any = full.req_to_token_pool
         self.tables = tables
-        self._full = full
-        self._tails = tails
+        self._full, self._tails = full, full.tails
         self._most_columns = tables.gates.shape[2]
         self._gated_delta = _implementation(implementation)
         # Of the running pass, [P] int64:
@@ -227,8 +219,7 @@ class RecurrentForward(ParticleForward):
             dtype=runner.dtype,
         )
         self._ledger, self._num_particles = ledger, num_particles
-        full = ParticleAttention(runner, ledger.tails, attention)
-        self._linear = RecurrentParticles(full, runner, tables, ledger.tails, attention)
+        self._linear = RecurrentParticles(self.attn_backend, tables, attention)
         self.attn_backend: Any = self._linear
 
     def init_from_prompt(self, rows: torch.Tensor, lengths: torch.Tensor) -> None:

@@ -121,7 +121,7 @@ def load_own(
         head.hot_token_id = hot
 
 
-class Beside(NamedTuple):
+class ServerParts(NamedTuple):
     """The parts of which a draft is assembled."""
 
     target: "TpModelWorker"
@@ -137,63 +137,63 @@ class Beside(NamedTuple):
         return self.ledger.tails, self.kernels, self.num_columns
 
 
-def assemble(given: Beside) -> tuple[ParticleForward, DraftProposer]:
+def assemble(parts: ServerParts) -> tuple[ParticleForward, DraftProposer]:
     """Build the target and the draft over particles, for targets with softmax attention alone."""
-    if given.draft is None:
-        return _uniform_draft(given)
+    if parts.draft is None:
+        return _uniform_draft(parts)
     build = {"model": _model, "eagle3": _eagle, "dflash": _block}
-    return build[kinds.kind_of(given.draft.model_runner.model_config)](given, given.draft)
+    return build[kinds.kind_of(parts.draft.model_runner.model_config)](parts, parts.draft)
 
 
-def _uniform_draft(given: Beside) -> tuple[ParticleForward, DraftProposer]:
+def _uniform_draft(parts: ServerParts) -> tuple[ParticleForward, DraftProposer]:
     from sglang_smc.proposers.ngram import UniformDraft
 
-    runner = given.target.model_runner
-    target = ParticleForward(runner, *given.over)
+    runner = parts.target.model_runner
+    target = ParticleForward(runner, *parts.over)
     return target, UniformDraft(target.attn_backend, runner.model_config.vocab_size)
 
 
-def _model(given: Beside, draft: "TpModelWorker") -> tuple[ParticleForward, DraftProposer]:
-    widths = vocabulary.vocabularies(given.target, draft)
+def _model(parts: ServerParts, draft: "TpModelWorker") -> tuple[ParticleForward, DraftProposer]:
+    widths = vocabulary.vocabularies(parts.target, draft)
     runner = draft.model_runner
-    forward = vocabulary.with_width(ParticleForward(runner, *given.over), *widths)
-    target = ParticleForward(given.target.model_runner, *given.over)
+    forward = vocabulary.with_width(ParticleForward(runner, *parts.over), *widths)
+    target = ParticleForward(parts.target.model_runner, *parts.over)
     return target, LanguageModel(forward, runner, vocabulary.last_read(*widths))
 
 
-def _eagle(given: Beside, draft: "TpModelWorker") -> tuple[ParticleForward, DraftProposer]:
+def _eagle(parts: ServerParts, draft: "TpModelWorker") -> tuple[ParticleForward, DraftProposer]:
     from sglang_smc.proposers.eagle3 import EagleForward, EagleHead
     from sglang_smc.proposers.hidden_states import ReadTarget, StateTable
 
-    runner, of_target, ledger = draft.model_runner, given.target.model_runner, given.ledger
+    runner, of_target, ledger = draft.model_runner, parts.target.model_runner, parts.ledger
     model: Any = runner.model
     table = StateTable.of(
         ledger.tails,
-        num_columns=given.num_columns,
+        num_columns=parts.num_columns,
         num_slots=len(ledger.rank),
         width=model.model.fc.in_features,
         dtype=of_target.dtype,
     )
-    target = ReadTarget(of_target, *given.over)
+    target = ReadTarget(of_target, *parts.over)
     target.reader = head = EagleHead(
-        EagleForward(runner, *given.over),
+        EagleForward(runner, *parts.over),
         table,
         model.hot_token_id,
         of_target.model_config.vocab_size,
         target=target,
         ledger=ledger,
-        num_particles=given.num_particles,
+        num_particles=parts.num_particles,
     )
     return target, head
 
 
-def _block(given: Beside, draft: "TpModelWorker") -> tuple[ParticleForward, DraftProposer]:
+def _block(parts: ServerParts, draft: "TpModelWorker") -> tuple[ParticleForward, DraftProposer]:
     from sglang_smc.proposers.dflash import BlockForward, BlockHead
     from sglang_smc.proposers.hidden_states import ReadTarget
 
-    runner, of_target = draft.model_runner, given.target.model_runner
-    forward = BlockForward(runner, *given.over, of_target.model)
-    target = ReadTarget(of_target, *given.over)
+    runner, of_target = draft.model_runner, parts.target.model_runner
+    forward = BlockForward(runner, *parts.over, of_target.model)
+    target = ReadTarget(of_target, *parts.over)
     target.reader = head = BlockHead(forward, kinds.mask_token(runner.model_config))
     return target, head
 

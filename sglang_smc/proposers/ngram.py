@@ -262,14 +262,14 @@ class Matches(NamedTuple):
         if at_temperature_0 is not None:
             is_point = of_each_draw(at_temperature_0, num_draws).unsqueeze(1)
             mixture = torch.where(is_point, likeliest(mixture), mixture)
-        return as_law(mixture, draft)
+        return as_distribution(mixture, draft)
 
     def _children(self) -> torch.Tensor:
         """Return which nodes ``[D, T]`` are children of each particle's node."""
         return self.parents == self.node.unsqueeze(1)
 
 
-def as_law(log_q: torch.Tensor, like: TokenDistribution) -> TokenDistribution:
+def as_distribution(log_q: torch.Tensor, like: TokenDistribution) -> TokenDistribution:
     """Return the distribution of log-probabilities ``[D, V]``, of as many groups as ``like``."""
     return TokenDistribution(log_q, torch.ones_like(like.temperature))
 

@@ -17,7 +17,7 @@ import torch
 
 from sglang_smc.ops.interface import Ops
 from sglang_smc.options.request import RequestConfig
-from sglang_smc.proposers.ngram import as_law
+from sglang_smc.proposers.ngram import as_distribution
 from sglang_smc.round.batch import Decision, Drafts, RoundBatch
 from sglang_smc.smc.distribution import TokenDistribution
 from sglang_smc.smc.fidelity import Path, Watchable
@@ -76,7 +76,7 @@ class Traced(NamedTuple):
         config = state.config
         knows_evidence = (config.weighs or config.is_exact) and not state.has_lost_tails
         return RoundRecord(
-            emitted_before=state.untold if self.begins[group] else [],
+            emitted_before=state.unrecorded if self.begins[group] else [],
             begins=begins,
             resized_from=self._resized_from(group, state, size),
             log_weights_before=_finite(before),
@@ -225,6 +225,6 @@ def look(
     rows = drafts.held.unflatten(0, batch.starts.shape)
     q = TokenDistribution.of(ops, rows, batch.q_rules, batch.shape.kinds)
     if batch.matches is not None:  # the held scores are log q itself
-        q = as_law(drafts.held, q)
+        q = as_distribution(drafts.held, q)
     path = Path(ancestors, before.lengths, after.lengths, after.tokens)
     return after._replace(fidelity=ops.watch(after.fidelity, drafts.watchable, path, p, q))

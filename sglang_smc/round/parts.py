@@ -95,7 +95,7 @@ def assemble(
     """
     sizes = config.num_particles, config.num_steps + 1
     softmax, proposer = drafts.assemble(
-        drafts.Beside(target, draft, tables.ledger, ops.kind, *sizes)
+        drafts.ServerParts(target, draft, tables.ledger, ops.kind, *sizes)
     )
     recurrent = _recurrent(target, config, ops, tables)
     steps = Steps(recurrent or softmax, proposer, tables.ledger, ops)

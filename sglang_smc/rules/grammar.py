@@ -28,7 +28,7 @@ from sglang_smc.rules.base import BatchTexts, LogitsRule
 from sglang_smc.smc.edits import unpack
 from sglang_smc.state.failures import end_request
 from sglang_smc.state.population import Population
-from sglang_smc.state.request import find_state, shared_ids, state_of, tails_of
+from sglang_smc.state.request import shared_ids, state_of, tails_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -151,7 +151,9 @@ class Grammar(LogitsRule):
         self._reqs, self._vocab_size, self._device = reqs, vocab_size, device
         num_words = -(-vocab_size // WORD)
         self._anything = torch.full((1, num_words), -1, dtype=torch.int32)
-        self._costs = [_begin_cost(req) for req in reqs]
+        self._costs = [_Cost() for _ in reqs]
+        for req, cost in zip(reqs, self._costs, strict=True):
+            state_of(req).kept[_Cost] = cost
         self._texts: list[list[_Text | None]] = []
         for group, req in enumerate(reqs):
             with self._costs[group].counted():
@@ -166,10 +168,11 @@ class Grammar(LogitsRule):
     @classmethod
     def of(cls, texts: BatchTexts) -> "Grammar":
         """End requests with grammars too slow in the last round; see `Rule.of`."""
-        slow = [cost.is_slow for cost in map(_last_cost, texts.reqs)]
-        for req, is_slow in zip(texts.reqs, _any_rank(slow), strict=True):
+        last = [state_of(req).kept.get(_Cost, _Cost()) for req in texts.reqs]
+        slow = _any_rank([cost.is_slow for cost in last])
+        for req, cost, is_slow in zip(texts.reqs, last, slow, strict=True):
             if is_slow and cls.applies(req):
-                end_request(req, _last_cost(req).complaint, HTTPStatus.BAD_REQUEST)
+                end_request(req, cost.complaint, HTTPStatus.BAD_REQUEST)
                 cls.release(req)
         return cls(texts)
 
@@ -256,20 +259,6 @@ class Grammar(LogitsRule):
     def _rows(self) -> torch.Tensor:
         rows = [[text.row if text else self._anything for text in each] for each in self._texts]
         return torch.stack([torch.cat(each) for each in rows])
-
-
-def _last_cost(req: "Req") -> _Cost:
-    """Return the last round's cost of a request's grammar."""
-    state = find_state(req)
-    return _Cost() if state is None else state.kept.get(_Cost, _Cost())
-
-
-def _begin_cost(req: "Req") -> _Cost:
-    """Return a new cost for this round, stored with the request."""
-    cost, state = _Cost(), find_state(req)
-    if state is not None:
-        state.kept[_Cost] = cost
-    return cost
 
 
 def _any_rank(flags: list[bool]) -> list[bool]:

@@ -88,7 +88,7 @@ class EditTable:
         """Return the edits of a round; without requests, of any request in ``rows`` ``[G]``."""
         # The last emitted token is not in the counts: particles may differ in a first token.
         texts, lengths = population.texts[:, :, 1:], population.lengths + 1
-        groups = _who_edits(reqs) if reqs else range(len(rows))
+        groups = _edited_groups(reqs) if reqs else range(len(rows))
         return self._edits(groups, rows, settings, population.output_lengths, texts, lengths)
 
     def of_prefill(
@@ -105,7 +105,7 @@ class EditTable:
         starts = num_emitted.unsqueeze(1)  # [G, 1]
         nothing = starts.unsqueeze(2)[:, :, :0]  # [G, 1, 0]
         lengths = torch.zeros_like(starts)
-        return self._edits(_who_edits(reqs), rows, settings, starts, nothing, lengths)
+        return self._edits(_edited_groups(reqs), rows, settings, starts, nothing, lengths)
 
     def _edits(
         self, groups: Sequence[int], rows: torch.Tensor, settings: Settings, *of_texts: torch.Tensor
@@ -115,7 +115,7 @@ class EditTable:
         return Edits(columns, groups, rows, settings.min_new_tokens, settings.stop_mask, *of_texts)
 
 
-def _who_edits(reqs: "Sequence[Req]") -> list[int]:
+def _edited_groups(reqs: "Sequence[Req]") -> list[int]:
     return [group for group, req in enumerate(reqs) if has_edits(req)]
 
 

@@ -33,7 +33,7 @@ def logprob_distribution(
 
 def score(
     ops: Ops,
-    law: TokenDistribution,
+    distribution: TokenDistribution,
     tokens: torch.Tensor,
     rows: torch.Tensor,
     ids: torch.Tensor,
@@ -42,18 +42,18 @@ def score(
     """Return log-probabilities of tokens, and of the likeliest and the listed tokens there.
 
     Args:
-        law: distribution of R rows, the same number for each group.
+        distribution: of R rows, the same number for each group.
         tokens: ``[G, N, J]``.
         rows: ``[G, N, J]`` the row of each token.
         ids: ``[G, M]`` listed tokens of each group.
         num_top: W, the number of likeliest tokens.
     """
     lowest = torch.finfo(torch.float32).min  # SGLang's, in place of -inf
-    own = law._replace(rows=rows.flatten()).score(ops, tokens).clamp_min(lowest)
+    own = distribution._replace(rows=rows.flatten()).score(ops, tokens).clamp_min(lowest)
     if num_top == 0 and ids.shape[1] == 0:
         none = own.unsqueeze(3)[..., :0]
         return TailLogprobs(own, none, none.long(), none)
-    log_p = law.log_probs(ops)  # [R, V]
+    log_p = distribution.log_probs(ops)  # [R, V]
     top, top_ids = log_p.topk(num_top, dim=-1)
     by_group = log_p.unflatten(0, (len(ids), -1))
     listed = by_group.gather(2, ids.unsqueeze(1).expand(-1, by_group.shape[1], -1)).flatten(0, 1)

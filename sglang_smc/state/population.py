@@ -50,8 +50,8 @@ class LogprobWidths(NamedTuple):
         rounds = [req.logprob for req in asking if req.sampling_params.max_new_tokens]
         return cls(
             own=int(bool(asking)),
-            top=max((books.top_logprobs_num for books in rounds), default=0),
-            listed=max((len(books.token_ids_logprob or ()) for books in rounds), default=0),
+            top=max((fields.top_logprobs_num for fields in rounds), default=0),
+            listed=max((len(fields.token_ids_logprob or ()) for fields in rounds), default=0),
         )
 
 

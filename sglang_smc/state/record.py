@@ -80,7 +80,7 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Tokens that all particles share now: those that a stream sent in this round."""
 
     @property
-    def told(self) -> list[int]:
+    def tokens(self) -> list[int]:
         """Return the tokens of the answer that this record contains."""
         shared = self.begins[:1] if self.begins and len(set(self.begins)) == 1 else []
         return [*self.emitted_before, *shared, *self.emitted]

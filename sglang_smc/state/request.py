@@ -211,7 +211,7 @@ class RequestState(msgspec.Struct):
     rounds: list[RoundRecord] = []  # of its trace, if it sets `trace`
     is_fresh: bool = False  # no round has been launched behind its last prefill
     num_prefilled: int = 0  # tokens of its output that the last prefill read
-    untold: list[int] = []  # the last of these, which are in no round of the trace yet
+    unrecorded: list[int] = []  # the last of these, which are in no round of the trace yet
     kept: dict[type, Any] = {}  # state of each rule of the request, by the rule's class
 
     @classmethod
@@ -232,14 +232,14 @@ class RequestState(msgspec.Struct):
         """Start new particles on ``budget``, after the output that prefill reads."""
         self.budget, self.is_fresh = budget, True
         self.last = self.now = apply_budget(self.config, budget)
-        self.num_prefilled, self.untold = len(output_ids), self._untold(output_ids)
+        self.num_prefilled, self.unrecorded = len(output_ids), self._unrecorded(output_ids)
         self.particles = None
 
-    def _untold(self, output_ids: Sequence[int]) -> list[int]:
+    def _unrecorded(self, output_ids: Sequence[int]) -> list[int]:
         """Return the output tokens after those in the rounds of the trace."""
         if not self.config.trace:
             return []
-        return list(output_ids[sum(len(record.told) for record in self.rounds) :])
+        return list(output_ids[sum(len(record.tokens) for record in self.rounds) :])
 
     def step_to(self, budget: Budget | None) -> None:
         """Set the next round's N and K by ``budget``."""
@@ -291,7 +291,7 @@ class RequestState(msgspec.Struct):
             num_steps=self.config.num_steps,
             prompt_length=prompt_length,
             rounds=self.rounds,
-            emitted_after=self._untold(output_ids),
+            emitted_after=self._unrecorded(output_ids),
         )
         return {"version": trace.version, **msgspec.to_builtins(trace)}
 
