@@ -24,7 +24,7 @@ from sglang_smc.smc.fidelity import Path, Watchable
 from sglang_smc.smc.randomness import Purpose
 from sglang_smc.state.population import Population
 from sglang_smc.state.record import RoundRecord
-from sglang_smc.state.request import Phase, RequestState, state_of
+from sglang_smc.state.request import RequestState, state_of
 
 _NO_TOKEN = -1
 
@@ -109,11 +109,12 @@ class Traced(NamedTuple):
 
         If they started with one token, it counts as emitted there.
         """
-        if state.open_token.phase is not Phase.CLOSED:
+        token = state.open_token.shared
+        if token is None:
             return []
         if begins is None:
             begins = next(one.begins for one in reversed(state.rounds) if one.begins is not None)
-        return [] if len(set(begins)) == 1 else [state.open_token.shared]
+        return [] if len(set(begins)) == 1 else [token]
 
     def _cut(self, group: int, config: RequestConfig, ancestors: list[int]) -> str:
         """Return why the round kept no more columns."""

@@ -21,7 +21,6 @@ by weights: each particle draws its own, and the token in SGLang's lists is a pl
 
 import math
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -122,62 +121,49 @@ def _rows(values: torch.Tensor, widths: list[int]) -> list[list[float] | torch.T
     ]
 
 
-class Phase(Enum):
-    """State of a request's first token."""
-
-    SHARED = "one token, for good"
-    OPEN = "particles may differ in it"
-    CLOSED = "they have just come to share it"
-
-
 class OpenToken(msgspec.Struct):
     """First token of one request, with its transitions."""
 
-    phase: Phase = Phase.SHARED
-    place: int | None = None  # in output_ids, while it is open
+    place: int | None = None  # OPEN: in output_ids
+    shared: int | None = None  # CLOSED: the token that particles have come to share
     holds_stream: bool = False  # until it is closed
-    shared: int = -1  # the token that they share, since it was last closed
 
     @property
     def is_open(self) -> bool:
         """Return whether the newest output token is a placeholder."""
-        return self.phase is Phase.OPEN
+        return self.place is not None
 
     def begin(self, place: int | None) -> None:
         """Start with a prefill: each particle draws a token at ``place``; None if they share it."""
-        self.phase = Phase.SHARED if place is None else Phase.OPEN
-        self.place = place
+        self.place, self.shared = place, None
 
     def hold(self, req: "Req") -> None:
         """Pause the stream of a request while its newest token may still change."""
-        assert self.phase is Phase.OPEN
+        assert self.is_open
         self.holds_stream, req.stream = self.holds_stream or req.stream, False
 
     def close(self, req: "Req", token: int, logprob: float | None) -> None:
         """Replace the placeholder by the token that all particles share."""
-        assert self.phase is Phase.OPEN and self.place is not None
+        assert self.place is not None
         req.output_ids[self.place] = token
         if logprob is not None:
             set_logprob(req, self.place, token, logprob)
-        self.phase, self.place, self.shared = Phase.CLOSED, None, token
+        self.place, self.shared = None, token
         self._release(req)
 
     def take(self) -> int:
         """Return the number of tokens that SGLang has not checked yet: 1 right after `close`."""
-        if self.phase is not Phase.CLOSED:
-            return 0
-        self.phase = Phase.SHARED
-        return 1
+        was_closed, self.shared = self.shared is not None, None
+        return int(was_closed)
 
     def withdraw(self, req: "Req") -> int:
         """Drop the placeholder from SGLang's lists, and return the number of tokens removed."""
-        if self.phase is not Phase.OPEN:
+        if self.place is None:
             return 0
-        assert self.place is not None
         num_dropped = len(req.output_ids) - self.place
         del req.output_ids[self.place :]
         take_back(req, self.place)
-        self.phase, self.place = Phase.SHARED, None
+        self.place = None
         self._release(req)
         return num_dropped
 
