@@ -125,12 +125,7 @@ class ParticleForward:
 
 
 def particle_backend(
-    runner: "ModelRunner",
-    tails: torch.Tensor,
-    implementation: Implementation,
-    *,
-    first_key: int = 0,
-    blocks: bool = False,
+    runner: "ModelRunner", tails: torch.Tensor, implementation: Implementation, **sight: Any
 ) -> ParticleAttention:
     """Return the attention over particles for a model; arguments as in `ParticleAttention`."""
     kind = ParticleAttention
@@ -138,4 +133,4 @@ def particle_backend(
         from sglang_smc.models.latent_attention import LatentParticleAttention
 
         kind = LatentParticleAttention
-    return kind(runner, tails, implementation, first_key=first_key, blocks=blocks)
+    return kind(runner, tails, implementation, **sight)

@@ -33,7 +33,7 @@ _DFLASH_EXTRAS = {
 
 def kind_of(config: "ModelConfig") -> Kind:
     """Return the kind of a draft's checkpoint."""
-    return _HEADS.get(_architecture(config), "model")
+    return _HEADS.get(_named(config.hf_config), "model")
 
 
 def is_head(config: "ModelConfig") -> bool:
@@ -62,6 +62,7 @@ def _config_at(path: str, revision: str | None, trust_remote_code: bool) -> Any:
 
 
 def _named(config: Any) -> str:
+    """Return the architecture of a Hugging Face configuration."""
     return (config.architectures or [""])[0]
 
 
@@ -93,7 +94,7 @@ def problems(config: "ModelConfig", target: "ModelConfig", num_steps: int) -> It
     Args:
         num_steps: K of the server.
     """
-    name, kind = _architecture(config), kind_of(config)
+    name, kind = _named(config.hf_config), kind_of(config)
     if kind == "model":
         other = next((what for part, what in _OTHER_HEADS.items() if part in name), None)
         if other is not None:
@@ -167,7 +168,3 @@ def _dflash(config: "ModelConfig") -> Any:
     from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 
     return parse_dflash_draft_config(draft_hf_config=config.hf_config)
-
-
-def _architecture(config: "ModelConfig") -> str:
-    return (config.hf_config.architectures or [""])[0]

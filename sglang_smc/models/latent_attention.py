@@ -75,15 +75,12 @@ class LatentParticleAttention(ParticleAttention):
         runner: "ModelRunner",
         tails: torch.Tensor,
         implementation: Implementation,
-        *,
-        first_key: int = 0,
-        blocks: bool = False,
+        **sight: Any,
     ) -> None:
-        if first_key or blocks:
+        if any(sight.values()):
             raise ValueError(
-                "heads with latent attention (MLA) are not supported "
-                f"(first_key={first_key}, blocks={blocks}): pass a head with ordinary attention, "
-                "or a draft model"
+                f"heads with latent attention (MLA) are not supported ({sight}): pass a head with "
+                "ordinary attention, or a draft model"
             )
         super().__init__(runner, tails, implementation)
         absorb(NAME)

@@ -170,7 +170,7 @@ class Forward(Protocol):
     def chain_logits(self, chains: Chains) -> torch.Tensor: ...
 
 
-class _Recorded(NamedTuple):
+class _Capture(NamedTuple):
     inputs: Chains
     padding: Chains
     logits: torch.Tensor  # [G, N, V] or [G, N, C, V]
@@ -203,7 +203,7 @@ class RecordedPasses:
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
-        self._recorded: dict[str, dict[int, _Recorded]] = {}
+        self._recorded: dict[str, dict[int, _Capture]] = {}
 
     @property
     def attn_backend(self) -> "ParticleAttention":
@@ -223,7 +223,7 @@ class RecordedPasses:
                 return getattr(self._forward, name)(inputs)
 
             run()  # warm-up, see `Record`
-            sizes[size] = _Recorded(inputs, padding, *recording.record(run))
+            sizes[size] = _Capture(inputs, padding, *recording.record(run))
 
     def next_logits(self, chains: Chains) -> torch.Tensor:
         """Return a copy of the logits of `models.forward.ParticleForward.next_logits`."""
@@ -243,7 +243,7 @@ class RecordedPasses:
         logits = found.logits[:size, :num_particles]
         return logits.clone() if name == "next_logits" else logits[:, :, :num_columns]
 
-    def _find(self, kind: str, shape: torch.Size) -> _Recorded | None:
+    def _find(self, kind: str, shape: torch.Size) -> _Capture | None:
         """Return the smallest graph that fits chains ``[G, N, C]``, or None."""
         sizes = self._recorded.get(kind, {})
         for size in sorted(sizes):

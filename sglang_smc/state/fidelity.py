@@ -28,7 +28,7 @@ WARNING_SECONDS = 600.0
 ALL = "all"
 
 
-class Answer(NamedTuple):
+class AnswerFidelity(NamedTuple):
     """Measurements of an answer that has ended, with its mode and evidence threshold."""
 
     mode: str
@@ -56,7 +56,7 @@ class Sums(NamedTuple):
         return Sums._make(mine + its for mine, its in zip(self, other, strict=True))
 
     @classmethod
-    def of(cls, answer: Answer) -> "Sums":
+    def of(cls, answer: AnswerFidelity) -> "Sums":
         """Return the sums of one answer."""
         pull, information = answer.tilt_sum, answer.tilt_information
         products = pull * pull, pull * information, information * information
@@ -118,7 +118,7 @@ class Window:
         """Return the sums over the answers of both halves."""
         return self._older.plus(self._newer)
 
-    def add(self, answer: Answer) -> Sums | None:
+    def add(self, answer: AnswerFidelity) -> Sums | None:
         """Add an answer; return the sums of a window of new answers once it is whole, else None."""
         self._newer = self._newer.plus(Sums.of(answer))
         if self._newer.information < self._information and self._newer.answers < self._most:
@@ -128,7 +128,7 @@ class Window:
         return whole
 
 
-class Watched:
+class FidelityWindows:
     """Windows of a server, per mode and over all modes, with warnings.
 
     Args:
@@ -149,7 +149,7 @@ class Watched:
         """Return the sums over all modes."""
         return self._windows[ALL].sums
 
-    def add(self, answer: Answer) -> str | None:
+    def add(self, answer: AnswerFidelity) -> str | None:
         """Add an answer that has ended.
 
         An answer without measured tokens is ignored. Each mode is tested once per whole window of

@@ -20,7 +20,7 @@ from sglang_smc.options.policy import DIALED, Dial
 from sglang_smc.options.request import RequestConfig
 from sglang_smc.smc.fidelity import NAMES
 from sglang_smc.smc.weighing import BlockCut
-from sglang_smc.state.fidelity import Answer, Sums, Watched
+from sglang_smc.state.fidelity import AnswerFidelity, FidelityWindows, Sums
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
@@ -347,7 +347,7 @@ class Monitor:
         self._now = now
         self._interval = interval
         self.dial = Dial()
-        self._watched = Watched(now)
+        self._watched = FidelityWindows(now)
         self._sums = dict.fromkeys([*(total.name for total in TOTALS), *WEIGHED], 0.0)
         self._logged = self._tested = (
             self._sums
@@ -432,7 +432,7 @@ class Monitor:
             count,
         )
 
-    def end_answer(self, answer: Answer) -> None:
+    def end_answer(self, answer: AnswerFidelity) -> None:
         """Add the measurements of an answer that has ended."""
         warning = self._watched.add(answer)
         if answer.mode in DIALED:

@@ -45,7 +45,7 @@ from sglang_smc.potentials.spec import PotentialSpec
 from sglang_smc.smc.fidelity import NAMES
 from sglang_smc.smc.randomness import derive_seed
 from sglang_smc.state.failures import end_request
-from sglang_smc.state.fidelity import Answer
+from sglang_smc.state.fidelity import AnswerFidelity
 from sglang_smc.state.metrics import META_PREFIX, Counters, meta_info, zero_counters
 from sglang_smc.state.population import TailLogprobs
 from sglang_smc.state.record import RoundRecord, Trace
@@ -248,10 +248,10 @@ class RequestState(msgspec.Struct):
         place = Counters._fields.index("nan_ct")
         self.counters = [count + (i == place) for i, count in enumerate(self.counters)]
 
-    def answer(self) -> Answer:
+    def answer(self) -> AnswerFidelity:
         """Return the fidelity measurements of its sequence."""
         watched = {name: self.counters[place] for name, place in _WATCHED.items()}
-        return Answer(self.config.mode, self.config.effective_evidence_threshold, **watched)
+        return AnswerFidelity(self.config.mode, self.config.effective_evidence_threshold, **watched)
 
     def progress(self, rid: str, num_tokens: int) -> dict[str, Any]:
         """Return the statistics of all its rounds so far, for a report on the running server."""

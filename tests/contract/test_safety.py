@@ -42,7 +42,7 @@ AGREED: Listed = {
     "ops/check.py": {"settle: time.perf_counter"},
     "models/recorder.py": {"Session.__init__: time.monotonic", "Session.usage: time.monotonic"},
     "state/metrics.py": {"Monitor.__init__: time.monotonic"},
-    "state/fidelity.py": {"Watched.__init__: time.monotonic"},
+    "state/fidelity.py": {"FidelityWindows.__init__: time.monotonic"},
     # The first rank's potentials alone are asked, and what came of it is broadcast.
     "potentials/runner.py": {
         "PotentialRunner.__init__: time.monotonic",

@@ -24,7 +24,7 @@ from sglang_smc.patches.ingress import add_meta_info, update_meta_info
 from sglang_smc.patches.request_state import update_finish_state
 from sglang_smc.round.result import SMCBatchResult
 from sglang_smc.state import metrics
-from sglang_smc.state.fidelity import Answer
+from sglang_smc.state.fidelity import AnswerFidelity
 from sglang_smc.state.metrics import (
     GAUGES,
     LOW_ESS,
@@ -424,8 +424,8 @@ def test_the_log_has_one_line_an_interval(
     assert found.totals()["all_zero_rounds"] == all_zero
 
 
-def ended(mode: str = "smc", tilt: float = 0.5, information: float = 4.0) -> Answer:
-    return Answer(mode, 0.5, tilt * information, information, 0.75, 3.0)
+def ended(mode: str = "smc", tilt: float = 0.5, information: float = 4.0) -> AnswerFidelity:
+    return AnswerFidelity(mode, 0.5, tilt * information, information, 0.75, 3.0)
 
 
 def test_gauges_tell_the_tilt_once_there_is_one(registry: CollectorRegistry) -> None:

@@ -18,9 +18,9 @@ from sglang_smc.state.fidelity import (
     FAULT,
     INFORMATION,
     WARNING_SECONDS,
-    Answer,
+    AnswerFidelity,
+    FidelityWindows,
     Sums,
-    Watched,
     Window,
     warning_of,
 )
@@ -30,11 +30,11 @@ from sglang_smc.state.request import RequestState
 
 def answer(
     mode: str = "smc", tilt: float = 0.3, information: float = 4.0, count: int = 10
-) -> Answer:
-    return Answer(mode, 0.5, tilt * information, information, 0.25 * count, count)
+) -> AnswerFidelity:
+    return AnswerFidelity(mode, 0.5, tilt * information, information, 0.25 * count, count)
 
 
-def sums_of(*answers: Answer) -> Sums:
+def sums_of(*answers: AnswerFidelity) -> Sums:
     return functools.reduce(lambda total, one: total.plus(Sums.of(one)), answers, Sums())
 
 
@@ -47,8 +47,8 @@ def test_a_tilt_weighs_answers_by_what_they_say() -> None:
 
 def test_nothing_watched_is_no_tilt_of_zero() -> None:
     """Who was not watched is left out."""
-    watched = Watched()
-    watched.add(Answer("smc", 0.5, 0.0, 0.0, 0.0, 0.0))
+    watched = FidelityWindows()
+    watched.add(AnswerFidelity("smc", 0.5, 0.0, 0.0, 0.0, 0.0))
     assert watched.all == Sums()
     assert list(watched.as_dict()) == [ALL]
     assert (Sums().tilt, Sums().tilt_error, Sums().innovation, str(Sums())) == (None,) * 3 + ("-",)
@@ -112,7 +112,7 @@ def test_tilts_are_told_where_they_are_surely_wrong(
 
 def test_a_mode_is_warned_of_once_in_a_while_and_by_itself() -> None:
     clock = [0.0]
-    watched = Watched(lambda: clock[0], lambda: Window(information=8.0))
+    watched = FidelityWindows(lambda: clock[0], lambda: Window(information=8.0))
     far, fine = answer(tilt=3.0), answer("mixed", tilt=0.0)
 
     def told() -> list[bool]:
