@@ -34,7 +34,13 @@ class Rule(ABC):
 
     State of a request that a rule keeps from round to round is in `RequestState.kept`, under the
     rule's class.
+
+    Args:
+        texts: of the batch; at least one of its requests has the rule.
     """
+
+    @abstractmethod
+    def __init__(self, texts: BatchTexts) -> None: ...
 
     @classmethod
     @abstractmethod
@@ -44,11 +50,6 @@ class Rule(ABC):
     @classmethod
     def begin(cls, req: "Req") -> None:
         """Store in the request's state, at prefill, what rounds will need."""
-
-    @classmethod
-    @abstractmethod
-    def of(cls, texts: BatchTexts) -> "Rule":
-        """Return the rule for one round or prefill; at least one of its requests has it."""
 
 
 class LogitsRule(Rule):
@@ -106,7 +107,7 @@ class GroupScores(NamedTuple):
 
 
 class Scorer(Rule):
-    """A rule about whole sequences; `of` submits its queries, before the round drafts."""
+    """A rule about whole sequences; it submits its queries as it is made, before drafts."""
 
     @abstractmethod
     def result(self) -> dict[int, GroupScores]:

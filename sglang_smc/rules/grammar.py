@@ -148,6 +148,7 @@ class Grammar(LogitsRule):
 
     def __init__(self, texts: BatchTexts) -> None:
         reqs, population, vocab_size, device = texts
+        _end_slow(reqs)
         self._reqs, self._vocab_size, self._device = reqs, vocab_size, device
         num_words = -(-vocab_size // WORD)
         self._anything = torch.full((1, num_words), -1, dtype=torch.int32)
@@ -164,17 +165,6 @@ class Grammar(LogitsRule):
     def applies(cls, req: "Req") -> bool:
         """Return whether a request has a grammar."""
         return req.grammar is not None
-
-    @classmethod
-    def of(cls, texts: BatchTexts) -> "Grammar":
-        """End requests with grammars too slow in the last round; see `Rule.of`."""
-        last = [state_of(req).kept.get(_Cost, _Cost()) for req in texts.reqs]
-        slow = _any_rank([cost.is_slow for cost in last])
-        for req, cost, is_slow in zip(texts.reqs, last, slow, strict=True):
-            if is_slow and cls.applies(req):
-                end_request(req, cost.complaint, HTTPStatus.BAD_REQUEST)
-                cls.release(req)
-        return cls(texts)
 
     def allowed(self, chains: torch.Tensor, first: int) -> torch.Tensor:
         """Return the tokens that grammars allow; see `LogitsRule.allowed`."""
@@ -259,6 +249,16 @@ class Grammar(LogitsRule):
     def _rows(self) -> torch.Tensor:
         rows = [[text.row if text else self._anything for text in each] for each in self._texts]
         return torch.stack([torch.cat(each) for each in rows])
+
+
+def _end_slow(reqs: "list[Req]") -> None:
+    """End requests with grammars that were too slow in the last round."""
+    last = [state_of(req).kept.get(_Cost, _Cost()) for req in reqs]
+    slow = _any_rank([cost.is_slow for cost in last])
+    for req, cost, is_slow in zip(reqs, last, slow, strict=True):
+        if is_slow and Grammar.applies(req):
+            end_request(req, cost.complaint, HTTPStatus.BAD_REQUEST)
+            Grammar.release(req)
 
 
 def _any_rank(flags: list[bool]) -> list[bool]:

@@ -135,25 +135,27 @@ class _Particle(NamedTuple):
 
 
 class Potentials(Scorer):
-    """The potentials of a batch.
+    """The potentials of a batch; queries are under way once it is made."""
 
-    Args:
-        reqs: by group.
-        particles: of each of these, by index; None for one of weight zero.
-    """
-
-    def __init__(
-        self, reqs: "dict[int, Req]", particles: dict[int, list[_Particle | None]]
-    ) -> None:
-        self._reqs = reqs
-        self._particles = particles
+    def __init__(self, texts: BatchTexts) -> None:
+        # By group, of a round alone; a particle of weight zero is None.
+        self._reqs: dict[int, Req] = {}
+        self._particles: dict[int, list[_Particle | None]] = {}
         # By the potential's name: queries, and where each one's value is stored.
         self._queries: dict[str, dict[tuple[Node, tuple[int, bool]], Query]] = {}
-        for group, req in reqs.items():
-            for index, spec in enumerate(state_of(req).potentials):
-                own = self._queries.setdefault(spec.name, {})
-                own |= _queries_of(group, req, index, particles[group])
+        if texts.population is not None:
+            for group, req in enumerate(texts.reqs):
+                if self.applies(req) and not (req.finished() or req.to_finish):
+                    self._add(group, req, texts.population)
         self._calls = self._begin_calls() if _is_first_rank() else {}
+
+    def _add(self, group: int, req: "Req", population: Population) -> None:
+        """Add a request, with the queries that are due for it."""
+        self._reqs[group] = req
+        particles = self._particles[group] = _particles(req, population, group)
+        for index, spec in enumerate(state_of(req).potentials):
+            own = self._queries.setdefault(spec.name, {})
+            own |= _queries_of(group, req, index, particles)
 
     @classmethod
     def applies(cls, req: "Req") -> bool:
@@ -169,19 +171,6 @@ class Potentials(Scorer):
             schedules = [spec.schedule for spec in state.potentials]
             decode = decoder_of(req, skip_special_tokens=True)
             state.kept[cls] = PrefixTree(schedules, decode, tuple(req.origin_input_ids))
-
-    @classmethod
-    def of(cls, texts: BatchTexts) -> "Potentials":
-        """Start the queries of a round; see `Rule.of`."""
-        population = texts.population
-        if population is None:
-            return cls({}, {})
-        reqs = {
-            group: req
-            for group, req in enumerate(texts.reqs)
-            if cls.applies(req) and not (req.finished() or req.to_finish)
-        }
-        return cls(reqs, {group: _particles(req, population, group) for group, req in reqs.items()})
 
     def result(self) -> dict[int, GroupScores]:
         """Wait for the queries and return their values; see `Scorer.result`."""
@@ -313,11 +302,7 @@ _LONG = (
 
 
 class Votes(Scorer):
-    """The majority votes of a batch.
-
-    Args:
-        texts: of the round; groups in which all particles have ended vote.
-    """
+    """The majority votes of a batch, of groups in which all particles have ended."""
 
     def __init__(self, texts: BatchTexts) -> None:
         self._steps_left = MOST_STEPS
@@ -337,11 +322,6 @@ class Votes(Scorer):
         """Return whether a request selects its output by majority vote."""
         state = find_state(req)
         return state is not None and state.config.votes
-
-    @classmethod
-    def of(cls, texts: BatchTexts) -> "Votes":
-        """Read the answers; see `Rule.of`."""
-        return cls(texts)
 
     def result(self) -> dict[int, GroupScores]:
         """Return the answers by group; see `Scorer.result`."""

@@ -33,14 +33,15 @@ class ParticleView:
 
 
 class Processors(LogitsRule):
-    """The custom logit processors of a batch.
+    """The custom logit processors of a batch."""
 
-    Args:
-        texts: by group, its request and the output of each particle that has not ended.
-    """
-
-    def __init__(self, texts: "dict[int, tuple[Req, dict[int, list[int]]]]") -> None:
-        self._texts = texts
+    def __init__(self, texts: BatchTexts) -> None:
+        # By group: its request, and the output of each particle that has not ended.
+        self._texts = {
+            group: (req, _outputs(req, texts.population, group))
+            for group, req in enumerate(texts.reqs)
+            if self.applies(req)
+        }
 
     @classmethod
     def applies(cls, req: "Req") -> bool:
@@ -58,14 +59,6 @@ class Processors(LogitsRule):
             state_of(req).kept[cls] = loaded
         except Exception as error:
             _abort(req, error)
-
-    @classmethod
-    def of(cls, texts: BatchTexts) -> "Processors":
-        """Return the rule of a batch; see `Rule.of`."""
-        chosen = {group: req for group, req in enumerate(texts.reqs) if cls.applies(req)}
-        return cls(
-            {group: (req, _outputs(req, texts.population, group)) for group, req in chosen.items()}
-        )
 
     def edit(self, logits: torch.Tensor, chains: torch.Tensor, first: int) -> torch.Tensor:
         """Edit logits of either model; see `LogitsRule.edit`."""

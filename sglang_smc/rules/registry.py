@@ -63,7 +63,7 @@ class TextRules:
         """Return the rules of a round or a prefill; arguments as in `BatchTexts`."""
         texts = BatchTexts(reqs, population, vocab_size, device)
         present = (rule for rule in RULES if any(map(rule.applies, reqs)))
-        return cls(tuple(rule.of(texts) for rule in present))
+        return cls(tuple(rule(texts) for rule in present))
 
     @property
     def is_empty(self) -> bool:

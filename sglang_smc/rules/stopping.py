@@ -29,14 +29,10 @@ character may be split over four."""
 
 
 class StopTexts(LogitsRule):
-    """The stop strings and patterns of a batch.
+    """The stop strings and patterns of a batch."""
 
-    Args:
-        reqs: by group.
-    """
-
-    def __init__(self, reqs: "dict[int, Req]") -> None:
-        self._reqs = reqs
+    def __init__(self, texts: BatchTexts) -> None:
+        self._reqs = {group: req for group, req in enumerate(texts.reqs) if self.applies(req)}
 
     @classmethod
     def applies(cls, req: "Req") -> bool:
@@ -66,11 +62,6 @@ class StopTexts(LogitsRule):
         if match and _is_first(req, match.length):
             req.finished_reason = FINISHED_MATCHED_REGEX(matched=match.source)
             req.finished_len = match.length
-
-    @classmethod
-    def of(cls, texts: BatchTexts) -> "StopTexts":
-        """Return the rule of a batch; see `Rule.of`."""
-        return cls({group: req for group, req in enumerate(texts.reqs) if cls.applies(req)})
 
     def ends(
         self, ends: torch.Tensor, tokens: torch.Tensor, population: Population | None

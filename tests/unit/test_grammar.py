@@ -179,7 +179,7 @@ def test_a_grammar_that_takes_too_long_ends_its_request_before_the_next_round(
     """Seven texts: 0.42 s are too long, 0.21 s are not. A round that has begun goes on."""
     req = request(grammar_of("(a|b)*"))
     for clock.each in (each, 0.0, 0.0):
-        of = Grammar.of(BatchTexts([req], population([], []), VOCAB, "cpu"))
+        of = Grammar(BatchTexts([req], population([], []), VOCAB, "cpu"))
         of.allowed(drafted([A, A, B], [B, A, A]), 0)
     assert (req.to_finish is not None) == ends == (req.grammar is None)
     if ends:
@@ -192,7 +192,7 @@ def test_pythons_garbage_is_not_a_grammars_fault(clock: SimpleNamespace) -> None
     req = request(grammar_of("(a|b)*"))
     clock.per_collection = 0.6
     for _ in range(2):
-        Grammar.of(BatchTexts([req], None, VOCAB, "cpu"))
+        Grammar(BatchTexts([req], None, VOCAB, "cpu"))
     assert req.to_finish is None and gc.isenabled()
 
 

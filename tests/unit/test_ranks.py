@@ -115,7 +115,7 @@ def test_votes(ranks: FakeRanks) -> None:
 
     def of_rank(rank: int) -> Any:
         req = begun(smc)
-        scores = Votes.of(ended([req], [[[1, 0] * 30, [1]]])).result()[0]
+        scores = Votes(ended([req], [[[1, 0] * 30, [1]]])).result()[0]
         return scores.answers, req.to_finish
 
     assert ranks.run(of_rank) == [([0, 0], None)] * 2
@@ -132,7 +132,7 @@ def test_grammars(ranks: FakeRanks) -> None:
         req = begun({}, grammar=grammar)
         told = []
         for _ in range(3):
-            Grammar.of(BatchTexts([req], None, VOCAB, "cpu"))
+            Grammar(BatchTexts([req], None, VOCAB, "cpu"))
             told.append(req.to_finish is not None)
         return told
 
@@ -167,7 +167,7 @@ def test_potentials(ranks: FakeRanks, stuck: Stuck) -> None:
         req.smc_state.potentials = (spec.resolve({"stuck": stuck}),)
         req.smc_state.runners = (PotentialRunner("stuck", stuck, 600.0),)
         Potentials.begin(req)
-        scores = Potentials.of(ended([req], [[[1], [1, 1]]])).result()[0]
+        scores = Potentials(ended([req], [[[1], [1, 1]]])).result()[0]
         return scores.log_values, req.to_finish and req.to_finish.status_code
 
     expected = ([None, None], 503) if is_late else ([1.0, 1.0], None)

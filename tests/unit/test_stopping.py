@@ -49,7 +49,7 @@ class Words:
 def ends_of(reqs: list[Any], tokens: list, population: Any = None, ends: Any = None) -> list:
     drawn = torch.tensor(tokens)
     known = torch.zeros_like(drawn).bool() if ends is None else ends
-    of_round = StopTexts.of(BatchTexts(reqs, population, 8, "cpu"))
+    of_round = StopTexts(BatchTexts(reqs, population, 8, "cpu"))
     return of_round.ends(known, drawn, population).int().tolist()
 
 
@@ -342,7 +342,7 @@ def request(pattern: str) -> Any:
 
 
 def answers(reqs: list[Any], tails: list[list[list[int]]]) -> dict[int, Any]:
-    found = Votes.of(ended(reqs, tails)).result()
+    found = Votes(ended(reqs, tails)).result()
     return {group: scores.answers for group, scores in found.items()}
 
 
