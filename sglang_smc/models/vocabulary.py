@@ -120,7 +120,7 @@ def check(target: Vocabulary, draft: Vocabulary) -> None:
     if target.tokens and draft.tokens and (markers := _differing(target, draft)):
         logger.warning(
             "%d markers differ between target and draft, such as %r: at the target's own the draft "
-            "guesses, which costs speed there and changes no law that verification keeps.",
+            "guesses, which costs speed there and changes no distribution that verification keeps.",
             len(markers),
             min(markers),
         )

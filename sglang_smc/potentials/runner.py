@@ -158,7 +158,7 @@ class PotentialRunner:
 
 
 class Call(NamedTuple):
-    """A call under way."""
+    """A call under way; a round that is played in slices has one for each slice."""
 
     runner: PotentialRunner
     queries: Sequence[Query]
@@ -191,7 +191,7 @@ def open_runners(
             potential.open()
         except BaseException as error:  # the operator's code
             raise RuntimeError(
-                f"The potential {name!r} cannot be opened: {describe(error)}. Mend it, or leave it "
+                f"The potential {name!r} cannot be opened: {describe(error)}. Fix it, or leave it "
                 f"out of {FLAG}."
             ) from error
     return {name: PotentialRunner(name, found[name], seconds, waited) for name in found}

@@ -101,7 +101,7 @@ MOST = 1e300
 
 _TOO_LARGE = (
     "The potentials {names} with their exponents add up to {value:g} for a text; allowed: up to "
-    "1e300. Lower an exponent, or mend the potential. Others are not affected."
+    "1e300. Lower an exponent, or fix the potential. Others are not affected."
 )
 
 _FORBIDDEN = (
