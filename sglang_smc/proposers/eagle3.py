@@ -107,7 +107,7 @@ class EagleForward(ParticleForward):
         return self._with_pairs(batch, pairs)
 
     def _with_pairs(self, batch: ForwardBatch, pairs: PairStates) -> ForwardBatch:
-        batch.positions = places_of_pairs(batch.positions)
+        batch.positions = (batch.positions - 1).clamp_min(0)  # where heads are trained on pairs
         if self._is_mrope:
             batch.mrope_positions = batch.positions.expand(3, -1)
         batch.spec_info = pairs  # pyright: ignore[reportAttributeAccessIssue] -- heads read this
@@ -117,11 +117,6 @@ class EagleForward(ParticleForward):
     def prompt_attention(self) -> PromptAttention:
         """Return the head's attention over prompts."""
         return PromptAttention(self._runner)
-
-
-def places_of_pairs(positions: torch.Tensor) -> torch.Tensor:
-    """Return the positions at which heads are trained on pairs, one before the token; int64."""
-    return (positions - 1).clamp_min(0)
 
 
 class EagleHead(DraftProposer):

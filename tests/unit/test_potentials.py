@@ -180,6 +180,9 @@ def test_one_call_for_all_and_each_value_in_its_place() -> None:
     (_, _, thread), _ = lengths.calls
     assert sorted(lengths.calls) == [(-1, 2, thread), (1, 2, thread)]
     assert thread != threading.get_ident()
+    runner = PotentialRunner("named", lengths, 600.0)  # a round in slices has several under way
+    first, second = (runner.submit(few) for few in (queries[:2], queries[2:]))
+    assert (first.result(), second.result()) == ([1.0, -2.0], [3.0, -4.0])
 
 
 def test_who_is_at_fault_fails_alone() -> None:
