@@ -258,12 +258,7 @@ class Steps:
         return batch.rules.apply(logits, chains, first)
 
     def apply_potentials(self, batch: RoundBatch, population: Population) -> Population:
-        """Update the weights to the latest potential values of the sequences before the round.
-
-        It waits for potentials if necessary.
-        """
-        if population.scores is None:
-            return population
+        """Update the weights to the latest potential values, and wait for them if necessary."""
         return population.apply_potentials(batch.rules.scores(batch.reqs, batch.starts))
 
     def decide(
@@ -500,7 +495,9 @@ class Round:
 
         drafts = steps.propose(batch, before, slots)
         p, shown = steps.score(batch, drafts, slots)
-        begun, before = before, steps.apply_potentials(batch, before)  # potentials ran in parallel
+        begun = before
+        if shape.has_scorers:
+            before = steps.apply_potentials(batch, before)  # potentials ran in parallel
         decision = steps.decide(batch, before, drafts, p)  # reweight and resample, or verify
         extended = steps.extend(batch, before, drafts, decision)
         continued = steps.add_bonus(batch, extended, decision.next_tokens)
