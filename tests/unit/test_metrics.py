@@ -144,7 +144,8 @@ def test_meta_info_is_prefixed_and_has_plain_numbers() -> None:
     ("config", "log_evidence", "threshold", "all_zero_ct"),
     [
         (RequestConfig(), -0.75, 0.5, 3),
-        (RequestConfig(greedy=True), -0.75, 0.5, 0),
+        (RequestConfig(greedy=True, num_particles=1), -0.75, 0.5, 0),
+        (RequestConfig(greedy=True, mode="exact"), -0.75, 0.0, 0),
         (RequestConfig(mode="exact"), -0.75, None, 3),
         (RequestConfig(mode="mixed"), None, 0.5, 3),
         (RequestConfig(mode="auto"), None, 2.0, 3),
