@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 # The benchmarks import these from here.
-from sglang_smc.tools.demo.script import ScriptError
-from sglang_smc.tools.demo.script import as_script as as_script
-from sglang_smc.tools.demo.script import bar as bar
-from sglang_smc.tools.demo.script import main_of as main_of
+from sglang_smc.tools.commands import ScriptError
+from sglang_smc.tools.commands import as_script as as_script
+from sglang_smc.tools.commands import bar as bar
+from sglang_smc.tools.commands import main_of as main_of
 
 FORMAT = 1
 REPOSITORY = Path(__file__).resolve().parents[1]

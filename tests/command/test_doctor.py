@@ -18,7 +18,6 @@ from sglang_smc.tools.command import doctor, findings, machine, pair
 from sglang_smc.tools.command.findings import FAIL, OK, WARNING, Finding
 from sglang_smc.tools.plan import proposals
 from sglang_smc.tools.plan.devices import Device, named
-from sglang_smc.tools.plan.memory import hidden_bytes
 from sglang_smc.tools.plan.shapes import BUILT_IN
 
 PAIR = Path(__file__).parents[2] / "bench" / "pair"
@@ -191,7 +190,7 @@ def test_drafts_beside_models_have_their_arithmetic(draft: str) -> None:
     found = findings_of("h100", "--draft", draft)
     assert {one.level for one in found.values()} == {OK}
     head = proposals.from_config(draft)
-    states = 8 * hidden_bytes(head, asked.num_particles, asked.num_steps)  # of --requests
+    states = 8 * head.state_bytes(asked.num_particles, asked.num_steps)  # of --requests
     weights = BUILT_IN["llama-3.1-8b"].resident_bytes + head.resident_bytes
     room = 0.88 * 80e9 - 1.5e9 - states - weights
     slots = int(room / (131_072 + head.kv_bytes_per_token))

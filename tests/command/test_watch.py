@@ -8,9 +8,16 @@ import pytest
 from hostile import HOSTILE
 from little_server import answering
 
-from sglang_smc.tools.watch import cli, snapshots
-from sglang_smc.tools.watch.lines import HEADER, REQUEST_HEADER, line_of, lines_of, request_line
-from sglang_smc.tools.watch.snapshots import Snapshot
+from sglang_smc.tools import watch
+from sglang_smc.tools.watch import (
+    HEADER,
+    REQUEST_HEADER,
+    Snapshot,
+    between,
+    line_of,
+    lines_of,
+    request_line,
+)
 
 KEYS = ("rounds", "weighed_rounds", "mean_ess_ratio", "kept_columns", "emitted_tokens")
 KEYS += ("resamplings", "silent_rounds")
@@ -47,7 +54,7 @@ def snapshot(at: float, totals: dict[str, Any], *requests: dict[str, Any]) -> Sn
 
 
 def shown(before: dict[str, Any], after: dict[str, Any], *requests: dict[str, Any]) -> Any:
-    (found,) = snapshots.between([snapshot(10, before)], [snapshot(12, after, *requests)])
+    (found,) = between([snapshot(10, before)], [snapshot(12, after, *requests)])
     return found
 
 
@@ -80,13 +87,13 @@ def test_cells_stand_below_their_names() -> None:
 def test_requests_that_run_stand_below_their_replica() -> None:
     """Of two replicas, each in its own row; and how many more there are."""
     pair = [snapshot(10, BEFORE)] * 2, [snapshot(12, AFTER, REQUEST), snapshot(12, AFTER, SILENT)]
-    lines = lines_of(list(snapshots.between(*pair)))
+    lines = lines_of(list(between(*pair)))
     assert lines[2:4] == ["", REQUEST_HEADER]
     assert lines[4].split() == ["0", "0123456789ab", "42", "3.00", "0.46", "25%", "mixed", "3", "2"]
     assert lines[5].split() == ["1", "b", "42", "-", "-", "-", "mixed", "3", "2"]
     assert lines[6].split() == ["and", "4", "more"], "each replica has three"
     alone = [snapshot(10, BEFORE)], [snapshot(12, AFTER)]
-    assert len(lines_of(list(snapshots.between(*alone)))) == 1
+    assert len(lines_of(list(between(*alone)))) == 1
 
 
 def test_text_of_clients_is_shown_in_escapes() -> None:
@@ -129,17 +136,17 @@ def test_once_prints_one_line(
     server: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = server(state(BEFORE), state(AFTER))
-    assert cli.main([url + "/", "--once", "--interval", "0.1"]) == 0
+    assert watch.main([url + "/", "--once", "--interval", "0.1"]) == 0
     header, line = capsys.readouterr().out.splitlines()
-    assert header == HEADER and "6.00" in line and cli.CLEAR not in line
+    assert header == HEADER and "6.00" in line and watch.CLEAR not in line
 
 
 def test_a_key_is_sent(server: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
     url = server(state(BEFORE), key="secret")
     words = [url, "--once", "--interval", "0.1"]
-    assert cli.main(words) == 1
+    assert watch.main(words) == 1
     assert "401" in capsys.readouterr().err
-    assert cli.main([*words, "--api-key", "secret"]) == 0
+    assert watch.main([*words, "--api-key", "secret"]) == 0
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense", None])
@@ -147,5 +154,5 @@ def test_nothing_there_is_said(
     server: Callable[..., str], url: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nor SMC at what is there."""
-    assert cli.main([url or server({}), "--once"]) == 1
+    assert watch.main([url or server({}), "--once"]) == 1
     assert (f"{url}/server_info" if url else "does not run SMC") in capsys.readouterr().err

@@ -30,7 +30,10 @@ LEVELS = (
 )
 # Tools that import nothing of the server but settings, arithmetic and records; the commands alone
 # import them.
-APART = ("tools.distill", "tools.plan", "tools.testing", "tools.view", "tools.watch")
+APART = (
+    *("tools.commands", "tools.distill", "tools.plan", "tools.testing", "tools.view"),
+    "tools.watch",
+)
 COMMANDS = ("tools.demo", "tools.command")
 PAIR = "pair"  # data, and the task that goes with them
 KERNELS = "kernels"  # between the mathematics and `ops`, which alone imports them

@@ -117,7 +117,7 @@ def test_a_row_for_each_device_batch_and_draft(capsys: Capture) -> None:
     assert [tuple(row[:4]) for row in found] == wanted
     target, dflash = model_from_config("llama-3.1-8b"), from_config("dflash-8b")
     cost = round_cost(target, dflash, named("h200"), 8, 8, context=2000)
-    times = [f"{1e3 * value:.3g}" for value in (*cost[:3], cost.seconds)]
+    times = [f"{1e3 * value:.3g}" for value in (*cost.parts, cost.seconds)]
     assert found[2][4:8] == times
     assert found[2][-2:] == [f"{tokens / cost.seconds:,.0f}" for tokens in (5, 7)]
     assert "eagle3-8b (eagle3): 425 M parameters, 749 MB read a pass, 4.1 kB of KV" in text
@@ -177,10 +177,10 @@ def test_a_head_has_a_plan(capsys: Capture, tmp_path: Path) -> None:
         ((*ALL, "--tokens-per-pass", "2", "--plot", "a.png"), "--plot is of a plan"),
         ((*ALL, "--steps", "16", "--tokens-per-pass", "5"), "at most 15 steps"),
         (("--target", "qwen3-4b", *ALL[2:], "--tokens-per-pass", "2"), "the target's 2560"),
-        ((*H200, "--batch", "0"), "0 is below 1"),
-        ((*H200, "--tail", "-1"), "-1 is below 0"),
-        ((*H200, "--particles", "4,x"), "invalid positives value"),
-        ((*H200, "--acceptance", "1.5"), "1.5 is not within 0 and 1"),
+        ((*H200, "--batch", "0"), "0 is not at least 1"),
+        ((*H200, "--tail", "-1"), "-1 is not at least 0"),
+        ((*H200, "--particles", "4,x"), "invalid list value"),
+        ((*H200, "--acceptance", "1.5"), "1.5 is not between 0 and 1"),
         ((*H200, "--kept", "nan"), "not finite"),
     ],
 )

@@ -12,12 +12,10 @@ from toy_plans import config
 
 from sglang_smc.kv.rounds import round_bytes
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.tools.plan import heads
-from sglang_smc.tools.plan.blocks import States
 from sglang_smc.tools.plan.devices import DATA_SHEETS, Device, measure, named
-from sglang_smc.tools.plan.heads import Eagle3
 from sglang_smc.tools.plan.memory import memory_table, reserved_bytes, state_bytes
-from sglang_smc.tools.plan.shapes import BUILT_IN
+from sglang_smc.tools.plan.proposals import BUILT_IN as DRAFTS
+from sglang_smc.tools.plan.shapes import BUILT_IN, States
 
 VOCAB = 128_256
 REPOSITORY = Path(__file__).parents[2]
@@ -137,7 +135,7 @@ def test_a_heads_states_are_kept_aside() -> None:
     """48 requests of 8 x 9 columns: with 100 times as many layers read, slots are fewer by that."""
     config, slots = SMCConfig(num_particles=8, num_steps=8), []
     for num_states in (3, 300):
-        head = Eagle3(heads.BUILT_IN["eagle3-8b"].layers, num_states)
+        head = replace(DRAFTS["eagle3-8b"], num_states=num_states)
         table = memory_table(TARGET, head, 80e9, config)
         assert table is not None
         slots.append(table.as_dict()["pool_slots"])

@@ -8,18 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_plans import DFLASH_CONFIG, EAGLE3_CONFIG, TOY
 
-from sglang_smc.tools.plan.blocks import Windows
 from sglang_smc.tools.plan.devices import Device, named
-from sglang_smc.tools.plan.heads import DFlash
 from sglang_smc.tools.plan.memory import kv_slots
-from sglang_smc.tools.plan.proposals import Ngram, Proposal
+from sglang_smc.tools.plan.proposals import NGRAM, Draft, Proposal
 from sglang_smc.tools.plan.proposals import from_config as proposal_of
 from sglang_smc.tools.plan.roofline import (
     LARGEST_BATCH,
-    RoundCost,
     Scenario,
     ar_step,
-    best_settings,
     round_cost,
     sd_round,
     sd_tokens,
@@ -84,7 +80,7 @@ def test_eagle3_round_by_hand() -> None:
         assert one.kv == (2 * 10 + 6 * (4 + step) + 6) * 16
         assert one.logits == 6 * 6 * 8
         assert one.flops == 6 * 2 * (120 + 64 + 24) + 6 * (15 + step) * 32
-    assert verify == toy_round(Ngram()).passes[0]
+    assert verify == toy_round(Draft(NGRAM)).passes[0]
     assert (follow.weights, follow.logits) == (2 * (120 + 64 + 48), 0)
     assert follow.kv == (2 * 10 + 6 * 4 + 6 * 3) * 16
     assert follow.flops == 18 * 2 * (120 + 64 + 48) + 6 * (15 + 16 + 17) * 32
@@ -99,22 +95,22 @@ def test_dflash_round_by_hand() -> None:
     assert draft.logits == 6 * 2 * 20 * 8
     # Each of three columns sees 14 tokens and all three columns; two of them have logits.
     assert draft.flops == 18 * 2 * 240 + 6 * 3 * 17 * 64 + 12 * 2 * 80
-    assert verify == toy_round(Ngram()).passes[0]
+    assert verify == toy_round(Draft(NGRAM)).passes[0]
     assert (follow.weights, follow.kv) == (2 * (48 + 64), 18 * 32)
     assert follow.flops == 18 * 2 * (48 + 64)
     assert found.layers == 2 + 1 + 1
     # With a window, one of two layers sees 5 of 10 tokens: (10 + 5) / 2 on average.
     types = ["sliding_attention", "full_attention"]
     head = proposal_of(DFLASH_CONFIG | {"layer_types": types, "sliding_window": 5})
-    assert isinstance(head, DFlash) and head.layers.windows == Windows(1, 5)
+    assert (head.layers.windowed_layers, head.layers.window) == (1, 5)
     assert toy_round(head).passes[0].kv == (2 * 7.5 + 6 * 4 + 6 * 3) * 32
 
 
 def test_matches_cost_the_target_alone_and_beside_a_draft_what_it_costs() -> None:
-    assert [one.name for one in toy_round(Ngram()).passes] == ["verify"]
-    assert toy_round(Ngram(TOY)) == toy_round(TOY)
-    assert Ngram().resident_bytes == Ngram().kv_bytes_per_token == 0
-    assert kv_slots(TOY, Ngram(), TOY.resident_bytes + 160) == 10
+    assert [one.name for one in toy_round(Draft(NGRAM)).passes] == ["verify"]
+    assert toy_round(Draft(NGRAM, TOY)) == toy_round(TOY)
+    assert Draft(NGRAM).resident_bytes == Draft(NGRAM).kv_bytes_per_token == 0
+    assert kv_slots(TOY, Draft(NGRAM), TOY.resident_bytes + 160) == 10
 
 
 def test_passes_differ_in_what_bounds_them() -> None:
@@ -124,17 +120,17 @@ def test_passes_differ_in_what_bounds_them() -> None:
     assert found.seconds(device) > max(found.bytes, found.flops / 2)
 
 
-def test_a_cost_is_the_rounds_by_what_takes_it() -> None:
-    one = smc_round(LLAMA[0], OF_8B["eagle3-8b"], 2, 8, 8, 2000.0, 4.0)
+def test_a_cost_by_part_and_at_measured_tokens() -> None:
     cost = round_cost(LLAMA[0], OF_8B["eagle3-8b"], H200, 8, 8, batch=2, context=2000, tail=4)
-    assert cost == RoundCost.of(one, H200, 2, 8)
-    assert cost.seconds == pytest.approx(one.seconds(H200))
-    assert cost.rest == one.parts["follow"].seconds(H200) > 0
-    assert cost.layers == 8 * 1 + 32 + 1
-    assert cost.tokens_per_second(6) == pytest.approx(2 * 6 / one.seconds(H200))
+    assert cost.round == smc_round(LLAMA[0], OF_8B["eagle3-8b"], 2, 8, 8, 2000.0, 4.0)
+    seconds = cost.round.seconds_by_pass(H200)
+    assert cost.parts == tuple(seconds[name] for name in ("draft", "verify", "follow"))
+    assert cost.seconds == pytest.approx(sum(cost.parts)) and min(cost.parts) > 0
+    assert cost.round.layers == 8 * 1 + 32 + 1
+    assert cost.measured(6).tokens_per_second == pytest.approx(2 * 6 / cost.seconds)
     for tokens in (0.9, 9.1):
         with pytest.raises(ValueError, match="8 steps yield 1 to 9"):
-            cost.tokens_per_second(tokens)
+            cost.measured(tokens)
 
 
 @CASES
@@ -210,20 +206,20 @@ def test_one_text_has_its_tail_in_its_context() -> None:
 
 def test_best_settings() -> None:
     """Of all that quality needs; and long blocks lose where little of them is kept."""
-    plan = best_settings(*LLAMA, H200, 1, 1024, particles=(4, 8), steps=(4, 8, 16))
-    rates = {(e.num_particles, e.num_steps): e.tokens_per_second for e in plan.grid}
+    scenario = Scenario(*LLAMA, H200, 1024)
+    best, grid = scenario.best(1, (4, 8), (4, 8, 16))
+    rates = {(e.num_particles, e.num_steps): e.tokens_per_second for e in grid}
     assert rates.keys() == {(n, k) for n in (4, 8) for k in (4, 8, 16)}
-    assert (plan.best.num_particles, plan.best.num_steps) == max(rates, key=rates.__getitem__)
-    bounded = best_settings(*LLAMA, H200, 1, 1024, min_particles=5, max_particles=8)
-    assert {e.num_particles for e in bounded.grid} == {8}
-    cut = best_settings(*LLAMA, H200, 1, 1024, steps=(4, 16), kept={4: 3.9, 16: 5.0})
-    assert (cut.best.num_steps, cut.best.tokens) == (4, 4.9)
+    assert (best.num_particles, best.num_steps) == max(rates, key=rates.__getitem__)
+    assert {e.num_particles for e in scenario.best(1, min_particles=5)[1]} == {8, 16}
+    cut, _ = scenario.best(1, steps=(4, 16), kept={4: 3.9, 16: 5.0})
+    assert (cut.num_steps, cut.tokens) == (4, 4.9)
 
 
 def test_plain_decoding_wins_from_just_that_batch_or_never() -> None:
-    batch = best_settings(*LLAMA, H200, 1, 1024, particles=[8], steps=[8]).plain_wins_from
-    assert batch is not None and batch > 1
     scenario = Scenario(*LLAMA, H200, 1024)
+    batch = scenario.plain_wins_from(lambda size: scenario.smc(size, 8, 8))
+    assert batch is not None and batch > 1
     for size, wins in ((batch - 1, False), (batch, True)):
         ar, smc = scenario.ar(size).tokens_per_second, scenario.smc(size, 8, 8).tokens_per_second
         assert (ar >= smc) == wins

@@ -11,8 +11,7 @@ from openai.types.chat import ChatCompletion
 from routed import MESSAGES
 
 from server.kinds import PROMPT
-from sglang_smc.tools.watch import cli, snapshots
-from sglang_smc.tools.watch.lines import REQUEST_HEADER, lines_of
+from sglang_smc.tools import watch
 
 
 @pytest.fixture(scope="module")
@@ -114,29 +113,29 @@ def test_watch_shows_a_line_for_the_server_and_for_each_request(
     sampling = {"max_new_tokens": 400, "ignore_eos": True, "temperature": 0.7}
     custom = {"smc": {"mode": "exact", "num_particles": 3}}
     asked = {"input_ids": PROMPT, "rid": "watched-one"}
-    before = snapshots.snapshot(server.url, server.key)
+    before = watch.snapshot(server.url, server.key)
     with server.stream(**asked, sampling_params={**sampling, "custom_params": custom}) as chunks:
         while next(chunks)["meta_info"]["completion_tokens"] < 40:
             pass
         server.post("/pause_generation", mode="in_place")
-        now = snapshots.snapshot(server.url, server.key)
+        now = watch.snapshot(server.url, server.key)
         server.post("/continue_generation")
         for _ in chunks:
             pass
-    (shown,) = snapshots.between(before, now)
+    (shown,) = watch.between(before, now)
     assert (shown.mode, shown.num_particles, shown.num_steps) == ("smc", 4, 4)
     (one,) = [request for request in shown.requests if request["rid"] == "watched-one"]
     assert one["output_tokens"] >= 40 and one["rounds"] > 5
     assert one["output_tokens"] == pytest.approx(one["tokens_per_pass"] * one["rounds"])
     assert (one["mode"], one["num_particles"], one["num_steps"]) == ("exact", 3, 4)
     assert one["ess_ratio"] is None and one["resample_rate"] == 0, "it verifies"
-    lines = lines_of([shown])
-    assert lines[2] == REQUEST_HEADER and any("watched-one" in line for line in lines)
-    before = snapshots.snapshot(server.url, server.key)
+    lines = watch.lines_of([shown])
+    assert lines[2] == watch.REQUEST_HEADER and any("watched-one" in line for line in lines)
+    before = watch.snapshot(server.url, server.key)
     server.post("/generate", input_ids=PROMPT, sampling_params=sampling)
-    (shown,) = snapshots.between(before, snapshots.snapshot(server.url, server.key))
+    (shown,) = watch.between(before, watch.snapshot(server.url, server.key))
     assert shown.tokens_per_pass is not None and 1 < shown.tokens_per_pass <= 5
     assert shown.ess is not None and 0.25 <= shown.ess <= 1
     assert shown.free is not None and 0.5 < shown.free <= 1
-    assert cli.main([server.url, "--once", "--interval", "0.1", "--api-key", server.key]) == 0
+    assert watch.main([server.url, "--once", "--interval", "0.1", "--api-key", server.key]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2

@@ -17,21 +17,15 @@ class Command(NamedTuple):
     what: str
 
 
+TOOLS = "sglang_smc.tools"
 COMMANDS = {
-    "doctor": Command(
-        "sglang_smc.tools.command.doctor", "what this machine, or a pair, is fit for"
-    ),
-    "demo": Command(
-        "sglang_smc.tools.demo.cli", "SMC and plain decoding on servers of the shipped pair"
-    ),
-    "plan": Command("sglang_smc.tools.plan.cli", "upper bounds on speed, and the fastest N and K"),
-    "check": Command(
-        "sglang_smc.tools.testing.cli", "whether a server's answers follow their laws"
-    ),
-    "view": Command("sglang_smc.tools.view.cli", "what the particles of one answer did, as a page"),
-    "watch": Command("sglang_smc.tools.watch.cli", "a running server, live"),
+    "doctor": Command(f"{TOOLS}.command.doctor", "what this machine, or a pair, is fit for"),
+    "demo": Command(f"{TOOLS}.demo.cli", "SMC and plain decoding on servers of the shipped pair"),
+    "plan": Command(f"{TOOLS}.plan.cli", "upper bounds on speed, and the fastest N and K"),
+    "check": Command(f"{TOOLS}.testing.cli", "whether a server's answers follow their laws"),
+    "view": Command(f"{TOOLS}.view.cli", "what the particles of one answer did, as a page"),
+    "watch": Command(f"{TOOLS}.watch", "a running server, live"),
 }
-_WIDTH = max(map(len, COMMANDS)) + 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,14 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    lines = [f"  {name:{_WIDTH}}{command.what}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: sglang-smc COMMAND [OPTIONS], sglang-smc --version",
-            "",
-            *lines,
-            "",
-            "sglang-smc COMMAND --help has the options. A server is SGLang's own:",
-            "python -m sglang.launch_server --speculative-algorithm SMC ...",
-        ]
+    commands = "\n".join(f"  {name:8}{command.what}" for name, command in COMMANDS.items())
+    return (
+        f"usage: sglang-smc COMMAND [OPTIONS], sglang-smc --version\n\n{commands}\n\n"
+        "sglang-smc COMMAND --help has the options. A server is SGLang's own:\n"
+        "python -m sglang.launch_server --speculative-algorithm SMC ..."
     )

@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from sglang_smc.options.server import DEFAULTS, LAG, SMCConfig
 from sglang_smc.tools.command import findings, machine
 from sglang_smc.tools.command.findings import Finding
+from sglang_smc.tools.commands import main_of, number, positive
 from sglang_smc.tools.plan import proposals
-from sglang_smc.tools.plan.cli import positive
 from sglang_smc.tools.plan.devices import DATA_SHEETS, Device, measure, named
 from sglang_smc.tools.plan.memory import reserved_bytes
 from sglang_smc.tools.plan.shapes import BUILT_IN, SIXTEEN_BIT, from_config
@@ -26,11 +25,11 @@ HERE = "here"
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit status: 0 if nothing failed, 1 if something did, 2 for wrong arguments."""
     options = parser().parse_args(argv)
-    try:
-        _check(options)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return main_of(lambda: _run(options), refused=(ValueError,))
+
+
+def _run(options: argparse.Namespace) -> int:
+    _check(options)
     found = []
     with _without_log():
         for finding in examine(options):
@@ -74,7 +73,8 @@ def parser() -> argparse.ArgumentParser:
     add("--num-particles", type=positive, default=DEFAULTS.num_particles, help="N")
     add("--num-steps", type=positive, default=DEFAULTS.num_steps, help="K")
     add("--max-lag", type=positive, default=LAG, help="as the server's flag")
-    add("--mem-fraction", type=_share, help="of the memory for weights and KV; default 0.7 on a "
+    share = number(float, 0, 1, is_open=True)
+    add("--mem-fraction", type=share, help="of the memory for weights and KV; default 0.7 on a "
         "CPU, and on a GPU what SGLang takes of so much memory")  # fmt: skip
     add("--kernels", action="store_true", help="instead run each kernel against its torch "
         "reference, on this machine's GPU")  # fmt: skip
@@ -91,23 +91,19 @@ def _check(options: argparse.Namespace) -> None:
     if options.device != HERE and not options.target:
         raise ValueError("--device goes with --target and --draft; give both.")
     if options.target:
-        _require_found(options.target, options.target.lower() in BUILT_IN, BUILT_IN)
-        _require_found(options.draft, proposals.is_name(options.draft), proposals.NAMES)
+        both = (options.target, BUILT_IN), (options.draft, proposals.NAMES)
+        for name, known in both:
+            is_known = name.lower() in known or (name is options.draft and proposals.is_name(name))
+            if not is_known and not Path(name).is_dir():
+                raise ValueError(f"{name!r} is no folder, and none of {', '.join(known)}.")
     settings = ("num_particles", "num_steps", "max_lag")
     SMCConfig(**{name: getattr(options, name) for name in settings}).validate()
-
-
-def _require_found(name: str, is_known: bool, known: Iterable[str]) -> None:
-    if not is_known and not Path(name).is_dir():
-        raise ValueError(f"{name!r} is no folder, and none of {', '.join(known)}.")
 
 
 def examine(options: argparse.Namespace) -> Iterator[Finding]:
     """Yield all findings, each as soon as it is available."""
     if options.kernels:
-        from sglang_smc.tools.command import kernels
-
-        yield from kernels.findings(options.num_particles, options.num_steps)
+        yield from machine.kernel_findings(options.num_particles, options.num_steps)
         return
     failed = False
     for finding in machine.findings():
@@ -116,7 +112,7 @@ def examine(options: argparse.Namespace) -> Iterator[Finding]:
     if not options.target:
         return
     if failed:
-        yield findings.warning("pair", "not looked at", "Mend what failed above first.")
+        yield findings.warning("pair", "not looked at", "Fix what failed above first.")
         return
     yield from pair_findings(options)
 
@@ -140,24 +136,13 @@ def pair_findings(options: argparse.Namespace) -> Iterator[Finding]:
 def _device(options: argparse.Namespace) -> tuple[Device, bool]:
     """Return the device, and whether it is this machine's CPU; measured rates are 16-bit."""
     if options.device != HERE:
-        return named(options.device, _weight_bytes(options)), False
+        try:
+            target, draft = from_config(options.target), proposals.from_config(options.draft)
+            weight_bytes = proposals.lowest_precision(target, draft)  # a bound for both
+        except ValueError:  # no roofline is computed
+            weight_bytes = SIXTEEN_BIT
+        return named(options.device, weight_bytes), False
     import torch
 
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     return measure(kind), kind == "cpu"
-
-
-def _weight_bytes(options: argparse.Namespace) -> float:
-    """Return the lower of the two models' precisions, which keeps the result a bound for both."""
-    try:
-        target, draft = from_config(options.target), proposals.from_config(options.draft)
-        return proposals.lowest_precision(target, draft)
-    except ValueError:  # no roofline is computed
-        return SIXTEEN_BIT
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value

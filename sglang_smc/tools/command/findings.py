@@ -16,7 +16,7 @@ class Finding(NamedTuple):
     level: str  # OK, WARNING or FAIL
     about: str
     found: str
-    do: str = ""  # how to mend it, if needed
+    do: str = ""  # how to fix it, if needed
     numbers: dict[str, Any] | None = None  # for --json
 
 
@@ -35,22 +35,20 @@ def fail(about: str, found: str, do: str, **numbers: Any) -> Finding:
 def as_text(finding: Finding) -> str:
     """Return the level and the finding, and the remedy below."""
     text = f"{finding.about}: {finding.found}"
-    lines = [_filled(line, "") for line in text.splitlines()]
-    lines += [_filled(line, "-> ") for line in finding.do.splitlines()]
+    marked = [("", line) for line in text.splitlines()]
+    marked += [("-> ", line) for line in finding.do.splitlines()]
+    lines = [
+        textwrap.fill(
+            line.strip(),
+            _WIDTH,
+            initial_indent=" " * _INDENT + mark,
+            subsequent_indent=" " * (_INDENT + len(mark)),
+            break_long_words=False,  # long words are paths, which stay whole
+            break_on_hyphens=False,
+        )
+        for mark, line in marked
+    ]
     return f"{finding.level:{_INDENT}}" + "\n".join(lines).lstrip()
-
-
-def _filled(line: str, mark: str) -> str:
-    room = " " * _INDENT
-    # Long words are paths, which stay whole.
-    return textwrap.fill(
-        line.strip(),
-        _WIDTH,
-        initial_indent=room + mark,
-        subsequent_indent=room + " " * len(mark),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def as_dict(finding: Finding) -> dict[str, Any]:

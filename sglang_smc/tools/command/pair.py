@@ -15,17 +15,10 @@ from sglang_smc.options.server import LAG, MODES, SMCConfig, flag_of
 from sglang_smc.tools.command.findings import Finding, fail, ok, warning
 from sglang_smc.tools.plan import proposals
 from sglang_smc.tools.plan.devices import Device
-from sglang_smc.tools.plan.heads import ARCHITECTURES, Head
-from sglang_smc.tools.plan.memory import (
-    ASIDE_BYTES,
-    MOST_RUNNING,
-    PREFILL_SHARE,
-    hidden_bytes,
-    kv_slots,
-)
-from sglang_smc.tools.plan.proposals import Ngram, Proposal
+from sglang_smc.tools.plan.memory import ASIDE_BYTES, MOST_RUNNING, PREFILL_SHARE, kv_slots
+from sglang_smc.tools.plan.proposals import HEADS, Draft
 from sglang_smc.tools.plan.report import si
-from sglang_smc.tools.plan.roofline import DEFAULT_PARTICLES, Scenario, best_settings
+from sglang_smc.tools.plan.roofline import DEFAULT_PARTICLES, Scenario
 from sglang_smc.tools.plan.shapes import ModelShape, architecture, from_config
 
 if TYPE_CHECKING:
@@ -38,17 +31,6 @@ LAGS = (256, 128, 64, 32, 16, 8, LAG)
 WEIGHING, VERIFYING = "smc", "exact"
 
 
-class Room(NamedTuple):
-    """KV slots of a device, and the length of the requests that share them."""
-
-    slots: int  # of the pool, in tokens
-    context: int  # tokens of a request, output included
-
-    def requests(self, config: SMCConfig) -> int:
-        """Return how many requests of full length fit at once, without a shared prefix."""
-        return self.slots // (self.context + arena(config, self.context))
-
-
 def findings(
     options: argparse.Namespace, device: Device, most_slots: int | None
 ) -> Iterator[Finding]:
@@ -58,23 +40,26 @@ def findings(
             yield _vocabularies(options.target, options.draft)
         yield _accepted(options)
     try:
-        shapes = from_config(options.target), proposals.from_config(options.draft)
+        target, draft = from_config(options.target), proposals.from_config(options.draft)
     except ValueError as error:
         yield warning("arithmetic", "left out", str(error))
         return
-    misfit = _misfit(*shapes, options)
+    misfit = _misfit(target, draft, options)
     if misfit is not None:
         yield misfit
         return
     options.context = options.context or _context(options.target)
-    room = _room(*shapes, device, options, most_slots)
-    yield _fits(shapes, device, room)
-    if room.slots > 0:
-        yield from (_requests(mode, room, options) for mode in (WEIGHING, VERIFYING))
-    if room.slots > 0 and most_slots is None:
-        yield _recorded(shapes[0], device, options)
-    yield _roofline(*shapes, device, options)
-    yield _advice(*shapes, device, room, options)
+    pair = Pair(target, draft, device, options, most_slots)
+    yield pair.memory()
+    if pair.slots > 0:
+        yield from (pair.requests(mode) for mode in (WEIGHING, VERIFYING))
+    if pair.slots > 0 and most_slots is None:
+        yield pair.round_graphs()
+    yield pair.speed()
+    yield pair.advice()
+
+
+# --- Whether a server would start
 
 
 def _has_name(options: argparse.Namespace) -> bool:
@@ -85,27 +70,22 @@ def _has_name(options: argparse.Namespace) -> bool:
 def _is_head(draft: str) -> bool:
     """Return whether the draft is a head, which has no tokenizer: its tokens are the target's."""
     try:
-        return architecture(_config(draft)) in ARCHITECTURES
+        return architecture(_config(draft)) in HEADS
     except (OSError, ValueError):  # reported by other findings
         return False
 
 
-def _misfit(target: ModelShape, draft: Proposal, options: argparse.Namespace) -> Finding | None:
+def _misfit(target: ModelShape, draft: Draft, options: argparse.Namespace) -> Finding | None:
     """Return a failure if the sizes of target and draft do not fit together, else None."""
-    if isinstance(draft, Head):
-        try:
-            draft.require_fit(target, options.num_steps)
-        except ValueError as error:
-            return fail("draft", f"{draft.kind} for another target, or fewer steps", str(error))
+    try:
+        draft.require_fit(target, options.num_steps)
+    except ValueError as error:
+        return fail("draft", f"{draft.kind} for another target, or fewer steps", str(error))
+    sizes = target.vocab_size, draft.layers.vocab_size
+    # For folders, `_vocabularies` compares the tokenizers.
+    if draft.is_head or draft.weight_bytes is None or not _has_name(options) or len({*sizes}) == 1:
         return None
-    model = draft.model if isinstance(draft, Ngram) else draft
-    if model is None or not _has_name(options) or model.vocab_size == target.vocab_size:
-        return None  # for folders, `_vocabularies` compares the tokenizers
-    found = f"vocab_size is {target.vocab_size} and {model.vocab_size}"
-    return fail("vocabulary", found, OTHER_DRAFT)
-
-
-# --- Whether a server would start
+    return fail("vocabulary", f"vocab_size is {sizes[0]} and {sizes[1]}", OTHER_DRAFT)
 
 
 def _vocabularies(target: str, draft: str) -> Finding:
@@ -155,9 +135,6 @@ def _accepted(options: argparse.Namespace) -> Finding:
     return ok("server arguments", "accepted, and both models' families (by configuration)")
 
 
-# --- Memory
-
-
 def _context(target: str) -> int:
     """Return the tokens of a request: `CONTEXT`, or fewer if the model's maximum is lower."""
     if proposals.is_name(target):
@@ -165,152 +142,142 @@ def _context(target: str) -> int:
     return min(CONTEXT, _config(target).get("max_position_embeddings") or CONTEXT)
 
 
-def _room(
-    target: ModelShape,
-    draft: Proposal,
-    device: Device,
-    options: argparse.Namespace,
-    most_slots: int | None,
-) -> Room:
-    assert device.capacity is not None, "all that can be named or measured have one"
-    share = options.mem_fraction * device.capacity * options.tp
-    aside = ASIDE_BYTES if most_slots is None else 0.0  # on this machine's CPU nothing is set aside
-    aside += options.requests * hidden_bytes(draft, options.num_particles, options.num_steps)
-    slots = kv_slots(target, draft, share - aside)
-    return Room(slots if most_slots is None else min(slots, most_slots), options.context)
+# --- Memory and speed
 
 
-def _fits(shapes: tuple[ModelShape, Proposal], device: Device, room: Room) -> Finding:
-    weights = sum(shape.resident_bytes for shape in shapes)
-    slot = sum(shape.kv_bytes_per_token for shape in shapes)
-    found = f"{si(weights)}B of weights, {si(slot)}B of KV a token in both, on {device.name}"
-    if room.slots <= 0:
-        do = "Too large: split it (--tp), take a larger device, or leave less of it free "
-        do += "(--mem-fraction, --mem-fraction-static of the server)."
-        return fail("memory", found, do)
-    return ok(
-        "memory",
-        f"{found}: {room.slots:,} KV slots",
-        weight_bytes=weights,
-        bytes_per_slot=slot,
-        slots=room.slots,
-    )
+class Pair(NamedTuple):
+    """A target and a draft on a device, for the requests of the options."""
 
+    target: ModelShape
+    draft: Draft
+    device: Device
+    options: argparse.Namespace
+    most_slots: int | None
 
-def _requests(mode: str, room: Room, options: argparse.Namespace) -> Finding:
-    config = _settings(options, mode)
-    own, fitting = arena(config, room.context), room.requests(config)
-    modes = [name for name in MODES if _settings(options, name).weighs == config.weighs]
-    about = f"mode {', '.join(modes)}"
-    found = (
-        f"{own:,} slots a request beside its {room.context:,} tokens; {fitting:,} such requests fit"
-    )
-    numbers = {"arena": own, "requests": fitting}
-    if fitting >= options.requests:
-        return ok(about, found, **numbers)
-    do = f"Fewer than --requests {options.requests}. {_mend(room, options)}"
-    return (warning if fitting else fail)(about, found, do, **numbers)
+    @property
+    def slots(self) -> int:
+        """Return the KV slots of the pool."""
+        options = self.options
+        share = options.mem_fraction * (self.device.capacity or 0.0) * options.tp
+        # On this machine's CPU nothing is set aside.
+        aside = ASIDE_BYTES if self.most_slots is None else 0.0
+        states = self.draft.state_bytes(options.num_particles, options.num_steps)
+        aside += options.requests * states
+        slots = kv_slots(self.target, self.draft, share - aside)
+        return slots if self.most_slots is None else min(slots, self.most_slots)
 
+    @property
+    def scenario(self) -> Scenario:
+        tail = self.options.max_lag / 2  # tokens by which a particle runs ahead on average
+        device = self.device.times(self.options.tp)
+        return Scenario(self.target, self.draft, device, self.options.context, tail)
 
-def _recorded(target: ModelShape, device: Device, options: argparse.Namespace) -> Finding:
-    """Report how many requests' rounds are captured as CUDA graphs in the free memory."""
-    assert device.capacity is not None
-    kept = (1 - options.mem_fraction) * device.capacity
-    sizes = options.num_particles, options.num_steps, target.vocab_size
-    weighed, verified = (
-        Graphs.beside_recordings(
-            int((1 - PREFILL_SHARE) * kept),
-            round_bytes(*sizes, verifies=verifies),
-            round_bytes(*sizes, mixes=True),
+    def settings(self, mode: str = WEIGHING, **other: Any) -> SMCConfig:
+        names = ("num_particles", "num_steps", "max_lag")
+        given = {name: getattr(self.options, name) for name in names}
+        return SMCConfig(**{"mode": mode, **given, **other})
+
+    def fitting(self, config: SMCConfig) -> int:
+        """Return how many requests of full length fit at once, without a shared prefix."""
+        context = self.options.context
+        return self.slots // (context + arena(config, context))
+
+    def lag(self) -> int | None:
+        """Return the longest lag at which the wanted number of requests fits, or None."""
+        for lag in LAGS:
+            if lag <= self.options.max_lag and self._is_enough(self.settings(max_lag=lag)):
+                return lag
+        return None
+
+    def _is_enough(self, config: SMCConfig) -> bool:
+        return self.fitting(config) >= self.options.requests
+
+    def times_ar(self, num_particles: int, num_steps: int) -> float:
+        smc = self.scenario.smc(1, num_particles, num_steps)
+        return smc.tokens_per_second / self.scenario.ar(1).tokens_per_second
+
+    def memory(self) -> Finding:
+        weights = self.target.resident_bytes + self.draft.resident_bytes
+        slot = self.target.kv_bytes_per_token + self.draft.kv_bytes_per_token
+        found = f"{si(weights)}B of weights, {si(slot)}B of KV a token in both, on "
+        found += self.device.name
+        if self.slots <= 0:
+            do = "Too large: split it (--tp), take a larger device, or leave less of it free "
+            do += "(--mem-fraction, --mem-fraction-static of the server)."
+            return fail("memory", found, do)
+        numbers = {"weight_bytes": weights, "bytes_per_slot": slot, "slots": self.slots}
+        return ok("memory", f"{found}: {self.slots:,} KV slots", **numbers)
+
+    def requests(self, mode: str) -> Finding:
+        config, context = self.settings(mode), self.options.context
+        own, fitting = arena(config, context), self.fitting(config)
+        modes = [name for name in MODES if self.settings(name).weighs == config.weighs]
+        about = f"mode {', '.join(modes)}"
+        found = f"{own:,} slots a request beside its {context:,} tokens; {fitting:,} such requests "
+        found += "fit"
+        numbers = {"arena": own, "requests": fitting}
+        if fitting >= self.options.requests:
+            return ok(about, found, **numbers)
+        lag = self.lag()
+        if lag is not None and lag < self.options.max_lag:
+            remedy = f"With --speculative-smc-max-lag {lag} they fit."
+        elif self._is_enough(self.settings(VERIFYING)):
+            remedy = "In mode auto or exact they fit."
+        else:
+            remedy = "Texts as long as --context are too long for this device, or N is too large."
+        do = f"Fewer than --requests {self.options.requests}. {remedy}"
+        return (warning if fitting else fail)(about, found, do, **numbers)
+
+    def round_graphs(self) -> Finding:
+        """Report how many requests' rounds are captured as CUDA graphs in the free memory."""
+        options = self.options
+        kept = (1 - options.mem_fraction) * (self.device.capacity or 0.0)
+        sizes = options.num_particles, options.num_steps, self.target.vocab_size
+        weighed, verified = (
+            Graphs.beside_recordings(
+                int((1 - PREFILL_SHARE) * kept),
+                round_bytes(*sizes, verifies=verifies),
+                round_bytes(*sizes, mixes=True),
+            )
+            for verifies in (False, True)
         )
-        for verifies in (False, True)
-    )
-    most = [min(one, MOST_RUNNING) for one in (weighed[1], verified[1], weighed.of_any)]
-    found = (
-        f"of up to {most[0]} requests in mode smc, {most[1]} in the modes that verify, {most[2]} "
-        f"where one asks for what most do not, in {si(kept)}B that are left free; rounds that the "
-        f"host looks into play {weighed.launched} requests at a time"
-    )
-    numbers = {"recorded": most, "launched": weighed.launched}
-    if min(most) >= options.requests:
-        return ok("round graphs", found, **numbers)
-    do = f"Fewer than --requests {options.requests}: larger batches play in slices, which takes "
-    do += "longer. A smaller --mem-fraction leaves more free."
-    return warning("round graphs", found, do, **numbers)
+        most = [min(one, MOST_RUNNING) for one in (weighed[1], verified[1], weighed.of_any)]
+        found = (
+            f"of up to {most[0]} requests in mode smc, {most[1]} in the modes that verify, "
+            f"{most[2]} where one asks for what most do not, in {si(kept)}B that are left free; "
+            f"rounds that the host looks into play {weighed.launched} requests at a time"
+        )
+        numbers = {"recorded": most, "launched": weighed.launched}
+        if min(most) >= options.requests:
+            return ok("round graphs", found, **numbers)
+        do = f"Fewer than --requests {options.requests}: larger batches play in slices, which "
+        do += "takes longer. A smaller --mem-fraction leaves more free."
+        return warning("round graphs", found, do, **numbers)
 
+    def speed(self) -> Finding:
+        n, k = self.options.num_particles, self.options.num_steps
+        times = self.times_ar(n, k)
+        found = f"N = {n}, K = {k} at most {times:.2f} times plain decoding, one request at a time"
+        if times <= 1:
+            do = "Take a smaller draft, or a larger target: sglang-smc plan has the table."
+            return warning("speed", f"{found}: no gain", do, times_ar=times)
+        until = self.scenario.plain_wins_from(lambda batch: self.scenario.smc(batch, n, k))
+        ends = "" if until is None else f"; from {until} requests at once plain decoding is as fast"
+        return ok("speed", found + ends, times_ar=times, plain_wins_from=until)
 
-def _settings(options: argparse.Namespace, mode: str = WEIGHING, **other: Any) -> SMCConfig:
-    given = {name: getattr(options, name) for name in ("num_particles", "num_steps", "max_lag")}
-    return SMCConfig(**{"mode": mode, **given, **other})
-
-
-def _lag(room: Room, options: argparse.Namespace) -> int | None:
-    """Return the longest lag at which the wanted number of requests fits, or None."""
-    shorter = [lag for lag in LAGS if lag <= options.max_lag]
-    enough = (
-        lag for lag in shorter if room.requests(_settings(options, max_lag=lag)) >= options.requests
-    )
-    return next(enough, None)
-
-
-def _mend(room: Room, options: argparse.Namespace) -> str:
-    lag = _lag(room, options)
-    if lag is not None and lag < options.max_lag:
-        return f"With --speculative-smc-max-lag {lag} they fit."
-    if room.requests(_settings(options, VERIFYING)) >= options.requests:
-        return "In mode auto or exact they fit."
-    return "Texts as long as --context are too long for this device, or N is too large."
-
-
-# --- Speed
-
-
-def _scenario(
-    target: ModelShape, draft: Proposal, device: Device, options: argparse.Namespace
-) -> Scenario:
-    tail = options.max_lag / 2  # the average number of tokens by which a particle runs ahead
-    return Scenario(target, draft, device.times(options.tp), options.context, tail)
-
-
-def _roofline(
-    target: ModelShape, draft: Proposal, device: Device, options: argparse.Namespace
-) -> Finding:
-    scenario = _scenario(target, draft, device, options)
-    n, k = options.num_particles, options.num_steps
-    times = _times_ar(scenario, n, k)
-    until = scenario.plain_wins_from(lambda batch: scenario.smc(batch, n, k))
-    found = f"N = {n}, K = {k} at most {times:.2f} times plain decoding, one request at a time"
-    if times <= 1:
-        do = "Take a smaller draft, or a larger target: sglang-smc plan has the table."
-        return warning("speed", f"{found}: no gain", do, times_ar=times)
-    ends = "" if until is None else f"; from {until} requests at once plain decoding is as fast"
-    return ok("speed", found + ends, times_ar=times, plain_wins_from=until)
-
-
-def _times_ar(scenario: Scenario, num_particles: int, num_steps: int) -> float:
-    smc = scenario.smc(1, num_particles, num_steps)
-    return smc.tokens_per_second / scenario.ar(1).tokens_per_second
-
-
-def _advice(
-    target: ModelShape,
-    draft: Proposal,
-    device: Device,
-    room: Room,
-    options: argparse.Namespace,
-) -> Finding:
-    """Recommend the given settings if they gain time, else the fastest with fewer particles."""
-    scenario = _scenario(target, draft, device, options)
-    n, k = options.num_particles, options.num_steps
-    if _times_ar(scenario, n, k) <= 1:
-        particles = [count for count in DEFAULT_PARTICLES if count <= n] or [n]
-        best = best_settings(*scenario[:3], 1, scenario.context, particles, tail=scenario.tail).best
-        n, k = best.num_particles, best.num_steps
-    if _times_ar(scenario, n, k) <= 1:
-        do = "SMC runs there, as a trial. To gain time, plan for a GPU: --device h100."
-        return warning("advice", f"no N and K are faster than plain decoding on {device.name}", do)
-    lag = _lag(room, options)
-    settings = {"num_particles": n, "num_steps": k, **({"max_lag": lag} if lag else {})}
-    flags = [f"{flag_of(name)} {value}" for name, value in settings.items()]
-    flags += [] if lag else [f"{flag_of('mode')} auto"]
-    return ok("advice", " ".join(flags), **settings)
+    def advice(self) -> Finding:
+        """Recommend the given settings if they gain time, else the fastest with fewer particles."""
+        n, k = self.options.num_particles, self.options.num_steps
+        if self.times_ar(n, k) <= 1:
+            particles = [count for count in DEFAULT_PARTICLES if count <= n] or [n]
+            best, _ = self.scenario.best(1, particles)
+            n, k = best.num_particles, best.num_steps
+        if self.times_ar(n, k) <= 1:
+            do = "SMC runs there, as a trial. To gain time, plan for a GPU: --device h100."
+            found = f"no N and K are faster than plain decoding on {self.device.name}"
+            return warning("advice", found, do)
+        lag = self.lag()
+        settings = {"num_particles": n, "num_steps": k, **({"max_lag": lag} if lag else {})}
+        flags = [f"{flag_of(name)} {value}" for name, value in settings.items()]
+        flags += [] if lag else [f"{flag_of('mode')} auto"]
+        return ok("advice", " ".join(flags), **settings)

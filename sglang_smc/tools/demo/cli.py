@@ -19,6 +19,7 @@ from statistics import fmean
 from typing import Any
 
 from sglang_smc.options.server import DEFAULTS
+from sglang_smc.tools.commands import bar, main_of, positive
 from sglang_smc.tools.demo.chat import Answer, Sampling, ask
 from sglang_smc.tools.demo.party import (
     FIRST_SHOWN,
@@ -30,9 +31,7 @@ from sglang_smc.tools.demo.party import (
     show_answer,
     show_question,
 )
-from sglang_smc.tools.demo.script import bar, main_of
 from sglang_smc.tools.demo.serving import Launch, smc_flags, tokens_per_pass
-from sglang_smc.tools.plan.cli import positive
 
 FIRST_PROBLEM = 20_000  # outside the problems behind published tables
 QUICK = 2

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from sglang_smc.tools.demo.script import ScriptError, bar
+from sglang_smc.tools.commands import ScriptError, bar
 
 HOST = "127.0.0.1"
 START_TIMEOUT = 600.0

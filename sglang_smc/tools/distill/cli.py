@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import logging
 
+from sglang_smc.tools.commands import positive
 from sglang_smc.tools.distill.job import NEW, REPORT, Job, run
 from sglang_smc.tools.distill.losses import LOSSES
 from sglang_smc.tools.distill.train import Course
-from sglang_smc.tools.plan.cli import positive
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SIZES = {

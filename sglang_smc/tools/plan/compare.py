@@ -6,16 +6,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from typing import Any, NamedTuple
 
+from sglang_smc.tools.commands import table
 from sglang_smc.tools.plan.devices import Device
-from sglang_smc.tools.plan.proposals import Proposal, default_steps
-from sglang_smc.tools.plan.report import LEFT_OUT, draft_line, model_line, sizes, table
-from sglang_smc.tools.plan.roofline import RoundCost, ar_step, round_cost
-from sglang_smc.tools.plan.shapes import ModelShape
-
-COLUMNS = (
-    *("device", "batch", "setting", "draft"),
-    *("draft ms", "target ms", "rest ms", "ms a round", "layers", "AR tokens/s"),
+from sglang_smc.tools.plan.proposals import Draft
+from sglang_smc.tools.plan.report import (
+    LEFT_OUT,
+    draft_line,
+    length_line,
+    lengths,
+    model_line,
+    sizes,
 )
+from sglang_smc.tools.plan.roofline import Estimate, Scenario
+
 TEXTS = frozenset(("device", "setting", "draft"))
 EXPLAINED = (
     "A round's time is the draft's, the target's, and the rest: what a head does with the target's "
@@ -24,37 +27,27 @@ EXPLAINED = (
 )
 
 
-class Load(NamedTuple):
-    """Length of requests: shared context and each particle's own tail, in tokens."""
-
-    context: float
-    tail: float
-    shared_prefix: bool
-
-
 class Row(NamedTuple):
-    device: Device
-    num_particles: int
     draft: str
-    cost: RoundCost
+    cost: Estimate
     ar: float  # tokens a second of plain decoding
+    speeds: dict[str, float]  # tokens a second, by tokens per pass
 
 
 class Comparison(NamedTuple):
     """All that the table and the JSON show."""
 
-    target: tuple[str, ModelShape]
-    drafts: Mapping[str, Proposal]
-    load: Load
-    tokens: tuple[float, ...]  # per pass of the target, as measured
+    target: str
+    drafts: Mapping[str, Draft]
+    load: Scenario  # on any of the devices
     rows: list[Row]
 
 
 def compare(
-    target: tuple[str, ModelShape],
-    drafts: Mapping[str, Proposal],
-    load: Load,
-    tokens: tuple[float, ...],
+    target: str,
+    drafts: Mapping[str, Draft],
+    load: Scenario,
+    tokens: Iterable[float],
     devices: Iterable[Device],
     batches: Iterable[int],
     particles: Iterable[int],
@@ -63,60 +56,57 @@ def compare(
     """Return a row for each device, batch, N, K and draft.
 
     ``steps`` defaults to each draft's own candidates. Raises ValueError for a draft that does not
-    fit, and for tokens that K steps cannot yield.
+    fit, and for ``tokens`` per pass that K steps cannot yield.
     """
     rows = []
     for device, batch, n in product(devices, batches, particles):
-        ar = batch / ar_step(target[1], batch, load.context + load.tail).seconds(device)
-        tried = ((k, name) for name in drafts for k in steps or default_steps(drafts[name]))
+        tried = ((k, name) for name in drafts for k in steps or drafts[name].default_steps)
         for k, name in sorted(tried, key=lambda one: one[0]):
-            cost = round_cost(target[1], drafts[name], device, n, k, batch=batch, **load._asdict())
-            rows.append(Row(device, n, name, cost, ar))
-    return Comparison(target, drafts, load, tokens, rows)
+            scenario = load._replace(draft=drafts[name], device=device)
+            cost = scenario.smc(batch, n, k)
+            speeds = {f"{each:g}": cost.measured(each).tokens_per_second for each in tokens}
+            rows.append(Row(name, cost, scenario.ar(batch).tokens_per_second, speeds))
+    return Comparison(target, drafts, load, rows)
 
 
 def as_dict(found: Comparison) -> dict[str, Any]:
     """Return the comparison for ``--json``, in bytes and seconds."""
-    name, target = found.target
     return {
-        "target": {"name": name, **sizes(target)},
+        "target": {"name": found.target, **sizes(found.load.target)},
         "drafts": [{"name": name, **sizes(draft)} for name, draft in found.drafts.items()],
-        **found.load._asdict(),
-        "rows": [_row_dict(one, found.tokens) for one in found.rows],
+        **lengths(found.load),
+        "rows": [_row_dict(one) for one in found.rows],
         "notes": [EXPLAINED, LEFT_OUT],
     }
 
 
-def _row_dict(one: Row, tokens: tuple[float, ...]) -> dict[str, Any]:
+def _row_dict(row: Row) -> dict[str, Any]:
+    names = ("draft_seconds", "target_seconds", "rest_seconds")
     return {
-        "device": one.device.name,
-        "num_particles": one.num_particles,
-        "draft": one.draft,
-        **{f"{name}_seconds": getattr(one.cost, name) for name in ("draft", "target", "rest")},
-        "seconds": one.cost.seconds,
-        "layers": one.cost.layers,
-        "batch": one.cost.batch,
-        "num_steps": one.cost.num_steps,
-        "tokens_per_second": {f"{t:g}": one.cost.tokens_per_second(t) for t in tokens},
-        "ar_tokens_per_second": one.ar,
+        "device": row.cost.device.name,
+        "num_particles": row.cost.num_particles,
+        "draft": row.draft,
+        **dict(zip(names, row.cost.parts, strict=True)),
+        "seconds": row.cost.seconds,
+        "layers": row.cost.round.layers,
+        "batch": row.cost.batch,
+        "num_steps": row.cost.num_steps,
+        "tokens_per_second": row.speeds,
+        "ar_tokens_per_second": row.ar,
     }
 
 
 def as_text(found: Comparison) -> str:
-    name, target = found.target
-    load = found.load
-    shared = "read once a request" if load.shared_prefix else "read by each particle"
-    speeds = tuple(f"tokens/s at {tokens:g}" for tokens in found.tokens)
-    largest = max(found.rows, key=lambda one: one.num_particles * (one.cost.num_steps + 1))
-    asked = largest.num_particles, largest.cost.num_steps
+    sized = [(one.cost.num_particles, one.cost.num_steps) for one in found.rows]
+    largest = max(sized, key=lambda one: one[0] * (one[1] + 1))
+    cells = list(_cells(found.rows))
     return "\n".join(
         [
-            f"target  {name}: {model_line(target)}",
-            *(f"draft   {draft_line(name, one, *asked)}" for name, one in found.drafts.items()),
-            f"load    {load.context:g} tokens of context ({shared}) and {load.tail:g} of each "
-            "particle's own",
+            f"target  {found.target}: {model_line(found.load.target)}",
+            *(f"draft   {draft_line(name, one, *largest)}" for name, one in found.drafts.items()),
+            f"load    {length_line(found.load)}",
             "",
-            *table([(*COLUMNS, *speeds), *_cells(found)], TEXTS),
+            *table(cells, TEXTS),
             "",
             EXPLAINED,
             LEFT_OUT,
@@ -124,17 +114,18 @@ def as_text(found: Comparison) -> str:
     )
 
 
-def _cells(found: Comparison) -> Iterator[tuple[str, ...]]:
-    for one in found.rows:
-        cost = one.cost
-        times = (cost.draft, cost.target, cost.rest, cost.seconds)
-        yield (
-            one.device.name,
-            str(cost.batch),
-            f"N={one.num_particles} K={cost.num_steps}",
-            one.draft,
-            *(f"{seconds * 1e3:.3g}" for seconds in times),
-            str(cost.layers),
-            f"{one.ar:,.0f}",
-            *(f"{cost.tokens_per_second(tokens):,.0f}" for tokens in found.tokens),
-        )
+def _cells(rows: Iterable[Row]) -> Iterator[dict[str, str]]:
+    for row in rows:
+        cost = row.cost
+        times = (*cost.parts, cost.seconds)
+        names = ("draft ms", "target ms", "rest ms", "ms a round")
+        yield {
+            "device": cost.device.name,
+            "batch": str(cost.batch),
+            "setting": f"N={cost.num_particles} K={cost.num_steps}",
+            "draft": row.draft,
+            **{name: f"{1e3 * time:.3g}" for name, time in zip(names, times, strict=True)},
+            "layers": str(cost.round.layers),
+            "AR tokens/s": f"{row.ar:,.0f}",
+            **{f"tokens/s at {tokens}": f"{speed:,.0f}" for tokens, speed in row.speeds.items()},
+        }

@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    import torch
+from typing import NamedTuple
 
 
 class Device(NamedTuple):
@@ -103,35 +100,23 @@ def measure(
         raise ValueError(f"{device!r} cannot be measured; 'cpu' and 'cuda' can.")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("torch sees no CUDA device here. Measure 'cpu', or name a device.")
-    return Device(
-        f"{device} (measured)",
-        _bandwidth(device, nbytes, seconds),
-        _matmul_flops(device, types[weight_bytes], seconds),
-        _capacity(device),
-    )
-
-
-def _bandwidth(device: str, nbytes: int, seconds: float) -> float:
-    import torch
-
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     source = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    copy = 2 * nbytes / _fastest(lambda: target.copy_(source), device, seconds)
-    read = nbytes / _fastest(source.sum, device, seconds)
-    return max(copy, read)
-
-
-def _matmul_flops(device: str, dtype: torch.dtype, seconds: float) -> float:
-    import torch
-
+    copy = 2 * nbytes / _fastest(lambda: target.copy_(source), wait, seconds)
+    read = nbytes / _fastest(source.sum, wait, seconds)
     size = 8192 if device == "cuda" else 1024
-    square = torch.ones(size, size, dtype=dtype, device=device)
-    return 2 * size**3 / _fastest(lambda: square @ square, device, seconds)
+    square = torch.ones(size, size, dtype=types[weight_bytes], device=device)
+    flops = 2 * size**3 / _fastest(lambda: square @ square, wait, seconds)
+    if device == "cuda":
+        capacity = torch.cuda.get_device_properties(0).total_memory
+    else:
+        capacity = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return Device(f"{device} (measured)", max(copy, read), flops, float(capacity))
 
 
-def _fastest(work: Callable[[], object], device: str, seconds: float) -> float:
+def _fastest(work: Callable[[], object], wait: Callable[[], None], seconds: float) -> float:
     """Return the seconds of the fastest run of ``work``, after a warm-up run."""
-    wait = _synchronizer(device)
     work()
     wait()
     best, deadline = float("inf"), time.perf_counter() + seconds
@@ -141,17 +126,3 @@ def _fastest(work: Callable[[], object], device: str, seconds: float) -> float:
         wait()
         best = min(best, time.perf_counter() - start)
     return best
-
-
-def _synchronizer(device: str) -> Callable[[], None]:
-    import torch
-
-    return torch.cuda.synchronize if device == "cuda" else lambda: None
-
-
-def _capacity(device: str) -> float:
-    import torch
-
-    if device == "cuda":
-        return float(torch.cuda.get_device_properties(0).total_memory)
-    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

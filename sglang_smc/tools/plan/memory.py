@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from sglang_smc.kv.report import Sizes, Table
 from sglang_smc.options.server import SMCConfig
-from sglang_smc.tools.plan.heads import Head
-from sglang_smc.tools.plan.proposals import Proposal
+from sglang_smc.tools.plan.proposals import Draft, Proposal
 from sglang_smc.tools.plan.shapes import ModelShape
 
 #: Approximations of SGLang's values, which depend on the device: the default of
@@ -23,11 +22,7 @@ CONTEXT_LENGTH = 131_072
 
 
 def reserved_bytes(capacity: float) -> int:
-    """Return the bytes that SGLang keeps for activations and graphs on a GPU of ``capacity``.
-
-    Args:
-        capacity: bytes of its memory.
-    """
+    """Return the bytes that SGLang keeps for activations and graphs on a GPU of so many bytes."""
     return next(mib for most, mib in RESERVED if capacity < most << 20) << 20
 
 
@@ -45,14 +40,6 @@ def state_bytes(target: ModelShape, config: SMCConfig, most_running: int) -> int
     return most_running * of_request * target.states.bytes
 
 
-def hidden_bytes(draft: Proposal, num_particles: int, num_steps: int) -> float:
-    """Return a request's bytes of the target's hidden states that a head reads; 0 without a head.
-
-    They are kept from the target's pass to the head's next.
-    """
-    return draft.state_bytes(num_particles, num_steps) if isinstance(draft, Head) else 0.0
-
-
 def memory_table(
     target: ModelShape,
     draft: Proposal,
@@ -68,7 +55,8 @@ def memory_table(
     The same table that a server logs at its start, from arithmetic alone.
     """
     slot = target.kv_bytes_per_token + draft.kv_bytes_per_token
-    hidden = most_running * hidden_bytes(draft, config.num_particles, config.num_steps)
+    draft = Draft.of(draft)
+    hidden = most_running * draft.state_bytes(config.num_particles, config.num_steps)
     aside = ASIDE_BYTES + state_bytes(target, config, most_running) + hidden
     num_slots = kv_slots(target, draft, capacity * static_fraction - aside)
     if num_slots < 1:

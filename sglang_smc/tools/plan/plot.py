@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
-from typing import NamedTuple
 
 import matplotlib
 
@@ -19,37 +18,26 @@ from sglang_smc.tools.plan.roofline import LARGEST_BATCH, Estimate
 
 BLACK, BLUE = "#000000", "#0072B2"
 # Okabe and Ito's colours, distinct to colour-blind readers; the dashes are distinct in grey.
-SMC_STYLES = (
-    ("#D55E00", "-"),
-    ("#009E73", "--"),
-    ("#CC79A7", "-."),
-    ("#E69F00", ":"),
-)
+SMC_STYLES = (("#D55E00", "-"), ("#009E73", "--"), ("#CC79A7", "-."), ("#E69F00", ":"))
 SMALLEST_SPAN = 64
-
-
-class Line(NamedTuple):
-    """A setting and its line style."""
-
-    estimate: Estimate
-    colour: str
-    dashes: str
 
 
 def plot_report(report: Report, path: Path) -> None:
     """Write the plot as a PNG to ``path``: AR, and the fastest K of SD and of each N."""
     lines = _lines(report)
     batches = _batches(report, [estimate for estimate, _, _ in lines])
+    plain = [report.scenario.ar(batch).tokens_per_second for batch in batches]
     figure, (speed, gain) = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained", dpi=150)
     for estimate, colour, dashes in lines:
-        found = [report.at(estimate, batch) for batch in batches]
-        rates = [one.tokens_per_second for one in found]
-        plain = [report.scenario.ar(batch).tokens_per_second for batch in batches]
+        rates = [report.at(estimate, batch).tokens_per_second for batch in batches]
         gains = [rate / base for rate, base in zip(rates, plain, strict=True)]
         for axes, values in ((speed, rates), (gain, gains)):
             axes.plot(batches, values, color=colour, ls=dashes, lw=2, label=estimate.label)
-        _mark_crossing(speed, report, estimate, colour, lambda one: one.tokens_per_second)
-        _mark_crossing(gain, report, estimate, colour, lambda _: 1.0)
+        crossing = report.plain_wins_from(estimate)
+        if crossing is not None:
+            rate = report.at(estimate, crossing).tokens_per_second
+            for axes, height in ((speed, rate), (gain, 1.0)):
+                axes.plot(crossing, height, "o", color=colour, ms=6, mec="white")
     _dress(speed, report, "tokens/s at most, all requests")
     _dress(gain, report, "times AR")
     speed.set_yscale("log")
@@ -57,20 +45,28 @@ def plot_report(report: Report, path: Path) -> None:
     speed.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     speed.yaxis.set_minor_formatter(NullFormatter())
     gain.set_ylim(bottom=0)
-    figure.suptitle(_title(report))
+    scenario = report.scenario
+    figure.suptitle(
+        f"Roofline of {report.target} + {report.draft} on {scenario.device.name}, "
+        f"{scenario.context:g} tokens of context, SD at acceptance {report.acceptance:g}"
+    )
     figure.legend(*speed.get_legend_handles_labels(), loc="outside right center", frameon=False)
     figure.savefig(path)
     plt.close(figure)
 
 
-def _lines(report: Report) -> list[Line]:
-    found = [Line(report.ar, BLACK, "-"), Line(report.best_sd, BLUE, "--")]
-    counts = dict.fromkeys(estimate.num_particles for estimate in report.plan.grid)
-    for place, count in enumerate(counts):
-        of_count = [one for one in report.plan.grid if one.num_particles == count]
-        best = max(of_count, key=lambda one: one.tokens_per_second)
-        found.append(Line(best, *SMC_STYLES[place % len(SMC_STYLES)]))
+def _lines(report: Report) -> list[tuple[Estimate, str, str]]:
+    """Return the shown settings with colour and dashes."""
+    found = [(report.ar, BLACK, "-"), (_fastest(report.sd), BLUE, "--")]
+    counts = dict.fromkeys(estimate.num_particles for estimate in report.smc)
+    for count, style in zip(counts, cycle(SMC_STYLES), strict=False):
+        of_count = [one for one in report.smc if one.num_particles == count]
+        found.append((_fastest(of_count), *style))
     return found
+
+
+def _fastest(estimates: list[Estimate]) -> Estimate:
+    return max(estimates, key=lambda one: one.tokens_per_second)
 
 
 def _batches(report: Report, estimates: list[Estimate]) -> list[int]:
@@ -80,14 +76,6 @@ def _batches(report: Report, estimates: list[Estimate]) -> list[int]:
     return sorted({round(top ** (place / 120)) for place in range(121)})
 
 
-def _mark_crossing(
-    axes: Axes, report: Report, estimate: Estimate, colour: str, height: Callable[[Estimate], float]
-) -> None:
-    batch = None if estimate.method == "AR" else report.plain_wins_from(estimate)
-    if batch is not None:
-        axes.plot(batch, height(report.at(estimate, batch)), "o", color=colour, ms=6, mec="white")
-
-
 def _dress(axes: Axes, report: Report, ylabel: str) -> None:
     axes.axvline(report.batch, color="#6E6E6E", lw=1, ls=":", zorder=0)
     axes.set_xscale("log", base=2)
@@ -95,11 +83,3 @@ def _dress(axes: Axes, report: Report, ylabel: str) -> None:
     axes.set(xlabel="batch (requests); dots: where AR is as fast", ylabel=ylabel)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25, lw=0.6)
-
-
-def _title(report: Report) -> str:
-    scenario = report.scenario
-    return (
-        f"Roofline of {report.target} + {report.draft} on {scenario.device.name}, "
-        f"{scenario.context:g} tokens of context, SD at acceptance {report.acceptance:g}"
-    )

@@ -1,144 +1,287 @@
-"""Describe the drafts: a language model, an EAGLE-3 head, a DFlash block, or n-gram matches."""
+"""Describe the drafts: a language model, an EAGLE-3 head, a DFlash block, or n-gram matches.
+
+A head drafts from the target's hidden states, and its embedding is the target's. Its own KV covers
+the target's columns: once these are known it is computed from their hidden states, in a pass named
+``follow``. The hidden states themselves, like all activations, are left out of the bytes. N-gram
+matches need no pass, weights or KV; the host's lookup takes microseconds, which are left out.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
-from sglang_smc.tools.plan import heads, shapes
-from sglang_smc.tools.plan.heads import DFlash, Eagle3, Head
-from sglang_smc.tools.plan.passes import Pass, Rows, forward
-from sglang_smc.tools.plan.shapes import ModelShape
+from sglang_smc.tools.plan import shapes
+from sglang_smc.tools.plan.passes import LOGIT_BYTES, Pass, Rows, forward
+from sglang_smc.tools.plan.shapes import Config, ModelShape, Source
 
+MODEL, EAGLE3, DFLASH, NGRAM = KINDS = ("model", "eagle3", "dflash", "ngram")
+BESIDE = "ngram+"
 DEFAULT_STEPS = (4, 8, 16)
-NGRAM, BESIDE = "ngram", "ngram+"
+#: SGLang's defaults where a configuration sets none: layers of the target that an EAGLE-3 head
+#: reads, and columns of a DFlash block.
+EAGLE3_STATES = 3
+BLOCK_SIZE = 16
+#: Features of newer blocks; each adds a step after the pass; its cost is not modelled.
+NOT_PLANNED = ("projector_type", "conv_kernel_size", "selector_rank", "selector_top_k")
+NO_LAYERS = ModelShape(0, 0, 0, 0, 0, 0, 0, tied_embeddings=True)
 
 
 @dataclass(frozen=True)
-class Ngram:
-    """N-gram matches of the last tokens in the sequence so far, alone or beside a draft model.
+class Draft:
+    """A draft. Weights of a head's ``fc`` are in 16 bits, as those of an LM head."""
 
-    They need no device pass, weights or KV. The lookup takes the host microseconds per chain,
-    which is left out, as is all host time.
-    """
+    kind: str  # one of `KINDS`
+    layers: ModelShape = NO_LAYERS  # of n-gram matches: the draft model beside them, if any
+    num_states: int = 0  # layers of the target whose concatenated hidden states ``fc`` reads
+    block_size: int | None = None  # columns of a DFlash block, the last token's among them
 
-    kind: ClassVar = NGRAM
-    model: ModelShape | None = None
+    @classmethod
+    def of(cls, draft: Proposal) -> Draft:
+        return draft if isinstance(draft, Draft) else cls(MODEL, draft)
 
     @property
-    def num_parameters(self) -> float:
-        return self.model.num_parameters if self.model else 0
+    def is_head(self) -> bool:
+        return self.kind in (EAGLE3, DFLASH)
+
+    @property
+    def max_steps(self) -> int | None:
+        """Return the largest K; None for any."""
+        return None if self.block_size is None else self.block_size - 1
+
+    @property
+    def default_steps(self) -> tuple[int, ...]:
+        """Return the candidates for K that are within a head's block."""
+        most = self.max_steps
+        within = tuple(steps for steps in DEFAULT_STEPS if most is None or steps <= most)
+        return within or (most or 1,)
 
     @property
     def weight_bytes(self) -> float | None:
-        """Return the model's bytes per weight; None without a model."""
-        return self.model.weight_bytes if self.model else None
+        """Return the bytes per weight; None without a model."""
+        return self.layers.weight_bytes if self.layers.num_layers else None
+
+    @property
+    def fc_parameters(self) -> int:
+        """Return the weights of ``fc``, from the target's hidden states to one of the head's."""
+        return self.num_states * self.layers.hidden_size**2
+
+    @property
+    def entry_parameters(self) -> int:
+        """Return the weights that the first layer has beyond the others.
+
+        EAGLE-3 computes queries, keys and values from an embedding and a hidden state.
+        """
+        one = self.layers
+        projected = one.head_dim * (one.num_heads + 2 * one.num_kv_heads)
+        return one.hidden_size * projected if self.kind == EAGLE3 else 0
+
+    @property
+    def num_parameters(self) -> int:
+        """Return the checkpoint's weights: layers, ``fc``, and the LM head if it has its own."""
+        return self.layers.num_parameters + self.entry_parameters + self.fc_parameters
 
     @property
     def streamed_bytes(self) -> float:
-        return self.model.streamed_bytes if self.model else 0.0
+        """Return the bytes of the draft's own weights that a drafting pass reads."""
+        return self.layers.streamed_bytes + self.entry_parameters * self.layers.weight_bytes
 
     @property
     def resident_bytes(self) -> float:
-        return self.model.resident_bytes if self.model else 0.0
+        """Return the bytes of weights in the device's memory beside the target's."""
+        more = self.entry_parameters * self.layers.weight_bytes
+        return self.layers.resident_bytes + more + self.fc_parameters * self.layers.head_bytes
 
     @property
     def kv_bytes_per_token(self) -> float:
-        return self.model.kv_bytes_per_token if self.model else 0.0
+        return self.layers.kv_bytes_per_token
+
+    def state_bytes(self, num_particles: int, num_steps: int) -> float:
+        """Return the bytes of the target's hidden states that a request's round keeps.
+
+        They are kept from the target's pass to the head's next.
+        """
+        columns = num_particles * (num_steps + 1)
+        return columns * self.num_states * self.layers.hidden_size * self.layers.head_bytes
+
+    def on_devices(self, count: int) -> Draft:
+        """Return the draft on ``count`` devices that split every pass."""
+        return replace(self, layers=self.layers.on_devices(count))
+
+    def require_fit(self, target: ModelShape, num_steps: int) -> None:
+        """Raise ValueError unless a head has the target's hidden size and enough columns."""
+        mine, theirs = self.layers.hidden_size, target.hidden_size
+        if self.is_head and mine != theirs:
+            raise ValueError(
+                f"The head's hidden size is {mine} and the target's {theirs}: it takes the "
+                "target's embeddings and hidden states, so the two must agree. Choose the head "
+                "that was trained for this target."
+            )
+        if self.max_steps is not None and num_steps > self.max_steps:
+            raise ValueError(
+                f"num_steps is {num_steps}, and the block was trained for {self.max_steps + 1} "
+                f"columns, the last token's among them. Take at most {self.max_steps} steps."
+            )
+
+    def passes(self, target: ModelShape, rows: Rows, num_steps: int) -> tuple[Pass, ...]:
+        """Return a round's passes except the target's: ``draft`` before it, ``follow`` after it.
+
+        Raises ValueError if the draft does not fit the target, or cannot draft K tokens.
+        """
+        self.require_fit(target, num_steps)
+        if self.kind == EAGLE3:
+            return self._of_eagle3(rows, num_steps)
+        if self.kind == DFLASH:
+            return self._of_dflash(target, rows, num_steps)
+        return self._of_model(rows, num_steps) if self.layers.num_layers else ()
+
+    def _of_model(self, rows: Rows, num_steps: int) -> tuple[Pass, ...]:
+        """Return one pass per step; the first reads two tokens.
+
+        They are the last round's last draft token, not yet in the draft model's KV, and the bonus
+        token.
+        """
+        found = []
+        for num_tokens in (2, *[1] * (num_steps - 1)):
+            found.append(forward("draft", self.layers, rows, num_tokens, 1))
+            rows = rows._replace(tail=rows.tail + num_tokens)
+        return tuple(found)
+
+    def _of_eagle3(self, rows: Rows, num_steps: int) -> tuple[Pass, ...]:
+        """Return a pass over N rows for each of K drafts, and one over N (K + 1) target columns.
+
+        The first draft reads ``fc``'s output for the last column, later ones the head's own
+        states. The columns pass through the whole head except for the LM head, as in SGLang.
+        """
+        entry = self.entry_parameters, self.layers.weight_bytes
+        found = []
+        for step in range(num_steps):
+            drafting = rows._replace(tail=rows.tail + step)
+            one = forward("draft", self.layers, drafting, 1, 1)
+            found.append(one.with_weights(*entry, rows.count))
+        columns = rows.count * (num_steps + 1)
+        follow = forward("follow", self.layers, rows, num_steps + 1, 0)
+        follow = follow.with_weights(*entry, columns)
+        return (*found, follow.with_weights(self.fc_parameters, self.layers.head_bytes, columns))
+
+    def _of_dflash(self, target: ModelShape, rows: Rows, num_steps: int) -> tuple[Pass, ...]:
+        """Return a pass over the last token and K masks, and one over the target's columns.
+
+        The first has N K rows of logits by the target's LM head; attention is bidirectional within
+        the block. The layers of the second are independent and count as one.
+        """
+        drafts, columns = rows.count * num_steps, rows.count * (num_steps + 1)
+        unmasked = drafts * (num_steps + 1) / 2
+        draft = forward("draft", self.layers, rows, num_steps + 1, 0)
+        draft = draft._replace(
+            flops=draft.flops + self.layers.attention_flops * unmasked,
+            logits=LOGIT_BYTES * target.vocab_size * drafts,
+        ).with_weights(target.head_parameters, target.head_bytes, drafts)
+        one = self.layers
+        keys_and_values = 2 * one.num_layers * one.hidden_size * one.num_kv_heads * one.head_dim
+        written = columns * self.kv_bytes_per_token
+        follow = Pass("follow", weights=0.0, kv=written, logits=0.0, flops=0.0, layers=1)
+        follow = follow.with_weights(self.fc_parameters, one.head_bytes, columns)
+        return draft, follow.with_weights(keys_and_values, one.weight_bytes, columns)
 
 
-Proposal = ModelShape | Head | Ngram
+Proposal = ModelShape | Draft
 """The type of the draft in `roofline.smc_round` and its callers."""
 
-KINDS = tuple(one.kind for one in (ModelShape, Eagle3, DFlash, Ngram))
+
+def _read_eagle3(config: Config) -> Draft:
+    needs = (
+        "An EAGLE-3 head's LM head has draft_vocab_size rows; where it covers every token of the "
+        "target, write vocab_size there."
+    )
+    layers = _layers_of(config, "draft_vocab_size", needs)
+    target_size = config.get("target_hidden_size") or layers.hidden_size
+    if target_size != layers.hidden_size:
+        raise ValueError(
+            f"The configuration's hidden_size is {layers.hidden_size} and its target_hidden_size "
+            f"{target_size}. Only heads as wide as their target are planned for."
+        )
+    ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    asked = config.get("num_aux_hidden_states") or (len(ids) if ids else EAGLE3_STATES)
+    return Draft(EAGLE3, layers, asked)
+
+
+def _read_dflash(config: Config) -> Draft:
+    needs = "A DFlash block's sizes are those of its own layers, not of the target's."
+    layers = _layers_of(config, None, needs)  # without an LM head
+    options = {**config, **(config.get("dflash_config") or {})}
+    beyond = [key for key in NOT_PLANNED if options.get(key)]
+    if beyond:
+        raise ValueError(
+            f"The configuration has {', '.join(beyond)}: more than one pass and the target's LM "
+            "head. Planned for are blocks without."
+        )
+    windowed = (config.get("layer_types") or []).count("sliding_attention")
+    if windowed:
+        window = shapes.sizes_of(config, {"window": "sliding_window"})
+        layers = replace(layers, windowed_layers=windowed, **window)
+    ids = options.get("target_layer_ids")
+    num_states = len(ids) if ids else layers.num_layers
+    return Draft(DFLASH, layers, num_states, options.get("block_size") or BLOCK_SIZE)
+
+
+def _layers_of(config: Config, vocab_key: str | None, needs: str) -> ModelShape:
+    try:
+        return shapes.dense(config, vocab_key, tied=True)
+    except ValueError as error:
+        raise ValueError(f"{error} {needs}") from None
+
+
+#: Parsers of head configurations, by architecture.
+HEADS = {shapes.EAGLE3: _read_eagle3, shapes.DFLASH: _read_dflash}
+
+
+def _layers(count: int, mlp: int, vocab_size: int) -> ModelShape:
+    return ModelShape(count, 4096, mlp, 32, 8, 128, vocab_size, tied_embeddings=True)
+
+
+#: As published for Llama 3.1 8B and for Qwen3 8B; both fit any target of their hidden size.
+BUILT_IN: Mapping[str, Any] = {
+    "eagle3-8b": Draft(EAGLE3, _layers(1, 14336, 32000), EAGLE3_STATES),
+    "dflash-8b": Draft(DFLASH, _layers(5, 12288, 0), 5, BLOCK_SIZE),
+    **{name: Draft(MODEL, shape) for name, shape in shapes.BUILT_IN.items()},
+    NGRAM: Draft(NGRAM),
+}
 #: Names that `from_config` resolves.
-NAMES = (*shapes.BUILT_IN, *heads.BUILT_IN, NGRAM)
+NAMES = (*shapes.BUILT_IN, *(name for name in BUILT_IN if name not in shapes.BUILT_IN))
 
 
 def is_name(source: str) -> bool:
-    """Return whether `from_config` resolves the name without a file."""
-    name = source.lower()
-    return name in NAMES or name.removeprefix(BESIDE) in shapes.BUILT_IN
+    """Return whether ``source`` names a draft without a path."""
+    return source.lower().removeprefix(BESIDE) in BUILT_IN
 
 
-def from_config(
-    source: str | Path | Mapping[str, Any], weight_bytes: float | None = None
-) -> Proposal:
-    """Return the draft, parsed like `shapes.from_config`.
+def from_config(source: Source, weight_bytes: float | None = None) -> Draft:
+    """Return the draft, with ``weight_bytes`` used like `shapes.from_config`.
 
     ``source`` is a ``config.json`` of a model or a head, its folder, its contents, one of `NAMES`,
     or ``ngram+`` followed by any of these that is a model.
 
     Raises ValueError for unsupported configurations.
     """
-    if isinstance(source, str) and source.lower() == NGRAM:
-        return Ngram()
     if isinstance(source, str) and source.lower().startswith(BESIDE):
-        return _beside(from_config(source[len(BESIDE) :], weight_bytes))
-    head = shapes.built_in(source, heads.BUILT_IN)
-    if head is None and shapes.built_in(source, shapes.BUILT_IN) is None:
+        draft = from_config(source[len(BESIDE) :], weight_bytes)
+        if draft.kind != MODEL:
+            raise ValueError(
+                f"n-gram matches go alone ({NGRAM}) or beside a draft model "
+                f"({BESIDE}llama-3.2-1b); given is {draft.kind}."
+            )
+        return replace(draft, kind=NGRAM)
+    draft = shapes.built_in(source, BUILT_IN)
+    if draft is None:
         config = shapes.contents(source, NAMES)
-        parse = heads.ARCHITECTURES.get(shapes.architecture(config))
-        if parse is None:
-            return shapes.from_config(config, weight_bytes)
-        head = parse(config)
-    if head is None:
-        return shapes.from_config(source, weight_bytes)
-    return heads.in_precision(head, weight_bytes)
+        parse = HEADS.get(shapes.architecture(config))
+        draft = parse(config) if parse else Draft(MODEL, shapes.from_config(config))
+    return replace(draft, layers=draft.layers.in_precision(weight_bytes))
 
 
-def _beside(draft: Proposal) -> Ngram:
-    if not isinstance(draft, ModelShape):
-        raise ValueError(
-            f"n-gram matches go alone ({NGRAM}) or beside a draft model ({BESIDE}llama-3.2-1b); "
-            f"given is {draft.kind}."
-        )
-    return Ngram(draft)
-
-
-def passes(target: ModelShape, draft: Proposal, rows: Rows, num_steps: int) -> tuple[Pass, ...]:
-    """Return a round's passes except the target's: ``draft`` before it, ``follow`` after it.
-
-    Raises ValueError if the draft does not fit the target, or cannot draft K tokens.
-    """
-    if isinstance(draft, Head):
-        return draft.passes(target, rows, num_steps)
-    model = draft.model if isinstance(draft, Ngram) else draft
-    return () if model is None else _of_model(model, rows, num_steps)
-
-
-def _of_model(draft: ModelShape, rows: Rows, num_steps: int) -> tuple[Pass, ...]:
-    """Return one pass per step; the first reads two tokens.
-
-    They are the last round's last draft token, not yet in the draft model's KV, and the bonus
-    token.
-    """
-    found = []
-    for num_tokens in (2, *[1] * (num_steps - 1)):
-        found.append(forward("draft", draft, rows, num_tokens, 1))
-        rows = rows._replace(tail=rows.tail + num_tokens)
-    return tuple(found)
-
-
-def default_steps(draft: Proposal) -> tuple[int, ...]:
-    """Return the candidates for K that are within a head's block."""
-    most = draft.max_steps if isinstance(draft, Head) else None
-    within = tuple(steps for steps in DEFAULT_STEPS if most is None or steps <= most)
-    return within or (most or 1,)
-
-
-def lowest_precision(target: ModelShape, *drafts: Proposal) -> float:
+def lowest_precision(target: ModelShape, *drafts: Draft) -> float:
     """Return the fewest bytes per weight of all models; its FLOP/s bound each of them."""
     found = (draft.weight_bytes for draft in drafts)
     return min([target.weight_bytes, *(one for one in found if one is not None)])
-
-
-def on_devices(draft: Proposal, count: int) -> Proposal:
-    """Return the draft on ``count`` devices that split every pass."""
-    if isinstance(draft, ModelShape):
-        return draft.on_devices(count)
-    if isinstance(draft, Ngram) and draft.model:
-        return Ngram(draft.model.on_devices(count))
-    return draft

@@ -1,10 +1,9 @@
 """Bound the time of decoding from below: bytes to move and operations to compute.
 
-Each pass of a model reads its weights once (of experts those that its tokens visit), reads and
-writes KV, and writes and reads its logits; it takes the longer of its memory and its compute time
-(Williams et al. 2009; for SMC: section 3.1 of arXiv 2604.15672). Passes run one after another, so
-their times add up. Left out are launch gaps, synchronization, sampling, activations and
-communication between devices: the results are bounds, not predictions.
+Each pass of a model takes the longer of its memory and its compute time (Williams et al. 2009; for
+SMC: section 3.1 of arXiv 2604.15672). Passes run one after another, so their times add up. Left out
+are launch gaps, synchronization, sampling, activations and communication between devices: the
+results are bounds, not predictions.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from sglang_smc.tools.plan import proposals
 from sglang_smc.tools.plan.devices import Device
 from sglang_smc.tools.plan.passes import Round, Rows, forward
-from sglang_smc.tools.plan.proposals import Proposal
+from sglang_smc.tools.plan.proposals import Draft, Proposal
 from sglang_smc.tools.plan.shapes import ModelShape
 
 DEFAULT_PARTICLES = (4, 8, 16)
@@ -57,81 +55,10 @@ def smc_round(
     _require_positive(batch=batch, num_particles=num_particles, num_steps=num_steps)
     rows = Rows(batch, num_particles, context, tail, shared_prefix)
     verify = forward("verify", target, rows, num_steps + 1, num_steps + 1)
-    beside = proposals.passes(target, draft, rows, num_steps)
+    beside = Draft.of(draft).passes(target, rows, num_steps)
     before = [one for one in beside if one.name == "draft"]
     after = [one for one in beside if one.name == "follow"]
     return Round((*before, verify, *after))
-
-
-class RoundCost(NamedTuple):
-    """A lower bound of a round's time on a device, in seconds, by component."""
-
-    draft: float  # drafting
-    target: float  # the target's pass
-    rest: float  # a head's pass over the target's columns
-    layers: int  # sequential layers of all passes
-    batch: int
-    num_steps: int
-
-    @classmethod
-    def of(cls, one: Round, device: Device, batch: int, num_steps: int) -> RoundCost:
-        seconds = {name: part.seconds(device) for name, part in one.parts.items()}
-        return cls(
-            draft=seconds.get("draft", 0.0),
-            target=seconds["verify"],
-            rest=seconds.get("follow", 0.0),
-            layers=one.layers,
-            batch=batch,
-            num_steps=num_steps,
-        )
-
-    @property
-    def seconds(self) -> float:
-        return self.draft + self.target + self.rest
-
-    def tokens_per_second(self, tokens_per_pass: float) -> float:
-        """Return an upper bound of the tokens per second of all requests together.
-
-        Args:
-            tokens_per_pass: mean number that a request commits in a round, as measured: 1 to K + 1.
-        """
-        if not 1 <= tokens_per_pass <= self.num_steps + 1:
-            raise ValueError(
-                f"tokens per pass are {tokens_per_pass:g}; {self.num_steps} steps yield 1 to "
-                f"{self.num_steps + 1}."
-            )
-        return self.batch * tokens_per_pass / self.seconds
-
-
-def round_cost(
-    target: ModelShape,
-    draft: Proposal,
-    device: Device,
-    num_particles: int,
-    num_steps: int,
-    *,
-    batch: int = 1,
-    context: float,
-    tail: float = 0.0,
-    shared_prefix: bool = True,
-) -> RoundCost:
-    """Return the cost of a round of N particles and K steps.
-
-    Args:
-        target: from `shapes.from_config`.
-        draft: the draft, from `proposals.from_config`.
-        device: from `devices.named` or `devices.measure`, at `proposals.lowest_precision`.
-        num_particles: N.
-        num_steps: K.
-        batch: requests at once.
-        context: tokens that a request's particles share.
-        tail: tokens that each particle has of its own.
-        shared_prefix: read the shared tokens once per request, not once per particle.
-
-    Raises ValueError for sizes below 1, and for a draft that does not fit the target or K.
-    """
-    one = smc_round(target, draft, batch, num_particles, num_steps, context, tail, shared_prefix)
-    return RoundCost.of(one, device, batch, num_steps)
 
 
 def _require_positive(**values: int) -> None:
@@ -178,6 +105,12 @@ class Estimate(NamedTuple):
         return self.round.seconds(self.device)
 
     @property
+    def parts(self) -> tuple[float, float, float]:
+        """Return the seconds of the draft, the target, and a head's pass over its columns."""
+        found = self.round.seconds_by_pass(self.device)
+        return found.get("draft", 0.0), found["verify"], found.get("follow", 0.0)
+
+    @property
     def tokens_per_second(self) -> float:
         """Return the tokens per second of all requests together."""
         return self.batch * self.tokens / self.seconds
@@ -192,6 +125,15 @@ class Estimate(NamedTuple):
             return self.method
         particles = f" N={self.num_particles}" if self.method == "SMC" else ""
         return f"{self.method}{particles} K={self.num_steps}"
+
+    def measured(self, tokens: float) -> Estimate:
+        """Return the estimate at the mean number of tokens that a request commits in a round."""
+        if not 1 <= tokens <= self.num_steps + 1:
+            raise ValueError(
+                f"tokens per pass are {tokens:g}; {self.num_steps} steps yield 1 to "
+                f"{self.num_steps + 1}."
+            )
+        return self._replace(tokens=tokens)
 
 
 class Scenario(NamedTuple):
@@ -214,21 +156,10 @@ class Scenario(NamedTuple):
         tokens = sd_tokens(acceptance, num_steps)
         return Estimate("SD", 1, num_steps, batch, tokens, one, self.device)
 
-    def smc(
-        self, batch: int, num_particles: int, num_steps: int, kept: float | None = None
-    ) -> Estimate:
-        one = smc_round(
-            self.target,
-            self.draft,
-            batch,
-            num_particles,
-            num_steps,
-            self.context,
-            self.tail,
-            self.shared_prefix,
-        )
-        tokens = smc_tokens(num_steps, kept)
-        return Estimate("SMC", num_particles, num_steps, batch, tokens, one, self.device)
+    def smc(self, batch: int, n: int, k: int, kept: float | None = None) -> Estimate:
+        lengths = self.context, self.tail, self.shared_prefix
+        one = smc_round(self.target, self.draft, batch, n, k, *lengths)
+        return Estimate("SMC", n, k, batch, smc_tokens(k, kept), one, self.device)
 
     def plain_wins_from(self, at: Callable[[int], Estimate]) -> int | None:
         """Return the smallest batch at which plain decoding is at least as fast as ``at(batch)``.
@@ -240,45 +171,44 @@ class Scenario(NamedTuple):
                 return batch
         return None
 
+    def best(
+        self,
+        batch: int,
+        particles: Iterable[int] = DEFAULT_PARTICLES,
+        steps: Iterable[int] | None = None,
+        *,
+        min_particles: int = 1,
+        kept: Mapping[int, float] | None = None,
+    ) -> tuple[Estimate, list[Estimate]]:
+        """Return the (N, K) with the most tokens per second, and all that were compared.
 
-class Plan(NamedTuple):
-    """The fastest setting, and all that were compared."""
+        Fewer particles are never slower, and never closer to the target: ``min_particles`` is the
+        smallest N that the quality allows. ``kept`` holds the mean number of kept drafts by K; all
+        K without it. ``steps`` defaults to the draft's own.
+        """
+        steps = Draft.of(self.draft).default_steps if steps is None else steps
+        allowed = [n for n in particles if n >= min_particles]
+        if not allowed:
+            raise ValueError(f"No number of particles is {min_particles} or more.")
+        grid = [self.smc(batch, n, k, (kept or {}).get(k)) for k in steps for n in allowed]
+        return max(grid, key=lambda estimate: estimate.tokens_per_second), grid
 
-    best: Estimate
-    grid: list[Estimate]
-    plain_wins_from: int | None  # the smallest batch at which AR is as fast as ``best``
 
-
-def best_settings(
+def round_cost(
     target: ModelShape,
     draft: Proposal,
     device: Device,
-    batch: int,
-    context: float,
-    particles: Iterable[int] = DEFAULT_PARTICLES,
-    steps: Iterable[int] | None = None,
+    num_particles: int,
+    num_steps: int,
     *,
-    min_particles: int = 1,
-    max_particles: int | None = None,
+    batch: int = 1,
+    context: float,
     tail: float = 0.0,
     shared_prefix: bool = True,
-    kept: Mapping[int, float] | None = None,
-) -> Plan:
-    """Return the (N, K) with the most tokens per second.
+) -> Estimate:
+    """Return the cost of a round of N particles and K steps; see `Scenario`.
 
-    Fewer particles are never slower, and never closer to the target: ``min_particles`` is the
-    smallest N that the quality allows. ``kept`` holds the mean number of kept drafts by K; all K
-    without it. ``steps`` defaults to `proposals.default_steps`.
+    The device should compute at `proposals.lowest_precision`.
     """
-    steps = proposals.default_steps(draft) if steps is None else steps
-    top = float("inf") if max_particles is None else max_particles
-    allowed = [n for n in particles if min_particles <= n <= top]
     scenario = Scenario(target, draft, device, context, tail, shared_prefix)
-    kept = kept or {}
-    grid = [scenario.smc(batch, n, k, kept.get(k)) for k in steps for n in allowed]
-    if not grid:
-        raise ValueError(f"No number of particles lies within {min_particles} and {top}.")
-    best = max(grid, key=lambda estimate: estimate.tokens_per_second)
-    n, k = best.num_particles, best.num_steps
-    wins = scenario.plain_wins_from(lambda size: scenario.smc(size, n, k, kept.get(k)))
-    return Plan(best, grid, wins)
+    return scenario.smc(batch, num_particles, num_steps)

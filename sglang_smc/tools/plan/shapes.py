@@ -1,44 +1,96 @@
-"""Compute a decoder's weights, traffic and operations from its configuration."""
+"""Compute a decoder's weights, traffic and operations from its configuration.
+
+Dense decoders, and what differs from one: windows, latents, experts, recurrent states.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
-from sglang_smc.tools.plan import blocks
-from sglang_smc.tools.plan.blocks import Experts, Latents, States, Windows
+Config = Mapping[str, Any]
+Source = str | Path | Config
+"""A Hugging Face ``config.json``, its folder, its contents, or a built-in name."""
 
-#: Attention with grouped heads, a gated MLP of three matrices, and an LM head.
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-#: Classes with images, and the architecture of their text decoder.
-TEXT_OF_IMAGES = {
-    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
-    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
-    "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
-    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
-}
-REQUIRED = (
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "vocab_size",
-)
-FP8_METHODS = ("fp8", "fbgemm_fp8", "modelopt_fp8")
 SIXTEEN_BIT = 2.0
-#: Heads, which only draft: `heads` describes their sizes.
-EAGLE3, DFLASH = "LlamaForCausalLMEagle3", "DFlashDraftModel"
-T = TypeVar("T")
+STATE_NUMBER_BYTES = 4  # SGLang's --mamba-ssm-dtype, by default
+
+
+@dataclass(frozen=True)
+class States:
+    """Linear-attention layers with a gated delta rule: a state matrix for each value head."""
+
+    layers: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of one sequence's states, in all layers."""
+        one = self.value_heads * self.key_dim * self.value_dim
+        return self.layers * one * STATE_NUMBER_BYTES
+
+    @property
+    def flops(self) -> int:
+        """Return the operations for one token in all layers: decay, S k, the update and S q."""
+        return 8 * self.bytes // STATE_NUMBER_BYTES
+
+    def parameters(self, hidden_size: int) -> int:
+        """Return the weights of one layer's projections."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        queries_keys_values_gate = 2 * keys + 2 * values
+        return hidden_size * (queries_keys_values_gate + 2 * self.value_heads + values)
+
+
+@dataclass(frozen=True)
+class Latents:
+    """Latent attention (MLA): one latent of ``rank + rope`` numbers a token, for all heads."""
+
+    rank: int
+    rope: int
+    key_dim: int  # of a head's keys, without the rotary part
+    value_dim: int
+    query_rank: int | None  # of the queries' latent, if they have one
+    copies: int = 1  # of the cache: tensor parallelism splits heads, and a latent has none
+
+    def parameters(self, hidden_size: int, num_heads: int) -> int:
+        """Return the weights of a layer's projections."""
+        query = num_heads * (self.key_dim + self.rope)
+        queries = hidden_size * query
+        if self.query_rank:
+            queries = self.query_rank * (hidden_size + query)
+        made_of_latents = self.rank * num_heads * (self.key_dim + self.value_dim)
+        output = num_heads * self.value_dim * hidden_size
+        return queries + hidden_size * (self.rank + self.rope) + made_of_latents + output
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of the MLP, in all layers but the first few."""
+
+    count: int
+    per_token: int
+    size: int  # of one expert's hidden layer
+    dense_layers: int  # leading layers with a dense MLP
+    shared: int  # experts that every token visits
+
+    def parameters(self, hidden_size: int, routed: float) -> float:
+        """Return the weights of a layer's router and ``routed`` experts."""
+        return hidden_size * (3 * self.size * (routed + self.shared) + self.count)
+
+    def visited(self, num_tokens: float) -> float:
+        """Return the mean number of experts that so many tokens visit under uniform routing."""
+        return self.count * (1 - (1 - self.per_token / self.count) ** num_tokens)
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of a decoder. Norms and biases are left out: below 0.1 % of all weights."""
-
-    kind: ClassVar = "model"  # of draft
 
     num_layers: int
     hidden_size: int
@@ -52,22 +104,17 @@ class ModelShape:
     kv_bytes: float = SIXTEEN_BIT  # a number in the KV cache
     latents: Latents | None = None  # MLA, in place of keys and values of each head
     experts: Experts | None = None  # in place of the MLP
-    windows: Windows | None = None  # of some layers
     states: States | None = None  # of some layers, in place of KV; queries elsewhere are gated
+    windowed_layers: int = 0
+    window: int = 0  # keys that a query attends to in these layers, including its own
 
-    @property
-    def layer_parameters(self) -> int:
-        """Return the weights of all layers together."""
-        return int(self._parameters_with(None))
-
-    def _parameters_with(self, routed: float | None) -> float:
-        """Return the weights of all layers with ``routed`` experts each; None for all."""
-        sparse = 0.0
-        num_dense = self.num_layers
+    def _weights_of_layers(self, routed: float) -> float:
+        """Return the weights of all layers with ``routed`` experts each."""
+        sparse, num_dense = 0.0, self.num_layers
         if self.experts is not None:
             num_dense = self.experts.dense_layers
-            one = self.experts.parameters(self.hidden_size, routed)
-            sparse = (self.num_layers - num_dense) * one
+            each = self.experts.parameters(self.hidden_size, routed)
+            sparse = (self.num_layers - num_dense) * each
         dense = 3 * num_dense * self.hidden_size * self.intermediate_size
         attention = self._attending_layers * self._attention_parameters
         if self.states is not None:
@@ -85,13 +132,17 @@ class ModelShape:
             return self.latents.parameters(self.hidden_size, self.num_heads)
         projections = 2 if self.states is None else 3  # queries, the output, and the output's gate
         queries = projections * self.num_heads * self.head_dim
-        keys_and_values = 2 * self.num_kv_heads * self.head_dim
-        return self.hidden_size * (queries + keys_and_values)
+        return self.hidden_size * (queries + 2 * self.num_kv_heads * self.head_dim)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Return the weights of all layers together."""
+        return int(self._weights_of_layers(self.experts.count if self.experts else 0))
 
     @property
     def active_parameters(self) -> float:
         """Return the weights of all layers that one token is multiplied by."""
-        return self._parameters_with(self.experts.per_token if self.experts else None)
+        return self._weights_of_layers(self.experts.per_token if self.experts else 0)
 
     @property
     def head_parameters(self) -> int:
@@ -118,32 +169,38 @@ class ModelShape:
 
     def bytes_read(self, num_tokens: float, *, with_head: bool = True) -> float:
         """Return the bytes of weights that a pass reads: of experts, those that tokens visit."""
-        visited = None if self.experts is None else self.experts.visited(num_tokens)
-        layers = self._parameters_with(visited) * self.weight_bytes
+        visited = self.experts.visited(num_tokens) if self.experts else 0
+        layers = self._weights_of_layers(visited) * self.weight_bytes
         return layers + (self.head_parameters * self.head_bytes if with_head else 0)
 
     @property
     def resident_bytes(self) -> float:
         """Return the bytes of weights in the device's memory."""
-        table = 0.0 if self.tied_embeddings else self.head_parameters * self.head_bytes
-        return self.streamed_bytes + table
+        embedding = 0.0 if self.tied_embeddings else self.head_parameters * self.head_bytes
+        return self.streamed_bytes + embedding
 
     @property
     def kv_bytes_per_token(self) -> float:
         if self.latents is not None:
-            return self.num_layers * self.latents.copies * self.latents.width * self.kv_bytes
+            width = self.latents.rank + self.latents.rope
+            return self.num_layers * self.latents.copies * width * self.kv_bytes
         return 2 * self._attending_layers * self.num_kv_heads * self.head_dim * self.kv_bytes
 
     @property
     def attention_flops(self) -> int:
         """Return the operations for one query and key in all layers: score and weighted value."""
         if self.latents is not None:
-            return self.num_layers * self.latents.flops(self.num_heads)
+            both = 2 * self.latents.rank + self.latents.rope
+            return 2 * self.num_layers * self.num_heads * both
         return 4 * self._attending_layers * self.num_heads * self.head_dim
 
     def seen(self, context: float) -> float:
         """Return the mean number of ``context`` tokens that a query attends to in a layer."""
-        return context if self.windows is None else self.windows.seen(context, self.num_layers)
+        if not self.windowed_layers:
+            return context
+        whole = self.num_layers - self.windowed_layers
+        within = min(context, self.window)
+        return (self.windowed_layers * within + whole * context) / self.num_layers
 
     def flops_per_token(self, context: float) -> float:
         """Return the operations to decode one token that attends to ``context`` tokens."""
@@ -157,14 +214,20 @@ class ModelShape:
             return self
         return replace(self, latents=replace(self.latents, copies=count))
 
+    def in_precision(self, weight_bytes: float | None) -> ModelShape:
+        """Return the model with weights of ``weight_bytes``, or with its own for None.
 
-def _llama(
-    layers: int, hidden: int, mlp: int, heads: int, head_dim: int, *, tied: bool
-) -> ModelShape:
+        The KV cache is in 16 bits, or in 32 if the weights are.
+        """
+        weight_bytes = weight_bytes or self.weight_bytes
+        return replace(self, weight_bytes=weight_bytes, kv_bytes=max(weight_bytes, SIXTEEN_BIT))
+
+
+def _llama(layers: int, hidden: int, mlp: int, heads: int, head_dim: int, tied: bool) -> ModelShape:
     return ModelShape(layers, hidden, mlp, heads, 8, head_dim, 128256, tied)
 
 
-def _qwen3(layers: int, hidden: int, mlp: int, heads: int, *, tied: bool) -> ModelShape:
+def _qwen3(layers: int, hidden: int, mlp: int, heads: int, tied: bool) -> ModelShape:
     return ModelShape(layers, hidden, mlp, heads, 8, 128, 151936, tied)
 
 
@@ -183,40 +246,134 @@ BUILT_IN = {
     "qwen3-32b": _qwen3(64, 5120, 25600, 64, tied=False),
 }
 
+# --- Configurations: sizes, each with its key
 
-def from_config(
-    source: str | Path | Mapping[str, Any], weight_bytes: float | None = None
-) -> ModelShape:
+LAYERS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_heads": "num_attention_heads",
+}
+LATENTS = {
+    "rank": "kv_lora_rank",
+    "rope": "qk_rope_head_dim",
+    "key_dim": "qk_nope_head_dim",
+    "value_dim": "v_head_dim",
+}
+EXPERTS = {
+    "count": "n_routed_experts",
+    "per_token": "num_experts_per_tok",
+    "size": "moe_intermediate_size",
+    "dense_layers": "first_k_dense_replace",
+}
+STATES = {
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+}
+FP8_METHODS = ("fp8", "fbgemm_fp8", "modelopt_fp8")
+
+
+def sizes_of(config: Config, keys: Mapping[str, str]) -> dict[str, int]:
+    """Return the whole numbers behind ``keys`` by name; raise ValueError if some are missing."""
+    missing = [key for key in keys.values() if not isinstance(config.get(key), int)]
+    if missing:
+        raise ValueError(f"The configuration says no whole number for {', '.join(missing)}.")
+    return {name: config[key] for name, key in keys.items()}
+
+
+def _nothing_more(config: Config) -> dict[str, Any]:
+    """Refuse a window on a family that is planned without one."""
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
+        raise ValueError(
+            f"The configuration limits attention to a window of {config['sliding_window']} "
+            "tokens. Only attention to the whole context is planned for."
+        )
+    return {}
+
+
+def _latents_and_experts(config: Config) -> dict[str, Any]:
+    found = sizes_of(config, {**LATENTS, **EXPERTS})
+    latents = Latents(
+        **{name: found[name] for name in LATENTS}, query_rank=config.get("q_lora_rank")
+    )
+    shared = config.get("n_shared_experts") or 0
+    experts = Experts(**{name: found[name] for name in EXPERTS}, shared=shared)
+    return {"latents": latents, "experts": experts, **_nothing_more(config)}
+
+
+def _states(config: Config) -> dict[str, Any]:
+    interval = sizes_of(config, {"interval": "full_attention_interval"})["interval"]
+    num_layers = config["num_hidden_layers"]
+    linear = num_layers - num_layers // interval
+    return {"states": States(linear, **sizes_of(config, STATES)), **_nothing_more(config)}
+
+
+def _windows(full_every: int) -> Callable[[Config], dict[str, Any]]:
+    """Return a reader of windows, by the layers' types or their repeating pattern.
+
+    Args:
+        full_every: layers of which one attends to everything, if the configuration sets none.
+    """
+
+    def read(config: Config) -> dict[str, Any]:
+        window = sizes_of(config, {"window": "sliding_window"})["window"]
+        num_layers, types = config["num_hidden_layers"], config.get("layer_types")
+        every = config.get("sliding_window_pattern") or full_every
+        patterned = num_layers - num_layers // every
+        count = types.count("sliding_attention") if types else patterned
+        return {"windowed_layers": count, "window": window}
+
+    return read
+
+
+#: How each architecture differs from grouped heads, a gated MLP of three matrices and an LM head.
+DENSE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+WINDOWED = {
+    "Gemma2ForCausalLM": _windows(2),
+    "Gemma3ForCausalLM": _windows(6),
+    "Cohere2ForCausalLM": _windows(4),
+    "Olmo3ForCausalLM": _windows(4),
+}
+LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
+RECURRENT = ("Qwen3_5ForCausalLM",)  # linear attention in all layers but one of every so many
+FAMILIES: dict[str, Callable[[Config], dict[str, Any]]] = {
+    **dict.fromkeys(DENSE, _nothing_more),
+    **WINDOWED,
+    **dict.fromkeys(LATENT, _latents_and_experts),
+    **dict.fromkeys(RECURRENT, _states),
+}
+#: Classes with images, and the architecture of their text decoder.
+TEXT_OF_IMAGES = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+    "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+}
+#: Heads, which only draft: `proposals` describes their sizes.
+EAGLE3, DFLASH = "LlamaForCausalLMEagle3", "DFlashDraftModel"
+
+
+def from_config(source: Source, weight_bytes: float | None = None) -> ModelShape:
     """Return the shape of a model.
 
-    ``source`` is a Hugging Face ``config.json``, its folder, its contents, or a name in
-    `BUILT_IN`. ``weight_bytes`` overrides the configuration: 1 if it is quantized to 8 bits,
-    otherwise 2, since SGLang serves float32 checkpoints in 16 bits as well. The KV cache is in 16
-    bits, or in 32 if the weights are.
+    ``weight_bytes`` overrides the configuration: 1 if it is quantized to 8 bits, otherwise 2, since
+    SGLang serves float32 checkpoints in 16 bits as well.
 
-    Raises ValueError for anything but dense decoders of the `ARCHITECTURES`, and those of
-    `blocks`.
+    Raises ValueError for anything but the `FAMILIES`, alone or below images.
     """
     found = built_in(source, BUILT_IN) or _parse(contents(source, BUILT_IN))
-    return in_precision(found, weight_bytes)
+    return found.in_precision(weight_bytes)
 
 
-def in_precision(shape: ModelShape, weight_bytes: float | None) -> ModelShape:
-    """Return the shape with weights of ``weight_bytes``, or with its own for None."""
-    weight_bytes = weight_bytes or shape.weight_bytes
-    return replace(shape, weight_bytes=weight_bytes, kv_bytes=max(weight_bytes, SIXTEEN_BIT))
-
-
-def built_in(source: str | Path | Mapping[str, Any], known: Mapping[str, T]) -> T | None:
+def built_in(source: Source, known: Mapping[str, Any]) -> Any:
     """Return the entry of ``known`` named ``source``, case-insensitive; None if there is none."""
     return None if isinstance(source, Mapping) else known.get(str(source).lower())
 
 
-def contents(source: str | Path | Mapping[str, Any], known: Iterable[str]) -> Mapping[str, Any]:
-    """Return a configuration's contents, given as such, as a file or as its folder.
-
-    Raises ValueError if there is no such file, naming the ``known`` models.
-    """
+def contents(source: Source, known: Iterable[str]) -> Config:
+    """Return a configuration's contents; raise ValueError, naming the ``known``, without one."""
     if isinstance(source, Mapping):
         return source
     path = Path(source)
@@ -232,87 +389,45 @@ def contents(source: str | Path | Mapping[str, Any], known: Iterable[str]) -> Ma
         raise ValueError(f"{path} is not JSON: {error}") from error
 
 
-def architecture(config: Mapping[str, Any]) -> str:
+def architecture(config: Config) -> str:
     """Return the configuration's first architecture; ``none`` if it has none."""
     return (config.get("architectures") or ["none"])[0]
 
 
-def _parse(config: Mapping[str, Any]) -> ModelShape:
-    config = _text_of(config)
-    _refuse_unknown(config)
-    shape = dense(config, config["vocab_size"], tied=config.get("tie_word_embeddings", False))
-    return replace(shape, **_unlike_dense(config))
+def _parse(config: Config) -> ModelShape:
+    name = architecture(config)
+    if name in TEXT_OF_IMAGES:
+        shared = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        config, name = {**shared, **config["text_config"]}, TEXT_OF_IMAGES[name]
+    if name not in FAMILIES:
+        raise ValueError(
+            f"The configuration's architecture is {name}. Planned for are dense decoders, "
+            f"{', '.join(DENSE)}, with windows {', '.join(WINDOWED)}, of latent attention and "
+            f"experts {', '.join(LATENT)}, with states {', '.join(RECURRENT)}, and with images "
+            f"{', '.join(TEXT_OF_IMAGES)}; as drafts, {EAGLE3} and {DFLASH}, too."
+        )
+    tied = config.get("tie_word_embeddings", False)
+    return replace(dense(config, "vocab_size", tied=tied), **FAMILIES[name](config))
 
 
-def dense(config: Mapping[str, Any], vocab_size: int, *, tied: bool) -> ModelShape:
-    """Return the shape by the `REQUIRED` keys, with this vocabulary size and table tying."""
-    heads = config["num_attention_heads"]
+def dense(config: Config, vocab_key: str | None, *, tied: bool) -> ModelShape:
+    """Return the shape by the keys of a dense decoder, with the vocabulary of ``vocab_key``.
+
+    Without a ``vocab_key`` it has no LM head.
+    """
+    more = {"vocab_size": vocab_key} if vocab_key else {}
+    found = {"vocab_size": 0} | sizes_of(config, LAYERS | more)
+    heads = found["num_heads"]
     return ModelShape(
-        num_layers=config["num_hidden_layers"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_heads=heads,
+        **found,
         num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        vocab_size=vocab_size,
+        head_dim=config.get("head_dim") or found["hidden_size"] // heads,
         tied_embeddings=tied,
         weight_bytes=quantized_bytes(config.get("quantization_config")),
     )
 
 
-def _unlike_dense(config: Mapping[str, Any]) -> dict[str, Any]:
-    name = config["architectures"][0]
-    if name in blocks.WINDOWED:
-        return {"windows": blocks.windows_of(config)}
-    if name in blocks.RECURRENT:
-        return {"states": blocks.states_of(config)}
-    if name not in blocks.ARCHITECTURES:
-        return {}
-    return {"latents": blocks.latents_of(config), "experts": blocks.experts_of(config)}
-
-
-def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the text decoder's configuration of a class with images; others unchanged."""
-    name = architecture(config)
-    if name not in TEXT_OF_IMAGES:
-        return config
-    shared = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
-    return {**shared, **config["text_config"], "architectures": [TEXT_OF_IMAGES[name]]}
-
-
-def _refuse_unknown(config: Mapping[str, Any]) -> None:
-    name = architecture(config)
-    required = {
-        **dict.fromkeys(ARCHITECTURES, ()),
-        **dict.fromkeys(blocks.ARCHITECTURES, blocks.REQUIRED),
-        **dict.fromkeys(blocks.WINDOWED, ("sliding_window",)),
-        **dict.fromkeys(blocks.RECURRENT, blocks.RECURRENT_REQUIRED),
-    }
-    if name not in required:
-        raise ValueError(
-            f"The configuration's architecture is {name}. Planned for are dense decoders, "
-            f"{', '.join(ARCHITECTURES)}, with windows {', '.join(blocks.WINDOWED)}, of latent "
-            f"attention and experts {', '.join(blocks.ARCHITECTURES)}, with states "
-            f"{', '.join(blocks.RECURRENT)}, and with images {', '.join(TEXT_OF_IMAGES)}; "
-            f"as drafts, {EAGLE3} and {DFLASH}, too."
-        )
-    require_numbers(config, REQUIRED + required[name])
-    windowed = name in blocks.WINDOWED
-    if not windowed and config.get("sliding_window") and config.get("use_sliding_window", True):
-        raise ValueError(
-            f"The configuration limits attention to a window of {config['sliding_window']} "
-            "tokens. Only attention to the whole context is planned for."
-        )
-
-
-def require_numbers(config: Mapping[str, Any], keys: Iterable[str]) -> None:
-    """Raise ValueError unless all keys hold whole numbers."""
-    missing = [key for key in keys if not isinstance(config.get(key), int)]
-    if missing:
-        raise ValueError(f"The configuration says no whole number for {', '.join(missing)}.")
-
-
-def quantized_bytes(quantization: Mapping[str, Any] | None) -> float:
+def quantized_bytes(quantization: Config | None) -> float:
     """Return the bytes per layer weight, by the configuration's ``quantization_config``."""
     if quantization is None:
         return SIXTEEN_BIT

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_smc.tools.plan.cli import positive
+from sglang_smc.tools.commands import positive
 from sglang_smc.tools.testing import checks, connection, draft_checks, report
 from sglang_smc.tools.testing.connection import Pair
 from sglang_smc.tools.testing.prompts import PROMPTS, read_prompts

@@ -1,0 +1,116 @@
+"""Share what the command lines have in common: numbers, tables, progress and exit statuses."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import signal
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NoReturn
+
+from tqdm import tqdm
+
+
+class ScriptError(RuntimeError):
+    """An error that ends the command; the message gives the reason and the remedy."""
+
+
+def bar(**options: Any) -> tqdm:
+    """Return a progress bar, refreshed less often if each refresh becomes a line of a log."""
+    return tqdm(mininterval=0.2 if sys.stderr.isatty() else 10.0, **options)
+
+
+def main_of(
+    run: Callable[[], int | None],
+    interrupted: str = "",
+    *,
+    refused: tuple[type[Exception], ...] = (),
+    status: int = 2,
+) -> int:
+    """Call ``run``; return its exit status (0 for None), 1 for a ScriptError, or 130 for Ctrl-C.
+
+    Args:
+        interrupted: printed after Ctrl-C.
+        refused: errors of wrong arguments, printed with exit status ``status``.
+    """
+    try:
+        return run() or 0
+    except ScriptError as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 1
+    except refused as error:
+        print(f"error: {error}", file=sys.stderr)
+        return status
+    except KeyboardInterrupt:
+        print(f"\nInterrupted. {interrupted}", file=sys.stderr)
+        return 130
+
+
+def as_script(main: Callable[[], int]) -> NoReturn:
+    """Exit Python with the status of ``main``; SIGTERM and SIGHUP interrupt it as Ctrl-C does.
+
+    So these signals also stop the servers and engines.
+    """
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
+            signal.signal(number, interrupt)
+    sys.exit(main())
+
+
+def number(
+    kind: type, low: float = -math.inf, high: float = math.inf, *, is_open: bool = False
+) -> Callable[[str], Any]:
+    """Return a parser of finite numbers from ``low`` to ``high``, both excluded if ``is_open``."""
+
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"{text} is not finite")
+        inside = low < value < high if is_open else low <= value <= high
+        if inside:
+            return value
+        if high == math.inf:
+            raise argparse.ArgumentTypeError(
+                f"{text} is not {'above' if is_open else 'at least'} {low:g}"
+            )
+        raise argparse.ArgumentTypeError(f"{text} is not between {low:g} and {high:g}")
+
+    parse.__name__ = "number"  # as argparse names what it cannot parse
+    return parse
+
+
+positive = number(int, 1)
+natural = number(int, 0)
+
+
+def several(parse: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """Return a parser of values separated by commas."""
+
+    def parse_all(text: str) -> tuple[Any, ...]:
+        return tuple(parse(part) for part in text.split(","))
+
+    parse_all.__name__ = "list"
+    return parse_all
+
+
+def table(rows: Sequence[Mapping[str, str]], left: Collection[str], rule: bool = True) -> list[str]:
+    """Return lines: the rows' keys as headings, a ``rule``, and the rows.
+
+    Columns in ``left`` are left-aligned.
+    """
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
+    lines = [{name: name for name in widths}, *rows]
+    if rule:
+        lines.insert(1, {name: "-" * width for name, width in widths.items()})
+    return [
+        "  ".join(
+            line[name].ljust(width) if name in left else line[name].rjust(width)
+            for name, width in widths.items()
+        ).rstrip()
+        for line in lines
+    ]

@@ -1,1 +1,0 @@
-"""Show a running server in a terminal, a line for each replica and running request."""
