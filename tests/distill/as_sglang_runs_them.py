@@ -20,8 +20,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig
 
-from sglang_smc.tools.distill.checkpoints import load_dflash, load_eagle3
-from sglang_smc.tools.distill.head_config import DFLASH, read_settings
+from sglang_smc.tools.distill.checkpoints import DFLASH, load_dflash, load_eagle3, read_settings
 from sglang_smc.tools.distill.teacher import Lesson, Teacher, load_model
 from sglang_smc.tools.distill.texts import Text, collate
 from sglang_smc.upstream import IS_NEWER

@@ -8,9 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_smc.tools.distill.checkpoints import load_dflash, load_eagle3, new_dflash, new_eagle3
+from sglang_smc.tools.distill.checkpoints import (
+    kind_of,
+    load_dflash,
+    load_eagle3,
+    new_dflash,
+    new_eagle3,
+)
 from sglang_smc.tools.distill.drafts import Draft, load_draft
-from sglang_smc.tools.distill.head_config import kind_of
 from sglang_smc.tools.distill.teacher import Lesson, Teacher
 from sglang_smc.tools.distill.texts import Text, collate
 

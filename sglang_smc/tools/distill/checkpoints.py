@@ -13,72 +13,67 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load_file, save
 from torch import nn
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from sglang_smc.tools.distill.head_config import (
-    DFLASH,
-    EAGLE3,
-    LAYER_IDS,
-    check_hot,
-    check_width,
-    checked_layers,
-    rotary_of,
-    settings_of,
-    shape_of,
-    shared_settings,
-    sizes,
-    target_config,
-)
-from sglang_smc.tools.distill.heads import DFlash, Eagle3
+from sglang_smc.tools.distill.heads import DFlash, Eagle3, HeadShape
 
-Head = TypeVar("Head", Eagle3, DFlash)
+AnyHead = TypeVar("AnyHead", Eagle3, DFlash)
+EAGLE3, DFLASH = "LlamaForCausalLMEagle3", "DFlashDraftModel"
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 WEIGHTS = "model.safetensors"
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+#: Configuration keys of variants that these heads do not implement.
+UNSUPPORTED = {
+    EAGLE3: ("norm_before_fc", "fc_norm", "use_aux_norm", "norm_output", "bias", "attention_bias"),
+    DFLASH: (
+        *("conv_kernel_size", "selector_rank", "projector_type", "attention_sink_bias"),
+        *("attention_value_scale", "output_multiplier", "final_logit_softcapping"),
+        *("use_gemma_norm", "is_causal", "use_sliding_window", "attention_bias"),
+    ),
+}
 
 
 def new_eagle3(
     target: str | Path,
     folder: str | Path,
     *,
-    layer_ids: Sequence[int] | None = None,
-    num_heads: int | None = None,
-    num_kv_heads: int | None = None,
-    head_dim: int | None = None,
-    intermediate_size: int | None = None,
     hot_tokens: Sequence[int] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
     scale: float = 1.0,
+    **sizes: Any,
 ) -> Path:
     """Write an untrained EAGLE-3 head for a Llama-like target into ``folder``; return the folder.
 
     Args:
-        target: the target's folder. Sizes that are None default to the target's.
+        target: the target's folder.
         folder: created if it is missing.
-        layer_ids: of the target's layers that the head reads, ascending, 0 to its number
-            of layers - 2; None for an early, the middle and a late one.
-        num_heads, num_kv_heads, head_dim, intermediate_size: of the head's layer.
         hot_tokens: the target's ids of the tokens that the head can draft, ascending; None for all.
         dtype: of the weights.
         seed: of the weights.
         scale: of the weights: 1 keeps activations' size; more gives peaked distributions.
+        sizes: ``layer_ids``, of the target's layers that the head reads, ascending, 0 to its number
+            of layers - 2; None for an early, the middle and a late one. And ``num_heads``,
+            ``num_kv_heads``, ``head_dim``, ``intermediate_size``; None for the target's.
 
     Raises:
         ValueError: the folder has no configuration, or sizes are inconsistent.
     """
-    config = target_config(target)
+    config, hot = target_config(target), None
     if hot_tokens is not None:
-        check_hot(hot_tokens, config.vocab_size)
-    ids = checked_layers(layer_ids, config.num_hidden_layers)
-    own_sizes = sizes(config, 1, num_heads, num_kv_heads, head_dim, intermediate_size)
-    own = {
+        ids, most = list(hot_tokens), config.vocab_size - 1
+        if not ids or ids != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] <= most:
+            raise ValueError(f"hot_tokens must be ascending ids, 0 to {most}, one or more.")
+        hot = torch.tensor(ids)
+    layer_ids, settings = _new_settings(config, **sizes)
+    settings |= {
         "architectures": [EAGLE3],
         "model_type": "llama",
-        "draft_vocab_size": config.vocab_size if hot_tokens is None else len(hot_tokens),
-        "eagle_config": {LAYER_IDS: list(ids)},
+        "draft_vocab_size": config.vocab_size if hot is None else len(hot),
+        "eagle_config": {LAYER_IDS: list(layer_ids)},
     }
-    settings = {**shared_settings(config), **own_sizes, **own}
-    hot = None if hot_tokens is None else torch.tensor(list(hot_tokens))
-    head = Eagle3(shape_of(settings, ids), rotary_of(settings, folder), hot)
+    head = Eagle3(_shape(settings, layer_ids), _rotary(settings, folder), hot)
     return _written(head, settings, folder, dtype, seed, scale)
 
 
@@ -86,34 +81,27 @@ def new_dflash(
     target: str | Path,
     folder: str | Path,
     *,
-    layer_ids: Sequence[int] | None = None,
     num_layers: int = 1,
     block_size: int = 9,
     mask_token_id: int | None = None,
-    num_heads: int | None = None,
-    num_kv_heads: int | None = None,
-    head_dim: int | None = None,
-    intermediate_size: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
     scale: float = 1.0,
+    **sizes: Any,
 ) -> Path:
     """Write an untrained DFlash head for a Llama-like target into ``folder``; return the folder.
 
     Args:
-        target, folder, layer_ids, dtype, seed, scale: as in `new_eagle3`.
         num_layers: of the head.
         block_size: the last kept token and the drafted tokens behind it, 2 or more.
         mask_token_id: the input where a token is drafted; no text contains it; None for the
             target's padding token.
-        num_heads, num_kv_heads, head_dim, intermediate_size: of the head's layers; None: as the
-            target's.
+        target, folder, dtype, seed, scale, sizes: as in `new_eagle3`.
 
     Raises:
         ValueError: the folder has no configuration, or sizes are inconsistent.
     """
     config = target_config(target)
-    ids = checked_layers(layer_ids, config.num_hidden_layers)
     if block_size < 2:
         raise ValueError(f"block_size is {block_size}; allowed: 2 or more, one of them kept.")
     mask = config.pad_token_id if mask_token_id is None else mask_token_id
@@ -122,48 +110,41 @@ def new_dflash(
             f"mask_token_id is {mask}; allowed: 0 to {config.vocab_size - 1}. Give the id of a "
             "token that no text has; the target's configuration names no padding token."
         )
-    own_sizes = sizes(config, num_layers, num_heads, num_kv_heads, head_dim, intermediate_size)
-    own = {
+    layer_ids, settings = _new_settings(config, num_layers, **sizes)
+    settings |= {
         "architectures": [DFLASH],
         "model_type": "qwen3",
         "use_sliding_window": False,
         "layer_types": ["full_attention"] * num_layers,
         "block_size": block_size,
         "num_target_layers": config.num_hidden_layers,
-        "dflash_config": {"target_layer_ids": list(ids), "mask_token_id": mask},
+        "dflash_config": {"target_layer_ids": list(layer_ids), "mask_token_id": mask},
     }
-    settings = {**shared_settings(config), **own_sizes, **own}
-    head = DFlash(shape_of(settings, ids), rotary_of(settings, folder), mask, block_size)
+    head = DFlash(_shape(settings, layer_ids), _rotary(settings, folder), mask, block_size)
     return _written(head, settings, folder, dtype, seed, scale)
 
 
 def load_eagle3(folder: str | Path, target: str | Path) -> Eagle3:
     """Return an EAGLE-3 head in float32; raise ValueError unless it is one and fits this target."""
-    settings = settings_of(folder, EAGLE3)
-    config = target_config(target)
-    check_width(folder, settings, config)
+    settings, config = _settings_of(folder, EAGLE3, target)
     default = [1, config.num_hidden_layers // 2 - 1, config.num_hidden_layers - 4]
     ids = (settings.get("eagle_config") or {}).get(LAYER_IDS) or default
-    shape = shape_of(settings, checked_layers(ids, config.num_hidden_layers))
+    shape = _shape(settings, _layer_ids(ids, config.num_hidden_layers))
     tensors = _tensors(folder)
     shifts = tensors.get("d2t")  # [draft vocabulary]: the target's id less the head's own
     hot = None if shifts is None else shifts.long() + torch.arange(len(shifts))
-    return _filled(Eagle3(shape, rotary_of(settings, folder), hot), tensors, folder)
+    return _filled(Eagle3(shape, _rotary(settings, folder), hot), tensors, folder)
 
 
 def load_dflash(folder: str | Path, target: str | Path) -> DFlash:
     """Return a DFlash head in float32; raise ValueError unless it is one and fits this target."""
-    settings = settings_of(folder, DFLASH)
-    config = target_config(target)
-    check_width(folder, settings, config)
-    nested = settings.get("dflash_config") or {}
-    both = {**settings, **nested}
+    settings, config = _settings_of(folder, DFLASH, target)
+    both = {**settings, **(settings.get("dflash_config") or {})}
     for name in ("target_layer_ids", "mask_token_id", "block_size"):
         if both.get(name) is None:
             raise ValueError(f"{folder}: config.json has no {name}, which training has to know.")
-    ids = checked_layers(both["target_layer_ids"], config.num_hidden_layers)
-    shape = shape_of(settings, ids)
-    head = DFlash(shape, rotary_of(settings, folder), both["mask_token_id"], both["block_size"])
+    shape = _shape(settings, _layer_ids(both["target_layer_ids"], config.num_hidden_layers))
+    head = DFlash(shape, _rotary(settings, folder), both["mask_token_id"], both["block_size"])
     return _filled(head, _tensors(folder), folder)
 
 
@@ -207,13 +188,10 @@ def _tensors(folder: str | Path) -> dict[str, torch.Tensor]:
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} has no *.safetensors; convert its weights to that format.")
-    found: dict[str, torch.Tensor] = {}
-    for file in files:
-        found |= load_file(file)
-    return found
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def _filled(head: Head, tensors: Mapping[str, torch.Tensor], folder: str | Path) -> Head:
+def _filled(head: AnyHead, tensors: Mapping[str, torch.Tensor], folder: str | Path) -> AnyHead:
     """Return ``head`` with a checkpoint's weights; others, such as an embedding, are ignored."""
     plain = {name.removeprefix("model."): weight for name, weight in tensors.items()}
     if isinstance(head, Eagle3):
@@ -225,3 +203,144 @@ def _filled(head: Head, tensors: Mapping[str, torch.Tensor], folder: str | Path)
             raise ValueError(f"{folder}: {name} {had}; wanted: {list(weight.shape)}.")
         weight.data.copy_(found)
     return head
+
+
+# --- Configurations
+
+
+def target_config(folder: str | Path) -> Any:
+    """Return the language model's part of a target's configuration.
+
+    Raises:
+        ValueError: ``folder`` has no configuration that transformers can read.
+    """
+    try:
+        return AutoConfig.from_pretrained(str(folder)).get_text_config()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{folder} holds no model that transformers can read: {error}. Give the folder of a "
+            "checkpoint with its config.json."
+        ) from error
+
+
+def read_settings(folder: str | Path) -> dict[str, Any]:
+    """Return a checkpoint's config.json; raise ValueError if there is none."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no config.json; give the folder of a checkpoint.")
+    return json.loads(path.read_text())
+
+
+def kind_of(folder: str | Path) -> str:
+    """Return ``eagle3``, ``dflash``, or ``model`` for any other checkpoint."""
+    names = read_settings(folder).get("architectures") or [""]
+    return {EAGLE3: "eagle3", DFLASH: "dflash"}.get(names[0], "model")
+
+
+def _new_settings(
+    config: Any,
+    num_layers: int = 1,
+    *,
+    layer_ids: Sequence[int] | None = None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    intermediate_size: int | None = None,
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Return the layers that a new head reads, and its settings, both kinds' alike."""
+    heads, rope = num_heads or config.num_attention_heads, config.rope_parameters
+    sizes = {
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": num_kv_heads or min(heads, config.num_key_value_heads),
+        "head_dim": head_dim or config.head_dim or config.hidden_size // config.num_attention_heads,
+        "intermediate_size": intermediate_size or config.intermediate_size,
+    }
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}; allowed: 1 or more.")
+    if heads % sizes["num_key_value_heads"]:
+        raise ValueError(
+            f"{heads} heads cannot share {sizes['num_key_value_heads']} heads of keys and values; "
+            "give a number that divides them."
+        )
+    of_target = ("vocab_size", "hidden_size", "rms_norm_eps", "max_position_embeddings")
+    of_target += ("bos_token_id", "eos_token_id", "pad_token_id")
+    return _layer_ids(layer_ids, config.num_hidden_layers), {
+        **{name: getattr(config, name) for name in of_target},
+        "hidden_act": "silu",
+        "rope_parameters": dict(rope),
+        "rope_theta": rope["rope_theta"],
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        **sizes,
+    }
+
+
+def _layer_ids(layer_ids: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
+    """Return the layers to capture hidden states of, ascending; None for a default choice."""
+    if layer_ids is None:
+        wanted = {0, (num_layers - 1) // 2, num_layers - 2}
+        return tuple(sorted(wanted & set(range(num_layers - 1))))
+    ids = tuple(layer_ids)
+    allowed = f"allowed: 0 to {num_layers - 2} (the last layer's output cannot be had), ascending"
+    if not ids or list(ids) != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] <= num_layers - 2:
+        raise ValueError(f"layer ids are {list(ids)}; {allowed}.")
+    return ids
+
+
+def _settings_of(
+    folder: str | Path, architecture: str, target: str | Path
+) -> tuple[dict[str, Any], Any]:
+    """Return the config.json of a head and its target's; raise ValueError if they do not fit."""
+    settings = read_settings(folder)
+    found = settings.get("architectures")
+    if found != [architecture]:
+        raise ValueError(f"{folder} is {found}; this kind of draft is [{architecture!r}].")
+    flat = {**settings, **(settings.get("eagle_config") or {})}
+    flat |= settings.get("dflash_config") or {}
+    given = [name for name in UNSUPPORTED[architecture] if flat.get(name) not in (None, False, 0)]
+    if set(settings.get("layer_types") or ()) - {"full_attention"}:
+        given.append("layer_types")
+    if settings.get("hidden_act", "silu") != "silu":
+        given.append("hidden_act")
+    if architecture == EAGLE3 and settings["num_hidden_layers"] != 1:
+        given.append("num_hidden_layers")
+    if given:
+        raise ValueError(
+            f"{folder} sets {', '.join(given)} in config.json, which this program does not "
+            "compute; train such a head with the program that made it."
+        )
+    config = target_config(target)
+    for name in ("vocab_size", "hidden_size"):
+        ours, theirs = settings[name], getattr(config, name)
+        if ours != theirs:
+            raise ValueError(
+                f"{folder}: {name} is {ours}, and {theirs} in the target, whose states and "
+                "embedding it reads. Give a head that was made for this target."
+            )
+    return settings, config
+
+
+def _shape(settings: Mapping[str, Any], layer_ids: tuple[int, ...]) -> HeadShape:
+    heads = settings["num_attention_heads"]
+    return HeadShape(
+        vocab_size=settings["vocab_size"],
+        hidden_size=settings["hidden_size"],
+        num_layers=settings["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=settings.get("num_key_value_heads") or heads,
+        head_dim=settings.get("head_dim") or settings["hidden_size"] // heads,
+        intermediate_size=settings["intermediate_size"],
+        rms_norm_eps=settings["rms_norm_eps"],
+        layer_ids=layer_ids,
+    )
+
+
+def _rotary(settings: Mapping[str, Any], folder: str | Path) -> LlamaRotaryEmbedding:
+    """Return the rotary embedding that transformers computes for this configuration."""
+    config: Any = AutoConfig.for_model(**settings)
+    try:
+        return LlamaRotaryEmbedding(config)
+    except KeyError as error:
+        raise ValueError(f"{folder}: rotary embedding {error} is not known.") from error

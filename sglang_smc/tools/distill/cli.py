@@ -1,48 +1,47 @@
-"""Parse the command line of ``python -m sglang_smc.tools.distill`` and train a draft."""
+"""Implement ``python -m sglang_smc.tools.distill``: sample texts, train, measure, write."""
 
 from __future__ import annotations
 
 import argparse
-import sys
+import json
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
-from transformers import logging
+import transformers
 
-from sglang_smc.tools.commands import positive
-from sglang_smc.tools.distill.job import NEW, REPORT, Job, run
+from sglang_smc.tools.commands import main_of, number, positive, several, table
+from sglang_smc.tools.distill.checkpoints import new_dflash, new_eagle3
+from sglang_smc.tools.distill.drafts import Draft, begin_as_target, load_draft
 from sglang_smc.tools.distill.losses import LOSSES
-from sglang_smc.tools.distill.train import Course
+from sglang_smc.tools.distill.teacher import (
+    Sampling,
+    Teacher,
+    load_model,
+    load_tokenizer,
+    sample_answers,
+)
+from sglang_smc.tools.distill.texts import Text, read_prompts, read_texts, write_texts
+from sglang_smc.tools.distill.train import Course, products_of, train
+from sglang_smc.tools.distill.validate import Worth, validate
 
+REPORT = "distill.json"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-SIZES = {
-    "eagle3": ("layer_ids", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"),
-    "dflash": (
-        "layer_ids",
-        "num_layers",
-        "block_size",
-        "mask_token_id",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "intermediate_size",
-    ),
-}
+NEW = {"eagle3": new_eagle3, "dflash": new_dflash}
+_BOTH = ("layer_ids", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
+#: Size options of a new head, by its kind.
+SIZES = {"eagle3": _BOTH, "dflash": (*_BOTH, "num_layers", "block_size", "mask_token_id")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train a draft; return 0, or 2 with an error on stderr for invalid arguments."""
     arguments = parser().parse_args(argv)
-    logging.disable_progress_bar()
-    try:
-        report = run(job_of(arguments))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(as_text(report, arguments.out))
-    return 0
+    transformers.logging.disable_progress_bar()
+    return main_of(lambda: print(as_text(run(arguments), arguments.out)), refused=(ValueError,))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,144 +49,206 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m sglang_smc.tools.distill",
         description="Train a draft, or a head that drafts, on the target's own samples.",
     )
-    result.add_argument("--target", type=Path, required=True, help="the target's folder")
-    result.add_argument("--out", type=Path, required=True, help="where the checkpoint is written")
-    _add_draft(result)
-    _add_texts(result)
-    _add_course(result)
+    add, above_0 = result.add_argument, number(float, 0, is_open=True)
+    add("--target", type=Path, required=True, help="the target's folder")
+    add("--out", type=Path, required=True, help="where the checkpoint is written")
+    begun = result.add_mutually_exclusive_group(required=True)
+    kinds = "go on from this: a model, an EAGLE-3 head or a DFlash head"
+    begun.add_argument("--draft", type=Path, help=kinds)
+    begun.add_argument("--new", choices=tuple(NEW), help="begin a head of this kind")
+    layers = "new heads: layers of the target, from 0, that it reads; default: an early, the "
+    add("--layer-ids", type=several(int), metavar="I,J", help=f"{layers}middle and a late one")
+    add("--num-layers", type=positive, help="new DFlash heads; default 1")
+    add("--block-size", type=positive, help="new DFlash heads: a token and its drafts; default 9")
+    add("--mask-token-id", type=int, help="new DFlash heads; default: the padding token's")
+    for name in ("num-heads", "num-kv-heads", "head-dim", "intermediate-size"):
+        add(f"--{name}", type=positive, help="new heads; default: as the target's")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of the checkpoint")
+    prompts = ".jsonl with prompt or messages on each line; or a prompt a line"
+    add("--prompts", type=Path, help=prompts)
+    texts = "keep the samples here; where it is, they are read, not sampled"
+    add("--texts", type=Path, help=texts)
+    add("--answers", type=positive, default=1, help="of each prompt; default 1")
+    add("--max-new-tokens", type=positive, default=512, help="default 512")
+    add("--held-out", type=positive, default=200, help="texts that only measure; default 200")
+    add("--temperature", type=above_0, default=1.0, help="of samples and laws; default 1.0")
+    add("--loss", choices=tuple(LOSSES), default="forward-kl", help="default forward-kl")
+    particles = "N of the drafts that are measured; default 8"
+    add("--particles", type=positive, default=8, help=particles)
+    add("--steps", type=positive, default=1000, help="default 1000")
+    add("--batch", type=positive, default=32, help="texts a step; default 32")
+    add("--anchors", type=positive, default=16, help="heads: blocks a text and step; default 16")
+    add("--depth", type=positive, default=8, help="tokens a block: K; default 8")
+    decay = "heads: a column's weight, of the one before it"
+    add("--decay", type=_weight, default=1.0, help=decay)
+    add("--learning-rate", type=above_0, default=1e-3, help="the peak; default 0.001")
+    add("--seed", type=int, default=0)
+    cpu = torch.device("cpu")
+    add("--device", type=torch.device, default=cpu, help="cpu, cuda, cuda:1 ...")
     return result
 
 
-def _add_draft(result: argparse.ArgumentParser) -> None:
-    begun = result.add_mutually_exclusive_group(required=True)
-    begun.add_argument(
-        "--draft", type=Path, help="go on from this: a model, an EAGLE-3 head or a DFlash head"
-    )
-    begun.add_argument("--new", choices=tuple(NEW), help="begin a head of this kind")
-    result.add_argument(
-        "--layer-ids",
-        type=naturals,
-        metavar="I,J",
-        help="new heads: layers of the target, from 0, that it reads; default: an early, the "
-        "middle and a late one",
-    )
-    result.add_argument("--num-layers", type=positive, help="new DFlash heads; default 1")
-    result.add_argument(
-        "--block-size", type=positive, help="new DFlash heads: a token and its drafts; default 9"
-    )
-    result.add_argument(
-        "--mask-token-id", type=int, help="new DFlash heads; default: the padding token's"
-    )
-    for name in ("num-heads", "num-kv-heads", "head-dim", "intermediate-size"):
-        result.add_argument(f"--{name}", type=positive, help="new heads; default: as the target's")
-    result.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the checkpoint")
+def _weight(text: str) -> float:
+    """Parse a number above 0 and at most 1."""
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0, up to 1")
+    return value
 
 
-def _add_texts(result: argparse.ArgumentParser) -> None:
-    result.add_argument(
-        "--prompts",
-        type=Path,
-        help=".jsonl with prompt or messages on each line; or a prompt a line",
-    )
-    result.add_argument(
-        "--texts", type=Path, help="keep the samples here; where it is, they are read, not sampled"
-    )
-    result.add_argument("--answers", type=positive, default=1, help="of each prompt; default 1")
-    result.add_argument("--max-new-tokens", type=positive, default=512, help="default 512")
-    result.add_argument(
-        "--held-out", type=positive, default=200, help="texts that only measure; default 200"
-    )
-    result.add_argument(
-        "--temperature", type=temperature, default=1.0, help="of samples and laws; default 1.0"
-    )
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run the distillation; return the report that is written beside the checkpoint.
+
+    Raises:
+        ValueError: files or settings are missing or inconsistent.
+    """
+    torch.manual_seed(arguments.seed)
+    sizes = _sizes(arguments)
+    products = products_of(arguments.device)
+    stored = "auto" if products == torch.bfloat16 else products
+    model = load_model(arguments.target, stored, arguments.device)
+    teacher = Teacher(model, arguments.temperature)
+    draft = _begin(arguments, sizes, teacher)
+    course = _course(arguments, draft)
+    learned, held_out = _split(_texts(arguments, teacher), arguments.held_out)
+    before = _measure(arguments, draft, teacher, held_out)
+    began = time.monotonic()
+    steps = train(draft, teacher, learned, LOSSES[arguments.loss], course)
+    seconds = time.monotonic() - began
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    draft.save(arguments.out, DTYPES[arguments.dtype])
+    # Measure the checkpoint as written, rounded to its dtype.
+    written = load_draft(arguments.out, arguments.target, arguments.device)
+    after = _measure(arguments, written, teacher, held_out)
+    report = {
+        "loss": arguments.loss,
+        "particles": arguments.particles,
+        "temperature": arguments.temperature,
+        "course": msgspec.to_builtins(course),
+        "texts": len(learned),
+        "answer_tokens": sum(len(text.ids) - text.prompt for text in learned),
+        "parameters": sum(weight.numel() for weight in draft.module.parameters()),
+        "training_seconds": round(seconds, 1),
+        "threads": torch.get_num_threads(),
+        "products": str(products).removeprefix("torch."),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "loss_last_50_steps": sum(steps[-50:]) / len(steps[-50:]),
+        "before": _rounded(before),
+        "after": _rounded(after),
+    }
+    (arguments.out / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+    return report
 
 
-def _add_course(result: argparse.ArgumentParser) -> None:
-    result.add_argument(
-        "--loss", choices=tuple(LOSSES), default="forward-kl", help="default forward-kl"
-    )
-    result.add_argument(
-        "--particles", type=positive, default=8, help="N of the drafts that are measured; default 8"
-    )
-    result.add_argument("--steps", type=positive, default=1000, help="default 1000")
-    result.add_argument("--batch", type=positive, default=32, help="texts a step; default 32")
-    result.add_argument(
-        "--anchors", type=positive, default=16, help="heads: blocks a text and step; default 16"
-    )
-    result.add_argument("--depth", type=positive, default=8, help="tokens a block: K; default 8")
-    result.add_argument(
-        "--decay", type=weight, default=1.0, help="heads: a column's weight, of the one before it"
-    )
-    result.add_argument(
-        "--learning-rate", type=temperature, default=1e-3, help="the peak; default 0.001"
-    )
-    result.add_argument("--seed", type=int, default=0)
-    result.add_argument(
-        "--device", type=torch.device, default=torch.device("cpu"), help="cpu, cuda, cuda:1 ..."
-    )
+def _rounded(worth: Worth) -> dict[str, Any]:
+    """Return the measurements rounded to 4 digits: standard errors are larger."""
+    texts = json.dumps(worth._asdict())
+    return json.loads(texts, parse_float=lambda text: round(float(text), 4))
 
 
-def job_of(arguments: argparse.Namespace) -> Job:
-    """Return the job; raise ValueError for a size option that does not apply to the draft."""
-    given = vars(arguments)
-    course = Course(**{name: given[name] for name in Course.__struct_fields__})
-    own = {"sizes": _sizes(given), "course": course, "dtype": DTYPES[arguments.dtype]}
-    rest = {name: given[name] for name in Job.__struct_fields__ if name not in own}
-    return Job(**rest, **own)
-
-
-def _sizes(given: dict[str, Any]) -> dict[str, Any]:
-    every = {name: given[name] for names in SIZES.values() for name in names}
-    found = {name: value for name, value in every.items() if value is not None}
-    known = SIZES.get(given["new"] or "", ())
+def _sizes(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the sizes of a new head that are given; raise ValueError for one it does not have."""
+    given = {name: getattr(arguments, name) for name in SIZES["dflash"]}
+    found = {name: value for name, value in given.items() if value is not None}
+    new = arguments.new
     for name in found:
-        if name not in known:
-            where = f"--new {given['new']}" if given["new"] else "--draft, whose sizes are settled"
+        if name not in SIZES.get(new or "", ()):
+            where = f"--new {new}" if new else "--draft, whose sizes are settled"
             raise ValueError(f"--{name.replace('_', '-')} does not go with {where}; leave it out.")
     return found
 
 
+def _begin(arguments: argparse.Namespace, sizes: dict[str, Any], teacher: Teacher) -> Draft:
+    target, device = arguments.target, arguments.device
+    if arguments.draft is not None:
+        return load_draft(arguments.draft, target, device)
+    with tempfile.TemporaryDirectory() as folder:
+        NEW[arguments.new](target, folder, dtype=torch.float32, seed=arguments.seed, **sizes)
+        draft = load_draft(Path(folder), target, device)
+    begin_as_target(draft, teacher)
+    return draft
+
+
+def _course(arguments: argparse.Namespace, draft: Draft) -> Course:
+    """Return the course for this draft; a draft model trains at depth 1.
+
+    Its logits at a position are the same at any depth.
+
+    Raises:
+        ValueError: the depth exceeds the block.
+    """
+    course = Course(**{name: getattr(arguments, name) for name in Course.__struct_fields__})
+    if not draft.layer_ids:
+        return msgspec.structs.replace(course, depth=1)
+    if draft.longest is not None and course.depth > draft.longest:
+        raise ValueError(
+            f"--depth is {course.depth}; allowed: 1 to {draft.longest}, the block less its first "
+            "token. Lower it, or begin a head with a larger --block-size."
+        )
+    return course
+
+
+def _texts(arguments: argparse.Namespace, teacher: Teacher) -> list[Text]:
+    """Return the texts: read if the file exists, else sampled, and written if a file is given."""
+    path, temperature = arguments.texts, arguments.temperature
+    if path is not None and path.is_file():
+        return read_texts(path, temperature)
+    if arguments.prompts is None:
+        raise ValueError("give --prompts, or --texts with a file that an earlier run wrote.")
+    prompts = read_prompts(arguments.prompts, load_tokenizer(arguments.target))
+    rng = torch.Generator(arguments.device).manual_seed(arguments.seed)
+    wanted = [prompt for prompt in prompts for _ in range(arguments.answers)]
+    ends = teacher.model.generation_config.eos_token_id  # one, several or None
+    ends = frozenset([ends] if isinstance(ends, int) else ends or ())
+    settings = Sampling(temperature, arguments.max_new_tokens, 8 * arguments.batch, ends)
+    texts = sample_answers(teacher.model, wanted, settings, rng)
+    if path is not None:
+        write_texts(path, texts, temperature)
+    return texts
+
+
+def _split(texts: list[Text], held_out: int) -> tuple[list[Text], list[Text]]:
+    """Split off the last texts as held out, together with all answers to their prompts."""
+    if not 1 <= held_out < len(texts):
+        raise ValueError(
+            f"--held-out is {held_out}, of {len(texts)} texts; allowed: 1 to {len(texts) - 1}."
+        )
+    prompts = [text.ids[: text.prompt] for text in texts]
+    at = len(texts) - held_out
+    while at > 1 and prompts[at - 1] == prompts[at]:
+        at -= 1
+    return texts[:at], texts[at:]
+
+
+def _measure(
+    arguments: argparse.Namespace, draft: Draft, teacher: Teacher, texts: list[Text]
+) -> Worth:
+    names = ("depth", "anchors", "batch", "particles")
+    return validate(draft, teacher, texts, **{name: getattr(arguments, name) for name in names})
+
+
 def as_text(report: dict[str, Any], out: Path) -> str:
     """Return the metrics before and after training as a text table."""
-    lines = [f"{'':34}{'before':>10}{'after':>10}"]
-    pairs = {
+    metrics = {
         "accepted of a block, N = 1": "accepted",
         "KL(p || q), nats": "forward_kl",
         "log E_q[(p / q)^2], nats": "chi2",
         "rejection, one draft": "rejection",
         f"rejection, {report['particles']} drafts, at best": "rejection_of_all",
     }
-    for words, name in pairs.items():
-        values = [_mean(report[when][name]) for when in ("before", "after")]
-        lines.append(f"{words:34}{values[0]:>10.4f}{values[1]:>10.4f}")
+    rows = [
+        {"": words, **{when: _mean(report[when][name]) for when in ("before", "after")}}
+        for words, name in metrics.items()
+    ]
     after = report["after"]
-    lines.append(
-        f"{after['blocks']} blocks of {after['texts']} held-out texts; means over columns,"
+    return "\n".join(
+        [
+            *table(rows, [""], rule=False),
+            f"{after['blocks']} blocks of {after['texts']} held-out texts; means over columns,",
+            f"and by column in {out / REPORT}",
+        ]
     )
-    lines.append(f"and by column in {out / REPORT}")
-    return "\n".join(lines)
 
 
-def _mean(value: float | list[float]) -> float:
-    return sum(value) / len(value) if isinstance(value, list) else value
-
-
-def naturals(text: str) -> tuple[int, ...]:
-    """Parse whole numbers separated by commas; the head validates their range."""
-    return tuple(int(part) for part in text.split(","))
-
-
-def temperature(text: str) -> float:
-    """Parse a finite number above 0."""
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
-
-
-def weight(text: str) -> float:
-    """Parse a number above 0 and at most 1."""
-    value = temperature(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"{text} is above 1")
-    return value
+def _mean(value: float | list[float]) -> str:
+    return f"{sum(value) / len(value) if isinstance(value, list) else value:.4f}"

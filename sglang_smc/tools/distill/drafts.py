@@ -1,42 +1,28 @@
-"""Compute the logits of the three kinds of drafts for training."""
+"""Compute the logits of the three kinds of drafts for training, beside the target's."""
 
 from __future__ import annotations
 
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from sglang_smc.tools.distill import checkpoints
-from sglang_smc.tools.distill.head_config import kind_of, read_settings
-from sglang_smc.tools.distill.heads import DFlash, Eagle3
-from sglang_smc.tools.distill.layers import at_columns
+from sglang_smc.tools.distill.checkpoints import kind_of, read_settings
+from sglang_smc.tools.distill.heads import Eagle3, at_columns
 from sglang_smc.tools.distill.teacher import Lesson, Teacher, load_model, load_tokenizer
 
 
-class Draft(Protocol):
-    """A trainable draft."""
+class Draft:
+    """A trainable draft: here a causal language model, loaded from ``folder``."""
 
-    @property
-    def module(self) -> Any:
-        """Return the trained `torch.nn.Module`, in float32."""
-        ...
+    layer_ids: tuple[int, ...] = ()  # of the target, whose hidden states the draft reads
+    hot: torch.Tensor | None = None  # [draft vocabulary]: the target's ids; None if it drafts all
+    longest: int | None = None  # tokens that it can draft behind an anchor; None for any number
 
-    @property
-    def layer_ids(self) -> tuple[int, ...]:
-        """Return the target's layers that the draft reads hidden states of."""
-        ...
-
-    @property
-    def hot(self) -> torch.Tensor | None:
-        """Return the target's ids of its tokens, ``[draft vocabulary]``; None if it drafts all."""
-        ...
-
-    @property
-    def longest(self) -> int | None:
-        """Return how many tokens it can draft behind an anchor; None for any number."""
-        ...
+    def __init__(self, module: Any, folder: Path) -> None:
+        self.module, self.folder = module, folder  # the module in float32
 
     def logits(
         self, teacher: Teacher, lesson: Lesson, anchors: torch.Tensor, depth: int
@@ -49,89 +35,38 @@ class Draft(Protocol):
             anchors: ``[B, A]`` int64, positions of the last kept tokens, from 1 on.
             depth: 1 or more.
         """
-        ...
-
-    def save(self, folder: Path, dtype: torch.dtype) -> None:
-        """Write a checkpoint that SGLang loads."""
-        ...
-
-
-class ModelDraft(NamedTuple):
-    """A causal language model, loaded from ``folder``."""
-
-    module: Any
-    folder: Path
-    layer_ids: tuple[int, ...] = ()
-    hot: torch.Tensor | None = None
-    longest: int | None = None
-
-    def logits(
-        self, teacher: Teacher, lesson: Lesson, anchors: torch.Tensor, depth: int
-    ) -> torch.Tensor:
-        """Return the logits, see `Draft.logits`."""
         found = self.module(input_ids=lesson.batch.ids, use_cache=False).logits
         return behind(found, anchors, depth)
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
-        """Write the model and its tokenizer, see `Draft.save`."""
+        """Write a checkpoint that SGLang loads."""
         # Copy the model as a whole, so that tied weights stay tied.
         deepcopy(self.module).to(dtype).save_pretrained(folder)
         load_tokenizer(self.folder).save_pretrained(folder)
 
 
-class Eagle3Draft(NamedTuple):
-    """An EAGLE-3 head."""
+class HeadDraft(Draft):
+    """An EAGLE-3 or DFlash head."""
 
-    module: Eagle3
-    settings: dict[str, Any]
-    longest: int | None = None
-
-    @property
-    def layer_ids(self) -> tuple[int, ...]:
-        """Return the target's layers that the head reads."""
-        return self.module.shape.layer_ids
-
-    @property
-    def hot(self) -> torch.Tensor | None:
-        """Return the target's ids of the head's tokens; None if it drafts all."""
-        hot = self.module.hot
-        return hot if len(hot) < self.module.shape.vocab_size else None
+    def __init__(self, module: Any, folder: Path) -> None:
+        super().__init__(module, folder)
+        self.settings = read_settings(folder)
+        self.layer_ids = module.shape.layer_ids
+        if not isinstance(module, Eagle3):
+            self.longest = module.block_size - 1
+        elif len(module.hot) < module.shape.vocab_size:
+            self.hot = module.hot
 
     def logits(
         self, teacher: Teacher, lesson: Lesson, anchors: torch.Tensor, depth: int
     ) -> torch.Tensor:
         """Return the logits, see `Draft.logits`."""
-        return self.module(teacher.embed(lesson.batch.ids), lesson.features, anchors, depth)
-
-    def save(self, folder: Path, dtype: torch.dtype) -> None:
-        """Write the head, see `Draft.save`."""
-        checkpoints.save_head(self.module, self.settings, folder, dtype)
-
-
-class DFlashDraft(NamedTuple):
-    """A DFlash head."""
-
-    module: DFlash
-    settings: dict[str, Any]
-    hot: torch.Tensor | None = None
-
-    @property
-    def layer_ids(self) -> tuple[int, ...]:
-        """Return the target's layers that the head reads."""
-        return self.module.shape.layer_ids
-
-    @property
-    def longest(self) -> int | None:
-        """Return the block's number of drafted tokens."""
-        return self.module.block_size - 1
-
-    def logits(
-        self, teacher: Teacher, lesson: Lesson, anchors: torch.Tensor, depth: int
-    ) -> torch.Tensor:
-        """Return the logits of the block's first ``depth`` tokens, see `Draft.logits`."""
-        token = teacher.embed(lesson.batch.ids.gather(1, anchors))
+        ids = lesson.batch.ids
+        if isinstance(self.module, Eagle3):
+            return self.module(teacher.embed(ids), lesson.features, anchors, depth)
         mask = teacher.embed(anchors.new_full((), self.module.mask_token_id))
-        states = self.module(token, mask, lesson.features, anchors)
+        tokens = teacher.embed(ids.gather(1, anchors))
+        states = self.module(tokens, mask, lesson.features, anchors)
         return teacher.head(states[:, :, :depth])
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
@@ -146,14 +81,12 @@ def load_draft(folder: Path, target: Path, device: torch.device) -> Draft:
         ValueError: ``folder`` has no draft, or one that does not fit this target.
     """
     kind = kind_of(folder)
-    settings = read_settings(folder)
-    if kind == "eagle3":
-        return Eagle3Draft(checkpoints.load_eagle3(folder, target).to(device), settings)
-    if kind == "dflash":
-        return DFlashDraft(checkpoints.load_dflash(folder, target).to(device), settings)
+    if kind != "model":
+        load = checkpoints.load_eagle3 if kind == "eagle3" else checkpoints.load_dflash
+        return HeadDraft(load(folder, target).to(device), folder)
     model = load_model(folder, torch.float32, device)
     check_vocabulary(folder, target)
-    return ModelDraft(model, folder)
+    return Draft(model, folder)
 
 
 @torch.no_grad()
@@ -176,9 +109,8 @@ def begin_as_target(draft: Draft, teacher: Teacher) -> None:
 
 def check_vocabulary(draft: Path, target: Path) -> None:
     """Raise ValueError unless a draft model has the target's vocabulary."""
-    theirs, ours = read_settings(target), read_settings(draft)
-    sizes = ours.get("vocab_size"), theirs.get("vocab_size")
-    words = load_tokenizer(draft).get_vocab(), load_tokenizer(target).get_vocab()
+    sizes = [read_settings(folder).get("vocab_size") for folder in (draft, target)]
+    words = [load_tokenizer(folder).get_vocab() for folder in (draft, target)]
     if sizes[0] != sizes[1] or words[0] != words[1]:
         differing = len(words[0].items() ^ words[1].items())
         raise ValueError(
@@ -203,6 +135,20 @@ class Blocks(NamedTuple):
     tokens: torch.Tensor  # [B, A, depth] int64, drawn from p
     counted: torch.Tensor  # [B, A, depth] bool: the token belongs to the answer
 
+    def on_hot(self, hot: torch.Tensor | None) -> Blocks:
+        """Return blocks for training: p restricted to the tokens ``hot`` of q, renormalized."""
+        if hot is None:
+            return self
+        return self._replace(log_p=self.log_p[..., hot].log_softmax(-1))
+
+    def on_all(self, hot: torch.Tensor | None) -> Blocks:
+        """Return blocks for measuring: q extended to all tokens."""
+        if hot is None:
+            return self
+        log_q = torch.full_like(self.log_p, float("-inf"))
+        log_q[..., hot] = self.log_q
+        return self._replace(log_q=log_q)
+
 
 def compare(
     draft: Draft, teacher: Teacher, lesson: Lesson, anchors: torch.Tensor, depth: int
@@ -211,25 +157,10 @@ def compare(
     batch = lesson.batch
     logits = draft.logits(teacher, lesson, anchors, depth)
     log_q = (logits.float() / teacher.temperature).log_softmax(-1)
-    columns = anchors.unsqueeze(2) + torch.arange(depth, device=anchors.device)
+    following = anchors.unsqueeze(2) + torch.arange(1, depth + 1, device=anchors.device)
     last = batch.ids.shape[1] - 1
-    tokens = batch.ids.gather(1, (columns + 1).clamp_max(last).flatten(1)).view_as(columns)
-    inside = columns + 1 < batch.lengths[:, None, None]
-    counted = inside & (columns + 1 >= batch.prompts[:, None, None])
+    tokens = batch.ids.gather(1, following.clamp_max(last).flatten(1)).view_as(following)
+    counted = (following < batch.lengths[:, None, None]) & (
+        following >= batch.prompts[:, None, None]
+    )
     return Blocks(behind(lesson.log_p, anchors, depth), log_q, tokens, counted)
-
-
-def of_hot(blocks: Blocks, hot: torch.Tensor | None) -> Blocks:
-    """Return blocks for training: p restricted to the tokens ``hot`` of q, renormalized."""
-    if hot is None:
-        return blocks
-    return blocks._replace(log_p=blocks.log_p[..., hot].log_softmax(-1))
-
-
-def of_all(blocks: Blocks, hot: torch.Tensor | None) -> Blocks:
-    """Return blocks for measuring: q extended to all tokens."""
-    if hot is None:
-        return blocks
-    log_q = torch.full_like(blocks.log_p, float("-inf"))
-    log_q[..., hot] = blocks.log_q
-    return blocks._replace(log_q=log_q)

@@ -16,38 +16,100 @@ distributions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
+import msgspec
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from sglang_smc.tools.distill.layers import (
-    HeadShape,
-    KeysValues,
-    Mlp,
-    Projections,
-    Turns,
-    at_columns,
-    attend,
-)
+
+class HeadShape(msgspec.Struct, frozen=True):
+    """Sizes of a head, and the target's layers that it reads hidden states of."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    layer_ids: tuple[int, ...]
+
+    def norm(self) -> nn.RMSNorm:
+        return nn.RMSNorm(self.hidden_size, self.rms_norm_eps)
 
 
-class Midlayer(nn.Module):
-    """EAGLE-3's decoder layer; its attention reads token and state side by side."""
+class Rotation(NamedTuple):
+    """Rotary embedding of some positions: ``[B, T, head_dim]`` each."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def of(self, heads: torch.Tensor) -> torch.Tensor:
+        """Rotate queries or keys ``[B, H, T, head_dim]``."""
+        first, second = heads.chunk(2, -1)
+        other = torch.cat([-second, first], -1)
+        return heads * self.cos.unsqueeze(1) + other * self.sin.unsqueeze(1)
+
+
+class KeysValues(NamedTuple):
+    """Keys and values of attention: ``[B, kv heads, ..., head_dim]`` each."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class Mlp(nn.Module):
+    """Llama's gated MLP, with silu."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.hidden_norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = Projections(shape, 2 * shape.hidden_size, norms=False)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.mlp = Mlp(shape)
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
-    def read(self, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Return the attention input ``[B, T, 2 D]`` from tokens and states ``[B, T, D]``."""
-        return torch.cat([self.input_layernorm(embedded), self.hidden_norm(states)], -1)
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class Projections(nn.Module):
+    """Four projection matrices of an attention, with query and key norms if the head has them."""
+
+    def __init__(self, shape: HeadShape, read_size: int, norms: bool) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.q_proj = nn.Linear(read_size, shape.num_heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(read_size, shape.num_kv_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(read_size, shape.num_kv_heads * shape.head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, shape.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(shape.head_dim, shape.rms_norm_eps) if norms else nn.Identity()
+        self.k_norm = nn.RMSNorm(shape.head_dim, shape.rms_norm_eps) if norms else nn.Identity()
+
+    def queries(self, read: torch.Tensor, at: Rotation) -> torch.Tensor:
+        """Return the queries ``[B, heads, T, head_dim]`` of ``read`` ``[B, T, read size]``."""
+        return at.of(self.q_norm(self._by_head(self.q_proj(read))))
+
+    def keys_values(self, read: torch.Tensor, at: Rotation) -> KeysValues:
+        """Return the KV, ``[B, kv heads, T, head_dim]`` each, of ``read`` ``[B, T, read size]``."""
+        keys = self.k_norm(self._by_head(self.k_proj(read)))
+        return KeysValues(at.of(keys), self._by_head(self.v_proj(read)))
+
+    def _by_head(self, projected: torch.Tensor) -> torch.Tensor:
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class Layer(nn.Module):
+    """A decoder layer; its attention reads ``read_size`` numbers a column."""
+
+    def __init__(self, shape: HeadShape, read_size: int, norms: bool) -> None:
+        super().__init__()
+        self.input_layernorm = shape.norm()
+        self.self_attn = Projections(shape, read_size, norms)
+        self.post_attention_layernorm = shape.norm()
+        self.mlp = Mlp(shape)
 
     def finish(self, attended: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Return the layer's output ``[B, T, D]`` from the attention output."""
@@ -55,7 +117,35 @@ class Midlayer(nn.Module):
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
-class Eagle3(nn.Module):
+class Midlayer(Layer):
+    """EAGLE-3's layer, which reads token and state side by side."""
+
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__(shape, 2 * shape.hidden_size, norms=False)
+        self.hidden_norm = shape.norm()
+
+    def read(self, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Return the attention input ``[B, T, 2 D]`` from tokens and states ``[B, T, D]``."""
+        return torch.cat([self.input_layernorm(embedded), self.hidden_norm(states)], -1)
+
+
+class Head(nn.Module):
+    """The parts that both kinds have."""
+
+    def __init__(self, shape: HeadShape, rotary: LlamaRotaryEmbedding) -> None:
+        super().__init__()
+        self.shape, self._rotary = shape, [rotary]  # in a list, so that it is no submodule
+        self.fc = nn.Linear(len(shape.layer_ids) * shape.hidden_size, shape.hidden_size, bias=False)
+        self.norm = shape.norm()
+
+    def rotation(self, states: torch.Tensor, positions: torch.Tensor | None = None) -> Rotation:
+        """Return the rotation at ``positions`` ``[B, T]``, those from 0 on for None."""
+        if positions is None:
+            positions = torch.arange(states.shape[1], device=states.device).unsqueeze(0)
+        return Rotation(*self._rotary[0](states, positions))
+
+
+class Eagle3(Head):
     """An EAGLE-3 head; ``hot`` ``[draft vocabulary]`` int64: the target's ids of its tokens."""
 
     hot: torch.Tensor
@@ -63,13 +153,10 @@ class Eagle3(nn.Module):
     def __init__(
         self, shape: HeadShape, rotary: LlamaRotaryEmbedding, hot: torch.Tensor | None = None
     ) -> None:
-        super().__init__()
-        self.shape, self.rotary = shape, [rotary]  # in a list, so that it is no submodule
+        super().__init__(shape, rotary)
         whole = torch.arange(shape.vocab_size)
         self.register_buffer("hot", whole if hot is None else hot, persistent=False)
-        self.fc = nn.Linear(len(shape.layer_ids) * shape.hidden_size, shape.hidden_size, bias=False)
         self.midlayer = Midlayer(shape)
-        self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, len(self.hot), bias=False)
 
     def forward(
@@ -98,15 +185,11 @@ class Eagle3(nn.Module):
         self, embedded: torch.Tensor, features: torch.Tensor
     ) -> tuple[torch.Tensor, KeysValues]:
         """Run all columns on the target's states: outputs ``[B, L - 1, D]``, keys and values."""
-        states = self.fc(features)
-        positions = torch.arange(states.shape[1], device=states.device).unsqueeze(0)
-        turns = Turns(*self.rotary[0](states, positions))
-        layer = self.midlayer
-        read = layer.read(embedded, states)
-        context = layer.self_attn.keys_values(read, turns)
-        attended = scaled_dot_product_attention(
-            layer.self_attn.queries(read, turns), *context, is_causal=True, enable_gqa=True
-        )
+        states, layer = self.fc(features), self.midlayer
+        read, at = layer.read(embedded, states), self.rotation(states)
+        context = layer.self_attn.keys_values(read, at)
+        queries = layer.self_attn.queries(read, at)
+        attended = scaled_dot_product_attention(queries, *context, is_causal=True, enable_gqa=True)
         return layer.finish(attended.transpose(1, 2).flatten(2), states), context
 
     def _next(
@@ -119,64 +202,48 @@ class Eagle3(nn.Module):
         own: list[KeysValues],
     ) -> torch.Tensor:
         """Return one more column ``[B, A, D]`` behind each anchor, and append its KV to ``own``."""
-        turns = Turns(*self.rotary[0](states, positions))
-        layer = self.midlayer
+        layer, at = self.midlayer, self.rotation(states, positions)
         read = layer.read(embedded, states)
-        own.append(layer.self_attn.keys_values(read, turns))
-        remembered = KeysValues(
-            torch.stack([one.keys for one in own], 3), torch.stack([one.values for one in own], 3)
-        )
-        queries = layer.self_attn.queries(read, turns).unsqueeze(3)
+        own.append(layer.self_attn.keys_values(read, at))
+        remembered = KeysValues(*(torch.stack(parts, 3) for parts in zip(*own, strict=True)))
+        queries = layer.self_attn.queries(read, at).unsqueeze(3)
         return layer.finish(attend(queries, context, seen, remembered), states)
 
 
-class DFlashLayer(nn.Module):
+class DFlashLayer(Layer):
     """A DFlash layer; the context's keys and values are computed from the target's states."""
 
     def __init__(self, shape: HeadShape) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = Projections(shape, shape.hidden_size, norms=True)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.mlp = Mlp(shape)
+        super().__init__(shape, shape.hidden_size, norms=True)
 
     def forward(
-        self,
-        hidden: torch.Tensor,
-        turns: Turns,
-        context: KeysValues,
-        seen: torch.Tensor,
+        self, hidden: torch.Tensor, at: Rotation, context: KeysValues, seen: torch.Tensor
     ) -> torch.Tensor:
         """Return the layer's output ``[B, A * S, D]`` for A blocks of S columns.
 
         Args:
             hidden: the layer's input, ``[B, A * S, D]``.
-            turns: of the blocks' positions.
+            at: of the blocks' positions.
             context: ``[B, kv heads, L, head_dim]``.
             seen: ``[B, A, L]`` bool, as in `attend`.
         """
-        attention, blocks = self.self_attn, seen.shape[1]
+        attention, blocks = self.self_attn, (seen.shape[1], -1)
         read = self.input_layernorm(hidden)
-        own = attention.keys_values(read, turns)
-        queries = attention.queries(read, turns).unflatten(2, (blocks, -1))
-        own = KeysValues(*(part.unflatten(2, (blocks, -1)) for part in own))
-        hidden = hidden + attention.o_proj(attend(queries, context, seen, own))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        own = [part.unflatten(2, blocks) for part in attention.keys_values(read, at)]
+        queries = attention.queries(read, at).unflatten(2, blocks)
+        return self.finish(attend(queries, context, seen, KeysValues(*own)), hidden)
 
 
-class DFlash(nn.Module):
+class DFlash(Head):
     """A DFlash head; the target embeds its tokens and turns its states into logits."""
 
     def __init__(
         self, shape: HeadShape, rotary: LlamaRotaryEmbedding, mask_token_id: int, block_size: int
     ) -> None:
-        super().__init__()
-        self.shape, self.rotary = shape, [rotary]  # in a list, so that it is no submodule
+        super().__init__(shape, rotary)
         self.mask_token_id, self.block_size = mask_token_id, block_size
-        self.fc = nn.Linear(len(shape.layer_ids) * shape.hidden_size, shape.hidden_size, bias=False)
-        self.hidden_norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.hidden_norm = shape.norm()
         self.layers = nn.ModuleList(DFlashLayer(shape) for _ in range(shape.num_layers))
-        self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(
         self,
@@ -198,16 +265,45 @@ class DFlash(nn.Module):
         columns = torch.arange(self.block_size, device=anchors.device)
         masks = mask.expand(size, blocks, self.block_size - 1, -1)
         hidden = torch.cat([embedded.unsqueeze(2), masks], 2).flatten(1, 2)
-        turns = Turns(*self.rotary[0](hidden, (anchors.unsqueeze(2) + columns).flatten(1)))
-        read, far = self._context(features)
+        near = self.rotation(hidden, (anchors.unsqueeze(2) + columns).flatten(1))
+        read = self.hidden_norm(self.fc(features))
+        far = self.rotation(read)
         seen = torch.arange(read.shape[1], device=anchors.device) < anchors.unsqueeze(2)
         for layer in cast("Sequence[DFlashLayer]", self.layers):
-            context = layer.self_attn.keys_values(read, far)
-            hidden = layer(hidden, turns, context, seen)
+            hidden = layer(hidden, near, layer.self_attn.keys_values(read, far), seen)
         return self.norm(hidden).unflatten(1, (blocks, -1))[:, :, 1:]
 
-    def _context(self, features: torch.Tensor) -> tuple[torch.Tensor, Turns]:
-        """Return the input of the context's KV, ``[B, L, D]``, and its rotary embedding."""
-        read = self.hidden_norm(self.fc(features))
-        positions = torch.arange(read.shape[1], device=read.device).unsqueeze(0)
-        return read, Turns(*self.rotary[0](read, positions))
+
+def attend(
+    queries: torch.Tensor, context: KeysValues, seen: torch.Tensor, own: KeysValues
+) -> torch.Tensor:
+    """Compute attention of A short blocks to a masked context and to themselves.
+
+    Args:
+        queries: ``[B, H, A, S, head_dim]``, S columns in each block.
+        context: ``[B, kv heads, L, head_dim]``.
+        seen: ``[B, A, L]`` bool: the context's columns that a block attends to.
+        own: ``[B, kv heads, A, T, head_dim]``, all of which the block's queries attend to.
+
+    Returns:
+        ``[B, A * S, H * head_dim]``.
+    """
+    size, heads, blocks, width, head_dim = queries.shape
+    kv_heads = context.keys.shape[1]
+    # Query heads that share a key head are adjacent.
+    grouped = queries.reshape(size, kv_heads, heads // kv_heads, blocks, width, head_dim)
+    grouped = grouped * head_dim**-0.5
+    far = torch.einsum("bkgasd,bkld->bkgasl", grouped, context.keys)
+    far = far.masked_fill(~seen[:, None, None, :, None], float("-inf"))
+    near = torch.einsum("bkgasd,bkatd->bkgast", grouped, own.keys)
+    weights = torch.cat([far, near], -1).float().softmax(-1).to(context.values.dtype)
+    length = context.keys.shape[2]
+    found = torch.einsum("bkgasl,bkld->bkgasd", weights[..., :length], context.values)
+    found = found + torch.einsum("bkgast,bkatd->bkgasd", weights[..., length:], own.values)
+    found = found.reshape(size, heads, blocks * width, head_dim)
+    return found.transpose(1, 2).flatten(2)
+
+
+def at_columns(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Return the rows ``[B, A, D]`` of ``rows`` ``[B, L, D]`` at ``columns`` ``[B, A]`` int64."""
+    return rows.gather(1, columns.unsqueeze(2).expand(-1, -1, rows.shape[2]))

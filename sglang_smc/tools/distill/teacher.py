@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from sglang_smc.tools.distill.head_config import target_config
+from sglang_smc.tools.distill.checkpoints import target_config
 from sglang_smc.tools.distill.texts import Batch, Text
 
 
@@ -27,11 +27,6 @@ class Teacher:
 
     def __init__(self, model: Any, temperature: float) -> None:
         self.model, self.temperature = model.eval().requires_grad_(False), temperature
-
-    @property
-    def vocab_size(self) -> int:
-        """Return V, the width of the logits."""
-        return self.model.config.get_text_config().vocab_size
 
     @torch.no_grad()
     def teach(self, batch: Batch, layer_ids: tuple[int, ...]) -> Lesson:
@@ -84,14 +79,7 @@ class Sampling(NamedTuple):
 def sample_answers(
     target: Any, prompts: Sequence[list[int]], settings: Sampling, rng: torch.Generator
 ) -> list[Text]:
-    """Sample an answer to each of ``prompts``, in their order.
-
-    Args:
-        target: a causal language model of transformers.
-        prompts: token ids, one or more each.
-        settings: temperature, length, batch size and end tokens.
-        rng: on the target's device.
-    """
+    """Sample an answer to each prompt, in their order; ``rng`` is on the target's device."""
     order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
     found: list[Text | None] = [None] * len(prompts)
     with tqdm(total=len(prompts), desc="sampling", unit="text", mininterval=2) as bar:
@@ -104,62 +92,45 @@ def sample_answers(
     return [text for text in found if text is not None]
 
 
-class _Writer:
-    """A batch of answers while they are sampled."""
-
-    def __init__(self, target: Any, prompts: list[list[int]], settings: Sampling) -> None:
-        self.target, self.settings = target, settings
-        self.answers: list[list[int]] = [[] for _ in prompts]
-        self.rows = list(range(len(prompts)))  # indices of the answers that have a cache row
-        self.cache = DynamicCache(config=target.config)
-        length = max(len(prompt) for prompt in prompts)
-        padded = [[0] * (length - len(prompt)) + prompt for prompt in prompts]
-        kept = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        self.unread = torch.tensor(padded, device=target.device)  # [B, T] int64
-        self.mask = torch.tensor(kept, device=target.device)  # [B, L] int64: 0 on padding
-
-    def step(self, rng: torch.Generator) -> None:
-        """Append a token to each unfinished answer."""
-        positions = (self.mask.cumsum(1) - 1).clamp_min(0)[:, -self.unread.shape[1] :]
-        logits = self.target(
-            input_ids=self.unread,
-            attention_mask=self.mask,
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
-        law = (logits.float() / self.settings.temperature).softmax(-1)
-        self.unread = torch.multinomial(law, 1, generator=rng)  # [B, 1]
-        self.mask = torch.cat([self.mask, torch.ones_like(self.unread)], 1)
-        for row, token in zip(self.rows, self.unread[:, 0].tolist(), strict=True):
-            if self.goes_on(row):
-                self.answers[row].append(token)
-
-    def goes_on(self, row: int) -> bool:
-        """Return whether an answer is unfinished."""
-        answer = self.answers[row]
-        return not answer or answer[-1] not in self.settings.ends
-
-    def thin(self) -> bool:
-        """Drop finished rows once they are half of all; return whether any is unfinished."""
-        going = [place for place, row in enumerate(self.rows) if self.goes_on(row)]
-        if len(going) <= len(self.rows) // 2 and going:
-            kept = torch.tensor(going, device=self.mask.device)
-            self.cache.batch_select_indices(kept)
-            self.mask, self.unread = self.mask[kept], self.unread[kept]
-            self.rows = [self.rows[place] for place in going]
-        return bool(going)
-
-
 @torch.no_grad()
 def _answer(
     target: Any, prompts: list[list[int]], settings: Sampling, rng: torch.Generator
 ) -> list[Text]:
-    writer = _Writer(target, prompts, settings)
+    """Sample one batch; rows that have ended leave it once they are half of all."""
+    answers: list[list[int]] = [[] for _ in prompts]
+    rows = list(range(len(prompts)))  # indices of the answers that have a cache row
+    cache = DynamicCache(config=target.config)
+    length = max(map(len, prompts))
+    padded = [[0] * (length - len(prompt)) + prompt for prompt in prompts]
+    kept = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    unread = torch.tensor(padded, device=target.device)  # [B, T] int64
+    mask = torch.tensor(kept, device=target.device)  # [B, L] int64: 0 on padding
+
+    def goes_on(row: int) -> bool:
+        return not answers[row] or answers[row][-1] not in settings.ends
+
     for _ in range(settings.max_new_tokens):
-        writer.step(rng)
-        if not writer.thin():
+        logits = target(
+            input_ids=unread,
+            attention_mask=mask,
+            position_ids=(mask.cumsum(1) - 1).clamp_min(0)[:, -unread.shape[1] :],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        law = (logits.float() / settings.temperature).softmax(-1)
+        unread = torch.multinomial(law, 1, generator=rng)  # [B, 1]
+        mask = torch.cat([mask, torch.ones_like(unread)], 1)
+        for row, token in zip(rows, unread[:, 0].tolist(), strict=True):
+            if goes_on(row):
+                answers[row].append(token)
+        going = [place for place, row in enumerate(rows) if goes_on(row)]
+        if not going:
             break
-    pairs = zip(prompts, writer.answers, strict=True)
+        if len(going) <= len(rows) // 2:
+            places = torch.tensor(going, device=mask.device)
+            cache.batch_select_indices(places)
+            mask, unread = mask[places], unread[places]
+            rows = [rows[place] for place in going]
+    pairs = zip(prompts, answers, strict=True)
     return [Text(prompt + answer, len(prompt)) for prompt, answer in pairs]

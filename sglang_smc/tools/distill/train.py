@@ -10,7 +10,7 @@ from torch import nn
 from tqdm import tqdm
 
 from sglang_smc.dtype import default_dtype
-from sglang_smc.tools.distill.drafts import Draft, compare, of_hot
+from sglang_smc.tools.distill.drafts import Draft, compare
 from sglang_smc.tools.distill.losses import Loss
 from sglang_smc.tools.distill.teacher import Teacher
 from sglang_smc.tools.distill.texts import Batch, Text, batches
@@ -37,9 +37,12 @@ def train(
     supply = batches(texts, course.batch, device, rng)
     steppers = optimizers(draft.module.train(), course.learning_rate)
     found = []
+    warmup = max(1, course.steps // 20)
     for step in (bar := tqdm(range(course.steps), desc="training", unit="step", mininterval=2)):
+        left = (course.steps - step) / max(1, course.steps - warmup)
         for stepper in steppers:
-            stepper.param_groups[0]["lr"] = course.learning_rate * _rate(step, course.steps)
+            rate = min(1.0, (step + 1) / warmup, left)
+            stepper.param_groups[0]["lr"] = course.learning_rate * rate
         value = _loss(draft, teacher, next(supply), loss, course, rng)
         value.backward()
         nn.utils.clip_grad_norm_(draft.module.parameters(), 1.0)
@@ -60,12 +63,19 @@ def _loss(
     course: Course,
     rng: torch.Generator,
 ) -> torch.Tensor:
-    """Return the loss: the weighted mean over columns of the means over anchors."""
+    """Return the loss: the weighted mean over columns of the means over anchors.
+
+    A draft model trains at all positions that have a next token.
+    """
     lesson = teacher.teach(batch, draft.layer_ids)
-    anchors = draw_anchors(batch, course.anchors, rng) if draft.layer_ids else _every(batch)
+    if draft.layer_ids:
+        anchors = draw_anchors(batch, course.anchors, rng)
+    else:
+        places = torch.arange(batch.ids.shape[1] - 1, device=batch.ids.device)
+        anchors = places.expand(len(batch.ids), -1)
     products = products_of(batch.ids.device)
     with torch.autocast(batch.ids.device.type, products, enabled=products != torch.float32):
-        blocks = of_hot(compare(draft, teacher, lesson, anchors, course.depth), draft.hot)
+        blocks = compare(draft, teacher, lesson, anchors, course.depth).on_hot(draft.hot)
     values = loss(blocks.log_p, blocks.log_q).where(blocks.counted, 0.0)  # [B, A, depth]
     columns = values.sum((0, 1)) / blocks.counted.sum((0, 1)).clamp_min(1)
     weights = course.decay ** torch.arange(course.depth, device=columns.device)
@@ -83,12 +93,6 @@ def draw_anchors(batch: Batch, count: int, rng: torch.Generator) -> torch.Tensor
     return first + (drawn * choices).long()
 
 
-def _every(batch: Batch) -> torch.Tensor:
-    """Return all positions ``[B, L - 1]`` that have a next token."""
-    places = torch.arange(batch.ids.shape[1] - 1, device=batch.ids.device)
-    return places.expand(len(batch.ids), -1)
-
-
 def optimizers(module: nn.Module, learning_rate: float) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices of layers, and AdamW for embeddings, LM heads and norms."""
     weights = dict(module.named_parameters())
@@ -101,13 +105,9 @@ def optimizers(module: nn.Module, learning_rate: float) -> list[torch.optim.Opti
     known = {id(weight) for weight in matrices}
     others = [weight for weight in weights.values() if id(weight) not in known]
     is_exact = products_of(next(module.parameters()).device) == torch.float32
-    muon = (Float32Muon if is_exact else torch.optim.Muon)(
-        matrices,
-        lr=learning_rate,
-        momentum=0.95,
-        weight_decay=0.01,
-        adjust_lr_fn="match_rms_adamw",
-    )
+    how = {"momentum": 0.95, "weight_decay": 0.01, "adjust_lr_fn": "match_rms_adamw"}
+    kind = Float32Muon if is_exact else torch.optim.Muon
+    muon = kind(matrices, lr=learning_rate, **how)
     adam = torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
     return [muon, adam]
 
@@ -150,9 +150,3 @@ def orthogonal(
 def products_of(device: torch.device) -> torch.dtype:
     """Return the dtype of matrix products: float32 if the CPU only emulates bfloat16."""
     return torch.bfloat16 if device.type != "cpu" else getattr(torch, default_dtype())
-
-
-def _rate(step: int, steps: int) -> float:
-    """Return the learning rate's factor: linear warmup and decay."""
-    warmup = max(1, steps // 20)
-    return min(1.0, (step + 1) / warmup, (steps - step) / max(1, steps - warmup))

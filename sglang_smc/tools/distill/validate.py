@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from sglang_smc.tools.distill.drafts import Blocks, Draft, compare, of_all, of_hot
+from sglang_smc.tools.distill.drafts import Blocks, Draft, compare
 from sglang_smc.tools.distill.losses import chi2, forward_kl, rejection, rejection_of_all
 from sglang_smc.tools.distill.teacher import Teacher
 from sglang_smc.tools.distill.texts import Text, collate
@@ -63,35 +63,20 @@ def validate(
         lesson = teacher.teach(ids, draft.layer_ids)
         drawn = draw_anchors(within, anchors, rng)
         blocks = compare(draft, teacher, lesson, drawn, depth)
-        on_all = of_all(blocks, draft.hot)
-        sums += _columns(of_hot(blocks, draft.hot), on_all, particles).cpu()
+        on_hot, on_all = blocks.on_hot(draft.hot), blocks.on_all(draft.hot)
+        found = (
+            forward_kl(on_hot.log_p, on_hot.log_q),
+            chi2(on_hot.log_p, on_hot.log_q),
+            rejection(on_all.log_p, on_all.log_q),
+            rejection_of_all(on_all.log_p, on_all.log_q, particles),
+        )
+        sums += torch.stack([values.double().sum((0, 1)) for values in found]).cpu()
         means += accepted(on_all).mean(1).tolist()
     count = len(texts) * anchors
-    kl, moment, one, all_ = (sums / count).tolist()
     each = torch.tensor(means, dtype=torch.float64)
     error = float(each.std() / len(each) ** 0.5) if len(each) > 1 else float("inf")
-    return Worth(
-        accepted=float(each.mean()),
-        accepted_error=error,
-        forward_kl=kl,
-        chi2=moment,
-        rejection=one,
-        rejection_of_all=all_,
-        particles=particles,
-        blocks=count,
-        texts=len(texts),
-    )
-
-
-def _columns(on_hot: Blocks, on_all: Blocks, particles: int) -> torch.Tensor:
-    """Return the sums ``[4, depth]`` float64 of `Worth`'s lists."""
-    found = [
-        forward_kl(on_hot.log_p, on_hot.log_q),
-        chi2(on_hot.log_p, on_hot.log_q),
-        rejection(on_all.log_p, on_all.log_q),
-        rejection_of_all(on_all.log_p, on_all.log_q, particles),
-    ]
-    return torch.stack([values.double().sum((0, 1)) for values in found])
+    columns = (sums / count).tolist()
+    return Worth(float(each.mean()), error, *columns, particles, blocks=count, texts=len(texts))
 
 
 def accepted(blocks: Blocks) -> torch.Tensor:
