@@ -25,16 +25,15 @@ LEVELS = (
     ("cpu",),
     ("patches",),
     ("plugin",),
-    ("tools.demo",),
     ("tools.command",),
 )
 # Tools that import nothing of the server but settings, arithmetic and records; the commands alone
 # import them.
 APART = (
-    *("tools.commands", "tools.distill", "tools.plan", "tools.testing", "tools.view"),
-    "tools.watch",
+    *("tools.commands", "tools.demo", "tools.distill", "tools.plan", "tools.testing"),
+    *("tools.view", "tools.watch"),
 )
-COMMANDS = ("tools.demo", "tools.command")
+COMMANDS = ("tools.command",)
 PAIR = "pair"  # data, and the task that goes with them
 KERNELS = "kernels"  # between the mathematics and `ops`, which alone imports them
 MAY: dict[str, set[str]] = {"smc": set(), KERNELS: {"smc"}}
@@ -101,7 +100,7 @@ def imported_above(path: Path) -> set[str]:
     if here in MAY:
         return found - MAY[here]
     if here in APART:
-        known = {"dtype", "printable", "options", "kv", "state", "potentials"} | set(APART)
+        known = {"dtype", "printable", "options", "kv", "state", "potentials", PAIR} | set(APART)
         return found - known
     if here in COMMANDS:
         found -= set(APART)

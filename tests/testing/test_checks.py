@@ -21,9 +21,8 @@ from sglang_smc.tools.testing import (
     check_exact_answers,
     check_mode,
 )
-from sglang_smc.tools.testing.checks import ALPHA
-from sglang_smc.tools.testing.laws import short_law
-from sglang_smc.tools.testing.result import Result
+from sglang_smc.tools.testing.checks import ALPHA, short_law
+from sglang_smc.tools.testing.report import Result
 
 PROMPTS = ("one", "two")
 MakeModel = Callable[..., Model]

@@ -13,9 +13,9 @@ import pytest
 from little_server import answering
 
 from sglang_smc.tools.testing import Model, cli, connect, report
+from sglang_smc.tools.testing.cli import read_prompts
 from sglang_smc.tools.testing.connection import Pair
-from sglang_smc.tools.testing.prompts import read_prompts
-from sglang_smc.tools.testing.result import Result, Verdict
+from sglang_smc.tools.testing.report import Result, Verdict
 
 MakeModel = Callable[..., Model]
 FEW = ["--url", "http://toy", "--scale", "0.5"]

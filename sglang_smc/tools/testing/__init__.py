@@ -10,15 +10,16 @@ The command is ``python -m sglang_smc.tools.testing``; the same checks as a libr
 """
 
 from sglang_smc.tools.testing.checks import (
+    check_draft_law,
+    check_equal_models,
     check_evidence,
     check_exact_answers,
     check_mode,
 )
 from sglang_smc.tools.testing.connection import connect, started
-from sglang_smc.tools.testing.draft_checks import check_draft_law, check_equal_models
 from sglang_smc.tools.testing.model import Answer, Model, Position
 from sglang_smc.tools.testing.potential_checks import check_potential
-from sglang_smc.tools.testing.result import Result, Verdict
+from sglang_smc.tools.testing.report import Result, Verdict
 
 __all__ = [
     "Answer",

@@ -1,18 +1,31 @@
-"""Check SMC against the target's own distribution, which every server can return."""
+"""Check SMC against the models' own distributions, which every server can return."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from sglang_smc.tools.testing import statistics
-from sglang_smc.tools.testing.laws import short_law
 from sglang_smc.tools.testing.model import Answer, Model, Position
-from sglang_smc.tools.testing.prompts import PROMPTS
-from sglang_smc.tools.testing.result import Result, Verdict
+from sglang_smc.tools.testing.report import Result, Verdict
 from sglang_smc.tools.testing.statistics import Fit, Mean, Text
+
+PROMPTS = (
+    "Anna has 12 apples and buys 7 more. She then gives",
+    "Once upon a time there was a small house at the end of",
+    "To make a good cup of tea, you first",
+    "The most important thing about the weather is that",
+    "Ben reads 5 pages every day for 9 days. In all he reads",
+    "My favourite place in the city is",
+    "The river runs from the mountains to",
+    "In the morning he always",
+)
+"""Default prompts, for models of any kind."""
+
+FEW = 4
+"""The number of prompts for checks that need many answers to each."""
 
 ALPHA = 2.5e-4
 """The probability that one check fails on a correct implementation."""
@@ -20,6 +33,10 @@ ALPHA = 2.5e-4
 SWITCHES = (
     "start again with --speculative-smc-kernels torch --speculative-smc-round-graph off; if that "
     "mends it, a kernel or a captured round is wrong here. Report it with this table"
+)
+_ADAPTIVE = (
+    "This server has --speculative-smc-adaptive, so that N and K are not the request's own. "
+    "Start one without it."
 )
 _TEMPERATURES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 _PILOT = 64
@@ -46,47 +63,110 @@ def check_evidence(
     }
     if smc.settings["adaptive"]:
         return Result(**known, verdict=Verdict.NOT_APPLICABLE, note=_ADAPTIVE)
-    smc.seed_from(seed)
-    texts = token_ids(smc, prompts)
-    settings = {
-        "mode": "smc",
-        "evidence_threshold": 0,
-        "power": 1.0,
-        "num_steps": min(2, smc.settings["num_steps"]),
-    }
+    texts = _token_ids(smc, prompts, seed)
+    settings = {"mode": "smc", "evidence_threshold": 0, "num_steps": _two_steps(smc)}
     temperature = _mildest(smc, texts, settings)
     evidence = _evidence(smc, _repeated(texts, num_answers), settings, temperature)
     mean = statistics.mean_of(evidence)
     p_value = statistics.p_value_of_mean(evidence, 1.0)
-    known |= {
-        "estimate": mean.estimate,
-        "standard_error": mean.standard_error,
-        "p_value": p_value,
-        "num_answers": num_answers,
-    }
-    missing = _what_evidence_lacks(evidence, mean, smc.same_models)
+    known |= {**_of_mean(mean), "p_value": p_value, "num_answers": num_answers}
+    missing = _missing_of(evidence, mean, smc.same_models)
     if missing:
         return Result(**known, verdict=Verdict.NOT_ENOUGH_DATA, note=missing)
     note = f"At temperature {temperature:g}, where the two models overlap enough."
-    return judged(known, p_value, alpha, note, f"Weights or resampling are wrong: {SWITCHES}.")
+    return _by_p_value(known, note, f"Weights or resampling are wrong: {SWITCHES}.")
 
 
 def check_exact_answers(
     smc: Model,
-    prompts: Sequence[str] = PROMPTS[:4],
+    prompts: Sequence[str] = PROMPTS[:FEW],
     *,
     num_answers: int = 2048,
     alpha: float = ALPHA,
     seed: int = 10_000_000,
 ) -> Result:
     """Compare short answers of mode exact with the target's distribution, by a chi-square test."""
-    smc.seed_from(seed)
-    settings = {"mode": "exact", "power": 1.0, "num_steps": min(2, smc.settings["num_steps"])}
-    fit = _fit(smc, token_ids(smc, prompts), num_answers // len(prompts), settings)
-    proves = "answers of mode exact follow the target's own law"
-    known = fitted("exact-answers", proves, fit, alpha, num_answers)
+    settings = {"mode": "exact", "num_steps": _two_steps(smc)}
+    length = settings["num_steps"] + 2  # the prefill's token, a round, and the next round's first
+    size, fits = num_answers // len(prompts), []
+    for prompt in _token_ids(smc, prompts, seed):
+        law = short_law([smc] * length, prompt, statistics.SMALLEST_CELL / size)
+        answers = smc.answers([prompt] * size, length, settings, ignore_eos=True)
+        fits.append(statistics.goodness_of_fit([answer.text for answer in answers], law))
     advice = f"Mode exact is not lossless here: {SWITCHES}. Meanwhile serve without SMC."
-    return judged_fit(known, fit, advice)
+    proves = "answers of mode exact follow the target's own law"
+    return _by_fits("exact-answers", proves, fits, alpha, num_answers, advice)
+
+
+def check_draft_law(
+    smc: Model,
+    prompts: Sequence[str] = PROMPTS[:FEW],
+    *,
+    draft: Model | None = None,
+    num_answers: int = 2048,
+    alpha: float = ALPHA,
+    seed: int = 30_000_000,
+) -> Result:
+    """Check that the drafted tokens of answers with N = 1 and c = 0 follow q.
+
+    Args:
+        draft: the draft model; q is then its own distribution. Without it q follows from the
+            answers' weights, and must equal the distribution that they were sampled from.
+    """
+    proves = "drafted tokens follow the law they are weighed by"
+    if draft is not None:
+        proves = "drafted tokens follow the draft's own law"
+    if smc.settings["adaptive"]:
+        note = "This server has --speculative-smc-adaptive, and verifies single particles. "
+        return Result("draft-law", proves, Verdict.NOT_APPLICABLE, note + "Start one without it.")
+    num_steps = 1 if draft is None else _two_steps(smc)
+    settings = {
+        "mode": "smc",
+        "num_particles": 1,
+        "num_steps": num_steps,
+        "evidence_threshold": 0,
+        "draft_temperature": 1.0,
+    }
+    size, fits = num_answers // len(prompts), []
+    for prompt in _token_ids(smc, prompts, seed):
+        answers = smc.answers([prompt] * size, 1 + num_steps, settings, ignore_eos=True)
+        if draft is None:
+            law = claimed_law(smc, prompt, answers)
+        else:
+            law = short_law([smc, *[draft] * num_steps], prompt, statistics.SMALLEST_CELL / size)
+        fits.append(statistics.goodness_of_fit([answer.text for answer in answers], law))
+    advice = f"Drafts do not follow the draft model, or are weighed by another law: {SWITCHES}."
+    return _by_fits("draft-law", proves, fits, alpha, num_answers, advice)
+
+
+def check_equal_models(
+    smc: Model,
+    prompts: Sequence[str] = PROMPTS,
+    *,
+    num_answers: int = 64,
+    length: int = 32,
+    seed: int = 40_000_000,
+) -> Result:
+    """Check a draft that is the target: evidence is 1 up to rounding, without resampling."""
+    known = {
+        "check": "equal-models",
+        "proves": "drafting and scoring give one model the same numbers, so weights stay equal",
+        "statistic": "largest |log evidence| a token",
+        "expected": 0.0,
+    }
+    if not smc.same_models:
+        note = "The draft is another model. --target DIR --draft DIR makes a server for this check."
+        return Result(**known, verdict=Verdict.NOT_APPLICABLE, note=note)
+    asked = _repeated(_token_ids(smc, prompts, seed), num_answers)
+    answers = smc.answers(asked, length, {"mode": "smc", "evidence_threshold": 0})
+    worst = max(abs(answer.log_evidence) / len(answer.text) for answer in answers)
+    resamplings = sum(answer.meta["spec_smc_resample_ct"] for answer in answers)
+    known |= {"estimate": worst, "num_answers": num_answers}
+    note = f"{resamplings} resamplings; rounding allows {smc.rounding:g} nats a token."
+    if resamplings or worst > smc.rounding:
+        note += f" The same text is scored differently in drafting and in verification: {SWITCHES}."
+        return Result(**known, verdict=Verdict.FAIL, note=note)
+    return Result(**known, verdict=Verdict.PASS, note=note)
 
 
 def check_mode(
@@ -107,46 +187,49 @@ def check_mode(
         draft: the draft model; with it the distance is measured towards the draft.
         length: maximum tokens of an answer.
     """
-    smc.seed_from(seed)
-    asked = _repeated(token_ids(smc, prompts), num_answers)
-    answers = [a.text for a in smc.answers(asked, length, {"mode": mode, "power": 1.0})]
+    asked = _repeated(_token_ids(smc, prompts, seed), num_answers)
+    answers = [answer.text for answer in smc.answers(asked, length, {"mode": mode})]
     of_draft = draft.score(asked, answers) if draft else None
-    found = _measured(smc.score(asked, answers), of_draft, seed)
+    found = _differences(smc.score(asked, answers), of_draft, seed)
+    shown = found.innovation if found.tilt is None else found.tilt
     known = {
         "check": f"law-of-{mode}",
         "statistic": "log p + H a token" if found.tilt is None else "log q/p a token",
         "expected": 0.0,
-        "estimate": found.shown.estimate,
-        "standard_error": found.shown.standard_error,
+        **_of_mean(shown),
         "num_answers": num_answers,
     }
-    if mode == "exact":
-        return _judged_law(known, found, alpha)
-    proves = "how far an approximate mode is from the target, token by token"
-    return Result(**known, proves=proves, verdict=Verdict.MEASURED, note=_in_words(found))
+    note = _in_words(found)
+    if mode != "exact":
+        proves = "how far an approximate mode is from the target, token by token"
+        return Result(**known, proves=proves, verdict=Verdict.MEASURED, note=note)
+    known |= {
+        "proves": "tokens of mode exact are as likely as the target's own, in long answers too",
+        "alpha": alpha,
+        "p_value": found.p_value,
+    }
+    if shown.standard_error > _WIDEST_LAW and found.p_value >= alpha:
+        note += " Ask for more answers with --scale."
+        return Result(**known, verdict=Verdict.NOT_ENOUGH_DATA, note=note)
+    return _by_p_value(known, note, f"Mode exact is not lossless: {SWITCHES}.")
 
 
-def token_ids(model: Model, prompts: Sequence[str]) -> list[Text]:
-    """Tokenize prompts; raise ValueError if one has no token."""
-    texts = [model.token_ids(prompt) for prompt in prompts]
-    if all(texts):
-        return texts
-    raise ValueError(
-        f"--prompts: {prompts[texts.index(())]!r} has no token in this model's vocabulary; needed: "
-        "one or more. Give other prompts."
-    )
+# --- Verdicts
 
 
-def judged(known: dict[str, Any], p_value: float, alpha: float, note: str, advice: str) -> Result:
-    """Return PASS, or FAIL with advice, by a p-value."""
-    if p_value < alpha:
+def _by_p_value(known: dict[str, Any], note: str, advice: str) -> Result:
+    """Return PASS, or FAIL with advice, by the p-value."""
+    if known["p_value"] < known["alpha"]:
         return Result(**known, verdict=Verdict.FAIL, note=f"{note} {advice}".strip())
     return Result(**known, verdict=Verdict.PASS, note=note)
 
 
-def fitted(check: str, proves: str, fit: Fit, alpha: float, num_answers: int) -> dict[str, Any]:
-    """Return the fields of a result for a chi-square."""
-    return {
+def _by_fits(
+    check: str, proves: str, fits: Iterable[Fit], alpha: float, num_answers: int, advice: str
+) -> Result:
+    """Return the verdict on a sum of chi-squares; with fewer than two cells it is inconclusive."""
+    fit = Fit(*map(sum, zip(*fits, strict=True)))
+    known = {
         "check": check,
         "proves": proves,
         "statistic": f"chi-square, {fit.df} df",
@@ -157,112 +240,37 @@ def fitted(check: str, proves: str, fit: Fit, alpha: float, num_answers: int) ->
         "alpha": alpha,
         "num_answers": num_answers,
     }
-
-
-def judged_fit(known: dict[str, Any], fit: Fit, advice: str) -> Result:
-    """Return the verdict on a chi-square; with fewer than two cells it is inconclusive."""
     if fit.df:
-        return judged(known, fit.p_value, known["alpha"], "", advice)
+        return _by_p_value(known, "", advice)
     note = "Each prompt has one likely answer only. Ask for more answers with --scale, or --prompts"
     return Result(**known, verdict=Verdict.NOT_ENOUGH_DATA, note=f"{note} that leave a choice.")
 
 
-_ADAPTIVE = (
-    "This server has --speculative-smc-adaptive, so that N and K are not the request's own. "
-    "Start one without it."
-)
+def _of_mean(mean: Mean) -> dict[str, float]:
+    return {"estimate": mean.estimate, "standard_error": mean.standard_error}
 
 
-class _Measured(NamedTuple):
-    """Differences between answers and the target's distribution."""
-
-    innovation: Mean
-    tilt: Mean | None
-    ranks: Fit
-    p_value: float
-    """The combined p-value: the smallest one times their number (Bonferroni)."""
-
-    @property
-    def shown(self) -> Mean:
-        """Return the mean to report: log q/p towards the draft if available, else log p + H."""
-        return self.innovation if self.tilt is None else self.tilt
+# --- Answers
 
 
-def _measured(
-    scored: list[list[Position]], of_draft: list[list[Position]] | None, seed: int
-) -> _Measured:
-    uniforms = random.Random(seed)
-    lengths = [len(positions) for positions in scored]
-    flat = [position for positions in scored for position in positions]
-    ranks = statistics.uniformity(
-        [statistics.rank_uniform(x.token, x.top, uniforms.random()) for x in flat]
-    )
-    innovations = [math.fsum(statistics.innovation(x.token, x.top) for x in xs) for xs in scored]
-    p_values = [ranks.p_value, statistics.p_value_of_mean(innovations, 0.0)]
-    tilt = None
-    if of_draft is not None:
-        tilts = list(map(_tilt, scored, of_draft))
-        p_values.append(statistics.p_value_of_mean(tilts, 0.0))
-        tilt = statistics.per_token(tilts, lengths)
-    p_value = min(1.0, len(p_values) * min(p_values))
-    return _Measured(statistics.per_token(innovations, lengths), tilt, ranks, p_value)
-
-
-def _tilt(of_target: list[Position], of_draft: list[Position]) -> float:
-    return math.fsum(
-        statistics.tilt(x.token, x.top, y.top) for x, y in zip(of_target, of_draft, strict=True)
+def _token_ids(smc: Model, prompts: Sequence[str], seed: int) -> list[Text]:
+    """Tokenize prompts, and let answers begin with ``seed``; refuse a prompt without a token."""
+    smc.seed_from(seed)
+    texts = [smc.token_ids(prompt) for prompt in prompts]
+    if all(texts):
+        return texts
+    raise ValueError(
+        f"--prompts: {prompts[texts.index(())]!r} has no token in this model's vocabulary; needed: "
+        "one or more. Give other prompts."
     )
 
 
-def _judged_law(known: dict[str, Any], found: _Measured, alpha: float) -> Result:
-    known = known | {
-        "proves": "tokens of mode exact are as likely as the target's own, in long answers too",
-        "alpha": alpha,
-        "p_value": found.p_value,
-    }
-    note = _in_words(found)
-    if found.shown.standard_error > _WIDEST_LAW and found.p_value >= alpha:
-        note += " Ask for more answers with --scale."
-        return Result(**known, verdict=Verdict.NOT_ENOUGH_DATA, note=note)
-    return judged(known, found.p_value, alpha, note, f"Mode exact is not lossless: {SWITCHES}.")
+def _repeated(texts: Sequence[Text], size: int) -> list[Text]:
+    return [texts[index % len(texts)] for index in range(size)]
 
 
-def _in_words(found: _Measured) -> str:
-    gap, error = found.innovation
-    words = f"log p + H {gap:+.3f} ± {2 * error:.3f} nats a token"
-    if abs(gap) > 2 * error:
-        words += " (sharper than the target)" if gap > 0 else " (flatter than the target)"
-    if found.tilt is not None:
-        gap, error = found.tilt
-        towards = f"log q/p {gap:+.3f} ± {2 * error:.3f} nats a token"
-        if abs(gap) > 2 * error:
-            towards += " (nearer to the draft)" if gap > 0 else " (further from the draft)"
-        words = f"{towards}; {words}"
-    return f"{words}; ranks p = {found.ranks.p_value:.2g}."
-
-
-def _what_evidence_lacks(evidence: Sequence[float], mean: Mean, same_models: bool) -> str:
-    """Return why the mean of these values is inconclusive, or an empty string."""
-    share = max(evidence) / max(math.fsum(evidence), 1e-300)
-    if mean.standard_error > _WIDEST_EVIDENCE * mean.estimate or share > _LARGEST_SHARE:
-        return (
-            f"The heaviest answer is {share:.0%} of the sum: the draft misses what the target "
-            "says. Ask for more answers with --scale, or for --prompts that both models know."
-        )
-    if mean.standard_error == 0.0 and not same_models:
-        return "No answer was weighed: the evidence is always 1. Is the draft a copy of the target?"
-    return ""
-
-
-def _fit(smc: Model, prompts: Sequence[Text], size: int, settings: dict[str, Any]) -> Fit:
-    """Return the summed chi-square of answers to each prompt under their exact distribution."""
-    length = settings["num_steps"] + 2  # the prefill's token, a round, and the next round's first
-    fits = Fit(0.0, 0)
-    for prompt in prompts:
-        law = short_law([smc] * length, prompt, statistics.SMALLEST_CELL / size)
-        answers = smc.answers([prompt] * size, length, settings, ignore_eos=True)
-        fits += statistics.goodness_of_fit([answer.text for answer in answers], law)
-    return fits
+def _two_steps(smc: Model) -> int:
+    return min(2, smc.settings["num_steps"])
 
 
 def _mildest(smc: Model, texts: Sequence[Text], settings: dict[str, Any]) -> float:
@@ -282,11 +290,110 @@ def _evidence(
     smc: Model, asked: Sequence[Text], settings: dict[str, Any], temperature: float
 ) -> list[float]:
     length = 2 * settings["num_steps"] + 3  # two rounds and the prefill's token
-    answers: list[Answer] = smc.answers(
-        asked, length, settings, ignore_eos=True, temperature=temperature
+    how = {"ignore_eos": True, "temperature": temperature}
+    return [math.exp(one.log_evidence) for one in smc.answers(asked, length, settings, **how)]
+
+
+def _missing_of(evidence: Sequence[float], mean: Mean, same_models: bool) -> str:
+    """Return why the mean of these values is inconclusive, or an empty string."""
+    share = max(evidence) / max(math.fsum(evidence), 1e-300)
+    if mean.standard_error > _WIDEST_EVIDENCE * mean.estimate or share > _LARGEST_SHARE:
+        return (
+            f"The heaviest answer is {share:.0%} of the sum: the draft misses what the target "
+            "says. Ask for more answers with --scale, or for --prompts that both models know."
+        )
+    if mean.standard_error == 0.0 and not same_models:
+        return "No answer was weighed: the evidence is always 1. Is the draft a copy of the target?"
+    return ""
+
+
+class _Differences(NamedTuple):
+    """Differences between answers and the target's distribution."""
+
+    innovation: Mean
+    tilt: Mean | None
+    ranks: float
+    """The p-value of the tokens' ranks."""
+    p_value: float
+    """The combined p-value: the smallest one times their number (Bonferroni)."""
+
+
+def _differences(
+    scored: list[list[Position]], of_draft: list[list[Position]] | None, seed: int
+) -> _Differences:
+    uniforms = random.Random(seed)
+    lengths = [len(positions) for positions in scored]
+    ranks = statistics.uniformity(
+        [
+            statistics.rank_uniform(x.token, x.top, uniforms.random())
+            for positions in scored
+            for x in positions
+        ]
     )
-    return [math.exp(answer.log_evidence) for answer in answers]
+    innovations = [math.fsum(statistics.innovation(x.token, x.top) for x in xs) for xs in scored]
+    p_values = [ranks, statistics.p_value_of_mean(innovations, 0.0)]
+    tilt = None
+    if of_draft is not None:
+        tilts = [
+            math.fsum(statistics.tilt(x.token, x.top, y.top) for x, y in zip(xs, ys, strict=True))
+            for xs, ys in zip(scored, of_draft, strict=True)
+        ]
+        p_values.append(statistics.p_value_of_mean(tilts, 0.0))
+        tilt = statistics.per_token(tilts, lengths)
+    p_value = min(1.0, len(p_values) * min(p_values))
+    return _Differences(statistics.per_token(innovations, lengths), tilt, ranks, p_value)
 
 
-def _repeated(texts: Sequence[Text], size: int) -> list[Text]:
-    return [texts[index % len(texts)] for index in range(size)]
+def _in_words(found: _Differences) -> str:
+    words = _gap(
+        "log p + H", found.innovation, "sharper than the target", "flatter than the target"
+    )
+    if found.tilt is not None:
+        towards = _gap("log q/p", found.tilt, "nearer to the draft", "further from the draft")
+        words = f"{towards}; {words}"
+    return f"{words}; ranks p = {found.ranks:.2g}."
+
+
+def _gap(name: str, mean: Mean, above: str, below: str) -> str:
+    gap, error = mean
+    side = f" ({above if gap > 0 else below})" if abs(gap) > 2 * error else ""
+    return f"{name} {gap:+.3f} ± {2 * error:.3f} nats a token{side}"
+
+
+# --- Distributions of short texts
+
+Law = dict[Text, float]
+"""Prefix -> mass of the texts of which it is the longest prefix here. The sum may be below 1."""
+
+
+def short_law(models: Sequence[Model], prompt: Text, smallest: float) -> Law:
+    """Return the distribution of texts after a prompt, the i-th token sampled from the i-th model.
+
+    Prefixes with a mass of at least ``smallest`` are extended; the remaining mass of a prefix,
+    that of its rarer tokens, is the mass of the prefix itself.
+    """
+    law: Law = {}
+    frontier: Law = {(): 1.0}
+    for model in models:
+        longer: Law = {}
+        tops = model.following([(*prompt, *prefix) for prefix in frontier])
+        for (prefix, mass), top in zip(frontier.items(), tops, strict=True):
+            masses = {(*prefix, token): mass * math.exp(value) for token, value in top.items()}
+            common = {text: mass for text, mass in masses.items() if mass >= smallest}
+            longer |= common
+            law[prefix] = max(0.0, mass - math.fsum(common.values()))
+        frontier = longer
+    return law | frontier
+
+
+def claimed_law(target: Model, prompt: Text, answers: Iterable[Answer]) -> Law:
+    """Return the distribution of one-particle, one-round answers that their weights imply.
+
+    The evidence of such an answer is p over the probability with which it was sampled.
+    """
+    evidence = {answer.text: answer.log_evidence for answer in answers}
+    scored = target.score([prompt] * len(evidence), list(evidence))
+    return {
+        text: math.exp(math.fsum(position.logprob for position in positions) - log_evidence)
+        for (text, log_evidence), positions in zip(evidence.items(), scored, strict=True)
+    }

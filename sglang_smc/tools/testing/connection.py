@@ -1,18 +1,28 @@
-"""Connect the checks to models: in a running server, or in engines of their own."""
+"""Connect the checks to models: in a running server, or in servers of their own."""
 
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_smc.tools.testing.engines import starting
 from sglang_smc.tools.testing.model import Model, RefusedError
 
 TIMEOUT = 600.0
 _ROUNDING = {"float32": 1e-3}  # nats per token
 _COARSE_ROUNDING = 0.05  # for 16-bit models
+#: Flags for short texts with many particles; they differ from a server's.
+_SETTINGS: dict[str, Any] = {
+    "context_length": 1024,
+    "max_total_tokens": 131_072,
+    "skip_server_warmup": True,
+    "sleep_on_idle": True,
+    "watchdog_timeout": 600,
+    "log_level": "error",
+}
+_CONCURRENCY = 64
 
 
 class Pair(NamedTuple):
@@ -57,20 +67,21 @@ def connect(url: str, *, api_key: str | None = None, needs_smc: bool = True) -> 
             f"--url {url}: no server answers there ({type(error).__name__}). Start one with "
             "python -m sglang.launch_server --speculative-algorithm SMC, or check host and port."
         ) from error
-    return _model(send, f"--url {url}", _server_info(url, reply), needs_smc)
-
-
-@contextlib.contextmanager
-def started(target: str, draft: str, **arguments: Any) -> Iterator[Pair]:
-    """Start two engines for the ``with`` block: SMC with the pair, and with the draft for both.
-
-    The second has equal models, and returns the draft's own distribution.
-    """
-    for flag, path in (("--target", target), ("--draft", draft)):
-        _check_folder(flag, path)
-    with contextlib.ExitStack() as stack:
-        both = [stack.enter_context(starting(m, draft, **arguments)) for m in (target, draft)]
-        yield Pair(*(_model(engine.send, engine.models, engine.ready(), True) for engine in both))
+    info = _server_info(url, reply)
+    algorithm = info["speculative_algorithm"]
+    if needs_smc and algorithm != "SMC":
+        raise ValueError(
+            f"--url {url}: this server runs --speculative-algorithm {algorithm}; needed: SMC. "
+            "Start it with --speculative-algorithm SMC --speculative-draft-model-path DRAFT."
+        )
+    state = info["internal_states"][0]
+    return Model(
+        send,
+        f"--url {url}",
+        state["smc"]["settings"] if algorithm == "SMC" else {},
+        same_models=info["model_path"] == info["speculative_draft_model_path"],
+        rounding=_ROUNDING.get(state.get("dtype", ""), _COARSE_ROUNDING),
+    )
 
 
 def _server_info(url: str, reply: Any) -> dict[str, Any]:
@@ -88,21 +99,42 @@ def _server_info(url: str, reply: Any) -> dict[str, Any]:
     return info
 
 
-def _model(send: Any, name: str, info: dict[str, Any], needs_smc: bool) -> Model:
-    algorithm = info["speculative_algorithm"]
-    if needs_smc and algorithm != "SMC":
-        raise ValueError(
-            f"{name}: this server runs --speculative-algorithm {algorithm}; needed: SMC. Start it "
-            "with --speculative-algorithm SMC --speculative-draft-model-path DRAFT."
-        )
-    state = info["internal_states"][0]
-    return Model(
-        send,
-        name,
-        state["smc"]["settings"] if algorithm == "SMC" else {},
-        same_models=info["model_path"] == info["speculative_draft_model_path"],
-        rounding=_ROUNDING.get(state.get("dtype", ""), _COARSE_ROUNDING),
-    )
+@contextlib.contextmanager
+def started(target: str, draft: str, **arguments: Any) -> Iterator[Pair]:
+    """Start two servers for the ``with`` block: SMC with the pair, and with the draft for both.
+
+    The second has equal models, and returns the draft's own distribution.
+
+    Args:
+        arguments: of the servers, by `sglang.Engine`'s keywords, such as ``device`` and ``dtype``.
+
+    Raises:
+        ValueError: a folder has no model, or a server does not start.
+    """
+    from sglang_smc.tools.demo.serving import Launch, ServerError, running
+
+    for flag, path in (("--target", target), ("--draft", draft)):
+        _check_folder(flag, path)
+    settings = _SETTINGS | arguments
+    settings |= {"speculative_algorithm": "SMC", "speculative_draft_model_path": draft}
+    flags = list(_flags(settings))
+    with tempfile.TemporaryDirectory(prefix="smc-check-") as logs:
+        launches = [
+            Launch(f"--target {model}", Path(model), Path(logs) / name, _CONCURRENCY, flags=flags)
+            for name, model in (("pair.log", target), ("draft.log", draft))
+        ]
+        try:
+            with running(*launches) as servers:
+                yield Pair(*(connect(server.url) for server in servers))
+        except ServerError as error:
+            raise ValueError(str(error)) from error
+
+
+def _flags(settings: dict[str, Any]) -> Iterator[str]:
+    for name, value in settings.items():
+        if value is not False and value is not None:
+            yield f"--{name.replace('_', '-')}"
+            yield from () if value is True else (str(value),)
 
 
 def _check_folder(flag: str, path: str) -> None:

@@ -89,18 +89,11 @@ class Model:
         self, prompts: Sequence[Text], length: int, smc: dict[str, Any], **params: Any
     ) -> list[Answer]:
         """Generate an answer of at most ``length`` tokens to each prompt, each with its seed."""
+        fields = {"custom_params": {"smc": {"power": 1.0, **smc}}, "max_new_tokens": length}
+        common = {**PLAIN, **params, **fields}
         found: list[Answer] = []
         for chunk in _chunks(prompts):
-            sampling = [
-                PLAIN
-                | params
-                | {
-                    "max_new_tokens": length,
-                    "sampling_seed": next(self._seeds),
-                    "custom_params": {"smc": smc},
-                }
-                for _ in chunk
-            ]
+            sampling = [{**common, "sampling_seed": next(self._seeds)} for _ in chunk]
             replies = self._ask({"input_ids": _lists(chunk), "sampling_params": sampling})
             found += [Answer(tuple(reply["output_ids"]), reply["meta_info"]) for reply in replies]
         return found

@@ -19,23 +19,43 @@ They need no server::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sglang_smc.potentials.base import Potential, Text
-from sglang_smc.tools.testing.result import Result, Verdict
+from sglang_smc.tools.testing.report import Result, Verdict
 
-_Method = Callable[[Sequence[Text]], Sequence[float]]
+_SHOWN = 40  # characters of a text that a note shows
+
+
+class _Values(NamedTuple):
+    """One method's values of texts, all from one call."""
+
+    name: str
+    method: Callable[[Sequence[Text]], Sequence[float]]
+    texts: Sequence[Text]
+    values: list[float]
+
+    def differing(self, others: Sequence[float], tolerance: float) -> Iterator[tuple[str, float]]:
+        """Yield a description of each value that another one differs from, and the other one."""
+        for text, value, other in zip(self.texts, self.values, others, strict=True):
+            if not math.isclose(value, other, rel_tol=tolerance, abs_tol=tolerance):
+                yield f"of {_shown(text)} {self.name} is {value:g}", other
 
 
 class _Asked(NamedTuple):
-    """One method's values of texts, all from one call."""
+    """The values of a potential on some texts."""
 
-    method: str
-    ask: _Method
-    texts: Sequence[Text]
-    values: list[float]
+    potential: Potential
+    series: Sequence[Sequence[Text]]  # the prefixes of each text
+    prefixes: _Values
+    wholes: _Values
+    tolerance: float
+
+    @property
+    def both(self) -> tuple[_Values, _Values]:
+        return self.prefixes, self.wholes
 
 
 def check_potential(
@@ -63,45 +83,23 @@ def check_potential(
         raise ValueError("check_potential was given no texts; needed: one or more.")
     series = [_beginnings(text, most_beginnings) for text in texts]
     every = [beginning for of_text in series for beginning in of_text]
-    asked = [
-        _asked("prefix", potential.prefix, every),
-        _asked("complete", potential.complete, texts),
-    ]
-    checked: tuple[tuple[str, str, Callable[[], Iterable[str]]], ...] = (
-        (*_BATCHED, lambda: _unlike_alone(asked, tolerance)),
-        (*_REPEATED, lambda: _unlike_again(asked, tolerance)),
-        (*_FORBIDDEN, lambda: _allowed_again(series, asked)),
-        (*_CLAIMED, lambda: _unlike_whole(potential, asked, tolerance)),
-    )
-    usable = _result(*_VALUES, _unusable(asked), len(texts))
-    results = [usable]
-    for check, proves, found in checked:
-        if usable.failed:
-            results.append(_not_applicable(check, proves, "Its values are unusable."))
-        elif check == _CLAIMED[0] and not potential.prefix_is_complete:
-            results.append(_not_applicable(check, proves, "It does not set prefix_is_complete."))
+    prefix, complete = potential.prefix, potential.complete
+    prefixes = _Values("prefix", prefix, every, list(prefix(every)))
+    wholes = _Values("complete", complete, texts, list(complete(texts)))
+    asked = _Asked(potential, series, prefixes, wholes, tolerance)
+    results: list[Result] = []
+    for name, proves, remedy, check in _CHECKS:
+        if results and results[0].failed:
+            verdict, note = Verdict.NOT_APPLICABLE, "Its values are unusable."
+        elif check is _unlike_whole and not potential.prefix_is_complete:
+            verdict, note = Verdict.NOT_APPLICABLE, "It does not set prefix_is_complete."
+        elif found := list(check(asked)):
+            more = f" ({len(found)} such)" if len(found) > 1 else ""
+            verdict, note = Verdict.FAIL, f"{found[0]}{more}. {remedy}"
         else:
-            results.append(_result(check, proves, found(), len(texts)))
+            verdict, note = Verdict.PASS, f"On {len(texts)} texts."
+        results.append(Result(f"potential-{name}", proves, verdict, note, num_answers=len(texts)))
     return results
-
-
-_VALUES = (
-    "potential-values",
-    "prefix and complete give one value for each text: a finite logarithm, or -inf",
-)
-_BATCHED = ("potential-batched", "a text's value does not depend on what else is asked about")
-_REPEATED = ("potential-repeated", "the same text has the same value when it is asked about again")
-_FORBIDDEN = ("potential-forbidden", "no text goes on from a beginning that was forbidden")
-_CLAIMED = ("potential-whole", "prefix of a whole text is complete of it, as it claims")
-_MENDS = {
-    _VALUES[0]: "Give a float for each text; log 0 is float('-inf').",
-    _BATCHED[0]: "Let the texts of a call not influence each other: of a model, look at padding "
-    "and masks.",
-    _REPEATED[0]: "Draw no random numbers, and keep nothing from one call to the next.",
-    _FORBIDDEN[0]: "Give -inf only where no continuation can mend it; else a large finite cost.",
-    _CLAIMED[0]: "Let it not set prefix_is_complete, or let prefix and complete agree.",
-}
-_SHOWN = 40  # characters of a text that a note shows
 
 
 def _beginnings(text: Text, most: int) -> list[Text]:
@@ -112,75 +110,82 @@ def _beginnings(text: Text, most: int) -> list[Text]:
     return [text.beginning(some) for some in sorted(lengths)]
 
 
-def _asked(name: str, ask: _Method, texts: Sequence[Text]) -> _Asked:
-    return _Asked(name, ask, texts, list(ask(texts)))
-
-
-def _unusable(asked: Sequence[_Asked]) -> Iterator[str]:
-    for one in asked:
+def _unusable(asked: _Asked) -> Iterator[str]:
+    for one in asked.both:
         if len(one.values) != len(one.texts):
-            yield f"{one.method} gave {len(one.values)} values for {len(one.texts)} texts"
+            yield f"{one.name} gave {len(one.values)} values for {len(one.texts)} texts"
             continue
         for text, value in zip(one.texts, one.values, strict=True):
             if math.isnan(value) or value == math.inf:
-                yield f"{one.method} of {_shown(text)} is {value}"
+                yield f"{one.name} of {_shown(text)} is {value}"
 
 
-def _unlike_alone(asked: Sequence[_Asked], tolerance: float) -> Iterator[str]:
-    for one in asked:
-        for text, value in zip(one.texts, one.values, strict=True):
-            (alone,) = one.ask([text])
-            if not _alike(alone, value, tolerance):
-                yield f"{one.method} of {_shown(text)} is {value:g} among others, {alone:g} alone"
+def _unlike_alone(asked: _Asked) -> Iterator[str]:
+    for one in asked.both:
+        alone = [next(iter(one.method([text]))) for text in one.texts]
+        for told, other in one.differing(alone, asked.tolerance):
+            yield f"{told} among others, {other:g} alone"
 
 
-def _unlike_again(asked: Sequence[_Asked], tolerance: float) -> Iterator[str]:
-    for one in asked:
-        for text, value, again in zip(one.texts, one.values, one.ask(one.texts), strict=True):
-            if not _alike(again, value, tolerance):
-                yield f"{one.method} of {_shown(text)} is {value:g}, then {again:g}"
+def _unlike_again(asked: _Asked) -> Iterator[str]:
+    for one in asked.both:
+        for told, other in one.differing(one.method(one.texts), asked.tolerance):
+            yield f"{told}, then {other:g}"
 
 
-def _allowed_again(series: Sequence[Sequence[Text]], asked: Sequence[_Asked]) -> Iterator[str]:
+def _allowed_again(asked: _Asked) -> Iterator[str]:
     """Yield prefixes of value -inf with an extension of another value."""
-    beginnings, wholes = asked
-    values = iter(beginnings.values)
-    found = [list(islice(values, len(of_text))) for of_text in series]
-    for of_text, own, whole in zip(series, found, wholes.values, strict=True):
+    values = iter(asked.prefixes.values)
+    for of_text, whole in zip(asked.series, asked.wholes.values, strict=True):
         forbidden = None
-        for text, value in zip(of_text, own, strict=True):
-            if forbidden is not None and value > -math.inf:
+        for text, value in zip(of_text, islice(values, len(of_text)), strict=True):
+            if forbidden is None:
+                forbidden = text if value == -math.inf else None
+            elif value > -math.inf:
                 yield f"prefix of {_shown(forbidden)} is -inf, of {_shown(text)} {value:g}"
-                break
-            forbidden = text if value == -math.inf else forbidden
         if forbidden is not None and whole > -math.inf:
             yield f"prefix of {_shown(forbidden)} is -inf, complete of the whole text {whole:g}"
 
 
-def _unlike_whole(potential: Potential, asked: Sequence[_Asked], tolerance: float) -> Iterator[str]:
-    _, wholes = asked
-    of_prefix = potential.prefix(wholes.texts)
-    for text, whole, value in zip(wholes.texts, wholes.values, of_prefix, strict=True):
-        if not _alike(whole, value, tolerance):
-            yield f"of {_shown(text)} prefix is {value:g} and complete {whole:g}"
+def _unlike_whole(asked: _Asked) -> Iterator[str]:
+    of_prefix = asked.potential.prefix(asked.wholes.texts)
+    for told, other in asked.wholes.differing(of_prefix, asked.tolerance):
+        yield f"{told}, and prefix {other:g}"
 
 
-def _alike(one: float, other: float, tolerance: float) -> bool:
-    return math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance)
-
-
-def _result(check: str, proves: str, found: Iterable[str], num_texts: int) -> Result:
-    """Return PASS if there are no findings, else FAIL with the first finding and their number."""
-    findings = list(found)
-    known: dict[str, Any] = {"check": check, "proves": proves, "num_answers": num_texts}
-    if not findings:
-        return Result(**known, verdict=Verdict.PASS, note=f"On {num_texts} texts.")
-    more = f" ({len(findings)} such)" if len(findings) > 1 else ""
-    return Result(**known, verdict=Verdict.FAIL, note=f"{findings[0]}{more}. {_MENDS[check]}")
-
-
-def _not_applicable(check: str, proves: str, note: str) -> Result:
-    return Result(check=check, proves=proves, verdict=Verdict.NOT_APPLICABLE, note=note)
+#: Each check's name, what a pass proves, the remedy, and the function that yields findings.
+_CHECKS: tuple[tuple[str, str, str, Callable[[_Asked], Iterator[str]]], ...] = (
+    (
+        "values",
+        "prefix and complete give one value for each text: a finite logarithm, or -inf",
+        "Give a float for each text; log 0 is float('-inf').",
+        _unusable,
+    ),
+    (
+        "batched",
+        "a text's value does not depend on what else is asked about",
+        "Let the texts of a call not influence each other: of a model, look at padding and masks.",
+        _unlike_alone,
+    ),
+    (
+        "repeated",
+        "the same text has the same value when it is asked about again",
+        "Draw no random numbers, and keep nothing from one call to the next.",
+        _unlike_again,
+    ),
+    (
+        "forbidden",
+        "no text goes on from a beginning that was forbidden",
+        "Give -inf only where no continuation can mend it; else a large finite cost.",
+        _allowed_again,
+    ),
+    (
+        "whole",
+        "prefix of a whole text is complete of it, as it claims",
+        "Let it not set prefix_is_complete, or let prefix and complete agree.",
+        _unlike_whole,
+    ),
+)
 
 
 def _shown(text: Text) -> str:

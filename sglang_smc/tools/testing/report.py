@@ -1,26 +1,70 @@
-"""Report results as a text table, and as JSON."""
+"""Define the result of a check, and report results as a text table and as JSON."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
-from sglang_smc.tools.testing.result import Result, Verdict
+from sglang_smc.tools.commands import table
 
 _WIDTH = 100
-_HEAD = ("check", "verdict", "statistic", "found", "expected", "p", "answers")
+
+
+class Verdict(str, Enum):
+    """The outcome of a check."""
+
+    PASS = "pass"
+    FAIL = "fail"
+    MEASURED = "measured"
+    """The distance of an approximate mode from the target; not a failure."""
+    NOT_ENOUGH_DATA = "not enough data"
+    NOT_APPLICABLE = "not applicable"
+
+
+class Result(NamedTuple):
+    """The result of one check; numbers are None if the check did not compute them."""
+
+    check: str
+    proves: str
+    """The property that a pass demonstrates, in one sentence."""
+    verdict: Verdict
+    note: str
+    """The finding, and for a failure the remedy."""
+    statistic: str = ""
+    estimate: float | None = None
+    expected: float | None = None
+    standard_error: float | None = None
+    p_value: float | None = None
+    alpha: float | None = None
+    """The probability that this check fails on a correct implementation."""
+    num_answers: int = 0
+
+    @property
+    def failed(self) -> bool:
+        return self.verdict is Verdict.FAIL
 
 
 def as_text(results: Sequence[Result]) -> str:
     """Return a table, notes on each check, and a summary."""
-    rows = [_HEAD, *map(_row, results)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
+    rows = [_row(result) for result in results]
+    notes = [
+        textwrap.fill(f"{one.check}: {one.proves}. {one.note}", _WIDTH, subsequent_indent="    ")
+        for one in results
     ]
-    return "\n".join([*table, "", *map(_sentences, results), "", summary(results)])
+    counts = [(verdict, sum(r.verdict is verdict for r in results)) for verdict in Verdict]
+    found = ", ".join(f"{count} {verdict.value}" for verdict, count in counts if count)
+    return "\n".join(
+        [
+            *table(rows, rows[0].keys(), rule=False),
+            "",
+            *notes,
+            "",
+            f"{found}. Chance that a check fails although all is well: at most "
+            f"{false_alarm(results):.2g}.",
+        ]
+    )
 
 
 def as_dict(results: Sequence[Result], **about: Any) -> dict[str, Any]:
@@ -38,44 +82,23 @@ def false_alarm(results: Sequence[Result]) -> float:
     return sum(result.alpha or 0.0 for result in results if result.p_value is not None)
 
 
-def summary(results: Sequence[Result]) -> str:
-    counts = [(verdict, sum(r.verdict is verdict for r in results)) for verdict in Verdict]
-    found = ", ".join(f"{count} {verdict.value}" for verdict, count in counts if count)
-    return (
-        f"{found}. Chance that a check fails although all is well: at most "
-        f"{false_alarm(results):.2g}."
-    )
-
-
-def _row(result: Result) -> tuple[str, ...]:
-    found = _number(result.estimate)
-    if result.standard_error is not None:
-        if result.statistic.startswith("chi-square"):
-            return _cells(
-                result, found, f"{_number(result.expected)} ± {result.standard_error:.3g}"
-            )
+def _row(result: Result) -> dict[str, str]:
+    found, expected, error = map(_number, (result.estimate, result.expected, result.standard_error))
+    if error and result.statistic.startswith("chi-square"):
+        expected += f" ± {result.standard_error:.3g}"
+    elif error:
         found += f" ± {result.standard_error:.2g}"
-    return _cells(result, found, _number(result.expected))
-
-
-def _cells(result: Result, found: str, expected: str) -> tuple[str, ...]:
-    p_value = "" if result.p_value is None else f"{result.p_value:.2g}"
-    answers = str(result.num_answers) if result.num_answers else ""
-    return (
-        result.check,
-        result.verdict.value.upper() if result.failed else result.verdict.value,
-        result.statistic,
-        found,
-        expected,
-        p_value,
-        answers,
-    )
+    verdict = result.verdict.value
+    return {
+        "check": result.check,
+        "verdict": verdict.upper() if result.failed else verdict,
+        "statistic": result.statistic,
+        "found": found,
+        "expected": expected,
+        "p": "" if result.p_value is None else f"{result.p_value:.2g}",
+        "answers": str(result.num_answers or ""),
+    }
 
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
-
-
-def _sentences(result: Result) -> str:
-    text = f"{result.check}: {result.proves}. {result.note}"
-    return textwrap.fill(text, _WIDTH, subsequent_indent="    ")

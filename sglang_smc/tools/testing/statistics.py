@@ -1,11 +1,13 @@
-"""Compute statistics with a known distribution for texts that follow the target."""
+"""Compute statistics with a known distribution for texts that follow the target.
+
+Functions import scipy themselves: the import takes half a second, which --help skips.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 Text = tuple[int, ...]
@@ -13,8 +15,8 @@ Text = tuple[int, ...]
 SMALLEST_CELL = 8.0
 """Expected answers per cell, at least: the chi-square approximation holds from there on."""
 
-NUM_BINS = 20
 _RAREST = 1e-9  # a mass below it is rounding
+_FARTHEST = 5.0  # bound on |log q/p| of a token
 
 
 class Mean(NamedTuple):
@@ -24,21 +26,17 @@ class Mean(NamedTuple):
     standard_error: float
 
 
-@dataclass(frozen=True)
-class Fit:
+class Fit(NamedTuple):
     """A chi-square statistic: its mean is ``df``, its standard deviation sqrt(2 df)."""
 
     statistic: float
     df: int
 
-    def __add__(self, other: Fit) -> Fit:
-        return Fit(self.statistic + other.statistic, self.df + other.df)
-
     @property
     def p_value(self) -> float:
-        from scipy.special import gammaincc  # the import takes half a second, which --help skips
+        from scipy.stats import chi2
 
-        return float(gammaincc(self.df / 2, self.statistic / 2)) if self.df else 1.0
+        return float(chi2.sf(self.statistic, self.df)) if self.df else 1.0
 
 
 def mean_of(values: Sequence[float]) -> Mean:
@@ -89,15 +87,25 @@ def goodness_of_fit(
     expected = [law[cell] * size for cell in common]
     observed.append(size - math.fsum(observed))
     expected.append(max(0.0, size - math.fsum(expected)))
-    return _chi_square(observed, expected, smallest)
+    if expected[-1] < smallest and len(expected) > 1:  # merged into the thinnest cell
+        thinnest = min(range(len(expected) - 1), key=expected.__getitem__)
+        observed[thinnest] += observed.pop()
+        expected[thinnest] += expected.pop()
+    gaps = zip(observed, expected, strict=True)
+    statistic = math.fsum((seen - mean) ** 2 / mean for seen, mean in gaps)
+    return Fit(statistic if len(expected) > 1 else 0.0, len(expected) - 1)
 
 
-def uniformity(values: Sequence[float]) -> Fit:
-    """Return the chi-square of values in [0, 1] against the uniform distribution, in equal bins."""
-    counts = Counter(min(NUM_BINS - 1, int(value * NUM_BINS)) for value in values)
-    expected = len(values) / NUM_BINS
-    observed = (counts[index] for index in range(NUM_BINS))
-    return Fit(sum((count - expected) ** 2 / expected for count in observed), NUM_BINS - 1)
+def _cell(text: Text, law: Mapping[Text, float]) -> Text | None:
+    prefixes = (text[:length] for length in range(len(text), -1, -1))
+    return next((prefix for prefix in prefixes if prefix in law), None)
+
+
+def uniformity(values: Sequence[float]) -> float:
+    """Return the p-value of Kolmogorov and Smirnov's test of uniform values in [0, 1]."""
+    from scipy.stats import kstest
+
+    return float(kstest(values, "uniform").pvalue)
 
 
 def innovation(token: int, top: Mapping[int, float]) -> float:
@@ -127,9 +135,6 @@ def tilt(token: int, top_p: Mapping[int, float], top_q: Mapping[int, float]) -> 
     return ratios.get(token, 0.0) - mean
 
 
-_FARTHEST = 5.0
-
-
 def rank_uniform(token: int, top: Mapping[int, float], uniform: float) -> float:
     """Return the mass of the tokens that are likelier under p, plus a share of the token's own.
 
@@ -143,22 +148,3 @@ def rank_uniform(token: int, top: Mapping[int, float], uniform: float) -> float:
             return min(1.0, above + uniform * mass)
         above += mass
     return min(1.0, above + uniform * max(0.0, 1.0 - above))
-
-
-def _cell(text: Text, law: Mapping[Text, float]) -> Text | None:
-    for length in range(len(text), -1, -1):
-        if text[:length] in law:
-            return text[:length]
-    return None
-
-
-def _chi_square(observed: list[float], expected: list[float], smallest: float) -> Fit:
-    """Return the chi-square; a last cell below ``smallest`` is merged into the thinnest one."""
-    if expected[-1] < smallest and len(expected) > 1:
-        thinnest = min(range(len(expected) - 1), key=expected.__getitem__)
-        observed[thinnest] += observed.pop()
-        expected[thinnest] += expected.pop()
-    if len(expected) == 1:
-        return Fit(0.0, 0)
-    gaps = zip(observed, expected, strict=True)
-    return Fit(math.fsum((seen - mean) ** 2 / mean for seen, mean in gaps), len(expected) - 1)
