@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from sglang_smc.tools.commands import main_of
 from sglang_smc.tools.view.finding import load
 from sglang_smc.tools.view.page import page_of
 
@@ -14,17 +15,16 @@ from sglang_smc.tools.view.page import page_of
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0, or 1 if there is no valid trace or the page cannot be written."""
     options = parser().parse_args(argv)
-    try:
-        page = page_of(load(options.trace, options.index), options.title)
-        output: Path = options.output or options.trace.with_suffix(".html")
-        if output.is_file() and not options.force:
-            ask_to_overwrite(output)
-        output.write_text(page, encoding="utf-8")
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return main_of(lambda: _run(options), refused=(ValueError, OSError), status=1)
+
+
+def _run(options: argparse.Namespace) -> None:
+    page = page_of(load(options.trace, options.index), options.title)
+    output: Path = options.output or options.trace.with_suffix(".html")
+    if output.is_file() and not options.force:
+        ask_to_overwrite(output)
+    output.write_text(page, encoding="utf-8")
     print(output)
-    return 0
 
 
 def ask_to_overwrite(output: Path) -> None:
@@ -43,9 +43,10 @@ def parser() -> argparse.ArgumentParser:
         "from whom, weights, resampling, cuts, ESS and log Z. The request asks for it with "
         '"trace": true in custom_params["smc"].',
     )
-    result.add_argument("trace", type=Path, help="JSON: a trace, an answer that has one, or a list")
-    result.add_argument("-o", "--output", type=Path, help="the page; default: TRACE.html")
-    result.add_argument("--force", action="store_true", help="overwrite the page that exists")
-    result.add_argument("--index", type=int, help="which trace, from 0, where there are several")
-    result.add_argument("--title", default="Particles of one answer", help="of the page")
+    add = result.add_argument
+    add("trace", type=Path, help="JSON: a trace, an answer that has one, or a list")
+    add("-o", "--output", type=Path, help="the page; default: TRACE.html")
+    add("--force", action="store_true", help="overwrite the page that exists")
+    add("--index", type=int, help="which trace, from 0, where there are several")
+    add("--title", default="Particles of one answer", help="of the page")
     return result

@@ -6,6 +6,7 @@ parent up to the segment's start, and so on. `tests/view` compares this with a r
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -15,50 +16,26 @@ FIRST, DRAFTED, BONUS = "first", "drafted", "bonus"
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Tokens that one particle appends in one step, in its lane."""
+    """Tokens that one particle appends in one step, in its lane.
 
-    parent: int | None
-    """The segment that it continues; None at the prompt's end."""
+    A ``fate`` is the reason why no segment continues this one to its end: `dead` (weight 0),
+    `resampled`, `verification`, `narrowed`, `drawn` (another particle was drawn as the answer),
+    `resized`, `retracted`, `failure`, or `end` at the end of the record.
+    """
 
+    parent: int | None  # the segment that it continues; None at the prompt's end
     lane: int
-    start: int
-    """Position of its first token, in output tokens. Only the parent's earlier tokens count."""
-
-    tokens: list[int]
-    """Empty if a finished text moves to another lane."""
-
-    kind: str
-    """`first`, prefill's token; `drafted`; or `bonus`."""
-
+    start: int  # position of its first token, in output; only the parent's earlier tokens count
+    tokens: list[int]  # empty if a finished text moves to another lane
+    kind: str  # `FIRST`, prefill's token; `DRAFTED`; or `BONUS`
     round: int
-    before: float
-    """The particle's normalised weight, 0 to 1, at the segment's start."""
-
-    after: float
-    """The normalised weight at its end."""
-
-    log_weight: float | None
-    """The unnormalised log-weight at its end; null for weight 0."""
-
-    rejected: list[int]
-    """Tokens drafted behind it that were not kept."""
-
-    fate: str | None
-    """Reason why no segment continues it to its end, or None if it is continued.
-
-    `dead` (weight 0), `resampled`, `verification`, `narrowed`, `drawn` (another particle was drawn
-    as the answer), `resized`, `retracted`, `failure`, or `end` at the end of the record. None also
-    for whole segments of the answer.
-    """
-
-    surviving: int
-    """Number of its tokens that are in the answer by this line of descent."""
-
-    log_potential: float | None = 0.0
-    """Log-potential of the text up to its end, as in the weight.
-
-    0 without one, null if the text is forbidden.
-    """
+    before: float  # the particle's normalised weight, 0 to 1, at the segment's start
+    after: float  # and at its end
+    log_weight: float | None  # unnormalised, at its end; None for weight 0
+    rejected: list[int] = []  # tokens drafted behind it that were not kept
+    fate: str | None = None  # None if it is continued, and for whole segments of the answer
+    surviving: int = 0  # number of its tokens that are in the answer by this line of descent
+    log_potential: float | None = 0.0  # of the text up to its end; 0 without one, None if forbidden
 
     @property
     def end(self) -> int:
@@ -68,44 +45,30 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class Step(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One round, on the axis of output positions."""
 
-    start: int
-    """Position of its first draft token."""
-
-    kept_to: int
-    """Position behind the last kept column."""
-
-    end: int
-    """Position behind the bonus tokens."""
-
+    start: int  # position of its first draft token
+    kept_to: int  # position behind the last kept column
+    end: int  # position behind the bonus tokens
     num_particles: int
     ess: float
     log_block_evidence: float | None
     log_evidence: float | None
     cut: str
     resampled: bool
-    gone: int
-    """Number of particles that ended by narrowing."""
-
+    gone: int  # number of particles that ended by narrowing
     resized: bool
     retracted: bool
-    emitted_to: int
-    """Number of tokens emitted so far, after this round."""
+    emitted_to: int  # number of tokens emitted so far, after this round
 
 
 class Genealogy(msgspec.Struct, frozen=True, kw_only=True):
     """All segments of one answer, parents first."""
 
     num_lanes: int
-    length: int
-    """Number of positions that any particle or draft reaches."""
-
+    length: int  # positions that any particle or draft reaches
     segments: list[Segment]
     steps: list[Step]
-    heads: list[int]
-    """Each particle's last segment at the end of the record."""
-
-    answer: list[int]
-    """The emitted tokens."""
+    heads: list[int]  # each particle's last segment at the end of the record
+    answer: list[int]  # the emitted tokens
 
     def text_of(self, segment: int) -> list[int]:
         """Return the tokens of a particle up to the end of a segment."""
@@ -170,6 +133,11 @@ class _Growth:
         self.log_potentials: dict[int, float | None] = {}
         self.emitted: list[int] = []
 
+    @property
+    def ends(self) -> list[int]:
+        """Return the length of each particle's text."""
+        return [self.segments[head].end for head in self.heads]
+
     def play(self, number: int, record: RoundRecord, *, is_last: bool) -> None:
         retracted = record.begins is not None and (number > 0 or bool(record.emitted_before))
         for token in record.emitted_before:
@@ -182,13 +150,12 @@ class _Growth:
             told = zip(self.heads, record.log_potentials, strict=True)
             self.log_potentials |= {self.wrote[head]: value for head, value in told if value != 0}
         weights = shares(record.log_weights)
-        start = min(self.end_of(lane) for lane in range(len(self.heads)))
+        start = min(self.ends)
         self.draft(number, record, weights)
-        kept_to = max(self.end_of(lane) for lane in range(len(self.heads)))
+        kept_to = max(self.ends)
         self.hand_down(record, weights)
         self.add_bonus(number, record, weights)
-        end = max(self.end_of(lane) for lane in range(len(self.heads)))
-        gone = 0
+        end, gone = max(self.ends), 0
         if record.narrowed_to is not None:
             gone = len(record.narrowed_to) - len(set(record.narrowed_to))
             self.descend(record.narrowed_to, "drawn" if is_last else "narrowed")
@@ -213,31 +180,16 @@ class _Growth:
 
     def begin(self, number: int, tokens: list[int]) -> None:
         """Start all particles anew behind a prefill, after the emitted tokens."""
-        at = len(self.emitted)
-        parent = None
-        for segment in self.heads:
-            self.fates[segment] = "retracted"
-        if self.heads and at:
+        start, parent = len(self.emitted), None
+        self.fates |= dict.fromkeys(self.heads, "retracted")
+        if self.heads and start:
             line = lineage(self.heads[0], self.segments)
-            parent = next(i for i in line if self.segments[i].start < at)
+            parent = next(at for at in line if self.segments[at].start < start)
         share = 1 / len(tokens)
+        weights = {"before": share, "after": share, "log_weight": 0.0}
+        place = {"parent": parent, "start": start, "kind": FIRST, "round": number}
         self.heads = [
-            self.add(
-                Segment(
-                    parent=parent,
-                    lane=lane,
-                    start=at,
-                    tokens=[token],
-                    kind=FIRST,
-                    round=number,
-                    before=share,
-                    after=share,
-                    log_weight=0.0,
-                    rejected=[],
-                    fate=None,
-                    surviving=0,
-                )
-            )
+            self.add(Segment(lane=lane, tokens=[token], **place, **weights))
             for lane, token in enumerate(tokens)
         ]
         if len(set(tokens)) == 1:
@@ -249,22 +201,16 @@ class _Growth:
         for lane, drafted in enumerate(record.drafted):
             loses = self.verifies and lane not in record.ancestors
             kept = 0 if loses else min(record.kept[lane], len(drafted))
-            here = Segment(
-                parent=self.heads[lane],
-                lane=lane,
-                start=self.end_of(lane),
-                tokens=drafted[:kept],
+            self.extend(
+                lane,
+                drafted[:kept],
+                rejected=drafted[kept:],
                 kind=DRAFTED,
                 round=number,
                 before=before[lane],
                 after=weights[lane],
                 log_weight=record.log_weights[lane],
-                rejected=drafted[kept:],
-                fate=None,
-                surviving=0,
             )
-            if drafted or self.moves(lane):
-                self.heads[lane] = self.add(here)
 
     def hand_down(self, record: RoundRecord, weights: list[float]) -> None:
         if record.cut == "failure":
@@ -275,31 +221,32 @@ class _Growth:
             self.fates[head] = "dead" if self.fates[head] == "resampled" else self.fates[head]
 
     def add_bonus(self, number: int, record: RoundRecord, weights: list[float]) -> None:
-        count = len(weights)
         if record.resampled:
-            weights = [1 / count] * count
+            weights = [1 / len(weights)] * len(weights)
         # Powers and masks weigh bonus tokens, too; behind a narrowing the record has no weights.
         is_told = record.narrowed_to is None
         weights_after = shares(record.log_weights_after) if is_told else weights
-        heads = []
         for lane, token in enumerate(record.bonus):
-            here = Segment(
-                parent=self.heads[lane],
-                lane=lane,
-                start=self.end_of(lane),
-                tokens=[] if token is None else [token],
+            self.extend(
+                lane,
+                [] if token is None else [token],
                 kind=BONUS,
                 round=number,
                 before=weights[lane],
                 after=weights_after[lane],
                 log_weight=None if record.narrowed_to else record.log_weights_after[lane],
-                rejected=[],
-                fate=None,
-                surviving=0,
             )
-            needed = token is not None or self.moves(lane)
-            heads.append(self.add(here) if needed else self.heads[lane])
-        self.heads = heads
+
+    def extend(
+        self, lane: int, tokens: list[int], *, rejected: Sequence[int] = (), **fields: Any
+    ) -> None:
+        """Append a segment to a particle, unless it neither writes nor moves to another lane."""
+        head = self.heads[lane]
+        here = self.segments[head]
+        if tokens or rejected or here.lane != lane:
+            place = {"parent": head, "lane": lane, "start": here.end}
+            segment = Segment(tokens=tokens, rejected=list(rejected), **place, **fields)
+            self.heads[lane] = self.add(segment)
 
     def descend(self, by: list[int], fate: str) -> None:
         """Replace particles by copies of their ancestors; those without a copy end."""
@@ -307,13 +254,6 @@ class _Growth:
         for gone in set(self.heads) - set(heads):
             self.fates.setdefault(gone, fate)
         self.heads = heads
-
-    def moves(self, lane: int) -> bool:
-        """Return whether a particle's text so far is in another lane."""
-        return self.segments[self.heads[lane]].lane != lane
-
-    def end_of(self, lane: int) -> int:
-        return self.segments[self.heads[lane]].end
 
     def add(self, segment: Segment) -> int:
         at, parent = len(self.segments), segment.parent
@@ -328,20 +268,19 @@ class _Growth:
         for at in list(counts)[1:]:  # except the youngest, which no segment continues
             if counts[at] == len(self.segments[at].tokens):
                 self.fates.pop(at, None)
-        replace = msgspec.structs.replace
-        ends = [here.end + len(here.rejected) for here in self.segments]
+        segments = [
+            msgspec.structs.replace(
+                here,
+                fate=self.fates.get(at),
+                surviving=counts.get(at, 0),
+                log_potential=self.log_potentials.get(at, 0.0),
+            )
+            for at, here in enumerate(self.segments)
+        ]
         return Genealogy(
-            num_lanes=max(here.lane for here in self.segments) + 1,
-            length=max(ends),
-            segments=[
-                replace(
-                    here,
-                    fate=self.fates.get(i),
-                    surviving=counts.get(i, 0),
-                    log_potential=self.log_potentials.get(i, 0.0),
-                )
-                for i, here in enumerate(self.segments)
-            ],
+            num_lanes=max(here.lane for here in segments) + 1,
+            length=max(here.end + len(here.rejected) for here in segments),
+            segments=segments,
             steps=self.steps,
             heads=self.heads,
             answer=self.emitted,

@@ -53,7 +53,8 @@ class Particles(NamedTuple):
         Raises:
             ValueError: no particles, those of several answers, or an invalid trace.
         """
-        found = list(_infos_in(_plain(answer)))
+        plain = answer.model_dump() if hasattr(answer, "model_dump") else answer
+        found = list(_infos_in(plain))
         if len(found) != 1:
             raise ValueError(_SEVERAL.format(count=len(found)) if found else _NONE)
         info = found[0]
@@ -66,7 +67,6 @@ class Particles(NamedTuple):
 
     @property
     def texts(self) -> list[str]:
-        """Return the text of each particle."""
         return [one.text for one in self.particles]
 
     @property
@@ -76,7 +76,6 @@ class Particles(NamedTuple):
 
     @property
     def log_weights(self) -> list[float]:
-        """Return the unnormalised log-weights."""
         return [one.log_weight for one in self.particles]
 
     @property
@@ -103,12 +102,11 @@ class Particles(NamedTuple):
         Raises:
             ValueError: the answer has no trace.
         """
-        if self.trace is None:
-            raise ValueError(_NO_TRACE)
+        trace = self._required_trace()
         if axes is None:
             axes = _imported("matplotlib.pyplot").subplots(figsize=(10, 3), layout="tight")[1]
         assert axes is not None
-        _draw(axes, genealogy(self.trace))
+        _draw(axes, genealogy(trace))
         return axes
 
     def page(self) -> str:
@@ -119,9 +117,12 @@ class Particles(NamedTuple):
         """
         from sglang_smc.tools.view.page import page_of
 
+        return page_of(self._required_trace())
+
+    def _required_trace(self) -> Trace:
         if self.trace is None:
             raise ValueError(_NO_TRACE)
-        return page_of(self.trace)
+        return self.trace
 
     def __repr__(self) -> str:
         known = "unknown" if self.log_ml is None else f"{self.log_ml:.3f}"
@@ -137,11 +138,6 @@ class Particles(NamedTuple):
             f"<p>{html.escape(repr(self))}</p>"
             f"<table><tr><th>share</th><th>text</th></tr>{rows}</table>"
         )
-
-
-def _plain(answer: Any) -> Any:
-    """Return an answer as plain JSON values."""
-    return answer.model_dump() if hasattr(answer, "model_dump") else answer
 
 
 def _infos_in(value: Any) -> Iterator[Mapping[str, Any]]:
