@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import signal
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from tqdm import tqdm
@@ -48,18 +50,29 @@ def main_of(
 
 
 def as_script(main: Callable[[], int]) -> NoReturn:
-    """Exit Python with the status of ``main``; SIGTERM and SIGHUP interrupt it as Ctrl-C does.
+    """Exit Python with the status of ``main``, which signals interrupt as in `interruptible`."""
+    with interruptible():
+        sys.exit(main())
 
-    So these signals also stop the servers and engines.
-    """
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP interrupt the ``with`` block as Ctrl-C does, so that servers stop."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
         raise KeyboardInterrupt
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
-            signal.signal(number, interrupt)
-    sys.exit(main())
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    is_main = threading.current_thread() is threading.main_thread()
+    # A signal is ignored under nohup.
+    handled = {n: old for n, old in before.items() if is_main and old is not signal.SIG_IGN}
+    for number in handled:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, old in handled.items():
+            signal.signal(number, old)
 
 
 def number(

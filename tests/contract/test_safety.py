@@ -142,13 +142,11 @@ LISTED: Listed = {
     "tools/demo/serving.py": {"subprocess", "open", "read_text"},
     "tools/demo/cli.py": {"mkdir", "write_text"},
     # What trains drafts: prompts, samples and checkpoints where its user says.
-    "tools/distill/checkpoints.py": {"mkdir", "write_bytes", "write_text"},
-    "tools/distill/head_config.py": {"read_text"},
-    "tools/distill/job.py": {"mkdir", "write_text"},
+    "tools/distill/checkpoints.py": {"mkdir", "read_text", "write_bytes", "write_text"},
+    "tools/distill/cli.py": {"mkdir", "write_text"},
     "tools/distill/texts.py": {"mkdir", "read_text", "write_text"},
     # The checks of a user's own pair: prompts and a report where its user says.
-    "tools/testing/prompts.py": {"read_text"},
-    "tools/testing/cli.py": {"write_text"},
+    "tools/testing/cli.py": {"read_text", "write_text"},
 }
 
 

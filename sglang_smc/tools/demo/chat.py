@@ -10,7 +10,7 @@ from typing import Any
 
 from openai import DefaultHttpxClient, OpenAI
 
-from sglang_smc.pair.task import Problem, check, held_out, messages
+from sglang_smc.pair.task import check, held_out, messages
 
 #: The task's longest reference answers have about 130 tokens.
 MAX_TOKENS = 160
@@ -58,18 +58,25 @@ def ask(
     """Stream the answer to held-out problem ``index``; call ``on_text`` with each piece."""
     item = held_out(index)
     start = time.perf_counter()
-    pieces: list[str] = []
-    first, request_id, finish_reason = None, "", None
-    for chunk in _stream(client, item, index, sampling):
+    stream: Iterable[Any] = client.chat.completions.create(
+        model="default",
+        messages=messages(item),  # type: ignore[arg-type]
+        temperature=sampling.temperature,
+        max_tokens=MAX_TOKENS,
+        seed=sampling.seed + index,
+        stream=True,
+        extra_body=None if sampling.smc is None else {"custom_params": {"smc": sampling.smc}},
+    )
+    text, first, request_id, finish_reason = "", None, "", None
+    for chunk in stream:
         request_id = chunk.id
         for choice in chunk.choices:
             finish_reason = choice.finish_reason or finish_reason
             if choice.delta.content:
                 first = first or time.perf_counter()
-                pieces.append(choice.delta.content)
+                text += choice.delta.content
                 on_text(choice.delta.content)
     end = time.perf_counter()
-    text = "".join(pieces)
     return Answer(
         index=index,
         request_id=request_id,
@@ -79,18 +86,6 @@ def ask(
         finish_reason=finish_reason,
         seconds_to_first=(first or end) - start,
         seconds=end - start,
-    )
-
-
-def _stream(client: OpenAI, item: Problem, index: int, sampling: Sampling) -> Iterable[Any]:
-    return client.chat.completions.create(
-        model="default",
-        messages=messages(item),  # type: ignore[arg-type]
-        temperature=sampling.temperature,
-        max_tokens=MAX_TOKENS,
-        seed=sampling.seed + index,
-        stream=True,
-        extra_body=None if sampling.smc is None else {"custom_params": {"smc": sampling.smc}},
     )
 
 

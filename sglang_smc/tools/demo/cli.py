@@ -13,13 +13,12 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_smc.options.server import DEFAULTS
-from sglang_smc.tools.commands import bar, main_of, positive
+from sglang_smc.tools.commands import bar, main_of, positive, table
 from sglang_smc.tools.demo.chat import Answer, Sampling, ask
 from sglang_smc.tools.demo.party import (
     FIRST_SHOWN,
@@ -35,6 +34,7 @@ from sglang_smc.tools.demo.serving import Launch, smc_flags, tokens_per_pass
 
 FIRST_PROBLEM = 20_000  # outside the problems behind published tables
 QUICK = 2
+MODES = ("smc", "auto", "exact")
 READING = """\
 Tokens per target pass carries over to other machines, tokens per second does not: on a CPU each
 particle costs its full price, on a GPU the target's passes are bound by reading its weights.
@@ -42,14 +42,13 @@ So few problems tell nothing about accuracy: docs/fidelity.md has 2,000. Your ow
 sglang-smc doctor --target DIR --draft DIR."""
 
 
-@dataclass
-class Row:
+class Row(NamedTuple):
     """A decoding method and its answers."""
 
     name: str
     server: str  # "smc" or "target"
-    smc: dict[str, Any] | None = None  # SMC request fields
-    answers: list[Answer] = field(default_factory=list)
+    smc: dict[str, Any] | None  # SMC request fields
+    answers: list[Answer]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,12 +84,13 @@ def demo(options: argparse.Namespace) -> None:
     with _logs(options.logs) as logs, parties(launches(options, logs)) as both:
         _show(both, Sampling(options.temperature, options.seed))
         rows = [
-            Row("AR, target alone", "target"),
-            *(Row(f"SMC, mode {mode}", "smc", {"mode": mode}) for mode in ("smc", "auto", "exact")),
+            Row("AR, target alone", "target", None, []),
+            *(Row(f"SMC, mode {mode}", "smc", {"mode": mode}, []) for mode in MODES),
         ]
         _ask(rows, both, options)
         numbers = [numbers_of(row, both[row.server].infos(row.answers)) for row in rows]
-    print(f"\n{table(numbers)}\n\n{textwrap.fill(READING, 100)}")
+    shown = "\n".join(table([cells_of(one) for one in numbers], [""], rule=False))
+    print(f"\n{shown}\n\n{textwrap.fill(READING, 100)}")
     print(f"{time.monotonic() - began:.0f} s in all.")
     if options.json:
         options.json.write_text(json.dumps({"rows": numbers}, indent=2) + "\n")
@@ -154,20 +154,12 @@ def numbers_of(row: Row, infos: Mapping[str, Mapping[str, Any]]) -> dict[str, An
     }
 
 
-_FORM = "{:18}{:>9}{:>22}{:>12}{:>14}"
-
-
-def table(numbers: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table, a line for each row."""
-    head = _FORM.format("", "right", "tokens/target pass", "tokens/s", "first token")
-    lines = [
-        _FORM.format(
-            one["row"],
-            f"{one['right']} of {one['problems']}",
-            f"{one['tokens_per_target_pass']:.2f}",
-            f"{one['tokens_per_second']:.0f}",
-            f"{1000 * one['seconds_to_first']:.0f} ms",
-        )
-        for one in numbers
-    ]
-    return "\n".join([head, *lines])
+def cells_of(numbers: Mapping[str, Any]) -> dict[str, str]:
+    """Return a row of the table."""
+    return {
+        "": numbers["row"],
+        "right": f"{numbers['right']} of {numbers['problems']}",
+        "tokens/target pass": f"{numbers['tokens_per_target_pass']:.2f}",
+        "tokens/s": f"{numbers['tokens_per_second']:.0f}",
+        "first token": f"{1000 * numbers['seconds_to_first']:.0f} ms",
+    }

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from sglang_smc.tools.commands import ScriptError, bar
+from sglang_smc.tools.commands import ScriptError, bar, interruptible
 
 HOST = "127.0.0.1"
 START_TIMEOUT = 600.0
@@ -99,7 +99,7 @@ def standalone_flags(draft: Path, *, num_steps: int) -> list[str]:
 @contextlib.contextmanager
 def running(*launches: Launch) -> Iterator[list[Server]]:
     """Start servers together for the ``with`` block; yield them once all are ready."""
-    with contextlib.ExitStack() as stack:
+    with interruptible(), contextlib.ExitStack() as stack:
         started = [stack.enter_context(_starting(launch)) for launch in launches]
         for one in started:
             _wait_until_ready(one)
@@ -115,26 +115,23 @@ class _Started(NamedTuple):
 @contextlib.contextmanager
 def _starting(launch: Launch) -> Iterator[_Started]:
     """Start a server without waiting until it is ready; its output goes to its log."""
-    with tempfile.TemporaryDirectory(prefix="smc-records-") as folder:
+    with tempfile.TemporaryDirectory(prefix="smc-records-") as folder, launch.log.open("wb") as log:
         port, records = free_port(), Path(folder)
-        command = server_command(launch, port, records)
-        with launch.log.open("wb") as output, _own_group(command, output) as process:
+        # A session of its own: Ctrl-C reaches this process alone, which then ends the group.
+        process = subprocess.Popen(
+            server_command(launch, port, records),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
             yield _Started(launch, process, Server(f"http://{HOST}:{port}", records))
-
-
-@contextlib.contextmanager
-def _own_group(command: list[str], output: Any) -> Iterator[subprocess.Popen[bytes]]:
-    # A session of its own, so that Ctrl-C reaches this process alone, which then ends the group.
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-    )
-    try:
-        yield process
-    finally:
-        # On SIGTERM SGLang waits eight seconds for running requests; here there are none.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        finally:
+            # On SIGTERM SGLang waits eight seconds for running requests; here there are none.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _wait_until_ready(started: _Started, timeout: float = START_TIMEOUT) -> None:
@@ -167,14 +164,11 @@ def describe_log(log: Path) -> str:
 
 def read_records(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the ``meta_info`` of all finished requests, by request id."""
-    lines = [
-        line for path in sorted(folder.iterdir()) for line in path.open() if line.endswith("\n")
-    ]
-    records = map(json.loads, lines)
-    return {
-        record["id"]: {key: value for key, value in record.items() if key != "request_parameters"}
-        for record in records
-    }
+    lines = (line for path in sorted(folder.iterdir()) for line in path.open())
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    for record in records:
+        record.pop("request_parameters", None)
+    return {record["id"]: record for record in records}
 
 
 def wait_for_records(
