@@ -24,6 +24,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_smc.cpu.trees import places_in_mask
+from sglang_smc.models.latent_attention import absorb
 from sglang_smc.models.softmax import (
     Softmax,
     additive,
@@ -198,13 +199,8 @@ class CpuAttentionBackend(AttentionBackend):
         if save_kv_cache and k is not None and v is not None:
             scales = (layer.k_scale, layer.v_scale) if self.is_scaled else ()
             self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, *scales)
-        query = q.view(-1, layer.tp_q_head_num, layer.head_dim)  # [tokens, q_heads, head_dim]
-        output = torch.empty_like(query)
-        softmax, plan = softmax_of(layer, sinks, self.is_scaled), self.plan_of(window_of(layer))
-        for call in plan.calls:
-            keys, values = self._gather(layer.layer_id, call.slots, plan)
-            call.attend(query, keys.to(q.dtype), values.to(q.dtype), softmax, output)
-        return output.view(q.shape)
+        softmax = softmax_of(layer, sinks, self.is_scaled)
+        return self._attended(q, layer, softmax, window_of(layer)).view(q.shape)
 
     # Decode is an extend by one token.
     forward_decode = forward_extend
@@ -215,6 +211,17 @@ class CpuAttentionBackend(AttentionBackend):
         size = max(call.slots.numel() for call in calls)
         return cache.new_empty(size, *cache.shape[1:]), cache.new_empty(size, *cache.shape[1:])
 
+    def _attended(
+        self, q: torch.Tensor, layer: RadixAttention, softmax: Softmax, window: int | None
+    ) -> torch.Tensor:
+        """Run the planned calls; return ``[tokens, q_heads, head_dim]``."""
+        query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+        output, plan = torch.empty_like(query), self.plan_of(window)
+        for call in plan.calls:
+            keys, values = self._gather(layer.layer_id, call.slots, plan)
+            call.attend(query, keys.to(q.dtype), values.to(q.dtype), softmax, output)
+        return output
+
     def _gather(
         self, layer_id: int, slots: torch.Tensor, plan: ForwardPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -222,12 +229,61 @@ class CpuAttentionBackend(AttentionBackend):
 
         Both are [rows, kv_heads, kv_len, head_dim].
         """
-        values = self.token_to_kv_pool.get_value_buffer(layer_id)
-        keys = self._gather_keys(layer_id, slots, plan)
-        return keys, _gather_rows(values, slots, plan.values)
+        pool = self.token_to_kv_pool
+        keys = _gather_rows(pool.get_key_buffer(layer_id), slots, plan.keys)
+        return keys, _gather_rows(pool.get_value_buffer(layer_id), slots, plan.values)
 
-    def _gather_keys(self, layer_id: int, slots: torch.Tensor, plan: ForwardPlan) -> torch.Tensor:
-        return _gather_rows(self.token_to_kv_pool.get_key_buffer(layer_id), slots, plan.keys)
+
+class CpuLatentBackend(CpuAttentionBackend):
+    """Causal attention over latents (MLA); layers use the absorbed form in prefill, too.
+
+    All query heads share one key head, and values are the first numbers of its keys.
+
+    Args:
+        model_runner: of a model with latent attention.
+        name: the name under which SGLang registers this backend.
+    """
+
+    def __init__(self, model_runner: ModelRunner, name: str) -> None:
+        super().__init__(model_runner)
+        absorb(name)
+        self.rank = model_runner.model_config.kv_lora_rank
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attend with the plan of ``init_forward_metadata``.
+
+        Args:
+            q: [tokens, heads, rank + rope], or flat
+            k: [tokens, 1, rank + rope], written to ``out_cache_loc`` first
+            v: the first part of ``k``
+
+        Returns:
+            [tokens, heads * rank]
+        """
+        check_layer(layer, self.group, kwargs, rank=self.rank)
+        if save_kv_cache and k is not None and v is not None:
+            self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        output = self._attended(q, layer, Softmax(layer.scaling), None)
+        return output[..., : self.rank].reshape(len(output), -1)
+
+    forward_decode = forward_extend
+
+    def _gather(
+        self, layer_id: int, slots: torch.Tensor, plan: ForwardPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return whole latents for both: torch has a kernel for values as wide as keys."""
+        cache = self.token_to_kv_pool.get_key_buffer(layer_id)
+        latents = _gather_rows(cache, slots, plan.keys)
+        return latents, latents
 
 
 def row_lengths(forward_batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:

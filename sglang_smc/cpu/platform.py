@@ -192,8 +192,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 
 def _create_attention_backend(model_runner: ModelRunner) -> CpuAttentionBackend:
-    from sglang_smc.cpu.attention import CpuAttentionBackend
-    from sglang_smc.cpu.latent import CpuLatentBackend
+    from sglang_smc.cpu.attention import CpuAttentionBackend, CpuLatentBackend
 
     if model_runner.use_mla_backend:
         return CpuLatentBackend(model_runner, ATTENTION_BACKEND)

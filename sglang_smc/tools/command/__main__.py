@@ -1,8 +1,6 @@
-"""Run ``python -m sglang_smc.tools.command``, for when the script ``sglang-smc`` is not on PATH."""
-
-import sys
+"""Run ``python -m sglang_smc.tools.command``, for when ``sglang-smc`` is not on PATH."""
 
 from sglang_smc.tools.command.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

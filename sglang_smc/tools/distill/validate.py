@@ -75,8 +75,10 @@ def validate(
     count = len(texts) * anchors
     each = torch.tensor(means, dtype=torch.float64)
     error = float(each.std() / len(each) ** 0.5) if len(each) > 1 else float("inf")
-    columns = (sums / count).tolist()
-    return Worth(float(each.mean()), error, *columns, particles, blocks=count, texts=len(texts))
+    kl, moment, one, all_ = (sums / count).tolist()
+    columns = {"forward_kl": kl, "chi2": moment, "rejection": one, "rejection_of_all": all_}
+    sizes = {"particles": particles, "blocks": count, "texts": len(texts)}
+    return Worth(accepted=float(each.mean()), accepted_error=error, **columns, **sizes)
 
 
 def accepted(blocks: Blocks) -> torch.Tensor:

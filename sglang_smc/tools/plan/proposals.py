@@ -219,8 +219,8 @@ def _read_dflash(config: Config) -> Draft:
         )
     windowed = (config.get("layer_types") or []).count("sliding_attention")
     if windowed:
-        window = shapes.sizes_of(config, {"window": "sliding_window"})
-        layers = replace(layers, windowed_layers=windowed, **window)
+        (window,) = shapes.numbers_of(config, "sliding_window")
+        layers = replace(layers, windowed_layers=windowed, window=window)
     ids = options.get("target_layer_ids")
     num_states = len(ids) if ids else layers.num_layers
     return Draft(DFLASH, layers, num_states, options.get("block_size") or BLOCK_SIZE)

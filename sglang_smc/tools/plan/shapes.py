@@ -246,41 +246,17 @@ BUILT_IN = {
     "qwen3-32b": _qwen3(64, 5120, 25600, 64, tied=False),
 }
 
-# --- Configurations: sizes, each with its key
+# --- Configurations
 
-LAYERS = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_heads": "num_attention_heads",
-}
-LATENTS = {
-    "rank": "kv_lora_rank",
-    "rope": "qk_rope_head_dim",
-    "key_dim": "qk_nope_head_dim",
-    "value_dim": "v_head_dim",
-}
-EXPERTS = {
-    "count": "n_routed_experts",
-    "per_token": "num_experts_per_tok",
-    "size": "moe_intermediate_size",
-    "dense_layers": "first_k_dense_replace",
-}
-STATES = {
-    "key_heads": "linear_num_key_heads",
-    "value_heads": "linear_num_value_heads",
-    "key_dim": "linear_key_head_dim",
-    "value_dim": "linear_value_head_dim",
-}
 FP8_METHODS = ("fp8", "fbgemm_fp8", "modelopt_fp8")
 
 
-def sizes_of(config: Config, keys: Mapping[str, str]) -> dict[str, int]:
-    """Return the whole numbers behind ``keys`` by name; raise ValueError if some are missing."""
-    missing = [key for key in keys.values() if not isinstance(config.get(key), int)]
+def numbers_of(config: Config, *keys: str) -> list[int]:
+    """Return the whole numbers behind ``keys``; raise ValueError if some are missing."""
+    missing = [key for key in keys if not isinstance(config.get(key), int)]
     if missing:
         raise ValueError(f"The configuration says no whole number for {', '.join(missing)}.")
-    return {name: config[key] for name, key in keys.items()}
+    return [config[key] for key in keys]
 
 
 def _nothing_more(config: Config) -> dict[str, Any]:
@@ -294,20 +270,23 @@ def _nothing_more(config: Config) -> dict[str, Any]:
 
 
 def _latents_and_experts(config: Config) -> dict[str, Any]:
-    found = sizes_of(config, {**LATENTS, **EXPERTS})
-    latents = Latents(
-        **{name: found[name] for name in LATENTS}, query_rank=config.get("q_lora_rank")
-    )
-    shared = config.get("n_shared_experts") or 0
-    experts = Experts(**{name: found[name] for name in EXPERTS}, shared=shared)
+    sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    latents = Latents(*numbers_of(config, *sizes), query_rank=config.get("q_lora_rank"))
+    sizes = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
+    counts = numbers_of(config, *sizes, "first_k_dense_replace")
+    experts = Experts(*counts, shared=config.get("n_shared_experts") or 0)
     return {"latents": latents, "experts": experts, **_nothing_more(config)}
 
 
 def _states(config: Config) -> dict[str, Any]:
-    interval = sizes_of(config, {"interval": "full_attention_interval"})["interval"]
-    num_layers = config["num_hidden_layers"]
+    heads = ("linear_num_key_heads", "linear_num_value_heads")
+    sizes = numbers_of(config, *heads, "linear_key_head_dim", "linear_value_head_dim")
+    (interval,), num_layers = (
+        numbers_of(config, "full_attention_interval"),
+        config["num_hidden_layers"],
+    )
     linear = num_layers - num_layers // interval
-    return {"states": States(linear, **sizes_of(config, STATES)), **_nothing_more(config)}
+    return {"states": States(linear, *sizes), **_nothing_more(config)}
 
 
 def _windows(full_every: int) -> Callable[[Config], dict[str, Any]]:
@@ -318,8 +297,8 @@ def _windows(full_every: int) -> Callable[[Config], dict[str, Any]]:
     """
 
     def read(config: Config) -> dict[str, Any]:
-        window = sizes_of(config, {"window": "sliding_window"})["window"]
-        num_layers, types = config["num_hidden_layers"], config.get("layer_types")
+        (window,), num_layers = numbers_of(config, "sliding_window"), config["num_hidden_layers"]
+        types = config.get("layer_types")
         every = config.get("sliding_window_pattern") or full_every
         patterned = num_layers - num_layers // every
         count = types.count("sliding_attention") if types else patterned
@@ -415,13 +394,16 @@ def dense(config: Config, vocab_key: str | None, *, tied: bool) -> ModelShape:
 
     Without a ``vocab_key`` it has no LM head.
     """
-    more = {"vocab_size": vocab_key} if vocab_key else {}
-    found = {"vocab_size": 0} | sizes_of(config, LAYERS | more)
-    heads = found["num_heads"]
+    sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    layers, hidden, mlp, heads = numbers_of(config, *sizes)
     return ModelShape(
-        **found,
+        layers,
+        hidden,
+        mlp,
+        heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or found["hidden_size"] // heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        vocab_size=numbers_of(config, vocab_key)[0] if vocab_key else 0,
         tied_embeddings=tied,
         weight_bytes=quantized_bytes(config.get("quantization_config")),
     )

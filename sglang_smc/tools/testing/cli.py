@@ -97,7 +97,7 @@ def _result(name: str, pair: Pair, prompts: Sequence[str], scale: float, seed: i
     if name == "equal-models":
         twins = smc if smc.same_models or not (draft and draft.settings) else draft
         return checks.check_equal_models(twins, prompts, seed=seed + 40_000_000)
-    how = {"alpha": TOTAL_ALPHA / len(TESTS)}
+    how: dict[str, Any] = {"alpha": TOTAL_ALPHA / len(TESTS)}
     many, few = round(2048 * scale), prompts[:FEW]
     if name == "evidence":
         most = round(1536 * scale)
@@ -117,8 +117,8 @@ def _models(arguments: argparse.Namespace) -> Iterator[Pair]:
     if arguments.url:
         smc, draft = connection.connect(arguments.url, api_key=arguments.api_key), None
         if arguments.draft_url:
-            how = {"api_key": arguments.api_key, "needs_smc": False}
-            draft = connection.connect(arguments.draft_url, **how)
+            url, key = arguments.draft_url, arguments.api_key
+            draft = connection.connect(url, api_key=key, needs_smc=False)
         yield Pair(smc, draft)
         return
     given = {

@@ -186,10 +186,20 @@ class _Growth:
             line = lineage(self.heads[0], self.segments)
             parent = next(at for at in line if self.segments[at].start < start)
         share = 1 / len(tokens)
-        weights = {"before": share, "after": share, "log_weight": 0.0}
-        place = {"parent": parent, "start": start, "kind": FIRST, "round": number}
         self.heads = [
-            self.add(Segment(lane=lane, tokens=[token], **place, **weights))
+            self.add(
+                Segment(
+                    parent=parent,
+                    lane=lane,
+                    start=start,
+                    tokens=[token],
+                    kind=FIRST,
+                    round=number,
+                    before=share,
+                    after=share,
+                    log_weight=0.0,
+                )
+            )
             for lane, token in enumerate(tokens)
         ]
         if len(set(tokens)) == 1:
