@@ -45,7 +45,7 @@ def main_of(
         print(f"error: {error}", file=sys.stderr)
         return status
     except KeyboardInterrupt:
-        print(f"\nInterrupted. {interrupted}", file=sys.stderr)
+        print(f"\nInterrupted. {interrupted}".rstrip(), file=sys.stderr)
         return 130
 
 

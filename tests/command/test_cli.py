@@ -1,5 +1,6 @@
 """``sglang-smc``: which words it knows, how it ends, and that its help does not wait."""
 
+import signal
 import sys
 from importlib import import_module
 
@@ -8,6 +9,7 @@ from programs import printed
 
 from sglang_smc import __version__
 from sglang_smc.tools.command import cli
+from sglang_smc.tools.commands import interruptible, main_of
 
 HEAVY = ("torch", "sglang", "transformers", "openai", "matplotlib", "numpy")
 PLAN = "plan --target llama-3.1-8b --draft llama-3.2-1b --device h200"
@@ -44,3 +46,20 @@ def test_help_and_a_plan_wait_for_nothing_heavy() -> None:
     )
     told = printed(sys.executable, "-c", program)
     assert "Best: SMC" in told and told.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_command_as_ctrl_c_does(
+    number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Red where servers would outlive their command; the handler before is in force again."""
+    before = signal.getsignal(number)
+
+    def run() -> None:
+        with interruptible():
+            signal.raise_signal(number)
+            pytest.fail("the signal interrupted nothing")
+
+    assert main_of(run, "All has ended.") == 130
+    assert "Interrupted. All has ended." in capsys.readouterr().err
+    assert signal.getsignal(number) is before

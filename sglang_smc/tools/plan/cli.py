@@ -114,7 +114,7 @@ def _report(arguments: argparse.Namespace, target: ModelShape, drafts: Drafts) -
     best, grid = scenario.best(batch, particles, steps, min_particles=least, kept=kept)
     sd = [scenario.sd(batch, k, acceptance) for k in steps]
     names = _short(arguments.target), name
-    plan = Report(*names, scenario, draft, batch, acceptance, kept, sd, grid, best)
+    plan = Report(*names, scenario, batch, acceptance, kept, sd, grid, best)
     if arguments.plot:
         _plot(plan, arguments.plot)
     return plan

@@ -33,13 +33,16 @@ class Report(NamedTuple):
     target: str
     draft: str
     scenario: Scenario
-    drafted: Draft  # the scenario's
     batch: int
     acceptance: float
     kept: Mapping[int, float]
     sd: list[Estimate]
     smc: list[Estimate]
     best: Estimate  # of ``smc``
+
+    @property
+    def drafted(self) -> Draft:
+        return Draft.of(self.scenario.draft)
 
     @property
     def ar(self) -> Estimate:
