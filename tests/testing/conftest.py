@@ -171,7 +171,7 @@ def model(tables: tuple[Table, Table]) -> Callable[..., Model]:
         drawn = drawn if isinstance(drawn, list) else mixed(p, q, drawn)
         drafted = drafted if isinstance(drafted, list) else mixed(q, p, drafted)
         toy = Toy(p, q, drawn=drawn, drafted=drafted, **wrong)
-        return Model(toy.send, "toy", known, same_models=same_models)
+        return Model(toy.send, known, same_models=same_models)
 
     return make
 
@@ -179,4 +179,4 @@ def model(tables: tuple[Table, Table]) -> Callable[..., Model]:
 @pytest.fixture
 def draft(tables: tuple[Table, Table]) -> Model:
     """A plain server of the draft."""
-    return Model(Toy(tables[1], tables[1]).send, "toy draft", {})
+    return Model(Toy(tables[1], tables[1]).send, {})

@@ -12,7 +12,7 @@ from simulated_trace import simulated
 import sglang_smc
 from sglang_smc.state.record import Trace
 from sglang_smc.tools.view.finding import BY_PARTICLE, checked
-from sglang_smc.tools.view.genealogy import Genealogy, genealogy
+from sglang_smc.tools.view.genealogy import Genealogy, genealogy, lineage
 from sglang_smc.tools.view.page import page_of
 
 CASES = settings(deadline=None, derandomize=True)
@@ -27,8 +27,18 @@ def test_lineages_read_what_particles_read(
     made = simulated(seed, num_particles, length, num_steps)
     found = genealogy(made.trace)
     assert found.answer == made.answer
-    assert [found.text_of(head) for head in found.heads] == made.texts
+    assert [text_of(found, head) for head in found.heads] == made.texts
     assert surviving(found) == made.answer
+
+
+def text_of(found: Genealogy, segment: int) -> list[int]:
+    """The tokens of a particle up to the end of a segment, as the page reads them."""
+    pieces: list[list[int]] = []
+    end = found.segments[segment].end
+    for here in (found.segments[at] for at in lineage(segment, found.segments)):
+        pieces.append(here.tokens[: max(0, end - here.start)])
+        end = min(end, here.start)
+    return [token for piece in reversed(pieces) for token in piece]
 
 
 def surviving(found: Genealogy) -> list[int]:
@@ -52,7 +62,7 @@ def test_a_lineage_ends_with_a_reason_and_the_answers_nowhere(seed: int) -> None
         if place not in parents and place not in found.heads:
             assert here.fate in ("dead", "resampled", "narrowed", "drawn", "resized", "retracted")
         assert here.parent is None or here.parent < place
-    _, *ancestors = found.lineage(found.heads[0])
+    _, *ancestors = lineage(found.heads[0], found.segments)
     for here in (found.segments[place] for place in ancestors):
         assert here.fate is None or here.surviving < len(here.tokens)
 
@@ -65,7 +75,7 @@ def test_what_potentials_say_stands_at_the_text_that_they_said_it_of(
     made = simulated(seed, num_particles, 60)
     found = genealogy(made.trace)
     told = {
-        tuple(found.text_of(place)): here.log_potential
+        tuple(text_of(found, place)): here.log_potential
         for place, here in enumerate(found.segments)
         if here.log_potential != 0
     }

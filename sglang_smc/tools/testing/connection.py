@@ -77,7 +77,6 @@ def connect(url: str, *, api_key: str | None = None, needs_smc: bool = True) -> 
     state = info["internal_states"][0]
     return Model(
         send,
-        f"--url {url}",
         state["smc"]["settings"] if algorithm == "SMC" else {},
         same_models=info["model_path"] == info["speculative_draft_model_path"],
         rounding=_ROUNDING.get(state.get("dtype", ""), _COARSE_ROUNDING),

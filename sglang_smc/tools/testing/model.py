@@ -57,7 +57,6 @@ class Model:
 
     Args:
         send: sends a /generate body.
-        name: used in messages.
         settings: the server's SMC settings (`num_particles`, `mode`, ...); empty for a plain model.
         same_models: whether the target and the draft are one model.
         rounding: tolerance between log-probabilities of one text, in nats per token.
@@ -66,13 +65,11 @@ class Model:
     def __init__(
         self,
         send: Send,
-        name: str,
         settings: dict[str, Any],
         *,
         same_models: bool = False,
         rounding: float = 1e-3,
     ) -> None:
-        self.name = name
         self.settings = settings
         self.same_models = same_models
         self.rounding = rounding

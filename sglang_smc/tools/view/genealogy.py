@@ -70,20 +70,6 @@ class Genealogy(msgspec.Struct, frozen=True, kw_only=True):
     heads: list[int]  # each particle's last segment at the end of the record
     answer: list[int]  # the emitted tokens
 
-    def text_of(self, segment: int) -> list[int]:
-        """Return the tokens of a particle up to the end of a segment."""
-        pieces: list[list[int]] = []
-        end = self.segments[segment].end
-        for at in self.lineage(segment):
-            here = self.segments[at]
-            pieces.append(here.tokens[: max(0, end - here.start)])
-            end = min(end, here.start)
-        return [token for piece in reversed(pieces) for token in piece]
-
-    def lineage(self, segment: int) -> Iterator[int]:
-        """Return a segment and its ancestors, the youngest first."""
-        return lineage(segment, self.segments)
-
 
 def genealogy(trace: Trace) -> Genealogy:
     """Build the genealogy that a trace records.
