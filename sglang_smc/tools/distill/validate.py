@@ -76,9 +76,8 @@ def validate(
     each = torch.tensor(means, dtype=torch.float64)
     error = float(each.std() / len(each) ** 0.5) if len(each) > 1 else float("inf")
     kl, moment, one, all_ = (sums / count).tolist()
-    columns = {"forward_kl": kl, "chi2": moment, "rejection": one, "rejection_of_all": all_}
-    sizes = {"particles": particles, "blocks": count, "texts": len(texts)}
-    return Worth(accepted=float(each.mean()), accepted_error=error, **columns, **sizes)
+    mean = float(each.mean())
+    return Worth(mean, error, kl, moment, one, all_, particles, blocks=count, texts=len(texts))
 
 
 def accepted(blocks: Blocks) -> torch.Tensor:
