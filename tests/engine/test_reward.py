@@ -1,12 +1,13 @@
 """The shipped reward model, served by stock SGLang, says what transformers says it does."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from http_server import Server, running_server
-from pair.reward_texts import TEMPLATE, WHOLE_TEMPLATE, judged, wrong_answer
+from pair.reward_texts import TEMPLATE, WHOLE_TEMPLATE
 from pair.task import held_out
 from transformers import AutoTokenizer, LlamaForSequenceClassification
 
@@ -31,16 +32,24 @@ def potential(server: Server) -> Http:
     return Http(server.url, template=TEMPLATE, whole_template=WHOLE_TEMPLATE)
 
 
+def mistaken(answer: str) -> str:
+    """A right answer, but for the operator of its first step, whose result is right again."""
+
+    def other(found: re.Match[str]) -> str:
+        one, sign, two = int(found[1]), found[2], int(found[3])
+        return f"{one}-{two}={abs(one - two)}" if sign == "+" else f"{one}+{two}={one + two}"
+
+    return re.sub(r"(\d+)([-+x*/])(\d+)=\d+", other, answer, count=1)
+
+
 @pytest.fixture(scope="module")
 def texts() -> list[Text]:
     """Right and wrong answers to ten problems, each as a whole and up to its first line's end."""
-    import random
-
     tokenizer = AutoTokenizer.from_pretrained(REWARD)
-    rng, found = random.Random(0), []
+    found = []
     for index in range(10):
         item = held_out(index)
-        for answer in (item.answer, wrong_answer(item, rng)):
+        for answer in (item.answer, mistaken(item.answer)):
             for output in (answer, answer.split("\n")[0] + "\n"):
                 ids = [tokenizer(part)["input_ids"] for part in (item.question, output)]
                 found.append(Text(*ids, None, tokenizer.decode))
@@ -76,14 +85,10 @@ def test_it_is_consistent(potential: Http, texts: list[Text]) -> None:
 
 def test_it_tells_right_from_wrong(potential: Http, texts: list[Text]) -> None:
     """Red where the checkpoint is not the one that was trained."""
-    items = [held_out(index) for index in range(10) for _ in range(4)]
-    wholes = [pair for pair in zip(texts, items, strict=True) if "####" in pair[0].output]
-    values = potential.complete([text for text, _ in wholes])
-    right = [judged(text.output, item).is_whole for text, item in wholes]
-    of_right = [value for value, is_right in zip(values, right, strict=True) if is_right]
-    of_wrong = [value for value, is_right in zip(values, right, strict=True) if not is_right]
+    values = potential.complete(texts)
+    of_right, of_wrong = values[::4], values[2::4]
     above = [one > other for one in of_right for other in of_wrong]
-    assert sum(above) / len(above) > 0.65, "it is 0.86 on the draft's answers"
+    assert sum(above) / len(above) > 0.8, "it is 0.94 of these"
 
 
 def test_the_other_route_has_shares_of_one_label(server: Server, texts: list[Text]) -> None:
